@@ -1,0 +1,77 @@
+# `make bench` and `make test` do all their own set-up on a machine that has only Python and make.
+#
+#   make bench                        the main job: attention on this machine's device, beside PyTorch's own
+#   make bench ARGS="--suite fa"      the same with arguments of `tileattn bench`
+#   make test                         lint, types and tests (ARGS goes to pytest)
+#   make test-all                     the tests marked slow as well
+#   make lint | format | clean
+#
+# Settings, each as NAME=value behind the target:
+#   PYTHON        which Python makes .venv (an existing .venv is kept unless this names another version)
+#   ARGS          passed on to `tileattn bench` or to pytest
+#   EXTRAS        extras installed besides; `cuda`, nvcc from pip, is chosen for a GPU without a CUDA toolkit
+#   TORCH_INDEX   a PyTorch package index to ask besides PyPI, such as https://download.pytorch.org/whl/rocm7.1
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.SUFFIXES:
+.PHONY: help bench test test-all lint format clean
+
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+PYTHON ?= $(if $(wildcard $(VENV)/.python-*),$(VENV)/bin/python,python3)
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+
+NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
+NVCC := $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+EXTRAS ?= $(if $(NVIDIA),$(if $(NVCC),,cuda))
+
+# PyPI's torch for Linux brings gigabytes of CUDA. A Linux machine without a GPU asks PyTorch's own index for the CPU
+# build. Where that index cannot be reached, pip says so and PyPI's torch works as well.
+LINUX_WITHOUT_GPU := $(if $(NVIDIA)$(wildcard /dev/kfd),,$(filter Linux,$(shell uname -s)))
+TORCH_INDEX ?= $(if $(LINUX_WITHOUT_GPU),https://download.pytorch.org/whl/cpu)
+
+comma := ,
+AND_EXTRAS := $(if $(EXTRAS),$(comma)$(EXTRAS))
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+bench: $(VENV)/.installed-plot$(AND_EXTRAS)
+	$(VENV)/bin/tileattn bench $(ARGS)
+
+# One worker per core, so one thread per worker. The time limit ends a kernel that hangs.
+PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -n logical --maxprocesses 8 --dist worksteal --timeout 600
+
+test: lint
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: lint
+	$(PYTEST) $(ARGS)
+
+lint: $(VENV)/.installed-dev$(AND_EXTRAS)
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+format: $(VENV)/.installed-dev$(AND_EXTRAS)
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+clean:
+	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp names the extras, so that another choice of them installs again.
+$(VENV)/.installed-%: $(VENV)/.python-$(PYTHON_VERSION) pyproject.toml constraints.txt
+	$(if $(TORCH_INDEX),$(RUN) pip install --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) -c constraints.txt torch)
+	$(RUN) pip install --disable-pip-version-check -c constraints.txt -e ".[$*]"
+	@touch $@
+
+# Written last: a venv that could not be finished is made again.
+$(VENV)/.python-$(PYTHON_VERSION):
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not here. Name another: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 14) else "tileattn needs Python 3.10 to 3.14, and $(PYTHON) is %d.%d. Name another: make $(MAKECMDGOALS) PYTHON=python3.12" % v)'
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
