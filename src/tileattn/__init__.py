@@ -1,0 +1,25 @@
+"""tileattn: exact attention for PyTorch, written in TileLang."""
+
+from __future__ import annotations
+
+from . import math
+from .api import attention
+from .masks import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow
+from .scores import ALiBi, Bias, ScoreMod, SoftCap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ALiBi",
+    "Bias",
+    "Causal",
+    "Documents",
+    "FunctionMask",
+    "Mask",
+    "PrefixLM",
+    "ScoreMod",
+    "SlidingWindow",
+    "SoftCap",
+    "attention",
+    "math",
+]

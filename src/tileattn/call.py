@@ -1,0 +1,59 @@
+"""The facts of an attention call on which a kernel is specialised, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Static facts of one call. Batch, lengths, head counts, strides and scalars are run-time values of a kernel.
+
+    Attributes:
+        dtype: of q, k, v and o.
+        head_dim: elements per head of q and k.
+        head_dim_v: elements per head of v and o.
+        variant: the key of the mask and the score modifications (see :mod:`tileattn.variant`), ``""`` for none.
+        sink: whether a sink logit per head joins the softmax.
+        aligned: whether q, k and v begin at, and step by, multiples of 16 bytes.
+        needs_grad: whether a gradient will be asked for.
+        arch: ``"cpu"``, or a GPU architecture in the compiler's spelling: ``"sm_80"``, ``"sm_90a"``, ``"gfx942"``, ...
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    variant: str = ""
+    sink: bool = False
+    aligned: bool = True
+    needs_grad: bool = False
+    arch: str = "cpu"
+
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        flags = [name for name in ("sink", "needs_grad") if getattr(self, name)] + ["unaligned"] * (not self.aligned)
+        parts = [str(self.dtype).removeprefix("torch."), f"d{dims}", self.variant or "full", *flags, self.arch]
+        return " ".join(parts)
+
+
+@functools.cache
+def device_arch(device: torch.device) -> str:
+    """The architecture of a device, as :class:`AttentionCall` spells it."""
+    if device.type != "cuda":
+        return device.type
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether every row of the tensor begins at a multiple of 16 bytes, as 128-bit and TMA copies need."""
+    step = 16 // tensor.element_size()
+    for stride in tensor.stride()[:-1]:
+        if stride % step:
+            return False
+    return tensor.data_ptr() % 16 == 0

@@ -1,0 +1,80 @@
+"""Which backend runs a call: one ordered table, and refusals that say why not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .call import AttentionCall
+from .kernels.tilelang import backend as tilelang_backend
+from .kernels.torch import backend as torch_backend
+from .variant import Operands
+
+
+class Forward(Protocol):
+    """The forward pass of a backend, on validated arguments."""
+
+    def __call__(
+        self,
+        call: AttentionCall,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        operands: Operands,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """o (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q) for bshd tensors of any strides."""
+        ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of attention.
+
+    Attributes:
+        name: what ``attention(backend=...)`` takes.
+        summary: one line for people.
+        refusal: why it does not run a call, or None where it does.
+        forward: the forward pass.
+    """
+
+    name: str
+    summary: str
+    refusal: Callable[[AttentionCall], str | None]
+    forward: Forward
+
+
+# In order of preference: the first that accepts a call runs it.
+BACKENDS: tuple[Backend, ...] = (
+    Backend("tilelang", "TileLang kernels, for GPUs", tilelang_backend.refusal, tilelang_backend.forward),
+    Backend("torch", "PyTorch operations, for any device", torch_backend.refusal, torch_backend.forward),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def select(call: AttentionCall, backend: str | None = None) -> Backend:
+    """The backend that runs a call.
+
+    Args:
+        call: the call's static facts.
+        backend: a name of :data:`BACKENDS`, which then runs the call or raises; None takes the first that accepts.
+
+    Raises:
+        ValueError: no backend has that name.
+        NotImplementedError: the named backend (or every backend) refuses the call; the message says why.
+    """
+    by_name = {candidate.name: candidate for candidate in BACKENDS}
+    if backend is not None and backend not in by_name:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, by_name))} or None, got {backend!r}")
+    reasons = []
+    for candidate in BACKENDS if backend is None else (by_name[backend],):
+        reason = candidate.refusal(call)
+        if reason is None:
+            return candidate
+        reasons.append(f"{candidate.name}: {reason}")
+    raise NotImplementedError(f"no backend runs this call ({call}): " + "; ".join(reasons))

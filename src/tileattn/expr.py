@@ -1,0 +1,388 @@
+"""Expressions: what a mask or a score modification computes, held as a value.
+
+A variant is written once, as Python code over ``b, h, q, k`` (and ``score``). On torch tensors that code simply runs.
+For a kernel it is run once on the symbols of this module instead, which yields an :class:`Expr`: a small tree that a
+backend turns into its own language, that prints to one canonical line (the kernel cache's key), and that reads back
+from that line, so that an operator of ``torch.library`` can carry it as a string.
+
+    >>> q, k = symbol("q"), symbol("k")
+    >>> str((k <= q) & (q - k < 128))
+    '(and (le k q) (lt (sub q k) 128))'
+"""
+
+from __future__ import annotations
+
+import math as _math
+import operator
+import re
+from collections.abc import Callable
+from typing import Any, Union
+
+import torch
+
+Number = Union[bool, int, float]
+Operand = Union["Expr", Number]
+
+_BOOL_OPS = {"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"}
+_FLOAT_OPS = {"div", "tanh", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "float"}
+_INT_SYMBOLS = re.compile(r"b|h|q|k|q_lo|q_hi|seqlen_k|i\d+")
+_FLOAT_SYMBOLS = re.compile(r"score|f\d+")
+
+
+class Expr:
+    """One node: an operation and its arguments (nodes, numbers, or the names of symbols and tensors).
+
+    ``dtype`` is ``"float"``, ``"int"`` or ``"bool"``: kernels compute floats in float32 and integers in int32.
+    """
+
+    __slots__ = ("args", "dtype", "op")
+
+    def __init__(self, op: str, args: tuple[Any, ...], dtype: str) -> None:
+        self.op = op
+        self.args = args
+        self.dtype = dtype
+
+    def __str__(self) -> str:
+        if self.op == "symbol":
+            return str(self.args[0])
+        return f"({self.op} {' '.join(map(_text, self.args))})"
+
+    __repr__ = __str__
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a mask or score modification cannot branch on its arguments with Python's `if`, `and`, `or`, `not` or `min`: "
+            "they are traced once for all positions; use tileattn.math.where, `&`, `|`, `~`, tileattn.math.minimum"
+        )
+
+    def __index__(self) -> int:
+        raise TypeError(
+            "a traced position cannot index this object; a torch tensor captured by the function can be indexed "
+            "(`tensor[b, q]`), as can any tensor through tileattn.math.load(tensor, b, q)"
+        )
+
+    def __iter__(self) -> Any:
+        raise TypeError("a traced score or position is one number, not a sequence")
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    # Arithmetic. Each returns a new node; constants fold in `apply`.
+    def __add__(self, other: Operand) -> Expr:
+        return apply("add", self, other)
+
+    def __radd__(self, other: Operand) -> Expr:
+        return apply("add", other, self)
+
+    def __sub__(self, other: Operand) -> Expr:
+        return apply("sub", self, other)
+
+    def __rsub__(self, other: Operand) -> Expr:
+        return apply("sub", other, self)
+
+    def __mul__(self, other: Operand) -> Expr:
+        return apply("mul", self, other)
+
+    def __rmul__(self, other: Operand) -> Expr:
+        return apply("mul", other, self)
+
+    def __truediv__(self, other: Operand) -> Expr:
+        return apply("div", self, other)
+
+    def __rtruediv__(self, other: Operand) -> Expr:
+        return apply("div", other, self)
+
+    def __floordiv__(self, other: Operand) -> Expr:
+        return apply("floordiv", self, other)
+
+    def __rfloordiv__(self, other: Operand) -> Expr:
+        return apply("floordiv", other, self)
+
+    def __mod__(self, other: Operand) -> Expr:
+        return apply("mod", self, other)
+
+    def __rmod__(self, other: Operand) -> Expr:
+        return apply("mod", other, self)
+
+    def __pow__(self, exponent: int) -> Expr:
+        if not isinstance(exponent, int) or not 1 <= exponent <= 8:
+            raise TypeError(f"a traced value can be raised to an integer power from 1 to 8, not to {exponent!r}")
+        result = self
+        for _ in range(exponent - 1):
+            result = result * self
+        return result
+
+    def __neg__(self) -> Expr:
+        return apply("sub", 0, self)
+
+    def __abs__(self) -> Expr:
+        return apply("abs", self)
+
+    def __and__(self, other: Operand) -> Expr:
+        return apply("and", self, other)
+
+    __rand__ = __and__
+
+    def __or__(self, other: Operand) -> Expr:
+        return apply("or", self, other)
+
+    __ror__ = __or__
+
+    def __invert__(self) -> Expr:
+        return apply("not", self)
+
+    def __lt__(self, other: Operand) -> Expr:
+        return apply("lt", self, other)
+
+    def __le__(self, other: Operand) -> Expr:
+        return apply("le", self, other)
+
+    def __gt__(self, other: Operand) -> Expr:
+        return apply("gt", self, other)
+
+    def __ge__(self, other: Operand) -> Expr:
+        return apply("ge", self, other)
+
+    def __eq__(self, other: Operand) -> Expr:  # type: ignore[override]
+        return apply("eq", self, other)
+
+    def __ne__(self, other: Operand) -> Expr:  # type: ignore[override]
+        return apply("ne", self, other)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Expr:
+        """Lets functions written for FlexAttention (``torch.where``, ``torch.tanh``, ...) be traced as they are."""
+        op = _TORCH_OPS.get(getattr(func, "__name__", ""))
+        if op is None or kwargs:
+            raise TypeError(
+                f"torch.{getattr(func, '__name__', func)} cannot be traced in a mask or score modification; "
+                f"use operators and the functions of tileattn.math"
+            )
+        if any(isinstance(arg, torch.Tensor) for arg in args):
+            raise TypeError(
+                "a torch tensor met a traced value: index the captured tensor to get one number (`slopes[h]`), "
+                "or read it through tileattn.math.load(tensor, h)"
+            )
+        return apply(op, *args)
+
+
+_TORCH_OPS = {
+    name: name
+    for name in ("where", "tanh", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "abs", "add", "sub", "mul", "div")
+} | {
+    "minimum": "min",
+    "maximum": "max",
+    "logical_and": "and",
+    "logical_or": "or",
+    "logical_not": "not",
+    "__and__": "and",
+    "__or__": "or",
+}
+
+
+class TensorSymbol:
+    """Stands for a captured tensor while a variant is traced: indexing it with positions yields a value.
+
+    ``ones`` says for each dimension whether its size is 1, in which case it is broadcast. ``dtype`` is the element's
+    torch dtype.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype, ones: tuple[bool, ...]) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.ones = ones
+
+    @property
+    def ndim(self) -> int:
+        return len(self.ones)
+
+    @property
+    def shape(self) -> tuple[Operand, ...]:
+        """Sizes: 1 where the size is known to be 1, a run-time value elsewhere."""
+        return tuple(1 if one else Expr("size", (self.name, axis), "int") for axis, one in enumerate(self.ones))
+
+    def __getitem__(self, index: Any) -> Expr:
+        index = index if isinstance(index, tuple) else (index,)
+        if len(index) != self.ndim or not all(isinstance(i, (Expr, int)) for i in index):
+            raise TypeError(
+                f"a captured tensor with {self.ndim} dimensions must be indexed with {self.ndim} positions, got {index}"
+            )
+        index = tuple(0 if one else i for i, one in zip(index, self.ones))
+        kind = "bool" if self.dtype is torch.bool else "float" if self.dtype.is_floating_point else "int"
+        return Expr("load", (self.name, *index), kind)
+
+
+def symbol(name: str) -> Expr:
+    """The run-time value called `name`: a position (``b h q k``), ``score``, or an operand (``i0``, ``f1``)."""
+    if _INT_SYMBOLS.fullmatch(name):
+        return Expr("symbol", (name,), "int")
+    if _FLOAT_SYMBOLS.fullmatch(name):
+        return Expr("symbol", (name,), "float")
+    raise ValueError(f"no symbol is called {name!r}")
+
+
+def apply(op: str, *args: Operand) -> Any:
+    """The node ``op(args)``, or its value where all arguments are numbers."""
+    for arg in args:
+        if not isinstance(arg, (Expr, bool, int, float)):
+            raise TypeError(
+                f"a mask or score modification met {type(arg).__name__} {arg!r}: only numbers, positions and elements "
+                f"of captured tensors can be computed with"
+            )
+    if not any(isinstance(arg, Expr) for arg in args):
+        return _FOLD[op](*args)
+    simple = _simplify(op, args)
+    return simple if simple is not None else Expr(op, args, _result_dtype(op, args))
+
+
+def _simplify(op: str, args: tuple[Operand, ...]) -> Operand | None:
+    """Identities that composed masks produce; they keep keys short and generated code readable."""
+    if op in ("and", "or"):
+        for value, other in (args, args[::-1]):
+            if isinstance(value, bool):
+                return other if value == (op == "and") else value
+    if op in ("min", "max") and str(args[0]) == str(args[1]):
+        return args[0]
+    if op == "add" and any(type(arg) is int and arg == 0 for arg in args):
+        return args[1] if type(args[0]) is int else args[0]
+    if op == "sub" and type(args[1]) is int and args[1] == 0:
+        return args[0]
+    return None
+
+
+def _result_dtype(op: str, args: tuple[Operand, ...]) -> str:
+    if op in _BOOL_OPS:
+        return "bool"
+    if op in _FLOAT_OPS:
+        return "float"
+    kinds = [dtype_of(arg) for arg in (args[1:] if op == "where" else args)]
+    return "float" if "float" in kinds else "int" if "int" in kinds or op != "where" else "bool"
+
+
+def dtype_of(value: Operand) -> str:
+    """``"float"``, ``"int"`` or ``"bool"``."""
+    if isinstance(value, Expr):
+        return value.dtype
+    return "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+
+
+_FOLD: dict[str, Callable[..., Any]] = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / y,
+    "floordiv": lambda x, y: x // y,
+    "mod": lambda x, y: x % y,
+    "lt": lambda x, y: x < y,
+    "le": lambda x, y: x <= y,
+    "gt": lambda x, y: x > y,
+    "ge": lambda x, y: x >= y,
+    "eq": lambda x, y: x == y,
+    "ne": lambda x, y: x != y,
+    "and": lambda x, y: x and y,
+    "or": lambda x, y: x or y,
+    "not": lambda x: not x,
+    "min": min,
+    "max": max,
+    "where": lambda c, x, y: x if c else y,
+    "abs": abs,
+    "tanh": _math.tanh,
+    "exp": _math.exp,
+    "exp2": lambda x: 2.0**x,
+    "log": lambda x: _math.log(x) if x > 0 else -_math.inf,
+    "log2": lambda x: _math.log2(x) if x > 0 else -_math.inf,
+    "sqrt": _math.sqrt,
+    "sin": _math.sin,
+    "cos": _math.cos,
+    "float": float,
+}
+
+
+def _text(arg: Any) -> str:
+    if isinstance(arg, bool):
+        return "true" if arg else "false"
+    return repr(arg) if isinstance(arg, float) else str(arg)
+
+
+_TOKEN = re.compile(r"[()]|[^\s()]+")
+
+
+def parse(text: str, tensors: dict[str, TensorSymbol]) -> Any:
+    """Reads back what ``str(expr)`` wrote; `tensors` says which tensor each of its names (``t0``) now means."""
+    tokens = _TOKEN.findall(text)
+    value, rest = _parse(tokens, 0, tensors)
+    if rest != len(tokens):
+        raise ValueError(f"not an expression: {text!r}")
+    return value
+
+
+def _parse(tokens: list[str], at: int, tensors: dict[str, TensorSymbol]) -> tuple[Any, int]:
+    token = tokens[at]
+    if token != "(":
+        return _leaf(token), at + 1
+    op, at = tokens[at + 1], at + 2
+    if op in ("load", "size"):
+        tensor, at = tensors[tokens[at]], at + 1
+    args = []
+    while tokens[at] != ")":
+        arg, at = _parse(tokens, at, tensors)
+        args.append(arg)
+    if op == "load":
+        return tensor[tuple(args)], at + 1
+    return (tensor.shape[args[0]] if op == "size" else apply(op, *args)), at + 1
+
+
+def evaluate(expr: Any, values: dict[str, Any]) -> Any:
+    """The expression's value where symbols (and tensors) have these values: torch tensors, numbers or expressions."""
+    if not isinstance(expr, Expr):
+        return expr
+    if expr.op == "symbol":
+        return values.get(expr.args[0], expr)
+    if expr.op in ("load", "size"):
+        tensor, index = values.get(expr.args[0]), [evaluate(arg, values) for arg in expr.args[1:]]
+        if tensor is None:
+            return Expr(expr.op, (expr.args[0], *index), expr.dtype)
+        return tensor.shape[index[0]] if expr.op == "size" else tensor[tuple(index)]
+    args = [evaluate(arg, values) for arg in expr.args]
+    like = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
+    if like is None:
+        return apply(expr.op, *args)
+    return _ON_TENSORS[expr.op](*args) if expr.op in _ON_TENSORS else _on_tensors(expr.op, args, like)
+
+
+def _on_tensors(op: str, args: list[Any], like: torch.Tensor) -> torch.Tensor:
+    args = [torch.as_tensor(arg, device=like.device) for arg in args]
+    return getattr(torch, {"min": "minimum", "max": "maximum"}.get(op, op))(*args)
+
+
+# Python's operators, which broadcast numbers with tensors and keep the tensor's dtype.
+_ON_TENSORS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "and": operator.and_,
+    "or": operator.or_,
+    "not": operator.invert,
+    "where": torch.where,
+    "float": lambda x: x if x.dtype.is_floating_point else x.float(),
+}
+
+
+def _leaf(token: str) -> Operand:
+    if token in ("true", "false"):
+        return token == "true"
+    if re.fullmatch(r"-?\d+", token):
+        return int(token)
+    try:
+        return float(token)
+    except ValueError:
+        return symbol(token)

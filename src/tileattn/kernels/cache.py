@@ -1,0 +1,85 @@
+"""Compiled kernels, kept on disk.
+
+One library a key, in the user's cache folder. A library is written to a temporary file and then renamed, under a lock,
+so that concurrent processes compile a kernel once and never see half of it; its size and checksum are kept beside it, so
+that a truncated or foreign file is compiled over instead of loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import filelock
+import platformdirs
+
+LOCK_TIMEOUT_S = 600.0
+
+
+def default_folder() -> Path:
+    """Where kernels are kept: ``$TILEATTN_CACHE_DIR``, or the platform's cache folder for tileattn."""
+    return Path(os.environ.get("TILEATTN_CACHE_DIR") or platformdirs.user_cache_path("tileattn") / "kernels")
+
+
+class KernelCache:
+    """A folder of compiled kernels.
+
+    Args:
+        folder: created when the first kernel is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, key: str) -> Path:
+        """Where the library of a key is, or would be."""
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+
+    def find(self, key: str) -> Path | None:
+        """The library of a key, if it is there and whole."""
+        path = self.path(key)
+        try:
+            record = json.loads(path.with_suffix(".json").read_text())
+            whole = record["key"] == key and record["sha256"] == _checksum(path)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None  # absent, or not written by us: it will be compiled
+        return path if whole else None
+
+    def find_or_build(self, key: str, build: Callable[[Path], None]) -> Path:
+        """The library of a key; where it is missing or damaged, ``build(path)`` must write it to the path it is given.
+
+        Raises:
+            OSError: the folder cannot be written; the message names it and how to choose another.
+        """
+        found = self.find(key)
+        if found is not None:
+            return found
+        path = self.path(key)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S)
+            with lock:
+                # Another process may have built it while this one waited.
+                return self.find(key) or self._build(key, path, build)
+        except PermissionError as error:
+            raise PermissionError(
+                f"the kernel cache {self.folder} cannot be written ({error}); set TILEATTN_CACHE_DIR to a folder that can"
+            ) from error
+
+    def _build(self, key: str, path: Path, build: Callable[[Path], None]) -> Path:
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix=".build-") as scratch:
+            fresh = Path(scratch) / path.name
+            build(fresh)
+            record = Path(scratch) / "record.json"
+            record.write_text(json.dumps({"key": key, "sha256": _checksum(fresh), "bytes": fresh.stat().st_size}))
+            os.replace(fresh, path)
+            os.replace(record, path.with_suffix(".json"))
+        return path
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

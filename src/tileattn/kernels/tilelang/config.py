@@ -1,0 +1,108 @@
+"""Tile sizes of the TileLang kernels: their defaults for each architecture, and which are valid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...call import AttentionCall
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How the generic forward schedule cuts its work.
+
+    Attributes:
+        block_M: rows of Q in a tile.
+        block_N: rows of K and V in a tile.
+        num_stages: tiles of K and V in flight.
+        threads: per block, without the producer warps that TileLang adds on sm_90 and later.
+    """
+
+    block_M: int
+    block_N: int
+    num_stages: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What bounds a configuration: shared memory per block in bytes, threads in a warp."""
+
+    shared_bytes: int
+    warp: int = 32
+
+
+_KB = 1024
+ARCHITECTURES = {
+    "sm_80": Architecture(163 * _KB),
+    "sm_86": Architecture(99 * _KB),
+    "sm_87": Architecture(163 * _KB),
+    "sm_89": Architecture(99 * _KB),
+    "sm_90a": Architecture(227 * _KB),
+    "sm_100a": Architecture(227 * _KB),
+    "sm_103a": Architecture(227 * _KB),
+    "sm_120a": Architecture(99 * _KB),
+    "sm_121a": Architecture(99 * _KB),
+    "gfx942": Architecture(64 * _KB, warp=64),
+}
+
+
+def padded(head_dim: int) -> int:
+    """The head dim as tiles hold it: a multiple of 16, as the matrix units take, of 32 or 64 where it is larger, so that
+    rows of shared memory can be swizzled. The padding is zeros that the copy into shared memory fills in."""
+    step = 16 if head_dim <= 64 else 32 if head_dim <= 128 else 64
+    return -(-head_dim // step) * step
+
+
+def shared_bytes(call: AttentionCall, config: ForwardConfig) -> int:
+    """Shared memory of one block: Q (or O, in the same place) and the stages of K and V."""
+    head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+    q_or_o = config.block_M * max(head_dim, head_dim_v)
+    return 2 * (q_or_o + max(config.num_stages, 1) * config.block_N * (head_dim + head_dim_v))
+
+
+def is_valid(call: AttentionCall, config: ForwardConfig) -> bool:
+    """Whether the configuration fits the architecture: rows for each warp, shared memory."""
+    arch = ARCHITECTURES[call.arch]
+    rows = 16 if arch.warp == 32 else 32
+    return (
+        config.block_M % (config.threads // arch.warp * rows) == 0
+        and config.block_N % 16 == 0
+        and shared_bytes(call, config) <= arch.shared_bytes
+    )
+
+
+def default(call: AttentionCall) -> ForwardConfig:
+    """The configuration that is used unless another was measured to be faster."""
+    for config in _preferences(call):
+        if is_valid(call, config):
+            return config
+    raise NotImplementedError(f"no tile of the forward kernel fits {call}")
+
+
+def _preferences(call: AttentionCall) -> Iterator[ForwardConfig]:
+    """Configurations from the best down; the first that is valid counts."""
+    widest = max(padded(call.head_dim), padded(call.head_dim_v))
+    if call.arch == "sm_90a":
+        yield from _sm90(widest)
+    elif call.arch.startswith("gfx"):
+        yield ForwardConfig(128, 64, 1, 256)
+        yield ForwardConfig(64, 64, 0, 128)
+        yield ForwardConfig(64, 32, 0, 128)
+    else:
+        if widest <= 128:
+            yield ForwardConfig(128, 64, 2, 256 if widest > 64 else 128)
+        yield ForwardConfig(64, 64, 2, 128)
+        yield ForwardConfig(64, 64, 1, 128)
+        yield ForwardConfig(64, 32, 2, 128)
+        yield ForwardConfig(64, 32, 1, 128)
+
+
+def _sm90(widest: int) -> Iterator[ForwardConfig]:
+    if widest <= 128:
+        yield ForwardConfig(128, 128, 2, 256)
+    elif widest <= 192:
+        yield ForwardConfig(128, 112, 2, 256)
+    yield ForwardConfig(128, 80, 2, 256)
+    yield ForwardConfig(128, 64, 2, 256)

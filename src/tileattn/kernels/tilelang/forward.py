@@ -1,0 +1,166 @@
+"""The forward pass, generic schedule: FlashAttention-2 (Dao 2023, arXiv 2307.08691) as one pipelined loop.
+
+Each block of threads owns one tile of ``block_M`` queries of one head and walks over the tiles of ``block_N`` keys and
+values that the mask lets it see:
+
+    S = Q K^T                      tile of scores, in registers
+    S = mask(score_mod(S))         the mask only where the tile is not wholly visible
+    P, alpha = online softmax      see softmax.py
+    O = alpha O + P V
+
+``T.Pipelined`` loads the next tiles under the arithmetic: by TMA and a producer warp on sm_90 and later, by cp.async
+before, by plain loads on AMD. Q stays in shared memory, which O reuses at the end.
+
+Layouts: q, o (batch, seqlen_q, heads, .), k, v (batch, seqlen_k, kv_heads, .), strided; lse (batch, heads, seqlen_q).
+All sizes and strides are run-time values. Limits: head dims up to 256; see ``backend.refusal``.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import tilelang.language as T
+import torch
+from tilelang.language.eager.builder import Builder
+
+from ...call import AttentionCall
+from ...variant import Program, program
+from . import softmax
+from .config import ForwardConfig, padded
+from .expressions import Emitter
+from .mask import Visibility, apply_mask, apply_score
+
+ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
+
+
+def forward_kernel(call: AttentionCall, config: ForwardConfig) -> Any:
+    """The TileLang function for a call: ``forward(q, k, v, o, lse, [sink], *tensors, scale, group, *ints, *floats)``."""
+    traced = program(call.variant)
+    sizes = SimpleNamespace(
+        **{name: T.dynamic(name) for name in ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads")}
+    )
+    builder = Builder()
+    with builder.prim_func("forward"):
+        arguments = _declare(builder, call, traced, sizes)
+        _body(call, config, traced, sizes)(arguments)
+    return builder.get()
+
+
+def _declare(builder: Builder, call: AttentionCall, traced: Program, sizes: SimpleNamespace) -> SimpleNamespace:
+    """The kernel's parameters, in the order in which ``launch.py`` passes them."""
+    dtype = str(call.dtype).removeprefix("torch.")
+
+    def strided(name: str, shape: list[Any]) -> Any:
+        strides = [T.dynamic(f"{name}_stride{axis}", "int64") for axis in range(len(shape) - 1)] + [1]
+        return builder.prim_func_arg(name, T.StridedTensor(shape, strides, dtype))
+
+    def scalar(name: str, kind: str) -> Any:
+        return builder.prim_func_arg(name, T.int32() if kind == "int" else T.float32())
+
+    s = sizes
+    q = strided("q", [s.batch, s.seqlen_q, s.heads, call.head_dim])
+    k = strided("k", [s.batch, s.seqlen_k, s.kv_heads, call.head_dim])
+    v = strided("v", [s.batch, s.seqlen_k, s.kv_heads, call.head_dim_v])
+    o = builder.prim_func_arg("o", T.Tensor([s.batch, s.seqlen_q, s.heads, call.head_dim_v], dtype))
+    lse = builder.prim_func_arg("lse", T.Tensor([s.batch, s.heads, s.seqlen_q], "float32"))
+    sink = builder.prim_func_arg("sink", T.Tensor([s.heads], "float32")) if call.sink else None
+    operands = {symbol.name: builder.prim_func_arg(symbol.name, _operand(symbol)) for symbol in traced.tensors}
+    scale, group = scalar("scale", "float"), scalar("group", "int")
+    operands |= {f"i{index}": scalar(f"i{index}", "int") for index in range(traced.ints)}
+    operands |= {f"f{index}": scalar(f"f{index}", "float") for index in range(traced.floats)}
+    return SimpleNamespace(q=q, k=k, v=v, o=o, lse=lse, sink=sink, scale=scale, group=group, operands=operands)
+
+
+def _operand(symbol: Any) -> Any:
+    """A tensor that the variant carries: any strides; sizes of 1 are broadcast and known, the others are not."""
+    shape = [1 if one else T.dynamic(f"{symbol.name}_size{axis}") for axis, one in enumerate(symbol.ones)]
+    strides = [T.dynamic(f"{symbol.name}_stride{axis}", "int64") for axis in range(symbol.ndim)]
+    dtype = "uint8" if symbol.dtype is torch.bool else str(symbol.dtype).removeprefix("torch.")
+    return T.StridedTensor(shape, strides, dtype)
+
+
+def tile_of_block(block: Any, group: Any, sizes: SimpleNamespace, block_M: int) -> tuple[Any, Any, Any]:
+    """Which (query tile, head, batch) a block of threads computes.
+
+    Heads go in groups whose keys and values fit into the L2 cache together; within a group the last query tiles come
+    first, since under a causal mask they take longest.
+    """
+    tiles = T.ceildiv(sizes.seqlen_q, block_M)
+    first = T.truncdiv(block, group * tiles) * group
+    width = T.min(group, sizes.batch * sizes.heads - first)  # the last group may be narrower
+    within = block - first * tiles
+    pair = first + T.truncmod(within, width)
+    tile = tiles - 1 - T.truncdiv(within, width)
+    return tile, T.truncmod(pair, sizes.heads), T.truncdiv(pair, sizes.heads)
+
+
+def _body(call: AttentionCall, config: ForwardConfig, traced: Program, sizes: SimpleNamespace) -> Any:
+    block_M, block_N = config.block_M, config.block_N
+    dtype = str(call.dtype).removeprefix("torch.")
+    head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+    seqlen_q, seqlen_k, heads, kv_heads, batch = sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.kv_heads, sizes.batch
+
+    @T.macro
+    def body(arg):
+        with T.Kernel(T.ceildiv(seqlen_q, block_M) * heads * batch, threads=config.threads) as block:
+            q_shared = T.alloc_shared([block_M, head_dim], dtype)
+            k_shared = T.alloc_shared([block_N, head_dim], dtype)
+            v_shared = T.alloc_shared([block_N, head_dim_v], dtype)
+            o_shared = T.alloc_shared([block_M, head_dim_v], dtype)
+            acc_s = T.alloc_fragment([block_M, block_N], "float32")
+            weights = T.alloc_fragment([block_M, block_N], dtype)
+            acc_o = T.alloc_fragment([block_M, head_dim_v], "float32")
+            m = T.alloc_fragment([block_M], "float32")
+            l = T.alloc_fragment([block_M], "float32")
+            alpha = T.alloc_fragment([block_M], "float32")
+            base = T.alloc_fragment([block_M], "float32")
+            row_sum = T.alloc_fragment([block_M], "float32")
+
+            if call.aligned:  # lets rows be copied 16 bytes at a time; checked by the launcher
+                for tensor in (arg.q, arg.k, arg.v):
+                    for stride in tensor.strides[:-1]:
+                        T.assume(stride % 8 == 0)
+
+            tile, h, b = tile_of_block(block, arg.group, sizes, block_M)
+            kv_h = T.truncdiv(h, T.truncdiv(heads, kv_heads))
+            row = tile * block_M
+            q_lo = row + seqlen_k - seqlen_q
+            q_hi = T.min(q_lo + block_M, seqlen_k) - 1
+
+            emit = Emitter(arg.operands)
+            visible = Visibility(traced, emit, seqlen_k)
+            kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
+            full_lo, full_hi = visible.full_range(b, h, q_lo, q_hi)
+            first = T.truncdiv(kv_lo, block_N)
+            # At least one tile, all masked where nothing is visible: the loads of Q are waited for inside the loop.
+            count = T.max(T.ceildiv(kv_hi, block_N) - first, 1)
+            # Scores are scaled by score_mod's kernel itself, otherwise within the softmax's exponent.
+            c = softmax.LOG2E if traced.score is not None else arg.scale * softmax.LOG2E
+
+            T.copy(arg.q[b, row : row + block_M, h, 0:head_dim], q_shared, disable_tma=not call.aligned)
+            softmax.reset(m, l, acc_o)
+            for step in T.Pipelined(count, num_stages=config.num_stages):
+                k_lo = (first + step) * block_N
+                T.copy(arg.k[b, k_lo : k_lo + block_N, kv_h, 0:head_dim], k_shared, disable_tma=not call.aligned)
+                T.gemm(q_shared, k_shared, acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
+                if traced.score is not None:
+                    apply_score(acc_s, traced, emit, arg.scale, b, h, q_lo, k_lo, block_M, block_N)
+                if (k_lo < full_lo) | (k_lo + block_N > full_hi):
+                    apply_mask(acc_s, visible, b, h, q_lo, k_lo, block_M, block_N)
+                softmax.update(acc_s, m, l, alpha, base, row_sum, c, block_M, block_N)
+                T.copy(acc_s, weights)
+                softmax.rescale(acc_o, alpha, block_M, head_dim_v)
+                T.copy(arg.v[b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v], v_shared, disable_tma=not call.aligned)
+                T.gemm(weights, v_shared, acc_o, policy=ROWS)
+
+            if call.sink:
+                softmax.add_sink(m, l, alpha, base, arg.sink[h] * softmax.LOG2E, c, block_M)
+            else:
+                T.fill(alpha, 1)
+            softmax.finish(l, base, alpha, acc_o, block_M, head_dim_v)
+            T.copy(acc_o, o_shared)
+            T.copy(o_shared, arg.o[b, row : row + block_M, h, 0:head_dim_v])
+            T.copy(l, arg.lse[b, h, row : row + block_M])
+
+    return body

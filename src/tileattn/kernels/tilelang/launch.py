@@ -1,0 +1,100 @@
+"""Loading compiled kernels and calling them; imports neither TileLang nor its compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...call import AttentionCall
+from ...variant import program
+from ..cache import KernelCache, default_folder
+from .config import ForwardConfig, default
+
+
+@functools.cache
+def forward_function(call: AttentionCall, config: ForwardConfig | None = None) -> Callable[..., Any]:
+    """The compiled forward kernel of a call, from the cache on disk or compiled now (some seconds).
+
+    Args:
+        call: the static facts; ``needs_grad`` does not matter.
+        config: tile sizes; None takes the default.
+    """
+    path = ensure_compiled(call, config or default(call))
+    return _load(path)["forward"]
+
+
+def ensure_compiled(call: AttentionCall, config: ForwardConfig) -> Path:
+    """The shared library of a call's forward kernel, compiled if the cache does not hold it."""
+
+    def build(path: Path) -> None:
+        from .compile import build_library
+        from .forward import forward_kernel
+
+        build_library(forward_kernel(call, config), call.arch, path)
+
+    return KernelCache(default_folder()).find_or_build(cache_key(call, config), build)
+
+
+def cache_key(call: AttentionCall, config: ForwardConfig) -> str:
+    """All that decides what the compiled kernel is."""
+    facts = f"{call.dtype} {call.head_dim} {call.head_dim_v} sink={call.sink} aligned={call.aligned} {call.arch}"
+    return f"forward | {facts} | {config} | {program(call.variant)} | {_source_digest()} | {_toolchain()}"
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Of the code that generates kernels, so that editing it recompiles them."""
+    import hashlib
+
+    names = ("compile", "config", "expressions", "forward", "mask", "softmax")
+    folder = Path(__file__).parent
+    return hashlib.sha256(b"".join((folder / f"{name}.py").read_bytes() for name in names)).hexdigest()[:16]
+
+
+@functools.cache
+def _toolchain() -> str:
+    """Versions of TileLang and of the CUDA toolkit (or HIP) that compile the kernels."""
+    return f"tileattn {_version('tileattn')}, tilelang {_version('tilelang')}, {_device_compiler()}"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _device_compiler() -> str:
+    """The toolkit's version file, read without starting the compiler."""
+    import shutil
+
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or (nvcc and str(Path(nvcc).resolve().parents[1]))
+    if home and (Path(home) / "version.json").is_file():
+        import json
+
+        versions = json.loads((Path(home) / "version.json").read_text())
+        return f"cuda {versions.get('cuda_nvcc', versions.get('cuda', {})).get('version')}"
+    return f"cuda {_version('nvidia-cuda-nvcc')}"
+
+
+@functools.cache
+def _runtime() -> Any:
+    """TVM's runtime, which launches kernels; a small part of TileLang's libraries."""
+    import tvm_ffi
+
+    spec = importlib.util.find_spec("tilelang")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("tilelang is not installed: pip install tilelang")
+    ctypes.CDLL(str(Path(spec.origin).parent / "lib" / "libtvm_runtime.so"), mode=ctypes.RTLD_GLOBAL)
+    return tvm_ffi
+
+
+def _load(path: Path) -> Any:
+    return _runtime().load_module(str(path))

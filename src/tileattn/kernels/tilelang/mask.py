@@ -1,0 +1,52 @@
+"""Where a query tile looks, and what it may see there: shared by all schedules."""
+
+import tilelang.language as T
+
+
+class Visibility:
+    """The mask of one kernel, asked about tiles and about elements.
+
+    Positions are bottom-right aligned; ``emit`` turns the program's expressions into TileLang's.
+    """
+
+    def __init__(self, program, emit, seqlen_k) -> None:
+        self.program = program
+        self.emit = emit
+        self.seqlen_k = seqlen_k
+
+    def kv_range(self, b, h, q_lo, q_hi):
+        """Keys [lo, hi) that the tile of query positions q_lo..q_hi visits, within 0 .. seqlen_k."""
+        return self._clamped(self.program.kv_range, b, h, q_lo, q_hi)
+
+    def full_range(self, b, h, q_lo, q_hi):
+        """Keys [lo, hi) that all queries of the tile see."""
+        return self._clamped(self.program.full_range, b, h, q_lo, q_hi)
+
+    def _clamped(self, bounds, b, h, q_lo, q_hi):
+        lo, hi = (
+            self.emit(bound, b=b, h=h, q_lo=q_lo, q_hi=q_hi, seqlen_k=self.seqlen_k) for bound in bounds
+        )
+        return T.max(lo, 0), T.min(hi, self.seqlen_k)
+
+    def allows(self, b, h, q, k):
+        """May position q see position k? False beyond the last key, where a tile holds zeros."""
+        within = k < self.seqlen_k
+        if self.program.allows is None:
+            return within
+        return T.if_then_else(within, self.emit(self.program.allows, b=b, h=h, q=q, k=k), T.bool(False))
+
+
+@T.macro
+def apply_mask(acc_s, visible, b, h, q_lo, k_lo, block_M, block_N):
+    """s[i, j] = -inf where the mask forbids it."""
+    for i, j in T.Parallel(block_M, block_N):
+        acc_s[i, j] = T.if_then_else(visible.allows(b, h, q_lo + i, k_lo + j), acc_s[i, j], -T.infinity("float32"))
+
+
+@T.macro
+def apply_score(acc_s, program, emit, scale, b, h, q_lo, k_lo, block_M, block_N):
+    """s[i, j] = score_mod(scale * s[i, j])."""
+    for i, j in T.Parallel(block_M, block_N):
+        acc_s[i, j] = T.cast(
+            emit(program.score, score=acc_s[i, j] * scale, b=b, h=h, q=q_lo + i, k=k_lo + j), "float32"
+        )

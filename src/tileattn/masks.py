@@ -1,0 +1,295 @@
+"""Masks: which query position may see which key position.
+
+A mask is a value that answers three questions, from which every backend works:
+
+- ``allows(b, h, q, k)``: may query position ``q`` see key position ``k``? (batch ``b``, query head ``h``)
+- ``kv_range(b, h, q_lo, q_hi, seqlen_k)``: the keys that *any* query in ``q_lo..q_hi`` can see, as ``(lo, hi)`` with
+  ``hi`` excluded. Tiles outside are never visited. It may be larger than the truth, never smaller.
+- ``full_range(b, h, q_lo, q_hi, seqlen_k)``: keys that *all* of them see; in tiles inside it no mask is computed. It
+  may be smaller than the truth, never larger; ``lo >= hi`` means none.
+
+Positions are aligned bottom-right, as in flash-attn: row ``i`` of the queries is at ``q = i + seqlen_k - seqlen_q``,
+so that the last query is at the last key. Ranges may reach outside ``[0, seqlen_k)``: callers clamp them.
+
+Masks combine with ``&`` and ``|``. To add one, subclass :class:`Mask` as a frozen dataclass: numbers and tensors among
+its fields are run-time values (another window size compiles nothing), a field that is ``None`` is known at compile time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .math import load, maximum, minimum, where
+
+Range = tuple[Any, Any]
+
+
+class Mask:
+    """Base of all masks; see the module's description."""
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        """True where query position q may see key position k; broadcasts over torch tensors."""
+        raise NotImplementedError
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        """Keys that any query position in q_lo..q_hi (both included) can see."""
+        return 0, seqlen_k
+
+    def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        """Keys that all query positions in q_lo..q_hi (both included) see."""
+        return 0, 0
+
+    def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+        """Raises ValueError where a tensor of the mask does not fit the call."""
+
+    def __and__(self, other: Mask) -> Mask:
+        return And(self, _as_mask(other))
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(self, _as_mask(other))
+
+
+def _as_mask(value: Any) -> Mask:
+    if not isinstance(value, Mask):
+        raise TypeError(f"masks combine with masks, got {type(value).__name__}; wrap a function in FunctionMask")
+    return value
+
+
+@dataclass(frozen=True, eq=False)
+class Causal(Mask):
+    """A query sees the keys up to its own position."""
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k <= q
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return 0, q_hi + 1
+
+    def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return 0, q_lo + 1
+
+
+@dataclass(frozen=True, eq=False)
+class SlidingWindow(Mask):
+    """A query at ``q`` sees the keys from ``q - left`` to ``q + right``, both included, as in flash-attn.
+
+    Args:
+        left: keys seen before the query's own position, 0 or more; None for no bound.
+        right: keys seen after it, 0 or more; None for no bound. ``SlidingWindow(w, 0)`` is a causal window.
+    """
+
+    left: int | None
+    right: int | None
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            size = getattr(self, name)
+            if size is not None and (not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool)):
+                raise TypeError(f"SlidingWindow: {name} must be an int or None, got {size!r}")
+            if isinstance(size, int) and not 0 <= size < 2**30:
+                raise ValueError(f"SlidingWindow: {name} must lie in 0 .. 2**30 - 1 (None: no bound), got {size}")
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        if self.left is None and self.right is None:
+            return k == k
+        if self.left is None:
+            return k <= q + self.right
+        if self.right is None:
+            return k >= q - self.left
+        return (k >= q - self.left) & (k <= q + self.right)
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        lo = 0 if self.left is None else q_lo - self.left
+        hi = seqlen_k if self.right is None else q_hi + self.right + 1
+        return lo, hi
+
+    def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        lo = 0 if self.left is None else q_hi - self.left
+        hi = seqlen_k if self.right is None else q_lo + self.right + 1
+        return lo, hi
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixLM(Mask):
+    """Every query sees the first ``prefix`` keys; beyond them the mask is causal.
+
+    Args:
+        prefix: an int, or an integer tensor (batch,) with one length for each sequence, on the queries' device.
+    """
+
+    prefix: int | torch.Tensor
+
+    def _length(self, b: Any) -> Any:
+        return self.prefix if isinstance(self.prefix, int) or not hasattr(self.prefix, "ndim") else load(self.prefix, b)
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k < self._length(b)) | (k <= q)
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return 0, maximum(self._length(b), q_hi + 1)
+
+    def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return 0, maximum(self._length(b), q_lo + 1)
+
+    def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+        if isinstance(self.prefix, torch.Tensor):
+            _check_integer("PrefixLM: prefix", self.prefix)
+            if tuple(self.prefix.shape) not in ((batch,), (1,)):
+                raise ValueError(f"PrefixLM: prefix must have shape ({batch},), got {tuple(self.prefix.shape)}")
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Mask):
+    """Queries see the keys of their own document, in sequences packed from several.
+
+    The ids may come in any order; where equal ids are adjacent, as packing leaves them, other documents' tiles are
+    skipped. A position before the first key (seqlen_q > seqlen_k) belongs to no document.
+
+    Args:
+        ids: integer tensor (batch, seqlen_k), or (seqlen_k,) for all batches: the document of each position.
+    """
+
+    ids: torch.Tensor
+    # For each position, bounds that hold for every tile beginning (`first`) or ending (`last`) there ...
+    first: torch.Tensor = field(init=False, repr=False)
+    last: torch.Tensor = field(init=False, repr=False)
+    # ... and the run of adjacent equal ids that it lies in.
+    run_start: torch.Tensor = field(init=False, repr=False)
+    run_end: torch.Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ids, torch.Tensor):
+            raise TypeError(f"Documents: ids must be an integer tensor, got {type(self.ids).__name__}")
+        _check_integer("Documents: ids", self.ids)
+        if self.ids.ndim not in (1, 2):
+            raise ValueError(f"Documents: ids must have shape (batch, seqlen) or (seqlen,), got {tuple(self.ids.shape)}")
+        ids = self.ids if self.ids.ndim == 2 else self.ids[None]
+        for name, value in zip(("first", "last", "run_start", "run_end"), _document_bounds(ids)):
+            object.__setattr__(self, name, value.to(torch.int32).contiguous())
+        object.__setattr__(self, "ids", ids.to(torch.int32).contiguous())
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= 0) & (load(self.ids, b, maximum(q, 0)) == load(self.ids, b, k))
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return load(self.first, b, maximum(q_lo, 0)), load(self.last, b, maximum(q_hi, 0)) + 1
+
+    def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        start, end = load(self.run_start, b, maximum(q_lo, 0)), load(self.run_end, b, maximum(q_lo, 0)) + 1
+        return start, where((q_lo >= 0) & (q_hi < end), end, start)
+
+    def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+        if self.ids.shape[0] not in (1, batch) or self.ids.shape[1] != seqlen_k:
+            raise ValueError(
+                f"Documents: ids must have shape (batch, seqlen_k) = ({batch}, {seqlen_k}) or ({seqlen_k},), "
+                f"got {tuple(self.ids.shape)}"
+            )
+
+
+def _check_integer(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
+        raise TypeError(f"{name} must be an integer tensor, got {tensor.dtype}")
+
+
+def _document_bounds(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """first, last, run_start, run_end of :class:`Documents` for ids (batch, seqlen), without a device synchronisation."""
+    batch, seqlen = ids.shape
+    position = torch.arange(seqlen, device=ids.device).expand(batch, seqlen)
+    if seqlen == 0:
+        return position, position, position, position
+    run_start, run_end = _runs(ids, position)
+    # Bring equal ids together (the sort is stable, so positions ascend within an id): a run of the sorted ids then
+    # begins at the id's first position and ends at its last one.
+    order = torch.sort(ids, dim=1, stable=True).indices
+    start, end = _runs(ids.gather(1, order), position)
+    first = torch.empty_like(order).scatter_(1, order, order.gather(1, start))
+    last = torch.empty_like(order).scatter_(1, order, order.gather(1, end))
+    # The smallest `first` at or after a position, the largest `last` at or before it: bounds for any tile.
+    return first.flip(1).cummin(1).values.flip(1), last.cummax(1).values, run_start, run_end
+
+
+def _runs(ids: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Start and end (included) of the run of adjacent equal values around each position."""
+    seqlen = ids.shape[1]
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    ends = torch.ones_like(begins)
+    ends[:, :-1] = begins[:, 1:]
+    start = torch.where(begins, position, 0).cummax(1).values
+    end = torch.where(ends, position, seqlen - 1).flip(1).cummin(1).values.flip(1)
+    return start, end
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionMask(Mask):
+    """A user's own ``mask(b, h, q, k) -> bool``: every tile is visited, and computes the mask.
+
+    To let tiles be skipped, subclass :class:`Mask` and answer the other two questions as well. Numbers that the
+    function captures are compile-time constants, tensors that it captures are read at run time.
+    """
+
+    fn: Callable[..., Any]
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.fn(b, h, q, k)
+
+
+@dataclass(frozen=True, eq=False)
+class And(Mask):
+    """Positions that both masks allow; built by ``x & y``."""
+
+    x: Mask
+    y: Mask
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.x.allows(b, h, q, k) & self.y.allows(b, h, q, k)
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        (x_lo, x_hi), (y_lo, y_hi) = (mask.kv_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y))
+        return maximum(x_lo, y_lo), minimum(x_hi, y_hi)
+
+    def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        (x_lo, x_hi), (y_lo, y_hi) = (mask.full_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y))
+        return maximum(x_lo, y_lo), minimum(x_hi, y_hi)
+
+    def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+        self.x.check(batch, heads, seqlen_q, seqlen_k)
+        self.y.check(batch, heads, seqlen_q, seqlen_k)
+
+
+@dataclass(frozen=True, eq=False)
+class Or(Mask):
+    """Positions that at least one mask allows; built by ``x | y``."""
+
+    x: Mask
+    y: Mask
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.x.allows(b, h, q, k) | self.y.allows(b, h, q, k)
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        (x_lo, x_hi), (y_lo, y_hi) = (mask.kv_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y))
+        return minimum(x_lo, y_lo), maximum(x_hi, y_hi)
+
+    def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        (x_lo, x_hi), (y_lo, y_hi) = (
+            _clamp(mask.full_range(b, h, q_lo, q_hi, seqlen_k), seqlen_k) for mask in (self.x, self.y)
+        )
+        # Two ranges that touch are one; of two that do not, the longer counts (the other computes its mask).
+        touching = (maximum(x_lo, y_lo) <= minimum(x_hi, y_hi)) & (x_lo < x_hi) & (y_lo < y_hi)
+        x_longer = x_hi - x_lo >= y_hi - y_lo
+        lo = where(touching, minimum(x_lo, y_lo), where(x_longer, x_lo, y_lo))
+        hi = where(touching, maximum(x_hi, y_hi), where(x_longer, x_hi, y_hi))
+        return lo, hi
+
+    def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+        self.x.check(batch, heads, seqlen_q, seqlen_k)
+        self.y.check(batch, heads, seqlen_q, seqlen_k)
+
+
+def _clamp(bounds: Range, seqlen_k: Any) -> Range:
+    return maximum(bounds[0], 0), minimum(bounds[1], seqlen_k)

@@ -1,0 +1,59 @@
+"""The operator of ``torch.library``: attention as torch.compile, torch.export and fake tensors see it.
+
+Eager calls do not come this way (the operator's own overhead is as long as the launch of a kernel); see ``api.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .call import AttentionCall, device_arch, is_aligned
+from .dispatch import select
+from .variant import Operands
+
+
+def make_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, variant: str, needs_grad: bool
+) -> AttentionCall:
+    """The static facts of a call with these tensors (bshd)."""
+    return AttentionCall(
+        dtype=q.dtype,
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        variant=variant,
+        sink=sink is not None,
+        aligned=is_aligned(q) and is_aligned(k) and is_aligned(v),
+        needs_grad=needs_grad,
+        arch=device_arch(q.device),
+    )
+
+
+@torch.library.custom_op("tileattn::forward", mutates_args=())
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    variant: str,
+    tensors: Sequence[torch.Tensor],
+    ints: Sequence[int],
+    floats: Sequence[float],
+    scale: float,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o (batch, seqlen_q, heads, head_dim_v) in q's dtype, contiguous, and lse (batch, heads, seqlen_q)."""
+    call = make_call(q, k, v, sink, variant, needs_grad=False)
+    operands = Operands(list(tensors), list(ints), list(floats))
+    return select(call, backend).forward(call, q, k, v, sink, operands, scale)
+
+
+@forward.register_fake
+def _(q, k, v, sink, variant, tensors, ints, floats, scale, backend):  # type: ignore[no-untyped-def]
+    batch, seqlen_q, heads, _ = q.shape
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return (
+        q.new_empty(batch, seqlen_q, heads, v.shape[3]),
+        q.new_empty(batch, heads, seqlen_q, dtype=lse_dtype),
+    )

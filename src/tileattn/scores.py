@@ -1,0 +1,102 @@
+"""Score modifications: functions of one attention score, applied before the softmax.
+
+A modification is a function ``score_mod(score, b, h, q, k) -> score`` of the scaled score ``scale * <q, k>`` at batch
+``b``, query head ``h``, query position ``q`` and key position ``k`` (positions as in :mod:`tileattn.masks`). A user's
+plain function is taken as it is; those that carry numbers or tensors are the frozen dataclasses below. Several compose
+in the order given: ``score_mod=[ALiBi(slopes), SoftCap(30.0)]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .math import abs, load, tanh
+
+
+class ScoreMod:
+    """Base of the score modifications that carry operands; subclass it as a frozen dataclass to add one."""
+
+    def __call__(self, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        """The new score; broadcasts over torch tensors."""
+        raise NotImplementedError
+
+    def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+        """Raises ValueError where a tensor of the modification does not fit the call."""
+
+
+@dataclass(frozen=True, eq=False)
+class SoftCap(ScoreMod):
+    """``cap * tanh(score / cap)``: keeps scores within ``-cap .. cap`` (Gemma 2).
+
+    Args:
+        cap: a positive number.
+    """
+
+    cap: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.cap, (int, float)):
+            if not 0 < self.cap < float("inf"):
+                raise ValueError(f"SoftCap: cap must be a positive finite number, got {self.cap}")
+            object.__setattr__(self, "cap", float(self.cap))
+
+    def __call__(self, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.cap * tanh(score / self.cap)
+
+
+@dataclass(frozen=True, eq=False)
+class ALiBi(ScoreMod):
+    """Attention with linear biases: adds ``-slope[h] * |q - k|`` (Press et al. 2021, arXiv 2108.12409).
+
+    Args:
+        slopes: float tensor (heads,) or (batch, heads), on the queries' device.
+    """
+
+    slopes: torch.Tensor
+
+    def __call__(self, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        slope = load(self.slopes, h) if self.slopes.ndim == 1 else load(self.slopes, b, h)
+        return score - slope * abs(q - k)
+
+    def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+        _check_float("ALiBi: slopes", self.slopes)
+        if tuple(self.slopes.shape) not in ((heads,), (batch, heads), (1, heads)):
+            raise ValueError(
+                f"ALiBi: slopes must have shape (heads,) = ({heads},) or (batch, heads) = ({batch}, {heads}), "
+                f"got {tuple(self.slopes.shape)}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Bias(ScoreMod):
+    """Adds ``tensor[b, h, row, k]``, where ``row`` is the query's row (not its position).
+
+    Args:
+        tensor: float tensor (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), any strides, on the queries' device.
+    """
+
+    tensor: torch.Tensor
+
+    def __call__(self, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        rows, keys = self.tensor.shape[2], self.tensor.shape[3]
+        return score + load(self.tensor, b, h, q - (keys - rows), k)
+
+    def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+        _check_float("Bias: tensor", self.tensor)
+        expected = (batch, heads, seqlen_q, seqlen_k)
+        shape = tuple(self.tensor.shape)
+        fits = len(shape) == 4 and all(size in (1, full) for size, full in zip(shape[:3], expected))
+        if not fits or shape[3] != seqlen_k:
+            raise ValueError(
+                f"Bias: tensor must have shape (batch or 1, heads or 1, seqlen_q or 1, seqlen_k) with "
+                f"(batch, heads, seqlen_q, seqlen_k) = {expected}, got {shape}"
+            )
+
+
+def _check_float(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor) or not tensor.dtype.is_floating_point:
+        given = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} must be a floating-point tensor, got {given}")

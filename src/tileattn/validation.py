@@ -1,0 +1,104 @@
+"""Checks of the arguments of the public functions: one clear error each, that names what was given and is accepted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .masks import Mask
+from .scores import ScoreMod
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    dropout_p: float,
+    layout: str,
+    scale: float | None,
+) -> None:
+    """Raises TypeError or ValueError unless q, k, v (bshd) and the options make one attention call."""
+    if layout != "bshd" and layout != "bhsd":
+        raise ValueError(f'layout must be "bshd" or "bhsd", got {layout!r}')
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.ndim != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions, (batch, seqlen, heads, head_dim) for layout='bshd', got shape "
+                f"{tuple(tensor.shape)}"
+            )
+        if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+            raise ValueError(
+                f"{name} must have a contiguous last dimension, got strides {tensor.stride()} for shape "
+                f"{tuple(tensor.shape)}; use {name}.contiguous()"
+            )
+    if q.dtype not in _DTYPES:
+        raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {q.dtype}")
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if k.device != q.device or v.device != q.device:
+        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
+    _check_shapes(q, k, v, layout)
+    if sink is not None:
+        _check_sink(sink, q)
+    if dropout_p != 0.0:
+        raise NotImplementedError(f"dropout_p must be 0.0 (dropout is not there yet), got {dropout_p}")
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+    batch, _, heads, head_dim = q.shape
+    kv_batch, seqlen_k, kv_heads, head_dim_k = k.shape
+    if kv_batch != batch or v.shape[0] != batch:
+        raise ValueError(f"q, k and v must have one batch size, got {batch}, {kv_batch} and {v.shape[0]}")
+    if head_dim_k != head_dim:
+        raise ValueError(f"q and k must have one head_dim, got {head_dim} and {head_dim_k}")
+    if head_dim == 0 or v.shape[3] == 0:
+        raise ValueError(f"head dims must be at least 1, got {head_dim} for q and k, {v.shape[3]} for v")
+    if v.shape[1] != seqlen_k or v.shape[2] != kv_heads:
+        raise ValueError(
+            f"k and v must have one seqlen and one number of heads, got {seqlen_k} and {kv_heads} in k, "
+            f"{v.shape[1]} and {v.shape[2]} in v (layout={layout!r})"
+        )
+    if heads == 0 or kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"the heads of q must be a multiple of the heads of k and v, got {heads} and {kv_heads} (layout={layout!r})"
+        )
+
+
+def _check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
+    if not isinstance(sink, torch.Tensor) or not sink.dtype.is_floating_point:
+        raise TypeError(f"sink must be a floating-point tensor, got {getattr(sink, 'dtype', type(sink).__name__)}")
+    if tuple(sink.shape) != (q.shape[2],):
+        raise ValueError(f"sink must have shape (heads,) = ({q.shape[2]},), got {tuple(sink.shape)}")
+    if sink.device != q.device:
+        raise ValueError(f"sink must be on q's device {q.device}, got {sink.device}")
+
+
+def check_variant(mask: Mask | None, mods: Sequence[Callable[..., Any]], q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raises where a tensor of the mask or of a score modification does not fit q and k (bshd)."""
+    batch, seqlen_q, heads, _ = q.shape
+    seqlen_k = k.shape[1]
+    if mask is not None:
+        mask.check(batch, heads, seqlen_q, seqlen_k)
+    for mod in mods:
+        if isinstance(mod, ScoreMod):
+            mod.check(batch, heads, seqlen_q, seqlen_k)
+
+
+def check_operand_devices(tensors: Sequence[torch.Tensor], q: torch.Tensor) -> None:
+    """Raises where a tensor that a mask or modification carries is on another device than q."""
+    for tensor in tensors:
+        if tensor.device != q.device:
+            raise ValueError(
+                f"tensors of a mask or score modification must be on q's device {q.device}, got one with shape "
+                f"{tuple(tensor.shape)} on {tensor.device}"
+            )

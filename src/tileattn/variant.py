@@ -1,0 +1,277 @@
+"""Variants: a mask and score modifications, taken apart into code and operands.
+
+Kernels are compiled for the *code* of a variant and called with its *operands*: the numbers and tensors that its
+masks and modifications carry. :func:`encode` takes a variant apart into a key, one line of text that says all about the
+code, and :class:`Operands`. :func:`program` turns a key into traced expressions, for a backend to generate code from.
+
+    >>> encode(Causal() & SlidingWindow(512, None), ())
+    ('And(Causal(),SlidingWindow(i,-))', Operands(tensors=[], ints=[512], floats=[]))
+
+The key of a user's function holds its traced expression, so that two functions that compute the same share a kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .expr import Expr, TensorSymbol, evaluate, parse, symbol
+from .masks import FunctionMask, Mask
+from .scores import ScoreMod
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+)}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Operands:
+    """The run-time values of a variant, in the order of their appearance, by kind."""
+
+    tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    ints: list[int] = dataclasses.field(default_factory=list)
+    floats: list[float] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a variant computes, as expressions over ``b h q k``, ``score``, ``q_lo q_hi seqlen_k`` and its operands.
+
+    ``allows`` is None without a mask and ``score`` None without a modification. ``kv_range`` and ``full_range`` are
+    pairs of expressions. Operands are called ``i0 i1 ...`` (int32), ``f0 ...`` (float32) and ``t0 ...`` (tensors).
+    """
+
+    allows: Expr | bool | None
+    kv_range: tuple[Any, Any]
+    full_range: tuple[Any, Any]
+    score: Expr | float | None
+    tensors: tuple[TensorSymbol, ...]
+    ints: int
+    floats: int
+
+    def __str__(self) -> str:
+        """The canonical text: equal texts mean equal kernels, in any process."""
+        operands = " ".join(f"{t.name}:{t.dtype}:{t.ones}" for t in self.tensors) + f" i{self.ints} f{self.floats}"
+        return f"{self.allows} | {self.kv_range} | {self.full_range} | {self.score} | {operands}"
+
+
+def normalize(mask: Any, score_mod: Any, causal: bool) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
+    """The mask and the tuple of score modifications that a user's arguments mean."""
+    if mask is not None and not isinstance(mask, Mask):
+        if not callable(mask):
+            raise TypeError(f"mask must be a tileattn mask or a function mask(b, h, q, k), got {type(mask).__name__}")
+        mask = FunctionMask(mask)
+    if causal:
+        mask = CAUSAL if mask is None else CAUSAL & mask
+    if score_mod is None:
+        return mask, ()
+    mods = tuple(score_mod) if isinstance(score_mod, (list, tuple)) else (score_mod,)
+    for mod in mods:
+        if not callable(mod):
+            raise TypeError(
+                f"score_mod must be a function score_mod(score, b, h, q, k), a tileattn score modification, or a "
+                f"sequence of them, got {type(mod).__name__}"
+            )
+    return mask, mods
+
+
+def encode(mask: Mask | None, score_mods: Sequence[Callable[..., Any]]) -> tuple[str, Operands]:
+    """Takes a variant apart into its key and its operands.
+
+    Written so that torch.compile can trace it for all masks and modifications that are classes.
+    """
+    operands = Operands()
+    parts = [] if mask is None else [_encode(mask, operands)]
+    for mod in score_mods:
+        parts.append("+" + _encode(mod, operands))
+    return "".join(parts), operands
+
+
+def _encode(value: Any, operands: Operands) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, FunctionMask):
+        return f"FunctionMask({_encode_function(value.fn, ('b', 'h', 'q', 'k'), operands)})"
+    if isinstance(value, (Mask, ScoreMod)):
+        fields = ",".join([_encode(getattr(value, name), operands) for name in _field_names(type(value))])
+        return f"{type(value).__name__}({fields})"
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, operands)
+    if isinstance(value, float):
+        operands.floats.append(value)
+        return "f"
+    if isinstance(value, (int, torch.SymInt)):
+        operands.ints.append(value)  # type: ignore[arg-type]
+        return "i"
+    return _encode_function(value, ("score", "b", "h", "q", "k"), operands)
+
+
+def _encode_tensor(value: torch.Tensor, operands: Operands) -> str:
+    operands.tensors.append(value)
+    ones = "".join(["1" if size == 1 else "n" for size in value.shape])
+    return f"t:{str(value.dtype).removeprefix('torch.')}:{ones}"
+
+
+@functools.cache
+def _field_names(cls: type) -> tuple[str, ...]:
+    if not dataclasses.is_dataclass(cls):
+        raise TypeError(f"{cls.__name__} must be a frozen dataclass, so that its operands are known")
+    if _CLASSES.setdefault(cls.__name__, cls) is not cls:
+        raise TypeError(f"two masks or score modifications are called {cls.__name__!r}: names must differ")
+    return tuple(f.name for f in dataclasses.fields(cls))
+
+
+def _encode_function(fn: Callable[..., Any], arguments: tuple[str, ...], operands: Operands) -> str:
+    text, tensors = _trace_function(fn, arguments)
+    return "{" + ";".join([_encode_tensor(tensor, operands) for tensor in tensors] + [text]) + "}"
+
+
+def _trace_function(fn: Callable[..., Any], arguments: tuple[str, ...]) -> tuple[str, list[torch.Tensor]]:
+    """Runs a user's function on symbols; its captured tensors become ``t0``, ``t1``, ..."""
+    captured: list[torch.Tensor] = []
+
+    def stand_in(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        ones = tuple(size == 1 for size in value.shape)
+        captured.append(value)
+        return TensorSymbol(f"t{len(captured) - 1}", value.dtype, ones)
+
+    result = _with_captures(fn, stand_in)(*map(symbol, arguments))
+    if not isinstance(result, (Expr, bool, int, float)):
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise TypeError(f"{name} must return a value computed from ({', '.join(arguments)}), got {type(result).__name__}")
+    return (str(result) if isinstance(result, Expr) else repr(result).lower()), captured
+
+
+def _with_captures(fn: Callable[..., Any], replace: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The function, with each tensor that its closure, globals or defaults hold replaced."""
+    if not isinstance(fn, types.FunctionType):
+        return fn
+    cells = tuple(types.CellType(replace(cell.cell_contents)) for cell in fn.__closure__ or ())
+    names = {name for name in fn.__code__.co_names if isinstance(fn.__globals__.get(name), torch.Tensor)}
+    scope = {**fn.__globals__, **{name: replace(fn.__globals__[name]) for name in sorted(names)}} if names else fn.__globals__
+    defaults = tuple(map(replace, fn.__defaults__)) if fn.__defaults__ else None
+    return types.FunctionType(fn.__code__, scope, fn.__name__, defaults, cells)
+
+
+@functools.lru_cache(maxsize=1024)
+def program(key: str) -> Program:
+    """Traces the variant that `key` describes."""
+    reader = _Reader(key)
+    mask, mods = reader.variant()
+    b, h, q, k, q_lo, q_hi, seqlen_k, score = map(symbol, ("b", "h", "q", "k", "q_lo", "q_hi", "seqlen_k", "score"))
+    result: Any = score
+    for mod in mods:
+        result = mod(result, b, h, q, k)
+    return Program(
+        allows=None if mask is None else mask.allows(b, h, q, k),
+        kv_range=(0, seqlen_k) if mask is None else mask.kv_range(b, h, q_lo, q_hi, seqlen_k),
+        full_range=(0, seqlen_k) if mask is None else mask.full_range(b, h, q_lo, q_hi, seqlen_k),
+        score=result if mods else None,
+        tensors=tuple(reader.tensors),
+        ints=reader.ints,
+        floats=reader.floats,
+    )
+
+
+def restore(key: str, operands: Operands) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
+    """The inverse of :func:`encode`: the mask and the modifications, on the operands' values."""
+    mask, mods = _Reader(key, operands).variant()
+    return mask, tuple(mods)
+
+
+class _Reader:
+    """Reads a key back into masks and modifications, on symbols or, where operands are given, on their values."""
+
+    def __init__(self, key: str, operands: Operands | None = None) -> None:
+        self.rest = key
+        self.operands = operands
+        self.tensors: list[TensorSymbol] = []
+        self.ints = 0
+        self.floats = 0
+
+    def variant(self) -> tuple[Any, list[Any]]:
+        mask = self._value() if self.rest and not self.rest.startswith("+") else None
+        mods = []
+        while self.rest:
+            self._take("+")
+            mods.append(self._value())
+        return mask, mods
+
+    def _take(self, text: str) -> None:
+        if not self.rest.startswith(text):
+            raise ValueError(f"variant key: expected {text!r} at {self.rest!r}")
+        self.rest = self.rest[len(text) :]
+
+    def _value(self) -> Any:
+        if match := re.match(r"(\w+)\(", self.rest):
+            return self._instance(match[1])
+        if self.rest.startswith("{"):
+            return self._function()
+        if self.rest.startswith("t:"):
+            return self._tensor()
+        kind, self.rest = self.rest[0], self.rest[1:]
+        if kind == "-":
+            return None
+        if kind == "i":
+            self.ints += 1
+            return self.operands.ints[self.ints - 1] if self.operands else symbol(f"i{self.ints - 1}")
+        self.floats += 1
+        return self.operands.floats[self.floats - 1] if self.operands else symbol(f"f{self.floats - 1}")
+
+    def _instance(self, name: str) -> Any:
+        self._take(name + "(")
+        cls = _CLASSES[name]
+        instance = object.__new__(cls)
+        for index, field in enumerate(_field_names(cls)):
+            if index:
+                self._take(",")
+            object.__setattr__(instance, field, self._value())
+        self._take(")")
+        return instance
+
+    def _tensor(self) -> TensorSymbol | torch.Tensor:
+        match = re.match(r"t:(\w+):([1n]*)", self.rest)
+        assert match is not None
+        self.rest = self.rest[match.end() :]
+        tensor = TensorSymbol(f"t{len(self.tensors)}", _DTYPES[match[1]], tuple(one == "1" for one in match[2]))
+        self.tensors.append(tensor)
+        return self.operands.tensors[len(self.tensors) - 1] if self.operands else tensor
+
+    def _function(self) -> Callable[..., Any]:
+        self._take("{")
+        first = len(self.tensors)
+        while self.rest.startswith("t:"):
+            self._tensor()
+            self._take(";")
+        text, self.rest = self.rest.split("}", 1)
+        # The function's own t0, t1, ... are the variant's t<first>, ...
+        tensors = {f"t{index}": tensor for index, tensor in enumerate(self.tensors[first:])}
+        expr = parse(text, tensors)
+        values = {t.name: self.operands.tensors[first + i] for i, t in enumerate(tensors.values())} if self.operands else {}
+        return functools.partial(_call_function, expr, values)
+
+
+def _call_function(expr: Any, tensors: dict[str, torch.Tensor], *arguments: Any) -> Any:
+    """Runs a traced function: ``(b, h, q, k)`` of a mask, or ``(score, b, h, q, k)`` of a modification."""
+    names = ("b", "h", "q", "k") if len(arguments) == 4 else ("score", "b", "h", "q", "k")
+    return evaluate(expr, {**tensors, **dict(zip(names, arguments))})
+
+
+def _subclasses(cls: type) -> dict[str, type]:
+    found = {}
+    for sub in cls.__subclasses__():
+        found |= {sub.__name__: sub} | _subclasses(sub)
+    return found
+
+
+_CLASSES: dict[str, type] = _subclasses(Mask) | _subclasses(ScoreMod)
+CAUSAL = _CLASSES["Causal"]()
