@@ -1,0 +1,17 @@
+"""Benchmarks of attention: what is measured, how, against whom, and how it is shown.
+
+To be read in this order:
+
+    variants      what a query may see and what is done to its score, by name ("causal+softcap50")
+    cases         one measurement's shape; its FLOPs; the named suites
+    problem       the tensors of a case
+    oracle        float64 attention on those tensors, and the error of an output against it
+    timing        samples of the time of a call
+    memory        peak bytes of a call
+    peers         the implementations to compare: tileattn and those beside it
+    runner        measures every implementation of every case, side by side
+    results       the result file
+    environment   device, versions and commit, as the result file records them
+    report, plot  a table and a picture of a result file
+    cli, info     the command line
+"""

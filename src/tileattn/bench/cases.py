@@ -1,0 +1,180 @@
+"""What is measured: the shape of one measurement, its FLOPs, and the named suites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from tileattn.bench import variants
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+# FLOPs of a direction in units of the forward's: the forward has two matrix products (QK^T, PV), the backward five
+# (QK^T again, dP = dO V^T, dV = P^T dO, dQ = dS K, dK = dS^T Q).
+DIRECTIONS = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement: sizes, variant (a name of `tileattn.bench.variants`) and dtype (a key of `DTYPES`)."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    variant: str = "full"
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        for field in ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "head_dim_v"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        object.__setattr__(self, "variant", variants.parse(self.variant).name)
+
+    @cached_property
+    def terms(self) -> variants.Variant:
+        """The variant, taken apart."""
+        return variants.parse(self.variant)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees a key after its own position, by a causal mask or a causal window."""
+        return self.terms.causal or (self.terms.window is not None and self.terms.window[1] == 0)
+
+    @property
+    def name(self) -> str:
+        """As HOPPER.md and the papers write it: "D128 causal (4,4096,32/8)" is (batch, seqlen, heads/kv_heads)."""
+        dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        seqlen = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        return f"D{dim} {self.variant} ({self.batch},{seqlen},{heads})"
+
+    def visible_pairs(self) -> float:
+        """(query, key) pairs that the mask lets through, per batch and head.
+
+        A square causal mask counts as exactly half, diagonal or not, as in the FlashAttention papers and in
+        flash-attn's benchmarks, so that figures compare; every other mask is counted pair by pair.
+        """
+        pairs = self.seqlen_q * self.seqlen_k
+        if self.terms.causal and self.seqlen_q == self.seqlen_k and not _narrower(self.terms):
+            return pairs / 2
+        if not self.terms.masked:
+            return pairs
+        q_pos = torch.arange(self.seqlen_q) + self.seqlen_k - self.seqlen_q
+        lo, hi = self.terms.key_range(q_pos, self.seqlen_k)
+        return int((hi - lo).clamp(min=0).sum())
+
+    def flops(self, direction: str = "fwd") -> float:
+        """`2 * batch * heads * (head_dim + head_dim_v)` per visible pair: two FLOPs per multiply-add."""
+        forward = 2.0 * self.batch * self.heads * (self.head_dim + self.head_dim_v) * self.visible_pairs()
+        return forward * DIRECTIONS[direction]
+
+
+def _narrower(terms: variants.Variant) -> bool:
+    """Whether a mask beside the causal one hides keys."""
+    return terms.window is not None or terms.prefix is not None or terms.documents is not None
+
+
+def square(batch: int, seqlen: int, heads: int, head_dim: int, variant: str, dtype: str = "bf16") -> Case:
+    """A case of plain self-attention: as many keys as queries, as many key heads as query heads."""
+    return Case(batch, seqlen, seqlen, heads, heads, head_dim, head_dim, variant, dtype)
+
+
+def fa_suite(dtype: str) -> list[Case]:
+    """The FlashAttention papers' grid (16384 tokens, 2048 / head_dim heads), then GQA, batch 1 and 192/128."""
+    cases = [
+        square(16384 // seqlen, seqlen, 2048 // head_dim, head_dim, variant, dtype)
+        for head_dim in (64, 128, 256)
+        for variant in ("full", "causal")
+        for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
+    ]
+    return [
+        *cases,
+        replace(square(4, 4096, 32, 128, "causal", dtype), kv_heads=8),
+        square(1, 4096, 16, 128, "causal", dtype),
+        replace(square(4, 4096, 16, 192, "causal", dtype), head_dim_v=128),
+        replace(square(2, 8192, 16, 192, "full", dtype), head_dim_v=128),
+    ]
+
+
+VARIANTS = (
+    "full",
+    "causal",
+    "window{short}",
+    "causal+documents{short}",
+    "prefix{short}",
+    "causal+softcap50",
+    "causal+alibi",
+    "causal+bias",
+    "causal+sink",
+)
+
+
+def variants_suite(dtype: str) -> list[Case]:
+    """Every mask and score modification at three shapes of 16384 tokens; windows and documents of 1024."""
+    shapes = ((4, 4096, 16, 128), (1, 16384, 16, 128), (4, 4096, 32, 64))
+    return [square(*shape, name.format(short=1024), dtype) for shape in shapes for name in VARIANTS]
+
+
+def variants_suite_cpu(dtype: str) -> list[Case]:
+    """The same variants at a size that a laptop finishes in a minute; windows and documents of 256."""
+    return [square(1, 1024, 8, 64, name.format(short=256), dtype) for name in VARIANTS]
+
+
+def quick_suite(dtype: str) -> list[Case]:
+    """A few minutes' worth of shapes for a GPU: D128 by length, then D64, D256, GQA, a window and a softcap."""
+    by_length = [
+        square(16384 // seqlen, seqlen, 16, 128, variant, dtype)
+        for variant in ("full", "causal")
+        for seqlen in (1024, 2048, 4096, 8192, 16384)
+    ]
+    return [
+        *by_length,
+        square(4, 4096, 32, 64, "causal", dtype),
+        square(2, 8192, 8, 256, "full", dtype),
+        replace(square(4, 4096, 32, 128, "causal", dtype), kv_heads=8),
+        square(1, 16384, 16, 128, "window1024", dtype),
+        square(4, 4096, 16, 128, "causal+softcap50", dtype),
+    ]
+
+
+def quick_suite_cpu(dtype: str) -> list[Case]:
+    """About a minute's worth of shapes for a laptop: D64 by length, then a window and a softcap."""
+    by_length = [
+        square(2 if seqlen <= 512 else 1, seqlen, 8, 64, variant, dtype)
+        for variant in ("full", "causal")
+        for seqlen in (128, 512, 1024, 2048)
+    ]
+    return [*by_length, square(1, 2048, 8, 64, "window256", dtype), square(1, 1024, 8, 64, "causal+softcap50", dtype)]
+
+
+SUITES: dict[str, str] = {
+    "quick": "a handful of representative shapes, sized by the device (the default)",
+    "fa": "the FlashAttention papers' grid: head dims 64, 128, 256; 512 to 16384 tokens; GQA and 192/128",
+    "variants": "every mask and score modification, sized by the device",
+}
+_BUILDERS: dict[tuple[str, bool], Callable[[str], list[Case]]] = {
+    ("quick", True): quick_suite,
+    ("quick", False): quick_suite_cpu,
+    ("fa", True): fa_suite,
+    ("fa", False): fa_suite,
+    ("variants", True): variants_suite,
+    ("variants", False): variants_suite_cpu,
+}
+
+
+def suite(name: str, dtype: str, device_type: str) -> list[Case]:
+    """The cases of a named suite in one dtype. `device_type` is "cuda" or "cpu": some suites are sized by it."""
+    if name not in SUITES:
+        raise ValueError(f"suite {name!r} is not known; accepted: {', '.join(SUITES)}")
+    return _BUILDERS[name, device_type == "cuda"](dtype)

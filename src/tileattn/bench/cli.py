@@ -1,0 +1,218 @@
+"""The command line `tileattn`: what each command takes. What it does is in `bench.command` and `bench.info`.
+
+Everything slow is imported inside the commands, so that `tileattn --help` answers at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="tileattn",
+    help="Exact attention for PyTorch, written in TileLang.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+SHAPE, VARIANT, COMPARE, OUTPUT = "One case: its shape", "One case: its variant", "What is compared", "What is written"
+
+
+def main() -> None:
+    """Entry point of the console script `tileattn`."""
+    app()
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: Annotated[bool, typer.Option("--version", help="Print tileattn's version.")] = False,
+) -> None:
+    if show:
+        from tileattn import __version__
+
+        typer.echo(f"tileattn {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def info(
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            help="Ask for another architecture than this machine's: sm_80, sm_90a, gfx942, ...",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Show the device, the versions, the kernel cache, and what each backend accepts and why not."""
+    from tileattn.bench import info
+
+    info.show(arch)
+
+
+@app.command(
+    epilog="[dim]Examples[/dim]\n\n"
+    "  tileattn bench\n\n"
+    "  tileattn bench --suite fa --peers fa2,cudnn --plot speed.png\n\n"
+    "  tileattn bench --batch 4 --heads 32 --kv-heads 8 --seqlen 1024,4096,16384 --head-dim 128 --causal\n\n"
+    "  tileattn bench --seqlen 16384 --mask window1024 --softcap 50 --peers flex"
+)
+def bench(
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            help="A named set of cases: [b]quick[/b] (default; a few shapes sized by the device), [b]fa[/b] (the "
+            "FlashAttention papers' grid), [b]variants[/b] (every mask and score modification).",
+            show_default=False,
+        ),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", help="Default 1.", rich_help_panel=SHAPE)] = None,
+    heads: Annotated[
+        int | None, typer.Option(metavar="N", help="Heads of q. Default 8.", rich_help_panel=SHAPE)
+    ] = None,
+    kv_heads: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Heads of k and v. Default: as many as q.", rich_help_panel=SHAPE),
+    ] = None,
+    seqlen: Annotated[
+        str | None,
+        typer.Option(help="Length of q; several with commas. Default 1024.", metavar="N,...", rich_help_panel=SHAPE),
+    ] = None,
+    seqlen_k: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Length of k and v. Default: that of q.", rich_help_panel=SHAPE),
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(metavar="N", help="Default 64.", rich_help_panel=SHAPE)] = None,
+    head_dim_v: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Head dim of v. Default: that of q and k.", rich_help_panel=SHAPE),
+    ] = None,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="A query sees keys up to its own position.", rich_help_panel=VARIANT)
+    ] = False,
+    mask: Annotated[
+        str | None,
+        typer.Option(
+            help="[b]window<L>[/b] (causal window), [b]window<L>-<R>[/b], [b]prefix<N>[/b] or [b]documents<N>[/b]; "
+            "several joined with + hold at once.",
+            rich_help_panel=VARIANT,
+        ),
+    ] = None,
+    softcap: Annotated[
+        float | None, typer.Option(help="cap * tanh(score / cap).", metavar="CAP", rich_help_panel=VARIANT)
+    ] = None,
+    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi.", rich_help_panel=VARIANT)] = False,
+    bias: Annotated[bool, typer.Option("--bias", help="A bias per head, q, k.", rich_help_panel=VARIANT)] = False,
+    sink: Annotated[bool, typer.Option("--sink", help="A sink per head.", rich_help_panel=VARIANT)] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 on a GPU, fp32 on a CPU.", show_default=False)
+    ] = None,
+    direction: Annotated[str, typer.Option(help="What is measured.")] = "fwd",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda or cuda:N; auto takes the GPU if there is one.", rich_help_panel=COMPARE)
+    ] = "auto",
+    backend: Annotated[
+        str | None,
+        typer.Option(help="tileattn's backend. Default: its own choice per case.", rich_help_panel=COMPARE),
+    ] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            help="Implementations beside tileattn, with commas: eager, sdpa (PyTorch's choice), fa2, cudnn, efficient "
+            "(SDPA's kernels), fa4, flex; or none. Default: fa2,cudnn on a GPU, sdpa,eager on a CPU.",
+            metavar="NAME,...",
+            show_default=False,
+            rich_help_panel=COMPARE,
+        ),
+    ] = None,
+    rounds: Annotated[
+        int,
+        typer.Option(metavar="N", help="Rounds of timing, all implementations in each.", rich_help_panel=COMPARE),
+    ] = 5,
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            help="Result file. Default: a new one in ./bench-results.", show_default=False, rich_help_panel=OUTPUT
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Picture: .png, .svg or .pdf. Default: beside the result file.",
+            show_default=False,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite the files of --json and --plot.", rich_help_panel=OUTPUT)
+    ] = False,
+    commit: Annotated[
+        str | None,
+        typer.Option(help="Commit to record where the code is in no git checkout.", rich_help_panel=OUTPUT),
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Only failures and the files' names.", rich_help_panel=OUTPUT)
+    ] = False,
+) -> None:
+    """Measure speed, memory and error of attention on this machine, beside PyTorch's own.
+
+    Without options: a few representative shapes on the GPU, or on the CPU in about a minute.
+
+    Prints a table, and saves a result file and a picture in ./bench-results.
+    """
+    from tileattn.bench import command
+
+    shape = command.ShapeOptions(batch, heads, kv_heads, seqlen, seqlen_k, head_dim, head_dim_v)
+    variant = command.VariantOptions(causal, mask, softcap, alibi, bias, sink)
+    files = command.FileOptions(json, plot, force, commit, quiet)
+    where = command.resolve_device(device)
+    chosen = command.choose_cases(suite, shape, variant, dtype, direction, where)
+    implementations = command.choose_implementations(backend, peers, where)
+    raise typer.Exit(command.bench(chosen, implementations, where, rounds, files))
+
+
+@app.command(epilog="[dim]Example[/dim]\n\n  tileattn plot bench-results/quick.json -o speed.svg")
+def plot(
+    result: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Result file of [b]tileattn bench[/b].")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Picture: .png, .svg or .pdf. Default: RESULT.png.", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
+) -> None:
+    """Draw the picture of a result file again."""
+    from tileattn.bench import command
+
+    command.redraw(result, output or result.with_suffix(".png"), force)
+
+
+@app.command(
+    epilog="[dim]Examples[/dim]\n\n"
+    "  tileattn warmup\n\n"
+    "  tileattn warmup --head-dim 128,192/128 --variant causal,causal+softcap50 --dtype bf16,fp16\n\n"
+    "  tileattn warmup --arch sm_90a"
+)
+def warmup(
+    head_dim: Annotated[
+        str, typer.Option(help="Head dims; 192/128 where q and k have another than v.", metavar="N,...")
+    ] = "64,128",
+    variant: Annotated[
+        str, typer.Option(help="Variants, as [b]tileattn bench[/b] names them.", metavar="NAME,...")
+    ] = "full,causal",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16.", metavar="NAME,...")] = "bf16",
+    arch: Annotated[
+        str | None, typer.Option(help="sm_80, sm_90a, ... Default: this machine's GPU.", show_default=False)
+    ] = None,
+) -> None:
+    """Compile kernels into the cache ahead of the first call.
+
+    Sizes are no part of a kernel: batch, lengths, heads, window sizes and caps need no warming up of their own.
+    """
+    from tileattn.bench import command
+
+    raise typer.Exit(command.warm_up(command.choose_calls(head_dim, variant, dtype, arch)))

@@ -1,0 +1,151 @@
+"""How wrong an output is: float64 attention on the quantised inputs, for all rows or a stated sample of them.
+
+`tileattn.testing.oracle` holds all scores at once, which a benchmark's sizes do not allow: here they are made in chunks
+of query rows. The masks come from `Variant.key_range`, not from `tileattn.masks`, so that a mistake there shows. The
+same code in the inputs' own dtype is the eager attention of the tolerance rule (`tileattn.testing.numerics`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tileattn.bench.cases import Case
+from tileattn.bench.problem import Problem
+from tileattn.testing.numerics import assert_accurate, row_error
+
+# Scores computed per case before rows are sampled: about a second of float64 work on the device.
+SCORES_CHECKED = {"cuda": 2**33, "cpu": 2**26}
+# Scores alive at once: 256 MiB in float64, a few times over.
+SCORES_PER_CHUNK = 2**25
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The rows of the output that are checked: batch elements x heads x query indices."""
+
+    batches: tuple[int, ...]
+    heads: tuple[int, ...]
+    rows: Tensor
+    text: str
+
+
+def sample(case: Case, device: torch.device) -> Sample:
+    """All rows where that is affordable; else the first and last batch element, then head, then blocks of 64 rows."""
+    batches, heads = tuple(range(case.batch)), tuple(range(case.heads))
+    rows = torch.arange(case.seqlen_q, device=device)
+    left = SCORES_CHECKED[device.type] // (case.seqlen_q * case.seqlen_k)
+    if len(batches) * len(heads) <= left:
+        return Sample(batches, heads, rows, "all rows")
+    batches = _ends(batches)
+    if len(batches) * len(heads) > left:
+        heads = _ends(heads)
+    pairs = len(batches) * len(heads)
+    if pairs > left:
+        rows = _blocks(case.seqlen_q, SCORES_CHECKED[device.type] // (pairs * case.seqlen_k), device)
+    text = f"{len(rows)} of {case.seqlen_q} rows, batch elements {_listed(batches)}, heads {_listed(heads)}"
+    return Sample(batches, heads, rows, text)
+
+
+def _ends(indices: tuple[int, ...]) -> tuple[int, ...]:
+    return indices if len(indices) == 1 else (indices[0], indices[-1])
+
+
+def _listed(indices: tuple[int, ...]) -> str:
+    return "all" if len(indices) > 2 else " and ".join(map(str, indices))
+
+
+def _blocks(seqlen: int, count: int, device: torch.device, block: int = 64) -> Tensor:
+    """About `count` query indices: blocks of 64 rows spread evenly from the first row to the last."""
+    blocks = max(2, count // block)
+    starts = torch.linspace(0, max(0, seqlen - block), blocks, dtype=torch.float64).round().long()
+    rows = starts[:, None] + torch.arange(block)
+    return rows.flatten().clamp(max=seqlen - 1).unique().to(device)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What the sampled rows of a problem's output must be (float64), and what eager PyTorch makes of them.
+
+    Both are (batches, heads, rows, head_dim_v).
+    """
+
+    sample: Sample
+    expected: Tensor
+    eager: Tensor
+
+    def error(self, o: Tensor) -> float:
+        """Largest relative error of a checked row: `max over rows of |o - expected|_2 / |expected|_2`.
+
+        By row, because early causal rows are tens of times larger than late ones and would hide them in any error
+        over the whole tensor. NaN if any checked value is NaN. o is (batch, seqlen_q, heads, head_dim_v).
+        """
+        return row_error(_sampled(o, self.sample), self.expected).worst_row
+
+    def check(self, o: Tensor) -> None:
+        """The tolerance rule; `AssertionError` says what is wrong."""
+        assert_accurate("o", _sampled(o, self.sample), self.expected, [self.eager])
+
+
+def build(problem: Problem) -> Oracle:
+    """The rows of a problem that are checked, in float64 and in its own dtype."""
+    chosen = sample(problem.case, problem.q.device)
+    return Oracle(chosen, _attend(problem, chosen, torch.float64), _attend(problem, chosen, problem.q.dtype))
+
+
+def _sampled(o: Tensor, chosen: Sample) -> Tensor:
+    """The checked rows of an output: (batches, heads, rows, head_dim_v)."""
+    return torch.stack([_take(o[b], chosen.heads)[:, chosen.rows] for b in chosen.batches])
+
+
+def _take(x: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """(seqlen, heads, dim) -> (chosen heads, seqlen, dim)."""
+    return x[:, list(heads)].transpose(0, 1)
+
+
+def _attend(problem: Problem, chosen: Sample, dtype: torch.dtype) -> Tensor:
+    """softmax(QK^T)V of the sampled rows, computed in `dtype`: (batches, heads, rows, head_dim_v)."""
+    out = []
+    for b in chosen.batches:
+        group = problem.case.heads // problem.case.kv_heads
+        kv_heads = tuple(h // group for h in chosen.heads)
+        k, v = (_take(x[b], kv_heads).to(dtype) for x in (problem.k, problem.v))
+        q = _take(problem.q[b], chosen.heads)
+        out.append(torch.cat([_rows(problem, chosen, q, k, v, rows) for rows in _chunks(problem, chosen)], dim=1))
+    return torch.stack(out)
+
+
+def _chunks(problem: Problem, chosen: Sample) -> Iterator[Tensor]:
+    size = max(1, SCORES_PER_CHUNK // (len(chosen.heads) * problem.case.seqlen_k))
+    return iter(chosen.rows.split(size))
+
+
+def _rows(problem: Problem, chosen: Sample, q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
+    """Attention of some query indices, for (chosen heads, seqlen, dim) tensors, in k's dtype."""
+    heads = list(chosen.heads)
+    scores = _modified(problem, q[:, rows].to(k.dtype) @ k.mT * problem.scale, heads, rows)
+    lo, hi = problem.case.terms.key_range(problem.q_pos()[rows], problem.case.seqlen_k)
+    keys = torch.arange(problem.case.seqlen_k, device=q.device)
+    scores.masked_fill_((keys < lo[:, None]) | (keys >= hi[:, None]), -torch.inf)
+    if problem.sink is not None:
+        sink = problem.sink[heads, None, None].to(k.dtype).expand(-1, len(rows), 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    # A row without keys has no softmax; its output is zero.
+    probabilities = scores.softmax(dim=-1)[..., : problem.case.seqlen_k]
+    return (probabilities @ v).masked_fill((hi <= lo)[:, None], 0.0)
+
+
+def _modified(problem: Problem, scores: Tensor, heads: list[int], rows: Tensor) -> Tensor:
+    """The score modifications of the variant, in its order: softcap, ALiBi, bias."""
+    cap = problem.case.terms.softcap
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    if problem.slopes is not None:
+        at_least_float32 = torch.promote_types(scores.dtype, torch.float32)
+        scores = scores + problem.alibi_bias(rows, at_least_float32)[heads].to(scores.dtype)
+    if problem.bias is not None:
+        scores = scores + problem.bias[0, heads][:, rows].to(scores.dtype)
+    return scores

@@ -1,0 +1,48 @@
+"""What the runner asks of an implementation of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from tileattn.bench.problem import Problem
+
+# tileattn's own name among the implementations.
+OWN = "tileattn"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call ready to be timed: `call()` returns o (batch, seqlen_q, heads, head_dim_v).
+
+    held_bytes: what was built ahead for it beyond the problem's tensors (a dense mask, a block mask). It is not timed,
+    but counts as memory. context: entered around many calls, for settings that are no part of a call's time. chosen:
+    what the implementation chose to run, where that is its own choice.
+    """
+
+    call: Callable[[], Tensor]
+    held_bytes: int = 0
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+    chosen: str | None = None
+
+
+class Implementation(Protocol):
+    """Something that computes attention; `name` is its column in tables and its `backend` in result files."""
+
+    @property
+    def name(self) -> str: ...
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Why it can't run this problem, in a few words for a reader of the table; None if it can."""
+
+    def prepare(self, problem: Problem) -> Prepared:
+        """Everything that a user would do once, ahead of many calls."""
+
+
+def tensor_bytes(*tensors: Tensor | None) -> int:
+    """Bytes of the given tensors together; None counts nothing."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)

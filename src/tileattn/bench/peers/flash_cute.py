@@ -1,0 +1,66 @@
+"""FlashAttention-4: flash-attn's CuTe path (Hopper and Blackwell), where it is installed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from tileattn.bench.peers.base import Prepared
+from tileattn.bench.problem import Problem
+
+
+class FlashCute:
+    """`flash_attn.cute.flash_attn_func` of the package flash-attn-4."""
+
+    name = "fa4"
+
+    def refusal(self, problem: Problem) -> str | None:
+        if problem.q.device.type != "cuda":
+            return "runs on CUDA only"
+        if not _installed():
+            return "flash_attn.cute is not installed (pip install flash-attn-4)"
+        if problem.q.dtype not in (torch.float16, torch.bfloat16):
+            return "float16 and bfloat16 only"
+        return _unspeakable(problem)
+
+    def prepare(self, problem: Problem) -> Prepared:
+        from flash_attn.cute import flash_attn_func
+
+        terms = problem.case.terms
+        left, right = terms.window or (None, None)
+        window = (left, 0) if terms.causal else (left, right)
+        sink = problem.sink.bfloat16() if problem.sink is not None else None
+
+        def call() -> Tensor:
+            out = flash_attn_func(
+                problem.q,
+                problem.k,
+                problem.v,
+                causal=terms.causal and terms.window is None,
+                window_size=window,
+                learnable_sink=sink,
+                softcap=terms.softcap or 0.0,
+            )
+            # Versions differ in whether they return lse beside o.
+            return out[0] if isinstance(out, tuple) else out
+
+        return Prepared(call)
+
+
+def _installed() -> bool:
+    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
+
+
+def _unspeakable(problem: Problem) -> str | None:
+    """What no argument of `flash_attn_func` says; its CuTe mask_mod and score_mod are not measured here."""
+    terms = problem.case.terms
+    absent = {
+        "prefix masks": terms.prefix is not None,
+        "documents": terms.documents is not None,
+        "ALiBi": terms.alibi,
+        "a bias": terms.bias,
+    }
+    said = [name for name, asked in absent.items() if asked]
+    return f"flash_attn_func has no argument for {' and '.join(said)}" if said else None

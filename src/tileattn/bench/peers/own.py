@@ -1,0 +1,95 @@
+"""tileattn itself, called as a user calls it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, ScoreMod, SlidingWindow, SoftCap, attention, ops
+from tileattn.bench.peers.base import OWN, Prepared, tensor_bytes
+from tileattn.bench.problem import Problem
+from tileattn.dispatch import Backend, select
+from tileattn.variant import encode, normalize
+
+
+@dataclass(frozen=True)
+class TileAttn:
+    """`tileattn.attention`; `backend` None leaves the choice to its dispatch."""
+
+    backend: str | None = None
+    name: str = OWN
+
+    def refusal(self, problem: Problem) -> str | None:
+        try:
+            _selected(problem, self.backend)
+        except NotImplementedError as refused:
+            return str(refused)
+        return None
+
+    def prepare(self, problem: Problem) -> Prepared:
+        mask, score_mod = _mask(problem), _score_mods(problem)
+        # Plain causal attention is asked for as most users do.
+        causal, mask = (True, None) if isinstance(mask, Causal) else (False, mask)
+
+        def call() -> Tensor:
+            out = attention(
+                problem.q,
+                problem.k,
+                problem.v,
+                mask=mask,
+                score_mod=score_mod,
+                causal=causal,
+                sink=problem.sink,
+                backend=self.backend,
+            )
+            assert isinstance(out, Tensor)
+            return out
+
+        return Prepared(call, _held_bytes(mask, score_mod, problem), chosen=_selected(problem, self.backend).name)
+
+
+def variant_key(problem: Problem) -> str:
+    """The problem's variant as an `AttentionCall` names it."""
+    return encode(*normalize(_mask(problem), _score_mods(problem), causal=False))[0]
+
+
+def _selected(problem: Problem, backend: str | None) -> Backend:
+    """The backend that `attention` will choose for the problem, or be told to use."""
+    q, k, v, sink = problem.q, problem.k, problem.v, problem.sink
+    return select(ops.make_call(q, k, v, sink, variant_key(problem), needs_grad=False), backend)
+
+
+def _held_bytes(mask: Mask | None, score_mods: list[ScoreMod] | None, problem: Problem) -> int:
+    """Bytes of the tensors that masks and modifications made for themselves, such as the bounds of documents."""
+    _, operands = encode(*normalize(mask, score_mods, causal=False))
+    given = {x.data_ptr() for x in (problem.bias, problem.slopes, problem.document_ids) if x is not None}
+    return tensor_bytes(*(tensor for tensor in operands.tensors if tensor.data_ptr() not in given))
+
+
+def _mask(problem: Problem) -> Mask | None:
+    terms = problem.case.terms
+    masks: list[Mask] = [Causal()] if terms.causal else []
+    if terms.window is not None:
+        masks.append(SlidingWindow(*terms.window))
+    if terms.prefix is not None:
+        masks.append(PrefixLM(terms.prefix))
+    if problem.document_ids is not None:
+        masks.append(Documents(problem.document_ids))
+    if not masks:
+        return None
+    combined = masks[0]
+    for mask in masks[1:]:
+        combined = combined & mask
+    return combined
+
+
+def _score_mods(problem: Problem) -> list[ScoreMod] | None:
+    """In the order that `variants` promises: softcap, ALiBi, bias."""
+    softcap = problem.case.terms.softcap
+    mods: list[ScoreMod] = [SoftCap(softcap)] if softcap is not None else []
+    if problem.slopes is not None:
+        mods.append(ALiBi(problem.slopes))
+    if problem.bias is not None:
+        mods.append(Bias(problem.bias))
+    return mods or None

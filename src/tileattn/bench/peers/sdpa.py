@@ -1,0 +1,138 @@
+"""PyTorch's `scaled_dot_product_attention`: as it chooses itself, and restricted to one of its kernels.
+
+Its `is_causal` is aligned top-left, so it is used for square cases only; other masks and biases that are sums are
+given as a dense `attn_mask`, built ahead, as a user of SDPA would.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import SDPAParams
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from tileattn.bench.peers.base import Prepared, tensor_bytes
+from tileattn.bench.problem import Problem
+
+
+class Sdpa:
+    """SDPA as PyTorch dispatches it."""
+
+    name = "sdpa"
+
+    def refusal(self, problem: Problem) -> str | None:
+        return _unspeakable(problem)
+
+    def prepare(self, problem: Problem) -> Prepared:
+        return _prepare(problem, nullcontext)
+
+
+@dataclass(frozen=True)
+class RestrictedSdpa:
+    """SDPA restricted to one CUDA kernel; `check` is PyTorch's own test whether that kernel takes the arguments."""
+
+    name: str
+    kernel: SDPBackend
+    check: Callable[[SDPAParams, bool], bool]
+
+    def refusal(self, problem: Problem) -> str | None:
+        if problem.q.device.type != "cuda":
+            return "runs on CUDA only"
+        return _unspeakable(problem) or self._kernel_refusal(problem)
+
+    def _kernel_refusal(self, problem: Problem) -> str | None:
+        case = problem.case
+        if case.seqlen_q != case.seqlen_k and case.terms.plain and case.causal and not _takes_dense_mask(self.kernel):
+            return "SDPA's is_causal is aligned top-left, so it means something else when seqlen_q != seqlen_k"
+        if not case.terms.plain and not _takes_dense_mask(self.kernel):
+            return "the kernel takes full or causal attention only"
+        q, k, v = _heads_first(problem)
+        mask = _placeholder_mask(problem)
+        params = SDPAParams(q, k, v, mask, 0.0, _is_causal(problem), case.heads != case.kv_heads)
+        with sdpa_kernel(self.kernel), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accepted = self.check(params, True)
+        reasons = [str(warning.message).split(" (Triggered")[0].strip() for warning in caught]
+        return None if accepted else "; ".join(reasons) or "PyTorch gives no reason"
+
+    def prepare(self, problem: Problem) -> Prepared:
+        def only_this_kernel() -> AbstractContextManager[None]:
+            return sdpa_kernel(self.kernel)
+
+        return _prepare(problem, only_this_kernel)
+
+
+def sdpa_peers() -> tuple[RestrictedSdpa, ...]:
+    """SDPA's three CUDA kernels under the names that the tables use: FlashAttention-2, cuDNN, memory-efficient."""
+    cuda = torch.backends.cuda
+    return (
+        RestrictedSdpa("fa2", SDPBackend.FLASH_ATTENTION, cuda.can_use_flash_attention),
+        RestrictedSdpa("cudnn", SDPBackend.CUDNN_ATTENTION, cuda.can_use_cudnn_attention),
+        RestrictedSdpa("efficient", SDPBackend.EFFICIENT_ATTENTION, cuda.can_use_efficient_attention),
+    )
+
+
+def _takes_dense_mask(kernel: SDPBackend) -> bool:
+    return kernel != SDPBackend.FLASH_ATTENTION
+
+
+def _unspeakable(problem: Problem) -> str | None:
+    """What no argument of SDPA can say."""
+    if problem.case.terms.softcap is not None:
+        return "SDPA has no softcap"
+    return "SDPA has no sink" if problem.sink is not None else None
+
+
+def _is_causal(problem: Problem) -> bool:
+    case = problem.case
+    return case.variant == "causal" and case.seqlen_q == case.seqlen_k
+
+
+def _needs_dense_mask(problem: Problem) -> bool:
+    return problem.case.variant != "full" and not _is_causal(problem)
+
+
+def _dense_mask(problem: Problem) -> Tensor | None:
+    """SDPA's `attn_mask`: bool (seqlen_q, seqlen_k), or a float bias (heads, seqlen_q, seqlen_k) with -inf inside."""
+    if not _needs_dense_mask(problem):
+        return None
+    biases = [problem.alibi_bias()] if problem.slopes is not None else []
+    biases += [problem.bias[0].float()] if problem.bias is not None else []
+    if not biases:
+        return problem.allowed()
+    total = torch.stack(biases).sum(dim=0) if len(biases) > 1 else biases[0]
+    if problem.case.terms.masked:
+        total = total.masked_fill(~problem.allowed(), -torch.inf)
+    return total.to(problem.q.dtype)
+
+
+def _placeholder_mask(problem: Problem) -> Tensor | None:
+    """A mask of the right shape and dtype without its memory, to ask whether a kernel would take it."""
+    if not _needs_dense_mask(problem):
+        return None
+    case, q = problem.case, problem.q
+    dtype = q.dtype if case.terms.modified else torch.bool
+    return torch.empty(1, dtype=dtype, device=q.device).expand(case.batch, case.heads, case.seqlen_q, case.seqlen_k)
+
+
+def _heads_first(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """(batch, heads, seqlen, head_dim) views; nothing is copied."""
+    return problem.q.transpose(1, 2), problem.k.transpose(1, 2), problem.v.transpose(1, 2)
+
+
+def _prepare(problem: Problem, context: Callable[[], AbstractContextManager[None]]) -> Prepared:
+    q, k, v = _heads_first(problem)
+    mask, is_causal = _dense_mask(problem), _is_causal(problem)
+    gqa = problem.case.heads != problem.case.kv_heads
+
+    def call() -> Tensor:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=gqa)
+        return out.transpose(1, 2)
+
+    return Prepared(call, tensor_bytes(mask), context)

@@ -1,0 +1,89 @@
+"""The tensors of a case: built once, seeded, and given to every implementation alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tileattn.bench.cases import DTYPES, Case
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case with its tensors.
+
+    q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads,
+    head_dim_v) in the case's dtype; and, where the variant asks for them: `bias` (1, heads, seqlen_q, seqlen_k) in the
+    case's dtype; `slopes` of ALiBi and `sink`, (heads,) float32; `document_ids`, (seqlen_k,) int32.
+    """
+
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
+    sink: Tensor | None = None
+    document_ids: Tensor | None = None
+
+    @property
+    def scale(self) -> float:
+        """1 / sqrt(head_dim), the default everywhere."""
+        return float(self.case.head_dim) ** -0.5
+
+    def q_pos(self) -> Tensor:
+        """Positions of the queries among the keys, aligned bottom-right: int64 (seqlen_q,)."""
+        offset = self.case.seqlen_k - self.case.seqlen_q
+        return torch.arange(self.case.seqlen_q, device=self.q.device) + offset
+
+    def allowed(self) -> Tensor:
+        """The dense mask, bool (seqlen_q, seqlen_k): for peers that know no other form."""
+        lo, hi = self.case.terms.key_range(self.q_pos(), self.case.seqlen_k)
+        keys = torch.arange(self.case.seqlen_k, device=self.q.device)
+        return (keys >= lo[:, None]) & (keys < hi[:, None])
+
+    def has_empty_rows(self) -> bool:
+        """Whether some query sees no key at all."""
+        lo, hi = self.case.terms.key_range(self.q_pos(), self.case.seqlen_k)
+        return bool((hi <= lo).any())
+
+    def alibi_bias(self, rows: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`-slope[head] * |q_pos - k_pos|` for the given query indices (all by default): (heads, rows, seqlen_k)."""
+        assert self.slopes is not None
+        q_pos = self.q_pos() if rows is None else self.q_pos()[rows]
+        distance = (q_pos[:, None] - torch.arange(self.case.seqlen_k, device=self.q.device)).abs()
+        return -self.slopes.to(dtype)[:, None, None] * distance
+
+
+def build(case: Case, device: torch.device | str, seed: int = 0) -> Problem:
+    """Random tensors for a case: standard normal, quantised to the case's dtype once, the same for the same seed."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    dtype = DTYPES[case.dtype]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+    terms = case.terms
+    return Problem(
+        case=case,
+        q=normal(case.batch, case.seqlen_q, case.heads, case.head_dim),
+        k=normal(case.batch, case.seqlen_k, case.kv_heads, case.head_dim),
+        v=normal(case.batch, case.seqlen_k, case.kv_heads, case.head_dim_v),
+        bias=normal(1, case.heads, case.seqlen_q, case.seqlen_k) if terms.bias else None,
+        slopes=_alibi_slopes(case.heads, device) if terms.alibi else None,
+        # Through the case's dtype, so that a peer that wants the sink in 16 bits is given the same value.
+        sink=normal(case.heads).float() if terms.sink else None,
+        document_ids=_document_ids(case.seqlen_k, terms.documents, device) if terms.documents else None,
+    )
+
+
+def _alibi_slopes(heads: int, device: torch.device | str) -> Tensor:
+    """2^(-8 i / heads) for i = 1 .. heads, as in the ALiBi paper (arXiv:2108.12409) for powers of two."""
+    exponents = torch.arange(1, heads + 1, dtype=torch.float32, device=device) * (-8.0 / heads)
+    return torch.exp2(exponents)
+
+
+def _document_ids(seqlen: int, length: int, device: torch.device | str) -> Tensor:
+    return torch.arange(seqlen, dtype=torch.int32, device=device) // length

@@ -1,0 +1,122 @@
+"""The result file: a JSON object whose `rows` are the measurements. `benchmarks/results/README.md` describes it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from tileattn.bench import environment
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation's measurement of one case; the fields are the keys of a JSON row, no more and no fewer.
+
+    ms: median milliseconds of a call. tflops: the case's FLOPs (`Case.flops`) over that time. error: largest relative
+    error of a checked row (`Oracle.error`). peak_bytes: allocated at most beyond the inputs (`memory.peak_bytes`), and
+    what was built ahead. gpu: the device's name, a CPU's too. date: UTC, ISO 8601.
+    """
+
+    suite: str
+    case: str
+    direction: str
+    backend: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    variant: str
+    dtype: str
+    ms: float
+    tflops: float
+    error: float
+    peak_bytes: int
+    gpu: str
+    versions: dict[str, str]
+    commit: str | None
+    date: str
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A measurement that is not there, and why: refused by the implementation, or failed while it ran."""
+
+    case: str
+    backend: str
+    reason: str
+
+
+@dataclass
+class Results:
+    """One run of the benchmark. `device` is "cuda" or "cpu"; `implementation` is the backend inside tileattn."""
+
+    device: str
+    gpu: str
+    versions: dict[str, str]
+    commit: str | None
+    date: str
+    command: str = ""
+    rows: list[Row] = field(default_factory=list)
+    refused: list[Missing] = field(default_factory=list)
+    failed: list[Missing] = field(default_factory=list)
+    implementation: dict[str, str] = field(default_factory=dict)
+    checked: dict[str, str] = field(default_factory=dict)
+
+    def row(self, case: str, backend: str) -> Row | None:
+        """The row of a case and backend, if it was measured."""
+        return next((row for row in self.rows if row.case == case and row.backend == backend), None)
+
+    def cases(self) -> list[str]:
+        """Names of the cases in the order in which they were run."""
+        return list(dict.fromkeys(entry.case for entry in self._entries()))
+
+    def backends(self) -> list[str]:
+        """Names of the backends: tileattn first, then the peers as they were run."""
+        names = dict.fromkeys(entry.backend for entry in self._entries())
+        return sorted(names, key=lambda name: name != "tileattn")
+
+    def _entries(self) -> list[Row | Missing]:
+        return [*self.rows, *self.refused, *self.failed]
+
+
+def begin(device: torch.device, commit: str | None, command: str) -> Results:
+    """Results without rows, for a run that starts now. `commit` is recorded where the code's own is not to be had."""
+    return Results(
+        device=device.type,
+        gpu=environment.device_name(device),
+        versions=environment.versions(),
+        commit=environment.commit() or commit,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=command,
+    )
+
+
+def save(results: Results, path: Path) -> None:
+    """Write the file whole or not at all: a run that is killed leaves the last complete one."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps({"format": FORMAT, **asdict(results)}, indent=1) + "\n")
+    draft.replace(path)
+
+
+def load(path: Path) -> Results:
+    """Read a result file; `ValueError` says what is wrong with a file that is none."""
+    try:
+        content = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+        raise ValueError(f"{path} is not a tileattn result file of format {FORMAT}")
+    for key, entry in (("rows", Row), ("refused", Missing), ("failed", Missing)):
+        content[key] = [entry(**fields) for fields in content[key]]
+    return Results(**content)

@@ -1,0 +1,142 @@
+"""Measures every implementation of every case, side by side, on the same tensors."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from tileattn.bench import memory, oracle, problem, timing
+from tileattn.bench.cases import Case
+from tileattn.bench.peers.base import OWN, Implementation, Prepared
+from tileattn.bench.results import Missing, Results, Row
+
+
+@dataclass
+class Measurement:
+    """What is known of one implementation of the case at hand."""
+
+    implementation: Implementation
+    prepared: Prepared
+    error: float
+    peak_bytes: int
+    samples_ms: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A suite of cases, the implementations to compare, and where results and progress go.
+
+    progress: called with what is being done, such as "D64 causal (4,4096,32): fa2". on_case: called after each case.
+    on_failure: called with the traceback of each failure.
+    """
+
+    suite: str
+    cases: Sequence[Case]
+    implementations: Sequence[Implementation]
+    device: torch.device
+    results: Results
+    effort: timing.Effort = timing.DEFAULT
+    seed: int = 0
+    progress: Callable[[str], None] = lambda text: None
+    on_case: Callable[[Case], None] = lambda case: None
+    on_failure: Callable[[str], None] = lambda text: None
+
+    def __call__(self) -> Results:
+        """Run all cases. What an implementation raises becomes an entry of `failed`, and the run goes on."""
+        with torch.no_grad():
+            for case in self.cases:
+                self._case(case)
+                self.on_case(case)
+        return self.results
+
+    def _case(self, case: Case) -> None:
+        self.progress(f"{case.name}: oracle")
+        try:
+            given = problem.build(case, self.device, self.seed)
+            expected = oracle.build(given)
+        except torch.OutOfMemoryError as failure:
+            for each in self.implementations:
+                self._failed(case, each, failure)
+            return
+        self.results.checked[case.name] = expected.sample.text
+        measurements = [m for each in self.implementations if (m := self._check(each, given, expected)) is not None]
+        self._time(case, measurements)
+        self.results.rows += [self._row(case, measurement) for measurement in measurements if measurement.samples_ms]
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _check(self, each: Implementation, given: problem.Problem, expected: oracle.Oracle) -> Measurement | None:
+        """Prepare and call it once; its error and peak memory. None if it refuses or fails."""
+        case = given.case
+        self.progress(f"{case.name}: {each.name}")
+        try:
+            if (reason := each.refusal(given)) is not None:
+                self.results.refused.append(Missing(case.name, each.name, reason))
+                return None
+            prepared = each.prepare(given)
+            with prepared.context():
+                o = prepared.call()
+                error = expected.error(o)
+                # The tolerance rule is ours to keep; a peer's error is shown as it is, if it is a number.
+                if each.name == OWN or not math.isfinite(error):
+                    expected.check(o)
+                del o
+                peak = memory.peak_bytes(prepared.call, self.device)
+        except Exception as failure:
+            self._failed(case, each, failure)
+            return None
+        if prepared.chosen is not None:
+            self.results.implementation[case.name] = prepared.chosen
+        return Measurement(each, prepared, error, prepared.held_bytes + peak)
+
+    def _time(self, case: Case, measurements: list[Measurement]) -> None:
+        """Rounds over all implementations, each round starting with another, so that drift and heat meet all alike."""
+        for number in range(self.effort.rounds):
+            shift = number % max(1, len(measurements))
+            for measurement in measurements[shift:] + measurements[:shift]:
+                self.progress(f"{case.name}: {measurement.implementation.name}, round {number + 1}")
+                try:
+                    with measurement.prepared.context():
+                        samples = timing.sample_ms(measurement.prepared.call, self.device, self.effort)
+                except Exception as failure:
+                    self._failed(case, measurement.implementation, failure)
+                    measurements.remove(measurement)
+                else:
+                    measurement.samples_ms += samples
+
+    def _failed(self, case: Case, each: Implementation, failure: Exception) -> None:
+        first_line = (str(failure).strip().splitlines() or [""])[0]
+        self.results.failed.append(Missing(case.name, each.name, f"{type(failure).__name__}: {first_line}"))
+        self.on_failure("".join(traceback.format_exception(failure)))
+
+    def _row(self, case: Case, measurement: Measurement) -> Row:
+        ms = median(measurement.samples_ms)
+        return Row(
+            suite=self.suite,
+            case=case.name,
+            direction="fwd",
+            backend=measurement.implementation.name,
+            batch=case.batch,
+            seqlen_q=case.seqlen_q,
+            seqlen_k=case.seqlen_k,
+            heads=case.heads,
+            kv_heads=case.kv_heads,
+            head_dim=case.head_dim,
+            head_dim_v=case.head_dim_v,
+            causal=case.causal,
+            variant=case.variant,
+            dtype=case.dtype,
+            ms=ms,
+            tflops=case.flops("fwd") / ms / 1e9,
+            error=measurement.error,
+            peak_bytes=measurement.peak_bytes,
+            gpu=self.results.gpu,
+            versions=self.results.versions,
+            commit=self.results.commit,
+            date=self.results.date,
+        )

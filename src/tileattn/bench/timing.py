@@ -1,0 +1,76 @@
+"""How long a call takes: samples in milliseconds, of which the caller takes the median.
+
+CUDA: each call between two events on the stream, after the L2 cache has been overwritten, so that no call finds its
+inputs there; overwriting takes tens of microseconds, behind which the host's launch time hides. This is the method of
+`triton.testing.do_bench`, written out so that the benchmark needs no Triton. CPU: the wall clock around each call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import median
+
+import torch
+from torch import Tensor
+
+# Larger than any GPU's L2 (H200: 50 MB; B200: 126 MB; MI300X's Infinity Cache: 256 MB).
+FLUSH_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Milliseconds of calls per implementation and round; rounds alternate between the implementations of a case."""
+
+    warmup_ms: float = 10.0
+    measure_ms: float = 40.0
+    rounds: int = 5
+    min_calls: int = 1
+
+
+DEFAULT = Effort()
+
+
+def sample_ms(call: Callable[[], object], device: torch.device, effort: Effort) -> list[float]:
+    """One round of measured times of `call`, in milliseconds. The call has run before: nothing compiles here."""
+    return _sample_cuda(call, device, effort) if device.type == "cuda" else _sample_cpu(call, effort)
+
+
+@lru_cache(maxsize=1)
+def _flush_buffer(device: torch.device) -> Tensor:
+    return torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+
+
+def _sample_cuda(call: Callable[[], object], device: torch.device, effort: Effort) -> list[float]:
+    flush = _flush_buffer(device)
+    estimate = max(1e-3, median(_timed_cuda(call, flush, 3)))
+    _timed_cuda(call, flush, int(effort.warmup_ms / estimate))
+    return _timed_cuda(call, flush, max(effort.min_calls, int(effort.measure_ms / estimate)))
+
+
+def _timed_cuda(call: Callable[[], object], flush: Tensor, calls: int) -> list[float]:
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
+    for start, end in events:
+        flush.zero_()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize(flush.device)
+    return [start.elapsed_time(end) for start, end in events]
+
+
+def _sample_cpu(call: Callable[[], object], effort: Effort) -> list[float]:
+    # Once, so that the caches hold this call's tensors and not those of the implementation before it.
+    _timed_cpu(call)
+    samples: list[float] = []
+    while len(samples) < effort.min_calls or sum(samples) < effort.measure_ms:
+        samples.append(_timed_cpu(call))
+    return samples
+
+
+def _timed_cpu(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3

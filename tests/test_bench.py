@@ -1,0 +1,468 @@
+"""The benchmark: its FLOPs, suites, error, runner, result file, tables and pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields, replace
+from io import StringIO
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from tileattn.bench import cases, memory, oracle, plot, problem, report, results, runner, timing, variants
+from tileattn.bench.cases import Case, square
+from tileattn.bench.peers import PEERS
+from tileattn.bench.peers.base import OWN, Prepared
+
+CPU = torch.device("cpu")
+QUICK = timing.Effort(warmup_ms=0, measure_ms=0, rounds=2, min_calls=1)
+SMALL = Case(2, 33, 47, 4, 2, 16, 8, dtype="fp32")
+NAMES = [
+    "full",
+    "causal",
+    "window7",
+    "window5-3",
+    "causal+window9-4",
+    "prefix11",
+    "documents16",
+    "causal+documents10",
+    "softcap2.5",
+    "alibi",
+    "causal+bias",
+    "sink",
+    "prefix5+documents20+softcap3+alibi+bias+sink",
+]
+
+
+def sees(terms: variants.Variant, q_pos: int, k: int) -> bool:
+    """A variant's mask for one pair of positions, written from the definitions of the masks."""
+    hidden = (
+        (terms.causal and k > q_pos)
+        or (terms.window is not None and not q_pos - terms.window[0] <= k <= q_pos + terms.window[1])
+        or (terms.prefix is not None and k > q_pos and k >= terms.prefix)
+        or (terms.documents is not None and q_pos // terms.documents != k // terms.documents)
+    )
+    return not hidden
+
+
+# Variants and cases
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_variant_has_one_name(name: str) -> None:
+    assert variants.parse(name).name == name
+
+
+def test_terms_are_put_in_order() -> None:
+    assert square(1, 8, 1, 16, "softcap50+causal").variant == "causal+softcap50"
+    assert variants.parse("window8-0").name == "window8"
+
+
+@pytest.mark.parametrize(
+    "name", ["", "casual", "window", "softcap", "causal+", "full+causal", "documents0", "bias+bias"]
+)
+def test_a_bad_variant_is_one_error_that_names_it(name: str) -> None:
+    with pytest.raises(ValueError, match=r"variant .* (accepted: full|given twice)"):
+        variants.parse(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(24, 24), (9, 30), (30, 9)])
+def test_flops_against_brute_force(name: str, seqlen_q: int, seqlen_k: int) -> None:
+    case = replace(SMALL, seqlen_q=seqlen_q, seqlen_k=seqlen_k, variant=name)
+    offset = seqlen_k - seqlen_q
+    pairs = sum(sees(case.terms, q + offset, k) for q, k in product(range(seqlen_q), range(seqlen_k)))
+    if name in ("causal", "causal+bias") and seqlen_q == seqlen_k:
+        pairs = seqlen_q * seqlen_k / 2  # The field's convention, not the diagonal's.
+    assert case.visible_pairs() == pairs
+    assert case.flops() == 2 * case.batch * case.heads * pairs * (case.head_dim + case.head_dim_v)
+
+
+def test_flops_of_the_directions() -> None:
+    case = square(2, 8192, 16, 128, "full")
+    assert case.flops("fwd") == 2 * 2 * 16 * 8192 * 8192 * 256
+    assert case.flops("bwd") == 2.5 * case.flops("fwd")
+    assert case.flops("fwd+bwd") == case.flops("fwd") + case.flops("bwd")
+
+
+def test_causal_is_said_of_what_looks_at_no_later_key() -> None:
+    said = {
+        name: square(1, 8, 1, 16, name).causal for name in ("full", "causal", "window4", "window4-1", "causal+sink")
+    }
+    assert said == {"full": False, "causal": True, "window4": True, "window4-1": False, "causal+sink": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"head_dim_v": -1}, "head_dim_v must be at least 1, got -1"),
+        ({"kv_heads": 3}, "heads must be a multiple of kv_heads, got 4 and 3"),
+        ({"dtype": "int8"}, "dtype must be one of bf16, fp16, fp32, got 'int8'"),
+    ],
+)
+def test_a_bad_case_is_one_error(change: dict[str, int | str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **change)  # type: ignore[arg-type]
+
+
+def test_suite_fa_is_the_papers_grid_and_hoppers_rows() -> None:
+    suite = cases.suite("fa", "bf16", "cuda")
+    grid = [
+        (16384 // seqlen, seqlen, seqlen, 2048 // dim, 2048 // dim, dim, dim, causal)
+        for dim in (64, 128, 256)
+        for causal in (False, True)
+        for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
+    ]
+    rest = [
+        (4, 4096, 4096, 32, 8, 128, 128, True),
+        (1, 4096, 4096, 16, 16, 128, 128, True),
+        (4, 4096, 4096, 16, 16, 192, 128, True),
+        (2, 8192, 8192, 16, 16, 192, 128, False),
+    ]
+    shapes = [(c.batch, c.seqlen_q, c.seqlen_k, c.heads, c.kv_heads, c.head_dim, c.head_dim_v, c.causal) for c in suite]
+    assert shapes == grid + rest
+    assert {c.variant for c in suite} == {"full", "causal"}
+    assert {c.dtype for c in suite} == {"bf16"}
+    assert [c.name for c in suite[-4:]] == [
+        "D128 causal (4,4096,32/8)",
+        "D128 causal (1,4096,16)",
+        "D192/128 causal (4,4096,16)",
+        "D192/128 full (2,8192,16)",
+    ]
+
+
+@pytest.mark.parametrize("name", cases.SUITES)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_suites_name_each_case_once(name: str, device: str) -> None:
+    suite = cases.suite(name, "fp16", device)
+    assert len({case.name for case in suite}) == len(suite) > 0
+    assert {case.dtype for case in suite} == {"fp16"}
+
+
+def test_the_quick_suite_fits_a_laptop() -> None:
+    suite = cases.suite("quick", "fp32", "cpu")
+    assert {c.batch for c in suite} == {1, 2}
+    assert {c.heads for c in suite} == {8}
+    assert {c.head_dim for c in suite} == {64}
+    assert max(c.seqlen_q for c in suite) == 2048
+    assert {"full", "causal", "window256", "causal+softcap50"} == {c.variant for c in suite}
+
+
+def test_an_unknown_suite_is_one_error() -> None:
+    with pytest.raises(ValueError, match="suite 'fb' is not known; accepted: quick, fa, variants"):
+        cases.suite("fb", "bf16", "cuda")
+
+
+# Oracle and peers
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("peer", ["eager", "sdpa"])
+def test_peers_compute_the_variants_that_they_accept(peer: str, name: str) -> None:
+    given = problem.build(replace(SMALL, variant=name), CPU)
+    expected = oracle.build(given)
+    implementation = PEERS[peer]
+    if implementation.refusal(given) is not None:
+        assert given.case.terms.softcap is not None or given.case.terms.sink
+        return
+    o = implementation.prepare(given).call()
+    assert o.shape == (2, 33, 4, 8)
+    expected.check(o)
+
+
+def test_square_causal_is_sdpas_own_and_others_its_mask() -> None:
+    wide, tall = (problem.build(replace(SMALL, variant="causal", seqlen_q=q), CPU) for q in (47, 50))
+    assert PEERS["sdpa"].prepare(wide).held_bytes == 0
+    assert PEERS["sdpa"].prepare(tall).held_bytes == 50 * 47
+    assert "without keys" in str(PEERS["eager"].refusal(tall))
+
+
+def test_cuda_peers_say_why_they_are_absent_on_a_cpu() -> None:
+    given = problem.build(SMALL, CPU)
+    assert {PEERS[name].refusal(given) for name in ("fa2", "cudnn", "efficient", "fa4")} == {"runs on CUDA only"}
+
+
+def test_problems_are_the_same_for_the_same_seed() -> None:
+    case = replace(SMALL, variant="bias+sink+alibi")
+    first, again, other = (problem.build(case, CPU, seed) for seed in (0, 0, 1))
+    assert torch.equal(first.q, again.q)
+    assert not torch.equal(first.q, other.q)
+    assert first.bias is not None
+    assert first.bias.shape == (1, 4, 33, 47)
+
+
+def test_the_error_sees_one_wrong_row_and_nan() -> None:
+    given = problem.build(replace(SMALL, variant="causal", dtype="bf16"), CPU)
+    expected = oracle.build(given)
+    o = PEERS["sdpa"].prepare(given).call().clone()
+    expected.check(o)
+    before = expected.error(o)
+    o[1, 30, 3] *= 1.2
+    assert before < 0.02 < expected.error(o)
+    with pytest.raises(AssertionError, match="worst at"):
+        expected.check(o)
+    o[1, 30, 3, 5] = math.nan
+    assert math.isnan(expected.error(o))
+
+
+def test_rows_without_keys_must_be_zero() -> None:
+    given = problem.build(replace(SMALL, variant="causal", seqlen_q=50), CPU)
+    expected = oracle.build(given)
+    o = PEERS["sdpa"].prepare(given).call().clone()
+    expected.check(o)
+    o[0, 0] = 1.0
+    with pytest.raises(AssertionError, match="o: error"):
+        expected.check(o)
+
+
+@pytest.mark.parametrize("scores", [1e9, 2 * 4 * 33 * 47, 4 * 33 * 47, 2 * 33 * 47, 2000])
+def test_large_cases_are_sampled_from_end_to_end(scores: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(oracle.SCORES_CHECKED, "cpu", int(scores))
+    monkeypatch.setattr(oracle, "SCORES_PER_CHUNK", 500)
+    given = problem.build(replace(SMALL, variant="causal+bias+alibi"), CPU)
+    expected = oracle.build(given)
+    chosen = expected.sample
+    assert (chosen.batches[-1], chosen.heads[-1], int(chosen.rows[0]), int(chosen.rows[-1])) == (1, 3, 0, 32)
+    assert (chosen.text == "all rows") == (scores >= 2 * 4 * 33 * 47)
+    expected.check(PEERS["eager"].prepare(given).call())
+
+
+def test_sampled_rows_are_blocks_spread_over_the_length() -> None:
+    rows = oracle._blocks(10_000, 640, CPU)
+    assert len(rows) == 640
+    assert (int(rows[0]), int(rows[-1])) == (0, 9_999)
+
+
+# Time and memory
+
+
+def test_peak_bytes_counts_what_is_alive_together() -> None:
+    def call() -> Tensor:
+        first = torch.ones(1000, 1000)
+        second = first + 1
+        del first
+        return second.sum() + torch.ones(250, 1000).sum()
+
+    assert 8_000_000 <= memory.peak_bytes(call, CPU) < 8_100_000
+
+
+def test_samples_are_milliseconds_and_at_least_as_many_as_asked() -> None:
+    samples = timing.sample_ms(lambda: torch.ones(10), CPU, timing.Effort(measure_ms=0, min_calls=4))
+    assert len(samples) == 4
+    assert all(0 < ms < 1000 for ms in samples)
+
+
+# Runner
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """An implementation that does as it is told: refuse, raise in one of its steps, or return a changed result."""
+
+    name: str = "scripted"
+    refuses: str | None = None
+    raises_in: str = ""
+    factor: float = 1.0
+
+    def refusal(self, given: problem.Problem) -> str | None:
+        if self.raises_in == "refusal":
+            raise RuntimeError("refusal broke\nwith detail")
+        return self.refuses
+
+    def prepare(self, given: problem.Problem) -> Prepared:
+        inner, calls = PEERS["sdpa"].prepare(given), []
+
+        def call() -> Tensor:
+            calls.append(1)
+            # One call for the error, one for the memory, then timing.
+            if self.raises_in == "call" or (self.raises_in == "timing" and len(calls) > 2):
+                raise RuntimeError(f"{self.raises_in} broke")
+            return inner.call() * self.factor
+
+        return Prepared(call, held_bytes=123, chosen="inner" if self.name == OWN else None)
+
+
+def run(*implementations: Scripted) -> tuple[results.Results, list[str]]:
+    failures: list[str] = []
+    measured = results.begin(CPU, "abc", "test")
+    two = [replace(SMALL, variant=name) for name in ("full", "causal")]
+    runner.Run("test", two, implementations, CPU, measured, effort=QUICK, on_failure=failures.append)()
+    return measured, failures
+
+
+def test_the_runner_measures_all_side_by_side() -> None:
+    measured, failures = run(Scripted(OWN), Scripted("peer"))
+    assert not failures
+    assert not measured.failed
+    assert [(row.case, row.backend) for row in measured.rows] == [
+        (case, backend) for case in measured.cases() for backend in (OWN, "peer")
+    ]
+    assert set(measured.implementation.values()) == {"inner"}
+    for row in measured.rows:
+        assert row.ms > 0
+        assert row.tflops == pytest.approx(replace(SMALL, variant=row.variant).flops() / row.ms / 1e9)
+        assert row.error < 1e-5
+        assert row.peak_bytes > 123
+
+
+def test_a_peer_that_refuses_is_listed_with_its_reason() -> None:
+    measured, failures = run(Scripted(OWN), Scripted("peer", refuses="not today"))
+    assert not failures
+    assert {entry.reason for entry in measured.refused} == {"not today"}
+    assert {row.backend for row in measured.rows} == {OWN}
+
+
+@pytest.mark.parametrize("step", ["refusal", "call", "timing"])
+def test_a_peer_that_raises_does_not_end_the_run(step: str) -> None:
+    measured, failures = run(Scripted("peer", raises_in=step), Scripted(OWN))
+    assert [entry.reason for entry in measured.failed] == [f"RuntimeError: {step} broke"] * 2
+    assert len(failures) == 2
+    assert "Traceback" in failures[0]
+    assert [row.backend for row in measured.rows] == [OWN, OWN]
+
+
+def test_a_wrong_result_of_ours_is_a_failure_and_a_peers_is_shown() -> None:
+    measured, _ = run(Scripted(OWN, factor=1.01), Scripted("peer", factor=1.01), Scripted("other", factor=math.nan))
+    failed = {entry.backend: entry.reason for entry in measured.failed}
+    assert failed.keys() == {OWN, "other"}
+    assert "AssertionError: o: error 0.01" in failed[OWN]
+    assert "values are NaN" in failed["other"]
+    assert {row.backend for row in measured.rows} == {"peer"}
+    assert measured.rows[0].error == pytest.approx(0.01, rel=1e-2)
+
+
+# Result file, tables, picture
+
+
+def made_up(suite: str, device: str, *backends: str) -> results.Results:
+    """Results with invented times (each backend 10 % slower than the one before), to test how they are shown."""
+    measured = replace(results.begin(CPU, None, "test"), device=device, gpu="Imaginary GPU")
+    for case in cases.suite(suite, "bf16", device):
+        for index, backend in enumerate(backends):
+            if backend == "fa2" and case.head_dim != case.head_dim_v:
+                measured.refused.append(results.Missing(case.name, backend, "needs [one] head dim"))
+                continue
+            given = {field.name: getattr(case, field.name) for field in fields(case)}
+            ms = 1.1**index
+            measured.rows.append(
+                results.Row(
+                    suite=suite,
+                    case=case.name,
+                    direction="fwd",
+                    backend=backend,
+                    causal=case.causal,
+                    ms=ms,
+                    tflops=case.flops() / ms / 1e9,
+                    error=0.002,
+                    peak_bytes=3 * 2**20,
+                    gpu=measured.gpu,
+                    versions=measured.versions,
+                    commit=measured.commit,
+                    date=measured.date,
+                    **given,
+                )
+            )
+    return measured
+
+
+def test_a_row_has_exactly_the_keys_of_the_format(tmp_path: Path) -> None:
+    measured, _ = run(Scripted(OWN), Scripted("peer", refuses="no"))
+    results.save(measured, tmp_path / "r.json")
+    content = json.loads((tmp_path / "r.json").read_text())
+    keys = (
+        "suite case direction backend batch seqlen_q seqlen_k heads kv_heads head_dim head_dim_v causal variant dtype "
+        "ms tflops error peak_bytes gpu versions commit date"
+    )
+    assert {" ".join(row) for row in content["rows"]} == {keys}
+    assert content["rows"][0]["versions"]["torch"] == torch.__version__
+    assert results.load(tmp_path / "r.json") == measured
+    assert [file.name for file in tmp_path.iterdir()] == ["r.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("{", "is not JSON"), ("[]", "not a tileattn"), ("{}", "not a tileattn")]
+)
+def test_a_foreign_result_file_is_one_error(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        results.load(tmp_path / "r.json")
+
+
+def rendered(measured: results.Results, width: int = 80) -> str:
+    console = Console(width=width, file=StringIO())
+    console.print(report.render(measured))
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def test_the_table_shows_every_backend_and_reason() -> None:
+    text = rendered(made_up("fa", "cuda", OWN, "fa2", "cudnn"))
+    assert text.count("  tileattn ") == 40
+    assert text.count("1.10×") > 38  # tileattn, where fa2 is the fastest peer
+    assert "0.91×" in text  # cudnn there
+    assert "needs [one] head dim [D192/128 causal (4,4096,16), D192/128 full (2,8192,16)]" in " ".join(text.split())
+    assert "…" not in text
+
+
+def test_failures_are_shown_in_the_table() -> None:
+    measured, _ = run(Scripted(OWN), Scripted("peer", raises_in="call"))
+    text = rendered(measured)
+    assert "failed" in text
+    assert "RuntimeError: call broke" in text
+
+
+def test_comparisons_are_geometric_means() -> None:
+    fa2, cudnn, best = report.compare(made_up("fa", "cuda", OWN, "fa2", "cudnn"))
+    assert (fa2.peer, fa2.cases) == ("fa2", 38)
+    assert fa2.geometric_mean == pytest.approx(1.1)
+    assert (cudnn.peer, cudnn.cases) == ("cudnn", 40)
+    assert cudnn.lowest == pytest.approx(1.21)
+    assert (best.peer, best.cases) == ("fastest peer", 40)
+    assert best.geometric_mean == pytest.approx(1.1 * 1.1 ** (2 / 40))
+
+
+def test_bytes_are_readable() -> None:
+    texts = [report.human_bytes(count) for count in (0, 1023, 1536, 3 * 2**20, 5 * 2**40)]
+    assert texts == ["0 B", "1023 B", "1.5 KiB", "3.0 MiB", "5120.0 GiB"]
+
+
+def test_the_picture_of_the_papers_grid_has_a_panel_per_head_dim() -> None:
+    plan = plot.layout(made_up("fa", "cuda", OWN, "cudnn"))
+    assert [[panel.title for panel in line] for line in plan.grid] == [
+        [f"head dim {dim}, {variant}" for dim in (64, 128, 256)] for variant in ("full", "causal")
+    ]
+    assert [label for label, _ in plan.grid[0][0].groups] == ["512", "1k", "2k", "4k", "8k", "16k"]
+    assert [len(panel.groups) for panel in plan.wide] == [4]
+
+
+def test_the_picture_of_variants_has_a_panel_per_shape() -> None:
+    plan = plot.layout(made_up("variants", "cuda", OWN, "flex"))
+    assert not plan.grid
+    assert [len(panel.groups) for panel in plan.wide] == [9, 9, 9]
+    assert plan.wide[0].title == "head dim 128, batch 4, 4096 tokens, 16 heads"
+
+
+@pytest.mark.parametrize(("suite", "device"), [("fa", "cuda"), ("variants", "cuda"), ("quick", "cpu")])
+def test_pictures_show_every_measurement(suite: str, device: str, tmp_path: Path) -> None:
+    measured = made_up(suite, device, OWN, "fa2", "cudnn")
+    figure = plot.draw(measured)
+    assert sum(len(bars) for axes in figure.axes for bars in axes.containers) == len(measured.rows)
+    plot.save(measured, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (tmp_path / "p.png").stat().st_size > 20_000
+
+
+def test_every_backend_has_its_own_colour() -> None:
+    assert set(plot.COLOURS) == {OWN, *PEERS}
+    assert len(set(plot.COLOURS.values())) == len(plot.COLOURS)
+
+
+def test_nothing_measured_is_nothing_to_draw(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing was measured"):
+        plot.save(results.begin(CPU, None, "test"), tmp_path / "p.png")

@@ -1,0 +1,279 @@
+"""The command line, run on the CPU as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tileattn import ops
+from tileattn.bench import command, problem, warmup
+from tileattn.bench.cases import Case
+from tileattn.bench.cli import app
+from tileattn.bench.peers import own
+from tileattn.bench.peers.base import Prepared
+from tileattn.call import AttentionCall
+
+TINY = "bench --device cpu --seqlen 16,32 --heads 2 --head-dim 16 --rounds 1"
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Errors and help are drawn in boxes as wide as the terminal: wide enough here that no message is broken.
+    monkeypatch.setenv("COLUMNS", "220")
+    monkeypatch.setenv("TERMINAL_WIDTH", "220")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    exit_code: int
+    output: str
+
+
+def invoke(line: str) -> Outcome:
+    """`tileattn` with the arguments of a command line."""
+    result = CliRunner().invoke(app, shlex.split(line))
+    return Outcome(result.exit_code, result.output)
+
+
+def words(text: str) -> str:
+    """Text without colours, boxes and line breaks."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", text).split())
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    content = json.loads(path.read_text())
+    assert isinstance(content["rows"], list)
+    return content["rows"]
+
+
+def test_bench_prints_a_table_and_saves_a_result_and_a_picture() -> None:
+    result = invoke(f"{TINY} --causal --dtype fp32")
+    assert result.exit_code == 0, result.output
+    (saved,) = Path("bench-results").glob("custom-cpu-*.json")
+    assert [(row["case"], row["backend"]) for row in rows(saved)] == [
+        (f"D16 causal (1,{seqlen},2)", backend) for seqlen in (16, 32) for backend in ("tileattn", "sdpa", "eager")
+    ]
+    assert saved.with_suffix(".png").stat().st_size > 10_000
+    assert f"results: {saved}" in result.output
+    assert f"picture: {saved.with_suffix('.png')}" in result.output
+    for shown in ("D16 causal (1,16,2)", "tileattn (torch)", "TFLOPS", "geometric mean"):
+        assert shown in result.output
+
+
+def test_bench_takes_a_case_apart() -> None:
+    shape = "--batch 2 --heads 4 --kv-heads 2 --seqlen 12 --seqlen-k 20 --head-dim 24 --head-dim-v 16"
+    variant = "--causal --mask window6 --softcap 20 --alibi --bias --sink"
+    result = invoke(f"bench {shape} {variant} --device cpu --peers eager --rounds 1 --json r.json")
+    assert result.exit_code == 0, result.output
+    ours, peer = rows(Path("r.json"))
+    assert (ours["backend"], peer["backend"]) == ("tileattn", "eager")
+    assert ours["case"] == "D24/16 causal+window6+softcap20+alibi+bias+sink (2,12x20,4/2)"
+    assert (ours["suite"], ours["direction"], ours["dtype"], ours["causal"]) == ("custom", "fwd", "fp32", True)
+    assert Path("r.png").exists()
+
+
+def test_bench_without_peers_and_quiet() -> None:
+    result = invoke(f"{TINY} --peers none --quiet --json r.json --plot p.svg")
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines() == ["results: r.json", "picture: p.svg"]
+    assert {row["backend"] for row in rows(Path("r.json"))} == {"tileattn"}
+
+
+def test_a_named_backend_is_the_one_that_runs() -> None:
+    result = invoke(f"{TINY} --peers none --backend torch --json r.json")
+    assert result.exit_code == 0, result.output
+    assert set(json.loads(Path("r.json").read_text())["implementation"].values()) == {"torch"}
+
+
+def test_a_peer_that_cannot_is_a_dash_with_its_reason() -> None:
+    result = invoke(f"{TINY} --softcap 30 --peers sdpa,fa2,eager")
+    assert result.exit_code == 0, result.output
+    assert "refused: sdpa: SDPA has no softcap" in result.output
+    assert "refused: fa2: runs on CUDA only" in result.output
+
+
+def test_results_are_never_overwritten_unless_asked() -> None:
+    Path("r.json").write_text("mine")
+    result = invoke(f"{TINY} --json r.json")
+    assert result.exit_code == 2
+    assert "Invalid value for --json: r.json exists; give another name, or --force" in words(result.output)
+    assert Path("r.json").read_text() == "mine"
+    result = invoke(f"{TINY} --json r.json --peers none --force")
+    assert result.exit_code == 0, result.output
+    assert len(rows(Path("r.json"))) == 2
+
+
+def test_without_matplotlib_there_is_no_picture_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    result = invoke(f"{TINY} --peers none --json r.json")
+    assert result.exit_code == 0, result.output
+    assert "no picture: plots need matplotlib (pip install 'tileattn[plot]')" in result.output
+    result = invoke(f"{TINY} --peers none --json s.json --plot s.png")
+    assert result.exit_code == 2
+    assert "Invalid value for --plot: plots need matplotlib: pip install 'tileattn[plot]'" in words(result.output)
+    assert not Path("s.json").exists()
+
+
+def test_a_run_that_is_stopped_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[problem.Problem] = []
+    real = own.TileAttn.prepare
+
+    def prepare(self: own.TileAttn, given: problem.Problem) -> Prepared:
+        attempts.append(given)
+        if len(attempts) == 2:
+            raise KeyboardInterrupt
+        return real(self, given)
+
+    monkeypatch.setattr(own.TileAttn, "prepare", prepare)
+    result = invoke(f"{TINY} --peers none --json r.json")
+    assert result.exit_code == 130
+    assert "stopped: what was measured so far is shown and kept" in result.output
+    assert [row["seqlen_q"] for row in rows(Path("r.json"))] == [16]
+
+
+def test_a_failure_of_ours_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(self: own.TileAttn, given: problem.Problem) -> Prepared:
+        raise RuntimeError("broken today")
+
+    monkeypatch.setattr(own.TileAttn, "prepare", prepare)
+    result = invoke(f"{TINY} --peers sdpa --json r.json")
+    assert result.exit_code == 1
+    assert "failed: tileattn: RuntimeError: broken today" in words(result.output)
+    assert {row["backend"] for row in rows(Path("r.json"))} == {"sdpa"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--suite fb", "Invalid value for --suite: 'fb' is not known; accepted: quick, fa, variants"),
+        ("--suite fa --heads 4", "Invalid value for --suite: a suite brings its own shapes"),
+        ("--dtype int8", "Invalid value for --dtype: 'int8' is not known; accepted: bf16, fp16, fp32"),
+        ("--direction bwd", "Invalid value for --direction: 'bwd' is not measured; accepted: fwd"),
+        ("--device tpu", "Invalid value for --device: 'tpu' is not a device here; accepted: auto, cpu"),
+        ("--device cpu:x", "Invalid value for --device: 'cpu:x' is not a device here; accepted: auto, cpu"),
+        ("--peers sdpa,fa3", "Invalid value for --peers: 'fa3': not known; accepted: none, eager, sdpa, fa2, cudnn"),
+        ("--backend cutlass", "Invalid value for --backend: 'cutlass' is not known; accepted: "),
+        ("--seqlen 128,x", "Invalid value for --seqlen: '128,x' is not understood; accepted: positive integers"),
+        ("--seqlen 0", "Invalid value for --seqlen: '0' is not understood"),
+        ("--heads 8 --kv-heads 3", "Invalid value for --kv-heads: 3 does not divide the 8 heads of q"),
+        ("--batch 0", "Invalid value for --batch: 0 is too few; accepted: an integer of at least 1"),
+        ("--head-dim-v 0", "Invalid value for --head-dim-v: 0 is too few; accepted: an integer of at least 1"),
+        ("--mask windw8", "Invalid value for --mask: variant 'windw8': 'windw8' is not understood; accepted: full, or"),
+        ("--causal --mask causal", "Invalid value for --mask: variant 'causal+causal': 'causal' is given twice"),
+        ("--softcap -1", "Invalid value for --softcap: -1 is not a cap; accepted: a positive number"),
+        ("--plot p.gif", "Invalid value for --plot: p.gif has the suffix '.gif'; accepted: .png, .svg, .pdf"),
+        ("--rounds 0", "Invalid value for --rounds: 0 is too few; accepted: an integer of at least 1"),
+    ],
+)
+def test_a_bad_value_is_one_error_that_names_option_value_and_choice(arguments: str, message: str) -> None:
+    result = invoke(f"bench {arguments}")
+    assert result.exit_code == 2
+    assert message in words(result.output)
+    assert "Traceback" not in result.output
+    assert not list(Path().iterdir())
+
+
+def test_plot_draws_a_result_file_again() -> None:
+    assert invoke(f"{TINY} --peers none --json r.json").exit_code == 0
+    result = invoke("plot r.json -o again.svg")
+    assert result.exit_code == 0, result.output
+    assert "<svg" in Path("again.svg").read_text()
+    result = invoke("plot r.json -o again.svg")
+    assert result.exit_code == 2
+    assert "Invalid value for --output: again.svg exists" in words(result.output)
+
+
+def test_plot_says_what_is_wrong_with_a_file() -> None:
+    Path("r.json").write_text('{"format": 0}')
+    result = invoke("plot r.json")
+    assert result.exit_code == 2
+    assert "r.json is not a tileattn result file of format 1" in words(result.output)
+    assert invoke("plot absent.json").exit_code == 2
+
+
+def test_info_tells_versions_and_what_runs_where() -> None:
+    result = invoke("info")
+    assert result.exit_code == 0, result.output
+    text = words(result.output)
+    for shown in ("device", f"torch {torch.__version__}", "nvcc", "kernels", "What runs on", "SoftCap", "PyTorch"):
+        assert shown in text
+
+
+def test_info_asks_for_another_architecture() -> None:
+    text = words(invoke("info --arch gfx000").output)
+    assert "What runs on gfx000" in text
+    assert "1 device 'gfx000' is not one of" in text
+
+
+def test_warmup_compiles_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_all(wanted: list[AttentionCall]) -> Iterator[warmup.Compiled]:
+        first, second, *rest = wanted
+        yield warmup.Compiled(first, was_there=True)
+        yield warmup.Compiled(second, seconds=3.21)
+        for call in rest:
+            yield warmup.Compiled(call, error="no compiler")
+
+    monkeypatch.setattr(warmup, "compile_all", compile_all)
+    result = invoke("warmup --arch sm_90a --head-dim 64,192/128 --variant full,causal+softcap50+sink --dtype fp16")
+    assert result.exit_code == 1
+    lines = result.output.splitlines()
+    assert lines[0].startswith("[1/4] float16 d64 full sm_90a: was in the cache")
+    assert lines[1].endswith("SoftCap(f) sink sm_90a: 3.2 s")
+    assert lines[3].startswith("[4/4] float16 d192/128")
+    assert lines[3].endswith(": no compiler")
+
+
+@pytest.mark.parametrize("variant", ["full", "causal", "causal+documents4+bias", "window3+alibi+sink", "prefix2"])
+def test_a_warmed_kernel_is_the_one_that_a_call_wants(variant: str) -> None:
+    given = problem.build(Case(3, 40, 40, 6, 2, 32, 32, variant, "bf16"), "cpu")
+    real = ops.make_call(given.q, given.k, given.v, given.sink, own.variant_key(given), needs_grad=False)
+    assert warmup.calls([(32, 32)], [variant], ["bf16"], "cpu") == [real]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--head-dim 64,x", "Invalid value for --head-dim: 'x' is not understood; accepted: 128, or 192/128"),
+        ("--variant foo", "Invalid value for --variant: variant 'foo': 'foo' is not understood; accepted: full"),
+        ("--dtype int8", "Invalid value for --dtype: 'int8' is not known; accepted: bf16, fp16, fp32"),
+        ("--head-dim 100", "the TileLang kernels do not run bfloat16 d100 full sm_90a: head_dim must be"),
+    ],
+)
+def test_a_bad_warmup_is_one_error(arguments: str, message: str) -> None:
+    result = invoke(f"warmup --arch sm_90a {arguments}")
+    assert result.exit_code == 2
+    assert message in words(result.output)
+
+
+def test_help_reads_well() -> None:
+    for command in ("", "bench", "plot", "info", "warmup"):
+        result = invoke(f"{command} --help")
+        assert result.exit_code == 0
+        assert "Usage:" in result.output
+    text = words(invoke("bench --help").output)
+    for shown in ("--suite", "--peers", "tileattn bench --suite fa --peers fa2,cudnn --plot speed.png"):
+        assert shown in text
+
+
+def test_the_module_runs_as_the_command_and_help_imports_nothing_slow() -> None:
+    probe = (
+        "import sys, runpy; sys.argv = ['tileattn', 'bench', '--help']\n"
+        "try: runpy.run_module('tileattn', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "slow = {'tilelang', 'triton', 'matplotlib', 'transformers', 'torch._dynamo'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: tileattn bench" in words(done.stdout)
