@@ -257,8 +257,8 @@ def test_a_bad_warmup_is_one_error(arguments: str, message: str) -> None:
 
 
 def test_help_reads_well() -> None:
-    for command in ("", "bench", "plot", "info", "warmup"):
-        result = invoke(f"{command} --help")
+    for name in ("", "bench", "plot", "info", "warmup"):
+        result = invoke(f"{name} --help")
         assert result.exit_code == 0
         assert "Usage:" in result.output
     text = words(invoke("bench --help").output)

@@ -13,5 +13,5 @@ To be read in this order:
     results       the result file
     environment   device, versions and commit, as the result file records them
     report, plot  a table and a picture of a result file
-    cli, info     the command line
+    cli           the command line: `choices` reads its options, `command`, `info` and `warmup` do what it says
 """

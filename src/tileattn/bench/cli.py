@@ -1,4 +1,4 @@
-"""The command line `tileattn`: what each command takes. What it does is in `bench.command` and `bench.info`.
+"""The command line `tileattn`: what each command takes. What they do is in `bench.command` and `bench.info`.
 
 Everything slow is imported inside the commands, so that `tileattn --help` answers at once.
 """
@@ -165,14 +165,14 @@ def bench(
 
     Prints a table, and saves a result file and a picture in ./bench-results.
     """
-    from tileattn.bench import command
+    from tileattn.bench import choices, command
 
-    shape = command.ShapeOptions(batch, heads, kv_heads, seqlen, seqlen_k, head_dim, head_dim_v)
-    variant = command.VariantOptions(causal, mask, softcap, alibi, bias, sink)
+    shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, seqlen_k, head_dim, head_dim_v)
+    variant = choices.VariantOptions(causal, mask, softcap, alibi, bias, sink)
     files = command.FileOptions(json, plot, force, commit, quiet)
-    where = command.resolve_device(device)
-    chosen = command.choose_cases(suite, shape, variant, dtype, direction, where)
-    implementations = command.choose_implementations(backend, peers, where)
+    where = choices.resolve_device(device)
+    chosen = choices.choose_cases(suite, shape, variant, dtype, direction, where)
+    implementations = choices.choose_implementations(backend, peers, where)
     raise typer.Exit(command.bench(chosen, implementations, where, rounds, files))
 
 
@@ -213,6 +213,6 @@ def warmup(
 
     Sizes are no part of a kernel: batch, lengths, heads, window sizes and caps need no warming up of their own.
     """
-    from tileattn.bench import command
+    from tileattn.bench import choices, command
 
-    raise typer.Exit(command.warm_up(command.choose_calls(head_dim, variant, dtype, arch)))
+    raise typer.Exit(command.warm_up(choices.choose_calls(head_dim, variant, dtype, arch)))

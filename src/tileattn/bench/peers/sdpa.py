@@ -53,7 +53,9 @@ class RestrictedSdpa:
         if not case.terms.plain and not _takes_dense_mask(self.kernel):
             return "the kernel takes full or causal attention only"
         q, k, v = _heads_first(problem)
-        mask = _placeholder_mask(problem)
+        mask = _dense_mask(problem)
+        if mask is not None:
+            mask = mask.expand(case.batch, case.heads, -1, -1)
         params = SDPAParams(q, k, v, mask, 0.0, _is_causal(problem), case.heads != case.kv_heads)
         with sdpa_kernel(self.kernel), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -94,13 +96,9 @@ def _is_causal(problem: Problem) -> bool:
     return case.variant == "causal" and case.seqlen_q == case.seqlen_k
 
 
-def _needs_dense_mask(problem: Problem) -> bool:
-    return problem.case.variant != "full" and not _is_causal(problem)
-
-
 def _dense_mask(problem: Problem) -> Tensor | None:
     """SDPA's `attn_mask`: bool (seqlen_q, seqlen_k), or a float bias (heads, seqlen_q, seqlen_k) with -inf inside."""
-    if not _needs_dense_mask(problem):
+    if problem.case.variant == "full" or _is_causal(problem):
         return None
     biases = [problem.alibi_bias()] if problem.slopes is not None else []
     biases += [problem.bias[0].float()] if problem.bias is not None else []
@@ -110,15 +108,6 @@ def _dense_mask(problem: Problem) -> Tensor | None:
     if problem.case.terms.masked:
         total = total.masked_fill(~problem.allowed(), -torch.inf)
     return total.to(problem.q.dtype)
-
-
-def _placeholder_mask(problem: Problem) -> Tensor | None:
-    """A mask of the right shape and dtype without its memory, to ask whether a kernel would take it."""
-    if not _needs_dense_mask(problem):
-        return None
-    case, q = problem.case, problem.q
-    dtype = q.dtype if case.terms.modified else torch.bool
-    return torch.empty(1, dtype=dtype, device=q.device).expand(case.batch, case.heads, case.seqlen_q, case.seqlen_k)
 
 
 def _heads_first(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,184 @@
+"""From options to what they ask for: devices, cases, implementations, calls.
+
+A bad value is one error that names the option, what was given and what is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import typer
+
+from tileattn.bench import cases, variants, warmup
+from tileattn.bench.cases import Case
+from tileattn.bench.peers import PEERS, Implementation, TileAttn
+from tileattn.call import AttentionCall, device_arch
+from tileattn.dispatch import BACKENDS
+
+DEFAULT_PEERS = {"cuda": "fa2,cudnn", "cpu": "sdpa,eager"}
+DEFAULT_DTYPE = {"cuda": "bf16", "cpu": "fp32"}
+# The forward pass is what tileattn has; `cases.DIRECTIONS` knows the FLOPs of the others.
+DIRECTIONS = ("fwd",)
+
+
+@dataclass(frozen=True)
+class ShapeOptions:
+    """Options of one case's shape; None where the user gave none."""
+
+    batch: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    seqlen: str | None = None
+    seqlen_k: int | None = None
+    head_dim: int | None = None
+    head_dim_v: int | None = None
+
+
+@dataclass(frozen=True)
+class VariantOptions:
+    """Options of one case's variant; None or False where the user gave none."""
+
+    causal: bool = False
+    mask: str | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    bias: bool = False
+    sink: bool = False
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The cases to run and the name of their suite, "custom" for the user's own."""
+
+    suite: str
+    cases: Sequence[Case]
+
+
+def refuse(option: str, message: str) -> typer.BadParameter:
+    """The one error that a bad option value gets: what was given and what is accepted is in the message."""
+    return typer.BadParameter(message, param_hint=option)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of `--device`."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    accepted = "auto, cpu" + (f", cuda:0 to cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "")
+    known = kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
+    numbered = not index or (kind == "cuda" and index.isdecimal() and int(index) < torch.cuda.device_count())
+    if not (known and numbered):
+        raise refuse("--device", f"{name!r} is not a device here; accepted: {accepted}")
+    return torch.device(name)
+
+
+def choose_cases(
+    suite: str | None,
+    shape: ShapeOptions,
+    variant: VariantOptions,
+    dtype: str | None,
+    direction: str,
+    device: torch.device,
+) -> Chosen:
+    """A named suite, or the user's own case at each of its lengths."""
+    if direction not in DIRECTIONS:
+        raise refuse("--direction", f"{direction!r} is not measured; accepted: {', '.join(DIRECTIONS)}")
+    dtype = dtype or DEFAULT_DTYPE[device.type]
+    if dtype not in cases.DTYPES:
+        raise refuse("--dtype", f"{dtype!r} is not known; accepted: {', '.join(cases.DTYPES)}")
+    own = shape != ShapeOptions() or variant != VariantOptions()
+    if own and suite is not None:
+        raise refuse("--suite", "a suite brings its own shapes and variants; give either it or the options of one case")
+    if own:
+        return Chosen("custom", _own_cases(shape, _variant_name(variant), dtype))
+    suite = suite or "quick"
+    if suite not in cases.SUITES:
+        raise refuse("--suite", f"{suite!r} is not known; accepted: {', '.join(cases.SUITES)}")
+    return Chosen(suite, cases.suite(suite, dtype, device.type))
+
+
+def at_least_one(option: str, value: int | None) -> None:
+    """Refuses a count below 1; None, not given, is fine."""
+    if value is not None and value < 1:
+        raise refuse(option, f"{value} is too few; accepted: an integer of at least 1")
+
+
+def _own_cases(shape: ShapeOptions, variant: str, dtype: str) -> list[Case]:
+    for name in ("batch", "heads", "kv_heads", "seqlen_k", "head_dim", "head_dim_v"):
+        at_least_one(f"--{name.replace('_', '-')}", getattr(shape, name))
+    heads, head_dim = shape.heads or 8, shape.head_dim or 64
+    kv_heads = shape.kv_heads or heads
+    if heads % kv_heads:
+        raise refuse("--kv-heads", f"{kv_heads} does not divide the {heads} heads of q")
+    base = cases.square(shape.batch or 1, 1, heads, head_dim, variant, dtype)
+    base = replace(base, kv_heads=kv_heads, head_dim_v=shape.head_dim_v or head_dim)
+    lengths = _lengths(shape.seqlen or "1024")
+    return [replace(base, seqlen_q=length, seqlen_k=shape.seqlen_k or length) for length in lengths]
+
+
+def _lengths(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise refuse("--seqlen", f"{text!r} is not understood; accepted: positive integers with commas between")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def _variant_name(options: VariantOptions) -> str:
+    terms = ["causal"] if options.causal else []
+    terms += [options.mask] if options.mask not in (None, "full") else []
+    if options.softcap is not None:
+        if options.softcap <= 0:
+            raise refuse("--softcap", f"{options.softcap:g} is not a cap; accepted: a positive number")
+        terms.append(f"softcap{options.softcap:g}")
+    terms += [name for name in ("alibi", "bias", "sink") if getattr(options, name)]
+    try:
+        return variants.parse("+".join(terms) or "full").name
+    except ValueError as error:
+        raise refuse("--mask", str(error)) from error
+
+
+def choose_implementations(backend: str | None, peers: str | None, device: torch.device) -> list[Implementation]:
+    """tileattn, and the peers beside it."""
+    names = DEFAULT_PEERS[device.type] if peers is None else peers
+    wanted = [] if names == "none" else [name.strip() for name in names.split(",")]
+    if unknown := [name for name in wanted if name not in PEERS]:
+        raise refuse("--peers", f"{', '.join(map(repr, unknown))}: not known; accepted: none, {', '.join(PEERS)}")
+    return [own_implementation(backend), *(PEERS[name] for name in dict.fromkeys(wanted))]
+
+
+def own_implementation(backend: str | None) -> TileAttn:
+    """tileattn with the backend of `--backend`."""
+    names = [each.name for each in BACKENDS]
+    if backend is not None and backend not in names:
+        raise refuse("--backend", f"{backend!r} is not known; accepted: {', '.join(names)}")
+    return TileAttn(backend)
+
+
+def choose_calls(head_dim: str, variant: str, dtype: str, arch: str | None) -> list[AttentionCall]:
+    """The calls whose kernels `tileattn warmup` compiles."""
+    if arch is None and not torch.cuda.is_available():
+        raise refuse("--arch", "there is no GPU here to compile for; name an architecture, such as sm_90a")
+    arch = arch or device_arch(torch.device("cuda"))
+    dtypes = [name.strip() for name in dtype.split(",")]
+    if unknown := [name for name in dtypes if name not in cases.DTYPES]:
+        raise refuse("--dtype", f"{unknown[0]!r} is not known; accepted: {', '.join(cases.DTYPES)}")
+    try:
+        names = [variants.parse(name.strip()).name for name in variant.split(",")]
+    except ValueError as error:
+        raise refuse("--variant", str(error)) from error
+    wanted = warmup.calls([_head_dims(part) for part in head_dim.split(",")], names, dtypes, arch)
+    tilelang = next(backend for backend in BACKENDS if backend.name == "tilelang")
+    for call in wanted:
+        if (reason := tilelang.refusal(call)) is not None:
+            raise typer.BadParameter(f"the TileLang kernels do not run {call}: {reason}")
+    return wanted
+
+
+def _head_dims(text: str) -> tuple[int, int]:
+    """(head_dim, head_dim_v) of "128" or "192/128"."""
+    parts = text.strip().split("/")
+    if len(parts) > 2 or not all(part.isdecimal() for part in parts):
+        raise refuse("--head-dim", f"{text!r} is not understood; accepted: 128, or 192/128 where v has another")
+    return int(parts[0]), int(parts[-1])
