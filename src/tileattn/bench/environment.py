@@ -20,7 +20,8 @@ def device_name(device: torch.device) -> str:
     """The GPU's or the CPU's name as its maker gives it, such as "NVIDIA H200"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_name()} ({torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    return f"{_cpu_name()} ({threads} thread{'s' * (threads > 1)})"
 
 
 def _cpu_name() -> str:
