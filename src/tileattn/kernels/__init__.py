@@ -1,0 +1,1 @@
+"""Kernels: a matrix of backend x phase, with the same file names in each folder. No backend imports another."""

@@ -1,0 +1,136 @@
+"""PyTorch's fused attention for CPUs, on one block of rows.
+
+`aten::_scaled_dot_product_flash_attention_for_cpu` is what `F.scaled_dot_product_attention` runs; called directly, it
+also returns lse. It wants equal head dims, at least one query and one key, reads K/V heads in groups without expanding
+them, and takes a mask of floats that it adds to the scores. Rows without keys come back with lse = 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...masks import Causal
+from ...scores import ALiBi, Bias
+from .mask import KeyRange, Variant, key_ranges
+from .softmax import merge
+
+# Elements of the largest mask that is made at once: 64 MiB in float32.
+MAX_MASK = 2**24
+# The operator's own blocks have 32 rows or more; where a head has fewer, the heads of a group share a block.
+FOLDED_ROWS = 32
+
+
+# Candidates for the rows of a block, and what a call costs besides its multiply-adds, in multiply-adds.
+BLOCKS_M = (64, 128, 256, 512)
+CALL_COST = 4e6
+
+
+def expresses(variant: Variant) -> bool:
+    """Whether the operator computes this variant: any mask, and score modifications that only add something."""
+    return variant.device.type == "cpu" and all(isinstance(mod, (Bias, ALiBi)) for mod in variant.score_mods)
+
+
+def in_one_call(variant: Variant) -> bool:
+    """Whether it needs no mask of floats: everything, or causal with as many queries as keys (its own is top-left)."""
+    if variant.score_mods:
+        return False
+    return variant.mask is None or (type(variant.mask) is Causal and variant.seqlen_q == variant.seqlen_k)
+
+
+def equal_head_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v padded with zeros to one head dim, where they differ: scores stay, o gets columns of 0."""
+    more_v = v.shape[3] - q.shape[3]
+    if more_v > 0:
+        return F.pad(q, (0, more_v)), F.pad(k, (0, more_v)), v
+    return q, k, v if more_v == 0 else F.pad(v, (0, -more_v))
+
+
+def one_call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention of all rows, without a mask or causal: o (batch, rows, heads, dim), lse (batch, heads, rows)."""
+    return _call(q, k, v, scale, None, causal)
+
+
+def cheapest_blocks(variant: Variant, head_dim: int) -> tuple[int, list[list[KeyRange]]]:
+    """block_M and its ranges: smaller blocks visit fewer keys that not all their rows see, in more calls."""
+    heads = variant.heads * (variant.batch.stop - variant.batch.start)
+    cost_of_score = heads * 2 * head_dim
+
+    def cost(block_M: int, ranges: list[list[KeyRange]]) -> float:
+        keys = sum(seen.hi - seen.lo for element in ranges for seen in element) / len(ranges)
+        return keys * block_M * cost_of_score + CALL_COST * sum(map(len, ranges))
+
+    candidates = BLOCKS_M
+    if variant.seqlen_q * variant.seqlen_k * cost_of_score < 4 * CALL_COST:
+        candidates = BLOCKS_M[-1:]  # so small that there is nothing to win
+    return min(((block_M, key_ranges(variant, block_M)) for block_M in candidates), key=lambda choice: cost(*choice))
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, variant: Variant, rows: slice, seen: KeyRange, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of a block of rows: o (batch, rows, heads, dim) in q's dtype, lse (batch, heads, rows).
+
+    q (batch, rows, heads, dim) are those rows; k, v (batch, seqlen_k, kv_heads, dim) all keys; dims are equal.
+    """
+    if seen.lo == seen.hi:
+        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=variant.dtype)
+        return torch.zeros_like(q), lse
+    # Most masks are the same for all heads and batch elements, and one tile of keys is all.
+    step = max(1024, MAX_MASK // (q.shape[0] * q.shape[2] * q.shape[1]))
+    parts = []
+    for lo in range(seen.lo, seen.hi, step):
+        keys = slice(lo, min(lo + step, seen.hi))
+        added = _added(variant, rows, keys, seen)
+        o, lse = _call(q, k[:, keys], v[:, keys], scale, added, causal=False)
+        if added is not None:
+            lse = lse.masked_fill(added.amax(dim=-1) == -torch.inf, -torch.inf)
+        parts.append((o, lse))
+    return merge(parts)
+
+
+def _added(variant: Variant, rows: slice, keys: slice, seen: KeyRange) -> Tensor | None:
+    """What is added to a tile of scores, (batch | 1, heads | 1, rows, keys): modifications, -inf where forbidden."""
+    partial, shape = seen.partial(keys), (rows.stop - rows.start, keys.stop - keys.start)
+    if not variant.score_mods and not partial:
+        return None
+    first = variant.score_mods[0] if variant.score_mods else None
+    if isinstance(first, Bias) and first.tensor.dtype == variant.dtype:
+        # As it lies in memory: where nothing else is added, it is not copied.
+        added = variant.cut(first.tensor, rows, keys)
+        added = added.expand(*added.shape[:2], *shape)
+        variant = dataclasses.replace(variant, score_mods=variant.score_mods[1:])
+    else:
+        added = torch.zeros(1, 1, *shape, dtype=variant.dtype)
+    added = variant.modified(added, rows, keys)
+    return added.masked_fill(variant.forbidden(rows, keys), -torch.inf) if partial else added
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, scale: float, added: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    """The operator on bshd tensors, with o in bshd and lse (batch, heads, rows)."""
+    batch, rows, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    fold = heads > kv_heads and rows < FOLDED_ROWS and not causal
+    if fold:
+        # The queries of a group of heads become rows of one head, so that K and V are read once for all of them.
+        q = q.unflatten(2, (kv_heads, -1)).transpose(2, 3).reshape(batch, -1, kv_heads, dim)
+        added = None if added is None else _folded(added, heads // kv_heads, kv_heads)
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, attn_mask=added, scale=scale
+    )
+    o = o.transpose(1, 2)
+    if fold:
+        # rows x group -> heads, with heads = kv_heads x group.
+        o = o.reshape(batch, rows, -1, kv_heads, dim).transpose(2, 3).reshape(batch, rows, heads, dim)
+        lse = lse.reshape(batch, kv_heads, rows, -1).transpose(2, 3).reshape(batch, heads, rows)
+    return o, lse
+
+
+def _folded(added: Tensor, group: int, kv_heads: int) -> Tensor:
+    """(batch, heads | 1, rows, keys) -> (batch, kv_heads | 1, rows * group, keys), as the queries are folded."""
+    if added.shape[1] == 1:
+        return added.repeat_interleave(group, dim=2)
+    return added.unflatten(1, (kv_heads, group)).transpose(2, 3).flatten(2, 3)

@@ -1,0 +1,63 @@
+"""FlashAttention-2's loop over the keys of one block of rows, in plain operations: any device, dtype and variant.
+
+Source: Dao 2023 (arXiv 2307.08691), algorithm 1. Scores and sums are float32, or float64 for float64 inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .mask import KeyRange, Variant
+from .softmax import RowState, exp_scores, finish, join
+
+# Rows and keys of a tile: large enough for a matrix product to be efficient, and for Python to be negligible.
+BLOCK_M = 256
+BLOCK_N = 512
+# Elements of the largest tile of scores: 128 MiB in float32.
+MAX_TILE = 2**25
+
+
+def block_rows(variant: Variant) -> int:
+    """Rows of a block: fewer than usual where there are so many heads that a tile would be too large."""
+    heads = variant.heads * (variant.batch.stop - variant.batch.start)
+    return max(16, min(BLOCK_M, MAX_TILE // (BLOCK_N * heads)))
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, variant: Variant, rows: slice, seen: KeyRange, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of a block of rows: o (batch, rows, heads, head_dim_v) in q's dtype, lse (batch, heads, rows).
+
+    q (batch, rows, heads, head_dim) are those rows; k, v (batch, seqlen_k, kv_heads, dim) all keys.
+    """
+    if seen.lo == seen.hi:
+        return without_keys(q, v, variant.dtype)
+    batch, count, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    # The queries of a group of heads become rows of their kv head: (batch, kv_heads, group * rows, head_dim).
+    scaled = (q.to(variant.dtype) * scale).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    state = None
+    for lo in range(seen.lo, seen.hi, BLOCK_N):
+        keys = slice(lo, min(lo + BLOCK_N, seen.hi))
+        k_tile, v_tile = (x[:, keys].transpose(1, 2).to(variant.dtype) for x in (k, v))
+        # S = scale * Q K^T
+        scores = (scaled @ k_tile.mT).view(batch, heads, count, -1)
+        scores = variant.modified(scores, rows, keys)
+        if seen.partial(keys):
+            scores = scores.masked_fill(variant.forbidden(rows, keys), -torch.inf)
+        # P = exp(S - m), l = the sums of its rows, O = P V
+        m, p, l = exp_scores(scores)
+        o = (p.view(batch, kv_heads, -1, p.shape[-1]) @ v_tile).view(batch, heads, count, -1)
+        tile = RowState(m, l, o)
+        state = tile if state is None else join(state, tile)
+    assert state is not None
+    o, lse = finish(state)
+    return o.transpose(1, 2).to(q.dtype), lse
+
+
+def without_keys(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows that see no key: o = 0 and lse = -inf. Autograd finds a graph, with zero gradients, where q is in one."""
+    zero = q[..., :0].sum(dim=-1, keepdim=True)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype, device=q.device)
+    return zero.expand(*q.shape[:3], v.shape[3]), lse

@@ -1,0 +1,27 @@
+"""Testing: the tolerance rule, the oracle, and the cases that tests, tuner and benchmark share.
+
+>>> arguments = (q, k, v, Causal(), (), None, None)
+>>> got = attention(q, k, v, causal=True, return_lse=True)
+>>> assert_forward_accurate("mine", got, oracle_attention(*arguments), eager_attention(*arguments))
+"""
+
+from .cases import Arguments, ConformanceCase, build, conformance_cases, distinct_calls
+from .numerics import assert_accurate, assert_forward_accurate
+from .oracle import eager_attention, oracle_attention
+from .poison import poisoned_memory
+from .similarity import dissimilarity, similarity
+
+__all__ = [
+    "assert_accurate",
+    "assert_forward_accurate",
+    "oracle_attention",
+    "eager_attention",
+    "poisoned_memory",
+    "similarity",
+    "dissimilarity",
+    "ConformanceCase",
+    "Arguments",
+    "build",
+    "conformance_cases",
+    "distinct_calls",
+]

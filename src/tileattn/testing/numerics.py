@@ -1,0 +1,148 @@
+"""The one tolerance rule.
+
+Inputs are quantised once. The oracle is float64 on those inputs; eager is PyTorch in the inputs' own dtype, the worse
+of two runs that sum in different orders. For every output,
+
+    error <= 2 x error of eager + a rounding of the output's dtype          (`torch.finfo(dtype).eps`)
+
+so that no test holds a tolerance: where the problem is badly conditioned eager is worse, and so may we be; where it is
+not, only a rounding is left. Errors are relative, and taken in two ways that must both hold:
+
+- of the **worst row** (vectors along the last dimension): ``|got - oracle| / |oracle|``, its largest value. The rows of
+  an output differ in size by orders of magnitude; a row that is wrong must not hide behind larger ones.
+- of the **whole** tensor, so that one badly conditioned row of eager's does not excuse all others.
+
+Infinities must stand where the oracle's are, with their sign; o must be exactly zero in a row without keys; NaN never
+passes.
+
+For lse, which is a logarithm, an absolute error is what matters: it is the relative error of all probabilities of its
+row. What is allowed besides twice eager's is a rounding of lse itself (of 1, if that is larger), and an eighth of a
+rounding of 1 in the inputs' dtype: to that the probabilities are rounded before they meet V, and a fast kernel's exp is
+not more exact than it need be (PyTorch's own for CPUs and 16 bits errs by 5e-5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .similarity import dissimilarity
+
+EAGER_FACTOR = 2.0
+LSE_SHARE = 1 / 8
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far a tensor is from the oracle: relative to the worst row, and to the whole tensor."""
+
+    worst_row: float
+    whole: float
+    where: tuple[int, ...]
+    """Index of the worst row; empty if there is no row."""
+
+
+def row_error(got: Tensor, oracle: Tensor) -> Error:
+    """Error of finite values, by rows along the last dimension; absolute for a row where the oracle is zero."""
+    difference, size = got.double() - oracle.double(), oracle.double()
+    by_row, norms = difference.norm(dim=-1), size.norm(dim=-1)
+    return _error(by_row / torch.where(norms > 0, norms, 1.0), difference, size)
+
+
+def lse_error(got: Tensor, oracle: Tensor, rounding: float = 0.0) -> Error:
+    """Absolute error of finite values, element by element, less `rounding` times the value (or 1 if that is larger)."""
+    difference = (got.double() - oracle.double()).abs()
+    excess = (difference - rounding * oracle.double().abs().clamp(min=1.0)).clamp(min=0.0)
+    return _error(excess, excess, torch.ones_like(excess))
+
+
+def _error(by_row: Tensor, difference: Tensor, size: Tensor) -> Error:
+    if by_row.numel() == 0:
+        return Error(0.0, 0.0, ())
+    where = torch.unravel_index(by_row.argmax(), by_row.shape)
+    norm = float(size.norm())
+    return Error(
+        float(by_row.max()), float(difference.norm()) / (norm if norm > 0 else 1.0), tuple(int(i) for i in where)
+    )
+
+
+def assert_accurate(
+    name: str, got: Tensor, oracle: Tensor, eager: Sequence[Tensor], *, lse_of: torch.dtype | None = None
+) -> None:
+    """Asserts the rule for one output, or fails with both errors and the worst row.
+
+    Args:
+        name: what the output is called in the message.
+        got: the output; its dtype says what a rounding is.
+        oracle: what it should be, float64, of the same shape.
+        eager: the same computed by `eager_attention`, in the inputs' dtype: one or more runs; the worst counts.
+        lse_of: the dtype of the inputs if this output is lse, else None.
+
+    Raises:
+        AssertionError: got is wrong.
+        ValueError: eager or the oracle is NaN or infinite where it must not be, so that the rule says nothing.
+    """
+    assert got.shape == oracle.shape, f"{name}: shape {tuple(got.shape)}, the oracle's is {tuple(oracle.shape)}"
+    assert not bool(got.isnan().any()), f"{name}: {_first(got.isnan())} of {got.numel()} values are NaN"
+    infinite = _infinities(oracle)
+    if bool(oracle.isnan().any()) or not all(torch.equal(_infinities(run), infinite) for run in eager):
+        raise ValueError(f"{name}: the case is ill-posed: the oracle is NaN, or eager overflows where it does not")
+    wrong = _infinities(got) != infinite
+    assert not bool(wrong.any()), f"{name}: {_first(wrong)} values are infinite and the oracle is not, or the reverse"
+    got, oracle, eager, dtype = _finite(got), _finite(oracle), [_finite(run) for run in eager], got.dtype
+
+    if lse_of is None:
+        error, eager_errors = row_error(got, oracle), [row_error(run, oracle) for run in eager]
+        band = torch.finfo(dtype).eps
+    else:
+        error = lse_error(got, oracle, rounding=torch.finfo(dtype).eps)
+        eager_errors = [lse_error(run, oracle) for run in eager]
+        band = LSE_SHARE * torch.finfo(lse_of).eps
+    for what in ("worst_row", "whole"):
+        found, of_eager = getattr(error, what), max(getattr(run, what) for run in eager_errors)
+        allowed = EAGER_FACTOR * of_eager + band
+        assert found <= allowed, (
+            f"{name}: error {found:.3g} ({what.replace('_', ' ')}), allowed {allowed:.3g} "
+            f"= {EAGER_FACTOR:g} x {of_eager:.3g} (eager) + {band:.3g} (rounding)\n"
+            f"1 - similarity: {dissimilarity(got, oracle):.3g}, eager's: {dissimilarity(eager[0], oracle):.3g}\n"
+            f"worst at {error.where} of {tuple(oracle.shape)}:\n"
+            f"  got    {_shown(got, error.where)}\n  oracle {_shown(oracle, error.where)}\n"
+            f"  eager  {_shown(eager[0], error.where)}"
+        )
+
+
+def assert_forward_accurate(
+    name: str,
+    got: tuple[Tensor, Tensor],
+    oracle: tuple[Tensor, Tensor],
+    eager: tuple[Sequence[Tensor], Sequence[Tensor]],
+) -> None:
+    """Asserts the rule for o and lse of a forward pass; the oracle's and eager's are as their functions return them."""
+    (o, lse), (oracle_o, oracle_lse), (eager_o, eager_lse) = got, oracle, eager
+    # lse first: where it is wrong the softmax is, and o's message would only say so less clearly.
+    assert_accurate(f"lse of {name}", lse, oracle_lse, eager_lse, lse_of=o.dtype)
+    assert_accurate(f"o of {name}", o, oracle_o, eager_o)
+    wrong = (o != 0) & (oracle_o == 0).all(dim=-1, keepdim=True)
+    assert not bool(wrong.any()), f"o of {name}: {_first(wrong)} values are not 0 in rows without keys"
+
+
+def _infinities(x: Tensor) -> Tensor:
+    """-1, 0, 1: the sign where x is not finite (2 for NaN)."""
+    return torch.where(x.isinf(), x.sign(), x.isnan() * 2).to(torch.int8)
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.masked_fill(x.isinf(), 0.0)
+
+
+def _first(wrong: Tensor) -> str:
+    """How many values are wrong and the index of the first."""
+    return f"{int(wrong.sum())} (first at {tuple(wrong.nonzero()[0].tolist())})"
+
+
+def _shown(x: Tensor, where: tuple[int, ...], count: int = 6) -> str:
+    row = x[where].flatten()
+    return " ".join(f"{value:+.5g}" for value in row[:count].tolist()) + (" ..." if row.numel() > count else "")

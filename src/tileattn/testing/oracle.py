@@ -1,0 +1,125 @@
+"""The oracle (float64) and eager PyTorch (the inputs' own dtype): the two sides of the tolerance rule.
+
+Both are standard attention, written here once and for themselves: independent of `tileattn.reference`, of every backend
+and of the masks' tile ranges. Only `Mask.allows` and the score modifications, as functions on tensors, are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..masks import Mask
+
+
+def oracle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    score_mods: Sequence[Callable[..., Tensor]] = (),
+    sink: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Standard attention in float64 on the inputs as they are, that is as quantised. Differentiable.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), any floating-point dtype and strides.
+        k: (batch, seqlen_k, kv_heads, head_dim).
+        v: (batch, seqlen_k, kv_heads, head_dim_v).
+        mask: which keys a query sees; None: all.
+        score_mods: functions (score, b, h, q, k) -> score, applied in order to the scaled score.
+        sink: (heads,), joins the denominator of the softmax.
+        scale: factor of the inner product; None: 1 / sqrt(head_dim).
+
+    Returns:
+        o (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q), float64. A row without keys has o = 0
+        and lse = -inf, or lse = sink.
+    """
+    # The sums are not in their natural order, which is eager's: in float64 its error would seem to be 0.
+    return _attend(torch.float64, q, k, v, mask, score_mods, sink, scale, _reversed)
+
+
+def eager_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    score_mods: Sequence[Callable[..., Tensor]] = (),
+    sink: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Standard attention in the inputs' dtype, as one writes it in PyTorch without a fused kernel: two runs.
+
+    Arguments as `oracle_attention`. Each operation rounds its result to the dtype: scores, probabilities, output. lse
+    is reduced from the rounded scores in float32 or better. Differentiable.
+
+    Its error is luck to a degree: it depends on the order in which sums are computed. So there are two runs, with
+    head_dim and keys in their own order and shuffled, and the rule takes the larger error.
+
+    Returns:
+        The o and the lse of the two runs.
+    """
+    orders = (_natural, _shuffled)
+    (o, lse), (o_shuffled, lse_shuffled) = (
+        _attend(q.dtype, q, k, v, mask, score_mods, sink, scale, order) for order in orders
+    )
+    return [o, o_shuffled], [lse, lse_shuffled]
+
+
+def _natural(size: int, device: torch.device) -> Tensor:
+    return torch.arange(size, device=device)
+
+
+def _reversed(size: int, device: torch.device) -> Tensor:
+    return torch.arange(size, device=device).flip(0)
+
+
+def _shuffled(size: int, device: torch.device) -> Tensor:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(size)).to(device)
+
+
+def _attend(
+    dtype: torch.dtype,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    score_mods: Sequence[Callable[..., Tensor]],
+    sink: Tensor | None,
+    scale: float | None,
+    order: Callable[[int, torch.device], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Output (bshd) and lse, computed in `dtype`, with the sums over head_dim and over keys in the given order."""
+    group = q.shape[2] // k.shape[2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    dims, keys = order(q.shape[3], q.device), order(k.shape[1], q.device)
+    q = q.to(dtype)[..., dims].transpose(1, 2)
+    k = k.to(dtype)[:, keys][..., dims].transpose(1, 2).repeat_interleave(group, dim=1)
+    v = v.to(dtype)[:, keys].transpose(1, 2).repeat_interleave(group, dim=1)
+
+    scores = (q @ k.mT) * scale
+    index = _indices(scores, keys)
+    for score_mod in score_mods:
+        scores = score_mod(scores, *index).to(dtype).expand(scores.shape)
+    if mask is not None:
+        scores = scores.masked_fill(~mask.allows(*index), -torch.inf)
+    logits = scores
+    if sink is not None:
+        logits = torch.cat([scores, sink.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    # A row without keys has no softmax. It gets some other scores first, so that autograd meets no NaN there.
+    empty = (logits == -torch.inf).all(dim=-1)
+    logits = logits.masked_fill(empty[..., None], 0.0)
+    probabilities = torch.softmax(logits, dim=-1)[..., : scores.shape[-1]]
+    o = (probabilities @ v).masked_fill(empty[..., None], 0.0)
+    lse = torch.logsumexp(logits.to(torch.promote_types(dtype, torch.float32)), dim=-1)
+    return o.transpose(1, 2), lse.masked_fill(empty, -torch.inf)
+
+
+def _indices(scores: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """b, h, q, k for (batch, heads, seqlen_q, seqlen_k) scores; q is a position, aligned bottom-right."""
+    b, h, row = (torch.arange(size, device=scores.device) for size in scores.shape[:3])
+    q = row + (scores.shape[3] - scores.shape[2])
+    return b[:, None, None, None], h[:, None, None], q[:, None], keys
