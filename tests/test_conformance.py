@@ -8,12 +8,27 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 import tileattn
-from tileattn import ops
+from tileattn import (
+    ALiBi,
+    Bias,
+    Causal,
+    Documents,
+    FunctionMask,
+    Mask,
+    PrefixLM,
+    SlidingWindow,
+    SoftCap,
+    ops,
+)
 from tileattn.dispatch import BACKENDS
 from tileattn.reference import flash_attention_1, flash_attention_2, standard_attention
 from tileattn.testing import (
@@ -57,16 +72,19 @@ def _refusal(arguments: Arguments, name: str) -> str | None:
     return next(backend for backend in BACKENDS if backend.name == name).refusal(call)
 
 
-def _run(arguments: Arguments, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _run(arguments: Arguments, backend: str) -> tuple[Tensor, Tensor]:
     """o, as bshd, and lse from the public function."""
     bhsd = arguments.layout == "bhsd"
     q, k, v = (x.transpose(1, 2) if bhsd else x for x in (arguments.q, arguments.k, arguments.v))
+    causal = type(arguments.mask) is Causal
     o, lse = tileattn.attention(
         q,
         k,
         v,
-        mask=arguments.mask,
-        score_mod=arguments.score_mods,
+        # As users write it; plain and causal calls may take a shorter way inside.
+        mask=None if causal else arguments.mask,
+        causal=causal,
+        score_mod=arguments.score_mods or None,
         scale=arguments.scale,
         sink=arguments.sink,
         layout=arguments.layout,
@@ -92,3 +110,104 @@ def test_conformance(case: ConformanceCase, backend: str, device: str) -> None:
     assert o.dtype == case.dtype
     assert lse.dtype == torch.promote_types(case.dtype, torch.float32)
     assert_forward_accurate(case.id, got, oracle, eager)
+
+
+# --- Random compositions ---
+
+BATCH, HEADS = 2, 4
+SCORES = ("softcap", "alibi", "alibi_b", "bias", "bias_b", "user")
+
+
+@st.composite
+def masks(draw: st.DrawFn, batch: int, seqlen_k: int, depth: int = 2) -> Mask:
+    """A mask, or two joined by `&` or `|`, each of which may again be two."""
+    if depth > 0 and draw(st.booleans()):
+        x, y = draw(masks(batch, seqlen_k, depth - 1)), draw(masks(batch, seqlen_k, depth - 1))
+        return x & y if draw(st.booleans()) else x | y
+    bound = st.integers(0, seqlen_k + 1)
+    kind = draw(st.sampled_from(["causal", "window", "prefix", "prefix_b", "documents", "function"]))
+    if kind == "causal":
+        return Causal()
+    if kind == "window":
+        return SlidingWindow(draw(st.none() | bound), draw(st.none() | bound))
+    if kind == "prefix":
+        return PrefixLM(draw(bound))
+    if kind == "prefix_b":
+        return PrefixLM(torch.tensor(draw(st.lists(bound, min_size=batch, max_size=batch))))
+    if kind == "documents":
+        ids = st.lists(st.integers(0, 3), min_size=seqlen_k, max_size=seqlen_k)
+        return Documents(torch.tensor([sorted(draw(ids)) if draw(st.booleans()) else draw(ids) for _ in range(batch)]))
+    step = draw(st.integers(1, 4))
+    return FunctionMask(lambda b, h, q, k: (q + k + h) % step == 0)
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A random call, small enough to be printed."""
+
+    seqlen_q: int
+    seqlen_k: int
+    kv_heads: int
+    mask: Mask | None
+    scores: tuple[str, ...]
+    sink: bool
+    scale: float | None
+    seed: int
+
+    def arguments(self) -> tuple[object, ...]:
+        """(q, k, v, mask, score_mods, sink, scale); in float16, where sums in float32 are exact by comparison."""
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        mods = {
+            "softcap": SoftCap(3.0),
+            "alibi": ALiBi(normal(HEADS).abs()),
+            "alibi_b": ALiBi(normal(BATCH, HEADS).abs()),
+            "bias": Bias(normal(1, HEADS, self.seqlen_q, self.seqlen_k)),
+            "bias_b": Bias(normal(BATCH, 1, self.seqlen_q, self.seqlen_k)),
+            "user": lambda score, b, h, q, k: score * 0.75 - 0.01 * (q - k) * h,
+        }
+        return (
+            normal(BATCH, self.seqlen_q, HEADS, 16).half(),
+            normal(BATCH, self.seqlen_k, self.kv_heads, 16).half(),
+            normal(BATCH, self.seqlen_k, self.kv_heads, 8).half(),
+            self.mask,
+            tuple(mods[name] for name in self.scores),
+            normal(HEADS) if self.sink else None,
+            self.scale,
+        )
+
+
+@st.composite
+def compositions(draw: st.DrawFn) -> Composition:
+    seqlen_k = draw(st.integers(1, 40))
+    return Composition(
+        seqlen_q=draw(st.integers(1, 40)),
+        seqlen_k=seqlen_k,
+        kv_heads=draw(st.sampled_from([1, 2, HEADS])),
+        mask=draw(st.none() | masks(BATCH, seqlen_k)),
+        scores=tuple(draw(st.lists(st.sampled_from(SCORES), max_size=3))),
+        sink=draw(st.booleans()),
+        scale=draw(st.sampled_from([None, 0.5, 1.0])),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(compositions())
+def test_random_compositions(composition: Composition) -> None:
+    """The torch backend, and the tiled reference in tiles so small that ranges matter, on anything composed."""
+    arguments = composition.arguments()
+    oracle, eager = oracle_attention(*arguments), eager_attention(*arguments)  # type: ignore[arg-type]
+    q, k, v, mask, mods, sink, scale = arguments
+    got = {
+        "torch": tileattn.attention(
+            q, k, v, mask=mask, score_mod=mods, sink=sink, scale=scale, return_lse=True, backend="torch"
+        ),
+        "flash_attention_1": flash_attention_1(*arguments, block_M=8, block_N=8),
+        "flash_attention_2": flash_attention_2(*arguments, block_M=8, block_N=8),
+    }
+    for name, result in got.items():
+        assert_forward_accurate(name, result, oracle, eager)

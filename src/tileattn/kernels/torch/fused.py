@@ -79,8 +79,7 @@ def attend(
     if seen.lo == seen.hi:
         lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=variant.dtype)
         return torch.zeros_like(q), lse
-    # Most masks are the same for all heads and batch elements, and one tile of keys is all.
-    step = max(1024, MAX_MASK // (q.shape[0] * q.shape[2] * q.shape[1]))
+    step = _keys_at_once(variant, rows, seen)
     parts = []
     for lo in range(seen.lo, seen.hi, step):
         keys = slice(lo, min(lo + step, seen.hi))
@@ -90,6 +89,17 @@ def attend(
             lse = lse.masked_fill(added.amax(dim=-1) == -torch.inf, -torch.inf)
         parts.append((o, lse))
     return merge(parts)
+
+
+def _keys_at_once(variant: Variant, rows: slice, seen: KeyRange) -> int:
+    """Keys of a tile whose mask of floats is not larger than `MAX_MASK`."""
+    count, heads = rows.stop - rows.start, variant.heads * (variant.batch.stop - variant.batch.start)
+    if count * (seen.hi - seen.lo) * heads <= MAX_MASK:
+        return seen.hi - seen.lo
+    # Most masks are the same for all heads and batch elements: one key tells.
+    added = _added(variant, rows, slice(seen.lo, seen.lo + 1), KeyRange(seen.lo, seen.hi, seen.hi, seen.hi))
+    copies = 1 if added is None else added.shape[0] * added.shape[1]
+    return max(1024, MAX_MASK // (count * copies))
 
 
 def _added(variant: Variant, rows: slice, keys: slice, seen: KeyRange) -> Tensor | None:

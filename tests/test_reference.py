@@ -1,0 +1,140 @@
+"""The executable specification: right by the tolerance rule, gradients included, and doing what its text says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from tileattn import ALiBi, Bias, Causal, Mask, SlidingWindow, SoftCap
+from tileattn.reference import RowState, flash_attention_1, flash_attention_2, online_softmax, standard_attention
+from tileattn.testing import assert_accurate, assert_forward_accurate, eager_attention, oracle_attention
+
+ALL = (standard_attention, flash_attention_1, flash_attention_2)
+TILED = (flash_attention_1, flash_attention_2)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def qkv(seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    return random(2, seqlen_q, 4, 16), random(2, seqlen_k, 2, 16), random(2, seqlen_k, 2, 24)
+
+
+# --- Online softmax ---
+
+
+@pytest.mark.parametrize("sizes", [(100,), (1, 99), (33, 33, 34), (1,) * 100])
+def test_online_softmax_does_not_depend_on_how_the_row_is_cut(sizes: tuple[int, ...]) -> None:
+    scores, values = 10 * random(5, 100), random(100, 8)
+    o, lse = online_softmax(scores.split(sizes, dim=-1), values.split(sizes))
+    exact = scores.double()
+    assert_accurate("o", o, exact.softmax(-1) @ values.double(), [scores.softmax(-1) @ values])
+    assert_accurate("lse", lse, exact.logsumexp(-1), [scores.logsumexp(-1)], lse_of=torch.float32)
+
+
+def test_the_invariant_holds_after_every_part() -> None:
+    scores, values = random(5, 100).double(), random(100, 8).double()
+    state = RowState.empty(scores, 8)
+    for n in range(0, 100, 25):
+        state = state.update(scores[:, n : n + 25], values[n : n + 25])
+        seen = scores[:, : n + 25]
+        p = (seen - seen.amax(-1, keepdim=True)).exp()
+        assert torch.equal(state.m, seen.amax(-1))
+        torch.testing.assert_close(state.l, p.sum(-1))
+        torch.testing.assert_close(state.o, p @ values[: n + 25])
+
+
+def test_scores_beyond_the_range_of_exp() -> None:
+    """exp(1000) overflows even float64; the maximum is taken out first."""
+    scores = torch.tensor([[1000.0, 999.0, -1000.0]])
+    o, lse = online_softmax(scores.split(1, dim=-1), torch.eye(3).split(1))
+    assert o.isfinite().all()
+    assert o[0, 2] == 0
+    assert lse.item() == pytest.approx(1000 + math.log1p(math.exp(-1)))
+
+
+def test_online_softmax_of_nothing_says_so() -> None:
+    with pytest.raises(ValueError, match="at least one part"):
+        online_softmax([], [])
+
+
+# --- Attention ---
+
+
+@pytest.mark.parametrize("attention", ALL)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0), (1, 1), (65, 130), (130, 65)])
+@pytest.mark.parametrize("sink", [False, True])
+def test_lengths(attention: Callable[..., tuple[Tensor, Tensor]], seqlen_q: int, seqlen_k: int, sink: bool) -> None:
+    arguments = (*qkv(seqlen_q, seqlen_k), Causal(), (), random(4) if sink else None)
+    got = attention(*arguments)
+    assert_forward_accurate(attention.__name__, got, oracle_attention(*arguments), eager_attention(*arguments))
+
+
+@pytest.mark.parametrize("attention", TILED)
+@pytest.mark.parametrize(("block_M", "block_N"), [(1, 1), (7, 16), (64, 13), (1000, 1000)])
+def test_tiles_of_any_size(attention: Callable[..., tuple[Tensor, Tensor]], block_M: int, block_N: int) -> None:
+    bias = Bias(random(1, 4, 33, 41))
+    arguments = (*qkv(33, 41), SlidingWindow(9, 4), (bias, SoftCap(3.0)), random(4), 0.3)
+    got = attention(*arguments, block_M=block_M, block_N=block_N)
+    assert_forward_accurate(attention.__name__, got, oracle_attention(*arguments), eager_attention(*arguments))
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded(Mask):
+    """A mask that notes which tiles it is computed for."""
+
+    mask: Mask
+    tiles: list[tuple[int, int]]
+
+    def allows(self, b, h, q, k):  # type: ignore[no-untyped-def]
+        self.tiles.append((int(q.min()), int(k.min())))
+        return self.mask.allows(b, h, q, k)
+
+    def kv_range(self, *arguments):  # type: ignore[no-untyped-def]
+        return self.mask.kv_range(*arguments)
+
+    def full_range(self, *arguments):  # type: ignore[no-untyped-def]
+        return self.mask.full_range(*arguments)
+
+
+def test_flash_attention_2_computes_the_mask_on_the_diagonal_only() -> None:
+    mask = Recorded(Causal(), [])
+    flash_attention_2(*qkv(64, 64), mask, block_M=16, block_N=16)
+    assert mask.tiles == [(0, 0), (16, 16), (32, 32), (48, 48)]
+
+
+def test_flash_attention_2_does_not_read_keys_that_nobody_sees() -> None:
+    """Not even NaN in their values gets through; a mask alone would multiply it by 0."""
+    q, k, v = qkv(64, 128)
+    v[:, :32] = math.nan
+    mask = SlidingWindow(31, 0)  # positions 64..127 see keys 33..127
+    o, _ = flash_attention_2(q, k, v, mask, block_M=16, block_N=16)
+    assert o.isfinite().all()
+
+
+@pytest.mark.parametrize("attention", ALL)
+def test_gradients(attention: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """Of o and lse, with respect to everything, with rows that see no key."""
+
+    def gradients(run: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype) -> list[Tensor]:
+        tensors = [*qkv(91, 77), random(4), random(1, 4, 91, 77), random(4).abs()]
+        leaves = [x.half().to(dtype).requires_grad_() for x in tensors]
+        q, k, v, sink, bias, slopes = leaves
+        o, lse = run(q, k, v, Causal(), (ALiBi(slopes), Bias(bias), SoftCap(3.0)), sink, 0.4)
+        ((o * random(*o.shape).to(dtype)).sum() + (lse * random(*lse.shape).to(dtype)).sum()).backward()
+        return [x.grad for x in leaves if x.grad is not None]
+
+    def eager_run(order: int) -> Callable[..., tuple[Tensor, Tensor]]:
+        return lambda *arguments: tuple(runs[order] for runs in eager_attention(*arguments))  # type: ignore[return-value]
+
+    got, oracle = gradients(attention, torch.float16), gradients(oracle_attention, torch.float64)
+    eager = [gradients(eager_run(order), torch.float16) for order in (0, 1)]
+    assert len(got) == 6
+    for name, mine, exact, *runs in zip(("dq", "dk", "dv", "dsink", "dbias", "dslopes"), got, oracle, *eager):
+        assert_accurate(name, mine, exact, runs, gradient=True)

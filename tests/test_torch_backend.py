@@ -1,0 +1,251 @@
+"""The torch backend beyond the conformance suite: gradients, memory, layouts, and which way it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap
+from tileattn.kernels.torch import fused, loop
+from tileattn.kernels.torch.forward import forward
+from tileattn.kernels.torch.mask import KeyRange, Variant, key_ranges
+from tileattn.testing import assert_accurate, assert_forward_accurate, eager_attention, oracle_attention
+
+SCALE = 0.25
+FUSED = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def qkv(
+    seqlen_q: int, seqlen_k: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 16, head_dim_v: int = 16
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        random(2, seqlen_q, heads, head_dim),
+        random(2, seqlen_k, kv_heads, head_dim),
+        random(2, seqlen_k, kv_heads, head_dim_v),
+    )
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that run, and the largest tensor that one of them makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        self.names.append(func._schema.name)
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                # The memory behind it: an expanded tensor costs nothing.
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+@contextmanager
+def recorded() -> Iterator[Operators]:
+    with torch.no_grad(), Operators() as operators:
+        yield operators
+
+
+def user_score(score, b, h, q, k):  # type: ignore[no-untyped-def]
+    return score * 0.5 + h
+
+
+MASKS: dict[str, Mask | None] = {
+    "none": None,
+    "causal": Causal(),
+    "window": SlidingWindow(40, 7),
+    "documents": Documents(torch.arange(150) // 40) & Causal(),
+    "prefix": PrefixLM(torch.tensor([10, 70])),
+    "function": FunctionMask(lambda b, h, q, k: (q + k + h) % 3 != 0),
+}
+
+
+# --- Which way it goes ---
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize("mods", [(), (ALiBi(random(4)),), (Bias(random(1, 4, 150, 150)),)], ids=["", "alibi", "bias"])
+def test_pytorchs_fused_attention_runs_what_it_can_express(mask: Mask | None, mods: tuple[object, ...]) -> None:
+    with recorded() as operators:
+        forward(*qkv(150, 150), mask, mods, None, SCALE)
+    assert FUSED in operators.names
+
+
+@pytest.mark.parametrize("mask", [None, Causal()], ids=["full", "causal"])
+def test_plain_attention_is_one_fused_call_without_a_mask(mask: Mask | None) -> None:
+    with recorded() as operators:
+        forward(*qkv(1025, 1025), mask, (), None, SCALE)
+    assert operators.names.count(FUSED) == 1
+    assert not any("masked_fill" in name for name in operators.names)
+
+
+@pytest.mark.parametrize("mods", [(SoftCap(5.0),), (user_score,), (ALiBi(random(4)), SoftCap(5.0))])
+def test_other_score_modifications_run_in_the_loop(mods: tuple[object, ...]) -> None:
+    with recorded() as operators:
+        forward(*qkv(150, 150), None, mods, None, SCALE)
+    assert FUSED not in operators.names
+
+
+def test_the_loop_is_right_where_the_fused_attention_would_run() -> None:
+    """It is what CUDA tensors get."""
+    for mask in MASKS.values():
+        q, k, v = qkv(150, 150)
+        slopes = random(4).abs() / 8
+        arguments = (q, k, v, mask, (ALiBi(slopes),), None, SCALE)
+        with torch.enable_grad():
+            got = forward(q.clone().requires_grad_(), *arguments[1:])
+        assert got[0].requires_grad
+        got = tuple(x.detach() for x in got)
+        assert_forward_accurate("loop", got, oracle_attention(*arguments), eager_attention(*arguments))  # type: ignore[arg-type]
+
+
+# --- Memory ---
+
+
+@pytest.mark.parametrize("mask", [None, Causal(), SlidingWindow(100, 0), Causal() & PrefixLM(50)])
+@pytest.mark.parametrize("mods", [(), (ALiBi(random(2).abs()),), (SoftCap(5.0),)], ids=["", "alibi", "softcap"])
+def test_no_tensor_grows_with_both_lengths(mask: Mask | None, mods: tuple[object, ...]) -> None:
+    seqlen, heads = 4096, 2
+    q, k, v = (random(1, seqlen, heads, 16) for _ in range(3))
+    with recorded() as operators:
+        forward(q, k, v, mask, mods, None, SCALE)
+    # A tile of all keys for the largest block of rows, and no more.
+    assert operators.largest <= max(fused.BLOCKS_M) * seqlen * heads < seqlen * seqlen
+
+
+def test_masks_that_differ_by_head_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (random(1, 3000, 2, 8) for _ in range(3))
+    arguments = (q, k, v, FunctionMask(lambda b, h, q, k: (k + h) % 2 == 0), (), None, SCALE)
+    monkeypatch.setattr(fused, "MAX_MASK", 2**18)
+    with recorded() as operators:
+        got = forward(*arguments)
+    assert operators.largest <= 2 * max(fused.BLOCKS_M) * 1024
+    assert_forward_accurate("parts", got, oracle_attention(*arguments), eager_attention(*arguments))
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 200])
+def test_grouped_queries_do_not_expand_keys_and_values(seqlen_q: int) -> None:
+    q, k, v = qkv(seqlen_q, 2000, heads=16, kv_heads=1, head_dim=32, head_dim_v=32)
+    with recorded() as operators:
+        forward(q, k, v, None, (), None, SCALE)
+    assert operators.largest <= max(q.numel(), k.numel())
+
+
+# --- Tiles ---
+
+
+def variant(mask: Mask | None, seqlen_q: int, seqlen_k: int) -> Variant:
+    return Variant(mask, (), slice(0, 2), 3, seqlen_q, seqlen_k, torch.float32, torch.device("cpu"))
+
+
+def test_key_ranges() -> None:
+    full = KeyRange(0, 100, 0, 100)
+    assert key_ranges(variant(None, 64, 100), 32) == [[full, full]]
+    # Rows 0..31 stand at positions 36..67.
+    assert key_ranges(variant(Causal(), 64, 100), 32) == [[KeyRange(0, 68, 0, 37), KeyRange(0, 100, 0, 69)]]
+    # The first 36 rows stand before the first key.
+    assert key_ranges(variant(Causal(), 100, 64), 36)[0][0] == KeyRange(0, 0, 0, 0)
+    # No key is seen by all rows of a block that is longer than the window.
+    assert key_ranges(variant(SlidingWindow(4, 0), 64, 64), 32) == [[KeyRange(0, 32, 32, 32), KeyRange(28, 64, 64, 64)]]
+
+
+def test_key_ranges_of_batch_elements_that_differ() -> None:
+    first, second = key_ranges(variant(PrefixLM(torch.tensor([10, 50])), 64, 64), 64)
+    assert (first, second) == ([KeyRange(0, 64, 0, 10)], [KeyRange(0, 64, 0, 50)])
+    assert len(key_ranges(variant(PrefixLM(torch.tensor([10, 10])), 64, 64), 64)) == 1
+
+
+def test_a_window_visits_few_keys() -> None:
+    block_M, (ranges,) = fused.cheapest_blocks(variant(SlidingWindow(100, 0), 8192, 8192), head_dim=64)
+    assert sum((seen.hi - seen.lo) * block_M for seen in ranges) < 8192 * 8192 / 10
+
+
+def test_results_are_contiguous() -> None:
+    for mask in (None, Causal(), SlidingWindow(5, 0)):
+        for q, k, v in (qkv(63, 63), qkv(63, 63, head_dim_v=8), qkv(1, 63)):
+            o, lse = forward(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, mask, (), None, SCALE)
+            assert o.is_contiguous()
+            assert lse.is_contiguous()
+
+
+def test_inputs_are_left_alone() -> None:
+    tensors = qkv(63, 63)
+    copies = [x.clone() for x in tensors]
+    forward(*tensors, Causal(), (SoftCap(3.0),), random(4), SCALE)
+    for x, copy in zip(tensors, copies):
+        assert torch.equal(x, copy)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_sink_of_minus_infinity_is_none(needs_grad: bool) -> None:
+    q, k, v = qkv(63, 31)
+    arguments = (q, k, v, Causal(), (), None, SCALE)
+    sink = torch.full((4,), -torch.inf)
+    got = forward(q.requires_grad_(needs_grad), *arguments[1:5], sink, SCALE)
+    arguments = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
+    got = tuple(x.detach() for x in got)
+    assert_forward_accurate("sink", got, oracle_attention(*arguments), eager_attention(*arguments))  # type: ignore[arg-type]
+
+
+# --- Gradients ---
+
+
+def gradients(
+    run: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype, mask: Mask | None, softcap: bool
+) -> list[Tensor]:
+    """Of o and lse with respect to q, k, v, sink, bias, slopes; seqlen_q > seqlen_k, so that rows see no key."""
+    tensors = [*qkv(161, 150), random(4), random(1, 4, 161, 150), random(4).abs() / 8]
+    # In float16 all that is summed in float32 counts as exact, and only what is wrong does not.
+    leaves = [x.half().to(dtype).requires_grad_() for x in tensors]
+    q, k, v, sink, bias, slopes = leaves
+    mods = (ALiBi(slopes), Bias(bias), *((SoftCap(3.0),) if softcap else ()))
+    o, lse = run(q, k, v, mask, mods, sink, SCALE)
+    ((o * random(*o.shape).to(dtype)).sum() + (lse * random(*lse.shape).to(dtype)).sum()).backward()
+    found = [x.grad for x in leaves]
+    assert all(x is not None for x in found)
+    return found  # type: ignore[return-value]
+
+
+def eager_run(order: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    return lambda *arguments: tuple(runs[order] for runs in eager_attention(*arguments))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("block_M", "block_N"), [(256, 512), (48, 40)])
+@pytest.mark.parametrize("softcap", [False, True], ids=["", "softcap"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_gradients(
+    mask: Mask | None,
+    softcap: bool,
+    block_M: int,
+    block_N: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "BLOCK_M", block_M)
+    monkeypatch.setattr(loop, "BLOCK_N", block_N)
+    oracle = gradients(oracle_attention, torch.float64, mask, softcap)
+    eager = [gradients(eager_run(order), torch.float16, mask, softcap) for order in (0, 1)]
+    got = gradients(forward, torch.float16, mask, softcap)
+    for name, mine, exact, *runs in zip(("dq", "dk", "dv", "dsink", "dbias", "dslopes"), got, oracle, *eager):
+        assert_accurate(name, mine, exact, runs, gradient=True)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0), (5, 1)])
+def test_gradients_where_there_is_nothing_to_see(seqlen_q: int, seqlen_k: int) -> None:
+    leaves = [x.requires_grad_() for x in (*qkv(seqlen_q, seqlen_k), random(4))]
+    o, lse = forward(*leaves[:3], SlidingWindow(0, 0), (), leaves[3], SCALE)
+    (o.sum() + lse.sum()).backward()
+    for x in (leaves[0], leaves[3]):
+        assert x.grad is not None
+        assert x.grad.isfinite().all()
