@@ -244,9 +244,9 @@ MASKS: dict[str, Callable[[_Draw, Shape], Mask | None]] = {
 }
 
 
-def _bias(draw: _Draw, shape: Shape, batch: int, heads: int) -> ScoreFn:
+def _bias(draw: _Draw, shape: Shape, batch: int, heads: int, rows: int) -> ScoreFn:
     """Rows with a gap behind them: a bias has any strides, too."""
-    return Bias(draw.normal(batch, heads, shape.seqlen_q, shape.seqlen_k + 3)[..., : shape.seqlen_k])
+    return Bias(draw.normal(batch, heads, rows, shape.seqlen_k + 3)[..., : shape.seqlen_k])
 
 
 def _user(draw: _Draw, shape: Shape) -> ScoreFn:
@@ -269,10 +269,11 @@ SCORES: dict[str, Callable[[_Draw, Shape], ScoreFn]] = {
     "softcap": lambda draw, shape: SoftCap(2.0 if shape.seqlen_k % 2 else 30.0),
     "alibi": lambda draw, shape: ALiBi(draw.normal(shape.heads).abs() / 16),
     "alibi_b": lambda draw, shape: ALiBi(draw.normal(shape.batch, shape.heads).abs() / 16),
-    "bias": lambda draw, shape: _bias(draw, shape, 1, shape.heads),
-    "bias_1": lambda draw, shape: _bias(draw, shape, 1, 1),
-    "bias_b": lambda draw, shape: _bias(draw, shape, shape.batch, 1),
-    "bias_bh": lambda draw, shape: _bias(draw, shape, shape.batch, shape.heads),
+    "bias": lambda draw, shape: _bias(draw, shape, 1, shape.heads, shape.seqlen_q),
+    "bias_1": lambda draw, shape: _bias(draw, shape, 1, 1, shape.seqlen_q),
+    "bias_b": lambda draw, shape: _bias(draw, shape, shape.batch, 1, shape.seqlen_q),
+    "bias_bh": lambda draw, shape: _bias(draw, shape, shape.batch, shape.heads, shape.seqlen_q),
+    "bias_bhk": lambda draw, shape: _bias(draw, shape, shape.batch, shape.heads, 1),
     "user": _user,
     "user_tensor": _user_of_tensor,
 }
@@ -323,7 +324,7 @@ SCORE_COLUMNS = (
     ((),),
     (("softcap",),),
     (("alibi",), ("alibi_b",)),
-    (("bias",), ("bias_b",), ("bias_bh",), ("bias_1",)),
+    (("bias",), ("bias_b",), ("bias_bh",), ("bias_1",), ("bias_bhk",)),
     (("user",), ("user_tensor",)),
     (("alibi", "softcap"),),
     (("bias_bh", "user"), ("bias", "user")),

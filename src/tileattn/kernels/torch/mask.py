@@ -56,10 +56,10 @@ class Variant:
         return tile
 
     def cut(self, bias: Tensor, rows: slice, keys: slice) -> Tensor:
-        """The tile of a bias (batch | 1, heads | 1, seqlen_q | 1, seqlen_k | 1)."""
+        """The tile of a bias (batch | 1, heads | 1, seqlen_q | 1, seqlen_k)."""
         bias = bias if bias.shape[0] == 1 else bias[self.batch]
         bias = bias if bias.shape[2] == 1 else bias[:, :, rows]
-        return bias if bias.shape[3] == 1 else bias[..., keys]
+        return bias[..., keys]
 
     def forbidden(self, rows: slice, keys: slice) -> Tensor:
         """Where a tile of scores must be -inf: bool, broadcastable to the tile. There must be a mask."""
