@@ -11,8 +11,8 @@ import torch
 from . import ops
 from .dispatch import select
 from .masks import Mask
-from .validation import check_arguments, check_variant
-from .variant import encode, normalize
+from .validation import check_arguments, check_operand_devices, check_variant
+from .variant import Operands, encode, normalize
 
 MaskLike = Mask | Callable[..., Any]
 ScoreModLike = Callable[..., Any] | Sequence[Callable[..., Any]]
@@ -65,39 +65,110 @@ def attention(
 
     Algorithm: FlashAttention-2 (Dao 2023, arXiv 2307.08691).
     """
-    if layout == "bhsd":
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    check_arguments(q, k, v, sink, dropout_p, layout, scale)
-    normal_mask, mods = normalize(mask, score_mod, causal)
-    if normal_mask is not None or mods:
-        check_variant(normal_mask, mods, q, k)
-    variant, operands = encode(normal_mask, mods)
-    if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[3])
-
-    if _is_traced(q):
-        args = (q, k, v, sink, variant, operands.tensors, operands.ints, operands.floats, scale, backend)
-        o, lse = ops.forward(*args)
+    if mask is None and score_mod is None and sink is None and _is_plain(q, k, v):
+        o, lse = _plain_forward(q, k, v, causal, scale, dropout_p, layout, return_lse, backend)
     else:
-        needs_grad = torch.is_grad_enabled() and _requires_grad((q, k, v, sink, *operands.tensors))
-        call = ops.make_call(q, k, v, sink, variant, needs_grad)
-        o, lse = select(call, backend).forward(call, q, k, v, sink, operands, scale)
+        check_arguments(q, k, v, sink, dropout_p, layout, scale)
+        q, k, v = _as_bshd(layout, q, k, v)
+        o, lse = _variant_forward(q, k, v, mask, score_mod, causal, scale, sink, return_lse, backend)
     if layout == "bhsd":
         o = o.transpose(1, 2)
-    return (o, lse) if return_lse else o
+    return (o, lse) if return_lse else o  # type: ignore[return-value]
 
 
-def _is_traced(q: torch.Tensor) -> bool:
-    """Whether something other than plain eager execution looks on: torch.compile, export, a dispatch mode, a subclass."""
-    return (
-        torch.compiler.is_compiling()
-        or type(q) not in (torch.Tensor, torch.nn.Parameter)
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
+def _as_bshd(layout: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (q, k, v) if layout == "bshd" else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+
+
+def _variant_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: MaskLike | None,
+    score_mod: ScoreModLike | None,
+    causal: bool,
+    scale: float | None,
+    sink: torch.Tensor | None,
+    return_lse: bool,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Any call, on checked q, k, v and sink (bshd)."""
+    normal_mask, mods = normalize(mask, score_mod, causal)
+    check_variant(normal_mask, mods, q, k)
+    variant, operands = encode(normal_mask, mods)
+    check_operand_devices(operands.tensors, q)
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    needs_grad = torch.is_grad_enabled() and _requires_grad((q, k, v, sink, *operands.tensors))
+    if needs_grad or not _is_traced(q):
+        call = ops.make_call(q, k, v, sink, variant, needs_grad=needs_grad, return_lse=return_lse)
+        return select(call, backend).prepare(call, q.shape, k.shape, scale)(q, k, v, sink, operands)
+    return ops.forward(q, k, v, sink, variant, operands.tensors, operands.ints, operands.floats, scale, backend)
+
+
+# Prepared forward passes of plain calls (no mask but causal, no modification, no sink), by all that they depend on.
+_PLANS: dict[tuple[Any, ...], Any] = {}
+_MAX_PLANS = 4096
+_NO_OPERANDS = Operands()
+
+
+def _plain_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    layout: str,
+    return_lse: bool,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A plain eager call. Checks and choices are made once for equal metadata: a launch should cost the host little."""
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    key = (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
+        causal, scale, dropout_p, layout, return_lse, backend, grad,
+    )  # fmt: skip
+    forward = _PLANS.get(key)
+    if forward is None:
+        forward = _plan(q, k, v, causal, scale, dropout_p, layout, return_lse, backend, grad)
+        if len(_PLANS) >= _MAX_PLANS:  # sizes may vary without end
+            _PLANS.clear()
+        _PLANS[key] = forward
+    if layout == "bhsd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return forward(q, k, v, None, _NO_OPERANDS)  # type: ignore[no-any-return]
+
+
+def _plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    layout: str,
+    return_lse: bool,
+    backend: str | None,
+    needs_grad: bool,
+) -> Any:
+    check_arguments(q, k, v, None, dropout_p, layout, scale)
+    q, k, v = _as_bshd(layout, q, k, v)
+    variant, _ = encode(normalize(None, None, causal)[0], ())
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    call = ops.make_call(q, k, v, None, variant, needs_grad=needs_grad, return_lse=return_lse)
+    return select(call, backend).prepare(call, q.shape, k.shape, scale)
+
+
+def _is_plain(q: Any, k: Any, v: Any) -> bool:
+    """Whether q, k and v are plain tensors in plain eager execution."""
+    return not _is_traced(q) and type(k) is torch.Tensor and type(v) is torch.Tensor
+
+
+def _is_traced(q: Any) -> bool:
+    """Whether anything but plain eager execution looks on: torch.compile, export, a dispatch mode, a subclass."""
+    return torch.compiler.is_compiling() or type(q) is not torch.Tensor or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _requires_grad(tensors: tuple[torch.Tensor | None, ...]) -> bool:
-    for tensor in tensors:
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -20,6 +20,7 @@ class AttentionCall:
         sink: whether a sink logit per head joins the softmax.
         aligned: whether q, k and v begin at, and step by, multiples of 16 bytes.
         needs_grad: whether a gradient will be asked for.
+        return_lse: whether lse is written.
         arch: ``"cpu"``, or a GPU architecture in the compiler's spelling: ``"sm_80"``, ``"sm_90a"``, ``"gfx942"``, ...
     """
 
@@ -30,6 +31,7 @@ class AttentionCall:
     sink: bool = False
     aligned: bool = True
     needs_grad: bool = False
+    return_lse: bool = True
     arch: str = "cpu"
 
     def __str__(self) -> str:

@@ -16,19 +16,15 @@ from .variant import Operands
 
 
 class Forward(Protocol):
-    """The forward pass of a backend, on validated arguments."""
+    """The forward pass of a backend, prepared for tensors of one shape."""
 
     def __call__(
-        self,
-        call: AttentionCall,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink: torch.Tensor | None,
-        operands: Operands,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """o (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q) for bshd tensors of any strides."""
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, operands: Operands
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """O (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q) for bshd tensors of any strides.
+
+        lse may be None where the call does not ask for it.
+        """
         ...
 
 
@@ -40,19 +36,20 @@ class Backend:
         name: what ``attention(backend=...)`` takes.
         summary: one line for people.
         refusal: why it does not run a call, or None where it does.
-        forward: the forward pass.
+        prepare: ``prepare(call, q.shape, k.shape, scale)`` is the forward pass for bshd tensors of these shapes; what
+            depends on sizes alone (which kernel, how it is launched) is decided here, once.
     """
 
     name: str
     summary: str
     refusal: Callable[[AttentionCall], str | None]
-    forward: Forward
+    prepare: Callable[[AttentionCall, torch.Size, torch.Size, float], Forward]
 
 
 # In order of preference: the first that accepts a call runs it.
 BACKENDS: tuple[Backend, ...] = (
-    Backend("tilelang", "TileLang kernels, for GPUs", tilelang_backend.refusal, tilelang_backend.forward),
-    Backend("torch", "PyTorch operations, for any device", torch_backend.refusal, torch_backend.forward),
+    Backend("tilelang", "TileLang kernels, for GPUs", tilelang_backend.refusal, tilelang_backend.prepare),
+    Backend("torch", "PyTorch operations, for any device", torch_backend.refusal, torch_backend.prepare),
 )
 
 

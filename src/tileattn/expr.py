@@ -16,12 +16,13 @@ import math as _math
 import operator
 import re
 from collections.abc import Callable
-from typing import Any, Union
+from typing import Any, TypeAlias
 
 import torch
 
-Number = Union[bool, int, float]
-Operand = Union["Expr", Number]
+Number = bool | int | float
+
+Operand: TypeAlias = "Expr | Number"
 
 _BOOL_OPS = {"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"}
 _FLOAT_OPS = {"div", "tanh", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "float"}
@@ -51,8 +52,8 @@ class Expr:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            "a mask or score modification cannot branch on its arguments with Python's `if`, `and`, `or`, `not` or `min`: "
-            "they are traced once for all positions; use tileattn.math.where, `&`, `|`, `~`, tileattn.math.minimum"
+            "a mask or score modification cannot branch on its arguments with Python's `if`, `and`, `or`, `not`, `min`: "
+            "they are traced once for all positions; use tileattn.math.where, `&`, `|`, `~` and tileattn.math.minimum"
         )
 
     def __index__(self) -> int:
@@ -105,7 +106,7 @@ class Expr:
         return apply("mod", other, self)
 
     def __pow__(self, exponent: int) -> Expr:
-        if not isinstance(exponent, int) or not 1 <= exponent <= 8:
+        if exponent not in range(1, 9):
             raise TypeError(f"a traced value can be raised to an integer power from 1 to 8, not to {exponent!r}")
         result = self
         for _ in range(exponent - 1):

@@ -12,7 +12,8 @@ Positions are aligned bottom-right, as in flash-attn: row ``i`` of the queries i
 so that the last query is at the last key. Ranges may reach outside ``[0, seqlen_k)``: callers clamp them.
 
 Masks combine with ``&`` and ``|``. To add one, subclass :class:`Mask` as a frozen dataclass: numbers and tensors among
-its fields are run-time values (another window size compiles nothing), a field that is ``None`` is known at compile time.
+its fields are run-time values (another window size compiles nothing); that a field is ``None`` is known at compile
+time.
 """
 
 from __future__ import annotations
@@ -166,7 +167,9 @@ class Documents(Mask):
             raise TypeError(f"Documents: ids must be an integer tensor, got {type(self.ids).__name__}")
         _check_integer("Documents: ids", self.ids)
         if self.ids.ndim not in (1, 2):
-            raise ValueError(f"Documents: ids must have shape (batch, seqlen) or (seqlen,), got {tuple(self.ids.shape)}")
+            raise ValueError(
+                f"Documents: ids must have shape (batch, seqlen) or (seqlen,), got {tuple(self.ids.shape)}"
+            )
         ids = self.ids if self.ids.ndim == 2 else self.ids[None]
         for name, value in zip(("first", "last", "run_start", "run_end"), _document_bounds(ids)):
             object.__setattr__(self, name, value.to(torch.int32).contiguous())
@@ -196,7 +199,7 @@ def _check_integer(name: str, tensor: torch.Tensor) -> None:
 
 
 def _document_bounds(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """first, last, run_start, run_end of :class:`Documents` for ids (batch, seqlen), without a device synchronisation."""
+    """first, last, run_start, run_end of :class:`Documents` for ids (batch, seqlen); does not wait for the device."""
     batch, seqlen = ids.shape
     position = torch.arange(seqlen, device=ids.device).expand(batch, seqlen)
     if seqlen == 0:

@@ -40,7 +40,7 @@ def tanh(x: Any) -> Any:
 
 
 def exp(x: Any) -> Any:
-    """e to the power x."""
+    """E to the power x."""
     return _unary("exp", x)
 
 
@@ -74,7 +74,7 @@ def cos(x: Any) -> Any:
     return _unary("cos", x)
 
 
-def abs(x: Any) -> Any:  # noqa: A001 - the field's name for it
+def abs(x: Any) -> Any:
     """Absolute value."""
     return _unary("abs", x)
 
@@ -97,7 +97,7 @@ def _extremum(op: str, on_tensors: Any, x: Any, y: Any) -> Any:
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
-    """x where the condition holds, y elsewhere; both are evaluated everywhere."""
+    """X where the condition holds, y elsewhere; both are evaluated everywhere."""
     if isinstance(condition, torch.Tensor):
         return torch.where(condition, x, y)
     if isinstance(condition, Expr):

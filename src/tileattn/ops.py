@@ -15,7 +15,14 @@ from .variant import Operands
 
 
 def make_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, variant: str, needs_grad: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    variant: str,
+    *,
+    needs_grad: bool = False,
+    return_lse: bool = True,
 ) -> AttentionCall:
     """The static facts of a call with these tensors (bshd)."""
     return AttentionCall(
@@ -26,6 +33,7 @@ def make_call(
         sink=sink is not None,
         aligned=is_aligned(q) and is_aligned(k) and is_aligned(v),
         needs_grad=needs_grad,
+        return_lse=return_lse,
         arch=device_arch(q.device),
     )
 
@@ -44,13 +52,15 @@ def forward(
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o (batch, seqlen_q, heads, head_dim_v) in q's dtype, contiguous, and lse (batch, heads, seqlen_q)."""
-    call = make_call(q, k, v, sink, variant, needs_grad=False)
+    call = make_call(q, k, v, sink, variant)
     operands = Operands(list(tensors), list(ints), list(floats))
-    return select(call, backend).forward(call, q, k, v, sink, operands, scale)
+    o, lse = select(call, backend).prepare(call, q.shape, k.shape, scale)(q, k, v, sink, operands)
+    assert lse is not None
+    return o, lse
 
 
 @forward.register_fake
-def _(q, k, v, sink, variant, tensors, ints, floats, scale, backend):  # type: ignore[no-untyped-def]
+def _(q, k, v, sink, variant, tensors, ints, floats, scale, backend):
     batch, seqlen_q, heads, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return (

@@ -23,7 +23,7 @@ def check_arguments(
     layout: str,
     scale: float | None,
 ) -> None:
-    """Raises TypeError or ValueError unless q, k, v (bshd) and the options make one attention call."""
+    """Raises TypeError or ValueError unless q, k, v (in `layout`) and the options make one attention call."""
     if layout != "bshd" and layout != "bhsd":
         raise ValueError(f'layout must be "bshd" or "bhsd", got {layout!r}')
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -31,8 +31,8 @@ def check_arguments(
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.ndim != 4:
             raise ValueError(
-                f"{name} must have 4 dimensions, (batch, seqlen, heads, head_dim) for layout='bshd', got shape "
-                f"{tuple(tensor.shape)}"
+                f"{name} must have 4 dimensions, (batch, seqlen, heads, head_dim) for layout='bshd', (batch, heads, "
+                f"seqlen, head_dim) for 'bhsd', got shape {tuple(tensor.shape)}"
             )
         if tensor.stride(3) != 1 and tensor.shape[3] > 1:
             raise ValueError(
@@ -47,7 +47,7 @@ def check_arguments(
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
     _check_shapes(q, k, v, layout)
     if sink is not None:
-        _check_sink(sink, q)
+        _check_sink(sink, q, q.shape[2 if layout == "bshd" else 1])
     if dropout_p != 0.0:
         raise NotImplementedError(f"dropout_p must be 0.0 (dropout is not there yet), got {dropout_p}")
     if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
@@ -55,6 +55,8 @@ def check_arguments(
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+    if layout == "bhsd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     batch, _, heads, head_dim = q.shape
     kv_batch, seqlen_k, kv_heads, head_dim_k = k.shape
     if kv_batch != batch or v.shape[0] != batch:
@@ -74,11 +76,11 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
         )
 
 
-def _check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
+def _check_sink(sink: torch.Tensor, q: torch.Tensor, heads: int) -> None:
     if not isinstance(sink, torch.Tensor) or not sink.dtype.is_floating_point:
         raise TypeError(f"sink must be a floating-point tensor, got {getattr(sink, 'dtype', type(sink).__name__)}")
-    if tuple(sink.shape) != (q.shape[2],):
-        raise ValueError(f"sink must have shape (heads,) = ({q.shape[2]},), got {tuple(sink.shape)}")
+    if tuple(sink.shape) != (heads,):
+        raise ValueError(f"sink must have shape (heads,) = ({heads},), got {tuple(sink.shape)}")
     if sink.device != q.device:
         raise ValueError(f"sink must be on q's device {q.device}, got {sink.device}")
 

@@ -25,6 +25,16 @@ from .expr import Expr, TensorSymbol, evaluate, parse, symbol
 from .masks import FunctionMask, Mask
 from .scores import ScoreMod
 
+
+def _constant_under_compile(fn: Any) -> Any:
+    """Marks a function that torch.compile runs while it traces, instead of tracing it.
+
+    The mark is what ``torch.compiler.assume_constant_result`` sets; that function itself would import all of Dynamo.
+    """
+    fn._dynamo_marked_constant = True
+    return fn
+
+
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -55,6 +65,11 @@ class Program:
     tensors: tuple[TensorSymbol, ...]
     ints: int
     floats: int
+
+    @property
+    def operands(self) -> int:
+        """How many operands there are."""
+        return len(self.tensors) + self.ints + self.floats
 
     def __str__(self) -> str:
         """The canonical text: equal texts mean equal kernels, in any process."""
@@ -119,8 +134,14 @@ def _encode_tensor(value: torch.Tensor, operands: Operands) -> str:
     return f"t:{str(value.dtype).removeprefix('torch.')}:{ones}"
 
 
-@functools.cache
+@_constant_under_compile
 def _field_names(cls: type) -> tuple[str, ...]:
+    """The operands' names of a class of masks or modifications."""
+    return _registered_fields(cls)
+
+
+@functools.cache
+def _registered_fields(cls: type) -> tuple[str, ...]:
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"{cls.__name__} must be a frozen dataclass, so that its operands are known")
     if _CLASSES.setdefault(cls.__name__, cls) is not cls:
@@ -129,8 +150,22 @@ def _field_names(cls: type) -> tuple[str, ...]:
 
 
 def _encode_function(fn: Callable[..., Any], arguments: tuple[str, ...], operands: Operands) -> str:
+    if torch.compiler.is_compiling():
+        return "{" + _constant_text(fn, arguments) + "}"
     text, tensors = _trace_function(fn, arguments)
     return "{" + ";".join([_encode_tensor(tensor, operands) for tensor in tensors] + [text]) + "}"
+
+
+@_constant_under_compile
+def _constant_text(fn: Callable[..., Any], arguments: tuple[str, ...]) -> str:
+    """A user's function under torch.compile, which runs this while it traces: its text is a constant of the graph."""
+    text, tensors = _trace_function(fn, arguments)
+    if tensors:
+        raise TypeError(
+            "under torch.compile a mask or score modification cannot be a function that captures a tensor; make it a "
+            "class: a frozen dataclass derived from tileattn.Mask or tileattn.ScoreMod with the tensor as a field"
+        )
+    return text
 
 
 def _trace_function(fn: Callable[..., Any], arguments: tuple[str, ...]) -> tuple[str, list[torch.Tensor]]:
@@ -147,7 +182,9 @@ def _trace_function(fn: Callable[..., Any], arguments: tuple[str, ...]) -> tuple
     result = _with_captures(fn, stand_in)(*map(symbol, arguments))
     if not isinstance(result, (Expr, bool, int, float)):
         name = getattr(fn, "__name__", type(fn).__name__)
-        raise TypeError(f"{name} must return a value computed from ({', '.join(arguments)}), got {type(result).__name__}")
+        raise TypeError(
+            f"{name} must return a value computed from ({', '.join(arguments)}), got {type(result).__name__}"
+        )
     return (str(result) if isinstance(result, Expr) else repr(result).lower()), captured
 
 
@@ -157,7 +194,11 @@ def _with_captures(fn: Callable[..., Any], replace: Callable[[Any], Any]) -> Cal
         return fn
     cells = tuple(types.CellType(replace(cell.cell_contents)) for cell in fn.__closure__ or ())
     names = {name for name in fn.__code__.co_names if isinstance(fn.__globals__.get(name), torch.Tensor)}
-    scope = {**fn.__globals__, **{name: replace(fn.__globals__[name]) for name in sorted(names)}} if names else fn.__globals__
+    scope = (
+        {**fn.__globals__, **{name: replace(fn.__globals__[name]) for name in sorted(names)}}
+        if names
+        else fn.__globals__
+    )
     defaults = tuple(map(replace, fn.__defaults__)) if fn.__defaults__ else None
     return types.FunctionType(fn.__code__, scope, fn.__name__, defaults, cells)
 
@@ -230,7 +271,7 @@ class _Reader:
     def _instance(self, name: str) -> Any:
         self._take(name + "(")
         cls = _CLASSES[name]
-        instance = object.__new__(cls)
+        instance: Any = object.__new__(cls)
         for index, field in enumerate(_field_names(cls)):
             if index:
                 self._take(",")
@@ -256,7 +297,9 @@ class _Reader:
         # The function's own t0, t1, ... are the variant's t<first>, ...
         tensors = {f"t{index}": tensor for index, tensor in enumerate(self.tensors[first:])}
         expr = parse(text, tensors)
-        values = {t.name: self.operands.tensors[first + i] for i, t in enumerate(tensors.values())} if self.operands else {}
+        values = (
+            {t.name: self.operands.tensors[first + i] for i, t in enumerate(tensors.values())} if self.operands else {}
+        )
         return functools.partial(_call_function, expr, values)
 
 
@@ -267,7 +310,7 @@ def _call_function(expr: Any, tensors: dict[str, torch.Tensor], *arguments: Any)
 
 
 def _subclasses(cls: type) -> dict[str, type]:
-    found = {}
+    found: dict[str, type] = {}
     for sub in cls.__subclasses__():
         found |= {sub.__name__: sub} | _subclasses(sub)
     return found

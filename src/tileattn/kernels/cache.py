@@ -1,7 +1,7 @@
 """Compiled kernels, kept on disk.
 
-One library a key, in the user's cache folder. A library is written to a temporary file and then renamed, under a lock,
-so that concurrent processes compile a kernel once and never see half of it; its size and checksum are kept beside it, so
+One library a key, in the user's cache folder. A library is written to a temporary file and then renamed, under a
+lock, so that concurrent processes compile a kernel once and never see half of it; its checksum is kept beside it, so
 that a truncated or foreign file is compiled over instead of loaded.
 """
 
@@ -50,7 +50,7 @@ class KernelCache:
         return path if whole else None
 
     def find_or_build(self, key: str, build: Callable[[Path], None]) -> Path:
-        """The library of a key; where it is missing or damaged, ``build(path)`` must write it to the path it is given.
+        """The library of a key; where it is missing or damaged, ``build(path)`` has to write it to a path.
 
         Raises:
             OSError: the folder cannot be written; the message names it and how to choose another.
@@ -67,7 +67,7 @@ class KernelCache:
                 return self.find(key) or self._build(key, path, build)
         except PermissionError as error:
             raise PermissionError(
-                f"the kernel cache {self.folder} cannot be written ({error}); set TILEATTN_CACHE_DIR to a folder that can"
+                f"the kernel cache {self.folder} cannot be written ({error}); set TILEATTN_CACHE_DIR to another folder"
             ) from error
 
     def _build(self, key: str, path: Path, build: Callable[[Path], None]) -> Path:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
+import math
+from collections.abc import Callable
 
 import torch
 
@@ -15,6 +18,7 @@ from .launch import forward_function
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 # Keys and values of the heads that run at the same time should stay in the L2 cache.
 L2_BYTES = 32 * 2**20
+MAX_GRID = 65535  # blocks in the grid's second and third dimension
 
 
 def refusal(call: AttentionCall) -> str | None:
@@ -35,38 +39,75 @@ def refusal(call: AttentionCall) -> str | None:
     return None
 
 
-def forward(
-    call: AttentionCall,
+def prepare(
+    call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """See :class:`tileattn.dispatch.Backend`."""
+    batch, seqlen_q, heads, _ = q_shape
+    _, seqlen_k, kv_heads, _ = k_shape
+    o_shape, lse_shape = (batch, seqlen_q, heads, call.head_dim_v), (batch, heads, seqlen_q)
+    if batch == 0 or seqlen_q == 0 or seqlen_k == 0:
+        return functools.partial(_without_keys, o_shape, lse_shape)
+    # The kernels take the maximum of unscaled scores, which is right for positive scales; with a modification (here the
+    # identity) they scale first.
+    if scale <= 0 and program(call.variant).score is None:
+        call = dataclasses.replace(call, variant=call.variant + "+{score}")
+    kernel = forward_function(dataclasses.replace(call, needs_grad=False))
+    scalars = (scale, heads // kv_heads, _heads_side_by_side(call, batch, seqlen_k, heads, kv_heads))
+    has_operands = bool(call.sink or (call.variant and program(call.variant).operands))
+
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, operands: Operands
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        o = q.new_empty(o_shape)
+        lse = q.new_empty(lse_shape, dtype=torch.float32) if call.return_lse else None
+        outputs = (o,) if lse is None else (o, lse)
+        if has_operands:
+            tensors = [_as_bytes(tensor) for tensor in operands.tensors]
+            sinks = () if sink is None else (sink.detach().float(),)
+            kernel(q, k, v, *outputs, *sinks, *tensors, *scalars, *operands.ints, *operands.floats)
+        else:
+            kernel(q, k, v, *outputs, *scalars)
+        return o, lse
+
+    return forward
+
+
+def _without_keys(
+    o_shape: tuple[int, ...],
+    lse_shape: tuple[int, ...],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     sink: torch.Tensor | None,
     operands: Operands,
-    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :class:`tileattn.dispatch.Forward`."""
-    batch, seqlen_q, heads, _ = q.shape
-    seqlen_k, kv_heads = k.shape[1], k.shape[2]
-    o = torch.empty((batch, seqlen_q, heads, call.head_dim_v), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device)
-    if batch == 0 or seqlen_q == 0:
-        return o, lse
-    if seqlen_k == 0:
-        o.zero_()
-        return o, lse.fill_(-torch.inf) if sink is None else lse.copy_(sink[None, :, None].expand_as(lse))
-    group = _group(call, seqlen_k, kv_heads, heads)
-    sinks = () if sink is None else (sink.float(),)
-    tensors = [_as_bytes(tensor) for tensor in operands.tensors] if operands.tensors else ()
-    forward_function(call)(q, k, v, o, lse, *sinks, *tensors, scale, group, *operands.ints, *operands.floats)
+    """Nothing to compute: no rows, or rows that see no key."""
+    o, lse = q.new_zeros(o_shape), q.new_full(lse_shape, -torch.inf, dtype=torch.float32)
+    if sink is not None:
+        lse.copy_(sink[None, :, None].expand_as(lse))
     return o, lse
 
 
-@functools.lru_cache(maxsize=4096)
-def _group(call: AttentionCall, seqlen_k: int, kv_heads: int, heads: int) -> int:
-    """How many query heads run side by side so that their keys and values fit into the L2 cache."""
-    bytes_per_kv_head = 2 * seqlen_k * (call.head_dim + call.head_dim_v)
-    return max(L2_BYTES // bytes_per_kv_head, 1) * (heads // kv_heads)
+def _heads_side_by_side(call: AttentionCall, batch: int, seqlen_k: int, heads: int, kv_heads: int) -> int:
+    """How many (batch, head) pairs to run side by side: as many as keep their keys and values in the L2 cache.
+
+    A divisor of all pairs, so that the grid has no gaps, and large enough for the grid's limit in the other direction.
+    """
+    pairs = batch * heads
+    bytes_per_kv_head = call.dtype.itemsize * seqlen_k * (call.head_dim + call.head_dim_v)
+    fitting = max(L2_BYTES // bytes_per_kv_head, 1) * (heads // kv_heads)
+    divisors = [d for d in _divisors(pairs) if pairs // d <= MAX_GRID]
+    return max((d for d in divisors if d <= fitting), default=divisors[0])
+
+
+@functools.lru_cache(maxsize=256)
+def _divisors(number: int) -> list[int]:
+    """In ascending order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Kernels read booleans as bytes."""
     return tensor.detach().view(torch.uint8) if tensor.dtype == torch.bool else tensor.detach()

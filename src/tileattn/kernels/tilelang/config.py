@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from ...call import AttentionCall
 
+# The warpgroup that issues TMA copies: TileLang adds it on sm_90, and it needs few registers.
+PRODUCER_THREADS, PRODUCER_REGISTERS = 128, 24
+
 
 @dataclass(frozen=True)
 class ForwardConfig:
@@ -16,13 +19,21 @@ class ForwardConfig:
         block_M: rows of Q in a tile.
         block_N: rows of K and V in a tile.
         num_stages: tiles of K and V in flight.
-        threads: per block, without the producer warps that TileLang adds on sm_90 and later.
+        threads: per block, without the producer warpgroup that TileLang adds on sm_90 and later.
+        blocks_per_sm: how many blocks must fit on one multiprocessor together (sm_90 only; 1 elsewhere).
     """
 
     block_M: int
     block_N: int
     num_stages: int
     threads: int
+    blocks_per_sm: int = 1
+
+    def consumer_registers(self) -> int:
+        """Registers per consumer thread when the producer warpgroup keeps 24 (sm_90: setmaxnreg)."""
+        block = 65536 // self.blocks_per_sm
+        launch = block // (self.threads + PRODUCER_THREADS) // 8 * 8 * (self.threads + PRODUCER_THREADS)
+        return min((launch - PRODUCER_THREADS * PRODUCER_REGISTERS) // self.threads // 8 * 8, 240)
 
 
 @dataclass(frozen=True)
@@ -49,8 +60,10 @@ ARCHITECTURES = {
 
 
 def padded(head_dim: int) -> int:
-    """The head dim as tiles hold it: a multiple of 16, as the matrix units take, of 32 or 64 where it is larger, so that
-    rows of shared memory can be swizzled. The padding is zeros that the copy into shared memory fills in."""
+    """The head dim as tiles hold it; the copy into shared memory fills the padding with zeros.
+
+    A multiple of 16, as the matrix units take; of 32 or 64 where it is larger, so that rows can be swizzled.
+    """
     step = 16 if head_dim <= 64 else 32 if head_dim <= 128 else 64
     return -(-head_dim // step) * step
 

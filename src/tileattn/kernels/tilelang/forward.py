@@ -27,7 +27,7 @@ from tilelang.language.eager.builder import Builder
 from ...call import AttentionCall
 from ...variant import Program, program
 from . import softmax
-from .config import ForwardConfig, padded
+from .config import PRODUCER_REGISTERS, ForwardConfig, padded
 from .expressions import Emitter
 from .mask import Visibility, apply_mask, apply_score
 
@@ -35,7 +35,11 @@ ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that
 
 
 def forward_kernel(call: AttentionCall, config: ForwardConfig) -> Any:
-    """The TileLang function for a call: ``forward(q, k, v, o, lse, [sink], *tensors, scale, group, *ints, *floats)``."""
+    """The TileLang function for a call.
+
+    ``forward(q, k, v, o, [lse], [sink], *tensors, scale, heads_per_kv_head, side_by_side, *ints, *floats)``, where the
+    last two lists and ``tensors`` are the variant's operands.
+    """
     traced = program(call.variant)
     sizes = SimpleNamespace(
         **{name: T.dynamic(name) for name in ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads")}
@@ -63,13 +67,19 @@ def _declare(builder: Builder, call: AttentionCall, traced: Program, sizes: Simp
     k = strided("k", [s.batch, s.seqlen_k, s.kv_heads, call.head_dim])
     v = strided("v", [s.batch, s.seqlen_k, s.kv_heads, call.head_dim_v])
     o = builder.prim_func_arg("o", T.Tensor([s.batch, s.seqlen_q, s.heads, call.head_dim_v], dtype))
-    lse = builder.prim_func_arg("lse", T.Tensor([s.batch, s.heads, s.seqlen_q], "float32"))
+    lse = None
+    if call.return_lse:
+        lse = builder.prim_func_arg("lse", T.Tensor([s.batch, s.heads, s.seqlen_q], "float32"))
     sink = builder.prim_func_arg("sink", T.Tensor([s.heads], "float32")) if call.sink else None
     operands = {symbol.name: builder.prim_func_arg(symbol.name, _operand(symbol)) for symbol in traced.tensors}
-    scale, group = scalar("scale", "float"), scalar("group", "int")
+    scale = scalar("scale", "float")
+    heads_per_kv_head, side_by_side = scalar("heads_per_kv_head", "int"), scalar("side_by_side", "int")
     operands |= {f"i{index}": scalar(f"i{index}", "int") for index in range(traced.ints)}
     operands |= {f"f{index}": scalar(f"f{index}", "float") for index in range(traced.floats)}
-    return SimpleNamespace(q=q, k=k, v=v, o=o, lse=lse, sink=sink, scale=scale, group=group, operands=operands)
+    return SimpleNamespace(
+        q=q, k=k, v=v, o=o, lse=lse, sink=sink, operands=operands,
+        scale=scale, heads_per_kv_head=heads_per_kv_head, side_by_side=side_by_side,
+    )  # fmt: skip
 
 
 def _operand(symbol: Any) -> Any:
@@ -80,30 +90,26 @@ def _operand(symbol: Any) -> Any:
     return T.StridedTensor(shape, strides, dtype)
 
 
-def tile_of_block(block: Any, group: Any, sizes: SimpleNamespace, block_M: int) -> tuple[Any, Any, Any]:
-    """Which (query tile, head, batch) a block of threads computes.
-
-    Heads go in groups whose keys and values fit into the L2 cache together; within a group the last query tiles come
-    first, since under a causal mask they take longest.
-    """
-    tiles = T.ceildiv(sizes.seqlen_q, block_M)
-    first = T.truncdiv(block, group * tiles) * group
-    width = T.min(group, sizes.batch * sizes.heads - first)  # the last group may be narrower
-    within = block - first * tiles
-    pair = first + T.truncmod(within, width)
-    tile = tiles - 1 - T.truncdiv(within, width)
-    return tile, T.truncmod(pair, sizes.heads), T.truncdiv(pair, sizes.heads)
+def _assume_aligned(*strides: Any) -> None:
+    """Tells the compiler that rows begin at multiples of 16 bytes, so that it copies 16 bytes at a time."""
+    for axes in strides:
+        for stride in axes[:-1]:
+            T.assume(stride % 8 == 0)
 
 
 def _body(call: AttentionCall, config: ForwardConfig, traced: Program, sizes: SimpleNamespace) -> Any:
     block_M, block_N = config.block_M, config.block_N
     dtype = str(call.dtype).removeprefix("torch.")
     head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
-    seqlen_q, seqlen_k, heads, kv_heads, batch = sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.kv_heads, sizes.batch
+    seqlen_q, seqlen_k, heads, batch = sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.batch
 
     @T.macro
     def body(arg):
-        with T.Kernel(T.ceildiv(seqlen_q, block_M) * heads * batch, threads=config.threads) as block:
+        # Blocks start in the order of the first grid dimension, then the second: `side_by_side` heads, whose keys and
+        # values fit into the L2 cache together, begin with their last query tiles, which a causal mask makes longest.
+        tiles = T.ceildiv(seqlen_q, block_M)
+        side = arg.side_by_side
+        with T.Kernel(side, tiles, T.truncdiv(batch * heads, side), threads=config.threads) as (bx, by, bz):
             q_shared = T.alloc_shared([block_M, head_dim], dtype)
             k_shared = T.alloc_shared([block_N, head_dim], dtype)
             v_shared = T.alloc_shared([block_N, head_dim_v], dtype)
@@ -117,14 +123,17 @@ def _body(call: AttentionCall, config: ForwardConfig, traced: Program, sizes: Si
             base = T.alloc_fragment([block_M], "float32")
             row_sum = T.alloc_fragment([block_M], "float32")
 
-            if call.aligned:  # lets rows be copied 16 bytes at a time; checked by the launcher
-                for tensor in (arg.q, arg.k, arg.v):
-                    for stride in tensor.strides[:-1]:
-                        T.assume(stride % 8 == 0)
-
-            tile, h, b = tile_of_block(block, arg.group, sizes, block_M)
-            kv_h = T.truncdiv(h, T.truncdiv(heads, kv_heads))
-            row = tile * block_M
+            if config.blocks_per_sm > 1:
+                T.annotate_min_blocks_per_sm(config.blocks_per_sm)
+                T.annotate_producer_reg_dealloc(PRODUCER_REGISTERS)
+                T.annotate_consumer_reg_alloc(config.consumer_registers())
+            if call.aligned:
+                _assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides)
+            # Held in variables: inlined wherever they are used, divisions would take the compiler most of its time.
+            h = T.alloc_var("int32", init=T.truncmod(bz * side + bx, heads))
+            b = T.alloc_var("int32", init=T.truncdiv(bz * side + bx, heads))
+            row = T.alloc_var("int32", init=(tiles - 1 - by) * block_M)
+            kv_h = T.truncdiv(h, arg.heads_per_kv_head)
             q_lo = row + seqlen_k - seqlen_q
             q_hi = T.min(q_lo + block_M, seqlen_k) - 1
 
@@ -161,6 +170,7 @@ def _body(call: AttentionCall, config: ForwardConfig, traced: Program, sizes: Si
             softmax.finish(l, base, alpha, acc_o, block_M, head_dim_v)
             T.copy(acc_o, o_shared)
             T.copy(o_shared, arg.o[b, row : row + block_M, h, 0:head_dim_v])
-            T.copy(l, arg.lse[b, h, row : row + block_M])
+            if call.return_lse:
+                T.copy(l, arg.lse[b, h, row : row + block_M])
 
     return body

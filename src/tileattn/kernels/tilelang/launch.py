@@ -43,7 +43,10 @@ def ensure_compiled(call: AttentionCall, config: ForwardConfig) -> Path:
 
 def cache_key(call: AttentionCall, config: ForwardConfig) -> str:
     """All that decides what the compiled kernel is."""
-    facts = f"{call.dtype} {call.head_dim} {call.head_dim_v} sink={call.sink} aligned={call.aligned} {call.arch}"
+    facts = (
+        f"{call.dtype} {call.head_dim} {call.head_dim_v} sink={call.sink} lse={call.return_lse} "
+        f"aligned={call.aligned} {call.arch}"
+    )
     return f"forward | {facts} | {config} | {program(call.variant)} | {_source_digest()} | {_toolchain()}"
 
 
@@ -86,13 +89,14 @@ def _device_compiler() -> str:
 
 @functools.cache
 def _runtime() -> Any:
-    """TVM's runtime, which launches kernels; a small part of TileLang's libraries."""
+    """TVM's runtime and TileLang's additions to it (tensor maps), without TileLang's Python package."""
     import tvm_ffi
 
     spec = importlib.util.find_spec("tilelang")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("tilelang is not installed: pip install tilelang")
-    ctypes.CDLL(str(Path(spec.origin).parent / "lib" / "libtvm_runtime.so"), mode=ctypes.RTLD_GLOBAL)
+    for name in ("libtvm_runtime.so", "libtilelang.so"):
+        ctypes.CDLL(str(Path(spec.origin).parent / "lib" / name), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
     return tvm_ffi
 
 

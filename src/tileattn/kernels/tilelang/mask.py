@@ -23,9 +23,7 @@ class Visibility:
         return self._clamped(self.program.full_range, b, h, q_lo, q_hi)
 
     def _clamped(self, bounds, b, h, q_lo, q_hi):
-        lo, hi = (
-            self.emit(bound, b=b, h=h, q_lo=q_lo, q_hi=q_hi, seqlen_k=self.seqlen_k) for bound in bounds
-        )
+        lo, hi = (self.emit(bound, b=b, h=h, q_lo=q_lo, q_hi=q_hi, seqlen_k=self.seqlen_k) for bound in bounds)
         return T.max(lo, 0), T.min(hi, self.seqlen_k)
 
     def allows(self, b, h, q, k):

@@ -1,13 +1,12 @@
 """The online softmax on fragments, shared by all schedules (Milakov & Gimelshein 2018, arXiv 1805.02867).
 
-For each row a kernel keeps ``m``, the largest score so far, ``l``, the sum of ``exp2(c * (s - m))``, and ``acc_o``,
-the sum of ``exp2(c * (s - m)) v``, where ``c`` turns scores into powers of two (``scale * log2 e``). A new tile of scores
+For each row a kernel keeps ``m``, the largest score so far, ``l``, the sum of ``exp2(c * (s - m))``, and ``acc_o``, the
+sum of ``exp2(c * (s - m)) v``, where ``c`` turns scores into powers of two (``scale * log2 e``). A new tile of scores
 raises ``m``; ``l`` and ``acc_o`` shrink by ``alpha = exp2(c * (m_old - m_new))`` and the tile is added.
 
-Fragments: ``acc_s`` (block_M, block_N), ``acc_o`` (block_M, head_dim_v), ``m``, ``l``, ``alpha``, ``base`` (block_M,), float32.
+Fragments, float32: ``acc_s`` (block_M, block_N), ``acc_o`` (block_M, head_dim_v); ``m``, ``l``, ``alpha``, ``base``,
+``row_sum`` (block_M,).
 """
-
-# ruff: noqa: B023
 
 import math
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ...call import AttentionCall
@@ -14,15 +16,15 @@ def refusal(call: AttentionCall) -> str | None:
     return None
 
 
-def forward(
-    call: AttentionCall,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
-    operands: Operands,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :class:`tileattn.dispatch.Forward`."""
-    mask, score_mods = restore(call.variant, operands)
-    return torch_forward(q, k, v, mask, score_mods, sink, scale)
+def prepare(
+    call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """See :class:`tileattn.dispatch.Backend`."""
+
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, operands: Operands
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        mask, score_mods = restore(call.variant, operands)
+        return torch_forward(q, k, v, mask, score_mods, sink, scale)
+
+    return forward
