@@ -53,9 +53,10 @@ def device_arch(device: torch.device) -> str:
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether every row of the tensor begins at a multiple of 16 bytes, as 128-bit and TMA copies need."""
+    """Whether rows (bshd) begin at multiples of 16 bytes, as 128-bit and TMA copies need, and none repeats another.
+
+    Only the batch may be expanded (stride 0).
+    """
     step = 16 // tensor.element_size()
-    for stride in tensor.stride()[:-1]:
-        if stride % step:
-            return False
-    return tensor.data_ptr() % 16 == 0
+    _, seqlen, heads, _ = tensor.stride()
+    return seqlen != 0 and heads != 0 and tensor.data_ptr() % 16 == 0 and not any(stride % step for stride in tensor.stride()[:-1])

@@ -61,6 +61,7 @@ def prepare(
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         o = q.new_empty(o_shape)
         lse = q.new_empty(lse_shape, dtype=torch.float32) if call.return_lse else None
+        q, k, v = _one_batch(q), _one_batch(k), _one_batch(v)
         outputs = (o,) if lse is None else (o, lse)
         if has_operands:
             tensors = [_as_bytes(tensor) for tensor in operands.tensors]
@@ -106,6 +107,11 @@ def _divisors(number: int) -> list[int]:
     """In ascending order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
+
+
+def _one_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that is expanded over the batch (stride 0, which tensor maps refuse), as its one batch."""
+    return tensor if tensor.stride(0) else tensor[0][None]
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -63,9 +63,10 @@ def _declare(builder: Builder, call: AttentionCall, traced: Program, sizes: Simp
         return builder.prim_func_arg(name, T.int32() if kind == "int" else T.float32())
 
     s = sizes
-    q = strided("q", [s.batch, s.seqlen_q, s.heads, call.head_dim])
-    k = strided("k", [s.batch, s.seqlen_k, s.kv_heads, call.head_dim])
-    v = strided("v", [s.batch, s.seqlen_k, s.kv_heads, call.head_dim_v])
+    # q, k and v may each have one batch for all (an expanded tensor: tensor maps cannot step by 0).
+    q = strided("q", [T.dynamic("q_batch"), s.seqlen_q, s.heads, call.head_dim])
+    k = strided("k", [T.dynamic("k_batch"), s.seqlen_k, s.kv_heads, call.head_dim])
+    v = strided("v", [T.dynamic("v_batch"), s.seqlen_k, s.kv_heads, call.head_dim_v])
     o = builder.prim_func_arg("o", T.Tensor([s.batch, s.seqlen_q, s.heads, call.head_dim_v], dtype))
     lse = None
     if call.return_lse:
@@ -147,11 +148,12 @@ def _body(call: AttentionCall, config: ForwardConfig, traced: Program, sizes: Si
             # Scores are scaled by score_mod's kernel itself, otherwise within the softmax's exponent.
             c = softmax.LOG2E if traced.score is not None else arg.scale * softmax.LOG2E
 
-            T.copy(arg.q[b, row : row + block_M, h, 0:head_dim], q_shared, disable_tma=not call.aligned)
+            q_b, k_b, v_b = (T.min(b, tensor.shape[0] - 1) for tensor in (arg.q, arg.k, arg.v))
+            T.copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], q_shared, disable_tma=not call.aligned)
             softmax.reset(m, l, acc_o)
             for step in T.Pipelined(count, num_stages=config.num_stages):
                 k_lo = (first + step) * block_N
-                T.copy(arg.k[b, k_lo : k_lo + block_N, kv_h, 0:head_dim], k_shared, disable_tma=not call.aligned)
+                T.copy(arg.k[k_b, k_lo : k_lo + block_N, kv_h, 0:head_dim], k_shared, disable_tma=not call.aligned)
                 T.gemm(q_shared, k_shared, acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
                 if traced.score is not None:
                     apply_score(acc_s, traced, emit, arg.scale, b, h, q_lo, k_lo, block_M, block_N)
@@ -160,7 +162,7 @@ def _body(call: AttentionCall, config: ForwardConfig, traced: Program, sizes: Si
                 softmax.update(acc_s, m, l, alpha, base, row_sum, c, block_M, block_N)
                 T.copy(acc_s, weights)
                 softmax.rescale(acc_o, alpha, block_M, head_dim_v)
-                T.copy(arg.v[b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v], v_shared, disable_tma=not call.aligned)
+                T.copy(arg.v[v_b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v], v_shared, disable_tma=not call.aligned)
                 T.gemm(weights, v_shared, acc_o, policy=ROWS)
 
             if call.sink:
