@@ -91,10 +91,14 @@ def _operand(symbol: Any) -> Any:
     return T.StridedTensor(shape, strides, dtype)
 
 
-def _assume_aligned(*strides: Any) -> None:
-    """Tells the compiler that rows begin at multiples of 16 bytes, so that it copies 16 bytes at a time."""
-    for axes in strides:
-        for stride in axes[:-1]:
+@T.macro
+def _assume_aligned(*tensors):
+    """Tells the compiler that rows begin at multiples of 16 bytes, so that it copies 16 bytes at a time.
+
+    A macro: in a plain function ``T.assume`` returns an expression that nobody emits.
+    """
+    for tensor in tensors:
+        for stride in tensor.strides[:-1]:
             T.assume(stride % 8 == 0)
 
 
@@ -129,7 +133,7 @@ def _body(call: AttentionCall, config: ForwardConfig, traced: Program, sizes: Si
                 T.annotate_producer_reg_dealloc(PRODUCER_REGISTERS)
                 T.annotate_consumer_reg_alloc(config.consumer_registers())
             if call.aligned:
-                _assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides)
+                _assume_aligned(arg.q, arg.k, arg.v)
             # Held in variables: inlined wherever they are used, divisions would take the compiler most of its time.
             h = T.alloc_var("int32", init=T.truncmod(bz * side + bx, heads))
             b = T.alloc_var("int32", init=T.truncdiv(bz * side + bx, heads))
