@@ -107,6 +107,8 @@ def _body(call: AttentionCall, config: ForwardConfig, traced: Program, sizes: Si
     dtype = str(call.dtype).removeprefix("torch.")
     head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
     seqlen_q, seqlen_k, heads, batch = sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.batch
+    # TileLang 0.1.15 cannot generate a guarded copy of more than four elements at once for AMD.
+    copy = {"disable_tma": not call.aligned} | ({"coalesced_width": 4} if call.arch.startswith("gfx") else {})
 
     @T.macro
     def body(arg):
@@ -153,11 +155,11 @@ def _body(call: AttentionCall, config: ForwardConfig, traced: Program, sizes: Si
             c = softmax.LOG2E if traced.score is not None else arg.scale * softmax.LOG2E
 
             q_b, k_b, v_b = (T.min(b, tensor.shape[0] - 1) for tensor in (arg.q, arg.k, arg.v))
-            T.copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], q_shared, disable_tma=not call.aligned)
+            T.copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], q_shared, **copy)
             softmax.reset(m, l, acc_o)
             for step in T.Pipelined(count, num_stages=config.num_stages):
                 k_lo = (first + step) * block_N
-                T.copy(arg.k[k_b, k_lo : k_lo + block_N, kv_h, 0:head_dim], k_shared, disable_tma=not call.aligned)
+                T.copy(arg.k[k_b, k_lo : k_lo + block_N, kv_h, 0:head_dim], k_shared, **copy)
                 T.gemm(q_shared, k_shared, acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
                 if traced.score is not None:
                     apply_score(acc_s, traced, emit, arg.scale, b, h, q_lo, k_lo, block_M, block_N)
@@ -166,7 +168,7 @@ def _body(call: AttentionCall, config: ForwardConfig, traced: Program, sizes: Si
                 softmax.update(acc_s, m, l, alpha, base, row_sum, c, block_M, block_N)
                 T.copy(acc_s, weights)
                 softmax.rescale(acc_o, alpha, block_M, head_dim_v)
-                T.copy(arg.v[v_b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v], v_shared, disable_tma=not call.aligned)
+                T.copy(arg.v[v_b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v], v_shared, **copy)
                 T.gemm(weights, v_shared, acc_o, policy=ROWS)
 
             if call.sink:
