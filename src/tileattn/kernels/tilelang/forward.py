@@ -91,15 +91,14 @@ def _operand(symbol: Any) -> Any:
     return T.StridedTensor(shape, strides, dtype)
 
 
-@T.macro
-def _assume_aligned(*tensors):
+def _assume_aligned(*strides: Any) -> None:
     """Tells the compiler that rows begin at multiples of 16 bytes, so that it copies 16 bytes at a time.
 
-    A macro: in a plain function ``T.assume`` returns an expression that nobody emits.
+    Emitted by hand: outside a macro ``T.assume`` only returns the expression.
     """
-    for tensor in tensors:
-        for stride in tensor.strides[:-1]:
-            T.assume(stride % 8 == 0)
+    for axes in strides:
+        for stride in axes[:-1]:
+            Builder.current().eval(T.assume(stride % 8 == 0))
 
 
 def _body(call: AttentionCall, config: ForwardConfig, traced: Program, sizes: SimpleNamespace) -> Any:
@@ -135,7 +134,7 @@ def _body(call: AttentionCall, config: ForwardConfig, traced: Program, sizes: Si
                 T.annotate_producer_reg_dealloc(PRODUCER_REGISTERS)
                 T.annotate_consumer_reg_alloc(config.consumer_registers())
             if call.aligned:
-                _assume_aligned(arg.q, arg.k, arg.v)
+                _assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides)
             # Held in variables: inlined wherever they are used, divisions would take the compiler most of its time.
             h = T.alloc_var("int32", init=T.truncmod(bz * side + bx, heads))
             b = T.alloc_var("int32", init=T.truncdiv(bz * side + bx, heads))
