@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import ops
-from .dispatch import select
+from .dispatch import Forward, select
 from .masks import Mask
 from .validation import check_arguments, check_operand_devices, check_variant
 from .variant import Operands, encode, normalize
@@ -102,11 +102,12 @@ def _variant_forward(
     if needs_grad or not _is_traced(q):
         call = ops.make_call(q, k, v, sink, variant, needs_grad=needs_grad, return_lse=return_lse)
         return select(call, backend).prepare(call, q.shape, k.shape, scale)(q, k, v, sink, operands)
-    return ops.forward(q, k, v, sink, variant, operands.tensors, operands.ints, operands.floats, scale, backend)
+    o, lse = ops.forward(q, k, v, sink, variant, operands.tensors, operands.ints, operands.floats, scale, backend)
+    return o, lse
 
 
 # Prepared forward passes of plain calls (no mask but causal, no modification, no sink), by all that they depend on.
-_PLANS: dict[tuple[Any, ...], Any] = {}
+_PLANS: dict[tuple[Any, ...], Forward] = {}
 _MAX_PLANS = 4096
 _NO_OPERANDS = Operands()
 
@@ -124,12 +125,16 @@ def _plain_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A plain eager call. Checks and choices are made once for equal metadata: a launch should cost the host little."""
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    key = (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
-        causal, scale, dropout_p, layout, return_lse, backend, grad,
-    )  # fmt: skip
-    forward = _PLANS.get(key)
+    try:
+        key = (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+            q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
+            causal, scale, dropout_p, layout, return_lse, backend, grad,
+        )  # fmt: skip
+        forward = _PLANS.get(key)
+    except (TypeError, RuntimeError):  # an option that cannot be hashed, a tensor without strides: the checks say which
+        _plan(q, k, v, causal, scale, dropout_p, layout, return_lse, backend, grad)
+        raise
     if forward is None:
         forward = _plan(q, k, v, causal, scale, dropout_p, layout, return_lse, backend, grad)
         if len(_PLANS) >= _MAX_PLANS:  # sizes may vary without end
@@ -137,7 +142,7 @@ def _plain_forward(
         _PLANS[key] = forward
     if layout == "bhsd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return forward(q, k, v, None, _NO_OPERANDS)  # type: ignore[no-any-return]
+    return forward(q, k, v, None, _NO_OPERANDS)
 
 
 def _plan(
@@ -151,7 +156,7 @@ def _plan(
     return_lse: bool,
     backend: str | None,
     needs_grad: bool,
-) -> Any:
+) -> Forward:
     check_arguments(q, k, v, None, dropout_p, layout, scale)
     q, k, v = _as_bshd(layout, q, k, v)
     variant, _ = encode(normalize(None, None, causal)[0], ())
@@ -162,7 +167,12 @@ def _plan(
 
 def _is_plain(q: Any, k: Any, v: Any) -> bool:
     """Whether q, k and v are plain tensors in plain eager execution."""
-    return not _is_traced(q) and type(k) is torch.Tensor and type(v) is torch.Tensor
+    return (
+        not _is_traced(q)
+        and type(k) is torch.Tensor
+        and type(v) is torch.Tensor
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def _is_traced(q: Any) -> bool:

@@ -58,5 +58,7 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     Only the batch may be expanded (stride 0).
     """
     step = 16 // tensor.element_size()
-    _, seqlen, heads, _ = tensor.stride()
-    return seqlen != 0 and heads != 0 and tensor.data_ptr() % 16 == 0 and not any(stride % step for stride in tensor.stride()[:-1])
+    batch, seqlen, heads, _ = tensor.stride()
+    if seqlen == 0 or heads == 0 or tensor.data_ptr() % 16:
+        return False
+    return not (batch % step or seqlen % step or heads % step)

@@ -53,7 +53,6 @@ BACKENDS: tuple[Backend, ...] = (
 )
 
 
-@functools.lru_cache(maxsize=4096)
 def select(call: AttentionCall, backend: str | None = None) -> Backend:
     """The backend that runs a call.
 
@@ -65,13 +64,22 @@ def select(call: AttentionCall, backend: str | None = None) -> Backend:
         ValueError: no backend has that name.
         NotImplementedError: the named backend (or every backend) refuses the call; the message says why.
     """
-    by_name = {candidate.name: candidate for candidate in BACKENDS}
-    if backend is not None and backend not in by_name:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, by_name))} or None, got {backend!r}")
+    if backend is not None and backend not in _NAMES:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, _NAMES))} or None, got {backend!r}")
+    return _select(call, backend)
+
+
+_NAMES = tuple(candidate.name for candidate in BACKENDS)
+
+
+@functools.lru_cache(maxsize=4096)
+def _select(call: AttentionCall, backend: str | None) -> Backend:
     reasons = []
-    for candidate in BACKENDS if backend is None else (by_name[backend],):
-        reason = candidate.refusal(call)
-        if reason is None:
-            return candidate
-        reasons.append(f"{candidate.name}: {reason}")
-    raise NotImplementedError(f"no backend runs this call ({call}): " + "; ".join(reasons))
+    for candidate in BACKENDS:
+        if backend is None or backend == candidate.name:
+            reason = candidate.refusal(call)
+            if reason is None:
+                return candidate
+            reasons.append(f"{candidate.name}: {reason}")
+    who = "no backend runs" if backend is None else f"backend={backend!r} does not run"
+    raise NotImplementedError(f"{who} this call ({call}): " + "; ".join(reasons))

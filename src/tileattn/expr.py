@@ -24,7 +24,9 @@ Number = bool | int | float
 
 Operand: TypeAlias = "Expr | Number"
 
-_BOOL_OPS = {"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"}
+_COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
+_LOGIC_OPS = {"and": "&", "or": "|", "not": "~"}
+_KEEP_BOOL = {"where", *_LOGIC_OPS}
 _FLOAT_OPS = {"div", "tanh", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "float"}
 _INT_SYMBOLS = re.compile(r"b|h|q|k|q_lo|q_hi|seqlen_k|i\d+")
 _FLOAT_SYMBOLS = re.compile(r"score|f\d+")
@@ -46,14 +48,15 @@ class Expr:
     def __str__(self) -> str:
         if self.op == "symbol":
             return str(self.args[0])
-        return f"({self.op} {' '.join(map(_text, self.args))})"
+        return f"({self.op} {' '.join(map(text_of, self.args))})"
 
     __repr__ = __str__
 
     def __bool__(self) -> bool:
         raise TypeError(
-            "a mask or score modification cannot branch on its arguments with Python's `if`, `and`, `or`, `not`, `min`: "
-            "they are traced once for all positions; use tileattn.math.where, `&`, `|`, `~` and tileattn.math.minimum"
+            "a mask or score modification cannot branch on its arguments with Python's `if`, `and`, `or`, `not`, "
+            "`min`: they are traced once for all positions; use tileattn.math.where, `&`, `|`, `~` and "
+            "tileattn.math.minimum"
         )
 
     def __index__(self) -> int:
@@ -232,8 +235,20 @@ def apply(op: str, *args: Operand) -> Any:
             )
     if not any(isinstance(arg, Expr) for arg in args):
         return _FOLD[op](*args)
+    if op in _LOGIC_OPS:
+        _check_logic(op, args)
     simple = _simplify(op, args)
     return simple if simple is not None else Expr(op, args, _result_dtype(op, args))
+
+
+def _check_logic(op: str, args: tuple[Operand, ...]) -> None:
+    """`&` and `|` join conditions, or the bits of integers; `~` negates a condition."""
+    kinds = {dtype_of(arg) for arg in args}
+    if kinds != {"bool"} and (kinds != {"int"} or op == "not"):
+        raise TypeError(
+            f"`{_LOGIC_OPS[op]}` in a mask or score modification takes conditions, such as (q >= k), not "
+            f"{' and '.join(dtype_of(arg) for arg in args)} values; compare them first"
+        )
 
 
 def _simplify(op: str, args: tuple[Operand, ...]) -> Operand | None:
@@ -252,12 +267,12 @@ def _simplify(op: str, args: tuple[Operand, ...]) -> Operand | None:
 
 
 def _result_dtype(op: str, args: tuple[Operand, ...]) -> str:
-    if op in _BOOL_OPS:
+    if op in _COMPARISONS:
         return "bool"
     if op in _FLOAT_OPS:
         return "float"
     kinds = [dtype_of(arg) for arg in (args[1:] if op == "where" else args)]
-    return "float" if "float" in kinds else "int" if "int" in kinds or op != "where" else "bool"
+    return "float" if "float" in kinds else "int" if "int" in kinds or op not in _KEEP_BOOL else "bool"
 
 
 def dtype_of(value: Operand) -> str:
@@ -280,8 +295,8 @@ _FOLD: dict[str, Callable[..., Any]] = {
     "ge": lambda x, y: x >= y,
     "eq": lambda x, y: x == y,
     "ne": lambda x, y: x != y,
-    "and": lambda x, y: x and y,
-    "or": lambda x, y: x or y,
+    "and": operator.and_,
+    "or": operator.or_,
     "not": lambda x: not x,
     "min": min,
     "max": max,
@@ -299,10 +314,12 @@ _FOLD: dict[str, Callable[..., Any]] = {
 }
 
 
-def _text(arg: Any) -> str:
+def text_of(arg: Any) -> str:
+    """One line that :func:`parse` reads back."""
     if isinstance(arg, bool):
         return "true" if arg else "false"
-    return repr(arg) if isinstance(arg, float) else str(arg)
+    # NumPy's floats and enumerations are floats and ints with a repr of their own.
+    return repr(float(arg)) if isinstance(arg, float) else str(int(arg)) if isinstance(arg, int) else str(arg)
 
 
 _TOKEN = re.compile(r"[()]|[^\s()]+")

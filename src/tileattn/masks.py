@@ -89,10 +89,8 @@ class SlidingWindow(Mask):
     def __post_init__(self) -> None:
         for name in ("left", "right"):
             size = getattr(self, name)
-            if size is not None and (not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool)):
-                raise TypeError(f"SlidingWindow: {name} must be an int or None, got {size!r}")
-            if isinstance(size, int) and not 0 <= size < 2**30:
-                raise ValueError(f"SlidingWindow: {name} must lie in 0 .. 2**30 - 1 (None: no bound), got {size}")
+            if size is not None:
+                _check_size(f"SlidingWindow: {name}", size, "an int or None")
 
     def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
         if self.left is None and self.right is None:
@@ -124,6 +122,12 @@ class PrefixLM(Mask):
 
     prefix: int | torch.Tensor
 
+    def __post_init__(self) -> None:
+        if isinstance(self.prefix, torch.Tensor):
+            _check_integer("PrefixLM: prefix", self.prefix)
+        else:
+            _check_size("PrefixLM: prefix", self.prefix, "an int or an integer tensor (batch,)")
+
     def _length(self, b: Any) -> Any:
         return self.prefix if isinstance(self.prefix, int) or not hasattr(self.prefix, "ndim") else load(self.prefix, b)
 
@@ -137,10 +141,8 @@ class PrefixLM(Mask):
         return 0, maximum(self._length(b), q_lo + 1)
 
     def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
-        if isinstance(self.prefix, torch.Tensor):
-            _check_integer("PrefixLM: prefix", self.prefix)
-            if tuple(self.prefix.shape) not in ((batch,), (1,)):
-                raise ValueError(f"PrefixLM: prefix must have shape ({batch},), got {tuple(self.prefix.shape)}")
+        if isinstance(self.prefix, torch.Tensor) and tuple(self.prefix.shape) not in ((batch,), (1,)):
+            raise ValueError(f"PrefixLM: prefix must have shape ({batch},), got {tuple(self.prefix.shape)}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +195,14 @@ class Documents(Mask):
             )
 
 
+def _check_size(name: str, size: Any, accepted: str) -> None:
+    """Sums of sizes and positions must stay within int32."""
+    if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
+        raise TypeError(f"{name} must be {accepted}, got {size!r}")
+    if not 0 <= size < 2**30:
+        raise ValueError(f"{name} must lie in 0 .. 2**30 - 1, got {size}")
+
+
 def _check_integer(name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
         raise TypeError(f"{name} must be an integer tensor, got {tensor.dtype}")
@@ -236,6 +246,10 @@ class FunctionMask(Mask):
     """
 
     fn: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise TypeError(f"FunctionMask: fn must be a function fn(b, h, q, k) -> bool, got {self.fn!r}")
 
     def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
         return self.fn(b, h, q, k)

@@ -38,10 +38,13 @@ class SoftCap(ScoreMod):
     cap: float
 
     def __post_init__(self) -> None:
-        if isinstance(self.cap, (int, float)):
-            if not 0 < self.cap < float("inf"):
-                raise ValueError(f"SoftCap: cap must be a positive finite number, got {self.cap}")
-            object.__setattr__(self, "cap", float(self.cap))
+        cap: Any = self.cap
+        if not isinstance(cap, (int, float, torch.SymFloat)) or isinstance(cap, bool):
+            raise TypeError(f"SoftCap: cap must be a number, got {cap!r}")
+        if not 0 < cap < float("inf"):
+            raise ValueError(f"SoftCap: cap must be a positive finite number, got {cap}")
+        if isinstance(cap, int):
+            object.__setattr__(self, "cap", float(cap))
 
     def __call__(self, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return self.cap * tanh(score / self.cap)

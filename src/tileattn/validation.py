@@ -29,6 +29,8 @@ def check_arguments(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
         if tensor.ndim != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions, (batch, seqlen, heads, head_dim) for layout='bshd', (batch, heads, "
@@ -49,8 +51,15 @@ def check_arguments(
     if sink is not None:
         _check_sink(sink, q, q.shape[2 if layout == "bshd" else 1])
     if dropout_p != 0.0:
-        raise NotImplementedError(f"dropout_p must be 0.0 (dropout is not there yet), got {dropout_p}")
-    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise NotImplementedError(f"dropout_p must be 0.0 (dropout is not there yet), got {dropout_p!r}")
+    if scale is not None:
+        _check_scale(scale)
+
+
+def _check_scale(scale: Any) -> None:
+    if not isinstance(scale, (int, float, torch.SymFloat)) or isinstance(scale, bool):
+        raise TypeError(f"scale must be a finite number or None, got {scale!r}")
+    if not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be a finite number or None, got {scale!r}")
 
 
@@ -76,7 +85,7 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
         )
 
 
-def _check_sink(sink: torch.Tensor, q: torch.Tensor, heads: int) -> None:
+def _check_sink(sink: Any, q: torch.Tensor, heads: int) -> None:
     if not isinstance(sink, torch.Tensor) or not sink.dtype.is_floating_point:
         raise TypeError(f"sink must be a floating-point tensor, got {getattr(sink, 'dtype', type(sink).__name__)}")
     if tuple(sink.shape) != (heads,):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .expr import Expr, TensorSymbol, evaluate, parse, symbol
+from .expr import Expr, TensorSymbol, evaluate, parse, symbol, text_of
 from .masks import FunctionMask, Mask
 from .scores import ScoreMod
 
@@ -80,8 +80,8 @@ class Program:
 def normalize(mask: Any, score_mod: Any, causal: bool) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
     """The mask and the tuple of score modifications that a user's arguments mean."""
     if mask is not None and not isinstance(mask, Mask):
-        if not callable(mask):
-            raise TypeError(f"mask must be a tileattn mask or a function mask(b, h, q, k), got {type(mask).__name__}")
+        if not callable(mask) or isinstance(mask, (type, ScoreMod)):
+            raise TypeError(f"mask must be a tileattn mask or a function mask(b, h, q, k), got {_described(mask)}")
         mask = FunctionMask(mask)
     if causal:
         mask = CAUSAL if mask is None else CAUSAL & mask
@@ -89,12 +89,17 @@ def normalize(mask: Any, score_mod: Any, causal: bool) -> tuple[Mask | None, tup
         return mask, ()
     mods = tuple(score_mod) if isinstance(score_mod, (list, tuple)) else (score_mod,)
     for mod in mods:
-        if not callable(mod):
+        if not callable(mod) or isinstance(mod, type):
             raise TypeError(
                 f"score_mod must be a function score_mod(score, b, h, q, k), a tileattn score modification, or a "
-                f"sequence of them, got {type(mod).__name__}"
+                f"sequence of them, got {_described(mod)}"
             )
     return mask, mods
+
+
+def _described(value: Any) -> str:
+    """The type of a wrong argument, or the class that was given in place of an instance."""
+    return f"the class {value.__name__} (not an instance)" if isinstance(value, type) else type(value).__name__
 
 
 def encode(mask: Mask | None, score_mods: Sequence[Callable[..., Any]]) -> tuple[str, Operands]:
@@ -119,12 +124,17 @@ def _encode(value: Any, operands: Operands) -> str:
         return f"{type(value).__name__}({fields})"
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, operands)
-    if isinstance(value, float):
-        operands.floats.append(value)
+    if isinstance(value, (float, torch.SymFloat)):
+        operands.floats.append(value)  # type: ignore[arg-type]
         return "f"
     if isinstance(value, (int, torch.SymInt)):
         operands.ints.append(value)  # type: ignore[arg-type]
         return "i"
+    if not callable(value):
+        raise TypeError(
+            f"the fields of a mask or score modification must be numbers, tensors, masks, score modifications or None, "
+            f"got {type(value).__name__}"
+        )
     return _encode_function(value, ("score", "b", "h", "q", "k"), operands)
 
 
@@ -185,7 +195,7 @@ def _trace_function(fn: Callable[..., Any], arguments: tuple[str, ...]) -> tuple
         raise TypeError(
             f"{name} must return a value computed from ({', '.join(arguments)}), got {type(result).__name__}"
         )
-    return (str(result) if isinstance(result, Expr) else repr(result).lower()), captured
+    return text_of(result), captured
 
 
 def _with_captures(fn: Callable[..., Any], replace: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -311,6 +321,7 @@ def _call_function(expr: Any, tensors: dict[str, torch.Tensor], *arguments: Any)
 
 def _subclasses(cls: type) -> dict[str, type]:
     found: dict[str, type] = {}
+    sub: type
     for sub in cls.__subclasses__():
         found |= {sub.__name__: sub} | _subclasses(sub)
     return found

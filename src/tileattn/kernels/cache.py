@@ -65,8 +65,8 @@ class KernelCache:
             with lock:
                 # Another process may have built it while this one waited.
                 return self.find(key) or self._build(key, path, build)
-        except PermissionError as error:
-            raise PermissionError(
+        except (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError) as error:
+            raise type(error)(
                 f"the kernel cache {self.folder} cannot be written ({error}); set TILEATTN_CACHE_DIR to another folder"
             ) from error
 
