@@ -7,11 +7,12 @@ that a truncated or foreign file is compiled over instead of loaded.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import filelock
@@ -59,26 +60,43 @@ class KernelCache:
         if found is not None:
             return found
         path = self.path(key)
-        try:
+        lock = filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S)
+        with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S)
-            with lock:
-                # Another process may have built it while this one waited.
-                return self.find(key) or self._build(key, path, build)
-        except (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError) as error:
-            raise type(error)(
-                f"the kernel cache {self.folder} cannot be written ({error}); set TILEATTN_CACHE_DIR to another folder"
-            ) from error
+            lock.acquire()
+        try:
+            # Another process may have built it while this one waited.
+            return self.find(key) or self._build(key, path, build)
+        finally:
+            lock.release()
 
     def _build(self, key: str, path: Path, build: Callable[[Path], None]) -> Path:
-        with tempfile.TemporaryDirectory(dir=self.folder, prefix=".build-") as scratch:
+        with self._writing():
+            folder = tempfile.TemporaryDirectory(dir=self.folder, prefix=".build-")
+        with folder as scratch:
             fresh = Path(scratch) / path.name
             build(fresh)
             record = Path(scratch) / "record.json"
-            record.write_text(json.dumps({"key": key, "sha256": _checksum(fresh), "bytes": fresh.stat().st_size}))
-            os.replace(fresh, path)
-            os.replace(record, path.with_suffix(".json"))
+            text = json.dumps({"key": key, "sha256": _checksum(fresh), "bytes": fresh.stat().st_size})
+            with self._writing():
+                record.write_text(text)
+                os.replace(fresh, path)
+                os.replace(record, path.with_suffix(".json"))
         return path
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Says of an error while the folder is written which folder it is, and how to choose another."""
+        try:
+            yield
+        except filelock.Timeout:
+            raise
+        except OSError as error:
+            # OSError chooses its subclass (PermissionError, ...) by the number.
+            raise OSError(
+                error.errno,
+                f"the kernel cache {self.folder} cannot be written ({error}); set TILEATTN_CACHE_DIR to another folder",
+            ) from error
 
 
 def _checksum(path: Path) -> str:

@@ -1,0 +1,137 @@
+"""What importing tileattn costs, and that arrows between its modules point down."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tileattn
+
+PACKAGE = Path(tileattn.__file__).parent
+
+
+# --- What is imported with it ---
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"{statement}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.fixture(scope="module")
+def added() -> set[str]:
+    """Modules that `import tileattn` loads beyond those of `import torch`."""
+    return modules_after("import torch, tileattn") - modules_after("import torch")
+
+
+def inside(modules: set[str], *packages: str) -> set[str]:
+    return {module for module in modules if any(f"{module}.".startswith(f"{package}.") for package in packages)}
+
+
+def test_neither_compilers_nor_what_only_some_need(added: set[str]) -> None:
+    heavy = ("tilelang", "tvm", "tvm_ffi", "triton", "transformers", "matplotlib", "gradio", "numpy", "rich", "typer")
+    assert inside(added, *heavy) == set()
+
+
+def test_no_part_of_torch_that_torch_itself_leaves_out(added: set[str]) -> None:
+    """Dynamo and Inductor cost a second and more."""
+    assert inside(added, "torch._dynamo", "torch._inductor", "torch._export", "sympy") == set()
+    assert len(inside(added, "torch")) <= 3
+
+
+def test_only_the_parts_of_tileattn_that_a_call_needs(added: set[str]) -> None:
+    assert inside(added, *(f"tileattn.{name}" for name in ("bench", "reference", "testing", "__main__"))) == set()
+    assert not [module for module in added if module.endswith((".tilelang.forward", ".tilelang.compile"))]
+    assert "tileattn.api" in added
+
+
+def test_little_is_imported_beside_it(added: set[str]) -> None:
+    """What remains: filelock, platformdirs, and modules of the standard library."""
+    others = {module.split(".")[0] for module in added} - set(sys.stdlib_module_names)
+    assert others <= {"tileattn", "filelock", "platformdirs", "torch"} | {m for m in others if m.startswith("_")}
+
+
+def test_a_call_on_a_cpu_imports_no_compiler() -> None:
+    call = "import torch, tileattn; x = torch.zeros(1, 4, 2, 16); tileattn.attention(x, x, x, causal=True)"
+    assert inside(modules_after(call), "tilelang", "triton", "torch._dynamo") == set()
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(hasattr(tileattn, name) for name in tileattn.__all__)
+    assert len(set(tileattn.__all__)) == len(tileattn.__all__)
+
+
+# --- Arrows ---
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> set[str]:
+    """All that a file imports, inside functions as well; absolute names, of tileattn's modules and their members."""
+    found = set()
+    package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            source = ".".join(filter(None, (base, node.module)))
+            found |= {f"{source}.{alias.name}" for alias in node.names}
+    return found
+
+
+def tileattn_imports(path: Path) -> set[str]:
+    """In names below the package: `masks.Causal`, `kernels.cache.KernelCache`."""
+    return {name.removeprefix("tileattn.") for name in imports_of(path) if name.startswith("tileattn.")}
+
+
+FILES = {module_name(path).removeprefix("tileattn."): path for path in sorted(PACKAGE.rglob("*.py"))}
+BACKENDS = sorted(path.name for path in (PACKAGE / "kernels").iterdir() if (path / "__init__.py").is_file())
+KERNELS = [name for name in FILES if name.split(".")[:1] == ["kernels"] and len(name.split(".")) > 1]
+CORE = ["masks", "scores", "expr", "math", "variant", "call"]
+
+
+def test_the_files_are_found() -> None:
+    """Else the tests below would hold of nothing."""
+    assert set(CORE) <= set(FILES)
+    assert {"tilelang", "torch"} <= set(BACKENDS)
+    assert "masks.FunctionMask" in tileattn_imports(FILES["variant"])
+    assert "kernels.cache.KernelCache" in tileattn_imports(FILES["kernels.tilelang.launch"])
+    assert "kernels.tilelang.forward.forward_kernel" in tileattn_imports(FILES["kernels.tilelang.launch"])
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_knows_nothing_above_it(name: str) -> None:
+    above = ("kernels", "dispatch", "api", "ops", "validation", "reference", "testing", "bench")
+    assert inside(tileattn_imports(FILES[name]), *above) == set()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_backend_imports_no_other_and_nothing_above_it(name: str) -> None:
+    mine = name.split(".")[1]
+    others = [f"kernels.{backend}" for backend in BACKENDS if backend != mine]
+    above = ("dispatch", "api", "ops", "validation", "reference", "testing", "bench")
+    assert inside(tileattn_imports(FILES[name]), *others, *above) == set()
+
+
+def test_the_reference_imports_no_backend() -> None:
+    reference = [name for name in FILES if name.split(".")[0] == "reference"]
+    assert reference
+    for name in reference:
+        assert inside(tileattn_imports(FILES[name]), "kernels", "dispatch", "api", "ops", "testing") == set(), name
+
+
+def test_operators_and_dispatch_lie_below_the_api() -> None:
+    for name in ("ops", "dispatch", "validation"):
+        assert inside(tileattn_imports(FILES[name]), "api") == set(), name
+    assert inside(tileattn_imports(FILES["api"]), "kernels", "reference", "testing", "bench") == set()
+    assert inside(tileattn_imports(FILES["dispatch"]), "ops") == set()
