@@ -108,8 +108,8 @@ class Expr:
     def __rmod__(self, other: Operand) -> Expr:
         return apply("mod", other, self)
 
-    def __pow__(self, exponent: int) -> Expr:
-        if exponent not in range(1, 9):
+    def __pow__(self, exponent: Any) -> Expr:
+        if not isinstance(exponent, int) or not 1 <= exponent <= 8:
             raise TypeError(f"a traced value can be raised to an integer power from 1 to 8, not to {exponent!r}")
         result = self
         for _ in range(exponent - 1):
@@ -157,6 +157,12 @@ class Expr:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Expr:
         """Lets functions written for FlexAttention (``torch.where``, ``torch.tanh``, ...) be traced as they are."""
         op = _TORCH_OPS.get(getattr(func, "__name__", ""))
+        if getattr(func, "__name__", "") == "__getitem__":
+            raise TypeError(
+                "a traced position met a tensor that is not known to be captured: those in a function's closure, "
+                "defaults, globals and functools.partial are; for others, make a class: a frozen dataclass derived "
+                "from tileattn.Mask or tileattn.ScoreMod with the tensor as a field"
+            )
         if op is None or kwargs:
             raise TypeError(
                 f"torch.{getattr(func, '__name__', func)} cannot be traced in a mask or score modification; "
@@ -207,9 +213,11 @@ class TensorSymbol:
 
     def __getitem__(self, index: Any) -> Expr:
         index = index if isinstance(index, tuple) else (index,)
-        if len(index) != self.ndim or not all(isinstance(i, (Expr, int)) for i in index):
+        numbers = all(isinstance(i, (Expr, int)) and dtype_of(i) == "int" for i in index)
+        if len(index) != self.ndim or not numbers:
             raise TypeError(
-                f"a captured tensor with {self.ndim} dimensions must be indexed with {self.ndim} positions, got {index}"
+                f"a captured tensor with {self.ndim} dimensions must be indexed with {self.ndim} integer positions, "
+                f"got {index}"
             )
         index = tuple(0 if one else i for i, one in zip(index, self.ones))
         kind = "bool" if self.dtype is torch.bool else "float" if self.dtype.is_floating_point else "int"
@@ -255,8 +263,9 @@ def _simplify(op: str, args: tuple[Operand, ...]) -> Operand | None:
     """Identities that composed masks produce; they keep keys short and generated code readable."""
     if op in ("and", "or"):
         for value, other in (args, args[::-1]):
-            if isinstance(value, bool):
-                return other if value == (op == "and") else value
+            # Not to a bare False or True where that is the result: Python's `~True` is -2.
+            if isinstance(value, bool) and value == (op == "and"):
+                return other
     if op in ("min", "max") and str(args[0]) == str(args[1]):
         return args[0]
     if op == "add" and any(type(arg) is int and arg == 0 for arg in args):
@@ -347,6 +356,8 @@ def _parse(tokens: list[str], at: int, tensors: dict[str, TensorSymbol]) -> tupl
         args.append(arg)
     if op == "load":
         return tensor[tuple(args)], at + 1
+    if op not in _FOLD and op != "size":
+        raise ValueError(f"no operation is called {op!r}")
     return (tensor.shape[args[0]] if op == "size" else apply(op, *args)), at + 1
 
 

@@ -200,6 +200,9 @@ def _trace_function(fn: Callable[..., Any], arguments: tuple[str, ...]) -> tuple
 
 def _with_captures(fn: Callable[..., Any], replace: Callable[[Any], Any]) -> Callable[..., Any]:
     """The function, with each tensor that its closure, globals or defaults hold replaced."""
+    if isinstance(fn, functools.partial):
+        keywords = {name: replace(value) for name, value in fn.keywords.items()}
+        return functools.partial(_with_captures(fn.func, replace), *map(replace, fn.args), **keywords)
     if not isinstance(fn, types.FunctionType):
         return fn
     cells = tuple(types.CellType(replace(cell.cell_contents)) for cell in fn.__closure__ or ())
@@ -210,7 +213,10 @@ def _with_captures(fn: Callable[..., Any], replace: Callable[[Any], Any]) -> Cal
         else fn.__globals__
     )
     defaults = tuple(map(replace, fn.__defaults__)) if fn.__defaults__ else None
-    return types.FunctionType(fn.__code__, scope, fn.__name__, defaults, cells)
+    copy = types.FunctionType(fn.__code__, scope, fn.__name__, defaults, cells)
+    if fn.__kwdefaults__:
+        copy.__kwdefaults__ = {name: replace(value) for name, value in fn.__kwdefaults__.items()}
+    return copy
 
 
 @functools.lru_cache(maxsize=1024)

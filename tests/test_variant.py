@@ -1,0 +1,751 @@
+"""Variants as values: traced expressions and their text, keys and operands, the masks' ranges, and what users write."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tileattn
+from tileattn import (
+    ALiBi,
+    Bias,
+    Causal,
+    Documents,
+    FunctionMask,
+    Mask,
+    PrefixLM,
+    ScoreMod,
+    SlidingWindow,
+    SoftCap,
+    attention,
+)
+from tileattn import math as tm
+from tileattn.expr import TensorSymbol, dtype_of, evaluate, parse, symbol, text_of
+from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
+from tileattn.variant import encode, normalize, program, restore
+
+POSITIONS = ("b", "h", "q", "k")
+examples = settings(deadline=None, derandomize=True)
+
+
+# --- Expressions: the same Python code on symbols and on tensors ---
+
+Function = Callable[..., Any]  # (score, b, h, q, k, t0, t1) -> value; t0 a float tensor (h,), t1 an int tensor (b, k)
+
+FLOAT_UNARY: list[Function] = [tm.tanh, tm.exp, tm.exp2, tm.sin, tm.cos, tm.abs, operator.neg, lambda x: x**3]
+FLOAT_BINARY: list[Function] = [operator.add, operator.sub, operator.mul, operator.truediv, tm.minimum, tm.maximum]
+INT_UNARY: list[Function] = [operator.neg, operator.abs, lambda x: x**2]
+INT_BINARY: list[Function] = [operator.add, operator.sub, operator.mul, tm.minimum, tm.maximum]
+COMPARISONS: list[Function] = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
+LOGIC: list[Function] = [operator.and_, operator.or_]
+
+
+def unary(op: Function, x: Function) -> Function:
+    return lambda *a: op(x(*a))
+
+
+def binary(op: Function, x: Function, y: Function) -> Function:
+    return lambda *a: op(x(*a), y(*a))
+
+
+def select(condition: Function, x: Function, y: Function) -> Function:
+    return lambda *a: tm.where(condition(*a), x(*a), y(*a))
+
+
+def constant(value: float) -> Function:
+    return lambda *a: value
+
+
+def argument(index: int) -> Function:
+    return lambda *a: a[index]
+
+
+int_leaves = st.sampled_from([argument(i) for i in range(1, 5)] + [lambda *a: a[6][a[1], a[4]]])
+float_leaves = st.sampled_from([argument(0), lambda *a: a[5][a[2]]])
+int_numbers = st.integers(-5, 5).map(constant)
+float_numbers = st.floats(-3, 3, allow_subnormal=False).map(lambda x: constant(float(f"{x:.3g}")))
+
+
+def with_a_leaf(op: Function, leaf: Function, other: Function, flip: bool) -> Function:
+    return binary(op, other, leaf) if flip else binary(op, leaf, other)
+
+
+def grown(leaves: st.SearchStrategy[Function], numbers: st.SearchStrategy[Function], one: Any, two: Any) -> Any:
+    """Values that depend on an argument; a number stands only beside one that does."""
+    return st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.builds(unary, st.sampled_from(one), inner),
+            st.builds(binary, st.sampled_from(two), inner, inner),
+            st.builds(with_a_leaf, st.sampled_from(two), inner, numbers, st.booleans()),
+        ),
+        max_leaves=5,
+    )
+
+
+def divided(op: Function, x: Function, by: int) -> Function:
+    return lambda *a: op(x(*a), by)
+
+
+ints = st.one_of(
+    grown(int_leaves, int_numbers, INT_UNARY, INT_BINARY),
+    st.builds(divided, st.sampled_from([operator.mod, operator.floordiv]), int_leaves, st.integers(1, 5)),
+)
+floats = grown(float_leaves, float_numbers, FLOAT_UNARY, FLOAT_BINARY)
+conditions = st.recursive(
+    st.one_of(
+        st.builds(binary, st.sampled_from(COMPARISONS), ints, st.one_of(ints, int_numbers)),
+        st.builds(binary, st.sampled_from(COMPARISONS), floats, st.one_of(floats, ints, float_numbers)),
+    ),
+    lambda inner: st.one_of(
+        st.builds(binary, st.sampled_from(LOGIC), inner, inner),
+        st.builds(binary, st.sampled_from(LOGIC), inner, st.booleans().map(constant)),
+        st.builds(unary, st.just(operator.invert), inner),
+    ),
+    max_leaves=3,
+)
+values = st.one_of(
+    ints,
+    floats,
+    conditions,
+    st.builds(select, conditions, floats, st.one_of(floats, ints, float_numbers)),
+    st.builds(select, conditions, ints, st.one_of(ints, int_numbers)),
+    st.builds(binary, st.sampled_from(FLOAT_BINARY[:3]), floats, ints),
+)
+
+TENSORS = {"t0": torch.tensor([0.5, -1.25]), "t1": torch.tensor([[3, 1, 2], [0, -4, 7]])}
+TENSOR_SYMBOLS = {
+    name: TensorSymbol(name, tensor.dtype, tuple(size == 1 for size in tensor.shape))
+    for name, tensor in TENSORS.items()
+}
+
+
+def grid() -> dict[str, Tensor]:
+    b, h, q, k = torch.meshgrid(*(torch.arange(n) for n in (2, 2, 4, 3)), indexing="ij")
+    score = torch.randn(b.shape, generator=torch.Generator().manual_seed(0))
+    return {"score": score, "b": b, "h": h, "q": q - 1, "k": k}
+
+
+def trace(function: Function) -> Any:
+    return function(*map(symbol, ("score", *POSITIONS)), *TENSOR_SYMBOLS.values())
+
+
+@settings(examples, max_examples=300)
+@given(values)
+def test_expressions_print_to_what_they_read_back_from(function: Function) -> None:
+    expr = trace(function)
+    text = text_of(expr)
+    again = parse(text, TENSOR_SYMBOLS)
+    assert text_of(again) == text
+    assert dtype_of(again) == dtype_of(expr)
+    assert "\n" not in text
+    assert "}" not in text  # a variant's key ends a function there
+    assert ";" not in text
+
+
+@settings(examples, max_examples=300)
+@given(values)
+def test_expressions_compute_what_the_function_does(function: Function) -> None:
+    expr = trace(function)
+    arguments = grid()
+    direct = function(*arguments.values(), *TENSORS.values())
+    got = evaluate(parse(text_of(expr), TENSOR_SYMBOLS), {**arguments, **TENSORS})
+    kind = "float" if direct.dtype.is_floating_point else "bool" if direct.dtype == torch.bool else "int"
+    assert dtype_of(expr) == kind
+    torch.testing.assert_close(torch.as_tensor(got).expand(direct.shape), direct, rtol=0, atol=0, equal_nan=True)
+
+
+@settings(examples, max_examples=50)
+@given(values)
+def test_evaluating_on_symbols_gives_the_expression_back(function: Function) -> None:
+    expr = trace(function)
+    assert text_of(evaluate(expr, {name: symbol(name) for name in ("score", *POSITIONS)})) == text_of(expr)
+
+
+@pytest.mark.parametrize("number", [0.1, 1e-30, -2.5e30, 1 / 3, math.inf, -math.inf, 7, -7, 2**31 - 1], ids=str)
+def test_numbers_survive_the_text_exactly(number: float) -> None:
+    text = str(symbol("score") * number)
+    assert evaluate(parse(text, {}), {"score": 1.0}) == number
+    assert type(parse(text, {}).args[1]) is type(number)
+
+
+@pytest.mark.parametrize(
+    ("expr", "text"),
+    [
+        (symbol("q") + 0, "q"),
+        (0 + symbol("q"), "q"),
+        (symbol("q") - 0, "q"),
+        (symbol("score") + 0.0, "(add score 0.0)"),
+        ((symbol("k") <= symbol("q")) & True, "(le k q)"),
+        (True & (symbol("k") <= symbol("q")), "(le k q)"),
+        ((symbol("k") <= symbol("q")) | False, "(le k q)"),
+        (tm.minimum(symbol("q"), symbol("q")), "q"),
+        (1 - symbol("q"), "(sub 1 q)"),
+        (tm.where(symbol("q") == 1, 1.0, symbol("score")), "(where (eq q 1) 1.0 score)"),
+        (symbol("q") & 1, "(and q 1)"),
+    ],
+)
+def test_text(expr: Any, text: str) -> None:
+    assert str(expr) == text
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_known_condition_can_be_negated(flag: bool) -> None:
+    """Python's own ~True is -2, which holds as well."""
+    q, k = torch.arange(4)[:, None], torch.arange(4)[None]
+    for function in (lambda q, k: ~((k <= q) | flag), lambda q, k: ~((k <= q) & flag)):
+        expr = function(symbol("q"), symbol("k"))
+        assert torch.equal(evaluate(parse(str(expr), {}), {"q": q, "k": k}), function(q, k))
+
+
+def test_the_bits_of_integers() -> None:
+    q, k = torch.arange(8)[:, None], torch.arange(8)[None]
+    for function in (lambda q, k: (q & 1) == 0, lambda q, k: (q | k) < 6, lambda q, k: ((q & 3) == k) | (k == 0)):
+        expr = function(symbol("q"), symbol("k"))
+        assert torch.equal(evaluate(parse(str(expr), {}), {"q": q, "k": k}), function(q, k))
+
+
+TORCH_FUNCTIONS: list[Function] = [
+    lambda s, q, k: torch.where(q >= k, s, 0.5 * s),
+    lambda s, q, k: torch.tanh(s) + torch.exp(-torch.abs(s)),
+    lambda s, q, k: torch.minimum(s, torch.maximum(q, k) * 0.5),
+    lambda s, q, k: torch.where(torch.logical_and(q > k, torch.logical_not(k == 0)), s, -s),
+    lambda s, q, k: torch.sin(s) * torch.cos(s) + torch.exp2(s) - torch.sqrt(torch.abs(s)),
+    lambda s, q, k: torch.log(torch.abs(s) + 1.0) + torch.log2(torch.abs(s) + 1.0),
+]
+
+
+@pytest.mark.parametrize("function", TORCH_FUNCTIONS)
+def test_functions_of_torch_are_traced_as_they_are(function: Function) -> None:
+    arguments = {name: x for name, x in grid().items() if name in ("score", "q", "k")}
+    expr = function(*map(symbol, arguments))
+    torch.testing.assert_close(evaluate(parse(str(expr), {}), arguments), function(*arguments.values()))
+
+
+@pytest.mark.parametrize("function", [tm.tanh, tm.exp, tm.exp2, tm.log, tm.log2, tm.sqrt, tm.sin, tm.cos, tm.abs])
+def test_functions_of_one_number(function: Function) -> None:
+    for x in (0.25, 1.0, 3.0):
+        on_tensor = function(torch.tensor(x, dtype=torch.float64)).item()
+        assert function(x) == pytest.approx(on_tensor, rel=1e-15, abs=1e-15)
+        assert evaluate(function(symbol("score")), {"score": x}) == function(x)
+
+
+def test_logarithm_of_zero() -> None:
+    assert tm.log(0.0) == tm.log2(0.0) == -math.inf
+
+
+@pytest.mark.parametrize(
+    "text", ["", "(", "(add q", "q k", ")", "(nothing q k)", "(add q k))", "unknown", "(load t9 q)"]
+)
+def test_text_that_is_no_expression(text: str) -> None:
+    with pytest.raises((ValueError, KeyError, IndexError)):
+        parse(text, {})
+
+
+# --- What cannot be traced ---
+
+slopes, table = torch.tensor([0.5, 0.25]), torch.arange(12).view(2, 6)
+
+
+def returns_none(b: Any, h: Any, q: Any, k: Any) -> None:
+    q >= k  # noqa: B015
+
+
+def branches(b: Any, h: Any, q: Any, k: Any) -> Any:
+    if q > 3:
+        return k <= q
+    return k == q
+
+
+UNTRACEABLE: list[tuple[str, Function, str]] = [
+    ("mask", branches, "cannot branch on its arguments .*tileattn.math.where"),
+    ("mask", lambda b, h, q, k: q >= k and q < 5, "cannot branch .*`&`"),
+    ("mask", lambda b, h, q, k: not q >= k, "cannot branch .*`~`"),
+    ("mask", lambda b, h, q, k: 0 <= k < q, "cannot branch"),
+    ("mask", lambda b, h, q, k: k <= min(q, 5), "cannot branch .*tileattn.math.minimum"),
+    ("mask", returns_none, r"returns_none must return a value computed from \(b, h, q, k\), got NoneType"),
+    ("mask", lambda b, h, q, k: (q >= k, k), "must return a value .*got tuple"),
+    ("mask", lambda b, h, q, k: "q >= k", "must return a value .*got str"),
+    ("mask", lambda b, h, q, k: ~q, "`~` .* takes conditions, .* not int values"),
+    ("mask", lambda b, h, q, k: q & (k == 1), "`&` .* takes conditions, .* not int and bool values"),
+    ("mask", lambda b, h, q, k: list(q), "one number, not a sequence"),
+    ("mask", lambda b, h, q, k: [True, False][q], r"cannot index this object; .*tileattn.math.load\(tensor, b, q\)"),
+    ("mask", lambda b, h, q, k: table[b] == k, "with 2 dimensions must be indexed with 2 integer positions"),
+    ("mask", lambda b, h, q, k: table[b, q, k] == k, "with 2 dimensions must be indexed with 2 integer positions"),
+    ("mask", lambda b, h, q, k: table[b, 1:] == k, "must be indexed with 2 integer positions, got"),
+    ("mask", lambda b, h, q, k: table[b, q + 0.5] == k, "indexed with .* integer positions, got"),
+    ("mask", lambda b, h, q, k: table[b, score_like] == k, "must be indexed with 2 integer positions, got"),
+    ("mask", lambda b, h, q, k: k <= "q", "met str 'q': only numbers, positions and elements"),
+    ("score_mod", lambda score, b, h, q, k: score * slopes, "met TensorSymbol .*only numbers, positions and elements"),
+    ("score_mod", lambda score, b, h, q, k: score * [1.0], "met list"),
+    ("score_mod", lambda score, b, h, q, k: score + 1j, "met complex"),
+    ("score_mod", lambda score, b, h, q, k: torch.erf(score), "torch.erf cannot be traced .*tileattn.math"),
+    ("score_mod", lambda score, b, h, q, k: torch.add(score, 1.0, alpha=2), "torch.add cannot be traced"),
+    ("score_mod", lambda score, b, h, q, k: torch.minimum(score, torch.ones(2)), r"torch tensor met .*`slopes\[h\]`"),
+    ("score_mod", lambda score, b, h, q, k: score**0.5, "integer power from 1 to 8, not to 0.5"),
+    ("score_mod", lambda score, b, h, q, k: score**q, "integer power from 1 to 8, not to q"),
+    ("score_mod", lambda score, b, h, q, k: None, "must return a value .*score, b, h, q, k.*, got NoneType"),
+    ("score_mod", lambda score, q, k: score, "positional arguments"),
+]  # fmt: skip
+score_like = "k"
+
+
+@pytest.mark.parametrize(("option", "function", "says"), UNTRACEABLE)
+def test_what_cannot_be_traced_says_so(option: str, function: Function, says: str) -> None:
+    q = torch.zeros(2, 6, 2, 8)
+    with pytest.raises(TypeError, match=says):
+        attention(q, q, q, **{option: function})
+
+
+# --- Ranges: sound for every tile ---
+
+
+class Positions:
+    """All (b, h, q, k) of a call, and the mask on them."""
+
+    def __init__(self, mask: Mask, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+        self.batch, self.heads, self.seqlen_q, self.seqlen_k = batch, heads, seqlen_q, seqlen_k
+        self.first = seqlen_k - seqlen_q  # the position of row 0
+        self.mask = mask
+        b, h, row, k = torch.meshgrid(*(torch.arange(n) for n in (batch, heads, seqlen_q, seqlen_k)), indexing="ij")
+        self.allowed = torch.as_tensor(mask.allows(b, h, row + self.first, k)).expand(b.shape)
+
+    def tiles(self) -> list[tuple[int, int]]:
+        """First and last row of every tile of every size."""
+        return [(lo, hi) for lo in range(self.seqlen_q) for hi in range(lo, self.seqlen_q)]
+
+    def ranges(self, lo: int, hi: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """kv_range and full_range of the tile of rows lo..hi, (batch, heads) each; clamped as callers do."""
+        b, h = torch.arange(self.batch)[:, None], torch.arange(self.heads)[None]
+        found = {}
+        for name in ("kv_range", "full_range"):
+            ends = getattr(self.mask, name)(
+                b, h, torch.tensor(lo + self.first), torch.tensor(hi + self.first), self.seqlen_k
+            )
+            begin, end = (torch.as_tensor(x).expand(self.batch, self.heads).clamp(0, self.seqlen_k) for x in ends)
+            found[name] = (begin, end)
+        return found
+
+
+def assert_sound(positions: Positions) -> None:
+    keys = torch.arange(positions.seqlen_k)
+    for lo, hi in positions.tiles():
+        allowed = positions.allowed[:, :, lo : hi + 1]
+        ranges = positions.ranges(lo, hi)
+        inside = {name: (keys >= begin[..., None]) & (keys < end[..., None]) for name, (begin, end) in ranges.items()}
+        assert not (allowed.any(dim=2) & ~inside["kv_range"]).any(), ("an allowed key is not visited", lo, hi, ranges)
+        assert not (inside["full_range"] & ~allowed.all(dim=2)).any(), (
+            "a forbidden key counts as seen",
+            lo,
+            hi,
+            ranges,
+        )
+
+
+def assert_tight(positions: Positions) -> None:
+    """kv_range begins and ends at a key that is seen; full_range is all that every row sees."""
+    keys = torch.arange(positions.seqlen_k)
+    for lo, hi in positions.tiles():
+        allowed = positions.allowed[:, :, lo : hi + 1]
+        seen, by_all = allowed.any(dim=2), allowed.all(dim=2)
+        ranges = positions.ranges(lo, hi)
+        begin, end = ranges["kv_range"]
+        some = seen.any(dim=-1)
+        first = torch.where(seen, keys, positions.seqlen_k).amin(-1)
+        last = torch.where(seen, keys, -1).amax(-1)
+        assert torch.equal(begin[some], first[some]), (lo, hi)
+        assert torch.equal(end[some], last[some] + 1), (lo, hi)
+        assert (end <= begin)[~some].all(), (lo, hi)
+        begin, end = ranges["full_range"]
+        assert torch.equal((end - begin).clamp(min=0), by_all.sum(-1)), (lo, hi)
+
+
+BATCH, HEADS = 2, 2
+lengths = st.integers(1, 9)
+sizes = st.one_of(st.none(), st.integers(0, 10), st.just(2**30 - 1))
+
+
+def windows() -> st.SearchStrategy[Mask]:
+    return st.builds(SlidingWindow, sizes, sizes)
+
+
+def prefixes() -> st.SearchStrategy[Mask]:
+    length = st.integers(0, 12)
+    tensor = st.lists(length, min_size=BATCH, max_size=BATCH).map(torch.tensor)
+    return st.builds(PrefixLM, st.one_of(length, tensor, length.map(lambda n: torch.tensor([n]))))
+
+
+def documents(seqlen_k: int, in_order: bool = False) -> st.SearchStrategy[Mask]:
+    row = st.lists(st.integers(-2, 3), min_size=seqlen_k, max_size=seqlen_k)
+    row = row.map(sorted) if in_order else row
+    return st.one_of(row, st.lists(row, min_size=BATCH, max_size=BATCH)).map(lambda ids: Documents(torch.tensor(ids)))
+
+
+FUNCTIONS: list[Function] = [
+    lambda b, h, q, k: (q + k + h) % 3 != b,
+    lambda b, h, q, k: (k % 4 == 0) | (q == k),
+]
+
+
+def any_mask(seqlen_k: int) -> st.SearchStrategy[Mask]:
+    simple = st.one_of(
+        st.builds(Causal),
+        windows(),
+        prefixes(),
+        documents(seqlen_k),
+        documents(seqlen_k, in_order=True),
+        st.sampled_from(FUNCTIONS).map(FunctionMask),
+    )
+    return st.recursive(
+        simple, lambda inner: st.builds(lambda x, y, both: x & y if both else x | y, inner, inner, st.booleans()),
+        max_leaves=4,
+    )  # fmt: skip
+
+
+@st.composite
+def positions(draw: Any, masks: Callable[[int], st.SearchStrategy[Mask]] = any_mask) -> Positions:
+    seqlen_q, seqlen_k = draw(lengths), draw(lengths)
+    return Positions(draw(masks(seqlen_k)), BATCH, HEADS, seqlen_q, seqlen_k)
+
+
+@settings(examples, max_examples=250)
+@given(positions())
+def test_ranges_are_sound(case: Positions) -> None:
+    assert_sound(case)
+
+
+@settings(examples, max_examples=30)
+@given(positions(lambda seqlen_k: st.builds(Causal)))
+def test_causal_is_tight(case: Positions) -> None:
+    assert_tight(case)
+
+
+@settings(examples, max_examples=60)
+@given(positions(lambda seqlen_k: windows()))
+def test_windows_are_tight(case: Positions) -> None:
+    assert_tight(case)
+
+
+@settings(examples, max_examples=60)
+@given(positions(lambda seqlen_k: prefixes()))
+def test_prefixes_are_tight(case: Positions) -> None:
+    assert_tight(case)
+
+
+@settings(examples, max_examples=60)
+@given(lengths.flatmap(lambda n: st.tuples(st.just(n), documents(n, in_order=True))))
+def test_documents_in_order_are_tight(case: tuple[int, Mask]) -> None:
+    seqlen, mask = case
+    assert_tight(Positions(mask, BATCH, HEADS, seqlen, seqlen))
+
+
+def test_documents_in_order_skip_tiles_and_masks() -> None:
+    """The numbers themselves: 4 documents of 64 in tiles of 32."""
+    mask = Documents(torch.arange(256) // 64)
+    tile = (torch.tensor(64), torch.tensor(95))
+    assert [int(x) for x in mask.kv_range(0, 0, *tile, 256)] == [64, 128]
+    assert [int(x) for x in mask.full_range(0, 0, *tile, 256)] == [64, 128]
+
+
+def test_or_joins_full_ranges_that_touch() -> None:
+    mask = PrefixLM(4) | SlidingWindow(2, 0)
+    lo, hi = (int(x) for x in mask.full_range(0, 0, torch.tensor(5), torch.tensor(5), 16))
+    assert (lo, hi) == (0, 6)
+
+
+@settings(examples, max_examples=100)
+@given(positions())
+def test_ranges_are_the_same_traced(case: Positions) -> None:
+    """What a kernel computes from its operands is what the mask says of itself."""
+    assume(case.seqlen_q > 2)
+    key, operands = encode(case.mask, ())
+    traced = program(key)
+    values = {
+        **{f"t{i}": x for i, x in enumerate(operands.tensors)},
+        **{f"i{i}": x for i, x in enumerate(operands.ints)},
+        "b": torch.arange(BATCH)[:, None],
+        "h": torch.arange(HEADS)[None],
+        "seqlen_k": case.seqlen_k,
+    }
+    for lo, hi in ((0, case.seqlen_q - 1), (1, 1), (1, 2)):
+        values |= {"q_lo": torch.tensor(lo + case.first), "q_hi": torch.tensor(hi + case.first)}
+        direct = case.ranges(lo, hi)
+        for name in ("kv_range", "full_range"):
+            for end, expected in zip(getattr(traced, name), direct[name]):
+                got = torch.as_tensor(evaluate(end, values)).expand(BATCH, HEADS).clamp(0, case.seqlen_k)
+                assert torch.equal(got, expected), (key, name)
+
+
+# --- Keys and operands ---
+
+
+def test_a_key_holds_code_and_not_values() -> None:
+    assert encode(Causal() & SlidingWindow(512, None), ())[0] == "And(Causal(),SlidingWindow(i,-))"
+    assert encode(SlidingWindow(1, 2), ())[0] == encode(SlidingWindow(3, 4), ())[0]
+    assert encode(SlidingWindow(1, 2), ())[0] != encode(SlidingWindow(1, None), ())[0]
+    assert encode(SlidingWindow(1, None), ())[0] != encode(SlidingWindow(None, 1), ())[0]
+    assert encode(None, [SoftCap(30.0)])[0] == encode(None, [SoftCap(50)])[0]
+    assert encode(None, [Bias(torch.zeros(1, 2, 3, 4))])[0] != encode(None, [Bias(torch.zeros(1, 1, 3, 4))])[0]
+    assert encode(None, [ALiBi(torch.zeros(4))])[0] != encode(None, [ALiBi(torch.zeros(4).half())])[0]
+    assert encode(None, ())[0] == ""
+
+
+def test_equal_functions_share_a_key() -> None:
+    keys = {encode(*normalize(None, f, False))[0] for f in (
+        lambda score, b, h, q, k: score + 0.5 * h,
+        lambda s, batch, head, i, j: s + 0.5 * head,
+    )}  # fmt: skip
+    assert len(keys) == 1
+
+
+def test_a_captured_number_is_part_of_the_key() -> None:
+    def shifted(by: float) -> Function:
+        return lambda score, b, h, q, k: score + by
+
+    keys = {encode(None, [shifted(by)])[0] for by in (0.1, 0.2, 1, 1.0, 0.1)}
+    assert len(keys) == 4
+
+
+@settings(examples, max_examples=100)
+@given(positions(), st.lists(st.integers(0, 3), max_size=3))
+@example(Positions(Causal(), BATCH, HEADS, 3, 3), [0, 1, 2, 3])
+def test_encode_and_restore_are_inverse(case: Positions, choice: list[int]) -> None:
+    bias = torch.randn(1, HEADS, case.seqlen_q, case.seqlen_k, generator=torch.Generator().manual_seed(0))
+    mods: list[Any] = [
+        SoftCap(2.0),
+        ALiBi(torch.tensor([0.5, 0.25])),
+        Bias(bias),
+        lambda s, b, h, q, k: s * slopes[h] + q,
+    ]
+    mods = [mods[i] for i in choice]
+    key, operands = encode(case.mask, mods)
+    mask, restored = restore(key, operands)
+    b, h, row, k = torch.meshgrid(
+        *(torch.arange(n) for n in (BATCH, HEADS, case.seqlen_q, case.seqlen_k)), indexing="ij"
+    )
+    q = row + case.first
+    assert mask is not None
+    assert torch.equal(torch.as_tensor(mask.allows(b, h, q, k)).expand(b.shape), case.allowed)
+    score = expected = torch.randn(b.shape, generator=torch.Generator().manual_seed(1))
+    for mod, again in zip(mods, restored, strict=True):
+        score, expected = again(score, b, h, q, k), mod(expected, b, h, q, k)
+    torch.testing.assert_close(score, expected, rtol=0, atol=0)
+    traced = program(key)
+    counted = len(operands.tensors) + len(operands.ints) + len(operands.floats)
+    assert (traced.operands, traced.ints) == (counted, len(operands.ints))
+
+
+def test_a_program_is_the_same_text_in_any_order_of_tracing() -> None:
+    key = encode(Causal() & PrefixLM(3), [SoftCap(1.0), lambda s, b, h, q, k: s + slopes[h]])[0]
+    first = str(program(key))
+    program.cache_clear()
+    program(encode(Documents(torch.arange(3)), ())[0])
+    assert str(program(key)) == first
+
+
+# --- Tensors that functions capture ---
+
+
+def in_closure() -> Function:
+    weights = torch.tensor([0.5, 0.25])
+    return lambda score, b, h, q, k: score * weights[h]
+
+
+def in_default(score: Any, b: Any, h: Any, q: Any, k: Any, weights: Any = torch.tensor([0.5, 0.25])) -> Any:  # noqa: B008
+    return score * weights[h]
+
+
+def in_keyword_default(score: Any, b: Any, h: Any, q: Any, k: Any, *, weights: Any = slopes) -> Any:
+    return score * weights[h]
+
+
+def in_globals(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score * slopes[h]
+
+
+def through_load(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score * tm.load(slopes, h)
+
+
+@pytest.mark.parametrize(
+    "function", [in_closure(), in_default, in_keyword_default, in_globals, through_load], ids=lambda f: f.__name__
+)
+def test_captured_tensors_are_operands(function: Function) -> None:
+    key, operands = encode(None, [function])
+    assert key == "+{t:float32:n;(mul score (load t0 h))}"
+    assert [tensor.tolist() for tensor in operands.tensors] == [[0.5, 0.25]]
+
+
+def test_tensors_of_partial_functions() -> None:
+    partial = functools.partial(lambda by, score, b, h, q, k, extra: score * by[h] + extra[h], slopes, extra=slopes + 1)
+    key, operands = encode(None, [partial])
+    assert key == "+{t:float32:n;t:float32:n;(add (mul score (load t1 h)) (load t0 h))}"
+    assert torch.equal(operands.tensors[0], slopes + 1)
+
+
+def test_tensors_that_are_not_found_say_so() -> None:
+    held = [slopes]
+    with pytest.raises(TypeError, match=r"met a tensor that is not known to be captured: .*make a class"):
+        encode(None, [lambda score, b, h, q, k: score * held[0][h]])
+    with pytest.raises(TypeError, match=r"met a tensor that is not known to be captured: .*make a class"):
+        encode(None, [lambda score, b, h, q, k: score * tm.load(held[0], h)])
+
+
+def test_two_captured_tensors_of_two_functions() -> None:
+    other = torch.tensor([[1, 2, 3]])
+
+    def mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score * slopes[h] + other[b, k]
+
+    key, operands = encode(FunctionMask(lambda b, h, q, k: other[b, k] > 1), [mod, in_globals])
+    assert key == (
+        "FunctionMask({t:int64:1n;(gt (load t0 0 k) 1)})"
+        "+{t:int64:1n;t:float32:n;(add (mul score (load t1 h)) (load t0 0 k))}+{t:float32:n;(mul score (load t0 h))}"
+    )
+    mask, mods = restore(key, operands)
+    k = torch.arange(3)
+    assert mask is not None
+    assert mask.allows(0, 0, 0, k).tolist() == [False, True, True]
+    assert mods[0](torch.ones(3), 0, 1, 0, k).tolist() == [1.25, 2.25, 3.25]
+
+
+def test_new_values_in_a_captured_tensor_are_seen() -> None:
+    weights = torch.tensor([1.0, 1.0])
+    q, k, v = (torch.randn(1, 4, 2, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+
+    def mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score * weights[h]
+
+    assert torch.equal(attention(q, k, v, score_mod=mod), attention(q, k, v, score_mod=lambda s, b, h, q, k: s * 1.0))
+    before = attention(q, k, v, score_mod=mod)
+    weights.fill_(0.0)
+    assert not torch.equal(attention(q, k, v, score_mod=mod), before)
+
+
+# --- Classes of users ---
+
+
+@dataclass(frozen=True, eq=False)
+class Dilated(Mask):
+    """Every `step`-th key backwards from the query."""
+
+    step: int
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k <= q) & ((q - k) % self.step == 0)
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> tuple[Any, Any]:
+        return 0, q_hi + 1
+
+
+@dataclass(frozen=True, eq=False)
+class Within(Mask):
+    """Another mask, for some heads."""
+
+    inner: Mask
+    heads: Tensor
+    bonus: int | None = None
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        seen = self.inner.allows(b, h, q, k) | (tm.load(self.heads, h) == 0)
+        return seen if self.bonus is None else seen | (k == self.bonus)
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled(ScoreMod):
+    """A factor, a tensor with a gradient, and nothing."""
+
+    factor: float
+    by_head: Tensor
+    nothing: None = None
+
+    def __call__(self, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score * self.factor + tm.load(self.by_head, h) * tm.tanh(score)
+
+
+@pytest.mark.parametrize(
+    ("mask", "mods"),
+    [
+        (Dilated(3), ()),
+        (Dilated(2) | SlidingWindow(1, 0), ()),
+        (Within(Dilated(2), torch.tensor([0, 1])), ()),
+        (Within(Causal(), torch.tensor([0, 1]), 5) & SlidingWindow(20, 20), ()),
+        (None, (Scaled(0.5, torch.tensor([0.1, 0.2])),)),
+        (Dilated(2), (Scaled(0.5, torch.tensor([0.1, 0.2])), SoftCap(1.0), in_globals)),
+    ],
+    ids=str,
+)
+def test_classes_of_users_run(mask: Mask | None, mods: tuple[Any, ...]) -> None:
+    q, k, v = (torch.randn(2, 33, 2, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    got = attention(q, k, v, mask=mask, score_mod=mods, return_lse=True)
+    arguments = (q, k, v, mask, mods)
+    assert_forward_accurate("user", got, oracle_attention(*arguments), eager_attention(*arguments))  # type: ignore[arg-type]
+
+
+def test_classes_of_users_have_gradients() -> None:
+    by_head = torch.tensor([0.1, 0.2], dtype=torch.float64, requires_grad=True)
+    q, k, v = (torch.randn(1, 4, 2, 3, dtype=torch.float64).requires_grad_() for _ in range(3))
+    assert torch.autograd.gradcheck(
+        lambda q, x: attention(q, k, v, score_mod=Scaled(0.5, x), mask=Dilated(2)), (q, by_head)
+    )
+
+
+def test_classes_of_users_are_keyed_by_their_name_and_fields() -> None:
+    assert encode(Within(Dilated(2), slopes, None), ())[0] == "Within(Dilated(i),t:float32:n,-)"
+    assert encode(Dilated(2), ())[0] == encode(Dilated(7), ())[0]
+
+
+def test_a_class_that_is_no_dataclass_says_so() -> None:
+    class Plain(Mask):
+        def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return k <= q
+
+    with pytest.raises(TypeError, match="Plain must be a frozen dataclass"):
+        encode(Plain(), ())
+
+
+def test_two_classes_with_one_name_say_so() -> None:
+    def made() -> type[Mask]:
+        @dataclass(frozen=True, eq=False)
+        class Twice(Mask):
+            def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+                return k <= q
+
+        return Twice
+
+    first, second = made(), made()
+    encode(first(), ())
+    encode(first(), ())
+    with pytest.raises(TypeError, match="two masks or score modifications are called 'Twice'"):
+        encode(second(), ())
+
+
+@pytest.mark.parametrize("value", ["text", [1, 2], 1j], ids=str)
+def test_a_field_that_is_no_operand_says_so(value: object) -> None:
+    with pytest.raises(
+        TypeError, match=f"fields of a mask or .* must be numbers, tensors, .* got {type(value).__name__}"
+    ):
+        encode(None, [Scaled(value, slopes)])  # type: ignore[arg-type]
+
+
+def test_masks_are_values_that_do_not_change() -> None:
+    for value in (Causal(), SlidingWindow(1, 2), SoftCap(3.0)):
+        for field in dataclasses.fields(value):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(value, field.name, 0)
+
+
+def test_public_names() -> None:
+    assert set(tm.__all__) >= {"where", "minimum", "maximum", "tanh", "exp", "load"}
+    assert tileattn.math is tm
