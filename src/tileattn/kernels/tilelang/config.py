@@ -98,7 +98,7 @@ def default(call: AttentionCall) -> ForwardConfig:
 def _preferences(call: AttentionCall) -> Iterator[ForwardConfig]:
     """Configurations from the best down; the first that is valid counts."""
     widest = max(padded(call.head_dim), padded(call.head_dim_v))
-    if call.arch == "sm_90a":
+    if call.arch == "sm_90a" and call.aligned:
         yield from _sm90(widest, call.variant)
     elif call.arch.startswith("gfx"):
         yield ForwardConfig(128, 64, 1, 256)
@@ -107,10 +107,9 @@ def _preferences(call: AttentionCall) -> Iterator[ForwardConfig]:
     else:
         if widest <= 128:
             yield ForwardConfig(128, 64, 2, 256 if widest > 64 else 128)
-        yield ForwardConfig(64, 64, 2, 128)
-        yield ForwardConfig(64, 64, 1, 128)
-        yield ForwardConfig(64, 32, 2, 128)
-        yield ForwardConfig(64, 32, 1, 128)
+        # Wide heads fill the registers: more than 32 keys at a time would spill.
+        yield ForwardConfig(128, 32, 2, 256)
+        yield ForwardConfig(128, 32, 1, 256)
 
 
 def _sm90(widest: int, variant: str) -> Iterator[ForwardConfig]:

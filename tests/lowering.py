@@ -1,0 +1,115 @@
+"""Lowers and assembles kernels for GPUs that are not here; shared by the tests of generated code."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import tilelang
+import torch
+
+from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap
+from tileattn.call import AttentionCall
+from tileattn.kernels.tilelang import config
+from tileattn.kernels.tilelang.compile import device_source
+from tileattn.kernels.tilelang.forward import forward_kernel
+from tileattn.variant import encode
+
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a", "gfx942")
+IDS = Documents(torch.arange(9) // 4)
+SLOPES, BIAS, SEEN = torch.ones(4), torch.ones(2, 4, 9, 9), torch.ones(9, dtype=torch.bool)
+
+
+def make_call(
+    mask: Mask | None = None,
+    *mods: object,
+    dim: int = 128,
+    dim_v: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    arch: str = "sm_90a",
+    **flags: bool,
+) -> AttentionCall:
+    """The static facts of a call; its kernel depends on nothing else."""
+    return AttentionCall(dtype, dim, dim_v or dim, encode(mask, mods)[0], arch=arch, **flags)  # type: ignore[arg-type]
+
+
+def user_score(score, b, h, q, k):  # type: ignore[no-untyped-def]
+    return score * 0.5 + h
+
+
+# Every mask, score modification, flag, and head dim at least once, each in the company that asks most of registers.
+CALLS = {
+    "plain": make_call(),
+    "plain-16": make_call(dim=16, dtype=torch.float16, return_lse=False),
+    "plain-256": make_call(dim=256),
+    "causal-64": make_call(Causal(), dim=64),
+    "causal-192/128": make_call(Causal(), dim=192, dim_v=128),
+    "window-96": make_call(SlidingWindow(5, 0), dim=96, dtype=torch.float16),
+    "documents-causal": make_call(IDS & Causal()),
+    "window-or-prefix-192": make_call(SlidingWindow(5, 3) | PrefixLM(3), dim=192, sink=True),
+    "captured-64/128": make_call(FunctionMask(lambda b, h, q, k: SEEN[k] | (q == k)), dim=64, dim_v=128),
+    "softcap-256": make_call(Causal(), SoftCap(30.0), dim=256),
+    "composed": make_call(PrefixLM(torch.ones(2).int()), ALiBi(SLOPES), Bias(BIAS), SoftCap(9.0), user_score, dim=40),
+    "unaligned": make_call(Causal(), aligned=False),
+}
+# Left out of `make test` for the time they take.
+SLOW_CALLS = {
+    "plain-40": make_call(dim=40, aligned=False, sink=True, dtype=torch.float16),
+    "plain-64": make_call(dim=64),
+    "plain-96": make_call(dim=96),
+    "plain-192": make_call(dim=192),
+    "plain-64/128": make_call(dim=64, dim_v=128),
+    "plain-192/128": make_call(dim=192, dim_v=128),
+    "causal": make_call(Causal()),
+    "causal-256": make_call(Causal(), dim=256),
+    "prefix": make_call(PrefixLM(3)),
+    "documents-96": make_call(IDS, dim=96),
+    "documents-causal-256": make_call(IDS & Causal(), dim=256, sink=True, dtype=torch.float16),
+    "function": make_call(FunctionMask(lambda b, h, q, k: (q + k + h) % 3 != 0)),
+    "alibi": make_call(Causal(), ALiBi(SLOPES)),
+    "bias": make_call(None, Bias(BIAS), dtype=torch.float16),
+    "bias-256": make_call(Causal(), Bias(BIAS), dim=256),
+    "composed-192": make_call(IDS & Causal(), ALiBi(SLOPES), Bias(BIAS), SoftCap(3.0), dim=192, sink=True),
+}
+
+
+def lower(call: AttentionCall, tile: config.ForwardConfig | None = None) -> str:
+    """The CUDA or HIP source of a call's kernel."""
+    return device_source(forward_kernel(call, tile or config.default(call)), call.arch)
+
+
+def on(arch: str, call: AttentionCall) -> AttentionCall:
+    """The same call on another architecture."""
+    return replace(call, arch=arch)
+
+
+def find_nvcc() -> str | None:
+    """The CUDA compiler on the path, in the toolkit's folder, or from pip."""
+    from tilelang.env import CUDA_HOME
+
+    places = [shutil.which("nvcc"), *(os.path.join(home, "bin", "nvcc") for home in (CUDA_HOME,) if home)]
+    return next((place for place in places if place and Path(place).is_file()), None)
+
+
+def assemble(nvcc: str, source: str, arch: str, folder: Path) -> str:
+    """What ptxas says about a kernel: registers, spills, warnings."""
+    root = Path(tilelang.__file__).parent
+    number = arch.removeprefix("sm_")
+    (folder / "kernel.cu").write_text(source)
+    command = [
+        *(nvcc, "-std=c++17", "--use_fast_math", f"-gencode=arch=compute_{number},code=sm_{number}"),
+        *("-Xptxas", "-v", "-cubin", f"-I{root}/src", f"-I{root}/3rdparty/cutlass/include", "-DENABLE_BF16"),
+        *("kernel.cu", "-o", "kernel.cubin"),
+    ]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stderr
+
+
+def numbers(pattern: str, text: str) -> list[int]:
+    """All numbers that a pattern's group finds."""
+    return [int(number) for number in re.findall(pattern, text)]
