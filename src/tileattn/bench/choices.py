@@ -64,14 +64,19 @@ def refuse(option: str, message: str) -> typer.BadParameter:
 def resolve_device(name: str) -> torch.device:
     """The device of `--device`."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return _indexed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     kind, _, index = name.partition(":")
     accepted = "auto, cpu" + (f", cuda:0 to cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "")
     known = kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
     numbered = not index or (kind == "cuda" and index.isdecimal() and int(index) < torch.cuda.device_count())
     if not (known and numbered):
         raise refuse("--device", f"{name!r} is not a device here; accepted: {accepted}")
-    return torch.device(name)
+    return _indexed(torch.device(name))
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Which GPU "cuda" means."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def choose_cases(

@@ -17,6 +17,10 @@ from tvm import arith, ir, runtime, tirx
 from tvm.target import Target
 from tvm.tirx import stmt_functor
 
+from .config import PRODUCER_THREADS
+
+WARP = 32
+
 PASSES = {"tl.enable_fast_math": True, "tl.disable_out_of_bound_warning": True}
 
 
@@ -52,8 +56,52 @@ def _pass_context() -> Any:
 def _lower(function: Any, context: BackendContext) -> tuple[Any, Any]:
     host, device, *_ = lower_to_host_device_ir(function, context)
     for name, kernel in list(device.functions.items()):
-        device.update_func(name, _constant_waits(kernel))
+        device.update_func(name, _one_producer_warp(_constant_waits(kernel)))
     return host, device
+
+
+def _one_producer_warp(kernel: Any) -> Any:
+    """Leaves the waiting and copying to the first warp of the producer warpgroup.
+
+    TileLang 0.1.15 lets all four warps wait for a free stage although only the first one issues copies. Nobody waits
+    for the other three: one that falls two turns behind takes the parity of a later turn for its own, misses it, and in
+    the end waits for a turn that never comes. Two blocks on one multiprocessor are enough to hang (seen on an H200).
+    All four warps still give back their registers, as setmaxnreg asks.
+    """
+    return kernel.with_body(stmt_functor.ir_transform(kernel.body, None, _rewrite_producer, ["tirx.IfThenElse"]))
+
+
+def _rewrite_producer(branch: Any) -> Any:
+    condition = branch.condition
+    if branch.else_case is None or not isinstance(condition, tirx.LT) or not _calls(branch.then_case, "tma_load"):
+        return None
+    if not isinstance(condition.b, tirx.IntImm) or int(condition.b) != PRODUCER_THREADS:
+        return None
+    if _stores(branch.then_case):
+        raise NotImplementedError("a producer warpgroup that stores by itself needs all of its warps")
+    statements = list(branch.then_case.seq) if isinstance(branch.then_case, tirx.SeqStmt) else [branch.then_case]
+    registers = [stmt for stmt in statements if _is_call(stmt, "set_max_nreg")]
+    rest = [stmt for stmt in statements if not _is_call(stmt, "set_max_nreg")]
+    first_warp = tirx.IfThenElse(condition.a < WARP, tirx.SeqStmt(rest) if len(rest) > 1 else rest[0], None)
+    producer = tirx.SeqStmt([*registers, first_warp]) if registers else first_warp
+    return tirx.IfThenElse(condition, producer, branch.else_case)
+
+
+def _is_call(stmt: Any, name: str) -> bool:
+    call = stmt.value if isinstance(stmt, tirx.Evaluate) else stmt
+    return isinstance(call, tirx.Call) and isinstance(call.op, ir.Op) and call.op.name.endswith(name)
+
+
+def _calls(stmt: Any, name: str) -> bool:
+    found: list[Any] = []
+    stmt_functor.post_order_visit(stmt, lambda node: found.append(node) if _is_call(node, name) else None)
+    return bool(found)
+
+
+def _stores(stmt: Any) -> bool:
+    found: list[Any] = []
+    stmt_functor.post_order_visit(stmt, lambda node: found.append(node) if isinstance(node, tirx.BufferStore) else None)
+    return bool(found)
 
 
 def _constant_waits(kernel: Any) -> Any:
@@ -72,7 +120,7 @@ def _rewrite_loop(loop: Any) -> Any:
 
     def rewrite(stmt: Any) -> Any:
         call = stmt.value
-        if not _is_wait_group(call) or isinstance(call.args[0], tirx.IntImm):
+        if not _is_call(call, "ptx_wait_group") or isinstance(call.args[0], tirx.IntImm):
             return None
         choice = None
         for index in reversed(range(int(loop.extent))):
@@ -86,6 +134,3 @@ def _rewrite_loop(loop: Any) -> Any:
         return None
     return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, loop.annotations)
 
-
-def _is_wait_group(expr: Any) -> bool:
-    return isinstance(expr, tirx.Call) and isinstance(expr.op, ir.Op) and expr.op.name.endswith("ptx_wait_group")
