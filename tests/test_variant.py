@@ -296,6 +296,9 @@ UNTRACEABLE: list[tuple[str, Function, str]] = [
     ("score_mod", lambda score, b, h, q, k: score**0.5, "integer power from 1 to 8, not to 0.5"),
     ("score_mod", lambda score, b, h, q, k: score**q, "integer power from 1 to 8, not to q"),
     ("score_mod", lambda score, b, h, q, k: None, "must return a value .*score, b, h, q, k.*, got NoneType"),
+    ("mask", lambda b, h, q, k: q - k, r"a mask must return a condition, .*, got the number \(sub q k\)"),
+    ("mask", lambda b, h, q, k: 1, "a mask must return a condition, .*, got the number 1"),
+    ("score_mod", lambda score, b, h, q, k: q >= k, r"a score_mod must return a number, got a condition \(ge q k\)"),
     ("score_mod", lambda score, q, k: score, "positional arguments"),
 ]  # fmt: skip
 score_like = "k"
@@ -306,6 +309,14 @@ def test_what_cannot_be_traced_says_so(option: str, function: Function, says: st
     q = torch.zeros(2, 6, 2, 8)
     with pytest.raises(TypeError, match=says):
         attention(q, q, q, **{option: function})
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_mask_may_be_the_same_everywhere(seen: bool) -> None:
+    q = torch.randn(1, 6, 2, 8)
+    got = attention(q, q, q, mask=lambda b, h, q, k: seen)
+    expected = attention(q, q, q) if seen else torch.zeros_like(got)
+    torch.testing.assert_close(got, expected)
 
 
 # --- Ranges: sound for every tile ---

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .expr import Expr, TensorSymbol, evaluate, parse, symbol, text_of
+from .expr import Expr, TensorSymbol, dtype_of, evaluate, parse, symbol, text_of
 from .masks import FunctionMask, Mask
 from .scores import ScoreMod
 
@@ -194,6 +194,12 @@ def _trace_function(fn: Callable[..., Any], arguments: tuple[str, ...]) -> tuple
         name = getattr(fn, "__name__", type(fn).__name__)
         raise TypeError(
             f"{name} must return a value computed from ({', '.join(arguments)}), got {type(result).__name__}"
+        )
+    is_mask, is_condition = arguments[0] != "score", dtype_of(result) == "bool"
+    if is_mask != is_condition:
+        raise TypeError(
+            f"{'a mask must return a condition, such as (q >= k)' if is_mask else 'a score_mod must return a number'}, "
+            f"got {'a condition' if is_condition else 'the number'} {text_of(result)}"
         )
     return text_of(result), captured
 
