@@ -101,6 +101,20 @@ def _assume_aligned(*strides: Any) -> None:
             Builder.current().eval(T.assume(stride % 8 == 0))
 
 
+def _has_no_producer(call: AttentionCall) -> bool:
+    """Whether all warps run the same code; else TileLang gives the copies by TMA to a warpgroup of their own."""
+    return not call.aligned or call.arch.startswith("gfx") or call.arch in ("sm_80", "sm_86", "sm_87", "sm_89")
+
+
+def _variable(value: Any) -> Any:
+    """Holds an integer in a variable.
+
+    The compiler inlines other values wherever they are used. Addresses that contain divisions take its prover most of
+    the time, and the kernel registers.
+    """
+    return T.alloc_var("int32", init=value)
+
+
 def _body(call: AttentionCall, config: ForwardConfig, traced: Program, sizes: SimpleNamespace) -> Any:
     block_M, block_N = config.block_M, config.block_N
     dtype = str(call.dtype).removeprefix("torch.")
@@ -108,6 +122,8 @@ def _body(call: AttentionCall, config: ForwardConfig, traced: Program, sizes: Si
     seqlen_q, seqlen_k, heads, batch = sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.batch
     # TileLang 0.1.15 cannot generate a guarded copy of more than four elements at once for AMD.
     copy = {"disable_tma": not call.aligned} | ({"coalesced_width": 4} if call.arch.startswith("gfx") else {})
+
+    held = _variable if _has_no_producer(call) else (lambda value: value)
 
     @T.macro
     def body(arg):
@@ -139,7 +155,7 @@ def _body(call: AttentionCall, config: ForwardConfig, traced: Program, sizes: Si
             h = T.alloc_var("int32", init=T.truncmod(bz * side + bx, heads))
             b = T.alloc_var("int32", init=T.truncdiv(bz * side + bx, heads))
             row = T.alloc_var("int32", init=(tiles - 1 - by) * block_M)
-            kv_h = T.truncdiv(h, arg.heads_per_kv_head)
+            kv_h = held(T.truncdiv(h, arg.heads_per_kv_head))
             q_lo = row + seqlen_k - seqlen_q
             q_hi = T.min(q_lo + block_M, seqlen_k) - 1
 
@@ -147,13 +163,13 @@ def _body(call: AttentionCall, config: ForwardConfig, traced: Program, sizes: Si
             visible = Visibility(traced, emit, seqlen_k)
             kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
             full_lo, full_hi = visible.full_range(b, h, q_lo, q_hi)
-            first = T.truncdiv(kv_lo, block_N)
+            first = held(T.truncdiv(kv_lo, block_N))
             # At least one tile, all masked where nothing is visible: the loads of Q are waited for inside the loop.
             count = T.max(T.ceildiv(kv_hi, block_N) - first, 1)
             # Scores are scaled by score_mod's kernel itself, otherwise within the softmax's exponent.
             c = softmax.LOG2E if traced.score is not None else arg.scale * softmax.LOG2E
 
-            q_b, k_b, v_b = (T.min(b, tensor.shape[0] - 1) for tensor in (arg.q, arg.k, arg.v))
+            q_b, k_b, v_b = (held(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v))
             T.copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], q_shared, **copy)
             softmax.reset(m, l, acc_o)
             for step in T.Pipelined(count, num_stages=config.num_stages):
