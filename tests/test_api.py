@@ -411,6 +411,13 @@ def test_bad_calls_are_refused_after_good_ones() -> None:
     assert plans == api._PLANS
 
 
+def test_strides_are_checked_again_where_shapes_are_known() -> None:
+    call()
+    for name, x in operands().items():
+        with pytest.raises(ValueError, match=message(name, "contiguous last dimension")):
+            call(**{name: x.transpose(2, 3).contiguous().transpose(2, 3)})
+
+
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_PLANS", {})
     monkeypatch.setattr(api, "_MAX_PLANS", 8)
