@@ -117,8 +117,6 @@ def _sm90(widest: int, variant: str) -> Iterator[ForwardConfig]:
     plain = not program(variant).operands and program(variant).score is None
     if widest <= 64 and plain:
         yield ForwardConfig(128, 64, 2, 256, blocks_per_sm=2)  # short rows: one block computes while another loads
-    if widest <= 128 and not variant:
-        yield ForwardConfig(128, 176, 2, 256)
     if widest <= 192:
         yield ForwardConfig(128, 128, 2, 256)
     if not variant:
