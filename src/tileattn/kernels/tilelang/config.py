@@ -105,9 +105,11 @@ def _preferences(call: AttentionCall) -> Iterator[ForwardConfig]:
         yield ForwardConfig(64, 64, 0, 128)
         yield ForwardConfig(64, 32, 0, 128)
     else:
-        if widest <= 128:
-            yield ForwardConfig(128, 64, 2, 128 if widest <= 64 and program(call.variant).score is None else 256)
-        # Wide heads fill the registers: more than 32 keys at a time would spill.
+        if widest <= 64 and program(call.variant).score is not None:
+            yield ForwardConfig(64, 64, 2, 128)  # half the scores per thread leave registers for the modification
+        if widest <= 128 and call.aligned:
+            yield ForwardConfig(128, 64, 2, 256 if widest > 64 else 128)
+        # Wide heads, and copies of single elements, fill the registers: more than 32 keys at a time would spill.
         yield ForwardConfig(128, 32, 2, 256)
         yield ForwardConfig(128, 32, 1, 256)
 
