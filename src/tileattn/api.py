@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import ops
-from .dispatch import Forward, select
+from .dispatch import Forward, prepare_forward, select
 from .masks import Mask
 from .validation import check_arguments, check_operand_devices, check_variant
 from .variant import Operands, encode, normalize
@@ -99,9 +99,14 @@ def _variant_forward(
     check_operand_devices(operands.tensors, q)
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     needs_grad = torch.is_grad_enabled() and _requires_grad((q, k, v, sink, *operands.tensors))
-    if needs_grad or not _is_traced(q):
+    traced = _is_traced(q)
+    if needs_grad or not traced:
         call = ops.make_call(q, k, v, sink, variant, needs_grad=needs_grad, return_lse=return_lse)
-        return select(call, backend).prepare(call, q.shape, k.shape, scale)(q, k, v, sink, operands)
+        if traced:  # sizes may be symbols, which no cache can hold
+            forward = select(call, backend).prepare(call, q.shape, k.shape, scale)
+        else:
+            forward = prepare_forward(call, backend, q.shape, k.shape, scale)
+        return forward(q, k, v, sink, operands)
     o, lse = ops.forward(q, k, v, sink, variant, operands.tensors, operands.ints, operands.floats, scale, backend)
     return o, lse
 
@@ -162,7 +167,7 @@ def _plan(
     variant, _ = encode(normalize(None, None, causal)[0], ())
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     call = ops.make_call(q, k, v, None, variant, needs_grad=needs_grad, return_lse=return_lse)
-    return select(call, backend).prepare(call, q.shape, k.shape, scale)
+    return prepare_forward(call, backend, q.shape, k.shape, scale)
 
 
 def _is_plain(q: Any, k: Any, v: Any) -> bool:

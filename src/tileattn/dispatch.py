@@ -64,12 +64,16 @@ def select(call: AttentionCall, backend: str | None = None) -> Backend:
         ValueError: no backend has that name.
         NotImplementedError: the named backend (or every backend) refuses the call; the message says why.
     """
-    if backend is not None and backend not in _NAMES:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, _NAMES))} or None, got {backend!r}")
+    _check_name(backend)
     return _select(call, backend)
 
 
 _NAMES = tuple(candidate.name for candidate in BACKENDS)
+
+
+def _check_name(backend: str | None) -> None:
+    if backend is not None and backend not in _NAMES:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, _NAMES))} or None, got {backend!r}")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -83,3 +87,18 @@ def _select(call: AttentionCall, backend: str | None) -> Backend:
             reasons.append(f"{candidate.name}: {reason}")
     who = "no backend runs" if backend is None else f"backend={backend!r} does not run"
     raise NotImplementedError(f"{who} this call ({call}): " + "; ".join(reasons))
+
+
+def prepare_forward(
+    call: AttentionCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
+) -> Forward:
+    """The forward pass of the backend that runs a call, for bshd tensors of these shapes; raises as :func:`select`."""
+    _check_name(backend)
+    return _prepare(call, backend, q_shape, k_shape, scale)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare(
+    call: AttentionCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
+) -> Forward:
+    return _select(call, backend).prepare(call, q_shape, k_shape, scale)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from .call import AttentionCall, device_arch, is_aligned
-from .dispatch import select
+from .dispatch import prepare_forward
 from .variant import Operands
 
 
@@ -56,7 +56,7 @@ def forward(
     """o (batch, seqlen_q, heads, head_dim_v) in q's dtype, contiguous, and lse (batch, heads, seqlen_q)."""
     call = make_call(q, k, v, sink, variant)
     operands = Operands(list(tensors), list(ints), list(floats))
-    o, lse = select(call, backend).prepare(call, q.shape, k.shape, scale)(q, k, v, sink, operands)
+    o, lse = prepare_forward(call, backend, q.shape, k.shape, scale)(q, k, v, sink, operands)
     assert lse is not None
     return o, lse
 

@@ -133,4 +133,3 @@ def _rewrite_loop(loop: Any) -> Any:
     if body.same_as(loop.body):
         return None
     return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, loop.annotations)
-
