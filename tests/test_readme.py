@@ -1,0 +1,39 @@
+"""The README's example runs, and its figures are those of the result file that it names."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_example_runs() -> None:
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert code is not None
+    scope: dict[str, object] = {}
+    exec(code[1], scope)
+    assert isinstance(scope["o"], torch.Tensor)
+    assert scope["o"].isfinite().all()
+
+
+def test_the_table_is_the_result_files() -> None:
+    name = re.search(r"\((benchmarks/results/[^)]*\.json)\)", README)
+    assert name is not None
+    rows = json.loads((ROOT / name[1]).read_text())["rows"]
+    measured = {(row["case"], row["backend"]): row["tflops"] for row in rows}
+    table = re.findall(
+        r"^\| \((\d+), (\d+), (\d+)(?: over (\d+))?\), (\d+), (full|causal) \| (\d+) \| (\d+) \| (\d+) \| ([\d.]+)×",
+        README,
+        re.M,
+    )
+    assert len(table) == 7
+    for batch, seqlen, heads, kv_heads, head_dim, variant, ours, fa2, cudnn, ratio in table:
+        case = f"D{head_dim} {variant} ({batch},{seqlen},{heads}{f'/{kv_heads}' if kv_heads else ''})"
+        figures = [measured[case, backend] for backend in ("tileattn", "fa2", "cudnn")]
+        assert [round(figure) for figure in figures] == [int(ours), int(fa2), int(cudnn)]
+        assert abs(figures[0] / figures[1] - float(ratio)) <= 0.01
