@@ -55,6 +55,7 @@ def test_kernel(call: AttentionCall, tmp_path: Path) -> None:
     source = lower(call)
     _check_instructions(call, source)
     _check_barriers(source)
+    _check_producer(call, source)
     _check_nothing_is_static(call, source)
     if call.arch in ASSEMBLED:
         nvcc = find_nvcc()
@@ -85,6 +86,14 @@ def _check_barriers(source: str) -> None:
     """A partial barrier that waits for part of a warpgroup never opens."""
     assert not [count for count in numbers(r"__sync_thread_partial\(\w+, (\d+)\)", source) if count % 128]
     assert not re.search(r"__sync_thread_partial(?!\(\w+, \d+\))", source)
+
+
+def _check_producer(call: AttentionCall, source: str) -> None:
+    """Only the warp that copies waits for free stages: any other could miss a turn and wait for ever."""
+    producers = source.split("warpgroup_reg_dealloc<")[1:]
+    assert len(producers) == (call.arch == "sm_90a" and call.aligned) or call.arch in ("sm_100a", "sm_120a")
+    for producer in producers:
+        assert re.match(r"\d+>\(\);\s*if \(\(\(int\)threadIdx\.x\) < 32\) \{", producer)
 
 
 def _check_nothing_is_static(call: AttentionCall, source: str) -> None:

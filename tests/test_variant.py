@@ -695,7 +695,7 @@ class Scaled(ScoreMod):
         (None, (Scaled(0.5, torch.tensor([0.1, 0.2])),)),
         (Dilated(2), (Scaled(0.5, torch.tensor([0.1, 0.2])), SoftCap(1.0), in_globals)),
     ],
-    ids=str,
+    ids=["own", "own-or-window", "nested", "nested-and-window", "own-score", "own-mask-and-scores"],
 )
 def test_classes_of_users_run(mask: Mask | None, mods: tuple[Any, ...]) -> None:
     q, k, v = (torch.randn(2, 33, 2, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))

@@ -1,4 +1,4 @@
-"""From a TileLang function to a shared library: lowering, a repair, and the export."""
+"""From a TileLang function to a shared library: lowering, two repairs, and the export."""
 
 from __future__ import annotations
 

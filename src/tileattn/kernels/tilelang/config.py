@@ -115,7 +115,7 @@ def _preferences(call: AttentionCall) -> Iterator[ForwardConfig]:
 
 
 def _sm90(widest: int, variant: str) -> Iterator[ForwardConfig]:
-    """Measured on an H200 (benchmarks/results). Tiles whose width is no multiple of 32 lower only without a mask."""
+    """Measured on an H200 (benchmarks/results)."""
     plain = not program(variant).operands and program(variant).score is None
     if widest <= 64 and plain:
         yield ForwardConfig(128, 64, 2, 256, blocks_per_sm=2)  # short rows: one block computes while another loads
