@@ -228,17 +228,20 @@ def test_warmup_compiles_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     result = invoke("warmup --arch sm_90a --head-dim 64,192/128 --variant full,causal+softcap50+sink --dtype fp16")
     assert result.exit_code == 1
     lines = result.output.splitlines()
-    assert lines[0].startswith("[1/4] float16 d64 full sm_90a: was in the cache")
-    assert lines[1].endswith("SoftCap(f) sink sm_90a: 3.2 s")
-    assert lines[3].startswith("[4/4] float16 d192/128")
-    assert lines[3].endswith(": no compiler")
+    # Each call twice, without lse and with it.
+    assert lines[0].startswith("[1/8] float16 d64 full sm_90a: was in the cache")
+    assert lines[1].endswith("d64 full lse sm_90a: 3.2 s")
+    assert "SoftCap(f) sink sm_90a" in lines[2]
+    assert lines[7].startswith("[8/8] float16 d192/128")
+    assert lines[7].endswith(": no compiler")
 
 
 @pytest.mark.parametrize("variant", ["full", "causal", "causal+documents4+bias", "window3+alibi+sink", "prefix2"])
 def test_a_warmed_kernel_is_the_one_that_a_call_wants(variant: str) -> None:
     given = problem.build(Case(3, 40, 40, 6, 2, 32, 32, variant, "bf16"), "cpu")
-    real = ops.make_call(given.q, given.k, given.v, given.sink, own.variant_key(given), needs_grad=False)
-    assert warmup.calls([(32, 32)], [variant], ["bf16"], "cpu") == [real]
+    key = own.variant_key(given)
+    real = [ops.make_call(given.q, given.k, given.v, given.sink, key, return_lse=lse) for lse in (False, True)]
+    assert warmup.calls([(32, 32)], [variant], ["bf16"], "cpu") == real
 
 
 @pytest.mark.parametrize(

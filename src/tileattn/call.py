@@ -36,7 +36,8 @@ class AttentionCall:
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
-        flags = [name for name in ("sink", "needs_grad") if getattr(self, name)] + ["unaligned"] * (not self.aligned)
+        flags = ["sink"] * self.sink + ["lse"] * self.return_lse + ["needs_grad"] * self.needs_grad
+        flags += ["unaligned"] * (not self.aligned)
         parts = [str(self.dtype).removeprefix("torch."), f"d{dims}", self.variant or "full", *flags, self.arch]
         return " ".join(parts)
 

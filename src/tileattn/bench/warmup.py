@@ -35,7 +35,10 @@ class Compiled:
 def calls(
     head_dims: Sequence[tuple[int, int]], variants: Sequence[str], dtypes: Sequence[str], arch: str
 ) -> list[AttentionCall]:
-    """All combinations of (head_dim, head_dim_v), variant names and dtype names (`cases.DTYPES`)."""
+    """All combinations of (head_dim, head_dim_v), variant names and dtype names (`cases.DTYPES`).
+
+    Each twice: kernels that return lse are others than those that do not.
+    """
     return [
         AttentionCall(
             dtype=DTYPES[dtype],
@@ -43,9 +46,10 @@ def calls(
             head_dim_v=head_dim_v,
             variant=_key(variant),
             sink="sink" in variant.split("+"),
+            return_lse=return_lse,
             arch=arch,
         )
-        for dtype, (head_dim, head_dim_v), variant in product(dtypes, head_dims, variants)
+        for dtype, (head_dim, head_dim_v), variant, return_lse in product(dtypes, head_dims, variants, (False, True))
     ]
 
 
