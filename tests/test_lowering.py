@@ -30,9 +30,6 @@ from tileattn.call import AttentionCall
 from tileattn.kernels.tilelang import config, launch
 from tileattn.kernels.tilelang.config import ForwardConfig
 
-# Architectures that compile the same code as another one that is here in full, up to sizes.
-LIKE_ANOTHER = {"sm_89": "sm_80", "sm_100a": "sm_80", "sm_120a": "sm_80"}
-QUICK_THERE = ("plain-256", "documents-causal", "composed", "unaligned")
 ASSEMBLED = ("sm_80", "sm_90a")
 
 # ptxas: wgmma instructions run one after the other, or setmaxnreg is ignored. Each costs half the speed.
@@ -43,8 +40,7 @@ def _kernels() -> list[object]:
     found = []
     for arch in ARCHITECTURES:
         for name, call in (CALLS | SLOW_CALLS).items():
-            quick = name in CALLS and (arch not in LIKE_ANOTHER or name in QUICK_THERE)
-            marks = [] if quick else [pytest.mark.slow]
+            marks = [] if name in CALLS else [pytest.mark.slow]
             found.append(pytest.param(on(arch, call), id=f"{arch}-{name}", marks=marks))
     return found
 
