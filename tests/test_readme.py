@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -37,3 +38,22 @@ def test_the_table_is_the_result_files() -> None:
         figures = [measured[case, backend] for backend in ("tileattn", "fa2", "cudnn")]
         assert [round(figure) for figure in figures] == [int(ours), int(fa2), int(cudnn)]
         assert abs(figures[0] / figures[1] - float(ratio)) <= 0.01
+
+
+def test_the_totals_are_the_result_files() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/fa-h200-2026-11-20.json").read_text())["rows"]
+    ms = {(row["case"], row["backend"]): row["ms"] for row in rows}
+
+    def speed_against(peer: str) -> list[float]:
+        return [ms[case, peer] / ours for (case, name), ours in ms.items() if name == "tileattn" and (case, peer) in ms]
+
+    fa2, cudnn = speed_against("fa2"), speed_against("cudnn")
+    assert f"all {len(fa2)} rows that FA-2 runs" in README
+    # The lowest is cut, not rounded: 1.295 is no 1.30.
+    totals = f"{_geometric_mean(fa2):.2f}× (geometric mean), {math.floor(min(fa2) * 100) / 100}× to {max(fa2):.2f}×"
+    assert totals in README
+    assert f"geometric mean over all {len(cudnn)} rows is {_geometric_mean(cudnn):.2f}×" in README
+
+
+def _geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))

@@ -80,6 +80,10 @@ def _as_bshd(layout: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     return (q, k, v) if layout == "bshd" else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
 
 
+def _scale(scale: float | None, q: torch.Tensor) -> float:
+    return 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+
+
 def _variant_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -97,7 +101,7 @@ def _variant_forward(
     check_variant(normal_mask, mods, q, k)
     variant, operands = encode(normal_mask, mods)
     check_operand_devices(operands.tensors, q)
-    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    scale = _scale(scale, q)
     needs_grad = torch.is_grad_enabled() and _requires_grad((q, k, v, sink, *operands.tensors))
     traced = _is_traced(q)
     if needs_grad or not traced:
@@ -145,8 +149,7 @@ def _plain_forward(
         if len(_PLANS) >= _MAX_PLANS:  # sizes may vary without end
             _PLANS.clear()
         _PLANS[key] = forward
-    if layout == "bhsd":
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    q, k, v = _as_bshd(layout, q, k, v)
     return forward(q, k, v, None, _NO_OPERANDS)
 
 
@@ -165,7 +168,7 @@ def _plan(
     check_arguments(q, k, v, None, dropout_p, layout, scale)
     q, k, v = _as_bshd(layout, q, k, v)
     variant, _ = encode(normalize(None, None, causal)[0], ())
-    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    scale = _scale(scale, q)
     call = ops.make_call(q, k, v, None, variant, needs_grad=needs_grad, return_lse=return_lse)
     return prepare_forward(call, backend, q.shape, k.shape, scale)
 

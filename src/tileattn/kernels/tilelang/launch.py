@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,8 +56,6 @@ def cache_key(call: AttentionCall, config: ForwardConfig) -> str:
 @functools.cache
 def _source_digest() -> str:
     """Of the code that generates kernels, so that editing it recompiles them."""
-    import hashlib
-
     names = ("compile", "config", "expressions", "forward", "mask", "softmax")
     folder = Path(__file__).parent
     return hashlib.sha256(b"".join((folder / f"{name}.py").read_bytes() for name in names)).hexdigest()[:16]
@@ -75,13 +76,9 @@ def _version(package: str) -> str:
 
 def _device_compiler() -> str:
     """The toolkit's version file, read without starting the compiler."""
-    import shutil
-
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or (nvcc and str(Path(nvcc).resolve().parents[1]))
     if home and (Path(home) / "version.json").is_file():
-        import json
-
         versions = json.loads((Path(home) / "version.json").read_text())
         return f"cuda {versions.get('cuda_nvcc', versions.get('cuda', {})).get('version')}"
     return f"cuda {_version('nvidia-cuda-nvcc')}"
