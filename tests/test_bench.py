@@ -34,8 +34,13 @@ NAMES = [
     "softcap2.5",
     "alibi",
     "causal+bias",
+    "causal+bias-11",
+    "bias-bh",
+    "bias-b1",
+    "userscore",
     "sink",
     "prefix5+documents20+softcap3+alibi+bias+sink",
+    "causal+softcap3+alibi+bias-b1+userscore+sink",
 ]
 
 
@@ -61,10 +66,13 @@ def test_a_variant_has_one_name(name: str) -> None:
 def test_terms_are_put_in_order() -> None:
     assert square(1, 8, 1, 16, "softcap50+causal").variant == "causal+softcap50"
     assert variants.parse("window8-0").name == "window8"
+    assert variants.parse("bias-1h").name == "bias"
+    assert variants.parse("sink+causal+bias-11+window3").mask.name == "causal+window3"
 
 
 @pytest.mark.parametrize(
-    "name", ["", "casual", "window", "softcap", "causal+", "full+causal", "documents0", "bias+bias"]
+    "name",
+    ["", "casual", "window", "softcap", "causal+", "full+causal", "documents0", "bias+bias", "bias-hb", "bias+bias-11"],
 )
 def test_a_bad_variant_is_one_error_that_names_it(name: str) -> None:
     with pytest.raises(ValueError, match=r"variant .* (accepted: full|given twice)"):
@@ -77,7 +85,7 @@ def test_flops_against_brute_force(name: str, seqlen_q: int, seqlen_k: int) -> N
     case = replace(SMALL, seqlen_q=seqlen_q, seqlen_k=seqlen_k, variant=name)
     offset = seqlen_k - seqlen_q
     pairs = sum(sees(case.terms, q + offset, k) for q, k in product(range(seqlen_q), range(seqlen_k)))
-    if name in ("causal", "causal+bias") and seqlen_q == seqlen_k:
+    if case.terms.mask.name == "causal" and seqlen_q == seqlen_k:
         pairs = seqlen_q * seqlen_k / 2  # The field's convention, not the diagonal's.
     assert case.visible_pairs() == pairs
     assert case.flops() == 2 * case.batch * case.heads * pairs * (case.head_dim + case.head_dim_v)
@@ -145,6 +153,32 @@ def test_suites_name_each_case_once(name: str, device: str) -> None:
     assert {case.dtype for case in suite} == {"fp16"}
 
 
+def test_the_variants_suite_has_what_a_modification_is_measured_against() -> None:
+    suite = cases.suite("variants", "bf16", "cuda")
+    names = {case.name for case in suite}
+    assert {"D128 window1024 (1,16384,16)", "D128 documents1024 (1,16384,16)"} <= names
+    assert {"D64 causal+bias-b1 (4,4096,32)", "D128 causal+bias-11 (1,16384,16)"} <= names
+    assert {name.split()[1] for name in names} >= {
+        "causal+softcap50",
+        "causal+alibi",
+        "causal+sink",
+        "causal+userscore",
+    }
+    for case in suite:
+        plain = {replace(case, variant=name).name for name in ("full", "causal")}
+        assert plain <= names
+    # With one batch element a bias per batch element is the bias that all share.
+    assert not any("bias-b" in name for name in names if name.endswith("(1,16384,16)"))
+
+
+def test_flex_is_given_no_bias_that_it_would_read_beyond() -> None:
+    given = problem.build(replace(SMALL, variant="bias-11"), CPU)
+    assert given.bias is not None
+    on_gpu = replace(given, q=given.q.to("meta"), bias=given.bias[..., :1, :1].expand(1, 16, 16384, 16384))
+    assert "in 32 bits" in str(PEERS["flex"].refusal(on_gpu))
+    assert PEERS["flex"].refusal(replace(on_gpu, bias=given.bias)) is None
+
+
 def test_the_quick_suite_fits_a_laptop() -> None:
     suite = cases.suite("quick", "fp32", "cpu")
     assert {c.batch for c in suite} == {1, 2}
@@ -169,7 +203,8 @@ def test_peers_compute_the_variants_that_they_accept(peer: str, name: str) -> No
     expected = oracle.build(given)
     implementation = PEERS[peer]
     if implementation.refusal(given) is not None:
-        assert given.case.terms.softcap is not None or given.case.terms.sink
+        terms = given.case.terms
+        assert terms.softcap is not None or terms.userscore or terms.sink
         return
     o = implementation.prepare(given).call()
     assert o.shape == (2, 33, 4, 8)
@@ -190,6 +225,11 @@ def test_cuda_peers_say_why_they_are_absent_on_a_cpu() -> None:
 
 def test_problems_are_the_same_for_the_same_seed() -> None:
     case = replace(SMALL, variant="bias+sink+alibi")
+    shapes = {"bias": (1, 4), "bias-bh": (2, 4), "bias-b1": (2, 1), "bias-11": (1, 1)}
+    for name, shape in shapes.items():
+        bias = problem.build(replace(SMALL, variant=name), CPU).bias
+        assert bias is not None
+        assert bias.shape == (*shape, 33, 47)
     first, again, other = (problem.build(case, CPU, seed) for seed in (0, 0, 1))
     assert torch.equal(first.q, again.q)
     assert not torch.equal(first.q, other.q)
@@ -444,7 +484,7 @@ def test_the_picture_of_the_papers_grid_has_a_panel_per_head_dim() -> None:
 def test_the_picture_of_variants_has_a_panel_per_shape() -> None:
     plan = plot.layout(made_up("variants", "cuda", OWN, "flex"))
     assert not plan.grid
-    assert [len(panel.groups) for panel in plan.wide] == [9, 9, 9]
+    assert [len(panel.groups) for panel in plan.wide] == [13, 11, 13]
     assert plan.wide[0].title == "head dim 128, batch 4, 4096 tokens, 16 heads"
 
 

@@ -83,6 +83,13 @@ def test_bench_takes_a_case_apart() -> None:
     assert Path("r.png").exists()
 
 
+def test_bench_takes_a_variant_by_name() -> None:
+    result = invoke(f"{TINY} --variant userscore+causal+bias-b1 --batch 2 --peers eager,sdpa --json r.json")
+    assert result.exit_code == 0, result.output
+    assert {row["variant"] for row in rows(Path("r.json"))} == {"causal+bias-b1+userscore"}
+    assert "refused: sdpa: SDPA has no score modification" in result.output
+
+
 def test_bench_without_peers_and_quiet() -> None:
     result = invoke(f"{TINY} --peers none --quiet --json r.json --plot p.svg")
     assert result.exit_code == 0, result.output
@@ -171,6 +178,8 @@ def test_a_failure_of_ours_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> 
         ("--head-dim-v 0", "Invalid value for --head-dim-v: 0 is too few; accepted: an integer of at least 1"),
         ("--mask windw8", "Invalid value for --mask: variant 'windw8': 'windw8' is not understood; accepted: full, or"),
         ("--causal --mask causal", "Invalid value for --mask: variant 'causal+causal': 'causal' is given twice"),
+        ("--variant foo", "Invalid value for --variant: variant 'foo': 'foo' is not understood; accepted: full, or"),
+        ("--variant full --causal", "Invalid value for --variant: it names the whole variant; give either it or"),
         ("--softcap -1", "Invalid value for --softcap: -1 is not a cap; accepted: a positive number"),
         ("--plot p.gif", "Invalid value for --plot: p.gif has the suffix '.gif'; accepted: .png, .svg, .pdf"),
         ("--rounds 0", "Invalid value for --rounds: 0 is too few; accepted: an integer of at least 1"),
@@ -236,7 +245,9 @@ def test_warmup_compiles_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert lines[7].endswith(": no compiler")
 
 
-@pytest.mark.parametrize("variant", ["full", "causal", "causal+documents4+bias", "window3+alibi+sink", "prefix2"])
+@pytest.mark.parametrize(
+    "variant", ["full", "causal", "causal+documents4+bias", "window3+alibi+sink", "prefix2", "bias-b1+userscore"]
+)
 def test_a_warmed_kernel_is_the_one_that_a_call_wants(variant: str) -> None:
     given = problem.build(Case(3, 40, 40, 6, 2, 32, 32, variant, "bf16"), "cpu")
     key = own.variant_key(given)

@@ -46,6 +46,7 @@ class VariantOptions:
     alibi: bool = False
     bias: bool = False
     sink: bool = False
+    variant: str | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,11 @@ def _lengths(text: str) -> list[int]:
 
 
 def _variant_name(options: VariantOptions) -> str:
+    """The variant of `--variant`, or the one that the other options are parts of."""
+    if options.variant is not None:
+        if options != VariantOptions(variant=options.variant):
+            raise refuse("--variant", "it names the whole variant; give either it or --causal, --mask, --softcap, ...")
+        return _known_variant("--variant", options.variant)
     terms = ["causal"] if options.causal else []
     terms += [options.mask] if options.mask not in (None, "full") else []
     if options.softcap is not None:
@@ -138,10 +144,14 @@ def _variant_name(options: VariantOptions) -> str:
             raise refuse("--softcap", f"{options.softcap:g} is not a cap; accepted: a positive number")
         terms.append(f"softcap{options.softcap:g}")
     terms += [name for name in ("alibi", "bias", "sink") if getattr(options, name)]
+    return _known_variant("--mask", "+".join(terms) or "full")
+
+
+def _known_variant(option: str, name: str) -> str:
     try:
-        return variants.parse("+".join(terms) or "full").name
+        return variants.parse(name.strip()).name
     except ValueError as error:
-        raise refuse("--mask", str(error)) from error
+        raise refuse(option, str(error)) from error
 
 
 def choose_implementations(backend: str | None, peers: str | None, device: torch.device) -> list[Implementation]:
@@ -169,10 +179,7 @@ def choose_calls(head_dim: str, variant: str, dtype: str, arch: str | None) -> l
     dtypes = [name.strip() for name in dtype.split(",")]
     if unknown := [name for name in dtypes if name not in cases.DTYPES]:
         raise refuse("--dtype", f"{unknown[0]!r} is not known; accepted: {', '.join(cases.DTYPES)}")
-    try:
-        names = [variants.parse(name.strip()).name for name in variant.split(",")]
-    except ValueError as error:
-        raise refuse("--variant", str(error)) from error
+    names = [_known_variant("--variant", name) for name in variant.split(",")]
     wanted = warmup.calls([_head_dims(part) for part in head_dim.split(",")], names, dtypes, arch)
     tilelang = next(backend for backend in BACKENDS if backend.name == "tilelang")
     for call in wanted:

@@ -109,6 +109,15 @@ def bench(
     alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi.", rich_help_panel=VARIANT)] = False,
     bias: Annotated[bool, typer.Option("--bias", help="A bias per head, q, k.", rich_help_panel=VARIANT)] = False,
     sink: Annotated[bool, typer.Option("--sink", help="A sink per head.", rich_help_panel=VARIANT)] = False,
+    variant: Annotated[
+        str | None,
+        typer.Option(
+            help="The variant by its name in tables, instead of the above: [b]causal+bias-b1[/b], [b]userscore[/b].",
+            metavar="NAME",
+            show_default=False,
+            rich_help_panel=VARIANT,
+        ),
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 on a GPU, fp32 on a CPU.", show_default=False)
     ] = None,
@@ -168,10 +177,10 @@ def bench(
     from tileattn.bench import choices, command
 
     shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, seqlen_k, head_dim, head_dim_v)
-    variant = choices.VariantOptions(causal, mask, softcap, alibi, bias, sink)
+    terms = choices.VariantOptions(causal, mask, softcap, alibi, bias, sink, variant)
     files = command.FileOptions(json, plot, force, commit, quiet)
     where = choices.resolve_device(device)
-    chosen = choices.choose_cases(suite, shape, variant, dtype, direction, where)
+    chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where)
     implementations = choices.choose_implementations(backend, peers, where)
     raise typer.Exit(command.bench(chosen, implementations, where, rounds, files))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tileattn.bench.cases import Case
 from tileattn.bench.problem import Problem
+from tileattn.bench.variants import user_score
 from tileattn.testing.numerics import assert_accurate, row_error
 
 # Scores computed per case before rows are sampled: about a second of float64 work on the device.
@@ -114,7 +115,7 @@ def _attend(problem: Problem, chosen: Sample, dtype: torch.dtype) -> Tensor:
         kv_heads = tuple(h // group for h in chosen.heads)
         k, v = (_take(x[b], kv_heads).to(dtype) for x in (problem.k, problem.v))
         q = _take(problem.q[b], chosen.heads)
-        out.append(torch.cat([_rows(problem, chosen, q, k, v, rows) for rows in _chunks(problem, chosen)], dim=1))
+        out.append(torch.cat([_rows(problem, b, chosen, q, k, v, rows) for rows in _chunks(problem, chosen)], dim=1))
     return torch.stack(out)
 
 
@@ -123,10 +124,10 @@ def _chunks(problem: Problem, chosen: Sample) -> Iterator[Tensor]:
     return iter(chosen.rows.split(size))
 
 
-def _rows(problem: Problem, chosen: Sample, q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
-    """Attention of some query indices, for (chosen heads, seqlen, dim) tensors, in k's dtype."""
+def _rows(problem: Problem, b: int, chosen: Sample, q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
+    """Attention of some query indices of batch element b, for (chosen heads, seqlen, dim) tensors, in k's dtype."""
     heads = list(chosen.heads)
-    scores = _modified(problem, q[:, rows].to(k.dtype) @ k.mT * problem.scale, heads, rows)
+    scores = _modified(problem, q[:, rows].to(k.dtype) @ k.mT * problem.scale, b, heads, rows)
     lo, hi = problem.case.terms.key_range(problem.q_pos()[rows], problem.case.seqlen_k)
     keys = torch.arange(problem.case.seqlen_k, device=q.device)
     scores.masked_fill_((keys < lo[:, None]) | (keys >= hi[:, None]), -torch.inf)
@@ -138,8 +139,8 @@ def _rows(problem: Problem, chosen: Sample, q: Tensor, k: Tensor, v: Tensor, row
     return (probabilities @ v).masked_fill((hi <= lo)[:, None], 0.0)
 
 
-def _modified(problem: Problem, scores: Tensor, heads: list[int], rows: Tensor) -> Tensor:
-    """The score modifications of the variant, in its order: softcap, ALiBi, bias."""
+def _modified(problem: Problem, scores: Tensor, b: int, heads: list[int], rows: Tensor) -> Tensor:
+    """The score modifications of the variant, in its order: softcap, ALiBi, bias, the user's."""
     cap = problem.case.terms.softcap
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
@@ -147,5 +148,11 @@ def _modified(problem: Problem, scores: Tensor, heads: list[int], rows: Tensor) 
         at_least_float32 = torch.promote_types(scores.dtype, torch.float32)
         scores = scores + problem.alibi_bias(rows, at_least_float32)[heads].to(scores.dtype)
     if problem.bias is not None:
-        scores = scores + problem.bias[0, heads][:, rows].to(scores.dtype)
+        shared_b, shared_h = problem.bias.shape[0] == 1, problem.bias.shape[1] == 1
+        bias = problem.bias[0 if shared_b else b, [0] if shared_h else heads]
+        scores = scores + bias[:, rows].to(scores.dtype)
+    if problem.case.terms.userscore:
+        h = torch.tensor(heads, device=rows.device)[:, None, None]
+        keys = torch.arange(problem.case.seqlen_k, device=rows.device)
+        scores = user_score(scores, b, h, problem.q_pos()[rows][:, None], keys).to(scores.dtype)
     return scores

@@ -15,8 +15,8 @@ class Problem:
     """A case with its tensors.
 
     q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads,
-    head_dim_v) in the case's dtype; and, where the variant asks for them: `bias` (1, heads, seqlen_q, seqlen_k) in the
-    case's dtype; `slopes` of ALiBi and `sink`, (heads,) float32; `document_ids`, (seqlen_k,) int32.
+    head_dim_v) in the case's dtype; and, where the variant asks for them: `bias` (batch or 1, heads or 1, seqlen_q,
+    seqlen_k) in the case's dtype; `slopes` of ALiBi and `sink`, (heads,) float32; `document_ids`, (seqlen_k,) int32.
     """
 
     case: Case
@@ -71,12 +71,18 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> Problem:
         q=normal(case.batch, case.seqlen_q, case.heads, case.head_dim),
         k=normal(case.batch, case.seqlen_k, case.kv_heads, case.head_dim),
         v=normal(case.batch, case.seqlen_k, case.kv_heads, case.head_dim_v),
-        bias=normal(1, case.heads, case.seqlen_q, case.seqlen_k) if terms.bias else None,
+        bias=normal(*_bias_shape(case)) if terms.bias is not None else None,
         slopes=_alibi_slopes(case.heads, device) if terms.alibi else None,
         # Through the case's dtype, so that a peer that wants the sink in 16 bits is given the same value.
         sink=normal(case.heads).float() if terms.sink else None,
         document_ids=_document_ids(case.seqlen_k, terms.documents, device) if terms.documents else None,
     )
+
+
+def _bias_shape(case: Case) -> tuple[int, int, int, int]:
+    """(batch or 1, heads or 1, seqlen_q, seqlen_k), as the variant's two letters say."""
+    has = case.terms.bias or ""
+    return case.batch if "b" in has else 1, case.heads if "h" in has else 1, case.seqlen_q, case.seqlen_k
 
 
 def _alibi_slopes(heads: int, device: torch.device | str) -> Tensor:

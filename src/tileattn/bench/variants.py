@@ -10,7 +10,11 @@ A name is made of terms joined with "+" (all masks hold at once; score modificat
     documents1024       packed documents of 1024 tokens each: only keys of the query's own document
     softcap50           score -> 50 * tanh(score / 50)
     alibi               score -> score - slope[head] * |q_pos - k_pos|
-    bias                score -> score + bias[head, q, k]
+    bias                score -> score + bias[head, q, k], the same for every batch element
+    bias-bh             score -> score + bias[batch, head, q, k]
+    bias-b1             score -> score + bias[batch, q, k], the same for every head
+    bias-11             score -> score + bias[q, k], the same for every batch element and head
+    userscore           score -> user_score(score, ...), a plain function as a user writes one
     sink                one logit per head joins the softmax's denominator
 
 Every mask here is an interval of keys per query: that is what FLOPs, the oracle and the peers' dense masks are made of.
@@ -20,7 +24,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,18 +36,31 @@ TERMS = {
     "documents": r"documents(?P<documents>[1-9]\d*)",
     "softcap": r"softcap(?P<softcap>\d+(?:\.\d+)?)",
     "alibi": r"alibi",
-    "bias": r"bias",
+    "bias": r"bias(?:-(?P<bias>bh|b1|1h|11))?",
+    "userscore": r"userscore",
     "sink": r"sink",
 }
 ACCEPTED = (
     "full, or terms joined with '+': causal, window<L> or window<L>-<R>, prefix<N>, documents<N>, softcap<cap>, "
-    "alibi, bias, sink (for example causal+softcap50)"
+    "alibi, bias or bias-<bh, b1 or 11>, userscore, sink (for example causal+softcap50)"
 )
+
+
+def user_score(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    """A score modification that is none of the package's: the farther a key, the less its score counts.
+
+    The factor falls from 1 to a half over 16384 positions. The same function is given to tileattn, which traces it, to
+    FlexAttention, which compiles it, and to plain PyTorch: it takes numbers, traced values and tensors alike.
+    """
+    return score * (1.0 - abs(q - k) * 2.0**-15)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Masks (`causal`, `window` as (left, right), `prefix`, `documents`), score modifications, and a sink."""
+    """Masks (`causal`, `window` as (left, right), `prefix`, `documents`), score modifications, and a sink.
+
+    bias: None, or which of (batch, heads) the bias has: "1h" is (1, heads, seqlen_q, seqlen_k), and so on.
+    """
 
     causal: bool = False
     window: tuple[int, int] | None = None
@@ -51,7 +68,8 @@ class Variant:
     documents: int | None = None
     softcap: float | None = None
     alibi: bool = False
-    bias: bool = False
+    bias: str | None = None
+    userscore: bool = False
     sink: bool = False
 
     @property
@@ -69,7 +87,10 @@ class Variant:
             terms.append(f"documents{self.documents}")
         if self.softcap is not None:
             terms.append(f"softcap{self.softcap:g}")
-        terms += [flag for flag in ("alibi", "bias", "sink") if getattr(self, flag)]
+        terms += ["alibi"] if self.alibi else []
+        if self.bias is not None:
+            terms.append("bias" if self.bias == "1h" else f"bias-{self.bias}")
+        terms += [flag for flag in ("userscore", "sink") if getattr(self, flag)]
         return "+".join(terms) or "full"
 
     @property
@@ -85,7 +106,12 @@ class Variant:
     @property
     def modified(self) -> bool:
         """Whether a score modification is applied."""
-        return self.softcap is not None or self.alibi or self.bias
+        return self.softcap is not None or self.alibi or self.bias is not None or self.userscore
+
+    @property
+    def mask(self) -> Variant:
+        """The masks alone, without score modifications and sink."""
+        return Variant(self.causal, self.window, self.prefix, self.documents)
 
     def key_range(self, q_pos: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
         """The keys `lo <= k < hi` that each query position sees; `hi <= lo` where it sees none.
@@ -108,7 +134,7 @@ class Variant:
 
 def parse(name: str) -> Variant:
     """The variant of a name; `ValueError` names the term that is not understood and those that are."""
-    terms: dict[str, bool | int | float | tuple[int, int]] = {}
+    terms: dict[str, bool | int | float | str | tuple[int, int]] = {}
     for term in name.split("+"):
         if term == "full" and name == "full":
             continue
@@ -128,9 +154,11 @@ def _match(term: str) -> tuple[str, re.Match[str] | None]:
     return "", None
 
 
-def _value(kind: str, match: re.Match[str]) -> bool | int | float | tuple[int, int]:
+def _value(kind: str, match: re.Match[str]) -> bool | int | float | str | tuple[int, int]:
     if kind == "window":
         return int(match["left"]), int(match["right"] or 0)
     if kind in ("prefix", "documents"):
         return int(match[kind])
+    if kind == "bias":
+        return match["bias"] or "1h"
     return float(match[kind]) if kind == "softcap" else True

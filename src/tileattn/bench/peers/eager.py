@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tileattn.bench.peers.base import Prepared, tensor_bytes
 from tileattn.bench.problem import Problem
+from tileattn.bench.variants import user_score
 
 
 class Eager:
@@ -41,6 +42,10 @@ def _attention(problem: Problem, hidden: Tensor | None, alibi: Tensor | None) ->
     for bias in (alibi, problem.bias):
         if bias is not None:
             scores = scores + bias
+    if problem.case.terms.userscore:
+        keys = torch.arange(problem.case.seqlen_k, device=q.device)
+        heads = torch.arange(problem.case.heads, device=q.device)[:, None, None]
+        scores = user_score(scores, 0, heads, problem.q_pos()[:, None], keys).to(q.dtype)
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
     return (_softmax(scores, problem.sink) @ v).transpose(1, 2)

@@ -60,7 +60,8 @@ def _unspeakable(problem: Problem) -> str | None:
         "prefix masks": terms.prefix is not None,
         "documents": terms.documents is not None,
         "ALiBi": terms.alibi,
-        "a bias": terms.bias,
+        "a bias": terms.bias is not None,
+        "a user's score modification": terms.userscore,
     }
     said = [name for name, asked in absent.items() if asked]
     return f"flash_attn_func has no argument for {' and '.join(said)}" if said else None

@@ -10,9 +10,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from tileattn.bench.peers.base import Prepared, tensor_bytes
 from tileattn.bench.problem import Problem
+from tileattn.bench.variants import user_score
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+INDEXABLE = 2**31
 
 
 class Flex:
@@ -23,6 +25,9 @@ class Flex:
     def refusal(self, problem: Problem) -> str | None:
         if problem.sink is not None and problem.q.device.type == "cpu":
             return "FlexAttention returns no lse on a CPU, which a sink needs"
+        # It would read outside the bias, and an illegal access ends the whole process.
+        if problem.bias is not None and problem.bias.numel() > INDEXABLE and problem.q.device.type != "cpu":
+            return "FlexAttention indexes a bias in 32 bits, and this one has more than 2^31 elements"
         return None
 
     def prepare(self, problem: Problem) -> Prepared:
@@ -102,10 +107,13 @@ def _mask_mod(problem: Problem) -> MaskMod:
 
 
 def _score_mod(problem: Problem) -> ScoreMod | None:
+    """The variant's modifications in one function, written as FlexAttention's documentation does."""
+    userscore = problem.case.terms.userscore
     softcap, slopes, bias = problem.case.terms.softcap, problem.slopes, problem.bias
     offset = problem.case.seqlen_k - problem.case.seqlen_q
     if not problem.case.terms.modified:
         return None
+    per_batch, per_head = bias is not None and bias.shape[0] > 1, bias is not None and bias.shape[1] > 1
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if softcap is not None:
@@ -113,7 +121,9 @@ def _score_mod(problem: Problem) -> ScoreMod | None:
         if slopes is not None:
             score = score - slopes[h] * (q + offset - k).abs()
         if bias is not None:
-            score = score + bias[0, h, q, k]
+            score = score + bias[b if per_batch else 0, h if per_head else 0, q, k]
+        if userscore:
+            score = user_score(score, b, h, q + offset, k)
         return score
 
     return score_mod

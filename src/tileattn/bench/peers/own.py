@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, ScoreMod, SlidingWindow, SoftCap, attention, ops
+from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap, attention, ops
 from tileattn.bench.peers.base import OWN, Prepared, tensor_bytes
 from tileattn.bench.problem import Problem
+from tileattn.bench.variants import user_score
 from tileattn.dispatch import Backend, select
 from tileattn.variant import encode, normalize
 
@@ -60,7 +63,7 @@ def _selected(problem: Problem, backend: str | None) -> Backend:
     return select(ops.make_call(q, k, v, sink, variant_key(problem), needs_grad=False), backend)
 
 
-def _held_bytes(mask: Mask | None, score_mods: list[ScoreMod] | None, problem: Problem) -> int:
+def _held_bytes(mask: Mask | None, score_mods: list[Callable[..., Any]] | None, problem: Problem) -> int:
     """Bytes of the tensors that masks and modifications made for themselves, such as the bounds of documents."""
     _, operands = encode(*normalize(mask, score_mods, causal=False))
     given = {x.data_ptr() for x in (problem.bias, problem.slopes, problem.document_ids) if x is not None}
@@ -84,12 +87,14 @@ def _mask(problem: Problem) -> Mask | None:
     return combined
 
 
-def _score_mods(problem: Problem) -> list[ScoreMod] | None:
-    """In the order that `variants` promises: softcap, ALiBi, bias."""
+def _score_mods(problem: Problem) -> list[Callable[..., Any]] | None:
+    """In the order that `variants` promises: softcap, ALiBi, bias, the user's function."""
     softcap = problem.case.terms.softcap
-    mods: list[ScoreMod] = [SoftCap(softcap)] if softcap is not None else []
+    mods: list[Callable[..., Any]] = [SoftCap(softcap)] if softcap is not None else []
     if problem.slopes is not None:
         mods.append(ALiBi(problem.slopes))
     if problem.bias is not None:
         mods.append(Bias(problem.bias))
+    if problem.case.terms.userscore:
+        mods.append(user_score)
     return mods or None

@@ -88,6 +88,8 @@ def _unspeakable(problem: Problem) -> str | None:
     """What no argument of SDPA can say."""
     if problem.case.terms.softcap is not None:
         return "SDPA has no softcap"
+    if problem.case.terms.userscore:
+        return "SDPA has no score modification"
     return "SDPA has no sink" if problem.sink is not None else None
 
 
@@ -97,14 +99,14 @@ def _is_causal(problem: Problem) -> bool:
 
 
 def _dense_mask(problem: Problem) -> Tensor | None:
-    """SDPA's `attn_mask`: bool (seqlen_q, seqlen_k), or a float bias (heads, seqlen_q, seqlen_k) with -inf inside."""
+    """SDPA's `attn_mask`: bool (seqlen_q, seqlen_k), or a float bias (batch or 1, heads or 1, seqlen_q, seqlen_k)."""
     if problem.case.variant == "full" or _is_causal(problem):
         return None
-    biases = [problem.alibi_bias()] if problem.slopes is not None else []
-    biases += [problem.bias[0].float()] if problem.bias is not None else []
+    biases = [problem.alibi_bias()[None]] if problem.slopes is not None else []
+    biases += [problem.bias.float()] if problem.bias is not None else []
     if not biases:
         return problem.allowed()
-    total = torch.stack(biases).sum(dim=0) if len(biases) > 1 else biases[0]
+    total = sum(biases[1:], start=biases[0])
     if problem.case.terms.masked:
         total = total.masked_fill(~problem.allowed(), -torch.inf)
     return total.to(problem.q.dtype)
