@@ -14,7 +14,21 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from tileattn.bench import cases, memory, oracle, plot, problem, report, results, runner, timing, variants
+from tileattn.bench import (
+    cases,
+    ceilings,
+    compare,
+    cost,
+    memory,
+    oracle,
+    plot,
+    problem,
+    report,
+    results,
+    runner,
+    timing,
+    variants,
+)
 from tileattn.bench.cases import Case, square
 from tileattn.bench.peers import PEERS
 from tileattn.bench.peers.base import OWN, Prepared
@@ -292,6 +306,19 @@ def test_peak_bytes_counts_what_is_alive_together() -> None:
     assert 8_000_000 <= memory.peak_bytes(call, CPU) < 8_100_000
 
 
+def test_ceilings_are_rates_of_a_product_and_a_copy() -> None:
+    found = ceilings.measure("before", CPU, QUICK, size=64, copied=2**20)
+    assert found.when == "before"
+    assert 0 < found.matmul_tflops < 100
+    assert 0 < found.copy_tbps < 10
+    assert ceilings.overall([]) is None
+    both = [
+        replace(found, matmul_tflops=700, copy_tbps=4),
+        replace(found, when="after", matmul_tflops=710, copy_tbps=5),
+    ]
+    assert ceilings.overall(both) == ceilings.Ceiling("before and after", 705, 4.5)
+
+
 def test_samples_are_milliseconds_and_at_least_as_many_as_asked() -> None:
     samples = timing.sample_ms(lambda: torch.ones(10), CPU, timing.Effort(measure_ms=0, min_calls=4))
     assert len(samples) == 4
@@ -425,6 +452,21 @@ def test_a_row_has_exactly_the_keys_of_the_format(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["r.json"]
 
 
+def test_ceilings_are_kept_and_older_files_have_none(tmp_path: Path) -> None:
+    measured = replace(made_up("fa", "cuda", OWN), ceilings=[ceilings.Ceiling("before", 767.0, 4.29)])
+    results.save(measured, tmp_path / "r.json")
+    assert results.load(tmp_path / "r.json") == measured
+    content = json.loads((tmp_path / "r.json").read_text())
+    assert content["ceilings"] == [{"when": "before", "matmul_tflops": 767.0, "copy_tbps": 4.29}]
+    del content["ceilings"]
+    (tmp_path / "r.json").write_text(json.dumps(content))
+    assert results.load(tmp_path / "r.json") == replace(measured, ceilings=[])
+
+
+def test_a_row_gives_its_case_back() -> None:
+    assert [row.as_case() for row in made_up("variants", "cuda", OWN).rows] == cases.suite("variants", "bf16", "cuda")
+
+
 @pytest.mark.parametrize(
     ("content", "message"), [("{", "is not JSON"), ("[]", "not a tileattn"), ("{}", "not a tileattn")]
 )
@@ -458,13 +500,111 @@ def test_failures_are_shown_in_the_table() -> None:
 
 
 def test_comparisons_are_geometric_means() -> None:
-    fa2, cudnn, best = report.compare(made_up("fa", "cuda", OWN, "fa2", "cudnn"))
+    fa2, cudnn = compare.compare(made_up("fa", "cuda", OWN, "fa2", "cudnn"))
     assert (fa2.peer, fa2.cases) == ("fa2", 38)
     assert fa2.geometric_mean == pytest.approx(1.1)
     assert (cudnn.peer, cudnn.cases) == ("cudnn", 40)
     assert cudnn.lowest == pytest.approx(1.21)
-    assert (best.peer, best.cases) == ("fastest peer", 40)
-    assert best.geometric_mean == pytest.approx(1.1 * 1.1 ** (2 / 40))
+
+
+def test_standings_are_against_the_best_peer_by_length() -> None:
+    measured = made_up("fa", "cuda", OWN, "fa2", "cudnn")
+    long, short, every = compare.standings(measured).values()
+    assert list(compare.standings(measured)) == ["2048 tokens and more", "under 2048 tokens", "all"]
+    assert (long.rows, short.rows, every.rows) == (28, 12, 40)
+    assert (long.at_or_ahead, long.behind) == (28, ())
+    # fa2 refuses two of the long rows; there the best is cudnn.
+    assert long.geometric_mean == pytest.approx(1.1 * 1.1 ** (2 / 28))
+    assert short.geometric_mean == pytest.approx(1.1)
+    text = rendered(measured)
+    assert "against the best peer of each row" in text
+    assert "behind" not in text
+
+
+def test_rows_behind_are_named_the_worst_first() -> None:
+    measured = made_up("fa", "cuda", OWN, "fa2")
+    slower = {"D64 full (32,512,32)": 1.12, "D128 causal (8,2048,16)": 1.2, "D128 full (8,2048,16)": 1.375}
+    measured.rows = [
+        replace(row, ms=slower[row.case]) if row.backend == OWN and row.case in slower else row for row in measured.rows
+    ]
+    standing = compare.standings(measured)["2048 tokens and more"]
+    assert (standing.rows, standing.at_or_ahead, standing.ties) == (26, 24, 0)
+    assert [name for name, _ in standing.behind] == ["D128 full (8,2048,16)", "D128 causal (8,2048,16)"]
+    assert standing.behind[0][1] == pytest.approx(0.8)
+    assert compare.standings(measured)["under 2048 tokens"].ties == 1
+    assert "under 2048 tokens, 1 behind, 1 by less than 2%: D64 full (32,512,32) 0.982×" in rendered(measured, 120)
+
+
+def test_without_peers_there_is_no_standing() -> None:
+    assert compare.standings(made_up("fa", "cuda", OWN)) == {}
+
+
+# Cost of a modification
+
+
+def brute_force_tiles(case: Case) -> int:
+    size, offset = cost.TILE, case.seqlen_k - case.seqlen_q
+    seen = {
+        (q // size, k // size)
+        for q, k in product(range(case.seqlen_q), range(case.seqlen_k))
+        if sees(case.terms, q + offset, k)
+    }
+    return len(seen)
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "window7", "window150-3", "prefix140", "documents100", "bias+sink"])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(300, 300), (130, 400), (300, 129)])
+def test_visited_tiles_against_brute_force(
+    name: str, seqlen_q: int, seqlen_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "TILE", 32)
+    case = replace(SMALL, variant=name, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    assert cost.visited_tiles(case) == brute_force_tiles(case)
+
+
+def test_the_bytes_of_a_bias_are_those_of_its_visible_tiles() -> None:
+    case = square(4, 4096, 16, 128, "causal+bias")
+    tile = 128 * 128 * 2
+    forms = {"bias": 16, "bias-bh": 64, "bias-b1": 4, "bias-11": 1}
+    for form, copies in forms.items():
+        assert cost.bias_bytes(replace(case, variant=f"causal+{form}")) == copies * 32 * 33 / 2 * tile
+    assert cost.bias_bytes(replace(case, variant="bias-11")) == 32 * 32 * tile
+    assert cost.bias_bytes(replace(case, variant="causal+alibi")) == 0
+
+
+def test_costs_are_beside_the_plain_kernel_of_the_run() -> None:
+    measured = made_up("variants", "cuda", OWN, "flex")
+    ms = {"full": 3.0, "causal": 0.8, "window1024": 0.5, "causal+softcap50": 0.88}
+    measured.rows = [replace(row, ms=ms.get(row.variant, 2.4)) if row.backend == OWN else row for row in measured.rows]
+    measured.ceilings = [ceilings.Ceiling("before", 700, 4.0), ceilings.Ceiling("after", 740, 4.4)]
+    found = {each.case: each for each in cost.costs(measured)}
+    shape = "(1,16384,16)"
+    assert found[f"D128 causal+softcap50 {shape}"].ratio == pytest.approx(1.1)
+    assert found[f"D128 causal+sink {shape}"].baseline == "causal"
+    # 128 rows of tiles see 9 tiles each, but for the first 8, which see 1 to 8.
+    window = found[f"D128 window1024 {shape}"]
+    assert window.baseline_ms == pytest.approx(3.0 * (120 * 9 + 36) / 128**2)
+    assert window.baseline == "6.8% of full"
+    assert found[f"D128 documents1024 {shape}"].baseline_ms == pytest.approx(3.0 * 8 / 128)
+    # 16 heads' causal tiles of 16384 x 16384 in bf16, at 4.2 TB/s; one head's are no more than what the kernel needs.
+    bias = found[f"D128 causal+bias {shape}"]
+    assert bias.baseline_ms == pytest.approx(16 * 128 * 129 / 2 * 128 * 128 * 2 / 4.2e9)
+    assert bias.baseline == "bias from memory"
+    assert found[f"D128 causal+bias-11 {shape}"].baseline == "causal"
+    assert not {"D128 full (1,16384,16)", "D128 causal (1,16384,16)"} & found.keys()
+    text = rendered(measured, 100)
+    assert "what a modification costs" in text
+    assert "ceilings: cuBLAS bf16 720 TFLOPS, copy 4.20 TB/s, before and after the cases" in text
+
+
+def test_without_the_plain_kernel_there_is_no_cost() -> None:
+    measured = made_up("variants", "cuda", OWN)
+    measured.rows = [row for row in measured.rows if row.variant != "causal"]
+    found = cost.costs(measured)
+    assert {each.case.split()[1] for each in found} == {"window1024", "documents1024", "prefix1024"}
+    assert all(each.baseline.endswith("of full") for each in found)
+    measured.rows = [row for row in measured.rows if row.variant != "full"]
+    assert cost.costs(measured) == []
 
 
 def test_bytes_are_readable() -> None:

@@ -7,11 +7,14 @@ To be read in this order:
     problem       the tensors of a case
     oracle        float64 attention on those tensors, and the error of an output against it
     timing        samples of the time of a call
+    ceilings      what the device reaches at most: a matrix product, a copy
     memory        peak bytes of a call
     peers         the implementations to compare: tileattn and those beside it
     runner        measures every implementation of every case, side by side
     results       the result file
     environment   device, versions and commit, as the result file records them
+    compare       against each peer, and against the best of each case
+    cost          what a mask or modification costs beyond its visible tiles
     report, plot  a table and a picture of a result file
     cli           the command line: `choices` reads its options, `command`, `info` and `warmup` do what it says
 """

@@ -77,6 +77,7 @@ def bench(
             run()
         except KeyboardInterrupt:
             stopped = True
+    results.save(measured, json)
     if stopped:
         typer.echo("stopped: what was measured so far is shown and kept", err=True)
     _show(measured, failures, files.quiet)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import exp, log
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tileattn.bench.ceilings import Ceiling, overall
+from tileattn.bench.compare import NOISE, Comparison, Standing, best_peer_ms, compare, standings
+from tileattn.bench.cost import Cost, costs
 from tileattn.bench.peers.base import OWN
 from tileattn.bench.results import Missing, Results, Row
 
@@ -24,9 +25,20 @@ def render(results: Results) -> RenderableType:
     parts += [Text.assemble(("✗ failed: ", "bold red"), line) for line in _grouped(results.failed)]
     if notes := _sampled(results):
         parts.append(Text(notes, style="dim"))
+    if (ceiling := overall(results.ceilings)) is not None:
+        parts.append(Text(f"{ceiling_text(ceiling)}, {ceiling.when} the cases"))
+    if found := costs(results):
+        parts.append(_costs(found))
     if comparisons := compare(results):
         parts.append(_summary(comparisons))
+    if named := standings(results):
+        parts += [_standings(named), *map(Text, behind_lines(named))]
     return Group(*parts)
+
+
+def ceiling_text(ceiling: Ceiling) -> str:
+    """Both ceilings in words."""
+    return f"ceilings: cuBLAS bf16 {ceiling.matmul_tflops:.0f} TFLOPS, copy {ceiling.copy_tbps:.2f} TB/s"
 
 
 def measurements(results: Results) -> Table:
@@ -44,7 +56,7 @@ def measurements(results: Results) -> Table:
         table.add_row(Text(case, style="bold"))
         for backend in results.backends():
             row = results.row(case, backend)
-            cells = _cells(row, _best_peer_ms(results, case)) if row else _blank(results, case, backend)
+            cells = _cells(row, best_peer_ms(results, case)) if row else _blank(results, case, backend)
             if cells:
                 table.add_row(_label(results, case, backend), *cells)
     return table
@@ -83,10 +95,6 @@ def _blank(results: Results, case: str, backend: str) -> tuple[str, ...] | None:
     return None
 
 
-def _best_peer_ms(results: Results, case: str) -> float | None:
-    return min((row.ms for row in results.rows if row.case == case and row.backend != OWN), default=None)
-
-
 def _ms(ms: float) -> str:
     return f"{ms:.3f}" if ms < 100 else f"{ms:.1f}"
 
@@ -117,39 +125,6 @@ def _sampled(results: Results) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """How many times faster tileattn is than a peer (or the fastest peer of each case) over `cases` cases."""
-
-    peer: str
-    cases: int
-    geometric_mean: float
-    lowest: float
-    lowest_case: str
-
-
-def compare(results: Results) -> list[Comparison]:
-    """tileattn against each peer, over the cases that both ran, then against the fastest peer of each case."""
-    peers = [backend for backend in results.backends() if backend != OWN]
-    own = {row.case: row.ms for row in results.rows if row.backend == OWN}
-    found = []
-    for peer in peers:
-        times = {row.case: row.ms for row in results.rows if row.backend == peer}
-        found.append(_comparison(peer, {case: times[case] / own[case] for case in own if case in times}))
-    if len(peers) > 1:
-        best = {case: _best_peer_ms(results, case) for case in own}
-        found.append(_comparison("fastest peer", {case: ms / own[case] for case, ms in best.items() if ms}))
-    return [comparison for comparison in found if comparison is not None]
-
-
-def _comparison(peer: str, ratios: dict[str, float]) -> Comparison | None:
-    if not ratios:
-        return None
-    mean = exp(sum(map(log, ratios.values())) / len(ratios))
-    lowest_case = min(ratios, key=ratios.__getitem__)
-    return Comparison(peer, len(ratios), mean, ratios[lowest_case], lowest_case)
-
-
 def _summary(comparisons: Sequence[Comparison]) -> Table:
     table = _table("tileattn's speed")
     table.add_column("against", no_wrap=True)
@@ -159,4 +134,39 @@ def _summary(comparisons: Sequence[Comparison]) -> Table:
     for each in comparisons:
         cells = (str(each.cases), f"{each.geometric_mean:.2f}×", f"{each.lowest:.2f}×")
         table.add_row(each.peer, *cells, each.lowest_case)
+    return table
+
+
+def _standings(named: Mapping[str, Standing]) -> Table:
+    table = _table("against the best peer of each row")
+    table.add_column("rows of", no_wrap=True)
+    for heading in ("rows", "at or ahead", "geometric mean"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, standing in named.items():
+        table.add_row(name, str(standing.rows), str(standing.at_or_ahead), f"{standing.geometric_mean:.3f}×")
+    return table
+
+
+def behind_lines(named: Mapping[str, Standing]) -> list[str]:
+    """For each group but "all", its rows that are behind the best peer, the worst first."""
+    lines = []
+    for name, standing in named.items():
+        if name == "all" or not standing.behind:
+            continue
+        ties = f", {standing.ties} by less than {NOISE:.0%}" if standing.ties else ""
+        rows = ", ".join(f"{case} {ratio:.3f}×" for case, ratio in standing.behind)
+        lines.append(f"{name}, {len(standing.behind)} behind{ties}: {rows}")
+    return lines
+
+
+def _costs(found: Sequence[Cost]) -> Table:
+    table = _table("what a modification costs")
+    table.add_column("case", no_wrap=True)
+    for heading in ("ms", "baseline", "cost"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("the baseline is", no_wrap=True)
+    for each in found:
+        table.add_row(each.case, _ms(each.ms), _ms(each.baseline_ms), f"{each.ratio:.2f}×", each.baseline)
+    table.caption = "baseline: what the visible tiles of 128 x 128 cost in the plain kernel of the same run."
+    table.caption_justify = "left"
     return table

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 
 from tileattn.bench import environment
+from tileattn.bench.cases import Case
+from tileattn.bench.ceilings import Ceiling
 
 FORMAT = 1
 
@@ -47,6 +49,10 @@ class Row:
     commit: str | None
     date: str
 
+    def as_case(self) -> Case:
+        """The case that was measured."""
+        return Case(**{field.name: getattr(self, field.name) for field in fields(Case)})
+
 
 @dataclass(frozen=True)
 class Missing:
@@ -59,7 +65,10 @@ class Missing:
 
 @dataclass
 class Results:
-    """One run of the benchmark. `device` is "cuda" or "cpu"; `implementation` is the backend inside tileattn."""
+    """One run of the benchmark. `device` is "cuda" or "cpu"; `implementation` is the backend inside tileattn.
+
+    ceilings: what the GPU reached before the first case and after the last; empty on a CPU and in older files.
+    """
 
     device: str
     gpu: str
@@ -72,6 +81,7 @@ class Results:
     failed: list[Missing] = field(default_factory=list)
     implementation: dict[str, str] = field(default_factory=dict)
     checked: dict[str, str] = field(default_factory=dict)
+    ceilings: list[Ceiling] = field(default_factory=list)
 
     def row(self, case: str, backend: str) -> Row | None:
         """The row of a case and backend, if it was measured."""
@@ -117,6 +127,8 @@ def load(path: Path) -> Results:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise ValueError(f"{path} is not a tileattn result file of format {FORMAT}")
-    for key, entry in (("rows", Row), ("refused", Missing), ("failed", Missing)):
-        content[key] = [entry(**fields) for fields in content[key]]
+    for key, entry in (("rows", Row), ("refused", Missing), ("failed", Missing), ("ceilings", Ceiling)):
+        # Files written before there were ceilings lack that key.
+        given = content.get(key, []) if entry is Ceiling else content[key]
+        content[key] = [entry(**keys) for keys in given]
     return Results(**content)

@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from tileattn.bench import memory, oracle, problem, timing
+from tileattn.bench import ceilings, memory, oracle, problem, timing
 from tileattn.bench.cases import Case
 from tileattn.bench.peers.base import OWN, Implementation, Prepared
 from tileattn.bench.results import Missing, Results, Row
@@ -49,10 +49,23 @@ class Run:
     def __call__(self) -> Results:
         """Run all cases. What an implementation raises becomes an entry of `failed`, and the run goes on."""
         with torch.no_grad():
+            self._ceiling("before")
             for case in self.cases:
                 self._case(case)
                 self.on_case(case)
+            self._ceiling("after")
         return self.results
+
+    def _ceiling(self, when: str) -> None:
+        """What the GPU reaches at most, before the first case and after the last."""
+        if self.device.type != "cuda":
+            return
+        self.progress(f"cuBLAS and a copy, {when} the cases")
+        try:
+            self.results.ceilings.append(ceilings.measure(when, self.device, self.effort))
+        except RuntimeError as failure:  # a peer that broke CUDA, say: what was measured is kept
+            self.on_failure("".join(traceback.format_exception(failure)))
+        torch.cuda.empty_cache()
 
     def _case(self, case: Case) -> None:
         self.progress(f"{case.name}: oracle")

@@ -1,0 +1,98 @@
+"""tileattn beside its peers: against each of them, and against the best of each case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp, log
+
+from tileattn.bench.peers.base import OWN
+from tileattn.bench.results import Results, Row
+
+# Less than this is the noise between two runs: behind by less is called a tie.
+NOISE = 0.02
+# Below this length, prologue, epilogue and tile order decide more than the loop does.
+SHORT = 2048
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How many times faster tileattn is than a peer, over the `cases` cases that both ran."""
+
+    peer: str
+    cases: int
+    geometric_mean: float
+    lowest: float
+    lowest_case: str
+
+
+def compare(results: Results) -> list[Comparison]:
+    """tileattn against each peer, over the cases that both ran."""
+    own = own_ms(results)
+    found = []
+    for peer in results.backends():
+        times = {row.case: row.ms for row in results.rows if row.backend == peer}
+        ratios = {case: times[case] / own[case] for case in own if case in times}
+        if peer != OWN and ratios:
+            found.append(_comparison(peer, ratios))
+    return found
+
+
+def _comparison(peer: str, ratios: dict[str, float]) -> Comparison:
+    lowest_case = min(ratios, key=ratios.__getitem__)
+    return Comparison(peer, len(ratios), geometric_mean(list(ratios.values())), ratios[lowest_case], lowest_case)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """tileattn against the best peer of each row.
+
+    rows: how many have a peer. at_or_ahead: in how many no peer is faster. geometric_mean: of (time of the best peer /
+    our time). behind: the other rows, (name, that ratio), the worst first.
+    """
+
+    rows: int
+    at_or_ahead: int
+    geometric_mean: float
+    behind: tuple[tuple[str, float], ...]
+
+    @property
+    def ties(self) -> int:
+        """How many of the rows behind are so by less than the noise."""
+        return sum(ratio > 1 - NOISE for _, ratio in self.behind)
+
+
+def standings(results: Results) -> dict[str, Standing]:
+    """By length of the keys: "2048 tokens and more", "under 2048 tokens", and "all" where there are both."""
+    long = _standing(results, lambda row: row.seqlen_k >= SHORT)
+    short = _standing(results, lambda row: row.seqlen_k < SHORT)
+    every = _standing(results, lambda row: True) if long and short else None
+    named = {f"{SHORT} tokens and more": long, f"under {SHORT} tokens": short, "all": every}
+    return {name: standing for name, standing in named.items() if standing is not None}
+
+
+def _standing(results: Results, chosen: Callable[[Row], bool]) -> Standing | None:
+    ratios = {
+        row.case: best / row.ms
+        for row in results.rows
+        if row.backend == OWN and chosen(row) and (best := best_peer_ms(results, row.case)) is not None
+    }
+    if not ratios:
+        return None
+    behind = sorted(((case, ratio) for case, ratio in ratios.items() if ratio < 1), key=lambda each: each[1])
+    return Standing(len(ratios), len(ratios) - len(behind), geometric_mean(list(ratios.values())), tuple(behind))
+
+
+def own_ms(results: Results) -> dict[str, float]:
+    """tileattn's milliseconds by case."""
+    return {row.case: row.ms for row in results.rows if row.backend == OWN}
+
+
+def best_peer_ms(results: Results, case: str) -> float | None:
+    """Milliseconds of the fastest peer of a case; None without one."""
+    return min((row.ms for row in results.rows if row.case == case and row.backend != OWN), default=None)
+
+
+def geometric_mean(values: list[float]) -> float:
+    """Of positive numbers, at least one."""
+    return exp(sum(map(log, values)) / len(values))

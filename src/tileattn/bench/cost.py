@@ -1,0 +1,102 @@
+"""What a mask or a score modification costs: its time beside what its visible tiles cost without it.
+
+The baseline comes from our own plain kernel at the same shape in the same run:
+
+    causal+softcap50    the time of causal
+    softcap50           the time of full
+    window1024          the time of full x (tiles of 128 x 128 that the mask lets any score of through / all tiles)
+    causal+bias         the time of causal, or that of copying the visible tiles of the bias, if it is longer
+
+The last, because a bias must come from memory, whatever the kernel does. Each of its elements is counted once, also
+where it is broadcast and every head reads it again (from the L2 cache, at best): the baseline is a bound from below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from tileattn.bench.cases import DTYPES, Case
+from tileattn.bench.ceilings import overall
+from tileattn.bench.compare import own_ms
+from tileattn.bench.results import Results
+
+TILE = 128
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A case of ours, its time, and the time that its visible tiles cost without the modification, in milliseconds.
+
+    baseline: how the latter came about, in words.
+    """
+
+    case: str
+    ms: float
+    baseline_ms: float
+    baseline: str
+
+    @property
+    def ratio(self) -> float:
+        return self.ms / self.baseline_ms
+
+
+def costs(results: Results) -> list[Cost]:
+    """Of all cases with a mask (but causal) or a modification whose plain kernel was measured in the same run."""
+    times = own_ms(results)
+    ceiling = overall(results.ceilings)
+    cases = [row.as_case() for row in results.rows if row.case in times]
+    found = []
+    for case in dict.fromkeys(cases):
+        if case.terms.plain:
+            continue
+        of_tiles = _tiles_ms(case, times)
+        if of_tiles is None:
+            continue
+        baseline_ms, baseline = of_tiles
+        if case.terms.bias is not None and ceiling is not None:
+            traffic_ms = bias_bytes(case) / ceiling.copy_tbps / 1e9
+            if traffic_ms > baseline_ms:
+                baseline_ms, baseline = traffic_ms, "bias from memory"
+        found.append(Cost(case.name, times[case.name], baseline_ms, baseline))
+    return found
+
+
+def _tiles_ms(case: Case, times: dict[str, float]) -> tuple[float, str] | None:
+    """What the tiles that the case's mask lets through cost in the plain kernel; None if that was not measured."""
+    mask = case.terms.mask.name
+    if mask == "causal":
+        ms = times.get(replace(case, variant="causal").name)
+        return None if ms is None else (ms, "causal")
+    ms = times.get(replace(case, variant="full").name)
+    if ms is None or mask == "full":
+        return None if ms is None else (ms, "full")
+    share = visited_tiles(case) / _all_tiles(case)
+    return ms * share, f"{share:.1%} of full"
+
+
+def visited_tiles(case: Case) -> int:
+    """Tiles of 128 x 128 scores, per batch element and head, of which the mask lets some score through."""
+    rows = torch.arange(case.seqlen_q) + case.seqlen_k - case.seqlen_q
+    lo, hi = case.terms.key_range(rows, case.seqlen_k)
+    visited = 0
+    for block_lo, block_hi in zip(lo.split(TILE), hi.clamp(max=case.seqlen_k).split(TILE), strict=True):
+        seen = block_hi > block_lo
+        if seen.any():
+            first, last = int(block_lo[seen].min()) // TILE, (int(block_hi[seen].max()) - 1) // TILE
+            visited += last - first + 1
+    return visited
+
+
+def _all_tiles(case: Case) -> int:
+    return -(-case.seqlen_q // TILE) * -(-case.seqlen_k // TILE)
+
+
+def bias_bytes(case: Case) -> int:
+    """Bytes of the bias's tiles that the mask lets through, each once: none without a bias."""
+    has = case.terms.bias
+    if has is None:
+        return 0
+    copies = (case.batch if "b" in has else 1) * (case.heads if "h" in has else 1)
+    return copies * visited_tiles(case) * TILE * TILE * DTYPES[case.dtype].itemsize
