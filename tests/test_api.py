@@ -76,9 +76,10 @@ def test_last_dimension_not_contiguous(name: str, layout: str) -> None:
         call(**{name: strided, "layout": layout})
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fnuz], ids=str)
 def test_dtype_of_all(dtype: torch.dtype) -> None:
-    with pytest.raises(TypeError, match=message("q must be float16, bfloat16, float32 or float64, got", dtype)):
+    says = message("q must be float16, bfloat16, float32, float64 or float8_e4m3fn, got", dtype)
+    with pytest.raises(TypeError, match=says):
         call(**{name: value.to(dtype) for name, value in operands().items()})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import math
 from .api import attention
+from .fp8 import QuantizedFP8, quantize_fp8
 from .masks import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow
 from .scores import ALiBi, Bias, ScoreMod, SoftCap
 
@@ -17,9 +18,11 @@ __all__ = [
     "FunctionMask",
     "Mask",
     "PrefixLM",
+    "QuantizedFP8",
     "ScoreMod",
     "SlidingWindow",
     "SoftCap",
     "attention",
     "math",
+    "quantize_fp8",
 ]

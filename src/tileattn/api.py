@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,12 +11,15 @@ import torch
 
 from . import ops
 from .dispatch import Forward, prepare_forward, select
+from .fp8 import FP8, complete
 from .masks import Mask
-from .validation import check_arguments, check_operand_devices, check_variant
+from .validation import check_arguments, check_descales, check_operand_devices, check_variant
 from .variant import Operands, encode, normalize
 
 MaskLike = Mask | Callable[..., Any]
 ScoreModLike = Callable[..., Any] | Sequence[Callable[..., Any]]
+# As given: of q, k and v, each of any shape that broadcasts to (batch, kv_heads).
+GivenDescales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def attention(
@@ -33,12 +37,16 @@ def attention(
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention: ``softmax(score_mod(scale * q k^T) + mask) v``, without the matrix of scores in memory.
 
     Args:
-        q: queries (batch, seqlen_q, heads, head_dim); float16 or bfloat16 for the GPU kernels, float32 and float64 as
-            well on the torch backend. Any strides with a contiguous last dimension, here and below; nothing is copied.
+        q: queries (batch, seqlen_q, heads, head_dim); float16 or bfloat16 for the GPU kernels, float32, float64 and
+            float8_e4m3fn as well on the torch backend; k and v in the same. Any strides with a contiguous last
+            dimension, here and below; nothing is copied.
         k: keys (batch, seqlen_k, kv_heads, head_dim). ``heads % kv_heads == 0``: grouped-query attention, in which
             query head ``h`` uses key/value head ``h // (heads // kv_heads)``.
         v: values (batch, seqlen_k, kv_heads, head_dim_v); head_dim_v may differ from head_dim.
@@ -54,10 +62,16 @@ def attention(
         return_lse: also return the log-sum-exp of the scores, sink included, in natural logarithm.
         deterministic: ask for bitwise equal results from run to run; the forward pass always gives them.
         backend: "tilelang" or "torch" to run there or raise; None takes the first that accepts the call.
+        q_descale: for float8_e4m3fn only: float32 (batch, kv_heads), or broadcastable to it, positive; None is 1. An
+            element of q stands for ``float(x) * descale``; the query heads of a group share theirs. See
+            :func:`tileattn.quantize_fp8`.
+        k_descale: the same for k.
+        v_descale: the same for v.
 
     Returns:
-        o (batch, seqlen_q, heads, head_dim_v) in q's dtype; with return_lse, ``(o, lse)`` with lse (batch, heads,
-        seqlen_q) in float32 (float64 for float64 inputs). A row that sees no key has ``o = 0`` and ``lse = -inf``.
+        o (batch, seqlen_q, heads, head_dim_v) in q's dtype, or bfloat16 for float8_e4m3fn; with return_lse,
+        ``(o, lse)`` with lse (batch, heads, seqlen_q) in float32 (float64 for float64 inputs). A row that
+        sees no key has ``o = 0`` and ``lse = -inf``.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted.
@@ -65,12 +79,13 @@ def attention(
 
     Algorithm: FlashAttention-2 (Dao 2023, arXiv 2307.08691).
     """
+    descales = None if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
     if mask is None and score_mod is None and sink is None and _is_plain(q, k, v):
-        o, lse = _plain_forward(q, k, v, causal, scale, dropout_p, layout, return_lse, backend)
+        o, lse = _plain_forward(q, k, v, descales, causal, scale, dropout_p, layout, return_lse, backend)
     else:
         check_arguments(q, k, v, sink, dropout_p, layout, scale)
         q, k, v = _as_bshd(layout, q, k, v)
-        o, lse = _variant_forward(q, k, v, mask, score_mod, causal, scale, sink, return_lse, backend)
+        o, lse = _variant_forward(q, k, v, descales, mask, score_mod, causal, scale, sink, return_lse, backend)
     if layout == "bhsd":
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o  # type: ignore[return-value]
@@ -88,6 +103,7 @@ def _variant_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    descales: GivenDescales | None,
     mask: MaskLike | None,
     score_mod: ScoreModLike | None,
     causal: bool,
@@ -97,12 +113,14 @@ def _variant_forward(
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Any call, on checked q, k, v and sink (bshd)."""
+    descales = _NO_DESCALES if descales is None else descales
+    check_descales(descales, q, k)
     normal_mask, mods = normalize(mask, score_mod, causal)
     check_variant(normal_mask, mods, q, k)
     variant, operands = encode(normal_mask, mods)
     check_operand_devices(operands.tensors, q)
     scale = _scale(scale, q)
-    needs_grad = torch.is_grad_enabled() and _requires_grad((q, k, v, sink, *operands.tensors))
+    needs_grad = torch.is_grad_enabled() and _requires_grad((q, k, v, sink, *descales, *operands.tensors))
     traced = _is_traced(q)
     if needs_grad or not traced:
         call = ops.make_call(q, k, v, sink, variant, needs_grad=needs_grad, return_lse=return_lse)
@@ -110,8 +128,12 @@ def _variant_forward(
             forward = select(call, backend).prepare(call, q.shape, k.shape, scale)
         else:
             forward = prepare_forward(call, backend, q.shape, k.shape, scale)
+        if q.dtype == FP8:
+            return forward(q, k, v, sink, operands, descales=complete(*descales, k))
         return forward(q, k, v, sink, operands)
-    o, lse = ops.forward(q, k, v, sink, variant, operands.tensors, operands.ints, operands.floats, scale, backend)
+    o, lse = ops.forward(
+        q, k, v, sink, variant, operands.tensors, operands.ints, operands.floats, scale, backend, *descales
+    )
     return o, lse
 
 
@@ -119,12 +141,14 @@ def _variant_forward(
 _PLANS: dict[tuple[Any, ...], Forward] = {}
 _MAX_PLANS = 4096
 _NO_OPERANDS = Operands()
+_NO_DESCALES: GivenDescales = (None, None, None)
 
 
 def _plain_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    descales: GivenDescales | None,
     causal: bool,
     scale: float | None,
     dropout_p: float,
@@ -140,23 +164,35 @@ def _plain_forward(
             q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
             causal, scale, dropout_p, layout, return_lse, backend, grad,
         )  # fmt: skip
+        if descales is not None:
+            key += tuple(map(_facts, descales))
         forward = _PLANS.get(key)
     except (TypeError, RuntimeError):  # an option that cannot be hashed, a tensor without strides: the checks say which
-        _plan(q, k, v, causal, scale, dropout_p, layout, return_lse, backend, grad)
+        _plan(q, k, v, descales, causal, scale, dropout_p, layout, return_lse, backend, grad)
         raise
     if forward is None:
-        forward = _plan(q, k, v, causal, scale, dropout_p, layout, return_lse, backend, grad)
+        forward = _plan(q, k, v, descales, causal, scale, dropout_p, layout, return_lse, backend, grad)
         if len(_PLANS) >= _MAX_PLANS:  # sizes may vary without end
             _PLANS.clear()
         _PLANS[key] = forward
     q, k, v = _as_bshd(layout, q, k, v)
-    return forward(q, k, v, None, _NO_OPERANDS)
+    if descales is None:
+        return forward(q, k, v, None, _NO_OPERANDS)
+    return forward(q, k, v, None, _NO_OPERANDS, descales=complete(*descales, k))
+
+
+def _facts(descale: Any) -> tuple[Any, ...] | None:
+    """What of a descale its checks depend on."""
+    if isinstance(descale, torch.Tensor):
+        return descale.shape, descale.dtype, descale.device, descale.requires_grad and torch.is_grad_enabled()
+    return None if descale is None else (type(descale),)
 
 
 def _plan(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    descales: GivenDescales | None,
     causal: bool,
     scale: float | None,
     dropout_p: float,
@@ -167,10 +203,27 @@ def _plan(
 ) -> Forward:
     check_arguments(q, k, v, None, dropout_p, layout, scale)
     q, k, v = _as_bshd(layout, q, k, v)
+    if descales is not None:
+        check_descales(descales, q, k)
+        needs_grad |= torch.is_grad_enabled() and _requires_grad(descales)
     variant, _ = encode(normalize(None, None, causal)[0], ())
     scale = _scale(scale, q)
     call = ops.make_call(q, k, v, None, variant, needs_grad=needs_grad, return_lse=return_lse)
-    return prepare_forward(call, backend, q.shape, k.shape, scale)
+    forward = prepare_forward(call, backend, q.shape, k.shape, scale)
+    # Here and not where it is called, so that other dtypes pay nothing for the question.
+    return functools.partial(_without_descales, forward) if descales is None and q.dtype == FP8 else forward
+
+
+def _without_descales(
+    forward: Forward,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    operands: Operands,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """An fp8 call whose descales were not given."""
+    return forward(q, k, v, sink, operands, descales=complete(*_NO_DESCALES, k))
 
 
 def _is_plain(q: Any, k: Any, v: Any) -> bool:

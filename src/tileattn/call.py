@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
+from .fp8 import output_dtype
+
 
 @dataclass(frozen=True)
 class AttentionCall:
     """Static facts of one call. Batch, lengths, head counts, strides and scalars are run-time values of a kernel.
 
     Attributes:
-        dtype: of q, k, v and o.
+        dtype: of q, k and v.
         head_dim: elements per head of q and k.
         head_dim_v: elements per head of v and o.
         variant: the key of the mask and the score modifications (see :mod:`tileattn.variant`), ``""`` for none.
@@ -33,6 +35,11 @@ class AttentionCall:
     needs_grad: bool = False
     return_lse: bool = True
     arch: str = "cpu"
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of o: that of q, k and v, but bfloat16 for fp8."""
+        return output_dtype(self.dtype)
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from .call import AttentionCall
+from .fp8 import Descales
 from .kernels.tilelang import backend as tilelang_backend
 from .kernels.torch import backend as torch_backend
 from .variant import Operands
@@ -19,11 +20,19 @@ class Forward(Protocol):
     """The forward pass of a backend, prepared for tensors of one shape."""
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, operands: Operands
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        operands: Operands,
+        *,
+        descales: Descales | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """O (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q) for bshd tensors of any strides.
 
-        lse may be None where the call does not ask for it.
+        o has the call's `out_dtype`. lse may be None where the call does not ask for it. `descales` is passed for fp8
+        calls, always and with all three, and for no other: a backend that refuses fp8 need not know of it.
         """
         ...
 

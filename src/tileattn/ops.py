@@ -11,6 +11,7 @@ import torch
 
 from .call import AttentionCall, device_arch, is_aligned
 from .dispatch import prepare_forward
+from .fp8 import FP8, accumulator, complete, output_dtype
 from .variant import Operands
 
 
@@ -52,20 +53,30 @@ def forward(
     floats: Sequence[float],
     scale: float,
     backend: str | None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o (batch, seqlen_q, heads, head_dim_v) in q's dtype, contiguous, and lse (batch, heads, seqlen_q)."""
+    """o (batch, seqlen_q, heads, head_dim_v), contiguous, and lse (batch, heads, seqlen_q).
+
+    o has q's dtype, or bfloat16 for fp8; descales, broadcastable to (batch, kv_heads), are for fp8 only.
+    """
     call = make_call(q, k, v, sink, variant)
     operands = Operands(list(tensors), list(ints), list(floats))
-    o, lse = prepare_forward(call, backend, q.shape, k.shape, scale)(q, k, v, sink, operands)
+    run = prepare_forward(call, backend, q.shape, k.shape, scale)
+    if call.dtype == FP8:
+        descales = complete(q_descale, k_descale, v_descale, k)
+        o, lse = run(q, k, v, sink, operands, descales=descales)
+    else:
+        o, lse = run(q, k, v, sink, operands)
     assert lse is not None
     return o, lse
 
 
 @forward.register_fake
-def _(q, k, v, sink, variant, tensors, ints, floats, scale, backend):
+def _(q, k, v, sink, variant, tensors, ints, floats, scale, backend, q_descale=None, k_descale=None, v_descale=None):
     batch, seqlen_q, heads, _ = q.shape
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return (
-        q.new_empty(batch, seqlen_q, heads, v.shape[3]),
-        q.new_empty(batch, heads, seqlen_q, dtype=lse_dtype),
+        q.new_empty(batch, seqlen_q, heads, v.shape[3], dtype=output_dtype(q.dtype)),
+        q.new_empty(batch, heads, seqlen_q, dtype=accumulator(q.dtype)),
     )

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from .fp8 import FP8
 from .masks import Mask
 from .scores import ScoreMod
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, FP8)
 
 
 def check_arguments(
@@ -41,8 +42,12 @@ def check_arguments(
                 f"{name} must have a contiguous last dimension, got strides {tensor.stride()} for shape "
                 f"{tuple(tensor.shape)}; use {name}.contiguous()"
             )
+    if q.dtype == torch.float8_e5m2:
+        raise TypeError(
+            "q must not be torch.float8_e5m2, whose 2 bits of mantissa are for gradients; use torch.float8_e4m3fn"
+        )
     if q.dtype not in _DTYPES:
-        raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {q.dtype}")
+        raise TypeError(f"q must be float16, bfloat16, float32, float64 or float8_e4m3fn, got {q.dtype}")
     if k.dtype != q.dtype or v.dtype != q.dtype:
         raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     if k.device != q.device or v.device != q.device:
@@ -92,6 +97,30 @@ def _check_sink(sink: Any, q: torch.Tensor, heads: int) -> None:
         raise ValueError(f"sink must have shape (heads,) = ({heads},), got {tuple(sink.shape)}")
     if sink.device != q.device:
         raise ValueError(f"sink must be on q's device {q.device}, got {sink.device}")
+
+
+def check_descales(descales: Sequence[Any], q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raises where one of the descales of q, k and v (None: not given) does not fit q and k (bshd)."""
+    shape = (k.shape[0], k.shape[2])
+    for name, descale in zip(("q_descale", "k_descale", "v_descale"), descales):
+        if descale is None:
+            continue
+        if q.dtype != FP8:
+            raise TypeError(f"{name} is for float8_e4m3fn inputs only, got q, k and v in {q.dtype}")
+        if not isinstance(descale, torch.Tensor) or descale.dtype != torch.float32:
+            got = getattr(descale, "dtype", type(descale).__name__)
+            raise TypeError(f"{name} must be a float32 tensor or None, got {got}")
+        if not _broadcasts(descale.shape, shape):
+            raise ValueError(
+                f"{name} must have shape (batch, kv_heads) = {shape}, or one that broadcasts to it, got "
+                f"{tuple(descale.shape)}"
+            )
+        if descale.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {descale.device}")
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    return len(shape) <= len(to) and all(mine in (1, size) for mine, size in zip(reversed(shape), reversed(to)))
 
 
 def check_variant(mask: Mask | None, mods: Sequence[Callable[..., Any]], q: torch.Tensor, k: torch.Tensor) -> None:
