@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..fp8 import accumulator, output_dtype
 from ..masks import Mask
 
 ScoreFn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -40,6 +41,9 @@ def standard_attention(
     score_mods: Sequence[ScoreFn] = (),
     sink: Tensor | None = None,
     scale: float | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention by its definition; memory grows with seqlen_q * seqlen_k.
 
@@ -51,13 +55,15 @@ def standard_attention(
         score_mods: functions (score, b, h, q, k) -> score of the scaled score, applied in order.
         sink: (heads,), a logit for each head that joins the denominator of the softmax and has no value.
         scale: factor of the inner product; None: 1 / sqrt(head_dim).
+        q_descale, k_descale, v_descale: (batch, kv_heads), float32: what the elements of fp8 q, k and v are multiplied
+            by; None: 1.
 
     Returns:
-        o: (batch, seqlen_q, heads, head_dim_v), q's dtype; 0 in a row that sees no key.
+        o: (batch, seqlen_q, heads, head_dim_v), q's dtype, or bfloat16 for fp8; 0 in a row that sees no key.
         lse: (batch, heads, seqlen_q), float32 (float64 for float64 inputs), natural logarithm, sink included; -inf in
             a row that sees no key, without a sink.
     """
-    q_bh, k_bh, v_bh = heads_first(q, k, v)
+    q_bh, k_bh, v_bh = heads_first(q, k, v, (q_descale, k_descale, v_descale))
     # There is nothing to tile here: one tile of all rows and all keys.
     scores = tile_scores(q_bh, k_bh, slice(0, q.shape[1]), slice(0, k.shape[1]), score_mods, scale)
     if mask is not None:
@@ -78,23 +84,25 @@ def standard_attention(
     # ... and so is l, by which o must not be divided.
     o = (p @ v_bh) / torch.where(l > 0, l, 1.0)
     lse = torch.where(l > 0, m + torch.log(torch.where(l > 0, l, 1.0)), -torch.inf).squeeze(-1)
-    return o.transpose(1, 2).to(q.dtype), lse
+    return o.transpose(1, 2).to(output_dtype(q.dtype)), lse
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that scores, softmax and sums are computed in: float32, or float64 for float64 inputs."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def heads_first(
+    q: Tensor, k: Tensor, v: Tensor, descales: Sequence[Tensor | None] = (None, None, None)
+) -> tuple[Tensor, Tensor, Tensor]:
     """(batch, seqlen, heads, dim) -> (batch, heads, seqlen, dim), accumulator's dtype, K/V heads repeated for GQA.
 
     Kernels do not repeat K and V in memory (query head h reads kv head ``h // group``); it is done here so that the
-    rest reads as if every query head had its own.
+    rest reads as if every query head had its own. So it is with descales (batch, kv_heads), by which heads are
+    multiplied: kernels put those of q and k into the scale, and that of v into the division by l.
     """
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2).to(accumulator(x.dtype)) for x in (q, k, v))
-    return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    q_descale, k_descale, v_descale = (
+        1.0 if x is None else x.repeat_interleave(group, dim=1)[:, :, None, None] for x in descales
+    )
+    return q * q_descale, k * k_descale, v * v_descale
 
 
 def positions(q: Tensor, k: Tensor, rows: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:

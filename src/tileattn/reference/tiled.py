@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..fp8 import output_dtype
 from ..masks import Mask
 from .online_softmax import RowState
 from .standard import ScoreFn, heads_first, positions, tile_scores
@@ -39,12 +40,15 @@ def flash_attention_1(
     score_mods: Sequence[ScoreFn] = (),
     sink: Tensor | None = None,
     scale: float | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     block_M: int = 64,
     block_N: int = 64,
 ) -> tuple[Tensor, Tensor]:
     """Tiled attention, K/V outside and Q inside; arguments and results as `standard_attention`."""
-    dtype, seqlen_q, seqlen_k = q.dtype, q.shape[1], k.shape[1]
-    q, k, v = heads_first(q, k, v)
+    dtype, seqlen_q, seqlen_k = output_dtype(q.dtype), q.shape[1], k.shape[1]
+    q, k, v = heads_first(q, k, v, (q_descale, k_descale, v_descale))
     # "In memory": one entry for each block of queries, rewritten for each K/V tile. Here o is divided by l.
     memory = [RowState.empty(q[:, :, rows], v.shape[-1]) for rows in blocks(0, seqlen_q, block_M)]
     for keys in blocks(0, seqlen_k, block_N):
@@ -67,12 +71,15 @@ def flash_attention_2(
     score_mods: Sequence[ScoreFn] = (),
     sink: Tensor | None = None,
     scale: float | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     block_M: int = 64,
     block_N: int = 64,
 ) -> tuple[Tensor, Tensor]:
     """Tiled attention, Q outside and K/V inside, visiting only the mask's tiles; as `standard_attention`."""
-    dtype, seqlen_q = q.dtype, q.shape[1]
-    q, k, v = heads_first(q, k, v)
+    dtype, seqlen_q = output_dtype(q.dtype), q.shape[1]
+    q, k, v = heads_first(q, k, v, (q_descale, k_descale, v_descale))
     finished = []
     for rows in blocks(0, seqlen_q, block_M):  # on a GPU: a thread block for each
         state = RowState.empty(q[:, :, rows], v.shape[-1])

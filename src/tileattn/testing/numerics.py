@@ -1,7 +1,7 @@
 """The one tolerance rule.
 
 Inputs are quantised once. The oracle is float64 on those inputs; eager is PyTorch in the inputs' own dtype, the worse
-of two runs that sum in different orders. For every output,
+of two runs that sum in different orders (for fp8 see `eager_attention`). For every output,
 
     error <= 2 x error of eager + a rounding of the output's dtype          (`torch.finfo(dtype).eps`)
 
@@ -20,8 +20,8 @@ is that of the terms. So a row below the median is measured by the median row.
 
 For **lse**, which is a logarithm, an absolute error is what matters: it is the relative error of all probabilities of
 its row. What is allowed besides twice eager's is a rounding of lse itself (of 1, if that is larger), and an eighth of a
-rounding of 1 in the inputs' dtype: to that the probabilities are rounded before they meet V, and a fast kernel's exp is
-not more exact than it need be (PyTorch's own for CPUs and 16 bits errs by 5e-5).
+rounding of 1 in the inputs' dtype (bfloat16 for fp8): to that the probabilities are rounded before they meet V, and a
+fast kernel's exp is not more exact than it need be (PyTorch's own for CPUs and 16 bits errs by 5e-5).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def assert_accurate(
         oracle: what it should be, float64, of the same shape.
         eager: the same computed by `eager_attention`, in the inputs' dtype: one or more runs; the worst counts.
         gradient: whether this output is a gradient.
-        lse_of: the dtype of the inputs if this output is lse, else None.
+        lse_of: the dtype of the inputs (of o, for fp8) if this output is lse, else None.
 
     Raises:
         AssertionError: got is wrong.

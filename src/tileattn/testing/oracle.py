@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..fp8 import FP8, accumulator
 from ..masks import Mask
 
 
@@ -22,6 +23,9 @@ def oracle_attention(
     score_mods: Sequence[Callable[..., Tensor]] = (),
     sink: Tensor | None = None,
     scale: float | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Standard attention in float64 on the inputs as they are, that is as quantised. Differentiable.
 
@@ -33,13 +37,17 @@ def oracle_attention(
         score_mods: functions (score, b, h, q, k) -> score, applied in order to the scaled score.
         sink: (heads,), joins the denominator of the softmax.
         scale: factor of the inner product; None: 1 / sqrt(head_dim).
+        q_descale: (batch, kv_heads), what the elements of q are multiplied by; None: 1. For fp8.
+        k_descale: the same for k.
+        v_descale: the same for v.
 
     Returns:
         o (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q), float64. A row without keys has o = 0
         and lse = -inf, or lse = sink.
     """
     # The sums are not in their natural order, which is eager's: in float64 its error would seem to be 0.
-    return _attend(torch.float64, q, k, v, mask, score_mods, sink, scale, _reversed)
+    descales = (q_descale, k_descale, v_descale)
+    return _attend(torch.float64, q, k, v, mask, score_mods, sink, scale, descales, _reversed, _weighted)
 
 
 def eager_attention(
@@ -50,11 +58,18 @@ def eager_attention(
     score_mods: Sequence[Callable[..., Tensor]] = (),
     sink: Tensor | None = None,
     scale: float | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Standard attention in the inputs' dtype, as one writes it in PyTorch without a fused kernel: two runs.
 
     Arguments as `oracle_attention`. Each operation rounds its result to the dtype: scores, probabilities, output. lse
     is reduced from the rounded scores in float32 or better. Differentiable.
+
+    fp8 is a dtype to multiply in, not to compute in. There eager does what attention in fp8 cannot do without: float32
+    scores and sums, probabilities ``exp(score - row's maximum)`` rounded to fp8 for their product with v, the softmax's
+    denominator from the probabilities that are not rounded, and an output in bfloat16.
 
     Its error is luck to a degree: it depends on the order in which sums are computed. So there are two runs, with
     head_dim and keys in their own order and shuffled, and the rule takes the larger error.
@@ -62,9 +77,11 @@ def eager_attention(
     Returns:
         The o and the lse of the two runs.
     """
-    orders = (_natural, _shuffled)
+    dtype, weighted = (accumulator(FP8), _weighted_in_fp8) if q.dtype == FP8 else (q.dtype, _weighted)
+    descales = (q_descale, k_descale, v_descale)
     (o, lse), (o_shuffled, lse_shuffled) = (
-        _attend(q.dtype, q, k, v, mask, score_mods, sink, scale, order) for order in orders
+        _attend(dtype, q, k, v, mask, score_mods, sink, scale, descales, order, weighted)
+        for order in (_natural, _shuffled)
     )
     return [o, o_shuffled], [lse, lse_shuffled]
 
@@ -90,15 +107,24 @@ def _attend(
     score_mods: Sequence[Callable[..., Tensor]],
     sink: Tensor | None,
     scale: float | None,
+    descales: Sequence[Tensor | None],
     order: Callable[[int, torch.device], Tensor],
+    weighted: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Output (bshd) and lse, computed in `dtype`, with the sums over head_dim and over keys in the given order."""
+    """Output (bshd) and lse, computed in `dtype`, with the sums over head_dim and over keys in the given order.
+
+    `weighted(logits, v)` is the sum of values, weighted by the softmax of logits (.., keys, or keys and a sink).
+    """
     group = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dims, keys = order(q.shape[3], q.device), order(k.shape[1], q.device)
     q = q.to(dtype)[..., dims].transpose(1, 2)
     k = k.to(dtype)[:, keys][..., dims].transpose(1, 2).repeat_interleave(group, dim=1)
     v = v.to(dtype)[:, keys].transpose(1, 2).repeat_interleave(group, dim=1)
+    q, k, v = (
+        x if descale is None else x * descale.to(dtype).repeat_interleave(group, dim=1)[:, :, None, None]
+        for x, descale in zip((q, k, v), descales)
+    )
 
     scores = (q @ k.mT) * scale
     index = _indices(scores, keys)
@@ -112,10 +138,23 @@ def _attend(
     # A row without keys has no softmax. It gets some other scores first, so that autograd meets no NaN there.
     empty = (logits == -torch.inf).all(dim=-1)
     logits = logits.masked_fill(empty[..., None], 0.0)
-    probabilities = torch.softmax(logits, dim=-1)[..., : scores.shape[-1]]
-    o = (probabilities @ v).masked_fill(empty[..., None], 0.0)
+    o = weighted(logits, v).masked_fill(empty[..., None], 0.0)
     lse = torch.logsumexp(logits.to(torch.promote_types(dtype, torch.float32)), dim=-1)
     return o.transpose(1, 2), lse.masked_fill(empty, -torch.inf)
+
+
+def _weighted(logits: Tensor, v: Tensor) -> Tensor:
+    """softmax(logits) @ v."""
+    return torch.softmax(logits, dim=-1)[..., : v.shape[2]] @ v
+
+
+def _weighted_in_fp8(logits: Tensor, v: Tensor) -> Tensor:
+    """The same from probabilities that are rounded to fp8 before they meet v, and divided by their sum after it."""
+    if logits.shape[-1] == 0:  # a maximum of nothing
+        return _weighted(logits, v).bfloat16()
+    p = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
+    rounded = p[..., : v.shape[2]].to(FP8).to(p.dtype)
+    return (rounded @ v / p.sum(dim=-1, keepdim=True)).bfloat16()
 
 
 def _indices(scores: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
