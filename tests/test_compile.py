@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tileattn.math as tm
-from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap, attention
+from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap, attention, quantize_fp8
 from tileattn.variant import encode
 
 HEADS = 4
@@ -232,6 +232,66 @@ def test_a_function_that_captures_a_tensor_says_what_to_do_under_compile() -> No
     compiled = torch.compile(lambda *x: attention(*x, score_mod=captures_a_global), fullgraph=True, backend="eager")
     with pytest.raises(Exception, match="cannot be a function that captures a tensor; make it a class"):
         compiled(*qkv())
+
+
+# --- fp8 ---
+
+
+def fp8(seqlen_q: int = 5, seqlen_k: int = 7, batch: int = 3) -> tuple[Tensor, ...]:
+    return quantize_fp8(*qkv(seqlen_q, seqlen_k, batch))
+
+
+FP8_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "plain": lambda q, k, v, *descales: attention(q, k, v, return_lse=True),
+    "causal": lambda q, k, v, q_descale, k_descale, v_descale: attention(
+        q, k, v, causal=True, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
+    ),
+    "one descale": lambda q, k, v, q_descale, *_: attention(
+        q, k, v, mask=SlidingWindow(2, 0), score_mod=SoftCap(5.0), sink=SINK, v_descale=q_descale[0, 0]
+    ),
+    "quantised inside": lambda q, k, v, *_: attention(
+        **quantize_fp8(q.float(), k.float(), v.float())._asdict(), return_lse=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FP8_FUNCTIONS)
+def test_fp8_is_one_graph_for_all_lengths(name: str) -> None:
+    compiled = Compiled(FP8_FUNCTIONS[name])
+    for lengths in LENGTHS:
+        compiled.check(*fp8(*lengths))
+    assert compiled.compilations == 1
+    assert "tileattn.forward.default" in compiled.operators
+
+
+def test_wrong_descales_under_compile() -> None:
+    for tensors, says in ((fp8(), "v_descale must have shape"), (qkv(), "v_descale is for float8_e4m3fn inputs only")):
+        with pytest.raises(Exception, match=says):
+            torch.compile(lambda *x: attention(*x, v_descale=SINK), fullgraph=True, backend="eager")(*tensors[:3])
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["", "descales"])
+def test_the_operator_keeps_the_rules_of_torch_library_in_fp8(given: bool) -> None:
+    q, k, v, *descales = fp8()
+    arguments = (q, k, v, SINK, "", [], [], [], 0.3, None, *(descales if given else ()))
+    # Without test_schema, which multiplies its inputs to compare them; torch has no arithmetic on fp8.
+    utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    results = torch.library.opcheck(torch.ops.tileattn.forward, arguments, test_utils=utils)
+    assert set(results.values()) == {"SUCCESS"}
+    o, lse = torch.ops.tileattn.forward(*arguments)
+    names = dict(zip(("q_descale", "k_descale", "v_descale"), descales if given else ()))
+    assert_same((o, lse), attention(q, k, v, sink=SINK, scale=0.3, return_lse=True, **names))
+
+
+def test_fake_fp8_tensors_have_the_real_shapes_and_dtypes() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    names = ("q", "k", "v", "q_descale", "k_descale", "v_descale")
+    real = attention(**dict(zip(names, fp8())), return_lse=True)
+    with FakeTensorMode() as mode:
+        fake = attention(**dict(zip(names, map(mode.from_tensor, fp8()))), return_lse=True)
+    for x, y in zip(fake, real):
+        assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
 
 
 # --- The operator ---

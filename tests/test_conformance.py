@@ -67,7 +67,7 @@ def _expected(case: ConformanceCase, device: str) -> tuple[Arguments, object, ob
 
 
 def _refusal(arguments: Arguments, name: str) -> str | None:
-    q, k, v, mask, score_mods, sink, _ = arguments.positional
+    q, k, v, mask, score_mods, sink, *_ = arguments.positional
     call = ops.make_call(q, k, v, sink, encode(mask, score_mods)[0], needs_grad=False)
     return next(backend for backend in BACKENDS if backend.name == name).refusal(call)
 
@@ -90,6 +90,7 @@ def _run(arguments: Arguments, backend: str) -> tuple[Tensor, Tensor]:
         layout=arguments.layout,
         return_lse=True,
         backend=backend,
+        **arguments.named_descales,
     )
     return (o.transpose(1, 2) if bhsd else o), lse
 
@@ -107,8 +108,8 @@ def test_conformance(case: ConformanceCase, backend: str, device: str) -> None:
         with poisoned_memory():
             got = _run(arguments, backend)
     o, lse = got
-    assert o.dtype == case.dtype
-    assert lse.dtype == torch.promote_types(case.dtype, torch.float32)
+    assert o.dtype == case.out_dtype
+    assert lse.dtype == torch.promote_types(case.out_dtype, torch.float32)
     assert_forward_accurate(case.id, got, oracle, eager)
 
 

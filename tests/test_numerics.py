@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from tileattn import Causal, FunctionMask, SlidingWindow, SoftCap
 from tileattn.call import is_aligned
+from tileattn.fp8 import dequantize
 from tileattn.testing import (
     assert_accurate,
     assert_forward_accurate,
@@ -242,22 +243,29 @@ def test_a_case_is_what_its_id_says(case) -> None:  # type: ignore[no-untyped-de
     assert v.shape == (shape.batch, shape.seqlen_k, shape.kv_heads, structure.head_dim_v)
     for x, same in ((q, again.q), (k, again.k), (v, again.v)):
         assert x.dtype == case.dtype
-        assert x.isfinite().all()
-        assert torch.equal(x, same)
+        assert x.float().isfinite().all()
+        assert torch.equal(x.float(), same.float())
         assert x.stride(3) == 1 or x.numel() == 0
         assert is_aligned(x) == structure.aligned or x.numel() == 0
+    assert (arguments.descales is None) == (structure.dtype != "fp8")
+    for x, same in zip(arguments.descales or (), again.descales or ()):
+        assert x.shape == (shape.batch, shape.kv_heads)
+        assert torch.equal(x, same)
     assert (arguments.sink is None) != structure.sink
     assert (arguments.mask is None) == (structure.mask == "none")
     assert len(arguments.score_mods) == len(structure.scores)
 
 
 def test_large_scores_are_exact_in_16_bits() -> None:
-    """So that the rule is as sharp there as elsewhere: eager rounds none of them."""
+    """So that the rule is as sharp there as elsewhere: eager rounds none of them. Also where the inputs have 8 bits."""
     for case in conformance_cases("quick"):
         if case.shape.values != "normal" and not case.structure.scores and 0 not in case.shape.__dict__.values():
             arguments = build(case)
-            q, k = arguments.q.double().transpose(1, 2), arguments.k.double().transpose(1, 2)
+            q, k = arguments.q, arguments.k
+            if arguments.descales is not None:
+                q, k = dequantize(q, arguments.descales.q), dequantize(k, arguments.descales.k)
+            q, k = q.double().transpose(1, 2), k.double().transpose(1, 2)
             k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
             scores = q @ k.mT * arguments.scale
-            assert torch.equal(scores.to(case.dtype).double(), scores)
+            assert torch.equal(scores.to(case.out_dtype).double(), scores)
             assert float(scores.abs().max()) >= 64

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .. import math as tm
 from ..call import AttentionCall, is_aligned
+from ..fp8 import FP8, Descales, output_dtype, quantize_fp8
 from ..masks import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow
 from ..scores import ALiBi, Bias, SoftCap
 from ..variant import encode
@@ -31,6 +32,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
     "fp64": torch.float64,
+    "fp8": FP8,
 }
 
 ScoreFn = Callable[..., Any]
@@ -99,8 +101,13 @@ class ConformanceCase:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of q, k, v and o."""
+        """Of q, k and v."""
         return DTYPES[self.structure.dtype]
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of o."""
+        return output_dtype(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -116,11 +123,19 @@ class Arguments:
     scale: float | None
     layout: str
     """What `attention(layout=...)` is to be told: "bhsd" where the memory is, so that it is given the original."""
+    descales: Descales | None = None
+    """Of an fp8 case."""
+
+    @property
+    def named_descales(self) -> dict[str, Tensor]:
+        """As keyword arguments; none but for fp8."""
+        return {} if self.descales is None else {f"{name}_descale": x for name, x in self.descales._asdict().items()}
 
     @property
     def positional(self) -> tuple[Any, ...]:
-        """(q, k, v, mask, score_mods, sink, scale), as the oracle, eager, and the reference take them."""
-        return (self.q, self.k, self.v, self.mask, self.score_mods, self.sink, self.scale)
+        """(q, k, v, mask, score_mods, sink, scale, *descales), as the oracle, eager, and the reference take them."""
+        descales = (None, None, None) if self.descales is None else self.descales
+        return (self.q, self.k, self.v, self.mask, self.score_mods, self.sink, self.scale, *descales)
 
 
 # --- Memory layouts: (value on the CPU, device) -> the same values, in some memory of the device ----------------------
@@ -147,8 +162,9 @@ def _expanded(x: Tensor, device: torch.device) -> Tensor:
 def _island(x: Tensor, device: torch.device) -> Tensor:
     """A part of every dimension of a larger tensor, NaN around it: what is read beyond the edges shows."""
     batch, seqlen, heads, dim = x.shape
-    inner = (slice(1, 1 + batch), slice(8, 8 + seqlen), slice(1, 1 + heads), slice(8, 8 + dim))
-    return _cut(x, device, (batch + 2, seqlen + 16, heads + 2, dim + 16), inner)
+    margin = max(8, 16 // x.element_size())  # rows stay aligned
+    inner = (slice(1, 1 + batch), slice(8, 8 + seqlen), slice(1, 1 + heads), slice(margin, margin + dim))
+    return _cut(x, device, (batch + 2, seqlen + 16, heads + 2, dim + 2 * margin), inner)
 
 
 def _unaligned(x: Tensor, device: torch.device) -> Tensor:
@@ -197,6 +213,29 @@ class _Draw:
         if kind == "large":
             return 16.0 * (torch.randint(3, shape, generator=self.generator) - 1)
         return sign * 16.0 * torch.randint(2, shape, generator=self.generator)
+
+
+def _in_fp8(draw: _Draw, exact: bool, tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[list[Tensor], Descales]:
+    """q, k, v (bshd, float32, on the CPU) in fp8, and descales on the device, which differ much from head to head.
+
+    exact: by powers of two, so that q and k, small integers times 16, lose nothing; else by :func:`quantize_fp8`.
+    """
+    batch, _, kv_heads, _ = tensors[1].shape
+    factors = [torch.rand((batch, kv_heads), generator=draw.generator) + 0.5 for _ in tensors]
+    if exact:
+        descales = [torch.exp2((8 * factor).round() - 8) for factor in factors]  # 2^-4 to 2^4
+        quantized = [(x / _by_head(d, x)).to(FP8) for x, d in zip(tensors, descales)]
+    else:
+        *quantized, q_descale, k_descale, v_descale = quantize_fp8(
+            *(x * _by_head(factor, x) for x, factor in zip(tensors, factors))
+        )
+        descales = [q_descale, k_descale, v_descale]
+    return quantized, Descales(*(x.to(draw.device) for x in descales))
+
+
+def _by_head(x: Tensor, of: Tensor) -> Tensor:
+    """(batch, kv_heads) shaped to broadcast to a tensor (batch, seqlen, heads, dim)."""
+    return x.repeat_interleave(of.shape[2] // x.shape[1], dim=1)[:, None, :, None]
 
 
 def _window(draw: _Draw, shape: Shape) -> Mask:
@@ -287,6 +326,9 @@ def build(case: ConformanceCase, device: torch.device | str = "cpu") -> Argument
     q = draw.queries_or_keys(shape.values, (shape.batch, shape.seqlen_q, shape.heads, structure.head_dim), +1)
     k = draw.queries_or_keys(shape.values, (*keys, structure.head_dim), -1)
     v = draw.queries_or_keys("normal", (*keys, structure.head_dim_v), +1)
+    descales = None
+    if case.dtype == FP8:
+        (q, k, v), descales = _in_fp8(draw, shape.values != "normal", (q, k, v))
     q, k, v = (LAYOUTS[shape.layout](x.to(case.dtype), device) for x in (q, k, v))
     return Arguments(
         q,
@@ -297,6 +339,7 @@ def build(case: ConformanceCase, device: torch.device | str = "cpu") -> Argument
         sink=draw.normal(shape.heads) if structure.sink else None,
         scale=shape.scale,
         layout="bhsd" if shape.layout == "bhsd" else "bshd",
+        descales=descales,
     )
 
 
@@ -437,18 +480,47 @@ def _extremes() -> list[ConformanceCase]:
     ]
 
 
+# Of every kind some, not all with all: masks and modifications are the same code as in 16 bits, on float32 scores.
+FP8_STRUCTURES = (
+    Structure("fp8", 128, 128, "none", (), sink=False, aligned=True),
+    Structure("fp8", 64, 64, "causal", (), sink=False, aligned=True),
+    Structure("fp8", 256, 256, "causal", (), sink=True, aligned=True),
+    Structure("fp8", 64, 64, "window", ("softcap",), sink=False, aligned=True),
+    Structure("fp8", 128, 128, "causal", ("alibi",), sink=True, aligned=True),
+    Structure("fp8", 256, 256, "none", (), sink=False, aligned=True),
+    Structure("fp8", 64, 64, "none", (), sink=True, aligned=True),
+    Structure("fp8", 128, 128, "causal&documents", ("bias_bh",), sink=False, aligned=True),
+    Structure("fp8", 192, 128, "causal", (), sink=False, aligned=True),
+    Structure("fp8", 128, 128, "causal", (), sink=False, aligned=True),
+    Structure("fp8", 256, 256, "window_left", ("softcap",), sink=False, aligned=True),
+    Structure("fp8", 80, 80, "function_empty_rows", ("user",), sink=False, aligned=True),
+    Structure("fp8", 96, 96, "prefix|window", (), sink=True, aligned=True),
+    Structure("fp8", 64, 128, "prefix_b", ("user_tensor",), sink=False, aligned=True),
+    Structure("fp8", 16, 16, "none", ("alibi", "softcap"), sink=False, aligned=True),
+    # What a kernel may want otherwise: rows of 16 bytes, head dims of them.
+    Structure("fp8", 128, 128, "causal", (), sink=False, aligned=False),
+    Structure("fp8", 40, 40, "none", (), sink=False, aligned=False),
+)  # fmt: skip
+
+
+def _fp8_cases(shapes_each: int) -> list[ConformanceCase]:
+    nothing = [ConformanceCase(FP8_STRUCTURES[i], shape) for i, shape in enumerate(EMPTY_SHAPES)]
+    return _cases_of(list(FP8_STRUCTURES), shapes_each) + nothing
+
+
 def conformance_cases(selection: str = "quick") -> list[ConformanceCase]:
     """The cases, without repetition.
 
     Args:
         selection: "smoke", a few dozen that meet every feature once; "quick", every structure with two shapes, and
-            float32 and float64; "full", every 16-bit structure with eight shapes as well, for a GPU.
+            float32 and float64; "full", every structure of 16 or 8 bits with eight shapes as well, for a GPU.
     """
     half, single, double = ("bf16", "fp16"), ("fp32",), ("fp64",)
     structures = _table(half) + _plain(half)
     found = _cases_of(structures, 8 if selection == "full" else 2) + _extremes()
     found += _cases_of(_table(single), 1) + _cases_of(_plain(single, ("causal",)), 1)
     found += _cases_of(_table(double)[::7], 1)
+    found += _fp8_cases(8 if selection == "full" else 2)
     found = _with_smoke({case.id: case for case in found}.values())
     if selection not in ("smoke", "quick", "full"):
         raise ValueError(f'selection must be "smoke", "quick" or "full", got {selection!r}')
@@ -466,6 +538,8 @@ def _with_smoke(cases: Iterable[ConformanceCase]) -> list[ConformanceCase]:
             structure.dtype, structure.mask, structure.sink, structure.scores, shape.layout, shape.values, group,
             (structure.head_dim, structure.head_dim_v), (shape.seqlen_q, shape.seqlen_k),
         }  # fmt: skip
+        if case.dtype == FP8:  # whose kernels are others: what they have in 16 bits is met again
+            features = {("fp8", structure.mask), ("fp8", structure.head_dim), ("fp8", structure.aligned), group}
         marked.append(replace(case, smoke=not features <= met))
         met |= features
     return marked
