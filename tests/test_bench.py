@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from io import StringIO
 from itertools import product
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from made_up import made_up
 from tileattn.bench import (
     cases,
     ceilings,
@@ -30,8 +31,8 @@ from tileattn.bench import (
     variants,
 )
 from tileattn.bench.cases import Case, square
-from tileattn.bench.peers import PEERS
-from tileattn.bench.peers.base import OWN, Prepared
+from tileattn.bench.peers import PEERS, TileAttn
+from tileattn.bench.peers.base import NO_FP8, OWN, Prepared
 
 CPU = torch.device("cpu")
 QUICK = timing.Effort(warmup_ms=0, measure_ms=0, rounds=2, min_calls=1)
@@ -125,7 +126,7 @@ def test_causal_is_said_of_what_looks_at_no_later_key() -> None:
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"head_dim_v": -1}, "head_dim_v must be at least 1, got -1"),
         ({"kv_heads": 3}, "heads must be a multiple of kv_heads, got 4 and 3"),
-        ({"dtype": "int8"}, "dtype must be one of bf16, fp16, fp32, got 'int8'"),
+        ({"dtype": "int8"}, "dtype must be one of bf16, fp16, fp32, fp8, got 'int8'"),
     ],
 )
 def test_a_bad_case_is_one_error(change: dict[str, int | str], message: str) -> None:
@@ -183,6 +184,15 @@ def test_the_variants_suite_has_what_a_modification_is_measured_against() -> Non
         assert plain <= names
     # With one batch element a bias per batch element is the bias that all share.
     assert not any("bias-b" in name for name in names if name.endswith("(1,16384,16)"))
+
+
+def test_the_fp8_suite_is_long_and_of_16384_tokens() -> None:
+    suite = cases.suite("fp8", "fp8", "cuda")
+    assert len(suite) == 18
+    assert {case.head_dim for case in suite} == {64, 128, 256}
+    assert {case.seqlen_q for case in suite} == {4096, 8192, 16384}
+    assert {case.batch * case.seqlen_q for case in suite} == {16384}
+    assert {case.name for case in suite} <= {case.name for case in cases.suite("fa", "bf16", "cuda")}
 
 
 def test_flex_is_given_no_bias_that_it_would_read_beyond() -> None:
@@ -293,6 +303,39 @@ def test_sampled_rows_are_blocks_spread_over_the_length() -> None:
     assert (int(rows[0]), int(rows[-1])) == (0, 9_999)
 
 
+@pytest.mark.parametrize("name", ["full", "causal+bias+sink"])
+def test_fp8_is_measured_against_the_values_before_quantisation(name: str) -> None:
+    bf16, fp8 = (problem.build(replace(SMALL, dtype=dtype, variant=name), CPU) for dtype in ("bf16", "fp8"))
+    assert torch.equal(fp8.q, bf16.q)
+    assert fp8.fp8 is not None
+    assert fp8.fp8.q.dtype == torch.float8_e4m3fn
+    assert fp8.fp8.k_descale.shape == (2, 2)
+    assert torch.equal(oracle.build(fp8).expected, oracle.build(bf16).expected)
+    assert fp8.unquantised().case == bf16.case
+    left = fp8.dequantised()
+    assert 0 < (left.k.float() - fp8.k.float()).norm() / fp8.k.float().norm() < 0.04
+    # What is left of the values, computed in bfloat16, is what fp8 is held to.
+    expected = oracle.build(fp8)
+    o = PEERS["eager"].prepare(left).call()
+    assert 0.01 < expected.error(o) < 0.2
+    expected.check(o)
+    with pytest.raises(AssertionError, match="o: error"):
+        expected.check(o * 1.5)
+
+
+def test_fp8_is_ours_in_fp8_beside_ours_in_bf16() -> None:
+    fp8 = problem.build(replace(SMALL, dtype="fp8"), CPU)
+    beside = PEERS["tileattn-bf16"]
+    assert {peer.refusal(fp8) for name, peer in PEERS.items() if name in ("eager", "sdpa", "flex")} == {NO_FP8}
+    assert beside.refusal(fp8) is None
+    assert beside.refusal(fp8.unquantised()) is not None
+    expected = oracle.build(fp8)
+    ours, bf16 = (each.prepare(fp8).call() for each in (TileAttn(), beside))
+    assert ours.dtype == bf16.dtype == torch.bfloat16
+    expected.check(ours)
+    assert expected.error(bf16) < 0.02 < expected.error(ours)
+
+
 # Time and memory
 
 
@@ -378,6 +421,21 @@ def test_the_runner_measures_all_side_by_side() -> None:
         assert row.peak_bytes > 123
 
 
+def test_ceilings_are_taken_before_and_after_the_cases_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(when: str, device: torch.device, effort: timing.Effort) -> ceilings.Ceiling:
+        if when == "after":
+            raise RuntimeError("CUDA is broken")
+        return ceilings.Ceiling(when, 767.0, 4.3)
+
+    monkeypatch.setattr(ceilings, "measure", measure)
+    failures: list[str] = []
+    measured = results.begin(CPU, None, "test")
+    runner.Run("test", [], [], torch.device("cuda"), measured, effort=QUICK, on_failure=failures.append)()
+    assert [each.when for each in measured.ceilings] == ["before"]
+    assert "CUDA is broken" in failures[0]
+    assert run(Scripted(OWN))[0].ceilings == []
+
+
 def test_a_peer_that_refuses_is_listed_with_its_reason() -> None:
     measured, failures = run(Scripted(OWN), Scripted("peer", refuses="not today"))
     assert not failures
@@ -405,37 +463,6 @@ def test_a_wrong_result_of_ours_is_a_failure_and_a_peers_is_shown() -> None:
 
 
 # Result file, tables, picture
-
-
-def made_up(suite: str, device: str, *backends: str) -> results.Results:
-    """Results with invented times (each backend 10 % slower than the one before), to test how they are shown."""
-    measured = replace(results.begin(CPU, None, "test"), device=device, gpu="Imaginary GPU")
-    for case in cases.suite(suite, "bf16", device):
-        for index, backend in enumerate(backends):
-            if backend == "fa2" and case.head_dim != case.head_dim_v:
-                measured.refused.append(results.Missing(case.name, backend, "needs [one] head dim"))
-                continue
-            given = {field.name: getattr(case, field.name) for field in fields(case)}
-            ms = 1.1**index
-            measured.rows.append(
-                results.Row(
-                    suite=suite,
-                    case=case.name,
-                    direction="fwd",
-                    backend=backend,
-                    causal=case.causal,
-                    ms=ms,
-                    tflops=case.flops() / ms / 1e9,
-                    error=0.002,
-                    peak_bytes=3 * 2**20,
-                    gpu=measured.gpu,
-                    versions=measured.versions,
-                    commit=measured.commit,
-                    date=measured.date,
-                    **given,
-                )
-            )
-    return measured
 
 
 def test_a_row_has_exactly_the_keys_of_the_format(tmp_path: Path) -> None:

@@ -97,6 +97,17 @@ def test_bench_without_peers_and_quiet() -> None:
     assert {row["backend"] for row in rows(Path("r.json"))} == {"tileattn"}
 
 
+def test_the_fp8_suite_is_beside_bf16() -> None:
+    result = invoke("bench --device cpu --suite fp8 --rounds 1 --json r.json")
+    assert result.exit_code == 0, result.output
+    assert [(row["backend"], row["dtype"]) for row in rows(Path("r.json"))] == [
+        ("tileattn", "fp8"),
+        ("tileattn-bf16", "bf16"),
+    ] * 2
+    errors = [row["error"] for row in rows(Path("r.json"))]
+    assert errors[0] > errors[1]
+
+
 def test_a_named_backend_is_the_one_that_runs() -> None:
     result = invoke(f"{TINY} --peers none --backend torch --json r.json")
     assert result.exit_code == 0, result.output
@@ -166,6 +177,7 @@ def test_a_failure_of_ours_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> 
         ("--suite fb", "Invalid value for --suite: 'fb' is not known; accepted: quick, fa, variants"),
         ("--suite fa --heads 4", "Invalid value for --suite: a suite brings its own shapes"),
         ("--dtype int8", "Invalid value for --dtype: 'int8' is not known; accepted: bf16, fp16, fp32"),
+        ("--suite fp8 --dtype bf16", "Invalid value for --dtype: the suite fp8 is in fp8, beside bf16"),
         ("--direction bwd", "Invalid value for --direction: 'bwd' is not measured; accepted: fwd"),
         ("--device tpu", "Invalid value for --device: 'tpu' is not a device here; accepted: auto, cpu"),
         ("--device cpu:x", "Invalid value for --device: 'cpu:x' is not a device here; accepted: auto, cpu"),

@@ -10,7 +10,7 @@ import torch
 
 from tileattn.bench import variants
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 
 # FLOPs of a direction in units of the forward's: the forward has two matrix products (QK^T, PV), the backward five
 # (QK^T again, dP = dO V^T, dV = P^T dO, dQ = dS K, dK = dS^T Q).
@@ -45,6 +45,11 @@ class Case:
     def terms(self) -> variants.Variant:
         """The variant, taken apart."""
         return variants.parse(self.variant)
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """In which the values of q, k and v are drawn: bfloat16 for fp8, whose tensors are quantised from these."""
+        return torch.bfloat16 if self.dtype == "fp8" else DTYPES[self.dtype]
 
     @property
     def causal(self) -> bool:
@@ -142,6 +147,21 @@ def variants_suite_cpu(dtype: str) -> list[Case]:
     return [square(2, 1024, 4, 64, name.format(short=256), dtype) for name in VARIANTS]
 
 
+def fp8_suite(dtype: str) -> list[Case]:
+    """16384 tokens in long sequences, 2048 / head_dim heads: where the products decide, which fp8 makes faster."""
+    return [
+        square(16384 // seqlen, seqlen, 2048 // head_dim, head_dim, variant, dtype)
+        for head_dim in (64, 128, 256)
+        for variant in ("full", "causal")
+        for seqlen in (4096, 8192, 16384)
+    ]
+
+
+def fp8_suite_cpu(dtype: str) -> list[Case]:
+    """Two cases that show the error; a CPU does not multiply in fp8."""
+    return [square(1, 512, 8, 64, variant, dtype) for variant in ("full", "causal")]
+
+
 def quick_suite(dtype: str) -> list[Case]:
     """A few minutes' worth of shapes for a GPU: D128 by length, then D64, D256, GQA, a window and a softcap."""
     by_length = [
@@ -173,6 +193,7 @@ SUITES: dict[str, str] = {
     "quick": "a handful of representative shapes, sized by the device (the default)",
     "fa": "the FlashAttention papers' grid: head dims 64, 128, 256; 512 to 16384 tokens; GQA and 192/128",
     "variants": "every mask and score modification, sized by the device",
+    "fp8": "float8_e4m3fn beside bfloat16 on the same values: head dims 64, 128, 256; 4096 to 16384 tokens",
 }
 _BUILDERS: dict[tuple[str, bool], Callable[[str], list[Case]]] = {
     ("quick", True): quick_suite,
@@ -181,6 +202,8 @@ _BUILDERS: dict[tuple[str, bool], Callable[[str], list[Case]]] = {
     ("fa", False): fa_suite,
     ("variants", True): variants_suite,
     ("variants", False): variants_suite_cpu,
+    ("fp8", True): fp8_suite,
+    ("fp8", False): fp8_suite_cpu,
 }
 
 

@@ -34,10 +34,10 @@ def measure(
     when: str, device: torch.device, effort: timing.Effort, size: int = MATMUL_SIZE, copied: int = COPIED_BYTES
 ) -> Ceiling:
     """Time both as calls of attention are timed. size: of the matrices. copied: bytes of the copy's source."""
-    # Random values: multiplying zeros takes less power than a real product, and the clock would be higher.
+    # Random values: zeros take less power than real ones, and the clock would be higher.
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     product = torch.empty_like(a)
-    source = torch.zeros(copied, dtype=torch.int8, device=device)
+    source = torch.randint(-128, 128, (copied,), dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     matmul_ms: list[float] = []
     copy_ms: list[float] = []

@@ -18,6 +18,8 @@ from tileattn.call import AttentionCall, device_arch
 from tileattn.dispatch import BACKENDS
 
 DEFAULT_PEERS = {"cuda": "fa2,cudnn", "cpu": "sdpa,eager"}
+# What an fp8 case is compared with: no peer takes fp8.
+FP8_PEERS = "tileattn-bf16"
 DEFAULT_DTYPE = {"cuda": "bf16", "cpu": "fp32"}
 # The forward pass is what tileattn has; `cases.DIRECTIONS` knows the FLOPs of the others.
 DIRECTIONS = ("fwd",)
@@ -91,7 +93,9 @@ def choose_cases(
     """A named suite, or the user's own case at each of its lengths."""
     if direction not in DIRECTIONS:
         raise refuse("--direction", f"{direction!r} is not measured; accepted: {', '.join(DIRECTIONS)}")
-    dtype = dtype or DEFAULT_DTYPE[device.type]
+    if suite == "fp8" and dtype not in (None, "fp8"):
+        raise refuse("--dtype", f"the suite fp8 is in fp8, beside bf16; {dtype} is not measured there")
+    dtype = dtype or ("fp8" if suite == "fp8" else DEFAULT_DTYPE[device.type])
     if dtype not in cases.DTYPES:
         raise refuse("--dtype", f"{dtype!r} is not known; accepted: {', '.join(cases.DTYPES)}")
     own = shape != ShapeOptions() or variant != VariantOptions()
@@ -154,9 +158,13 @@ def _known_variant(option: str, name: str) -> str:
         raise refuse(option, str(error)) from error
 
 
-def choose_implementations(backend: str | None, peers: str | None, device: torch.device) -> list[Implementation]:
+def choose_implementations(
+    backend: str | None, peers: str | None, device: torch.device, chosen: Chosen
+) -> list[Implementation]:
     """tileattn, and the peers beside it."""
-    names = DEFAULT_PEERS[device.type] if peers is None else peers
+    fp8 = all(case.dtype == "fp8" for case in chosen.cases)
+    default = FP8_PEERS if fp8 else DEFAULT_PEERS[device.type]
+    names = default if peers is None else peers
     wanted = [] if names == "none" else [name.strip() for name in names.split(",")]
     if unknown := [name for name in wanted if name not in PEERS]:
         raise refuse("--peers", f"{', '.join(map(repr, unknown))}: not known; accepted: none, {', '.join(PEERS)}")

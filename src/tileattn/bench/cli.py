@@ -67,7 +67,8 @@ def bench(
         str | None,
         typer.Option(
             help="A named set of cases: [b]quick[/b] (default; a few shapes sized by the device), [b]fa[/b] (the "
-            "FlashAttention papers' grid), [b]variants[/b] (every mask and score modification).",
+            "FlashAttention papers' grid), [b]variants[/b] (every mask and score modification), [b]fp8[/b] "
+            "(fp8 beside bf16).",
             show_default=False,
         ),
     ] = None,
@@ -119,7 +120,8 @@ def bench(
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 on a GPU, fp32 on a CPU.", show_default=False)
+        str | None,
+        typer.Option(help="bf16, fp16, fp32 or fp8. Default: bf16 on a GPU, fp32 on a CPU.", show_default=False),
     ] = None,
     direction: Annotated[str, typer.Option(help="What is measured.")] = "fwd",
     device: Annotated[
@@ -133,7 +135,8 @@ def bench(
         str | None,
         typer.Option(
             help="Implementations beside tileattn, with commas: eager, sdpa (PyTorch's choice), fa2, cudnn, efficient "
-            "(SDPA's kernels), fa4, flex; or none. Default: fa2,cudnn on a GPU, sdpa,eager on a CPU.",
+            "(SDPA's kernels), fa4, flex, tileattn-bf16 (beside fp8); or none. Default: fa2,cudnn on a GPU, sdpa,eager "
+            "on a CPU, tileattn-bf16 for fp8.",
             metavar="NAME,...",
             show_default=False,
             rich_help_panel=COMPARE,
@@ -181,7 +184,7 @@ def bench(
     files = command.FileOptions(json, plot, force, commit, quiet)
     where = choices.resolve_device(device)
     chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where)
-    implementations = choices.choose_implementations(backend, peers, where)
+    implementations = choices.choose_implementations(backend, peers, where, chosen)
     raise typer.Exit(command.bench(chosen, implementations, where, rounds, files))
 
 

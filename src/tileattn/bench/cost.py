@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tileattn.bench.cases import DTYPES, Case
+from tileattn.bench.cases import Case
 from tileattn.bench.ceilings import overall
 from tileattn.bench.compare import own_ms
+from tileattn.bench.peers.base import OWN
 from tileattn.bench.results import Results
 
 TILE = 128
@@ -46,9 +47,9 @@ def costs(results: Results) -> list[Cost]:
     """Of all cases with a mask (but causal) or a modification whose plain kernel was measured in the same run."""
     times = own_ms(results)
     ceiling = overall(results.ceilings)
-    cases = [row.as_case() for row in results.rows if row.case in times]
+    cases = [row.as_case() for row in results.rows if row.backend == OWN]
     found = []
-    for case in dict.fromkeys(cases):
+    for case in cases:
         if case.terms.plain:
             continue
         of_tiles = _tiles_ms(case, times)
@@ -99,4 +100,4 @@ def bias_bytes(case: Case) -> int:
     if has is None:
         return 0
     copies = (case.batch if "b" in has else 1) * (case.heads if "h" in has else 1)
-    return copies * visited_tiles(case) * TILE * TILE * DTYPES[case.dtype].itemsize
+    return copies * visited_tiles(case) * TILE * TILE * case.value_dtype.itemsize

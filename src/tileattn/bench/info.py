@@ -61,6 +61,7 @@ def examples() -> list[Example]:
         Example("fp16", dtype=torch.float16),
         Example("fp32", dtype=torch.float32),
         Example("fp64", dtype=torch.float64),
+        Example("fp8 (e4m3)", dtype=torch.float8_e4m3fn),
         Example("head dim 16", head_dim=16, head_dim_v=16),
         Example("head dim 80", head_dim=80, head_dim_v=80),
         Example("head dim 100", head_dim=100, head_dim_v=100),

@@ -92,9 +92,13 @@ class Oracle:
 
 
 def build(problem: Problem) -> Oracle:
-    """The rows of a problem that are checked, in float64 and in its own dtype."""
+    """The rows of a problem that are checked, in float64 and in its own dtype.
+
+    fp8, in which PyTorch has no eager attention, is held to bfloat16 on the values that the quantisation leaves.
+    """
     chosen = sample(problem.case, problem.q.device)
-    return Oracle(chosen, _attend(problem, chosen, torch.float64), _attend(problem, chosen, problem.q.dtype))
+    left = problem.dequantised()
+    return Oracle(chosen, _attend(problem, chosen, torch.float64), _attend(left, chosen, left.q.dtype))
 
 
 def _sampled(o: Tensor, chosen: Sample) -> Tensor:
@@ -148,9 +152,9 @@ def _modified(problem: Problem, scores: Tensor, b: int, heads: list[int], rows: 
         at_least_float32 = torch.promote_types(scores.dtype, torch.float32)
         scores = scores + problem.alibi_bias(rows, at_least_float32)[heads].to(scores.dtype)
     if problem.bias is not None:
-        shared_b, shared_h = problem.bias.shape[0] == 1, problem.bias.shape[1] == 1
-        bias = problem.bias[0 if shared_b else b, [0] if shared_h else heads]
-        scores = scores + bias[:, rows].to(scores.dtype)
+        per_batch, per_head = (size > 1 for size in problem.bias.shape[:2])
+        bias = problem.bias[b if per_batch else 0][:, rows]
+        scores = scores + (bias[heads] if per_head else bias).to(scores.dtype)
     if problem.case.terms.userscore:
         h = torch.tensor(heads, device=rows.device)[:, None, None]
         keys = torch.arange(problem.case.seqlen_k, device=rows.device)

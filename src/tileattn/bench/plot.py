@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, safe for colour-blind readers, with a grey and an indigo (Paul Tol) for PyTorch's own.
 COLOURS = {
     "tileattn": "#D55E00",
+    "tileattn-bf16": "#E69F00",
     "fa2": "#56B4E9",
     "cudnn": "#009E73",
     "fa4": "#0072B2",
@@ -31,6 +32,7 @@ COLOURS = {
     "eager": "#999999",
 }
 LABELS = {
+    "tileattn-bf16": "tileattn in bf16",
     "fa2": "FlashAttention-2 (SDPA)",
     "cudnn": "cuDNN (SDPA)",
     "fa4": "FlashAttention-4",
@@ -42,6 +44,8 @@ LABELS = {
 INK, FAINT = "#222222", "#777777"
 ENOUGH_FOR_A_PANEL = 3
 GROUPS_PER_COLUMN = 3
+# More than these to a column, and the names of variants run into each other.
+MOST_GROUPS_PER_COLUMN = 5
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,9 @@ class Layout:
 
     @property
     def columns(self) -> int:
-        return max((len(line) for line in self.grid), default=2)
+        if self.grid:
+            return max(len(line) for line in self.grid)
+        return max(2, *(-(-len(panel.groups) // MOST_GROUPS_PER_COLUMN) for panel in self.wide))
 
 
 def save(results: Results, path: Path) -> None:
@@ -104,19 +110,19 @@ def draw(results: Results) -> Figure:
 def layout(results: Results) -> Layout:
     """Which case is shown where."""
     rows = {row.case: row for row in results.rows}
-    by_length = _by_length(rows.values())
-    shown = {case for panel in by_length.values() for _, case in panel.groups}
+    lengths = by_length(rows.values())
+    shown = {case for panel in lengths.values() for _, case in panel.groups}
     by_shape = _by_shape(row for row in rows.values() if row.case not in shown)
     shown |= {case for panel in by_shape for _, case in panel.groups}
     rest = tuple((_in_lines(case), case) for case in rows if case not in shown)
-    lines = [[panel for key, panel in sorted(by_length.items()) if key[0] == v] for v in ("full", "causal")]
+    lines = [[panel for key, panel in sorted(lengths.items()) if key[0] == v] for v in ("full", "causal")]
     grid = [line for line in lines if line]
     if all(len(line) == 1 for line in grid):
         grid = [[panel for line in grid for panel in line]] if grid else []
     return Layout(grid, [*by_shape, *([Panel("other cases (batch, seqlen, heads)", "", rest)] if rest else [])])
 
 
-def _by_length(rows: Iterable[Row]) -> dict[tuple[str, int], Panel]:
+def by_length(rows: Iterable[Row]) -> dict[tuple[str, int], Panel]:
     """Panels of plain self-attention over lengths, by (variant, head dim); the first case of a length stands for it."""
     found: dict[tuple[str, int], dict[int, str]] = {}
     for row in rows:
@@ -175,7 +181,7 @@ def _panel(axes: Axes, panel: Panel, results: Results, slots: int, first: bool) 
     axes.set_xlabel(panel.xlabel, fontsize=9, color=FAINT)
     if first:
         axes.set_ylabel(f"{unit} (higher is better)", fontsize=9, color=FAINT)
-    _style(axes)
+    style(axes)
 
 
 def _bars(axes: Axes, bars: list[tuple[float, float]], width: float, backend: str) -> None:
@@ -188,7 +194,8 @@ def _bars(axes: Axes, bars: list[tuple[float, float]], width: float, backend: st
     axes.bar_label(drawn, texts, rotation=90, fontsize=6.5, color=INK, padding=2, fontweight=weight)
 
 
-def _style(axes: Axes) -> None:
+def style(axes: Axes) -> None:
+    """Frame, grid and ticks of every panel."""
     # Room for the figures above the bars.
     axes.margins(y=0.18)
     axes.grid(axis="y", color="#E3E3E3", linewidth=0.6, zorder=0)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from tileattn.bench.cases import DTYPES, Case
+from tileattn.bench.cases import Case
+from tileattn.fp8 import QuantizedFP8, dequantize, quantize_fp8
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,12 @@ class Problem:
     """A case with its tensors.
 
     q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads,
-    head_dim_v) in the case's dtype; and, where the variant asks for them: `bias` (batch or 1, heads or 1, seqlen_q,
-    seqlen_k) in the case's dtype; `slopes` of ALiBi and `sink`, (heads,) float32; `document_ids`, (seqlen_k,) int32.
+    head_dim_v) in the case's dtype, or in bfloat16 for fp8; and, where the variant asks for them, in the same dtype
+    `bias` (batch or 1, heads or 1, seqlen_q, seqlen_k); `slopes` of ALiBi and `sink`, (heads,) float32;
+    `document_ids`, (seqlen_k,) int32.
+
+    fp8: for a case in fp8, q, k and v quantised, and their descales. What is expected is float64's result on q, k and v
+    themselves, so that an error includes that of the quantisation.
     """
 
     case: Case
@@ -27,11 +32,24 @@ class Problem:
     slopes: Tensor | None = None
     sink: Tensor | None = None
     document_ids: Tensor | None = None
+    fp8: QuantizedFP8 | None = None
 
     @property
     def scale(self) -> float:
         """1 / sqrt(head_dim), the default everywhere."""
         return float(self.case.head_dim) ** -0.5
+
+    def unquantised(self) -> Problem:
+        """The same values as a problem in bfloat16."""
+        return replace(self, case=replace(self.case, dtype="bf16"), fp8=None)
+
+    def dequantised(self) -> Problem:
+        """What is left of the values after the quantisation, as a problem in bfloat16; itself where there is none."""
+        if self.fp8 is None:
+            return self
+        pairs = ((self.fp8.q, self.fp8.q_descale), (self.fp8.k, self.fp8.k_descale), (self.fp8.v, self.fp8.v_descale))
+        q, k, v = (dequantize(x, descale).to(torch.bfloat16) for x, descale in pairs)
+        return replace(self.unquantised(), q=q, k=k, v=v)
 
     def q_pos(self) -> Tensor:
         """Positions of the queries among the keys, aligned bottom-right: int64 (seqlen_q,)."""
@@ -58,24 +76,28 @@ class Problem:
 
 
 def build(case: Case, device: torch.device | str, seed: int = 0) -> Problem:
-    """Random tensors for a case: standard normal, quantised to the case's dtype once, the same for the same seed."""
+    """Random tensors for a case: standard normal, rounded to the case's dtype once, the same for the same seed."""
     generator = torch.Generator(device=device).manual_seed(seed)
-    dtype = DTYPES[case.dtype]
+    dtype = case.value_dtype
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
     terms = case.terms
+    q = normal(case.batch, case.seqlen_q, case.heads, case.head_dim)
+    k = normal(case.batch, case.seqlen_k, case.kv_heads, case.head_dim)
+    v = normal(case.batch, case.seqlen_k, case.kv_heads, case.head_dim_v)
     return Problem(
         case=case,
-        q=normal(case.batch, case.seqlen_q, case.heads, case.head_dim),
-        k=normal(case.batch, case.seqlen_k, case.kv_heads, case.head_dim),
-        v=normal(case.batch, case.seqlen_k, case.kv_heads, case.head_dim_v),
+        q=q,
+        k=k,
+        v=v,
         bias=normal(*_bias_shape(case)) if terms.bias is not None else None,
         slopes=_alibi_slopes(case.heads, device) if terms.alibi else None,
         # Through the case's dtype, so that a peer that wants the sink in 16 bits is given the same value.
         sink=normal(case.heads).float() if terms.sink else None,
         document_ids=_document_ids(case.seqlen_k, terms.documents, device) if terms.documents else None,
+        fp8=quantize_fp8(q, k, v) if case.dtype == "fp8" else None,
     )
 
 

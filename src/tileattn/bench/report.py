@@ -21,8 +21,8 @@ DASH = "—"
 def render(results: Results) -> RenderableType:
     """Everything to be said of a run: measurements, what is missing and why, and the summary."""
     parts: list[RenderableType] = [Text(_title(results), style="bold"), measurements(results)]
-    parts += [Text.assemble((f"{DASH} refused: ", "yellow"), line) for line in _grouped(results.refused)]
-    parts += [Text.assemble(("✗ failed: ", "bold red"), line) for line in _grouped(results.failed)]
+    parts += [Text.assemble((f"{DASH} refused: ", "yellow"), line) for line in grouped(results.refused)]
+    parts += [Text.assemble(("✗ failed: ", "bold red"), line) for line in grouped(results.failed)]
     if notes := _sampled(results):
         parts.append(Text(notes, style="dim"))
     if (ceiling := overall(results.ceilings)) is not None:
@@ -112,7 +112,7 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
-def _grouped(missing: Sequence[Missing]) -> list[str]:
+def grouped(missing: Sequence[Missing]) -> list[str]:
     """One line per backend and reason, naming its cases."""
     groups: dict[tuple[str, str], list[str]] = {}
     for entry in missing:

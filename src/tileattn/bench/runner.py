@@ -63,9 +63,9 @@ class Run:
         self.progress(f"cuBLAS and a copy, {when} the cases")
         try:
             self.results.ceilings.append(ceilings.measure(when, self.device, self.effort))
+            torch.cuda.empty_cache()
         except RuntimeError as failure:  # a peer that broke CUDA, say: what was measured is kept
             self.on_failure("".join(traceback.format_exception(failure)))
-        torch.cuda.empty_cache()
 
     def _case(self, case: Case) -> None:
         self.progress(f"{case.name}: oracle")
@@ -143,7 +143,7 @@ class Run:
             head_dim_v=case.head_dim_v,
             causal=case.causal,
             variant=case.variant,
-            dtype=case.dtype,
+            dtype=measurement.prepared.dtype or case.dtype,
             ms=ms,
             tflops=case.flops("fwd") / ms / 1e9,
             error=measurement.error,

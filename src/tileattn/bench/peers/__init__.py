@@ -6,10 +6,10 @@ from tileattn.bench.peers.base import Implementation, Prepared
 from tileattn.bench.peers.eager import Eager
 from tileattn.bench.peers.flash_cute import FlashCute
 from tileattn.bench.peers.flex import Flex
-from tileattn.bench.peers.own import TileAttn
+from tileattn.bench.peers.own import TileAttn, TileAttnBf16
 from tileattn.bench.peers.sdpa import Sdpa, sdpa_peers
 
-_ALL: tuple[Implementation, ...] = (Eager(), Sdpa(), *sdpa_peers(), FlashCute(), Flex())
+_ALL: tuple[Implementation, ...] = (Eager(), Sdpa(), *sdpa_peers(), FlashCute(), Flex(), TileAttnBf16())
 PEERS = {peer.name: peer for peer in _ALL}
 
 __all__ = ["PEERS", "Implementation", "Prepared", "TileAttn"]

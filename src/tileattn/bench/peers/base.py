@@ -13,6 +13,8 @@ from tileattn.bench.problem import Problem
 
 # tileattn's own name among the implementations.
 OWN = "tileattn"
+# The refusal of the peers that have no fp8.
+NO_FP8 = "it does not take fp8"
 
 
 @dataclass(frozen=True)
@@ -21,13 +23,15 @@ class Prepared:
 
     held_bytes: what was built ahead for it beyond the problem's tensors (a dense mask, a block mask). It is not timed,
     but counts as memory. context: entered around many calls, for settings that are no part of a call's time. chosen:
-    what the implementation chose to run, where that is its own choice.
+    what the implementation chose to run, where that is its own choice. dtype: in which it computes (a key of
+    `cases.DTYPES`), where that is not the case's.
     """
 
     call: Callable[[], Tensor]
     held_bytes: int = 0
     context: Callable[[], AbstractContextManager[None]] = nullcontext
     chosen: str | None = None
+    dtype: str | None = None
 
 
 class Implementation(Protocol):

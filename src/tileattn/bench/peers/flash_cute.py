@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from tileattn.bench.peers.base import Prepared
+from tileattn.bench.peers.base import NO_FP8, Prepared
 from tileattn.bench.problem import Problem
 
 
@@ -21,6 +21,8 @@ class FlashCute:
             return "runs on CUDA only"
         if not _installed():
             return "flash_attn.cute is not installed (pip install flash-attn-4)"
+        if problem.fp8 is not None:
+            return NO_FP8
         if problem.q.dtype not in (torch.float16, torch.bfloat16):
             return "float16 and bfloat16 only"
         return _unspeakable(problem)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from tileattn.bench.peers.base import Prepared, tensor_bytes
+from tileattn.bench.peers.base import NO_FP8, Prepared, tensor_bytes
 from tileattn.bench.problem import Problem
 from tileattn.bench.variants import user_score
 
@@ -23,6 +23,8 @@ class Flex:
     name = "flex"
 
     def refusal(self, problem: Problem) -> str | None:
+        if problem.fp8 is not None:
+            return NO_FP8
         if problem.sink is not None and problem.q.device.type == "cpu":
             return "FlexAttention returns no lse on a CPU, which a sink needs"
         # It would read outside the bias, and an illegal access ends the whole process.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -31,15 +31,16 @@ class TileAttn:
         return None
 
     def prepare(self, problem: Problem) -> Prepared:
+        # In fp8 q, k and v come with their descales, by the names that `attention` gives them.
+        inputs: dict[str, Any] = {"q": problem.q, "k": problem.k, "v": problem.v}
+        inputs = inputs if problem.fp8 is None else problem.fp8._asdict()
         mask, score_mod = _mask(problem), _score_mods(problem)
         # Plain causal attention is asked for as most users do.
         causal, mask = (True, None) if isinstance(mask, Causal) else (False, mask)
 
         def call() -> Tensor:
             out = attention(
-                problem.q,
-                problem.k,
-                problem.v,
+                **inputs,
                 mask=mask,
                 score_mod=score_mod,
                 causal=causal,
@@ -52,6 +53,21 @@ class TileAttn:
         return Prepared(call, _held_bytes(mask, score_mod, problem), chosen=_selected(problem, self.backend).name)
 
 
+@dataclass(frozen=True)
+class TileAttnBf16:
+    """`tileattn.attention` on the bfloat16 values that a case in fp8 was quantised from."""
+
+    name: str = f"{OWN}-bf16"
+
+    def refusal(self, problem: Problem) -> str | None:
+        if problem.fp8 is None:
+            return "it is there to be compared with fp8"
+        return TileAttn().refusal(problem.unquantised())
+
+    def prepare(self, problem: Problem) -> Prepared:
+        return replace(TileAttn().prepare(problem.unquantised()), chosen=None, dtype="bf16")
+
+
 def variant_key(problem: Problem) -> str:
     """The problem's variant as an `AttentionCall` names it."""
     return encode(*normalize(_mask(problem), _score_mods(problem), causal=False))[0]
@@ -59,7 +75,8 @@ def variant_key(problem: Problem) -> str:
 
 def _selected(problem: Problem, backend: str | None) -> Backend:
     """The backend that `attention` will choose for the problem, or be told to use."""
-    q, k, v, sink = problem.q, problem.k, problem.v, problem.sink
+    tensors = problem if problem.fp8 is None else problem.fp8
+    q, k, v, sink = tensors.q, tensors.k, tensors.v, problem.sink
     return select(ops.make_call(q, k, v, sink, variant_key(problem), needs_grad=False), backend)
 
 
