@@ -1,0 +1,370 @@
+"""Writes docs/benchmarks.md and its pictures from committed result files.
+
+    python benchmarks/make_page.py
+
+Nothing is measured here. A test holds the committed page to what this script makes of `SOURCES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import floor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tileattn.bench import results
+from tileattn.bench.ceilings import Ceiling, overall
+from tileattn.bench.compare import Standing, best_peer_ms, compare, standings
+from tileattn.bench.cost import costs
+from tileattn.bench.peers.base import OWN
+from tileattn.bench.plot import COLOURS, FAINT, INK, LABELS, by_length, style
+from tileattn.bench.report import grouped
+from tileattn.bench.results import Results, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# The result file of each suite that the page shows; None where there is none yet. A newer measurement is named here
+# when its file is committed.
+SOURCES: dict[str, str | None] = {
+    "fa": "fa-h200-2026-11-20.json",
+    "variants": None,
+    "fp8": None,
+}
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+PICTURES = ROOT / "docs" / "benchmarks"
+
+MISSING = "–"
+BF16 = f"{OWN}-bf16"
+
+METHOD = """\
+# Benchmarks
+
+How fast the forward pass is, beside its peers and beside what the GPU can do at most. This page is written by
+[`benchmarks/make_page.py`](../benchmarks/make_page.py) from the result files that it names; to change a figure, measure
+it. The files' format is described [beside them](../benchmarks/results/README.md).
+
+## Method
+
+- **Work.** TFLOPS count `2 * batch * heads * (head_dim + head_dim_v)` for each visible (query, key) pair: two per
+  multiply-add of QKᵀ and PV, nothing for the softmax. A square causal mask counts as exactly half of all pairs, as in
+  the FlashAttention papers; any other mask is counted pair by pair.
+- **Time.** The median time of a call between two CUDA events on its stream. Before each call 256 MiB are overwritten,
+  so that no call finds its inputs in the L2 cache. That takes longer than a launch, so the host's time is not in it.
+  What a user does once (compiling, block masks, dense masks) is done ahead.
+- **Peers.** All implementations of a row run in one process on the same tensors, in rounds: each round measures all of
+  them for 40 ms, and starts with another, so that clock and heat meet all alike. "Against best" is the time of the
+  fastest peer of that row over ours: above 1 we are ahead, and where we are behind it is bold. Runs differ by up to
+  2 %: less than that is a tie.
+- **Ceilings.** The same method measures a cuBLAS product (bf16, 8192 x 8192 x 8192) and a copy on the device (1 GiB,
+  counting bytes read and bytes written) before the first row and after the last; the mean of both is shown.
+- **Error.** Standard normal inputs; the largest relative error of a row of the output against float64 on the same
+  inputs. A result of ours that breaks the tolerance rule (at most twice the error of PyTorch's eager attention in the
+  same dtype, plus a rounding) is a failure and has no time.
+"""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A result file: its name in benchmarks/results, and what is in it."""
+
+    name: str
+    results: Results
+
+
+def main() -> None:
+    """Write the page and its pictures."""
+    sources = load()
+    PICTURES.mkdir(exist_ok=True)
+    PAGE.write_text(page(sources))
+    if "fa" in sources:
+        for head_dim in head_dims(sources["fa"].results):
+            figure(sources["fa"].results, head_dim).savefig(picture(head_dim), dpi=160, facecolor="white")
+
+
+def load() -> dict[str, Source]:
+    """The result files of `SOURCES`, by suite."""
+    return {suite: Source(name, results.load(RESULTS / name)) for suite, name in SOURCES.items() if name is not None}
+
+
+def page(sources: Mapping[str, Source]) -> str:
+    """The page in Markdown. sources: by suite."""
+    parts = [METHOD]
+    if "fa" in sources:
+        parts.append(_forward(sources["fa"]))
+    if "variants" in sources:
+        parts.append(_variants(sources["variants"]))
+    if "fp8" in sources:
+        parts.append(_fp8(sources["fp8"]))
+    if absent := [f"`{suite}`" for suite in SOURCES if suite not in sources]:
+        parts.append(f"## Not measured yet\n\nThe suites {' and '.join(absent)}.\n")
+    return "\n".join(parts)
+
+
+# Plain attention
+
+
+def _forward(source: Source) -> str:
+    measured = source.results
+    pictures = [
+        f"![TFLOPS against sequence length at head dim {dim}, full and causal](benchmarks/{picture(dim).name})"
+        for dim in head_dims(measured)
+    ]
+    parts = ["## Forward pass", _provenance(source), *pictures, _summary(measured)]
+    parts += [f"### {title}\n\n{_speed_table(measured, rows)}" for title, rows in _sections(measured).items()]
+    return _joined([*parts, _notes(measured)])
+
+
+def _summary(measured: Results) -> str:
+    """tileattn against each peer over all rows, and against the best peer of each row."""
+    per_peer = [
+        [_label(each.peer), str(each.cases), f"{each.geometric_mean:.2f}×", _ratio(each.lowest), each.lowest_case]
+        for each in compare(measured)
+    ]
+    parts = [
+        "Our speed over the rows that both ran:",
+        _table(["against", "rows", "geometric mean", "lowest", "at"], per_peer, left=(0, 4)),
+        "Against the best peer of each row:",
+        _standings(standings(measured)),
+    ]
+    return _joined(parts).rstrip("\n")
+
+
+def _standings(named: Mapping[str, Standing]) -> str:
+    rows = [
+        [name, str(each.rows), str(each.at_or_ahead), str(each.ties), f"{each.geometric_mean:.3f}×"]
+        for name, each in named.items()
+    ]
+    return _table(["rows of", "rows", "at or ahead", "behind by a tie", "geometric mean"], rows)
+
+
+def _sections(measured: Results) -> dict[str, list[Row]]:
+    """Our rows and those of which only peers have a time, under the headings of the page."""
+    in_grid = {case for panel in by_length(measured.rows).values() for _, case in panel.groups}
+    sections: dict[str, list[Row]] = {}
+    for row in {row.case: row for row in reversed(measured.rows)}.values():
+        title = f"Head dim {row.head_dim}, {row.variant}" if row.case in in_grid else "Other shapes"
+        sections.setdefault(title, []).insert(0, row)
+    return dict(sorted(sections.items(), key=lambda item: _first(measured, item[1])))
+
+
+def _first(measured: Results, rows: Sequence[Row]) -> int:
+    return measured.cases().index(rows[0].case)
+
+
+def _speed_table(measured: Results, rows: Sequence[Row]) -> str:
+    """TFLOPS of every implementation in each row; the ratio is in bold where we are behind."""
+    backends, ceiling = measured.backends(), overall(measured.ceilings)
+    peers = len(backends) > 1
+    headings = ["case", *map(_label, backends)]
+    headings += ["against best"] * peers + ["of cuBLAS"] * (ceiling is not None) + ["error"] + ["peers' error"] * peers
+    table = []
+    for each in rows:
+        cells = [each.case, *(_tflops(measured.row(each.case, backend)) for backend in backends)]
+        cells += [_against_best(measured, each.case)] * peers
+        cells += [_of_ceiling(measured.row(each.case, OWN), ceiling)] if ceiling is not None else []
+        table.append([*cells, *_errors(measured, each.case)[: 1 + peers]])
+    return _table(headings, table)
+
+
+def _against_best(measured: Results, case: str) -> str:
+    ours, best = measured.row(case, OWN), best_peer_ms(measured, case)
+    if ours is None or best is None:
+        return MISSING
+    ratio = best / ours.ms
+    return _ratio(ratio) if ratio >= 1 else f"**{_ratio(ratio)}**"
+
+
+def _of_ceiling(row: Row | None, ceiling: Ceiling) -> str:
+    return MISSING if row is None else f"{row.tflops / ceiling.matmul_tflops:.0%}"
+
+
+def _errors(measured: Results, case: str) -> list[str]:
+    """Our error and the least of the peers'."""
+    ours = measured.row(case, OWN)
+    peers = [row.error for row in measured.rows if row.case == case and row.backend != OWN]
+    return [f"{ours.error:.1e}" if ours else MISSING, f"{min(peers):.1e}" if peers else MISSING]
+
+
+# Variants
+
+
+def _variants(source: Source) -> str:
+    measured = source.results
+    by_shape: dict[str, list[Row]] = {}
+    for row in {row.case: row for row in measured.rows}.values():
+        by_shape.setdefault(row.case.replace(f" {row.variant} ", " "), []).append(row)
+    intro = (
+        "**Cost** is our time over what the row's visible tiles of 128 x 128 cost without the modification, in our own "
+        "plain kernel in the same run. The baseline is named behind it: the causal or full kernel; a share of the full "
+        "kernel's tiles; or, where that takes longer, reading the bias once at the copy's speed. Times in ms."
+    )
+    tables = [f"### {shape}\n\n{_variants_table(measured, rows)}" for shape, rows in by_shape.items()]
+    parts = ["## Variants", _provenance(source), intro, _summary(measured), *tables, _notes(measured)]
+    return _joined(parts)
+
+
+def _variants_table(measured: Results, rows: Sequence[Row]) -> str:
+    backends = measured.backends()
+    peers = len(backends) > 1
+    found = {each.case: each for each in costs(measured)}
+    table = []
+    for each in rows:
+        cost = found.get(each.case)
+        cells = [each.variant, *(_ms(measured.row(each.case, backend)) for backend in backends)]
+        cells += [_tflops(measured.row(each.case, OWN))] + [_against_best(measured, each.case)] * peers
+        cells += [f"{cost.ratio:.2f}×", cost.baseline] if cost is not None else [MISSING, MISSING]
+        table.append([*cells, _errors(measured, each.case)[0]])
+    headings = ["variant", *map(_label, backends), "TFLOPS"]
+    headings += ["against best"] * peers + ["cost", "baseline", "error"]
+    return _table(headings, table)
+
+
+# fp8
+
+
+def _fp8(source: Source) -> str:
+    measured = source.results
+    table = []
+    for case in measured.cases():
+        fp8, bf16 = measured.row(case, OWN), measured.row(case, BF16)
+        ratio = _ratio(bf16.ms / fp8.ms) if fp8 and bf16 else MISSING
+        errors = [f"{row.error:.1e}" if row else MISSING for row in (fp8, bf16)]
+        table.append([case, _tflops(fp8), _tflops(bf16), ratio, *errors])
+    intro = (
+        "tileattn in float8_e4m3fn, with a descale for each batch element and kv head, beside tileattn in bf16 on the "
+        "values that were quantised. Both errors are against float64 on those values, so that fp8's includes the "
+        "quantisation. TFLOPS."
+    )
+    headings = ["case", "fp8", "bf16", "fp8 over bf16", "error, fp8", "error, bf16"]
+    return _joined(["## fp8", _provenance(source), intro, _table(headings, table), _notes(measured)])
+
+
+# What all sections share
+
+
+def _provenance(source: Source) -> str:
+    """Where the figures come from, and the ceilings of that run."""
+    measured = source.results
+    shown = ("tileattn", "tilelang", "torch", "triton", "flash-attn-4", "cuda", "cudnn")
+    versions = ", ".join(f"{name} {measured.versions[name]}" for name in shown if name in measured.versions)
+    dtypes = ", ".join(dict.fromkeys(row.dtype for row in measured.rows))
+    commit = f"commit `{measured.commit[:12]}`" if measured.commit else "no commit recorded"
+    ceiling = overall(measured.ceilings)
+    reached = (
+        f"cuBLAS reached {ceiling.matmul_tflops:.0f} TFLOPS, a copy {ceiling.copy_tbps:.2f} TB/s ({ceiling.when})."
+        if ceiling is not None
+        else "This run did not measure the ceilings."
+    )
+    file = f"[`{source.name}`](../benchmarks/results/{source.name})"
+    return f"{file}: {measured.gpu}, {dtypes}, {measured.date[:10]}, {commit}; {versions}. {reached}"
+
+
+def _notes(measured: Results) -> str:
+    """What is missing, and why."""
+    lines = [f"- refused: {line}" for line in grouped(measured.refused)]
+    lines += [f"- failed: {line}" for line in grouped(measured.failed)]
+    return "\n".join(["Missing:", "", *lines]) if lines else ""
+
+
+def _label(backend: str) -> str:
+    return LABELS.get(backend, backend)
+
+
+def _ratio(ratio: float) -> str:
+    """Two decimals, cut and not rounded: 0.996 is not ahead."""
+    return f"{floor(ratio * 100) / 100:.2f}×"
+
+
+def _tflops(row: Row | None) -> str:
+    return MISSING if row is None else f"{row.tflops:.0f}"
+
+
+def _ms(row: Row | None) -> str:
+    return MISSING if row is None else f"{row.ms:.3f}"
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """A Markdown table; columns are aligned right but for those of `left`."""
+    rule = ["---" if index in left else "---:" for index in range(len(headings))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (headings, rule, *rows))
+
+
+def _joined(parts: Iterable[str]) -> str:
+    """Paragraphs, with a line between; empty ones are left out."""
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+# Pictures
+
+
+def picture(head_dim: int) -> Path:
+    """Where the picture of a head dim is."""
+    return PICTURES / f"forward-d{head_dim}.png"
+
+
+def head_dims(measured: Results) -> list[int]:
+    """Those with enough lengths for a picture."""
+    return sorted({head_dim for _, head_dim in by_length(measured.rows)})
+
+
+def figure(measured: Results, head_dim: int) -> Figure:
+    """TFLOPS against the sequence length, full beside causal: a line for each implementation, and the ceiling."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    panels = by_length(measured.rows)
+    variants = [variant for variant in ("full", "causal") if (variant, head_dim) in panels]
+    drawn = Figure(figsize=(4.8 * len(variants), 3.9), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06))
+    shared: Axes | None = None
+    for index, variant in enumerate(variants):
+        axes = drawn.add_subplot(1, len(variants), index + 1, sharey=shared)
+        shared = shared or axes
+        _lines(axes, measured, panels[variant, head_dim].groups)
+        axes.set_title(variant, fontsize=10.5, color=INK, loc="left")
+        if index == 0:
+            axes.set_ylabel("TFLOPS", fontsize=9, color=FAINT)
+    # Ours is drawn last and named first.
+    named = dict(zip(*reversed(drawn.axes[0].get_legend_handles_labels()), strict=True))
+    labels = [label for backend in measured.backends() if (label := _label(backend)) in named]
+    labels += [label for label in named if label not in labels]
+    dtypes = ", ".join(dict.fromkeys(row.dtype for row in measured.rows))
+    title = f"Forward, head dim {head_dim}, {dtypes}, {measured.gpu}"
+    drawn.legend(
+        [named[label] for label in labels],
+        labels,
+        title=title,
+        title_fontsize=12,
+        loc="outside upper center",
+        ncols=len(labels),
+        frameon=False,
+        fontsize=9,
+    )
+    return drawn
+
+
+def _lines(axes: Axes, measured: Results, groups: Sequence[tuple[str, str]]) -> None:
+    """groups: the label of each length and its case."""
+    for backend in reversed(measured.backends()):  # ours is drawn last, above the others
+        points = [(x, row.tflops) for x, (_, case) in enumerate(groups) if (row := measured.row(case, backend))]
+        ours = backend == OWN
+        axes.plot(
+            [x for x, _ in points], [tflops for _, tflops in points], color=COLOURS[backend], label=_label(backend),
+            marker="o", markersize=5 if ours else 3.5, linewidth=2.4 if ours else 1.4, zorder=3,
+        )  # fmt: skip
+    ceiling = overall(measured.ceilings)
+    if ceiling is not None:
+        axes.axhline(ceiling.matmul_tflops, color=FAINT, linestyle="--", linewidth=1.1, label="cuBLAS bf16", zorder=2)
+    axes.set_xticks(range(len(groups)), [label for label, _ in groups])
+    axes.set_xlabel("sequence length (16384 tokens in all)", fontsize=9, color=FAINT)
+    style(axes)
+    axes.set_ylim(bottom=0)
+
+
+if __name__ == "__main__":
+    main()

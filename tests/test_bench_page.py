@@ -1,0 +1,118 @@
+"""docs/benchmarks.md is what its script makes of the committed result files, and the script shows what there is."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from made_up import made_up
+from tileattn.bench import ceilings, results
+from tileattn.bench.peers.base import OWN
+
+ROOT = Path(__file__).parent.parent
+spec = importlib.util.spec_from_file_location("make_page", ROOT / "benchmarks" / "make_page.py")
+assert spec is not None
+assert spec.loader is not None
+make_page = importlib.util.module_from_spec(spec)
+sys.modules["make_page"] = make_page  # where dataclasses look for it
+spec.loader.exec_module(make_page)
+
+CEILINGS = [ceilings.Ceiling("before", 760.0, 4.3), ceilings.Ceiling("after", 740.0, 4.1)]
+
+
+def test_the_committed_page_is_what_the_script_writes() -> None:
+    committed = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert committed == make_page.page(make_page.load()), "run python benchmarks/make_page.py"
+
+
+def test_pictures_and_links_of_the_page_are_there() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    targets = re.findall(r"\]\(([^)#]+)\)", text)
+    assert any(target.endswith(".png") for target in targets)
+    for target in targets:
+        assert (ROOT / "docs" / target).is_file(), target
+
+
+@pytest.mark.parametrize("suite", make_page.SOURCES)
+def test_a_suite_is_shown_from_a_file_of_its_own(suite: str) -> None:
+    name = make_page.SOURCES[suite]
+    if name is None:
+        return
+    measured = results.load(ROOT / "benchmarks" / "results" / name)
+    assert measured.device == "cuda"
+    assert {row.suite for row in measured.rows} == {suite}
+
+
+def test_no_file_is_newer_than_the_one_that_is_shown() -> None:
+    """By the dates in their names."""
+    for suite, named in make_page.SOURCES.items():
+        files = (ROOT / "benchmarks" / "results").glob(f"{suite}-*.json")
+        newest = max((date_of(file.name) for file in files), default=None)
+        assert newest == (date_of(named) if named else None), f"{suite}: name the newer file in make_page.SOURCES"
+
+
+def date_of(name: str) -> str:
+    found = re.search(r"\d{4}-\d\d-\d\d", name)
+    assert found is not None, f"{name} has no date"
+    return found[0]
+
+
+def made_up_page(**suites: results.Results) -> str:
+    text = make_page.page({suite: make_page.Source(f"{suite}.json", found) for suite, found in suites.items()})
+    assert isinstance(text, str)
+    return text
+
+
+def test_every_suite_has_its_section() -> None:
+    fa = replace(made_up("fa", "cuda", OWN, "fa2", "cudnn", "fa4"), ceilings=CEILINGS)
+    variants = replace(made_up("variants", "cuda", OWN, "flex"), ceilings=CEILINGS)
+    text = made_up_page(fa=fa, variants=variants, fp8=made_up("fp8", "cuda", OWN, "tileattn-bf16"))
+    assert re.findall(r"^## (.*)", text, re.M) == ["Method", "Forward pass", "Variants", "fp8"]
+    assert re.findall(r"^### (.*)", text, re.M) == [
+        *(f"Head dim {dim}, {variant}" for dim in (64, 128, 256) for variant in ("full", "causal")),
+        "Other shapes",
+        *("D128 (4,4096,16)", "D128 (1,16384,16)", "D64 (4,4096,32)"),
+    ]
+    assert "cuBLAS reached 750 TFLOPS, a copy 4.20 TB/s (before and after)." in text
+    # 2 * 2 * 16 * 8192^2 * 256 FLOPs in 1 ms, of 750 TFLOPS; the peers are 1.1, 1.21 and 1.331 times slower.
+    row, of_fp8 = re.findall(r"^\| D128 full \(2,8192,16\) .*", text, re.M)
+    assert row == "| D128 full (2,8192,16) | 1100 | 1000 | 909 | 826 | 1.10× | 147% | 2.0e-03 | 2.0e-03 |"
+    assert "| causal+softcap50 | 1.000 | 1.100 | 275 | 1.10× | 1.00× | causal | 2.0e-03 |" in text
+    assert of_fp8 == "| D128 full (2,8192,16) | 1100 | 1000 | 1.10× | 2.0e-03 | 2.0e-03 |"
+    assert "- refused: fa2: needs [one] head dim [D192/128 causal (4,4096,16), D192/128 full (2,8192,16)]" in text
+    assert "Not measured yet" not in text
+
+
+def test_rows_behind_are_bold_and_what_is_absent_is_said() -> None:
+    fa = made_up("fa", "cuda", OWN, "cudnn")
+    fa.rows = [replace(row, ms=1.375) if row.backend == OWN else row for row in fa.rows]
+    text = made_up_page(fa=fa)
+    assert text.count("**0.80×**") == 40
+    assert "of cuBLAS" not in text
+    assert "This run did not measure the ceilings." in text
+    assert "Not measured yet\n\nThe suites `variants` and `fp8`." in text
+
+
+def test_a_case_that_only_a_peer_ran_has_dashes() -> None:
+    fa = made_up("fa", "cuda", OWN, "cudnn")
+    fa.rows = [row for row in fa.rows if (row.backend, row.case) != (OWN, "D128 full (2,8192,16)")]
+    assert "| D128 full (2,8192,16) | – | 1000 | – | – | 2.0e-03 |" in made_up_page(fa=fa)
+
+
+def test_the_picture_has_a_line_for_each_implementation_and_the_ceiling() -> None:
+    measured = replace(made_up("fa", "cuda", OWN, "fa2", "cudnn"), ceilings=CEILINGS)
+    assert make_page.head_dims(measured) == [64, 128, 256]
+    full, causal = make_page.figure(measured, 128).axes
+    for axes in (full, causal):
+        assert [line.get_label() for line in axes.lines] == [
+            "cuDNN (SDPA)",
+            "FlashAttention-2 (SDPA)",
+            OWN,
+            "cuBLAS bf16",
+        ]
+        assert [len(line.get_xdata()) for line in axes.lines] == [6, 6, 6, 2]
