@@ -14,7 +14,7 @@ import torch
 
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap
 from tileattn.call import AttentionCall
-from tileattn.kernels.tilelang import config
+from tileattn.kernels.tilelang import config, defaults
 from tileattn.kernels.tilelang.compile import device_source
 from tileattn.kernels.tilelang.forward import forward_kernel
 from tileattn.variant import encode
@@ -77,9 +77,9 @@ SLOW_CALLS = {
 }
 
 
-def lower(call: AttentionCall, tile: config.ForwardConfig | None = None) -> str:
+def lower(call: AttentionCall, tile: config.Config | None = None) -> str:
     """The CUDA or HIP source of a call's kernel."""
-    return device_source(forward_kernel(call, tile or config.default(call)), call.arch)
+    return device_source(forward_kernel(call, tile or defaults.default(call)), call.arch)
 
 
 def on(arch: str, call: AttentionCall) -> AttentionCall:

@@ -149,7 +149,7 @@ def test_a_plain_kernel_masks_the_last_tile_only() -> None:
 
 
 def _key(call: AttentionCall) -> str:
-    return launch.cache_key(call, config.default(call))
+    return launch.cache_key(call, defaults.default(call))
 
 
 def test_numbers_and_sizes_of_operands_share_a_kernel() -> None:
@@ -218,7 +218,7 @@ VARIANTS = {"plain": make_call(), "causal": make_call(Causal()), "softcap": make
 def test_every_default_fits(arch: str) -> None:
     for dim, dim_v, call in itertools.product(HEAD_DIMS, HEAD_DIMS, VARIANTS.values()):
         call = AttentionCall(torch.bfloat16, dim, dim_v, call.variant, arch=arch)
-        tile = config.default(call)
+        tile = defaults.default(call)
         assert config.is_valid(call, tile), (call, tile)
         assert config.shared_bytes(call, tile) * tile.blocks_per_sm <= config.ARCHITECTURES[arch].shared_bytes
 

@@ -15,7 +15,7 @@ from tileattn.bench.cases import DTYPES, Case
 from tileattn.bench.peers.own import variant_key
 from tileattn.call import AttentionCall
 from tileattn.kernels.cache import KernelCache, default_folder
-from tileattn.kernels.tilelang.config import default
+from tileattn.kernels.tilelang.defaults import default
 from tileattn.kernels.tilelang.launch import cache_key, ensure_compiled
 
 # Each imports TileLang and runs nvcc: more of them want more memory than they save time.

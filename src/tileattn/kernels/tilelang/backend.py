@@ -12,8 +12,10 @@ import torch
 
 from ...call import AttentionCall
 from ...variant import Operands, program
-from .config import ARCHITECTURES
+from .config import ARCHITECTURES, HopperConfig
+from .defaults import default
 from .launch import forward_function
+from .queue import multiprocessors, tickets
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 # Keys and values of the heads that run at the same time should stay in the L2 cache.
@@ -52,8 +54,12 @@ def prepare(
     # identity) they scale first.
     if scale <= 0 and program(call.variant).score is None:
         call = dataclasses.replace(call, variant=call.variant + "+{score}")
-    kernel = forward_function(dataclasses.replace(call, needs_grad=False))
+    call = dataclasses.replace(call, needs_grad=False)
+    config = default(call, seqlen_k)
+    kernel = forward_function(call, config)
     scalars = (scale, heads // kv_heads, _heads_side_by_side(call, batch, seqlen_k, heads, kv_heads))
+    persistent = isinstance(config, HopperConfig)
+    tiles = -(-seqlen_q // config.block_M) * batch * heads
     has_operands = bool(call.sink or (call.variant and program(call.variant).operands))
 
     def forward(
@@ -63,12 +69,13 @@ def prepare(
         lse = q.new_empty(lse_shape, dtype=torch.float32) if call.return_lse else None
         q, k, v = _one_batch(q), _one_batch(k), _one_batch(v)
         outputs = (o,) if lse is None else (o, lse)
+        queue = (tickets(q.device), min(tiles, multiprocessors(q.device))) if persistent else ()
         if has_operands:
             tensors = [_as_bytes(tensor) for tensor in operands.tensors]
             sinks = () if sink is None else (sink.detach().float(),)
-            kernel(q, k, v, *outputs, *sinks, *tensors, *scalars, *operands.ints, *operands.floats)
+            kernel(q, k, v, *outputs, *sinks, *tensors, *scalars, *queue, *operands.ints, *operands.floats)
         else:
-            kernel(q, k, v, *outputs, *scalars)
+            kernel(q, k, v, *outputs, *scalars, *queue)
         return o, lse
 
     return forward

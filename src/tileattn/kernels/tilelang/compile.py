@@ -22,6 +22,7 @@ from .config import PRODUCER_THREADS
 WARP = 32
 
 PASSES = {"tl.enable_fast_math": True, "tl.disable_out_of_bound_warning": True}
+OWN_BARRIERS = "tileattn.own_barriers"  # attribute of functions in which TileLang must not place barriers
 
 
 def target_of(arch: str) -> Any:
@@ -32,7 +33,7 @@ def target_of(arch: str) -> Any:
 def device_source(function: Any, arch: str) -> str:
     """The CUDA or HIP source that TileLang generates; needs neither a GPU nor a device compiler."""
     target = target_of(arch)
-    with target, _pass_context():
+    with target, _pass_context(function):
         context = create_backend_context(target, None, "auto")
         _, device = _lower(function, context)
         return str(device_codegen_without_compile(device, context).inspect_source())
@@ -41,7 +42,7 @@ def device_source(function: Any, arch: str) -> str:
 def build_library(function: Any, arch: str, path: Path) -> None:
     """Compiles the function, with nvcc or hipcc and the host's C++ compiler, into the shared library `path`."""
     target = target_of(arch)
-    with target, _pass_context():
+    with target, _pass_context(function):
         context = create_backend_context(target, None, "auto")
         host, device = _lower(function, context)
         library = host_codegen(host, context)
@@ -49,8 +50,9 @@ def build_library(function: Any, arch: str, path: Path) -> None:
         runtime.Executable(library).export_library(str(path))
 
 
-def _pass_context() -> Any:
-    return tilelang.transform.PassContext(opt_level=3, config=PASSES)
+def _pass_context(function: Any) -> Any:
+    own_barriers = bool(function.attrs.get(OWN_BARRIERS, False))
+    return tilelang.transform.PassContext(opt_level=3, config=PASSES | {"tl.disable_thread_storage_sync": own_barriers})
 
 
 def _lower(function: Any, context: BackendContext) -> tuple[Any, Any]:

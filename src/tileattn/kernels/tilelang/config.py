@@ -38,6 +38,54 @@ class ForwardConfig:
 
 
 @dataclass(frozen=True)
+class HopperConfig:
+    """How the Hopper schedule cuts its work and what it keeps where.
+
+    Attributes:
+        block_M: rows of Q in a tile: 64 for each consumer warpgroup.
+        block_N: rows of K and V in a tile.
+        num_stages: tiles of K and V in flight.
+        q_in_registers: whether the first product takes Q from registers rather than from shared memory.
+        ping_pong: whether the warpgroups take turns at the tensor cores.
+        patience: by how much (in powers of two) a row's maximum may grow before O is rescaled.
+        producer_registers: registers per thread of the producer's warpgroup, which consumers do without.
+    """
+
+    block_M: int
+    block_N: int
+    num_stages: int = 2
+    q_in_registers: bool = False
+    ping_pong: bool = False
+    patience: float = 8.0
+    producer_registers: int = 24
+
+    def consumer_threads(self) -> int:
+        """Threads of the consumer warpgroups."""
+        return self.block_M // 64 * 128
+
+    def consumer_registers(self) -> int:
+        """Registers per consumer thread: what the producer leaves (sm_90: setmaxnreg)."""
+        threads = self.consumer_threads() + PRODUCER_THREADS
+        launch = 65536 // threads // 8 * 8 * threads
+        return min((launch - PRODUCER_THREADS * self.producer_registers) // self.consumer_threads() // 8 * 8, 240)
+
+    def output_apart(self, call: AttentionCall) -> bool:
+        """Whether O has its own shared memory, rather than Q's."""
+        o_bytes = 2 * self.block_M * padded(call.head_dim_v)
+        return hopper_shared_bytes(call, self) + o_bytes <= ARCHITECTURES["sm_90a"].shared_bytes
+
+
+Config = ForwardConfig | HopperConfig
+
+
+def hopper_shared_bytes(call: AttentionCall, config: HopperConfig) -> int:
+    """Shared memory of one block without O's own: Q, the stages of K and V, messages and barriers."""
+    head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+    q = config.block_M * max(head_dim, head_dim_v)
+    return 2 * (q + config.num_stages * config.block_N * (head_dim + head_dim_v)) + 1024
+
+
+@dataclass(frozen=True)
 class Architecture:
     """What bounds a configuration: shared memory per block in bytes, threads in a warp."""
 
@@ -76,51 +124,20 @@ def shared_bytes(call: AttentionCall, config: ForwardConfig) -> int:
     return 2 * (q_or_o + max(config.num_stages, 1) * config.block_N * (head_dim + head_dim_v))
 
 
-def is_valid(call: AttentionCall, config: ForwardConfig) -> bool:
+def is_valid(call: AttentionCall, config: Config) -> bool:
     """Whether the configuration fits the architecture: rows for each warp, shared memory."""
     arch = ARCHITECTURES[call.arch]
+    if isinstance(config, HopperConfig):
+        return (
+            call.arch == "sm_90a"
+            and call.aligned
+            and config.block_M % 64 == 0
+            and config.block_N % 16 == 0
+            and hopper_shared_bytes(call, config) <= arch.shared_bytes
+        )
     rows = 16 if arch.warp == 32 else 32
     return (
         config.block_M % (config.threads // arch.warp * rows) == 0
         and config.block_N % 16 == 0
         and shared_bytes(call, config) <= arch.shared_bytes
     )
-
-
-def default(call: AttentionCall) -> ForwardConfig:
-    """The configuration that is used unless another was measured to be faster."""
-    for config in _preferences(call):
-        if is_valid(call, config):
-            return config
-    raise NotImplementedError(f"no tile of the forward kernel fits {call}")
-
-
-def _preferences(call: AttentionCall) -> Iterator[ForwardConfig]:
-    """Configurations from the best down; the first that is valid counts."""
-    widest = max(padded(call.head_dim), padded(call.head_dim_v))
-    if call.arch == "sm_90a" and call.aligned:
-        yield from _sm90(widest, call.variant)
-    elif call.arch.startswith("gfx"):
-        yield ForwardConfig(128, 64, 1, 256)
-        yield ForwardConfig(64, 64, 0, 128)
-        yield ForwardConfig(64, 32, 0, 128)
-    else:
-        if widest <= 64 and program(call.variant).score is not None:
-            yield ForwardConfig(64, 64, 2, 128)  # half the scores per thread leave registers for the modification
-        if widest <= 128 and call.aligned:
-            yield ForwardConfig(128, 64, 2, 256 if widest > 64 else 128)
-        # Wide heads, and copies of single elements, fill the registers: more than 32 keys at a time would spill.
-        yield ForwardConfig(128, 32, 2, 256)
-        yield ForwardConfig(128, 32, 1, 256)
-
-
-def _sm90(widest: int, variant: str) -> Iterator[ForwardConfig]:
-    """Measured on an H200 (benchmarks/results)."""
-    plain = not program(variant).operands and program(variant).score is None
-    if widest <= 64 and plain:
-        yield ForwardConfig(128, 64, 2, 256, blocks_per_sm=2)  # short rows: one block computes while another loads
-    if widest <= 192:
-        yield ForwardConfig(128, 128, 2, 256)
-    if not variant:
-        yield ForwardConfig(128, 80, 2, 256)
-    yield ForwardConfig(128, 64, 2, 256)

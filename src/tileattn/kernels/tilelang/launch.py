@@ -17,11 +17,12 @@ from typing import Any
 from ...call import AttentionCall
 from ...variant import program
 from ..cache import KernelCache, default_folder
-from .config import ForwardConfig, default
+from .config import Config
+from .defaults import default
 
 
 @functools.cache
-def forward_function(call: AttentionCall, config: ForwardConfig | None = None) -> Callable[..., Any]:
+def forward_function(call: AttentionCall, config: Config | None = None) -> Callable[..., Any]:
     """The compiled forward kernel of a call, from the cache on disk or compiled now (some seconds).
 
     Args:
@@ -32,7 +33,7 @@ def forward_function(call: AttentionCall, config: ForwardConfig | None = None) -
     return _load(path)["forward"]
 
 
-def ensure_compiled(call: AttentionCall, config: ForwardConfig) -> Path:
+def ensure_compiled(call: AttentionCall, config: Config) -> Path:
     """The shared library of a call's forward kernel, compiled if the cache does not hold it."""
 
     def build(path: Path) -> None:
@@ -44,7 +45,7 @@ def ensure_compiled(call: AttentionCall, config: ForwardConfig) -> Path:
     return KernelCache(default_folder()).find_or_build(cache_key(call, config), build)
 
 
-def cache_key(call: AttentionCall, config: ForwardConfig) -> str:
+def cache_key(call: AttentionCall, config: Config) -> str:
     """All that decides what the compiled kernel is."""
     facts = (
         f"{call.dtype} {call.head_dim} {call.head_dim_v} sink={call.sink} lse={call.return_lse} "
@@ -56,7 +57,7 @@ def cache_key(call: AttentionCall, config: ForwardConfig) -> str:
 @functools.cache
 def _source_digest() -> str:
     """Of the code that generates kernels, so that editing it recompiles them."""
-    names = ("compile", "config", "expressions", "forward", "mask", "softmax")
+    names = ("compile", "config", "expressions", "forward", "generic", "hopper", "mask", "signature", "softmax")
     folder = Path(__file__).parent
     return hashlib.sha256(b"".join((folder / f"{name}.py").read_bytes() for name in names)).hexdigest()[:16]
 

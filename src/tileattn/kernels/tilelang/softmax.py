@@ -27,22 +27,74 @@ def reset(m, l, acc_o):
 @T.macro
 def update(acc_s, m, l, alpha, base, row_sum, c, block_M, block_N):
     """Takes in one tile: scores in ``acc_s`` become weights; ``alpha`` says by how much ``acc_o`` must shrink."""
-    T.copy(m, alpha)
-    # m = max(m, max_j s_j)
-    T.reduce_max(acc_s, m, dim=1, clear=False)
-    # A row that has seen no key keeps m = -inf; exponents are then taken from 0, and all weights are 0.
-    for i in T.Parallel(block_M):
-        base[i] = T.if_then_else(m[i] == -T.infinity("float32"), 0.0, m[i] * c)
-    # p_j = exp2(c * (s_j - m))
-    for i, j in T.Parallel(block_M, block_N):
-        acc_s[i, j] = T.exp2(acc_s[i, j] * c - base[i])
-    # alpha = exp2(c * (m_old - m))
-    for i in T.Parallel(block_M):
-        alpha[i] = T.exp2(alpha[i] * c - base[i])
+    raise_maximum(acc_s, m, alpha, base, c, block_M, 0)
+    exponentials(acc_s, base, c, block_M, block_N)
     # l = alpha * l + sum_j p_j
     T.reduce_sum(acc_s, row_sum, dim=1)
     for i in T.Parallel(block_M):
         l[i] = l[i] * alpha[i] + row_sum[i]
+
+
+@T.macro
+def raise_maximum(acc_s, m, alpha, base, c, block_M, patience):
+    """m = max(m, max_j s_j), but only when it grows by more than ``patience`` (log2 units); base and alpha follow."""
+    T.copy(m, alpha)
+    T.reduce_max(acc_s, m, dim=1, clear=False)
+    if patience > 0:
+        # Weights stay below 2^patience. From -inf any growth counts: inf <= patience and nan <= patience are false.
+        for i in T.Parallel(block_M):
+            m[i] = T.if_then_else((m[i] - alpha[i]) * c <= patience, alpha[i], m[i])
+    # A row that has seen no key keeps m = -inf; exponents are then taken from 0, and all weights are 0.
+    for i in T.Parallel(block_M):
+        base[i] = T.if_then_else(m[i] == -T.infinity("float32"), 0.0, m[i] * c)
+    # alpha = exp2(c * (m_old - m))
+    for i in T.Parallel(block_M):
+        alpha[i] = T.exp2(alpha[i] * c - base[i])
+
+
+@T.macro
+def exponentials(acc_s, base, c, block_M, block_N):
+    """p_j = exp2(c * s_j - base)."""
+    for i, j in T.Parallel(block_M, block_N):
+        acc_s[i, j] = T.exp2(acc_s[i, j] * c - base[i])
+
+
+def own_columns_layout(block_M):
+    """Of a fragment (block_M, 4): element [i, t] in the thread that holds columns 2t and 2t + 1 of each eight in row i.
+
+    This is how the tensor cores leave an accumulator: 16 rows per warp, a row in four neighbouring threads.
+    """
+    return T.Fragment(
+        [block_M, 4],
+        forward_thread_fn=lambda i, t: (i // 16) * 32 + (i % 8) * 4 + t,
+        forward_index_fn=lambda i, t: (i // 8) % 2,
+    )
+
+
+def per_thread_layout(threads):
+    """Of a fragment (threads,): one element in each thread."""
+    return T.Fragment([threads], forward_thread_fn=lambda t: t, forward_index_fn=lambda t: 0)
+
+
+@T.macro
+def add_own_columns(acc_s, sums, alpha, block_M, block_N):
+    """Each thread adds the weights that it holds; the four threads of a row add their sums after the last tile."""
+    for i, t in T.Parallel(block_M, 4):
+        sums[i, t] = sums[i, t] * alpha[i]
+        for j in T.serial(block_N // 4):
+            sums[i, t] += acc_s[i, (j // 2) * 8 + t * 2 + j % 2]
+
+
+@T.macro
+def rescale_if_needed(acc_o, alpha, lowest, thread, block_M, head_dim_v, threads):
+    """:func:`rescale`, skipped by warps in which no row's maximum has grown."""
+    # Each thread holds two rows, eight apart.
+    for t in T.Parallel(threads):
+        lowest[t] = alpha[t // 32 * 16 + t % 32 // 4]
+    for t in T.Parallel(threads):
+        lowest[t] = T.min(lowest[t], alpha[t // 32 * 16 + t % 32 // 4 + 8])
+    if T.any_sync(lowest[thread] < 1.0) != 0:
+        rescale(acc_o, alpha, block_M, head_dim_v)
 
 
 @T.macro

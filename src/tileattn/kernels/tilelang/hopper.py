@@ -1,0 +1,376 @@
+"""The forward pass, Hopper schedule: FlashAttention-3's warp specialisation (Shah et al. 2024, arXiv 2407.08608).
+
+Persistent blocks, one per multiprocessor, draw tiles of ``block_M`` queries of one head from a common queue. In a block
+
+    one producer warp    draws the next tile, finds out which keys it may see, tells the consumers in a *message*, and
+                         loads Q, then K and V tile by tile, from the last visible keys to the first, by TMA;
+    consumer warpgroups  own 64 query rows each; they multiply (wgmma), keep the softmax, and store O by TMA.
+
+All warps run ahead as far as the barriers let them: while the consumers still finish one tile, Q and the first K and V
+of the next are on their way, and O is stored under the next tile's arithmetic.
+
+Every shared buffer has two mbarriers, ``ready`` (filled: the producer's 32 lanes and the bytes have arrived) and ``free``
+(read: the consumers have arrived). A barrier's phase flips each time it completes. The n-th use of a buffer (n = 0, 1,
+...) waits for ``ready`` with parity ``n % 2`` and for ``free`` with parity ``(n + 1) % 2``, which a fresh barrier lets
+pass. K and V have ``num_stages`` buffers each, so their use number n is that of stage ``n % num_stages``, turn
+``n // num_stages``.
+
+One iteration of a consumer warpgroup, j being the tile of keys before; the tensor cores work under the softmax:
+
+    tensor cores    |  S = Q K_j+1^T  |      O += P V_j       |                     |  S = Q K_j+2^T ...
+    other units     |                 |  softmax of S(j+1)    |  O *= alpha, P = S  |
+    K barriers      ^ready            ^free
+    V barriers          ^ready                                ^free
+
+With ``ping_pong`` the warpgroups take turns in issuing their products, by named barriers, so that the softmax of one
+runs under the products of another.
+
+The schedule keeps O's old scale while the row maximum has grown by at most ``patience`` (in powers of two): the weights
+then exceed 1, which the division by their sum at the end undoes exactly as otherwise; and most rescaling is skipped.
+
+Layouts: q, o (batch, seqlen_q, heads, .), k, v (batch, seqlen_k, kv_heads, .), strides of 16 bytes; lse (batch, heads,
+seqlen_q). All sizes and strides are run-time values. Limits: sm_90a, head dims up to 256; see ``backend.refusal``.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import tilelang.language as T
+from tilelang.layout import make_swizzled_layout
+
+from ...call import AttentionCall
+from ...variant import Program
+from . import softmax
+from .config import HopperConfig, padded
+from .expressions import Emitter
+from .mask import Visibility, apply_mask, apply_score
+from .signature import assume_aligned
+
+ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
+WARP, WARPGROUP = 32, 128
+
+# A message's fields. A count of 0 tells the consumers that no tile is left.
+FIELDS = 8
+BATCH, HEAD, ROW, BEGIN, END, RIGHT, LEFT, COUNT = range(FIELDS)
+
+# Named barriers: 0 is __syncthreads; each consumer warpgroup has one for its turn and one for itself.
+TURN, WITHIN = 1, 4
+
+
+def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
+    """The macro that emits the kernel, given its parameters (see signature.py)."""
+    block_M, block_N, stages = config.block_M, config.block_N, config.num_stages
+    head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+    dtype = str(call.dtype).removeprefix("torch.")
+    consumers = config.consumer_threads()
+    warpgroups = consumers // WARPGROUP
+    ping_pong = config.ping_pong and warpgroups > 1
+    output_apart = config.output_apart(call)
+    masks_inside = traced.allows is not None  # else only the last tile of keys may end beyond seqlen_k
+    panel = next(width for width in (64, 32, 16) if head_dim_v % width == 0)  # columns of O that one TMA store takes
+
+    # ---------------------------------------------------------------- producer
+
+    def tile_of_step(j, begin, end, right, left):
+        """Which tile of keys comes j-th: first those that need the mask, at the right and left ends, then the rest."""
+        inner = end - 1 - j + left  # right ones: end - 1 - j; after them `left` steps went elsewhere
+        if not masks_inside:
+            return end - 1 - j
+        return T.if_then_else(j < right, end - 1 - j, T.if_then_else(j < right + left, begin + j - right, inner))
+
+    @T.macro
+    def load(arg, w, b, h, row, begin, end, right, left, turn, step):
+        kv_h = T.alloc_var("int32", init=T.truncdiv(h, arg.heads_per_kv_head))
+        q_b, k_b, v_b = (T.min(b, tensor.shape[0] - 1) for tensor in (arg.q, arg.k, arg.v))
+        T.barrier_wait(w.q_free, (turn & 1) ^ 1)
+        T.tma_copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], w.q, barrier=w.q_ready)
+        T.barrier_arrive(w.q_ready)
+        for j in T.serial(end - begin):
+            k_lo = tile_of_step(j, begin, end, right, left) * block_N
+            n = step + j
+            T.barrier_wait(w.k_free[n % stages], ((n // stages) & 1) ^ 1)
+            T.tma_copy(
+                arg.k[k_b, k_lo : k_lo + block_N, kv_h, 0:head_dim],
+                w.k[n % stages, :, :],
+                barrier=w.k_ready[n % stages],
+            )
+            T.barrier_arrive(w.k_ready[n % stages])
+            T.barrier_wait(w.v_free[n % stages], ((n // stages) & 1) ^ 1)
+            T.tma_copy(
+                arg.v[v_b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v],
+                w.v[n % stages, :, :],
+                barrier=w.v_ready[n % stages],
+            )
+            T.barrier_arrive(w.v_ready[n % stages])
+
+    @T.macro
+    def produce(arg, w):
+        emit = Emitter(arg.operands)
+        visible = Visibility(traced, emit, arg.seqlen_k)
+        lane = w.thread - consumers
+        side = arg.side_by_side
+        tiles = T.ceildiv(arg.seqlen_q, block_M)
+        total = T.alloc_var("int32", init=tiles * arg.batch * arg.heads)
+        tile = T.alloc_var("int32", init=w.block)
+        ticket = T.alloc_var("int32", init=0)
+        turn = T.alloc_var("int32", init=0)
+        step = T.alloc_var("int32", init=0)
+        pair = T.alloc_var("int32", init=0)
+        b = T.alloc_var("int32", init=0)
+        h = T.alloc_var("int32", init=0)
+        row = T.alloc_var("int32", init=0)
+        begin = T.alloc_var("int32", init=0)
+        end = T.alloc_var("int32", init=0)
+        right = T.alloc_var("int32", init=0)
+        left = T.alloc_var("int32", init=0)
+        while tile < total:
+            # Tiles in the order of the queue: `side_by_side` heads, whose keys and values fit into the L2 cache
+            # together, begin with their last query tiles, which a causal mask makes longest.
+            pair = T.truncdiv(tile, side * tiles) * side + T.truncmod(T.truncmod(tile, side * tiles), side)
+            row = (tiles - 1 - T.truncdiv(T.truncmod(tile, side * tiles), side)) * block_M
+            b = T.truncdiv(pair, arg.heads)
+            h = T.truncmod(pair, arg.heads)
+            q_lo = row + arg.seqlen_k - arg.seqlen_q
+            q_hi = T.min(q_lo + block_M, arg.seqlen_k) - 1
+            kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
+            full_lo, full_hi = visible.full_range(b, h, q_lo, q_hi)
+            # Tiles of keys [begin, end), of which [full_begin, full_end) are wholly visible. At least one tile, all
+            # masked where nothing is visible.
+            begin = T.truncdiv(kv_lo, block_N)
+            end = T.max(T.ceildiv(kv_hi, block_N), begin + 1)
+            full_end = T.min(T.max(T.truncdiv(full_hi, block_N), begin), end)
+            right = end - full_end
+            left = T.min(T.max(T.ceildiv(full_lo, block_N), begin), full_end) - begin
+            T.barrier_wait(w.message_free[turn % 2], ((turn // 2) & 1) ^ 1)
+            if lane == 0:
+                # Drawn early: the answer takes a while, and is needed after this tile's loads.
+                ticket = T.atomic_add(arg.tickets[0], 1, return_prev=True)
+                w.message[turn % 2, BATCH] = b
+                w.message[turn % 2, HEAD] = h
+                w.message[turn % 2, ROW] = row
+                w.message[turn % 2, BEGIN] = begin
+                w.message[turn % 2, END] = end
+                w.message[turn % 2, RIGHT] = right
+                w.message[turn % 2, LEFT] = left
+                w.message[turn % 2, COUNT] = end - begin
+            T.barrier_arrive(w.message_ready[turn % 2])
+            load(arg, w, b, h, row, begin, end, right, left, turn, step)
+            step += end - begin
+            turn += 1
+            if (lane == 0) & (ticket == total - 1):
+                arg.tickets[0] = 0  # the last ticket: leave the queue as the next launch must find it
+            tile = T.shfl_sync(ticket, 0) + arg.blocks
+        T.barrier_wait(w.message_free[turn % 2], ((turn // 2) & 1) ^ 1)
+        if lane == 0:
+            w.message[turn % 2, COUNT] = 0
+        T.barrier_arrive(w.message_ready[turn % 2])
+
+    # --------------------------------------------------------------- consumers
+
+    # Scores are scaled by score_mod's kernel itself, otherwise within the softmax's exponent.
+    def score_unit(arg):
+        return softmax.LOG2E if traced.score is not None else arg.scale * softmax.LOG2E
+
+    @T.macro
+    def release(barriers, stage):
+        if T.shuffle_elect(WARPGROUP):
+            T.barrier_arrive(barriers[stage])
+
+    @T.macro
+    def wait_for_turn(w):
+        if ping_pong:
+            T.sync_threads(TURN + w.thread // WARPGROUP, 2 * WARPGROUP)
+
+    @T.macro
+    def end_turn(w):
+        if ping_pong:
+            T.named_barrier_arrive(TURN + (w.thread // WARPGROUP + 1) % warpgroups, 2 * WARPGROUP)
+
+    @T.macro
+    def multiply_qk(w, stage):
+        if config.q_in_registers:
+            T.wgmma_gemm(w.q_registers, w.k[stage, :, :], w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
+        else:
+            T.wgmma_gemm(w.q, w.k[stage, :, :], w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
+
+    @T.macro
+    def scores_to_weights(arg, w, k_lo, masked):
+        b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
+        emit = Emitter(arg.operands)
+        visible = Visibility(traced, emit, arg.seqlen_k)
+        q_lo = row + arg.seqlen_k - arg.seqlen_q
+        c = score_unit(arg)
+        if traced.score is not None:
+            apply_score(w.acc_s, traced, emit, arg.scale, b, h, q_lo, k_lo, block_M, block_N)
+        if masked:
+            apply_mask(w.acc_s, visible, b, h, q_lo, k_lo, block_M, block_N)
+        softmax.raise_maximum(w.acc_s, w.m, w.alpha, w.base, c, block_M, config.patience)
+        softmax.exponentials(w.acc_s, w.base, c, block_M, block_N)
+        softmax.add_own_columns(w.acc_s, w.sums, w.alpha, block_M, block_N)
+
+    @T.macro
+    def store(arg, w):
+        """O by way of shared memory, each warpgroup its own 64 rows; lse from registers."""
+        b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
+        group = w.thread // WARPGROUP
+        T.tma_store_wait(0)  # the last tile's O has left the buffer
+        T.sync_threads(WITHIN + group, WARPGROUP)
+        T.copy(w.acc_o, w.o[0:block_M, 0:head_dim_v])
+        T.fence_proxy_async()
+        T.sync_threads(WITHIN + group, WARPGROUP)
+        for p in T.unroll(head_dim_v // panel):
+            T.tma_copy(
+                w.o[group * 64 : group * 64 + 64, p * panel : p * panel + panel],
+                arg.o[b, row + group * 64 : row + group * 64 + 64, h, p * panel : p * panel + panel],
+                leader_scope_threads=WARPGROUP,
+            )
+        if call.return_lse:
+            T.copy(w.l, arg.lse[b, h, row : row + block_M])
+        if not output_apart:
+            T.tma_store_wait(0)  # O lies where Q was
+            T.barrier_arrive(w.q_free)
+
+    @T.macro
+    def advance(arg, w, n, k_lo, masked):
+        """Scores of the K/V tile of use number n + 1, under whose softmax the values of tile n are added to O."""
+        T.barrier_wait(w.k_ready[(n + 1) % stages], ((n + 1) // stages) & 1)
+        wait_for_turn(w)
+        multiply_qk(w, (n + 1) % stages)
+        T.barrier_wait(w.v_ready[n % stages], (n // stages) & 1)
+        T.wgmma_gemm(w.weights, w.v[n % stages, :, :], w.acc_o, policy=ROWS)
+        end_turn(w)
+        T.wait_wgmma(1)
+        T.warpgroup_fence_operand(w.acc_s, num_regs=block_M * block_N // consumers)
+        release(w.k_free, (n + 1) % stages)
+        scores_to_weights(arg, w, k_lo, masked)
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(w.acc_o, num_regs=block_M * head_dim_v // consumers)
+        release(w.v_free, n % stages)
+        T.copy(w.acc_s, w.weights)
+        softmax.rescale_if_needed(w.acc_o, w.alpha, w.lowest, w.thread, block_M, head_dim_v, consumers)
+
+    @T.macro
+    def attend(arg, w, turn, step):
+        """One tile of queries from its first product to the store of O."""
+        begin, end, right, left = w.task[BEGIN], w.task[END], w.task[RIGHT], w.task[LEFT]
+        masked = T.max(right + left, 1)
+        softmax.reset(w.m, w.l, w.acc_o)
+        T.fill(w.sums, 0)
+        T.barrier_wait(w.q_ready, turn & 1)
+        if config.q_in_registers:
+            T.copy(w.q, w.q_registers)
+            if output_apart:
+                T.barrier_arrive(w.q_free)
+        T.barrier_wait(w.k_ready[step % stages], (step // stages) & 1)
+        wait_for_turn(w)
+        multiply_qk(w, step % stages)
+        end_turn(w)
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(w.acc_s, num_regs=block_M * block_N // consumers)
+        release(w.k_free, step % stages)
+        scores_to_weights(arg, w, tile_of_step(0, begin, end, right, left) * block_N, right + left > 0)
+        T.copy(w.acc_s, w.weights)
+        if masks_inside:
+            for j in T.serial(masked - 1):
+                advance(arg, w, step + j, tile_of_step(j + 1, begin, end, right, left) * block_N, True)
+        for j in T.serial(end - begin - masked):
+            # Past the masked tiles; those at the left came before.
+            advance(arg, w, step + masked - 1 + j, (end - 1 - (masked + j) + left) * block_N, False)
+        n = step + end - begin - 1
+        if output_apart and not config.q_in_registers:
+            T.barrier_arrive(w.q_free)  # the next Q may come under the last product and the store of O
+        T.barrier_wait(w.v_ready[n % stages], (n // stages) & 1)
+        T.wgmma_gemm(w.weights, w.v[n % stages, :, :], w.acc_o, policy=ROWS)
+        T.reduce_sum(w.sums, w.l, dim=1)
+        if call.sink:
+            sink = arg.sink[w.task[HEAD]] * softmax.LOG2E
+            softmax.add_sink(w.m, w.l, w.alpha, w.base, sink, score_unit(arg), block_M)
+        else:
+            T.fill(w.alpha, 1)
+        T.wait_wgmma(0)
+        T.warpgroup_fence_operand(w.acc_o, num_regs=block_M * head_dim_v // consumers)
+        release(w.v_free, n % stages)
+        softmax.finish(w.l, w.base, w.alpha, w.acc_o, block_M, head_dim_v)
+        store(arg, w)
+
+    @T.macro
+    def read_message(w, turn):
+        """Waits for the next task of this block and keeps it in registers."""
+        T.barrier_wait(w.message_ready[turn % 2], (turn // 2) & 1)
+        for field in T.unroll(FIELDS):
+            w.task[field] = w.message[turn % 2, field]
+        T.barrier_arrive(w.message_free[turn % 2])
+
+    @T.macro
+    def consume(arg, w):
+        turn = T.alloc_var("int32", init=0)
+        step = T.alloc_var("int32", init=0)
+        if ping_pong:
+            if w.thread < WARPGROUP:
+                T.named_barrier_arrive(TURN, 2 * WARPGROUP)
+        read_message(w, turn)
+        while w.task[COUNT] > 0:
+            attend(arg, w, turn, step)
+            step += w.task[COUNT]
+            turn += 1
+            read_message(w, turn)
+        T.tma_store_wait(0)
+
+    # --------------------------------------------------------------- the block
+
+    @T.macro
+    def kernel(arg):
+        with T.Kernel(arg.blocks, threads=consumers + WARPGROUP) as block:
+            assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides)
+            q_shared = T.alloc_shared([block_M, head_dim], dtype)
+            k_shared = T.alloc_shared([stages, block_N, head_dim], dtype)
+            v_shared = T.alloc_shared([stages, block_N, head_dim_v], dtype)
+            if output_apart:
+                o_shared = T.alloc_shared([block_M, head_dim_v], dtype)
+            else:
+                o_shared = q_shared
+            message = T.alloc_shared([2, 8], "int32")
+            thread = T.get_thread_binding()
+            w = SimpleNamespace(
+                q=q_shared,
+                k=k_shared,
+                v=v_shared,
+                o=o_shared,
+                message=message,
+                task=T.alloc_local([FIELDS], "int32"),
+                block=block,
+                thread=thread,
+                message_ready=T.alloc_barrier([WARP] * 2),
+                message_free=T.alloc_barrier([consumers] * 2),
+                q_ready=T.alloc_barrier(WARP),
+                q_free=T.alloc_barrier(consumers),
+                k_ready=T.alloc_barrier([WARP] * stages),
+                k_free=T.alloc_barrier([warpgroups] * stages),
+                v_ready=T.alloc_barrier([WARP] * stages),
+                v_free=T.alloc_barrier([warpgroups] * stages),
+                acc_s=T.alloc_fragment([block_M, block_N], "float32"),
+                weights=T.alloc_fragment([block_M, block_N], dtype),
+                acc_o=T.alloc_fragment([block_M, head_dim_v], "float32"),
+                m=T.alloc_fragment([block_M], "float32"),
+                l=T.alloc_fragment([block_M], "float32"),
+                alpha=T.alloc_fragment([block_M], "float32"),
+                base=T.alloc_fragment([block_M], "float32"),
+                sums=T.alloc_fragment([block_M, 4], "float32"),
+                lowest=T.alloc_fragment([consumers], "float32"),
+                q_registers=T.alloc_fragment([block_M, head_dim], dtype),
+            )
+            if config.q_in_registers:
+                T.annotate_layout({w.q: make_swizzled_layout(w.q)})
+            T.annotate_layout({w.sums: softmax.own_columns_layout(block_M)})
+            T.annotate_layout({w.lowest: softmax.per_thread_layout(consumers)})
+            if thread >= consumers:
+                T.set_max_nreg(config.producer_registers, 0)
+                if thread < consumers + WARP:
+                    produce(arg, w)
+            else:
+                T.set_max_nreg(config.consumer_registers(), 1)
+                consume(arg, w)
+
+    return kernel
