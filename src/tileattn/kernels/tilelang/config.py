@@ -57,7 +57,7 @@ class HopperConfig:
     q_in_registers: bool = False
     ping_pong: bool = False
     patience: float = 8.0
-    producer_registers: int = 24
+    producer_registers: int = 32
 
     def consumer_threads(self) -> int:
         """Threads of the consumer warpgroups."""
