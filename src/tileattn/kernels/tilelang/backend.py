@@ -19,7 +19,7 @@ from .queue import multiprocessors, tickets
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 # Keys and values of the heads that run at the same time should stay in the L2 cache.
-L2_BYTES = 32 * 2**20
+L2_BYTES, ONE_AFTER_ANOTHER_BYTES = 32 * 2**20, 2**20
 MAX_GRID = 65535  # blocks in the grid's second and third dimension
 
 
@@ -98,15 +98,22 @@ def _without_keys(
 
 
 def _heads_side_by_side(call: AttentionCall, batch: int, seqlen_k: int, heads: int, kv_heads: int) -> int:
-    """How many (batch, head) pairs to run side by side: as many as keep their keys and values in the L2 cache.
+    """How many (batch, head) pairs to run side by side.
+
+    Tiles of equal cost run best one head after another, as far as there are enough tiles to fill the GPU: what runs
+    together reads the same keys. Under a mask tiles differ; several heads then give a choice of long tiles to begin
+    with, but their keys and values should stay in the L2 cache (measured on an H200; docs/design.md).
 
     A divisor of all pairs, so that the grid has no gaps, and large enough for the grid's limit in the other direction.
     """
     pairs = batch * heads
     bytes_per_kv_head = call.dtype.itemsize * seqlen_k * (call.head_dim + call.head_dim_v)
-    fitting = max(L2_BYTES // bytes_per_kv_head, 1) * (heads // kv_heads)
+    if program(call.variant).allows is None:
+        fitting = max(ONE_AFTER_ANOTHER_BYTES // bytes_per_kv_head, 1)
+    else:
+        fitting = min(max(L2_BYTES // bytes_per_kv_head, 4), 16)
     divisors = [d for d in _divisors(pairs) if pairs // d <= MAX_GRID]
-    return max((d for d in divisors if d <= fitting), default=divisors[0])
+    return max((d for d in divisors if d <= fitting * (heads // kv_heads)), default=divisors[0])
 
 
 @functools.lru_cache(maxsize=256)

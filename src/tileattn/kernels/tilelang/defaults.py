@@ -55,7 +55,7 @@ def _sm90(widest: int, variant: str, short: bool) -> Iterator[Config]:
     plain = traced.score is None
     if widest <= 128 or variant in ("", CAUSAL):
         if plain or len(traced.tensors) < 2:
-            yield from _sm90_hopper(widest, not variant, plain, short)
+            yield from _sm90_hopper(widest, plain, short)
     # Wide heads leave too few registers for the rest: the generic schedule, which keeps less in flight.
     if widest <= 128:
         yield ForwardConfig(128, 128, 2, 256)
@@ -64,17 +64,14 @@ def _sm90(widest: int, variant: str, short: bool) -> Iterator[Config]:
     yield ForwardConfig(128, 64, 2, 256)
 
 
-def _sm90_hopper(widest: int, full: bool, plain: bool, short: bool) -> Iterator[Config]:
+def _sm90_hopper(widest: int, plain: bool, short: bool) -> Iterator[Config]:
     if widest <= 64:
         if plain and not short:
             yield HopperConfig(192, 128, ping_pong=True)
         yield HopperConfig(128, 128, 3, q_in_registers=plain, ping_pong=True)
     if widest <= 128:
-        if full and not short:
-            yield HopperConfig(128, 176)
         if plain:
             yield HopperConfig(128, 128, q_in_registers=True, ping_pong=True)
         yield HopperConfig(128, 112, ping_pong=True)
-    yield HopperConfig(128, 128)
-    yield HopperConfig(128, 112)
-    yield HopperConfig(128, 80)
+    for block_N in (128, 112, 80):
+        yield HopperConfig(128, block_N, ping_pong=True)

@@ -179,6 +179,17 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             T.barrier_arrive(barriers[stage])
 
     @T.macro
+    def release_after_softmax(w, barriers, stage):
+        """Releases K only now, and on a condition that needs all weights although it always holds: no sum is negative.
+
+        Otherwise ptxas moves the wait for P V, which follows, up in front of the exponentials that are meant to run at
+        the same time as P V: it moves waits past arithmetic, but not past an arrival at a barrier.
+        """
+        softmax.lowest_sum(w.sums, w.lowest, consumers)
+        if T.shuffle_elect(WARPGROUP) & T.Not(w.lowest[w.thread] < 0.0):
+            T.barrier_arrive(barriers[stage])
+
+    @T.macro
     def wait_for_turn(w):
         if ping_pong:
             T.sync_threads(TURN + w.thread // WARPGROUP, 2 * WARPGROUP)
@@ -243,8 +254,8 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         end_turn(w)
         T.wait_wgmma(1)
         T.warpgroup_fence_operand(w.acc_s, num_regs=block_M * block_N // consumers)
-        release(w.k_free, (n + 1) % stages)
         scores_to_weights(arg, w, k_lo, masked)
+        release_after_softmax(w, w.k_free, (n + 1) % stages)
         T.wait_wgmma(0)
         T.warpgroup_fence_operand(w.acc_o, num_regs=block_M * head_dim_v // consumers)
         release(w.v_free, n % stages)

@@ -98,6 +98,15 @@ def rescale_if_needed(acc_o, alpha, lowest, thread, block_M, head_dim_v, threads
 
 
 @T.macro
+def lowest_sum(sums, lowest, threads):
+    """lowest[t]: the smaller of the two sums that thread t keeps; it depends on all of the thread's weights."""
+    for t in T.Parallel(threads):
+        lowest[t] = sums[t // 32 * 16 + t % 32 // 4, t % 4]
+    for t in T.Parallel(threads):
+        lowest[t] = T.min(lowest[t], sums[t // 32 * 16 + t % 32 // 4 + 8, t % 4])
+
+
+@T.macro
 def rescale(acc_o, alpha, block_M, head_dim_v):
     """acc_o = alpha * acc_o, before the tile's weighted values are added."""
     for i, d in T.Parallel(block_M, head_dim_v):
