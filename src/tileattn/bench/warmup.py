@@ -71,7 +71,9 @@ def compile_all(wanted: Sequence[AttentionCall]) -> Iterator[Compiled]:
 
 def _compile(call: AttentionCall) -> Compiled:
     """Runs in a process of its own; an exception of a compiler need not survive the way back, its text does."""
-    missing = [config for config in defaults(call) if KernelCache(default_folder()).find(cache_key(call, config)) is None]
+    missing = [
+        config for config in defaults(call) if KernelCache(default_folder()).find(cache_key(call, config)) is None
+    ]
     start = time.perf_counter()
     try:
         for config in missing:

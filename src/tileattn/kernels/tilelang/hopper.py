@@ -69,6 +69,9 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
     ping_pong = config.ping_pong and warpgroups > 1
     output_apart = config.output_apart(call)
     masks_inside = traced.allows is not None  # else only the last tile of keys may end beyond seqlen_k
+    # Equal tiles are dealt out beforehand: neighbouring blocks then stay in step, and the L2 cache answers their
+    # requests for the same keys together.
+    tiles_differ = traced.allows is not None
     panel = next(width for width in (64, 32, 16) if head_dim_v % width == 0)  # columns of O that one TMA store takes
 
     # ---------------------------------------------------------------- producer
@@ -145,8 +148,9 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             left = T.min(T.max(T.ceildiv(full_lo, block_N), begin), full_end) - begin
             T.barrier_wait(w.message_free[turn % 2], ((turn // 2) & 1) ^ 1)
             if lane == 0:
-                # Drawn early: the answer takes a while, and is needed after this tile's loads.
-                ticket = T.atomic_add(arg.tickets[0], 1, return_prev=True)
+                if tiles_differ:
+                    # Drawn early: the answer takes a while, and is needed after this tile's loads.
+                    ticket = T.atomic_add(arg.tickets[0], 1, return_prev=True)
                 w.message[turn % 2, BATCH] = b
                 w.message[turn % 2, HEAD] = h
                 w.message[turn % 2, ROW] = row
@@ -159,9 +163,12 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             load(arg, w, b, h, row, begin, end, right, left, turn, step)
             step += end - begin
             turn += 1
-            if (lane == 0) & (ticket == total - 1):
-                arg.tickets[0] = 0  # the last ticket: leave the queue as the next launch must find it
-            tile = T.shfl_sync(ticket, 0) + arg.blocks
+            if tiles_differ:
+                if (lane == 0) & (ticket == total - 1):
+                    arg.tickets[0] = 0  # the last ticket: leave the queue as the next launch must find it
+                tile = T.shfl_sync(ticket, 0) + arg.blocks
+            else:
+                tile += arg.blocks
         T.barrier_wait(w.message_free[turn % 2], ((turn // 2) & 1) ^ 1)
         if lane == 0:
             w.message[turn % 2, COUNT] = 0
@@ -180,14 +187,15 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
 
     @T.macro
     def release_after_softmax(w, barriers, stage):
-        """Releases K only now, and on a condition that needs all weights although it always holds: no sum is negative.
+        """Releases K only now, by an arrival that seems to need all weights: no sum of them is negative.
 
         Otherwise ptxas moves the wait for P V, which follows, up in front of the exponentials that are meant to run at
         the same time as P V: it moves waits past arithmetic, but not past an arrival at a barrier.
         """
         softmax.lowest_sum(w.sums, w.lowest, consumers)
-        if T.shuffle_elect(WARPGROUP) & T.Not(w.lowest[w.thread] < 0.0):
-            T.barrier_arrive(barriers[stage])
+        never = T.cast(w.lowest[w.thread] < 0.0, "int32")
+        if T.shuffle_elect(WARPGROUP):
+            T.barrier_arrive(barriers[stage + never])
 
     @T.macro
     def wait_for_turn(w):
@@ -217,7 +225,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             apply_score(w.acc_s, traced, emit, arg.scale, b, h, q_lo, k_lo, block_M, block_N)
         if masked:
             apply_mask(w.acc_s, visible, b, h, q_lo, k_lo, block_M, block_N)
-        softmax.raise_maximum(w.acc_s, w.m, w.alpha, w.base, c, block_M, config.patience)
+        softmax.raise_maximum(w.acc_s, w.m, w.alpha, w.base, c, block_M, block_N, config.patience, w.top)
         softmax.exponentials(w.acc_s, w.base, c, block_M, block_N)
         softmax.add_own_columns(w.acc_s, w.sums, w.alpha, block_M, block_N)
 
@@ -369,11 +377,13 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 alpha=T.alloc_fragment([block_M], "float32"),
                 base=T.alloc_fragment([block_M], "float32"),
                 sums=T.alloc_fragment([block_M, 4], "float32"),
+                top=T.alloc_fragment([block_M, 8], "float32"),
                 lowest=T.alloc_fragment([consumers], "float32"),
                 q_registers=T.alloc_fragment([block_M, head_dim], dtype),
             )
             if config.q_in_registers:
                 T.annotate_layout({w.q: make_swizzled_layout(w.q)})
+            T.annotate_layout({w.top: softmax.top_layout(block_M)})
             T.annotate_layout({w.sums: softmax.own_columns_layout(block_M)})
             T.annotate_layout({w.lowest: softmax.per_thread_layout(consumers)})
             if thread >= consumers:

@@ -27,7 +27,7 @@ def reset(m, l, acc_o):
 @T.macro
 def update(acc_s, m, l, alpha, base, row_sum, c, block_M, block_N):
     """Takes in one tile: scores in ``acc_s`` become weights; ``alpha`` says by how much ``acc_o`` must shrink."""
-    raise_maximum(acc_s, m, alpha, base, c, block_M, 0)
+    raise_maximum(acc_s, m, alpha, base, c, block_M, block_N, 0, None)
     exponentials(acc_s, base, c, block_M, block_N)
     # l = alpha * l + sum_j p_j
     T.reduce_sum(acc_s, row_sum, dim=1)
@@ -36,10 +36,26 @@ def update(acc_s, m, l, alpha, base, row_sum, c, block_M, block_N):
 
 
 @T.macro
-def raise_maximum(acc_s, m, alpha, base, c, block_M, patience):
+def max_of_own_columns(acc_s, m, top, block_M, block_N):
+    """top[i, 2t], top[i, 2t + 1]: the largest of m and of the even and odd columns that a thread holds of row i.
+
+    As two chains of half the length; each instruction of a chain waits for the one before.
+    """
+    for i, t in T.Parallel(block_M, 8):
+        top[i, t] = m[i]
+        for j in T.serial(block_N // 8):
+            top[i, t] = T.max(top[i, t], acc_s[i, j * 8 + t])
+
+
+@T.macro
+def raise_maximum(acc_s, m, alpha, base, c, block_M, block_N, patience, top):
     """m = max(m, max_j s_j), but only when it grows by more than ``patience`` (log2 units); base and alpha follow."""
     T.copy(m, alpha)
-    T.reduce_max(acc_s, m, dim=1, clear=False)
+    if top is None:
+        T.reduce_max(acc_s, m, dim=1, clear=False)
+    else:
+        max_of_own_columns(acc_s, m, top, block_M, block_N)
+        T.reduce_max(top, m, dim=1)
     if patience > 0:
         # Weights stay below 2^patience. From -inf any growth counts: inf <= patience and nan <= patience are false.
         for i in T.Parallel(block_M):
@@ -57,6 +73,15 @@ def exponentials(acc_s, base, c, block_M, block_N):
     """p_j = exp2(c * s_j - base)."""
     for i, j in T.Parallel(block_M, block_N):
         acc_s[i, j] = T.exp2(acc_s[i, j] * c - base[i])
+
+
+def top_layout(block_M):
+    """Of a fragment (block_M, 8): each column in the thread that holds it and every eighth column after it."""
+    return T.Fragment(
+        [block_M, 8],
+        forward_thread_fn=lambda i, t: (i // 16) * 32 + (i % 8) * 4 + t // 2,
+        forward_index_fn=lambda i, t: (i // 8) % 2 * 2 + t % 2,
+    )
 
 
 def own_columns_layout(block_M):
