@@ -110,6 +110,19 @@ def assemble(nvcc: str, source: str, arch: str, folder: Path) -> str:
     return result.stderr
 
 
+def find_disassembler() -> str | None:
+    """nvdisasm or cuobjdump on the path or beside nvcc; nvcc from pip has neither."""
+    beside = Path(find_nvcc() or "").resolve().parent
+    places = (shutil.which(name) or str(beside / name) for name in ("nvdisasm", "cuobjdump"))
+    return next((place for place in places if Path(place).is_file()), None)
+
+
+def disassemble(tool: str, cubin: Path) -> str:
+    """The machine instructions (SASS) of a kernel."""
+    flags = ["-sass"] if Path(tool).name.startswith("cuobjdump") else []
+    return subprocess.run([tool, *flags, str(cubin)], capture_output=True, text=True, check=True).stdout
+
+
 def numbers(pattern: str, text: str) -> list[int]:
     """All numbers that a pattern's group finds."""
     return [int(number) for number in re.findall(pattern, text)]

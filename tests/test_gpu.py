@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import tileattn
+from tileattn import Causal, Documents, SlidingWindow, SoftCap
 from tileattn.kernels.tilelang import launch
+from tileattn.kernels.tilelang.defaults import SHORT, defaults
 
 pytestmark = pytest.mark.gpu
 
@@ -44,10 +48,22 @@ def test_offsets_beyond_two_to_the_31_elements() -> None:
 
 
 def test_new_sizes_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    tileattn.attention(*_tensors(2, 100, 4, 64), causal=True)
-    compiled = []
-    monkeypatch.setattr(launch, "ensure_compiled", lambda *arguments: compiled.append(arguments))
-    for batch, seqlen, heads in ((1, 1, 1), (3, 777, 2), (2, 4096, 16)):
+    """A call has at most one kernel for each bucket of lengths; any sizes within a bucket share it."""
+    compiled: list[tuple[Any, Any]] = []
+    really_compile = launch.ensure_compiled
+
+    def counted(call: Any, config: Any) -> Path:
+        compiled.append((call, config))
+        return really_compile(call, config)
+
+    launch.forward_function.cache_clear()
+    monkeypatch.setattr(launch, "ensure_compiled", counted)
+    for seqlen in (SHORT - 901, SHORT + 901):  # no other test has these
+        tileattn.attention(*_tensors(3, seqlen, 5, 64), causal=True)
+    call = compiled[0][0]
+    assert compiled == [(call, config) for config in defaults(call)]
+    compiled.clear()
+    for batch, seqlen, heads in ((1, 1, 1), (2, SHORT, 3), (1, SHORT + 1, 1), (3, 777, 2), (2, 4096, 16)):
         tileattn.attention(*_tensors(batch, seqlen, heads, 64), causal=True)
     assert compiled == []
 
@@ -77,15 +93,122 @@ def test_runs_on_the_current_stream() -> None:
     assert torch.equal(o, expected)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("causal", [False, True])
-def test_two_hundred_launches_give_the_same_bits(head_dim: int, causal: bool) -> None:
-    q, k, v = _tensors(2, 1000, 8, head_dim)
-    first, first_lse = tileattn.attention(q, k, v, causal=causal, return_lse=True)
+class Shape(NamedTuple):
+    """Lengths of queries and keys, heads, head dims; a dozen of them for what races would show in."""
+
+    batch: int = 2
+    lengths: tuple[int, int] = (1000, 1000)
+    heads: tuple[int, int] = (8, 8)
+    head_dims: tuple[int, int] = (128, 128)
+    mask: Any = None
+    score_mod: Any = None
+    sink: bool = False
+
+    def tensors(self, seed: int = 0) -> dict[str, Any]:
+        generator = torch.Generator("cuda").manual_seed(seed)
+
+        def random(length: int, heads: int, head_dim: int) -> torch.Tensor:
+            shape = (self.batch, length, heads, head_dim)
+            return torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+        (seqlen_q, seqlen_k), (heads, kv_heads), (head_dim, head_dim_v) = self.lengths, self.heads, self.head_dims
+        q, k = random(seqlen_q, heads, head_dim), random(seqlen_k, kv_heads, head_dim)
+        v = random(seqlen_k, kv_heads, head_dim_v)
+        sink = torch.linspace(-1, 2, heads, device="cuda") if self.sink else None
+        mask = self.mask(seqlen_k) if callable(self.mask) else self.mask
+        return {"q": q, "k": k, "v": v, "mask": mask, "score_mod": self.score_mod, "sink": sink}
+
+
+def _documents(seqlen: int) -> tileattn.Mask:
+    return Documents(torch.arange(seqlen, device="cuda", dtype=torch.int32) // 173) & Causal()
+
+
+SHAPES = {
+    "full": Shape(),
+    "causal": Shape(mask=Causal()),
+    "causal-64": Shape(head_dims=(64, 64), mask=Causal()),
+    "full-64-long": Shape(lengths=(1111, 2100), head_dims=(64, 64)),
+    "causal-256": Shape(head_dims=(256, 256), mask=Causal()),
+    "causal-192/128": Shape(head_dims=(192, 128), mask=Causal()),
+    "window": Shape(lengths=(900, 1301), mask=SlidingWindow(100, 0)),
+    "documents": Shape(mask=_documents),
+    "softcap": Shape(mask=Causal(), score_mod=SoftCap(20.0)),
+    "groups": Shape(heads=(16, 2), mask=Causal()),
+    "sink": Shape(lengths=(63, 2049), sink=True),
+    "more tiles than blocks": Shape(4, (2177, 2177), (16, 4), mask=Causal()),
+    "more tiles than blocks, full": Shape(3, (1025, 1311), (24, 24), (64, 64)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_two_hundred_launches_give_the_same_bits(name: str) -> None:
+    arguments = SHAPES[name].tensors()
+    first, first_lse = tileattn.attention(**arguments, return_lse=True)
+    assert first.isfinite().all()
     for _ in range(200):
-        o, lse = tileattn.attention(q, k, v, causal=causal, return_lse=True)
+        o, lse = tileattn.attention(**arguments, return_lse=True)
         assert torch.equal(o, first)
         assert torch.equal(lse, first_lse)
+
+
+# --- The queue of tiles: a counter in device memory, which launches that run at the same time must not share ---
+
+QUEUED = SHAPES["more tiles than blocks"]
+
+
+def test_two_streams_at_the_same_time() -> None:
+    both = [QUEUED.tensors(seed) for seed in (0, 1)]
+    expected = [tileattn.attention(**arguments) for arguments in both]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    found: list[list[torch.Tensor]] = [[], []]
+    for _ in range(50):
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found[index].append(tileattn.attention(**both[index]))
+    torch.cuda.synchronize()
+    for index in range(2):
+        assert all(torch.equal(o, expected[index]) for o in found[index])
+
+
+def test_a_graph_replays_on_another_stream_beside_eager_calls() -> None:
+    captured, eager = QUEUED.tensors(0), QUEUED.tensors(1)
+    expected, expected_eager = tileattn.attention(**captured), tileattn.attention(**eager)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = tileattn.attention(**captured)
+        o_again = tileattn.attention(**captured)
+    other = torch.cuda.Stream()
+    beside = []
+    for _ in range(30):
+        with torch.cuda.stream(other):
+            graph.replay()
+            beside.append(tileattn.attention(**eager))
+        beside.append(tileattn.attention(**eager))
+    torch.cuda.synchronize()
+    assert torch.equal(o, expected)
+    assert torch.equal(o_again, expected)
+    assert all(torch.equal(x, expected_eager) for x in beside)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_stays_in_the_rows_that_see_it(head_dim: int, causal: bool) -> None:
+    """... and hangs nothing: barriers are released at addresses that depend on the sums."""
+    q, k, v = _tensors(2, 700, 4, head_dim)
+    q[0, 300] = torch.nan
+    k[1, 500] = torch.nan
+    o, lse = tileattn.attention(q, k, v, causal=causal, return_lse=True)
+    hit = torch.zeros(2, 700, dtype=torch.bool, device="cuda")
+    hit[0, 300] = True
+    hit[1, 500 if causal else 0 :] = True
+    assert torch.equal(o.isnan().all(-1).all(-1), hit)
+    assert torch.equal(o.isnan().any(-1).any(-1), hit)
+    assert torch.equal(lse.isnan().all(1), hit)
+    assert torch.equal(lse.isnan().any(1), hit)
+    q[0, 300] = k[1, 500] = 0  # what comes after is not harmed
+    assert tileattn.attention(q, k, v, causal=causal).isfinite().all()
 
 
 def test_compiled_model_equals_eager() -> None:

@@ -19,6 +19,8 @@ from lowering import (
     SLOPES,
     SLOW_CALLS,
     assemble,
+    disassemble,
+    find_disassembler,
     find_nvcc,
     lower,
     make_call,
@@ -27,8 +29,9 @@ from lowering import (
 )
 from tileattn import ALiBi, Bias, Causal, FunctionMask, SlidingWindow, SoftCap
 from tileattn.call import AttentionCall
-from tileattn.kernels.tilelang import config, launch
-from tileattn.kernels.tilelang.config import ForwardConfig
+from tileattn.kernels.tilelang import config, defaults, launch
+from tileattn.kernels.tilelang.config import Config, ForwardConfig, HopperConfig
+from tileattn.variant import program
 
 ASSEMBLED = ("sm_80", "sm_90a")
 
@@ -37,21 +40,26 @@ SERIALIZED = re.compile(r"C75(?:08|10|12|14)|serializ|setmaxnreg ignored", re.IG
 
 
 def _kernels() -> list[object]:
+    """(call, configuration) of every kernel that a call gets at one length or another, unless two of them coincide."""
     found = []
     for arch in ARCHITECTURES:
         for name, call in (CALLS | SLOW_CALLS).items():
             marks = [] if name in CALLS else [pytest.mark.slow]
-            found.append(pytest.param(on(arch, call), id=f"{arch}-{name}", marks=marks))
+            call = on(arch, call)
+            for number, tile in enumerate(defaults.defaults(call)):
+                suffix = f"-{number}" if number else ""
+                found.append(pytest.param(call, tile, id=f"{arch}-{name}{suffix}", marks=marks))
     return found
 
 
-@pytest.mark.parametrize("call", _kernels())
-def test_kernel(call: AttentionCall, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("call", "tile"), _kernels())
+def test_kernel(call: AttentionCall, tile: Config, tmp_path: Path) -> None:
     """One test for all that is asked of a kernel, since lowering it takes seconds."""
-    source = lower(call)
-    _check_instructions(call, source)
-    _check_barriers(source)
-    _check_producer(call, source)
+    source = lower(call, tile)
+    _check_instructions(call, tile, source)
+    _check_barriers(tile, source)
+    _check_producer(call, tile, source)
+    _check_queue(call, tile, source)
     _check_nothing_is_static(call, source)
     if call.arch in ASSEMBLED:
         nvcc = find_nvcc()
@@ -60,13 +68,14 @@ def test_kernel(call: AttentionCall, tmp_path: Path) -> None:
         _check_assembly(assemble(nvcc, source, call.arch, tmp_path))
 
 
-def _check_instructions(call: AttentionCall, source: str) -> None:
+def _check_instructions(call: AttentionCall, tile: Config, source: str) -> None:
     """The matrix units are used, and memory is read in the widest way that the alignment allows."""
     wide_copies = set(numbers(r"cp_async_gs\w*<(\d+)>", source))
     if call.arch == "gfx942":
         assert "mfma" in source
     elif call.arch == "sm_90a":
-        assert "wgmma_ss" in source
+        q_in_registers = isinstance(tile, HopperConfig) and tile.q_in_registers
+        assert ("wgmma_ss" in source) == (not q_in_registers)
         assert "wgmma_rs" in source  # the weights stay in registers
         assert ("tma_load(" in source) == call.aligned
         assert not wide_copies or call.aligned
@@ -78,18 +87,38 @@ def _check_instructions(call: AttentionCall, source: str) -> None:
         assert call.aligned or "tma_load(" not in source
 
 
-def _check_barriers(source: str) -> None:
+def _check_barriers(tile: Config, source: str) -> None:
     """A partial barrier that waits for part of a warpgroup never opens."""
-    assert not [count for count in numbers(r"__sync_thread_partial\(\w+, (\d+)\)", source) if count % 128]
-    assert not re.search(r"__sync_thread_partial(?!\(\w+, \d+\))", source)
+    partial = numbers(r"__sync_thread_partial\(.*, (\d+)\);", source)
+    assert len(partial) == source.count("__sync_thread_partial")
+    assert not [count for count in partial if count % 128]
+    if isinstance(tile, HopperConfig):
+        # The schedule's own: within a warpgroup, and between the two that hand over a turn. TileLang adds none but that
+        # behind the initialisation of the mbarriers.
+        assert set(partial) == ({128, 256} if tile.ping_pong else {128})
+        assert source.count("__syncthreads();") == 1
+        assert source.index("__syncthreads();") < source.index("warpgroup_reg_dealloc<")
+        # Rows are reduced within four threads of a warp: no barrier.
+        assert set(numbers(r"AllReduce<[\w:]+, (\d+),", source)) == {4}
 
 
-def _check_producer(call: AttentionCall, source: str) -> None:
+def _check_producer(call: AttentionCall, tile: Config, source: str) -> None:
     """Only the warp that copies waits for free stages: any other could miss a turn and wait for ever."""
     producers = source.split("warpgroup_reg_dealloc<")[1:]
     assert len(producers) == (call.arch == "sm_90a" and call.aligned) or call.arch in ("sm_100a", "sm_120a")
+    consumers = tile.consumer_threads() if isinstance(tile, HopperConfig) else 0
     for producer in producers:
-        assert re.match(r"\d+>\(\);\s*if \(\(\(int\)threadIdx\.x\) < 32\) \{", producer)
+        assert re.match(rf"\d+>\(\);\s*if \(\(\(int\)threadIdx\.x\) < {consumers + 32}\) \{{", producer)
+        if consumers:
+            alone, _, _ = producer.partition("warpgroup_reg_alloc<")
+            assert not re.search(r"__sync_thread_partial|__syncthreads|named_barrier", alone)
+
+
+def _check_queue(call: AttentionCall, tile: Config, source: str) -> None:
+    """One ticket per tile where tiles differ; equal tiles are dealt out beforehand. No other atomic operation."""
+    draws = isinstance(tile, HopperConfig) and program(call.variant).allows is not None
+    assert len(re.findall(r"[Aa]tomic", source.partition("__global__")[2])) == draws
+    assert source.count("AtomicAddRet((&(tickets[0])), 1)") == draws
 
 
 def _check_nothing_is_static(call: AttentionCall, source: str) -> None:
@@ -114,35 +143,63 @@ def _check_assembly(report: str) -> None:
 # --- What is skipped ---
 
 
-def _tile_loops(source: str) -> list[tuple[str, str]]:
-    """(first tile, number of tiles) of each loop over tiles of keys in a Hopper kernel.
-
-    The pipelined loop is called ``step``; the producer has one and the consumers have one.
-    """
-    return re.findall(r"for \(int step\w* = (.+?); step\w* < (.+); \+\+step\w*\) \{", source)
+def _ranges(source: str) -> tuple[str, str]:
+    """What the producer of a Hopper kernel computes as the first and the last + 1 tile of keys."""
+    (begin,), (end,) = (
+        re.findall(rf"^ +{name} = (.*[a-z(].*);$", source, re.MULTILINE) or ["0"] for name in ("begin", "end")
+    )
+    return begin, end
 
 
 def test_tiles_that_nobody_sees_are_skipped() -> None:
-    full, causal, window = (lower(make_call(mask)) for mask in (None, Causal(), SlidingWindow(5, 0)))
-    for source in (full, causal, window):
-        assert len(_tile_loops(source)) == 2
-    # `row` is the tile's first query: without a mask the loop does not know it.
-    for _, count in _tile_loops(full):
-        assert not re.search(r"\brow\b|q_lo|blockIdx", count)
-    for _, count in _tile_loops(causal) + _tile_loops(window):
-        assert re.search(r"\brow\b|q_lo", count)
+    full, causal, window = (_ranges(lower(make_call(mask))) for mask in (None, Causal(), SlidingWindow(5, 0)))
+    # `row` is the tile's first query, and q_lo its position: without a mask the range does not depend on it.
+    assert not re.search(r"\brow\b|q_lo|blockIdx", "".join(full))
+    assert re.search(r"\bq_lo\b", causal[1])
+    assert re.search(r"\bq_lo\b", window[1])
     # The window's left edge moves the first key that is loaded.
-    first_key = re.compile(r"tma_load\(k_desc, .*, \(i_\d+ \* 64\), (.*), kv_h, ")
-    (causal_key,), (window_key,) = first_key.findall(causal), first_key.findall(window)
-    assert "i0" not in causal_key
-    assert re.search(r"q_lo - i0\b", window_key)
+    assert causal[0] == "0"
+    assert re.search(r"q_lo - i0\b", window[0])
 
 
 def test_a_plain_kernel_masks_the_last_tile_only() -> None:
-    source = lower(make_call())
-    (condition,) = re.findall(r"if \((.*)\) \{\n\s*#pragma unroll\n[^\n]*\n\s*float condval", source)
-    assert "seqlen" in condition or "full_hi" in condition
-    assert not re.search(r"\brow\b|q_lo|threadIdx", condition)
+    """It comes first, before the loop, and under a condition that is the same for all threads."""
+    _, _, consumers = lower(make_call()).partition("warpgroup_reg_alloc<")
+    (condition,) = re.findall(r"if \((.*)\) \{\n(?=(?:.*\n){1,3}.* < \(?(?:seqlen_k|full_hi)\b)", consumers)
+    assert re.fullmatch(r"0 < \(right\w* \+ left\w*\)", condition)
+    before, after = consumers.split(condition)
+    assert not re.search(r"seqlen_k|full_hi", before)
+    first, *loops = re.split(r"\bfor \(int j_\d+ = 0; j_\d+ < (?=\()", after)
+    assert len(loops) == 1
+    assert len(re.findall(r"seqlen_k|full_hi", first)) == 1
+    assert not re.search(r"seqlen_k|full_hi", loops[0])
+
+
+def test_masked_tiles_have_a_loop_of_their_own() -> None:
+    """A mask under a condition within the loop would be turned into selects that cost as much in every tile."""
+    _, _, consumers = lower(make_call(Causal())).partition("warpgroup_reg_alloc<")
+    masked, rest = re.split(r"\bfor \(int j_\d+ = 0; j_\d+ < (?=max|\()", consumers)[1:]
+    assert "seqlen_k" in masked
+    assert "seqlen_k" not in rest
+
+
+@pytest.mark.parametrize("name", ["plain", "causal-64", "causal-192/128", "plain-256"])
+def test_exponentials_run_under_the_products(name: str, tmp_path: Path) -> None:
+    """ptxas must not move the wait for P V up in front of the exponentials, which are to hide it."""
+    nvcc, disassembler = find_nvcc(), find_disassembler()
+    if nvcc is None or disassembler is None:
+        pytest.skip("needs nvcc and nvdisasm or cuobjdump")
+    call = CALLS[name]
+    for tile in defaults.defaults(call):
+        assert isinstance(tile, HopperConfig)
+        assemble(nvcc, lower(call, tile), call.arch, tmp_path)
+        sass = disassemble(disassembler, tmp_path / "kernel.cubin")
+        # Each iteration waits for Q K^T (all products but the last), takes exponentials, and waits for P V.
+        under = [part.partition("WARPGROUP.DEPBAR.LE gsb0, 0x0")[0] for part in sass.split("DEPBAR.LE gsb0, 0x1")[1:]]
+        loops = 1 if program(call.variant).allows is None else 2
+        assert len(under) == loops
+        for part in under:
+            assert part.count("MUFU.EX2") >= tile.block_M * tile.block_N // tile.consumer_threads()
 
 
 # --- Which calls share a kernel ---
@@ -218,9 +275,13 @@ VARIANTS = {"plain": make_call(), "causal": make_call(Causal()), "softcap": make
 def test_every_default_fits(arch: str) -> None:
     for dim, dim_v, call in itertools.product(HEAD_DIMS, HEAD_DIMS, VARIANTS.values()):
         call = AttentionCall(torch.bfloat16, dim, dim_v, call.variant, arch=arch)
-        tile = defaults.default(call)
-        assert config.is_valid(call, tile), (call, tile)
-        assert config.shared_bytes(call, tile) * tile.blocks_per_sm <= config.ARCHITECTURES[arch].shared_bytes
+        for tile in defaults.defaults(call):
+            assert config.is_valid(call, tile), (call, tile)
+            if isinstance(tile, HopperConfig):
+                used = config.hopper_shared_bytes(call, tile)
+            else:
+                used = config.shared_bytes(call, tile) * tile.blocks_per_sm
+            assert used <= config.ARCHITECTURES[arch].shared_bytes
 
 
 def test_what_does_not_fit_is_not_valid() -> None:
@@ -230,6 +291,11 @@ def test_what_does_not_fit_is_not_valid() -> None:
     assert not config.is_valid(call, ForwardConfig(128, 72, 2, 256))  # keys in groups of 16
     assert not config.is_valid(call, ForwardConfig(64, 80, 2, 256))  # a warp without rows
     assert not config.is_valid(on("sm_89", call), ForwardConfig(128, 80, 2, 256))
+    assert config.is_valid(call, HopperConfig(128, 80))
+    assert not config.is_valid(call, HopperConfig(128, 96))  # shared memory
+    assert not config.is_valid(call, HopperConfig(96, 80))  # half a warpgroup
+    assert not config.is_valid(on("sm_100a", call), HopperConfig(128, 80))
+    assert not config.is_valid(make_call(dim=256, aligned=False), HopperConfig(128, 80))
 
 
 def test_padding_is_small() -> None:
@@ -249,3 +315,14 @@ def test_consumer_registers(threads: int, blocks: int) -> None:
     assert registers % 8 == 0
     assert 24 <= registers <= 240
     assert registers * threads + config.PRODUCER_REGISTERS * config.PRODUCER_THREADS <= given
+
+
+@pytest.mark.parametrize("block_M", [64, 128, 192])
+def test_registers_of_the_hopper_schedule(block_M: int) -> None:
+    """As above; the launch gives every thread the same, and setmaxnreg moves the producer's to the consumers."""
+    tile = HopperConfig(block_M, 128)
+    registers, threads = tile.consumer_registers(), tile.consumer_threads()
+    given = min(65536 // (threads + config.PRODUCER_THREADS) // 8 * 8, 255) * (threads + config.PRODUCER_THREADS)
+    assert registers % 8 == 0
+    assert 24 <= registers <= 240
+    assert registers * threads + tile.producer_registers * config.PRODUCER_THREADS <= given
