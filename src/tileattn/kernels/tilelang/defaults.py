@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ...call import AttentionCall
 from ...variant import program
+from . import sm90_table
 from .config import Config, ForwardConfig, HopperConfig, is_valid, padded
 
 SHORT = 1024  # lengths up to here count as short
@@ -34,7 +35,7 @@ def _preferences(call: AttentionCall, short: bool) -> Iterator[Config]:
     """Configurations from the best down; the first that is valid counts."""
     widest = max(padded(call.head_dim), padded(call.head_dim_v))
     if call.arch == "sm_90a" and call.aligned:
-        yield from _sm90(widest, call.variant, short)
+        yield from _sm90(call, widest, short)
     elif call.arch.startswith("gfx"):
         yield ForwardConfig(128, 64, 1, 256)
         yield ForwardConfig(64, 64, 0, 128)
@@ -49,29 +50,34 @@ def _preferences(call: AttentionCall, short: bool) -> Iterator[Config]:
         yield ForwardConfig(128, 32, 1, 256)
 
 
-def _sm90(widest: int, variant: str, short: bool) -> Iterator[Config]:
-    """Measured on an H200 (benchmarks/results)."""
-    traced = program(variant)
-    plain = traced.score is None
-    if widest <= 128 or variant in ("", CAUSAL):
-        if plain or len(traced.tensors) < 2:
-            yield from _sm90_hopper(widest, plain, short)
-    # Wide heads leave too few registers for the rest: the generic schedule, which keeps less in flight.
+def _sm90(call: AttentionCall, widest: int, short: bool) -> Iterator[Config]:
+    """The Hopper schedule as measured; the generic one for what has no row."""
+    traced = program(call.variant)
+    # Wide heads leave too few registers for other masks and for modifications, and two tensors too few at any width:
+    # the generic schedule, which keeps less in flight.
+    if (widest <= 128 or call.variant in ("", CAUSAL)) and (traced.score is None or len(traced.tensors) < 2):
+        tuned = tuned_row(call.head_dim, call.head_dim_v, kind(call.variant), short)
+        if tuned is not None:
+            yield tuned
     if widest <= 128:
         yield ForwardConfig(128, 128, 2, 256)
-    if not variant:
+    if not call.variant:
         yield ForwardConfig(128, 80, 2, 256)
     yield ForwardConfig(128, 64, 2, 256)
 
 
-def _sm90_hopper(widest: int, plain: bool, short: bool) -> Iterator[Config]:
-    if widest <= 64:
-        if plain and not short:
-            yield HopperConfig(192, 128, ping_pong=True)
-        yield HopperConfig(128, 128, 3, q_in_registers=plain, ping_pong=True)
-    if widest <= 128:
-        if plain:
-            yield HopperConfig(128, 128, q_in_registers=True, ping_pong=True)
-        yield HopperConfig(128, 112, ping_pong=True)
-    for block_N in (128, 112, 80):
-        yield HopperConfig(128, block_N, ping_pong=True)
+def kind(variant: str) -> str:
+    """Which rows of the tuned table are a variant's."""
+    traced = program(variant)
+    return "scored" if traced.score is not None else "masked" if traced.allows is not None else "full"
+
+
+def tuned_row(head_dim: int, head_dim_v: int, kind: str, short: bool) -> HopperConfig | None:
+    """The row of the smallest tuned head dims that hold these."""
+    lengths = "short" if short else "long"
+    rows = [
+        (dim + dim_v, config)
+        for (dim, dim_v, of_kind, of_lengths), config in sm90_table.TABLE.items()
+        if (of_kind, of_lengths) == (kind, lengths) and dim >= padded(head_dim) and dim_v >= padded(head_dim_v)
+    ]
+    return min(rows, key=lambda row: row[0])[1] if rows else None

@@ -1,0 +1,64 @@
+"""Configurations of the Hopper schedule that are worth measuring for a call; see benchmarks/tune_defaults.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...call import AttentionCall
+from .config import HopperConfig, is_valid, padded
+
+# What a consumer thread needs besides the tiles: rows' maxima and sums, addresses, a tile's coordinates.
+OTHER_REGISTERS = 32
+MAX_KEYS, MIN_KEYS = 192, 64
+
+
+def tile_registers(call: AttentionCall, config: HopperConfig) -> int:
+    """Registers per consumer thread that hold tiles: O, scores, weights, and Q where it is kept there."""
+    rows = 64 / 128  # of the tile's rows, per thread of a warpgroup
+    per_word = 4 // call.dtype.itemsize
+    o, scores, weights = padded(call.head_dim_v), config.block_N, config.block_N / per_word
+    q = padded(call.head_dim) / per_word if config.q_in_registers else 0
+    return int(rows * (o + scores + weights + q))
+
+
+def fits_registers(call: AttentionCall, config: HopperConfig) -> bool:
+    """An estimate; the lowering tests ask ptxas about those that become defaults."""
+    return tile_registers(call, config) + OTHER_REGISTERS <= config.consumer_registers()
+
+
+def hopper_candidates(call: AttentionCall, short: bool) -> list[HopperConfig]:
+    """About 4 to 8 configurations, each valid and without an expected spill.
+
+    Two warpgroups, with Q in shared memory or in registers: the widest tile of keys that fits, and a narrower one, of
+    which a mask wastes less. Three warpgroups: the widest. One, for short sequences: up to 128 keys. The widest of two
+    also without turns at the tensor cores.
+    """
+    found = []
+    for q_in_registers in (False, True):
+        widths = _widths(call, 128, q_in_registers)
+        narrower = 128 if widths and widths[0] > 128 else widths[0] * 7 // 8 // 16 * 16 if widths else 0
+        found += [_deepest(call, 128, width, q_in_registers) for width in widths if width in (widths[0], narrower)]
+        found += [_deepest(call, 192, width, q_in_registers) for width in _widths(call, 192, q_in_registers)[:1]]
+    if short:
+        found += [_deepest(call, 64, width, False) for width in _widths(call, 64, False) if width <= 128][:1]
+    return [*found, replace(found[0], ping_pong=False)]
+
+
+def _widths(call: AttentionCall, block_M: int, q_in_registers: bool) -> list[int]:
+    """Of tiles of keys that fit twice; in descending order."""
+    return [
+        block_N
+        for block_N in range(MAX_KEYS, MIN_KEYS - 1, -16)
+        if _fits(call, HopperConfig(block_M, block_N, q_in_registers=q_in_registers))
+    ]
+
+
+def _deepest(call: AttentionCall, block_M: int, block_N: int, q_in_registers: bool) -> HopperConfig:
+    """With three stages where they leave O its own memory, else two."""
+    two = HopperConfig(block_M, block_N, q_in_registers=q_in_registers, ping_pong=block_M > 64)
+    three = replace(two, num_stages=3)
+    return three if _fits(call, three) and three.output_apart(call) else two
+
+
+def _fits(call: AttentionCall, config: HopperConfig) -> bool:
+    return is_valid(call, config) and fits_registers(call, config)
