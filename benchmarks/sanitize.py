@@ -1,9 +1,8 @@
 """Runs the forward kernels once each on small shapes, for compute-sanitizer.
 
     python benchmarks/sanitize.py                  # compiles the kernels, so that the sanitizer sees only launches
-    for tool in memcheck racecheck synccheck initcheck; do
-        timeout 900 compute-sanitizer --tool $tool --error-exitcode 1 --kernel-name kns=forward_kernel \\
-            python benchmarks/sanitize.py
+    for tool in memcheck racecheck synccheck; do
+        timeout 900 compute-sanitizer --tool $tool --error-exitcode 1 python benchmarks/sanitize.py --blocks 3
     done
 
 Inputs are made on the CPU: under the sanitizer each kernel of PyTorch's own costs seconds. Whether the results are
