@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...call import AttentionCall
-from ...variant import program
 
 # The warpgroup that issues TMA copies: TileLang adds it on sm_90, and it needs few registers.
 PRODUCER_THREADS, PRODUCER_REGISTERS = 128, 24
