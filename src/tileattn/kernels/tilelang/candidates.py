@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...call import AttentionCall
+from ...variant import program
 from .config import HopperConfig, is_valid, padded
 
-# What a consumer thread needs besides the tiles: rows' maxima and sums, addresses, a tile's coordinates.
-OTHER_REGISTERS = 32
+# What a consumer thread needs besides the tiles: rows' maxima and sums, addresses, a tile's coordinates; and what a
+# modification of the score computes with. 176 for the tiles of 232 spilled with a softcap, and did not without.
+OTHER_REGISTERS, SCORE_REGISTERS = 32, 32
 MAX_KEYS, MIN_KEYS = 192, 64
 
 
@@ -23,7 +25,8 @@ def tile_registers(call: AttentionCall, config: HopperConfig) -> int:
 
 def fits_registers(call: AttentionCall, config: HopperConfig) -> bool:
     """An estimate; the lowering tests ask ptxas about those that become defaults."""
-    return tile_registers(call, config) + OTHER_REGISTERS <= config.consumer_registers()
+    others = OTHER_REGISTERS + SCORE_REGISTERS * (program(call.variant).score is not None)
+    return tile_registers(call, config) + others <= config.consumer_registers()
 
 
 def hopper_candidates(call: AttentionCall, short: bool) -> list[HopperConfig]:
