@@ -11,10 +11,11 @@ from collections.abc import Callable
 import torch
 
 from ...call import AttentionCall
+from ...fp8 import FP8, Descales
 from ...variant import Operands, program
-from .config import ARCHITECTURES, HopperConfig
+from .config import ARCHITECTURES, TRANSPOSED_KEYS, HopperConfig
 from .defaults import default
-from .launch import forward_function
+from .launch import forward_function, transpose_function
 from .queue import multiprocessors, tickets
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
@@ -29,11 +30,28 @@ def refusal(call: AttentionCall) -> str | None:
         return f"device {call.arch!r} is not one of {', '.join(ARCHITECTURES)}"
     if importlib.util.find_spec("tilelang") is None:
         return "tilelang is not installed (pip install tilelang)"
-    if call.dtype not in (torch.float16, torch.bfloat16):
-        return f"dtype must be float16 or bfloat16, not {call.dtype}"
+    if call.dtype not in (torch.float16, torch.bfloat16, FP8):
+        return f"dtype must be float16, bfloat16 or float8_e4m3fn, not {call.dtype}"
+    if call.dtype == FP8:
+        return _refusal_fp8(call) or _refusal_variant(call)
     for name, size in (("head_dim", call.head_dim), ("head_dim_v", call.head_dim_v)):
         if size % 8 or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             return f"{name} must be a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {size}"
+    return _refusal_variant(call)
+
+
+def _refusal_fp8(call: AttentionCall) -> str | None:
+    if call.arch != "sm_90a":
+        return f"fp8 runs on sm_90a only, not {call.arch}"
+    if not call.aligned:
+        return "fp8 q, k and v must begin at, and step by, multiples of 16 bytes"
+    for name, size in (("head_dim", call.head_dim), ("head_dim_v", call.head_dim_v)):
+        if size % 16 or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            return f"{name} must be a multiple of 16 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} in fp8, not {size}"
+    return None
+
+
+def _refusal_variant(call: AttentionCall) -> str | None:
     if call.needs_grad:
         return "the kernels have no backward pass yet (an input requires grad)"
     if any(tensor.dtype == torch.float64 for tensor in program(call.variant).tensors):
@@ -49,7 +67,7 @@ def prepare(
     _, seqlen_k, kv_heads, _ = k_shape
     o_shape, lse_shape = (batch, seqlen_q, heads, call.head_dim_v), (batch, heads, seqlen_q)
     if batch == 0 or seqlen_q == 0 or seqlen_k == 0:
-        return functools.partial(_without_keys, o_shape, lse_shape)
+        return functools.partial(_without_keys, o_shape, lse_shape, call.out_dtype)
     # The kernels take the maximum of unscaled scores, which is right for positive scales; with a modification (here the
     # identity) they scale first.
     if scale <= 0 and program(call.variant).score is None:
@@ -57,23 +75,47 @@ def prepare(
     call = dataclasses.replace(call, needs_grad=False)
     config = default(call, seqlen_k)
     kernel = forward_function(call, config)
+    transpose = transpose_function(call) if call.dtype == FP8 else None
+    padded_k = -(-seqlen_k // TRANSPOSED_KEYS) * TRANSPOSED_KEYS
     scalars = (scale, heads // kv_heads, _heads_side_by_side(call, batch, seqlen_k, heads, kv_heads))
     persistent = isinstance(config, HopperConfig)
     tiles = -(-seqlen_q // config.block_M) * batch * heads
-    has_operands = bool(call.sink or (call.variant and program(call.variant).operands))
+    has_arguments = bool(call.dtype == FP8 or call.sink or (call.variant and program(call.variant).operands))
 
     def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, operands: Operands
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        operands: Operands,
+        *,
+        descales: Descales | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        o = q.new_empty(o_shape)
+        o = q.new_empty(o_shape, dtype=call.out_dtype)
         lse = q.new_empty(lse_shape, dtype=torch.float32) if call.return_lse else None
         q, k, v = _one_batch(q), _one_batch(k), _one_batch(v)
         outputs = (o,) if lse is None else (o, lse)
         queue = (tickets(q.device), min(tiles, multiprocessors(q.device))) if persistent else ()
-        if has_operands:
+        if transpose is not None:
+            transposed = v.new_empty(v.shape[0], kv_heads, call.head_dim_v, padded_k)
+            transpose(v, transposed)
+            v = transposed
+        if has_arguments:
             tensors = [_as_bytes(tensor) for tensor in operands.tensors]
             sinks = () if sink is None else (sink.detach().float(),)
-            kernel(q, k, v, *outputs, *sinks, *tensors, *scalars, *queue, *operands.ints, *operands.floats)
+            kernel(
+                q,
+                k,
+                v,
+                *outputs,
+                *(descales or ()),
+                *sinks,
+                *tensors,
+                *scalars,
+                *queue,
+                *operands.ints,
+                *operands.floats,
+            )
         else:
             kernel(q, k, v, *outputs, *scalars, *queue)
         return o, lse
@@ -84,14 +126,17 @@ def prepare(
 def _without_keys(
     o_shape: tuple[int, ...],
     lse_shape: tuple[int, ...],
+    out_dtype: torch.dtype,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     sink: torch.Tensor | None,
     operands: Operands,
+    *,
+    descales: Descales | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Nothing to compute: no rows, or rows that see no key."""
-    o, lse = q.new_zeros(o_shape), q.new_full(lse_shape, -torch.inf, dtype=torch.float32)
+    o, lse = q.new_zeros(o_shape, dtype=out_dtype), q.new_full(lse_shape, -torch.inf, dtype=torch.float32)
     if sink is not None:
         lse.copy_(sink[None, :, None].expand_as(lse))
     return o, lse

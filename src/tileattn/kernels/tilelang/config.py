@@ -8,6 +8,8 @@ from ...call import AttentionCall
 
 # The warpgroup that issues TMA copies: TileLang adds it on sm_90, and it needs few registers.
 PRODUCER_THREADS, PRODUCER_REGISTERS = 128, 24
+# Keys that a block of transpose_fp8.py takes; its result is padded to a multiple.
+TRANSPOSED_KEYS = 128
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class HopperConfig:
         ping_pong: whether the warpgroups take turns at the tensor cores.
         patience: by how much (in powers of two) a row's maximum may grow before O is rescaled.
         producer_registers: registers per thread of the producer's warpgroup, which consumers do without.
+        two_level: whether each tile's P V is summed apart and added to O in float32 (for fp8, whose matrix units keep
+            fewer bits of their sums).
     """
 
     block_M: int
@@ -56,6 +60,7 @@ class HopperConfig:
     ping_pong: bool = False
     patience: float = 8.0
     producer_registers: int = 32
+    two_level: bool = False
 
     def consumer_threads(self) -> int:
         """Threads of the consumer warpgroups."""
@@ -69,7 +74,7 @@ class HopperConfig:
 
     def output_apart(self, call: AttentionCall) -> bool:
         """Whether O has its own shared memory, rather than Q's."""
-        o_bytes = 2 * self.block_M * padded(call.head_dim_v)
+        o_bytes = 2 * self.block_M * padded(call.head_dim_v, call.dtype.itemsize)
         return hopper_shared_bytes(call, self) + o_bytes <= ARCHITECTURES["sm_90a"].shared_bytes
 
 
@@ -78,9 +83,10 @@ Config = ForwardConfig | HopperConfig
 
 def hopper_shared_bytes(call: AttentionCall, config: HopperConfig) -> int:
     """Shared memory of one block without O's own: Q, the stages of K and V, messages and barriers."""
-    head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+    size = call.dtype.itemsize
+    head_dim, head_dim_v = padded(call.head_dim, size), padded(call.head_dim_v, size)
     q = config.block_M * max(head_dim, head_dim_v)
-    return 2 * (q + config.num_stages * config.block_N * (head_dim + head_dim_v)) + 1024
+    return size * (q + config.num_stages * config.block_N * (head_dim + head_dim_v)) + 1024
 
 
 @dataclass(frozen=True)
@@ -106,12 +112,13 @@ ARCHITECTURES = {
 }
 
 
-def padded(head_dim: int) -> int:
+def padded(head_dim: int, itemsize: int = 2) -> int:
     """The head dim as tiles hold it; the copy into shared memory fills the padding with zeros.
 
-    A multiple of 16, as the matrix units take; of 32 or 64 where it is larger, so that rows can be swizzled.
+    A multiple of 32 bytes, as the matrix units take; of 32 or 64 elements where it is larger, so that rows can be
+    swizzled.
     """
-    step = 16 if head_dim <= 64 else 32 if head_dim <= 128 else 64
+    step = 32 // itemsize if head_dim <= 64 else 32 if head_dim <= 128 else 64
     return -(-head_dim // step) * step
 
 
@@ -130,8 +137,9 @@ def is_valid(call: AttentionCall, config: Config) -> bool:
             call.arch == "sm_90a"
             and call.aligned
             and config.block_M % 64 == 0
-            and config.block_N % 16 == 0
+            and config.block_N % (32 // call.dtype.itemsize) == 0
             and hopper_shared_bytes(call, config) <= arch.shared_bytes
+            and (call.dtype.itemsize == 2 or config.output_apart(call))  # O in 16 bits does not fit where Q was
         )
     rows = 16 if arch.warp == 32 else 32
     return (

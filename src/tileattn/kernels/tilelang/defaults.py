@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...call import AttentionCall
+from ...fp8 import FP8
 from ...variant import program
 from . import sm90_table
 from .config import Config, ForwardConfig, HopperConfig, is_valid, padded
@@ -34,7 +35,9 @@ def defaults(call: AttentionCall) -> list[Config]:
 def _preferences(call: AttentionCall, short: bool) -> Iterator[Config]:
     """Configurations from the best down; the first that is valid counts."""
     widest = max(padded(call.head_dim), padded(call.head_dim_v))
-    if call.arch == "sm_90a" and call.aligned:
+    if call.dtype == FP8:
+        yield from _fp8(call)
+    elif call.arch == "sm_90a" and call.aligned:
         yield from _sm90(call, widest, short)
     elif call.arch.startswith("gfx"):
         yield ForwardConfig(128, 64, 1, 256)
@@ -81,3 +84,21 @@ def tuned_row(head_dim: int, head_dim_v: int, kind: str, short: bool) -> HopperC
         if (of_kind, of_lengths) == (kind, lengths) and dim >= padded(head_dim) and dim_v >= padded(head_dim_v)
     ]
     return min(rows, key=lambda row: row[0])[1] if rows else None
+
+
+def _fp8(call: AttentionCall) -> Iterator[Config]:
+    """Measured on an H200. Weights in e4m3 leave the maximum a patience of 4 (hopper.FP8_SHIFT)."""
+    traced = program(call.variant)
+    widest = max(padded(call.head_dim, 1), padded(call.head_dim_v, 1))
+    simple = call.variant in ("", CAUSAL)
+    if widest <= 64 and traced.score is None:
+        yield HopperConfig(192, 160 if simple else 128, 3, ping_pong=True, patience=4.0)
+    if widest <= 128 and simple:
+        yield HopperConfig(128, 192, 2, ping_pong=True, patience=4.0)
+    if widest > 192 and simple:
+        yield HopperConfig(128, 128, 2, ping_pong=True, patience=4.0, producer_registers=24)
+    if widest <= 192 and len(traced.tensors) < 2:
+        yield HopperConfig(128, 128, 3, ping_pong=True, patience=4.0, producer_registers=40)
+        yield HopperConfig(128, 128, 2, ping_pong=True, patience=4.0, producer_registers=40)
+    for block_N in (96, 64, 32):
+        yield HopperConfig(128, block_N, 2, ping_pong=True, patience=4.0, producer_registers=40)

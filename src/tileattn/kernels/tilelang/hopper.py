@@ -9,11 +9,11 @@ Persistent blocks, one per multiprocessor, draw tiles of ``block_M`` queries of 
 All warps run ahead as far as the barriers let them: while the consumers still finish one tile, Q and the first K and V
 of the next are on their way, and O is stored under the next tile's arithmetic.
 
-Every shared buffer has two mbarriers, ``ready`` (filled: the producer's 32 lanes and the bytes have arrived) and ``free``
-(read: the consumers have arrived). A barrier's phase flips each time it completes. The n-th use of a buffer (n = 0, 1,
-...) waits for ``ready`` with parity ``n % 2`` and for ``free`` with parity ``(n + 1) % 2``, which a fresh barrier lets
-pass. K and V have ``num_stages`` buffers each, so their use number n is that of stage ``n % num_stages``, turn
-``n // num_stages``.
+Every shared buffer has two mbarriers, ``ready`` (filled: the producer's 32 lanes and the bytes have arrived) and
+``free`` (read: the consumers have arrived). A barrier's phase flips each time it completes. The n-th use of a buffer
+(n = 0, 1, ...) waits for ``ready`` with parity ``n % 2`` and for ``free`` with parity ``(n + 1) % 2``, which a fresh
+barrier lets pass. K and V have ``num_stages`` buffers each, so their use number n is that of stage ``n % num_stages``,
+turn ``n // num_stages``.
 
 One iteration of a consumer warpgroup, j being the tile of keys before; the tensor cores work under the softmax:
 
@@ -28,6 +28,11 @@ runs under the products of another.
 The schedule keeps O's old scale while the row maximum has grown by at most ``patience`` (in powers of two): the weights
 then exceed 1, which the division by their sum at the end undoes exactly as otherwise; and most rescaling is skipped.
 
+fp8: both products are taken in e4m3 and summed in float32. The matrix units read 8-bit operands only along the sum, so
+that V comes transposed (transpose_fp8.py), with its keys in the order in which the threads hold the weights. The
+descales of q and k join the scale, that of v the division by the row's sum. Weights are stored 2^4 times as large, and
+the patience is 4 at most: they stay within e4m3's 448, and those down to 2^-13 of a row's largest are not lost.
+
 Layouts: q, o (batch, seqlen_q, heads, .), k, v (batch, seqlen_k, kv_heads, .), strides of 16 bytes; lse (batch, heads,
 seqlen_q). All sizes and strides are run-time values. Limits: sm_90a, head dims up to 256; see ``backend.refusal``.
 """
@@ -41,6 +46,7 @@ import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 from ...call import AttentionCall
+from ...fp8 import FP8
 from ...variant import Program
 from . import softmax
 from .config import HopperConfig, padded
@@ -55,6 +61,9 @@ WARP, WARPGROUP = 32, 128
 FIELDS = 8
 BATCH, HEAD, ROW, BEGIN, END, RIGHT, LEFT, COUNT = range(FIELDS)
 
+# Weights in e4m3 are stored 2^FP8_SHIFT times as large; with `patience` up to 4 they stay below 2^8, the format's 448.
+FP8_SHIFT = 4.0
+
 # Named barriers: 0 is __syncthreads; each consumer warpgroup has one for its turn and one for itself.
 TURN, WITHIN = 1, 4
 
@@ -62,16 +71,17 @@ TURN, WITHIN = 1, 4
 def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
     """The macro that emits the kernel, given its parameters (see signature.py)."""
     block_M, block_N, stages = config.block_M, config.block_N, config.num_stages
-    head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
-    dtype = str(call.dtype).removeprefix("torch.")
+    size = call.dtype.itemsize
+    head_dim, head_dim_v = padded(call.head_dim, size), padded(call.head_dim_v, size)
+    dtype, out_dtype = (str(kind).removeprefix("torch.") for kind in (call.dtype, call.out_dtype))
+    fp8 = call.dtype == FP8
+    shift = FP8_SHIFT if fp8 else 0.0
+    v_tile = [head_dim_v, block_N] if fp8 else [block_N, head_dim_v]
     consumers = config.consumer_threads()
     warpgroups = consumers // WARPGROUP
     ping_pong = config.ping_pong and warpgroups > 1
     output_apart = config.output_apart(call)
     masks_inside = traced.allows is not None  # else only the last tile of keys may end beyond seqlen_k
-    # Equal tiles are dealt out beforehand: neighbouring blocks then stay in step, and the L2 cache answers their
-    # requests for the same keys together.
-    tiles_differ = traced.allows is not None
     panel = next(width for width in (64, 32, 16) if head_dim_v % width == 0)  # columns of O that one TMA store takes
 
     # ---------------------------------------------------------------- producer
@@ -101,11 +111,18 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             )
             T.barrier_arrive(w.k_ready[n % stages])
             T.barrier_wait(w.v_free[n % stages], ((n // stages) & 1) ^ 1)
-            T.tma_copy(
-                arg.v[v_b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v],
-                w.v[n % stages, :, :],
-                barrier=w.v_ready[n % stages],
-            )
+            if fp8:
+                T.tma_copy(
+                    arg.v[v_b, kv_h, 0:head_dim_v, k_lo : k_lo + block_N],
+                    w.v[n % stages, :, :],
+                    barrier=w.v_ready[n % stages],
+                )
+            else:
+                T.tma_copy(
+                    arg.v[v_b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v],
+                    w.v[n % stages, :, :],
+                    barrier=w.v_ready[n % stages],
+                )
             T.barrier_arrive(w.v_ready[n % stages])
 
     @T.macro
@@ -148,9 +165,8 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             left = T.min(T.max(T.ceildiv(full_lo, block_N), begin), full_end) - begin
             T.barrier_wait(w.message_free[turn % 2], ((turn // 2) & 1) ^ 1)
             if lane == 0:
-                if tiles_differ:
-                    # Drawn early: the answer takes a while, and is needed after this tile's loads.
-                    ticket = T.atomic_add(arg.tickets[0], 1, return_prev=True)
+                # Drawn early: the answer takes a while, and is needed after this tile's loads.
+                ticket = T.atomic_add(arg.tickets[0], 1, return_prev=True)
                 w.message[turn % 2, BATCH] = b
                 w.message[turn % 2, HEAD] = h
                 w.message[turn % 2, ROW] = row
@@ -163,12 +179,9 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             load(arg, w, b, h, row, begin, end, right, left, turn, step)
             step += end - begin
             turn += 1
-            if tiles_differ:
-                if (lane == 0) & (ticket == total - 1):
-                    arg.tickets[0] = 0  # the last ticket: leave the queue as the next launch must find it
-                tile = T.shfl_sync(ticket, 0) + arg.blocks
-            else:
-                tile += arg.blocks
+            if (lane == 0) & (ticket == total - 1):
+                arg.tickets[0] = 0  # the last ticket: leave the queue as the next launch must find it
+            tile = T.shfl_sync(ticket, 0) + arg.blocks
         T.barrier_wait(w.message_free[turn % 2], ((turn // 2) & 1) ^ 1)
         if lane == 0:
             w.message[turn % 2, COUNT] = 0
@@ -176,9 +189,13 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
 
     # --------------------------------------------------------------- consumers
 
+    # What products of q and k are multiplied by.
+    def scale_of(arg, w):
+        return w.descaled[0] if fp8 else arg.scale
+
     # Scores are scaled by score_mod's kernel itself, otherwise within the softmax's exponent.
-    def score_unit(arg):
-        return softmax.LOG2E if traced.score is not None else arg.scale * softmax.LOG2E
+    def score_unit(arg, w):
+        return softmax.LOG2E if traced.score is not None else scale_of(arg, w) * softmax.LOG2E
 
     @T.macro
     def release(barriers, stage):
@@ -187,15 +204,15 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
 
     @T.macro
     def release_after_softmax(w, barriers, stage):
-        """Releases K only now, by an arrival that seems to need all weights: no sum of them is negative.
+        """Releases K only now, on a condition that needs all weights although it always holds: no sum is negative.
 
         Otherwise ptxas moves the wait for P V, which follows, up in front of the exponentials that are meant to run at
         the same time as P V: it moves waits past arithmetic, but not past an arrival at a barrier.
         """
         softmax.lowest_sum(w.sums, w.lowest, consumers)
-        never = T.cast(w.lowest[w.thread] < 0.0, "int32")
-        if T.shuffle_elect(WARPGROUP):
-            T.barrier_arrive(barriers[stage + never])
+        # The sign bit rather than a comparison with 0: a NaN must not keep K for ever.
+        if T.shuffle_elect(WARPGROUP) & (T.reinterpret(w.lowest[w.thread], "int32") >= 0):
+            T.barrier_arrive(barriers[stage])
 
     @T.macro
     def wait_for_turn(w):
@@ -215,17 +232,43 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             T.wgmma_gemm(w.q, w.k[stage, :, :], w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
 
     @T.macro
+    def multiply_pv(w, stage):
+        if fp8 and config.two_level:
+            T.wgmma_gemm(w.weights, w.v[stage, :, :], w.product, transpose_B=True, clear_accum=True, policy=ROWS)
+        elif fp8:
+            T.wgmma_gemm(w.weights, w.v[stage, :, :], w.acc_o, transpose_B=True, policy=ROWS)
+        else:
+            T.wgmma_gemm(w.weights, w.v[stage, :, :], w.acc_o, policy=ROWS)
+
+    @T.macro
+    def wait_for_pv(w):
+        T.wait_wgmma(0)
+        if fp8 and config.two_level:
+            T.warpgroup_fence_operand(w.product, num_regs=block_M * head_dim_v // consumers)
+            softmax.add_product(w.acc_o, w.product, block_M, head_dim_v)
+        else:
+            T.warpgroup_fence_operand(w.acc_o, num_regs=block_M * head_dim_v // consumers)
+
+    @T.macro
+    def keep_weights(w):
+        """The first operand of the next P V."""
+        if fp8:
+            softmax.to_fp8_weights(w.acc_s, w.weights, block_M, block_N)
+        else:
+            T.copy(w.acc_s, w.weights)
+
+    @T.macro
     def scores_to_weights(arg, w, k_lo, masked):
         b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
         emit = Emitter(arg.operands)
         visible = Visibility(traced, emit, arg.seqlen_k)
         q_lo = row + arg.seqlen_k - arg.seqlen_q
-        c = score_unit(arg)
+        c = score_unit(arg, w)
         if traced.score is not None:
-            apply_score(w.acc_s, traced, emit, arg.scale, b, h, q_lo, k_lo, block_M, block_N)
+            apply_score(w.acc_s, traced, emit, scale_of(arg, w), b, h, q_lo, k_lo, block_M, block_N)
         if masked:
             apply_mask(w.acc_s, visible, b, h, q_lo, k_lo, block_M, block_N)
-        softmax.raise_maximum(w.acc_s, w.m, w.alpha, w.base, c, block_M, block_N, config.patience, w.top)
+        softmax.raise_maximum(w.acc_s, w.m, w.alpha, w.base, c, block_M, config.patience, shift)
         softmax.exponentials(w.acc_s, w.base, c, block_M, block_N)
         softmax.add_own_columns(w.acc_s, w.sums, w.alpha, block_M, block_N)
 
@@ -258,16 +301,15 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         wait_for_turn(w)
         multiply_qk(w, (n + 1) % stages)
         T.barrier_wait(w.v_ready[n % stages], (n // stages) & 1)
-        T.wgmma_gemm(w.weights, w.v[n % stages, :, :], w.acc_o, policy=ROWS)
+        multiply_pv(w, n % stages)
         end_turn(w)
         T.wait_wgmma(1)
         T.warpgroup_fence_operand(w.acc_s, num_regs=block_M * block_N // consumers)
         scores_to_weights(arg, w, k_lo, masked)
         release_after_softmax(w, w.k_free, (n + 1) % stages)
-        T.wait_wgmma(0)
-        T.warpgroup_fence_operand(w.acc_o, num_regs=block_M * head_dim_v // consumers)
+        wait_for_pv(w)
         release(w.v_free, n % stages)
-        T.copy(w.acc_s, w.weights)
+        keep_weights(w)
         softmax.rescale_if_needed(w.acc_o, w.alpha, w.lowest, w.thread, block_M, head_dim_v, consumers)
 
     @T.macro
@@ -275,6 +317,10 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         """One tile of queries from its first product to the store of O."""
         begin, end, right, left = w.task[BEGIN], w.task[END], w.task[RIGHT], w.task[LEFT]
         masked = T.max(right + left, 1)
+        if fp8:
+            kv_h = T.truncdiv(w.task[HEAD], arg.heads_per_kv_head)
+            w.descaled[0] = arg.scale * (arg.q_descale[w.task[BATCH], kv_h] * arg.k_descale[w.task[BATCH], kv_h])
+            w.descaled[1] = arg.v_descale[w.task[BATCH], kv_h]
         softmax.reset(w.m, w.l, w.acc_o)
         T.fill(w.sums, 0)
         T.barrier_wait(w.q_ready, turn & 1)
@@ -290,7 +336,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         T.warpgroup_fence_operand(w.acc_s, num_regs=block_M * block_N // consumers)
         release(w.k_free, step % stages)
         scores_to_weights(arg, w, tile_of_step(0, begin, end, right, left) * block_N, right + left > 0)
-        T.copy(w.acc_s, w.weights)
+        keep_weights(w)
         if masks_inside:
             for j in T.serial(masked - 1):
                 advance(arg, w, step + j, tile_of_step(j + 1, begin, end, right, left) * block_N, True)
@@ -301,17 +347,16 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         if output_apart and not config.q_in_registers:
             T.barrier_arrive(w.q_free)  # the next Q may come under the last product and the store of O
         T.barrier_wait(w.v_ready[n % stages], (n // stages) & 1)
-        T.wgmma_gemm(w.weights, w.v[n % stages, :, :], w.acc_o, policy=ROWS)
+        multiply_pv(w, n % stages)
         T.reduce_sum(w.sums, w.l, dim=1)
         if call.sink:
             sink = arg.sink[w.task[HEAD]] * softmax.LOG2E
-            softmax.add_sink(w.m, w.l, w.alpha, w.base, sink, score_unit(arg), block_M)
+            softmax.add_sink(w.m, w.l, w.alpha, w.base, sink, score_unit(arg, w), block_M, shift)
         else:
             T.fill(w.alpha, 1)
-        T.wait_wgmma(0)
-        T.warpgroup_fence_operand(w.acc_o, num_regs=block_M * head_dim_v // consumers)
+        wait_for_pv(w)
         release(w.v_free, n % stages)
-        softmax.finish(w.l, w.base, w.alpha, w.acc_o, block_M, head_dim_v)
+        softmax.finish(w.l, w.base, w.alpha, w.acc_o, block_M, head_dim_v, w.descaled[1] if fp8 else None)
         store(arg, w)
 
     @T.macro
@@ -342,12 +387,12 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
     @T.macro
     def kernel(arg):
         with T.Kernel(arg.blocks, threads=consumers + WARPGROUP) as block:
-            assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides)
+            assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, itemsize=size)
             q_shared = T.alloc_shared([block_M, head_dim], dtype)
             k_shared = T.alloc_shared([stages, block_N, head_dim], dtype)
-            v_shared = T.alloc_shared([stages, block_N, head_dim_v], dtype)
+            v_shared = T.alloc_shared([stages, *v_tile], dtype)
             if output_apart:
-                o_shared = T.alloc_shared([block_M, head_dim_v], dtype)
+                o_shared = T.alloc_shared([block_M, head_dim_v], out_dtype)
             else:
                 o_shared = q_shared
             message = T.alloc_shared([2, 8], "int32")
@@ -377,13 +422,13 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 alpha=T.alloc_fragment([block_M], "float32"),
                 base=T.alloc_fragment([block_M], "float32"),
                 sums=T.alloc_fragment([block_M, 4], "float32"),
-                top=T.alloc_fragment([block_M, 8], "float32"),
                 lowest=T.alloc_fragment([consumers], "float32"),
                 q_registers=T.alloc_fragment([block_M, head_dim], dtype),
+                product=T.alloc_fragment([block_M, head_dim_v], "float32") if config.two_level else None,
+                descaled=T.alloc_local([2], "float32") if fp8 else None,
             )
             if config.q_in_registers:
                 T.annotate_layout({w.q: make_swizzled_layout(w.q)})
-            T.annotate_layout({w.top: softmax.top_layout(block_M)})
             T.annotate_layout({w.sums: softmax.own_columns_layout(block_M)})
             T.annotate_layout({w.lowest: softmax.per_thread_layout(consumers)})
             if thread >= consumers:

@@ -45,6 +45,25 @@ def ensure_compiled(call: AttentionCall, config: Config) -> Path:
     return KernelCache(default_folder()).find_or_build(cache_key(call, config), build)
 
 
+@functools.cache
+def transpose_function(call: AttentionCall) -> Callable[..., Any]:
+    """The compiled kernel that lays out fp8 values for the forward kernel: ``transpose(v, transposed)``."""
+    return _load(ensure_transpose_compiled(call))["transpose"]
+
+
+def ensure_transpose_compiled(call: AttentionCall) -> Path:
+    """The shared library of :func:`transpose_function`, which depends on head_dim_v and the architecture alone."""
+
+    def build(path: Path) -> None:
+        from .compile import build_library
+        from .transpose_fp8 import transpose_kernel
+
+        build_library(transpose_kernel(call), call.arch, path)
+
+    key = f"transpose_fp8 | {call.head_dim_v} {call.arch} | {_source_digest()} | {_toolchain()}"
+    return KernelCache(default_folder()).find_or_build(key, build)
+
+
 def cache_key(call: AttentionCall, config: Config) -> str:
     """All that decides what the compiled kernel is."""
     facts = (
@@ -58,6 +77,7 @@ def cache_key(call: AttentionCall, config: Config) -> str:
 def _source_digest() -> str:
     """Of the code that generates kernels, so that editing it recompiles them."""
     names = ("compile", "config", "expressions", "forward", "generic", "hopper", "mask", "signature", "softmax")
+    names += ("transpose_fp8",)
     folder = Path(__file__).parent
     return hashlib.sha256(b"".join((folder / f"{name}.py").read_bytes() for name in names)).hexdigest()[:16]
 

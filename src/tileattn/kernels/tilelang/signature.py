@@ -10,16 +10,19 @@ import torch
 from tilelang.language.eager.builder import Builder
 
 from ...call import AttentionCall
+from ...fp8 import FP8
 from ...variant import Program
 
 SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads")
 
 
 def declare(builder: Builder, call: AttentionCall, traced: Program, persistent: bool) -> SimpleNamespace:
-    """``(q, k, v, o, [lse], [sink], *tensors, scale, heads_per_kv_head, side_by_side, [tickets, blocks], *ints, *floats)``
+    """``(q, k, v, o, [lse], [q_descale, k_descale, v_descale], [sink], *tensors, scale, heads_per_kv_head,
+    side_by_side, [tickets, blocks], *ints, *floats)``
 
     ``tensors``, ``ints`` and ``floats`` are the variant's operands; ``tickets`` and ``blocks`` are a persistent
-    kernel's. The sizes, read from the tensors' shapes, come beside them.
+    kernel's; the descales are fp8's, which also takes v as ``transpose_fp8.py`` writes it. The sizes, read from the
+    tensors' shapes, come beside them.
     """
     dtype = str(call.dtype).removeprefix("torch.")
 
@@ -34,11 +37,19 @@ def declare(builder: Builder, call: AttentionCall, traced: Program, persistent: 
     # q, k and v may each have one batch for all (an expanded tensor: tensor maps cannot step by 0).
     q = strided("q", [T.dynamic("q_batch"), s.seqlen_q, s.heads, call.head_dim])
     k = strided("k", [T.dynamic("k_batch"), s.seqlen_k, s.kv_heads, call.head_dim])
-    v = strided("v", [T.dynamic("v_batch"), s.seqlen_k, s.kv_heads, call.head_dim_v])
-    o = builder.prim_func_arg("o", T.Tensor([s.batch, s.seqlen_q, s.heads, call.head_dim_v], dtype))
+    if call.dtype == FP8:
+        v = builder.prim_func_arg("v", transposed_values(call, s.kv_heads))
+    else:
+        v = strided("v", [T.dynamic("v_batch"), s.seqlen_k, s.kv_heads, call.head_dim_v])
+    out_dtype = str(call.out_dtype).removeprefix("torch.")
+    o = builder.prim_func_arg("o", T.Tensor([s.batch, s.seqlen_q, s.heads, call.head_dim_v], out_dtype))
     lse = None
     if call.return_lse:
         lse = builder.prim_func_arg("lse", T.Tensor([s.batch, s.heads, s.seqlen_q], "float32"))
+    descales = {}
+    if call.dtype == FP8:
+        for name in ("q_descale", "k_descale", "v_descale"):
+            descales[name] = builder.prim_func_arg(name, T.Tensor([s.batch, s.kv_heads], "float32"))
     sink = builder.prim_func_arg("sink", T.Tensor([s.heads], "float32")) if call.sink else None
     operands = {symbol.name: builder.prim_func_arg(symbol.name, _operand(symbol)) for symbol in traced.tensors}
     scale = scalar("scale", "float")
@@ -50,8 +61,13 @@ def declare(builder: Builder, call: AttentionCall, traced: Program, persistent: 
     operands |= {f"f{index}": scalar(f"f{index}", "float") for index in range(traced.floats)}
     return SimpleNamespace(
         q=q, k=k, v=v, o=o, lse=lse, sink=sink, operands=operands, scale=scale, heads_per_kv_head=heads_per_kv_head,
-        side_by_side=side_by_side, tickets=tickets, blocks=blocks, **vars(s),
+        side_by_side=side_by_side, tickets=tickets, blocks=blocks, **descales, **vars(s),
     )  # fmt: skip
+
+
+def transposed_values(call: AttentionCall, kv_heads: Any) -> Any:
+    """The scratch tensor that holds fp8 values for the matrix units: contiguous, keys innermost (transpose_fp8.py)."""
+    return T.Tensor([T.dynamic("v_batch"), kv_heads, call.head_dim_v, T.dynamic("padded_k")], "float8_e4m3fn")
 
 
 def _operand(symbol: Any) -> Any:
@@ -62,11 +78,11 @@ def _operand(symbol: Any) -> Any:
     return T.StridedTensor(shape, strides, dtype)
 
 
-def assume_aligned(*strides: Any) -> None:
+def assume_aligned(*strides: Any, itemsize: int = 2) -> None:
     """Tells the compiler that rows begin at multiples of 16 bytes, so that it copies 16 bytes at a time.
 
     Emitted by hand: outside a macro ``T.assume`` only returns the expression.
     """
     for axes in strides:
         for stride in axes[:-1]:
-            Builder.current().eval(T.assume(stride % 8 == 0))
+            Builder.current().eval(T.assume(stride % (16 // itemsize) == 0))

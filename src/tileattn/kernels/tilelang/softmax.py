@@ -27,7 +27,7 @@ def reset(m, l, acc_o):
 @T.macro
 def update(acc_s, m, l, alpha, base, row_sum, c, block_M, block_N):
     """Takes in one tile: scores in ``acc_s`` become weights; ``alpha`` says by how much ``acc_o`` must shrink."""
-    raise_maximum(acc_s, m, alpha, base, c, block_M, block_N, 0, None)
+    raise_maximum(acc_s, m, alpha, base, c, block_M, 0)
     exponentials(acc_s, base, c, block_M, block_N)
     # l = alpha * l + sum_j p_j
     T.reduce_sum(acc_s, row_sum, dim=1)
@@ -36,36 +36,30 @@ def update(acc_s, m, l, alpha, base, row_sum, c, block_M, block_N):
 
 
 @T.macro
-def max_of_own_columns(acc_s, m, top, block_M, block_N):
-    """top[i, 2t], top[i, 2t + 1]: the largest of m and of the even and odd columns that a thread holds of row i.
+def raise_maximum(acc_s, m, alpha, base, c, block_M, patience, shift=0.0):
+    """m = max(m, max_j s_j), but only when it grows by more than ``patience`` (log2 units); base and alpha follow.
 
-    As two chains of half the length; each instruction of a chain waits for the one before.
+    ``shift`` is added to all exponents: weights, and so ``l``, are 2^shift times as large, which dividing by ``l``
+    undoes. It puts the weights into the range of a narrow format.
     """
-    for i, t in T.Parallel(block_M, 8):
-        top[i, t] = m[i]
-        for j in T.serial(block_N // 8):
-            top[i, t] = T.max(top[i, t], acc_s[i, j * 8 + t])
-
-
-@T.macro
-def raise_maximum(acc_s, m, alpha, base, c, block_M, block_N, patience, top):
-    """m = max(m, max_j s_j), but only when it grows by more than ``patience`` (log2 units); base and alpha follow."""
     T.copy(m, alpha)
-    if top is None:
-        T.reduce_max(acc_s, m, dim=1, clear=False)
-    else:
-        max_of_own_columns(acc_s, m, top, block_M, block_N)
-        T.reduce_max(top, m, dim=1)
+    T.reduce_max(acc_s, m, dim=1, clear=False)
     if patience > 0:
         # Weights stay below 2^patience. From -inf any growth counts: inf <= patience and nan <= patience are false.
         for i in T.Parallel(block_M):
             m[i] = T.if_then_else((m[i] - alpha[i]) * c <= patience, alpha[i], m[i])
     # A row that has seen no key keeps m = -inf; exponents are then taken from 0, and all weights are 0.
     for i in T.Parallel(block_M):
-        base[i] = T.if_then_else(m[i] == -T.infinity("float32"), 0.0, m[i] * c)
+        if shift > 0:
+            base[i] = T.if_then_else(m[i] == -T.infinity("float32"), 0.0, m[i] * c - shift)
+        else:
+            base[i] = T.if_then_else(m[i] == -T.infinity("float32"), 0.0, m[i] * c)
     # alpha = exp2(c * (m_old - m))
     for i in T.Parallel(block_M):
-        alpha[i] = T.exp2(alpha[i] * c - base[i])
+        if shift > 0:
+            alpha[i] = T.exp2(alpha[i] * c - shift - base[i])
+        else:
+            alpha[i] = T.exp2(alpha[i] * c - base[i])
 
 
 @T.macro
@@ -73,15 +67,6 @@ def exponentials(acc_s, base, c, block_M, block_N):
     """p_j = exp2(c * s_j - base)."""
     for i, j in T.Parallel(block_M, block_N):
         acc_s[i, j] = T.exp2(acc_s[i, j] * c - base[i])
-
-
-def top_layout(block_M):
-    """Of a fragment (block_M, 8): each column in the thread that holds it and every eighth column after it."""
-    return T.Fragment(
-        [block_M, 8],
-        forward_thread_fn=lambda i, t: (i // 16) * 32 + (i % 8) * 4 + t // 2,
-        forward_index_fn=lambda i, t: (i // 8) % 2 * 2 + t % 2,
-    )
 
 
 def own_columns_layout(block_M):
@@ -123,6 +108,29 @@ def rescale_if_needed(acc_o, alpha, lowest, thread, block_M, head_dim_v, threads
 
 
 @T.macro
+def to_fp8_weights(acc_s, weights, block_M, block_N):
+    """The weights in fp8, each thread's own: as the matrix units take them, with the keys in another order.
+
+    A thread holds columns 2t, 2t + 1 of each eight of an accumulator, but takes 4t .. 4t + 3 of each sixteen of an
+    operand. It takes those of two eights; the values' keys are in the same order (transpose_fp8.py).
+    """
+    for i, j in T.Parallel(block_M, block_N):
+        weights[i, j] = acc_s[i, key_of_column(j)]
+
+
+def key_of_column(j):
+    """Which key of a tile column j of the fp8 weights, and of the transposed values, stands for."""
+    return j // 16 * 16 + j % 4 // 2 * 8 + j % 16 // 4 * 2 + j % 2
+
+
+@T.macro
+def add_product(acc_o, product, block_M, head_dim_v):
+    """acc_o += product."""
+    for i, d in T.Parallel(block_M, head_dim_v):
+        acc_o[i, d] += product[i, d]
+
+
+@T.macro
 def lowest_sum(sums, lowest, threads):
     """lowest[t]: the smaller of the two sums that thread t keeps; it depends on all of the thread's weights."""
     for t in T.Parallel(threads):
@@ -139,26 +147,33 @@ def rescale(acc_o, alpha, block_M, head_dim_v):
 
 
 @T.macro
-def add_sink(m, l, alpha, base, sink_log2, c, block_M):
+def add_sink(m, l, alpha, base, sink_log2, c, block_M, shift=0.0):
     """The sink joins the denominator as one more score (in log2 units) that has no value vector.
 
     Leaves ``base`` as the exponents' base and ``alpha`` as the factor for ``acc_o``, like :func:`update`.
+    ``shift``: see :func:`raise_maximum`.
     """
     for i in T.Parallel(block_M):
         base[i] = T.max(m[i] * c, sink_log2)
     for i in T.Parallel(block_M):
         base[i] = T.if_then_else(base[i] == -T.infinity("float32"), 0.0, base[i])
     for i in T.Parallel(block_M):
-        alpha[i] = T.exp2(m[i] * c - base[i])
+        if shift > 0:
+            alpha[i] = T.exp2(m[i] * c - shift - base[i])
+        else:
+            alpha[i] = T.exp2(m[i] * c - base[i])
     for i in T.Parallel(block_M):
         l[i] = l[i] * alpha[i] + T.exp2(sink_log2 - base[i])
 
 
 @T.macro
-def finish(l, base, alpha, acc_o, block_M, head_dim_v):
+def finish(l, base, alpha, acc_o, block_M, head_dim_v, v_descale=None):
     """acc_o becomes o, and l the log-sum-exp in natural logarithm; rows without keys give 0 and -inf."""
     for i in T.Parallel(block_M):
         alpha[i] = T.if_then_else(l[i] == 0.0, 0.0, alpha[i] / l[i])
+    if v_descale is not None:
+        for i in T.Parallel(block_M):
+            alpha[i] *= v_descale
     for i, d in T.Parallel(block_M, head_dim_v):
         acc_o[i, d] *= alpha[i]
     # lse = ln2 * (log2 l + base)
