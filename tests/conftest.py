@@ -1,9 +1,33 @@
-"""Tests marked `gpu` are skipped without CUDA."""
+"""Tests marked `gpu` are skipped without CUDA; `--kernels long` runs all lengths on the kernels for long sequences."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+
+from tileattn.call import AttentionCall
+from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.config import Config
+from tileattn.kernels.tilelang.defaults import LONG, default
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kernels",
+        choices=("short", "long"),
+        help="TileLang kernels of this bucket of lengths for calls of any length (default: what each call gets)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    bucket = config.getoption("--kernels")
+    if bucket is not None:
+        seqlen = {"short": 1, "long": LONG}[bucket]
+
+        def of_bucket(call: AttentionCall, _: int) -> Config:
+            return default(call, seqlen)
+
+        backend.default = of_bucket  # type: ignore[assignment]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

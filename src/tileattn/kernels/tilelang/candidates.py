@@ -34,7 +34,7 @@ def hopper_candidates(call: AttentionCall, short: bool) -> list[HopperConfig]:
 
     Two warpgroups, with Q in shared memory or in registers: the widest tile of keys that fits, and a narrower one, of
     which a mask wastes less. Three warpgroups: the widest. One, for short sequences: up to 128 keys. The widest of two
-    also without turns at the tensor cores.
+    also without turns at the tensor cores, and for short sequences with an early release of K.
     """
     found = []
     for q_in_registers in (False, True):
@@ -44,6 +44,7 @@ def hopper_candidates(call: AttentionCall, short: bool) -> list[HopperConfig]:
         found += [_deepest(call, 192, width, q_in_registers) for width in _widths(call, 192, q_in_registers)[:1]]
     if short:
         found += [_deepest(call, 64, width, False) for width in _widths(call, 64, False) if width <= 128][:1]
+        found.append(replace(found[0], late_release=False))
     return [*found, replace(found[0], ping_pong=False)]
 
 

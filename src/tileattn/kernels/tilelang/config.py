@@ -49,6 +49,8 @@ class HopperConfig:
         ping_pong: whether the warpgroups take turns at the tensor cores.
         patience: by how much (in powers of two) a row's maximum may grow before O is rescaled.
         producer_registers: registers per thread of the producer's warpgroup, which consumers do without.
+        late_release: whether K is released after the softmax, so that the exponentials run under P V; else at once, so
+            that the next K comes earlier.
         two_level: whether each tile's P V is summed apart and added to O in float32 (for fp8, whose matrix units keep
             fewer bits of their sums).
     """
@@ -60,6 +62,7 @@ class HopperConfig:
     ping_pong: bool = False
     patience: float = 8.0
     producer_registers: int = 32
+    late_release: bool = True
     two_level: bool = False
 
     def consumer_threads(self) -> int:

@@ -10,18 +10,19 @@ from ...variant import program
 from . import sm90_table
 from .config import Config, ForwardConfig, HopperConfig, is_valid, padded
 
-SHORT = 1024  # lengths up to here count as short
+SHORT = 1024  # keys; up to here a call counts as short, with narrow heads and a mask up to twice as many
+LONG = 2 * SHORT + 1
 CAUSAL = "Causal()"
 
 
-def default(call: AttentionCall, seqlen: int = SHORT + 1) -> Config:
+def default(call: AttentionCall, seqlen: int = LONG) -> Config:
     """The configuration that is used unless another was measured to be faster.
 
     Args:
         call: the static facts.
         seqlen: the number of keys; short sequences may have a kernel of their own.
     """
-    for config in _preferences(call, seqlen <= SHORT):
+    for config in _preferences(call, _is_short(call, seqlen)):
         if is_valid(call, config):
             return config
     raise NotImplementedError(f"no tile of the forward kernel fits {call}")
@@ -29,7 +30,13 @@ def default(call: AttentionCall, seqlen: int = SHORT + 1) -> Config:
 
 def defaults(call: AttentionCall) -> list[Config]:
     """All configurations that a call gets, at one length or another."""
-    return list(dict.fromkeys([default(call, SHORT), default(call)]))
+    return list(dict.fromkeys([default(call, 1), default(call, LONG)]))
+
+
+def _is_short(call: AttentionCall, seqlen: int) -> bool:
+    # Wide tiles of queries, which long sequences get at head dim 64, waste most under a mask.
+    narrow = max(padded(call.head_dim), padded(call.head_dim_v)) <= 64
+    return seqlen <= (2 * SHORT if narrow and program(call.variant).allows is not None else SHORT)
 
 
 def _preferences(call: AttentionCall, short: bool) -> Iterator[Config]:

@@ -305,8 +305,11 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         end_turn(w)
         T.wait_wgmma(1)
         T.warpgroup_fence_operand(w.acc_s, num_regs=block_M * block_N // consumers)
+        if not config.late_release:
+            release(w.k_free, (n + 1) % stages)
         scores_to_weights(arg, w, k_lo, masked)
-        release_after_softmax(w, w.k_free, (n + 1) % stages)
+        if config.late_release:
+            release_after_softmax(w, w.k_free, (n + 1) % stages)
         wait_for_pv(w)
         release(w.v_free, n % stages)
         keep_weights(w)
