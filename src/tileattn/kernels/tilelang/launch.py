@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...call import AttentionCall
+from ...fp8 import FP8
 from ...variant import program
 from ..cache import KernelCache, default_folder
 from .config import Config
@@ -34,7 +35,7 @@ def forward_function(call: AttentionCall, config: Config | None = None) -> Calla
 
 
 def ensure_compiled(call: AttentionCall, config: Config) -> Path:
-    """The shared library of a call's forward kernel, compiled if the cache does not hold it."""
+    """The shared library of a call's forward kernel, compiled if the cache does not hold it; for fp8 both kernels."""
 
     def build(path: Path) -> None:
         from .compile import build_library
@@ -42,6 +43,8 @@ def ensure_compiled(call: AttentionCall, config: Config) -> Path:
 
         build_library(forward_kernel(call, config), call.arch, path)
 
+    if call.dtype == FP8:
+        ensure_transpose_compiled(call)
     return KernelCache(default_folder()).find_or_build(cache_key(call, config), build)
 
 
