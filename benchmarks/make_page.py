@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 # The result file of each suite that the page shows; None where there is none yet. A newer measurement is named here
 # when its file is committed.
 SOURCES: dict[str, str | None] = {
-    "fa": "fa-h200-2026-11-20.json",
-    "variants": None,
-    "fp8": None,
+    "fa": "fa-h200-2026-11-20-hopper.json",
+    "variants": "variants-h200-2026-11-20.json",
+    "fp8": "fp8-h200-2026-11-20.json",
 }
 
 ROOT = Path(__file__).resolve().parent.parent
