@@ -51,6 +51,7 @@ KINDS: dict[str, tuple[Mask | None, tuple[SoftCap, ...]]] = {
 }
 WIDEST_SCORED = 128  # wider ones run on the generic schedule
 KEEP_WITHIN = 1.015
+LINE_LENGTH = 120
 EFFORT = Effort(warmup_ms=3.0, measure_ms=15.0)
 ROUNDS = 3
 HANGS_AFTER_S = 20.0
@@ -126,6 +127,16 @@ def written(config: HopperConfig) -> str:
     return f"HopperConfig({', '.join([str(config.block_M), str(config.block_N), *others])})"
 
 
+def _row_lines(name: Name, config: HopperConfig) -> list[str]:
+    """One row, in three lines where it would be longer than the formatter allows."""
+    head_dim, head_dim_v, kind, lengths = name
+    key, value = f'    ({head_dim}, {head_dim_v}, "{kind}", "{lengths}"): ', written(config)
+    if len(key + value) < LINE_LENGTH:
+        return [f"{key}{value},"]
+    opening, arguments = value.removesuffix(")").split("(", 1)
+    return [f"{key}{opening}(", f"        {arguments}", "    ),"]
+
+
 def render(table: Table, origin: str) -> str:
     """The file that holds a table."""
     lines = [
@@ -137,10 +148,7 @@ def render(table: Table, origin: str) -> str:
         "",
         "# (head_dim, head_dim_v, kind of mask, lengths); see defaults.py",
         "TABLE = {",
-        *(
-            f'    ({head_dim}, {head_dim_v}, "{kind}", "{lengths}"): {written(config)},'
-            for (head_dim, head_dim_v, kind, lengths), config in table.items()
-        ),
+        *(line for name, config in table.items() for line in _row_lines(name, config)),
         "}",
     ]
     return "\n".join(lines) + "\n"

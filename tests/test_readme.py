@@ -28,7 +28,8 @@ def test_the_table_is_the_result_files() -> None:
     rows = json.loads((ROOT / name[1]).read_text())["rows"]
     measured = {(row["case"], row["backend"]): row["tflops"] for row in rows}
     table = re.findall(
-        r"^\| \((\d+), (\d+), (\d+)(?: over (\d+))?\), (\d+), (full|causal) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([\d.]+)×",
+        r"^\| \((\d+), (\d+), (\d+)(?: over (\d+))?\), (\d+), (full|causal) "
+        r"\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([\d.]+)×",
         README,
         re.M,
     )
