@@ -3,7 +3,7 @@
 Persistent blocks, one per multiprocessor, draw tiles of ``block_M`` queries of one head from a common queue. In a block
 
     one producer warp    draws the next tile, finds out which keys it may see, tells the consumers in a *message*, and
-                         loads Q, then K and V tile by tile, from the last visible keys to the first, by TMA;
+                         loads Q, then K and V tile by tile, by TMA;
     consumer warpgroups  own 64 query rows each; they multiply (wgmma), keep the softmax, and store O by TMA.
 
 All warps run ahead as far as the barriers let them: while the consumers still finish one tile, Q and the first K and V
@@ -19,8 +19,11 @@ One iteration of a consumer warpgroup, j being the tile of keys before; the tens
 
     tensor cores    |  S = Q K_j+1^T  |      O += P V_j       |                     |  S = Q K_j+2^T ...
     other units     |                 |  softmax of S(j+1)    |  O *= alpha, P = S  |
-    K barriers      ^ready            ^free
+    K barriers      ^ready            ^free (early)           ^free (late_release)
     V barriers          ^ready                                ^free
+
+Visible keys are walked from the last to the first, but tiles that need the mask come before all others, in a loop of
+their own: the main loop holds no mask.
 
 With ``ping_pong`` the warpgroups take turns in issuing their products, by named barriers, so that the softmax of one
 runs under the products of another.
