@@ -34,10 +34,7 @@ def refusal(call: AttentionCall) -> str | None:
         return f"dtype must be float16, bfloat16 or float8_e4m3fn, not {call.dtype}"
     if call.dtype == FP8:
         return _refusal_fp8(call) or _refusal_variant(call)
-    for name, size in (("head_dim", call.head_dim), ("head_dim_v", call.head_dim_v)):
-        if size % 8 or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
-            return f"{name} must be a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {size}"
-    return _refusal_variant(call)
+    return _refusal_head_dims(call, 8) or _refusal_variant(call)
 
 
 def _refusal_fp8(call: AttentionCall) -> str | None:
@@ -45,9 +42,13 @@ def _refusal_fp8(call: AttentionCall) -> str | None:
         return f"fp8 runs on sm_90a only, not {call.arch}"
     if not call.aligned:
         return "fp8 q, k and v must begin at, and step by, multiples of 16 bytes"
+    return _refusal_head_dims(call, 16, " in fp8")
+
+
+def _refusal_head_dims(call: AttentionCall, step: int, where: str = "") -> str | None:
     for name, size in (("head_dim", call.head_dim), ("head_dim_v", call.head_dim_v)):
-        if size % 16 or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
-            return f"{name} must be a multiple of 16 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} in fp8, not {size}"
+        if size % step or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            return f"{name} must be a multiple of {step} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}{where}, not {size}"
     return None
 
 

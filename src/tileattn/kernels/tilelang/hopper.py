@@ -401,7 +401,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 o_shared = T.alloc_shared([block_M, head_dim_v], out_dtype)
             else:
                 o_shared = q_shared
-            message = T.alloc_shared([2, 8], "int32")
+            message = T.alloc_shared([2, FIELDS], "int32")
             thread = T.get_thread_binding()
             w = SimpleNamespace(
                 q=q_shared,
