@@ -74,13 +74,14 @@ def prepare(
     if scale <= 0 and program(call.variant).score is None:
         call = dataclasses.replace(call, variant=call.variant + "+{score}")
     call = dataclasses.replace(call, needs_grad=False)
-    config = default(call, seqlen_k)
+    config = default(call, min(seqlen_q, seqlen_k))
     kernel = forward_function(call, config)
     transpose = transpose_function(call) if call.dtype == FP8 else None
     padded_k = -(-seqlen_k // TRANSPOSED_KEYS) * TRANSPOSED_KEYS
     scalars = (scale, heads // kv_heads, _heads_side_by_side(call, batch, seqlen_k, heads, kv_heads))
     persistent = isinstance(config, HopperConfig)
-    tiles = -(-seqlen_q // config.block_M) * batch * heads
+    cluster = config.cluster if isinstance(config, HopperConfig) else 1
+    tasks = -(-seqlen_q // (cluster * config.block_M)) * batch * heads
     has_arguments = bool(call.dtype == FP8 or call.sink or (call.variant and program(call.variant).operands))
 
     def forward(
@@ -96,7 +97,7 @@ def prepare(
         lse = q.new_empty(lse_shape, dtype=torch.float32) if call.return_lse else None
         q, k, v = _one_batch(q), _one_batch(k), _one_batch(v)
         outputs = (o,) if lse is None else (o, lse)
-        queue = (tickets(q.device), min(tiles, multiprocessors(q.device))) if persistent else ()
+        queue = (tickets(q.device), min(tasks, multiprocessors(q.device) // cluster) * cluster) if persistent else ()
         if transpose is not None:
             transposed = v.new_empty(v.shape[0], kv_heads, call.head_dim_v, padded_k)
             transpose(v, transposed)

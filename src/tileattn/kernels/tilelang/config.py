@@ -53,6 +53,7 @@ class HopperConfig:
             that the next K comes earlier.
         two_level: whether each tile's P V is summed apart and added to O in float32 (for fp8, whose matrix units keep
             fewer bits of their sums).
+        cluster: how many blocks, on neighbouring tiles of queries, share the loads of K and V: 1 or 2.
     """
 
     block_M: int
@@ -64,6 +65,7 @@ class HopperConfig:
     producer_registers: int = 32
     late_release: bool = True
     two_level: bool = False
+    cluster: int = 1
 
     def consumer_threads(self) -> int:
         """Threads of the consumer warpgroups."""
@@ -140,6 +142,7 @@ def is_valid(call: AttentionCall, config: Config) -> bool:
             call.arch == "sm_90a"
             and call.aligned
             and config.block_M % 64 == 0
+            and config.cluster in (1, 2)
             and config.block_N % (32 // call.dtype.itemsize) == 0
             and hopper_shared_bytes(call, config) <= arch.shared_bytes
             and (call.dtype.itemsize == 2 or config.output_apart(call))  # O in 16 bits does not fit where Q was

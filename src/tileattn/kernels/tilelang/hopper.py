@@ -25,6 +25,10 @@ One iteration of a consumer warpgroup, j being the tile of keys before; the tens
 Visible keys are walked from the last to the first, but tiles that need the mask come before all others, in a loop of
 their own: the main loop holds no mask.
 
+With ``cluster`` = 2, two blocks on neighbouring multiprocessors take neighbouring tiles of queries and share the keys:
+the *leader*'s producer draws the tiles, sends the message to the *follower* too, and loads K and V into the shared
+memory of both (TMA multicast), once both blocks' consumers have freed the stage. Half the bytes leave the L2 cache.
+
 With ``ping_pong`` the warpgroups take turns in issuing their products, by named barriers, so that the softmax of one
 runs under the products of another.
 
@@ -64,6 +68,9 @@ WARP, WARPGROUP = 32, 128
 FIELDS = 8
 BATCH, HEAD, ROW, BEGIN, END, RIGHT, LEFT, COUNT = range(FIELDS)
 
+# A cluster's blocks, by rank: the leader draws tasks and loads K and V for both.
+LEADER, FOLLOWER = 0, 1
+
 # Weights in e4m3 are stored 2^FP8_SHIFT times as large; with `patience` up to 4 they stay below 2^8, the format's 448.
 FP8_SHIFT = 4.0
 
@@ -86,6 +93,11 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
     output_apart = config.output_apart(call)
     masks_inside = traced.allows is not None  # else only the last tile of keys may end beyond seqlen_k
     panel = next(width for width in (64, 32, 16) if head_dim_v % width == 0)  # columns of O that one TMA store takes
+    cluster = config.cluster
+    rows = cluster * block_M  # queries of one task
+    everyone = (1 << cluster) - 1 if cluster > 1 else None  # the blocks that a load of K or V reaches
+    # Barriers on which the other block's threads arrive too.
+    alloc_common_barrier = T.alloc_cluster_barrier if cluster > 1 else T.alloc_barrier
 
     # ---------------------------------------------------------------- producer
 
@@ -97,20 +109,28 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         return T.if_then_else(j < right, end - 1 - j, T.if_then_else(j < right + left, begin + j - right, inner))
 
     @T.macro
-    def load(arg, w, b, h, row, begin, end, right, left, turn, step):
+    def load(arg, w, turn, step):
+        """Q, K and V of one task, as buffers become free."""
+        b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
+        begin, end, right, left = w.task[BEGIN], w.task[END], w.task[RIGHT], w.task[LEFT]
         kv_h = T.alloc_var("int32", init=T.truncdiv(h, arg.heads_per_kv_head))
         q_b, k_b, v_b = (T.min(b, tensor.shape[0] - 1) for tensor in (arg.q, arg.k, arg.v))
         T.barrier_wait(w.q_free, (turn & 1) ^ 1)
         T.tma_copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], w.q, barrier=w.q_ready)
         T.barrier_arrive(w.q_ready)
-        for j in T.serial(end - begin):
+        for j in T.serial(w.task[COUNT]):
             k_lo = tile_of_step(j, begin, end, right, left) * block_N
             n = step + j
+            if (j == w.task[COUNT] - 1) & (w.rank == LEADER) & (w.thread == consumers):
+                # As late as the answer still comes in time: a block that draws early may keep a tile waiting at the
+                # end while others have none.
+                w.ticket[0] = T.atomic_add(arg.tickets[0], 1, return_prev=True)
             T.barrier_wait(w.k_free[n % stages], ((n // stages) & 1) ^ 1)
             T.tma_copy(
                 arg.k[k_b, k_lo : k_lo + block_N, kv_h, 0:head_dim],
                 w.k[n % stages, :, :],
                 barrier=w.k_ready[n % stages],
+                cluster_mask=everyone,
             )
             T.barrier_arrive(w.k_ready[n % stages])
             T.barrier_wait(w.v_free[n % stages], ((n // stages) & 1) ^ 1)
@@ -119,76 +139,100 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                     arg.v[v_b, kv_h, 0:head_dim_v, k_lo : k_lo + block_N],
                     w.v[n % stages, :, :],
                     barrier=w.v_ready[n % stages],
+                    cluster_mask=everyone,
                 )
             else:
                 T.tma_copy(
                     arg.v[v_b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v],
                     w.v[n % stages, :, :],
                     barrier=w.v_ready[n % stages],
+                    cluster_mask=everyone,
                 )
             T.barrier_arrive(w.v_ready[n % stages])
 
     @T.macro
-    def produce(arg, w):
+    def write_message(arg, w, turn, tile):
+        """Which queries and keys the tile-th task is."""
         emit = Emitter(arg.operands)
         visible = Visibility(traced, emit, arg.seqlen_k)
-        lane = w.thread - consumers
         side = arg.side_by_side
-        tiles = T.ceildiv(arg.seqlen_q, block_M)
-        total = T.alloc_var("int32", init=tiles * arg.batch * arg.heads)
-        tile = T.alloc_var("int32", init=w.block)
-        ticket = T.alloc_var("int32", init=0)
+        tiles = T.ceildiv(arg.seqlen_q, rows)
+        # Tiles in the order of the queue: `side_by_side` heads, whose keys and values fit into the L2 cache together,
+        # begin with their last query tiles, which a causal mask makes longest.
+        pair = T.alloc_var(
+            "int32", init=T.truncdiv(tile, side * tiles) * side + T.truncmod(T.truncmod(tile, side * tiles), side)
+        )
+        row = T.alloc_var("int32", init=(tiles - 1 - T.truncdiv(T.truncmod(tile, side * tiles), side)) * rows)
+        b = T.alloc_var("int32", init=T.truncdiv(pair, arg.heads))
+        h = T.alloc_var("int32", init=T.truncmod(pair, arg.heads))
+        q_lo = row + arg.seqlen_k - arg.seqlen_q
+        q_hi = T.min(q_lo + rows, arg.seqlen_k) - 1
+        kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
+        full_lo, full_hi = visible.full_range(b, h, q_lo, q_hi)
+        # Tiles of keys [begin, end), of which [full_begin, full_end) are wholly visible. At least one tile, all masked
+        # where nothing is visible.
+        begin = T.alloc_var("int32", init=T.truncdiv(kv_lo, block_N))
+        end = T.alloc_var("int32", init=T.max(T.ceildiv(kv_hi, block_N), begin + 1))
+        full_end = T.min(T.max(T.truncdiv(full_hi, block_N), begin), end)
+        w.message[turn % 2, BATCH] = b
+        w.message[turn % 2, HEAD] = h
+        w.message[turn % 2, ROW] = row
+        w.message[turn % 2, BEGIN] = begin
+        w.message[turn % 2, END] = end
+        w.message[turn % 2, RIGHT] = end - full_end
+        w.message[turn % 2, LEFT] = T.min(T.max(T.ceildiv(full_lo, block_N), begin), full_end) - begin
+        w.message[turn % 2, COUNT] = end - begin
+
+    @T.macro
+    def send(w, turn):
+        """Hands the message over to all that wait for it in the leader, and to the follower."""
+        T.barrier_arrive(w.message_ready[turn % 2])
+        if cluster > 1:
+            T.fence_proxy_async()
+            T.copy_cluster(
+                w.message[turn % 2, 0:FIELDS],
+                w.message[turn % 2, 0:FIELDS],
+                dst_block=FOLLOWER,
+                remote_barrier=w.message_ready[turn % 2],
+            )
+
+    @T.macro
+    def read_message(w, turn):
+        """Waits for the next task and keeps it in registers."""
+        T.barrier_wait(w.message_ready[turn % 2], (turn // 2) & 1)
+        for field in T.unroll(FIELDS):
+            w.task[field] = w.message[turn % 2, field]
+        w.task[ROW] += w.rank * block_M
+        if cluster > 1:
+            T.mbarrier_arrive(w.message_free[turn % 2], LEADER)
+        else:
+            T.barrier_arrive(w.message_free[turn % 2])
+
+    @T.macro
+    def produce(arg, w):
+        total = T.ceildiv(arg.seqlen_q, rows) * arg.batch * arg.heads
+        tile = T.alloc_var("int32", init=w.block // cluster)
         turn = T.alloc_var("int32", init=0)
         step = T.alloc_var("int32", init=0)
-        pair = T.alloc_var("int32", init=0)
-        b = T.alloc_var("int32", init=0)
-        h = T.alloc_var("int32", init=0)
-        row = T.alloc_var("int32", init=0)
-        begin = T.alloc_var("int32", init=0)
-        end = T.alloc_var("int32", init=0)
-        right = T.alloc_var("int32", init=0)
-        left = T.alloc_var("int32", init=0)
-        while tile < total:
-            # Tiles in the order of the queue: `side_by_side` heads, whose keys and values fit into the L2 cache
-            # together, begin with their last query tiles, which a causal mask makes longest.
-            pair = T.truncdiv(tile, side * tiles) * side + T.truncmod(T.truncmod(tile, side * tiles), side)
-            row = (tiles - 1 - T.truncdiv(T.truncmod(tile, side * tiles), side)) * block_M
-            b = T.truncdiv(pair, arg.heads)
-            h = T.truncmod(pair, arg.heads)
-            q_lo = row + arg.seqlen_k - arg.seqlen_q
-            q_hi = T.min(q_lo + block_M, arg.seqlen_k) - 1
-            kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
-            full_lo, full_hi = visible.full_range(b, h, q_lo, q_hi)
-            # Tiles of keys [begin, end), of which [full_begin, full_end) are wholly visible. At least one tile, all
-            # masked where nothing is visible.
-            begin = T.truncdiv(kv_lo, block_N)
-            end = T.max(T.ceildiv(kv_hi, block_N), begin + 1)
-            full_end = T.min(T.max(T.truncdiv(full_hi, block_N), begin), end)
-            right = end - full_end
-            left = T.min(T.max(T.ceildiv(full_lo, block_N), begin), full_end) - begin
-            T.barrier_wait(w.message_free[turn % 2], ((turn // 2) & 1) ^ 1)
-            if lane == 0:
-                # Drawn early: the answer takes a while, and is needed after this tile's loads.
-                ticket = T.atomic_add(arg.tickets[0], 1, return_prev=True)
-                w.message[turn % 2, BATCH] = b
-                w.message[turn % 2, HEAD] = h
-                w.message[turn % 2, ROW] = row
-                w.message[turn % 2, BEGIN] = begin
-                w.message[turn % 2, END] = end
-                w.message[turn % 2, RIGHT] = right
-                w.message[turn % 2, LEFT] = left
-                w.message[turn % 2, COUNT] = end - begin
-            T.barrier_arrive(w.message_ready[turn % 2])
-            load(arg, w, b, h, row, begin, end, right, left, turn, step)
-            step += end - begin
-            turn += 1
-            if (lane == 0) & (ticket == total - 1):
-                arg.tickets[0] = 0  # the last ticket: leave the queue as the next launch must find it
-            tile = T.shfl_sync(ticket, 0) + arg.blocks
-        T.barrier_wait(w.message_free[turn % 2], ((turn // 2) & 1) ^ 1)
-        if lane == 0:
-            w.message[turn % 2, COUNT] = 0
-        T.barrier_arrive(w.message_ready[turn % 2])
+        w.task[COUNT] = 1
+        while w.task[COUNT] > 0:
+            if w.rank == LEADER:
+                T.barrier_wait(w.message_free[turn % 2], ((turn // 2) & 1) ^ 1)
+                if w.thread == consumers:
+                    if tile < total:
+                        write_message(arg, w, turn, tile)
+                    else:
+                        w.message[turn % 2, COUNT] = 0
+                    send(w, turn)
+            read_message(w, turn)
+            if w.task[COUNT] > 0:
+                load(arg, w, turn, step)
+                step += w.task[COUNT]
+                turn += 1
+                if w.rank == LEADER:
+                    if (w.thread == consumers) & (w.ticket[0] == total - 1):
+                        arg.tickets[0] = 0  # the last ticket: leave the queue as the next launch must find it
+                    tile = T.shfl_sync(w.ticket[0], 0) + arg.blocks // cluster
 
     # --------------------------------------------------------------- consumers
 
@@ -200,10 +244,19 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
     def score_unit(arg, w):
         return softmax.LOG2E if traced.score is not None else scale_of(arg, w) * softmax.LOG2E
 
+    def releases(w):
+        """Whether a thread is the one of its warpgroup that says that a stage is free; in a cluster one per block."""
+        return T.shuffle_elect(WARPGROUP) if cluster == 1 else w.thread % WARPGROUP < cluster
+
+    def arrive_at_producers(w, barriers, stage):
+        if cluster == 1:
+            return T.barrier_arrive(barriers[stage])
+        return T.mbarrier_arrive(barriers[stage], w.thread % WARPGROUP)
+
     @T.macro
-    def release(barriers, stage):
-        if T.shuffle_elect(WARPGROUP):
-            T.barrier_arrive(barriers[stage])
+    def release(w, barriers, stage):
+        if releases(w):
+            arrive_at_producers(w, barriers, stage)
 
     @T.macro
     def release_after_softmax(w, barriers, stage):
@@ -214,8 +267,8 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         """
         softmax.lowest_sum(w.sums, w.lowest, consumers)
         # The sign bit rather than a comparison with 0: a NaN must not keep K for ever.
-        if T.shuffle_elect(WARPGROUP) & (T.reinterpret(w.lowest[w.thread], "int32") >= 0):
-            T.barrier_arrive(barriers[stage])
+        if releases(w) & (T.reinterpret(w.lowest[w.thread], "int32") >= 0):
+            arrive_at_producers(w, barriers, stage)
 
     @T.macro
     def wait_for_turn(w):
@@ -309,12 +362,12 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         T.wait_wgmma(1)
         T.warpgroup_fence_operand(w.acc_s, num_regs=block_M * block_N // consumers)
         if not config.late_release:
-            release(w.k_free, (n + 1) % stages)
+            release(w, w.k_free, (n + 1) % stages)
         scores_to_weights(arg, w, k_lo, masked)
         if config.late_release:
             release_after_softmax(w, w.k_free, (n + 1) % stages)
         wait_for_pv(w)
-        release(w.v_free, n % stages)
+        release(w, w.v_free, n % stages)
         keep_weights(w)
         softmax.rescale_if_needed(w.acc_o, w.alpha, w.lowest, w.thread, block_M, head_dim_v, consumers)
 
@@ -340,7 +393,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         end_turn(w)
         T.wait_wgmma(0)
         T.warpgroup_fence_operand(w.acc_s, num_regs=block_M * block_N // consumers)
-        release(w.k_free, step % stages)
+        release(w, w.k_free, step % stages)
         scores_to_weights(arg, w, tile_of_step(0, begin, end, right, left) * block_N, right + left > 0)
         keep_weights(w)
         if masks_inside:
@@ -361,17 +414,9 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         else:
             T.fill(w.alpha, 1)
         wait_for_pv(w)
-        release(w.v_free, n % stages)
+        release(w, w.v_free, n % stages)
         softmax.finish(w.l, w.base, w.alpha, w.acc_o, block_M, head_dim_v, w.descaled[1] if fp8 else None)
         store(arg, w)
-
-    @T.macro
-    def read_message(w, turn):
-        """Waits for the next task of this block and keeps it in registers."""
-        T.barrier_wait(w.message_ready[turn % 2], (turn // 2) & 1)
-        for field in T.unroll(FIELDS):
-            w.task[field] = w.message[turn % 2, field]
-        T.barrier_arrive(w.message_free[turn % 2])
 
     @T.macro
     def consume(arg, w):
@@ -392,7 +437,9 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
 
     @T.macro
     def kernel(arg):
-        with T.Kernel(arg.blocks, threads=consumers + WARPGROUP) as block:
+        with T.Kernel(
+            arg.blocks, threads=consumers + WARPGROUP, cluster_dims=cluster if cluster > 1 else None
+        ) as block:
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, itemsize=size)
             q_shared = T.alloc_shared([block_M, head_dim], dtype)
             k_shared = T.alloc_shared([stages, block_N, head_dim], dtype)
@@ -410,16 +457,18 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 o=o_shared,
                 message=message,
                 task=T.alloc_local([FIELDS], "int32"),
+                ticket=T.alloc_local([1], "int32"),
                 block=block,
+                rank=T.block_rank_in_cluster() if cluster > 1 else 0,
                 thread=thread,
-                message_ready=T.alloc_barrier([WARP] * 2),
-                message_free=T.alloc_barrier([consumers] * 2),
+                message_ready=T.alloc_barrier([1] * 2),
+                message_free=alloc_common_barrier([cluster * (consumers + WARP)] * 2),
                 q_ready=T.alloc_barrier(WARP),
                 q_free=T.alloc_barrier(consumers),
                 k_ready=T.alloc_barrier([WARP] * stages),
-                k_free=T.alloc_barrier([warpgroups] * stages),
+                k_free=alloc_common_barrier([cluster * warpgroups] * stages),
                 v_ready=T.alloc_barrier([WARP] * stages),
-                v_free=T.alloc_barrier([warpgroups] * stages),
+                v_free=alloc_common_barrier([cluster * warpgroups] * stages),
                 acc_s=T.alloc_fragment([block_M, block_N], "float32"),
                 weights=T.alloc_fragment([block_M, block_N], dtype),
                 acc_o=T.alloc_fragment([block_M, head_dim_v], "float32"),
@@ -444,5 +493,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             else:
                 T.set_max_nreg(config.consumer_registers(), 1)
                 consume(arg, w)
+            if cluster > 1:
+                T.cluster_sync()  # a block must not leave while the other may still arrive on its barriers
 
     return kernel
