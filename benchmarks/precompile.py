@@ -305,7 +305,7 @@ def run(jobs: Sequence[Job], processes: int, only_list: bool) -> int:
     compiled = len(done) - there - len(failures)
     took = time.perf_counter() - began
     typer.echo(f"{compiled} compiled, {there} in the cache, {len(failures)} failed, in {took:.0f} s")
-    if slowest := sorted((each for each in done if not each.was_there), key=lambda each: -each.seconds)[:3]:
+    if slowest := sorted((each for each in done if each.seconds), key=lambda each: -each.seconds)[:3]:
         typer.echo("slowest: " + "; ".join(f"{each.seconds:.0f} s {each.job}" for each in slowest))
     return int(bool(failures))
 
