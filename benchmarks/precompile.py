@@ -248,7 +248,10 @@ def compile_all(jobs: Sequence[Job], processes: int, work: Callable[[Job], Done]
 # --- The command line ---
 
 app = typer.Typer(
-    help=__doc__, no_args_is_help=True, add_completion=False, context_settings={"help_option_names": ["-h", "--help"]}
+    help=(__doc__ or "").split("\n\n")[0],
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Processes. Default: one a core.", show_default=False)]

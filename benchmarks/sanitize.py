@@ -288,7 +288,10 @@ def write(path: Path, reports: Sequence[Report], sanitizer: Path, blocks: int) -
 # --- The command line ---
 
 app = typer.Typer(
-    help=__doc__, no_args_is_help=True, add_completion=False, context_settings={"help_option_names": ["-h", "--help"]}
+    help=(__doc__ or "").split("\n\n")[0],
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 Cases = Annotated[str, typer.Option(help="Regular expression: only cases whose name it matches somewhere.")]
