@@ -1,64 +1,364 @@
-"""Runs the forward kernels once each on small shapes, for compute-sanitizer.
+"""compute-sanitizer on small shapes of the forward kernels: addresses, races in shared memory, barriers.
 
-    python benchmarks/sanitize.py                  # compiles the kernels, so that the sanitizer sees only launches
-    for tool in memcheck racecheck synccheck; do
-        timeout 900 compute-sanitizer --tool $tool --error-exitcode 1 python benchmarks/sanitize.py --blocks 3
-    done
+    python benchmarks/sanitize.py check --out sanitize.json            # all tools; exit code 1 if one finds anything
+    python benchmarks/sanitize.py check --tool racecheck --cases d64   # one tool, cases whose name matches
+    python benchmarks/sanitize.py launch                               # the launches alone, without the sanitizer
+
+`check` compiles the kernels first, in parallel, so that the sanitizer sees only launches. Then each tool runs, with a
+time limit, over the kernels for long sequences and over those for short ones, each in a process of its own.
 
 Inputs are made on the CPU: under the sanitizer each kernel of PyTorch's own costs seconds. Whether the results are
-right is what the tests ask (`pytest -m gpu`); here outputs must be finite. With `--blocks N` the persistent kernels run
-with that many blocks, so that even small shapes use the queue of tiles.
+right is what the tests ask (`pytest -m gpu`); here outputs must be finite. The persistent kernels run with few blocks
+(`--blocks`), so that even small shapes use the queue of tiles.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
-from typing import Any
+import contextlib
+import datetime
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
 
+import precompile
 import torch
+import typer
 
 import tileattn
-from tileattn import Causal, Documents, Mask, SlidingWindow, SoftCap
+from tileattn import ALiBi, Causal, Documents, Mask, SlidingWindow, SoftCap
+from tileattn.bench import environment
+from tileattn.bench.choices import refuse
+from tileattn.call import device_arch
+from tileattn.fp8 import FP8, quantize_fp8
 from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.defaults import LONG, default
 
-HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (96, 96))
+TOOLS = ("memcheck", "racecheck", "synccheck")
+BUCKETS = {"short": 1, "long": LONG}
+BATCH = 2
+SHOWN_LINES = 40
+TOOLKIT = Path("/usr/local/cuda/bin/compute-sanitizer")
+# What the sanitizer returns where it found something and the program itself ended well.
+FOUND = 86
+
 # (seqlen_q, seqlen_k), (heads, kv_heads)
 SIZES = (((1, 1), (1, 1)), ((1, 300), (4, 1)), ((63, 63), (2, 2)), ((129, 257), (4, 2)), ((300, 200), (2, 1)))
 
 
-def masks(seqlen_k: int) -> Iterator[tuple[str, Mask | None, Any]]:
-    """(name, mask, modification of the score)"""
-    yield "full", None, None
-    yield "causal", Causal(), None
-    yield "window", SlidingWindow(40, 3), None
-    yield "documents", Documents((torch.arange(seqlen_k) // 70).to("cuda", torch.int32)) & Causal(), None
-    yield "causal softcap", Causal(), SoftCap(20.0)
+# --- The launches ---
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, help="of the persistent kernels; all multiprocessors unless given")
-    parser.add_argument("--head-dim", type=int, action="append", help="only these")
-    options = parser.parse_args()
-    if options.blocks:
-        backend.multiprocessors = lambda device: options.blocks  # type: ignore[assignment]
-    launches = 0
-    for head_dim, head_dim_v in HEAD_DIMS:
-        if options.head_dim and head_dim not in options.head_dim:
-            continue
+@dataclass(frozen=True)
+class Case:
+    """One kernel at all `SIZES`. `kind` is "full", or terms joined with "+": a mask, a modification, sink."""
+
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    kind: str
+
+    @property
+    def name(self) -> str:
+        dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
+        short = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8"}[self.dtype]
+        return f"{short}-{dims}-{self.kind}"
+
+    def calls(self, device: str) -> Iterator[dict[str, Any]]:
+        """The arguments of `attention`, for each of the sizes."""
         for (seqlen_q, seqlen_k), (heads, kv_heads) in SIZES:
-            shapes = ((seqlen_q, heads, head_dim), (seqlen_k, kv_heads, head_dim), (seqlen_k, kv_heads, head_dim_v))
-            q, k, v = (torch.randn(2, *shape).to(torch.bfloat16).cuda() for shape in shapes)
-            for name, mask, score_mod in masks(seqlen_k):
-                o, lse = tileattn.attention(
-                    q, k, v, mask=mask, score_mod=score_mod, return_lse=True, backend="tilelang"
-                )
-                launches += 1
-                assert o.cpu().isfinite().all(), (name, q.shape, k.shape)
-                assert not lse.cpu().isnan().any(), (name, q.shape, k.shape)
-    print(f"{launches} launches")
+            shapes = ((seqlen_q, heads, self.head_dim), (seqlen_k, kv_heads, self.head_dim))
+            tensors = [torch.randn(BATCH, *shape) for shape in (*shapes, (seqlen_k, kv_heads, self.head_dim_v))]
+            names = ("q", "k", "v", "q_descale", "k_descale", "v_descale")
+            if self.dtype == FP8:
+                tensors = list(quantize_fp8(*tensors))
+            else:
+                tensors = [x.to(self.dtype) for x in tensors]
+            terms = self.kind.split("+")
+            yield {
+                **{name: x.to(device) for name, x in zip(names, tensors)},
+                "mask": _mask(terms, seqlen_k, device),
+                "score_mod": _score_mod(terms, heads, device),
+                "sink": torch.linspace(-1, 2, heads).to(device) if "sink" in terms else None,
+            }
+
+
+def _mask(terms: Sequence[str], seqlen_k: int, device: str) -> Mask | None:
+    if "documents" in terms:
+        return Documents((torch.arange(seqlen_k) // 70).to(torch.int32).to(device)) & Causal()
+    if "window" in terms:
+        return SlidingWindow(40, 3)
+    return Causal() if "causal" in terms else None
+
+
+def _score_mod(terms: Sequence[str], heads: int, device: str) -> Any:
+    if "alibi" in terms:
+        return ALiBi(torch.linspace(0.1, 0.9, heads).to(device))
+    return SoftCap(20.0) if "softcap" in terms else None
+
+
+CASES = (
+    *(
+        Case(torch.bfloat16, dim, dim, kind)
+        for dim in (64, 128, 256)
+        for kind in ("full", "causal", "window", "sink", "causal+softcap", "causal+alibi")
+    ),
+    *(Case(FP8, dim, dim, kind) for dim in (64, 128, 256) for kind in ("full", "causal", "window+softcap")),
+    Case(torch.bfloat16, 128, 128, "documents"),
+    Case(torch.bfloat16, 192, 128, "causal"),
+    Case(torch.float16, 96, 96, "causal"),
+)
+
+
+def chosen(pattern: str) -> list[Case]:
+    """The cases whose name matches a regular expression somewhere."""
+    try:
+        found = [case for case in CASES if re.search(pattern, case.name)]
+    except re.error as error:
+        raise refuse("--cases", f"{pattern!r} is not a regular expression: {error}") from error
+    if not found:
+        raise refuse("--cases", f"{pattern!r} matches none of {', '.join(case.name for case in CASES)}")
+    return found
+
+
+def launch_all(cases: Sequence[Case], bucket: str, blocks: int) -> None:
+    """Each case on the GPU, on the kernels of a bucket of lengths; says of each that it has begun and ended."""
+    backend.multiprocessors = lambda device: blocks  # type: ignore[assignment]
+    backend.default = lambda call, _: default(call, BUCKETS[bucket])  # type: ignore[assignment]
+    for case in cases:
+        print(f"begin {case.name}", flush=True)
+        try:
+            for arguments in case.calls("cuda"):
+                o, lse = tileattn.attention(**arguments, return_lse=True, backend="tilelang")
+                assert o.cpu().isfinite().all(), (case.name, arguments["q"].shape, arguments["k"].shape)
+                assert not lse.cpu().isnan().any(), (case.name, arguments["q"].shape, arguments["k"].shape)
+        except NotImplementedError as refused:  # fp8 on a GPU without it
+            print(f"refused {case.name}: {refused}", flush=True)
+        else:
+            print(f"end {case.name}", flush=True)
+
+
+def jobs(cases: Sequence[Case], buckets: Sequence[str], arch: str) -> list[precompile.Job]:
+    """The kernels of these launches."""
+    attempts = [
+        lambda arguments=arguments: tileattn.attention(**arguments, return_lse=True, backend="tilelang")  # type: ignore[misc]
+        for case in cases
+        for arguments in case.calls("meta")
+    ]
+    found: dict[str, precompile.Job] = {}
+    for bucket in buckets:
+        with mock.patch.object(backend, "default", lambda call, _, bucket=bucket: default(call, BUCKETS[bucket])):
+            found |= {job.key: job for job in precompile.jobs_of(attempts, arch)}
+    return list(found.values())
+
+
+# --- The sanitizer ---
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a tool said of a bucket of kernels.
+
+    outcome: "clean", "found" (errors, or hazards of any severity), "timed out" or "failed" (the program, or the tool).
+    cases: those that ended. last: the one that was running when the process ended, if any.
+    """
+
+    tool: str
+    kernels: str
+    outcome: str
+    errors: int
+    warnings: int
+    seconds: float
+    cases: list[str]
+    refused: list[str]
+    last: str | None
+    lines: list[str]
+
+
+def find_sanitizer(given: Path | None) -> Path:
+    """The one that was named, or on PATH, or of the CUDA toolkit."""
+    on_path = shutil.which("compute-sanitizer")
+    candidates = [given] if given else [*([Path(on_path)] if on_path else []), _of_cuda_home(), TOOLKIT]
+    for candidate in candidates:
+        if candidate is not None and os.access(candidate, os.X_OK):
+            return candidate
+    raise refuse("--sanitizer", f"no compute-sanitizer at {', '.join(map(str, filter(None, candidates)))}")
+
+
+def _of_cuda_home() -> Path | None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return Path(home) / "bin" / "compute-sanitizer" if home else None
+
+
+def run_tool(sanitizer: Path, tool: str, bucket: str, launches: Sequence[str], limit_s: float) -> Report:
+    """One tool over one bucket of kernels. launches: the command that runs under it."""
+    # PyTorch asks the driver for functions that it may not have: those errors are no one's.
+    command = [str(sanitizer), "--tool", tool, "--error-exitcode", str(FOUND), "--report-api-errors", "no"]
+    # Every tensor is an allocation of its own, so that memcheck knows where it ends.
+    variables = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            [*command, *launches], stdout=output, stderr=subprocess.STDOUT, env=variables, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+        output.seek(0)
+        return report_of(tool, bucket, code, output.read(), time.monotonic() - began)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The sanitizer and the program under it, which is a process of its own and may hang on the GPU."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def report_of(tool: str, bucket: str, code: int | None, output: str, seconds: float) -> Report:
+    """What the output and the exit code (None: the time limit) of a tool say."""
+    lines = output.splitlines()
+    said = [re.match(r"(begin|end|refused) ([^\s:]+)", line) for line in lines]
+    by_word: dict[str, list[str]] = {"begin": [], "end": [], "refused": []}
+    for match in said:
+        if match:
+            by_word[match[1]].append(match[2])
+    open_cases = [name for name in by_word["begin"] if name not in by_word["end"] + by_word["refused"]]
+    errors, warnings = _summary(output)
+    if code is None:
+        outcome = "timed out"
+    elif errors or warnings or code == FOUND:
+        outcome = "found"
+    else:
+        # Without a summary the tool did not watch; without a case nothing was launched.
+        watched = errors is not None and bool(by_word["end"])
+        outcome = "clean" if code == 0 and watched and not open_cases else "failed"
+    told = [line for line in lines if line.startswith("=========") and line.strip("= ")]
+    # What the tool said first; of a program that failed or hung, what it said last.
+    shown = {"clean": [], "found": told[:SHOWN_LINES]}.get(outcome, lines[-SHOWN_LINES:])
+    return Report(
+        tool, bucket, outcome, errors or 0, warnings, round(seconds, 1), by_word["end"], by_word["refused"],
+        open_cases[-1] if open_cases else None, shown,
+    )  # fmt: skip
+
+
+def _summary(output: str) -> tuple[int | None, int]:
+    """(errors, warnings) of a tool's summaries, one for each process; errors is None where there is no summary."""
+    found = re.findall(r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\)", output)
+    found += [(errors, 0) for errors in re.findall(r"ERROR SUMMARY: (\d+) errors?", output)]
+    return (sum(int(errors) for errors, _ in found) if found else None), sum(int(warnings) for _, warnings in found)
+
+
+def sanitizer_version(sanitizer: Path) -> str:
+    """Its own words."""
+    text = subprocess.run([str(sanitizer), "--version"], capture_output=True, text=True, timeout=60).stdout
+    found = re.search(r"[Vv]ersion\s+(\S+)", text)
+    return found[1] if found else "unknown"
+
+
+def write(path: Path, reports: Sequence[Report], sanitizer: Path, blocks: int) -> None:
+    """The summary: the machine, the versions, the date, and what each tool said."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    summary = {
+        "gpu": environment.device_name(device),
+        "versions": environment.versions() | {"compute-sanitizer": sanitizer_version(sanitizer)},
+        "commit": environment.commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "batch": BATCH,
+        "sizes": SIZES,
+        "blocks": blocks,
+        "runs": [asdict(report) for report in reports],
+    }
+    path.write_text(json.dumps(summary, indent=1) + "\n")
+
+
+# --- The command line ---
+
+app = typer.Typer(
+    help=(__doc__ or "").split("\n\n")[0],
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Cases = Annotated[str, typer.Option(help="Regular expression: only cases whose name it matches somewhere.")]
+Blocks = Annotated[int, typer.Option(min=1, help="Of the persistent kernels: few, so that they draw several tiles.")]
+
+
+@app.command()
+def check(
+    tool: Annotated[list[str], typer.Option(help="memcheck, racecheck or synccheck; can be repeated.")] = list(TOOLS),  # noqa: B006
+    cases: Cases = "",
+    kernels: Annotated[str | None, typer.Option(help="long or short. Default: both.", show_default=False)] = None,
+    blocks: Blocks = 3,
+    time_limit: Annotated[float, typer.Option(help="Seconds for each tool and kernels.")] = 280.0,
+    out: Annotated[Path | None, typer.Option(help="Write a summary (JSON).", show_default=False)] = None,
+    sanitizer: Annotated[
+        Path | None, typer.Option(help="compute-sanitizer. Default: on PATH, or the toolkit's.", show_default=False)
+    ] = None,
+    jobs_: Annotated[int, typer.Option("--jobs", "-j", min=1, help="That compile.")] = precompile.CORES,
+) -> None:
+    """Compile the kernels, and run each tool over them."""
+    if unknown := [name for name in tool if name not in TOOLS]:
+        raise refuse("--tool", f"{unknown[0]!r} is not known; accepted: {', '.join(TOOLS)}")
+    buckets, wanted, program = _buckets(kernels), chosen(cases), find_sanitizer(sanitizer)
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("there is no GPU here to launch on")
+    if precompile.run(jobs(wanted, buckets, device_arch(torch.device("cuda"))), jobs_, only_list=False):
+        raise typer.Exit(1)
+    reports = []
+    for name in tool:
+        for bucket in buckets:
+            launches = [sys.executable, __file__, "launch", "--cases", cases, "--kernels", bucket]
+            report = run_tool(program, name, bucket, [*launches, "--blocks", str(blocks)], time_limit)
+            reports.append(report)
+            show(report)
+            if out is not None:  # after each, so that a later one that is cut short loses nothing
+                write(out, reports, program, blocks)
+    raise typer.Exit(int(any(report.outcome != "clean" for report in reports)))
+
+
+def show(report: Report) -> None:
+    """A line, and some of the output where something is wrong."""
+    counted = f"{report.errors} errors, {report.warnings} warnings"
+    last = f", in {report.last}" if report.last else ""
+    typer.echo(
+        f"{report.tool}, kernels for {report.kernels} sequences: {report.outcome}{last}; {counted}; "
+        f"{len(report.cases)} cases in {report.seconds:.0f} s"
+    )
+    for line in report.lines:
+        typer.echo(f"    {line}")
+
+
+@app.command()
+def launch(
+    cases: Cases = "",
+    kernels: Annotated[str | None, typer.Option(help="long or short.", show_default=False)] = "long",
+    blocks: Blocks = 3,
+) -> None:
+    """Only the launches: what runs under the sanitizer."""
+    for bucket in _buckets(kernels):
+        launch_all(chosen(cases), bucket, blocks)
+
+
+def _buckets(kernels: str | None) -> list[str]:
+    if kernels not in (None, *BUCKETS):
+        raise refuse("--kernels", f"{kernels!r} is not known; accepted: {', '.join(BUCKETS)}")
+    return ["long", "short"] if kernels is None else [kernels]
 
 
 if __name__ == "__main__":
-    main()
+    app()

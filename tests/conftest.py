@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -19,15 +21,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def kernels_of(bucket: str) -> Callable[[AttentionCall, int], Config]:
+    """What `backend.default` is under `--kernels`; benchmarks/precompile.py compiles the same."""
+    seqlen = {"short": 1, "long": LONG}[bucket]
+
+    def of_bucket(call: AttentionCall, _: int) -> Config:
+        return default(call, seqlen)
+
+    return of_bucket
+
+
 def pytest_configure(config: pytest.Config) -> None:
     bucket = config.getoption("--kernels")
     if bucket is not None:
-        seqlen = {"short": 1, "long": LONG}[bucket]
-
-        def of_bucket(call: AttentionCall, _: int) -> Config:
-            return default(call, seqlen)
-
-        backend.default = of_bucket  # type: ignore[assignment]
+        backend.default = kernels_of(bucket)  # type: ignore[assignment]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

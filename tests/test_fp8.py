@@ -15,7 +15,8 @@ from tileattn import ALiBi, Causal, SlidingWindow, api, attention, quantize_fp8
 from tileattn.call import AttentionCall
 from tileattn.fp8 import FP8, Descales, QuantizedFP8, complete, dequantize
 from tileattn.kernels.torch import backend as torch_backend
-from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
+from tileattn.testing import assert_forward_accurate, eager_attention, oracle, oracle_attention
+from tileattn.testing.oracle import fp8_product
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS, KV_HEADS, DIM, DIM_V = 2, 5, 7, 4, 2, 16, 32
 LIMIT = torch.finfo(FP8).max
@@ -316,15 +317,90 @@ def test_eager_in_fp8_rounds_the_probabilities_and_no_more() -> None:
     assert float((eager_lse.double() - lse).abs().max()) < torch.finfo(torch.bfloat16).eps / 8
 
 
+def strict_scaled_mm(calls: list[tuple[int, ...]], precision: torch.dtype) -> Any:
+    """A stand-in for `torch._scaled_mm` on a GPU: what it asks of its arguments, and the product in some precision."""
+
+    def scaled_mm(
+        a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: Any, use_fast_accum: bool
+    ) -> Any:
+        assert a.dtype == b.dtype == FP8
+        assert a.shape[1] % 16 == b.shape[0] % 16 == b.shape[1] % 16 == 0
+        assert a.stride() == (a.shape[1], 1), "rows must be contiguous"
+        assert b.stride() == (1, b.shape[0]), "columns must be contiguous"
+        assert a.data_ptr() % 16 == b.data_ptr() % 16 == 0
+        assert all(scale.dtype == torch.float32 and scale.numel() == 1 for scale in (scale_a, scale_b))
+        assert use_fast_accum
+        calls.append((*a.shape, b.shape[1]))
+        return (a.float() @ b.float()).to(precision).to(out_dtype)
+
+    return scaled_mm
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "dim"), [(5, 7, 40), (64, 48, 64), (1, 33, 16)])
+def test_the_product_pads_and_lays_out(monkeypatch: pytest.MonkeyPatch, seqlen_q: int, seqlen_k: int, dim: int) -> None:
+    calls: list[tuple[int, ...]] = []
+    monkeypatch.setattr(torch, "_scaled_mm", strict_scaled_mm(calls, torch.float32))
+    q = random(2, seqlen_q, 4, dim).to(FP8).transpose(1, 2)
+    k = random(2, seqlen_k, 1, dim, seed=1).to(FP8).transpose(1, 2).expand(-1, 4, -1, -1)
+    got = fp8_product(q, k)
+    torch.testing.assert_close(got, q.float() @ k.float().mT)
+    assert calls == 8 * [tuple(-(-size // 16) * 16 for size in (seqlen_q, dim, seqlen_k))]
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 16), (2, 0, 5, 16), (2, 2, 0, 16)])
+def test_the_product_of_nothing(shape: tuple[int, ...]) -> None:
+    q, k = torch.empty(shape).to(FP8), torch.empty(*shape[:2], 7, 16).to(FP8)
+    assert fp8_product(q, k).shape == (*shape[:3], 7)
+    assert fp8_product(k, q).shape == (*shape[:2], 7, shape[2])
+
+
+def test_eager_on_a_gpu_multiplies_as_the_gpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scores are those of `torch._scaled_mm`, and its error is that of a matrix unit with few bits."""
+    arguments = in_fp8()
+    (o, lse), (exact_o, exact_lse) = oracle_attention(*arguments), eager_attention(*arguments)
+    calls: list[tuple[int, ...]] = []
+    monkeypatch.setattr(oracle, "multiplies_fp8", lambda device: True)
+    monkeypatch.setattr(torch, "_scaled_mm", strict_scaled_mm(calls, torch.float32))
+    same_o, same_lse = eager_attention(*arguments)
+    assert len(calls) == 2 * 2 * 4  # runs, batch elements, heads
+    assert max(float((x - y).abs().max()) for x, y in zip(same_lse, exact_lse)) < 1e-5
+    assert_forward_accurate("x", (same_o[0], same_lse[0]), (o, lse), (exact_o, exact_lse))
+
+    monkeypatch.setattr(torch, "_scaled_mm", strict_scaled_mm(calls, torch.bfloat16))
+    coarse = eager_attention(*arguments)
+    assert float((coarse[1][0].double() - lse).abs().max()) > torch.finfo(torch.bfloat16).eps / 8
+    with pytest.raises(AssertionError, match="lse of x"):
+        assert_forward_accurate("x", (coarse[0][0], coarse[1][0]), (o, lse), (exact_o, exact_lse))
+    assert_forward_accurate("x", (coarse[0][0], coarse[1][0]), (o, lse), coarse)
+
+
+def test_a_cpu_multiplies_exactly() -> None:
+    assert not oracle.multiplies_fp8(torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [16, 40, 64])
+def test_the_product_on_a_gpu(dim: int) -> None:
+    """Near the exact one: some 13 bits below the largest product of a step are kept."""
+    device = torch.device("cuda")
+    if not oracle.multiplies_fp8(device):
+        pytest.skip("its matrix units do not multiply fp8")
+    q = random(2, 63, 4, dim).to(FP8).to(device).transpose(1, 2)
+    k = random(2, 111, 4, dim, seed=1).to(FP8).to(device).transpose(1, 2)
+    exact = q.double() @ k.double().mT
+    error = (fp8_product(q, k).double() - exact).abs().amax(-1)
+    assert bool((error <= 2**-10 * exact.abs().amax(-1)).all())
+
+
 def test_a_wrong_descale_is_seen() -> None:
     arguments = in_fp8()
-    oracle, eager = oracle_attention(*arguments), eager_attention(*arguments)
+    expected, eager = oracle_attention(*arguments), eager_attention(*arguments)
     for i in (7, 8, 9):
         wrong = list(arguments)
         wrong[i] = wrong[i].flip(1) * math.sqrt(1.5)
         o, lse = oracle_attention(*wrong)
         with pytest.raises(AssertionError, match="error"):
-            assert_forward_accurate("x", (o.bfloat16(), lse.float()), oracle, eager)
+            assert_forward_accurate("x", (o.bfloat16(), lse.float()), expected, eager)
 
 
 def test_the_public_names() -> None:

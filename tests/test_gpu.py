@@ -104,23 +104,24 @@ class Shape(NamedTuple):
     score_mod: Any = None
     sink: bool = False
 
-    def tensors(self, seed: int = 0) -> dict[str, Any]:
-        generator = torch.Generator("cuda").manual_seed(seed)
+    def tensors(self, seed: int = 0, device: str = "cuda") -> dict[str, Any]:
+        """The arguments of `attention`; on "meta" without values, for benchmarks/precompile.py."""
+        generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
 
         def random(length: int, heads: int, head_dim: int) -> torch.Tensor:
             shape = (self.batch, length, heads, head_dim)
-            return torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+            return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
 
         (seqlen_q, seqlen_k), (heads, kv_heads), (head_dim, head_dim_v) = self.lengths, self.heads, self.head_dims
         q, k = random(seqlen_q, heads, head_dim), random(seqlen_k, kv_heads, head_dim)
         v = random(seqlen_k, kv_heads, head_dim_v)
-        sink = torch.linspace(-1, 2, heads, device="cuda") if self.sink else None
-        mask = self.mask(seqlen_k) if callable(self.mask) else self.mask
+        sink = torch.linspace(-1, 2, heads, device=device) if self.sink else None
+        mask = self.mask(seqlen_k, device) if callable(self.mask) else self.mask
         return {"q": q, "k": k, "v": v, "mask": mask, "score_mod": self.score_mod, "sink": sink}
 
 
-def _documents(seqlen: int) -> tileattn.Mask:
-    return Documents(torch.arange(seqlen, device="cuda", dtype=torch.int32) // 173) & Causal()
+def _documents(seqlen: int, device: str) -> tileattn.Mask:
+    return Documents(torch.arange(seqlen, device=device, dtype=torch.int32) // 173) & Causal()
 
 
 SHAPES = {

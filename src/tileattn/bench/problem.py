@@ -76,8 +76,12 @@ class Problem:
 
 
 def build(case: Case, device: torch.device | str, seed: int = 0) -> Problem:
-    """Random tensors for a case: standard normal, rounded to the case's dtype once, the same for the same seed."""
-    generator = torch.Generator(device=device).manual_seed(seed)
+    """Random tensors for a case: standard normal, rounded to the case's dtype once, the same for the same seed.
+
+    On the device "meta" nothing is drawn and no memory is taken: what a call is can be asked of any size.
+    """
+    meta = torch.device(device).type == "meta"  # which has no generators
+    generator = None if meta else torch.Generator(device=device).manual_seed(seed)
     dtype = case.value_dtype
 
     def normal(*shape: int) -> Tensor:

@@ -47,7 +47,7 @@ def oracle_attention(
     """
     # The sums are not in their natural order, which is eager's: in float64 its error would seem to be 0.
     descales = (q_descale, k_descale, v_descale)
-    return _attend(torch.float64, q, k, v, mask, score_mods, sink, scale, descales, _reversed, _weighted)
+    return _attend(torch.float64, q, k, v, mask, score_mods, sink, scale, descales, _reversed, _product, _weighted)
 
 
 def eager_attention(
@@ -67,8 +67,9 @@ def eager_attention(
     Arguments as `oracle_attention`. Each operation rounds its result to the dtype: scores, probabilities, output. lse
     is reduced from the rounded scores in float32 or better. Differentiable.
 
-    fp8 is a dtype to multiply in, not to compute in. There eager does what attention in fp8 cannot do without: float32
-    scores and sums, probabilities ``exp(score - row's maximum)`` rounded to fp8 for their product with v, the softmax's
+    fp8 is a dtype to multiply in, not to compute in. There eager does what attention in fp8 cannot do without: scores
+    from PyTorch's own product of fp8 matrices where the device has one (:func:`fp8_product`), kept in float32, float32
+    sums, probabilities ``exp(score - row's maximum)`` rounded to fp8 for their product with v, the softmax's
     denominator from the probabilities that are not rounded, and an output in bfloat16.
 
     Its error is luck to a degree: it depends on the order in which sums are computed. So there are two runs, with
@@ -77,10 +78,13 @@ def eager_attention(
     Returns:
         The o and the lse of the two runs.
     """
-    dtype, weighted = (accumulator(FP8), _weighted_in_fp8) if q.dtype == FP8 else (q.dtype, _weighted)
+    dtype, product, weighted = q.dtype, _product, _weighted
+    if q.dtype == FP8:
+        dtype, weighted = accumulator(FP8), _weighted_in_fp8
+        product = _product_in_fp8 if multiplies_fp8(q.device) else _product
     descales = (q_descale, k_descale, v_descale)
     (o, lse), (o_shuffled, lse_shuffled) = (
-        _attend(dtype, q, k, v, mask, score_mods, sink, scale, descales, order, weighted)
+        _attend(dtype, q, k, v, mask, score_mods, sink, scale, descales, order, product, weighted)
         for order in (_natural, _shuffled)
     )
     return [o, o_shuffled], [lse, lse_shuffled]
@@ -109,11 +113,14 @@ def _attend(
     scale: float | None,
     descales: Sequence[Tensor | None],
     order: Callable[[int, torch.device], Tensor],
+    product: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor],
     weighted: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Output (bshd) and lse, computed in `dtype`, with the sums over head_dim and over keys in the given order.
 
-    `weighted(logits, v)` is the sum of values, weighted by the softmax of logits (.., keys, or keys and a sink).
+    `product(q, k, q_descale, k_descale)` is the scores before the scale, of q and k (batch, heads, seqlen, head_dim)
+    and descales that broadcast to them. `weighted(logits, v)` is the sum of values, weighted by the softmax of logits
+    (.., keys, or keys and a sink).
     """
     group = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -121,12 +128,13 @@ def _attend(
     q = q.to(dtype)[..., dims].transpose(1, 2)
     k = k.to(dtype)[:, keys][..., dims].transpose(1, 2).repeat_interleave(group, dim=1)
     v = v.to(dtype)[:, keys].transpose(1, 2).repeat_interleave(group, dim=1)
-    q, k, v = (
-        x if descale is None else x * descale.to(dtype).repeat_interleave(group, dim=1)[:, :, None, None]
-        for x, descale in zip((q, k, v), descales)
+    q_descale, k_descale, v_descale = (
+        None if descale is None else descale.to(dtype).repeat_interleave(group, dim=1)[:, :, None, None]
+        for descale in descales
     )
 
-    scores = (q @ k.mT) * scale
+    v = _times(v, v_descale)
+    scores = product(q, k, q_descale, k_descale) * scale
     index = _indices(scores, keys)
     for score_mod in score_mods:
         scores = score_mod(scores, *index).to(dtype).expand(scores.shape)
@@ -141,6 +149,65 @@ def _attend(
     o = weighted(logits, v).masked_fill(empty[..., None], 0.0)
     lse = torch.logsumexp(logits.to(torch.promote_types(dtype, torch.float32)), dim=-1)
     return o.transpose(1, 2), lse.masked_fill(empty, -torch.inf)
+
+
+def _times(x: Tensor, factor: Tensor | None) -> Tensor:
+    return x if factor is None else x * factor
+
+
+def _product(q: Tensor, k: Tensor, q_descale: Tensor | None, k_descale: Tensor | None) -> Tensor:
+    """``(q_descale * q) @ (k_descale * k)^T`` in the dtype of q and k."""
+    return _times(q, q_descale) @ _times(k, k_descale).mT
+
+
+def _product_in_fp8(q: Tensor, k: Tensor, q_descale: Tensor | None, k_descale: Tensor | None) -> Tensor:
+    """The same, of q and k in float32 whose values are those of fp8 elements, multiplied as fp8."""
+    return _times(_times(fp8_product(q.to(FP8), k.to(FP8)), q_descale), k_descale)
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether `fp8_product` runs on the matrix units of a device: NVIDIA's from compute capability 8.9 on."""
+    # AMD's first units for fp8 take another format (fnuz).
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def fp8_product(q: Tensor, k: Tensor) -> Tensor:
+    """``q @ k^T`` in float32 by PyTorch's own product of fp8 matrices, `torch._scaled_mm`.
+
+    Args:
+        q: (batch, heads, seqlen_q, head_dim), float8_e4m3fn, any strides.
+        k: (batch, heads, seqlen_k, head_dim).
+
+    Returns:
+        (batch, heads, seqlen_q, seqlen_k).
+    """
+    batch, heads, seqlen_q, _ = q.shape
+    seqlen_k = k.shape[2]
+    if q.numel() == 0 or k.numel() == 0:
+        return q.float() @ k.float().mT
+    q, k = _padded(q), _padded(k)
+    scores = q.new_empty((batch, heads, q.shape[2], k.shape[2]), dtype=torch.float32)
+    one = torch.ones((), dtype=torch.float32, device=q.device)
+    for b in range(batch):
+        for h in range(heads):
+            # With fast accumulation the whole sum over head_dim stays in the matrix unit, which keeps some 13 bits
+            # below the largest product: what a fused kernel's scores are. Without, cuBLAS adds up partial sums in
+            # float32 beside it.
+            scores[b, h] = torch._scaled_mm(
+                q[b, h], k[b, h].mT, scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True
+            )
+    return scores[:, :, :seqlen_q, :seqlen_k]
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Contiguous, with zeros behind the last two dimensions up to multiples of 16: `torch._scaled_mm` takes no others.
+
+    So the first matrix has its rows contiguous, and the second, transposed, its columns, which is asked for as well.
+    """
+    *others, rows, dim = x.shape
+    padded = x.new_zeros((*others, -(-rows // 16) * 16, -(-dim // 16) * 16))
+    padded[..., :rows, :dim] = x
+    return padded
 
 
 def _weighted(logits: Tensor, v: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def transpose_function(call: AttentionCall) -> Callable[..., Any]:
 
 
 def ensure_transpose_compiled(call: AttentionCall) -> Path:
-    """The shared library of :func:`transpose_function`, which depends on head_dim_v and the architecture alone."""
+    """The shared library of :func:`transpose_function`."""
 
     def build(path: Path) -> None:
         from .compile import build_library
@@ -63,8 +63,12 @@ def ensure_transpose_compiled(call: AttentionCall) -> Path:
 
         build_library(transpose_kernel(call), call.arch, path)
 
-    key = f"transpose_fp8 | {call.head_dim_v} {call.arch} | {_source_digest()} | {_toolchain()}"
-    return KernelCache(default_folder()).find_or_build(key, build)
+    return KernelCache(default_folder()).find_or_build(transpose_key(call), build)
+
+
+def transpose_key(call: AttentionCall) -> str:
+    """All that decides what the compiled transposition is: of the call, head_dim_v and the architecture alone."""
+    return f"transpose_fp8 | {call.head_dim_v} {call.arch} | {_source_digest()} | {_toolchain()}"
 
 
 def cache_key(call: AttentionCall, config: Config) -> str:

@@ -1,0 +1,333 @@
+"""Compiles the kernels of a whole run in parallel, so that no GPU waits for them one by one.
+
+    python benchmarks/precompile.py suites fa fp8 variants                 # of `tileattn bench --suite fa`, ...
+    python benchmarks/precompile.py conformance                            # of `pytest -m gpu`
+    python benchmarks/precompile.py conformance --kernels long --jobs 16   # of `pytest -m gpu --kernels long`
+    python benchmarks/precompile.py suites fa --arch sm_90a --list         # what would be compiled; needs no GPU
+
+Each call is really made, by the code that the run makes it with, on tensors without memory (device "meta"), and stopped
+where it asks for its kernel. So what is compiled is what the run will ask for, and nothing is allocated or launched.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import tileattn
+from tileattn import ops
+from tileattn.bench import choices, problem
+from tileattn.bench.cases import Case
+from tileattn.bench.peers.own import TileAttn, TileAttnBf16
+from tileattn.call import AttentionCall, device_arch, is_aligned
+from tileattn.fp8 import FP8
+from tileattn.kernels.cache import KernelCache, default_folder
+from tileattn.kernels.tilelang import backend, launch
+from tileattn.kernels.tilelang.config import Config
+from tileattn.kernels.tilelang.defaults import LONG, SHORT
+from tileattn.testing import build, conformance_cases
+from tileattn.variant import program
+
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+
+Attempt = Callable[[], Any]  # makes one call to attention
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel: the forward kernel of a call, or (config None) the transposition that fp8 calls run before it."""
+
+    call: AttentionCall
+    config: Config | None
+
+    @property
+    def key(self) -> str:
+        """Of the library in the kernel cache."""
+        return launch.transpose_key(self.call) if self.config is None else launch.cache_key(self.call, self.config)
+
+    def __str__(self) -> str:
+        if self.config is None:
+            return f"transpose_fp8 d{self.call.head_dim_v} {self.call.arch}"
+        return f"{self.call} {self.config}"
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of a job: it was in the cache, or took some seconds to compile, or could not be compiled."""
+
+    job: Job
+    seconds: float = 0.0
+    was_there: bool = False
+    error: str | None = None
+
+
+# --- Which kernels: calls are made, and stopped where they ask for one ---
+
+
+class _Asked(Exception):
+    """A call has come as far as its kernel."""
+
+    def __init__(self, call: AttentionCall, config: Config) -> None:
+        self.job = Job(call, config)
+
+
+def _ask(call: AttentionCall, config: Config) -> Any:
+    raise _Asked(call, config)
+
+
+@contextmanager
+def _pretending(arch: str) -> Iterator[None]:
+    """Inside, tensors on "meta" are taken for tensors on a GPU of this architecture."""
+    make_call = ops.make_call
+
+    def as_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any, **named: Any) -> AttentionCall:
+        call = make_call(q, k, v, *others, **named)
+        return replace(call, arch=arch, aligned=all(map(is_aligned, (q, k, v))))
+
+    with mock.patch.object(ops, "make_call", as_on_gpu), mock.patch.object(backend, "forward_function", _ask):
+        yield
+
+
+def jobs_of(attempts: Iterable[Attempt], arch: str) -> list[Job]:
+    """The kernels that these calls need, each once, those that probably take longest first.
+
+    Calls that the kernels refuse, and calls with nothing to compute, need none.
+    """
+    found: dict[str, Job] = {}
+    with _pretending(arch), torch.no_grad():
+        for attempt in attempts:
+            try:
+                attempt()
+            except NotImplementedError:
+                continue
+            except _Asked as asked:
+                job = asked.job
+                found.setdefault(job.key, job)
+                if job.call.dtype == FP8:
+                    transpose = Job(job.call, None)
+                    found.setdefault(transpose.key, transpose)
+    return sorted(found.values(), key=_weight, reverse=True)
+
+
+def _weight(job: Job) -> float:
+    """Larger for what takes longer to compile; a transposition, which others wait for, comes first."""
+    if job.config is None:
+        return float("inf")
+    traced = program(job.call.variant)
+    # Scores and weights of a thread, and its part of O; a mask has a loop of its own, a modification is in both.
+    tile = job.config.block_M * (job.config.block_N + job.call.head_dim_v)
+    return tile * (1 + (traced.allows is not None) + 2 * (traced.score is not None)) * (1.0 + len(traced.tensors) / 2)
+
+
+def suite_attempts(names: Sequence[str]) -> Iterator[Attempt]:
+    """What `tileattn bench --suite NAME` calls of tileattn's own on a GPU."""
+    for name in names:
+        chosen = choices.choose_cases(
+            name, choices.ShapeOptions(), choices.VariantOptions(), None, "fwd", torch.device("cuda")
+        )
+        for case in chosen.cases:
+            yield from _case_attempts(case)
+            if not case.terms.plain:  # what the modification's cost is measured against (`bench.cost`)
+                plain = "causal" if case.terms.mask.name == "causal" else "full"
+                yield from _case_attempts(replace(case, variant=plain))
+
+
+def _case_attempts(case: Case) -> Iterator[Attempt]:
+    given = problem.build(case, "meta")
+    yield lambda: TileAttn("tilelang").prepare(given).call()
+    if case.dtype == "fp8":
+        yield lambda: TileAttnBf16().prepare(given).call()
+
+
+def conformance_attempts() -> Iterator[Attempt]:
+    """What tests/test_conformance.py and tests/test_gpu.py call on a GPU."""
+    import test_conformance
+    import test_gpu
+
+    for case in conformance_cases("full"):
+        arguments = build(case, "meta")
+        yield lambda arguments=arguments: test_conformance._run(arguments, "tilelang")  # type: ignore[misc]
+    for shape in test_gpu.SHAPES.values():
+        for return_lse in (False, True):
+            yield _attention(return_lse, **shape.tensors(device="meta"))
+    # The single tests make plain calls in bfloat16; and that of torch.compile, whose operator always asks for lse.
+    for head_dim in (64, 128, 256):
+        for seqlen in (SHORT, LONG):
+            q = torch.empty(1, seqlen, 1, head_dim, dtype=torch.bfloat16, device="meta")
+            for return_lse in (False, True):
+                yield _attention(return_lse, q, q, q)
+                yield _attention(return_lse, q, q, q, causal=True)
+    q = torch.empty(2, 300, 4, 64, dtype=torch.bfloat16, device="meta")
+    for return_lse in (False, True):
+        mask, score_mod = tileattn.SlidingWindow(64, 0), tileattn.SoftCap(30.0)
+        yield _attention(return_lse, q, q, q, mask=mask, score_mod=score_mod)
+
+
+def _attention(return_lse: bool, *tensors: torch.Tensor, **named: Any) -> Attempt:
+    return lambda: tileattn.attention(*tensors, **named, return_lse=return_lse, backend="tilelang")
+
+
+def conformance_jobs(kernels: str | None, arch: str) -> list[Job]:
+    """The kernels of the tests for a GPU; `kernels` as `pytest --kernels`."""
+    sys.path.insert(0, str(TESTS))
+    import conftest
+
+    if kernels is None:
+        return jobs_of(conformance_attempts(), arch)
+    with mock.patch.object(backend, "default", conftest.kernels_of(kernels)):
+        return jobs_of(conformance_attempts(), arch)
+
+
+# --- Compiling ---
+
+
+def compile_job(job: Job) -> Done:
+    """In a process of its own; an exception of a compiler need not survive the way back, its text does."""
+    start = time.perf_counter()
+    try:
+        if KernelCache(default_folder()).find(job.key) is not None:
+            return Done(job, was_there=True)
+        if job.config is None:
+            launch.ensure_transpose_compiled(job.call)
+        else:
+            launch.ensure_compiled(job.call, job.config)
+    except Exception as failure:
+        return Done(job, error=f"{type(failure).__name__}: {failure}")
+    return Done(job, seconds=time.perf_counter() - start)
+
+
+def compile_all(jobs: Sequence[Job], processes: int, work: Callable[[Job], Done] = compile_job) -> Iterator[Done]:
+    """Compile in parallel, in the given order, and yield each as it is ready.
+
+    Each process is a pool of its own: where a compiler kills its process, one job fails, and a new process goes on.
+    Spawned, not forked: TileLang may initialise CUDA when it is imported, which does not survive a fork.
+    """
+    pools: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
+
+    def new_pool() -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+    def one(job: Job) -> Done:
+        pool = pools.get()
+        try:
+            return pool.submit(work, job).result()
+        except Exception as failure:
+            pool.shutdown(wait=False)
+            pool = new_pool()
+            return Done(job, error=f"its process ended: {type(failure).__name__}: {failure}")
+        finally:
+            pools.put(pool)
+
+    processes = max(1, min(processes, len(jobs)))
+    for _ in range(processes):
+        pools.put(new_pool())
+    try:
+        with ThreadPoolExecutor(processes) as threads:
+            for done in as_completed([threads.submit(one, job) for job in jobs]):
+                yield done.result()
+    finally:
+        while not pools.empty():
+            pools.get().shutdown()
+
+
+# --- The command line ---
+
+app = typer.Typer(
+    help=(__doc__ or "").split("\n\n")[0],
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Processes. Default: one a core.", show_default=False)]
+Arch = Annotated[str | None, typer.Option(help="sm_90a, sm_80, ... Default: this machine's GPU.", show_default=False)]
+List = Annotated[bool, typer.Option("--list", help="Print the kernels, and compile none.")]
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@app.command()
+def suites(
+    names: Annotated[list[str], typer.Argument(help="Suites of [b]tileattn bench[/b]: fa, fp8, variants, quick.")],
+    jobs: Jobs = CORES,
+    arch: Arch = None,
+    only_list: List = False,
+) -> None:
+    """The kernels of benchmark suites."""
+    raise typer.Exit(run(jobs_of(suite_attempts(names), _arch(arch)), jobs, only_list))
+
+
+@app.command()
+def conformance(
+    kernels: Annotated[
+        str | None, typer.Option(help="long or short, as [b]pytest --kernels[/b].", show_default=False)
+    ] = None,
+    jobs: Jobs = CORES,
+    arch: Arch = None,
+    only_list: List = False,
+) -> None:
+    """The kernels of the tests for a GPU: tests/test_conformance.py and tests/test_gpu.py."""
+    if kernels not in (None, "long", "short"):
+        raise choices.refuse("--kernels", f"{kernels!r} is not known; accepted: long, short")
+    raise typer.Exit(run(conformance_jobs(kernels, _arch(arch)), jobs, only_list))
+
+
+def _arch(name: str | None) -> str:
+    if name is None and not torch.cuda.is_available():
+        raise choices.refuse("--arch", "there is no GPU here to compile for; name an architecture, such as sm_90a")
+    return name or device_arch(torch.device("cuda"))
+
+
+def run(jobs: Sequence[Job], processes: int, only_list: bool) -> int:
+    """Print or compile; returns the exit code: 1 if a kernel could not be compiled."""
+    if only_list:
+        for job in jobs:
+            typer.echo(str(job))
+        typer.echo(f"{len(jobs)} kernels")
+        return 0
+    began = time.perf_counter()
+    done = _with_progress(jobs, processes)
+    failures = [each for each in done if each.error is not None]
+    for each in failures:
+        typer.echo(f"FAILED {each.job}: {each.error}", err=True)
+    there = sum(each.was_there for each in done)
+    compiled = len(done) - there - len(failures)
+    took = time.perf_counter() - began
+    typer.echo(f"{compiled} compiled, {there} in the cache, {len(failures)} failed, in {took:.0f} s")
+    if slowest := sorted((each for each in done if each.seconds), key=lambda each: -each.seconds)[:3]:
+        typer.echo("slowest: " + "; ".join(f"{each.seconds:.0f} s {each.job}" for each in slowest))
+    return int(bool(failures))
+
+
+def _with_progress(jobs: Sequence[Job], processes: int) -> list[Done]:
+    """A bar on a terminal, a line per kernel elsewhere."""
+    console = Console(stderr=True)
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    found = []
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("compiling", total=len(jobs))
+        for done in compile_all(jobs, processes):
+            found.append(done)
+            bar.update(task, advance=1, description=str(done.job))
+            if not console.is_terminal:
+                what = "FAILED" if done.error else "was in the cache" if done.was_there else f"{done.seconds:.1f} s"
+                typer.echo(f"[{len(found)}/{len(jobs)}] {done.job}: {what}", err=True)
+    return found
+
+
+if __name__ == "__main__":
+    app()
