@@ -9,8 +9,9 @@ from ...variant import program
 from .config import HopperConfig, is_valid, padded
 
 # What a consumer thread needs besides the tiles: rows' maxima and sums, addresses, a tile's coordinates; and what a
-# modification of the score computes with. 176 for the tiles of 232 spilled with a softcap, and did not without.
-OTHER_REGISTERS, SCORE_REGISTERS = 32, 32
+# modification of the score computes with. With these ptxas spills none of SoftCap's or ALiBi's candidates at head dim
+# 128, and none of SoftCap's at 64.
+OTHER_REGISTERS, SCORE_REGISTERS = 32, 8
 MAX_KEYS, MIN_KEYS = 192, 64
 
 

@@ -51,8 +51,10 @@ def _preferences(call: AttentionCall, short: bool) -> Iterator[Config]:
         yield ForwardConfig(64, 64, 0, 128)
         yield ForwardConfig(64, 32, 0, 128)
     else:
-        if widest <= 64 and program(call.variant).score is not None:
-            yield ForwardConfig(64, 64, 2, 128)  # half the scores per thread leave registers for the modification
+        traced = program(call.variant)
+        if widest <= 64 and traced.score is not None:
+            # Half the scores per thread leave registers for the modification, a quarter for several tensors' addresses.
+            yield ForwardConfig(64, 64 if len(traced.tensors) < 2 else 32, 2, 128)
         if widest <= 128 and call.aligned:
             yield ForwardConfig(128, 64, 2, 256 if widest > 64 else 128)
         # Wide heads, and copies of single elements, fill the registers: more than 32 keys at a time would spill.

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
 from ...expr import Expr, dtype_of
+from .simplify import step_of_k
 
 _TIR_DTYPE = {"float": "float32", "int": "int32", "bool": "bool"}
+
+
+MAX_STEP = 2**16  # of an integer per key, below which Emitter takes tile positions apart
+
+
+class Key(NamedTuple):
+    """The key of a score within a loop over a tile: ``value == start + offset``.
+
+    ``start`` is the same for all scores that a thread holds, ``offset`` a constant once the loop is unrolled.
+    """
+
+    value: Any
+    start: Any
+    offset: Any
+
+
+def key_in_tile(k_lo: Any, j: Any) -> Key:
+    """Column j of a tile that begins at key k_lo, where a thread holds columns 2t and 2t + 1 of each eight.
+
+    So the matrix units of NVIDIA leave scores (see ``softmax.own_columns_layout``); elsewhere it is right as well, but
+    ``start`` takes several values in a thread.
+    """
+    return Key(k_lo + j, k_lo + j % 8 // 2 * 2, j // 8 * 8 + j % 2)
 
 
 class Emitter:
@@ -27,29 +50,47 @@ class Emitter:
         if not isinstance(expr, Expr):
             return T.bool(expr) if isinstance(expr, bool) else T.cast(expr, _TIR_DTYPE[dtype_of(expr)])
         if expr.op == "symbol":
-            return values[expr.args[0]]
+            value = values[expr.args[0]]
+            return value.value if isinstance(value, Key) else value
         if expr.op == "size":
             return values[expr.args[0]].shape[expr.args[1]]
         if expr.op == "load":
             buffer = values[expr.args[0]]
             element = buffer[tuple(self._emit(arg, values) for arg in expr.args[1:])]
             return element != T.cast(0, "uint8") if expr.dtype == "bool" else T.cast(element, _TIR_DTYPE[expr.dtype])
-        args = [self._emit(arg, values) for arg in expr.args]
-        numbers = args[1:] if expr.op == "where" else args
-        if expr.op in ("div", *_FLOAT_FUNCTIONS) or any(dtype_of(arg) == "float" for arg in expr.args):
-            kinds = [dtype_of(arg) for arg in (expr.args[1:] if expr.op == "where" else expr.args)]
-            if "bool" not in kinds:
-                numbers = [T.cast(arg, "float32") for arg in numbers]
-        return _OPS[expr.op](*([args[0], *numbers] if expr.op == "where" else numbers))
+        numbers = expr.args[1:] if expr.op == "where" else expr.args
+        kinds = [dtype_of(arg) for arg in numbers]
+        is_float = expr.op in ("div", *_FLOAT_FUNCTIONS) or "float" in map(dtype_of, expr.args)
+        emit = self._float if is_float and "bool" not in kinds else self._emit
+        args = [emit(arg, values) for arg in numbers]
+        return _OPS[expr.op](*([self._emit(expr.args[0], values), *args] if expr.op == "where" else args))
 
+    def _float(self, expr: Any, values: dict[str, Any]) -> Any:
+        """`expr` as float32.
 
-def _tanh(x: Any) -> Any:
-    # 1 - 2 / (e^2x + 1): the hardware's exp2 is exact to 2^-22, its tanh only to 2^-11. Saturates at both ends.
-    return T.cast(1, "float32") - T.cast(2, "float32") / (T.exp2(x * T.cast(2 * math.log2(math.e), "float32")) + 1.0)
+        Converting an integer takes as long as four additions. One that grows steadily with k is converted at the
+        thread's first key, and a constant is added in float32: exact where both are below 2^24, and beyond that within
+        one rounding more than converting it. Other integers are converted as they are.
+        """
+        if dtype_of(expr) != "int" or not isinstance(expr, Expr):
+            return T.cast(self._emit(expr, values), "float32")
+        key = values.get("k")
+        if not isinstance(key, Key):
+            return T.cast(self._emit(expr, values), "float32")
+        step = step_of_k(expr)
+        if step is not None and 0 < abs(step) <= MAX_STEP:
+            start = self._emit(expr, {**values, "k": key.start})
+            return T.cast(start, "float32") + T.cast(step * key.offset, "float32")
+        if step is None and expr.op in ("abs", "min", "max"):  # rounding keeps order and sign
+            return _OPS[expr.op](*(self._float(arg, values) for arg in expr.args))
+        if step is None and expr.op == "where":
+            condition, *branches = expr.args
+            return T.if_then_else(self._emit(condition, values), *(self._float(arg, values) for arg in branches))
+        return T.cast(self._emit(expr, values), "float32")
 
 
 _FLOAT_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "tanh": _tanh,
+    "tanh": T.tanh,  # under fast math the hardware's; simplify.py says where that is exact enough
     "exp": T.exp,
     "exp2": T.exp2,
     "log": T.log,
@@ -80,5 +121,5 @@ _OPS: dict[str, Callable[..., Any]] = {
     "min": lambda x, y: T.min(x, y),
     "max": lambda x, y: T.max(x, y),
     "where": lambda c, x, y: T.if_then_else(c, x, y),
-    "abs": lambda x: T.if_then_else(x < T.cast(0, x.dtype), T.cast(0, x.dtype) - x, x),
+    "abs": lambda x: T.abs(x) if "float" in str(x.dtype) else T.if_then_else(x < 0, 0 - x, x),
 }

@@ -26,7 +26,7 @@ from ...variant import Program
 from . import softmax
 from .config import PRODUCER_REGISTERS, ForwardConfig, padded
 from .expressions import Emitter
-from .mask import Visibility, apply_mask, apply_score
+from .mask import Score, Visibility, apply_mask, apply_score, keep_uniforms
 from .signature import assume_aligned
 
 ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
@@ -54,6 +54,7 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
     # TileLang 0.1.15 cannot generate a guarded copy of more than four elements at once for AMD.
     copy = {"disable_tma": not call.aligned} | ({"coalesced_width": 4} if call.arch.startswith("gfx") else {})
 
+    score = Score(call, traced) if traced.score is not None else None
     held = _variable if _has_no_producer(call) else (lambda value: value)
 
     @T.macro
@@ -104,12 +105,15 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
             q_b, k_b, v_b = (held(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v))
             T.copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], q_shared, **copy)
             softmax.reset(m, l, acc_o)
+            if traced.score is not None:
+                uniforms = score.allocate()
+                keep_uniforms(score, uniforms, emit, arg.scale, b, h)
             for step in T.Pipelined(count, num_stages=config.num_stages):
                 k_lo = (first + step) * block_N
                 T.copy(arg.k[k_b, k_lo : k_lo + block_N, kv_h, 0:head_dim], k_shared, **copy)
                 T.gemm(q_shared, k_shared, acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
                 if traced.score is not None:
-                    apply_score(acc_s, traced, emit, arg.scale, b, h, q_lo, k_lo, block_M, block_N)
+                    apply_score(acc_s, score, uniforms, emit, arg.scale, b, h, q_lo, k_lo, block_M, block_N)
                 if (k_lo < full_lo) | (k_lo + block_N > full_hi):
                     apply_mask(acc_s, visible, b, h, q_lo, k_lo, block_M, block_N)
                 softmax.update(acc_s, m, l, alpha, base, row_sum, c, block_M, block_N)

@@ -58,7 +58,7 @@ from ...variant import Program
 from . import softmax
 from .config import HopperConfig, padded
 from .expressions import Emitter
-from .mask import Visibility, apply_mask, apply_score
+from .mask import Score, Visibility, apply_mask, apply_score, keep_uniforms
 from .signature import assume_aligned
 
 ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
@@ -91,6 +91,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
     warpgroups = consumers // WARPGROUP
     ping_pong = config.ping_pong and warpgroups > 1
     output_apart = config.output_apart(call)
+    score = Score(call, traced) if traced.score is not None else None
     masks_inside = traced.allows is not None  # else only the last tile of keys may end beyond seqlen_k
     panel = next(width for width in (64, 32, 16) if head_dim_v % width == 0)  # columns of O that one TMA store takes
     cluster = config.cluster
@@ -321,7 +322,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         q_lo = row + arg.seqlen_k - arg.seqlen_q
         c = score_unit(arg, w)
         if traced.score is not None:
-            apply_score(w.acc_s, traced, emit, scale_of(arg, w), b, h, q_lo, k_lo, block_M, block_N)
+            apply_score(w.acc_s, score, w.uniforms, emit, scale_of(arg, w), b, h, q_lo, k_lo, block_M, block_N)
         if masked:
             apply_mask(w.acc_s, visible, b, h, q_lo, k_lo, block_M, block_N)
         softmax.raise_maximum(w.acc_s, w.m, w.alpha, w.base, c, block_M, config.patience, shift)
@@ -380,6 +381,9 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             kv_h = T.truncdiv(w.task[HEAD], arg.heads_per_kv_head)
             w.descaled[0] = arg.scale * (arg.q_descale[w.task[BATCH], kv_h] * arg.k_descale[w.task[BATCH], kv_h])
             w.descaled[1] = arg.v_descale[w.task[BATCH], kv_h]
+        if traced.score is not None:
+            emit = Emitter(arg.operands)
+            keep_uniforms(score, w.uniforms, emit, scale_of(arg, w), w.task[BATCH], w.task[HEAD])
         softmax.reset(w.m, w.l, w.acc_o)
         T.fill(w.sums, 0)
         T.barrier_wait(w.q_ready, turn & 1)
@@ -481,6 +485,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 q_registers=T.alloc_fragment([block_M, head_dim], dtype),
                 product=T.alloc_fragment([block_M, head_dim_v], "float32") if config.two_level else None,
                 descaled=T.alloc_local([2], "float32") if fp8 else None,
+                uniforms=score.allocate() if score is not None else None,
             )
             if config.q_in_registers:
                 T.annotate_layout({w.q: make_swizzled_layout(w.q)})

@@ -84,7 +84,7 @@ def cache_key(call: AttentionCall, config: Config) -> str:
 def _source_digest() -> str:
     """Of the code that generates kernels, so that editing it recompiles them."""
     names = ("compile", "config", "expressions", "forward", "generic", "hopper", "mask", "signature", "softmax")
-    names += ("transpose_fp8",)
+    names += ("simplify", "transpose_fp8")
     folder = Path(__file__).parent
     return hashlib.sha256(b"".join((folder / f"{name}.py").read_bytes() for name in names)).hexdigest()[:16]
 

@@ -1,6 +1,10 @@
 """Where a query tile looks, and what it may see there: shared by all schedules."""
 
 import tilelang.language as T
+import torch
+
+from .expressions import key_in_tile
+from .simplify import score_program
 
 
 class Visibility:
@@ -41,10 +45,51 @@ def apply_mask(acc_s, visible, b, h, q_lo, k_lo, block_M, block_N):
         acc_s[i, j] = T.if_then_else(visible.allows(b, h, q_lo + i, k_lo + j), acc_s[i, j], -T.infinity("float32"))
 
 
+class Score:
+    """The score modification of one kernel: rewritten (simplify.py), with its uniform values kept in registers.
+
+    The hardware's tanh errs by 2^-11 of itself, an eighth of a rounding to bfloat16, to which eager rounds scores.
+    """
+
+    def __init__(self, call, program) -> None:
+        hardware_tanh = call.dtype == torch.bfloat16 and call.arch.startswith("sm_")
+        self.program = score_program(program.score, hardware_tanh)
+
+    def allocate(self):
+        """A register for each uniform value, of either type."""
+        count = max(len(self.program.uniforms), 1)
+        return {kind: T.alloc_local([count], kind) for kind in self._kinds()}
+
+    def _kinds(self):
+        return {f"{uniform.dtype}32" for uniform in self.program.uniforms}
+
+    def values(self, registers):
+        """The uniform values' symbols."""
+        uniforms = enumerate(self.program.uniforms)
+        return {f"uniform{index}": registers[f"{uniform.dtype}32"][index] for index, uniform in uniforms}
+
+
 @T.macro
-def apply_score(acc_s, program, emit, scale, b, h, q_lo, k_lo, block_M, block_N):
+def keep_uniforms(score, registers, emit, scale, b, h):
+    """Computes what all scores of a head share."""
+    for index, uniform in enumerate(score.program.uniforms):
+        registers[f"{uniform.dtype}32"][index] = emit(uniform, scale=scale, b=b, h=h)
+
+
+@T.macro
+def apply_score(acc_s, score, registers, emit, scale, b, h, q_lo, k_lo, block_M, block_N):
     """s[i, j] = score_mod(scale * s[i, j])."""
     for i, j in T.Parallel(block_M, block_N):
         acc_s[i, j] = T.cast(
-            emit(program.score, score=acc_s[i, j] * scale, b=b, h=h, q=q_lo + i, k=k_lo + j), "float32"
+            emit(
+                score.program.score,
+                **score.values(registers),
+                raw=acc_s[i, j],
+                scale=scale,
+                b=b,
+                h=h,
+                q=q_lo + i,
+                k=key_in_tile(k_lo, j),
+            ),
+            "float32",
         )

@@ -1,0 +1,200 @@
+"""Score modifications as they are emitted: they compute what was written, and convert integers where it is exact."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tileattn import ALiBi, SoftCap
+from tileattn import math as tm
+from tileattn.expr import Expr, evaluate, symbol
+from tileattn.kernels.tilelang.simplify import ScoreProgram, is_uniform, score_program, step_of_k
+from tileattn.variant import encode, program
+
+Mod = Callable[..., Any]
+
+POSITIONS = ("b", "h", "q", "k")
+SLOPES = torch.tensor([0.5, 0.25, -0.125], dtype=torch.float64)
+OFFSETS = torch.tensor([3, -2, 100])
+CAP = 3.0
+
+MODS: dict[str, Mod] = {
+    "softcap": lambda score, b, h, q, k: CAP * tm.tanh(score / CAP),
+    "tanh of a sum": lambda score, b, h, q, k: tm.tanh(score + 0.01 * (k - q)) * 2 - 1,
+    "tanh of tanh": lambda score, b, h, q, k: tm.tanh(tm.tanh(score * 0.5) * 4) * SLOPES[h],
+    "alibi": lambda score, b, h, q, k: score - SLOPES[h] * abs(q - k),
+    "table": lambda score, b, h, q, k: score + SLOPES[k % 3] / SLOPES[h],
+    "integers": lambda score, b, h, q, k: score * 100000 * 100000 * h + OFFSETS[h] * (q - k) ** 2,
+    "where": lambda score, b, h, q, k: tm.where(q - k < 3, score * 0.5, score / (1 + h) + abs(k - q)),
+    "division": lambda score, b, h, q, k: score / (q + 1) + 1 / (score * score + 1) + score / 4 / SLOPES[h],
+    "nothing of the score": lambda score, b, h, q, k: SLOPES[h] * 2.0,
+    "condition": lambda score, b, h, q, k: score * 1.5 * (q >= k),
+}
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Quotients of integers too."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def rewritten(mod: Mod, hardware_tanh: bool) -> tuple[Any, ScoreProgram, dict[str, torch.Tensor]]:
+    """The modification as traced and as emitted, and the values of its tensors."""
+    key, operands = encode(None, [mod])
+    traced = program(key).score
+    tensors = {f"t{index}": tensor for index, tensor in enumerate(operands.tensors)}
+    return traced, score_program(traced, hardware_tanh), tensors
+
+
+def nodes(expr: Any) -> list[Expr]:
+    if not isinstance(expr, Expr):
+        return []
+    return [expr, *(node for arg in expr.args for node in nodes(arg))]
+
+
+@pytest.mark.parametrize("hardware_tanh", [False, True])
+@pytest.mark.parametrize("name", MODS)
+def test_rewriting_changes_nothing_but_roundings(name: str, hardware_tanh: bool, in_float64: None) -> None:
+    traced, emitted, tensors = rewritten(MODS[name], hardware_tanh)
+    grid = torch.meshgrid(*(torch.arange(size) for size in (2, 3, 8, 8)), indexing="ij")
+    values: dict[str, Any] = dict(zip(POSITIONS, grid)) | tensors
+    raw = torch.randn(grid[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 20
+    scale = torch.tensor(0.125, dtype=torch.float64)
+    expected = evaluate(traced, values | {"score": raw * scale})
+    values |= {"raw": raw, "scale": scale}
+    uniforms = {f"uniform{i}": evaluate(expr, values) for i, expr in enumerate(emitted.uniforms)}
+    torch.testing.assert_close(
+        torch.as_tensor(evaluate(emitted.score, values | uniforms)), torch.as_tensor(expected), rtol=1e-11, atol=1e-11
+    )
+
+
+@pytest.mark.parametrize("x", [0.0, 1e-30, 300.0, -300.0, math.inf, -math.inf, math.nan])
+def test_tanh_by_exp2_at_the_ends(x: float) -> None:
+    """In float32, in which exp2 overflows there."""
+    _, emitted, _ = rewritten(lambda score, b, h, q, k: 2.0 * tm.tanh(score), hardware_tanh=False)
+    values = {"raw": torch.tensor(x), "scale": torch.tensor(1.0)}
+    uniforms = {f"uniform{i}": evaluate(expr, values) for i, expr in enumerate(emitted.uniforms)}
+    got = evaluate(emitted.score, values | uniforms)
+    torch.testing.assert_close(got, 2 * torch.tanh(torch.tensor(x)), equal_nan=True)
+
+
+def test_what_a_head_shares_is_computed_once() -> None:
+    for mod in (ALiBi(SLOPES), SoftCap(30.0)):
+        for hardware_tanh in (False, True):
+            traced, emitted, _ = rewritten(mod, hardware_tanh)
+            operations = [node.op for node in nodes(emitted.score)]
+            assert "load" not in operations
+            assert operations.count("div") == (isinstance(mod, SoftCap) and not hardware_tanh)  # 1 / (exp2 + 1)
+            assert all(is_uniform(uniform) for uniform in emitted.uniforms)
+            assert "load" in {node.op for node in nodes(traced)} or isinstance(mod, SoftCap)
+
+
+def test_scale_and_cap_are_one_factor() -> None:
+    _, emitted, _ = rewritten(SoftCap(30.0), hardware_tanh=True)
+    assert str(emitted.score) == "(mul (tanh (mul raw uniform0)) f0)"
+    assert list(map(str, emitted.uniforms)) == ["(mul scale (div 1.0 f0))"]
+    _, emitted, _ = rewritten(SoftCap(30.0), hardware_tanh=False)
+    assert str(emitted.score) == "(sub f0 (mul (div 1.0 (add (exp2 (mul raw uniform0)) 1.0)) uniform1))"
+
+
+def test_loads_by_position_are_not_hoisted() -> None:
+    _, emitted, _ = rewritten(lambda score, b, h, q, k: score + SLOPES[q] * SLOPES[k], hardware_tanh=True)
+    assert [node.op for node in nodes(emitted.score)].count("load") == 2
+    assert emitted.uniforms == ()
+
+
+# --- Integers that become floats ---
+
+Q, K, I0 = symbol("q"), symbol("k"), symbol("i0")
+
+STEPS = {
+    "k": (K, 1),
+    "q - k": (Q - K, -1),
+    "3 (k - q) + i0": (3 * (K - Q) + I0, 3),
+    "-k": (-K, -1),
+    "q": (Q, 0),
+    "q // 2 - 2 k": (Q // 2 - K * 2, -2),
+    "q k": (Q * K, None),
+    "i0 k": (I0 * K, None),
+    "k // 2": (K // 2, None),
+    "k % 2": (K % 2, None),
+    "|k|": (abs(K), None),
+    "k - k": (K - K, 0),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_of_k(name: str) -> None:
+    expr, step = STEPS[name]
+    assert step_of_k(expr) == step
+
+
+def _emitted(expr: Any) -> Any:
+    """A conversion to float32 as TileLang's expression of q, i0 and a key's value, start and offset; and those."""
+    pytest.importorskip("tilelang")
+    from tvm import tirx
+
+    from tileattn.kernels.tilelang.expressions import Emitter, Key
+
+    v = {name: tirx.Var(name, "int32") for name in ("q", "i0", "value", "start", "offset")}
+    return Emitter({"i0": v["i0"]})(expr * 1.0, q=v["q"], k=Key(v["value"], v["start"], v["offset"]))
+
+
+def _names(tree: Any) -> set[str]:
+    from tvm import tirx
+    from tvm.tirx import stmt_functor
+
+    found: set[str] = set()
+    stmt_functor.post_order_visit(tree, lambda node: found.add(node.name) if isinstance(node, tirx.Var) else None)
+    return found
+
+
+@pytest.mark.parametrize("expr", [K - Q, abs(Q - K), tm.minimum(K, Q + 5), tm.where(Q < 3, Q - K, K), 7 * K - I0])
+def test_what_grows_steadily_is_converted_once_per_thread(expr: Any) -> None:
+    assert _names(_emitted(expr)) >= {"start", "offset"}
+    assert "value" not in _names(_emitted(expr))
+
+
+@pytest.mark.parametrize("expr", [Q * K, K // 3, (Q - K) % 3, K * 2**17, I0 * K, abs(Q * K)])
+def test_other_integers_are_computed_as_integers(expr: Any) -> None:
+    assert "value" in _names(_emitted(expr))
+    assert not _names(_emitted(expr)) & {"start", "offset"}
+
+
+def test_conditions_compare_integers() -> None:
+    assert _names(_emitted(tm.where(Q - K < 64, Q, 2 * Q))) == {"q", "value"}
+
+
+@pytest.mark.parametrize("start", [0, 1000, 2**24 - 130, 2**24 - 1, 2**25 + 1, 2**30 + 7])
+def test_conversion_near_the_end_of_float32s_integers(start: int) -> None:
+    """Exact below 2^24; beyond, at most one rounding more than a conversion has."""
+    tree = _emitted(K - Q)
+    for offset in (0, 1, 9, 119, 121):
+        exact = start + offset
+        got = _value(tree, {"q": 0, "start": start, "offset": offset})
+        assert got == exact if exact <= 2**24 else abs(got - exact) <= 2 * 2**-24 * exact
+
+
+def _value(tree: Any, values: dict[str, int]) -> float:
+    """What the machine computes, every float operation rounded to float32."""
+    from tvm import tirx
+
+    def single(x: float) -> float:
+        return float(torch.tensor(x, dtype=torch.float32))
+
+    if isinstance(tree, tirx.Var):
+        return values[tree.name]
+    if isinstance(tree, (tirx.IntImm, tirx.FloatImm)):
+        return tree.value
+    if isinstance(tree, tirx.Cast):
+        return single(_value(tree.value, values))
+    op = {tirx.Add: operator.add, tirx.Sub: operator.sub, tirx.Mul: operator.mul}[type(tree)]
+    result = op(_value(tree.a, values), _value(tree.b, values))
+    return single(result) if "float" in str(tree.dtype) else result
