@@ -25,7 +25,7 @@ from ..call import AttentionCall, is_aligned
 from ..fp8 import FP8, Descales, output_dtype, quantize_fp8
 from ..masks import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow
 from ..scores import ALiBi, Bias, SoftCap
-from ..variant import encode
+from ..variant import encode, with_alignment
 
 DTYPES = {
     "fp16": torch.float16,
@@ -554,11 +554,12 @@ def distinct_calls(cases: Iterable[ConformanceCase], arch: str = "cpu") -> dict[
     for case in cases:
         arguments = build(case, "meta")
         q, k, v = arguments.q, arguments.k, arguments.v
+        variant, operands = encode(arguments.mask, arguments.score_mods)
         call = AttentionCall(
             dtype=case.dtype,
             head_dim=q.shape[3],
             head_dim_v=v.shape[3],
-            variant=encode(arguments.mask, arguments.score_mods)[0],
+            variant=with_alignment(variant, operands.tensors),
             sink=arguments.sink is not None,
             aligned=all(is_aligned(x) for x in (q, k, v)),
             arch=arch,

@@ -46,7 +46,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
-from tilelang.layout import make_swizzled_layout
+from tilelang.layout import (
+    make_full_bank_swizzled_layout,
+    make_half_bank_swizzled_layout,
+    make_quarter_bank_swizzled_layout,
+    make_swizzled_layout,
+)
 
 from ...call import AttentionCall
 from ...fp8 import FP8
@@ -71,6 +76,16 @@ FP8_SHIFT = 4.0
 TURN, WITHIN = 1, 4
 
 
+def tile_layout(buffer: Any, row_bytes: int) -> Any:
+    """Swizzled, so that the eight rows of 16 bytes that a warp reads at a time lie in different banks.
+
+    In the widest panels of columns that divide the rows: a copy by TMA asks for one row of a panel at a time.
+    """
+    if row_bytes % 128 == 0:
+        return make_full_bank_swizzled_layout(buffer)
+    return make_half_bank_swizzled_layout(buffer) if row_bytes % 64 == 0 else make_quarter_bank_swizzled_layout(buffer)
+
+
 def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
     """The macro that emits the kernel, given its parameters (see signature.py)."""
     block_M, block_N, stages = config.block_M, config.block_N, config.num_stages
@@ -85,6 +100,8 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
     ping_pong = config.ping_pong and warpgroups > 1
     output_apart = config.output_apart(call)
     masks_inside = traced.allows is not None  # else only the last tile of keys may end beyond seqlen_k
+    # A tensor that is read tile by tile (see ..tile_loads), such as a bias: the producer copies its tiles as it does K's.
+    copied, copied_dtype = traced.copied_tile or (None, None)
     panel = next(width for width in (64, 32, 16) if head_dim_v % width == 0)  # columns of O that one TMA store takes
 
     # ---------------------------------------------------------------- producer
@@ -95,6 +112,19 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         if not masks_inside:
             return end - 1 - j
         return T.if_then_else(j < right, end - 1 - j, T.if_then_else(j < right + left, begin + j - right, inner))
+
+    @T.macro
+    def load_tile(arg, w, b, h, row, k_lo, n):
+        """The scores' tile of the tensor; it is awaited together with K. What lies beyond the tensor's edges is 0."""
+        emit = Emitter(arg.operands)
+        outer = [emit(index, b=b, h=h) for index in copied.outer]
+        first = emit(copied.row, b=b, h=h, q=row + arg.seqlen_k - arg.seqlen_q)
+        T.barrier_wait(w.tile_free[n % stages], ((n // stages) & 1) ^ 1)
+        T.tma_copy(
+            arg.operands[copied.name][(*outer, slice(first, first + block_M), slice(k_lo, k_lo + block_N))],
+            w.tile[n % stages, :, :],
+            barrier=w.k_ready[n % stages],
+        )
 
     @T.macro
     def load(arg, w, b, h, row, begin, end, right, left, turn, step):
@@ -112,6 +142,8 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 w.k[n % stages, :, :],
                 barrier=w.k_ready[n % stages],
             )
+            if copied is not None:
+                load_tile(arg, w, b, h, row, k_lo, n)
             T.barrier_arrive(w.k_ready[n % stages])
             T.barrier_wait(w.v_free[n % stages], ((n // stages) & 1) ^ 1)
             if fp8:
@@ -261,9 +293,17 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             T.copy(w.acc_s, w.weights)
 
     @T.macro
+    def take_tile(w, stage):
+        """The tensor's tile to registers, under the product that makes the scores."""
+        if copied is not None:
+            T.copy(w.tile[stage, :, :], w.tile_registers)
+            if T.shuffle_elect(WARP):
+                T.barrier_arrive(w.tile_free[stage])
+
+    @T.macro
     def scores_to_weights(arg, w, k_lo, masked):
         b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
-        emit = Emitter(arg.operands)
+        emit = Emitter(arg.operands, {} if copied is None else {copied.text: w.tile_registers})
         visible = Visibility(traced, emit, arg.seqlen_k)
         q_lo = row + arg.seqlen_k - arg.seqlen_q
         c = score_unit(arg, w)
@@ -306,6 +346,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         T.barrier_wait(w.v_ready[n % stages], (n // stages) & 1)
         multiply_pv(w, n % stages)
         end_turn(w)
+        take_tile(w, (n + 1) % stages)
         T.wait_wgmma(1)
         T.warpgroup_fence_operand(w.acc_s, num_regs=block_M * block_N // consumers)
         if not config.late_release:
@@ -338,6 +379,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         wait_for_turn(w)
         multiply_qk(w, step % stages)
         end_turn(w)
+        take_tile(w, step % stages)
         T.wait_wgmma(0)
         T.warpgroup_fence_operand(w.acc_s, num_regs=block_M * block_N // consumers)
         release(w.k_free, step % stages)
@@ -394,6 +436,13 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
     def kernel(arg):
         with T.Kernel(arg.blocks, threads=consumers + WARPGROUP) as block:
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, itemsize=size)
+            tile_shared, tile_free, tile_registers = None, None, None
+            if copied is not None:
+                assume_aligned(arg.operands[copied.name].strides, itemsize=copied_dtype.itemsize)
+                kind = str(copied_dtype).removeprefix("torch.")
+                tile_shared = T.alloc_shared([stages, block_M, block_N], kind)
+                tile_free = T.alloc_barrier([consumers // WARP] * stages)
+                tile_registers = T.alloc_fragment([block_M, block_N], kind)
             q_shared = T.alloc_shared([block_M, head_dim], dtype)
             k_shared = T.alloc_shared([stages, block_N, head_dim], dtype)
             v_shared = T.alloc_shared([stages, *v_tile], dtype)
@@ -430,11 +479,16 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 sums=T.alloc_fragment([block_M, 4], "float32"),
                 lowest=T.alloc_fragment([consumers], "float32"),
                 q_registers=T.alloc_fragment([block_M, head_dim], dtype),
+                tile=tile_shared,
+                tile_free=tile_free,
+                tile_registers=tile_registers,
                 product=T.alloc_fragment([block_M, head_dim_v], "float32") if config.two_level else None,
                 descaled=T.alloc_local([2], "float32") if fp8 else None,
             )
             if config.q_in_registers:
                 T.annotate_layout({w.q: make_swizzled_layout(w.q)})
+            if copied is not None:
+                T.annotate_layout({w.tile: tile_layout(w.tile, block_N * copied_dtype.itemsize)})
             T.annotate_layout({w.sums: softmax.own_columns_layout(block_M)})
             T.annotate_layout({w.lowest: softmax.per_thread_layout(consumers)})
             if thread >= consumers:

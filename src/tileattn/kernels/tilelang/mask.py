@@ -46,5 +46,5 @@ def apply_score(acc_s, program, emit, scale, b, h, q_lo, k_lo, block_M, block_N)
     """s[i, j] = score_mod(scale * s[i, j])."""
     for i, j in T.Parallel(block_M, block_N):
         acc_s[i, j] = T.cast(
-            emit(program.score, score=acc_s[i, j] * scale, b=b, h=h, q=q_lo + i, k=k_lo + j), "float32"
+            emit(program.score, score=acc_s[i, j] * scale, b=b, h=h, q=q_lo + i, k=k_lo + j, i=i, j=j), "float32"
         )
