@@ -16,6 +16,7 @@ import torch
 from .expr import Expr
 
 _COPIED = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_NDIM = 5  # of a tensor map
 _VARYING = ("q", "k", "score")
 
 
@@ -34,6 +35,10 @@ class TileLoad:
     name: str
     outer: tuple[Any, ...]
     row: Any
+
+    def differs_by(self, symbol: str) -> bool:
+        """Whether each batch element (``b``), or head (``h``), has a tile of its own; else they share one."""
+        return any(node.op == "symbol" and node.args[0] == symbol for index in self.outer for node in _nodes(index))
 
 
 def find(expr: Any) -> Iterator[TileLoad]:
@@ -58,7 +63,7 @@ def _nodes(expr: Any) -> Iterator[Expr]:
 
 
 def _as_tile_load(node: Expr) -> TileLoad | None:
-    if node.op != "load" or len(node.args) < 3:
+    if node.op != "load" or not 2 <= len(node.args) - 1 <= _MAX_NDIM:
         return None
     name, *outer, row, key = node.args
     if str(key) != "k" or not _steps_with_q(row) or any(map(_varies, outer)):

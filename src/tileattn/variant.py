@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from . import tile_loads
 from .expr import Expr, TensorSymbol, dtype_of, evaluate, parse, symbol, text_of
 from .masks import FunctionMask, Mask
 from .scores import ScoreMod
+from .tile_loads import TileLoad, find, is_aligned
 
 
 def _constant_under_compile(fn: Any) -> Any:
@@ -79,14 +79,13 @@ class Program:
         operands = " ".join(tensors) + f" i{self.ints} f{self.floats}"
         return f"{self.allows} | {self.kv_range} | {self.full_range} | {self.score} | {operands}"
 
-
     @functools.cached_property
-    def tile_loads(self) -> tuple[tile_loads.TileLoad, ...]:
+    def tile_loads(self) -> tuple[TileLoad, ...]:
         """What the modification reads tile by tile, whether or not its tensor is aligned."""
-        return tuple(tile_loads.find(self.score))
+        return tuple(find(self.score))
 
     @functools.cached_property
-    def copied_tile(self) -> tuple[tile_loads.TileLoad, torch.dtype] | None:
+    def copied_tile(self) -> tuple[TileLoad, torch.dtype] | None:
         """The tile load whose tensor a kernel may copy by TMA, the first if there are several, and its dtype."""
         dtypes = {tensor.name: tensor.dtype for tensor in self.tensors if tensor.aligned}
         return next(((load, dtypes[load.name]) for load in self.tile_loads if load.name in dtypes), None)
@@ -171,8 +170,13 @@ def with_alignment(key: str, tensors: Sequence[torch.Tensor]) -> str:
     names = {load.name for load in program(key).tile_loads}
     if not names:
         return key
-    aligned = iter([f"t{i}" in names and tile_loads.is_aligned(tensor) for i, tensor in enumerate(tensors)])
-    return _TENSOR.sub(lambda match: f"t:{match[1]}:{match[2]}{':aligned' * next(aligned)}", key)
+    return _marked(key, tuple(f"t{i}" in names and is_aligned(tensor) for i, tensor in enumerate(tensors)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _marked(key: str, aligned: tuple[bool, ...]) -> str:
+    marks = iter(aligned)
+    return _TENSOR.sub(lambda match: f"t:{match[1]}:{match[2]}{':aligned' * next(marks)}", key)
 
 
 @_constant_under_compile

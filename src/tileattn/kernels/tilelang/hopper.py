@@ -6,6 +6,9 @@ Persistent blocks, one per multiprocessor, draw tiles of ``block_M`` queries of 
                          loads Q, then K and V tile by tile, by TMA;
     consumer warpgroups  own 64 query rows each; they multiply (wgmma), keep the softmax, and store O by TMA.
 
+A bias, or another tensor that a score modification reads tile by tile, is loaded with K and awaited by the same barrier;
+the consumers take each tile to registers under S = Q K^T and then free it.
+
 All warps run ahead as far as the barriers let them: while the consumers still finish one tile, Q and the first K and V
 of the next are on their way, and O is stored under the next tile's arithmetic.
 
@@ -100,8 +103,12 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
     ping_pong = config.ping_pong and warpgroups > 1
     output_apart = config.output_apart(call)
     masks_inside = traced.allows is not None  # else only the last tile of keys may end beyond seqlen_k
-    # A tensor that is read tile by tile (see ..tile_loads), such as a bias: the producer copies its tiles as it does K's.
+    # A tensor that is read tile by tile (see tile_loads.py), such as a bias: the producer copies its tiles with K's.
     copied, copied_dtype = traced.copied_tile or (None, None)
+    # Neighbours in the queue are to share its tiles in the L2 cache: heads do, or else batch elements.
+    batch_first = copied is not None and copied.differs_by("h") and not copied.differs_by("b")
+    # Tiles that nobody shares need not stay there.
+    copied_once = copied is not None and copied.differs_by("h") and copied.differs_by("b")
     panel = next(width for width in (64, 32, 16) if head_dim_v % width == 0)  # columns of O that one TMA store takes
 
     # ---------------------------------------------------------------- producer
@@ -124,6 +131,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             arg.operands[copied.name][(*outer, slice(first, first + block_M), slice(k_lo, k_lo + block_N))],
             w.tile[n % stages, :, :],
             barrier=w.k_ready[n % stages],
+            eviction_policy="evict_first" if copied_once else None,
         )
 
     @T.macro
@@ -185,8 +193,8 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             # together, begin with their last query tiles, which a causal mask makes longest.
             pair = T.truncdiv(tile, side * tiles) * side + T.truncmod(T.truncmod(tile, side * tiles), side)
             row = (tiles - 1 - T.truncdiv(T.truncmod(tile, side * tiles), side)) * block_M
-            b = T.truncdiv(pair, arg.heads)
-            h = T.truncmod(pair, arg.heads)
+            b = T.truncmod(pair, arg.batch) if batch_first else T.truncdiv(pair, arg.heads)
+            h = T.truncdiv(pair, arg.batch) if batch_first else T.truncmod(pair, arg.heads)
             q_lo = row + arg.seqlen_k - arg.seqlen_q
             q_hi = T.min(q_lo + block_M, arg.seqlen_k) - 1
             kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
@@ -294,9 +302,10 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
 
     @T.macro
     def take_tile(w, stage):
-        """The tensor's tile to registers, under the product that makes the scores."""
+        """The copied tile to registers, under the product that makes the scores."""
         if copied is not None:
             T.copy(w.tile[stage, :, :], w.tile_registers)
+            T.sync_warp()  # one lane answers for all
             if T.shuffle_elect(WARP):
                 T.barrier_arrive(w.tile_free[stage])
 
