@@ -6,7 +6,7 @@ Persistent blocks, one per multiprocessor, draw tiles of ``block_M`` queries of 
                          loads Q, then K and V tile by tile, by TMA;
     consumer warpgroups  own 64 query rows each; they multiply (wgmma), keep the softmax, and store O by TMA.
 
-A bias, or another tensor that a score modification reads tile by tile, is loaded with K and awaited by the same barrier;
+A bias, or another tensor that a score modification reads tile by tile, is loaded with K and awaited by K's barrier;
 the consumers take each tile to registers under S = Q K^T and then free it.
 
 All warps run ahead as far as the barriers let them: while the consumers still finish one tile, Q and the first K and V
