@@ -83,14 +83,15 @@ def _copied(itemsize: int, others: int, late_release: bool) -> Iterator[HopperCo
     """With a bias whose tiles are copied: not measured yet; the widest that fit into shared memory.
 
     The bias's rows are multiples of 128 bytes then, which its copy takes at a time. It needs no registers for
-    addresses, so that 128 keys fit where other modifications have 112; `others` are tensors that do.
+    addresses, so that 128 keys fit where other modifications have 112; `others` are tensors that do. (Five of them
+    spill 8 bytes with 64 keys.)
     """
     if others == 0:
         for stages in (3, 2):
             yield HopperConfig(128, 128, stages, ping_pong=True, late_release=late_release)
     if others == 0 and itemsize == 4:
         yield HopperConfig(128, 96, 2, ping_pong=True, late_release=late_release)
-    yield HopperConfig(128, 64, 2, ping_pong=True, late_release=late_release)
+    yield HopperConfig(128, 64 if others < 5 else 32, 2, ping_pong=True, late_release=late_release)
 
 
 def kind(variant: str) -> str:
