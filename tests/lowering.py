@@ -17,11 +17,13 @@ from tileattn.call import AttentionCall
 from tileattn.kernels.tilelang import config, defaults
 from tileattn.kernels.tilelang.compile import device_source
 from tileattn.kernels.tilelang.forward import forward_kernel
-from tileattn.variant import encode
+from tileattn.variant import encode, with_alignment
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a", "gfx942")
 IDS = Documents(torch.arange(9) // 4)
 SLOPES, BIAS, SEEN = torch.ones(4), torch.ones(2, 4, 9, 9), torch.ones(9, dtype=torch.bool)
+# Rows of multiples of 16 bytes: copied tile by tile.
+TILES, WIDE_TILES = torch.ones(2, 4, 16, 16, dtype=torch.bfloat16), torch.ones(1, 1, 16, 16)
 
 
 def make_call(
@@ -34,7 +36,9 @@ def make_call(
     **flags: bool,
 ) -> AttentionCall:
     """The static facts of a call; its kernel depends on nothing else."""
-    return AttentionCall(dtype, dim, dim_v or dim, encode(mask, mods)[0], arch=arch, **flags)  # type: ignore[arg-type]
+    variant, operands = encode(mask, mods)  # type: ignore[arg-type]
+    variant = with_alignment(variant, operands.tensors)
+    return AttentionCall(dtype, dim, dim_v or dim, variant, arch=arch, **flags)
 
 
 def user_score(score, b, h, q, k):  # type: ignore[no-untyped-def]
@@ -53,6 +57,8 @@ CALLS = {
     "window-or-prefix-192": make_call(SlidingWindow(5, 3) | PrefixLM(3), dim=192, sink=True),
     "captured-64/128": make_call(FunctionMask(lambda b, h, q, k: SEEN[k] | (q == k)), dim=64, dim_v=128),
     "softcap-256": make_call(Causal(), SoftCap(30.0), dim=256),
+    "bias-tiles": make_call(Causal(), Bias(TILES)),
+    "bias-wide-tiles-64": make_call(None, Bias(WIDE_TILES), dim=64),
     "composed": make_call(PrefixLM(torch.ones(2).int()), ALiBi(SLOPES), Bias(BIAS), SoftCap(9.0), user_score, dim=40),
     "unaligned": make_call(Causal(), aligned=False),
 }
@@ -72,6 +78,11 @@ SLOW_CALLS = {
     "function": make_call(FunctionMask(lambda b, h, q, k: (q + k + h) % 3 != 0)),
     "alibi": make_call(Causal(), ALiBi(SLOPES)),
     "bias": make_call(None, Bias(BIAS), dtype=torch.float16),
+    "bias-tiles-64": make_call(Causal(), Bias(TILES), dim=64, sink=True),
+    "bias-tiles-96": make_call(SlidingWindow(5, 0), Bias(TILES[:1]), SoftCap(9.0), dim=96, dtype=torch.float16),
+    "bias-wide-tiles": make_call(Causal(), Bias(WIDE_TILES), user_score, dtype=torch.float16),
+    "bias-tiles-256": make_call(Causal(), Bias(TILES), dim=256),
+    "bias-tiles-composed": make_call(IDS & Causal(), Bias(WIDE_TILES), ALiBi(SLOPES), Bias(TILES), SoftCap(3.0)),
     "bias-256": make_call(Causal(), Bias(BIAS), dim=256),
     "composed-192": make_call(IDS & Causal(), ALiBi(SLOPES), Bias(BIAS), SoftCap(3.0), dim=192, sink=True),
 }

@@ -18,6 +18,7 @@ from lowering import (
     IDS,
     SLOPES,
     SLOW_CALLS,
+    TILES,
     assemble,
     disassemble,
     find_disassembler,
@@ -29,7 +30,7 @@ from lowering import (
 )
 from tileattn import ALiBi, Bias, Causal, FunctionMask, SlidingWindow, SoftCap
 from tileattn.call import AttentionCall
-from tileattn.kernels.tilelang import config, defaults, launch
+from tileattn.kernels.tilelang import backend, config, defaults, launch
 from tileattn.kernels.tilelang.config import Config, ForwardConfig, HopperConfig
 from tileattn.variant import program
 
@@ -183,7 +184,7 @@ def test_masked_tiles_have_a_loop_of_their_own() -> None:
     assert "seqlen_k" not in rest
 
 
-@pytest.mark.parametrize("name", ["plain", "causal-64", "causal-192/128", "plain-256"])
+@pytest.mark.parametrize("name", ["plain", "causal-64", "causal-192/128", "plain-256", "bias-tiles"])
 def test_exponentials_run_under_the_products(name: str, tmp_path: Path) -> None:
     """ptxas must not move the wait for P V up in front of the exponentials, which are to hide it."""
     nvcc, disassembler = find_nvcc(), find_disassembler()
@@ -200,6 +201,47 @@ def test_exponentials_run_under_the_products(name: str, tmp_path: Path) -> None:
         assert len(under) == loops
         for part in under:
             assert part.count("MUFU.EX2") >= tile.block_M * tile.block_N // tile.consumer_threads()
+
+
+# --- Biases ---
+
+
+@pytest.mark.parametrize("name", ["bias-tiles", "bias-wide-tiles-64"])
+def test_an_aligned_bias_is_copied_and_not_fetched_by_elements(name: str) -> None:
+    source = lower(CALLS[name])
+    assert len(re.findall(r"tma_load(?:<[\w:]+>)?\(t0_desc", source)) == 1
+    assert not re.search(r"\bt0\[", source)
+    # The consumers read two columns at a time, behind the first product and in front of the wait for it.
+    width = {"bias-tiles": "uint1", "bias-wide-tiles-64": "float2"}[name]
+    reads = re.findall(rf"\*\({width}\*\)\(tile_registers.* = \*\({width}\*\)\(.*tile_shared.*;([^;]*;){{,9}}", source)
+    assert len(reads) == source.count("wait_wgmma<1>") + 1
+    for part in source.split("wait_wgmma<1>")[:-1]:
+        assert "tile_shared" in part.rpartition("wgmma_ss")[2]
+
+
+@pytest.mark.parametrize("bias", [BIAS, BIAS[..., :8], torch.ones(2, 4, 16, 16)[..., 1:], TILES.mT, TILES[:, :, :1]])
+def test_any_other_bias_is_fetched(bias: torch.Tensor) -> None:
+    source = lower(make_call(Causal(), Bias(bias)))
+    assert "t0_desc" not in source
+    assert re.search(r"\bt0\[", source)
+
+
+def test_tiles_of_a_bias_that_nobody_shares_leave_the_cache_first() -> None:
+    for bias, shared in ((TILES, False), (TILES[:1], True), (TILES[:, :1], True)):
+        source = lower(make_call(None, Bias(bias), dim=64))
+        assert ("EVICT_FIRST>(t0_desc" in source) != shared
+        # Neighbours in the queue are batch elements of one head if those share its tiles.
+        assert ("(pair % batch)" in source) == (bias.shape[:2] == (1, 4))
+
+
+def test_heads_that_share_a_large_bias_run_side_by_side() -> None:
+    def side_by_side(bias: torch.Tensor, seqlen: int) -> int:
+        call = make_call(None, Bias(bias))
+        return backend._heads_side_by_side(call, torch.Size((2, seqlen, 4, 128)), seqlen, 4)
+
+    assert side_by_side(TILES, 8192) == 1
+    assert side_by_side(TILES[:, :1], 8192) == 8
+    assert side_by_side(TILES[:, :1], 2048) == 1  # the bias stays in the cache as it is
 
 
 # --- Which calls share a kernel ---
@@ -244,6 +286,7 @@ def test_other_facts_are_other_kernels() -> None:
         make_call(None, SoftCap(3.0), ALiBi(SLOPES)),
         make_call(None, Bias(BIAS)),
         make_call(None, Bias(BIAS[:1])),
+        make_call(None, Bias(torch.ones(2, 4, 16, 16))),
         make_call(None, Bias(BIAS.half())),
         make_call(dtype=torch.float16),
         make_call(dim=64),

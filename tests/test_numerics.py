@@ -229,7 +229,7 @@ def test_a_gpu_compiles_few_kernels_for_the_full_selection() -> None:
     half = [case for case in conformance_cases("full") if case.structure.dtype in ("fp16", "bf16")]
     calls = distinct_calls(half, "sm_90a")
     assert len(half) > 800
-    assert len(calls) < 150
+    assert len(calls) < 170
     assert {call.arch for call in calls} == {"sm_90a"}
 
 

@@ -123,7 +123,7 @@ def _variant_forward(
     needs_grad = torch.is_grad_enabled() and _requires_grad((q, k, v, sink, *descales, *operands.tensors))
     traced = _is_traced(q)
     if needs_grad or not traced:
-        call = ops.make_call(q, k, v, sink, variant, needs_grad=needs_grad, return_lse=return_lse)
+        call = ops.make_call(q, k, v, sink, variant, operands.tensors, needs_grad=needs_grad, return_lse=return_lse)
         if traced:  # sizes may be symbols, which no cache can hold
             forward = select(call, backend).prepare(call, q.shape, k.shape, scale)
         else:

@@ -194,13 +194,14 @@ class TensorSymbol:
     """Stands for a captured tensor while a variant is traced: indexing it with positions yields a value.
 
     ``ones`` says for each dimension whether its size is 1, in which case it is broadcast. ``dtype`` is the element's
-    torch dtype.
+    torch dtype. ``aligned`` is what ``tile_loads.is_aligned`` says, where a kernel may make use of it.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype, ones: tuple[bool, ...]) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, ones: tuple[bool, ...], aligned: bool = False) -> None:
         self.name = name
         self.dtype = dtype
         self.ones = ones
+        self.aligned = aligned
 
     @property
     def ndim(self) -> int:

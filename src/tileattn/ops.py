@@ -12,7 +12,7 @@ import torch
 from .call import AttentionCall, device_arch, is_aligned
 from .dispatch import prepare_forward
 from .fp8 import FP8, accumulator, complete, output_dtype
-from .variant import Operands
+from .variant import Operands, with_alignment
 
 
 def make_call(
@@ -21,18 +21,19 @@ def make_call(
     v: torch.Tensor,
     sink: torch.Tensor | None,
     variant: str,
+    tensors: Sequence[torch.Tensor] = (),
     *,
     needs_grad: bool = False,
     return_lse: bool = True,
 ) -> AttentionCall:
-    """The static facts of a call with these tensors (bshd)."""
+    """The static facts of a call with these tensors (bshd); `tensors` are the variant's."""
     # Only GPU kernels ask for alignment; tensors that are being traced have no memory to look at.
     look = q.is_cuda and not torch.compiler.is_compiling()
     return AttentionCall(
         dtype=q.dtype,
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
-        variant=variant,
+        variant=with_alignment(variant, tensors) if look and tensors else variant,
         sink=sink is not None,
         aligned=not look or (is_aligned(q) and is_aligned(k) and is_aligned(v)),
         needs_grad=needs_grad,
@@ -61,7 +62,7 @@ def forward(
 
     o has q's dtype, or bfloat16 for fp8; descales, broadcastable to (batch, kv_heads), are for fp8 only.
     """
-    call = make_call(q, k, v, sink, variant)
+    call = make_call(q, k, v, sink, variant, tensors)
     operands = Operands(list(tensors), list(ints), list(floats))
     run = prepare_forward(call, backend, q.shape, k.shape, scale)
     if call.dtype == FP8:

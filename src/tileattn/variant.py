@@ -8,6 +8,7 @@ code, and :class:`Operands`. :func:`program` turns a key into traced expressions
     ('And(Causal(),SlidingWindow(i,-))', Operands(tensors=[], ints=[512], floats=[]))
 
 The key of a user's function holds its traced expression, so that two functions that compute the same share a kernel.
+:func:`with_alignment` adds to a key what only tensors in memory can tell.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from .expr import Expr, TensorSymbol, dtype_of, evaluate, parse, symbol, text_of
 from .masks import FunctionMask, Mask
 from .scores import ScoreMod
+from .tile_loads import TileLoad, find, is_aligned
 
 
 def _constant_under_compile(fn: Any) -> Any:
@@ -73,8 +75,20 @@ class Program:
 
     def __str__(self) -> str:
         """The canonical text: equal texts mean equal kernels, in any process."""
-        operands = " ".join(f"{t.name}:{t.dtype}:{t.ones}" for t in self.tensors) + f" i{self.ints} f{self.floats}"
+        tensors = (f"{t.name}:{t.dtype}:{t.ones}{':aligned' * t.aligned}" for t in self.tensors)
+        operands = " ".join(tensors) + f" i{self.ints} f{self.floats}"
         return f"{self.allows} | {self.kv_range} | {self.full_range} | {self.score} | {operands}"
+
+    @functools.cached_property
+    def tile_loads(self) -> tuple[TileLoad, ...]:
+        """What the modification reads tile by tile, whether or not its tensor is aligned."""
+        return tuple(find(self.score))
+
+    @functools.cached_property
+    def copied_tile(self) -> tuple[TileLoad, torch.dtype] | None:
+        """The tile load whose tensor a kernel may copy by TMA, the first if there are several, and its dtype."""
+        dtypes = {tensor.name: tensor.dtype for tensor in self.tensors if tensor.aligned}
+        return next(((load, dtypes[load.name]) for load in self.tile_loads if load.name in dtypes), None)
 
 
 def normalize(mask: Any, score_mod: Any, causal: bool) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
@@ -142,6 +156,27 @@ def _encode_tensor(value: torch.Tensor, operands: Operands) -> str:
     operands.tensors.append(value)
     ones = "".join(["1" if size == 1 else "n" for size in value.shape])
     return f"t:{str(value.dtype).removeprefix('torch.')}:{ones}"
+
+
+_TENSOR = re.compile(r"t:(\w+):([1n]*)(:aligned)?")
+
+
+def with_alignment(key: str, tensors: Sequence[torch.Tensor]) -> str:
+    """The key with a mark at each tensor that is read tile by tile and is aligned for that.
+
+    Not part of :func:`encode`, for it asks for addresses, which tensors that are being traced do not have: the operator
+    adds it when it runs.
+    """
+    names = {load.name for load in program(key).tile_loads}
+    if not names:
+        return key
+    return _marked(key, tuple(f"t{i}" in names and is_aligned(tensor) for i, tensor in enumerate(tensors)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _marked(key: str, aligned: tuple[bool, ...]) -> str:
+    marks = iter(aligned)
+    return _TENSOR.sub(lambda match: f"t:{match[1]}:{match[2]}{':aligned' * next(marks)}", key)
 
 
 @_constant_under_compile
@@ -302,10 +337,11 @@ class _Reader:
         return instance
 
     def _tensor(self) -> TensorSymbol | torch.Tensor:
-        match = re.match(r"t:(\w+):([1n]*)", self.rest)
+        match = _TENSOR.match(self.rest)
         assert match is not None
         self.rest = self.rest[match.end() :]
-        tensor = TensorSymbol(f"t{len(self.tensors)}", _DTYPES[match[1]], tuple(one == "1" for one in match[2]))
+        ones = tuple(one == "1" for one in match[2])
+        tensor = TensorSymbol(f"t{len(self.tensors)}", _DTYPES[match[1]], ones, aligned=match[3] is not None)
         self.tensors.append(tensor)
         return self.operands.tensors[len(self.tensors) - 1] if self.operands else tensor
 

@@ -25,7 +25,7 @@ from ..call import AttentionCall, is_aligned
 from ..fp8 import FP8, Descales, output_dtype, quantize_fp8
 from ..masks import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow
 from ..scores import ALiBi, Bias, SoftCap
-from ..variant import encode
+from ..variant import encode, with_alignment
 
 DTYPES = {
     "fp16": torch.float16,
@@ -288,6 +288,31 @@ def _bias(draw: _Draw, shape: Shape, batch: int, heads: int, rows: int) -> Score
     return Bias(draw.normal(batch, heads, rows, shape.seqlen_k + 3)[..., : shape.seqlen_k])
 
 
+def _rows(draw: _Draw, dtype: torch.dtype, begin: int, *shape: int) -> Tensor:
+    """Standard normal, in rows of a multiple of 16 elements of memory, from element `begin` on; NaN where none is."""
+    memory = torch.full((*shape[:-1], (begin + shape[-1] + 15) // 16 * 16), torch.nan, dtype=dtype, device=draw.device)
+    rows = memory[..., begin : begin + shape[-1]]
+    return rows.copy_(draw.normal(*shape))
+
+
+def _bias_in_rows(
+    draw: _Draw, shape: Shape, batch: int, heads: int, dtype: torch.dtype = torch.float32, begin: int = 0
+) -> ScoreFn:
+    """Rows that begin at multiples of 32 bytes, or, with another `begin`, one or more elements behind."""
+    return Bias(_rows(draw, dtype, begin, batch, heads, shape.seqlen_q, shape.seqlen_k))
+
+
+def _user_in_rows(draw: _Draw, shape: Shape) -> ScoreFn:
+    """A modification of the user's that reads a table as a bias does."""
+    table = _rows(draw, torch.float16, 0, shape.heads, shape.seqlen_q, shape.seqlen_k)
+
+    def gate(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        x = table[h, q - (table.shape[2] - table.shape[1]), k]
+        return tm.where(x > 0, tm.tanh(score), score * x)
+
+    return gate
+
+
 def _user(draw: _Draw, shape: Shape) -> ScoreFn:
     def shift(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return score + 0.125 * (h + b) + tm.where((q - k) % 3 == 0, 0.5, -0.25)
@@ -313,6 +338,12 @@ SCORES: dict[str, Callable[[_Draw, Shape], ScoreFn]] = {
     "bias_b": lambda draw, shape: _bias(draw, shape, shape.batch, 1, shape.seqlen_q),
     "bias_bh": lambda draw, shape: _bias(draw, shape, shape.batch, shape.heads, shape.seqlen_q),
     "bias_bhk": lambda draw, shape: _bias(draw, shape, shape.batch, shape.heads, 1),
+    "bias_tiles": lambda draw, shape: _bias_in_rows(draw, shape, 1, shape.heads),
+    "bias_tiles_1": lambda draw, shape: _bias_in_rows(draw, shape, 1, 1),
+    "bias_tiles_bf16_b": lambda draw, shape: _bias_in_rows(draw, shape, shape.batch, 1, torch.bfloat16),
+    "bias_tiles_fp16_bh": lambda draw, shape: _bias_in_rows(draw, shape, shape.batch, shape.heads, torch.float16),
+    "bias_unaligned": lambda draw, shape: _bias_in_rows(draw, shape, 1, shape.heads, torch.bfloat16, 1),
+    "user_tiles_tensor": _user_in_rows,
     "user": _user,
     "user_tensor": _user_of_tensor,
 }
@@ -480,6 +511,24 @@ def _extremes() -> list[ConformanceCase]:
     ]
 
 
+# Biases in memory that a kernel may copy tile by tile (tileattn.tile_loads), and one that it may not.
+TILE_STRUCTURES = (
+    Structure("bf16", 128, 128, "causal", ("bias_tiles_bf16_b",), sink=False, aligned=True),
+    Structure("bf16", 64, 64, "none", ("bias_tiles",), sink=False, aligned=True),
+    Structure("fp16", 128, 128, "none", ("bias_tiles_fp16_bh",), sink=True, aligned=True),
+    Structure("fp16", 128, 128, "causal", ("bias_tiles_1",), sink=False, aligned=True),
+    Structure("bf16", 64, 64, "causal", ("bias_tiles_fp16_bh",), sink=False, aligned=True),
+    Structure("bf16", 96, 96, "window", ("bias_tiles_bf16_b", "softcap"), sink=True, aligned=True),
+    Structure("bf16", 80, 80, "causal&documents", ("alibi", "bias_tiles"), sink=False, aligned=True),
+    Structure("bf16", 128, 128, "none", ("user_tiles_tensor",), sink=False, aligned=True),
+    Structure("bf16", 64, 64, "function_empty_rows", ("bias", "bias_tiles_1"), sink=False, aligned=True),
+    Structure("bf16", 192, 128, "causal", ("bias_tiles",), sink=False, aligned=True),
+    Structure("fp16", 64, 64, "causal", ("bias_unaligned",), sink=False, aligned=True),
+    Structure("bf16", 40, 40, "prefix", ("bias_tiles",), sink=False, aligned=False),
+    Structure("fp8", 128, 128, "causal", ("bias_tiles_bf16_b",), sink=False, aligned=True),
+    Structure("fp8", 64, 64, "none", ("bias_tiles",), sink=False, aligned=True),
+)
+
 # Of every kind some, not all with all: masks and modifications are the same code as in 16 bits, on float32 scores.
 FP8_STRUCTURES = (
     Structure("fp8", 128, 128, "none", (), sink=False, aligned=True),
@@ -518,6 +567,7 @@ def conformance_cases(selection: str = "quick") -> list[ConformanceCase]:
     half, single, double = ("bf16", "fp16"), ("fp32",), ("fp64",)
     structures = _table(half) + _plain(half)
     found = _cases_of(structures, 8 if selection == "full" else 2) + _extremes()
+    found += _cases_of(list(TILE_STRUCTURES), 8 if selection == "full" else 2)
     found += _cases_of(_table(single), 1) + _cases_of(_plain(single, ("causal",)), 1)
     found += _cases_of(_table(double)[::7], 1)
     found += _fp8_cases(8 if selection == "full" else 2)
@@ -554,11 +604,12 @@ def distinct_calls(cases: Iterable[ConformanceCase], arch: str = "cpu") -> dict[
     for case in cases:
         arguments = build(case, "meta")
         q, k, v = arguments.q, arguments.k, arguments.v
+        variant, operands = encode(arguments.mask, arguments.score_mods)
         call = AttentionCall(
             dtype=case.dtype,
             head_dim=q.shape[3],
             head_dim_v=v.shape[3],
-            variant=encode(arguments.mask, arguments.score_mods)[0],
+            variant=with_alignment(variant, operands.tensors),
             sink=arguments.sink is not None,
             aligned=all(is_aligned(x) for x in (q, k, v)),
             arch=arch,

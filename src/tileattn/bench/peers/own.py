@@ -13,7 +13,7 @@ from tileattn.bench.peers.base import OWN, Prepared, tensor_bytes
 from tileattn.bench.problem import Problem
 from tileattn.bench.variants import user_score
 from tileattn.dispatch import Backend, select
-from tileattn.variant import encode, normalize
+from tileattn.variant import encode, normalize, with_alignment
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class TileAttnBf16:
 
 def variant_key(problem: Problem) -> str:
     """The problem's variant as an `AttentionCall` names it."""
-    return encode(*normalize(_mask(problem), _score_mods(problem), causal=False))[0]
+    key, operands = encode(*normalize(_mask(problem), _score_mods(problem), causal=False))
+    return with_alignment(key, operands.tensors)
 
 
 def _selected(problem: Problem, backend: str | None) -> Backend:

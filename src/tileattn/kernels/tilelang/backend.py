@@ -78,7 +78,7 @@ def prepare(
     kernel = forward_function(call, config)
     transpose = transpose_function(call) if call.dtype == FP8 else None
     padded_k = -(-seqlen_k // TRANSPOSED_KEYS) * TRANSPOSED_KEYS
-    scalars = (scale, heads // kv_heads, _heads_side_by_side(call, batch, seqlen_k, heads, kv_heads))
+    scalars = (scale, heads // kv_heads, _heads_side_by_side(call, q_shape, seqlen_k, kv_heads))
     persistent = isinstance(config, HopperConfig)
     cluster = config.cluster if isinstance(config, HopperConfig) else 1
     tasks = -(-seqlen_q // (cluster * config.block_M)) * batch * heads
@@ -144,23 +144,33 @@ def _without_keys(
     return o, lse
 
 
-def _heads_side_by_side(call: AttentionCall, batch: int, seqlen_k: int, heads: int, kv_heads: int) -> int:
+def _heads_side_by_side(call: AttentionCall, q_shape: torch.Size, seqlen_k: int, kv_heads: int) -> int:
     """How many (batch, head) pairs to run side by side.
 
     Tiles of equal cost run best one head after another, as far as there are enough tiles to fill the GPU: what runs
     together reads the same keys. Under a mask tiles differ; several heads then give a choice of long tiles to begin
-    with, but their keys and values should stay in the L2 cache (measured on an H200; docs/design.md).
+    with, but their keys and values should stay in the L2 cache (measured on an H200; docs/design.md). So do several
+    heads that share a bias too large for it: what one reads is then there for the others.
 
     A divisor of all pairs, so that the grid has no gaps, and large enough for the grid's limit in the other direction.
     """
+    batch, seqlen_q, heads, _ = q_shape
     pairs = batch * heads
     bytes_per_kv_head = call.dtype.itemsize * seqlen_k * (call.head_dim + call.head_dim_v)
-    if program(call.variant).allows is None:
+    if program(call.variant).allows is None and _shared_bytes_per_score(call) * seqlen_q * seqlen_k <= L2_BYTES:
         fitting = max(ONE_AFTER_ANOTHER_BYTES // bytes_per_kv_head, 1)
     else:
         fitting = min(max(L2_BYTES // bytes_per_kv_head, 4), 16)
     divisors = [d for d in _divisors(pairs) if pairs // d <= MAX_GRID]
     return max((d for d in divisors if d <= fitting * (heads // kv_heads)), default=divisors[0])
+
+
+def _shared_bytes_per_score(call: AttentionCall) -> int:
+    """Of a bias of which heads or batch elements read the same tiles; else 0."""
+    copied = program(call.variant).copied_tile
+    if copied is None or (copied[0].differs_by("b") and copied[0].differs_by("h")):
+        return 0
+    return copied[1].itemsize
 
 
 @functools.lru_cache(maxsize=256)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...call import AttentionCall
+from ...variant import program
 
 # The warpgroup that issues TMA copies: TileLang adds it on sm_90, and it needs few registers.
 PRODUCER_THREADS, PRODUCER_REGISTERS = 128, 24
@@ -87,11 +88,13 @@ Config = ForwardConfig | HopperConfig
 
 
 def hopper_shared_bytes(call: AttentionCall, config: HopperConfig) -> int:
-    """Shared memory of one block without O's own: Q, the stages of K and V, messages and barriers."""
+    """Shared memory of one block without O's own: Q, the stages of K, V and a bias, messages and barriers."""
     size = call.dtype.itemsize
     head_dim, head_dim_v = padded(call.head_dim, size), padded(call.head_dim_v, size)
     q = config.block_M * max(head_dim, head_dim_v)
-    return size * (q + config.num_stages * config.block_N * (head_dim + head_dim_v)) + 1024
+    tile = program(call.variant).copied_tile
+    tile_row = 0 if tile is None else config.block_M * tile[1].itemsize
+    return size * q + config.num_stages * config.block_N * (size * (head_dim + head_dim_v) + tile_row) + 1024
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,11 @@ def _sm90(call: AttentionCall, widest: int, short: bool) -> Iterator[Config]:
     """The Hopper schedule as measured; the generic one for what has no row."""
     traced = program(call.variant)
     # Wide heads leave too few registers for other masks and for modifications, and two tensors too few at any width:
-    # the generic schedule, which keeps less in flight.
-    if (widest <= 128 or call.variant in ("", CAUSAL)) and (traced.score is None or len(traced.tensors) < 2):
+    # the generic schedule, which keeps less in flight. A tensor that is copied tile by tile needs no addresses.
+    tensors = len(traced.tensors) - (traced.copied_tile is not None)
+    if widest <= 128 and traced.copied_tile is not None:
+        yield from _copied(traced.copied_tile[1].itemsize, tensors)
+    if (widest <= 128 or call.variant in ("", CAUSAL)) and (traced.score is None or tensors < 2):
         tuned = tuned_row(call.head_dim, call.head_dim_v, kind(call.variant), short)
         if tuned is not None:
             yield tuned
@@ -76,6 +79,21 @@ def _sm90(call: AttentionCall, widest: int, short: bool) -> Iterator[Config]:
     if not call.variant:
         yield ForwardConfig(128, 80, 2, 256)
     yield ForwardConfig(128, 64, 2, 256)
+
+
+def _copied(itemsize: int, others: int) -> Iterator[HopperConfig]:
+    """With a bias whose tiles are copied: not measured yet; the widest that fit into shared memory.
+
+    The bias's rows are multiples of 128 bytes then, which its copy takes at a time. It needs no registers for
+    addresses, so that 128 keys fit where other modifications have 112; `others` are tensors that do. (Five of them
+    spill 8 bytes with 64 keys.) Short sequences release K late as well: else ptxas moves the wait for P V up.
+    """
+    if others == 0:
+        for stages in (3, 2):
+            yield HopperConfig(128, 128, stages, ping_pong=True)
+    if others == 0 and itemsize == 4:
+        yield HopperConfig(128, 96, 2, ping_pong=True)
+    yield HopperConfig(128, 64 if others < 5 else 32, 2, ping_pong=True)
 
 
 def kind(variant: str) -> str:

@@ -37,10 +37,15 @@ def key_in_tile(k_lo: Any, j: Any) -> Key:
 
 
 class Emitter:
-    """Emits expressions of one program; `values` maps operands (``i0``, ``f0``) to scalars and ``t0`` to buffers."""
+    """Emits expressions of one program; `values` maps operands (``i0``, ``f0``) to scalars and ``t0`` to buffers.
 
-    def __init__(self, values: dict[str, Any]) -> None:
+    `tiles` maps the text of a load to a fragment that holds its value for each score of a tile; the symbols ``i`` and
+    ``j`` then say which score.
+    """
+
+    def __init__(self, values: dict[str, Any], tiles: dict[str, Any] | None = None) -> None:
         self.values = values
+        self.tiles = tiles or {}
 
     def __call__(self, expr: Any, /, **symbols: Any) -> Any:
         """The TileLang expression of `expr`, with the given values of its symbols (``q=...``, ``k=...``)."""
@@ -55,6 +60,9 @@ class Emitter:
         if expr.op == "size":
             return values[expr.args[0]].shape[expr.args[1]]
         if expr.op == "load":
+            tile = self.tiles.get(str(expr))
+            if tile is not None:
+                return T.cast(tile[values["i"], values["j"]], "float32")
             buffer = values[expr.args[0]]
             element = buffer[tuple(self._emit(arg, values) for arg in expr.args[1:])]
             return element != T.cast(0, "uint8") if expr.dtype == "bool" else T.cast(element, _TIR_DTYPE[expr.dtype])

@@ -6,6 +6,9 @@ Persistent blocks, one per multiprocessor, draw tiles of ``block_M`` queries of 
                          loads Q, then K and V tile by tile, by TMA;
     consumer warpgroups  own 64 query rows each; they multiply (wgmma), keep the softmax, and store O by TMA.
 
+A bias, or another tensor that a score modification reads tile by tile, is loaded with K and awaited by K's barrier;
+the consumers take each tile to registers under S = Q K^T and then free it.
+
 All warps run ahead as far as the barriers let them: while the consumers still finish one tile, Q and the first K and V
 of the next are on their way, and O is stored under the next tile's arithmetic.
 
@@ -50,7 +53,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
-from tilelang.layout import make_swizzled_layout
+from tilelang.layout import (
+    make_full_bank_swizzled_layout,
+    make_half_bank_swizzled_layout,
+    make_quarter_bank_swizzled_layout,
+    make_swizzled_layout,
+)
 
 from ...call import AttentionCall
 from ...fp8 import FP8
@@ -78,6 +86,16 @@ FP8_SHIFT = 4.0
 TURN, WITHIN = 1, 4
 
 
+def tile_layout(buffer: Any, row_bytes: int) -> Any:
+    """Swizzled, so that the eight rows of 16 bytes that a warp reads at a time lie in different banks.
+
+    In the widest panels of columns that divide the rows: a copy by TMA asks for one row of a panel at a time.
+    """
+    if row_bytes % 128 == 0:
+        return make_full_bank_swizzled_layout(buffer)
+    return make_half_bank_swizzled_layout(buffer) if row_bytes % 64 == 0 else make_quarter_bank_swizzled_layout(buffer)
+
+
 def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
     """The macro that emits the kernel, given its parameters (see signature.py)."""
     block_M, block_N, stages = config.block_M, config.block_N, config.num_stages
@@ -93,6 +111,12 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
     output_apart = config.output_apart(call)
     score = Score(call, traced) if traced.score is not None else None
     masks_inside = traced.allows is not None  # else only the last tile of keys may end beyond seqlen_k
+    # A tensor that is read tile by tile (see tile_loads.py), such as a bias: the producer copies its tiles with K's.
+    copied, copied_dtype = traced.copied_tile or (None, None)
+    # Neighbours in the queue are to share its tiles in the L2 cache: heads do, or else batch elements.
+    batch_first = copied is not None and copied.differs_by("h") and not copied.differs_by("b")
+    # Tiles that nobody shares need not stay there.
+    copied_once = copied is not None and copied.differs_by("h") and copied.differs_by("b")
     panel = next(width for width in (64, 32, 16) if head_dim_v % width == 0)  # columns of O that one TMA store takes
     cluster = config.cluster
     rows = cluster * block_M  # queries of one task
@@ -108,6 +132,20 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         if not masks_inside:
             return end - 1 - j
         return T.if_then_else(j < right, end - 1 - j, T.if_then_else(j < right + left, begin + j - right, inner))
+
+    @T.macro
+    def load_tile(arg, w, b, h, row, k_lo, n):
+        """The scores' tile of the tensor; it is awaited together with K. What lies beyond the tensor's edges is 0."""
+        emit = Emitter(arg.operands)
+        outer = [emit(index, b=b, h=h) for index in copied.outer]
+        first = emit(copied.row, b=b, h=h, q=row + arg.seqlen_k - arg.seqlen_q)
+        T.barrier_wait(w.tile_free[n % stages], ((n // stages) & 1) ^ 1)
+        T.tma_copy(
+            arg.operands[copied.name][(*outer, slice(first, first + block_M), slice(k_lo, k_lo + block_N))],
+            w.tile[n % stages, :, :],
+            barrier=w.k_ready[n % stages],
+            eviction_policy="evict_first" if copied_once else None,
+        )
 
     @T.macro
     def load(arg, w, turn, step):
@@ -133,6 +171,8 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 barrier=w.k_ready[n % stages],
                 cluster_mask=everyone,
             )
+            if copied is not None:
+                load_tile(arg, w, b, h, row, k_lo, n)
             T.barrier_arrive(w.k_ready[n % stages])
             T.barrier_wait(w.v_free[n % stages], ((n // stages) & 1) ^ 1)
             if fp8:
@@ -164,8 +204,8 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             "int32", init=T.truncdiv(tile, side * tiles) * side + T.truncmod(T.truncmod(tile, side * tiles), side)
         )
         row = T.alloc_var("int32", init=(tiles - 1 - T.truncdiv(T.truncmod(tile, side * tiles), side)) * rows)
-        b = T.alloc_var("int32", init=T.truncdiv(pair, arg.heads))
-        h = T.alloc_var("int32", init=T.truncmod(pair, arg.heads))
+        b = T.alloc_var("int32", init=T.truncmod(pair, arg.batch) if batch_first else T.truncdiv(pair, arg.heads))
+        h = T.alloc_var("int32", init=T.truncdiv(pair, arg.batch) if batch_first else T.truncmod(pair, arg.heads))
         q_lo = row + arg.seqlen_k - arg.seqlen_q
         q_hi = T.min(q_lo + rows, arg.seqlen_k) - 1
         kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
@@ -315,9 +355,18 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             T.copy(w.acc_s, w.weights)
 
     @T.macro
+    def take_tile(w, stage):
+        """The copied tile to registers, under the product that makes the scores."""
+        if copied is not None:
+            T.copy(w.tile[stage, :, :], w.tile_registers)
+            T.sync_warp()  # one lane answers for all
+            if T.shuffle_elect(WARP):
+                T.barrier_arrive(w.tile_free[stage])
+
+    @T.macro
     def scores_to_weights(arg, w, k_lo, masked):
         b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
-        emit = Emitter(arg.operands)
+        emit = Emitter(arg.operands, {} if copied is None else {copied.text: w.tile_registers})
         visible = Visibility(traced, emit, arg.seqlen_k)
         q_lo = row + arg.seqlen_k - arg.seqlen_q
         c = score_unit(arg, w)
@@ -360,6 +409,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         T.barrier_wait(w.v_ready[n % stages], (n // stages) & 1)
         multiply_pv(w, n % stages)
         end_turn(w)
+        take_tile(w, (n + 1) % stages)
         T.wait_wgmma(1)
         T.warpgroup_fence_operand(w.acc_s, num_regs=block_M * block_N // consumers)
         if not config.late_release:
@@ -395,6 +445,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         wait_for_turn(w)
         multiply_qk(w, step % stages)
         end_turn(w)
+        take_tile(w, step % stages)
         T.wait_wgmma(0)
         T.warpgroup_fence_operand(w.acc_s, num_regs=block_M * block_N // consumers)
         release(w, w.k_free, step % stages)
@@ -445,6 +496,13 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             arg.blocks, threads=consumers + WARPGROUP, cluster_dims=cluster if cluster > 1 else None
         ) as block:
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, itemsize=size)
+            tile_shared, tile_free, tile_registers = None, None, None
+            if copied is not None:
+                assume_aligned(arg.operands[copied.name].strides, itemsize=copied_dtype.itemsize)
+                kind = str(copied_dtype).removeprefix("torch.")
+                tile_shared = T.alloc_shared([stages, block_M, block_N], kind)
+                tile_free = T.alloc_barrier([consumers // WARP] * stages)
+                tile_registers = T.alloc_fragment([block_M, block_N], kind)
             q_shared = T.alloc_shared([block_M, head_dim], dtype)
             k_shared = T.alloc_shared([stages, block_N, head_dim], dtype)
             v_shared = T.alloc_shared([stages, *v_tile], dtype)
@@ -483,12 +541,17 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 sums=T.alloc_fragment([block_M, 4], "float32"),
                 lowest=T.alloc_fragment([consumers], "float32"),
                 q_registers=T.alloc_fragment([block_M, head_dim], dtype),
+                tile=tile_shared,
+                tile_free=tile_free,
+                tile_registers=tile_registers,
                 product=T.alloc_fragment([block_M, head_dim_v], "float32") if config.two_level else None,
                 descaled=T.alloc_local([2], "float32") if fp8 else None,
                 uniforms=score.allocate() if score is not None else None,
             )
             if config.q_in_registers:
                 T.annotate_layout({w.q: make_swizzled_layout(w.q)})
+            if copied is not None:
+                T.annotate_layout({w.tile: tile_layout(w.tile, block_N * copied_dtype.itemsize)})
             T.annotate_layout({w.sums: softmax.own_columns_layout(block_M)})
             T.annotate_layout({w.lowest: softmax.per_thread_layout(consumers)})
             if thread >= consumers:

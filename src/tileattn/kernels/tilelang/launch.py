@@ -86,7 +86,8 @@ def _source_digest() -> str:
     names = ("compile", "config", "expressions", "forward", "generic", "hopper", "mask", "signature", "softmax")
     names += ("simplify", "transpose_fp8")
     folder = Path(__file__).parent
-    return hashlib.sha256(b"".join((folder / f"{name}.py").read_bytes() for name in names)).hexdigest()[:16]
+    files = [*(folder / f"{name}.py" for name in names), folder.parents[1] / "tile_loads.py"]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 @functools.cache

@@ -90,6 +90,8 @@ def apply_score(acc_s, score, registers, emit, scale, b, h, q_lo, k_lo, block_M,
                 h=h,
                 q=q_lo + i,
                 k=key_in_tile(k_lo, j),
+                i=i,
+                j=j,
             ),
             "float32",
         )
