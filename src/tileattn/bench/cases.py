@@ -147,6 +147,22 @@ def variants_suite_cpu(dtype: str) -> list[Case]:
     return [square(2, 1024, 4, 64, name.format(short=256), dtype) for name in VARIANTS]
 
 
+def heads_suite(dtype: str) -> list[Case]:
+    """Causal, (4, 4096): grouped heads beside as many ungrouped ones, and head dims between the tuned ones."""
+    grouped = [
+        replace(square(4, 4096, heads, 128, "causal", dtype), kv_heads=kv_heads)
+        for heads, kv_heads in ((32, 32), (32, 8), (8, 8), (8, 1))
+    ]
+    dims = [square(4, 4096, 2048 // dim, dim, "causal", dtype) for dim in (64, 80, 96, 128, 160, 192, 256)]
+    return [*grouped, *dims, replace(square(4, 4096, 16, 192, "causal", dtype), head_dim_v=128)]
+
+
+def heads_suite_cpu(dtype: str) -> list[Case]:
+    """The same at a size for a laptop."""
+    grouped = [replace(square(1, 512, 8, 64, "causal", dtype), kv_heads=kv_heads) for kv_heads in (8, 2, 1)]
+    return [*grouped, *(square(1, 512, 4, dim, "causal", dtype) for dim in (64, 80, 96, 128))]
+
+
 def fp8_suite(dtype: str) -> list[Case]:
     """16384 tokens in long sequences, 2048 / head_dim heads: where the products decide, which fp8 makes faster."""
     return [
@@ -192,6 +208,7 @@ def quick_suite_cpu(dtype: str) -> list[Case]:
 SUITES: dict[str, str] = {
     "quick": "a handful of representative shapes, sized by the device (the default)",
     "fa": "the FlashAttention papers' grid: head dims 64, 128, 256; 512 to 16384 tokens; GQA and 192/128",
+    "heads": "grouped heads beside ungrouped ones, and head dims between the tuned ones, sized by the device",
     "variants": "every mask and score modification, sized by the device",
     "fp8": "float8_e4m3fn beside bfloat16 on the same values: head dims 64, 128, 256; 4096 to 16384 tokens",
 }
@@ -200,6 +217,8 @@ _BUILDERS: dict[tuple[str, bool], Callable[[str], list[Case]]] = {
     ("quick", False): quick_suite_cpu,
     ("fa", True): fa_suite,
     ("fa", False): fa_suite,
+    ("heads", True): heads_suite,
+    ("heads", False): heads_suite_cpu,
     ("variants", True): variants_suite,
     ("variants", False): variants_suite_cpu,
     ("fp8", True): fp8_suite,

@@ -2,8 +2,8 @@
 
 Persistent blocks, one per multiprocessor, draw tiles of ``block_M`` queries of one head from a common queue. In a block
 
-    one producer warp    draws the next tile, finds out which keys it may see, tells the consumers in a *message*, and
-                         loads Q, then K and V tile by tile, by TMA;
+    one producer warp    draws the next tile, finds out which keys it may see, writes both into a *message*, which all
+                         warps read, and loads Q, then K and V tile by tile, by TMA;
     consumer warpgroups  own 64 query rows each; they multiply (wgmma), keep the softmax, and store O by TMA.
 
 A bias, or another tensor that a score modification reads tile by tile, is loaded with K and awaited by K's barrier;
@@ -12,8 +12,8 @@ the consumers take each tile to registers under S = Q K^T and then free it.
 All warps run ahead as far as the barriers let them: while the consumers still finish one tile, Q and the first K and V
 of the next are on their way, and O is stored under the next tile's arithmetic.
 
-Every shared buffer has two mbarriers, ``ready`` (filled: the producer's 32 lanes and the bytes have arrived) and
-``free`` (read: the consumers have arrived). A barrier's phase flips each time it completes. The n-th use of a buffer
+Every shared buffer has two mbarriers, ``ready`` (filled: the producer's 32 lanes, of a message its writer, and the bytes
+have arrived) and ``free`` (read: its readers have arrived). A barrier's phase flips each time it completes. The n-th use of a buffer
 (n = 0, 1, ...) waits for ``ready`` with parity ``n % 2`` and for ``free`` with parity ``(n + 1) % 2``, which a fresh
 barrier lets pass. K and V have ``num_stages`` buffers each, so their use number n is that of stage ``n % num_stages``,
 turn ``n // num_stages``.
@@ -72,7 +72,7 @@ from .signature import assume_aligned
 ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
 WARP, WARPGROUP = 32, 128
 
-# A message's fields. A count of 0 tells the consumers that no tile is left.
+# A message's fields. A count of 0 says that no tile is left.
 FIELDS = 8
 BATCH, HEAD, ROW, BEGIN, END, RIGHT, LEFT, COUNT = range(FIELDS)
 

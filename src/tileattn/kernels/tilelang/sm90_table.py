@@ -2,7 +2,7 @@
 
 from .config import HopperConfig
 
-ORIGIN = "NVIDIA H200, 2026-11-20, torch 2.11.0+cu130, CUDA 13.0, tilelang 0.1.15; 2026-11-21 late_release, cluster and wide tiles from sweeps by hand"
+ORIGIN = "NVIDIA H200, 2026-11-20 (short) and 2026-11-21 (long rows, by hand), torch 2.11.0+cu130, tilelang 0.1.15"
 
 # (head_dim, head_dim_v, kind of mask, lengths); see defaults.py
 TABLE = {
@@ -15,13 +15,13 @@ TABLE = {
     ),
     (64, 64, "masked", "long"): HopperConfig(192, 128, ping_pong=True, late_release=False),
     (64, 64, "scored", "short"): HopperConfig(128, 128, num_stages=3, ping_pong=True, late_release=False),
-    (64, 64, "scored", "long"): HopperConfig(128, 128, num_stages=3, ping_pong=True),
+    (64, 64, "scored", "long"): HopperConfig(192, 128, ping_pong=True, late_release=False),
     (96, 96, "full", "short"): HopperConfig(128, 128, q_in_registers=True, ping_pong=True, late_release=False),
     (96, 96, "full", "long"): HopperConfig(128, 128, q_in_registers=True, ping_pong=True, late_release=False),
     (96, 96, "masked", "short"): HopperConfig(128, 128, q_in_registers=True, ping_pong=True, late_release=False),
     (96, 96, "masked", "long"): HopperConfig(128, 128, q_in_registers=True, ping_pong=True, late_release=False),
     (96, 96, "scored", "short"): HopperConfig(128, 112, ping_pong=True, late_release=False),
-    (96, 96, "scored", "long"): HopperConfig(128, 112, ping_pong=True),
+    (96, 96, "scored", "long"): HopperConfig(128, 128, q_in_registers=True, ping_pong=True, late_release=False),
     (128, 128, "full", "short"): HopperConfig(128, 128, q_in_registers=True, ping_pong=True, late_release=False),
     (128, 128, "full", "long"): HopperConfig(
         128, 160, ping_pong=True, producer_registers=40, late_release=False, cluster=2
@@ -29,7 +29,7 @@ TABLE = {
     (128, 128, "masked", "short"): HopperConfig(128, 128, q_in_registers=True, ping_pong=True, late_release=False),
     (128, 128, "masked", "long"): HopperConfig(128, 128, q_in_registers=True, ping_pong=True, late_release=False),
     (128, 128, "scored", "short"): HopperConfig(128, 112, ping_pong=True, late_release=False),
-    (128, 128, "scored", "long"): HopperConfig(128, 112, ping_pong=True),
+    (128, 128, "scored", "long"): HopperConfig(128, 128, q_in_registers=True, ping_pong=True, late_release=False),
     (192, 128, "full", "short"): HopperConfig(128, 128, ping_pong=True, late_release=False),
     (192, 128, "full", "long"): HopperConfig(
         128, 128, ping_pong=True, producer_registers=40, late_release=False, cluster=2
