@@ -41,7 +41,7 @@ from tileattn.kernels.tilelang import backend, launch
 from tileattn.kernels.tilelang.config import Config
 from tileattn.kernels.tilelang.defaults import LONG, SHORT
 from tileattn.testing import build, conformance_cases
-from tileattn.variant import program
+from tileattn.variant import program, with_alignment
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 
@@ -95,8 +95,18 @@ def _pretending(arch: str) -> Iterator[None]:
     """Inside, tensors on "meta" are taken for tensors on a GPU of this architecture."""
     make_call = ops.make_call
 
-    def as_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any, **named: Any) -> AttentionCall:
-        call = make_call(q, k, v, *others, **named)
+    def as_on_gpu(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        variant: str,
+        tensors: Sequence[torch.Tensor] = (),
+        **named: Any,
+    ) -> AttentionCall:
+        # As on a GPU, which is asked about the memory of a variant's tensors where these are given.
+        variant = with_alignment(variant, tensors) if tensors else variant
+        call = make_call(q, k, v, sink, variant, **named)
         return replace(call, arch=arch, aligned=all(map(is_aligned, (q, k, v))))
 
     with mock.patch.object(ops, "make_call", as_on_gpu), mock.patch.object(backend, "forward_function", _ask):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math as _math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -322,6 +322,14 @@ _FOLD: dict[str, Callable[..., Any]] = {
     "cos": _math.cos,
     "float": float,
 }
+
+
+def nodes(expr: Any) -> Iterator[Expr]:
+    """An expression and all expressions in it."""
+    if isinstance(expr, Expr):
+        yield expr
+        for arg in expr.args:
+            yield from nodes(arg)
 
 
 def text_of(arg: Any) -> str:

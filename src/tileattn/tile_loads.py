@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .expr import Expr
+from .expr import Expr, nodes
 
 _COPIED = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_NDIM = 5  # of a tensor map
@@ -38,12 +38,12 @@ class TileLoad:
 
     def differs_by(self, symbol: str) -> bool:
         """Whether each batch element (``b``), or head (``h``), has a tile of its own; else they share one."""
-        return any(node.op == "symbol" and node.args[0] == symbol for index in self.outer for node in _nodes(index))
+        return any(node.op == "symbol" and node.args[0] == symbol for index in self.outer for node in nodes(index))
 
 
 def find(expr: Any) -> Iterator[TileLoad]:
     """The tile loads of an expression, each once."""
-    found = {load.text: load for load in map(_as_tile_load, _nodes(expr)) if load is not None}
+    found = {load.text: load for load in map(_as_tile_load, nodes(expr)) if load is not None}
     yield from found.values()
 
 
@@ -53,13 +53,6 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     *outer, last = tensor.stride()
     # A size of 1 counts as well: its stride is in the tensor map, although nobody steps by it.
     return step > 0 and last == 1 and tensor.data_ptr() % 16 == 0 and not any(s == 0 or s % step for s in outer)
-
-
-def _nodes(expr: Any) -> Iterator[Expr]:
-    if isinstance(expr, Expr):
-        yield expr
-        for arg in expr.args:
-            yield from _nodes(arg)
 
 
 def _as_tile_load(node: Expr) -> TileLoad | None:
@@ -83,4 +76,4 @@ def _steps_with_q(index: Any) -> bool:
 
 def _varies(index: Any) -> bool:
     """Whether the value differs within a tile, or has to be read from memory itself."""
-    return any(node.op == "load" or (node.op == "symbol" and node.args[0] in _VARYING) for node in _nodes(index))
+    return any(node.op == "load" or (node.op == "symbol" and node.args[0] in _VARYING) for node in nodes(index))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...call import AttentionCall
+from ...expr import nodes
 from ...fp8 import FP8
-from ...variant import program
+from ...variant import Program, program
 from . import sm90_table
 from .config import Config, ForwardConfig, HopperConfig, is_valid, padded
+from .simplify import is_uniform
 
 SHORT = 1024  # keys; up to here a call counts as short, with narrow heads and a mask up to twice as many
 LONG = 2 * SHORT + 1
@@ -70,6 +72,8 @@ def _sm90(call: AttentionCall, widest: int, short: bool) -> Iterator[Config]:
     tensors = len(traced.tensors) - (traced.copied_tile is not None)
     if widest <= 128 and traced.copied_tile is not None:
         yield from _copied(traced.copied_tile[1].itemsize, tensors)
+    if widest <= 128 and _fetches(traced) and tensors < 2:
+        yield _fetched()
     if (widest <= 128 or call.variant in ("", CAUSAL)) and (traced.score is None or tensors < 2):
         tuned = tuned_row(call.head_dim, call.head_dim_v, kind(call.variant), short)
         if tuned is not None:
@@ -94,6 +98,17 @@ def _copied(itemsize: int, others: int) -> Iterator[HopperConfig]:
     if others == 0 and itemsize == 4:
         yield HopperConfig(128, 96, 2, ping_pong=True)
     yield HopperConfig(128, 64 if others < 5 else 32, 2, ping_pong=True)
+
+
+def _fetches(traced: Program) -> bool:
+    """Whether the modification reads memory for each score."""
+    copied = traced.copied_tile[0].text if traced.copied_tile else None
+    return any(node.op == "load" and not is_uniform(node) and str(node) != copied for node in nodes(traced.score))
+
+
+def _fetched() -> HopperConfig:
+    """The loads of elements take registers that wider tiles would need."""
+    return HopperConfig(128, 96, ping_pong=True, late_release=False)
 
 
 def kind(variant: str) -> str:

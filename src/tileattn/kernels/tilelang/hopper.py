@@ -12,11 +12,11 @@ the consumers take each tile to registers under S = Q K^T and then free it.
 All warps run ahead as far as the barriers let them: while the consumers still finish one tile, Q and the first K and V
 of the next are on their way, and O is stored under the next tile's arithmetic.
 
-Every shared buffer has two mbarriers, ``ready`` (filled: the producer's 32 lanes, of a message its writer, and the bytes
-have arrived) and ``free`` (read: its readers have arrived). A barrier's phase flips each time it completes. The n-th use of a buffer
-(n = 0, 1, ...) waits for ``ready`` with parity ``n % 2`` and for ``free`` with parity ``(n + 1) % 2``, which a fresh
-barrier lets pass. K and V have ``num_stages`` buffers each, so their use number n is that of stage ``n % num_stages``,
-turn ``n // num_stages``.
+Every shared buffer has two mbarriers, ``ready`` (filled: the producer's 32 lanes and the bytes have arrived; for a
+message its writer) and ``free`` (read: its readers have arrived). A barrier's phase flips each time it completes. The
+n-th use of a buffer (n = 0, 1, ...) waits for ``ready`` with parity ``n % 2`` and for ``free`` with parity
+``(n + 1) % 2``, which a fresh barrier lets pass. K and V have ``num_stages`` buffers each, so their use number n is
+that of stage ``n % num_stages``, turn ``n // num_stages``.
 
 One iteration of a consumer warpgroup, j being the tile of keys before; the tensor cores work under the softmax:
 
