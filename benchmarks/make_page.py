@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 SOURCES: dict[str, str | None] = {
     "fa": "fa-h200-2026-11-20-hopper.json",
     "variants": "variants-h200-2026-11-20.json",
+    "heads": None,
     "fp8": "fp8-h200-2026-11-20.json",
 }
 
@@ -99,6 +100,8 @@ def page(sources: Mapping[str, Source]) -> str:
         parts.append(_forward(sources["fa"]))
     if "variants" in sources:
         parts.append(_variants(sources["variants"]))
+    if "heads" in sources:
+        parts.append(_heads(sources["heads"]))
     if "fp8" in sources:
         parts.append(_fp8(sources["fp8"]))
     if absent := [f"`{suite}`" for suite in SOURCES if suite not in sources]:
@@ -223,6 +226,55 @@ def _variants_table(measured: Results, rows: Sequence[Row]) -> str:
     headings = ["variant", *map(_label, backends), "TFLOPS"]
     headings += ["against best"] * peers + ["cost", "baseline", "error"]
     return _table(headings, table)
+
+
+# Grouped heads and head dims in between
+
+TUNED = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+
+
+def _heads(source: Source) -> str:
+    measured = source.results
+    ours = [row for row in measured.rows if row.backend == OWN]
+    grouped = [row for row in ours if row.kv_heads < row.heads]
+    rows = {row.case: row for row in reversed(ours) if row not in grouped}
+    table = [
+        [row.case, _ms(row), _ms(plain), MISSING if plain is None else _ratio(plain.ms / row.ms)]
+        for row in grouped
+        for plain in [_ungrouped(row, ours)]
+    ]
+    parts = [
+        "## Grouped heads and head dims",
+        _provenance(source),
+        "Query heads that share keys and values, beside as many that do not. Times in ms.",
+        _table(["case", "grouped", "ungrouped", "speed"], table),
+        "Head dims, and our TFLOPS over those of the next larger tuned one.",
+        _speed_table(measured, list(reversed(rows.values()))),
+        _table(["head dim", "TFLOPS", "next tuned", "TFLOPS", "share"], _shares(list(reversed(rows.values())))),
+        _notes(measured),
+    ]
+    return _joined(parts)
+
+
+def _ungrouped(row: Row, rows: Iterable[Row]) -> Row | None:
+    """The row that differs in kv_heads alone, and has one for each query head."""
+    facts = (row.head_dim, row.heads, row.heads, row.seqlen_q, row.batch)
+    return next((x for x in rows if (x.head_dim, x.heads, x.kv_heads, x.seqlen_q, x.batch) == facts), None)
+
+
+def _shares(rows: Sequence[Row]) -> list[list[str]]:
+    """Of head dims that are not tuned themselves."""
+    by_dims = {(row.head_dim, row.head_dim_v): row for row in rows}
+    lines = []
+    for (dim, dim_v), row in by_dims.items():
+        larger = next((dims for dims in TUNED if dims[0] > dim and dims[1] >= dim_v and dims in by_dims), None)
+        if larger is None or dim == 64:
+            continue
+        next_row = by_dims[larger]
+        names = [f"{x}" if x == y else f"{x}/{y}" for x, y in ((dim, dim_v), larger)]
+        share = f"{row.tflops / next_row.tflops:.0%}"
+        lines.append([names[0], _tflops(row), names[1], _tflops(next_row), share])
+    return lines
 
 
 # fp8

@@ -185,15 +185,16 @@ def test_masked_tiles_have_a_loop_of_their_own() -> None:
     assert "seqlen_k" not in rest
 
 
-@pytest.mark.parametrize("name", ["plain", "causal-64", "causal-192/128", "plain-256", "bias-tiles"])
+@pytest.mark.parametrize("name", ["plain-256", "bias-tiles"])
 def test_exponentials_run_under_the_products(name: str, tmp_path: Path) -> None:
-    """ptxas must not move the wait for P V up in front of the exponentials, which are to hide it."""
+    """Where K is released late: ptxas must not move the wait for P V up in front of the exponentials."""
     nvcc, disassembler = find_nvcc(), find_disassembler()
     if nvcc is None or disassembler is None:
         pytest.skip("needs nvcc and nvdisasm or cuobjdump")
     call = CALLS[name]
-    for tile in defaults.defaults(call):
-        assert isinstance(tile, HopperConfig)
+    late = [tile for tile in defaults.defaults(call) if isinstance(tile, HopperConfig) and tile.late_release]
+    assert late
+    for tile in late:
         assemble(nvcc, lower(call, tile), call.arch, tmp_path)
         sass = disassemble(disassembler, tmp_path / "kernel.cubin")
         # Each iteration waits for Q K^T (all products but the last), takes exponentials, and waits for P V.
