@@ -268,7 +268,7 @@ def _shares(rows: Sequence[Row]) -> list[list[str]]:
     lines = []
     for (dim, dim_v), row in by_dims.items():
         larger = next((dims for dims in TUNED if dims[0] > dim and dims[1] >= dim_v and dims in by_dims), None)
-        if larger is None or dim == 64:
+        if larger is None or (dim, dim_v) in TUNED:
             continue
         next_row = by_dims[larger]
         names = [f"{x}" if x == y else f"{x}/{y}" for x, y in ((dim, dim_v), larger)]

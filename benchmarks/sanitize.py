@@ -303,7 +303,7 @@ def check(
     tool: Annotated[list[str], typer.Option(help="memcheck, racecheck or synccheck; can be repeated.")] = list(TOOLS),  # noqa: B006
     cases: Cases = "",
     kernels: Annotated[str | None, typer.Option(help="long or short. Default: both.", show_default=False)] = None,
-    blocks: Blocks = 3,
+    blocks: Blocks = 4,
     time_limit: Annotated[float, typer.Option(help="Seconds for each tool and kernels.")] = 280.0,
     out: Annotated[Path | None, typer.Option(help="Write a summary (JSON).", show_default=False)] = None,
     sanitizer: Annotated[
@@ -347,7 +347,7 @@ def show(report: Report) -> None:
 def launch(
     cases: Cases = "",
     kernels: Annotated[str | None, typer.Option(help="long or short.", show_default=False)] = "long",
-    blocks: Blocks = 3,
+    blocks: Blocks = 4,
 ) -> None:
     """Only the launches: what runs under the sanitizer."""
     for bucket in _buckets(kernels):

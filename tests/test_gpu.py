@@ -58,7 +58,7 @@ def test_new_sizes_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     launch.forward_function.cache_clear()
     monkeypatch.setattr(launch, "ensure_compiled", counted)
-    for seqlen in (SHORT - 901, SHORT + 901):  # no other test has these
+    for seqlen in (SHORT - 901, 2 * SHORT + 901):  # no other test has these
         tileattn.attention(*_tensors(3, seqlen, 5, 64), causal=True)
     call = compiled[0][0]
     assert compiled == [(call, config) for config in defaults(call)]
@@ -136,6 +136,9 @@ SHAPES = {
     "softcap": Shape(mask=Causal(), score_mod=SoftCap(20.0)),
     "groups": Shape(heads=(16, 2), mask=Causal()),
     "sink": Shape(lengths=(63, 2049), sink=True),
+    "sink-long": Shape(lengths=(1063, 2049), sink=True),
+    "two blocks share keys": Shape(3, (1100, 1311), (24, 24)),
+    "two blocks share keys, 256": Shape(3, (1100, 1311), (24, 12), (256, 256)),
     "more tiles than blocks": Shape(4, (2177, 2177), (16, 4), mask=Causal()),
     "more tiles than blocks, full": Shape(3, (1025, 1311), (24, 24), (64, 64)),
 }

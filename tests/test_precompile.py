@@ -34,7 +34,7 @@ def invoke(arguments: str) -> tuple[int, str]:
 def expected_key(case: Case, dtype: str) -> str:
     """By way of `tileattn warmup`, which knows nothing of this script."""
     call, _ = warmup.calls([(case.head_dim, case.head_dim_v)], [case.variant], [dtype], ARCH)
-    return launch.cache_key(call, default(call, case.seqlen_k))
+    return launch.cache_key(call, default(call, min(case.seqlen_q, case.seqlen_k)))
 
 
 @pytest.mark.parametrize(("suite", "dtype"), [("fa", "bf16"), ("variants", "bf16"), ("quick", "bf16"), ("fp8", "fp8")])

@@ -33,6 +33,7 @@ MODS: dict[str, Mod] = {
     "where": lambda score, b, h, q, k: tm.where(q - k < 3, score * 0.5, score / (1 + h) + abs(k - q)),
     "division": lambda score, b, h, q, k: score / (q + 1) + 1 / (score * score + 1) + score / 4 / SLOPES[h],
     "nothing of the score": lambda score, b, h, q, k: SLOPES[h] * 2.0,
+    "power": lambda score, b, h, q, k: score + (k / 65536.0) ** 8,
     "condition": lambda score, b, h, q, k: score * 1.5 * (q >= k),
 }
 
@@ -73,6 +74,17 @@ def test_rewriting_changes_nothing_but_roundings(name: str, hardware_tanh: bool,
     torch.testing.assert_close(
         torch.as_tensor(evaluate(emitted.score, values | uniforms)), torch.as_tensor(expected), rtol=1e-11, atol=1e-11
     )
+
+
+def test_what_is_in_range_stays_in_range() -> None:
+    """k ** 8 and 65536 ** -8 are not float32's, though their product is."""
+    _, emitted, _ = rewritten(lambda score, b, h, q, k: score + (k / 65536.0) ** 8, False)
+    k = torch.tensor([60000, 65536], dtype=torch.int32)
+    values = {"raw": torch.zeros(2), "scale": torch.tensor(0.125), "k": k}
+    values |= {f"uniform{i}": evaluate(expr, values) for i, expr in enumerate(emitted.uniforms)}
+    torch.testing.assert_close(evaluate(emitted.score, values), torch.tensor([(60000 / 65536) ** 8, 1.0]))
+    numbers = [abs(arg) for node in nodes(emitted.score) for arg in node.args if isinstance(arg, float)]
+    assert all(number > 1e-37 for number in numbers)
 
 
 @pytest.mark.parametrize("x", [0.0, 1e-30, 300.0, -300.0, math.inf, -math.inf, math.nan])

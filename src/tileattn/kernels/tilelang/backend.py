@@ -97,7 +97,11 @@ def prepare(
         lse = q.new_empty(lse_shape, dtype=torch.float32) if call.return_lse else None
         q, k, v = _one_batch(q), _one_batch(k), _one_batch(v)
         outputs = (o,) if lse is None else (o, lse)
-        queue = (tickets(q.device), min(tasks, multiprocessors(q.device) // cluster) * cluster) if persistent else ()
+        queue = (
+            (tickets(q.device), min(tasks, max(multiprocessors(q.device) // cluster, 1)) * cluster)
+            if persistent
+            else ()
+        )
         if transpose is not None:
             transposed = v.new_empty(v.shape[0], kv_heads, call.head_dim_v, padded_k)
             transpose(v, transposed)

@@ -51,7 +51,7 @@ class HopperConfig:
         patience: by how much (in powers of two) a row's maximum may grow before O is rescaled.
         producer_registers: registers per thread of the producer's warpgroup, which consumers do without.
         late_release: whether K is released after the softmax, so that the exponentials run under P V; else at once, so
-            that the next K comes earlier.
+            that the next K comes earlier, and the exponentials run under the other warpgroup's products.
         two_level: whether each tile's P V is summed apart and added to O in float32 (for fp8, whose matrix units keep
             fewer bits of their sums).
         cluster: how many blocks, on neighbouring tiles of queries, share the loads of K and V: 1 or 2.

@@ -71,7 +71,7 @@ def _sm90(call: AttentionCall, widest: int, short: bool) -> Iterator[Config]:
     # the generic schedule, which keeps less in flight. A tensor that is copied tile by tile needs no addresses.
     tensors = len(traced.tensors) - (traced.copied_tile is not None)
     if widest <= 128 and traced.copied_tile is not None:
-        yield from _copied(traced.copied_tile[1].itemsize, tensors)
+        yield from _copied(traced.copied_tile[1].itemsize, tensors + _fetches(traced))
     if widest <= 128 and _fetches(traced) and tensors < 2:
         yield _fetched()
     if (widest <= 128 or call.variant in ("", CAUSAL)) and (traced.score is None or tensors < 2):

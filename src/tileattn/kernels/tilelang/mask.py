@@ -4,7 +4,7 @@ import tilelang.language as T
 import torch
 
 from .expressions import key_in_tile
-from .simplify import score_program
+from .simplify import score_program, tanh_by_exp2
 
 
 class Visibility:
@@ -17,6 +17,7 @@ class Visibility:
         self.program = program
         self.emit = emit
         self.seqlen_k = seqlen_k
+        self.allowed = tanh_by_exp2(program.allows)  # a mask has no tolerance for the hardware's tanh
 
     def kv_range(self, b, h, q_lo, q_hi):
         """Keys [lo, hi) that the tile of query positions q_lo..q_hi visits, within 0 .. seqlen_k."""
@@ -35,7 +36,7 @@ class Visibility:
         within = k < self.seqlen_k
         if self.program.allows is None:
             return within
-        return T.if_then_else(within, self.emit(self.program.allows, b=b, h=h, q=q, k=k), T.bool(False))
+        return T.if_then_else(within, self.emit(self.allowed, b=b, h=h, q=q, k=k), T.bool(False))
 
 
 @T.macro

@@ -6,10 +6,12 @@ in the inner loop:
 - ``score`` is written out, as ``raw * scale``, so that the scale joins other factors.
 - What is the same for all scores of a head, having no ``score``, ``q`` or ``k`` in it, is *uniform*, and computed once
   per tile of queries: loads (``slopes[h]``), quotients, products.
-- Dividing by something uniform is multiplying by its reciprocal; the factors of a product that are uniform become one.
+- Dividing by something uniform is multiplying by its reciprocal; uniform factors that follow each other become one.
 - ``tanh`` is the hardware's, or written out in exp2, whose constants join the factors.
 
-So factors are taken in another order: results differ by roundings of float32.
+So factors are taken in another order: results differ by roundings of float32, also in conditions and in `//` and `%`
+of quotients. Two varying factors stay as they are: `(x * u) * (y * u)` is not made `(x * y) * (u * u)`, which may leave
+the range of float32 where the former does not.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def score_program(score: Any, hardware_tanh: bool) -> ScoreProgram:
     """
     rewritten = _rewrite(score)
     if not hardware_tanh:
-        rewritten = _tanh_by_exp2(rewritten)
+        rewritten = tanh_by_exp2(rewritten)
     uniforms: dict[str, Expr] = {}
     return ScoreProgram(_hoist(rewritten, uniforms), tuple(uniforms.values()))
 
@@ -104,7 +106,9 @@ def _reciprocal(x: Any) -> Any:
 
 
 def _product(x: Any, y: Any) -> Any:
-    """x * y as (varying factors) * (uniform factors)."""
+    """x * y; if one of them is uniform, as (the varying factor) * (the uniform factors)."""
+    if not is_uniform(x) and not is_uniform(y):
+        return _times(x, y)
     (varying_x, uniform_x), (varying_y, uniform_y) = _factors(x), _factors(y)
     varying, uniform = _times(varying_x, varying_y), _times(uniform_x, uniform_y)
     if varying is None or uniform is None:
@@ -131,7 +135,7 @@ def _times(x: Any, y: Any) -> Any:
 # --- tanh ---
 
 
-def _tanh_by_exp2(expr: Any) -> Any:
+def tanh_by_exp2(expr: Any) -> Any:
     """Without tanh: u * tanh x = u - 2u / (exp2(2 log2(e) x) + 1). It saturates at both ends."""
     if not isinstance(expr, Expr) or expr.op in ("symbol", "size", "load"):
         return expr
@@ -139,8 +143,8 @@ def _tanh_by_exp2(expr: Any) -> Any:
     if expr.op == "mul" and isinstance(expr.args[0], Expr) and expr.args[0].op == "tanh" and is_uniform(expr.args[1]):
         expr, factor = expr.args
     if expr.op != "tanh":
-        return apply(expr.op, *map(_tanh_by_exp2, expr.args))
-    power = apply("exp2", _product(_tanh_by_exp2(expr.args[0]), TWO_LOG2E))
+        return apply(expr.op, *map(tanh_by_exp2, expr.args))
+    power = apply("exp2", _product(tanh_by_exp2(expr.args[0]), TWO_LOG2E))
     weight = apply("div", 1.0, apply("add", power, 1.0))
     return apply("sub", factor, apply("mul", weight, _times(factor, 2.0)))
 
