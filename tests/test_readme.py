@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,9 +24,7 @@ def test_the_example_runs() -> None:
 
 
 def test_the_table_is_the_result_files() -> None:
-    name = re.search(r"\((benchmarks/results/[^)]*\.json)\)", README)
-    assert name is not None
-    rows = json.loads((ROOT / name[1]).read_text())["rows"]
+    rows = _rows()
     measured = {(row["case"], row["backend"]): row["tflops"] for row in rows}
     table = re.findall(
         r"^\| \((\d+), (\d+), (\d+)(?: over (\d+))?\), (\d+), (full|causal) "
@@ -42,7 +41,7 @@ def test_the_table_is_the_result_files() -> None:
 
 
 def test_the_totals_are_the_result_files() -> None:
-    rows = json.loads((ROOT / "benchmarks/results/fa-h200-2026-11-20-hopper.json").read_text())["rows"]
+    rows = _rows()
     ms: dict[str, dict[str, float]] = {}
     for row in rows:
         ms.setdefault(row["case"], {})[row["backend"]] = row["ms"]
@@ -65,6 +64,16 @@ def test_the_totals_are_the_result_files() -> None:
     assert f"{_geometric_mean(fa4):.2f}× against FA-4" in text
     short, long = (_geometric_mean(speed_against_best(short)) for short in (True, False))
     assert f"{short:.2f}× below 2048 tokens and {long:.2f}× from there on" in text
+    close = sum(ratio > 0.98 for short in (True, False) for ratio in speed_against_best(short))
+    assert f"({close} of {len(ms)} rows are ahead, or behind by less than 2 %)" in text
+
+
+def _rows() -> list[dict[str, Any]]:
+    """Of the result file that the README names."""
+    name = re.search(r"\((benchmarks/results/[^)]*\.json)\)", README)
+    assert name is not None
+    rows: list[dict[str, Any]] = json.loads((ROOT / name[1]).read_text())["rows"]
+    return rows
 
 
 def _geometric_mean(values: list[float]) -> float:
