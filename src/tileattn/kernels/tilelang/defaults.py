@@ -132,7 +132,7 @@ def tuned_row(head_dim: int, head_dim_v: int, kind: str, short: bool) -> HopperC
 
 
 def _fp8(call: AttentionCall) -> Iterator[Config]:
-    """Measured on an H200. Weights in e4m3 leave the maximum a patience of 4 (hopper.FP8_SHIFT)."""
+    """Measured on an H200. Weights in e4m3 leave the maximum a patience of 4 (hopper_plan.FP8_SHIFT)."""
     traced = program(call.variant)
     widest = max(padded(call.head_dim, 1), padded(call.head_dim_v, 1))
     simple = call.variant in ("", CAUSAL)

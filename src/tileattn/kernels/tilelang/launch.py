@@ -83,8 +83,8 @@ def cache_key(call: AttentionCall, config: Config) -> str:
 @functools.cache
 def _source_digest() -> str:
     """Of the code that generates kernels, so that editing it recompiles them."""
-    names = ("compile", "config", "expressions", "forward", "generic", "hopper", "mask", "signature", "softmax")
-    names += ("simplify", "transpose_fp8")
+    names = ("compile", "config", "expressions", "forward", "generic", "mask", "signature", "simplify", "softmax")
+    names += ("hopper", "hopper_consumer", "hopper_plan", "hopper_producer", "hopper_tasks", "transpose_fp8")
     folder = Path(__file__).parent
     files = [*(folder / f"{name}.py" for name in names), folder.parents[1] / "tile_loads.py"]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

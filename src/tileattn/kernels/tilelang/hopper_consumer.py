@@ -1,0 +1,245 @@
+"""The consumer warpgroups of the Hopper schedule: products, softmax, and the store of O; see hopper.py."""
+
+import tilelang.language as T
+
+from . import softmax
+from .expressions import Emitter
+from .hopper_plan import WARP, WARPGROUP
+from .hopper_tasks import BATCH, BEGIN, COUNT, END, HEAD, LEFT, RIGHT, ROW, read_message, tile_of_step
+from .mask import Visibility, apply_mask, apply_score, keep_uniforms
+
+ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
+
+# Named barriers: 0 is __syncthreads; each consumer warpgroup has one for its turn and one for itself.
+TURN, WITHIN = 1, 4
+
+
+def scale_of(plan, arg, w):
+    """What products of q and k are multiplied by."""
+    return w.descaled[0] if plan.fp8 else arg.scale
+
+
+def score_unit(plan, arg, w):
+    """What the softmax multiplies scores by: a modification has scaled them already."""
+    return softmax.LOG2E if plan.traced.score is not None else scale_of(plan, arg, w) * softmax.LOG2E
+
+
+def releases(plan, w):
+    """Whether a thread is the one of its warpgroup that says that a stage is free; in a cluster one per block."""
+    return T.shuffle_elect(WARPGROUP) if plan.cluster == 1 else w.thread % WARPGROUP < plan.cluster
+
+
+def arrive_at_producers(plan, w, barriers, stage):
+    if plan.cluster == 1:
+        return T.barrier_arrive(barriers[stage])
+    return T.mbarrier_arrive(barriers[stage], w.thread % WARPGROUP)
+
+
+@T.macro
+def release(plan, w, barriers, stage):
+    if releases(plan, w):
+        arrive_at_producers(plan, w, barriers, stage)
+
+
+@T.macro
+def release_after_softmax(plan, w, barriers, stage):
+    """Releases K only now, on a condition that needs all weights although it always holds: no sum is negative.
+
+    Otherwise ptxas moves the wait for P V, which follows, up in front of the exponentials that are meant to run at
+    the same time as P V: it moves waits past arithmetic, but not past an arrival at a barrier.
+    """
+    softmax.lowest_sum(w.sums, w.lowest, plan.consumers)
+    # The sign bit rather than a comparison with 0: a NaN must not keep K for ever.
+    if releases(plan, w) & (T.reinterpret(w.lowest[w.thread], "int32") >= 0):
+        arrive_at_producers(plan, w, barriers, stage)
+
+
+@T.macro
+def wait_for_turn(plan, w):
+    if plan.ping_pong:
+        T.sync_threads(TURN + w.thread // WARPGROUP, 2 * WARPGROUP)
+
+
+@T.macro
+def end_turn(plan, w):
+    if plan.ping_pong:
+        T.named_barrier_arrive(TURN + (w.thread // WARPGROUP + 1) % plan.warpgroups, 2 * WARPGROUP)
+
+
+@T.macro
+def multiply_qk(plan, w, stage):
+    if plan.config.q_in_registers:
+        T.wgmma_gemm(w.q_registers, w.k[stage, :, :], w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
+    else:
+        T.wgmma_gemm(w.q, w.k[stage, :, :], w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
+
+
+@T.macro
+def multiply_pv(plan, w, stage):
+    if plan.fp8 and plan.config.two_level:
+        T.wgmma_gemm(w.weights, w.v[stage, :, :], w.product, transpose_B=True, clear_accum=True, policy=ROWS)
+    elif plan.fp8:
+        T.wgmma_gemm(w.weights, w.v[stage, :, :], w.acc_o, transpose_B=True, policy=ROWS)
+    else:
+        T.wgmma_gemm(w.weights, w.v[stage, :, :], w.acc_o, policy=ROWS)
+
+
+@T.macro
+def wait_for_pv(plan, w):
+    T.wait_wgmma(0)
+    if plan.fp8 and plan.config.two_level:
+        T.warpgroup_fence_operand(w.product, num_regs=plan.block_M * plan.head_dim_v // plan.consumers)
+        softmax.add_product(w.acc_o, w.product, plan.block_M, plan.head_dim_v)
+    else:
+        T.warpgroup_fence_operand(w.acc_o, num_regs=plan.block_M * plan.head_dim_v // plan.consumers)
+
+
+@T.macro
+def keep_weights(plan, w):
+    """The first operand of the next P V."""
+    if plan.fp8:
+        softmax.to_fp8_weights(w.acc_s, w.weights, plan.block_M, plan.block_N)
+    else:
+        T.copy(w.acc_s, w.weights)
+
+
+@T.macro
+def take_tile(plan, w, stage):
+    """The copied tile to registers, under the product that makes the scores."""
+    if plan.copied is not None:
+        T.copy(w.tile[stage, :, :], w.tile_registers)
+        T.sync_warp()  # one lane answers for all
+        if T.shuffle_elect(WARP):
+            T.barrier_arrive(w.tile_free[stage])
+
+
+@T.macro
+def scores_to_weights(plan, arg, w, k_lo, masked):
+    b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
+    emit = Emitter(arg.operands, {} if plan.copied is None else {plan.copied.text: w.tile_registers})
+    visible = Visibility(plan.traced, emit, arg.seqlen_k)
+    q_lo = row + arg.seqlen_k - arg.seqlen_q
+    c = score_unit(plan, arg, w)
+    if plan.traced.score is not None:
+        apply_score(
+            w.acc_s, plan.score, w.uniforms, emit, scale_of(plan, arg, w), b, h, q_lo, k_lo, plan.block_M, plan.block_N
+        )
+    if masked:
+        apply_mask(w.acc_s, visible, b, h, q_lo, k_lo, plan.block_M, plan.block_N)
+    softmax.raise_maximum(w.acc_s, w.m, w.alpha, w.base, c, plan.block_M, plan.config.patience, plan.shift)
+    softmax.exponentials(w.acc_s, w.base, c, plan.block_M, plan.block_N)
+    softmax.add_own_columns(w.acc_s, w.sums, w.alpha, plan.block_M, plan.block_N)
+
+
+@T.macro
+def store(plan, arg, w):
+    """O by way of shared memory, each warpgroup its own 64 rows; lse from registers."""
+    b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
+    group = w.thread // WARPGROUP
+    T.tma_store_wait(0)  # the last tile's O has left the buffer
+    T.sync_threads(WITHIN + group, WARPGROUP)
+    T.copy(w.acc_o, w.o[0 : plan.block_M, 0 : plan.head_dim_v])
+    T.fence_proxy_async()
+    T.sync_threads(WITHIN + group, WARPGROUP)
+    for p in T.unroll(plan.head_dim_v // plan.panel):
+        T.tma_copy(
+            w.o[group * 64 : group * 64 + 64, p * plan.panel : p * plan.panel + plan.panel],
+            arg.o[b, row + group * 64 : row + group * 64 + 64, h, p * plan.panel : p * plan.panel + plan.panel],
+            leader_scope_threads=WARPGROUP,
+        )
+    if plan.call.return_lse:
+        T.copy(w.l, arg.lse[b, h, row : row + plan.block_M])
+    if not plan.output_apart:
+        T.tma_store_wait(0)  # O lies where Q was
+        T.barrier_arrive(w.q_free)
+
+
+@T.macro
+def advance(plan, arg, w, n, k_lo, masked):
+    """Scores of the K/V tile of use number n + 1, under whose softmax the values of tile n are added to O."""
+    T.barrier_wait(w.k_ready[(n + 1) % plan.stages], ((n + 1) // plan.stages) & 1)
+    wait_for_turn(plan, w)
+    multiply_qk(plan, w, (n + 1) % plan.stages)
+    T.barrier_wait(w.v_ready[n % plan.stages], (n // plan.stages) & 1)
+    multiply_pv(plan, w, n % plan.stages)
+    end_turn(plan, w)
+    take_tile(plan, w, (n + 1) % plan.stages)
+    T.wait_wgmma(1)
+    T.warpgroup_fence_operand(w.acc_s, num_regs=plan.block_M * plan.block_N // plan.consumers)
+    if not plan.config.late_release:
+        release(plan, w, w.k_free, (n + 1) % plan.stages)
+    scores_to_weights(plan, arg, w, k_lo, masked)
+    if plan.config.late_release:
+        release_after_softmax(plan, w, w.k_free, (n + 1) % plan.stages)
+    wait_for_pv(plan, w)
+    release(plan, w, w.v_free, n % plan.stages)
+    keep_weights(plan, w)
+    softmax.rescale_if_needed(w.acc_o, w.alpha, w.lowest, w.thread, plan.block_M, plan.head_dim_v, plan.consumers)
+
+
+@T.macro
+def attend(plan, arg, w, turn, step):
+    """One tile of queries from its first product to the store of O."""
+    begin, end, right, left = w.task[BEGIN], w.task[END], w.task[RIGHT], w.task[LEFT]
+    masked = T.max(right + left, 1)
+    if plan.fp8:
+        kv_h = T.truncdiv(w.task[HEAD], arg.heads_per_kv_head)
+        w.descaled[0] = arg.scale * (arg.q_descale[w.task[BATCH], kv_h] * arg.k_descale[w.task[BATCH], kv_h])
+        w.descaled[1] = arg.v_descale[w.task[BATCH], kv_h]
+    if plan.traced.score is not None:
+        emit = Emitter(arg.operands)
+        keep_uniforms(plan.score, w.uniforms, emit, scale_of(plan, arg, w), w.task[BATCH], w.task[HEAD])
+    softmax.reset(w.m, w.l, w.acc_o)
+    T.fill(w.sums, 0)
+    T.barrier_wait(w.q_ready, turn & 1)
+    if plan.config.q_in_registers:
+        T.copy(w.q, w.q_registers)
+        if plan.output_apart:
+            T.barrier_arrive(w.q_free)
+    T.barrier_wait(w.k_ready[step % plan.stages], (step // plan.stages) & 1)
+    wait_for_turn(plan, w)
+    multiply_qk(plan, w, step % plan.stages)
+    end_turn(plan, w)
+    take_tile(plan, w, step % plan.stages)
+    T.wait_wgmma(0)
+    T.warpgroup_fence_operand(w.acc_s, num_regs=plan.block_M * plan.block_N // plan.consumers)
+    release(plan, w, w.k_free, step % plan.stages)
+    scores_to_weights(plan, arg, w, tile_of_step(plan, 0, begin, end, right, left) * plan.block_N, right + left > 0)
+    keep_weights(plan, w)
+    if plan.masks_inside:
+        for j in T.serial(masked - 1):
+            advance(plan, arg, w, step + j, tile_of_step(plan, j + 1, begin, end, right, left) * plan.block_N, True)
+    for j in T.serial(end - begin - masked):
+        # Past the masked tiles; those at the left came before.
+        advance(plan, arg, w, step + masked - 1 + j, (end - 1 - (masked + j) + left) * plan.block_N, False)
+    n = step + end - begin - 1
+    if plan.output_apart and not plan.config.q_in_registers:
+        T.barrier_arrive(w.q_free)  # the next Q may come under the last product and the store of O
+    T.barrier_wait(w.v_ready[n % plan.stages], (n // plan.stages) & 1)
+    multiply_pv(plan, w, n % plan.stages)
+    T.reduce_sum(w.sums, w.l, dim=1)
+    if plan.call.sink:
+        sink = arg.sink[w.task[HEAD]] * softmax.LOG2E
+        softmax.add_sink(w.m, w.l, w.alpha, w.base, sink, score_unit(plan, arg, w), plan.block_M, plan.shift)
+    else:
+        T.fill(w.alpha, 1)
+    wait_for_pv(plan, w)
+    release(plan, w, w.v_free, n % plan.stages)
+    softmax.finish(w.l, w.base, w.alpha, w.acc_o, plan.block_M, plan.head_dim_v, w.descaled[1] if plan.fp8 else None)
+    store(plan, arg, w)
+
+
+@T.macro
+def consume(plan, arg, w):
+    turn = T.alloc_var("int32", init=0)
+    step = T.alloc_var("int32", init=0)
+    if plan.ping_pong:
+        if w.thread < WARPGROUP:
+            T.named_barrier_arrive(TURN, 2 * WARPGROUP)
+    read_message(plan, w, turn)
+    while w.task[COUNT] > 0:
+        attend(plan, arg, w, turn, step)
+        step += w.task[COUNT]
+        turn += 1
+        read_message(plan, w, turn)
+    T.tma_store_wait(0)

@@ -1,0 +1,66 @@
+"""What a kernel of the Hopper schedule is built from: sizes, roles, and what is copied how; see hopper.py."""
+
+from __future__ import annotations
+
+import tilelang.language as T
+
+from ...call import AttentionCall
+from ...fp8 import FP8
+from ...variant import Program
+from .config import HopperConfig, padded
+from .mask import Score
+
+WARP, WARPGROUP = 32, 128
+
+# A cluster's blocks, by rank: the leader draws tasks and loads K and V for both.
+LEADER, FOLLOWER = 0, 1
+
+# Weights in e4m3 are stored 2^FP8_SHIFT times as large; with `patience` up to 4 they stay below 2^8, the format's 448.
+FP8_SHIFT = 4.0
+
+
+class Plan:
+    """The static facts of one kernel, from which the macros of producer and consumers choose what they emit.
+
+    Attributes:
+        block_M, block_N, stages, head_dim, head_dim_v: sizes of the tiles, as they lie in shared memory.
+        consumers, warpgroups: threads and warpgroups that compute.
+        ping_pong, output_apart: as in :class:`HopperConfig`, where they apply.
+        shift: of the softmax's exponents, for fp8.
+        masks_inside: whether more than the last tile of keys can be masked (it may end beyond seqlen_k).
+        score: the score modification, or None.
+        copied: the tile load whose tiles, such as a bias's, the producer copies with K's, or None; and its dtype.
+        batch_first: whether neighbours in the queue are batch elements rather than heads, to share those tiles.
+        copied_once: whether nobody shares them, so that they need not stay in the L2 cache.
+        panel: columns of O that one TMA store takes.
+        cluster, rows: blocks that share keys, and the queries of one task.
+        everyone: mask of the blocks that a load of K or V reaches, or None.
+    """
+
+    def __init__(self, call: AttentionCall, config: HopperConfig, traced: Program) -> None:
+        self.call, self.config, self.traced = call, config, traced
+        self.block_M, self.block_N, self.stages = config.block_M, config.block_N, config.num_stages
+        self.size = call.dtype.itemsize
+        self.head_dim, self.head_dim_v = padded(call.head_dim, self.size), padded(call.head_dim_v, self.size)
+        self.dtype, self.out_dtype = (str(kind).removeprefix("torch.") for kind in (call.dtype, call.out_dtype))
+        self.fp8 = call.dtype == FP8
+        self.shift = FP8_SHIFT if self.fp8 else 0.0
+        self.v_tile = [self.head_dim_v, self.block_N] if self.fp8 else [self.block_N, self.head_dim_v]
+        self.consumers = config.consumer_threads()
+        self.warpgroups = self.consumers // WARPGROUP
+        self.ping_pong = config.ping_pong and self.warpgroups > 1
+        self.output_apart = config.output_apart(call)
+        self.score = Score(call, traced) if traced.score is not None else None
+        self.masks_inside = traced.allows is not None
+        self.copied, self.copied_dtype = traced.copied_tile or (None, None)
+        by_head, by_batch = (self.copied is not None and self.copied.differs_by(symbol) for symbol in "hb")
+        self.batch_first = by_head and not by_batch
+        self.copied_once = by_head and by_batch
+        self.panel = next(width for width in (64, 32, 16) if self.head_dim_v % width == 0)
+        self.cluster = config.cluster
+        self.rows = self.cluster * self.block_M
+        self.everyone = (1 << self.cluster) - 1 if self.cluster > 1 else None
+
+    def alloc_common_barrier(self, arrivals: list[int]) -> T.Buffer:
+        """Barriers on which threads of the cluster's other block arrive too."""
+        return T.alloc_cluster_barrier(arrivals) if self.cluster > 1 else T.alloc_barrier(arrivals)

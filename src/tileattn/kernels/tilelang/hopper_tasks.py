@@ -1,0 +1,80 @@
+"""Tasks of the Hopper schedule: which queries and keys they are, and the message that says so; see hopper.py."""
+
+import tilelang.language as T
+
+from .expressions import Emitter
+from .hopper_plan import FOLLOWER, LEADER
+from .mask import Visibility
+
+# A message's fields. A count of 0 says that no tile is left.
+FIELDS = 8
+BATCH, HEAD, ROW, BEGIN, END, RIGHT, LEFT, COUNT = range(FIELDS)
+
+
+def tile_of_step(plan, j, begin, end, right, left):
+    """Which tile of keys comes j-th: first those that need the mask, at the right and left ends, then the rest."""
+    inner = end - 1 - j + left  # right ones: end - 1 - j; after them `left` steps went elsewhere
+    if not plan.masks_inside:
+        return end - 1 - j
+    return T.if_then_else(j < right, end - 1 - j, T.if_then_else(j < right + left, begin + j - right, inner))
+
+
+@T.macro
+def write_message(plan, arg, w, turn, tile):
+    """Which queries and keys the tile-th task is."""
+    emit = Emitter(arg.operands)
+    visible = Visibility(plan.traced, emit, arg.seqlen_k)
+    side = arg.side_by_side
+    tiles = T.ceildiv(arg.seqlen_q, plan.rows)
+    # Tiles in the order of the queue: `side_by_side` heads, whose keys and values fit into the L2 cache together,
+    # begin with their last query tiles, which a causal mask makes longest.
+    pair = T.alloc_var(
+        "int32", init=T.truncdiv(tile, side * tiles) * side + T.truncmod(T.truncmod(tile, side * tiles), side)
+    )
+    row = T.alloc_var("int32", init=(tiles - 1 - T.truncdiv(T.truncmod(tile, side * tiles), side)) * plan.rows)
+    b = T.alloc_var("int32", init=T.truncmod(pair, arg.batch) if plan.batch_first else T.truncdiv(pair, arg.heads))
+    h = T.alloc_var("int32", init=T.truncdiv(pair, arg.batch) if plan.batch_first else T.truncmod(pair, arg.heads))
+    q_lo = row + arg.seqlen_k - arg.seqlen_q
+    q_hi = T.min(q_lo + plan.rows, arg.seqlen_k) - 1
+    kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
+    full_lo, full_hi = visible.full_range(b, h, q_lo, q_hi)
+    # Tiles of keys [begin, end), of which [full_begin, full_end) are wholly visible. At least one tile, all masked
+    # where nothing is visible.
+    begin = T.alloc_var("int32", init=T.truncdiv(kv_lo, plan.block_N))
+    end = T.alloc_var("int32", init=T.max(T.ceildiv(kv_hi, plan.block_N), begin + 1))
+    full_end = T.min(T.max(T.truncdiv(full_hi, plan.block_N), begin), end)
+    w.message[turn % 2, BATCH] = b
+    w.message[turn % 2, HEAD] = h
+    w.message[turn % 2, ROW] = row
+    w.message[turn % 2, BEGIN] = begin
+    w.message[turn % 2, END] = end
+    w.message[turn % 2, RIGHT] = end - full_end
+    w.message[turn % 2, LEFT] = T.min(T.max(T.ceildiv(full_lo, plan.block_N), begin), full_end) - begin
+    w.message[turn % 2, COUNT] = end - begin
+
+
+@T.macro
+def send(plan, w, turn):
+    """Hands the message over to all that wait for it in the leader, and to the follower."""
+    T.barrier_arrive(w.message_ready[turn % 2])
+    if plan.cluster > 1:
+        T.fence_proxy_async()
+        T.copy_cluster(
+            w.message[turn % 2, 0:FIELDS],
+            w.message[turn % 2, 0:FIELDS],
+            dst_block=FOLLOWER,
+            remote_barrier=w.message_ready[turn % 2],
+        )
+
+
+@T.macro
+def read_message(plan, w, turn):
+    """Waits for the next task and keeps it in registers."""
+    T.barrier_wait(w.message_ready[turn % 2], (turn // 2) & 1)
+    for field in T.unroll(FIELDS):
+        w.task[field] = w.message[turn % 2, field]
+    w.task[ROW] += w.rank * plan.block_M
+    if plan.cluster > 1:
+        T.mbarrier_arrive(w.message_free[turn % 2], LEADER)
+    else:
+        T.barrier_arrive(w.message_free[turn % 2])
