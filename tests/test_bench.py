@@ -213,7 +213,7 @@ def test_the_quick_suite_fits_a_laptop() -> None:
 
 
 def test_an_unknown_suite_is_one_error() -> None:
-    with pytest.raises(ValueError, match="suite 'fb' is not known; accepted: quick, fa, variants"):
+    with pytest.raises(ValueError, match="suite 'fb' is not known; accepted: quick, fa, heads, variants"):
         cases.suite("fb", "bf16", "cuda")
 
 
