@@ -100,8 +100,11 @@ def _check_barriers(tile: Config, source: str) -> None:
         # The schedule's own: within a warpgroup, and between the two that hand over a turn. TileLang adds none but that
         # behind the initialisation of the mbarriers.
         assert set(partial) == ({128, 256} if tile.ping_pong else {128})
-        assert source.count("__syncthreads();") == 1
-        assert source.index("__syncthreads();") < source.index("warpgroup_reg_dealloc<")
+        clustered = tile.cluster > 1
+        assert source.count("__syncthreads();") == (not clustered)
+        assert source.count("tl::cluster_sync();") == 2 * clustered  # the other at the end
+        opening = "tl::cluster_sync();" if clustered else "__syncthreads();"
+        assert source.index(opening) < source.index("warpgroup_reg_dealloc<")
         # Rows are reduced within four threads of a warp: no barrier.
         assert set(numbers(r"AllReduce<[\w:]+, (\d+),", source)) == {4}
 

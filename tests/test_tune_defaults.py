@@ -37,8 +37,7 @@ def test_the_file_is_what_the_script_writes() -> None:
 @pytest.mark.parametrize("name", NAMES, ids=str)
 def test_a_row_is_valid_and_is_its_calls_default(name: Name) -> None:
     call, config = tune_defaults.call_of(name), sm90_table.TABLE[name]
-    assert is_valid(call, config)
-    assert fits_registers(call, config)
+    assert is_valid(call, config)  # whether it fits the registers is for the lowering tests, which ask ptxas
     for seqlen in tune_defaults.LENGTHS[name[3]]:
         assert defaults.default(call, seqlen) == config
 
