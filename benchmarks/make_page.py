@@ -230,6 +230,7 @@ def _variants_table(measured: Results, rows: Sequence[Row]) -> str:
 
 # Grouped heads and head dims in between
 
+MAIN = ((64, 64), (128, 128), (256, 256))
 TUNED = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 
 
@@ -263,12 +264,12 @@ def _ungrouped(row: Row, rows: Iterable[Row]) -> Row | None:
 
 
 def _shares(rows: Sequence[Row]) -> list[list[str]]:
-    """Of head dims that are not tuned themselves."""
+    """Of head dims other than the main ones."""
     by_dims = {(row.head_dim, row.head_dim_v): row for row in rows}
     lines = []
     for (dim, dim_v), row in by_dims.items():
         larger = next((dims for dims in TUNED if dims[0] > dim and dims[1] >= dim_v and dims in by_dims), None)
-        if larger is None or (dim, dim_v) in TUNED:
+        if larger is None or (dim, dim_v) in MAIN:
             continue
         next_row = by_dims[larger]
         names = [f"{x}" if x == y else f"{x}/{y}" for x, y in ((dim, dim_v), larger)]

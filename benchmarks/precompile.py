@@ -34,14 +34,14 @@ from tileattn import ops
 from tileattn.bench import choices, problem
 from tileattn.bench.cases import Case
 from tileattn.bench.peers.own import TileAttn, TileAttnBf16
-from tileattn.call import AttentionCall, device_arch, is_aligned
+from tileattn.call import AttentionCall, device_arch
 from tileattn.fp8 import FP8
 from tileattn.kernels.cache import KernelCache, default_folder
 from tileattn.kernels.tilelang import backend, launch
 from tileattn.kernels.tilelang.config import Config
 from tileattn.kernels.tilelang.defaults import LONG, SHORT
 from tileattn.testing import build, conformance_cases
-from tileattn.variant import program, with_alignment
+from tileattn.variant import program
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 
@@ -93,23 +93,11 @@ def _ask(call: AttentionCall, config: Config) -> Any:
 @contextmanager
 def _pretending(arch: str) -> Iterator[None]:
     """Inside, tensors on "meta" are taken for tensors on a GPU of this architecture."""
-    make_call = ops.make_call
-
-    def as_on_gpu(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink: torch.Tensor | None,
-        variant: str,
-        tensors: Sequence[torch.Tensor] = (),
-        **named: Any,
-    ) -> AttentionCall:
-        # As on a GPU, which is asked about the memory of a variant's tensors where these are given.
-        variant = with_alignment(variant, tensors) if tensors else variant
-        call = make_call(q, k, v, sink, variant, **named)
-        return replace(call, arch=arch, aligned=all(map(is_aligned, (q, k, v))))
-
-    with mock.patch.object(ops, "make_call", as_on_gpu), mock.patch.object(backend, "forward_function", _ask):
+    with (
+        mock.patch.object(ops, "_asks_for_alignment", return_value=True),
+        mock.patch.object(ops, "device_arch", return_value=arch),
+        mock.patch.object(backend, "forward_function", _ask),
+    ):
         yield
 
 
@@ -272,7 +260,9 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 @app.command()
 def suites(
-    names: Annotated[list[str], typer.Argument(help="Suites of [b]tileattn bench[/b]: fa, fp8, variants, quick.")],
+    names: Annotated[
+        list[str], typer.Argument(help="Suites of [b]tileattn bench[/b]: fa, fp8, heads, variants, quick.")
+    ],
     jobs: Jobs = CORES,
     arch: Arch = None,
     only_list: List = False,

@@ -90,6 +90,7 @@ def test_every_suite_has_its_section() -> None:
     # All take 1 ms, so that TFLOPS are in proportion to heads times head dim: 25 * 80 over 21 * 96.
     assert "| D128 causal (4,4096,32/8) | 1.000 | 1.000 | 1.00× |" in text
     assert re.search(r"^\| 80 \| \d+ \| 96 \| \d+ \| 99% \|$", text, re.M)
+    assert re.search(r"^\| 192/128 \| \d+ \| 256 \| \d+ \| 125% \|$", text, re.M)
     assert "Not measured yet" not in text
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tileattn import ALiBi, SoftCap
 from tileattn import math as tm
-from tileattn.expr import Expr, evaluate, symbol
+from tileattn.expr import evaluate, nodes, symbol
 from tileattn.kernels.tilelang.simplify import ScoreProgram, is_uniform, score_program, step_of_k
 from tileattn.variant import encode, program
 
@@ -52,12 +52,6 @@ def rewritten(mod: Mod, hardware_tanh: bool) -> tuple[Any, ScoreProgram, dict[st
     traced = program(key).score
     tensors = {f"t{index}": tensor for index, tensor in enumerate(operands.tensors)}
     return traced, score_program(traced, hardware_tanh), tensors
-
-
-def nodes(expr: Any) -> list[Expr]:
-    if not isinstance(expr, Expr):
-        return []
-    return [expr, *(node for arg in expr.args for node in nodes(arg))]
 
 
 @pytest.mark.parametrize("hardware_tanh", [False, True])

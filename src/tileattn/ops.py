@@ -27,8 +27,7 @@ def make_call(
     return_lse: bool = True,
 ) -> AttentionCall:
     """The static facts of a call with these tensors (bshd); `tensors` are the variant's."""
-    # Only GPU kernels ask for alignment; tensors that are being traced have no memory to look at.
-    look = q.is_cuda and not torch.compiler.is_compiling()
+    look = _asks_for_alignment(q)
     return AttentionCall(
         dtype=q.dtype,
         head_dim=q.shape[3],
@@ -40,6 +39,11 @@ def make_call(
         return_lse=return_lse,
         arch=device_arch(q.device),
     )
+
+
+def _asks_for_alignment(q: torch.Tensor) -> bool:
+    """Only GPU kernels do; and tensors that are being traced have no memory to look at."""
+    return q.is_cuda and not torch.compiler.is_compiling()
 
 
 @torch.library.custom_op("tileattn::forward", mutates_args=())
