@@ -59,7 +59,8 @@ it. The files' format is described [beside them](../benchmarks/results/README.md
   so that no call finds its inputs in the L2 cache. That takes longer than a launch, so the host's time is not in it.
   What a user does once (compiling, block masks, dense masks) is done ahead.
 - **Peers.** All implementations of a row run in one process on the same tensors, in rounds: each round measures all of
-  them for 40 ms, and starts with another, so that clock and heat meet all alike. "Against best" is the time of the
+  them for 40 ms, in another order: over the rounds each follows each other one equally often (a Williams square), as
+  after a kernel that draws little power the next runs at a higher clock. "Against best" is the time of the
   fastest peer of that row over ours: above 1 we are ahead, and where we are behind it is bold. Runs differ by up to
   2 %: less than that is a tie.
 - **Ceilings.** The same method measures a cuBLAS product (bf16, 8192 x 8192 x 8192) and a copy on the device (1 GiB,

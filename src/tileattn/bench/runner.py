@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from tileattn.bench import ceilings, memory, oracle, problem, timing
+from tileattn.bench import ceilings, memory, oracle, problem, rounds, timing
 from tileattn.bench.cases import Case
 from tileattn.bench.peers.base import OWN, Implementation, Prepared
 from tileattn.bench.results import Missing, Results, Row
@@ -108,10 +108,9 @@ class Run:
         return Measurement(each, prepared, error, prepared.held_bytes + peak)
 
     def _time(self, case: Case, measurements: list[Measurement]) -> None:
-        """Rounds over all implementations, each round starting with another, so that drift and heat meet all alike."""
+        """Rounds over all implementations, in orders that let drift and heat meet all alike (rounds.py)."""
         for number in range(self.effort.rounds):
-            shift = number % max(1, len(measurements))
-            for measurement in measurements[shift:] + measurements[:shift]:
+            for measurement in [measurements[i] for i in rounds.order(len(measurements), number)]:
                 self.progress(f"{case.name}: {measurement.implementation.name}, round {number + 1}")
                 try:
                     with measurement.prepared.context():

@@ -24,7 +24,7 @@ FLUSH_BYTES = 256 * 2**20
 class Effort:
     """Milliseconds of calls per implementation and round; rounds alternate between the implementations of a case."""
 
-    warmup_ms: float = 10.0
+    warmup_ms: float = 20.0
     measure_ms: float = 40.0
     rounds: int = 5
     min_calls: int = 1
