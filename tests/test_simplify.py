@@ -13,7 +13,7 @@ import torch
 from tileattn import ALiBi, SoftCap
 from tileattn import math as tm
 from tileattn.expr import evaluate, nodes, symbol
-from tileattn.kernels.tilelang.simplify import ScoreProgram, is_uniform, score_program, step_of_k
+from tileattn.kernels.tilelang.simplify import LOG2E, ScoreProgram, is_uniform, score_program, step_of_k
 from tileattn.variant import encode, program
 
 Mod = Callable[..., Any]
@@ -25,6 +25,9 @@ CAP = 3.0
 
 MODS: dict[str, Mod] = {
     "softcap": lambda score, b, h, q, k: CAP * tm.tanh(score / CAP),
+    "negative cap": lambda score, b, h, q, k: tm.tanh(score) * -CAP,
+    "cap by head": lambda score, b, h, q, k: SLOPES[h] * tm.tanh(score / SLOPES[h]),
+    "cap of zero": lambda score, b, h, q, k: tm.tanh(score) * (SLOPES[h] - SLOPES[h]),
     "tanh of a sum": lambda score, b, h, q, k: tm.tanh(score + 0.01 * (k - q)) * 2 - 1,
     "tanh of tanh": lambda score, b, h, q, k: tm.tanh(tm.tanh(score * 0.5) * 4) * SLOPES[h],
     "alibi": lambda score, b, h, q, k: score - SLOPES[h] * abs(q - k),
@@ -54,6 +57,14 @@ def rewritten(mod: Mod, hardware_tanh: bool) -> tuple[Any, ScoreProgram, dict[st
     return traced, score_program(traced, hardware_tanh), tensors
 
 
+def modified(emitted: ScoreProgram, values: dict[str, Any]) -> Any:
+    """The scores that a kernel comes to."""
+    values = values | {f"uniform{i}": evaluate(expr, values) for i, expr in enumerate(emitted.uniforms)}
+    unit = evaluate(emitted.log2_unit, values) / LOG2E
+    assert torch.as_tensor(unit > 0).all()
+    return evaluate(emitted.score, values) * unit
+
+
 @pytest.mark.parametrize("hardware_tanh", [False, True])
 @pytest.mark.parametrize("name", MODS)
 def test_rewriting_changes_nothing_but_roundings(name: str, hardware_tanh: bool, in_float64: None) -> None:
@@ -63,11 +74,8 @@ def test_rewriting_changes_nothing_but_roundings(name: str, hardware_tanh: bool,
     raw = torch.randn(grid[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 20
     scale = torch.tensor(0.125, dtype=torch.float64)
     expected = evaluate(traced, values | {"score": raw * scale})
-    values |= {"raw": raw, "scale": scale}
-    uniforms = {f"uniform{i}": evaluate(expr, values) for i, expr in enumerate(emitted.uniforms)}
-    torch.testing.assert_close(
-        torch.as_tensor(evaluate(emitted.score, values | uniforms)), torch.as_tensor(expected), rtol=1e-11, atol=1e-11
-    )
+    got = modified(emitted, values | {"raw": raw, "scale": scale})
+    torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(expected), rtol=1e-11, atol=1e-11)
 
 
 def test_what_is_in_range_stays_in_range() -> None:
@@ -85,9 +93,7 @@ def test_what_is_in_range_stays_in_range() -> None:
 def test_tanh_by_exp2_at_the_ends(x: float) -> None:
     """In float32, in which exp2 overflows there."""
     _, emitted, _ = rewritten(lambda score, b, h, q, k: 2.0 * tm.tanh(score), hardware_tanh=False)
-    values = {"raw": torch.tensor(x), "scale": torch.tensor(1.0)}
-    uniforms = {f"uniform{i}": evaluate(expr, values) for i, expr in enumerate(emitted.uniforms)}
-    got = evaluate(emitted.score, values | uniforms)
+    got = modified(emitted, {"raw": torch.tensor(x), "scale": torch.tensor(1.0)})
     torch.testing.assert_close(got, 2 * torch.tanh(torch.tensor(x)), equal_nan=True)
 
 
@@ -104,10 +110,19 @@ def test_what_a_head_shares_is_computed_once() -> None:
 
 def test_scale_and_cap_are_one_factor() -> None:
     _, emitted, _ = rewritten(SoftCap(30.0), hardware_tanh=True)
-    assert str(emitted.score) == "(mul (tanh (mul raw uniform0)) f0)"
-    assert list(map(str, emitted.uniforms)) == ["(mul scale (div 1.0 f0))"]
+    assert str(emitted.score) == "(tanh (mul raw uniform0))"
+    assert str(emitted.uniforms[0]) == "(mul (mul scale (div 1.0 f0)) (where (lt f0 0.0) -1.0 1.0))"
     _, emitted, _ = rewritten(SoftCap(30.0), hardware_tanh=False)
-    assert str(emitted.score) == "(sub f0 (mul (div 1.0 (add (exp2 (mul raw uniform0)) 1.0)) uniform1))"
+    assert str(emitted.score) == "(sub 1.0 (mul (div 1.0 (add (exp2 (mul raw uniform0)) 1.0)) 2.0))"
+
+
+def test_a_cap_is_left_to_the_softmax() -> None:
+    for hardware_tanh in (False, True):
+        _, emitted, _ = rewritten(SoftCap(CAP), hardware_tanh)
+        assert str(emitted.log2_unit) == "uniform1"
+        assert str(emitted.uniforms[1]) == f"(mul (max (abs f0) 1e-30) {LOG2E})"
+    _, emitted, _ = rewritten(ALiBi(SLOPES), True)
+    assert emitted.log2_unit == LOG2E
 
 
 def test_loads_by_position_are_not_hoisted() -> None:

@@ -13,7 +13,7 @@ from .config import HopperConfig, is_valid, padded
 # 128, and none of SoftCap's at 64.
 OTHER_REGISTERS, SCORE_REGISTERS = 32, 8
 MAX_KEYS, MIN_KEYS = 192, 64
-CLUSTER_REGISTERS = 40  # of the producer, which has more to do in a cluster; consumers have the same number with 32
+CLUSTER_REGISTERS = 48  # of the producer, which has more to do in a cluster; with 40 ptxas spills 12 bytes
 
 
 def tile_registers(call: AttentionCall, config: HopperConfig) -> int:
@@ -32,11 +32,11 @@ def fits_registers(call: AttentionCall, config: HopperConfig) -> bool:
 
 
 def hopper_candidates(call: AttentionCall, short: bool) -> list[HopperConfig]:
-    """About 5 to 11 configurations, each valid and without an expected spill.
+    """About 4 to 10 configurations, each valid and without an expected spill.
 
     Two warpgroups, with Q in shared memory or in registers: the widest tile of keys that fits, and a narrower one, of
     which a mask wastes less. Three warpgroups: the widest. One, for short sequences: up to 128 keys. The first of them
-    also without turns at the tensor cores, and with a late release of K. Without a mask, for long sequences: the first
+    also without turns at the tensor cores. Without a mask, for long sequences: the first
     two also in clusters, which a mask that reaches further for one block than for the other would keep waiting.
     """
     found = []
@@ -48,8 +48,9 @@ def hopper_candidates(call: AttentionCall, short: bool) -> list[HopperConfig]:
     if short:
         found += [_deepest(call, 64, width, False) for width in _widths(call, 64, False) if width <= 128][:1]
     elif not call.variant:
-        found += [replace(config, cluster=2, producer_registers=CLUSTER_REGISTERS) for config in found[:2]]
-    return [*found, replace(found[0], ping_pong=False), replace(found[0], late_release=not found[0].late_release)]
+        clusters = [replace(config, cluster=2, producer_registers=CLUSTER_REGISTERS) for config in found]
+        found += [config for config in clusters if _fits(call, config)][:2]
+    return [*found, replace(found[0], ping_pong=False)]
 
 
 def _widths(call: AttentionCall, block_M: int, q_in_registers: bool) -> list[int]:
@@ -63,8 +64,7 @@ def _widths(call: AttentionCall, block_M: int, q_in_registers: bool) -> list[int
 
 def _deepest(call: AttentionCall, block_M: int, block_N: int, q_in_registers: bool) -> HopperConfig:
     """With three stages where they leave O its own memory, else two."""
-    wide = padded(call.head_dim_v) > 128
-    two = HopperConfig(block_M, block_N, q_in_registers=q_in_registers, ping_pong=block_M > 64, late_release=wide)
+    two = HopperConfig(block_M, block_N, q_in_registers=q_in_registers, ping_pong=block_M > 64)
     three = replace(two, num_stages=3)
     return three if _fits(call, three) and three.output_apart(call) else two
 

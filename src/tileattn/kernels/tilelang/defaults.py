@@ -112,7 +112,7 @@ def _fetches(traced: Program) -> bool:
 
 def _fetched() -> HopperConfig:
     """The loads of elements take registers that wider tiles would need."""
-    return HopperConfig(128, 96, ping_pong=True, late_release=False)
+    return HopperConfig(128, 96, ping_pong=True)
 
 
 def kind(variant: str) -> str:
@@ -144,12 +144,12 @@ def _fp8(call: AttentionCall) -> Iterator[Config]:
     if widest <= 128 and simple:
         yield HopperConfig(128, 192, 2, ping_pong=True, patience=4.0)
     if widest > 192 and simple:
-        yield HopperConfig(128, 128, 2, ping_pong=True, patience=4.0, producer_registers=24)
+        yield HopperConfig(128, 128, 2, ping_pong=True, patience=4.0)
     tensors = len(traced.tensors)
     if (widest <= 128 and tensors < 2) or (widest <= 192 and simple):
-        yield HopperConfig(128, 128, 3, ping_pong=True, patience=4.0, producer_registers=40)
-        yield HopperConfig(128, 128, 2, ping_pong=True, patience=4.0, producer_registers=40)
+        yield HopperConfig(128, 128, 3, ping_pong=True, patience=4.0, producer_registers=48)
+        yield HopperConfig(128, 128, 2, ping_pong=True, patience=4.0, producer_registers=48)
     # Modifications that read tensors, and wide heads, take the registers that more keys would need.
     crowded = 0 if traced.score is None else (tensors >= 2) + (tensors >= 1 and widest > 128)
     for block_N in (96, 64, 32)[crowded:]:
-        yield HopperConfig(128, block_N, 2, ping_pong=True, patience=4.0, producer_registers=40)
+        yield HopperConfig(128, block_N, 2, ping_pong=True, patience=4.0, producer_registers=48)

@@ -99,15 +99,15 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
             first = held(T.truncdiv(kv_lo, block_N))
             # At least one tile, all masked where nothing is visible: the loads of Q are waited for inside the loop.
             count = T.max(T.ceildiv(kv_hi, block_N) - first, 1)
-            # Scores are scaled by score_mod's kernel itself, otherwise within the softmax's exponent.
-            c = softmax.LOG2E if traced.score is not None else arg.scale * softmax.LOG2E
 
             q_b, k_b, v_b = (held(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v))
             T.copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], q_shared, **copy)
             softmax.reset(m, l, acc_o)
+            c = arg.scale * softmax.LOG2E  # scores are scaled within the softmax's exponent
             if traced.score is not None:
                 uniforms = score.allocate()
                 keep_uniforms(score, uniforms, emit, arg.scale, b, h)
+                c = score.log2_unit(uniforms)
             for step in T.Pipelined(count, num_stages=config.num_stages):
                 k_lo = (first + step) * block_N
                 T.copy(arg.k[k_b, k_lo : k_lo + block_N, kv_h, 0:head_dim], k_shared, **copy)

@@ -22,7 +22,7 @@ One iteration of a consumer warpgroup, j being the tile of keys before; the tens
 
     tensor cores    |  S = Q K_j+1^T  |      O += P V_j       |                     |  S = Q K_j+2^T ...
     other units     |                 |  softmax of S(j+1)    |  O *= alpha, P = S  |
-    K barriers      ^ready            ^free (early)           ^free (late_release)
+    K barriers      ^ready                 ^free, once the maximum is known
     V barriers          ^ready                                ^free
 
 Visible keys are walked from the last to the first, but tiles that need the mask come before all others, in a loop of
@@ -57,7 +57,6 @@ from tilelang.layout import (
     make_full_bank_swizzled_layout,
     make_half_bank_swizzled_layout,
     make_quarter_bank_swizzled_layout,
-    make_swizzled_layout,
 )
 
 from ...call import AttentionCall
@@ -91,12 +90,11 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             arg.blocks, threads=plan.consumers + WARPGROUP, cluster_dims=plan.cluster if plan.cluster > 1 else None
         ) as block:
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, itemsize=plan.size)
-            tile_shared, tile_free, tile_registers = None, None, None
+            tile_shared, tile_registers = None, None
             if plan.copied is not None:
                 assume_aligned(arg.operands[plan.copied.name].strides, itemsize=plan.copied_dtype.itemsize)
                 kind = str(plan.copied_dtype).removeprefix("torch.")
                 tile_shared = T.alloc_shared([plan.stages, plan.block_M, plan.block_N], kind)
-                tile_free = T.alloc_barrier([plan.consumers // WARP] * plan.stages)
                 tile_registers = T.alloc_fragment([plan.block_M, plan.block_N], kind)
             q_shared = T.alloc_shared([plan.block_M, plan.head_dim], plan.dtype)
             k_shared = T.alloc_shared([plan.stages, plan.block_N, plan.head_dim], plan.dtype)
@@ -115,17 +113,11 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 message=message,
                 task=T.alloc_local([FIELDS], "int32"),
                 ticket=T.alloc_local([1], "int32"),
+                at=T.alloc_local([4], "int32"),
                 block=block,
                 rank=T.block_rank_in_cluster() if plan.cluster > 1 else 0,
                 thread=thread,
-                message_ready=T.alloc_barrier([1] * 2),
-                message_free=plan.alloc_common_barrier([plan.cluster * (plan.consumers + WARP)] * 2),
-                q_ready=T.alloc_barrier(WARP),
-                q_free=T.alloc_barrier(plan.consumers),
-                k_ready=T.alloc_barrier([WARP] * plan.stages),
-                k_free=plan.alloc_common_barrier([plan.cluster * plan.warpgroups] * plan.stages),
-                v_ready=T.alloc_barrier([WARP] * plan.stages),
-                v_free=plan.alloc_common_barrier([plan.cluster * plan.warpgroups] * plan.stages),
+                **plan.alloc_barriers(),
                 acc_s=T.alloc_fragment([plan.block_M, plan.block_N], "float32"),
                 weights=T.alloc_fragment([plan.block_M, plan.block_N], plan.dtype),
                 acc_o=T.alloc_fragment([plan.block_M, plan.head_dim_v], "float32"),
@@ -137,14 +129,13 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 lowest=T.alloc_fragment([plan.consumers], "float32"),
                 q_registers=T.alloc_fragment([plan.block_M, plan.head_dim], plan.dtype),
                 tile=tile_shared,
-                tile_free=tile_free,
                 tile_registers=tile_registers,
                 product=T.alloc_fragment([plan.block_M, plan.head_dim_v], "float32") if config.two_level else None,
                 descaled=T.alloc_local([2], "float32") if plan.fp8 else None,
                 uniforms=plan.score.allocate() if plan.score is not None else None,
             )
             if config.q_in_registers:
-                T.annotate_layout({w.q: make_swizzled_layout(w.q)})
+                T.annotate_layout({w.q: tile_layout(w.q, plan.head_dim * plan.size)})
             if plan.copied is not None:
                 T.annotate_layout({w.tile: tile_layout(w.tile, plan.block_N * plan.copied_dtype.itemsize)})
             T.annotate_layout({w.sums: softmax.own_columns_layout(plan.block_M)})

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
 import tilelang.language as T
 
 from ...call import AttentionCall
@@ -61,6 +65,41 @@ class Plan:
         self.rows = self.cluster * self.block_M
         self.everyone = (1 << self.cluster) - 1 if self.cluster > 1 else None
 
-    def alloc_common_barrier(self, arrivals: list[int]) -> T.Buffer:
-        """Barriers on which threads of the cluster's other block arrive too."""
-        return T.alloc_cluster_barrier(arrivals) if self.cluster > 1 else T.alloc_barrier(arrivals)
+    def alloc_barriers(self) -> dict[str, Barriers]:
+        """All barriers, by name, one for each buffer; see hopper.py.
+
+        As few arrays as can be: ptxas works an array's address out anew wherever it is used, in the inner loop too.
+        """
+        own = {
+            "message_ready": [1] * 2,
+            "q_ready": [WARP],
+            "q_free": [self.consumers],
+            "k_ready": [WARP] * self.stages,
+            "v_ready": [WARP] * self.stages,
+            "tile_free": [self.consumers // WARP] * self.stages if self.copied is not None else [],
+        }
+        # Threads of the cluster's other block arrive on these too.
+        common = {
+            "message_free": [self.cluster * (self.consumers + WARP)] * 2,
+            "k_free": [self.cluster * self.warpgroups] * self.stages,
+            "v_free": [self.cluster * self.warpgroups] * self.stages,
+        }
+        if self.cluster == 1:
+            return _slices(T.alloc_barrier, own | common)
+        return _slices(T.alloc_barrier, own) | _slices(T.alloc_cluster_barrier, common)
+
+
+class Barriers:
+    """Some of an array's barriers."""
+
+    def __init__(self, array: T.Buffer, first: int) -> None:
+        self._array, self._first = array, first
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._array[self._first + index]
+
+
+def _slices(alloc: Callable[[list[int]], T.Buffer], arrivals: dict[str, list[int]]) -> dict[str, Barriers]:
+    array = alloc([count for counts in arrivals.values() for count in counts])
+    firsts = accumulate([0, *map(len, arrivals.values())])
+    return {name: Barriers(array, first) for name, first in zip(arrivals, firsts, strict=False)}

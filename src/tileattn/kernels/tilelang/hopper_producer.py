@@ -36,15 +36,31 @@ def load_tile(plan, arg, w, b, h, row, k_lo, n):
 
 
 @T.macro
+def announce(plan, arg, w, turn, tile):
+    """Tells all warps, in both blocks, which task comes next."""
+    total = T.ceildiv(arg.seqlen_q, plan.rows) * arg.batch * arg.heads
+    if w.rank == LEADER:
+        T.barrier_wait(w.message_free[turn % 2], ((turn // 2) & 1) ^ 1)
+        if w.thread == plan.consumers:
+            if w.ticket[0] == total - 1:
+                arg.tickets[0] = 0  # the last ticket: leave the queue as the next launch must find it
+            if tile < total:
+                write_message(plan, arg, w, turn, tile)
+            else:
+                w.message[turn % 2, COUNT] = 0
+            send(plan, w, turn)
+
+
+@T.macro
 def load(plan, arg, w, turn, step):
     """Q, K and V of one task, as buffers become free."""
     b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
     begin, end, right, left = w.task[BEGIN], w.task[END], w.task[RIGHT], w.task[LEFT]
     kv_h = T.alloc_var("int32", init=T.truncdiv(h, arg.heads_per_kv_head))
     q_b, k_b, v_b = (T.min(b, tensor.shape[0] - 1) for tensor in (arg.q, arg.k, arg.v))
-    T.barrier_wait(w.q_free, (turn & 1) ^ 1)
-    T.tma_copy(arg.q[q_b, row : row + plan.block_M, h, 0 : plan.head_dim], w.q, barrier=w.q_ready)
-    T.barrier_arrive(w.q_ready)
+    T.barrier_wait(w.q_free[0], (turn & 1) ^ 1)
+    T.tma_copy(arg.q[q_b, row : row + plan.block_M, h, 0 : plan.head_dim], w.q, barrier=w.q_ready[0])
+    T.barrier_arrive(w.q_ready[0])
     for j in T.serial(w.task[COUNT]):
         k_lo = tile_of_step(plan, j, begin, end, right, left) * plan.block_N
         n = step + j
@@ -62,6 +78,9 @@ def load(plan, arg, w, turn, step):
         if plan.copied is not None:
             load_tile(plan, arg, w, b, h, row, k_lo, n)
         T.barrier_arrive(w.k_ready[n % plan.stages])
+        if j == w.task[COUNT] - 1:
+            # Before the last V, whose stage is freed later than K's: Q of the next task then follows without delay.
+            announce(plan, arg, w, turn + 1, w.ticket[0] + arg.blocks // plan.cluster)
         T.barrier_wait(w.v_free[n % plan.stages], ((n // plan.stages) & 1) ^ 1)
         if plan.fp8:
             T.tma_copy(
@@ -82,26 +101,13 @@ def load(plan, arg, w, turn, step):
 
 @T.macro
 def produce(plan, arg, w):
-    total = T.ceildiv(arg.seqlen_q, plan.rows) * arg.batch * arg.heads
-    tile = T.alloc_var("int32", init=w.block // plan.cluster)
     turn = T.alloc_var("int32", init=0)
     step = T.alloc_var("int32", init=0)
-    w.task[COUNT] = 1
+    w.ticket[0] = -1
+    announce(plan, arg, w, turn, w.block // plan.cluster)
+    read_message(plan, w, turn)
     while w.task[COUNT] > 0:
-        if w.rank == LEADER:
-            T.barrier_wait(w.message_free[turn % 2], ((turn // 2) & 1) ^ 1)
-            if w.thread == plan.consumers:
-                if tile < total:
-                    write_message(plan, arg, w, turn, tile)
-                else:
-                    w.message[turn % 2, COUNT] = 0
-                send(plan, w, turn)
+        load(plan, arg, w, turn, step)
+        step += w.task[COUNT]
+        turn += 1
         read_message(plan, w, turn)
-        if w.task[COUNT] > 0:
-            load(plan, arg, w, turn, step)
-            step += w.task[COUNT]
-            turn += 1
-            if w.rank == LEADER:
-                if (w.thread == plan.consumers) & (w.ticket[0] == total - 1):
-                    arg.tickets[0] = 0  # the last ticket: leave the queue as the next launch must find it
-                tile = T.shfl_sync(w.ticket[0], 0) + arg.blocks // plan.cluster

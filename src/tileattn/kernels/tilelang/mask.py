@@ -3,6 +3,7 @@
 import tilelang.language as T
 import torch
 
+from ...expr import Expr
 from .expressions import key_in_tile
 from .simplify import score_program, tanh_by_exp2
 
@@ -69,6 +70,11 @@ class Score:
         uniforms = enumerate(self.program.uniforms)
         return {f"uniform{index}": registers[f"{uniform.dtype}32"][index] for index, uniform in uniforms}
 
+    def log2_unit(self, registers):
+        """What modified scores, as they are emitted, are multiplied by to be powers of two."""
+        unit = self.program.log2_unit
+        return self.values(registers)[unit.args[0]] if isinstance(unit, Expr) else unit
+
 
 @T.macro
 def keep_uniforms(score, registers, emit, scale, b, h):
@@ -79,7 +85,7 @@ def keep_uniforms(score, registers, emit, scale, b, h):
 
 @T.macro
 def apply_score(acc_s, score, registers, emit, scale, b, h, q_lo, k_lo, block_M, block_N):
-    """s[i, j] = score_mod(scale * s[i, j])."""
+    """s[i, j] = score_mod(scale * s[i, j]), in the unit that :meth:`Score.log2_unit` tells."""
     for i, j in T.Parallel(block_M, block_N):
         acc_s[i, j] = T.cast(
             emit(

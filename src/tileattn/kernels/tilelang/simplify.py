@@ -8,6 +8,7 @@ in the inner loop:
   per tile of queries: loads (``slopes[h]``), quotients, products.
 - Dividing by something uniform is multiplying by its reciprocal; uniform factors that follow each other become one.
 - ``tanh`` is the hardware's, or written out in exp2, whose constants join the factors.
+- The last factor of a soft cap, ``cap * tanh(..)``, is left to the softmax, which multiplies scores by log2(e) anyway.
 
 So factors are taken in another order: results differ by roundings of float32, also in conditions and in `//` and `%`
 of quotients. Two varying factors stay as they are: `(x * u) * (y * u)` is not made `(x * y) * (u * u)`, which may leave
@@ -24,7 +25,9 @@ from ...expr import Expr, apply, dtype_of
 
 RAW = Expr("symbol", ("raw",), "float")  # the product of q and k as the matrix units leave it
 SCALE = Expr("symbol", ("scale",), "float")
-TWO_LOG2E = 2 * math.log2(math.e)
+LOG2E = math.log2(math.e)
+TWO_LOG2E = 2 * LOG2E
+TINY = 1e-30
 _VARYING = {"raw", "score", "q", "k"}
 
 
@@ -35,10 +38,12 @@ class ScoreProgram:
     Attributes:
         score: the modified score, of ``raw``, ``scale``, positions, operands and ``uniform0``, ``uniform1``, ...
         uniforms: what these stand for, in order: expressions of ``scale``, ``b``, ``h`` and operands.
+        log2_unit: ``score`` times this, which is positive, is the modified score in powers of two.
     """
 
     score: Any
     uniforms: tuple[Expr, ...]
+    log2_unit: Any
 
 
 def score_program(score: Any, hardware_tanh: bool) -> ScoreProgram:
@@ -48,11 +53,12 @@ def score_program(score: Any, hardware_tanh: bool) -> ScoreProgram:
         score: the expression.
         hardware_tanh: whether tanh may err by 2^-11 of itself; otherwise it is exact to some 2^-22 of 1.
     """
-    rewritten = _rewrite(score)
+    rewritten, unit = _without_cap(_rewrite(score))
     if not hardware_tanh:
         rewritten = tanh_by_exp2(rewritten)
     uniforms: dict[str, Expr] = {}
-    return ScoreProgram(_hoist(rewritten, uniforms), tuple(uniforms.values()))
+    score, unit = _hoist(rewritten, uniforms), _hoist(_times(unit, LOG2E), uniforms)
+    return ScoreProgram(score, tuple(uniforms.values()), unit)
 
 
 def is_uniform(expr: Any) -> bool:
@@ -133,6 +139,19 @@ def _times(x: Any, y: Any) -> Any:
 
 
 # --- tanh ---
+
+
+def _without_cap(expr: Any) -> tuple[Any, Any]:
+    """``cap * tanh(x)`` as ``tanh(sign(cap) * x)`` and the unit ``|cap|``, which a cap of 0 leaves positive."""
+    capped = (
+        isinstance(expr, Expr) and expr.op == "mul" and isinstance(expr.args[0], Expr) and expr.args[0].op == "tanh"
+    )
+    if not capped or not is_uniform(expr.args[1]):
+        return expr, 1.0
+    tanh, cap = expr.args
+    sign = apply("where", cap < 0.0, -1.0, 1.0) if isinstance(cap, Expr) else math.copysign(1.0, cap)
+    size = apply("max", abs(cap), TINY) if isinstance(cap, Expr) else max(abs(cap), TINY)
+    return apply("tanh", _product(tanh.args[0], sign)), size
 
 
 def tanh_by_exp2(expr: Any) -> Any:

@@ -96,13 +96,18 @@ def add_own_columns(acc_s, sums, alpha, block_M, block_N):
 
 
 @T.macro
-def rescale_if_needed(acc_o, alpha, lowest, thread, block_M, head_dim_v, threads):
-    """:func:`rescale`, skipped by warps in which no row's maximum has grown."""
-    # Each thread holds two rows, eight apart.
+def lowest_factor(alpha, lowest, threads):
+    """The smaller factor of the two rows, eight apart, that each thread holds."""
     for t in T.Parallel(threads):
         lowest[t] = alpha[t // 32 * 16 + t % 32 // 4]
     for t in T.Parallel(threads):
         lowest[t] = T.min(lowest[t], alpha[t // 32 * 16 + t % 32 // 4 + 8])
+
+
+@T.macro
+def rescale_if_needed(acc_o, alpha, lowest, thread, block_M, head_dim_v, threads):
+    """:func:`rescale`, skipped by warps in which no row's maximum has grown."""
+    lowest_factor(alpha, lowest, threads)
     if T.any_sync(lowest[thread] < 1.0) != 0:
         rescale(acc_o, alpha, block_M, head_dim_v)
 
@@ -128,15 +133,6 @@ def add_product(acc_o, product, block_M, head_dim_v):
     """acc_o += product."""
     for i, d in T.Parallel(block_M, head_dim_v):
         acc_o[i, d] += product[i, d]
-
-
-@T.macro
-def lowest_sum(sums, lowest, threads):
-    """lowest[t]: the smaller of the two sums that thread t keeps; it depends on all of the thread's weights."""
-    for t in T.Parallel(threads):
-        lowest[t] = sums[t // 32 * 16 + t % 32 // 4, t % 4]
-    for t in T.Parallel(threads):
-        lowest[t] = T.min(lowest[t], sums[t // 32 * 16 + t % 32 // 4 + 8, t % 4])
 
 
 @T.macro
