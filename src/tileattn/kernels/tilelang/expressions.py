@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from ...expr import Expr, dtype_of
-from .simplify import step_of_k
+from .simplify import is_uniform, step_of_k
 
 _TIR_DTYPE = {"float": "float32", "int": "int32", "bool": "bool"}
 
@@ -41,10 +41,14 @@ class Emitter:
 
     `tiles` maps the text of a load to a fragment that holds its value for each score of a tile; the symbols ``i`` and
     ``j`` then say which score.
+
+    With `clamps`, a load by position reads the nearest element where the position lies beyond the tensor. Otherwise
+    TileLang puts a branch around each load, which gives 0 there.
     """
 
-    def __init__(self, values: dict[str, Any], tiles: dict[str, Any] | None = None) -> None:
+    def __init__(self, values: dict[str, Any], tiles: dict[str, Any] | None = None, clamps: bool = False) -> None:
         self.values = values
+        self.clamps = clamps
         self.tiles = tiles or {}
 
     def __call__(self, expr: Any, /, **symbols: Any) -> Any:
@@ -64,7 +68,10 @@ class Emitter:
             if tile is not None:
                 return T.cast(tile[values["i"], values["j"]], "float32")
             buffer = values[expr.args[0]]
-            element = buffer[tuple(self._emit(arg, values) for arg in expr.args[1:])]
+            indices = [self._emit(arg, values) for arg in expr.args[1:]]
+            if self.clamps:
+                indices = [_clamped(*each) for each in zip(indices, expr.args[1:], buffer.shape, strict=True)]
+            element = buffer[tuple(indices)]
             return element != T.cast(0, "uint8") if expr.dtype == "bool" else T.cast(element, _TIR_DTYPE[expr.dtype])
         numbers = expr.args[1:] if expr.op == "where" else expr.args
         kinds = [dtype_of(arg) for arg in numbers]
@@ -95,6 +102,11 @@ class Emitter:
             condition, *branches = expr.args
             return T.if_then_else(self._emit(condition, values), *(self._float(arg, values) for arg in branches))
         return T.cast(self._emit(expr, values), "float32")
+
+
+def _clamped(index: Any, expr: Any, size: Any) -> Any:
+    """Within the tensor, if it depends on the position."""
+    return index if is_uniform(expr) else T.max(T.min(index, size - 1), 0)
 
 
 _FLOAT_FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -27,7 +27,7 @@ from . import softmax
 from .config import PRODUCER_REGISTERS, ForwardConfig, padded
 from .expressions import Emitter
 from .mask import Score, Visibility, apply_mask, apply_score, keep_uniforms
-from .signature import assume_aligned
+from .signature import assume_aligned, assume_filled
 
 ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
 
@@ -82,6 +82,7 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
                 T.annotate_min_blocks_per_sm(config.blocks_per_sm)
                 T.annotate_producer_reg_dealloc(PRODUCER_REGISTERS)
                 T.annotate_consumer_reg_alloc(config.consumer_registers())
+            assume_filled(arg.operands)
             if call.aligned:
                 assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides)
             # Held in variables: inlined wherever they are used, divisions would take the compiler most of its time.

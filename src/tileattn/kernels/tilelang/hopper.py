@@ -67,7 +67,7 @@ from .hopper_consumer import consume
 from .hopper_plan import WARP, WARPGROUP, Plan
 from .hopper_producer import produce
 from .hopper_tasks import FIELDS
-from .signature import assume_aligned
+from .signature import assume_aligned, assume_filled
 
 
 def tile_layout(buffer: Any, row_bytes: int) -> Any:
@@ -89,6 +89,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         with T.Kernel(
             arg.blocks, threads=plan.consumers + WARPGROUP, cluster_dims=plan.cluster if plan.cluster > 1 else None
         ) as block:
+            assume_filled(arg.operands)
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, itemsize=plan.size)
             tile_shared, tile_registers = None, None
             if plan.copied is not None:

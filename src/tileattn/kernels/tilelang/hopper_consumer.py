@@ -136,7 +136,8 @@ def take_tile(plan, w, stage):
 
 
 @T.macro
-def scores_to_weights(plan, arg, w, k_lo, masked):
+def scores_to_weights(plan, arg, w, first_key, masked):
+    k_lo = T.alloc_var("int32", init=first_key)
     b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
     emit = Emitter(arg.operands, {} if plan.copied is None else {plan.copied.text: w.tile_registers})
     visible = Visibility(plan.traced, emit, arg.seqlen_k)

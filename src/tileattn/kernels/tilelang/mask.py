@@ -3,8 +3,8 @@
 import tilelang.language as T
 import torch
 
-from ...expr import Expr
-from .expressions import key_in_tile
+from ...expr import Expr, nodes
+from .expressions import Emitter, key_in_tile
 from .simplify import score_program, tanh_by_exp2
 
 
@@ -16,9 +16,10 @@ class Visibility:
 
     def __init__(self, program, emit, seqlen_k) -> None:
         self.program = program
-        self.emit = emit
+        self.emit, self.emit_clamped = emit, Emitter(emit.values, clamps=True)
         self.seqlen_k = seqlen_k
         self.allowed = tanh_by_exp2(program.allows)  # a mask has no tolerance for the hardware's tanh
+        self.bounded = _is_causal(program.allows) and all(node.op != "load" for node in nodes(program.allows))
 
     def kv_range(self, b, h, q_lo, q_hi):
         """Keys [lo, hi) that the tile of query positions q_lo..q_hi visits, within 0 .. seqlen_k."""
@@ -33,11 +34,23 @@ class Visibility:
         return T.max(lo, 0), T.min(hi, self.seqlen_k)
 
     def allows(self, b, h, q, k):
-        """May position q see position k? False beyond the last key, where a tile holds zeros."""
+        """May position q see position k? False beyond the last key, where a tile holds zeros.
+
+        No query of the call is beyond the last key, so that a causal mask need not ask. (Rows of a tile that are beyond
+        the last query see zeros then, and are not stored.)
+        """
         within = k < self.seqlen_k
         if self.program.allows is None:
             return within
-        return T.if_then_else(within, self.emit(self.allowed, b=b, h=h, q=q, k=k), T.bool(False))
+        allowed = self.emit_clamped(self.allowed, b=b, h=h, q=q, k=k)
+        return allowed if self.bounded else within & allowed
+
+
+def _is_causal(allows):
+    """Whether the mask can be seen to hide all keys after the query's own."""
+    if not isinstance(allows, Expr):
+        return False
+    return str(allows) == "(le k q)" or (allows.op == "and" and any(map(_is_causal, allows.args)))
 
 
 @T.macro

@@ -83,6 +83,14 @@ def _operand(symbol: Any) -> Any:
     return T.StridedTensor(shape, strides, dtype)
 
 
+def assume_filled(operands: dict[str, Any]) -> None:
+    """Tells the compiler that a variant's tensors have elements, so that it need not ask before each load."""
+    for operand in operands.values():
+        for size in getattr(operand, "shape", ()):
+            if not isinstance(size, int):
+                Builder.current().eval(T.assume(size > 0))
+
+
 def assume_aligned(*strides: Any, itemsize: int = 2) -> None:
     """Tells the compiler that rows begin at multiples of 16 bytes, so that it copies 16 bytes at a time.
 
