@@ -11,16 +11,12 @@ where it asks for its kernel. So what is compiled is what the run will ask for, 
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Annotated, Any
 from unittest import mock
 
@@ -36,8 +32,8 @@ from tileattn.bench.cases import Case
 from tileattn.bench.peers.own import TileAttn, TileAttnBf16
 from tileattn.call import AttentionCall, device_arch
 from tileattn.fp8 import FP8
-from tileattn.kernels.cache import KernelCache, default_folder
-from tileattn.kernels.tilelang import backend, launch
+from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.batch import CORES, Done, Job, compile_all
 from tileattn.kernels.tilelang.config import Config
 from tileattn.kernels.tilelang.defaults import LONG, SHORT
 from tileattn.testing import build, conformance_cases
@@ -46,34 +42,6 @@ from tileattn.variant import program
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 
 Attempt = Callable[[], Any]  # makes one call to attention
-
-
-@dataclass(frozen=True)
-class Job:
-    """One kernel: the forward kernel of a call, or (config None) the transposition that fp8 calls run before it."""
-
-    call: AttentionCall
-    config: Config | None
-
-    @property
-    def key(self) -> str:
-        """Of the library in the kernel cache."""
-        return launch.transpose_key(self.call) if self.config is None else launch.cache_key(self.call, self.config)
-
-    def __str__(self) -> str:
-        if self.config is None:
-            return f"transpose_fp8 d{self.call.head_dim_v} {self.call.arch}"
-        return f"{self.call} {self.config}"
-
-
-@dataclass(frozen=True)
-class Done:
-    """What became of a job: it was in the cache, or took some seconds to compile, or could not be compiled."""
-
-    job: Job
-    seconds: float = 0.0
-    was_there: bool = False
-    error: str | None = None
 
 
 # --- Which kernels: calls are made, and stopped where they ask for one ---
@@ -191,58 +159,6 @@ def conformance_jobs(kernels: str | None, arch: str) -> list[Job]:
         return jobs_of(conformance_attempts(), arch)
 
 
-# --- Compiling ---
-
-
-def compile_job(job: Job) -> Done:
-    """In a process of its own; an exception of a compiler need not survive the way back, its text does."""
-    start = time.perf_counter()
-    try:
-        if KernelCache(default_folder()).find(job.key) is not None:
-            return Done(job, was_there=True)
-        if job.config is None:
-            launch.ensure_transpose_compiled(job.call)
-        else:
-            launch.ensure_compiled(job.call, job.config)
-    except Exception as failure:
-        return Done(job, error=f"{type(failure).__name__}: {failure}")
-    return Done(job, seconds=time.perf_counter() - start)
-
-
-def compile_all(jobs: Sequence[Job], processes: int, work: Callable[[Job], Done] = compile_job) -> Iterator[Done]:
-    """Compile in parallel, in the given order, and yield each as it is ready.
-
-    Each process is a pool of its own: where a compiler kills its process, one job fails, and a new process goes on.
-    Spawned, not forked: TileLang may initialise CUDA when it is imported, which does not survive a fork.
-    """
-    pools: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
-
-    def new_pool() -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-
-    def one(job: Job) -> Done:
-        pool = pools.get()
-        try:
-            return pool.submit(work, job).result()
-        except Exception as failure:
-            pool.shutdown(wait=False)
-            pool = new_pool()
-            return Done(job, error=f"its process ended: {type(failure).__name__}: {failure}")
-        finally:
-            pools.put(pool)
-
-    processes = max(1, min(processes, len(jobs)))
-    for _ in range(processes):
-        pools.put(new_pool())
-    try:
-        with ThreadPoolExecutor(processes) as threads:
-            for done in as_completed([threads.submit(one, job) for job in jobs]):
-                yield done.result()
-    finally:
-        while not pools.empty():
-            pools.get().shutdown()
-
-
 # --- The command line ---
 
 app = typer.Typer(
@@ -255,7 +171,6 @@ app = typer.Typer(
 Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Processes. Default: one a core.", show_default=False)]
 Arch = Annotated[str | None, typer.Option(help="sm_90a, sm_80, ... Default: this machine's GPU.", show_default=False)]
 List = Annotated[bool, typer.Option("--list", help="Print the kernels, and compile none.")]
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @app.command()

@@ -21,7 +21,7 @@ from tileattn.bench.cases import Case
 from tileattn.bench.cli import app
 from tileattn.bench.peers import own
 from tileattn.bench.peers.base import Prepared
-from tileattn.call import AttentionCall
+from tileattn.kernels.tilelang import batch
 
 TINY = "bench --device cpu --seqlen 16,32 --heads 2 --head-dim 16 --rounds 1"
 
@@ -238,23 +238,30 @@ def test_info_asks_for_another_architecture() -> None:
 
 
 def test_warmup_compiles_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_all(wanted: list[AttentionCall]) -> Iterator[warmup.Compiled]:
-        first, second, *rest = wanted
-        yield warmup.Compiled(first, was_there=True)
-        yield warmup.Compiled(second, seconds=3.21)
-        for call in rest:
-            yield warmup.Compiled(call, error="no compiler")
+    def compile_all(jobs: list[batch.Job], processes: int) -> Iterator[batch.Done]:
+        assert 1 <= processes <= 16
+        first, second, *rest = jobs
+        yield batch.Done(first, was_there=True)
+        yield batch.Done(second, seconds=3.21)
+        for job in rest:
+            yield batch.Done(job, error="no compiler")
 
-    monkeypatch.setattr(warmup, "compile_all", compile_all)
+    monkeypatch.setattr(batch, "compile_all", compile_all)
     result = invoke("warmup --arch sm_90a --head-dim 64,192/128 --variant full,causal+softcap50+sink --dtype fp16")
     assert result.exit_code == 1
     lines = result.output.splitlines()
-    # Each call twice, without lse and with it.
-    assert lines[0].startswith("[1/8] float16 d64 full sm_90a: was in the cache")
-    assert lines[1].endswith("d64 full lse sm_90a: 3.2 s")
-    assert "SoftCap(f) sink sm_90a" in lines[2]
-    assert lines[7].startswith("[8/8] float16 d192/128")
-    assert lines[7].endswith(": no compiler")
+    # Each call twice, without lse and with it, and each for short sequences and for long ones.
+    assert re.fullmatch(r"\[1/14\] float16 d64 full sm_90a HopperConfig\(.*\): was in the cache", lines[0])
+    assert re.fullmatch(r"\[2/14\] float16 d64 full sm_90a HopperConfig\(.*\): 3\.2 s", lines[1])
+    assert "d64 full lse sm_90a" in lines[2]
+    assert "SoftCap(f) sink sm_90a" in lines[4]
+    assert lines[13].startswith("[14/14] float16 d192/128")
+    assert lines[13].endswith(": no compiler")
+
+
+def test_warmup_of_fp8_includes_the_transpositions() -> None:
+    wanted = warmup.calls([(64, 64), (64, 128)], ["full"], ["fp8"], "sm_90a")
+    assert [job.call.head_dim_v for job in warmup.jobs(wanted) if job.config is None] == [64, 128]
 
 
 @pytest.mark.parametrize(

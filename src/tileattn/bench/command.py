@@ -22,11 +22,14 @@ from tileattn.bench.progress import reporting
 from tileattn.bench.runner import Run
 from tileattn.call import AttentionCall
 from tileattn.kernels.cache import default_folder
+from tileattn.kernels.tilelang import batch
 
 RESULTS_FOLDER = Path("bench-results")
 PICTURES = (".png", ".svg", ".pdf")
 # What a shell calls a command that ended by Ctrl-C.
 STOPPED = 130
+# Each imports TileLang and runs nvcc: more of them want more memory than they save time.
+MAX_PROCESSES = 16
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,11 @@ def redraw(result: Path, picture: Path, force: bool) -> None:
 def warm_up(wanted: Sequence[AttentionCall]) -> int:
     """`tileattn warmup`: a line per kernel as it is ready. Returns the exit code: 1 if one could not be compiled."""
     failed = False
-    with Console(stderr=True).status(f"compiling {len(wanted)} kernels"):
-        for number, each in enumerate(warmup.compile_all(wanted), start=1):
+    jobs = warmup.jobs(wanted)
+    with Console(stderr=True).status(f"compiling {len(jobs)} kernels"):
+        for number, each in enumerate(batch.compile_all(jobs, min(batch.CORES, MAX_PROCESSES)), start=1):
             took = each.error or ("was in the cache" if each.was_there else f"{each.seconds:.1f} s")
-            typer.echo(f"[{number}/{len(wanted)}] {each.call}: {took}")
+            typer.echo(f"[{number}/{len(jobs)}] {each.job}: {took}")
             failed = failed or each.error is not None
     typer.echo(f"kernels: {default_folder()}")
     return int(failed)

@@ -1,35 +1,17 @@
-"""`tileattn warmup`: compiles kernels into the cache ahead of the first call."""
+"""`tileattn warmup`: which kernels to compile into the cache ahead of the first call."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import product
 
 from tileattn.bench import problem
 from tileattn.bench.cases import DTYPES, Case
 from tileattn.bench.peers.own import variant_key
 from tileattn.call import AttentionCall
-from tileattn.kernels.cache import KernelCache, default_folder
+from tileattn.fp8 import FP8
+from tileattn.kernels.tilelang.batch import Job
 from tileattn.kernels.tilelang.defaults import defaults
-from tileattn.kernels.tilelang.launch import cache_key, ensure_compiled
-
-# Each imports TileLang and runs nvcc: more of them want more memory than they save time.
-MAX_PROCESSES = 16
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What became of a kernel: it was in the cache, or took some seconds to compile, or could not be compiled."""
-
-    call: AttentionCall
-    seconds: float = 0.0
-    was_there: bool = False
-    error: str | None = None
 
 
 def calls(
@@ -58,26 +40,8 @@ def _key(variant: str) -> str:
     return variant_key(problem.build(Case(2, 8, 8, 2, 2, 8, 8, variant, "bf16"), "cpu"))
 
 
-def compile_all(wanted: Sequence[AttentionCall]) -> Iterator[Compiled]:
-    """Compile in parallel processes, one a core, and yield each kernel as it is ready.
-
-    Processes are spawned: TileLang may initialise CUDA when it is imported, which does not survive a fork.
-    """
-    workers = min(len(wanted), len(os.sched_getaffinity(0)), MAX_PROCESSES)
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(_compile, call) for call in wanted]):
-            yield done.result()
-
-
-def _compile(call: AttentionCall) -> Compiled:
-    """Runs in a process of its own; an exception of a compiler need not survive the way back, its text does."""
-    missing = [
-        config for config in defaults(call) if KernelCache(default_folder()).find(cache_key(call, config)) is None
-    ]
-    start = time.perf_counter()
-    try:
-        for config in missing:
-            ensure_compiled(call, config)
-    except Exception as failure:
-        return Compiled(call, error=f"{type(failure).__name__}: {failure}")
-    return Compiled(call, seconds=time.perf_counter() - start, was_there=not missing)
+def jobs(wanted: Sequence[AttentionCall]) -> list[Job]:
+    """The kernels of these calls, for short sequences and for long ones; for fp8 also those that transpose v."""
+    forward = [Job(call, config) for call in wanted for config in defaults(call)]
+    transposing = {job.key: job for call in wanted if call.dtype == FP8 for job in [Job(call, None)]}
+    return [*transposing.values(), *forward]
