@@ -27,6 +27,8 @@ MODS: dict[str, Mod] = {
     "softcap": lambda score, b, h, q, k: CAP * tm.tanh(score / CAP),
     "negative cap": lambda score, b, h, q, k: tm.tanh(score) * -CAP,
     "cap by head": lambda score, b, h, q, k: SLOPES[h] * tm.tanh(score / SLOPES[h]),
+    "condition as a cap": lambda score, b, h, q, k: tm.tanh(score) * (h == 0),
+    "tanh as a cap": lambda score, b, h, q, k: tm.tanh(score) * (3.0 * tm.tanh(SLOPES[h])),
     "cap of zero": lambda score, b, h, q, k: tm.tanh(score) * (SLOPES[h] - SLOPES[h]),
     "tanh of a sum": lambda score, b, h, q, k: tm.tanh(score + 0.01 * (k - q)) * 2 - 1,
     "tanh of tanh": lambda score, b, h, q, k: tm.tanh(tm.tanh(score * 0.5) * 4) * SLOPES[h],
@@ -120,9 +122,24 @@ def test_a_cap_is_left_to_the_softmax() -> None:
     for hardware_tanh in (False, True):
         _, emitted, _ = rewritten(SoftCap(CAP), hardware_tanh)
         assert str(emitted.log2_unit) == "uniform1"
-        assert str(emitted.uniforms[1]) == f"(mul (max (abs f0) 1e-30) {LOG2E})"
+        assert str(emitted.uniforms[1]) == f"(mul (where (lt (abs f0) 1e-30) 1e-30 (abs f0)) {LOG2E})"
     _, emitted, _ = rewritten(ALiBi(SLOPES), True)
     assert emitted.log2_unit == LOG2E
+
+
+def test_no_tanh_is_left_where_the_hardwares_is_not_exact_enough() -> None:
+    for name, mod in MODS.items():
+        _, emitted, _ = rewritten(mod, hardware_tanh=False)
+        for expr in (emitted.score, emitted.log2_unit, *emitted.uniforms):
+            assert "tanh" not in {node.op for node in nodes(expr)}, name
+
+
+def test_a_cap_that_is_no_number_gives_no_number() -> None:
+    _, emitted, tensors = rewritten(lambda score, b, h, q, k: SLOPES[h] * tm.tanh(score), hardware_tanh=True)
+    values = {"raw": torch.tensor(1.0), "scale": torch.tensor(1.0), "h": torch.tensor(0)}
+    values |= {name: torch.full_like(tensor, math.nan) for name, tensor in tensors.items()}
+    values |= {f"uniform{i}": evaluate(expr, values) for i, expr in enumerate(emitted.uniforms)}
+    assert torch.isnan(evaluate(emitted.score, values) * evaluate(emitted.log2_unit, values))
 
 
 def test_loads_by_position_are_not_hoisted() -> None:

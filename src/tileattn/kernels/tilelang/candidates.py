@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...call import AttentionCall
 from ...variant import program
-from .config import HopperConfig, is_valid, padded
+from .config import HopperConfig, hopper_dims, is_valid
 
 # What a consumer thread needs besides the tiles: rows' maxima and sums, addresses, a tile's coordinates; and what a
 # modification of the score computes with. With these ptxas spills none of SoftCap's or ALiBi's candidates at head dim
@@ -20,8 +20,9 @@ def tile_registers(call: AttentionCall, config: HopperConfig) -> int:
     """Registers per consumer thread that hold tiles: O, scores, weights, and Q where it is kept there."""
     rows = 64 / 128  # of the tile's rows, per thread of a warpgroup
     per_word = 4 // call.dtype.itemsize
-    o, scores, weights = padded(call.head_dim_v), config.block_N, config.block_N / per_word
-    q = padded(call.head_dim) / per_word if config.q_in_registers else 0
+    head_dim, head_dim_v = hopper_dims(call)
+    o, scores, weights = head_dim_v, config.block_N, config.block_N / per_word
+    q = head_dim / per_word if config.q_in_registers else 0
     return int(rows * (o + scores + weights + q))
 
 

@@ -77,7 +77,7 @@ class HopperConfig:
 
     def output_apart(self, call: AttentionCall) -> bool:
         """Whether O has its own shared memory, rather than Q's."""
-        o_bytes = 2 * self.block_M * padded(call.head_dim_v, call.dtype.itemsize)
+        o_bytes = 2 * self.block_M * hopper_dims(call)[1]
         return hopper_shared_bytes(call, self) + o_bytes <= ARCHITECTURES["sm_90a"].shared_bytes
 
 
@@ -87,11 +87,14 @@ Config = ForwardConfig | HopperConfig
 def hopper_shared_bytes(call: AttentionCall, config: HopperConfig) -> int:
     """Shared memory of one block without O's own: Q, the stages of K, V and a bias, messages and barriers."""
     size = call.dtype.itemsize
-    head_dim, head_dim_v = padded(call.head_dim, size), padded(call.head_dim_v, size)
-    q = config.block_M * max(head_dim, head_dim_v)
+    head_dim, head_dim_v = hopper_dims(call)
     tile = program(call.variant).copied_tile
     tile_row = 0 if tile is None else config.block_M * tile[1].itemsize
-    return size * q + config.num_stages * config.block_N * (size * (head_dim + head_dim_v) + tile_row) + 1024
+    return (
+        size * config.block_M * head_dim
+        + config.num_stages * config.block_N * (size * (head_dim + head_dim_v) + tile_row)
+        + 1024
+    )
 
 
 @dataclass(frozen=True)
@@ -120,12 +123,30 @@ ARCHITECTURES = {
 def padded(head_dim: int, itemsize: int = 2) -> int:
     """The head dim as tiles hold it; the copy into shared memory fills the padding with zeros.
 
-    A multiple of 32 bytes, as the matrix units take. More where that is less than a sixth: in panels of 64 or 128
-    bytes, rows are swizzled better. (On an H200 head dim 112 ran at 545 TFLOPS in panels of 32 bytes, at 570 padded to
-    128; 80 at 502 and, padded to 96, at 450.)
+    A multiple of 32 bytes, as the matrix units take; of 32 or 64 elements where it is larger, so that rows can be
+    swizzled.
     """
-    step = 32 // itemsize if head_dim <= 80 else 32 if head_dim <= 128 or itemsize > 1 else 64
+    step = 32 // itemsize if head_dim <= 64 else 32 if head_dim <= 128 else 64
     return -(-head_dim // step) * step
+
+
+def hopper_dims(call: AttentionCall) -> tuple[int, int]:
+    """Both head dims as the Hopper schedule's tiles hold them.
+
+    Less padded where they are equal, in 16 bits: 80 and 160 as they are, others to multiples of 32. On an H200 80 ran
+    at 502 TFLOPS, padded to 96 at 450; 160 at 94 % of 192's, padded to 192 at 85 %; but 112 at 545 in panels of 32
+    bytes, padded to 128 at 570. Head dims that differ keep equal panels, for O may have to lie where Q was.
+    """
+    size = call.dtype.itemsize
+    if call.head_dim == call.head_dim_v and size == 2:
+        step = 16 if call.head_dim <= 80 else 32
+        return (-(-call.head_dim // step) * step,) * 2
+    return padded(call.head_dim, size), padded(call.head_dim_v, size)
+
+
+def panel(head_dim: int) -> int:
+    """Columns of a tile that lie together, of 16 bits each, in rows of 128, 64 or 32 bytes."""
+    return next(width for width in (64, 32, 16) if head_dim % width == 0)
 
 
 def shared_bytes(call: AttentionCall, config: ForwardConfig) -> int:
@@ -133,6 +154,11 @@ def shared_bytes(call: AttentionCall, config: ForwardConfig) -> int:
     head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
     q_or_o = config.block_M * max(head_dim, head_dim_v)
     return 2 * (q_or_o + max(config.num_stages, 1) * config.block_N * (head_dim + head_dim_v))
+
+
+def _o_fits_where_q_was(call: AttentionCall) -> bool:
+    head_dim, head_dim_v = hopper_dims(call)
+    return call.dtype.itemsize == 2 and head_dim_v <= head_dim and panel(head_dim_v) == panel(head_dim)
 
 
 def is_valid(call: AttentionCall, config: Config) -> bool:
@@ -146,7 +172,7 @@ def is_valid(call: AttentionCall, config: Config) -> bool:
             and config.cluster in (1, 2)
             and config.block_N % (32 // call.dtype.itemsize) == 0
             and hopper_shared_bytes(call, config) <= arch.shared_bytes
-            and (call.dtype.itemsize == 2 or config.output_apart(call))  # O in 16 bits does not fit where Q was
+            and (config.output_apart(call) or _o_fits_where_q_was(call))
         )
     rows = 16 if arch.warp == 32 else 32
     return (

@@ -81,6 +81,8 @@ def _sm90(call: AttentionCall, widest: int, short: bool) -> Iterator[Config]:
         tuned = tuned_row(call.head_dim, call.head_dim_v, kind(call.variant), short)
         if tuned is not None:
             yield tuned
+        # For head dims that differ, where O neither fits beside the tuned tiles nor where Q was.
+        yield from (HopperConfig(128, block_N, ping_pong=True) for block_N in (80, 64, 48))
     if widest <= 128:
         yield ForwardConfig(128, 128, 2, 256)
     if not call.variant:
@@ -93,8 +95,7 @@ def _copied(itemsize: int, others: int) -> Iterator[HopperConfig]:
 
     In bfloat16 96, 112 and 128 keys ran within 4 % of each other on an H200. With 128 the bias's rows are multiples of
     128 bytes, which its copy takes at a time. `others` are tensors whose addresses take registers, as a copied one's do
-    not. (Five of them spill 8 bytes with 64 keys.) Short sequences release K late as well: else ptxas moves the wait
-    for P V up.
+    not. (Five of them spill 8 bytes with 64 keys.)
     """
     if others == 0:
         for stages in (3, 2):

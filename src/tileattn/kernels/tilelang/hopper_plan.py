@@ -11,7 +11,7 @@ import tilelang.language as T
 from ...call import AttentionCall
 from ...fp8 import FP8
 from ...variant import Program
-from .config import HopperConfig, padded
+from .config import HopperConfig, hopper_dims, panel
 from .mask import Score
 
 WARP, WARPGROUP = 32, 128
@@ -45,7 +45,7 @@ class Plan:
         self.call, self.config, self.traced = call, config, traced
         self.block_M, self.block_N, self.stages = config.block_M, config.block_N, config.num_stages
         self.size = call.dtype.itemsize
-        self.head_dim, self.head_dim_v = padded(call.head_dim, self.size), padded(call.head_dim_v, self.size)
+        self.head_dim, self.head_dim_v = hopper_dims(call)
         self.dtype, self.out_dtype = (str(kind).removeprefix("torch.") for kind in (call.dtype, call.out_dtype))
         self.fp8 = call.dtype == FP8
         self.shift = FP8_SHIFT if self.fp8 else 0.0
@@ -60,7 +60,7 @@ class Plan:
         by_head, by_batch = (self.copied is not None and self.copied.differs_by(symbol) for symbol in "hb")
         self.batch_first = by_head and not by_batch
         self.copied_once = by_head and by_batch
-        self.panel = next(width for width in (64, 32, 16) if self.head_dim_v % width == 0)
+        self.panel = panel(self.head_dim_v)
         self.cluster = config.cluster
         self.rows = self.cluster * self.block_M
         self.everyone = (1 << self.cluster) - 1 if self.cluster > 1 else None
@@ -78,7 +78,7 @@ class Plan:
             "v_ready": [WARP] * self.stages,
             "tile_free": [self.consumers // WARP] * self.stages if self.copied is not None else [],
         }
-        # Threads of the cluster's other block arrive on these too.
+        # Threads of the cluster's other block arrive on these too. (What it copies arrives on the others as bytes.)
         common = {
             "message_free": [self.cluster * (self.consumers + WARP)] * 2,
             "k_free": [self.cluster * self.warpgroups] * self.stages,

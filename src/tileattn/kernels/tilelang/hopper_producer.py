@@ -53,7 +53,7 @@ def announce(plan, arg, w, turn, tile):
 
 @T.macro
 def load(plan, arg, w, turn, step):
-    """Q, K and V of one task, as buffers become free."""
+    """Q, K and V of one task, as buffers become free; and, in front of the last V, which task is next."""
     b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
     begin, end, right, left = w.task[BEGIN], w.task[END], w.task[RIGHT], w.task[LEFT]
     kv_h = T.alloc_var("int32", init=T.truncdiv(h, arg.heads_per_kv_head))
@@ -103,7 +103,7 @@ def load(plan, arg, w, turn, step):
 def produce(plan, arg, w):
     turn = T.alloc_var("int32", init=0)
     step = T.alloc_var("int32", init=0)
-    w.ticket[0] = -1
+    w.ticket[0] = -1  # none drawn yet: the first task is dealt out
     announce(plan, arg, w, turn, w.block // plan.cluster)
     read_message(plan, w, turn)
     while w.task[COUNT] > 0:

@@ -55,7 +55,7 @@ def score_program(score: Any, hardware_tanh: bool) -> ScoreProgram:
     """
     rewritten, unit = _without_cap(_rewrite(score))
     if not hardware_tanh:
-        rewritten = tanh_by_exp2(rewritten)
+        rewritten, unit = tanh_by_exp2(rewritten), tanh_by_exp2(unit)
     uniforms: dict[str, Expr] = {}
     score, unit = _hoist(rewritten, uniforms), _hoist(_times(unit, LOG2E), uniforms)
     return ScoreProgram(score, tuple(uniforms.values()), unit)
@@ -141,16 +141,24 @@ def _times(x: Any, y: Any) -> Any:
 # --- tanh ---
 
 
+def _is_capped(expr: Any) -> bool:
+    """Whether it is ``tanh(x) * cap`` with a uniform cap."""
+    if not isinstance(expr, Expr) or expr.op != "mul":
+        return False
+    tanh, cap = expr.args
+    return isinstance(tanh, Expr) and tanh.op == "tanh" and is_uniform(cap) and dtype_of(cap) != "bool"
+
+
 def _without_cap(expr: Any) -> tuple[Any, Any]:
-    """``cap * tanh(x)`` as ``tanh(sign(cap) * x)`` and the unit ``|cap|``, which a cap of 0 leaves positive."""
-    capped = (
-        isinstance(expr, Expr) and expr.op == "mul" and isinstance(expr.args[0], Expr) and expr.args[0].op == "tanh"
-    )
-    if not capped or not is_uniform(expr.args[1]):
+    """``cap * tanh(x)`` as ``tanh(sign(cap) * x)`` and the unit ``|cap|``, which a cap of 0 leaves positive.
+
+    A cap that is NaN stays so. One beyond 2^127 gives NaN, where the product gave infinities.
+    """
+    if not _is_capped(expr):
         return expr, 1.0
     tanh, cap = expr.args
     sign = apply("where", cap < 0.0, -1.0, 1.0) if isinstance(cap, Expr) else math.copysign(1.0, cap)
-    size = apply("max", abs(cap), TINY) if isinstance(cap, Expr) else max(abs(cap), TINY)
+    size = apply("where", abs(cap) < TINY, TINY, abs(cap)) if isinstance(cap, Expr) else max(abs(cap), TINY)
     return apply("tanh", _product(tanh.args[0], sign)), size
 
 
@@ -159,8 +167,8 @@ def tanh_by_exp2(expr: Any) -> Any:
     if not isinstance(expr, Expr) or expr.op in ("symbol", "size", "load"):
         return expr
     factor: Any = 1.0
-    if expr.op == "mul" and isinstance(expr.args[0], Expr) and expr.args[0].op == "tanh" and is_uniform(expr.args[1]):
-        expr, factor = expr.args
+    if _is_capped(expr):
+        expr, factor = expr.args[0], tanh_by_exp2(expr.args[1])
     if expr.op != "tanh":
         return apply(expr.op, *map(tanh_by_exp2, expr.args))
     power = apply("exp2", _product(tanh_by_exp2(expr.args[0]), TWO_LOG2E))
