@@ -140,12 +140,10 @@ def _fp8(call: AttentionCall) -> Iterator[Config]:
     simple = call.variant in ("", CAUSAL)
     if widest <= 64 and traced.score is None:
         yield HopperConfig(192, 160 if simple else 128, 3, ping_pong=True, patience=4.0)
-    if widest <= 128 and not call.variant:
-        yield HopperConfig(192, 96, 2, ping_pong=True, patience=4.0)
     if widest <= 128 and simple:
         yield HopperConfig(128, 192, 2, ping_pong=True, patience=4.0)
     if widest > 192 and simple:
-        yield HopperConfig(128, 128, 2, ping_pong=True, patience=4.0)
+        yield HopperConfig(128, 128, 2, ping_pong=True, patience=4.0, producer_registers=24)
     tensors = len(traced.tensors)
     if (widest <= 128 and tensors < 2) or (widest <= 192 and simple):
         yield HopperConfig(128, 128, 3, ping_pong=True, patience=4.0, producer_registers=48)
