@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 # The result file of each suite that the page shows; None where there is none yet. A newer measurement is named here
 # when its file is committed.
 SOURCES: dict[str, str | None] = {
-    "fa": "fa-h200-2026-11-21.json",
-    "variants": "variants-h200-2026-11-21.json",
-    "heads": "heads-h200-2026-11-21.json",
-    "fp8": "fp8-h200-2026-11-21.json",
+    "fa": "fa-h200-2026-11-21-2.json",
+    "variants": "variants-h200-2026-11-21-2.json",
+    "heads": "heads-h200-2026-11-21-2.json",
+    "fp8": "fp8-h200-2026-11-21-2.json",
 }
 
 ROOT = Path(__file__).resolve().parent.parent
