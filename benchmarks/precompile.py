@@ -128,7 +128,7 @@ def conformance_attempts() -> Iterator[Attempt]:
     for case in conformance_cases("full"):
         arguments = build(case, "meta")
         yield lambda arguments=arguments: test_conformance._run(arguments, "tilelang")  # type: ignore[misc]
-    for shape in test_gpu.SHAPES.values():
+    for shape in (test_gpu.SHAPES | test_gpu.DIFFERING).values():
         for return_lse in (False, True):
             yield _attention(return_lse, **shape.tensors(device="meta"))
     # The single tests make plain calls in bfloat16; and that of torch.compile, whose operator always asks for lse.

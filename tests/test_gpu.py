@@ -16,6 +16,7 @@ import tileattn
 from tileattn import Causal, Documents, SlidingWindow, SoftCap
 from tileattn.kernels.tilelang import launch
 from tileattn.kernels.tilelang.defaults import SHORT, defaults
+from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -157,6 +158,22 @@ def test_two_hundred_launches_give_the_same_bits(name: str) -> None:
         o, lse = tileattn.attention(**arguments, return_lse=True)
         assert torch.equal(o, first)
         assert torch.equal(lse, first_lse)
+
+
+# Where O lies in shared memory depends on both head dims: beside Q, K and V, or where Q was.
+DIFFERING = {
+    f"{name}-{dim}/{dim_v}": Shape(lengths=(300, 411), heads=(4, 2), head_dims=(dim, dim_v), mask=mask)
+    for dim, dim_v in ((128, 192), (192, 160), (64, 256), (256, 224), (160, 80), (32, 96))
+    for name, mask in (("full", None), ("causal", Causal()))
+}
+
+
+@pytest.mark.parametrize("name", DIFFERING)
+def test_head_dims_that_differ(name: str) -> None:
+    arguments = DIFFERING[name].tensors()
+    got = tileattn.attention(**arguments, return_lse=True, backend="tilelang")
+    positional = [arguments[each] for each in ("q", "k", "v", "mask")]
+    assert_forward_accurate(name, got, oracle_attention(*positional), eager_attention(*positional))
 
 
 # --- The queue of tiles: a counter in device memory, which launches that run at the same time must not share ---
