@@ -1,0 +1,135 @@
+"""The backward pass of FlashAttention, tile by tile: the probabilities are computed again, never kept.
+
+For one row i of queries, with S = score_mod(scale Q K^T) where the mask allows it, P = exp(S - lse) and O = P V:
+
+    dV  = P^T dO
+    dP  = dO V^T
+    dS  = P * (dP - delta),      delta_i = sum_d dO_id O_id - dlse_i
+    dQ  = scale * (dS * S') K,   S' the derivative of the score modification
+    dK  = scale * (dS * S')^T Q
+
+``delta`` comes from the softmax: what raises one probability of a row lowers the others, by their share of
+``sum_j P_ij dP_ij``, which is ``sum_d dO_id O_id`` (Dao et al. 2022, appendix B.2) and so is known before any tile is
+visited. The gradient of lse joins it, as d lse / d S = P. A sink is a key whose value is zero: dP of it is 0.
+
+The loop is that of FlashAttention-2 (Dao 2023, algorithm 2): **K/V outside, Q inside**. dK and dV of a tile of keys
+stay in registers; dQ is added to in memory, by all tiles of keys. Tiles that the mask hides are not visited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..masks import Mask
+from .standard import ScoreFn, heads_first, positions, tile_scores
+from .tiled import blocks, key_ranges, masked
+
+
+class Gradients(NamedTuple):
+    """Of q, k, v, the sink and the tensors that the score modifications read, each in its own shape and dtype."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None
+    tensors: tuple[Tensor, ...]
+
+
+def flash_attention_2_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    mask: Mask | None = None,
+    score_mods: Sequence[ScoreFn] = (),
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    tensors: Sequence[Tensor] = (),
+    dlse: Tensor | None = None,
+    block_M: int = 64,
+    block_N: int = 64,
+) -> Gradients:
+    """The gradients of attention.
+
+    Args:
+        do: (batch, seqlen_q, heads, head_dim_v), the gradient of o.
+        q, k, v, mask, score_mods, sink, scale: as `standard_attention`.
+        o, lse: what the forward pass returned.
+        tensors: those that the score modifications read and whose gradients are wanted, such as a bias.
+        dlse: (batch, heads, seqlen_q), the gradient of lse; None: 0.
+        block_M, block_N: rows of Q, and of K and V, in a tile.
+    """
+    seqlen_q, seqlen_k, kv_heads = q.shape[1], k.shape[1], k.shape[2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q_bh, k_bh, v_bh = heads_first(q, k, v)
+    do_bh, o_bh = (x.transpose(1, 2).to(q_bh.dtype) for x in (do, o))
+    delta = (do_bh * o_bh).sum(dim=-1)
+    if dlse is not None:
+        delta = delta - dlse
+    dq, dk, dv = torch.zeros_like(q_bh), torch.zeros_like(k_bh), torch.zeros_like(v_bh)
+    dtensors = [torch.zeros_like(tensor) for tensor in tensors]
+    visible = [(rows, *key_ranges(q_bh, k_bh, rows, mask)) for rows in blocks(0, seqlen_q, block_M)]
+    for keys in blocks(0, seqlen_k, block_N):  # on a GPU: a thread block for each
+        for rows, (lo, hi), (full_lo, full_hi) in visible:
+            if keys.stop <= lo or keys.start >= hi:
+                continue
+            raw, scores = _recomputed(q_bh, k_bh, rows, keys, score_mods, scale)
+            seen = scores.detach()
+            if keys.start < full_lo or keys.stop > full_hi:
+                seen = masked(seen, mask, positions(q_bh, k_bh, rows, keys))
+            p = _probabilities(seen, lse[:, :, rows])
+            dv[:, :, keys] += p.mT @ do_bh[:, :, rows]
+            dp = do_bh[:, :, rows] @ v_bh[:, :, keys].mT
+            ds = p * (dp - delta[:, :, rows, None])
+            draw, *parts = _through_score_mods(raw, scores, ds, tensors)
+            for total, part in zip(dtensors, parts, strict=True):
+                total += part
+            dq[:, :, rows] += scale * (draw @ k_bh[:, :, keys])
+            dk[:, :, keys] += scale * (draw.mT @ q_bh[:, :, rows])
+    dsink = None if sink is None else _sink_gradient(sink, lse, delta)
+    # Query heads that share keys and values add to their gradients.
+    dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in (dk, dv))
+    dq, dk, dv = (x.transpose(1, 2).to(like.dtype) for x, like in ((dq, q), (dk, k), (dv, v)))
+    return Gradients(dq, dk, dv, dsink, tuple(dtensors))
+
+
+def _recomputed(
+    q: Tensor, k: Tensor, rows: slice, keys: slice, score_mods: Sequence[ScoreFn], scale: float
+) -> tuple[Tensor, Tensor]:
+    """The tile's scaled scores, and the modified ones as a function of them, for autograd."""
+    raw = tile_scores(q, k, rows, keys, (), scale).detach().requires_grad_()
+    scores = raw
+    with torch.enable_grad():
+        for score_mod in score_mods:
+            scores = score_mod(scores, *positions(q, k, rows, keys)).to(q.dtype).expand(raw.shape)
+    return raw, scores
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse), 0 in rows that see no key, whose lse is -inf."""
+    return torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+
+
+def _through_score_mods(raw: Tensor, scores: Tensor, ds: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of the scaled scores and of the modifications' tensors, given that of the modified scores.
+
+    Autograd differentiates the modification, on one tile. A kernel computes with dual numbers instead.
+    """
+    if scores is raw:
+        return [ds, *map(torch.zeros_like, tensors)]
+    if not scores.requires_grad:  # it depends on neither
+        return [torch.zeros_like(raw), *map(torch.zeros_like, tensors)]
+    found: Sequence[Tensor | None] = torch.autograd.grad(scores, (raw, *tensors), ds, allow_unused=True)
+    return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(found, (raw, *tensors), strict=True)]
+
+
+def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Its probability times (0 - delta), summed over batch and rows: its value is zero, and so is its dP."""
+    p = torch.exp(sink.to(lse.dtype)[None, :, None] - lse)
+    return -(p * delta).sum(dim=(0, 2)).to(sink.dtype)
