@@ -108,6 +108,15 @@ def test_rows_that_see_no_key_have_no_gradient() -> None:
     assert got.sink is None
 
 
+def test_a_sink_that_is_shut_off_has_no_gradient() -> None:
+    q, k, v = qkv(50, 17)
+    sink = torch.full((HEADS,), -torch.inf, dtype=torch.float64)
+    o, lse = flash_attention_2(q, k, v, Causal(), sink=sink)
+    got = flash_attention_2_backward(random(BATCH, 50, HEADS, 12), q, k, v, o, lse, Causal(), sink=sink)
+    assert got.sink is not None
+    assert torch.equal(got.sink, torch.zeros_like(sink))
+
+
 def test_hidden_tiles_are_not_visited() -> None:
     """NaN in keys that nobody sees must not get into the gradients of the others."""
     q, k, v = qkv(16, 64)

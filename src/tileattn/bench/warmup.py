@@ -43,5 +43,5 @@ def _key(variant: str) -> str:
 def jobs(wanted: Sequence[AttentionCall]) -> list[Job]:
     """The kernels of these calls, for short sequences and for long ones; for fp8 also those that transpose v."""
     forward = [Job(call, config) for call in wanted for config in defaults(call)]
-    transposing = {job.key: job for call in wanted if call.dtype == FP8 for job in [Job(call, None)]}
+    transposing = {job.key: job for job in (Job(call, None) for call in wanted if call.dtype == FP8)}
     return [*transposing.values(), *forward]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..masks import Mask
-from .standard import ScoreFn, heads_first, positions, tile_scores
+from .standard import ScoreFn, heads_first, modified, positions, tile_scores
 from .tiled import blocks, key_ranges, masked
 
 
@@ -104,11 +104,8 @@ def _recomputed(
 ) -> tuple[Tensor, Tensor]:
     """The tile's scaled scores, and the modified ones as a function of them, for autograd."""
     raw = tile_scores(q, k, rows, keys, (), scale).detach().requires_grad_()
-    scores = raw
     with torch.enable_grad():
-        for score_mod in score_mods:
-            scores = score_mod(scores, *positions(q, k, rows, keys)).to(q.dtype).expand(raw.shape)
-    return raw, scores
+        return raw, modified(raw, positions(q, k, rows, keys), score_mods)
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
@@ -131,5 +128,5 @@ def _through_score_mods(raw: Tensor, scores: Tensor, ds: Tensor, tensors: Sequen
 
 def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """Its probability times (0 - delta), summed over batch and rows: its value is zero, and so is its dP."""
-    p = torch.exp(sink.to(lse.dtype)[None, :, None] - lse)
-    return -(p * delta).sum(dim=(0, 2)).to(sink.dtype)
+    p = _probabilities(sink.to(lse.dtype)[None, :, None, None], lse)
+    return -(p * delta[..., None]).sum(dim=(0, 2, 3)).to(sink.dtype)

@@ -135,8 +135,12 @@ def tile_scores(
     q (batch, heads, seqlen_q, head_dim) and k (batch, heads, seqlen_k, head_dim) have one dtype, which is the result's.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = scale * (q[:, :, rows] @ k[:, :, keys].mT)
+    return modified(scale * (q[:, :, rows] @ k[:, :, keys].mT), positions(q, k, rows, keys), score_mods)
+
+
+def modified(scores: Tensor, where: tuple[Tensor, Tensor, Tensor, Tensor], score_mods: Sequence[ScoreFn]) -> Tensor:
+    """What the score modifications make of scaled scores (batch, heads, rows, keys) at the positions `where`."""
     for score_mod in score_mods:
-        modified = score_mod(scores, *positions(q, k, rows, keys)).to(q.dtype)
-        scores = modified.expand(scores.shape)  # a function that ignores the score may depend on less than b, h, q, k
+        # A function that ignores the score may depend on less than b, h, q and k.
+        scores = score_mod(scores, *where).to(scores.dtype).expand(scores.shape)
     return scores
