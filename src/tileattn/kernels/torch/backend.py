@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...call import AttentionCall
+from ...call import AttentionCall, BackwardCall, Gradients
 from ...fp8 import FP8, Descales, dequantize
 from ...variant import Operands, restore
 from .forward import forward as torch_forward
@@ -41,3 +41,40 @@ def prepare(
         return o.to(call.out_dtype), lse
 
     return forward
+
+
+def prepare_backward(
+    call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
+) -> Callable[..., Gradients]:
+    """See :class:`tileattn.dispatch.Backend`."""
+
+    def backward(
+        do: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        sink: torch.Tensor | None,
+        operands: Operands,
+    ) -> Gradients:
+        inputs = [q, k, v, sink, *operands.tensors]
+        leaves = [
+            x if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, call.needs, strict=True)
+        ]
+        wanted = [leaf for leaf, need in zip(leaves, call.needs) if need]
+        tensors = Operands(leaves[4:], operands.ints, operands.floats)
+        with torch.enable_grad():
+            outputs = torch_forward(*leaves[:3], *restore(call.forward.variant, tensors), leaves[3], scale)
+        # Where no key is visible, o and lse may depend on nothing.
+        paths = [(x, dx) for x, dx in zip(outputs, (do, dlse)) if dx is not None and x.requires_grad]
+        found = [None] * len(wanted)
+        if paths and wanted:
+            xs, dxs = zip(*paths)
+            found = torch.autograd.grad(xs, wanted, dxs, allow_unused=True)
+        found = (torch.zeros_like(x) if grad is None else grad for grad, x in zip(found, wanted))
+        gradients = [next(found) if need else None for need in call.needs]
+        return Gradients(*gradients[:4], tuple(gradients[4:]))
+
+    return backward
