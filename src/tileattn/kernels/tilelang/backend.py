@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from ...call import AttentionCall, BackwardCall, Gradients
+from ...call import AttentionCall
 from ...fp8 import FP8, Descales
 from ...variant import Operands, program
+from .backward.backend import prepare_backward
 from .config import ARCHITECTURES, TRANSPOSED_KEYS, HopperConfig
 from .defaults import default
 from .launch import forward_function, transpose_function
@@ -127,13 +128,6 @@ def prepare(
         return o, lse
 
     return forward
-
-
-def prepare_backward(
-    call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
-) -> Callable[..., Gradients]:
-    """See :class:`tileattn.dispatch.Backend`. Not reached as long as `refusal` refuses calls that need gradients."""
-    raise NotImplementedError(f"the TileLang kernels have no backward pass yet ({call})")
 
 
 def _without_keys(
