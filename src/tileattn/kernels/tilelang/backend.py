@@ -13,7 +13,7 @@ import torch
 from ...call import AttentionCall
 from ...fp8 import FP8, Descales
 from ...variant import Operands, program
-from .backward.backend import prepare_backward
+from .backward.backend import prepare_backward as prepare_backward
 from .config import ARCHITECTURES, TRANSPOSED_KEYS, HopperConfig
 from .defaults import default
 from .launch import forward_function, transpose_function

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....call import BackwardCall, Gradients
-from ....variant import Operands, program
+from ....variant import Operands
 from ..config import padded
 from .config import ROWS, default, read_together
 from .launch import backward_kernels

@@ -6,7 +6,7 @@ import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ....call import BackwardCall
 from ....variant import program
