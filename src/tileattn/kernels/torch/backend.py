@@ -9,7 +9,10 @@ import torch
 from ...call import AttentionCall, BackwardCall, Gradients
 from ...fp8 import FP8, Descales, dequantize
 from ...variant import Operands, restore
+from .backward import Needs
+from .backward import backward as torch_backward
 from .forward import forward as torch_forward
+from .score_gradient import Watched
 
 
 def refusal(call: AttentionCall) -> str | None:
@@ -59,22 +62,10 @@ def prepare_backward(
         sink: torch.Tensor | None,
         operands: Operands,
     ) -> Gradients:
-        inputs = [q, k, v, sink, *operands.tensors]
-        leaves = [
-            x if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, call.needs, strict=True)
-        ]
-        wanted = [leaf for leaf, need in zip(leaves, call.needs) if need]
-        tensors = Operands(leaves[4:], operands.ints, operands.floats)
-        with torch.enable_grad():
-            outputs = torch_forward(*leaves[:3], *restore(call.forward.variant, tensors), leaves[3], scale)
-        # Where no key is visible, o and lse may depend on nothing.
-        paths = [(x, dx) for x, dx in zip(outputs, (do, dlse)) if dx is not None and x.requires_grad]
-        found = [None] * len(wanted)
-        if paths and wanted:
-            xs, dxs = zip(*paths)
-            found = torch.autograd.grad(xs, wanted, dxs, allow_unused=True)
-        found = (torch.zeros_like(x) if grad is None else grad for grad, x in zip(found, wanted))
-        gradients = [next(found) if need else None for need in call.needs]
-        return Gradients(*gradients[:4], tuple(gradients[4:]))
+        mask, _ = restore(call.forward.variant, operands)
+        watched = [Watched(x) if need else None for x, need in zip(operands.tensors, call.needs[4:], strict=True)]
+        read = [x if watch is None else watch for x, watch in zip(operands.tensors, watched)]
+        _, score_mods = restore(call.forward.variant, Operands(read, operands.ints, operands.floats))
+        return torch_backward(do, dlse, q, k, v, o, lse, sink, mask, score_mods, watched, Needs(*call.needs[:4]), scale)
 
     return backward
