@@ -120,6 +120,13 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, do, dlse):
         return None, None, None, *_gradients(ctx, do, dlse, ctx.needs_input_grad[3:])
 
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(
+            "tileattn.attention has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad): its "
+            "gradients are those of reverse mode"
+        )
+
 
 class _UnderTorchFunc(_Attention):
     """The same as torch.func wants it; its arguments take longer to bind."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -37,10 +38,11 @@ def prepare(
         descales: Descales | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mask, score_mods = restore(call.variant, operands)
-        if descales is not None:
-            # To float32, in which the values are exact to its rounding; in 16 bits they would be rounded once more.
-            q, k, v = (dequantize(x, descale) for x, descale in zip((q, k, v), descales))
-        o, lse = torch_forward(q, k, v, mask, score_mods, sink, scale)
+        with _no_autocast(q.device):
+            if descales is not None:
+                # To float32, in which the values are exact to its rounding; in 16 bits they would be rounded once more.
+                q, k, v = (dequantize(x, descale) for x, descale in zip((q, k, v), descales))
+            o, lse = torch_forward(q, k, v, mask, score_mods, sink, scale)
         return o.to(call.out_dtype), lse
 
     return forward
@@ -66,6 +68,16 @@ def prepare_backward(
         watched = [Watched(x) if need else None for x, need in zip(operands.tensors, call.needs[4:], strict=True)]
         read = [x if watch is None else watch for x, watch in zip(operands.tensors, watched)]
         _, score_mods = restore(call.forward.variant, Operands(read, operands.ints, operands.floats))
-        return torch_backward(do, dlse, q, k, v, o, lse, sink, mask, score_mods, watched, Needs(*call.needs[:4]), scale)
+        with _no_autocast(q.device):
+            return torch_backward(
+                do, dlse, q, k, v, o, lse, sink, mask, score_mods, watched, Needs(*call.needs[:4]), scale
+            )
 
     return backward
+
+
+def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Inside, products are in the dtype of their factors: autocast has cast q, k and v, and is not to cast scores."""
+    if torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
