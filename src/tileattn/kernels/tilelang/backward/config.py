@@ -113,7 +113,7 @@ def kept_derivatives(call: BackwardCall) -> int:
 
 
 def _preferences(call: AttentionCall, kept: int) -> Iterator[BackwardConfig]:
-    widest = max(padded(call.head_dim), padded(call.head_dim_v))
+    traced, widest = program(call.variant), max(padded(call.head_dim), padded(call.head_dim_v))
     has_producer = call.aligned and call.arch.startswith(("sm_90", "sm_100", "sm_103"))
     if call.arch.startswith("gfx"):
         yield BackwardConfig(64, 64, 0, 128)
@@ -121,7 +121,7 @@ def _preferences(call: AttentionCall, kept: int) -> Iterator[BackwardConfig]:
         yield BackwardConfig(16, 32, 0, 128)
     if padded(call.head_dim) % 32:
         yield BackwardConfig(64, 64, 2, 128)  # two warpgroups would halve dQ's columns, and a wgmma takes 16 or more
-    if has_producer and widest <= 64 and not call.variant:
+    if has_producer and widest <= 64 and traced.score is None and not traced.tensors:
         yield BackwardConfig(128, 128, 2, 256)
     if widest <= (128 if has_producer else 64):
         yield BackwardConfig(64 if kept < 2 else 32, 128, 2, 256)

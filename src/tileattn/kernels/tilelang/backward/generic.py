@@ -92,7 +92,9 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
     slopes = tile.Slopes(call, traced, tuple(path.load for path in paths)) if traced.score is not None else None
     # Python's tuples: a loop over them is unrolled while the kernel is traced, one over a range is a loop of its own.
     early_ones = tuple(range(len(slopes.program.early))) if slopes else ()
-    sums_by_key = {index: number for number, index in enumerate(i for i, path in enumerate(paths) if path.way == BY_KEY)}
+    sums_by_key = {
+        index: number for number, index in enumerate(i for i, path in enumerate(paths) if path.way == BY_KEY)
+    }
     shared = config.weights_shared(call)
     policy = T.GemmWarpPolicy.Square if shared else ROWS
     held = _variable if _has_no_producer(call) else (lambda value: value)
@@ -203,7 +205,9 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
                         if T.truncmod(step, tiles) == tiles - 1:
                             hand_over_sums(sums[sums_by_key[index]], arg.handed_over[index], b, h, k_lo, block_N)
                     if path.way == ADDED:
-                        add_to_elements(gradient, arg.handed_over[index], path, emit, b, h, q_lo, k_lo, block_N, block_M)
+                        add_to_elements(
+                            gradient, arg.handed_over[index], path, emit, b, h, q_lo, k_lo, block_N, block_M
+                        )
                     if path.way == STORED:
                         store_elements(gradient, arg.handed_over[index], path, emit, b, h, q_lo, k_lo, block_N, block_M)
                     if path.way == SPREAD:

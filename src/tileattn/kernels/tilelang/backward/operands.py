@@ -85,7 +85,7 @@ def _symbols(indices: Sequence[Any]) -> set[str]:
 
 
 def _step(index: Any) -> str | None:
-    """The symbol if the index is one of ``b h q k``, plus or minus what is the same everywhere; "" if it is all that."""
+    """The one of ``b h q k`` that the index is, plus or minus what is the same everywhere; "" if it is only that."""
     found = _symbols([index])
     if not found:
         return ""
@@ -99,9 +99,7 @@ def _step(index: Any) -> str | None:
     return None
 
 
-def add_up(
-    gradient: Tensor, path: Path, parts: Tensor, operands: Operands, first_position: int, seqlen_k: int
-) -> None:
+def add_up(gradient: Tensor, path: Path, parts: Tensor, operands: Operands, first_position: int, seqlen_k: int) -> None:
     """Adds what a workspace holds to the gradient's elements.
 
     Args:
