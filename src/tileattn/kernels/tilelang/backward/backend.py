@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ....call import BackwardCall, Gradients
-from ....variant import Operands, program
+from ....variant import Operands
 from ..config import padded
-from .config import ROWS, default
+from .config import ROWS, default, read_together
 from .launch import backward_kernels
 from .operands import Path, add_by_key, paths
 
@@ -24,7 +24,7 @@ def prepare_backward(
     if batch == 0 or seqlen_q == 0 or seqlen_k == 0:
         return _nothing(call)
     padded_q = -(-seqlen_q // ROWS) * ROWS
-    block_N = default(call.forward).block_N
+    block_N = default(read_together(call)).block_N
     padded_k = -(-seqlen_k // block_N) * block_N
     found = paths(call)
     kernels = backward_kernels(call)
@@ -50,7 +50,9 @@ def prepare_backward(
 
         dq, dk, dv = q.new_empty(q_shape), q.new_empty(k_shape), q.new_empty((*k_shape[:3], call.forward.head_dim_v))
         handed_over = [
-            q.new_zeros((batch, heads, padded_k) if path.by_key else operands.tensors[path.tensor].shape, dtype=torch.float32)
+            q.new_zeros(
+                (batch, heads, padded_k) if path.by_key else operands.tensors[path.tensor].shape, dtype=torch.float32
+            )
             for path in found
         ]
         tensors = [_as_bytes(tensor) for tensor in operands.tensors]

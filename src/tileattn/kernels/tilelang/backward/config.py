@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....call import AttentionCall
+from ....call import AttentionCall, BackwardCall
 from ..config import ARCHITECTURES, padded
 
 # Rows of lse and delta, and of dq's sums, are padded to a multiple of this, which tiles of queries divide.
 ROWS = 128
 # Rows that a block of prepare.py or finish.py takes.
 SMALL_ROWS = 64
+
+
+def read_together(call: BackwardCall) -> AttentionCall:
+    """The forward call, aligned if all that the main kernel reads is: q, k, v and do."""
+    return dataclasses.replace(call.forward, aligned=call.forward.aligned and call.aligned)
 
 
 @dataclass(frozen=True)
@@ -99,8 +105,8 @@ def _preferences(call: AttentionCall) -> Iterator[BackwardConfig]:
         yield BackwardConfig(64, 64, 0, 128)
         yield BackwardConfig(32, 64, 0, 128)
         yield BackwardConfig(16, 32, 0, 128)
-    if call.arch == "sm_90a" and widest <= 128:
-        yield BackwardConfig(64, 128, 2, 256)
+    if padded(call.head_dim) % 32:
+        yield BackwardConfig(64, 64, 2, 128)  # two warpgroups would halve dQ's columns, and a wgmma takes 16 or more
     if widest <= 128:
         yield BackwardConfig(64, 128, 2, 256)
     yield BackwardConfig(64, 64, 2, 256)

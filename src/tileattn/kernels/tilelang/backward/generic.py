@@ -60,9 +60,7 @@ def add_to_elements(gradient, buffer, path, emit, b, h, q_lo, k_lo, block_N, blo
             T.atomic_add(buffer[path.indices(emit, b=b, h=h, q=q_lo + j, k=k_lo + i)], gradient[i, j])
 
 
-def body(
-    call: AttentionCall, config: BackwardConfig, traced: Program, paths: tuple[Path, ...], adds_dq: bool
-) -> Any:
+def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tuple[Path, ...], adds_dq: bool) -> Any:
     """The macro that emits the kernel, given its parameters (see signature.py).
 
     Args:
@@ -121,9 +119,7 @@ def body(
             k_lo = T.alloc_var("int32", init=T.truncmod(block, key_tiles) * block_N)
             kv_h = T.alloc_var("int32", init=T.truncmod(T.truncdiv(block, key_tiles), kv_heads))
             b = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, key_tiles), kv_heads))
-            q_b, k_b, v_b, do_b = (
-                held(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v, arg.do)
-            )
+            q_b, k_b, v_b, do_b = (held(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v, arg.do))
             emit = Emitter(arg.operands)
             visible = Viewers(traced, emit, seqlen_q, seqlen_k)
             k_hi = k_lo + block_N - 1
@@ -137,6 +133,8 @@ def body(
             first = held(T.truncdiv(T.min(row_lo, seqlen_q - 1), block_M))
             tiles = held(T.max(T.ceildiv(row_hi, block_M) - first, 1))
             first_position = seqlen_k - seqlen_q
+            if not visible.differ_by_head:
+                full_lo, full_hi = (held(bound) for bound in visible.full_rows(b, first_head, k_lo, k_hi))
 
             T.copy(arg.k[k_b, k_lo : k_lo + block_N, kv_h, 0:head_dim], k_shared, **copy)
             T.copy(arg.v[v_b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v], v_shared, **copy)
@@ -145,7 +143,7 @@ def body(
             for number in sums_by_key.values():
                 T.fill(sums[number], 0)
             c = arg.scale * softmax.LOG2E
-            registers = slopes.allocate() if slopes else None
+            registers = slopes.allocate() if slopes is not None else None
             for step in T.Pipelined(tiles * arg.heads_per_kv_head, num_stages=config.num_stages):
                 h = first_head + T.truncdiv(step, tiles)
                 row = (first + T.truncmod(step, tiles)) * block_M
@@ -159,7 +157,8 @@ def body(
                     tile.modify(
                         acc_s, early, slopes, registers, emit, arg.scale, b, h, q_lo, k_lo, block_N, block_M, True
                     )
-                full_lo, full_hi = visible.full_rows(b, h, k_lo, k_hi)
+                if visible.differ_by_head:
+                    full_lo, full_hi = visible.full_rows(b, h, k_lo, k_hi)
                 if (row < full_lo) | (row + block_M > full_hi):
                     tile.hide(acc_s, visible, b, h, q_lo, k_lo, block_N, block_M, True)
                 tile.probabilities(acc_s, lse2_shared, c if slopes is None else 1.0, block_N, block_M, True)
@@ -172,14 +171,14 @@ def body(
                 # --- dP, dS
                 T.gemm(v_shared, do_shared, acc_dp, transpose_B=True, clear_accum=True, policy=policy)
                 T.copy(arg.delta[b, h, row : row + block_M], delta_shared, **copy)
-                if slopes is None or slopes.probability_istile.kept():
+                if slopes is None or slopes.probability_is_kept():
                     tile.score_gradients(acc_s, acc_dp, delta_shared, block_N, block_M, True)
                 for index in early_ones:
                     tile.score_gradients(early[index], acc_dp, delta_shared, block_N, block_M, True)
                 # acc_dp has served and takes what is needed for a moment only.
                 for index, path in enumerate(paths):
                     gradient = tile.kept(slopes.program.loads[index], early, acc_s)
-                    if slopes.program.loads[index].late != 1.0:
+                    if slopes.program.loads[index].late is not None:
                         tile.times_late(
                             acc_dp, gradient, slopes.program.loads[index].late, slopes, registers, emit, arg.scale, b, h,
                             q_lo, k_lo, block_N, block_M, True
@@ -190,12 +189,14 @@ def body(
                         if T.truncmod(step, tiles) == tiles - 1:
                             hand_over_sums(sums[sums_by_key[index]], arg.handed_over[index], b, h, k_lo, block_N)
                     else:
-                        add_to_elements(gradient, arg.handed_over[index], path, emit, b, h, q_lo, k_lo, block_N, block_M)
+                        add_to_elements(
+                            gradient, arg.handed_over[index], path, emit, b, h, q_lo, k_lo, block_N, block_M
+                        )
                 if slopes is None:
                     T.copy(acc_s, ds)
                 else:
                     gradient = tile.kept(slopes.program.slope, early, acc_s)
-                    if slopes.program.slope.late != 1.0:
+                    if slopes.program.slope.late is not None:
                         tile.times_late(
                             acc_dp, gradient, slopes.program.slope.late, slopes, registers, emit, arg.scale, b, h,
                             q_lo, k_lo, block_N, block_M, True

@@ -7,10 +7,10 @@ from typing import Any
 
 from tilelang.language.eager.builder import Builder
 
-from ....call import AttentionCall, BackwardCall
+from ....call import BackwardCall
 from ....variant import program
 from . import finish, generic, prepare, queries
-from .config import BackwardConfig, default, default_queries
+from .config import BackwardConfig, default, default_queries, read_together
 from .operands import paths
 from .signature import declare_finish, declare_main, declare_prepare, declare_queries
 
@@ -18,9 +18,9 @@ from .signature import declare_finish, declare_main, declare_prepare, declare_qu
 def kernel(call: BackwardCall, name: str) -> Any:
     """The TileLang function of a call that has this name, with the default tiles."""
     if name == "main":
-        return main_kernel(call, default(with_gradient(call)))
+        return main_kernel(call, default(read_together(call)))
     if name == "queries":
-        return queries_kernel(call, default_queries(with_gradient(call)))
+        return queries_kernel(call, default_queries(read_together(call)))
     return prepare_kernel(call) if name == "prepare" else finish_kernel(call)
 
 
@@ -36,7 +36,7 @@ def prepare_kernel(call: BackwardCall) -> Any:
 
 def main_kernel(call: BackwardCall, config: BackwardConfig) -> Any:
     """The function ``main``, whose parameters are those of :func:`signature.declare_main`."""
-    forward, traced, found = with_gradient(call), program(call.forward.variant), paths(call)
+    forward, traced, found = read_together(call), program(call.forward.variant), paths(call)
     builder = Builder()
     with builder.prim_func("main"):
         arguments = declare_main(builder, forward, traced, found, not call.deterministic)
@@ -46,7 +46,7 @@ def main_kernel(call: BackwardCall, config: BackwardConfig) -> Any:
 
 def queries_kernel(call: BackwardCall, config: BackwardConfig) -> Any:
     """The function ``queries``, whose parameters are those of :func:`signature.declare_queries`."""
-    forward, traced = with_gradient(call), program(call.forward.variant)
+    forward, traced = read_together(call), program(call.forward.variant)
     builder = Builder()
     with builder.prim_func("queries"):
         queries.body(forward, config, traced)(declare_queries(builder, forward, traced))
@@ -59,8 +59,3 @@ def finish_kernel(call: BackwardCall) -> Any:
     with builder.prim_func("finish"):
         finish.body(call.forward, finish.ROW_MAJOR)(declare_finish(builder, call.forward))
     return builder.get()
-
-
-def with_gradient(call: BackwardCall) -> AttentionCall:
-    """The forward call, aligned if all that the main kernel reads is: q, k, v and do."""
-    return dataclasses.replace(call.forward, aligned=call.forward.aligned and call.aligned)

@@ -6,13 +6,13 @@ import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ....call import BackwardCall
 from ....variant import program
 from ...cache import KernelCache, default_folder
 from ..launch import _load, _toolchain
-from .config import default, default_queries
+from .config import default, default_queries, read_together
 from .operands import paths
 
 Kernel = Callable[..., None]
@@ -61,7 +61,7 @@ def cache_key(call: BackwardCall, name: str) -> str:
 
 
 def _facts(call: BackwardCall, name: str) -> str:
-    forward = call.forward
+    forward = read_together(call)
     shape = f"{forward.dtype} {forward.arch} {forward.head_dim}"
     if name == "finish":
         return shape
@@ -69,12 +69,10 @@ def _facts(call: BackwardCall, name: str) -> str:
         sums = f"dq={not call.deterministic}"
         return f"{shape} {forward.head_dim_v} dlse={call.dlse} aligned={call.aligned} {sums}"
     config = default_queries(forward) if name == "queries" else default(forward)
-    facts = f"{shape} {forward.head_dim_v} aligned={forward.aligned and call.aligned} | {config}"
+    facts = f"{shape} {forward.head_dim_v} aligned={forward.aligned} | {config}"
     if name == "main":
         facts += f" | dq={not call.deterministic} {[(str(path.load), path.by_key) for path in paths(call)]}"
-    traced = program(forward.variant)
-    ranges = (getattr(traced, "q_range", None), getattr(traced, "full_q_range", None))
-    return f"{facts} | {traced} | {ranges}"
+    return f"{facts} | {program(forward.variant).backward_text}"
 
 
 @functools.cache

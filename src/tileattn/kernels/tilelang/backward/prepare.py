@@ -33,7 +33,9 @@ def body(call: AttentionCall, has_dlse: bool, clears: bool) -> Any:
         clears: whether there is an accumulator to clear.
     """
     dtype = str(call.dtype).removeprefix("torch.")
-    head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+    head_dim = padded(call.head_dim)
+    # A power of two, so that the threads can share the rows evenly; the copy fills it up with zeros.
+    columns = 1 << (call.head_dim_v - 1).bit_length()
     copy = {"disable_tma": True} | ({"coalesced_width": 4} if call.arch.startswith("gfx") else {})
 
     @T.macro
@@ -41,9 +43,9 @@ def body(call: AttentionCall, has_dlse: bool, clears: bool) -> Any:
         seqlen_q, heads = arg.seqlen_q, arg.heads
         tiles = T.truncdiv(arg.padded_q, ROWS)
         with T.Kernel(tiles * heads * arg.batch, threads=THREADS) as block:
-            o = T.alloc_fragment([ROWS, head_dim_v], dtype)
-            do = T.alloc_fragment([ROWS, head_dim_v], dtype)
-            products = T.alloc_fragment([ROWS, head_dim_v], "float32")
+            o = T.alloc_fragment([ROWS, columns], dtype)
+            do = T.alloc_fragment([ROWS, columns], dtype)
+            products = T.alloc_fragment([ROWS, columns], "float32")
             delta = T.alloc_fragment([ROWS], "float32")
             lse2 = T.alloc_fragment([ROWS], "float32")
             if call.aligned:
@@ -52,9 +54,9 @@ def body(call: AttentionCall, has_dlse: bool, clears: bool) -> Any:
             h = T.alloc_var("int32", init=T.truncmod(T.truncdiv(block, tiles), heads))
             b = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, tiles), heads))
             o_b, do_b = (T.alloc_var("int32", init=T.min(b, x.shape[0] - 1)) for x in (arg.o, arg.do))
-            T.copy(arg.o[o_b, row : row + ROWS, h, 0:head_dim_v], o, **copy)
-            T.copy(arg.do[do_b, row : row + ROWS, h, 0:head_dim_v], do, **copy)
-            for i, d in T.Parallel(ROWS, head_dim_v):
+            T.copy(arg.o[o_b, row : row + ROWS, h, 0:columns], o, **copy)
+            T.copy(arg.do[do_b, row : row + ROWS, h, 0:columns], do, **copy)
+            for i, d in T.Parallel(ROWS, columns):
                 products[i, d] = T.cast(o[i, d], "float32") * T.cast(do[i, d], "float32")
             T.reduce_sum(products, delta, dim=1)
             if has_dlse:

@@ -80,7 +80,7 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program) -> Any:
             T.copy(arg.lse2[b, h, row : row + block_M], lse2)
             T.copy(arg.delta[b, h, row : row + block_M], delta)
             T.fill(acc_dq, 0)
-            registers = slopes.allocate() if slopes else None
+            registers = slopes.allocate() if slopes is not None else None
             if slopes is not None:
                 keep_uniforms(slopes, registers, emit, arg.scale, b, h)
             c = arg.scale * softmax.LOG2E
@@ -101,7 +101,7 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program) -> Any:
                 T.gemm(do_shared, v_shared, acc_dp, transpose_B=True, clear_accum=True, policy=ROWS)
                 gradient = acc_s if slopes is None else tile.kept(slopes.program.slope, early, acc_s)
                 tile.score_gradients(gradient, acc_dp, delta, block_M, block_N, False)
-                if slopes is not None and slopes.program.slope.late != 1.0:
+                if slopes is not None and slopes.program.slope.late is not None:
                     tile.times_late(
                         gradient, gradient, slopes.program.slope.late, slopes, registers, emit, arg.scale, b, h,
                         q_lo, k_lo, block_M, block_N, False

@@ -86,7 +86,9 @@ def declare_prepare(builder: Builder, call: AttentionCall, has_dlse: bool, clear
 def declare_finish(builder: Builder, call: AttentionCall) -> Any:
     """``(dq, dq_sum, scale)``"""
     p = Parameters(builder, call)
-    return _with_sizes(p, SimpleNamespace(dq=p.gradient("dq"), dq_sum=p.accumulator(), scale=p.scalar("scale", "float")))
+    return _with_sizes(
+        p, SimpleNamespace(dq=p.gradient("dq"), dq_sum=p.accumulator(), scale=p.scalar("scale", "float"))
+    )
 
 
 def declare_main(

@@ -20,7 +20,7 @@ from ..simplify import LOG2E, _hoist, _product, _rewrite, tanh_by_exp2
 
 @dataclass(frozen=True)
 class Factor:
-    """A derivative as the product of one evaluated early (its index; None: 1) and one evaluated late."""
+    """A derivative as the product of one evaluated early (its index) and one evaluated late; None stands for 1."""
 
     early: int | None
     late: Any
@@ -62,11 +62,11 @@ def slope_program(score: Any, loads: tuple[Expr, ...], hardware_tanh: bool) -> S
 
     def split(expr: Any) -> Factor:
         if not any(node.op == "symbol" and node.args[0] == "score" for node in nodes(expr)):
-            return Factor(None, emitted(expr))
+            return Factor(None, None if isinstance(expr, float) and expr == 1.0 else emitted(expr))
         text = str(expr)
         if text not in early:
             early[text] = emitted(expr)
-        return Factor(list(early).index(text), 1.0)
+        return Factor(list(early).index(text), None)
 
     value = emitted(score, LOG2E)
     slope = split(derivative(score, symbol("score")))

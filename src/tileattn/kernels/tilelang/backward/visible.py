@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tilelang.language as T
 
-from ....expr import nodes, symbol
+from ....expr import nodes
+from ....masks import FIRST_POSITION
 from ..mask import Visibility
 
 
@@ -14,19 +15,18 @@ class Viewers(Visibility):
     def __init__(self, program, emit, seqlen_q, seqlen_k) -> None:
         super().__init__(program, emit, seqlen_k)
         self.seqlen_q = seqlen_q
-        self.q_range, self.full_q_range = _ranges(program)
-        bounds = (*self.q_range, *self.full_q_range)
+        bounds = (*program.q_range, *program.full_q_range)
         self.differ_by_head = any(
             node.op == "symbol" and node.args[0] == "h" for bound in bounds for node in nodes(bound)
         )
 
     def rows(self, b, h, k_lo, k_hi):
         """Rows [lo, hi), within 0 .. seqlen_q, that see any of the keys k_lo..k_hi."""
-        return self._rows(self.q_range, b, h, k_lo, k_hi)
+        return self._rows(self.program.q_range, b, h, k_lo, k_hi)
 
     def full_rows(self, b, h, k_lo, k_hi):
         """Rows [lo, hi) that see all of these keys: none if some are beyond the last key."""
-        lo, hi = self._rows(self.full_q_range, b, h, k_lo, k_hi)
+        lo, hi = self._rows(self.program.full_q_range, b, h, k_lo, k_hi)
         return lo, T.if_then_else(k_hi < self.seqlen_k, hi, 0)
 
     def _rows(self, bounds, b, h, k_lo, k_hi):
@@ -35,15 +35,8 @@ class Viewers(Visibility):
         position = {"b": b, "h": h, "k_lo": k_lo, "k_hi": last, "seqlen_k": self.seqlen_k}
         first_position = self.seqlen_k - self.seqlen_q
         lo, hi = (self.emit(bound, **position) - first_position for bound in bounds)
-        return T.max(lo, 0), T.min(hi, self.seqlen_q)
+        return 0 if bounds[0] is FIRST_POSITION else T.max(lo, 0), T.min(hi, self.seqlen_q)
 
     def sees(self, b, h, q, k):
         """May position q, which may be beyond the last query, see position k, which may be beyond the last key?"""
         return self.allows(b, h, q, k) & (q < self.seqlen_k)
-
-
-def _ranges(program):
-    """Until masks answer for tiles of keys: all tiles are visited, and masked if there is a mask."""
-    everywhere = (-(2**30), symbol("seqlen_k"))
-    nowhere = everywhere if program.allows is None else (0, 0)
-    return getattr(program, "q_range", everywhere), getattr(program, "full_q_range", nowhere)
