@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from ....call import BackwardCall, Gradients
-from ....variant import Operands
+from ....variant import Operands, program
 from ..config import padded
-from .config import ROWS, default, read_together
+from .config import ROWS
+from .defaults import MainConfig, default
+from .hopper_config import HopperBackwardConfig
 from .launch import backward_kernels
 from .operands import Path, add_by_key, paths
+from .order import COLUMNS
 
 
 def prepare_backward(
@@ -23,12 +26,15 @@ def prepare_backward(
     _, seqlen_k, kv_heads, _ = k_shape
     if batch == 0 or seqlen_q == 0 or seqlen_k == 0:
         return _nothing(call)
-    padded_q = -(-seqlen_q // ROWS) * ROWS
-    block_N = default(read_together(call)).block_N
-    padded_k = -(-seqlen_k // block_N) * block_N
+    config = default(call)
+    padded_q = _padded_rows(seqlen_q, config)
+    padded_k = -(-seqlen_k // config.block_N) * config.block_N
     found = paths(call)
     kernels = backward_kernels(call)
-    scalars = (scale, heads // kv_heads)
+    scalars: tuple[float, ...] = (scale, heads // kv_heads)
+    own_order = isinstance(config, HopperBackwardConfig)
+    if own_order:
+        scalars += (_heads_side_by_side(call, batch, kv_heads),)
 
     def backward(
         do: Tensor,
@@ -57,9 +63,11 @@ def prepare_backward(
         ]
         tensors = [_as_bytes(tensor) for tensor in operands.tensors]
         variant = (*tensors, *scalars, *operands.ints, *operands.floats)
+        if own_order:
+            sums = tuple(x.view(batch, heads, -1, COLUMNS) for x in sums)
         kernels.main(q, k, v, do, lse2, delta, dk, dv, *sums, *handed_over, *variant)
         if kernels.queries is not None:
-            kernels.queries(q, k, v, do, lse2, delta, dq, *variant)
+            kernels.queries(q, k, v, do, lse2, delta, dq, *tensors, *scalars[:2], *operands.ints, *operands.floats)
         if kernels.finish is not None:
             kernels.finish(dq, *sums, scale)
         dsink = _sink_gradient(sink, lse, delta[:, :, :seqlen_q]) if sink is not None and call.needs[3] else None
@@ -69,6 +77,21 @@ def prepare_backward(
         return Gradients(*wanted, dsink, dtensors)
 
     return backward
+
+
+def _padded_rows(seqlen_q: int, config: MainConfig) -> int:
+    """Rows of the workspaces: whole tiles of the main kernel, and of the kernels before and after it."""
+    rows = -(-seqlen_q // config.block_M) * config.block_M
+    return -(-rows // ROWS) * ROWS
+
+
+def _heads_side_by_side(call: BackwardCall, batch: int, kv_heads: int) -> int:
+    """How many kv heads' tiles of keys run side by side.
+
+    Without a mask one head after another: they read the same queries. Under a mask tiles differ, and those that most
+    queries see come first, of all heads of a batch element (measured on an H200; ../../../../../docs/design.md).
+    """
+    return 1 if program(call.forward.variant).allows is None else kv_heads
 
 
 def _nothing(call: BackwardCall) -> Callable[..., Gradients]:

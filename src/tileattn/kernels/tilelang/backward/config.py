@@ -83,14 +83,6 @@ def is_valid_queries(call: AttentionCall, config: BackwardConfig) -> bool:
     )
 
 
-def default(call: AttentionCall) -> BackwardConfig:
-    """The configuration of the main kernel: the first that fits."""
-    for config in _preferences(call):
-        if is_valid(call, config):
-            return config
-    raise NotImplementedError(f"no tile of the backward kernel fits {call}")
-
-
 def default_queries(call: AttentionCall) -> BackwardConfig:
     """The configuration of the kernel for dq alone: the first that fits."""
     for config in _preferences_queries(call):
@@ -99,7 +91,8 @@ def default_queries(call: AttentionCall) -> BackwardConfig:
     raise NotImplementedError(f"no tile of the backward kernel for dq fits {call}")
 
 
-def _preferences(call: AttentionCall) -> Iterator[BackwardConfig]:
+def preferences(call: AttentionCall) -> Iterator[BackwardConfig]:
+    """Of the main kernel, from the best down; the first that is valid counts."""
     widest = max(padded(call.head_dim), padded(call.head_dim_v))
     if call.arch.startswith("gfx"):
         yield BackwardConfig(64, 64, 0, 128)

@@ -47,6 +47,7 @@ from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
 from . import tile
 from .hopper_config import CONSUMERS, HopperBackwardConfig
+from .layouts import accumulator_layout
 from .operands import Path
 from .order import COLUMNS
 from .tensors import add_to_elements, add_to_sums, hand_over_sums
@@ -60,6 +61,8 @@ BATCH, KV_HEAD, KEY = range(3)
 
 # Where a warpgroup stands in the stages of Q and dO, in the buffers of dS, and in the uses of dQ's.
 STAGE, PARITY, DS, DQ_PARITY = range(4)
+
+COLUMNS_SHARED = T.GemmWarpPolicy.FullCol
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 
@@ -117,15 +120,6 @@ class Row:
 
     def __getitem__(self, index: Any) -> Any:
         return self._buffer[self._row, index]
-
-
-def accumulator_layout(rows: int, columns: int) -> Any:
-    """Of a fragment: as wgmma leaves a product, and takes a first operand of 16 bits, 16 rows in each warp."""
-    return T.Fragment(
-        [rows, columns],
-        forward_thread_fn=lambda i, j: i // 16 * 32 + i % 8 * 4 + j % 8 // 2,
-        forward_index_fn=lambda i, j: j // 8 * 4 + i % 16 // 8 * 2 + j % 2,
-    )
 
 
 # --- The warps of the producer warpgroup, which have few registers ---
@@ -252,15 +246,15 @@ def tensor_gradients(plan, arg, w, h, row):
     for index, path in enumerate(plan.paths):
         factor = plan.slopes.program.loads[index]
         gradient = tile.kept(factor, w.early, w.acc_s)
-        if factor.late != 1.0:
+        if factor.late is not None:
             times_late(plan, arg, w, gradient, factor.late, h, row)
             gradient = w.acc_dp
         if path.by_key:
             add_to_sums(gradient, w.tile_sum, w.sums[plan.sums_by_key[index]], plan.block_N)
         else:
             add_to_elements(
-                gradient, arg.handed_over[index], path, w.emit, w.task[BATCH], h, row + arg.seqlen_k - arg.seqlen_q, w.task[KEY],
-                plan.block_N, plan.block_M,
+                gradient, arg.handed_over[index], path, w.emit, w.task[BATCH], h,
+                row + arg.seqlen_k - arg.seqlen_q, w.task[KEY], plan.block_N, plan.block_M,
             )  # fmt: skip
 
 
@@ -279,7 +273,7 @@ def gradients_of_scores(plan, arg, w, h, row):
         tensor_gradients(plan, arg, w, h, row)
         slope = plan.slopes.program.slope
         gradient = tile.kept(slope, w.early, w.acc_s)
-        if slope.late != 1.0:
+        if slope.late is not None:
             times_late(plan, arg, w, gradient, slope.late, h, row)
             gradient = w.acc_dp
         T.copy(gradient, w.ds)
@@ -306,12 +300,16 @@ def share_ds(plan, w):
 def multiply_dq(plan, w):
     if plan.order.transposed:
         T.wgmma_gemm(
-            w.k, w.shared_ds[w.at[DS], :, :], w.acc_dq, transpose_A=True, transpose_B=True, clear_accum=True, policy=ROWS
+            w.k,
+            w.shared_ds[w.at[DS], :, :],
+            w.acc_dq,
+            transpose_A=True,
+            transpose_B=True,
+            clear_accum=True,
+            policy=ROWS,
         )
     elif plan.order.shares_columns:
-        T.wgmma_gemm(
-            w.shared_ds[w.at[DS], :, :], w.k, w.acc_dq, clear_accum=True, policy=T.GemmWarpPolicy.FullCol
-        )
+        T.wgmma_gemm(w.shared_ds[w.at[DS], :, :], w.k, w.acc_dq, clear_accum=True, policy=COLUMNS_SHARED)
     else:
         T.wgmma_gemm(w.shared_ds[w.at[DS], :, :], w.k, w.acc_dq, clear_accum=True, policy=ROWS)
 
@@ -444,9 +442,8 @@ def body(
             assume_filled(arg.operands)
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
             # `side` kv heads side by side, each beginning with its first keys.
-            pair = T.alloc_var(
-                "int32", init=T.truncdiv(block, side * key_tiles) * side + T.truncmod(T.truncmod(block, side * key_tiles), side)
-            )
+            turn, place = T.truncdiv(block, side * key_tiles), T.truncmod(block, side * key_tiles)
+            pair = T.alloc_var("int32", init=turn * side + T.truncmod(place, side))
             emit = Emitter(arg.operands)
             thread = T.get_thread_binding()
             score_tile = [plan.block_N, plan.block_M]
@@ -481,7 +478,7 @@ def body(
             )
             w.task[BATCH] = T.truncdiv(pair, arg.kv_heads)
             w.task[KV_HEAD] = T.truncmod(pair, arg.kv_heads)
-            w.task[KEY] = T.truncdiv(T.truncmod(block, side * key_tiles), side) * plan.block_N
+            w.task[KEY] = T.truncdiv(place, side) * plan.block_N
             T.annotate_layout({w.ds: accumulator_layout(plan.block_N, plan.block_M)})
             if adds_dq:
                 T.annotate_layout({w.dq_sum: tilelang.layout.make_linear_layout(w.dq_sum)})

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ....call import AttentionCall
+from ....derivative import derivative
+from ....expr import nodes, symbol
+from ....variant import program
 from ..config import ARCHITECTURES, padded
+from ..simplify import is_uniform
+from .operands import Path
 from .order import RegisterOrder
 
 CONSUMERS = 256
@@ -57,3 +64,40 @@ class HopperBackwardConfig:
             and self.order(call).is_valid()
             and self.shared_bytes(call) <= ARCHITECTURES["sm_90a"].shared_bytes
         )
+
+
+def hopper_preferences(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwardConfig]:
+    """Configurations from the best down; the first that is valid counts.
+
+    Args:
+        call: of the forward pass, aligned if all that the kernel reads is.
+        paths: to the tensors whose gradients are wanted.
+    """
+    widest = max(padded(call.head_dim), padded(call.head_dim_v))
+    score = program(call.variant).score
+    # What is kept beside P, dP, dK and dV leaves registers for fewer queries only.
+    if paths and widest > 64:
+        yield HopperBackwardConfig(32 if _bends(score) else 48 if _crowded(paths) else 64, late_dp=True)
+    if paths or _bends(score) or _reads(score):
+        yield HopperBackwardConfig(64, late_dp=bool(paths))
+    elif widest <= 64:
+        yield HopperBackwardConfig(128)
+    else:
+        yield HopperBackwardConfig(80)
+        yield HopperBackwardConfig(64)
+
+
+def _crowded(paths: tuple[Path, ...]) -> bool:
+    """Whether more is needed for the tensors' gradients than the scores' gradients as they are."""
+    return any(path.by_key for path in paths) or len(paths) > 1
+
+
+def _reads(score: Any) -> bool:
+    """Whether a modification reads memory for each score."""
+    return any(node.op == "load" and not is_uniform(node) for node in nodes(score))
+
+
+def _bends(score: Any) -> bool:
+    """Whether a modification's slope depends on the score."""
+    slope = derivative(score, symbol("score"))
+    return any(node.op == "symbol" and node.args[0] == "score" for node in nodes(slope))

@@ -12,7 +12,9 @@ from ....call import BackwardCall
 from ....variant import program
 from ...cache import KernelCache, default_folder
 from ..launch import _load, _toolchain
-from .config import default, default_queries, read_together
+from .config import default_queries, read_together
+from .defaults import default
+from .hopper_config import HopperBackwardConfig
 from .operands import paths
 
 Kernel = Callable[..., None]
@@ -64,11 +66,12 @@ def _facts(call: BackwardCall, name: str) -> str:
     forward = read_together(call)
     shape = f"{forward.dtype} {forward.arch} {forward.head_dim}"
     if name == "finish":
-        return shape
+        config = default(call)
+        return f"{shape} {config.order(forward) if isinstance(config, HopperBackwardConfig) else 'row by row'}"
     if name == "prepare":
         sums = f"dq={not call.deterministic}"
         return f"{shape} {forward.head_dim_v} dlse={call.dlse} aligned={call.aligned} {sums}"
-    config = default_queries(forward) if name == "queries" else default(forward)
+    config = default_queries(forward) if name == "queries" else default(call)
     facts = f"{shape} {forward.head_dim_v} aligned={forward.aligned} | {config}"
     if name == "main":
         facts += f" | dq={not call.deterministic} {[(str(path.load), path.by_key) for path in paths(call)]}"
@@ -81,6 +84,18 @@ def _source_digest() -> str:
     folder = Path(__file__).parent
     names = ("compile", "config", "expressions", "generic", "mask", "signature", "simplify", "softmax")
     files = [folder.parent / f"{name}.py" for name in names] + [folder.parents[2] / "derivative.py"]
-    own = ("config", "finish", "generic", "kernels", "operands", "prepare", "queries", "signature", "slopes", "tile")
-    files += [folder / f"{name}.py" for name in (*own, "visible")]
+    own = (
+        "config",
+        "finish",
+        "generic",
+        "hopper",
+        "hopper_config",
+        "kernels",
+        "layouts",
+        "operands",
+        "order",
+        "prepare",
+    )
+    own += ("queries", "signature", "slopes", "tensors", "tile", "visible")
+    files += [folder / f"{name}.py" for name in own]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

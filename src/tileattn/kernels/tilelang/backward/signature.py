@@ -83,12 +83,13 @@ def declare_prepare(builder: Builder, call: AttentionCall, has_dlse: bool, clear
     return _with_sizes(p, arg)
 
 
-def declare_finish(builder: Builder, call: AttentionCall) -> Any:
+def declare_finish(builder: Builder, call: AttentionCall, own_order: bool) -> Any:
     """``(dq, dq_sum, scale)``"""
     p = Parameters(builder, call)
-    return _with_sizes(
-        p, SimpleNamespace(dq=p.gradient("dq"), dq_sum=p.accumulator(), scale=p.scalar("scale", "float"))
-    )
+    arg = SimpleNamespace(dq=p.gradient("dq"))
+    arg.dq_sum = p.accumulator_rows() if own_order else p.accumulator()
+    arg.scale = p.scalar("scale", "float")
+    return _with_sizes(p, arg)
 
 
 def declare_main(
