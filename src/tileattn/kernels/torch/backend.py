@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,10 @@ import torch
 from ...call import AttentionCall, BackwardCall, Gradients
 from ...fp8 import FP8, Descales, dequantize
 from ...variant import Operands, restore
+from .backward import Needs
+from .backward import backward as torch_backward
 from .forward import forward as torch_forward
+from .score_gradient import Watched
 
 
 def refusal(call: AttentionCall) -> str | None:
@@ -34,10 +38,11 @@ def prepare(
         descales: Descales | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mask, score_mods = restore(call.variant, operands)
-        if descales is not None:
-            # To float32, in which the values are exact to its rounding; in 16 bits they would be rounded once more.
-            q, k, v = (dequantize(x, descale) for x, descale in zip((q, k, v), descales))
-        o, lse = torch_forward(q, k, v, mask, score_mods, sink, scale)
+        with _no_autocast(q.device):
+            if descales is not None:
+                # To float32, in which the values are exact to its rounding; in 16 bits they would be rounded once more.
+                q, k, v = (dequantize(x, descale) for x, descale in zip((q, k, v), descales))
+            o, lse = torch_forward(q, k, v, mask, score_mods, sink, scale)
         return o.to(call.out_dtype), lse
 
     return forward
@@ -59,22 +64,20 @@ def prepare_backward(
         sink: torch.Tensor | None,
         operands: Operands,
     ) -> Gradients:
-        inputs = [q, k, v, sink, *operands.tensors]
-        leaves = [
-            x if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, call.needs, strict=True)
-        ]
-        wanted = [leaf for leaf, need in zip(leaves, call.needs) if need]
-        tensors = Operands(leaves[4:], operands.ints, operands.floats)
-        with torch.enable_grad():
-            outputs = torch_forward(*leaves[:3], *restore(call.forward.variant, tensors), leaves[3], scale)
-        # Where no key is visible, o and lse may depend on nothing.
-        paths = [(x, dx) for x, dx in zip(outputs, (do, dlse)) if dx is not None and x.requires_grad]
-        found = [None] * len(wanted)
-        if paths and wanted:
-            xs, dxs = zip(*paths)
-            found = torch.autograd.grad(xs, wanted, dxs, allow_unused=True)
-        found = (torch.zeros_like(x) if grad is None else grad for grad, x in zip(found, wanted))
-        gradients = [next(found) if need else None for need in call.needs]
-        return Gradients(*gradients[:4], tuple(gradients[4:]))
+        mask, _ = restore(call.forward.variant, operands)
+        watched = [Watched(x) if need else None for x, need in zip(operands.tensors, call.needs[4:], strict=True)]
+        read = [x if watch is None else watch for x, watch in zip(operands.tensors, watched)]
+        _, score_mods = restore(call.forward.variant, Operands(read, operands.ints, operands.floats))
+        with _no_autocast(q.device):
+            return torch_backward(
+                do, dlse, q, k, v, o, lse, sink, mask, score_mods, watched, Needs(*call.needs[:4]), scale
+            )
 
     return backward
+
+
+def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Inside, products are in the dtype of their factors: autocast has cast q, k and v, and is not to cast scores."""
+    if torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
