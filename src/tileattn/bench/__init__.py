@@ -5,7 +5,7 @@ To be read in this order:
     variants      what a query may see and what is done to its score, by name ("causal+softcap50")
     cases         one measurement's shape; its FLOPs; the named suites
     problem       the tensors of a case
-    oracle        float64 attention on those tensors, and the error of an output against it; gradient_oracle: of gradients
+    oracle        float64 attention on those tensors, and the error of an output; gradient_oracle: of gradients
     timing        samples of the time of a call
     ceilings      what the device reaches at most: a matrix product, a copy
     memory        peak bytes of a call

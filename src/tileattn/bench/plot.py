@@ -111,7 +111,7 @@ def draw(results: Results) -> Figure:
 def layout(results: Results) -> Layout:
     """Which case is shown where."""
     rows = {row.case: row for row in results.rows}
-    lengths = bylength_label(rows.values())
+    lengths = by_length(rows.values())
     shown = {case for panel in lengths.values() for _, case in panel.groups}
     by_shape = _by_shape(row for row in rows.values() if row.case not in shown)
     shown |= {case for panel in by_shape for _, case in panel.groups}
@@ -123,7 +123,7 @@ def layout(results: Results) -> Layout:
     return Layout(grid, [*by_shape, *([Panel("other cases (batch, seqlen, heads)", "", rest)] if rest else [])])
 
 
-def bylength_label(rows: Iterable[Row]) -> dict[tuple[str, int], Panel]:
+def by_length(rows: Iterable[Row]) -> dict[tuple[str, int], Panel]:
     """Panels of plain self-attention over lengths, by (variant, head dim); the first case of a length stands for it."""
     found: dict[tuple[str, int], dict[int, str]] = {}
     for row in rows:
