@@ -81,8 +81,9 @@ class GradientOracle:
 def build(problem: Problem) -> GradientOracle:
     """The gradients of a problem that are checked, in float64 and in its own dtype."""
     chosen = sample(problem.case, problem.q.device)
-    exact = _gradients(problem, chosen, torch.float64, _plainly)
-    eager = [_gradients(problem, chosen, problem.q.dtype, softmax) for softmax in (_plainly, _by_delta)]
+    dtype = problem.q.dtype
+    ways = (_Way(torch.float64, _plainly), _Way(dtype, _plainly), _Way(dtype, _by_delta, backwards=True))
+    exact, *eager = (_gradients(problem, chosen, way) for way in ways)
     return GradientOracle(problem, chosen, exact, eager)
 
 
@@ -119,20 +120,38 @@ def _of_bias(problem: Problem, chosen: Sample) -> tuple[Sequence[int], Sequence[
     return (chosen.batches if batch > 1 else (0,)), (chosen.heads if heads > 1 else (0,))
 
 
-# From logits, probabilities, dO and V of some rows to the gradient of the logits.
-ThroughSoftmax = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+@dataclass(frozen=True)
+class _Way:
+    """How gradients are computed: in which dtype, and whether sums over the head dims run backwards.
+
+    softmax: from logits, probabilities, dO and V of some rows to the gradient of the logits.
+    """
+
+    dtype: torch.dtype
+    softmax: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    backwards: bool = False
+
+    def tensor(self, x: Tensor, heads: Sequence[int]) -> Tensor:
+        """(seqlen, heads, dim) -> (chosen heads, seqlen, dim)."""
+        x = oracle.take(x, heads).to(self.dtype)
+        return x.flip(-1) if self.backwards else x
+
+    @property
+    def sums(self) -> torch.dtype:
+        """In which products add up."""
+        return torch.promote_types(self.dtype, torch.float32)
 
 
-def _gradients(problem: Problem, chosen: Sample, dtype: torch.dtype, softmax: ThroughSoftmax) -> dict[str, Tensor]:
-    """The sampled gradients, computed in `dtype`."""
+def _gradients(problem: Problem, chosen: Sample, way: _Way) -> dict[str, Tensor]:
+    """The sampled gradients."""
     found: dict[str, list[Tensor]] = {"dq": [], "dk": [], "dv": []}
-    dbias = _no_dbias(problem, chosen, dtype)
+    dbias = _no_dbias(problem, chosen, way.sums)
     for place, b in enumerate(chosen.batches):
         into = None if dbias is None else dbias[place if len(dbias) > 1 else 0]
-        for name, gradient in zip(found, _of_batch_element(problem, chosen, b, dtype, softmax, into), strict=True):
+        for name, gradient in zip(found, _of_batch_element(problem, chosen, b, way, into), strict=True):
             found[name].append(gradient)
     gradients = {name: torch.stack(parts) for name, parts in found.items()}
-    return gradients if dbias is None else {**gradients, "dbias": dbias.to(dtype)}
+    return gradients if dbias is None else {**gradients, "dbias": dbias.to(way.dtype)}
 
 
 def _no_dbias(problem: Problem, chosen: Sample, dtype: torch.dtype) -> Tensor | None:
@@ -141,38 +160,33 @@ def _no_dbias(problem: Problem, chosen: Sample, dtype: torch.dtype) -> Tensor | 
         return None
     batches, heads = map(len, _of_bias(problem, chosen))
     shape = (batches, heads, problem.case.seqlen_q, problem.case.seqlen_k)
-    return problem.q.new_zeros(shape, dtype=_sums(dtype))
-
-
-def _sums(dtype: torch.dtype) -> torch.dtype:
-    """In which products add up."""
-    return torch.promote_types(dtype, torch.float32)
+    return problem.q.new_zeros(shape, dtype=dtype)
 
 
 def _of_batch_element(
-    problem: Problem, chosen: Sample, b: int, dtype: torch.dtype, softmax: ThroughSoftmax, dbias: Tensor | None
+    problem: Problem, chosen: Sample, b: int, way: _Way, dbias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of batch element b; `dbias` (heads or 1, seqlen_q, seqlen_k) is added to."""
     case = problem.case
     assert problem.do is not None
     shared = [h // (case.heads // case.kv_heads) for h in chosen.heads]
-    q, do = (oracle.take(x[b], chosen.heads).to(dtype) for x in (problem.q, problem.do))
-    k, v = (oracle.take(x[b], shared).to(dtype) for x in (problem.k, problem.v))
+    q, do = (way.tensor(x[b], chosen.heads) for x in (problem.q, problem.do))
+    k, v = (way.tensor(x[b], shared) for x in (problem.k, problem.v))
     dq = torch.empty_like(q)
-    dk, dv = (torch.zeros_like(x, dtype=_sums(dtype)) for x in (k, v))
+    dk, dv = (torch.zeros_like(x, dtype=way.sums) for x in (k, v))
     for rows in oracle.chunks(problem, chosen):
         scores = (q[:, rows] @ k.mT * problem.scale).requires_grad_()
         bias = oracle.bias_rows(problem, b, chosen.heads, rows)
         inputs = [scores]
         if bias is not None and dbias is not None:
             # One for each head, though heads may share it: a gradient's sum is to be seen.
-            bias = bias.to(dtype).expand(scores.shape).contiguous().requires_grad_()
+            bias = bias.to(way.dtype).expand(scores.shape).contiguous().requires_grad_()
             inputs.append(bias)
         with torch.enable_grad():
             logits, empty = oracle.logits(problem, scores, b, chosen.heads, rows, bias)
             leaf = logits.detach().requires_grad_()
             p = oracle.probabilities(leaf, empty, case.seqlen_k)
-        dlogits = softmax(leaf, p, do[:, rows], v)
+        dlogits = way.softmax(leaf, p, do[:, rows], v)
         ds, *of_bias = torch.autograd.grad(logits, inputs, dlogits)
         if dbias is not None:
             dbias[:, rows] += of_bias[0].to(dbias.dtype).sum_to_size(len(dbias), *ds.shape[1:])
@@ -181,8 +195,8 @@ def _of_batch_element(
         dk += ds.mT.to(dk.dtype) @ q[:, rows].to(dk.dtype)
         dv += p.detach().mT.to(dv.dtype) @ do[:, rows].to(dv.dtype)
     # Query heads that share a key and a value: each rounds its own part.
-    dk, dv = (x.to(dtype).unflatten(0, (-1, case.heads // case.kv_heads)).sum(dim=1) for x in (dk, dv))
-    return dq, dk, dv
+    dk, dv = (x.to(way.dtype).unflatten(0, (-1, case.heads // case.kv_heads)).sum(dim=1) for x in (dk, dv))
+    return (dq.flip(-1), dk.flip(-1), dv.flip(-1)) if way.backwards else (dq, dk, dv)
 
 
 def _plainly(logits: Tensor, p: Tensor, do: Tensor, v: Tensor) -> Tensor:
@@ -193,10 +207,9 @@ def _plainly(logits: Tensor, p: Tensor, do: Tensor, v: Tensor) -> Tensor:
 def _by_delta(logits: Tensor, p: Tensor, do: Tensor, v: Tensor) -> Tensor:
     """P * (dP - rowsum(dO * O)), from O as it is returned: FlashAttention's way, in which dP is not rounded."""
     p = p.detach()
-    o, do, v = (x.to(_sums(x.dtype)) for x in (p @ v, do, v))
-    delta = (do * o).sum(dim=-1, keepdim=True)
-    # Added up the other way round: where dP is delta, orders that agree by luck would make this exact.
-    dp = do.flip(-1) @ v.flip(-1).mT
+    o, do, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (p @ v, do, v))
+    # Not in the order in which dP is added up: where the two are equal, the difference would be exact by luck.
+    delta = (do * o).flip(-1).sum(dim=-1, keepdim=True)
     dlogits = torch.zeros_like(logits)  # a sink's stays zero: nobody asks for it
-    dlogits[..., : p.shape[-1]] = p * (dp - delta)
+    dlogits[..., : p.shape[-1]] = p * (do @ v.mT - delta)
     return dlogits
