@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...call import AttentionCall
+from ...call import AttentionCall, BackwardCall, Gradients
 from ...fp8 import FP8, Descales
 from ...variant import Operands, program
 from .config import ARCHITECTURES, TRANSPOSED_KEYS, HopperConfig
@@ -127,6 +127,13 @@ def prepare(
         return o, lse
 
     return forward
+
+
+def prepare_backward(
+    call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
+) -> Callable[..., Gradients]:
+    """See :class:`tileattn.dispatch.Backend`. Not reached as long as `refusal` refuses calls that need gradients."""
+    raise NotImplementedError(f"the TileLang kernels have no backward pass yet ({call})")
 
 
 def _without_keys(
