@@ -116,7 +116,7 @@ def test_a_named_backend_is_the_one_that_runs() -> None:
 
 @pytest.mark.parametrize("direction", ["bwd", "fwdbwd"])
 def test_bench_measures_the_backward_pass(direction: str) -> None:
-    result = invoke(f"{TINY} --kv-heads 1 --causal --direction {direction} --peers sdpa,eager,flex")
+    result = invoke(f"{TINY} --kv-heads 1 --causal --dtype bf16 --direction {direction} --peers sdpa,eager,flex")
     assert result.exit_code == 0, result.output
     (saved,) = Path("bench-results").glob(f"custom-{direction}-cpu-*.json")
     assert {(row["backend"], row["direction"]) for row in rows(saved)} == {
@@ -124,12 +124,12 @@ def test_bench_measures_the_backward_pass(direction: str) -> None:
     }
     assert json.loads(saved.read_text())["direction"] == direction
     assert saved.with_suffix(".png").stat().st_size > 10_000
-    assert f"fp32 · {'backward' if direction == 'bwd' else 'forward and backward'}" in words(result.output)
+    assert f"bf16 · {'backward' if direction == 'bwd' else 'forward and backward'}" in words(result.output)
     assert "refused: flex: FlexAttention has no backward pass on a CPU" in result.output
 
 
 def test_bench_trains_a_bias() -> None:
-    result = invoke(f"{TINY} --variant causal+bias-b1+dbias --direction bwd --peers eager --json r.json")
+    result = invoke(f"{TINY} --variant causal+bias-b1+dbias --dtype bf16 --direction bwd --peers eager --json r.json")
     assert result.exit_code == 0, result.output
     assert [(row["variant"], row["backend"]) for row in rows(Path("r.json"))] == [
         ("causal+bias-b1+dbias", backend) for _ in range(2) for backend in ("tileattn", "eager")
@@ -137,7 +137,9 @@ def test_bench_trains_a_bias() -> None:
 
 
 def test_memory_is_drawn_against_the_length() -> None:
-    result = invoke("memory --device cpu --seqlen 16,32,64 --heads 2 --head-dim 16 --json m.json --plot m.svg")
+    result = invoke(
+        "memory --device cpu --seqlen 16,32,64 --heads 2 --head-dim 16 --dtype bf16 --json m.json --plot m.svg"
+    )
     assert result.exit_code == 0, result.output
     found = rows(Path("m.json"))
     assert [(row["suite"], row["direction"], row["backend"], row["seqlen_q"]) for row in found] == [
