@@ -44,13 +44,13 @@ class Dtype(str, Enum):
 class Settings:
     """All that a run depends on, but for the attention."""
 
-    steps: int = 300
+    steps: int = 600
     seqlen: int = 128
-    batch: int = 16
+    batch: int = 8
     layers: int = 4
     heads: int = 4
     dim: int = 128
-    rate: float = 3e-3
+    rate: float = 4e-3
     device: str = "cpu"
     dtype: Dtype = Dtype.float32
     compile: bool = False
