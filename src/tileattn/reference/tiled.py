@@ -43,6 +43,7 @@ def flash_attention_1(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    dropout: Tensor | None = None,
     block_M: int = 64,
     block_N: int = 64,
 ) -> tuple[Tensor, Tensor]:
@@ -56,7 +57,7 @@ def flash_attention_1(
             scores = tile_scores(q, k, rows, keys, score_mods, scale)
             scores = masked(scores, mask, positions(q, k, rows, keys))
             m, l, o = memory[i]
-            m, l, o = RowState(m, l, o * l[..., None]).update(scores, v[:, :, keys])
+            m, l, o = RowState(m, l, o * l[..., None]).update(scores, v[:, :, keys], of_tile(dropout, rows, keys))
             # Divided again before it goes back; a row that has seen no key yet keeps its zero.
             memory[i] = RowState(m, l, o / torch.where(l > 0, l, 1.0)[..., None])
     finished = [RowState(m, l, o * l[..., None]).finish(per_row(sink, q)) for m, l, o in memory]
@@ -74,6 +75,7 @@ def flash_attention_2(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    dropout: Tensor | None = None,
     block_M: int = 64,
     block_N: int = 64,
 ) -> tuple[Tensor, Tensor]:
@@ -89,7 +91,7 @@ def flash_attention_2(
             scores = tile_scores(q, k, rows, keys, score_mods, scale)
             if keys.start < full_lo or keys.stop > full_hi:
                 scores = masked(scores, mask, positions(q, k, rows, keys))
-            state = state.update(scores, v[:, :, keys])
+            state = state.update(scores, v[:, :, keys], of_tile(dropout, rows, keys))
         finished.append(state.finish(per_row(sink, q)))
     return joined(finished, q, v, dtype)
 
@@ -122,6 +124,11 @@ def key_ranges(q: Tensor, k: Tensor, rows: slice, mask: Mask | None) -> tuple[tu
 def masked(scores: Tensor, mask: Mask | None, where: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
     """Scores with -inf where the mask forbids: exp of it is 0, which is how little the key weighs."""
     return scores if mask is None else scores.masked_fill(~mask.allows(*where), -torch.inf)
+
+
+def of_tile(dropout: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
+    """The tile's part of a matrix that a kernel never has: it computes the pattern (:mod:`tileattn.dropout`)."""
+    return None if dropout is None else dropout[:, :, rows, keys]
 
 
 def per_row(sink: Tensor | None, q: Tensor) -> Tensor | None:

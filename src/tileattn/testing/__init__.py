@@ -1,4 +1,4 @@
-"""Testing: the tolerance rule, the oracle, and the cases that tests, tuner and benchmark share.
+"""Testing: the tolerance rule, the oracle, dropout's pattern, and the cases that tests, tuner and benchmark share.
 
 >>> arguments = (q, k, v, Causal(), (), None, None)
 >>> got = attention(q, k, v, causal=True, return_lse=True)
@@ -6,6 +6,7 @@
 """
 
 from .cases import Arguments, ConformanceCase, build, conformance_cases, distinct_calls
+from .dropout import dropout_mask
 from .numerics import assert_accurate, assert_forward_accurate
 from .oracle import eager_attention, oracle_attention
 from .poison import poisoned_memory
@@ -16,6 +17,7 @@ __all__ = [
     "assert_forward_accurate",
     "oracle_attention",
     "eager_attention",
+    "dropout_mask",
     "poisoned_memory",
     "similarity",
     "dissimilarity",
