@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -14,8 +15,11 @@ from .config import ROWS
 from .defaults import MainConfig, default
 from .hopper_config import HopperBackwardConfig
 from .launch import backward_kernels
-from .operands import Path, add_by_key, paths
+from .operands import AXES, BY_KEY, SPREAD, STORED, Path, add_up, paths
 from .order import COLUMNS
+
+# What runs together should stay in the L2 cache, but few heads leave long tiles to the end.
+L2_BYTES, MIN_SIDE_BY_SIDE = 32 * 2**20, 4
 
 
 def prepare_backward(
@@ -34,7 +38,7 @@ def prepare_backward(
     scalars: tuple[float, ...] = (scale, heads // kv_heads)
     own_order = isinstance(config, HopperBackwardConfig)
     if own_order:
-        scalars += (_heads_side_by_side(call, batch, kv_heads),)
+        scalars += (_heads_side_by_side(call, q_shape, kv_heads),)
 
     def backward(
         do: Tensor,
@@ -55,12 +59,7 @@ def prepare_backward(
         kernels.prepare(o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
 
         dq, dk, dv = q.new_empty(q_shape), q.new_empty(k_shape), q.new_empty((*k_shape[:3], call.forward.head_dim_v))
-        handed_over = [
-            q.new_zeros(
-                (batch, heads, padded_k) if path.by_key else operands.tensors[path.tensor].shape, dtype=torch.float32
-            )
-            for path in found
-        ]
+        handed_over = [_workspace(path, rows, padded_k, seqlen_q, seqlen_k, operands) for path in found]
         tensors = [_as_bytes(tensor) for tensor in operands.tensors]
         variant = (*tensors, *scalars, *operands.ints, *operands.floats)
         if own_order:
@@ -71,10 +70,13 @@ def prepare_backward(
         if kernels.finish is not None:
             kernels.finish(dq, *sums, scale)
         dsink = _sink_gradient(sink, lse, delta[:, :, :seqlen_q]) if sink is not None and call.needs[3] else None
-        sums_of_keys = [x[..., :seqlen_k] if path.by_key else x for path, x in zip(found, handed_over)]
-        dtensors = _tensor_gradients(call, found, sums_of_keys, operands)
+        parts = [x[..., :seqlen_k] if path.way == BY_KEY else x for path, x in zip(found, handed_over)]
+        dtensors = [
+            _tensor_gradient(index, found, parts, operands, seqlen_k - seqlen_q, seqlen_k) if need else None
+            for index, need in enumerate(call.needs[4:])
+        ]
         wanted = [x if need else None for x, need in zip((dq, dk, dv), call.needs)]
-        return Gradients(*wanted, dsink, dtensors)
+        return Gradients(*wanted, dsink, tuple(dtensors))
 
     return backward
 
@@ -85,13 +87,24 @@ def _padded_rows(seqlen_q: int, config: MainConfig) -> int:
     return -(-rows // ROWS) * ROWS
 
 
-def _heads_side_by_side(call: BackwardCall, batch: int, kv_heads: int) -> int:
-    """How many kv heads' tiles of keys run side by side.
+def _heads_side_by_side(call: BackwardCall, q_shape: torch.Size, kv_heads: int) -> int:
+    """How many kv heads' tiles of keys run side by side: a divisor of all, so that no place is empty.
 
-    Without a mask one head after another: they read the same queries. Under a mask tiles differ, and those that most
-    queries see come first, of all heads of a batch element (measured on an H200; ../../../../../docs/design.md).
+    Without a mask one head after another: what runs together reads the same queries, and adds to the same dq. Under a
+    mask tiles differ, and several heads give a choice of long ones to begin with; but their queries and sums should
+    stay in the L2 cache.
     """
-    return 1 if program(call.forward.variant).allows is None else kv_heads
+    batch, seqlen_q, heads, head_dim = q_shape
+    if program(call.forward.variant).allows is None:
+        return 1
+    row_bytes = 2 * (head_dim + call.forward.head_dim_v) + 4 * head_dim  # of q, do and dq's sums
+    fitting = max(L2_BYTES // (row_bytes * seqlen_q * (heads // kv_heads)), MIN_SIDE_BY_SIDE)
+    return max(d for d in _divisors(batch * kv_heads) if d <= fitting)
+
+
+@functools.lru_cache(maxsize=256)
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _nothing(call: BackwardCall) -> Callable[..., Gradients]:
@@ -117,25 +130,36 @@ def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -(p * delta).sum(dim=(0, 2)).to(sink.dtype)
 
 
-def _tensor_gradients(
-    call: BackwardCall, found: tuple[Path, ...], handed_over: list[Tensor], operands: Operands
-) -> tuple[Tensor | None, ...]:
-    """Of the variant's tensors that are wanted, from what the kernel has handed over for each path."""
-    gradients: list[Tensor | None] = []
-    for index, (tensor, need) in enumerate(zip(operands.tensors, call.needs[4:], strict=True)):
-        parts = [(path, part) for path, part in zip(found, handed_over) if path.tensor == index]
-        total = None
-        if need:
-            total = next((part for path, part in parts if not path.by_key), None)
-            total = tensor.new_zeros(tensor.shape, dtype=torch.float32) if total is None else total
-            for path, part in parts:
-                if path.by_key:
-                    add_by_key(total, path, part, operands)
-                elif part is not total:
-                    total += part
-            total = total.to(tensor.dtype)
-        gradients.append(total)
-    return tuple(gradients)
+def _workspace(
+    path: Path, rows: tuple[int, int, int], padded_k: int, seqlen_q: int, seqlen_k: int, operands: Operands
+) -> Tensor:
+    """What the main kernel fills for a path: where it does not write, nothing has a gradient."""
+    tensor, (batch, heads, _) = operands.tensors[path.tensor], rows
+    shape = {BY_KEY: (batch, heads, padded_k), SPREAD: (batch, heads, seqlen_q, seqlen_k)}.get(path.way, tensor.shape)
+    return tensor.new_zeros(shape, dtype=tensor.dtype if path.way == STORED else torch.float32)
+
+
+def _tensor_gradient(
+    index: int,
+    found: tuple[Path, ...],
+    parts: list[Tensor],
+    operands: Operands,
+    first_position: int,
+    seqlen_k: int,
+) -> Tensor:
+    """Of one of the variant's tensors, from what the main kernel has handed over for each path."""
+    tensor = operands.tensors[index]
+    its = [(path, part) for path, part in zip(found, parts) if path.tensor == index]
+    whole = [part for path, part in its if path.way not in AXES]
+    if len(its) == len(whole) == 1:
+        return whole[0].to(tensor.dtype)
+    total = tensor.new_zeros(tensor.shape, dtype=torch.float32)
+    for part in whole:
+        total += part
+    for path, part in its:
+        if path.way in AXES:
+            add_up(total, path, part, operands, first_position, seqlen_k)
+    return total.to(tensor.dtype)
 
 
 def _one_batch(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from ....call import BackwardCall
-from .config import BackwardConfig, is_valid, preferences, read_together
+from .config import BackwardConfig, is_valid, kept_derivatives, preferences, read_together
 from .hopper_config import HopperBackwardConfig, hopper_preferences
 from .operands import paths
 
@@ -19,7 +19,7 @@ def default(call: BackwardCall) -> MainConfig:
     for config in hopper_preferences(forward, paths(call)):
         if config.is_valid(forward):
             return config
-    for generic in preferences(forward):
+    for generic in preferences(forward, kept_derivatives(call)):
         if is_valid(forward, generic):
             return generic
     raise NotImplementedError(f"no tile of the backward kernel fits {forward}")

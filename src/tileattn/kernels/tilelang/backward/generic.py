@@ -33,8 +33,8 @@ from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
 from . import tile
 from .config import BackwardConfig
-from .operands import Path
-from .tensors import add_to_elements, add_to_sums, hand_over_sums
+from .operands import ADDED, BY_KEY, SPREAD, STORED, Path
+from .tensors import add_to_elements, add_to_sums, hand_over_sums, spread, store_elements
 from .visible import Viewers
 
 
@@ -56,7 +56,9 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
     slopes = tile.Slopes(call, traced, tuple(path.load for path in paths)) if traced.score is not None else None
     # Python's tuples: a loop over them is unrolled while the kernel is traced, one over a range is a loop of its own.
     early_ones = tuple(range(len(slopes.program.early))) if slopes else ()
-    sums_by_key = {index: number for number, index in enumerate(i for i, path in enumerate(paths) if path.by_key)}
+    sums_by_key = {
+        index: number for number, index in enumerate(i for i, path in enumerate(paths) if path.way == BY_KEY)
+    }
     shared = config.weights_shared(call)
     policy = T.GemmWarpPolicy.Square if shared else ROWS
     held = _variable if _has_no_producer(call) else (lambda value: value)
@@ -155,21 +157,25 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
                     tile.score_gradients(early[index], acc_dp, delta_shared, block_N, block_M, True)
                 # acc_dp has served and takes what is needed for a moment only.
                 for index, path in enumerate(paths):
-                    gradient = tile.kept(slopes.program.loads[index], early, acc_s)
-                    if slopes.program.loads[index].late is not None:
+                    factor = slopes.program.loads[index]
+                    if factor.late is not None:
                         tile.times_late(
-                            acc_dp, gradient, slopes.program.loads[index].late, slopes, registers, emit, arg.scale, b, h,
-                            q_lo, k_lo, block_N, block_M, True
+                            acc_dp, tile.kept(factor, early, acc_s), factor.late, slopes, registers, emit, arg.scale, b,
+                            h, q_lo, k_lo, block_N, block_M, True
                         )  # fmt: skip
-                        gradient = acc_dp
-                    if path.by_key:
+                    gradient = acc_dp if factor.late is not None else tile.kept(factor, early, acc_s)
+                    if path.way == BY_KEY:
                         add_to_sums(gradient, tile_sum, sums[sums_by_key[index]], block_N)
                         if T.truncmod(step, tiles) == tiles - 1:
                             hand_over_sums(sums[sums_by_key[index]], arg.handed_over[index], b, h, k_lo, block_N)
-                    else:
+                    if path.way == ADDED:
                         add_to_elements(
                             gradient, arg.handed_over[index], path, emit, b, h, q_lo, k_lo, block_N, block_M
                         )
+                    if path.way == STORED:
+                        store_elements(gradient, arg.handed_over[index], path, emit, b, h, q_lo, k_lo, block_N, block_M)
+                    if path.way == SPREAD:
+                        spread(gradient, arg.handed_over[index], b, h, row, k_lo, block_N, block_M)
                 if slopes is None:
                     T.copy(acc_s, ds)
                 else:

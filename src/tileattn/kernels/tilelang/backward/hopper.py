@@ -48,9 +48,9 @@ from ..signature import assume_aligned, assume_filled
 from . import tile
 from .hopper_config import CONSUMERS, HopperBackwardConfig
 from .layouts import accumulator_layout
-from .operands import Path
+from .operands import ADDED, BY_KEY, SPREAD, STORED, Path
 from .order import COLUMNS
-from .tensors import add_to_elements, add_to_sums, hand_over_sums
+from .tensors import add_to_elements, add_to_sums, hand_over_sums, spread, store_elements
 from .visible import Viewers
 
 # Named barriers; 0 is __syncthreads.
@@ -91,7 +91,7 @@ class Plan:
         if traced.score is not None:
             self.slopes = tile.Slopes(call, traced, tuple(path.load for path in paths))
         self.early = tuple(range(len(self.slopes.program.early))) if self.slopes else ()
-        by_key = [index for index, path in enumerate(paths) if path.by_key]
+        by_key = [index for index, path in enumerate(paths) if path.way == BY_KEY]
         self.sums_by_key = {index: number for number, index in enumerate(by_key)}
         self.order = config.order(call)
         self.sum_rows = self.order.size // COLUMNS
@@ -243,19 +243,22 @@ def times_late(plan, arg, w, gradient, late, h, row):
 @T.macro
 def tensor_gradients(plan, arg, w, h, row):
     """Of the tensors that the modification reads."""
+    b, k_lo, q_lo = w.task[BATCH], w.task[KEY], row + arg.seqlen_k - arg.seqlen_q
     for index, path in enumerate(plan.paths):
         factor = plan.slopes.program.loads[index]
-        gradient = tile.kept(factor, w.early, w.acc_s)
         if factor.late is not None:
-            times_late(plan, arg, w, gradient, factor.late, h, row)
-            gradient = w.acc_dp
-        if path.by_key:
+            times_late(plan, arg, w, tile.kept(factor, w.early, w.acc_s), factor.late, h, row)
+        gradient = w.acc_dp if factor.late is not None else tile.kept(factor, w.early, w.acc_s)
+        if path.way == BY_KEY:
             add_to_sums(gradient, w.tile_sum, w.sums[plan.sums_by_key[index]], plan.block_N)
-        else:
+        if path.way == ADDED:
             add_to_elements(
-                gradient, arg.handed_over[index], path, w.emit, w.task[BATCH], h,
-                row + arg.seqlen_k - arg.seqlen_q, w.task[KEY], plan.block_N, plan.block_M,
-            )  # fmt: skip
+                gradient, arg.handed_over[index], path, w.emit, b, h, q_lo, k_lo, plan.block_N, plan.block_M
+            )
+        if path.way == STORED:
+            store_elements(gradient, arg.handed_over[index], path, w.emit, b, h, q_lo, k_lo, plan.block_N, plan.block_M)
+        if path.way == SPREAD:
+            spread(gradient, arg.handed_over[index], b, h, row, k_lo, plan.block_N, plan.block_M)
 
 
 @T.macro
@@ -272,11 +275,9 @@ def gradients_of_scores(plan, arg, w, h, row):
             tile.score_gradients(w.early[index], w.acc_dp, delta, plan.block_N, plan.block_M, True)
         tensor_gradients(plan, arg, w, h, row)
         slope = plan.slopes.program.slope
-        gradient = tile.kept(slope, w.early, w.acc_s)
         if slope.late is not None:
-            times_late(plan, arg, w, gradient, slope.late, h, row)
-            gradient = w.acc_dp
-        T.copy(gradient, w.ds)
+            times_late(plan, arg, w, tile.kept(slope, w.early, w.acc_s), slope.late, h, row)
+        T.copy(w.acc_dp if slope.late is not None else tile.kept(slope, w.early, w.acc_s), w.ds)
 
 
 @T.macro

@@ -12,7 +12,7 @@ from ....expr import nodes, symbol
 from ....variant import program
 from ..config import ARCHITECTURES, padded
 from ..simplify import is_uniform
-from .operands import Path
+from .operands import BY_KEY, Path
 from .order import RegisterOrder
 
 CONSUMERS = 256
@@ -89,7 +89,7 @@ def hopper_preferences(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator
 
 def _crowded(paths: tuple[Path, ...]) -> bool:
     """Whether more is needed for the tensors' gradients than the scores' gradients as they are."""
-    return any(path.by_key for path in paths) or len(paths) > 1
+    return any(path.way == BY_KEY for path in paths) or len(paths) > 1
 
 
 def _reads(score: Any) -> bool:

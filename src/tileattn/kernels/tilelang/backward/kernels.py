@@ -23,7 +23,7 @@ def kernel(call: BackwardCall, name: str) -> Any:
     if name == "main":
         return main_kernel(call, default(call))
     if name == "queries":
-        return queries_kernel(call, default_queries(read_together(call)))
+        return queries_kernel(call, default_queries(call))
     return prepare_kernel(call) if name == "prepare" else finish_kernel(call)
 
 

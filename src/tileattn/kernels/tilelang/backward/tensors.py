@@ -26,3 +26,17 @@ def add_to_elements(gradient, buffer, path, emit, b, h, q_lo, k_lo, block_N, blo
     for i, j in T.Parallel(block_N, block_M):
         if gradient[i, j] != 0.0:
             T.atomic_add(buffer[path.indices(emit, b=b, h=h, q=q_lo + j, k=k_lo + i)], gradient[i, j])
+
+
+@T.macro
+def store_elements(gradient, buffer, path, emit, b, h, q_lo, k_lo, block_N, block_M):
+    """Each score's gradient to the element that it alone has read."""
+    for i, j in T.Parallel(block_N, block_M):
+        buffer[path.indices(emit, b=b, h=h, q=q_lo + j, k=k_lo + i)] = gradient[i, j]
+
+
+@T.macro
+def spread(gradient, workspace, b, h, row, k_lo, block_N, block_M):
+    """Each score's gradient to a place of its own."""
+    for i, j in T.Parallel(block_N, block_M):
+        workspace[b, h, row + j, k_lo + i] = gradient[i, j]
