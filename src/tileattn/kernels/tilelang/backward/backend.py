@@ -10,9 +10,9 @@ from torch import Tensor
 from ....call import BackwardCall, Gradients
 from ....variant import Operands
 from ..config import padded
-from .config import ROWS, default, read_together
+from .config import ROWS, default
 from .launch import backward_kernels
-from .operands import Path, add_by_key, paths
+from .operands import AXES, BY_KEY, SPREAD, STORED, Path, add_up, paths
 
 
 def prepare_backward(
@@ -24,7 +24,7 @@ def prepare_backward(
     if batch == 0 or seqlen_q == 0 or seqlen_k == 0:
         return _nothing(call)
     padded_q = -(-seqlen_q // ROWS) * ROWS
-    block_N = default(read_together(call)).block_N
+    block_N = default(call).block_N
     padded_k = -(-seqlen_k // block_N) * block_N
     found = paths(call)
     kernels = backward_kernels(call)
@@ -49,12 +49,7 @@ def prepare_backward(
         kernels.prepare(o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
 
         dq, dk, dv = q.new_empty(q_shape), q.new_empty(k_shape), q.new_empty((*k_shape[:3], call.forward.head_dim_v))
-        handed_over = [
-            q.new_zeros(
-                (batch, heads, padded_k) if path.by_key else operands.tensors[path.tensor].shape, dtype=torch.float32
-            )
-            for path in found
-        ]
+        handed_over = [_workspace(path, rows, padded_k, seqlen_q, seqlen_k, operands) for path in found]
         tensors = [_as_bytes(tensor) for tensor in operands.tensors]
         variant = (*tensors, *scalars, *operands.ints, *operands.floats)
         kernels.main(q, k, v, do, lse2, delta, dk, dv, *sums, *handed_over, *variant)
@@ -63,10 +58,13 @@ def prepare_backward(
         if kernels.finish is not None:
             kernels.finish(dq, *sums, scale)
         dsink = _sink_gradient(sink, lse, delta[:, :, :seqlen_q]) if sink is not None and call.needs[3] else None
-        sums_of_keys = [x[..., :seqlen_k] if path.by_key else x for path, x in zip(found, handed_over)]
-        dtensors = _tensor_gradients(call, found, sums_of_keys, operands)
+        parts = [x[..., :seqlen_k] if path.way == BY_KEY else x for path, x in zip(found, handed_over)]
+        dtensors = [
+            _tensor_gradient(index, found, parts, operands, seqlen_k - seqlen_q, seqlen_k) if need else None
+            for index, need in enumerate(call.needs[4:])
+        ]
         wanted = [x if need else None for x, need in zip((dq, dk, dv), call.needs)]
-        return Gradients(*wanted, dsink, dtensors)
+        return Gradients(*wanted, dsink, tuple(dtensors))
 
     return backward
 
@@ -94,25 +92,36 @@ def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -(p * delta).sum(dim=(0, 2)).to(sink.dtype)
 
 
-def _tensor_gradients(
-    call: BackwardCall, found: tuple[Path, ...], handed_over: list[Tensor], operands: Operands
-) -> tuple[Tensor | None, ...]:
-    """Of the variant's tensors that are wanted, from what the kernel has handed over for each path."""
-    gradients: list[Tensor | None] = []
-    for index, (tensor, need) in enumerate(zip(operands.tensors, call.needs[4:], strict=True)):
-        parts = [(path, part) for path, part in zip(found, handed_over) if path.tensor == index]
-        total = None
-        if need:
-            total = next((part for path, part in parts if not path.by_key), None)
-            total = tensor.new_zeros(tensor.shape, dtype=torch.float32) if total is None else total
-            for path, part in parts:
-                if path.by_key:
-                    add_by_key(total, path, part, operands)
-                elif part is not total:
-                    total += part
-            total = total.to(tensor.dtype)
-        gradients.append(total)
-    return tuple(gradients)
+def _workspace(
+    path: Path, rows: tuple[int, int, int], padded_k: int, seqlen_q: int, seqlen_k: int, operands: Operands
+) -> Tensor:
+    """What the main kernel fills for a path: where it does not write, nothing has a gradient."""
+    tensor, (batch, heads, _) = operands.tensors[path.tensor], rows
+    shape = {BY_KEY: (batch, heads, padded_k), SPREAD: (batch, heads, seqlen_q, seqlen_k)}.get(path.way, tensor.shape)
+    return tensor.new_zeros(shape, dtype=tensor.dtype if path.way == STORED else torch.float32)
+
+
+def _tensor_gradient(
+    index: int,
+    found: tuple[Path, ...],
+    parts: list[Tensor],
+    operands: Operands,
+    first_position: int,
+    seqlen_k: int,
+) -> Tensor:
+    """Of one of the variant's tensors, from what the main kernel has handed over for each path."""
+    tensor = operands.tensors[index]
+    its = [(path, part) for path, part in zip(found, parts) if path.tensor == index]
+    whole = [part for path, part in its if path.way not in AXES]
+    if len(its) == len(whole) == 1:
+        return whole[0].to(tensor.dtype)
+    total = tensor.new_zeros(tensor.shape, dtype=torch.float32)
+    for part in whole:
+        total += part
+    for path, part in its:
+        if path.way in AXES:
+            add_up(total, path, part, operands, first_position, seqlen_k)
+    return total.to(tensor.dtype)
 
 
 def _one_batch(tensor: Tensor) -> Tensor:

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ....call import AttentionCall, BackwardCall
+from ....variant import program
 from ..config import ARCHITECTURES, padded
+from .operands import paths
+from .slopes import slope_program
 
 # Rows of lse and delta, and of dq's sums, are padded to a multiple of this, which tiles of queries divide.
 ROWS = 128
@@ -83,32 +86,45 @@ def is_valid_queries(call: AttentionCall, config: BackwardConfig) -> bool:
     )
 
 
-def default(call: AttentionCall) -> BackwardConfig:
-    """The configuration of the main kernel: the first that fits."""
-    for config in _preferences(call):
-        if is_valid(call, config):
+def default(call: BackwardCall) -> BackwardConfig:
+    """The configuration of a call's main kernel: the first that fits."""
+    forward = read_together(call)
+    for config in _preferences(forward, kept_derivatives(call)):
+        if is_valid(forward, config):
             return config
     raise NotImplementedError(f"no tile of the backward kernel fits {call}")
 
 
-def default_queries(call: AttentionCall) -> BackwardConfig:
-    """The configuration of the kernel for dq alone: the first that fits."""
-    for config in _preferences_queries(call):
-        if is_valid_queries(call, config):
+def default_queries(call: BackwardCall) -> BackwardConfig:
+    """The configuration of a call's kernel for dq alone: the first that fits."""
+    forward = read_together(call)
+    for config in _preferences_queries(forward):
+        if is_valid_queries(forward, config):
             return config
     raise NotImplementedError(f"no tile of the backward kernel for dq fits {call}")
 
 
-def _preferences(call: AttentionCall) -> Iterator[BackwardConfig]:
+def kept_derivatives(call: BackwardCall) -> int:
+    """How many tiles of derivatives the main kernel keeps in registers, beside S and dP (see slopes.py)."""
+    score = program(call.forward.variant).score
+    if score is None:
+        return 0
+    return len(slope_program(score, tuple(path.load for path in paths(call)), hardware_tanh=True).early)
+
+
+def _preferences(call: AttentionCall, kept: int) -> Iterator[BackwardConfig]:
     widest = max(padded(call.head_dim), padded(call.head_dim_v))
+    has_producer = call.aligned and call.arch.startswith(("sm_90", "sm_100", "sm_103"))
     if call.arch.startswith("gfx"):
         yield BackwardConfig(64, 64, 0, 128)
         yield BackwardConfig(32, 64, 0, 128)
         yield BackwardConfig(16, 32, 0, 128)
     if padded(call.head_dim) % 32:
         yield BackwardConfig(64, 64, 2, 128)  # two warpgroups would halve dQ's columns, and a wgmma takes 16 or more
-    if widest <= 128:
-        yield BackwardConfig(64, 128, 2, 256)
+    if has_producer and widest <= 64 and not call.variant:
+        yield BackwardConfig(128, 128, 2, 256)
+    if widest <= (128 if has_producer else 64):
+        yield BackwardConfig(64 if kept < 2 else 32, 128, 2, 256)
     yield BackwardConfig(64, 64, 2, 256)
     yield BackwardConfig(64, 64, 1, 256)
     yield BackwardConfig(32, 64, 1, 256)
@@ -121,6 +137,7 @@ def _preferences_queries(call: AttentionCall) -> Iterator[BackwardConfig]:
         yield BackwardConfig(64, 32, 0, 128)
         yield BackwardConfig(32, 16, 0, 64)
     yield BackwardConfig(128, 64, 2, 256)
+    yield BackwardConfig(128, 64, 1, 256)
     yield BackwardConfig(128, 32, 1, 256)
     yield BackwardConfig(64, 32, 1, 128)
     yield BackwardConfig(32, 32, 1, 64)

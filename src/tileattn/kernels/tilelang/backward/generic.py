@@ -33,7 +33,7 @@ from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
 from . import tile
 from .config import BackwardConfig
-from .operands import Path
+from .operands import ADDED, BY_KEY, SPREAD, STORED, Path
 from .visible import Viewers
 
 
@@ -60,6 +60,20 @@ def add_to_elements(gradient, buffer, path, emit, b, h, q_lo, k_lo, block_N, blo
             T.atomic_add(buffer[path.indices(emit, b=b, h=h, q=q_lo + j, k=k_lo + i)], gradient[i, j])
 
 
+@T.macro
+def store_elements(gradient, buffer, path, emit, b, h, q_lo, k_lo, block_N, block_M):
+    """Each score's gradient to the element that it alone has read."""
+    for i, j in T.Parallel(block_N, block_M):
+        buffer[path.indices(emit, b=b, h=h, q=q_lo + j, k=k_lo + i)] = gradient[i, j]
+
+
+@T.macro
+def spread(gradient, workspace, b, h, row, k_lo, block_N, block_M):
+    """Each score's gradient to a place of its own."""
+    for i, j in T.Parallel(block_N, block_M):
+        workspace[b, h, row + j, k_lo + i] = gradient[i, j]
+
+
 def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tuple[Path, ...], adds_dq: bool) -> Any:
     """The macro that emits the kernel, given its parameters (see signature.py).
 
@@ -78,7 +92,7 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
     slopes = tile.Slopes(call, traced, tuple(path.load for path in paths)) if traced.score is not None else None
     # Python's tuples: a loop over them is unrolled while the kernel is traced, one over a range is a loop of its own.
     early_ones = tuple(range(len(slopes.program.early))) if slopes else ()
-    sums_by_key = {index: number for number, index in enumerate(i for i, path in enumerate(paths) if path.by_key)}
+    sums_by_key = {index: number for number, index in enumerate(i for i, path in enumerate(paths) if path.way == BY_KEY)}
     shared = config.weights_shared(call)
     policy = T.GemmWarpPolicy.Square if shared else ROWS
     held = _variable if _has_no_producer(call) else (lambda value: value)
@@ -177,21 +191,23 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
                     tile.score_gradients(early[index], acc_dp, delta_shared, block_N, block_M, True)
                 # acc_dp has served and takes what is needed for a moment only.
                 for index, path in enumerate(paths):
-                    gradient = tile.kept(slopes.program.loads[index], early, acc_s)
-                    if slopes.program.loads[index].late is not None:
+                    factor = slopes.program.loads[index]
+                    if factor.late is not None:
                         tile.times_late(
-                            acc_dp, gradient, slopes.program.loads[index].late, slopes, registers, emit, arg.scale, b, h,
-                            q_lo, k_lo, block_N, block_M, True
+                            acc_dp, tile.kept(factor, early, acc_s), factor.late, slopes, registers, emit, arg.scale, b,
+                            h, q_lo, k_lo, block_N, block_M, True
                         )  # fmt: skip
-                        gradient = acc_dp
-                    if path.by_key:
+                    gradient = acc_dp if factor.late is not None else tile.kept(factor, early, acc_s)
+                    if path.way == BY_KEY:
                         add_to_sums(gradient, tile_sum, sums[sums_by_key[index]], block_N)
                         if T.truncmod(step, tiles) == tiles - 1:
                             hand_over_sums(sums[sums_by_key[index]], arg.handed_over[index], b, h, k_lo, block_N)
-                    else:
-                        add_to_elements(
-                            gradient, arg.handed_over[index], path, emit, b, h, q_lo, k_lo, block_N, block_M
-                        )
+                    if path.way == ADDED:
+                        add_to_elements(gradient, arg.handed_over[index], path, emit, b, h, q_lo, k_lo, block_N, block_M)
+                    if path.way == STORED:
+                        store_elements(gradient, arg.handed_over[index], path, emit, b, h, q_lo, k_lo, block_N, block_M)
+                    if path.way == SPREAD:
+                        spread(gradient, arg.handed_over[index], b, h, row, k_lo, block_N, block_M)
                 if slopes is None:
                     T.copy(acc_s, ds)
                 else:

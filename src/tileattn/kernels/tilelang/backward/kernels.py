@@ -18,9 +18,9 @@ from .signature import declare_finish, declare_main, declare_prepare, declare_qu
 def kernel(call: BackwardCall, name: str) -> Any:
     """The TileLang function of a call that has this name, with the default tiles."""
     if name == "main":
-        return main_kernel(call, default(read_together(call)))
+        return main_kernel(call, default(call))
     if name == "queries":
-        return queries_kernel(call, default_queries(read_together(call)))
+        return queries_kernel(call, default_queries(call))
     return prepare_kernel(call) if name == "prepare" else finish_kernel(call)
 
 

@@ -68,10 +68,10 @@ def _facts(call: BackwardCall, name: str) -> str:
     if name == "prepare":
         sums = f"dq={not call.deterministic}"
         return f"{shape} {forward.head_dim_v} dlse={call.dlse} aligned={call.aligned} {sums}"
-    config = default_queries(forward) if name == "queries" else default(forward)
+    config = default_queries(call) if name == "queries" else default(call)
     facts = f"{shape} {forward.head_dim_v} aligned={forward.aligned} | {config}"
     if name == "main":
-        facts += f" | dq={not call.deterministic} {[(str(path.load), path.by_key) for path in paths(call)]}"
+        facts += f" | dq={not call.deterministic} {[(str(path.load), path.way) for path in paths(call)]}"
     return f"{facts} | {program(forward.variant).backward_text}"
 
 

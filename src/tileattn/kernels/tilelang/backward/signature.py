@@ -12,7 +12,7 @@ from ....call import AttentionCall
 from ....variant import Program
 from ..config import padded
 from ..signature import SIZES, _operand
-from .operands import Path
+from .operands import BY_KEY, SPREAD, STORED, Path
 
 
 class Parameters:
@@ -90,8 +90,7 @@ def declare_main(builder: Builder, call: AttentionCall, traced: Program, paths: 
     """``(q, k, v, do, lse2, delta, dk, dv, [dq_sum], *handed_over, *tensors, scale, heads_per_kv_head, *ints,
     *floats)``
 
-    ``handed_over`` has one workspace for each path (operands.py): (batch, heads, padded_k) by key, or the shape of the
-    path's tensor by score. ``dq`` says whether dq is added up.
+    ``handed_over`` has one tensor for each path, as operands.py describes. ``dq`` says whether dq is added up.
     """
     p = Parameters(builder, call)
     arg = SimpleNamespace(**{name: p.strided(name) for name in ("q", "k", "v", "do")})
@@ -114,11 +113,14 @@ def declare_queries(builder: Builder, call: AttentionCall, traced: Program) -> A
 
 
 def _handed_over(p: Parameters, index: int, path: Path, traced: Program) -> Any:
-    if path.by_key:
-        return p.tensor(f"path{index}", [p.sizes.batch, p.sizes.heads, p.sizes.padded_k])
-    ones = traced.tensors[path.tensor].ones
-    shape = [1 if one else T.dynamic(f"path{index}_size{axis}") for axis, one in enumerate(ones)]
-    return p.tensor(f"path{index}", shape)
+    sizes, name = p.sizes, f"path{index}"
+    if path.way == BY_KEY:
+        return p.tensor(name, [sizes.batch, sizes.heads, sizes.padded_k])
+    if path.way == SPREAD:
+        return p.tensor(name, [sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k])
+    symbol = traced.tensors[path.tensor]
+    shape = [1 if one else T.dynamic(f"{name}_size{axis}") for axis, one in enumerate(symbol.ones)]
+    return p.tensor(name, shape, str(symbol.dtype).removeprefix("torch.") if path.way == STORED else "float32")
 
 
 def _declare_variant(p: Parameters, arg: Any, traced: Program) -> None:
