@@ -32,7 +32,7 @@ from tileattn.bench import (
     variants,
 )
 from tileattn.bench.cases import square
-from tileattn.bench.peers import PEERS, TileAttn, own
+from tileattn.bench.peers import PEERS, TileAttn, flex, own, sdpa
 from tileattn.bench.peers.base import OWN, Implementation, Prepared
 from tileattn.testing import oracle_attention
 from tileattn.variant import normalize
@@ -238,6 +238,25 @@ def test_a_trained_bias_joins_sdpas_mask_in_every_call() -> None:
     held = [PEERS["sdpa"].prepare(given).held_bytes for given in (ahead, trained)]
     assert held == [4 * 33 * 47 * 4, 33 * 47]
     assert PEERS["sdpa"].prepare(built(variant="bias+dbias")).held_bytes == 0
+
+
+def test_peers_say_what_has_no_gradient() -> None:
+    trained = built(variant="bias+dbias")
+    assert PEERS["flex"].refusal(trained) == "FlexAttention has no backward pass on a CPU"
+    cudnn = PEERS["cudnn"]
+    assert isinstance(cudnn, sdpa.RestrictedSdpa)
+    assert cudnn._kernel_refusal(trained) == "PyTorch has no gradient of a bias through cuDNN"
+
+
+def test_flex_may_run_one_graph_again_and_again() -> None:
+    from torch._functorch import config
+
+    assert config.donated_buffer
+    assert PEERS["flex"].prepare(built()).context is flex._kept_graphs
+    assert PEERS["flex"].prepare(problem.build(SMALL, CPU)).context is not flex._kept_graphs
+    with flex._kept_graphs():
+        assert not config.donated_buffer
+    assert config.donated_buffer
 
 
 # Runner and result file
