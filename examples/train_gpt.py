@@ -93,23 +93,23 @@ class Training:
         torch.manual_seed(settings.seed)
         shape = (settings.seqlen, settings.layers, settings.heads, settings.dim)
         self.model = GPT(vocabulary, *shape, ATTEND[backend]).to(settings.device)
-        self.run = torch.compile(self.model) if settings.compile else self.model
+        self.compiled = torch.compile(self.model) if settings.compile else self.model
         matrices = [p for p in self.model.parameters() if p.ndim == 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]  # of norms, and biases: they should not decay
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95))
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         """The cross-entropy, in nats per character: log(vocabulary) for a model that knows nothing."""
         dtype = getattr(torch, self.settings.dtype.value)
-        with torch.autocast(self.settings.device, dtype=dtype, enabled=dtype != torch.float32):
-            logits = self.run(tokens)
+        with torch.autocast(tokens.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            logits = model(tokens)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def step(self, tokens: Tensor, targets: Tensor, rate: float) -> Tensor:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self.loss(tokens, targets)
+        loss = self.loss(self.compiled, tokens, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -130,7 +130,7 @@ def train(text: Text, settings: Settings, backend: Backend) -> tuple[Training, l
     training, losses = Training(len(text.characters), settings, backend), []
     generator = torch.Generator().manual_seed(settings.seed)  # all backends see the same pieces of the text
     with Progress(*Progress.get_default_columns(), "{task.fields[note]}", console=console) as progress:
-        bar = progress.add_task(backend.value, total=settings.steps, note="")
+        bar = progress.add_task(f"{backend.value:8}", total=settings.steps, note="")
         start = time.perf_counter()
         for step in range(settings.steps):
             losses.append(training.step(*text.batch(settings, generator), learning_rate(step, settings)).item())
@@ -138,7 +138,7 @@ def train(text: Text, settings: Settings, backend: Backend) -> tuple[Training, l
             progress.update(bar, advance=1, note=f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s")
     with torch.no_grad():
         pieces = text.held_out.unfold(0, settings.seqlen + 1, settings.seqlen).to(settings.device)
-        held_out = training.loss(pieces[:, :-1], pieces[:, 1:]).item()
+        held_out = training.loss(training.model, pieces[:, :-1], pieces[:, 1:]).item()
     console.print(f"{backend.value}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, on held-out text {held_out:.3f}")
     return training, losses
 
@@ -157,7 +157,8 @@ def draw(curves: dict[Backend, list[float]], path: Path) -> None:
     axes[0].set_ylabel("loss (nats per character)")
     axes[0].legend(frameon=False)
     if len(curves) == 2:
-        axes[1].semilogy(differences(*curves.values()), ".", color="#222222", markersize=3)
+        axes[1].plot(differences(*curves.values()), ".", color="#222222", markersize=3)
+        axes[1].set_yscale("symlog", linthresh=1e-8)  # logarithmic above 1e-8; equal losses are at 0
         axes[1].set_ylabel("difference")
     for ax in axes:
         ax.grid(alpha=0.3)
@@ -215,10 +216,16 @@ def main(
 ) -> None:
     """Train a small GPT on Shakespeare's sonnets and print what it writes."""
     text = Text(TEXT.read_text())
+    if dim % (2 * heads):
+        raise typer.BadParameter(f"--dim must be a multiple of twice --heads, got {dim} and {heads}")
+    if seqlen >= len(text.held_out):
+        raise typer.BadParameter(f"--seqlen must be less than {len(text.held_out)}, got {seqlen}")
+    if compare and backend == Backend.sdpa:
+        raise typer.BadParameter("--compare needs another --backend than sdpa, with which it compares")
     settings = Settings(steps, seqlen, batch, layers, heads, dim, rate, device, dtype, compile, seed)
     if measure:
         peers = [Backend.fa2, Backend.cudnn] if device.startswith("cuda") else [Backend.sdpa]
-        console.print(benchmark(text, settings, [backend, *peers]))
+        console.print(benchmark(text, settings, list(dict.fromkeys((backend, *peers)))))
         return
     training, losses = train(text, settings, backend)
     curves = {backend: losses}

@@ -16,6 +16,7 @@ import tileattn
 import tileattn.reference.tiled as tiled
 from tileattn import Causal, Documents, PrefixLM, SlidingWindow, attention
 from tileattn.bench.memory import peak_bytes
+from tileattn.dropout import draw_seed, keep_mask
 from tileattn.nn import (
     FlashAttentionV1,
     FlashAttentionV2,
@@ -27,7 +28,9 @@ from tileattn.nn import (
     SlidingWindowAttention,
     get_attention,
 )
+from tileattn.reference import standard_attention
 from tileattn.testing import assert_accurate
+from tileattn.variant import normalize
 
 CPU = torch.device("cpu")
 EMBED, HEADS = 32, 4
@@ -136,6 +139,23 @@ def test_other_dtypes(case: Case, dtype: torch.dtype) -> None:
         assert_accurate(name, got[name], oracle, [by_eager[name]], gradient=name != "output")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_a_gpu(case: Case) -> None:
+    """In 16 bits, so that attention() runs its kernels."""
+    dtype = torch.bfloat16
+    eager, module = (make(dtype=dtype, device="cuda") for make in (case.naive, case.module))
+    naive = case.naive(dtype=torch.float64, device="cuda")
+    for other in (module, naive):
+        other.load_state_dict(eager.state_dict())
+    x = random(2, 137, EMBED, dtype=dtype).cuda()
+    got, expected, by_eager = run(module, x), run(naive, x.double()), run(eager, x)
+    if case.kv_heads < HEADS:
+        expected.pop("k_proj.bias")
+    for name, oracle in expected.items():
+        assert_accurate(name, got[name], oracle, [by_eager[name]], gradient=name != "output")
+
+
 def test_naive_is_attention_by_hand() -> None:
     naive = NaiveAttention(EMBED, HEADS, num_kv_heads=2, causal=True, dtype=torch.float64)
     x = random(2, 11, EMBED)
@@ -232,13 +252,13 @@ def test_memory_of_the_textbooks_is_quadratic() -> None:
     assert growth(NaiveAttention(EMBED, HEADS), 256) > 12
 
 
-@pytest.mark.parametrize("name", ["flash_v1", "flash_v2"])
-def test_memory_of_the_loops_is_linear(name: str) -> None:
-    assert growth(get_attention(name, EMBED, HEADS, block_size=64), 256) < 4.2
+@pytest.mark.parametrize(("name", "dropout"), [("flash_v1", 0.0), ("flash_v2", 0.0), ("flash_v2", 0.1)])
+def test_memory_of_the_loops_is_linear(name: str, dropout: float) -> None:
+    assert growth(get_attention(name, EMBED, HEADS, block_size=128, dropout=dropout), 256) < 4.2
 
 
 @needs_backward
-@pytest.mark.parametrize("case", [case for case in CASES if not case.name.startswith("flash")], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.causal and not case.name.startswith("flash")], ids=str)
 def test_memory_of_the_others_is_linear(case: Case) -> None:
     assert growth(case.module(), 1024) < 5
 
@@ -264,6 +284,50 @@ def test_dropout_of_the_textbook_is_on_weights() -> None:
     kept = dropped != 0
     close(dropped[kept], weights[kept] / 0.75)
     assert 0.7 < kept.double().mean() < 0.8
+
+
+@pytest.mark.parametrize("name", ["flash_v1", "flash_v2"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_dropout_of_the_loops_is_the_pattern_of_the_seed(name: str, causal: bool) -> None:
+    module = get_attention(
+        name, EMBED, HEADS, num_kv_heads=2, block_size=24, causal=causal, dropout=0.25, dtype=torch.float64
+    )
+    x = random(2, 61, EMBED)
+    torch.manual_seed(0)
+    got = run(module, x)
+    torch.manual_seed(0)
+    z = keep_mask(draw_seed("cpu"), 0.25, 2, HEADS, slice(0, 61), slice(0, 61)) / 0.75
+
+    def by_definition(x: Tensor) -> tuple[Tensor, None]:
+        q, k, v = module._heads(x)
+        o, _ = standard_attention(q, k, v, Causal() if causal else None, dropout=z.double())
+        return module.out_proj(o.flatten(2)), None
+
+    module.forward = by_definition  # type: ignore[assignment, method-assign]
+    close(got, run(module, x))
+
+
+def test_no_dropout_outside_training() -> None:
+    for case in CASES:
+        module, plain = case.module(dropout=0.5).eval(), case.module()
+        plain.load_state_dict(module.state_dict())
+        x = random(2, 19, EMBED, dtype=torch.float32)
+        assert torch.equal(module(x)[0], plain(x)[0])
+
+
+@pytest.mark.skipif(not attention_drops(), reason="attention() has no dropout yet")
+@pytest.mark.parametrize("case", [case for case in CASES if not case.name.startswith("flash")], ids=str)
+def test_dropout_of_attention_is_that_of_the_loops(case: Case) -> None:
+    """The same seed drops the same weights; what the mask hides has none."""
+    module = case.module(dropout=0.25, dtype=torch.float64)
+    flash = FlashAttentionV2(EMBED, HEADS, num_kv_heads=case.kv_heads, dropout=0.25, dtype=torch.float64)
+    flash.load_state_dict(module.state_dict())
+    flash.forward = lambda x: flash._forward(x, normalize(case.mask, None, case.causal)[0])  # type: ignore[method-assign]
+    results = []
+    for each in (module, flash):
+        torch.manual_seed(0)
+        results.append(run(each, random(2, 37, EMBED)))
+    close(*results)
 
 
 # --- State dicts ---

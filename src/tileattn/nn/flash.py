@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..dropout import draw_seed, keep_mask, weight_of_kept
 from ..masks import Mask
 from ..reference import flash_attention_1, flash_attention_2, flash_attention_2_backward
+from ..reference.tiled import Dropout
 from .base import SelfAttention, check_positive
 
 
@@ -22,7 +24,15 @@ class _Loop(Protocol):
     """A forward pass of :mod:`tileattn.reference.tiled`."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, *, block_M: int, block_N: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None,
+        *,
+        dropout: Dropout | None,
+        block_M: int,
+        block_N: int,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -33,23 +43,36 @@ class _TiledAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, loop: _Loop, block_size: int) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, dropout_p: float, loop: _Loop, block_size: int
+    ) -> Tensor:
+        ctx.mask, ctx.dropout_p, ctx.block_size = mask, dropout_p, block_size
+        seed = draw_seed(q.device) if dropout_p else None
         # The loops compute in float32 on purpose; autocast would make their products 16 bits again.
         with torch.autocast(q.device.type, enabled=False):
-            o, lse = loop(q, k, v, mask, block_M=block_size, block_N=block_size)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.mask, ctx.block_size = mask, block_size
+            dropout = _dropout(seed, dropout_p, q)
+            o, lse = loop(q, k, v, mask, dropout=dropout, block_M=block_size, block_N=block_size)
+        ctx.save_for_backward(q, k, v, o, lse, seed)
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse, seed = ctx.saved_tensors
         with torch.autocast(do.device.type, enabled=False):
-            q, k, v, o, lse = ctx.saved_tensors
+            dropout = _dropout(seed, ctx.dropout_p, q)
             dq, dk, dv, _, _ = flash_attention_2_backward(
-                do, q, k, v, o, lse, ctx.mask, block_M=ctx.block_size, block_N=ctx.block_size
+                do, q, k, v, o, lse, ctx.mask, dropout=dropout, block_M=ctx.block_size, block_N=ctx.block_size
             )
-        return dq, dk, dv, None, None, None
+        return dq, dk, dv, None, None, None, None
+
+
+def _dropout(seed: Tensor | None, p: float, q: Tensor) -> Dropout | None:
+    """The pattern of :mod:`tileattn.dropout`, a tile at a time: both passes draw the same from one seed."""
+    if seed is None:
+        return None
+    batch, heads, weight = q.shape[0], q.shape[2], weight_of_kept(p)
+    return lambda rows, keys: keep_mask(seed, p, batch, heads, rows, keys) * weight
 
 
 class _FlashAttention(SelfAttention):
@@ -89,9 +112,7 @@ class _FlashAttention(SelfAttention):
         self.block_size = block_size
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor | None]:
-        if self.dropout_p:
-            raise NotImplementedError(f"dropout must be 0 in {type(self).__name__} so far, got {self.dropout}")
-        o: Tensor = _TiledAttention.apply(q, k, v, mask, self.loop, self.block_size)
+        o: Tensor = _TiledAttention.apply(q, k, v, mask, self.dropout_p, self.loop, self.block_size)
         return o, None
 
     def extra_repr(self) -> str:
