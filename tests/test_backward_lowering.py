@@ -1,4 +1,4 @@
-"""The code that TileLang generates for the backward pass, on a machine without a GPU."""
+"""The code that TileLang generates for the backward pass in the generic schedule, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tileattn.call import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang import launch as forward_launch
 from tileattn.kernels.tilelang.backward import config, launch
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
-from tileattn.kernels.tilelang.backward.kernels import kernel
+from tileattn.kernels.tilelang.backward.kernels import kernel, main_kernel
 from tileattn.kernels.tilelang.compile import device_source
 from tileattn.kernels.tilelang.config import ARCHITECTURES
 from tileattn.kernels.tilelang.defaults import default as forward_default
@@ -36,6 +36,19 @@ def backward_of(forward: AttentionCall, **facts: bool) -> BackwardCall:
     return BackwardCall(replace(forward, needs_grad=True), needs, **facts)
 
 
+def generic_tile(call: BackwardCall) -> BackwardConfig:
+    """The main kernel's tile in the generic schedule, whether or not another schedule is preferred."""
+    forward = config.read_together(call)
+    candidates = config.preferences(forward, config.kept_derivatives(call))
+    return next(tile for tile in candidates if config.is_valid(forward, tile))
+
+
+def generic_source(call: BackwardCall, which: str = "main") -> str:
+    """The CUDA or HIP source of one of a call's kernels."""
+    function = main_kernel(call, generic_tile(call)) if which == "main" else kernel(call, which)
+    return device_source(function, call.forward.arch)
+
+
 CALLS = {
     "plain": backward_of(make_call()),
     "causal-64": backward_of(make_call(Causal(), dim=64)),
@@ -44,6 +57,7 @@ CALLS = {
     "window-40": backward_of(make_call(SlidingWindow(5, 0), dim=40)),
     "prefix-96": backward_of(make_call(PrefixLM(3) | SlidingWindow(5, 3), dim=96, sink=True), dlse=True),
     "causal-256": backward_of(make_call(Causal(), dim=256)),
+    "plain-256": backward_of(make_call(dim=256)),
     "plain-192/128": backward_of(make_call(dim=192, dim_v=128)),
     "plain-64/256": backward_of(make_call(dim=64, dim_v=256)),
     "documents": backward_of(make_call(IDS & Causal())),
@@ -101,7 +115,7 @@ def on(arch: str, call: BackwardCall) -> BackwardCall:
 def test_kernel(call: BackwardCall, which: str, tmp_path: Path) -> None:
     """One test for all that is asked of a kernel, since lowering it takes seconds."""
     arch = call.forward.arch
-    source = device_source(kernel(call, which), arch)
+    source = generic_source(call, which)
     _check_instructions(call, which, source)
     _check_barriers(source)
     _check_atomics(call, which, source)
@@ -118,7 +132,7 @@ def _check_instructions(call: BackwardCall, which: str, source: str) -> None:
     arch, products = call.forward.arch, {"main": 5 - call.deterministic, "queries": 3}.get(which, 0)
     if arch == "sm_90a":
         assert len(re.findall(r"tl::wgmma_[rs]s<", source)) == products
-        tile = config.default(call) if which == "main" else config.default_queries(call)
+        tile = generic_tile(call) if which == "main" else config.default_queries(call)
         in_registers = {"main": 0 if tile.weights_shared(call.forward) else 2, "queries": 1}.get(which, 0)
         assert source.count("tl::wgmma_rs<") == in_registers
         assert ("tma_load(" in source) == (products > 0 and call.aligned)
@@ -179,7 +193,7 @@ def test_every_call_has_tiles(arch: str) -> None:
     variants = [CALLS[name].forward.variant for name in ("plain", "causal-64", "softcap", "composed")]
     for dim, dim_v, variant in itertools.product(HEAD_DIMS, HEAD_DIMS, variants):
         call = backward_of(AttentionCall(torch.bfloat16, dim, dim_v, variant, arch=arch))
-        tile, queries = config.default(call), config.default_queries(call)
+        tile, queries = generic_tile(call), config.default_queries(call)
         assert config.ROWS % tile.block_M == 0
         assert config.ROWS % queries.block_M == 0
         assert config.shared_bytes(call.forward, tile) <= ARCHITECTURES[arch].shared_bytes
@@ -240,15 +254,15 @@ def test_what_does_not_matter_shares_a_kernel() -> None:
     assert launch.cache_key(window, "main") == launch.cache_key(other, "main")
     # The small kernels serve any variant.
     for name in ("prepare", "finish"):
-        assert launch.cache_key(plain, name) == launch.cache_key(CALLS["documents"], name)
+        assert launch.cache_key(CALLS["causal-256"], name) == launch.cache_key(CALLS["plain-256"], name)
     assert launch.cache_key(plain, "prepare") != launch.cache_key(replace(plain, dlse=True), "prepare")
     assert launch.cache_key(plain, "prepare") != launch.cache_key(replace(plain, deterministic=True), "prepare")
 
 
 def test_the_digest_has_all_sources() -> None:
-    """Of the package, but what only launches."""
+    """Of the package, but what only chooses and launches."""
     folder = Path(launch.__file__).parent
-    sources = {path.stem for path in folder.glob("*.py")} - {"__init__", "backend", "launch"}
+    sources = {path.stem for path in folder.glob("*.py")} - {"__init__", "backend", "defaults", "launch"}
     assert sources == set(launch.OWN_SOURCES)
 
 
@@ -259,7 +273,7 @@ def test_tiles_that_nobody_sees_are_skipped() -> None:
     """The producer's loop runs over the rows that the mask says; without a mask over all."""
 
     def loop(mask: Mask | None) -> str:
-        source = device_source(kernel(backward_of(make_call(mask, dim=16)), "main"), "sm_90a")
+        source = generic_source(backward_of(make_call(mask, dim=16)))
         producer = source.partition("warpgroup_reg_dealloc<")[2].partition("warpgroup_reg_alloc<")[0]
         return re.findall(r"for \(int step = 0; step < .*", producer)[0] + producer.partition("for (")[0]
 

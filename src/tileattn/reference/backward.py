@@ -17,6 +17,8 @@ changes with it, which leaves delta as it is.
 
 The loop is that of FlashAttention-2 (Dao 2023, algorithm 2): **K/V outside, Q inside**. dK and dV of a tile of keys
 stay in registers; dQ is added to in memory, by all tiles of keys. Tiles that the mask hides are not visited.
+FlashAttention's (2022, algorithm 4) is the same loop: it keeps the maximum and the sum of a row where this keeps their
+lse, computes delta anew in every tile, and runs the tiles of keys of a head one after another.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from ..masks import Mask
 from .standard import ScoreFn, dropped, heads_first, modified, positions, tile_scores
-from .tiled import blocks, key_ranges, masked, of_tile
+from .tiled import Dropout, blocks, key_ranges, masked, of_tile
 
 
 class Gradients(NamedTuple):
@@ -55,7 +57,7 @@ def flash_attention_2_backward(
     scale: float | None = None,
     tensors: Sequence[Tensor] = (),
     dlse: Tensor | None = None,
-    dropout: Tensor | None = None,
+    dropout: Dropout | None = None,
     block_M: int = 64,
     block_N: int = 64,
 ) -> Gradients:
@@ -63,7 +65,7 @@ def flash_attention_2_backward(
 
     Args:
         do: (batch, seqlen_q, heads, head_dim_v), the gradient of o.
-        q, k, v, mask, score_mods, sink, scale, dropout: as `standard_attention`.
+        q, k, v, mask, score_mods, sink, scale, dropout: as `flash_attention_2`.
         o, lse: what the forward pass returned.
         tensors: those that the score modifications read and whose gradients are wanted, such as a bias.
         dlse: (batch, heads, seqlen_q), the gradient of lse; None: 0.

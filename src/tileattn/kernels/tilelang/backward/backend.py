@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ....call import BackwardCall, Gradients
-from ....variant import Operands
+from ....variant import Operands, program
 from ..config import padded
-from .config import ROWS, default
+from .config import ROWS
+from .defaults import MainConfig, default
+from .hopper_config import HopperBackwardConfig
 from .launch import backward_kernels
 from .operands import AXES, BY_KEY, SPREAD, STORED, Path, add_up, paths
+from .order import COLUMNS
+
+# What runs together should stay in the L2 cache, but few heads leave long tiles to the end.
+L2_BYTES, MIN_SIDE_BY_SIDE = 32 * 2**20, 4
 
 
 def prepare_backward(
@@ -23,12 +30,15 @@ def prepare_backward(
     _, seqlen_k, kv_heads, _ = k_shape
     if batch == 0 or seqlen_q == 0 or seqlen_k == 0:
         return _nothing(call)
-    padded_q = -(-seqlen_q // ROWS) * ROWS
-    block_N = default(call).block_N
-    padded_k = -(-seqlen_k // block_N) * block_N
+    config = default(call)
+    padded_q = _padded_rows(seqlen_q, config)
+    padded_k = -(-seqlen_k // config.block_N) * config.block_N
     found = paths(call)
     kernels = backward_kernels(call)
-    scalars = (scale, heads // kv_heads)
+    scalars: tuple[float, ...] = (scale, heads // kv_heads)
+    own_order = isinstance(config, HopperBackwardConfig)
+    if own_order:
+        scalars += (_heads_side_by_side(call, q_shape, kv_heads),)
 
     def backward(
         do: Tensor,
@@ -52,9 +62,11 @@ def prepare_backward(
         handed_over = [_workspace(path, rows, padded_k, seqlen_q, seqlen_k, operands) for path in found]
         tensors = [_as_bytes(tensor) for tensor in operands.tensors]
         variant = (*tensors, *scalars, *operands.ints, *operands.floats)
+        if own_order:
+            sums = tuple(x.view(batch, heads, -1, COLUMNS) for x in sums)
         kernels.main(q, k, v, do, lse2, delta, dk, dv, *sums, *handed_over, *variant)
         if kernels.queries is not None:
-            kernels.queries(q, k, v, do, lse2, delta, dq, *variant)
+            kernels.queries(q, k, v, do, lse2, delta, dq, *tensors, *scalars[:2], *operands.ints, *operands.floats)
         if kernels.finish is not None:
             kernels.finish(dq, *sums, scale)
         dsink = _sink_gradient(sink, lse, delta[:, :, :seqlen_q]) if sink is not None and call.needs[3] else None
@@ -67,6 +79,32 @@ def prepare_backward(
         return Gradients(*wanted, dsink, tuple(dtensors))
 
     return backward
+
+
+def _padded_rows(seqlen_q: int, config: MainConfig) -> int:
+    """Rows of the workspaces: whole tiles of the main kernel, and of the kernels before and after it."""
+    rows = -(-seqlen_q // config.block_M) * config.block_M
+    return -(-rows // ROWS) * ROWS
+
+
+def _heads_side_by_side(call: BackwardCall, q_shape: torch.Size, kv_heads: int) -> int:
+    """How many kv heads' tiles of keys run side by side: a divisor of all, so that no place is empty.
+
+    Without a mask one head after another: what runs together reads the same queries, and adds to the same dq. Under a
+    mask tiles differ, and several heads give a choice of long ones to begin with; but their queries and sums should
+    stay in the L2 cache.
+    """
+    batch, seqlen_q, heads, head_dim = q_shape
+    if program(call.forward.variant).allows is None:
+        return 1
+    row_bytes = 2 * (head_dim + call.forward.head_dim_v) + 4 * head_dim  # of q, do and dq's sums
+    fitting = max(L2_BYTES // (row_bytes * seqlen_q * (heads // kv_heads)), MIN_SIDE_BY_SIDE)
+    return max(d for d in _divisors(batch * kv_heads) if d <= fitting)
+
+
+@functools.lru_cache(maxsize=256)
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _nothing(call: BackwardCall) -> Callable[..., Gradients]:

@@ -86,15 +86,6 @@ def is_valid_queries(call: AttentionCall, config: BackwardConfig) -> bool:
     )
 
 
-def default(call: BackwardCall) -> BackwardConfig:
-    """The configuration of a call's main kernel: the first that fits."""
-    forward = read_together(call)
-    for config in _preferences(forward, kept_derivatives(call)):
-        if is_valid(forward, config):
-            return config
-    raise NotImplementedError(f"no tile of the backward kernel fits {call}")
-
-
 def default_queries(call: BackwardCall) -> BackwardConfig:
     """The configuration of a call's kernel for dq alone: the first that fits."""
     forward = read_together(call)
@@ -112,7 +103,8 @@ def kept_derivatives(call: BackwardCall) -> int:
     return len(slope_program(score, tuple(path.load for path in paths(call)), hardware_tanh=True).early)
 
 
-def _preferences(call: AttentionCall, kept: int) -> Iterator[BackwardConfig]:
+def preferences(call: AttentionCall, kept: int) -> Iterator[BackwardConfig]:
+    """Of the main kernel, from the best down; the first that is valid counts."""
     traced, widest = program(call.variant), max(padded(call.head_dim), padded(call.head_dim_v))
     has_producer = call.aligned and call.arch.startswith(("sm_90", "sm_100", "sm_103"))
     if call.arch.startswith("gfx"):

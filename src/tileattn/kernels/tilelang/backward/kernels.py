@@ -9,8 +9,11 @@ from tilelang.language.eager.builder import Builder
 
 from ....call import BackwardCall
 from ....variant import program
-from . import finish, generic, prepare, queries
-from .config import BackwardConfig, default, default_queries, read_together
+from ..compile import OWN_BARRIERS
+from . import finish, generic, hopper, prepare, queries
+from .config import BackwardConfig, default_queries, read_together
+from .defaults import MainConfig, default
+from .hopper_config import HopperBackwardConfig
 from .operands import paths
 from .signature import declare_finish, declare_main, declare_prepare, declare_queries
 
@@ -34,14 +37,18 @@ def prepare_kernel(call: BackwardCall) -> Any:
     return builder.get()
 
 
-def main_kernel(call: BackwardCall, config: BackwardConfig) -> Any:
+def main_kernel(call: BackwardCall, config: MainConfig) -> Any:
     """The function ``main``, whose parameters are those of :func:`signature.declare_main`."""
     forward, traced, found = read_together(call), program(call.forward.variant), paths(call)
+    adds_dq, own_barriers = not call.deterministic, isinstance(config, HopperBackwardConfig)
     builder = Builder()
     with builder.prim_func("main"):
-        arguments = declare_main(builder, forward, traced, found, not call.deterministic)
-        generic.body(forward, config, traced, found, not call.deterministic)(arguments)
-    return builder.get()
+        arguments = declare_main(builder, forward, traced, found, adds_dq, own_barriers)
+        if isinstance(config, HopperBackwardConfig):
+            hopper.body(forward, config, traced, found, adds_dq)(arguments)
+        else:
+            generic.body(forward, config, traced, found, adds_dq)(arguments)
+    return builder.get().with_attr(OWN_BARRIERS, own_barriers)
 
 
 def queries_kernel(call: BackwardCall, config: BackwardConfig) -> Any:
@@ -55,7 +62,9 @@ def queries_kernel(call: BackwardCall, config: BackwardConfig) -> Any:
 
 def finish_kernel(call: BackwardCall) -> Any:
     """The function ``finish``, whose parameters are those of :func:`signature.declare_finish`."""
+    config = default(call)
+    order = config.order(call.forward) if isinstance(config, HopperBackwardConfig) else None
     builder = Builder()
     with builder.prim_func("finish"):
-        finish.body(call.forward, finish.ROW_MAJOR)(declare_finish(builder, call.forward))
+        finish.body(call.forward, order)(declare_finish(builder, call.forward, order is not None))
     return builder.get()

@@ -12,7 +12,9 @@ from ....call import BackwardCall
 from ....variant import program
 from ...cache import KernelCache, default_folder
 from ..launch import _load, _toolchain
-from .config import default, default_queries, read_together
+from .config import default_queries, read_together
+from .defaults import default
+from .hopper_config import HopperBackwardConfig
 from .operands import paths
 
 Kernel = Callable[..., None]
@@ -64,7 +66,8 @@ def _facts(call: BackwardCall, name: str) -> str:
     forward = read_together(call)
     shape = f"{forward.dtype} {forward.arch} {forward.head_dim}"
     if name == "finish":
-        return shape
+        config = default(call)
+        return f"{shape} {config.order(forward) if isinstance(config, HopperBackwardConfig) else 'row by row'}"
     if name == "prepare":
         sums = f"dq={not call.deterministic}"
         return f"{shape} {forward.head_dim_v} dlse={call.dlse} aligned={call.aligned} {sums}"
@@ -76,8 +79,8 @@ def _facts(call: BackwardCall, name: str) -> str:
 
 
 # Of this package and of the forward pass, the modules that generate kernels.
-OWN_SOURCES = ("config", "finish", "generic", "kernels", "operands", "prepare", "queries", "signature", "slopes")
-OWN_SOURCES += ("tile", "visible")
+OWN_SOURCES = ("config", "finish", "generic", "hopper", "hopper_config", "kernels", "layouts", "operands", "order")
+OWN_SOURCES += ("prepare", "queries", "signature", "slopes", "tensors", "tile", "visible")
 SHARED_SOURCES = ("compile", "config", "expressions", "generic", "mask", "signature", "simplify", "softmax")
 
 

@@ -13,6 +13,7 @@ from ....variant import Program
 from ..config import padded
 from ..signature import SIZES, _operand
 from .operands import BY_KEY, SPREAD, STORED, Path
+from .order import COLUMNS
 
 
 class Parameters:
@@ -61,6 +62,10 @@ class Parameters:
         shape = [self.sizes.batch, self.sizes.heads, self.sizes.padded_q, padded(self.call.head_dim)]
         return self.tensor("dq_sum", shape)
 
+    def accumulator_rows(self) -> Any:
+        """The same memory in rows of ``COLUMNS``, for a schedule that has an order of its own (order.py)."""
+        return self.tensor("dq_sum", [self.sizes.batch, self.sizes.heads, T.dynamic("sum_rows"), COLUMNS])
+
     def tensor(self, name: str, shape: list[Any], dtype: str = "float32") -> Any:
         return self.builder.prim_func_arg(name, T.Tensor(shape, dtype))
 
@@ -78,15 +83,18 @@ def declare_prepare(builder: Builder, call: AttentionCall, has_dlse: bool, clear
     return _with_sizes(p, arg)
 
 
-def declare_finish(builder: Builder, call: AttentionCall) -> Any:
+def declare_finish(builder: Builder, call: AttentionCall, own_order: bool) -> Any:
     """``(dq, dq_sum, scale)``"""
     p = Parameters(builder, call)
-    return _with_sizes(
-        p, SimpleNamespace(dq=p.gradient("dq"), dq_sum=p.accumulator(), scale=p.scalar("scale", "float"))
-    )
+    arg = SimpleNamespace(dq=p.gradient("dq"))
+    arg.dq_sum = p.accumulator_rows() if own_order else p.accumulator()
+    arg.scale = p.scalar("scale", "float")
+    return _with_sizes(p, arg)
 
 
-def declare_main(builder: Builder, call: AttentionCall, traced: Program, paths: tuple[Path, ...], dq: bool) -> Any:
+def declare_main(
+    builder: Builder, call: AttentionCall, traced: Program, paths: tuple[Path, ...], dq: bool, hopper: bool = False
+) -> Any:
     """``(q, k, v, do, lse2, delta, dk, dv, [dq_sum], *handed_over, *tensors, scale, heads_per_kv_head, *ints,
     *floats)``
 
@@ -96,9 +104,9 @@ def declare_main(builder: Builder, call: AttentionCall, traced: Program, paths: 
     arg = SimpleNamespace(**{name: p.strided(name) for name in ("q", "k", "v", "do")})
     arg.lse2, arg.delta = p.rows("lse2"), p.rows("delta")
     arg.dk, arg.dv = p.gradient("dk"), p.gradient("dv")
-    arg.dq_sum = p.accumulator() if dq else None
+    arg.dq_sum = (p.accumulator_rows() if hopper else p.accumulator()) if dq else None
     arg.handed_over = [_handed_over(p, index, path, traced) for index, path in enumerate(paths)]
-    _declare_variant(p, arg, traced)
+    _declare_variant(p, arg, traced, hopper)
     return _with_sizes(p, arg)
 
 
@@ -123,9 +131,11 @@ def _handed_over(p: Parameters, index: int, path: Path, traced: Program) -> Any:
     return p.tensor(name, shape, str(symbol.dtype).removeprefix("torch.") if path.way == STORED else "float32")
 
 
-def _declare_variant(p: Parameters, arg: Any, traced: Program) -> None:
+def _declare_variant(p: Parameters, arg: Any, traced: Program, side_by_side: bool = False) -> None:
     arg.operands = {symbol.name: p.builder.prim_func_arg(symbol.name, _operand(symbol)) for symbol in traced.tensors}
     arg.scale, arg.heads_per_kv_head = p.scalar("scale", "float"), p.scalar("heads_per_kv_head", "int")
+    if side_by_side:
+        arg.side_by_side = p.scalar("side_by_side", "int")
     arg.operands |= {f"i{index}": p.scalar(f"i{index}", "int") for index in range(traced.ints)}
     arg.operands |= {f"f{index}": p.scalar(f"f{index}", "float") for index in range(traced.floats)}
 
