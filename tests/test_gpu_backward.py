@@ -19,6 +19,7 @@ from tileattn.testing import assert_accurate, eager_attention, oracle_attention
 
 pytestmark = pytest.mark.gpu
 
+DEVICE = "cuda"
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -76,7 +77,7 @@ def _softcap(case: Case, random: Callable[..., Tensor]) -> list[Any]:
 
 
 def _documents(case: Case) -> Any:
-    return Documents(torch.arange(case.lengths[1], device="cuda", dtype=torch.int32) // 73) & Causal()
+    return Documents(torch.arange(case.lengths[1], device=DEVICE, dtype=torch.int32) // 73) & Causal()
 
 
 CASES = {
@@ -122,11 +123,11 @@ class Problem:
     """Leaves and gradients of outputs, and what a function of attention makes of them."""
 
     def __init__(self, case: Case, seed: int = 0) -> None:
-        generator = torch.Generator("cuda").manual_seed(seed)
+        generator = torch.Generator(DEVICE).manual_seed(seed)
         made: list[Tensor] = []
 
         def random(*shape: int, dtype: torch.dtype = torch.float32, factor: float = 1.0) -> Tensor:
-            values = torch.randn(shape, device="cuda", generator=generator) * factor
+            values = torch.randn(shape, device=DEVICE, generator=generator) * factor
             made.append(values.to(dtype).requires_grad_())
             return made[-1]
 
@@ -327,7 +328,7 @@ def test_cuda_graph_replays_on_new_inputs() -> None:
 
 
 def test_memory_is_the_gradients_and_dq_in_float32() -> None:
-    q, k, v = (torch.randn(1, 32768, 8, 128, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(1, 32768, 8, 128, device=DEVICE, dtype=BF16, requires_grad=True) for _ in range(3))
     tileattn.attention(*(x[:, :128] for x in (q, k, v)), causal=True).sum().backward()  # compiles and loads
     o = tileattn.attention(q, k, v, causal=True)
     do = torch.randn_like(o)
