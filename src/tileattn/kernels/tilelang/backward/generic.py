@@ -27,7 +27,6 @@ from ....call import AttentionCall
 from ....variant import Program
 from .. import softmax
 from ..config import padded
-from ..expressions import Emitter
 from ..generic import ROWS, _has_no_producer, _variable
 from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
@@ -100,7 +99,7 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
             kv_h = T.alloc_var("int32", init=T.truncmod(T.truncdiv(block, key_tiles), kv_heads))
             b = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, key_tiles), kv_heads))
             q_b, k_b, v_b, do_b = (held(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v, arg.do))
-            emit = Emitter(arg.operands)
+            emit = tile.TileEmitter(arg.operands)
             visible = Viewers(traced, emit, seqlen_q, seqlen_k)
             k_hi = k_lo + block_N - 1
             first_head = kv_h * arg.heads_per_kv_head

@@ -19,7 +19,6 @@ from ....call import AttentionCall
 from ....variant import Program
 from .. import softmax
 from ..config import padded
-from ..expressions import Emitter
 from ..generic import ROWS, _has_no_producer, _variable
 from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
@@ -67,7 +66,7 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program) -> Any:
             q_b, k_b, v_b, do_b = (held(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v, arg.do))
             q_lo = row + seqlen_k - seqlen_q
             q_hi = T.min(q_lo + block_M, seqlen_k) - 1
-            emit = Emitter(arg.operands)
+            emit = tile.TileEmitter(arg.operands)
             visible = Viewers(traced, emit, seqlen_q, seqlen_k)
             kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
             full_lo, full_hi = visible.full_range(b, h, q_lo, q_hi)
