@@ -175,17 +175,17 @@ class Problem:
         leaves = self.leaves()
         return dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), grads, retain_graph=True)))
 
-    def _standard(self) -> tuple[Any, ...]:
+    def standard(self) -> tuple[Any, ...]:
         return (self.q, self.k, self.v, self.mask, self.mods, self.sink, self.case.scale)
 
     def oracle(self) -> dict[str, Tensor]:
-        return {name: grad.double() for name, grad in self.gradients(*oracle_attention(*self._standard())).items()}
+        return {name: grad.double() for name, grad in self.gradients(*oracle_attention(*self.standard())).items()}
 
     def eager(self) -> list[dict[str, Tensor]]:
-        return [self.gradients(o, lse) for o, lse in zip(*eager_attention(*self._standard()))]
+        return [self.gradients(o, lse) for o, lse in zip(*eager_attention(*self.standard()))]
 
 
-def _check(name: str, problem: Problem, got: dict[str, Tensor]) -> None:
+def check(name: str, problem: Problem, got: dict[str, Tensor]) -> None:
     oracle, eager = problem.oracle(), problem.eager()
     for leaf, tensor in problem.leaves().items():
         assert got[leaf].dtype == tensor.dtype
@@ -195,7 +195,7 @@ def _check(name: str, problem: Problem, got: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name: str) -> None:
     problem = Problem(CASES[name])
-    _check(name, problem, problem.ours())
+    check(name, problem, problem.ours())
 
 
 DETERMINISTIC = (
@@ -216,7 +216,7 @@ def test_deterministic_gradients(name: str) -> None:
     """As exact as the others, and the same bits in every run."""
     problem = Problem(CASES[name])
     first = problem.ours(deterministic=True)
-    _check(name, problem, first)
+    check(name, problem, first)
     for _ in range(20):
         again = problem.ours(deterministic=True)
         assert all(torch.equal(again[leaf], first[leaf]) for leaf in first)
@@ -236,7 +236,7 @@ def test_slopes_of_hidden_scores_do_not_show(head_dims: tuple[int, int]) -> None
     """Autograd has NaN for them; so the oracle takes a modification that is finite there."""
     shape = Case((200, 233), (4, 2), head_dims, mask=Causal())
     problem = Problem(shape._replace(mods=lambda case, random: [_rising]))
-    _check("rising", Problem(shape._replace(mods=lambda case, random: [_rising_where_seen])), problem.ours())
+    check("rising", Problem(shape._replace(mods=lambda case, random: [_rising_where_seen])), problem.ours())
     deterministic = problem.ours(deterministic=True)
     assert all(grad.isfinite().all() for grad in deterministic.values())
 
@@ -244,9 +244,9 @@ def test_slopes_of_hidden_scores_do_not_show(head_dims: tuple[int, int]) -> None
 def test_many_tiles() -> None:
     """More blocks than multiprocessors, and several tiles of queries and of keys for each."""
     problem = Problem(Case((1500, 1700), (16, 4), (128, 128), mask=Causal(), batch=3))
-    _check("many tiles", problem, problem.ours())
+    check("many tiles", problem, problem.ours())
     problem = Problem(Case((2049, 1025), (16, 8), batch=3))
-    _check("many tiles, full", problem, problem.ours())
+    check("many tiles, full", problem, problem.ours())
 
 
 def test_twenty_runs_are_close() -> None:
