@@ -80,7 +80,7 @@ def _facts(call: BackwardCall, name: str) -> str:
 
 # Of this package and of the forward pass, the modules that generate kernels.
 OWN_SOURCES = ("config", "finish", "generic", "hopper", "hopper_config", "kernels", "layouts", "operands", "order")
-OWN_SOURCES += ("prepare", "queries", "signature", "slopes", "tensors", "tile", "visible")
+OWN_SOURCES += ("prepare", "queries", "signature", "slopes", "tensors", "tile", "variables", "visible")
 SHARED_SOURCES = ("compile", "config", "expressions", "generic", "mask", "signature", "simplify", "softmax")
 
 
