@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tilelang.language as T
+from tvm import tirx
 
 from ....call import AttentionCall
 from ..generic import _has_no_producer, _variable
@@ -21,7 +22,11 @@ def holder(call: AttentionCall) -> Callable[[Any], Any]:
     A producer warpgroup may not write to variables (``compile._one_producer_warp``). There the value goes through a
     shuffle, which no pass looks through; besides, ptxas then knows it to be the same in all threads of a warp.
     """
-    return _variable if _has_no_producer(call) else (lambda value: T.shfl_sync(value, 0))
+    return _variable if _has_no_producer(call) else _shared
+
+
+def _shared(value: Any) -> Any:
+    return value if isinstance(value, (int, tirx.IntImm)) else T.shfl_sync(value, 0)
 
 
 def address_holder(call: AttentionCall) -> Callable[[Any], Any]:
