@@ -106,19 +106,22 @@ def kept_derivatives(call: BackwardCall) -> int:
 def preferences(call: AttentionCall, kept: int) -> Iterator[BackwardConfig]:
     """Of the main kernel, from the best down; the first that is valid counts."""
     traced, widest = program(call.variant), max(padded(call.head_dim), padded(call.head_dim_v))
-    has_producer = call.aligned and call.arch.startswith(("sm_90", "sm_100", "sm_103"))
+    has_wgmma = call.arch.startswith(("sm_90", "sm_100", "sm_103"))
+    has_producer = has_wgmma and call.aligned
     if call.arch.startswith("gfx"):
         yield BackwardConfig(64, 64, 0, 128)
         yield BackwardConfig(32, 64, 0, 128)
         yield BackwardConfig(16, 32, 0, 128)
+    # Where operands of products are loaded into registers, 64 rows leave too few for wide heads and modifications.
+    rows = 64 if has_wgmma or (widest <= 128 and traced.score is None) else 32
     if padded(call.head_dim) % 32:
-        yield BackwardConfig(64, 64, 2, 128)  # two warpgroups would halve dQ's columns, and a wgmma takes 16 or more
+        yield BackwardConfig(rows, 64, 2, 128)  # two warpgroups would halve dQ's columns; a wgmma takes 16 or more
     if has_producer and widest <= 64 and traced.score is None and not traced.tensors:
         yield BackwardConfig(128, 128, 2, 256)
-    if widest <= (128 if has_producer else 64) and kept < 2:
+    if (has_producer and widest <= 128 and kept < 2) or (widest <= 64 and traced.score is None):
         yield BackwardConfig(64, 128, 2, 256)
-    yield BackwardConfig(64, 64, 2, 256)
-    yield BackwardConfig(64, 64, 1, 256)
+    yield BackwardConfig(rows, 64, 2, 256)
+    yield BackwardConfig(rows, 64, 1, 256)
     yield BackwardConfig(32, 64, 1, 256)
     yield BackwardConfig(32, 32, 1, 128)
     yield BackwardConfig(16, 32, 1, 128)
