@@ -47,7 +47,7 @@ from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
 from . import tile
 from .hopper_config import CONSUMERS, HopperBackwardConfig
-from .layouts import accumulator_layout
+from .layouts import accumulator_layout, columns_layout
 from .operands import ADDED, BY_KEY, SPREAD, STORED, Path
 from .order import COLUMNS
 from .tensors import add_to_elements, add_to_sums, hand_over_sums, spread, store_elements
@@ -61,8 +61,6 @@ BATCH, KV_HEAD, KEY = range(3)
 
 # Where a warpgroup stands in the stages of Q and dO, in the buffers of dS, and in the uses of dQ's.
 STAGE, PARITY, DS, DQ_PARITY = range(4)
-
-COLUMNS_SHARED = T.GemmWarpPolicy.FullCol
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 
@@ -196,6 +194,14 @@ def release(w, barriers, stage):
 
 
 @T.macro
+def hold(plan, w, rows, held):
+    """Takes numbers of queries to registers while a product is under way, which ptxas would not do: it keeps loads
+    behind the wait for the product."""
+    for j in T.Parallel(plan.block_M):
+        held[j] = rows[w.at[STAGE], j]
+
+
+@T.macro
 def multiply_scores(plan, w):
     T.barrier_wait(w.q_ready[w.at[STAGE]], w.at[PARITY])
     T.wgmma_gemm(w.k, w.q[w.at[STAGE], :, :], w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
@@ -225,7 +231,8 @@ def scores_to_probabilities(plan, arg, w, h, row):
         )  # fmt: skip
     if (row < w.full[0]) | (row + plan.block_M > w.full[1]):
         tile.hide(w.acc_s, w.visible, w.task[BATCH], h, q_lo, w.task[KEY], plan.block_N, plan.block_M, True)
-    tile.probabilities(w.acc_s, Row(w.lse2, w.at[STAGE]), c, plan.block_N, plan.block_M, True)
+    lse2 = w.lse2_held if plan.config.held_lse2 else Row(w.lse2, w.at[STAGE])
+    tile.probabilities(w.acc_s, lse2, c, plan.block_N, plan.block_M, True)
     T.copy(w.acc_s, w.p)
     for index in plan.early:
         tile.weigh(w.early[index], w.acc_s, plan.block_N, plan.block_M)
@@ -264,7 +271,7 @@ def tensor_gradients(plan, arg, w, h, row):
 @T.macro
 def gradients_of_scores(plan, arg, w, h, row):
     """dS, of the scaled scores, in 16 bits."""
-    delta = Row(w.delta, w.at[STAGE])
+    delta = w.delta_held if plan.config.held_delta else Row(w.delta, w.at[STAGE])
     if plan.slopes is None:
         for i, j in T.Parallel(plan.block_N, plan.block_M):
             w.ds[i, j] = w.acc_s[i, j] * (w.acc_dp[i, j] - delta[j])
@@ -299,6 +306,7 @@ def share_ds(plan, w):
 
 @T.macro
 def multiply_dq(plan, w):
+    policy = T.GemmWarpPolicy.FullCol if plan.order.shares_columns else ROWS
     if plan.order.transposed:
         T.wgmma_gemm(
             w.k,
@@ -307,12 +315,10 @@ def multiply_dq(plan, w):
             transpose_A=True,
             transpose_B=True,
             clear_accum=True,
-            policy=ROWS,
+            policy=policy,
         )
-    elif plan.order.shares_columns:
-        T.wgmma_gemm(w.shared_ds[w.at[DS], :, :], w.k, w.acc_dq, clear_accum=True, policy=COLUMNS_SHARED)
     else:
-        T.wgmma_gemm(w.shared_ds[w.at[DS], :, :], w.k, w.acc_dq, clear_accum=True, policy=ROWS)
+        T.wgmma_gemm(w.shared_ds[w.at[DS], :, :], w.k, w.acc_dq, clear_accum=True, policy=policy)
 
 
 @T.macro
@@ -345,16 +351,25 @@ def advance(plan, arg, w, h, row):
         scores_to_probabilities(plan, arg, w, h, row)
         multiply_dp(plan, w)
     else:
+        if plan.config.held_lse2:
+            hold(plan, w, w.lse2, w.lse2_held)
         multiply_dp(plan, w)
         await_product(plan, w.acc_s, 1, plan.block_M)
         scores_to_probabilities(plan, arg, w, h, row)
-    await_product(plan, w.acc_dp, 0, plan.block_M)
+    if plan.config.held_delta:
+        hold(plan, w, w.delta, w.delta_held)
+    if plan.config.early_dv:
+        T.wgmma_gemm(w.p, w.do[w.at[STAGE], :, :], w.acc_dv, policy=ROWS)
+        await_product(plan, w.acc_dp, 1, plan.block_M)
+    else:
+        await_product(plan, w.acc_dp, 0, plan.block_M)
     gradients_of_scores(plan, arg, w, h, row)
     if plan.adds_dq:
         if plan.config.ds_buffers == 1:
             T.sync_threads(DS_READ, CONSUMERS)
         share_ds(plan, w)
-    T.wgmma_gemm(w.p, w.do[w.at[STAGE], :, :], w.acc_dv, policy=ROWS)
+    if not plan.config.early_dv:
+        T.wgmma_gemm(w.p, w.do[w.at[STAGE], :, :], w.acc_dv, policy=ROWS)
     if plan.adds_dq:
         T.fence_proxy_async()
         T.sync_threads(DS_WRITTEN, CONSUMERS)
@@ -472,6 +487,8 @@ def body(
                 tile_sum=T.alloc_fragment([plan.block_N], "float32"),
                 uniforms=plan.slopes.allocate() if plan.slopes is not None else None,
                 eight=T.alloc_local([8], plan.dtype),
+                lse2_held=T.alloc_fragment([plan.block_M], "float32"),
+                delta_held=T.alloc_fragment([plan.block_M], "float32"),
                 at=T.alloc_local([4], "int32"),
                 full=T.alloc_local([2], "int32"),
                 thread=thread,
@@ -481,6 +498,10 @@ def body(
             w.task[KV_HEAD] = T.truncmod(pair, arg.kv_heads)
             w.task[KEY] = T.truncdiv(place, side) * plan.block_N
             T.annotate_layout({w.ds: accumulator_layout(plan.block_N, plan.block_M)})
+            if config.held_lse2:
+                T.annotate_layout({w.lse2_held: columns_layout(plan.block_M)})
+            if config.held_delta:
+                T.annotate_layout({w.delta_held: columns_layout(plan.block_M)})
             if adds_dq:
                 T.annotate_layout({w.dq_sum: tilelang.layout.make_linear_layout(w.dq_sum)})
             if thread >= CONSUMERS:

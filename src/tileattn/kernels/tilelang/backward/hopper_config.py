@@ -36,6 +36,9 @@ class HopperBackwardConfig:
     num_stages: int = 2
     ds_buffers: int = 2
     late_dp: bool = False
+    early_dv: bool = False
+    held_lse2: bool = False
+    held_delta: bool = False
 
     def order(self, call: AttentionCall) -> RegisterOrder:
         """Of dq's sums."""
