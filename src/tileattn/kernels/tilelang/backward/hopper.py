@@ -47,7 +47,7 @@ from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
 from . import tile
 from .hopper_config import CONSUMERS, HopperBackwardConfig
-from .layouts import accumulator_layout, columns_layout
+from .layouts import accumulator_layout
 from .operands import ADDED, BY_KEY, SPREAD, STORED, Path
 from .order import COLUMNS
 from .tensors import add_to_elements, add_to_sums, hand_over_sums, spread, store_elements
@@ -143,7 +143,7 @@ def load(plan, arg, w, source, tiles, head_dim, of_rows, rows, ready, free):
         h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
         row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.block_M)
         count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
-        for i in T.serial(count):
+        for _ in T.serial(count):
             T.barrier_wait(free[stage], parity)
             T.tma_copy(source[b, row : row + plan.block_M, h, 0:head_dim], tiles[stage, :, :], barrier=ready[stage])
             T.tma_copy(
@@ -164,8 +164,8 @@ def add_dq(plan, arg, w):
         h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
         row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.sum_rows)
         count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
-        for i in T.serial(count):
-            for group in T.unroll(2):
+        for _ in T.serial(count):
+            for group in T.serial(2):
                 T.barrier_wait(w.dq_ready[group], parity)
                 T.atomic_add(
                     arg.dq_sum[w.task[BATCH], h, row + group * half : row + group * half + half, :],
@@ -191,14 +191,6 @@ def release(w, barriers, stage):
     """One thread of each warpgroup says that it has read a stage."""
     if w.thread % WARPGROUP == 0:
         T.barrier_arrive(barriers[stage])
-
-
-@T.macro
-def hold(plan, w, rows, held):
-    """Takes numbers of queries to registers while a product is under way, which ptxas would not do: it keeps loads
-    behind the wait for the product."""
-    for j in T.Parallel(plan.block_M):
-        held[j] = rows[w.at[STAGE], j]
 
 
 @T.macro
@@ -229,10 +221,9 @@ def scores_to_probabilities(plan, arg, w, h, row):
             w.acc_s, w.early, plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h, q_lo, w.task[KEY],
             plan.block_N, plan.block_M, True,
         )  # fmt: skip
-    if (row < w.full[0]) | (row + plan.block_M > w.full[1]):
+    if (row < w.rows[2]) | (row + plan.block_M > w.rows[3]):
         tile.hide(w.acc_s, w.visible, w.task[BATCH], h, q_lo, w.task[KEY], plan.block_N, plan.block_M, True)
-    lse2 = w.lse2_held if plan.config.held_lse2 else Row(w.lse2, w.at[STAGE])
-    tile.probabilities(w.acc_s, lse2, c, plan.block_N, plan.block_M, True)
+    tile.probabilities(w.acc_s, Row(w.lse2, w.at[STAGE]), c, plan.block_N, plan.block_M, True)
     T.copy(w.acc_s, w.p)
     for index in plan.early:
         tile.weigh(w.early[index], w.acc_s, plan.block_N, plan.block_M)
@@ -271,7 +262,7 @@ def tensor_gradients(plan, arg, w, h, row):
 @T.macro
 def gradients_of_scores(plan, arg, w, h, row):
     """dS, of the scaled scores, in 16 bits."""
-    delta = w.delta_held if plan.config.held_delta else Row(w.delta, w.at[STAGE])
+    delta = Row(w.delta, w.at[STAGE])
     if plan.slopes is None:
         for i, j in T.Parallel(plan.block_N, plan.block_M):
             w.ds[i, j] = w.acc_s[i, j] * (w.acc_dp[i, j] - delta[j])
@@ -302,6 +293,11 @@ def share_ds(plan, w):
         place = w.shared_ds[w.at[DS], n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane % 16 // 8 * 8]
         pairs = [T.call_intrin("int32", _PACK, w.eight[e], w.eight[e + 1]) for e in (0, 2, 4, 6)]
         T.evaluate(T.call_intrin("handle", _STMATRIX, 1, 4, T.access_ptr(place, "w", extent=8), *pairs, "m8n8"))
+
+
+@T.macro
+def multiply_dv(plan, w):
+    T.wgmma_gemm(w.p, w.do[w.at[STAGE], :, :], w.acc_dv, policy=ROWS)
 
 
 @T.macro
@@ -351,26 +347,16 @@ def advance(plan, arg, w, h, row):
         scores_to_probabilities(plan, arg, w, h, row)
         multiply_dp(plan, w)
     else:
-        if plan.config.held_lse2:
-            hold(plan, w, w.lse2, w.lse2_held)
         multiply_dp(plan, w)
         await_product(plan, w.acc_s, 1, plan.block_M)
         scores_to_probabilities(plan, arg, w, h, row)
-    if plan.config.held_delta:
-        hold(plan, w, w.delta, w.delta_held)
-    if plan.config.early_dv:
-        T.wgmma_gemm(w.p, w.do[w.at[STAGE], :, :], w.acc_dv, policy=ROWS)
-        await_product(plan, w.acc_dp, 1, plan.block_M)
-    else:
-        await_product(plan, w.acc_dp, 0, plan.block_M)
+    await_product(plan, w.acc_dp, 0, plan.block_M)
     gradients_of_scores(plan, arg, w, h, row)
+    multiply_dv(plan, w)
     if plan.adds_dq:
         if plan.config.ds_buffers == 1:
             T.sync_threads(DS_READ, CONSUMERS)
         share_ds(plan, w)
-    if not plan.config.early_dv:
-        T.wgmma_gemm(w.p, w.do[w.at[STAGE], :, :], w.acc_dv, policy=ROWS)
-    if plan.adds_dq:
         T.fence_proxy_async()
         T.sync_threads(DS_WRITTEN, CONSUMERS)
         multiply_dq(plan, w)
@@ -416,6 +402,17 @@ def store(plan, arg, w):
 
 
 @T.macro
+def find_rows(plan, w, h):
+    """The head's tiles of queries, begin and end, and the rows that see all keys of the block, which need no mask."""
+    first, end = tiles_of_head(plan, w, h)
+    full_lo, full_hi = w.visible.full_rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + plan.block_N - 1)
+    w.rows[0] = first
+    w.rows[1] = T.max(end, first)
+    w.rows[2] = full_lo
+    w.rows[3] = full_hi
+
+
+@T.macro
 def consume(plan, arg, w):
     T.fill(w.acc_dv, 0)
     T.fill(w.acc_dk, 0)
@@ -425,17 +422,13 @@ def consume(plan, arg, w):
     T.barrier_wait(w.kv_ready[0], 0)
     for g in T.serial(arg.heads_per_kv_head):
         h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
-        first = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0])
-        count = T.alloc_var("int32", init=T.max(tiles_of_head(plan, w, h)[1] - first, 0))
-        full_lo, full_hi = w.visible.full_rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + plan.block_N - 1)
-        w.full[0] = full_lo
-        w.full[1] = full_hi
+        find_rows(plan, w, h)
         if plan.slopes is not None:
             keep_uniforms(plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h)
         for number in plan.sums_by_key.values():
             T.fill(w.sums[number], 0)
-        for i in T.serial(count):
-            advance(plan, arg, w, h, (first + i) * plan.block_M)
+        for number in T.serial(w.rows[0], w.rows[1]):
+            advance(plan, arg, w, h, number * plan.block_M)
         for index, number in plan.sums_by_key.items():
             hand_over_sums(w.sums[number], arg.handed_over[index], w.task[BATCH], h, w.task[KEY], plan.block_N)
     store(plan, arg, w)
@@ -487,10 +480,8 @@ def body(
                 tile_sum=T.alloc_fragment([plan.block_N], "float32"),
                 uniforms=plan.slopes.allocate() if plan.slopes is not None else None,
                 eight=T.alloc_local([8], plan.dtype),
-                lse2_held=T.alloc_fragment([plan.block_M], "float32"),
-                delta_held=T.alloc_fragment([plan.block_M], "float32"),
                 at=T.alloc_local([4], "int32"),
-                full=T.alloc_local([2], "int32"),
+                rows=T.alloc_local([4], "int32"),
                 thread=thread,
                 **plan.alloc_barriers(),
             )
@@ -498,10 +489,6 @@ def body(
             w.task[KV_HEAD] = T.truncmod(pair, arg.kv_heads)
             w.task[KEY] = T.truncdiv(place, side) * plan.block_N
             T.annotate_layout({w.ds: accumulator_layout(plan.block_N, plan.block_M)})
-            if config.held_lse2:
-                T.annotate_layout({w.lse2_held: columns_layout(plan.block_M)})
-            if config.held_delta:
-                T.annotate_layout({w.delta_held: columns_layout(plan.block_M)})
             if adds_dq:
                 T.annotate_layout({w.dq_sum: tilelang.layout.make_linear_layout(w.dq_sum)})
             if thread >= CONSUMERS:

@@ -36,9 +36,6 @@ class HopperBackwardConfig:
     num_stages: int = 2
     ds_buffers: int = 2
     late_dp: bool = False
-    early_dv: bool = False
-    held_lse2: bool = False
-    held_delta: bool = False
 
     def order(self, call: AttentionCall) -> RegisterOrder:
         """Of dq's sums."""
@@ -85,9 +82,9 @@ def hopper_preferences(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator
         yield HopperBackwardConfig(64, late_dp=bool(paths))
     elif widest <= 64:
         yield HopperBackwardConfig(128)
-    else:
+    elif program(call.variant).allows is None:
         yield HopperBackwardConfig(80)
-        yield HopperBackwardConfig(64)
+    yield HopperBackwardConfig(64)
 
 
 def _crowded(paths: tuple[Path, ...]) -> bool:

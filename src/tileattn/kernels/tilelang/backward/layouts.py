@@ -14,16 +14,6 @@ def accumulator_layout(rows: int, columns: int) -> Any:
     return T.Fragment([rows, columns], forward_thread_fn=_thread, forward_index_fn=_register)
 
 
-def columns_layout(columns: int) -> Any:
-    """Of a fragment (columns,): each thread has the numbers of the columns that it has of a product on 256 threads."""
-    return T.Fragment(
-        [columns],
-        forward_thread_fn=lambda j, copy: copy * 4 + j % 8 // 2,
-        forward_index_fn=lambda j: j // 8 * 2 + j % 2,
-        replicate=64,
-    )
-
-
 def product_layout(order: RegisterOrder) -> Any:
     """Of dQ's product (or its transpose), on two warpgroups."""
     half = order.shape[1] // 2

@@ -52,6 +52,8 @@ class RegisterOrder:
     def is_valid(self) -> bool:
         """Whether two warpgroups can hold the product, and its halves are whole rows of ``COLUMNS``."""
         rows, columns = self.shape
+        if self.transposed and self.shares_columns:
+            return False
         return rows in (64, 128) and columns % (16 if rows == 64 else 8) == 0 and self.size % (2 * COLUMNS) == 0
 
     def offset(self, i: Any, j: Any) -> Any:
