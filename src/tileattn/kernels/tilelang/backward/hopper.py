@@ -40,7 +40,6 @@ from ....call import AttentionCall
 from ....variant import Program
 from .. import softmax
 from ..config import padded
-from ..expressions import Emitter
 from ..generic import ROWS
 from ..hopper_plan import WARP, WARPGROUP, _slices
 from ..mask import keep_uniforms
@@ -453,7 +452,7 @@ def body(
             # `side` kv heads side by side, each beginning with its first keys.
             turn, place = T.truncdiv(block, side * key_tiles), T.truncmod(block, side * key_tiles)
             pair = T.alloc_var("int32", init=turn * side + T.truncmod(place, side))
-            emit = Emitter(arg.operands)
+            emit = tile.TileEmitter(arg.operands)
             thread = T.get_thread_binding()
             score_tile = [plan.block_N, plan.block_M]
             w = SimpleNamespace(

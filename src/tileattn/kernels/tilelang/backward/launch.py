@@ -78,24 +78,17 @@ def _facts(call: BackwardCall, name: str) -> str:
     return f"{facts} | {program(forward.variant).backward_text}"
 
 
+# Of this package and of the forward pass, the modules that generate kernels.
+OWN_SOURCES = ("config", "finish", "generic", "hopper", "hopper_config", "kernels", "layouts", "operands", "order")
+OWN_SOURCES += ("prepare", "queries", "signature", "slopes", "tensors", "tile", "variables", "visible")
+SHARED_SOURCES = ("compile", "config", "expressions", "generic", "mask", "signature", "simplify", "softmax")
+
+
 @functools.cache
 def _source_digest() -> str:
     """Of the code that generates backward kernels, so that editing it recompiles them."""
     folder = Path(__file__).parent
-    names = ("compile", "config", "expressions", "generic", "mask", "signature", "simplify", "softmax")
-    files = [folder.parent / f"{name}.py" for name in names] + [folder.parents[2] / "derivative.py"]
-    own = (
-        "config",
-        "finish",
-        "generic",
-        "hopper",
-        "hopper_config",
-        "kernels",
-        "layouts",
-        "operands",
-        "order",
-        "prepare",
-    )
-    own += ("queries", "signature", "slopes", "tensors", "tile", "visible")
-    files += [folder / f"{name}.py" for name in own]
+    files = [folder / f"{name}.py" for name in OWN_SOURCES]
+    files += [folder.parent / f"{name}.py" for name in SHARED_SOURCES]
+    files.append(folder.parents[2] / "derivative.py")
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

@@ -85,7 +85,7 @@ def _symbols(indices: Sequence[Any]) -> set[str]:
 
 
 def _step(index: Any) -> str | None:
-    """The symbol if the index is one of ``b h q k``, plus or minus what is the same everywhere; "" if it is all that."""
+    """The one of ``b h q k`` that the index is, plus or minus what is the same everywhere; "" if it is only that."""
     found = _symbols([index])
     if not found:
         return ""
