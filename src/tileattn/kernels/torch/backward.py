@@ -27,9 +27,9 @@ from .mask import KeyRange, ScoreMods, Variant, key_ranges, row_blocks
 from .score_gradient import Watched, add_biases, add_to_gradients, only_biases, recording, through_score_mods
 
 # Rows and keys of a tile, and the elements of a tile of all heads: two of them should stay in a CPU's cache.
-BLOCK_M = 256
+BLOCK_M = 128
 BLOCK_N = 256
-MAX_TILE = 2**20
+MAX_TILE = 2**19
 
 
 class Needs(NamedTuple):
