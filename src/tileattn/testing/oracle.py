@@ -125,12 +125,12 @@ def eager_gradients(
     """The gradients of `eager_attention`, in the inputs' dtype: four runs.
 
     Each of its two orders in two ways. One is autograd, which has kept the probabilities. The other is the formula by
-    which a backward pass goes that does not keep them (Dao et al. 2022, arXiv 2205.14135): from lse and o, as rounded,
+    which a backward pass goes that does not keep them (Dao et al. 2022, arXiv 2205.14135): from o and lse, as rounded,
 
         P = exp(S - lse),  delta = rowsum(dO * O) - dlse,  dV = P^T dO,  dS = P * (dO V^T - delta)
 
-    Where large terms cancel, as in a row whose softmax is at one key, autograd may be exact by luck: there P is 1 and
-    the terms are the same number. The formula shows how large their roundings are.
+    S is computed anew, with sums in another order than lse's. Where a row's softmax is at one key, autograd is exact by
+    luck: P is 1, and what is subtracted is the same number. The formula shows how large the roundings are.
 
     Args:
         leaves: those of the tensors whose gradients are wanted, by the names of the gradients.
@@ -144,11 +144,12 @@ def eager_gradients(
         sink: see there.
         scale: see there.
     """
-    found = []
-    for order in (_natural, _shuffled):
-        run = _attend(q.dtype, q, k, v, mask, score_mods, sink, scale, (None,) * 3, order, _product, _weighted)
-        found += [gradients((run.o, run.lse), leaves, do, dlse), _by_formula(run, leaves, do, dlse)]
-    return found
+    x, y = (
+        _attend(q.dtype, q, k, v, mask, score_mods, sink, scale, (None,) * 3, order, _product, _weighted)
+        for order in (_natural, _shuffled)
+    )
+    found = [gradients((run.o, run.lse), leaves, do, dlse) for run in (x, y)]
+    return found + [_by_formula(*runs, leaves, do, dlse) for runs in ((x, y), (y, x))]
 
 
 def gradient_sizes(
@@ -178,7 +179,7 @@ def gradient_sizes(
     run = _attend(q.dtype, q, k, v, mask, score_mods, sink, scale, (None,) * 3, _natural, _product, _weighted)
     with torch.no_grad():
         do = do.transpose(1, 2).to(q.dtype)
-        p, dp, delta = _formula(run, do, dlse, size=True)
+        p, dp, delta = _formula(run, run, do, dlse, size=True)
         ds = p * (dp + delta[..., None])
     generator = torch.Generator().manual_seed(0)
     squares = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
@@ -191,14 +192,18 @@ def gradient_sizes(
     return {name: square.sqrt() for name, square in squares.items()}
 
 
-def _formula(run: _Attended, do: Tensor, dlse: Tensor | None, size: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def _formula(
+    run: _Attended, forward: _Attended, do: Tensor, dlse: Tensor | None, size: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """P, dO V^T (0 for the sink) and delta, in do's dtype; do is (batch, heads, seqlen_q, head_dim_v).
+
+    forward: the run that o and lse are of.
 
     size: of the last two, the root of the sum of the squares of the terms.
     """
-    p = torch.exp(run.logits - run.lse.masked_fill(run.empty, 0.0)[..., None]).to(do.dtype)
+    p = torch.exp(run.logits - forward.lse.masked_fill(run.empty, 0.0)[..., None]).to(do.dtype)
     p = p.masked_fill(run.empty[..., None], 0.0)
-    v, o, dlse = run.v, run.o.transpose(1, 2), torch.zeros_like(run.lse) if dlse is None else -dlse
+    v, o, dlse = run.v, forward.o.transpose(1, 2), torch.zeros_like(forward.lse) if dlse is None else -dlse
     if size:
         dp, delta = (do**2 @ (v**2).mT).sqrt(), (do**2 * o**2).sum(dim=-1).sqrt() + dlse.abs()
     else:
@@ -207,11 +212,13 @@ def _formula(run: _Attended, do: Tensor, dlse: Tensor | None, size: bool = False
     return p, dp, delta.to(do.dtype)
 
 
-def _by_formula(run: _Attended, leaves: Mapping[str, Tensor], do: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
+def _by_formula(
+    run: _Attended, forward: _Attended, leaves: Mapping[str, Tensor], do: Tensor, dlse: Tensor | None
+) -> dict[str, Tensor]:
     """Autograd leads from the scores and from v back to the leaves; what lies between is written out."""
     with torch.no_grad():
         do = do.transpose(1, 2)
-        p, dp, delta = _formula(run, do, dlse)
+        p, dp, delta = _formula(run, forward, do, dlse)
         ds = p * (dp - delta[..., None])
     return _by_autograd([run.logits, p[..., : run.v.shape[2]] @ run.v], [ds, do], leaves)
 
