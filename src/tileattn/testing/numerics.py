@@ -12,8 +12,8 @@ not, only a rounding is left. Errors are relative, and taken in two ways that mu
   an output differ in size by orders of magnitude; a row that is wrong must not hide behind larger ones.
 - of the **whole** tensor, so that one badly conditioned row of eager's does not excuse all others.
 
-Infinities must stand where the oracle's are, with their sign; o must be exactly zero in a row without keys; NaN never
-passes.
+Infinities must stand where the oracle's are, with their sign; o must be exactly zero in a row without keys, and so must
+be gradients that are sums of nothing; NaN never passes.
 
 A row of a **gradient** may be small because large terms cancel in it, as in dq of a query that sees few keys, or in the
 gradient of a sink, which sums over all queries: its error is that of the terms. So a row is measured by the size of its
@@ -184,6 +184,8 @@ def assert_gradients_accurate(
             size=sizes[which],
             call_dtype=dtype,
         )
+        wrong = (got[which] != 0) & ((exact == 0) & (sizes[which] == 0)).all(dim=-1, keepdim=True)
+        assert not bool(wrong.any()), f"{which} of {name}: {_first(wrong)} values are not 0 in rows without terms"
 
 
 def _infinities(x: Tensor) -> Tensor:
