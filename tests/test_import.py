@@ -46,7 +46,7 @@ def test_no_part_of_torch_that_torch_itself_leaves_out(added: set[str]) -> None:
 
 
 def test_only_the_parts_of_tileattn_that_a_call_needs(added: set[str]) -> None:
-    assert inside(added, *(f"tileattn.{name}" for name in ("bench", "reference", "testing", "__main__"))) == set()
+    assert inside(added, *(f"tileattn.{name}" for name in ("bench", "nn", "reference", "testing", "__main__"))) == set()
     assert not [module for module in added if module.endswith((".tilelang.forward", ".tilelang.compile"))]
     assert "tileattn.api" in added
 
@@ -128,6 +128,15 @@ def test_the_reference_imports_no_backend() -> None:
     assert reference
     for name in reference:
         assert inside(tileattn_imports(FILES[name]), "kernels", "dispatch", "api", "ops", "testing") == set(), name
+
+
+def test_modules_lie_above_the_api() -> None:
+    """They call attention() as a user does; and only the package's own lazy attribute knows of them."""
+    modules = [name for name in FILES if name.split(".")[0] == "nn"]
+    assert modules
+    for name, path in FILES.items():
+        forbidden = ("kernels", "dispatch", "ops", "testing", "bench") if name in modules else ("nn",)
+        assert inside(tileattn_imports(path), *forbidden) == set(), name
 
 
 def test_operators_and_dispatch_lie_below_the_api() -> None:

@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 
 from tileattn import ALiBi, Bias, Causal, Mask, SlidingWindow, SoftCap
+from tileattn.dropout import weight_of_kept
 from tileattn.reference import RowState, flash_attention_1, flash_attention_2, online_softmax, standard_attention
-from tileattn.testing import assert_accurate, assert_forward_accurate, eager_attention, oracle_attention
+from tileattn.testing import (
+    assert_accurate,
+    assert_forward_accurate,
+    dropout_mask,
+    eager_attention,
+    oracle_attention,
+)
 
 ALL = (standard_attention, flash_attention_1, flash_attention_2)
 TILED = (flash_attention_1, flash_attention_2)
@@ -83,6 +90,30 @@ def test_tiles_of_any_size(attention: Callable[..., tuple[Tensor, Tensor]], bloc
     arguments = (*qkv(33, 41), SlidingWindow(9, 4), (bias, SoftCap(3.0)), random(4), 0.3)
     got = attention(*arguments, block_M=block_M, block_N=block_N)
     assert_forward_accurate(attention.__name__, got, oracle_attention(*arguments), eager_attention(*arguments))
+
+
+@pytest.mark.parametrize("attention", ALL)
+def test_dropout_multiplies_probabilities_and_leaves_lse(attention: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    q, k, v = (x.double() for x in qkv(70, 91))
+    p, sink = 0.3, random(4).double()
+    dropout = dropout_mask(1, p, 2, 4, 70, 91) * weight_of_kept(p)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, dim=2)) / 4
+    logits = torch.cat([scores, sink[:, None, None].expand(2, 4, 70, 1)], dim=-1)
+    weights = logits.softmax(dim=-1)[..., :-1] * dropout
+    o, lse = attention(q, k, v, sink=sink, dropout=dropout)
+    torch.testing.assert_close(o, torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(2, dim=2)))
+    torch.testing.assert_close(lse, logits.logsumexp(dim=-1))
+
+
+@pytest.mark.parametrize("attention", ALL)
+def test_the_expectation_under_dropout_is_the_result_without(attention: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """Over 400 seeds, within 5 standard deviations."""
+    q, k, v = (x.double() for x in qkv(9, 17))
+    expected, _ = attention(q, k, v, Causal())
+    seeds = [dropout_mask(seed, 0.4, 2, 4, 9, 17) * weight_of_kept(0.4) for seed in range(400)]
+    outputs = torch.stack([attention(q, k, v, Causal(), dropout=dropout)[0] for dropout in seeds])
+    deviation = outputs.std(dim=0) / 20
+    assert ((outputs.mean(dim=0) - expected).abs() <= 5 * deviation).all()
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap
+from tileattn.dropout import weight_of_kept
 from tileattn.reference import flash_attention_2, flash_attention_2_backward, standard_attention
+from tileattn.testing import dropout_mask
 
 BATCH, HEADS, KV_HEADS = 2, 4, 2
 
@@ -51,12 +53,17 @@ MODS: dict[str, tuple[Mod, Callable[[int, int], Tensor]] | None] = {
 
 
 def by_autograd(
-    arguments: Sequence[Tensor], mask: Mask | None, mod: Mod | None, do: Tensor, dlse: Tensor | None
+    arguments: Sequence[Tensor],
+    mask: Mask | None,
+    mod: Mod | None,
+    do: Tensor,
+    dlse: Tensor | None,
+    dropout: Tensor | None = None,
 ) -> list[Tensor]:
     """Gradients of q, k, v, sink and the modification's tensor, through the matrix of scores."""
     leaves = [x.clone().requires_grad_() for x in arguments]
     q, k, v, sink, tensor = leaves
-    o, lse = standard_attention(q, k, v, mask, [mod(tensor)] if mod else [], sink)
+    o, lse = standard_attention(q, k, v, mask, [mod(tensor)] if mod else [], sink, dropout=dropout)
     seen = torch.isfinite(lse)
     total = (o * do).sum() + (0.0 if dlse is None else (torch.where(seen, lse, 0.0) * dlse).sum())
     found = torch.autograd.grad(total, leaves, allow_unused=True)
@@ -82,6 +89,25 @@ def test_gradients_are_those_of_autograd(mask_name: str, mods: str, lengths: tup
         do, q, k, v, o.detach(), lse.detach(), mask, score_mods, sink, None, [tensor], dlse, block_M=16, block_N=8
     )
     for name, x, y in zip(("dq", "dk", "dv", "dsink", "dtensor"), (*got[:4], *got.tensors), expected, strict=True):
+        assert x is not None
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("mask_name", MASKS)
+@pytest.mark.parametrize("p", [0.2, 1.0])
+def test_gradients_under_dropout_are_those_of_autograd(mask_name: str, p: float) -> None:
+    q, k, v = qkv(30, 41)
+    mask, bias = MASKS[mask_name](41), random(1, HEADS, 30, 41, seed=3)
+    sink = torch.linspace(-1.0, 1.0, HEADS, dtype=torch.float64)
+    do, dlse = random(BATCH, 30, HEADS, 12, seed=5), random(BATCH, HEADS, 30, seed=6)
+    dropout = dropout_mask(4, p, BATCH, HEADS, 30, 41) * weight_of_kept(p)
+    expected = by_autograd((q, k, v, sink, bias), mask, Bias, do, dlse, dropout)
+    bias.requires_grad_()
+    o, lse = flash_attention_2(q, k, v, mask, [Bias(bias)], sink, dropout=dropout)
+    got = flash_attention_2_backward(
+        do, q, k, v, o.detach(), lse.detach(), mask, [Bias(bias)], sink, None, [bias], dlse, dropout, 16, 8
+    )
+    for name, x, y in zip(("dq", "dk", "dv", "dsink", "dbias"), (*got[:4], *got.tensors), expected, strict=True):
         assert x is not None
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
 

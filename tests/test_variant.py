@@ -1,4 +1,4 @@
-"""Variants as values: traced expressions and their text, keys and operands, the masks' ranges, and what users write."""
+"""Variants as values: traced expressions and their text, keys and operands, and what users write."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import tileattn
+from positions import BATCH, HEADS, Positions, positions
 from tileattn import (
     ALiBi,
     Bias,
@@ -317,185 +318,6 @@ def test_a_mask_may_be_the_same_everywhere(seen: bool) -> None:
     got = attention(q, q, q, mask=lambda b, h, q, k: seen)
     expected = attention(q, q, q) if seen else torch.zeros_like(got)
     torch.testing.assert_close(got, expected)
-
-
-# --- Ranges: sound for every tile ---
-
-
-class Positions:
-    """All (b, h, q, k) of a call, and the mask on them."""
-
-    def __init__(self, mask: Mask, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
-        self.batch, self.heads, self.seqlen_q, self.seqlen_k = batch, heads, seqlen_q, seqlen_k
-        self.first = seqlen_k - seqlen_q  # the position of row 0
-        self.mask = mask
-        b, h, row, k = torch.meshgrid(*(torch.arange(n) for n in (batch, heads, seqlen_q, seqlen_k)), indexing="ij")
-        self.allowed = torch.as_tensor(mask.allows(b, h, row + self.first, k)).expand(b.shape)
-
-    def tiles(self) -> list[tuple[int, int]]:
-        """First and last row of every tile of every size."""
-        return [(lo, hi) for lo in range(self.seqlen_q) for hi in range(lo, self.seqlen_q)]
-
-    def ranges(self, lo: int, hi: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """kv_range and full_range of the tile of rows lo..hi, (batch, heads) each; clamped as callers do."""
-        b, h = torch.arange(self.batch)[:, None], torch.arange(self.heads)[None]
-        found = {}
-        for name in ("kv_range", "full_range"):
-            ends = getattr(self.mask, name)(
-                b, h, torch.tensor(lo + self.first), torch.tensor(hi + self.first), self.seqlen_k
-            )
-            begin, end = (torch.as_tensor(x).expand(self.batch, self.heads).clamp(0, self.seqlen_k) for x in ends)
-            found[name] = (begin, end)
-        return found
-
-
-def assert_sound(positions: Positions) -> None:
-    keys = torch.arange(positions.seqlen_k)
-    for lo, hi in positions.tiles():
-        allowed = positions.allowed[:, :, lo : hi + 1]
-        ranges = positions.ranges(lo, hi)
-        inside = {name: (keys >= begin[..., None]) & (keys < end[..., None]) for name, (begin, end) in ranges.items()}
-        assert not (allowed.any(dim=2) & ~inside["kv_range"]).any(), ("an allowed key is not visited", lo, hi, ranges)
-        assert not (inside["full_range"] & ~allowed.all(dim=2)).any(), (
-            "a forbidden key counts as seen",
-            lo,
-            hi,
-            ranges,
-        )
-
-
-def assert_tight(positions: Positions) -> None:
-    """kv_range begins and ends at a key that is seen; full_range is all that every row sees."""
-    keys = torch.arange(positions.seqlen_k)
-    for lo, hi in positions.tiles():
-        allowed = positions.allowed[:, :, lo : hi + 1]
-        seen, by_all = allowed.any(dim=2), allowed.all(dim=2)
-        ranges = positions.ranges(lo, hi)
-        begin, end = ranges["kv_range"]
-        some = seen.any(dim=-1)
-        first = torch.where(seen, keys, positions.seqlen_k).amin(-1)
-        last = torch.where(seen, keys, -1).amax(-1)
-        assert torch.equal(begin[some], first[some]), (lo, hi)
-        assert torch.equal(end[some], last[some] + 1), (lo, hi)
-        assert (end <= begin)[~some].all(), (lo, hi)
-        begin, end = ranges["full_range"]
-        assert torch.equal((end - begin).clamp(min=0), by_all.sum(-1)), (lo, hi)
-
-
-BATCH, HEADS = 2, 2
-lengths = st.integers(1, 9)
-sizes = st.one_of(st.none(), st.integers(0, 10), st.just(2**30 - 1))
-
-
-def windows() -> st.SearchStrategy[Mask]:
-    return st.builds(SlidingWindow, sizes, sizes)
-
-
-def prefixes() -> st.SearchStrategy[Mask]:
-    length = st.integers(0, 12)
-    tensor = st.lists(length, min_size=BATCH, max_size=BATCH).map(torch.tensor)
-    return st.builds(PrefixLM, st.one_of(length, tensor, length.map(lambda n: torch.tensor([n]))))
-
-
-def documents(seqlen_k: int, in_order: bool = False) -> st.SearchStrategy[Mask]:
-    row = st.lists(st.integers(-2, 3), min_size=seqlen_k, max_size=seqlen_k)
-    row = row.map(sorted) if in_order else row
-    return st.one_of(row, st.lists(row, min_size=BATCH, max_size=BATCH)).map(lambda ids: Documents(torch.tensor(ids)))
-
-
-FUNCTIONS: list[Function] = [
-    lambda b, h, q, k: (q + k + h) % 3 != b,
-    lambda b, h, q, k: (k % 4 == 0) | (q == k),
-]
-
-
-def any_mask(seqlen_k: int) -> st.SearchStrategy[Mask]:
-    simple = st.one_of(
-        st.builds(Causal),
-        windows(),
-        prefixes(),
-        documents(seqlen_k),
-        documents(seqlen_k, in_order=True),
-        st.sampled_from(FUNCTIONS).map(FunctionMask),
-    )
-    return st.recursive(
-        simple, lambda inner: st.builds(lambda x, y, both: x & y if both else x | y, inner, inner, st.booleans()),
-        max_leaves=4,
-    )  # fmt: skip
-
-
-@st.composite
-def positions(draw: Any, masks: Callable[[int], st.SearchStrategy[Mask]] = any_mask) -> Positions:
-    seqlen_q, seqlen_k = draw(lengths), draw(lengths)
-    return Positions(draw(masks(seqlen_k)), BATCH, HEADS, seqlen_q, seqlen_k)
-
-
-@settings(examples, max_examples=250)
-@given(positions())
-def test_ranges_are_sound(case: Positions) -> None:
-    assert_sound(case)
-
-
-@settings(examples, max_examples=30)
-@given(positions(lambda seqlen_k: st.builds(Causal)))
-def test_causal_is_tight(case: Positions) -> None:
-    assert_tight(case)
-
-
-@settings(examples, max_examples=60)
-@given(positions(lambda seqlen_k: windows()))
-def test_windows_are_tight(case: Positions) -> None:
-    assert_tight(case)
-
-
-@settings(examples, max_examples=60)
-@given(positions(lambda seqlen_k: prefixes()))
-def test_prefixes_are_tight(case: Positions) -> None:
-    assert_tight(case)
-
-
-@settings(examples, max_examples=60)
-@given(lengths.flatmap(lambda n: st.tuples(st.just(n), documents(n, in_order=True))))
-def test_documents_in_order_are_tight(case: tuple[int, Mask]) -> None:
-    seqlen, mask = case
-    assert_tight(Positions(mask, BATCH, HEADS, seqlen, seqlen))
-
-
-def test_documents_in_order_skip_tiles_and_masks() -> None:
-    """The numbers themselves: 4 documents of 64 in tiles of 32."""
-    mask = Documents(torch.arange(256) // 64)
-    tile = (torch.tensor(64), torch.tensor(95))
-    assert [int(x) for x in mask.kv_range(0, 0, *tile, 256)] == [64, 128]
-    assert [int(x) for x in mask.full_range(0, 0, *tile, 256)] == [64, 128]
-
-
-def test_or_joins_full_ranges_that_touch() -> None:
-    mask = PrefixLM(4) | SlidingWindow(2, 0)
-    lo, hi = (int(x) for x in mask.full_range(0, 0, torch.tensor(5), torch.tensor(5), 16))
-    assert (lo, hi) == (0, 6)
-
-
-@settings(examples, max_examples=100)
-@given(positions())
-def test_ranges_are_the_same_traced(case: Positions) -> None:
-    """What a kernel computes from its operands is what the mask says of itself."""
-    assume(case.seqlen_q > 2)
-    key, operands = encode(case.mask, ())
-    traced = program(key)
-    values = {
-        **{f"t{i}": x for i, x in enumerate(operands.tensors)},
-        **{f"i{i}": x for i, x in enumerate(operands.ints)},
-        "b": torch.arange(BATCH)[:, None],
-        "h": torch.arange(HEADS)[None],
-        "seqlen_k": case.seqlen_k,
-    }
-    for lo, hi in ((0, case.seqlen_q - 1), (1, 1), (1, 2)):
-        values |= {"q_lo": torch.tensor(lo + case.first), "q_hi": torch.tensor(hi + case.first)}
-        direct = case.ranges(lo, hi)
-        for name in ("kv_range", "full_range"):
-            for end, expected in zip(getattr(traced, name), direct[name]):
-                got = torch.as_tensor(evaluate(end, values)).expand(BATCH, HEADS).clamp(0, case.seqlen_k)
-                assert torch.equal(got, expected), (key, name)
 
 
 # --- Keys and operands ---

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+
 from . import math
 from .api import attention
 from .fp8 import QuantizedFP8, quantize_fp8
@@ -26,3 +29,10 @@ __all__ = [
     "math",
     "quantize_fp8",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`tileattn.nn` is imported when it is first used."""
+    if name == "nn":
+        return importlib.import_module(".nn", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

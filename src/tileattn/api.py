@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import autograd, ops
-from .dispatch import Forward, prepare_forward
+from .dispatch import Forward, prepare_forward, select
 from .fp8 import FP8, complete
 from .masks import Mask
 from .validation import check_arguments, check_descales, check_operand_devices, check_variant
@@ -226,9 +226,10 @@ def _plan(
     variant, _ = encode(normalize(None, None, causal)[0], ())
     scale = _scale(scale, q)
     call = ops.make_call(q, k, v, None, variant, needs_grad=needs_grad, return_lse=return_lse)
-    forward = prepare_forward(call, backend, q.shape, k.shape, scale)
     if needs_grad:
+        select(call, backend)  # refuses here; its kernel is another than this call's, for it always returns lse
         return functools.partial(autograd.attend, autograd.Options(variant, scale, backend, deterministic))
+    forward = prepare_forward(call, backend, q.shape, k.shape, scale)
     # Here and not where it is called, so that other dtypes pay nothing for the question.
     return functools.partial(_without_descales, forward) if descales is None and q.dtype == FP8 else forward
 

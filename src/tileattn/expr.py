@@ -28,7 +28,7 @@ _COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
 _LOGIC_OPS = {"and": "&", "or": "|", "not": "~"}
 _KEEP_BOOL = {"where", *_LOGIC_OPS}
 _FLOAT_OPS = {"div", "tanh", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "float"}
-_INT_SYMBOLS = re.compile(r"b|h|q|k|q_lo|q_hi|seqlen_k|i\d+")
+_INT_SYMBOLS = re.compile(r"b|h|q|k|q_lo|q_hi|k_lo|k_hi|seqlen_k|i\d+")
 _FLOAT_SYMBOLS = re.compile(r"score|f\d+")
 
 

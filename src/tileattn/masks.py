@@ -1,15 +1,19 @@
 """Masks: which query position may see which key position.
 
-A mask is a value that answers three questions, from which every backend works:
+A mask is a value that answers five questions, from which every backend works:
 
 - ``allows(b, h, q, k)``: may query position ``q`` see key position ``k``? (batch ``b``, query head ``h``)
 - ``kv_range(b, h, q_lo, q_hi, seqlen_k)``: the keys that *any* query in ``q_lo..q_hi`` can see, as ``(lo, hi)`` with
   ``hi`` excluded. Tiles outside are never visited. It may be larger than the truth, never smaller.
 - ``full_range(b, h, q_lo, q_hi, seqlen_k)``: keys that *all* of them see; in tiles inside it no mask is computed. It
   may be smaller than the truth, never larger; ``lo >= hi`` means none.
+- ``q_range`` and ``full_q_range(b, h, k_lo, k_hi, seqlen_k)``: the same of the queries that see *any*, or *all*, of the
+  keys ``k_lo..k_hi``, for the backward pass, whose outer loop is over keys.
 
 Positions are aligned bottom-right, as in flash-attn: row ``i`` of the queries is at ``q = i + seqlen_k - seqlen_q``,
-so that the last query is at the last key. Ranges may reach outside ``[0, seqlen_k)``: callers clamp them.
+so that the last query is at the last key; with more queries than keys the first positions are negative. Ranges may
+reach outside ``[0, seqlen_k)``, those of queries outside ``[seqlen_k - seqlen_q, seqlen_k)``: callers clamp them. The
+tiles that callers ask about end with the last query or key.
 
 Masks combine with ``&`` and ``|``. To add one, subclass :class:`Mask` as a frozen dataclass: numbers and tensors among
 its fields are run-time values (another window size compiles nothing); that a field is ``None`` is known at compile
@@ -28,6 +32,8 @@ from .math import load, maximum, minimum, where
 
 Range = tuple[Any, Any]
 
+FIRST_POSITION = -(2**30)  # before all queries; sums with sizes stay within int32
+
 
 class Mask:
     """Base of all masks; see the module's description."""
@@ -43,6 +49,25 @@ class Mask:
     def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
         """Keys that all query positions in q_lo..q_hi (both included) see."""
         return 0, 0
+
+    def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        """Query positions that can see any key in k_lo..k_hi (both included)."""
+        return FIRST_POSITION, seqlen_k
+
+    def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        """Query positions that see all keys in k_lo..k_hi (both included)."""
+        return 0, 0
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A class that allows something else than its base does not inherit the base's answers about queries.
+
+        The other questions are older than these two: whoever derives from a mask is used to answering those alone.
+        """
+        super().__init_subclass__(**options)
+        if "allows" in vars(cls):
+            for name in ("q_range", "full_q_range"):
+                if name not in vars(cls):
+                    setattr(cls, name, getattr(Mask, name))
 
     def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
         """Raises ValueError where a tensor of the mask does not fit the call."""
@@ -72,6 +97,12 @@ class Causal(Mask):
 
     def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
         return 0, q_lo + 1
+
+    def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return k_lo, seqlen_k
+
+    def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return k_hi, seqlen_k
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +142,16 @@ class SlidingWindow(Mask):
         hi = seqlen_k if self.right is None else q_lo + self.right + 1
         return lo, hi
 
+    def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        lo = FIRST_POSITION if self.right is None else k_lo - self.right
+        hi = seqlen_k if self.left is None else k_hi + self.left + 1
+        return lo, hi
+
+    def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        lo = FIRST_POSITION if self.right is None else k_hi - self.right
+        hi = seqlen_k if self.left is None else k_lo + self.left + 1
+        return lo, hi
+
 
 @dataclass(frozen=True, eq=False)
 class PrefixLM(Mask):
@@ -139,6 +180,12 @@ class PrefixLM(Mask):
 
     def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
         return 0, maximum(self._length(b), q_lo + 1)
+
+    def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return where(k_lo < self._length(b), FIRST_POSITION, k_lo), seqlen_k
+
+    def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return where(k_hi < self._length(b), FIRST_POSITION, k_hi), seqlen_k
 
     def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
         if isinstance(self.prefix, torch.Tensor) and tuple(self.prefix.shape) not in ((batch,), (1,)):
@@ -186,6 +233,13 @@ class Documents(Mask):
     def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
         start, end = load(self.run_start, b, maximum(q_lo, 0)), load(self.run_end, b, maximum(q_lo, 0)) + 1
         return start, where((q_lo >= 0) & (q_hi < end), end, start)
+
+    # Who sees whom is mutual, but for queries before the first key, and no key stands there.
+    def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return self.kv_range(b, h, k_lo, k_hi, seqlen_k)
+
+    def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return self.full_range(b, h, k_lo, k_hi, seqlen_k)
 
     def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
         if self.ids.shape[0] not in (1, batch) or self.ids.shape[1] != seqlen_k:
@@ -241,7 +295,7 @@ def _runs(ids: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torc
 class FunctionMask(Mask):
     """A user's own ``mask(b, h, q, k) -> bool``: every tile is visited, and computes the mask.
 
-    To let tiles be skipped, subclass :class:`Mask` and answer the other two questions as well. Numbers that the
+    To let tiles be skipped, subclass :class:`Mask` and answer the other questions as well. Numbers that the
     function captures are compile-time constants, tensors that it captures are read at run time.
     """
 
@@ -266,12 +320,16 @@ class And(Mask):
         return self.x.allows(b, h, q, k) & self.y.allows(b, h, q, k)
 
     def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
-        (x_lo, x_hi), (y_lo, y_hi) = (mask.kv_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y))
-        return maximum(x_lo, y_lo), minimum(x_hi, y_hi)
+        return _intersection(*(mask.kv_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y)))
 
     def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
-        (x_lo, x_hi), (y_lo, y_hi) = (mask.full_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y))
-        return maximum(x_lo, y_lo), minimum(x_hi, y_hi)
+        return _intersection(*(mask.full_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y)))
+
+    def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return _intersection(*(mask.q_range(b, h, k_lo, k_hi, seqlen_k) for mask in (self.x, self.y)))
+
+    def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return _intersection(*(mask.full_q_range(b, h, k_lo, k_hi, seqlen_k) for mask in (self.x, self.y)))
 
     def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
         self.x.check(batch, heads, seqlen_q, seqlen_k)
@@ -289,24 +347,38 @@ class Or(Mask):
         return self.x.allows(b, h, q, k) | self.y.allows(b, h, q, k)
 
     def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
-        (x_lo, x_hi), (y_lo, y_hi) = (mask.kv_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y))
-        return minimum(x_lo, y_lo), maximum(x_hi, y_hi)
+        return _hull(*(mask.kv_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y)))
 
     def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
-        (x_lo, x_hi), (y_lo, y_hi) = (
-            _clamp(mask.full_range(b, h, q_lo, q_hi, seqlen_k), seqlen_k) for mask in (self.x, self.y)
-        )
-        # Two ranges that touch are one; of two that do not, the longer counts (the other computes its mask).
-        touching = (maximum(x_lo, y_lo) <= minimum(x_hi, y_hi)) & (x_lo < x_hi) & (y_lo < y_hi)
-        x_longer = x_hi - x_lo >= y_hi - y_lo
-        lo = where(touching, minimum(x_lo, y_lo), where(x_longer, x_lo, y_lo))
-        hi = where(touching, maximum(x_hi, y_hi), where(x_longer, x_hi, y_hi))
-        return lo, hi
+        ranges = (mask.full_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y))
+        return _joined((0, seqlen_k), *ranges)
+
+    def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return _hull(*(mask.q_range(b, h, k_lo, k_hi, seqlen_k) for mask in (self.x, self.y)))
+
+    def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        ranges = (mask.full_q_range(b, h, k_lo, k_hi, seqlen_k) for mask in (self.x, self.y))
+        return _joined((FIRST_POSITION, seqlen_k), *ranges)
 
     def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
         self.x.check(batch, heads, seqlen_q, seqlen_k)
         self.y.check(batch, heads, seqlen_q, seqlen_k)
 
 
-def _clamp(bounds: Range, seqlen_k: Any) -> Range:
-    return maximum(bounds[0], 0), minimum(bounds[1], seqlen_k)
+def _intersection(x: Range, y: Range) -> Range:
+    return maximum(x[0], y[0]), minimum(x[1], y[1])
+
+
+def _hull(x: Range, y: Range) -> Range:
+    return minimum(x[0], y[0]), maximum(x[1], y[1])
+
+
+def _joined(within: Range, x: Range, y: Range) -> Range:
+    """A range that lies in the union of two, and within a third."""
+    (x_lo, x_hi), (y_lo, y_hi) = (_intersection(each, within) for each in (x, y))
+    # Two ranges that touch are one; of two that do not, the longer counts (the other computes its mask).
+    touching = (maximum(x_lo, y_lo) <= minimum(x_hi, y_hi)) & (x_lo < x_hi) & (y_lo < y_hi)
+    x_longer = x_hi - x_lo >= y_hi - y_lo
+    lo = where(touching, minimum(x_lo, y_lo), where(x_longer, x_lo, y_lo))
+    hi = where(touching, maximum(x_hi, y_hi), where(x_longer, x_hi, y_hi))
+    return lo, hi

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from .expr import Expr, TensorSymbol, dtype_of, evaluate, parse, symbol, text_of
-from .masks import FunctionMask, Mask
+from .masks import FIRST_POSITION, FunctionMask, Mask
 from .scores import ScoreMod
 from .tile_loads import TileLoad, find, is_aligned
 
@@ -54,15 +54,18 @@ class Operands:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a variant computes, as expressions over ``b h q k``, ``score``, ``q_lo q_hi seqlen_k`` and its operands.
+    """What a variant computes, as expressions over ``b h q k``, ``score``, the ends of tiles and its operands.
 
-    ``allows`` is None without a mask and ``score`` None without a modification. ``kv_range`` and ``full_range`` are
-    pairs of expressions. Operands are called ``i0 i1 ...`` (int32), ``f0 ...`` (float32) and ``t0 ...`` (tensors).
+    ``allows`` is None without a mask and ``score`` None without a modification. The ranges are pairs of expressions:
+    ``kv_range`` and ``full_range`` over ``q_lo q_hi seqlen_k``, ``q_range`` and ``full_q_range`` over ``k_lo k_hi
+    seqlen_k``. Operands are called ``i0 i1 ...`` (int32), ``f0 ...`` (float32) and ``t0 ...`` (tensors).
     """
 
     allows: Expr | bool | None
     kv_range: tuple[Any, Any]
     full_range: tuple[Any, Any]
+    q_range: tuple[Any, Any]
+    full_q_range: tuple[Any, Any]
     score: Expr | float | None
     tensors: tuple[TensorSymbol, ...]
     ints: int
@@ -74,10 +77,18 @@ class Program:
         return len(self.tensors) + self.ints + self.floats
 
     def __str__(self) -> str:
-        """The canonical text: equal texts mean equal kernels, in any process."""
+        """The canonical text: equal texts mean equal kernels, in any process.
+
+        Of the forward pass, that is, which does not ask for ranges of queries.
+        """
         tensors = (f"{t.name}:{t.dtype}:{t.ones}{':aligned' * t.aligned}" for t in self.tensors)
         operands = " ".join(tensors) + f" i{self.ints} f{self.floats}"
         return f"{self.allows} | {self.kv_range} | {self.full_range} | {self.score} | {operands}"
+
+    @property
+    def backward_text(self) -> str:
+        """The canonical text of the backward pass, which asks for all."""
+        return f"{self} | {self.q_range} | {self.full_q_range}"
 
     @functools.cached_property
     def tile_loads(self) -> tuple[TileLoad, ...]:
@@ -265,14 +276,18 @@ def program(key: str) -> Program:
     """Traces the variant that `key` describes."""
     reader = _Reader(key)
     mask, mods = reader.variant()
-    b, h, q, k, q_lo, q_hi, seqlen_k, score = map(symbol, ("b", "h", "q", "k", "q_lo", "q_hi", "seqlen_k", "score"))
+    b, h, q, k, score, seqlen_k = map(symbol, ("b", "h", "q", "k", "score", "seqlen_k"))
+    queries = (b, h, symbol("q_lo"), symbol("q_hi"), seqlen_k)
+    keys = (b, h, symbol("k_lo"), symbol("k_hi"), seqlen_k)
     result: Any = score
     for mod in mods:
         result = mod(result, b, h, q, k)
     return Program(
         allows=None if mask is None else mask.allows(b, h, q, k),
-        kv_range=(0, seqlen_k) if mask is None else mask.kv_range(b, h, q_lo, q_hi, seqlen_k),
-        full_range=(0, seqlen_k) if mask is None else mask.full_range(b, h, q_lo, q_hi, seqlen_k),
+        kv_range=(0, seqlen_k) if mask is None else mask.kv_range(*queries),
+        full_range=(0, seqlen_k) if mask is None else mask.full_range(*queries),
+        q_range=(FIRST_POSITION, seqlen_k) if mask is None else mask.q_range(*keys),
+        full_q_range=(FIRST_POSITION, seqlen_k) if mask is None else mask.full_q_range(*keys),
         score=result if mods else None,
         tensors=tuple(reader.tensors),
         ints=reader.ints,

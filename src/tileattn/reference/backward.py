@@ -12,8 +12,13 @@ For one row i of queries, with S = score_mod(scale Q K^T) where the mask allows 
 ``sum_j P_ij dP_ij``, which is ``sum_d dO_id O_id`` (Dao et al. 2022, appendix B.2) and so is known before any tile is
 visited. The gradient of lse joins it, as d lse / d S = P. A sink is a key whose value is zero: dP of it is 0.
 
+Dropout multiplies P by Z, which is 0 or 1 / (1 - p), before it meets V. So dV = (Z * P)^T dO and dP = Z * (dO V^T); O
+changes with it, which leaves delta as it is.
+
 The loop is that of FlashAttention-2 (Dao 2023, algorithm 2): **K/V outside, Q inside**. dK and dV of a tile of keys
 stay in registers; dQ is added to in memory, by all tiles of keys. Tiles that the mask hides are not visited.
+FlashAttention's (2022, algorithm 4) is the same loop: it keeps the maximum and the sum of a row where this keeps their
+lse, computes delta anew in every tile, and runs the tiles of keys of a head one after another.
 """
 
 from __future__ import annotations
@@ -25,8 +30,8 @@ import torch
 from torch import Tensor
 
 from ..masks import Mask
-from .standard import ScoreFn, heads_first, modified, positions, tile_scores
-from .tiled import blocks, key_ranges, masked
+from .standard import ScoreFn, dropped, heads_first, modified, positions, tile_scores
+from .tiled import Dropout, blocks, key_ranges, masked, of_tile
 
 
 class Gradients(NamedTuple):
@@ -52,6 +57,7 @@ def flash_attention_2_backward(
     scale: float | None = None,
     tensors: Sequence[Tensor] = (),
     dlse: Tensor | None = None,
+    dropout: Dropout | None = None,
     block_M: int = 64,
     block_N: int = 64,
 ) -> Gradients:
@@ -59,7 +65,7 @@ def flash_attention_2_backward(
 
     Args:
         do: (batch, seqlen_q, heads, head_dim_v), the gradient of o.
-        q, k, v, mask, score_mods, sink, scale: as `standard_attention`.
+        q, k, v, mask, score_mods, sink, scale, dropout: as `flash_attention_2`.
         o, lse: what the forward pass returned.
         tensors: those that the score modifications read and whose gradients are wanted, such as a bias.
         dlse: (batch, heads, seqlen_q), the gradient of lse; None: 0.
@@ -84,8 +90,9 @@ def flash_attention_2_backward(
             if keys.start < full_lo or keys.stop > full_hi:
                 seen = masked(seen, mask, positions(q_bh, k_bh, rows, keys))
             p = _probabilities(seen, lse[:, :, rows])
-            dv[:, :, keys] += p.mT @ do_bh[:, :, rows]
-            dp = do_bh[:, :, rows] @ v_bh[:, :, keys].mT
+            z = of_tile(dropout, rows, keys)
+            dv[:, :, keys] += dropped(p, z).mT @ do_bh[:, :, rows]
+            dp = dropped(do_bh[:, :, rows] @ v_bh[:, :, keys].mT, z)
             ds = p * (dp - delta[:, :, rows, None])
             draw, *parts = _through_score_mods(raw, scores, ds, tensors)
             for total, part in zip(dtensors, parts, strict=True):

@@ -31,6 +31,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .standard import dropped
+
 
 class RowState(NamedTuple):
     """What is known of some rows after a part of their scores: the invariant of this module.
@@ -48,13 +50,17 @@ class RowState(NamedTuple):
         m = rows.new_full(rows.shape[:-1], -torch.inf)
         return RowState(m=m, l=torch.zeros_like(m), o=rows.new_zeros(*m.shape, head_dim_v))
 
-    def update(self, scores: Tensor, v: Tensor) -> RowState:
-        """The state after the next scores (..., rows, n) and their values (..., n, head_dim_v)."""
+    def update(self, scores: Tensor, v: Tensor, dropout: Tensor | None = None) -> RowState:
+        """The state after the next scores (..., rows, n) and their values (..., n, head_dim_v).
+
+        Dropout (..., rows, n) multiplies what the values are weighed by; l, and with it lse, is that of all scores.
+        """
         # A unit that cancels in the end has no gradient.
         m = torch.maximum(self.m, scores.amax(dim=-1)).detach()
         alpha = torch.exp(self.m - finite(m))
         p = torch.exp(scores - finite(m)[..., None])
-        return RowState(m=m, l=alpha * self.l + p.sum(dim=-1), o=alpha[..., None] * self.o + p @ v)
+        o = alpha[..., None] * self.o + dropped(p, dropout) @ v
+        return RowState(m=m, l=alpha * self.l + p.sum(dim=-1), o=o)
 
     def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """o (..., rows, head_dim_v) and lse (..., rows) of the whole rows.

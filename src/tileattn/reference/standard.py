@@ -8,6 +8,9 @@ For each batch element b and each query head h, with N queries, S keys, and the 
     lse[i]       = log(exp(sink[h]) + sum over j of exp(scores[i, j]))       without a sink: the sum alone
     o[i]         = sum over j of exp(scores[i, j] - lse[i]) * v[b, j, g]     (N, head_dim_v)
 
+With dropout each probability exp(scores[i, j] - lse[i]) is multiplied by dropout[i, j], which is 0 where it is dropped
+and 1 / (1 - p) where it is not, before it meets its value; lse knows nothing of it.
+
 exp overflows float32 at 89. So the maximum m[i] of the row is taken out first, which changes nothing in o:
 
     p[i, j] = exp(scores[i, j] - m[i])
@@ -44,6 +47,7 @@ def standard_attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    dropout: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention by its definition; memory grows with seqlen_q * seqlen_k.
 
@@ -57,6 +61,7 @@ def standard_attention(
         scale: factor of the inner product; None: 1 / sqrt(head_dim).
         q_descale, k_descale, v_descale: (batch, kv_heads), float32: what the elements of fp8 q, k and v are multiplied
             by; None: 1.
+        dropout: (batch, heads, seqlen_q, seqlen_k), what each probability is multiplied by: 0 or 1 / (1 - p); None: 1.
 
     Returns:
         o: (batch, seqlen_q, heads, head_dim_v), q's dtype, or bfloat16 for fp8; 0 in a row that sees no key.
@@ -82,9 +87,14 @@ def standard_attention(
     p = torch.exp(scores - m)
     l = torch.exp(logits - m).sum(dim=-1, keepdim=True)
     # ... and so is l, by which o must not be divided.
-    o = (p @ v_bh) / torch.where(l > 0, l, 1.0)
+    o = (dropped(p, dropout) @ v_bh) / torch.where(l > 0, l, 1.0)
     lse = torch.where(l > 0, m + torch.log(torch.where(l > 0, l, 1.0)), -torch.inf).squeeze(-1)
     return o.transpose(1, 2).to(output_dtype(q.dtype)), lse
+
+
+def dropped(p: Tensor, dropout: Tensor | None) -> Tensor:
+    """Probabilities, some of which are dropped and the others enlarged."""
+    return p if dropout is None else p * dropout.to(p.dtype)
 
 
 def heads_first(

@@ -21,7 +21,7 @@ For a causal mask half the tiles are skipped, and only those on the diagonal com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from ..fp8 import output_dtype
 from ..masks import Mask
 from .online_softmax import RowState
 from .standard import ScoreFn, heads_first, positions, tile_scores
+
+# The matrix of `standard_attention`, or a function of a tile's rows and keys that computes its part of it.
+Dropout = Tensor | Callable[[slice, slice], Tensor]
 
 
 def flash_attention_1(
@@ -43,10 +46,14 @@ def flash_attention_1(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    dropout: Dropout | None = None,
     block_M: int = 64,
     block_N: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """Tiled attention, K/V outside and Q inside; arguments and results as `standard_attention`."""
+    """Tiled attention, K/V outside and Q inside; arguments and results as `standard_attention`.
+
+    Dropout may also be a function of a tile's rows and keys, so that there is no matrix of it either.
+    """
     dtype, seqlen_q, seqlen_k = output_dtype(q.dtype), q.shape[1], k.shape[1]
     q, k, v = heads_first(q, k, v, (q_descale, k_descale, v_descale))
     # "In memory": one entry for each block of queries, rewritten for each K/V tile. Here o is divided by l.
@@ -56,7 +63,7 @@ def flash_attention_1(
             scores = tile_scores(q, k, rows, keys, score_mods, scale)
             scores = masked(scores, mask, positions(q, k, rows, keys))
             m, l, o = memory[i]
-            m, l, o = RowState(m, l, o * l[..., None]).update(scores, v[:, :, keys])
+            m, l, o = RowState(m, l, o * l[..., None]).update(scores, v[:, :, keys], of_tile(dropout, rows, keys))
             # Divided again before it goes back; a row that has seen no key yet keeps its zero.
             memory[i] = RowState(m, l, o / torch.where(l > 0, l, 1.0)[..., None])
     finished = [RowState(m, l, o * l[..., None]).finish(per_row(sink, q)) for m, l, o in memory]
@@ -74,10 +81,11 @@ def flash_attention_2(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    dropout: Dropout | None = None,
     block_M: int = 64,
     block_N: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """Tiled attention, Q outside and K/V inside, visiting only the mask's tiles; as `standard_attention`."""
+    """Tiled attention, Q outside and K/V inside, visiting only the mask's tiles; as `flash_attention_1`."""
     dtype, seqlen_q = output_dtype(q.dtype), q.shape[1]
     q, k, v = heads_first(q, k, v, (q_descale, k_descale, v_descale))
     finished = []
@@ -89,7 +97,7 @@ def flash_attention_2(
             scores = tile_scores(q, k, rows, keys, score_mods, scale)
             if keys.start < full_lo or keys.stop > full_hi:
                 scores = masked(scores, mask, positions(q, k, rows, keys))
-            state = state.update(scores, v[:, :, keys])
+            state = state.update(scores, v[:, :, keys], of_tile(dropout, rows, keys))
         finished.append(state.finish(per_row(sink, q)))
     return joined(finished, q, v, dtype)
 
@@ -122,6 +130,13 @@ def key_ranges(q: Tensor, k: Tensor, rows: slice, mask: Mask | None) -> tuple[tu
 def masked(scores: Tensor, mask: Mask | None, where: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
     """Scores with -inf where the mask forbids: exp of it is 0, which is how little the key weighs."""
     return scores if mask is None else scores.masked_fill(~mask.allows(*where), -torch.inf)
+
+
+def of_tile(dropout: Dropout | None, rows: slice, keys: slice) -> Tensor | None:
+    """The tile's part of a matrix that a kernel never has: it computes the pattern (:mod:`tileattn.dropout`)."""
+    if isinstance(dropout, Tensor):
+        return dropout[:, :, rows, keys]
+    return None if dropout is None else dropout(rows, keys)
 
 
 def per_row(sink: Tensor | None, q: Tensor) -> Tensor | None:

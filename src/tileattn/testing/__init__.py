@@ -1,4 +1,4 @@
-"""Testing: the tolerance rule, the oracle, and the cases that tests, tuner and benchmark share.
+"""Testing: the tolerance rule, the oracle, dropout's pattern, and the cases that tests, tuner and benchmark share.
 
 >>> arguments = (q, k, v, Causal(), (), None, None)
 >>> got = attention(q, k, v, causal=True, return_lse=True)
@@ -6,6 +6,7 @@
 """
 
 from .cases import Arguments, ConformanceCase, build, conformance_cases, distinct_calls, output_gradients
+from .dropout import dropout_mask
 from .numerics import assert_accurate, assert_forward_accurate, assert_gradients_accurate
 from .oracle import eager_attention, eager_gradients, gradient_sizes, gradients, oracle_attention
 from .poison import poisoned_memory
@@ -20,6 +21,7 @@ __all__ = [
     "eager_gradients",
     "gradient_sizes",
     "gradients",
+    "dropout_mask",
     "poisoned_memory",
     "similarity",
     "dissimilarity",

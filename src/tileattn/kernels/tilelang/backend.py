@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from ...call import AttentionCall, BackwardCall, Gradients
+from ...call import AttentionCall
 from ...fp8 import FP8, Descales
 from ...variant import Operands, program
+from .backward.backend import prepare_backward as prepare_backward
 from .config import ARCHITECTURES, TRANSPOSED_KEYS, HopperConfig
 from .defaults import default
 from .launch import forward_function, transpose_function
@@ -38,6 +39,8 @@ def refusal(call: AttentionCall) -> str | None:
 
 
 def _refusal_fp8(call: AttentionCall) -> str | None:
+    if call.needs_grad:
+        return "fp8 has no backward pass (an input requires grad)"
     if call.arch != "sm_90a":
         return f"fp8 runs on sm_90a only, not {call.arch}"
     if not call.aligned:
@@ -53,8 +56,6 @@ def _refusal_head_dims(call: AttentionCall, step: int, where: str = "") -> str |
 
 
 def _refusal_variant(call: AttentionCall) -> str | None:
-    if call.needs_grad:
-        return "the kernels have no backward pass yet (an input requires grad)"
     if any(tensor.dtype == torch.float64 for tensor in program(call.variant).tensors):
         return "tensors of masks and score modifications must not be float64"
     return None
@@ -127,13 +128,6 @@ def prepare(
         return o, lse
 
     return forward
-
-
-def prepare_backward(
-    call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
-) -> Callable[..., Gradients]:
-    """See :class:`tileattn.dispatch.Backend`. Not reached as long as `refusal` refuses calls that need gradients."""
-    raise NotImplementedError(f"the TileLang kernels have no backward pass yet ({call})")
 
 
 def _without_keys(

@@ -1,0 +1,112 @@
+"""A small GPT whose attention is chosen by name: tileattn's or PyTorch's. `train_gpt.py` trains it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tileattn import attention
+
+# --- Attention: causal, of q, k and v with shape (batch, seqlen, heads, head_dim) ---
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, kernel: SDPBackend | None = None) -> Tensor:
+    """PyTorch's own, which wants heads before seqlen; any of its kernels, or the one that is named."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with nullcontext() if kernel is None else sdpa_kernel(kernel):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+class Backend(str, Enum):
+    """Which attention the model computes with."""
+
+    tileattn = "tileattn"  # the first of tileattn's backends that accepts the call
+    tilelang = "tilelang"  # its GPU kernels, or an error
+    torch = "torch"  # its PyTorch operations
+    sdpa = "sdpa"  # PyTorch's attention
+    fa2 = "fa2"  # ... with FlashAttention-2, on a GPU
+    cudnn = "cudnn"  # ... with cuDNN, on a GPU
+
+
+ATTEND: dict[Backend, Attend] = {
+    Backend.tileattn: functools.partial(attention, causal=True),
+    Backend.tilelang: functools.partial(attention, causal=True, backend="tilelang"),
+    Backend.torch: functools.partial(attention, causal=True, backend="torch"),
+    Backend.sdpa: sdpa,
+    Backend.fa2: functools.partial(sdpa, kernel=SDPBackend.FLASH_ATTENTION),
+    Backend.cudnn: functools.partial(sdpa, kernel=SDPBackend.CUDNN_ATTENTION),
+}
+
+
+# --- Model ---
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Queries or keys (batch, seqlen, heads, head_dim) turned by their position, pair by pair of their elements.
+
+    A score then depends on how far apart query and key are: rotary position embedding, Su et al. 2021 (arXiv
+    2104.09864). It is what lets a model as small as this one learn words within a minute.
+    """
+    seqlen, head_dim = x.shape[1], x.shape[3]
+    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, device=x.device) / head_dim)
+    angle = torch.arange(seqlen, device=x.device)[:, None, None] * frequency
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, dim: int, heads: int, attend: Attend) -> None:
+        super().__init__()
+        self.heads, self.attend = heads, attend
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seqlen, dim) to the same."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(dim=2)
+        x = x + self.proj(self.attend(rotated(q), rotated(k), v).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """Tokens (batch, seqlen) to logits of the token that follows each, (batch, seqlen, vocabulary)."""
+
+    def __init__(self, vocabulary: int, seqlen: int, layers: int, heads: int, dim: int, attend: Attend) -> None:
+        super().__init__()
+        self.seqlen = seqlen
+        self.token = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.Sequential(*(Block(dim, heads, attend) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                # 2 * layers terms are added to the residual stream: smaller ones, so that their sum keeps its size.
+                into_residual = name.endswith(("proj.weight", "mlp.2.weight"))
+                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * layers) if into_residual else 1))
+        self.head.weight = self.token.weight  # tied: one matrix reads tokens and scores them
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens are int64; the model is trained on `seqlen` of them."""
+        return self.head(self.norm(self.blocks(self.token(tokens))))
+
+    @torch.no_grad()
+    def continued(self, tokens: Tensor, count: int, generator: torch.Generator, temperature: float = 0.7) -> Tensor:
+        """The tokens (1, n) and `count` more, each drawn from what the model expects after the last `seqlen`."""
+        for _ in range(count):
+            logits = self(tokens[:, -self.seqlen :])[:, -1].float().cpu()
+            drawn = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
+            tokens = torch.cat((tokens, drawn.to(tokens.device)), dim=1)
+        return tokens

@@ -1,0 +1,244 @@
+"""Trains a small GPT (gpt.py) on Shakespeare's sonnets, character by character, with tileattn's attention.
+
+    python examples/train_gpt.py                       # about a minute on two cores; draws train_gpt.png
+    python examples/train_gpt.py --compare             # and once more through PyTorch's attention, in one picture
+    python examples/train_gpt.py --device cuda --dtype bfloat16 --compile
+    python examples/train_gpt.py --device cuda --dtype bfloat16 --benchmark --seqlen 8192 --batch 4 --dim 1024 --heads 8
+
+The picture needs matplotlib: `pip install "tileattn[plot]"`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+import typer
+from gpt import ATTEND, GPT, Backend
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor, nn
+
+TEXT = Path(__file__).parent / "data" / "sonnets.txt"
+PROMPT = "Shall I compare thee to"
+COLOURS = {Backend.tileattn: "#D55E00", Backend.sdpa: "#332288"}  # safe for colour-blind readers
+console = Console()
+
+
+class Dtype(str, Enum):
+    """Of the matrix products; parameters and their updates are float32."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that a run depends on, but for the attention."""
+
+    steps: int = 600
+    seqlen: int = 128
+    batch: int = 8
+    layers: int = 4
+    heads: int = 4
+    dim: int = 128
+    rate: float = 4e-3
+    device: str = "cpu"
+    dtype: Dtype = Dtype.float32
+    compile: bool = False
+    seed: int = 0
+
+
+# --- Data ---
+
+
+class Text:
+    """A text as token ids, one for each different character; its last tenth is held out."""
+
+    def __init__(self, text: str) -> None:
+        self.characters = sorted(set(text))
+        tokens = self.encode(text)
+        self.train, self.held_out = tokens[: len(tokens) * 9 // 10], tokens[len(tokens) * 9 // 10 :]
+
+    def encode(self, text: str) -> Tensor:
+        ids = {character: i for i, character in enumerate(self.characters)}
+        return torch.tensor([ids[character] for character in text])
+
+    def decode(self, tokens: Tensor) -> str:
+        return "".join(self.characters[i] for i in tokens.tolist())
+
+    def batch(self, settings: Settings, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Random pieces of the text, (batch, seqlen), and the same one character later: what is to be predicted."""
+        starts = torch.randint(len(self.train) - settings.seqlen, (settings.batch, 1), generator=generator)
+        pieces = self.train[starts + torch.arange(settings.seqlen + 1)].to(settings.device)
+        return pieces[:, :-1], pieces[:, 1:]
+
+
+# --- Training ---
+
+
+class Training:
+    """A model and its optimizer. With equal settings all backends begin with the same parameters."""
+
+    def __init__(self, vocabulary: int, settings: Settings, backend: Backend) -> None:
+        self.settings = settings
+        torch.manual_seed(settings.seed)
+        shape = (settings.seqlen, settings.layers, settings.heads, settings.dim)
+        self.model = GPT(vocabulary, *shape, ATTEND[backend]).to(settings.device)
+        self.compiled = torch.compile(self.model) if settings.compile else self.model
+        matrices = [p for p in self.model.parameters() if p.ndim == 2]
+        vectors = [p for p in self.model.parameters() if p.ndim < 2]  # of norms, and biases: they should not decay
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95))
+
+    def loss(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The cross-entropy, in nats per character: log(vocabulary) for a model that knows nothing."""
+        dtype = getattr(torch, self.settings.dtype.value)
+        with torch.autocast(tokens.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            logits = model(tokens)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def step(self, tokens: Tensor, targets: Tensor, rate: float) -> Tensor:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss = self.loss(self.compiled, tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def learning_rate(step: int, settings: Settings) -> float:
+    """Up linearly over the first tenth of the steps, then down to a tenth along a cosine."""
+    warmup = max(1, settings.steps // 10)
+    if step < warmup:
+        return settings.rate * (step + 1) / warmup
+    return settings.rate * (0.55 + 0.45 * math.cos(math.pi * (step - warmup) / (settings.steps - warmup)))
+
+
+def train(text: Text, settings: Settings, backend: Backend) -> tuple[Training, list[float]]:
+    """The trained model, and the loss of every step."""
+    training, losses = Training(len(text.characters), settings, backend), []
+    generator = torch.Generator().manual_seed(settings.seed)  # all backends see the same pieces of the text
+    with Progress(*Progress.get_default_columns(), "{task.fields[note]}", console=console) as progress:
+        bar = progress.add_task(f"{backend.value:8}", total=settings.steps, note="")
+        start = time.perf_counter()
+        for step in range(settings.steps):
+            losses.append(training.step(*text.batch(settings, generator), learning_rate(step, settings)).item())
+            speed = (step + 1) * settings.batch * settings.seqlen / (time.perf_counter() - start)
+            progress.update(bar, advance=1, note=f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s")
+    with torch.no_grad():
+        pieces = text.held_out.unfold(0, settings.seqlen + 1, settings.seqlen).to(settings.device)
+        held_out = training.loss(training.model, pieces[:, :-1], pieces[:, 1:]).item()
+    console.print(f"{backend.value}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, on held-out text {held_out:.3f}")
+    return training, losses
+
+
+# --- What a run shows ---
+
+
+def draw(curves: dict[Backend, list[float]], path: Path) -> None:
+    """The losses over the steps; below, if there are two curves, how far they are apart."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5 if len(curves) == 1 else 6), layout="constrained")
+    axes = figure.subplots(len(curves), sharex=True, squeeze=False, height_ratios=[3, 1.2][: len(curves)])[:, 0]
+    for (backend, losses), style in zip(curves.items(), ("-", "--"), strict=False):
+        axes[0].plot(losses, style, color=COLOURS.get(backend, "#0072B2"), linewidth=1.2, label=backend.value)
+    axes[0].set_ylabel("loss (nats per character)")
+    axes[0].legend(frameon=False)
+    if len(curves) == 2:
+        axes[1].plot(differences(*curves.values()), ".", color="#222222", markersize=3)
+        axes[1].set_yscale("symlog", linthresh=1e-8)  # logarithmic above 1e-8; equal losses are at 0
+        axes[1].set_ylabel("difference")
+    for ax in axes:
+        ax.grid(alpha=0.3)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel("step")
+    figure.savefig(path, dpi=150)
+
+
+def differences(a: list[float], b: list[float]) -> list[float]:
+    return [abs(x - y) for x, y in zip(a, b, strict=True)]
+
+
+def benchmark(text: Text, settings: Settings, backends: list[Backend], rounds: int = 5, steps: int = 4) -> Table:
+    """Training speed of several attentions in one process, in turns: the median of the rounds."""
+    on_gpu = settings.device.startswith("cuda")
+    tokens, targets = text.batch(settings, torch.Generator().manual_seed(settings.seed))
+    trainings = {backend: Training(len(text.characters), settings, backend) for backend in backends}
+    seconds: dict[Backend, list[float]] = {backend: [] for backend in backends}
+    for turn in range(rounds + 1):
+        for backend, training in trainings.items():
+            start = time.perf_counter()
+            for _ in range(steps):
+                training.step(tokens, targets, settings.rate)
+            if on_gpu:
+                torch.cuda.synchronize()
+            if turn > 0:  # the first compiles and warms up
+                seconds[backend].append((time.perf_counter() - start) / steps)
+    table = Table("attention", "ms per step", "tokens/s", f"against {backends[0].value}")
+    for backend in backends:
+        time_per_step, first = median(seconds[backend]), median(seconds[backends[0]])
+        speed = settings.batch * settings.seqlen / time_per_step
+        table.add_row(backend.value, f"{time_per_step * 1e3:.1f}", f"{speed:,.0f}", f"{first / time_per_step:.2f}x")
+    return table
+
+
+# --- Command line ---
+
+
+def main(
+    backend: Annotated[Backend, typer.Option(help="Which attention the model computes with.")] = Backend.tileattn,
+    compare: Annotated[bool, typer.Option("--compare", help="Train again through PyTorch's attention.")] = False,
+    measure: Annotated[bool, typer.Option("--benchmark", help="Only measure speed, beside PyTorch's.")] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Run the model under torch.compile.")] = False,
+    device: Annotated[str, typer.Option(help="Such as cpu or cuda.")] = Settings.device,
+    dtype: Annotated[Dtype, typer.Option(help="Of the matrix products.")] = Settings.dtype,
+    steps: Annotated[int, typer.Option(min=1)] = Settings.steps,
+    seqlen: Annotated[int, typer.Option(min=1, help="Characters that the model sees at once.")] = Settings.seqlen,
+    batch: Annotated[int, typer.Option(min=1, help="Pieces of text in a step.")] = Settings.batch,
+    layers: Annotated[int, typer.Option(min=1)] = Settings.layers,
+    heads: Annotated[int, typer.Option(min=1)] = Settings.heads,
+    dim: Annotated[int, typer.Option(min=1, help="Width of the model, a multiple of heads.")] = Settings.dim,
+    rate: Annotated[float, typer.Option(help="Highest learning rate.")] = Settings.rate,
+    seed: Annotated[int, typer.Option()] = Settings.seed,
+    out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("train_gpt.png"),
+) -> None:
+    """Train a small GPT on Shakespeare's sonnets and print what it writes."""
+    text = Text(TEXT.read_text())
+    if dim % (2 * heads):
+        raise typer.BadParameter(f"--dim must be a multiple of twice --heads, got {dim} and {heads}")
+    if seqlen >= len(text.held_out):
+        raise typer.BadParameter(f"--seqlen must be less than {len(text.held_out)}, got {seqlen}")
+    if compare and backend == Backend.sdpa:
+        raise typer.BadParameter("--compare needs another --backend than sdpa, with which it compares")
+    settings = Settings(steps, seqlen, batch, layers, heads, dim, rate, device, dtype, compile, seed)
+    if measure:
+        peers = [Backend.fa2, Backend.cudnn] if device.startswith("cuda") else [Backend.sdpa]
+        console.print(benchmark(text, settings, list(dict.fromkeys((backend, *peers)))))
+        return
+    training, losses = train(text, settings, backend)
+    curves = {backend: losses}
+    if compare:
+        curves[Backend.sdpa] = train(text, settings, Backend.sdpa)[1]
+        apart = differences(*curves.values())
+        console.print(f"losses differ by at most {max(apart):.2g}, by {sum(apart) / len(apart):.2g} on average")
+    draw(curves, out)
+    tokens = text.encode(PROMPT)[None].to(device)
+    written = training.model.continued(tokens, 400, torch.Generator().manual_seed(seed))
+    console.print(text.decode(written[0]), markup=False, highlight=False)
+    console.print(f"The losses are drawn in {out}.")
+
+
+if __name__ == "__main__":
+    typer.run(main)

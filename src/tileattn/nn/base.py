@@ -1,0 +1,152 @@
+"""What the attention modules share: projections, heads, the mask, and one clear error for each wrong argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..api import attention
+from ..masks import Mask
+from ..variant import CAUSAL
+
+
+class SelfAttention(nn.Module):
+    """Base of the modules: projections around an attention that a subclass chooses by overriding `attend`.
+
+    The projections are one layer, `qkv_proj`, where queries, keys and values have as many heads, else `q_proj`,
+    `k_proj` and `v_proj`; then `out_proj`. So modules with equal `embed_dim`, `num_heads`, `num_kv_heads` and `bias`
+    read each other's state dicts, whatever else they differ in.
+
+    Args:
+        embed_dim: width of x and of the output, a multiple of num_heads; a head has ``embed_dim // num_heads``.
+        num_heads: heads of the queries.
+        num_kv_heads: heads of keys and values, a divisor of num_heads; None: num_heads. Query head ``h`` uses
+            key/value head ``h // (num_heads // num_kv_heads)``.
+        dropout: probability of dropping an attention weight in training, at least 0 and less than 1; those kept are
+            scaled by ``1 / (1 - dropout)``.
+        bias: whether the projections add a bias.
+        causal: whether a position sees itself and those before it only.
+        device, dtype: of the parameters, as in torch.nn.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        causal: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_positive("embed_dim", embed_dim)
+        check_positive("num_heads", num_heads)
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
+        if num_kv_heads is None:
+            num_kv_heads = num_heads
+        check_positive("num_kv_heads", num_kv_heads)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+        _check_dropout(dropout)
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.dropout = float(dropout)
+        self.causal = bool(causal)
+
+        def linear(width: int) -> nn.Linear:
+            return nn.Linear(embed_dim, width, bias=bias, device=device, dtype=dtype)
+
+        if num_kv_heads == num_heads:
+            self.qkv_proj = linear(3 * embed_dim)
+        else:
+            self.q_proj = linear(embed_dim)
+            self.k_proj = linear(num_kv_heads * self.head_dim)
+            self.v_proj = linear(num_kv_heads * self.head_dim)
+        self.out_proj = linear(embed_dim)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Attention of a sequence to itself.
+
+        Args:
+            x: (batch, seqlen, embed_dim), in the parameters' dtype or under autocast.
+
+        Returns:
+            The output, like x, and None: only :class:`NaiveAttention` has weights to return.
+
+        Raises:
+            ValueError: x has another shape.
+        """
+        return self._forward(x, CAUSAL if self.causal else None)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor | None]:
+        """o, like q, and the weights or None: :func:`tileattn.attention`.
+
+        Args:
+            q: (batch, seqlen, num_heads, head_dim).
+            k: (batch, seqlen, num_kv_heads, head_dim).
+            v: like k.
+            mask: which positions see which, with `causal` in it; None: all see all.
+        """
+        # `causal=True` and no other mask is the call that costs the host least.
+        causal = mask is CAUSAL
+        o = attention(q, k, v, mask=None if causal else mask, causal=causal, dropout_p=self.dropout_p)
+        assert isinstance(o, Tensor)
+        return o, None
+
+    @property
+    def dropout_p(self) -> float:
+        """The probability that holds now: 0 outside training."""
+        return self.dropout if self.training else 0.0
+
+    def extra_repr(self) -> str:
+        """The arguments, those at their defaults left out."""
+        shown = [f"{self.embed_dim}, {self.num_heads}"]
+        if self.num_kv_heads != self.num_heads:
+            shown.append(f"num_kv_heads={self.num_kv_heads}")
+        if self.dropout:
+            shown.append(f"dropout={self.dropout}")
+        if self.causal:
+            shown.append("causal=True")
+        return ", ".join(shown)
+
+    def _forward(self, x: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor | None]:
+        if x.ndim != 3 or x.shape[2] != self.embed_dim:
+            raise ValueError(f"x must have shape (batch, seqlen, embed_dim={self.embed_dim}), got {tuple(x.shape)}")
+        o, weights = self.attend(*self._heads(x), mask)
+        return self.out_proj(o.flatten(2)), weights
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of x: q (batch, seqlen, num_heads, head_dim), k and v (batch, seqlen, num_kv_heads, head_dim)."""
+        if self.num_kv_heads == self.num_heads:
+            q, k, v = self.qkv_proj(x).chunk(3, dim=-1)
+        else:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        # -1 would be undecidable for a tensor without elements.
+        q_heads, kv_heads = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+        return q.unflatten(-1, q_heads), k.unflatten(-1, kv_heads), v.unflatten(-1, kv_heads)
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raises unless `value`, the argument `name`, is an int of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a positive int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be a positive int, got {value}")
+
+
+def _check_dropout(dropout: Any) -> None:
+    if not isinstance(dropout, (int, float)) or isinstance(dropout, bool):
+        raise TypeError(f"dropout must be a number of at least 0 and less than 1, got {dropout!r}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout}")

@@ -1,0 +1,83 @@
+"""Modules by name, for configuration files and command lines."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from ..api import MaskLike
+from .base import SelfAttention
+from .flash import FlashAttentionV1, FlashAttentionV2
+from .grouped import GroupedQueryAttention, MultiQueryAttention
+from .masked import MaskedAttention, SlidingWindowAttention
+from .naive import NaiveAttention
+
+_CLASSES: dict[str, type[SelfAttention]] = {
+    "naive": NaiveAttention,
+    "flash_v1": FlashAttentionV1,
+    "flash_v2": FlashAttentionV2,
+    "sliding_window": SlidingWindowAttention,
+    "gqa": GroupedQueryAttention,
+    "grouped_query": GroupedQueryAttention,
+    "mqa": MultiQueryAttention,
+    "multi_query": MultiQueryAttention,
+    "masked": MaskedAttention,
+}
+
+
+def get_attention(
+    name: str,
+    embed_dim: int,
+    num_heads: int,
+    *,
+    num_kv_heads: int | None = None,
+    block_size: int | None = None,
+    dropout: float = 0.0,
+    bias: bool = True,
+    causal: bool = False,
+    window_size: int | None = None,
+    mask: MaskLike | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> SelfAttention:
+    """The attention module called `name`, with these arguments.
+
+    Args:
+        name: "naive", "flash_v1", "flash_v2", "sliding_window", "gqa" or "grouped_query", "mqa" or "multi_query",
+            "masked".
+        embed_dim: width of x and of the output.
+        num_heads: heads of the queries.
+        num_kv_heads: heads of keys and values; None: num_heads. Of all but "mqa"; "gqa" needs it.
+        block_size: rows in a tile; None: 64. Of "flash_v1" and "flash_v2".
+        dropout: probability of dropping a weight in training.
+        bias: whether the projections add a bias.
+        causal: whether a position sees itself and those before it only.
+        window_size: positions less than this far away are seen. Of "sliding_window", which needs it.
+        mask: a tileattn mask or a function. Of "masked" and "naive".
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: there is no such name; the message lists those that there are.
+        TypeError, ValueError: an argument is wrong, missing, or none of this module's.
+    """
+    if name not in _CLASSES:
+        raise ValueError(f"name must be one of {', '.join(_CLASSES)}, got {name!r}")
+    cls = _CLASSES[name]
+    own: dict[str, Any] = {
+        "num_kv_heads": num_kv_heads,
+        "block_size": block_size,
+        "window_size": window_size,
+        "mask": mask,
+    }
+    given = {option: value for option, value in own.items() if value is not None}
+    parameters = inspect.signature(cls).parameters
+    for option in given:
+        if option not in parameters:
+            raise TypeError(f"{name!r} takes no {option}, got {given[option]!r}")
+    for option in own:
+        if option in parameters and option not in given and parameters[option].default is inspect.Parameter.empty:
+            raise TypeError(f"{name!r} needs {option}")
+    return cls(embed_dim, num_heads, **given, dropout=dropout, bias=bias, causal=causal, device=device, dtype=dtype)

@@ -1,0 +1,172 @@
+"""FlashAttention 1 and 2 as modules around the readable reference, in plain PyTorch: to be read.
+
+Both passes are linear in memory: the forward keeps q, k, v, o and one number (lse) for each row, and the backward
+computes the probabilities from them again, a tile at a time. For speed take any other module of this package: they run
+:func:`tileattn.attention`, which has kernels of the same algorithm.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..dropout import draw_seed, keep_mask, weight_of_kept
+from ..masks import Mask
+from ..reference import flash_attention_1, flash_attention_2, flash_attention_2_backward
+from ..reference.tiled import Dropout
+from .base import SelfAttention, check_positive
+
+
+class _Loop(Protocol):
+    """A forward pass of :mod:`tileattn.reference.tiled`."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None,
+        *,
+        dropout: Dropout | None,
+        block_M: int,
+        block_N: int,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class _TiledAttention(torch.autograd.Function):
+    """A forward loop, and the backward loop that FlashAttention 1 and 2 share (see :mod:`tileattn.reference.backward`).
+
+    Autograd does not look into `forward`, so that no tile outlives its turn.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, dropout_p: float, loop: _Loop, block_size: int
+    ) -> Tensor:
+        ctx.mask, ctx.dropout_p, ctx.block_size = mask, dropout_p, block_size
+        seed = draw_seed(q.device) if dropout_p else None
+        # The loops compute in float32 on purpose; autocast would make their products 16 bits again.
+        with torch.autocast(q.device.type, enabled=False):
+            dropout = _dropout(seed, dropout_p, q)
+            o, lse = loop(q, k, v, mask, dropout=dropout, block_M=block_size, block_N=block_size)
+        ctx.save_for_backward(q, k, v, o, lse, seed)
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse, seed = ctx.saved_tensors
+        with torch.autocast(do.device.type, enabled=False):
+            dropout = _dropout(seed, ctx.dropout_p, q)
+            dq, dk, dv, _, _ = flash_attention_2_backward(
+                do, q, k, v, o, lse, ctx.mask, dropout=dropout, block_M=ctx.block_size, block_N=ctx.block_size
+            )
+        return dq, dk, dv, None, None, None, None
+
+
+def _dropout(seed: Tensor | None, p: float, q: Tensor) -> Dropout | None:
+    """The pattern of :mod:`tileattn.dropout`, a tile at a time: both passes draw the same from one seed."""
+    if seed is None:
+        return None
+    batch, heads, weight = q.shape[0], q.shape[2], weight_of_kept(p)
+    return lambda rows, keys: keep_mask(seed, p, batch, heads, rows, keys) * weight
+
+
+class _FlashAttention(SelfAttention):
+    """What the two versions share: the size of their tiles.
+
+    Args:
+        embed_dim, num_heads, num_kv_heads, dropout, bias, causal, device, dtype: as :class:`SelfAttention`.
+        block_size: rows of Q, and of K and V, in a tile; 1 or more.
+    """
+
+    loop: _Loop
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        block_size: int = 64,
+        num_kv_heads: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        causal: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_positive("block_size", block_size)
+        super().__init__(
+            embed_dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            dropout=dropout,
+            bias=bias,
+            causal=causal,
+            device=device,
+            dtype=dtype,
+        )
+        self.block_size = block_size
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor | None]:
+        o: Tensor = _TiledAttention.apply(q, k, v, mask, self.dropout_p, self.loop, self.block_size)
+        return o, None
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, block_size={self.block_size}"
+
+
+class FlashAttentionV1(_FlashAttention):
+    """FlashAttention: K/V tiles in the outer loop, Q tiles in the inner one; visits every tile, causal or not.
+
+    Args:
+        embed_dim, num_heads, num_kv_heads, dropout, bias, causal, device, dtype: as :class:`SelfAttention`.
+        block_size: rows of Q, and of K and V, in a tile; 1 or more.
+
+    Source: Dao et al. 2022 (arXiv 2205.14135), algorithm 1; :func:`tileattn.reference.flash_attention_1`.
+    """
+
+    loop = staticmethod(flash_attention_1)
+
+
+class CausalEfficiency(NamedTuple):
+    """Tiles of scores in a causal forward pass; see :meth:`FlashAttentionV2.get_causal_efficiency`."""
+
+    visited: int
+    total: int
+
+    @property
+    def saving(self) -> float:
+        """The fraction of tiles that are skipped: 0 with a single tile, towards 1/2 with many. 0 without tiles."""
+        return 1 - self.visited / self.total if self.total else 0.0
+
+
+class FlashAttentionV2(_FlashAttention):
+    """FlashAttention-2: Q tiles in the outer loop, K/V tiles in the inner one, of which hidden ones are skipped.
+
+    Args:
+        embed_dim, num_heads, num_kv_heads, dropout, bias, causal, device, dtype: as :class:`SelfAttention`.
+        block_size: rows of Q, and of K and V, in a tile; 1 or more.
+
+    Source: Dao 2023 (arXiv 2307.08691), algorithm 1; :func:`tileattn.reference.flash_attention_2`.
+    """
+
+    loop = staticmethod(flash_attention_2)
+
+    def get_causal_efficiency(self, seqlen: int) -> CausalEfficiency:
+        """How many tiles causal attention over `seqlen` positions visits, of how many there are.
+
+        With ``n = ceil(seqlen / block_size)`` blocks there are ``n * n`` tiles for each head. The i-th block of
+        queries (from 1) sees the first i blocks of keys, so ``n * (n + 1) / 2`` are visited, whether or not this
+        module is causal. `saving` is the fraction of the time of full attention that is saved, as far as every tile
+        takes as long: ``(1 - 1 / n) / 2``.
+
+        Raises:
+            TypeError, ValueError: seqlen is no positive int.
+        """
+        check_positive("seqlen", seqlen)
+        blocks = -(-seqlen // self.block_size)
+        return CausalEfficiency(visited=blocks * (blocks + 1) // 2, total=blocks * blocks)

@@ -1,0 +1,102 @@
+"""Attention under any mask: a sliding window, or whatever the user brings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..api import MaskLike
+from ..masks import SlidingWindow
+from ..variant import normalize
+from .base import SelfAttention, check_positive
+
+
+class MaskedAttention(SelfAttention):
+    """Self-attention in which a mask says which positions see which.
+
+    Args:
+        embed_dim, num_heads, num_kv_heads, dropout, bias, causal, device, dtype: as :class:`SelfAttention`.
+        mask: a mask of :mod:`tileattn.masks` or a function ``mask(b, h, q, k) -> bool``; None: no restriction. A mask
+            that carries tensors keeps them where they are: they are no part of the state dict, and `to` does not move
+            them. What changes from batch to batch, such as :class:`tileattn.Documents`, belongs to `forward`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        mask: MaskLike | None = None,
+        num_kv_heads: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        causal: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            dropout=dropout,
+            bias=bias,
+            causal=causal,
+            device=device,
+            dtype=dtype,
+        )
+        self.mask, _ = normalize(mask, None, False)
+
+    def forward(self, x: Tensor, mask: MaskLike | None = None) -> tuple[Tensor, Tensor | None]:
+        """As :class:`SelfAttention`; of this mask, the constructor's and `causal`, all that are given hold."""
+        mask, _ = normalize(mask, None, self.causal)
+        if self.mask is not None:
+            mask = self.mask if mask is None else self.mask & mask
+        return self._forward(x, mask)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (f", mask={self.mask!r}" if self.mask is not None else "")
+
+
+class SlidingWindowAttention(SelfAttention):
+    """Each position sees those less than `window_size` away; time and memory are linear in the length.
+
+    With `causal` that is itself and the ``window_size - 1`` before it (Mistral's window; Longformer, Beltagy et al.
+    2020, arXiv 2004.05150), else as many after it as well.
+
+    Args:
+        embed_dim, num_heads, num_kv_heads, dropout, bias, causal, device, dtype: as :class:`SelfAttention`.
+        window_size: 1 or more. It may be changed later: no kernel is compiled for another.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        window_size: int,
+        *,
+        num_kv_heads: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        causal: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_positive("window_size", window_size)
+        super().__init__(
+            embed_dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            dropout=dropout,
+            bias=bias,
+            causal=causal,
+            device=device,
+            dtype=dtype,
+        )
+        self.window_size = window_size
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        others = self.window_size - 1
+        return self._forward(x, SlidingWindow(others, 0 if self.causal else others))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, window_size={self.window_size}"

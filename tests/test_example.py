@@ -1,0 +1,122 @@
+"""The example trains: a tiny model, in this process."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner, Result
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TINY = ("--layers", "1", "--heads", "2", "--dim", "32", "--seqlen", "32", "--batch", "4", "--steps", "30")
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import train_gpt  # type: ignore[import-not-found]
+
+    return train_gpt  # type: ignore[no-any-return]
+
+
+def run(example: ModuleType, *arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(example.main)
+    return CliRunner().invoke(app, [*TINY, *arguments], env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def test_it_learns_as_with_pytorchs_attention(example: ModuleType, tmp_path: Path) -> None:
+    picture = tmp_path / "loss.png"
+    result = run(example, "--compare", "--out", str(picture))
+    assert result.exit_code == 0, result.output
+    found = re.findall(r"(tileattn|sdpa): loss ([\d.]+) -> ([\d.]+), on held-out text ([\d.]+)", result.output)
+    assert [name for name, *_ in found] == ["tileattn", "sdpa"]
+    for _, first, last, held_out in found:
+        assert float(last) < float(first) - 0.5
+        assert float(held_out) < float(first) - 0.5
+    apart = re.search(r"losses differ by at most ([\d.e+-]+)", result.output)
+    assert apart is not None
+    assert float(apart[1]) < 1e-3  # float32, and 30 steps over which roundings grow
+    assert example.PROMPT in result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_backend_of_this_machine_computes_the_same_loss(example: ModuleType) -> None:
+    text = example.Text(example.TEXT.read_text())
+    settings = example.Settings(seqlen=48, batch=2, layers=1, heads=2, dim=32)
+    tokens, targets = text.batch(settings, torch.Generator().manual_seed(0))
+    losses = []
+    for backend in ("tileattn", "torch", "sdpa"):
+        training = example.Training(len(text.characters), settings, example.Backend(backend))
+        losses.append(training.loss(training.model, tokens, targets).item())
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
+def test_a_position_sees_nothing_after_it(example: ModuleType) -> None:
+    text = example.Text(example.TEXT.read_text())
+    settings = example.Settings(seqlen=48, layers=2, heads=2, dim=32)
+    model = example.Training(len(text.characters), settings, example.Backend.tileattn).model
+    tokens = text.train[None, :48]
+    changed = torch.cat((tokens[:, :30], text.train[None, 100:118]), dim=1)
+    logits, other = model(tokens), model(changed)
+    torch.testing.assert_close(logits[:, :30], other[:, :30])
+    assert not torch.allclose(logits[:, 30:], other[:, 30:])
+
+
+def test_speed_is_shown_beside_pytorchs(example: ModuleType) -> None:
+    result = run(example, "--benchmark", "--dtype", "bfloat16")
+    assert result.exit_code == 0, result.output
+    speeds = dict(re.findall(r"(tileattn|sdpa)\D+[\d.]+\D+([\d,]+)", result.output.partition("tokens/s")[2]))
+    assert speeds.keys() == {"tileattn", "sdpa"}
+    assert "1.00x" in result.output
+
+
+GPU = ("--device", "cuda", "--dtype", "bfloat16", "--dim", "128")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(example: ModuleType, tmp_path: Path) -> None:
+    result = run(example, *GPU, "--backend", "tilelang", "--compare", "--out", str(tmp_path / "loss.png"))
+    assert result.exit_code == 0, result.output
+    apart = re.search(r"losses differ by at most ([\d.e+-]+)", result.output)
+    assert apart is not None
+    assert float(apart[1]) < 0.05  # bfloat16
+
+
+@pytest.mark.gpu
+def test_speed_on_a_gpu(example: ModuleType) -> None:
+    result = run(example, *GPU, "--benchmark")
+    assert result.exit_code == 0, result.output
+    assert re.findall(r"(tileattn|fa2|cudnn)\D+[\d.]+\D+[\d,]+", result.output.partition("tokens/s")[2]) == [
+        "tileattn",
+        "fa2",
+        "cudnn",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--dim", "30"), "--dim must be a multiple of twice --heads, got 30 and 2"),
+        (("--seqlen", "10000"), "--seqlen must be less than 9556, got 10000"),
+        (("--compare", "--backend", "sdpa"), "--compare needs another --backend than sdpa"),
+    ],
+)
+def test_errors(example: ModuleType, arguments: tuple[str, ...], message: str) -> None:
+    result = run(example, *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.output).split())
+
+
+def test_the_text_is_what_its_page_says(example: ModuleType) -> None:
+    characters = example.TEXT.read_text()
+    page = (EXAMPLES / "data" / "README.md").read_text()
+    assert f"{len(characters):,}\ncharacters, {len(set(characters))} different ones" in page
+    headings = re.findall(r"^([IVXLC]+)$", characters, re.M)
+    assert len(headings) == len(set(headings)) == 154
+    lines = [len(part.strip().splitlines()) for part in re.split(r"^[IVXLC]+$", characters, flags=re.M)[1:]]
+    assert [(i + 1, count) for i, count in enumerate(lines) if count != 14] == [(99, 15), (126, 12)]
