@@ -136,10 +136,10 @@ def _any_forward(
     check_operand_devices(operands.tensors, q)
     scale = _scale(scale, q)
     needs_grad = torch.is_grad_enabled() and _requires_grad((q, k, v, sink, *descales, *operands.tensors))
-    traced = ops.is_traced(q)
-    if needs_grad and not traced:
+    traced, transformed = ops.is_traced(q), torch._C._are_functorch_transforms_active()
+    if (needs_grad or (transformed and q.dtype != FP8)) and not traced:
         return autograd.attend(autograd.Options(variant, scale, backend, deterministic), q, k, v, sink, operands)
-    if traced or torch._C._are_functorch_transforms_active():
+    if traced or transformed:
         numbers = (operands.ints, operands.floats, scale)
         o, lse = ops.forward(
             q, k, v, sink, variant, operands.tensors, *numbers, backend, *descales, deterministic, needs_grad
