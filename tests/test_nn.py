@@ -287,11 +287,11 @@ def test_dropout_of_the_loops_is_the_pattern_of_the_seed(name: str, causal: bool
     torch.manual_seed(0)
     got = run(module, x)
     torch.manual_seed(0)
-    z = keep_mask(draw_seed("cpu"), 0.25, 2, HEADS, slice(0, 61), slice(0, 61)) / 0.75
+    z = keep_mask(draw_seed("cpu"), 0.25, 2, HEADS, slice(0, 61), slice(0, 61)).double() / 0.75
 
     def by_definition(x: Tensor) -> tuple[Tensor, None]:
         q, k, v = module._heads(x)
-        o, _ = standard_attention(q, k, v, Causal() if causal else None, dropout=z.double())
+        o, _ = standard_attention(q, k, v, Causal() if causal else None, dropout=z)
         return module.out_proj(o.flatten(2)), None
 
     module.forward = by_definition  # type: ignore[assignment, method-assign]
