@@ -63,7 +63,8 @@ def attention(
             torch's generator of the device; lse does not see it.
         layout: "bshd" as above, or "bhsd" for tensors (batch, heads, seqlen, head_dim), o included.
         return_lse: also return the log-sum-exp of the scores, sink included, in natural logarithm.
-        deterministic: ask for bitwise equal results from run to run; the forward pass always gives them.
+        deterministic: ask for bitwise equal gradients from run to run, as ``torch.use_deterministic_algorithms(True)``
+            does; the forward pass always gives equal results.
         backend: "tilelang" or "torch" to run there or raise; None takes the first that accepts the call.
         q_descale: for float8_e4m3fn only: float32 (batch, kv_heads), or broadcastable to it, positive; None is 1. An
             element of q stands for ``float(x) * descale``; the query heads of a group share theirs. See
@@ -75,6 +76,10 @@ def attention(
         o (batch, seqlen_q, heads, head_dim_v) in q's dtype, or bfloat16 for float8_e4m3fn; with return_lse,
         ``(o, lse)`` with lse (batch, heads, seqlen_q) in float32 (float64 for float64 inputs). A row that
         sees no key has ``o = 0`` and ``lse = -inf``.
+
+        Differentiable, once, in q, k, v, sink and the floating-point tensors of score modifications, through o and lse;
+        not in float8_e4m3fn. The backward pass computes the probabilities again, and memory stays linear in the
+        lengths. Under ``torch.autocast`` q, k and v are cast, as for PyTorch's own attention.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted.
