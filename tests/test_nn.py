@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tileattn
 import tileattn.reference.tiled as tiled
-from tileattn import Causal, Documents, PrefixLM, SlidingWindow, attention
+from tileattn import Causal, Documents, PrefixLM, SlidingWindow
 from tileattn.bench.memory import peak_bytes
 from tileattn.dropout import draw_seed, keep_mask
 from tileattn.nn import (
@@ -266,15 +266,6 @@ def test_memory_of_the_others_is_linear(case: Case) -> None:
 # --- Dropout ---
 
 
-def attention_drops() -> bool:
-    x = torch.zeros(1, 1, 1, 8)
-    try:
-        attention(x, x, x, dropout_p=0.5)
-    except NotImplementedError:
-        return False
-    return True
-
-
 def test_dropout_of_the_textbook_is_on_weights() -> None:
     naive = NaiveAttention(EMBED, HEADS, dropout=0.25, dtype=torch.float64)
     x = random(2, 41, EMBED)
@@ -296,11 +287,11 @@ def test_dropout_of_the_loops_is_the_pattern_of_the_seed(name: str, causal: bool
     torch.manual_seed(0)
     got = run(module, x)
     torch.manual_seed(0)
-    z = keep_mask(draw_seed("cpu"), 0.25, 2, HEADS, slice(0, 61), slice(0, 61)) / 0.75
+    z = keep_mask(draw_seed("cpu"), 0.25, 2, HEADS, slice(0, 61), slice(0, 61)).double() / 0.75
 
     def by_definition(x: Tensor) -> tuple[Tensor, None]:
         q, k, v = module._heads(x)
-        o, _ = standard_attention(q, k, v, Causal() if causal else None, dropout=z.double())
+        o, _ = standard_attention(q, k, v, Causal() if causal else None, dropout=z)
         return module.out_proj(o.flatten(2)), None
 
     module.forward = by_definition  # type: ignore[assignment, method-assign]
@@ -315,7 +306,6 @@ def test_no_dropout_outside_training() -> None:
         assert torch.equal(module(x)[0], plain(x)[0])
 
 
-@pytest.mark.skipif(not attention_drops(), reason="attention() has no dropout yet")
 @pytest.mark.parametrize("case", [case for case in CASES if not case.name.startswith("flash")], ids=str)
 def test_dropout_of_attention_is_that_of_the_loops(case: Case) -> None:
     """The same seed drops the same weights; what the mask hides has none."""
