@@ -157,12 +157,15 @@ def draw(curves: dict[Backend, list[float]], path: Path) -> None:
     axes[0].set_ylabel("loss (nats per character)")
     axes[0].legend(frameon=False)
     if len(curves) == 2:
-        axes[1].plot(differences(*curves.values()), ".", color="#222222", markersize=3)
+        apart = differences(*curves.values())
+        axes[1].plot(apart, ".", color="#222222", markersize=3)
         axes[1].set_yscale("symlog", linthresh=1e-8)  # logarithmic above 1e-8; equal losses are at 0
+        axes[1].set_ylim(-3e-9, max(1e-5, 2 * max(apart)))
         axes[1].set_ylabel("difference")
     for ax in axes:
         ax.grid(alpha=0.3)
         ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_title("A small GPT learns Shakespeare's sonnets", loc="left", fontsize=10)
     axes[-1].set_xlabel("step")
     figure.savefig(path, dpi=150)
 
