@@ -13,13 +13,14 @@ from math import floor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tileattn.bench import results
+from tileattn.bench import plot_memory, results
+from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.ceilings import Ceiling, overall
 from tileattn.bench.compare import Standing, best_peer_ms, compare, standings
 from tileattn.bench.cost import costs
 from tileattn.bench.peers.base import OWN
 from tileattn.bench.plot import COLOURS, FAINT, INK, LABELS, by_length, style
-from tileattn.bench.report import grouped
+from tileattn.bench.report import grouped, human_bytes
 from tileattn.bench.results import Results, Row
 
 if TYPE_CHECKING:
@@ -27,13 +28,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # The result file of each suite that the page shows; None where there is none yet. A newer measurement is named here
-# when its file is committed.
+# when its file is committed. The key is what the files' names begin with: the suite, and the direction unless forward.
 SOURCES: dict[str, str | None] = {
     "fa": "fa-h200-2026-11-21-2.json",
     "variants": "variants-h200-2026-11-21-2.json",
     "heads": "heads-h200-2026-11-21-2.json",
     "fp8": "fp8-h200-2026-11-21-2.json",
+    "fa-bwd": None,
+    "variants-bwd": None,
+    "heads-bwd": None,
+    "memory-fwdbwd": None,
 }
+# Nothing is said of these as long as nothing has been measured.
+OPTIONAL = ("fa-bwd", "variants-bwd", "heads-bwd", "memory-fwdbwd")
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -46,7 +53,7 @@ BF16 = f"{OWN}-bf16"
 METHOD = """\
 # Benchmarks
 
-How fast the forward pass is, beside its peers and beside what the GPU can do at most. This page is written by
+How fast {passes}, beside its peers and beside what the GPU can do at most. This page is written by
 [`benchmarks/make_page.py`](../benchmarks/make_page.py) from the result files that it names; to change a figure, measure
 it. The files' format is described [beside them](../benchmarks/results/README.md).
 
@@ -70,6 +77,14 @@ it. The files' format is described [beside them](../benchmarks/results/README.md
   same dtype, plus a rounding) is a failure and has no time.
 """
 
+METHOD_BACKWARD = """\
+Measured as the forward pass is, of gradients: what is timed is `torch.autograd.grad(o, (q, k, v), do)`, of all
+implementations alike, so that what runs before and after the main kernel is in it. The forward has run before, and is
+not; gradients are added to nothing. TFLOPS count the five products, QKᵀ again, dO·Vᵀ, Pᵀ·dO, dS·K and dSᵀ·Q:
+`2 * batch * heads * (3 * head_dim + 2 * head_dim_v)` for each visible pair, 2.5 times the forward where the head dims
+are equal. The error is the largest of dq, dk and dv, of a row as above, but that rows smaller than the median row are
+measured by that one: in them large terms cancel. Memory is that of forward and backward."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -84,28 +99,30 @@ def main() -> None:
     sources = load()
     PICTURES.mkdir(exist_ok=True)
     PAGE.write_text(page(sources))
-    if "fa" in sources:
-        for head_dim in head_dims(sources["fa"].results):
-            figure(sources["fa"].results, head_dim).savefig(picture(head_dim), dpi=160, facecolor="white")
+    for key in ("fa", "fa-bwd"):
+        if key in sources:
+            measured = sources[key].results
+            for dim in head_dims(measured):
+                figure(measured, dim).savefig(picture(measured.direction, dim), dpi=160, facecolor="white")
+    if "memory-fwdbwd" in sources:
+        plot_memory.save(sources["memory-fwdbwd"].results, MEMORY_PICTURE)
 
 
 def load() -> dict[str, Source]:
-    """The result files of `SOURCES`, by suite."""
-    return {suite: Source(name, results.load(RESULTS / name)) for suite, name in SOURCES.items() if name is not None}
+    """The result files of `SOURCES`, by its keys."""
+    return {key: Source(name, results.load(RESULTS / name)) for key, name in SOURCES.items() if name is not None}
 
 
 def page(sources: Mapping[str, Source]) -> str:
-    """The page in Markdown. sources: by suite."""
-    parts = [METHOD]
-    if "fa" in sources:
-        parts.append(_forward(sources["fa"]))
-    if "variants" in sources:
-        parts.append(_variants(sources["variants"]))
-    if "heads" in sources:
-        parts.append(_heads(sources["heads"]))
-    if "fp8" in sources:
-        parts.append(_fp8(sources["fp8"]))
-    if absent := [f"`{suite}`" for suite in SOURCES if suite not in sources]:
+    """The page in Markdown. sources: by the keys of `SOURCES`."""
+    sections = {
+        "fa": _plain, "variants": _variants, "heads": _heads, "fp8": _fp8,
+        "fa-bwd": _plain, "variants-bwd": _variants, "heads-bwd": _heads, "memory-fwdbwd": _memory,
+    }  # fmt: skip
+    backward = any(source.results.direction != "fwd" for source in sources.values())
+    method = METHOD.format(passes="forward and backward passes are" if backward else "the forward pass is")
+    parts = [method, *(section(sources[key]) for key, section in sections.items() if key in sources)]
+    if absent := [f"`{key}`" for key in SOURCES if key not in sources and key not in OPTIONAL]:
         parts.append(f"## Not measured yet\n\nThe suites {' and '.join(absent)}.\n")
     return "\n".join(parts)
 
@@ -113,14 +130,21 @@ def page(sources: Mapping[str, Source]) -> str:
 # Plain attention
 
 
-def _forward(source: Source) -> str:
+def _plain(source: Source) -> str:
     measured = source.results
+    backward = measured.direction != "fwd"
+    of = f"TFLOPS{' of the backward pass' if backward else ''}"
     pictures = [
-        f"![TFLOPS against sequence length at head dim {dim}, full and causal](benchmarks/{picture(dim).name})"
+        f"![{of} against sequence length at head dim {dim}, full and causal]"
+        f"(benchmarks/{picture(measured.direction, dim).name})"
         for dim in head_dims(measured)
     ]
-    parts = ["## Forward pass", _provenance(source), *pictures, _summary(measured)]
-    parts += [f"### {title}\n\n{_speed_table(measured, rows)}" for title, rows in _sections(measured).items()]
+    parts = ["## Backward pass", METHOD_BACKWARD] if backward else ["## Forward pass"]
+    parts += [_provenance(source), *pictures, _summary(measured)]
+    parts += [
+        f"### {_backward_of(measured, title)}\n\n{_speed_table(measured, rows)}"
+        for title, rows in _sections(measured).items()
+    ]
     return _joined([*parts, _notes(measured)])
 
 
@@ -208,9 +232,16 @@ def _variants(source: Source) -> str:
         "plain kernel in the same run. The baseline is named behind it: the causal or full kernel; a share of the full "
         "kernel's tiles; or, where that takes longer, reading the bias once at the copy's speed. Times in ms."
     )
-    tables = [f"### {shape}\n\n{_variants_table(measured, rows)}" for shape, rows in by_shape.items()]
-    parts = ["## Variants", _provenance(source), intro, _summary(measured), *tables, _notes(measured)]
-    return _joined(parts)
+    trained = (
+        "`dbias`: the gradient of the bias is computed too, and its baseline includes writing it once. Other tensors "
+        "of modifications have no gradient here."
+    )
+    tables = [
+        f"### {_backward_of(measured, shape)}\n\n{_variants_table(measured, rows)}" for shape, rows in by_shape.items()
+    ]
+    parts = [f"## {_backward_of(measured, 'Variants')}", _provenance(source), intro]
+    parts += [trained] if any(row.as_case().terms.dbias for row in measured.rows) else []
+    return _joined([*parts, _summary(measured), *tables, _notes(measured)])
 
 
 def _variants_table(measured: Results, rows: Sequence[Row]) -> str:
@@ -246,7 +277,7 @@ def _heads(source: Source) -> str:
         for plain in [_ungrouped(row, ours)]
     ]
     parts = [
-        "## Grouped heads and head dims",
+        f"## {_backward_of(measured, 'Grouped heads and head dims')}",
         _provenance(source),
         "Query heads that share keys and values, beside as many that do not. Times in ms.",
         _table(["case", "grouped", "ungrouped", "speed"], table),
@@ -299,7 +330,36 @@ def _fp8(source: Source) -> str:
     return _joined(["## fp8", _provenance(source), intro, _table(headings, table), _notes(measured)])
 
 
+# Memory
+
+MEMORY_PICTURE = PICTURES / "memory.png"
+
+
+def _memory(source: Source) -> str:
+    measured = source.results
+    backends = measured.backends()
+    table = [
+        [
+            case,
+            *(human_bytes(row.peak_bytes) if (row := measured.row(case, backend)) else MISSING for backend in backends),
+        ]
+        for case in measured.cases()
+    ]
+    intro = (
+        "The most that forward and backward allocate at one time beyond q, k, v and do: o, the gradients, and what is "
+        "kept or made between."
+    )
+    alt = "Peak memory of forward and backward against the sequence length"
+    parts = ["## Memory", _provenance(source), intro, f"![{alt}](benchmarks/{MEMORY_PICTURE.name})"]
+    return _joined([*parts, _table(["case", *map(_label, backends)], table), _notes(measured)])
+
+
 # What all sections share
+
+
+def _backward_of(measured: Results, title: str) -> str:
+    """A title that no section of the forward pass has."""
+    return title if measured.direction == "fwd" else f"{title}, backward"
 
 
 def _provenance(source: Source) -> str:
@@ -357,9 +417,9 @@ def _joined(parts: Iterable[str]) -> str:
 # Pictures
 
 
-def picture(head_dim: int) -> Path:
+def picture(direction: str, head_dim: int) -> Path:
     """Where the picture of a head dim is."""
-    return PICTURES / f"forward-d{head_dim}.png"
+    return PICTURES / f"{DIRECTIONS[direction]}-d{head_dim}.png"
 
 
 def head_dims(measured: Results) -> list[int]:
@@ -388,7 +448,7 @@ def figure(measured: Results, head_dim: int) -> Figure:
     labels = [label for backend in measured.backends() if (label := _label(backend)) in named]
     labels += [label for label in named if label not in labels]
     dtypes = ", ".join(dict.fromkeys(row.dtype for row in measured.rows))
-    title = f"Forward, head dim {head_dim}, {dtypes}, {measured.gpu}"
+    title = f"{DIRECTIONS[measured.direction].capitalize()}, head dim {head_dim}, {dtypes}, {measured.gpu}"
     drawn.legend(
         [named[label] for label in labels],
         labels,

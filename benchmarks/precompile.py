@@ -1,12 +1,14 @@
 """Compiles the kernels of a whole run in parallel, so that no GPU waits for them one by one.
 
     python benchmarks/precompile.py suites fa fp8 variants                 # of `tileattn bench --suite fa`, ...
+    python benchmarks/precompile.py suites fa --direction bwd              # the same with --direction bwd
     python benchmarks/precompile.py conformance                            # of `pytest -m gpu`
     python benchmarks/precompile.py conformance --kernels long --jobs 16   # of `pytest -m gpu --kernels long`
     python benchmarks/precompile.py suites fa --arch sm_90a --list         # what would be compiled; needs no GPU
 
 Each call is really made, by the code that the run makes it with, on tensors without memory (device "meta"), and stopped
-where it asks for its kernel. So what is compiled is what the run will ask for, and nothing is allocated or launched.
+where it asks for its kernel. So what is compiled is what the run will ask for, and nothing is allocated or launched. A
+forward pass that is differentiated goes on behind that place, to the backward pass and what that asks for.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 from unittest import mock
 
 import torch
@@ -27,13 +29,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import tileattn
 from tileattn import ops
-from tileattn.bench import choices, problem
+from tileattn.bench import choices, passes, problem
 from tileattn.bench.cases import Case
 from tileattn.bench.peers.own import TileAttn, TileAttnBf16
-from tileattn.call import AttentionCall, device_arch
+from tileattn.call import AttentionCall, BackwardCall, device_arch
 from tileattn.fp8 import FP8
 from tileattn.kernels.tilelang import backend
-from tileattn.kernels.tilelang.batch import CORES, Done, Job, compile_all
+from tileattn.kernels.tilelang.backward import backend as backward_backend
+from tileattn.kernels.tilelang.backward.launch import kernel_names
+from tileattn.kernels.tilelang.batch import CORES, AnyJob, BackwardJob, Done, Job, compile_all
 from tileattn.kernels.tilelang.config import Config
 from tileattn.kernels.tilelang.defaults import LONG, SHORT
 from tileattn.testing import build, conformance_cases
@@ -48,74 +52,108 @@ Attempt = Callable[[], Any]  # makes one call to attention
 
 
 class _Asked(Exception):
-    """A call has come as far as its kernel."""
-
-    def __init__(self, call: AttentionCall, config: Config) -> None:
-        self.job = Job(call, config)
+    """A call has come as far as its kernels."""
 
 
-def _ask(call: AttentionCall, config: Config) -> Any:
-    raise _Asked(call, config)
+class _Found:
+    """The kernels that were asked for, each once."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, AnyJob] = {}
+
+    def ask(self, call: AttentionCall, config: Config) -> Any:
+        """In place of `forward_function`."""
+        # For fp8 the forward kernel is asked for before the other.
+        self._add(Job(call, config), *[Job(call, None)] * (call.dtype == FP8))
+
+    def ask_backward(self, call: BackwardCall) -> Any:
+        """In place of `backward_kernels`."""
+        self._add(*(BackwardJob(call, name) for name in kernel_names(call)))
+
+    def _add(self, *jobs: AnyJob) -> NoReturn:
+        for job in jobs:
+            self.jobs.setdefault(job.key, job)
+        raise _Asked
+
+
+def _going_on(run: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:
+    """One half of a call with gradients, which asks for its kernel and then returns tensors that hold nothing.
+
+    Operators on "meta" compute shapes alone.
+    """
+
+    def both(*arguments: Any, **named: Any) -> Any:
+        with suppress(_Asked):
+            run(*arguments, **named)
+        return operator(*arguments, **named)
+
+    return both
 
 
 @contextmanager
-def _pretending(arch: str) -> Iterator[None]:
+def _pretending(arch: str) -> Iterator[_Found]:
     """Inside, tensors on "meta" are taken for tensors on a GPU of this architecture."""
+    found = _Found()
     with (
         mock.patch.object(ops, "_asks_for_alignment", return_value=True),
         mock.patch.object(ops, "device_arch", return_value=arch),
-        mock.patch.object(backend, "forward_function", _ask),
+        mock.patch.object(ops, "run_forward", _going_on(ops.run_forward, ops.forward)),
+        mock.patch.object(ops, "run_backward", _going_on(ops.run_backward, ops.backward)),
+        mock.patch.object(backend, "forward_function", found.ask),
+        mock.patch.object(backward_backend, "backward_kernels", found.ask_backward),
     ):
-        yield
+        yield found
 
 
-def jobs_of(attempts: Iterable[Attempt], arch: str) -> list[Job]:
+def jobs_of(attempts: Iterable[Attempt], arch: str) -> list[AnyJob]:
     """The kernels that these calls need, each once, those that probably take longest first.
 
     Calls that the kernels refuse, and calls with nothing to compute, need none.
     """
-    found: dict[str, Job] = {}
-    with _pretending(arch), torch.no_grad():
+    with _pretending(arch) as found, torch.no_grad():
         for attempt in attempts:
-            try:
+            with suppress(NotImplementedError, _Asked):
                 attempt()
-            except NotImplementedError:
-                continue
-            except _Asked as asked:
-                job = asked.job
-                found.setdefault(job.key, job)
-                if job.call.dtype == FP8:
-                    transpose = Job(job.call, None)
-                    found.setdefault(transpose.key, transpose)
-    return sorted(found.values(), key=_weight, reverse=True)
+    return sorted(found.jobs.values(), key=_weight, reverse=True)
 
 
-def _weight(job: Job) -> float:
+def _weight(job: AnyJob) -> float:
     """Larger for what takes longer to compile; a transposition, which others wait for, comes first."""
-    if job.config is None:
+    if isinstance(job, Job) and job.config is None:
         return float("inf")
-    traced = program(job.call.variant)
-    # Scores and weights of a thread, and its part of O; a mask has a loop of its own, a modification is in both.
-    tile = job.config.block_M * (job.config.block_N + job.call.head_dim_v)
+    if isinstance(job, BackwardJob):
+        call = job.call.forward
+        # Small kernels that read and write, and kernels of up to five products.
+        tile = 0 if job.name in ("prepare", "finish") else 2 * 128 * (128 + call.head_dim + call.head_dim_v)
+    else:
+        # Scores and weights of a thread, and its part of O.
+        call, tile = job.call, job.config.block_M * (job.config.block_N + job.call.head_dim_v)
+    traced = program(call.variant)
+    # A mask has a loop of its own, a modification is in both.
     return tile * (1 + (traced.allows is not None) + 2 * (traced.score is not None)) * (1.0 + len(traced.tensors) / 2)
 
 
-def suite_attempts(names: Sequence[str]) -> Iterator[Attempt]:
-    """What `tileattn bench --suite NAME` calls of tileattn's own on a GPU."""
+def suite_attempts(names: Sequence[str], direction: str = "fwd") -> Iterator[Attempt]:
+    """What `tileattn bench --suite NAME --direction DIRECTION` calls of tileattn's own on a GPU."""
     for name in names:
         chosen = choices.choose_cases(
-            name, choices.ShapeOptions(), choices.VariantOptions(), None, "fwd", torch.device("cuda")
+            name, choices.ShapeOptions(), choices.VariantOptions(), None, direction, torch.device("cuda")
         )
         for case in chosen.cases:
-            yield from _case_attempts(case)
+            yield from _case_attempts(case, direction)
             if not case.terms.plain:  # what the modification's cost is measured against (`bench.cost`)
                 plain = "causal" if case.terms.mask.name == "causal" else "full"
-                yield from _case_attempts(replace(case, variant=plain))
+                yield from _case_attempts(replace(case, variant=plain), direction)
 
 
-def _case_attempts(case: Case) -> Iterator[Attempt]:
-    given = problem.build(case, "meta")
-    yield lambda: TileAttn("tilelang").prepare(given).call()
+def _case_attempts(case: Case, direction: str) -> Iterator[Attempt]:
+    given = problem.build(case, "meta", direction=direction)
+
+    @torch.set_grad_enabled(direction != "fwd")
+    def attempt() -> Any:
+        return passes.start(direction, TileAttn("tilelang").prepare(given), given)()
+
+    yield attempt
     if case.dtype == "fp8":
         yield lambda: TileAttnBf16().prepare(given).call()
 
@@ -148,7 +186,7 @@ def _attention(return_lse: bool, *tensors: torch.Tensor, **named: Any) -> Attemp
     return lambda: tileattn.attention(*tensors, **named, return_lse=return_lse, backend="tilelang")
 
 
-def conformance_jobs(kernels: str | None, arch: str) -> list[Job]:
+def conformance_jobs(kernels: str | None, arch: str) -> list[AnyJob]:
     """The kernels of the tests for a GPU; `kernels` as `pytest --kernels`."""
     sys.path.insert(0, str(TESTS))
     import conftest
@@ -178,12 +216,13 @@ def suites(
     names: Annotated[
         list[str], typer.Argument(help="Suites of [b]tileattn bench[/b]: fa, fp8, heads, variants, quick.")
     ],
+    direction: Annotated[str, typer.Option(help="fwd, bwd or fwdbwd, as [b]tileattn bench --direction[/b].")] = "fwd",
     jobs: Jobs = CORES,
     arch: Arch = None,
     only_list: List = False,
 ) -> None:
     """The kernels of benchmark suites."""
-    raise typer.Exit(run(jobs_of(suite_attempts(names), _arch(arch)), jobs, only_list))
+    raise typer.Exit(run(jobs_of(suite_attempts(names, direction), _arch(arch)), jobs, only_list))
 
 
 @app.command()
@@ -207,7 +246,7 @@ def _arch(name: str | None) -> str:
     return name or device_arch(torch.device("cuda"))
 
 
-def run(jobs: Sequence[Job], processes: int, only_list: bool) -> int:
+def run(jobs: Sequence[AnyJob], processes: int, only_list: bool) -> int:
     """Print or compile; returns the exit code: 1 if a kernel could not be compiled."""
     if only_list:
         for job in jobs:
@@ -228,7 +267,7 @@ def run(jobs: Sequence[Job], processes: int, only_list: bool) -> int:
     return int(bool(failures))
 
 
-def _with_progress(jobs: Sequence[Job], processes: int) -> list[Done]:
+def _with_progress(jobs: Sequence[AnyJob], processes: int) -> list[Done]:
     """A bar on a terminal, a line per kernel elsewhere."""
     console = Console(stderr=True)
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))

@@ -9,10 +9,10 @@ import torch
 from tileattn.bench import cases, results
 
 
-def made_up(suite: str, device: str, *backends: str) -> results.Results:
+def made_up(suite: str, device: str, *backends: str, direction: str = "fwd") -> results.Results:
     """Results with invented times (each backend 10 % slower than the one before), to test how they are shown."""
-    measured = replace(results.begin(torch.device("cpu"), None, "test"), device=device, gpu="Imaginary GPU")
-    for case in cases.suite(suite, "fp8" if suite == "fp8" else "bf16", device):
+    measured = replace(results.begin(torch.device("cpu"), None, "test", direction), device=device, gpu="Imaginary GPU")
+    for case in cases.suite(suite, "fp8" if suite == "fp8" else "bf16", device, direction):
         for index, backend in enumerate(backends):
             if backend == "fa2" and case.head_dim != case.head_dim_v:
                 measured.refused.append(results.Missing(case.name, backend, "needs [one] head dim"))
@@ -25,11 +25,11 @@ def made_up(suite: str, device: str, *backends: str) -> results.Results:
                 results.Row(
                     suite=suite,
                     case=case.name,
-                    direction="fwd",
+                    direction=direction,
                     backend=backend,
                     causal=case.causal,
                     ms=ms,
-                    tflops=case.flops() / ms / 1e9,
+                    tflops=case.flops(direction) / ms / 1e9,
                     error=0.002,
                     peak_bytes=3 * 2**20,
                     gpu=measured.gpu,

@@ -49,6 +49,7 @@ NAMES = [
     "softcap2.5",
     "alibi",
     "causal+bias",
+    "causal+bias+dbias",
     "causal+bias-11",
     "bias-bh",
     "bias-b1",
@@ -110,7 +111,11 @@ def test_flops_of_the_directions() -> None:
     case = square(2, 8192, 16, 128, "full")
     assert case.flops("fwd") == 2 * 2 * 16 * 8192 * 8192 * 256
     assert case.flops("bwd") == 2.5 * case.flops("fwd")
-    assert case.flops("fwd+bwd") == case.flops("fwd") + case.flops("bwd")
+    assert case.flops("fwdbwd") == case.flops("fwd") + case.flops("bwd")
+    # QK^T twice, dS K and dS^T Q over 192; PV, dO V^T and P^T dO over 128.
+    wide = replace(case, head_dim=192)
+    assert wide.flops("bwd") == 2 * 2 * 16 * 8192 * 8192 * (3 * 192 + 2 * 128)
+    assert wide.flops("fwdbwd") == wide.flops("fwd") + wide.flops("bwd")
 
 
 def test_causal_is_said_of_what_looks_at_no_later_key() -> None:

@@ -45,14 +45,18 @@ def test_a_suite_is_shown_from_a_file_of_its_own(suite: str) -> None:
         return
     measured = results.load(ROOT / "benchmarks" / "results" / name)
     assert measured.device == "cuda"
-    assert {row.suite for row in measured.rows} == {suite}
+    shown, _, direction = suite.partition("-")
+    assert {(row.suite, row.direction) for row in measured.rows} == {(shown, direction or "fwd")}
+    assert measured.direction == (direction or "fwd")
 
 
 def test_no_file_is_newer_than_the_one_that_is_shown() -> None:
     """By the dates in their names."""
     for suite, named in make_page.SOURCES.items():
         files = (ROOT / "benchmarks" / "results").glob(f"{suite}-*.json")
-        newest = max((date_of(file.name) for file in files), default=None)
+        # Without a direction in its name a file is of the forward pass.
+        of_suite = [file.name for file in files if not file.name.startswith((f"{suite}-bwd", f"{suite}-fwdbwd"))]
+        newest = max(map(date_of, of_suite), default=None)
         assert newest == (date_of(named) if named else None), f"{suite}: name the newer file in make_page.SOURCES"
 
 
@@ -108,6 +112,38 @@ def test_a_case_that_only_a_peer_ran_has_dashes() -> None:
     fa = made_up("fa", "cuda", OWN, "cudnn")
     fa.rows = [row for row in fa.rows if (row.backend, row.case) != (OWN, "D128 full (2,8192,16)")]
     assert "| D128 full (2,8192,16) | – | 1000 | – | – | 2.0e-03 |" in made_up_page(fa=fa)
+
+
+def test_the_backward_pass_has_sections_of_its_own() -> None:
+    fa = made_up("fa", "cuda", OWN, "fa4")
+    backward = {
+        suite: replace(made_up(suite, "cuda", OWN, "flex", direction="bwd"), ceilings=CEILINGS)
+        for suite in ("fa", "variants", "heads")
+    }
+    memory = made_up("fa", "cuda", OWN, "eager", direction="fwdbwd")
+    memory.rows = [replace(row, suite="memory") for row in memory.rows if row.head_dim == 128][:12]
+    named = {**{f"{suite}-bwd": found for suite, found in backward.items()}, "memory-fwdbwd": memory}
+    text = made_up_page(fa=fa, **named)
+    sections = ["Method", "Forward pass", "Backward pass", "Variants, backward"]
+    sections += ["Grouped heads and head dims, backward", "Memory", "Not measured yet"]
+    assert re.findall(r"^## (.*)", text, re.M) == sections
+    headings = re.findall(r"^#+ (.*)", text, re.M)
+    assert len(set(headings)) == len(headings), "their anchors would clash"
+    assert "How fast forward and backward passes are, beside its peers" in text
+    # 2.5 times the forward's FLOPs in the same 1 ms, of 750 TFLOPS.
+    row = re.findall(r"^\| D128 full \(2,8192,16\) .*", text, re.M)[1]
+    assert row == "| D128 full (2,8192,16) | 2749 | 2499 | 1.10× | 367% | 2.0e-03 | 2.0e-03 |"
+    assert "| causal+bias+dbias | 1.000 |" in text
+    assert "| D128 full (2,8192,16) | 3.0 MiB | 3.0 MiB |" in text
+    assert "![TFLOPS of the backward pass against sequence length at head dim 64" in text
+    assert "(benchmarks/backward-d64.png)" in text
+    assert make_page.figure(backward["fa"], 64).legends[0].get_title().get_text().startswith("Backward, head dim 64")
+
+
+def test_the_page_says_nothing_of_a_backward_pass_that_is_not_measured() -> None:
+    text = made_up_page(fa=made_up("fa", "cuda", OWN, "cudnn"))
+    assert "ackward" not in text
+    assert "-bwd" not in text
 
 
 def test_the_picture_has_a_line_for_each_implementation_and_the_ceiling() -> None:

@@ -114,6 +114,43 @@ def test_a_named_backend_is_the_one_that_runs() -> None:
     assert set(json.loads(Path("r.json").read_text())["implementation"].values()) == {"torch"}
 
 
+@pytest.mark.parametrize("direction", ["bwd", "fwdbwd"])
+def test_bench_measures_the_backward_pass(direction: str) -> None:
+    result = invoke(f"{TINY} --kv-heads 1 --causal --dtype bf16 --direction {direction} --peers sdpa,eager,flex")
+    assert result.exit_code == 0, result.output
+    (saved,) = Path("bench-results").glob(f"custom-{direction}-cpu-*.json")
+    assert {(row["backend"], row["direction"]) for row in rows(saved)} == {
+        (backend, direction) for backend in ("tileattn", "sdpa", "eager")
+    }
+    assert json.loads(saved.read_text())["direction"] == direction
+    assert saved.with_suffix(".png").stat().st_size > 10_000
+    assert f"bf16 · {'backward' if direction == 'bwd' else 'forward and backward'}" in words(result.output)
+    assert "refused: flex: FlexAttention has no backward pass on a CPU" in result.output
+
+
+def test_bench_trains_a_bias() -> None:
+    result = invoke(f"{TINY} --variant causal+bias-b1+dbias --dtype bf16 --direction bwd --peers eager --json r.json")
+    assert result.exit_code == 0, result.output
+    assert [(row["variant"], row["backend"]) for row in rows(Path("r.json"))] == [
+        ("causal+bias-b1+dbias", backend) for _ in range(2) for backend in ("tileattn", "eager")
+    ]
+
+
+def test_memory_is_drawn_against_the_length() -> None:
+    result = invoke(
+        "memory --device cpu --seqlen 16,32,64 --heads 2 --head-dim 16 --dtype bf16 --json m.json --plot m.svg"
+    )
+    assert result.exit_code == 0, result.output
+    found = rows(Path("m.json"))
+    assert [(row["suite"], row["direction"], row["backend"], row["seqlen_q"]) for row in found] == [
+        ("memory", "fwdbwd", backend, seqlen) for seqlen in (16, 32, 64) for backend in ("tileattn", "eager")
+    ]
+    assert all(isinstance(row["peak_bytes"], int) and row["peak_bytes"] > 0 for row in found)
+    assert "<svg" in Path("m.svg").read_text()
+    assert invoke("plot m.json -o again.png").exit_code == 0
+    assert Path("again.png").stat().st_size > 10_000
+
+
 def test_a_peer_that_cannot_is_a_dash_with_its_reason() -> None:
     result = invoke(f"{TINY} --softcap 30 --peers sdpa,fa2,eager")
     assert result.exit_code == 0, result.output
@@ -178,7 +215,17 @@ def test_a_failure_of_ours_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> 
         ("--suite fa --heads 4", "Invalid value for --suite: a suite brings its own shapes"),
         ("--dtype int8", "Invalid value for --dtype: 'int8' is not known; accepted: bf16, fp16, fp32"),
         ("--suite fp8 --dtype bf16", "Invalid value for --dtype: the suite fp8 is in fp8, beside bf16"),
-        ("--direction bwd", "Invalid value for --direction: 'bwd' is not measured; accepted: fwd"),
+        ("--direction back", "Invalid value for --direction: 'back' is not known; accepted: fwd, bwd, fwdbwd"),
+        ("--direction bwd --dtype fp8", "Invalid value for --direction: 'bwd' is not measured in fp8"),
+        ("--suite fp8 --direction fwdbwd", "Invalid value for --direction: 'fwdbwd' is not measured in fp8"),
+        (
+            "--variant bias+dbias",
+            "Invalid value for --variant: 'bias+dbias' asks for the gradient of the bias: give --d",
+        ),
+        (
+            "--variant dbias",
+            "Invalid value for --variant: variant 'dbias': 'dbias' is the gradient of a bias, and there",
+        ),
         ("--device tpu", "Invalid value for --device: 'tpu' is not a device here; accepted: auto, cpu"),
         ("--device cpu:x", "Invalid value for --device: 'cpu:x' is not a device here; accepted: auto, cpu"),
         ("--peers sdpa,fa3", "Invalid value for --peers: 'fa3': not known; accepted: none, eager, sdpa, fa2, cudnn"),
@@ -290,7 +337,7 @@ def test_a_bad_warmup_is_one_error(arguments: str, message: str) -> None:
 
 
 def test_help_reads_well() -> None:
-    for name in ("", "bench", "plot", "info", "warmup"):
+    for name in ("", "bench", "memory", "plot", "info", "warmup"):
         result = invoke(f"{name} --help")
         assert result.exit_code == 0
         assert "Usage:" in result.output

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import tileattn
+from tileattn import ops
 from tileattn.bench import cases, warmup
 from tileattn.bench.cases import Case
+from tileattn.call import BackwardCall
 from tileattn.kernels.cache import KernelCache, default_folder
 from tileattn.kernels.tilelang import backend, launch
+from tileattn.kernels.tilelang.backward import backend as backward_backend
+from tileattn.kernels.tilelang.backward import launch as backward_launch
+from tileattn.kernels.tilelang.batch import BackwardJob, compile_job
 from tileattn.kernels.tilelang.defaults import LONG, default, defaults
 from tileattn.testing import conformance_cases, distinct_calls
+from tileattn.variant import program
 
 # Its child processes find it by its name.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
@@ -51,6 +60,35 @@ def test_a_suite_is_found_whole(suite: str, dtype: str) -> None:
 
 def vars_of(case: Case) -> dict[str, object]:
     return {name: getattr(case, name) for name in Case.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("direction", ["bwd", "fwdbwd"])
+@pytest.mark.parametrize("suite", ["fa", "variants"])
+def test_a_suite_of_the_backward_pass_is_found_whole(suite: str, direction: str) -> None:
+    """Forward kernels, which then return lse, and all kernels of the backward passes."""
+    found = precompile.jobs_of(precompile.suite_attempts([suite], direction), ARCH)
+    wanted = cases.suite(suite, "bf16", "cuda", direction)
+    expected = set()
+    for case in wanted:  # the plain twins of variants are in their suite
+        _, call = warmup.calls([(case.head_dim, case.head_dim_v)], [case.variant], ["bf16"], ARCH)
+        tensors = [False] * len(program(call.variant).tensors)
+        needs = (True, True, True, False, *([True] if case.terms.dbias else tensors))
+        backward = BackwardCall(replace(call, needs_grad=True), needs)
+        expected.add(launch.cache_key(call, default(call, min(case.seqlen_q, case.seqlen_k))))
+        expected |= {backward_launch.cache_key(backward, name) for name in backward_launch.kernel_names(backward)}
+    assert {job.key for job in found} == expected
+    assert {type(job) for job in found} == {Job, BackwardJob}
+    # What takes longest first: the small kernels come last.
+    assert all(isinstance(job, BackwardJob) and job.name in ("prepare", "finish") for job in found[-3:])
+
+
+def test_pretending_leaves_nothing_behind() -> None:
+    before = ops.run_forward, ops.run_backward, backward_backend.backward_kernels
+    precompile.jobs_of(precompile.suite_attempts(["quick"], "bwd"), ARCH)
+    assert before == (ops.run_forward, ops.run_backward, backward_backend.backward_kernels)
+    q = torch.ones(1, 4, 1, 16, requires_grad=True)
+    (dq,) = torch.autograd.grad(tileattn.attention(q, q, q).sum(), q)
+    assert dq.isfinite().all()
 
 
 def test_fp8_suites_have_their_transpositions_first() -> None:
@@ -118,6 +156,19 @@ def pretend_to_compile(job: Job) -> Done:
     if job == JOBS[2]:
         return Done(job, error="RuntimeError: no")
     return Done(job, seconds=1.0, was_there=job == JOBS[3])
+
+
+def test_a_backward_job_compiles_its_one_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path))
+    compiled = []
+    monkeypatch.setattr(backward_launch, "ensure_compiled", lambda *of: compiled.append(of))
+    call = BackwardCall(replace(JOBS[1].call, needs_grad=True), (True, True, True, False))
+    for name in backward_launch.kernel_names(call):
+        done = compile_job(BackwardJob(call, name))
+        assert done.error is None
+        assert not done.was_there
+    assert compiled == [(call, name) for name in ("prepare", "main", "finish")]
+    assert str(BackwardJob(call, "main")) == f"main of {call}"
 
 
 def test_a_job_that_crashes_does_not_end_the_others() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import ops
+from . import autograd, ops
 from .dispatch import Forward, prepare_forward, select
 from .fp8 import FP8, complete
 from .masks import Mask
@@ -79,16 +79,30 @@ def attention(
 
     Algorithm: FlashAttention-2 (Dao 2023, arXiv 2307.08691).
     """
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = _autocast(q), _autocast(k), _autocast(v)
     descales = None if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
     if mask is None and score_mod is None and sink is None and _is_plain(q, k, v):
-        o, lse = _plain_forward(q, k, v, descales, causal, scale, dropout_p, layout, return_lse, backend)
+        o, lse = _plain_forward(q, k, v, descales, causal, scale, dropout_p, layout, return_lse, deterministic, backend)
     else:
         check_arguments(q, k, v, sink, dropout_p, layout, scale)
         q, k, v = _as_bshd(layout, q, k, v)
-        o, lse = _variant_forward(q, k, v, descales, mask, score_mod, causal, scale, sink, return_lse, backend)
+        o, lse = _any_forward(
+            q, k, v, descales, mask, score_mod, causal, scale, sink, return_lse, deterministic, backend
+        )
     if layout == "bhsd":
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o  # type: ignore[return-value]
+
+
+def _autocast(x: Any) -> Any:
+    """What torch.autocast makes of q, k or v: as for PyTorch's own attention, its dtype, but float64 stays."""
+    if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return x
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def _as_bshd(layout: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -99,7 +113,7 @@ def _scale(scale: float | None, q: torch.Tensor) -> float:
     return 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
 
 
-def _variant_forward(
+def _any_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -110,6 +124,7 @@ def _variant_forward(
     scale: float | None,
     sink: torch.Tensor | None,
     return_lse: bool,
+    deterministic: bool,
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Any call, on checked q, k, v and sink (bshd)."""
@@ -121,20 +136,20 @@ def _variant_forward(
     check_operand_devices(operands.tensors, q)
     scale = _scale(scale, q)
     needs_grad = torch.is_grad_enabled() and _requires_grad((q, k, v, sink, *descales, *operands.tensors))
-    traced = _is_traced(q)
-    if needs_grad or not traced:
-        call = ops.make_call(q, k, v, sink, variant, operands.tensors, needs_grad=needs_grad, return_lse=return_lse)
-        if traced:  # sizes may be symbols, which no cache can hold
-            forward = select(call, backend).prepare(call, q.shape, k.shape, scale)
-        else:
-            forward = prepare_forward(call, backend, q.shape, k.shape, scale)
-        if q.dtype == FP8:
-            return forward(q, k, v, sink, operands, descales=complete(*descales, k))
-        return forward(q, k, v, sink, operands)
-    o, lse = ops.forward(
-        q, k, v, sink, variant, operands.tensors, operands.ints, operands.floats, scale, backend, *descales
-    )
-    return o, lse
+    traced = ops.is_traced(q)
+    if needs_grad and not traced:
+        return autograd.attend(autograd.Options(variant, scale, backend, deterministic), q, k, v, sink, operands)
+    if traced or torch._C._are_functorch_transforms_active():
+        numbers = (operands.ints, operands.floats, scale)
+        o, lse = ops.forward(
+            q, k, v, sink, variant, operands.tensors, *numbers, backend, *descales, deterministic, needs_grad
+        )
+        return o, lse
+    call = ops.make_call(q, k, v, sink, variant, operands.tensors, return_lse=return_lse)
+    forward = prepare_forward(call, backend, q.shape, k.shape, scale)
+    if q.dtype == FP8:
+        return forward(q, k, v, sink, operands, descales=complete(*descales, k))
+    return forward(q, k, v, sink, operands)
 
 
 # Prepared forward passes of plain calls (no mask but causal, no modification, no sink), by all that they depend on.
@@ -154,6 +169,7 @@ def _plain_forward(
     dropout_p: float,
     layout: str,
     return_lse: bool,
+    deterministic: bool,
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A plain eager call. Checks and choices are made once for equal metadata: a launch should cost the host little."""
@@ -162,16 +178,16 @@ def _plain_forward(
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
-            causal, scale, dropout_p, layout, return_lse, backend, grad,
+            causal, scale, dropout_p, layout, return_lse, deterministic, backend, grad,
         )  # fmt: skip
         if descales is not None:
             key += tuple(map(_facts, descales))
         forward = _PLANS.get(key)
     except (TypeError, RuntimeError):  # an option that cannot be hashed, a tensor without strides: the checks say which
-        _plan(q, k, v, descales, causal, scale, dropout_p, layout, return_lse, backend, grad)
+        _plan(q, k, v, descales, causal, scale, dropout_p, layout, return_lse, deterministic, backend, grad)
         raise
     if forward is None:
-        forward = _plan(q, k, v, descales, causal, scale, dropout_p, layout, return_lse, backend, grad)
+        forward = _plan(q, k, v, descales, causal, scale, dropout_p, layout, return_lse, deterministic, backend, grad)
         if len(_PLANS) >= _MAX_PLANS:  # sizes may vary without end
             _PLANS.clear()
         _PLANS[key] = forward
@@ -198,6 +214,7 @@ def _plan(
     dropout_p: float,
     layout: str,
     return_lse: bool,
+    deterministic: bool,
     backend: str | None,
     needs_grad: bool,
 ) -> Forward:
@@ -209,6 +226,9 @@ def _plan(
     variant, _ = encode(normalize(None, None, causal)[0], ())
     scale = _scale(scale, q)
     call = ops.make_call(q, k, v, None, variant, needs_grad=needs_grad, return_lse=return_lse)
+    if needs_grad:
+        select(call, backend)  # refuses here; its kernel is another than this call's, for it always returns lse
+        return functools.partial(autograd.attend, autograd.Options(variant, scale, backend, deterministic))
     forward = prepare_forward(call, backend, q.shape, k.shape, scale)
     # Here and not where it is called, so that other dtypes pay nothing for the question.
     return functools.partial(_without_descales, forward) if descales is None and q.dtype == FP8 else forward
@@ -229,16 +249,11 @@ def _without_descales(
 def _is_plain(q: Any, k: Any, v: Any) -> bool:
     """Whether q, k and v are plain tensors in plain eager execution."""
     return (
-        not _is_traced(q)
+        not ops.is_traced(q)
         and type(k) is torch.Tensor
         and type(v) is torch.Tensor
         and not torch._C._are_functorch_transforms_active()
     )
-
-
-def _is_traced(q: Any) -> bool:
-    """Whether anything but plain eager execution looks on: torch.compile, export, a dispatch mode, a subclass."""
-    return torch.compiler.is_compiling() or type(q) is not torch.Tensor or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _requires_grad(tensors: tuple[torch.Tensor | None, ...]) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .fp8 import output_dtype
 
@@ -21,7 +23,7 @@ class AttentionCall:
         variant: the key of the mask and the score modifications (see :mod:`tileattn.variant`), ``""`` for none.
         sink: whether a sink logit per head joins the softmax.
         aligned: whether q, k and v begin at, and step by, multiples of 16 bytes.
-        needs_grad: whether a gradient will be asked for.
+        needs_grad: whether a gradient will be asked for. A backend that refuses no such call has a backward pass.
         return_lse: whether lse is written.
         arch: ``"cpu"``, or a GPU architecture in the compiler's spelling: ``"sm_80"``, ``"sm_90a"``, ``"gfx942"``, ...
     """
@@ -47,6 +49,43 @@ class AttentionCall:
         flags += ["unaligned"] * (not self.aligned)
         parts = [str(self.dtype).removeprefix("torch."), f"d{dims}", self.variant or "full", *flags, self.arch]
         return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class BackwardCall:
+    """Static facts of one backward pass.
+
+    Attributes:
+        forward: of the forward pass, with `needs_grad` and `return_lse`.
+        needs: which gradients are wanted: of q, k, v, the sink, then the variant's tensors in the operands' order.
+        dlse: whether lse has a gradient.
+        deterministic: whether the gradients must be bitwise equal from run to run.
+        aligned: whether o and its gradient are aligned, too, as :func:`is_aligned` says.
+    """
+
+    forward: AttentionCall
+    needs: tuple[bool, ...]
+    dlse: bool = False
+    deterministic: bool = False
+    aligned: bool = True
+
+    def __str__(self) -> str:
+        names = ("dq", "dk", "dv", "dsink", *(f"dt{index}" for index in range(len(self.needs) - 4)))
+        wanted = [name for name, need in zip(names, self.needs) if need]
+        flags = ["from_lse"] * self.dlse + ["deterministic"] * self.deterministic
+        flags += ["unaligned_o"] * (not self.aligned)
+        return " ".join([f"backward ({self.forward}):", *wanted, *flags])
+
+
+class Gradients(NamedTuple):
+    """What a backward pass returns: each in its tensor's shape and dtype, None where it is not wanted."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    sink: Tensor | None
+    tensors: tuple[Tensor | None, ...]
+    """Of the variant's tensors, in the operands' order."""
 
 
 @functools.cache

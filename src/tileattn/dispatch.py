@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from .call import AttentionCall
+from .call import AttentionCall, BackwardCall, Gradients
 from .fp8 import Descales
 from .kernels.tilelang import backend as tilelang_backend
 from .kernels.torch import backend as torch_backend
@@ -37,6 +37,29 @@ class Forward(Protocol):
         ...
 
 
+class Backward(Protocol):
+    """The backward pass of a backend, prepared for tensors of one shape."""
+
+    def __call__(
+        self,
+        do: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        sink: torch.Tensor | None,
+        operands: Operands,
+    ) -> Gradients:
+        """The gradients that the call wants.
+
+        do, q, k, v and o are bshd tensors of any strides (the last dimension is contiguous), o and lse what the forward
+        pass returned. dlse, (batch, heads, seqlen_q), is given where the call says so.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of attention.
@@ -47,18 +70,33 @@ class Backend:
         refusal: why it does not run a call, or None where it does.
         prepare: ``prepare(call, q.shape, k.shape, scale)`` is the forward pass for bshd tensors of these shapes; what
             depends on sizes alone (which kernel, how it is launched) is decided here, once.
+        prepare_backward: ``prepare_backward(call, q.shape, k.shape, scale)``, the same for the backward pass of a call
+            that it did not refuse and that needs gradients.
     """
 
     name: str
     summary: str
     refusal: Callable[[AttentionCall], str | None]
     prepare: Callable[[AttentionCall, torch.Size, torch.Size, float], Forward]
+    prepare_backward: Callable[[BackwardCall, torch.Size, torch.Size, float], Backward]
 
 
 # In order of preference: the first that accepts a call runs it.
 BACKENDS: tuple[Backend, ...] = (
-    Backend("tilelang", "TileLang kernels, for GPUs", tilelang_backend.refusal, tilelang_backend.prepare),
-    Backend("torch", "PyTorch operations, for any device", torch_backend.refusal, torch_backend.prepare),
+    Backend(
+        "tilelang",
+        "TileLang kernels, for GPUs",
+        tilelang_backend.refusal,
+        tilelang_backend.prepare,
+        tilelang_backend.prepare_backward,
+    ),
+    Backend(
+        "torch",
+        "PyTorch operations, for any device",
+        torch_backend.refusal,
+        torch_backend.prepare,
+        torch_backend.prepare_backward,
+    ),
 )
 
 
@@ -111,3 +149,18 @@ def _prepare(
     call: AttentionCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Forward:
     return _select(call, backend).prepare(call, q_shape, k_shape, scale)
+
+
+def prepare_backward(
+    call: BackwardCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
+) -> Backward:
+    """The backward pass of the backend that runs the call's forward pass; raises as :func:`select`."""
+    _check_name(backend)
+    return _prepare_backward(call, backend, q_shape, k_shape, scale)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare_backward(
+    call: BackwardCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
+) -> Backward:
+    return _select(call.forward, backend).prepare_backward(call, q_shape, k_shape, scale)

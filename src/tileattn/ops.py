@@ -1,16 +1,18 @@
-"""The operator of ``torch.library``: attention as torch.compile, torch.export and fake tensors see it.
+"""The operators of ``torch.library``: attention as torch.compile, torch.export and fake tensors see it.
 
-Eager calls do not come this way (the operator's own overhead is as long as the launch of a kernel); see ``api.py``.
+Eager calls do not come this way (an operator's own overhead is as long as the launch of a kernel); see ``api.py`` and
+``autograd.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from .call import AttentionCall, device_arch, is_aligned
-from .dispatch import prepare_forward
+from .call import AttentionCall, BackwardCall, device_arch, is_aligned
+from .dispatch import prepare_backward, prepare_forward
 from .fp8 import FP8, accumulator, complete, output_dtype
 from .variant import Operands, with_alignment
 
@@ -46,8 +48,18 @@ def _asks_for_alignment(q: torch.Tensor) -> bool:
     return q.is_cuda and not torch.compiler.is_compiling()
 
 
-@torch.library.custom_op("tileattn::forward", mutates_args=())
-def forward(
+def is_traced(tensor: Any) -> bool:
+    """Whether an operator is to be seen: by torch.compile, export, a dispatch mode or a subclass.
+
+    Not by torch.func, whose transforms are over once its wrapped tensors are unwrapped: ask again then.
+    """
+    return torch.compiler.is_compiling() or (
+        (type(tensor) is not torch.Tensor or torch._C._len_torch_dispatch_stack() > 0)
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def run_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -61,12 +73,16 @@ def forward(
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
+    deterministic: bool = False,
+    needs_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o (batch, seqlen_q, heads, head_dim_v), contiguous, and lse (batch, heads, seqlen_q).
 
-    o has q's dtype, or bfloat16 for fp8; descales, broadcastable to (batch, kv_heads), are for fp8 only.
+    o has q's dtype, or bfloat16 for fp8; descales, broadcastable to (batch, kv_heads), are for fp8 only. Differentiable
+    in q, k, v, sink and tensors; deterministic says how. A compiled graph does not know whether a gradient will be
+    asked for, which decides about the backend: needs_grad says so.
     """
-    call = make_call(q, k, v, sink, variant, tensors)
+    call = make_call(q, k, v, sink, variant, tensors, needs_grad=needs_grad)
     operands = Operands(list(tensors), list(ints), list(floats))
     run = prepare_forward(call, backend, q.shape, k.shape, scale)
     if call.dtype == FP8:
@@ -78,10 +94,101 @@ def forward(
     return o, lse
 
 
+forward = torch.library.custom_op("tileattn::forward", run_forward, mutates_args=())
+
+
 @forward.register_fake
-def _(q, k, v, sink, variant, tensors, ints, floats, scale, backend, q_descale=None, k_descale=None, v_descale=None):
+def _(
+    q,
+    k,
+    v,
+    sink,
+    variant,
+    tensors,
+    ints,
+    floats,
+    scale,
+    backend,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    deterministic=False,
+    needs_grad=False,
+):
     batch, seqlen_q, heads, _ = q.shape
     return (
         q.new_empty(batch, seqlen_q, heads, v.shape[3], dtype=output_dtype(q.dtype)),
         q.new_empty(batch, heads, seqlen_q, dtype=accumulator(q.dtype)),
     )
+
+
+def _readable(do: torch.Tensor) -> torch.Tensor:
+    """A gradient may have any strides, such as 0 where o was summed: copied where no kernel could read it well."""
+    reads = do.stride(3) == 1 and 0 not in do.stride() and (is_aligned(do) or not _asks_for_alignment(do))
+    return do if reads else do.contiguous()
+
+
+def _deterministic() -> bool:
+    """Whether `torch.use_deterministic_algorithms` asks for it; where it only warns, it does not."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def run_backward(
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    sink: torch.Tensor | None,
+    variant: str,
+    tensors: Sequence[torch.Tensor],
+    ints: Sequence[int],
+    floats: Sequence[float],
+    scale: float,
+    backend: str | None,
+    deterministic: bool,
+    needs: Sequence[bool],
+) -> list[torch.Tensor]:
+    """The gradients of q, k, v, sink and tensors, in this order: those that `needs` asks for, contiguous.
+
+    do and dlse are the gradients of o and lse, which the forward pass returned; its other arguments are as they were.
+    """
+    do = _readable(do)
+    call = BackwardCall(
+        make_call(q, k, v, sink, variant, tensors, needs_grad=True),
+        needs=tuple(needs),
+        dlse=dlse is not None,
+        deterministic=deterministic or _deterministic(),
+        aligned=not _asks_for_alignment(q) or (is_aligned(o) and is_aligned(do)),
+    )
+    operands = Operands(list(tensors), list(ints), list(floats))
+    run = prepare_backward(call, backend, q.shape, k.shape, scale)
+    *found, of_tensors = run(do, dlse, q, k, v, o, lse, sink, operands)
+    return [x.contiguous() for x in (*found, *of_tensors) if x is not None]
+
+
+backward = torch.library.custom_op("tileattn::backward", run_backward, mutates_args=())
+
+
+@backward.register_fake
+def _(
+    do,
+    dlse,
+    q,
+    k,
+    v,
+    o,
+    lse,
+    sink,
+    variant,
+    tensors,
+    ints,
+    floats,
+    scale,
+    backend,
+    deterministic,
+    needs,
+):
+    return [x.new_empty(x.shape) for x, need in zip((q, k, v, sink, *tensors), needs) if need]

@@ -21,8 +21,9 @@ DEFAULT_PEERS = {"cuda": "fa2,cudnn", "cpu": "sdpa,eager"}
 # What an fp8 case is compared with: no peer takes fp8.
 FP8_PEERS = "tileattn-bf16"
 DEFAULT_DTYPE = {"cuda": "bf16", "cpu": "fp32"}
-# The forward pass is what tileattn has; `cases.DIRECTIONS` knows the FLOPs of the others.
-DIRECTIONS = ("fwd",)
+# What `tileattn memory` measures: lengths, by device, and what its result files call their suite.
+MEMORY_LENGTHS = {"cuda": "1024,2048,4096,8192,16384,32768,65536,131072", "cpu": "256,512,1024,2048"}
+MEMORY = "memory"
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,11 @@ class VariantOptions:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The cases to run and the name of their suite, "custom" for the user's own."""
+    """The cases to run, the name of their suite, "custom" for the user's own, and a key of `cases.DIRECTIONS`."""
 
     suite: str
     cases: Sequence[Case]
+    direction: str = "fwd"
 
 
 def refuse(option: str, message: str) -> typer.BadParameter:
@@ -91,22 +93,33 @@ def choose_cases(
     device: torch.device,
 ) -> Chosen:
     """A named suite, or the user's own case at each of its lengths."""
-    if direction not in DIRECTIONS:
-        raise refuse("--direction", f"{direction!r} is not measured; accepted: {', '.join(DIRECTIONS)}")
+    if direction not in cases.DIRECTIONS:
+        raise refuse("--direction", f"{direction!r} is not known; accepted: {', '.join(cases.DIRECTIONS)}")
     if suite == "fp8" and dtype not in (None, "fp8"):
         raise refuse("--dtype", f"the suite fp8 is in fp8, beside bf16; {dtype} is not measured there")
     dtype = dtype or ("fp8" if suite == "fp8" else DEFAULT_DTYPE[device.type])
     if dtype not in cases.DTYPES:
         raise refuse("--dtype", f"{dtype!r} is not known; accepted: {', '.join(cases.DTYPES)}")
+    if dtype == "fp8" and direction != "fwd":
+        raise refuse("--direction", f"{direction!r} is not measured in fp8, which has no backward pass; accepted: fwd")
     own = shape != ShapeOptions() or variant != VariantOptions()
     if own and suite is not None:
         raise refuse("--suite", "a suite brings its own shapes and variants; give either it or the options of one case")
     if own:
-        return Chosen("custom", _own_cases(shape, _variant_name(variant), dtype))
+        name = _variant_name(variant)
+        if variants.parse(name).dbias and direction == "fwd":
+            raise refuse("--variant", f"{name!r} asks for the gradient of the bias: give --direction bwd or fwdbwd")
+        return Chosen("custom", _own_cases(shape, name, dtype), direction)
     suite = suite or "quick"
     if suite not in cases.SUITES:
         raise refuse("--suite", f"{suite!r} is not known; accepted: {', '.join(cases.SUITES)}")
-    return Chosen(suite, cases.suite(suite, dtype, device.type))
+    return Chosen(suite, cases.suite(suite, dtype, device.type, direction), direction)
+
+
+def choose_memory(shape: ShapeOptions, causal: bool, dtype: str | None, direction: str, device: torch.device) -> Chosen:
+    """What `tileattn memory` measures: one shape at each of its lengths."""
+    shape = replace(shape, seqlen=shape.seqlen or MEMORY_LENGTHS[device.type], head_dim=shape.head_dim or 128)
+    return replace(choose_cases(None, shape, VariantOptions(causal=causal), dtype, direction, device), suite=MEMORY)
 
 
 def at_least_one(option: str, value: int | None) -> None:

@@ -59,6 +59,7 @@ def info(
     epilog="[dim]Examples[/dim]\n\n"
     "  tileattn bench\n\n"
     "  tileattn bench --suite fa --peers fa2,cudnn --plot speed.png\n\n"
+    "  tileattn bench --suite fa --direction bwd\n\n"
     "  tileattn bench --batch 4 --heads 32 --kv-heads 8 --seqlen 1024,4096,16384 --head-dim 128 --causal\n\n"
     "  tileattn bench --seqlen 16384 --mask window1024 --softcap 50 --peers flex"
 )
@@ -113,7 +114,8 @@ def bench(
     variant: Annotated[
         str | None,
         typer.Option(
-            help="The variant by its name in tables, instead of the above: [b]causal+bias-b1[/b], [b]userscore[/b].",
+            help="The variant by its name in tables, instead of the above: [b]causal+bias-b1[/b], [b]userscore[/b], "
+            "[b]bias+dbias[/b] (with the bias's gradient).",
             metavar="NAME",
             show_default=False,
             rich_help_panel=VARIANT,
@@ -123,7 +125,13 @@ def bench(
         str | None,
         typer.Option(help="bf16, fp16, fp32 or fp8. Default: bf16 on a GPU, fp32 on a CPU.", show_default=False),
     ] = None,
-    direction: Annotated[str, typer.Option(help="What is measured.")] = "fwd",
+    direction: Annotated[
+        str,
+        typer.Option(
+            help="What is measured: [b]fwd[/b]; [b]bwd[/b], the gradients of q, k and v by autograd, without the "
+            "forward; or [b]fwdbwd[/b], both."
+        ),
+    ] = "fwd",
     device: Annotated[
         str, typer.Option(help="cpu, cuda or cuda:N; auto takes the GPU if there is one.", rich_help_panel=COMPARE)
     ] = "auto",
@@ -188,9 +196,70 @@ def bench(
     raise typer.Exit(command.bench(chosen, implementations, where, rounds, files))
 
 
+@app.command(
+    epilog="[dim]Examples[/dim]\n\n"
+    "  tileattn memory\n\n"
+    "  tileattn memory --seqlen 1024,8192,65536 --causal --peers eager,efficient --plot memory.png"
+)
+def memory(
+    seqlen: Annotated[
+        str | None,
+        typer.Option(
+            help="Lengths, with commas. Default: 1024 to 131072 on a GPU, 256 to 2048 on a CPU.",
+            metavar="N,...",
+            show_default=False,
+        ),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", help="Default 1.", show_default=False)] = None,
+    heads: Annotated[int | None, typer.Option(metavar="N", help="Heads. Default 8.", show_default=False)] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(metavar="N", help="Heads of k and v. Default: as many as q.", show_default=False)
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(metavar="N", help="Default 128.", show_default=False)] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="A query sees keys up to its own position.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 on a GPU, fp32 on a CPU.", show_default=False)
+    ] = None,
+    direction: Annotated[str, typer.Option(help="What is measured: fwd or fwdbwd, forward and backward.")] = "fwdbwd",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes the GPU if there is one.")] = "auto",
+    backend: Annotated[
+        str | None, typer.Option(help="tileattn's backend. Default: its own choice.", show_default=False)
+    ] = None,
+    peers: Annotated[
+        str, typer.Option(help="Beside tileattn, as for [b]tileattn bench[/b]; or none.", metavar="NAME,...")
+    ] = "eager",
+    json: Annotated[
+        Path | None, typer.Option(help="Result file. Default: a new one in ./bench-results.", show_default=False)
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Picture: .png, .svg or .pdf. Default: beside the result file.", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the files of --json and --plot.")] = False,
+    commit: Annotated[
+        str | None, typer.Option(help="Commit to record where the code is in no git checkout.", show_default=False)
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only failures and the files' names.")] = False,
+) -> None:
+    """Measure the peak memory of forward and backward against the sequence length, beside naive attention.
+
+    Prints the table of [b]tileattn bench[/b], and saves a result file and a picture in ./bench-results.
+    """
+    from tileattn.bench import choices, command
+
+    where = choices.resolve_device(device)
+    shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, None, head_dim)
+    chosen = choices.choose_memory(shape, causal, dtype, direction, where)
+    implementations = choices.choose_implementations(backend, peers, where, chosen)
+    files = command.FileOptions(json, plot, force, commit, quiet)
+    raise typer.Exit(command.bench(chosen, implementations, where, 1, files))
+
+
 @app.command(epilog="[dim]Example[/dim]\n\n  tileattn plot bench-results/quick.json -o speed.svg")
 def plot(
-    result: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Result file of [b]tileattn bench[/b].")],
+    result: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="Result file of [b]tileattn bench[/b] or [b]memory[/b].")
+    ],
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Picture: .png, .svg or .pdf. Default: RESULT.png.", show_default=False),

@@ -1,4 +1,4 @@
-"""What `tileattn bench`, `plot` and `warmup` do, once the command line has been taken apart."""
+"""What `tileattn bench`, `memory`, `plot` and `warmup` do, once the command line has been taken apart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from tileattn.bench import report, results, timing, warmup
 from tileattn.bench.cases import Case
-from tileattn.bench.choices import Chosen, at_least_one, refuse
+from tileattn.bench.choices import MEMORY, Chosen, at_least_one, refuse
 from tileattn.bench.peers.base import OWN, Implementation
 from tileattn.bench.progress import reporting
 from tileattn.bench.runner import Run
@@ -54,8 +54,8 @@ def bench(
     at_least_one("--rounds", rounds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    json, picture = _reserve(chosen.suite, device, files)
-    measured = results.begin(device, files.commit, " ".join(["tileattn", *sys.argv[1:]]))
+    json, picture = _reserve(chosen, device, files)
+    measured = results.begin(device, files.commit, " ".join(["tileattn", *sys.argv[1:]]), chosen.direction)
     results.save(measured, json)
     failures: list[str] = []
     stopped = False
@@ -117,10 +117,11 @@ def warm_up(wanted: Sequence[AttentionCall]) -> int:
     return int(failed)
 
 
-def _reserve(suite: str, device: torch.device, files: FileOptions) -> tuple[Path, Path]:
+def _reserve(chosen: Chosen, device: torch.device, files: FileOptions) -> tuple[Path, Path]:
     """The paths of result file and picture; the first is created at once, so that two runs never share it."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    json = files.json or RESULTS_FOLDER / f"{suite}-{device.type}-{stamp}.json"
+    name = chosen.suite if chosen.direction == "fwd" else f"{chosen.suite}-{chosen.direction}"
+    json = files.json or RESULTS_FOLDER / f"{name}-{device.type}-{stamp}.json"
     picture = files.plot or json.with_suffix(".png")
     if files.plot is not None:
         _check_picture("--plot", picture, files.force)
@@ -150,10 +151,10 @@ def _draw(measured: results.Results, picture: Path, asked: bool) -> None:
     if not asked and find_spec("matplotlib") is None:
         typer.echo("no picture: plots need matplotlib (pip install 'tileattn[plot]')", err=True)
         return
-    from tileattn.bench import plot
+    from tileattn.bench import plot, plot_memory
 
     picture.parent.mkdir(parents=True, exist_ok=True)
-    plot.save(measured, picture)
+    (plot_memory if measured.rows[0].suite == MEMORY else plot).save(measured, picture)
     typer.echo(f"picture: {picture}")
 
 

@@ -9,6 +9,7 @@ The baseline comes from our own plain kernel at the same shape in the same run:
 
 The last, because a bias must come from memory, whatever the kernel does. Each of its elements is counted once, also
 where it is broadcast and every head reads it again (from the L2 cache, at best): the baseline is a bound from below.
+All times are of one direction. In each pass the bias is read, and its gradient, where one is wanted, is written.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def costs(results: Results) -> list[Cost]:
             continue
         baseline_ms, baseline = of_tiles
         if case.terms.bias is not None and ceiling is not None:
-            traffic_ms = bias_bytes(case) / ceiling.copy_tbps / 1e9
+            traffic_ms = _times_moved(case, results.direction) * bias_bytes(case) / ceiling.copy_tbps / 1e9
             if traffic_ms > baseline_ms:
                 baseline_ms, baseline = traffic_ms, "bias from memory"
         found.append(Cost(case.name, times[case.name], baseline_ms, baseline))
@@ -92,6 +93,11 @@ def visited_tiles(case: Case) -> int:
 
 def _all_tiles(case: Case) -> int:
     return -(-case.seqlen_q // TILE) * -(-case.seqlen_k // TILE)
+
+
+def _times_moved(case: Case, direction: str) -> int:
+    """How often a bias is read, and its gradient written."""
+    return {"fwd": 1, "bwd": 1, "fwdbwd": 2}[direction] + (case.terms.dbias and direction != "fwd")
 
 
 def bias_bytes(case: Case) -> int:

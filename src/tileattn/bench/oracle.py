@@ -7,7 +7,7 @@ same code in the inputs' own dtype is the eager attention of the tolerance rule 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,21 +41,23 @@ def sample(case: Case, device: torch.device) -> Sample:
     left = SCORES_CHECKED[device.type] // (case.seqlen_q * case.seqlen_k)
     if len(batches) * len(heads) <= left:
         return Sample(batches, heads, rows, "all rows")
-    batches = _ends(batches)
+    batches = ends(batches)
     if len(batches) * len(heads) > left:
-        heads = _ends(heads)
+        heads = ends(heads)
     pairs = len(batches) * len(heads)
     if pairs > left:
         rows = _blocks(case.seqlen_q, SCORES_CHECKED[device.type] // (pairs * case.seqlen_k), device)
-    text = f"{len(rows)} of {case.seqlen_q} rows, batch elements {_listed(batches)}, heads {_listed(heads)}"
+    text = f"{len(rows)} of {case.seqlen_q} rows, batch elements {listed(batches)}, heads {listed(heads)}"
     return Sample(batches, heads, rows, text)
 
 
-def _ends(indices: tuple[int, ...]) -> tuple[int, ...]:
+def ends(indices: tuple[int, ...]) -> tuple[int, ...]:
+    """The first and the last."""
     return indices if len(indices) == 1 else (indices[0], indices[-1])
 
 
-def _listed(indices: tuple[int, ...]) -> str:
+def listed(indices: tuple[int, ...]) -> str:
+    """All, or which ends of them."""
     return "all" if len(indices) > 2 else " and ".join(map(str, indices))
 
 
@@ -91,6 +93,7 @@ class Oracle:
         assert_accurate("o", _sampled(o, self.sample), self.expected, [self.eager])
 
 
+@torch.no_grad()
 def build(problem: Problem) -> Oracle:
     """The rows of a problem that are checked, in float64 and in its own dtype.
 
@@ -103,10 +106,10 @@ def build(problem: Problem) -> Oracle:
 
 def _sampled(o: Tensor, chosen: Sample) -> Tensor:
     """The checked rows of an output: (batches, heads, rows, head_dim_v)."""
-    return torch.stack([_take(o[b], chosen.heads)[:, chosen.rows] for b in chosen.batches])
+    return torch.stack([take(o[b], chosen.heads)[:, chosen.rows] for b in chosen.batches])
 
 
-def _take(x: Tensor, heads: tuple[int, ...]) -> Tensor:
+def take(x: Tensor, heads: Sequence[int]) -> Tensor:
     """(seqlen, heads, dim) -> (chosen heads, seqlen, dim)."""
     return x[:, list(heads)].transpose(0, 1)
 
@@ -117,44 +120,74 @@ def _attend(problem: Problem, chosen: Sample, dtype: torch.dtype) -> Tensor:
     for b in chosen.batches:
         group = problem.case.heads // problem.case.kv_heads
         kv_heads = tuple(h // group for h in chosen.heads)
-        k, v = (_take(x[b], kv_heads).to(dtype) for x in (problem.k, problem.v))
-        q = _take(problem.q[b], chosen.heads)
-        out.append(torch.cat([_rows(problem, b, chosen, q, k, v, rows) for rows in _chunks(problem, chosen)], dim=1))
+        k, v = (take(x[b], kv_heads).to(dtype) for x in (problem.k, problem.v))
+        q = take(problem.q[b], chosen.heads)
+        out.append(torch.cat([_rows(problem, b, chosen, q, k, v, rows) for rows in chunks(problem, chosen)], dim=1))
     return torch.stack(out)
 
 
-def _chunks(problem: Problem, chosen: Sample) -> Iterator[Tensor]:
+def chunks(problem: Problem, chosen: Sample) -> Iterator[Tensor]:
+    """The checked query indices, a few at a time."""
     size = max(1, SCORES_PER_CHUNK // (len(chosen.heads) * problem.case.seqlen_k))
     return iter(chosen.rows.split(size))
 
 
 def _rows(problem: Problem, b: int, chosen: Sample, q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
     """Attention of some query indices of batch element b, for (chosen heads, seqlen, dim) tensors, in k's dtype."""
-    heads = list(chosen.heads)
-    scores = _modified(problem, q[:, rows].to(k.dtype) @ k.mT * problem.scale, b, heads, rows)
-    lo, hi = problem.case.terms.key_range(problem.q_pos()[rows], problem.case.seqlen_k)
-    keys = torch.arange(problem.case.seqlen_k, device=q.device)
-    scores.masked_fill_((keys < lo[:, None]) | (keys >= hi[:, None]), -torch.inf)
+    scores = q[:, rows].to(k.dtype) @ k.mT * problem.scale
+    bias = bias_rows(problem, b, chosen.heads, rows)
+    return probabilities(*logits(problem, scores, b, chosen.heads, rows, bias), problem.case.seqlen_k) @ v
+
+
+def logits(
+    problem: Problem, scores: Tensor, b: int, heads: Sequence[int], rows: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What goes into the softmax, and which rows see no key.
+
+    scores: the scaled scores (heads, rows, seqlen_k) of some heads and query indices of batch element b. bias: of these
+    heads and rows, see `bias_rows`. The logits are the modified scores, -inf where the mask hides a key, and the sink
+    behind the keys if there is one; differentiable in scores and bias.
+    """
+    case = problem.case
+    scores = _modified(problem, scores, b, heads, rows, bias)
+    lo, hi = case.terms.key_range(problem.q_pos()[rows], case.seqlen_k)
+    keys = torch.arange(case.seqlen_k, device=scores.device)
+    # A row without keys has no softmax. It gets some scores, and then probabilities that are zero.
+    empty = (hi <= lo)[:, None]
+    hidden = ((keys < lo[:, None]) | (keys >= hi[:, None])) & ~empty
+    scores = scores.masked_fill(hidden, -torch.inf)
     if problem.sink is not None:
-        sink = problem.sink[heads, None, None].to(k.dtype).expand(-1, len(rows), 1)
+        sink = problem.sink[list(heads), None, None].to(scores.dtype).expand(-1, len(rows), 1)
         scores = torch.cat([scores, sink], dim=-1)
-    # A row without keys has no softmax; its output is zero.
-    probabilities = scores.softmax(dim=-1)[..., : problem.case.seqlen_k]
-    return (probabilities @ v).masked_fill((hi <= lo)[:, None], 0.0)
+    return scores, empty
 
 
-def _modified(problem: Problem, scores: Tensor, b: int, heads: list[int], rows: Tensor) -> Tensor:
+def probabilities(logits: Tensor, empty: Tensor, seqlen_k: int) -> Tensor:
+    """Of the keys: (heads, rows, seqlen_k)."""
+    return logits.softmax(dim=-1)[..., :seqlen_k].masked_fill(empty, 0.0)
+
+
+def bias_rows(problem: Problem, b: int, heads: Sequence[int], rows: Tensor) -> Tensor | None:
+    """The bias of some heads and query indices of batch element b: (heads, rows, seqlen_k), or (1, ..) where shared."""
+    if problem.bias is None:
+        return None
+    per_batch, per_head = (size > 1 for size in problem.bias.shape[:2])
+    bias = problem.bias[b if per_batch else 0]
+    return (bias[list(heads)] if per_head else bias)[:, rows]
+
+
+def _modified(
+    problem: Problem, scores: Tensor, b: int, heads: Sequence[int], rows: Tensor, bias: Tensor | None
+) -> Tensor:
     """The score modifications of the variant, in its order: softcap, ALiBi, bias, the user's."""
     cap = problem.case.terms.softcap
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
     if problem.slopes is not None:
         at_least_float32 = torch.promote_types(scores.dtype, torch.float32)
-        scores = scores + problem.alibi_bias(rows, at_least_float32)[heads].to(scores.dtype)
-    if problem.bias is not None:
-        per_batch, per_head = (size > 1 for size in problem.bias.shape[:2])
-        bias = problem.bias[b if per_batch else 0][:, rows]
-        scores = scores + (bias[heads] if per_head else bias).to(scores.dtype)
+        scores = scores + problem.alibi_bias(rows, at_least_float32)[list(heads)].to(scores.dtype)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
     if problem.case.terms.userscore:
         h = torch.tensor(heads, device=rows.device)[:, None, None]
         keys = torch.arange(problem.case.seqlen_k, device=rows.device)

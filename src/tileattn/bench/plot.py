@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.results import Results, Row
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def by_length(rows: Iterable[Row]) -> dict[tuple[str, int], Panel]:
         (variant, head_dim): Panel(
             f"head dim {head_dim}, {variant}",
             "sequence length",
-            tuple((_length(seqlen), case) for seqlen, case in sorted(lengths.items())),
+            tuple((length_label(seqlen), case) for seqlen, case in sorted(lengths.items())),
         )
         for (variant, head_dim), lengths in found.items()
         if len(lengths) >= ENOUGH_FOR_A_PANEL
@@ -157,7 +158,8 @@ def _shape(row: Row) -> str:
     return f"head dim {head_dim}, batch {row.batch}, {seqlen} tokens, {row.heads} heads{kv_heads}"
 
 
-def _length(seqlen: int) -> str:
+def length_label(seqlen: int) -> str:
+    """16k for 16384."""
     return f"{seqlen // 1024}k" if seqlen % 1024 == 0 else str(seqlen)
 
 
@@ -220,7 +222,7 @@ def _titles(figure: Figure, results: Results) -> None:
         list(handles.values()),
         list(handles),
         # The legend's own title, because a figure's title and an outside legend would be drawn over each other.
-        title=f"Attention forward, {dtypes}, {results.gpu}",
+        title=f"Attention {DIRECTIONS[results.direction]}, {dtypes}, {results.gpu}",
         title_fontsize=13,
         loc="outside upper center",
         ncols=len(handles),

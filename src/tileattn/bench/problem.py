@@ -20,6 +20,9 @@ class Problem:
     `bias` (batch or 1, heads or 1, seqlen_q, seqlen_k); `slopes` of ALiBi and `sink`, (heads,) float32;
     `document_ids`, (seqlen_k,) int32.
 
+    do: for a backward pass, the gradient of o (batch, seqlen_q, heads, head_dim_v), in the same dtype. Then q, k and v
+    require grad, and so does the bias where the variant says so.
+
     fp8: for a case in fp8, q, k and v quantised, and their descales. What is expected is float64's result on q, k and v
     themselves, so that an error includes that of the quantisation.
     """
@@ -32,12 +35,18 @@ class Problem:
     slopes: Tensor | None = None
     sink: Tensor | None = None
     document_ids: Tensor | None = None
+    do: Tensor | None = None
     fp8: QuantizedFP8 | None = None
 
     @property
     def scale(self) -> float:
         """1 / sqrt(head_dim), the default everywhere."""
         return float(self.case.head_dim) ** -0.5
+
+    def inputs(self) -> dict[str, Tensor]:
+        """The tensors whose gradients a backward pass computes, by the name of the gradient."""
+        wanted = {"dq": self.q, "dk": self.k, "dv": self.v}
+        return wanted if self.bias is None or not self.case.terms.dbias else {**wanted, "dbias": self.bias}
 
     def unquantised(self) -> Problem:
         """The same values as a problem in bfloat16."""
@@ -75,8 +84,10 @@ class Problem:
         return -self.slopes.to(dtype)[:, None, None] * distance
 
 
-def build(case: Case, device: torch.device | str, seed: int = 0) -> Problem:
+def build(case: Case, device: torch.device | str, seed: int = 0, direction: str = "fwd") -> Problem:
     """Random tensors for a case: standard normal, rounded to the case's dtype once, the same for the same seed.
+
+    direction: a key of `cases.DIRECTIONS`; those with a backward pass get `do`, and inputs that require grad.
 
     On the device "meta" nothing is drawn and no memory is taken: what a call is can be asked of any size.
     """
@@ -91,7 +102,7 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> Problem:
     q = normal(case.batch, case.seqlen_q, case.heads, case.head_dim)
     k = normal(case.batch, case.seqlen_k, case.kv_heads, case.head_dim)
     v = normal(case.batch, case.seqlen_k, case.kv_heads, case.head_dim_v)
-    return Problem(
+    given = Problem(
         case=case,
         q=q,
         k=k,
@@ -103,6 +114,11 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> Problem:
         document_ids=_document_ids(case.seqlen_k, terms.documents, device) if terms.documents else None,
         fp8=quantize_fp8(q, k, v) if case.dtype == "fp8" else None,
     )
+    if direction == "fwd":
+        return given
+    for tensor in given.inputs().values():
+        tensor.requires_grad_()
+    return replace(given, do=normal(case.batch, case.seqlen_q, case.heads, case.head_dim_v))
 
 
 def _bias_shape(case: Case) -> tuple[int, int, int, int]:

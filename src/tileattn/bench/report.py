@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.ceilings import Ceiling, overall
 from tileattn.bench.compare import NOISE, Comparison, Standing, best_peer_ms, compare, standings
 from tileattn.bench.cost import Cost, costs
@@ -47,9 +48,10 @@ def measurements(results: Results) -> Table:
     table.add_column("case (batch,seqlen,heads)", no_wrap=True)
     for heading in ("ms", "TFLOPS", "speed", "error", "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
+    of, whole = ("o", "") if results.direction == "fwd" else ("dq, dk and dv", ", forward and backward")
     table.caption = (
-        "speed: × the fastest peer's. error: largest relative error of a row of o against float64. "
-        "memory: peak beyond the inputs."
+        f"speed: × the fastest peer's. error: largest relative error of a row of {of} against float64. "
+        f"memory: peak beyond the inputs{whole}."
     )
     table.caption_justify = "left"
     for case in results.cases():
@@ -71,7 +73,7 @@ def _title(results: Results) -> str:
     parts = [results.gpu, f"torch {versions['torch']}"]
     parts += [f"{name} {versions[name]}" for name in ("tileattn", "tilelang") if name in versions]
     dtypes = sorted({row.dtype for row in results.rows})
-    return " · ".join([*parts, *dtypes])
+    return " · ".join([*parts, *dtypes, DIRECTIONS[results.direction]])
 
 
 def _label(results: Results, case: str, backend: str) -> Text:

@@ -21,9 +21,10 @@ FORMAT = 1
 class Row:
     """One implementation's measurement of one case; the fields are the keys of a JSON row, no more and no fewer.
 
-    ms: median milliseconds of a call. tflops: the case's FLOPs (`Case.flops`) over that time. error: largest relative
-    error of a checked row (`Oracle.error`). peak_bytes: allocated at most beyond the inputs (`memory.peak_bytes`), and
-    what was built ahead. gpu: the device's name, a CPU's too. date: UTC, ISO 8601.
+    direction: a key of `cases.DIRECTIONS`. ms: median milliseconds of a call. tflops: the case's FLOPs (`Case.flops`)
+    over that time. error: largest relative error of a checked row, of o (`Oracle.error`) or the gradients
+    (`GradientOracle.error`). peak_bytes: allocated at most beyond the inputs (`memory.peak_bytes`), the forward pass
+    included, and what was built ahead. gpu: the device's name, a CPU's too. date: UTC, ISO 8601.
     """
 
     suite: str
@@ -67,6 +68,8 @@ class Missing:
 class Results:
     """One run of the benchmark. `device` is "cuda" or "cpu"; `implementation` is the backend inside tileattn.
 
+    direction: of all rows, a key of `cases.DIRECTIONS`; older files lack it and are of the forward pass.
+
     ceilings: what the GPU reached before the first case and after the last; empty on a CPU and in older files.
     """
 
@@ -76,6 +79,7 @@ class Results:
     commit: str | None
     date: str
     command: str = ""
+    direction: str = "fwd"
     rows: list[Row] = field(default_factory=list)
     refused: list[Missing] = field(default_factory=list)
     failed: list[Missing] = field(default_factory=list)
@@ -100,7 +104,7 @@ class Results:
         return [*self.rows, *self.refused, *self.failed]
 
 
-def begin(device: torch.device, commit: str | None, command: str) -> Results:
+def begin(device: torch.device, commit: str | None, command: str, direction: str = "fwd") -> Results:
     """Results without rows, for a run that starts now. `commit` is recorded where the code's own is not to be had."""
     return Results(
         device=device.type,
@@ -109,6 +113,7 @@ def begin(device: torch.device, commit: str | None, command: str) -> Results:
         commit=environment.commit() or commit,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=command,
+        direction=direction,
     )
 
 

@@ -10,10 +10,12 @@ from statistics import median
 
 import torch
 
-from tileattn.bench import ceilings, memory, oracle, problem, rounds, timing
+from tileattn.bench import ceilings, gradient_oracle, memory, oracle, passes, problem, rounds, timing
 from tileattn.bench.cases import Case
 from tileattn.bench.peers.base import OWN, Implementation, Prepared
 from tileattn.bench.results import Missing, Results, Row
+
+Expected = oracle.Oracle | gradient_oracle.GradientOracle
 
 
 @dataclass
@@ -21,6 +23,7 @@ class Measurement:
     """What is known of one implementation of the case at hand."""
 
     implementation: Implementation
+    given: problem.Problem
     prepared: Prepared
     error: float
     peak_bytes: int
@@ -30,6 +33,8 @@ class Measurement:
 @dataclass(frozen=True)
 class Run:
     """A suite of cases, the implementations to compare, and where results and progress go.
+
+    What is measured is the direction of the results, a key of `cases.DIRECTIONS`.
 
     progress: called with what is being done, such as "D64 causal (4,4096,32): fa2". on_case: called after each case.
     on_failure: called with the traceback of each failure.
@@ -48,7 +53,7 @@ class Run:
 
     def __call__(self) -> Results:
         """Run all cases. What an implementation raises becomes an entry of `failed`, and the run goes on."""
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.results.direction != "fwd"):
             self._ceiling("before")
             for case in self.cases:
                 self._case(case)
@@ -70,8 +75,8 @@ class Run:
     def _case(self, case: Case) -> None:
         self.progress(f"{case.name}: oracle")
         try:
-            given = problem.build(case, self.device, self.seed)
-            expected = oracle.build(given)
+            given = problem.build(case, self.device, self.seed, self.results.direction)
+            expected = oracle.build(given) if given.do is None else gradient_oracle.build(given)
         except torch.OutOfMemoryError as failure:
             for each in self.implementations:
                 self._failed(case, each, failure)
@@ -83,9 +88,9 @@ class Run:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _check(self, each: Implementation, given: problem.Problem, expected: oracle.Oracle) -> Measurement | None:
+    def _check(self, each: Implementation, given: problem.Problem, expected: Expected) -> Measurement | None:
         """Prepare and call it once; its error and peak memory. None if it refuses or fails."""
-        case = given.case
+        case, direction = given.case, self.results.direction
         self.progress(f"{case.name}: {each.name}")
         try:
             if (reason := each.refusal(given)) is not None:
@@ -93,19 +98,19 @@ class Run:
                 return None
             prepared = each.prepare(given)
             with prepared.context():
-                o = prepared.call()
-                error = expected.error(o)
+                result = passes.start(direction, prepared, given)()
+                error = expected.error(result)
                 # The tolerance rule is ours to keep; a peer's error is shown as it is, if it is a number.
                 if each.name == OWN or not math.isfinite(error):
-                    expected.check(o)
-                del o
-                peak = memory.peak_bytes(prepared.call, self.device)
+                    expected.check(result)
+                del result
+                peak = memory.peak_bytes(passes.whole(direction, prepared, given), self.device)
         except Exception as failure:
             self._failed(case, each, failure)
             return None
         if prepared.chosen is not None:
             self.results.implementation[case.name] = prepared.chosen
-        return Measurement(each, prepared, error, prepared.held_bytes + peak)
+        return Measurement(each, given, prepared, error, prepared.held_bytes + peak)
 
     def _time(self, case: Case, measurements: list[Measurement]) -> None:
         """Rounds over all implementations, in orders that let drift and heat meet all alike (rounds.py)."""
@@ -113,13 +118,18 @@ class Run:
             for measurement in [measurements[i] for i in rounds.order(len(measurements), number)]:
                 self.progress(f"{case.name}: {measurement.implementation.name}, round {number + 1}")
                 try:
-                    with measurement.prepared.context():
-                        samples = timing.sample_ms(measurement.prepared.call, self.device, self.effort)
+                    samples = self._samples(measurement)
                 except Exception as failure:
                     self._failed(case, measurement.implementation, failure)
                     measurements.remove(measurement)
                 else:
                     measurement.samples_ms += samples
+
+    def _samples(self, measurement: Measurement) -> list[float]:
+        """One round. A forward pass whose graph is kept runs anew in each, so that only one graph is kept at a time."""
+        with measurement.prepared.context():
+            call = passes.start(self.results.direction, measurement.prepared, measurement.given)
+            return timing.sample_ms(call, self.device, self.effort)
 
     def _failed(self, case: Case, each: Implementation, failure: Exception) -> None:
         first_line = (str(failure).strip().splitlines() or [""])[0]
@@ -131,7 +141,7 @@ class Run:
         return Row(
             suite=self.suite,
             case=case.name,
-            direction="fwd",
+            direction=self.results.direction,
             backend=measurement.implementation.name,
             batch=case.batch,
             seqlen_q=case.seqlen_q,
@@ -144,7 +154,7 @@ class Run:
             variant=case.variant,
             dtype=measurement.prepared.dtype or case.dtype,
             ms=ms,
-            tflops=case.flops("fwd") / ms / 1e9,
+            tflops=case.flops(self.results.direction) / ms / 1e9,
             error=measurement.error,
             peak_bytes=measurement.peak_bytes,
             gpu=self.results.gpu,

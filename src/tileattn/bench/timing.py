@@ -1,8 +1,10 @@
 """How long a call takes: samples in milliseconds, of which the caller takes the median.
 
 CUDA: each call between two events on the stream, after the L2 cache has been overwritten, so that no call finds its
-inputs there; overwriting takes tens of microseconds, behind which the host's launch time hides. This is the method of
-`triton.testing.do_bench`, written out so that the benchmark needs no Triton. CPU: the wall clock around each call.
+inputs there; overwriting takes tens of microseconds, behind which the host's launch time hides. A host that needs more,
+as autograd does for a backward pass, is hidden as long as overwriting and call together take the GPU longer: it is then
+ahead by several calls. This is the method of `triton.testing.do_bench`, written out so that the benchmark needs no
+Triton. CPU: the wall clock around each call.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ A name is made of terms joined with "+" (all masks hold at once; score modificat
     bias-bh             score -> score + bias[batch, head, q, k]
     bias-b1             score -> score + bias[batch, q, k], the same for every head
     bias-11             score -> score + bias[q, k], the same for every batch element and head
+    dbias               beside a bias: its gradient is wanted too, which no other tensor's but q's, k's and v's is
     userscore           score -> user_score(score, ...), a plain function as a user writes one
     sink                one logit per head joins the softmax's denominator
 
@@ -37,12 +38,13 @@ TERMS = {
     "softcap": r"softcap(?P<softcap>\d+(?:\.\d+)?)",
     "alibi": r"alibi",
     "bias": r"bias(?:-(?P<bias>bh|b1|1h|11))?",
+    "dbias": r"dbias",
     "userscore": r"userscore",
     "sink": r"sink",
 }
 ACCEPTED = (
     "full, or terms joined with '+': causal, window<L> or window<L>-<R>, prefix<N>, documents<N>, softcap<cap>, "
-    "alibi, bias or bias-<bh, b1 or 11>, userscore, sink (for example causal+softcap50)"
+    "alibi, bias or bias-<bh, b1 or 11> (+dbias), userscore, sink (for example causal+softcap50)"
 )
 
 
@@ -60,6 +62,7 @@ class Variant:
     """Masks (`causal`, `window` as (left, right), `prefix`, `documents`), score modifications, and a sink.
 
     bias: None, or which of (batch, heads) the bias has: "1h" is (1, heads, seqlen_q, seqlen_k), and so on.
+    dbias: whether a backward pass computes the gradient of the bias.
     """
 
     causal: bool = False
@@ -69,6 +72,7 @@ class Variant:
     softcap: float | None = None
     alibi: bool = False
     bias: str | None = None
+    dbias: bool = False
     userscore: bool = False
     sink: bool = False
 
@@ -90,7 +94,7 @@ class Variant:
         terms += ["alibi"] if self.alibi else []
         if self.bias is not None:
             terms.append("bias" if self.bias == "1h" else f"bias-{self.bias}")
-        terms += [flag for flag in ("userscore", "sink") if getattr(self, flag)]
+        terms += [flag for flag in ("dbias", "userscore", "sink") if getattr(self, flag)]
         return "+".join(terms) or "full"
 
     @property
@@ -144,6 +148,10 @@ def parse(name: str) -> Variant:
         if kind in terms:
             raise ValueError(f"variant {name!r}: {kind!r} is given twice")
         terms[kind] = _value(kind, match)
+    if "dbias" in terms and "bias" not in terms:
+        raise ValueError(
+            f"variant {name!r}: 'dbias' is the gradient of a bias, and there is none; accepted: {ACCEPTED}"
+        )
     return Variant(**terms)  # type: ignore[arg-type]
 
 

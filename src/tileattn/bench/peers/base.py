@@ -21,6 +21,8 @@ NO_FP8 = "it does not take fp8"
 class Prepared:
     """A call ready to be timed: `call()` returns o (batch, seqlen_q, heads, head_dim_v).
 
+    Where the problem asks for gradients, which grad mode must then allow for, o is differentiable (see `bench.passes`).
+
     held_bytes: what was built ahead for it beyond the problem's tensors (a dense mask, a block mask). It is not timed,
     but counts as memory. context: entered around many calls, for settings that are no part of a call's time. chosen:
     what the implementation chose to run, where that is its own choice. dtype: in which it computes (a key of

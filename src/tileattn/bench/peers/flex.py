@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ class Flex:
     def refusal(self, problem: Problem) -> str | None:
         if problem.fp8 is not None:
             return NO_FP8
+        if problem.do is not None and problem.q.device.type == "cpu":
+            return "FlexAttention has no backward pass on a CPU"
         if problem.sink is not None and problem.q.device.type == "cpu":
             return "FlexAttention returns no lse on a CPU, which a sink needs"
         # It would read outside the bias, and an illegal access ends the whole process.
@@ -46,7 +49,20 @@ class Flex:
             out: Tensor = compiled(q, k, v, score_mod, block_mask, sink, gqa)
             return out.transpose(1, 2)
 
-        return Prepared(call, _block_mask_bytes(block_mask))
+        return Prepared(call, _block_mask_bytes(block_mask), nullcontext if problem.do is None else _kept_graphs)
+
+
+@contextmanager
+def _kept_graphs() -> Iterator[None]:
+    """Inside, a compiled backward pass may be called again and again.
+
+    Otherwise the compiler has it overwrite what the forward has kept, and refuses `retain_graph`. Its setting is one of
+    the thread's, so autograd has to stay in this one.
+    """
+    from torch._functorch import config
+
+    with config.patch(donated_buffer=False), torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
 def _attention(

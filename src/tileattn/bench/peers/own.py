@@ -78,7 +78,7 @@ def _selected(problem: Problem, backend: str | None) -> Backend:
     """The backend that `attention` will choose for the problem, or be told to use."""
     tensors = problem if problem.fp8 is None else problem.fp8
     q, k, v, sink = tensors.q, tensors.k, tensors.v, problem.sink
-    return select(ops.make_call(q, k, v, sink, variant_key(problem), needs_grad=False), backend)
+    return select(ops.make_call(q, k, v, sink, variant_key(problem), needs_grad=problem.do is not None), backend)
 
 
 def _held_bytes(mask: Mask | None, score_mods: list[Callable[..., Any]] | None, problem: Problem) -> int:

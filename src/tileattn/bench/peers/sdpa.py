@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -52,8 +52,10 @@ class RestrictedSdpa:
             return "SDPA's is_causal is aligned top-left, so it means something else when seqlen_q != seqlen_k"
         if not case.terms.plain and not _takes_dense_mask(self.kernel):
             return "the kernel takes full or causal attention only"
+        if problem.case.terms.dbias and self.kernel == SDPBackend.CUDNN_ATTENTION:
+            return "PyTorch has no gradient of a bias through cuDNN"
         q, k, v = _heads_first(problem)
-        mask = _dense_mask(problem)
+        mask = _mask_of_a_call(problem)[1]()
         if mask is not None:
             mask = mask.expand(case.batch, case.heads, -1, -1)
         params = SDPAParams(q, k, v, mask, 0.0, _is_causal(problem), case.heads != case.kv_heads)
@@ -105,7 +107,7 @@ def _dense_mask(problem: Problem) -> Tensor | None:
     if problem.case.variant == "full" or _is_causal(problem):
         return None
     biases = [problem.alibi_bias()[None]] if problem.slopes is not None else []
-    biases += [problem.bias.float()] if problem.bias is not None else []
+    biases += [problem.bias.detach().float()] if problem.bias is not None else []
     if not biases:
         return problem.allowed()
     total = sum(biases[1:], start=biases[0])
@@ -121,11 +123,30 @@ def _heads_first(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 def _prepare(problem: Problem, context: Callable[[], AbstractContextManager[None]]) -> Prepared:
     q, k, v = _heads_first(problem)
-    mask, is_causal = _dense_mask(problem), _is_causal(problem)
-    gqa = problem.case.heads != problem.case.kv_heads
+    held, mask = _mask_of_a_call(problem)
+    is_causal, gqa = _is_causal(problem), problem.case.heads != problem.case.kv_heads
 
     def call() -> Tensor:
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=gqa)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask(), is_causal=is_causal, enable_gqa=gqa)
         return out.transpose(1, 2)
 
-    return Prepared(call, tensor_bytes(mask), context)
+    return Prepared(call, tensor_bytes(held), context)
+
+
+def _mask_of_a_call(problem: Problem) -> tuple[Tensor | None, Callable[[], Tensor | None]]:
+    """What is built ahead, and a call's `attn_mask`: the same, but where the gradient of a bias is wanted.
+
+    Then the bias is another one at every step of a training, and is added to the rest in every call.
+    """
+    bias = problem.bias
+    if bias is None or not problem.case.terms.dbias:
+        mask = _dense_mask(problem)
+        return mask, lambda: mask
+    if not problem.case.terms.masked and problem.slopes is None:
+        return None, lambda: bias
+    rest = _dense_mask(replace(problem, bias=None))
+    assert rest is not None
+    if rest.dtype != torch.bool:
+        return rest, lambda: bias + rest
+    hidden = ~rest
+    return hidden, lambda: bias.masked_fill(hidden, -torch.inf)

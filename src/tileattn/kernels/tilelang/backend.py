@@ -13,6 +13,7 @@ import torch
 from ...call import AttentionCall
 from ...fp8 import FP8, Descales
 from ...variant import Operands, program
+from .backward.backend import prepare_backward as prepare_backward
 from .config import ARCHITECTURES, TRANSPOSED_KEYS, HopperConfig
 from .defaults import default
 from .launch import forward_function, transpose_function
@@ -38,6 +39,8 @@ def refusal(call: AttentionCall) -> str | None:
 
 
 def _refusal_fp8(call: AttentionCall) -> str | None:
+    if call.needs_grad:
+        return "fp8 has no backward pass (an input requires grad)"
     if call.arch != "sm_90a":
         return f"fp8 runs on sm_90a only, not {call.arch}"
     if not call.aligned:
@@ -53,8 +56,6 @@ def _refusal_head_dims(call: AttentionCall, step: int, where: str = "") -> str |
 
 
 def _refusal_variant(call: AttentionCall) -> str | None:
-    if call.needs_grad:
-        return "the kernels have no backward pass yet (an input requires grad)"
     if any(tensor.dtype == torch.float64 for tensor in program(call.variant).tensors):
         return "tensors of masks and score modifications must not be float64"
     return None

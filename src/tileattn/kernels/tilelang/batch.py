@@ -10,9 +10,10 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_compl
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from ...call import AttentionCall
+from ...call import AttentionCall, BackwardCall
 from ..cache import KernelCache, default_folder
 from . import launch
+from .backward import launch as backward_launch
 from .config import Config
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -30,6 +31,13 @@ class Job:
         """Of the library in the kernel cache."""
         return launch.transpose_key(self.call) if self.config is None else launch.cache_key(self.call, self.config)
 
+    def compile(self) -> None:
+        """Into the cache."""
+        if self.config is None:
+            launch.ensure_transpose_compiled(self.call)
+        else:
+            launch.ensure_compiled(self.call, self.config)
+
     def __str__(self) -> str:
         if self.config is None:
             return f"transpose_fp8 d{self.call.head_dim_v} {self.call.arch}"
@@ -37,31 +45,51 @@ class Job:
 
 
 @dataclass(frozen=True)
+class BackwardJob:
+    """One kernel of a call's backward pass, by its name (:func:`.backward.launch.kernel_names`)."""
+
+    call: BackwardCall
+    name: str
+
+    @property
+    def key(self) -> str:
+        """Of the library in the kernel cache."""
+        return backward_launch.cache_key(self.call, self.name)
+
+    def compile(self) -> None:
+        """Into the cache."""
+        backward_launch.ensure_compiled(self.call, self.name)
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.call}"
+
+
+AnyJob = Job | BackwardJob
+
+
+@dataclass(frozen=True)
 class Done:
     """What became of a job: it was in the cache, or took some seconds to compile, or could not be compiled."""
 
-    job: Job
+    job: AnyJob
     seconds: float = 0.0
     was_there: bool = False
     error: str | None = None
 
 
-def compile_job(job: Job) -> Done:
+def compile_job(job: AnyJob) -> Done:
     """In a process of its own; an exception of a compiler need not survive the way back, its text does."""
     start = time.perf_counter()
     try:
         if KernelCache(default_folder()).find(job.key) is not None:
             return Done(job, was_there=True)
-        if job.config is None:
-            launch.ensure_transpose_compiled(job.call)
-        else:
-            launch.ensure_compiled(job.call, job.config)
+        job.compile()
     except Exception as failure:
         return Done(job, error=f"{type(failure).__name__}: {failure}")
     return Done(job, seconds=time.perf_counter() - start)
 
 
-def compile_all(jobs: Sequence[Job], processes: int, work: Callable[[Job], Done] = compile_job) -> Iterator[Done]:
+def compile_all(jobs: Sequence[AnyJob], processes: int, work: Callable[[AnyJob], Done] = compile_job) -> Iterator[Done]:
     """Compile in parallel, in the given order, and yield each as it is ready.
 
     Each process is a pool of its own: where a compiler kills its process, one job fails, and a new process goes on.
@@ -72,7 +100,7 @@ def compile_all(jobs: Sequence[Job], processes: int, work: Callable[[Job], Done]
     def new_pool() -> ProcessPoolExecutor:
         return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
-    def one(job: Job) -> Done:
+    def one(job: AnyJob) -> Done:
         pool = pools.get()
         try:
             return pool.submit(work, job).result()

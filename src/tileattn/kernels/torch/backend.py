@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
 
-from ...call import AttentionCall
+from ...call import AttentionCall, BackwardCall, Gradients
 from ...fp8 import FP8, Descales, dequantize
 from ...variant import Operands, restore
+from .backward import Needs
+from .backward import backward as torch_backward
 from .forward import forward as torch_forward
+from .score_gradient import Watched
 
 
 def refusal(call: AttentionCall) -> str | None:
@@ -34,10 +38,46 @@ def prepare(
         descales: Descales | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mask, score_mods = restore(call.variant, operands)
-        if descales is not None:
-            # To float32, in which the values are exact to its rounding; in 16 bits they would be rounded once more.
-            q, k, v = (dequantize(x, descale) for x, descale in zip((q, k, v), descales))
-        o, lse = torch_forward(q, k, v, mask, score_mods, sink, scale)
+        with _no_autocast(q.device):
+            if descales is not None:
+                # To float32, in which the values are exact to its rounding; in 16 bits they would be rounded once more.
+                q, k, v = (dequantize(x, descale) for x, descale in zip((q, k, v), descales))
+            o, lse = torch_forward(q, k, v, mask, score_mods, sink, scale)
         return o.to(call.out_dtype), lse
 
     return forward
+
+
+def prepare_backward(
+    call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
+) -> Callable[..., Gradients]:
+    """See :class:`tileattn.dispatch.Backend`."""
+
+    def backward(
+        do: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        sink: torch.Tensor | None,
+        operands: Operands,
+    ) -> Gradients:
+        mask, _ = restore(call.forward.variant, operands)
+        watched = [Watched(x) if need else None for x, need in zip(operands.tensors, call.needs[4:], strict=True)]
+        read = [x if watch is None else watch for x, watch in zip(operands.tensors, watched)]
+        _, score_mods = restore(call.forward.variant, Operands(read, operands.ints, operands.floats))
+        with _no_autocast(q.device):
+            return torch_backward(
+                do, dlse, q, k, v, o, lse, sink, mask, score_mods, watched, Needs(*call.needs[:4]), scale
+            )
+
+    return backward
+
+
+def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Inside, products are in the dtype of their factors: autocast has cast q, k and v, and is not to cast scores."""
+    if torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()

@@ -3,7 +3,7 @@
 On a CPU, PyTorch's fused attention computes each block of rows, where it expresses the variant (`fused.py`); else the
 loop of FlashAttention-2 (Dao 2023, arXiv 2307.08691) does, in plain operations (`loop.py`). Both visit only the keys
 that the mask lets a block of rows see, and compute the mask only outside those that all its rows see. No tensor grows
-with seqlen_q * seqlen_k, except what autograd keeps: where a gradient is needed the loop runs, and keeps every tile.
+with seqlen_q * seqlen_k. Autograd sees none of it: the backward pass is `backward.py`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def forward(
     """o (batch, seqlen_q, heads, head_dim_v), q's dtype, and lse (batch, heads, seqlen_q); both contiguous.
 
     q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads,
-    head_dim_v), any strides; sink (heads,). Differentiable in q, k, v, sink and the tensors of the score modifications.
+    head_dim_v), any strides; sink (heads,).
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     variant = Variant(mask, score_mods, slice(0, q.shape[0]), q.shape[2], q.shape[1], k.shape[1], dtype, q.device)
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
         o, lse = loop.without_keys(q, v, dtype)
-    elif fused.expresses(variant) and not _needs_grad(q, k, v, score_mods):
+    elif fused.expresses(variant):
         o, lse = _fused(q, k, v, variant, scale)
     else:
         block_M = loop.block_rows(variant)
@@ -49,14 +49,6 @@ def forward(
     if sink is not None:
         o, lse = join_sink(o, lse, sink)
     return o.contiguous(), lse.contiguous()
-
-
-def _needs_grad(q: Tensor, k: Tensor, v: Tensor, score_mods: ScoreMods) -> bool:
-    """Whether autograd looks on. The modifications are those that `fused` expresses: each carries one tensor."""
-    if not torch.is_grad_enabled():
-        return False
-    carried = [getattr(mod, field.name) for mod in score_mods for field in dataclasses.fields(mod)]  # type: ignore[arg-type]
-    return any(tensor.requires_grad for tensor in (q, k, v, *carried))
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, variant: Variant, scale: float) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,24 @@ def one_call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tup
     return _call(q, k, v, scale, None, causal)
 
 
+def one_call_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of what `one_call` computes, also after a sink has joined o and lse; all bshd, contiguous.
+
+    lse (batch, heads, rows) is finite. Its own gradient, or that of a mask of floats, the operator does not know.
+    """
+    head_dim, head_dim_v = q.shape[3], v.shape[3]
+    q, k, v = equal_head_dims(q, k, v)
+    do, o = (F.pad(x, (0, v.shape[3] - head_dim_v)) if v.shape[3] > head_dim_v else x for x in (do, o))
+    bhsd = (x.transpose(1, 2) for x in (do, q, k, v, o))
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *bhsd, lse, 0.0, causal, scale=scale
+    )
+    dq, dk, dv = (x.transpose(1, 2) for x in gradients)
+    return dq[..., :head_dim].contiguous(), dk[..., :head_dim].contiguous(), dv[..., :head_dim_v].contiguous()
+
+
 def cheapest_blocks(variant: Variant, head_dim: int) -> tuple[int, list[list[KeyRange]]]:
     """block_M and its ranges: smaller blocks visit fewer keys that not all their rows see, in more calls."""
     heads = variant.heads * (variant.batch.stop - variant.batch.start)

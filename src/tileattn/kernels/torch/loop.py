@@ -57,7 +57,6 @@ def attend(
 
 
 def without_keys(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows that see no key: o = 0 and lse = -inf. Autograd finds a graph, with zero gradients, where q is in one."""
-    zero = q[..., :0].sum(dim=-1, keepdim=True)
+    """Rows that see no key: o = 0 and lse = -inf."""
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype, device=q.device)
-    return zero.expand(*q.shape[:3], v.shape[3]), lse
+    return q.new_zeros(*q.shape[:3], v.shape[3]), lse

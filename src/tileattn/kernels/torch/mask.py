@@ -57,9 +57,9 @@ class Variant:
 
     def cut(self, bias: Tensor, rows: slice, keys: slice) -> Tensor:
         """The tile of a bias (batch | 1, heads | 1, seqlen_q | 1, seqlen_k)."""
-        bias = bias if bias.shape[0] == 1 else bias[self.batch]
-        bias = bias if bias.shape[2] == 1 else bias[:, :, rows]
-        return bias[..., keys]
+        everything = slice(None)
+        batch = everything if bias.shape[0] == 1 else self.batch
+        return bias[batch, :, everything if bias.shape[2] == 1 else rows, keys]
 
     def forbidden(self, rows: slice, keys: slice) -> Tensor:
         """Where a tile of scores must be -inf: bool, broadcastable to the tile. There must be a mask."""

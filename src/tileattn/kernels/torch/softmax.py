@@ -1,7 +1,7 @@
 """The online softmax: rows whose scores arrive a tile at a time, and parts that are joined afterwards.
 
-Source: Milakov and Gimelshein 2018 (arXiv 1805.02867), Dao 2023 (arXiv 2307.08691). Plain operations that autograd
-differentiates, in rows without keys as well: those have m = -inf, and 0 is subtracted there, for -inf - (-inf) is NaN.
+Source: Milakov and Gimelshein 2018 (arXiv 1805.02867), Dao 2023 (arXiv 2307.08691). Rows without keys have m = -inf,
+and 0 is subtracted there, for -inf - (-inf) is NaN.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ class RowState(NamedTuple):
 
 def exp_scores(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """m, p = exp(scores - m) and l of a tile of scores (..., rows, keys)."""
-    # A unit that cancels in the end: no gradient flows through it.
-    m = scores.detach().amax(dim=-1)
+    m = scores.amax(dim=-1)
     p = torch.exp(scores - _finite(m)[..., None])
     return m, p, p.sum(dim=-1)
 

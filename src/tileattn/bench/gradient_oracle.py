@@ -1,0 +1,214 @@
+"""How wrong gradients are: float64's on the quantised inputs, for all heads or a stated sample of them.
+
+With S the modified and masked scores, P = softmax(S) and O = P V, for one head:
+
+    dV = P^T dO,    dP = dO V^T,    dS from dP,    dQ = scale dS K,    dK = scale dS^T Q
+
+dS, by way of the softmax and the score modifications, is autograd's, and so is the gradient of a bias. The query rows
+are taken in chunks, and what a sample leaves out is whole heads: dK and dV of a key come from all query rows, and from
+all query heads that share it.
+
+As in `oracle`, the same code in the inputs' own dtype is eager PyTorch: it rounds what eager rounds (scores,
+probabilities, dP, dS, and each query head's dK and dV). Its error is luck to a degree, so there are four runs, and the
+worst counts: with the sums over head dims forwards and backwards, and with dS in two ways. Autograd takes
+rowsum(P * dP) from a rounded dP; every fused kernel takes rowsum(dO * O), the same number, from a rounded O, and does
+not round dP. They differ where dQ is what is left of large numbers, in rows that see few keys: in the first row of a
+causal mask, where it is zero, autograd's way is exact and the other is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, product
+
+import torch
+from torch import Tensor
+
+from tileattn.bench import oracle
+from tileattn.bench.cases import Case
+from tileattn.bench.oracle import Sample
+from tileattn.bench.problem import Problem
+from tileattn.testing.numerics import assert_accurate, row_error
+
+# A score costs about as much as this many of the forward pass.
+COST = 4
+
+
+@dataclass(frozen=True)
+class GradientOracle:
+    """What the sampled heads of a problem's gradients must be (float64), and what runs of eager PyTorch make of it.
+
+    All by name and in the order of `Problem.inputs`: dq (batches, heads, seqlen_q, head_dim), dk and dv (batches,
+    kv_heads, seqlen_k, head_dim or head_dim_v), dbias (batches or 1, heads or 1, seqlen_q, seqlen_k).
+    """
+
+    problem: Problem
+    sample: Sample
+    expected: dict[str, Tensor]
+    eager: Sequence[dict[str, Tensor]]
+
+    def error(self, gradients: Sequence[Tensor]) -> float:
+        """The worst gradient's largest relative error of a row, as `testing.numerics` measures those of gradients.
+
+        gradients: in the order and the shapes of `Problem.inputs`. NaN if any checked value is NaN.
+        """
+        found = self._sampled(gradients)
+        errors = [row_error(found[name], self.expected[name], gradient=True).worst_row for name in found]
+        # Not `max`, which loses a NaN that is not the first.
+        return float(torch.tensor(errors, dtype=torch.float64).max())
+
+    def check(self, gradients: Sequence[Tensor]) -> None:
+        """The tolerance rule; `AssertionError` says what is wrong."""
+        for name, got in self._sampled(gradients).items():
+            assert_accurate(name, got, self.expected[name], [run[name] for run in self.eager], gradient=True)
+
+    def _sampled(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        """What is checked of the gradients, laid out as what is expected."""
+        case, heads = self.problem.case, self.sample.heads
+        kv_heads = _kv_heads(case, heads)
+        found = dict(zip(self.problem.inputs(), gradients, strict=True))
+        picked = {
+            name: torch.stack([oracle.take(found[name][b], of) for b in self.sample.batches])
+            for name, of in (("dq", heads), ("dk", kv_heads), ("dv", kv_heads))
+        }
+        if "dbias" in found:
+            for_batches, for_heads = _of_bias(self.problem, self.sample)
+            picked["dbias"] = found["dbias"][list(for_batches)][:, list(for_heads)]
+        return picked
+
+
+@torch.no_grad()
+def build(problem: Problem) -> GradientOracle:
+    """The gradients of a problem that are checked, in float64 and in its own dtype."""
+    chosen = sample(problem.case, problem.q.device)
+    exact = _gradients(problem, chosen, _Way(torch.float64, _plainly))
+    ways = [_Way(problem.q.dtype, *way) for way in product((_plainly, _by_delta), (False, True))]
+    return GradientOracle(problem, chosen, exact, [_gradients(problem, chosen, way) for way in ways])
+
+
+def sample(case: Case, device: torch.device) -> Sample:
+    """All heads where that is affordable; else the first and last batch element, then the first and last kv head.
+
+    The gradient of a bias that batch elements or heads share is a sum over all of them, so that none is left out.
+    """
+    batches, kv_heads = tuple(range(case.batch)), tuple(range(case.kv_heads))
+    group = case.heads // case.kv_heads
+    bias = (case.terms.bias or "") if case.terms.dbias else "bh"
+    left = oracle.SCORES_CHECKED[device.type] // (COST * group * case.seqlen_q * case.seqlen_k)
+    if len(batches) * len(kv_heads) > left and "b" in bias:
+        batches = oracle.ends(batches)
+    if len(batches) * len(kv_heads) > left and "h" in bias:
+        kv_heads = oracle.ends(kv_heads)
+    heads = tuple(chain.from_iterable(range(h * group, (h + 1) * group) for h in kv_heads))
+    rows = torch.arange(case.seqlen_q, device=device)
+    if len(batches) * len(heads) == case.batch * case.heads:
+        return Sample(batches, heads, rows, "all rows")
+    text = f"all rows of batch elements {oracle.listed(batches)}, kv heads {oracle.listed(kv_heads)}"
+    return Sample(batches, heads, rows, text)
+
+
+def _kv_heads(case: Case, heads: Sequence[int]) -> tuple[int, ...]:
+    """Those that these query heads share, each once."""
+    return tuple(dict.fromkeys(h // (case.heads // case.kv_heads) for h in heads))
+
+
+def _of_bias(problem: Problem, chosen: Sample) -> tuple[Sequence[int], Sequence[int]]:
+    """Which of the bias's batch elements and heads are checked."""
+    assert problem.bias is not None
+    batch, heads = problem.bias.shape[:2]
+    return (chosen.batches if batch > 1 else (0,)), (chosen.heads if heads > 1 else (0,))
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How gradients are computed: in which dtype, and whether sums over the head dims run backwards.
+
+    softmax: from logits, probabilities, dO and V of some rows to the gradient of the logits.
+    """
+
+    dtype: torch.dtype
+    softmax: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    backwards: bool = False
+
+    def tensor(self, x: Tensor, heads: Sequence[int]) -> Tensor:
+        """(seqlen, heads, dim) -> (chosen heads, seqlen, dim)."""
+        x = oracle.take(x, heads).to(self.dtype)
+        return x.flip(-1) if self.backwards else x
+
+    @property
+    def sums(self) -> torch.dtype:
+        """In which products add up."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+
+def _gradients(problem: Problem, chosen: Sample, way: _Way) -> dict[str, Tensor]:
+    """The sampled gradients."""
+    found: dict[str, list[Tensor]] = {"dq": [], "dk": [], "dv": []}
+    dbias = _no_dbias(problem, chosen, way.sums)
+    for place, b in enumerate(chosen.batches):
+        into = None if dbias is None else dbias[place if len(dbias) > 1 else 0]
+        for name, gradient in zip(found, _of_batch_element(problem, chosen, b, way, into), strict=True):
+            found[name].append(gradient)
+    gradients = {name: torch.stack(parts) for name, parts in found.items()}
+    return gradients if dbias is None else {**gradients, "dbias": dbias.to(way.dtype)}
+
+
+def _no_dbias(problem: Problem, chosen: Sample, dtype: torch.dtype) -> Tensor | None:
+    """Zeros to which the gradients of the bias are added, if they are wanted."""
+    if "dbias" not in problem.inputs():
+        return None
+    batches, heads = map(len, _of_bias(problem, chosen))
+    shape = (batches, heads, problem.case.seqlen_q, problem.case.seqlen_k)
+    return problem.q.new_zeros(shape, dtype=dtype)
+
+
+def _of_batch_element(
+    problem: Problem, chosen: Sample, b: int, way: _Way, dbias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of batch element b; `dbias` (heads or 1, seqlen_q, seqlen_k) is added to."""
+    case = problem.case
+    assert problem.do is not None
+    shared = [h // (case.heads // case.kv_heads) for h in chosen.heads]
+    q, do = (way.tensor(x[b], chosen.heads) for x in (problem.q, problem.do))
+    k, v = (way.tensor(x[b], shared) for x in (problem.k, problem.v))
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros_like(x, dtype=way.sums) for x in (k, v))
+    for rows in oracle.chunks(problem, chosen):
+        scores = (q[:, rows] @ k.mT * problem.scale).requires_grad_()
+        bias = oracle.bias_rows(problem, b, chosen.heads, rows)
+        inputs = [scores]
+        if bias is not None and dbias is not None:
+            # One for each head, though heads may share it: a gradient's sum is to be seen.
+            bias = bias.to(way.dtype).expand(scores.shape).contiguous().requires_grad_()
+            inputs.append(bias)
+        with torch.enable_grad():
+            logits, empty = oracle.logits(problem, scores, b, chosen.heads, rows, bias)
+            leaf = logits.detach().requires_grad_()
+            p = oracle.probabilities(leaf, empty, case.seqlen_k)
+        dlogits = way.softmax(leaf, p, do[:, rows], v)
+        ds, *of_bias = torch.autograd.grad(logits, inputs, dlogits)
+        if dbias is not None:
+            dbias[:, rows] += of_bias[0].to(dbias.dtype).sum_to_size(len(dbias), *ds.shape[1:])
+        ds = ds * problem.scale
+        dq[:, rows] = ds @ k
+        dk += ds.mT.to(dk.dtype) @ q[:, rows].to(dk.dtype)
+        dv += p.detach().mT.to(dv.dtype) @ do[:, rows].to(dv.dtype)
+    # Query heads that share a key and a value: each rounds its own part.
+    dk, dv = (x.to(way.dtype).unflatten(0, (-1, case.heads // case.kv_heads)).sum(dim=1) for x in (dk, dv))
+    return (dq.flip(-1), dk.flip(-1), dv.flip(-1)) if way.backwards else (dq, dk, dv)
+
+
+def _plainly(logits: Tensor, p: Tensor, do: Tensor, v: Tensor) -> Tensor:
+    """P * (dP - rowsum(P * dP)): autograd's way, of which p is a function of the logits."""
+    return torch.autograd.grad(p, logits, do @ v.mT)[0]
+
+
+def _by_delta(logits: Tensor, p: Tensor, do: Tensor, v: Tensor) -> Tensor:
+    """P * (dP - rowsum(dO * O)), from O as it is returned: FlashAttention's way, in which dP is not rounded."""
+    p = p.detach()
+    o, do, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (p @ v, do, v))
+    delta = (do * o).sum(dim=-1, keepdim=True)
+    dlogits = torch.zeros_like(logits)  # a sink's stays zero: nobody asks for it
+    dlogits[..., : p.shape[-1]] = p * (do @ v.mT - delta)
+    return dlogits

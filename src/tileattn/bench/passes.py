@@ -1,0 +1,42 @@
+"""What a direction calls: the forward pass, the backward, or both.
+
+A backward pass is called through PyTorch's autograd, ours and the peers' alike, so that everything a user pays for is
+in it: what is computed before and after the main kernel too. `torch.autograd.grad` returns the gradients and adds them
+to nothing. Where the backward is measured alone the forward has run before, once, and its graph is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tileattn.bench.peers.base import Prepared
+from tileattn.bench.problem import Problem
+
+
+def start(direction: str, prepared: Prepared, given: Problem) -> Callable[[], Any]:
+    """A call to be timed; what comes before it runs here.
+
+    direction: a key of `cases.DIRECTIONS`. The call returns o for "fwd", else the gradients in the order of
+    `Problem.inputs`; these directions need grad mode, here and around the call.
+    """
+    if direction == "fwd":
+        return prepared.call
+    if direction == "fwdbwd":
+        return _step(prepared, given)
+    inputs, o = tuple(given.inputs().values()), prepared.call()
+    return lambda: torch.autograd.grad(o, inputs, given.do, retain_graph=True)
+
+
+def whole(direction: str, prepared: Prepared, given: Problem) -> Callable[[], Any]:
+    """The call whose memory counts: with a backward pass goes its forward, for what that keeps is part of the price."""
+    return prepared.call if direction == "fwd" else _step(prepared, given)
+
+
+def _step(prepared: Prepared, given: Problem) -> Callable[[], tuple[Tensor, ...]]:
+    """Forward and backward."""
+    inputs = tuple(given.inputs().values())
+    return lambda: torch.autograd.grad(prepared.call(), inputs, given.do)

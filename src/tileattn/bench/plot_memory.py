@@ -1,0 +1,97 @@
+"""The picture of `tileattn memory`: peak bytes of attention against the length, a line for each implementation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tileattn.bench.cases import DIRECTIONS, DTYPES
+from tileattn.bench.peers.base import OWN
+from tileattn.bench.plot import COLOURS, FAINT, INK, LABELS, length_label, style
+from tileattn.bench.report import human_bytes
+from tileattn.bench.results import Results, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def save(results: Results, path: Path) -> None:
+    """Draw the results into a file; its suffix (.png, .svg, .pdf) chooses the format."""
+    draw(results).savefig(path, dpi=160, facecolor="white")
+
+
+def draw(results: Results) -> Figure:
+    """Both axes are logarithmic, so that what is linear in the length is parallel to the line of the outputs."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    figure = Figure(figsize=(7.2, 4.6), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    axes = figure.add_subplot()
+    lengths = sorted({row.seqlen_q for row in results.rows})
+    _outputs(axes, results)
+    for backend in reversed(results.backends()):  # ours is drawn last, above the others
+        _line(axes, results, backend, last=lengths[-1])
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(lengths, [length_label(seqlen) for seqlen in lengths])
+    axes.yaxis.set_major_formatter(lambda count, _: human_bytes(count).replace(".0 ", " "))
+    axes.minorticks_off()
+    axes.set_xlabel("sequence length", fontsize=9, color=FAINT)
+    style(axes)
+    row = results.rows[0]
+    title = f"Peak memory of {DIRECTIONS[results.direction]}"
+    shape = f"batch {row.batch}, {row.heads} heads, head dim {row.head_dim}, {row.variant}, {row.dtype}, {results.gpu}"
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles[::-1], labels[::-1], title=f"{title}\n{shape}", title_fontsize=10.5, loc="outside upper center",
+        ncols=len(labels), frameon=False, fontsize=9,
+    )  # fmt: skip
+    return figure
+
+
+def _line(axes: Axes, results: Results, backend: str, last: int) -> None:
+    """One implementation; where it ends before the last length, that it does not go on."""
+    rows = sorted((row for row in results.rows if row.backend == backend), key=lambda row: row.seqlen_q)
+    if not rows:
+        return
+    ours = backend == OWN
+    axes.plot(
+        [row.seqlen_q for row in rows], [row.peak_bytes for row in rows], color=COLOURS[backend],
+        label=LABELS.get(backend, backend), marker="o", markersize=5 if ours else 3.5, linewidth=2.4 if ours else 1.4,
+        zorder=4 if ours else 3,
+    )  # fmt: skip
+    end = rows[-1]
+    says = human_bytes(end.peak_bytes)
+    if end.seqlen_q < last and any(
+        "OutOfMemory" in entry.reason for entry in results.failed if entry.backend == backend
+    ):
+        says += ", then out of memory"
+    axes.annotate(
+        says,
+        (end.seqlen_q, end.peak_bytes),
+        xytext=(-4, 5),
+        textcoords="offset points",
+        fontsize=8,
+        color=INK,
+        ha="right",
+    )
+
+
+def _outputs(axes: Axes, results: Results) -> None:
+    """The least that there can be: what is returned. It is linear in the length, to compare the slopes with."""
+    rows = {row.seqlen_q: row for row in results.rows}
+    lengths = sorted(rows)
+    what = "o" if results.direction == "fwd" else "o, dq, dk and dv"
+    axes.plot(
+        lengths, [_output_bytes(rows[seqlen], results.direction) for seqlen in lengths], color=FAINT, linestyle=":",
+        linewidth=1.2, label=f"{what} alone", zorder=2,
+    )  # fmt: skip
+
+
+def _output_bytes(row: Row, direction: str) -> int:
+    case = row.as_case()
+    o = case.seqlen_q * case.heads * case.head_dim_v
+    gradients = case.seqlen_q * case.heads * case.head_dim
+    gradients += case.seqlen_k * case.kv_heads * (case.head_dim + case.head_dim_v)
+    return case.batch * (o + (gradients if direction != "fwd" else 0)) * DTYPES[case.dtype].itemsize

@@ -1,0 +1,172 @@
+"""How dispatch reaches the backward kernels: workspaces, launches, and what is left to PyTorch's operations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ....call import BackwardCall, Gradients
+from ....variant import Operands, program
+from ..config import padded
+from .config import ROWS
+from .defaults import MainConfig, default
+from .hopper_config import HopperBackwardConfig
+from .launch import backward_kernels
+from .operands import AXES, BY_KEY, SPREAD, STORED, Path, add_up, paths
+from .order import COLUMNS
+
+# What runs together should stay in the L2 cache, but few heads leave long tiles to the end.
+L2_BYTES, MIN_SIDE_BY_SIDE = 32 * 2**20, 4
+
+
+def prepare_backward(
+    call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
+) -> Callable[..., Gradients]:
+    """See :class:`tileattn.dispatch.Backend`."""
+    batch, seqlen_q, heads, _ = q_shape
+    _, seqlen_k, kv_heads, _ = k_shape
+    if batch == 0 or seqlen_q == 0 or seqlen_k == 0:
+        return _nothing(call)
+    config = default(call)
+    padded_q = _padded_rows(seqlen_q, config)
+    padded_k = -(-seqlen_k // config.block_N) * config.block_N
+    found = paths(call)
+    kernels = backward_kernels(call)
+    scalars: tuple[float, ...] = (scale, heads // kv_heads)
+    own_order = isinstance(config, HopperBackwardConfig)
+    if own_order:
+        scalars += (_heads_side_by_side(call, q_shape, kv_heads),)
+
+    def backward(
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        sink: Tensor | None,
+        operands: Operands,
+    ) -> Gradients:
+        rows = (batch, heads, padded_q)
+        lse2, delta = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
+        sums = () if call.deterministic else (q.new_empty((*rows, padded(call.forward.head_dim)), dtype=torch.float32),)
+        of_lse = () if dlse is None else (dlse.contiguous(),)
+        q, k, v, o, do = map(_one_batch, (q, k, v, o, do))
+        kernels.prepare(o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
+
+        dq, dk, dv = q.new_empty(q_shape), q.new_empty(k_shape), q.new_empty((*k_shape[:3], call.forward.head_dim_v))
+        handed_over = [_workspace(path, rows, padded_k, seqlen_q, seqlen_k, operands) for path in found]
+        tensors = [_as_bytes(tensor) for tensor in operands.tensors]
+        variant = (*tensors, *scalars, *operands.ints, *operands.floats)
+        if own_order:
+            sums = tuple(x.view(batch, heads, -1, COLUMNS) for x in sums)
+        kernels.main(q, k, v, do, lse2, delta, dk, dv, *sums, *handed_over, *variant)
+        if kernels.queries is not None:
+            kernels.queries(q, k, v, do, lse2, delta, dq, *tensors, *scalars[:2], *operands.ints, *operands.floats)
+        if kernels.finish is not None:
+            kernels.finish(dq, *sums, scale)
+        dsink = _sink_gradient(sink, lse, delta[:, :, :seqlen_q]) if sink is not None and call.needs[3] else None
+        parts = [x[..., :seqlen_k] if path.way == BY_KEY else x for path, x in zip(found, handed_over)]
+        dtensors = [
+            _tensor_gradient(index, found, parts, operands, seqlen_k - seqlen_q, seqlen_k) if need else None
+            for index, need in enumerate(call.needs[4:])
+        ]
+        wanted = [x if need else None for x, need in zip((dq, dk, dv), call.needs)]
+        return Gradients(*wanted, dsink, tuple(dtensors))
+
+    return backward
+
+
+def _padded_rows(seqlen_q: int, config: MainConfig) -> int:
+    """Rows of the workspaces: whole tiles of the main kernel, and of the kernels before and after it."""
+    rows = -(-seqlen_q // config.block_M) * config.block_M
+    return -(-rows // ROWS) * ROWS
+
+
+def _heads_side_by_side(call: BackwardCall, q_shape: torch.Size, kv_heads: int) -> int:
+    """How many kv heads' tiles of keys run side by side: a divisor of all, so that no place is empty.
+
+    Without a mask one head after another: what runs together reads the same queries, and adds to the same dq. Under a
+    mask tiles differ, and several heads give a choice of long ones to begin with; but their queries and sums should
+    stay in the L2 cache.
+    """
+    batch, seqlen_q, heads, head_dim = q_shape
+    if program(call.forward.variant).allows is None:
+        return 1
+    row_bytes = 2 * (head_dim + call.forward.head_dim_v) + 4 * head_dim  # of q, do and dq's sums
+    fitting = max(L2_BYTES // (row_bytes * seqlen_q * (heads // kv_heads)), MIN_SIDE_BY_SIDE)
+    return max(d for d in _divisors(batch * kv_heads) if d <= fitting)
+
+
+@functools.lru_cache(maxsize=256)
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _nothing(call: BackwardCall) -> Callable[..., Gradients]:
+    """Of calls without rows, or without keys: nothing depends on anything."""
+
+    def backward(do, dlse, q, k, v, o, lse, sink, operands: Operands) -> Gradients:
+        zeros = [
+            None if tensor is None or not need else torch.zeros_like(tensor)
+            for tensor, need in zip((q, k, v, sink, *operands.tensors), call.needs, strict=True)
+        ]
+        return Gradients(*zeros[:4], tuple(zeros[4:]))
+
+    return backward
+
+
+def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Its probability times (0 - delta), summed over batch and rows: its value is zero, and so is its dP.
+
+    A sink of -inf has no probability, also in a row that sees no key, where lse is -inf as well.
+    """
+    p = torch.exp(sink.detach().float()[None, :, None] - lse)
+    p = torch.where(lse == -torch.inf, 0.0, p)
+    return -(p * delta).sum(dim=(0, 2)).to(sink.dtype)
+
+
+def _workspace(
+    path: Path, rows: tuple[int, int, int], padded_k: int, seqlen_q: int, seqlen_k: int, operands: Operands
+) -> Tensor:
+    """What the main kernel fills for a path: where it does not write, nothing has a gradient."""
+    tensor, (batch, heads, _) = operands.tensors[path.tensor], rows
+    shape = {BY_KEY: (batch, heads, padded_k), SPREAD: (batch, heads, seqlen_q, seqlen_k)}.get(path.way, tensor.shape)
+    return tensor.new_zeros(shape, dtype=tensor.dtype if path.way == STORED else torch.float32)
+
+
+def _tensor_gradient(
+    index: int,
+    found: tuple[Path, ...],
+    parts: list[Tensor],
+    operands: Operands,
+    first_position: int,
+    seqlen_k: int,
+) -> Tensor:
+    """Of one of the variant's tensors, from what the main kernel has handed over for each path."""
+    tensor = operands.tensors[index]
+    its = [(path, part) for path, part in zip(found, parts) if path.tensor == index]
+    whole = [part for path, part in its if path.way not in AXES]
+    if len(its) == len(whole) == 1:
+        return whole[0].to(tensor.dtype)
+    total = tensor.new_zeros(tensor.shape, dtype=torch.float32)
+    for part in whole:
+        total += part
+    for path, part in its:
+        if path.way in AXES:
+            add_up(total, path, part, operands, first_position, seqlen_k)
+    return total.to(tensor.dtype)
+
+
+def _one_batch(tensor: Tensor) -> Tensor:
+    """A tensor that is expanded over the batch (stride 0, which tensor maps refuse), as its one batch."""
+    return tensor if tensor.stride(0) else tensor[0][None]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Kernels read booleans as bytes."""
+    return tensor.detach().view(torch.uint8) if tensor.dtype == torch.bool else tensor.detach()

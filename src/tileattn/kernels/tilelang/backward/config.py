@@ -1,0 +1,135 @@
+"""Tile sizes of the backward kernels, and which a call gets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ....call import AttentionCall, BackwardCall
+from ....variant import program
+from ..config import ARCHITECTURES, padded
+from .operands import paths
+from .slopes import slope_program
+
+# Rows of lse and delta, and of dq's sums, are padded to a multiple of this, which tiles of queries divide.
+ROWS = 128
+# Rows that a block of prepare.py or finish.py takes.
+SMALL_ROWS = 64
+
+
+def read_together(call: BackwardCall) -> AttentionCall:
+    """The forward call, aligned if all that the main kernel reads is: q, k, v and do."""
+    return dataclasses.replace(call.forward, aligned=call.forward.aligned and call.aligned)
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How a generic backward kernel cuts its work.
+
+    Attributes:
+        block_M: rows of Q and dO in a tile.
+        block_N: rows of K and V in a tile.
+        num_stages: tiles in flight: of Q and dO in the main kernel, of K and V in that for dq alone.
+        threads: per block, without the producer warpgroup that TileLang adds on sm_90 and later.
+    """
+
+    block_M: int
+    block_N: int
+    num_stages: int
+    threads: int
+
+    def rows_per_warp(self, arch: str) -> int:
+        """Of a product of which each warp keeps whole rows."""
+        return 16 if ARCHITECTURES[arch].warp == 32 else 32
+
+    def weights_shared(self, call: AttentionCall) -> bool:
+        """Whether P and dS reach their products through shared memory: there are more warps than rows of keys.
+
+        Wide heads need this. What a thread keeps of dK and dV must not grow with the head dim.
+        """
+        warps = self.threads // ARCHITECTURES[call.arch].warp
+        return self.block_N < warps * self.rows_per_warp(call.arch)
+
+
+def shared_bytes(call: AttentionCall, config: BackwardConfig) -> int:
+    """Shared memory of one block of the main kernel: K and V; the stages of Q, dO, lse and delta; dS and P."""
+    dims = padded(call.head_dim) + padded(call.head_dim_v)
+    stages = max(config.num_stages, 1)
+    weights = (1 + config.weights_shared(call)) * config.block_M * config.block_N
+    return 2 * (config.block_N * dims + stages * config.block_M * dims + weights) + 8 * stages * config.block_M
+
+
+def shared_bytes_queries(call: AttentionCall, config: BackwardConfig) -> int:
+    """Shared memory of one block of the kernel for dq alone: Q and dO; the stages of K and V."""
+    dims = padded(call.head_dim) + padded(call.head_dim_v)
+    return 2 * dims * (config.block_M + max(config.num_stages, 1) * config.block_N)
+
+
+def is_valid(call: AttentionCall, config: BackwardConfig) -> bool:
+    """Whether the main kernel's configuration fits: rows for the warps, shared memory."""
+    return (
+        ROWS % config.block_M == 0
+        and config.block_M % 16 == 0
+        and config.block_N % config.rows_per_warp(call.arch) == 0
+        and shared_bytes(call, config) <= ARCHITECTURES[call.arch].shared_bytes
+    )
+
+
+def is_valid_queries(call: AttentionCall, config: BackwardConfig) -> bool:
+    """The same of the kernel for dq alone."""
+    warps = config.threads // ARCHITECTURES[call.arch].warp
+    return (
+        config.block_M % (warps * config.rows_per_warp(call.arch)) == 0
+        and config.block_N % 16 == 0
+        and shared_bytes_queries(call, config) <= ARCHITECTURES[call.arch].shared_bytes
+    )
+
+
+def default_queries(call: BackwardCall) -> BackwardConfig:
+    """The configuration of a call's kernel for dq alone: the first that fits."""
+    forward = read_together(call)
+    for config in _preferences_queries(forward):
+        if is_valid_queries(forward, config):
+            return config
+    raise NotImplementedError(f"no tile of the backward kernel for dq fits {call}")
+
+
+def kept_derivatives(call: BackwardCall) -> int:
+    """How many tiles of derivatives the main kernel keeps in registers, beside S and dP (see slopes.py)."""
+    score = program(call.forward.variant).score
+    if score is None:
+        return 0
+    return len(slope_program(score, tuple(path.load for path in paths(call)), hardware_tanh=True).early)
+
+
+def preferences(call: AttentionCall, kept: int) -> Iterator[BackwardConfig]:
+    """Of the main kernel, from the best down; the first that is valid counts."""
+    widest = max(padded(call.head_dim), padded(call.head_dim_v))
+    has_producer = call.aligned and call.arch.startswith(("sm_90", "sm_100", "sm_103"))
+    if call.arch.startswith("gfx"):
+        yield BackwardConfig(64, 64, 0, 128)
+        yield BackwardConfig(32, 64, 0, 128)
+        yield BackwardConfig(16, 32, 0, 128)
+    if padded(call.head_dim) % 32:
+        yield BackwardConfig(64, 64, 2, 128)  # two warpgroups would halve dQ's columns, and a wgmma takes 16 or more
+    if has_producer and widest <= 64 and not call.variant:
+        yield BackwardConfig(128, 128, 2, 256)
+    if widest <= (128 if has_producer else 64):
+        yield BackwardConfig(64 if kept < 2 else 32, 128, 2, 256)
+    yield BackwardConfig(64, 64, 2, 256)
+    yield BackwardConfig(64, 64, 1, 256)
+    yield BackwardConfig(32, 64, 1, 256)
+    yield BackwardConfig(32, 32, 1, 128)
+    yield BackwardConfig(16, 32, 1, 128)
+
+
+def _preferences_queries(call: AttentionCall) -> Iterator[BackwardConfig]:
+    if call.arch.startswith("gfx"):
+        yield BackwardConfig(64, 32, 0, 128)
+        yield BackwardConfig(32, 16, 0, 64)
+    yield BackwardConfig(128, 64, 2, 256)
+    yield BackwardConfig(128, 64, 1, 256)
+    yield BackwardConfig(128, 32, 1, 256)
+    yield BackwardConfig(64, 32, 1, 128)
+    yield BackwardConfig(32, 32, 1, 64)

@@ -1,0 +1,500 @@
+"""dk, dv and dq's sums, Hopper schedule: the backward pass of FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608).
+
+Each block owns one tile of 128 keys and values of one kv head, and walks over the query heads of the group and, for
+each, over the tiles of queries that the mask lets see its keys. In a block
+
+    one loading warp         brings K and V, then Q and dO tile by tile, with their lse2 and delta, by TMA;
+    two consumer warpgroups  own 64 keys each: they multiply (wgmma), and keep dK and dV in registers;
+    one adding warp          adds each tile of dQ to the float32 sums in memory, by TMA, which sums in the L2 cache.
+
+One iteration of a consumer warpgroup; the tensor cores are given the next product before the last one's result is used:
+
+    tensor cores  |  S = K Q^T  |  dP = V dO^T  |        |  dV += P dO  |  dQ = dS^T K  |  dK += dS Q  |
+    other units   |             |  P = exp2(S)  |  dS = P (dP - delta)  |               |  dQ to shared memory
+    barriers      ^q_ready      ^do_ready                               ^both have dS   ^do_free       ^q_free
+
+S, P, dP and dS have keys in rows, so that P and dS are first operands as they lie in registers. dQ needs dS of all 128
+keys: both warpgroups write theirs to shared memory, transposed (stmatrix), and wait for each other. With two buffers of
+dS that is the only time they wait.
+
+dQ leaves the registers in the order in which they hold it (order.py), half a tile for each warpgroup, so that writing
+it to shared memory meets no bank conflicts, and one bulk reduction adds it up; finish.py undoes the order.
+
+Every buffer has two mbarriers, ``ready`` and ``free``, as in the forward schedule (../hopper.py). Masked tiles, and
+tiles over the ends of queries or keys, take a branch that all threads agree on.
+
+Blocks start with the tiles of keys that a causal mask lets most queries see. All sizes and strides are run-time values.
+Limits: sm_90a, head dims up to 128, tensors whose rows begin at multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import tilelang
+import tilelang.language as T
+from tvm import ir
+
+from ....call import AttentionCall
+from ....variant import Program
+from .. import softmax
+from ..config import padded
+from ..expressions import Emitter
+from ..generic import ROWS
+from ..hopper_plan import WARP, WARPGROUP, _slices
+from ..mask import keep_uniforms
+from ..signature import assume_aligned, assume_filled
+from . import tile
+from .hopper_config import CONSUMERS, HopperBackwardConfig
+from .layouts import accumulator_layout
+from .operands import ADDED, BY_KEY, SPREAD, STORED, Path
+from .order import COLUMNS
+from .tensors import add_to_elements, add_to_sums, hand_over_sums, spread, store_elements
+from .visible import Viewers
+
+# Named barriers; 0 is __syncthreads.
+DS_WRITTEN, DS_READ = 1, 2
+
+# The block's task: a tile of keys, by its first, of one kv head of one batch element.
+BATCH, KV_HEAD, KEY = range(3)
+
+# Where a warpgroup stands in the stages of Q and dO, in the buffers of dS, and in the uses of dQ's.
+STAGE, PARITY, DS, DQ_PARITY = range(4)
+
+COLUMNS_SHARED = T.GemmWarpPolicy.FullCol
+
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
+
+_STMATRIX, _PACK = ir.Op.get("tl.ptx_stmatrix"), ir.Op.get("tl.pack_b16")
+
+
+class Plan:
+    """The static facts of one kernel, from which its macros choose what they emit.
+
+    Attributes:
+        slopes: the score modification and its derivatives, or None.
+        early: indices of the derivatives that are kept beside the scores.
+        paths: to the tensors whose gradients are wanted; `sums_by_key` numbers those that are summed by key.
+        adds_dq: whether dq is added up here.
+        order: of dq's sums; `sum_rows`, of 256, are a tile's.
+    """
+
+    def __init__(
+        self, call: AttentionCall, config: HopperBackwardConfig, traced: Program, paths: tuple[Path, ...], adds_dq: bool
+    ) -> None:
+        self.call, self.config, self.traced, self.paths, self.adds_dq = call, config, traced, paths, adds_dq
+        self.block_M, self.block_N, self.stages = config.block_M, config.block_N, config.num_stages
+        self.head_dim, self.head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+        self.dtype = str(call.dtype).removeprefix("torch.")
+        self.slopes = None
+        if traced.score is not None:
+            self.slopes = tile.Slopes(call, traced, tuple(path.load for path in paths))
+        self.early = tuple(range(len(self.slopes.program.early))) if self.slopes else ()
+        by_key = [index for index, path in enumerate(paths) if path.way == BY_KEY]
+        self.sums_by_key = {index: number for number, index in enumerate(by_key)}
+        self.order = config.order(call)
+        self.sum_rows = self.order.size // COLUMNS
+
+    def alloc_barriers(self) -> dict[str, Any]:
+        """All barriers, by name, in one array; see ../hopper_plan.py."""
+        return _slices(
+            T.alloc_barrier,
+            {
+                "kv_ready": [WARP],
+                "q_ready": [WARP] * self.stages,
+                "q_free": [2] * self.stages,
+                "do_ready": [WARP] * self.stages,
+                "do_free": [2] * self.stages,
+                "dq_ready": [WARPGROUP] * 2,
+                "dq_free": [WARP] * 2,
+            },
+        )
+
+
+class Row:
+    """One row of a buffer."""
+
+    def __init__(self, buffer: Any, row: Any) -> None:
+        self._buffer, self._row = buffer, row
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._buffer[self._row, index]
+
+
+# --- The warps of the producer warpgroup, which have few registers ---
+
+
+@T.macro
+def load_keys(plan, arg, w):
+    """K and V, once."""
+    k_b, v_b = (T.min(w.task[BATCH], tensor.shape[0] - 1) for tensor in (arg.k, arg.v))
+    key, kv_h = w.task[KEY], w.task[KV_HEAD]
+    T.tma_copy(arg.k[k_b, key : key + plan.block_N, kv_h, 0 : plan.head_dim], w.k, barrier=w.kv_ready[0])
+    T.tma_copy(arg.v[v_b, key : key + plan.block_N, kv_h, 0 : plan.head_dim_v], w.v, barrier=w.kv_ready[0])
+    T.barrier_arrive(w.kv_ready[0])
+
+
+@T.macro
+def load(plan, arg, w, source, tiles, head_dim, of_rows, rows, ready, free):
+    """Q with lse2, or dO with delta, tile by tile, as stages become free."""
+    b = T.alloc_var("int32", init=T.min(w.task[BATCH], source.shape[0] - 1))
+    stage = T.alloc_var("int32", init=0)
+    parity = T.alloc_var("int32", init=1)  # a fresh barrier lets this parity pass
+    for g in T.serial(arg.heads_per_kv_head):
+        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
+        row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.block_M)
+        count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
+        for i in T.serial(count):
+            T.barrier_wait(free[stage], parity)
+            T.tma_copy(source[b, row : row + plan.block_M, h, 0:head_dim], tiles[stage, :, :], barrier=ready[stage])
+            T.tma_copy(
+                of_rows[w.task[BATCH], h, row : row + plan.block_M], rows[stage, 0 : plan.block_M], barrier=ready[stage]
+            )
+            T.barrier_arrive(ready[stage])
+            row += plan.block_M
+            parity = T.if_then_else(stage == plan.stages - 1, parity ^ 1, parity)
+            stage = T.if_then_else(stage == plan.stages - 1, 0, stage + 1)
+
+
+@T.macro
+def add_dq(plan, arg, w):
+    """Each warpgroup's half of dQ, as it comes, to the sums in memory."""
+    half = plan.sum_rows // 2
+    parity = T.alloc_var("int32", init=0)
+    for g in T.serial(arg.heads_per_kv_head):
+        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
+        row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.sum_rows)
+        count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
+        for i in T.serial(count):
+            for group in T.unroll(2):
+                T.barrier_wait(w.dq_ready[group], parity)
+                T.atomic_add(
+                    arg.dq_sum[w.task[BATCH], h, row + group * half : row + group * half + half, :],
+                    w.dq_sum[group * half : group * half + half, :],
+                    use_tma=True,
+                )
+                T.barrier_arrive(w.dq_free[group])
+            row += plan.sum_rows
+            parity = parity ^ 1
+
+
+def tiles_of_head(plan, w, h):
+    """Tiles of queries [first, end) that see the block's keys: none, if it is not the case that first < end."""
+    row_lo, row_hi = w.visible.rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + plan.block_N - 1)
+    return T.truncdiv(row_lo, plan.block_M), T.ceildiv(row_hi, plan.block_M)
+
+
+# --- The consumer warpgroups ---
+
+
+@T.macro
+def release(w, barriers, stage):
+    """One thread of each warpgroup says that it has read a stage."""
+    if w.thread % WARPGROUP == 0:
+        T.barrier_arrive(barriers[stage])
+
+
+@T.macro
+def multiply_scores(plan, w):
+    T.barrier_wait(w.q_ready[w.at[STAGE]], w.at[PARITY])
+    T.wgmma_gemm(w.k, w.q[w.at[STAGE], :, :], w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
+
+
+@T.macro
+def multiply_dp(plan, w):
+    T.barrier_wait(w.do_ready[w.at[STAGE]], w.at[PARITY])
+    T.wgmma_gemm(w.v, w.do[w.at[STAGE], :, :], w.acc_dp, transpose_B=True, clear_accum=True, policy=ROWS)
+
+
+@T.macro
+def await_product(plan, fragment, in_flight, columns):
+    """Until only so many products are in flight; the fragment's registers are then its result."""
+    T.wait_wgmma(in_flight)
+    T.warpgroup_fence_operand(fragment, num_regs=plan.block_N * columns // CONSUMERS)
+
+
+@T.macro
+def scores_to_probabilities(plan, arg, w, h, row):
+    q_lo = row + arg.seqlen_k - arg.seqlen_q
+    c = arg.scale * softmax.LOG2E if plan.slopes is None else 1.0
+    if plan.slopes is not None:
+        tile.modify(
+            w.acc_s, w.early, plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h, q_lo, w.task[KEY],
+            plan.block_N, plan.block_M, True,
+        )  # fmt: skip
+    if (row < w.full[0]) | (row + plan.block_M > w.full[1]):
+        tile.hide(w.acc_s, w.visible, w.task[BATCH], h, q_lo, w.task[KEY], plan.block_N, plan.block_M, True)
+    tile.probabilities(w.acc_s, Row(w.lse2, w.at[STAGE]), c, plan.block_N, plan.block_M, True)
+    T.copy(w.acc_s, w.p)
+    for index in plan.early:
+        tile.weigh(w.early[index], w.acc_s, plan.block_N, plan.block_M)
+
+
+@T.macro
+def times_late(plan, arg, w, gradient, late, h, row):
+    """The gradient times a derivative that is computed only now, in the place of dP, which has served."""
+    tile.times_late(
+        w.acc_dp, gradient, late, plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h,
+        row + arg.seqlen_k - arg.seqlen_q, w.task[KEY], plan.block_N, plan.block_M, True,
+    )  # fmt: skip
+
+
+@T.macro
+def tensor_gradients(plan, arg, w, h, row):
+    """Of the tensors that the modification reads."""
+    b, k_lo, q_lo = w.task[BATCH], w.task[KEY], row + arg.seqlen_k - arg.seqlen_q
+    for index, path in enumerate(plan.paths):
+        factor = plan.slopes.program.loads[index]
+        if factor.late is not None:
+            times_late(plan, arg, w, tile.kept(factor, w.early, w.acc_s), factor.late, h, row)
+        gradient = w.acc_dp if factor.late is not None else tile.kept(factor, w.early, w.acc_s)
+        if path.way == BY_KEY:
+            add_to_sums(gradient, w.tile_sum, w.sums[plan.sums_by_key[index]], plan.block_N)
+        if path.way == ADDED:
+            add_to_elements(
+                gradient, arg.handed_over[index], path, w.emit, b, h, q_lo, k_lo, plan.block_N, plan.block_M
+            )
+        if path.way == STORED:
+            store_elements(gradient, arg.handed_over[index], path, w.emit, b, h, q_lo, k_lo, plan.block_N, plan.block_M)
+        if path.way == SPREAD:
+            spread(gradient, arg.handed_over[index], b, h, row, k_lo, plan.block_N, plan.block_M)
+
+
+@T.macro
+def gradients_of_scores(plan, arg, w, h, row):
+    """dS, of the scaled scores, in 16 bits."""
+    delta = Row(w.delta, w.at[STAGE])
+    if plan.slopes is None:
+        for i, j in T.Parallel(plan.block_N, plan.block_M):
+            w.ds[i, j] = w.acc_s[i, j] * (w.acc_dp[i, j] - delta[j])
+    else:
+        if plan.slopes.probability_is_kept():
+            tile.score_gradients(w.acc_s, w.acc_dp, delta, plan.block_N, plan.block_M, True)
+        for index in plan.early:
+            tile.score_gradients(w.early[index], w.acc_dp, delta, plan.block_N, plan.block_M, True)
+        tensor_gradients(plan, arg, w, h, row)
+        slope = plan.slopes.program.slope
+        if slope.late is not None:
+            times_late(plan, arg, w, tile.kept(slope, w.early, w.acc_s), slope.late, h, row)
+        T.copy(w.acc_dp if slope.late is not None else tile.kept(slope, w.early, w.acc_s), w.ds)
+
+
+@T.macro
+def share_ds(plan, w):
+    """dS of this warpgroup's keys to shared memory: queries in rows, as dQ's product takes it without conflicts.
+
+    A thread holds elements in rows i, i + 8 and columns j, j + 1, j + 8, j + 9 of each 16 columns: four matrices of
+    8 x 8, which stmatrix stores transposed. (TileLang 0.1.15 uses it by itself for whole buffers only, not for one of
+    several stages.)
+    """
+    lane, warp = w.thread % WARP, w.thread // WARP
+    for n in T.unroll(plan.block_M // 16):
+        for e in T.unroll(8):
+            w.eight[e] = w.ds[warp * 16 + lane // 4 + e // 2 % 2 * 8, n * 16 + lane % 4 * 2 + e // 4 * 8 + e % 2]
+        place = w.shared_ds[w.at[DS], n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane % 16 // 8 * 8]
+        pairs = [T.call_intrin("int32", _PACK, w.eight[e], w.eight[e + 1]) for e in (0, 2, 4, 6)]
+        T.evaluate(T.call_intrin("handle", _STMATRIX, 1, 4, T.access_ptr(place, "w", extent=8), *pairs, "m8n8"))
+
+
+@T.macro
+def multiply_dq(plan, w):
+    if plan.order.transposed:
+        T.wgmma_gemm(
+            w.k,
+            w.shared_ds[w.at[DS], :, :],
+            w.acc_dq,
+            transpose_A=True,
+            transpose_B=True,
+            clear_accum=True,
+            policy=ROWS,
+        )
+    elif plan.order.shares_columns:
+        T.wgmma_gemm(w.shared_ds[w.at[DS], :, :], w.k, w.acc_dq, clear_accum=True, policy=COLUMNS_SHARED)
+    else:
+        T.wgmma_gemm(w.shared_ds[w.at[DS], :, :], w.k, w.acc_dq, clear_accum=True, policy=ROWS)
+
+
+@T.macro
+def hand_over_dq(plan, w):
+    """To the adding warp, once it has taken the last tile's."""
+    group = w.thread // WARPGROUP
+    T.barrier_wait(w.dq_free[group], w.at[DQ_PARITY])
+    for i, j in T.Parallel(*plan.order.shape):
+        w.dq_sum[plan.order.place(i, j)[0], plan.order.place(i, j)[1]] = w.acc_dq[i, j]
+    T.fence_proxy_async()
+    T.barrier_arrive(w.dq_ready[group])
+
+
+@T.macro
+def next_stage(plan, w):
+    last = w.at[STAGE] == plan.stages - 1
+    w.at[PARITY] = T.if_then_else(last, w.at[PARITY] ^ 1, w.at[PARITY])
+    w.at[STAGE] = T.if_then_else(last, 0, w.at[STAGE] + 1)
+    if plan.config.ds_buffers > 1:
+        w.at[DS] = w.at[DS] ^ 1
+    w.at[DQ_PARITY] = w.at[DQ_PARITY] ^ 1
+
+
+@T.macro
+def advance(plan, arg, w, h, row):
+    """One tile of queries."""
+    multiply_scores(plan, w)
+    if plan.config.late_dp:
+        await_product(plan, w.acc_s, 0, plan.block_M)
+        scores_to_probabilities(plan, arg, w, h, row)
+        multiply_dp(plan, w)
+    else:
+        multiply_dp(plan, w)
+        await_product(plan, w.acc_s, 1, plan.block_M)
+        scores_to_probabilities(plan, arg, w, h, row)
+    await_product(plan, w.acc_dp, 0, plan.block_M)
+    gradients_of_scores(plan, arg, w, h, row)
+    if plan.adds_dq:
+        if plan.config.ds_buffers == 1:
+            T.sync_threads(DS_READ, CONSUMERS)
+        share_ds(plan, w)
+    T.wgmma_gemm(w.p, w.do[w.at[STAGE], :, :], w.acc_dv, policy=ROWS)
+    if plan.adds_dq:
+        T.fence_proxy_async()
+        T.sync_threads(DS_WRITTEN, CONSUMERS)
+        multiply_dq(plan, w)
+        await_product(plan, w.acc_dv, 1, plan.head_dim_v)
+        release(w, w.do_free, w.at[STAGE])
+        T.wgmma_gemm(w.ds, w.q[w.at[STAGE], :, :], w.acc_dk, policy=ROWS)
+        T.wait_wgmma(1)
+        T.warpgroup_fence_operand(w.acc_dq, num_regs=plan.order.size // CONSUMERS)
+        hand_over_dq(plan, w)
+    else:
+        T.wgmma_gemm(w.ds, w.q[w.at[STAGE], :, :], w.acc_dk, policy=ROWS)
+        await_product(plan, w.acc_dv, 1, plan.head_dim_v)
+        release(w, w.do_free, w.at[STAGE])
+    await_product(plan, w.acc_dk, 0, plan.head_dim)
+    release(w, w.q_free, w.at[STAGE])
+    next_stage(plan, w)
+
+
+@T.macro
+def store(plan, arg, w):
+    """dK and dV by way of shared memory, where K and V were."""
+    for i, d in T.Parallel(plan.block_N, plan.head_dim):
+        w.acc_dk[i, d] *= arg.scale
+    T.sync_threads(DS_WRITTEN, CONSUMERS)  # K and V have been read by both
+    T.copy(w.acc_dv, w.v)
+    T.copy(w.acc_dk, w.k)
+    T.fence_proxy_async()
+    T.sync_threads(DS_WRITTEN, CONSUMERS)
+    group = w.thread // WARPGROUP
+    if group == 0:
+        T.tma_copy(
+            w.v,
+            arg.dv[w.task[BATCH], w.task[KEY] : w.task[KEY] + plan.block_N, w.task[KV_HEAD], 0 : plan.head_dim_v],
+            leader_scope_threads=WARPGROUP,
+        )
+    else:
+        T.tma_copy(
+            w.k,
+            arg.dk[w.task[BATCH], w.task[KEY] : w.task[KEY] + plan.block_N, w.task[KV_HEAD], 0 : plan.head_dim],
+            leader_scope_threads=WARPGROUP,
+        )
+    T.tma_store_wait(0)
+
+
+@T.macro
+def consume(plan, arg, w):
+    T.fill(w.acc_dv, 0)
+    T.fill(w.acc_dk, 0)
+    for i in T.unroll(3):
+        w.at[i] = 0
+    w.at[DQ_PARITY] = 1  # a fresh barrier lets this parity pass
+    T.barrier_wait(w.kv_ready[0], 0)
+    for g in T.serial(arg.heads_per_kv_head):
+        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
+        first = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0])
+        count = T.alloc_var("int32", init=T.max(tiles_of_head(plan, w, h)[1] - first, 0))
+        full_lo, full_hi = w.visible.full_rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + plan.block_N - 1)
+        w.full[0] = full_lo
+        w.full[1] = full_hi
+        if plan.slopes is not None:
+            keep_uniforms(plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h)
+        for number in plan.sums_by_key.values():
+            T.fill(w.sums[number], 0)
+        for i in T.serial(count):
+            advance(plan, arg, w, h, (first + i) * plan.block_M)
+        for index, number in plan.sums_by_key.items():
+            hand_over_sums(w.sums[number], arg.handed_over[index], w.task[BATCH], h, w.task[KEY], plan.block_N)
+    store(plan, arg, w)
+
+
+def body(
+    call: AttentionCall, config: HopperBackwardConfig, traced: Program, paths: tuple[Path, ...], adds_dq: bool
+) -> Any:
+    """The macro that emits the kernel, given its parameters (see signature.py).
+
+    Args: as :func:`generic.body`.
+    """
+    plan = Plan(call, config, traced, paths, adds_dq)
+
+    @T.macro
+    def kernel(arg):
+        key_tiles = T.ceildiv(arg.seqlen_k, plan.block_N)
+        side = arg.side_by_side
+        with T.Kernel(key_tiles * arg.kv_heads * arg.batch, threads=CONSUMERS + WARPGROUP) as block:
+            assume_filled(arg.operands)
+            assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
+            # `side` kv heads side by side, each beginning with its first keys.
+            turn, place = T.truncdiv(block, side * key_tiles), T.truncmod(block, side * key_tiles)
+            pair = T.alloc_var("int32", init=turn * side + T.truncmod(place, side))
+            emit = Emitter(arg.operands)
+            thread = T.get_thread_binding()
+            score_tile = [plan.block_N, plan.block_M]
+            w = SimpleNamespace(
+                task=T.alloc_local([3], "int32"),
+                emit=emit,
+                visible=Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k),
+                k=T.alloc_shared([plan.block_N, plan.head_dim], plan.dtype),
+                v=T.alloc_shared([plan.block_N, plan.head_dim_v], plan.dtype),
+                q=T.alloc_shared([plan.stages, plan.block_M, plan.head_dim], plan.dtype),
+                do=T.alloc_shared([plan.stages, plan.block_M, plan.head_dim_v], plan.dtype),
+                lse2=T.alloc_shared([plan.stages, config.rows_apart], "float32"),
+                delta=T.alloc_shared([plan.stages, config.rows_apart], "float32"),
+                shared_ds=T.alloc_shared([config.ds_buffers, plan.block_M, plan.block_N], plan.dtype),
+                dq_sum=T.alloc_shared([plan.sum_rows, COLUMNS], "float32"),
+                acc_s=T.alloc_fragment(score_tile, "float32"),
+                acc_dp=T.alloc_fragment(score_tile, "float32"),
+                early=[T.alloc_fragment(score_tile, "float32") for _ in plan.early],
+                p=T.alloc_fragment(score_tile, plan.dtype),
+                ds=T.alloc_fragment(score_tile, plan.dtype),
+                acc_dv=T.alloc_fragment([plan.block_N, plan.head_dim_v], "float32"),
+                acc_dk=T.alloc_fragment([plan.block_N, plan.head_dim], "float32"),
+                acc_dq=T.alloc_fragment(list(plan.order.shape), "float32"),
+                sums=[T.alloc_fragment([plan.block_N], "float32") for _ in plan.sums_by_key],
+                tile_sum=T.alloc_fragment([plan.block_N], "float32"),
+                uniforms=plan.slopes.allocate() if plan.slopes is not None else None,
+                eight=T.alloc_local([8], plan.dtype),
+                at=T.alloc_local([4], "int32"),
+                full=T.alloc_local([2], "int32"),
+                thread=thread,
+                **plan.alloc_barriers(),
+            )
+            w.task[BATCH] = T.truncdiv(pair, arg.kv_heads)
+            w.task[KV_HEAD] = T.truncmod(pair, arg.kv_heads)
+            w.task[KEY] = T.truncdiv(place, side) * plan.block_N
+            T.annotate_layout({w.ds: accumulator_layout(plan.block_N, plan.block_M)})
+            if adds_dq:
+                T.annotate_layout({w.dq_sum: tilelang.layout.make_linear_layout(w.dq_sum)})
+            if thread >= CONSUMERS:
+                T.set_max_nreg(PRODUCER_REGISTERS, 0)
+                if thread < CONSUMERS + WARP:
+                    load_keys(plan, arg, w)
+                    load(plan, arg, w, arg.q, w.q, plan.head_dim, arg.lse2, w.lse2, w.q_ready, w.q_free)
+                elif thread < CONSUMERS + 2 * WARP:
+                    load(plan, arg, w, arg.do, w.do, plan.head_dim_v, arg.delta, w.delta, w.do_ready, w.do_free)
+                elif thread < CONSUMERS + 3 * WARP:
+                    if adds_dq:
+                        add_dq(plan, arg, w)
+            else:
+                T.set_max_nreg(CONSUMER_REGISTERS, 1)
+                consume(plan, arg, w)
+
+    return kernel

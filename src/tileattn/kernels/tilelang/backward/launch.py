@@ -1,0 +1,101 @@
+"""Loading the compiled backward kernels; imports neither TileLang nor its compiler."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from ....call import BackwardCall
+from ....variant import program
+from ...cache import KernelCache, default_folder
+from ..launch import _load, _toolchain
+from .config import default_queries, read_together
+from .defaults import default
+from .hopper_config import HopperBackwardConfig
+from .operands import paths
+
+Kernel = Callable[..., None]
+
+
+class Kernels(NamedTuple):
+    """The kernels of one call; `main` adds up dq, or `queries` computes it."""
+
+    prepare: Kernel
+    main: Kernel
+    finish: Kernel | None
+    queries: Kernel | None
+
+
+@functools.cache
+def backward_kernels(call: BackwardCall) -> Kernels:
+    """The compiled kernels of a call, from the cache on disk or compiled now (some seconds each)."""
+    names = kernel_names(call)
+    found = {name: _load(ensure_compiled(call, name))[name] for name in names}
+    return Kernels(found["prepare"], found["main"], found.get("finish"), found.get("queries"))
+
+
+def kernel_names(call: BackwardCall) -> tuple[str, ...]:
+    """Which kernels a call takes."""
+    return ("prepare", "main", "queries" if call.deterministic else "finish")
+
+
+def ensure_compiled(call: BackwardCall, name: str) -> Path:
+    """The shared library of one of a call's kernels, compiled if the cache does not hold it."""
+
+    def build(path: Path) -> None:
+        from ..compile import build_library
+        from .kernels import kernel
+
+        build_library(kernel(call, name), call.forward.arch, path)
+
+    return KernelCache(default_folder()).find_or_build(cache_key(call, name), build)
+
+
+def cache_key(call: BackwardCall, name: str) -> str:
+    """All that decides what one of a call's compiled kernels is.
+
+    Only the main kernel and that for dq alone depend on the variant; the others serve any.
+    """
+    return f"backward | {name} | {_facts(call, name)} | {_source_digest()} | {_toolchain()}"
+
+
+def _facts(call: BackwardCall, name: str) -> str:
+    forward = read_together(call)
+    shape = f"{forward.dtype} {forward.arch} {forward.head_dim}"
+    if name == "finish":
+        config = default(call)
+        return f"{shape} {config.order(forward) if isinstance(config, HopperBackwardConfig) else 'row by row'}"
+    if name == "prepare":
+        sums = f"dq={not call.deterministic}"
+        return f"{shape} {forward.head_dim_v} dlse={call.dlse} aligned={call.aligned} {sums}"
+    config = default_queries(call) if name == "queries" else default(call)
+    facts = f"{shape} {forward.head_dim_v} aligned={forward.aligned} | {config}"
+    if name == "main":
+        facts += f" | dq={not call.deterministic} {[(str(path.load), path.way) for path in paths(call)]}"
+    return f"{facts} | {program(forward.variant).backward_text}"
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Of the code that generates backward kernels, so that editing it recompiles them."""
+    folder = Path(__file__).parent
+    names = ("compile", "config", "expressions", "generic", "mask", "signature", "simplify", "softmax")
+    files = [folder.parent / f"{name}.py" for name in names] + [folder.parents[2] / "derivative.py"]
+    own = (
+        "config",
+        "finish",
+        "generic",
+        "hopper",
+        "hopper_config",
+        "kernels",
+        "layouts",
+        "operands",
+        "order",
+        "prepare",
+    )
+    own += ("queries", "signature", "slopes", "tensors", "tile", "visible")
+    files += [folder / f"{name}.py" for name in own]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

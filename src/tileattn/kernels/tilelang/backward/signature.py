@@ -1,0 +1,144 @@
+"""What the backward kernels take: their parameters, in the order in which ``backend.py`` passes them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import tilelang.language as T
+from tilelang.language.eager.builder import Builder
+
+from ....call import AttentionCall
+from ....variant import Program
+from ..config import padded
+from ..signature import SIZES, _operand
+from .operands import BY_KEY, SPREAD, STORED, Path
+from .order import COLUMNS
+
+
+class Parameters:
+    """Declares the parameters of one kernel; sizes and strides are run-time values, as in the forward pass."""
+
+    def __init__(self, builder: Builder, call: AttentionCall) -> None:
+        self.builder, self.call = builder, call
+        self.dtype = str(call.dtype).removeprefix("torch.")
+        self.sizes = SimpleNamespace(
+            **{name: T.dynamic(name) for name in (*SIZES, "padded_q", "padded_k")},
+        )
+
+    def strided(self, name: str) -> Any:
+        """A tensor of the caller's: q, k, v, o or do (bshd). It may have one batch for all."""
+        sizes, of_keys, of_values = self.sizes, name in "kv", name in ("v", "o", "do")
+        shape = [
+            T.dynamic(f"{name}_batch"),
+            sizes.seqlen_k if of_keys else sizes.seqlen_q,
+            sizes.kv_heads if of_keys else sizes.heads,
+            self.call.head_dim_v if of_values else self.call.head_dim,
+        ]
+        strides = [T.dynamic(f"{name}_stride{axis}", "int64") for axis in range(3)] + [1]
+        return self.builder.prim_func_arg(name, T.StridedTensor(shape, strides, self.dtype))
+
+    def gradient(self, name: str) -> Any:
+        """dq, dk or dv: contiguous, in the inputs' dtype."""
+        sizes, of_keys = self.sizes, name != "dq"
+        shape = [
+            sizes.batch,
+            sizes.seqlen_k if of_keys else sizes.seqlen_q,
+            sizes.kv_heads if of_keys else sizes.heads,
+            self.call.head_dim_v if name == "dv" else self.call.head_dim,
+        ]
+        return self.tensor(name, shape, self.dtype)
+
+    def rows(self, name: str) -> Any:
+        """A number for each row of queries, with padding: lse2 or delta."""
+        return self.tensor(name, [self.sizes.batch, self.sizes.heads, self.sizes.padded_q])
+
+    def lse(self, name: str) -> Any:
+        """lse or its gradient, as the caller has it."""
+        return self.tensor(name, [self.sizes.batch, self.sizes.heads, self.sizes.seqlen_q])
+
+    def accumulator(self) -> Any:
+        """dq in float32 while tiles of keys add to it, with padding."""
+        shape = [self.sizes.batch, self.sizes.heads, self.sizes.padded_q, padded(self.call.head_dim)]
+        return self.tensor("dq_sum", shape)
+
+    def accumulator_rows(self) -> Any:
+        """The same memory in rows of ``COLUMNS``, for a schedule that has an order of its own (order.py)."""
+        return self.tensor("dq_sum", [self.sizes.batch, self.sizes.heads, T.dynamic("sum_rows"), COLUMNS])
+
+    def tensor(self, name: str, shape: list[Any], dtype: str = "float32") -> Any:
+        return self.builder.prim_func_arg(name, T.Tensor(shape, dtype))
+
+    def scalar(self, name: str, kind: str) -> Any:
+        return self.builder.prim_func_arg(name, T.int32() if kind == "int" else T.float32())
+
+
+def declare_prepare(builder: Builder, call: AttentionCall, has_dlse: bool, clears: bool) -> Any:
+    """``(o, do, lse, [dlse], lse2, delta, [dq_sum])``"""
+    p = Parameters(builder, call)
+    arg = SimpleNamespace(o=p.strided("o"), do=p.strided("do"), lse=p.lse("lse"))
+    arg.dlse = p.lse("dlse") if has_dlse else None
+    arg.lse2, arg.delta = p.rows("lse2"), p.rows("delta")
+    arg.dq_sum = p.accumulator() if clears else None
+    return _with_sizes(p, arg)
+
+
+def declare_finish(builder: Builder, call: AttentionCall, own_order: bool) -> Any:
+    """``(dq, dq_sum, scale)``"""
+    p = Parameters(builder, call)
+    arg = SimpleNamespace(dq=p.gradient("dq"))
+    arg.dq_sum = p.accumulator_rows() if own_order else p.accumulator()
+    arg.scale = p.scalar("scale", "float")
+    return _with_sizes(p, arg)
+
+
+def declare_main(
+    builder: Builder, call: AttentionCall, traced: Program, paths: tuple[Path, ...], dq: bool, hopper: bool = False
+) -> Any:
+    """``(q, k, v, do, lse2, delta, dk, dv, [dq_sum], *handed_over, *tensors, scale, heads_per_kv_head, *ints,
+    *floats)``
+
+    ``handed_over`` has one tensor for each path, as operands.py describes. ``dq`` says whether dq is added up.
+    """
+    p = Parameters(builder, call)
+    arg = SimpleNamespace(**{name: p.strided(name) for name in ("q", "k", "v", "do")})
+    arg.lse2, arg.delta = p.rows("lse2"), p.rows("delta")
+    arg.dk, arg.dv = p.gradient("dk"), p.gradient("dv")
+    arg.dq_sum = (p.accumulator_rows() if hopper else p.accumulator()) if dq else None
+    arg.handed_over = [_handed_over(p, index, path, traced) for index, path in enumerate(paths)]
+    _declare_variant(p, arg, traced, hopper)
+    return _with_sizes(p, arg)
+
+
+def declare_queries(builder: Builder, call: AttentionCall, traced: Program) -> Any:
+    """``(q, k, v, do, lse2, delta, dq, *tensors, scale, heads_per_kv_head, *ints, *floats)``"""
+    p = Parameters(builder, call)
+    arg = SimpleNamespace(**{name: p.strided(name) for name in ("q", "k", "v", "do")})
+    arg.lse2, arg.delta = p.rows("lse2"), p.rows("delta")
+    arg.dq = p.gradient("dq")
+    _declare_variant(p, arg, traced)
+    return _with_sizes(p, arg)
+
+
+def _handed_over(p: Parameters, index: int, path: Path, traced: Program) -> Any:
+    sizes, name = p.sizes, f"path{index}"
+    if path.way == BY_KEY:
+        return p.tensor(name, [sizes.batch, sizes.heads, sizes.padded_k])
+    if path.way == SPREAD:
+        return p.tensor(name, [sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k])
+    symbol = traced.tensors[path.tensor]
+    shape = [1 if one else T.dynamic(f"{name}_size{axis}") for axis, one in enumerate(symbol.ones)]
+    return p.tensor(name, shape, str(symbol.dtype).removeprefix("torch.") if path.way == STORED else "float32")
+
+
+def _declare_variant(p: Parameters, arg: Any, traced: Program, side_by_side: bool = False) -> None:
+    arg.operands = {symbol.name: p.builder.prim_func_arg(symbol.name, _operand(symbol)) for symbol in traced.tensors}
+    arg.scale, arg.heads_per_kv_head = p.scalar("scale", "float"), p.scalar("heads_per_kv_head", "int")
+    if side_by_side:
+        arg.side_by_side = p.scalar("side_by_side", "int")
+    arg.operands |= {f"i{index}": p.scalar(f"i{index}", "int") for index in range(traced.ints)}
+    arg.operands |= {f"f{index}": p.scalar(f"f{index}", "float") for index in range(traced.floats)}
+
+
+def _with_sizes(p: Parameters, arg: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(**vars(arg), **vars(p.sizes))

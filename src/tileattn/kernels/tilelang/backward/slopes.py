@@ -1,0 +1,74 @@
+"""Score modifications and their derivatives, rewritten for the inner loop as the forward pass rewrites them.
+
+The backward kernel computes a tile's modified scores once more, and the derivative of each with respect to the score
+(its *slope*) and to the elements that it reads of tensors whose gradients are wanted. What both have in common, such as
+the tanh of a soft cap, is written the same way in both, so that the compiler computes it once.
+
+A derivative that depends on the score is evaluated *early*, beside the modified score, and kept; the tile of scores is
+overwritten after that. One that does not, such as ``-|q - k|`` or 1, is evaluated *late*, where it is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ....derivative import derivative
+from ....expr import Expr, nodes, symbol
+from ..simplify import LOG2E, _hoist, _product, _rewrite, tanh_by_exp2
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A derivative as the product of one evaluated early (its index) and one evaluated late; None stands for 1."""
+
+    early: int | None
+    late: Any
+
+
+@dataclass(frozen=True)
+class SlopeProgram:
+    """A modification and its derivatives as they are emitted, over ``raw``, ``scale``, positions, operands, uniforms.
+
+    Attributes:
+        score: the modified score in powers of two.
+        early: derivatives that depend on the score.
+        slope: the derivative of the modified score with respect to the (scaled) score.
+        loads: the same with respect to each of the loads that were asked for.
+        uniforms: what ``uniform0``, ``uniform1``, ... stand for (see simplify.py).
+    """
+
+    score: Any
+    early: tuple[Any, ...]
+    slope: Factor
+    loads: tuple[Factor, ...]
+    uniforms: tuple[Expr, ...]
+
+
+def slope_program(score: Any, loads: tuple[Expr, ...], hardware_tanh: bool) -> SlopeProgram:
+    """Rewrites a traced modification and its derivatives.
+
+    Args:
+        score: the modification's expression.
+        loads: of tensors' elements, with respect to which derivatives are wanted.
+        hardware_tanh: as of :func:`tileattn.kernels.tilelang.simplify.score_program`.
+    """
+    uniforms: dict[str, Expr] = {}
+    early: dict[str, Any] = {}
+
+    def emitted(expr: Any, factor: float = 1.0) -> Any:
+        rewritten = _rewrite(expr) if factor == 1.0 else _product(_rewrite(expr), factor)
+        return _hoist(rewritten if hardware_tanh else tanh_by_exp2(rewritten), uniforms)
+
+    def split(expr: Any) -> Factor:
+        if not any(node.op == "symbol" and node.args[0] == "score" for node in nodes(expr)):
+            return Factor(None, None if isinstance(expr, float) and expr == 1.0 else emitted(expr))
+        text = str(expr)
+        if text not in early:
+            early[text] = emitted(expr)
+        return Factor(list(early).index(text), None)
+
+    value = emitted(score, LOG2E)
+    slope = split(derivative(score, symbol("score")))
+    factors = tuple(split(derivative(score, load)) for load in loads)
+    return SlopeProgram(value, tuple(early.values()), slope, factors, tuple(uniforms.values()))

@@ -1,0 +1,116 @@
+"""Gradients through the score modifications, on one tile of scores.
+
+Autograd differentiates the modifications of a tile, and nothing else. A tensor that they read and whose gradient is
+wanted is given to them as a :class:`Watched`: what a tile reads of it becomes a leaf of the tile's graph, so that a
+tile costs what it reads, and not a gradient of the tensor's full size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...fp8 import accumulator
+from ...scores import Bias
+from .mask import Variant
+
+
+class Watched:
+    """A tensor that score modifications index, as they index a tensor, and the sum of its gradients so far."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.total = torch.zeros(tensor.shape, dtype=accumulator(tensor.dtype), device=tensor.device)
+        # What has been read for the present tile: index, elements.
+        self.reads: list[tuple[Any, Tensor]] = []
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.tensor.ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    def __getitem__(self, index: Any) -> Tensor:
+        elements = self.tensor[index].detach().requires_grad_()
+        self.reads.append((index, elements))
+        return elements
+
+    def __getattr__(self, name: str) -> Any:
+        raise TypeError(
+            f"a score modification must read its tensors element by element (`tensor[h, k]`, tileattn.math.load), so "
+            f"that kernels and gradients know what it reads; it asked for `tensor.{name}`"
+        )
+
+    def add(self, index: Any, gradient: Tensor) -> None:
+        """Adds the gradient of the elements at an index, which may name an element several times."""
+        index = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(i, Tensor) for i in index):
+            index = tuple(torch.as_tensor(i, device=self.total.device) for i in index)
+            self.total.index_put_(index, gradient.to(self.total.dtype), accumulate=True)
+        else:
+            self.total[index] += gradient
+
+    def gradient(self) -> Tensor:
+        """In the tensor's dtype."""
+        return self.total.to(self.tensor.dtype)
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Autograd records inside: also in the body of an operator of torch.library, below which it is shut out."""
+    with (
+        torch.enable_grad(),
+        torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False),
+    ):
+        yield
+
+
+def only_biases(variant: Variant) -> bool:
+    """Whether the modifications only add biases, so that nothing has to be differentiated."""
+    return all(isinstance(mod, Bias) for mod in variant.score_mods)
+
+
+def add_biases(variant: Variant, rows: slice, keys: slice, scores: Tensor) -> None:
+    """Adds the biases to a tile of scores (batch, heads, rows, keys), in place."""
+    for mod in variant.score_mods:
+        scores += variant.cut(mod.tensor.tensor if isinstance(mod.tensor, Watched) else mod.tensor, rows, keys)
+
+
+def add_to_gradients(variant: Variant, rows: slice, keys: slice, ds: Tensor) -> None:
+    """Adds to the biases' gradients that of a tile of scores, ds (batch, heads, rows, keys)."""
+    for mod in variant.score_mods:
+        if isinstance(mod.tensor, Watched):
+            total = variant.cut(mod.tensor.total, rows, keys)
+            total += ds.sum_to_size(total.shape)
+
+
+def through_score_mods(scores: Tensor, modified: Tensor, ds: Tensor, watched: Sequence[Watched]) -> Tensor | None:
+    """The gradient of a tile of scores, given `ds`, that of the modified ones; adds to those of the watched tensors.
+
+    None where the modified scores do not depend on the scores.
+    """
+    reads = [(tensor, *read) for tensor in watched for read in tensor.reads]
+    for tensor in watched:
+        tensor.reads = []
+    if not modified.requires_grad:
+        return None
+    leaves = (scores, *(elements for _, _, elements in reads))
+    of_scores, *of_reads = torch.autograd.grad(modified, leaves, ds, allow_unused=True)
+    for (tensor, index, _), gradient in zip(reads, of_reads, strict=True):
+        if gradient is not None:
+            tensor.add(index, gradient)
+    return of_scores
