@@ -189,7 +189,7 @@ def benchmark(text: Text, settings: Settings, backends: list[Backend], rounds: i
                 torch.cuda.synchronize()
             if turn > 0:  # the first compiles and warms up
                 seconds[backend].append((time.perf_counter() - start) / steps)
-    table = Table("attention", "ms per step", "tokens/s", f"against {backends[0].value}")
+    table = Table("attention", "ms per step", "tokens/s", f"speed against {backends[0].value}")
     for backend in backends:
         time_per_step, first = median(seconds[backend]), median(seconds[backends[0]])
         speed = settings.batch * settings.seqlen / time_per_step
@@ -212,7 +212,7 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Pieces of text in a step.")] = Settings.batch,
     layers: Annotated[int, typer.Option(min=1)] = Settings.layers,
     heads: Annotated[int, typer.Option(min=1)] = Settings.heads,
-    dim: Annotated[int, typer.Option(min=1, help="Width of the model, a multiple of heads.")] = Settings.dim,
+    dim: Annotated[int, typer.Option(min=1, help="Width of the model, a multiple of 2 * heads.")] = Settings.dim,
     rate: Annotated[float, typer.Option(help="Highest learning rate.")] = Settings.rate,
     seed: Annotated[int, typer.Option()] = Settings.seed,
     out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("train_gpt.png"),
