@@ -77,11 +77,11 @@ class Case:
     def __str__(self) -> str:
         return "-".join([self.name, *(f"{key}={value}" for key, value in self.options.items()), f"{self.causal}"])
 
-    def module(self, **options: Any) -> SelfAttention:
-        return get_attention(self.name, EMBED, HEADS, causal=self.causal, **self.options, **options)
+    def module(self, embed: int = EMBED, **options: Any) -> SelfAttention:
+        return get_attention(self.name, embed, HEADS, causal=self.causal, **self.options, **options)
 
-    def naive(self, **options: Any) -> NaiveAttention:
-        return NaiveAttention(EMBED, HEADS, num_kv_heads=self.kv_heads, mask=self.mask, causal=self.causal, **options)
+    def naive(self, embed: int = EMBED, **options: Any) -> NaiveAttention:
+        return NaiveAttention(embed, HEADS, num_kv_heads=self.kv_heads, mask=self.mask, causal=self.causal, **options)
 
 
 def far(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -142,13 +142,13 @@ def test_other_dtypes(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_a_gpu(case: Case) -> None:
-    """In 16 bits, so that attention() runs its kernels."""
-    dtype = torch.bfloat16
-    eager, module = (make(dtype=dtype, device="cuda") for make in (case.naive, case.module))
-    naive = case.naive(dtype=torch.float64, device="cuda")
+    """In 16 bits and with a head dim of 32, so that attention() runs its kernels."""
+    dtype, embed = torch.bfloat16, 32 * HEADS
+    eager, module = (make(embed, dtype=dtype, device="cuda") for make in (case.naive, case.module))
+    naive = case.naive(embed, dtype=torch.float64, device="cuda")
     for other in (module, naive):
         other.load_state_dict(eager.state_dict())
-    x = random(2, 137, EMBED, dtype=dtype).cuda()
+    x = random(2, 137, embed, dtype=dtype).cuda()
     got, expected, by_eager = run(module, x), run(naive, x.double()), run(eager, x)
     if case.kv_heads < HEADS:
         expected.pop("k_proj.bias")
