@@ -66,6 +66,41 @@ class HopperBackwardConfig:
         )
 
 
+@dataclass(frozen=True)
+class HopperQueriesConfig:
+    """Tiles of the Hopper schedule for dq alone.
+
+    Attributes:
+        block_N: rows of K and V in a tile.
+        k_stages: tiles of K in flight: it is needed for dq once more, under the next tile's products.
+        v_stages: tiles of V in flight.
+        block_M: rows of Q and dO: 64 for each of the two consumer warpgroups.
+    """
+
+    block_N: int
+    k_stages: int = 2
+    v_stages: int = 2
+    block_M: int = 128
+
+    def shared_bytes(self, call: AttentionCall) -> int:
+        """Shared memory of one block: Q, dO; the stages of K and V; barriers."""
+        head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+        queries = 2 * self.block_M * (head_dim + head_dim_v)
+        return queries + 2 * self.block_N * (self.k_stages * head_dim + self.v_stages * head_dim_v) + 1024
+
+    def is_valid(self, call: AttentionCall) -> bool:
+        """Whether it fits the call: sm_90a, aligned tensors, shared memory."""
+        return (
+            call.arch == "sm_90a"
+            and call.aligned
+            and call.dtype.itemsize == 2
+            and max(padded(call.head_dim), padded(call.head_dim_v)) <= 256
+            and self.k_stages >= 2
+            and self.block_N % 16 == 0
+            and self.shared_bytes(call) <= ARCHITECTURES["sm_90a"].shared_bytes
+        )
+
+
 def hopper_preferences(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwardConfig]:
     """Configurations from the best down; the first that is valid counts.
 
