@@ -143,9 +143,7 @@ def _descriptors_in_loops(kernel: Any) -> Any:
 
         body = stmt_functor.ir_transform(loop.body, None, move, ["tirx.Evaluate"])
         body = tirx.SeqStmt([tirx.Bind(zero, T.shfl_sync(tirx.IntImm("int32", 0), 0)), body])
-        return tirx.For(
-            loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, loop.annotations
-        )
+        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, loop.annotations)
 
     return kernel.with_body(stmt_functor.ir_transform(kernel.body, None, rewrite, ["tirx.For"]))
 
