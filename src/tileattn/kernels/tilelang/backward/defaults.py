@@ -6,10 +6,16 @@ import functools
 
 from ....call import BackwardCall
 from .config import BackwardConfig, default_queries, is_valid, kept_derivatives, preferences, read_together
-from .hopper_config import HopperBackwardConfig, HopperQueriesConfig, hopper_preferences, queries_preferences
+from .hopper_config import (
+    HopperBackwardConfig,
+    HopperQueriesConfig,
+    HopperWideConfig,
+    hopper_preferences,
+    queries_preferences,
+)
 from .operands import paths
 
-MainConfig = BackwardConfig | HopperBackwardConfig
+MainConfig = BackwardConfig | HopperBackwardConfig | HopperWideConfig
 QueriesConfig = BackwardConfig | HopperQueriesConfig
 
 
@@ -39,4 +45,4 @@ def queries_default(call: BackwardCall) -> QueriesConfig:
 def adds_dq(call: BackwardCall) -> bool:
     """Whether the main kernel adds up dq; else a kernel for dq alone follows it."""
     config = default(call)
-    return config.adds_dq if isinstance(config, HopperBackwardConfig) else not call.deterministic
+    return not call.deterministic if isinstance(config, BackwardConfig) else config.adds_dq

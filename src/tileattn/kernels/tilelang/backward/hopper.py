@@ -434,7 +434,6 @@ def body(
     Args: as :func:`generic.body`.
     """
     plan = Plan(call, config, traced, paths, adds_dq)
-    ds_buffers = config.ds_buffers
 
     @T.macro
     def kernel(arg):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ....call import AttentionCall
 from ....derivative import derivative
@@ -83,6 +83,38 @@ class HopperBackwardConfig:
 
 
 @dataclass(frozen=True)
+class HopperWideConfig:
+    """The Hopper schedule for dk and dv of wide heads; its tiles are 64 queries by 64 keys.
+
+    Attributes:
+        late_dp: whether dP is multiplied after the probabilities, not beside the scores: registers for modifications.
+    """
+
+    late_dp: bool = False
+    block_M: ClassVar[int] = 64
+    block_N: ClassVar[int] = 64
+    adds_dq: ClassVar[bool] = False
+
+    def head_dim(self, call: AttentionCall) -> int:
+        """Both head dims as tiles hold them: in panels of 64 columns."""
+        return -(-max(call.head_dim, call.head_dim_v) // 64) * 64
+
+    def shared_bytes(self, call: AttentionCall) -> int:
+        """Shared memory of one block: K, V, two stages of Q and dO; P and dS, lse2 and delta of each; barriers."""
+        return 12 * 64 * self.head_dim(call) + 2 * 4 * 64 * 64 + 4 * 4 * 64 + 1024
+
+    def is_valid(self, call: AttentionCall) -> bool:
+        """Whether it fits the call: sm_90a, aligned tensors, equal head dims, shared memory."""
+        return (
+            call.arch == "sm_90a"
+            and call.aligned
+            and call.dtype.itemsize == 2
+            and min(call.head_dim, call.head_dim_v) > self.head_dim(call) - 64
+            and self.shared_bytes(call) <= ARCHITECTURES["sm_90a"].shared_bytes
+        )
+
+
+@dataclass(frozen=True)
 class HopperQueriesConfig:
     """Tiles of the Hopper schedule for dq alone.
 
@@ -121,7 +153,9 @@ class HopperQueriesConfig:
         )
 
 
-def hopper_preferences(call: AttentionCall, paths: tuple[Path, ...], adds_dq: bool) -> Iterator[HopperBackwardConfig]:
+def hopper_preferences(
+    call: AttentionCall, paths: tuple[Path, ...], adds_dq: bool
+) -> Iterator[HopperBackwardConfig | HopperWideConfig]:
     """Configurations from the best down; the first that is valid counts.
 
     Args:
@@ -129,14 +163,21 @@ def hopper_preferences(call: AttentionCall, paths: tuple[Path, ...], adds_dq: bo
         paths: to the tensors whose gradients are wanted.
         adds_dq: whether the kernel may add up dq; wide heads leave no registers for it.
     """
-    widest = max(padded(call.head_dim), padded(call.head_dim_v))
-    for config in _narrow(call, paths) if widest <= 128 else _wide(call, paths):
+    if max(padded(call.head_dim), padded(call.head_dim_v)) > 128:
+        yield from _wide(call, paths)
+        return
+    for config in _narrow(call, paths):
         yield config if adds_dq else dataclasses.replace(config, ds_buffers=0)
 
 
-def _wide(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwardConfig]:
-    if program(call.variant).score is None:
-        yield HopperBackwardConfig(32, num_stages=3, ds_buffers=0)
+def _wide(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwardConfig | HopperWideConfig]:
+    """None for modifications that keep much beside S and dP."""
+    kept = _kept(program(call.variant).score)
+    if paths or kept > 1:
+        return
+    yield HopperWideConfig(late_dp=kept > 0)
+    if kept == 0:
+        yield HopperBackwardConfig(32, num_stages=4, ds_buffers=0)
 
 
 def _narrow(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwardConfig]:
@@ -157,12 +198,17 @@ def _narrow(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBack
 def queries_preferences(call: AttentionCall) -> Iterator[HopperQueriesConfig]:
     """The same of the kernel for dq alone: the largest tiles of keys for which there are registers."""
     score = program(call.variant).score
-    kept = 0 if score is None else len(slope_program(score, (), hardware_tanh=True).early)
+    kept = _kept(score)
     for block_N in range(64 if score is not None else 128, 0, -16):
         for v_stages in (2, 1):
             config = HopperQueriesConfig(block_N, v_stages=v_stages)
             if config.products(call, kept) <= QUERIES_PRODUCTS:
                 yield config
+
+
+def _kept(score: Any) -> int:
+    """How many derivatives are kept beside S, if those of tensors are not wanted."""
+    return 0 if score is None else len(slope_program(score, (), hardware_tanh=True).early)
 
 
 def _crowded(paths: tuple[Path, ...]) -> bool:

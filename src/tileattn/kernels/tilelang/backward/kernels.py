@@ -10,10 +10,10 @@ from tilelang.language.eager.builder import Builder
 from ....call import BackwardCall
 from ....variant import program
 from ..compile import DESCRIPTORS_IN_LOOPS, OWN_BARRIERS
-from . import finish, generic, hopper, hopper_queries, prepare, queries
-from .config import read_together
+from . import finish, generic, hopper, hopper_queries, hopper_wide, prepare, queries
+from .config import BackwardConfig, read_together
 from .defaults import MainConfig, QueriesConfig, adds_dq, default, queries_default
-from .hopper_config import HopperBackwardConfig, HopperQueriesConfig
+from .hopper_config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig
 from .operands import paths
 from .signature import declare_finish, declare_main, declare_prepare, declare_queries
 
@@ -42,15 +42,17 @@ def main_kernel(call: BackwardCall, config: MainConfig) -> Any:
     forward, traced, found = read_together(call), program(call.forward.variant), paths(call)
     builder = Builder()
     with builder.prim_func("main"):
-        if isinstance(config, HopperBackwardConfig):
-            arguments = declare_main(builder, forward, traced, found, config.adds_dq, hopper=True)
-            hopper.body(forward, config, traced, found, config.adds_dq)(arguments)
+        adds_dq = not call.deterministic if isinstance(config, BackwardConfig) else config.adds_dq
+        own = not isinstance(config, BackwardConfig)
+        arguments = declare_main(builder, forward, traced, found, adds_dq, hopper=own)
+        if isinstance(config, HopperWideConfig):
+            hopper_wide.body(forward, config, traced)(arguments)
+        elif isinstance(config, HopperBackwardConfig):
+            hopper.body(forward, config, traced, found, adds_dq)(arguments)
         else:
-            arguments = declare_main(builder, forward, traced, found, not call.deterministic)
-            generic.body(forward, config, traced, found, not call.deterministic)(arguments)
-    own = isinstance(config, HopperBackwardConfig)
-    in_loops = isinstance(config, HopperBackwardConfig) and not config.adds_dq
-    return builder.get().with_attr(OWN_BARRIERS, own).with_attr(DESCRIPTORS_IN_LOOPS, in_loops)
+            generic.body(forward, config, traced, found, adds_dq)(arguments)
+    # Where dq is added up too, the descriptors have been measured as they are.
+    return builder.get().with_attr(OWN_BARRIERS, own).with_attr(DESCRIPTORS_IN_LOOPS, own and not adds_dq)
 
 
 def queries_kernel(call: BackwardCall, config: QueriesConfig) -> Any:
