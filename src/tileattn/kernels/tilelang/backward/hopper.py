@@ -465,8 +465,10 @@ def body(
                 do=T.alloc_shared([plan.stages, plan.block_M, plan.head_dim_v], plan.dtype),
                 lse2=T.alloc_shared([plan.stages, config.rows_apart], "float32"),
                 delta=T.alloc_shared([plan.stages, config.rows_apart], "float32"),
-                shared_ds=T.alloc_shared([config.ds_buffers, plan.block_M, plan.block_N], plan.dtype),
-                dq_sum=T.alloc_shared([plan.sum_rows, COLUMNS], "float32"),
+                shared_ds=T.alloc_shared([config.ds_buffers, plan.block_M, plan.block_N], plan.dtype)
+                if adds_dq
+                else None,
+                dq_sum=T.alloc_shared([plan.sum_rows, COLUMNS], "float32") if adds_dq else None,
                 acc_s=T.alloc_fragment(score_tile, "float32"),
                 acc_dp=T.alloc_fragment(score_tile, "float32"),
                 early=[T.alloc_fragment(score_tile, "float32") for _ in plan.early],
@@ -474,7 +476,7 @@ def body(
                 ds=T.alloc_fragment(score_tile, plan.dtype),
                 acc_dv=T.alloc_fragment([plan.block_N, plan.head_dim_v], "float32"),
                 acc_dk=T.alloc_fragment([plan.block_N, plan.head_dim], "float32"),
-                acc_dq=T.alloc_fragment(list(plan.order.shape), "float32"),
+                acc_dq=T.alloc_fragment(list(plan.order.shape), "float32") if adds_dq else None,
                 sums=[T.alloc_fragment([plan.block_N], "float32") for _ in plan.sums_by_key],
                 tile_sum=T.alloc_fragment([plan.block_N], "float32"),
                 uniforms=plan.slopes.allocate() if plan.slopes is not None else None,
