@@ -14,6 +14,7 @@ pytest.importorskip("tilelang")
 import test_gpu_backward as gpu
 from emulator import ARCH, COMPILER, Kernel
 from test_gpu_backward import CASES, Case, Problem
+from tileattn import Causal
 from tileattn.call import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang.backward import backend, launch
 from tileattn.kernels.tilelang.backward.kernels import kernel
@@ -27,15 +28,20 @@ QUICK = ("full-16",)
 
 
 @pytest.fixture
-def problem(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Problem:
-    """One of the GPU tests' cases, shortened, on the CPU."""
+def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tensors are on the CPU, and kernels run there."""
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
 
-    def emulated(call: BackwardCall) -> launch.Kernels:
+    def kernels(call: BackwardCall) -> launch.Kernels:
         found = {name: Kernel(kernel(call, name), tmp_path) for name in launch.kernel_names(call)}
         return launch.Kernels(found["prepare"], found["main"], found.get("finish"), found.get("queries"))
 
-    monkeypatch.setattr(backend, "backward_kernels", emulated)
+    monkeypatch.setattr(backend, "backward_kernels", kernels)
+
+
+@pytest.fixture
+def problem(request: pytest.FixtureRequest, emulated: None) -> Problem:
+    """One of the GPU tests' cases, shortened."""
     case: Case = CASES[request.param]
     return Problem(case._replace(lengths=tuple(min(length, LONGEST) for length in case.lengths)))  # type: ignore[arg-type]
 
@@ -80,3 +86,14 @@ def test_gradients(problem: Problem, request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize("problem", _cases(gpu.DETERMINISTIC), indirect=True)
 def test_deterministic_gradients(problem: Problem, request: pytest.FixtureRequest) -> None:
     gpu.check(request.node.name, problem, gradients(problem, deterministic=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_slopes_of_hidden_scores_do_not_show(deterministic: bool, emulated: None) -> None:
+    """Autograd has NaN for them; so the oracle takes a modification that is finite there."""
+    shape = Case((120, 150), (4, 2), mask=Causal())
+    rising, finite = (
+        Problem(shape._replace(mods=lambda case, random, mod=mod: [mod])) for mod in (gpu.rising, gpu.rising_where_seen)
+    )
+    gpu.check("rising", finite, gradients(rising, deterministic))

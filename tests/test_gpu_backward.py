@@ -6,6 +6,7 @@ float64, eager the same in the inputs' dtype.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from tileattn.testing import assert_accurate, eager_attention, oracle_attention
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = "cuda"
+DEVICE = "cuda"  # "cpu" in test_emulated_backward.py; "meta", without values, in benchmarks/precompile.py
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -123,7 +124,7 @@ class Problem:
     """Leaves and gradients of outputs, and what a function of attention makes of them."""
 
     def __init__(self, case: Case, seed: int = 0) -> None:
-        generator = torch.Generator(DEVICE).manual_seed(seed)
+        generator = None if DEVICE == "meta" else torch.Generator(DEVICE).manual_seed(seed)
         made: list[Tensor] = []
 
         def random(*shape: int, dtype: torch.dtype = torch.float32, factor: float = 1.0) -> Tensor:
@@ -222,21 +223,21 @@ def test_deterministic_gradients(name: str) -> None:
         assert all(torch.equal(again[leaf], first[leaf]) for leaf in first)
 
 
-def _rising(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+def rising(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     """NaN, with a slope that is NaN, where q < k."""
     return score + tileattn.math.sqrt((q - k) * score * score + 0.25)
 
 
-def _rising_where_seen(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    return tileattn.math.where(q >= k, _rising(score, b, h, tileattn.math.maximum(q, k), k), score)
+def rising_where_seen(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return tileattn.math.where(q >= k, rising(score, b, h, tileattn.math.maximum(q, k), k), score)
 
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (256, 256)])
 def test_slopes_of_hidden_scores_do_not_show(head_dims: tuple[int, int]) -> None:
     """Autograd has NaN for them; so the oracle takes a modification that is finite there."""
     shape = Case((200, 233), (4, 2), head_dims, mask=Causal())
-    problem = Problem(shape._replace(mods=lambda case, random: [_rising]))
-    check("rising", Problem(shape._replace(mods=lambda case, random: [_rising_where_seen])), problem.ours())
+    problem = Problem(shape._replace(mods=lambda case, random: [rising]))
+    check("rising", Problem(shape._replace(mods=lambda case, random: [rising_where_seen])), problem.ours())
     deterministic = problem.ours(deterministic=True)
     assert all(grad.isfinite().all() for grad in deterministic.values())
 
@@ -266,6 +267,20 @@ def test_only_what_is_wanted() -> None:
     o = tileattn.attention(q, problem.k, problem.v, mask=Causal(), score_mod=problem.mods, backend="tilelang")
     got = torch.autograd.grad(o, problem.k, problem.do)[0]
     assert torch.equal(got, problem.ours()["k"])
+
+
+def calls() -> Iterator[Callable[[], Any]]:
+    """All calls whose kernels these tests need, for benchmarks/precompile.py."""
+    for name, case in CASES.items():
+        yield Problem(case).ours
+        if name in DETERMINISTIC:
+            yield functools.partial(Problem(case).ours, deterministic=True)
+    for mod in (rising, rising_where_seen):
+        for head_dims in ((64, 64), (256, 256)):
+            steep = Case((200, 233), (4, 2), head_dims, mask=Causal(), mods=lambda case, random, mod=mod: [mod])
+            yield Problem(steep).ours
+            yield functools.partial(Problem(steep).ours, deterministic=True)
+    yield Problem(Case(head_dims=(128, 128), mask=Causal(), mods=_softcap)).ours
 
 
 def _empty() -> Iterator[tuple[int, int]]:
