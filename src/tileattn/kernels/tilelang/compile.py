@@ -24,6 +24,8 @@ WARP, WARPGROUP = 32, 128
 
 PASSES = {"tl.enable_fast_math": True, "tl.disable_out_of_bound_warning": True}
 OWN_BARRIERS = "tileattn.own_barriers"  # attribute of functions in which TileLang must not place barriers
+# Attribute of functions whose loops have more matrix descriptors than there are registers to keep them in.
+DESCRIPTORS_IN_LOOPS = "tileattn.descriptors_in_loops"
 
 
 def target_of(arch: str) -> Any:
@@ -59,7 +61,10 @@ def _pass_context(function: Any) -> Any:
 def _lower(function: Any, context: BackendContext) -> tuple[Any, Any]:
     host, device, *_ = lower_to_host_device_ir(function, context)
     for name, kernel in list(device.functions.items()):
-        device.update_func(name, _uniform_warpgroups(_one_producer_warp(_constant_waits(kernel))))
+        kernel = _uniform_warpgroups(_one_producer_warp(_constant_waits(kernel)))
+        if bool(function.attrs.get(DESCRIPTORS_IN_LOOPS, False)):
+            kernel = _descriptors_in_loops(kernel)
+        device.update_func(name, kernel)
     return host, device
 
 
@@ -115,6 +120,32 @@ def _uniform_warpgroups(kernel: Any) -> Any:
         return tirx.AttrStmt(attr.node, attr.attr_key, attr.value, tirx.SeqStmt([same, body]))
 
     return kernel.with_body(stmt_functor.ir_transform(kernel.body, None, bind, ["tirx.AttrStmt"]))
+
+
+def _descriptors_in_loops(kernel: Any) -> Any:
+    """Has the descriptors of matrices in shared memory computed where they are used.
+
+    Otherwise nvcc computes those that do not change once, in front of the loop: one for each 16 columns of each
+    operand, in registers, or in local memory (440 bytes per thread for dq at head dim 256). Here each has a zero added
+    that comes from a shuffle, and so, as far as the compiler can tell, is another one in each iteration.
+    """
+
+    def rewrite(loop: Any) -> Any:
+        if loop.kind != tirx.ForKind.SERIAL or not _calls(loop.body, "initialize_wgmma_descriptor"):
+            return None
+        zero = tirx.Var("zero", "int32")
+
+        def move(stmt: Any) -> Any:
+            if not _is_call(stmt, "initialize_wgmma_descriptor"):
+                return None
+            moved = tirx.Call("handle", ir.Op.get("tl.increase_descriptor_offset"), [stmt.value.args[0], zero])
+            return tirx.SeqStmt([stmt, tirx.Evaluate(moved)])
+
+        body = stmt_functor.ir_transform(loop.body, None, move, ["tirx.Evaluate"])
+        body = tirx.SeqStmt([tirx.Bind(zero, T.shfl_sync(tirx.IntImm("int32", 0), 0)), body])
+        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, loop.annotations)
+
+    return kernel.with_body(stmt_functor.ir_transform(kernel.body, None, rewrite, ["tirx.For"]))
 
 
 def _is_call(stmt: Any, name: str) -> bool:

@@ -12,9 +12,8 @@ from torch import Tensor
 from ....call import BackwardCall, Gradients
 from ....variant import Operands, program
 from ..config import padded
-from .config import ROWS
-from .defaults import MainConfig, default
-from .hopper_config import HopperBackwardConfig
+from .config import ROWS, BackwardConfig
+from .defaults import MainConfig, adds_dq, default, queries_default
 from .launch import backward_kernels
 from .operands import AXES, BY_KEY, SPREAD, STORED, Path, add_up, paths
 from .order import COLUMNS
@@ -31,8 +30,8 @@ def prepare_backward(
     _, seqlen_k, kv_heads, _ = k_shape
     if batch == 0 or seqlen_q == 0 or seqlen_k == 0:
         return _nothing(call)
-    # Hidden scores are -inf before they are scaled, as in the forward pass; with a modification (here the identity) they
-    # are scaled first.
+    # Hidden scores are -inf before they are scaled, as in the forward pass; with a modification (here the identity)
+    # they are scaled first.
     if scale <= 0 and program(call.forward.variant).score is None:
         forward = dataclasses.replace(call.forward, variant=call.forward.variant + "+{score}")
         call = dataclasses.replace(call, forward=forward)
@@ -42,9 +41,13 @@ def prepare_backward(
     found = paths(call)
     kernels = backward_kernels(call)
     scalars: tuple[float, ...] = (scale, heads // kv_heads)
-    own_order = isinstance(config, HopperBackwardConfig)
+    sums_rows = (batch, heads, padded_q, padded(call.forward.head_dim)) if adds_dq(call) else None
+    own_order = not isinstance(config, BackwardConfig)
+    of_main = of_queries = scalars
     if own_order:
-        scalars += (_heads_side_by_side(call, q_shape, kv_heads),)
+        of_main += (_kv_heads_side_by_side(call, q_shape, kv_heads),)
+    if not isinstance(queries_default(call), BackwardConfig):
+        of_queries += (_heads_side_by_side(call, q_shape, k_shape),)
 
     def backward(
         do: Tensor,
@@ -59,7 +62,7 @@ def prepare_backward(
     ) -> Gradients:
         rows = (batch, heads, padded_q)
         lse2, delta = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
-        sums = () if call.deterministic else (q.new_empty((*rows, padded(call.forward.head_dim)), dtype=torch.float32),)
+        sums = () if sums_rows is None else (q.new_empty(sums_rows, dtype=torch.float32),)
         of_lse = () if dlse is None else (dlse.contiguous(),)
         q, k, v, o, do = map(_one_batch, (q, k, v, o, do))
         kernels.prepare(o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
@@ -67,12 +70,12 @@ def prepare_backward(
         dq, dk, dv = q.new_empty(q_shape), q.new_empty(k_shape), q.new_empty((*k_shape[:3], call.forward.head_dim_v))
         handed_over = [_workspace(path, rows, padded_k, seqlen_q, seqlen_k, operands) for path in found]
         tensors = [_as_bytes(tensor) for tensor in operands.tensors]
-        variant = (*tensors, *scalars, *operands.ints, *operands.floats)
+        numbers = (*operands.ints, *operands.floats)
         if own_order:
             sums = tuple(x.view(batch, heads, -1, COLUMNS) for x in sums)
-        kernels.main(q, k, v, do, lse2, delta, dk, dv, *sums, *handed_over, *variant)
+        kernels.main(q, k, v, do, lse2, delta, dk, dv, *sums, *handed_over, *tensors, *of_main, *numbers)
         if kernels.queries is not None:
-            kernels.queries(q, k, v, do, lse2, delta, dq, *tensors, *scalars[:2], *operands.ints, *operands.floats)
+            kernels.queries(q, k, v, do, lse2, delta, dq, *tensors, *of_queries, *numbers)
         if kernels.finish is not None:
             kernels.finish(dq, *sums, scale)
         dsink = _sink_gradient(sink, lse, delta[:, :, :seqlen_q]) if sink is not None and call.needs[3] else None
@@ -93,7 +96,22 @@ def _padded_rows(seqlen_q: int, config: MainConfig) -> int:
     return -(-rows // ROWS) * ROWS
 
 
-def _heads_side_by_side(call: BackwardCall, q_shape: torch.Size, kv_heads: int) -> int:
+def _heads_side_by_side(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> int:
+    """How many heads' tiles of queries run side by side in the kernel for dq alone; see there.
+
+    Those of a kv head's group, which read the same keys, and of more groups under a mask.
+    """
+    batch, _, heads, head_dim = q_shape
+    _, seqlen_k, kv_heads, _ = k_shape
+    group = heads // kv_heads
+    if program(call.forward.variant).allows is None:
+        return group
+    row_bytes = 2 * (head_dim + call.forward.head_dim_v)  # of k and v
+    fitting = max(L2_BYTES // (row_bytes * seqlen_k), MIN_SIDE_BY_SIDE)
+    return group * max(d for d in _divisors(batch * kv_heads) if d <= fitting)
+
+
+def _kv_heads_side_by_side(call: BackwardCall, q_shape: torch.Size, kv_heads: int) -> int:
     """How many kv heads' tiles of keys run side by side: a divisor of all, so that no place is empty.
 
     Without a mask one head after another: what runs together reads the same queries, and adds to the same dq. Under a

@@ -1,25 +1,48 @@
-"""Which configuration, and so which schedule, the main kernel of a call gets."""
+"""Which configuration, and so which schedule, the kernels of a call get."""
 
 from __future__ import annotations
 
 import functools
 
 from ....call import BackwardCall
-from .config import BackwardConfig, is_valid, kept_derivatives, preferences, read_together
-from .hopper_config import HopperBackwardConfig, hopper_preferences
+from .config import BackwardConfig, default_queries, is_valid, kept_derivatives, preferences, read_together
+from .hopper_config import (
+    HopperBackwardConfig,
+    HopperQueriesConfig,
+    HopperWideConfig,
+    hopper_preferences,
+    queries_preferences,
+)
 from .operands import paths
 
-MainConfig = BackwardConfig | HopperBackwardConfig
+MainConfig = BackwardConfig | HopperBackwardConfig | HopperWideConfig
+QueriesConfig = BackwardConfig | HopperQueriesConfig
 
 
 @functools.lru_cache(maxsize=1024)
 def default(call: BackwardCall) -> MainConfig:
-    """The first configuration that fits: of the Hopper schedule, else of the generic one."""
+    """Of the main kernel: the first configuration that fits, of the Hopper schedules, else of the generic one."""
     forward = read_together(call)
-    for config in hopper_preferences(forward, paths(call)):
+    for config in hopper_preferences(forward, paths(call), not call.deterministic):
         if config.is_valid(forward):
             return config
     for generic in preferences(forward, kept_derivatives(call)):
         if is_valid(forward, generic):
             return generic
     raise NotImplementedError(f"no tile of the backward kernel fits {forward}")
+
+
+@functools.lru_cache(maxsize=1024)
+def queries_default(call: BackwardCall) -> QueriesConfig:
+    """Of the kernel for dq alone."""
+    forward = read_together(call)
+    for config in queries_preferences(forward):
+        if config.is_valid(forward):
+            return config
+    return default_queries(call)
+
+
+def adds_dq(call: BackwardCall) -> bool:
+    """Whether the main kernel adds up dq; else a kernel for dq alone follows it."""
+    config = default(call)
+    return not call.deterministic if isinstance(config, BackwardConfig) else config.adds_dq

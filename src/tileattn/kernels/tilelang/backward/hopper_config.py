@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ....call import AttentionCall
 from ....derivative import derivative
@@ -14,9 +15,12 @@ from ..config import ARCHITECTURES, padded
 from ..simplify import is_uniform
 from .operands import BY_KEY, Path
 from .order import RegisterOrder
+from .slopes import slope_program
 
 CONSUMERS = 256
 BLOCK_N = 128
+# Registers of a consumer thread that products can take; the rest holds addresses and intermediate results.
+MAIN_PRODUCTS, QUERIES_PRODUCTS = 228, 208
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class HopperBackwardConfig:
         block_M: rows of Q and dO in a tile.
         block_N: rows of K and V in a tile: 64 for each of the two consumer warpgroups.
         num_stages: tiles of Q, and of dO, in flight.
-        ds_buffers: tiles of dS in shared memory: with two, a warpgroup may write one while the other still reads.
+        ds_buffers: tiles of dS in shared memory: with two, a warpgroup may write one while the other still reads. None
+            at all, 0, leaves dq to another kernel.
         late_dp: whether dP is multiplied after the probabilities, not beside the scores: registers for modifications.
     """
 
@@ -36,6 +41,11 @@ class HopperBackwardConfig:
     num_stages: int = 2
     ds_buffers: int = 2
     late_dp: bool = False
+
+    @property
+    def adds_dq(self) -> bool:
+        """Whether the kernel adds up dq as well."""
+        return self.ds_buffers > 0
 
     def order(self, call: AttentionCall) -> RegisterOrder:
         """Of dq's sums."""
@@ -51,28 +61,126 @@ class HopperBackwardConfig:
         head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
         keys = 2 * self.block_N * (head_dim + head_dim_v)
         queries = self.num_stages * (2 * self.block_M * (head_dim + head_dim_v) + 8 * self.rows_apart)
-        return keys + queries + 2 * self.ds_buffers * self.block_N * self.block_M + 4 * self.block_M * head_dim + 1024
+        sums = 4 * self.block_M * head_dim if self.adds_dq else 0
+        return keys + queries + 2 * self.ds_buffers * self.block_N * self.block_M + sums + 1024
+
+    def products(self, call: AttentionCall) -> int:
+        """Registers per thread for dK and dV, S and dP, and, of 16 bits, P."""
+        columns = 2 * (padded(call.head_dim) + padded(call.head_dim_v)) + 5 * self.block_M
+        return columns * self.block_N // 2 // CONSUMERS
 
     def is_valid(self, call: AttentionCall) -> bool:
-        """Whether it fits the call: sm_90a, aligned tensors, shared memory, dims of up to 128."""
+        """Whether it fits the call: sm_90a, aligned tensors, registers, shared memory."""
         return (
             call.arch == "sm_90a"
             and call.aligned
             and call.dtype.itemsize == 2
-            and max(padded(call.head_dim), padded(call.head_dim_v)) <= 128
+            and self.products(call) <= MAIN_PRODUCTS
             and self.block_M % 16 == 0
-            and self.order(call).is_valid()
+            and (not self.adds_dq or self.order(call).is_valid())
             and self.shared_bytes(call) <= ARCHITECTURES["sm_90a"].shared_bytes
         )
 
 
-def hopper_preferences(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwardConfig]:
+@dataclass(frozen=True)
+class HopperWideConfig:
+    """The Hopper schedule for dk and dv of wide heads; its tiles are 64 queries by 64 keys.
+
+    Attributes:
+        late_dp: whether dP is multiplied after the probabilities, not beside the scores: registers for modifications.
+    """
+
+    late_dp: bool = False
+    block_M: ClassVar[int] = 64
+    block_N: ClassVar[int] = 64
+    adds_dq: ClassVar[bool] = False
+
+    def head_dim(self, call: AttentionCall) -> int:
+        """Both head dims as tiles hold them: in panels of 64 columns."""
+        return -(-max(call.head_dim, call.head_dim_v) // 64) * 64
+
+    def shared_bytes(self, call: AttentionCall) -> int:
+        """Shared memory of one block: K, V, two stages of Q and dO; P and dS, lse2 and delta of each; barriers."""
+        return 12 * 64 * self.head_dim(call) + 2 * 4 * 64 * 64 + 4 * 4 * 64 + 1024
+
+    def is_valid(self, call: AttentionCall) -> bool:
+        """Whether it fits the call: sm_90a, aligned tensors, equal head dims, shared memory."""
+        return (
+            call.arch == "sm_90a"
+            and call.aligned
+            and call.dtype.itemsize == 2
+            and min(call.head_dim, call.head_dim_v) > self.head_dim(call) - 64
+            and self.shared_bytes(call) <= ARCHITECTURES["sm_90a"].shared_bytes
+        )
+
+
+@dataclass(frozen=True)
+class HopperQueriesConfig:
+    """Tiles of the Hopper schedule for dq alone.
+
+    Attributes:
+        block_N: rows of K and V in a tile.
+        k_stages: tiles of K in flight: it is needed for dq once more, under the next tile's products.
+        v_stages: tiles of V in flight.
+        block_M: rows of Q and dO: 64 for each of the two consumer warpgroups.
+    """
+
+    block_N: int
+    k_stages: int = 2
+    v_stages: int = 2
+    block_M: int = 128
+
+    def shared_bytes(self, call: AttentionCall) -> int:
+        """Shared memory of one block: Q, dO; the stages of K and V; barriers."""
+        head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+        queries = 2 * self.block_M * (head_dim + head_dim_v)
+        return queries + 2 * self.block_N * (self.k_stages * head_dim + self.v_stages * head_dim_v) + 1024
+
+    def products(self, call: AttentionCall, kept: int = 0) -> int:
+        """Registers per thread for dQ, S, dP and, of 16 bits, dS; and for derivatives that are kept beside S."""
+        return (2 * padded(call.head_dim) + (5 + 2 * kept) * self.block_N) * self.block_M // 2 // CONSUMERS
+
+    def is_valid(self, call: AttentionCall) -> bool:
+        """Whether it fits the call: sm_90a, aligned tensors, registers, shared memory."""
+        return (
+            call.arch == "sm_90a"
+            and call.aligned
+            and call.dtype.itemsize == 2
+            and self.products(call) <= QUERIES_PRODUCTS
+            and self.k_stages >= 2
+            and self.block_N % 16 == 0
+            and self.shared_bytes(call) <= ARCHITECTURES["sm_90a"].shared_bytes
+        )
+
+
+def hopper_preferences(
+    call: AttentionCall, paths: tuple[Path, ...], adds_dq: bool
+) -> Iterator[HopperBackwardConfig | HopperWideConfig]:
     """Configurations from the best down; the first that is valid counts.
 
     Args:
         call: of the forward pass, aligned if all that the kernel reads is.
         paths: to the tensors whose gradients are wanted.
+        adds_dq: whether the kernel may add up dq; wide heads leave no registers for it.
     """
+    if max(padded(call.head_dim), padded(call.head_dim_v)) > 128:
+        yield from _wide(call, paths)
+        return
+    for config in _narrow(call, paths):
+        yield config if adds_dq else dataclasses.replace(config, ds_buffers=0)
+
+
+def _wide(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwardConfig | HopperWideConfig]:
+    """None for modifications that keep much beside S and dP."""
+    kept = _kept(program(call.variant).score)
+    if paths or kept > 1:
+        return
+    yield HopperWideConfig(late_dp=kept > 0)
+    if kept == 0:
+        yield HopperBackwardConfig(32, num_stages=4, ds_buffers=0)
+
+
+def _narrow(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwardConfig]:
     widest = max(padded(call.head_dim), padded(call.head_dim_v))
     score = program(call.variant).score
     # What is kept beside P, dP, dK and dV leaves registers for fewer queries only.
@@ -82,9 +190,25 @@ def hopper_preferences(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator
         yield HopperBackwardConfig(64, late_dp=bool(paths))
     elif widest <= 64:
         yield HopperBackwardConfig(128)
-    else:
+    elif program(call.variant).allows is None:
         yield HopperBackwardConfig(80)
-        yield HopperBackwardConfig(64)
+    yield HopperBackwardConfig(64)
+
+
+def queries_preferences(call: AttentionCall) -> Iterator[HopperQueriesConfig]:
+    """The same of the kernel for dq alone: the largest tiles of keys for which there are registers."""
+    score = program(call.variant).score
+    kept = _kept(score)
+    for block_N in range(64 if score is not None else 128, 0, -16):
+        for v_stages in (2, 1):
+            config = HopperQueriesConfig(block_N, v_stages=v_stages)
+            if config.products(call, kept) <= QUERIES_PRODUCTS:
+                yield config
+
+
+def _kept(score: Any) -> int:
+    """How many derivatives are kept beside S, if those of tensors are not wanted."""
+    return 0 if score is None else len(slope_program(score, (), hardware_tanh=True).early)
 
 
 def _crowded(paths: tuple[Path, ...]) -> bool:

@@ -9,11 +9,11 @@ from tilelang.language.eager.builder import Builder
 
 from ....call import BackwardCall
 from ....variant import program
-from ..compile import OWN_BARRIERS
-from . import finish, generic, hopper, prepare, queries
-from .config import BackwardConfig, default_queries, read_together
-from .defaults import MainConfig, default
-from .hopper_config import HopperBackwardConfig
+from ..compile import DESCRIPTORS_IN_LOOPS, OWN_BARRIERS
+from . import finish, generic, hopper, hopper_queries, hopper_wide, prepare, queries
+from .config import BackwardConfig, read_together
+from .defaults import MainConfig, QueriesConfig, adds_dq, default, queries_default
+from .hopper_config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig
 from .operands import paths
 from .signature import declare_finish, declare_main, declare_prepare, declare_queries
 
@@ -23,41 +23,49 @@ def kernel(call: BackwardCall, name: str) -> Any:
     if name == "main":
         return main_kernel(call, default(call))
     if name == "queries":
-        return queries_kernel(call, default_queries(call))
+        return queries_kernel(call, queries_default(call))
     return prepare_kernel(call) if name == "prepare" else finish_kernel(call)
 
 
 def prepare_kernel(call: BackwardCall) -> Any:
     """The function ``prepare``, whose parameters are those of :func:`signature.declare_prepare`."""
     forward = dataclasses.replace(call.forward, aligned=call.aligned)
+    clears = adds_dq(call)
     builder = Builder()
     with builder.prim_func("prepare"):
-        arguments = declare_prepare(builder, forward, call.dlse, not call.deterministic)
-        prepare.body(forward, call.dlse, not call.deterministic)(arguments)
+        prepare.body(forward, call.dlse, clears)(declare_prepare(builder, forward, call.dlse, clears))
     return builder.get()
 
 
 def main_kernel(call: BackwardCall, config: MainConfig) -> Any:
     """The function ``main``, whose parameters are those of :func:`signature.declare_main`."""
     forward, traced, found = read_together(call), program(call.forward.variant), paths(call)
-    adds_dq, own_barriers = not call.deterministic, isinstance(config, HopperBackwardConfig)
     builder = Builder()
     with builder.prim_func("main"):
-        arguments = declare_main(builder, forward, traced, found, adds_dq, own_barriers)
-        if isinstance(config, HopperBackwardConfig):
+        adds_dq = not call.deterministic if isinstance(config, BackwardConfig) else config.adds_dq
+        own = not isinstance(config, BackwardConfig)
+        arguments = declare_main(builder, forward, traced, found, adds_dq, hopper=own)
+        if isinstance(config, HopperWideConfig):
+            hopper_wide.body(forward, config, traced)(arguments)
+        elif isinstance(config, HopperBackwardConfig):
             hopper.body(forward, config, traced, found, adds_dq)(arguments)
         else:
             generic.body(forward, config, traced, found, adds_dq)(arguments)
-    return builder.get().with_attr(OWN_BARRIERS, own_barriers)
+    # Where dq is added up too, the descriptors have been measured as they are.
+    return builder.get().with_attr(OWN_BARRIERS, own).with_attr(DESCRIPTORS_IN_LOOPS, own and not adds_dq)
 
 
-def queries_kernel(call: BackwardCall, config: BackwardConfig) -> Any:
+def queries_kernel(call: BackwardCall, config: QueriesConfig) -> Any:
     """The function ``queries``, whose parameters are those of :func:`signature.declare_queries`."""
     forward, traced = read_together(call), program(call.forward.variant)
     builder = Builder()
     with builder.prim_func("queries"):
-        queries.body(forward, config, traced)(declare_queries(builder, forward, traced))
-    return builder.get()
+        if isinstance(config, HopperQueriesConfig):
+            hopper_queries.body(forward, config, traced)(declare_queries(builder, forward, traced, hopper=True))
+        else:
+            queries.body(forward, config, traced)(declare_queries(builder, forward, traced))
+    own = isinstance(config, HopperQueriesConfig)
+    return builder.get().with_attr(OWN_BARRIERS, own).with_attr(DESCRIPTORS_IN_LOOPS, own)
 
 
 def finish_kernel(call: BackwardCall) -> Any:

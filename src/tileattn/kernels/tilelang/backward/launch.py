@@ -12,8 +12,8 @@ from ....call import BackwardCall
 from ....variant import program
 from ...cache import KernelCache, default_folder
 from ..launch import _load, _toolchain
-from .config import default_queries, read_together
-from .defaults import default
+from .config import read_together
+from .defaults import adds_dq, default, queries_default
 from .hopper_config import HopperBackwardConfig
 from .operands import paths
 
@@ -39,7 +39,7 @@ def backward_kernels(call: BackwardCall) -> Kernels:
 
 def kernel_names(call: BackwardCall) -> tuple[str, ...]:
     """Which kernels a call takes."""
-    return ("prepare", "main", "queries" if call.deterministic else "finish")
+    return ("prepare", "main", "finish" if adds_dq(call) else "queries")
 
 
 def ensure_compiled(call: BackwardCall, name: str) -> Path:
@@ -69,18 +69,19 @@ def _facts(call: BackwardCall, name: str) -> str:
         config = default(call)
         return f"{shape} {config.order(forward) if isinstance(config, HopperBackwardConfig) else 'row by row'}"
     if name == "prepare":
-        sums = f"dq={not call.deterministic}"
+        sums = f"dq={adds_dq(call)}"
         return f"{shape} {forward.head_dim_v} dlse={call.dlse} aligned={call.aligned} {sums}"
-    config = default_queries(call) if name == "queries" else default(call)
+    config = queries_default(call) if name == "queries" else default(call)
     facts = f"{shape} {forward.head_dim_v} aligned={forward.aligned} | {config}"
     if name == "main":
-        facts += f" | dq={not call.deterministic} {[(str(path.load), path.way) for path in paths(call)]}"
+        facts += f" | dq={adds_dq(call)} {[(str(path.load), path.way) for path in paths(call)]}"
     return f"{facts} | {program(forward.variant).backward_text}"
 
 
 # Of this package and of the forward pass, the modules that generate kernels.
-OWN_SOURCES = ("config", "finish", "generic", "hopper", "hopper_config", "kernels", "layouts", "operands", "order")
-OWN_SOURCES += ("prepare", "queries", "signature", "slopes", "tensors", "tile", "variables", "visible")
+OWN_SOURCES = ("config", "finish", "generic", "hopper", "hopper_config", "hopper_queries", "hopper_wide")
+OWN_SOURCES += ("kernels", "layouts", "operands", "order", "prepare", "queries", "signature", "slopes", "tensors")
+OWN_SOURCES += ("tile", "variables", "visible")
 SHARED_SOURCES = ("compile", "config", "expressions", "generic", "mask", "signature", "simplify", "softmax")
 
 

@@ -110,13 +110,13 @@ def declare_main(
     return _with_sizes(p, arg)
 
 
-def declare_queries(builder: Builder, call: AttentionCall, traced: Program) -> Any:
-    """``(q, k, v, do, lse2, delta, dq, *tensors, scale, heads_per_kv_head, *ints, *floats)``"""
+def declare_queries(builder: Builder, call: AttentionCall, traced: Program, hopper: bool = False) -> Any:
+    """``(q, k, v, do, lse2, delta, dq, *tensors, scale, heads_per_kv_head, [side_by_side], *ints, *floats)``"""
     p = Parameters(builder, call)
     arg = SimpleNamespace(**{name: p.strided(name) for name in ("q", "k", "v", "do")})
     arg.lse2, arg.delta = p.rows("lse2"), p.rows("delta")
     arg.dq = p.gradient("dq")
-    _declare_variant(p, arg, traced)
+    _declare_variant(p, arg, traced, hopper)
     return _with_sizes(p, arg)
 
 

@@ -1,0 +1,331 @@
+"""dq alone, Hopper schedule: without atomic operations, and so in a fixed order.
+
+For ``deterministic=True``, and for head dims so wide that dk, dv and dq's sums do not fit into one kernel together
+(hopper_wide.py). Each block owns one tile of 128 queries of one head, and walks over the tiles of keys that the mask
+lets it see. In a block
+
+    two loading warps        bring Q and dO, and then, tile by tile, one warp K and the other V, by TMA;
+    two consumer warpgroups  own 64 queries each: they multiply (wgmma), and keep dQ in registers.
+
+One iteration of a consumer warpgroup, j being the tile of keys before. dQ comes one tile late, so that the tensor cores
+have work under the exponentials; the other warpgroup's products run under the rest:
+
+    tensor cores  |  dQ += dS_j K_j  |  S = Q K_j+1^T  |   dP = dO V_j+1^T   |                      |  dQ += ...
+    other units   |                  |                 |  P = exp2(S)        |  dS = P (dP - delta) |
+    K barriers    |                  ^ready, ^free (j)
+    V barriers    |                                    ^ready                ^free
+
+S, P, dP and dS have queries in rows: dS is a first operand as it lies in registers, and lse2 and delta are two numbers
+each in every thread. The warpgroups share nothing but the stages of K and V, and never wait for each other.
+
+Every buffer has two mbarriers, ``ready`` and ``free``, as in the forward schedule (../hopper.py). Masked tiles, and
+tiles over the ends of queries or keys, take a branch that all threads agree on. dQ leaves through shared memory, where
+Q was: each warpgroup reads, and then overwrites, its own rows only.
+
+Blocks start with the last tiles of queries, which a causal mask makes longest. All sizes and strides are run-time
+values. Limits: sm_90a, head dims up to 256, tensors whose rows begin at multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import tilelang.language as T
+
+from ....call import AttentionCall
+from ....variant import Program
+from .. import softmax
+from ..config import padded, panel
+from ..expressions import Emitter
+from ..generic import ROWS
+from ..hopper_plan import WARP, WARPGROUP, _slices
+from ..mask import keep_uniforms
+from ..signature import assume_aligned, assume_filled
+from . import tile
+from .hopper import CONSUMER_REGISTERS, PRODUCER_REGISTERS, release
+from .hopper_config import CONSUMERS, HopperQueriesConfig
+from .layouts import accumulator_layout
+from .visible import Viewers
+
+# Named barriers; 0 is __syncthreads. Each warpgroup has one for itself.
+WITHIN = 1
+
+# The block's task: a tile of queries, by its first, of one head of one batch element, and which tiles of keys it sees.
+BATCH, HEAD, ROW, FIRST, COUNT = range(5)
+
+# Where a warpgroup stands in the stages of K and V; LAST is the stage of the K that dQ still needs.
+K_STAGE, K_PARITY, LAST, V_STAGE, V_PARITY = range(5)
+
+
+class Plan:
+    """The static facts of one kernel, from which its macros choose what they emit.
+
+    Attributes:
+        slopes: the score modification and its slope, or None.
+        early: indices of the derivatives that are kept beside the scores.
+        panel: columns of dQ that one TMA store takes.
+    """
+
+    def __init__(self, call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> None:
+        self.call, self.config, self.traced = call, config, traced
+        self.block_M, self.block_N = config.block_M, config.block_N
+        self.head_dim, self.head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+        self.dtype = str(call.dtype).removeprefix("torch.")
+        self.slopes = tile.Slopes(call, traced, ()) if traced.score is not None else None
+        self.early = tuple(range(len(self.slopes.program.early))) if self.slopes else ()
+        self.panel = panel(self.head_dim)
+
+    def alloc_barriers(self) -> dict[str, Any]:
+        """All barriers, by name, in one array; see ../hopper_plan.py."""
+        return _slices(
+            T.alloc_barrier,
+            {
+                "q_ready": [WARP],
+                "do_ready": [WARP],
+                "k_ready": [WARP] * self.config.k_stages,
+                "k_free": [2] * self.config.k_stages,
+                "v_ready": [WARP] * self.config.v_stages,
+                "v_free": [2] * self.config.v_stages,
+            },
+        )
+
+
+# --- The warps of the producer warpgroup, which have few registers ---
+
+
+@T.macro
+def load(plan, arg, w, rows, rows_shared, rows_ready, keys, tiles, stages, head_dim, ready, free):
+    """Q, then K tile by tile as stages become free; or dO, then V."""
+    rows_b, keys_b = (T.alloc_var("int32", init=T.min(w.task[BATCH], x.shape[0] - 1)) for x in (rows, keys))
+    kv_h = T.alloc_var("int32", init=T.truncdiv(w.task[HEAD], arg.heads_per_kv_head))
+    row, h = w.task[ROW], w.task[HEAD]
+    T.tma_copy(rows[rows_b, row : row + plan.block_M, h, 0:head_dim], rows_shared, barrier=rows_ready[0])
+    T.barrier_arrive(rows_ready[0])
+    key = T.alloc_var("int32", init=w.task[FIRST] * plan.block_N)
+    stage = T.alloc_var("int32", init=0)
+    parity = T.alloc_var("int32", init=1)  # a fresh barrier lets this parity pass
+    for _ in T.serial(w.task[COUNT]):
+        T.barrier_wait(free[stage], parity)
+        T.tma_copy(keys[keys_b, key : key + plan.block_N, kv_h, 0:head_dim], tiles[stage, :, :], barrier=ready[stage])
+        T.barrier_arrive(ready[stage])
+        key += plan.block_N
+        parity = T.if_then_else(stage == stages - 1, parity ^ 1, parity)
+        stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
+
+
+# --- The consumer warpgroups ---
+
+
+@T.macro
+def await_product(plan, fragment, in_flight, columns):
+    """Until only so many products are in flight; the fragment's registers are then its result."""
+    T.wait_wgmma(in_flight)
+    T.warpgroup_fence_operand(fragment, num_regs=plan.block_M * columns // CONSUMERS)
+
+
+@T.macro
+def multiply_scores(plan, w):
+    T.barrier_wait(w.k_ready[w.at[K_STAGE]], w.at[K_PARITY])
+    T.wgmma_gemm(w.q, w.k[w.at[K_STAGE], :, :], w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
+
+
+@T.macro
+def multiply_dp(plan, w):
+    T.barrier_wait(w.v_ready[w.at[V_STAGE]], w.at[V_PARITY])
+    T.wgmma_gemm(w.do, w.v[w.at[V_STAGE], :, :], w.acc_dp, transpose_B=True, clear_accum=True, policy=ROWS)
+
+
+@T.macro
+def add_dq(plan, w):
+    T.wgmma_gemm(w.ds, w.k[w.at[LAST], :, :], w.acc_dq, policy=ROWS)
+
+
+@T.macro
+def scores_to_probabilities(plan, arg, w, k_lo):
+    b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
+    q_lo = row + arg.seqlen_k - arg.seqlen_q
+    c = arg.scale * softmax.LOG2E if plan.slopes is None else 1.0
+    if plan.slopes is not None:
+        tile.modify(
+            w.acc_s, w.early, plan.slopes, w.uniforms, w.emit, arg.scale, b, h, q_lo, k_lo,
+            plan.block_M, plan.block_N, False,
+        )  # fmt: skip
+    if (k_lo < w.full[0]) | (k_lo + plan.block_N > w.full[1]):
+        tile.hide(w.acc_s, w.visible, b, h, q_lo, k_lo, plan.block_M, plan.block_N, False)
+    tile.probabilities(w.acc_s, w.lse2, c, plan.block_M, plan.block_N, False)
+    for index in plan.early:
+        tile.weigh(w.early[index], w.acc_s, plan.block_M, plan.block_N)
+
+
+@T.macro
+def gradients_of_scores(plan, arg, w, k_lo):
+    """dS, of the scaled scores, in 16 bits."""
+    if plan.slopes is None:
+        for i, j in T.Parallel(plan.block_M, plan.block_N):
+            w.ds[i, j] = w.acc_s[i, j] * (w.acc_dp[i, j] - w.delta[i])
+    else:
+        slope = plan.slopes.program.slope
+        gradient = tile.kept(slope, w.early, w.acc_s)
+        tile.score_gradients(gradient, w.acc_dp, w.delta, plan.block_M, plan.block_N, False)
+        if slope.late is not None:
+            tile.times_late(
+                gradient, gradient, slope.late, plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH],
+                w.task[HEAD], w.task[ROW] + arg.seqlen_k - arg.seqlen_q, k_lo, plan.block_M, plan.block_N, False,
+            )  # fmt: skip
+        T.copy(gradient, w.ds)
+
+
+@T.macro
+def next_stages(plan, w):
+    """K, once used, is one tile ahead of dQ."""
+    w.at[LAST] = w.at[K_STAGE]
+    last = w.at[LAST] == plan.config.k_stages - 1
+    w.at[K_PARITY] = T.if_then_else(last, w.at[K_PARITY] ^ 1, w.at[K_PARITY])
+    w.at[K_STAGE] = T.if_then_else(last, 0, w.at[LAST] + 1)
+    if plan.config.v_stages == 1:
+        w.at[V_PARITY] = w.at[V_PARITY] ^ 1
+    else:
+        last_v = w.at[V_STAGE] == plan.config.v_stages - 1
+        w.at[V_PARITY] = T.if_then_else(last_v, w.at[V_PARITY] ^ 1, w.at[V_PARITY])
+        w.at[V_STAGE] = T.if_then_else(last_v, 0, w.at[V_STAGE] + 1)
+
+
+@T.macro
+def first_tile(plan, arg, w, k_lo):
+    multiply_scores(plan, w)
+    multiply_dp(plan, w)
+    await_product(plan, w.acc_s, 1, plan.block_N)
+    scores_to_probabilities(plan, arg, w, k_lo)
+    await_product(plan, w.acc_dp, 0, plan.block_N)
+    release(w, w.v_free, w.at[V_STAGE])
+    gradients_of_scores(plan, arg, w, k_lo)
+    next_stages(plan, w)
+
+
+@T.macro
+def advance(plan, arg, w, k_lo):
+    """dQ from the last tile of keys, and dS of the next."""
+    add_dq(plan, w)
+    multiply_scores(plan, w)
+    multiply_dp(plan, w)
+    await_product(plan, w.acc_dq, 2, plan.head_dim)
+    release(w, w.k_free, w.at[LAST])
+    await_product(plan, w.acc_s, 1, plan.block_N)
+    scores_to_probabilities(plan, arg, w, k_lo)
+    await_product(plan, w.acc_dp, 0, plan.block_N)
+    release(w, w.v_free, w.at[V_STAGE])
+    gradients_of_scores(plan, arg, w, k_lo)
+    next_stages(plan, w)
+
+
+@T.macro
+def store(plan, arg, w):
+    """dQ by way of shared memory, each warpgroup its own 64 rows."""
+    b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
+    group = w.thread // WARPGROUP
+    for i, d in T.Parallel(plan.block_M, plan.head_dim):
+        w.acc_dq[i, d] *= arg.scale
+    T.sync_threads(WITHIN + group, WARPGROUP)  # all of the warpgroup have done with its rows of Q
+    T.copy(w.acc_dq, w.q)
+    T.fence_proxy_async()
+    T.sync_threads(WITHIN + group, WARPGROUP)
+    for p in T.unroll(plan.head_dim // plan.panel):
+        T.tma_copy(
+            w.q[group * 64 : group * 64 + 64, p * plan.panel : p * plan.panel + plan.panel],
+            arg.dq[b, row + group * 64 : row + group * 64 + 64, h, p * plan.panel : p * plan.panel + plan.panel],
+            leader_scope_threads=WARPGROUP,
+        )
+    T.tma_store_wait(0)
+
+
+@T.macro
+def consume(plan, arg, w):
+    b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
+    q_lo = row + arg.seqlen_k - arg.seqlen_q
+    full_lo, full_hi = w.visible.full_range(b, h, q_lo, T.min(q_lo + plan.block_M, arg.seqlen_k) - 1)
+    w.full[0] = full_lo
+    # Tiles over the last query are masked as a whole: the modification of what lies there may be anything.
+    w.full[1] = T.if_then_else(row + plan.block_M > arg.seqlen_q, 0, full_hi)
+    T.copy(arg.lse2[b, h, row : row + plan.block_M], w.lse2)
+    T.copy(arg.delta[b, h, row : row + plan.block_M], w.delta)
+    T.fill(w.acc_dq, 0)
+    for i in T.unroll(5):
+        w.at[i] = 0
+    if plan.slopes is not None:
+        keep_uniforms(plan.slopes, w.uniforms, w.emit, arg.scale, b, h)
+    T.barrier_wait(w.q_ready[0], 0)
+    T.barrier_wait(w.do_ready[0], 0)
+    first_tile(plan, arg, w, w.task[FIRST] * plan.block_N)
+    for j in T.serial(w.task[COUNT] - 1):
+        advance(plan, arg, w, (w.task[FIRST] + 1 + j) * plan.block_N)
+    add_dq(plan, w)
+    await_product(plan, w.acc_dq, 0, plan.head_dim)
+    store(plan, arg, w)
+
+
+def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> Any:
+    """The macro that emits the kernel, given its parameters (see ``signature.declare_queries``)."""
+    plan = Plan(call, config, traced)
+
+    @T.macro
+    def kernel(arg):
+        query_tiles = T.ceildiv(arg.seqlen_q, plan.block_M)
+        side = arg.side_by_side
+        with T.Kernel(query_tiles * arg.heads * arg.batch, threads=CONSUMERS + WARPGROUP) as block:
+            assume_filled(arg.operands)
+            assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
+            # `side` heads side by side, each beginning with its last queries.
+            turn, place = T.truncdiv(block, side * query_tiles), T.truncmod(block, side * query_tiles)
+            pair = T.alloc_var("int32", init=turn * side + T.truncmod(place, side))
+            emit = Emitter(arg.operands)
+            score_tile = [plan.block_M, plan.block_N]
+            thread = T.get_thread_binding()
+            w = SimpleNamespace(
+                task=T.alloc_local([5], "int32"),
+                emit=emit,
+                visible=Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k),
+                q=T.alloc_shared([plan.block_M, plan.head_dim], plan.dtype),
+                do=T.alloc_shared([plan.block_M, plan.head_dim_v], plan.dtype),
+                k=T.alloc_shared([config.k_stages, plan.block_N, plan.head_dim], plan.dtype),
+                v=T.alloc_shared([config.v_stages, plan.block_N, plan.head_dim_v], plan.dtype),
+                acc_s=T.alloc_fragment(score_tile, "float32"),
+                acc_dp=T.alloc_fragment(score_tile, "float32"),
+                early=[T.alloc_fragment(score_tile, "float32") for _ in plan.early],
+                ds=T.alloc_fragment(score_tile, plan.dtype),
+                acc_dq=T.alloc_fragment([plan.block_M, plan.head_dim], "float32"),
+                lse2=T.alloc_fragment([plan.block_M], "float32"),
+                delta=T.alloc_fragment([plan.block_M], "float32"),
+                uniforms=plan.slopes.allocate() if plan.slopes is not None else None,
+                at=T.alloc_local([5], "int32"),
+                full=T.alloc_local([2], "int32"),
+                thread=thread,
+                **plan.alloc_barriers(),
+            )
+            w.task[BATCH] = T.truncdiv(pair, arg.heads)
+            w.task[HEAD] = T.truncmod(pair, arg.heads)
+            w.task[ROW] = (query_tiles - 1 - T.truncdiv(place, side)) * plan.block_M
+            q_lo = w.task[ROW] + arg.seqlen_k - arg.seqlen_q
+            q_hi = T.min(q_lo + plan.block_M, arg.seqlen_k) - 1
+            kv_lo, kv_hi = w.visible.kv_range(w.task[BATCH], w.task[HEAD], q_lo, q_hi)
+            w.task[FIRST] = T.truncdiv(kv_lo, plan.block_N)
+            # At least one tile, all masked where nothing is visible.
+            w.task[COUNT] = T.max(T.ceildiv(kv_hi, plan.block_N) - w.task[FIRST], 1)
+            T.annotate_layout({w.ds: accumulator_layout(plan.block_M, plan.block_N)})
+            if thread >= CONSUMERS:
+                T.set_max_nreg(PRODUCER_REGISTERS, 0)
+                if thread < CONSUMERS + WARP:
+                    load(
+                        plan, arg, w, arg.q, w.q, w.q_ready,
+                        arg.k, w.k, config.k_stages, plan.head_dim, w.k_ready, w.k_free,
+                    )  # fmt: skip
+                elif thread < CONSUMERS + 2 * WARP:
+                    load(
+                        plan, arg, w, arg.do, w.do, w.do_ready,
+                        arg.v, w.v, config.v_stages, plan.head_dim_v, w.v_ready, w.v_free,
+                    )  # fmt: skip
+            else:
+                T.set_max_nreg(CONSUMER_REGISTERS, 1)
+                consume(plan, arg, w)
+
+    return kernel
