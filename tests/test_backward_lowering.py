@@ -160,7 +160,8 @@ def _check_barriers(source: str) -> None:
         assert partial == [] or set(partial) == {threads - 128}
     reduced = re.findall(r"AllReduce<[\w:]+, (\d+), \d+, \d+, tl::NamedBarrier<(\d+)>", source)
     # Beyond a warp it takes a barrier of all threads that compute.
-    assert all(int(width) <= 32 or int(barrier) in partial for width, barrier in reduced)
+    computing = set(partial) or {threads}
+    assert all(int(width) <= 32 or int(barrier) in computing for width, barrier in reduced)
 
 
 def _check_atomics(call: BackwardCall, which: str, source: str) -> None:
