@@ -34,7 +34,7 @@ SOURCES: dict[str, str | None] = {
     "variants": "variants-h200-2026-11-21-2.json",
     "heads": "heads-h200-2026-11-21-2.json",
     "fp8": "fp8-h200-2026-11-21-2.json",
-    "fa-bwd": None,
+    "fa-bwd": "fa-bwd-h200-2026-11-21.json",
     "variants-bwd": None,
     "heads-bwd": None,
     "memory-fwdbwd": None,

@@ -23,9 +23,13 @@ class TileAttn:
     backend: str | None = None
     name: str = OWN
 
+    def asked(self, problem: Problem) -> str | None:
+        """The backend to name: on a GPU the kernels, which dispatch keeps back where a gradient is needed."""
+        return "tilelang" if self.backend is None and problem.do is not None and problem.q.is_cuda else self.backend
+
     def refusal(self, problem: Problem) -> str | None:
         try:
-            _selected(problem, self.backend)
+            _selected(problem, self.asked(problem))
         except NotImplementedError as refused:
             return str(refused)
         return None
@@ -45,12 +49,12 @@ class TileAttn:
                 score_mod=score_mod,
                 causal=causal,
                 sink=problem.sink,
-                backend=self.backend,
+                backend=self.asked(problem),
             )
             assert isinstance(out, Tensor)
             return out
 
-        return Prepared(call, _held_bytes(mask, score_mod, problem), chosen=_selected(problem, self.backend).name)
+        return Prepared(call, _held_bytes(mask, score_mod, problem), chosen=_selected(problem, self.asked(problem)).name)
 
 
 @dataclass(frozen=True)
