@@ -54,7 +54,8 @@ class TileAttn:
             assert isinstance(out, Tensor)
             return out
 
-        return Prepared(call, _held_bytes(mask, score_mod, problem), chosen=_selected(problem, self.asked(problem)).name)
+        chosen = _selected(problem, self.asked(problem)).name
+        return Prepared(call, _held_bytes(mask, score_mod, problem), chosen=chosen)
 
 
 @dataclass(frozen=True)
