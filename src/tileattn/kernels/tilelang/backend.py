@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import math
 from collections.abc import Callable
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from ...call import AttentionCall
 from ...fp8 import FP8, Descales
 from ...variant import Operands, program
+from .arguments import L2_BYTES, as_bytes, divisors, one_batch
 from .backward.backend import prepare_backward as prepare_backward
 from .config import ARCHITECTURES, TRANSPOSED_KEYS, HopperConfig
 from .defaults import default
@@ -20,8 +20,7 @@ from .launch import forward_function, transpose_function
 from .queue import multiprocessors, tickets
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-# Keys and values of the heads that run at the same time should stay in the L2 cache.
-L2_BYTES, ONE_AFTER_ANOTHER_BYTES = 32 * 2**20, 2**20
+ONE_AFTER_ANOTHER_BYTES = 2**20  # of keys and values: beyond it heads run one after another where tiles cost the same
 MAX_GRID = 65535  # blocks in the grid's second and third dimension
 
 
@@ -109,7 +108,7 @@ def prepare(
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         o = q.new_empty(o_shape, dtype=call.out_dtype)
         lse = q.new_empty(lse_shape, dtype=torch.float32) if call.return_lse else None
-        q, k, v = _one_batch(q), _one_batch(k), _one_batch(v)
+        q, k, v = one_batch(q), one_batch(k), one_batch(v)
         outputs = (o,) if lse is None else (o, lse)
         queue = (
             (tickets(q.device), min(tasks, max(multiprocessors(q.device) // cluster, 1)) * cluster)
@@ -121,7 +120,7 @@ def prepare(
             transpose(v, transposed)
             v = transposed
         if has_arguments:
-            tensors = [_as_bytes(tensor) for tensor in operands.tensors]
+            tensors = [as_bytes(tensor) for tensor in operands.tensors]
             sinks = () if sink is None else (sink.detach().float(),)
             kernel(
                 q,
@@ -179,8 +178,8 @@ def _heads_side_by_side(call: AttentionCall, q_shape: torch.Size, seqlen_k: int,
         fitting = max(ONE_AFTER_ANOTHER_BYTES // bytes_per_kv_head, 1)
     else:
         fitting = min(max(L2_BYTES // bytes_per_kv_head, 4), 16)
-    divisors = [d for d in _divisors(pairs) if pairs // d <= MAX_GRID]
-    return max((d for d in divisors if d <= fitting * (heads // kv_heads)), default=divisors[0])
+    allowed = [d for d in divisors(pairs) if pairs // d <= MAX_GRID]
+    return max((d for d in allowed if d <= fitting * (heads // kv_heads)), default=allowed[0])
 
 
 def _shared_bytes_per_score(call: AttentionCall) -> int:
@@ -189,20 +188,3 @@ def _shared_bytes_per_score(call: AttentionCall) -> int:
     if copied is None or (copied[0].differs_by("b") and copied[0].differs_by("h")):
         return 0
     return copied[1].itemsize
-
-
-@functools.lru_cache(maxsize=256)
-def _divisors(number: int) -> list[int]:
-    """In ascending order."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def _one_batch(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that is expanded over the batch (stride 0, which tensor maps refuse), as its one batch."""
-    return tensor if tensor.stride(0) else tensor[0][None]
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Kernels read booleans as bytes."""
-    return tensor.detach().view(torch.uint8) if tensor.dtype == torch.bool else tensor.detach()

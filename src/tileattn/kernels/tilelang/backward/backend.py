@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from ....call import BackwardCall, Gradients
 from ....variant import Operands, program
+from ..arguments import L2_BYTES, as_bytes, divisors, one_batch
 from ..config import padded
 from .config import ROWS, BackwardConfig
 from .defaults import MainConfig, adds_dq, default, queries_default
@@ -18,8 +18,7 @@ from .launch import backward_kernels
 from .operands import AXES, BY_KEY, SPREAD, STORED, Path, add_up, paths
 from .order import COLUMNS
 
-# What runs together should stay in the L2 cache, but few heads leave long tiles to the end.
-L2_BYTES, MIN_SIDE_BY_SIDE = 32 * 2**20, 4
+MIN_SIDE_BY_SIDE = 4  # kv heads under a mask, whatever the L2 cache holds: few leave long tiles to the end
 
 
 def prepare_backward(
@@ -64,12 +63,12 @@ def prepare_backward(
         lse2, delta = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
         sums = () if sums_rows is None else (q.new_empty(sums_rows, dtype=torch.float32),)
         of_lse = () if dlse is None else (dlse.contiguous(),)
-        q, k, v, o, do = map(_one_batch, (q, k, v, o, do))
+        q, k, v, o, do = map(one_batch, (q, k, v, o, do))
         kernels.prepare(o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
 
         dq, dk, dv = q.new_empty(q_shape), q.new_empty(k_shape), q.new_empty((*k_shape[:3], call.forward.head_dim_v))
         handed_over = [_workspace(path, rows, padded_k, seqlen_q, seqlen_k, operands) for path in found]
-        tensors = [_as_bytes(tensor) for tensor in operands.tensors]
+        tensors = [as_bytes(tensor) for tensor in operands.tensors]
         numbers = (*operands.ints, *operands.floats)
         if own_order:
             sums = tuple(x.view(batch, heads, -1, COLUMNS) for x in sums)
@@ -108,7 +107,7 @@ def _heads_side_by_side(call: BackwardCall, q_shape: torch.Size, k_shape: torch.
         return group
     row_bytes = 2 * (head_dim + call.forward.head_dim_v)  # of k and v
     fitting = max(L2_BYTES // (row_bytes * seqlen_k), MIN_SIDE_BY_SIDE)
-    return group * max(d for d in _divisors(batch * kv_heads) if d <= fitting)
+    return group * max(d for d in divisors(batch * kv_heads) if d <= fitting)
 
 
 def _kv_heads_side_by_side(call: BackwardCall, q_shape: torch.Size, kv_heads: int) -> int:
@@ -123,12 +122,7 @@ def _kv_heads_side_by_side(call: BackwardCall, q_shape: torch.Size, kv_heads: in
         return 1
     row_bytes = 2 * (head_dim + call.forward.head_dim_v) + 4 * head_dim  # of q, do and dq's sums
     fitting = max(L2_BYTES // (row_bytes * seqlen_q * (heads // kv_heads)), MIN_SIDE_BY_SIDE)
-    return max(d for d in _divisors(batch * kv_heads) if d <= fitting)
-
-
-@functools.lru_cache(maxsize=256)
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    return max(d for d in divisors(batch * kv_heads) if d <= fitting)
 
 
 def _nothing(call: BackwardCall) -> Callable[..., Gradients]:
@@ -184,13 +178,3 @@ def _tensor_gradient(
         if path.way in AXES:
             add_up(total, path, part, operands, first_position, seqlen_k)
     return total.to(tensor.dtype)
-
-
-def _one_batch(tensor: Tensor) -> Tensor:
-    """A tensor that is expanded over the batch (stride 0, which tensor maps refuse), as its one batch."""
-    return tensor if tensor.stride(0) else tensor[0][None]
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Kernels read booleans as bytes."""
-    return tensor.detach().view(torch.uint8) if tensor.dtype == torch.bool else tensor.detach()

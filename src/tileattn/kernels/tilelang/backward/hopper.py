@@ -3,7 +3,7 @@
 Each block owns one tile of 128 keys and values of one kv head, and walks over the query heads of the group and, for
 each, over the tiles of queries that the mask lets see its keys. In a block
 
-    one loading warp         brings K and V, then Q and dO tile by tile, with their lse2 and delta, by TMA;
+    two loading warps        bring, by TMA, K and V and then Q with lse2, tile by tile, and dO with delta;
     two consumer warpgroups  own 64 keys each: they multiply (wgmma), and keep dK and dV in registers;
     one adding warp          adds each tile of dQ to the float32 sums in memory, by TMA, which sums in the L2 cache.
 

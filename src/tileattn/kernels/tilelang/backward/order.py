@@ -69,7 +69,3 @@ class RegisterOrder:
     def place(self, i: Any, j: Any) -> tuple[Any, Any]:
         """The same in rows of ``COLUMNS``."""
         return self.offset(i, j) // COLUMNS, self.offset(i, j) % COLUMNS
-
-    def place_of_query(self, q: Any, d: Any) -> tuple[Any, Any]:
-        """Where dq of a tile's query q, dim d, lies."""
-        return self.place(d, q) if self.transposed else self.place(q, d)

@@ -1,0 +1,28 @@
+"""What both passes do with a call's tensors and heads before a launch."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+# What the heads that run at the same time read should stay in the L2 cache.
+L2_BYTES = 32 * 2**20
+
+
+@functools.lru_cache(maxsize=256)
+def divisors(number: int) -> list[int]:
+    """In ascending order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def one_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that is expanded over the batch (stride 0, which tensor maps refuse), as its one batch."""
+    return tensor if tensor.stride(0) else tensor[0][None]
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Kernels read booleans as bytes."""
+    return tensor.detach().view(torch.uint8) if tensor.dtype == torch.bool else tensor.detach()
