@@ -13,6 +13,7 @@ forward pass that is differentiated goes on behind that place, to the backward p
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +41,7 @@ from tileattn.kernels.tilelang.backward.launch import kernel_names
 from tileattn.kernels.tilelang.batch import CORES, AnyJob, BackwardJob, Done, Job, compile_all
 from tileattn.kernels.tilelang.config import Config
 from tileattn.kernels.tilelang.defaults import LONG, SHORT
-from tileattn.testing import build, conformance_cases
+from tileattn.testing import Arguments, build, conformance_cases
 from tileattn.variant import program
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
@@ -159,14 +160,16 @@ def _case_attempts(case: Case, direction: str) -> Iterator[Attempt]:
 
 
 def conformance_attempts() -> Iterator[Attempt]:
-    """What tests/test_conformance.py, tests/test_gpu.py and tests/test_gpu_backward.py call on a GPU."""
+    """What the tests for a GPU call: of the forward pass and, from the same cases, of the backward pass."""
     import test_conformance
+    import test_conformance_backward
     import test_gpu
     import test_gpu_backward
 
     for case in conformance_cases("full"):
         arguments = build(case, "meta")
         yield lambda arguments=arguments: test_conformance._run(arguments, "tilelang")  # type: ignore[misc]
+        yield functools.partial(_training, arguments, test_conformance_backward._run)
     for shape in (test_gpu.SHAPES | test_gpu.DIFFERING).values():
         for return_lse in (False, True):
             yield _attention(return_lse, **shape.tensors(device="meta"))
@@ -183,6 +186,14 @@ def conformance_attempts() -> Iterator[Attempt]:
         yield _attention(return_lse, q, q, q, mask=mask, score_mod=score_mod)
     with mock.patch.object(test_gpu_backward, "DEVICE", "meta"):
         yield from map(torch.enable_grad(), test_gpu_backward.calls())
+
+
+@torch.enable_grad()
+def _training(arguments: Arguments, run: Callable[[Arguments, str], tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """A call and its backward pass, with both outputs' gradients."""
+    leaves = list(arguments.leaves().values())
+    outputs = run(arguments, "tilelang")
+    torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
 
 
 def _attention(return_lse: bool, *tensors: torch.Tensor, **named: Any) -> Attempt:

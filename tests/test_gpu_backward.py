@@ -68,8 +68,8 @@ def _key_bias(case: Case, random: Callable[..., Tensor]) -> list[Any]:
 
 def _relative(case: Case, random: Callable[..., Tensor]) -> list[Any]:
     """A learned bias by distance, which many scores read at one place."""
-    table = random(sum(case.lengths) + 1)
     keys = case.lengths[1]
+    table = random(2 * keys)  # a query's position is from keys - lengths[0] to keys - 1
     return [lambda score, b, h, q, k: score * 1.5 + table[q - k + keys]]
 
 

@@ -50,11 +50,14 @@ class RegisterOrder:
         return self.block_M * self.head_dim
 
     def is_valid(self) -> bool:
-        """Whether two warpgroups can hold the product, and its halves are whole rows of ``COLUMNS``."""
+        """Whether two warpgroups can hold the product, and its halves are whole rows of ``COLUMNS``.
+
+        Half of the columns must be whole panels of K, 16 dims or more, which a wgmma cannot begin within.
+        """
         rows, columns = self.shape
         if self.transposed and self.shares_columns:
             return False
-        return rows in (64, 128) and columns % (16 if rows == 64 else 8) == 0 and self.size % (2 * COLUMNS) == 0
+        return rows in (64, 128) and columns % (32 if rows == 64 else 8) == 0 and self.size % (2 * COLUMNS) == 0
 
     def offset(self, i: Any, j: Any) -> Any:
         """Of the product's element in row i and column j, in a tile's sums."""
