@@ -159,6 +159,24 @@ def scores_to_probabilities(plan, arg, w, k_lo):
 
 
 @T.macro
+def release_after_probabilities(plan, w):
+    """Releases K only now, on a condition that needs all probabilities although it always holds: none is negative.
+
+    Otherwise ptxas moves the wait for dP, which follows, up in front of the exponentials that are meant to run at the
+    same time; see `release_after_maximum` in ../hopper_consumer.py.
+    """
+    lane, warp = w.thread % WARP, w.thread // WARP
+    w.signs[0] = 0
+    for n in T.unroll(plan.block_N // 8):
+        for e in T.unroll(4):
+            p = w.acc_s[warp * 16 + lane // 4 + e // 2 * 8, n * 8 + lane % 4 * 2 + e % 2]
+            w.signs[0] = w.signs[0] | T.reinterpret(p, "int32")
+    # The sign bit rather than a comparison with 0: a NaN must not keep K for ever.
+    if (w.thread % WARPGROUP == 0) & (w.signs[0] >= 0):
+        T.barrier_arrive(w.k_free[w.at[LAST]])
+
+
+@T.macro
 def gradients_of_scores(plan, arg, w, k_lo):
     """dS, of the scaled scores, in 16 bits."""
     if plan.slopes is None:
@@ -210,9 +228,9 @@ def advance(plan, arg, w, k_lo):
     multiply_scores(plan, w)
     multiply_dp(plan, w)
     await_product(plan, w.acc_dq, 2, plan.head_dim)
-    release(w, w.k_free, w.at[LAST])
     await_product(plan, w.acc_s, 1, plan.block_N)
     scores_to_probabilities(plan, arg, w, k_lo)
+    release_after_probabilities(plan, w)
     await_product(plan, w.acc_dp, 0, plan.block_N)
     release(w, w.v_free, w.at[V_STAGE])
     gradients_of_scores(plan, arg, w, k_lo)
@@ -297,6 +315,7 @@ def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> A
                 lse2=T.alloc_fragment([plan.block_M], "float32"),
                 delta=T.alloc_fragment([plan.block_M], "float32"),
                 uniforms=plan.slopes.allocate() if plan.slopes is not None else None,
+                signs=T.alloc_local([1], "int32"),
                 at=T.alloc_local([5], "int32"),
                 full=T.alloc_local([2], "int32"),
                 thread=thread,
@@ -311,7 +330,8 @@ def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> A
             w.task[FIRST] = T.truncdiv(kv_lo, plan.block_N)
             # At least one tile, all masked where nothing is visible.
             w.task[COUNT] = T.max(T.ceildiv(kv_hi, plan.block_N) - w.task[FIRST], 1)
-            T.annotate_layout({w.ds: accumulator_layout(plan.block_M, plan.block_N)})
+            layout = accumulator_layout(plan.block_M, plan.block_N)
+            T.annotate_layout({w.ds: layout, w.acc_s: layout})
             if thread >= CONSUMERS:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if thread < CONSUMERS + WARP:

@@ -151,12 +151,17 @@ def load(plan, arg, w, source, kind, ready, free):
             T.barrier_wait(free[stage], parity)
             load_panels(plan, source, b, row, h, w.rows, (2 * kind + stage) * TILE_ROWS, ready, stage)
             if kind == OF_K:
-                for of_rows, place in ((arg.lse2, w.lse2), (arg.delta, w.delta)):
-                    T.tma_copy(
-                        of_rows[w.task[BATCH], h, row : row + TILE_ROWS],
-                        place[stage * TILE_ROWS : stage * TILE_ROWS + TILE_ROWS],
-                        barrier=ready[stage],
-                    )
+                of_tile = stage * TILE_ROWS
+                T.tma_copy(
+                    arg.lse2[w.task[BATCH], h, row : row + TILE_ROWS],
+                    w.lse2[of_tile : of_tile + TILE_ROWS],
+                    barrier=ready[stage],
+                )
+                T.tma_copy(
+                    arg.delta[w.task[BATCH], h, row : row + TILE_ROWS],
+                    w.delta[of_tile : of_tile + TILE_ROWS],
+                    barrier=ready[stage],
+                )
             T.barrier_arrive(ready[stage])
             row += TILE_ROWS
             parity = parity ^ stage
