@@ -34,6 +34,7 @@ class HopperBackwardConfig:
         ds_buffers: tiles of dS in shared memory: with two, a warpgroup may write one while the other still reads. None
             at all, 0, leaves dq to another kernel.
         late_dp: whether dP is multiplied after the probabilities, not beside the scores: registers for modifications.
+        exp_under_dp: whether the exponentials are kept under dP's product (overlap.py).
     """
 
     block_M: int
@@ -41,6 +42,7 @@ class HopperBackwardConfig:
     num_stages: int = 2
     ds_buffers: int = 2
     late_dp: bool = False
+    exp_under_dp: bool = False
 
     @property
     def adds_dq(self) -> bool:
@@ -177,7 +179,7 @@ def _wide(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwa
         return
     yield HopperWideConfig(late_dp=kept > 0)
     if kept == 0:
-        yield HopperBackwardConfig(32, num_stages=4, ds_buffers=0)
+        yield HopperBackwardConfig(32, num_stages=4, ds_buffers=0, exp_under_dp=True)
 
 
 def _narrow(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwardConfig]:

@@ -46,6 +46,7 @@ from . import tile
 from .hopper import CONSUMER_REGISTERS, PRODUCER_REGISTERS, release
 from .hopper_config import CONSUMERS, HopperQueriesConfig
 from .layouts import accumulator_layout
+from .overlap import arrive_after_probabilities
 from .visible import Viewers
 
 # Named barriers; 0 is __syncthreads. Each warpgroup has one for itself.
@@ -159,24 +160,6 @@ def scores_to_probabilities(plan, arg, w, k_lo):
 
 
 @T.macro
-def release_after_probabilities(plan, w):
-    """Releases K only now, on a condition that needs all probabilities although it always holds: none is negative.
-
-    Otherwise ptxas moves the wait for dP, which follows, up in front of the exponentials that are meant to run at the
-    same time; see `release_after_maximum` in ../hopper_consumer.py.
-    """
-    lane, warp = w.thread % WARP, w.thread // WARP
-    w.signs[0] = 0
-    for n in T.unroll(plan.block_N // 8):
-        for e in T.unroll(4):
-            p = w.acc_s[warp * 16 + lane // 4 + e // 2 * 8, n * 8 + lane % 4 * 2 + e % 2]
-            w.signs[0] = w.signs[0] | T.reinterpret(p, "int32")
-    # The sign bit rather than a comparison with 0: a NaN must not keep K for ever.
-    if (w.thread % WARPGROUP == 0) & (w.signs[0] >= 0):
-        T.barrier_arrive(w.k_free[w.at[LAST]])
-
-
-@T.macro
 def gradients_of_scores(plan, arg, w, k_lo):
     """dS, of the scaled scores, in 16 bits."""
     if plan.slopes is None:
@@ -230,7 +213,7 @@ def advance(plan, arg, w, k_lo):
     await_product(plan, w.acc_dq, 2, plan.head_dim)
     await_product(plan, w.acc_s, 1, plan.block_N)
     scores_to_probabilities(plan, arg, w, k_lo)
-    release_after_probabilities(plan, w)
+    arrive_after_probabilities(w.k_free, w.at[LAST], w.acc_s, plan.block_N, w.signs, w.thread)
     await_product(plan, w.acc_dp, 0, plan.block_N)
     release(w, w.v_free, w.at[V_STAGE])
     gradients_of_scores(plan, arg, w, k_lo)
