@@ -308,8 +308,10 @@ def own_tile(plan, arg, w, group, follows):
     await_product(w.acc_s, 0 if plan.config.late_dp else 1, TILE_ROWS)
     scores_to_probabilities(plan, arg, w, group)
     if plan.config.late_dp:
-        multiply_dp(plan, w, group)  # in front of P, whose place has been read when dO is there
+        T.barrier_wait(w.do_ready[group], w.at[OWN_PARITY])  # when dO is there, P's place has been read
     hand_over(w, group, OF_V, w.p_ready)
+    if plan.config.late_dp:
+        multiply_dp(plan, w, group)
     if group == OF_V:
         add_product(plan, w, group, group, w.at[OWN_PARITY])
     await_product(w.acc_dp, 1 if group == OF_V else 0, TILE_ROWS)
