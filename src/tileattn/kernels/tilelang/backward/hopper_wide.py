@@ -302,8 +302,8 @@ def own_tile(plan, arg, w, group, follows):
     multiply_scores(plan, w, group)
     if not plan.config.late_dp:
         multiply_dp(plan, w, group)
+    await_product(w.acc, 1 if plan.config.late_dp else 2, plan.head_dim)
     if follows:
-        await_product(w.acc, 1 if plan.config.late_dp else 2, plan.head_dim)
         release(w, freed(w, group), 1 - group)
     await_product(w.acc_s, 0 if plan.config.late_dp else 1, TILE_ROWS)
     scores_to_probabilities(plan, arg, w, group)
@@ -356,17 +356,14 @@ def walk(plan, arg, w, group, count):
     w.at[END] = -1
     w.at[OWN_PARITY] = 0
     w.at[OTHER_PARITY] = 0
-    turns = T.alloc_var("int32", init=T.truncdiv(T.max(count - 1 + group, 0), 2))
-    if group == 0:
-        if count > 0:
+    # The first tile is the first warpgroup's own, before which there is none.
+    for turn in T.serial(T.truncdiv(count + 1 - group, 2)):
+        if group + turn > 0:
             to_next_tile(plan, arg, w)
-            own_tile(plan, arg, w, group, False)
-    for _ in T.serial(turns):
+            add_product(plan, w, group, 1 - group, w.at[OTHER_PARITY])
+            w.at[OTHER_PARITY] = w.at[OTHER_PARITY] ^ 1
         to_next_tile(plan, arg, w)
-        to_next_tile(plan, arg, w)
-        add_product(plan, w, group, 1 - group, w.at[OTHER_PARITY])
-        w.at[OTHER_PARITY] = w.at[OTHER_PARITY] ^ 1
-        own_tile(plan, arg, w, group, True)
+        own_tile(plan, arg, w, group, group + turn > 0)
     if (count > 0) & (T.truncmod(count + group, 2) == 0):
         # The last tile was the other's.
         add_product(plan, w, group, 1 - group, w.at[OTHER_PARITY])
