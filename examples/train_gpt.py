@@ -157,12 +157,15 @@ def draw(curves: dict[Backend, list[float]], path: Path) -> None:
     axes[0].set_ylabel("loss (nats per character)")
     axes[0].legend(frameon=False)
     if len(curves) == 2:
-        axes[1].plot(differences(*curves.values()), ".", color="#222222", markersize=3)
+        apart = differences(*curves.values())
+        axes[1].plot(apart, ".", color="#222222", markersize=3)
         axes[1].set_yscale("symlog", linthresh=1e-8)  # logarithmic above 1e-8; equal losses are at 0
+        axes[1].set_ylim(-3e-9, max(1e-5, 2 * max(apart)))
         axes[1].set_ylabel("difference")
     for ax in axes:
         ax.grid(alpha=0.3)
         ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_title("A small GPT learns Shakespeare's sonnets", loc="left", fontsize=10)
     axes[-1].set_xlabel("step")
     figure.savefig(path, dpi=150)
 
@@ -186,7 +189,7 @@ def benchmark(text: Text, settings: Settings, backends: list[Backend], rounds: i
                 torch.cuda.synchronize()
             if turn > 0:  # the first compiles and warms up
                 seconds[backend].append((time.perf_counter() - start) / steps)
-    table = Table("attention", "ms per step", "tokens/s", f"against {backends[0].value}")
+    table = Table("attention", "ms per step", "tokens/s", f"speed against {backends[0].value}")
     for backend in backends:
         time_per_step, first = median(seconds[backend]), median(seconds[backends[0]])
         speed = settings.batch * settings.seqlen / time_per_step
@@ -209,7 +212,7 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Pieces of text in a step.")] = Settings.batch,
     layers: Annotated[int, typer.Option(min=1)] = Settings.layers,
     heads: Annotated[int, typer.Option(min=1)] = Settings.heads,
-    dim: Annotated[int, typer.Option(min=1, help="Width of the model, a multiple of heads.")] = Settings.dim,
+    dim: Annotated[int, typer.Option(min=1, help="Width of the model, a multiple of 2 * heads.")] = Settings.dim,
     rate: Annotated[float, typer.Option(help="Highest learning rate.")] = Settings.rate,
     seed: Annotated[int, typer.Option()] = Settings.seed,
     out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("train_gpt.png"),

@@ -151,8 +151,10 @@ OPTIONS: list[tuple[str, Any, type[Exception], tuple[object, ...]]] = [
       for value in (float("nan"), float("inf"), -float("inf"))],
     *[("scale", value, TypeError, ("scale must be a finite number or None, got", repr(value)))
       for value in ("1.0", True, [1.0], torch.tensor(1.0))],
-    *[("dropout_p", value, NotImplementedError, ("dropout_p must be 0.0", "got", repr(value)))
-      for value in (0.1, 1.0, -1.0, "no", None)],
+    *[("dropout_p", value, ValueError, ("dropout_p must be a probability, a number from 0 to 1, got", repr(value)))
+      for value in (1.5, -1.0, float("nan"), 2)],
+    *[("dropout_p", value, TypeError, ("dropout_p must be a probability, a number from 0 to 1, got", repr(value)))
+      for value in ("no", None, True, [0.5])],
     *[("backend", value, ValueError, ("backend must be one of 'tilelang', 'torch' or None, got", repr(value)))
       for value in ("cuda", "", "Torch", 3, ["torch"])],
     *[("mask", value, TypeError, ("mask must be a tileattn mask or a function mask(b, h, q, k), got", name))
@@ -405,7 +407,7 @@ def test_bad_calls_are_refused_after_good_ones() -> None:
     """... and leave no plan behind."""
     call()
     plans = dict(api._PLANS)
-    for bad in ({"scale": float("nan")}, {"layout": "x"}, {"backend": "x"}, {"dropout_p": 0.5}):
+    for bad in ({"scale": float("nan")}, {"layout": "x"}, {"backend": "x"}, {"dropout_p": 1.5}):
         for _ in range(2):
             with pytest.raises((ValueError, NotImplementedError)):
                 call(**bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 import typer
 from typer.testing import CliRunner, Result
+
+from tileattn.nn.factory import CLASSES
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = ("--layers", "1", "--heads", "2", "--dim", "32", "--seqlen", "32", "--batch", "4", "--steps", "30")
@@ -120,3 +123,21 @@ def test_the_text_is_what_its_page_says(example: ModuleType) -> None:
     assert len(headings) == len(set(headings)) == 154
     lines = [len(part.strip().splitlines()) for part in re.split(r"^[IVXLC]+$", characters, flags=re.M)[1:]]
     assert [(i + 1, count) for i, count in enumerate(lines) if count != 14] == [(99, 15), (126, 12)]
+
+
+def test_the_pages_python_runs() -> None:
+    page = (EXAMPLES.parent / "docs" / "training.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block, {})
+
+
+def test_the_pages_modules_are_those_there_are() -> None:
+    page = (EXAMPLES.parent / "docs" / "training.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \|", page, re.M)
+    named = {name: cls for cls, names, _ in rows for name in re.findall(r"`(\w+)`", names)}
+    assert named == {name: cls.__name__ for name, cls in CLASSES.items()}
+    for cls, names, own in rows:
+        (parameters,) = {frozenset(signature(CLASSES[name]).parameters) for name in re.findall(r"`(\w+)`", names)}
+        assert set(re.findall(r"`(\w+)`", own)) <= parameters, cls

@@ -6,6 +6,7 @@ float64, eager the same in the inputs' dtype.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from tileattn.testing import assert_accurate, eager_attention, oracle_attention
 
 pytestmark = pytest.mark.gpu
 
+DEVICE = "cuda"  # "cpu" in test_emulated_backward.py; "meta", without values, in benchmarks/precompile.py
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -76,7 +78,7 @@ def _softcap(case: Case, random: Callable[..., Tensor]) -> list[Any]:
 
 
 def _documents(case: Case) -> Any:
-    return Documents(torch.arange(case.lengths[1], device="cuda", dtype=torch.int32) // 73) & Causal()
+    return Documents(torch.arange(case.lengths[1], device=DEVICE, dtype=torch.int32) // 73) & Causal()
 
 
 CASES = {
@@ -122,11 +124,11 @@ class Problem:
     """Leaves and gradients of outputs, and what a function of attention makes of them."""
 
     def __init__(self, case: Case, seed: int = 0) -> None:
-        generator = torch.Generator("cuda").manual_seed(seed)
+        generator = None if DEVICE == "meta" else torch.Generator(DEVICE).manual_seed(seed)
         made: list[Tensor] = []
 
         def random(*shape: int, dtype: torch.dtype = torch.float32, factor: float = 1.0) -> Tensor:
-            values = torch.randn(shape, device="cuda", generator=generator) * factor
+            values = torch.randn(shape, device=DEVICE, generator=generator) * factor
             made.append(values.to(dtype).requires_grad_())
             return made[-1]
 
@@ -174,17 +176,17 @@ class Problem:
         leaves = self.leaves()
         return dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), grads, retain_graph=True)))
 
-    def _standard(self) -> tuple[Any, ...]:
+    def standard(self) -> tuple[Any, ...]:
         return (self.q, self.k, self.v, self.mask, self.mods, self.sink, self.case.scale)
 
     def oracle(self) -> dict[str, Tensor]:
-        return {name: grad.double() for name, grad in self.gradients(*oracle_attention(*self._standard())).items()}
+        return {name: grad.double() for name, grad in self.gradients(*oracle_attention(*self.standard())).items()}
 
     def eager(self) -> list[dict[str, Tensor]]:
-        return [self.gradients(o, lse) for o, lse in zip(*eager_attention(*self._standard()))]
+        return [self.gradients(o, lse) for o, lse in zip(*eager_attention(*self.standard()))]
 
 
-def _check(name: str, problem: Problem, got: dict[str, Tensor]) -> None:
+def check(name: str, problem: Problem, got: dict[str, Tensor]) -> None:
     oracle, eager = problem.oracle(), problem.eager()
     for leaf, tensor in problem.leaves().items():
         assert got[leaf].dtype == tensor.dtype
@@ -194,7 +196,7 @@ def _check(name: str, problem: Problem, got: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name: str) -> None:
     problem = Problem(CASES[name])
-    _check(name, problem, problem.ours())
+    check(name, problem, problem.ours())
 
 
 DETERMINISTIC = (
@@ -215,27 +217,27 @@ def test_deterministic_gradients(name: str) -> None:
     """As exact as the others, and the same bits in every run."""
     problem = Problem(CASES[name])
     first = problem.ours(deterministic=True)
-    _check(name, problem, first)
+    check(name, problem, first)
     for _ in range(20):
         again = problem.ours(deterministic=True)
         assert all(torch.equal(again[leaf], first[leaf]) for leaf in first)
 
 
-def _rising(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+def rising(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     """NaN, with a slope that is NaN, where q < k."""
     return score + tileattn.math.sqrt((q - k) * score * score + 0.25)
 
 
-def _rising_where_seen(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    return tileattn.math.where(q >= k, _rising(score, b, h, tileattn.math.maximum(q, k), k), score)
+def rising_where_seen(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return tileattn.math.where(q >= k, rising(score, b, h, tileattn.math.maximum(q, k), k), score)
 
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (256, 256)])
 def test_slopes_of_hidden_scores_do_not_show(head_dims: tuple[int, int]) -> None:
     """Autograd has NaN for them; so the oracle takes a modification that is finite there."""
     shape = Case((200, 233), (4, 2), head_dims, mask=Causal())
-    problem = Problem(shape._replace(mods=lambda case, random: [_rising]))
-    _check("rising", Problem(shape._replace(mods=lambda case, random: [_rising_where_seen])), problem.ours())
+    problem = Problem(shape._replace(mods=lambda case, random: [rising]))
+    check("rising", Problem(shape._replace(mods=lambda case, random: [rising_where_seen])), problem.ours())
     deterministic = problem.ours(deterministic=True)
     assert all(grad.isfinite().all() for grad in deterministic.values())
 
@@ -243,9 +245,9 @@ def test_slopes_of_hidden_scores_do_not_show(head_dims: tuple[int, int]) -> None
 def test_many_tiles() -> None:
     """More blocks than multiprocessors, and several tiles of queries and of keys for each."""
     problem = Problem(Case((1500, 1700), (16, 4), (128, 128), mask=Causal(), batch=3))
-    _check("many tiles", problem, problem.ours())
+    check("many tiles", problem, problem.ours())
     problem = Problem(Case((2049, 1025), (16, 8), batch=3))
-    _check("many tiles, full", problem, problem.ours())
+    check("many tiles, full", problem, problem.ours())
 
 
 def test_twenty_runs_are_close() -> None:
@@ -265,6 +267,20 @@ def test_only_what_is_wanted() -> None:
     o = tileattn.attention(q, problem.k, problem.v, mask=Causal(), score_mod=problem.mods, backend="tilelang")
     got = torch.autograd.grad(o, problem.k, problem.do)[0]
     assert torch.equal(got, problem.ours()["k"])
+
+
+def calls() -> Iterator[Callable[[], Any]]:
+    """All calls whose kernels these tests need, for benchmarks/precompile.py."""
+    for name, case in CASES.items():
+        yield Problem(case).ours
+        if name in DETERMINISTIC:
+            yield functools.partial(Problem(case).ours, deterministic=True)
+    for mod in (rising, rising_where_seen):
+        for head_dims in ((64, 64), (256, 256)):
+            steep = Case((200, 233), (4, 2), head_dims, mask=Causal(), mods=lambda case, random, mod=mod: [mod])
+            yield Problem(steep).ours
+            yield functools.partial(Problem(steep).ours, deterministic=True)
+    yield Problem(Case(head_dims=(128, 128), mask=Causal(), mods=_softcap)).ours
 
 
 def _empty() -> Iterator[tuple[int, int]]:
@@ -327,7 +343,7 @@ def test_cuda_graph_replays_on_new_inputs() -> None:
 
 
 def test_memory_is_the_gradients_and_dq_in_float32() -> None:
-    q, k, v = (torch.randn(1, 32768, 8, 128, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(1, 32768, 8, 128, device=DEVICE, dtype=BF16, requires_grad=True) for _ in range(3))
     tileattn.attention(*(x[:, :128] for x in (q, k, v)), causal=True).sum().backward()  # compiles and loads
     o = tileattn.attention(q, k, v, causal=True)
     do = torch.randn_like(o)

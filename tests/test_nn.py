@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tileattn
 import tileattn.reference.tiled as tiled
-from tileattn import Causal, Documents, PrefixLM, SlidingWindow, attention
+from tileattn import Causal, Documents, PrefixLM, SlidingWindow
 from tileattn.bench.memory import peak_bytes
 from tileattn.dropout import draw_seed, keep_mask
 from tileattn.nn import (
@@ -77,11 +77,11 @@ class Case:
     def __str__(self) -> str:
         return "-".join([self.name, *(f"{key}={value}" for key, value in self.options.items()), f"{self.causal}"])
 
-    def module(self, **options: Any) -> SelfAttention:
-        return get_attention(self.name, EMBED, HEADS, causal=self.causal, **self.options, **options)
+    def module(self, embed: int = EMBED, **options: Any) -> SelfAttention:
+        return get_attention(self.name, embed, HEADS, causal=self.causal, **self.options, **options)
 
-    def naive(self, **options: Any) -> NaiveAttention:
-        return NaiveAttention(EMBED, HEADS, num_kv_heads=self.kv_heads, mask=self.mask, causal=self.causal, **options)
+    def naive(self, embed: int = EMBED, **options: Any) -> NaiveAttention:
+        return NaiveAttention(embed, HEADS, num_kv_heads=self.kv_heads, mask=self.mask, causal=self.causal, **options)
 
 
 def far(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -142,13 +142,13 @@ def test_other_dtypes(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_a_gpu(case: Case) -> None:
-    """In 16 bits, so that attention() runs its kernels."""
-    dtype = torch.bfloat16
-    eager, module = (make(dtype=dtype, device="cuda") for make in (case.naive, case.module))
-    naive = case.naive(dtype=torch.float64, device="cuda")
+    """In 16 bits and with a head dim of 32, so that attention() runs its kernels."""
+    dtype, embed = torch.bfloat16, 32 * HEADS
+    eager, module = (make(embed, dtype=dtype, device="cuda") for make in (case.naive, case.module))
+    naive = case.naive(embed, dtype=torch.float64, device="cuda")
     for other in (module, naive):
         other.load_state_dict(eager.state_dict())
-    x = random(2, 137, EMBED, dtype=dtype).cuda()
+    x = random(2, 137, embed, dtype=dtype).cuda()
     got, expected, by_eager = run(module, x), run(naive, x.double()), run(eager, x)
     if case.kv_heads < HEADS:
         expected.pop("k_proj.bias")
@@ -266,15 +266,6 @@ def test_memory_of_the_others_is_linear(case: Case) -> None:
 # --- Dropout ---
 
 
-def attention_drops() -> bool:
-    x = torch.zeros(1, 1, 1, 8)
-    try:
-        attention(x, x, x, dropout_p=0.5)
-    except NotImplementedError:
-        return False
-    return True
-
-
 def test_dropout_of_the_textbook_is_on_weights() -> None:
     naive = NaiveAttention(EMBED, HEADS, dropout=0.25, dtype=torch.float64)
     x = random(2, 41, EMBED)
@@ -296,11 +287,11 @@ def test_dropout_of_the_loops_is_the_pattern_of_the_seed(name: str, causal: bool
     torch.manual_seed(0)
     got = run(module, x)
     torch.manual_seed(0)
-    z = keep_mask(draw_seed("cpu"), 0.25, 2, HEADS, slice(0, 61), slice(0, 61)) / 0.75
+    z = keep_mask(draw_seed("cpu"), 0.25, 2, HEADS, slice(0, 61), slice(0, 61)).double() / 0.75
 
     def by_definition(x: Tensor) -> tuple[Tensor, None]:
         q, k, v = module._heads(x)
-        o, _ = standard_attention(q, k, v, Causal() if causal else None, dropout=z.double())
+        o, _ = standard_attention(q, k, v, Causal() if causal else None, dropout=z)
         return module.out_proj(o.flatten(2)), None
 
     module.forward = by_definition  # type: ignore[assignment, method-assign]
@@ -315,7 +306,6 @@ def test_no_dropout_outside_training() -> None:
         assert torch.equal(module(x)[0], plain(x)[0])
 
 
-@pytest.mark.skipif(not attention_drops(), reason="attention() has no dropout yet")
 @pytest.mark.parametrize("case", [case for case in CASES if not case.name.startswith("flash")], ids=str)
 def test_dropout_of_attention_is_that_of_the_loops(case: Case) -> None:
     """The same seed drops the same weights; what the mask hides has none."""

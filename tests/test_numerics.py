@@ -15,11 +15,15 @@ from tileattn.fp8 import dequantize
 from tileattn.testing import (
     assert_accurate,
     assert_forward_accurate,
+    assert_gradients_accurate,
     build,
     conformance_cases,
     dissimilarity,
     distinct_calls,
     eager_attention,
+    eager_gradients,
+    gradient_sizes,
+    gradients,
     oracle_attention,
     poisoned_memory,
     similarity,
@@ -120,6 +124,100 @@ def test_a_key_too_many_is_seen(dtype: torch.dtype, seqlen_k: int) -> None:
     o, lse = oracle_attention(*padded)
     with pytest.raises(AssertionError, match="lse of x"):
         assert_forward_accurate("x", (o.to(dtype), lse.float()), oracle, eager)
+
+
+# --- The rule for gradients ---
+
+Gradients = dict[str, torch.Tensor]
+
+
+def gradient_problem(dtype: torch.dtype, dlse: bool = True) -> tuple[Gradients, Gradients, list[Gradients], Gradients]:
+    """Gradients by autograd in float32, rounded; the oracle's; eager's; the sizes. There are rows without keys."""
+    q, k, v = qkv(63, 31, dtype)
+    sink = torch.tensor([0.5, -0.5, 0.0, 1.0])
+    generator = torch.Generator().manual_seed(1)
+    do, dl = torch.randn(2, 63, 4, 24, generator=generator).to(dtype), torch.randn(2, 4, 63, generator=generator)
+    dl = dl if dlse else None
+    found = []
+    for leaf_dtype in (torch.float32, torch.float64, dtype):
+        tensors = [x.detach().to(leaf_dtype).requires_grad_() for x in (q, k, v)]
+        leaves = dict(zip(("dq", "dk", "dv"), tensors)) | {"dsink": sink.detach().clone().requires_grad_()}
+        arguments = (*tensors, Causal(), (SoftCap(5.0),), leaves["dsink"], None)
+        if leaf_dtype == dtype:
+            found.append(eager_gradients(leaves, do, dl, *arguments))
+            continue
+        found.append(gradients(oracle_attention(*arguments), leaves, do, dl))
+    exact, oracle, eager = found
+    got = {name: x if name == "dsink" else x.to(dtype) for name, x in exact.items()}
+    leaves = {"dq": q, "dk": k, "dv": v, "dsink": sink}
+    leaves = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+    sizes = gradient_sizes(leaves, do, dl, *list(leaves.values())[:3], Causal(), (SoftCap(5.0),), leaves["dsink"])
+    return got, oracle, eager, sizes
+
+
+DTYPES = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_exact_gradients_pass(dtype: torch.dtype) -> None:
+    assert_gradients_accurate("exact", *gradient_problem(dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_without_that_of_lse_do_not(dtype: torch.dtype) -> None:
+    (without, *_), (_, *expected) = gradient_problem(dtype, dlse=False), gradient_problem(dtype)
+    for name in ("dq", "dk", "dsink"):
+        kept = {name: without[name]}
+        with pytest.raises(AssertionError, match=f"{name} of x: error"):
+            assert_gradients_accurate("x", kept, {name: expected[0][name]}, expected[1], expected[2], dtype)
+
+
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_wrong_row_of_a_gradient_is_seen(dtype: torch.dtype, name: str) -> None:
+    """Left out, as by a tile that was not visited; and off by four roundings, which eager's is by less than two."""
+    got, *expected = gradient_problem(dtype)
+    sizes = expected[2][name].norm(dim=-1)
+    row = tuple(
+        int(i)
+        for i in torch.unravel_index((got[name].double().norm(dim=-1) / sizes.clamp(min=1e-9)).argmax(), sizes.shape)
+    )
+    for factor in (0.0, 1 + 2**-4):
+        changed = got | {name: got[name].clone()}
+        changed[name][row] *= factor
+        with pytest.raises(AssertionError, match=f"{name} of x: error"):
+            assert_gradients_accurate("x", changed, *expected, dtype)
+
+
+def test_what_has_no_terms_is_exactly_zero() -> None:
+    """The first 32 queries see no key."""
+    got, *expected = gradient_problem(torch.float16)
+    assert (got["dq"][:, :32] == 0).all()
+    got["dq"][0, 3, 1, 2] = torch.finfo(torch.float16).tiny
+    with pytest.raises(AssertionError, match=r"dq of x: 1 \(first at \(0, 3, 1, 2\)\) values are not 0"):
+        assert_gradients_accurate("x", got, *expected, torch.float16)
+
+
+def test_a_row_is_measured_by_its_terms() -> None:
+    oracle, size = torch.full((2, 3), 1e-6, dtype=torch.float64), torch.ones(2, 3, dtype=torch.float64)
+    got = (oracle + torch.finfo(torch.float32).eps / 2).float()
+    assert_accurate("x", got, oracle, [oracle], gradient=True, size=size)
+    with pytest.raises(AssertionError, match="x: error"):
+        assert_accurate("x", got, oracle, [oracle], gradient=True)
+
+
+def test_eager_by_formula_is_autograd_where_nothing_is_rounded() -> None:
+    tensors = [x.detach().requires_grad_() for x in qkv(63, 31, torch.float64)]
+    leaves = dict(zip(("dq", "dk", "dv"), tensors)) | {"dsink": torch.zeros(4, dtype=torch.float64).requires_grad_()}
+    generator = torch.Generator().manual_seed(1)
+    do, dlse = (torch.randn(*shape, generator=generator).double() for shape in ((2, 63, 4, 24), (2, 4, 63)))
+    arguments = (*tensors, SlidingWindow(7, 2), (SoftCap(2.0),), leaves["dsink"], 0.3)
+    oracle = gradients(oracle_attention(*arguments), leaves, do, dlse)
+    runs = eager_gradients(leaves, do, dlse, *arguments)
+    assert len(runs) == 4
+    for run in runs:
+        for name, exact in oracle.items():
+            torch.testing.assert_close(run[name], exact)
 
 
 # --- The oracle ---

@@ -12,8 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap
 from tileattn.kernels.torch import fused, loop
+from tileattn.kernels.torch.backward import MAX_TILE, Needs, backward
 from tileattn.kernels.torch.forward import forward
 from tileattn.kernels.torch.mask import KeyRange, Variant, key_ranges
+from tileattn.kernels.torch.score_gradient import Watched
+from tileattn.scores import ScoreMod
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 
 SCALE = 0.25
@@ -128,6 +131,24 @@ def test_no_tensor_grows_with_both_lengths(mask: Mask | None, mods: tuple[object
         forward(q, k, v, mask, mods, None, SCALE)
     # A tile of all keys for the largest block of rows, and no more.
     assert operators.largest <= max(fused.BLOCKS_M) * seqlen * heads < seqlen * seqlen
+
+
+@pytest.mark.parametrize("mask", [None, SlidingWindow(100, 0), Causal() & PrefixLM(50)])
+@pytest.mark.parametrize("mod", [None, ALiBi(random(2).abs()), SoftCap(5.0)], ids=["", "alibi", "softcap"])
+def test_nor_does_one_in_the_backward_pass(mask: Mask | None, mod: ScoreMod | None) -> None:
+    """Gradients of slopes and of a bias that is the same for all queries included; that of lse keeps it in the loop."""
+    seqlen, heads = 2048, 2
+    q, k, v, o, do = (random(1, seqlen, heads, 16) for _ in range(5))
+    lse, dlse = (random(1, heads, seqlen) for _ in range(2))
+    slopes, keys = Watched(random(2).abs()), Watched(random(1, 1, 1, seqlen))
+    mods = [ALiBi(slopes) if isinstance(mod, ALiBi) else mod] * (mod is not None) + [Bias(keys)]  # type: ignore[arg-type]
+    with recorded() as operators:
+        found = backward(
+            do, dlse, q, k, v, o, lse, None, mask, mods, [slopes, keys], Needs(True, True, True, False), 0.1
+        )  # type: ignore[arg-type]
+    assert all(x is not None for x in (*found[:3], *found.tensors))
+    # A tile, and no more.
+    assert operators.largest <= MAX_TILE < seqlen * seqlen
 
 
 def test_masks_that_differ_by_head_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

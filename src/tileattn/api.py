@@ -11,6 +11,7 @@ import torch
 
 from . import autograd, ops
 from .dispatch import Forward, prepare_forward, select
+from .dropout import draw_seed
 from .fp8 import FP8, complete
 from .masks import Mask
 from .validation import check_arguments, check_descales, check_operand_devices, check_variant
@@ -57,10 +58,13 @@ def attention(
             last key.
         scale: of the scores; None means ``head_dim ** -0.5``.
         sink: float tensor (heads,): one logit per head that joins the softmax's denominator only.
-        dropout_p: probability of dropping a weight; only 0.0 so far.
+        dropout_p: the probability, from 0 to 1, with which each weight of the softmax is dropped; those kept are
+            divided by ``1 - dropout_p``. In every call where it is not 0: pass 0 when not training. The seed comes from
+            torch's generator of the device; lse does not see it.
         layout: "bshd" as above, or "bhsd" for tensors (batch, heads, seqlen, head_dim), o included.
         return_lse: also return the log-sum-exp of the scores, sink included, in natural logarithm.
-        deterministic: ask for bitwise equal results from run to run; the forward pass always gives them.
+        deterministic: ask for bitwise equal gradients from run to run, as ``torch.use_deterministic_algorithms(True)``
+            does; the forward pass always gives equal results.
         backend: "tilelang" or "torch" to run there or raise; None takes the first that accepts the call.
         q_descale: for float8_e4m3fn only: float32 (batch, kv_heads), or broadcastable to it, positive; None is 1. An
             element of q stands for ``float(x) * descale``; the query heads of a group share theirs. See
@@ -73,6 +77,10 @@ def attention(
         ``(o, lse)`` with lse (batch, heads, seqlen_q) in float32 (float64 for float64 inputs). A row that
         sees no key has ``o = 0`` and ``lse = -inf``.
 
+        Differentiable, once, in q, k, v, sink and the floating-point tensors of score modifications, through o and lse;
+        not in float8_e4m3fn. The backward pass computes the probabilities again, and memory stays linear in the
+        lengths. Under ``torch.autocast`` q, k and v are cast, as for PyTorch's own attention.
+
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted.
         NotImplementedError: no backend (or not the named one) runs the call; the message says why.
@@ -82,13 +90,13 @@ def attention(
     if torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q), _autocast(k), _autocast(v)
     descales = None if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
-    if mask is None and score_mod is None and sink is None and _is_plain(q, k, v):
-        o, lse = _plain_forward(q, k, v, descales, causal, scale, dropout_p, layout, return_lse, deterministic, backend)
+    if mask is None and score_mod is None and sink is None and dropout_p == 0.0 and _is_plain(q, k, v):
+        o, lse = _plain_forward(q, k, v, descales, causal, scale, layout, return_lse, deterministic, backend)
     else:
         check_arguments(q, k, v, sink, dropout_p, layout, scale)
         q, k, v = _as_bshd(layout, q, k, v)
         o, lse = _any_forward(
-            q, k, v, descales, mask, score_mod, causal, scale, sink, return_lse, deterministic, backend
+            q, k, v, descales, mask, score_mod, causal, scale, sink, dropout_p, return_lse, deterministic, backend
         )
     if layout == "bhsd":
         o = o.transpose(1, 2)
@@ -123,6 +131,7 @@ def _any_forward(
     causal: bool,
     scale: float | None,
     sink: torch.Tensor | None,
+    dropout_p: float,
     return_lse: bool,
     deterministic: bool,
     backend: str | None,
@@ -136,20 +145,23 @@ def _any_forward(
     check_operand_devices(operands.tensors, q)
     scale = _scale(scale, q)
     needs_grad = torch.is_grad_enabled() and _requires_grad((q, k, v, sink, *descales, *operands.tensors))
-    traced = ops.is_traced(q)
-    if needs_grad and not traced:
-        return autograd.attend(autograd.Options(variant, scale, backend, deterministic), q, k, v, sink, operands)
-    if traced or torch._C._are_functorch_transforms_active():
+    seed = draw_seed(q.device) if dropout_p else None
+    traced, transformed = ops.is_traced(q), torch._C._are_functorch_transforms_active()
+    if (needs_grad or (transformed and q.dtype != FP8)) and not traced:
+        options = autograd.Options(variant, scale, backend, deterministic, dropout_p)
+        return autograd.attend(options, q, k, v, sink, operands, seed)
+    if traced or transformed:
         numbers = (operands.ints, operands.floats, scale)
-        o, lse = ops.forward(
-            q, k, v, sink, variant, operands.tensors, *numbers, backend, *descales, deterministic, needs_grad
-        )
+        rest = (*descales, deterministic, needs_grad, dropout_p, seed)
+        o, lse = ops.forward(q, k, v, sink, variant, operands.tensors, *numbers, backend, *rest)
         return o, lse
-    call = ops.make_call(q, k, v, sink, variant, operands.tensors, return_lse=return_lse)
+    dropped = seed is not None
+    call = ops.make_call(q, k, v, sink, variant, operands.tensors, return_lse=return_lse, dropout=dropped)
     forward = prepare_forward(call, backend, q.shape, k.shape, scale)
+    given: dict[str, Any] = ops.dropout(dropout_p, seed)
     if q.dtype == FP8:
-        return forward(q, k, v, sink, operands, descales=complete(*descales, k))
-    return forward(q, k, v, sink, operands)
+        given["descales"] = complete(*descales, k)
+    return forward(q, k, v, sink, operands, **given)
 
 
 # Prepared forward passes of plain calls (no mask but causal, no modification, no sink), by all that they depend on.
@@ -166,7 +178,6 @@ def _plain_forward(
     descales: GivenDescales | None,
     causal: bool,
     scale: float | None,
-    dropout_p: float,
     layout: str,
     return_lse: bool,
     deterministic: bool,
@@ -178,16 +189,16 @@ def _plain_forward(
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
-            causal, scale, dropout_p, layout, return_lse, deterministic, backend, grad,
+            causal, scale, layout, return_lse, deterministic, backend, grad,
         )  # fmt: skip
         if descales is not None:
             key += tuple(map(_facts, descales))
         forward = _PLANS.get(key)
     except (TypeError, RuntimeError):  # an option that cannot be hashed, a tensor without strides: the checks say which
-        _plan(q, k, v, descales, causal, scale, dropout_p, layout, return_lse, deterministic, backend, grad)
+        _plan(q, k, v, descales, causal, scale, layout, return_lse, deterministic, backend, grad)
         raise
     if forward is None:
-        forward = _plan(q, k, v, descales, causal, scale, dropout_p, layout, return_lse, deterministic, backend, grad)
+        forward = _plan(q, k, v, descales, causal, scale, layout, return_lse, deterministic, backend, grad)
         if len(_PLANS) >= _MAX_PLANS:  # sizes may vary without end
             _PLANS.clear()
         _PLANS[key] = forward
@@ -211,14 +222,13 @@ def _plan(
     descales: GivenDescales | None,
     causal: bool,
     scale: float | None,
-    dropout_p: float,
     layout: str,
     return_lse: bool,
     deterministic: bool,
     backend: str | None,
     needs_grad: bool,
 ) -> Forward:
-    check_arguments(q, k, v, None, dropout_p, layout, scale)
+    check_arguments(q, k, v, None, 0.0, layout, scale)
     q, k, v = _as_bshd(layout, q, k, v)
     if descales is not None:
         check_descales(descales, q, k)

@@ -29,14 +29,21 @@ class Options(NamedTuple):
     scale: float
     backend: str | None
     deterministic: bool
+    dropout_p: float = 0.0
 
 
 def attend(
-    options: Options, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, operands: Operands
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    operands: Operands,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o and lse of an eager call, differentiable in q, k, v (bshd), sink and the operands' tensors."""
     function = _UnderTorchFunc if torch._C._are_functorch_transforms_active() else _Attention
-    o, lse = function.apply(options, operands.ints, operands.floats, q, k, v, sink, *operands.tensors)
+    o, lse = function.apply(options, operands.ints, operands.floats, seed, q, k, v, sink, *operands.tensors)
     return o, lse
 
 
@@ -44,16 +51,30 @@ def _forward(
     options: Options,
     ints: Sequence[int],
     floats: Sequence[float],
+    seed: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sink: Tensor | None,
     *tensors: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    variant, scale, backend, deterministic = options
+    variant, scale, backend, deterministic, dropout_p = options
     run = ops.forward if ops.is_traced(q) else ops.run_forward
     return run(
-        q, k, v, sink, variant, tensors, ints, floats, scale, backend, deterministic=deterministic, needs_grad=True
+        q,
+        k,
+        v,
+        sink,
+        variant,
+        tensors,
+        ints,
+        floats,
+        scale,
+        backend,
+        deterministic=deterministic,
+        needs_grad=True,
+        dropout_p=dropout_p,
+        seed=seed,
     )
 
 
@@ -66,6 +87,7 @@ def _backward(
     dlse: Tensor | None,
     o: Tensor,
     lse: Tensor,
+    seed: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -73,11 +95,10 @@ def _backward(
     *tensors: Tensor,
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, sink and tensors that `needs` asks for."""
-    variant, scale, backend, deterministic = options
+    variant, scale, backend, deterministic, dropout_p = options
     run = ops.backward if ops.is_traced(do) else ops.run_backward
-    return tuple(
-        run(do, dlse, q, k, v, o, lse, sink, variant, tensors, ints, floats, scale, backend, deterministic, needs)
-    )
+    constants = (ints, floats, scale, backend, deterministic, needs, dropout_p)
+    return tuple(run(do, dlse, q, k, v, o, lse, sink, variant, tensors, *constants, seed))
 
 
 def _save(
@@ -88,7 +109,7 @@ def _save(
     tensors: Sequence[Tensor | None],
     output: tuple[Tensor, Tensor],
 ) -> None:
-    """tensors are q, k, v, sink and the variant's."""
+    """tensors are seed, q, k, v, sink and the variant's."""
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *tensors)
     ctx.constants = options, ints, floats
@@ -111,14 +132,14 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: Sequence
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, options, ints, floats, q, k, v, sink, *tensors):
-        output = _forward(options, ints, floats, q, k, v, sink, *tensors)
-        _save(ctx, options, ints, floats, (q, k, v, sink, *tensors), output)
+    def forward(ctx, options, ints, floats, *tensors):
+        output = _forward(options, ints, floats, *tensors)
+        _save(ctx, options, ints, floats, tensors, output)
         return output
 
     @staticmethod
     def backward(ctx, do, dlse):
-        return None, None, None, *_gradients(ctx, do, dlse, ctx.needs_input_grad[3:])
+        return None, None, None, None, *_gradients(ctx, do, dlse, ctx.needs_input_grad[4:])
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -181,8 +202,10 @@ _SINK, _TENSORS, _INTS, _FLOATS = 3, 5, 6, 7
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, sink, variant, tensors, ints, floats, scale, backend, *_, deterministic, _needs_grad = inputs
-    _save(ctx, Options(variant, scale, backend, deterministic), ints, floats, (q, k, v, sink, *tensors), output)
+    q, k, v, sink, variant, tensors, ints, floats, scale, backend, *_ = inputs
+    *_, deterministic, _needs_grad, dropout_p, seed = inputs
+    options = Options(variant, scale, backend, deterministic, dropout_p)
+    _save(ctx, options, ints, floats, (seed, q, k, v, sink, *tensors), output)
 
 
 def _of_arguments(ctx, do, dlse):

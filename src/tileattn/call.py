@@ -25,6 +25,7 @@ class AttentionCall:
         aligned: whether q, k and v begin at, and step by, multiples of 16 bytes.
         needs_grad: whether a gradient will be asked for. A backend that refuses no such call has a backward pass.
         return_lse: whether lse is written.
+        dropout: whether probabilities are dropped.
         arch: ``"cpu"``, or a GPU architecture in the compiler's spelling: ``"sm_80"``, ``"sm_90a"``, ``"gfx942"``, ...
     """
 
@@ -37,6 +38,7 @@ class AttentionCall:
     needs_grad: bool = False
     return_lse: bool = True
     arch: str = "cpu"
+    dropout: bool = False
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -46,7 +48,7 @@ class AttentionCall:
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         flags = ["sink"] * self.sink + ["lse"] * self.return_lse + ["needs_grad"] * self.needs_grad
-        flags += ["unaligned"] * (not self.aligned)
+        flags += ["dropout"] * self.dropout + ["unaligned"] * (not self.aligned)
         parts = [str(self.dtype).removeprefix("torch."), f"d{dims}", self.variant or "full", *flags, self.arch]
         return " ".join(parts)
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from .call import AttentionCall, BackwardCall, Gradients
+from .dropout import Dropout
 from .fp8 import Descales
 from .kernels.tilelang import backend as tilelang_backend
 from .kernels.torch import backend as torch_backend
@@ -28,11 +29,13 @@ class Forward(Protocol):
         operands: Operands,
         *,
         descales: Descales | None = None,
+        dropout: Dropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """O (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q) for bshd tensors of any strides.
 
         o has the call's `out_dtype`. lse may be None where the call does not ask for it. `descales` is passed for fp8
-        calls, always and with all three, and for no other: a backend that refuses fp8 need not know of it.
+        calls, always and with all three, and for no other: a backend that refuses fp8 need not know of it. So it is
+        with `dropout`.
         """
         ...
 
@@ -51,11 +54,14 @@ class Backward(Protocol):
         lse: torch.Tensor,
         sink: torch.Tensor | None,
         operands: Operands,
+        *,
+        dropout: Dropout | None = None,
     ) -> Gradients:
         """The gradients that the call wants.
 
         do, q, k, v and o are bshd tensors of any strides (the last dimension is contiguous), o and lse what the forward
-        pass returned. dlse, (batch, heads, seqlen_q), is given where the call says so.
+        pass returned. dlse, (batch, heads, seqlen_q), is given where the call says so, and so is dropout, as it was in
+        the forward pass.
         """
         ...
 

@@ -18,6 +18,8 @@ whether rows are queries, as in the forward pass, or keys, as in the backward pa
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,15 @@ _WORD = 2**32 - 1
 _M2 = 0xD256D193
 _M4 = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+class Dropout(NamedTuple):
+    """What is dropped in one call."""
+
+    p: float
+    """The probability of being dropped."""
+    seed: Tensor
+    """(1,), int64, on the device of q."""
 
 
 def threshold(p: float) -> int:
@@ -52,19 +63,20 @@ def draw_seed(device: torch.device | str) -> Tensor:
     return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
-def keep_mask(seed: Tensor, p: float, batch: int, heads: int, rows: slice, keys: slice) -> Tensor:
+def keep_mask(seed: Tensor, p: float, batch: int | slice, heads: int, rows: slice, keys: slice) -> Tensor:
     """Which elements of a tile of probabilities are kept.
 
     Args:
         seed: (1,), int64.
         p: the probability of being dropped.
-        batch, heads: of the queries.
+        batch, heads: of the queries; a slice of the batch, from start to stop, for some of its elements.
         rows, keys: the tile's, from start to stop: rows of the queries, from 0, and keys.
 
     Returns:
         (batch, heads, rows, keys), bool, on the seed's device.
     """
-    key, x0, x1 = (word.view(batch, heads, 1, 1) for word in _words_of_heads(seed, batch * heads))
+    elements = batch if isinstance(batch, slice) else slice(0, batch)
+    key, x0, x1 = (word.view(-1, heads, 1, 1) for word in _words_of_heads(seed, elements, heads))
     i, j = (_groups(side, seed.device) for side in (rows, keys))
     words = philox2x32((i[:, None] ^ x0, j ^ x1), key)
     halves = torch.stack([torch.stack([word & 0xFFFF, word >> 16]) for word in words])
@@ -80,9 +92,9 @@ def _groups(side: slice, device: torch.device) -> Tensor:
     return torch.arange(side.start // 16 * 8, (side.stop + 15) // 16 * 8, device=device)
 
 
-def _words_of_heads(seed: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """k0, x0, x1 of each head of each batch element, (batch * heads,)."""
-    head = torch.arange(count, device=seed.device)
+def _words_of_heads(seed: Tensor, batch: slice, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """k0, x0, x1 of each head of each of these batch elements, (batch * heads,)."""
+    head = torch.arange(batch.start * heads, batch.stop * heads, device=seed.device)
     zero = torch.zeros_like(head)
     return philox4x32((head, zero, zero, zero), (seed & _WORD, (seed >> 32) & _WORD))[:3]
 

@@ -13,6 +13,7 @@ import torch
 
 from .call import AttentionCall, BackwardCall, device_arch, is_aligned
 from .dispatch import prepare_backward, prepare_forward
+from .dropout import Dropout
 from .fp8 import FP8, accumulator, complete, output_dtype
 from .variant import Operands, with_alignment
 
@@ -27,6 +28,7 @@ def make_call(
     *,
     needs_grad: bool = False,
     return_lse: bool = True,
+    dropout: bool = False,
 ) -> AttentionCall:
     """The static facts of a call with these tensors (bshd); `tensors` are the variant's."""
     look = _asks_for_alignment(q)
@@ -40,12 +42,18 @@ def make_call(
         needs_grad=needs_grad,
         return_lse=return_lse,
         arch=device_arch(q.device),
+        dropout=dropout,
     )
 
 
 def _asks_for_alignment(q: torch.Tensor) -> bool:
     """Only GPU kernels do; and tensors that are being traced have no memory to look at."""
     return q.is_cuda and not torch.compiler.is_compiling()
+
+
+def dropout(p: float, seed: torch.Tensor | None) -> dict[str, Dropout]:
+    """The keyword of a call that drops probabilities; other calls do not have it."""
+    return {} if seed is None else {"dropout": Dropout(p, seed)}
 
 
 def is_traced(tensor: Any) -> bool:
@@ -75,21 +83,23 @@ def run_forward(
     v_descale: torch.Tensor | None = None,
     deterministic: bool = False,
     needs_grad: bool = False,
+    dropout_p: float = 0.0,
+    seed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o (batch, seqlen_q, heads, head_dim_v), contiguous, and lse (batch, heads, seqlen_q).
 
     o has q's dtype, or bfloat16 for fp8; descales, broadcastable to (batch, kv_heads), are for fp8 only. Differentiable
     in q, k, v, sink and tensors; deterministic says how. A compiled graph does not know whether a gradient will be
-    asked for, which decides about the backend: needs_grad says so.
+    asked for, which decides about the backend: needs_grad says so. With a seed (:mod:`tileattn.dropout`) probabilities
+    are dropped.
     """
-    call = make_call(q, k, v, sink, variant, tensors, needs_grad=needs_grad)
+    call = make_call(q, k, v, sink, variant, tensors, needs_grad=needs_grad, dropout=seed is not None)
     operands = Operands(list(tensors), list(ints), list(floats))
     run = prepare_forward(call, backend, q.shape, k.shape, scale)
+    options: dict[str, Any] = dropout(dropout_p, seed)
     if call.dtype == FP8:
-        descales = complete(q_descale, k_descale, v_descale, k)
-        o, lse = run(q, k, v, sink, operands, descales=descales)
-    else:
-        o, lse = run(q, k, v, sink, operands)
+        options["descales"] = complete(q_descale, k_descale, v_descale, k)
+    o, lse = run(q, k, v, sink, operands, **options)
     assert lse is not None
     return o, lse
 
@@ -114,6 +124,8 @@ def _(
     v_descale=None,
     deterministic=False,
     needs_grad=False,
+    dropout_p=0.0,
+    seed=None,
 ):
     batch, seqlen_q, heads, _ = q.shape
     return (
@@ -150,6 +162,8 @@ def run_backward(
     backend: str | None,
     deterministic: bool,
     needs: Sequence[bool],
+    dropout_p: float = 0.0,
+    seed: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """The gradients of q, k, v, sink and tensors, in this order: those that `needs` asks for, contiguous.
 
@@ -157,7 +171,7 @@ def run_backward(
     """
     do = _readable(do)
     call = BackwardCall(
-        make_call(q, k, v, sink, variant, tensors, needs_grad=True),
+        make_call(q, k, v, sink, variant, tensors, needs_grad=True, dropout=seed is not None),
         needs=tuple(needs),
         dlse=dlse is not None,
         deterministic=deterministic or _deterministic(),
@@ -165,7 +179,7 @@ def run_backward(
     )
     operands = Operands(list(tensors), list(ints), list(floats))
     run = prepare_backward(call, backend, q.shape, k.shape, scale)
-    *found, of_tensors = run(do, dlse, q, k, v, o, lse, sink, operands)
+    *found, of_tensors = run(do, dlse, q, k, v, o, lse, sink, operands, **dropout(dropout_p, seed))
     return [x.contiguous() for x in (*found, *of_tensors) if x is not None]
 
 
@@ -190,5 +204,7 @@ def _(
     backend,
     deterministic,
     needs,
+    dropout_p=0.0,
+    seed=None,
 ):
     return [x.new_empty(x.shape) for x, need in zip((q, k, v, sink, *tensors), needs) if need]

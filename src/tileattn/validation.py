@@ -56,9 +56,16 @@ def check_arguments(
     if sink is not None:
         _check_sink(sink, q, q.shape[2 if layout == "bshd" else 1])
     if dropout_p != 0.0:
-        raise NotImplementedError(f"dropout_p must be 0.0 (dropout is not there yet), got {dropout_p!r}")
+        _check_dropout(dropout_p)
     if scale is not None:
         _check_scale(scale)
+
+
+def _check_dropout(p: Any) -> None:
+    if not isinstance(p, (int, float, torch.SymFloat)) or isinstance(p, bool):
+        raise TypeError(f"dropout_p must be a probability, a number from 0 to 1, got {p!r}")
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout_p must be a probability, a number from 0 to 1, got {p!r}")
 
 
 def _check_scale(scale: Any) -> None:

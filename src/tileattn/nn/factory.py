@@ -14,7 +14,7 @@ from .grouped import GroupedQueryAttention, MultiQueryAttention
 from .masked import MaskedAttention, SlidingWindowAttention
 from .naive import NaiveAttention
 
-_CLASSES: dict[str, type[SelfAttention]] = {
+CLASSES: dict[str, type[SelfAttention]] = {
     "naive": NaiveAttention,
     "flash_v1": FlashAttentionV1,
     "flash_v2": FlashAttentionV2,
@@ -63,9 +63,9 @@ def get_attention(
         ValueError: there is no such name; the message lists those that there are.
         TypeError, ValueError: an argument is wrong, missing, or none of this module's.
     """
-    if name not in _CLASSES:
-        raise ValueError(f"name must be one of {', '.join(_CLASSES)}, got {name!r}")
-    cls = _CLASSES[name]
+    if name not in CLASSES:
+        raise ValueError(f"name must be one of {', '.join(CLASSES)}, got {name!r}")
+    cls = CLASSES[name]
     own: dict[str, Any] = {
         "num_kv_heads": num_kv_heads,
         "block_size": block_size,

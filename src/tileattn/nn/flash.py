@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..dropout import draw_seed, keep_mask, weight_of_kept
+from ..fp8 import accumulator
 from ..masks import Mask
 from ..reference import flash_attention_1, flash_attention_2, flash_attention_2_backward
 from ..reference.tiled import Dropout
@@ -71,8 +72,8 @@ def _dropout(seed: Tensor | None, p: float, q: Tensor) -> Dropout | None:
     """The pattern of :mod:`tileattn.dropout`, a tile at a time: both passes draw the same from one seed."""
     if seed is None:
         return None
-    batch, heads, weight = q.shape[0], q.shape[2], weight_of_kept(p)
-    return lambda rows, keys: keep_mask(seed, p, batch, heads, rows, keys) * weight
+    batch, heads, weight, dtype = q.shape[0], q.shape[2], weight_of_kept(p), accumulator(q.dtype)
+    return lambda rows, keys: keep_mask(seed, p, batch, heads, rows, keys).to(dtype) * weight
 
 
 class _FlashAttention(SelfAttention):

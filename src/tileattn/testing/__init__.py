@@ -5,18 +5,22 @@
 >>> assert_forward_accurate("mine", got, oracle_attention(*arguments), eager_attention(*arguments))
 """
 
-from .cases import Arguments, ConformanceCase, build, conformance_cases, distinct_calls
+from .cases import Arguments, ConformanceCase, build, conformance_cases, distinct_calls, output_gradients
 from .dropout import dropout_mask
-from .numerics import assert_accurate, assert_forward_accurate
-from .oracle import eager_attention, oracle_attention
+from .numerics import assert_accurate, assert_forward_accurate, assert_gradients_accurate
+from .oracle import eager_attention, eager_gradients, gradient_sizes, gradients, oracle_attention
 from .poison import poisoned_memory
 from .similarity import dissimilarity, similarity
 
 __all__ = [
     "assert_accurate",
     "assert_forward_accurate",
+    "assert_gradients_accurate",
     "oracle_attention",
     "eager_attention",
+    "eager_gradients",
+    "gradient_sizes",
+    "gradients",
     "dropout_mask",
     "poisoned_memory",
     "similarity",
@@ -25,5 +29,6 @@ __all__ = [
     "Arguments",
     "build",
     "conformance_cases",
+    "output_gradients",
     "distinct_calls",
 ]

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from .. import math as tm
 from ..call import AttentionCall, is_aligned
-from ..fp8 import FP8, Descales, output_dtype, quantize_fp8
+from ..fp8 import FP8, Descales, accumulator, output_dtype, quantize_fp8
 from ..masks import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow
 from ..scores import ALiBi, Bias, SoftCap
-from ..variant import encode, with_alignment
+from ..variant import encode, restore, with_alignment
 
 DTYPES = {
     "fp16": torch.float16,
@@ -130,6 +130,26 @@ class Arguments:
     def named_descales(self) -> dict[str, Tensor]:
         """As keyword arguments; none but for fp8."""
         return {} if self.descales is None else {f"{name}_descale": x for name, x in self.descales._asdict().items()}
+
+    def leaves(self) -> dict[str, Tensor]:
+        """What has a gradient, as leaves of autograd's graph, by the names of their gradients.
+
+        These are q, k, v, the sink, and what the score modifications carry in floating point. They require grad
+        from now on.
+        """
+        _, operands = encode(None, self.score_mods)
+        named = {"dq": self.q, "dk": self.k, "dv": self.v, "dsink": self.sink}
+        named |= {f"dt{i}": x for i, x in enumerate(operands.tensors) if x.dtype.is_floating_point}
+        return {name: x.requires_grad_() for name, x in named.items() if x is not None}
+
+    def double(self) -> tuple[Arguments, dict[str, Tensor]]:
+        """The same call in float64, for the oracle, and its leaves."""
+        found = {name: x.detach().double().requires_grad_() for name, x in self.leaves().items()}
+        key, operands = encode(None, self.score_mods)
+        operands.tensors = [found.get(f"dt{i}", x) for i, x in enumerate(operands.tensors)]
+        _, score_mods = restore(key, operands)
+        q, k, v = found["dq"], found["dk"], found["dv"]
+        return replace(self, q=q, k=k, v=v, sink=found.get("dsink"), score_mods=score_mods), found
 
     @property
     def positional(self) -> tuple[Any, ...]:
@@ -372,6 +392,17 @@ def build(case: ConformanceCase, device: torch.device | str = "cpu") -> Argument
         layout="bhsd" if shape.layout == "bhsd" else "bshd",
         descales=descales,
     )
+
+
+def output_gradients(case: ConformanceCase, arguments: Arguments) -> tuple[Tensor, Tensor | None]:
+    """do, in the memory layout of the case, and dlse, for every third case; the same for the same id."""
+    shape, device = case.shape, arguments.q.device
+    seed = zlib.crc32(f"gradients of {case.id}".encode())
+    generator = torch.Generator().manual_seed(seed)
+    do = torch.randn((shape.batch, shape.seqlen_q, shape.heads, case.structure.head_dim_v), generator=generator)
+    dlse = torch.randn((shape.batch, shape.heads, shape.seqlen_q), generator=generator)
+    do = LAYOUTS[shape.layout](do.to(case.out_dtype), device)
+    return do, dlse.to(device, accumulator(case.dtype)) if seed % 3 == 0 else None
 
 
 # --- The selection ----------------------------------------------------------------------------------------------------

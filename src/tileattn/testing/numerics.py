@@ -12,11 +12,14 @@ not, only a rounding is left. Errors are relative, and taken in two ways that mu
   an output differ in size by orders of magnitude; a row that is wrong must not hide behind larger ones.
 - of the **whole** tensor, so that one badly conditioned row of eager's does not excuse all others.
 
-Infinities must stand where the oracle's are, with their sign; o must be exactly zero in a row without keys; NaN never
-passes.
+Infinities must stand where the oracle's are, with their sign; o must be exactly zero in a row without keys, and so must
+be gradients that are sums of nothing; NaN never passes.
 
-A row of a **gradient** may be small because large terms cancel in it, as in dq of a query that sees few keys: its error
-is that of the terms. So a row below the median is measured by the median row.
+A row of a **gradient** may be small because large terms cancel in it, as in dq of a query that sees few keys, or in the
+gradient of a sink, which sums over all queries: its error is that of the terms. So a row is measured by the size of its
+terms where that is larger (`gradient_sizes`); where it is not known, by the median row where that is larger. And a
+gradient in a wider dtype than that of the call, such as a float32 sink's in bfloat16, is allowed a rounding of the
+call's: a backward pass starts from the o of the forward pass, which has been rounded to that.
 
 For **lse**, which is a logarithm, an absolute error is what matters: it is the relative error of all probabilities of
 its row. What is allowed besides twice eager's is a rounding of lse itself (of 1, if that is larger), and an eighth of a
@@ -26,7 +29,7 @@ fast kernel's exp is not more exact than it need be (PyTorch's own for CPUs and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,30 +51,33 @@ class Error:
     """Index of the worst row; empty if there is no row."""
 
 
-def row_error(got: Tensor, oracle: Tensor, gradient: bool = False) -> Error:
+def row_error(got: Tensor, oracle: Tensor, gradient: bool = False, size: Tensor | None = None) -> Error:
     """Error of finite values, by rows along the last dimension; absolute for a row where the oracle is zero.
 
-    gradient: rows smaller than the median row (of those that are not zero) are measured by the median row.
+    size: rows smaller than its rows are measured by them; of the oracle's shape.
+    gradient: without a size, rows smaller than the median row (of those that are not zero) are measured by that.
     """
-    difference, size = got.double() - oracle.double(), oracle.double()
-    by_row, norms = difference.norm(dim=-1), size.norm(dim=-1)
-    if gradient and bool((norms > 0).any()):
+    difference, norms = got.double() - oracle.double(), oracle.double().norm(dim=-1)
+    by_row, whole = difference.norm(dim=-1), norms.norm()
+    if size is not None:
+        norms = torch.maximum(norms, size.double().norm(dim=-1))
+        whole = torch.maximum(whole, size.double().norm())
+    elif gradient and bool((norms > 0).any()):
         norms = norms.clamp(min=float(norms[norms > 0].median()))
-    return _error(by_row / torch.where(norms > 0, norms, 1.0), difference, size)
+    return _error(by_row / torch.where(norms > 0, norms, 1.0), difference, float(whole))
 
 
 def lse_error(got: Tensor, oracle: Tensor, rounding: float = 0.0) -> Error:
     """Absolute error of finite values, element by element, less `rounding` times the value (or 1 if that is larger)."""
     difference = (got.double() - oracle.double()).abs()
     excess = (difference - rounding * oracle.double().abs().clamp(min=1.0)).clamp(min=0.0)
-    return _error(excess, excess, torch.ones_like(excess))
+    return _error(excess, excess, excess.numel() ** 0.5)
 
 
-def _error(by_row: Tensor, difference: Tensor, size: Tensor) -> Error:
+def _error(by_row: Tensor, difference: Tensor, norm: float) -> Error:
     if by_row.numel() == 0:
         return Error(0.0, 0.0, ())
     where = torch.unravel_index(by_row.argmax(), by_row.shape)
-    norm = float(size.norm())
     return Error(
         float(by_row.max()), float(difference.norm()) / (norm if norm > 0 else 1.0), tuple(int(i) for i in where)
     )
@@ -84,6 +90,8 @@ def assert_accurate(
     eager: Sequence[Tensor],
     *,
     gradient: bool = False,
+    size: Tensor | None = None,
+    call_dtype: torch.dtype | None = None,
     lse_of: torch.dtype | None = None,
 ) -> None:
     """Asserts the rule for one output, or fails with both errors and the worst row.
@@ -94,6 +102,8 @@ def assert_accurate(
         oracle: what it should be, float64, of the same shape.
         eager: the same computed by `eager_attention`, in the inputs' dtype: one or more runs; the worst counts.
         gradient: whether this output is a gradient.
+        size: of a gradient, the size of its terms, as `gradient_sizes` finds it; None if that is not known.
+        call_dtype: of a gradient, the dtype of q, k and v, if a rounding of that is allowed.
         lse_of: the dtype of the inputs (of o, for fp8) if this output is lse, else None.
 
     Raises:
@@ -110,8 +120,9 @@ def assert_accurate(
     got, oracle, eager, dtype = _finite(got), _finite(oracle), [_finite(run) for run in eager], got.dtype
 
     if lse_of is None:
-        error, eager_errors = row_error(got, oracle, gradient), [row_error(run, oracle, gradient) for run in eager]
-        band = torch.finfo(dtype).eps
+        error = row_error(got, oracle, gradient, size)
+        eager_errors = [row_error(run, oracle, gradient, size) for run in eager]
+        band = max(torch.finfo(rounded).eps for rounded in (dtype, call_dtype or dtype))
     else:
         error = lse_error(got, oracle, rounding=torch.finfo(dtype).eps)
         eager_errors = [lse_error(run, oracle) for run in eager]
@@ -142,6 +153,39 @@ def assert_forward_accurate(
     assert_accurate(f"o of {name}", o, oracle_o, eager_o)
     wrong = (o != 0) & (oracle_o == 0).all(dim=-1, keepdim=True)
     assert not bool(wrong.any()), f"o of {name}: {_first(wrong)} values are not 0 in rows without keys"
+
+
+def assert_gradients_accurate(
+    name: str,
+    got: Mapping[str, Tensor],
+    oracle: Mapping[str, Tensor],
+    eager: Sequence[Mapping[str, Tensor]],
+    sizes: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """Asserts the rule for the gradients of a call, by their names.
+
+    Args:
+        name: what the call is called in the message.
+        got: the gradients.
+        oracle: by `gradients`, of `oracle_attention`.
+        eager: by `eager_gradients`.
+        sizes: by `gradient_sizes`.
+        dtype: of q, k and v.
+    """
+    assert got.keys() == oracle.keys(), f"{name}: gradients {list(got)}, the oracle's are {list(oracle)}"
+    for which, exact in oracle.items():
+        assert_accurate(
+            f"{which} of {name}",
+            got[which],
+            exact,
+            [run[which] for run in eager],
+            gradient=True,
+            size=sizes[which],
+            call_dtype=dtype,
+        )
+        wrong = (got[which] != 0) & ((exact == 0) & (sizes[which] == 0)).all(dim=-1, keepdim=True)
+        assert not bool(wrong.any()), f"{which} of {name}: {_first(wrong)} values are not 0 in rows without terms"
 
 
 def _infinities(x: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ and of the masks' tile ranges. Only `Mask.allows` and the score modifications, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +48,8 @@ def oracle_attention(
     """
     # The sums are not in their natural order, which is eager's: in float64 its error would seem to be 0.
     descales = (q_descale, k_descale, v_descale)
-    return _attend(torch.float64, q, k, v, mask, score_mods, sink, scale, descales, _reversed, _product, _weighted)
+    found = _attend(torch.float64, q, k, v, mask, score_mods, sink, scale, descales, _reversed, _product, _weighted)
+    return found.o, found.lse
 
 
 def eager_attention(
@@ -83,11 +85,151 @@ def eager_attention(
         dtype, weighted = accumulator(FP8), _weighted_in_fp8
         product = _product_in_fp8 if multiplies_fp8(q.device) else _product
     descales = (q_descale, k_descale, v_descale)
-    (o, lse), (o_shuffled, lse_shuffled) = (
+    runs = [
         _attend(dtype, q, k, v, mask, score_mods, sink, scale, descales, order, product, weighted)
         for order in (_natural, _shuffled)
+    ]
+    return [run.o for run in runs], [run.lse for run in runs]
+
+
+def gradients(
+    outputs: tuple[Tensor, Tensor], leaves: Mapping[str, Tensor], do: Tensor, dlse: Tensor | None
+) -> dict[str, Tensor]:
+    """The gradients of `leaves` by autograd, given those of o and lse (None: 0).
+
+    Args:
+        outputs: o and lse, as the oracle or `attention` returned them.
+        leaves: tensors that they depend on, by the names of their gradients.
+        do: the gradient of o, any floating-point dtype.
+        dlse: the gradient of lse, or None.
+
+    Returns:
+        A gradient for each leaf, in its shape and dtype; zeros where the outputs do not depend on it.
+    """
+    o, lse = outputs
+    return _by_autograd([o], [do], leaves) if dlse is None else _by_autograd([o, lse], [do, dlse], leaves)
+
+
+def eager_gradients(
+    leaves: Mapping[str, Tensor],
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    score_mods: Sequence[Callable[..., Tensor]] = (),
+    sink: Tensor | None = None,
+    scale: float | None = None,
+) -> list[dict[str, Tensor]]:
+    """The gradients of `eager_attention`, in the inputs' dtype: four runs.
+
+    Each of its two orders in two ways. One is autograd, which has kept the probabilities. The other is the formula by
+    which a backward pass goes that does not keep them (Dao et al. 2022, arXiv 2205.14135): from o and lse, as rounded,
+
+        P = exp(S - lse),  delta = rowsum(dO * O) - dlse,  dV = P^T dO,  dS = P * (dO V^T - delta)
+
+    S is computed anew, with sums in another order than lse's. Where a row's softmax is at one key, autograd is exact by
+    luck: P is 1, and what is subtracted is the same number. The formula shows how large the roundings are.
+
+    Args:
+        leaves: those of the tensors whose gradients are wanted, by the names of the gradients.
+        do: as for `gradients`.
+        dlse: as for `gradients`.
+        q: as for `eager_attention`, and so are the following; not fp8.
+        k: see there.
+        v: see there.
+        mask: see there.
+        score_mods: see there.
+        sink: see there.
+        scale: see there.
+    """
+    x, y = (
+        _attend(q.dtype, q, k, v, mask, score_mods, sink, scale, (None,) * 3, order, _product, _weighted)
+        for order in (_natural, _shuffled)
     )
-    return [o, o_shuffled], [lse, lse_shuffled]
+    found = [gradients((run.o, run.lse), leaves, do, dlse) for run in (x, y)]
+    return found + [_by_formula(*runs, leaves, do, dlse) for runs in ((x, y), (y, x))]
+
+
+def gradient_sizes(
+    leaves: Mapping[str, Tensor],
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    score_mods: Sequence[Callable[..., Tensor]] = (),
+    sink: Tensor | None = None,
+    scale: float | None = None,
+) -> dict[str, Tensor]:
+    """How large the terms are that gradients are sums of: roughly, the root of the sum of their squares.
+
+    In dS = P * (dO V^T - delta) the two inner products are replaced by the size of their terms, which do not cancel,
+    and each row (query) gets one sign. So, times a rounding, this is the error of a gradient where the rows of dS are
+    each off by a rounding of what they are computed from, upwards or downwards. It is estimated from four backward
+    passes with random signs.
+
+    Arguments as for `eager_gradients`; but q, k, v, sink and the leaves are float64.
+
+    Returns:
+        For each leaf, a tensor of its shape, float64.
+    """
+    run = _attend(q.dtype, q, k, v, mask, score_mods, sink, scale, (None,) * 3, _natural, _product, _weighted)
+    with torch.no_grad():
+        do = do.transpose(1, 2).to(q.dtype)
+        p, dp, delta = _formula(run, run, do, dlse, size=True)
+        ds = p * (dp + delta[..., None])
+    generator = torch.Generator().manual_seed(0)
+    squares = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    draws = 4
+    for _ in range(draws):
+        signs = (2.0 * torch.randint(2, run.empty.shape, generator=generator) - 1.0).to(q.device)[..., None]
+        found = _by_autograd([run.logits, p[..., : run.v.shape[2]] @ run.v], [signs * ds, signs * do], leaves)
+        for name, gradient in found.items():
+            squares[name] += gradient**2 / draws
+    return {name: square.sqrt() for name, square in squares.items()}
+
+
+def _formula(
+    run: _Attended, forward: _Attended, do: Tensor, dlse: Tensor | None, size: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """P, dO V^T (0 for the sink) and delta, in do's dtype; do is (batch, heads, seqlen_q, head_dim_v).
+
+    forward: the run that o and lse are of.
+
+    size: of the last two, the root of the sum of the squares of the terms.
+    """
+    p = torch.exp(run.logits - forward.lse.masked_fill(run.empty, 0.0)[..., None]).to(do.dtype)
+    p = p.masked_fill(run.empty[..., None], 0.0)
+    v, o, dlse = run.v, forward.o.transpose(1, 2), torch.zeros_like(forward.lse) if dlse is None else -dlse
+    if size:
+        dp, delta = (do**2 @ (v**2).mT).sqrt(), (do**2 * o**2).sum(dim=-1).sqrt() + dlse.abs()
+    else:
+        dp, delta = do @ v.mT, (do * o).sum(dim=-1) + dlse
+    dp = torch.cat([dp, dp.new_zeros(*dp.shape[:3], p.shape[3] - dp.shape[3])], dim=-1)
+    return p, dp, delta.to(do.dtype)
+
+
+def _by_formula(
+    run: _Attended, forward: _Attended, leaves: Mapping[str, Tensor], do: Tensor, dlse: Tensor | None
+) -> dict[str, Tensor]:
+    """Autograd leads from the scores and from v back to the leaves; what lies between is written out."""
+    with torch.no_grad():
+        do = do.transpose(1, 2)
+        p, dp, delta = _formula(run, forward, do, dlse)
+        ds = p * (dp - delta[..., None])
+    return _by_autograd([run.logits, p[..., : run.v.shape[2]] @ run.v], [ds, do], leaves)
+
+
+def _by_autograd(ys: Sequence[Tensor], dys: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients of the leaves, given those of ys, which may be of another dtype; the graph is kept."""
+    dys = [dy.to(y.dtype) for y, dy in zip(ys, dys)]
+    found: Sequence[Tensor | None] = torch.autograd.grad(
+        ys, list(leaves.values()), dys, allow_unused=True, retain_graph=True
+    )
+    return {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in zip(leaves.items(), found)}
 
 
 def _natural(size: int, device: torch.device) -> Tensor:
@@ -100,6 +242,19 @@ def _reversed(size: int, device: torch.device) -> Tensor:
 
 def _shuffled(size: int, device: torch.device) -> Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(size)).to(device)
+
+
+class _Attended(NamedTuple):
+    """o (bshd), lse, and of autograd's graph what a backward pass computes with, in the order of the sums."""
+
+    o: Tensor
+    lse: Tensor
+    logits: Tensor
+    """(batch, heads, seqlen_q, keys, or keys and a sink); 0 in rows without keys."""
+    v: Tensor
+    """(batch, heads, keys, head_dim_v): repeated for grouped heads."""
+    empty: Tensor
+    """(batch, heads, seqlen_q): rows without keys."""
 
 
 def _attend(
@@ -115,8 +270,8 @@ def _attend(
     order: Callable[[int, torch.device], Tensor],
     product: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor],
     weighted: Callable[[Tensor, Tensor], Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Output (bshd) and lse, computed in `dtype`, with the sums over head_dim and over keys in the given order.
+) -> _Attended:
+    """Attention, computed in `dtype`, with the sums over head_dim and over keys in the given order.
 
     `product(q, k, q_descale, k_descale)` is the scores before the scale, of q and k (batch, heads, seqlen, head_dim)
     and descales that broadcast to them. `weighted(logits, v)` is the sum of values, weighted by the softmax of logits
@@ -148,7 +303,7 @@ def _attend(
     logits = logits.masked_fill(empty[..., None], 0.0)
     o = weighted(logits, v).masked_fill(empty[..., None], 0.0)
     lse = torch.logsumexp(logits.to(torch.promote_types(dtype, torch.float32)), dim=-1)
-    return o.transpose(1, 2), lse.masked_fill(empty, -torch.inf)
+    return _Attended(o.transpose(1, 2), lse.masked_fill(empty, -torch.inf), logits, v, empty)
 
 
 def _times(x: Tensor, factor: Tensor | None) -> Tensor:

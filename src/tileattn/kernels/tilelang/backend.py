@@ -56,6 +56,8 @@ def _refusal_head_dims(call: AttentionCall, step: int, where: str = "") -> str |
 
 
 def _refusal_variant(call: AttentionCall) -> str | None:
+    if call.dropout:
+        return "the kernels have no dropout yet"
     if any(tensor.dtype == torch.float64 for tensor in program(call.variant).tensors):
         return "tensors of masks and score modifications must not be float64"
     return None

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ...call import AttentionCall, BackwardCall, Gradients
+from ...dropout import Dropout
 from ...fp8 import FP8, Descales, dequantize
 from ...variant import Operands, restore
 from .backward import Needs
@@ -36,13 +37,14 @@ def prepare(
         operands: Operands,
         *,
         descales: Descales | None = None,
+        dropout: Dropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mask, score_mods = restore(call.variant, operands)
         with _no_autocast(q.device):
             if descales is not None:
                 # To float32, in which the values are exact to its rounding; in 16 bits they would be rounded once more.
                 q, k, v = (dequantize(x, descale) for x, descale in zip((q, k, v), descales))
-            o, lse = torch_forward(q, k, v, mask, score_mods, sink, scale)
+            o, lse = torch_forward(q, k, v, mask, score_mods, sink, scale, dropout)
         return o.to(call.out_dtype), lse
 
     return forward
@@ -63,6 +65,8 @@ def prepare_backward(
         lse: torch.Tensor,
         sink: torch.Tensor | None,
         operands: Operands,
+        *,
+        dropout: Dropout | None = None,
     ) -> Gradients:
         mask, _ = restore(call.forward.variant, operands)
         watched = [Watched(x) if need else None for x, need in zip(operands.tensors, call.needs[4:], strict=True)]
@@ -70,7 +74,7 @@ def prepare_backward(
         _, score_mods = restore(call.forward.variant, Operands(read, operands.ints, operands.floats))
         with _no_autocast(q.device):
             return torch_backward(
-                do, dlse, q, k, v, o, lse, sink, mask, score_mods, watched, Needs(*call.needs[:4]), scale
+                do, dlse, q, k, v, o, lse, sink, mask, score_mods, watched, Needs(*call.needs[:4]), scale, dropout
             )
 
     return backward

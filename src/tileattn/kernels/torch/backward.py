@@ -21,15 +21,16 @@ import torch
 from torch import Tensor
 
 from ...call import Gradients
+from ...dropout import Dropout
 from ...masks import Mask
 from . import fused
 from .mask import KeyRange, ScoreMods, Variant, key_ranges, row_blocks
 from .score_gradient import Watched, add_biases, add_to_gradients, only_biases, recording, through_score_mods
 
 # Rows and keys of a tile, and the elements of a tile of all heads: two of them should stay in a CPU's cache.
-BLOCK_M = 256
+BLOCK_M = 128
 BLOCK_N = 256
-MAX_TILE = 2**20
+MAX_TILE = 2**19
 
 
 class Needs(NamedTuple):
@@ -56,6 +57,7 @@ def backward(
     watched: Sequence[Watched | None],
     needs: Needs,
     scale: float,
+    dropout: Dropout | None = None,
 ) -> Gradients:
     """The gradients of attention; all tensors bshd, of any strides.
 
@@ -64,7 +66,8 @@ def backward(
     gradient is wanted.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    variant = Variant(mask, score_mods, slice(0, q.shape[0]), q.shape[2], q.shape[1], k.shape[1], dtype, q.device)
+    batch, heads = slice(0, q.shape[0]), q.shape[2]
+    variant = Variant(mask, score_mods, batch, heads, q.shape[1], k.shape[1], dtype, q.device, dropout)
     delta = _delta(do, dlse, o, dtype)
     dsink = _sink_gradient(sink, lse, delta) if sink is not None and needs.sink else None
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
@@ -182,13 +185,17 @@ class _Tiles:
 
         do, q (batch, rows, heads, dim), delta, lse (batch, heads, rows) are of those rows.
         """
-        q, do, lse, delta = self.folded(q) * scale, self.folded(do), lse[..., None], delta[..., None]
+        variant = self.variant
+        # Kept probabilities are multiplied by their weight only where they meet dO.
+        q, do = self.folded(q) * scale, self.folded(do) * variant.weight_of_kept
+        lse, delta = lse[..., None], delta[..., None]
         dq = torch.zeros_like(q) if self.needs.q else None
         for lo in range(seen.lo, seen.hi, BLOCK_N):
             keys = slice(lo, min(lo + BLOCK_N, seen.hi))
             k, v = self.k[:, keys], self.v[:, keys]
             scores, p, ds = self.tiles(q.shape[1], k.shape[1])
-            forbidden = self.variant.forbidden(rows, keys) if seen.partial(keys) else None
+            forbidden = variant.forbidden(rows, keys) if seen.partial(keys) else None
+            dropped = None if variant.dropout is None else variant.dropped(rows, keys)
             # S = scale * Q K^T, modified
             torch.bmm(q, k.mT, out=scores)
             leaf, modified = self.modified(self.by_head(scores), rows, keys)
@@ -196,28 +203,24 @@ class _Tiles:
             p_by_head = torch.sub(modified.detach(), lse, out=self.by_head(p)).exp_()
             if forbidden is not None:
                 p_by_head.masked_fill_(forbidden, 0.0)
+            if self.needs_ds:
+                # dS = P * (dO V^T - delta)
+                torch.bmm(do, v.mT, out=ds)
+                ds_by_head = self.by_head(ds)
+                if dropped is not None:
+                    ds_by_head.masked_fill_(dropped, 0.0)
+                ds_by_head.sub_(delta).mul_(p_by_head)
+                raw = self.through_score_mods(leaf, modified, ds_by_head, rows, keys, forbidden)
+                # dQ += dS K, dK += dS^T Q, times the scale
+                if dq is not None and raw is not None:
+                    dq.baddbmm_(raw, k)
+                if self.dk is not None and raw is not None:
+                    self.dk[:, keys].baddbmm_(raw.mT, q)
             # dV += P^T dO
             if self.dv is not None:
+                if dropped is not None:
+                    p_by_head.masked_fill_(dropped, 0.0)
                 self.dv[:, keys].baddbmm_(p.mT, do)
-            if not self.needs_ds:
-                continue
-            # dS = P * (dO V^T - delta), and through the modifications
-            torch.bmm(do, v.mT, out=ds)
-            ds_by_head = self.by_head(ds).sub_(delta).mul_(p_by_head)
-            if self.only_biases:
-                add_to_gradients(self.variant, rows, keys, ds_by_head)
-            else:
-                through = through_score_mods(leaf, modified, ds_by_head, self.watched)
-                if through is None:
-                    continue
-                if forbidden is not None:  # where a modification may be NaN, and so may be its slope
-                    through = through.masked_fill(forbidden, 0.0)
-                ds = through.reshape(ds.shape)
-            # dQ += dS K, dK += dS^T Q, times the scale
-            if dq is not None:
-                dq.baddbmm_(ds, k)
-            if self.dk is not None:
-                self.dk[:, keys].baddbmm_(ds.mT, q)
         return None if dq is None else self.unfolded(dq.mul_(scale), rows.stop - rows.start)
 
     def tiles(self, rows: int, keys: int) -> tuple[Tensor, ...]:
@@ -233,3 +236,20 @@ class _Tiles:
         scores = scores.detach().requires_grad_()
         with recording():
             return scores, self.variant.modified(scores, rows, keys)
+
+    def through_score_mods(
+        self, scores: Tensor, modified: Tensor, ds: Tensor, rows: slice, keys: slice, forbidden: Tensor | None
+    ) -> Tensor | None:
+        """dS before the modifications (batch * kv_heads, group * rows, keys), None for 0, given dS after them, by head.
+
+        Adds to the gradients of the watched tensors.
+        """
+        if self.only_biases:
+            add_to_gradients(self.variant, rows, keys, ds)
+        else:
+            through = through_score_mods(scores, modified, ds, self.watched)
+            if through is None:
+                return None
+            # A modification may be NaN where the mask forbids, and so may its slope.
+            ds = through if forbidden is None else through.masked_fill(forbidden, 0.0)
+        return ds.reshape(self.k.shape[0], -1, ds.shape[-1])

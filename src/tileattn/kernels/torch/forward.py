@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ...dropout import Dropout
 from ...masks import Mask
 from . import fused, loop
 from .mask import KeyRange, ScoreMods, Variant, key_ranges, row_blocks
@@ -31,6 +32,7 @@ def forward(
     score_mods: ScoreMods,
     sink: Tensor | None,
     scale: float,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o (batch, seqlen_q, heads, head_dim_v), q's dtype, and lse (batch, heads, seqlen_q); both contiguous.
 
@@ -38,7 +40,8 @@ def forward(
     head_dim_v), any strides; sink (heads,).
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    variant = Variant(mask, score_mods, slice(0, q.shape[0]), q.shape[2], q.shape[1], k.shape[1], dtype, q.device)
+    batch, heads = slice(0, q.shape[0]), q.shape[2]
+    variant = Variant(mask, score_mods, batch, heads, q.shape[1], k.shape[1], dtype, q.device, dropout)
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
         o, lse = loop.without_keys(q, v, dtype)
     elif fused.expresses(variant):

@@ -31,7 +31,9 @@ CALL_COST = 4e6
 
 def expresses(variant: Variant) -> bool:
     """Whether the operator computes this variant: any mask, and score modifications that only add something."""
-    return variant.device.type == "cpu" and all(isinstance(mod, (Bias, ALiBi)) for mod in variant.score_mods)
+    if variant.device.type != "cpu" or variant.dropout is not None:
+        return False
+    return all(isinstance(mod, (Bias, ALiBi)) for mod in variant.score_mods)
 
 
 def in_one_call(variant: Variant) -> bool:

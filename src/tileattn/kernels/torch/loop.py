@@ -48,12 +48,14 @@ def attend(
             scores = scores.masked_fill(variant.forbidden(rows, keys), -torch.inf)
         # P = exp(S - m), l = the sums of its rows, O = P V
         m, p, l = exp_scores(scores)
+        if variant.dropout is not None:
+            p = p.masked_fill(variant.dropped(rows, keys), 0.0)
         o = (p.view(batch, kv_heads, -1, p.shape[-1]) @ v_tile).view(batch, heads, count, -1)
         tile = RowState(m, l, o)
         state = tile if state is None else join(state, tile)
     assert state is not None
     o, lse = finish(state)
-    return o.transpose(1, 2).to(q.dtype), lse
+    return (o * variant.weight_of_kept).transpose(1, 2).to(q.dtype), lse
 
 
 def without_keys(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

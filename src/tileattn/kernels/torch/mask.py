@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...dropout import Dropout, keep_mask, weight_of_kept
 from ...masks import Mask
 from ...scores import Bias
 
@@ -19,7 +20,7 @@ ScoreMods = Sequence[Callable[..., Tensor]]
 
 @dataclass(frozen=True)
 class Variant:
-    """What is done to the scores, and the shape of the matrix of scores that is never materialised.
+    """What is done to scores and probabilities, and the shape of their matrix, which is never materialised.
 
     batch is a slice of the call's batch elements. dtype is that of scores and softmax: float32, or float64 for float64
     inputs.
@@ -33,6 +34,7 @@ class Variant:
     seqlen_k: int
     dtype: torch.dtype
     device: torch.device
+    dropout: Dropout | None = None
 
     def arange(self, size: slice) -> Tensor:
         """The integers of a slice, int64."""
@@ -65,6 +67,16 @@ class Variant:
         """Where a tile of scores must be -inf: bool, broadcastable to the tile. There must be a mask."""
         assert self.mask is not None
         return ~torch.as_tensor(self.mask.allows(*self.indices(rows, keys)), device=self.device)
+
+    def dropped(self, rows: slice, keys: slice) -> Tensor:
+        """Which probabilities of a tile are dropped: bool (batch, heads, rows, keys). There must be dropout."""
+        assert self.dropout is not None
+        return ~keep_mask(self.dropout.seed, self.dropout.p, self.batch, self.heads, rows, keys)
+
+    @property
+    def weight_of_kept(self) -> float:
+        """What probabilities that are not dropped are multiplied by."""
+        return 1.0 if self.dropout is None else weight_of_kept(self.dropout.p)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ finish.py      3. dq from its accumulator
 tile.py        what 2 and 2b do with a tile of scores: probabilities and the gradients of scores
 slopes.py      score modifications and their derivatives, rewritten for the inner loop
 visible.py     which queries a tile of keys is seen by
+variables.py   integers held in variables
 operands.py    gradients of the tensors that score modifications read
 launch.py      cache keys; loads the libraries
 backend.py     workspaces and launches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -29,6 +30,11 @@ def prepare_backward(
     _, seqlen_k, kv_heads, _ = k_shape
     if batch == 0 or seqlen_q == 0 or seqlen_k == 0:
         return _nothing(call)
+    # Hidden scores are -inf before they are scaled, as in the forward pass; with a modification (here the identity)
+    # they are scaled first.
+    if scale <= 0 and program(call.forward.variant).score is None:
+        forward = dataclasses.replace(call.forward, variant=call.forward.variant + "+{score}")
+        call = dataclasses.replace(call, forward=forward)
     config = default(call)
     padded_q = _padded_rows(seqlen_q, config)
     padded_k = -(-seqlen_k // config.block_N) * config.block_N

@@ -115,8 +115,8 @@ def preferences(call: AttentionCall, kept: int) -> Iterator[BackwardConfig]:
         yield BackwardConfig(64, 64, 2, 128)  # two warpgroups would halve dQ's columns, and a wgmma takes 16 or more
     if has_producer and widest <= 64 and traced.score is None and not traced.tensors:
         yield BackwardConfig(128, 128, 2, 256)
-    if widest <= (128 if has_producer else 64):
-        yield BackwardConfig(64 if kept < 2 else 32, 128, 2, 256)
+    if widest <= (128 if has_producer else 64) and kept < 2:
+        yield BackwardConfig(64, 128, 2, 256)
     yield BackwardConfig(64, 64, 2, 256)
     yield BackwardConfig(64, 64, 1, 256)
     yield BackwardConfig(32, 64, 1, 256)
@@ -128,8 +128,11 @@ def _preferences_queries(call: AttentionCall) -> Iterator[BackwardConfig]:
     if call.arch.startswith("gfx"):
         yield BackwardConfig(64, 32, 0, 128)
         yield BackwardConfig(32, 16, 0, 64)
-    yield BackwardConfig(128, 64, 2, 256)
-    yield BackwardConfig(128, 64, 1, 256)
+    traced, widest = program(call.variant), max(padded(call.head_dim), padded(call.head_dim_v))
+    # Several tensors' addresses take the registers that more keys would need.
+    if widest <= 128 or traced.score is None or len(traced.tensors) < 2:
+        yield BackwardConfig(128, 64, 2, 256)
+        yield BackwardConfig(128, 64, 1, 256)
     yield BackwardConfig(128, 32, 1, 256)
     yield BackwardConfig(64, 32, 1, 128)
     yield BackwardConfig(32, 32, 1, 64)

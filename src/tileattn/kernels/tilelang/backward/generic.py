@@ -27,14 +27,14 @@ from ....call import AttentionCall
 from ....variant import Program
 from .. import softmax
 from ..config import padded
-from ..expressions import Emitter
-from ..generic import ROWS, _has_no_producer, _variable
+from ..generic import ROWS
 from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
 from . import tile
 from .config import BackwardConfig
 from .operands import ADDED, BY_KEY, SPREAD, STORED, Path
 from .tensors import add_to_elements, add_to_sums, hand_over_sums, spread, store_elements
+from .variables import address_holder, holder
 from .visible import Viewers
 
 
@@ -61,7 +61,7 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
     }
     shared = config.weights_shared(call)
     policy = T.GemmWarpPolicy.Square if shared else ROWS
-    held = _variable if _has_no_producer(call) else (lambda value: value)
+    held, held_address = holder(call), address_holder(call)
 
     @T.macro
     def kernel(arg):
@@ -99,8 +99,10 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
             k_lo = T.alloc_var("int32", init=T.truncmod(block, key_tiles) * block_N)
             kv_h = T.alloc_var("int32", init=T.truncmod(T.truncdiv(block, key_tiles), kv_heads))
             b = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, key_tiles), kv_heads))
-            q_b, k_b, v_b, do_b = (held(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v, arg.do))
-            emit = Emitter(arg.operands)
+            q_b, k_b, v_b, do_b = (
+                held_address(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v, arg.do)
+            )
+            emit = tile.TileEmitter(arg.operands)
             visible = Viewers(traced, emit, seqlen_q, seqlen_k)
             k_hi = k_lo + block_N - 1
             first_head = kv_h * arg.heads_per_kv_head

@@ -40,7 +40,6 @@ from ....call import AttentionCall
 from ....variant import Program
 from .. import softmax
 from ..config import padded
-from ..expressions import Emitter
 from ..generic import ROWS
 from ..hopper_plan import WARP, WARPGROUP, _slices
 from ..mask import keep_uniforms
@@ -62,8 +61,6 @@ BATCH, KV_HEAD, KEY = range(3)
 
 # Where a warpgroup stands in the stages of Q and dO, in the buffers of dS, and in the uses of dQ's.
 STAGE, PARITY, DS, DQ_PARITY = range(4)
-
-COLUMNS_SHARED = T.GemmWarpPolicy.FullCol
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 
@@ -147,7 +144,7 @@ def load(plan, arg, w, source, tiles, head_dim, of_rows, rows, ready, free):
         h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
         row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.block_M)
         count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
-        for i in T.serial(count):
+        for _ in T.serial(count):
             T.barrier_wait(free[stage], parity)
             T.tma_copy(source[b, row : row + plan.block_M, h, 0:head_dim], tiles[stage, :, :], barrier=ready[stage])
             T.tma_copy(
@@ -168,8 +165,8 @@ def add_dq(plan, arg, w):
         h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
         row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.sum_rows)
         count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
-        for i in T.serial(count):
-            for group in T.unroll(2):
+        for _ in T.serial(count):
+            for group in T.serial(2):
                 T.barrier_wait(w.dq_ready[group], parity)
                 T.atomic_add(
                     arg.dq_sum[w.task[BATCH], h, row + group * half : row + group * half + half, :],
@@ -225,7 +222,7 @@ def scores_to_probabilities(plan, arg, w, h, row):
             w.acc_s, w.early, plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h, q_lo, w.task[KEY],
             plan.block_N, plan.block_M, True,
         )  # fmt: skip
-    if (row < w.full[0]) | (row + plan.block_M > w.full[1]):
+    if (row < w.rows[2]) | (row + plan.block_M > w.rows[3]):
         tile.hide(w.acc_s, w.visible, w.task[BATCH], h, q_lo, w.task[KEY], plan.block_N, plan.block_M, True)
     tile.probabilities(w.acc_s, Row(w.lse2, w.at[STAGE]), c, plan.block_N, plan.block_M, True)
     T.copy(w.acc_s, w.p)
@@ -300,7 +297,13 @@ def share_ds(plan, w):
 
 
 @T.macro
+def multiply_dv(plan, w):
+    T.wgmma_gemm(w.p, w.do[w.at[STAGE], :, :], w.acc_dv, policy=ROWS)
+
+
+@T.macro
 def multiply_dq(plan, w):
+    policy = T.GemmWarpPolicy.FullCol if plan.order.shares_columns else ROWS
     if plan.order.transposed:
         T.wgmma_gemm(
             w.k,
@@ -309,12 +312,10 @@ def multiply_dq(plan, w):
             transpose_A=True,
             transpose_B=True,
             clear_accum=True,
-            policy=ROWS,
+            policy=policy,
         )
-    elif plan.order.shares_columns:
-        T.wgmma_gemm(w.shared_ds[w.at[DS], :, :], w.k, w.acc_dq, clear_accum=True, policy=COLUMNS_SHARED)
     else:
-        T.wgmma_gemm(w.shared_ds[w.at[DS], :, :], w.k, w.acc_dq, clear_accum=True, policy=ROWS)
+        T.wgmma_gemm(w.shared_ds[w.at[DS], :, :], w.k, w.acc_dq, clear_accum=True, policy=policy)
 
 
 @T.macro
@@ -354,12 +355,11 @@ def advance(plan, arg, w, h, row):
             arrive_after_probabilities(w.unheard, 0, w.acc_s, plan.block_M, w.signs, w.thread)
     await_product(plan, w.acc_dp, 0, plan.block_M)
     gradients_of_scores(plan, arg, w, h, row)
+    multiply_dv(plan, w)
     if plan.adds_dq:
         if plan.config.ds_buffers == 1:
             T.sync_threads(DS_READ, CONSUMERS)
         share_ds(plan, w)
-    T.wgmma_gemm(w.p, w.do[w.at[STAGE], :, :], w.acc_dv, policy=ROWS)
-    if plan.adds_dq:
         T.fence_proxy_async()
         T.sync_threads(DS_WRITTEN, CONSUMERS)
         multiply_dq(plan, w)
@@ -405,6 +405,17 @@ def store(plan, arg, w):
 
 
 @T.macro
+def find_rows(plan, w, h):
+    """The head's tiles of queries, begin and end, and the rows that see all keys of the block, which need no mask."""
+    first, end = tiles_of_head(plan, w, h)
+    full_lo, full_hi = w.visible.full_rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + plan.block_N - 1)
+    w.rows[0] = first
+    w.rows[1] = T.max(end, first)
+    w.rows[2] = full_lo
+    w.rows[3] = full_hi
+
+
+@T.macro
 def consume(plan, arg, w):
     T.fill(w.acc_dv, 0)
     T.fill(w.acc_dk, 0)
@@ -414,17 +425,13 @@ def consume(plan, arg, w):
     T.barrier_wait(w.kv_ready[0], 0)
     for g in T.serial(arg.heads_per_kv_head):
         h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
-        first = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0])
-        count = T.alloc_var("int32", init=T.max(tiles_of_head(plan, w, h)[1] - first, 0))
-        full_lo, full_hi = w.visible.full_rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + plan.block_N - 1)
-        w.full[0] = full_lo
-        w.full[1] = full_hi
+        find_rows(plan, w, h)
         if plan.slopes is not None:
             keep_uniforms(plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h)
         for number in plan.sums_by_key.values():
             T.fill(w.sums[number], 0)
-        for i in T.serial(count):
-            advance(plan, arg, w, h, (first + i) * plan.block_M)
+        for number in T.serial(w.rows[0], w.rows[1]):
+            advance(plan, arg, w, h, number * plan.block_M)
         for index, number in plan.sums_by_key.items():
             hand_over_sums(w.sums[number], arg.handed_over[index], w.task[BATCH], h, w.task[KEY], plan.block_N)
     store(plan, arg, w)
@@ -449,7 +456,7 @@ def body(
             # `side` kv heads side by side, each beginning with its first keys.
             turn, place = T.truncdiv(block, side * key_tiles), T.truncmod(block, side * key_tiles)
             pair = T.alloc_var("int32", init=turn * side + T.truncmod(place, side))
-            emit = Emitter(arg.operands)
+            emit = tile.TileEmitter(arg.operands)
             thread = T.get_thread_binding()
             score_tile = [plan.block_N, plan.block_M]
             w = SimpleNamespace(
@@ -480,7 +487,7 @@ def body(
                 eight=T.alloc_local([8], plan.dtype),
                 signs=T.alloc_local([1], "int32"),
                 at=T.alloc_local([4], "int32"),
-                full=T.alloc_local([2], "int32"),
+                rows=T.alloc_local([4], "int32"),
                 thread=thread,
                 **plan.alloc_barriers(),
             )

@@ -193,9 +193,9 @@ def _narrow(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBack
         yield HopperBackwardConfig(64, late_dp=bool(paths))
     elif widest <= 64:
         yield HopperBackwardConfig(128)
-    else:
+    elif program(call.variant).allows is None:
         yield HopperBackwardConfig(80)
-        yield HopperBackwardConfig(64)
+    yield HopperBackwardConfig(64)
 
 
 def queries_preferences(call: AttentionCall) -> Iterator[HopperQueriesConfig]:

@@ -106,7 +106,7 @@ def load(plan, arg, w, rows, rows_shared, rows_ready, keys, tiles, stages, head_
     key = T.alloc_var("int32", init=w.task[FIRST] * plan.block_N)
     stage = T.alloc_var("int32", init=0)
     parity = T.alloc_var("int32", init=1)  # a fresh barrier lets this parity pass
-    for j in T.serial(w.task[COUNT]):
+    for _ in T.serial(w.task[COUNT]):
         T.barrier_wait(free[stage], parity)
         T.tma_copy(keys[keys_b, key : key + plan.block_N, kv_h, 0:head_dim], tiles[stage, :, :], barrier=ready[stage])
         T.barrier_arrive(ready[stage])

@@ -18,11 +18,8 @@ class RegisterOrder:
     in the order in which writing them to shared memory meets no bank conflict.
 
     Of the product's rows, each warp holds 16; of its columns, a thread holds two of each eight, in two rows. The
-    warpgroups share the rows, or, where there are only 64, the columns. So rows are
-
-    - queries, if a tile has 128 of them,
-    - else the dims of the heads, if there are 128 (dq is computed transposed: 80 queries are not a number of rows),
-    - else 64 queries.
+    warpgroups share the rows if there are 128, or the columns if there are 64 rows. Rows are queries if there is such a
+    number of them, and else the dims of the heads: dq is then computed transposed.
 
     Attributes:
         block_M: queries in a tile.
@@ -35,12 +32,12 @@ class RegisterOrder:
     @property
     def transposed(self) -> bool:
         """Whether rows of the product are dims."""
-        return self.block_M != WARPGROUP and self.head_dim == WARPGROUP
+        return self.block_M not in (64, 128) or (self.block_M == 64 and self.head_dim == 128)
 
     @property
     def shares_columns(self) -> bool:
         """Whether the warpgroups share the columns."""
-        return self.block_M != WARPGROUP and not self.transposed
+        return self.shape[0] == 64
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -55,8 +52,9 @@ class RegisterOrder:
     def is_valid(self) -> bool:
         """Whether two warpgroups can hold the product, and its halves are whole rows of ``COLUMNS``."""
         rows, columns = self.shape
-        rows_fit = rows == 64 if self.shares_columns else rows == WARPGROUP
-        return rows_fit and columns % (16 if self.shares_columns else 8) == 0 and self.size % (2 * COLUMNS) == 0
+        if self.transposed and self.shares_columns:
+            return False
+        return rows in (64, 128) and columns % (16 if rows == 64 else 8) == 0 and self.size % (2 * COLUMNS) == 0
 
     def offset(self, i: Any, j: Any) -> Any:
         """Of the product's element in row i and column j, in a tile's sums."""

@@ -19,12 +19,12 @@ from ....call import AttentionCall
 from ....variant import Program
 from .. import softmax
 from ..config import padded
-from ..expressions import Emitter
-from ..generic import ROWS, _has_no_producer, _variable
+from ..generic import ROWS
 from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
 from . import tile
 from .config import BackwardConfig
+from .variables import address_holder, holder
 from .visible import Viewers
 
 
@@ -36,7 +36,7 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program) -> Any:
     copy = {"disable_tma": not call.aligned} | ({"coalesced_width": 4} if call.arch.startswith("gfx") else {})
     slopes = tile.Slopes(call, traced, ()) if traced.score is not None else None
     early_ones = tuple(range(len(slopes.program.early))) if slopes else ()
-    held = _variable if _has_no_producer(call) else (lambda value: value)
+    held, held_address = holder(call), address_holder(call)
 
     @T.macro
     def kernel(arg):
@@ -63,17 +63,19 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program) -> Any:
             row = T.alloc_var("int32", init=(query_tiles - 1 - T.truncmod(block, query_tiles)) * block_M)
             h = T.alloc_var("int32", init=T.truncmod(T.truncdiv(block, query_tiles), heads))
             b = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, query_tiles), heads))
-            kv_h = held(T.truncdiv(h, arg.heads_per_kv_head))
-            q_b, k_b, v_b, do_b = (held(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v, arg.do))
+            kv_h = held_address(T.truncdiv(h, arg.heads_per_kv_head))
+            q_b, k_b, v_b, do_b = (
+                held_address(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v, arg.do)
+            )
             q_lo = row + seqlen_k - seqlen_q
             q_hi = T.min(q_lo + block_M, seqlen_k) - 1
-            emit = Emitter(arg.operands)
+            emit = tile.TileEmitter(arg.operands)
             visible = Viewers(traced, emit, seqlen_q, seqlen_k)
             kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
-            full_lo, full_hi = visible.full_range(b, h, q_lo, q_hi)
+            full_lo, full_hi = (held(bound) for bound in visible.full_range(b, h, q_lo, q_hi))
             first = held(T.truncdiv(kv_lo, block_N))
             # At least one tile, all masked where nothing is visible: the loads of Q are waited for inside the loop.
-            count = T.max(T.ceildiv(kv_hi, block_N) - first, 1)
+            count = held(T.max(T.ceildiv(kv_hi, block_N) - first, 1))
 
             T.copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], q_shared, **copy)
             T.copy(arg.do[do_b, row : row + block_M, h, 0:head_dim_v], do_shared, **copy)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import tilelang.language as T
 import torch
 
-from ..expressions import key_in_tile
+from ....expr import Expr
+from ..expressions import Emitter, Key, key_in_tile
 from ..mask import Score
 from .slopes import slope_program
 
@@ -39,7 +40,31 @@ def kept(factor, early, acc_s):
 
 def position_in_tile(q_lo, k_lo, i, j, keys_first):
     """Positions of the score in row i and column j of a tile."""
-    return {"q": q_lo + j, "k": k_lo + i} if keys_first else {"q": q_lo + i, "k": key_in_tile(k_lo, j)}
+    if keys_first:
+        return {"q": key_in_tile(q_lo, j), "k": k_lo + i}
+    return {"q": q_lo + i, "k": key_in_tile(k_lo, j)}
+
+
+class TileEmitter(Emitter):
+    """Emits expressions of a tile's positions, whichever of q and k runs along its columns.
+
+    Of integers that become floats the base class takes those apart that grow steadily with k. Where q runs along the
+    columns, the two change their names.
+    """
+
+    def _float(self, expr, values):
+        if isinstance(values.get("q"), Key):
+            return super()._float(_swapped(expr), {**values, "q": values["k"], "k": values["q"]})
+        return super()._float(expr, values)
+
+
+def _swapped(expr):
+    """The expression with the names of q and k exchanged."""
+    if not isinstance(expr, Expr):
+        return expr
+    if expr.op == "symbol":
+        return Expr("symbol", ({"q": "k", "k": "q"}.get(expr.args[0], expr.args[0]),), expr.dtype)
+    return Expr(expr.op, tuple(map(_swapped, expr.args)), expr.dtype)
 
 
 def _of_query(values, i, j, keys_first):

@@ -1,0 +1,109 @@
+"""Gradients of every backend, on the conformance cases: right by the tolerance rule, or refused with the reason.
+
+On a CPU: the torch backend on a part of the "quick" selection. On a GPU (`pytest -m gpu`): TileLang on "full".
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+import tileattn
+from tileattn import Causal, ops
+from tileattn.dispatch import BACKENDS
+from tileattn.testing import (
+    Arguments,
+    ConformanceCase,
+    assert_gradients_accurate,
+    build,
+    conformance_cases,
+    eager_gradients,
+    gradient_sizes,
+    gradients,
+    oracle_attention,
+    output_gradients,
+    poisoned_memory,
+)
+from tileattn.variant import encode
+
+# On the CPU, of the cases that are not "smoke" every so many; and none with many scores in float16, in which PyTorch's
+# own products, that is eager's, are slow there.
+CPU_STEP = 16
+MANY_SCORES = 2**20
+
+
+def _parameters() -> list[object]:
+    """(case, backend, device); those of one case stand together, because they share its oracle."""
+    names = [backend.name for backend in BACKENDS]
+    quick = conformance_cases("quick")
+    found = []
+    for i, case in enumerate(quick):
+        many = case.shape.seqlen_q * case.shape.seqlen_k >= MANY_SCORES
+        if (i % CPU_STEP and not case.smoke) or (many and case.structure.dtype == "fp16"):
+            continue
+        for name in names if case.smoke else ["torch"]:
+            found.append(pytest.param(case, name, "cpu", id=f"{case.id}-{name}"))
+    if torch.cuda.is_available():
+        for case in conformance_cases("full"):
+            for name in names if case.smoke else ["tilelang"]:
+                found.append(pytest.param(case, name, "cuda", id=f"{case.id}-{name}-cuda", marks=pytest.mark.gpu))
+    return found
+
+
+@functools.lru_cache(maxsize=2)
+def _expected(case: ConformanceCase, device: str) -> tuple[Tensor, Tensor | None, tuple[object, ...]]:
+    arguments = build(case, device)
+    do, dlse = output_gradients(case, arguments)
+    exact, leaves = arguments.double()
+    oracle = gradients(oracle_attention(*exact.positional), leaves, do, dlse)
+    sizes = gradient_sizes(leaves, do, dlse, *exact.positional[:7])
+    eager = eager_gradients(arguments.leaves(), do, dlse, *arguments.positional[:7])
+    return do, dlse, (oracle, eager, sizes)
+
+
+def _refusal(arguments: Arguments, name: str) -> str | None:
+    q, k, v, mask, score_mods, sink, *_ = arguments.positional
+    call = ops.make_call(q, k, v, sink, encode(mask, score_mods)[0], needs_grad=True)
+    return next(backend for backend in BACKENDS if backend.name == name).refusal(call)
+
+
+def _run(arguments: Arguments, backend: str) -> tuple[Tensor, Tensor]:
+    """o, as bshd, and lse from the public function."""
+    bhsd = arguments.layout == "bhsd"
+    q, k, v = (x.transpose(1, 2) if bhsd else x for x in (arguments.q, arguments.k, arguments.v))
+    causal = type(arguments.mask) is Causal
+    o, lse = tileattn.attention(
+        q,
+        k,
+        v,
+        mask=None if causal else arguments.mask,
+        causal=causal,
+        score_mod=arguments.score_mods or None,
+        scale=arguments.scale,
+        sink=arguments.sink,
+        layout=arguments.layout,
+        return_lse=True,
+        backend=backend,
+        **arguments.named_descales,
+    )
+    return (o.transpose(1, 2) if bhsd else o), lse
+
+
+@pytest.mark.parametrize(("case", "backend", "device"), _parameters())
+def test_gradients_conform(case: ConformanceCase, backend: str, device: str) -> None:
+    arguments = build(case, device)
+    leaves = arguments.leaves()
+    if reason := _refusal(arguments, backend):
+        with pytest.raises(NotImplementedError, match=re.escape(reason)):
+            _run(arguments, backend)
+        pytest.skip(f"refused, as it says: {reason}")
+    do, dlse, expected = _expected(case, device)
+    with poisoned_memory():
+        got = gradients(_run(arguments, backend), leaves, do, dlse)
+    for name, leaf in leaves.items():
+        assert (got[name].shape, got[name].dtype) == (leaf.shape, leaf.dtype)
+    assert_gradients_accurate(case.id, got, *expected, case.dtype)
