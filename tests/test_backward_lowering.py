@@ -18,7 +18,7 @@ from tileattn.call import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang import launch as forward_launch
 from tileattn.kernels.tilelang.backward import config, launch
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
-from tileattn.kernels.tilelang.backward.kernels import kernel, main_kernel
+from tileattn.kernels.tilelang.backward.kernels import kernel, main_kernel, queries_kernel
 from tileattn.kernels.tilelang.compile import device_source
 from tileattn.kernels.tilelang.config import ARCHITECTURES
 from tileattn.kernels.tilelang.defaults import default as forward_default
@@ -45,7 +45,12 @@ def generic_tile(call: BackwardCall) -> BackwardConfig:
 
 def generic_source(call: BackwardCall, which: str = "main") -> str:
     """The CUDA or HIP source of one of a call's kernels."""
-    function = main_kernel(call, generic_tile(call)) if which == "main" else kernel(call, which)
+    if which == "main":
+        function = main_kernel(call, generic_tile(call))
+    elif which == "queries":
+        function = queries_kernel(call, config.default_queries(call))
+    else:
+        function = kernel(call, which)
     return device_source(function, call.forward.arch)
 
 
