@@ -75,7 +75,8 @@ class Case:
     causal: bool = False
 
     def __str__(self) -> str:
-        return "-".join([self.name, *(f"{key}={value}" for key, value in self.options.items()), f"{self.causal}"])
+        options = [f"{key}={getattr(value, '__name__', value)}" for key, value in self.options.items()]
+        return "-".join([self.name, *options, "causal" if self.causal else "full"])
 
     def module(self, embed: int = EMBED, **options: Any) -> SelfAttention:
         return get_attention(self.name, embed, HEADS, causal=self.causal, **self.options, **options)
