@@ -24,7 +24,9 @@ Every buffer has two mbarriers, ``ready`` and ``free``, as in the forward schedu
 tiles over the ends of queries or keys, take a branch that all threads agree on.
 
 Blocks start with the tiles of keys that a causal mask lets most queries see. All sizes and strides are run-time values.
-Limits: sm_90a, head dims up to 128, tensors whose rows begin at multiples of 16 bytes.
+Limits: sm_90a, head dims up to 128, tensors whose rows begin at multiples of 16 bytes. Without dq, which
+hopper_queries.py then computes, the head dims may be larger if both together are no more than 320: with 192 and 128 the
+warpgroups keep 160 registers of dK and dV, and take 32 queries at a time.
 """
 
 from __future__ import annotations

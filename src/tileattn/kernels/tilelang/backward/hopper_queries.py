@@ -88,6 +88,7 @@ class Plan:
                 "k_free": [2] * self.config.k_stages,
                 "v_ready": [WARP] * self.config.v_stages,
                 "v_free": [2] * self.config.v_stages,
+                "unheard": [2],  # nobody waits for it; see overlap.py
             },
         )
 
@@ -211,9 +212,10 @@ def advance(plan, arg, w, k_lo):
     multiply_scores(plan, w)
     multiply_dp(plan, w)
     await_product(plan, w.acc_dq, 2, plan.head_dim)
+    release(w, w.k_free, w.at[LAST])
     await_product(plan, w.acc_s, 1, plan.block_N)
     scores_to_probabilities(plan, arg, w, k_lo)
-    arrive_after_probabilities(w.k_free, w.at[LAST], w.acc_s, plan.block_N, w.signs, w.thread)
+    arrive_after_probabilities(w.unheard, 0, w.acc_s, plan.block_N, w.signs, w.thread)
     await_product(plan, w.acc_dp, 0, plan.block_N)
     release(w, w.v_free, w.at[V_STAGE])
     gradients_of_scores(plan, arg, w, k_lo)
