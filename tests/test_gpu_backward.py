@@ -96,6 +96,13 @@ CASES = {
     "causal-128-bhsd": Case((520, 520), (4, 4), (128, 128), mask=Causal(), layout="bhsd"),
     "causal-256": Case((300, 311), (4, 2), (256, 256), mask=Causal()),
     "causal-192/128": Case((300, 311), (4, 4), (192, 128), mask=Causal()),
+    "full-256": Case((333, 260), (4, 2), (256, 256)),  # of both warpgroups' tiles, a whole and a broken number
+    "one-query-256": Case((1, 300), (4, 2), (256, 256)),
+    "full-192": Case((200, 391), (6, 2), (192, 192), FP16, dlse=True),
+    "causal-160": Case((333, 100), (4, 4), (160, 160), mask=Causal()),
+    "window-256": Case((300, 341), (4, 2), (256, 256), mask=SlidingWindow(50, 30), sink=True),
+    "softcap-256": Case((200, 333), (4, 1), (256, 256), mask=Causal(), mods=_softcap),
+    "softcap-192/128": Case((333, 200), (4, 2), (192, 128), mods=_softcap),
     "full-64/128": Case((300, 170), (4, 2), (64, 128)),
     "full-16": Case((300, 170), (4, 2), (16, 16), FP16),
     "window-40": Case((300, 300), (4, 2), (40, 40), FP16, mask=SlidingWindow(50, 0)),

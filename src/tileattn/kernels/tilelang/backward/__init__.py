@@ -2,7 +2,7 @@
 
 prepare.py           1. delta = rowsum(do * o) - dlse and lse in powers of two; clears dq's sums
 generic.py           2. dk and dv, and dq added up in float32: every architecture
-hopper.py               ... sm_90a, head dims up to 128
+hopper.py               ... sm_90a, head dims up to 128; without dq, both together up to 320
 hopper_wide.py          ... sm_90a, wider heads: dk and dv alone
 queries.py           2b. dq alone, in a fixed order, where the main kernel leaves it: every architecture
 hopper_queries.py       ... sm_90a
@@ -13,6 +13,7 @@ slopes.py            score modifications and their derivatives, rewritten for th
 visible.py           which queries a tile of keys is seen by
 operands.py          gradients of the tensors that score modifications read
 tensors.py           ... what a kernel does for them
+overlap.py           keeps exponentials under the product that they are to run under
 variables.py         integers held in variables
 order.py layouts.py  how the Hopper schedules keep products in registers, and dq's sums in memory
 

@@ -24,7 +24,9 @@ Every buffer has two mbarriers, ``ready`` and ``free``, as in the forward schedu
 tiles over the ends of queries or keys, take a branch that all threads agree on.
 
 Blocks start with the tiles of keys that a causal mask lets most queries see. All sizes and strides are run-time values.
-Limits: sm_90a, head dims up to 128, tensors whose rows begin at multiples of 16 bytes.
+Limits: sm_90a, head dims up to 128, tensors whose rows begin at multiples of 16 bytes. Without dq, which
+hopper_queries.py then computes, the head dims may be larger if both together are no more than 320: with 192 and 128 the
+warpgroups keep 160 registers of dK and dV, and take 32 queries at a time.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from .hopper_config import CONSUMERS, HopperBackwardConfig
 from .layouts import accumulator_layout
 from .operands import ADDED, BY_KEY, SPREAD, STORED, Path
 from .order import COLUMNS
+from .overlap import arrive_after_probabilities
 from .tensors import add_to_elements, add_to_sums, hand_over_sums, spread, store_elements
 from .visible import Viewers
 
@@ -105,6 +108,7 @@ class Plan:
                 "do_free": [2] * self.stages,
                 "dq_ready": [WARPGROUP] * 2,
                 "dq_free": [WARP] * 2,
+                "unheard": [2],  # nobody waits for it; see overlap.py
             },
         )
 
@@ -349,6 +353,8 @@ def advance(plan, arg, w, h, row):
         multiply_dp(plan, w)
         await_product(plan, w.acc_s, 1, plan.block_M)
         scores_to_probabilities(plan, arg, w, h, row)
+        if plan.config.exp_under_dp:
+            arrive_after_probabilities(w.unheard, 0, w.acc_s, plan.block_M, w.signs, w.thread)
     await_product(plan, w.acc_dp, 0, plan.block_M)
     gradients_of_scores(plan, arg, w, h, row)
     multiply_dv(plan, w)
@@ -481,6 +487,7 @@ def body(
                 tile_sum=T.alloc_fragment([plan.block_N], "float32"),
                 uniforms=plan.slopes.allocate() if plan.slopes is not None else None,
                 eight=T.alloc_local([8], plan.dtype),
+                signs=T.alloc_local([1], "int32"),
                 at=T.alloc_local([4], "int32"),
                 rows=T.alloc_local([4], "int32"),
                 thread=thread,
@@ -489,7 +496,8 @@ def body(
             w.task[BATCH] = T.truncdiv(pair, arg.kv_heads)
             w.task[KV_HEAD] = T.truncmod(pair, arg.kv_heads)
             w.task[KEY] = T.truncdiv(place, side) * plan.block_N
-            T.annotate_layout({w.ds: accumulator_layout(plan.block_N, plan.block_M)})
+            layout = accumulator_layout(plan.block_N, plan.block_M)
+            T.annotate_layout({w.ds: layout, w.acc_s: layout})
             if adds_dq:
                 T.annotate_layout({w.dq_sum: tilelang.layout.make_linear_layout(w.dq_sum)})
             if thread >= CONSUMERS:

@@ -34,6 +34,7 @@ class HopperBackwardConfig:
         ds_buffers: tiles of dS in shared memory: with two, a warpgroup may write one while the other still reads. None
             at all, 0, leaves dq to another kernel.
         late_dp: whether dP is multiplied after the probabilities, not beside the scores: registers for modifications.
+        exp_under_dp: whether the exponentials are kept under dP's product (overlap.py).
     """
 
     block_M: int
@@ -41,6 +42,7 @@ class HopperBackwardConfig:
     num_stages: int = 2
     ds_buffers: int = 2
     late_dp: bool = False
+    exp_under_dp: bool = False
 
     @property
     def adds_dq(self) -> bool:
@@ -171,13 +173,14 @@ def hopper_preferences(
 
 
 def _wide(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwardConfig | HopperWideConfig]:
-    """None for modifications that keep much beside S and dP."""
-    kept = _kept(program(call.variant).score)
+    """None where tensors' gradients are wanted, or a modification keeps more than one derivative beside S and dP."""
+    score = program(call.variant).score
+    kept = _kept(score)
     if paths or kept > 1:
         return
-    yield HopperWideConfig(late_dp=kept > 0)
-    if kept == 0:
-        yield HopperBackwardConfig(32, num_stages=4, ds_buffers=0)
+    if not _reads(score):
+        yield HopperWideConfig(late_dp=kept > 0)
+    yield HopperBackwardConfig(32, num_stages=4, ds_buffers=0, late_dp=kept > 0, exp_under_dp=kept == 0)
 
 
 def _narrow(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwardConfig]:
@@ -199,7 +202,8 @@ def queries_preferences(call: AttentionCall) -> Iterator[HopperQueriesConfig]:
     """The same of the kernel for dq alone: the largest tiles of keys for which there are registers."""
     score = program(call.variant).score
     kept = _kept(score)
-    for block_N in range(64 if score is not None else 128, 0, -16):
+    largest = 128 if score is None else 48 if kept and _reads(score) else 64
+    for block_N in range(largest, 0, -16):
         for v_stages in (2, 1):
             config = HopperQueriesConfig(block_N, v_stages=v_stages)
             if config.products(call, kept) <= QUERIES_PRODUCTS:

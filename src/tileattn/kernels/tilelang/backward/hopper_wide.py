@@ -151,12 +151,17 @@ def load(plan, arg, w, source, kind, ready, free):
             T.barrier_wait(free[stage], parity)
             load_panels(plan, source, b, row, h, w.rows, (2 * kind + stage) * TILE_ROWS, ready, stage)
             if kind == OF_K:
-                for of_rows, place in ((arg.lse2, w.lse2), (arg.delta, w.delta)):
-                    T.tma_copy(
-                        of_rows[w.task[BATCH], h, row : row + TILE_ROWS],
-                        place[stage * TILE_ROWS : stage * TILE_ROWS + TILE_ROWS],
-                        barrier=ready[stage],
-                    )
+                of_tile = stage * TILE_ROWS
+                T.tma_copy(
+                    arg.lse2[w.task[BATCH], h, row : row + TILE_ROWS],
+                    w.lse2[of_tile : of_tile + TILE_ROWS],
+                    barrier=ready[stage],
+                )
+                T.tma_copy(
+                    arg.delta[w.task[BATCH], h, row : row + TILE_ROWS],
+                    w.delta[of_tile : of_tile + TILE_ROWS],
+                    barrier=ready[stage],
+                )
             T.barrier_arrive(ready[stage])
             row += TILE_ROWS
             parity = parity ^ stage
@@ -297,14 +302,16 @@ def own_tile(plan, arg, w, group, follows):
     multiply_scores(plan, w, group)
     if not plan.config.late_dp:
         multiply_dp(plan, w, group)
+    await_product(w.acc, 1 if plan.config.late_dp else 2, plan.head_dim)
     if follows:
-        await_product(w.acc, 1 if plan.config.late_dp else 2, plan.head_dim)
         release(w, freed(w, group), 1 - group)
     await_product(w.acc_s, 0 if plan.config.late_dp else 1, TILE_ROWS)
     scores_to_probabilities(plan, arg, w, group)
     if plan.config.late_dp:
-        multiply_dp(plan, w, group)  # in front of P, whose place has been read when dO is there
+        T.barrier_wait(w.do_ready[group], w.at[OWN_PARITY])  # when dO is there, P's place has been read
     hand_over(w, group, OF_V, w.p_ready)
+    if plan.config.late_dp:
+        multiply_dp(plan, w, group)
     if group == OF_V:
         add_product(plan, w, group, group, w.at[OWN_PARITY])
     await_product(w.acc_dp, 1 if group == OF_V else 0, TILE_ROWS)
@@ -349,17 +356,14 @@ def walk(plan, arg, w, group, count):
     w.at[END] = -1
     w.at[OWN_PARITY] = 0
     w.at[OTHER_PARITY] = 0
-    turns = T.alloc_var("int32", init=T.truncdiv(T.max(count - 1 + group, 0), 2))
-    if group == 0:
-        if count > 0:
+    # The first tile is the first warpgroup's own, before which there is none.
+    for turn in T.serial(T.truncdiv(count + 1 - group, 2)):
+        if group + turn > 0:
             to_next_tile(plan, arg, w)
-            own_tile(plan, arg, w, group, False)
-    for _ in T.serial(turns):
+            add_product(plan, w, group, 1 - group, w.at[OTHER_PARITY])
+            w.at[OTHER_PARITY] = w.at[OTHER_PARITY] ^ 1
         to_next_tile(plan, arg, w)
-        to_next_tile(plan, arg, w)
-        add_product(plan, w, group, 1 - group, w.at[OTHER_PARITY])
-        w.at[OTHER_PARITY] = w.at[OTHER_PARITY] ^ 1
-        own_tile(plan, arg, w, group, True)
+        own_tile(plan, arg, w, group, group + turn > 0)
     if (count > 0) & (T.truncmod(count + group, 2) == 0):
         # The last tile was the other's.
         add_product(plan, w, group, 1 - group, w.at[OTHER_PARITY])
