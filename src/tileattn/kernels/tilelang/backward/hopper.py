@@ -51,7 +51,6 @@ from .hopper_config import CONSUMERS, HopperBackwardConfig
 from .layouts import accumulator_layout
 from .operands import ADDED, BY_KEY, SPREAD, STORED, Path
 from .order import COLUMNS
-from .overlap import arrive_after_probabilities
 from .tensors import add_to_elements, add_to_sums, hand_over_sums, spread, store_elements
 from .visible import Viewers
 
@@ -108,7 +107,6 @@ class Plan:
                 "do_free": [2] * self.stages,
                 "dq_ready": [WARPGROUP] * 2,
                 "dq_free": [WARP] * 2,
-                "unheard": [2],  # nobody waits for it; see overlap.py
             },
         )
 
@@ -353,8 +351,6 @@ def advance(plan, arg, w, h, row):
         multiply_dp(plan, w)
         await_product(plan, w.acc_s, 1, plan.block_M)
         scores_to_probabilities(plan, arg, w, h, row)
-        if plan.config.exp_under_dp:
-            arrive_after_probabilities(w.unheard, 0, w.acc_s, plan.block_M, w.signs, w.thread)
     await_product(plan, w.acc_dp, 0, plan.block_M)
     gradients_of_scores(plan, arg, w, h, row)
     multiply_dv(plan, w)
@@ -487,7 +483,6 @@ def body(
                 tile_sum=T.alloc_fragment([plan.block_N], "float32"),
                 uniforms=plan.slopes.allocate() if plan.slopes is not None else None,
                 eight=T.alloc_local([8], plan.dtype),
-                signs=T.alloc_local([1], "int32"),
                 at=T.alloc_local([4], "int32"),
                 rows=T.alloc_local([4], "int32"),
                 thread=thread,
@@ -496,8 +491,7 @@ def body(
             w.task[BATCH] = T.truncdiv(pair, arg.kv_heads)
             w.task[KV_HEAD] = T.truncmod(pair, arg.kv_heads)
             w.task[KEY] = T.truncdiv(place, side) * plan.block_N
-            layout = accumulator_layout(plan.block_N, plan.block_M)
-            T.annotate_layout({w.ds: layout, w.acc_s: layout})
+            T.annotate_layout({w.ds: accumulator_layout(plan.block_N, plan.block_M)})
             if adds_dq:
                 T.annotate_layout({w.dq_sum: tilelang.layout.make_linear_layout(w.dq_sum)})
             if thread >= CONSUMERS:
