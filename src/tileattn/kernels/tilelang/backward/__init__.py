@@ -13,7 +13,6 @@ slopes.py            score modifications and their derivatives, rewritten for th
 visible.py           which queries a tile of keys is seen by
 operands.py          gradients of the tensors that score modifications read
 tensors.py           ... what a kernel does for them
-overlap.py           keeps exponentials under the product that they are to run under
 variables.py         integers held in variables
 order.py layouts.py  how the Hopper schedules keep products in registers, and dq's sums in memory
 

@@ -46,7 +46,6 @@ from . import tile
 from .hopper import CONSUMER_REGISTERS, PRODUCER_REGISTERS, release
 from .hopper_config import CONSUMERS, HopperQueriesConfig
 from .layouts import accumulator_layout
-from .overlap import arrive_after_probabilities
 from .visible import Viewers
 
 # Named barriers; 0 is __syncthreads. Each warpgroup has one for itself.
@@ -88,7 +87,6 @@ class Plan:
                 "k_free": [2] * self.config.k_stages,
                 "v_ready": [WARP] * self.config.v_stages,
                 "v_free": [2] * self.config.v_stages,
-                "unheard": [2],  # nobody waits for it; see overlap.py
             },
         )
 
@@ -215,7 +213,6 @@ def advance(plan, arg, w, k_lo):
     release(w, w.k_free, w.at[LAST])
     await_product(plan, w.acc_s, 1, plan.block_N)
     scores_to_probabilities(plan, arg, w, k_lo)
-    arrive_after_probabilities(w.unheard, 0, w.acc_s, plan.block_N, w.signs, w.thread)
     await_product(plan, w.acc_dp, 0, plan.block_N)
     release(w, w.v_free, w.at[V_STAGE])
     gradients_of_scores(plan, arg, w, k_lo)
@@ -300,7 +297,6 @@ def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> A
                 lse2=T.alloc_fragment([plan.block_M], "float32"),
                 delta=T.alloc_fragment([plan.block_M], "float32"),
                 uniforms=plan.slopes.allocate() if plan.slopes is not None else None,
-                signs=T.alloc_local([1], "int32"),
                 at=T.alloc_local([5], "int32"),
                 full=T.alloc_local([2], "int32"),
                 thread=thread,
@@ -315,8 +311,7 @@ def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> A
             w.task[FIRST] = T.truncdiv(kv_lo, plan.block_N)
             # At least one tile, all masked where nothing is visible.
             w.task[COUNT] = T.max(T.ceildiv(kv_hi, plan.block_N) - w.task[FIRST], 1)
-            layout = accumulator_layout(plan.block_M, plan.block_N)
-            T.annotate_layout({w.ds: layout, w.acc_s: layout})
+            T.annotate_layout({w.ds: accumulator_layout(plan.block_M, plan.block_N)})
             if thread >= CONSUMERS:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if thread < CONSUMERS + WARP:

@@ -80,8 +80,8 @@ def _facts(call: BackwardCall, name: str) -> str:
 
 # Of this package and of the forward pass, the modules that generate kernels.
 OWN_SOURCES = ("config", "finish", "generic", "hopper", "hopper_config", "hopper_queries", "hopper_wide")
-OWN_SOURCES += ("kernels", "layouts", "operands", "order", "overlap", "prepare", "queries", "signature", "slopes")
-OWN_SOURCES += ("tensors", "tile", "variables", "visible")
+OWN_SOURCES += ("kernels", "layouts", "operands", "order", "prepare", "queries", "signature", "slopes", "tensors")
+OWN_SOURCES += ("tile", "variables", "visible")
 SHARED_SOURCES = ("compile", "config", "expressions", "generic", "mask", "signature", "simplify", "softmax")
 
 
