@@ -255,16 +255,23 @@ def _by_autograd(ys: Sequence[Tensor], dys: Sequence[Tensor], leaves: Mapping[st
     return {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in zip(leaves.items(), found)}
 
 
-def _natural(size: int, device: torch.device) -> Tensor:
-    return torch.arange(size, device=device)
+# --- Orders of sums: a tensor with one dimension in that order. Gradients need no sorting, as those of indexing would ---
 
 
-def _reversed(size: int, device: torch.device) -> Tensor:
-    return torch.arange(size, device=device).flip(0)
+def _natural(x: Tensor, dim: int) -> Tensor:
+    return x
+
+
+def _reversed(x: Tensor, dim: int) -> Tensor:
+    return x.flip(dim)
+
+
+def _shuffled(x: Tensor, dim: int) -> Tensor:
+    return x.index_select(dim, _permutation(x.shape[dim], x.device))
 
 
 @functools.lru_cache(maxsize=256)
-def _shuffled(size: int, device: torch.device) -> Tensor:
+def _permutation(size: int, device: torch.device) -> Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(size)).to(device)
 
 
@@ -298,7 +305,7 @@ def _attend(
     sink: Tensor | None,
     scale: float | None,
     descales: Sequence[Tensor | None],
-    order: Callable[[int, torch.device], Tensor],
+    order: Callable[[Tensor, int], Tensor],
     product: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor],
     weighted: Callable[[Tensor, Tensor], Tensor],
 ) -> _Attended:
@@ -310,10 +317,10 @@ def _attend(
     """
     group = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    dims, keys = order(q.shape[3], q.device), order(k.shape[1], q.device)
-    q = q.to(dtype)[..., dims].transpose(1, 2)
-    k = k.to(dtype)[:, keys][..., dims].transpose(1, 2).repeat_interleave(group, dim=1)
-    v = v.to(dtype)[:, keys].transpose(1, 2).repeat_interleave(group, dim=1)
+    keys = order(torch.arange(k.shape[1], device=k.device), 0)
+    q = order(q.to(dtype), 3).transpose(1, 2)
+    k = order(order(k.to(dtype), 1), 3).transpose(1, 2).repeat_interleave(group, dim=1)
+    v = order(v.to(dtype), 1).transpose(1, 2).repeat_interleave(group, dim=1)
     q_descale, k_descale, v_descale = (
         None if descale is None else descale.to(dtype).repeat_interleave(group, dim=1)[:, :, None, None]
         for descale in descales
