@@ -255,7 +255,7 @@ def _by_autograd(ys: Sequence[Tensor], dys: Sequence[Tensor], leaves: Mapping[st
     return {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in zip(leaves.items(), found)}
 
 
-# --- Orders of sums: a tensor with one dimension in that order. Gradients need no sorting, as those of indexing would ---
+# Orders of sums: a tensor with one dimension in that order. Their gradients need no sorting, as that of indexing would.
 
 
 def _natural(x: Tensor, dim: int) -> Tensor:
