@@ -13,7 +13,7 @@ from tileattn.bench.peers.base import OWN, Prepared, tensor_bytes
 from tileattn.bench.problem import Problem
 from tileattn.bench.variants import user_score
 from tileattn.dispatch import Backend, select
-from tileattn.variant import encode, normalize, with_alignment
+from tileattn.variant import Operands, encode, normalize, with_alignment
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,19 @@ class TileAttnBf16:
 
 def variant_key(problem: Problem) -> str:
     """The problem's variant as an `AttentionCall` names it."""
-    key, operands = encode(*normalize(_mask(problem), _score_mods(problem), causal=False))
+    key, operands = _encoded(problem)
     return with_alignment(key, operands.tensors)
+
+
+def needs(problem: Problem) -> tuple[bool, ...]:
+    """Which gradients a backward pass of the problem computes, as a `BackwardCall` lists them."""
+    q, k, v = (x.requires_grad for x in (problem.q, problem.k, problem.v))
+    _, operands = _encoded(problem)
+    return q, k, v, False, *(tensor.requires_grad for tensor in operands.tensors)
+
+
+def _encoded(problem: Problem) -> tuple[str, Operands]:
+    return encode(*normalize(_mask(problem), _score_mods(problem), causal=False))
 
 
 def _selected(problem: Problem, backend: str | None) -> Backend:
