@@ -3,7 +3,7 @@
     python examples/train_gpt.py                       # about a minute on two cores; draws train_gpt.png
     python examples/train_gpt.py --compare             # and once more through PyTorch's attention, in one picture
     python examples/train_gpt.py --device cuda --compile
-    python examples/train_gpt.py --device cuda --backend tilelang --benchmark --seqlen 8192 --dim 1024 --heads 8
+    python examples/train_gpt.py --device cuda --benchmark --seqlen 8192 --dim 1024 --heads 8
 
 The picture needs matplotlib: `pip install "tileattn[plot]"`.
 """
@@ -104,10 +104,14 @@ class Training:
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95))
 
+    def autocast(self) -> torch.autocast:
+        """Products in the dtype that was asked for."""
+        dtype = getattr(torch, self.settings.dtype.value)
+        return torch.autocast(torch.device(self.settings.device).type, dtype=dtype, enabled=dtype != torch.float32)
+
     def loss(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         """The cross-entropy, in nats per character: log(vocabulary) for a model that knows nothing."""
-        dtype = getattr(torch, self.settings.dtype.value)
-        with torch.autocast(tokens.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        with self.autocast():
             logits = model(tokens)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
@@ -288,7 +292,8 @@ def main(
         console.print(f"losses differ by at most {max(apart):.2g}, by {sum(apart) / len(apart):.2g} on average")
     draw(curves, out)
     tokens = text.encode(PROMPT)[None].to(device)
-    written = training.model.continued(tokens, 400, torch.Generator().manual_seed(seed))
+    with training.autocast():
+        written = training.model.continued(tokens, 400, torch.Generator().manual_seed(seed))
     console.print(text.decode(written[0]), markup=False, highlight=False)
     console.print(f"The losses are drawn in {out}.")
 

@@ -23,13 +23,9 @@ class TileAttn:
     backend: str | None = None
     name: str = OWN
 
-    def asked(self, problem: Problem) -> str | None:
-        """The backend to name: on a GPU the kernels, which dispatch keeps back where a gradient is needed."""
-        return "tilelang" if self.backend is None and problem.do is not None and problem.q.is_cuda else self.backend
-
     def refusal(self, problem: Problem) -> str | None:
         try:
-            _selected(problem, self.asked(problem))
+            _selected(problem, self.backend)
         except NotImplementedError as refused:
             return str(refused)
         return None
@@ -49,12 +45,12 @@ class TileAttn:
                 score_mod=score_mod,
                 causal=causal,
                 sink=problem.sink,
-                backend=self.asked(problem),
+                backend=self.backend,
             )
             assert isinstance(out, Tensor)
             return out
 
-        chosen = _selected(problem, self.asked(problem)).name
+        chosen = _selected(problem, self.backend).name
         return Prepared(call, _held_bytes(mask, score_mod, problem), chosen=chosen)
 
 

@@ -37,17 +37,6 @@ def refusal(call: AttentionCall) -> str | None:
     return _refusal_head_dims(call, 8) or _refusal_variant(call)
 
 
-def reservation(call: AttentionCall) -> str | None:
-    """Why the kernels run a call only where they are named, or None.
-
-    Their gradients are right in the benchmark and in some forty cases on an H200, but the conformance suite for
-    gradients has not gone through there without a failure.
-    """
-    if call.needs_grad:
-        return "its backward pass has not passed the whole conformance suite on a GPU: name it, backend='tilelang'"
-    return None
-
-
 def _refusal_fp8(call: AttentionCall) -> str | None:
     if call.needs_grad:
         return "fp8 has no backward pass (an input requires grad)"
