@@ -5,20 +5,21 @@ elements of a group are in one thread, in registers whose numbers are known when
 groups' numbers are the same expression, and nvcc computes the words once. (tests/test_dropout_lowering.py counts the
 multiplications.) On AMD GPUs, whose layouts are others, each element computes them anew.
 
-A head's words, and the threshold, are four registers: KEY, ROW and COLUMN are ``k0``, ``x0`` and ``x1``. Numbers of 16
-bits are compared in the upper half of a word, where one of the two in a word is already.
+What all elements of a tile share are six words in registers: of the head KEY, ROW and COLUMN, which are ``k0``, ``x0``
+and ``x1``; the threshold; the first groups of the tile's rows and keys. Numbers of 16 bits are compared in the upper
+half of a word, where one of the two in a word is already.
 """
 
 import tilelang.language as T
 
 from ...dropout import M2, M4, ROUNDS, WEYL
 
-KEY, ROW, COLUMN, LIMIT = range(4)
+KEY, ROW, COLUMN, LIMIT, FIRST_ROWS, FIRST_KEYS = range(6)
 
 
 def allocate():
-    """Registers for the words of a head."""
-    return T.alloc_local([4], "uint32")
+    """Registers for the words of a head and a tile."""
+    return T.alloc_local([6], "uint32")
 
 
 def of_call(call):
@@ -63,15 +64,26 @@ def enter_head(words, arg, b, h):
 
 
 @T.macro
+def enter_tile(words, row, key):
+    """The groups of its first query (from 0, whatever its position) and first key, which are multiples of 16."""
+    words[FIRST_ROWS] = _word(row // 2)
+    words[FIRST_KEYS] = _word(key // 2)
+
+
+@T.macro
 def share_in_warp(words):
-    """Tells ptxas that the words are the same in all threads of a warp: it keeps them in uniform registers."""
-    for e in T.unroll(4):
+    """Tells ptxas that the words are the same in all threads of a warp: it keeps them in uniform registers.
+
+    Once a tile: then they are not the last tile's, as far as the compiler can tell, and it does not keep what it makes
+    of them for each column in registers, or in local memory.
+    """
+    for e in T.unroll(6):
         words[e] = T.shfl_sync(words[e], 0)
 
 
-def _group(first, i):
-    """The number of the group of row (or key) i of a tile that begins at `first`, a multiple of 16."""
-    return _word(first // 2 + i // 16 * 8 + i % 8)
+def _group(i):
+    """Of row (or key) i of a tile, counted from the tile's first."""
+    return _word(i // 16 * 8 + i % 8)
 
 
 def _is_second(i):
@@ -79,10 +91,10 @@ def _is_second(i):
 
 
 @T.macro
-def _words_of_group(found, product, words, row, key, i, j):
+def _words_of_group(found, product, words, i, j):
     """Philox2x32 of row i and key j of a tile."""
-    found[0] = _group(row, i) ^ words[ROW]
-    found[1] = _group(key, j) ^ words[COLUMN]
+    found[0] = (words[FIRST_ROWS] + _group(i)) ^ words[ROW]
+    found[1] = (words[FIRST_KEYS] + _group(j)) ^ words[COLUMN]
     for number in T.unroll(ROUNDS):
         product[0] = _product(found[0], M2)
         found[0] = _high(product[0]) ^ (words[KEY] + _word(number) * T.uint32(WEYL[0])) ^ found[1]
@@ -96,28 +108,26 @@ def _keeps(found, words, i, j):
 
 
 @T.macro
-def drop(result, values, words, row, key, rows, columns, keys_first=False, factor=None):
+def drop(result, values, words, rows, columns, keys_first=False, factor=None):
     """result = values where they are kept, times a factor, else 0; it may be the same fragment.
 
-    Args:
-        row, key: the first query (from 0, whatever its position) and the first key of the tile: multiples of 16.
-        keys_first: whether rows of the tile are keys.
+    ``keys_first``: whether rows of the tile are keys.
     """
     for i, j in T.Parallel(rows, columns):
         found, product = T.alloc_local([2], "uint32"), T.alloc_local([1], "uint64")
         q, k = (j, i) if keys_first else (i, j)
-        _words_of_group(found, product, words, row, key, q, k)
+        _words_of_group(found, product, words, q, k)
         kept = T.if_then_else(_keeps(found, words, q, k), values[i, j], 0.0)
         result[i, j] = kept if factor is None else kept * factor
 
 
 @T.macro
-def mark(p, words, row, key, rows, columns, keys_first=False):
+def mark(p, words, rows, columns, keys_first=False):
     """Makes probabilities that are dropped negative, so that the pattern is at hand as long as they are."""
     for i, j in T.Parallel(rows, columns):
         found, product = T.alloc_local([2], "uint32"), T.alloc_local([1], "uint64")
         q, k = (j, i) if keys_first else (i, j)
-        _words_of_group(found, product, words, row, key, q, k)
+        _words_of_group(found, product, words, q, k)
         p[i, j] = T.if_then_else(_keeps(found, words, q, k), p[i, j], -p[i, j])
 
 

@@ -123,7 +123,8 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
                     apply_mask(acc_s, visible, b, h, q_lo, k_lo, block_M, block_N)
                 softmax.update(acc_s, m, l, alpha, base, row_sum, c, block_M, block_N)
                 if call.dropout:
-                    dropout.drop(acc_s, acc_s, words, row, k_lo, block_M, block_N)
+                    dropout.enter_tile(words, row, k_lo)
+                    dropout.drop(acc_s, acc_s, words, block_M, block_N)
                 T.copy(acc_s, weights)
                 softmax.rescale(acc_o, alpha, block_M, head_dim_v)
                 T.copy(arg.v[v_b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v], v_shared, **copy)

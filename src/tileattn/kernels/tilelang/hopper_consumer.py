@@ -161,7 +161,9 @@ def scores_to_weights(plan, arg, w, first_key, masked):
     softmax.exponentials(w.acc_s, w.base, c, plan.block_M, plan.block_N)
     softmax.add_own_columns(w.acc_s, w.sums, w.alpha, plan.block_M, plan.block_N)
     if plan.call.dropout:
-        dropout.drop(w.acc_s, w.acc_s, w.words, row, k_lo, plan.block_M, plan.block_N)
+        dropout.enter_tile(w.words, row, k_lo)
+        dropout.share_in_warp(w.words)
+        dropout.drop(w.acc_s, w.acc_s, w.words, plan.block_M, plan.block_N)
 
 
 @T.macro
@@ -233,7 +235,6 @@ def attend(plan, arg, w, turn):
     take_tile(plan, w, w.at[K_STAGE])
     if plan.call.dropout:
         dropout.enter_head(w.words, arg, w.task[BATCH], w.task[HEAD])
-        dropout.share_in_warp(w.words)
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(w.acc_s, num_regs=plan.block_M * plan.block_N // plan.consumers)
     scores_to_weights(plan, arg, w, tile_of_step(plan, 0, begin, end, right, left) * plan.block_N, right + left > 0)

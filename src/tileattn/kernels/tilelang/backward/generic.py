@@ -148,8 +148,8 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
                 # --- dV
                 if call.dropout:
                     dropout.enter_head(pattern.words, arg, b, h)
-                tile.mark_dropped(acc_s, pattern, row, k_lo, block_N, block_M, True)
-                tile.copy_kept(acc_s, p, pattern, row, k_lo, block_N, block_M, True)
+                tile.mark_dropped(acc_s, pattern, row, k_lo, block_N, block_M, True, False)
+                tile.copy_kept(acc_s, p, pattern, block_N, block_M, True)
                 for index in early_ones:
                     tile.weigh(early[index], acc_s, block_N, block_M)
                 T.copy(arg.do[do_b, row : row + block_M, h, 0:head_dim_v], do_shared, **copy)
@@ -157,7 +157,7 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
                 # --- dP, dS
                 T.gemm(v_shared, do_shared, acc_dp, transpose_B=True, clear_accum=True, policy=policy)
                 T.copy(arg.delta[b, h, row : row + block_M], delta_shared, **copy)
-                tile.drop_gradients(acc_s, acc_dp, pattern, row, k_lo, block_N, block_M, True)
+                tile.drop_gradients(acc_s, acc_dp, pattern, block_N, block_M, True)
                 if slopes is None or slopes.probability_is_kept():
                     tile.score_gradients(acc_s, acc_dp, delta_shared, block_N, block_M, True)
                 for index in early_ones:

@@ -223,8 +223,8 @@ def scores_to_probabilities(plan, arg, w, h, row):
     if (row < w.rows[2]) | (row + plan.block_M > w.rows[3]):
         tile.hide(w.acc_s, w.visible, w.task[BATCH], h, q_lo, w.task[KEY], plan.block_N, plan.block_M, True)
     tile.probabilities(w.acc_s, Row(w.lse2, w.at[STAGE]), c, plan.block_N, plan.block_M, True)
-    tile.mark_dropped(w.acc_s, w.pattern, row, w.task[KEY], plan.block_N, plan.block_M, True)
-    tile.copy_kept(w.acc_s, w.p, w.pattern, row, w.task[KEY], plan.block_N, plan.block_M, True)
+    tile.mark_dropped(w.acc_s, w.pattern, row, w.task[KEY], plan.block_N, plan.block_M, True, True)
+    tile.copy_kept(w.acc_s, w.p, w.pattern, plan.block_N, plan.block_M, True)
     for index in plan.early:
         tile.weigh(w.early[index], w.acc_s, plan.block_N, plan.block_M)
 
@@ -263,7 +263,7 @@ def tensor_gradients(plan, arg, w, h, row):
 def gradients_of_scores(plan, arg, w, h, row):
     """dS, of the scaled scores, in 16 bits."""
     delta = Row(w.delta, w.at[STAGE])
-    tile.drop_gradients(w.acc_s, w.acc_dp, w.pattern, row, w.task[KEY], plan.block_N, plan.block_M, True)
+    tile.drop_gradients(w.acc_s, w.acc_dp, w.pattern, plan.block_N, plan.block_M, True)
     if plan.slopes is None:
         for i, j in T.Parallel(plan.block_N, plan.block_M):
             w.ds[i, j] = w.acc_s[i, j] * (w.acc_dp[i, j] - delta[j])
@@ -431,7 +431,6 @@ def consume(plan, arg, w):
             keep_uniforms(plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h)
         if plan.call.dropout:
             dropout.enter_head(w.pattern.words, arg, w.task[BATCH], h)
-            dropout.share_in_warp(w.pattern.words)
         for number in plan.sums_by_key.values():
             T.fill(w.sums[number], 0)
         for number in T.serial(w.rows[0], w.rows[1]):

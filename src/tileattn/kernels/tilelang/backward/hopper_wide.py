@@ -269,16 +269,15 @@ def scores_to_probabilities(plan, arg, w, group):
     for index in plan.early:
         tile.weigh(w.early[index], w.acc_s, 2 * TILE_ROWS, TILE_ROWS)
     first = row - group * TILE_ROWS
-    tile.mark_dropped(w.acc_s, w.pattern, first, w.task[KEY], 2 * TILE_ROWS, TILE_ROWS, False)
-    tile.copy_kept(w.acc_s, w.narrow, w.pattern, first, w.task[KEY], 2 * TILE_ROWS, TILE_ROWS, False)
+    tile.mark_dropped(w.acc_s, w.pattern, first, w.task[KEY], 2 * TILE_ROWS, TILE_ROWS, False, True)
+    tile.copy_kept(w.acc_s, w.narrow, w.pattern, 2 * TILE_ROWS, TILE_ROWS, False)
 
 
 @T.macro
 def gradients_of_scores(plan, arg, w, group):
     """dS, of the scaled scores, in 16 bits."""
     rows, columns = 2 * TILE_ROWS, TILE_ROWS
-    first = w.at[TILE] * TILE_ROWS - group * TILE_ROWS
-    tile.drop_gradients(w.acc_s, w.acc_dp, w.pattern, first, w.task[KEY], rows, columns, False)
+    tile.drop_gradients(w.acc_s, w.acc_dp, w.pattern, rows, columns, False)
     if plan.slopes is None:
         for i, j in T.Parallel(rows, columns):
             w.narrow[i, j] = w.acc_s[i, j] * (w.acc_dp[i, j] - w.delta[i])
@@ -341,7 +340,6 @@ def enter_head(plan, arg, w):
         keep_uniforms(plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h)
     if plan.call.dropout:
         dropout.enter_head(w.pattern.words, arg, w.task[BATCH], h)
-        dropout.share_in_warp(w.pattern.words)
 
 
 @T.macro

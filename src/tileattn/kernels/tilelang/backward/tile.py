@@ -160,22 +160,25 @@ def times_late(result, gradient, late, slopes, registers, emit, scale, b, h, q_l
 
 
 class Pattern:
-    """Dropout of one kernel: the words of a head, and whether the pattern is kept as P's sign."""
+    """Dropout of one kernel: the words of a head and a tile, and whether the pattern is kept as P's sign."""
 
     def __init__(self, arg, early) -> None:
         self.words, self.weight, self.is_marked = dropout.allocate(), arg.weight, not early
 
 
 @T.macro
-def mark_dropped(acc_s, pattern, row, k_lo, rows, columns, keys_first):
-    """Behind the probabilities, in a call with dropout or without."""
+def mark_dropped(acc_s, pattern, row, k_lo, rows, columns, keys_first, own_warps):
+    """Behind the probabilities, in a call with dropout or without. ``own_warps``: in a Hopper schedule."""
     if pattern is not None:
+        dropout.enter_tile(pattern.words, row, k_lo)
+        if own_warps:
+            dropout.share_in_warp(pattern.words)
         if pattern.is_marked:
-            dropout.mark(acc_s, pattern.words, row, k_lo, rows, columns, keys_first)
+            dropout.mark(acc_s, pattern.words, rows, columns, keys_first)
 
 
 @T.macro
-def copy_kept(acc_s, p, pattern, row, k_lo, rows, columns, keys_first):
+def copy_kept(acc_s, p, pattern, rows, columns, keys_first):
     """What dV is made of, but for the weight."""
     if pattern is None:
         T.copy(acc_s, p)
@@ -183,14 +186,14 @@ def copy_kept(acc_s, p, pattern, row, k_lo, rows, columns, keys_first):
         if pattern.is_marked:
             dropout.copy_kept(p, acc_s, rows, columns)
         else:
-            dropout.drop(p, acc_s, pattern.words, row, k_lo, rows, columns, keys_first)
+            dropout.drop(p, acc_s, pattern.words, rows, columns, keys_first)
 
 
 @T.macro
-def drop_gradients(acc_s, acc_dp, pattern, row, k_lo, rows, columns, keys_first):
+def drop_gradients(acc_s, acc_dp, pattern, rows, columns, keys_first):
     """dP of the dropped probabilities becomes that of all."""
     if pattern is not None:
         if pattern.is_marked:
             dropout.unmark(acc_s, acc_dp, pattern.weight, rows, columns)
         else:
-            dropout.drop(acc_dp, acc_dp, pattern.words, row, k_lo, rows, columns, keys_first, pattern.weight)
+            dropout.drop(acc_dp, acc_dp, pattern.words, rows, columns, keys_first, pattern.weight)
