@@ -159,10 +159,11 @@ def _case_attempts(case: Case, direction: str) -> Iterator[Attempt]:
 
 
 def conformance_attempts() -> Iterator[Attempt]:
-    """What tests/test_conformance.py, tests/test_gpu.py and tests/test_gpu_backward.py call on a GPU."""
+    """What tests/test_conformance.py, test_gpu.py, test_gpu_backward.py and test_gpu_dropout.py call on a GPU."""
     import test_conformance
     import test_gpu
     import test_gpu_backward
+    import test_gpu_dropout
 
     for case in conformance_cases("full"):
         arguments = build(case, "meta")
@@ -183,6 +184,7 @@ def conformance_attempts() -> Iterator[Attempt]:
         yield _attention(return_lse, q, q, q, mask=mask, score_mod=score_mod)
     with mock.patch.object(test_gpu_backward, "DEVICE", "meta"):
         yield from map(torch.enable_grad(), test_gpu_backward.calls())
+        yield from map(torch.enable_grad(), test_gpu_dropout.calls())
 
 
 def _attention(return_lse: bool, *tensors: torch.Tensor, **named: Any) -> Attempt:
@@ -237,7 +239,7 @@ def conformance(
     arch: Arch = None,
     only_list: List = False,
 ) -> None:
-    """The kernels of the tests for a GPU: test_conformance.py, test_gpu.py and test_gpu_backward.py."""
+    """The kernels of the tests for a GPU: test_conformance.py and the test_gpu files."""
     if kernels not in (None, "long", "short"):
         raise choices.refuse("--kernels", f"{kernels!r} is not known; accepted: long, short")
     raise typer.Exit(run(conformance_jobs(kernels, _arch(arch)), jobs, only_list))

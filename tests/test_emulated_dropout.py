@@ -30,7 +30,7 @@ from tileattn.variant import Operands, encode
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 LONGEST = 150  # two tiles or three, the last of them not full
-QUICK = ("full-16", "half")
+QUICK = ("full-16",)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     compiled: dict[Any, Any] = {}
 
-    def kept(key: Any, make: Any) -> Any:
+    def compiled_once(key: Any, make: Any) -> Any:
         if key not in compiled:
             folder = tmp_path / str(len(compiled))
             folder.mkdir()
@@ -48,11 +48,14 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     def kernels(call: BackwardCall) -> launch.Kernels:
         config = (defaults.default(call), defaults.queries_default(call))
-        found = {name: kept((call, name, config), lambda: kernel(call, name)) for name in launch.kernel_names(call)}
+        found = {
+            name: compiled_once((call, name, config), lambda name=name: kernel(call, name))
+            for name in launch.kernel_names(call)
+        }
         return launch.Kernels(found["prepare"], found["main"], found.get("finish"), found.get("queries"))
 
     def forward(call: AttentionCall, config: Any) -> Kernel:
-        return kept((call, config), lambda: forward_kernel(call, config))
+        return compiled_once((call, config), lambda: forward_kernel(call, config))
 
     monkeypatch.setattr(backward_backend, "backward_kernels", kernels)
     monkeypatch.setattr(backend, "forward_function", forward)
@@ -126,6 +129,7 @@ TILINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_the_pattern_does_not_depend_on_tiles(tiling: str, emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of both passes, bit by bit."""

@@ -1,7 +1,7 @@
 """Dropout in the TileLang kernels, on a GPU: ``pytest -m gpu tests/test_gpu_dropout.py``.
 
-o and gradients are held to the tolerance rule of `tileattn.testing`, with the pattern of `tileattn.dropout` as a matrix;
-and the pattern of the kernels is read off, bit by bit.
+o and gradients are held to the tolerance rule of `tileattn.testing`, with the pattern of `tileattn.dropout` as a
+matrix; and the pattern of the kernels is read off, bit by bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 import test_gpu_backward as gpu
 import tileattn
-from test_gpu_backward import BF16, FP16, Case
+from test_gpu_backward import FP16, Case
 from tileattn import Causal, SlidingWindow, quantize_fp8
 from tileattn.dropout import draw_seed, weight_of_kept
 from tileattn.testing import assert_forward_accurate, dropout_mask, eager_attention, oracle_attention
@@ -205,7 +205,7 @@ def test_fp8_as_the_pattern_says() -> None:
         assert_forward_accurate("fp8", got, oracle, eager)  # type: ignore[arg-type]
 
 
-def test_another_probability_is_the_same_kernel_and_each_call_another_pattern() -> None:
+def test_each_call_draws_another_pattern() -> None:
     problem = Problem(*CASES["full"])
     with torch.no_grad():
         o = [tileattn.attention(problem.q, problem.k, problem.v, dropout_p=0.1, backend="tilelang") for _ in range(2)]
@@ -281,4 +281,3 @@ def calls() -> Iterator[Callable[[], Any]]:
         yield functools.partial(
             tileattn.attention, q, k, v, mask=mask, dropout_p=0.1, return_lse=True, backend="tilelang"
         )
-    yield Problem(Case(head_dims=(64, 64), dtype=BF16), 0.1).ours

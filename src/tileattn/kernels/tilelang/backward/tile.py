@@ -4,9 +4,9 @@
     dS = P * (dP - delta)              of the modified scores
     dS' = dS * slope                   of the scaled ones
 
-With dropout Z, which is 0 or the weight of what is kept: dV takes Z * P, and dP becomes Z * dP. P as it was is needed for
-dS, so that the pattern is computed once, and kept as P's sign until dP has come. Where derivatives are kept beside it
-P has no register to itself so long; there the pattern is computed again.
+With dropout Z, which is 0 or the weight of what is kept, dV takes Z * P, and dP becomes Z * dP. P as it was is needed
+for dS; so the pattern is computed once, and kept as P's sign until dP has come. Where derivatives are kept beside P, it
+has no register to itself so long: there the pattern is computed again.
 
 A tile has keys in its rows and queries in its columns (``keys_first``), or the other way round. ``lse2`` and ``delta``
 have one element for each query. What a mask hides has P = 0, and then a gradient of exactly 0, whatever the slope of
