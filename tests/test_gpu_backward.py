@@ -190,11 +190,17 @@ class Problem:
     def standard(self) -> tuple[Any, ...]:
         return (self.q, self.k, self.v, self.mask, self.mods, self.sink, self.case.scale)
 
+    def dropout(self) -> Tensor | None:
+        """What probabilities are multiplied by."""
+        return None
+
     def oracle(self) -> dict[str, Tensor]:
-        return {name: grad.double() for name, grad in self.gradients(*oracle_attention(*self.standard())).items()}
+        found = oracle_attention(*self.standard(), dropout=self.dropout())
+        return {name: grad.double() for name, grad in self.gradients(*found).items()}
 
     def eager(self) -> list[dict[str, Tensor]]:
-        return [self.gradients(o, lse) for o, lse in zip(*eager_attention(*self.standard()))]
+        runs = eager_attention(*self.standard(), dropout=self.dropout())
+        return [self.gradients(o, lse) for o, lse in zip(*runs)]
 
 
 def check(name: str, problem: Problem, got: dict[str, Tensor]) -> None:

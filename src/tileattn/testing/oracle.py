@@ -28,6 +28,7 @@ def oracle_attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    dropout: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Standard attention in float64 on the inputs as they are, that is as quantised. Differentiable.
 
@@ -42,12 +43,14 @@ def oracle_attention(
         q_descale: (batch, kv_heads), what the elements of q are multiplied by; None: 1. For fp8.
         k_descale: the same for k.
         v_descale: the same for v.
+        dropout: (batch, heads, seqlen_q, seqlen_k), what each probability is multiplied by once the softmax has been
+            taken: 0 or 1 / (1 - p); None: 1. See :func:`tileattn.testing.dropout_mask`.
 
     Returns:
         o (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q), float64. A row without keys has o = 0
         and lse = -inf, or lse = sink.
     """
-    found = _exactly(q, k, v, mask, score_mods, sink, scale, (q_descale, k_descale, v_descale))
+    found = _exactly(q, k, v, mask, score_mods, sink, scale, (q_descale, k_descale, v_descale), dropout)
     return found.o, found.lse
 
 
@@ -60,9 +63,12 @@ def _exactly(
     sink: Tensor | None,
     scale: float | None,
     descales: Sequence[Tensor | None] = (None,) * 3,
+    dropout: Tensor | None = None,
 ) -> _Attended:
     # The sums are not in their natural order, which is eager's: in float64 its error would seem to be 0.
-    return _attend(torch.float64, q, k, v, mask, score_mods, sink, scale, descales, _reversed, _product, _weighted)
+    return _attend(
+        torch.float64, q, k, v, mask, score_mods, sink, scale, descales, _reversed, _product, _weighted, dropout
+    )
 
 
 def eager_attention(
@@ -76,6 +82,7 @@ def eager_attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    dropout: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Standard attention in the inputs' dtype, as one writes it in PyTorch without a fused kernel: two runs.
 
@@ -99,7 +106,7 @@ def eager_attention(
         product = _product_in_fp8 if multiplies_fp8(q.device) else _product
     descales = (q_descale, k_descale, v_descale)
     runs = [
-        _attend(dtype, q, k, v, mask, score_mods, sink, scale, descales, order, product, weighted)
+        _attend(dtype, q, k, v, mask, score_mods, sink, scale, descales, order, product, weighted, dropout)
         for order in (_natural, _shuffled)
     ]
     return [run.o for run in runs], [run.lse for run in runs]
@@ -307,13 +314,14 @@ def _attend(
     descales: Sequence[Tensor | None],
     order: Callable[[Tensor, int], Tensor],
     product: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor],
-    weighted: Callable[[Tensor, Tensor], Tensor],
+    weighted: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    dropout: Tensor | None = None,
 ) -> _Attended:
     """Attention, computed in `dtype`, with the sums over head_dim and over keys in the given order.
 
     `product(q, k, q_descale, k_descale)` is the scores before the scale, of q and k (batch, heads, seqlen, head_dim)
-    and descales that broadcast to them. `weighted(logits, v)` is the sum of values, weighted by the softmax of logits
-    (.., keys, or keys and a sink).
+    and descales that broadcast to them. `weighted(logits, v, dropout)` is the sum of values, weighted by the softmax of
+    logits (.., keys, or keys and a sink), times dropout.
     """
     group = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -339,7 +347,8 @@ def _attend(
     # A row without keys has no softmax. It gets some other scores first, so that autograd meets no NaN there.
     empty = (logits == -torch.inf).all(dim=-1)
     logits = logits.masked_fill(empty[..., None], 0.0)
-    o = weighted(logits, v).masked_fill(empty[..., None], 0.0)
+    dropout = None if dropout is None else dropout.to(dtype)[..., keys]
+    o = weighted(logits, v, dropout).masked_fill(empty[..., None], 0.0)
     lse = torch.logsumexp(logits.to(torch.promote_types(dtype, torch.float32)), dim=-1)
     return _Attended(o.transpose(1, 2), lse.masked_fill(empty, -torch.inf), logits, v, empty)
 
@@ -403,18 +412,18 @@ def _padded(x: Tensor) -> Tensor:
     return padded
 
 
-def _weighted(logits: Tensor, v: Tensor) -> Tensor:
-    """softmax(logits) @ v."""
-    return torch.softmax(logits, dim=-1)[..., : v.shape[2]] @ v
+def _weighted(logits: Tensor, v: Tensor, dropout: Tensor | None) -> Tensor:
+    """(softmax(logits) * dropout) @ v."""
+    return _times(torch.softmax(logits, dim=-1)[..., : v.shape[2]], dropout) @ v
 
 
-def _weighted_in_fp8(logits: Tensor, v: Tensor) -> Tensor:
+def _weighted_in_fp8(logits: Tensor, v: Tensor, dropout: Tensor | None) -> Tensor:
     """The same from probabilities that are rounded to fp8 before they meet v, and divided by their sum after it."""
     if logits.shape[-1] == 0:  # a maximum of nothing
-        return _weighted(logits, v).bfloat16()
+        return _weighted(logits, v, dropout).bfloat16()
     p = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
     rounded = p[..., : v.shape[2]].to(FP8).to(p.dtype)
-    return (rounded @ v / p.sum(dim=-1, keepdim=True)).bfloat16()
+    return (_times(rounded, dropout) @ v / p.sum(dim=-1, keepdim=True)).bfloat16()
 
 
 def _indices(scores: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
