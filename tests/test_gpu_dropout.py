@@ -76,20 +76,9 @@ class Problem(gpu.Problem):
         kept = dropout_mask(self.seed(), self.p, self.case.batch, self.case.heads[0], *self.case.lengths)
         return kept.double() * weight_of_kept(self.p)
 
-    def ours(self, **options: Any) -> dict[str, Tensor]:
+    def forward(self, **options: Any) -> tuple[Tensor, Tensor]:
         torch.manual_seed(SEED)
-        return super().ours(dropout_p=self.p, **options)
-
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """o (bshd) and lse, without gradients."""
-        torch.manual_seed(SEED)
-        q, k, v = (x.transpose(1, 2) if self.case.layout == "bhsd" else x for x in (self.q, self.k, self.v))
-        with torch.no_grad():
-            o, lse = tileattn.attention(
-                *(q, k, v), mask=self.mask, score_mod=self.mods or None, sink=self.sink, scale=self.case.scale,
-                layout=self.case.layout, return_lse=True, backend="tilelang", dropout_p=self.p,
-            )  # fmt: skip
-        return (o.transpose(1, 2) if self.case.layout == "bhsd" else o), lse
+        return super().forward(dropout_p=self.p, **options)
 
 
 def check_forward(name: str, problem: Problem, got: tuple[Tensor, Tensor]) -> None:
@@ -102,7 +91,8 @@ def check_forward(name: str, problem: Problem, got: tuple[Tensor, Tensor]) -> No
 @pytest.mark.parametrize("name", CASES)
 def test_forward(name: str) -> None:
     problem = Problem(*CASES[name])
-    check_forward(name, problem, problem.forward())
+    with torch.no_grad():
+        check_forward(name, problem, problem.forward())
 
 
 @pytest.mark.parametrize("name", CASES)
