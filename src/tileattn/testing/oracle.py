@@ -141,6 +141,7 @@ def eager_gradients(
     score_mods: Sequence[Callable[..., Tensor]] = (),
     sink: Tensor | None = None,
     scale: float | None = None,
+    dropout: Tensor | None = None,
 ) -> list[dict[str, Tensor]]:
     """The gradients of `eager_attention`, in the inputs' dtype: four runs.
 
@@ -149,6 +150,7 @@ def eager_gradients(
 
         P = exp(S - lse),  delta = rowsum(dO * O) - dlse,  dV = P^T dO,  dS = P * (dO V^T - delta)
 
+    with dropout Z: dV = (P * Z)^T dO, dS = P * (Z * dO V^T - delta).
     S is computed anew, with sums in another order than lse's. Where a row's softmax is at one key, autograd is exact by
     luck: P is 1, and what is subtracted is the same number. The formula shows how large the roundings are.
 
@@ -163,9 +165,10 @@ def eager_gradients(
         score_mods: see there.
         sink: see there.
         scale: see there.
+        dropout: see there.
     """
     x, y = (
-        _attend(q.dtype, q, k, v, mask, score_mods, sink, scale, (None,) * 3, order, _product, _weighted)
+        _attend(q.dtype, q, k, v, mask, score_mods, sink, scale, (None,) * 3, order, _product, _weighted, dropout)
         for order in (_natural, _shuffled)
     )
     found = [gradients((run.o, run.lse), leaves, do, dlse) for run in (x, y)]
@@ -233,6 +236,7 @@ def _formula(
         dp, delta = (do**2 @ (v**2).mT).sqrt(), (do**2 * o**2).sum(dim=-1).sqrt() + dlse.abs()
     else:
         dp, delta = do @ v.mT, (do * o).sum(dim=-1) + dlse
+    dp = _times(dp, run.dropout)
     dp = torch.cat([dp, dp.new_zeros(*dp.shape[:3], p.shape[3] - dp.shape[3])], dim=-1)
     return p, dp, delta.to(do.dtype)
 
@@ -250,7 +254,7 @@ def _by_formula(
 
 def _by_parts(run: _Attended, p: Tensor, ds: Tensor, do: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """From dS and dV = P^T dO."""
-    return _by_autograd([run.logits, run.v], [ds, p[..., : run.v.shape[2]].mT @ do], leaves)
+    return _by_autograd([run.logits, run.v], [ds, _times(p[..., : run.v.shape[2]], run.dropout).mT @ do], leaves)
 
 
 def _by_autograd(ys: Sequence[Tensor], dys: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -300,6 +304,8 @@ class _Attended(NamedTuple):
     """(batch, heads, keys, head_dim_v): repeated for grouped heads."""
     empty: Tensor
     """(batch, heads, seqlen_q): rows without keys."""
+    dropout: Tensor | None
+    """(batch, heads, seqlen_q, keys): what probabilities are multiplied by."""
 
 
 def _attend(
@@ -350,7 +356,7 @@ def _attend(
     dropout = None if dropout is None else dropout.to(dtype)[..., keys]
     o = weighted(logits, v, dropout).masked_fill(empty[..., None], 0.0)
     lse = torch.logsumexp(logits.to(torch.promote_types(dtype, torch.float32)), dim=-1)
-    return _Attended(o.transpose(1, 2), lse.masked_fill(empty, -torch.inf), logits, v, empty)
+    return _Attended(o.transpose(1, 2), lse.masked_fill(empty, -torch.inf), logits, v, empty, dropout)
 
 
 def _times(x: Tensor, factor: Tensor | None) -> Tensor:
