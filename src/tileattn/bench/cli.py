@@ -1,6 +1,6 @@
 """The command line `tileattn`: what each command takes. What they do is in `bench.command` and `bench.info`.
 
-Everything slow is imported inside the commands, so that `tileattn --help` answers at once.
+Everything slow is imported inside the commands, so that `tileattn --help` answers at once. `viz` has files of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from tileattn.viz.cli import app as viz
 
 app = typer.Typer(
     name="tileattn",
@@ -19,6 +21,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(viz, name="viz")
 
 SHAPE, VARIANT, COMPARE, OUTPUT = "One case: its shape", "One case: its variant", "What is compared", "What is written"
 
