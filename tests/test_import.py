@@ -46,7 +46,10 @@ def test_no_part_of_torch_that_torch_itself_leaves_out(added: set[str]) -> None:
 
 
 def test_only_the_parts_of_tileattn_that_a_call_needs(added: set[str]) -> None:
-    assert inside(added, *(f"tileattn.{name}" for name in ("bench", "nn", "reference", "testing", "viz", "__main__"))) == set()
+    assert (
+        inside(added, *(f"tileattn.{name}" for name in ("bench", "nn", "reference", "testing", "viz", "__main__")))
+        == set()
+    )
     assert not [module for module in added if module.endswith((".tilelang.forward", ".tilelang.compile"))]
     assert "tileattn.api" in added
 
