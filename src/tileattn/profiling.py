@@ -93,7 +93,7 @@ class Profile:
             (self.tbps, "B/s", self.bytes_fraction, "the copy's"),
         ):
             if rate is not None:
-                parts.append(_rate(rate, unit) + ("" if fraction is None else f", {fraction:.0%} of {of}"))
+                parts.append(rate_text(rate, unit) + ("" if fraction is None else f", {fraction:.0%} of {of}"))
         return "; ".join(parts)
 
 
@@ -130,9 +130,9 @@ class Profiles:
                 f"{_ms(low)} to {_ms(high)}",
                 f"{first.ms / each.ms:.2f}×",
                 human_bytes(each.peak_bytes),
-                _rate(each.tflops, "FLOPS"),
+                rate_text(each.tflops, "FLOPS"),
                 _percent(each.flops_fraction),
-                _rate(each.tbps, "B/s"),
+                rate_text(each.tbps, "B/s"),
                 _percent(each.bytes_fraction),
             )
         return table
@@ -156,7 +156,7 @@ def profile(
     Args:
         fn: any callable; for keyword arguments, a lambda or `functools.partial`. It is called many times: what it
             writes must not disturb the next call.
-        args: its arguments.
+        *args: its arguments.
         flops: floating-point operations of a call, for the fraction of the ceiling. A product of (m, k) and (k, n)
             has 2 m n k.
         bytes: what a call must read and write at least, for the fraction of the ceiling.
@@ -184,7 +184,11 @@ def profile_all(
 
     Args:
         fns: the callables by the names that they have in the table.
-        args, flops, bytes, device, effort: as for `profile`.
+        *args: the arguments of all of them.
+        flops: floating-point operations of a call, as for `profile`.
+        bytes: what a call must read and write at least, as for `profile`.
+        device: where they run, as for `profile`.
+        effort: for how long each is measured.
     """
     _check(fns, flops, bytes)
     where = _device(args, device)
@@ -277,7 +281,7 @@ def _on(profile: Profile) -> str:
     ceiling = profile.ceiling
     if ceiling is None:
         return f"on {profile.device}"
-    product, copy = _rate(ceiling.matmul_tflops, "FLOPS"), _rate(ceiling.copy_tbps, "B/s")
+    product, copy = rate_text(ceiling.matmul_tflops, "FLOPS"), rate_text(ceiling.copy_tbps, "B/s")
     return f"on {profile.device}: matrix product {product}, copy {copy}"
 
 
@@ -285,7 +289,7 @@ def _percent(fraction: float | None) -> str:
     return DASH if fraction is None else f"{fraction:.0%}"
 
 
-def _rate(tera: float | None, unit: str) -> str:
+def rate_text(tera: float | None, unit: str) -> str:
     """10^12 per second, with the prefix that leaves one to three digits before the point."""
     if tera is None:
         return DASH

@@ -301,3 +301,18 @@ def warmup(
     from tileattn.bench import choices, command
 
     raise typer.Exit(command.warm_up(choices.choose_calls(head_dim, variant, dtype, arch)))
+
+
+@app.command(epilog="[dim]Example[/dim]\n\n  tileattn demo --port 8000 --no-browser")
+def demo(
+    port: Annotated[
+        int | None, typer.Option(metavar="N", help="Default: the first free one from 7860 on.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes the GPU if there is one.")] = "auto",
+    browser: Annotated[bool, typer.Option(help="Open the page.")] = True,
+) -> None:
+    """Show a page on this machine: choose a variant and a shape, see its tiles, error, time and memory."""
+    from tileattn.bench import choices
+    from tileattn.demo import command
+
+    command.demo(choices.resolve_device(device), port, browser)

@@ -180,7 +180,9 @@ def draw_tiles(tiles: TileMap, title: str | None = None) -> Figure:
         tiles: of `tile_map`.
         title: what to call the mask; by default as `described` does.
     """
-    figure = empty_figure(5.6, 5.9)
+    # As high as the map, which is drawn to scale unless one side is far longer.
+    ratio = tiles.seqlen_q / tiles.seqlen_k
+    figure = empty_figure(5.6, 1.6 + 4.6 * min(max(ratio if _to_scale(tiles) else 1.0, 0.3), 1.5))
     fill_tiles(figure.add_subplot(), tiles)
     visited = 1 - tiles.share(Tile.SKIPPED)
     sizes = f"{tiles.seqlen_q} queries, {tiles.seqlen_k} keys; tiles of {tiles.block_M} x {tiles.block_N}"
@@ -212,5 +214,9 @@ def fill_tiles(axes: Axes, tiles: TileMap) -> None:
     axes.margins(0)
     axes.set_xlim(0, tiles.seqlen_k)
     axes.set_ylim(tiles.seqlen_q, 0)
-    if 0.25 <= tiles.seqlen_q / tiles.seqlen_k <= 4:
+    if _to_scale(tiles):
         axes.set_aspect("equal")
+
+
+def _to_scale(tiles: TileMap) -> bool:
+    return 0.25 <= tiles.seqlen_q / tiles.seqlen_k <= 4
