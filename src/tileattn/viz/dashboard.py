@@ -112,6 +112,7 @@ def _dots(axes: Axes, column: Column, results: Results, cases: list[str]) -> Non
         if answers:
             powers(axes, "x", column.log, min(answers), max(answers))
     else:
+        axes.margins(x=0.06)
         axes.set_xlim(left=0)
     if column.title.startswith("speed"):
         axes.axvline(1, color=INK, linewidth=0.8, zorder=1)
