@@ -20,6 +20,9 @@ from positions import Positions, documents, lengths, positions, prefixes
 from tileattn import Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap, viz
 from tileattn.bench import results
 from tileattn.bench.cli import app
+from tileattn.call import AttentionCall
+from tileattn.kernels.tilelang.config import HopperConfig
+from tileattn.kernels.tilelang.defaults import default
 from tileattn.testing import oracle_attention
 from tileattn.viz.tiles import Tile, described
 
@@ -93,9 +96,10 @@ def test_a_row_of_tiles_without_a_visible_key_still_visits_one() -> None:
 
 def test_kernel_tiles_are_those_of_the_default_configuration() -> None:
     assert viz.kernel_tiles("sm_80", 128) == (128, 64)
-    rows, keys = viz.kernel_tiles("sm_90a", 128)
+    config = default(AttentionCall(torch.bfloat16, 128, 128, arch="sm_90a"), 4096)
+    assert isinstance(config, HopperConfig)
     # Two blocks in a cluster visit the tiles of both.
-    assert rows == 256 or (rows, keys) == (128, 128)
+    assert viz.kernel_tiles("sm_90a", 128) == (config.cluster * config.block_M, config.block_N)
     with pytest.raises(ValueError, match=r"arch must be one of sm_80, .*, got 'sm_1'"):
         viz.kernel_tiles("sm_1", 128)
     with pytest.raises(ValueError, match="head_dim must be a multiple of 8 from 16 to 256, got 20"):
