@@ -107,6 +107,15 @@ def test_the_command_refuses_a_port_that_is_none() -> None:
     assert "70000 is no port" in outcome.output
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_the_kernels_answer() -> None:
+    form = Form(seqlen_q=200, seqlen_k=200, head_dim=64, dtype="bf16")
+    message, figure, table, _ = page.answer(torch.device("cuda", 0), *dataclasses.astuple(form))
+    assert table is not None, message
+    assert table[0][0] == "tileattn (tilelang)"
+    assert figure is not None
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(browser.missing() is not None, reason=str(browser.missing()))
 def test_a_click_in_a_browser(tmp_path: Path) -> None:

@@ -65,6 +65,16 @@ def test_a_call_on_a_cpu_imports_no_compiler() -> None:
     assert inside(modules_after(call), "tilelang", "triton", "torch._dynamo") == set()
 
 
+def test_pictures_and_profiles_import_their_packages_when_they_are_used() -> None:
+    """Nor does `tileattn --help` import what its commands do."""
+    loaded = modules_after("import tileattn.viz, tileattn.profiling, tileattn.demo.measure, tileattn.demo.page")
+    assert inside(loaded, "matplotlib", "gradio", "tilelang", "triton") == set()
+    assert (
+        inside(modules_after("import tileattn.bench.cli"), "tileattn.viz", "tileattn.demo", "tileattn.reference")
+        == set()
+    )
+
+
 def test_every_public_name_is_there() -> None:
     assert all(hasattr(tileattn, name) for name in tileattn.__all__)
     assert len(set(tileattn.__all__)) == len(tileattn.__all__)

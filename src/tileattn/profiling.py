@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from statistics import median, quantiles
@@ -194,10 +195,11 @@ def profile_all(
     where = _device(args, device)
     calls = {name: partial(fn, *args) for name, fn in fns.items()}
     peaks = {}
-    for name, call in calls.items():
-        call()  # compiles, and makes the workspaces that a call finds the next time
-        peaks[name] = memory.peak_bytes(call, where)
-    samples = _samples(list(calls.values()), where, effort)
+    with current(where):
+        for name, call in calls.items():
+            call()  # compiles, and makes the workspaces that a call finds the next time
+            peaks[name] = memory.peak_bytes(call, where)
+        samples = _samples(list(calls.values()), where, effort)
     ceiling = None if flops is None and bytes is None else machine_ceiling(where, _dtype(args))
     return Profiles(
         tuple(
@@ -220,11 +222,16 @@ def machine_ceiling(device: torch.device | str, dtype: torch.dtype = torch.bfloa
 @lru_cache(maxsize=32)
 def _machine_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
     sizes = {} if device.type == "cuda" else {"size": CPU_MATMUL_SIZE, "copied": CPU_COPIED_BYTES}
-    with torch.no_grad():
+    with torch.no_grad(), current(device):
         found = ceilings.measure(str(dtype).removeprefix("torch."), device, CEILING_EFFORT, dtype=dtype, **sizes)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return replace(found, when="beside the calls")
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the current one: events are recorded on its stream."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _check(fns: Mapping[str, Callable[..., object]], flops: float | None, bytes: float | None) -> None:

@@ -1,6 +1,7 @@
 """The command line `tileattn`: what each command takes. What they do is in `bench.command` and `bench.info`.
 
-Everything slow is imported inside the commands, so that `tileattn --help` answers at once. `viz` has files of its own.
+Everything slow is imported inside the commands, so that `tileattn --help` answers at once. `tileattn viz` is in
+`cli_viz`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tileattn.viz.cli import app as viz
+from tileattn.bench.cli_viz import app as viz
 
 app = typer.Typer(
     name="tileattn",

@@ -16,7 +16,7 @@ from tileattn.bench.plot import LABELS
 from tileattn.bench.report import human_bytes
 from tileattn.bench.results import Results, Row
 from tileattn.bench.runner import Run
-from tileattn.profiling import rate_text
+from tileattn.profiling import current, rate_text
 from tileattn.viz.tiles import draw_tiles, tile_map
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ def run(case: Case, device: torch.device) -> Answer:
     """
     measured = results.begin(device, None, "tileattn demo")
     names = BESIDE.get(case.dtype, ("sdpa", "eager"))
-    Run("demo", [case], [TileAttn(), *(PEERS[name] for name in names)], device, measured, EFFORT)()
+    with current(device):  # gradio calls this in a thread of its own
+        Run("demo", [case], [TileAttn(), *(PEERS[name] for name in names)], device, measured, EFFORT)()
     failed = [entry for entry in measured.failed if entry.backend == OWN]
     if failed:
         raise RuntimeError(failed[0].reason)

@@ -1,4 +1,4 @@
-"""`tileattn viz`: what each command takes. Slow imports are inside the commands, as in `bench.cli`."""
+"""`tileattn viz`: what each command takes. What they do is in `viz.command`; slow imports are inside, as in `cli`."""
 
 from __future__ import annotations
 
