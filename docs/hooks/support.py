@@ -10,7 +10,7 @@ import torch
 
 from tileattn.bench.info import Example, examples
 from tileattn.call import AttentionCall
-from tileattn.dispatch import BACKENDS
+from tileattn.dispatch import BACKENDS, select
 from tileattn.kernels.tilelang.config import ARCHITECTURES
 
 MACRO = "{{ support }}"
@@ -56,8 +56,9 @@ def _table(heading: str, rows: list[Example], columns: dict[str, str], answers: 
 
 
 def _cell(call: AttentionCall, reasons: dict[str, int]) -> str:
-    """The backends that run a call, in the order of preference; (named) where one has to be asked for by its name."""
+    """The backends that run a call, in the order of preference; (named) where dispatch passes over one that would."""
     lines = []
+    passed_over = True
     for backend in BACKENDS:
         reason = backend.refusal(call)
         if reason is not None:
@@ -65,5 +66,14 @@ def _cell(call: AttentionCall, reasons: dict[str, int]) -> str:
             reason = SIZE.sub("", reason.replace(call.arch, "this one"))
             lines.append(f"~~{backend.name}~~ {reasons.setdefault(reason, len(reasons) + 1)}")
         else:
-            lines.append(f"**{backend.name}**" + (" (named)" if backend.reservation(call) else ""))
+            passed_over = passed_over and backend.name != _chosen(call)
+            lines.append(f"**{backend.name}**" + " (named)" * passed_over)
     return "<br>".join(lines)
+
+
+def _chosen(call: AttentionCall) -> str | None:
+    """The backend that runs the call where none is named."""
+    try:
+        return select(call).name
+    except NotImplementedError:
+        return None

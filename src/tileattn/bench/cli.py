@@ -281,6 +281,7 @@ def plot(
     epilog="[dim]Examples[/dim]\n\n"
     "  tileattn warmup\n\n"
     "  tileattn warmup --head-dim 128,192/128 --variant causal,causal+softcap50 --dtype bf16,fp16\n\n"
+    "  tileattn warmup --direction fwdbwd\n\n"
     "  tileattn warmup --arch sm_90a"
 )
 def warmup(
@@ -291,6 +292,9 @@ def warmup(
         str, typer.Option(help="Variants, as [b]tileattn bench[/b] names them.", metavar="NAME,...")
     ] = "full,causal",
     dtype: Annotated[str, typer.Option(help="bf16, fp16.", metavar="NAME,...")] = "bf16",
+    direction: Annotated[
+        str, typer.Option(help="[b]fwd[/b], or for training [b]fwdbwd[/b]: the kernels of the backward pass as well.")
+    ] = "fwd",
     arch: Annotated[
         str | None, typer.Option(help="sm_80, sm_90a, ... Default: this machine's GPU.", show_default=False)
     ] = None,
@@ -301,7 +305,7 @@ def warmup(
     """
     from tileattn.bench import choices, command
 
-    raise typer.Exit(command.warm_up(choices.choose_calls(head_dim, variant, dtype, arch)))
+    raise typer.Exit(command.warm_up(choices.choose_kernels(head_dim, variant, dtype, direction, arch)))
 
 
 @app.command(epilog="[dim]Example[/dim]\n\n  tileattn demo --port 8000 --no-browser")

@@ -14,13 +14,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tileattn.bench import report, results, timing, warmup
+from tileattn.bench import report, results, timing
 from tileattn.bench.cases import Case
 from tileattn.bench.choices import MEMORY, Chosen, at_least_one, refuse
 from tileattn.bench.peers.base import OWN, Implementation
 from tileattn.bench.progress import reporting
 from tileattn.bench.runner import Run
-from tileattn.call import AttentionCall
 from tileattn.kernels.cache import default_folder
 from tileattn.kernels.tilelang import batch
 
@@ -104,10 +103,9 @@ def redraw(result: Path, picture: Path, force: bool) -> None:
     _draw(measured, picture, asked=True)
 
 
-def warm_up(wanted: Sequence[AttentionCall]) -> int:
+def warm_up(jobs: Sequence[batch.AnyJob]) -> int:
     """`tileattn warmup`: a line per kernel as it is ready. Returns the exit code: 1 if one could not be compiled."""
     failed = False
-    jobs = warmup.jobs(wanted)
     with Console(stderr=True).status(f"compiling {len(jobs)} kernels"):
         for number, each in enumerate(batch.compile_all(jobs, min(batch.CORES, MAX_PROCESSES)), start=1):
             took = each.error or ("was in the cache" if each.was_there else f"{each.seconds:.1f} s")
