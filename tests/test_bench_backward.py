@@ -98,7 +98,7 @@ def test_expected_gradients_are_autograds(name: str, seqlen_q: int, monkeypatch:
     monkeypatch.setattr(oracle, "SCORES_PER_CHUNK", 2000)
     given = built(variant=name, seqlen_q=seqlen_q)
     expected = gradient_oracle.build(given).expected
-    mask, score_mods = normalize(own._mask(given), own._score_mods(given), causal=False)
+    mask, score_mods = normalize(own.mask_of(given), own.score_mods_of(given), causal=False)
     o, _ = oracle_attention(given.q, given.k, given.v, mask, score_mods, given.sink)
     assert given.do is not None
     inputs = given.inputs()

@@ -107,7 +107,7 @@ def choose_cases(
     if own and suite is not None:
         raise refuse("--suite", "a suite brings its own shapes and variants; give either it or the options of one case")
     if own:
-        name = _variant_name(variant)
+        name = variant_name(variant)
         if variants.parse(name).dbias and direction == "fwd":
             raise refuse("--variant", f"{name!r} asks for the gradient of the bias: give --direction bwd or fwdbwd")
         return Chosen("custom", _own_cases(shape, name, dtype), direction)
@@ -149,7 +149,7 @@ def _lengths(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, parts)))
 
 
-def _variant_name(options: VariantOptions) -> str:
+def variant_name(options: VariantOptions) -> str:
     """The variant of `--variant`, or the one that the other options are parts of."""
     if options.variant is not None:
         if options != VariantOptions(variant=options.variant):

@@ -34,7 +34,7 @@ class TileAttn:
         # In fp8 q, k and v come with their descales, by the names that `attention` gives them.
         inputs: dict[str, Any] = {"q": problem.q, "k": problem.k, "v": problem.v}
         inputs = inputs if problem.fp8 is None else problem.fp8._asdict()
-        mask, score_mod = _mask(problem), _score_mods(problem)
+        mask, score_mod = mask_of(problem), score_mods_of(problem)
         # Plain causal attention is asked for as most users do.
         causal, mask = (True, None) if isinstance(mask, Causal) else (False, mask)
 
@@ -83,7 +83,7 @@ def needs(problem: Problem) -> tuple[bool, ...]:
 
 
 def _encoded(problem: Problem) -> tuple[str, Operands]:
-    return encode(*normalize(_mask(problem), _score_mods(problem), causal=False))
+    return encode(*normalize(mask_of(problem), score_mods_of(problem), causal=False))
 
 
 def _selected(problem: Problem, backend: str | None) -> Backend:
@@ -100,7 +100,8 @@ def _held_bytes(mask: Mask | None, score_mods: list[Callable[..., Any]] | None, 
     return tensor_bytes(*(tensor for tensor in operands.tensors if tensor.data_ptr() not in given))
 
 
-def _mask(problem: Problem) -> Mask | None:
+def mask_of(problem: Problem) -> Mask | None:
+    """The mask of the problem's variant."""
     terms = problem.case.terms
     masks: list[Mask] = [Causal()] if terms.causal else []
     if terms.window is not None:
@@ -117,7 +118,7 @@ def _mask(problem: Problem) -> Mask | None:
     return combined
 
 
-def _score_mods(problem: Problem) -> list[Callable[..., Any]] | None:
+def score_mods_of(problem: Problem) -> list[Callable[..., Any]] | None:
     """In the order that `variants` promises: softcap, ALiBi, bias, the user's function."""
     softcap = problem.case.terms.softcap
     mods: list[Callable[..., Any]] = [SoftCap(softcap)] if softcap is not None else []
