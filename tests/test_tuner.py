@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import threading
@@ -13,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import tileattn
 from tileattn import dispatch
 from tileattn.bench import timing as bench_timing
+from tileattn.bench.cli import app
 from tileattn.call import AttentionCall
 from tileattn.kernels.tilelang import backend, space, tuned
 from tileattn.kernels.tilelang.config import ForwardConfig, HopperConfig, is_valid
@@ -496,3 +499,74 @@ def test_the_file_is_json_for_people(file: Path) -> None:
     (device,) = content["devices"]
     assert device.endswith("(sm_90a)")
     assert list(content["devices"][device]) == ["bfloat16 d128 full lse sm_90a"]
+
+
+# --- The command line ---
+
+
+def invoke(line: str, answer: str | None = None) -> tuple[int, str]:
+    outcome = CliRunner().invoke(app, shlex.split(line), input=answer, env={"COLUMNS": "300"})
+    return outcome.exit_code, " ".join(outcome.output.split())
+
+
+SHAPE = "--B 1 --H 4 --KV 2 --N 48,100 --D 16 --Dv 32 --causal --dtype fp32 --device cpu"
+
+
+def test_tune_tunes_a_case_at_each_length(fake: Fake, file: Path) -> None:
+    code, output = invoke(f"tune {SHAPE} --softcap 20 --sink")
+    assert code == 0, output
+    assert f"results: {file}" in output
+    kept = {(call, bucket) for _, call, bucket, _ in results.entries(results.read(file))}
+    call = "float32 d16/32 Causal()+SoftCap(f) sink cpu"
+    assert kept == {(call, "p4 q64 k64 g2"), (call, "p4 q128 k128 g2")}
+    assert fake.compiled == 2 * [Tile(0), Tile(1), Tile(2)]
+    assert invoke(f"tune {SHAPE} --softcap 20 --sink -q") == (0, f"results: {file}")
+    assert len(fake.compiled) == 6
+    invoke(f"tune {SHAPE} --softcap 20 --sink --again")
+    assert len(fake.compiled) == 12
+
+
+def test_show_and_clear(fake: Fake, file: Path) -> None:
+    assert invoke("tune --show") == (0, f"no results in {file}")
+    assert invoke("tune --clear") == (0, f"no results in {file}")
+    invoke(f"tune {SHAPE}")
+    code, output = invoke("tune --show")
+    assert code == 0
+    for shown in (
+        "no GPU (cpu)",
+        "float32 d16/32 Causal() cpu",
+        "p4 q128 k128 g2",
+        "Tile(size=2)",
+        "3.00x",
+        "2 results",
+    ):
+        assert shown in output
+    code, output = invoke("tune --clear", answer="n\n")
+    assert code == 1
+    assert file.exists()
+    assert invoke("tune --clear", answer="y\n")[1].endswith("removed 2 results")
+    invoke(f"tune {SHAPE}")
+    assert invoke("tune --clear --yes") == (0, "removed 2 results")
+    assert not file.exists()
+
+
+def test_tune_says_where_there_is_nothing_to_tune(file: Path) -> None:
+    code, output = invoke(f"tune {SHAPE}")
+    assert code == 0
+    assert "the torch backend has nothing to tune on cpu" in output
+    assert not file.exists()
+
+
+def test_tune_refuses_what_it_does_not_know() -> None:
+    for line, said in (
+        ("tune --direction up", "--direction"),
+        ("tune --show --clear", "--clear"),
+        (f"tune {SHAPE} --backend none", "--backend"),
+        (f"tune {SHAPE} --suite quick", "--suite"),
+    ):
+        code, output = invoke(line)
+        assert code == 2
+        assert said in output
+    code, output = invoke(f"tune {SHAPE} --backend tilelang")
+    assert code == 1
+    assert "device 'cpu' is not one of" in output
