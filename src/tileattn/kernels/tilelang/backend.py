@@ -13,10 +13,11 @@ from ...call import AttentionCall
 from ...fp8 import FP8, Descales
 from ...tuner.space import Space
 from ...variant import Operands, program
+from .amd_config import AmdConfig
 from .arguments import L2_BYTES, as_bytes, divisors, one_batch
 from .backward.backend import prepare_backward as prepare_backward
-from .config import ARCHITECTURES, TRANSPOSED_KEYS, Config, HopperConfig
-from .defaults import default
+from .config import ARCHITECTURES, TRANSPOSED_KEYS, HopperConfig
+from .defaults import Config, default
 from .launch import forward_function, transpose_function
 from .queue import multiprocessors, tickets
 from .space import forward_space
@@ -129,6 +130,10 @@ def prepare_with(
     transpose = transpose_function(call) if call.dtype == FP8 else None
     padded_k = -(-seqlen_k // TRANSPOSED_KEYS) * TRANSPOSED_KEYS
     scalars = (scale, heads // kv_heads, _heads_side_by_side(call, q_shape, seqlen_k, kv_heads))
+    splits: tuple[int, ...] = ()
+    if isinstance(config, AmdConfig):
+        scalars = (scale, heads // kv_heads, max(d for d in divisors(batch * heads) if d <= MAX_GRID))
+        splits = (min(config.num_split_q, -(-seqlen_q // config.block_M)),)
     persistent = isinstance(config, HopperConfig)
     cluster = config.cluster if isinstance(config, HopperConfig) else 1
     tasks = -(-seqlen_q // (cluster * config.block_M)) * batch * heads
@@ -171,9 +176,10 @@ def prepare_with(
                 *queue,
                 *operands.ints,
                 *operands.floats,
+                *splits,
             )
         else:
-            kernel(q, k, v, *outputs, *scalars, *queue)
+            kernel(q, k, v, *outputs, *scalars, *queue, *splits)
         return o, lse
 
     return forward

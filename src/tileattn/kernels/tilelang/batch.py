@@ -14,7 +14,7 @@ from ...call import AttentionCall, BackwardCall
 from ..cache import KernelCache, default_folder
 from . import launch
 from .backward import launch as backward_launch
-from .config import Config
+from .defaults import Config
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

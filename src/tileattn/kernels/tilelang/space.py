@@ -9,17 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from ...call import AttentionCall
 from ...tuner.space import Space
 from ...variant import program
+from .amd_config import amd_candidates
 from .candidates import CLUSTER_REGISTERS, OTHER_REGISTERS, SCORE_REGISTERS, fits_registers, hopper_candidates
-from .config import ARCHITECTURES, Config, ForwardConfig, HopperConfig, is_valid, padded, shared_bytes
-from .defaults import SHORT
+from .config import ARCHITECTURES, ForwardConfig, HopperConfig, is_valid, padded, shared_bytes
+from .defaults import SHORT, Config
 from .tuned import Sizes
 
 # As many as sixteen cores compile within a minute.
 MOST = 108
 # Each process imports TileLang and runs nvcc: more of them want more memory than they save time.
 MAX_PROCESSES = 16
-# Of a multiprocessor (or an AMD compute unit): registers of 32 bits, and warps below which its schedulers idle.
-REGISTERS, FEWEST_WARPS = 65536, 4
+# Of a multiprocessor: registers of 32 bits, and warps below which its schedulers idle; and registers of a thread.
+REGISTERS, FEWEST_WARPS, MAX_REGISTERS = 65536, 4, 255
 
 
 def forward_space(
@@ -59,6 +60,8 @@ def compiled(call: AttentionCall, configs: Sequence[Config]) -> Iterator[tuple[C
 def candidates(call: AttentionCall, sizes: Sizes) -> list[Config]:
     """Valid configurations, at most `MOST` of them; what was worth measuring for the table of defaults comes first."""
     _, seqlen_q, seqlen_k, _ = sizes
+    if call.arch.startswith("gfx"):
+        return [config for config in amd_candidates(call) if _suits(config, sizes)]
     found: list[Config] = []
     if call.arch == "sm_90a" and call.aligned:
         short = min(seqlen_q, seqlen_k) <= SHORT
@@ -92,8 +95,7 @@ def _hopper(call: AttentionCall) -> Iterator[HopperConfig]:
 
 
 def _generic(call: AttentionCall) -> Iterator[ForwardConfig]:
-    stages = (0, 1) if call.arch.startswith("gfx") else (2, 1, 3)
-    for block_M, block_N, depth, threads in itertools.product((128, 64), (128, 96, 64, 32), stages, (256, 128)):
+    for block_M, block_N, depth, threads in itertools.product((128, 64), (128, 96, 64, 32), (2, 1, 3), (256, 128)):
         config = ForwardConfig(block_M, block_N, depth, threads)
         if is_valid(call, config) and fits_generic(call, config):
             yield config
@@ -106,15 +108,8 @@ def fits_generic(call: AttentionCall, config: ForwardConfig) -> bool:
     elements = config.block_M * (padded(call.head_dim_v) + config.block_N * 3 // 2)
     score = SCORE_REGISTERS * (program(call.variant).score is not None)
     registers = elements // config.threads + OTHER_REGISTERS + score
-    largest = 512 if arch.warp == 64 else 255
-    blocks = min(
-        arch.shared_bytes // shared_bytes(call, config), _register_file(arch.warp) // (registers * config.threads)
-    )
-    return registers <= largest and blocks * config.threads // 32 >= FEWEST_WARPS
-
-
-def _register_file(warp: int) -> int:
-    return 2 * REGISTERS if warp == 64 else REGISTERS
+    blocks = min(arch.shared_bytes // shared_bytes(call, config), REGISTERS // (registers * config.threads))
+    return registers <= MAX_REGISTERS and blocks * config.threads // 32 >= FEWEST_WARPS
 
 
 def _suits(config: Config, sizes: Sizes) -> bool:

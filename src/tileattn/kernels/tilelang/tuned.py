@@ -9,10 +9,12 @@ import torch
 
 from ...call import AttentionCall
 from ...tuner import results
-from .config import Config, ForwardConfig, HopperConfig, is_valid
+from .amd_config import AmdConfig
+from .config import ForwardConfig, HopperConfig
+from .defaults import Config, fits
 
 Sizes = tuple[int, int, int, int]
-SCHEDULES = {each.__name__: each for each in (ForwardConfig, HopperConfig)}
+SCHEDULES = {each.__name__: each for each in (ForwardConfig, HopperConfig, AmdConfig)}
 
 
 def sizes_of(q_shape: torch.Size, k_shape: torch.Size) -> Sizes:
@@ -25,7 +27,7 @@ def found(call: AttentionCall, sizes: Sizes) -> Config | None:
     """The tuner's result for a call; None where there is none, or it is not valid (any more)."""
     record = results.find(call.arch, str(call), sizes)
     config = None if record is None else restored(record, SCHEDULES)
-    return config if config is not None and is_valid(call, config) else None
+    return config if config is not None and fits(call, config) else None
 
 
 def restored(record: dict[str, Any], schedules: dict[str, Any]) -> Any:
