@@ -222,7 +222,7 @@ def found_with(space: Space, times: dict[Tile, float]) -> Any:
         run()
         return [times[turn[0]]] * calls
 
-    return search(space, call, timer, Quiet())
+    return search(space, call, timer, Quiet(), torch.bfloat16)
 
 
 def test_the_fastest_that_is_right_is_found() -> None:
@@ -253,21 +253,34 @@ def test_outputs_may_differ_by_roundings_only() -> None:
     exact = torch.randn(2, 64, 3, 32)
     o, lse = exact.bfloat16(), torch.randn(2, 3, 64)
     rounded = (exact * (1 + 2**-9 * torch.randn_like(exact))).bfloat16()
-    assert disagreement([rounded, lse + 1e-4], [o, lse]) is None
+    assert disagreement([rounded, lse + 1e-4], [o, lse], o.dtype) is None
     wrong = o.clone()
     wrong[1, 63, 2] = 0  # one row
-    assert "worst row" in (disagreement([wrong, lse], [o, lse]) or "")
-    assert disagreement([o, lse + 0.1], [o, lse]) is not None
-    assert disagreement([o, None], [o, lse]) is not None
-    assert disagreement([o, None], [o, None]) is None
+    assert "worst row" in (disagreement([wrong, lse], [o, lse], o.dtype) or "")
+    assert disagreement([o, lse + 0.1], [o, lse], o.dtype) is not None
+    assert disagreement([o, None], [o, lse], o.dtype) is not None
+    assert disagreement([o, None], [o, None], o.dtype) is None
     empty = lse.clone()
     empty[0, 0, :5] = -torch.inf
-    assert disagreement([o, empty], [o, lse]) is not None
-    assert disagreement([o, lse], [o, empty]) is not None
-    assert disagreement([o, empty.clone()], [o, empty]) is None
+    assert disagreement([o, empty], [o, lse], o.dtype) is not None
+    assert disagreement([o, lse], [o, empty], o.dtype) is not None
+    assert disagreement([o, empty.clone()], [o, empty], o.dtype) is None
     hit = o.clone()
     hit[0, 3] = torch.nan
-    assert disagreement([hit.clone(), lse], [hit, lse]) is None
+    assert disagreement([hit.clone(), lse], [hit, lse], o.dtype) is None
+
+
+def test_gradients_may_differ_by_roundings_of_the_calls_dtype() -> None:
+    torch.manual_seed(0)
+    dq, dsink = torch.randn(2, 64, 3, 32).bfloat16(), torch.randn(4)
+    of_bias = torch.randn(64, 64)
+    outputs = [dq, None, None, dsink, of_bias]
+    near = [dq, None, None, dsink * 1.001, of_bias * 1.001]
+    assert disagreement(near, outputs, torch.bfloat16, gradients=True) is None
+    for index, factor in ((3, 1.1), (4, 1.1)):
+        wrong: list[torch.Tensor | None] = list(outputs)
+        wrong[index] = outputs[index] * factor  # type: ignore[operator]
+        assert f"output {index}" in (disagreement(wrong, outputs, torch.bfloat16, gradients=True) or "")
 
 
 # --- The session, with a backend that runs PyTorch's operations in tiles of different names ---

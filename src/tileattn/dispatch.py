@@ -106,6 +106,7 @@ BACKENDS: tuple[Backend, ...] = (
         tilelang_backend.prepare,
         tilelang_backend.prepare_backward,
         space=tilelang_backend.space,
+        backward_space=tilelang_backend.backward_space,
     ),
     Backend(
         "torch",

@@ -15,16 +15,19 @@ from torch import Tensor
 
 ROUNDINGS = 4.0
 LSE_SHARE = 1 / 4
-FP8_EPS = torch.finfo(torch.float8_e4m3fn).eps
+FP8 = torch.float8_e4m3fn
 
 
-def disagreement(got: Sequence[Tensor | None], expected: Sequence[Tensor | None], fp8: bool = False) -> str | None:
+def disagreement(
+    got: Sequence[Tensor | None], expected: Sequence[Tensor | None], dtype: torch.dtype, gradients: bool = False
+) -> str | None:
     """What is wrong with a candidate's outputs, or None.
 
     Args:
         got: o and lse, or gradients; None where there is none.
         expected: the same of the default configuration.
-        fp8: whether the inputs, and so the weights, are in float8_e4m3fn.
+        dtype: of q, k and v, to which weights and their gradients are rounded, whatever the output's is.
+        gradients: whether these are gradients; else the second output is lse.
     """
     for index, (mine, its) in enumerate(zip(got, expected, strict=True)):
         if (mine is None) != (its is None):
@@ -33,18 +36,23 @@ def disagreement(got: Sequence[Tensor | None], expected: Sequence[Tensor | None]
             continue
         if mine.shape != its.shape or mine.dtype != its.dtype:
             return f"output {index} is {tuple(mine.shape)} {mine.dtype}, not {tuple(its.shape)} {its.dtype}"
-        reason = _difference(mine, its, fp8)
+        of_lse = index == 1 and not gradients
+        reason = _lse_difference(mine, its, dtype) if of_lse else _difference(mine, its, dtype)
         if reason is not None:
             return f"output {index}: {reason}"
     return None
 
 
-def _difference(got: Tensor, expected: Tensor, fp8: bool) -> str | None:
-    if got.dtype == torch.float32 and got.dim() == 3:  # lse
-        allowed = LSE_SHARE * (FP8_EPS if fp8 else torch.finfo(torch.bfloat16).eps)
-        rows = ((x, y) for x, y in zip(got[..., None], expected[..., None]))
-        return _worst(rows, allowed, absolute=True)
-    allowed = max(ROUNDINGS * torch.finfo(got.dtype).eps, FP8_EPS if fp8 else 0.0)
+def _lse_difference(got: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
+    rows = zip(got[..., None], expected[..., None])
+    return _worst(rows, LSE_SHARE * max(torch.finfo(dtype).eps, torch.finfo(torch.bfloat16).eps), absolute=True)
+
+
+def _difference(got: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
+    coarsest = max(torch.finfo(got.dtype).eps, 0.0 if dtype == FP8 else torch.finfo(dtype).eps)
+    allowed = max(ROUNDINGS * coarsest, torch.finfo(FP8).eps if dtype == FP8 else 0.0)
+    if got.dim() < 2:  # of a sink or of slopes: one row
+        got, expected = got.reshape(1, 1, -1), expected.reshape(1, 1, -1)
     return _worst(zip(got, expected), allowed, absolute=False)
 
 

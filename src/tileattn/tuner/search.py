@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from .agreement import disagreement
@@ -48,7 +49,8 @@ def search(
     call: Callable[[Callable[..., Any]], Sequence[Tensor | None]],
     timer: Timer,
     report: Report,
-    fp8: bool = False,
+    dtype: torch.dtype,
+    gradients: bool = False,
 ) -> Found:
     """Compiles, checks and times the candidates of a call.
 
@@ -57,7 +59,8 @@ def search(
         call: calls a prepared function with the user's tensors; its outputs as a flat sequence.
         timer: measures calls.
         report: is told how far it is.
-        fp8: whether the inputs are in float8_e4m3fn.
+        dtype: of q, k and v.
+        gradients: whether the outputs are gradients.
 
     Raises:
         RuntimeError: the default configuration itself does not compile.
@@ -72,7 +75,7 @@ def search(
 
     def check(config: AnyConfig) -> None:
         prepared = space.prepare(config)
-        wrong = None if config == space.default else disagreement(call(prepared), expected or (), fp8)
+        wrong = None if config == space.default else disagreement(call(prepared), expected or (), dtype, gradients)
         if wrong is None:
             runs[config] = lambda: call(prepared)
             estimates[config] = quick(runs[config], timer)

@@ -114,7 +114,8 @@ class Session:
                 lambda prepared: flat(prepared(*arguments, **options)),
                 lambda run, calls: timing.time_calls(run, device, calls),
                 bar,
-                fp8=arguments[0].dtype == torch.float8_e4m3fn,
+                dtype=arguments[0].dtype,
+                gradients=space.gradients,
             )
         finally:
             bar.end()

@@ -22,6 +22,7 @@ class Space:
             A function, for few who ask for a space go on to search it.
         compile: ``compile(configs)`` compiles them in parallel and yields each, as it is ready, with the error or None.
         prepare: ``prepare(config)`` is the backend's function for the call with a configuration, loaded and ready.
+        gradients: whether the function returns gradients, rather than o and lse.
         known: whether there is a result already, which is valid.
     """
 
@@ -32,3 +33,4 @@ class Space:
     compile: Callable[[Sequence[AnyConfig]], Iterator[tuple[AnyConfig, str | None]]]
     prepare: Callable[[AnyConfig], Callable[..., Any]]
     known: bool = False
+    gradients: bool = False

@@ -15,6 +15,7 @@ from ...tuner.space import Space
 from ...variant import Operands, program
 from .amd_config import AmdConfig
 from .arguments import L2_BYTES, as_bytes, divisors, one_batch
+from .backward.backend import backward_space as backward_space
 from .backward.backend import prepare_backward as prepare_backward
 from .config import ARCHITECTURES, TRANSPOSED_KEYS, HopperConfig
 from .defaults import Config, default

@@ -14,6 +14,7 @@ from ...call import AttentionCall, BackwardCall
 from ..cache import KernelCache, default_folder
 from . import launch
 from .backward import launch as backward_launch
+from .backward.defaults import MainConfig
 from .defaults import Config
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -46,19 +47,23 @@ class Job:
 
 @dataclass(frozen=True)
 class BackwardJob:
-    """One kernel of a call's backward pass, by its name (:func:`.backward.launch.kernel_names`)."""
+    """One kernel of a call's backward pass, by its name (:func:`.backward.launch.kernel_names`).
+
+    config: of the main kernel; None is the default.
+    """
 
     call: BackwardCall
     name: str
+    config: MainConfig | None = None
 
     @property
     def key(self) -> str:
         """Of the library in the kernel cache."""
-        return backward_launch.cache_key(self.call, self.name)
+        return backward_launch.cache_key(self.call, self.name, self.config)
 
     def compile(self) -> None:
         """Into the cache."""
-        backward_launch.ensure_compiled(self.call, self.name)
+        backward_launch.ensure_compiled(self.call, self.name, *(() if self.config is None else (self.config,)))
 
     def __str__(self) -> str:
         return f"{self.name} of {self.call}"
