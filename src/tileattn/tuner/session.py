@@ -93,11 +93,11 @@ class Session:
             name = space.call, results.bucket(space.sizes)
             if name in self._tuned:
                 return
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "tileattn.tuning() is open while a CUDA graph is captured: nothing can be timed there"
-                )
             if self.again or not space.known:
+                if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(
+                        "tileattn.tuning() is open while a CUDA graph is captured: nothing can be timed there"
+                    )
                 self._search(space, arch, arguments, options)
             self._tuned.add(name)
 

@@ -12,6 +12,7 @@ from ....call import BackwardCall
 from ....variant import program
 from ...cache import KernelCache, default_folder
 from ..launch import _load, _toolchain
+from .amd_config import AmdBackwardConfig
 from .config import read_together
 from .defaults import MainConfig, adds_dq, default, queries_default
 from .hopper_config import HopperBackwardConfig
@@ -77,6 +78,8 @@ def _facts(call: BackwardCall, name: str, main: MainConfig) -> str:
         return f"{shape} {forward.head_dim_v} dlse={call.dlse} aligned={call.aligned} {sums}"
     config = queries_default(call) if name == "queries" else main
     facts = f"{shape} {forward.head_dim_v} aligned={forward.aligned} | {config}"
+    if isinstance(config, AmdBackwardConfig):
+        facts += f" {_amd_digest()}"
     if name == "main":
         facts += f" | dq={adds_dq(call)} {[(str(path.load), path.way) for path in paths(call)]}"
     return f"{facts} | {program(forward.variant).backward_text}"
@@ -87,6 +90,14 @@ OWN_SOURCES = ("config", "finish", "generic", "hopper", "hopper_config", "hopper
 OWN_SOURCES += ("kernels", "layouts", "operands", "order", "prepare", "queries", "signature", "slopes", "tensors")
 OWN_SOURCES += ("tile", "variables", "visible")
 SHARED_SOURCES = ("compile", "config", "expressions", "generic", "mask", "signature", "simplify", "softmax")
+
+
+@functools.cache
+def _amd_digest() -> str:
+    """Of the code that AMD's kernels add to that below."""
+    folder = Path(__file__).parent
+    files = [folder / "amd.py", folder / "amd_config.py", folder.parent / "amd_tensors.py"]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 @functools.cache

@@ -17,18 +17,23 @@ from ....tuner.space import Space
 from ..candidates import OTHER_REGISTERS, SCORE_REGISTERS
 from ..config import padded
 from ..tuned import Sizes, restored
+from .amd_config import AmdBackwardConfig, amd_candidates, is_valid_amd_backward
 from .config import BackwardConfig, is_valid, kept_derivatives, read_together
-from .defaults import MainConfig, default
+from .defaults import MainConfig, default, queries_default
 from .hopper_config import HopperBackwardConfig, HopperWideConfig
 from .operands import paths
 
-SCHEDULES = {each.__name__: each for each in (BackwardConfig, HopperBackwardConfig, HopperWideConfig)}
+SCHEDULES = {
+    each.__name__: each for each in (BackwardConfig, AmdBackwardConfig, HopperBackwardConfig, HopperWideConfig)
+}
 MAX_PROCESSES = 16
 
 
 def fits(call: BackwardCall, config: MainConfig) -> bool:
     """Whether a configuration may take the place of the default."""
     forward, present = read_together(call), default(call)
+    if isinstance(config, AmdBackwardConfig):
+        return is_valid_amd_backward(forward, config)
     if isinstance(config, BackwardConfig):
         return isinstance(present, BackwardConfig) and is_valid(forward, config)
     return not isinstance(present, BackwardConfig) and config.adds_dq == present.adds_dq and config.is_valid(forward)
@@ -79,12 +84,13 @@ def _hopper(call: BackwardCall, present: MainConfig) -> Iterator[MainConfig]:
 
 def _generic(call: BackwardCall) -> Iterator[BackwardConfig]:
     forward, kept = read_together(call), kept_derivatives(call)
-    on_amd = forward.arch.startswith("gfx")
-    stages = (0, 1) if on_amd else (2, 1, 3)
-    tiles = itertools.product((128, 64, 32, 16), (128, 64, 32), stages, (256, 128))
+    if forward.arch.startswith("gfx"):
+        yield from (config for config in amd_candidates(forward) if registers(forward, config, kept) <= 512)
+        return
+    tiles = itertools.product((128, 64, 32, 16), (128, 64, 32), (2, 1, 3), (256, 128))
     for block_M, block_N, num_stages, threads in tiles:
         config = BackwardConfig(block_M, block_N, num_stages, threads)
-        if registers(forward, config, kept) <= (512 if on_amd else 255):
+        if registers(forward, config, kept) <= 255:
             yield config
 
 
@@ -101,10 +107,14 @@ def registers(call: AttentionCall, config: BackwardConfig, kept: int) -> int:
 
 def kernel_of(call: BackwardCall, name: str, config: MainConfig) -> Any:
     """The TileLang function of a call that has this name, with a main kernel of this configuration."""
-    from . import kernels
+    from . import amd, kernels
 
+    if name == "main" and isinstance(config, AmdBackwardConfig):
+        return amd.main_kernel(call, config)
     if name == "main":
         return kernels.main_kernel(call, config)
+    if name == "queries" and isinstance(of_queries := queries_default(call), AmdBackwardConfig):
+        return amd.queries_kernel(call, of_queries)
     return _finish(call, config) if name == "finish" else kernels.kernel(call, name)
 
 
