@@ -27,6 +27,7 @@ from tileattn.kernels.tilelang.amd_config import (
     published_space,
     shared_bytes,
 )
+from tileattn.kernels.tilelang.config import padded
 from tileattn.kernels.tilelang.schedules import kernel_of
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 from tileattn.variant import Operands, encode
@@ -100,6 +101,8 @@ def check(call: AttentionCall, config: AmdConfig, folder: Path) -> None:
     source = lower(call, config)
     instruction = {torch.bfloat16: "bf16", torch.float16: "f16"}[call.dtype]
     assert f"__builtin_amdgcn_mfma_f32_16x16x16{instruction}" in source
+    steps = padded(call.head_dim) // (16 * config.k_pack)
+    assert steps == 1 or f"ki < {steps};" in source
     assert ("tl::rasterization2DRow<" in source) == config.enable_rasterization
     assert int(re.search(r"__launch_bounds__\((\d+)\)", source)[1]) == config.threads  # type: ignore[index]
     # Rows are read as wide as the configuration says, not element by element.

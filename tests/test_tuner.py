@@ -24,12 +24,14 @@ from tileattn.call import AttentionCall
 from tileattn.kernels.tilelang import backend, space, tuned
 from tileattn.kernels.tilelang.config import ForwardConfig, HopperConfig, is_valid
 from tileattn.kernels.tilelang.defaults import default
+from tileattn.reference import standard_attention
 from tileattn.tuner import results, state, timing
 from tileattn.tuner.agreement import disagreement
 from tileattn.tuner.results import Result
 from tileattn.tuner.search import search
 from tileattn.tuner.session import written
 from tileattn.tuner.space import Space
+from tileattn.variant import Operands
 
 H100 = AttentionCall(torch.bfloat16, 128, 128, arch="sm_90a")
 SIZES = (64, 4096, 4096, 1)
@@ -499,6 +501,57 @@ def test_a_result_that_is_not_valid_is_ignored(record: dict[str, Any]) -> None:
     offered = backend.space(H100, *shapes, scale=1.0)
     assert offered is not None
     assert not offered.known
+
+
+def pretended(call: AttentionCall, config: Any) -> Callable[..., None]:
+    """In place of a compiled kernel: PyTorch's result in the kernel's tensors; one configuration is wrong."""
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, *_: Any) -> None:
+        ran.append(config)
+        right = standard_attention(q.float(), k.float(), v.float(), tileattn.Causal())
+        o.copy_(right[0] if config.block_N != 32 else 0)
+        lse.copy_(right[1])
+
+    return kernel
+
+
+ran: list[Any] = []
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "gfx942"])
+def test_a_forward_call_is_tuned(arch: str, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    """From a call to its result on disk, in each schedule; without compilers and clocks."""
+    call = AttentionCall(torch.bfloat16, 64, 64, "Causal()", arch=arch)
+    q, k, v = (torch.randn(1, 300, 2, 64).bfloat16() for _ in range(3))
+    monkeypatch.setattr(backend, "forward_function", pretended)
+    monkeypatch.setattr(backend, "tickets", lambda device: torch.zeros(1))
+    monkeypatch.setattr(backend, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(space, "MOST", 12)
+    monkeypatch.setattr(space, "compiled", lambda call, configs: iter([(config, None) for config in configs]))
+
+    def clock(run: Callable[[], object], device: torch.device, calls: int) -> list[float]:
+        run()
+        return [10.0 if ran[-1] == default(call, 300) else 1.0 + ran[-1].block_N / 1000] * calls
+
+    monkeypatch.setattr(bench_timing, "time_calls", clock)
+    (tilelang,) = [each for each in dispatch.BACKENDS if each.name == "tilelang"]
+    monkeypatch.setattr(dispatch, "_select", lambda call, name: tilelang)
+    with tileattn.tuning(quiet=True):
+        forward = dispatch.prepare_forward(call, "tilelang", q.shape, k.shape, 0.125)
+        o, lse = forward(q, k, v, None, Operands())
+    ((_, kept, bucket, result),) = results.entries(results.read(file))
+    assert (kept, bucket) == (str(call), "p2 q512 k512 g1")
+    tried = {config.block_N for config in space.candidates(call, (2, 300, 300, 1)) if config != default(call, 300)}
+    assert result.config["block_N"] == min(tried - {32})
+    assert result.ms < result.default_ms == 10.0
+    assert result.candidates >= 3
+    chosen = backend._chosen(call, q.shape, k.shape)
+    assert written(chosen) == result.config
+    assert ran[-1] == chosen
+    dispatch.prepare_forward(call, "tilelang", q.shape, k.shape, 0.125)(q, k, v, None, Operands())
+    assert ran[-1] == chosen
+    assert lse is not None
+    assert o.isfinite().all()
 
 
 def test_calls_of_nothing_have_no_space() -> None:
