@@ -567,6 +567,17 @@ def test_the_file_is_json_for_people(file: Path) -> None:
     assert list(content["devices"][device]) == ["bfloat16 d128 full lse sm_90a"]
 
 
+def test_a_script_without_a_guard_does_not_run_again(tmp_path: Path) -> None:
+    """Kernels are compiled in spawned processes, which import a script's main module unless it is hidden from them."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from tileattn.kernels.tilelang.batch import compile_all\n"
+        "print('main', sorted(compile_all([1, 2, 3], 2, work=repr)), __file__ is not None)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "main ['1', '2', '3'] True\n", done.stderr
+
+
 # --- The command line ---
 
 

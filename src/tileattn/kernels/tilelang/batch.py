@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -94,6 +97,27 @@ def compile_job(job: AnyJob) -> Done:
     return Done(job, seconds=time.perf_counter() - start)
 
 
+_main_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Inside, processes that start do not import the caller's main module: kernels need nothing of it.
+
+    A script that calls `tileattn.tuning()` at its top level, without a guard, would otherwise run again in each.
+    """
+    main = sys.modules["__main__"]
+    with _main_lock:
+        spec, file = main.__spec__, main.__dict__.pop("__file__", None)
+        main.__spec__ = None
+        try:
+            yield
+        finally:
+            main.__spec__ = spec
+            if file is not None:
+                main.__file__ = file
+
+
 def compile_all(jobs: Sequence[AnyJob], processes: int, work: Callable[[AnyJob], Done] = compile_job) -> Iterator[Done]:
     """Compile in parallel, in the given order, and yield each as it is ready.
 
@@ -108,7 +132,9 @@ def compile_all(jobs: Sequence[AnyJob], processes: int, work: Callable[[AnyJob],
     def one(job: AnyJob) -> Done:
         pool = pools.get()
         try:
-            return pool.submit(work, job).result()
+            with _main_hidden():
+                waiting = pool.submit(work, job)
+            return waiting.result()
         except Exception as failure:
             pool.shutdown(wait=False)
             pool = new_pool()
