@@ -16,8 +16,9 @@ from ...variant import program
 from .config import ARCHITECTURES, padded
 
 WAVE = 64
-# Of a thread that has its SIMD's registers to itself as far as they can be addressed: 256, and 256 accumulators.
-MAX_REGISTERS = 512
+# Of a thread. There are as many again for accumulators, but the softmax cannot reach those: with an estimate of 304
+# clang keeps 272 bytes per thread in scratch memory, with 208 nothing.
+MAX_REGISTERS = 256
 # What a thread needs besides the tiles, as for NVIDIA's kernels.
 OTHER_REGISTERS, SCORE_REGISTERS = 48, 8
 
