@@ -238,6 +238,17 @@ def test_the_fastest_that_is_right_is_found() -> None:
     assert set(found.rejected) == {Tile(3), Tile(4), Tile(5)}
 
 
+def test_a_candidate_that_cannot_be_launched_is_left_out() -> None:
+    def output(tile: Tile) -> torch.Tensor:
+        if tile == Tile(1):
+            raise ValueError("too much shared memory")
+        return torch.ones(1, 2, 1, 16)
+
+    found = found_with(space_of([Tile(1), Tile(2)], output), {Tile(0): 2.0, Tile(2): 1.0})
+    assert found.best == Tile(2)
+    assert found.rejected == {Tile(1): "ValueError: too much shared memory"}
+
+
 def test_the_default_stays_within_the_noise() -> None:
     right = torch.ones(1, 2, 1, 16)
     found = found_with(space_of([Tile(1)], lambda tile: right), {Tile(0): 1.01, Tile(1): 1.0})

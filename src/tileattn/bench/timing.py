@@ -47,6 +47,11 @@ def time_calls(call: Callable[[], object], device: torch.device, calls: int) -> 
     return [_timed_cpu(call) for _ in range(calls)]
 
 
+def release() -> None:
+    """Gives back the memory with which the cache is overwritten."""
+    _flush_buffer.cache_clear()
+
+
 @lru_cache(maxsize=1)
 def _flush_buffer(device: torch.device) -> Tensor:
     return torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)

@@ -73,13 +73,23 @@ def search(
     expected: Sequence[Tensor | None] | None = None
     early: list[AnyConfig] = []  # compiled before the default, with which they are to be compared
 
-    def check(config: AnyConfig) -> None:
+    def measure(config: AnyConfig) -> str | None:
+        """A first time, if it is right; else what is wrong."""
         prepared = space.prepare(config)
         wrong = None if config == space.default else disagreement(call(prepared), expected or (), dtype, gradients)
         if wrong is None:
+            estimates[config] = quick(lambda: call(prepared), timer)
             runs[config] = lambda: call(prepared)
-            estimates[config] = quick(runs[config], timer)
-        else:
+        return wrong
+
+    def check(config: AnyConfig) -> None:
+        try:
+            wrong = measure(config)
+        except Exception as error:  # any candidate may fail to load or to be launched; it is left out, and said so
+            if config == space.default:
+                raise
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong is not None:
             rejected[config] = wrong
         report.checked(config, wrong)
 

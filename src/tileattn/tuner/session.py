@@ -119,6 +119,7 @@ class Session:
             )
         finally:
             bar.end()
+            timing.release()
         entry = results.Result(
             written(found.best), found.ms, found.default_ms, found.measured, str(datetime.date.today()), versions()
         )
