@@ -25,7 +25,7 @@ from tileattn.kernels.tilelang.backward.kernels import kernel, main_kernel
 from tileattn.kernels.tilelang.compile import device_source
 
 ARCH, SHARED_BYTES = "gfx942", 65536
-QUICK = ("causal-64",)
+QUICK = ("plain-16",)
 
 
 def calls() -> dict[str, BackwardCall]:
