@@ -191,7 +191,7 @@ struct SumOp {
   float operator()(float x, float y) const { return x + y; }
 };
 struct MaxOp {
-  float operator()(float x, float y) const { return x > y ? x : y; }
+  float operator()(float x, float y) const { return std::max(x, y); }
 };
 struct SyncThreadsBarrier {};
 template <int>

@@ -76,7 +76,6 @@ class Backend:
         name: what ``attention(backend=...)`` takes.
         summary: one line for people.
         refusal: why it does not run a call, or None where it does.
-        reservation: why it runs a call only where it is named, or None.
         prepare: ``prepare(call, q.shape, k.shape, scale)`` is the forward pass for bshd tensors of these shapes; what
             depends on sizes alone (which kernel, how it is launched) is decided here, once.
         prepare_backward: ``prepare_backward(call, q.shape, k.shape, scale)``, the same for the backward pass of a call
@@ -89,7 +88,6 @@ class Backend:
     name: str
     summary: str
     refusal: Callable[[AttentionCall], str | None]
-    reservation: Callable[[AttentionCall], str | None]
     prepare: Callable[[AttentionCall, torch.Size, torch.Size, float], Forward]
     prepare_backward: Callable[[BackwardCall, torch.Size, torch.Size, float], Backward]
     space: Callable[[AttentionCall, torch.Size, torch.Size, float], Space | None] | None = None
@@ -102,7 +100,6 @@ BACKENDS: tuple[Backend, ...] = (
         "tilelang",
         "TileLang kernels, for GPUs",
         tilelang_backend.refusal,
-        tilelang_backend.reservation,
         tilelang_backend.prepare,
         tilelang_backend.prepare_backward,
         space=tilelang_backend.space,
@@ -112,7 +109,6 @@ BACKENDS: tuple[Backend, ...] = (
         "torch",
         "PyTorch operations, for any device",
         torch_backend.refusal,
-        lambda call: None,
         torch_backend.prepare,
         torch_backend.prepare_backward,
     ),
@@ -148,8 +144,6 @@ def _select(call: AttentionCall, backend: str | None) -> Backend:
     for candidate in BACKENDS:
         if backend is None or backend == candidate.name:
             reason = candidate.refusal(call)
-            if reason is None and backend is None:
-                reason = candidate.reservation(call)
             if reason is None:
                 return candidate
             reasons.append(f"{candidate.name}: {reason}")

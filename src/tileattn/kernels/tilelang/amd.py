@@ -26,7 +26,7 @@ from tilelang.language.eager.builder import Builder
 
 from ...call import AttentionCall
 from ...variant import Program, program
-from . import softmax
+from . import dropout, softmax
 from .amd_config import AmdConfig
 from .amd_tensors import aligned_rows
 from .config import padded
@@ -101,6 +101,10 @@ def body(call: AttentionCall, config: AmdConfig, traced: Program) -> Any:
                 keep_uniforms(score, uniforms, emit, arg.scale, b, h)
                 c = score.log2_unit(uniforms)
 
+            words = dropout.of_call(call)
+            if call.dropout:
+                dropout.enter_head(words, arg, b, h)
+
             turns = _variable(T.truncdiv(tiles - split + splits - 1, splits))
             for turn in T.serial(turns):
                 row = _variable((tiles - 1 - split - turn * splits) * block_M)
@@ -121,6 +125,9 @@ def body(call: AttentionCall, config: AmdConfig, traced: Program) -> Any:
                     if (k_lo < full_lo) | (k_lo + block_N > full_hi):
                         apply_mask(acc_s, visible, b, h, q_lo, k_lo, block_M, block_N)
                     softmax.update(acc_s, m, l, alpha, base, row_sum, c, block_M, block_N)
+                    if call.dropout:
+                        dropout.enter_tile(words, row, k_lo)
+                        dropout.drop(acc_s, acc_s, words, block_M, block_N)
                     T.copy(acc_s, weights)
                     softmax.rescale(acc_o, alpha, block_M, head_dim_v)
                     T.copy(arg.v[v_b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v], v_shared, **v_copy)
@@ -130,7 +137,7 @@ def body(call: AttentionCall, config: AmdConfig, traced: Program) -> Any:
                     softmax.add_sink(m, l, alpha, base, arg.sink[h] * softmax.LOG2E, c, block_M)
                 else:
                     T.fill(alpha, 1)
-                softmax.finish(l, base, alpha, acc_o, block_M, head_dim_v)
+                softmax.finish(l, base, alpha, acc_o, block_M, head_dim_v, arg.weight)
                 # A thread of the matrix cores holds four neighbouring columns: stored as they are.
                 T.copy(acc_o, arg.o[b, row : row + block_M, h, 0:head_dim_v], disable_tma=True)
                 if call.return_lse:
