@@ -18,6 +18,7 @@ from emulator import COMPILER, Kernel
 from lowering import CALLS, SLOW_CALLS, lower, make_call, on
 from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap
 from tileattn.call import AttentionCall
+from tileattn.dropout import Dropout
 from tileattn.kernels.tilelang import backend, defaults, launch, space
 from tileattn.kernels.tilelang.amd_config import (
     AmdConfig,
@@ -30,6 +31,7 @@ from tileattn.kernels.tilelang.amd_config import (
 from tileattn.kernels.tilelang.config import padded
 from tileattn.kernels.tilelang.schedules import kernel_of
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
+from tileattn.testing.dropout import dropout_mask
 from tileattn.variant import Operands, encode
 
 ARCH, SHARED_BYTES = "gfx942", 65536
@@ -163,6 +165,7 @@ RUNS: dict[str, tuple[AmdConfig, dict[str, Any]]] = {
     "bias, alibi": (AmdConfig(64, 32, 2, 128), {"mods": [ALiBi(torch.ones(4)), Bias(torch.randn(1, 4, 150, 150))]}),
     "head dims differ": (AmdConfig(64, 32, 2, 128, k_pack=1), {"mask": Causal(), "dims": (40, 72)}),
     "two stages": (AmdConfig(64, 32, 2, 128, num_stages=2), {"mask": Causal(), "dtype": torch.bfloat16}),
+    "dropout": (AmdConfig(64, 32, 2, 128), {"mask": Causal(), "p": 0.3}),
     "wide": (AmdConfig(64, 16, 2, 128), {"mask": Causal(), "dims": (256, 256)}),
     "unaligned": (AmdConfig(64, 32, 2, 128), {"mask": Causal(), "aligned": False}),
     "four warps, one row of 16 each": (AmdConfig(64, 32, 2, 128, v_coalesced_width=8), {"lengths": (150, 33)}),
@@ -180,6 +183,7 @@ def run(
     dims: tuple[int, int] = (64, 64),
     dtype: torch.dtype = torch.float16,
     sink: bool = False,
+    p: float = 0.0,
     aligned: bool = True,
     arch: str = "sm_80",
     device: str = "cpu",
@@ -194,12 +198,17 @@ def run(
     q, k, v = random(lengths[0], 4, dims[0]), random(lengths[1], 2, dims[0]), random(lengths[1], 2, dims[1])
     sinks = torch.randn(4, device=device, generator=generator) if sink else None
     variant, operands = encode(mask, mods)
-    call = AttentionCall(dtype, *dims, variant, sink=sink, aligned=aligned, arch=arch)
+    call = AttentionCall(dtype, *dims, variant, sink=sink, aligned=aligned, arch=arch, dropout=p > 0)
     assert is_valid_amd(call, config)
     forward = prepare(config, call, q.shape, k.shape, dims[0] ** -0.5)
-    got = forward(q, k, v, sinks, Operands([x.to(device) for x in operands.tensors], operands.ints, operands.floats))
+    seed = torch.tensor([7], dtype=torch.int64, device=device)
+    options = {"dropout": Dropout(p, seed)} if p else {}
+    moved = Operands([x.to(device) for x in operands.tensors], operands.ints, operands.floats)
+    got = forward(q, k, v, sinks, moved, **options)
+    dropped = dropout_mask(seed, p, 2, 4, *lengths) / (1 - p) if p else None
     arguments = (q, k, v, mask, mods, sinks)
-    assert_forward_accurate("amd", got, oracle_attention(*arguments), eager_attention(*arguments))
+    expected = oracle_attention(*arguments, dropout=dropped), eager_attention(*arguments, dropout=dropped)
+    assert_forward_accurate("amd", got, *expected)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -310,9 +310,7 @@ class Fake:
         self.arch = "cpu"
         (index,) = [i for i, each in enumerate(dispatch.BACKENDS) if each.name == "torch"]
         self.torch = dispatch.BACKENDS[index]
-        mine = dispatch.Backend(
-            "torch", "", lambda call: None, lambda call: None, self.prepare, self.torch.prepare_backward, self.space
-        )
+        mine = dispatch.Backend("torch", "", lambda call: None, self.prepare, self.torch.prepare_backward, self.space)
         backends = (*dispatch.BACKENDS[:index], mine, *dispatch.BACKENDS[index + 1 :])
         monkeypatch.setattr(dispatch, "BACKENDS", backends)
         dispatch._select.cache_clear()
