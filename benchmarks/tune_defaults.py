@@ -205,12 +205,7 @@ def runner(
 ) -> Callable[[], Any]:
     """A function that runs one configuration on these tensors."""
     q, k, v = qkv
-    chosen = backend.default
-    backend.default = lambda call, seqlen: config
-    try:
-        forward = backend.prepare(call, q.shape, k.shape, call.head_dim**-0.5)
-    finally:
-        backend.default = chosen
+    forward = backend.prepare_with(config, call, q.shape, k.shape, call.head_dim**-0.5)
     return functools.partial(forward, q, k, v, None, operands)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -32,6 +34,10 @@ def kernels_of(bucket: str) -> Callable[[AttentionCall, int], Config]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # No test reads or writes what this machine's user has tuned.
+    os.environ["TILEATTN_TUNING_FILE"] = os.path.join(
+        tempfile.gettempdir(), f"tileattn-tests-{os.getpid()}", "none.json"
+    )
     bucket = config.getoption("--kernels")
     if bucket is not None:
         backend.default = kernels_of(bucket)  # type: ignore[assignment]

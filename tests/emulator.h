@@ -33,7 +33,8 @@ alignas(1024) static uchar shared_memory[SHARED_BYTES];
 struct Index {
   int x, y, z;
 };
-static Index blockIdx, threads[MAX_THREADS];
+static Index blockIdx, gridDim, threads[MAX_THREADS];
+typedef Index dim3;
 static int current, thread_count;
 #define threadIdx (threads[current])
 
@@ -165,6 +166,14 @@ static inline void AtomicAdd(float* address, float x) { *address += x; }
 // --- TileLang's templates ---
 
 namespace tl {
+
+// Blocks renumbered (T.use_swizzle): `panel` rows of the grid at a time, column by column, every other time backwards.
+template <int panel>
+static inline dim3 rasterization2DRow() {
+  int number = blockIdx.x + blockIdx.y * gridDim.x, first = number / (panel * gridDim.x) * panel;
+  int rows = min(panel, gridDim.y - first), within = number - first * gridDim.x, column = within / rows;
+  return {first / panel % 2 ? gridDim.x - 1 - column : column, first + within % rows, blockIdx.z};
+}
 
 template <int bytes>
 static inline void cp_async_gs_conditional(void* target, const void* source, bool within) {

@@ -90,6 +90,7 @@ def _program(source: str, signature: re.Match[str]) -> str:
 {kernel}
 extern "C" void launch({parameters}, int x, int y, int z) {{
   thread_count = {threads};
+  gridDim = {{x, y, z}};
   for (blockIdx.z = 0; blockIdx.z < z; ++blockIdx.z)
     for (blockIdx.y = 0; blockIdx.y < y; ++blockIdx.y)
       for (blockIdx.x = 0; blockIdx.x < x; ++blockIdx.x) run_block([&] {{ {name}({arguments}); }});

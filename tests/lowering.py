@@ -14,9 +14,9 @@ import torch
 
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap
 from tileattn.call import AttentionCall
-from tileattn.kernels.tilelang import config, defaults
+from tileattn.kernels.tilelang import defaults
 from tileattn.kernels.tilelang.compile import device_source
-from tileattn.kernels.tilelang.forward import forward_kernel
+from tileattn.kernels.tilelang.schedules import kernel_of
 from tileattn.variant import encode, with_alignment
 
 # Bytes that a thread may keep in local memory: what belongs to a task, not to its scores (a coefficient, an address of
@@ -97,9 +97,9 @@ SLOW_CALLS = {
 }
 
 
-def lower(call: AttentionCall, tile: config.Config | None = None) -> str:
+def lower(call: AttentionCall, tile: defaults.Config | None = None) -> str:
     """The CUDA or HIP source of a call's kernel."""
-    return device_source(forward_kernel(call, tile or defaults.default(call)), call.arch)
+    return device_source(kernel_of(call, tile or defaults.default(call)), call.arch)
 
 
 def on(arch: str, call: AttentionCall) -> AttentionCall:

@@ -119,7 +119,7 @@ def test_the_files_are_found() -> None:
     assert {"tilelang", "torch"} <= set(BACKENDS)
     assert "masks.FunctionMask" in tileattn_imports(FILES["variant"])
     assert "kernels.cache.KernelCache" in tileattn_imports(FILES["kernels.tilelang.launch"])
-    assert "kernels.tilelang.forward.forward_kernel" in tileattn_imports(FILES["kernels.tilelang.launch"])
+    assert "kernels.tilelang.schedules.kernel_of" in tileattn_imports(FILES["kernels.tilelang.launch"])
 
 
 @pytest.mark.parametrize("name", CORE)

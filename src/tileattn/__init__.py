@@ -10,6 +10,7 @@ from .api import attention
 from .fp8 import QuantizedFP8, quantize_fp8
 from .masks import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow
 from .scores import ALiBi, Bias, ScoreMod, SoftCap
+from .tuner.session import tuning
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "attention",
     "math",
     "quantize_fp8",
+    "tuning",
 ]
 
 

@@ -14,6 +14,7 @@ from .dispatch import Forward, prepare_forward, select
 from .dropout import draw_seed
 from .fp8 import FP8, complete
 from .masks import Mask
+from .tuner import state
 from .validation import check_arguments, check_descales, check_operand_devices, check_variant
 from .variant import Operands, encode, normalize
 
@@ -168,6 +169,7 @@ def _any_forward(
 # Prepared forward passes of plain calls (no mask but causal, no modification, no sink), by all that they depend on.
 _PLANS: dict[tuple[Any, ...], Forward] = {}
 _MAX_PLANS = 4096
+state.forgets(_PLANS.clear)  # a result of the tuner changes them
 _NO_OPERANDS = Operands()
 _NO_DESCALES: GivenDescales = (None, None, None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -14,6 +14,8 @@ from .dropout import Dropout
 from .fp8 import Descales
 from .kernels.tilelang import backend as tilelang_backend
 from .kernels.torch import backend as torch_backend
+from .tuner import state
+from .tuner.space import Space
 from .variant import Operands
 
 
@@ -78,6 +80,9 @@ class Backend:
             depends on sizes alone (which kernel, how it is launched) is decided here, once.
         prepare_backward: ``prepare_backward(call, q.shape, k.shape, scale)``, the same for the backward pass of a call
             that it did not refuse and that needs gradients.
+        space: ``space(call, q.shape, k.shape, scale)`` is what the tuner may choose from for such a call; None where it
+            has no choice. None, too, for a backend that is never tuned.
+        backward_space: the same for the backward pass.
     """
 
     name: str
@@ -85,6 +90,8 @@ class Backend:
     refusal: Callable[[AttentionCall], str | None]
     prepare: Callable[[AttentionCall, torch.Size, torch.Size, float], Forward]
     prepare_backward: Callable[[BackwardCall, torch.Size, torch.Size, float], Backward]
+    space: Callable[[AttentionCall, torch.Size, torch.Size, float], Space | None] | None = None
+    backward_space: Callable[[BackwardCall, torch.Size, torch.Size, float], Space | None] | None = None
 
 
 # In order of preference: the first that accepts a call runs it.
@@ -95,6 +102,8 @@ BACKENDS: tuple[Backend, ...] = (
         tilelang_backend.refusal,
         tilelang_backend.prepare,
         tilelang_backend.prepare_backward,
+        space=tilelang_backend.space,
+        backward_space=tilelang_backend.backward_space,
     ),
     Backend(
         "torch",
@@ -147,6 +156,9 @@ def prepare_forward(
 ) -> Forward:
     """The forward pass of the backend that runs a call, for bshd tensors of these shapes; raises as :func:`select`."""
     _check_name(backend)
+    if state.session is not None:
+        chosen = _select(call, backend)
+        return _tuned(chosen.name, chosen.space, chosen.prepare, call, call.arch, (q_shape, k_shape, scale))
     return _prepare(call, backend, q_shape, k_shape, scale)
 
 
@@ -162,6 +174,10 @@ def prepare_backward(
 ) -> Backward:
     """The backward pass of the backend that runs the call's forward pass; raises as :func:`select`."""
     _check_name(backend)
+    if state.session is not None:
+        chosen = _select(call.forward, backend)
+        sizes, arch = (q_shape, k_shape, scale), call.forward.arch
+        return _tuned(chosen.name, chosen.backward_space, chosen.prepare_backward, call, arch, sizes)
     return _prepare_backward(call, backend, q_shape, k_shape, scale)
 
 
@@ -170,3 +186,30 @@ def _prepare_backward(
     call: BackwardCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Backward:
     return _select(call.forward, backend).prepare_backward(call, q_shape, k_shape, scale)
+
+
+Prepared = TypeVar("Prepared", bound=Callable[..., Any])
+
+
+def _tuned(
+    name: str,
+    space: Callable[..., Space | None] | None,
+    prepare: Callable[..., Prepared],
+    call: AttentionCall | BackwardCall,
+    arch: str,
+    sizes: tuple[torch.Size, torch.Size, float],
+) -> Prepared:
+    """A pass inside `tileattn.tuning()`: its first call is tuned."""
+    session = state.session
+    assert session is not None
+    found = None if space is None else space(call, *sizes)
+    if found is None:
+        if space is None:
+            session.without_candidates(name, arch)
+        return prepare(call, *sizes)
+    return cast(Prepared, session.tunes(found, arch, lambda: prepare(call, *sizes)))
+
+
+# What was prepared depends on the tuner's results.
+state.forgets(_prepare.cache_clear)
+state.forgets(_prepare_backward.cache_clear)

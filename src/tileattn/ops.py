@@ -15,6 +15,7 @@ from .call import AttentionCall, BackwardCall, device_arch, is_aligned
 from .dispatch import prepare_backward, prepare_forward
 from .dropout import Dropout
 from .fp8 import FP8, accumulator, complete, output_dtype
+from .tuner import state
 from .variant import Operands, with_alignment
 
 
@@ -127,6 +128,7 @@ def _(
     dropout_p=0.0,
     seed=None,
 ):
+    state.refuse_tracing()
     batch, seqlen_q, heads, _ = q.shape
     return (
         q.new_empty(batch, seqlen_q, heads, v.shape[3], dtype=output_dtype(q.dtype)),

@@ -40,6 +40,18 @@ def sample_ms(call: Callable[[], object], device: torch.device, effort: Effort) 
     return _sample_cuda(call, device, effort) if device.type == "cuda" else _sample_cpu(call, effort)
 
 
+def time_calls(call: Callable[[], object], device: torch.device, calls: int) -> list[float]:
+    """Milliseconds of so many calls, one after another, without an estimate and a warm-up before them."""
+    if device.type == "cuda":
+        return _timed_cuda(call, _flush_buffer(device), calls)
+    return [_timed_cpu(call) for _ in range(calls)]
+
+
+def release() -> None:
+    """Gives back the memory with which the cache is overwritten."""
+    _flush_buffer.cache_clear()
+
+
 @lru_cache(maxsize=1)
 def _flush_buffer(device: torch.device) -> Tensor:
     return torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)

@@ -12,13 +12,18 @@ import torch
 from ...call import AttentionCall
 from ...dropout import Dropout
 from ...fp8 import FP8, Descales
+from ...tuner.space import Space
 from ...variant import Operands, program
+from .amd_config import AmdConfig
 from .arguments import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
+from .backward.backend import backward_space as backward_space
 from .backward.backend import prepare_backward as prepare_backward
 from .config import ARCHITECTURES, TRANSPOSED_KEYS, HopperConfig
-from .defaults import default
+from .defaults import Config, default
 from .launch import forward_function, transpose_function
 from .queue import multiprocessors, tickets
+from .space import forward_space
+from .tuned import found, sizes_of
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 ONE_AFTER_ANOTHER_BYTES = 2**20  # of keys and values: beyond it heads run one after another where tiles cost the same
@@ -66,20 +71,58 @@ def prepare(
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """See :class:`tileattn.dispatch.Backend`."""
     batch, seqlen_q, heads, _ = q_shape
-    _, seqlen_k, kv_heads, _ = k_shape
-    o_shape, lse_shape = (batch, seqlen_q, heads, call.head_dim_v), (batch, heads, seqlen_q)
+    seqlen_k = k_shape[1]
     if batch == 0 or seqlen_q == 0 or seqlen_k == 0:
-        return functools.partial(_without_keys, o_shape, lse_shape, call.out_dtype)
+        return functools.partial(
+            _without_keys, (batch, seqlen_q, heads, call.head_dim_v), (batch, heads, seqlen_q), call.out_dtype
+        )
+    call = _specialised(call, scale)
+    return prepare_with(_chosen(call, q_shape, k_shape), call, q_shape, k_shape, scale)
+
+
+def _specialised(call: AttentionCall, scale: float) -> AttentionCall:
+    """The call as its kernel is compiled for it."""
     # The kernels take the maximum of unscaled scores, which is right for positive scales; with a modification (here the
     # identity) they scale first.
     if scale <= 0 and program(call.variant).score is None:
         call = dataclasses.replace(call, variant=call.variant + "+{score}")
-    call = dataclasses.replace(call, needs_grad=False)
-    config = default(call, min(seqlen_q, seqlen_k))
+    return dataclasses.replace(call, needs_grad=False)
+
+
+def _chosen(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) -> Config:
+    """What the tuner has found for these sizes, else the default."""
+    return found(call, sizes_of(q_shape, k_shape)) or default(call, min(q_shape[1], k_shape[1]))
+
+
+def space(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> Space | None:
+    """See :class:`tileattn.dispatch.Backend`."""
+    if q_shape[0] == 0 or q_shape[1] == 0 or k_shape[1] == 0:
+        return None
+    call, sizes = _specialised(call, scale), sizes_of(q_shape, k_shape)
+    return forward_space(
+        call,
+        sizes,
+        default(call, min(q_shape[1], k_shape[1])),
+        lambda config: prepare_with(config, call, q_shape, k_shape, scale),
+        known=found(call, sizes) is not None,
+    )
+
+
+def prepare_with(
+    config: Config, call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The forward pass with a given configuration; `call` is what its kernel is compiled for."""
+    batch, seqlen_q, heads, _ = q_shape
+    _, seqlen_k, kv_heads, _ = k_shape
+    o_shape, lse_shape = (batch, seqlen_q, heads, call.head_dim_v), (batch, heads, seqlen_q)
     kernel = forward_function(call, config)
     transpose = transpose_function(call) if call.dtype == FP8 else None
     padded_k = -(-seqlen_k // TRANSPOSED_KEYS) * TRANSPOSED_KEYS
     scalars = (scale, heads // kv_heads, _heads_side_by_side(call, q_shape, seqlen_k, kv_heads))
+    splits: tuple[int, ...] = ()
+    if isinstance(config, AmdConfig):
+        scalars = (scale, heads // kv_heads, max(d for d in divisors(batch * heads) if d <= MAX_GRID))
+        splits = (min(config.num_split_q, -(-seqlen_q // config.block_M)),)
     persistent = isinstance(config, HopperConfig)
     cluster = config.cluster if isinstance(config, HopperConfig) else 1
     tasks = -(-seqlen_q // (cluster * config.block_M)) * batch * heads
@@ -128,9 +171,10 @@ def prepare(
                 *queue,
                 *operands.ints,
                 *operands.floats,
+                *splits,
             )
         else:
-            kernel(q, k, v, *outputs, *scalars, *queue)
+            kernel(q, k, v, *outputs, *scalars, *queue, *splits)
         return o, lse
 
     return forward

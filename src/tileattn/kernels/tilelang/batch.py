@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -14,7 +17,8 @@ from ...call import AttentionCall, BackwardCall
 from ..cache import KernelCache, default_folder
 from . import launch
 from .backward import launch as backward_launch
-from .config import Config
+from .backward.defaults import MainConfig
+from .defaults import Config
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -46,19 +50,23 @@ class Job:
 
 @dataclass(frozen=True)
 class BackwardJob:
-    """One kernel of a call's backward pass, by its name (:func:`.backward.launch.kernel_names`)."""
+    """One kernel of a call's backward pass, by its name (:func:`.backward.launch.kernel_names`).
+
+    config: of the main kernel; None is the default.
+    """
 
     call: BackwardCall
     name: str
+    config: MainConfig | None = None
 
     @property
     def key(self) -> str:
         """Of the library in the kernel cache."""
-        return backward_launch.cache_key(self.call, self.name)
+        return backward_launch.cache_key(self.call, self.name, self.config)
 
     def compile(self) -> None:
         """Into the cache."""
-        backward_launch.ensure_compiled(self.call, self.name)
+        backward_launch.ensure_compiled(self.call, self.name, *(() if self.config is None else (self.config,)))
 
     def __str__(self) -> str:
         return f"{self.name} of {self.call}"
@@ -89,6 +97,27 @@ def compile_job(job: AnyJob) -> Done:
     return Done(job, seconds=time.perf_counter() - start)
 
 
+_main_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Inside, processes that start do not import the caller's main module: kernels need nothing of it.
+
+    A script that calls `tileattn.tuning()` at its top level, without a guard, would otherwise run again in each.
+    """
+    main = sys.modules["__main__"]
+    with _main_lock:
+        spec, file = main.__spec__, main.__dict__.pop("__file__", None)
+        main.__spec__ = None
+        try:
+            yield
+        finally:
+            main.__spec__ = spec
+            if file is not None:
+                main.__file__ = file
+
+
 def compile_all(jobs: Sequence[AnyJob], processes: int, work: Callable[[AnyJob], Done] = compile_job) -> Iterator[Done]:
     """Compile in parallel, in the given order, and yield each as it is ready.
 
@@ -103,7 +132,9 @@ def compile_all(jobs: Sequence[AnyJob], processes: int, work: Callable[[AnyJob],
     def one(job: AnyJob) -> Done:
         pool = pools.get()
         try:
-            return pool.submit(work, job).result()
+            with _main_hidden():
+                waiting = pool.submit(work, job)
+            return waiting.result()
         except Exception as failure:
             pool.shutdown(wait=False)
             pool = new_pool()

@@ -9,12 +9,15 @@ from ...expr import nodes
 from ...fp8 import FP8
 from ...variant import Program, program
 from . import sm90_table
-from .config import Config, ForwardConfig, HopperConfig, is_valid, padded
+from .amd_config import AmdConfig, amd_preferences, is_valid_amd
+from .config import ForwardConfig, HopperConfig, is_valid, padded
 from .simplify import is_uniform
 
 SHORT = 1024  # keys; up to here a call counts as short, with narrow heads and a mask up to twice as many
 LONG = 2 * SHORT + 1
 CAUSAL = "Causal()"
+
+Config = ForwardConfig | HopperConfig | AmdConfig
 
 
 def default(call: AttentionCall, seqlen: int = LONG) -> Config:
@@ -25,9 +28,14 @@ def default(call: AttentionCall, seqlen: int = LONG) -> Config:
         seqlen: the number of keys; short sequences may have a kernel of their own.
     """
     for config in _preferences(call, _is_short(call, seqlen)):
-        if is_valid(call, config):
+        if fits(call, config):
             return config
     raise NotImplementedError(f"no tile of the forward kernel fits {call}")
+
+
+def fits(call: AttentionCall, config: Config) -> bool:
+    """Whether a configuration of any schedule is valid for a call."""
+    return is_valid_amd(call, config) if isinstance(config, AmdConfig) else is_valid(call, config)
 
 
 def defaults(call: AttentionCall) -> list[Config]:
@@ -52,9 +60,7 @@ def _preferences(call: AttentionCall, short: bool) -> Iterator[Config]:
     elif call.arch == "sm_90a" and call.aligned:
         yield from _sm90(call, widest, short)
     elif call.arch.startswith("gfx"):
-        yield ForwardConfig(128, 64, 1, 256)
-        yield ForwardConfig(64, 64, 0, 128)
-        yield ForwardConfig(64, 32, 0, 128)
+        yield from amd_preferences(call)
     else:
         traced = program(call.variant)
         if widest <= 64 and traced.score is not None:

@@ -18,8 +18,8 @@ from ...call import AttentionCall
 from ...fp8 import FP8
 from ...variant import program
 from ..cache import KernelCache, default_folder
-from .config import Config
-from .defaults import default
+from .amd_config import AmdConfig
+from .defaults import Config, default
 
 
 @functools.cache
@@ -39,9 +39,9 @@ def ensure_compiled(call: AttentionCall, config: Config) -> Path:
 
     def build(path: Path) -> None:
         from .compile import build_library
-        from .forward import forward_kernel
+        from .schedules import kernel_of
 
-        build_library(forward_kernel(call, config), call.arch, path)
+        build_library(kernel_of(call, config), call.arch, path)
 
     if call.dtype == FP8:
         ensure_transpose_compiled(call)
@@ -77,7 +77,10 @@ def cache_key(call: AttentionCall, config: Config) -> str:
         f"{call.dtype} {call.head_dim} {call.head_dim_v} sink={call.sink} lse={call.return_lse} "
         f"aligned={call.aligned} dropout={call.dropout} {call.arch}"
     )
-    return f"forward | {facts} | {config} | {program(call.variant)} | {_source_digest()} | {_toolchain()}"
+    text, digest = str(config), _source_digest()
+    if isinstance(config, AmdConfig):
+        text, digest = config.kernel_text, f"{digest} {_amd_digest()}"
+    return f"forward | {facts} | {text} | {program(call.variant)} | {digest} | {_toolchain()}"
 
 
 @functools.cache
@@ -88,6 +91,13 @@ def _source_digest() -> str:
     folder = Path(__file__).parent
     files = [folder / f"{name}.py" for name in names]
     files += [folder.parents[1] / f"{name}.py" for name in ("dropout", "tile_loads")]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+@functools.cache
+def _amd_digest() -> str:
+    """Of the code that the schedule for AMD adds to the above."""
+    files = [Path(__file__).parent / f"{name}.py" for name in ("amd", "amd_config", "amd_tensors")]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

@@ -10,14 +10,18 @@ from torch import Tensor
 
 from ....call import BackwardCall, Gradients
 from ....dropout import Dropout
+from ....tuner.space import Space
 from ....variant import Operands, program
 from ..arguments import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
 from ..config import padded
+from ..tuned import sizes_of
 from .config import ROWS, BackwardConfig
 from .defaults import MainConfig, adds_dq, default, queries_default
 from .launch import backward_kernels
 from .operands import AXES, BY_KEY, SPREAD, STORED, Path, add_up, paths
 from .order import COLUMNS
+from .space import backward_space as space_with
+from .space import found as found_by_tuner
 
 MIN_SIDE_BY_SIDE = 4  # kv heads under a mask, whatever the L2 cache holds: few leave long tiles to the end
 
@@ -26,20 +30,46 @@ def prepare_backward(
     call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Callable[..., Gradients]:
     """See :class:`tileattn.dispatch.Backend`."""
-    batch, seqlen_q, heads, _ = q_shape
-    _, seqlen_k, kv_heads, _ = k_shape
-    if batch == 0 or seqlen_q == 0 or seqlen_k == 0:
+    if q_shape[0] == 0 or q_shape[1] == 0 or k_shape[1] == 0:
         return _nothing(call)
+    call = _specialised(call, scale)
+    tuned = found_by_tuner(call, sizes_of(q_shape, k_shape))
+    return prepare_backward_with(tuned, call, q_shape, k_shape, scale)
+
+
+def _specialised(call: BackwardCall, scale: float) -> BackwardCall:
+    """The call as its kernels are compiled for it."""
     # Hidden scores are -inf before they are scaled, as in the forward pass; with a modification (here the identity)
     # they are scaled first.
     if scale <= 0 and program(call.forward.variant).score is None:
         forward = dataclasses.replace(call.forward, variant=call.forward.variant + "+{score}")
         call = dataclasses.replace(call, forward=forward)
-    config = default(call)
+    return call
+
+
+def backward_space(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> Space | None:
+    """See :class:`tileattn.dispatch.Backend`."""
+    if q_shape[0] == 0 or q_shape[1] == 0 or k_shape[1] == 0:
+        return None
+    call = _specialised(call, scale)
+    return space_with(
+        call,
+        sizes_of(q_shape, k_shape),
+        lambda config: prepare_backward_with(config, call, q_shape, k_shape, scale),
+    )
+
+
+def prepare_backward_with(
+    tuned: MainConfig | None, call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
+) -> Callable[..., Gradients]:
+    """The backward pass with a given main kernel, None for the default; `call` is what its kernels are compiled for."""
+    batch, seqlen_q, heads, _ = q_shape
+    _, seqlen_k, kv_heads, _ = k_shape
+    config = default(call) if tuned is None else tuned
     padded_q = _padded_rows(seqlen_q, config)
     padded_k = -(-seqlen_k // config.block_N) * config.block_N
     found = paths(call)
-    kernels = backward_kernels(call)
+    kernels = backward_kernels(call) if tuned is None else backward_kernels(call, tuned)
     scalars: tuple[float, ...] = (scale, heads // kv_heads)
     sums_rows = (batch, heads, padded_q, padded(call.forward.head_dim)) if adds_dq(call) else None
     own_order = not isinstance(config, BackwardConfig)

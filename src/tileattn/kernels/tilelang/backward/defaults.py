@@ -5,7 +5,16 @@ from __future__ import annotations
 import functools
 
 from ....call import BackwardCall
-from .config import BackwardConfig, default_queries, is_valid, kept_derivatives, preferences, read_together
+from .amd_config import amd_preferences, amd_queries_preferences, is_valid_amd_backward
+from .config import (
+    BackwardConfig,
+    default_queries,
+    is_valid,
+    is_valid_queries,
+    kept_derivatives,
+    preferences,
+    read_together,
+)
 from .hopper_config import (
     HopperBackwardConfig,
     HopperQueriesConfig,
@@ -26,6 +35,10 @@ def default(call: BackwardCall) -> MainConfig:
     for config in hopper_preferences(forward, paths(call), not call.deterministic):
         if config.is_valid(forward):
             return config
+    if forward.arch.startswith("gfx"):
+        for amd in amd_preferences(forward):
+            if is_valid_amd_backward(forward, amd):
+                return amd
     for generic in preferences(forward, kept_derivatives(call)):
         if is_valid(forward, generic):
             return generic
@@ -39,6 +52,10 @@ def queries_default(call: BackwardCall) -> QueriesConfig:
     for config in queries_preferences(forward):
         if config.is_valid(forward):
             return config
+    if forward.arch.startswith("gfx"):
+        for amd in amd_queries_preferences(forward):
+            if is_valid_queries(forward, amd):
+                return amd
     return default_queries(call)
 
 

@@ -1,0 +1,74 @@
+"""What `tileattn tune` does: tunes cases, shows what is kept, and removes it."""
+
+from __future__ import annotations
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tileattn.bench import passes, problem
+from tileattn.bench.choices import Chosen
+from tileattn.bench.peers import TileAttn
+from tileattn.tuner import results
+from tileattn.tuner.session import tuning
+
+
+def tune(chosen: Chosen, own: TileAttn, device: torch.device, again: bool, quiet: bool) -> int:
+    """Tune each case; returns the exit code: 1 if one could not be run."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    failed = False
+    with tuning(quiet=quiet, again=again):
+        for case in chosen.cases:
+            given = problem.build(case, device, direction=chosen.direction)
+            if (reason := own.refusal(given)) is not None:
+                typer.echo(f"{case.name}: {reason}", err=True)
+                failed = True
+                continue
+            with torch.set_grad_enabled(chosen.direction != "fwd"):
+                passes.start(chosen.direction, own.prepare(given), given)()
+    typer.echo(f"results: {results.default_file()}")
+    return int(failed)
+
+
+def show() -> None:
+    """`tileattn tune --show`."""
+    kept = list(results.entries(results.read(results.default_file())))
+    console = Console()
+    if not kept:
+        console.print(f"no results in {results.default_file()}", soft_wrap=True)
+        return
+    for device in dict.fromkeys(device for device, *_ in kept):
+        table = Table(box=box.SIMPLE_HEAD, title=device, title_justify="left", pad_edge=False)
+        table.add_column("call", overflow="fold")
+        table.add_column("sizes up to", overflow="fold")
+        table.add_column("configuration", overflow="fold")
+        table.add_column("ms", justify="right", no_wrap=True)
+        table.add_column("gain", justify="right", no_wrap=True)
+        table.add_column("date", no_wrap=True)
+        for of_device, call, bucket, result in kept:
+            if of_device == device:
+                gain = f"{result.default_ms / result.ms:.2f}x"
+                table.add_row(call, bucket, _config(result), f"{result.ms:.4g}", gain, result.when)
+        console.print(table)
+    console.print("Sizes: p batch * heads, q seqlen_q, k seqlen_k, g query heads per key/value head.", style="dim")
+    console.print(f"{len(kept)} results in {results.default_file()}", soft_wrap=True)
+
+
+def _config(result: results.Result) -> str:
+    fields = {name: value for name, value in result.config.items() if name != "schedule"}
+    return f"{result.config.get('schedule')}({', '.join(f'{name}={value}' for name, value in fields.items())})"
+
+
+def clear(sure: bool) -> None:
+    """`tileattn tune --clear`: asks first, unless the user has said yes already."""
+    path = results.default_file()
+    count = len(list(results.entries(results.read(path))))
+    if count == 0:
+        typer.echo(f"no results in {path}")
+        return
+    if not sure:
+        typer.confirm(f"Remove {count} results in {path}?", abort=True)
+    typer.echo(f"removed {results.clear()} results")

@@ -1,0 +1,154 @@
+"""What the tuner may choose from for the main kernel of a backward pass, and the kernels of a choice.
+
+Only configurations that leave dq where the default does, to the main kernel or to one of its own, take part: so the
+kernel before them is the same for all.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ....call import AttentionCall, BackwardCall
+from ....tuner import results
+from ....tuner.space import Space
+from ..candidates import OTHER_REGISTERS, SCORE_REGISTERS
+from ..config import padded
+from ..tuned import Sizes, restored
+from .amd_config import AmdBackwardConfig, amd_candidates, is_valid_amd_backward
+from .config import BackwardConfig, is_valid, kept_derivatives, read_together
+from .defaults import MainConfig, default, queries_default
+from .hopper_config import HopperBackwardConfig, HopperWideConfig
+from .operands import paths
+
+SCHEDULES = {
+    each.__name__: each for each in (BackwardConfig, AmdBackwardConfig, HopperBackwardConfig, HopperWideConfig)
+}
+MAX_PROCESSES = 16
+
+
+def fits(call: BackwardCall, config: MainConfig) -> bool:
+    """Whether a configuration may take the place of the default."""
+    forward, present = read_together(call), default(call)
+    if isinstance(config, AmdBackwardConfig):
+        return is_valid_amd_backward(forward, config)
+    if isinstance(config, BackwardConfig):
+        return isinstance(present, BackwardConfig) and is_valid(forward, config)
+    return not isinstance(present, BackwardConfig) and config.adds_dq == present.adds_dq and config.is_valid(forward)
+
+
+def found(call: BackwardCall, sizes: Sizes) -> MainConfig | None:
+    """The tuner's result for a call; None where there is none, or it is not valid (any more)."""
+    record = results.find(call.forward.arch, str(call), sizes)
+    config = None if record is None else restored(record, SCHEDULES)
+    return config if config is not None and fits(call, config) else None
+
+
+def backward_space(call: BackwardCall, sizes: Sizes, prepare: Callable[[MainConfig], Callable[..., Any]]) -> Space:
+    """The space of a call, of which ``prepare`` makes a function for each configuration."""
+    present = default(call)
+    return Space(
+        call=str(call),
+        sizes=sizes,
+        default=present,
+        candidates=lambda: [config for config in candidates(call) if config != present],
+        compile=functools.partial(compiled, call),
+        prepare=prepare,
+        known=found(call, sizes) is not None,
+        gradients=True,
+    )
+
+
+def candidates(call: BackwardCall) -> list[MainConfig]:
+    """Valid configurations that registers have room for."""
+    present = default(call)
+    found = _generic(call) if isinstance(present, BackwardConfig) else _hopper(call, present)
+    return [config for config in dict.fromkeys(found) if fits(call, config)]
+
+
+def _hopper(call: BackwardCall, present: MainConfig) -> Iterator[MainConfig]:
+    if isinstance(present, HopperWideConfig):
+        yield HopperWideConfig(late_dp=True)
+    wide = max(padded(call.forward.head_dim), padded(call.forward.head_dim_v)) > 128
+    # Registers that gradients of tensors take bound the tile from above; wide heads have been tried at 32 queries.
+    largest = present.block_M if paths(call) else 32 if wide else 128
+    stages = (2, 3, 4)
+    for block_M, num_stages, late_dp in itertools.product(range(largest, 31, -16), stages, (False, True)):
+        if isinstance(present, HopperBackwardConfig) and present.late_dp and not late_dp:
+            continue
+        buffers = present.ds_buffers if isinstance(present, HopperBackwardConfig) else 0
+        yield HopperBackwardConfig(block_M, num_stages=num_stages, ds_buffers=buffers, late_dp=late_dp)
+
+
+def _generic(call: BackwardCall) -> Iterator[BackwardConfig]:
+    forward, kept = read_together(call), kept_derivatives(call)
+    if forward.arch.startswith("gfx"):
+        yield from (config for config in amd_candidates(forward) if registers(forward, config, kept) <= 512)
+        return
+    tiles = itertools.product((128, 64, 32, 16), (128, 64, 32), (2, 1, 3), (256, 128))
+    for block_M, block_N, num_stages, threads in tiles:
+        config = BackwardConfig(block_M, block_N, num_stages, threads)
+        if registers(forward, config, kept) <= 255:
+            yield config
+
+
+def registers(call: AttentionCall, config: BackwardConfig, kept: int) -> int:
+    """Per thread, estimated: dK, dV, dQ, S and dP in float32, P and dS in 16 bits, and derivatives that are kept."""
+    head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+    elements = config.block_N * (head_dim + head_dim_v) + config.block_M * head_dim
+    elements += (3 + kept) * config.block_N * config.block_M
+    return elements // config.threads + OTHER_REGISTERS + SCORE_REGISTERS * (kept > 0)
+
+
+# --- Kernels ---
+
+
+def kernel_of(call: BackwardCall, name: str, config: MainConfig) -> Any:
+    """The TileLang function of a call that has this name, with a main kernel of this configuration."""
+    from . import amd, kernels
+
+    if name == "main" and isinstance(config, AmdBackwardConfig):
+        return amd.main_kernel(call, config)
+    if name == "main":
+        return kernels.main_kernel(call, config)
+    if name == "queries" and isinstance(of_queries := queries_default(call), AmdBackwardConfig):
+        return amd.queries_kernel(call, of_queries)
+    return _finish(call, config) if name == "finish" else kernels.kernel(call, name)
+
+
+def _finish(call: BackwardCall, config: MainConfig) -> Any:
+    """As ``kernels.finish_kernel``, for sums in the order of this configuration."""
+    from tilelang.language.eager.builder import Builder
+
+    from . import finish
+    from .signature import declare_finish
+
+    order = config.order(call.forward) if isinstance(config, HopperBackwardConfig) else None
+    builder = Builder()
+    with builder.prim_func("finish"):
+        finish.body(call.forward, order)(declare_finish(builder, call.forward, order is not None))
+    return builder.get()
+
+
+def compiled(call: BackwardCall, configs: Sequence[MainConfig]) -> Iterator[tuple[MainConfig, str | None]]:
+    """Compiles the kernels of all configurations into the cache; see :class:`Space`."""
+    from ..batch import CORES, BackwardJob, compile_all
+    from .launch import kernel_names
+
+    waiting: dict[MainConfig, set[str]] = {}
+    jobs: dict[str, BackwardJob] = {}
+    for config, name in itertools.product(configs, kernel_names(call)):
+        job = BackwardJob(call, name, config)
+        waiting.setdefault(config, set()).add(job.key)
+        jobs.setdefault(job.key, job)
+    errors: dict[MainConfig, str] = {}
+    for done in compile_all(list(jobs.values()), min(CORES, MAX_PROCESSES)):
+        for config, keys in list(waiting.items()):
+            if done.job.key in keys:
+                keys.remove(done.job.key)
+                if done.error is not None:
+                    errors[config] = done.error
+                if not keys:
+                    yield config, errors.get(config)

@@ -1,0 +1,16 @@
+"""The forward kernel of a call, in the schedule that its configuration belongs to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...call import AttentionCall
+from .amd import amd_kernel
+from .amd_config import AmdConfig
+from .defaults import Config
+from .forward import forward_kernel
+
+
+def kernel_of(call: AttentionCall, config: Config) -> Any:
+    """The TileLang function ``forward``: of the generic or the Hopper schedule (forward.py), or of AMD's."""
+    return amd_kernel(call, config) if isinstance(config, AmdConfig) else forward_kernel(call, config)

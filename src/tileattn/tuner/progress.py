@@ -1,0 +1,63 @@
+"""How far a search is: a bar on a terminal, a line per call elsewhere, nothing if quiet; on stderr."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from .search import Found
+from .space import AnyConfig
+from .timing import ROUNDS
+
+
+class Bar:
+    """The :class:`~tileattn.tuner.search.Report` of one search."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.console = Console(stderr=True, quiet=quiet)
+        columns = (
+            SpinnerColumn(),
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+        )
+        # Drawn rarely: drawing takes time from the host, which launches what is timed.
+        self.progress = Progress(
+            *columns, console=self.console, transient=True, refresh_per_second=2,
+            disable=quiet or not self.console.is_terminal,
+        )  # fmt: skip
+        self.call, self.task = "", self.progress.add_task("starting", total=None)
+
+    def begin(self, call: str, candidates: int) -> None:
+        self.call = call
+        self.progress.update(self.task, total=candidates, description=f"compiling and checking: {call}")
+        self.progress.start()
+
+    def checked(self, config: AnyConfig, error: str | None) -> None:
+        self.progress.advance(self.task)
+
+    def timing(self, number: int, config: AnyConfig) -> None:
+        self.progress.update(self.task, description=f"timing, round {number + 1} of {len(ROUNDS)}: {config}")
+
+    def end(self) -> None:
+        """Takes the bar away."""
+        self.progress.stop()
+
+    def found(self, found: Found, seconds: float) -> None:
+        """The result, in a line."""
+        gain = found.default_ms / found.ms
+        what = "the default stays" if gain == 1.0 else f"{gain:.2f} times the default's speed: {found.best}"
+        text = f"tuned {self.call} in {seconds:.0f} s, {found.measured} candidates: {found.ms:.4g} ms, {what}"
+        self.console.print(text, highlight=False, soft_wrap=True)
+        for config, why in found.rejected.items():
+            self.console.print(
+                f"  left out: {config}: {why.strip()[-200:]}", highlight=False, markup=False, style="dim"
+            )
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+        sys.stderr.flush()

@@ -1,0 +1,151 @@
+"""`tileattn.tuning()`: the first call of each kind made inside is measured in all of its configurations."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import results, state
+from .space import Space
+
+Prepare = Callable[[], Callable[..., Any]]
+
+
+@contextlib.contextmanager
+def tuning(*, quiet: bool = False, again: bool = False) -> Iterator[None]:
+    """Tunes the calls that are made inside, forward and backward, on their own tensors.
+
+    The first call of each kind (its static facts, and its sizes rounded up to powers of two) compiles and times the
+    configurations that its backend has for it, some tens of seconds long. The fastest one that computes what the
+    default does is kept on disk, per GPU, and used by this call, by later ones and by later processes. Calls that have
+    a result already are not measured again.
+
+    Process-wide: calls from all threads are tuned while it is open.
+
+    Args:
+        quiet: show neither progress nor results on stderr.
+        again: measure calls that have a result already, too.
+
+    Raises:
+        RuntimeError: it is open already; or a call inside is traced (torch.compile) or captured (a CUDA graph).
+        OSError: the results cannot be written; the message names the file and how to choose another.
+    """
+    if state.session is not None:
+        raise RuntimeError("tileattn.tuning() is open already, and cannot be opened inside itself")
+    state.session = Session(quiet, again)
+    state.forget_prepared()
+    try:
+        yield
+    finally:
+        state.session = None
+        state.forget_prepared()
+
+
+class Session:
+    """What is open between the beginning and the end of `tuning()`."""
+
+    def __init__(self, quiet: bool, again: bool) -> None:
+        self.quiet, self.again = quiet, again
+        self._lock = threading.Lock()
+        self._tuned: set[tuple[str, str]] = set()
+        self._said: set[str] = set()
+
+    def without_candidates(self, backend: str, arch: str) -> None:
+        """A backend has nothing to tune: said once."""
+        with self._lock:
+            if backend in self._said:
+                return
+            self._said.add(backend)
+        if not self.quiet:
+            self._bar().say(f"tuning: the {backend} backend has nothing to tune on {arch}; its calls run as they are")
+
+    def tunes(self, space: Space, arch: str, prepare: Prepare) -> Callable[..., Any]:
+        """A function for a call that tunes it the first time, and then runs it.
+
+        Args:
+            space: the call's configurations.
+            arch: of its device.
+            prepare: the call as its backend prepares it, with the result if there is one.
+        """
+        ready: list[Callable[..., Any]] = []
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            if not ready:
+                if state.session is self:
+                    self._tune(space, arch, arguments, options)
+                ready.append(prepare())
+            return ready[0](*arguments, **options)
+
+        return run
+
+    def _tune(self, space: Space, arch: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Once for each call and bucket, whichever thread comes first; the others wait."""
+        with self._lock:
+            name = space.call, results.bucket(space.sizes)
+            if name in self._tuned:
+                return
+            if self.again or not space.known:
+                if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(
+                        "tileattn.tuning() is open while a CUDA graph is captured: nothing can be timed there"
+                    )
+                self._search(space, arch, arguments, options)
+            self._tuned.add(name)
+
+    def _search(self, space: Space, arch: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        from tileattn.bench import timing
+
+        from .search import search
+
+        device = next(x.device for x in arguments if isinstance(x, Tensor))
+        bar, began = self._bar(), time.monotonic()
+        try:
+            found = search(
+                space,
+                lambda prepared: flat(prepared(*arguments, **options)),
+                lambda run, calls: timing.time_calls(run, device, calls),
+                bar,
+                dtype=arguments[0].dtype,
+                gradients=space.gradients,
+            )
+        finally:
+            bar.end()
+            timing.release()
+        entry = results.Result(
+            written(found.best), found.ms, found.default_ms, found.measured, str(datetime.date.today()), versions()
+        )
+        results.keep(arch, space.call, space.sizes, entry)
+        bar.found(found, time.monotonic() - began)
+
+    def _bar(self) -> Any:
+        from .progress import Bar
+
+        return Bar(self.quiet)
+
+
+def flat(outputs: Any) -> list[Tensor | None]:
+    """o and lse, or the gradients of q, k, v, the sink and the variant's tensors."""
+    return [y for x in outputs for y in (x if isinstance(x, tuple) else (x,))]
+
+
+def written(config: Any) -> dict[str, Any]:
+    """A configuration as JSON has it: the name of its class, and its fields."""
+    return {"schedule": type(config).__name__, **dataclasses.asdict(config)}
+
+
+def versions() -> str:
+    """Of what a result was measured with."""
+    found = [f"torch {torch.__version__}"]
+    for package in ("tileattn", "tilelang"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return ", ".join(found)

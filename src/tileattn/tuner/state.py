@@ -1,0 +1,35 @@
+"""Whether calls are being tuned at present; the smallest module that dispatch and the session both know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .session import Session
+
+# The session of `with tileattn.tuning():`, for all threads: autograd runs backward passes in threads of its own.
+session: Session | None = None
+
+# What forgets prepared calls: called when a session begins, keeps a result, or ends.
+_forgetful: list[Callable[[], object]] = []
+
+
+def forgets(forget: Callable[[], object]) -> None:
+    """Registers a function that empties a table of prepared calls."""
+    _forgetful.append(forget)
+
+
+def forget_prepared() -> None:
+    """Empties all of them: the next calls ask anew which configuration they get."""
+    for forget in _forgetful:
+        forget()
+
+
+def refuse_tracing() -> None:
+    """Raises while `tuning()` is open: what is traced has no values to be timed on."""
+    if session is not None:
+        raise RuntimeError(
+            "tileattn.tuning() is open while a call is traced (torch.compile, torch.export, fake tensors): there is "
+            "nothing to time. Tune with an eager call first; a graph that is compiled after that uses the result"
+        )
