@@ -14,6 +14,7 @@ from .dropout import Dropout
 from .fp8 import Descales
 from .kernels.tilelang import backend as tilelang_backend
 from .kernels.torch import backend as torch_backend
+from .kernels.triton import backend as triton_backend
 from .variant import Operands
 
 
@@ -98,6 +99,14 @@ BACKENDS: tuple[Backend, ...] = (
         tilelang_backend.reservation,
         tilelang_backend.prepare,
         tilelang_backend.prepare_backward,
+    ),
+    Backend(
+        "triton",
+        "Triton kernels, for GPUs",
+        triton_backend.refusal,
+        triton_backend.reservation,
+        triton_backend.prepare,
+        triton_backend.prepare_backward,
     ),
     Backend(
         "torch",

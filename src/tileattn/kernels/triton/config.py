@@ -1,0 +1,83 @@
+"""Sizes of tiles, and which call gets which: a small table, nothing is tuned unasked.
+
+Not measured yet on any GPU but as its comments say; benchmarks/tune_triton.py times others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+KERNELS = ("forward", "keys", "queries")
+
+
+class Config(NamedTuple):
+    """How a kernel is cut and compiled; names as in Triton.
+
+    ``tma``: whether tensors are copied by the hardware from descriptors, where they are aligned (sm_90 and later).
+    """
+
+    block_M: int
+    block_N: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+    warp_specialize: bool = False
+
+
+# By kernel, then by the larger padded head dim: (16 bits).
+_HOPPER = {
+    "forward": {64: Config(128, 128, 4, 3, tma=True), 128: Config(128, 128, 8, 3, tma=True), 256: Config(128, 64, 8, 2, tma=True)},
+    "keys": {64: Config(64, 128, 4, 2, tma=True), 128: Config(64, 128, 8, 2, tma=True), 256: Config(32, 64, 8, 1)},
+    "queries": {64: Config(128, 64, 4, 3, tma=True), 128: Config(128, 64, 8, 2, tma=True), 256: Config(64, 32, 4, 2)},
+}
+_NVIDIA = {
+    "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 4, 2)},
+    "keys": {64: Config(32, 128, 4, 3), 128: Config(32, 128, 8, 2), 256: Config(16, 64, 4, 1)},
+    "queries": {64: Config(128, 32, 4, 3), 128: Config(128, 32, 8, 2), 256: Config(64, 16, 4, 1)},
+}
+_AMD = {
+    "forward": {64: Config(128, 64, 4, 1), 128: Config(128, 64, 4, 1), 256: Config(128, 32, 8, 1)},
+    "keys": {64: Config(32, 128, 4, 1), 128: Config(32, 64, 4, 1), 256: Config(16, 64, 4, 1)},
+    "queries": {64: Config(128, 32, 4, 1), 128: Config(64, 32, 4, 1), 256: Config(64, 16, 4, 1)},
+}
+# Small, so that short sequences have several tiles.
+_INTERPRETER = Config(16, 32, 4, 1)
+_FLOAT32 = {64: Config(64, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)}
+
+_overrides: dict[str, Config] = {}
+
+
+def default(kernel: str, arch: str, itemsize: int, head_dim: int, head_dim_v: int) -> Config:
+    """The configuration of one of :data:`KERNELS`."""
+    if kernel in _overrides:
+        return _overrides[kernel]
+    if arch == "cpu":
+        return _INTERPRETER
+    width = max(padded(head_dim), padded(head_dim_v), 64)
+    if itemsize > 2:
+        return _FLOAT32[width]
+    tables = _AMD if arch.startswith("gfx") else _HOPPER if arch == "sm_90a" else _NVIDIA
+    return tables[kernel][width]
+
+
+def padded(head_dim: int) -> int:
+    """Columns of a tile: a power of two, and at least what the matrix units take."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def has_descriptors(arch: str) -> bool:
+    """Whether the hardware copies from tensor descriptors."""
+    return arch.startswith("sm_") and int(arch.removeprefix("sm_").rstrip("a")) >= 90
+
+
+@contextlib.contextmanager
+def overridden(**configs: Config) -> Iterator[None]:
+    """Within it, the kernels that are named have these configurations: for benchmarks/tune_triton.py."""
+    _overrides.update(configs)
+    try:
+        yield
+    finally:
+        for name in configs:
+            del _overrides[name]
