@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,10 @@ from tileattn.call import AttentionCall
 from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.config import Config
 from tileattn.kernels.tilelang.defaults import LONG, default
+
+if not torch.cuda.is_available():
+    # Triton reads it when it is imported, and nothing imports it before a test does.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

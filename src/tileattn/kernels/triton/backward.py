@@ -68,15 +68,15 @@ def keys_kernel(
     """
     first, bh_kv = from_first(seqlen_k, plan.block_N)
     b, h_kv = bh_kv // kv_heads, bh_kv % kv_heads
-    k_tile = load_tile(k, k_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim, plan.padded, plan.tma, True)
+    k_tile = load_tile(k, k_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim, plan.padded, False, True)
     v_tile = load_tile(
-        v, v_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim_v, plan.padded_v, plan.tma, True
+        v, v_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim_v, plan.padded_v, False, True
     )
     at = first + tl.arange(0, plan.block_N)[:, None]
     k_hi = tl.minimum(first + plan.block_N, seqlen_k) - 1
     offset = seqlen_k - seqlen_q
-    dk_sum = tl.zeros([plan.block_N, plan.padded], tl.float32)
-    dv_sum = tl.zeros([plan.block_N, plan.padded_v], tl.float32)
+    dk_sum = tl.full([plan.block_N, plan.padded], 0.0, tl.float32)
+    dv_sum = tl.full([plan.block_N, plan.padded_v], 0.0, tl.float32)
     for member in range(heads_per_kv_head):
         h = h_kv * heads_per_kv_head + member
         start, full_start, full_end, end = phases(
@@ -198,9 +198,9 @@ def queries_kernel(
         plan.block_N,
     )
 
-    q_tile = load_tile(q, q_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim, plan.padded, plan.tma, True)
+    q_tile = load_tile(q, q_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim, plan.padded, False, True)
     do_tile = load_tile(
-        do, do_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim_v, plan.padded_v, plan.tma, True
+        do, do_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim_v, plan.padded_v, False, True
     )
     of_rows = (
         q_tile,
@@ -210,7 +210,7 @@ def queries_kernel(
         q_lo + tl.arange(0, plan.block_M)[:, None],
     )
     keys = (k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers)
-    dq_sum = tl.zeros([plan.block_M, plan.padded], tl.float32)
+    dq_sum = tl.full([plan.block_M, plan.padded], 0.0, tl.float32)
     if plan.left_edge:
         dq_sum = from_keys(dq_sum, of_rows, start, full_start, keys, plan, True)
     dq_sum = from_keys(dq_sum, of_rows, full_start, full_end, keys, plan, False)

@@ -39,8 +39,8 @@ def forward_kernel(
 ):
     """Writes o and, unless it is None, lse; one program for each tile of queries of each head.
 
-    q, k and v are pointers with the strides of their first three dimensions, or descriptors; o, lse and sink are
-    contiguous; tensors and numbers are the variant's operands (expressions.py).
+    q, k and v are pointers with the strides of their first three dimensions, but k and v are descriptors with
+    ``plan.tma``; o, lse and sink are contiguous; tensors and numbers are the variant's operands (expressions.py).
     """
     first, bh = from_last(seqlen_q, plan.block_M)
     b, h = bh // heads, bh % heads
@@ -55,11 +55,11 @@ def forward_kernel(
         plan.block_N,
     )
 
-    q_tile = load_tile(q, q_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim, plan.padded, plan.tma, True)
+    q_tile = load_tile(q, q_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim, plan.padded, False, True)
     positions = q_lo + tl.arange(0, plan.block_M)[:, None]
-    acc = tl.zeros([plan.block_M, plan.padded_v], tl.float32)
+    acc = tl.full([plan.block_M, plan.padded_v], 0.0, tl.float32)
     m = tl.full([plan.block_M], -float("inf"), tl.float32)
-    l = tl.zeros([plan.block_M], tl.float32)
+    l = tl.full([plan.block_M], 0.0, tl.float32)
     keys = (k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers)
     if plan.left_edge:
         acc, m, l = attend(acc, m, l, q_tile, positions, start, full_start, keys, plan, True)

@@ -41,10 +41,10 @@ class Forward:
         plan = make_plan(call, config, "forward", tma)
         with _on(q.device):
             _launch(
-                forward_kernel, self.batch * self.heads, self.seqlen_q, plan.block_M, config,
-                _passed(q, plan.block_M, plan.padded, plan.tma),
-                _passed(k, plan.block_N, plan.padded, plan.tma),
-                _passed(v, plan.block_N, plan.padded_v, plan.tma),
+                forward_kernel, self.batch * self.heads, self.seqlen_q, config.block_M, config,
+                q.detach(),
+                _passed(k, config.block_N, plan),
+                _passed(v, config.block_N, plan),
                 o, lse, None if sink is None else sink.detach(), *_operand_tuples(operands), self.scale,
                 self.seqlen_q, self.seqlen_k, self.heads, self.group, *map(_strides, (q, k, v)), plan,
             )  # fmt: skip
@@ -113,8 +113,9 @@ class Backward:
         dk, dv = (x.new_empty(x.shape) for x in (k, v))
         parts = tuple(workspace(path, q, k) for path in self.paths)
         _launch(
-            keys_kernel, self.batch * self.kv_heads, self.seqlen_k, plan.block_N, config,
-            *self._described(inputs, plan), lse2, delta, dk, dv, parts, *_operand_tuples(operands), self.scale,
+            keys_kernel, self.batch * self.kv_heads, self.seqlen_k, config.block_N, config,
+            _passed(q, config.block_M, plan), k.detach(), v.detach(), _passed(do, config.block_M, plan),
+            lse2, delta, dk, dv, parts, *_operand_tuples(operands), self.scale,
             self.seqlen_q, self.seqlen_k, self.heads, self.kv_heads, self.group,
             *map(_strides, (q, k, v, do)), plan,
         )  # fmt: skip
@@ -127,20 +128,12 @@ class Backward:
         plan = make_plan(self.forward, config, "queries", tma)
         dq = q.new_empty(q.shape)
         _launch(
-            queries_kernel, self.batch * self.heads, self.seqlen_q, plan.block_M, config,
-            *self._described(inputs, plan), lse2, delta, dq, *_operand_tuples(operands), self.scale,
+            queries_kernel, self.batch * self.heads, self.seqlen_q, config.block_M, config,
+            q.detach(), _passed(k, config.block_N, plan), _passed(v, config.block_N, plan), do.detach(),
+            lse2, delta, dq, *_operand_tuples(operands), self.scale,
             self.seqlen_q, self.seqlen_k, self.heads, self.group, *map(_strides, (q, k, v, do)), plan,
         )  # fmt: skip
         return dq
-
-    def _described(self, inputs: tuple[Tensor, ...], plan: Plan) -> tuple[Any, ...]:
-        q, k, v, do, *_ = inputs
-        return (
-            _passed(q, plan.block_M, plan.padded, plan.tma),
-            _passed(k, plan.block_N, plan.padded, plan.tma),
-            _passed(v, plan.block_N, plan.padded_v, plan.tma),
-            _passed(do, plan.block_M, plan.padded_v, plan.tma),
-        )
 
 
 def _launch(kernel: Any, heads: int, seqlen: int, rows: int, config: Config, *arguments: Any) -> None:
@@ -154,10 +147,12 @@ def _strides(x: Tensor) -> tuple[int, ...]:
     return x.stride()[:3]
 
 
-def _passed(x: Tensor, rows: int, columns: int, tma: bool) -> Any:
-    """A tensor as the kernels take it."""
+def _passed(x: Tensor, rows: int, plan: Plan) -> Any:
+    """A tensor as the kernels take it, which read it in tiles of `rows`."""
     x = x.detach()
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, columns]) if tma else x
+    if not plan.tma:
+        return x
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, padded(x.shape[3])])
 
 
 def _can_describe(*tensors: Tensor) -> bool:

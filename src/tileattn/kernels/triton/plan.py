@@ -8,10 +8,12 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+import triton.language as tl
 
-@dataclass(frozen=True, repr=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """Static facts of one kernel.
+    """Static facts of one kernel; numbers, flags and names as Triton's constants.
 
     Attributes:
         head_dim, head_dim_v: columns of q and k, and of v.
@@ -47,10 +49,16 @@ class Plan:
     slopes: tuple[Any, ...] = ()
     spread: tuple[bool, ...] = ()
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, str)):
+                object.__setattr__(self, field.name, tl.constexpr(value))
+
     @property
-    def wanted(self) -> int:
+    def wanted(self) -> tl.constexpr:
         """How many slopes there are."""
-        return len(self.slopes)
+        return tl.constexpr(len(self.slopes))
 
     @functools.cached_property
     def cache_key(self) -> str:

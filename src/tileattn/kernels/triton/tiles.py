@@ -39,18 +39,21 @@ def load_tile(
 ):
     """Rows first, first + 1, ... of head h: [rows, padded]. Those from `end` on are zeros where the tile is `partial`."""
     if tma:
-        return x.load([b, first, h, 0]).reshape([rows, padded])
-    row = tl.arange(0, rows)[:, None]
-    column = tl.arange(0, padded)[None, :]
-    start = b.to(tl.int64) * strides[0] + first.to(tl.int64) * strides[1] + h.to(tl.int64) * strides[2]
-    pointers = x + start + (row * strides[1] + column)
-    if partial and columns != padded:
-        return tl.load(pointers, mask=(row < end - first) & (column < columns), other=0.0)
-    elif partial:
-        return tl.load(pointers, mask=row < end - first, other=0.0)
-    elif columns != padded:
-        return tl.load(pointers, mask=column < columns, other=0.0)
-    return tl.load(pointers)
+        tile = x.load([b, first, h, 0]).reshape([rows, padded])
+    else:
+        row = tl.arange(0, rows)[:, None]
+        column = tl.arange(0, padded)[None, :]
+        start = b.to(tl.int64) * strides[0] + first.to(tl.int64) * strides[1] + h.to(tl.int64) * strides[2]
+        pointers = x + start + (row * strides[1] + column)
+        if partial and columns != padded:
+            tile = tl.load(pointers, mask=(row < end - first) & (column < columns), other=0.0)
+        elif partial:
+            tile = tl.load(pointers, mask=row < end - first, other=0.0)
+        elif columns != padded:
+            tile = tl.load(pointers, mask=column < columns, other=0.0)
+        else:
+            tile = tl.load(pointers)
+    return tile
 
 
 @triton.jit
@@ -96,7 +99,8 @@ def product(x, y, precision: tl.constexpr):
     """x @ y, summed in float32."""
     if precision == "interpreted":  # the interpreter cannot multiply bfloat16
         return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee")
-    return tl.dot(x, y, input_precision=precision)
+    else:
+        return tl.dot(x, y, input_precision=precision)
 
 
 @triton.jit
@@ -104,7 +108,8 @@ def add_product(x, y, total, precision: tl.constexpr):
     """total + x @ y, where x is rounded to y's dtype."""
     if precision == "interpreted":
         return tl.dot(x.to(y.dtype).to(tl.float32), y.to(tl.float32), total, input_precision="ieee")
-    return tl.dot(x.to(y.dtype), y, total, input_precision=precision)
+    else:
+        return tl.dot(x.to(y.dtype), y, total, input_precision=precision)
 
 
 @triton.jit

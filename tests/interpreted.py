@@ -1,0 +1,16 @@
+"""Which conformance cases Triton's interpreter runs in a moment."""
+
+from __future__ import annotations
+
+from tileattn.testing import ConformanceCase
+
+FORWARD_TILES, BACKWARD_TILES = 24, 8  # of which each takes it some milliseconds
+
+
+def is_slow_to_interpret(case: ConformanceCase, backward: bool = False) -> bool:
+    """Whether it visits many tiles; where it is refused, none."""
+    if case.structure.dtype in ("fp8", "fp64"):
+        return False
+    shape = case.shape
+    tiles = shape.batch * shape.heads * -(-shape.seqlen_q // 64) * -(-shape.seqlen_k // 64)
+    return tiles > (BACKWARD_TILES if backward else FORWARD_TILES)
