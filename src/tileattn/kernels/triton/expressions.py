@@ -20,6 +20,7 @@ computed once and has a name.
 from __future__ import annotations
 
 import functools
+import itertools
 import linecache
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -94,8 +95,14 @@ def _function(traced: Program, name: str, takes: str, values: Iterable[Any], lik
     results = [writer(value) for value in values]
     if like is not None:
         results = [_shaped(result, value, like) for result, value in zip(results, values, strict=True)]
-    lines = [*writer.unpacked(), *writer.lines, f"return {', '.join(results)}"]
+    lines = [*writer.unpacked(), *writer.lines, f"return {', '.join(map(_bare, results))}"]
     return f"@triton.jit\ndef {name}({takes}, tensors, numbers):\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def _bare(text: str) -> str:
+    """Without parentheses around the whole."""
+    depth = list(itertools.accumulate((c == "(") - (c == ")") for c in text))
+    return text[1:-1] if text.startswith("(") and depth and depth.index(0) == len(text) - 1 else text
 
 
 def _shaped(text: str, value: Any, like: str) -> str:
