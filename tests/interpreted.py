@@ -1,9 +1,10 @@
-"""Which conformance cases Triton's interpreter runs in a moment."""
+"""Which conformance cases the Triton backend runs: its kernels are compiled, or interpreted, while a test waits."""
 
 from __future__ import annotations
 
 from tileattn.testing import ConformanceCase
 
+TRITON_STEP = 8  # on a GPU, of the cases that are not "smoke", one in so many: a kernel takes some seconds to compile
 FORWARD_TILES, BACKWARD_TILES = 24, 8  # of which each takes it some milliseconds
 
 

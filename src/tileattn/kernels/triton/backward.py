@@ -13,7 +13,18 @@ import triton
 import triton.language as tl
 
 from .forward import LOG2E
-from .tiles import add_product, from_first, from_last, load_rows, load_tile, phases, product, store_rows, store_tile, visible
+from .tiles import (
+    add_product,
+    from_first,
+    from_last,
+    load_rows,
+    load_tile,
+    phases,
+    product,
+    store_rows,
+    store_tile,
+    visible,
+)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "heads"])
@@ -86,27 +97,23 @@ def keys_kernel(
             seqlen_q,
             plan.block_M,
         )
-        queries = (
-            q, do, lse2, delta, q_strides, do_strides, b, h, heads, seqlen_q, seqlen_k, scale, parts, tensors, numbers
-        )  # fmt: skip
+        queries = (q, do, lse2, delta, q_strides, do_strides, scale)
+        facts = (b, h, heads, seqlen_q, seqlen_k, parts, tensors, numbers)
+        tiles = (k_tile, v_tile, at)
         if plan.left_edge:
-            dk_sum, dv_sum = from_queries(
-                dk_sum, dv_sum, k_tile, v_tile, at, start, full_start, queries, plan, True
-            )  # fmt: skip
-        dk_sum, dv_sum = from_queries(
-            dk_sum, dv_sum, k_tile, v_tile, at, full_start, full_end, queries, plan, False
-        )  # fmt: skip
-        dk_sum, dv_sum = from_queries(dk_sum, dv_sum, k_tile, v_tile, at, full_end, end, queries, plan, True)
-    store_tile(
-        dk, dk_sum * scale, seqlen_k, kv_heads, b, h_kv, first, plan.block_N, plan.head_dim, plan.padded
-    )  # fmt: skip
+            dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, start, full_start, queries, facts, plan, True)
+        dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, full_start, full_end, queries, facts, plan, False)
+        dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, full_end, end, queries, facts, plan, True)
+    store_tile(dk, dk_sum * scale, seqlen_k, kv_heads, b, h_kv, first, plan.block_N, plan.head_dim, plan.padded)
     store_tile(dv, dv_sum, seqlen_k, kv_heads, b, h_kv, first, plan.block_N, plan.head_dim_v, plan.padded_v)
 
 
 @triton.jit
-def from_queries(dk, dv, k_tile, v_tile, at, start, end, queries, plan: tl.constexpr, masked: tl.constexpr):
+def from_queries(dk, dv, tiles, start, end, queries, facts, plan: tl.constexpr, masked: tl.constexpr):
     """What the rows of queries from start to end add to dk and dv. Scores are transposed: [block_N, block_M]."""
-    q, do, lse2, delta, q_strides, do_strides, b, h, heads, seqlen_q, seqlen_k, scale, parts, tensors, numbers = queries
+    k_tile, v_tile, at = tiles
+    q, do, lse2, delta, q_strides, do_strides, scale = queries
+    b, h, heads, seqlen_q, seqlen_k, _parts, tensors, numbers = facts
     bh = b * heads + h
     unit = scale * LOG2E
     if plan.score is not None:
@@ -134,24 +141,23 @@ def from_queries(dk, dv, k_tile, v_tile, at, start, end, queries, plan: tl.const
         dp = product(v_tile, do_tile.T, plan.precision)
         ds = p * (dp - load_rows(delta, bh, seqlen_q, first, plan.block_M, 0.0)[None, :])
         if plan.score is not None:
-            if masked:
-                # p is 0 there already, but a slope may be infinite.
-                ds = tl.where(seen, ds, 0.0)
-            hand_over(ds, raw * scale, b, h, heads, row, positions, at, seqlen_q, seqlen_k, parts, tensors, numbers, plan)
+            hand_over(ds, raw * scale, seen, row, at, facts, plan)
             ds = ds * plan.slope(raw * scale, b, h, positions, at, tensors, numbers)
+            if masked:
+                ds = tl.where(seen, ds, 0.0)  # as it was, but a slope may be infinite
         dk = add_product(ds, q_tile, dk, plan.precision)
     return dk, dv
 
 
 @triton.jit
-def hand_over(
-    ds, score, b, h, heads, row, positions, at, seqlen_q, seqlen_k, parts, tensors, numbers, plan: tl.constexpr
-):
+def hand_over(ds, score, seen, row, at, facts, plan: tl.constexpr):
     """Gradients of what the modification reads from tensors, to the workspaces of gradients.py."""
+    b, h, heads, seqlen_q, seqlen_k, parts, tensors, numbers = facts
+    positions = row + (seqlen_k - seqlen_q)
     bh = (b * heads + h).to(tl.int64)
     within = at < seqlen_k
     for index in tl.static_range(plan.wanted):
-        gradient = tl.where(within, ds * plan.slopes[index](score, b, h, positions, at, tensors, numbers), 0.0)
+        gradient = tl.where(seen & within, ds * plan.slopes[index](score, b, h, positions, at, tensors, numbers), 0.0)
         if plan.spread[index]:
             place = (bh * seqlen_q + row) * seqlen_k + at
             tl.store(parts[index] + place, gradient, mask=within & (row < seqlen_q))
@@ -248,6 +254,6 @@ def from_keys(dq, of_rows, start, end, keys, plan: tl.constexpr, masked: tl.cons
         if plan.score is not None:
             ds = ds * plan.slope(raw * scale, b, h, positions, at, tensors, numbers)
             if masked:
-                ds = tl.where(seen, ds, 0.0)
+                ds = tl.where(seen, ds, 0.0)  # as it was, but a slope may be infinite
         dq = add_product(ds, k_tile, dq, plan.precision)
     return dq

@@ -1,6 +1,7 @@
 """Sizes of tiles, and which call gets which: a small table, nothing is tuned unasked.
 
-Not measured yet on any GPU but as its comments say; benchmarks/tune_triton.py times others.
+They are chosen by what compiles without spilling registers, and not measured yet; benchmarks/tune_triton.py times
+others.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _HOPPER = {
     "queries": {
         64: Config(128, 64, 8, 3, tma=True),
         128: Config(128, 64, 8, 2, tma=True),
-        256: Config(64, 64, 4, 2, tma=True),
+        256: Config(64, 64, 8, 2, tma=True),
     },
 }
 # Other NVIDIA GPUs: within the 99 KiB of shared memory that a block has on the smaller ones.

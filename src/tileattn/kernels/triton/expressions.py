@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import itertools
 import linecache
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
@@ -132,7 +133,10 @@ class _Writer:
         self.places: dict[str, str] = {}
         at = 0
         for tensor in traced.tensors:
-            parts = [tensor.name, *(f"{tensor.name}_{part}{axis}" for part in ("size", "stride") for axis in range(tensor.ndim))]
+            parts = [
+                tensor.name,
+                *(f"{tensor.name}_{part}{axis}" for part in ("size", "stride") for axis in range(tensor.ndim)),
+            ]
             for part in parts:
                 self.places[part], at = f"tensors[{at}]", at + 1
         numbers = [f"i{index}" for index in range(traced.ints)] + [f"f{index}" for index in range(traced.floats)]
@@ -200,8 +204,10 @@ class _Writer:
         text = self(value)
         if dtype_of(value) == kind:
             return text
-        return _constant(float(value) if kind == "float" else int(value)) if not isinstance(value, Expr) else (
-            f"tl.cast({text}, tl.{_TYPES[kind]})"
+        return (
+            _constant(float(value) if kind == "float" else int(value))
+            if not isinstance(value, Expr)
+            else (f"tl.cast({text}, tl.{_TYPES[kind]})")
         )
 
 
@@ -226,9 +232,10 @@ _TYPES = {"float": "float32", "int": "int32", "bool": "int1"}
 
 
 def _constant(value: Any) -> str:
-    if isinstance(value, float) and value != value or value in (float("inf"), -float("inf")):
+    if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
-    text = repr(float(value)) if isinstance(value, float) else repr(bool(value) if isinstance(value, bool) else int(value))
+    kind = next(kind for kind in (bool, int, float) if isinstance(value, kind))  # NumPy's are written otherwise
+    text = repr(kind(value))
     return f"({text})" if text.startswith("-") else text
 
 

@@ -37,7 +37,7 @@ def load_tile(
     tma: tl.constexpr,
     partial: tl.constexpr,
 ):
-    """Rows first, first + 1, ... of head h: [rows, padded]. Those from `end` on are zeros where the tile is `partial`."""
+    """Rows first, first + 1, ... of head h: [rows, padded]. If it is `partial`, those from `end` on are zeros."""
     if tma:
         tile = x.load([b, first, h, 0]).reshape([rows, padded])
     else:
