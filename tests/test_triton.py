@@ -194,6 +194,34 @@ def test_in_small_tiles(mask: Any, mods: tuple[Any, ...], scale: float | None) -
         check("small tiles", run, q, k, v, mask, mods, scale)
 
 
+@pytest.mark.parametrize("seqlen_k", [32, 45])
+def test_fused_backward(seqlen_k: int) -> None:
+    """dq added up by the kernel for dk and dv; keys that are not there add nothing, however negative lse is."""
+    q, k = tensor(2, 37, 4, 20), tensor(2, seqlen_k, 2, 20, seed=1)
+    v = tensor(2, seqlen_k, 2, 12, seed=2)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return tileattn.attention(q, k, v, score_mod=[shifted], return_lse=True, backend="triton")
+
+    with config.overridden(**SMALL | {"keys": config.Config(16, 16, 4, 1, fused=True)}):
+        check("fused", run, q, k, v, None, (shifted,))
+
+
+def shifted(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score - 200.0 + k * 0
+
+
+def test_fused_only_where_the_order_of_sums_is_free() -> None:
+    from tileattn.kernels.triton.launch import Backward
+
+    shape = torch.Size((1, 8, 2, 16))
+    with config.overridden(keys=config.Config(16, 16, 4, 1, fused=True)):
+        for deterministic, needs in itertools.product((False, True), itertools.product((False, True), repeat=3)):
+            call = BackwardCall(dataclasses.replace(CALL, arch="cpu"), (*needs, False), deterministic=deterministic)
+            fused = Backward(call, shape, shape, 1.0).config["keys"].fused
+            assert fused == (needs[0] and (needs[1] or needs[2]) and not deterministic)
+
+
 def test_a_modification_that_replaces_the_score() -> None:
     q = tensor(1, 9, 2, 16)
     o, expected = (tileattn.attention(q, q, q, score_mod=of_keys, backend=name) for name in ("triton", "torch"))

@@ -148,6 +148,7 @@ def _assembled(arch: str, ptx: str) -> dict[str, Any]:
         "spills": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
         "mma": len(re.findall(r"mma\.sync", ptx)),
+        "tma_add": len(re.findall(r"cp\.reduce\.async\.bulk\.tensor", ptx)),
         "tma": len(re.findall(r"cp\.async\.bulk\.tensor", ptx)),
         "cp_async": len(re.findall(r"cp\.async\.c[ag]", ptx)),
     }

@@ -1,4 +1,4 @@
-"""The backward kernels: FlashAttention-2's (Dao 2023, arXiv 2307.08691, algorithm 2), without atomic operations.
+"""The backward kernels: FlashAttention-2's (Dao 2023, arXiv 2307.08691, algorithm 2).
 
 With P = exp2(S - lse2), delta = rowsum(dO * O) - dlse and, of a score modification, its derivative f':
 
@@ -6,7 +6,8 @@ With P = exp2(S - lse2), delta = rowsum(dO * O) - dlse and, of a score modificat
 
 One kernel has a tile of keys and walks over queries, for dk and dv; another has a tile of queries and walks over keys,
 for dq. Scores are computed in both; no two programs add to the same element, so that results do not depend on the order
-in which programs run.
+in which programs run. Where they may, the first kernel can do the second's work as well (``plan.fused``): it then adds
+its part of dq to a sum in float32, by atomic operations.
 """
 
 import triton
@@ -58,6 +59,7 @@ def keys_kernel(
     delta,
     dk,
     dv,
+    dq_sum,
     parts,
     tensors,
     numbers,
@@ -75,7 +77,8 @@ def keys_kernel(
 ):
     """Writes dk and dv; one program for each tile of keys of each kv head.
 
-    It adds up over the query heads that share the keys. parts: the workspaces of gradients.py.
+    It adds up over the query heads that share the keys. dq_sum: where dq is added up, without the scale, zeros before:
+    (batch * heads * seqlen_q in whole tiles, padded), or None. parts: the workspaces of gradients.py.
     """
     first, bh_kv = from_first(seqlen_k, plan.block_N)
     b, h_kv = bh_kv // kv_heads, bh_kv % kv_heads
@@ -90,14 +93,18 @@ def keys_kernel(
     dv_sum = tl.full([plan.block_N, plan.padded_v], 0.0, tl.float32)
     for member in range(heads_per_kv_head):
         h = h_kv * heads_per_kv_head + member
+        full_range = plan.full_range(b, h, first, k_hi, seqlen_k, tensors, numbers)
+        if plan.fused:
+            # Keys beyond the last have no probabilities then. Otherwise they do, which reach nothing that is stored.
+            full_range = full_range[0], tl.where(k_hi - first == plan.block_N - 1, full_range[1], full_range[0])
         start, full_start, full_end, end = phases(
             plan.any_range(b, h, first, k_hi, seqlen_k, tensors, numbers),
-            plan.full_range(b, h, first, k_hi, seqlen_k, tensors, numbers),
+            full_range,
             offset,
             seqlen_q,
             plan.block_M,
         )
-        queries = (q, do, lse2, delta, q_strides, do_strides, scale)
+        queries = (q, do, lse2, delta, dq_sum, q_strides, do_strides, scale)
         facts = (b, h, heads, seqlen_q, seqlen_k, parts, tensors, numbers)
         tiles = (k_tile, v_tile, at)
         if plan.left_edge:
@@ -112,7 +119,7 @@ def keys_kernel(
 def from_queries(dk, dv, tiles, start, end, queries, facts, plan: tl.constexpr, masked: tl.constexpr):
     """What the rows of queries from start to end add to dk and dv. Scores are transposed: [block_N, block_M]."""
     k_tile, v_tile, at = tiles
-    q, do, lse2, delta, q_strides, do_strides, scale = queries
+    q, do, lse2, delta, dq_sum, q_strides, do_strides, scale = queries
     b, h, heads, seqlen_q, seqlen_k, _parts, tensors, numbers = facts
     bh = b * heads + h
     unit = scale * LOG2E
@@ -146,7 +153,20 @@ def from_queries(dk, dv, tiles, start, end, queries, facts, plan: tl.constexpr, 
             if masked:
                 ds = tl.where(seen, ds, 0.0)  # as it was, but a slope may be infinite
         dk = add_product(ds, q_tile, dk, plan.precision)
+        if plan.fused:
+            dq = product(ds.to(k_tile.dtype).T, k_tile, plan.precision)
+            add_rows(dq_sum, dq, bh * ((seqlen_q + plan.block_M - 1) // plan.block_M * plan.block_M) + first, plan)
     return dk, dv
+
+
+@triton.jit
+def add_rows(x, tile, first, plan: tl.constexpr):
+    """Adds a tile of queries to rows first, first + 1, ... of a contiguous sum."""
+    if plan.tma:
+        x.atomic_add([first, 0], tile)
+    else:
+        row = first.to(tl.int64) + tl.arange(0, plan.block_M)[:, None]
+        tl.atomic_add(x + row * plan.padded + tl.arange(0, plan.padded)[None, :], tile, sem="relaxed")
 
 
 @triton.jit

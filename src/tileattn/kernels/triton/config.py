@@ -17,6 +17,7 @@ class Config(NamedTuple):
     """How a kernel is cut and compiled; names as in Triton.
 
     ``tma``: whether tensors are copied by the hardware from descriptors, where they are aligned (sm_90 and later).
+    ``fused``: of "keys": whether dq is added up there, by atomic operations, instead of by "queries".
     """
 
     block_M: int
@@ -25,6 +26,7 @@ class Config(NamedTuple):
     num_stages: int
     tma: bool = False
     warp_specialize: bool = False
+    fused: bool = False
 
 
 # By kernel, then by the larger head dim, padded; for 16 bits. None of them spills where neither mask nor modification

@@ -64,6 +64,9 @@ class Backward:
         self.config = {kernel: default(kernel, *facts) for kernel in ("keys", "queries")}
         self.paths = paths(forward.variant, call.needs[4:])
         self.wants_keys = call.needs[1] or call.needs[2] or bool(self.paths)
+        # Atomic operations depend on the order of programs; and where only dq is asked for, it has a kernel of its own.
+        fused = self.config["keys"].fused and call.needs[0] and self.wants_keys and not call.deterministic
+        self.config["keys"] = self.config["keys"]._replace(fused=fused)
 
     def __call__(
         self,
@@ -81,8 +84,9 @@ class Backward:
         with _on(q.device):
             lse2, delta = self._prepare(do, dlse, o, lse)
             inputs = (q, k, v, do, lse2, delta)
-            dq = self._queries(inputs, operands) if needs[0] else None
-            dk, dv, parts = self._keys(inputs, operands) if self.wants_keys else (None, None, ())
+            dq, dk, dv, parts = self._keys(inputs, operands) if self.wants_keys else (None, None, None, ())
+            if needs[0] and dq is None:
+                dq = self._queries(inputs, operands)
         offset = self.seqlen_k - self.seqlen_q
         return Gradients(
             dq,
@@ -105,21 +109,35 @@ class Backward:
         )  # fmt: skip
         return lse2, delta
 
-    def _keys(self, inputs: tuple[Tensor, ...], operands: Operands) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def _keys(
+        self, inputs: tuple[Tensor, ...], operands: Operands
+    ) -> tuple[Tensor | None, Tensor, Tensor, tuple[Tensor, ...]]:
         q, k, v, do, lse2, delta = inputs
         config = self.config["keys"]
         tma = config.tma and self.call.aligned and _can_describe(q, k, v, do)
         plan = make_plan(self.forward, config, "keys", tma, self.call.needs[4:])
         dk, dv = (x.new_empty(x.shape) for x in (k, v))
         parts = tuple(workspace(path, q, k) for path in self.paths)
+        dq_sum = self._dq_sum(q) if config.fused else None
         _launch(
             keys_kernel, self.batch * self.kv_heads, self.seqlen_k, config.block_N, config,
             _passed(q, config.block_M, plan), k.detach(), v.detach(), _passed(do, config.block_M, plan),
-            lse2, delta, dk, dv, parts, *_operand_tuples(operands), self.scale,
+            lse2, delta, dk, dv, dq_sum if dq_sum is None else _passed_rows(dq_sum, config.block_M, plan), parts,
+            *_operand_tuples(operands), self.scale,
             self.seqlen_q, self.seqlen_k, self.heads, self.kv_heads, self.group,
             *map(_strides, (q, k, v, do)), plan,
         )  # fmt: skip
-        return dk, dv, parts
+        return None if dq_sum is None else self._scaled(q, dq_sum), dk, dv, parts
+
+    def _dq_sum(self, q: Tensor) -> Tensor:
+        """Where the kernel adds up dq: whole tiles of each head, one after another."""
+        rows = self.config["keys"].block_M
+        tiles = self.batch * self.heads * -(-self.seqlen_q // rows)
+        return q.new_zeros(tiles * rows, padded(q.shape[3]), dtype=torch.float32)
+
+    def _scaled(self, q: Tensor, dq_sum: Tensor) -> Tensor:
+        rows = dq_sum.view(self.batch, self.heads, -1, dq_sum.shape[1])[:, :, : self.seqlen_q, : q.shape[3]]
+        return torch.mul(rows.transpose(1, 2), self.scale, out=q.new_empty(q.shape))
 
     def _queries(self, inputs: tuple[Tensor, ...], operands: Operands) -> Tensor:
         q, k, v, do, lse2, delta = inputs
@@ -153,6 +171,11 @@ def _passed(x: Tensor, rows: int, plan: Plan) -> Any:
     if not plan.tma:
         return x
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, padded(x.shape[3])])
+
+
+def _passed_rows(x: Tensor, rows: int, plan: Plan) -> Any:
+    """A matrix, likewise."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, x.shape[1]]) if plan.tma else x
 
 
 def _can_describe(*tensors: Tensor) -> bool:

@@ -27,6 +27,7 @@ class Plan:
         allows, score, slope, any_range, full_range: the variant's functions (expressions.py). The ranges are of keys
             or, in the kernel for dk and dv, of queries. allows and score may be None; without score the scale is
             positive.
+        fused: whether the kernel for dk and dv adds up dq as well.
         slopes: derivatives with respect to what the score reads from tensors whose gradients are wanted.
         spread: for each of these, whether each score has a place in its workspace.
     """
@@ -46,6 +47,7 @@ class Plan:
     slope: Any
     any_range: Any
     full_range: Any
+    fused: bool = False
     slopes: tuple[Any, ...] = ()
     spread: tuple[bool, ...] = ()
 

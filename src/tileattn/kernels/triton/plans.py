@@ -50,6 +50,7 @@ def make_plan(call: AttentionCall, config: Config, kernel: str, tma: bool, wante
         slope=of.slope,
         any_range=of.q_range if of_keys else of.kv_range,
         full_range=of.full_q_range if of_keys else of.full_range,
+        fused=config.fused,
         slopes=of.slopes,
         spread=tuple(path.spread for path in paths(call.variant, wanted)),
     )
