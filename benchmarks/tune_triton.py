@@ -43,7 +43,8 @@ def candidates(kernel: str, arch: str, head_dim: int, pointers: bool, warp_speci
     space = SPACE[kernel]
     copies = (True, False) if pointers else (True,)
     fused = kernel == "fused"
-    found = [default("keys" if fused else kernel, arch, 2, head_dim, head_dim)._replace(fused=fused)]
+    call = AttentionCall(torch.bfloat16, head_dim, head_dim, arch=arch)
+    found = [default("keys" if fused else kernel, call)._replace(fused=fused)]
     special = (False, True) if warp_specialize else (False,)
     for M, N, stages in itertools.product(*space.values()):
         for warps, tma, specialized in itertools.product((4, 8), copies, special):

@@ -10,6 +10,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ...call import AttentionCall
+from ...variant import program
+
 KERNELS = ("forward", "keys", "queries")
 
 
@@ -61,22 +64,25 @@ _AMD = {
 }
 # Few steps, which are what takes the interpreter its time.
 _INTERPRETER = Config(64, 64, 4, 1)
-_FLOAT32 = {64: Config(64, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)}
+_FLOAT32 = {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)}
 
 _overrides: dict[str, Config] = {}
 
 
-def default(kernel: str, arch: str, itemsize: int, head_dim: int, head_dim_v: int) -> Config:
+def default(kernel: str, call: AttentionCall) -> Config:
     """The configuration of one of :data:`KERNELS`."""
     if kernel in _overrides:
         return _overrides[kernel]
-    if arch == "cpu":
+    if call.arch == "cpu":
         return _INTERPRETER
-    width = max(padded(head_dim), padded(head_dim_v), 64)
-    if itemsize > 2:
+    width = max(padded(call.head_dim), padded(call.head_dim_v), 64)
+    if call.dtype.itemsize > 2:
         return _FLOAT32[width]
-    tables = _AMD if arch.startswith("gfx") else _HOPPER if arch == "sm_90a" else _NVIDIA
-    return tables[kernel][width]
+    tables = _AMD if call.arch.startswith("gfx") else _HOPPER if call.arch == "sm_90a" else _NVIDIA
+    config = tables[kernel][width]
+    # Both the scores and their slopes are kept there.
+    small = kernel == "keys" and program(call.variant).score is not None
+    return config._replace(block_M=max(config.block_M // 2, 16)) if small else config
 
 
 def padded(head_dim: int) -> int:

@@ -29,7 +29,7 @@ class Forward:
         batch, self.seqlen_q, self.heads, _ = q_shape
         _, self.seqlen_k, kv_heads, _ = k_shape
         self.batch, self.group = batch, self.heads // kv_heads
-        self.config = default("forward", call.arch, call.dtype.itemsize, call.head_dim, call.head_dim_v)
+        self.config = default("forward", self.call)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, operands: Operands
@@ -60,8 +60,7 @@ class Backward:
         self.batch, self.seqlen_q, self.heads, _ = q_shape
         _, self.seqlen_k, self.kv_heads, _ = k_shape
         self.group = self.heads // self.kv_heads
-        facts = (forward.arch, forward.dtype.itemsize, forward.head_dim, forward.head_dim_v)
-        self.config = {kernel: default(kernel, *facts) for kernel in ("keys", "queries")}
+        self.config = {kernel: default(kernel, forward) for kernel in ("keys", "queries")}
         self.paths = paths(forward.variant, call.needs[4:])
         self.wants_keys = call.needs[1] or call.needs[2] or bool(self.paths)
         # Atomic operations depend on the order of programs; and where only dq is asked for, it has a kernel of its own.
