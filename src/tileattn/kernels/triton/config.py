@@ -64,7 +64,7 @@ _AMD = {
 }
 # Few steps, which are what takes the interpreter its time.
 _INTERPRETER = Config(64, 64, 4, 1)
-_FLOAT32 = {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)}
+_FLOAT32 = {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)}
 
 _overrides: dict[str, Config] = {}
 
@@ -82,7 +82,7 @@ def default(kernel: str, call: AttentionCall) -> Config:
     config = tables[kernel][width]
     # Both the scores and their slopes are kept there.
     small = kernel == "keys" and program(call.variant).score is not None
-    return config._replace(block_M=max(config.block_M // 2, 16)) if small else config
+    return config._replace(block_M=max(config.block_M // 2, 16), fused=False) if small else config
 
 
 def padded(head_dim: int) -> int:
