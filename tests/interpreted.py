@@ -5,7 +5,7 @@ from __future__ import annotations
 from tileattn.testing import ConformanceCase
 
 TRITON_STEP = 8  # on a GPU, of the cases that are not "smoke", one in so many: a kernel takes some seconds to compile
-FORWARD_TILES, BACKWARD_TILES = 24, 8  # of which each takes it some milliseconds
+FORWARD_TILES, BACKWARD_TILES = 12, 4  # of which each takes it some milliseconds
 
 
 def is_slow_to_interpret(case: ConformanceCase, backward: bool = False) -> bool:

@@ -172,9 +172,9 @@ def check(
     [
         (SlidingWindow(17, 5), (), None),
         (Causal() & SlidingWindow(30, None), (SoftCap(2.0),), None),
-        (Causal(), (ALiBi(torch.tensor([0.5, 0.1])), SoftCap(3.0)), -0.3),
+        pytest.param(Causal(), (ALiBi(torch.tensor([0.5, 0.1])), SoftCap(3.0)), -0.3, marks=pytest.mark.slow),
         (strange, (stranger,), None),
-        (None, (), 0.0),
+        pytest.param(None, (), 0.0, marks=pytest.mark.slow),
     ],
     ids=["window", "causal-window-softcap", "causal-alibi-softcap-negative", "user", "scale0"],
 )
@@ -194,17 +194,31 @@ def test_in_small_tiles(mask: Any, mods: tuple[Any, ...], scale: float | None) -
         check("small tiles", run, q, k, v, mask, mods, scale)
 
 
-@pytest.mark.parametrize("seqlen_k", [32, 45])
+@pytest.mark.parametrize("seqlen_k", [pytest.param(32, marks=pytest.mark.slow), 45])
 def test_fused_backward(seqlen_k: int) -> None:
     """dq added up by the kernel for dk and dv; keys that are not there add nothing, however negative lse is."""
-    q, k = tensor(2, 37, 4, 20), tensor(2, seqlen_k, 2, 20, seed=1)
-    v = tensor(2, seqlen_k, 2, 12, seed=2)
+    q, k = tensor(1, 37, 2, 20), tensor(1, seqlen_k, 1, 20, seed=1)
+    v = tensor(1, seqlen_k, 1, 12, seed=2)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return tileattn.attention(q, k, v, score_mod=[shifted], return_lse=True, backend="triton")
 
     with config.overridden(**SMALL | {"keys": config.Config(16, 16, 4, 1, fused=True)}):
         check("fused", run, q, k, v, None, (shifted,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_fused_backward_by_tma(head_dim: int, causal: bool) -> None:
+    """As above with the tiles that benchmarks/tune_triton.py times, whose sums Hopper adds up by TMA."""
+    q, k, v = (tensor(1, 500 + seed, 2, head_dim, seed=seed) for seed in (0, 1, 1))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return tileattn.attention(q, k, v, causal=causal, return_lse=True, backend="triton")
+
+    with config.overridden(keys=config.Config(64, 128 if head_dim == 64 else 64, 8, 2, tma=True, fused=True)):
+        check("fused by TMA", run, q, k, v, Causal() if causal else None)
 
 
 def shifted(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -269,7 +283,7 @@ def test_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_what_is_wanted_is_computed() -> None:
     q, k = tensor(1, 20, 2, 16), tensor(1, 20, 2, 16, seed=1)
-    for wanted in itertools.product((False, True), repeat=3):
+    for wanted in ((False, False, True), (True, False, False), (True, True, False), (False, False, False)):
         leaves = [x.clone().requires_grad_(need) for x, need in zip((q, k, k), wanted)]
         tileattn.attention(*leaves, backend="triton").sum().backward() if any(wanted) else None
         assert [leaf.grad is not None for leaf in leaves] == list(wanted)
