@@ -4,6 +4,7 @@
 #   make bench ARGS="--suite fa"      the same with arguments of `tileattn bench`
 #   make test                         lint, types and tests (ARGS goes to pytest)
 #   make test-all                     the tests marked slow as well
+#   make docs                         the site, in site/ (pages, tutorial, API)
 #   make lint | format | clean
 #
 # Settings, each as NAME=value behind the target:
@@ -16,7 +17,7 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help bench test test-all lint format clean
+.PHONY: help bench test test-all docs lint format clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python -m
@@ -50,6 +51,9 @@ test: lint
 test-all: lint
 	$(PYTEST) $(ARGS)
 
+docs: $(VENV)/.installed-docs$(AND_EXTRAS)
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build $(ARGS)
+
 lint: $(VENV)/.installed-dev$(AND_EXTRAS)
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
@@ -60,7 +64,7 @@ format: $(VENV)/.installed-dev$(AND_EXTRAS)
 	$(RUN) ruff format .
 
 clean:
-	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp names the extras, so that another choice of them installs again.

@@ -35,9 +35,9 @@ SOURCES: dict[str, str | None] = {
     "heads": "heads-h200-2026-11-21-2.json",
     "fp8": "fp8-h200-2026-11-21-2.json",
     "fa-bwd": "fa-bwd-h200-2026-11-21.json",
-    "variants-bwd": None,
+    "variants-bwd": "variants-bwd-h200-2026-11-22.json",
     "heads-bwd": None,
-    "memory-fwdbwd": None,
+    "memory-fwdbwd": "memory-fwdbwd-h200-2026-11-22.json",
 }
 # Nothing is said of these as long as nothing has been measured.
 OPTIONAL = ("fa-bwd", "variants-bwd", "heads-bwd", "memory-fwdbwd")

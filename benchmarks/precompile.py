@@ -165,6 +165,7 @@ def conformance_attempts() -> Iterator[Attempt]:
     import test_conformance_backward
     import test_gpu
     import test_gpu_backward
+    import test_gpu_dropout
 
     for case in conformance_cases("full"):
         arguments = build(case, "meta")
@@ -186,6 +187,7 @@ def conformance_attempts() -> Iterator[Attempt]:
         yield _attention(return_lse, q, q, q, mask=mask, score_mod=score_mod)
     with mock.patch.object(test_gpu_backward, "DEVICE", "meta"):
         yield from map(torch.enable_grad(), test_gpu_backward.calls())
+        yield from map(torch.enable_grad(), test_gpu_dropout.calls())
 
 
 @torch.enable_grad()
@@ -248,7 +250,7 @@ def conformance(
     arch: Arch = None,
     only_list: List = False,
 ) -> None:
-    """The kernels of the tests for a GPU: test_conformance.py, test_gpu.py and test_gpu_backward.py."""
+    """The kernels of the tests for a GPU: test_conformance.py and the test_gpu files."""
     if kernels not in (None, "long", "short"):
         raise choices.refuse("--kernels", f"{kernels!r} is not known; accepted: long, short")
     raise typer.Exit(run(conformance_jobs(kernels, _arch(arch)), jobs, only_list))

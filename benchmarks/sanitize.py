@@ -1,15 +1,17 @@
-"""compute-sanitizer on small shapes of the forward kernels: addresses, races in shared memory, barriers.
+"""compute-sanitizer on small shapes of the kernels: addresses, races in shared memory, barriers.
 
     python benchmarks/sanitize.py check --out sanitize.json            # all tools; exit code 1 if one finds anything
+    python benchmarks/sanitize.py check --direction bwd                # the kernels of the backward pass
     python benchmarks/sanitize.py check --tool racecheck --cases d64   # one tool, cases whose name matches
     python benchmarks/sanitize.py launch                               # the launches alone, without the sanitizer
 
 `check` compiles the kernels first, in parallel, so that the sanitizer sees only launches. Then each tool runs, with a
-time limit, over the kernels for long sequences and over those for short ones, each in a process of its own.
+time limit, over the kernels for long sequences and over those for short ones, each in a process of its own; the
+backward pass has the same kernels for all lengths.
 
-Inputs are made on the CPU: under the sanitizer each kernel of PyTorch's own costs seconds. Whether the results are
-right is what the tests ask (`pytest -m gpu`); here outputs must be finite. The persistent kernels run with few blocks
-(`--blocks`), so that even small shapes use the queue of tiles.
+Whether the results are right is what the tests ask (`pytest -m gpu`); here outputs must be finite. The forward pass's
+persistent kernels run with few blocks (`--blocks`), so that even small shapes use the queue of tiles. What is run is in
+`sanitize_cases.py`.
 """
 
 from __future__ import annotations
@@ -25,139 +27,71 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from unittest import mock
 
 import precompile
 import torch
 import typer
+from sanitize_cases import BATCH, CASES, SIZES, Case
 
-import tileattn
-from tileattn import ALiBi, Causal, Documents, Mask, SlidingWindow, SoftCap
 from tileattn.bench import environment
 from tileattn.bench.choices import refuse
 from tileattn.call import device_arch
-from tileattn.fp8 import FP8, quantize_fp8
 from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.defaults import LONG, default
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
+ON_DEMAND = ("initcheck",)  # it may not know of every way in which Hopper's kernels write: read what it says with care
 BUCKETS = {"short": 1, "long": LONG}
-BATCH = 2
+BACKWARD = "backward"  # in place of a bucket: these kernels have none
 SHOWN_LINES = 40
 TOOLKIT = Path("/usr/local/cuda/bin/compute-sanitizer")
 # What the sanitizer returns where it found something and the program itself ended well.
 FOUND = 86
 
-# (seqlen_q, seqlen_k), (heads, kv_heads)
-SIZES = (((1, 1), (1, 1)), ((1, 300), (4, 1)), ((63, 63), (2, 2)), ((129, 257), (4, 2)), ((300, 200), (2, 1)))
-
 
 # --- The launches ---
 
 
-@dataclass(frozen=True)
-class Case:
-    """One kernel at all `SIZES`. `kind` is "full", or terms joined with "+": a mask, a modification, sink."""
-
-    dtype: torch.dtype
-    head_dim: int
-    head_dim_v: int
-    kind: str
-
-    @property
-    def name(self) -> str:
-        dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
-        short = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8"}[self.dtype]
-        return f"{short}-{dims}-{self.kind}"
-
-    def calls(self, device: str) -> Iterator[dict[str, Any]]:
-        """The arguments of `attention`, for each of the sizes."""
-        for (seqlen_q, seqlen_k), (heads, kv_heads) in SIZES:
-            shapes = ((seqlen_q, heads, self.head_dim), (seqlen_k, kv_heads, self.head_dim))
-            tensors = [torch.randn(BATCH, *shape) for shape in (*shapes, (seqlen_k, kv_heads, self.head_dim_v))]
-            names = ("q", "k", "v", "q_descale", "k_descale", "v_descale")
-            if self.dtype == FP8:
-                tensors = list(quantize_fp8(*tensors))
-            else:
-                tensors = [x.to(self.dtype) for x in tensors]
-            terms = self.kind.split("+")
-            yield {
-                **{name: x.to(device) for name, x in zip(names, tensors)},
-                "mask": _mask(terms, seqlen_k, device),
-                "score_mod": _score_mod(terms, heads, device),
-                "sink": torch.linspace(-1, 2, heads).to(device) if "sink" in terms else None,
-            }
-
-
-def _mask(terms: Sequence[str], seqlen_k: int, device: str) -> Mask | None:
-    if "documents" in terms:
-        return Documents((torch.arange(seqlen_k) // 70).to(torch.int32).to(device)) & Causal()
-    if "window" in terms:
-        return SlidingWindow(40, 3)
-    return Causal() if "causal" in terms else None
-
-
-def _score_mod(terms: Sequence[str], heads: int, device: str) -> Any:
-    if "alibi" in terms:
-        return ALiBi(torch.linspace(0.1, 0.9, heads).to(device))
-    return SoftCap(20.0) if "softcap" in terms else None
-
-
-CASES = (
-    *(
-        Case(torch.bfloat16, dim, dim, kind)
-        for dim in (64, 128, 256)
-        for kind in ("full", "causal", "window", "sink", "causal+softcap", "causal+alibi")
-    ),
-    *(Case(FP8, dim, dim, kind) for dim in (64, 128, 256) for kind in ("full", "causal", "window+softcap")),
-    Case(torch.bfloat16, 128, 128, "documents"),
-    Case(torch.bfloat16, 192, 128, "causal"),
-    Case(torch.float16, 96, 96, "causal"),
-)
-
-
-def chosen(pattern: str) -> list[Case]:
-    """The cases whose name matches a regular expression somewhere."""
+def chosen(pattern: str, direction: str = "fwd") -> list[Case]:
+    """The cases of a direction whose name matches a regular expression somewhere."""
+    cases = CASES[direction]
     try:
-        found = [case for case in CASES if re.search(pattern, case.name)]
+        found = [case for case in cases if re.search(pattern, case.name)]
     except re.error as error:
         raise refuse("--cases", f"{pattern!r} is not a regular expression: {error}") from error
     if not found:
-        raise refuse("--cases", f"{pattern!r} matches none of {', '.join(case.name for case in CASES)}")
+        raise refuse("--cases", f"{pattern!r} matches none of {', '.join(case.name for case in cases)}")
     return found
 
 
 def launch_all(cases: Sequence[Case], bucket: str, blocks: int) -> None:
     """Each case on the GPU, on the kernels of a bucket of lengths; says of each that it has begun and ended."""
     backend.multiprocessors = lambda device: blocks  # type: ignore[assignment]
-    backend.default = lambda call, _: default(call, BUCKETS[bucket])  # type: ignore[assignment]
+    if bucket in BUCKETS:
+        backend.default = lambda call, _: default(call, BUCKETS[bucket])  # type: ignore[assignment]
     for case in cases:
         print(f"begin {case.name}", flush=True)
         try:
-            for arguments in case.calls("cuda"):
-                o, lse = tileattn.attention(**arguments, return_lse=True, backend="tilelang")
-                assert o.cpu().isfinite().all(), (case.name, arguments["q"].shape, arguments["k"].shape)
-                assert not lse.cpu().isnan().any(), (case.name, arguments["q"].shape, arguments["k"].shape)
+            for size, run in zip(case.sizes, case.launches("cuda")):
+                assert case.is_sound(*(x.cpu() for x in run())), (case.name, size)
         except NotImplementedError as refused:  # fp8 on a GPU without it
             print(f"refused {case.name}: {refused}", flush=True)
         else:
             print(f"end {case.name}", flush=True)
 
 
-def jobs(cases: Sequence[Case], buckets: Sequence[str], arch: str) -> list[precompile.Job]:
+def jobs(cases: Sequence[Case], buckets: Sequence[str], arch: str) -> list[precompile.AnyJob]:
     """The kernels of these launches."""
-    attempts = [
-        lambda arguments=arguments: tileattn.attention(**arguments, return_lse=True, backend="tilelang")  # type: ignore[misc]
-        for case in cases
-        for arguments in case.calls("meta")
-    ]
-    found: dict[str, precompile.Job] = {}
+    attempts = [run for case in cases for run in case.launches("meta")]
+    found: dict[str, precompile.AnyJob] = {}
     for bucket in buckets:
-        with mock.patch.object(backend, "default", lambda call, _, bucket=bucket: default(call, BUCKETS[bucket])):
+        seqlen = BUCKETS.get(bucket, LONG)
+        with mock.patch.object(backend, "default", lambda call, _, seqlen=seqlen: default(call, seqlen)):
             found |= {job.key: job for job in precompile.jobs_of(attempts, arch)}
     return list(found.values())
 
@@ -294,15 +228,23 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+Direction = Annotated[str, typer.Option(help="fwd or bwd: the kernels of which pass.")]
 Cases = Annotated[str, typer.Option(help="Regular expression: only cases whose name it matches somewhere.")]
+Kernels = Annotated[
+    str | None,
+    typer.Option(help="Of the forward pass: long or short. Default: both.", show_default=False),
+]
 Blocks = Annotated[int, typer.Option(min=1, help="Of the persistent kernels: few, so that they draw several tiles.")]
 
 
 @app.command()
 def check(
-    tool: Annotated[list[str], typer.Option(help="memcheck, racecheck or synccheck; can be repeated.")] = list(TOOLS),  # noqa: B006
+    tool: Annotated[
+        list[str], typer.Option(help="memcheck, racecheck, synccheck or initcheck; can be repeated.")
+    ] = list(TOOLS),  # noqa: B006
+    direction: Direction = "fwd",
     cases: Cases = "",
-    kernels: Annotated[str | None, typer.Option(help="long or short. Default: both.", show_default=False)] = None,
+    kernels: Kernels = None,
     blocks: Blocks = 4,
     time_limit: Annotated[float, typer.Option(help="Seconds for each tool and kernels.")] = 280.0,
     out: Annotated[Path | None, typer.Option(help="Write a summary (JSON).", show_default=False)] = None,
@@ -312,9 +254,9 @@ def check(
     jobs_: Annotated[int, typer.Option("--jobs", "-j", min=1, help="That compile.")] = precompile.CORES,
 ) -> None:
     """Compile the kernels, and run each tool over them."""
-    if unknown := [name for name in tool if name not in TOOLS]:
-        raise refuse("--tool", f"{unknown[0]!r} is not known; accepted: {', '.join(TOOLS)}")
-    buckets, wanted, program = _buckets(kernels), chosen(cases), find_sanitizer(sanitizer)
+    if unknown := [name for name in tool if name not in TOOLS + ON_DEMAND]:
+        raise refuse("--tool", f"{unknown[0]!r} is not known; accepted: {', '.join(TOOLS + ON_DEMAND)}")
+    buckets, wanted, program = _buckets(direction, kernels), chosen(cases, direction), find_sanitizer(sanitizer)
     if not torch.cuda.is_available():
         raise typer.BadParameter("there is no GPU here to launch on")
     if precompile.run(jobs(wanted, buckets, device_arch(torch.device("cuda"))), jobs_, only_list=False):
@@ -322,8 +264,9 @@ def check(
     reports = []
     for name in tool:
         for bucket in buckets:
-            launches = [sys.executable, __file__, "launch", "--cases", cases, "--kernels", bucket]
-            report = run_tool(program, name, bucket, [*launches, "--blocks", str(blocks)], time_limit)
+            launches = [sys.executable, __file__, "launch", "--direction", direction, "--cases", cases]
+            launches += ["--blocks", str(blocks)] + (["--kernels", bucket] if bucket in BUCKETS else [])
+            report = run_tool(program, name, bucket, launches, time_limit)
             reports.append(report)
             show(report)
             if out is not None:  # after each, so that a later one that is cut short loses nothing
@@ -335,8 +278,9 @@ def show(report: Report) -> None:
     """A line, and some of the output where something is wrong."""
     counted = f"{report.errors} errors, {report.warnings} warnings"
     last = f", in {report.last}" if report.last else ""
+    kernels = "backward kernels" if report.kernels == BACKWARD else f"kernels for {report.kernels} sequences"
     typer.echo(
-        f"{report.tool}, kernels for {report.kernels} sequences: {report.outcome}{last}; {counted}; "
+        f"{report.tool}, {kernels}: {report.outcome}{last}; {counted}; "
         f"{len(report.cases)} cases in {report.seconds:.0f} s"
     )
     for line in report.lines:
@@ -345,16 +289,24 @@ def show(report: Report) -> None:
 
 @app.command()
 def launch(
+    direction: Direction = "fwd",
     cases: Cases = "",
-    kernels: Annotated[str | None, typer.Option(help="long or short.", show_default=False)] = "long",
+    kernels: Kernels = None,
     blocks: Blocks = 4,
 ) -> None:
     """Only the launches: what runs under the sanitizer."""
-    for bucket in _buckets(kernels):
-        launch_all(chosen(cases), bucket, blocks)
+    for bucket in _buckets(direction, kernels):
+        launch_all(chosen(cases, direction), bucket, blocks)
 
 
-def _buckets(kernels: str | None) -> list[str]:
+def _buckets(direction: str, kernels: str | None) -> list[str]:
+    """Which kernels a direction has: what is run in one process."""
+    if direction not in CASES:
+        raise refuse("--direction", f"{direction!r} is not known; accepted: {', '.join(CASES)}")
+    if direction == "bwd":
+        if kernels is not None:
+            raise refuse("--kernels", f"{kernels!r} is given, but the backward pass has the same for all lengths")
+        return [BACKWARD]
     if kernels not in (None, *BUCKETS):
         raise refuse("--kernels", f"{kernels!r} is not known; accepted: {', '.join(BUCKETS)}")
     return ["long", "short"] if kernels is None else [kernels]

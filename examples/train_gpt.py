@@ -2,17 +2,19 @@
 
     python examples/train_gpt.py                       # about a minute on two cores; draws train_gpt.png
     python examples/train_gpt.py --compare             # and once more through PyTorch's attention, in one picture
-    python examples/train_gpt.py --device cuda --dtype bfloat16 --compile
-    python examples/train_gpt.py --device cuda --dtype bfloat16 --benchmark --seqlen 8192 --batch 4 --dim 1024 --heads 8
+    python examples/train_gpt.py --device cuda --compile
+    python examples/train_gpt.py --device cuda --benchmark --seqlen 8192 --dim 1024 --heads 8
 
 The picture needs matplotlib: `pip install "tileattn[plot]"`.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from statistics import median
@@ -27,8 +29,11 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 
+from tileattn.bench import results
+
 TEXT = Path(__file__).parent / "data" / "sonnets.txt"
 PROMPT = "Shall I compare thee to"
+PICTURES = (".png", ".svg", ".pdf")
 COLOURS = {Backend.tileattn: "#D55E00", Backend.sdpa: "#332288"}  # safe for colour-blind readers
 console = Console()
 
@@ -99,10 +104,14 @@ class Training:
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95))
 
+    def autocast(self) -> torch.autocast:
+        """Products in the dtype that was asked for."""
+        dtype = getattr(torch, self.settings.dtype.value)
+        return torch.autocast(torch.device(self.settings.device).type, dtype=dtype, enabled=dtype != torch.float32)
+
     def loss(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         """The cross-entropy, in nats per character: log(vocabulary) for a model that knows nothing."""
-        dtype = getattr(torch, self.settings.dtype.value)
-        with torch.autocast(tokens.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        with self.autocast():
             logits = model(tokens)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
@@ -174,8 +183,17 @@ def differences(a: list[float], b: list[float]) -> list[float]:
     return [abs(x - y) for x, y in zip(a, b, strict=True)]
 
 
-def benchmark(text: Text, settings: Settings, backends: list[Backend], rounds: int = 5, steps: int = 4) -> Table:
-    """Training speed of several attentions in one process, in turns: the median of the rounds."""
+@dataclass(frozen=True)
+class Speed:
+    """Of training with one attention: the median of the rounds."""
+
+    attention: str
+    ms_per_step: float
+    tokens_per_s: float
+
+
+def benchmark(text: Text, settings: Settings, backends: list[Backend], rounds: int = 5, steps: int = 4) -> list[Speed]:
+    """Training speed of several attentions in one process, in turns."""
     on_gpu = settings.device.startswith("cuda")
     tokens, targets = text.batch(settings, torch.Generator().manual_seed(settings.seed))
     trainings = {backend: Training(len(text.characters), settings, backend) for backend in backends}
@@ -189,12 +207,26 @@ def benchmark(text: Text, settings: Settings, backends: list[Backend], rounds: i
                 torch.cuda.synchronize()
             if turn > 0:  # the first compiles and warms up
                 seconds[backend].append((time.perf_counter() - start) / steps)
-    table = Table("attention", "ms per step", "tokens/s", f"speed against {backends[0].value}")
-    for backend in backends:
-        time_per_step, first = median(seconds[backend]), median(seconds[backends[0]])
-        speed = settings.batch * settings.seqlen / time_per_step
-        table.add_row(backend.value, f"{time_per_step * 1e3:.1f}", f"{speed:,.0f}", f"{first / time_per_step:.2f}x")
-    return table
+    tokens_per_step = settings.batch * settings.seqlen
+    medians = {backend: median(found) for backend, found in seconds.items()}
+    return [Speed(backend.value, 1e3 * s, tokens_per_step / s) for backend, s in medians.items()]
+
+
+def table(speeds: list[Speed]) -> Table:
+    """For people; the first is what the others are compared with."""
+    shown = Table("attention", "ms per step", "tokens/s", f"speed against {speeds[0].attention}")
+    for each in speeds:
+        ratio = each.tokens_per_s / speeds[0].tokens_per_s
+        shown.add_row(each.attention, f"{each.ms_per_step:.1f}", f"{each.tokens_per_s:,.0f}", f"{ratio:.2f}x")
+    return shown
+
+
+def save(speeds: list[Speed], settings: Settings, commit: str | None, path: Path) -> None:
+    """The speeds, and where they come from: device, versions, commit, date, as in files of `tileattn bench`."""
+    run = results.begin(torch.device(settings.device), commit, " ".join(["train_gpt.py", *sys.argv[1:]]))
+    origin = {key: getattr(run, key) for key in ("gpu", "versions", "commit", "date", "command")}
+    content = {**origin, "settings": asdict(settings), "rows": [asdict(each) for each in speeds]}
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 # --- Command line ---
@@ -206,7 +238,10 @@ def main(
     measure: Annotated[bool, typer.Option("--benchmark", help="Only measure speed, beside PyTorch's.")] = False,
     compile: Annotated[bool, typer.Option("--compile", help="Run the model under torch.compile.")] = False,
     device: Annotated[str, typer.Option(help="Such as cpu or cuda.")] = Settings.device,
-    dtype: Annotated[Dtype, typer.Option(help="Of the matrix products.")] = Settings.dtype,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="Of the matrix products. Default: bfloat16 on a GPU, else float32.", show_default=False),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1)] = Settings.steps,
     seqlen: Annotated[int, typer.Option(min=1, help="Characters that the model sees at once.")] = Settings.seqlen,
     batch: Annotated[int, typer.Option(min=1, help="Pieces of text in a step.")] = Settings.batch,
@@ -215,7 +250,13 @@ def main(
     dim: Annotated[int, typer.Option(min=1, help="Width of the model, a multiple of 2 * heads.")] = Settings.dim,
     rate: Annotated[float, typer.Option(help="Highest learning rate.")] = Settings.rate,
     seed: Annotated[int, typer.Option()] = Settings.seed,
-    out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("train_gpt.png"),
+    out: Annotated[Path, typer.Option(help="Where the picture goes: .png, .svg or .pdf.")] = Path("train_gpt.png"),
+    json: Annotated[
+        Path | None, typer.Option(help="With --benchmark: where the speeds go, too.", show_default=False)
+    ] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="To record in --json where the code is in no git checkout.", show_default=False)
+    ] = None,
 ) -> None:
     """Train a small GPT on Shakespeare's sonnets and print what it writes."""
     text = Text(TEXT.read_text())
@@ -225,10 +266,23 @@ def main(
         raise typer.BadParameter(f"--seqlen must be less than {len(text.held_out)}, got {seqlen}")
     if compare and backend == Backend.sdpa:
         raise typer.BadParameter("--compare needs another --backend than sdpa, with which it compares")
+    on_gpu = device.startswith("cuda")
+    dtype = dtype or (Dtype.bfloat16 if on_gpu else Dtype.float32)
+    out = out if out.suffix else out.with_suffix(".png")
+    if out.suffix not in PICTURES:
+        raise typer.BadParameter(f"--out must end in {', '.join(PICTURES)}, got {out}")
     settings = Settings(steps, seqlen, batch, layers, heads, dim, rate, device, dtype, compile, seed)
+    if json is not None and (not measure or json.exists()):
+        raise typer.BadParameter(f"--json {json} exists" if measure else "--json is for the speeds of --benchmark")
     if measure:
-        peers = [Backend.fa2, Backend.cudnn] if device.startswith("cuda") else [Backend.sdpa]
-        console.print(benchmark(text, settings, list(dict.fromkeys((backend, *peers)))))
+        if on_gpu and dtype == Dtype.float32:
+            raise typer.BadParameter("--benchmark on a GPU needs --dtype bfloat16, as FlashAttention-2 and cuDNN do")
+        peers = [Backend.fa2, Backend.cudnn] if on_gpu else [Backend.sdpa]
+        speeds = benchmark(text, settings, list(dict.fromkeys((backend, *peers))))
+        console.print(table(speeds))
+        if json is not None:
+            save(speeds, settings, commit, json)
+            console.print(f"The speeds are in {json}.")
         return
     training, losses = train(text, settings, backend)
     curves = {backend: losses}
@@ -238,7 +292,8 @@ def main(
         console.print(f"losses differ by at most {max(apart):.2g}, by {sum(apart) / len(apart):.2g} on average")
     draw(curves, out)
     tokens = text.encode(PROMPT)[None].to(device)
-    written = training.model.continued(tokens, 400, torch.Generator().manual_seed(seed))
+    with training.autocast():
+        written = training.model.continued(tokens, 400, torch.Generator().manual_seed(seed))
     console.print(text.decode(written[0]), markup=False, highlight=False)
     console.print(f"The losses are drawn in {out}.")
 

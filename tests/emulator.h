@@ -181,6 +181,9 @@ static inline void cp_async_wait() {}
 struct SumOp {
   float operator()(float x, float y) const { return x + y; }
 };
+struct MaxOp {
+  float operator()(float x, float y) const { return std::max(x, y); }
+};
 struct SyncThreadsBarrier {};
 template <int>
 struct NamedBarrier {};

@@ -31,9 +31,8 @@ from tileattn.testing import (
     Arguments,
     assert_gradients_accurate,
     eager_gradients,
-    gradient_sizes,
     gradients,
-    oracle_attention,
+    oracle_gradients,
 )
 from tileattn.variant import encode
 
@@ -105,9 +104,8 @@ def checked(arguments: Arguments, do: Tensor, dlse: Tensor | None = None, **opti
         do,
         dlse,
     )
-    oracle = gradients(oracle_attention(*exact.positional), exact_leaves, do, dlse)
+    oracle, sizes = oracle_gradients(exact_leaves, do, dlse, *exact.positional[:7])
     eager = eager_gradients(leaves, do, dlse, *arguments.positional[:7])
-    sizes = gradient_sizes(exact_leaves, do, dlse, *exact.positional[:7])
     assert_gradients_accurate("it", got, oracle, eager, sizes, q.dtype)
 
 

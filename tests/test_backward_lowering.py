@@ -83,7 +83,6 @@ CALLS = {
 # (call, architecture, kernel), one of each kind; the others take long.
 QUICK = {
     ("alibi", "sm_90a", "main"),
-    ("causal-256", "sm_90a", "main"),
     ("plain-16", "sm_90a", "queries"),
     ("plain-16", "sm_90a", "prepare"),
     ("plain-16", "sm_90a", "finish"),

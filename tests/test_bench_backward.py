@@ -98,7 +98,7 @@ def test_expected_gradients_are_autograds(name: str, seqlen_q: int, monkeypatch:
     monkeypatch.setattr(oracle, "SCORES_PER_CHUNK", 2000)
     given = built(variant=name, seqlen_q=seqlen_q)
     expected = gradient_oracle.build(given).expected
-    mask, score_mods = normalize(own._mask(given), own._score_mods(given), causal=False)
+    mask, score_mods = normalize(own.mask_of(given), own.score_mods_of(given), causal=False)
     o, _ = oracle_attention(given.q, given.k, given.v, mask, score_mods, given.sink)
     assert given.do is not None
     inputs = given.inputs()
@@ -388,3 +388,22 @@ def test_the_picture_of_memory_has_a_line_for_each_implementation_and_the_output
         "PyTorch eager": [seqlen * seqlen for seqlen in lengths[:4]],
     }
     assert sorted(text.get_text() for text in axes.texts) == ["16.0 MiB, then out of memory", "32.0 MiB"]
+
+
+def test_numbers_at_the_end_of_lines_that_are_close_stand_apart() -> None:
+    """In points on the page; and every line has a name that is whole."""
+    measured = of_memory(lambda backend, seqlen: seqlen * (2048 if backend == OWN else 2060))
+    measured.rows += [
+        replace(row, backend=peer) for row in measured.rows if row.backend == OWN for peer in ("fa2", "cudnn")
+    ]
+    figure = plot_memory.draw(measured)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    assert len(axes.texts) == 4
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not any(boxes[i].overlaps(boxes[j]) for i in range(4) for j in range(i))
+    (legend,) = figure.legends
+    inside = figure.bbox
+    for box in (*boxes, legend.get_window_extent()):
+        assert inside.x0 <= box.x0
+        assert box.x1 <= inside.x1

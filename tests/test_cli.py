@@ -311,6 +311,31 @@ def test_warmup_of_fp8_includes_the_transpositions() -> None:
     assert [job.call.head_dim_v for job in warmup.jobs(wanted) if job.config is None] == [64, 128]
 
 
+def test_warmup_for_training_includes_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "compile_all", lambda jobs, processes: (batch.Done(job, seconds=1.0) for job in jobs))
+    result = invoke("warmup --arch sm_90a --head-dim 64,256 --variant full,causal+sink --direction fwdbwd")
+    assert result.exit_code == 0
+    found = re.findall(r"(prepare|main|finish|queries) of backward \((.*)\): (.*): 1.0 s", result.output)
+    assert [name for name, _, _ in found] == [
+        *("prepare", "main", "finish"), *("prepare", "main", "queries"), "main", *("main", "queries"),
+    ]  # fmt: skip
+    assert found[1] == ("main", "bfloat16 d64 full lse needs_grad sm_90a", "dq dk dv")
+    assert found[6][2] == "dq dk dv dsink"
+
+
+@pytest.mark.parametrize("variant", ["full", "causal+alibi", "window3+bias+dbias+sink", "causal+documents4+bias"])
+def test_a_warmed_backward_pass_is_the_one_that_a_call_wants(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = []
+    run = ops.prepare_backward
+    monkeypatch.setattr(ops, "_asks_for_alignment", lambda tensor: True)  # as on a GPU
+    monkeypatch.setattr(ops, "prepare_backward", lambda call, *given: wanted.append(call) or run(call, *given))
+    given = problem.build(Case(3, 40, 40, 6, 2, 32, 32, variant, "bf16"), "cpu", direction="bwd")
+    if given.sink is not None:
+        given.sink.requires_grad_()
+    torch.autograd.grad(own.TileAttn("torch").prepare(given).call(), list(given.inputs().values()), given.do)
+    assert warmup.backward_calls([(32, 32)], [variant], ["bf16"], "cpu") == wanted
+
+
 @pytest.mark.parametrize(
     "variant", ["full", "causal", "causal+documents4+bias", "window3+alibi+sink", "prefix2", "bias-b1+userscore"]
 )
@@ -326,6 +351,8 @@ def test_a_warmed_kernel_is_the_one_that_a_call_wants(variant: str) -> None:
     [
         ("--head-dim 64,x", "Invalid value for --head-dim: 'x' is not understood; accepted: 128, or 192/128"),
         ("--variant foo", "Invalid value for --variant: variant 'foo': 'foo' is not understood; accepted: full"),
+        ("--direction bwd", "Invalid value for --direction: 'bwd' is not known; accepted: fwd, fwdbwd"),
+        ("--direction fwdbwd --dtype fp8", "fp8 has no backward pass"),
         ("--dtype int8", "Invalid value for --dtype: 'int8' is not known; accepted: bf16, fp16, fp32"),
         ("--head-dim 100", "the TileLang kernels do not run bfloat16 d100 full sm_90a: head_dim must be"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from inspect import signature
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import typer
 from typer.testing import CliRunner, Result
 
+from tileattn.bench import environment
 from tileattn.nn.factory import CLASSES
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -70,15 +72,34 @@ def test_a_position_sees_nothing_after_it(example: ModuleType) -> None:
     assert not torch.allclose(logits[:, 30:], other[:, 30:])
 
 
-def test_speed_is_shown_beside_pytorchs(example: ModuleType) -> None:
-    result = run(example, "--benchmark", "--dtype", "bfloat16")
+@pytest.mark.parametrize("name", ["loss", "loss.svg"])
+def test_the_picture_is_where_it_says(example: ModuleType, tmp_path: Path, name: str) -> None:
+    result = run(example, "--steps", "2", "--out", str(tmp_path / name))
     assert result.exit_code == 0, result.output
+    (written,) = tmp_path.iterdir()
+    assert written.name == name + ".png" * (name == "loss")
+    assert f"The losses are drawn in {written}." in result.output.replace("\n", "")
+
+
+def test_speed_is_shown_beside_pytorchs(example: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "speed.json"
+    result = run(example, "--benchmark", "--dtype", "bfloat16", "--json", str(out), "--commit", "abc")
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert written["gpu"] == environment.device_name(torch.device("cpu"))
+    assert written["versions"] == environment.versions()
+    assert written["commit"] == (environment.commit() or "abc")
+    assert written["settings"]["seqlen"] == 32
+    assert [row["attention"] for row in written["rows"]] == ["tileattn", "sdpa"]
+    for row in written["rows"]:
+        assert row["tokens_per_s"] == pytest.approx(4 * 32 / row["ms_per_step"] * 1e3)
+        assert f"{row['tokens_per_s']:,.0f}" in result.output
     speeds = dict(re.findall(r"(tileattn|sdpa)\D+[\d.]+\D+([\d,]+)", result.output.partition("tokens/s")[2]))
     assert speeds.keys() == {"tileattn", "sdpa"}
     assert "1.00x" in result.output
 
 
-GPU = ("--device", "cuda", "--dtype", "bfloat16", "--dim", "128")
+GPU = ("--device", "cuda", "--dim", "128")
 
 
 @pytest.mark.gpu
@@ -107,6 +128,10 @@ def test_speed_on_a_gpu(example: ModuleType) -> None:
         (("--dim", "30"), "--dim must be a multiple of twice --heads, got 30 and 2"),
         (("--seqlen", "10000"), "--seqlen must be less than 9556, got 10000"),
         (("--compare", "--backend", "sdpa"), "--compare needs another --backend than sdpa"),
+        (("--out", "loss.jpg"), "--out must end in .png, .svg, .pdf, got loss.jpg"),
+        (("--json", "speed.json"), "--json is for the speeds of --benchmark"),
+        (("--benchmark", "--json", __file__), f"--json {__file__} exists"),
+        (("--benchmark", "--device", "cuda", "--dtype", "float32"), "needs --dtype bfloat16"),
     ],
 )
 def test_errors(example: ModuleType, arguments: tuple[str, ...], message: str) -> None:

@@ -166,13 +166,17 @@ class Problem:
 
     def ours(self, **options: Any) -> dict[str, Tensor]:
         """Gradients by the TileLang kernels."""
+        return self.gradients(*self.forward(**options))
+
+    def forward(self, **options: Any) -> tuple[Tensor, Tensor]:
+        """o (bshd) and lse by the TileLang kernels."""
         case = self.case
         q, k, v = (x.transpose(1, 2) if case.layout == "bhsd" else x for x in (self.q, self.k, self.v))
         o, lse = tileattn.attention(
             *(q, k, v), mask=self.mask, score_mod=self.mods or None, sink=self.sink, scale=case.scale,
             layout=case.layout, return_lse=True, backend="tilelang", **options
         )  # fmt: skip
-        return self.gradients(o.transpose(1, 2) if case.layout == "bhsd" else o, lse)
+        return o.transpose(1, 2) if case.layout == "bhsd" else o, lse
 
     def gradients(self, o: Tensor, lse: Tensor) -> dict[str, Tensor]:
         """Of o and lse, where it has one."""
@@ -186,11 +190,17 @@ class Problem:
     def standard(self) -> tuple[Any, ...]:
         return (self.q, self.k, self.v, self.mask, self.mods, self.sink, self.case.scale)
 
+    def dropout(self) -> Tensor | None:
+        """What probabilities are multiplied by."""
+        return None
+
     def oracle(self) -> dict[str, Tensor]:
-        return {name: grad.double() for name, grad in self.gradients(*oracle_attention(*self.standard())).items()}
+        found = oracle_attention(*self.standard(), dropout=self.dropout())
+        return {name: grad.double() for name, grad in self.gradients(*found).items()}
 
     def eager(self) -> list[dict[str, Tensor]]:
-        return [self.gradients(o, lse) for o, lse in zip(*eager_attention(*self.standard()))]
+        runs = eager_attention(*self.standard(), dropout=self.dropout())
+        return [self.gradients(o, lse) for o, lse in zip(*runs)]
 
 
 def check(name: str, problem: Problem, got: dict[str, Tensor]) -> None:
@@ -257,15 +267,66 @@ def test_many_tiles() -> None:
     check("many tiles, full", problem, problem.ours())
 
 
-def test_twenty_runs_are_close() -> None:
-    """Races would show as outliers; the order of float32 additions to dq changes last bits only."""
-    problem = Problem(Case((1000, 1000), (8, 8), (128, 128), mask=Causal()))
-    first = problem.ours()
-    for _ in range(20):
-        again = problem.ours()
-        assert torch.equal(again["k"], first["k"])
-        assert torch.equal(again["v"], first["v"])
-        torch.testing.assert_close(again["q"], first["q"], rtol=2**-6, atol=1e-4)
+# Some of the cases above, on the same kernels, at sizes in which races would show: lengths, heads.
+RELAUNCHED = {
+    name: CASES[name]._replace(lengths=lengths, heads=heads)
+    for name, lengths, heads in (
+        ("full", (1000, 2100), (8, 8)),
+        ("full-128", (1000, 1311), (24, 12)),
+        ("full-64/128", (1311, 1000), (8, 4)),
+        ("causal", (1000, 1000), (8, 8)),
+        ("causal-128", (2177, 2177), (16, 4)),
+        ("causal-192/128", (900, 1000), (8, 8)),
+        ("causal-256", (900, 1000), (8, 4)),
+        ("window-sink", (1301, 1301), (8, 2)),
+        ("documents", (1000, 1000), (8, 8)),
+        ("softcap-fp16", (1000, 1000), (8, 8)),
+        ("alibi", (1000, 1000), (8, 8)),
+        ("alibi-256", (700, 700), (8, 8)),
+        ("bias-aligned-128", (600, 1000), (8, 8)),
+        ("unaligned-128", (1000, 900), (8, 4)),
+    )
+}
+RELAUNCHES = [(name, False) for name in RELAUNCHED]
+RELAUNCHES += [(name, True) for name in RELAUNCHED if name in DETERMINISTIC]
+
+
+def assert_same(again: dict[str, Tensor], first: dict[str, Tensor], deterministic: bool) -> None:
+    """The same bits; of dq, unless it is deterministic, up to the order of its float32 additions."""
+    for leaf in first:
+        if leaf == "q" and not deterministic:
+            torch.testing.assert_close(again[leaf], first[leaf], rtol=2**-6, atol=1e-4)
+        else:
+            assert torch.equal(again[leaf], first[leaf]), leaf
+
+
+@pytest.mark.parametrize(("name", "deterministic"), RELAUNCHES)
+def test_two_hundred_launches_give_the_same_gradients(name: str, deterministic: bool) -> None:
+    """Races would show as outliers."""
+    problem = Problem(RELAUNCHED[name])
+    output = problem.forward(deterministic=deterministic)
+    first = problem.gradients(*output)
+    assert all(grad.isfinite().all() for grad in first.values())
+    for _ in range(200):
+        assert_same(problem.gradients(*output), first, deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_two_streams_at_the_same_time(deterministic: bool) -> None:
+    """Autograd runs a backward pass on the stream of its forward pass."""
+    both = [Problem(RELAUNCHED["causal-128"], seed) for seed in (0, 1)]
+    expected = [problem.ours(deterministic=deterministic) for problem in both]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    found: list[list[dict[str, Tensor]]] = [[], []]
+    for _ in range(25):
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found[index].append(both[index].ours(deterministic=deterministic))
+    torch.cuda.synchronize()
+    for index in range(2):
+        for again in found[index]:
+            assert_same(again, expected[index], deterministic)
 
 
 def test_only_what_is_wanted() -> None:
@@ -288,6 +349,8 @@ def calls() -> Iterator[Callable[[], Any]]:
             yield Problem(steep).ours
             yield functools.partial(Problem(steep).ours, deterministic=True)
     yield Problem(Case(head_dims=(128, 128), mask=Causal(), mods=_softcap)).ours
+    for name, deterministic in RELAUNCHES:
+        yield functools.partial(Problem(RELAUNCHED[name]).ours, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0)])

@@ -46,7 +46,10 @@ def test_no_part_of_torch_that_torch_itself_leaves_out(added: set[str]) -> None:
 
 
 def test_only_the_parts_of_tileattn_that_a_call_needs(added: set[str]) -> None:
-    assert inside(added, *(f"tileattn.{name}" for name in ("bench", "nn", "reference", "testing", "__main__"))) == set()
+    assert (
+        inside(added, *(f"tileattn.{name}" for name in ("bench", "nn", "reference", "testing", "viz", "__main__")))
+        == set()
+    )
     assert not [module for module in added if module.endswith((".tilelang.forward", ".tilelang.compile"))]
     assert "tileattn.api" in added
 
@@ -60,6 +63,16 @@ def test_little_is_imported_beside_it(added: set[str]) -> None:
 def test_a_call_on_a_cpu_imports_no_compiler() -> None:
     call = "import torch, tileattn; x = torch.zeros(1, 4, 2, 16); tileattn.attention(x, x, x, causal=True)"
     assert inside(modules_after(call), "tilelang", "triton", "torch._dynamo") == set()
+
+
+def test_pictures_and_profiles_import_their_packages_when_they_are_used() -> None:
+    """Nor does `tileattn --help` import what its commands do."""
+    loaded = modules_after("import tileattn.viz, tileattn.profiling, tileattn.demo.measure, tileattn.demo.page")
+    assert inside(loaded, "matplotlib", "gradio", "tilelang", "triton") == set()
+    assert (
+        inside(modules_after("import tileattn.bench.cli"), "tileattn.viz", "tileattn.demo", "tileattn.reference")
+        == set()
+    )
 
 
 def test_every_public_name_is_there() -> None:

@@ -22,9 +22,9 @@ from tileattn.testing import (
     distinct_calls,
     eager_attention,
     eager_gradients,
-    gradient_sizes,
     gradients,
     oracle_attention,
+    oracle_gradients,
     poisoned_memory,
     similarity,
 )
@@ -151,7 +151,8 @@ def gradient_problem(dtype: torch.dtype, dlse: bool = True) -> tuple[Gradients, 
     got = {name: x if name == "dsink" else x.to(dtype) for name, x in exact.items()}
     leaves = {"dq": q, "dk": k, "dv": v, "dsink": sink}
     leaves = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
-    sizes = gradient_sizes(leaves, do, dl, *list(leaves.values())[:3], Causal(), (SoftCap(5.0),), leaves["dsink"])
+    q, k, v, sink = leaves.values()
+    _, sizes = oracle_gradients(leaves, do, dl, q, k, v, Causal(), (SoftCap(5.0),), sink)
     return got, oracle, eager, sizes
 
 

@@ -55,7 +55,7 @@ both_sides = pytest.mark.parametrize("side", ["keys", "queries"])
 
 
 @both_sides
-@settings(examples, max_examples=250)
+@settings(examples, max_examples=120)
 @given(case=positions())
 def test_ranges_are_sound(case: Positions, side: str) -> None:
     assert_sound(case, getattr(case, side))

@@ -13,13 +13,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tileattn import ops
 from tileattn.fp8 import FP8
 from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.backward.config import BackwardConfig
+from tileattn.kernels.tilelang.backward.defaults import default as backward_default
+from tileattn.kernels.tilelang.backward.defaults import queries_default
+from tileattn.kernels.tilelang.backward.hopper_config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig
+from tileattn.kernels.tilelang.batch import BackwardJob
 from tileattn.kernels.tilelang.defaults import LONG, default
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import sanitize
+import sanitize_cases
 
 CLEAN = "========= COMPUTE-SANITIZER\nbegin a\nend a\nbegin b\nend b\n========= ERROR SUMMARY: 0 errors\n"
 NO_RACE = "begin a\nend a\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
@@ -102,25 +109,65 @@ def test_a_tool_that_hangs_is_ended_with_its_child(tmp_path: Path) -> None:
 
 
 def test_what_is_covered() -> None:
-    names = [case.name for case in sanitize.CASES]
+    names = [case.name for case in sanitize.CASES["fwd"]]
     assert len(set(names)) == len(names)
     kinds = {"full", "causal", "window", "sink", "causal+softcap", "causal+alibi"}
     for dim in (64, 128, 256):
         assert {f"bf16-d{dim}-{kind}" for kind in kinds} <= set(names)
         assert {f"fp8-d{dim}-full", f"fp8-d{dim}-causal"} <= set(names)
     assert any(heads != kv_heads for _, (heads, kv_heads) in sanitize.SIZES)
+    names = [case.name for case in sanitize.CASES["bwd"]]
+    assert len(set(names)) == len(names)
+    for dim in (64, 128):
+        kinds = {"full", "causal", "window", "documents", "causal+softcap", "causal+alibi+dalibi", "bias+dbias"}
+        assert {f"bf16-d{dim}-{kind}" for kind in kinds | {"causal+deterministic", "causal+unaligned"}} <= set(names)
 
 
-@pytest.mark.skipif(backend.importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
+needs_tilelang = pytest.mark.skipif(backend.importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
+
+
+@needs_tilelang
 def test_the_kernels_of_all_cases() -> None:
     """No case is refused, and each bucket has its kernel."""
-    jobs = sanitize.jobs(sanitize.CASES, ["short", "long"], "sm_90a")
+    jobs = sanitize.jobs(sanitize.CASES["fwd"], ["short", "long"], "sm_90a")
     forward = {(job.call, job.config) for job in jobs if job.config}
     calls = {call for call, _ in forward}
-    assert len(calls) >= len(sanitize.CASES)
+    assert len(calls) >= len(sanitize.CASES["fwd"])
     assert all((call, default(call, seqlen)) in forward for call in calls for seqlen in (1, LONG))
     assert {call.dtype for call in calls} == {torch.bfloat16, torch.float16, FP8}
     assert len([job for job in jobs if job.config is None]) == 3
+
+
+@needs_tilelang
+def test_the_backward_kernels_of_all_cases() -> None:
+    """No case is refused, no forward kernel is asked for, and every schedule is there."""
+    by_case = {case: sanitize.jobs([case], [sanitize.BACKWARD], "sm_90a") for case in sanitize.CASES["bwd"]}
+    assert all(by_case.values())
+    jobs = [job for found in by_case.values() for job in found]
+    assert all(isinstance(job, BackwardJob) for job in jobs)
+    assert {job.name for job in jobs} == {"prepare", "main", "finish", "queries"}
+    schedules = (BackwardConfig, HopperBackwardConfig, HopperWideConfig)
+    assert {type(backward_default(job.call)) for job in jobs if job.name == "main"} == set(schedules)
+    schedules = (BackwardConfig, HopperQueriesConfig)
+    assert {type(queries_default(job.call)) for job in jobs if job.name == "queries"} == set(schedules)
+    assert {job.call.deterministic for job in jobs} == {job.call.dlse for job in jobs} == {False, True}
+
+
+@pytest.mark.parametrize("case", sanitize.CASES["bwd"], ids=lambda case: case.name)
+def test_backward_launches_are_calls(case: sanitize_cases.BackwardCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the torch backend they give a finite gradient for each tensor that has one."""
+    run_backward = ops.run_backward
+    monkeypatch.setattr(
+        ops, "run_backward", lambda *given, **named: run_backward(*given, **named | {"backend": "torch"})
+    )
+    tensors = sum(term in ("dalibi", "dbias", "sink") for term in case.terms)
+    launches = list(case.launches("cpu"))
+    assert len(launches) == len(case.sizes)
+    for launch in launches:
+        found = launch()
+        assert len(found) == 3 + tensors
+        assert case.is_sound(*found)
+        assert not case.is_sound(*found[1:], found[0] * torch.nan)
 
 
 def test_launches_say_where_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +181,7 @@ def test_launches_say_where_they_are(monkeypatch: pytest.MonkeyPatch, capsys: py
 
     for name in ("default", "multiprocessors"):  # both are set, and must be as before after this test
         monkeypatch.setattr(backend, name, getattr(backend, name))
-    monkeypatch.setattr(sanitize.tileattn, "attention", attention)
+    monkeypatch.setattr(sanitize_cases.tileattn, "attention", attention)
     monkeypatch.setattr(sanitize.Case, "calls", lambda self, device, calls=sanitize.Case.calls: calls(self, "cpu"))
     sanitize.launch_all(sanitize.chosen("(bf16|fp8)-d64-full"), "long", 3)
     assert backend.multiprocessors(torch.device("cpu")) == 3
@@ -192,7 +239,17 @@ def test_a_hazard_sets_the_exit_code(pretend: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--tool leakcheck", "--kernels wide", "--cases nothing", "--cases (", "--sanitizer /nowhere"]
+    "arguments",
+    [
+        "--tool leakcheck",
+        "--kernels wide",
+        "--cases nothing",
+        "--cases (",
+        "--sanitizer /nowhere",
+        "--direction both",
+        "--direction bwd --kernels long",
+        "--direction bwd --cases fp8",
+    ],
 )
 def test_what_is_refused(pretend: Path, arguments: str) -> None:
     assert check(arguments).exit_code == 2
@@ -201,3 +258,11 @@ def test_what_is_refused(pretend: Path, arguments: str) -> None:
 def test_without_a_gpu_nothing_runs(pretend: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert check(f"--sanitizer {pretend}").exit_code == 2
+
+
+def test_the_backward_pass_is_one_run_of_a_tool(pretend: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = check(f"--direction bwd --cases d64-full --tool memcheck --sanitizer {pretend} --out {out}")
+    assert result.exit_code == 0, result.output
+    assert [run["kernels"] for run in json.loads(out.read_text())["runs"]] == ["backward"]
+    assert "memcheck, backward kernels: clean" in result.output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from typing import Any
 
 from . import math
 from .api import attention
@@ -31,8 +31,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    """`tileattn.nn` is imported when it is first used."""
-    if name == "nn":
-        return importlib.import_module(".nn", __name__)
+def __getattr__(name: str) -> Any:
+    """What only some need is imported when it is first used: `tileattn.nn`, `tileattn.viz`, `tileattn.profile`."""
+    if name in ("nn", "viz"):
+        return importlib.import_module(f".{name}", __name__)
+    if name in ("profile", "profile_all"):
+        # The module has another name than the function: importing a module sets the package's attribute of its name.
+        return getattr(importlib.import_module(".profiling", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,11 +25,12 @@ from torch import Tensor
 
 NUMBERS = 2**16  # the values that an element's number has
 
-_ROUNDS = 10
+# Of Philox.
+ROUNDS = 10
 _WORD = 2**32 - 1
-_M2 = 0xD256D193
-_M4 = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+M2 = 0xD256D193
+M4 = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 class Dropout(NamedTuple):
@@ -105,8 +106,8 @@ def _words_of_heads(seed: Tensor, batch: slice, heads: int) -> tuple[Tensor, Ten
 def philox2x32(counter: tuple[Tensor, Tensor], key: Tensor) -> tuple[Tensor, Tensor]:
     """Two random words from a counter of two words, under a key of one."""
     x, y = counter
-    for index in range(_ROUNDS):
-        high, low = _product(x, _M2)
+    for index in range(ROUNDS):
+        high, low = _product(x, M2)
         x, y = high ^ _round_key(key, index, 0) ^ y, low
     return x, y
 
@@ -116,15 +117,15 @@ def philox4x32(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four random words from a counter of four words, under a key of two."""
     x, y, z, w = counter
-    for index in range(_ROUNDS):
-        (x_high, x_low), (z_high, z_low) = _product(x, _M4[0]), _product(z, _M4[1])
+    for index in range(ROUNDS):
+        (x_high, x_low), (z_high, z_low) = _product(x, M4[0]), _product(z, M4[1])
         x, z = z_high ^ y ^ _round_key(key[0], index, 0), x_high ^ w ^ _round_key(key[1], index, 1)
         y, w = z_low, x_low
     return x, y, z, w
 
 
 def _round_key(key: Tensor, index: int, which: int) -> Tensor:
-    return (key + index * _WEYL[which]) & _WORD
+    return (key + index * WEYL[which]) & _WORD
 
 
 def _product(x: Tensor, odd: int) -> tuple[Tensor, Tensor]:

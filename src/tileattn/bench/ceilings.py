@@ -31,11 +31,16 @@ class Ceiling:
 
 
 def measure(
-    when: str, device: torch.device, effort: timing.Effort, size: int = MATMUL_SIZE, copied: int = COPIED_BYTES
+    when: str,
+    device: torch.device,
+    effort: timing.Effort,
+    size: int = MATMUL_SIZE,
+    copied: int = COPIED_BYTES,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Ceiling:
-    """Time both as calls of attention are timed. size: of the matrices. copied: bytes of the copy's source."""
+    """Time both as calls of attention are timed. size, dtype: of the matrices. copied: bytes of the copy's source."""
     # Random values: zeros take less power than real ones, and the clock would be higher.
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     product = torch.empty_like(a)
     source = torch.randint(-128, 128, (copied,), dtype=torch.int8, device=device)
     target = torch.empty_like(source)

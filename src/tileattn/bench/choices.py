@@ -14,8 +14,9 @@ import typer
 from tileattn.bench import cases, variants, warmup
 from tileattn.bench.cases import Case
 from tileattn.bench.peers import PEERS, Implementation, TileAttn
-from tileattn.call import AttentionCall, device_arch
+from tileattn.call import device_arch
 from tileattn.dispatch import BACKENDS
+from tileattn.kernels.tilelang.batch import AnyJob
 
 DEFAULT_PEERS = {"cuda": "fa2,cudnn", "cpu": "sdpa,eager"}
 # What an fp8 case is compared with: no peer takes fp8.
@@ -106,7 +107,7 @@ def choose_cases(
     if own and suite is not None:
         raise refuse("--suite", "a suite brings its own shapes and variants; give either it or the options of one case")
     if own:
-        name = _variant_name(variant)
+        name = variant_name(variant)
         if variants.parse(name).dbias and direction == "fwd":
             raise refuse("--variant", f"{name!r} asks for the gradient of the bias: give --direction bwd or fwdbwd")
         return Chosen("custom", _own_cases(shape, name, dtype), direction)
@@ -148,7 +149,7 @@ def _lengths(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, parts)))
 
 
-def _variant_name(options: VariantOptions) -> str:
+def variant_name(options: VariantOptions) -> str:
     """The variant of `--variant`, or the one that the other options are parts of."""
     if options.variant is not None:
         if options != VariantOptions(variant=options.variant):
@@ -192,8 +193,10 @@ def own_implementation(backend: str | None) -> TileAttn:
     return TileAttn(backend)
 
 
-def choose_calls(head_dim: str, variant: str, dtype: str, arch: str | None) -> list[AttentionCall]:
-    """The calls whose kernels `tileattn warmup` compiles."""
+def choose_kernels(head_dim: str, variant: str, dtype: str, direction: str, arch: str | None) -> list[AnyJob]:
+    """What `tileattn warmup` compiles."""
+    if direction not in ("fwd", "fwdbwd"):
+        raise refuse("--direction", f"{direction!r} is not known; accepted: fwd, fwdbwd")
     if arch is None and not torch.cuda.is_available():
         raise refuse("--arch", "there is no GPU here to compile for; name an architecture, such as sm_90a")
     arch = arch or device_arch(torch.device("cuda"))
@@ -201,12 +204,14 @@ def choose_calls(head_dim: str, variant: str, dtype: str, arch: str | None) -> l
     if unknown := [name for name in dtypes if name not in cases.DTYPES]:
         raise refuse("--dtype", f"{unknown[0]!r} is not known; accepted: {', '.join(cases.DTYPES)}")
     names = [_known_variant("--variant", name) for name in variant.split(",")]
-    wanted = warmup.calls([_head_dims(part) for part in head_dim.split(",")], names, dtypes, arch)
+    facts = [_head_dims(part) for part in head_dim.split(",")], names, dtypes, arch
+    wanted = warmup.calls(*facts)
+    backward = warmup.backward_calls(*facts) if direction == "fwdbwd" else []
     tilelang = next(backend for backend in BACKENDS if backend.name == "tilelang")
-    for call in wanted:
+    for call in [*wanted, *(each.forward for each in backward)]:
         if (reason := tilelang.refusal(call)) is not None:
             raise typer.BadParameter(f"the TileLang kernels do not run {call}: {reason}")
-    return wanted
+    return warmup.jobs(wanted, backward)
 
 
 def _head_dims(text: str) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """The command line `tileattn`: what each command takes. What they do is in `bench.command` and `bench.info`.
 
-Everything slow is imported inside the commands, so that `tileattn --help` answers at once.
+Everything slow is imported inside the commands, so that `tileattn --help` answers at once. `tileattn viz` is in
+`cli_viz`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from tileattn.bench.cli_viz import app as viz
 
 app = typer.Typer(
     name="tileattn",
@@ -19,6 +22,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(viz, name="viz")
 
 SHAPE, VARIANT, COMPARE, OUTPUT = "One case: its shape", "One case: its variant", "What is compared", "What is written"
 
@@ -277,6 +282,7 @@ def plot(
     epilog="[dim]Examples[/dim]\n\n"
     "  tileattn warmup\n\n"
     "  tileattn warmup --head-dim 128,192/128 --variant causal,causal+softcap50 --dtype bf16,fp16\n\n"
+    "  tileattn warmup --direction fwdbwd\n\n"
     "  tileattn warmup --arch sm_90a"
 )
 def warmup(
@@ -287,6 +293,9 @@ def warmup(
         str, typer.Option(help="Variants, as [b]tileattn bench[/b] names them.", metavar="NAME,...")
     ] = "full,causal",
     dtype: Annotated[str, typer.Option(help="bf16, fp16.", metavar="NAME,...")] = "bf16",
+    direction: Annotated[
+        str, typer.Option(help="[b]fwd[/b], or for training [b]fwdbwd[/b]: the kernels of the backward pass as well.")
+    ] = "fwd",
     arch: Annotated[
         str | None, typer.Option(help="sm_80, sm_90a, ... Default: this machine's GPU.", show_default=False)
     ] = None,
@@ -297,4 +306,19 @@ def warmup(
     """
     from tileattn.bench import choices, command
 
-    raise typer.Exit(command.warm_up(choices.choose_calls(head_dim, variant, dtype, arch)))
+    raise typer.Exit(command.warm_up(choices.choose_kernels(head_dim, variant, dtype, direction, arch)))
+
+
+@app.command(epilog="[dim]Example[/dim]\n\n  tileattn demo --port 8000 --no-browser")
+def demo(
+    port: Annotated[
+        int | None, typer.Option(metavar="N", help="Default: the first free one from 7860 on.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes the GPU if there is one.")] = "auto",
+    browser: Annotated[bool, typer.Option(help="Open the page.")] = True,
+) -> None:
+    """Show a page on this machine: choose a variant and a shape, see its tiles, error, time and memory."""
+    from tileattn.bench import choices
+    from tileattn.demo import command
+
+    command.demo(choices.resolve_device(device), port, browser)

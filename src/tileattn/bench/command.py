@@ -14,13 +14,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tileattn.bench import report, results, timing, warmup
+from tileattn.bench import report, results, timing
 from tileattn.bench.cases import Case
 from tileattn.bench.choices import MEMORY, Chosen, at_least_one, refuse
 from tileattn.bench.peers.base import OWN, Implementation
 from tileattn.bench.progress import reporting
 from tileattn.bench.runner import Run
-from tileattn.call import AttentionCall
 from tileattn.kernels.cache import default_folder
 from tileattn.kernels.tilelang import batch
 
@@ -94,7 +93,7 @@ def bench(
 
 def redraw(result: Path, picture: Path, force: bool) -> None:
     """`tileattn plot`."""
-    _check_picture("--output", picture, force)
+    check_picture("--output", picture, force)
     try:
         measured = results.load(result)
     except ValueError as error:
@@ -104,10 +103,9 @@ def redraw(result: Path, picture: Path, force: bool) -> None:
     _draw(measured, picture, asked=True)
 
 
-def warm_up(wanted: Sequence[AttentionCall]) -> int:
+def warm_up(jobs: Sequence[batch.AnyJob]) -> int:
     """`tileattn warmup`: a line per kernel as it is ready. Returns the exit code: 1 if one could not be compiled."""
     failed = False
-    jobs = warmup.jobs(wanted)
     with Console(stderr=True).status(f"compiling {len(jobs)} kernels"):
         for number, each in enumerate(batch.compile_all(jobs, min(batch.CORES, MAX_PROCESSES)), start=1):
             took = each.error or ("was in the cache" if each.was_there else f"{each.seconds:.1f} s")
@@ -124,7 +122,7 @@ def _reserve(chosen: Chosen, device: torch.device, files: FileOptions) -> tuple[
     json = files.json or RESULTS_FOLDER / f"{name}-{device.type}-{stamp}.json"
     picture = files.plot or json.with_suffix(".png")
     if files.plot is not None:
-        _check_picture("--plot", picture, files.force)
+        check_picture("--plot", picture, files.force)
     elif picture.exists() and not files.force:
         raise refuse("--json", f"{picture}, its picture, exists; give another name, or --force to overwrite it")
     json.parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +135,7 @@ def _reserve(chosen: Chosen, device: torch.device, files: FileOptions) -> tuple[
     return json, picture
 
 
-def _check_picture(option: str, picture: Path, force: bool) -> None:
+def check_picture(option: str, picture: Path, force: bool) -> None:
     """Before anything is measured: a picture that was asked for can be drawn."""
     if picture.suffix not in PICTURES:
         raise refuse(option, f"{picture} has the suffix {picture.suffix!r}; accepted: {', '.join(PICTURES)}")

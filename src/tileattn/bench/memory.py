@@ -8,6 +8,7 @@ memory that a math library (oneDNN, MKL) takes for itself is not seen.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from itertools import accumulate
@@ -21,6 +22,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
 
 
 def _peak_cuda(call: Callable[[], object], device: torch.device) -> int:
+    gc.collect()  # what is garbage already must not be freed in between, and make the call's own bytes seem fewer
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tileattn.bench.cases import DIRECTIONS, DTYPES
 from tileattn.bench.peers.base import OWN
@@ -14,6 +14,9 @@ from tileattn.bench.results import Results, Row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+MOST_IN_A_ROW = 3  # names in the legend
+CLOSEST = 1 / 18  # of the height: how close two numbers may be to each other
 
 
 def save(results: Results, path: Path) -> None:
@@ -31,9 +34,10 @@ def draw(results: Results) -> Figure:
     lengths = sorted({row.seqlen_q for row in results.rows})
     _outputs(axes, results)
     for backend in reversed(results.backends()):  # ours is drawn last, above the others
-        _line(axes, results, backend, last=lengths[-1])
+        _line(axes, results, backend)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
+    _ends(axes, results, last=lengths[-1])
     axes.set_xticks(lengths, [length_label(seqlen) for seqlen in lengths])
     axes.yaxis.set_major_formatter(lambda count, _: human_bytes(count).replace(".0 ", " "))
     axes.minorticks_off()
@@ -45,14 +49,19 @@ def draw(results: Results) -> Figure:
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
         handles[::-1], labels[::-1], title=f"{title}\n{shape}", title_fontsize=10.5, loc="outside upper center",
-        ncols=len(labels), frameon=False, fontsize=9,
+        ncols=MOST_IN_A_ROW if len(labels) > MOST_IN_A_ROW else len(labels), frameon=False, fontsize=9,
     )  # fmt: skip
     return figure
 
 
-def _line(axes: Axes, results: Results, backend: str, last: int) -> None:
-    """One implementation; where it ends before the last length, that it does not go on."""
-    rows = sorted((row for row in results.rows if row.backend == backend), key=lambda row: row.seqlen_q)
+def _rows(results: Results, backend: str) -> list[Row]:
+    """Of one implementation, by length."""
+    return sorted((row for row in results.rows if row.backend == backend), key=lambda row: row.seqlen_q)
+
+
+def _line(axes: Axes, results: Results, backend: str) -> None:
+    """One implementation."""
+    rows = _rows(results, backend)
     if not rows:
         return
     ours = backend == OWN
@@ -61,21 +70,23 @@ def _line(axes: Axes, results: Results, backend: str, last: int) -> None:
         label=LABELS.get(backend, backend), marker="o", markersize=5 if ours else 3.5, linewidth=2.4 if ours else 1.4,
         zorder=4 if ours else 3,
     )  # fmt: skip
-    end = rows[-1]
-    says = human_bytes(end.peak_bytes)
-    if end.seqlen_q < last and any(
-        "OutOfMemory" in entry.reason for entry in results.failed if entry.backend == backend
-    ):
-        says += ", then out of memory"
-    axes.annotate(
-        says,
-        (end.seqlen_q, end.peak_bytes),
-        xytext=(-4, 5),
-        textcoords="offset points",
-        fontsize=8,
-        color=INK,
-        ha="right",
-    )
+
+
+def _ends(axes: Axes, results: Results, last: int) -> None:
+    """What each line ends at: beside the last length, one above the other; earlier, that it does not go on."""
+    ends = [rows[-1] for backend in results.backends() if (rows := _rows(results, backend))]
+    low, high = axes.get_ylim()
+    apart = (high / low) ** CLOSEST
+    free = low
+    for end in sorted(ends, key=lambda row: row.peak_bytes):
+        says, height = human_bytes(end.peak_bytes), float(end.peak_bytes)
+        place: dict[str, Any] = {"xytext": (-4, 5), "ha": "right"}
+        if end.seqlen_q == last:
+            place, height = {"xytext": (8, 0), "ha": "left", "va": "center"}, max(height, free)
+            free = height * apart
+        elif any("OutOfMemory" in entry.reason for entry in results.failed if entry.backend == end.backend):
+            says += ", then out of memory"
+        axes.annotate(says, (end.seqlen_q, height), textcoords="offset points", fontsize=8, color=INK, **place)
 
 
 def _outputs(axes: Axes, results: Results) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import product
 
 from tileattn.bench import problem
 from tileattn.bench.cases import DTYPES, Case
-from tileattn.bench.peers.own import variant_key
-from tileattn.call import AttentionCall
+from tileattn.bench.peers.own import needs, variant_key
+from tileattn.bench.problem import Problem
+from tileattn.call import AttentionCall, BackwardCall
 from tileattn.fp8 import FP8
-from tileattn.kernels.tilelang.batch import Job
+from tileattn.kernels.tilelang.backward.launch import kernel_names
+from tileattn.kernels.tilelang.batch import AnyJob, BackwardJob, Job
 from tileattn.kernels.tilelang.defaults import defaults
 
 
@@ -26,7 +29,7 @@ def calls(
             dtype=DTYPES[dtype],
             head_dim=head_dim,
             head_dim_v=head_dim_v,
-            variant=_key(variant),
+            variant=variant_key(_small(variant)),
             sink="sink" in variant.split("+"),
             return_lse=return_lse,
             arch=arch,
@@ -35,13 +38,31 @@ def calls(
     ]
 
 
-def _key(variant: str) -> str:
-    """The variant as kernels know it, by way of a problem small enough to build on any machine."""
-    return variant_key(problem.build(Case(2, 8, 8, 2, 2, 8, 8, variant, "bf16"), "cpu"))
+def backward_calls(
+    head_dims: Sequence[tuple[int, int]], variants: Sequence[str], dtypes: Sequence[str], arch: str
+) -> list[BackwardCall]:
+    """The backward passes of the same: for the gradients of q, k and v, of a sink, and of a bias with "dbias"."""
+    found = []
+    for variant in variants:
+        q, k, v, _, *tensors = needs(_small(variant))
+        for call in calls(head_dims, [variant], dtypes, arch):
+            if call.return_lse:
+                found.append(BackwardCall(replace(call, needs_grad=True), (q, k, v, call.sink, *tensors)))
+    return found
 
 
-def jobs(wanted: Sequence[AttentionCall]) -> list[Job]:
+def _small(variant: str) -> Problem:
+    """A problem with the variant that is small enough to build on any machine, and asks for gradients."""
+    return problem.build(Case(2, 8, 8, 2, 2, 8, 8, variant, "bf16"), "cpu", direction="bwd")
+
+
+def jobs(wanted: Sequence[AttentionCall], backward: Sequence[BackwardCall] = ()) -> list[AnyJob]:
     """The kernels of these calls, for short sequences and for long ones; for fp8 also those that transpose v."""
-    forward = [Job(call, config) for call in wanted for config in defaults(call)]
-    transposing = {job.key: job for job in (Job(call, None) for call in wanted if call.dtype == FP8)}
-    return [*transposing.values(), *forward]
+    transposing = _distinct(Job(call, None) for call in wanted if call.dtype == FP8)
+    # Calls share what comes before and after the main kernel.
+    going_back = _distinct(BackwardJob(call, name) for call in backward for name in kernel_names(call))
+    return [*transposing, *(Job(call, config) for call in wanted for config in defaults(call)), *going_back]
+
+
+def _distinct(given: Iterable[AnyJob]) -> list[AnyJob]:
+    return list({job.key: job for job in given}.values())

@@ -8,7 +8,7 @@
 from .cases import Arguments, ConformanceCase, build, conformance_cases, distinct_calls, output_gradients
 from .dropout import dropout_mask
 from .numerics import assert_accurate, assert_forward_accurate, assert_gradients_accurate
-from .oracle import eager_attention, eager_gradients, gradient_sizes, gradients, oracle_attention
+from .oracle import eager_attention, eager_gradients, gradients, oracle_attention, oracle_gradients
 from .poison import poisoned_memory
 from .similarity import dissimilarity, similarity
 
@@ -19,7 +19,7 @@ __all__ = [
     "oracle_attention",
     "eager_attention",
     "eager_gradients",
-    "gradient_sizes",
+    "oracle_gradients",
     "gradients",
     "dropout_mask",
     "poisoned_memory",

@@ -213,21 +213,27 @@ LAYOUTS: dict[str, Callable[[Tensor, torch.device], Tensor]] = {
 
 @dataclass(frozen=True)
 class _Draw:
-    """Random tensors for one case: drawn on the CPU, returned on the device."""
+    """Random tensors for one case: drawn on the CPU, returned on the device. For "meta" nothing is drawn."""
 
     generator: torch.Generator
     device: torch.device
 
     def normal(self, *shape: int) -> Tensor:
         """float32, standard normal."""
+        if self.device.type == "meta":
+            return torch.empty(shape, device=self.device)
         return torch.randn(shape, generator=self.generator).to(self.device)
 
     def integers(self, count: int, *shape: int) -> Tensor:
         """int64, 0 to count - 1."""
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=torch.int64, device=self.device)
         return torch.randint(count, shape, generator=self.generator).to(self.device)
 
     def queries_or_keys(self, kind: str, shape: tuple[int, ...], sign: int) -> Tensor:
-        """float32 on the CPU, see `Shape.values`; `sign` is that of the "negative" values."""
+        """float32 on the CPU (or "meta"), see `Shape.values`; `sign` is that of the "negative" values."""
+        if self.device.type == "meta":
+            return torch.empty(shape, device=self.device)
         if kind == "normal":
             return torch.randn(shape, generator=self.generator)
         if kind == "large":
@@ -241,7 +247,7 @@ def _in_fp8(draw: _Draw, exact: bool, tensors: tuple[Tensor, Tensor, Tensor]) ->
     exact: by powers of two, so that q and k, small integers times 16, lose nothing; else by :func:`quantize_fp8`.
     """
     batch, _, kv_heads, _ = tensors[1].shape
-    factors = [torch.rand((batch, kv_heads), generator=draw.generator) + 0.5 for _ in tensors]
+    factors = [torch.rand((batch, kv_heads), generator=draw.generator).to(tensors[1].device) + 0.5 for _ in tensors]
     if exact:
         descales = [torch.exp2((8 * factor).round() - 8) for factor in factors]  # 2^-4 to 2^4
         quantized = [(x / _by_head(d, x)).to(FP8) for x, d in zip(tensors, descales)]

@@ -17,7 +17,7 @@ be gradients that are sums of nothing; NaN never passes.
 
 A row of a **gradient** may be small because large terms cancel in it, as in dq of a query that sees few keys, or in the
 gradient of a sink, which sums over all queries: its error is that of the terms. So a row is measured by the size of its
-terms where that is larger (`gradient_sizes`); where it is not known, by the median row where that is larger. And a
+terms where that is larger (`oracle_gradients`); where it is not known, by the median row where that is larger. And a
 gradient in a wider dtype than that of the call, such as a float32 sink's in bfloat16, is allowed a rounding of the
 call's: a backward pass starts from the o of the forward pass, which has been rounded to that.
 
@@ -25,6 +25,9 @@ For **lse**, which is a logarithm, an absolute error is what matters: it is the 
 its row. What is allowed besides twice eager's is a rounding of lse itself (of 1, if that is larger), and an eighth of a
 rounding of 1 in the inputs' dtype (bfloat16 for fp8): to that the probabilities are rounded before they meet V, and a
 fast kernel's exp is not more exact than it need be (PyTorch's own for CPUs and 16 bits errs by 5e-5).
+
+All numbers of a call's outputs are fetched from the device at once: where several processes share a GPU, as tests do,
+it is what they wait for each other at.
 """
 
 from __future__ import annotations
@@ -57,30 +60,150 @@ def row_error(got: Tensor, oracle: Tensor, gradient: bool = False, size: Tensor 
     size: rows smaller than its rows are measured by them; of the oracle's shape.
     gradient: without a size, rows smaller than the median row (of those that are not zero) are measured by that.
     """
-    difference, norms = got.double() - oracle.double(), oracle.double().norm(dim=-1)
-    by_row, whole = difference.norm(dim=-1), norms.norm()
-    if size is not None:
-        norms = torch.maximum(norms, size.double().norm(dim=-1))
-        whole = torch.maximum(whole, size.double().norm())
-    elif gradient and bool((norms > 0).any()):
-        norms = norms.clamp(min=float(norms[norms > 0].median()))
-    return _error(by_row / torch.where(norms > 0, norms, 1.0), difference, float(whole))
+    return _error(*_RowMeasure(oracle, gradient, size).errors(got))
 
 
 def lse_error(got: Tensor, oracle: Tensor, rounding: float = 0.0) -> Error:
     """Absolute error of finite values, element by element, less `rounding` times the value (or 1 if that is larger)."""
-    difference = (got.double() - oracle.double()).abs()
-    excess = (difference - rounding * oracle.double().abs().clamp(min=1.0)).clamp(min=0.0)
-    return _error(excess, excess, excess.numel() ** 0.5)
+    return _error(*_LseMeasure(oracle).errors(got, rounding))
 
 
-def _error(by_row: Tensor, difference: Tensor, norm: float) -> Error:
+def _error(by_row: Tensor, whole: Tensor) -> Error:
     if by_row.numel() == 0:
         return Error(0.0, 0.0, ())
     where = torch.unravel_index(by_row.argmax(), by_row.shape)
-    return Error(
-        float(by_row.max()), float(difference.norm()) / (norm if norm > 0 else 1.0), tuple(int(i) for i in where)
-    )
+    return Error(float(by_row.max()), float(whole), tuple(int(i) for i in where))
+
+
+class _RowMeasure:
+    """What rows are measured by, and the whole."""
+
+    def __init__(self, oracle: Tensor, gradient: bool, size: Tensor | None) -> None:
+        self.oracle = oracle.double()
+        norms = self.oracle.norm(dim=-1)
+        whole = norms.norm()
+        if size is not None:
+            norms = torch.maximum(norms, size.double().norm(dim=-1))
+            whole = torch.maximum(whole, size.double().norm())
+        elif gradient and norms.numel():
+            median = torch.where(norms > 0, norms, torch.nan).nanmedian()  # NaN if all are zero
+            norms = torch.maximum(norms, median.nan_to_num(0.0))
+        self.norms, self.whole = (torch.where(norm > 0, norm, 1.0) for norm in (norms, whole))
+
+    def errors(self, got: Tensor, rounding: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Of each row, and of the whole. Roundings are allowed for elsewhere."""
+        difference = got.double() - self.oracle
+        return difference.norm(dim=-1) / self.norms, difference.norm() / self.whole
+
+
+class _LseMeasure:
+    """Absolute errors, and the root of their mean square."""
+
+    def __init__(self, oracle: Tensor) -> None:
+        self.oracle = oracle.double()
+
+    def errors(self, got: Tensor, rounding: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Of each element, and of the whole."""
+        difference = (got.double() - self.oracle).abs()
+        excess = (difference - rounding * self.oracle.abs().clamp(min=1.0)).clamp(min=0.0)
+        return excess, excess.norm() / max(excess.numel(), 1) ** 0.5
+
+
+@dataclass(frozen=True)
+class _Output:
+    """One output beside the oracle and eager; see :func:`assert_accurate`.
+
+    nothing_in: what rows may be without, in which the output must be exactly zero; "" if that is not asked.
+    """
+
+    name: str
+    got: Tensor
+    oracle: Tensor
+    eager: Sequence[Tensor]
+    gradient: bool = False
+    size: Tensor | None = None
+    call_dtype: torch.dtype | None = None
+    lse_of: torch.dtype | None = None
+    nothing_in: str = ""
+
+    def numbers(self) -> Tensor:
+        """All that the verdict depends on, float64, on the device.
+
+        Whether `got` is NaN somewhere; whether the case is ill-posed; whether infinities of `got` are wrong; whether
+        there is something where nothing should be; then the worst row's and the whole's error of `got` and each run.
+        """
+        assert self.got.shape == self.oracle.shape, (
+            f"{self.name}: shape {tuple(self.got.shape)}, the oracle's is {tuple(self.oracle.shape)}"
+        )
+        infinite = _infinities(self.oracle)
+        ill_posed = torch.stack([self.oracle.isnan().any(), *(_differ(run, infinite) for run in self.eager)]).any()
+        flags = [self.got.isnan().any(), ill_posed, (_infinities(self.got) != infinite).any()]
+        flags.append(self.misplaced().any() if self.nothing_in else torch.zeros_like(ill_posed))
+        measure, rounding = self.measure()
+        found = [measure.errors(_finite(self.got), rounding)]
+        found += [measure.errors(_finite(run)) for run in self.eager]
+        nothing = torch.zeros(2, dtype=torch.float64, device=self.got.device)
+        errors = [torch.stack([by_row.max(), whole]) if by_row.numel() else nothing for by_row, whole in found]
+        return torch.cat([torch.stack(flags).double(), *errors])
+
+    def measure(self) -> tuple[_RowMeasure | _LseMeasure, float]:
+        """How errors are measured, and the rounding that `got` is allowed before."""
+        oracle = _finite(self.oracle)
+        if self.lse_of is None:
+            return _RowMeasure(oracle, self.gradient, self.size), 0.0
+        return _LseMeasure(oracle), torch.finfo(self.got.dtype).eps
+
+    def misplaced(self) -> Tensor:
+        """Where `got` is not zero in rows in which there is nothing."""
+        nothing = self.oracle == 0 if self.size is None else (self.oracle == 0) & (self.size == 0)
+        return (self.got != 0) & nothing.all(dim=-1, keepdim=True)
+
+    @property
+    def band(self) -> float:
+        """What is allowed beside twice eager's error."""
+        if self.lse_of is not None:
+            return LSE_SHARE * torch.finfo(self.lse_of).eps
+        return max(torch.finfo(dtype).eps for dtype in (self.got.dtype, self.call_dtype or self.got.dtype))
+
+    def judge(self, numbers: Sequence[float]) -> None:
+        """The rule, on what `numbers` has found."""
+        (is_nan, ill_posed, wrongly_infinite, misplaced), errors = numbers[:4], numbers[4:]
+        got, name = self.got, self.name
+        assert not is_nan, f"{name}: {_first(got.isnan())} of {got.numel()} values are NaN"
+        if ill_posed:
+            raise ValueError(f"{name}: the case is ill-posed: the oracle is NaN, or eager overflows where it does not")
+        assert not wrongly_infinite, (
+            f"{name}: {_first(_infinities(got) != _infinities(self.oracle))} values are infinite and the oracle is "
+            f"not, or the reverse"
+        )
+        for place, what in enumerate(("worst row", "whole")):
+            found, *of_eager = errors[place::2]
+            allowed = EAGER_FACTOR * max(of_eager) + self.band
+            assert found <= allowed, (
+                f"{name}: error {found:.3g} ({what}), allowed {allowed:.3g} "
+                f"= {EAGER_FACTOR:g} x {max(of_eager):.3g} (eager) + {self.band:.3g} (rounding)\n{self.worst()}"
+            )
+        assert not misplaced, f"{name}: {_first(self.misplaced())} values are not 0 in rows without {self.nothing_in}"
+
+    def worst(self) -> str:
+        """The worst row, for a message."""
+        got, oracle, eager = _finite(self.got), _finite(self.oracle), _finite(self.eager[0])
+        measure, rounding = self.measure()
+        where = _error(*measure.errors(got, rounding)).where
+        return (
+            f"1 - similarity: {dissimilarity(got, oracle):.3g}, eager's: {dissimilarity(eager, oracle):.3g}\n"
+            f"worst at {where} of {tuple(oracle.shape)}:\n"
+            f"  got    {_shown(got, where)}\n  oracle {_shown(oracle, where)}\n  eager  {_shown(eager, where)}"
+        )
+
+
+def _judge(outputs: Sequence[_Output]) -> None:
+    """The rule for several outputs, in their order."""
+    numbers = [output.numbers() for output in outputs]
+    fetched = torch.cat(numbers).tolist()
+    for output, each in zip(outputs, numbers):
+        output.judge(fetched[: len(each)])
+        del fetched[: len(each)]
 
 
 def assert_accurate(
@@ -102,7 +225,7 @@ def assert_accurate(
         oracle: what it should be, float64, of the same shape.
         eager: the same computed by `eager_attention`, in the inputs' dtype: one or more runs; the worst counts.
         gradient: whether this output is a gradient.
-        size: of a gradient, the size of its terms, as `gradient_sizes` finds it; None if that is not known.
+        size: of a gradient, the size of its terms, as `oracle_gradients` finds it; None if that is not known.
         call_dtype: of a gradient, the dtype of q, k and v, if a rounding of that is allowed.
         lse_of: the dtype of the inputs (of o, for fp8) if this output is lse, else None.
 
@@ -110,34 +233,7 @@ def assert_accurate(
         AssertionError: got is wrong.
         ValueError: eager or the oracle is NaN or infinite where it must not be, so that the rule says nothing.
     """
-    assert got.shape == oracle.shape, f"{name}: shape {tuple(got.shape)}, the oracle's is {tuple(oracle.shape)}"
-    assert not bool(got.isnan().any()), f"{name}: {_first(got.isnan())} of {got.numel()} values are NaN"
-    infinite = _infinities(oracle)
-    if bool(oracle.isnan().any()) or not all(torch.equal(_infinities(run), infinite) for run in eager):
-        raise ValueError(f"{name}: the case is ill-posed: the oracle is NaN, or eager overflows where it does not")
-    wrong = _infinities(got) != infinite
-    assert not bool(wrong.any()), f"{name}: {_first(wrong)} values are infinite and the oracle is not, or the reverse"
-    got, oracle, eager, dtype = _finite(got), _finite(oracle), [_finite(run) for run in eager], got.dtype
-
-    if lse_of is None:
-        error = row_error(got, oracle, gradient, size)
-        eager_errors = [row_error(run, oracle, gradient, size) for run in eager]
-        band = max(torch.finfo(rounded).eps for rounded in (dtype, call_dtype or dtype))
-    else:
-        error = lse_error(got, oracle, rounding=torch.finfo(dtype).eps)
-        eager_errors = [lse_error(run, oracle) for run in eager]
-        band = LSE_SHARE * torch.finfo(lse_of).eps
-    for what in ("worst_row", "whole"):
-        found, of_eager = getattr(error, what), max(getattr(run, what) for run in eager_errors)
-        allowed = EAGER_FACTOR * of_eager + band
-        assert found <= allowed, (
-            f"{name}: error {found:.3g} ({what.replace('_', ' ')}), allowed {allowed:.3g} "
-            f"= {EAGER_FACTOR:g} x {of_eager:.3g} (eager) + {band:.3g} (rounding)\n"
-            f"1 - similarity: {dissimilarity(got, oracle):.3g}, eager's: {dissimilarity(eager[0], oracle):.3g}\n"
-            f"worst at {error.where} of {tuple(oracle.shape)}:\n"
-            f"  got    {_shown(got, error.where)}\n  oracle {_shown(oracle, error.where)}\n"
-            f"  eager  {_shown(eager[0], error.where)}"
-        )
+    _judge([_Output(name, got, oracle, eager, gradient, size, call_dtype, lse_of)])
 
 
 def assert_forward_accurate(
@@ -149,10 +245,8 @@ def assert_forward_accurate(
     """Asserts the rule for o and lse of a forward pass; the oracle's and eager's are as their functions return them."""
     (o, lse), (oracle_o, oracle_lse), (eager_o, eager_lse) = got, oracle, eager
     # lse first: where it is wrong the softmax is, and o's message would only say so less clearly.
-    assert_accurate(f"lse of {name}", lse, oracle_lse, eager_lse, lse_of=o.dtype)
-    assert_accurate(f"o of {name}", o, oracle_o, eager_o)
-    wrong = (o != 0) & (oracle_o == 0).all(dim=-1, keepdim=True)
-    assert not bool(wrong.any()), f"o of {name}: {_first(wrong)} values are not 0 in rows without keys"
+    of_lse = _Output(f"lse of {name}", lse, oracle_lse, eager_lse, lse_of=o.dtype)
+    _judge([of_lse, _Output(f"o of {name}", o, oracle_o, eager_o, nothing_in="keys")])
 
 
 def assert_gradients_accurate(
@@ -168,29 +262,31 @@ def assert_gradients_accurate(
     Args:
         name: what the call is called in the message.
         got: the gradients.
-        oracle: by `gradients`, of `oracle_attention`.
+        oracle: the first of `oracle_gradients`.
         eager: by `eager_gradients`.
-        sizes: by `gradient_sizes`.
+        sizes: the second.
         dtype: of q, k and v.
     """
     assert got.keys() == oracle.keys(), f"{name}: gradients {list(got)}, the oracle's are {list(oracle)}"
-    for which, exact in oracle.items():
-        assert_accurate(
-            f"{which} of {name}",
-            got[which],
-            exact,
-            [run[which] for run in eager],
-            gradient=True,
-            size=sizes[which],
-            call_dtype=dtype,
-        )
-        wrong = (got[which] != 0) & ((exact == 0) & (sizes[which] == 0)).all(dim=-1, keepdim=True)
-        assert not bool(wrong.any()), f"{which} of {name}: {_first(wrong)} values are not 0 in rows without terms"
+    _judge(
+        [
+            _Output(
+                f"{which} of {name}", got[which], exact, [run[which] for run in eager],
+                gradient=True, size=sizes[which], call_dtype=dtype, nothing_in="terms",
+            )
+            for which, exact in oracle.items()
+        ]
+    )  # fmt: skip
 
 
 def _infinities(x: Tensor) -> Tensor:
     """-1, 0, 1: the sign where x is not finite (2 for NaN)."""
     return torch.where(x.isinf(), x.sign(), x.isnan() * 2).to(torch.int8)
+
+
+def _differ(x: Tensor, infinite: Tensor) -> Tensor:
+    """Whether infinities of x are elsewhere, as one boolean on the device."""
+    return (_infinities(x) != infinite).any()
 
 
 def _finite(x: Tensor) -> Tensor:

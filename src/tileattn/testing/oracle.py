@@ -6,6 +6,7 @@ and of the masks' tile ranges. Only `Mask.allows` and the score modifications, a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ def oracle_attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    dropout: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Standard attention in float64 on the inputs as they are, that is as quantised. Differentiable.
 
@@ -41,15 +43,32 @@ def oracle_attention(
         q_descale: (batch, kv_heads), what the elements of q are multiplied by; None: 1. For fp8.
         k_descale: the same for k.
         v_descale: the same for v.
+        dropout: (batch, heads, seqlen_q, seqlen_k), what each probability is multiplied by once the softmax has been
+            taken: 0 or 1 / (1 - p); None: 1. See :func:`tileattn.testing.dropout_mask`.
 
     Returns:
         o (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q), float64. A row without keys has o = 0
         and lse = -inf, or lse = sink.
     """
-    # The sums are not in their natural order, which is eager's: in float64 its error would seem to be 0.
-    descales = (q_descale, k_descale, v_descale)
-    found = _attend(torch.float64, q, k, v, mask, score_mods, sink, scale, descales, _reversed, _product, _weighted)
+    found = _exactly(q, k, v, mask, score_mods, sink, scale, (q_descale, k_descale, v_descale), dropout)
     return found.o, found.lse
+
+
+def _exactly(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    score_mods: Sequence[Callable[..., Tensor]],
+    sink: Tensor | None,
+    scale: float | None,
+    descales: Sequence[Tensor | None] = (None,) * 3,
+    dropout: Tensor | None = None,
+) -> _Attended:
+    # The sums are not in their natural order, which is eager's: in float64 its error would seem to be 0.
+    return _attend(
+        torch.float64, q, k, v, mask, score_mods, sink, scale, descales, _reversed, _product, _weighted, dropout
+    )
 
 
 def eager_attention(
@@ -63,6 +82,7 @@ def eager_attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    dropout: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Standard attention in the inputs' dtype, as one writes it in PyTorch without a fused kernel: two runs.
 
@@ -86,7 +106,7 @@ def eager_attention(
         product = _product_in_fp8 if multiplies_fp8(q.device) else _product
     descales = (q_descale, k_descale, v_descale)
     runs = [
-        _attend(dtype, q, k, v, mask, score_mods, sink, scale, descales, order, product, weighted)
+        _attend(dtype, q, k, v, mask, score_mods, sink, scale, descales, order, product, weighted, dropout)
         for order in (_natural, _shuffled)
     ]
     return [run.o for run in runs], [run.lse for run in runs]
@@ -121,6 +141,7 @@ def eager_gradients(
     score_mods: Sequence[Callable[..., Tensor]] = (),
     sink: Tensor | None = None,
     scale: float | None = None,
+    dropout: Tensor | None = None,
 ) -> list[dict[str, Tensor]]:
     """The gradients of `eager_attention`, in the inputs' dtype: four runs.
 
@@ -129,6 +150,7 @@ def eager_gradients(
 
         P = exp(S - lse),  delta = rowsum(dO * O) - dlse,  dV = P^T dO,  dS = P * (dO V^T - delta)
 
+    with dropout Z: dV = (P * Z)^T dO, dS = P * (Z * dO V^T - delta).
     S is computed anew, with sums in another order than lse's. Where a row's softmax is at one key, autograd is exact by
     luck: P is 1, and what is subtracted is the same number. The formula shows how large the roundings are.
 
@@ -143,16 +165,17 @@ def eager_gradients(
         score_mods: see there.
         sink: see there.
         scale: see there.
+        dropout: see there.
     """
     x, y = (
-        _attend(q.dtype, q, k, v, mask, score_mods, sink, scale, (None,) * 3, order, _product, _weighted)
+        _attend(q.dtype, q, k, v, mask, score_mods, sink, scale, (None,) * 3, order, _product, _weighted, dropout)
         for order in (_natural, _shuffled)
     )
     found = [gradients((run.o, run.lse), leaves, do, dlse) for run in (x, y)]
     return found + [_by_formula(*runs, leaves, do, dlse) for runs in ((x, y), (y, x))]
 
 
-def gradient_sizes(
+def oracle_gradients(
     leaves: Mapping[str, Tensor],
     do: Tensor,
     dlse: Tensor | None,
@@ -163,30 +186,35 @@ def gradient_sizes(
     score_mods: Sequence[Callable[..., Tensor]] = (),
     sink: Tensor | None = None,
     scale: float | None = None,
-) -> dict[str, Tensor]:
-    """How large the terms are that gradients are sums of: roughly, the root of the sum of their squares.
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What the gradients must be, and how large the terms are that they are sums of.
 
-    In dS = P * (dO V^T - delta) the two inner products are replaced by the size of their terms, which do not cancel,
-    and each row (query) gets one sign. So, times a rounding, this is the error of a gradient where the rows of dS are
-    each off by a rounding of what they are computed from, upwards or downwards. It is estimated from four backward
-    passes with random signs.
+    The first are those of `oracle_attention` by autograd. The second are, roughly, the root of the sum of the squares
+    of the terms. In dS = P * (dO V^T - delta) the two inner products are replaced by the size of their terms, which do
+    not cancel, and each row (query) gets one sign. So, times a rounding, this is the error of a gradient where the rows
+    of dS are each off by a rounding of what they are computed from, upwards or downwards. It is estimated from four
+    backward passes with random signs.
 
     Arguments as for `eager_gradients`; but q, k, v, sink and the leaves are float64.
 
     Returns:
-        For each leaf, a tensor of its shape, float64.
+        Two tensors for each leaf, of its shape, float64.
     """
-    run = _attend(q.dtype, q, k, v, mask, score_mods, sink, scale, (None,) * 3, _natural, _product, _weighted)
+    run = _exactly(q, k, v, mask, score_mods, sink, scale)
+    return gradients((run.o, run.lse), leaves, do, dlse), _sizes(run, leaves, do, dlse)
+
+
+def _sizes(
+    run: _Attended, leaves: Mapping[str, Tensor], do: Tensor, dlse: Tensor | None, draws: int = 4
+) -> dict[str, Tensor]:
+    """See `oracle_gradients`."""
     with torch.no_grad():
-        do = do.transpose(1, 2).to(q.dtype)
+        do = do.transpose(1, 2).to(run.v.dtype)
         p, dp, delta = _formula(run, run, do, dlse, size=True)
         ds = p * (dp + delta[..., None])
-    generator = torch.Generator().manual_seed(0)
     squares = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    draws = 4
-    for _ in range(draws):
-        signs = (2.0 * torch.randint(2, run.empty.shape, generator=generator) - 1.0).to(q.device)[..., None]
-        found = _by_autograd([run.logits, p[..., : run.v.shape[2]] @ run.v], [signs * ds, signs * do], leaves)
+    for signs in _signs((draws, *run.empty.shape, 1), do.device):
+        found = _by_parts(run, p, signs * ds, signs * do, leaves)
         for name, gradient in found.items():
             squares[name] += gradient**2 / draws
     return {name: square.sqrt() for name, square in squares.items()}
@@ -208,6 +236,7 @@ def _formula(
         dp, delta = (do**2 @ (v**2).mT).sqrt(), (do**2 * o**2).sum(dim=-1).sqrt() + dlse.abs()
     else:
         dp, delta = do @ v.mT, (do * o).sum(dim=-1) + dlse
+    dp = _times(dp, run.dropout)
     dp = torch.cat([dp, dp.new_zeros(*dp.shape[:3], p.shape[3] - dp.shape[3])], dim=-1)
     return p, dp, delta.to(do.dtype)
 
@@ -220,7 +249,12 @@ def _by_formula(
         do = do.transpose(1, 2)
         p, dp, delta = _formula(run, forward, do, dlse)
         ds = p * (dp - delta[..., None])
-    return _by_autograd([run.logits, p[..., : run.v.shape[2]] @ run.v], [ds, do], leaves)
+    return _by_parts(run, p, ds, do, leaves)
+
+
+def _by_parts(run: _Attended, p: Tensor, ds: Tensor, do: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """From dS and dV = P^T dO."""
+    return _by_autograd([run.logits, run.v], [ds, _times(p[..., : run.v.shape[2]], run.dropout).mT @ do], leaves)
 
 
 def _by_autograd(ys: Sequence[Tensor], dys: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -232,16 +266,31 @@ def _by_autograd(ys: Sequence[Tensor], dys: Sequence[Tensor], leaves: Mapping[st
     return {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in zip(leaves.items(), found)}
 
 
-def _natural(size: int, device: torch.device) -> Tensor:
-    return torch.arange(size, device=device)
+# Orders of sums: a tensor with one dimension in that order. Their gradients need no sorting, as that of indexing would.
 
 
-def _reversed(size: int, device: torch.device) -> Tensor:
-    return torch.arange(size, device=device).flip(0)
+def _natural(x: Tensor, dim: int) -> Tensor:
+    return x
 
 
-def _shuffled(size: int, device: torch.device) -> Tensor:
+def _reversed(x: Tensor, dim: int) -> Tensor:
+    return x.flip(dim)
+
+
+def _shuffled(x: Tensor, dim: int) -> Tensor:
+    return x.index_select(dim, _permutation(x.shape[dim], x.device))
+
+
+@functools.lru_cache(maxsize=256)
+def _permutation(size: int, device: torch.device) -> Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(size)).to(device)
+
+
+@functools.lru_cache(maxsize=32)
+def _signs(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """1 and -1 at random, float64; the same for the same shape."""
+    drawn = torch.randint(2, shape, generator=torch.Generator().manual_seed(0))
+    return (2.0 * drawn.double() - 1.0).to(device)
 
 
 class _Attended(NamedTuple):
@@ -255,6 +304,8 @@ class _Attended(NamedTuple):
     """(batch, heads, keys, head_dim_v): repeated for grouped heads."""
     empty: Tensor
     """(batch, heads, seqlen_q): rows without keys."""
+    dropout: Tensor | None
+    """(batch, heads, seqlen_q, keys): what probabilities are multiplied by."""
 
 
 def _attend(
@@ -267,22 +318,23 @@ def _attend(
     sink: Tensor | None,
     scale: float | None,
     descales: Sequence[Tensor | None],
-    order: Callable[[int, torch.device], Tensor],
+    order: Callable[[Tensor, int], Tensor],
     product: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor],
-    weighted: Callable[[Tensor, Tensor], Tensor],
+    weighted: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    dropout: Tensor | None = None,
 ) -> _Attended:
     """Attention, computed in `dtype`, with the sums over head_dim and over keys in the given order.
 
     `product(q, k, q_descale, k_descale)` is the scores before the scale, of q and k (batch, heads, seqlen, head_dim)
-    and descales that broadcast to them. `weighted(logits, v)` is the sum of values, weighted by the softmax of logits
-    (.., keys, or keys and a sink).
+    and descales that broadcast to them. `weighted(logits, v, dropout)` is the sum of values, weighted by the softmax of
+    logits (.., keys, or keys and a sink), times dropout.
     """
     group = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    dims, keys = order(q.shape[3], q.device), order(k.shape[1], q.device)
-    q = q.to(dtype)[..., dims].transpose(1, 2)
-    k = k.to(dtype)[:, keys][..., dims].transpose(1, 2).repeat_interleave(group, dim=1)
-    v = v.to(dtype)[:, keys].transpose(1, 2).repeat_interleave(group, dim=1)
+    keys = order(torch.arange(k.shape[1], device=k.device), 0)
+    q = order(q.to(dtype), 3).transpose(1, 2)
+    k = order(order(k.to(dtype), 1), 3).transpose(1, 2).repeat_interleave(group, dim=1)
+    v = order(v.to(dtype), 1).transpose(1, 2).repeat_interleave(group, dim=1)
     q_descale, k_descale, v_descale = (
         None if descale is None else descale.to(dtype).repeat_interleave(group, dim=1)[:, :, None, None]
         for descale in descales
@@ -301,9 +353,10 @@ def _attend(
     # A row without keys has no softmax. It gets some other scores first, so that autograd meets no NaN there.
     empty = (logits == -torch.inf).all(dim=-1)
     logits = logits.masked_fill(empty[..., None], 0.0)
-    o = weighted(logits, v).masked_fill(empty[..., None], 0.0)
+    dropout = None if dropout is None else dropout.to(dtype)[..., keys]
+    o = weighted(logits, v, dropout).masked_fill(empty[..., None], 0.0)
     lse = torch.logsumexp(logits.to(torch.promote_types(dtype, torch.float32)), dim=-1)
-    return _Attended(o.transpose(1, 2), lse.masked_fill(empty, -torch.inf), logits, v, empty)
+    return _Attended(o.transpose(1, 2), lse.masked_fill(empty, -torch.inf), logits, v, empty, dropout)
 
 
 def _times(x: Tensor, factor: Tensor | None) -> Tensor:
@@ -365,18 +418,18 @@ def _padded(x: Tensor) -> Tensor:
     return padded
 
 
-def _weighted(logits: Tensor, v: Tensor) -> Tensor:
-    """softmax(logits) @ v."""
-    return torch.softmax(logits, dim=-1)[..., : v.shape[2]] @ v
+def _weighted(logits: Tensor, v: Tensor, dropout: Tensor | None) -> Tensor:
+    """(softmax(logits) * dropout) @ v."""
+    return _times(torch.softmax(logits, dim=-1)[..., : v.shape[2]], dropout) @ v
 
 
-def _weighted_in_fp8(logits: Tensor, v: Tensor) -> Tensor:
+def _weighted_in_fp8(logits: Tensor, v: Tensor, dropout: Tensor | None) -> Tensor:
     """The same from probabilities that are rounded to fp8 before they meet v, and divided by their sum after it."""
     if logits.shape[-1] == 0:  # a maximum of nothing
-        return _weighted(logits, v).bfloat16()
+        return _weighted(logits, v, dropout).bfloat16()
     p = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
     rounded = p[..., : v.shape[2]].to(FP8).to(p.dtype)
-    return (rounded @ v / p.sum(dim=-1, keepdim=True)).bfloat16()
+    return (_times(rounded, dropout) @ v / p.sum(dim=-1, keepdim=True)).bfloat16()
 
 
 def _indices(scores: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from tileattn.bench.peers.base import OWN, Prepared, tensor_bytes
 from tileattn.bench.problem import Problem
 from tileattn.bench.variants import user_score
 from tileattn.dispatch import Backend, select
-from tileattn.variant import encode, normalize, with_alignment
+from tileattn.variant import Operands, encode, normalize, with_alignment
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,9 @@ class TileAttn:
     backend: str | None = None
     name: str = OWN
 
-    def asked(self, problem: Problem) -> str | None:
-        """The backend to name: on a GPU the kernels, which dispatch keeps back where a gradient is needed."""
-        return "tilelang" if self.backend is None and problem.do is not None and problem.q.is_cuda else self.backend
-
     def refusal(self, problem: Problem) -> str | None:
         try:
-            _selected(problem, self.asked(problem))
+            _selected(problem, self.backend)
         except NotImplementedError as refused:
             return str(refused)
         return None
@@ -38,7 +34,7 @@ class TileAttn:
         # In fp8 q, k and v come with their descales, by the names that `attention` gives them.
         inputs: dict[str, Any] = {"q": problem.q, "k": problem.k, "v": problem.v}
         inputs = inputs if problem.fp8 is None else problem.fp8._asdict()
-        mask, score_mod = _mask(problem), _score_mods(problem)
+        mask, score_mod = mask_of(problem), score_mods_of(problem)
         # Plain causal attention is asked for as most users do.
         causal, mask = (True, None) if isinstance(mask, Causal) else (False, mask)
 
@@ -49,12 +45,12 @@ class TileAttn:
                 score_mod=score_mod,
                 causal=causal,
                 sink=problem.sink,
-                backend=self.asked(problem),
+                backend=self.backend,
             )
             assert isinstance(out, Tensor)
             return out
 
-        chosen = _selected(problem, self.asked(problem)).name
+        chosen = _selected(problem, self.backend).name
         return Prepared(call, _held_bytes(mask, score_mod, problem), chosen=chosen)
 
 
@@ -75,8 +71,19 @@ class TileAttnBf16:
 
 def variant_key(problem: Problem) -> str:
     """The problem's variant as an `AttentionCall` names it."""
-    key, operands = encode(*normalize(_mask(problem), _score_mods(problem), causal=False))
+    key, operands = _encoded(problem)
     return with_alignment(key, operands.tensors)
+
+
+def needs(problem: Problem) -> tuple[bool, ...]:
+    """Which gradients a backward pass of the problem computes, as a `BackwardCall` lists them."""
+    q, k, v = (x.requires_grad for x in (problem.q, problem.k, problem.v))
+    _, operands = _encoded(problem)
+    return q, k, v, False, *(tensor.requires_grad for tensor in operands.tensors)
+
+
+def _encoded(problem: Problem) -> tuple[str, Operands]:
+    return encode(*normalize(mask_of(problem), score_mods_of(problem), causal=False))
 
 
 def _selected(problem: Problem, backend: str | None) -> Backend:
@@ -93,7 +100,8 @@ def _held_bytes(mask: Mask | None, score_mods: list[Callable[..., Any]] | None, 
     return tensor_bytes(*(tensor for tensor in operands.tensors if tensor.data_ptr() not in given))
 
 
-def _mask(problem: Problem) -> Mask | None:
+def mask_of(problem: Problem) -> Mask | None:
+    """The mask of the problem's variant."""
     terms = problem.case.terms
     masks: list[Mask] = [Causal()] if terms.causal else []
     if terms.window is not None:
@@ -110,7 +118,7 @@ def _mask(problem: Problem) -> Mask | None:
     return combined
 
 
-def _score_mods(problem: Problem) -> list[Callable[..., Any]] | None:
+def score_mods_of(problem: Problem) -> list[Callable[..., Any]] | None:
     """In the order that `variants` promises: softcap, ALiBi, bias, the user's function."""
     softcap = problem.case.terms.softcap
     mods: list[Callable[..., Any]] = [SoftCap(softcap)] if softcap is not None else []

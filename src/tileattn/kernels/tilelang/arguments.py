@@ -7,6 +7,8 @@ import math
 
 import torch
 
+from ...dropout import Dropout, threshold, weight_of_kept
+
 # What the heads that run at the same time read should stay in the L2 cache.
 L2_BYTES = 32 * 2**20
 
@@ -26,3 +28,10 @@ def one_batch(tensor: torch.Tensor) -> torch.Tensor:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Kernels read booleans as bytes."""
     return tensor.detach().view(torch.uint8) if tensor.dtype == torch.bool else tensor.detach()
+
+
+def pattern_arguments(dropout: Dropout | None) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
+    """The tensors and the numbers that a kernel with dropout takes; none for one without."""
+    if dropout is None:
+        return (), ()
+    return (dropout.seed.detach(),), (threshold(dropout.p), weight_of_kept(dropout.p))

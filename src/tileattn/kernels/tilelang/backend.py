@@ -10,9 +10,10 @@ from collections.abc import Callable
 import torch
 
 from ...call import AttentionCall
+from ...dropout import Dropout
 from ...fp8 import FP8, Descales
 from ...variant import Operands, program
-from .arguments import L2_BYTES, as_bytes, divisors, one_batch
+from .arguments import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
 from .backward.backend import prepare_backward as prepare_backward
 from .config import ARCHITECTURES, TRANSPOSED_KEYS, HopperConfig
 from .defaults import default
@@ -37,17 +38,6 @@ def refusal(call: AttentionCall) -> str | None:
     return _refusal_head_dims(call, 8) or _refusal_variant(call)
 
 
-def reservation(call: AttentionCall) -> str | None:
-    """Why the kernels run a call only where they are named, or None.
-
-    Their gradients are right in the benchmark and in some forty cases on an H200, but the conformance suite for
-    gradients has not gone through there without a failure.
-    """
-    if call.needs_grad:
-        return "its backward pass has not passed the whole conformance suite on a GPU: name it, backend='tilelang'"
-    return None
-
-
 def _refusal_fp8(call: AttentionCall) -> str | None:
     if call.needs_grad:
         return "fp8 has no backward pass (an input requires grad)"
@@ -66,8 +56,6 @@ def _refusal_head_dims(call: AttentionCall, step: int, where: str = "") -> str |
 
 
 def _refusal_variant(call: AttentionCall) -> str | None:
-    if call.dropout:
-        return "the kernels have no dropout yet"
     if any(tensor.dtype == torch.float64 for tensor in program(call.variant).tensors):
         return "tensors of masks and score modifications must not be float64"
     return None
@@ -95,7 +83,9 @@ def prepare(
     persistent = isinstance(config, HopperConfig)
     cluster = config.cluster if isinstance(config, HopperConfig) else 1
     tasks = -(-seqlen_q // (cluster * config.block_M)) * batch * heads
-    has_arguments = bool(call.dtype == FP8 or call.sink or (call.variant and program(call.variant).operands))
+    has_arguments = bool(
+        call.dtype == FP8 or call.sink or call.dropout or (call.variant and program(call.variant).operands)
+    )
 
     def forward(
         q: torch.Tensor,
@@ -105,6 +95,7 @@ def prepare(
         operands: Operands,
         *,
         descales: Descales | None = None,
+        dropout: Dropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         o = q.new_empty(o_shape, dtype=call.out_dtype)
         lse = q.new_empty(lse_shape, dtype=torch.float32) if call.return_lse else None
@@ -122,6 +113,7 @@ def prepare(
         if has_arguments:
             tensors = [as_bytes(tensor) for tensor in operands.tensors]
             sinks = () if sink is None else (sink.detach().float(),)
+            seeds, of_pattern = pattern_arguments(dropout)
             kernel(
                 q,
                 k,
@@ -129,8 +121,10 @@ def prepare(
                 *outputs,
                 *(descales or ()),
                 *sinks,
+                *seeds,
                 *tensors,
                 *scalars,
+                *of_pattern,
                 *queue,
                 *operands.ints,
                 *operands.floats,
@@ -153,6 +147,7 @@ def _without_keys(
     operands: Operands,
     *,
     descales: Descales | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Nothing to compute: no rows, or rows that see no key."""
     o, lse = q.new_zeros(o_shape, dtype=out_dtype), q.new_full(lse_shape, -torch.inf, dtype=torch.float32)

@@ -9,7 +9,7 @@ from tilelang.language.eager.builder import Builder
 from ...call import AttentionCall
 from ...variant import program
 from . import generic, hopper
-from .compile import OWN_BARRIERS
+from .compile import DESCRIPTORS_IN_LOOPS, OWN_BARRIERS
 from .config import Config, HopperConfig
 from .signature import declare
 
@@ -26,4 +26,7 @@ def forward_kernel(call: AttentionCall, config: Config) -> Any:
         else:
             generic.body(call, config, traced)(arguments)
     # The Hopper schedule places its barriers itself.
-    return builder.get().with_attr(OWN_BARRIERS, persistent)
+    function = builder.get().with_attr(OWN_BARRIERS, persistent)
+    # The pattern takes registers that descriptors would be kept in: of wide heads, which have many.
+    crowded = call.dropout and max(call.head_dim, call.head_dim_v) > 128
+    return function.with_attr(DESCRIPTORS_IN_LOOPS, persistent and crowded)

@@ -6,6 +6,7 @@ values that the mask lets it see:
     S = Q K^T                      tile of scores, in registers
     S = mask(score_mod(S))         the mask only where the tile is not wholly visible
     P, alpha = online softmax      see softmax.py
+    P = drop(P)                    with dropout; see dropout.py
     O = alpha O + P V
 
 ``T.Pipelined`` loads the next tiles under the arithmetic: by TMA and a producer warp on sm_90 and later, by cp.async
@@ -23,7 +24,7 @@ import tilelang.language as T
 
 from ...call import AttentionCall
 from ...variant import Program
-from . import softmax
+from . import dropout, softmax
 from .config import PRODUCER_REGISTERS, ForwardConfig, padded
 from .expressions import Emitter
 from .mask import Score, Visibility, apply_mask, apply_score, keep_uniforms
@@ -109,6 +110,9 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
                 uniforms = score.allocate()
                 keep_uniforms(score, uniforms, emit, arg.scale, b, h)
                 c = score.log2_unit(uniforms)
+            words = dropout.of_call(call)
+            if call.dropout:
+                dropout.enter_head(words, arg, b, h)
             for step in T.Pipelined(count, num_stages=config.num_stages):
                 k_lo = (first + step) * block_N
                 T.copy(arg.k[k_b, k_lo : k_lo + block_N, kv_h, 0:head_dim], k_shared, **copy)
@@ -118,6 +122,9 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
                 if (k_lo < full_lo) | (k_lo + block_N > full_hi):
                     apply_mask(acc_s, visible, b, h, q_lo, k_lo, block_M, block_N)
                 softmax.update(acc_s, m, l, alpha, base, row_sum, c, block_M, block_N)
+                if call.dropout:
+                    dropout.enter_tile(words, row, k_lo)
+                    dropout.drop(acc_s, acc_s, words, block_M, block_N)
                 T.copy(acc_s, weights)
                 softmax.rescale(acc_o, alpha, block_M, head_dim_v)
                 T.copy(arg.v[v_b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v], v_shared, **copy)
@@ -127,7 +134,7 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
                 softmax.add_sink(m, l, alpha, base, arg.sink[h] * softmax.LOG2E, c, block_M)
             else:
                 T.fill(alpha, 1)
-            softmax.finish(l, base, alpha, acc_o, block_M, head_dim_v)
+            softmax.finish(l, base, alpha, acc_o, block_M, head_dim_v, arg.weight)
             T.copy(acc_o, o_shared)
             T.copy(o_shared, arg.o[b, row : row + block_M, h, 0:head_dim_v])
             if call.return_lse:

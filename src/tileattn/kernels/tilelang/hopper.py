@@ -38,6 +38,10 @@ runs under the products of another.
 The schedule keeps O's old scale while the row maximum has grown by at most ``patience`` (in powers of two): the weights
 then exceed 1, which the division by their sum at the end undoes exactly as otherwise; and most rescaling is skipped.
 
+With dropout weights are dropped once the row's sum has them, and kept ones gain their weight when O is divided by that
+sum. The pattern (dropout.py) is arithmetic that runs, as the softmax does, under P V; the words of a head are computed
+under a tile's first product.
+
 fp8: both products are taken in e4m3 and summed in float32. The matrix units read 8-bit operands only along the sum, so
 that V comes transposed (transpose_fp8.py), with its keys in the order in which the threads hold the weights. The
 descales of q and k join the scale, that of v the division by the row's sum. Weights are stored 2^4 times as large, and
@@ -61,7 +65,7 @@ from tilelang.layout import (
 
 from ...call import AttentionCall
 from ...variant import Program
-from . import softmax
+from . import dropout, softmax
 from .config import HopperConfig
 from .hopper_consumer import consume
 from .hopper_plan import WARP, WARPGROUP, Plan
@@ -134,6 +138,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 product=T.alloc_fragment([plan.block_M, plan.head_dim_v], "float32") if config.two_level else None,
                 descaled=T.alloc_local([2], "float32") if plan.fp8 else None,
                 uniforms=plan.score.allocate() if plan.score is not None else None,
+                words=dropout.of_call(call),
             )
             if config.q_in_registers:
                 T.annotate_layout({w.q: tile_layout(w.q, plan.head_dim * plan.size)})

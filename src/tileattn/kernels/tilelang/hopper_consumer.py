@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from . import softmax
+from . import dropout, softmax
 from .expressions import Emitter
 from .hopper_plan import WARP, WARPGROUP
 from .hopper_tasks import BATCH, BEGIN, COUNT, END, HEAD, LEFT, RIGHT, ROW, read_message, tile_of_step
@@ -26,6 +26,13 @@ def scale_of(plan, arg, w):
 def score_unit(plan, arg, w):
     """What the softmax multiplies scores by to have powers of two."""
     return plan.score.log2_unit(w.uniforms) if plan.score is not None else scale_of(plan, arg, w) * softmax.LOG2E
+
+
+def output_factor(plan, arg, w):
+    """What O is multiplied by when it is divided by the row's sum; None for nothing."""
+    if not plan.fp8:
+        return arg.weight
+    return w.descaled[1] * arg.weight if plan.call.dropout else w.descaled[1]
 
 
 def releases(plan, w):
@@ -153,6 +160,10 @@ def scores_to_weights(plan, arg, w, first_key, masked):
     release_after_maximum(plan, w, w.k_free, w.at[K_STAGE])
     softmax.exponentials(w.acc_s, w.base, c, plan.block_M, plan.block_N)
     softmax.add_own_columns(w.acc_s, w.sums, w.alpha, plan.block_M, plan.block_N)
+    if plan.call.dropout:
+        dropout.enter_tile(w.words, row, k_lo)
+        dropout.share_in_warp(w.words)
+        dropout.drop(w.acc_s, w.acc_s, w.words, plan.block_M, plan.block_N)
 
 
 @T.macro
@@ -222,6 +233,8 @@ def attend(plan, arg, w, turn):
     multiply_qk(plan, w, w.at[K_STAGE])
     end_turn(plan, w)
     take_tile(plan, w, w.at[K_STAGE])
+    if plan.call.dropout:
+        dropout.enter_head(w.words, arg, w.task[BATCH], w.task[HEAD])
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(w.acc_s, num_regs=plan.block_M * plan.block_N // plan.consumers)
     scores_to_weights(plan, arg, w, tile_of_step(plan, 0, begin, end, right, left) * plan.block_N, right + left > 0)
@@ -245,7 +258,7 @@ def attend(plan, arg, w, turn):
         T.fill(w.alpha, 1)
     wait_for_pv(plan, w)
     release(plan, w, w.v_free, w.at[V_STAGE])
-    softmax.finish(w.l, w.base, w.alpha, w.acc_o, plan.block_M, plan.head_dim_v, w.descaled[1] if plan.fp8 else None)
+    softmax.finish(w.l, w.base, w.alpha, w.acc_o, plan.block_M, plan.head_dim_v, output_factor(plan, arg, w))
     store(plan, arg, w)
 
 

@@ -75,7 +75,7 @@ def cache_key(call: AttentionCall, config: Config) -> str:
     """All that decides what the compiled kernel is."""
     facts = (
         f"{call.dtype} {call.head_dim} {call.head_dim_v} sink={call.sink} lse={call.return_lse} "
-        f"aligned={call.aligned} {call.arch}"
+        f"aligned={call.aligned} dropout={call.dropout} {call.arch}"
     )
     return f"forward | {facts} | {config} | {program(call.variant)} | {_source_digest()} | {_toolchain()}"
 
@@ -83,10 +83,11 @@ def cache_key(call: AttentionCall, config: Config) -> str:
 @functools.cache
 def _source_digest() -> str:
     """Of the code that generates kernels, so that editing it recompiles them."""
-    names = ("compile", "config", "expressions", "forward", "generic", "mask", "signature", "simplify", "softmax")
-    names += ("hopper", "hopper_consumer", "hopper_plan", "hopper_producer", "hopper_tasks", "transpose_fp8")
+    names = ("compile", "config", "dropout", "expressions", "forward", "generic", "mask", "signature", "simplify")
+    names += ("softmax", "hopper", "hopper_consumer", "hopper_plan", "hopper_producer", "hopper_tasks", "transpose_fp8")
     folder = Path(__file__).parent
-    files = [*(folder / f"{name}.py" for name in names), folder.parents[1] / "tile_loads.py"]
+    files = [folder / f"{name}.py" for name in names]
+    files += [folder.parents[1] / f"{name}.py" for name in ("dropout", "tile_loads")]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

@@ -17,12 +17,12 @@ SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads")
 
 
 def declare(builder: Builder, call: AttentionCall, traced: Program, persistent: bool) -> SimpleNamespace:
-    """``(q, k, v, o, [lse], [q_descale, k_descale, v_descale], [sink], *tensors, scale, heads_per_kv_head,
-    side_by_side, [tickets, blocks], *ints, *floats)``
+    """``(q, k, v, o, [lse], [q_descale, k_descale, v_descale], [sink], [seed], *tensors, scale, heads_per_kv_head,
+    side_by_side, [threshold, weight], [tickets, blocks], *ints, *floats)``
 
     ``tensors``, ``ints`` and ``floats`` are the variant's operands; ``tickets`` and ``blocks`` are a persistent
-    kernel's; the descales are fp8's, which also takes v as ``transpose_fp8.py`` writes it. The sizes, read from the
-    tensors' shapes, come beside them.
+    kernel's; the descales are fp8's, which also takes v as ``transpose_fp8.py`` writes it; ``seed``, ``threshold`` and
+    ``weight`` are dropout's. The sizes, read from the tensors' shapes, come beside them.
     """
     dtype = str(call.dtype).removeprefix("torch.")
 
@@ -51,17 +51,20 @@ def declare(builder: Builder, call: AttentionCall, traced: Program, persistent: 
         for name in ("q_descale", "k_descale", "v_descale"):
             descales[name] = builder.prim_func_arg(name, T.Tensor([s.batch, s.kv_heads], "float32"))
     sink = builder.prim_func_arg("sink", T.Tensor([s.heads], "float32")) if call.sink else None
+    seed = builder.prim_func_arg("seed", T.Tensor([1], "int64")) if call.dropout else None
     operands = {symbol.name: builder.prim_func_arg(symbol.name, _operand(symbol)) for symbol in traced.tensors}
     scale = scalar("scale", "float")
     heads_per_kv_head, side_by_side = scalar("heads_per_kv_head", "int"), scalar("side_by_side", "int")
+    threshold, weight = (scalar("threshold", "int"), scalar("weight", "float")) if call.dropout else (None, None)
     tickets, blocks = None, None
     if persistent:
         tickets, blocks = builder.prim_func_arg("tickets", T.Tensor([1], "int32")), scalar("blocks", "int")
     operands |= {f"i{index}": scalar(f"i{index}", "int") for index in range(traced.ints)}
     operands |= {f"f{index}": scalar(f"f{index}", "float") for index in range(traced.floats)}
     return SimpleNamespace(
-        q=q, k=k, v=v, o=o, lse=lse, sink=sink, operands=operands, scale=scale, heads_per_kv_head=heads_per_kv_head,
-        side_by_side=side_by_side, tickets=tickets, blocks=blocks, **descales, **vars(s),
+        q=q, k=k, v=v, o=o, lse=lse, sink=sink, seed=seed, operands=operands, scale=scale,
+        heads_per_kv_head=heads_per_kv_head, side_by_side=side_by_side, threshold=threshold, weight=weight,
+        tickets=tickets, blocks=blocks, **descales, **vars(s),
     )  # fmt: skip
 
 

@@ -163,13 +163,16 @@ def add_sink(m, l, alpha, base, sink_log2, c, block_M, shift=0.0):
 
 
 @T.macro
-def finish(l, base, alpha, acc_o, block_M, head_dim_v, v_descale=None):
-    """acc_o becomes o, and l the log-sum-exp in natural logarithm; rows without keys give 0 and -inf."""
+def finish(l, base, alpha, acc_o, block_M, head_dim_v, factor=None):
+    """acc_o becomes o, and l the log-sum-exp in natural logarithm; rows without keys give 0 and -inf.
+
+    ``factor``: of o, or None.
+    """
     for i in T.Parallel(block_M):
         alpha[i] = T.if_then_else(l[i] == 0.0, 0.0, alpha[i] / l[i])
-    if v_descale is not None:
+    if factor is not None:
         for i in T.Parallel(block_M):
-            alpha[i] *= v_descale
+            alpha[i] *= factor
     for i, d in T.Parallel(block_M, head_dim_v):
         acc_o[i, d] *= alpha[i]
     # lse = ln2 * (log2 l + base)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ....call import BackwardCall, Gradients
+from ....dropout import Dropout
 from ....variant import Operands, program
-from ..arguments import L2_BYTES, as_bytes, divisors, one_batch
+from ..arguments import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
 from ..config import padded
 from .config import ROWS, BackwardConfig
 from .defaults import MainConfig, adds_dq, default, queries_default
@@ -58,6 +59,8 @@ def prepare_backward(
         lse: Tensor,
         sink: Tensor | None,
         operands: Operands,
+        *,
+        dropout: Dropout | None = None,
     ) -> Gradients:
         rows = (batch, heads, padded_q)
         lse2, delta = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
@@ -69,12 +72,13 @@ def prepare_backward(
         dq, dk, dv = q.new_empty(q_shape), q.new_empty(k_shape), q.new_empty((*k_shape[:3], call.forward.head_dim_v))
         handed_over = [_workspace(path, rows, padded_k, seqlen_q, seqlen_k, operands) for path in found]
         tensors = [as_bytes(tensor) for tensor in operands.tensors]
-        numbers = (*operands.ints, *operands.floats)
+        seeds, of_pattern = pattern_arguments(dropout)
+        numbers = (*of_pattern, *operands.ints, *operands.floats)
         if own_order:
             sums = tuple(x.view(batch, heads, -1, COLUMNS) for x in sums)
-        kernels.main(q, k, v, do, lse2, delta, dk, dv, *sums, *handed_over, *tensors, *of_main, *numbers)
+        kernels.main(q, k, v, do, lse2, delta, dk, dv, *sums, *handed_over, *seeds, *tensors, *of_main, *numbers)
         if kernels.queries is not None:
-            kernels.queries(q, k, v, do, lse2, delta, dq, *tensors, *of_queries, *numbers)
+            kernels.queries(q, k, v, do, lse2, delta, dq, *seeds, *tensors, *of_queries, *numbers)
         if kernels.finish is not None:
             kernels.finish(dq, *sums, scale)
         dsink = _sink_gradient(sink, lse, delta[:, :, :seqlen_q]) if sink is not None and call.needs[3] else None
@@ -128,7 +132,7 @@ def _kv_heads_side_by_side(call: BackwardCall, q_shape: torch.Size, kv_heads: in
 def _nothing(call: BackwardCall) -> Callable[..., Gradients]:
     """Of calls without rows, or without keys: nothing depends on anything."""
 
-    def backward(do, dlse, q, k, v, o, lse, sink, operands: Operands) -> Gradients:
+    def backward(do, dlse, q, k, v, o, lse, sink, operands: Operands, *, dropout: Dropout | None = None) -> Gradients:
         zeros = [
             None if tensor is None or not need else torch.zeros_like(tensor)
             for tensor, need in zip((q, k, v, sink, *operands.tensors), call.needs, strict=True)

@@ -25,7 +25,7 @@ import tilelang.language as T
 
 from ....call import AttentionCall
 from ....variant import Program
-from .. import softmax
+from .. import dropout, softmax
 from ..config import padded
 from ..generic import ROWS
 from ..mask import keep_uniforms
@@ -126,6 +126,7 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
                 T.fill(sums[number], 0)
             c = arg.scale * softmax.LOG2E
             registers = slopes.allocate() if slopes is not None else None
+            pattern = tile.Pattern(arg, early_ones) if call.dropout else None
             for step in T.Pipelined(tiles * arg.heads_per_kv_head, num_stages=config.num_stages):
                 h = first_head + T.truncdiv(step, tiles)
                 row = (first + T.truncmod(step, tiles)) * block_M
@@ -145,7 +146,10 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
                     tile.hide(acc_s, visible, b, h, q_lo, k_lo, block_N, block_M, True)
                 tile.probabilities(acc_s, lse2_shared, c if slopes is None else 1.0, block_N, block_M, True)
                 # --- dV
-                T.copy(acc_s, p)
+                if call.dropout:
+                    dropout.enter_head(pattern.words, arg, b, h)
+                tile.mark_dropped(acc_s, pattern, row, k_lo, block_N, block_M, True, False)
+                tile.copy_kept(acc_s, p, pattern, block_N, block_M, True)
                 for index in early_ones:
                     tile.weigh(early[index], acc_s, block_N, block_M)
                 T.copy(arg.do[do_b, row : row + block_M, h, 0:head_dim_v], do_shared, **copy)
@@ -153,6 +157,7 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
                 # --- dP, dS
                 T.gemm(v_shared, do_shared, acc_dp, transpose_B=True, clear_accum=True, policy=policy)
                 T.copy(arg.delta[b, h, row : row + block_M], delta_shared, **copy)
+                tile.drop_gradients(acc_s, acc_dp, pattern, block_N, block_M, True)
                 if slopes is None or slopes.probability_is_kept():
                     tile.score_gradients(acc_s, acc_dp, delta_shared, block_N, block_M, True)
                 for index in early_ones:
@@ -200,6 +205,9 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
 
             for i, d in T.Parallel(block_N, head_dim):
                 acc_dk[i, d] *= arg.scale
+            if call.dropout:
+                for i, d in T.Parallel(block_N, head_dim_v):
+                    acc_dv[i, d] *= arg.weight
             T.copy(acc_dk, dk_shared)
             T.copy(dk_shared, arg.dk[b, k_lo : k_lo + block_N, kv_h, 0:head_dim])
             T.copy(acc_dv, dv_shared)

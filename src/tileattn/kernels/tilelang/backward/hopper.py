@@ -40,7 +40,7 @@ from tvm import ir
 
 from ....call import AttentionCall
 from ....variant import Program
-from .. import softmax
+from .. import dropout, softmax
 from ..config import padded
 from ..generic import ROWS
 from ..hopper_plan import WARP, WARPGROUP, _slices
@@ -225,7 +225,8 @@ def scores_to_probabilities(plan, arg, w, h, row):
     if (row < w.rows[2]) | (row + plan.block_M > w.rows[3]):
         tile.hide(w.acc_s, w.visible, w.task[BATCH], h, q_lo, w.task[KEY], plan.block_N, plan.block_M, True)
     tile.probabilities(w.acc_s, Row(w.lse2, w.at[STAGE]), c, plan.block_N, plan.block_M, True)
-    T.copy(w.acc_s, w.p)
+    tile.mark_dropped(w.acc_s, w.pattern, row, w.task[KEY], plan.block_N, plan.block_M, True, True)
+    tile.copy_kept(w.acc_s, w.p, w.pattern, plan.block_N, plan.block_M, True)
     for index in plan.early:
         tile.weigh(w.early[index], w.acc_s, plan.block_N, plan.block_M)
 
@@ -264,6 +265,7 @@ def tensor_gradients(plan, arg, w, h, row):
 def gradients_of_scores(plan, arg, w, h, row):
     """dS, of the scaled scores, in 16 bits."""
     delta = Row(w.delta, w.at[STAGE])
+    tile.drop_gradients(w.acc_s, w.acc_dp, w.pattern, plan.block_N, plan.block_M, True)
     if plan.slopes is None:
         for i, j in T.Parallel(plan.block_N, plan.block_M):
             w.ds[i, j] = w.acc_s[i, j] * (w.acc_dp[i, j] - delta[j])
@@ -381,6 +383,9 @@ def store(plan, arg, w):
     """dK and dV by way of shared memory, where K and V were."""
     for i, d in T.Parallel(plan.block_N, plan.head_dim):
         w.acc_dk[i, d] *= arg.scale
+    if plan.call.dropout:
+        for i, d in T.Parallel(plan.block_N, plan.head_dim_v):
+            w.acc_dv[i, d] *= arg.weight
     T.sync_threads(DS_WRITTEN, CONSUMERS)  # K and V have been read by both
     T.copy(w.acc_dv, w.v)
     T.copy(w.acc_dk, w.k)
@@ -426,6 +431,8 @@ def consume(plan, arg, w):
         find_rows(plan, w, h)
         if plan.slopes is not None:
             keep_uniforms(plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h)
+        if plan.call.dropout:
+            dropout.enter_head(w.pattern.words, arg, w.task[BATCH], h)
         for number in plan.sums_by_key.values():
             T.fill(w.sums[number], 0)
         for number in T.serial(w.rows[0], w.rows[1]):
@@ -482,6 +489,7 @@ def body(
                 sums=[T.alloc_fragment([plan.block_N], "float32") for _ in plan.sums_by_key],
                 tile_sum=T.alloc_fragment([plan.block_N], "float32"),
                 uniforms=plan.slopes.allocate() if plan.slopes is not None else None,
+                pattern=tile.Pattern(arg, plan.early) if call.dropout else None,
                 eight=T.alloc_local([8], plan.dtype),
                 at=T.alloc_local([4], "int32"),
                 rows=T.alloc_local([4], "int32"),

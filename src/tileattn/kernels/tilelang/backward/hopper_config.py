@@ -174,7 +174,7 @@ def _wide(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwa
     """None where tensors' gradients are wanted, or a modification keeps more than one derivative beside S and dP."""
     score = program(call.variant).score
     kept = _kept(score)
-    if paths or kept > 1:
+    if paths or kept > (0 if call.dropout else 1):
         return
     if not _reads(score):
         yield HopperWideConfig(late_dp=kept > 0)
@@ -184,14 +184,16 @@ def _wide(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwa
 def _narrow(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwardConfig]:
     widest = max(padded(call.head_dim), padded(call.head_dim_v))
     score = program(call.variant).score
-    # What is kept beside P, dP, dK and dV leaves registers for fewer queries only.
+    # What is kept beside P, dP, dK and dV leaves registers for fewer queries only, and so does dropout.
+    if call.dropout and widest > 64 and (paths or _bends(score)):
+        yield HopperBackwardConfig(32 if paths and _bends(score) else 48, late_dp=True)
     if paths and widest > 64:
         yield HopperBackwardConfig(32 if _bends(score) else 48 if _crowded(paths) else 64, late_dp=True)
     if paths or _bends(score) or _reads(score):
         yield HopperBackwardConfig(64, late_dp=bool(paths))
     elif widest <= 64:
         yield HopperBackwardConfig(128)
-    elif call.variant in ("", "Causal()"):  # other masks' tests need registers
+    elif call.variant in ("", "Causal()") and not call.dropout:  # other masks' tests need registers
         yield HopperBackwardConfig(80)
     yield HopperBackwardConfig(64)
 

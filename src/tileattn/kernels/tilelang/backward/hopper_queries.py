@@ -35,7 +35,7 @@ import tilelang.language as T
 
 from ....call import AttentionCall
 from ....variant import Program
-from .. import softmax
+from .. import dropout, softmax
 from ..config import padded, panel
 from ..expressions import Emitter
 from ..generic import ROWS
@@ -154,6 +154,7 @@ def scores_to_probabilities(plan, arg, w, k_lo):
     if (k_lo < w.full[0]) | (k_lo + plan.block_N > w.full[1]):
         tile.hide(w.acc_s, w.visible, b, h, q_lo, k_lo, plan.block_M, plan.block_N, False)
     tile.probabilities(w.acc_s, w.lse2, c, plan.block_M, plan.block_N, False)
+    tile.mark_dropped(w.acc_s, w.pattern, row, k_lo, plan.block_M, plan.block_N, False, True)
     for index in plan.early:
         tile.weigh(w.early[index], w.acc_s, plan.block_M, plan.block_N)
 
@@ -161,6 +162,7 @@ def scores_to_probabilities(plan, arg, w, k_lo):
 @T.macro
 def gradients_of_scores(plan, arg, w, k_lo):
     """dS, of the scaled scores, in 16 bits."""
+    tile.drop_gradients(w.acc_s, w.acc_dp, w.pattern, plan.block_M, plan.block_N, False)
     if plan.slopes is None:
         for i, j in T.Parallel(plan.block_M, plan.block_N):
             w.ds[i, j] = w.acc_s[i, j] * (w.acc_dp[i, j] - w.delta[i])
@@ -254,6 +256,8 @@ def consume(plan, arg, w):
         w.at[i] = 0
     if plan.slopes is not None:
         keep_uniforms(plan.slopes, w.uniforms, w.emit, arg.scale, b, h)
+    if plan.call.dropout:
+        dropout.enter_head(w.pattern.words, arg, b, h)
     T.barrier_wait(w.q_ready[0], 0)
     T.barrier_wait(w.do_ready[0], 0)
     first_tile(plan, arg, w, w.task[FIRST] * plan.block_N)
@@ -297,6 +301,7 @@ def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> A
                 lse2=T.alloc_fragment([plan.block_M], "float32"),
                 delta=T.alloc_fragment([plan.block_M], "float32"),
                 uniforms=plan.slopes.allocate() if plan.slopes is not None else None,
+                pattern=tile.Pattern(arg, plan.early) if call.dropout else None,
                 at=T.alloc_local([5], "int32"),
                 full=T.alloc_local([2], "int32"),
                 thread=thread,

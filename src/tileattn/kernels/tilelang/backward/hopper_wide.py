@@ -43,7 +43,7 @@ from tvm import ir
 
 from ....call import AttentionCall
 from ....variant import Program
-from .. import softmax
+from .. import dropout, softmax
 from ..expressions import Emitter
 from ..generic import ROWS
 from ..hopper_plan import WARP, WARPGROUP, _slices
@@ -181,6 +181,11 @@ def loaded(w, group):
     return w.do_ready if group == OF_V else w.q_ready
 
 
+def weight_of_values(plan, arg):
+    """What dV is multiplied by in the end."""
+    return arg.weight if plan.call.dropout else 1.0
+
+
 def freed(w, group):
     return w.do_free if group == OF_V else w.q_free
 
@@ -268,13 +273,16 @@ def scores_to_probabilities(plan, arg, w, group):
     tile.probabilities(w.acc_s, w.lse2, c, 2 * TILE_ROWS, TILE_ROWS, False)
     for index in plan.early:
         tile.weigh(w.early[index], w.acc_s, 2 * TILE_ROWS, TILE_ROWS)
-    T.copy(w.acc_s, w.narrow)
+    first = row - group * TILE_ROWS
+    tile.mark_dropped(w.acc_s, w.pattern, first, w.task[KEY], 2 * TILE_ROWS, TILE_ROWS, False, True)
+    tile.copy_kept(w.acc_s, w.narrow, w.pattern, 2 * TILE_ROWS, TILE_ROWS, False)
 
 
 @T.macro
 def gradients_of_scores(plan, arg, w, group):
     """dS, of the scaled scores, in 16 bits."""
     rows, columns = 2 * TILE_ROWS, TILE_ROWS
+    tile.drop_gradients(w.acc_s, w.acc_dp, w.pattern, rows, columns, False)
     if plan.slopes is None:
         for i, j in T.Parallel(rows, columns):
             w.narrow[i, j] = w.acc_s[i, j] * (w.acc_dp[i, j] - w.delta[i])
@@ -337,6 +345,8 @@ def enter_head(plan, arg, w):
     w.at[END] = tiles_of_head(plan, w, h)[1]
     if plan.slopes is not None:
         keep_uniforms(plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h)
+    if plan.call.dropout:
+        dropout.enter_head(w.pattern.words, arg, w.task[BATCH], h)
 
 
 @T.macro
@@ -396,7 +406,7 @@ def consume(plan, arg, w):
         walk(plan, arg, w, OF_V, count)
     else:
         walk(plan, arg, w, OF_K, count)
-    factor = T.alloc_var("float32", init=T.if_then_else(w.group[0] == OF_V, 1.0, arg.scale))
+    factor = T.alloc_var("float32", init=T.if_then_else(w.group[0] == OF_V, weight_of_values(plan, arg), arg.scale))
     for i, d in T.Parallel(2 * TILE_ROWS, plan.head_dim):
         w.acc[i, d] *= factor
     T.sync_threads(KEYS_READ, CONSUMERS)
@@ -441,6 +451,7 @@ def body(call: AttentionCall, config: HopperWideConfig, traced: Program) -> Any:
                 narrow=T.alloc_fragment(score_tile, plan.dtype),
                 acc=T.alloc_fragment([2 * TILE_ROWS, plan.head_dim], "float32"),  # dV, dK
                 uniforms=plan.slopes.allocate() if plan.slopes is not None else None,
+                pattern=tile.Pattern(arg, plan.early) if call.dropout else None,
                 eight=T.alloc_local([8], plan.dtype),
                 at=T.alloc_local([5], "int32"),
                 full=T.alloc_local([2], "int32"),

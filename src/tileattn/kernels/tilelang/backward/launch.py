@@ -72,7 +72,7 @@ def _facts(call: BackwardCall, name: str) -> str:
         sums = f"dq={adds_dq(call)}"
         return f"{shape} {forward.head_dim_v} dlse={call.dlse} aligned={call.aligned} {sums}"
     config = queries_default(call) if name == "queries" else default(call)
-    facts = f"{shape} {forward.head_dim_v} aligned={forward.aligned} | {config}"
+    facts = f"{shape} {forward.head_dim_v} aligned={forward.aligned} dropout={forward.dropout} | {config}"
     if name == "main":
         facts += f" | dq={adds_dq(call)} {[(str(path.load), path.way) for path in paths(call)]}"
     return f"{facts} | {program(forward.variant).backward_text}"
@@ -82,7 +82,7 @@ def _facts(call: BackwardCall, name: str) -> str:
 OWN_SOURCES = ("config", "finish", "generic", "hopper", "hopper_config", "hopper_queries", "hopper_wide")
 OWN_SOURCES += ("kernels", "layouts", "operands", "order", "prepare", "queries", "signature", "slopes", "tensors")
 OWN_SOURCES += ("tile", "variables", "visible")
-SHARED_SOURCES = ("compile", "config", "expressions", "generic", "mask", "signature", "simplify", "softmax")
+SHARED_SOURCES = ("compile", "config", "dropout", "expressions", "generic", "mask", "signature", "simplify", "softmax")
 
 
 @functools.cache
@@ -91,5 +91,5 @@ def _source_digest() -> str:
     folder = Path(__file__).parent
     files = [folder / f"{name}.py" for name in OWN_SOURCES]
     files += [folder.parent / f"{name}.py" for name in SHARED_SOURCES]
-    files.append(folder.parents[2] / "derivative.py")
+    files += [folder.parents[2] / f"{name}.py" for name in ("derivative", "dropout")]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

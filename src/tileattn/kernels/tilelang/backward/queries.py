@@ -17,7 +17,7 @@ import tilelang.language as T
 
 from ....call import AttentionCall
 from ....variant import Program
-from .. import softmax
+from .. import dropout, softmax
 from ..config import padded
 from ..generic import ROWS
 from ..mask import keep_uniforms
@@ -85,6 +85,9 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program) -> Any:
             registers = slopes.allocate() if slopes is not None else None
             if slopes is not None:
                 keep_uniforms(slopes, registers, emit, arg.scale, b, h)
+            pattern = tile.Pattern(arg, early_ones) if call.dropout else None
+            if call.dropout:
+                dropout.enter_head(pattern.words, arg, b, h)
             c = arg.scale * softmax.LOG2E
             for step in T.Pipelined(count, num_stages=config.num_stages):
                 k_lo = (first + step) * block_N
@@ -97,10 +100,12 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program) -> Any:
                 if (k_lo < full_lo) | (k_lo + block_N > full_hi) | (row + block_M > seqlen_q):
                     tile.hide(acc_s, visible, b, h, q_lo, k_lo, block_M, block_N, False)
                 tile.probabilities(acc_s, lse2, c if slopes is None else 1.0, block_M, block_N, False)
+                tile.mark_dropped(acc_s, pattern, row, k_lo, block_M, block_N, False, False)
                 for index in early_ones:
                     tile.weigh(early[index], acc_s, block_M, block_N)
                 T.copy(arg.v[v_b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v], v_shared, **copy)
                 T.gemm(do_shared, v_shared, acc_dp, transpose_B=True, clear_accum=True, policy=ROWS)
+                tile.drop_gradients(acc_s, acc_dp, pattern, block_M, block_N, False)
                 gradient = acc_s if slopes is None else tile.kept(slopes.program.slope, early, acc_s)
                 tile.score_gradients(gradient, acc_dp, delta, block_M, block_N, False)
                 if slopes is not None and slopes.program.slope.late is not None:

@@ -95,8 +95,8 @@ def declare_finish(builder: Builder, call: AttentionCall, own_order: bool) -> An
 def declare_main(
     builder: Builder, call: AttentionCall, traced: Program, paths: tuple[Path, ...], dq: bool, hopper: bool = False
 ) -> Any:
-    """``(q, k, v, do, lse2, delta, dk, dv, [dq_sum], *handed_over, *tensors, scale, heads_per_kv_head, *ints,
-    *floats)``
+    """``(q, k, v, do, lse2, delta, dk, dv, [dq_sum], *handed_over, [seed], *tensors, scale, heads_per_kv_head,
+    [side_by_side], [threshold, weight], *ints, *floats)``
 
     ``handed_over`` has one tensor for each path, as operands.py describes. ``dq`` says whether dq is added up.
     """
@@ -111,7 +111,8 @@ def declare_main(
 
 
 def declare_queries(builder: Builder, call: AttentionCall, traced: Program, hopper: bool = False) -> Any:
-    """``(q, k, v, do, lse2, delta, dq, *tensors, scale, heads_per_kv_head, [side_by_side], *ints, *floats)``"""
+    """``(q, k, v, do, lse2, delta, dq, [seed], *tensors, scale, heads_per_kv_head, [side_by_side],
+    [threshold, weight], *ints, *floats)``"""
     p = Parameters(builder, call)
     arg = SimpleNamespace(**{name: p.strided(name) for name in ("q", "k", "v", "do")})
     arg.lse2, arg.delta = p.rows("lse2"), p.rows("delta")
@@ -132,10 +133,13 @@ def _handed_over(p: Parameters, index: int, path: Path, traced: Program) -> Any:
 
 
 def _declare_variant(p: Parameters, arg: Any, traced: Program, side_by_side: bool = False) -> None:
+    arg.seed = p.tensor("seed", [1], "int64") if p.call.dropout else None
     arg.operands = {symbol.name: p.builder.prim_func_arg(symbol.name, _operand(symbol)) for symbol in traced.tensors}
     arg.scale, arg.heads_per_kv_head = p.scalar("scale", "float"), p.scalar("heads_per_kv_head", "int")
     if side_by_side:
         arg.side_by_side = p.scalar("side_by_side", "int")
+    if p.call.dropout:
+        arg.threshold, arg.weight = p.scalar("threshold", "int"), p.scalar("weight", "float")
     arg.operands |= {f"i{index}": p.scalar(f"i{index}", "int") for index in range(traced.ints)}
     arg.operands |= {f"f{index}": p.scalar(f"f{index}", "float") for index in range(traced.floats)}
 

@@ -4,6 +4,10 @@
     dS = P * (dP - delta)              of the modified scores
     dS' = dS * slope                   of the scaled ones
 
+With dropout Z, which is 0 or the weight of what is kept, dV takes Z * P, and dP becomes Z * dP. P as it was is needed
+for dS; so the pattern is computed once, and kept as P's sign until dP has come. Where derivatives are kept beside P, it
+has no register to itself so long: there the pattern is computed again.
+
 A tile has keys in its rows and queries in its columns (``keys_first``), or the other way round. ``lse2`` and ``delta``
 have one element for each query. What a mask hides has P = 0, and then a gradient of exactly 0, whatever the slope of
 its modification is: it may be infinite or NaN where nobody looks.
@@ -15,6 +19,7 @@ import tilelang.language as T
 import torch
 
 from ....expr import Expr
+from .. import dropout
 from ..expressions import Emitter, Key, key_in_tile
 from ..mask import Score
 from .slopes import slope_program
@@ -152,3 +157,43 @@ def times_late(result, gradient, late, slopes, registers, emit, scale, b, h, q_l
             "float32",
         )
         result[i, j] = T.if_then_else(gradient[i, j] == 0.0, 0.0, gradient[i, j] * factor)
+
+
+class Pattern:
+    """Dropout of one kernel: the words of a head and a tile, and whether the pattern is kept as P's sign."""
+
+    def __init__(self, arg, early) -> None:
+        self.words, self.weight, self.is_marked = dropout.allocate(), arg.weight, not early
+
+
+@T.macro
+def mark_dropped(acc_s, pattern, row, k_lo, rows, columns, keys_first, own_warps):
+    """Behind the probabilities, in a call with dropout or without. ``own_warps``: in a Hopper schedule."""
+    if pattern is not None:
+        dropout.enter_tile(pattern.words, row, k_lo)
+        if own_warps:
+            dropout.share_in_warp(pattern.words)
+        if pattern.is_marked:
+            dropout.mark(acc_s, pattern.words, rows, columns, keys_first)
+
+
+@T.macro
+def copy_kept(acc_s, p, pattern, rows, columns, keys_first):
+    """What dV is made of, but for the weight."""
+    if pattern is None:
+        T.copy(acc_s, p)
+    else:
+        if pattern.is_marked:
+            dropout.copy_kept(p, acc_s, rows, columns)
+        else:
+            dropout.drop(p, acc_s, pattern.words, rows, columns, keys_first)
+
+
+@T.macro
+def drop_gradients(acc_s, acc_dp, pattern, rows, columns, keys_first):
+    """dP of the dropped probabilities becomes that of all."""
+    if pattern is not None:
+        if pattern.is_marked:
+            dropout.unmark(acc_s, acc_dp, pattern.weight, rows, columns)
+        else:
+            dropout.drop(acc_dp, acc_dp, pattern.words, rows, columns, keys_first, pattern.weight)

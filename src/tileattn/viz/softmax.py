@@ -1,0 +1,177 @@
+"""The online softmax along one row: what is known of it after each tile of keys.
+
+The states are those of `tileattn.reference.online_softmax`, which explains them: m is the largest score so far, l the
+sum of exp(score - m), o the sum of exp(score - m) v. A tile that raises the maximum shrinks what was there by alpha.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tileattn.reference import RowState
+from tileattn.reference.standard import heads_first, positions, tile_scores
+from tileattn.reference.tiled import masked
+from tileattn.validation import check_arguments
+from tileattn.variant import normalize
+from tileattn.viz.style import BLUE, GREEN, LIGHT, ORANGE, RED, empty_figure, heading, titled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class SoftmaxStep:
+    """The state of one row after a tile of keys.
+
+    Attributes:
+        keys: how many keys have been seen.
+        m, l: largest score, and sum of exp(score - m).
+        alpha: exp(m before - m), by which l and o shrank when the tile came; 1 where the maximum stayed. 0 for the
+            first keys that are seen at all.
+        o: sum of exp(score - m) v, not divided by l: (head_dim_v,).
+    """
+
+    keys: int
+    m: float
+    l: float
+    alpha: float
+    o: Tensor
+
+
+def softmax_steps(scores: Tensor, v: Tensor, block_N: int) -> list[SoftmaxStep]:
+    """The states of a row, one for each tile.
+
+    Args:
+        scores: (seqlen_k,) of one row, -inf where the mask hides a key.
+        v: (seqlen_k, head_dim_v).
+        block_N: keys in a tile.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or a block_N below 1.
+    """
+    if scores.ndim != 1 or v.ndim != 2 or len(scores) != len(v) or len(v) < 1:
+        raise ValueError(
+            f"scores must have shape (seqlen_k,) and v (seqlen_k, head_dim_v) with at least one key, got "
+            f"{tuple(scores.shape)} and {tuple(v.shape)}"
+        )
+    if block_N < 1:
+        raise ValueError(f"block_N must be an integer of at least 1, got {block_N!r}")
+    row, values = scores.double()[None], v.double()
+    state = RowState.empty(row, values.shape[1])
+    steps = []
+    for lo in range(0, len(values), block_N):
+        before = state.m
+        state = state.update(row[:, lo : lo + block_N], values[lo : lo + block_N])
+        # Where nothing has been seen yet, l and o are 0 and are multiplied by nothing.
+        alpha = 1.0 if bool(state.m == before) else float(torch.exp(before - state.m))
+        keys = min(lo + block_N, len(values))
+        steps.append(SoftmaxStep(keys, float(state.m), float(state.l), alpha, state.o[0]))
+    return steps
+
+
+@torch.no_grad()
+def row_scores(
+    q: Tensor,
+    k: Tensor,
+    row: int,
+    *,
+    mask: Any = None,
+    score_mod: Any = None,
+    causal: bool = False,
+    scale: float | None = None,
+    b: int = 0,
+    h: int = 0,
+) -> Tensor:
+    """The scores of one row of one head, as the softmax gets them: (seqlen_k,), float64, -inf where masked.
+
+    Args:
+        q, k: (batch, seqlen, heads, head_dim) as `tileattn.attention` takes them.
+        row: which query, from 0; negative ones count from the end.
+        mask, score_mod, causal, scale: as `tileattn.attention` takes them.
+    """
+    check_arguments(q, k, k, None, 0.0, "bshd", scale)
+    if not -q.shape[1] <= row < q.shape[1]:
+        raise ValueError(f"row must be one of the {q.shape[1]} queries, got {row}")
+    masks, mods = normalize(mask, score_mod, causal)
+    q_bh, k_bh, _ = heads_first(q.double(), k.double(), k.double())
+    rows, keys = slice(row % q.shape[1], row % q.shape[1] + 1), slice(0, k.shape[1])
+    scores = tile_scores(q_bh, k_bh, rows, keys, mods, scale)
+    return masked(scores, masks, positions(q_bh, k_bh, rows, keys))[b, h, 0]
+
+
+def draw_softmax(scores: Tensor, v: Tensor, block_N: int, title: str = "Online softmax along a row") -> Figure:
+    """The scores with the running maximum; the factor alpha; l; and the size of o before and after the division.
+
+    Args:
+        scores, v, block_N: as `softmax_steps` takes them.
+    """
+    steps = softmax_steps(scores, v, block_N)
+    figure = empty_figure(7.6, 7.4)
+    panels = figure.subplots(4, 1, sharex=True, height_ratios=(2.2, 1, 1, 1.3))
+    _scores(panels[0], scores, steps)
+    seen = [step for step in steps if step.l > 0]
+    _steps(
+        panels[1], steps, [step.alpha for step in steps], "alpha = exp(m before - m): what was there shrinks", ORANGE
+    )
+    panels[1].set_ylim(0, 1.1)
+    _steps(panels[2], steps, [step.l for step in steps], "l = sum of exp(score - m)", BLUE)
+    sizes = [float(step.o.norm()) for step in steps]
+    _steps(panels[3], steps, sizes, "size of o: in units of exp(m), and divided by l", BLUE, label="|o|")
+    divided = [float(step.o.norm()) / step.l if step.l > 0 else 0.0 for step in steps]
+    _steps(panels[3], steps, divided, None, GREEN, label="|o / l|", dashed=True)
+    _legend(panels[3])
+    panels[3].set_xlabel("keys seen", fontsize=9)
+    for axes in panels:
+        for step in steps[:-1]:
+            axes.axvline(step.keys, color=LIGHT, linewidth=1.0, zorder=0)
+        axes.set_xlim(0, len(scores))
+    lse = f"lse = m + log l = {seen[-1].m + torch.tensor(seen[-1].l).log().item():.3f}" if seen else "no key is visible"
+    grown = sum(0 < step.alpha < 1 for step in steps)
+    heading(
+        figure, title, f"{len(scores)} keys in tiles of {block_N}; the maximum grows {grown} times; at the end {lse}"
+    )
+    return figure
+
+
+def _scores(axes: Axes, scores: Tensor, steps: list[SoftmaxStep]) -> None:
+    visible = scores.isfinite()
+    keys = torch.arange(len(scores)) + 0.5
+    titled(axes, "scores, and m, the largest so far", "", "score")
+    axes.plot(keys[visible], scores[visible], ".", color=BLUE, markersize=4, label="score", zorder=2)
+    _line(axes, steps, [step.m if step.l > 0 else float("nan") for step in steps], RED, "m")
+    _legend(axes)
+
+
+def _legend(axes: Axes) -> None:
+    """Beside the title, where no line is."""
+    axes.legend(frameon=False, fontsize=8.5, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 0.98))
+
+
+def _steps(
+    axes: Axes,
+    steps: list[SoftmaxStep],
+    values: list[float],
+    title: str | None,
+    colour: str,
+    label: str = "",
+    dashed: bool = False,
+) -> None:
+    if title is not None:
+        titled(axes, title)
+    _line(axes, steps, values, colour, label, dashed)
+    axes.set_ylim(bottom=0)
+
+
+def _line(
+    axes: Axes, steps: list[SoftmaxStep], values: list[float], colour: str, label: str, dashed: bool = False
+) -> None:
+    """A level for each tile, over its keys."""
+    edges = [0, *(step.keys for step in steps)]
+    axes.stairs(
+        values, edges, baseline=None, color=colour, linewidth=1.8, label=label, linestyle="--" if dashed else "-"
+    )

@@ -1,0 +1,222 @@
+"""Which tiles of the score matrix a kernel computes under a mask.
+
+A kernel asks a mask two questions for each tile of ``block_M`` queries (`masks.py`): which keys can any of them see
+(``kv_range``; tiles of ``block_N`` keys outside are skipped), and which do all of them see (``full_range``; tiles
+inside compute no mask). The ranges here come from the same traced program that the kernels are generated from, and are
+turned into tiles as `kernels/tilelang/generic.py` does; where a mask's answers are too wide, the map shows the cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tileattn.call import AttentionCall
+from tileattn.expr import evaluate
+from tileattn.kernels.tilelang.config import ARCHITECTURES, HopperConfig
+from tileattn.kernels.tilelang.defaults import default
+from tileattn.masks import And, FunctionMask, Mask, Or
+from tileattn.variant import encode, normalize, program
+from tileattn.viz.style import BLUE, LIGHT, ORANGE, empty_figure, heading, titled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# More tiles than these on a side are thinner than a pixel, and say no more than fewer do.
+MOST_TILES = 512
+# Up to so many tiles on a side, lines between them can be told apart.
+MOST_LINES = 64
+
+
+class Tile(IntEnum):
+    """What a kernel does with a tile."""
+
+    SKIPPED = 0
+    PARTIAL = 1
+    FULL = 2
+
+
+NAMES = {Tile.FULL: "full: no mask computed", Tile.PARTIAL: "partial: mask computed", Tile.SKIPPED: "skipped"}
+COLOURS = {Tile.FULL: BLUE, Tile.PARTIAL: ORANGE, Tile.SKIPPED: LIGHT}
+
+
+@dataclass(frozen=True)
+class TileMap:
+    """What happens to each tile of the scores of one head.
+
+    tiles: int8 (ceil(seqlen_q / block_M), ceil(seqlen_k / block_N)), values of `Tile`. name: the mask's, for a title.
+    """
+
+    tiles: Tensor
+    seqlen_q: int
+    seqlen_k: int
+    block_M: int
+    block_N: int
+    name: str
+
+    def count(self, kind: Tile) -> int:
+        """How many tiles are of a kind."""
+        return int((self.tiles == kind).sum())
+
+    def share(self, kind: Tile) -> float:
+        """The part of all tiles that is of a kind, 0 to 1."""
+        return self.count(kind) / self.tiles.numel()
+
+
+def tile_map(
+    mask: Mask | Any | None,
+    seqlen_q: int,
+    seqlen_k: int,
+    block_M: int = 128,
+    block_N: int = 128,
+    *,
+    causal: bool = False,
+    b: int = 0,
+    h: int = 0,
+) -> TileMap:
+    """The tiles that a kernel visits.
+
+    Args:
+        mask, causal: as `tileattn.attention` takes them.
+        seqlen_q, seqlen_k: lengths, 1 or more.
+        block_M, block_N: rows of Q, and of K and V, in a tile; `kernel_tiles` says those of a kernel.
+        b, h: the batch element and the query head to look at, for masks that depend on them.
+
+    Raises:
+        ValueError: a size is below 1, or there are more than 512 tiles on a side.
+    """
+    _check_sizes(seqlen_q=seqlen_q, seqlen_k=seqlen_k, block_M=block_M, block_N=block_N)
+    normalized, _ = normalize(mask, None, causal)
+    if normalized is not None:
+        normalized.check(b + 1, h + 1, seqlen_q, seqlen_k)
+    key, operands = encode(normalized, ())
+    traced = program(key)
+    values: dict[str, Any] = {"b": b, "h": h, "seqlen_k": seqlen_k}
+    for letter, given in (("t", operands.tensors), ("i", operands.ints), ("f", operands.floats)):
+        values |= {f"{letter}{index}": value for index, value in enumerate(given)}
+    q_lo = torch.arange(0, seqlen_q, block_M) + seqlen_k - seqlen_q
+    values |= {"q_lo": q_lo, "q_hi": (q_lo + block_M).clamp(max=seqlen_k) - 1}
+
+    def asked(bounds: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
+        lo, hi = (torch.as_tensor(evaluate(bound, values)).expand(len(q_lo))[:, None] for bound in bounds)
+        return lo.clamp(min=0), hi.clamp(max=seqlen_k)
+
+    (kv_lo, kv_hi), (full_lo, full_hi) = asked(traced.kv_range), asked(traced.full_range)
+    tile = torch.arange(-(-seqlen_k // block_N))[None]
+    k_lo = tile * block_N
+    first = kv_lo // block_N
+    # At least one tile is visited, all masked where nothing is visible: the loads of Q are waited for inside the loop.
+    end = torch.maximum(-(-kv_hi // block_N), first + 1)
+    visited = (tile >= first) & (tile < end)
+    full = visited & (k_lo >= full_lo) & (k_lo + block_N <= full_hi)
+    tiles = (visited.to(torch.int8) + full.to(torch.int8)).cpu()
+    return TileMap(tiles, seqlen_q, seqlen_k, block_M, block_N, described(normalized))
+
+
+def described(mask: Mask | None) -> str:
+    """A mask as it is written in Python; tensors and functions without what is in them."""
+    if mask is None:
+        return "full"
+    if isinstance(mask, (And, Or)):
+        operator = " & " if isinstance(mask, And) else " | "
+        # `&` binds closer than `|`, as in Python.
+        return operator.join(
+            f"({described(side)})" if isinstance(mask, And) and isinstance(side, Or) else described(side)
+            for side in (mask.x, mask.y)
+        )
+    if isinstance(mask, FunctionMask):
+        return str(getattr(mask.fn, "__name__", "a function")).replace("<lambda>", "a function")
+    fields = [getattr(mask, field.name) for field in dataclasses.fields(mask) if field.init]  # type: ignore[arg-type]
+    return f"{type(mask).__name__}({', '.join('...' if isinstance(x, Tensor) else str(x) for x in fields)})"
+
+
+def _check_sizes(seqlen_q: int, seqlen_k: int, block_M: int, block_N: int) -> None:
+    for name, size in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k), ("block_M", block_M), ("block_N", block_N)):
+        if size < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
+    for length, name, block in ((seqlen_q, "block_M", block_M), (seqlen_k, "block_N", block_N)):
+        if -(-length // block) > MOST_TILES:
+            raise ValueError(
+                f"{length} in tiles of {name}={block} are more than {MOST_TILES} tiles, which no picture shows; take "
+                f"a {name} of at least {-(-length // MOST_TILES)}"
+            )
+
+
+def kernel_tiles(
+    arch: str, head_dim: int, mask: Mask | Any | None = None, *, causal: bool = False, seqlen: int = 4096
+) -> tuple[int, int]:
+    """block_M and block_N of the TileLang forward kernel (bfloat16) that an architecture gets by default.
+
+    Two blocks of threads that share their loads (a cluster) visit the tiles of both: their rows count together.
+
+    Args:
+        arch: "sm_80", "sm_90a", ...
+        head_dim: of q, k and v: a multiple of 8 from 16 to 256.
+        mask, causal: as `tileattn.attention` takes them.
+        seqlen: the shorter of both lengths; short and long calls get other kernels.
+
+    Raises:
+        ValueError: an architecture or a head dim that there is no kernel for.
+    """
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
+    if not 16 <= head_dim <= 256 or head_dim % 8:
+        raise ValueError(f"head_dim must be a multiple of 8 from 16 to 256, got {head_dim}")
+    key, _ = encode(normalize(mask, None, causal)[0], ())
+    config = default(AttentionCall(torch.bfloat16, head_dim, head_dim, key, arch=arch), seqlen)
+    return config.block_M * (config.cluster if isinstance(config, HopperConfig) else 1), config.block_N
+
+
+def draw_tiles(tiles: TileMap, title: str | None = None) -> Figure:
+    """The map of a head: queries downwards, keys to the right, a colour for what happens to a tile.
+
+    Args:
+        tiles: of `tile_map`.
+        title: what to call the mask; by default as `described` does.
+    """
+    # As high as the map, which is drawn to scale unless one side is far longer.
+    ratio = tiles.seqlen_q / tiles.seqlen_k
+    figure = empty_figure(5.6, 1.6 + 4.6 * min(max(ratio if _to_scale(tiles) else 1.0, 0.3), 1.5))
+    fill_tiles(figure.add_subplot(), tiles)
+    visited = 1 - tiles.share(Tile.SKIPPED)
+    sizes = f"{tiles.seqlen_q} queries, {tiles.seqlen_k} keys; tiles of {tiles.block_M} x {tiles.block_N}"
+    heading(figure, title or tiles.name, f"{sizes}; {visited:.0%} visited")
+    from matplotlib.patches import Patch
+
+    figure.legend(
+        handles=[Patch(color=COLOURS[kind], label=f"{name} ({tiles.count(kind)})") for kind, name in NAMES.items()],
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+        fontsize=9,
+    )
+    return figure
+
+
+def fill_tiles(axes: Axes, tiles: TileMap) -> None:
+    """Draw a map into a panel, at its lengths: a tile that ends beyond the last key is cut there."""
+    from matplotlib.colors import ListedColormap
+
+    rows, columns = tiles.tiles.shape
+    edges_q = [min(i * tiles.block_M, tiles.seqlen_q) for i in range(rows + 1)]
+    edges_k = [min(j * tiles.block_N, tiles.seqlen_k) for j in range(columns + 1)]
+    lines: dict[str, Any] = {"edgecolors": "white", "linewidth": 0.6} if max(rows, columns) <= MOST_LINES else {}
+    colours = ListedColormap([COLOURS[kind] for kind in sorted(COLOURS)])
+    axes.pcolormesh(edges_k, edges_q, tiles.tiles.numpy(), cmap=colours, vmin=0, vmax=2, **lines)
+    titled(axes, "", "key", "query row")
+    axes.grid(False)
+    axes.margins(0)
+    axes.set_xlim(0, tiles.seqlen_k)
+    axes.set_ylim(tiles.seqlen_q, 0)
+    if _to_scale(tiles):
+        axes.set_aspect("equal")
+
+
+def _to_scale(tiles: TileMap) -> bool:
+    return 0.25 <= tiles.seqlen_q / tiles.seqlen_k <= 4

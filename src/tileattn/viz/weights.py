@@ -1,0 +1,95 @@
+"""The attention weights of small inputs: what FlashAttention never writes down."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tileattn.reference import standard_attention
+from tileattn.validation import check_arguments
+from tileattn.variant import normalize
+from tileattn.viz.style import LIGHT, SEQUENTIAL, empty_figure, heading, titled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# A larger matrix has more elements than a picture has pixels, and is what attention is made to avoid.
+MOST_TOKENS = 1024
+MOST_HEADS = 16
+
+
+@torch.no_grad()
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    mask: Any = None,
+    score_mod: Any = None,
+    causal: bool = False,
+    scale: float | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
+    """The weights by which values are summed: (batch, heads, seqlen_q, seqlen_k), float64.
+
+    A row sums to 1; to less with a sink, and to 0 where a query sees no key.
+
+    Args:
+        q, k: (batch, seqlen, heads, head_dim) as `tileattn.attention` takes them; at most 1024 tokens.
+        mask, score_mod, causal, scale, sink: as `tileattn.attention` takes them.
+
+    Raises:
+        ValueError: q or k has more than 1024 tokens, or the arguments do not fit each other.
+    """
+    check_arguments(q, k, k, sink, 0.0, "bshd", scale)
+    for name, tensor in (("q", q), ("k", k)):
+        if not 1 <= tensor.shape[1] <= MOST_TOKENS:
+            raise ValueError(f"{name} must have 1 to {MOST_TOKENS} tokens for a picture, got {tensor.shape[1]}")
+    masks, mods = normalize(mask, score_mod, causal)
+    batch, seqlen_k, kv_heads, _ = k.shape
+    # The value of key j is the j-th unit vector: the weighted sum of values is then the weights themselves.
+    one_hot = torch.eye(seqlen_k, dtype=torch.float64, device=k.device)[None, :, None]
+    o, _ = standard_attention(
+        q.double(), k.double(), one_hot.expand(batch, seqlen_k, kv_heads, seqlen_k), masks, mods, sink, scale
+    )
+    return o.transpose(1, 2)
+
+
+def draw_weights(weights: Tensor, title: str = "Attention weights", b: int = 0) -> Figure:
+    """A panel for each head of a batch element; grey where the weight is exactly 0, as where a mask hides the key.
+
+    Args:
+        weights: (batch, heads, seqlen_q, seqlen_k), of `attention_weights`; at most 16 heads.
+        b: the batch element.
+    """
+    if weights.ndim != 4 or weights.shape[1] > MOST_HEADS:
+        raise ValueError(
+            f"weights must have shape (batch, up to {MOST_HEADS} heads, seqlen_q, seqlen_k), got {tuple(weights.shape)}"
+        )
+    import matplotlib
+
+    heads, seqlen_q, seqlen_k = weights.shape[1:]
+    columns = min(heads, 4)
+    lines = -(-heads // columns)
+    figure = empty_figure(max(3.1 * columns, 5.2) + 0.9, 3.1 * lines + 0.7)
+    colours = matplotlib.colormaps[SEQUENTIAL].with_extremes(bad=LIGHT)
+    shown = weights[b].cpu().masked_fill(weights[b].cpu() == 0, torch.nan)
+    panels = []
+    for head in range(heads):
+        axes = figure.add_subplot(lines, columns, head + 1)
+        image = axes.imshow(shown[head].numpy(), cmap=colours, vmin=0, vmax=float(weights[b].max()), aspect="auto")
+        titled(
+            axes,
+            f"head {head}",
+            "key" if head + columns >= heads else "",
+            "query" if head % columns == 0 else "",
+        )
+        axes.grid(False)
+        axes.set_xlim(-0.5, seqlen_k - 0.5)
+        axes.set_ylim(seqlen_q - 0.5, -0.5)
+        panels.append(axes)
+    bar = figure.colorbar(image, ax=panels, shrink=0.85, label="weight")
+    bar.outline.set_visible(False)
+    heading(figure, title, f"{seqlen_q} queries, {seqlen_k} keys; grey: weight 0")
+    return figure
