@@ -14,6 +14,10 @@ from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.config import Config
 from tileattn.kernels.tilelang.defaults import LONG, default
 
+if not torch.cuda.is_available():
+    # Triton reads it when it is imported, and nothing imports it before a test does.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

@@ -678,3 +678,30 @@ def test_every_backend_has_its_own_colour() -> None:
 def test_nothing_measured_is_nothing_to_draw(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing was measured"):
         plot.save(results.begin(CPU, None, "test"), tmp_path / "p.png")
+
+
+# --- Triton's tutorial ---
+
+
+def test_the_tutorial_runs_from_a_copy_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the file: what is measured is found, called as the tutorial calls it, and differentiable."""
+    from tileattn.bench.peers.triton_tutorial import FILE, TritonTutorial
+
+    file = tmp_path / "tutorial.py"
+    file.write_text(
+        "import torch\n"
+        "class _attention:\n"
+        "    def forward(ctx, q, k, v, causal, sm_scale, warp_specialize=True): ...\n"
+        "def attention(q, k, v, causal, sm_scale, warp_specialize):\n"
+        "    assert q.is_contiguous() and not warp_specialize\n"
+        "    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale)\n"
+    )
+    monkeypatch.setenv(FILE, str(file))
+    given = problem.build(square(1, 128, 2, 16, "causal", "fp16"), CPU, direction="bwd")
+    assert TritonTutorial().refusal(given) == "runs on GPUs only"
+    expected = TileAttn().prepare(given).call()
+    got = TritonTutorial().prepare(given).call()
+    torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
+    found, wanted = (torch.autograd.grad(o, tuple(given.inputs().values()), given.do) for o in (got, expected))
+    for x, y in zip(found, wanted):
+        torch.testing.assert_close(x, y, rtol=5e-3, atol=5e-3)

@@ -1,7 +1,8 @@
 """Every backend, on every case: right by the tolerance rule, or refused with the reason that it gives.
 
-On a CPU: the torch backend on the "quick" selection, the reference and the others on "smoke". On a GPU (`pytest -m
-gpu`): TileLang on the "full" selection. A refused case counts as skipped, after its refusal has been checked.
+On a CPU: the torch backend on the "quick" selection, the reference and the others on "smoke", where Triton interprets.
+On a GPU (`pytest -m gpu`): TileLang on the "full" selection, Triton on a part of it. A refused case counts as skipped,
+after its refusal has been checked.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import tileattn
 from compositions import Composition, compositions
+from interpreted import TRITON_STEP, is_slow_to_interpret
 from tileattn import (
     Causal,
     ops,
@@ -43,10 +45,11 @@ def _parameters() -> list[object]:
     found = []
     for case in conformance_cases("quick"):
         for name in [*REFERENCE, *names] if case.smoke else ["torch"]:
-            found.append(pytest.param(case, name, "cpu", id=f"{case.id}-{name}"))
+            marks = [pytest.mark.slow] if name == "triton" and is_slow_to_interpret(case) else []
+            found.append(pytest.param(case, name, "cpu", id=f"{case.id}-{name}", marks=marks))
     if torch.cuda.is_available():
-        for case in conformance_cases("full"):
-            for name in names if case.smoke else ["tilelang"]:
+        for i, case in enumerate(conformance_cases("full")):
+            for name in names if case.smoke else ["tilelang"] if i % TRITON_STEP else ["tilelang", "triton"]:
                 found.append(pytest.param(case, name, "cuda", id=f"{case.id}-{name}-cuda", marks=pytest.mark.gpu))
     return found
 

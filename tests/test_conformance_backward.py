@@ -1,6 +1,7 @@
 """Gradients of every backend, on the conformance cases: right by the tolerance rule, or refused with the reason.
 
-On a CPU: the torch backend on a part of the "quick" selection. On a GPU (`pytest -m gpu`): TileLang on "full".
+On a CPU: the torch backend on a part of the "quick" selection, Triton in its interpreter on a part of "smoke". On a GPU
+(`pytest -m gpu`): TileLang on "full", Triton on a part of it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 import tileattn
+from interpreted import TRITON_STEP, is_slow_to_interpret
 from tileattn import Causal, ops
 from tileattn.dispatch import BACKENDS
 from tileattn.testing import (
@@ -45,10 +47,11 @@ def _parameters() -> list[object]:
         if (i % CPU_STEP and not case.smoke) or (many and case.structure.dtype == "fp16"):
             continue
         for name in names if case.smoke else ["torch"]:
-            found.append(pytest.param(case, name, "cpu", id=f"{case.id}-{name}"))
+            marks = [pytest.mark.slow] if name == "triton" and is_slow_to_interpret(case, backward=True) else []
+            found.append(pytest.param(case, name, "cpu", id=f"{case.id}-{name}", marks=marks))
     if torch.cuda.is_available():
-        for case in conformance_cases("full"):
-            for name in names if case.smoke else ["tilelang"]:
+        for i, case in enumerate(conformance_cases("full")):
+            for name in names if case.smoke else ["tilelang"] if i % TRITON_STEP else ["tilelang", "triton"]:
                 found.append(pytest.param(case, name, "cuda", id=f"{case.id}-{name}-cuda", marks=pytest.mark.gpu))
     return found
 

@@ -455,7 +455,7 @@ def test_nn_is_there_without_being_imported() -> None:
         (
             lambda: get_attention("flash_v3", 32, 4),
             ValueError,
-            "naive, flash_v1, flash_v2, sliding_window, gqa, grouped_query, mqa, multi_query, masked, got 'flash_v3'",
+            "naive, flash_v1, flash_v2, sliding_window, gqa, grouped_query, mqa, multi_query, masked, triton, got",
         ),
         (lambda: get_attention("sliding_window", 32, 4), TypeError, "'sliding_window' needs window_size"),
         (lambda: get_attention("gqa", 32, 4), TypeError, "'gqa' needs num_kv_heads"),

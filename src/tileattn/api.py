@@ -46,9 +46,9 @@ def attention(
     """Exact attention: ``softmax(score_mod(scale * q k^T) + mask) v``, without the matrix of scores in memory.
 
     Args:
-        q: queries (batch, seqlen_q, heads, head_dim); float16 or bfloat16 for the GPU kernels, float8_e4m3fn for those
-            of sm_90a, float32 and float64 as well on the torch backend; k and v in the same. Any strides with a
-            contiguous last dimension, here and below; nothing is copied, but for v in float8_e4m3fn.
+        q: queries (batch, seqlen_q, heads, head_dim); float16 or bfloat16 for the GPU kernels, float32 as well for
+            Triton's, float8_e4m3fn for those of sm_90a, float64 on the torch backend; k and v in the same. Any strides
+            with a contiguous last dimension, here and below; nothing is copied, but for v in float8_e4m3fn.
         k: keys (batch, seqlen_k, kv_heads, head_dim). ``heads % kv_heads == 0``: grouped-query attention, in which
             query head ``h`` uses key/value head ``h // (heads // kv_heads)``.
         v: values (batch, seqlen_k, kv_heads, head_dim_v); head_dim_v may differ from head_dim.
@@ -67,7 +67,7 @@ def attention(
         return_lse: also return the log-sum-exp of the scores, sink included, in natural logarithm.
         deterministic: ask for bitwise equal gradients from run to run, as ``torch.use_deterministic_algorithms(True)``
             does; the forward pass always gives equal results.
-        backend: "tilelang" or "torch" to run there or raise; None takes the first that accepts the call.
+        backend: "tilelang", "triton" or "torch" to run there or raise; None takes the first that accepts the call.
         q_descale: for float8_e4m3fn only: float32 (batch, kv_heads), or broadcastable to it, positive; None is 1. An
             element of q stands for ``float(x) * descale``; the query heads of a group share theirs. See
             :func:`tileattn.quantize_fp8`.

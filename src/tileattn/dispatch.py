@@ -14,6 +14,7 @@ from .dropout import Dropout
 from .fp8 import Descales
 from .kernels.tilelang import backend as tilelang_backend
 from .kernels.torch import backend as torch_backend
+from .kernels.triton import backend as triton_backend
 from .tuner import state
 from .tuner.space import Space
 from .variant import Operands
@@ -76,6 +77,7 @@ class Backend:
         name: what ``attention(backend=...)`` takes.
         summary: one line for people.
         refusal: why it does not run a call, or None where it does.
+        reservation: why it runs a call only where it is named, or None.
         prepare: ``prepare(call, q.shape, k.shape, scale)`` is the forward pass for bshd tensors of these shapes; what
             depends on sizes alone (which kernel, how it is launched) is decided here, once.
         prepare_backward: ``prepare_backward(call, q.shape, k.shape, scale)``, the same for the backward pass of a call
@@ -88,6 +90,7 @@ class Backend:
     name: str
     summary: str
     refusal: Callable[[AttentionCall], str | None]
+    reservation: Callable[[AttentionCall], str | None]
     prepare: Callable[[AttentionCall, torch.Size, torch.Size, float], Forward]
     prepare_backward: Callable[[BackwardCall, torch.Size, torch.Size, float], Backward]
     space: Callable[[AttentionCall, torch.Size, torch.Size, float], Space | None] | None = None
@@ -100,15 +103,25 @@ BACKENDS: tuple[Backend, ...] = (
         "tilelang",
         "TileLang kernels, for GPUs",
         tilelang_backend.refusal,
+        lambda call: None,
         tilelang_backend.prepare,
         tilelang_backend.prepare_backward,
         space=tilelang_backend.space,
         backward_space=tilelang_backend.backward_space,
     ),
     Backend(
+        "triton",
+        "Triton kernels, for GPUs",
+        triton_backend.refusal,
+        triton_backend.reservation,
+        triton_backend.prepare,
+        triton_backend.prepare_backward,
+    ),
+    Backend(
         "torch",
         "PyTorch operations, for any device",
         torch_backend.refusal,
+        lambda call: None,
         torch_backend.prepare,
         torch_backend.prepare_backward,
     ),
@@ -144,6 +157,8 @@ def _select(call: AttentionCall, backend: str | None) -> Backend:
     for candidate in BACKENDS:
         if backend is None or backend == candidate.name:
             reason = candidate.refusal(call)
+            if reason is None and backend is None:
+                reason = candidate.reservation(call)
             if reason is None:
                 return candidate
             reasons.append(f"{candidate.name}: {reason}")

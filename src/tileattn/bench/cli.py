@@ -149,8 +149,9 @@ def bench(
         str | None,
         typer.Option(
             help="Implementations beside tileattn, with commas: eager, sdpa (PyTorch's choice), fa2, cudnn, efficient "
-            "(SDPA's kernels), fa4, flex, tileattn-bf16 (beside fp8); or none. Default: fa2,cudnn on a GPU, sdpa,eager "
-            "on a CPU, tileattn-bf16 for fp8.",
+            "(SDPA's kernels), fa4, flex, tileattn-bf16 (beside fp8), triton (tileattn's), triton-tutorial (the file "
+            "that TILEATTN_TRITON_TUTORIAL names); or none. Default: fa2,cudnn on a GPU, sdpa,eager on a CPU, "
+            "tileattn-bf16 for fp8.",
             metavar="NAME,...",
             show_default=False,
             rich_help_panel=COMPARE,

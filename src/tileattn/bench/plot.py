@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, safe for colour-blind readers, with a grey and an indigo (Paul Tol) for PyTorch's own.
+# Okabe and Ito's palette, safe for colour-blind readers, with a grey and an indigo (Paul Tol) for PyTorch's own,
+# and two more of Tol's for Triton.
 COLOURS = {
     "tileattn": "#D55E00",
     "tileattn-bf16": "#E69F00",
@@ -31,6 +32,8 @@ COLOURS = {
     "sdpa": "#332288",
     "efficient": "#F0E442",
     "eager": "#999999",
+    "triton": "#882255",
+    "triton-tutorial": "#88CCEE",
 }
 LABELS = {
     "tileattn-bf16": "tileattn in bf16",
@@ -41,6 +44,8 @@ LABELS = {
     "sdpa": "PyTorch SDPA",
     "efficient": "memory-efficient (SDPA)",
     "eager": "PyTorch eager",
+    "triton": "tileattn in Triton",
+    "triton-tutorial": "Triton's tutorial",
 }
 INK, FAINT = "#222222", "#777777"
 ENOUGH_FOR_A_PANEL = 3

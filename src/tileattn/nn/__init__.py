@@ -9,8 +9,9 @@
 | :class:`GroupedQueryAttention` | gqa, grouped_query | query heads share key/value heads |
 | :class:`MultiQueryAttention` | mqa, multi_query | all share one |
 | :class:`MaskedAttention` | masked | any mask of tileattn, or a function; without one, plain multi-head attention |
+| :class:`TritonFlashAttention` | triton | FlashAttention-2's kernels in Triton, on GPUs |
 
-The last four run :func:`tileattn.attention`, so on a GPU they run its kernels.
+The last five run :func:`tileattn.attention`, so on a GPU they run its kernels.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .flash import CausalEfficiency, FlashAttentionV1, FlashAttentionV2
 from .grouped import GroupedQueryAttention, KVCacheSize, MultiQueryAttention
 from .masked import MaskedAttention, SlidingWindowAttention
 from .naive import NaiveAttention
+from .triton_flash import TritonFlashAttention
 
 __all__ = [
     "CausalEfficiency",
@@ -33,5 +35,6 @@ __all__ = [
     "NaiveAttention",
     "SelfAttention",
     "SlidingWindowAttention",
+    "TritonFlashAttention",
     "get_attention",
 ]

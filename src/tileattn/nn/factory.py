@@ -13,6 +13,7 @@ from .flash import FlashAttentionV1, FlashAttentionV2
 from .grouped import GroupedQueryAttention, MultiQueryAttention
 from .masked import MaskedAttention, SlidingWindowAttention
 from .naive import NaiveAttention
+from .triton_flash import TritonFlashAttention
 
 CLASSES: dict[str, type[SelfAttention]] = {
     "naive": NaiveAttention,
@@ -24,6 +25,7 @@ CLASSES: dict[str, type[SelfAttention]] = {
     "mqa": MultiQueryAttention,
     "multi_query": MultiQueryAttention,
     "masked": MaskedAttention,
+    "triton": TritonFlashAttention,
 }
 
 
@@ -46,12 +48,12 @@ def get_attention(
 
     Args:
         name: "naive", "flash_v1", "flash_v2", "sliding_window", "gqa" or "grouped_query", "mqa" or "multi_query",
-            "masked".
+            "masked", "triton".
         embed_dim: width of x and of the output.
         num_heads: heads of the queries.
         num_kv_heads: heads of keys and values; None: num_heads. Of all but "mqa"; "gqa" needs it.
         block_size: rows in a tile; None: 64. Of "flash_v1" and "flash_v2".
-        dropout: probability of dropping a weight in training.
+        dropout: probability of dropping a weight in training; 0 for "triton".
         bias: whether the projections add a bias.
         causal: whether a position sees itself and those before it only.
         window_size: positions less than this far away are seen. Of "sliding_window", which needs it.

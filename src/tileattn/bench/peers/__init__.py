@@ -8,8 +8,18 @@ from tileattn.bench.peers.flash_cute import FlashCute
 from tileattn.bench.peers.flex import Flex
 from tileattn.bench.peers.own import TileAttn, TileAttnBf16
 from tileattn.bench.peers.sdpa import Sdpa, sdpa_peers
+from tileattn.bench.peers.triton_tutorial import TritonTutorial
 
-_ALL: tuple[Implementation, ...] = (Eager(), Sdpa(), *sdpa_peers(), FlashCute(), Flex(), TileAttnBf16())
+_ALL: tuple[Implementation, ...] = (
+    Eager(),
+    Sdpa(),
+    *sdpa_peers(),
+    FlashCute(),
+    Flex(),
+    TileAttnBf16(),
+    TileAttn("triton", name="triton"),
+    TritonTutorial(),
+)
 PEERS = {peer.name: peer for peer in _ALL}
 
 __all__ = ["PEERS", "Implementation", "Prepared", "TileAttn"]

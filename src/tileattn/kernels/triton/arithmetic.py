@@ -1,0 +1,37 @@
+"""What masks and score modifications compute with, where Triton's own operation is another or there is none."""
+
+import triton
+import triton.language as tl
+
+TWO_LOG2E = tl.constexpr(2.8853900817779268)
+
+
+@triton.jit
+def tanh(x):
+    """Exact to some 2^-22 of 1, saturating at both ends; Triton has none that runs everywhere."""
+    return 1.0 - 2.0 / (tl.exp2(x * TWO_LOG2E) + 1.0)
+
+
+@triton.jit
+def floor_div(x, y):
+    """Python's ``x // y`` of integers; Triton's rounds towards 0."""
+    quotient, rest = x // y, x % y
+    return tl.where((rest != 0) & ((rest < 0) != (y < 0)), quotient - 1, quotient)
+
+
+@triton.jit
+def floor_mod(x, y):
+    """Python's ``x % y`` of integers."""
+    rest = x % y
+    return tl.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
+
+
+@triton.jit
+def floor_mod_float(x, y):
+    return x - y * tl.floor(x / y)
+
+
+@triton.jit
+def clamped(index, size):
+    """The nearest index within a tensor: tiles reach beyond the last query and key, and use nothing of it."""
+    return tl.minimum(tl.maximum(index, 0), size - 1).to(tl.int64)

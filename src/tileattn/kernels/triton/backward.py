@@ -1,0 +1,279 @@
+"""The backward kernels: FlashAttention-2's (Dao 2023, arXiv 2307.08691, algorithm 2).
+
+With P = exp2(S - lse2), delta = rowsum(dO * O) - dlse and, of a score modification, its derivative f':
+
+    dV = P^T dO,   dS = P * (dO V^T - delta) * f',   dK = scale * dS^T Q,   dQ = scale * dS K
+
+One kernel has a tile of keys and walks over queries, for dk and dv; another has a tile of queries and walks over keys,
+for dq. Scores are computed in both; no two programs add to the same element, so that results do not depend on the order
+in which programs run. Where they may, the first kernel can do the second's work as well (``plan.fused``): it then adds
+its part of dq to a sum in float32, by atomic operations.
+"""
+
+import triton
+import triton.language as tl
+
+from .forward import LOG2E
+from .tiles import (
+    add_product,
+    from_first,
+    from_last,
+    load_rows,
+    load_tile,
+    phases,
+    product,
+    store_rows,
+    store_tile,
+    visible,
+)
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "heads"])
+def prepare_kernel(
+    o, do, lse, dlse, lse2, delta, seqlen_q, heads, o_strides, do_strides,
+    rows: tl.constexpr, head_dim_v: tl.constexpr, padded_v: tl.constexpr,
+):  # fmt: skip
+    """lse in units of log2(e), and delta; dlse may be None. One program for each tile of queries of each head.
+
+    A row that sees no key gets lse2 = inf: exponentials are 0 then.
+    """
+    first, bh = from_first(seqlen_q, rows)
+    b, h = bh // heads, bh % heads
+    o_tile = load_tile(o, o_strides, b, h, first, seqlen_q, rows, head_dim_v, padded_v, False, True)
+    do_tile = load_tile(do, do_strides, b, h, first, seqlen_q, rows, head_dim_v, padded_v, False, True)
+    total = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    if dlse is not None:
+        total -= load_rows(dlse, bh, seqlen_q, first, rows, 0.0).to(tl.float32)
+    store_rows(delta, total, bh, seqlen_q, first, rows)
+    values = load_rows(lse, bh, seqlen_q, first, rows, 0.0)
+    store_rows(lse2, tl.where(values == -float("inf"), float("inf"), values * LOG2E), bh, seqlen_q, first, rows)
+
+
+@triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads", "kv_heads"])
+def keys_kernel(
+    q,
+    k,
+    v,
+    do,
+    lse2,
+    delta,
+    dk,
+    dv,
+    dq_sum,
+    parts,
+    tensors,
+    numbers,
+    scale,
+    seqlen_q,
+    seqlen_k,
+    heads,
+    kv_heads,
+    heads_per_kv_head,
+    q_strides,
+    k_strides,
+    v_strides,
+    do_strides,
+    plan: tl.constexpr,
+):
+    """Writes dk and dv; one program for each tile of keys of each kv head.
+
+    It adds up over the query heads that share the keys. dq_sum: where dq is added up, without the scale, zeros before:
+    (batch * heads * seqlen_q in whole tiles, padded), or None. parts: the workspaces of gradients.py.
+    """
+    first, bh_kv = from_first(seqlen_k, plan.block_N)
+    b, h_kv = bh_kv // kv_heads, bh_kv % kv_heads
+    k_tile = load_tile(k, k_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim, plan.padded, False, True)
+    v_tile = load_tile(
+        v, v_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim_v, plan.padded_v, False, True
+    )
+    at = first + tl.arange(0, plan.block_N)[:, None]
+    k_hi = tl.minimum(first + plan.block_N, seqlen_k) - 1
+    offset = seqlen_k - seqlen_q
+    dk_sum = tl.full([plan.block_N, plan.padded], 0.0, tl.float32)
+    dv_sum = tl.full([plan.block_N, plan.padded_v], 0.0, tl.float32)
+    for member in range(heads_per_kv_head):
+        h = h_kv * heads_per_kv_head + member
+        full_range = plan.full_range(b, h, first, k_hi, seqlen_k, tensors, numbers)
+        if plan.fused:
+            # Keys beyond the last have no probabilities then. Otherwise they do, which reach nothing that is stored.
+            full_range = full_range[0], tl.where(k_hi - first == plan.block_N - 1, full_range[1], full_range[0])
+        start, full_start, full_end, end = phases(
+            plan.any_range(b, h, first, k_hi, seqlen_k, tensors, numbers),
+            full_range,
+            offset,
+            seqlen_q,
+            plan.block_M,
+        )
+        queries = (q, do, lse2, delta, dq_sum, q_strides, do_strides, scale)
+        facts = (b, h, heads, seqlen_q, seqlen_k, parts, tensors, numbers)
+        tiles = (k_tile, v_tile, at)
+        if plan.left_edge:
+            dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, start, full_start, queries, facts, plan, True)
+        dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, full_start, full_end, queries, facts, plan, False)
+        dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, full_end, end, queries, facts, plan, True)
+    store_tile(dk, dk_sum * scale, seqlen_k, kv_heads, b, h_kv, first, plan.block_N, plan.head_dim, plan.padded)
+    store_tile(dv, dv_sum, seqlen_k, kv_heads, b, h_kv, first, plan.block_N, plan.head_dim_v, plan.padded_v)
+
+
+@triton.jit
+def from_queries(dk, dv, tiles, start, end, queries, facts, plan: tl.constexpr, masked: tl.constexpr):
+    """What the rows of queries from start to end add to dk and dv. Scores are transposed: [block_N, block_M]."""
+    k_tile, v_tile, at = tiles
+    q, do, lse2, delta, dq_sum, q_strides, do_strides, scale = queries
+    b, h, heads, seqlen_q, seqlen_k, _parts, tensors, numbers = facts
+    bh = b * heads + h
+    unit = scale * LOG2E
+    if plan.score is not None:
+        unit = LOG2E
+    for first in tl.range(start, end, plan.block_M, warp_specialize=plan.warp_specialize):
+        first = tl.multiple_of(first, plan.block_M)
+        q_tile = load_tile(
+            q, q_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim, plan.padded, plan.tma, masked
+        )
+        row = first + tl.arange(0, plan.block_M)[None, :]
+        positions = row + (seqlen_k - seqlen_q)
+        raw = product(k_tile, q_tile.T, plan.precision)
+        s = raw
+        if plan.score is not None:
+            s = plan.score(raw * scale, b, h, positions, at, tensors, numbers)
+        seen = row < seqlen_q
+        if masked:
+            seen = seen & visible(plan, b, h, positions, at, seqlen_k, tensors, numbers)
+            s = tl.where(seen, s, -float("inf"))
+        p = tl.exp2(s * unit - load_rows(lse2, bh, seqlen_q, first, plan.block_M, float("inf"))[None, :])
+        do_tile = load_tile(
+            do, do_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim_v, plan.padded_v, plan.tma, masked
+        )
+        dv = add_product(p, do_tile, dv, plan.precision)
+        dp = product(v_tile, do_tile.T, plan.precision)
+        ds = p * (dp - load_rows(delta, bh, seqlen_q, first, plan.block_M, 0.0)[None, :])
+        if plan.score is not None:
+            hand_over(ds, raw * scale, seen, row, at, facts, plan)
+            ds = ds * plan.slope(raw * scale, b, h, positions, at, tensors, numbers)
+            if masked:
+                ds = tl.where(seen, ds, 0.0)  # as it was, but a slope may be infinite
+        dk = add_product(ds, q_tile, dk, plan.precision)
+        if plan.fused:
+            dq = product(ds.to(k_tile.dtype).T, k_tile, plan.precision)
+            add_rows(dq_sum, dq, bh * ((seqlen_q + plan.block_M - 1) // plan.block_M * plan.block_M) + first, plan)
+    return dk, dv
+
+
+@triton.jit
+def add_rows(x, tile, first, plan: tl.constexpr):
+    """Adds a tile of queries to rows first, first + 1, ... of a contiguous sum."""
+    if plan.tma:
+        x.atomic_add([first, 0], tile)
+    else:
+        row = first.to(tl.int64) + tl.arange(0, plan.block_M)[:, None]
+        tl.atomic_add(x + row * plan.padded + tl.arange(0, plan.padded)[None, :], tile, sem="relaxed")
+
+
+@triton.jit
+def hand_over(ds, score, seen, row, at, facts, plan: tl.constexpr):
+    """Gradients of what the modification reads from tensors, to the workspaces of gradients.py."""
+    b, h, heads, seqlen_q, seqlen_k, parts, tensors, numbers = facts
+    positions = row + (seqlen_k - seqlen_q)
+    bh = (b * heads + h).to(tl.int64)
+    within = at < seqlen_k
+    for index in tl.static_range(plan.wanted):
+        gradient = tl.where(seen & within, ds * plan.slopes[index](score, b, h, positions, at, tensors, numbers), 0.0)
+        if plan.spread[index]:
+            place = (bh * seqlen_q + row) * seqlen_k + at
+            tl.store(parts[index] + place, gradient, mask=within & (row < seqlen_q))
+        else:
+            # No other program adds to these keys of this head: the order of additions is always the same.
+            place = bh * seqlen_k + at
+            total = tl.sum(gradient, 1)[:, None]
+            tl.atomic_add(parts[index] + place, total, mask=within, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads"])
+def queries_kernel(
+    q,
+    k,
+    v,
+    do,
+    lse2,
+    delta,
+    dq,
+    tensors,
+    numbers,
+    scale,
+    seqlen_q,
+    seqlen_k,
+    heads,
+    heads_per_kv_head,
+    q_strides,
+    k_strides,
+    v_strides,
+    do_strides,
+    plan: tl.constexpr,
+):
+    """Writes dq; one program for each tile of queries of each head."""
+    first, bh = from_last(seqlen_q, plan.block_M)
+    b, h = bh // heads, bh % heads
+    h_kv = h // heads_per_kv_head
+    offset = seqlen_k - seqlen_q
+    q_lo, q_hi = offset + first, offset + tl.minimum(first + plan.block_M, seqlen_q) - 1
+    start, full_start, full_end, end = phases(
+        plan.any_range(b, h, q_lo, q_hi, seqlen_k, tensors, numbers),
+        plan.full_range(b, h, q_lo, q_hi, seqlen_k, tensors, numbers),
+        0,
+        seqlen_k,
+        plan.block_N,
+    )
+
+    q_tile = load_tile(q, q_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim, plan.padded, False, True)
+    do_tile = load_tile(
+        do, do_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim_v, plan.padded_v, False, True
+    )
+    of_rows = (
+        q_tile,
+        do_tile,
+        load_rows(lse2, bh, seqlen_q, first, plan.block_M, float("inf"))[:, None],
+        load_rows(delta, bh, seqlen_q, first, plan.block_M, 0.0)[:, None],
+        q_lo + tl.arange(0, plan.block_M)[:, None],
+    )
+    keys = (k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers)
+    dq_sum = tl.full([plan.block_M, plan.padded], 0.0, tl.float32)
+    if plan.left_edge:
+        dq_sum = from_keys(dq_sum, of_rows, start, full_start, keys, plan, True)
+    dq_sum = from_keys(dq_sum, of_rows, full_start, full_end, keys, plan, False)
+    dq_sum = from_keys(dq_sum, of_rows, full_end, end, keys, plan, True)
+    store_tile(dq, dq_sum * scale, seqlen_q, heads, b, h, first, plan.block_M, plan.head_dim, plan.padded)
+
+
+@triton.jit
+def from_keys(dq, of_rows, start, end, keys, plan: tl.constexpr, masked: tl.constexpr):
+    """What the tiles of keys from start to end add to dq."""
+    q_tile, do_tile, lse2, delta, positions = of_rows
+    k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers = keys
+    unit = scale * LOG2E
+    if plan.score is not None:
+        unit = LOG2E
+    for first in tl.range(start, end, plan.block_N, warp_specialize=plan.warp_specialize):
+        first = tl.multiple_of(first, plan.block_N)
+        k_tile = load_tile(
+            k, k_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim, plan.padded, plan.tma, masked
+        )
+        v_tile = load_tile(
+            v, v_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim_v, plan.padded_v, plan.tma, masked
+        )
+        at = first + tl.arange(0, plan.block_N)[None, :]
+        raw = product(q_tile, k_tile.T, plan.precision)
+        dp = product(do_tile, v_tile.T, plan.precision)
+        s = raw
+        if plan.score is not None:
+            s = plan.score(raw * scale, b, h, positions, at, tensors, numbers)
+        if masked:
+            seen = visible(plan, b, h, positions, at, seqlen_k, tensors, numbers)
+            s = tl.where(seen, s, -float("inf"))
+        p = tl.exp2(s * unit - lse2)
+        ds = p * (dp - delta)
+        if plan.score is not None:
+            ds = ds * plan.slope(raw * scale, b, h, positions, at, tensors, numbers)
+            if masked:
+                ds = tl.where(seen, ds, 0.0)  # as it was, but a slope may be infinite
+        dq = add_product(ds, k_tile, dq, plan.precision)
+    return dq

@@ -1,0 +1,106 @@
+"""Sizes of tiles, and which call gets which: a small table, nothing is tuned unasked.
+
+They are chosen by what compiles without spilling registers, and not measured yet; benchmarks/tune_triton.py times
+others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ...call import AttentionCall
+from ...variant import program
+
+KERNELS = ("forward", "keys", "queries")
+
+
+class Config(NamedTuple):
+    """How a kernel is cut and compiled; names as in Triton.
+
+    ``tma``: whether tensors are copied by the hardware from descriptors, where they are aligned (sm_90 and later).
+    ``fused``: of "keys": whether dq is added up there, by atomic operations, instead of by "queries".
+    """
+
+    block_M: int
+    block_N: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+    warp_specialize: bool = False
+    fused: bool = False
+
+
+# By kernel, then by the larger head dim, padded; for 16 bits. None of them spills where neither mask nor modification
+# is more than causal.
+_HOPPER = {
+    "forward": {
+        64: Config(128, 128, 8, 3, tma=True),
+        128: Config(128, 128, 8, 2, tma=True),
+        256: Config(128, 64, 8, 2, tma=True),
+    },
+    "keys": {
+        64: Config(64, 128, 8, 2, tma=True),
+        128: Config(64, 128, 8, 2, tma=True),
+        256: Config(32, 64, 8, 2, tma=True),
+    },
+    "queries": {
+        64: Config(128, 64, 8, 3, tma=True),
+        128: Config(128, 64, 8, 2, tma=True),
+        256: Config(64, 64, 8, 2, tma=True),
+    },
+}
+# Other NVIDIA GPUs: within the 99 KiB of shared memory that a block has on the smaller ones.
+_NVIDIA = {
+    "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 8, 2)},
+    "keys": {64: Config(64, 128, 8, 2), 128: Config(64, 64, 8, 2), 256: Config(16, 64, 8, 1)},
+    "queries": {64: Config(64, 64, 4, 3), 128: Config(64, 32, 4, 2), 256: Config(64, 32, 8, 1)},
+}
+_AMD = {
+    "forward": {64: Config(128, 64, 4, 1), 128: Config(128, 64, 4, 1), 256: Config(128, 32, 8, 1)},
+    "keys": {64: Config(32, 128, 4, 1), 128: Config(32, 64, 4, 1), 256: Config(16, 64, 4, 1)},
+    "queries": {64: Config(128, 32, 4, 1), 128: Config(64, 32, 4, 1), 256: Config(64, 16, 4, 1)},
+}
+# Few steps, which are what takes the interpreter its time.
+_INTERPRETER = Config(64, 64, 4, 1)
+_FLOAT32 = {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)}
+
+_overrides: dict[str, Config] = {}
+
+
+def default(kernel: str, call: AttentionCall) -> Config:
+    """The configuration of one of :data:`KERNELS`."""
+    if kernel in _overrides:
+        return _overrides[kernel]
+    if call.arch == "cpu":
+        return _INTERPRETER
+    width = max(padded(call.head_dim), padded(call.head_dim_v), 64)
+    if call.dtype.itemsize > 2:
+        return _FLOAT32[width]
+    tables = _AMD if call.arch.startswith("gfx") else _HOPPER if call.arch == "sm_90a" else _NVIDIA
+    config = tables[kernel][width]
+    # Both the scores and their slopes are kept there.
+    small = kernel == "keys" and program(call.variant).score is not None
+    return config._replace(block_M=max(config.block_M // 2, 16), fused=False) if small else config
+
+
+def padded(head_dim: int) -> int:
+    """Columns of a tile: a power of two, and at least what the matrix units take."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def has_descriptors(arch: str) -> bool:
+    """Whether the hardware copies from tensor descriptors."""
+    return arch.startswith("sm_") and int(arch.removeprefix("sm_").rstrip("a")) >= 90
+
+
+@contextlib.contextmanager
+def overridden(**configs: Config) -> Iterator[None]:
+    """Within it, the kernels that are named have these configurations: for benchmarks/tune_triton.py."""
+    _overrides.update(configs)
+    try:
+        yield
+    finally:
+        for name in configs:
+            del _overrides[name]

@@ -1,0 +1,66 @@
+"""Which plan a call's kernels are compiled for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from ...call import AttentionCall
+from ...variant import program
+from .backend import interpreted
+from .config import Config, has_descriptors, padded
+from .expressions import functions
+from .gradients import paths
+from .plan import Plan
+
+
+def scaled_variant(call: AttentionCall, scale: float) -> AttentionCall:
+    """The call, with a modification (the identity) unless its scale is positive.
+
+    Kernels take the maximum of unscaled scores, which is right for positive scales; with a modification they scale
+    first.
+    """
+    if scale <= 0 and program(call.variant).score is None:
+        return dataclasses.replace(call, variant=call.variant + "+{score}")
+    return call
+
+
+@functools.lru_cache(maxsize=1024)
+def make_plan(call: AttentionCall, config: Config, kernel: str, tma: bool, wanted: tuple[bool, ...] = ()) -> Plan:
+    """The plan of one of the kernels "forward", "keys" and "queries"; `wanted`: which tensors' gradients are."""
+    traced, of = program(call.variant), functions(call.variant, wanted)
+    of_keys = kernel == "keys"
+    ranges = (traced.q_range, traced.full_q_range) if of_keys else (traced.kv_range, traced.full_range)
+    return Plan(
+        head_dim=call.head_dim,
+        head_dim_v=call.head_dim_v,
+        padded=padded(call.head_dim),
+        padded_v=padded(call.head_dim_v),
+        block_M=config.block_M,
+        block_N=config.block_N,
+        tma=tma and call.aligned and call.dtype.itemsize == 2 and has_descriptors(call.arch),
+        precision=_precision(call.dtype),
+        warp_specialize=config.warp_specialize,
+        left_edge=traced.allows is not None and not all(_is_zero(bounds[0]) for bounds in ranges),
+        allows=of.allows,
+        score=of.score,
+        slope=of.slope,
+        any_range=of.q_range if of_keys else of.kv_range,
+        full_range=of.full_q_range if of_keys else of.full_range,
+        fused=config.fused,
+        slopes=of.slopes,
+        spread=tuple(path.spread for path in paths(call.variant, wanted)),
+    )
+
+
+def _is_zero(bound: Any) -> bool:
+    return isinstance(bound, int) and bound == 0
+
+
+def _precision(dtype: torch.dtype) -> str:
+    if dtype == torch.bfloat16 and interpreted():
+        return "interpreted"
+    return "ieee" if dtype == torch.float32 else "tf32"

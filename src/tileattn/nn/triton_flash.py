@@ -1,0 +1,61 @@
+"""Attention by the Triton kernels, forward and backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..api import attention
+from ..masks import Mask
+from ..variant import CAUSAL
+from .base import SelfAttention
+
+
+class TritonFlashAttention(SelfAttention):
+    """FlashAttention-2 in Triton: :func:`tileattn.attention` with ``backend="triton"``.
+
+    It runs on GPUs that Triton targets and, where ``TRITON_INTERPRET=1`` is set before Python starts, in Triton's
+    interpreter on a CPU, for tests. Elsewhere `forward` raises NotImplementedError with the reason; no other backend
+    takes over.
+
+    Args:
+        embed_dim, num_heads, num_kv_heads, bias, causal, device, dtype: as :class:`SelfAttention`.
+        dropout: 0; the kernels have none.
+
+    Raises:
+        ValueError: dropout is not 0.
+        TypeError, ValueError: another argument is wrong; see :class:`SelfAttention`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        causal: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            dropout=dropout,
+            bias=bias,
+            causal=causal,
+            device=device,
+            dtype=dtype,
+        )
+        if self.dropout:
+            raise ValueError(
+                f"dropout must be 0, got {dropout}: the Triton kernels have no dropout; MaskedAttention has ('masked')"
+            )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, None]:
+        causal = mask is CAUSAL
+        o = attention(q, k, v, mask=None if causal else mask, causal=causal, backend="triton")
+        assert isinstance(o, Tensor)
+        return o, None

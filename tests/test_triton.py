@@ -1,0 +1,361 @@
+"""The Triton backend: the code that it generates, what it refuses, and its kernels in Triton's interpreter.
+
+On a machine with a GPU the kernels run there. The conformance suite and tests/test_triton_compile.py say more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tileattn
+from tileattn import ALiBi, Causal, Mask, SlidingWindow, SoftCap
+from tileattn.call import AttentionCall, BackwardCall
+from tileattn.dispatch import BACKENDS, select
+from tileattn.kernels.triton import backend, config
+from tileattn.nn import NaiveAttention, TritonFlashAttention, get_attention
+from tileattn.testing import (
+    assert_forward_accurate,
+    assert_gradients_accurate,
+    eager_attention,
+    eager_gradients,
+    gradients,
+    oracle_attention,
+    oracle_gradients,
+)
+from tileattn.variant import encode, normalize
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
+SMALL = {name: config.Config(16, 16, 4, 1) for name in config.KERNELS}
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+# --- Generated code ---
+
+
+def key_of(mask: Any, *mods: Any) -> str:
+    return encode(*normalize(mask, list(mods) or None, causal=False))[0]
+
+
+def test_generated_functions_read_like_written_ones() -> None:
+    from tileattn.kernels.triton.expressions import source
+
+    text = source(key_of(Causal() & SlidingWindow(512, None), SoftCap(30.0)))
+    assert text.startswith('"""And(Causal(),SlidingWindow(i,-))+SoftCap(f)"""\n')
+    for function in (
+        "def allows(b, h, q, k, tensors, numbers):\n    i0 = numbers[0]\n    return (k <= q) & (k >= (q - i0))\n",
+        "def kv_range(b, h, q_lo, q_hi, seqlen_k, tensors, numbers):\n"
+        "    i0 = numbers[0]\n    return tl.maximum(0, (q_lo - i0)), tl.minimum((q_hi + 1), seqlen_k)\n",
+        "def score(score, b, h, q, k, tensors, numbers):\n"
+        "    f0 = numbers[1]\n    return f0 * tanh((score * (1.0 / f0)))\n",
+        "    x0 = tanh((score * (1.0 / f0)))\n    return f0 * ((1.0 - (x0 * x0)) * (1.0 * (1.0 / f0)))\n",
+    ):
+        assert "@triton.jit\n" + function in text or function in text
+
+
+def test_variants_that_differ_in_numbers_share_their_code() -> None:
+    from tileattn.kernels.triton.expressions import functions
+
+    assert functions(key_of(SlidingWindow(5, 0))) is functions(key_of(SlidingWindow(7, 9)))
+
+
+def strange(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Python's // and % also of negative positions; a row may see nothing."""
+    return ((q // 3 + k) % 4 != 1) & ((q - k) % 7 != 0) & ~(q == 2)
+
+
+def stranger(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return tileattn.math.where(h == 1, abs(score) / 2, score) - tileattn.math.sqrt(abs(q - k) / 3.0) + (q < k)
+
+
+def of_keys(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Without a score: nothing flows back to q and k."""
+    return k / 8
+
+
+# --- Which calls it runs ---
+
+CALL = AttentionCall(torch.float16, 64, 64, arch="sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"arch": "gfx942"}, None),
+        ({"arch": "sm_80", "head_dim": 7, "head_dim_v": 256, "needs_grad": True, "aligned": False}, None),
+        ({"dtype": torch.float32}, None),
+        ({"arch": "sm_75"}, "neither an NVIDIA GPU from sm_80 on nor an AMD GPU"),
+        ({"arch": "mps"}, "neither an NVIDIA GPU"),
+        ({"dtype": torch.float64}, "dtype must be float16, bfloat16 or float32"),
+        ({"dtype": torch.float8_e4m3fn}, "dtype must be float16"),
+        ({"head_dim": 257}, "head_dim must lie in 1 .. 256, not 257"),
+        ({"head_dim_v": 512}, "head_dim_v must lie in 1 .. 256, not 512"),
+        ({"dropout": True}, "no dropout"),
+        ({"variant": "+ALiBi(t:float64:n)"}, "must not be float64"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], reason: str | None) -> None:
+    said = backend.refusal(dataclasses.replace(CALL, **changes))
+    assert (said is None) if reason is None else (said is not None and reason in said)
+
+
+def test_on_a_cpu_only_where_it_is_named_and_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = dataclasses.replace(CALL, arch="cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert backend.refusal(call) is None
+    assert "name it" in str(backend.reservation(call))
+    assert backend.reservation(CALL) is None
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "TRITON_INTERPRET=1" in str(backend.refusal(call))
+
+
+def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    assert "pip install triton" in str(backend.refusal(CALL))
+
+
+def test_dispatch_takes_it_where_tilelang_refuses() -> None:
+    assert [each.name for each in BACKENDS][-2:] == ["triton", "torch"]
+    assert select(CALL).name == "tilelang"
+    assert select(dataclasses.replace(CALL, head_dim=20)).name == "triton"
+    assert select(dataclasses.replace(CALL, dtype=torch.float32)).name == "triton"
+    assert select(dataclasses.replace(CALL, dropout=True, head_dim=20)).name == "torch"
+    assert select(dataclasses.replace(CALL, arch="cpu")).name == "torch"
+
+
+# --- The kernels ---
+
+
+def check(
+    name: str,
+    run: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any = None,
+    mods: tuple[Any, ...] = (),
+    scale: float | None = None,
+) -> None:
+    """o, lse and the gradients of q, k and v, by the tolerance rule."""
+    normal, _ = normalize(mask, None, causal=False)
+    rest = (normal, mods, None, scale)
+    leaves = {"dq": q, "dk": k, "dv": v}
+    leaves = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
+    exact = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
+    do = torch.randn(*q.shape[:3], v.shape[3], generator=torch.Generator().manual_seed(5)).to(q)
+    dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1], generator=torch.Generator().manual_seed(6)).to(q.device)
+    oracle = oracle_attention(*exact.values(), *rest)
+    dlse = torch.where(oracle[1].isfinite(), dlse, 0.0)
+    got = run(*leaves.values())
+    assert_forward_accurate(name, got, oracle, eager_attention(q, k, v, *rest))
+    expected, sizes = oracle_gradients(exact, do, dlse, *exact.values(), *rest)
+    eager = eager_gradients(leaves, do, dlse, *leaves.values(), *rest)
+    assert_gradients_accurate(name, gradients(got, leaves, do, dlse), expected, eager, sizes, q.dtype)
+
+
+@pytest.mark.parametrize(
+    ("mask", "mods", "scale"),
+    [
+        (SlidingWindow(17, 5), (), None),
+        (Causal() & SlidingWindow(30, None), (SoftCap(2.0),), None),
+        pytest.param(Causal(), (ALiBi(torch.tensor([0.5, 0.1])), SoftCap(3.0)), -0.3, marks=pytest.mark.slow),
+        (strange, (stranger,), None),
+        pytest.param(None, (), 0.0, marks=pytest.mark.slow),
+    ],
+    ids=["window", "causal-window-softcap", "causal-alibi-softcap-negative", "user", "scale0"],
+)
+def test_in_small_tiles(mask: Any, mods: tuple[Any, ...], scale: float | None) -> None:
+    """So small that short sequences have tiles of each kind; odd sizes, GQA, and keys that are shared by the batch."""
+    mods = tuple(ALiBi(mod.slopes.to(DEVICE)) if isinstance(mod, ALiBi) else mod for mod in mods)
+    q, k = tensor(2, 51, 2, 20), tensor(1, 45, 1, 20, seed=1).expand(2, -1, -1, -1)
+    v = tensor(2, 1, 45, 12, seed=2).transpose(1, 2)
+    mask = mask if mask is None or isinstance(mask, Mask) else tileattn.FunctionMask(mask)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return tileattn.attention(
+            q, k, v, mask=mask, score_mod=list(mods) or None, scale=scale, return_lse=True, backend="triton"
+        )
+
+    with config.overridden(**SMALL):
+        check("small tiles", run, q, k, v, mask, mods, scale)
+
+
+@pytest.mark.parametrize("seqlen_k", [pytest.param(32, marks=pytest.mark.slow), 45])
+def test_fused_backward(seqlen_k: int) -> None:
+    """dq added up by the kernel for dk and dv; keys that are not there add nothing, however negative lse is."""
+    q, k = tensor(1, 37, 2, 20), tensor(1, seqlen_k, 1, 20, seed=1)
+    v = tensor(1, seqlen_k, 1, 12, seed=2)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return tileattn.attention(q, k, v, score_mod=[shifted], return_lse=True, backend="triton")
+
+    with config.overridden(**SMALL | {"keys": config.Config(16, 16, 4, 1, fused=True)}):
+        check("fused", run, q, k, v, None, (shifted,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_fused_backward_by_tma(head_dim: int, causal: bool) -> None:
+    """As above with the tiles that benchmarks/tune_triton.py times, whose sums Hopper adds up by TMA."""
+    q, k, v = (tensor(1, 500 + seed, 2, head_dim, seed=seed) for seed in (0, 1, 1))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return tileattn.attention(q, k, v, causal=causal, return_lse=True, backend="triton")
+
+    with config.overridden(keys=config.Config(64, 128 if head_dim == 64 else 64, 8, 2, tma=True, fused=True)):
+        check("fused by TMA", run, q, k, v, Causal() if causal else None)
+
+
+def shifted(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score - 200.0 + k * 0
+
+
+def test_fused_only_where_the_order_of_sums_is_free() -> None:
+    from tileattn.kernels.triton.launch import Backward
+
+    shape = torch.Size((1, 8, 2, 16))
+    with config.overridden(keys=config.Config(16, 16, 4, 1, fused=True)):
+        for deterministic, needs in itertools.product((False, True), itertools.product((False, True), repeat=3)):
+            call = BackwardCall(dataclasses.replace(CALL, arch="cpu"), (*needs, False), deterministic=deterministic)
+            fused = Backward(call, shape, shape, 1.0).config["keys"].fused
+            assert fused == (needs[0] and (needs[1] or needs[2]) and not deterministic)
+
+
+def test_a_modification_that_replaces_the_score() -> None:
+    q = tensor(1, 9, 2, 16)
+    o, expected = (tileattn.attention(q, q, q, score_mod=of_keys, backend=name) for name in ("triton", "torch"))
+    torch.testing.assert_close(o, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_rows_without_keys() -> None:
+    q, k = tensor(1, 9, 2, 16).requires_grad_(), tensor(1, 4, 2, 16, seed=1).requires_grad_()
+    o, lse = tileattn.attention(q, k, k, causal=True, return_lse=True, backend="triton")
+    assert torch.equal(o[:, :5], torch.zeros_like(o[:, :5]))
+    assert (lse[:, :, :5] == -torch.inf).all()
+    assert lse[:, :, 5:].isfinite().all()
+    dq, dk = torch.autograd.grad(o.sum(), (q, k))
+    assert torch.equal(dq[:, :5], torch.zeros_like(dq[:, :5]))
+    assert dq.isfinite().all()
+    assert dk.isfinite().all()
+
+
+def test_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Hopper copies by TMA. The interpreter knows descriptors, and reads zeros beyond their ends as well."""
+    from tileattn.kernels.triton import launch, plans
+    from tileattn.variant import Operands
+
+    monkeypatch.setattr(plans, "has_descriptors", lambda arch: True)
+    made: list[Any] = []
+    real = launch.TensorDescriptor
+    monkeypatch.setattr(launch, "TensorDescriptor", lambda *given: made.append(given) or real(*given))
+    q, k, v = tensor(2, 37, 2, 24), tensor(2, 45, 2, 24, seed=1), tensor(2, 45, 2, 16, seed=2)
+    key = key_of(Causal())
+    call = AttentionCall(torch.float16, 24, 16, key, needs_grad=True, arch="sm_90a" if DEVICE == "cuda" else "cpu")
+    tma = {name: config.Config(16, 16, 4, 1, tma=True) for name in config.KERNELS}
+    with config.overridden(**tma):
+        forward = launch.Forward(call, q.shape, k.shape, 24**-0.5)
+        backward = launch.Backward(BackwardCall(call, (True, True, True, False)), q.shape, k.shape, 24**-0.5)
+    o, lse = forward(q, k, v, None, Operands())
+    assert len(made) == 2
+    do = tensor(*o.shape, seed=3)
+    found = backward(do, None, q, k, v, o, lse, None, Operands())
+    assert len(made) == 6
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = tileattn.attention(*leaves, causal=True, backend="torch")
+    for got, wanted in zip((o, *found[:3]), (expected, *torch.autograd.grad(expected, leaves, do))):
+        torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
+
+
+def test_only_what_is_wanted_is_computed() -> None:
+    q, k = tensor(1, 20, 2, 16), tensor(1, 20, 2, 16, seed=1)
+    for wanted in ((False, False, True), (True, False, False), (True, True, False), (False, False, False)):
+        leaves = [x.clone().requires_grad_(need) for x, need in zip((q, k, k), wanted)]
+        tileattn.attention(*leaves, backend="triton").sum().backward() if any(wanted) else None
+        assert [leaf.grad is not None for leaf in leaves] == list(wanted)
+
+
+def test_no_queries_and_no_keys() -> None:
+    o, lse = tileattn.attention(
+        tensor(2, 3, 2, 16), tensor(2, 0, 2, 16), tensor(2, 0, 2, 16), return_lse=True, backend="triton"
+    )
+    assert not o.any()
+    assert (lse == -torch.inf).all()
+    assert tileattn.attention(*[tensor(2, 0, 2, 16)] * 3, backend="triton").shape == (2, 0, 2, 16)
+
+
+def test_compiles_in_a_graph() -> None:
+    """torch.compile sees one operator, whose gradient is another."""
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tileattn.attention(q, k, v, causal=True, backend="triton")
+
+    leaves = [tensor(1, 19, 2, 16, seed=seed).requires_grad_() for seed in range(3)]
+    expected = tileattn.attention(*leaves, causal=True, backend="triton")
+    o = step(*leaves)
+    torch.testing.assert_close(o, expected, rtol=0, atol=0)
+    for got, wanted in zip(torch.autograd.grad(o.sum(), leaves), torch.autograd.grad(expected.sum(), leaves)):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_are_the_same_in_each_run(head_dim: int) -> None:
+    leaves = [tensor(2, 1000, 4, head_dim, seed=seed).requires_grad_() for seed in range(3)]
+    runs = [
+        torch.autograd.grad(tileattn.attention(*leaves, causal=True, backend="triton").sum(), leaves) for _ in range(3)
+    ]
+    for other in runs[1:]:
+        assert all(map(torch.equal, runs[0], other))
+
+
+@pytest.mark.gpu
+def test_captured_in_a_cuda_graph() -> None:
+    q = tensor(2, 333, 4, 64)
+    expected = tileattn.attention(q, q, q, causal=True, backend="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = tileattn.attention(q, q, q, causal=True, backend="triton")
+    o.zero_()
+    graph.replay()
+    assert torch.equal(o, expected)
+
+
+# --- The module ---
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_module_equals_the_textbook(causal: bool, kv_heads: int) -> None:
+    options = {"num_kv_heads": kv_heads, "causal": causal, "dtype": torch.float32, "device": DEVICE}
+    naive, module = NaiveAttention(32, 4, **options), get_attention("triton", 32, 4, **options)
+    assert isinstance(module, TritonFlashAttention)
+    module.load_state_dict(naive.state_dict())
+    found = []
+    for each in (module, naive):
+        x = tensor(2, 21, 32, dtype=torch.float32).requires_grad_()
+        output, weights = each(x)
+        output.square().sum().backward()
+        found.append([output, x.grad, *(parameter.grad for parameter in each.parameters())])
+        assert (weights is None) == (each is module)
+    for got, expected in zip(*found):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_module_has_no_dropout() -> None:
+    with pytest.raises(ValueError, match=r"dropout must be 0, got 0\.1: the Triton kernels have no dropout"):
+        get_attention("triton", 32, 4, dropout=0.1)

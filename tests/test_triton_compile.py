@@ -1,0 +1,74 @@
+"""Triton's kernels, compiled for GPUs that are not there: they fit into shared memory, and hardly spill on Hopper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tileattn.kernels.triton.config import KERNELS
+from triton_compiler import SHARED_BYTES, compiled
+
+pytest.importorskip("triton")
+
+
+def check(arch: str, **call: Any) -> list[dict[str, Any]]:
+    """All kernels of a call."""
+    reports = compiled(arch, [call])
+    names = ("forward", "prepare", *ORDER) if call.get("backward", True) else ("forward",)
+    assert [report["kernel"] for report in reports] == [f"{name}_kernel" for name in names]
+    for report in reports:
+        assert report["shared"] <= SHARED_BYTES[arch], report
+        if arch == "sm_90a":
+            assert report["spills"] <= SPILLED_BYTES, report
+    return [report for report in reports if report["kernel"] != "prepare_kernel"]
+
+
+ORDER = ("keys", "queries")
+SPILLED_BYTES = 64  # by a version of Triton other than the one that the configurations were chosen with
+
+
+def test_the_order_names_all_kernels() -> None:
+    assert {"forward", *ORDER} == set(KERNELS)
+
+
+def test_hopper_multiplies_warpgroups_and_copies_by_tma() -> None:
+    for report in check("sm_90a", head_dim=128, variant="causal"):
+        assert report["wgmma"] > 0, report
+        assert report["tma"] > 0, report
+        assert report["mma"] == 0, report
+
+
+def test_ampere_copies_asynchronously() -> None:
+    for report in check("sm_80", head_dim=64, backward=False):
+        assert report["mma"] > 0, report
+        assert report["cp_async"] > 0, report
+
+
+def test_amd_has_matrix_instructions() -> None:
+    for report in check("gfx942", head_dim=64, backward=False):
+        assert report["mma"] > 0, report
+
+
+SLOW = [
+    (arch, call)
+    for arch in ("sm_90a", "sm_80", "gfx942")
+    for call in (
+        {"head_dim": 64, "variant": "causal"},
+        {"head_dim": 64, "variant": "everything", "group": 4},
+        {"head_dim": 128, "variant": "bias", "dtype": "bfloat16"},
+        {"head_dim": 192, "head_dim_v": 128, "variant": "causal"},
+        {"head_dim": 256, "variant": "causal"},
+        {"head_dim": 80, "aligned": False},
+        {"head_dim": 128, "dtype": "float32"},
+        {"head_dim": 256, "dtype": "float32", "variant": "causal"},
+    )
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "call"), SLOW, ids=lambda value: value if isinstance(value, str) else str(value))
+def test_other_calls(arch: str, call: dict[str, Any]) -> None:
+    """In shared memory, that is; where scores are modified, and in float32, registers may spill."""
+    for report in compiled(arch, [call]):
+        assert report["shared"] <= SHARED_BYTES[arch], report
