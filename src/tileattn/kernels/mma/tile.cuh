@@ -1,0 +1,78 @@
+// Tiles of 16-bit elements in shared memory: where they lie, how they come there, how warps read them.
+//
+// ldmatrix reads 8 rows of 16 bytes at a time. If rows are 128 bytes apart, or a multiple, all 8 come from the same four
+// banks, one after another. Two ways out, chosen by SWIZZLE:
+//   0  padded:   each row is 16 bytes longer, so that the next begins four banks further;
+//   1  swizzled: 16-byte chunk c of row r lies where chunk c ^ r would, with as many bits as a row's chunks have.
+// Swizzling takes no room, and rows stay aligned to their own size.
+#pragma once
+#include "ptx.cuh"
+
+constexpr int THREADS = WARPS * 32;
+
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+
+template <int ROWS_, int COLUMNS>
+struct Tile {
+  static_assert(THREADS % 64 == 0, "a thread's rows are a multiple of 8 apart");
+  static constexpr int ROWS = ROWS_;
+  static constexpr int CHUNKS = COLUMNS / 8;                                     // 16 bytes each
+  static constexpr int PERIOD = (CHUNKS & -CHUNKS) < 8 ? (CHUNKS & -CHUNKS) : 8;  // chunks that change places
+  static constexpr int STRIDE = COLUMNS * 2 + (SWIZZLE ? 0 : 16);                // bytes from row to row
+  static constexpr int BYTES = ROWS * STRIDE;
+
+  unsigned address;
+
+  // Which chunks of a row change places: rows that lie in the same banks differ in it.
+  static DEVICE int turn(int row) { return SWIZZLE ? row / (8 / PERIOD) % PERIOD : 0; }
+
+  DEVICE unsigned at(int row, int chunk) const { return address + row * STRIDE + (chunk ^ turn(row)) * 16; }
+
+  // Begins to copy rows 0 .. there - 1 of a matrix whose rows are `stride` elements apart; the others become zero.
+  // Each thread has the same columns in rows that are a multiple of 8 apart: all its addresses differ by constants.
+  DEVICE void copy(const Element* from, long long stride, int there) const {
+    constexpr int STEP = THREADS / PERIOD;
+    int row = threadIdx.x / PERIOD, chunk = threadIdx.x % PERIOD;
+    unsigned to = at(row, chunk);
+    from += row * stride + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < (ROWS + STEP - 1) / STEP; ++i) {
+#pragma unroll
+      for (int j = 0; j < CHUNKS; j += PERIOD)
+        if (ROWS % STEP == 0 || row + i * STEP < ROWS)
+          cp_async_16(to + i * STEP * STRIDE + j * 16, from + j * 8, row + i * STEP < there);
+      from += STEP * stride;
+    }
+  }
+
+  // Where this lane finds its row of the 16 x 16 elements at (row, column), both multiples of 16: see `Lane`.
+  template <class LANE>
+  DEVICE unsigned block(const LANE& lane, int row, int column) const {
+    constexpr int LOW = SWIZZLE ? PERIOD * 16 - 1 : 0;  // of the column's bits, those that change places
+    int bytes = column * 2;
+    return address + ((lane.offset ^ (bytes & LOW)) + (bytes & ~LOW)) + row * STRIDE;
+  }
+};
+
+// The order of the four 8 x 8 matrices in a 16 x 16 block, as offsets of this lane's row in a tile.
+//   down first:   rows 0-7, rows 8-15, then columns 8-15 the same: A of a product; V, transposed, as B.
+//   across first: columns 0-7, columns 8-15, then rows 8-15: K as B, whose "columns" are its rows.
+enum Order { DOWN_FIRST, ACROSS_FIRST };
+
+template <class TILE, Order order>
+struct Lane {
+  unsigned offset;
+  DEVICE Lane() {
+    int lane = lane_index();
+    int row = order == DOWN_FIRST ? lane % 16 : lane % 8 + lane / 16 * 8;
+    int chunk = order == DOWN_FIRST ? lane / 16 : lane / 8 % 2;
+    offset = row * TILE::STRIDE + (chunk ^ TILE::turn(row)) * 16;
+  }
+};
+
+// Changes the sign of a tile's elements: a negative scale becomes a positive one. All threads, between barriers.
+template <class TILE>
+DEVICE void negate(const TILE& tile) {
+  for (int i = threadIdx.x; i < TILE::BYTES / 4; i += THREADS)
+    store_shared(tile.address + 4 * i, load_shared_word(tile.address + 4 * i) ^ 0x80008000u);
+}
