@@ -12,6 +12,7 @@ import torch
 from .call import AttentionCall, BackwardCall, Gradients
 from .dropout import Dropout
 from .fp8 import Descales
+from .kernels.mma import backend as mma_backend
 from .kernels.tilelang import backend as tilelang_backend
 from .kernels.torch import backend as torch_backend
 from .variant import Operands
@@ -86,7 +87,23 @@ class Backend:
     refusal: Callable[[AttentionCall], str | None]
     reservation: Callable[[AttentionCall], str | None]
     prepare: Callable[[AttentionCall, torch.Size, torch.Size, float], Forward]
-    prepare_backward: Callable[[BackwardCall, torch.Size, torch.Size, float], Backward]
+    prepare_backward: Callable[[BackwardCall, torch.Size, torch.Size, float], Backward] | None
+    configured: Callable[[str], Backend] | None = None
+
+
+@functools.lru_cache(maxsize=256)
+def _mma(options: str) -> Backend:
+    """The ladder, or one rung of it with these options."""
+    choice = mma_backend.parse(options)
+    return Backend(
+        "mma" + ":" * bool(options) + options,
+        "CUDA C++ kernels with mma.sync, a ladder to learn from; only by name",
+        functools.partial(mma_backend.refusal, choice),
+        functools.partial(mma_backend.reservation, choice),
+        functools.partial(mma_backend.prepare, choice),
+        None,
+        _mma,
+    )
 
 
 # In order of preference: the first that accepts a call runs it.
@@ -99,6 +116,7 @@ BACKENDS: tuple[Backend, ...] = (
         tilelang_backend.prepare,
         tilelang_backend.prepare_backward,
     ),
+    _mma(""),
     Backend(
         "torch",
         "PyTorch operations, for any device",
@@ -115,10 +133,11 @@ def select(call: AttentionCall, backend: str | None = None) -> Backend:
 
     Args:
         call: the call's static facts.
-        backend: a name of :data:`BACKENDS`, which then runs the call or raises; None takes the first that accepts.
+        backend: a name of :data:`BACKENDS`, which then runs the call or raises; None takes the first that accepts. The
+            ladder's may name a rung and options, as in ``"mma:split_q,stages=1"``.
 
     Raises:
-        ValueError: no backend has that name.
+        ValueError: no backend has that name, or its options are wrong.
         NotImplementedError: the named backend (or every backend) refuses the call; the message says why.
     """
     _check_name(backend)
@@ -129,21 +148,35 @@ _NAMES = tuple(candidate.name for candidate in BACKENDS)
 
 
 def _check_name(backend: str | None) -> None:
-    if backend is not None and backend not in _NAMES:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, _NAMES))} or None, got {backend!r}")
+    if backend is not None:
+        named(backend)
+
+
+def named(name: str) -> Backend:
+    """The backend of a name, with the options in it.
+
+    Raises:
+        ValueError: there is none, or its options are wrong.
+    """
+    first, colon, options = name.partition(":") if isinstance(name, str) else ("", "", "")
+    found = next((candidate for candidate in BACKENDS if candidate.name == first), None)
+    if found is None or (colon and found.configured is None):
+        raise ValueError(f"backend must be one of {', '.join(map(repr, _NAMES))} or None, got {name!r}")
+    if found.configured is None or not colon:
+        return found
+    return found.configured(options)
 
 
 @functools.lru_cache(maxsize=4096)
 def _select(call: AttentionCall, backend: str | None) -> Backend:
     reasons = []
-    for candidate in BACKENDS:
-        if backend is None or backend == candidate.name:
-            reason = candidate.refusal(call)
-            if reason is None and backend is None:
-                reason = candidate.reservation(call)
-            if reason is None:
-                return candidate
-            reasons.append(f"{candidate.name}: {reason}")
+    for candidate in BACKENDS if backend is None else (named(backend),):
+        reason = candidate.refusal(call)
+        if reason is None and backend is None:
+            reason = candidate.reservation(call)
+        if reason is None:
+            return candidate
+        reasons.append(f"{candidate.name}: {reason}")
     who = "no backend runs" if backend is None else f"backend={backend!r} does not run"
     raise NotImplementedError(f"{who} this call ({call}): " + "; ".join(reasons))
 
@@ -175,4 +208,6 @@ def prepare_backward(
 def _prepare_backward(
     call: BackwardCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Backward:
-    return _select(call.forward, backend).prepare_backward(call, q_shape, k_shape, scale)
+    prepare = _select(call.forward, backend).prepare_backward
+    assert prepare is not None  # who has none refuses calls that need gradients
+    return prepare(call, q_shape, k_shape, scale)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 
@@ -17,7 +14,6 @@ LARGE_HEAD_DIMS = tuple(range(256, 1025, 128))
 ACCUMULATIONS = ("fp32", "fp16")
 LAYOUTS = ("padded", "swizzle")
 STAGES = (1, 2)
-MAX_SHARED_MEMORY = 227 * 1024  # bytes of a block, on sm_90; ARCHITECTURES has those of others
 
 
 @dataclass(frozen=True)
@@ -56,6 +52,9 @@ class Tiles:
     warps: int
     blocks: int
 
+    def __str__(self) -> str:
+        return f"{self.block_M}x{self.block_N}x{self.warps}x{self.blocks}"
+
     @property
     def threads(self) -> int:
         """Of a block."""
@@ -72,8 +71,7 @@ class Kernel:
     tiles: Tiles
 
     def __str__(self) -> str:
-        tiles, dtype = self.tiles, str(self.dtype).removeprefix("torch.")
-        return f"{self.variant} {dtype} d{self.head_dim} {tiles.block_M}x{tiles.block_N} {tiles.warps} warps x {tiles.blocks}"
+        return f"{self.variant},tiles={self.tiles} {str(self.dtype).removeprefix('torch.')} d{self.head_dim}"
 
     def macros(self) -> dict[str, int]:
         """The constants that the sources want."""
