@@ -15,7 +15,6 @@
 #define __device__
 #define __forceinline__ inline
 #define DEVICE inline
-#define __builtin_inff() INFINITY
 
 typedef unsigned short Element;
 
@@ -98,6 +97,8 @@ static inline void mma(unsigned (&c)[2], const unsigned (&a)[4], unsigned b0, un
 
 // --- Numbers ---
 
+static inline float infinity() { return INFINITY; }
+
 static inline float exp2_fast(float x) { return exp2f(x); }
 static inline float log2_fast(float x) { return log2f(x); }
 static inline unsigned pack(float low, float high) {
@@ -141,5 +142,7 @@ static inline bool any_lane(bool x) {
   with_warp([] {});
   return any;
 }
+static inline unsigned unknown(unsigned x) { return x; }
+static inline unsigned block_index() { return blockIdx.x; }
 static inline int lane_index() { return lane(); }
 static inline int warp_index() { return warp(); }

@@ -32,14 +32,14 @@ DEVICE void store_columns(Element* row, const float (&pairs)[4][2], bool there) 
 
 // A warp's rows of O, from the block's query `first` on, in columns from `column` on.
 template <int M, int N>
-DEVICE void store_output(const Problem& problem, const Softmax<M>& softmax, const Sums (&o)[M][N], int first, int column) {
+DEVICE void store_output(const Output& output, const Softmax<M>& softmax, const Sums (&o)[M][N], int first, int column) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       int query = first + m * 16 + row * 8 + lane_index() / 4;
       float inverse = softmax.inverse(m, row);
-      Element* to = problem.o + query * problem.o_stride + column;
+      Element* to = output.o + query * output.stride + column;
 #pragma unroll
       for (int n = 0; n < N; n += 4) {
         float pairs[4][2];
@@ -47,19 +47,19 @@ DEVICE void store_output(const Problem& problem, const Softmax<M>& softmax, cons
         for (int i = 0; i < 4; ++i)
 #pragma unroll
           for (int j = 0; j < 2; ++j) pairs[i][j] = value(o[m][n + i], row, j) * inverse;
-        store_columns(to + n * 8, pairs, query < problem.queries);
+        store_columns(to + n * 8, pairs, query < output.queries);
       }
     }
 }
 
 template <int M>
-DEVICE void store_lse(const Problem& problem, const Softmax<M>& softmax, int first) {
-  if (problem.lse == nullptr || lane_index() % 4 != 0) return;
+DEVICE void store_lse(const Output& output, const Softmax<M>& softmax, int first) {
+  if (output.lse == nullptr || lane_index() % 4 != 0) return;
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       int query = first + m * 16 + row * 8 + lane_index() / 4;
-      if (query < problem.queries) problem.lse[query] = softmax.lse(m, row);
+      if (query < output.queries) output.lse[query] = softmax.lse(m, row);
     }
 }

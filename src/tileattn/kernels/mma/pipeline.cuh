@@ -9,12 +9,12 @@ typedef Tile<BLOCK_N, HEAD_DIM> KeyTile;
 
 DEVICE void copy_keys(const Problem& problem, unsigned to, int tile) {
   int first = tile * BLOCK_N;
-  KeyTile{to}.copy(problem.k + first * problem.k_stride, problem.k_stride, problem.keys - first);
+  KeyTile{to}.copy(problem.k + first * problem.arguments.k_row, problem.arguments.k_row, problem.keys - first);
   cp_async_commit();
 }
 DEVICE void copy_values(const Problem& problem, unsigned to, int tile) {
   int first = tile * BLOCK_N;
-  KeyTile{to}.copy(problem.v + first * problem.v_stride, problem.v_stride, problem.keys - first);
+  KeyTile{to}.copy(problem.v + first * problem.arguments.v_row, problem.arguments.v_row, problem.keys - first);
   cp_async_commit();
 }
 
@@ -113,7 +113,7 @@ typedef Tile<BLOCK_M, HEAD_DIM> QueryTile;
 
 // Begins to copy the block's queries.
 DEVICE void copy_queries(const Problem& problem, const QueryTile& tile) {
-  tile.copy(problem.q, problem.q_stride, problem.queries);
+  tile.copy(problem.q, problem.arguments.q_row, problem.queries);
   cp_async_commit();
 }
 

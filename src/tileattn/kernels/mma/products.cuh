@@ -24,13 +24,12 @@ DEVICE void clear(Sums (&x)[M][N]) {
 // Rows of Q that a warp multiplies, in shared memory: read anew in each product.
 template <int M, class TILE>
 struct QueriesInShared {
-  TILE tile;
-  int row;
-  Lane<TILE, DOWN_FIRST> lane;
-  DEVICE QueriesInShared(TILE tile, int row) : tile(tile), row(row) {}
+  TILE rows;
+  DEVICE QueriesInShared(TILE tile, int row) : rows{tile.address + row * TILE::STRIDE} {}
   DEVICE void read(unsigned (&a)[M][4], int column) const {
+    Blocks<TILE, DOWN_FIRST> blocks(rows);
 #pragma unroll
-    for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], tile.block(lane, row + m * 16, column));
+    for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], blocks.at(m * 16, column));
   }
 };
 
@@ -55,7 +54,7 @@ struct QueriesInRegisters {
 // S += Q K^T over COLUMNS of the head dim: K's rows from `row` on, N * 8 of them; Q's columns from `column` on.
 template <int COLUMNS, int M, int N, class QUERIES, class TILE>
 DEVICE void add_scores(Sums (&s)[M][N], const QUERIES& q, int column, const TILE& k, int row) {
-  Lane<TILE, ACROSS_FIRST> lane;
+  Blocks<TILE, ACROSS_FIRST> blocks(TILE{k.address + row * TILE::STRIDE});
 #pragma unroll
   for (int i = 0; i < COLUMNS; i += 16) {
     unsigned a[M][4];
@@ -63,7 +62,7 @@ DEVICE void add_scores(Sums (&s)[M][N], const QUERIES& q, int column, const TILE
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
       unsigned b[4];
-      ldmatrix_x4(b, k.block(lane, row + n * 8, i));
+      ldmatrix_x4(b, blocks.at(n * 8, i));
 #pragma unroll
       for (int m = 0; m < M; ++m) {
         mma(s[m][n], a[m], b[0], b[1]);
@@ -88,7 +87,7 @@ struct Probabilities {
 // O += P V over KEYS keys: P's from `key` on, V's rows from `row` on; V's columns from `column` on, N * 8 of them.
 template <int KEYS, int M, int N, class PROBABILITIES, class TILE>
 DEVICE void add_values(Sums (&o)[M][N], const PROBABILITIES& p, int key, const TILE& v, int row, int column) {
-  Lane<TILE, DOWN_FIRST> lane;
+  Blocks<TILE, DOWN_FIRST> blocks(TILE{v.address + row * TILE::STRIDE});
 #pragma unroll
   for (int i = 0; i < KEYS; i += 16) {
     unsigned a[M][4];
@@ -96,7 +95,7 @@ DEVICE void add_values(Sums (&o)[M][N], const PROBABILITIES& p, int key, const T
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
       unsigned b[4];
-      ldmatrix_x4_transposed(b, v.block(lane, row + i, column + n * 8));
+      ldmatrix_x4_transposed(b, blocks.at(i, column + n * 8));
 #pragma unroll
       for (int m = 0; m < M; ++m) {
         mma(o[m][n], a[m], b[0], b[1]);

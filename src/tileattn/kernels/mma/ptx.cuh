@@ -85,6 +85,8 @@ DEVICE void mma(unsigned (&c)[2], const unsigned (&a)[4], unsigned b0, unsigned 
 
 // --- Numbers ---
 
+DEVICE float infinity() { return __int_as_float(0x7f800000); }
+
 DEVICE float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -154,6 +156,14 @@ DEVICE unsigned exp2_half(unsigned x) {
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE unsigned shuffle_xor(unsigned x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
+
+// The same number, of which the compiler does not know where it comes from: what follows from it is computed where it is
+// used, and not kept in registers.
+DEVICE unsigned unknown(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+DEVICE unsigned block_index() { return unknown(blockIdx.x); }
 
 DEVICE int lane_index() { return threadIdx.x % 32; }
 // The same in all lanes, which a shuffle tells the compiler.

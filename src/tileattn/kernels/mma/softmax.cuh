@@ -8,8 +8,6 @@
 #pragma once
 #include "products.cuh"
 
-constexpr float INFINITE = __builtin_inff();
-
 // `best` over the four lanes that share a row.
 DEVICE float max_of_row(float best) {
   best = fmaxf(best, shuffle_xor(best, 1));
@@ -35,7 +33,7 @@ struct Softmax {
     c = low_half(pack_half(c, c));  // as the multiplication sees it
 #endif
 #pragma unroll
-    for (int m = 0; m < M; ++m) top[m][0] = top[m][1] = -INFINITE, sum[m][0] = sum[m][1] = 0;
+    for (int m = 0; m < M; ++m) top[m][0] = top[m][1] = -infinity(), sum[m][0] = sum[m][1] = 0;
   }
 
   // -inf where a row does not see a key: `key` is the first of the tile, `limit` the last key that row 0 may see, and
@@ -55,8 +53,8 @@ struct Softmax {
           s[m][n][row] = (column > own ? 0xfc00u : s[m][n][row] & 0xffffu) |
                          (column + 1 > own ? 0xfc000000u : s[m][n][row] & 0xffff0000u);
 #else
-          if (column > own) s[m][n][2 * row] = -INFINITE;
-          if (column + 1 > own) s[m][n][2 * row + 1] = -INFINITE;
+          if (column > own) s[m][n][2 * row] = -infinity();
+          if (column + 1 > own) s[m][n][2 * row + 1] = -infinity();
 #endif
         }
       }
@@ -89,7 +87,7 @@ struct Softmax {
     for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        float before = top[m][row], now = best[m][row] == -INFINITE ? -INFINITE : best[m][row] * c;
+        float before = top[m][row], now = best[m][row] == -infinity() ? -infinity() : best[m][row] * c;
 #if ACC_FP16
         now = low_half(pack_half(now, now));  // as the subtraction sees it
 #endif
@@ -103,7 +101,7 @@ struct Softmax {
       }
   }
 
-  DEVICE static float finite(float x) { return x == -INFINITE ? 0.0f : x; }
+  DEVICE static float finite(float x) { return x == -infinity() ? 0.0f : x; }
 
   // p from the scores; sums grow by what the product with V will see, p rounded or not alike.
   template <int N>
@@ -177,6 +175,6 @@ struct Softmax {
 
   // In natural logarithms; -inf for a row without keys.
   DEVICE float lse(int m, int row) const {
-    return sum[m][row] == 0.0f ? -INFINITE : (top[m][row] + log2_fast(sum[m][row])) * 0.693147180559945f;
+    return sum[m][row] == 0.0f ? -infinity() : (top[m][row] + log2_fast(sum[m][row])) * 0.693147180559945f;
   }
 };

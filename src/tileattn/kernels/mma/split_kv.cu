@@ -15,7 +15,7 @@ constexpr int SHARED_BYTES = Statistics::BYTES + larger(QueryTile::BYTES + OwnPl
 // [/shared memory]
 
 // Adds up the warps' parts of O, each warp of other columns, and stores them.
-DEVICE void store_sum_of_parts(const Problem& problem, const Softmax<M>& softmax, const Sums (&o)[M][N], unsigned to) {
+DEVICE void store_sum_of_parts(const Output& output, const Softmax<M>& softmax, const Sums (&o)[M][N], unsigned to) {
   int warp = warp_index(), lane = lane_index();
   // [parts]
 #pragma unroll
@@ -41,7 +41,7 @@ DEVICE void store_sum_of_parts(const Problem& problem, const Softmax<M>& softmax
             sum += load_shared(to + ((((w * M + m) * N + n + i) * 4 + row * 2 + j) * 32 + lane) * 4);
           pairs[i][j] = sum * inverse;
         }
-      store_columns(problem.o + query * problem.o_stride + n * 8, pairs, query < problem.queries);
+      store_columns(output.o + query * output.stride + n * 8, pairs, query < output.queries);
     }
 }
 
@@ -82,8 +82,9 @@ DEVICE void attend(const Problem& problem) {
 
   softmax.finish();
   statistics.sum(softmax.sum, warp, 0);
-  store_sum_of_parts(problem, softmax, o, rest);
-  if (warp == 0) store_lse(problem, softmax, 0);
+  Output output(problem.arguments);
+  store_sum_of_parts(output, softmax, o, rest);
+  if (warp == 0) store_lse(output, softmax, 0);
 }
 
 #include "kernel.cuh"

@@ -40,8 +40,9 @@ DEVICE void attend(const Problem& problem) {
   // [/tile]
 
   softmax.finish();
-  store_output(problem, softmax, o, row, 0);
-  store_lse(problem, softmax, row);
+  Output output(problem.arguments);
+  store_output(output, softmax, o, row, 0);
+  store_lse(output, softmax, row);
 }
 
 #include "kernel.cuh"

@@ -10,7 +10,7 @@
 
 constexpr int THREADS = WARPS * 32;
 
-constexpr int larger(int a, int b) { return a > b ? a : b; }
+DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 template <int ROWS_, int COLUMNS>
 struct Tile {
@@ -44,29 +44,30 @@ struct Tile {
       from += STEP * stride;
     }
   }
-
-  // Where this lane finds its row of the 16 x 16 elements at (row, column), both multiples of 16: see `Lane`.
-  template <class LANE>
-  DEVICE unsigned block(const LANE& lane, int row, int column) const {
-    constexpr int LOW = SWIZZLE ? PERIOD * 16 - 1 : 0;  // of the column's bits, those that change places
-    int bytes = column * 2;
-    return address + ((lane.offset ^ (bytes & LOW)) + (bytes & ~LOW)) + row * STRIDE;
-  }
 };
 
-// The order of the four 8 x 8 matrices in a 16 x 16 block, as offsets of this lane's row in a tile.
-//   down first:   rows 0-7, rows 8-15, then columns 8-15 the same: A of a product; V, transposed, as B.
-//   across first: columns 0-7, columns 8-15, then rows 8-15: K as B, whose "columns" are its rows.
+// The order of the four 8 x 8 matrices in a 16 x 16 block, by which lanes give addresses to ldmatrix.
+//   DOWN_FIRST:   rows 0-7, rows 8-15, then columns 8-15 the same: A of a product; V, transposed, as B.
+//   ACROSS_FIRST: columns 0-7, columns 8-15, then rows 8-15: K as B, whose "columns" are its rows.
 enum Order { DOWN_FIRST, ACROSS_FIRST };
 
+// Where this lane finds its row of 8 elements in the 16 x 16 blocks of a tile.
 template <class TILE, Order order>
-struct Lane {
-  unsigned offset;
-  DEVICE Lane() {
+struct Blocks {
+  unsigned first;  // in the block at (0, 0)
+
+  DEVICE explicit Blocks(const TILE& tile) {
     int lane = lane_index();
     int row = order == DOWN_FIRST ? lane % 16 : lane % 8 + lane / 16 * 8;
     int chunk = order == DOWN_FIRST ? lane / 16 : lane / 8 % 2;
-    offset = row * TILE::STRIDE + (chunk ^ TILE::turn(row)) * 16;
+    first = unknown(tile.at(row, chunk));  // else the sums below are kept for each column, in as many registers
+  }
+
+  // Of the block at (row, column), both multiples of 16. A tile begins where the bits that swizzling changes are 0.
+  DEVICE unsigned at(int row, int column) const {
+    constexpr int LOW = SWIZZLE ? TILE::PERIOD * 16 - 1 : 0;
+    int bytes = column * 2;
+    return (first ^ (bytes & LOW)) + (bytes & ~LOW) + row * TILE::STRIDE;
   }
 };
 
