@@ -7,120 +7,129 @@
 
 typedef Tile<BLOCK_N, HEAD_DIM> KeyTile;
 
-DEVICE void copy_keys(const Problem& problem, unsigned to, int tile) {
-  int first = tile * BLOCK_N;
-  KeyTile{to}.copy(problem.k + first * problem.arguments.k_row, problem.arguments.k_row, problem.keys - first);
-  cp_async_commit();
-}
-DEVICE void copy_values(const Problem& problem, unsigned to, int tile) {
-  int first = tile * BLOCK_N;
-  KeyTile{to}.copy(problem.v + first * problem.arguments.v_row, problem.arguments.v_row, problem.keys - first);
-  cp_async_commit();
-}
+// Rows of K or of V, BLOCK_N at a time, from the last to the first.
+struct Rows {
+  const Element* next;  // this thread's source in the next tile, of which `there` rows are there or more
+  int there, tiles;
+
+  DEVICE Rows(const Element* all, long long stride, const Problem& problem) : tiles(problem.tiles) {
+    int first = (tiles - 1) * BLOCK_N;
+    next = KeyTile::source(all + first * stride, stride);
+    there = problem.keys - first;
+  }
+
+  // Begins to copy the next tile, if there is one; the group that ends may be empty.
+  DEVICE void copy(unsigned to, long long stride) {
+    if (tiles > 0) KeyTile{to}.copy(next, stride, there);
+    cp_async_commit();
+    next -= BLOCK_N * stride;
+    there += BLOCK_N;
+    --tiles;
+  }
+};
+
+struct Pipeline {
+  const Arguments& arguments;
+  unsigned address;
+  Rows keys, values;
+
+  DEVICE Pipeline(const Problem& problem, unsigned address)
+      : arguments(problem.arguments),
+        address(address),
+        keys(problem.k, problem.arguments.k_row, problem),
+        values(problem.v, problem.arguments.v_row, problem) {}
+  DEVICE void copy_k(unsigned to) { keys.copy(to, arguments.k_row); }
+  DEVICE void copy_v(unsigned to) { values.copy(to, arguments.v_row); }
+  DEVICE KeyTile place(int index) const { return {address + index * KeyTile::BYTES}; }
+};
 
 // K and V each have places of their own, STAGES of each.
 //   1 stage:  a tile is copied when the one before has been used up; V arrives while K is multiplied.
 //   2 stages: the next tile is copied while this one is multiplied, and one barrier per tile is enough.
-struct OwnPlaces {
+struct OwnPlaces : Pipeline {
   static constexpr int BYTES = 2 * STAGES * KeyTile::BYTES;
-  const Problem& problem;
-  unsigned address;
-  int next, stage = 0;
+  int stage = 0;
 
-  DEVICE OwnPlaces(const Problem& problem, unsigned address) : problem(problem), address(address), next(problem.tiles - 1) {}
-
+  using Pipeline::Pipeline;
   DEVICE void start() {
-    if (STAGES == 2) copy();
+    if (STAGES == 2) copy(stage);
   }
   DEVICE KeyTile k() {
     if (STAGES == 2) cp_async_wait<0>();
-    __syncthreads();
-    copy();
+    __syncthreads();  // all are done with the tile before, and all have their part of this one, if it has been copied
+    copy((stage + 1) % STAGES);
     if (STAGES == 1) {
       cp_async_wait<1>();
       __syncthreads();
     }
-    return {address + stage * 2 * KeyTile::BYTES};
+    return place(2 * stage);
   }
   DEVICE KeyTile v() {
     if (STAGES == 1) {
       cp_async_wait<0>();
       __syncthreads();
     }
-    KeyTile tile{address + (stage * 2 + 1) * KeyTile::BYTES};
-    stage ^= STAGES - 1;
+    KeyTile tile = place(2 * stage + 1);
+    stage = (stage + 1) % STAGES;
     return tile;
   }
 
  private:
-  // Into the place that is not being read.
-  DEVICE void copy() {
-    if (next < 0) return;
-    unsigned to = address + (STAGES == 2 ? (problem.tiles - 1 - next) % 2 : 0) * 2 * KeyTile::BYTES;
-    copy_keys(problem, to, next);
-    copy_values(problem, to + KeyTile::BYTES, next);
-    --next;
+  DEVICE void copy(int stage) {
+    copy_k(place(2 * stage).address);
+    copy_v(place(2 * stage + 1).address);
   }
 };
 
-// K and V take turns in STAGES places: K, V, K, V, ... of successive tiles.
+// K and V take turns in STAGES places.
 //   1 stage:  each is copied when the other has been used up, and waited for.
 //   2 stages: V arrives while K is multiplied, the next K while V is: as in FlashAttention-2, in half the memory of
 //             two stages with places of their own.
-struct SharedPlaces {
+struct SharedPlaces : Pipeline {
   static constexpr int BYTES = STAGES * KeyTile::BYTES;
-  const Problem& problem;
-  unsigned address;
-  int next, stage = 0, free = 0;  // `next` counts halves of tiles, down: 2 * tile + 1 is K, 2 * tile is V
 
-  DEVICE SharedPlaces(const Problem& problem, unsigned address) : problem(problem), address(address), next(2 * problem.tiles - 1) {}
-
+  using Pipeline::Pipeline;
   DEVICE void start() {
-#pragma unroll
-    for (int i = 0; i < STAGES - 1; ++i) copy();
+    if (STAGES == 2) copy_k(place(0).address);
   }
-  DEVICE KeyTile k() { return arrived(); }
-  DEVICE KeyTile v() { return arrived(); }
-
- private:
-  DEVICE KeyTile arrived() {
-    if (STAGES > 1) cp_async_wait<(STAGES > 1 ? STAGES - 2 : 0)>();
-    __syncthreads();  // everybody's copies are there; and everybody is done with the place that is copied to now
-    copy();
-    if (STAGES == 1) {
+  DEVICE KeyTile k() {
+    if (STAGES == 2) cp_async_wait<0>();
+    __syncthreads();  // all are done with V before; with 2 stages all have their part of K
+    if (STAGES == 2) {
+      copy_v(place(1).address);
+    } else {
+      copy_k(place(0).address);
       cp_async_wait<0>();
       __syncthreads();
     }
-    KeyTile tile{address + stage * KeyTile::BYTES};
-    stage = after(stage);
-    return tile;
+    return place(0);
   }
-  DEVICE void copy() {
-    unsigned to = address + free * KeyTile::BYTES;
-    if (next < 0)
-      cp_async_commit();  // waits count groups
-    else if (next % 2)
-      copy_keys(problem, to, next / 2);
-    else
-      copy_values(problem, to, next / 2);
-    --next;
-    free = after(free);
+  DEVICE KeyTile v() {
+    if (STAGES == 2) cp_async_wait<0>();
+    __syncthreads();  // all are done with K
+    if (STAGES == 2) {
+      copy_k(place(0).address);
+    } else {
+      copy_v(place(0).address);
+      cp_async_wait<0>();
+      __syncthreads();
+    }
+    return place(STAGES - 1);
   }
-  static DEVICE int after(int place) { return place + 1 == STAGES ? 0 : place + 1; }
 };
 
 typedef Tile<BLOCK_M, HEAD_DIM> QueryTile;
 
 // Begins to copy the block's queries.
 DEVICE void copy_queries(const Problem& problem, const QueryTile& tile) {
-  tile.copy(problem.q, problem.arguments.q_row, problem.queries);
+  long long stride = problem.arguments.q_row;
+  tile.copy(QueryTile::source(problem.q, stride), stride, problem.queries);
   cp_async_commit();
 }
 
-// Waits for the queries, which were the last to be copied or are followed by `later` groups.
-template <int later>
+// Waits for the queries, and for all that was copied before.
 DEVICE void await_queries(const Problem& problem, const QueryTile& tile) {
-  cp_async_wait<later>();
+  cp_async_wait<0>();
   __syncthreads();
   if (problem.scale < 0) {
     negate(tile);

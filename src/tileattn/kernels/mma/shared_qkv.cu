@@ -16,7 +16,7 @@ DEVICE void attend(const Problem& problem) {
   QueryTile queries{shared_memory()};
   SharedPlaces keys(problem, shared_memory());
   copy_queries(problem, queries);
-  await_queries<0>(problem, queries);
+  await_queries(problem, queries);
   QueriesInRegisters<M, HEAD_DIM> q(queries, row);
   __syncthreads();  // all have read: K may take the place
   // [/queries]

@@ -53,7 +53,7 @@ DEVICE void attend(const Problem& problem) {
   QueryTile queries{rest};
   OwnPlaces keys(problem, rest + QueryTile::BYTES);
   copy_queries(problem, queries);
-  await_queries<0>(problem, queries);
+  await_queries(problem, queries);
   QueriesInShared<M, QueryTile> q(queries, 0);
 
   Softmax<M> softmax(problem.scale);

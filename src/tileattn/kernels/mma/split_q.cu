@@ -16,7 +16,7 @@ DEVICE void attend(const Problem& problem) {
   QueryTile queries{shared_memory()};
   OwnPlaces keys(problem, shared_memory() + QueryTile::BYTES);
   copy_queries(problem, queries);
-  await_queries<0>(problem, queries);
+  await_queries(problem, queries);
   QueriesInShared<M, QueryTile> q(queries, row);
   // [/queries]
 

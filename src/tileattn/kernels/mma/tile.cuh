@@ -28,13 +28,17 @@ struct Tile {
 
   DEVICE unsigned at(int row, int chunk) const { return address + row * STRIDE + (chunk ^ turn(row)) * 16; }
 
-  // Begins to copy rows 0 .. there - 1 of a matrix whose rows are `stride` elements apart; the others become zero.
-  // Each thread has the same columns in rows that are a multiple of 8 apart: all its addresses differ by constants.
+  // Copies are shared among all threads: each has the same columns in rows that are a multiple of 8 apart, so that its
+  // addresses differ by constants. This is where a thread begins, in a matrix whose rows are `stride` elements apart.
+  static DEVICE const Element* source(const Element* matrix, long long stride) {
+    return matrix + threadIdx.x / PERIOD * stride + threadIdx.x % PERIOD * 8;
+  }
+
+  // Begins to copy rows 0 .. there - 1 from this thread's source; the others become zero.
   DEVICE void copy(const Element* from, long long stride, int there) const {
     constexpr int STEP = THREADS / PERIOD;
-    int row = threadIdx.x / PERIOD, chunk = threadIdx.x % PERIOD;
-    unsigned to = at(row, chunk);
-    from += row * stride + chunk * 8;
+    int row = threadIdx.x / PERIOD;
+    unsigned to = at(row, threadIdx.x % PERIOD);
 #pragma unroll
     for (int i = 0; i < (ROWS + STEP - 1) / STEP; ++i) {
 #pragma unroll
