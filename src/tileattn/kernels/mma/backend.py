@@ -76,7 +76,7 @@ def _parse_one(name: str, value: str) -> str | int | Tiles | None:
     choices = {"rung": RUNGS, "stages": STAGES, "acc": ACCUMULATIONS, "smem": LAYOUTS}
     if name == "tiles":
         sizes = value.split("x")
-        return Tiles(*map(int, sizes)) if len(sizes) == 4 and all(size.isdecimal() for size in sizes) else None
+        return Tiles(*map(int, sizes)) if len(sizes) in (4, 5) and all(size.isdecimal() for size in sizes) else None
     return next((choice for choice in choices.get(name, ()) if str(choice) == value), None)
 
 

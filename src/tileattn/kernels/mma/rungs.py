@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -45,15 +46,17 @@ class Tiles:
         block_N: keys of a tile.
         warps: of a block.
         blocks: of a multiprocessor, as many as registers must suffice for.
+        slice: in tiled_d, columns of K that are copied at a time, and four times the rows of V; elsewhere 0.
     """
 
     block_M: int
     block_N: int
     warps: int
     blocks: int
+    slice: int = 0
 
     def __str__(self) -> str:
-        return f"{self.block_M}x{self.block_N}x{self.warps}x{self.blocks}"
+        return "x".join(str(size) for size in dataclasses.astuple(self) if size)
 
     @property
     def threads(self) -> int:
@@ -85,6 +88,7 @@ class Kernel:
             "BLOCK_N": self.tiles.block_N,
             "WARPS": self.tiles.warps,
             "BLOCKS_PER_SM": self.tiles.blocks,
+            "SLICE": self.tiles.slice,
             "SHARED_MEMORY": self.shared_memory(),
         }
 
@@ -101,7 +105,10 @@ class Kernel:
             return q + stages * k
         if self.variant.rung == "shared_qkv":
             return max(q, stages * k)
-        raise NotImplementedError(self.variant.rung)
+        # tiled_d
+        slice_k, slice_v = self._tile(block_N, self.tiles.slice), self._tile(self.tiles.slice // 4, self.head_dim)
+        statistics = 4 * self.head_dim // 128 * block_M
+        return q + self._tile(block_M, block_N) + statistics + stages * max(slice_k, slice_v)
 
     def _tile(self, rows: int, columns: int) -> int:
         return rows * (2 * columns + (0 if self.variant.smem == "swizzle" else 16))

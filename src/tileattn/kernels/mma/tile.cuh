@@ -14,7 +14,6 @@ DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 template <int ROWS_, int COLUMNS>
 struct Tile {
-  static_assert(THREADS % 64 == 0, "a thread's rows are a multiple of 8 apart");
   static constexpr int ROWS = ROWS_;
   static constexpr int CHUNKS = COLUMNS / 8;                                     // 16 bytes each
   static constexpr int PERIOD = (CHUNKS & -CHUNKS) < 8 ? (CHUNKS & -CHUNKS) : 8;  // chunks that change places
@@ -36,8 +35,9 @@ struct Tile {
 
   // Begins to copy rows 0 .. there - 1 from this thread's source; the others become zero.
   DEVICE void copy(const Element* from, long long stride, int there) const {
-    constexpr int STEP = THREADS / PERIOD;
+    constexpr int COPYING = THREADS / 64 * 64, STEP = COPYING / PERIOD;
     int row = threadIdx.x / PERIOD;
+    if (COPYING < THREADS && row >= STEP) return;
     unsigned to = at(row, threadIdx.x % PERIOD);
 #pragma unroll
     for (int i = 0; i < (ROWS + STEP - 1) / STEP; ++i) {
