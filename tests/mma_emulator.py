@@ -12,6 +12,7 @@ import torch
 from tileattn.kernels.mma import rungs
 
 COMPILER = shutil.which("g++")
+NVCC = shutil.which("nvcc")
 HERE = Path(__file__).parent
 SOURCES = Path(rungs.__file__).parent
 POINTERS, NUMBERS = 5, 14  # of the kernel's parameters: tensors, then sizes and strides; then the scale

@@ -94,7 +94,7 @@ def bench(
 
 def redraw(result: Path, picture: Path, force: bool) -> None:
     """`tileattn plot`."""
-    _check_picture("--output", picture, force)
+    check_picture("--output", picture, force)
     try:
         measured = results.load(result)
     except ValueError as error:
@@ -124,7 +124,7 @@ def _reserve(chosen: Chosen, device: torch.device, files: FileOptions) -> tuple[
     json = files.json or RESULTS_FOLDER / f"{name}-{device.type}-{stamp}.json"
     picture = files.plot or json.with_suffix(".png")
     if files.plot is not None:
-        _check_picture("--plot", picture, files.force)
+        check_picture("--plot", picture, files.force)
     elif picture.exists() and not files.force:
         raise refuse("--json", f"{picture}, its picture, exists; give another name, or --force to overwrite it")
     json.parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ def _reserve(chosen: Chosen, device: torch.device, files: FileOptions) -> tuple[
     return json, picture
 
 
-def _check_picture(option: str, picture: Path, force: bool) -> None:
+def check_picture(option: str, picture: Path, force: bool) -> None:
     """Before anything is measured: a picture that was asked for can be drawn."""
     if picture.suffix not in PICTURES:
         raise refuse(option, f"{picture} has the suffix {picture.suffix!r}; accepted: {', '.join(PICTURES)}")
