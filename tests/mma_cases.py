@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from tileattn import Causal
-from tileattn.kernels.mma.rungs import ACCUMULATIONS, HEAD_DIMS, LARGE_HEAD_DIMS, LAYOUTS, RUNGS, STAGES, Kernel, Variant
+from tileattn.kernels.mma.rungs import (
+    ACCUMULATIONS,
+    HEAD_DIMS,
+    LARGE_HEAD_DIMS,
+    LAYOUTS,
+    RUNGS,
+    STAGES,
+    Kernel,
+    Variant,
+)
 from tileattn.kernels.mma.tiles import candidates
 from tileattn.testing import eager_attention, oracle_attention
 from tileattn.testing.fp16_accumulation import eager_fp16_accumulation
@@ -84,6 +93,8 @@ def _options(rung: str, head_dim: int) -> Iterator[Kernel]:
 def default_kernels() -> Iterator[Kernel]:
     """The default options at all head dims."""
     for rung in RUNGS:
-        for head_dim, dtype in product(LARGE_HEAD_DIMS if rung == "tiled_d" else HEAD_DIMS, (torch.float16, torch.bfloat16)):
+        for head_dim, dtype in product(
+            LARGE_HEAD_DIMS if rung == "tiled_d" else HEAD_DIMS, (torch.float16, torch.bfloat16)
+        ):
             variant = Variant(rung)
             yield Kernel(variant, dtype, head_dim, candidates(variant, head_dim)[0])

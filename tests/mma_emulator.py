@@ -26,9 +26,10 @@ class Kernel:
         macros = "".join(f"#define {name} {value}\n" for name, value in kernel.macros().items())
         names = ["q", "k", "v", "o", "lse", *(f"n{i}" for i in range(NUMBERS)), "scale"]
         kinds = ["const Element*"] * 3 + ["Element*", "float*"] + ["long long"] * NUMBERS + ["double"]
+        declared = ", ".join(f"{kind} {name}" for kind, name in zip(kinds, names, strict=True))
         program = f"""{macros}#include "{HERE / "mma_emulator.h"}"
 #include "{SOURCES / kernel.variant.rung}.cu"
-extern "C" void launch({", ".join(f"{kind} {name}" for kind, name in zip(kinds, names, strict=True))}, long long blocks) {{
+extern "C" void launch({declared}, long long blocks) {{
   thread_count = THREADS;
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) run_block([&] {{ attention({", ".join(names)}); }});
 }}

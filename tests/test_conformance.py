@@ -1,7 +1,8 @@
 """Every backend, on every case: right by the tolerance rule, or refused with the reason that it gives.
 
 On a CPU: the torch backend on the "quick" selection, the reference and the others on "smoke". On a GPU (`pytest -m
-gpu`): TileLang on the "full" selection. A refused case counts as skipped, after its refusal has been checked.
+gpu`): TileLang on the "full" selection, and the ladder on what is full or causal in it. A refused case counts as
+skipped, after its refusal has been checked.
 """
 
 from __future__ import annotations
@@ -46,9 +47,15 @@ def _parameters() -> list[object]:
             found.append(pytest.param(case, name, "cpu", id=f"{case.id}-{name}"))
     if torch.cuda.is_available():
         for case in conformance_cases("full"):
-            for name in names if case.smoke else ["tilelang"]:
+            for name in names if case.smoke else ["tilelang", *["mma"] * _plain(case)]:
                 found.append(pytest.param(case, name, "cuda", id=f"{case.id}-{name}-cuda", marks=pytest.mark.gpu))
     return found
+
+
+def _plain(case: ConformanceCase) -> bool:
+    """Whether the ladder may run a case, which knows full and causal attention only."""
+    structure = case.structure
+    return structure.mask in ("none", "causal") and not structure.scores and not structure.sink
 
 
 @functools.lru_cache(maxsize=2)

@@ -44,8 +44,10 @@ NAMES = {
     "shared_qkv,tiles=64x64x4x2": Choice("shared_qkv", tiles=Tiles(64, 64, 4, 2)),
     "tiled_d,tiles=64x64x8x1x128": Choice("tiled_d", tiles=Tiles(64, 64, 8, 1, 128)),
 }
-WRONG = ("splitq", "stages=3", "stages=", "acc=bf16", "smem", "tiles=64x64", "tiles=axbxcxd", "Split_q", "split_q,split_kv",
-         "stages=1,stages=1", "split_q,", "rung=split_q2", " split_q", "split_q, stages=1")  # fmt: skip
+WRONG = (
+    *("splitq", "stages=3", "stages=", "acc=bf16", "smem", "tiles=64x64", "tiles=axbxcxd", "Split_q", "split_q,"),
+    *("split_q,split_kv", "stages=1,stages=1", "rung=split_q2", " split_q", "split_q, stages=1"),
+)
 
 
 @pytest.mark.parametrize("options", NAMES)
@@ -113,7 +115,11 @@ def test_what_it_runs() -> None:
         ("split_q", {"head_dim": 256, "head_dim_v": 256}, "head_dim must be one of 32, 64, 96, 128, not 256"),
         ("tiled_d", {}, "head_dim must be one of 256, 384"),
         ("split_q,tiles=1x1x1x1", {}, "must be one of 128x64x4x2"),
-        ("tiled_d", {"head_dim": 1024, "head_dim_v": 1024, "arch": "sm_86"}, "bytes of shared memory, and has 101376 on sm_86"),
+        (
+            "tiled_d",
+            {"head_dim": 1024, "head_dim_v": 1024, "arch": "sm_86"},
+            "and has 101376 on sm_86",
+        ),
     ],
 )
 def test_what_it_refuses(options: str, changes: dict[str, Any], reason: str) -> None:
@@ -153,7 +159,18 @@ def assembled(kernel: Kernel, folder: Path) -> str:
         pytest.skip("needs cuda-core or nvcc")
     macros = [f"-D{name}={value}" for name, value in kernel.macros().items()]
     source = str(compile.SOURCES / f"{kernel.variant.rung}.cu")
-    command = [mma_emulator.NVCC, f"-arch={ARCH}", "-std=c++17", "-cubin", "-Xptxas", "-v", *macros, source, "-o", "/dev/null"]
+    command = [
+        mma_emulator.NVCC,
+        f"-arch={ARCH}",
+        "-std=c++17",
+        "-cubin",
+        "-Xptxas",
+        "-v",
+        *macros,
+        source,
+        "-o",
+        "/dev/null",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stderr

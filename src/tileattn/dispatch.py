@@ -158,7 +158,7 @@ def named(name: str) -> Backend:
     Raises:
         ValueError: there is none, or its options are wrong.
     """
-    first, colon, options = name.partition(":") if isinstance(name, str) else ("", "", "")
+    first, colon, options = str(name).partition(":")
     found = next((candidate for candidate in BACKENDS if candidate.name == first), None)
     if found is None or (colon and found.configured is None):
         raise ValueError(f"backend must be one of {', '.join(map(repr, _NAMES))} or None, got {name!r}")

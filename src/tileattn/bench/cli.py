@@ -267,12 +267,8 @@ def ladder(
     head_dim: Annotated[int, typer.Option("--D", metavar="N", help="Head dim.")] = 64,
     iters: Annotated[int, typer.Option(metavar="N", help="Timed calls of each step, in each of three rounds.")] = 10,
     causal: Annotated[bool, typer.Option("--causal", help="A query sees keys up to its own position.")] = False,
-    dtype: Annotated[
-        str, typer.Option(help="fp16, which also runs with float16 accumulation, or bf16.")
-    ] = "fp16",
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the climb: .png, .svg or .pdf.", show_default=False)
-    ] = None,
+    dtype: Annotated[str, typer.Option(help="fp16, which also runs with float16 accumulation, or bf16.")] = "fp16",
+    plot: Annotated[Path | None, typer.Option(help="Draw the climb: .png, .svg or .pdf.", show_default=False)] = None,
     json: Annotated[Path | None, typer.Option(help="Result file.", show_default=False)] = None,
     tiles: Annotated[
         bool, typer.Option("--tiles", help="Every candidate of the tiles instead of every option.", hidden=True)

@@ -1,4 +1,4 @@
-"""`tileattn ladder`: the rungs of `backend="mma"` one after another, with what each gains; FlashAttention-2 beside them.
+"""`tileattn ladder`: the rungs of `backend="mma"` one by one, with what each gains, FlashAttention-2 beside them.
 
 A step is a rung with its options. The gain of a step is its speed over the best before it, among those with the same
 accumulation: what an option gives depends on what was there before.
@@ -108,7 +108,9 @@ def case_of(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool, dt
     for option, value in (("--B", batch), ("--H", heads), ("--N", seqlen)):
         at_least_one(option, value)
     if head_dim not in HEAD_DIMS + LARGE_HEAD_DIMS:
-        raise refuse("--D", f"{head_dim} is no head dim of the ladder; accepted: {_listed(HEAD_DIMS + LARGE_HEAD_DIMS)}")
+        raise refuse(
+            "--D", f"{head_dim} is no head dim of the ladder; accepted: {_listed(HEAD_DIMS + LARGE_HEAD_DIMS)}"
+        )
     if dtype not in DTYPES:
         raise refuse("--dtype", f"{dtype!r} is not known; accepted: {_listed(DTYPES)}")
     return Case(batch, seqlen, seqlen, heads, heads, head_dim, head_dim, "causal" if causal else "full", dtype)

@@ -37,20 +37,26 @@ def draw(measured: Results) -> Figure:
         ahead = each.row.tflops > best.get(acc, 0.0)
         best[acc] = max(best.get(acc, 0.0), each.row.tflops)
         label = f"accumulation in {acc}" if x == 0 or _accumulation(found[x - 1]) != acc else None
-        bars = axes.bar([x], [each.row.tflops], 0.82, color=BARS[acc], alpha=1.0 if ahead else 0.45, label=label, zorder=2)
+        bars = axes.bar(
+            [x], [each.row.tflops], 0.82, color=BARS[acc], alpha=1.0 if ahead else 0.45, label=label, zorder=2
+        )
         axes.bar_label(bars, [f"{each.row.tflops:.0f}"], fontsize=6.5, color=INK, padding=2)
     for row in measured.rows:
         if not row.backend.startswith(NAME):
             colour = LINES.get(row.backend, COLOURS.get(row.backend, FAINT))
             name = LABELS.get(row.backend, row.backend)
-            axes.axhline(row.tflops, color=colour, linestyle="--", linewidth=1.3, label=f"{name}, {row.tflops:.0f}", zorder=3)
+            axes.axhline(
+                row.tflops, color=colour, linestyle="--", linewidth=1.3, label=f"{name}, {row.tflops:.0f}", zorder=3
+            )
     axes.set_xticks(range(len(found)), [each.label.replace(" acc=fp32", "").replace(" acc=fp16", "") for each in found])
     axes.tick_params(axis="x", labelrotation=90)
     axes.set_ylabel("TFLOPS (full colour: best so far)", fontsize=9, color=FAINT)
     style(axes)
     axes.tick_params(axis="x", labelsize=6.5)
     row = measured.rows[0]
-    axes.set_title(f"{row.case} (batch,seqlen,heads), {row.dtype}, {measured.gpu}", fontsize=10.5, color=INK, loc="left")
+    axes.set_title(
+        f"{row.case} (batch,seqlen,heads), {row.dtype}, {measured.gpu}", fontsize=10.5, color=INK, loc="left"
+    )
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     return figure
 

@@ -2,8 +2,8 @@
 
 The rule (:mod:`tileattn.testing.numerics`) allows twice the error of eager PyTorch, which adds up in float32. A kernel
 that adds up in float16 errs more, by design; but only by what its instructions round. So its rule has one more eager
-run, this one: the same rounding after each 16 terms, as ``mma.m16n8k16`` with float16 sums does, and nothing else that a
-kernel might do wrong.
+run, this one: the same rounding after each 16 terms, as ``mma.m16n8k16`` with float16 sums does, and nothing else that
+a kernel might do wrong.
 
 - S is rounded after each 16 elements of the head dim: relative to the sum so far, 2^-11.
 - ``scale * log2(e)``, the row's maximum times that, and their difference are float16: a score that is 8 below the
@@ -27,7 +27,7 @@ STEP = 16
 
 @torch.no_grad()
 def eager_fp16_accumulation(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float) -> tuple[Tensor, Tensor]:
-    """o (batch, seqlen_q, heads, head_dim) in float16 and lse (batch, heads, seqlen_q) in float32.
+    """O (batch, seqlen_q, heads, head_dim) in float16 and lse (batch, heads, seqlen_q) in float32.
 
     Args:
         q: float16 (batch, seqlen_q, heads, head_dim).
@@ -63,4 +63,6 @@ def _rounded(x: Tensor) -> Tensor:
 
 def _allowed(mask: Mask, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
     rows = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
-    return torch.as_tensor(mask.allows(0, 0, rows, torch.arange(seqlen_k, device=device)[None])).expand(seqlen_q, seqlen_k)
+    return torch.as_tensor(mask.allows(0, 0, rows, torch.arange(seqlen_k, device=device)[None])).expand(
+        seqlen_q, seqlen_k
+    )

@@ -20,9 +20,9 @@ CAUSAL = "Causal()"
 # KiB of shared memory that a block may take, by compute capability; elsewhere as little as on any of them.
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 ACCEPTED = (
-    f"{NAME!r} or '{NAME}:RUNG,stages=N,acc=A,smem=L,tiles=T', each part optional, with RUNG one of {', '.join(RUNGS)}; "
-    f"N one of {', '.join(map(str, STAGES))}; A one of {', '.join(ACCUMULATIONS)}; L one of {', '.join(LAYOUTS)}; T one "
-    "of the rung's candidates, block_M x block_N x warps x blocks, such as 128x64x4x2"
+    f"{NAME!r} or '{NAME}:RUNG,stages=N,acc=A,smem=L,tiles=T', each part optional, with RUNG one of "
+    f"{', '.join(RUNGS)}; N one of {', '.join(map(str, STAGES))}; A one of {', '.join(ACCUMULATIONS)}; L one of "
+    f"{', '.join(LAYOUTS)}; T one of the rung's candidates, block_M x block_N x warps x blocks, such as 128x64x4x2"
 )
 
 

@@ -56,7 +56,9 @@ def _source_digest() -> str:
 
 @functools.cache
 def _toolchain() -> str:
-    return ", ".join(f"{name} {_version(name)}" for name in ("tileattn", "cuda-core", "cuda-bindings")) + f", {_nvrtc()}"
+    return (
+        ", ".join(f"{name} {_version(name)}" for name in ("tileattn", "cuda-core", "cuda-bindings")) + f", {_nvrtc()}"
+    )
 
 
 def _nvrtc() -> str:

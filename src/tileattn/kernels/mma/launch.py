@@ -44,14 +44,14 @@ class Launcher:
             self._kernel = self._code.get_kernel("attention")
             # A block gets more than 48 KiB only where it is asked for.
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            (error,) = driver.cuKernelSetAttribute(
-                attribute, self._shared, self._kernel.handle, driver.CUdevice(index)
-            )
+            (error,) = driver.cuKernelSetAttribute(attribute, self._shared, self._kernel.handle, driver.CUdevice(index))
         if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"{kernel} needs {self._shared} bytes of shared memory, and the driver says {error.name}")
+            raise RuntimeError(
+                f"{kernel} needs {self._shared} bytes of shared memory, and the driver says {error.name}"
+            )
 
     def __call__(self, blocks: int, *arguments: int | float) -> None:
-        """Launches on the current stream. Integers reach the kernel as 64 bits, addresses among them; floats as double."""
+        """Launches on the current stream. Integers, and addresses, reach the kernel as 64 bits, floats as double."""
         config = self._config(grid=blocks, block=self._threads, shmem_size=self._shared)
         with torch.cuda.device(self._device.device_id):
             self._device.set_current()  # a thread that has launched nothing yet has no context

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from .rungs import Tiles, Variant
 
-# (block_M, block_N, warps, blocks per multiprocessor), by rung, then head dim and accumulation ("" for both); in tiled_d
-# also the columns of a slice of K, and block_M * head_dim = 32 * 128 * warps.
+# (block_M, block_N, warps, blocks per multiprocessor), by rung, then head dim and accumulation ("" for both). In
+# tiled_d also the columns of a slice of K, and block_M * head_dim = 32 * 128 * warps.
 _CANDIDATES: dict[str, dict[tuple[int, str], tuple[tuple[int, ...], ...]]] = {
     "split_kv": {
         (32, ""): ((32, 64, 4, 4), (32, 128, 4, 3)),
