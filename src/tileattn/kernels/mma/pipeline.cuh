@@ -9,22 +9,18 @@ typedef Tile<BLOCK_N, HEAD_DIM> KeyTile;
 
 // Rows of K or of V, BLOCK_N at a time, from the last to the first.
 struct Rows {
-  const Element* next;  // this thread's source in the next tile, of which `there` rows are there or more
-  int there, tiles;
+  const Element* next;  // this thread's source in the next tile
+  int tile;             // its index
 
-  DEVICE Rows(const Element* all, long long stride, const Problem& problem) : tiles(problem.tiles) {
-    int first = (tiles - 1) * BLOCK_N;
-    next = KeyTile::source(all + first * stride, stride);
-    there = problem.keys - first;
-  }
+  DEVICE Rows(const Element* all, long long stride, const Problem& problem)
+      : next(KeyTile::source(all + (problem.tiles - 1) * BLOCK_N * stride, stride)), tile(problem.tiles - 1) {}
 
   // Begins to copy the next tile, if there is one; the group that ends may be empty.
-  DEVICE void copy(unsigned to, long long stride) {
-    if (tiles > 0) KeyTile{to}.copy(next, stride, there);
+  DEVICE void copy(unsigned to, long long stride, int keys) {
+    if (tile >= 0) KeyTile{to}.copy(next, stride, keys - tile * BLOCK_N);
     cp_async_commit();
     next -= BLOCK_N * stride;
-    there += BLOCK_N;
-    --tiles;
+    --tile;
   }
 };
 
@@ -38,8 +34,8 @@ struct Pipeline {
         address(address),
         keys(problem.k, problem.arguments.k_row, problem),
         values(problem.v, problem.arguments.v_row, problem) {}
-  DEVICE void copy_k(unsigned to) { keys.copy(to, arguments.k_row); }
-  DEVICE void copy_v(unsigned to) { values.copy(to, arguments.v_row); }
+  DEVICE void copy_k(unsigned to) { keys.copy(to, arguments.k_row, static_cast<int>(arguments.seqlen_k)); }
+  DEVICE void copy_v(unsigned to) { values.copy(to, arguments.v_row, static_cast<int>(arguments.seqlen_k)); }
   DEVICE KeyTile place(int index) const { return {address + index * KeyTile::BYTES}; }
 };
 

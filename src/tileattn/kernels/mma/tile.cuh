@@ -36,9 +36,9 @@ struct Tile {
   // Begins to copy rows 0 .. there - 1 from this thread's source; the others become zero.
   DEVICE void copy(const Element* from, long long stride, int there) const {
     constexpr int COPYING = THREADS / 64 * 64, STEP = COPYING / PERIOD;
-    int row = threadIdx.x / PERIOD;
+    int thread = static_cast<int>(unknown(threadIdx.x)), row = thread / PERIOD;
     if (COPYING < THREADS && row >= STEP) return;
-    unsigned to = at(row, threadIdx.x % PERIOD);
+    unsigned to = at(row, thread % PERIOD);
 #pragma unroll
     for (int i = 0; i < (ROWS + STEP - 1) / STEP; ++i) {
 #pragma unroll
