@@ -77,6 +77,7 @@ struct OwnPlaces : Pipeline {
   }
 };
 
+// [shared places]
 // K and V take turns in STAGES places.
 //   1 stage:  each is copied when the other has been used up, and waited for.
 //   2 stages: V arrives while K is multiplied, the next K while V is: as in FlashAttention-2, in half the memory of
@@ -113,6 +114,7 @@ struct SharedPlaces : Pipeline {
     return place(STAGES - 1);
   }
 };
+// [/shared places]
 
 typedef Tile<BLOCK_M, HEAD_DIM> QueryTile;
 

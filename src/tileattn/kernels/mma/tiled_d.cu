@@ -31,7 +31,8 @@ struct Slices {
   unsigned address;
   int tile, slice = 0, place = 0;  // of the next copy
 
-  DEVICE Slices(const Problem& problem, unsigned address) : problem(problem), address(address), tile(problem.tiles - 1) {}
+  DEVICE Slices(const Problem& problem, unsigned address)
+      : problem(problem), address(address), tile(problem.tiles - 1) {}
 
   DEVICE void start() {
     if (STAGES == 2) copy();
