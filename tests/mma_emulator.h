@@ -111,9 +111,6 @@ static inline unsigned of_halves(Function&& function) {
 static inline unsigned max_half(unsigned x, unsigned y) {
   return of_halves([=](auto half) { return fmaxf(half(x), half(y)); });
 }
-static inline unsigned add_half(unsigned x, unsigned y) {
-  return of_halves([=](auto half) { return half(x) + half(y); });
-}
 static inline unsigned multiply_half(unsigned x, unsigned y) {
   return of_halves([=](auto half) { return half(x) * half(y); });
 }

@@ -129,11 +129,6 @@ DEVICE unsigned max_half(unsigned x, unsigned y) {
   asm("max.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
-DEVICE unsigned add_half(unsigned x, unsigned y) {
-  unsigned z;
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-  return z;
-}
 DEVICE unsigned multiply_half(unsigned x, unsigned y) {
   unsigned z;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));

@@ -25,7 +25,7 @@ struct Softmax {
 
   float c;             // |scale| * log2(e); where the scale is negative, q has been negated
   float top[M][2];     // c m; m itself is not needed
-  float sum[M][2];     // this thread's part of l
+  float sum[M][2];     // this thread's part of l; with float16 sums, all of it
   float factor[M][2];  // f of the last step
 
   DEVICE explicit Softmax(float scale) : c(fmaxf(fabsf(scale) * 1.44269504088896f, SMALLEST)) {
@@ -112,13 +112,9 @@ struct Softmax {
       for (int row = 0; row < 2; ++row) {
         float shift = finite(top[m][row]);
 #if ACC_FP16
-        unsigned factor_pair = pack_half(c, c), shift_pair = pack_half(-shift, -shift), partial = 0;
+        unsigned factor_pair = pack_half(c, c), shift_pair = pack_half(-shift, -shift);
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-          p.p[m][n][row] = exp2_half(fma_half(s[m][n][row], factor_pair, shift_pair));
-          partial = n ? add_half(partial, p.p[m][n][row]) : p.p[m][n][row];
-        }
-        sum[m][row] += low_half(partial) + high_half(partial);
+        for (int n = 0; n < N; ++n) p.p[m][n][row] = exp2_half(fma_half(s[m][n][row], factor_pair, shift_pair));
 #else
 #pragma unroll
         for (int n = 0; n < N; ++n) {
@@ -128,7 +124,30 @@ struct Softmax {
         }
 #endif
       }
+#if ACC_FP16
+    add_by_product(p);
+#endif
   }
+
+#if ACC_FP16
+  // The sums of p, as a product with ones: fewer instructions than adding up pairs, and the four lanes' together.
+  template <int N>
+  DEVICE void add_by_product(const Probabilities<M, N>& p) {
+    constexpr unsigned ONES = 0x3c003c00u;
+    Sums total[M];
+#pragma unroll
+    for (int m = 0; m < M; ++m) clear(total[m]);
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      unsigned a[M][4];
+      p.read(a, n * 8);
+#pragma unroll
+      for (int m = 0; m < M; ++m) mma(total[m], a[m], ONES, ONES);
+    }
+#pragma unroll
+    for (int m = 0; m < M; ++m) sum[m][0] += value(total[m], 0, 0), sum[m][1] += value(total[m], 1, 0);
+  }
+#endif
 
   // One step but for the product with V: s becomes p, and o is multiplied by f.
   template <int N, int COLUMNS>
@@ -164,10 +183,12 @@ struct Softmax {
 
   // l of the four lanes together, when all keys have been seen.
   DEVICE void finish() {
+#if !ACC_FP16
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int row = 0; row < 2; ++row) sum[m][row] = sum_of_row(sum[m][row]);
+#endif
   }
 
   // 1 / l; 0 for a row without keys.
