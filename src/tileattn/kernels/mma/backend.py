@@ -150,7 +150,7 @@ def prepare(
         lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32) if call.return_lse else None
         addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), 0 if lse is None else lse.data_ptr())
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-        launcher(kernel, call.arch, q.device.index)(blocks, *addresses, *sizes, *strides, scale)
+        launcher(kernel, call.arch, q.device.index)(blocks, *addresses, *sizes, *strides, float(scale))
         return o, lse
 
     return forward
