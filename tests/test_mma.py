@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -304,3 +305,20 @@ def test_conformance_emulated(emulated: Run, case: ConformanceCase) -> None:
     assert_forward_accurate(
         case.id, got, oracle_attention(*arguments.positional), eager_attention(*arguments.positional)
     )
+
+
+def test_many_kernels_compile_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a fresh process, where the compiler's package is imported by threads that start at the same time."""
+    if not compile.has_compiler():
+        pytest.skip("needs cuda-core")
+    code = (
+        "import torch; from tileattn.kernels.mma import batch, rungs, tiles\n"
+        "batch.os.cpu_count = lambda: 4\n"
+        "variants = [rungs.Variant(rung, 1) for rung in rungs.RUNGS[:4]]\n"
+        "made = [rungs.Kernel(v, torch.float16, 32, tiles.candidates(v, 32)[0]) for v in variants]\n"
+        f"assert batch.compile_all(made, {ARCH!r}) == [None] * 4\n"
+    )
+    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("*.cubin"))) == 4

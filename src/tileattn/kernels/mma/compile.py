@@ -7,12 +7,14 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import io
+import threading
 from pathlib import Path
 
 from .rungs import Kernel
 
 SOURCES = Path(__file__).parent
 INSTALL = "pip install 'tileattn[mma]'"
+_IMPORTING = threading.Lock()  # cuda.core 1.2 cannot be imported by two threads at a time
 
 
 @functools.cache
@@ -26,7 +28,8 @@ def has_compiler() -> bool:
 
 def build_cubin(kernel: Kernel, arch: str, path: Path) -> str:
     """Compiles a kernel for an architecture into `path`; needs no GPU. Returns what the assembler says of it."""
-    from cuda.core import Program, ProgramOptions
+    with _IMPORTING:
+        from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
         name=f"{kernel.variant.rung}.cu",
