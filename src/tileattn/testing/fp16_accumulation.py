@@ -34,7 +34,7 @@ def eager_fp16_accumulation(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, 
         k: float16 (batch, seqlen_k, kv_heads, head_dim).
         v: the same shape as k.
         mask: of positions alone, such as Causal, or None.
-        scale: of the scores, positive.
+        scale: of the scores, not negative.
     """
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
@@ -44,7 +44,8 @@ def eager_fp16_accumulation(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, 
         scores = _rounded(scores + q[..., i : i + STEP] @ k[..., i : i + STEP].mT)
     if mask is not None:
         scores = scores.masked_fill(~_allowed(mask, q.shape[2], k.shape[2], q.device), -torch.inf)
-    factor = float(_rounded(torch.tensor(scale * math.log2(math.e))))
+    # At least a little, as 0 times the -inf of hidden scores is NaN.
+    factor = float(_rounded(torch.tensor(max(scale * math.log2(math.e), 1e-7))))
     top = _rounded(scores.amax(dim=-1, keepdim=True) * factor)
     empty = top == -torch.inf
     p = _rounded(torch.exp2(_rounded(scores * factor - top.masked_fill(empty, 0.0))))
