@@ -155,7 +155,8 @@ OPTIONS: list[tuple[str, Any, type[Exception], tuple[object, ...]]] = [
       for value in (1.5, -1.0, float("nan"), 2)],
     *[("dropout_p", value, TypeError, ("dropout_p must be a probability, a number from 0 to 1, got", repr(value)))
       for value in ("no", None, True, [0.5])],
-    *[("backend", value, ValueError, ("backend must be one of 'tilelang', 'triton', 'torch' or None, got", repr(value)))
+    *[("backend", value, ValueError,
+       ("backend must be one of 'tilelang', 'triton', 'mma', 'torch' or None, got", repr(value)))
       for value in ("cuda", "", "Torch", 3, ["torch"])],
     *[("mask", value, TypeError, ("mask must be a tileattn mask or a function mask(b, h, q, k), got", name))
       for value, name in (

@@ -364,7 +364,7 @@ def test_a_bad_warmup_is_one_error(arguments: str, message: str) -> None:
 
 
 def test_help_reads_well() -> None:
-    for name in ("", "bench", "memory", "plot", "info", "warmup"):
+    for name in ("", "bench", "ladder", "memory", "plot", "info", "warmup"):
         result = invoke(f"{name} --help")
         assert result.exit_code == 0
         assert "Usage:" in result.output

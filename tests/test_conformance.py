@@ -1,8 +1,8 @@
 """Every backend, on every case: right by the tolerance rule, or refused with the reason that it gives.
 
 On a CPU: the torch backend on the "quick" selection, the reference and the others on "smoke", where Triton interprets.
-On a GPU (`pytest -m gpu`): TileLang on the "full" selection, Triton on a part of it. A refused case counts as skipped,
-after its refusal has been checked.
+On a GPU (`pytest -m gpu`): TileLang on the "full" selection, Triton on a part of it, and the ladder on what is full or
+causal in it. A refused case counts as skipped, after its refusal has been checked.
 """
 
 from __future__ import annotations
@@ -49,9 +49,16 @@ def _parameters() -> list[object]:
             found.append(pytest.param(case, name, "cpu", id=f"{case.id}-{name}", marks=marks))
     if torch.cuda.is_available():
         for i, case in enumerate(conformance_cases("full")):
-            for name in names if case.smoke else ["tilelang"] if i % TRITON_STEP else ["tilelang", "triton"]:
+            others = ["triton"] * (i % TRITON_STEP == 0) + ["mma"] * _plain(case)
+            for name in names if case.smoke else ["tilelang", *others]:
                 found.append(pytest.param(case, name, "cuda", id=f"{case.id}-{name}-cuda", marks=pytest.mark.gpu))
     return found
+
+
+def _plain(case: ConformanceCase) -> bool:
+    """Whether the ladder may run a case, which knows full and causal attention only."""
+    structure = case.structure
+    return structure.mask in ("none", "causal") and not structure.scores and not structure.sink
 
 
 @functools.lru_cache(maxsize=2)

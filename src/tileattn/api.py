@@ -67,7 +67,8 @@ def attention(
         return_lse: also return the log-sum-exp of the scores, sink included, in natural logarithm.
         deterministic: ask for bitwise equal gradients from run to run, as ``torch.use_deterministic_algorithms(True)``
             does; the forward pass always gives equal results.
-        backend: "tilelang", "triton" or "torch" to run there or raise; None takes the first that accepts the call.
+        backend: "tilelang", "triton", "torch" or "mma" (with a rung and options, as in "mma:split_q,stages=1":
+            docs/ladder.md) to run there or raise; None takes the first that accepts the call.
         q_descale: for float8_e4m3fn only: float32 (batch, kv_heads), or broadcastable to it, positive; None is 1. An
             element of q stands for ``float(x) * descale``; the query heads of a group share theirs. See
             :func:`tileattn.quantize_fp8`.

@@ -12,6 +12,7 @@ import torch
 from .call import AttentionCall, BackwardCall, Gradients
 from .dropout import Dropout
 from .fp8 import Descales
+from .kernels.mma import backend as mma_backend
 from .kernels.tilelang import backend as tilelang_backend
 from .kernels.torch import backend as torch_backend
 from .kernels.triton import backend as triton_backend
@@ -81,10 +82,11 @@ class Backend:
         prepare: ``prepare(call, q.shape, k.shape, scale)`` is the forward pass for bshd tensors of these shapes; what
             depends on sizes alone (which kernel, how it is launched) is decided here, once.
         prepare_backward: ``prepare_backward(call, q.shape, k.shape, scale)``, the same for the backward pass of a call
-            that it did not refuse and that needs gradients.
+            that it did not refuse and that needs gradients. None for a backend that refuses all of these.
         space: ``space(call, q.shape, k.shape, scale)`` is what the tuner may choose from for such a call; None where it
             has no choice. None, too, for a backend that is never tuned.
         backward_space: the same for the backward pass.
+        configured: ``configured(options)`` is the backend with the options that may follow its name and a colon.
     """
 
     name: str
@@ -92,9 +94,25 @@ class Backend:
     refusal: Callable[[AttentionCall], str | None]
     reservation: Callable[[AttentionCall], str | None]
     prepare: Callable[[AttentionCall, torch.Size, torch.Size, float], Forward]
-    prepare_backward: Callable[[BackwardCall, torch.Size, torch.Size, float], Backward]
+    prepare_backward: Callable[[BackwardCall, torch.Size, torch.Size, float], Backward] | None
     space: Callable[[AttentionCall, torch.Size, torch.Size, float], Space | None] | None = None
     backward_space: Callable[[BackwardCall, torch.Size, torch.Size, float], Space | None] | None = None
+    configured: Callable[[str], Backend] | None = None
+
+
+@functools.lru_cache(maxsize=256)
+def _mma(options: str) -> Backend:
+    """The ladder, or one rung of it with these options."""
+    choice = mma_backend.parse(options)
+    return Backend(
+        "mma" + ":" * bool(options) + options,
+        "CUDA C++ kernels with mma.sync, a ladder to learn from; only by name",
+        functools.partial(mma_backend.refusal, choice),
+        functools.partial(mma_backend.reservation, choice),
+        functools.partial(mma_backend.prepare, choice),
+        None,
+        configured=_mma,
+    )
 
 
 # In order of preference: the first that accepts a call runs it.
@@ -117,6 +135,7 @@ BACKENDS: tuple[Backend, ...] = (
         triton_backend.prepare,
         triton_backend.prepare_backward,
     ),
+    _mma(""),
     Backend(
         "torch",
         "PyTorch operations, for any device",
@@ -133,10 +152,11 @@ def select(call: AttentionCall, backend: str | None = None) -> Backend:
 
     Args:
         call: the call's static facts.
-        backend: a name of :data:`BACKENDS`, which then runs the call or raises; None takes the first that accepts.
+        backend: a name of :data:`BACKENDS`, which then runs the call or raises; None takes the first that accepts. The
+            ladder's may name a rung and options, as in ``"mma:split_q,stages=1"``.
 
     Raises:
-        ValueError: no backend has that name.
+        ValueError: no backend has that name, or its options are wrong.
         NotImplementedError: the named backend (or every backend) refuses the call; the message says why.
     """
     _check_name(backend)
@@ -147,21 +167,35 @@ _NAMES = tuple(candidate.name for candidate in BACKENDS)
 
 
 def _check_name(backend: str | None) -> None:
-    if backend is not None and backend not in _NAMES:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, _NAMES))} or None, got {backend!r}")
+    if backend is not None:
+        named(backend)
+
+
+def named(name: str) -> Backend:
+    """The backend of a name, with the options in it.
+
+    Raises:
+        ValueError: there is none, or its options are wrong.
+    """
+    first, colon, options = str(name).partition(":")
+    found = next((candidate for candidate in BACKENDS if candidate.name == first), None)
+    if found is None or (colon and found.configured is None):
+        raise ValueError(f"backend must be one of {', '.join(map(repr, _NAMES))} or None, got {name!r}")
+    if found.configured is None or not colon:
+        return found
+    return found.configured(options)
 
 
 @functools.lru_cache(maxsize=4096)
 def _select(call: AttentionCall, backend: str | None) -> Backend:
     reasons = []
-    for candidate in BACKENDS:
-        if backend is None or backend == candidate.name:
-            reason = candidate.refusal(call)
-            if reason is None and backend is None:
-                reason = candidate.reservation(call)
-            if reason is None:
-                return candidate
-            reasons.append(f"{candidate.name}: {reason}")
+    for candidate in BACKENDS if backend is None else (named(backend),):
+        reason = candidate.refusal(call)
+        if reason is None and backend is None:
+            reason = candidate.reservation(call)
+        if reason is None:
+            return candidate
+        reasons.append(f"{candidate.name}: {reason}")
     who = "no backend runs" if backend is None else f"backend={backend!r} does not run"
     raise NotImplementedError(f"{who} this call ({call}): " + "; ".join(reasons))
 
@@ -192,6 +226,7 @@ def prepare_backward(
     if state.session is not None:
         chosen = _select(call.forward, backend)
         sizes, arch = (q_shape, k_shape, scale), call.forward.arch
+        assert chosen.prepare_backward is not None  # who has none refuses calls that need gradients
         return _tuned(chosen.name, chosen.backward_space, chosen.prepare_backward, call, arch, sizes)
     return _prepare_backward(call, backend, q_shape, k_shape, scale)
 
@@ -200,7 +235,9 @@ def prepare_backward(
 def _prepare_backward(
     call: BackwardCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Backward:
-    return _select(call.forward, backend).prepare_backward(call, q_shape, k_shape, scale)
+    prepare = _select(call.forward, backend).prepare_backward
+    assert prepare is not None  # who has none refuses calls that need gradients
+    return prepare(call, q_shape, k_shape, scale)
 
 
 Prepared = TypeVar("Prepared", bound=Callable[..., Any])

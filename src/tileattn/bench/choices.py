@@ -15,7 +15,7 @@ from tileattn.bench import cases, variants, warmup
 from tileattn.bench.cases import Case
 from tileattn.bench.peers import PEERS, Implementation, TileAttn
 from tileattn.call import device_arch
-from tileattn.dispatch import BACKENDS
+from tileattn.dispatch import BACKENDS, named
 from tileattn.kernels.tilelang.batch import AnyJob
 
 DEFAULT_PEERS = {"cuda": "fa2,cudnn", "cpu": "sdpa,eager"}
@@ -188,9 +188,12 @@ def choose_implementations(
 def own_implementation(backend: str | None) -> TileAttn:
     """tileattn with the backend of `--backend`."""
     names = [each.name for each in BACKENDS]
-    if backend is not None and backend not in names:
+    if backend is not None and backend.partition(":")[0] not in names:
         raise refuse("--backend", f"{backend!r} is not known; accepted: {', '.join(names)}")
-    return TileAttn(backend)
+    try:
+        return TileAttn(None if backend is None else named(backend).name)
+    except ValueError as error:
+        raise refuse("--backend", str(error)) from error
 
 
 def choose_kernels(head_dim: str, variant: str, dtype: str, direction: str, arch: str | None) -> list[AnyJob]:

@@ -119,7 +119,7 @@ def _nvcc() -> str:
 def _cache() -> str:
     """The kernel cache's folder, and how many kernels it holds."""
     folder = default_folder()
-    return f"{folder} ({len(list(folder.glob('*.so')))} compiled)"
+    return f"{folder} ({len(list(folder.glob('*.json')))} compiled)"
 
 
 def _matrix(arch: str) -> RenderableType:

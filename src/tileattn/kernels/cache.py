@@ -31,14 +31,16 @@ class KernelCache:
 
     Args:
         folder: created when the first kernel is written.
+        suffix: of the files' names.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, suffix: str = ".so") -> None:
         self.folder = folder
+        self.suffix = suffix
 
     def path(self, key: str) -> Path:
         """Where the library of a key is, or would be."""
-        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}{self.suffix}"
 
     def find(self, key: str) -> Path | None:
         """The library of a key, if it is there and whole."""

@@ -25,7 +25,7 @@ def reservation(call: AttentionCall) -> str | None:
     """Why the kernels run a call only where they are named, or None."""
     if call.arch == "cpu":
         return "Triton's interpreter is there for tests: name it, backend='triton'"
-    return None
+    return "its kernels have not run on a GPU yet: name it, backend='triton'"
 
 
 def _refusal_device(arch: str) -> str | None:

@@ -1,0 +1,110 @@
+"""Fills docs/ladder.md: the code of the rungs between its markers, and the measured gains.
+
+    python benchmarks/make_ladder.py
+
+Nothing is measured here. What lies between `<!-- code FILE PART -->` or `<!-- gains -->` and `<!-- end -->` is
+replaced: by the lines between `// [PART]` and `// [/PART]` of a file of src/tileattn/kernels/mma, and by tables of
+`SOURCES`. A test holds the committed page to what this script makes of it.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from tileattn.bench import plot_ladder, results
+from tileattn.bench.ladder import Climbed, climbed
+from tileattn.bench.plot_ladder import steps_of
+from tileattn.bench.results import Results
+from tileattn.kernels.mma.rungs import NAME
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+KERNELS = ROOT / "src" / "tileattn" / "kernels" / "mma"
+PAGE = ROOT / "docs" / "ladder.md"
+PICTURES = ROOT / "docs" / "ladder"
+
+# Result files of `tileattn ladder --json`, in the order of the page. A measurement is named here when its file is
+# committed to benchmarks/results.
+SOURCES: tuple[str, ...] = ()
+
+_MARKED = re.compile(r"(<!-- (code|gains)( [^>]*)? -->\n).*?(<!-- end -->)", re.DOTALL)
+NOT_MEASURED = "Not measured yet.\n"
+
+
+def main() -> None:
+    """Write the page and its pictures."""
+    measured = load(SOURCES)
+    PAGE.write_text(filled(PAGE.read_text(), measured))
+    for name, each in measured.items():
+        PICTURES.mkdir(exist_ok=True)
+        plot_ladder.save(each, picture(name))
+
+
+def load(names: Sequence[str]) -> dict[str, Results]:
+    """By their names."""
+    return {name: results.load(RESULTS / name) for name in names}
+
+
+def filled(text: str, measured: dict[str, Results]) -> str:
+    """The page, with everything between its markers replaced."""
+
+    def replaced(match: re.Match[str]) -> str:
+        content = gains(measured) if match[2] == "gains" else code(*match[3].split(maxsplit=1))
+        return f"{match[1]}{content}{match[4]}"
+
+    return _MARKED.sub(replaced, text)
+
+
+def code(file: str, part: str) -> str:
+    """A part of a rung's source, as a block of Markdown."""
+    source = (KERNELS / file).read_text()
+    part_of_it = rf"^ *// \[{re.escape(part)}\]\n(.*?)^ *// \[/{re.escape(part)}\]\n"
+    found = re.search(part_of_it, source, re.DOTALL | re.MULTILINE)
+    if found is None:
+        raise ValueError(f"{file} has no part // [{part}] ... // [/{part}]")
+    return f"```cpp\n{textwrap.dedent(found[1])}```\n"
+
+
+def gains(measured: dict[str, Results]) -> str:
+    """A table for each result file."""
+    return "\n".join(_section(name, each) for name, each in measured.items()) or NOT_MEASURED
+
+
+def picture(name: str) -> Path:
+    """Where the picture of a result file is."""
+    return PICTURES / Path(name).with_suffix(".png").name
+
+
+def _section(name: str, measured: Results) -> str:
+    row = measured.rows[0]
+    found = climbed(measured, steps_of(measured))
+    fa2 = next((each.tflops for each in measured.rows if each.backend == "fa2"), None)
+    beside = [each for each in measured.rows if not each.backend.startswith(NAME)]
+    lines = [
+        f"### {row.case}, {row.dtype}",
+        "",
+        f"[`{name}`](../benchmarks/results/{name}): {measured.gpu}, {measured.date[:10]}. "
+        + ", ".join(f"{each.backend} {each.tflops:.0f} TFLOPS" for each in beside)
+        + ".",
+        "",
+        f"![TFLOPS of each step](ladder/{picture(name).name})",
+        "",
+        "| step | ms | TFLOPS | gain over the best so far | against FA-2 | error |",
+        "|---|---:|---:|---:|---:|---:|",
+        *(_line(each, fa2) for each in found),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(each: Climbed, fa2: float | None) -> str:
+    gain = "" if each.gain is None else f"+{each.gain:.1%}"
+    against = "" if fa2 is None else f"{each.row.tflops / fa2:.2f}×"
+    row = each.row
+    return f"| {each.label} | {row.ms:.3f} | {row.tflops:.1f} | {gain} | {against} | {row.error:.1e} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""How dispatch reaches the ladder: what its names mean, what its rungs refuse, and the launch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...call import AttentionCall
+from ...variant import Operands
+from .compile import INSTALL, has_compiler
+from .launch import launcher
+from .rungs import ACCUMULATIONS, HEAD_DIMS, LARGE_HEAD_DIMS, LAYOUTS, NAME, RUNGS, STAGES, Kernel, Tiles, Variant
+from .tiles import candidates
+
+DTYPES = (torch.float16, torch.bfloat16)
+CAUSAL = "Causal()"
+# KiB of shared memory that a block may take, by compute capability; elsewhere as little as on any of them.
+SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+ACCEPTED = (
+    f"{NAME!r} or '{NAME}:RUNG,stages=N,acc=A,smem=L,tiles=T', each part optional, with RUNG one of "
+    f"{', '.join(RUNGS)}; N one of {', '.join(map(str, STAGES))}; A one of {', '.join(ACCUMULATIONS)}; L one of "
+    f"{', '.join(LAYOUTS)}; T one of the rung's candidates, block_M x block_N x warps x blocks, such as 128x64x4x2"
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a name asks for; None leaves it to the call."""
+
+    rung: str | None = None
+    stages: int = 2
+    acc: str = "fp32"
+    smem: str = "swizzle"
+    tiles: Tiles | None = None
+
+    def variant(self, head_dim: int) -> Variant:
+        """The kernel's rung and options for a head dim."""
+        return Variant(self.rung or best_rung(head_dim, self.acc), self.stages, self.acc, self.smem)
+
+    def kernel(self, call: AttentionCall) -> Kernel:
+        """Of a call that is not refused."""
+        variant = self.variant(call.head_dim)
+        return Kernel(variant, call.dtype, call.head_dim, self.tiles or candidates(variant, call.head_dim)[0])
+
+
+def best_rung(head_dim: int, acc: str) -> str:
+    """Which one is fastest: Q stays in registers as long as there are enough of them beside O and S."""
+    if head_dim > HEAD_DIMS[-1]:
+        return "tiled_d"
+    return "shared_qkv" if head_dim <= (128 if acc == "fp16" else 64) else "shared_kv"
+
+
+def parse(options: str) -> Choice:
+    """What follows "mma:" in a backend's name.
+
+    Raises:
+        ValueError: it is not of that form; the message says which form that is.
+    """
+    choice = Choice()
+    seen: set[str] = set()
+    for part in options.split(",") if options else ():
+        name, _, value = part.partition("=") if "=" in part else ("rung", "", part)
+        parsed = _parse_one(name, value)
+        if parsed is None or name in seen:
+            raise ValueError(f"backend must be {ACCEPTED}; got {part!r} in {f'{NAME}:{options}'!r}")
+        seen.add(name)
+        choice = dataclasses.replace(choice, **{name: parsed})
+    return choice
+
+
+def _parse_one(name: str, value: str) -> str | int | Tiles | None:
+    """The value of an option; None if there is no such."""
+    choices = {"rung": RUNGS, "stages": STAGES, "acc": ACCUMULATIONS, "smem": LAYOUTS}
+    if name == "tiles":
+        sizes = value.split("x")
+        return Tiles(*map(int, sizes)) if len(sizes) in (4, 5) and all(size.isdecimal() for size in sizes) else None
+    return next((choice for choice in choices.get(name, ()) if str(choice) == value), None)
+
+
+def refusal(choice: Choice, call: AttentionCall) -> str | None:
+    """Why the ladder does not run a call, or None where it does."""
+    if not (call.arch.startswith("sm_") and int(call.arch[3:].rstrip("af")) >= 80):
+        return f"device {call.arch!r} is no NVIDIA GPU from sm_80 on"
+    if not has_compiler():
+        return f"cuda-core is not installed ({INSTALL})"
+    if call.needs_grad:
+        return "it has no backward pass (an input requires grad)"
+    if call.dtype not in DTYPES:
+        return f"dtype must be float16 or bfloat16, not {call.dtype}"
+    if choice.acc == "fp16" and call.dtype != torch.float16:
+        return f"acc=fp16 takes float16 only, not {call.dtype}"
+    if call.variant not in ("", CAUSAL):
+        return "it knows no mask but Causal, and no score modification"
+    if call.sink or call.dropout:
+        return f"it has no {'sink' if call.sink else 'dropout'}"
+    if not call.aligned:
+        return "q, k and v must begin at, and step by, multiples of 16 bytes"
+    return _refusal_sizes(choice, call)
+
+
+def _refusal_sizes(choice: Choice, call: AttentionCall) -> str | None:
+    dims = HEAD_DIMS + LARGE_HEAD_DIMS
+    if choice.rung is not None:
+        dims = LARGE_HEAD_DIMS if choice.rung == "tiled_d" else HEAD_DIMS
+    for name, size in (("head_dim", call.head_dim), ("head_dim_v", call.head_dim_v)):
+        if size not in dims:
+            return f"{name} must be one of {', '.join(map(str, dims))}, not {size}"
+    if call.head_dim != call.head_dim_v:
+        return f"head_dim and head_dim_v must be equal, not {call.head_dim} and {call.head_dim_v}"
+    variant = choice.variant(call.head_dim)
+    tiles = candidates(variant, call.head_dim)
+    if choice.tiles is not None and choice.tiles not in tiles:
+        return f"tiles of {variant} at head_dim {call.head_dim} must be one of {', '.join(map(str, tiles))}"
+    needed, there = choice.kernel(call).shared_memory(), _shared_memory(call.arch)
+    if needed > there:
+        return f"a block needs {needed} bytes of shared memory, and has {there} on {call.arch}"
+    return None
+
+
+def _shared_memory(arch: str) -> int:
+    return SHARED_KIB.get(int(arch[3:].rstrip("af")), min(SHARED_KIB.values())) * 1024
+
+
+def reservation(choice: Choice, call: AttentionCall) -> str:
+    """The ladder runs nothing unasked."""
+    return f"it is there to learn from: name it, backend={NAME!r}"
+
+
+def prepare(
+    choice: Choice, call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """See :class:`tileattn.dispatch.Backend`."""
+    batch, seqlen_q, heads, _ = q_shape
+    _, seqlen_k, kv_heads, _ = k_shape
+    kernel = choice.kernel(call)
+    blocks = -(-seqlen_q // kernel.tiles.block_M) * heads * batch
+    sizes = (int(call.variant == CAUSAL), seqlen_q, seqlen_k, heads, heads // kv_heads)
+
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, operands: Operands
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if blocks == 0 or seqlen_k == 0:
+            return torch.zeros_like(q, memory_format=torch.contiguous_format), q.new_full(
+                (batch, heads, seqlen_q), -torch.inf, dtype=torch.float32
+            )
+        o = q.new_empty(q_shape)
+        lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32) if call.return_lse else None
+        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), 0 if lse is None else lse.data_ptr())
+        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+        launcher(kernel, call.arch, q.device.index)(blocks, *addresses, *sizes, *strides, float(scale))
+        return o, lse
+
+    return forward

@@ -1,0 +1,71 @@
+"""Loading the ladder's kernels and launching them, by cuda-core."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..cache import KernelCache, default_folder
+from .compile import build_cubin, cache_key
+from .rungs import Kernel
+
+
+def ensure_compiled(kernel: Kernel, arch: str) -> Path:
+    """The cubin of a kernel, from the cache on disk or compiled now (a second or two)."""
+
+    def build(path: Path) -> None:
+        build_cubin(kernel, arch, path)
+
+    return KernelCache(default_folder(), ".cubin").find_or_build(cache_key(kernel, arch), build)
+
+
+class Launcher:
+    """A kernel, loaded onto one device.
+
+    Args:
+        kernel: which.
+        arch: of the device.
+        index: of the device.
+    """
+
+    def __init__(self, kernel: Kernel, arch: str, index: int) -> None:
+        from cuda.bindings import driver
+        from cuda.core import Device, LaunchConfig, ObjectCode, launch
+
+        self._launch, self._config = launch, LaunchConfig
+        self._threads, self._shared = kernel.tiles.threads, kernel.shared_memory()
+        self._device = Device(index)
+        with torch.cuda.device(index):
+            self._device.set_current()
+            self._code = ObjectCode.from_cubin(str(ensure_compiled(kernel, arch)))
+            self._kernel = self._code.get_kernel("attention")
+            # A block gets more than 48 KiB only where it is asked for.
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            (error,) = driver.cuKernelSetAttribute(attribute, self._shared, self._kernel.handle, driver.CUdevice(index))
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(
+                f"{kernel} needs {self._shared} bytes of shared memory, and the driver says {error.name}"
+            )
+
+    def __call__(self, blocks: int, *arguments: int | float) -> None:
+        """Launches on the current stream. Integers, and addresses, reach the kernel as 64 bits, floats as double."""
+        config = self._config(grid=blocks, block=self._threads, shmem_size=self._shared)
+        with torch.cuda.device(self._device.device_id):
+            self._device.set_current()  # a thread that has launched nothing yet has no context
+            self._launch(_CurrentStream(), config, self._kernel, *arguments)
+
+
+class _CurrentStream:
+    """PyTorch's current stream, in the protocol of cuda-core."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, torch.cuda.current_stream().cuda_stream
+
+
+@functools.cache
+def launcher(kernel: Kernel, arch: str, index: int) -> Any:
+    """The kernel on a device, compiled and loaded once."""
+    return Launcher(kernel, arch, index)

@@ -1,0 +1,60 @@
+"""Tile sizes: which ones a kernel of the ladder may have, the first of them its default.
+
+Reasons for the order. A multiprocessor has 65536 registers, so 128 threads of 255 fit twice, of 168 three times, of 128
+four times. One ldmatrix of 16 x 16 elements takes 4 cycles of shared memory and feeds two products for each 16 rows of
+a warp: with 16 rows a warp waits for shared memory, with 32 for the matrix units. Blocks that share a multiprocessor
+hide each other's softmax and barriers. `benchmarks/tune_ladder.py` measures all candidates of a head dim in one call.
+"""
+
+from __future__ import annotations
+
+from .rungs import Tiles, Variant
+
+# (block_M, block_N, warps, blocks per multiprocessor), by rung, then head dim and accumulation ("" for both). In
+# tiled_d also the columns of a slice of K, and block_M * head_dim = 32 * 128 * warps.
+_CANDIDATES: dict[str, dict[tuple[int, str], tuple[tuple[int, ...], ...]]] = {
+    "split_kv": {
+        (32, ""): ((32, 64, 4, 4), (32, 128, 4, 3)),
+        (64, ""): ((32, 64, 4, 3), (32, 128, 4, 2), (64, 64, 4, 2)),
+        (96, ""): ((32, 64, 4, 2),),
+        (128, ""): ((32, 64, 4, 2),),
+    },
+    "split_q": {
+        (32, ""): ((128, 64, 4, 2), (64, 64, 4, 4)),
+        (64, ""): ((128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 1)),
+        (96, ""): ((128, 32, 4, 2), (64, 64, 4, 2), (128, 64, 8, 1)),
+        (128, ""): ((128, 32, 4, 2), (64, 64, 4, 2), (128, 64, 8, 1)),
+    },
+    "shared_kv": {
+        (32, ""): ((128, 64, 4, 2), (128, 64, 4, 3), (64, 64, 4, 4), (128, 128, 4, 2)),
+        (64, "fp32"): ((128, 64, 4, 2), (128, 32, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4), (128, 128, 4, 2)),
+        (64, "fp16"): ((128, 64, 4, 3), (128, 64, 4, 4), (128, 32, 4, 4), (64, 64, 4, 4), (128, 128, 4, 2)),
+        (96, ""): ((128, 64, 4, 2), (128, 32, 4, 2), (64, 64, 4, 3)),
+        (128, "fp32"): ((128, 64, 4, 2), (128, 32, 4, 2), (64, 64, 4, 3), (128, 64, 8, 1), (128, 128, 8, 1)),
+        (128, "fp16"): ((128, 64, 4, 2), (128, 32, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 1)),
+    },
+    "shared_qkv": {
+        (32, ""): ((128, 64, 4, 2), (64, 64, 4, 4), (128, 128, 4, 2)),
+        (64, "fp32"): ((128, 64, 4, 2), (128, 32, 4, 2), (64, 64, 4, 3)),
+        (64, "fp16"): ((128, 64, 4, 3), (64, 64, 4, 4), (128, 128, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2)),
+        (96, ""): ((128, 32, 4, 2), (64, 64, 4, 2)),
+        (128, "fp32"): ((64, 64, 4, 2), (128, 64, 8, 1)),
+        (128, "fp16"): ((128, 64, 4, 2), (128, 32, 4, 2), (64, 64, 4, 3)),
+    },
+    "tiled_d": {
+        (256, ""): ((128, 64, 8, 1, 128), (128, 64, 8, 1, 64), (64, 64, 4, 2, 64)),
+        (384, ""): ((64, 96, 6, 1, 128), (64, 96, 6, 1, 64), (64, 48, 6, 1, 64)),
+        (512, ""): ((64, 128, 8, 1, 128), (64, 128, 8, 1, 64), (64, 64, 8, 1, 128), (64, 64, 8, 1, 64)),
+        (640, ""): ((32, 80, 5, 1, 64), (32, 160, 5, 1, 64)),
+        (768, ""): ((32, 96, 6, 1, 128), (32, 96, 6, 1, 64)),
+        (896, ""): ((32, 112, 7, 1, 64),),
+        (1024, ""): ((32, 128, 8, 1, 64), (32, 128, 8, 1, 128)),
+    },
+}
+
+
+def candidates(variant: Variant, head_dim: int) -> tuple[Tiles, ...]:
+    """All that are worth measuring, the default first; none where the rung has no kernel for the head dim."""
+    table = _CANDIDATES.get(variant.rung, {})
+    found = table.get((head_dim, variant.acc), table.get((head_dim, ""), ()))
+    return tuple(Tiles(*sizes) for sizes in found)

@@ -1,0 +1,69 @@
+"""Attention whose matrix products add up in float16: what the tolerance rule may excuse where a kernel does that.
+
+The rule (:mod:`tileattn.testing.numerics`) allows twice the error of eager PyTorch, which adds up in float32. A kernel
+that adds up in float16 errs more, by design; but only by what its instructions round. So its rule has one more eager
+run, this one: the same rounding after each 16 terms, as ``mma.m16n8k16`` with float16 sums does, and nothing else that
+a kernel might do wrong.
+
+- S is rounded after each 16 elements of the head dim: relative to the sum so far, 2^-11.
+- ``scale * log2(e)``, the row's maximum times that, and their difference are float16: a score that is 8 below the
+  maximum (in base 2) is off by up to 2^-9, and its probability by 0.14 %.
+- O is rounded after each 16 keys, to 2^-11 of the sum so far, which after n steps is off by about sqrt(n) of them.
+
+The maximum is the final one, while a kernel raises it step by step; the rule's factor of 2 is left for that.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..masks import Mask
+
+STEP = 16
+
+
+@torch.no_grad()
+def eager_fp16_accumulation(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float) -> tuple[Tensor, Tensor]:
+    """O (batch, seqlen_q, heads, head_dim) in float16 and lse (batch, heads, seqlen_q) in float32.
+
+    Args:
+        q: float16 (batch, seqlen_q, heads, head_dim).
+        k: float16 (batch, seqlen_k, kv_heads, head_dim).
+        v: the same shape as k.
+        mask: of positions alone, such as Causal, or None.
+        scale: of the scores, not negative.
+    """
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = q.new_zeros(*q.shape[:3], k.shape[2])
+    for i in range(0, q.shape[3], STEP):
+        scores = _rounded(scores + q[..., i : i + STEP] @ k[..., i : i + STEP].mT)
+    if mask is not None:
+        scores = scores.masked_fill(~_allowed(mask, q.shape[2], k.shape[2], q.device), -torch.inf)
+    # At least a little, as 0 times the -inf of hidden scores is NaN.
+    factor = float(_rounded(torch.tensor(max(scale * math.log2(math.e), 1e-7))))
+    top = _rounded(scores.amax(dim=-1, keepdim=True) * factor)
+    empty = top == -torch.inf
+    p = _rounded(torch.exp2(_rounded(scores * factor - top.masked_fill(empty, 0.0))))
+    total = p.sum(dim=-1, keepdim=True)
+    o = torch.zeros_like(q)
+    for i in range(0, k.shape[2], STEP):
+        o = _rounded(o + p[..., i : i + STEP] @ v[:, :, i : i + STEP])
+    lse = ((top + total.log2()) * math.log(2.0)).squeeze(-1)
+    o = torch.where(empty, 0.0, o / total)
+    return o.transpose(1, 2).half(), lse
+
+
+def _rounded(x: Tensor) -> Tensor:
+    return x.half().float()
+
+
+def _allowed(mask: Mask, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+    rows = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
+    return torch.as_tensor(mask.allows(0, 0, rows, torch.arange(seqlen_k, device=device)[None])).expand(
+        seqlen_q, seqlen_k
+    )
