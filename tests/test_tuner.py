@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -310,7 +310,7 @@ class Fake:
         self.arch = "cpu"
         (index,) = [i for i, each in enumerate(dispatch.BACKENDS) if each.name == "torch"]
         self.torch = dispatch.BACKENDS[index]
-        mine = dispatch.Backend("torch", "", lambda call: None, self.prepare, self.torch.prepare_backward, self.space)
+        mine = replace(self.torch, prepare=self.prepare, space=self.space)
         backends = (*dispatch.BACKENDS[:index], mine, *dispatch.BACKENDS[index + 1 :])
         monkeypatch.setattr(dispatch, "BACKENDS", backends)
         dispatch._select.cache_clear()

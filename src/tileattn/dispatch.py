@@ -190,9 +190,8 @@ def named(name: str) -> Backend:
 def _select(call: AttentionCall, backend: str | None) -> Backend:
     reasons = []
     for candidate in BACKENDS if backend is None else (named(backend),):
-        reason = candidate.refusal(call)
-        if reason is None and backend is None:
-            reason = candidate.reservation(call)
+        reason = candidate.reservation(call) if backend is None else None
+        reason = reason or candidate.refusal(call)
         if reason is None:
             return candidate
         reasons.append(f"{candidate.name}: {reason}")
