@@ -270,8 +270,8 @@ def test_what_does_not_matter_shares_a_kernel() -> None:
 def test_the_digest_has_all_sources() -> None:
     """Of the package, but what only chooses and launches."""
     folder = Path(launch.__file__).parent
-    sources = {path.stem for path in folder.glob("*.py")} - {"__init__", "backend", "defaults", "launch"}
-    assert sources == set(launch.OWN_SOURCES)
+    sources = {path.stem for path in folder.glob("*.py")} - {"__init__", "backend", "defaults", "launch", "space"}
+    assert sources == {*launch.OWN_SOURCES, *launch.AMD_SOURCES}
 
 
 # --- What is skipped ---

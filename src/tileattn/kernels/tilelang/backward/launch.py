@@ -89,6 +89,7 @@ def _facts(call: BackwardCall, name: str, main: MainConfig) -> str:
 OWN_SOURCES = ("config", "finish", "generic", "hopper", "hopper_config", "hopper_queries", "hopper_wide")
 OWN_SOURCES += ("kernels", "layouts", "operands", "order", "prepare", "queries", "signature", "slopes", "tensors")
 OWN_SOURCES += ("tile", "variables", "visible")
+AMD_SOURCES = ("amd", "amd_config")  # in the keys of AMD's kernels alone
 SHARED_SOURCES = ("compile", "config", "dropout", "expressions", "generic", "mask", "signature", "simplify", "softmax")
 
 
@@ -96,7 +97,7 @@ SHARED_SOURCES = ("compile", "config", "dropout", "expressions", "generic", "mas
 def _amd_digest() -> str:
     """Of the code that AMD's kernels add to that below."""
     folder = Path(__file__).parent
-    files = [folder / "amd.py", folder / "amd_config.py", folder.parent / "amd_tensors.py"]
+    files = [*(folder / f"{name}.py" for name in AMD_SOURCES), folder.parent / "amd_tensors.py"]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
