@@ -161,16 +161,15 @@ def _case_attempts(case: Case, direction: str) -> Iterator[Attempt]:
 
 def conformance_attempts() -> Iterator[Attempt]:
     """What the tests for a GPU call: of the forward pass and, from the same cases, of the backward pass."""
-    import test_conformance
-    import test_conformance_backward
+    import conformance_call
     import test_gpu
     import test_gpu_backward
     import test_gpu_dropout
 
     for case in conformance_cases("full"):
         arguments = build(case, "meta")
-        yield lambda arguments=arguments: test_conformance._run(arguments, "tilelang")  # type: ignore[misc]
-        yield functools.partial(_training, arguments, test_conformance_backward._run)
+        yield lambda arguments=arguments: conformance_call.run(arguments, "tilelang")  # type: ignore[misc]
+        yield functools.partial(_training, arguments, conformance_call.run)
     for shape in (test_gpu.SHAPES | test_gpu.DIFFERING).values():
         for return_lse in (False, True):
             yield _attention(return_lse, **shape.tensors(device="meta"))

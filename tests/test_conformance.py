@@ -13,15 +13,11 @@ import re
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor
 
 import tileattn
 from compositions import Composition, compositions
+from conformance_call import refusal, run
 from interpreted import TRITON_STEP, is_slow_to_interpret
-from tileattn import (
-    Causal,
-    ops,
-)
 from tileattn.dispatch import BACKENDS
 from tileattn.reference import flash_attention_1, flash_attention_2, standard_attention
 from tileattn.testing import (
@@ -34,7 +30,6 @@ from tileattn.testing import (
     oracle_attention,
     poisoned_memory,
 )
-from tileattn.variant import encode
 
 REFERENCE = {f.__name__: f for f in (standard_attention, flash_attention_1, flash_attention_2)}
 
@@ -67,47 +62,18 @@ def _expected(case: ConformanceCase, device: str) -> tuple[Arguments, object, ob
     return arguments, oracle_attention(*arguments.positional), eager_attention(*arguments.positional)
 
 
-def _refusal(arguments: Arguments, name: str) -> str | None:
-    q, k, v, mask, score_mods, sink, *_ = arguments.positional
-    call = ops.make_call(q, k, v, sink, encode(mask, score_mods)[0], needs_grad=False)
-    return next(backend for backend in BACKENDS if backend.name == name).refusal(call)
-
-
-def _run(arguments: Arguments, backend: str) -> tuple[Tensor, Tensor]:
-    """o, as bshd, and lse from the public function."""
-    bhsd = arguments.layout == "bhsd"
-    q, k, v = (x.transpose(1, 2) if bhsd else x for x in (arguments.q, arguments.k, arguments.v))
-    causal = type(arguments.mask) is Causal
-    o, lse = tileattn.attention(
-        q,
-        k,
-        v,
-        # As users write it; plain and causal calls may take a shorter way inside.
-        mask=None if causal else arguments.mask,
-        causal=causal,
-        score_mod=arguments.score_mods or None,
-        scale=arguments.scale,
-        sink=arguments.sink,
-        layout=arguments.layout,
-        return_lse=True,
-        backend=backend,
-        **arguments.named_descales,
-    )
-    return (o.transpose(1, 2) if bhsd else o), lse
-
-
 @pytest.mark.parametrize(("case", "backend", "device"), _parameters())
 def test_conformance(case: ConformanceCase, backend: str, device: str) -> None:
     arguments, oracle, eager = _expected(case, device)
     if backend in REFERENCE:
         got = REFERENCE[backend](*arguments.positional)
     else:
-        if reason := _refusal(arguments, backend):
+        if reason := refusal(arguments, backend, needs_grad=False):
             with pytest.raises(NotImplementedError, match=re.escape(reason)):
-                _run(arguments, backend)
+                run(arguments, backend)
             pytest.skip(f"refused, as it says: {reason}")
         with poisoned_memory():
-            got = _run(arguments, backend)
+            got = run(arguments, backend)
     o, lse = got
     assert o.dtype == case.out_dtype
     assert lse.dtype == torch.promote_types(case.out_dtype, torch.float32)

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import tileattn
+from conformance_call import refusal, run
 from interpreted import TRITON_STEP, is_slow_to_interpret
-from tileattn import Causal, ops
 from tileattn.dispatch import BACKENDS
 from tileattn.testing import (
     Arguments,
@@ -29,7 +28,6 @@ from tileattn.testing import (
     output_gradients,
     poisoned_memory,
 )
-from tileattn.variant import encode
 
 # On the CPU, of the cases that are not "smoke" every so many; and none with many scores in float16, in which PyTorch's
 # own products, that is eager's, are slow there.
@@ -71,45 +69,17 @@ def _expected(case: ConformanceCase, device: str) -> tuple[Tensor, Tensor | None
     return do, dlse, (oracle, eager, sizes)
 
 
-def _refusal(arguments: Arguments, name: str) -> str | None:
-    q, k, v, mask, score_mods, sink, *_ = arguments.positional
-    call = ops.make_call(q, k, v, sink, encode(mask, score_mods)[0], needs_grad=True)
-    return next(backend for backend in BACKENDS if backend.name == name).refusal(call)
-
-
-def _run(arguments: Arguments, backend: str) -> tuple[Tensor, Tensor]:
-    """o, as bshd, and lse from the public function."""
-    bhsd = arguments.layout == "bhsd"
-    q, k, v = (x.transpose(1, 2) if bhsd else x for x in (arguments.q, arguments.k, arguments.v))
-    causal = type(arguments.mask) is Causal
-    o, lse = tileattn.attention(
-        q,
-        k,
-        v,
-        mask=None if causal else arguments.mask,
-        causal=causal,
-        score_mod=arguments.score_mods or None,
-        scale=arguments.scale,
-        sink=arguments.sink,
-        layout=arguments.layout,
-        return_lse=True,
-        backend=backend,
-        **arguments.named_descales,
-    )
-    return (o.transpose(1, 2) if bhsd else o), lse
-
-
 @pytest.mark.parametrize(("case", "backend", "device"), _parameters())
 def test_gradients_conform(case: ConformanceCase, backend: str, device: str) -> None:
     arguments = _arguments(case, device)
     leaves = arguments.leaves()
-    if reason := _refusal(arguments, backend):
+    if reason := refusal(arguments, backend, needs_grad=True):
         with pytest.raises(NotImplementedError, match=re.escape(reason)):
-            _run(arguments, backend)
+            run(arguments, backend)
         pytest.skip(f"refused, as it says: {reason}")
     do, dlse, expected = _expected(case, device)
     with poisoned_memory():
-        got = gradients(_run(arguments, backend), leaves, do, dlse)
+        got = gradients(run(arguments, backend), leaves, do, dlse)
     for name, leaf in leaves.items():
         assert (got[name].shape, got[name].dtype) == (leaf.shape, leaf.dtype)
     assert_gradients_accurate(case.id, got, *expected, case.dtype)
