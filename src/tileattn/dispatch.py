@@ -129,7 +129,7 @@ BACKENDS: tuple[Backend, ...] = (
     ),
     Backend(
         "triton",
-        "Triton kernels, for GPUs",
+        "Triton kernels, for GPUs; only by name yet",
         triton_backend.refusal,
         triton_backend.reservation,
         triton_backend.prepare,
