@@ -26,6 +26,7 @@ class AttentionCall:
         needs_grad: whether a gradient will be asked for. A backend that refuses no such call has a backward pass.
         return_lse: whether lse is written.
         dropout: whether probabilities are dropped.
+        packed: whether sequences lie one behind the other in one batch element, as :class:`Packed` says.
         arch: ``"cpu"``, or a GPU architecture in the compiler's spelling: ``"sm_80"``, ``"sm_90a"``, ``"gfx942"``, ...
     """
 
@@ -39,6 +40,7 @@ class AttentionCall:
     return_lse: bool = True
     arch: str = "cpu"
     dropout: bool = False
+    packed: bool = False
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -48,9 +50,29 @@ class AttentionCall:
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         flags = ["sink"] * self.sink + ["lse"] * self.return_lse + ["needs_grad"] * self.needs_grad
-        flags += ["dropout"] * self.dropout + ["unaligned"] * (not self.aligned)
+        flags += ["packed"] * self.packed + ["dropout"] * self.dropout + ["unaligned"] * (not self.aligned)
         parts = [str(self.dtype).removeprefix("torch."), f"d{dims}", self.variant or "full", *flags, self.arch]
         return " ".join(parts)
+
+
+class Packed(NamedTuple):
+    """Where the sequences of a packed call lie: sequence ``i`` has the rows ``cu_seqlens[i] : cu_seqlens[i + 1]``.
+
+    A packed call's q, k, v and o have one batch element, (1, total, heads, head_dim), its lse is (1, heads, total_q).
+    To masks and modifications the sequences are the batch: ``b`` is the number of a sequence, and positions count
+    within it.
+
+    Attributes:
+        cu_seqlens_q: int32 (sequences + 1,), contiguous, on q's device, from 0 upwards; of the queries.
+        cu_seqlens_k: the same of keys and values.
+        max_seqlen_q: an upper bound of the lengths, known to the host.
+        max_seqlen_k: the same of keys and values.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from .call import AttentionCall, BackwardCall, Gradients
+from .call import AttentionCall, BackwardCall, Gradients, Packed
 from .dropout import Dropout
 from .fp8 import Descales
 from .kernels.mma import backend as mma_backend
@@ -34,12 +34,13 @@ class Forward(Protocol):
         *,
         descales: Descales | None = None,
         dropout: Dropout | None = None,
+        packed: Packed | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """O (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q) for bshd tensors of any strides.
 
         o has the call's `out_dtype`. lse may be None where the call does not ask for it. `descales` is passed for fp8
         calls, always and with all three, and for no other: a backend that refuses fp8 need not know of it. So it is
-        with `dropout`.
+        with `dropout`, and with `packed`.
         """
         ...
 
@@ -60,12 +61,13 @@ class Backward(Protocol):
         operands: Operands,
         *,
         dropout: Dropout | None = None,
+        packed: Packed | None = None,
     ) -> Gradients:
         """The gradients that the call wants.
 
         do, q, k, v and o are bshd tensors of any strides (the last dimension is contiguous), o and lse what the forward
-        pass returned. dlse, (batch, heads, seqlen_q), is given where the call says so, and so is dropout, as it was in
-        the forward pass.
+        pass returned. dlse, (batch, heads, seqlen_q), is given where the call says so, and so are dropout and packed,
+        as they were in the forward pass.
         """
         ...
 
@@ -80,7 +82,8 @@ class Backend:
         refusal: why it does not run a call, or None where it does.
         reservation: why it runs a call only where it is named, or None.
         prepare: ``prepare(call, q.shape, k.shape, scale)`` is the forward pass for bshd tensors of these shapes; what
-            depends on sizes alone (which kernel, how it is launched) is decided here, once.
+            depends on sizes alone (which kernel, how it is launched) is decided here, once. For a packed call the shapes
+            are (sequences, max_seqlen, heads, head_dim).
         prepare_backward: ``prepare_backward(call, q.shape, k.shape, scale)``, the same for the backward pass of a call
             that it did not refuse and that needs gradients. None for a backend that refuses all of these.
         space: ``space(call, q.shape, k.shape, scale)`` is what the tuner may choose from for such a call; None where it

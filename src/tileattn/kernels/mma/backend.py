@@ -96,6 +96,8 @@ def refusal(choice: Choice, call: AttentionCall) -> str | None:
         return "it knows no mask but Causal, and no score modification"
     if call.sink or call.dropout:
         return f"it has no {'sink' if call.sink else 'dropout'}"
+    if call.packed:
+        return "it does not take packed sequences"
     if not call.aligned:
         return "q, k and v must begin at, and step by, multiples of 16 bytes"
     return _refusal_sizes(choice, call)

@@ -36,6 +36,8 @@ def refusal(call: AttentionCall) -> str | None:
         return f"device {call.arch!r} is not one of {', '.join(ARCHITECTURES)}"
     if importlib.util.find_spec("tilelang") is None:
         return "tilelang is not installed (pip install tilelang)"
+    if call.packed:
+        return "the TileLang kernels do not take packed sequences yet"
     if call.dtype not in (torch.float16, torch.bfloat16, FP8):
         return f"dtype must be float16, bfloat16 or float8_e4m3fn, not {call.dtype}"
     if call.dtype == FP8:

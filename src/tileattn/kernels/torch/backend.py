@@ -19,6 +19,8 @@ from .score_gradient import Watched
 
 def refusal(call: AttentionCall) -> str | None:
     """None, but for one thing: PyTorch operations run every call."""
+    if call.packed:
+        return "the torch backend does not take packed sequences yet"
     if call.dtype == FP8 and call.needs_grad:
         return "float8_e4m3fn has no backward pass (an input requires grad): use 16 bits, or torch.no_grad()"
     return None

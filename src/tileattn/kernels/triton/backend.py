@@ -45,6 +45,8 @@ def _refusal_call(call: AttentionCall) -> str | None:
     for name, size in (("head_dim", call.head_dim), ("head_dim_v", call.head_dim_v)):
         if not 1 <= size <= MAX_HEAD_DIM:
             return f"{name} must lie in 1 .. {MAX_HEAD_DIM}, not {size}"
+    if call.packed:
+        return "the Triton kernels do not take packed sequences"
     if call.dropout:
         return "the Triton kernels have no dropout"
     if any(tensor.dtype == torch.float64 for tensor in program(call.variant).tensors):
