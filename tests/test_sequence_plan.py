@@ -47,7 +47,7 @@ def model(q_lengths: list[int], k_lengths: list[int], total_q: int, total_k: int
     found: list[list[int]] = []
 
     def add(sequence: int, q_start: int, q_len: int, k_start: int, k_len: int) -> None:
-        padded = [(max(x, 0) + sequence * 128) // 128 * 128 for x in (q_start, k_start)]
+        padded = [(max(x, 0) + sequence * 144) // 16 * 16 for x in (q_start, k_start)]
         record = [min(sequence, count - 1), len(found), q_start, q_len, k_start, k_len, *padded]
         found.extend([record] * -(-(k_len if of_keys else q_len) // tile))
 
@@ -113,4 +113,4 @@ def test_wrong(case: tuple[list[int], int, int, tuple[int, int]], keys_wrong: bo
     assert work[0, records.COUNT] == 3
     last = len(given) - 1
     start = [-1, 0, 0, 10] if of_keys else [0, 10, -1, 0]
-    assert work[1:4].tolist() == [[last - 1, 0, *start, last * 128, last * 128]] * 3
+    assert work[1:4].tolist() == [[last - 1, 0, *start, last * 144, last * 144]] * 3

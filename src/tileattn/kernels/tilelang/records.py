@@ -12,11 +12,13 @@ from __future__ import annotations
 
 WIDTH = 8
 
-# A record's fields. FIRST: the number of its run's first record. Workspaces of the backward pass have whole tiles of
-# PADDED_ROWS rows for each sequence, which begin at PADDED_Q and PADDED_K.
+# A record's fields. FIRST: the number of its run's first record. Workspaces of the backward pass have, for each
+# sequence, whole tiles of up to 128 rows, however many a tile has; they begin at PADDED_Q and PADDED_K.
 SEQUENCE, FIRST, Q_START, Q_LEN, K_START, K_LEN, PADDED_Q, PADDED_K = range(WIDTH)
-PADDED_ROWS = 128
 NOWHERE = -1
+# The r-th run's begin at start // ALIGNMENT * ALIGNMENT + r * PADDING: up to the next run's it has at least 129 rows more
+# than its own.
+ALIGNMENT, PADDING = 16, 144
 
 # The header's fields. KIND: 0, or one of the below, with the first sequence of which it is true and its two bounds.
 COUNT, _, _, _, KIND, WRONG, WRONG_START, WRONG_END = range(WIDTH)
@@ -34,4 +36,4 @@ def capacity(total: int, sequences: int, tile: int) -> int:
 
 def padded_rows(total: int, sequences: int) -> int:
     """Rows of a workspace that has whole tiles for each run."""
-    return (total + (sequences + 1) * PADDED_ROWS) // PADDED_ROWS * PADDED_ROWS
+    return (total + (sequences + 1) * PADDING) // ALIGNMENT * ALIGNMENT

@@ -19,7 +19,17 @@ from typing import Any
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
-from .records import BEYOND_TOTAL, KEYS, NOT_FROM_ZERO, NOT_MONOTONE, NOWHERE, PADDED_ROWS, TOO_LONG, WIDTH
+from .records import (
+    ALIGNMENT,
+    BEYOND_TOTAL,
+    KEYS,
+    NOT_FROM_ZERO,
+    NOT_MONOTONE,
+    NOWHERE,
+    PADDING,
+    TOO_LONG,
+    WIDTH,
+)
 
 WARP = 32
 # What is wrong, as one number, of which the smallest counts: the sequence, then the kind in the lowest bits.
@@ -116,7 +126,7 @@ def _record(arg, run, sequences, first, start, end, cost):
     rows = start, end - start
     others = T.if_then_else(run < sequences, arg.other[run], NOWHERE), T.max(cost, 0)
     of_q, of_k = ([T.if_then_else(arg.keys_tiled == side, *pair) for pair in zip(rows, others)] for side in (0, 1))
-    padded = [(T.truncdiv(T.max(begin, 0), PADDED_ROWS) + run) * PADDED_ROWS for begin, _ in (of_q, of_k)]
+    padded = [T.truncdiv(T.max(begin, 0), ALIGNMENT) * ALIGNMENT + run * PADDING for begin, _ in (of_q, of_k)]
     return [sequence, first, *of_q, *of_k, *padded]
 
 
