@@ -12,8 +12,8 @@ values that the mask lets it see:
 ``T.Pipelined`` loads the next tiles under the arithmetic: by TMA and a producer warp on sm_90 and later, by cp.async
 before, by plain loads on AMD. Q stays in shared memory, which O reuses at the end.
 
-Packed sequences: a block looks its tile up in the work list (sequence_tasks.py), and sees its sequence's rows as tensors
-of their own. There are as many blocks as the list may be long; those beyond its end have a tile without rows or keys.
+Packed sequences: a block looks its tile up in the work list (sequence_tasks.py), and sees its sequence's rows as
+tensors of their own. There are as many blocks as the list may be long; those beyond its end have a tile without rows.
 
 Layouts: q, o (batch, seqlen_q, heads, .), k, v (batch, seqlen_k, kv_heads, .), strided; lse (batch, heads, seqlen_q).
 All sizes and strides are run-time values. Limits: head dims up to 256; see ``backend.refusal``.
