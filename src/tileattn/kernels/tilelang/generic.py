@@ -31,7 +31,7 @@ from . import dropout, softmax
 from .config import PRODUCER_REGISTERS, ForwardConfig, padded
 from .expressions import Emitter
 from .mask import Score, Visibility, apply_mask, apply_score, keep_uniforms
-from .sequence_tasks import find_task, of_sequence, sink_of
+from .sequence_tasks import find_task, of_sequence, sink_of, task_count
 from .signature import assume_aligned, assume_filled
 
 ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
@@ -104,7 +104,9 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
                 assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides)
             # Held in variables: inlined wherever they are used, divisions would take the compiler most of its time.
             if call.packed:
-                b, h, row, q_start, seqlen_q, k_start, seqlen_k = find_task(arg, block, block_M)
+                b, h, row, q_start, seqlen_q, k_start, seqlen_k = find_task(
+                    arg, block, block_M, block < task_count(arg)
+                )
                 arg = of_sequence(arg, q_start, seqlen_q, k_start, seqlen_k)
             else:
                 bx, by, bz = block
@@ -152,7 +154,7 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
                 T.gemm(weights, v_shared, acc_o, policy=ROWS)
 
             if call.sink:
-                sink = sink_of(arg, h, k_start) if call.packed else arg.sink[h]
+                sink = sink_of(arg, h, k_start + seqlen_k) if call.packed else arg.sink[h]
                 softmax.add_sink(m, l, alpha, base, sink * softmax.LOG2E, c, block_M)
             else:
                 T.fill(alpha, 1)
