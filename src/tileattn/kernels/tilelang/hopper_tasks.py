@@ -10,8 +10,8 @@ from .mask import Visibility
 from .ragged import tile as ragged_tile
 from .sequence_tasks import find_task
 
-# A message's fields. A count of 0 says that no tile is left. Where sequences are packed, BATCH is the sequence's number,
-# and it tells where the sequence lies: the row behind its last in the whole tensor, and its length, of queries and keys.
+# A message's fields. A count of 0 says that no tile is left. Where sequences are packed, BATCH is a sequence's number,
+# and four more say where it lies: the row behind its last in the whole tensor and its length, of queries and of keys.
 BATCH, HEAD, ROW, BEGIN, END, RIGHT, LEFT, COUNT = range(FIELDS)
 Q_END, Q_LEN, K_END, K_LEN = range(FIELDS, PACKED_FIELDS)
 

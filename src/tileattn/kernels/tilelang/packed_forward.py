@@ -13,7 +13,7 @@ from ...dropout import Dropout
 from ...variant import Operands
 from .arguments import as_bytes, pattern_arguments
 from .config import HopperConfig
-from .defaults import Config
+from .defaults import Config, for_skewed_lengths
 from .launch import forward_function
 from .packed import work_list
 from .queue import multiprocessors, tickets
@@ -31,10 +31,13 @@ def packed_forward(
         heads: of queries.
         scalars: the scale, query heads per kv head, and how many heads run side by side.
     """
-    kernel = forward_function(call, config)
-    persistent = isinstance(config, HopperConfig)
-    cluster = config.cluster if isinstance(config, HopperConfig) else 1
-    tile = cluster * config.block_M
+    kernels: dict[bool, Kernel] = {}
+
+    def kernel_for(skewed: bool) -> Kernel:
+        if skewed not in kernels:
+            chosen = for_skewed_lengths(config) if skewed else config
+            kernels[skewed] = Kernel(forward_function(call, chosen), chosen)
+        return kernels[skewed]
 
     def forward(
         q: torch.Tensor,
@@ -52,13 +55,10 @@ def packed_forward(
             return _without_keys(call, q, sink, packed)
         o = q.new_empty(1, total_q, heads, call.head_dim_v)
         lse = q.new_empty(1, heads, total_q, dtype=torch.float32) if call.return_lse else None
-        work = work_list(call.arch, packed, total_q, total_k, tile)
-        queue: tuple[Any, ...] = ()
-        if persistent:
-            tasks = (work.shape[0] - 1) * heads
-            queue = tickets(q.device), min(tasks, max(multiprocessors(q.device) // cluster, 1)) * cluster
+        kernel = kernel_for(_is_skewed(packed, total_q))
+        work = work_list(call.arch, packed, total_q, total_k, kernel.rows)
         seeds, of_pattern = pattern_arguments(dropout)
-        kernel(
+        kernel.function(
             q,
             k,
             v,
@@ -69,7 +69,7 @@ def packed_forward(
             *(as_bytes(tensor) for tensor in operands.tensors),
             *scalars,
             *of_pattern,
-            *queue,
+            *kernel.queue(q.device, (work.shape[0] - 1) * heads),
             *operands.ints,
             *operands.floats,
         )
@@ -77,6 +77,31 @@ def packed_forward(
         return o, lse
 
     return forward
+
+
+class Kernel:
+    """A loaded kernel and what its configuration says about a launch.
+
+    Attributes:
+        rows: queries of a task.
+    """
+
+    def __init__(self, function: Callable[..., Any], config: Config) -> None:
+        self.function = function
+        self.persistent = isinstance(config, HopperConfig)
+        self.cluster = config.cluster if isinstance(config, HopperConfig) else 1
+        self.rows = self.cluster * config.block_M
+
+    def queue(self, device: torch.device, tasks: int) -> tuple[Any, ...]:
+        """What a persistent kernel draws its tasks from, of which there are so many at most, and its blocks."""
+        if not self.persistent:
+            return ()
+        return tickets(device), min(tasks, max(multiprocessors(device) // self.cluster, 1)) * self.cluster
+
+
+def _is_skewed(packed: Packed, total_q: int) -> bool:
+    """Whether sequences are, on average, less than half as long as the longest may be."""
+    return 2 * total_q < (packed.cu_seqlens_q.numel() - 1) * packed.max_seqlen_q
 
 
 def _without_keys(

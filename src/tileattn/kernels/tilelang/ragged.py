@@ -37,10 +37,9 @@ def ragged(tensor: Any) -> Any:
     """A tensor (1, total, heads, head_dim) as maps of it see it; total is at most ROWS."""
     _, total, heads, head_dim = tensor.shape
     strides = list(tensor.strides) or [total * heads * head_dim, heads * head_dim, head_dim, 1]
-    _, row, head, one = (tirx.Cast("int64", tirx.convert(stride)) for stride in strides)
-    far = tirx.IntImm("int64", FAR)
-    shape, strides = [MOST, MOST, ROWS, heads, head_dim], [far - row, row, row, head, 1]
-    return tirx.decl_buffer(shape, tensor.dtype, tensor.name, tensor.data, strides)
+    row, head = (tirx.Cast("int64", tirx.convert(stride)) for stride in strides[1:3])
+    steps = [tirx.IntImm("int64", FAR) - row, row, row, head, 1]
+    return tirx.decl_buffer([MOST, MOST, ROWS, heads, head_dim], tensor.dtype, tensor.name, tensor.data, steps)
 
 
 def tile(tensor: Any, end: Any, length: Any, first: Any, rows: int, head: Any, columns: slice) -> Any:
