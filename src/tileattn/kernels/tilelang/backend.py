@@ -133,7 +133,8 @@ def prepare_with(
     _, seqlen_k, kv_heads, _ = k_shape
     if call.packed:
         side = _heads_side_by_side(call, torch.Size((1, *q_shape[1:])), seqlen_k, kv_heads)
-        return packed_forward(config, call, heads, (scale, heads // kv_heads, side))
+        scalars = (scale, heads // kv_heads, side)
+        return packed_forward(lambda config: forward_function(call, config), config, call, heads, scalars)
     o_shape, lse_shape = (batch, seqlen_q, heads, call.head_dim_v), (batch, heads, seqlen_q)
     kernel = forward_function(call, config)
     transpose = transpose_function(call) if call.dtype == FP8 else None

@@ -14,19 +14,23 @@ from ...variant import Operands
 from .arguments import as_bytes, pattern_arguments
 from .config import HopperConfig
 from .defaults import Config, for_skewed_lengths
-from .launch import forward_function
 from .packed import work_list
 from .queue import multiprocessors, tickets
 from .records import STATUS
 
 
 def packed_forward(
-    config: Config, call: AttentionCall, heads: int, scalars: tuple[float, int, int]
+    load: Callable[[Config], Callable[..., Any]],
+    config: Config,
+    call: AttentionCall,
+    heads: int,
+    scalars: tuple[float, int, int],
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """The forward pass with a given configuration, for any number of sequences of any lengths.
 
     Args:
-        config: of the kernel.
+        load: what gives the call's kernel of a configuration.
+        config: of the kernel, where sequences are of similar lengths.
         call: what the kernel is compiled for.
         heads: of queries.
         scalars: the scale, query heads per kv head, and how many heads run side by side.
@@ -36,7 +40,7 @@ def packed_forward(
     def kernel_for(skewed: bool) -> Kernel:
         if skewed not in kernels:
             chosen = for_skewed_lengths(config) if skewed else config
-            kernels[skewed] = Kernel(forward_function(call, chosen), chosen)
+            kernels[skewed] = Kernel(load(chosen), chosen)
         return kernels[skewed]
 
     def forward(
