@@ -61,6 +61,7 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
     width = {"coalesced_width": 4} if call.arch.startswith("gfx") else {}
     # Tensor maps are made by the host, which does not know where sequences end.
     copy = {"disable_tma": not call.aligned or call.packed} | width
+    store = {"disable_tma": True} if call.packed else {}
 
     score = Score(call, traced) if traced.score is not None else None
     held = _variable if _has_no_producer(call) else (lambda value: value)
@@ -160,7 +161,7 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
                 T.fill(alpha, 1)
             softmax.finish(l, base, alpha, acc_o, block_M, head_dim_v, arg.weight)
             T.copy(acc_o, o_shared)
-            T.copy(o_shared, arg.o[element(b), row : row + block_M, h, 0:head_dim_v])
+            T.copy(o_shared, arg.o[element(b), row : row + block_M, h, 0:head_dim_v], **store)
             if call.return_lse:
                 T.copy(l, arg.lse[element(b), h, row : row + block_M])
 
