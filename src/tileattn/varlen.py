@@ -77,7 +77,8 @@ def varlen_attention(
     check_metadata(packed, q.device)
     options = (mask, score_mod, causal, scale, sink, dropout_p, return_lse, deterministic, backend)
     o, lse = run(q[None], k[None], v[None], *options, packed=packed)
+    o = o.squeeze(0)  # whose derivative is a view, as o[0]'s is not
     if not return_lse:
-        return o[0]
+        return o
     assert lse is not None
-    return o[0], lse[0]
+    return o, lse.squeeze(0)
