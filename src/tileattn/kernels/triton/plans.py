@@ -10,11 +10,12 @@ import torch
 from ...call import AttentionCall
 from ...variant import program
 from .backend import interpreted
-from .config import Config, has_descriptors, padded
+from .config import Config, has_descriptors
 from .expressions import functions
 from .gradients import paths
 from .loops import loops
 from .plan import Plan
+from .shared import padded
 
 
 def scaled_variant(call: AttentionCall, scale: float) -> AttentionCall:
