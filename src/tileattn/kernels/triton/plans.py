@@ -32,7 +32,7 @@ def scaled_variant(call: AttentionCall, scale: float) -> AttentionCall:
 @functools.lru_cache(maxsize=1024)
 def make_plan(call: AttentionCall, config: Config, kernel: str, tma: bool, wanted: tuple[bool, ...] = ()) -> Plan:
     """The plan of one of the kernels "forward", "keys" and "queries"; `wanted`: which tensors' gradients are."""
-    traced, of = program(call.variant), functions(call.variant, wanted)
+    traced, of = program(call.variant), functions(call.variant, wanted, exact=call.dtype == torch.float32)
     of_keys = kernel == "keys"
     return Plan(
         head_dim=call.head_dim,
