@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HOPPER_BYTES = 227 * 1024
 NVIDIA_BYTES = 99 * 1024  # on the smaller ones
 COPIED = 4  # bytes of an element, at least, as each is copied by itself: indices are clamped
-SMALLEST_WALKED = 32  # rows of a tile that is walked over, as long as anything is copied ahead
+FEW_WALKED, FEWEST_WALKED = 64, 32  # rows of a tile that is walked over, as long as anything is copied ahead
 
 
 def padded(head_dim: int) -> int:
@@ -40,15 +40,21 @@ def fitting(kernel: str, call: AttentionCall, config: Config) -> Config:
 
 
 def _smaller(kernel: str, config: Config) -> Iterator[Config]:
-    """First less is copied ahead, then tiles that are walked over become smaller, and at last none is copied ahead."""
+    """First tiles that are walked over become smaller, then less is copied ahead; both again, and at last nothing is.
+
+    Smaller tiles come first because a tile of a bias takes as many registers as one of scores.
+    """
+    walked, stages = "block_M" if kernel == "keys" else "block_N", config.num_stages
+    rows = getattr(config, walked)
     yield config
-    for stages in range(config.num_stages - 1, 1, -1):
-        yield config._replace(num_stages=stages)
-    walked = "block_M" if kernel == "keys" else "block_N"
-    rows = getattr(config, walked) // 2
-    while rows >= SMALLEST_WALKED:
-        yield config._replace(num_stages=2, **{walked: rows})
+    while rows > FEW_WALKED:
         rows //= 2
+        yield config._replace(**{walked: rows})
+    for fewer in range(stages - 1, 1, -1):
+        yield config._replace(num_stages=fewer, **{walked: rows})
+    while rows > FEWEST_WALKED:
+        rows //= 2
+        yield config._replace(num_stages=min(stages, 2), **{walked: rows})
     yield config._replace(num_stages=1)
 
 
