@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ...call import AttentionCall
 from ...variant import program
+from .shared import fitting, padded
 
 KERNELS = ("forward", "keys", "queries")
 
@@ -81,13 +82,9 @@ def default(kernel: str, call: AttentionCall) -> Config:
     tables = _AMD if call.arch.startswith("gfx") else _HOPPER if call.arch == "sm_90a" else _NVIDIA
     config = tables[kernel][width]
     # Both the scores and their slopes are kept there.
-    small = kernel == "keys" and program(call.variant).score is not None
-    return config._replace(block_M=max(config.block_M // 2, 16), fused=False) if small else config
-
-
-def padded(head_dim: int) -> int:
-    """Columns of a tile: a power of two, and at least what the matrix units take."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    if kernel == "keys" and program(call.variant).score is not None:
+        config = config._replace(block_M=max(config.block_M // 2, 16), fused=False)
+    return config if call.arch.startswith("gfx") else fitting(kernel, call, config)
 
 
 def has_descriptors(arch: str) -> bool:
