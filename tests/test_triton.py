@@ -202,14 +202,16 @@ def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     assert "pip install triton" in str(backend.refusal(CALL))
 
 
-def test_dispatch_takes_it_by_name_only() -> None:
+def test_dispatch_takes_it_where_tilelang_refuses() -> None:
     names = [each.name for each in BACKENDS]
     assert names.index("tilelang") < names.index("triton") < names.index("torch")
     for changes in ({"head_dim": 20}, {"dtype": torch.float32}):
         call = dataclasses.replace(CALL, **changes)
-        assert "not run on a GPU" in str(backend.reservation(call))
-        assert select(call).name == "torch"
-        assert select(call, "triton").name == "triton"
+        assert select(call).name == "triton"
+    on_amd = dataclasses.replace(CALL, arch="gfx1100")
+    assert "not run on an AMD GPU" in str(backend.reservation(on_amd))
+    assert select(on_amd).name == "torch"
+    assert select(on_amd, "triton").name == "triton"
 
 
 # --- The kernels ---
