@@ -36,6 +36,7 @@ from typing import Any
 
 import tilelang
 import tilelang.language as T
+from tilelang.language.eager.builder import Builder
 from tvm import ir
 
 from ....call import AttentionCall
@@ -43,6 +44,7 @@ from ....variant import Program
 from .. import dropout, softmax
 from ..config import padded
 from ..generic import ROWS
+from ..hopper import tile_layout
 from ..hopper_plan import WARP, WARPGROUP, _slices
 from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
@@ -65,6 +67,7 @@ STAGE, PARITY, DS, DQ_PARITY = range(4)
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 
+_LDMATRIX = ir.Op.get("tl.ptx_ldmatrix")
 _STMATRIX, _PACK = ir.Op.get("tl.ptx_stmatrix"), ir.Op.get("tl.pack_b16")
 
 
@@ -75,6 +78,11 @@ class Plan:
         slopes: the score modification and its derivatives, or None.
         early: indices of the derivatives that are kept beside the scores.
         paths: to the tensors whose gradients are wanted; `sums_by_key` numbers those that are summed by key.
+        copied: the tile load whose tiles, such as a bias's, are copied, or None; and its dtype.
+        tile_in_registers: whether they are taken to registers: those of 16 bits, which ldmatrix transposes.
+        tile_is_late: whether a derivative that is computed late needs them once more.
+        batch_first: whether neighbours in the grid are batch elements rather than heads, to share those tiles.
+        copied_once: whether nobody shares them, so that they need not stay in the L2 cache.
         adds_dq: whether dq is added up here.
         order: of dq's sums; `sum_rows`, of 256, are a tile's.
     """
@@ -90,6 +98,12 @@ class Plan:
         if traced.score is not None:
             self.slopes = tile.Slopes(call, traced, tuple(path.load for path in paths))
         self.early = tuple(range(len(self.slopes.program.early))) if self.slopes else ()
+        self.copied, self.copied_dtype = config.copied(call) or (None, None)
+        self.tile_in_registers = self.copied is not None and self.copied_dtype.itemsize == 2
+        self.tile_is_late = self.copied is not None and self.slopes.is_late(self.copied.text)
+        by_head, by_batch = (self.copied is not None and self.copied.differs_by(symbol) for symbol in "hb")
+        self.batch_first = by_head and not by_batch
+        self.copied_once = by_head and by_batch
         by_key = [index for index, path in enumerate(paths) if path.way == BY_KEY]
         self.sums_by_key = {index: number for number, index in enumerate(by_key)}
         self.order = config.order(call)
@@ -107,6 +121,8 @@ class Plan:
                 "do_free": [2] * self.stages,
                 "dq_ready": [WARPGROUP] * 2,
                 "dq_free": [WARP] * 2,
+                "tile_ready": [WARP] * self.config.tile_stages,
+                "tile_free": [CONSUMERS // WARP] * self.config.tile_stages,
             },
         )
 
@@ -119,6 +135,16 @@ class Row:
 
     def __getitem__(self, index: Any) -> Any:
         return self._buffer[self._row, index]
+
+
+class TransposedTile:
+    """The copied tile of a warpgroup's stage, by key and query."""
+
+    def __init__(self, plan: Plan, w: Any) -> None:
+        self._plan, self._w = plan, w
+
+    def __getitem__(self, index: tuple[Any, Any]) -> Any:
+        return self._w.tile[tile_stage(self._plan, self._w), index[1], index[0]]
 
 
 # --- The warps of the producer warpgroup, which have few registers ---
@@ -157,6 +183,35 @@ def load(plan, arg, w, source, tiles, head_dim, of_rows, rows, ready, free):
 
 
 @T.macro
+def load_tiles(plan, arg, w):
+    """The scores' tiles of the copied tensor. What lies beyond its edges is 0."""
+    stage = T.alloc_var("int32", init=0)
+    parity = T.alloc_var("int32", init=1)  # a fresh barrier lets this parity pass
+    key = w.task[KEY]
+    for g in T.serial(arg.heads_per_kv_head):
+        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
+        outer = [w.emit(index, b=w.task[BATCH], h=h) for index in plan.copied.outer]
+        first_tile = tiles_of_head(plan, w, h)[0]
+        q_lo = first_tile * plan.block_M + arg.seqlen_k - arg.seqlen_q
+        row = T.alloc_var("int32", init=w.emit(plan.copied.row, b=w.task[BATCH], h=h, q=q_lo))
+        count = T.max(tiles_of_head(plan, w, h)[1] - first_tile, 0)
+        for _ in T.serial(count):
+            T.barrier_wait(w.tile_free[stage], parity)
+            T.tma_copy(
+                arg.operands[plan.copied.name][
+                    (*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N))
+                ],
+                w.tile[stage, :, :],
+                barrier=w.tile_ready[stage],
+                eviction_policy="evict_first" if plan.copied_once else None,
+            )
+            T.barrier_arrive(w.tile_ready[stage])
+            row += plan.block_M
+            parity = T.if_then_else(stage == plan.config.tile_stages - 1, parity ^ 1, parity)
+            stage = T.if_then_else(stage == plan.config.tile_stages - 1, 0, stage + 1)
+
+
+@T.macro
 def add_dq(plan, arg, w):
     """Each warpgroup's half of dQ, as it comes, to the sums in memory."""
     half = plan.sum_rows // 2
@@ -187,6 +242,20 @@ def tiles_of_head(plan, w, h):
 # --- The consumer warpgroups ---
 
 
+def alloc_tile(plan, arg, w):
+    """The copied tile's stages in shared memory, and what its elements are emitted as."""
+    assume_aligned(arg.operands[plan.copied.name].strides, itemsize=plan.copied_dtype.itemsize)
+    kind = str(plan.copied_dtype).removeprefix("torch.")
+    w.tile = T.alloc_shared([plan.config.tile_stages, plan.block_M, plan.block_N], kind)
+    layouts = {w.tile: tile_layout(w.tile, plan.block_N * plan.copied_dtype.itemsize)}
+    if plan.tile_in_registers:
+        w.tile_registers = T.alloc_fragment([plan.block_N, plan.block_M], kind)
+        w.eight_of_tile = T.alloc_local([8], kind)
+        layouts[w.tile_registers] = accumulator_layout(plan.block_N, plan.block_M)
+    w.emit.tiles[plan.copied.text] = w.tile_registers if plan.tile_in_registers else TransposedTile(plan, w)
+    Builder.current().eval(T.annotate_layout(layouts))
+
+
 @T.macro
 def release(w, barriers, stage):
     """One thread of each warpgroup says that it has read a stage."""
@@ -214,6 +283,43 @@ def await_product(plan, fragment, in_flight, columns):
 
 
 @T.macro
+def take_tile(plan, w):
+    """The copied tile to registers, if it is of 16 bits, under the product that makes the scores; else only waits.
+
+    Its rows are queries. ldmatrix transposes as stmatrix does in :func:`share_ds`: four matrices of 8 x 8 at a time.
+    Elements of 32 bits are read from shared memory where they are used: a warp's meet no bank conflict as they lie.
+    """
+    if plan.copied is not None:
+        T.barrier_wait(w.tile_ready[tile_stage(plan, w)], tile_parity(plan, w))
+        if plan.tile_in_registers:
+            lane, warp = w.thread % WARP, w.thread // WARP
+            for n in T.unroll(plan.block_M // 16):
+                place = w.tile[tile_stage(plan, w), n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane % 16 // 8 * 8]
+                ends = [T.access_ptr(place, "r", extent=8), T.access_ptr(w.eight_of_tile[0], "w", extent=8)]
+                T.evaluate(T.call_intrin("handle", _LDMATRIX, 1, 4, *ends))
+                for e in T.unroll(8):
+                    key, query = warp * 16 + lane // 4 + e // 2 % 2 * 8, n * 16 + lane % 4 * 2 + e // 4 * 8 + e % 2
+                    w.tile_registers[key, query] = w.eight_of_tile[e]
+            release_tile(plan, w)
+
+
+def tile_stage(plan, w):
+    return w.at[STAGE] if plan.config.tile_stages > 1 else 0
+
+
+def tile_parity(plan, w):
+    """With one stage it flips with every tile, as that of dQ's buffer does, which begins with the other one."""
+    return w.at[PARITY] if plan.config.tile_stages > 1 else w.at[DQ_PARITY] ^ 1
+
+
+@T.macro
+def release_tile(plan, w):
+    T.sync_warp()  # one lane answers for all
+    if T.shuffle_elect(WARP):
+        T.barrier_arrive(w.tile_free[tile_stage(plan, w)])
+
+
+@T.macro
 def scores_to_probabilities(plan, arg, w, h, row):
     q_lo = row + arg.seqlen_k - arg.seqlen_q
     c = arg.scale * softmax.LOG2E if plan.slopes is None else 1.0
@@ -222,6 +328,8 @@ def scores_to_probabilities(plan, arg, w, h, row):
             w.acc_s, w.early, plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h, q_lo, w.task[KEY],
             plan.block_N, plan.block_M, True,
         )  # fmt: skip
+    if plan.copied is not None and not plan.tile_in_registers and not plan.tile_is_late:
+        release_tile(plan, w)
     if (row < w.rows[2]) | (row + plan.block_M > w.rows[3]):
         tile.hide(w.acc_s, w.visible, w.task[BATCH], h, q_lo, w.task[KEY], plan.block_N, plan.block_M, True)
     tile.probabilities(w.acc_s, Row(w.lse2, w.at[STAGE]), c, plan.block_N, plan.block_M, True)
@@ -279,6 +387,8 @@ def gradients_of_scores(plan, arg, w, h, row):
         if slope.late is not None:
             times_late(plan, arg, w, tile.kept(slope, w.early, w.acc_s), slope.late, h, row)
         T.copy(w.acc_dp if slope.late is not None else tile.kept(slope, w.early, w.acc_s), w.ds)
+    if plan.tile_is_late and not plan.tile_in_registers:
+        release_tile(plan, w)
 
 
 @T.macro
@@ -346,11 +456,13 @@ def advance(plan, arg, w, h, row):
     """One tile of queries."""
     multiply_scores(plan, w)
     if plan.config.late_dp:
+        take_tile(plan, w)
         await_product(plan, w.acc_s, 0, plan.block_M)
         scores_to_probabilities(plan, arg, w, h, row)
         multiply_dp(plan, w)
     else:
         multiply_dp(plan, w)
+        take_tile(plan, w)
         await_product(plan, w.acc_s, 1, plan.block_M)
         scores_to_probabilities(plan, arg, w, h, row)
     await_product(plan, w.acc_dp, 0, plan.block_M)
@@ -496,8 +608,14 @@ def body(
                 thread=thread,
                 **plan.alloc_barriers(),
             )
-            w.task[BATCH] = T.truncdiv(pair, arg.kv_heads)
-            w.task[KV_HEAD] = T.truncmod(pair, arg.kv_heads)
+            if plan.copied is not None:
+                alloc_tile(plan, arg, w)
+            if plan.batch_first:
+                w.task[BATCH] = T.truncmod(pair, arg.batch)
+                w.task[KV_HEAD] = T.truncdiv(pair, arg.batch)
+            else:
+                w.task[BATCH] = T.truncdiv(pair, arg.kv_heads)
+                w.task[KV_HEAD] = T.truncmod(pair, arg.kv_heads)
             w.task[KEY] = T.truncdiv(place, side) * plan.block_N
             T.annotate_layout({w.ds: accumulator_layout(plan.block_N, plan.block_M)})
             if adds_dq:
@@ -512,6 +630,8 @@ def body(
                 elif thread < CONSUMERS + 3 * WARP:
                     if adds_dq:
                         add_dq(plan, arg, w)
+                elif plan.copied is not None:
+                    load_tiles(plan, arg, w)
             else:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 consume(plan, arg, w)

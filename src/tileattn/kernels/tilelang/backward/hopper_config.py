@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
 from ....call import AttentionCall
 from ....derivative import derivative
 from ....expr import nodes, symbol
+from ....tile_loads import TileLoad
 from ....variant import program
 from ..config import ARCHITECTURES, padded
 from ..simplify import is_uniform
@@ -34,6 +37,8 @@ class HopperBackwardConfig:
         ds_buffers: tiles of dS in shared memory: with two, a warpgroup may write one while the other still reads. None
             at all, 0, leaves dq to another kernel.
         late_dp: whether dP is multiplied after the probabilities, not beside the scores: registers for modifications.
+        tile_stages: tiles in flight of a tensor that the modification reads tile by tile, such as a bias: 1, or as many
+            as `num_stages`. With 0 each element is fetched where it is used.
     """
 
     block_M: int
@@ -41,6 +46,7 @@ class HopperBackwardConfig:
     num_stages: int = 2
     ds_buffers: int = 2
     late_dp: bool = False
+    tile_stages: int = 0
 
     @property
     def adds_dq(self) -> bool:
@@ -56,13 +62,19 @@ class HopperBackwardConfig:
         """A stage of lse2 or delta: its rows, in whole 128 bytes, which a copy by TMA begins at."""
         return -(-self.block_M // 32) * 32
 
+    def copied(self, call: AttentionCall) -> tuple[TileLoad, torch.dtype] | None:
+        """The tile load whose tiles are copied, and its dtype."""
+        return program(call.variant).copied_tile if self.tile_stages else None
+
     def shared_bytes(self, call: AttentionCall) -> int:
-        """Shared memory of one block: K, V; the stages of Q, dO, lse2 and delta; dS; dq's sums; barriers."""
+        """Shared memory of one block: K, V; the stages of Q, dO, lse2, delta and a tile; dS; dq's sums; barriers."""
         head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
         keys = 2 * self.block_N * (head_dim + head_dim_v)
         queries = self.num_stages * (2 * self.block_M * (head_dim + head_dim_v) + 8 * self.rows_apart)
         sums = 4 * self.block_M * head_dim if self.adds_dq else 0
-        return keys + queries + 2 * self.ds_buffers * self.block_N * self.block_M + sums + 1024
+        copied = self.copied(call)
+        tiles = 0 if copied is None else self.tile_stages * self.block_M * self.block_N * copied[1].itemsize
+        return keys + queries + tiles + 2 * self.ds_buffers * self.block_N * self.block_M + sums + 1024
 
     def products(self, call: AttentionCall) -> int:
         """Registers per thread for dK and dV, S and dP, and, of 16 bits, P."""
@@ -77,6 +89,7 @@ class HopperBackwardConfig:
             and call.dtype.itemsize == 2
             and self.products(call) <= MAIN_PRODUCTS
             and self.block_M % 16 == 0
+            and self.tile_stages in ((0,) if program(call.variant).copied_tile is None else (0, 1, self.num_stages))
             and (not self.adds_dq or self.order(call).is_valid())
             and self.shared_bytes(call) <= ARCHITECTURES["sm_90a"].shared_bytes
         )
