@@ -49,7 +49,7 @@ from ..hopper_plan import WARP, WARPGROUP, _slices
 from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
 from . import tile
-from .hopper_config import CONSUMERS, HopperBackwardConfig
+from .hopper_config import CONSUMERS, HopperBackwardConfig, leaving
 from .layouts import accumulator_layout
 from .operands import ADDED, BY_KEY, SPREAD, STORED, Path
 from .order import COLUMNS
@@ -81,6 +81,7 @@ class Plan:
         copied: the tile load whose tiles, such as a bias's, are copied, or None; and its dtype.
         tile_in_registers: whether they are taken to registers: those of 16 bits, which ldmatrix transposes.
         tile_is_late: whether a derivative that is computed late needs them once more.
+        leaving: index of the path whose gradient leaves by TMA, tile by tile, or None; and the dtype of these tiles.
         batch_first: whether neighbours in the grid are batch elements rather than heads, to share those tiles.
         copied_once: whether nobody shares them, so that they need not stay in the L2 cache.
         adds_dq: whether dq is added up here.
@@ -101,6 +102,7 @@ class Plan:
         self.copied, self.copied_dtype = config.copied(call) or (None, None)
         self.tile_in_registers = self.copied is not None and self.copied_dtype.itemsize == 2
         self.tile_is_late = self.copied is not None and self.slopes.is_late(self.copied.text)
+        self.leaving, self.leaving_dtype = leaving(config, call, paths) or (None, None)
         by_head, by_batch = (self.copied is not None and self.copied.differs_by(symbol) for symbol in "hb")
         self.batch_first = by_head and not by_batch
         self.copied_once = by_head and by_batch
@@ -121,6 +123,8 @@ class Plan:
                 "do_free": [2] * self.stages,
                 "dq_ready": [WARPGROUP] * 2,
                 "dq_free": [WARP] * 2,
+                "gradient_ready": [WARPGROUP] * 2 if self.leaving is not None else [],
+                "gradient_free": [WARP] * 2 if self.leaving is not None else [],
                 "tile_ready": [WARP] * self.config.tile_stages,
                 "tile_free": [CONSUMERS // WARP] * self.config.tile_stages,
             },
@@ -212,6 +216,45 @@ def load_tiles(plan, arg, w):
 
 
 @T.macro
+def take_gradient(plan, arg, w, h, number, group, parity):
+    """A warpgroup's half of a tile of the copied tensor's gradient, to where the tile is from. Beyond lies nothing."""
+    path = plan.paths[plan.leaving]
+    half = plan.block_N // 2
+    q_lo = number * plan.block_M + arg.seqlen_k - arg.seqlen_q
+    outer = [w.emit(index, b=w.task[BATCH], h=h) for index in plan.copied.outer]
+    row = w.emit(plan.copied.row, b=w.task[BATCH], h=h, q=q_lo)
+    key = w.task[KEY] + group * half
+    place = (*outer, slice(row, row + plan.block_M), slice(key, key + half))
+    T.barrier_wait(w.gradient_ready[group], parity)
+    if path.way == ADDED:
+        T.atomic_add(
+            arg.handed_over[plan.leaving][place],
+            w.gradient_tile[0 : plan.block_M, group * half : group * half + half],
+            use_tma=True,
+        )
+    else:
+        T.tma_copy(
+            w.gradient_tile[0 : plan.block_M, group * half : group * half + half],
+            arg.handed_over[plan.leaving][place],
+            leader_scope_threads=WARP,
+        )
+        T.tma_store_wait(0)
+    T.barrier_arrive(w.gradient_free[group])
+
+
+@T.macro
+def take_gradients(plan, arg, w):
+    """As :func:`add_dq`, which there is none of then."""
+    parity = T.alloc_var("int32", init=0)
+    for g in T.serial(arg.heads_per_kv_head):
+        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
+        for number in T.serial(tiles_of_head(plan, w, h)[0], tiles_of_head(plan, w, h)[1]):
+            take_gradient(plan, arg, w, h, number, 0, parity)
+            take_gradient(plan, arg, w, h, number, 1, parity)
+            parity = parity ^ 1
+
+
+@T.macro
 def add_dq(plan, arg, w):
     """Each warpgroup's half of dQ, as it comes, to the sums in memory."""
     half = plan.sum_rows // 2
@@ -221,6 +264,9 @@ def add_dq(plan, arg, w):
         row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.sum_rows)
         count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
         for _ in T.serial(count):
+            if plan.leaving is not None:
+                take_gradient(plan, arg, w, h, T.truncdiv(row, plan.sum_rows), 0, parity)
+                take_gradient(plan, arg, w, h, T.truncdiv(row, plan.sum_rows), 1, parity)
             for group in T.serial(2):
                 T.barrier_wait(w.dq_ready[group], parity)
                 T.atomic_add(
@@ -243,7 +289,7 @@ def tiles_of_head(plan, w, h):
 
 
 def alloc_tile(plan, arg, w):
-    """The copied tile's stages in shared memory, and what its elements are emitted as."""
+    """The copied tile's stages in shared memory, what its elements are emitted as, and its gradient's tile."""
     assume_aligned(arg.operands[plan.copied.name].strides, itemsize=plan.copied_dtype.itemsize)
     kind = str(plan.copied_dtype).removeprefix("torch.")
     w.tile = T.alloc_shared([plan.config.tile_stages, plan.block_M, plan.block_N], kind)
@@ -252,6 +298,12 @@ def alloc_tile(plan, arg, w):
         w.tile_registers = T.alloc_fragment([plan.block_N, plan.block_M], kind)
         w.eight_of_tile = T.alloc_local([8], kind)
         layouts[w.tile_registers] = accumulator_layout(plan.block_N, plan.block_M)
+    if plan.leaving is not None:
+        kind = str(plan.leaving_dtype).removeprefix("torch.")
+        assume_aligned(arg.handed_over[plan.leaving].strides, itemsize=plan.leaving_dtype.itemsize)
+        w.gradient_tile = T.alloc_shared([plan.block_M, plan.block_N], kind)
+        w.eight_of_gradient = T.alloc_local([8], kind)
+        layouts[w.gradient_tile] = tile_layout(w.gradient_tile, plan.block_N * plan.leaving_dtype.itemsize)
     w.emit.tiles[plan.copied.text] = w.tile_registers if plan.tile_in_registers else TransposedTile(plan, w)
     Builder.current().eval(T.annotate_layout(layouts))
 
@@ -353,6 +405,8 @@ def tensor_gradients(plan, arg, w, h, row):
     """Of the tensors that the modification reads."""
     b, k_lo, q_lo = w.task[BATCH], w.task[KEY], row + arg.seqlen_k - arg.seqlen_q
     for index, path in enumerate(plan.paths):
+        if index == plan.leaving:
+            continue
         factor = plan.slopes.program.loads[index]
         if factor.late is not None:
             times_late(plan, arg, w, tile.kept(factor, w.early, w.acc_s), factor.late, h, row)
@@ -387,6 +441,39 @@ def gradients_of_scores(plan, arg, w, h, row):
         if slope.late is not None:
             times_late(plan, arg, w, tile.kept(slope, w.early, w.acc_s), slope.late, h, row)
         T.copy(w.acc_dp if slope.late is not None else tile.kept(slope, w.early, w.acc_s), w.ds)
+    if plan.tile_is_late and not plan.tile_in_registers and plan.leaving is None:
+        release_tile(plan, w)
+
+
+@T.macro
+def hand_over_gradient(plan, arg, w, h, row):
+    """A tile of the copied tensor's gradient, queries in rows, to the adding warp, once it has taken the last one.
+
+    Behind dV's product, which would wait for these stores as it does for those of dS.
+    """
+    factor = plan.slopes.program.loads[plan.leaving]
+    if factor.late is not None:
+        times_late(plan, arg, w, tile.kept(factor, w.early, w.acc_s), factor.late, h, row)
+    gradient = w.acc_dp if factor.late is not None else tile.kept(factor, w.early, w.acc_s)
+    group = w.thread // WARPGROUP
+    T.barrier_wait(w.gradient_free[group], w.at[DQ_PARITY])
+    if plan.leaving_dtype.itemsize == 2:
+        lane, warp = w.thread % WARP, w.thread // WARP
+        for n in T.unroll(plan.block_M // 16):
+            for e in T.unroll(8):
+                w.eight_of_gradient[e] = gradient[
+                    warp * 16 + lane // 4 + e // 2 % 2 * 8, n * 16 + lane % 4 * 2 + e // 4 * 8 + e % 2
+                ]
+            place = w.gradient_tile[n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane % 16 // 8 * 8]
+            pairs = [
+                T.call_intrin("int32", _PACK, w.eight_of_gradient[e], w.eight_of_gradient[e + 1]) for e in (0, 2, 4, 6)
+            ]
+            T.evaluate(T.call_intrin("handle", _STMATRIX, 1, 4, T.access_ptr(place, "w", extent=8), *pairs, "m8n8"))
+    else:
+        for i, j in T.Parallel(plan.block_N, plan.block_M):
+            w.gradient_tile[j, i] = gradient[i, j]
+    T.fence_proxy_async()
+    T.barrier_arrive(w.gradient_ready[group])
     if plan.tile_is_late and not plan.tile_in_registers:
         release_tile(plan, w)
 
@@ -468,6 +555,8 @@ def advance(plan, arg, w, h, row):
     await_product(plan, w.acc_dp, 0, plan.block_M)
     gradients_of_scores(plan, arg, w, h, row)
     multiply_dv(plan, w)
+    if plan.leaving is not None:
+        hand_over_gradient(plan, arg, w, h, row)
     if plan.adds_dq:
         if plan.config.ds_buffers == 1:
             T.sync_threads(DS_READ, CONSUMERS)
@@ -630,6 +719,8 @@ def body(
                 elif thread < CONSUMERS + 3 * WARP:
                     if adds_dq:
                         add_dq(plan, arg, w)
+                    elif plan.leaving is not None:
+                        take_gradients(plan, arg, w)
                 elif plan.copied is not None:
                     load_tiles(plan, arg, w)
             else:
