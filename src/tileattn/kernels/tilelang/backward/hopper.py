@@ -5,7 +5,8 @@ each, over the tiles of queries that the mask lets see its keys. In a block
 
     two loading warps        bring, by TMA, K and V and then Q with lse2, tile by tile, and dO with delta;
     two consumer warpgroups  own 64 keys each: they multiply (wgmma), and keep dK and dV in registers;
-    one adding warp          adds each tile of dQ to the float32 sums in memory, by TMA, which sums in the L2 cache.
+    one adding warp          adds each tile of dQ to the float32 sums in memory, by TMA, which sums in the L2 cache;
+    one more loading warp    brings a bias's tiles, or those of another tensor that a modification reads tile by tile.
 
 One iteration of a consumer warpgroup; the tensor cores are given the next product before the last one's result is used:
 
@@ -19,6 +20,11 @@ dS that is the only time they wait.
 
 dQ leaves the registers in the order in which they hold it (order.py), half a tile for each warpgroup, so that writing
 it to shared memory meets no bank conflicts, and one bulk reduction adds it up; finish.py undoes the order.
+
+A bias's tile comes as it lies in memory, queries in rows, swizzled. Of 16 bits it is taken to registers under S = K Q^T
+by ldmatrix, which transposes it; of 32 bits it is read where it is used: either way banks do not collide. Its gradient
+leaves the same way: transposed to shared memory, behind dV's product, from where the adding warp stores it, or adds it
+to float32 sums where heads or batch elements share the bias. Batch elements that share one are neighbours in the grid.
 
 Every buffer has two mbarriers, ``ready`` and ``free``, as in the forward schedule (../hopper.py). Masked tiles, and
 tiles over the ends of queries or keys, take a branch that all threads agree on.

@@ -5,6 +5,7 @@ For ``deterministic=True``, and for head dims so wide that dk, dv and dq's sums 
 lets it see. In a block
 
     two loading warps        bring Q and dO, and then, tile by tile, one warp K and the other V, by TMA;
+    one more loading warp    brings a bias's tiles, or those of another tensor that a modification reads tile by tile;
     two consumer warpgroups  own 64 queries each: they multiply (wgmma), and keep dQ in registers.
 
 One iteration of a consumer warpgroup, j being the tile of keys before. dQ comes one tile late, so that the tensor cores
@@ -389,8 +390,8 @@ def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> A
                         plan, arg, w, arg.do, w.do, w.do_ready,
                         arg.v, w.v, config.v_stages, plan.head_dim_v, w.v_ready, w.v_free,
                     )  # fmt: skip
-                elif thread < CONSUMERS + 3 * WARP:
-                    if plan.copied is not None:
+                elif plan.copied is not None:
+                    if thread < CONSUMERS + 3 * WARP:
                         load_tiles(plan, arg, w)
             else:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)

@@ -104,8 +104,8 @@ def declare_main(
     """``(q, k, v, do, lse2, delta, dk, dv, [dq_sum], *handed_over, [seed], *tensors, scale, heads_per_kv_head,
     [side_by_side], [threshold, weight], *ints, *floats)``
 
-    ``handed_over`` has one tensor for each path, as operands.py describes; that of the path ``leaving`` has strides, for
-    its gradient leaves by TMA. ``dq`` says whether dq is added up.
+    ``handed_over`` has one tensor for each path, as operands.py describes; that of the path ``leaving``, whose gradient
+    leaves by TMA, has strides. ``dq`` says whether dq is added up.
     """
     p = Parameters(builder, call)
     arg = SimpleNamespace(**{name: p.strided(name) for name in ("q", "k", "v", "do")})
