@@ -390,9 +390,11 @@ def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> A
                         plan, arg, w, arg.do, w.do, w.do_ready,
                         arg.v, w.v, config.v_stages, plan.head_dim_v, w.v_ready, w.v_free,
                     )  # fmt: skip
-                elif plan.copied is not None:
-                    if thread < CONSUMERS + 3 * WARP:
-                        load_tiles(plan, arg, w)
+                if plan.copied is not None:
+                    # Two conditions, for TileLang counts a branch's threads, of which one copies, by single ones.
+                    if thread >= CONSUMERS + 2 * WARP:
+                        if thread < CONSUMERS + 3 * WARP:
+                            load_tiles(plan, arg, w)
             else:
                 T.set_max_nreg(CONSUMER_REGISTERS, 1)
                 consume(plan, arg, w)
