@@ -15,8 +15,9 @@ from ....variant import Operands, program
 from ..arguments import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
 from ..config import padded
 from ..tuned import sizes_of
-from .config import ROWS, BackwardConfig
+from .config import ROWS, BackwardConfig, read_together
 from .defaults import MainConfig, adds_dq, default, queries_default
+from .hopper_config import leaving
 from .launch import backward_kernels
 from .operands import AXES, BY_KEY, SPREAD, STORED, Path, add_up, paths
 from .order import COLUMNS
@@ -69,6 +70,7 @@ def prepare_backward_with(
     padded_q = _padded_rows(seqlen_q, config)
     padded_k = -(-seqlen_k // config.block_N) * config.block_N
     found = paths(call)
+    leaves = (leaving(config, read_together(call), found) or (None,))[0]
     kernels = backward_kernels(call) if tuned is None else backward_kernels(call, tuned)
     scalars: tuple[float, ...] = (scale, heads // kv_heads)
     sums_rows = (batch, heads, padded_q, padded(call.forward.head_dim)) if adds_dq(call) else None
@@ -100,7 +102,10 @@ def prepare_backward_with(
         kernels.prepare(o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
 
         dq, dk, dv = q.new_empty(q_shape), q.new_empty(k_shape), q.new_empty((*k_shape[:3], call.forward.head_dim_v))
-        handed_over = [_workspace(path, rows, padded_k, seqlen_q, seqlen_k, operands) for path in found]
+        handed_over = [
+            _workspace(path, rows, padded_k, seqlen_q, seqlen_k, operands, index == leaves)
+            for index, path in enumerate(found)
+        ]
         tensors = [as_bytes(tensor) for tensor in operands.tensors]
         seeds, of_pattern = pattern_arguments(dropout)
         numbers = (*of_pattern, *operands.ints, *operands.floats)
@@ -183,12 +188,27 @@ def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def _workspace(
-    path: Path, rows: tuple[int, int, int], padded_k: int, seqlen_q: int, seqlen_k: int, operands: Operands
+    path: Path,
+    rows: tuple[int, int, int],
+    padded_k: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    operands: Operands,
+    leaves: bool,
 ) -> Tensor:
-    """What the main kernel fills for a path: where it does not write, nothing has a gradient."""
+    """What the main kernel fills for a path: where it does not write, nothing has a gradient.
+
+    Args:
+        leaves: whether it does so by TMA, for which rows begin at multiples of 16 bytes.
+    """
     tensor, (batch, heads, _) = operands.tensors[path.tensor], rows
     shape = {BY_KEY: (batch, heads, padded_k), SPREAD: (batch, heads, seqlen_q, seqlen_k)}.get(path.way, tensor.shape)
-    return tensor.new_zeros(shape, dtype=tensor.dtype if path.way == STORED else torch.float32)
+    dtype = tensor.dtype if path.way == STORED else torch.float32
+    if not leaves:
+        return tensor.new_zeros(shape, dtype=dtype)
+    *outer, columns = shape
+    step = 16 // dtype.itemsize
+    return tensor.new_zeros((*outer, -(-columns // step) * step), dtype=dtype)[..., :columns]
 
 
 def _tensor_gradient(
