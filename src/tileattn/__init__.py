@@ -10,6 +10,7 @@ from .api import attention
 from .fp8 import QuantizedFP8, quantize_fp8
 from .masks import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow
 from .scores import ALiBi, Bias, ScoreMod, SoftCap
+from .sdpa import scaled_dot_product_attention
 from .tuner.session import tuning
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "attention",
     "math",
     "quantize_fp8",
+    "scaled_dot_product_attention",
     "tuning",
 ]
 
