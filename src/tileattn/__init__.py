@@ -12,6 +12,7 @@ from .masks import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindo
 from .scores import ALiBi, Bias, ScoreMod, SoftCap
 from .sdpa import scaled_dot_product_attention
 from .tuner.session import tuning
+from .varlen import varlen_attention
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ __all__ = [
     "quantize_fp8",
     "scaled_dot_product_attention",
     "tuning",
+    "varlen_attention",
 ]
 
 
