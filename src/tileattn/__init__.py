@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from torch.nn.attention import register_flash_attention_impl
+
 from . import math
 from .api import attention
 from .fp8 import QuantizedFP8, quantize_fp8
@@ -35,6 +37,15 @@ __all__ = [
     "tuning",
     "varlen_attention",
 ]
+
+
+def _activate_flash_attention() -> Any:
+    """What `torch.nn.attention.activate_flash_attention_impl("tileattn")` calls; it keeps what this returns."""
+    return importlib.import_module(".compat.torch_sdpa", __name__).Handle()
+
+
+# Known to PyTorch from here on, and not active.
+register_flash_attention_impl("tileattn", register_fn=_activate_flash_attention)
 
 
 def __getattr__(name: str) -> Any:
