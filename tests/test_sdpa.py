@@ -1,6 +1,6 @@
-"""`tileattn.scaled_dot_product_attention` beside PyTorch's own, argument by argument, in float64: equal up to roundings.
+"""`tileattn.scaled_dot_product_attention` beside PyTorch's own, argument by argument: equal in float64 up to roundings.
 
-PyTorch's is the MATH backend, which is its definition.
+PyTorch's is that of the MATH backend, its definition.
 """
 
 from __future__ import annotations
@@ -188,7 +188,11 @@ Q = torch.zeros(2, 4, 5, 8)
         ((Q, Q, Q, torch.zeros(5, 5), 0.0, True), RuntimeError, "attn_mask should not be set when is_causal=True"),
         ((Q[0, 0, 0], Q, Q), ValueError, r"query must have at least 2 dimensions.*got \(8,\)"),
         ((Q, Q.tolist(), Q), TypeError, "key must be a torch.Tensor, got list"),
-        ((Q, torch.zeros(3, 4, 5, 8), Q), ValueError, r"leading dimensions.*must broadcast, got \(2,\), \(3,\), \(2,\)"),
+        (
+            (Q, torch.zeros(3, 4, 5, 8), Q),
+            ValueError,
+            r"leading dimensions.*must broadcast, got \(2,\), \(3,\), \(2,\)",
+        ),
         ((Q, Q[:, :2], Q[:, :2]), ValueError, r"heads of query, key and value \(without enable_gqa\) must broadcast"),
         ((Q, Q, Q, torch.zeros(4, 5)), ValueError, r"attn_mask must broadcast to .* = \(2, 4, 5, 5\), got \(4, 5\)"),
         ((Q, Q, Q, torch.zeros(3, 2, 4, 5, 5)), ValueError, "attn_mask must broadcast to"),

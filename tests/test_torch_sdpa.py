@@ -46,7 +46,7 @@ def inputs(lengths: tuple[int, int] = (9, 9), heads: tuple[int, int] = (4, 4), d
 
 def packed_inputs() -> tuple[list[Tensor], Tensor, Tensor]:
     torch.manual_seed(0)
-    tensors = [torch.randn(n, h, 16, requires_grad=True) for n, h in ((12, 4), (15, 2), (15, 2))]
+    tensors = [torch.randn(n, 4, 16, requires_grad=True) for n in (12, 15, 15)]
     cu_seqlens_q, cu_seqlens_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 5, 5, 12], [0, 6, 8, 15]))
     return tensors, cu_seqlens_q, cu_seqlens_k
 
@@ -109,7 +109,7 @@ def test_the_operator_below(is_causal: bool, window: tuple[int | None, int | Non
 def test_pytorchs_packed_sequences(window_size: tuple[int, int]) -> None:
     leaves, *cu_seqlens = packed_inputs()
     q, k, v = leaves
-    got = varlen_attn(q, k, v, *cu_seqlens, 7, 7, window_size=window_size, enable_gqa=True)
+    got = varlen_attn(q, k, v, *cu_seqlens, 7, 7, window_size=window_size)
     left, right = (None if size == -1 else size for size in window_size)
     expected = tileattn.varlen_attention(q, k, v, *cu_seqlens, 7, 7, mask=tileattn.SlidingWindow(left, right))
     assert isinstance(expected, Tensor)
@@ -166,7 +166,9 @@ def test_outputs_are_what_pytorch_says_of_them(layout: str) -> None:
 def test_deterministic_algorithms_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     prepare = tileattn.ops.prepare_backward
-    monkeypatch.setattr(tileattn.ops, "prepare_backward", lambda call, *rest: calls.append(call) or prepare(call, *rest))
+    monkeypatch.setattr(
+        tileattn.ops, "prepare_backward", lambda call, *rest: calls.append(call) or prepare(call, *rest)
+    )
     leaves = inputs()
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)

@@ -94,9 +94,10 @@ def _at_least_4d(x: Tensor) -> Tensor:
 
 def _broadcast(what: str, *shapes: torch.Size) -> torch.Size:
     try:
-        return torch.broadcast_shapes(*shapes)
+        result: torch.Size = torch.broadcast_shapes(*shapes)
     except RuntimeError:
         raise ValueError(f"{what} must broadcast, got {', '.join(str(tuple(shape)) for shape in shapes)}") from None
+    return result
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> int:

@@ -1,9 +1,10 @@
 """PyTorch's flash operators by tileattn: what ``activate_flash_attention_impl("tileattn")`` puts in their place.
 
-``torch.nn.functional.scaled_dot_product_attention`` chooses among fused operators; this registers kernels for those
-called flash, forward and backward, on CUDA devices (which ROCm's are, too), and puts flash first in the order of choice.
-So existing calls run here that flash attention takes: no attn_mask, 16 bits, equal head dims up to 256, causal only for
-L = S. All others go where they went. The varlen form, ``torch.nn.attention.varlen.varlen_attn``, comes the same way.
+``torch.nn.functional.scaled_dot_product_attention`` chooses among fused operators. This registers kernels for those
+called flash, forward and backward, on CUDA devices (ROCm's go by that name, too), and puts flash first in the order of
+choice. So existing calls run here that flash attention takes: no attn_mask, 16 bits, equal head dims up to 256, causal
+only for L = S. All others go where they went. The packed form, ``torch.nn.attention.varlen.varlen_attn``, comes the
+same way.
 
 The signatures are those of PyTorch's operators, whose optional arguments have grown from 2.11 to 2.13. Operators that
 the running version does not have are left out. Dropout: PyTorch carries the state of a generator from forward to
@@ -13,7 +14,7 @@ backward; here it is tileattn's seed (:mod:`tileattn.dropout`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ from .. import ops
 from ..call import Packed
 from ..cu_seqlens import check_metadata
 from ..dropout import draw_seed
-from ..run import scale_or_default
-from ..variant import Operands, encode
+from ..run import requires_grad, scale_or_default
+from ..variant import encode
 from .windows import window_mask
 
 # What the operators return: o, lse, the generator's state, one unused tensor, and a debug mask.
@@ -62,7 +63,7 @@ def _put_flash_first() -> list[int]:
         x = torch.empty(1, 1, 1, 16, dtype=torch.float16, device="cuda")
         torch._fused_sdp_choice(x, x, x)
     before = list(torch._C._get_sdp_priority_order())
-    flash = int(SDPBackend.FLASH_ATTENTION)
+    flash = SDPBackend.FLASH_ATTENTION.value
     torch._C._set_sdp_priority_order([flash, *(backend for backend in before if backend != flash)])
     return before
 
@@ -92,13 +93,12 @@ def flash_attention_forward(
 ) -> FlashOutput:
     """``aten::_flash_attention_forward``; keys are never split, whatever num_splits is."""
     _refuse(return_debug_mask, seqused_k, alibi_slopes, block_table)
-    call = _call(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window_size_left, window_size_right)
+    tensors, call = _call(
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window_size_left, window_size_right, scale
+    )
     seed = draw_seed(query.device) if dropout_p > 0 else None
-    o, lse = ops.run_forward(
-        *call.tensors, None, *call.variant, scale_or_default(scale, call.tensors[0]), None,
-        needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)),
-        dropout_p=dropout_p, seed=seed, **call.packed,
-    )  # fmt: skip
+    needs_grad = torch.is_grad_enabled() and requires_grad((query, key, value))
+    o, lse = ops.run_forward(*tensors, None, **call, needs_grad=needs_grad, dropout_p=dropout_p, seed=seed)
     o, lse = (o, lse) if cum_seq_q is None else (o[0], lse[0])
     state = _state(seed, query.device)
     return _laid_out_as(o, query), lse, state, torch.empty_like(state.reshape(-1)[0]), query.new_empty(0)
@@ -132,13 +132,17 @@ def flash_attention_backward(
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
     """``aten::_flash_attention_backward``: the gradients of query, key and value."""
-    call = _call(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window_size_left, window_size_right)
+    tensors, call = _call(
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window_size_left, window_size_right, scale
+    )
+    q, k, v = tensors
     if cum_seq_q is not None:
         grad_out, out, logsumexp = grad_out[None], out[None], logsumexp[None]
+    needs = (True, True, True, False)
+    seed = _seed(rng_state) if dropout_p > 0 else None
     found = ops.run_backward(
-        grad_out, None, *call.tensors, _rows(out), logsumexp, None, *call.variant,
-        scale_or_default(scale, call.tensors[0]), None, False, (True, True, True, False),
-        dropout_p=dropout_p, seed=_seed(rng_state) if dropout_p > 0 else None, **call.packed,
+        grad_out, None, q, k, v, _rows(out), logsumexp, None, **call, deterministic=False, needs=needs,
+        dropout_p=dropout_p, seed=seed,
     )  # fmt: skip
     found = found if cum_seq_q is None else [gradient[0] for gradient in found]
     return tuple(_laid_out_as(gradient, x) for gradient, x in zip(found, (query, key, value)))
@@ -186,14 +190,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
 # --- What they share ---
 
 
-class _Call(NamedTuple):
-    """A call in tileattn's terms: q, k, v (bshd), the variant with its tensors and numbers, and where sequences lie."""
-
-    tensors: tuple[Tensor, ...]
-    variant: tuple[str, list[Tensor], list[int], list[float]]
-    packed: dict[str, Any]
-
-
 def _call(
     query: Tensor,
     key: Tensor,
@@ -205,17 +201,23 @@ def _call(
     is_causal: bool,
     left: int | None,
     right: int | None,
-) -> _Call:
-    tensors, packed = tuple(_rows(x) for x in (query, key, value)), {}
+    scale: float | None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """A call in tileattn's terms: q, k and v (bshd), and what both passes of `ops` are given by name."""
+    q, k, v = _rows(query), _rows(key), _rows(value)
+    packed: dict[str, Any] = {}
     if (cum_seq_q is None) != (cum_seq_k is None):
         raise ValueError("cum_seq_q and cum_seq_k must be given together, or neither")
     if cum_seq_q is not None and cum_seq_k is not None:
         check_metadata(Packed(cum_seq_q, cum_seq_k, max_q, max_k), query.device)
-        tensors = tuple(x[None] for x in tensors)
+        q, k, v = q[None], k[None], v[None]
         lengths = {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
         packed = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, **lengths}
     variant, operands = encode(window_mask(is_causal, left, right, max_k if packed else key.shape[1]), ())
-    return _Call(tensors, (variant, operands.tensors, operands.ints, operands.floats), packed)
+    numbers = {"tensors": operands.tensors, "ints": operands.ints, "floats": operands.floats}
+    return (q, k, v), {
+        "variant": variant, **numbers, "scale": scale_or_default(scale, q), "backend": None, **packed,
+    }  # fmt: skip
 
 
 def _refuse(return_debug_mask: bool, seqused_k: Any, alibi_slopes: Any, block_table: Any) -> None:

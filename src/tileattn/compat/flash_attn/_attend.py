@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -56,8 +57,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | N
         "deterministic": options.deterministic,
         "return_lse": options.return_attn_probs,
     }
-    tensors = [pad(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k, v)]
-    found = attention(*tensors, **keywords) if packed is None else varlen_attention(*tensors, *packed, **keywords)
+    padded_q, padded_k, padded_v = (pad(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k, v))
+    if packed is None:
+        found = attention(padded_q, padded_k, padded_v, **keywords)
+    else:
+        found = varlen_attention(padded_q, padded_k, padded_v, *packed, **keywords)
     if isinstance(found, Tensor):
         return found[..., : v.shape[-1]]
     o, lse = found
@@ -70,7 +74,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | N
 def _window(window_size: Any) -> tuple[int, int]:
     """Left and right; numbers may come as tensors of one element, which flash-attn takes as well."""
     try:
-        left, right = (size if isinstance(size, (int, torch.SymInt)) else int(size) for size in window_size)
+        sizes: list[Any] = [s if isinstance(s, (int, torch.SymInt)) else operator.index(s) for s in window_size]
+        left, right = sizes
     except (TypeError, ValueError):
         raise TypeError(f"window_size must be two ints, (left, right), -1 for no bound, got {window_size!r}") from None
     return left, right
@@ -91,10 +96,10 @@ def _check(q: Any, k: Any, v: Any, ndim: int) -> None:
 
 
 def unpacked(name: str, x: Any, dim: int, count: int) -> tuple[Tensor, ...]:
-    """The tensors that lie beside each other in dimension `dim`, as views; one gradient is made of theirs."""
-    shape = f"(batch, seqlen, {count}, heads, head_dim)" if dim == 2 else f"(total, {count}, heads, head_dim)"
+    """The `count` tensors that lie beside each other in dimension `dim`, as views; their gradients are made one."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.ndim != dim + 3 or x.shape[dim] != count:
+        shape = f"(batch, seqlen, {count}, heads, head_dim)" if dim == 2 else f"(total, {count}, heads, head_dim)"
         raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
     return x.unbind(dim)

@@ -31,8 +31,8 @@ def unpad_input(
         unused_mask: the same of places that are kept in the result although no token is there.
 
     Returns:
-        hidden_states (total, ...) of the tokens; their indices (total,) in the flattened batch; cu_seqlens (batch + 1,),
-        int32; the longest length; and the lengths without unused places (batch,), int32.
+        hidden_states (total, ...) of the tokens; their indices (total,) in the flattened batch; cu_seqlens
+        (batch + 1,), int32; the longest length; and the lengths without unused places (batch,), int32.
     """
     used = attention_mask.sum(dim=-1, dtype=torch.int32)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
@@ -65,7 +65,7 @@ def unpad_input_for_concatenated_sequences(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Puts tokens (total, ...) back to where :func:`unpad_input` found them: (batch, seqlen, ...), zeros elsewhere."""
-    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).view(batch, seqlen, *hidden_states.shape[1:])
 
 
 def _cumulative(lengths: Tensor) -> Tensor:

@@ -50,8 +50,10 @@ def flash_attn_func(
         in natural logarithm. S_dmask (batch, heads, seqlen_q, seqlen_k), in q's dtype: the probabilities, negative
         where they were dropped; without dropout it is empty, as in flash-attn, and it has no gradient.
     """
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return attend(q, k, v, Options(*given))
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    return attend(q, k, v, options)
 
 
 def flash_attn_kvpacked_func(
@@ -67,8 +69,11 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """:func:`flash_attn_func` with keys and values in one tensor: kv (batch, seqlen_k, 2, kv_heads, head_dim)."""
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return attend(q, *unpacked("kv", kv, 2, 2), Options(*given))
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    k, v = unpacked("kv", kv, 2, 2)
+    return attend(q, k, v, options)
 
 
 def flash_attn_qkvpacked_func(
@@ -83,8 +88,11 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """:func:`flash_attn_func` with all in one tensor: qkv (batch, seqlen, 3, heads, head_dim)."""
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return attend(*unpacked("qkv", qkv, 2, 3), Options(*given))
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    q, k, v = unpacked("qkv", qkv, 2, 3)
+    return attend(q, k, v, options)
 
 
 def flash_attn_varlen_func(
@@ -137,9 +145,11 @@ def flash_attn_varlen_func(
             "block_table: tileattn has no paged keys and values yet, they come with decoding; gather each sequence's "
             "keys and values into k and v (total_k, kv_heads, head_dim)"
         )
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return attend(q, k, v, Options(*given), packed)
+    return attend(q, k, v, options, packed)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -159,9 +169,12 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """:func:`flash_attn_varlen_func` with keys and values in one tensor: kv (total_k, 2, kv_heads, head_dim)."""
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return attend(q, *unpacked("kv", kv, 1, 2), Options(*given), packed)
+    k, v = unpacked("kv", kv, 1, 2)
+    return attend(q, k, v, options, packed)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -178,9 +191,12 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """:func:`flash_attn_varlen_func` with all in one tensor: qkv (total, 3, heads, head_dim)."""
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
     packed = _packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return attend(*unpacked("qkv", qkv, 1, 3), Options(*given), packed)
+    q, k, v = unpacked("qkv", qkv, 1, 3)
+    return attend(q, k, v, options, packed)
 
 
 def flash_attn_with_kvcache(
