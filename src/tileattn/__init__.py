@@ -11,6 +11,7 @@ from . import math
 from .api import attention
 from .fp8 import QuantizedFP8, quantize_fp8
 from .masks import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow
+from .packed_status import check_packed
 from .scores import ALiBi, Bias, ScoreMod, SoftCap
 from .sdpa import scaled_dot_product_attention
 from .tuner.session import tuning
@@ -31,6 +32,7 @@ __all__ = [
     "SlidingWindow",
     "SoftCap",
     "attention",
+    "check_packed",
     "math",
     "quantize_fp8",
     "scaled_dot_product_attention",
