@@ -67,3 +67,11 @@ def test_the_existing_code_computes_attention_within_sequences() -> None:
         x = x + layer.out(o.transpose(1, 2).flatten(-2))
         x = x + layer.mlp(x)
     torch.testing.assert_close(model(tokens, mask)[mask], model.head(x)[mask])
+
+
+def test_the_pages_python_runs() -> None:
+    page = (EXAMPLES.parent / "docs" / "compat.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, {})

@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_other_packages_metadata_is_as_it_was() -> None:
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("flash_attn_4_that_is_not_there")
     assert "pytest" in importlib.metadata.packages_distributions()
-    list(importlib.metadata.entry_points())
+    importlib.metadata.entry_points(group="console_scripts")
 
 
 @pytest.mark.usefixtures("installed")
@@ -134,3 +135,39 @@ def test_one_on_disk_is_hidden_meanwhile(on_disk: Path) -> None:
     assert importlib.import_module("flash_attn").__version__ == "2.7.0"
     assert importlib.metadata.version("flash_attn") == "2.7.0"
     assert importlib.import_module("flash_attn.layers").__file__ == str(on_disk / "flash_attn" / "layers.py")
+
+
+IN_TRANSFORMERS = """
+import tileattn.compat.flash_attn as compat
+compat.install()
+import torch, transformers
+from transformers.utils import import_utils
+
+# As on a machine with a GPU.
+import_utils.is_torch_cuda_available = lambda: True
+transformers.PreTrainedModel._flash_attn_can_dispatch = lambda *arguments, **options: True
+assert import_utils.is_flash_attn_2_available()
+
+calls, attend = [], compat.flash_attn_interface.attend
+compat.flash_attn_interface.attend = lambda *arguments: calls.append(len(arguments)) or attend(*arguments)
+sizes = dict(vocab_size=50, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+config = transformers.MistralConfig(**sizes, num_hidden_layers=2, head_dim=20, sliding_window=10)
+torch.manual_seed(0)
+model = transformers.MistralForCausalLM(config).bfloat16()
+ids, mask = torch.randint(50, (2, 40)), torch.ones(2, 40, dtype=torch.long)
+mask[0, :13] = 0
+logits = []
+for name in ("eager", "flash_attention_2"):
+    model.set_attn_implementation(name)
+    logits.append(model(ids, attention_mask=mask).logits[mask.bool()])
+torch.testing.assert_close(*logits, rtol=0.02, atol=0.02)
+assert calls == [5, 5], calls  # packed, in each layer
+"""
+
+
+@pytest.mark.slow
+def test_transformers_flash_attention_2_runs_on_it() -> None:
+    """In a process of its own: transformers asks once, when it is imported."""
+    pytest.importorskip("transformers")
+    done = subprocess.run([sys.executable, "-c", IN_TRANSFORMERS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
