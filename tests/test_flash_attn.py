@@ -1,16 +1,18 @@
 """`tileattn.compat.flash_attn` by flash-attn's documentation, argument by argument.
 
 By flash-attn's own rule (its tests/test_flash_attn.py, 2.8): the largest error of an output, against PyTorch in a wider
-dtype, is at most twice that of PyTorch in the same dtype, of a gradient three times, plus 1e-5. PyTorch's is the larger
-of two orders of operations, for it may be small by luck. The same functions run on a CPU, and on a GPU by
-``pytest -m gpu``.
+dtype, is at most twice that of PyTorch in the same dtype, plus 1e-5. There gradients are allowed three times as much.
+Here all outputs are allowed one rounding of their largest element, for PyTorch's error may be small by luck, which is
+also why the larger one of two orders of operations counts.
+
+The same functions run on a CPU, and on a GPU by ``pytest -m gpu``.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,7 +27,7 @@ from tileattn.testing import dropout_mask
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16, FP16 = torch.bfloat16, torch.float16
 ATOL = 1e-5
-FACTORS = {"out": 2, "lse": 2, "S_dmask": 2, "dq": 3, "dk": 3, "dv": 3}
+OUTPUTS = ("out", "lse", "S_dmask", "dq", "dk", "dv")
 BATCH = 3
 SEED = 5
 
@@ -35,7 +37,7 @@ class Case(NamedTuple):
 
     lengths: tuple[int, int] = (70, 83)
     heads: tuple[int, int] = (4, 4)
-    dim: int = 32
+    dim: int = 64
     dtype: torch.dtype = BF16
     slopes: str = ""  # "heads", or "batch" for (batch, heads)
     options: dict[str, Any] = {}  # of the functions  # noqa: RUF012
@@ -64,7 +66,7 @@ CASES = {
     "window": Case(options={"window_size": (9, 5)}),
     "window-left": Case(options={"window_size": (9, -1)}),
     "window-right": Case(options={"window_size": (-1, 5)}),
-    "window-of-its-own": Case(options={"window_size": (0, 0)}),
+    "window-of-one": Case(options={"window_size": (0, 0)}),
     "window-wider-than-keys": Case((83, 83), options={"window_size": (200, 0)}),
     "window-causal": Case(heads=(4, 2), options={"window_size": (9, 5), "causal": True}),
     "window-more-queries": Case((83, 60), options={"window_size": (9, 5)}),
@@ -154,7 +156,6 @@ class Problem:
         self.do = [torch.randn_like(q) for q, _, _ in self.sequences]
         shape = {"": None, "heads": (heads,), "batch": (len(lengths), heads)}[case.slopes]
         self.slopes = None if shape is None else torch.rand(shape, device=device) * 0.3
-        self.given = {**case.options, "alibi_slopes": self.slopes, "return_attn_probs": True}
 
     def seed(self) -> Tensor:
         """What a call draws first after ``torch.manual_seed(SEED)``."""
@@ -177,49 +178,83 @@ class Problem:
         return [out.detach(), lse.detach(), probabilities.detach(), *gradients]
 
 
-def dense(case: Case, device: str) -> tuple[Problem, list[list[Tensor]]]:
-    """`flash_attn_func`'s results, sequence by sequence."""
+class Call(NamedTuple):
+    """One of the functions, and what it is called with: leaves come first."""
+
+    problem: Problem
+    function: Callable[..., Any]
+    leaves: list[Tensor]
+    rest: tuple[Any, ...]
+    do: Tensor
+
+    def outputs(self, **more: Any) -> Any:
+        torch.manual_seed(SEED)
+        given = {**self.problem.case.options, "alibi_slopes": self.problem.slopes}
+        return self.function(*self.leaves, *self.rest, **given, **more)
+
+    def gradients(self, out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, self.leaves, self.do)
+
+
+def dense_call(case: Case, device: str) -> Call:
     problem = Problem(case, device, [case.lengths] * BATCH)
-    q, k, v = (torch.stack(tensors).requires_grad_() for tensors in zip(*problem.sequences))
-    torch.manual_seed(SEED)
-    out, lse, probabilities = compat.flash_attn_func(q, k, v, **problem.given)
-    assert out.shape == q.shape
-    assert lse.shape == (BATCH, case.heads[0], case.lengths[0])
-    assert (out.dtype, lse.dtype, probabilities.dtype) == (case.dtype, torch.float32, case.dtype)
-    gradients = torch.autograd.grad(out, (q, k, v), torch.stack(problem.do))
-    found = [out, lse, probabilities if probabilities.numel() else [probabilities] * BATCH, *gradients]
-    return problem, [list(each) for each in zip(*found)]
+    leaves = [torch.stack(tensors).requires_grad_() for tensors in zip(*problem.sequences)]
+    return Call(problem, compat.flash_attn_func, leaves, (), torch.stack(problem.do))
 
 
-def packed(case: Case, device: str) -> tuple[Problem, list[list[Tensor]]]:
-    """`flash_attn_varlen_func`'s results, sequence by sequence; one of them is empty."""
-    (long_q, long_k), short = case.lengths, case.options.get("causal", False)
+def packed_call(case: Case, device: str) -> Call:
+    """Sequences of other lengths; one is empty."""
+    (long_q, long_k), one_key = case.lengths, case.options.get("causal", False)
     lengths = [
         (long_q, long_k),
         (0, 0),
         (max(long_q // 3, 1), long_k // 2),
-        (max(long_q // 2, 1), 1 + 40 * (not short)),
+        (max(long_q // 2, 1), 1 if one_key else 41),
     ]
     problem = Problem(case, device, lengths)
-    q, k, v = (torch.cat(tensors).requires_grad_() for tensors in zip(*problem.sequences))
-    of_q, of_k = (torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device=device) for n in zip(*lengths))
-    torch.manual_seed(SEED)
-    out, lse, probabilities = compat.flash_attn_varlen_func(q, k, v, of_q, of_k, *case.lengths, **problem.given)
-    assert out.shape == q.shape
-    assert lse.shape == (case.heads[0], q.shape[0])
+    leaves = [torch.cat(tensors).requires_grad_() for tensors in zip(*problem.sequences)]
+    ends = (torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device=device) for n in zip(*lengths))
+    return Call(problem, compat.flash_attn_varlen_func, leaves, (*ends, *case.lengths), torch.cat(problem.do))
+
+
+def dense(case: Case, device: str) -> tuple[Problem, list[list[Tensor]]]:
+    """`flash_attn_func`'s results, sequence by sequence."""
+    call = dense_call(case, device)
+    out, lse, probabilities = call.outputs(return_attn_probs=True)
+    assert out.shape == call.leaves[0].shape
+    assert lse.shape == (BATCH, case.heads[0], case.lengths[0])
     assert (out.dtype, lse.dtype, probabilities.dtype) == (case.dtype, torch.float32, case.dtype)
-    gradients = torch.autograd.grad(out, (q, k, v), torch.cat(problem.do))
-    sizes_q, sizes_k = map(list, zip(*lengths))
-    by_rows = [out.split(sizes_q), lse.split(sizes_q, dim=1)]
-    by_keys = [gradients[0].split(sizes_q), gradients[1].split(sizes_k), gradients[2].split(sizes_k)]
+    of_sequences = probabilities if probabilities.numel() else [probabilities] * BATCH
+    return call.problem, [list(each) for each in zip(out, lse, of_sequences, *call.gradients(out))]
+
+
+def packed(case: Case, device: str) -> tuple[Problem, list[list[Tensor]]]:
+    """`flash_attn_varlen_func`'s results, sequence by sequence."""
+    call = packed_call(case, device)
+    lengths = call.problem.lengths
+    out, lse, probabilities = call.outputs(return_attn_probs=True)
+    assert out.shape == call.leaves[0].shape
+    assert lse.shape == (case.heads[0], out.shape[0])
+    assert (out.dtype, lse.dtype, probabilities.dtype) == (case.dtype, torch.float32, case.dtype)
     of_sequences = [probabilities] * len(lengths)
     if probabilities.numel():
         assert probabilities.shape == (len(lengths), case.heads[0], *case.lengths)
         of_sequences = [x[:, :n, :m] for x, (n, m) in zip(probabilities, lengths)]
-    return problem, [list(each) for each in zip(*by_rows, of_sequences, *by_keys)]
+    of_q, of_k = map(list, zip(*lengths))
+    dq, dk, dv = call.gradients(out)
+    split = (out.split(of_q), lse.split(of_q, dim=1), of_sequences, dq.split(of_q), dk.split(of_k), dv.split(of_k))
+    return call.problem, [list(each) for each in zip(*split)]
 
 
 FORMS: dict[str, Callable[[Case, str], tuple[Problem, list[list[Tensor]]]]] = {"dense": dense, "varlen": packed}
+
+
+def compiled_calls() -> Iterator[Callable[[], Any]]:
+    """All calls whose kernels these tests need on a GPU, for benchmarks/precompile.py."""
+    for case in CASES.values():
+        for form in (dense_call, packed_call):
+            call = form(case, "meta")
+            yield lambda call=call: call.gradients(call.outputs())  # type: ignore[misc]
 
 
 def flat(run: list[list[Tensor]], place: int) -> Tensor:
@@ -240,15 +275,16 @@ def test_as_documented(name: str, form: str, device: str) -> None:
     exact = problem.defined(torch.float64)
     eager = [problem.defined(case.dtype, scaled_first) for scaled_first in (False, True)]
     with_dropout = case.options.get("dropout_p", 0.0) > 0
-    for place, (what, factor) in enumerate(FACTORS.items()):
+    for place, what in enumerate(OUTPUTS):
         got, expected, *theirs = (flat(run, place) for run in (found, exact, *eager))
         if what == "S_dmask" and not with_dropout:
             assert got.numel() == 0
             continue
         got = got.abs() if what == "S_dmask" else got
         assert torch.equal(got.isinf(), expected.isinf()), what
-        error, *of_eager = (largest((x - expected).masked_fill(expected.isinf(), 0.0)) for x in (got, *theirs))
-        allowed = factor * max(of_eager) + ATOL
+        expected, *finite = (x.masked_fill(expected.isinf(), 0.0) for x in (expected, got, *theirs))
+        error, *of_eager = (largest(x - expected) for x in finite)
+        allowed = 2 * max(of_eager) + torch.finfo(case.dtype).eps / 2 * largest(expected) + ATOL
         assert error <= allowed, f"{what}: error {error:.3g}, allowed {allowed:.3g}"
     if with_dropout:
         kept = dropout_mask(
@@ -270,7 +306,7 @@ def each_with_gradients(function: Callable[..., Any], leaves: list[Tensor], *arg
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dim", [32, 27])
+@pytest.mark.parametrize("dim", [64, 59])
 def test_packed_tensors(device: str, dim: int) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(2, 70, 3, 4, dim, dtype=BF16, device=device, requires_grad=True)
@@ -284,7 +320,7 @@ def test_packed_tensors(device: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dim", [32, 27])
+@pytest.mark.parametrize("dim", [64, 59])
 def test_packed_tensors_of_packed_sequences(device: str, dim: int) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(90, 3, 4, dim, dtype=BF16, device=device, requires_grad=True)
@@ -417,7 +453,11 @@ PACKED = Q.flatten(0, 1)
     [
         (lambda: compat.flash_attn_func(Q[0], Q, Q), ValueError, r"q must have 4 dimensions, \(batch, seqlen"),
         (lambda: compat.flash_attn_func(Q, [1], Q), TypeError, "k must be a torch.Tensor, got list"),
-        (lambda: compat.flash_attn_func(*[torch.zeros(1, 2, 1, 257)] * 3), ValueError, "at most 256.*got 257"),
+        (
+            lambda: compat.flash_attn_func(*[torch.zeros(1, 2, 1, 257)] * 3),
+            ValueError,
+            r"head_dim must lie in 1 \.\. 256.*got 257",
+        ),
         (lambda: compat.flash_attn_func(Q, Q[:, :, :3], Q[:, :, :3]), ValueError, "multiple of the heads.*4 and 3"),
         (lambda: compat.flash_attn_func(Q, Q.half(), Q), TypeError, "one dtype"),
         (lambda: compat.flash_attn_func(Q, Q, Q, window_size=3), TypeError, "window_size must be two ints.*got 3"),

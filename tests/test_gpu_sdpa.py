@@ -6,6 +6,7 @@ the tolerance rule of `tileattn.testing`. Which calls arrive is counted at the o
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from torch.nn.attention import activate_flash_attention_impl, restore_flash_atte
 from torch.nn.attention.varlen import varlen_attn
 
 import tileattn
+from tileattn import Causal, Mask, SlidingWindow
 from tileattn.compat import torch_sdpa
 from tileattn.dropout import draw_seed, weight_of_kept
 from tileattn.testing import assert_accurate, dropout_mask, eager_attention, oracle_attention
@@ -150,6 +152,24 @@ def test_tileattns_function(name: str) -> None:
     check(name, problem, problem.call(tileattn.scaled_dot_product_attention))
 
 
+def compiled_calls() -> Iterator[Callable[[], Any]]:
+    """All calls whose kernels these tests need, for benchmarks/precompile.py; PyTorch's function needs no others."""
+    yield from (functools.partial(with_gradients, case) for case in CASES.values())
+    yield from (functools.partial(packed_with_gradients, mask) for mask in (None, Causal(), SlidingWindow(50, 0)))
+
+
+def with_gradients(case: Case) -> None:
+    problem = Problem(case)
+    problem.gradients(problem.call(tileattn.scaled_dot_product_attention))
+
+
+def packed_with_gradients(mask: Mask | None) -> None:
+    leaves = [torch.empty(530, 4, 128, dtype=BF16, device=DEVICE, requires_grad=True) for _ in range(3)]
+    cu_seqlens = torch.empty(5, dtype=torch.int32, device=DEVICE)
+    o = tileattn.varlen_attention(*leaves, cu_seqlens, cu_seqlens, 313, 313, mask=mask)
+    torch.autograd.grad(o, leaves, leaves[0])
+
+
 # --- PyTorch's own function ---
 
 
@@ -241,16 +261,15 @@ def test_pytorchs_packed_sequences(window_size: tuple[int, int], calls: list[str
     leaves = [torch.randn(ends[-1], 4, 128, dtype=BF16, device=DEVICE, requires_grad=True) for _ in range(3)]
     cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
     got = varlen_attn(*leaves, cu_seqlens, cu_seqlens, 313, 313, window_size=window_size)
+    do = torch.randn_like(got)
+    of_got = torch.autograd.grad(got, leaves, do)
+    assert calls == ["run_forward", "run_backward"]
     left, right = (None if size == -1 else size for size in window_size)
     parts = zip(*(x.split([200, 0, 17, 313]) for x in leaves))
-    each = [tileattn.attention(*(x[None] for x in part), mask=tileattn.SlidingWindow(left, right)) for part in parts]
+    each = [tileattn.attention(*(x[None] for x in part), mask=SlidingWindow(left, right)) for part in parts]
     expected = torch.cat([o[0] for o in each])
-    do = torch.randn_like(got)
     torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
-    of_got, of_expected = (torch.autograd.grad(o, leaves, do) for o in (got, expected))
-    torch.testing.assert_close(of_got, of_expected, rtol=0.02, atol=0.05)
-    assert "run_forward" in calls
-    assert "run_backward" in calls
+    torch.testing.assert_close(of_got, torch.autograd.grad(expected, leaves, do), rtol=0.02, atol=0.05)
 
 
 @pytest.mark.usefixtures("active")

@@ -200,6 +200,7 @@ Q = torch.zeros(2, 4, 5, 8)
         ((Q, Q, Q, torch.zeros(5, 5, dtype=torch.float64)), TypeError, "attn_mask must be .*got torch.float64"),
         ((Q, Q, Q, [[0.0]]), TypeError, "attn_mask must be .*got list"),
         ((Q, Q.double(), Q), TypeError, "one dtype"),
+        ((Q[..., :0], Q[..., :0], Q), ValueError, "query: head dims must be at least 1"),
         ((Q, Q[..., :4], Q), ValueError, "one head_dim, got 8 and 4"),
         ((Q, Q[:, :, :3], Q), ValueError, "one seqlen"),
         ((Q, Q, Q, None, 1.5), ValueError, "dropout_p must be a probability"),

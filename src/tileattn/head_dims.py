@@ -13,11 +13,12 @@ _STEP, _MIN, MAX = 8, 16, 256  # what the kernels for GPUs run in 16 bits
 
 
 def padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v (..., head_dim) with head dims that kernels run, where a GPU's kernels would run them otherwise.
+    """q, k and v (..., head_dim) with head dims that kernels for GPUs run, if they run tensors like these otherwise.
 
     The scale must be given for the original head_dim; of o the first ``v.shape[-1]`` elements count. Differentiable.
     """
-    if not (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and max(q.shape[-1], v.shape[-1]) <= MAX):
+    in_16_bits = q.dtype in (torch.float16, torch.bfloat16)
+    if q.device.type == "cpu" or not in_16_bits or max(q.shape[-1], v.shape[-1]) > MAX:
         return q, k, v
     return pad(q), pad(k), pad(v)
 

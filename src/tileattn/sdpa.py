@@ -86,6 +86,8 @@ def _check(query: Any, key: Any, value: Any) -> None:
             raise TypeError(f"{name} must be a dense tensor, got a nested one; see tileattn.varlen_attention")
         if x.ndim < 2:
             raise ValueError(f"{name} must have at least 2 dimensions, (..., seqlen, head_dim), got {tuple(x.shape)}")
+        if x.shape[-1] == 0:
+            raise ValueError(f"{name}: head dims must be at least 1, got shape {tuple(x.shape)}")
 
 
 def _at_least_4d(x: Tensor) -> Tensor:

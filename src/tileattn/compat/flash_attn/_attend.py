@@ -89,8 +89,8 @@ def _check(q: Any, k: Any, v: Any, ndim: int) -> None:
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.ndim != ndim:
             raise ValueError(f"{name} must have {ndim} dimensions, {shape}, got shape {tuple(x.shape)}")
-        if x.shape[-1] > MAX:
-            raise ValueError(f"{name}: head_dim must be at most {MAX}, as in flash-attn, got {x.shape[-1]}")
+        if not 1 <= x.shape[-1] <= MAX:
+            raise ValueError(f"{name}: head_dim must lie in 1 .. {MAX}, as in flash-attn, got {x.shape[-1]}")
     if q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
         raise TypeError(f"on a GPU q, k and v must be float16 or bfloat16, as in flash-attn, got {q.dtype}")
 
