@@ -10,8 +10,9 @@ from torch.nn.attention import register_flash_attention_impl
 from . import math
 from .api import attention
 from .fp8 import QuantizedFP8, quantize_fp8
-from .masks import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow
+from .masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
 from .packed_status import check_packed
+from .padding import Unpadded, pad_input, unpad_input
 from .scores import ALiBi, Bias, ScoreMod, SoftCap
 from .sdpa import scaled_dot_product_attention
 from .tuner.session import tuning
@@ -25,18 +26,22 @@ __all__ = [
     "Causal",
     "Documents",
     "FunctionMask",
+    "KeyPadding",
     "Mask",
     "PrefixLM",
     "QuantizedFP8",
     "ScoreMod",
     "SlidingWindow",
     "SoftCap",
+    "Unpadded",
     "attention",
     "check_packed",
     "math",
+    "pad_input",
     "quantize_fp8",
     "scaled_dot_product_attention",
     "tuning",
+    "unpad_input",
     "varlen_attention",
 ]
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ... import padding
+
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """``input[indices]``: (rows, ...) and (n,) give (n, ...). Differentiable."""
@@ -23,7 +25,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Takes the tokens out of a padded batch. Waits for the device: how many there are decides about sizes.
+    """:func:`tileattn.unpad_input`.
 
     Args:
         hidden_states: (batch, seqlen, ...).
@@ -34,12 +36,7 @@ def unpad_input(
         hidden_states (total, ...) of the tokens; their indices (total,) in the flattened batch; cu_seqlens
         (batch + 1,), int32; the longest length; and the lengths without unused places (batch,), int32.
     """
-    used = attention_mask.sum(dim=-1, dtype=torch.int32)
-    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
-    lengths = used if unused_mask is None else kept.sum(dim=-1, dtype=torch.int32)
-    indices = kept.flatten().nonzero().flatten()
-    tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return tokens, indices, _cumulative(lengths), int(lengths.max()), used
+    return padding.unpad_input(hidden_states, attention_mask, unused_mask)
 
 
 def unpad_input_for_concatenated_sequences(
@@ -57,16 +54,12 @@ def unpad_input_for_concatenated_sequences(
     seqlen = attention_mask_in_length.shape[-1]
     tokens_of_row = attention_mask_in_length.sum(dim=-1, keepdim=True)
     there = torch.arange(seqlen, device=tokens_of_row.device) < tokens_of_row
-    indices = there.flatten().nonzero().flatten()
+    tokens, indices, *_ = padding.unpad_input(hidden_states, there)
     lengths = attention_mask_in_length[attention_mask_in_length != 0]
-    tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return tokens, indices, _cumulative(lengths), int(lengths.max())
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return tokens, indices, cu_seqlens, int(lengths.max()) if len(lengths) else 0
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Puts tokens (total, ...) back to where :func:`unpad_input` found them: (batch, seqlen, ...), zeros elsewhere."""
-    return index_put_first_axis(hidden_states, indices, batch * seqlen).view(batch, seqlen, *hidden_states.shape[1:])
-
-
-def _cumulative(lengths: Tensor) -> Tensor:
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    """:func:`tileattn.pad_input`: tokens (total, ...) back where they were, (batch, seqlen, ...), zeros elsewhere."""
+    return padding.pad_input(hidden_states, indices, batch, seqlen)
