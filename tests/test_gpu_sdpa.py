@@ -273,6 +273,21 @@ def test_pytorchs_packed_sequences(window_size: tuple[int, int], calls: list[str
 
 
 @pytest.mark.usefixtures("active")
+def test_nested_tensors(calls: list[str]) -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(530, 4, 128, dtype=BF16, device=DEVICE, requires_grad=True) for _ in range(3)]
+    ends = torch.tensor([0, 200, 217, 530], device=DEVICE)
+    nested = (torch.nested.nested_tensor_from_jagged(x, ends).transpose(1, 2) for x in leaves)
+    o = torch.nn.functional.scaled_dot_product_attention(*nested, is_causal=True).transpose(1, 2).values()
+    do = torch.randn_like(o)
+    gradients = torch.autograd.grad(o, leaves, do)
+    assert calls == ["run_forward", "run_backward"]
+    expected = tileattn.varlen_attention(*leaves, ends.int(), ends.int(), 313, 313, causal=True)
+    torch.testing.assert_close(o, expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, leaves, do), rtol=0.02, atol=0.05)
+
+
+@pytest.mark.usefixtures("active")
 def test_in_a_cuda_graph() -> None:
     problem = Problem(FLASH["causal-128"])
     expected = problem.call(torch.nn.functional.scaled_dot_product_attention)

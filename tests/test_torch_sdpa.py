@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import (
+    SDPBackend,
     activate_flash_attention_impl,
     current_flash_attention_impl,
     list_flash_attention_impls,
@@ -123,6 +124,22 @@ def test_packed_sequences_with_dropout() -> None:
     got, *_ = ATEN._flash_attention_forward(*leaves, *cu_seqlens, 7, 7, 0.3, True, False)
     torch.manual_seed(3)
     expected = tileattn.varlen_attention(*leaves, *cu_seqlens, 7, 7, causal=True, dropout_p=0.3)
+    assert isinstance(expected, Tensor)
+    check(got, expected, leaves)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nested_tensors(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jagged ones, which PyTorch sends to the operator of packed sequences, where it chooses flash."""
+    choice = "torch.nested._internal.sdpa._select_sdp_backend"
+    monkeypatch.setattr(choice, lambda *arguments, **options: SDPBackend.FLASH_ATTENTION)
+    torch.manual_seed(0)
+    leaves = [torch.randn(15, 4, 16, requires_grad=True) for _ in range(3)]
+    ends = torch.tensor([0, 6, 8, 15])
+    nested = (torch.nested.nested_tensor_from_jagged(x, ends).transpose(1, 2) for x in leaves)
+    got = SDPA(*nested, is_causal=is_causal).transpose(1, 2).values()
+    expected = tileattn.varlen_attention(*leaves, ends.int(), ends.int(), 7, 7, causal=is_causal)
     assert isinstance(expected, Tensor)
     check(got, expected, leaves)
 
