@@ -1,0 +1,1 @@
+"""Doors through which existing code comes in: tileattn under the names of other libraries."""
