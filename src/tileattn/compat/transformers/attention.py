@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import api
-from ...masks import Causal, Mask, SlidingWindow
+from ...api import attention
 from ...scores import Bias, SoftCap
 from . import keywords
 from .mask import LazyMask
-from .patterns import DenseMask, ShiftedWindow
+from .packed import Length, attend_packed
+from .seen import seen, seen_when_packed
 
 
 def attend(
@@ -31,8 +30,8 @@ def attend(
     position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
-    max_length_q: int | Tensor | None = None,
-    max_length_k: int | Tensor | None = None,
+    max_length_q: Length = None,
+    max_length_k: Length = None,
     deterministic: bool | None = None,
     *,
     backend: str | None = None,
@@ -68,35 +67,32 @@ def attend(
         o (batch, q_length, heads, head_dim_v), and None in place of the weights.
     """
     keywords.check(others, ignored)
-    options = {
+    q, k, v = (_last_contiguous(x.transpose(1, 2)) for x in (query, key, value))
+    options: dict[str, Any] = {
         "scale": scaling,
         "sink": None if s_aux is None else s_aux.reshape(-1),
         "dropout_p": dropout,
         "deterministic": bool(deterministic),
         "backend": backend,
     }
-    q, k, v = (_contiguous(x.transpose(1, 2)) for x in (query, key, value))
-    mods: list[Any] = [] if softcap is None else [SoftCap(softcap)]
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+    caps = [] if softcap is None else [SoftCap(softcap)]
+    visible = (module, attention_mask, q.shape[1], k.shape[1], is_causal, sliding_window)
+    cu_seqlens = (cu_seq_lens_q, cu_seq_lens_k)
+    if cu_seqlens != (None, None):
         if position_bias is not None:
-            raise NotImplementedError('attn_implementation="tileattn": a position bias cannot go with cu_seq_lens')
-        mask = _mask_of_packed(module, attention_mask, is_causal, sliding_window)
-        lengths = _lengths(q, k, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-        return _packed(q, k, v, lengths, mask=mask, score_mod=mods or None, **options), None
-    if attention_mask is None:
-        causal, mask = _without_mask(module, q.shape[1], k.shape[1], is_causal, sliding_window)
-    elif isinstance(attention_mask, LazyMask):
-        _check_contradiction(module, attention_mask, is_causal)
-        causal, mask, keys = _parts(attention_mask, q, k)
-        if keys != k.shape[1]:
-            k, v = k[:, :keys], v[:, :keys]
-            position_bias = None if position_bias is None else position_bias[..., :keys]
-    else:
-        causal, mask = False, None
-        if attention_mask.dtype == torch.bool:
-            mask = DenseMask(attention_mask)
-        else:
-            mods.append(Bias(attention_mask))
-    if position_bias is not None:
-        mods.append(Bias(position_bias))
-    return api.attention(q, k, v, mask=mask, causal=causal, score_mod=mods or None, **options), None  # type: ignore[return-value, arg-type]
+            raise NotImplementedError('attn_implementation="tileattn": position_bias cannot go with cu_seq_lens')
+        own = seen_when_packed(*visible)
+        options |= {"mask": own.mask, "causal": own.causal, "score_mod": caps or None}
+        return attend_packed(q, k, v, cu_seqlens, (max_length_q, max_length_k), **options), None
+    what = seen(*visible)
+    if what.keys < k.shape[1]:
+        k, v = k[:, : what.keys], v[:, : what.keys]
+    biases = [Bias(bias[..., : what.keys]) for bias in (position_bias, what.bias) if bias is not None]
+    options |= {"mask": what.mask, "causal": what.causal, "score_mod": [*caps, *biases] or None}
+    o = attention(q, k, v, **options)
+    assert isinstance(o, Tensor)
+    return o, None
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -24,10 +24,10 @@ from .symbols import Pattern, understood
 
 @dataclass(frozen=True, eq=False)
 class LazyMask:
-    """A boolean mask (batch, 1, q_length, kv_length), held as what it is made of.
+    """A boolean mask (batch, 1, q_length, kv_length), held as what it is made of, for tileattn's attention to read.
 
-    tileattn's attention reads the parts. A model that computes with its mask gets the tensor: it is made where a
-    function of torch, an index or a method of tensors is applied to this object.
+    It is no tensor. A model that computes with its mask, instead of handing it on to its attention, gets an error: what
+    it would do depends on whether it expects bools or numbers to be added, which tileattn cannot know.
 
     Attributes:
         shape: as above.
@@ -64,43 +64,34 @@ class LazyMask:
         everything = torch.ones(batch, 1, q_length, self.keys, dtype=torch.bool, device=self.device)
         return F.pad(reduce(and_, (part.allows(*index) for part in self.parts), everything), (0, kv_length - self.keys))
 
-    def to(self, *args: Any, **kwargs: Any) -> LazyMask | Tensor:
-        """As a tensor's: on another device it stays what it is, in another dtype it is a tensor."""
-        kwargs.pop("non_blocking", None)
-        if len(args) == 1 and not kwargs and isinstance(args[0], (str, int, torch.device)):
-            device = torch.device(args[0])
-            return replace(self, device=device, **{name: _moved(getattr(self, name), device) for name in _PARTS})
-        return self.tensor().to(*args, **kwargs)
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> LazyMask:
+        """On another device, as where a model's layers are on several."""
+        if isinstance(device, torch.dtype):
+            raise _is_no_tensor(f"to({device})")
+        device = torch.device(device)
+        return replace(self, device=device, **{name: _moved(getattr(self, name), device) for name in _PARTS})
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*map(_as_tensor, args), **{name: _as_tensor(value) for name, value in (kwargs or {}).items()})
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.tensor()[index]
-
-    def __invert__(self) -> Tensor:
-        return ~self.tensor()
-
-    def __and__(self, other: Any) -> Tensor:
-        return self.tensor() & other
-
-    def __or__(self, other: Any) -> Tensor:
-        return self.tensor() | other
+        raise _is_no_tensor(f"torch's {getattr(func, '__name__', func)}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self.tensor(), name)
+        raise _is_no_tensor(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _is_no_tensor("indexing")
+
+
+def _is_no_tensor(operation: str) -> NotImplementedError:
+    return NotImplementedError(
+        f'this model computes with its attention mask ({operation}), which attn_implementation="tileattn" does not make '
+        f'as a tensor: load the model with attn_implementation="eager" or "sdpa"'
+    )
 
 
 _PARTS = ("window", "sequences", "padding", "dense")
-
-
-def _as_tensor(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_as_tensor, value))
-    return value.tensor() if isinstance(value, LazyMask) else value
 
 
 def _moved(part: Mask | None, device: torch.device) -> Mask | None:
