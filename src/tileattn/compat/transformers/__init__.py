@@ -37,7 +37,9 @@ def register(*, backend: str | None = None, ignore: Iterable[str] = ()) -> None:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError("tileattn.compat.transformers needs transformers: pip install 'tileattn[transformers]'") from error
+        raise ImportError(
+            "tileattn.compat.transformers needs transformers: pip install 'tileattn[transformers]'"
+        ) from error
     if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
         raise ImportError(
             f"tileattn.compat.transformers needs transformers {'.'.join(map(str, OLDEST))} or newer, got "

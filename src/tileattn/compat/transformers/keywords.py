@@ -20,8 +20,8 @@ HARMLESS = frozenset({
 REFUSED = {
     "output_attentions": "the weights are never in memory; to look at them load the model with "
     'attn_implementation="eager"',
-    "head_mask": "tileattn does not weigh heads; use attn_implementation=\"eager\"",
-    "layer_head_mask": "tileattn does not weigh heads; use attn_implementation=\"eager\"",
+    "head_mask": 'tileattn does not weigh heads; use attn_implementation="eager"',
+    "layer_head_mask": 'tileattn does not weigh heads; use attn_implementation="eager"',
     "indices": "tileattn does not know attention to selected keys (DeepSeek's sparse attention)",
     "block_indices": "tileattn does not know attention to selected blocks of keys",
 }

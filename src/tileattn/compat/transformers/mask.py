@@ -69,7 +69,14 @@ class LazyMask:
         if isinstance(device, torch.dtype):
             raise _is_no_tensor(f"to({device})")
         device = torch.device(device)
-        return replace(self, device=device, **{name: _moved(getattr(self, name), device) for name in _PARTS})
+        window, sequences, padding, dense = (
+            _moved(part, device) for part in (self.window, self.sequences, self.padding, self.dense)
+        )
+        return replace(self, device=device, window=window, sequences=sequences, padding=padding, dense=dense)
+
+    def contiguous(self) -> LazyMask:
+        """Itself: newer versions of transformers ask every mask for it."""
+        return self
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,12 +93,9 @@ class LazyMask:
 
 def _is_no_tensor(operation: str) -> NotImplementedError:
     return NotImplementedError(
-        f'this model computes with its attention mask ({operation}), which attn_implementation="tileattn" does not make '
-        f'as a tensor: load the model with attn_implementation="eager" or "sdpa"'
+        f"this model computes with its attention mask ({operation}), which is no tensor with "
+        f'attn_implementation="tileattn": load the model with attn_implementation="eager" or "sdpa"'
     )
-
-
-_PARTS = ("window", "sequences", "padding", "dense")
 
 
 def _moved(part: Mask | None, device: torch.device) -> Mask | None:

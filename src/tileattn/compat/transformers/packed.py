@@ -29,15 +29,10 @@ def attend_packed(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         missing = "cu_seq_lens_q" if cu_seqlens_q is None else "cu_seq_lens_k"
         raise ValueError(f"packed sequences need both cu_seq_lens_q and cu_seq_lens_k, got no {missing}")
-    rows = [x.flatten(0, 1) for x in (q, k, v)]
-    o = varlen_attention(
-        *rows,
-        cu_seqlens_q.to(torch.int32),
-        cu_seqlens_k.to(torch.int32),
-        _bound(max_lengths[0], rows[0]),
-        _bound(max_lengths[1], rows[1]),
-        **options,
-    )
+    q_rows, k_rows, v_rows = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    starts = (cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32))
+    bounds = (_bound(max_lengths[0], q_rows), _bound(max_lengths[1], k_rows))
+    o = varlen_attention(q_rows, k_rows, v_rows, *starts, *bounds, **options)
     assert isinstance(o, Tensor)
     return o.unflatten(0, q.shape[:2])
 

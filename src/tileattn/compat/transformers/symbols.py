@@ -53,7 +53,9 @@ def understood(mask_function: Callable[..., Any]) -> Pattern | None:
         pattern = mask_function(Index(), Index(), Query(0), Key(0))
     except (NotUnderstood, TypeError, AttributeError):  # the last two: operations that the symbols do not have
         return None
-    if not isinstance(pattern, Pattern) or any(bound is not None and bound < 0 for bound in (pattern.left, pattern.right)):
+    if not isinstance(pattern, Pattern) or any(
+        bound is not None and bound < 0 for bound in (pattern.left, pattern.right)
+    ):
         return None
     return pattern
 
