@@ -8,8 +8,9 @@ from typing import Any
 from . import math
 from .api import attention
 from .fp8 import QuantizedFP8, quantize_fp8
-from .masks import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow
+from .masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
 from .packed_status import check_packed
+from .padding import Unpadded, pad_input, unpad_input
 from .scores import ALiBi, Bias, ScoreMod, SoftCap
 from .tuner.session import tuning
 from .varlen import varlen_attention
@@ -22,17 +23,21 @@ __all__ = [
     "Causal",
     "Documents",
     "FunctionMask",
+    "KeyPadding",
     "Mask",
     "PrefixLM",
     "QuantizedFP8",
     "ScoreMod",
     "SlidingWindow",
     "SoftCap",
+    "Unpadded",
     "attention",
     "check_packed",
     "math",
+    "pad_input",
     "quantize_fp8",
     "tuning",
+    "unpad_input",
     "varlen_attention",
 ]
 

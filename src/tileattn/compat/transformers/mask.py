@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...masks import Causal, Documents, Mask, SlidingWindow
+from ...masks import Causal, Documents, KeyPadding, Mask, SlidingWindow
 from ...variant import Operands, encode, restore
-from .patterns import DenseMask, SeenKeys, ShiftedWindow
+from .patterns import DenseMask, ShiftedWindow
 from .symbols import Pattern, understood
 
 
@@ -176,7 +176,7 @@ def _padding(attention_mask: Tensor, kv_offset: int, keys: int) -> Mask:
     missing = kv_offset + keys - attention_mask.shape[1]
     if missing > 0:
         attention_mask = F.pad(attention_mask, (0, missing))
-    return SeenKeys(attention_mask[:, kv_offset : kv_offset + keys].to(torch.bool))
+    return KeyPadding(attention_mask[:, kv_offset : kv_offset + keys].to(torch.bool))
 
 
 def _dense(
