@@ -11,6 +11,7 @@ from .fp8 import QuantizedFP8, quantize_fp8
 from .masks import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow
 from .scores import ALiBi, Bias, ScoreMod, SoftCap
 from .tuner.session import tuning
+from .varlen import varlen_attention
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "math",
     "quantize_fp8",
     "tuning",
+    "varlen_attention",
 ]
 
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from . import autograd, ops
 from .dispatch import Forward, prepare_forward, select
-from .dropout import draw_seed
 from .fp8 import FP8, complete
-from .masks import Mask
+from .run import (
+    NO_DESCALES,
+    GivenDescales,
+    MaskLike,
+    ScoreModLike,
+    autocast,
+    requires_grad,
+    run,
+    scale_or_default,
+)
 from .tuner import state
-from .validation import check_arguments, check_descales, check_operand_devices, check_variant
+from .validation import check_arguments, check_descales
 from .variant import Operands, encode, normalize
-
-MaskLike = Mask | Callable[..., Any]
-ScoreModLike = Callable[..., Any] | Sequence[Callable[..., Any]]
-# As given: of q, k and v, each of any shape that broadcasts to (batch, kv_heads).
-GivenDescales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def attention(
@@ -91,80 +92,24 @@ def attention(
     Algorithm: FlashAttention-2 (Dao 2023, arXiv 2307.08691).
     """
     if torch._C._is_any_autocast_enabled():
-        q, k, v = _autocast(q), _autocast(k), _autocast(v)
+        q, k, v = autocast(q), autocast(k), autocast(v)
     descales = None if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
     if mask is None and score_mod is None and sink is None and dropout_p == 0.0 and _is_plain(q, k, v):
         o, lse = _plain_forward(q, k, v, descales, causal, scale, layout, return_lse, deterministic, backend)
     else:
         check_arguments(q, k, v, sink, dropout_p, layout, scale)
         q, k, v = _as_bshd(layout, q, k, v)
-        o, lse = _any_forward(
-            q, k, v, descales, mask, score_mod, causal, scale, sink, dropout_p, return_lse, deterministic, backend
-        )
+        descales = NO_DESCALES if descales is None else descales
+        check_descales(descales, q, k)
+        options = (mask, score_mod, causal, scale, sink, dropout_p, return_lse, deterministic, backend)
+        o, lse = run(q, k, v, *options, descales=descales)
     if layout == "bhsd":
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o  # type: ignore[return-value]
 
 
-def _autocast(x: Any) -> Any:
-    """What torch.autocast makes of q, k or v: as for PyTorch's own attention, its dtype, but float64 stays."""
-    if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return x
-    device = x.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return x
-    return x.to(torch.get_autocast_dtype(device))
-
-
 def _as_bshd(layout: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (q, k, v) if layout == "bshd" else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-
-
-def _scale(scale: float | None, q: torch.Tensor) -> float:
-    return 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-
-
-def _any_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    descales: GivenDescales | None,
-    mask: MaskLike | None,
-    score_mod: ScoreModLike | None,
-    causal: bool,
-    scale: float | None,
-    sink: torch.Tensor | None,
-    dropout_p: float,
-    return_lse: bool,
-    deterministic: bool,
-    backend: str | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Any call, on checked q, k, v and sink (bshd)."""
-    descales = _NO_DESCALES if descales is None else descales
-    check_descales(descales, q, k)
-    normal_mask, mods = normalize(mask, score_mod, causal)
-    check_variant(normal_mask, mods, q, k)
-    variant, operands = encode(normal_mask, mods)
-    check_operand_devices(operands.tensors, q)
-    scale = _scale(scale, q)
-    needs_grad = torch.is_grad_enabled() and _requires_grad((q, k, v, sink, *descales, *operands.tensors))
-    seed = draw_seed(q.device) if dropout_p else None
-    traced, transformed = ops.is_traced(q), torch._C._are_functorch_transforms_active()
-    if (needs_grad or (transformed and q.dtype != FP8)) and not traced:
-        options = autograd.Options(variant, scale, backend, deterministic, dropout_p)
-        return autograd.attend(options, q, k, v, sink, operands, seed)
-    if traced or transformed:
-        numbers = (operands.ints, operands.floats, scale)
-        rest = (*descales, deterministic, needs_grad, dropout_p, seed)
-        o, lse = ops.forward(q, k, v, sink, variant, operands.tensors, *numbers, backend, *rest)
-        return o, lse
-    dropped = seed is not None
-    call = ops.make_call(q, k, v, sink, variant, operands.tensors, return_lse=return_lse, dropout=dropped)
-    forward = prepare_forward(call, backend, q.shape, k.shape, scale)
-    given: dict[str, Any] = ops.dropout(dropout_p, seed)
-    if q.dtype == FP8:
-        given["descales"] = complete(*descales, k)
-    return forward(q, k, v, sink, operands, **given)
 
 
 # Prepared forward passes of plain calls (no mask but causal, no modification, no sink), by all that they depend on.
@@ -172,7 +117,6 @@ _PLANS: dict[tuple[Any, ...], Forward] = {}
 _MAX_PLANS = 4096
 state.forgets(_PLANS.clear)  # a result of the tuner changes them
 _NO_OPERANDS = Operands()
-_NO_DESCALES: GivenDescales = (None, None, None)
 
 
 def _plain_forward(
@@ -236,9 +180,9 @@ def _plan(
     q, k, v = _as_bshd(layout, q, k, v)
     if descales is not None:
         check_descales(descales, q, k)
-        needs_grad |= torch.is_grad_enabled() and _requires_grad(descales)
+        needs_grad |= torch.is_grad_enabled() and requires_grad(descales)
     variant, _ = encode(normalize(None, None, causal)[0], ())
-    scale = _scale(scale, q)
+    scale = scale_or_default(scale, q)
     call = ops.make_call(q, k, v, None, variant, needs_grad=needs_grad, return_lse=return_lse)
     if needs_grad:
         select(call, backend)  # refuses here; its kernel is another than this call's, for it always returns lse
@@ -257,7 +201,7 @@ def _without_descales(
     operands: Operands,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """An fp8 call whose descales were not given."""
-    return forward(q, k, v, sink, operands, descales=complete(*_NO_DESCALES, k))
+    return forward(q, k, v, sink, operands, descales=complete(*NO_DESCALES, k))
 
 
 def _is_plain(q: Any, k: Any, v: Any) -> bool:
@@ -268,7 +212,3 @@ def _is_plain(q: Any, k: Any, v: Any) -> bool:
         and type(v) is torch.Tensor
         and not torch._C._are_functorch_transforms_active()
     )
-
-
-def _requires_grad(tensors: tuple[torch.Tensor | None, ...]) -> bool:
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)

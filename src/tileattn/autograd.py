@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .call import Packed
 from .variant import Operands
 
 
@@ -30,6 +31,8 @@ class Options(NamedTuple):
     backend: str | None
     deterministic: bool
     dropout_p: float = 0.0
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
 
 
 def attend(
@@ -40,10 +43,16 @@ def attend(
     sink: Tensor | None,
     operands: Operands,
     seed: Tensor | None = None,
+    packed: Packed | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o and lse of an eager call, differentiable in q, k, v (bshd), sink and the operands' tensors."""
     function = _UnderTorchFunc if torch._C._are_functorch_transforms_active() else _Attention
-    o, lse = function.apply(options, operands.ints, operands.floats, seed, q, k, v, sink, *operands.tensors)
+    cu_seqlens_q = cu_seqlens_k = None
+    if packed is not None:
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed
+        options = options._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    constants = (options, operands.ints, operands.floats, seed, cu_seqlens_q, cu_seqlens_k)
+    o, lse = function.apply(*constants, q, k, v, sink, *operands.tensors)
     return o, lse
 
 
@@ -52,13 +61,15 @@ def _forward(
     ints: Sequence[int],
     floats: Sequence[float],
     seed: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sink: Tensor | None,
     *tensors: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    variant, scale, backend, deterministic, dropout_p = options
+    variant, scale, backend, deterministic, dropout_p, max_seqlen_q, max_seqlen_k = options
     run = ops.forward if ops.is_traced(q) else ops.run_forward
     return run(
         q,
@@ -75,6 +86,10 @@ def _forward(
         needs_grad=True,
         dropout_p=dropout_p,
         seed=seed,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
     )
 
 
@@ -88,6 +103,8 @@ def _backward(
     o: Tensor,
     lse: Tensor,
     seed: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -95,10 +112,11 @@ def _backward(
     *tensors: Tensor,
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, sink and tensors that `needs` asks for."""
-    variant, scale, backend, deterministic, dropout_p = options
+    variant, scale, backend, deterministic, dropout_p, max_seqlen_q, max_seqlen_k = options
     run = ops.backward if ops.is_traced(do) else ops.run_backward
     constants = (ints, floats, scale, backend, deterministic, needs, dropout_p)
-    return tuple(run(do, dlse, q, k, v, o, lse, sink, variant, tensors, *constants, seed))
+    state = (seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return tuple(run(do, dlse, q, k, v, o, lse, sink, variant, tensors, *constants, *state))
 
 
 def _save(
@@ -109,7 +127,7 @@ def _save(
     tensors: Sequence[Tensor | None],
     output: tuple[Tensor, Tensor],
 ) -> None:
-    """tensors are seed, q, k, v, sink and the variant's."""
+    """tensors are seed, cu_seqlens_q, cu_seqlens_k, q, k, v, sink and the variant's."""
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *tensors)
     ctx.constants = options, ints, floats
@@ -130,6 +148,9 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: Sequence
 # --- Eager calls ------------------------------------------------------------------------------------------------------
 
 
+_CONSTANTS = 6  # arguments before q: options, ints, floats, seed, cu_seqlens_q, cu_seqlens_k
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, ints, floats, *tensors):
@@ -139,7 +160,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dlse):
-        return None, None, None, None, *_gradients(ctx, do, dlse, ctx.needs_input_grad[4:])
+        constants, needs = [None] * _CONSTANTS, ctx.needs_input_grad[_CONSTANTS:]
+        return *constants, *_gradients(ctx, do, dlse, needs)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -203,9 +225,9 @@ _SINK, _TENSORS, _INTS, _FLOATS = 3, 5, 6, 7
 
 def _setup_context(ctx, inputs, output):
     q, k, v, sink, variant, tensors, ints, floats, scale, backend, *_ = inputs
-    *_, deterministic, _needs_grad, dropout_p, seed = inputs
-    options = Options(variant, scale, backend, deterministic, dropout_p)
-    _save(ctx, options, ints, floats, (seed, q, k, v, sink, *tensors), output)
+    *_, deterministic, _needs_grad, dropout_p, seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = inputs
+    options = Options(variant, scale, backend, deterministic, dropout_p, max_seqlen_q, max_seqlen_k)
+    _save(ctx, options, ints, floats, (seed, cu_seqlens_q, cu_seqlens_k, q, k, v, sink, *tensors), output)
 
 
 def _of_arguments(ctx, do, dlse):

@@ -75,6 +75,18 @@ class Packed(NamedTuple):
     max_seqlen_k: int
 
 
+def sizes(q: Tensor, k: Tensor, packed: Packed | None) -> tuple[torch.Size, torch.Size]:
+    """What a backend is prepared for: (batch, seqlen, heads, head_dim) of the queries and of the keys (bshd).
+
+    Of a packed call: (sequences, max_seqlen, heads, head_dim).
+    """
+    if packed is None:
+        return q.shape, k.shape
+    sequences = packed.cu_seqlens_q.shape[0] - 1
+    of_q, of_k = (sequences, packed.max_seqlen_q, *q.shape[2:]), (sequences, packed.max_seqlen_k, *k.shape[2:])
+    return torch.Size(of_q), torch.Size(of_k)
+
+
 @dataclass(frozen=True)
 class BackwardCall:
     """Static facts of one backward pass.

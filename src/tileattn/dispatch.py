@@ -82,8 +82,8 @@ class Backend:
         refusal: why it does not run a call, or None where it does.
         reservation: why it runs a call only where it is named, or None.
         prepare: ``prepare(call, q.shape, k.shape, scale)`` is the forward pass for bshd tensors of these shapes; what
-            depends on sizes alone (which kernel, how it is launched) is decided here, once. For a packed call the shapes
-            are (sequences, max_seqlen, heads, head_dim).
+            depends on sizes alone (which kernel, how it is launched) is decided here, once. For a packed call the
+            shapes are (sequences, max_seqlen, heads, head_dim).
         prepare_backward: ``prepare_backward(call, q.shape, k.shape, scale)``, the same for the backward pass of a call
             that it did not refuse and that needs gradients. None for a backend that refuses all of these.
         space: ``space(call, q.shape, k.shape, scale)`` is what the tuner may choose from for such a call; None where it

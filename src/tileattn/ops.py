@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .call import AttentionCall, BackwardCall, device_arch, is_aligned
+from .call import AttentionCall, BackwardCall, Packed, device_arch, is_aligned, sizes
 from .dispatch import prepare_backward, prepare_forward
 from .dropout import Dropout
 from .fp8 import FP8, accumulator, complete, output_dtype
@@ -30,6 +30,7 @@ def make_call(
     needs_grad: bool = False,
     return_lse: bool = True,
     dropout: bool = False,
+    packed: bool = False,
 ) -> AttentionCall:
     """The static facts of a call with these tensors (bshd); `tensors` are the variant's."""
     look = _asks_for_alignment(q)
@@ -44,6 +45,7 @@ def make_call(
         return_lse=return_lse,
         arch=device_arch(q.device),
         dropout=dropout,
+        packed=packed,
     )
 
 
@@ -52,9 +54,19 @@ def _asks_for_alignment(q: torch.Tensor) -> bool:
     return q.is_cuda and not torch.compiler.is_compiling()
 
 
-def dropout(p: float, seed: torch.Tensor | None) -> dict[str, Dropout]:
-    """The keyword of a call that drops probabilities; other calls do not have it."""
-    return {} if seed is None else {"dropout": Dropout(p, seed)}
+def options(p: float, seed: torch.Tensor | None, packed: Packed | None) -> dict[str, Any]:
+    """The keywords of a call that drops probabilities, and of a packed one; other calls do not have them."""
+    found: dict[str, Any] = {} if seed is None else {"dropout": Dropout(p, seed)}
+    return found if packed is None else found | {"packed": packed}
+
+
+def as_packed(
+    cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None, max_seqlen_q: int, max_seqlen_k: int
+) -> Packed | None:
+    """What the operators' arguments mean: None where there are none."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return None
+    return Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
 
 
 def is_traced(tensor: Any) -> bool:
@@ -86,21 +98,27 @@ def run_forward(
     needs_grad: bool = False,
     dropout_p: float = 0.0,
     seed: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o (batch, seqlen_q, heads, head_dim_v), contiguous, and lse (batch, heads, seqlen_q).
 
     o has q's dtype, or bfloat16 for fp8; descales, broadcastable to (batch, kv_heads), are for fp8 only. Differentiable
     in q, k, v, sink and tensors; deterministic says how. A compiled graph does not know whether a gradient will be
     asked for, which decides about the backend: needs_grad says so. With a seed (:mod:`tileattn.dropout`) probabilities
-    are dropped.
+    are dropped. With cu_seqlens the call is packed (:class:`tileattn.call.Packed`).
     """
-    call = make_call(q, k, v, sink, variant, tensors, needs_grad=needs_grad, dropout=seed is not None)
+    packed = as_packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    flags = {"dropout": seed is not None, "packed": packed is not None}
+    call = make_call(q, k, v, sink, variant, tensors, needs_grad=needs_grad, **flags)
     operands = Operands(list(tensors), list(ints), list(floats))
-    run = prepare_forward(call, backend, q.shape, k.shape, scale)
-    options: dict[str, Any] = dropout(dropout_p, seed)
+    run = prepare_forward(call, backend, *sizes(q, k, packed), scale)
+    given = options(dropout_p, seed, packed)
     if call.dtype == FP8:
-        options["descales"] = complete(q_descale, k_descale, v_descale, k)
-    o, lse = run(q, k, v, sink, operands, **options)
+        given["descales"] = complete(q_descale, k_descale, v_descale, k)
+    o, lse = run(q, k, v, sink, operands, **given)
     assert lse is not None
     return o, lse
 
@@ -127,6 +145,10 @@ def _(
     needs_grad=False,
     dropout_p=0.0,
     seed=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=0,
+    max_seqlen_k=0,
 ):
     state.refuse_tracing()
     batch, seqlen_q, heads, _ = q.shape
@@ -166,22 +188,28 @@ def run_backward(
     needs: Sequence[bool],
     dropout_p: float = 0.0,
     seed: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
 ) -> list[torch.Tensor]:
     """The gradients of q, k, v, sink and tensors, in this order: those that `needs` asks for, contiguous.
 
     do and dlse are the gradients of o and lse, which the forward pass returned; its other arguments are as they were.
     """
     do = _readable(do)
+    packed = as_packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    flags = {"dropout": seed is not None, "packed": packed is not None}
     call = BackwardCall(
-        make_call(q, k, v, sink, variant, tensors, needs_grad=True, dropout=seed is not None),
+        make_call(q, k, v, sink, variant, tensors, needs_grad=True, **flags),
         needs=tuple(needs),
         dlse=dlse is not None,
         deterministic=deterministic or _deterministic(),
         aligned=not _asks_for_alignment(q) or (is_aligned(o) and is_aligned(do)),
     )
     operands = Operands(list(tensors), list(ints), list(floats))
-    run = prepare_backward(call, backend, q.shape, k.shape, scale)
-    *found, of_tensors = run(do, dlse, q, k, v, o, lse, sink, operands, **dropout(dropout_p, seed))
+    run = prepare_backward(call, backend, *sizes(q, k, packed), scale)
+    *found, of_tensors = run(do, dlse, q, k, v, o, lse, sink, operands, **options(dropout_p, seed, packed))
     return [x.contiguous() for x in (*found, *of_tensors) if x is not None]
 
 
@@ -208,5 +236,9 @@ def _(
     needs,
     dropout_p=0.0,
     seed=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=0,
+    max_seqlen_k=0,
 ):
     return [x.new_empty(x.shape) for x, need in zip((q, k, v, sink, *tensors), needs) if need]

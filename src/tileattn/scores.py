@@ -8,6 +8,7 @@ in the order given: ``score_mod=[ALiBi(slopes), SoftCap(30.0)]``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +99,49 @@ class Bias(ScoreMod):
                 f"Bias: tensor must have shape (batch or 1, heads or 1, seqlen_q or 1, seqlen_k) with "
                 f"(batch, heads, seqlen_q, seqlen_k) = {expected}, got {shape}"
             )
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBias(ScoreMod):
+    """What a `Bias` is on packed sequences: which row a position is depends on the lengths of its sequence.
+
+    Args:
+        tensor: float tensor (sequences or 1, heads or 1, max_seqlen_q or 1, max_seqlen_k), or larger.
+        first: int32 tensor (sequences,), the position of each sequence's first query.
+    """
+
+    tensor: torch.Tensor
+    first: torch.Tensor
+
+    def __call__(self, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score + load(self.tensor, b, h, q - load(self.first, b), k)
+
+    def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+        _check_float("Bias: tensor", self.tensor)
+        expected = (batch, heads, seqlen_q, seqlen_k)
+        shape = tuple(self.tensor.shape)
+        fits = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, heads)
+        if not fits or not (shape[2] == 1 or shape[2] >= seqlen_q) or shape[3] < seqlen_k:
+            raise ValueError(
+                f"Bias: tensor must have shape (sequences or 1, heads or 1, max_seqlen_q or 1, max_seqlen_k), or more "
+                f"rows and keys, with (sequences, heads, max_seqlen_q, max_seqlen_k) = {expected}, got {shape}"
+            )
+
+    def part(self, sequence: int, seqlen_q: int, seqlen_k: int) -> tuple[slice, ...]:
+        """Where the bias of one sequence lies in the tensor: (1, heads or 1, seqlen_q or 1, seqlen_k) of it."""
+        batch = 0 if self.tensor.shape[0] == 1 else sequence
+        rows = 1 if self.tensor.shape[2] == 1 else seqlen_q
+        return slice(batch, batch + 1), slice(None), slice(0, rows), slice(0, seqlen_k)
+
+
+def for_packed(
+    mods: Sequence[Callable[..., Any]], cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor
+) -> tuple[Callable[..., Any], ...]:
+    """The modifications as a packed call has them; does not wait for the device."""
+    if not any(type(mod) is Bias for mod in mods):
+        return tuple(mods)
+    first = cu_seqlens_k.diff() - cu_seqlens_q.diff()
+    return tuple(PackedBias(mod.tensor, first) if type(mod) is Bias else mod for mod in mods)
 
 
 def _check_float(name: str, tensor: Any) -> None:

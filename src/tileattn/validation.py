@@ -27,17 +27,45 @@ def check_arguments(
     """Raises TypeError or ValueError unless q, k, v (in `layout`) and the options make one attention call."""
     if layout != "bshd" and layout != "bhsd":
         raise ValueError(f'layout must be "bshd" or "bhsd", got {layout!r}')
+    dimensions = (
+        "4 dimensions, (batch, seqlen, heads, head_dim) for layout='bshd', (batch, heads, seqlen, head_dim) for 'bhsd'"
+    )
+    _check_tensors(q, k, v, 4, dimensions)
+    _check_shapes(q, k, v, layout)
+    _check_options(q, q.shape[2 if layout == "bshd" else 1], sink, dropout_p, scale)
+
+
+def check_packed_arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    dropout_p: float,
+    scale: float | None,
+) -> None:
+    """The same of packed sequences: q (total_q, heads, head_dim), k and v (total_k, kv_heads, head_dim)."""
+    _check_tensors(q, k, v, 3, "3 dimensions, (total, heads, head_dim)")
+    if q.dtype == FP8:
+        raise TypeError("q must be float16, bfloat16, float32 or float64: packed sequences are not taken in fp8")
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            f"k and v must have one total and one number of heads, got {k.shape[0]} and {k.shape[1]} in k, "
+            f"{v.shape[0]} and {v.shape[1]} in v"
+        )
+    _check_heads(q.shape[1:], k.shape[1:], v.shape[2])
+    _check_options(q, q.shape[1], sink, dropout_p, scale)
+
+
+def _check_tensors(q: Any, k: Any, v: Any, ndim: int, dimensions: str) -> None:
+    """What holds for tensors of any layout."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.layout != torch.strided:
             raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
-        if tensor.ndim != 4:
-            raise ValueError(
-                f"{name} must have 4 dimensions, (batch, seqlen, heads, head_dim) for layout='bshd', (batch, heads, "
-                f"seqlen, head_dim) for 'bhsd', got shape {tuple(tensor.shape)}"
-            )
-        if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+        if tensor.ndim != ndim:
+            raise ValueError(f"{name} must have {dimensions}, got shape {tuple(tensor.shape)}")
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(
                 f"{name} must have a contiguous last dimension, got strides {tensor.stride()} for shape "
                 f"{tuple(tensor.shape)}; use {name}.contiguous()"
@@ -52,9 +80,11 @@ def check_arguments(
         raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     if k.device != q.device or v.device != q.device:
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
-    _check_shapes(q, k, v, layout)
+
+
+def _check_options(q: torch.Tensor, heads: int, sink: Any, dropout_p: Any, scale: Any) -> None:
     if sink is not None:
-        _check_sink(sink, q, q.shape[2 if layout == "bshd" else 1])
+        _check_sink(sink, q, heads)
     if dropout_p != 0.0:
         _check_dropout(dropout_p)
     if scale is not None:
@@ -82,18 +112,24 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
     kv_batch, seqlen_k, kv_heads, head_dim_k = k.shape
     if kv_batch != batch or v.shape[0] != batch:
         raise ValueError(f"q, k and v must have one batch size, got {batch}, {kv_batch} and {v.shape[0]}")
-    if head_dim_k != head_dim:
-        raise ValueError(f"q and k must have one head_dim, got {head_dim} and {head_dim_k}")
-    if head_dim == 0 or v.shape[3] == 0:
-        raise ValueError(f"head dims must be at least 1, got {head_dim} for q and k, {v.shape[3]} for v")
     if v.shape[1] != seqlen_k or v.shape[2] != kv_heads:
         raise ValueError(
             f"k and v must have one seqlen and one number of heads, got {seqlen_k} and {kv_heads} in k, "
             f"{v.shape[1]} and {v.shape[2]} in v (layout={layout!r})"
         )
+    _check_heads((heads, head_dim), (kv_heads, head_dim_k), v.shape[3], f" (layout={layout!r})")
+
+
+def _check_heads(of_q: Sequence[int], of_k: Sequence[int], head_dim_v: int, where: str = "") -> None:
+    """Heads and head dims."""
+    (heads, head_dim), (kv_heads, head_dim_k) = of_q, of_k
+    if head_dim_k != head_dim:
+        raise ValueError(f"q and k must have one head_dim, got {head_dim} and {head_dim_k}")
+    if head_dim == 0 or head_dim_v == 0:
+        raise ValueError(f"head dims must be at least 1, got {head_dim} for q and k, {head_dim_v} for v")
     if heads == 0 or kv_heads == 0 or heads % kv_heads:
         raise ValueError(
-            f"the heads of q must be a multiple of the heads of k and v, got {heads} and {kv_heads} (layout={layout!r})"
+            f"the heads of q must be a multiple of the heads of k and v, got {heads} and {kv_heads}{where}"
         )
 
 
@@ -130,10 +166,10 @@ def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     return len(shape) <= len(to) and all(mine in (1, size) for mine, size in zip(reversed(shape), reversed(to)))
 
 
-def check_variant(mask: Mask | None, mods: Sequence[Callable[..., Any]], q: torch.Tensor, k: torch.Tensor) -> None:
-    """Raises where a tensor of the mask or of a score modification does not fit q and k (bshd)."""
-    batch, seqlen_q, heads, _ = q.shape
-    seqlen_k = k.shape[1]
+def check_variant(
+    mask: Mask | None, mods: Sequence[Callable[..., Any]], batch: int, heads: int, seqlen_q: int, seqlen_k: int
+) -> None:
+    """Raises where a tensor of the mask or of a score modification does not fit a call of these sizes."""
     if mask is not None:
         mask.check(batch, heads, seqlen_q, seqlen_k)
     for mod in mods:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..api import MaskLike
+from ..run import MaskLike
 from .base import SelfAttention
 from .flash import FlashAttentionV1, FlashAttentionV2
 from .grouped import GroupedQueryAttention, MultiQueryAttention

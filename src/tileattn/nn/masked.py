@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..api import MaskLike
 from ..masks import SlidingWindow
+from ..run import MaskLike
 from ..variant import normalize
 from .base import SelfAttention, check_positive
 

@@ -7,20 +7,19 @@ from collections.abc import Callable
 
 import torch
 
-from ...call import AttentionCall, BackwardCall, Gradients
+from ...call import AttentionCall, BackwardCall, Gradients, Packed
 from ...dropout import Dropout
 from ...fp8 import FP8, Descales, dequantize
 from ...variant import Operands, restore
 from .backward import Needs
 from .backward import backward as torch_backward
 from .forward import forward as torch_forward
+from .packed import packed_backward, packed_forward
 from .score_gradient import Watched
 
 
 def refusal(call: AttentionCall) -> str | None:
     """None, but for one thing: PyTorch operations run every call."""
-    if call.packed:
-        return "the torch backend does not take packed sequences yet"
     if call.dtype == FP8 and call.needs_grad:
         return "float8_e4m3fn has no backward pass (an input requires grad): use 16 bits, or torch.no_grad()"
     return None
@@ -40,13 +39,17 @@ def prepare(
         *,
         descales: Descales | None = None,
         dropout: Dropout | None = None,
+        packed: Packed | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mask, score_mods = restore(call.variant, operands)
         with _no_autocast(q.device):
             if descales is not None:
                 # To float32, in which the values are exact to its rounding; in 16 bits they would be rounded once more.
                 q, k, v = (dequantize(x, descale) for x, descale in zip((q, k, v), descales))
-            o, lse = torch_forward(q, k, v, mask, score_mods, sink, scale, dropout)
+            if packed is None:
+                o, lse = torch_forward(q, k, v, mask, score_mods, sink, scale, dropout)
+            else:
+                o, lse = packed_forward(q, k, v, mask, score_mods, sink, scale, packed, dropout)
         return o.to(call.out_dtype), lse
 
     return forward
@@ -69,15 +72,17 @@ def prepare_backward(
         operands: Operands,
         *,
         dropout: Dropout | None = None,
+        packed: Packed | None = None,
     ) -> Gradients:
         mask, _ = restore(call.forward.variant, operands)
         watched = [Watched(x) if need else None for x, need in zip(operands.tensors, call.needs[4:], strict=True)]
         read = [x if watch is None else watch for x, watch in zip(operands.tensors, watched)]
         _, score_mods = restore(call.forward.variant, Operands(read, operands.ints, operands.floats))
+        given = (do, dlse, q, k, v, o, lse, sink, mask, score_mods, watched, Needs(*call.needs[:4]), scale)
         with _no_autocast(q.device):
-            return torch_backward(
-                do, dlse, q, k, v, o, lse, sink, mask, score_mods, watched, Needs(*call.needs[:4]), scale, dropout
-            )
+            if packed is None:
+                return torch_backward(*given, dropout)
+            return packed_backward(*given, packed, dropout)
 
     return backward
 

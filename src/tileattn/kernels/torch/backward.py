@@ -42,7 +42,6 @@ class Needs(NamedTuple):
     sink: bool
 
 
-@torch.no_grad()
 def backward(
     do: Tensor,
     dlse: Tensor | None,
@@ -59,15 +58,42 @@ def backward(
     scale: float,
     dropout: Dropout | None = None,
 ) -> Gradients:
-    """The gradients of attention; all tensors bshd, of any strides.
+    """The gradients of attention; arguments as those of `add_gradients`.
+
+    watched: of each tensor of the variant, what the score modifications hold in its place if its gradient is wanted.
+    """
+    wanted = [x for x in watched if x is not None]
+    dq, dk, dv, dsink = add_gradients(do, dlse, q, k, v, o, lse, sink, mask, score_mods, wanted, needs, scale, dropout)
+    dsink = None if dsink is None or sink is None else dsink.to(sink.dtype)
+    return Gradients(dq, dk, dv, dsink, tuple(None if x is None else x.gradient() for x in watched))
+
+
+@torch.no_grad()
+def add_gradients(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    sink: Tensor | None,
+    mask: Mask | None,
+    score_mods: ScoreMods,
+    watched: Sequence[Watched],
+    needs: Needs,
+    scale: float,
+    dropout: Dropout | None = None,
+    first: int = 0,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """dq, dk, dv and dsink, None where not wanted; all tensors bshd, of any strides. Adds to the watched tensors.
 
     do (batch, seqlen_q, heads, head_dim_v) and dlse (batch, heads, seqlen_q) are the gradients of o and lse, which the
-    forward pass returned. watched: of each tensor of the variant, what the score modifications hold in its place if its
-    gradient is wanted.
+    forward pass returned. dsink is in the dtype of sums. `first` is the number of the first batch element.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, heads = slice(0, q.shape[0]), q.shape[2]
-    variant = Variant(mask, score_mods, batch, heads, q.shape[1], k.shape[1], dtype, q.device, dropout)
+    variant = Variant(mask, score_mods, batch, heads, q.shape[1], k.shape[1], dtype, q.device, dropout, first)
     delta = _delta(do, dlse, o, dtype)
     dsink = _sink_gradient(sink, lse, delta) if sink is not None and needs.sink else None
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
@@ -75,10 +101,9 @@ def backward(
     elif dlse is None and fused.expresses(variant) and fused.in_one_call(variant):
         dq, dk, dv = fused.one_call_backward(do, q, k, v, o, _finite(lse), scale, causal=mask is not None)
     else:
-        wanted = [x for x in watched if x is not None]
-        dq, dk, dv = _by_blocks(do, delta, q, k, v, _finite(lse), variant, wanted, needs, scale)
-    found = (x if need else None for x, need in zip((dq, dk, dv), needs))
-    return Gradients(*found, dsink, tuple(None if x is None else x.gradient() for x in watched))
+        dq, dk, dv = _by_blocks(do, delta, q, k, v, _finite(lse), variant, watched, needs, scale)
+    dq, dk, dv = (x if need else None for x, need in zip((dq, dk, dv), needs))
+    return dq, dk, dv, dsink
 
 
 def _delta(do: Tensor, dlse: Tensor | None, o: Tensor, dtype: torch.dtype) -> Tensor:
@@ -90,7 +115,7 @@ def _delta(do: Tensor, dlse: Tensor | None, o: Tensor, dtype: torch.dtype) -> Te
 def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """Of a key whose value is zero: its probability times (0 - delta), summed over batch and rows."""
     p = torch.exp(sink.to(lse.dtype)[:, None] - _finite(lse))
-    return -(p * delta).sum(dim=(0, 2)).to(sink.dtype)
+    return -(p * delta).sum(dim=(0, 2))
 
 
 def _finite(lse: Tensor) -> Tensor:

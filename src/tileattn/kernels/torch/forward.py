@@ -33,15 +33,16 @@ def forward(
     sink: Tensor | None,
     scale: float,
     dropout: Dropout | None = None,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """o (batch, seqlen_q, heads, head_dim_v), q's dtype, and lse (batch, heads, seqlen_q); both contiguous.
 
     q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads,
-    head_dim_v), any strides; sink (heads,).
+    head_dim_v), any strides; sink (heads,). `first` is the number of the first batch element.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, heads = slice(0, q.shape[0]), q.shape[2]
-    variant = Variant(mask, score_mods, batch, heads, q.shape[1], k.shape[1], dtype, q.device, dropout)
+    variant = Variant(mask, score_mods, batch, heads, q.shape[1], k.shape[1], dtype, q.device, dropout, first)
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
         o, lse = loop.without_keys(q, v, dtype)
     elif fused.expresses(variant):

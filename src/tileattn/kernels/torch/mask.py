@@ -22,8 +22,8 @@ ScoreMods = Sequence[Callable[..., Tensor]]
 class Variant:
     """What is done to scores and probabilities, and the shape of their matrix, which is never materialised.
 
-    batch is a slice of the call's batch elements. dtype is that of scores and softmax: float32, or float64 for float64
-    inputs.
+    batch is a slice of the batch elements that there are, of which the first has the number `first`: 0, but for one of
+    several sequences of a packed call. dtype is that of scores and softmax: float32, or float64 for float64 inputs.
     """
 
     mask: Mask | None
@@ -35,6 +35,12 @@ class Variant:
     dtype: torch.dtype
     device: torch.device
     dropout: Dropout | None = None
+    first: int = 0
+
+    @property
+    def numbers(self) -> slice:
+        """Of the batch elements: what masks and modifications get as `b`."""
+        return slice(self.first + self.batch.start, self.first + self.batch.stop)
 
     def arange(self, size: slice) -> Tensor:
         """The integers of a slice, int64."""
@@ -42,7 +48,7 @@ class Variant:
 
     def indices(self, rows: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """b, h, q, k of a tile, int64, broadcastable to it; q are positions, aligned bottom-right."""
-        b, h = self.arange(self.batch), self.arange(slice(0, self.heads))
+        b, h = self.arange(self.numbers), self.arange(slice(0, self.heads))
         q = self.arange(rows) + (self.seqlen_k - self.seqlen_q)
         return b[:, None, None, None], h[:, None, None], q[:, None], self.arange(keys)
 
@@ -71,7 +77,7 @@ class Variant:
     def dropped(self, rows: slice, keys: slice) -> Tensor:
         """Which probabilities of a tile are dropped: bool (batch, heads, rows, keys). There must be dropout."""
         assert self.dropout is not None
-        return ~keep_mask(self.dropout.seed, self.dropout.p, self.batch, self.heads, rows, keys)
+        return ~keep_mask(self.dropout.seed, self.dropout.p, self.numbers, self.heads, rows, keys)
 
     @property
     def weight_of_kept(self) -> float:
@@ -109,7 +115,7 @@ def key_ranges(variant: Variant, block_M: int) -> list[list[KeyRange]]:
     q_lo = variant.arange(slice(0, count)) * block_M
     q_hi = (q_lo + (block_M - 1)).clamp(max=variant.seqlen_q - 1)
     offset = seqlen_k - variant.seqlen_q
-    b, h = variant.arange(variant.batch)[:, None, None], variant.arange(slice(0, variant.heads))[:, None]
+    b, h = variant.arange(variant.numbers)[:, None, None], variant.arange(slice(0, variant.heads))[:, None]
     seen = variant.mask.kv_range(b, h, q_lo + offset, q_hi + offset, seqlen_k)
     seen_by_all = variant.mask.full_range(b, h, q_lo + offset, q_hi + offset, seqlen_k)
 

@@ -22,9 +22,11 @@ from .mask import Variant
 class Watched:
     """A tensor that score modifications index, as they index a tensor, and the sum of its gradients so far."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, total: Tensor | None = None) -> None:
         self.tensor = tensor
-        self.total = torch.zeros(tensor.shape, dtype=accumulator(tensor.dtype), device=tensor.device)
+        if total is None:
+            total = torch.zeros(tensor.shape, dtype=accumulator(tensor.dtype), device=tensor.device)
+        self.total = total
         # What has been read for the present tile: index, elements.
         self.reads: list[tuple[Any, Tensor]] = []
 
@@ -54,6 +56,10 @@ class Watched:
             f"a score modification must read its tensors element by element (`tensor[h, k]`, tileattn.math.load), so "
             f"that kernels and gradients know what it reads; it asked for `tensor.{name}`"
         )
+
+    def part(self, index: Any) -> Watched:
+        """A view of the tensor, whose gradients are added to this one's."""
+        return Watched(self.tensor[index], self.total[index])
 
     def add(self, index: Any, gradient: Tensor) -> None:
         """Adds the gradient of the elements at an index, which may name an element several times."""
