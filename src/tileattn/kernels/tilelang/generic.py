@@ -35,7 +35,12 @@ ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that
 
 def _has_no_producer(call: AttentionCall) -> bool:
     """Whether all warps run the same code; else TileLang gives the copies by TMA to a warpgroup of their own."""
-    return not call.aligned or call.arch.startswith("gfx") or call.arch in ("sm_80", "sm_86", "sm_87", "sm_89")
+    return (
+        not call.aligned
+        or call.packed
+        or call.arch.startswith("gfx")
+        or call.arch in ("sm_80", "sm_86", "sm_87", "sm_89")
+    )
 
 
 def _variable(value: Any) -> Any:

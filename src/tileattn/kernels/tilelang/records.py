@@ -16,8 +16,8 @@ WIDTH = 8
 # sequence, whole tiles of up to 128 rows, however many a tile has; they begin at PADDED_Q and PADDED_K.
 SEQUENCE, FIRST, Q_START, Q_LEN, K_START, K_LEN, PADDED_Q, PADDED_K = range(WIDTH)
 NOWHERE = -1
-# The r-th run's begin at start // ALIGNMENT * ALIGNMENT + r * PADDING: up to the next run's it has at least 129 rows more
-# than its own.
+# The r-th run's begin at start // ALIGNMENT * ALIGNMENT + r * PADDING, at least 129 rows more than it has in front of
+# the next one's.
 ALIGNMENT, PADDING = 16, 144
 
 # The header's fields. KIND: 0, or one of the below, with the first sequence of which it is true and its two bounds.
