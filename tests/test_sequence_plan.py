@@ -71,7 +71,7 @@ def test_list(lengths: tuple[list[int], list[int]], rest: int, tile: int, of_key
     packed = Packed(bounds(lengths[0]), bounds(lengths[1]), max(lengths[0]), max(lengths[1]))
     work = packed_launch.work_list("sm_80", packed, total_q, total_k, tile, of_keys=of_keys)
     expected = model(*lengths, total_q, total_k, tile, of_keys)
-    assert work[0].tolist()[:5] == [len(expected), 0, 0, 0, 0]
+    assert work[0].tolist() == [len(expected), *[0] * 7]
     assert torch.equal(work[1 : 1 + len(expected)], expected)
 
 
@@ -85,13 +85,13 @@ def test_capacity_is_enough() -> None:
                 assert padded <= records.padded_rows(sum(lengths) + rest, len(lengths))
 
 
+# Cumulative lengths, and the first sequence that is wrong; tensors have 10 rows.
 WRONG = {
-    "not-from-zero": ([1, 4, 9], records.NOT_FROM_ZERO, 0, (1, 4)),
-    "negative": ([-5, 4, 9], records.NOT_FROM_ZERO, 0, (-5, 4)),
-    "not-monotone": ([0, 4, 3, 9], records.NOT_MONOTONE, 1, (4, 3)),
-    "huge": ([0, 2**31 - 1, -(2**31), 9], records.NOT_MONOTONE, 1, (2**31 - 1, -(2**31))),
-    "beyond": ([0, 4, 11], records.BEYOND_TOTAL, 1, (4, 11)),
-    "too-long": ([0, 2, 10], records.TOO_LONG, 1, (2, 10)),
+    "not-from-zero": ([1, 4, 9], 0),
+    "negative": ([-5, 4, 9], 0),
+    "not-monotone": ([0, 4, 3, 9], 1),
+    "huge": ([0, 2**31 - 1, -(2**31), 9], 1),
+    "beyond": ([0, 4, 11], 1),
 }
 
 
@@ -99,18 +99,27 @@ WRONG = {
 @pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
 @pytest.mark.parametrize("keys_wrong", [False, True], ids=["wrong-q", "wrong-k"])
 @pytest.mark.parametrize("case", WRONG.values(), ids=WRONG)
-def test_wrong(case: tuple[list[int], int, int, tuple[int, int]], keys_wrong: bool, of_keys: bool) -> None:
-    """All rows are nobody's, and the header tells what is wrong first."""
-    given, kind, sequence, found = case
-    wrong = torch.tensor(given, dtype=torch.int32)
-    right = torch.arange(len(given), dtype=torch.int32)
-    longest = 7 if kind == records.TOO_LONG else 2**31 - 1
-    pair = (right, wrong) if keys_wrong else (wrong, right)
-    packed = Packed(*pair, longest, longest)
+def test_wrong(case: tuple[list[int], int], keys_wrong: bool, of_keys: bool) -> None:
+    """All rows are nobody's, and the status tells why."""
+    given, sequence = case
+    right, wrong = torch.arange(len(given), dtype=torch.int32), torch.tensor(given, dtype=torch.int32)
+    packed = Packed(*((right, wrong) if keys_wrong else (wrong, right)), 2**31 - 1, 2**31 - 1)
+    status = [0, sequence + 1, 0, 0] if keys_wrong else [sequence + 1, 0, 0, 0]
+    _check_nobodys(packed, of_keys, status)
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
+def test_too_long(of_keys: bool) -> None:
+    bounds = torch.tensor([0, 2, 10, 10], dtype=torch.int32)
+    _check_nobodys(Packed(bounds, bounds, 7, 8), of_keys, [0, 0, 2, 0])
+    _check_nobodys(Packed(bounds, bounds, 8, 7), of_keys, [0, 0, 0, 2])
+    _check_nobodys(Packed(bounds, bounds + 3, 7, 1), of_keys, [0, 1, 2, 1])
+
+
+def _check_nobodys(packed: Packed, of_keys: bool, status: list[int]) -> None:
     work = packed_launch.work_list("sm_80", packed, 10, 10, 4, of_keys=of_keys)
-    status = work[0, records.STATUS].tolist()
-    assert status == [kind + records.KEYS * keys_wrong, sequence, *found]
-    assert work[0, records.COUNT] == 3
-    last = len(given) - 1
+    assert work[0].tolist() == [3, 0, 0, 0, *status]
+    last = packed.cu_seqlens_q.numel() - 1
     start = [-1, 0, 0, 10] if of_keys else [0, 10, -1, 0]
     assert work[1:4].tolist() == [[last - 1, 0, *start, last * 144, last * 144]] * 3

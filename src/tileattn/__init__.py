@@ -9,6 +9,7 @@ from . import math
 from .api import attention
 from .fp8 import QuantizedFP8, quantize_fp8
 from .masks import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow
+from .packed_status import check_packed
 from .scores import ALiBi, Bias, ScoreMod, SoftCap
 from .tuner.session import tuning
 from .varlen import varlen_attention
@@ -28,6 +29,7 @@ __all__ = [
     "SlidingWindow",
     "SoftCap",
     "attention",
+    "check_packed",
     "math",
     "quantize_fp8",
     "tuning",

@@ -1,6 +1,7 @@
 """What the planning kernel writes for packed sequences: rows of eight int32, a header and then the work list.
 
-The *header* is the list's length, three zeros, and the status: what is wrong with the cumulative lengths, if anything.
+The *header* is the list's length, three zeros, and the status: what is wrong with the cumulative lengths, if anything
+is.
 
 Then comes one *record* for each tile of rows (queries, or keys), in order of decreasing work. All tiles of a sequence,
 a *run*, have equal records, so that reading one tells everything: where its run begins in the list, and where the
@@ -16,17 +17,14 @@ WIDTH = 8
 # sequence, whole tiles of up to 128 rows, however many a tile has; they begin at PADDED_Q and PADDED_K.
 SEQUENCE, FIRST, Q_START, Q_LEN, K_START, K_LEN, PADDED_Q, PADDED_K = range(WIDTH)
 NOWHERE = -1
-# The r-th run's begin at start // ALIGNMENT * ALIGNMENT + r * PADDING, at least 129 rows more than it has in front of
-# the next one's.
+# The r-th run's begin at start // ALIGNMENT * ALIGNMENT + r * PADDING: up to the next run's it has at least 129 rows
+# more than its own.
 ALIGNMENT, PADDING = 16, 144
 
-# The header's fields. KIND: 0, or one of the below, with the first sequence of which it is true and its two bounds.
-COUNT, _, _, _, KIND, WRONG, WRONG_START, WRONG_END = range(WIDTH)
-STATUS = slice(KIND, WIDTH)
-
-# KIND, for the cumulative lengths of the queries; for those of the keys KEYS more.
-NOT_FROM_ZERO, NOT_MONOTONE, BEYOND_TOTAL, TOO_LONG = 1, 2, 3, 4
-KEYS = 4
+# The header's fields. Each of the last four, the status (tileattn.packed_status), is 0 or 1 + the number of a sequence
+# of which it holds: its bounds are wrong, or it is longer than it may be, in q or in k.
+COUNT, _, _, _, WRONG_Q, WRONG_K, LONG_Q, LONG_K = range(WIDTH)
+STATUS = slice(WRONG_Q, WIDTH)
 
 
 def capacity(total: int, sequences: int, tile: int) -> int:

@@ -19,21 +19,10 @@ from typing import Any
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
-from .records import (
-    ALIGNMENT,
-    BEYOND_TOTAL,
-    KEYS,
-    NOT_FROM_ZERO,
-    NOT_MONOTONE,
-    NOWHERE,
-    PADDING,
-    TOO_LONG,
-    WIDTH,
-)
+from .records import ALIGNMENT, NOWHERE, PADDING, WIDTH
 
 WARP = 32
-# What is wrong, as one number, of which the smallest counts: the sequence, then the kind in the lowest bits.
-KIND_BITS, SOUND = 4, 2**31 - 1
+SOUND = 2**31 - 1  # in place of the number of a sequence of which something wrong is true
 
 
 def plan_kernel() -> Any:
@@ -64,22 +53,30 @@ def _kernel(arg):
         if run < sequences:
             cost = arg.other[run + 1] - arg.other[run]
         before = T.alloc_var("int32", init=0)
-        wrong = T.alloc_var("int32", init=SOUND)
+        # The first sequence whose bounds are wrong, or which is too long: on the side of the tiles, and on the other.
+        wrong, other_wrong = (T.alloc_var("int32", init=SOUND) for _ in range(2))
+        long, other_long = (T.alloc_var("int32", init=SOUND) for _ in range(2))
         for step in T.serial(T.ceildiv(sequences, WARP)):
             j = step * WARP + lane
             if j < sequences:
                 cost_j = arg.other[j + 1] - arg.other[j]
                 if (cost_j > cost) | ((cost_j == cost) & (j < run)):
                     before += _tiles(arg.tiled[j + 1] - arg.tiled[j], arg.tile)
-                wrong = T.min(wrong, _fault(arg, j, sequences))
+                wrong = T.min(wrong, _where(_is_wrong(arg.tiled, j, sequences, arg.tiled_total), j))
+                other_wrong = T.min(other_wrong, _where(_is_wrong(arg.other, j, sequences, arg.other_total), j))
+                long = T.min(long, _where(_is_long(arg.tiled, j, arg.tiled_longest), j))
+                other_long = T.min(other_long, _where(_is_long(arg.other, j, arg.other_longest), j))
         wrong = T.warp_reduce_min(wrong)
+        other_wrong = T.warp_reduce_min(other_wrong)
+        long = T.warp_reduce_min(long)
+        other_long = T.warp_reduce_min(other_long)
         first = T.alloc_var("int32", init=T.warp_reduce_sum(before))
 
         start = T.alloc_var("int32", init=arg.tiled[run])
         end = T.alloc_var("int32", init=arg.tiled_total)
         if run < sequences:
             end = arg.tiled[run + 1]
-        if wrong != SOUND:
+        if T.min(T.min(wrong, other_wrong), T.min(long, other_long)) != SOUND:
             first = 0
             start = T.if_then_else(run < sequences, end, 0)
         tiles = T.alloc_var("int32", init=_tiles(end - start, arg.tile))
@@ -91,43 +88,41 @@ def _kernel(arg):
             if number < tiles:
                 arg.work[1 + first + number, field] = value
         if (run == sequences) & (lane < WIDTH):
-            sound = wrong == SOUND
-            j = T.alloc_var("int32", init=T.if_then_else(sound, 0, T.shift_right(wrong, KIND_BITS)))
-            kind = T.alloc_var("int32", init=T.if_then_else(sound, 0, T.bitwise_and(wrong, 2**KIND_BITS - 1)))
-            of_tiled = (kind > KEYS) == (arg.keys_tiled != 0)
-            bounds = [T.if_then_else(of_tiled, arg.tiled[j + i], arg.other[j + i]) for i in (0, 1)]
-            arg.work[0, lane] = _chosen(lane, [first + tiles, 0, 0, 0, kind, j, *bounds])
+            status = [*_by_side(arg, wrong, other_wrong), *_by_side(arg, long, other_long)]
+            status = [T.if_then_else(number == SOUND, 0, number + 1) for number in status]
+            arg.work[0, lane] = _chosen(lane, [first + tiles, 0, 0, 0, *status])
+
+
+def _is_wrong(bounds, j, sequences, total):
+    start, end = bounds[j], bounds[j + 1]
+    return ((j == 0) & (start != 0)) | (end < start) | ((j == sequences - 1) & (end > total))
+
+
+def _is_long(bounds, j, longest):
+    return bounds[j + 1] - bounds[j] > longest
+
+
+def _where(condition, j):
+    return T.if_then_else(condition, j, SOUND)
+
+
+def _by_side(arg, tiled, other):
+    """What belongs to the tiles' side and to the other one, as what belongs to queries and to keys."""
+    return [T.if_then_else(arg.keys_tiled == side, tiled, other) for side in (0, 1)]
 
 
 def _tiles(rows, tile):
     return T.truncdiv(rows + (tile - 1), tile)
 
 
-def _fault(arg, j, sequences):
-    """What is wrong with the j-th sequence, or SOUND."""
-    of_keys = (arg.keys_tiled, 1 - arg.keys_tiled)
-    total, longest = (arg.tiled_total, arg.other_total), (arg.tiled_longest, arg.other_longest)
-    faults = []
-    for side, bounds in enumerate((arg.tiled, arg.other)):
-        start, end = bounds[j], bounds[j + 1]
-        kind = T.if_then_else(end - start > longest[side], TOO_LONG, 0)
-        kind = T.if_then_else((j == sequences - 1) & (end > total[side]), BEYOND_TOTAL, kind)
-        kind = T.if_then_else(end < start, NOT_MONOTONE, kind)
-        kind = T.if_then_else((j == 0) & (start != 0), NOT_FROM_ZERO, kind)
-        number = T.shift_left(j, KIND_BITS) + of_keys[side] * KEYS + kind
-        faults.append(T.if_then_else(kind > 0, number, SOUND))
-    return T.min(*faults)
-
-
 def _record(arg, run, sequences, first, start, end, cost):
     """The fields of records.py, in order."""
     # Nobody's rows look like the last sequence's, so that what a mask reads for them is there.
     sequence = T.min(run, sequences - 1)
-    rows = start, end - start
-    others = T.if_then_else(run < sequences, arg.other[run], NOWHERE), T.max(cost, 0)
-    of_q, of_k = ([T.if_then_else(arg.keys_tiled == side, *pair) for pair in zip(rows, others)] for side in (0, 1))
-    padded = [T.truncdiv(T.max(begin, 0), ALIGNMENT) * ALIGNMENT + run * PADDING for begin, _ in (of_q, of_k)]
-    return [sequence, first, *of_q, *of_k, *padded]
+    q_start, k_start = _by_side(arg, start, T.if_then_else(run < sequences, arg.other[run], NOWHERE))
+    q_len, k_len = _by_side(arg, end - start, T.max(cost, 0))
+    padded = [T.truncdiv(T.max(begin, 0), ALIGNMENT) * ALIGNMENT + run * PADDING for begin in (q_start, k_start)]
+    return [sequence, first, q_start, q_len, k_start, k_len, *padded]
 
 
 def _chosen(index, values):
