@@ -41,7 +41,7 @@ from tileattn.kernels.tilelang.backward.launch import kernel_names
 from tileattn.kernels.tilelang.batch import CORES, AnyJob, BackwardJob, Done, Job, compile_all
 from tileattn.kernels.tilelang.config import Config
 from tileattn.kernels.tilelang.defaults import LONG, SHORT
-from tileattn.testing import Arguments, build, conformance_cases
+from tileattn.testing import Arguments, build, conformance_cases, packed_cases
 from tileattn.variant import program
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
@@ -166,7 +166,7 @@ def conformance_attempts() -> Iterator[Attempt]:
     import test_gpu_backward
     import test_gpu_dropout
 
-    for case in conformance_cases("full"):
+    for case in conformance_cases("full") + packed_cases("full"):
         arguments = build(case, "meta")
         yield lambda arguments=arguments: conformance_call.run(arguments, "tilelang")  # type: ignore[misc]
         yield functools.partial(_training, arguments, conformance_call.run)

@@ -2,40 +2,55 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 import tileattn
 from tileattn import Causal, ops
 from tileattn.dispatch import BACKENDS
+from tileattn.scores import for_packed
 from tileattn.testing import Arguments
+from tileattn.testing.cases import DROPOUT_SEED
 from tileattn.variant import encode
 
 
 def refusal(arguments: Arguments, name: str, needs_grad: bool) -> str | None:
     """Why the backend of this name does not run a case, or None."""
     q, k, v, mask, score_mods, sink, *_ = arguments.positional
-    call = ops.make_call(q, k, v, sink, encode(mask, score_mods)[0], needs_grad=needs_grad)
+    if arguments.packed is not None:
+        score_mods = for_packed(score_mods, *arguments.packed[:2])
+    flags = {"dropout": arguments.dropout_p > 0, "packed": arguments.packed is not None}
+    call = ops.make_call(q, k, v, sink, encode(mask, score_mods)[0], needs_grad=needs_grad, **flags)
     return next(backend for backend in BACKENDS if backend.name == name).refusal(call)
 
 
 def run(arguments: Arguments, backend: str) -> tuple[Tensor, Tensor]:
     """o, as bshd, and lse from the public function."""
+    causal = type(arguments.mask) is Causal
+    options = {
+        # As users write it; plain and causal calls may take a shorter way inside.
+        "mask": None if causal else arguments.mask,
+        "causal": causal,
+        "score_mod": arguments.score_mods or None,
+        "scale": arguments.scale,
+        "sink": arguments.sink,
+        "return_lse": True,
+        "backend": backend,
+    }
+    if arguments.packed is not None:
+        return _run_packed(arguments, options)
     bhsd = arguments.layout == "bhsd"
     q, k, v = (x.transpose(1, 2) if bhsd else x for x in (arguments.q, arguments.k, arguments.v))
-    causal = type(arguments.mask) is Causal
-    o, lse = tileattn.attention(
-        q,
-        k,
-        v,
-        # As users write it; plain and causal calls may take a shorter way inside.
-        mask=None if causal else arguments.mask,
-        causal=causal,
-        score_mod=arguments.score_mods or None,
-        scale=arguments.scale,
-        sink=arguments.sink,
-        layout=arguments.layout,
-        return_lse=True,
-        backend=backend,
-        **arguments.named_descales,
-    )
+    o, lse = tileattn.attention(q, k, v, layout=arguments.layout, **options, **arguments.named_descales)
     return (o.transpose(1, 2) if bhsd else o), lse
+
+
+def _run_packed(arguments: Arguments, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The same of packed sequences, with one batch element, as the case has them."""
+    torch.manual_seed(DROPOUT_SEED)
+    q, k, v = (x[0] for x in (arguments.q, arguments.k, arguments.v))
+    dropout_p = arguments.dropout_p
+    o, lse = tileattn.varlen_attention(q, k, v, *arguments.packed, dropout_p=dropout_p, **options)
+    return o[None], lse[None]

@@ -27,9 +27,12 @@ from tileattn.testing import (
     build,
     conformance_cases,
     eager_attention,
+    expected_forward,
     oracle_attention,
+    packed_cases,
     poisoned_memory,
 )
+from tileattn.testing.shapes import PackedShape
 
 REFERENCE = {f.__name__: f for f in (standard_attention, flash_attention_1, flash_attention_2)}
 
@@ -38,12 +41,13 @@ def _parameters() -> list[object]:
     """(case, backend, device); those of one case stand together, because they share its oracle."""
     names = [backend.name for backend in BACKENDS]
     found = []
-    for case in conformance_cases("quick"):
-        for name in [*REFERENCE, *names] if case.smoke else ["torch"]:
+    for case in conformance_cases("quick") + packed_cases("quick"):
+        reference = [] if isinstance(case.shape, PackedShape) else REFERENCE
+        for name in [*reference, *names] if case.smoke else ["torch"]:
             marks = [pytest.mark.slow] if name == "triton" and is_slow_to_interpret(case) else []
             found.append(pytest.param(case, name, "cpu", id=f"{case.id}-{name}", marks=marks))
     if torch.cuda.is_available():
-        for i, case in enumerate(conformance_cases("full")):
+        for i, case in enumerate(conformance_cases("full") + packed_cases("full")):
             others = ["triton"] * (i % TRITON_STEP == 0) + ["mma"] * _plain(case)
             for name in names if case.smoke else ["tilelang", *others]:
                 found.append(pytest.param(case, name, "cuda", id=f"{case.id}-{name}-cuda", marks=pytest.mark.gpu))
@@ -53,13 +57,18 @@ def _parameters() -> list[object]:
 def _plain(case: ConformanceCase) -> bool:
     """Whether the ladder may run a case, which knows full and causal attention only."""
     structure = case.structure
-    return structure.mask in ("none", "causal") and not structure.scores and not structure.sink
+    return (
+        not isinstance(case.shape, PackedShape)
+        and structure.mask in ("none", "causal")
+        and not structure.scores
+        and not structure.sink
+    )
 
 
 @functools.lru_cache(maxsize=2)
 def _expected(case: ConformanceCase, device: str) -> tuple[Arguments, object, object]:
     arguments = build(case, device)
-    return arguments, oracle_attention(*arguments.positional), eager_attention(*arguments.positional)
+    return arguments, *expected_forward(arguments)
 
 
 @pytest.mark.parametrize(("case", "backend", "device"), _parameters())

@@ -22,10 +22,10 @@ from tileattn.testing import (
     assert_gradients_accurate,
     build,
     conformance_cases,
-    eager_gradients,
+    expected_gradients,
     gradients,
-    oracle_gradients,
     output_gradients,
+    packed_cases,
     poisoned_memory,
 )
 
@@ -40,15 +40,16 @@ def _parameters() -> list[object]:
     names = [backend.name for backend in BACKENDS]
     quick = conformance_cases("quick")
     found = []
-    for i, case in enumerate(quick):
+    for i, case in enumerate(quick + packed_cases("quick")):
         many = case.shape.seqlen_q * case.shape.seqlen_k >= MANY_SCORES
-        if (i % CPU_STEP and not case.smoke) or (many and case.structure.dtype == "fp16"):
+        left_out = i < len(quick) and i % CPU_STEP and not case.smoke
+        if left_out or (many and case.structure.dtype == "fp16"):
             continue
         for name in names if case.smoke else ["torch"]:
             marks = [pytest.mark.slow] if name == "triton" and is_slow_to_interpret(case, backward=True) else []
             found.append(pytest.param(case, name, "cpu", id=f"{case.id}-{name}", marks=marks))
     if torch.cuda.is_available():
-        for i, case in enumerate(conformance_cases("full")):
+        for i, case in enumerate(conformance_cases("full") + packed_cases("full")):
             for name in names if case.smoke else ["tilelang"] if i % TRITON_STEP else ["tilelang", "triton"]:
                 found.append(pytest.param(case, name, "cuda", id=f"{case.id}-{name}-cuda", marks=pytest.mark.gpu))
     return found
@@ -63,10 +64,7 @@ def _arguments(case: ConformanceCase, device: str) -> Arguments:
 def _expected(case: ConformanceCase, device: str) -> tuple[Tensor, Tensor | None, tuple[object, ...]]:
     arguments = _arguments(case, device)
     do, dlse = output_gradients(case, arguments)
-    exact, leaves = arguments.double()
-    oracle, sizes = oracle_gradients(leaves, do, dlse, *exact.positional[:7])
-    eager = eager_gradients(arguments.leaves(), do, dlse, *arguments.positional[:7])
-    return do, dlse, (oracle, eager, sizes)
+    return do, dlse, expected_gradients(arguments, do, dlse)
 
 
 @pytest.mark.parametrize(("case", "backend", "device"), _parameters())

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from .. import math as tm
-from ..call import AttentionCall, is_aligned
+from ..call import AttentionCall, Packed, is_aligned
 from ..fp8 import FP8, Descales, accumulator, output_dtype, quantize_fp8
 from ..masks import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow
 from ..scores import ALiBi, Bias, SoftCap
 from ..variant import encode, restore, with_alignment
+from .shapes import PackedShape, Shape
 
 DTYPES = {
     "fp16": torch.float16,
@@ -36,6 +37,8 @@ DTYPES = {
 }
 
 ScoreFn = Callable[..., Any]
+AnyShape = Shape | PackedShape
+DROPOUT_SEED = 5
 
 
 @dataclass(frozen=True)
@@ -59,39 +62,11 @@ class Structure:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a kernel is called with.
-
-    values: "normal": standard normal. "large": scores of up to a thousand. "negative": scores far below 0, where a
-        padded score of 0 would outweigh them all. The last two are made of small integers times powers of two, so that
-        scores are exact in every dtype, and eager is not worse for their size.
-    scale: of the scores; None: 1 / sqrt(head_dim).
-    """
-
-    batch: int
-    heads: int
-    kv_heads: int
-    seqlen_q: int
-    seqlen_k: int
-    layout: str = "bshd"
-    values: str = "normal"
-    scale: float | None = None
-
-    @property
-    def name(self) -> str:
-        """Short and readable."""
-        heads = f"h{self.heads}" if self.heads == self.kv_heads else f"h{self.heads}kv{self.kv_heads}"
-        parts = [f"b{self.batch}{heads}", f"q{self.seqlen_q}k{self.seqlen_k}", self.layout]
-        parts += [self.values] * (self.values != "normal")
-        return "-".join(parts + ([] if self.scale is None else [f"scale{self.scale:g}"]))
-
-
-@dataclass(frozen=True)
 class ConformanceCase:
     """One call to attention. `smoke` cases are a small subset that still meets every feature once."""
 
     structure: Structure
-    shape: Shape
+    shape: AnyShape
     smoke: bool = False
 
     @property
@@ -125,6 +100,10 @@ class Arguments:
     """What `attention(layout=...)` is to be told: "bhsd" where the memory is, so that it is given the original."""
     descales: Descales | None = None
     """Of an fp8 case."""
+    packed: Packed | None = None
+    """Of a packed case, whose tensors have one batch element."""
+    dropout_p: float = 0.0
+    """With the seed that the call draws after ``torch.manual_seed(DROPOUT_SEED)``."""
 
     @property
     def named_descales(self) -> dict[str, Tensor]:
@@ -264,35 +243,35 @@ def _by_head(x: Tensor, of: Tensor) -> Tensor:
     return x.repeat_interleave(of.shape[2] // x.shape[1], dim=1)[:, None, :, None]
 
 
-def _window(draw: _Draw, shape: Shape) -> Mask:
+def _window(draw: _Draw, shape: AnyShape) -> Mask:
     sizes = ((0, 0), (37, 0), (16, 50), (200, 5), (3, 300))
     return SlidingWindow(*sizes[(shape.seqlen_q + shape.seqlen_k) % len(sizes)])
 
 
-def _prefix(draw: _Draw, shape: Shape) -> Mask:
+def _prefix(draw: _Draw, shape: AnyShape) -> Mask:
     return PrefixLM(shape.seqlen_k // 3)
 
 
-def _documents(draw: _Draw, batch: tuple[int, ...], shape: Shape) -> Documents:
+def _documents(draw: _Draw, batch: tuple[int, ...], shape: AnyShape) -> Documents:
     """About four documents to a sequence, of any lengths."""
     begins = draw.integers(max(1, shape.seqlen_k // 4), *batch, shape.seqlen_k) == 0
     return Documents(begins.cumsum(-1).to(torch.int32))
 
 
-def _function(draw: _Draw, shape: Shape) -> Mask:
+def _function(draw: _Draw, shape: AnyShape) -> Mask:
     return FunctionMask(lambda b, h, q, k: ((h % 2 == 0) & (k <= q)) | (k % 3 == b % 2))
 
 
-def _function_of_tensor(draw: _Draw, shape: Shape) -> Mask:
+def _function_of_tensor(draw: _Draw, shape: AnyShape) -> Mask:
     keep = draw.integers(4, shape.seqlen_k)
     return FunctionMask(lambda b, h, q, k: (keep[k] > 0) & (k <= q + 5))
 
 
-def _function_empty_rows(draw: _Draw, shape: Shape) -> Mask:
+def _function_empty_rows(draw: _Draw, shape: AnyShape) -> Mask:
     return FunctionMask(lambda b, h, q, k: (q % 2 == 0) & (k <= q))
 
 
-MASKS: dict[str, Callable[[_Draw, Shape], Mask | None]] = {
+MASKS: dict[str, Callable[[_Draw, AnyShape], Mask | None]] = {
     "none": lambda draw, shape: None,
     "causal": lambda draw, shape: Causal(),
     "window": _window,
@@ -309,7 +288,7 @@ MASKS: dict[str, Callable[[_Draw, Shape], Mask | None]] = {
 }
 
 
-def _bias(draw: _Draw, shape: Shape, batch: int, heads: int, rows: int) -> ScoreFn:
+def _bias(draw: _Draw, shape: AnyShape, batch: int, heads: int, rows: int) -> ScoreFn:
     """Rows with a gap behind them: a bias has any strides, too."""
     return Bias(draw.normal(batch, heads, rows, shape.seqlen_k + 3)[..., : shape.seqlen_k])
 
@@ -322,13 +301,13 @@ def _rows(draw: _Draw, dtype: torch.dtype, begin: int, *shape: int) -> Tensor:
 
 
 def _bias_in_rows(
-    draw: _Draw, shape: Shape, batch: int, heads: int, dtype: torch.dtype = torch.float32, begin: int = 0
+    draw: _Draw, shape: AnyShape, batch: int, heads: int, dtype: torch.dtype = torch.float32, begin: int = 0
 ) -> ScoreFn:
     """Rows that begin at multiples of 32 bytes, or, with another `begin`, one or more elements behind."""
     return Bias(_rows(draw, dtype, begin, batch, heads, shape.seqlen_q, shape.seqlen_k))
 
 
-def _user_in_rows(draw: _Draw, shape: Shape) -> ScoreFn:
+def _user_in_rows(draw: _Draw, shape: AnyShape) -> ScoreFn:
     """A modification of the user's that reads a table as a bias does."""
     table = _rows(draw, torch.float16, 0, shape.heads, shape.seqlen_q, shape.seqlen_k)
 
@@ -339,14 +318,14 @@ def _user_in_rows(draw: _Draw, shape: Shape) -> ScoreFn:
     return gate
 
 
-def _user(draw: _Draw, shape: Shape) -> ScoreFn:
+def _user(draw: _Draw, shape: AnyShape) -> ScoreFn:
     def shift(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return score + 0.125 * (h + b) + tm.where((q - k) % 3 == 0, 0.5, -0.25)
 
     return shift
 
 
-def _user_of_tensor(draw: _Draw, shape: Shape) -> ScoreFn:
+def _user_of_tensor(draw: _Draw, shape: AnyShape) -> ScoreFn:
     table = draw.normal(shape.heads, shape.seqlen_k)
 
     def gate(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -355,7 +334,7 @@ def _user_of_tensor(draw: _Draw, shape: Shape) -> ScoreFn:
     return gate
 
 
-SCORES: dict[str, Callable[[_Draw, Shape], ScoreFn]] = {
+SCORES: dict[str, Callable[[_Draw, AnyShape], ScoreFn]] = {
     "softcap": lambda draw, shape: SoftCap(2.0 if shape.seqlen_k % 2 else 30.0),
     "alibi": lambda draw, shape: ALiBi(draw.normal(shape.heads).abs() / 16),
     "alibi_b": lambda draw, shape: ALiBi(draw.normal(shape.batch, shape.heads).abs() / 16),
@@ -379,13 +358,18 @@ def build(case: ConformanceCase, device: torch.device | str = "cpu") -> Argument
     """The tensors, mask and score modifications of a case on a device, "meta" included; the same for the same id."""
     structure, shape, device = case.structure, case.shape, torch.device(device)
     draw = _Draw(torch.Generator().manual_seed(zlib.crc32(case.id.encode())), device)
-    keys = (shape.batch, shape.seqlen_k, shape.kv_heads)
-    q = draw.queries_or_keys(shape.values, (shape.batch, shape.seqlen_q, shape.heads, structure.head_dim), +1)
+    keys = (*shape.of_k, shape.kv_heads)
+    q = draw.queries_or_keys(shape.values, (*shape.of_q, shape.heads, structure.head_dim), +1)
     k = draw.queries_or_keys(shape.values, (*keys, structure.head_dim), -1)
     v = draw.queries_or_keys("normal", (*keys, structure.head_dim_v), +1)
     descales = None
     if case.dtype == FP8:
         (q, k, v), descales = _in_fp8(draw, shape.values != "normal", (q, k, v))
+    packed, dropout_p = None, 0.0
+    if isinstance(shape, PackedShape):
+        packed, dropout_p = shape.packed(device), shape.dropout_p
+        for x, lengths in ((q, shape.lengths_q), (k, shape.lengths_k), (v, shape.lengths_k)):
+            x[:, sum(lengths) :] = torch.nan  # rows of no sequence: whoever reads them shows it
     q, k, v = (LAYOUTS[shape.layout](x.to(case.dtype), device) for x in (q, k, v))
     return Arguments(
         q,
@@ -397,6 +381,8 @@ def build(case: ConformanceCase, device: torch.device | str = "cpu") -> Argument
         scale=shape.scale,
         layout="bhsd" if shape.layout == "bhsd" else "bshd",
         descales=descales,
+        packed=packed,
+        dropout_p=dropout_p,
     )
 
 
@@ -405,8 +391,11 @@ def output_gradients(case: ConformanceCase, arguments: Arguments) -> tuple[Tenso
     shape, device = case.shape, arguments.q.device
     seed = zlib.crc32(f"gradients of {case.id}".encode())
     generator = torch.Generator().manual_seed(seed)
-    do = torch.randn((shape.batch, shape.seqlen_q, shape.heads, case.structure.head_dim_v), generator=generator)
-    dlse = torch.randn((shape.batch, shape.heads, shape.seqlen_q), generator=generator)
+    batch, rows = shape.of_q
+    do = torch.randn((batch, rows, shape.heads, case.structure.head_dim_v), generator=generator)
+    dlse = torch.randn((batch, shape.heads, rows), generator=generator)
+    if isinstance(shape, PackedShape):
+        do[:, sum(shape.lengths_q) :], dlse[..., sum(shape.lengths_q) :] = torch.nan, torch.nan
     do = LAYOUTS[shape.layout](do.to(case.out_dtype), device)
     return do, dlse.to(device, accumulator(case.dtype)) if seed % 3 == 0 else None
 
@@ -498,13 +487,13 @@ def _plain(dtypes: tuple[str, ...], masks: tuple[str, ...] = ("none", "causal"))
     ]
 
 
-def _has_tensors(structure: Structure) -> bool:
+def has_tensors(structure: Structure) -> bool:
     """Whether a mask or modification carries a tensor. Its dimensions of size 1 are part of the kernel's code."""
     names = (structure.mask, *structure.scores)
     return any(part in name for name in names for part in ("_b", "documents", "tensor", "alibi", "bias"))
 
 
-def _exact(structure: Structure) -> bool:
+def scores_are_exact(structure: Structure) -> bool:
     """Whether scores that are exact before the modifications still are behind them, or saturate."""
     return structure.scores in ((), ("softcap",))
 
@@ -513,7 +502,7 @@ def _cases_of(structures: list[Structure], shapes_each: int) -> list[Conformance
     """Each structure with some shapes that suit it; all shapes come in turn."""
     cases: dict[str, ConformanceCase] = {}
     for i, structure in enumerate(structures):
-        suited = [shape for shape in SHAPES if not _has_tensors(structure) or 1 not in _sizes(shape)]
+        suited = [shape for shape in SHAPES if not has_tensors(structure) or 1 not in _sizes(shape)]
         for j in range(shapes_each):
             case = _fitted(structure, suited[(3 * i + 5 * j) % len(suited)])
             cases[case.id] = case
@@ -527,7 +516,7 @@ def _sizes(shape: Shape) -> tuple[int, ...]:
 def _fitted(structure: Structure, shape: Shape) -> ConformanceCase:
     if not structure.aligned:
         shape = replace(shape, layout="unaligned")
-    if not _exact(structure):
+    if not scores_are_exact(structure):
         shape = replace(shape, values="normal")
     return ConformanceCase(structure, shape)
 

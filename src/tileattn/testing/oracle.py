@@ -186,6 +186,7 @@ def oracle_gradients(
     score_mods: Sequence[Callable[..., Tensor]] = (),
     sink: Tensor | None = None,
     scale: float | None = None,
+    dropout: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What the gradients must be, and how large the terms are that they are sums of.
 
@@ -200,7 +201,7 @@ def oracle_gradients(
     Returns:
         Two tensors for each leaf, of its shape, float64.
     """
-    run = _exactly(q, k, v, mask, score_mods, sink, scale)
+    run = _exactly(q, k, v, mask, score_mods, sink, scale, dropout=dropout)
     return gradients((run.o, run.lse), leaves, do, dlse), _sizes(run, leaves, do, dlse)
 
 
