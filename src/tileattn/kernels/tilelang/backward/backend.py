@@ -77,6 +77,7 @@ def prepare_backward_with(
     if not isinstance(queries_default(call), BackwardConfig):
         of_queries += (_heads_side_by_side(call, q_shape, k_shape),)
     of_batch = None if call.forward.packed else OfBatch(call, config, q_shape, k_shape)
+    nothing = _nothing(call)
 
     def backward(
         do: Tensor,
@@ -92,6 +93,8 @@ def prepare_backward_with(
         dropout: Dropout | None = None,
         packed: Packed | None = None,
     ) -> Gradients:
+        if 0 in (q.shape[1], k.shape[1]):
+            return nothing(do, dlse, q, k, v, o, lse, sink, operands)
         space = OfSequences(call, q, k, packed) if packed is not None else of_batch
         assert space is not None
         lse2, delta = (q.new_empty(space.q_rows, dtype=torch.float32) for _ in range(2))
@@ -157,14 +160,15 @@ def _kv_heads_side_by_side(call: BackwardCall, q_shape: torch.Size, kv_heads: in
 
 
 def _nothing(call: BackwardCall) -> Callable[..., Gradients]:
-    """Of calls without rows, or without keys: nothing depends on anything."""
+    """Of calls without rows, or without keys: nothing depends on anything, but lse on the sink, which it is."""
 
     def backward(do, dlse, q, k, v, o, lse, sink, operands: Operands, *, dropout=None, packed=None) -> Gradients:
         zeros = [
             None if tensor is None or not need else torch.zeros_like(tensor)
             for tensor, need in zip((q, k, v, sink, *operands.tensors), call.needs, strict=True)
         ]
-        return Gradients(*zeros[:4], tuple(zeros[4:]))
+        dsink = zeros[3] if zeros[3] is None or dlse is None else _sink_gradient(sink, lse, -dlse)
+        return Gradients(*zeros[:3], dsink, tuple(zeros[4:]))
 
     return backward
 
