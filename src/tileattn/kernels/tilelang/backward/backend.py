@@ -15,8 +15,9 @@ from ....variant import Operands, program
 from ..arguments import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
 from ..config import padded
 from ..tuned import sizes_of
-from .config import BackwardConfig
+from .config import BackwardConfig, read_together
 from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default
+from .hopper_config import leaving
 from .launch import backward_kernels
 from .operands import AXES, STORED, Path, paths
 from .order import COLUMNS
@@ -67,6 +68,7 @@ def prepare_backward_with(
     heads, kv_heads = q_shape[2], k_shape[2]
     config = default(call) if tuned is None else tuned
     found = paths(call)
+    leaves = (leaving(config, read_together(call), found) or (None,))[0]
     kernels = backward_kernels(call) if tuned is None else backward_kernels(call, tuned)
     scalars: tuple[float, ...] = (scale, heads // kv_heads)
     dq_dim = padded(call.forward.head_dim) if adds_dq(call) else None
@@ -104,7 +106,7 @@ def prepare_backward_with(
         q, k, v, o, do = map(one_batch, (q, k, v, o, do))
         kernels.prepare(*space.work(prepared(call).tile), o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
 
-        handed_over = [_workspace(path, space, operands) for path in found]
+        handed_over = [_workspace(path, space, operands, index == leaves) for index, path in enumerate(found)]
         tensors = [as_bytes(tensor) for tensor in operands.tensors]
         seeds, of_pattern = pattern_arguments(dropout)
         numbers = (*of_pattern, *operands.ints, *operands.floats)
@@ -182,11 +184,20 @@ def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -torch.where(lse == -torch.inf, 0.0, p * delta).sum(dim=(0, 2)).to(sink.dtype)
 
 
-def _workspace(path: Path, space: OfBatch | OfSequences, operands: Operands) -> Tensor:
-    """What the main kernel fills for a path: where it does not write, nothing has a gradient."""
+def _workspace(path: Path, space: OfBatch | OfSequences, operands: Operands, leaves: bool) -> Tensor:
+    """What the main kernel fills for a path: where it does not write, nothing has a gradient.
+
+    Args:
+        leaves: whether it does so by TMA, for which rows begin at multiples of 16 bytes.
+    """
     tensor = operands.tensors[path.tensor]
+    shape = space.shapes.get(path.way, tensor.shape)
     dtype = tensor.dtype if path.way == STORED else torch.float32
-    return tensor.new_zeros(space.shapes.get(path.way, tensor.shape), dtype=dtype)
+    if not leaves:
+        return tensor.new_zeros(shape, dtype=dtype)
+    *outer, columns = shape
+    step = 16 // dtype.itemsize
+    return tensor.new_zeros((*outer, -(-columns // step) * step), dtype=dtype)[..., :columns]
 
 
 def _tensor_gradient(

@@ -13,6 +13,8 @@ elements. A path is taken in one of four ways:
   has a place of its own in a workspace (batch, heads, seqlen_q, seqlen_k), in float32. That is as much memory as
   standard attention takes, but the gradient of a tensor that is this large is not asked for on long sequences.
 
+Where the Hopper schedule copies a bias's tiles by TMA, its gradient, STORED or ADDED, leaves in such tiles as well.
+
 What a workspace holds, PyTorch's operations bring to the elements, in a fixed order (:func:`add_up`).
 """
 

@@ -104,19 +104,27 @@ def declare_finish(builder: Builder, call: AttentionCall, own_order: bool) -> An
 
 
 def declare_main(
-    builder: Builder, call: AttentionCall, traced: Program, paths: tuple[Path, ...], dq: bool, hopper: bool = False
+    builder: Builder,
+    call: AttentionCall,
+    traced: Program,
+    paths: tuple[Path, ...],
+    dq: bool,
+    hopper: bool = False,
+    leaving: int | None = None,
 ) -> Any:
     """``([work], q, k, v, do, lse2, delta, dk, dv, [dq_sum], *handed_over, [seed], *tensors, scale, heads_per_kv_head,
     [side_by_side], [threshold, weight], *ints, *floats)``
 
-    ``handed_over`` has one tensor for each path, as operands.py describes. ``dq`` says whether dq is added up.
+    ``handed_over`` has one tensor for each path, as operands.py describes; that of the path ``leaving``, whose gradient
+    leaves by TMA, has strides. ``dq`` says whether dq is added up.
     """
     p = Parameters(builder, call)
     arg = SimpleNamespace(work=p.work(), **{name: p.strided(name) for name in ("q", "k", "v", "do")})
     arg.lse2, arg.delta = p.rows("lse2"), p.rows("delta")
     arg.dk, arg.dv = p.gradient("dk"), p.gradient("dv")
     arg.dq_sum = (p.accumulator_rows() if hopper else p.accumulator()) if dq else None
-    arg.handed_over, arg.paths = [_handed_over(p, index, path, traced) for index, path in enumerate(paths)], paths
+    arg.handed_over = [_handed_over(p, index, path, traced, index == leaving) for index, path in enumerate(paths)]
+    arg.paths = paths
     _declare_variant(p, arg, traced, hopper)
     return _with_sizes(p, arg)
 
@@ -132,7 +140,7 @@ def declare_queries(builder: Builder, call: AttentionCall, traced: Program, hopp
     return _with_sizes(p, arg)
 
 
-def _handed_over(p: Parameters, index: int, path: Path, traced: Program) -> Any:
+def _handed_over(p: Parameters, index: int, path: Path, traced: Program, leaving: bool) -> Any:
     sizes, name = p.sizes, f"path{index}"
     if path.way == BY_KEY:
         return p.tensor(name, [sizes.batch, sizes.heads, sizes.padded_k])
@@ -141,7 +149,11 @@ def _handed_over(p: Parameters, index: int, path: Path, traced: Program) -> Any:
         return p.tensor(name, [sizes.batch, sizes.heads, sizes.seqlen_q, keys])
     symbol = traced.tensors[path.tensor]
     shape = [1 if one else T.dynamic(f"{name}_size{axis}") for axis, one in enumerate(symbol.ones)]
-    return p.tensor(name, shape, str(symbol.dtype).removeprefix("torch.") if path.way == STORED else "float32")
+    dtype = str(symbol.dtype).removeprefix("torch.") if path.way == STORED else "float32"
+    if not leaving:
+        return p.tensor(name, shape, dtype)
+    strides = [T.dynamic(f"{name}_stride{axis}", "int64") for axis in range(len(shape) - 1)] + [1]
+    return p.builder.prim_func_arg(name, T.StridedTensor(shape, strides, dtype))
 
 
 def _declare_variant(p: Parameters, arg: Any, traced: Program, side_by_side: bool = False) -> None:

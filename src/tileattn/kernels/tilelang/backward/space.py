@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ....call import AttentionCall, BackwardCall
@@ -79,7 +80,12 @@ def _hopper(call: BackwardCall, present: MainConfig) -> Iterator[MainConfig]:
         if isinstance(present, HopperBackwardConfig) and present.late_dp and not late_dp:
             continue
         buffers = present.ds_buffers if isinstance(present, HopperBackwardConfig) else 0
-        yield HopperBackwardConfig(block_M, num_stages=num_stages, ds_buffers=buffers, late_dp=late_dp)
+        config = HopperBackwardConfig(block_M, num_stages=num_stages, ds_buffers=buffers, late_dp=late_dp)
+        if isinstance(present, HopperBackwardConfig) and present.tile_stages:
+            for tile_stages in (num_stages, 1):
+                yield replace(config, tile_stages=tile_stages, gradient_bytes=present.gradient_bytes)
+        else:
+            yield config
 
 
 def _generic(call: BackwardCall) -> Iterator[BackwardConfig]:
