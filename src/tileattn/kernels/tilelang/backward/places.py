@@ -15,7 +15,7 @@ import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 from tvm import tirx
 
-from ..records import COUNT, FIRST, K_LEN, K_START, PADDED_Q, Q_LEN, Q_START, SEQUENCE
+from ..records import COUNT, FIRST, K_LEN, K_START, PADDED_Q, Q_LEN, Q_START, SEQUENCE, WIDTH
 from .operands import BY_KEY, SPREAD
 
 # Parameters, the dimension of their rows, and whose rows they are; and workspaces with whole tiles for each sequence.
@@ -25,7 +25,10 @@ _ROWS = (
     *((name, 1, _KEYS) for name in ("k", "v", "dk", "dv")),
     *((name, 2, _QUERIES) for name in ("lse", "dlse")),
 )
+_READ = ("q", "do", "lse2", "delta")  # where a sequence has no keys, nothing is read of its queries
 _PADDED = ("lse2", "delta", "dq_sum")
+ROWS_BY_TMA = ("q", "k", "v", "do", "dq", "dk", "dv")
+BY_TMA = (*ROWS_BY_TMA, *_PADDED)
 ANY_NUMBER = 2**31 - 1  # of batch elements
 
 
@@ -41,9 +44,16 @@ def blocks(arg: Any, side: str, rows: int, heads: Any) -> Any:
     return (arg.work.shape[0] - 1) * heads
 
 
-def find(arg: Any, block: Any, heads: Any) -> BatchElement | Sequence:
-    """Where a block is, of those that are launched for `heads` heads of queries, or of keys."""
-    return BatchElement(arg, block, heads) if arg.work is None else Sequence(arg, block, heads)
+def find(arg: Any, block: Any, heads: Any, by_tma: tuple[str, ...] = ()) -> BatchElement | Sequence:
+    """Where a block is.
+
+    Args:
+        arg: the kernel's parameters.
+        block: of those that are launched.
+        heads: of queries, or of keys, that the grid has blocks for.
+        by_tma: the parameters that are copied by TMA.
+    """
+    return BatchElement(arg, block, heads) if arg.work is None else Sequence(arg, block, heads, by_tma)
 
 
 class BatchElement:
@@ -66,47 +76,80 @@ class BatchElement:
         """Of the batch element, given the number of its pair with a head."""
         return T.truncdiv(pair, self.heads)
 
+    def uniform(self, value: Any) -> Any:
+        """The same value, which ptxas is to know to be the same in all threads of a warp."""
+        return value
+
+
+@T.macro
+def _keep(record, work, number):
+    """A record in shared memory."""
+    thread = T.get_thread_binding()
+    if thread < WIDTH:
+        record[thread] = work[number, thread]
+    T.sync_threads()
+
 
 class Sequence:
     """The same of a packed sequence."""
 
     least_tiles = 0
 
-    def __init__(self, arg: Any, block: Any, heads: Any) -> None:
+    def __init__(self, arg: Any, block: Any, heads: Any, by_tma: tuple[str, ...]) -> None:
         run = T.truncdiv(block, heads)
+        if by_tma:
+            # Where every register counts: read from there wherever it is needed.
+            record = T.alloc_shared([WIDTH], "int32", scope="shared")
+            _keep(record, arg.work, 1 + run)
+        self._record = record if by_tma else None
 
         def field(name: str, index: int) -> Any:
-            return Builder.current().bind(name, arg.work[1 + run, index])
+            return record[index] if by_tma else Builder.current().bind(name, arg.work[1 + run, index])
 
         self.exists = run < arg.work[0, COUNT]
         self.block = block - field("first", FIRST) * heads
         self.sequence, self.padded_q = field("sequence", SEQUENCE), field("padded_q", PADDED_Q)
         self.q_start, self.seqlen_q = field("q_start", Q_START), field("seqlen_q", Q_LEN)
         self.k_start, self.seqlen_k = field("k_start", K_START), field("seqlen_k", K_LEN)
-        self.arg = self._own(arg)
+        self.arg = self._own(arg, by_tma)
 
     def number(self, pair: Any) -> Any:
         return self.sequence
 
-    def _own(self, arg: Any) -> SimpleNamespace:
-        """The parameters with views in the place of tensors."""
-        rows = {_QUERIES: (self.q_start, self.seqlen_q), _KEYS: (self.k_start, self.seqlen_k)}
+    def uniform(self, value: Any) -> Any:
+        return value if isinstance(value, int) else T.shfl_sync(value, 0)
+
+    def _own(self, arg: Any, by_tma: tuple[str, ...]) -> SimpleNamespace:
+        """The parameters with what stands for the sequence's rows in the place of tensors."""
+        read_q = T.if_then_else(self.seqlen_k > 0, self.seqlen_q, 0)
+        if not by_tma:
+            read_q = Builder.current().bind("read_q", read_q)
         own = vars(arg) | {"seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}
         for name, axis, side in _ROWS:
             if own.get(name) is not None:
-                own[name] = view(own[name], axis, *rows[side])
+                start = (self.q_start, self.k_start)[side]
+                length = read_q if name in _READ else (self.seqlen_q, self.seqlen_k)[side]
+                own[name] = (
+                    RaggedRows(own[name], start, length) if name in by_tma else view(own[name], axis, start, length)
+                )
         for name in _PADDED:
             if own.get(name) is not None:
-                # dq's sums are in rows of the head dim, or of other columns.
-                rows_each = (arg.sum_columns, own[name].shape[3]) if name == "dq_sum" else (1, 1)
-                first = T.truncdiv(self.padded_q * rows_each[0], rows_each[1])
-                own[name] = view(own[name], 2, first, own[name].shape[2] - first)
-        by_way = {BY_KEY: _KEYS, SPREAD: _QUERIES}
+                own[name] = self._padded(name, own[name], arg, read_q, by_tma)
+        by_way = {BY_KEY: (self.k_start, self.seqlen_k), SPREAD: (self.q_start, self.seqlen_q)}
         own["handed_over"] = [
-            view(tensor, 2, *rows[by_way[path.way]]) if path.way in by_way else tensor
+            view(tensor, 2, *by_way[path.way]) if path.way in by_way else tensor
             for tensor, path in zip(own.get("handed_over", ()), own.get("paths", ()))
         ]
         return SimpleNamespace(**own)
+
+    def _padded(self, name: str, tensor: Any, arg: Any, read_q: Any, by_tma: tuple[str, ...]) -> Any:
+        first, length = self.padded_q, tensor.shape[2] - self.padded_q
+        if name == "dq_sum":  # in rows of the head dim, or of other columns
+            first = T.truncdiv(self.padded_q * arg.sum_columns, tensor.shape[3])
+            length = tensor.shape[2] - first
+        elif "lse" not in vars(arg):  # only prepare.py, which fills them, has business behind the last row
+            length = read_q
+        return MovedRows(tensor, first) if name in by_tma else view(tensor, 2, first, length)
 
 
 def view(tensor: Any, axis: int, start: Any, length: Any) -> Any:
@@ -116,3 +159,48 @@ def view(tensor: Any, axis: int, start: Any, length: Any) -> Any:
     offset = T.cast(start, "int64") * strides[axis]
     name = f"{tensor.name}_of_sequence"
     return tirx.decl_buffer(shape, tensor.dtype, name, data=tensor.data, strides=strides, elem_offset=offset)
+
+
+class MovedRows:
+    """Of a workspace (1, heads, rows, ..), the rows from `first` on, for copies of whole tiles by TMA."""
+
+    def __init__(self, tensor: Any, first: Any) -> None:
+        self._tensor, self._first = tensor, first
+
+    def __getitem__(self, indices: Any) -> Any:
+        _, h, rows, *columns = indices
+        moved = slice(self._first + rows.start, self._first + rows.stop)
+        return self._tensor[(0, h, moved, *columns)]
+
+
+class RaggedRows:
+    """Of a tensor (1, rows, heads, dim), the `length` rows from `start` on, for copies of tiles by TMA that end there.
+
+    A tensor map is made by the host, which does not know where sequences end. But the end of one dimension is as good
+    as another's, and addresses count modulo 2^64: over the same memory, a tensor (y, z, x, heads, dim) is declared, y, z
+    and x of N = 2^30 elements, x with the stride S of a row, z with Z = 2^34 bytes and y with Z - S. At y = N - end, z =
+    end and x = N - length + r, where end = start + length, lies the byte
+
+        (N - end) (Z - S) + end Z + (N - length + r) S  =  N Z + (end - length + r) S  =  (start + r) S  modulo 2^64
+
+    and row r = length is beyond the end of x. (Triton's ragged TMA, and flash-attn 4, do the same.)
+    """
+
+    shape = (ANY_NUMBER,)
+    _N, _Z = 2**30, 2**34
+
+    def __init__(self, tensor: Any, start: Any, length: Any) -> None:
+        # All tensors are of 16 bits.
+        z, row = tirx.const(self._Z // 2, "int64"), T.cast(tensor.strides[1], "int64")
+        strides = [z - row, z, row, tensor.strides[2], 1]
+        shape = [self._N, self._N, self._N, *tensor.shape[2:]]
+        name = f"{tensor.name}_ragged"
+        self._map = tirx.decl_buffer(shape, tensor.dtype, name, data=tensor.data, strides=strides)
+        self._end, self._length = start + length, length
+
+    def __getitem__(self, indices: Any) -> Any:
+        _, rows, h, columns = indices
+        first = self._N - self._length
+        return self._map[
+            self._N - self._end, self._end, first + rows.start : first + rows.stop, h, columns.start : columns.stop
+        ]
