@@ -54,7 +54,7 @@ from ..hopper import tile_layout
 from ..hopper_plan import WARP, WARPGROUP, _slices
 from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
-from . import tile
+from . import places, tile
 from .hopper_config import CONSUMERS, HopperBackwardConfig, leaving
 from .layouts import accumulator_layout
 from .operands import ADDED, BY_KEY, SPREAD, STORED, Path
@@ -110,7 +110,7 @@ class Plan:
         self.tile_is_late = self.copied is not None and self.slopes.is_late(self.copied.text)
         self.leaving, self.leaving_dtype = leaving(config, call, paths) or (None, None)
         by_head, by_batch = (self.copied is not None and self.copied.differs_by(symbol) for symbol in "hb")
-        self.batch_first = by_head and not by_batch
+        self.batch_first = by_head and not by_batch and not call.packed
         self.copied_once = by_head and by_batch
         by_key = [index for index, path in enumerate(paths) if path.way == BY_KEY]
         self.sums_by_key = {index: number for number, index in enumerate(by_key)}
@@ -145,6 +145,27 @@ class Row:
 
     def __getitem__(self, index: Any) -> Any:
         return self._buffer[self._row, index]
+
+
+class RowsOfHead:
+    """What :func:`find_rows` finds, in a packed call: the last two numbers in shared memory, for want of registers.
+
+    Of a dense call all of them follow from parameters of the kernel, of which ptxas needs to keep nothing.
+    """
+
+    def __init__(self, thread: Any) -> None:
+        self._registers = T.alloc_local([2], "int32")
+        self._shared, self._group = T.alloc_shared([2, 2], "int32", scope="shared"), thread // WARPGROUP
+
+    def __getitem__(self, index: int) -> Any:
+        return self._registers[index] if index < 2 else self._shared[self._group, index - 2]
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        # All threads of a warpgroup write the same, and then read what they have written.
+        if index < 2:
+            T.buffer_store(self._registers, value, [index])
+        else:
+            T.buffer_store(self._shared, value, [self._group, index - 2])
 
 
 class TransposedTile:
@@ -619,10 +640,10 @@ def find_rows(plan, w, h):
     """The head's tiles of queries, begin and end, and the rows that see all keys of the block, which need no mask."""
     first, end = tiles_of_head(plan, w, h)
     full_lo, full_hi = w.visible.full_rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + plan.block_N - 1)
-    w.rows[0] = first
-    w.rows[1] = T.max(end, first)
-    w.rows[2] = full_lo
-    w.rows[3] = full_hi
+    w.rows[0] = w.uniform(first)
+    w.rows[1] = w.uniform(T.max(end, first))
+    w.rows[2] = w.uniform(full_lo)
+    w.rows[3] = w.uniform(full_hi)
 
 
 @T.macro
@@ -649,6 +670,28 @@ def consume(plan, arg, w):
     store(plan, arg, w)
 
 
+@T.macro
+def take_part(plan, arg, w):
+    """Each warp in its role."""
+    if w.thread >= CONSUMERS:
+        T.set_max_nreg(PRODUCER_REGISTERS, 0)
+        if w.thread < CONSUMERS + WARP:
+            load_keys(plan, arg, w)
+            load(plan, arg, w, arg.q, w.q, plan.head_dim, arg.lse2, w.lse2, w.q_ready, w.q_free)
+        elif w.thread < CONSUMERS + 2 * WARP:
+            load(plan, arg, w, arg.do, w.do, plan.head_dim_v, arg.delta, w.delta, w.do_ready, w.do_free)
+        elif w.thread < CONSUMERS + 3 * WARP:
+            if plan.adds_dq:
+                add_dq(plan, arg, w)
+            elif plan.leaving is not None:
+                take_gradients(plan, arg, w)
+        elif plan.copied is not None:
+            load_tiles(plan, arg, w)
+    else:
+        T.set_max_nreg(CONSUMER_REGISTERS, 1)
+        consume(plan, arg, w)
+
+
 def body(
     call: AttentionCall, config: HopperBackwardConfig, traced: Program, paths: tuple[Path, ...], adds_dq: bool
 ) -> Any:
@@ -660,13 +703,15 @@ def body(
 
     @T.macro
     def kernel(arg):
-        key_tiles = T.ceildiv(arg.seqlen_k, plan.block_N)
-        side = arg.side_by_side
-        with T.Kernel(key_tiles * arg.kv_heads * arg.batch, threads=CONSUMERS + WARPGROUP) as block:
+        grid = places.blocks(arg, "seqlen_k", plan.block_N, arg.kv_heads)
+        with T.Kernel(grid, threads=CONSUMERS + WARPGROUP) as block:
             assume_filled(arg.operands)
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
+            at = places.find(arg, block, arg.kv_heads, places.BY_TMA)
+            arg = at.arg
+            key_tiles, side = T.ceildiv(arg.seqlen_k, plan.block_N), arg.side_by_side
             # `side` kv heads side by side, each beginning with its first keys.
-            turn, place = T.truncdiv(block, side * key_tiles), T.truncmod(block, side * key_tiles)
+            turn, place = T.truncdiv(at.block, side * key_tiles), T.truncmod(at.block, side * key_tiles)
             pair = T.alloc_var("int32", init=turn * side + T.truncmod(place, side))
             emit = tile.TileEmitter(arg.operands)
             thread = T.get_thread_binding()
@@ -674,7 +719,8 @@ def body(
             w = SimpleNamespace(
                 task=T.alloc_local([3], "int32"),
                 emit=emit,
-                visible=Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k),
+                # In a tile's rows behind a sequence's last lse2 is +inf, and Q is 0; but a modification may be NaN there.
+                visible=Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k, call.packed and plan.slopes is None),
                 k=T.alloc_shared([plan.block_N, plan.head_dim], plan.dtype),
                 v=T.alloc_shared([plan.block_N, plan.head_dim_v], plan.dtype),
                 q=T.alloc_shared([plan.stages, plan.block_M, plan.head_dim], plan.dtype),
@@ -699,8 +745,9 @@ def body(
                 pattern=tile.Pattern(arg, plan.early) if call.dropout else None,
                 eight=T.alloc_local([8], plan.dtype),
                 at=T.alloc_local([4], "int32"),
-                rows=T.alloc_local([4], "int32"),
+                rows=RowsOfHead(thread) if call.packed else T.alloc_local([4], "int32"),
                 thread=thread,
+                uniform=at.uniform,
                 **plan.alloc_barriers(),
             )
             if plan.copied is not None:
@@ -709,28 +756,13 @@ def body(
                 w.task[BATCH] = T.truncmod(pair, arg.batch)
                 w.task[KV_HEAD] = T.truncdiv(pair, arg.batch)
             else:
-                w.task[BATCH] = T.truncdiv(pair, arg.kv_heads)
-                w.task[KV_HEAD] = T.truncmod(pair, arg.kv_heads)
-            w.task[KEY] = T.truncdiv(place, side) * plan.block_N
+                w.task[BATCH] = at.uniform(at.number(pair))
+                w.task[KV_HEAD] = at.uniform(T.truncmod(pair, arg.kv_heads))
+            w.task[KEY] = at.uniform(T.truncdiv(place, side) * plan.block_N)
             T.annotate_layout({w.ds: accumulator_layout(plan.block_N, plan.block_M)})
             if adds_dq:
                 T.annotate_layout({w.dq_sum: tilelang.layout.make_linear_layout(w.dq_sum)})
-            if thread >= CONSUMERS:
-                T.set_max_nreg(PRODUCER_REGISTERS, 0)
-                if thread < CONSUMERS + WARP:
-                    load_keys(plan, arg, w)
-                    load(plan, arg, w, arg.q, w.q, plan.head_dim, arg.lse2, w.lse2, w.q_ready, w.q_free)
-                elif thread < CONSUMERS + 2 * WARP:
-                    load(plan, arg, w, arg.do, w.do, plan.head_dim_v, arg.delta, w.delta, w.do_ready, w.do_free)
-                elif thread < CONSUMERS + 3 * WARP:
-                    if adds_dq:
-                        add_dq(plan, arg, w)
-                    elif plan.leaving is not None:
-                        take_gradients(plan, arg, w)
-                elif plan.copied is not None:
-                    load_tiles(plan, arg, w)
-            else:
-                T.set_max_nreg(CONSUMER_REGISTERS, 1)
-                consume(plan, arg, w)
+            if at.exists:
+                take_part(plan, arg, w)
 
     return kernel

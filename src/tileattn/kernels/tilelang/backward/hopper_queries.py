@@ -45,7 +45,7 @@ from ..hopper import tile_layout
 from ..hopper_plan import WARP, WARPGROUP, _slices
 from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
-from . import tile
+from . import places, tile
 from .hopper import CONSUMER_REGISTERS, PRODUCER_REGISTERS, release
 from .hopper_config import CONSUMERS, HopperQueriesConfig
 from .layouts import accumulator_layout
@@ -327,19 +327,46 @@ def consume(plan, arg, w):
     store(plan, arg, w)
 
 
+@T.macro
+def take_part(plan, arg, w):
+    """Each warp in its role."""
+    if w.thread >= CONSUMERS:
+        T.set_max_nreg(PRODUCER_REGISTERS, 0)
+        if w.thread < CONSUMERS + WARP:
+            load(
+                plan, arg, w, arg.q, w.q, w.q_ready,
+                arg.k, w.k, plan.config.k_stages, plan.head_dim, w.k_ready, w.k_free,
+            )  # fmt: skip
+        elif w.thread < CONSUMERS + 2 * WARP:
+            load(
+                plan, arg, w, arg.do, w.do, w.do_ready,
+                arg.v, w.v, plan.config.v_stages, plan.head_dim_v, w.v_ready, w.v_free,
+            )  # fmt: skip
+        if plan.copied is not None:
+            # Two conditions, for TileLang counts a branch's threads, of which one copies, by single ones.
+            if w.thread >= CONSUMERS + 2 * WARP:
+                if w.thread < CONSUMERS + 3 * WARP:
+                    load_tiles(plan, arg, w)
+    else:
+        T.set_max_nreg(CONSUMER_REGISTERS, 1)
+        consume(plan, arg, w)
+
+
 def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> Any:
     """The macro that emits the kernel, given its parameters (see ``signature.declare_queries``)."""
     plan = Plan(call, config, traced)
 
     @T.macro
     def kernel(arg):
-        query_tiles = T.ceildiv(arg.seqlen_q, plan.block_M)
-        side = arg.side_by_side
-        with T.Kernel(query_tiles * arg.heads * arg.batch, threads=CONSUMERS + WARPGROUP) as block:
+        grid = places.blocks(arg, "seqlen_q", plan.block_M, arg.heads)
+        with T.Kernel(grid, threads=CONSUMERS + WARPGROUP) as block:
             assume_filled(arg.operands)
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
+            at = places.find(arg, block, arg.heads, places.ROWS_BY_TMA)
+            arg = at.arg
+            query_tiles, side = T.ceildiv(arg.seqlen_q, plan.block_M), arg.side_by_side
             # `side` heads side by side, each beginning with its last queries.
-            turn, place = T.truncdiv(block, side * query_tiles), T.truncmod(block, side * query_tiles)
+            turn, place = T.truncdiv(at.block, side * query_tiles), T.truncmod(at.block, side * query_tiles)
             pair = T.alloc_var("int32", init=turn * side + T.truncmod(place, side))
             emit = Emitter(arg.operands)
             score_tile = [plan.block_M, plan.block_N]
@@ -347,7 +374,7 @@ def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> A
             w = SimpleNamespace(
                 task=T.alloc_local([5], "int32"),
                 emit=emit,
-                visible=Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k),
+                visible=Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k, call.packed),
                 q=T.alloc_shared([plan.block_M, plan.head_dim], plan.dtype),
                 do=T.alloc_shared([plan.block_M, plan.head_dim_v], plan.dtype),
                 k=T.alloc_shared([config.k_stages, plan.block_N, plan.head_dim], plan.dtype),
@@ -366,7 +393,7 @@ def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> A
                 thread=thread,
                 **plan.alloc_barriers(),
             )
-            w.task[BATCH] = T.truncdiv(pair, arg.heads)
+            w.task[BATCH] = at.number(pair)
             w.task[HEAD] = T.truncmod(pair, arg.heads)
             w.task[ROW] = (query_tiles - 1 - T.truncdiv(place, side)) * plan.block_M
             q_lo = w.task[ROW] + arg.seqlen_k - arg.seqlen_q
@@ -378,25 +405,7 @@ def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> A
             if plan.copied is not None:
                 alloc_tile(plan, arg, w)
             T.annotate_layout({w.ds: accumulator_layout(plan.block_M, plan.block_N)})
-            if thread >= CONSUMERS:
-                T.set_max_nreg(PRODUCER_REGISTERS, 0)
-                if thread < CONSUMERS + WARP:
-                    load(
-                        plan, arg, w, arg.q, w.q, w.q_ready,
-                        arg.k, w.k, config.k_stages, plan.head_dim, w.k_ready, w.k_free,
-                    )  # fmt: skip
-                elif thread < CONSUMERS + 2 * WARP:
-                    load(
-                        plan, arg, w, arg.do, w.do, w.do_ready,
-                        arg.v, w.v, config.v_stages, plan.head_dim_v, w.v_ready, w.v_free,
-                    )  # fmt: skip
-                if plan.copied is not None:
-                    # Two conditions, for TileLang counts a branch's threads, of which one copies, by single ones.
-                    if thread >= CONSUMERS + 2 * WARP:
-                        if thread < CONSUMERS + 3 * WARP:
-                            load_tiles(plan, arg, w)
-            else:
-                T.set_max_nreg(CONSUMER_REGISTERS, 1)
-                consume(plan, arg, w)
+            if at.exists:
+                take_part(plan, arg, w)
 
     return kernel

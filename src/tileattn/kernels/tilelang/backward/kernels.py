@@ -12,7 +12,7 @@ from ....variant import program
 from ..compile import DESCRIPTORS_IN_LOOPS, OWN_BARRIERS
 from . import finish, generic, hopper, hopper_queries, hopper_wide, prepare, queries
 from .config import BackwardConfig, read_together
-from .defaults import MainConfig, QueriesConfig, adds_dq, default, queries_default
+from .defaults import MainConfig, QueriesConfig, adds_dq, default, finished, prepared, queries_default
 from .hopper_config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig, leaving
 from .operands import paths
 from .signature import declare_finish, declare_main, declare_prepare, declare_queries
@@ -33,7 +33,7 @@ def prepare_kernel(call: BackwardCall) -> Any:
     clears = adds_dq(call)
     builder = Builder()
     with builder.prim_func("prepare"):
-        prepare.body(forward, call.dlse, clears)(declare_prepare(builder, forward, call.dlse, clears))
+        prepare.body(forward, call.dlse, clears, prepared(call))(declare_prepare(builder, forward, call.dlse, clears))
     return builder.get()
 
 
@@ -75,5 +75,6 @@ def finish_kernel(call: BackwardCall) -> Any:
     order = config.order(call.forward) if isinstance(config, HopperBackwardConfig) else None
     builder = Builder()
     with builder.prim_func("finish"):
-        finish.body(call.forward, order)(declare_finish(builder, call.forward, order is not None))
+        arguments = declare_finish(builder, call.forward, order is not None)
+        finish.body(call.forward, order, finished(call, config))(arguments)
     return builder.get()

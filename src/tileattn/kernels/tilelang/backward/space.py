@@ -20,7 +20,7 @@ from ..config import padded
 from ..tuned import Sizes, restored
 from .amd_config import AmdBackwardConfig, amd_candidates, is_valid_amd_backward
 from .config import BackwardConfig, is_valid, kept_derivatives, read_together
-from .defaults import MainConfig, default, queries_default
+from .defaults import MainConfig, default, finished, queries_default
 from .hopper_config import HopperBackwardConfig, HopperWideConfig
 from .operands import paths
 
@@ -134,7 +134,8 @@ def _finish(call: BackwardCall, config: MainConfig) -> Any:
     order = config.order(call.forward) if isinstance(config, HopperBackwardConfig) else None
     builder = Builder()
     with builder.prim_func("finish"):
-        finish.body(call.forward, order)(declare_finish(builder, call.forward, order is not None))
+        arguments = declare_finish(builder, call.forward, order is not None)
+        finish.body(call.forward, order, finished(call, config))(arguments)
     return builder.get()
 
 
