@@ -14,11 +14,10 @@ from torch import Tensor, nn
 pytest.importorskip("transformers", reason="needs transformers: pip install 'tileattn[transformers]'")
 
 import transformers
-from transformers_models import CPU, GPU, MODELS, VOCABULARY, InFloat64, Model, Size, padding, tokens, with_attention
 
-import tileattn
 import tileattn.compat.transformers as door
 from tileattn.testing import assert_accurate
+from transformers_models import CPU, GPU, MODELS, VOCABULARY, InFloat64, Model, Size, padding, tokens, with_attention
 
 SEQLEN, NEW = 29, 9
 Device = tuple[str, torch.dtype, Size]

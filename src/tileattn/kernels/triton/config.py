@@ -1,7 +1,7 @@
 """Sizes of tiles, and which call gets which: a small table, nothing is tuned unasked.
 
-They are chosen by what compiles without spilling registers; those of the backward pass on Hopper at head dims 64 and 128
-are the fastest that benchmarks/tune_triton.py found on an H200 (causal, 8192 tokens).
+They are chosen by what compiles without spilling registers. Those of the backward pass on Hopper at head dims 64 and
+128 are the fastest that benchmarks/tune_triton.py found on an H200 (causal, 8192 tokens).
 """
 
 from __future__ import annotations
