@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'tileattn[transformers]'")
 
@@ -40,7 +41,8 @@ def calls() -> Iterator[Calls]:
     found, attend = Calls(), transformers.AttentionInterface._global_mapping[door.NAME]
 
     def recorded(*arguments: Any, **named: Any) -> Any:
-        found.append(named)
+        if not torch.compiler.is_compiling():
+            found.append(named)
         return attend(*arguments, **named)
 
     transformers.AttentionInterface.register(door.NAME, recorded)
@@ -269,3 +271,43 @@ def test_prefill_in_chunks(name: str, cache: str, device: Device) -> None:
     decoding.ids, decoding.mask = text[:, : 1 - NEW], decoding.mask[:, : 1 - NEW]
     new = torch.cat([new[:, 1:], new[:, :1]], dim=1)  # the last is not read
     decoding.check(f"{cache} cache, in chunks", new, torch.cat(logits, dim=1)[:, -NEW:])
+
+
+# --- torch.compile ---
+
+
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "t5"))])
+def test_steps_of_a_generation_are_compiled_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `generate` does with a static cache on a GPU: where a query stands is a tensor, so that all steps are one."""
+    decoding = Decoding(name, DEVICES[0].values[0])
+    expected, _ = decoding.generate("tileattn")
+    counter = CompileCounterWithBackend("eager")
+    kind = type(decoding.model)
+    monkeypatch.setattr(kind, "_valid_auto_compile_criteria", lambda *_: True)
+    monkeypatch.setattr(kind, "get_compiled_call", lambda self, _: torch.compile(self.__call__, backend=counter))
+    torch._dynamo.reset()
+    new, _ = decoding.generate("tileattn", cache_implementation="static")
+    assert torch.equal(new, expected)
+    # A sliding cache is told how full it is as an int, which becomes dynamic when it changes.
+    assert counter.frame_count <= (2 if name == "mistral" else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["padded", "packed"])
+def test_a_compiled_model(how: str) -> None:
+    kind, device = MODELS["gemma2"], DEVICES[0].values[0]
+    problem = Problem(kind, device, "left") if how == "padded" else PackedProblem(kind, device, "cu_seq_lens")
+    torch._dynamo.reset()
+    model = with_attention(problem.model, "tileattn")
+    # Packed, transformers asks at every call whether position_ids begin anew: that is not traced.
+    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=how == "padded")
+    assert_like_eager(f"compiled gemma2, {how}", problem.outcome(model), problem)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_generation_compiles_by_itself() -> None:
+    """transformers compiles the steps with a static cache, for CUDA graphs."""
+    decoding = Decoding("llama", DEVICES[1].values[0])
+    new, logits = decoding.generate("tileattn", cache_implementation="static")
+    decoding.check("compiled", new, logits)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...api import attention
 from ...scores import Bias, SoftCap
 from . import keywords
-from .mask import LazyMask
+from .mask import MaskParts
 from .packed import Length, attend_packed
 from .seen import seen, seen_when_packed
 
@@ -20,7 +20,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: LazyMask | Tensor | None,
+    attention_mask: MaskParts | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,

@@ -23,7 +23,7 @@ from .symbols import Pattern, understood
 
 
 @dataclass(frozen=True, eq=False)
-class LazyMask:
+class MaskParts:
     """A boolean mask (batch, 1, q_length, kv_length), held as what it is made of, for tileattn's attention to read.
 
     It is no tensor. A model that computes with its mask, instead of handing it on to its attention, gets an error: what
@@ -64,7 +64,7 @@ class LazyMask:
         everything = torch.ones(batch, 1, q_length, self.keys, dtype=torch.bool, device=self.device)
         return F.pad(reduce(and_, (part.allows(*index) for part in self.parts), everything), (0, kv_length - self.keys))
 
-    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> LazyMask:
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> MaskParts:
         """On another device, as where a model's layers are on several."""
         if isinstance(device, torch.dtype):
             raise _is_no_tensor(f"to({device})")
@@ -74,7 +74,7 @@ class LazyMask:
         )
         return replace(self, device=device, window=window, sequences=sequences, padding=padding, dense=dense)
 
-    def contiguous(self) -> LazyMask:
+    def contiguous(self) -> MaskParts:
         """Itself: newer versions of transformers ask every mask for it."""
         return self
 
@@ -83,9 +83,7 @@ class LazyMask:
         raise _is_no_tensor(f"torch's {getattr(func, '__name__', func)}")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise _is_no_tensor(name)
+        raise AttributeError(str(_is_no_tensor(name)))
 
     def __getitem__(self, index: Any) -> Any:
         raise _is_no_tensor("indexing")
@@ -112,11 +110,11 @@ def make_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | LazyMask | None = None,
+    attention_mask: Tensor | MaskParts | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **_: Any,
-) -> LazyMask:
+) -> MaskParts:
     """What transformers calls to make a mask; arguments as of its ``sdpa_mask``, of which those for others are ignored.
 
     Nothing waits for the device: whether a padding mask hides anything is not asked.
@@ -126,7 +124,7 @@ def make_mask(
     """
     from transformers.masking_utils import causal_mask_function
 
-    if isinstance(attention_mask, LazyMask):  # made ahead, as `generate` does with a static cache
+    if isinstance(attention_mask, MaskParts):  # made ahead, as `generate` does with a static cache
         return attention_mask
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(
@@ -140,13 +138,17 @@ def make_mask(
     pattern = None if use_vmap else understood(mask_function)
     shift = q_offset - kv_offset - (kv_length - q_length)
     aligned = not isinstance(shift, Tensor) and shift == 0
-    if pattern is None or (pattern.sequences is not None and not aligned):
+    stop = kv_offset + kv_length
+    in_one_place = pattern is not None and (
+        pattern.sequences is None or (aligned and pattern.sequences.shape[1] >= stop)
+    )
+    if pattern is None or not in_one_place:
         dense = _dense(shape, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device)
-        return LazyMask(shape, device, kv_length, dense=dense)
+        return MaskParts(shape, device, kv_length, dense=dense)
     keys, window = _window(pattern, q_length, kv_length, shift, device)
-    sequences = None if pattern.sequences is None else Documents(pattern.sequences)
+    sequences = None if pattern.sequences is None else Documents(pattern.sequences[:, kv_offset:stop])
     padding = None if attention_mask is None else _padding(attention_mask, kv_offset, keys)
-    return LazyMask(shape, device, keys, window, sequences, padding)
+    return MaskParts(shape, device, keys, window, sequences, padding)
 
 
 def _window(

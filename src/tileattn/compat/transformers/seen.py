@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...masks import Causal, Mask, SlidingWindow
-from .mask import LazyMask
+from .mask import MaskParts
 from .patterns import DenseMask, ShiftedWindow
 
 
@@ -25,7 +25,7 @@ class Seen:
 
 def seen(
     module: torch.nn.Module,
-    mask: LazyMask | Tensor | None,
+    mask: MaskParts | Tensor | None,
     q_length: int,
     kv_length: int,
     is_causal: bool | None,
@@ -39,7 +39,7 @@ def seen(
     Raises:
         TypeError, ValueError: they contradict each other, or do not say which keys are meant.
     """
-    if isinstance(mask, LazyMask):
+    if isinstance(mask, MaskParts):
         _check_agreement(module, mask.window, is_causal)
         if mask.shape[2:] != (q_length, kv_length):
             raise ValueError(
@@ -59,7 +59,7 @@ def seen(
 
 def seen_when_packed(
     module: torch.nn.Module,
-    mask: LazyMask | Tensor | None,
+    mask: MaskParts | Tensor | None,
     q_length: int,
     kv_length: int,
     is_causal: bool | None,
@@ -75,18 +75,18 @@ def seen_when_packed(
     if mask is None:
         # Lengths are equal within each sequence: not asked, for they are on the device.
         return Seen(kv_length, *_without_mask(module, q_length, q_length, is_causal, sliding_window))
-    other = not isinstance(mask, LazyMask) or mask.padding or mask.dense or isinstance(mask.window, ShiftedWindow)
+    other = not isinstance(mask, MaskParts) or mask.padding or mask.dense or isinstance(mask.window, ShiftedWindow)
     if other:
         raise NotImplementedError(
             'attn_implementation="tileattn": cu_seq_lens cannot go with a padding mask, a mask of your own or a static '
             "cache; packed sequences have no padding: leave attention_mask out"
         )
-    assert isinstance(mask, LazyMask)
+    assert isinstance(mask, MaskParts)
     _check_agreement(module, mask.window, is_causal)
-    return _joined(LazyMask(mask.shape, mask.device, mask.keys, mask.window), mask.keys)
+    return _joined(MaskParts(mask.shape, mask.device, mask.keys, mask.window), mask.keys)
 
 
-def _joined(mask: LazyMask, keys: int) -> Seen:
+def _joined(mask: MaskParts, keys: int) -> Seen:
     """The parts; a causal mask apart from the others, so that a plain causal call is one."""
     causal = isinstance(mask.window, Causal)
     rest: Any = None
