@@ -162,9 +162,11 @@ def _case_attempts(case: Case, direction: str) -> Iterator[Attempt]:
 def conformance_attempts() -> Iterator[Attempt]:
     """What the tests for a GPU call: of the forward pass and, from the same cases, of the backward pass."""
     import conformance_call
+    import test_flash_attn
     import test_gpu
     import test_gpu_backward
     import test_gpu_dropout
+    import test_gpu_sdpa
     import test_gpu_varlen
 
     for case in conformance_cases("full") + packed_cases("full"):
@@ -190,6 +192,9 @@ def conformance_attempts() -> Iterator[Attempt]:
     with mock.patch.object(test_gpu_backward, "DEVICE", "meta"):
         yield from map(torch.enable_grad(), test_gpu_backward.calls())
         yield from map(torch.enable_grad(), test_gpu_dropout.calls())
+    with mock.patch.object(test_gpu_sdpa, "DEVICE", "meta"):
+        yield from map(torch.enable_grad(), test_gpu_sdpa.compiled_calls())
+    yield from map(torch.enable_grad(), test_flash_attn.compiled_calls())
 
 
 @torch.enable_grad()

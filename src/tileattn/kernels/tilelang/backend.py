@@ -53,8 +53,6 @@ def _refusal_packed(call: AttentionCall) -> str | None:
         return "packed sequences must be float16 or bfloat16, not float8_e4m3fn"
     if call.arch.startswith("gfx"):
         return f"packed sequences run on NVIDIA GPUs only, not {call.arch}"
-    if call.needs_grad:
-        return "packed sequences have no backward pass yet (an input requires grad)"
     return None
 
 
