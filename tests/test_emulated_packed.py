@@ -60,7 +60,8 @@ def statuses(monkeypatch: pytest.MonkeyPatch, once: Once) -> list[list[int]]:
         backend, "forward_function", lambda call, config: once((call, config), lambda: forward_kernel(call, config))
     )
     monkeypatch.setattr(packed, "plan_function", lambda arch: once(arch, plan_kernel))
-    monkeypatch.setattr(packed_status, "report", lambda status: found.append(status.tolist()))
+    monkeypatch.setattr(packed_status, "_statuses", {})
+    monkeypatch.setattr(packed_status, "report", lambda device: found.append(packed_status.status_of(device).tolist()))
     return found
 
 

@@ -356,6 +356,7 @@ def test_wrong_lengths_are_told(name: str, which: str, packing: str, guarded: Gu
 
 def test_the_next_call_tells_as_well() -> None:
     arguments = GRAPHED.arguments()
+    tileattn.check_packed()  # no copy of a status is under way
     attend(**arguments | {"max_seqlen_q": 1499})
     torch.cuda.synchronize()
     with pytest.raises(ValueError, match="max_seqlen_q must be at least the longest length"):

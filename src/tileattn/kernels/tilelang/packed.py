@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ... import packed_status
 from ...call import Packed
 from .launch import plan_function
 from .records import WIDTH, capacity
@@ -14,8 +15,8 @@ def work_list(
 ) -> torch.Tensor:
     """The header and the records (records.py) for tiles of queries, or of keys: int32 (1 + capacity, 8), on the device.
 
-    One launch, for which nothing waits; what is wrong with the cumulative lengths is in the header's status. At least
-    one sequence is asked for.
+    One launch, for which nothing waits; what is wrong with the cumulative lengths is in the device's status
+    (:mod:`tileattn.packed_status`). There must be a sequence.
 
     Args:
         arch: of the device, as :class:`AttentionCall` spells it.
@@ -32,5 +33,8 @@ def work_list(
     )
     rows = 1 + capacity(tiled_total, tiled.numel() - 1, tile)
     work = torch.empty(rows, WIDTH, dtype=torch.int32, device=tiled.device)
-    plan_function(arch)(tiled, other, work, tiled_total, other_total, tiled_longest, other_longest, tile, int(of_keys))
+    status = packed_status.status_of(tiled.device)
+    plan_function(arch)(
+        tiled, other, work, status, tiled_total, other_total, tiled_longest, other_longest, tile, int(of_keys)
+    )
     return work

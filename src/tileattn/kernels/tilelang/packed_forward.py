@@ -16,7 +16,6 @@ from .config import HopperConfig
 from .defaults import Config, for_skewed_lengths
 from .packed import work_list
 from .queue import multiprocessors, tickets
-from .records import STATUS
 
 
 def packed_forward(
@@ -77,7 +76,7 @@ def packed_forward(
             *operands.ints,
             *operands.floats,
         )
-        packed_status.report(work[0, STATUS])
+        packed_status.report(q.device)
         return o, lse
 
     return forward
