@@ -113,7 +113,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 o_shared = T.alloc_shared([plan.block_M, plan.head_dim_v], plan.out_dtype)
             else:
                 o_shared = q_shared
-            message = T.alloc_shared([2, plan.fields], "int32")
+            message = T.alloc_shared([plan.messages, plan.fields], "int32")
             thread = T.get_thread_binding()
             w = SimpleNamespace(
                 q=q_shared,

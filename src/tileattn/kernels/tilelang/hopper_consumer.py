@@ -19,6 +19,7 @@ from .hopper_tasks import (
     ROW,
     place_of_o,
     read_message,
+    recall,
     rows_of,
     sizes_of_task,
     tile_of_step,
@@ -284,6 +285,8 @@ def attend(plan, arg, w, turn):
         T.barrier_arrive(w.q_free[0])  # the next Q may come under the last product and the store of O
     T.barrier_wait(w.v_ready[w.at[V_STAGE]], w.at[V_PARITY])
     multiply_pv(plan, w, w.at[V_STAGE])
+    if plan.recalls:
+        recall(plan, w, turn)
     T.reduce_sum(w.sums, w.l, dim=1)
     if plan.call.sink:
         sink = sink_of_task(plan, arg, w) * softmax.LOG2E
@@ -303,9 +306,9 @@ def consume(plan, arg, w):
     if plan.ping_pong:
         if w.thread < WARPGROUP:
             T.named_barrier_arrive(TURN, 2 * WARPGROUP)
-    read_message(plan, w, turn)
+    read_message(plan, w, turn, plan.recalls)
     while w.task[COUNT] > 0:
         attend(plan, arg, w, turn)
         turn += 1
-        read_message(plan, w, turn)
+        read_message(plan, w, turn, plan.recalls)
     T.tma_store_wait(0)

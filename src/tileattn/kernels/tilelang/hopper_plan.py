@@ -41,7 +41,9 @@ class Plan:
         copied_once: whether nobody shares them, so that they need not stay in the L2 cache.
         panel: columns of O that one TMA store takes.
         cluster, rows: blocks that share keys, and the queries of one task.
-        packed, fields: whether sequences are packed; how many integers a message has.
+        packed: whether sequences are packed.
+        recalls: whether consumers read a message once more when its task ends.
+        fields, messages: how many integers a message has, and how many messages there are.
         everyone: mask of the blocks that a load of K or V reaches, or None.
     """
 
@@ -69,6 +71,10 @@ class Plan:
         self.rows = self.cluster * self.block_M
         self.packed = call.packed
         self.fields = PACKED_FIELDS if call.packed else FIELDS
+        # With Q in registers where the sequence lies does not fit into them as well: the loop has 12 instructions less.
+        # Elsewhere it had up to 20 more.
+        self.recalls = call.packed and config.q_in_registers
+        self.messages = 4 if self.recalls else 2  # those that wait to be recalled must not hold up the producer
         self.everyone = (1 << self.cluster) - 1 if self.cluster > 1 else None
 
     def alloc_barriers(self) -> dict[str, Barriers]:
@@ -77,7 +83,7 @@ class Plan:
         As few arrays as can be: ptxas works an array's address out anew wherever it is used, in the inner loop too.
         """
         own = {
-            "message_ready": [1] * 2,
+            "message_ready": [1] * self.messages,
             "q_ready": [WARP],
             "q_free": [self.consumers],
             "k_ready": [WARP] * self.stages,
@@ -86,7 +92,7 @@ class Plan:
         }
         # Threads of the cluster's other block arrive on these too. (What it copies arrives on the others as bytes.)
         common = {
-            "message_free": [self.cluster * (self.consumers + WARP)] * 2,
+            "message_free": [self.cluster * (self.consumers + WARP)] * self.messages,
             "k_free": [self.cluster * self.warpgroups] * self.stages,
             "v_free": [self.cluster * self.warpgroups] * self.stages,
         }

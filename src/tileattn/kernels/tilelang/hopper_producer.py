@@ -46,14 +46,14 @@ def announce(plan, arg, w, turn, tile):
     """Tells all warps, in both blocks, which task comes next."""
     total = task_total(plan, arg, w)
     if w.rank == LEADER:
-        T.barrier_wait(w.message_free[turn % 2], ((turn // 2) & 1) ^ 1)
+        T.barrier_wait(w.message_free[turn % plan.messages], ((turn // plan.messages) & 1) ^ 1)
         if w.thread == plan.consumers:
             if w.ticket[0] == total - 1:
                 arg.tickets[0] = 0  # the last ticket: leave the queue as the next launch must find it
             if tile < total:
                 write_message(plan, arg, w, turn, tile)
             else:
-                w.message[turn % 2, COUNT] = 0
+                w.message[turn % plan.messages, COUNT] = 0
             send(plan, w, turn)
 
 

@@ -61,10 +61,10 @@ def write_message(plan, arg, w, turn, tile):
     of = arg
     if plan.packed:
         b, h, row, q_start, q_len, k_start, k_len = find_task(arg, tile, plan.rows, True)
-        w.message[turn % 2, Q_END] = q_start + q_len
-        w.message[turn % 2, Q_LEN] = q_len
-        w.message[turn % 2, K_END] = k_start + k_len
-        w.message[turn % 2, K_LEN] = k_len
+        w.message[turn % plan.messages, Q_END] = q_start + q_len
+        w.message[turn % plan.messages, Q_LEN] = q_len
+        w.message[turn % plan.messages, K_END] = k_start + k_len
+        w.message[turn % plan.messages, K_LEN] = k_len
         of = SimpleNamespace(seqlen_q=q_len, seqlen_k=k_len)
     else:
         side = arg.side_by_side
@@ -87,38 +87,53 @@ def write_message(plan, arg, w, turn, tile):
     begin = T.alloc_var("int32", init=T.truncdiv(kv_lo, plan.block_N))
     end = T.alloc_var("int32", init=T.max(T.ceildiv(kv_hi, plan.block_N), begin + 1))
     full_end = T.min(T.max(T.truncdiv(full_hi, plan.block_N), begin), end)
-    w.message[turn % 2, BATCH] = b
-    w.message[turn % 2, HEAD] = h
-    w.message[turn % 2, ROW] = row
-    w.message[turn % 2, BEGIN] = begin
-    w.message[turn % 2, END] = end
-    w.message[turn % 2, RIGHT] = end - full_end
-    w.message[turn % 2, LEFT] = T.min(T.max(T.ceildiv(full_lo, plan.block_N), begin), full_end) - begin
-    w.message[turn % 2, COUNT] = end - begin
+    w.message[turn % plan.messages, BATCH] = b
+    w.message[turn % plan.messages, HEAD] = h
+    w.message[turn % plan.messages, ROW] = row
+    w.message[turn % plan.messages, BEGIN] = begin
+    w.message[turn % plan.messages, END] = end
+    w.message[turn % plan.messages, RIGHT] = end - full_end
+    w.message[turn % plan.messages, LEFT] = T.min(T.max(T.ceildiv(full_lo, plan.block_N), begin), full_end) - begin
+    w.message[turn % plan.messages, COUNT] = end - begin
 
 
 @T.macro
 def send(plan, w, turn):
     """Hands the message over to all that wait for it in the leader, and to the follower."""
-    T.barrier_arrive(w.message_ready[turn % 2])
+    T.barrier_arrive(w.message_ready[turn % plan.messages])
     if plan.cluster > 1:
         T.fence_proxy_async()
         T.copy_cluster(
-            w.message[turn % 2, 0 : plan.fields],
-            w.message[turn % 2, 0 : plan.fields],
+            w.message[turn % plan.messages, 0 : plan.fields],
+            w.message[turn % plan.messages, 0 : plan.fields],
             dst_block=FOLLOWER,
-            remote_barrier=w.message_ready[turn % 2],
+            remote_barrier=w.message_ready[turn % plan.messages],
         )
 
 
 @T.macro
-def read_message(plan, w, turn):
-    """Waits for the next task and keeps it in registers."""
-    T.barrier_wait(w.message_ready[turn % 2], (turn // 2) & 1)
-    for field in T.unroll(plan.fields):
-        w.task[field] = w.message[turn % 2, field]
-    w.task[ROW] += w.rank * plan.block_M
+def free_message(plan, w, turn):
     if plan.cluster > 1:
-        T.mbarrier_arrive(w.message_free[turn % 2], LEADER)
+        T.mbarrier_arrive(w.message_free[turn % plan.messages], LEADER)
     else:
-        T.barrier_arrive(w.message_free[turn % 2])
+        T.barrier_arrive(w.message_free[turn % plan.messages])
+
+
+@T.macro
+def recall(plan, w, turn):
+    """Reads what the end of a task needs once more, so that it need not stay in registers through the loops."""
+    for field in (HEAD, ROW, Q_END, Q_LEN, K_END):
+        w.task[field] = w.message[turn % plan.messages, field]
+    w.task[ROW] += w.rank * plan.block_M  # as in read_message
+    free_message(plan, w, turn)
+
+
+@T.macro
+def read_message(plan, w, turn, again=False):
+    """Waits for the next task and keeps it in registers. `again`: whether it will be read again (:func:`recall`)."""
+    T.barrier_wait(w.message_ready[turn % plan.messages], (turn // plan.messages) & 1)
+    for field in T.unroll(plan.fields):
+        w.task[field] = w.message[turn % plan.messages, field]
+    w.task[ROW] += w.rank * plan.block_M
+    if not again:
+        free_message(plan, w, turn)
