@@ -96,6 +96,7 @@ def check_tiles(call: BackwardCall, config: HopperBackwardConfig, body: str) -> 
         return
     load, dtype = found
     assert re.search(rf"tma_load.*\({load.name}_desc", body)
+    assert "tl_shuffle_elect<128>" not in body.partition("warpgroup_reg_alloc<")[0]  # who copies is of one warp
     assert not re.search(rf"\b{load.name}\[", body)
     assert ("ptx_ldmatrix_x4_trans" in body) == (dtype.itemsize == 2)
     for index, path in enumerate(paths(call)):

@@ -92,6 +92,8 @@ def test_kernel(call: BackwardCall, which: str, tmp_path: Path) -> None:
     assert "atomic" not in body.lower().replace("atomicity", "")
     assert "tma_load(" in body
     assert "tma_store(" in body
+    loads = body.partition("warpgroup_reg_alloc<")[0]
+    assert set(re.findall(r"tl_shuffle_elect<(\d+)>", loads)) <= {"0", "32"}  # who copies is of the warp that loads
     barriers = re.findall(r"__sync_thread_partial\(.*, (\d+)\);", body)
     # Two, around the copy of the result to where an operand was, of those that read the one and write the other.
     assert barriers == ["128" if which == "queries" else "256"] * 2

@@ -64,8 +64,7 @@ def _narrow_shared_bias(case: Case, random: Callable[..., Tensor]) -> list[Any]:
 
 def _padded_bias(case: Case, random: Callable[..., Tensor]) -> list[Any]:
     """Its rows begin at multiples of 16 bytes, and so must its gradient's, whose length is none."""
-    rows, keys = case.lengths
-    return [Bias(random(case.batch, case.heads[0], rows, -(-keys // 8) * 8, dtype=case.dtype)[..., :keys])]
+    return [Bias(random(case.batch, case.heads[0], *case.lengths, dtype=case.dtype, padding=-case.lengths[1] % 8))]
 
 
 def _factor(case: Case, random: Callable[..., Tensor]) -> list[Any]:
@@ -161,9 +160,10 @@ class Problem:
         generator = None if DEVICE == "meta" else torch.Generator(DEVICE).manual_seed(seed)
         made: list[Tensor] = []
 
-        def random(*shape: int, dtype: torch.dtype = torch.float32, factor: float = 1.0) -> Tensor:
-            values = torch.randn(shape, device=DEVICE, generator=generator) * factor
-            made.append(values.to(dtype).requires_grad_())
+        def random(*shape: int, dtype: torch.dtype = torch.float32, factor: float = 1.0, padding: int = 0) -> Tensor:
+            *outer, last = shape
+            values = torch.randn((*outer, last + padding), device=DEVICE, generator=generator) * factor
+            made.append(values.to(dtype)[..., :last].requires_grad_())
             return made[-1]
 
         def rows(length: int, heads: int, head_dim: int) -> Tensor:

@@ -342,9 +342,11 @@ def take_part(plan, arg, w):
                 plan, arg, w, arg.do, w.do, w.do_ready,
                 arg.v, w.v, plan.config.v_stages, plan.head_dim_v, w.v_ready, w.v_free,
             )  # fmt: skip
-        elif plan.copied is not None:
-            if w.thread < CONSUMERS + 3 * WARP:
-                load_tiles(plan, arg, w)
+        if plan.copied is not None:
+            # Two conditions, for TileLang counts a branch's threads, of which one copies, by single ones.
+            if w.thread >= CONSUMERS + 2 * WARP:
+                if w.thread < CONSUMERS + 3 * WARP:
+                    load_tiles(plan, arg, w)
     else:
         T.set_max_nreg(CONSUMER_REGISTERS, 1)
         consume(plan, arg, w)

@@ -176,12 +176,12 @@ class MovedRows:
 class RaggedRows:
     """Of a tensor (1, rows, heads, dim), the `length` rows from `start` on, for copies of tiles by TMA that end there.
 
-    A tensor map is made by the host, which does not know where sequences end. But the end of one dimension is as good
-    as another's, and addresses count modulo 2^64: over the same memory, a tensor (y, z, x, heads, dim) is declared, y, z
-    and x of N = 2^30 elements, x with the stride S of a row, z with Z = 2^34 bytes and y with Z - S. At y = N - end, z =
-    end and x = N - length + r, where end = start + length, lies the byte
+    A tensor map is made by the host, which does not know where sequences end. But one row may be reached by several
+    coordinates, and addresses count modulo 2^64. So a tensor (y, z, x, heads, dim) is declared over the same memory: y, z
+    and x have N = 2^30 elements, and steps of Z - S, Z and S bytes, S being a row's and Z = 2^34. At y = N - end, z = end
+    and x = N - length + r, where end = start + length, lies the byte
 
-        (N - end) (Z - S) + end Z + (N - length + r) S  =  N Z + (end - length + r) S  =  (start + r) S  modulo 2^64
+        (N - end) (Z - S) + end Z + (N - length + r) S  =  N Z + (end - length + r) S  =  (start + r) S
 
     and row r = length is beyond the end of x. (Triton's ragged TMA, and flash-attn 4, do the same.)
     """
