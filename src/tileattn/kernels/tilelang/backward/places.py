@@ -177,8 +177,8 @@ class RaggedRows:
     """Of a tensor (1, rows, heads, dim), the `length` rows from `start` on, for copies of tiles by TMA that end there.
 
     A tensor map is made by the host, which does not know where sequences end. But one row may be reached by several
-    coordinates, and addresses count modulo 2^64. So a tensor (y, z, x, heads, dim) is declared over the same memory. The
-    first dimensions have N = 2^30 elements, and steps of Z - S, Z and S bytes, S being a row's and Z = 2^34. At
+    coordinates, and addresses count modulo 2^64. So a tensor (y, z, x, heads, dim) is declared over the same memory.
+    Its first dimensions have N = 2^30 elements, and steps of Z - S, Z and S bytes, S being a row's and Z = 2^34. At
     y = N - end, z = end and x = N - length + r, where end = start + length, lies the byte
 
         (N - end) (Z - S) + end Z + (N - length + r) S  =  N Z + (end - length + r) S  =  (start + r) S
