@@ -162,9 +162,12 @@ def _case_attempts(case: Case, direction: str) -> Iterator[Attempt]:
 def conformance_attempts() -> Iterator[Attempt]:
     """What the tests for a GPU call: of the forward pass and, from the same cases, of the backward pass."""
     import conformance_call
+    import test_flash_attn
     import test_gpu
     import test_gpu_backward
     import test_gpu_dropout
+    import test_gpu_sdpa
+    import test_gpu_varlen
 
     for case in conformance_cases("full") + packed_cases("full"):
         arguments = build(case, "meta")
@@ -184,9 +187,14 @@ def conformance_attempts() -> Iterator[Attempt]:
     for return_lse in (False, True):
         mask, score_mod = tileattn.SlidingWindow(64, 0), tileattn.SoftCap(30.0)
         yield _attention(return_lse, q, q, q, mask=mask, score_mod=score_mod)
+    with mock.patch.object(test_gpu_varlen, "DEVICE", "meta"):
+        yield from test_gpu_varlen.calls()
     with mock.patch.object(test_gpu_backward, "DEVICE", "meta"):
         yield from map(torch.enable_grad(), test_gpu_backward.calls())
         yield from map(torch.enable_grad(), test_gpu_dropout.calls())
+    with mock.patch.object(test_gpu_sdpa, "DEVICE", "meta"):
+        yield from map(torch.enable_grad(), test_gpu_sdpa.compiled_calls())
+    yield from map(torch.enable_grad(), test_flash_attn.compiled_calls())
 
 
 @torch.enable_grad()

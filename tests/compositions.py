@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap
+from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow, SoftCap
 
 BATCH, HEADS = 2, 4
 SCORES = ("softcap", "alibi", "alibi_b", "bias", "bias_b", "user")
@@ -21,7 +21,7 @@ def masks(draw: st.DrawFn, batch: int, seqlen_k: int, depth: int = 2) -> Mask:
         x, y = draw(masks(batch, seqlen_k, depth - 1)), draw(masks(batch, seqlen_k, depth - 1))
         return x & y if draw(st.booleans()) else x | y
     bound = st.integers(0, seqlen_k + 1)
-    kind = draw(st.sampled_from(["causal", "window", "prefix", "prefix_b", "documents", "function"]))
+    kind = draw(st.sampled_from(["causal", "window", "prefix", "prefix_b", "documents", "padding", "function"]))
     if kind == "causal":
         return Causal()
     if kind == "window":
@@ -33,6 +33,9 @@ def masks(draw: st.DrawFn, batch: int, seqlen_k: int, depth: int = 2) -> Mask:
     if kind == "documents":
         ids = st.lists(st.integers(0, 3), min_size=seqlen_k, max_size=seqlen_k)
         return Documents(torch.tensor([sorted(draw(ids)) if draw(st.booleans()) else draw(ids) for _ in range(batch)]))
+    if kind == "padding":
+        keep = st.lists(st.booleans(), min_size=seqlen_k, max_size=seqlen_k)
+        return KeyPadding(torch.tensor([draw(keep) for _ in range(batch)]))
     step = draw(st.integers(1, 4))
     return FunctionMask(lambda b, h, q, k: (q + k + h) % step == 0)
 

@@ -12,7 +12,18 @@ from pathlib import Path
 import tilelang
 import torch
 
-from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap
+from tileattn import (
+    ALiBi,
+    Bias,
+    Causal,
+    Documents,
+    FunctionMask,
+    KeyPadding,
+    Mask,
+    PrefixLM,
+    SlidingWindow,
+    SoftCap,
+)
 from tileattn.call import AttentionCall
 from tileattn.kernels.tilelang import defaults
 from tileattn.kernels.tilelang.compile import device_source
@@ -85,6 +96,7 @@ SLOW_CALLS = {
     "documents-96": make_call(IDS, dim=96),
     "documents-causal-256": make_call(IDS & Causal(), dim=256, sink=True, dtype=torch.float16),
     "function": make_call(FunctionMask(lambda b, h, q, k: (q + k + h) % 3 != 0)),
+    "padding-causal": make_call(Causal() & KeyPadding(torch.ones(2, 2, dtype=torch.bool))),
     "alibi": make_call(Causal(), ALiBi(SLOPES)),
     "bias": make_call(None, Bias(BIAS), dtype=torch.float16),
     "bias-tiles-64": make_call(Causal(), Bias(TILES), dim=64, sink=True),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tileattn import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow
+from tileattn import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
 
 BATCH, HEADS = 2, 2
 
@@ -84,6 +84,14 @@ def documents(seqlen_k: int, in_order: bool = False) -> st.SearchStrategy[Mask]:
     return st.one_of(row, st.lists(row, min_size=BATCH, max_size=BATCH)).map(lambda ids: Documents(torch.tensor(ids)))
 
 
+def paddings(seqlen_k: int, one_side: bool = False) -> st.SearchStrategy[Mask]:
+    row = st.lists(st.booleans(), min_size=seqlen_k, max_size=seqlen_k)
+    row = row.map(sorted) if one_side else row
+    rows = st.one_of(st.lists(row, min_size=n, max_size=n) for n in (1, BATCH))
+    either = st.sampled_from([slice(None), slice(None, None, -1)])
+    return st.builds(lambda rows, order: KeyPadding(torch.tensor([x[order] for x in rows])), rows, either)
+
+
 FUNCTIONS: list[Callable[..., Any]] = [
     lambda b, h, q, k: (q + k + h) % 3 != b,
     lambda b, h, q, k: (k % 4 == 0) | (q == k),
@@ -97,6 +105,7 @@ def any_mask(seqlen_k: int) -> st.SearchStrategy[Mask]:
         prefixes(),
         documents(seqlen_k),
         documents(seqlen_k, in_order=True),
+        paddings(seqlen_k),
         st.sampled_from(FUNCTIONS).map(FunctionMask),
     )
     return st.recursive(

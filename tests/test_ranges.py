@@ -11,8 +11,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from positions import BATCH, HEADS, Positions, Side, documents, lengths, positions, prefixes, windows
-from tileattn import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow
+from positions import BATCH, HEADS, Positions, Side, documents, lengths, paddings, positions, prefixes, windows
+from tileattn import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
 from tileattn import math as tm
 from tileattn.expr import evaluate
 from tileattn.masks import FIRST_POSITION
@@ -84,6 +84,13 @@ def test_prefixes_are_tight(case: Positions, side: str) -> None:
 
 @both_sides
 @settings(examples, max_examples=60)
+@given(case=positions(lambda seqlen_k: paddings(seqlen_k, one_side=True)))
+def test_padding_on_one_side_is_tight(case: Positions, side: str) -> None:
+    assert_tight(case, getattr(case, side))
+
+
+@both_sides
+@settings(examples, max_examples=60)
 @given(case=lengths.flatmap(lambda n: st.tuples(st.just(n), documents(n, in_order=True))))
 def test_documents_in_order_are_tight(case: tuple[int, Mask], side: str) -> None:
     seqlen, mask = case
@@ -97,6 +104,15 @@ def test_documents_in_order_skip_tiles_and_masks() -> None:
     tile = (torch.tensor(64), torch.tensor(95))
     for question in ("kv_range", "full_range", "q_range", "full_q_range"):
         assert [int(x) for x in getattr(mask, question)(0, 0, *tile, 256)] == [64, 128]
+
+
+def test_padding_between_keys_leaves_the_longest_run_without_a_mask() -> None:
+    keep = torch.zeros(1, 256, dtype=torch.bool)
+    keep[:, 10:20] = keep[:, 30:200] = keep[:, 210:250] = True
+    tile = (torch.tensor(0), torch.tensor(95))
+    mask = KeyPadding(keep)
+    assert [int(x) for x in mask.kv_range(0, 0, *tile, 256)] == [10, 250]
+    assert [int(x) for x in mask.full_range(0, 0, *tile, 256)] == [30, 200]
 
 
 def test_a_causal_window_skips_queries_on_both_sides() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 pytest.importorskip("tilelang")
 
 from emulator import COMPILER, Kernel
+from tileattn import packed_status
 from tileattn.call import Packed
 from tileattn.kernels.tilelang import packed as packed_launch
 from tileattn.kernels.tilelang import records
@@ -33,6 +34,12 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
 @pytest.fixture
 def launched(emulated: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_launch, "plan_function", lambda arch: emulated)
+    monkeypatch.setattr(packed_status, "_statuses", {})
+
+
+@pytest.fixture
+def status(launched: None) -> Tensor:
+    return packed_status.status_of(torch.device("cpu"))
 
 
 def bounds(lengths: list[int]) -> Tensor:
@@ -73,6 +80,7 @@ def test_list(lengths: tuple[list[int], list[int]], rest: int, tile: int, of_key
     expected = model(*lengths, total_q, total_k, tile, of_keys)
     assert work[0].tolist() == [len(expected), *[0] * 7]
     assert torch.equal(work[1 : 1 + len(expected)], expected)
+    assert packed_status.status_of(work.device).tolist() == [0, 0, 0, 0]
 
 
 def test_capacity_is_enough() -> None:
@@ -117,9 +125,20 @@ def test_too_long(of_keys: bool) -> None:
     _check_nobodys(Packed(bounds, bounds + 3, 7, 1), of_keys, [0, 1, 2, 1])
 
 
+@pytest.mark.usefixtures("launched")
+def test_one_status_serves_all_calls(status: Tensor) -> None:
+    """What is right does not take back what was wrong before."""
+    bounds = torch.tensor([0, 2, 10, 10], dtype=torch.int32)
+    for longest in (10, 7, 10):
+        packed_launch.work_list("sm_80", Packed(bounds, bounds, longest, 10), 10, 10, 4)
+    assert status.tolist() == [0, 0, 2, 0]
+
+
 def _check_nobodys(packed: Packed, of_keys: bool, status: list[int]) -> None:
+    found = packed_status.status_of(packed.cu_seqlens_q.device).zero_()
     work = packed_launch.work_list("sm_80", packed, 10, 10, 4, of_keys=of_keys)
-    assert work[0].tolist() == [3, 0, 0, 0, *status]
+    assert work[0].tolist() == [3, *[0] * 7]
+    assert found.tolist() == status
     last = packed.cu_seqlens_q.numel() - 1
     start = [-1, 0, 0, 10] if of_keys else [0, 10, -1, 0]
     assert work[1:4].tolist() == [[last - 1, 0, *start, last * 144, last * 144]] * 3

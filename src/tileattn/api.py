@@ -10,6 +10,7 @@ import torch
 from . import autograd, ops
 from .dispatch import Forward, prepare_forward, select
 from .fp8 import FP8, complete
+from .masks import KeyPadding, Mask, check_key_padding
 from .run import (
     NO_DESCALES,
     GivenDescales,
@@ -31,6 +32,7 @@ def attention(
     v: torch.Tensor,
     *,
     mask: MaskLike | None = None,
+    key_padding_mask: torch.Tensor | None = None,
     score_mod: ScoreModLike | None = None,
     causal: bool = False,
     scale: float | None = None,
@@ -54,6 +56,9 @@ def attention(
             query head ``h`` uses key/value head ``h // (heads // kv_heads)``.
         v: values (batch, seqlen_k, kv_heads, head_dim_v); head_dim_v may differ from head_dim.
         mask: a mask of :mod:`tileattn.masks` or a function ``mask(b, h, q, k) -> bool``; None sees all keys.
+        key_padding_mask: bool tensor (batch, seqlen_k), True where a key may be seen: the opposite of what
+            ``torch.nn.MultiheadAttention`` takes by this name. Joins with ``mask`` and ``causal``; short for
+            :class:`tileattn.KeyPadding`, which one makes once for several calls.
         score_mod: a function ``score_mod(score, b, h, q, k)``, a modification of :mod:`tileattn.scores`, or a
             sequence of them, applied in order to the scaled scores.
         causal: short for ``mask=Causal()``; with a mask, both hold. Aligned bottom-right: the last query sees the
@@ -93,6 +98,8 @@ def attention(
     """
     if torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q), autocast(k), autocast(v)
+    if key_padding_mask is not None:
+        mask = _with_padding(mask, key_padding_mask)
     descales = None if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
     if mask is None and score_mod is None and sink is None and dropout_p == 0.0 and _is_plain(q, k, v):
         o, lse = _plain_forward(q, k, v, descales, causal, scale, layout, return_lse, deterministic, backend)
@@ -106,6 +113,12 @@ def attention(
     if layout == "bhsd":
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o  # type: ignore[return-value]
+
+
+def _with_padding(mask: MaskLike | None, key_padding_mask: torch.Tensor) -> Mask:
+    check_key_padding("key_padding_mask", key_padding_mask)
+    padding, (given, _) = KeyPadding(key_padding_mask), normalize(mask, None, False)
+    return padding if given is None else given & padding
 
 
 def _as_bshd(layout: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -132,7 +132,7 @@ BACKENDS: tuple[Backend, ...] = (
     ),
     Backend(
         "triton",
-        "Triton kernels, for GPUs; only by name yet",
+        "Triton kernels, for GPUs: what the TileLang kernels refuse",
         triton_backend.refusal,
         triton_backend.reservation,
         triton_backend.prepare,

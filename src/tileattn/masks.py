@@ -249,6 +249,80 @@ class Documents(Mask):
             )
 
 
+@dataclass(frozen=True, eq=False)
+class KeyPadding(Mask):
+    """Queries see the keys that are no padding; what :func:`tileattn.attention` makes of ``key_padding_mask``.
+
+    Padding may lie anywhere. Tiles before a sequence's first key and behind its last are skipped, and in its longest
+    run of keys, which are all that it has where padding is on one side, no mask is computed. Making it takes some small
+    launches: make it once for all layers.
+
+    Args:
+        keep: bool tensor (batch, seqlen_k), or (1, seqlen_k) for all sequences, on the queries' device: True where a
+            key may be seen. (The ``key_padding_mask`` of ``torch.nn.MultiheadAttention`` has the opposite meaning.)
+    """
+
+    keep: torch.Tensor
+    # Of each sequence, as (begin, end): from the first to the last key; the longest run of keys.
+    begin: torch.Tensor = field(init=False, repr=False)
+    end: torch.Tensor = field(init=False, repr=False)
+    run_begin: torch.Tensor = field(init=False, repr=False)
+    run_end: torch.Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_key_padding("KeyPadding: keep", self.keep)
+        for name, value in zip(("begin", "end", "run_begin", "run_end"), _padding_bounds(self.keep)):
+            object.__setattr__(self, name, value.to(torch.int32))
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return load(self.keep, b, k)
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return load(self.begin, b), load(self.end, b)
+
+    def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return load(self.run_begin, b), load(self.run_end, b)
+
+    def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        some = (k_lo < load(self.end, b)) & (k_hi >= load(self.begin, b))
+        return where(some, FIRST_POSITION, seqlen_k), seqlen_k
+
+    def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        all_of_them = (k_lo >= load(self.run_begin, b)) & (k_hi < load(self.run_end, b))
+        return where(all_of_them, FIRST_POSITION, seqlen_k), seqlen_k
+
+    def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+        if self.keep.shape[0] not in (1, batch) or self.keep.shape[1] != seqlen_k:
+            raise ValueError(
+                f"a key padding mask must have shape (batch, seqlen_k) = ({batch}, {seqlen_k}) or (1, {seqlen_k}), got "
+                f"{tuple(self.keep.shape)}"
+            )
+
+
+def check_key_padding(name: str, keep: Any) -> None:
+    """Raises unless it is a bool tensor (batch, seqlen_k)."""
+    if not isinstance(keep, torch.Tensor) or keep.dtype != torch.bool:
+        given = keep.dtype if isinstance(keep, torch.Tensor) else type(keep).__name__
+        raise TypeError(f"{name} must be a bool tensor (batch, seqlen_k), True where a key may be seen, got {given}")
+    if keep.ndim != 2:
+        raise ValueError(f"{name} must have shape (batch, seqlen_k), got {tuple(keep.shape)}")
+
+
+def _padding_bounds(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """begin, end, run_begin, run_end of :class:`KeyPadding`, (batch,); does not wait for the device."""
+    batch, seqlen = keep.shape
+    position = torch.arange(seqlen, device=keep.device).expand(batch, seqlen)
+    if seqlen == 0:
+        nothing = torch.zeros(batch, dtype=torch.int64, device=keep.device)
+        return nothing, nothing, nothing, nothing
+    end = torch.where(keep, position + 1, 0).amax(1)
+    begin = torch.minimum(torch.where(keep, position, seqlen).amin(1), end)
+    # Of each key the length of the run that ends with it.
+    run_start, _ = _runs(keep, position)
+    length, last = torch.where(keep, position - run_start + 1, 0).max(1)
+    return begin, end, last + 1 - length, last + 1
+
+
 def _check_size(name: str, size: Any, accepted: str) -> None:
     """Sums of sizes and positions must stay within int32."""
     if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):

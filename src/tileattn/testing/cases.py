@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import math as tm
 from ..call import AttentionCall, Packed, is_aligned
 from ..fp8 import FP8, Descales, accumulator, output_dtype, quantize_fp8
-from ..masks import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow
+from ..masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
 from ..scores import ALiBi, Bias, SoftCap
 from ..variant import encode, restore, with_alignment
 from .shapes import PackedShape, Shape
@@ -258,6 +258,17 @@ def _documents(draw: _Draw, batch: tuple[int, ...], shape: AnyShape) -> Document
     return Documents(begins.cumsum(-1).to(torch.int32))
 
 
+def _padding(draw: _Draw, shape: AnyShape) -> KeyPadding:
+    """On the right, on the left and, in every third batch element, between; a second one has no key at all."""
+    if draw.device.type == "meta":
+        return KeyPadding(torch.empty((shape.batch, shape.seqlen_k), dtype=torch.bool, device="meta"))
+    length = draw.integers(shape.seqlen_k + 1, shape.batch, 1)
+    length[3:4] = 0
+    places = torch.arange(shape.seqlen_k, device=draw.device)
+    kinds = [places < length, places >= length, draw.integers(3, shape.batch, shape.seqlen_k) > 0]
+    return KeyPadding(torch.stack([kinds[i % 3][i] for i in range(shape.batch)]))
+
+
 def _function(draw: _Draw, shape: AnyShape) -> Mask:
     return FunctionMask(lambda b, h, q, k: ((h % 2 == 0) & (k <= q)) | (k % 3 == b % 2))
 
@@ -281,6 +292,8 @@ MASKS: dict[str, Callable[[_Draw, AnyShape], Mask | None]] = {
     "prefix_b": lambda draw, shape: PrefixLM(draw.integers(shape.seqlen_k + 1, shape.batch).to(torch.int32)),
     "documents": lambda draw, shape: _documents(draw, (shape.batch,), shape),
     "causal&documents": lambda draw, shape: Causal() & _documents(draw, (), shape),
+    "padding": _padding,
+    "causal&padding": lambda draw, shape: Causal() & _padding(draw, shape),
     "prefix|window": lambda draw, shape: _prefix(draw, shape) | _window(draw, shape),
     "function": _function,
     "function_tensor": _function_of_tensor,
@@ -490,7 +503,7 @@ def _plain(dtypes: tuple[str, ...], masks: tuple[str, ...] = ("none", "causal"))
 def has_tensors(structure: Structure) -> bool:
     """Whether a mask or modification carries a tensor. Its dimensions of size 1 are part of the kernel's code."""
     names = (structure.mask, *structure.scores)
-    return any(part in name for name in names for part in ("_b", "documents", "tensor", "alibi", "bias"))
+    return any(part in name for name in names for part in ("_b", "documents", "padding", "tensor", "alibi", "bias"))
 
 
 def scores_are_exact(structure: Structure) -> bool:
@@ -555,6 +568,17 @@ TILE_STRUCTURES = (
     Structure("fp8", 64, 64, "none", ("bias_tiles",), sink=False, aligned=True),
 )
 
+# Beside the table, as it came later: padding skips tiles by bounds of each batch element.
+PADDING_STRUCTURES = (
+    Structure("bf16", 128, 128, "padding", (), sink=False, aligned=True),
+    Structure("fp16", 64, 64, "causal&padding", (), sink=True, aligned=True),
+    Structure("bf16", 64, 64, "padding", ("alibi", "softcap"), sink=False, aligned=True),
+    Structure("fp16", 192, 128, "padding", ("bias_b",), sink=False, aligned=True),
+    Structure("bf16", 40, 40, "causal&padding", ("user",), sink=False, aligned=False),
+    Structure("fp32", 64, 64, "padding", (), sink=True, aligned=True),
+    Structure("fp8", 128, 128, "causal&padding", (), sink=False, aligned=True),
+)
+
 # Of every kind some, not all with all: masks and modifications are the same code as in 16 bits, on float32 scores.
 FP8_STRUCTURES = (
     Structure("fp8", 128, 128, "none", (), sink=False, aligned=True),
@@ -594,6 +618,7 @@ def conformance_cases(selection: str = "quick") -> list[ConformanceCase]:
     structures = _table(half) + _plain(half)
     found = _cases_of(structures, 8 if selection == "full" else 2) + _extremes()
     found += _cases_of(list(TILE_STRUCTURES), 8 if selection == "full" else 2)
+    found += _cases_of(list(PADDING_STRUCTURES), 8 if selection == "full" else 2)
     found += _cases_of(_table(single), 1) + _cases_of(_plain(single, ("causal",)), 1)
     found += _cases_of(_table(double)[::7], 1)
     found += _fp8_cases(8 if selection == "full" else 2)

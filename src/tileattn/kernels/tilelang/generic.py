@@ -31,7 +31,7 @@ from . import dropout, softmax
 from .config import PRODUCER_REGISTERS, ForwardConfig, padded
 from .expressions import Emitter
 from .mask import Score, Visibility, apply_mask, apply_score, keep_uniforms
-from .sequence_tasks import find_task, of_sequence, sink_of
+from .sequence_tasks import find_task, of_sequence, sink_of, task_count
 from .signature import assume_aligned, assume_filled
 
 ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
@@ -61,6 +61,7 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
     width = {"coalesced_width": 4} if call.arch.startswith("gfx") else {}
     # Tensor maps are made by the host, which does not know where sequences end.
     copy = {"disable_tma": not call.aligned or call.packed} | width
+    store = {"disable_tma": True} if call.packed else {}
 
     score = Score(call, traced) if traced.score is not None else None
     held = _variable if _has_no_producer(call) else (lambda value: value)
@@ -104,7 +105,9 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
                 assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides)
             # Held in variables: inlined wherever they are used, divisions would take the compiler most of its time.
             if call.packed:
-                b, h, row, q_start, seqlen_q, k_start, seqlen_k = find_task(arg, block, block_M)
+                b, h, row, q_start, seqlen_q, k_start, seqlen_k = find_task(
+                    arg, block, block_M, block < task_count(arg)
+                )
                 arg = of_sequence(arg, q_start, seqlen_q, k_start, seqlen_k)
             else:
                 bx, by, bz = block
@@ -152,13 +155,13 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
                 T.gemm(weights, v_shared, acc_o, policy=ROWS)
 
             if call.sink:
-                sink = sink_of(arg, h, k_start) if call.packed else arg.sink[h]
+                sink = sink_of(arg, h, k_start + seqlen_k) if call.packed else arg.sink[h]
                 softmax.add_sink(m, l, alpha, base, sink * softmax.LOG2E, c, block_M)
             else:
                 T.fill(alpha, 1)
             softmax.finish(l, base, alpha, acc_o, block_M, head_dim_v, arg.weight)
             T.copy(acc_o, o_shared)
-            T.copy(o_shared, arg.o[element(b), row : row + block_M, h, 0:head_dim_v])
+            T.copy(o_shared, arg.o[element(b), row : row + block_M, h, 0:head_dim_v], **store)
             if call.return_lse:
                 T.copy(l, arg.lse[element(b), h, row : row + block_M])
 

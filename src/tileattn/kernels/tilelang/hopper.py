@@ -70,7 +70,7 @@ from .config import HopperConfig
 from .hopper_consumer import consume
 from .hopper_plan import WARP, WARPGROUP, Plan
 from .hopper_producer import produce
-from .hopper_tasks import FIELDS
+from .ragged import with_ragged_tensors
 from .signature import assume_aligned, assume_filled
 
 
@@ -95,6 +95,8 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         ) as block:
             assume_filled(arg.operands)
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, itemsize=plan.size)
+            if plan.packed:
+                arg = with_ragged_tensors(arg)
             tile_shared, tile_registers = None, None
             if plan.copied is not None:
                 assume_aligned(arg.operands[plan.copied.name].strides, itemsize=plan.copied_dtype.itemsize)
@@ -108,7 +110,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 o_shared = T.alloc_shared([plan.block_M, plan.head_dim_v], plan.out_dtype)
             else:
                 o_shared = q_shared
-            message = T.alloc_shared([2, FIELDS], "int32")
+            message = T.alloc_shared([2, plan.fields], "int32")
             thread = T.get_thread_binding()
             w = SimpleNamespace(
                 q=q_shared,
@@ -116,8 +118,9 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 v=v_shared,
                 o=o_shared,
                 message=message,
-                task=T.alloc_local([FIELDS], "int32"),
+                task=T.alloc_local([plan.fields], "int32"),
                 ticket=T.alloc_local([1], "int32"),
+                total=T.alloc_local([1], "int32") if plan.packed else None,
                 at=T.alloc_local([4], "int32"),
                 block=block,
                 rank=T.block_rank_in_cluster() if plan.cluster > 1 else 0,

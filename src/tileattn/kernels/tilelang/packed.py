@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import torch
 
+from ... import packed_status
 from ...call import Packed
-from ..cache import KernelCache, default_folder
-from .launch import _load, _toolchain
+from .launch import plan_function
 from .records import WIDTH, capacity
-
-SOURCES = ("compile", "records", "sequence_plan")
 
 
 def work_list(
@@ -23,8 +15,8 @@ def work_list(
 ) -> torch.Tensor:
     """The header and the records (records.py) for tiles of queries, or of keys: int32 (1 + capacity, 8), on the device.
 
-    One launch, for which nothing waits; what is wrong with the cumulative lengths is in the header's status. At least
-    one sequence is asked for.
+    One launch, for which nothing waits; what is wrong with the cumulative lengths is in the device's status
+    (:mod:`tileattn.packed_status`). There must be a sequence.
 
     Args:
         arch: of the device, as :class:`AttentionCall` spells it.
@@ -41,34 +33,8 @@ def work_list(
     )
     rows = 1 + capacity(tiled_total, tiled.numel() - 1, tile)
     work = torch.empty(rows, WIDTH, dtype=torch.int32, device=tiled.device)
-    plan_function(arch)(tiled, other, work, tiled_total, other_total, tiled_longest, other_longest, tile, int(of_keys))
+    status = packed_status.status_of(tiled.device)
+    plan_function(arch)(
+        tiled, other, work, status, tiled_total, other_total, tiled_longest, other_longest, tile, int(of_keys)
+    )
     return work
-
-
-@functools.cache
-def plan_function(arch: str) -> Callable[..., Any]:
-    """The compiled planning kernel (sequence_plan.py), from the cache on disk or compiled now."""
-    return _load(ensure_plan_compiled(arch))["plan"]
-
-
-def ensure_plan_compiled(arch: str) -> Path:
-    """The shared library of :func:`plan_function`."""
-
-    def build(path: Path) -> None:
-        from .compile import build_library
-        from .sequence_plan import plan_kernel
-
-        build_library(plan_kernel(), arch, path)
-
-    return KernelCache(default_folder()).find_or_build(plan_key(arch), build)
-
-
-def plan_key(arch: str) -> str:
-    """All that decides what the compiled planning kernel is: of a call, the architecture alone."""
-    return f"sequence_plan | {arch} | {_digest()} | {_toolchain()}"
-
-
-@functools.cache
-def _digest() -> str:
-    files = [Path(__file__).parent / f"{name}.py" for name in SOURCES]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

@@ -1,7 +1,6 @@
 """What the planning kernel writes for packed sequences: rows of eight int32, a header and then the work list.
 
-The *header* is the list's length, three zeros, and the status: what is wrong with the cumulative lengths, if anything
-is.
+The *header* is the list's length, and zeros.
 
 Then comes one *record* for each tile of rows (queries, or keys), in order of decreasing work. All tiles of a sequence,
 a *run*, have equal records, so that reading one tells everything: where its run begins in the list, and where the
@@ -21,10 +20,7 @@ NOWHERE = -1
 # more than its own.
 ALIGNMENT, PADDING = 16, 144
 
-# The header's fields. Each of the last four, the status (tileattn.packed_status), is 0 or 1 + the number of a sequence
-# of which it holds: its bounds are wrong, or it is longer than it may be, in q or in k.
-COUNT, _, _, _, WRONG_Q, WRONG_K, LONG_Q, LONG_K = range(WIDTH)
-STATUS = slice(WRONG_Q, WIDTH)
+COUNT = 0  # the header's field
 
 
 def capacity(total: int, sequences: int, tile: int) -> int:

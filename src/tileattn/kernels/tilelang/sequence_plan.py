@@ -8,7 +8,7 @@ the tiles of those that come before its own, and writes its records. Sequences w
 first, because their tiles take longest: what is left for the end of a launch is short.
 
 Cumulative lengths that are wrong must not lead anybody out of the tensors. If anything is wrong, nobody owns any row:
-the list has one run, of all rows, without other rows, which gives zeros; and the header says what is wrong.
+the list has one run, of all rows, without other rows, which gives zeros; and a status says what is wrong.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ from typing import Any
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
-from .records import ALIGNMENT, NOWHERE, PADDING, WIDTH
+from .records import ALIGNMENT, COUNT, NOWHERE, PADDING, WIDTH
 
 WARP = 32
 SOUND = 2**31 - 1  # in place of the number of a sequence of which something wrong is true
 
 
 def plan_kernel() -> Any:
-    """The TileLang function ``plan(tiled, other, work, tiled_total, other_total, tiled_longest, other_longest, tile,
-    keys_tiled)``
+    """The TileLang function ``plan(tiled, other, work, status, tiled_total, other_total, tiled_longest, other_longest,
+    tile, keys_tiled)``
 
     ``tiled``, ``other``: the cumulative lengths of the side that is cut into tiles of ``tile`` rows, and of the other
     one, int32 (sequences + 1,), of one sequence at least; then the rows that their tensors have, and the longest that a
     sequence may be. ``keys_tiled``: 1 where the keys are cut, 0 for the queries. ``work``: int32 (1 + capacity, WIDTH).
+    ``status``: the device's, int32 (4,); see :mod:`tileattn.packed_status`.
     """
     builder = Builder()
     with builder.prim_func("plan"):
         bounds = T.dynamic("bounds")
         tensors = {name: builder.prim_func_arg(name, T.Tensor([bounds], "int32")) for name in ("tiled", "other")}
         work = builder.prim_func_arg("work", T.Tensor([T.dynamic("rows"), WIDTH], "int32"))
+        status = builder.prim_func_arg("status", T.Tensor([4], "int32"))
         names = ("tiled_total", "other_total", "tiled_longest", "other_longest", "tile", "keys_tiled")
         sizes = {name: builder.prim_func_arg(name, T.int32()) for name in names}
-        _kernel(SimpleNamespace(bounds=bounds, work=work, **tensors, **sizes))
+        _kernel(SimpleNamespace(bounds=bounds, work=work, status=status, **tensors, **sizes))
     return builder.get()
 
 
@@ -89,8 +91,10 @@ def _kernel(arg):
                 arg.work[1 + first + number, field] = value
         if (run == sequences) & (lane < WIDTH):
             status = [*_by_side(arg, wrong, other_wrong), *_by_side(arg, long, other_long)]
-            status = [T.if_then_else(number == SOUND, 0, number + 1) for number in status]
-            arg.work[0, lane] = _chosen(lane, [first + tiles, 0, 0, 0, *status])
+            arg.work[0, lane] = T.if_then_else(lane == COUNT, first + tiles, 0)
+            found = T.alloc_var("int32", init=_chosen(lane, [*status, SOUND]))
+            if found != SOUND:
+                arg.status[lane] = found + 1
 
 
 def _is_wrong(bounds, j, sequences, total):

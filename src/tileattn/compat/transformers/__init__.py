@@ -1,0 +1,54 @@
+"""tileattn as an attention implementation of Hugging Face transformers.
+
+    import tileattn.compat.transformers
+    from transformers import AutoModelForCausalLM
+
+    tileattn.compat.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="tileattn")
+
+See docs/transformers.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+NAME = "tileattn"
+OLDEST = (5, 17)
+
+__all__ = ["register"]
+
+
+def register(*, backend: str | None = None, ignore: Iterable[str] = ()) -> None:
+    """Makes ``attn_implementation="tileattn"`` known to transformers, for all models from now on.
+
+    Registered are an attention function and the function that makes its masks, without which transformers would leave
+    masks out. May be called again, with other arguments.
+
+    Args:
+        backend: as of :func:`tileattn.attention`; None takes the first that accepts the call.
+        ignore: names of keyword arguments, of a model or a training loop of your own, that reach the attention and are
+            not meant for it. Others that tileattn does not know are an error.
+
+    Raises:
+        ImportError: transformers is not installed, or is older than 5.17.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            "tileattn.compat.transformers needs transformers: pip install 'tileattn[transformers]'"
+        ) from error
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+        raise ImportError(
+            f"tileattn.compat.transformers needs transformers {'.'.join(map(str, OLDEST))} or newer, got "
+            f"{transformers.__version__}: pip install 'tileattn[transformers]'"
+        )
+    from .attention import attend
+    from .mask import make_mask
+
+    transformers.AttentionInterface.register(
+        NAME, functools.partial(attend, backend=backend, ignored=frozenset(ignore))
+    )
+    transformers.AttentionMaskInterface.register(NAME, make_mask)

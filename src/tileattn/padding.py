@@ -1,0 +1,86 @@
+"""From padded batches to packed sequences and back, as flash-attn's ``bert_padding`` does."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class Unpadded(NamedTuple):
+    """What :func:`unpad_input` returns.
+
+    Attributes:
+        x: (total, ...), the tokens of all sequences, one behind the other.
+        indices: int64 (total,), where they were: of the flattened (batch * seqlen).
+        cu_seqlens: int32 (batch + 1,), for :func:`tileattn.varlen_attention`.
+        max_seqlen: the longest length.
+        seqused: int32 (batch,), of each sequence how many of its tokens are used.
+    """
+
+    x: torch.Tensor
+    indices: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    seqused: torch.Tensor
+
+
+def unpad_input(x: torch.Tensor, mask: torch.Tensor, unused_mask: torch.Tensor | None = None) -> Unpadded:
+    """Takes the tokens out of a padded batch.
+
+    Waits for the device, to learn how many there are. Differentiable in x: padding gets a gradient of 0.
+
+    Args:
+        x: (batch, seqlen, ...), any dtype.
+        mask: bool, or integers of which 0 is padding, (batch, seqlen), on x's device.
+        unused_mask: the same of tokens that get room and are not used.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted.
+    """
+    if x.ndim < 2:
+        raise ValueError(f"x must have shape (batch, seqlen, ...), got {tuple(x.shape)}")
+    used = taken = _as_bool("mask", mask, x)
+    if unused_mask is not None:
+        taken = used | _as_bool("unused_mask", unused_mask, x)
+    lengths = taken.sum(dim=1, dtype=torch.int32)
+    indices = taken.flatten().nonzero().flatten()
+    return Unpadded(
+        x.flatten(0, 1).index_select(0, indices),
+        indices,
+        F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
+        int(lengths.max()) if len(lengths) else 0,
+        used.sum(dim=1, dtype=torch.int32),
+    )
+
+
+def _as_bool(name: str, mask: Any, x: torch.Tensor) -> torch.Tensor:
+    if not isinstance(mask, torch.Tensor) or mask.dtype.is_floating_point or mask.dtype.is_complex:
+        given = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise TypeError(f"{name} must be a tensor of bool or integers, 0 where there is padding, got {given}")
+    if mask.shape != x.shape[:2]:
+        raise ValueError(f"{name} must have shape (batch, seqlen) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
+    if mask.device != x.device:
+        raise ValueError(f"{name} must be on x's device {x.device}, got {mask.device}")
+    return mask != 0
+
+
+def pad_input(x: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
+    """The inverse of :func:`unpad_input`: (batch, seqlen, ...), zeros where there is padding. Differentiable in x.
+
+    Args:
+        x: (total, ...), any dtype.
+        indices: int64 (total,), as :func:`unpad_input` returned them.
+        batch: of the padded tensor.
+        seqlen: of the padded tensor.
+
+    Raises:
+        ValueError: x and indices do not fit.
+    """
+    if indices.ndim != 1 or x.ndim < 1 or x.shape[0] != indices.shape[0]:
+        raise ValueError(
+            f"x and indices must have shapes (total, ...) and (total,), got {tuple(x.shape)} and {tuple(indices.shape)}"
+        )
+    padded = x.new_zeros(batch * seqlen, *x.shape[1:]).index_copy(0, indices, x)
+    return padded.view(batch, seqlen, *x.shape[1:])
