@@ -13,8 +13,9 @@ from typing import Any
 
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
-from tvm import tirx
+from tvm import arith, tirx
 
+from .. import ragged
 from ..records import COUNT, FIRST, K_LEN, K_START, PADDED_Q, Q_LEN, Q_START, SEQUENCE, WIDTH
 from .operands import BY_KEY, SPREAD
 
@@ -198,33 +199,14 @@ class MovedRows:
 
 
 class RaggedRows:
-    """Of a tensor (1, rows, heads, dim), the `length` rows from `start` on, for copies of tiles by TMA that end there.
-
-    A tensor map is made by the host, which does not know where sequences end. But one row may be reached by several
-    coordinates, and addresses count modulo 2^64. So a tensor (y, z, x, heads, dim) is declared over the same memory.
-    Its first dimensions have N = 2^30 elements, and steps of Z - S, Z and S bytes, S being a row's and Z = 2^34. At
-    y = N - end, z = end and x = N - length + r, where end = start + length, lies the byte
-
-        (N - end) (Z - S) + end Z + (N - length + r) S  =  N Z + (end - length + r) S  =  (start + r) S
-
-    and row r = length is beyond the end of x. (Triton's ragged TMA, and flash-attn 4, do the same.)
-    """
+    """Of a tensor (1, total, heads, head_dim), a sequence's rows, for copies of tiles by TMA, which end there."""
 
     shape = (ANY_NUMBER,)
-    _N, _Z = 2**30, 2**34
 
     def __init__(self, tensor: Any, start: Any, length: Any) -> None:
-        # All tensors are of 16 bits.
-        z, row = tirx.const(self._Z // 2, "int64"), T.cast(tensor.strides[1], "int64")
-        strides = [z - row, z, row, tensor.strides[2], 1]
-        shape = [self._N, self._N, self._N, *tensor.shape[2:]]
-        name = f"{tensor.name}_ragged"
-        self._map = tirx.decl_buffer(shape, tensor.dtype, name, data=tensor.data, strides=strides)
-        self._end, self._length = start + length, length
+        self._map, self._end, self._length = ragged.ragged(tensor), start + length, length
 
     def __getitem__(self, indices: Any) -> Any:
         _, rows, h, columns = indices
-        first = self._N - self._length
-        return self._map[
-            self._N - self._end, self._end, first + rows.start : first + rows.stop, h, columns.start : columns.stop
-        ]
+        count = int(arith.Analyzer().simplify(rows.stop - rows.start))
+        return ragged.tile(self._map, self._end, self._length, rows.start, count, h, columns)
