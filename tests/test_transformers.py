@@ -248,29 +248,39 @@ def test_generation(name: str, cache: str, device: Device, calls: Calls) -> None
 
 @on_devices
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("pad", ["none", "left"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"])
 @torch.no_grad()
-def test_prefill_in_chunks(name: str, cache: str, device: Device) -> None:
-    """Queries that stand in the middle of a cache, behind keys of earlier chunks and before unused slots."""
-    decoding = Decoding(name, device)
-    model, text = with_attention(decoding.model, "tileattn"), decoding.ids
+def test_prefill_in_chunks(name: str, pad: str, cache: str, device: Device) -> None:
+    """Queries that stand in the middle of a cache, behind keys of earlier chunks and before unused slots.
+
+    Without a padding mask nothing but their places hides those.
+    """
+    problem = Problem(MODELS[name], device, pad)
+    model, counts = with_attention(problem.model, "tileattn"), problem.counts
+    text, mask = problem.inputs["input_ids"], problem.inputs["attention_mask"]
+    places = (counts.long().cumsum(1) - 1).clamp(min=0)
     past = (
         transformers.DynamicCache(config=model.config)
         if cache == "dynamic"
         else transformers.StaticCache(config=model.config, max_cache_len=SEQLEN + 6)
     )
     logits, start = [], 0
-    for length in (10, 8, 1, 1, 9):
+    for length in (3, 1, 7, 8, 1, 9):  # fewer than the window, then more
         stop = start + length
-        places = (decoding.mask.cumsum(1) - 1).clamp(min=0)[:, start:stop]
-        seen = {"attention_mask": decoding.mask[:, :stop], "position_ids": places, "past_key_values": past}
-        logits.append(model(text[:, start:stop], **seen).logits)
+        seen = {"attention_mask": None if mask is None else mask[:, :stop], "position_ids": places[:, start:stop]}
+        logits.append(model(text[:, start:stop], **seen, past_key_values=past).logits)
         start = stop
     assert start == SEQLEN
-    new = text[:, -NEW:]  # as if these had been generated
-    decoding.ids, decoding.mask = text[:, : 1 - NEW], decoding.mask[:, : 1 - NEW]
-    new = torch.cat([new[:, 1:], new[:, :1]], dim=1)  # the last is not read
-    decoding.check(f"{cache} cache, in chunks", new, torch.cat(logits, dim=1)[:, -NEW:])
+
+    def counted(logits: Tensor) -> Tensor:
+        return logits.masked_fill(~counts[..., None], 0.0)
+
+    at_once = {"input_ids": text, "attention_mask": mask, "position_ids": places, "use_cache": False}
+    with InFloat64():
+        exact = with_attention(problem.model, "eager").double()(**at_once).logits
+    eager = with_attention(problem.model, "eager")(**at_once).logits
+    assert_accurate(f"logits of {name}, {cache}", counted(torch.cat(logits, dim=1)), counted(exact), [counted(eager)])
 
 
 # --- torch.compile ---
