@@ -14,6 +14,7 @@ forward pass that is differentiated goes on behind that place, to the backward p
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -196,6 +197,10 @@ def conformance_attempts() -> Iterator[Attempt]:
     with mock.patch.object(test_gpu_sdpa, "DEVICE", "meta"):
         yield from map(torch.enable_grad(), test_gpu_sdpa.compiled_calls())
     yield from map(torch.enable_grad(), test_flash_attn.compiled_calls())
+    if importlib.util.find_spec("transformers"):
+        import transformers_calls
+
+        yield from transformers_calls.calls()
 
 
 @torch.enable_grad()

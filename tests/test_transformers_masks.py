@@ -44,7 +44,7 @@ def same_sequence(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 def near(b: Any, h: Any, q: Any, k: Any) -> Any:
     """A window as a user may write it."""
-    return (q >= k) & (q - k < 4)
+    return (k < q + 1) & (q - k < 4)
 
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Pattern | None]] = {
