@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import tileattn
-from tileattn import ops
+from tileattn import dispatch, ops
 from tileattn.bench import choices, passes, problem
 from tileattn.bench.cases import Case
 from tileattn.bench.peers.own import TileAttn, TileAttnBf16
@@ -95,6 +95,7 @@ def _going_on(run: Callable[..., Any], operator: Callable[..., Any]) -> Callable
 def _pretending(arch: str) -> Iterator[_Found]:
     """Inside, tensors on "meta" are taken for tensors on a GPU of this architecture."""
     found = _Found()
+    dispatch._prepare.cache_clear()  # packed calls are prepared before they ask for a kernel
     with (
         mock.patch.object(ops, "_asks_for_alignment", return_value=True),
         mock.patch.object(ops, "device_arch", return_value=arch),

@@ -114,7 +114,8 @@ class PackedCase(Case):
 
     @property
     def name(self) -> str:
-        return f"{super().name}-packed"
+        dtype, _, rest = super().name.partition("-")
+        return f"{dtype}-packed-{rest}"
 
     @property
     def sizes(self) -> tuple[Size, ...]:

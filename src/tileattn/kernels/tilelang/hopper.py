@@ -42,6 +42,9 @@ With dropout weights are dropped once the row's sum has them, and kept ones gain
 sum. The pattern (dropout.py) is arithmetic that runs, as the softmax does, under P V; the words of a head are computed
 under a tile's first product.
 
+Packed sequences: the producer looks a ticket's task up in the work list (sequence_tasks.py), and the message says where
+the task's sequence lies. Loads and the store of O end with the sequence by their tensor maps (ragged.py).
+
 fp8: both products are taken in e4m3 and summed in float32. The matrix units read 8-bit operands only along the sum, so
 that V comes transposed (transpose_fp8.py), with its keys in the order in which the threads hold the weights. The
 descales of q and k join the scale, that of v the division by the row's sum. Weights are stored 2^4 times as large, and
