@@ -170,6 +170,7 @@ def conformance_attempts() -> Iterator[Attempt]:
     import test_gpu_dropout
     import test_gpu_sdpa
     import test_gpu_varlen
+    import test_gpu_varlen_backward
 
     for case in conformance_cases("full") + packed_cases("full"):
         arguments = build(case, "meta")
@@ -191,6 +192,7 @@ def conformance_attempts() -> Iterator[Attempt]:
         yield _attention(return_lse, q, q, q, mask=mask, score_mod=score_mod)
     with mock.patch.object(test_gpu_varlen, "DEVICE", "meta"):
         yield from test_gpu_varlen.calls()
+        yield from map(torch.enable_grad(), test_gpu_varlen_backward.calls())
     with mock.patch.object(test_gpu_backward, "DEVICE", "meta"):
         yield from map(torch.enable_grad(), test_gpu_backward.calls())
         yield from map(torch.enable_grad(), test_gpu_dropout.calls())

@@ -172,7 +172,9 @@ def add_anywhere(gradient: Tensor, path: Path, parts: Tensor, values: dict[str, 
     """
     indices, within = [], torch.ones((), dtype=torch.bool, device=parts.device)
     for index, size in zip(path.load.args[1:], gradient.shape, strict=True):
-        place = torch.as_tensor(evaluate(index, values), device=parts.device)
+        place = evaluate(index, values)
+        if not isinstance(place, Tensor):  # filled in: a copy of it would wait for the device
+            place = torch.full((), place, device=parts.device)
         within = within & (place >= 0) & (place < size)
         indices.append(place.clamp(0, size - 1).expand(parts.shape))
     gradient.index_put_(tuple(indices), torch.where(within, parts, 0.0), accumulate=True)
