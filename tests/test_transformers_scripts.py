@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -192,3 +193,13 @@ def test_layers_are_measured_on_a_gpu(script: ModuleType) -> None:
     assert re.findall(r"(prefill|training) +(tileattn|fa2|cudnn)", said(result)) == [
         (work, name) for work in ("prefill", "training") for name in ("tileattn", "fa2", "cudnn")
     ]
+
+
+def test_the_pages_python_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/transformers.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        scope: dict[str, Any] = {}
+        exec(block, scope)
+        assert scope["model"].config._attn_implementation == "tileattn"
+        assert scope["logits"].isfinite().all()
