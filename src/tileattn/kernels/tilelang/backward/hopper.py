@@ -644,6 +644,8 @@ def find_rows(plan, w, h):
     w.rows[1] = w.uniform(T.max(end, first))
     w.rows[2] = w.uniform(full_lo)
     w.rows[3] = w.uniform(full_hi)
+    if plan.call.packed:
+        T.fence_proxy_async()  # or TileLang puts one into the loop: they are in shared memory
 
 
 @T.macro

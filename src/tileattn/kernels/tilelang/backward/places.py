@@ -151,12 +151,16 @@ def _has_rows(name: str, tensor: Any) -> bool:
 
 @T.macro
 def _keep(record, work, number):
-    """A record in shared memory, and behind it how many there are."""
+    """A record in shared memory, and behind it how many there are.
+
+    Here is a fence, lest TileLang put one in front of every product and copy, which do not read this.
+    """
     thread = T.get_thread_binding()
     if thread < WIDTH:
         record[thread] = work[number, thread]
     if thread == WIDTH:
         record[thread] = work[0, COUNT]
+    T.fence_proxy_async()
     T.sync_threads()
 
 
