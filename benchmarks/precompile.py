@@ -14,6 +14,7 @@ forward pass that is differentiated goes on behind that place, to the backward p
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -169,6 +170,7 @@ def conformance_attempts() -> Iterator[Attempt]:
     import test_gpu_dropout
     import test_gpu_sdpa
     import test_gpu_varlen
+    import test_gpu_varlen_backward
 
     for case in conformance_cases("full") + packed_cases("full"):
         arguments = build(case, "meta")
@@ -190,12 +192,17 @@ def conformance_attempts() -> Iterator[Attempt]:
         yield _attention(return_lse, q, q, q, mask=mask, score_mod=score_mod)
     with mock.patch.object(test_gpu_varlen, "DEVICE", "meta"):
         yield from test_gpu_varlen.calls()
+        yield from map(torch.enable_grad(), test_gpu_varlen_backward.calls())
     with mock.patch.object(test_gpu_backward, "DEVICE", "meta"):
         yield from map(torch.enable_grad(), test_gpu_backward.calls())
         yield from map(torch.enable_grad(), test_gpu_dropout.calls())
     with mock.patch.object(test_gpu_sdpa, "DEVICE", "meta"):
         yield from map(torch.enable_grad(), test_gpu_sdpa.compiled_calls())
     yield from map(torch.enable_grad(), test_flash_attn.compiled_calls())
+    if importlib.util.find_spec("transformers"):
+        import transformers_calls
+
+        yield from transformers_calls.calls()
 
 
 @torch.enable_grad()

@@ -23,6 +23,7 @@ from transformers import masking_utils as theirs
 import tileattn
 import tileattn.compat.transformers as door
 from positions import Positions
+from test_import import inside, modules_after
 from test_ranges import assert_sound, assert_tight
 from tileattn import Causal, Documents, SlidingWindow, SoftCap
 from tileattn.compat.transformers.attention import attend
@@ -44,7 +45,7 @@ def same_sequence(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 def near(b: Any, h: Any, q: Any, k: Any) -> Any:
     """A window as a user may write it."""
-    return (q >= k) & (q - k < 4)
+    return (k < q + 1) & (q - k < 4)
 
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Pattern | None]] = {
@@ -336,6 +337,11 @@ def test_a_model_that_computes_with_its_mask_is_told(compute: Callable[[MaskPart
 
 
 # --- Registration ---
+
+
+def test_importing_it_imports_no_transformers() -> None:
+    """Who does not register it does not pay for it."""
+    assert inside(modules_after("import tileattn.compat.transformers"), "transformers") == set()
 
 
 @pytest.fixture

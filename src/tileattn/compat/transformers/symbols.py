@@ -168,7 +168,8 @@ def _between(smaller: Any, larger: Any) -> int:
     """By how much the larger may be passed: of ``k + a <= q + b``, b - a."""
     if not isinstance(larger, Position) or type(smaller) is type(larger):
         raise NotUnderstood
-    return larger.offset - smaller.offset
+    passed: int = larger.offset - smaller.offset
+    return passed
 
 
 def _number(value: Any) -> int:

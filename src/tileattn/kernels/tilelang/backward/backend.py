@@ -136,14 +136,14 @@ def _heads_side_by_side(call: BackwardCall, q_shape: torch.Size, k_shape: torch.
 
     Those of a kv head's group, which read the same keys, and of more groups under a mask.
     """
-    batch, _, heads, head_dim = q_shape
+    _, _, heads, head_dim = q_shape
     _, seqlen_k, kv_heads, _ = k_shape
     group = heads // kv_heads
     if program(call.forward.variant).allows is None:
         return group
     row_bytes = 2 * (head_dim + call.forward.head_dim_v)  # of k and v
     fitting = max(L2_BYTES // (row_bytes * seqlen_k), MIN_SIDE_BY_SIDE)
-    return group * max(d for d in divisors(batch * kv_heads) if d <= fitting)
+    return group * max(d for d in divisors(_together(call, q_shape) * kv_heads) if d <= fitting)
 
 
 def _kv_heads_side_by_side(call: BackwardCall, q_shape: torch.Size, kv_heads: int) -> int:
@@ -153,12 +153,17 @@ def _kv_heads_side_by_side(call: BackwardCall, q_shape: torch.Size, kv_heads: in
     mask tiles differ, and several heads give a choice of long ones to begin with; but their queries and sums should
     stay in the L2 cache.
     """
-    batch, seqlen_q, heads, head_dim = q_shape
+    _, seqlen_q, heads, head_dim = q_shape
     if program(call.forward.variant).allows is None:
         return 1
     row_bytes = 2 * (head_dim + call.forward.head_dim_v) + 4 * head_dim  # of q, do and dq's sums
     fitting = max(L2_BYTES // (row_bytes * seqlen_q * (heads // kv_heads)), MIN_SIDE_BY_SIDE)
-    return max(d for d in divisors(batch * kv_heads) if d <= fitting)
+    return max(d for d in divisors(_together(call, q_shape) * kv_heads) if d <= fitting)
+
+
+def _together(call: BackwardCall, q_shape: torch.Size) -> int:
+    """How many batch elements' heads may run side by side: packed sequences, with unequal numbers of tiles, do not."""
+    return 1 if call.forward.packed else q_shape[0]
 
 
 def _nothing(call: BackwardCall) -> Callable[..., Gradients]:

@@ -644,6 +644,8 @@ def find_rows(plan, w, h):
     w.rows[1] = w.uniform(T.max(end, first))
     w.rows[2] = w.uniform(full_lo)
     w.rows[3] = w.uniform(full_hi)
+    if plan.call.packed:
+        T.fence_proxy_async()  # or TileLang puts one into the loop: they are in shared memory
 
 
 @T.macro
@@ -719,7 +721,7 @@ def body(
             w = SimpleNamespace(
                 task=T.alloc_local([3], "int32"),
                 emit=emit,
-                # In a tile's rows behind a sequence's last lse2 is +inf, and Q is 0; but a modification may be NaN there.
+                # Behind a sequence's last row lse2 is +inf, and Q is 0; but a modification may be NaN there.
                 visible=Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k, call.packed and plan.slopes is None),
                 k=T.alloc_shared([plan.block_N, plan.head_dim], plan.dtype),
                 v=T.alloc_shared([plan.block_N, plan.head_dim_v], plan.dtype),

@@ -305,9 +305,9 @@ def consume(plan, arg, w):
     b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
     q_lo = row + arg.seqlen_k - arg.seqlen_q
     full_lo, full_hi = w.visible.full_range(b, h, q_lo, T.min(q_lo + plan.block_M, arg.seqlen_k) - 1)
-    w.full[0] = full_lo
+    w.full[0] = w.uniform(full_lo)
     # Tiles over the last query are masked as a whole: the modification of what lies there may be anything.
-    w.full[1] = T.if_then_else(row + plan.block_M > arg.seqlen_q, 0, full_hi)
+    w.full[1] = w.uniform(T.if_then_else(row + plan.block_M > arg.seqlen_q, 0, full_hi))
     T.copy(arg.lse2[b, h, row : row + plan.block_M], w.lse2)
     T.copy(arg.delta[b, h, row : row + plan.block_M], w.delta)
     T.fill(w.acc_dq, 0)
@@ -391,17 +391,18 @@ def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> A
                 at=T.alloc_local([5], "int32"),
                 full=T.alloc_local([2], "int32"),
                 thread=thread,
+                uniform=at.uniform,
                 **plan.alloc_barriers(),
             )
-            w.task[BATCH] = at.number(pair)
-            w.task[HEAD] = T.truncmod(pair, arg.heads)
-            w.task[ROW] = (query_tiles - 1 - T.truncdiv(place, side)) * plan.block_M
+            w.task[BATCH] = at.uniform(at.number(pair))
+            w.task[HEAD] = at.uniform(T.truncmod(pair, arg.heads))
+            w.task[ROW] = at.uniform((query_tiles - 1 - T.truncdiv(place, side)) * plan.block_M)
             q_lo = w.task[ROW] + arg.seqlen_k - arg.seqlen_q
             q_hi = T.min(q_lo + plan.block_M, arg.seqlen_k) - 1
             kv_lo, kv_hi = w.visible.kv_range(w.task[BATCH], w.task[HEAD], q_lo, q_hi)
-            w.task[FIRST] = T.truncdiv(kv_lo, plan.block_N)
+            w.task[FIRST] = at.uniform(T.truncdiv(kv_lo, plan.block_N))
             # At least one tile, all masked where nothing is visible.
-            w.task[COUNT] = T.max(T.ceildiv(kv_hi, plan.block_N) - w.task[FIRST], 1)
+            w.task[COUNT] = at.uniform(T.max(T.ceildiv(kv_hi, plan.block_N) - w.task[FIRST], 1))
             if plan.copied is not None:
                 alloc_tile(plan, arg, w)
             T.annotate_layout({w.ds: accumulator_layout(plan.block_M, plan.block_N)})

@@ -339,10 +339,10 @@ def enter_head(plan, arg, w):
     """What all tiles of a head share."""
     h = w.task[KV_HEAD] * arg.heads_per_kv_head + w.at[GROUP_HEAD]
     full_lo, full_hi = w.visible.full_rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + TILE_ROWS - 1)
-    w.full[0] = full_lo
-    w.full[1] = full_hi
-    w.at[TILE] = tiles_of_head(plan, w, h)[0]
-    w.at[END] = tiles_of_head(plan, w, h)[1]
+    w.full[0] = w.uniform(full_lo)
+    w.full[1] = w.uniform(full_hi)
+    w.at[TILE] = w.uniform(tiles_of_head(plan, w, h)[0])
+    w.at[END] = w.uniform(tiles_of_head(plan, w, h)[1])
     if plan.slopes is not None:
         keep_uniforms(plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h)
     if plan.call.dropout:
@@ -473,11 +473,12 @@ def body(call: AttentionCall, config: HopperWideConfig, traced: Program) -> Any:
                 full=T.alloc_local([2], "int32"),
                 group=T.alloc_local([1], "int32"),
                 thread=thread,
+                uniform=at.uniform,
                 **plan.alloc_barriers(),
             )
-            w.task[BATCH] = at.number(pair)
-            w.task[KV_HEAD] = T.truncmod(pair, arg.kv_heads)
-            w.task[KEY] = T.truncdiv(place, side) * TILE_ROWS
+            w.task[BATCH] = at.uniform(at.number(pair))
+            w.task[KV_HEAD] = at.uniform(T.truncmod(pair, arg.kv_heads))
+            w.task[KEY] = at.uniform(T.truncdiv(place, side) * TILE_ROWS)
             T.annotate_layout({w.narrow: accumulator_layout(*score_tile)})
             if at.exists:
                 take_part(plan, arg, w)

@@ -74,7 +74,8 @@ def _way(load: Expr, deterministic: bool) -> str:
     indices = load.args[1:]
     if "q" not in symbols_of(indices):
         return BY_KEY
-    steps = [_step(index) for index in indices]
+    # Where b and h are indices as well, a row may be shifted by anything that they decide: no two scores meet.
+    steps = [_step(index, {"q", "k"}) for index in indices]
     if None not in steps and set(steps) >= {"b", "h", "q", "k"}:
         return STORED
     return SPREAD if deterministic else ADDED
@@ -86,18 +87,23 @@ def symbols_of(indices: Sequence[Any]) -> set[str]:
     return found & {"b", "h", "q", "k"}
 
 
-def _step(index: Any) -> str | None:
-    """The one of ``b h q k`` that the index is, plus or minus what is the same everywhere; "" if it is only that."""
+def _step(index: Any, own: set[str] | None = None) -> str | None:
+    """The one of ``b h q k`` that the index is, plus or minus what is the same everywhere; "" if it is only that.
+
+    Beside one of `own`, what depends on others counts as the same.
+    """
     found = symbols_of([index])
     if not found:
         return ""
-    if not isinstance(index, Expr) or len(found) > 1:
+    moving = found & (own or found) or found
+    if not isinstance(index, Expr) or len(moving) > 1:
         return None
     if index.op == "symbol":
         return str(index.args[0])
     x, y = (*index.args, None)[:2]
-    if index.op == "add" or (index.op == "sub" and not symbols_of([y])):
-        return _step(x) if not symbols_of([y]) else _step(y) if not symbols_of([x]) else None
+    moves_x, moves_y = (bool(symbols_of([term]) & moving) for term in (x, y))
+    if index.op == "add" or (index.op == "sub" and not moves_y):
+        return _step(x, own) if not moves_y else _step(y, own) if not moves_x else None
     return None
 
 
@@ -166,7 +172,9 @@ def add_anywhere(gradient: Tensor, path: Path, parts: Tensor, values: dict[str, 
     """
     indices, within = [], torch.ones((), dtype=torch.bool, device=parts.device)
     for index, size in zip(path.load.args[1:], gradient.shape, strict=True):
-        place = torch.as_tensor(evaluate(index, values), device=parts.device)
+        place = evaluate(index, values)
+        if not isinstance(place, Tensor):  # filled in: a copy of it would wait for the device
+            place = torch.full((), place, device=parts.device)
         within = within & (place >= 0) & (place < size)
         indices.append(place.clamp(0, size - 1).expand(parts.shape))
     gradient.index_put_(tuple(indices), torch.where(within, parts, 0.0), accumulate=True)

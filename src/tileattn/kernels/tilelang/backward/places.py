@@ -13,19 +13,16 @@ from typing import Any
 
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
-from tvm import tirx
+from tvm import arith, tirx
 
+from .. import ragged
 from ..records import COUNT, FIRST, K_LEN, K_START, PADDED_Q, Q_LEN, Q_START, SEQUENCE, WIDTH
 from .operands import BY_KEY, SPREAD
 
-# Parameters, the dimension of their rows, and whose rows they are; and workspaces with whole tiles for each sequence.
-_QUERIES, _KEYS = range(2)
-_ROWS = (
-    *((name, 1, _QUERIES) for name in ("q", "o", "do", "dq")),
-    *((name, 1, _KEYS) for name in ("k", "v", "dk", "dv")),
-    *((name, 2, _QUERIES) for name in ("lse", "dlse")),
-)
-_READ = ("q", "do", "lse2", "delta")  # where a sequence has no keys, nothing is read of its queries
+# Parameters with rows of queries, and of keys, and which of their dimensions these are.
+_OF_QUERIES = {"q": 1, "o": 1, "do": 1, "dq": 1, "lse": 2, "dlse": 2}
+_OF_KEYS = {"k": 1, "v": 1, "dk": 1, "dv": 1}
+# Workspaces (batch, heads, padded_q, ..), with whole tiles for each sequence.
 _PADDED = ("lse2", "delta", "dq_sum")
 ROWS_BY_TMA = ("q", "k", "v", "do", "dq", "dk", "dv")
 BY_TMA = (*ROWS_BY_TMA, *_PADDED)
@@ -81,75 +78,90 @@ class BatchElement:
         return value
 
 
-@T.macro
-def _keep(record, work, number):
-    """A record in shared memory."""
-    thread = T.get_thread_binding()
-    if thread < WIDTH:
-        record[thread] = work[number, thread]
-    T.sync_threads()
-
-
 class Sequence:
     """The same of a packed sequence."""
 
     least_tiles = 0
 
     def __init__(self, arg: Any, block: Any, heads: Any, by_tma: tuple[str, ...]) -> None:
-        run = T.truncdiv(block, heads)
+        self._arg, self._by_tma, self._run = arg, by_tma, T.truncdiv(block, heads)
         if by_tma:
-            # Where every register counts: read from there wherever it is needed.
-            record = T.alloc_shared([WIDTH], "int32", scope="shared")
-            _keep(record, arg.work, 1 + run)
-        self._record = record if by_tma else None
-
-        def field(name: str, index: int) -> Any:
-            return record[index] if by_tma else Builder.current().bind(name, arg.work[1 + run, index])
-
-        self.exists = run < arg.work[0, COUNT]
-        self.block = block - field("first", FIRST) * heads
-        self.sequence, self.padded_q = field("sequence", SEQUENCE), field("padded_q", PADDED_Q)
-        self.q_start, self.seqlen_q = field("q_start", Q_START), field("seqlen_q", Q_LEN)
-        self.k_start, self.seqlen_k = field("k_start", K_START), field("seqlen_k", K_LEN)
-        self.arg = self._own(arg, by_tma)
+            # Where registers are short: read from there wherever it is needed.
+            self._record = T.alloc_shared([WIDTH + 1], "int32", scope="shared")
+            _keep(self._record, arg.work, 1 + self._run)
+        self.exists = self._run < (self._record[WIDTH] if by_tma else arg.work[0, COUNT])
+        self.block = block - self._field("first", FIRST) * heads
+        self._sequence, self._padded_q = self._field("sequence", SEQUENCE), self._field("padded_q", PADDED_Q)
+        seqlen_q, seqlen_k = self._field("seqlen_q", Q_LEN), self._field("seqlen_k", K_LEN)
+        self._queries, self._keys = (
+            (self._field("q_start", Q_START), seqlen_q),
+            (self._field("k_start", K_START), seqlen_k),
+        )
+        self._read = self._queries
+        if by_tma and "dq" in vars(arg):
+            # A sequence without keys, or nobody's rows: there is a tile of keys, all masked, but queries are not read.
+            self._read = (self._queries[0], T.if_then_else(seqlen_k > 0, seqlen_q, 0))
+        own = {name: self._rows(name, tensor) for name, tensor in vars(arg).items() if _has_rows(name, tensor)}
+        own |= {"handed_over": self._handed_over(), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        self.arg = SimpleNamespace(**(vars(arg) | own))
 
     def number(self, pair: Any) -> Any:
-        return self.sequence
+        return self._sequence
 
     def uniform(self, value: Any) -> Any:
         return value if isinstance(value, int) else T.shfl_sync(value, 0)
 
-    def _own(self, arg: Any, by_tma: tuple[str, ...]) -> SimpleNamespace:
-        """The parameters with what stands for the sequence's rows in the place of tensors."""
-        read_q = T.if_then_else(self.seqlen_k > 0, self.seqlen_q, 0)
-        if not by_tma:
-            read_q = Builder.current().bind("read_q", read_q)
-        own = vars(arg) | {"seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}
-        for name, axis, side in _ROWS:
-            if own.get(name) is not None:
-                start = (self.q_start, self.k_start)[side]
-                length = read_q if name in _READ else (self.seqlen_q, self.seqlen_k)[side]
-                own[name] = (
-                    RaggedRows(own[name], start, length) if name in by_tma else view(own[name], axis, start, length)
-                )
-        for name in _PADDED:
-            if own.get(name) is not None:
-                own[name] = self._padded(name, own[name], arg, read_q, by_tma)
-        by_way = {BY_KEY: (self.k_start, self.seqlen_k), SPREAD: (self.q_start, self.seqlen_q)}
-        own["handed_over"] = [
-            view(tensor, 2, *by_way[path.way]) if path.way in by_way else tensor
-            for tensor, path in zip(own.get("handed_over", ()), own.get("paths", ()))
-        ]
-        return SimpleNamespace(**own)
+    def _field(self, name: str, index: int) -> Any:
+        if self._by_tma:
+            return self._record[index]
+        return Builder.current().bind(name, self._arg.work[1 + self._run, index])
 
-    def _padded(self, name: str, tensor: Any, arg: Any, read_q: Any, by_tma: tuple[str, ...]) -> Any:
-        first, length = self.padded_q, tensor.shape[2] - self.padded_q
+    def _rows(self, name: str, tensor: Any) -> Any:
+        """What stands for the sequence's rows in the place of a tensor."""
+        if name in _PADDED:
+            return self._padded_rows(name, tensor)
+        rows = self._keys if name in _OF_KEYS else self._read if name in ("q", "do") else self._queries
+        if name in self._by_tma:
+            return RaggedRows(tensor, *rows)
+        return self._view(tensor, (_OF_KEYS | _OF_QUERIES)[name], rows)
+
+    def _padded_rows(self, name: str, tensor: Any) -> Any:
+        first = self._padded_q
         if name == "dq_sum":  # in rows of the head dim, or of other columns
-            first = T.truncdiv(self.padded_q * arg.sum_columns, tensor.shape[3])
-            length = tensor.shape[2] - first
-        elif "lse" not in vars(arg):  # only prepare.py, which fills them, has business behind the last row
-            length = read_q
-        return MovedRows(tensor, first) if name in by_tma else view(tensor, 2, first, length)
+            first = T.truncdiv(first * self._arg.sum_columns, tensor.shape[3])
+        if name in self._by_tma:
+            return MovedRows(tensor, first)
+        # Only prepare.py has business behind the last row, where it fills whole tiles.
+        ends = name != "dq_sum" and "lse" not in vars(self._arg)
+        return self._view(tensor, 2, (first, self._read[1] if ends else tensor.shape[2] - first))
+
+    def _handed_over(self) -> list[Any]:
+        """The workspaces of gradients of a modification's tensors."""
+        rows = {BY_KEY: self._keys, SPREAD: self._queries}
+        pairs = zip(getattr(self._arg, "handed_over", ()), getattr(self._arg, "paths", ()))
+        return [self._view(x, 2, rows[path.way]) if path.way in rows else x for x, path in pairs]
+
+    def _view(self, tensor: Any, axis: int, rows: tuple[Any, Any]) -> Any:
+        return LateView(tensor, axis, *rows) if self._by_tma else view(tensor, axis, *rows)
+
+
+def _has_rows(name: str, tensor: Any) -> bool:
+    return tensor is not None and (name in _OF_QUERIES or name in _OF_KEYS or name in _PADDED)
+
+
+@T.macro
+def _keep(record, work, number):
+    """A record in shared memory, and behind it how many there are.
+
+    Here is a fence, lest TileLang put one in front of every product and copy, which do not read this.
+    """
+    thread = T.get_thread_binding()
+    if thread < WIDTH:
+        record[thread] = work[number, thread]
+    if thread == WIDTH:
+        record[thread] = work[0, COUNT]
+    T.fence_proxy_async()
+    T.sync_threads()
 
 
 def view(tensor: Any, axis: int, start: Any, length: Any) -> Any:
@@ -159,6 +171,23 @@ def view(tensor: Any, axis: int, start: Any, length: Any) -> Any:
     offset = T.cast(start, "int64") * strides[axis]
     name = f"{tensor.name}_of_sequence"
     return tirx.decl_buffer(shape, tensor.dtype, name, data=tensor.data, strides=strides, elem_offset=offset)
+
+
+class LateView:
+    """A view whose bounds are read from shared memory where it is used."""
+
+    def __init__(self, tensor: Any, axis: int, start: Any, length: Any) -> None:
+        self._tensor, self._axis, self._rows = tensor, axis, (start, length)
+
+    def __getitem__(self, indices: tuple[Any, ...]) -> Any:
+        return self._bound()[indices]
+
+    def __setitem__(self, indices: tuple[Any, ...], value: Any) -> None:
+        T.buffer_store(self._bound(), value, list(indices))
+
+    def _bound(self) -> Any:
+        start, length = (Builder.current().bind(name, x) for name, x in zip(("start", "length"), self._rows))
+        return view(self._tensor, self._axis, start, length)
 
 
 class MovedRows:
@@ -174,33 +203,14 @@ class MovedRows:
 
 
 class RaggedRows:
-    """Of a tensor (1, rows, heads, dim), the `length` rows from `start` on, for copies of tiles by TMA that end there.
-
-    A tensor map is made by the host, which does not know where sequences end. But the end of one dimension is as good
-    as another's, and addresses count modulo 2^64: over the same memory, a tensor (y, z, x, heads, dim) is declared, y, z
-    and x of N = 2^30 elements, x with the stride S of a row, z with Z = 2^34 bytes and y with Z - S. At y = N - end, z =
-    end and x = N - length + r, where end = start + length, lies the byte
-
-        (N - end) (Z - S) + end Z + (N - length + r) S  =  N Z + (end - length + r) S  =  (start + r) S  modulo 2^64
-
-    and row r = length is beyond the end of x. (Triton's ragged TMA, and flash-attn 4, do the same.)
-    """
+    """Of a tensor (1, total, heads, head_dim), a sequence's rows, for copies of tiles by TMA, which end there."""
 
     shape = (ANY_NUMBER,)
-    _N, _Z = 2**30, 2**34
 
     def __init__(self, tensor: Any, start: Any, length: Any) -> None:
-        # All tensors are of 16 bits.
-        z, row = tirx.const(self._Z // 2, "int64"), T.cast(tensor.strides[1], "int64")
-        strides = [z - row, z, row, tensor.strides[2], 1]
-        shape = [self._N, self._N, self._N, *tensor.shape[2:]]
-        name = f"{tensor.name}_ragged"
-        self._map = tirx.decl_buffer(shape, tensor.dtype, name, data=tensor.data, strides=strides)
-        self._end, self._length = start + length, length
+        self._map, self._end, self._length = ragged.ragged(tensor), start + length, length
 
     def __getitem__(self, indices: Any) -> Any:
         _, rows, h, columns = indices
-        first = self._N - self._length
-        return self._map[
-            self._N - self._end, self._end, first + rows.start : first + rows.stop, h, columns.start : columns.stop
-        ]
+        count = int(arith.Analyzer().simplify(rows.stop - rows.start))
+        return ragged.tile(self._map, self._end, self._length, rows.start, count, h, columns)
