@@ -17,6 +17,7 @@ from .run import (
     MaskLike,
     ScoreModLike,
     autocast,
+    is_plain,
     requires_grad,
     run,
     scale_or_default,
@@ -101,7 +102,7 @@ def attention(
     if key_padding_mask is not None:
         mask = _with_padding(mask, key_padding_mask)
     descales = None if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
-    if mask is None and score_mod is None and sink is None and dropout_p == 0.0 and _is_plain(q, k, v):
+    if mask is None and score_mod is None and sink is None and dropout_p == 0.0 and is_plain(q, k, v):
         o, lse = _plain_forward(q, k, v, descales, causal, scale, layout, return_lse, deterministic, backend)
     else:
         check_arguments(q, k, v, sink, dropout_p, layout, scale)
@@ -215,13 +216,3 @@ def _without_descales(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """An fp8 call whose descales were not given."""
     return forward(q, k, v, sink, operands, descales=complete(*NO_DESCALES, k))
-
-
-def _is_plain(q: Any, k: Any, v: Any) -> bool:
-    """Whether q, k and v are plain tensors in plain eager execution."""
-    return (
-        not ops.is_traced(q)
-        and type(k) is torch.Tensor
-        and type(v) is torch.Tensor
-        and not torch._C._are_functorch_transforms_active()
-    )

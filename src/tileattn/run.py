@@ -45,6 +45,16 @@ def requires_grad(tensors: Sequence[torch.Tensor | None]) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+def is_plain(q: Any, k: Any, v: Any) -> bool:
+    """Whether q, k and v are plain tensors in plain eager execution."""
+    return (
+        not ops.is_traced(q)
+        and type(k) is torch.Tensor
+        and type(v) is torch.Tensor
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
 def run(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
-from .call import Packed
+from . import autograd, ops
+from .call import Packed, sizes
 from .cu_seqlens import check_metadata
-from .run import MaskLike, ScoreModLike, autocast, run
+from .dispatch import Forward, prepare_forward, select
+from .run import MaskLike, ScoreModLike, autocast, is_plain, run, scale_or_default
+from .tuner import state
 from .validation import check_packed_arguments
+from .variant import Operands, encode, normalize
 
 
 def varlen_attention(
@@ -72,13 +79,82 @@ def varlen_attention(
     """
     if torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q), autocast(k), autocast(v)
-    check_packed_arguments(q, k, v, sink, dropout_p, scale)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    check_metadata(packed, q.device)
-    options = (mask, score_mod, causal, scale, sink, dropout_p, return_lse, deterministic, backend)
-    o, lse = run(q[None], k[None], v[None], *options, packed=packed)
+    if mask is None and score_mod is None and sink is None and dropout_p == 0.0 and is_plain(q, k, v):
+        o, lse = _plain_forward(q, k, v, packed, causal, scale, return_lse, deterministic, backend)
+    else:
+        check_packed_arguments(q, k, v, sink, dropout_p, scale)
+        check_metadata(packed, q.device)
+        options = (mask, score_mod, causal, scale, sink, dropout_p, return_lse, deterministic, backend)
+        o, lse = run(q[None], k[None], v[None], *options, packed=packed)
     o = o.squeeze(0)  # whose derivative is a view, as o[0]'s is not
     if not return_lse:
         return o
     assert lse is not None
     return o, lse.squeeze(0)
+
+
+# Prepared forward passes of plain calls (no mask but causal, no modification, no sink), by all that they depend on: not
+# how many rows the tensors have, so that the batches of a training run share them where their `max_seqlen` is one.
+_PLANS: dict[tuple[Any, ...], Forward] = {}
+_MAX_PLANS = 4096
+state.forgets(_PLANS.clear)  # a result of the tuner changes them
+_NO_OPERANDS = Operands()
+
+
+def _plain_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packed: Packed,
+    causal: bool,
+    scale: float | None,
+    return_lse: bool,
+    deterministic: bool,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A plain eager call. Checks and choices are made once for equal metadata: a launch should cost the host little."""
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    options = (causal, scale, return_lse, deterministic, backend, grad)
+    try:
+        of_q, of_k, *longest = packed
+        key = (
+            q.shape[1:], k.shape[1:], v.shape[1:], k.shape[0] == v.shape[0], q.stride(), k.stride(), v.stride(),
+            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, of_q.shape, of_k.shape, of_q.stride(), of_k.stride(),
+            of_q.dtype, of_k.dtype, of_q.device, of_k.device, *longest, *map(type, longest), *options,
+        )  # fmt: skip
+        forward = _PLANS.get(key)
+    except (TypeError, RuntimeError, AttributeError):  # something of another type than it should have: the checks say
+        _plan(q, k, v, packed, *options)
+        raise
+    if forward is None:
+        forward = _plan(q, k, v, packed, *options)
+        if len(_PLANS) >= _MAX_PLANS:  # lengths may vary without end
+            _PLANS.clear()
+        _PLANS[key] = forward
+    return forward(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, _NO_OPERANDS, packed=packed)
+
+
+def _plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packed: Packed,
+    causal: bool,
+    scale: float | None,
+    return_lse: bool,
+    deterministic: bool,
+    backend: str | None,
+    needs_grad: bool,
+) -> Forward:
+    check_packed_arguments(q, k, v, None, 0.0, scale)
+    check_metadata(packed, q.device)
+    q, k, v = q[None], k[None], v[None]
+    variant, _ = encode(normalize(None, None, causal)[0], ())
+    scale = scale_or_default(scale, q)
+    call = ops.make_call(q, k, v, None, variant, needs_grad=needs_grad, return_lse=return_lse, packed=True)
+    if needs_grad:
+        select(call, backend)  # refuses here; its kernel is another than this call's, for it always returns lse
+        return functools.partial(autograd.attend, autograd.Options(variant, scale, backend, deterministic))
+    return prepare_forward(call, backend, *sizes(q, k, packed), scale)
