@@ -53,6 +53,11 @@ def copy_options(call: AttentionCall) -> dict[str, Any]:
     return options | ({"coalesced_width": 4} if call.arch.startswith("gfx") else {})
 
 
+def store_options(call: AttentionCall) -> dict[str, Any]:
+    """How it copies its results to memory; for the same reason."""
+    return {"disable_tma": True} if call.packed else {}
+
+
 @dataclass(frozen=True)
 class BackwardConfig:
     """How a generic backward kernel cuts its work.

@@ -13,7 +13,7 @@ import tilelang.language as T
 from ....call import AttentionCall
 from ..config import padded
 from . import places
-from .config import Part
+from .config import Part, store_options
 from .layouts import product_layout, rows_layout
 from .order import COLUMNS, RegisterOrder
 
@@ -30,7 +30,7 @@ def body(call: AttentionCall, order: RegisterOrder | None, part: Part) -> Any:
     """
     dtype = str(call.dtype).removeprefix("torch.")
     head_dim = padded(call.head_dim)
-    rows = part.rows
+    rows, store = part.rows, store_options(call)
 
     @T.macro
     def work(arg, at):
@@ -57,7 +57,7 @@ def body(call: AttentionCall, order: RegisterOrder | None, part: Part) -> Any:
                 else:
                     rounded[i, j] = products[i, j] * arg.scale
         T.copy(rounded, dq_shared)
-        T.copy(dq_shared, arg.dq[b, tile * rows : tile * rows + rows, h, 0:head_dim])
+        T.copy(dq_shared, arg.dq[b, tile * rows : tile * rows + rows, h, 0:head_dim], **store)
 
     @T.macro
     def kernel(arg):

@@ -31,7 +31,7 @@ from ..generic import ROWS
 from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
 from . import places, tile
-from .config import BackwardConfig, copy_options
+from .config import BackwardConfig, copy_options, store_options
 from .operands import ADDED, BY_KEY, SPREAD, STORED, Path
 from .tensors import add_to_elements, add_to_sums, hand_over_sums, spread, store_elements
 from .variables import address_holder, holder
@@ -51,7 +51,7 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
     block_M, block_N = config.block_M, config.block_N
     dtype = str(call.dtype).removeprefix("torch.")
     head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
-    copy = copy_options(call)
+    copy, store = copy_options(call), store_options(call)
     slopes = tile.Slopes(call, traced, tuple(path.load for path in paths)) if traced.score is not None else None
     # Python's tuples: a loop over them is unrolled while the kernel is traced, one over a range is a loop of its own.
     early_ones = tuple(range(len(slopes.program.early))) if slopes else ()
@@ -201,9 +201,9 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
             for i, d in T.Parallel(block_N, head_dim_v):
                 acc_dv[i, d] *= arg.weight
         T.copy(acc_dk, dk_shared)
-        T.copy(dk_shared, arg.dk[b, k_lo : k_lo + block_N, kv_h, 0:head_dim])
+        T.copy(dk_shared, arg.dk[b, k_lo : k_lo + block_N, kv_h, 0:head_dim], **store)
         T.copy(acc_dv, dv_shared)
-        T.copy(dv_shared, arg.dv[b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v])
+        T.copy(dv_shared, arg.dv[b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v], **store)
 
     @T.macro
     def kernel(arg):

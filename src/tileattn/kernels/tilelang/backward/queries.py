@@ -23,7 +23,7 @@ from ..generic import ROWS
 from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
 from . import places, tile
-from .config import BackwardConfig, copy_options
+from .config import BackwardConfig, copy_options, store_options
 from .variables import address_holder, holder
 from .visible import Viewers
 
@@ -33,7 +33,7 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program) -> Any:
     block_M, block_N = config.block_M, config.block_N
     dtype = str(call.dtype).removeprefix("torch.")
     head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
-    copy = copy_options(call)
+    copy, store = copy_options(call), store_options(call)
     slopes = tile.Slopes(call, traced, ()) if traced.score is not None else None
     early_ones = tuple(range(len(slopes.program.early))) if slopes else ()
     held, held_address = holder(call), address_holder(call)
@@ -114,7 +114,7 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program) -> Any:
         for i, d in T.Parallel(block_M, head_dim):
             acc_dq[i, d] *= arg.scale
         T.copy(acc_dq, dq_shared)
-        T.copy(dq_shared, arg.dq[b, row : row + block_M, h, 0:head_dim])
+        T.copy(dq_shared, arg.dq[b, row : row + block_M, h, 0:head_dim], **store)
 
     @T.macro
     def kernel(arg):
