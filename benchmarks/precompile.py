@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import tileattn
-from tileattn import ops
+from tileattn import dispatch, ops
 from tileattn.bench import choices, passes, problem
 from tileattn.bench.cases import Case
 from tileattn.bench.peers.own import TileAttn, TileAttnBf16
@@ -96,6 +96,7 @@ def _going_on(run: Callable[..., Any], operator: Callable[..., Any]) -> Callable
 def _pretending(arch: str) -> Iterator[_Found]:
     """Inside, tensors on "meta" are taken for tensors on a GPU of this architecture."""
     found = _Found()
+    dispatch._prepare.cache_clear()  # packed calls are prepared before they ask for a kernel
     with (
         mock.patch.object(ops, "_asks_for_alignment", return_value=True),
         mock.patch.object(ops, "device_arch", return_value=arch),
@@ -163,9 +164,13 @@ def _case_attempts(case: Case, direction: str) -> Iterator[Attempt]:
 def conformance_attempts() -> Iterator[Attempt]:
     """What the tests for a GPU call: of the forward pass and, from the same cases, of the backward pass."""
     import conformance_call
+    import test_flash_attn
     import test_gpu
     import test_gpu_backward
     import test_gpu_dropout
+    import test_gpu_sdpa
+    import test_gpu_varlen
+    import test_gpu_varlen_backward
 
     for case in conformance_cases("full") + packed_cases("full"):
         arguments = build(case, "meta")
@@ -185,9 +190,15 @@ def conformance_attempts() -> Iterator[Attempt]:
     for return_lse in (False, True):
         mask, score_mod = tileattn.SlidingWindow(64, 0), tileattn.SoftCap(30.0)
         yield _attention(return_lse, q, q, q, mask=mask, score_mod=score_mod)
+    with mock.patch.object(test_gpu_varlen, "DEVICE", "meta"):
+        yield from test_gpu_varlen.calls()
+        yield from map(torch.enable_grad(), test_gpu_varlen_backward.calls())
     with mock.patch.object(test_gpu_backward, "DEVICE", "meta"):
         yield from map(torch.enable_grad(), test_gpu_backward.calls())
         yield from map(torch.enable_grad(), test_gpu_dropout.calls())
+    with mock.patch.object(test_gpu_sdpa, "DEVICE", "meta"):
+        yield from map(torch.enable_grad(), test_gpu_sdpa.compiled_calls())
+    yield from map(torch.enable_grad(), test_flash_attn.compiled_calls())
 
 
 def transformers_attempts() -> Iterator[Attempt]:

@@ -7,7 +7,10 @@ backward pass is given by its forward pass, o and lse, comes from the torch back
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,6 +32,14 @@ SIZES: tuple[Size, ...] = (
     ((129, 257), (4, 2)),
     ((300, 200), (2, 1)),
 )
+# Lengths of packed sequences, of queries and of keys, at and around the ends of tiles.
+PACKED_SIZES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+    ((1, 128, 0, 129, 63), (1, 128, 0, 129, 63)),
+    ((200, 1, 0, 64), (65, 300, 7, 0)),
+    ((130, 128), (150, 129)),  # of similar lengths: blocks may share keys
+)
+PACKED_HEADS = (4, 2)
+BEYOND = (0, 10**6, -(10**6))  # what is added to the cumulative lengths: all but 0 leads out of the tensors
 BF16, FP16 = torch.bfloat16, torch.float16
 
 Launch = Callable[[], Sequence[Tensor]]
@@ -95,6 +106,47 @@ class Case:
     def _placed(self, x: Tensor, device: str) -> Tensor:
         """On the device; if unaligned, in rows that begin at odd elements."""
         return functional.pad(x, (1, 0)).to(device)[..., 1:] if "unaligned" in self.terms else x.to(device)
+
+
+@dataclass(frozen=True)
+class PackedCase(Case):
+    """The kernels of packed sequences' forward pass, also with lengths that lead out of the tensors."""
+
+    @property
+    def name(self) -> str:
+        dtype, _, rest = super().name.partition("-")
+        return f"{dtype}-packed-{rest}"
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """The sums of the lengths."""
+        return tuple(((sum(q), sum(k)), PACKED_HEADS) for q, k in PACKED_SIZES for _ in BEYOND)
+
+    def launches(self, device: str) -> Iterator[Launch]:
+        heads, kv_heads = PACKED_HEADS
+        for lengths in PACKED_SIZES:
+            shapes = ((heads, self.head_dim), (kv_heads, self.head_dim), (kv_heads, self.head_dim_v))
+            rows = (sum(lengths[0]), sum(lengths[1]), sum(lengths[1]))
+            q, k, v = (
+                self._placed(torch.randn(total, *shape).to(self.dtype), device) for total, shape in zip(rows, shapes)
+            )
+            ends = [torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in lengths]
+            terms, longest = self.terms, [max(each) for each in lengths]
+            named = {
+                "mask": _mask(terms, longest[1], device),
+                "score_mod": _score_mods(terms, (heads, *longest), device),
+                "sink": torch.linspace(-1, 2, heads).to(device) if "sink" in terms else None,
+            }
+            for beyond in BEYOND:
+                where = [each.add(beyond).to(device) for each in ends]
+                yield partial(_varlen, q, k, v, *where, *longest, **named)
+
+
+def _varlen(*arguments: Any, **named: Any) -> Sequence[Tensor]:
+    outputs = tileattn.varlen_attention(*arguments, **named, return_lse=True, backend="tilelang")
+    with suppress(ValueError):  # what the lengths were wrong with
+        tileattn.check_packed()
+    return outputs
 
 
 @dataclass(frozen=True)
@@ -168,6 +220,10 @@ FORWARD = (
     Case(BF16, 128, 128, "documents"),
     Case(BF16, 192, 128, "causal"),
     Case(FP16, 96, 96, "causal"),
+    *(PackedCase(BF16, dim, dim, kind) for dim in (64, 128, 256) for kind in ("full", "causal", "window", "sink")),
+    PackedCase(BF16, 128, 128, "causal+softcap"),
+    PackedCase(BF16, 256, 256, "causal+softcap"),
+    PackedCase(FP16, 64, 64, "causal+alibi+unaligned"),
 )
 
 _NARROW = (

@@ -224,6 +224,25 @@ struct AllReduce {
   }
 };
 
+// The result of an operation on integers of a whole warp, in all of its lanes.
+template <class Op>
+static inline int reduced_in_warp(int x, Op&& op) {
+  static int given[MAX_THREADS / LANES][LANES];
+  int w = warp();
+  given[w][lane()] = x;
+  with_warp([] {});
+  int found = given[w][0];
+  for (int l = 1; l < LANES; ++l) found = op(found, given[w][l]);
+  with_warp([] {});
+  return found;
+}
+static inline int warp_reduce_sum(int x) {
+  return reduced_in_warp(x, [](int y, int z) { return y + z; });
+}
+static inline int warp_reduce_min(int x) {
+  return reduced_in_warp(x, [](int y, int z) { return min(y, z); });
+}
+
 static const void* rows[MAX_THREADS / LANES][LANES];
 static void* results[MAX_THREADS / LANES][LANES];
 

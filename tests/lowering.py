@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import tilelang
 import torch
@@ -27,7 +28,14 @@ from tileattn import (
 from tileattn.call import AttentionCall
 from tileattn.compat.transformers.patterns import DenseMask, ShiftedWindow
 from tileattn.kernels.tilelang import defaults
-from tileattn.kernels.tilelang.compile import device_source
+from tileattn.kernels.tilelang.compile import (
+    _lower,
+    _pass_context,
+    create_backend_context,
+    device_codegen_without_compile,
+    device_source,
+    target_of,
+)
 from tileattn.kernels.tilelang.schedules import kernel_of
 from tileattn.variant import encode, with_alignment
 
@@ -115,6 +123,17 @@ SLOW_CALLS = {
 def lower(call: AttentionCall, tile: defaults.Config | None = None) -> str:
     """The CUDA or HIP source of a call's kernel."""
     return device_source(kernel_of(call, tile or defaults.default(call)), call.arch)
+
+
+def source_and_shared(function: Any, arch: str) -> tuple[str, int]:
+    """What `device_source` gives, and the bytes of dynamic shared memory that the kernel is launched with."""
+    target = target_of(arch)
+    with target, _pass_context(function):
+        context = create_backend_context(target, None, "auto")
+        _, device = _lower(function, context)
+        (kernel,) = device.functions.values()
+        source = device_codegen_without_compile(device, context).inspect_source()
+        return str(source), int(kernel.attrs.get("dyn_shared_memory_buf", 0))
 
 
 def on(arch: str, call: AttentionCall) -> AttentionCall:

@@ -19,6 +19,8 @@ from lowering import (
     IDS,
     MAX_SPILLED,
     SLOPES,
+    TILES,
+    WIDE_TILES,
     assemble,
     find_nvcc,
     make_call,
@@ -59,6 +61,9 @@ CALLS = {
     "alibi-256": without_tensors(backward_of(make_call(None, ALiBi(SLOPES), dim=256))),
     "softcap-192/128": backward_of(make_call(None, SoftCap(30.0), dim=192, dim_v=128)),
     "bias-192/128": without_tensors(backward_of(make_call(IDS & Causal(), Bias(BIAS), dim=192, dim_v=128))),
+    "bias-tiles-192/128": without_tensors(backward_of(make_call(Causal(), Bias(TILES), dim=192, dim_v=128))),
+    "bias-tiles-128": deterministic(backward_of(make_call(Causal(), Bias(TILES)))),
+    "bias-wide-tiles-64": deterministic(backward_of(make_call(None, Bias(WIDE_TILES), dim=64))),
     "plain-128": deterministic(backward_of(make_call())),
     "causal-64": deterministic(backward_of(make_call(Causal(), dim=64))),
     "window-96": deterministic(backward_of(make_call(SlidingWindow(5, 0), dim=96))),
@@ -87,6 +92,8 @@ def test_kernel(call: BackwardCall, which: str, tmp_path: Path) -> None:
     assert "atomic" not in body.lower().replace("atomicity", "")
     assert "tma_load(" in body
     assert "tma_store(" in body
+    loads = body.partition("warpgroup_reg_alloc<")[0]
+    assert set(re.findall(r"tl_shuffle_elect<(\d+)>", loads)) <= {"0", "32"}  # who copies is of the warp that loads
     barriers = re.findall(r"__sync_thread_partial\(.*, (\d+)\);", body)
     # Two, around the copy of the result to where an operand was, of those that read the one and write the other.
     assert barriers == ["128" if which == "queries" else "256"] * 2

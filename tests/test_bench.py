@@ -476,7 +476,7 @@ def test_a_row_has_exactly_the_keys_of_the_format(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "r.json").read_text())
     keys = (
         "suite case direction backend batch seqlen_q seqlen_k heads kv_heads head_dim head_dim_v causal variant dtype "
-        "ms tflops error peak_bytes gpu versions commit date"
+        "ms tflops error peak_bytes gpu versions commit date packing"
     )
     assert {" ".join(row) for row in content["rows"]} == {keys}
     assert content["rows"][0]["versions"]["torch"] == torch.__version__
@@ -660,7 +660,9 @@ def test_the_picture_of_variants_has_a_panel_per_shape() -> None:
     assert plan.wide[0].title == "head dim 128, batch 4, 4096 tokens, 16 heads"
 
 
-@pytest.mark.parametrize(("suite", "device"), [("fa", "cuda"), ("variants", "cuda"), ("quick", "cpu")])
+@pytest.mark.parametrize(
+    ("suite", "device"), [("fa", "cuda"), ("variants", "cuda"), ("varlen", "cuda"), ("quick", "cpu")]
+)
 def test_pictures_show_every_measurement(suite: str, device: str, tmp_path: Path) -> None:
     measured = made_up(suite, device, OWN, "fa2", "cudnn")
     figure = plot.draw(measured)

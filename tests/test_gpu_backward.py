@@ -58,6 +58,26 @@ def _shared_bias(case: Case, random: Callable[..., Tensor]) -> list[Any]:
     return [Bias(random(1, case.heads[0], *case.lengths))]
 
 
+def _narrow_shared_bias(case: Case, random: Callable[..., Tensor]) -> list[Any]:
+    return [Bias(random(1, case.heads[0], *case.lengths, dtype=case.dtype))]
+
+
+def _padded_bias(case: Case, random: Callable[..., Tensor]) -> list[Any]:
+    """Its rows begin at multiples of 16 bytes, and so must its gradient's, whose length is none."""
+    return [Bias(random(case.batch, case.heads[0], *case.lengths, dtype=case.dtype, padding=-case.lengths[1] % 8))]
+
+
+def _factor(case: Case, random: Callable[..., Tensor]) -> list[Any]:
+    """Its derivatives are each other's factor."""
+    factor = random(case.batch, case.heads[0], *case.lengths, dtype=case.dtype)
+    return [lambda score, b, h, q, k: score * factor[b, h, q - (case.lengths[1] - case.lengths[0]), k]]
+
+
+def _wide_factor(case: Case, random: Callable[..., Tensor]) -> list[Any]:
+    factor = random(1, 1, *case.lengths)
+    return [lambda score, b, h, q, k: score * factor[0, 0, q - (case.lengths[1] - case.lengths[0]), k]]
+
+
 def _capped_bias(case: Case, random: Callable[..., Tensor]) -> list[Any]:
     return [_alibi(case, random)[0], _bias(case, random)[0], SoftCap(5.0)]
 
@@ -120,6 +140,12 @@ CASES = {
     "alibi-by-batch-128": Case((300, 300), (4, 2), (128, 128), mask=Causal(), mods=_alibi_by_batch, tensors=1),
     "bias": Case((300, 333), (4, 2), mods=_bias, tensors=1),
     "bias-aligned-128": Case((320, 328), (4, 4), (128, 128), mask=Causal(), mods=_bias, tensors=1),
+    "bias-padded": Case((333, 301), (4, 2), mods=_padded_bias, tensors=1),
+    "bias-capped-128": Case((200, 328), (4, 4), (128, 128), FP16, mask=Causal(), mods=_capped_bias, tensors=2),
+    "bias-factor-128": Case((328, 200), (4, 2), (128, 128), mask=Causal(), mods=_factor, tensors=1),
+    "shared-bias-128": Case((300, 520), (4, 4), (128, 128), mods=_shared_bias, tensors=1),
+    "shared-narrow-bias-128": Case((520, 520), (4, 4), (128, 128), mask=Causal(), mods=_narrow_shared_bias, tensors=1),
+    "shared-factor": Case((300, 300), (4, 2), mask=SlidingWindow(50, 0), mods=_wide_factor, tensors=1),
     "shared-bias": Case((300, 300), (4, 4), mask=Causal(), mods=_shared_bias, tensors=1),
     "key-bias": Case((300, 300), (4, 4), mods=_key_bias, tensors=1),
     "relative": Case((200, 230), (4, 2), mods=_relative, tensors=1),
@@ -134,9 +160,10 @@ class Problem:
         generator = None if DEVICE == "meta" else torch.Generator(DEVICE).manual_seed(seed)
         made: list[Tensor] = []
 
-        def random(*shape: int, dtype: torch.dtype = torch.float32, factor: float = 1.0) -> Tensor:
-            values = torch.randn(shape, device=DEVICE, generator=generator) * factor
-            made.append(values.to(dtype).requires_grad_())
+        def random(*shape: int, dtype: torch.dtype = torch.float32, factor: float = 1.0, padding: int = 0) -> Tensor:
+            *outer, last = shape
+            values = torch.randn((*outer, last + padding), device=DEVICE, generator=generator) * factor
+            made.append(values.to(dtype)[..., :last].requires_grad_())
             return made[-1]
 
         def rows(length: int, heads: int, head_dim: int) -> Tensor:

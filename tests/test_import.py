@@ -47,7 +47,10 @@ def test_no_part_of_torch_that_torch_itself_leaves_out(added: set[str]) -> None:
 
 def test_only_the_parts_of_tileattn_that_a_call_needs(added: set[str]) -> None:
     assert (
-        inside(added, *(f"tileattn.{name}" for name in ("bench", "nn", "reference", "testing", "viz", "__main__")))
+        inside(
+            added,
+            *(f"tileattn.{name}" for name in ("bench", "compat", "nn", "reference", "testing", "viz", "__main__")),
+        )
         == set()
     )
     assert not [module for module in added if module.endswith((".tilelang.forward", ".tilelang.compile"))]
@@ -149,6 +152,15 @@ def test_modules_lie_above_the_api() -> None:
     assert modules
     for name, path in FILES.items():
         forbidden = ("kernels", "dispatch", "ops", "testing", "bench") if name in modules else ("nn",)
+        assert inside(tileattn_imports(path), *forbidden) == set(), name
+
+
+def test_compat_lies_above_the_api() -> None:
+    """The registry's entry in the package itself imports it by name, when it is activated."""
+    assert any(name.startswith("compat.") for name in FILES)
+    for name, path in FILES.items():
+        inner = name.split(".")[0] == "compat"
+        forbidden = ("kernels", "dispatch", "testing", "bench", "reference", "nn") if inner else ("compat",)
         assert inside(tileattn_imports(path), *forbidden) == set(), name
 
 

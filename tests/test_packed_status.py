@@ -8,21 +8,24 @@ from torch import Tensor
 
 import tileattn
 from tileattn import packed_status
-from tileattn.packed_status import check_packed, raise_pending, report
+from tileattn.packed_status import check_packed, raise_pending, report, status_of
+
+CPU = torch.device("cpu")
 
 
 class FakeCopy(packed_status._Copy):
-    """Arrives when it is told to, or waited for."""
+    """Arrives when it is told to."""
 
     made: list[FakeCopy] = []  # noqa: RUF012
 
     def __init__(self) -> None:
         self.values = torch.full((4,), -1, dtype=torch.int32)
-        self.arrived = False
+        self.arrived, self.started = False, 0
         self.made.append(self)
 
     def start(self, status: Tensor) -> None:
-        self.device, self.source, self.arrived = status.device, status, False
+        self.source, self.arrived = status.clone(), False
+        self.started += 1
 
     def arrive(self) -> None:
         self.values.copy_(self.source)
@@ -31,34 +34,35 @@ class FakeCopy(packed_status._Copy):
     def has_arrived(self) -> bool:
         return self.arrived
 
-    def wait(self) -> None:
-        self.arrive()
-
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[FakeCopy]:
     FakeCopy.made = []
     monkeypatch.setattr(packed_status, "_Copy", FakeCopy)
-    monkeypatch.setattr(packed_status, "_reports", packed_status._Reports())
+    monkeypatch.setattr(packed_status, "_statuses", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return FakeCopy.made
 
 
-def status(*fields: int) -> Tensor:
-    return torch.tensor(fields, dtype=torch.int32)
-
-
-RIGHT = status(0, 0, 0, 0)
-
-
-def test_nothing_is_raised_before_the_status_has_arrived(copies: list[FakeCopy]) -> None:
+def call(*wrong: int) -> None:
+    """What a packed call does, whose kernel finds the sequences in `wrong`, by field."""
     raise_pending()
-    report(status(0, 3, 0, 0))
-    raise_pending()
+    status = status_of(CPU)
+    for field, sequence in enumerate(wrong):
+        if sequence:
+            status[field] = sequence
+    report(CPU)
+
+
+def test_nothing_is_raised_before_a_copy_has_arrived(copies: list[FakeCopy]) -> None:
+    call(0, 3, 0, 0)
+    call()
     copies[0].arrive()
     with pytest.raises(ValueError, match=r"cu_seqlens_k must .* earlier call .* wrong at sequence 2"):
-        raise_pending()
-    raise_pending()
+        call()
+    call()
+    copies[0].arrive()
+    call()
 
 
 @pytest.mark.parametrize(
@@ -68,72 +72,76 @@ def test_nothing_is_raised_before_the_status_has_arrived(copies: list[FakeCopy])
     ),
 )
 def test_what_each_field_says(copies: list[FakeCopy], field: int, says: str) -> None:
-    report(status(*(7 * (i == field) for i in range(4))))
+    call(*(7 * (i == field) for i in range(4)))
     with pytest.raises(ValueError, match=says) as raised:
         tileattn.check_packed()
     assert "sequence 6" in str(raised.value)
 
 
-def test_check_packed_waits_for_all_and_forgets_them(copies: list[FakeCopy]) -> None:
-    for each in (RIGHT, status(1, 0, 0, 0), RIGHT, status(0, 0, 2, 0)):
-        report(each)
+def test_check_packed_knows_what_no_copy_has_seen(copies: list[FakeCopy]) -> None:
+    call()
+    call(1, 0, 0, 0)
+    assert copies[0].started == 1
     with pytest.raises(ValueError, match=r"cu_seqlens_q .* at sequence 0"):
         check_packed()
     check_packed()
     raise_pending()
 
 
-def test_each_error_is_raised_once_in_order(copies: list[FakeCopy]) -> None:
-    for each in (status(1, 0, 0, 0), RIGHT, status(0, 0, 2, 0)):
-        report(each)
-    for copy in copies:
-        copy.arrive()
+def test_an_error_is_raised_once(copies: list[FakeCopy]) -> None:
+    call(1, 0, 2, 0)
+    copies[0].arrive()
     with pytest.raises(ValueError, match="cu_seqlens_q"):
         raise_pending()
-    with pytest.raises(ValueError, match="max_seqlen_q"):
-        raise_pending()
     raise_pending()
+    call()
+    copies[0].arrive()
+    call()
+    check_packed()
 
 
-def test_copies_are_used_again(copies: list[FakeCopy]) -> None:
+def test_one_copy_is_under_way_at_a_time(copies: list[FakeCopy]) -> None:
     for _ in range(5):
-        raise_pending()
-        report(RIGHT)
-        copies[0].arrive()
-    assert len(copies) == 1
-    report(RIGHT)
-    assert len(copies) == 2
+        call()
+    assert (len(copies), copies[0].started) == (1, 1)
+    copies[0].arrive()
+    call()
+    assert (len(copies), copies[0].started) == (1, 2)
 
 
-def test_a_captured_graph_is_left_alone(copies: list[FakeCopy], monkeypatch: pytest.MonkeyPatch) -> None:
-    report(status(1, 0, 0, 0))
+def test_a_capture_copies_nothing_and_asks_for_nothing(copies: list[FakeCopy], monkeypatch: pytest.MonkeyPatch) -> None:
+    call(1, 0, 0, 0)
     copies[0].arrive()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    report(RIGHT)
-    raise_pending()
-    assert len(copies) == 1
+    call()
+    assert copies[0].started == 1
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with pytest.raises(ValueError, match="cu_seqlens_q"):
         raise_pending()
 
 
+def test_nothing_to_check(copies: list[FakeCopy]) -> None:
+    check_packed()
+    raise_pending()
+    report(CPU)
+    assert not copies
+
+
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
     check_packed()
-    for each in (RIGHT, status(0, 0, 0, 5)):
-        report(each.cuda())
+    status = status_of(device)
+    assert status_of(device) is status
+    torch.cuda._sleep(20_000_000)
+    status[3] = 5  # behind the sleep
+    report(device)
     with pytest.raises(ValueError, match=r"max_seqlen_k .* sequence 4"):
         check_packed()
     check_packed()
-
-
-@pytest.mark.gpu
-def test_a_copy_waits_for_the_stream() -> None:
-    """The status is what the kernels before have made of it."""
-    check_packed()
-    on_device = RIGHT.cuda()
-    torch.cuda._sleep(20_000_000)
-    on_device[1] = 1
-    report(on_device)
+    status[1] = 1
+    report(device)
+    torch.cuda.synchronize()
     with pytest.raises(ValueError, match=r"cu_seqlens_k .* sequence 0"):
-        check_packed()
+        raise_pending()
+    check_packed()

@@ -21,7 +21,7 @@ from tileattn.kernels.tilelang import backend, launch
 from tileattn.kernels.tilelang.backward import backend as backward_backend
 from tileattn.kernels.tilelang.backward import launch as backward_launch
 from tileattn.kernels.tilelang.batch import BackwardJob, compile_job
-from tileattn.kernels.tilelang.defaults import LONG, default, defaults
+from tileattn.kernels.tilelang.defaults import LONG, Config, default, defaults, for_skewed_lengths
 from tileattn.testing import conformance_cases, distinct_calls
 from tileattn.variant import program
 
@@ -127,9 +127,15 @@ def test_a_bucket_has_one_kernel_for_a_call(monkeypatch: pytest.MonkeyPatch) -> 
     long = forward_jobs("long")
     assert len(long) > 50
     assert {job.call for job in long} == {job.call for job in forward_jobs(None)}
-    assert all(job.config == default(job.call, LONG) for job in long)
-    assert all(job.config == default(job.call, 1) for job in forward_jobs("short"))
+    # Packed calls have another where lengths are skewed.
+    assert all(job.config in with_skewed(job, LONG) for job in long)
+    assert all(job.config in with_skewed(job, 1) for job in forward_jobs("short"))
     assert backend.default is default
+
+
+def with_skewed(job: Job, seqlen: int) -> list[Config]:
+    config = default(job.call, seqlen)
+    return [config, for_skewed_lengths(config)] if job.call.packed else [config]
 
 
 def test_list_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

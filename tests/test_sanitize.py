@@ -115,6 +115,7 @@ def test_what_is_covered() -> None:
     for dim in (64, 128, 256):
         assert {f"bf16-d{dim}-{kind}" for kind in kinds} <= set(names)
         assert {f"fp8-d{dim}-full", f"fp8-d{dim}-causal"} <= set(names)
+        assert {f"bf16-packed-d{dim}-full", f"bf16-packed-d{dim}-causal"} <= set(names)
     assert any(heads != kv_heads for _, (heads, kv_heads) in sanitize.SIZES)
     names = [case.name for case in sanitize.CASES["bwd"]]
     assert len(set(names)) == len(names)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import tileattn
-from tileattn import ALiBi, Causal, Mask, SlidingWindow, SoftCap
+from tileattn import ALiBi, Bias, Causal, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap
 from tileattn.call import AttentionCall, BackwardCall
 from tileattn.dispatch import BACKENDS, select
 from tileattn.kernels.triton import backend, config
@@ -29,11 +29,13 @@ from tileattn.testing import (
     oracle_attention,
     oracle_gradients,
 )
-from tileattn.variant import encode, normalize
+from tileattn.variant import encode, normalize, program
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
+CALL = AttentionCall(torch.float16, 64, 64, arch="sm_90a")
 
 SMALL = {name: config.Config(16, 16, 4, 1) for name in config.KERNELS}
 
@@ -85,9 +87,83 @@ def of_keys(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return k / 8
 
 
-# --- Which calls it runs ---
+def test_float32_has_a_tanh_of_its_own() -> None:
+    from tileattn.kernels.triton.expressions import source
 
-CALL = AttentionCall(torch.float16, 64, 64, arch="sm_90a")
+    key = key_of(None, SoftCap(30.0))
+    assert "import clamped, floor_div, floor_mod, floor_mod_float, exact_tanh as tanh\n" in source(key, exact=True)
+    assert "exact_tanh" not in source(key)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Nothing(Mask):
+    """Hides all keys, and says so."""
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k < 0
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Any:
+        return 0, 0
+
+
+@pytest.mark.parametrize(
+    ("mask", "of_queries", "of_keys"),
+    [
+        (None, (False, True, True), (False, True, True)),
+        (Causal(), (False, True, True), (True, True, True)),
+        (SlidingWindow(5, 5), (True, True, True), (True, True, True)),
+        (SlidingWindow(5, None), (True, True, True), (False, True, True)),
+        (SlidingWindow(None, 5), (False, True, True), (True, True, True)),
+        (Causal() & PrefixLM(3), (False, True, True), (True, True, True)),
+        (FunctionMask(strange), (False, False, True), (False, False, True)),
+        (Causal() & FunctionMask(strange), (False, False, True), (False, False, True)),
+        (Causal() | FunctionMask(strange), (False, True, True), (True, True, True)),
+        (FunctionMask(strange) | FunctionMask(strange), (False, False, True), (False, False, True)),
+        (Nothing(), (False, False, False), (False, False, True)),
+    ],
+    ids=lambda value: repr(value) if isinstance(value, tuple) else type(value).__name__,
+)
+def test_loops(mask: Any, of_queries: tuple[bool, ...], of_keys: tuple[bool, ...]) -> None:
+    """Where the ranges say that a loop never turns, there is none."""
+    from tileattn.kernels.triton.loops import loops
+
+    traced = program(key_of(mask))
+    assert (loops(traced, of_keys=False), loops(traced, of_keys=True)) == (of_queries, of_keys)
+
+
+# --- Sizes of tiles ---
+
+
+def biases(count: int, dtype: torch.dtype = torch.float32) -> tuple[Bias, ...]:
+    return tuple(Bias(torch.zeros(2, 2, 8, 8, dtype=dtype)) for _ in range(count))
+
+
+@pytest.mark.parametrize(
+    ("changes", "mods", "forward", "keys"),
+    [
+        ({}, (), (128, 128, 3), (128, 64, 2)),
+        ({}, (ALiBi(torch.ones(2)),), (128, 128, 3), (64, 64, 2)),
+        ({}, biases(1, torch.float16), (128, 128, 3), (64, 64, 2)),
+        ({}, biases(1), (128, 64, 3), (64, 64, 2)),
+        ({"head_dim": 128, "head_dim_v": 128}, biases(1), (128, 64, 2), (32, 64, 2)),
+        ({"head_dim": 256, "head_dim_v": 256}, biases(2), (128, 32, 2), (16, 64, 2)),
+        ({}, biases(6), (128, 32, 2), (64, 64, 2)),
+        ({"arch": "sm_80"}, biases(1), (128, 64, 2), (32, 128, 2)),
+        ({"arch": "sm_80"}, biases(4), (128, 64, 1), (32, 128, 1)),
+        ({"arch": "gfx942"}, biases(6), (128, 64, 1), (16, 128, 1)),
+        ({"dtype": torch.float32}, biases(6), (32, 32, 1), (32, 32, 1)),
+    ],
+)
+def test_tiles_shrink_where_scores_are_read_from_tiles(
+    changes: dict[str, Any], mods: tuple[Any, ...], forward: tuple[int, ...], keys: tuple[int, ...]
+) -> None:
+    """test_triton_compile.py shows that they are small enough."""
+    call = dataclasses.replace(CALL, variant=key_of(None, *mods), **changes)
+    found = [config.default(kernel, call) for kernel in ("forward", "keys")]
+    assert [(each.block_M, each.block_N, each.num_stages) for each in found] == [forward, keys]
+
+
+# --- Which calls it runs ---
 
 
 @pytest.mark.parametrize(
@@ -126,14 +202,16 @@ def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     assert "pip install triton" in str(backend.refusal(CALL))
 
 
-def test_dispatch_takes_it_by_name_only() -> None:
+def test_dispatch_takes_it_where_tilelang_refuses() -> None:
     names = [each.name for each in BACKENDS]
     assert names.index("tilelang") < names.index("triton") < names.index("torch")
     for changes in ({"head_dim": 20}, {"dtype": torch.float32}):
         call = dataclasses.replace(CALL, **changes)
-        assert "not run on a GPU" in str(backend.reservation(call))
-        assert select(call).name == "torch"
-        assert select(call, "triton").name == "triton"
+        assert select(call).name == "triton"
+    on_amd = dataclasses.replace(CALL, arch="gfx1100")
+    assert "not run on an AMD GPU" in str(backend.reservation(on_amd))
+    assert select(on_amd).name == "torch"
+    assert select(on_amd, "triton").name == "triton"
 
 
 # --- The kernels ---
@@ -233,6 +311,42 @@ def test_fused_only_where_the_order_of_sums_is_free() -> None:
             call = BackwardCall(dataclasses.replace(CALL, arch="cpu"), (*needs, False), deterministic=deterministic)
             fused = Backward(call, shape, shape, 1.0).config["keys"].fused
             assert fused == (needs[0] and (needs[1] or needs[2]) and not deterministic)
+
+
+def test_tanh_of_small_numbers_in_float32() -> None:
+    """Keys whose scores are multiplied by what is next to 0: their gradients are exact in all digits as well."""
+    table = (tensor(2, 45, dtype=torch.float32) / 1000).requires_grad_()
+
+    def gate(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score * tileattn.math.tanh(table[h, k])
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return tileattn.attention(q, k, v, score_mod=gate, return_lse=True, backend="triton")
+
+    q, k, v = (tensor(1, 45, 2, 16, dtype=torch.float32, seed=seed) for seed in range(3))
+    check("gate", run, q, k, v, None, (gate,))
+
+
+KERNEL_OF_TANH = """import triton
+import triton.language as tl
+from tileattn.kernels.triton.arithmetic import exact_tanh
+
+@triton.jit
+def kernel(x, y, size: tl.constexpr):
+    at = tl.arange(0, size)
+    tl.store(y + at, exact_tanh(tl.load(x + at)))
+"""
+
+
+def test_exact_tanh() -> None:
+    from tileattn.kernels.triton.expressions import load
+
+    kernel = load(KERNEL_OF_TANH, "test_exact_tanh")["kernel"]
+    ends = torch.tensor([0.0, 1e-30, -1e-7, 1.0, -1.0, 50.0, -50.0, -1e4])
+    x = torch.cat([torch.linspace(-10, 10, 4096 - len(ends)), ends]).to(DEVICE)
+    y = torch.empty_like(x)
+    kernel[(1,)](x, y, 4096)
+    torch.testing.assert_close(y.double(), torch.tanh(x.double()), rtol=2**-21.5, atol=0)
 
 
 def test_a_modification_that_replaces_the_score() -> None:

@@ -50,18 +50,32 @@ def test_amd_has_matrix_instructions() -> None:
         assert report["mma"] > 0, report
 
 
+def test_a_loop_that_never_turns_does_not_kill_the_assembler() -> None:
+    check("sm_90a", head_dim=128, variant="function_empty_rows", backward=False)
+
+
+def test_tiles_that_scores_are_read_from_fit() -> None:
+    check("sm_90a", head_dim=64, variant="none+bias+bias_tiles_1", backward=False)
+
+
 SLOW = [
     (arch, call)
     for arch in ("sm_90a", "sm_80", "gfx942")
     for call in (
         {"head_dim": 64, "variant": "causal"},
-        {"head_dim": 64, "variant": "everything", "group": 4},
-        {"head_dim": 128, "variant": "bias", "dtype": "bfloat16"},
+        {"head_dim": 64, "variant": "prefix|window+alibi+softcap", "group": 4},
+        {"head_dim": 128, "variant": "documents+bias_tiles_fp16_bh", "dtype": "bfloat16"},
         {"head_dim": 192, "head_dim_v": 128, "variant": "causal"},
         {"head_dim": 256, "variant": "causal"},
         {"head_dim": 80, "aligned": False},
         {"head_dim": 128, "dtype": "float32"},
-        {"head_dim": 256, "dtype": "float32", "variant": "causal"},
+        {"head_dim": 256, "dtype": "float32", "variant": "causal+bias"},
+        {"head_dim": 64, "variant": "function_empty_rows+bias+bias_tiles_1"},
+        {"head_dim": 128, "variant": "function+bias_bh+user"},
+        {"head_dim": 256, "variant": "causal&documents+bias_b+bias_tiles"},
+        {"head_dim": 248, "variant": "function_tensor+softcap", "aligned": False},
+        {"head_dim": 64, "head_dim_v": 128, "variant": "function_empty_rows+user_tensor"},
+        {"head_dim": 128, "variant": "window_left+user_tiles_tensor"},
     )
 ]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from torch.nn.attention import register_flash_attention_impl
+
 from . import math
 from .api import attention
 from .fp8 import QuantizedFP8, quantize_fp8
@@ -12,6 +14,7 @@ from .masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, 
 from .packed_status import check_packed
 from .padding import Unpadded, pad_input, unpad_input
 from .scores import ALiBi, Bias, ScoreMod, SoftCap
+from .sdpa import scaled_dot_product_attention
 from .tuner.session import tuning
 from .varlen import varlen_attention
 
@@ -36,10 +39,20 @@ __all__ = [
     "math",
     "pad_input",
     "quantize_fp8",
+    "scaled_dot_product_attention",
     "tuning",
     "unpad_input",
     "varlen_attention",
 ]
+
+
+def _activate_flash_attention() -> Any:
+    """What `torch.nn.attention.activate_flash_attention_impl("tileattn")` calls; it keeps what this returns."""
+    return importlib.import_module(".compat.torch_sdpa", __name__).Handle()
+
+
+# Known to PyTorch from here on, and not active.
+register_flash_attention_impl("tileattn", register_fn=_activate_flash_attention)
 
 
 def __getattr__(name: str) -> Any:

@@ -124,7 +124,7 @@ BACKENDS: tuple[Backend, ...] = (
         "tilelang",
         "TileLang kernels, for GPUs",
         tilelang_backend.refusal,
-        lambda call: None,
+        tilelang_backend.reservation,
         tilelang_backend.prepare,
         tilelang_backend.prepare_backward,
         space=tilelang_backend.space,
@@ -132,7 +132,7 @@ BACKENDS: tuple[Backend, ...] = (
     ),
     Backend(
         "triton",
-        "Triton kernels, for GPUs; only by name yet",
+        "Triton kernels, for GPUs: what the TileLang kernels refuse",
         triton_backend.refusal,
         triton_backend.reservation,
         triton_backend.prepare,

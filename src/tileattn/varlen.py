@@ -66,8 +66,8 @@ def varlen_attention(
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted. The
             *values* of cu_seqlens are checked at once where the host can read them, on a CPU. On a GPU nothing waits
-            for them: they are clamped, so that nothing outside of the tensors is touched, and the next call on packed
-            sequences, or :func:`tileattn.check_packed`, raises.
+            for them: if one is wrong, nothing outside of the tensors is touched, and a later call on packed sequences,
+            or :func:`tileattn.check_packed`, raises.
         NotImplementedError: no backend (or not the named one) runs the call; the message says why.
     """
     if torch._C._is_any_autocast_enabled():
@@ -77,7 +77,8 @@ def varlen_attention(
     check_metadata(packed, q.device)
     options = (mask, score_mod, causal, scale, sink, dropout_p, return_lse, deterministic, backend)
     o, lse = run(q[None], k[None], v[None], *options, packed=packed)
+    o = o.squeeze(0)  # whose derivative is a view, as o[0]'s is not
     if not return_lse:
-        return o[0]
+        return o
     assert lse is not None
-    return o[0], lse[0]
+    return o, lse.squeeze(0)

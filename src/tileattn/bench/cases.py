@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,6 +10,9 @@ from functools import cached_property
 import torch
 
 from tileattn.bench import variants
+
+# How the sequences of a packed case are drawn: see `lengths_of`. "" is a dense case.
+PACKINGS = ("", "uniform", "skewed")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 
@@ -20,7 +24,11 @@ PRODUCTS = {"fwd": (1, 1), "bwd": (3, 2), "fwdbwd": (4, 3)}
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: sizes, variant (a name of `tileattn.bench.variants`) and dtype (a key of `DTYPES`)."""
+    """One measurement: sizes, variant (a name of `tileattn.bench.variants`) and dtype (a key of `DTYPES`).
+
+    packing: one of `PACKINGS`. Of a packed case `batch` is the number of sequences, and seqlen_q, like seqlen_k, their
+    mean length: it has as many tokens as the dense case.
+    """
 
     batch: int
     seqlen_q: int
@@ -31,6 +39,7 @@ class Case:
     head_dim_v: int
     variant: str = "full"
     dtype: str = "bf16"
+    packing: str = ""
 
     def __post_init__(self) -> None:
         for field in ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "head_dim_v"):
@@ -41,6 +50,21 @@ class Case:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         object.__setattr__(self, "variant", variants.parse(self.variant).name)
+        if self.packing not in PACKINGS:
+            raise ValueError(f"packing must be one of {', '.join(PACKINGS[1:])} or '', got {self.packing!r}")
+        if self.packing:
+            self._check_packed()
+
+    def _check_packed(self) -> None:
+        if self.seqlen_q != self.seqlen_k:
+            raise ValueError(f"packed cases have as many keys as queries, got {self.seqlen_q} and {self.seqlen_k}")
+        if self.dtype == "fp8" or self.terms.bias is not None or self.terms.documents is not None:
+            raise ValueError(f"packed cases have no fp8, no bias and no documents, got {self.dtype} {self.variant}")
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the sequences of a packed case."""
+        return lengths_of(self.packing, self.batch, self.seqlen_q)
 
     @cached_property
     def terms(self) -> variants.Variant:
@@ -63,14 +87,16 @@ class Case:
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         seqlen = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
-        return f"D{dim} {self.variant} ({self.batch},{seqlen},{heads})"
+        return f"D{dim} {self.variant} ({self.batch},{seqlen},{heads})" + f" {self.packing}" * bool(self.packing)
 
     def visible_pairs(self) -> float:
-        """(query, key) pairs that the mask lets through, per batch and head.
+        """(query, key) pairs that the mask lets through, per batch and head; of packed sequences, the mean.
 
         A square causal mask counts as exactly half, diagonal or not, as in the FlashAttention papers and in
         flash-attn's benchmarks, so that figures compare; every other mask is counted pair by pair.
         """
+        if self.packing:
+            return sum(self.of_sequence(length).visible_pairs() for length in self.lengths) / self.batch
         pairs = self.seqlen_q * self.seqlen_k
         if self.terms.causal and self.seqlen_q == self.seqlen_k and not _narrower(self.terms):
             return pairs / 2
@@ -79,6 +105,10 @@ class Case:
         q_pos = torch.arange(self.seqlen_q) + self.seqlen_k - self.seqlen_q
         lo, hi = self.terms.key_range(q_pos, self.seqlen_k)
         return int((hi - lo).clamp(min=0).sum())
+
+    def of_sequence(self, length: int) -> Case:
+        """One sequence of a packed case, as a dense one."""
+        return replace(self, batch=1, seqlen_q=length, seqlen_k=length, packing="")
 
     def flops(self, direction: str = "fwd") -> float:
         """Two FLOPs per multiply-add of the matrix products, for each visible pair; a direction is a key of `PRODUCTS`.
@@ -90,6 +120,25 @@ class Case:
         of_qk, of_v = PRODUCTS[direction]
         per_pair = 2.0 * self.batch * self.heads * (of_qk * self.head_dim + of_v * self.head_dim_v)
         return per_pair * self.visible_pairs()
+
+
+SPREAD = 1.0  # of the logarithm of a skewed length
+
+
+def lengths_of(packing: str, sequences: int, mean: int) -> tuple[int, ...]:
+    """The lengths of packed sequences, `sequences * mean` together, each at least 1; the same for the same arguments.
+
+    "uniform": all of them the mean. "skewed": drawn from a log-normal distribution, as documents and conversations are:
+    most are short and few are long.
+    """
+    if packing != "skewed":
+        return (mean,) * sequences
+    drawn = random.Random(0)
+    weights = [drawn.lognormvariate(0.0, SPREAD) for _ in range(sequences)]
+    total = sequences * mean
+    lengths = [max(1, int(total * weight / sum(weights))) for weight in weights]
+    lengths[weights.index(max(weights))] += total - sum(lengths)  # what rounding has left
+    return tuple(lengths)
 
 
 def _narrower(terms: variants.Variant) -> bool:
@@ -186,6 +235,32 @@ def fp8_suite_cpu(dtype: str) -> list[Case]:
     return [square(1, 512, 8, 64, variant, dtype) for variant in ("full", "causal")]
 
 
+def varlen_suite(dtype: str) -> list[Case]:
+    """Packed sequences: of one length (16384 tokens, 2048 / head_dim heads), and 64 of all lengths (65536 tokens)."""
+    uniform = [
+        replace(square(16384 // seqlen, seqlen, 2048 // head_dim, head_dim, variant, dtype), packing="uniform")
+        for head_dim in (64, 128)
+        for variant in ("full", "causal")
+        for seqlen in (512, 4096)
+    ]
+    skewed = [
+        replace(square(64, 1024, heads, head_dim, variant, dtype), kv_heads=kv_heads, packing="skewed")
+        for head_dim, heads, kv_heads in ((64, 32, 8), (128, 32, 8), (128, 16, 16))
+        for variant in ("full", "causal")
+    ]
+    return uniform + skewed
+
+
+def varlen_suite_cpu(dtype: str) -> list[Case]:
+    """The same at a size for a laptop."""
+    shapes = (("uniform", 4, 256, 4), ("skewed", 8, 256, 2))
+    return [
+        replace(square(batch, seqlen, 4, 64, variant, dtype), kv_heads=kv_heads, packing=packing)
+        for packing, batch, seqlen, kv_heads in shapes
+        for variant in ("full", "causal")
+    ]
+
+
 def quick_suite(dtype: str) -> list[Case]:
     """A few minutes' worth of shapes for a GPU: D128 by length, then D64, D256, GQA, a window and a softcap."""
     by_length = [
@@ -218,6 +293,7 @@ SUITES: dict[str, str] = {
     "fa": "the FlashAttention papers' grid: head dims 64, 128, 256; 512 to 16384 tokens; GQA and 192/128",
     "heads": "grouped heads beside ungrouped ones, and head dims between the tuned ones, sized by the device",
     "variants": "every mask and score modification, sized by the device",
+    "varlen": "packed sequences: of one length, beside the dense kernel, and 64 of skewed lengths; sized by the device",
     "fp8": "float8_e4m3fn beside bfloat16 on the same values: head dims 64, 128, 256; 4096 to 16384 tokens",
 }
 _BUILDERS: dict[tuple[str, bool], Callable[[str], list[Case]]] = {
@@ -229,6 +305,8 @@ _BUILDERS: dict[tuple[str, bool], Callable[[str], list[Case]]] = {
     ("heads", False): heads_suite_cpu,
     ("variants", True): variants_suite,
     ("variants", False): variants_suite_cpu,
+    ("varlen", True): varlen_suite,
+    ("varlen", False): varlen_suite_cpu,
     ("fp8", True): fp8_suite,
     ("fp8", False): fp8_suite_cpu,
 }

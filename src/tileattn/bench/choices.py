@@ -21,6 +21,8 @@ from tileattn.kernels.tilelang.batch import AnyJob
 DEFAULT_PEERS = {"cuda": "fa2,cudnn", "cpu": "sdpa,eager"}
 # What an fp8 case is compared with: no peer takes fp8.
 FP8_PEERS = "tileattn-bf16"
+# And packed sequences: most peers want a batch of one length.
+PACKED_PEERS = {"cuda": "fa2-varlen,fa4,tileattn-dense", "cpu": "tileattn-dense"}
 DEFAULT_DTYPE = {"cuda": "bf16", "cpu": "fp32"}
 # What `tileattn memory` measures: lengths, by device, and what its result files call their suite.
 MEMORY_LENGTHS = {"cuda": "1024,2048,4096,8192,16384,32768,65536,131072", "cpu": "256,512,1024,2048"}
@@ -38,6 +40,7 @@ class ShapeOptions:
     seqlen_k: int | None = None
     head_dim: int | None = None
     head_dim_v: int | None = None
+    packing: str | None = None
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,24 @@ def choose_cases(
         name = variant_name(variant)
         if variants.parse(name).dbias and direction == "fwd":
             raise refuse("--variant", f"{name!r} asks for the gradient of the bias: give --direction bwd or fwdbwd")
+        if shape.packing is not None:
+            _check_packing(shape, name, dtype)
         return Chosen("custom", _own_cases(shape, name, dtype), direction)
     suite = suite or "quick"
     if suite not in cases.SUITES:
         raise refuse("--suite", f"{suite!r} is not known; accepted: {', '.join(cases.SUITES)}")
     return Chosen(suite, cases.suite(suite, dtype, device.type, direction), direction)
+
+
+def _check_packing(shape: ShapeOptions, variant: str, dtype: str) -> None:
+    accepted = cases.PACKINGS[1:]
+    if shape.packing not in accepted:
+        raise refuse("--packing", f"{shape.packing!r} is not known; accepted: {', '.join(accepted)}")
+    if shape.seqlen_k is not None:
+        raise refuse("--packing", "packed sequences have as many keys as queries: leave --seqlen-k out")
+    terms = variants.parse(variant)
+    if dtype == "fp8" or terms.bias is not None or terms.documents is not None:
+        raise refuse("--packing", f"packed sequences are not measured in fp8, with a bias or documents; got {variant}")
 
 
 def choose_memory(shape: ShapeOptions, causal: bool, dtype: str | None, direction: str, device: torch.device) -> Chosen:
@@ -137,7 +153,7 @@ def _own_cases(shape: ShapeOptions, variant: str, dtype: str) -> list[Case]:
     if heads % kv_heads:
         raise refuse("--kv-heads", f"{kv_heads} does not divide the {heads} heads of q")
     base = cases.square(shape.batch or 1, 1, heads, head_dim, variant, dtype)
-    base = replace(base, kv_heads=kv_heads, head_dim_v=shape.head_dim_v or head_dim)
+    base = replace(base, kv_heads=kv_heads, head_dim_v=shape.head_dim_v or head_dim, packing=shape.packing or "")
     lengths = _lengths(shape.seqlen or "1024")
     return [replace(base, seqlen_q=length, seqlen_k=shape.seqlen_k or length) for length in lengths]
 
@@ -176,13 +192,17 @@ def choose_implementations(
     backend: str | None, peers: str | None, device: torch.device, chosen: Chosen
 ) -> list[Implementation]:
     """tileattn, and the peers beside it."""
-    fp8 = all(case.dtype == "fp8" for case in chosen.cases)
-    default = FP8_PEERS if fp8 else DEFAULT_PEERS[device.type]
-    names = default if peers is None else peers
+    names = _default_peers(device, chosen.cases) if peers is None else peers
     wanted = [] if names == "none" else [name.strip() for name in names.split(",")]
     if unknown := [name for name in wanted if name not in PEERS]:
         raise refuse("--peers", f"{', '.join(map(repr, unknown))}: not known; accepted: none, {', '.join(PEERS)}")
     return [own_implementation(backend), *(PEERS[name] for name in dict.fromkeys(wanted))]
+
+
+def _default_peers(device: torch.device, measured: Sequence[Case]) -> str:
+    if all(case.dtype == "fp8" for case in measured):
+        return FP8_PEERS
+    return (PACKED_PEERS if all(case.packing for case in measured) else DEFAULT_PEERS)[device.type]
 
 
 def own_implementation(backend: str | None) -> TileAttn:

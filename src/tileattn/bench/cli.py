@@ -74,8 +74,8 @@ def bench(
         str | None,
         typer.Option(
             help="A named set of cases: [b]quick[/b] (default; a few shapes sized by the device), [b]fa[/b] (the "
-            "FlashAttention papers' grid), [b]variants[/b] (every mask and score modification), [b]fp8[/b] "
-            "(fp8 beside bf16).",
+            "FlashAttention papers' grid), [b]variants[/b] (every mask and score modification), [b]varlen[/b] (packed "
+            "sequences), [b]fp8[/b] (fp8 beside bf16).",
             show_default=False,
         ),
     ] = None,
@@ -99,6 +99,16 @@ def bench(
     head_dim_v: Annotated[
         int | None,
         typer.Option(metavar="N", help="Head dim of v. Default: that of q and k.", rich_help_panel=SHAPE),
+    ] = None,
+    packing: Annotated[
+        str | None,
+        typer.Option(
+            help="Packed sequences, as many as --batch says: [b]uniform[/b], all of --seqlen, or [b]skewed[/b], "
+            "log-normal with that mean.",
+            metavar="NAME",
+            show_default=False,
+            rich_help_panel=SHAPE,
+        ),
     ] = None,
     causal: Annotated[
         bool, typer.Option("--causal", help="A query sees keys up to its own position.", rich_help_panel=VARIANT)
@@ -150,8 +160,9 @@ def bench(
         typer.Option(
             help="Implementations beside tileattn, with commas: eager, sdpa (PyTorch's choice), fa2, cudnn, efficient "
             "(SDPA's kernels), fa4, flex, tileattn-bf16 (beside fp8), triton (tileattn's), triton-tutorial (the file "
-            "that TILEATTN_TRITON_TUTORIAL names); or none. Default: fa2,cudnn on a GPU, sdpa,eager on a CPU, "
-            "tileattn-bf16 for fp8.",
+            "that TILEATTN_TRITON_TUTORIAL names); of packed sequences fa2-varlen (PyTorch's), fa4 and tileattn-dense; "
+            "or none. Default: fa2,cudnn on a GPU, sdpa,eager on a CPU, tileattn-bf16 for fp8; "
+            "fa2-varlen,fa4,tileattn-dense for packed sequences.",
             metavar="NAME,...",
             show_default=False,
             rich_help_panel=COMPARE,
@@ -194,7 +205,7 @@ def bench(
     """
     from tileattn.bench import choices, command
 
-    shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, seqlen_k, head_dim, head_dim_v)
+    shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, seqlen_k, head_dim, head_dim_v, packing)
     terms = choices.VariantOptions(causal, mask, softcap, alibi, bias, sink, variant)
     files = command.FileOptions(json, plot, force, commit, quiet)
     where = choices.resolve_device(device)

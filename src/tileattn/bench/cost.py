@@ -45,13 +45,13 @@ class Cost:
 
 
 def costs(results: Results) -> list[Cost]:
-    """Of all cases with a mask (but causal) or a modification whose plain kernel was measured in the same run."""
+    """Of all dense cases with a mask (but causal) or a modification whose plain kernel was measured in the same run."""
     times = own_ms(results)
     ceiling = overall(results.ceilings)
     cases = [row.as_case() for row in results.rows if row.backend == OWN]
     found = []
     for case in cases:
-        if case.terms.plain:
+        if case.terms.plain or case.packing:
             continue
         of_tiles = _tiles_ms(case, times)
         if of_tiles is None:

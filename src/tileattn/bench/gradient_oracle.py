@@ -53,17 +53,17 @@ class GradientOracle:
 
         gradients: in the order and the shapes of `Problem.inputs`. NaN if any checked value is NaN.
         """
-        found = self._sampled(gradients)
+        found = self.sampled(gradients)
         errors = [row_error(found[name], self.expected[name], gradient=True).worst_row for name in found]
         # Not `max`, which loses a NaN that is not the first.
         return float(torch.tensor(errors, dtype=torch.float64).max())
 
     def check(self, gradients: Sequence[Tensor]) -> None:
         """The tolerance rule; `AssertionError` says what is wrong."""
-        for name, got in self._sampled(gradients).items():
+        for name, got in self.sampled(gradients).items():
             assert_accurate(name, got, self.expected[name], [run[name] for run in self.eager], gradient=True)
 
-    def _sampled(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+    def sampled(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         """What is checked of the gradients, laid out as what is expected."""
         case, heads = self.problem.case, self.sample.heads
         kv_heads = _kv_heads(case, heads)

@@ -35,6 +35,7 @@ class Example:
     sink: bool = False
     aligned: bool = True
     needs_grad: bool = False
+    packed: bool = False
 
     def call(self, arch: str) -> AttentionCall:
         """The facts of this call on an architecture."""
@@ -47,6 +48,7 @@ class Example:
             sink=self.sink,
             aligned=self.aligned,
             needs_grad=self.needs_grad,
+            packed=self.packed,
             arch=arch,
         )
 
@@ -78,6 +80,7 @@ def examples() -> list[Example]:
         Example("sink", sink=True),
         Example("rows not aligned to 16 bytes", aligned=False),
         Example("gradients", needs_grad=True),
+        Example("packed sequences", packed=True),
     ]
 
 

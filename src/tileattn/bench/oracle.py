@@ -86,11 +86,15 @@ class Oracle:
         By row, because early causal rows are tens of times larger than late ones and would hide them in any error
         over the whole tensor. NaN if any checked value is NaN. o is (batch, seqlen_q, heads, head_dim_v).
         """
-        return row_error(_sampled(o, self.sample), self.expected).worst_row
+        return row_error(self.sampled(o), self.expected).worst_row
 
     def check(self, o: Tensor) -> None:
         """The tolerance rule; `AssertionError` says what is wrong."""
-        assert_accurate("o", _sampled(o, self.sample), self.expected, [self.eager])
+        assert_accurate("o", self.sampled(o), self.expected, [self.eager])
+
+    def sampled(self, o: Tensor) -> Tensor:
+        """The checked rows of an output: (batches, heads, rows, head_dim_v)."""
+        return torch.stack([take(o[b], self.sample.heads)[:, self.sample.rows] for b in self.sample.batches])
 
 
 @torch.no_grad()
@@ -102,11 +106,6 @@ def build(problem: Problem) -> Oracle:
     chosen = sample(problem.case, problem.q.device)
     left = problem.dequantised()
     return Oracle(chosen, _attend(problem, chosen, torch.float64), _attend(left, chosen, left.q.dtype))
-
-
-def _sampled(o: Tensor, chosen: Sample) -> Tensor:
-    """The checked rows of an output: (batches, heads, rows, head_dim_v)."""
-    return torch.stack([take(o[b], chosen.heads)[:, chosen.rows] for b in chosen.batches])
 
 
 def take(x: Tensor, heads: Sequence[int]) -> Tensor:

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, safe for colour-blind readers, with a grey and an indigo (Paul Tol) for PyTorch's own,
-# and two more of Tol's for Triton.
+# and more of Tol's for those that came later.
 COLOURS = {
     "tileattn": "#D55E00",
     "tileattn-bf16": "#E69F00",
+    "tileattn-dense": "#CC6677",
     "fa2": "#56B4E9",
     "cudnn": "#009E73",
+    "fa2-varlen": "#44AA99",
     "fa4": "#0072B2",
     "flex": "#CC79A7",
     "sdpa": "#332288",
@@ -37,8 +39,10 @@ COLOURS = {
 }
 LABELS = {
     "tileattn-bf16": "tileattn in bf16",
+    "tileattn-dense": "tileattn, not packed",
     "fa2": "FlashAttention-2 (SDPA)",
     "cudnn": "cuDNN (SDPA)",
+    "fa2-varlen": "FlashAttention-2 (PyTorch)",
     "fa4": "FlashAttention-4",
     "flex": "FlexAttention",
     "sdpa": "PyTorch SDPA",
@@ -133,7 +137,7 @@ def by_length(rows: Iterable[Row]) -> dict[tuple[str, int], Panel]:
     found: dict[tuple[str, int], dict[int, str]] = {}
     for row in rows:
         square = row.seqlen_q == row.seqlen_k and row.heads == row.kv_heads and row.head_dim == row.head_dim_v
-        if square and row.variant in ("full", "causal"):
+        if square and not row.packing and row.variant in ("full", "causal"):
             found.setdefault((row.variant, row.head_dim), {}).setdefault(row.seqlen_q, row.case)
     return {
         (variant, head_dim): Panel(
@@ -160,7 +164,8 @@ def _shape(row: Row) -> str:
     head_dim = f"{row.head_dim}" if row.head_dim == row.head_dim_v else f"{row.head_dim}/{row.head_dim_v}"
     seqlen = f"{row.seqlen_q}" if row.seqlen_q == row.seqlen_k else f"{row.seqlen_q} on {row.seqlen_k}"
     kv_heads = "" if row.heads == row.kv_heads else f" ({row.kv_heads} of k and v)"
-    return f"head dim {head_dim}, batch {row.batch}, {seqlen} tokens, {row.heads} heads{kv_heads}"
+    packing = f", {row.packing}" if row.packing else ""
+    return f"head dim {head_dim}, batch {row.batch}, {seqlen} tokens, {row.heads} heads{kv_heads}{packing}"
 
 
 def length_label(seqlen: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ class Problem:
     head_dim_v) in the case's dtype, or in bfloat16 for fp8; and, where the variant asks for them, in the same dtype
     `bias` (batch or 1, heads or 1, seqlen_q, seqlen_k); `slopes` of ALiBi and `sink`, (heads,) float32;
     `document_ids`, (seqlen_k,) int32.
+
+    cu_seqlens: of a packed case, int32 (sequences + 1,), for queries and keys. Its q, k, v and do are (tokens, heads,
+    head_dim).
 
     do: for a backward pass, the gradient of o (batch, seqlen_q, heads, head_dim_v), in the same dtype. Then q, k and v
     require grad, and so does the bias where the variant says so.
@@ -37,6 +41,7 @@ class Problem:
     document_ids: Tensor | None = None
     do: Tensor | None = None
     fp8: QuantizedFP8 | None = None
+    cu_seqlens: Tensor | None = None
 
     @property
     def scale(self) -> float:
@@ -59,6 +64,24 @@ class Problem:
         pairs = ((self.fp8.q, self.fp8.q_descale), (self.fp8.k, self.fp8.k_descale), (self.fp8.v, self.fp8.v_descale))
         q, k, v = (dequantize(x, descale).to(torch.bfloat16) for x, descale in pairs)
         return replace(self.unquantised(), q=q, k=k, v=v)
+
+    def spans(self) -> list[slice]:
+        """The tokens of each sequence of a packed case."""
+        ends = accumulate(self.case.lengths)
+        return [slice(end - length, end) for end, length in zip(ends, self.case.lengths)]
+
+    def of_sequence(self, span: slice) -> Problem:
+        """The tokens of one sequence of a packed case, as a dense problem."""
+        of_span = {name: getattr(self, name)[None, span] for name in ("q", "k", "v")}
+        do = None if self.do is None else self.do[None, span]
+        case = self.case.of_sequence(span.stop - span.start)
+        return replace(self, case=case, **of_span, do=do, cu_seqlens=None)
+
+    def dense(self) -> Problem:
+        """Packed sequences of one length as a batch."""
+        of_all = {name: getattr(self, name).unflatten(0, (self.case.batch, -1)) for name in ("q", "k", "v")}
+        do = None if self.do is None else self.do.unflatten(0, (self.case.batch, -1))
+        return replace(self, case=replace(self.case, packing=""), **of_all, do=do, cu_seqlens=None)
 
     def q_pos(self) -> Tensor:
         """Positions of the queries among the keys, aligned bottom-right: int64 (seqlen_q,)."""
@@ -114,11 +137,22 @@ def build(case: Case, device: torch.device | str, seed: int = 0, direction: str 
         document_ids=_document_ids(case.seqlen_k, terms.documents, device) if terms.documents else None,
         fp8=quantize_fp8(q, k, v) if case.dtype == "fp8" else None,
     )
-    if direction == "fwd":
-        return given
-    for tensor in given.inputs().values():
-        tensor.requires_grad_()
-    return replace(given, do=normal(case.batch, case.seqlen_q, case.heads, case.head_dim_v))
+    if direction != "fwd":
+        given = replace(given, do=normal(case.batch, case.seqlen_q, case.heads, case.head_dim_v))
+    if case.packing:
+        given = _packed(given)
+    if direction != "fwd":
+        for tensor in given.inputs().values():
+            tensor.requires_grad_()
+    return given
+
+
+def _packed(given: Problem) -> Problem:
+    """The same values as packed sequences, cut at other places where lengths differ."""
+    of_all = {name: getattr(given, name).flatten(0, 1) for name in ("q", "k", "v")}
+    do = None if given.do is None else given.do.flatten(0, 1)
+    ends = torch.tensor([0, *accumulate(given.case.lengths)], dtype=torch.int32)
+    return replace(given, **of_all, do=do, cu_seqlens=ends.to(given.q.device))
 
 
 def _bias_shape(case: Case) -> tuple[int, int, int, int]:

@@ -24,7 +24,8 @@ class Row:
     direction: a key of `cases.DIRECTIONS`. ms: median milliseconds of a call. tflops: the case's FLOPs (`Case.flops`)
     over that time. error: largest relative error of a checked row, of o (`Oracle.error`) or the gradients
     (`GradientOracle.error`). peak_bytes: allocated at most beyond the inputs (`memory.peak_bytes`), the forward pass
-    included, and what was built ahead. gpu: the device's name, a CPU's too. date: UTC, ISO 8601.
+    included, and what was built ahead. gpu: the device's name, a CPU's too. date: UTC, ISO 8601. packing: a name of
+    `cases.PACKINGS`; older files lack it.
     """
 
     suite: str
@@ -49,6 +50,7 @@ class Row:
     versions: dict[str, str]
     commit: str | None
     date: str
+    packing: str = ""
 
     def as_case(self) -> Case:
         """The case that was measured."""

@@ -10,12 +10,12 @@ from statistics import median
 
 import torch
 
-from tileattn.bench import ceilings, gradient_oracle, memory, oracle, passes, problem, rounds, timing
+from tileattn.bench import ceilings, gradient_oracle, memory, oracle, packed_oracle, passes, problem, rounds, timing
 from tileattn.bench.cases import Case
 from tileattn.bench.peers.base import OWN, Implementation, Prepared
 from tileattn.bench.results import Missing, Results, Row
 
-Expected = oracle.Oracle | gradient_oracle.GradientOracle
+Expected = oracle.Oracle | gradient_oracle.GradientOracle | packed_oracle.PackedOracle
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Run:
         self.progress(f"{case.name}: oracle")
         try:
             given = problem.build(case, self.device, self.seed, self.results.direction)
-            expected = oracle.build(given) if given.do is None else gradient_oracle.build(given)
+            expected = _expected(given)
         except torch.OutOfMemoryError as failure:
             for each in self.implementations:
                 self._failed(case, each, failure)
@@ -152,6 +152,7 @@ class Run:
             head_dim_v=case.head_dim_v,
             causal=case.causal,
             variant=case.variant,
+            packing=case.packing,
             dtype=measurement.prepared.dtype or case.dtype,
             ms=ms,
             tflops=case.flops(self.results.direction) / ms / 1e9,
@@ -162,3 +163,9 @@ class Run:
             commit=self.results.commit,
             date=self.results.date,
         )
+
+
+def _expected(given: problem.Problem) -> Expected:
+    if given.case.packing:
+        return packed_oracle.build(given)
+    return oracle.build(given) if given.do is None else gradient_oracle.build(given)

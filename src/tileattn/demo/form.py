@@ -74,7 +74,7 @@ class Form:
         if self.dtype not in offered:
             raise ValueError(f"dtype must be one of {', '.join(offered)}, got {self.dtype!r}")
         assert self.dtype in DTYPES
-        case = Case(**sizes, head_dim_v=sizes["head_dim"], variant=self._variant(), dtype=self.dtype)
+        case = Case(**sizes, head_dim_v=sizes["head_dim"], variant=self._variant(), dtype=self.dtype, packing="")
         _check_limits(case, LIMITS[device.type], device)
         return case
 

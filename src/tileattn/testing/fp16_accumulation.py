@@ -8,6 +8,8 @@ a kernel might do wrong.
 - S is rounded after each 16 elements of the head dim: relative to the sum so far, 2^-11.
 - ``scale * log2(e)``, the row's maximum times that, and their difference are float16: a score that is 8 below the
   maximum (in base 2) is off by up to 2^-9, and its probability by 0.14 %.
+- The hardware's float16 exponential is rounded down, here to the next float16 below. (PTX allows ``ex2.approx.f16`` a
+  relative error of 2^-9.9; on an H200 a score just below the maximum has the probability 1 - 2^-11, not 1.)
 - O is rounded after each 16 keys, to 2^-11 of the sum so far, which after n steps is off by about sqrt(n) of them.
 
 The maximum is the final one, while a kernel raises it step by step; the rule's factor of 2 is left for that.
@@ -48,7 +50,7 @@ def eager_fp16_accumulation(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, 
     factor = float(_rounded(torch.tensor(max(scale * math.log2(math.e), 1e-7))))
     top = _rounded(scores.amax(dim=-1, keepdim=True) * factor)
     empty = top == -torch.inf
-    p = _rounded(torch.exp2(_rounded(scores * factor - top.masked_fill(empty, 0.0))))
+    p = _rounded_down(torch.exp2(_rounded(scores * factor - top.masked_fill(empty, 0.0))))
     total = p.sum(dim=-1, keepdim=True)
     o = torch.zeros_like(q)
     for i in range(0, k.shape[2], STEP):
@@ -60,6 +62,12 @@ def eager_fp16_accumulation(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, 
 
 def _rounded(x: Tensor) -> Tensor:
     return x.half().float()
+
+
+def _rounded_down(x: Tensor) -> Tensor:
+    nearest = x.half()
+    below = torch.nextafter(nearest, torch.zeros_like(nearest))
+    return torch.where(nearest.float() > x, below, nearest).float()
 
 
 def _allowed(mask: Mask, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:

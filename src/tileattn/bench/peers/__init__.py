@@ -5,8 +5,9 @@ from __future__ import annotations
 from tileattn.bench.peers.base import Implementation, Prepared
 from tileattn.bench.peers.eager import Eager
 from tileattn.bench.peers.flash_cute import FlashCute
+from tileattn.bench.peers.flash_varlen import FlashVarlen
 from tileattn.bench.peers.flex import Flex
-from tileattn.bench.peers.own import TileAttn, TileAttnBf16
+from tileattn.bench.peers.own import TileAttn, TileAttnBf16, TileAttnDense
 from tileattn.bench.peers.sdpa import Sdpa, sdpa_peers
 from tileattn.bench.peers.triton_tutorial import TritonTutorial
 
@@ -14,9 +15,11 @@ _ALL: tuple[Implementation, ...] = (
     Eager(),
     Sdpa(),
     *sdpa_peers(),
+    FlashVarlen(),
     FlashCute(),
     Flex(),
     TileAttnBf16(),
+    TileAttnDense(),
     TileAttn("triton", name="triton"),
     TritonTutorial(),
 )

@@ -13,13 +13,14 @@ from tileattn.bench.problem import Problem
 
 # tileattn's own name among the implementations.
 OWN = "tileattn"
-# The refusal of the peers that have no fp8.
+# The refusals of the peers that have no fp8, and that want a batch of one length.
 NO_FP8 = "it does not take fp8"
+NO_PACKED = "it does not take packed sequences"
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A call ready to be timed: `call()` returns o (batch, seqlen_q, heads, head_dim_v).
+    """A call ready to be timed: `call()` returns o (batch, seqlen_q, heads, head_dim_v), or (tokens, ..) where packed.
 
     Where the problem asks for gradients, which grad mode must then allow for, o is differentiable (see `bench.passes`).
 
@@ -47,6 +48,13 @@ class Implementation(Protocol):
 
     def prepare(self, problem: Problem) -> Prepared:
         """Everything that a user would do once, ahead of many calls."""
+
+
+def unusual(problem: Problem) -> str | None:
+    """The refusal of who knows dense batches in 16 or 32 bits, or None."""
+    if problem.fp8 is not None:
+        return NO_FP8
+    return NO_PACKED if problem.cu_seqlens is not None else None
 
 
 def tensor_bytes(*tensors: Tensor | None) -> int:

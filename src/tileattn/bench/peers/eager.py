@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tileattn.bench.peers.base import NO_FP8, Prepared, tensor_bytes
+from tileattn.bench.peers.base import Prepared, tensor_bytes, unusual
 from tileattn.bench.problem import Problem
 from tileattn.bench.variants import user_score
 
@@ -16,8 +16,8 @@ class Eager:
     name = "eager"
 
     def refusal(self, problem: Problem) -> str | None:
-        if problem.fp8 is not None:
-            return NO_FP8
+        if (reason := unusual(problem)) is not None:
+            return reason
         if problem.has_empty_rows():
             return "a row without keys is NaN in a plain softmax"
         return None

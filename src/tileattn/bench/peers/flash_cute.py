@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from tileattn.bench.problem import Problem
 
 
 class FlashCute:
-    """`flash_attn.cute.flash_attn_func` of the package flash-attn-4."""
+    """`flash_attn.cute.flash_attn_func` of the package flash-attn-4; `flash_attn_varlen_func` for packed sequences."""
 
     name = "fa4"
 
@@ -28,27 +29,34 @@ class FlashCute:
         return _unspeakable(problem)
 
     def prepare(self, problem: Problem) -> Prepared:
-        from flash_attn.cute import flash_attn_func
+        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
+        attention = flash_attn_func if problem.cu_seqlens is None else flash_attn_varlen_func
         terms = problem.case.terms
         left, right = terms.window or (None, None)
-        window = (left, 0) if terms.causal else (left, right)
         sink = problem.sink.bfloat16() if problem.sink is not None else None
+        options = {
+            "causal": terms.causal and terms.window is None,
+            "window_size": (left, 0) if terms.causal else (left, right),
+            "learnable_sink": sink,
+            "softcap": terms.softcap or 0.0,
+            **_where(problem),
+        }
 
         def call() -> Tensor:
-            out = flash_attn_func(
-                problem.q,
-                problem.k,
-                problem.v,
-                causal=terms.causal and terms.window is None,
-                window_size=window,
-                learnable_sink=sink,
-                softcap=terms.softcap or 0.0,
-            )
+            out = attention(problem.q, problem.k, problem.v, **options)
             # Versions differ in whether they return lse beside o.
             return out[0] if isinstance(out, tuple) else out
 
         return Prepared(call)
+
+
+def _where(problem: Problem) -> dict[str, Any]:
+    """Where packed sequences lie. By name: versions differ in the arguments' order."""
+    if problem.cu_seqlens is None:
+        return {}
+    ends, longest = problem.cu_seqlens, max(problem.case.lengths)
+    return {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
 def _installed() -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from tileattn.bench.peers.base import NO_FP8, Prepared, tensor_bytes
+from tileattn.bench.peers.base import Prepared, tensor_bytes, unusual
 from tileattn.bench.problem import Problem
 from tileattn.bench.variants import user_score
 
@@ -24,8 +24,8 @@ class Flex:
     name = "flex"
 
     def refusal(self, problem: Problem) -> str | None:
-        if problem.fp8 is not None:
-            return NO_FP8
+        if (reason := unusual(problem)) is not None:
+            return reason
         if problem.do is not None and problem.q.device.type == "cpu":
             return "FlexAttention has no backward pass on a CPU"
         if problem.sink is not None and problem.q.device.type == "cpu":

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap, attention, ops
+from tileattn import (
+    ALiBi,
+    Bias,
+    Causal,
+    Documents,
+    Mask,
+    PrefixLM,
+    SlidingWindow,
+    SoftCap,
+    attention,
+    ops,
+    varlen_attention,
+)
 from tileattn.bench.peers.base import OWN, Prepared, tensor_bytes
 from tileattn.bench.problem import Problem
 from tileattn.bench.variants import user_score
@@ -37,9 +50,10 @@ class TileAttn:
         mask, score_mod = mask_of(problem), score_mods_of(problem)
         # Plain causal attention is asked for as most users do.
         causal, mask = (True, None) if isinstance(mask, Causal) else (False, mask)
+        attend = attention if problem.cu_seqlens is None else _varlen(problem.cu_seqlens, max(problem.case.lengths))
 
         def call() -> Tensor:
-            out = attention(
+            out = attend(
                 **inputs,
                 mask=mask,
                 score_mod=score_mod,
@@ -69,6 +83,33 @@ class TileAttnBf16:
         return replace(TileAttn().prepare(problem.unquantised()), chosen=None, dtype="bf16")
 
 
+@dataclass(frozen=True)
+class TileAttnDense:
+    """`tileattn.attention` on packed sequences of one length, as the batch that they are."""
+
+    name: str = f"{OWN}-dense"
+
+    def refusal(self, problem: Problem) -> str | None:
+        if problem.case.packing != "uniform":
+            return "it is there for packed sequences of one length"
+        return TileAttn().refusal(problem.dense())
+
+    def prepare(self, problem: Problem) -> Prepared:
+        prepared = TileAttn().prepare(problem.dense())
+        return replace(prepared, call=lambda: prepared.call().flatten(0, 1), chosen=None)
+
+
+def _varlen(cu_seqlens: Tensor, longest: int) -> Callable[..., Any]:
+    """`tileattn.varlen_attention` of q, k and v whose sequences end at the same places."""
+    return functools.partial(
+        varlen_attention,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+    )
+
+
 def variant_key(problem: Problem) -> str:
     """The problem's variant as an `AttentionCall` names it."""
     key, operands = _encoded(problem)
@@ -89,8 +130,11 @@ def _encoded(problem: Problem) -> tuple[str, Operands]:
 def _selected(problem: Problem, backend: str | None) -> Backend:
     """The backend that `attention` will choose for the problem, or be told to use."""
     tensors = problem if problem.fp8 is None else problem.fp8
-    q, k, v, sink = tensors.q, tensors.k, tensors.v, problem.sink
-    return select(ops.make_call(q, k, v, sink, variant_key(problem), needs_grad=problem.do is not None), backend)
+    packed = problem.cu_seqlens is not None
+    q, k, v = (x[None] if packed else x for x in (tensors.q, tensors.k, tensors.v))
+    needs_grad = problem.do is not None
+    call = ops.make_call(q, k, v, problem.sink, variant_key(problem), needs_grad=needs_grad, packed=packed)
+    return select(call, backend)
 
 
 def _held_bytes(mask: Mask | None, score_mods: list[Callable[..., Any]] | None, problem: Problem) -> int:

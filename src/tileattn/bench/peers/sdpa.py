@@ -17,7 +17,7 @@ from torch.backends.cuda import SDPAParams
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from tileattn.bench.peers.base import NO_FP8, Prepared, tensor_bytes
+from tileattn.bench.peers.base import Prepared, tensor_bytes, unusual
 from tileattn.bench.problem import Problem
 
 
@@ -88,8 +88,8 @@ def _takes_dense_mask(kernel: SDPBackend) -> bool:
 
 def _unspeakable(problem: Problem) -> str | None:
     """What no argument of SDPA can say."""
-    if problem.fp8 is not None:
-        return NO_FP8
+    if (reason := unusual(problem)) is not None:
+        return reason
     if problem.case.terms.softcap is not None:
         return "SDPA has no softcap"
     if problem.case.terms.userscore:

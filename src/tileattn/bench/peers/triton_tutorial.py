@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tileattn.bench.peers.base import NO_FP8, Prepared
+from tileattn.bench.peers.base import Prepared, unusual
 from tileattn.bench.problem import Problem
 
 FILE = "TILEATTN_TRITON_TUTORIAL"  # the environment variable that names the file
@@ -35,8 +35,8 @@ class TritonTutorial:
         path = os.environ.get(FILE)
         if not path or not Path(path).is_file():
             return f"{FILE} must name a copy of Triton's python/tutorials/06-fused-attention.py, not {path!r}"
-        if problem.fp8 is not None:
-            return NO_FP8
+        if (reason := unusual(problem)) is not None:
+            return reason
         case = problem.case
         if case.variant not in ("full", "causal"):
             return "full and causal attention only"

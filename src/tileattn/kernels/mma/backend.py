@@ -47,10 +47,13 @@ class Choice:
 
 
 def best_rung(head_dim: int, acc: str) -> str:
-    """Which one is fastest: Q stays in registers as long as there are enough of them beside O and S."""
+    """Which one is fastest on an H200, at head dims 64, 128 and 512 by measurement (docs/ladder.md).
+
+    Q in registers pays only where sums in float16 leave room for it beside O and S.
+    """
     if head_dim > HEAD_DIMS[-1]:
         return "tiled_d"
-    return "shared_qkv" if head_dim <= (128 if acc == "fp16" else 64) else "shared_kv"
+    return "shared_qkv" if acc == "fp16" else "shared_kv"
 
 
 def parse(options: str) -> Choice:

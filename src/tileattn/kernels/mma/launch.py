@@ -33,9 +33,9 @@ class Launcher:
 
     def __init__(self, kernel: Kernel, arch: str, index: int) -> None:
         from cuda.bindings import driver
-        from cuda.core import Device, LaunchConfig, ObjectCode, launch
+        from cuda.core import Device, LaunchConfig, ObjectCode, Stream, launch
 
-        self._launch, self._config = launch, LaunchConfig
+        self._launch, self._config, self._stream = launch, LaunchConfig, Stream.from_handle
         self._threads, self._shared = kernel.tiles.threads, kernel.shared_memory()
         self._device = Device(index)
         with torch.cuda.device(index):
@@ -55,14 +55,8 @@ class Launcher:
         config = self._config(grid=blocks, block=self._threads, shmem_size=self._shared)
         with torch.cuda.device(self._device.device_id):
             self._device.set_current()  # a thread that has launched nothing yet has no context
-            self._launch(_CurrentStream(), config, self._kernel, *arguments)
-
-
-class _CurrentStream:
-    """PyTorch's current stream, in the protocol of cuda-core."""
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, torch.cuda.current_stream().cuda_stream
+            stream = self._stream(torch.cuda.current_stream().cuda_stream)
+            self._launch(stream, config, self._kernel, *arguments)
 
 
 @functools.cache

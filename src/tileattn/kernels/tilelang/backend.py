@@ -21,6 +21,7 @@ from .backward.backend import prepare_backward as prepare_backward
 from .config import ARCHITECTURES, TRANSPOSED_KEYS, HopperConfig
 from .defaults import Config, default
 from .launch import forward_function, transpose_function
+from .packed_forward import packed_forward
 from .queue import multiprocessors, tickets
 from .space import forward_space
 from .tuned import found, sizes_of
@@ -37,12 +38,32 @@ def refusal(call: AttentionCall) -> str | None:
     if importlib.util.find_spec("tilelang") is None:
         return "tilelang is not installed (pip install tilelang)"
     if call.packed:
-        return "the TileLang kernels do not take packed sequences yet"
+        reason = _refusal_packed(call)
+        if reason is not None:
+            return reason
     if call.dtype not in (torch.float16, torch.bfloat16, FP8):
         return f"dtype must be float16, bfloat16 or float8_e4m3fn, not {call.dtype}"
     if call.dtype == FP8:
         return _refusal_fp8(call) or _refusal_variant(call)
     return _refusal_head_dims(call, 8) or _refusal_variant(call)
+
+
+def reservation(call: AttentionCall) -> str | None:
+    """Why the kernels run a call only where they are named, or None."""
+    if not call.packed or refusal(call) is not None:
+        return None
+    if call.needs_grad or not isinstance(default(call), HopperConfig):
+        kernels = "gradients" if call.needs_grad else "generic kernels"
+        return f"its {kernels} of packed sequences have not run on a GPU yet: name it, backend='tilelang'"
+    return None
+
+
+def _refusal_packed(call: AttentionCall) -> str | None:
+    if call.dtype == FP8:
+        return "packed sequences must be float16 or bfloat16, not float8_e4m3fn"
+    if call.arch.startswith("gfx"):
+        return f"packed sequences run on NVIDIA GPUs only, not {call.arch}"
+    return None
 
 
 def _refusal_fp8(call: AttentionCall) -> str | None:
@@ -74,7 +95,7 @@ def prepare(
     """See :class:`tileattn.dispatch.Backend`."""
     batch, seqlen_q, heads, _ = q_shape
     seqlen_k = k_shape[1]
-    if batch == 0 or seqlen_q == 0 or seqlen_k == 0:
+    if not call.packed and (batch == 0 or seqlen_q == 0 or seqlen_k == 0):
         return functools.partial(
             _without_keys, (batch, seqlen_q, heads, call.head_dim_v), (batch, heads, seqlen_q), call.out_dtype
         )
@@ -92,13 +113,15 @@ def _specialised(call: AttentionCall, scale: float) -> AttentionCall:
 
 
 def _chosen(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) -> Config:
-    """What the tuner has found for these sizes, else the default."""
+    """What the tuner has found for these sizes, else the default. Of packed sequences these are the longest."""
+    if call.packed:
+        return default(call, min(q_shape[1], k_shape[1]))
     return found(call, sizes_of(q_shape, k_shape)) or default(call, min(q_shape[1], k_shape[1]))
 
 
 def space(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> Space | None:
-    """See :class:`tileattn.dispatch.Backend`."""
-    if q_shape[0] == 0 or q_shape[1] == 0 or k_shape[1] == 0:
+    """See :class:`tileattn.dispatch.Backend`. Packed calls take their defaults."""
+    if call.packed or q_shape[0] == 0 or q_shape[1] == 0 or k_shape[1] == 0:
         return None
     call, sizes = _specialised(call, scale), sizes_of(q_shape, k_shape)
     return forward_space(
@@ -116,6 +139,10 @@ def prepare_with(
     """The forward pass with a given configuration; `call` is what its kernel is compiled for."""
     batch, seqlen_q, heads, _ = q_shape
     _, seqlen_k, kv_heads, _ = k_shape
+    if call.packed:
+        side = _heads_side_by_side(call, torch.Size((1, *q_shape[1:])), seqlen_k, kv_heads)
+        scalars = (scale, heads // kv_heads, side)
+        return packed_forward(lambda config: forward_function(call, config), config, call, heads, scalars)
     o_shape, lse_shape = (batch, seqlen_q, heads, call.head_dim_v), (batch, heads, seqlen_q)
     kernel = forward_function(call, config)
     transpose = transpose_function(call) if call.dtype == FP8 else None
@@ -214,7 +241,7 @@ def _heads_side_by_side(call: AttentionCall, q_shape: torch.Size, seqlen_k: int,
     """
     batch, seqlen_q, heads, _ = q_shape
     pairs = batch * heads
-    bytes_per_kv_head = call.dtype.itemsize * seqlen_k * (call.head_dim + call.head_dim_v)
+    bytes_per_kv_head = call.dtype.itemsize * max(seqlen_k, 1) * (call.head_dim + call.head_dim_v)
     if program(call.variant).allows is None and _shared_bytes_per_score(call) * seqlen_q * seqlen_k <= L2_BYTES:
         fitting = max(ONE_AFTER_ANOTHER_BYTES // bytes_per_kv_head, 1)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from ...call import AttentionCall
@@ -40,7 +41,16 @@ def fits(call: AttentionCall, config: Config) -> bool:
 
 def defaults(call: AttentionCall) -> list[Config]:
     """All configurations that a call gets, at one length or another."""
-    return list(dict.fromkeys([default(call, 1), default(call, LONG)]))
+    found = [default(call, 1), default(call, LONG)]
+    return list(dict.fromkeys(found + [for_skewed_lengths(config) for config in found if call.packed]))
+
+
+def for_skewed_lengths(config: Config) -> Config:
+    """The configuration for packed sequences of which many are much shorter than the longest.
+
+    Two blocks that share keys take twice as many queries at a time, and waste as many more at the end of a sequence.
+    """
+    return dataclasses.replace(config, cluster=1) if isinstance(config, HopperConfig) else config
 
 
 def _is_short(call: AttentionCall, seqlen: int) -> bool:

@@ -12,6 +12,9 @@ values that the mask lets it see:
 ``T.Pipelined`` loads the next tiles under the arithmetic: by TMA and a producer warp on sm_90 and later, by cp.async
 before, by plain loads on AMD. Q stays in shared memory, which O reuses at the end.
 
+Packed sequences: a block looks its tile up in the work list (sequence_tasks.py), and sees its sequence's rows as
+tensors of their own. There are as many blocks as the list may be long; those beyond its end have a tile without rows.
+
 Layouts: q, o (batch, seqlen_q, heads, .), k, v (batch, seqlen_k, kv_heads, .), strided; lse (batch, heads, seqlen_q).
 All sizes and strides are run-time values. Limits: head dims up to 256; see ``backend.refusal``.
 """
@@ -28,6 +31,7 @@ from . import dropout, softmax
 from .config import PRODUCER_REGISTERS, ForwardConfig, padded
 from .expressions import Emitter
 from .mask import Score, Visibility, apply_mask, apply_score, keep_uniforms
+from .sequence_tasks import find_task, of_sequence, sink_of, task_count
 from .signature import assume_aligned, assume_filled
 
 ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
@@ -35,7 +39,8 @@ ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that
 
 def _has_no_producer(call: AttentionCall) -> bool:
     """Whether all warps run the same code; else TileLang gives the copies by TMA to a warpgroup of their own."""
-    return not call.aligned or call.arch.startswith("gfx") or call.arch in ("sm_80", "sm_86", "sm_87", "sm_89")
+    no_tma = call.arch.startswith("gfx") or call.arch in ("sm_80", "sm_86", "sm_87", "sm_89")
+    return not call.aligned or call.packed or no_tma
 
 
 def _variable(value: Any) -> Any:
@@ -53,10 +58,19 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
     dtype = str(call.dtype).removeprefix("torch.")
     head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
     # TileLang 0.1.15 cannot generate a guarded copy of more than four elements at once for AMD.
-    copy = {"disable_tma": not call.aligned} | ({"coalesced_width": 4} if call.arch.startswith("gfx") else {})
+    width = {"coalesced_width": 4} if call.arch.startswith("gfx") else {}
+    # Tensor maps are made by the host, which does not know where sequences end.
+    copy = {"disable_tma": not call.aligned or call.packed} | width
+    store = {"disable_tma": True} if call.packed else {}
 
     score = Score(call, traced) if traced.score is not None else None
     held = _variable if _has_no_producer(call) else (lambda value: value)
+
+    def element(b, tensor=None):
+        """Of o and lse, or of a tensor that may be expanded. A sequence's rows are a batch of one."""
+        if call.packed:
+            return 0
+        return b if tensor is None else held(T.min(b, tensor.shape[0] - 1))
 
     @T.macro
     def kernel(arg):
@@ -65,7 +79,10 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
         # values fit into the L2 cache together, begin with their last query tiles, which a causal mask makes longest.
         tiles = T.ceildiv(seqlen_q, block_M)
         side = arg.side_by_side
-        with T.Kernel(side, tiles, T.truncdiv(batch * heads, side), threads=config.threads) as (bx, by, bz):
+        grid = (side, tiles, T.truncdiv(batch * heads, side))
+        if call.packed:
+            grid = ((arg.work.shape[0] - 1) * heads,)  # of the longest list that there can be
+        with T.Kernel(*grid, threads=config.threads) as block:
             q_shared = T.alloc_shared([block_M, head_dim], dtype)
             k_shared = T.alloc_shared([block_N, head_dim], dtype)
             v_shared = T.alloc_shared([block_N, head_dim_v], dtype)
@@ -87,9 +104,16 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
             if call.aligned:
                 assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides)
             # Held in variables: inlined wherever they are used, divisions would take the compiler most of its time.
-            h = T.alloc_var("int32", init=T.truncmod(bz * side + bx, heads))
-            b = T.alloc_var("int32", init=T.truncdiv(bz * side + bx, heads))
-            row = T.alloc_var("int32", init=(tiles - 1 - by) * block_M)
+            if call.packed:
+                b, h, row, q_start, seqlen_q, k_start, seqlen_k = find_task(
+                    arg, block, block_M, block < task_count(arg)
+                )
+                arg = of_sequence(arg, q_start, seqlen_q, k_start, seqlen_k)
+            else:
+                bx, by, bz = block
+                h = T.alloc_var("int32", init=T.truncmod(bz * side + bx, heads))
+                b = T.alloc_var("int32", init=T.truncdiv(bz * side + bx, heads))
+                row = T.alloc_var("int32", init=(tiles - 1 - by) * block_M)
             kv_h = held(T.truncdiv(h, arg.heads_per_kv_head))
             q_lo = row + seqlen_k - seqlen_q
             q_hi = T.min(q_lo + block_M, seqlen_k) - 1
@@ -102,7 +126,7 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
             # At least one tile, all masked where nothing is visible: the loads of Q are waited for inside the loop.
             count = T.max(T.ceildiv(kv_hi, block_N) - first, 1)
 
-            q_b, k_b, v_b = (held(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v))
+            q_b, k_b, v_b = (element(b, tensor) for tensor in (arg.q, arg.k, arg.v))
             T.copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], q_shared, **copy)
             softmax.reset(m, l, acc_o)
             c = arg.scale * softmax.LOG2E  # scores are scaled within the softmax's exponent
@@ -131,13 +155,14 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
                 T.gemm(weights, v_shared, acc_o, policy=ROWS)
 
             if call.sink:
-                softmax.add_sink(m, l, alpha, base, arg.sink[h] * softmax.LOG2E, c, block_M)
+                sink = sink_of(arg, h, k_start + seqlen_k) if call.packed else arg.sink[h]
+                softmax.add_sink(m, l, alpha, base, sink * softmax.LOG2E, c, block_M)
             else:
                 T.fill(alpha, 1)
             softmax.finish(l, base, alpha, acc_o, block_M, head_dim_v, arg.weight)
             T.copy(acc_o, o_shared)
-            T.copy(o_shared, arg.o[b, row : row + block_M, h, 0:head_dim_v])
+            T.copy(o_shared, arg.o[element(b), row : row + block_M, h, 0:head_dim_v], **store)
             if call.return_lse:
-                T.copy(l, arg.lse[b, h, row : row + block_M])
+                T.copy(l, arg.lse[element(b), h, row : row + block_M])
 
     return kernel

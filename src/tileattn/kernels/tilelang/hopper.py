@@ -42,6 +42,9 @@ With dropout weights are dropped once the row's sum has them, and kept ones gain
 sum. The pattern (dropout.py) is arithmetic that runs, as the softmax does, under P V; the words of a head are computed
 under a tile's first product.
 
+Packed sequences: the producer looks a ticket's task up in the work list (sequence_tasks.py), and the message says where
+the task's sequence lies. Loads and the store of O end with the sequence by their tensor maps (ragged.py).
+
 fp8: both products are taken in e4m3 and summed in float32. The matrix units read 8-bit operands only along the sum, so
 that V comes transposed (transpose_fp8.py), with its keys in the order in which the threads hold the weights. The
 descales of q and k join the scale, that of v the division by the row's sum. Weights are stored 2^4 times as large, and
@@ -70,7 +73,7 @@ from .config import HopperConfig
 from .hopper_consumer import consume
 from .hopper_plan import WARP, WARPGROUP, Plan
 from .hopper_producer import produce
-from .hopper_tasks import FIELDS
+from .ragged import with_ragged_tensors
 from .signature import assume_aligned, assume_filled
 
 
@@ -95,6 +98,8 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
         ) as block:
             assume_filled(arg.operands)
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, itemsize=plan.size)
+            if plan.packed:
+                arg = with_ragged_tensors(arg)
             tile_shared, tile_registers = None, None
             if plan.copied is not None:
                 assume_aligned(arg.operands[plan.copied.name].strides, itemsize=plan.copied_dtype.itemsize)
@@ -108,7 +113,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 o_shared = T.alloc_shared([plan.block_M, plan.head_dim_v], plan.out_dtype)
             else:
                 o_shared = q_shared
-            message = T.alloc_shared([2, FIELDS], "int32")
+            message = T.alloc_shared([2, plan.fields], "int32")
             thread = T.get_thread_binding()
             w = SimpleNamespace(
                 q=q_shared,
@@ -116,8 +121,9 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 v=v_shared,
                 o=o_shared,
                 message=message,
-                task=T.alloc_local([FIELDS], "int32"),
+                task=T.alloc_local([plan.fields], "int32"),
                 ticket=T.alloc_local([1], "int32"),
+                total=T.alloc_local([1], "int32") if plan.packed else None,
                 at=T.alloc_local([4], "int32"),
                 block=block,
                 rank=T.block_rank_in_cluster() if plan.cluster > 1 else 0,

@@ -5,8 +5,26 @@ import tilelang.language as T
 from . import dropout, softmax
 from .expressions import Emitter
 from .hopper_plan import WARP, WARPGROUP
-from .hopper_tasks import BATCH, BEGIN, COUNT, END, HEAD, LEFT, RIGHT, ROW, read_message, tile_of_step
+from .hopper_tasks import (
+    BATCH,
+    BEGIN,
+    COUNT,
+    END,
+    HEAD,
+    K_END,
+    LEFT,
+    Q_END,
+    Q_LEN,
+    RIGHT,
+    ROW,
+    place_of_o,
+    read_message,
+    rows_of,
+    sizes_of_task,
+    tile_of_step,
+)
 from .mask import Visibility, apply_mask, apply_score, keep_uniforms
+from .sequence_tasks import lse_of, sink_of
 
 ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
 
@@ -33,6 +51,10 @@ def output_factor(plan, arg, w):
     if not plan.fp8:
         return arg.weight
     return w.descaled[1] * arg.weight if plan.call.dropout else w.descaled[1]
+
+
+def sink_of_task(plan, arg, w):
+    return sink_of(arg, w.task[HEAD], w.task[K_END]) if plan.packed else arg.sink[w.task[HEAD]]
 
 
 def releases(plan, w):
@@ -147,8 +169,9 @@ def scores_to_weights(plan, arg, w, first_key, masked):
     k_lo = T.alloc_var("int32", init=first_key)
     b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
     emit = Emitter(arg.operands, {} if plan.copied is None else {plan.copied.text: w.tile_registers})
-    visible = Visibility(plan.traced, emit, arg.seqlen_k)
-    q_lo = row + arg.seqlen_k - arg.seqlen_q
+    of = sizes_of_task(plan, arg, w)
+    visible = Visibility(plan.traced, emit, of.seqlen_k)
+    q_lo = row + of.seqlen_k - of.seqlen_q
     c = score_unit(plan, arg, w)
     if plan.traced.score is not None:
         apply_score(
@@ -179,11 +202,22 @@ def store(plan, arg, w):
     for p in T.unroll(plan.head_dim_v // plan.panel):
         T.tma_copy(
             w.o[group * 64 : group * 64 + 64, p * plan.panel : p * plan.panel + plan.panel],
-            arg.o[b, row + group * 64 : row + group * 64 + 64, h, p * plan.panel : p * plan.panel + plan.panel],
+            rows_of(
+                plan,
+                arg.o,
+                place_of_o(plan, w, b),
+                row + group * 64,
+                64,
+                h,
+                slice(p * plan.panel, p * plan.panel + plan.panel),
+            ),
             leader_scope_threads=WARPGROUP,
         )
     if plan.call.return_lse:
-        T.copy(w.l, arg.lse[b, h, row : row + plan.block_M])
+        if plan.packed:
+            T.copy(w.l, lse_of(arg.lse, w.task[Q_END] - w.task[Q_LEN], w.task[Q_LEN])[0, h, row : row + plan.block_M])
+        else:
+            T.copy(w.l, arg.lse[b, h, row : row + plan.block_M])
     if not plan.output_apart:
         T.tma_store_wait(0)  # O lies where Q was
         T.barrier_arrive(w.q_free[0])
@@ -252,7 +286,7 @@ def attend(plan, arg, w, turn):
     multiply_pv(plan, w, w.at[V_STAGE])
     T.reduce_sum(w.sums, w.l, dim=1)
     if plan.call.sink:
-        sink = arg.sink[w.task[HEAD]] * softmax.LOG2E
+        sink = sink_of_task(plan, arg, w) * softmax.LOG2E
         softmax.add_sink(w.m, w.l, w.alpha, w.base, sink, score_unit(plan, arg, w), plan.block_M, plan.shift)
     else:
         T.fill(w.alpha, 1)

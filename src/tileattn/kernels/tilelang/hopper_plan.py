@@ -16,6 +16,9 @@ from .mask import Score
 
 WARP, WARPGROUP = 32, 128
 
+# A message's integers (hopper_tasks.py).
+FIELDS, PACKED_FIELDS = 8, 12
+
 # A cluster's blocks, by rank: the leader draws tasks and loads K and V for both.
 LEADER, FOLLOWER = 0, 1
 
@@ -38,6 +41,7 @@ class Plan:
         copied_once: whether nobody shares them, so that they need not stay in the L2 cache.
         panel: columns of O that one TMA store takes.
         cluster, rows: blocks that share keys, and the queries of one task.
+        packed, fields: whether sequences are packed; how many integers a message has.
         everyone: mask of the blocks that a load of K or V reaches, or None.
     """
 
@@ -63,6 +67,8 @@ class Plan:
         self.panel = panel(self.head_dim_v)
         self.cluster = config.cluster
         self.rows = self.cluster * self.block_M
+        self.packed = call.packed
+        self.fields = PACKED_FIELDS if call.packed else FIELDS
         self.everyone = (1 << self.cluster) - 1 if self.cluster > 1 else None
 
     def alloc_barriers(self) -> dict[str, Barriers]:

@@ -13,11 +13,16 @@ from .hopper_tasks import (
     LEFT,
     RIGHT,
     ROW,
+    places,
     read_message,
+    rows_of,
     send,
+    sizes_of_task,
+    task_total,
     tile_of_step,
     write_message,
 )
+from .sequence_tasks import task_count
 
 
 @T.macro
@@ -25,7 +30,8 @@ def load_tile(plan, arg, w, b, h, row, k_lo, n):
     """The scores' tile of the tensor; it is awaited together with K. What lies beyond the tensor's edges is 0."""
     emit = Emitter(arg.operands)
     outer = [emit(index, b=b, h=h) for index in plan.copied.outer]
-    first = emit(plan.copied.row, b=b, h=h, q=row + arg.seqlen_k - arg.seqlen_q)
+    of = sizes_of_task(plan, arg, w)
+    first = emit(plan.copied.row, b=b, h=h, q=row + of.seqlen_k - of.seqlen_q)
     T.barrier_wait(w.tile_free[n % plan.stages], ((n // plan.stages) & 1) ^ 1)
     T.tma_copy(
         arg.operands[plan.copied.name][(*outer, slice(first, first + plan.block_M), slice(k_lo, k_lo + plan.block_N))],
@@ -38,7 +44,7 @@ def load_tile(plan, arg, w, b, h, row, k_lo, n):
 @T.macro
 def announce(plan, arg, w, turn, tile):
     """Tells all warps, in both blocks, which task comes next."""
-    total = T.ceildiv(arg.seqlen_q, plan.rows) * arg.batch * arg.heads
+    total = task_total(plan, arg, w)
     if w.rank == LEADER:
         T.barrier_wait(w.message_free[turn % 2], ((turn // 2) & 1) ^ 1)
         if w.thread == plan.consumers:
@@ -57,9 +63,9 @@ def load(plan, arg, w, turn, step):
     b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
     begin, end, right, left = w.task[BEGIN], w.task[END], w.task[RIGHT], w.task[LEFT]
     kv_h = T.alloc_var("int32", init=T.truncdiv(h, arg.heads_per_kv_head))
-    q_b, k_b, v_b = (T.min(b, tensor.shape[0] - 1) for tensor in (arg.q, arg.k, arg.v))
+    q_b, k_b, v_b = places(plan, arg, w, b)
     T.barrier_wait(w.q_free[0], (turn & 1) ^ 1)
-    T.tma_copy(arg.q[q_b, row : row + plan.block_M, h, 0 : plan.head_dim], w.q, barrier=w.q_ready[0])
+    T.tma_copy(rows_of(plan, arg.q, q_b, row, plan.block_M, h, slice(0, plan.head_dim)), w.q, barrier=w.q_ready[0])
     T.barrier_arrive(w.q_ready[0])
     for j in T.serial(w.task[COUNT]):
         k_lo = tile_of_step(plan, j, begin, end, right, left) * plan.block_N
@@ -70,7 +76,7 @@ def load(plan, arg, w, turn, step):
             w.ticket[0] = T.atomic_add(arg.tickets[0], 1, return_prev=True)
         T.barrier_wait(w.k_free[n % plan.stages], ((n // plan.stages) & 1) ^ 1)
         T.tma_copy(
-            arg.k[k_b, k_lo : k_lo + plan.block_N, kv_h, 0 : plan.head_dim],
+            rows_of(plan, arg.k, k_b, k_lo, plan.block_N, kv_h, slice(0, plan.head_dim)),
             w.k[n % plan.stages, :, :],
             barrier=w.k_ready[n % plan.stages],
             cluster_mask=plan.everyone,
@@ -91,7 +97,7 @@ def load(plan, arg, w, turn, step):
             )
         else:
             T.tma_copy(
-                arg.v[v_b, k_lo : k_lo + plan.block_N, kv_h, 0 : plan.head_dim_v],
+                rows_of(plan, arg.v, v_b, k_lo, plan.block_N, kv_h, slice(0, plan.head_dim_v)),
                 w.v[n % plan.stages, :, :],
                 barrier=w.v_ready[n % plan.stages],
                 cluster_mask=plan.everyone,
@@ -104,6 +110,8 @@ def produce(plan, arg, w):
     turn = T.alloc_var("int32", init=0)
     step = T.alloc_var("int32", init=0)
     w.ticket[0] = -1  # none drawn yet: the first task is dealt out
+    if plan.packed:
+        w.total[0] = task_count(arg)
     announce(plan, arg, w, turn, w.block // plan.cluster)
     read_message(plan, w, turn)
     while w.task[COUNT] > 0:

@@ -35,7 +35,10 @@ def forward_function(call: AttentionCall, config: Config | None = None) -> Calla
 
 
 def ensure_compiled(call: AttentionCall, config: Config) -> Path:
-    """The shared library of a call's forward kernel, compiled if the cache does not hold it; for fp8 both kernels."""
+    """The shared library of a call's forward kernel, compiled if the cache does not hold it.
+
+    For fp8 and packed sequences that of the kernel in front of it as well.
+    """
 
     def build(path: Path) -> None:
         from .compile import build_library
@@ -45,6 +48,8 @@ def ensure_compiled(call: AttentionCall, config: Config) -> Path:
 
     if call.dtype == FP8:
         ensure_transpose_compiled(call)
+    if call.packed:
+        ensure_plan_compiled(call.arch)
     return KernelCache(default_folder()).find_or_build(cache_key(call, config), build)
 
 
@@ -71,6 +76,29 @@ def transpose_key(call: AttentionCall) -> str:
     return f"transpose_fp8 | {call.head_dim_v} {call.arch} | {_source_digest()} | {_toolchain()}"
 
 
+@functools.cache
+def plan_function(arch: str) -> Callable[..., Any]:
+    """The compiled planning kernel of packed sequences (sequence_plan.py), from the cache on disk or compiled now."""
+    return _load(ensure_plan_compiled(arch))["plan"]
+
+
+def ensure_plan_compiled(arch: str) -> Path:
+    """The shared library of :func:`plan_function`."""
+
+    def build(path: Path) -> None:
+        from .compile import build_library
+        from .sequence_plan import plan_kernel
+
+        build_library(plan_kernel(), arch, path)
+
+    return KernelCache(default_folder()).find_or_build(plan_key(arch), build)
+
+
+def plan_key(arch: str) -> str:
+    """All that decides what the compiled planning kernel is: of a call, the architecture alone."""
+    return f"sequence_plan | {arch} | {_plan_digest()} | {_toolchain()}"
+
+
 def cache_key(call: AttentionCall, config: Config) -> str:
     """All that decides what the compiled kernel is."""
     facts = (
@@ -80,6 +108,8 @@ def cache_key(call: AttentionCall, config: Config) -> str:
     text, digest = str(config), _source_digest()
     if isinstance(config, AmdConfig):
         text, digest = config.kernel_text, f"{digest} {_amd_digest()}"
+    if call.packed:
+        facts, digest = f"{facts} packed", f"{digest} {_packed_digest()}"
     return f"forward | {facts} | {text} | {program(call.variant)} | {digest} | {_toolchain()}"
 
 
@@ -91,13 +121,27 @@ def _source_digest() -> str:
     folder = Path(__file__).parent
     files = [folder / f"{name}.py" for name in names]
     files += [folder.parents[1] / f"{name}.py" for name in ("dropout", "tile_loads")]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    return _digest(files)
 
 
 @functools.cache
 def _amd_digest() -> str:
     """Of the code that the schedule for AMD adds to the above."""
-    files = [Path(__file__).parent / f"{name}.py" for name in ("amd", "amd_config", "amd_tensors")]
+    return _digest([Path(__file__).parent / f"{name}.py" for name in ("amd", "amd_config", "amd_tensors")])
+
+
+@functools.cache
+def _packed_digest() -> str:
+    """Of the code that packed sequences add to the above."""
+    return _digest([Path(__file__).parent / f"{name}.py" for name in ("ragged", "records", "sequence_tasks")])
+
+
+@functools.cache
+def _plan_digest() -> str:
+    return _digest([Path(__file__).parent / f"{name}.py" for name in ("compile", "records", "sequence_plan")])
+
+
+def _digest(files: list[Path]) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

@@ -12,17 +12,19 @@ from tilelang.language.eager.builder import Builder
 from ...call import AttentionCall
 from ...fp8 import FP8
 from ...variant import Program
+from .records import WIDTH
 
 SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads")
 
 
 def declare(builder: Builder, call: AttentionCall, traced: Program, persistent: bool) -> SimpleNamespace:
-    """``(q, k, v, o, [lse], [q_descale, k_descale, v_descale], [sink], [seed], *tensors, scale, heads_per_kv_head,
-    side_by_side, [threshold, weight], [tickets, blocks], *ints, *floats)``
+    """``(q, k, v, o, [lse], [q_descale, k_descale, v_descale], [sink], [seed], [work], *tensors, scale,
+    heads_per_kv_head, side_by_side, [threshold, weight], [tickets, blocks], *ints, *floats)``
 
     ``tensors``, ``ints`` and ``floats`` are the variant's operands; ``tickets`` and ``blocks`` are a persistent
     kernel's; the descales are fp8's, which also takes v as ``transpose_fp8.py`` writes it; ``seed``, ``threshold`` and
-    ``weight`` are dropout's. The sizes, read from the tensors' shapes, come beside them.
+    ``weight`` are dropout's; ``work`` is the work list of packed sequences (records.py), whose tensors have one batch
+    element. The sizes, read from the tensors' shapes, come beside them.
     """
     dtype = str(call.dtype).removeprefix("torch.")
 
@@ -52,6 +54,7 @@ def declare(builder: Builder, call: AttentionCall, traced: Program, persistent: 
             descales[name] = builder.prim_func_arg(name, T.Tensor([s.batch, s.kv_heads], "float32"))
     sink = builder.prim_func_arg("sink", T.Tensor([s.heads], "float32")) if call.sink else None
     seed = builder.prim_func_arg("seed", T.Tensor([1], "int64")) if call.dropout else None
+    work = builder.prim_func_arg("work", T.Tensor([T.dynamic("rows"), WIDTH], "int32")) if call.packed else None
     operands = {symbol.name: builder.prim_func_arg(symbol.name, _operand(symbol)) for symbol in traced.tensors}
     scale = scalar("scale", "float")
     heads_per_kv_head, side_by_side = scalar("heads_per_kv_head", "int"), scalar("side_by_side", "int")
@@ -62,7 +65,7 @@ def declare(builder: Builder, call: AttentionCall, traced: Program, persistent: 
     operands |= {f"i{index}": scalar(f"i{index}", "int") for index in range(traced.ints)}
     operands |= {f"f{index}": scalar(f"f{index}", "float") for index in range(traced.floats)}
     return SimpleNamespace(
-        q=q, k=k, v=v, o=o, lse=lse, sink=sink, seed=seed, operands=operands, scale=scale,
+        q=q, k=k, v=v, o=o, lse=lse, sink=sink, seed=seed, work=work, operands=operands, scale=scale,
         heads_per_kv_head=heads_per_kv_head, side_by_side=side_by_side, threshold=threshold, weight=weight,
         tickets=tickets, blocks=blocks, **descales, **vars(s),
     )  # fmt: skip

@@ -52,7 +52,11 @@ def compiled(call: AttentionCall, configs: Sequence[Config]) -> Iterator[tuple[C
         job = Job(call, config)
         by_key.setdefault(job.key, []).append(config)
         jobs.setdefault(job.key, job)
-    for done in compile_all(list(jobs.values()), min(CORES, MAX_PROCESSES)):
+    # The default first, with which the others are compared; then large tiles, which take longest, so that no process
+    # begins one when the others are done.
+    first, *rest = jobs.values()
+    rest.sort(key=lambda job: job.config.block_M * job.config.block_N, reverse=True)
+    for done in compile_all([first, *rest], min(CORES, MAX_PROCESSES)):
         for config in by_key[done.job.key]:
             yield config, done.error
 

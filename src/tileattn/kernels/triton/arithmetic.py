@@ -13,6 +13,22 @@ def tanh(x):
 
 
 @triton.jit
+def exact_tanh(x):
+    """Exact to some 2^-23 of itself: what is small is not the difference of two that are not.
+
+    Near 0 an odd polynomial, fitted for the least relative error in -1 .. 1, which is below 2^-27.
+    """
+    u = x * x
+    series = -0.00035844947 * u + 0.0023013558
+    series = series * u - 0.0079460945
+    series = series * u + 0.02148664923
+    series = series * u - 0.05387980118
+    series = series * u + 0.13332344589
+    series = series * u - 0.33333295584
+    return tl.where(u < 1.0, x + x * (u * series), tanh(x))
+
+
+@triton.jit
 def floor_div(x, y):
     """Python's ``x // y`` of integers; Triton's rounds towards 0."""
     quotient, rest = x // y, x % y

@@ -107,10 +107,12 @@ def keys_kernel(
         queries = (q, do, lse2, delta, dq_sum, q_strides, do_strides, scale)
         facts = (b, h, heads, seqlen_q, seqlen_k, parts, tensors, numbers)
         tiles = (k_tile, v_tile, at)
-        if plan.left_edge:
+        if plan.before:
             dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, start, full_start, queries, facts, plan, True)
-        dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, full_start, full_end, queries, facts, plan, False)
-        dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, full_end, end, queries, facts, plan, True)
+        if plan.within:
+            dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, full_start, full_end, queries, facts, plan, False)
+        if plan.behind:
+            dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, full_end, end, queries, facts, plan, True)
     store_tile(dk, dk_sum * scale, seqlen_k, kv_heads, b, h_kv, first, plan.block_N, plan.head_dim, plan.padded)
     store_tile(dv, dv_sum, seqlen_k, kv_heads, b, h_kv, first, plan.block_N, plan.head_dim_v, plan.padded_v)
 
@@ -237,10 +239,12 @@ def queries_kernel(
     )
     keys = (k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers)
     dq_sum = tl.full([plan.block_M, plan.padded], 0.0, tl.float32)
-    if plan.left_edge:
+    if plan.before:
         dq_sum = from_keys(dq_sum, of_rows, start, full_start, keys, plan, True)
-    dq_sum = from_keys(dq_sum, of_rows, full_start, full_end, keys, plan, False)
-    dq_sum = from_keys(dq_sum, of_rows, full_end, end, keys, plan, True)
+    if plan.within:
+        dq_sum = from_keys(dq_sum, of_rows, full_start, full_end, keys, plan, False)
+    if plan.behind:
+        dq_sum = from_keys(dq_sum, of_rows, full_end, end, keys, plan, True)
     store_tile(dq, dq_sum * scale, seqlen_q, heads, b, h, first, plan.block_M, plan.head_dim, plan.padded)
 
 

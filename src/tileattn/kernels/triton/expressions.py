@@ -37,6 +37,7 @@ _HEADER = """import triton
 import triton.language as tl
 from tileattn.kernels.triton.arithmetic import clamped, floor_div, floor_mod, floor_mod_float, tanh
 """
+_EXACT_HEADER = _HEADER.replace("tanh", "exact_tanh as tanh")
 
 _POSITION = "b, h, q, k"
 _OF_QUERIES = "b, h, q_lo, q_hi, seqlen_k"
@@ -44,14 +45,14 @@ _OF_KEYS = "b, h, k_lo, k_hi, seqlen_k"
 
 
 @functools.lru_cache(maxsize=256)
-def functions(key: str, wanted: tuple[bool, ...] = ()) -> SimpleNamespace:
+def functions(key: str, wanted: tuple[bool, ...] = (), exact: bool = False) -> SimpleNamespace:
     """The Triton functions of a variant; None for a mask or a modification that it does not have.
 
     ``allows``, ``score``, ``kv_range``, ``full_range``, ``q_range``, ``full_q_range``; ``slope``, the derivative of the
     modified score with respect to the score; and ``slopes``, a tuple: with respect to each path that
-    :func:`tileattn.kernels.triton.gradients.paths` names for the `wanted` tensors.
+    :func:`tileattn.kernels.triton.gradients.paths` names for the `wanted` tensors. `exact`: for results in float32.
     """
-    found = load(source(key, wanted), f"variant {key!r} {wanted}")
+    found = load(source(key, wanted, exact), f"variant {key!r} {wanted} {exact}")
     names = ("allows", "score", "slope", "kv_range", "full_range", "q_range", "full_q_range")
     count = len(paths(key, wanted))
     return SimpleNamespace(
@@ -59,11 +60,11 @@ def functions(key: str, wanted: tuple[bool, ...] = ()) -> SimpleNamespace:
     )
 
 
-def source(key: str, wanted: tuple[bool, ...] = ()) -> str:
+def source(key: str, wanted: tuple[bool, ...] = (), exact: bool = False) -> str:
     """The text of :func:`functions`."""
     traced = program(key)
     write = functools.partial(_function, traced)
-    parts = [f'"""{key or "full"}"""\n\n' + _HEADER]
+    parts = [f'"""{key or "full"}"""\n\n' + (_EXACT_HEADER if exact else _HEADER)]
     if traced.allows is not None:
         parts.append(write("allows", _POSITION, [traced.allows], like="q + k"))
     for name in ("kv_range", "full_range"):

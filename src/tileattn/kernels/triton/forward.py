@@ -61,10 +61,12 @@ def forward_kernel(
     m = tl.full([plan.block_M], -float("inf"), tl.float32)
     l = tl.full([plan.block_M], 0.0, tl.float32)
     keys = (k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers)
-    if plan.left_edge:
+    if plan.before:
         acc, m, l = attend(acc, m, l, q_tile, positions, start, full_start, keys, plan, True)
-    acc, m, l = attend(acc, m, l, q_tile, positions, full_start, full_end, keys, plan, False)
-    acc, m, l = attend(acc, m, l, q_tile, positions, full_end, end, keys, plan, True)
+    if plan.within:
+        acc, m, l = attend(acc, m, l, q_tile, positions, full_start, full_end, keys, plan, False)
+    if plan.behind:
+        acc, m, l = attend(acc, m, l, q_tile, positions, full_end, end, keys, plan, True)
 
     if sink is not None:
         logit = tl.load(sink + h).to(tl.float32) * LOG2E

@@ -12,11 +12,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...call import AttentionCall, BackwardCall, Gradients
 from ...variant import Operands
 from .backward import keys_kernel, prepare_kernel, queries_kernel
-from .config import Config, default, padded
+from .config import Config, default
 from .forward import forward_kernel
 from .gradients import add_up, paths, workspace
 from .plan import Plan
 from .plans import make_plan, scaled_variant
+from .shared import padded
 
 PREPARED_ROWS = 64  # of a program of prepare_kernel
 

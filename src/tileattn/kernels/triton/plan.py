@@ -22,8 +22,7 @@ class Plan:
         tma: whether tensors come as descriptors.
         precision: of products: what ``tl.dot`` calls it, or "interpreted".
         warp_specialize: whether Triton is to give loads a warp of their own.
-        left_edge: whether a mask hides keys before those that a tile of queries sees, or queries before those that see
-            a tile of keys.
+        before, within, behind: which loops over tiles there are (loops.py).
         allows, score, slope, any_range, full_range: the variant's functions (expressions.py). The ranges are of keys
             or, in the kernel for dk and dv, of queries. allows and score may be None; without score the scale is
             positive.
@@ -41,7 +40,9 @@ class Plan:
     tma: bool
     precision: str
     warp_specialize: bool
-    left_edge: bool
+    before: bool
+    within: bool
+    behind: bool
     allows: Any
     score: Any
     slope: Any

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import torch
 
 from ...call import AttentionCall
 from ...variant import program
 from .backend import interpreted
-from .config import Config, has_descriptors, padded
+from .config import Config, has_descriptors
 from .expressions import functions
 from .gradients import paths
+from .loops import loops
 from .plan import Plan
+from .shared import padded
 
 
 def scaled_variant(call: AttentionCall, scale: float) -> AttentionCall:
@@ -31,9 +32,8 @@ def scaled_variant(call: AttentionCall, scale: float) -> AttentionCall:
 @functools.lru_cache(maxsize=1024)
 def make_plan(call: AttentionCall, config: Config, kernel: str, tma: bool, wanted: tuple[bool, ...] = ()) -> Plan:
     """The plan of one of the kernels "forward", "keys" and "queries"; `wanted`: which tensors' gradients are."""
-    traced, of = program(call.variant), functions(call.variant, wanted)
+    traced, of = program(call.variant), functions(call.variant, wanted, exact=call.dtype == torch.float32)
     of_keys = kernel == "keys"
-    ranges = (traced.q_range, traced.full_q_range) if of_keys else (traced.kv_range, traced.full_range)
     return Plan(
         head_dim=call.head_dim,
         head_dim_v=call.head_dim_v,
@@ -44,7 +44,7 @@ def make_plan(call: AttentionCall, config: Config, kernel: str, tma: bool, wante
         tma=tma and call.aligned and call.dtype.itemsize == 2 and has_descriptors(call.arch),
         precision=_precision(call.dtype),
         warp_specialize=config.warp_specialize,
-        left_edge=traced.allows is not None and not all(_is_zero(bounds[0]) for bounds in ranges),
+        **loops(traced, of_keys)._asdict(),
         allows=of.allows,
         score=of.score,
         slope=of.slope,
@@ -54,10 +54,6 @@ def make_plan(call: AttentionCall, config: Config, kernel: str, tma: bool, wante
         slopes=of.slopes,
         spread=tuple(path.spread for path in paths(call.variant, wanted)),
     )
-
-
-def _is_zero(bound: Any) -> bool:
-    return isinstance(bound, int) and bound == 0
 
 
 def _precision(dtype: torch.dtype) -> str:

@@ -108,6 +108,9 @@ def add_product(x, y, total, precision: tl.constexpr):
     """total + x @ y, where x is rounded to y's dtype."""
     if precision == "interpreted":
         return tl.dot(x.to(y.dtype).to(tl.float32), y.to(tl.float32), total, input_precision="ieee")
+    elif precision == "ieee":
+        # One chain of additions over all keys would lose digits that PyTorch's products keep; so each tile has its own.
+        return total - tl.dot(-x, y, input_precision=precision)
     else:
         return tl.dot(x.to(y.dtype), y, total, input_precision=precision)
 

@@ -8,20 +8,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....call import BackwardCall, Gradients
+from ....call import BackwardCall, Gradients, Packed
 from ....dropout import Dropout
 from ....tuner.space import Space
 from ....variant import Operands, program
 from ..arguments import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
 from ..config import padded
 from ..tuned import sizes_of
-from .config import ROWS, BackwardConfig
-from .defaults import MainConfig, adds_dq, default, queries_default
+from .config import BackwardConfig, read_together
+from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default
+from .hopper_config import leaving
 from .launch import backward_kernels
-from .operands import AXES, BY_KEY, SPREAD, STORED, Path, add_up, paths
+from .operands import AXES, STORED, Path, paths
 from .order import COLUMNS
 from .space import backward_space as space_with
 from .space import found as found_by_tuner
+from .workspaces import OfBatch, OfSequences
 
 MIN_SIDE_BY_SIDE = 4  # kv heads under a mask, whatever the L2 cache holds: few leave long tiles to the end
 
@@ -33,7 +35,7 @@ def prepare_backward(
     if q_shape[0] == 0 or q_shape[1] == 0 or k_shape[1] == 0:
         return _nothing(call)
     call = _specialised(call, scale)
-    tuned = found_by_tuner(call, sizes_of(q_shape, k_shape))
+    tuned = None if call.forward.packed else found_by_tuner(call, sizes_of(q_shape, k_shape))
     return prepare_backward_with(tuned, call, q_shape, k_shape, scale)
 
 
@@ -49,7 +51,7 @@ def _specialised(call: BackwardCall, scale: float) -> BackwardCall:
 
 def backward_space(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> Space | None:
     """See :class:`tileattn.dispatch.Backend`."""
-    if q_shape[0] == 0 or q_shape[1] == 0 or k_shape[1] == 0:
+    if q_shape[0] == 0 or q_shape[1] == 0 or k_shape[1] == 0 or call.forward.packed:
         return None
     call = _specialised(call, scale)
     return space_with(
@@ -63,21 +65,21 @@ def prepare_backward_with(
     tuned: MainConfig | None, call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Callable[..., Gradients]:
     """The backward pass with a given main kernel, None for the default; `call` is what its kernels are compiled for."""
-    batch, seqlen_q, heads, _ = q_shape
-    _, seqlen_k, kv_heads, _ = k_shape
+    heads, kv_heads = q_shape[2], k_shape[2]
     config = default(call) if tuned is None else tuned
-    padded_q = _padded_rows(seqlen_q, config)
-    padded_k = -(-seqlen_k // config.block_N) * config.block_N
     found = paths(call)
+    leaves = (leaving(config, read_together(call), found) or (None,))[0]
     kernels = backward_kernels(call) if tuned is None else backward_kernels(call, tuned)
     scalars: tuple[float, ...] = (scale, heads // kv_heads)
-    sums_rows = (batch, heads, padded_q, padded(call.forward.head_dim)) if adds_dq(call) else None
+    dq_dim = padded(call.forward.head_dim) if adds_dq(call) else None
     own_order = not isinstance(config, BackwardConfig)
     of_main = of_queries = scalars
     if own_order:
         of_main += (_kv_heads_side_by_side(call, q_shape, kv_heads),)
     if not isinstance(queries_default(call), BackwardConfig):
         of_queries += (_heads_side_by_side(call, q_shape, k_shape),)
+    of_batch = None if call.forward.packed else OfBatch(call, config, q_shape, k_shape)
+    nothing = _nothing(call)
 
     def backward(
         do: Tensor,
@@ -91,30 +93,36 @@ def prepare_backward_with(
         operands: Operands,
         *,
         dropout: Dropout | None = None,
+        packed: Packed | None = None,
     ) -> Gradients:
-        rows = (batch, heads, padded_q)
-        lse2, delta = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
-        sums = () if sums_rows is None else (q.new_empty(sums_rows, dtype=torch.float32),)
+        if 0 in (q.shape[1], k.shape[1]):
+            return nothing(do, dlse, q, k, v, o, lse, sink, operands)
+        space = OfSequences(call, q, k, packed) if packed is not None else of_batch
+        assert space is not None
+        lse2, delta = (q.new_empty(space.q_rows, dtype=torch.float32) for _ in range(2))
+        sums = () if dq_dim is None else (q.new_empty((*space.q_rows, dq_dim), dtype=torch.float32),)
         of_lse = () if dlse is None else (dlse.contiguous(),)
+        dq, dk, dv = (q.new_empty(shape) for shape in space.gradients)
         q, k, v, o, do = map(one_batch, (q, k, v, o, do))
-        kernels.prepare(o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
+        kernels.prepare(*space.work(prepared(call).tile), o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
 
-        dq, dk, dv = q.new_empty(q_shape), q.new_empty(k_shape), q.new_empty((*k_shape[:3], call.forward.head_dim_v))
-        handed_over = [_workspace(path, rows, padded_k, seqlen_q, seqlen_k, operands) for path in found]
+        handed_over = [_workspace(path, space, operands, index == leaves) for index, path in enumerate(found)]
         tensors = [as_bytes(tensor) for tensor in operands.tensors]
         seeds, of_pattern = pattern_arguments(dropout)
         numbers = (*of_pattern, *operands.ints, *operands.floats)
         if own_order:
-            sums = tuple(x.view(batch, heads, -1, COLUMNS) for x in sums)
-        kernels.main(q, k, v, do, lse2, delta, dk, dv, *sums, *handed_over, *seeds, *tensors, *of_main, *numbers)
+            sums = tuple(x.view(*x.shape[:2], -1, COLUMNS) for x in sums)
+        rows = (q, k, v, do, lse2, delta)
+        work = space.work(config.block_N, of_keys=True)
+        kernels.main(*work, *rows, dk, dv, *sums, *handed_over, *seeds, *tensors, *of_main, *numbers)
         if kernels.queries is not None:
-            kernels.queries(q, k, v, do, lse2, delta, dq, *seeds, *tensors, *of_queries, *numbers)
+            work = space.work(queries_default(call).block_M)
+            kernels.queries(*work, *rows, dq, *seeds, *tensors, *of_queries, *numbers)
         if kernels.finish is not None:
-            kernels.finish(dq, *sums, scale)
-        dsink = _sink_gradient(sink, lse, delta[:, :, :seqlen_q]) if sink is not None and call.needs[3] else None
-        parts = [x[..., :seqlen_k] if path.way == BY_KEY else x for path, x in zip(found, handed_over)]
+            kernels.finish(*space.work(finished(call, config).tile), dq, *sums, scale)
+        dsink = _sink_gradient(sink, lse, space.by_row(delta)) if sink is not None and call.needs[3] else None
         dtensors = [
-            _tensor_gradient(index, found, parts, operands, seqlen_k - seqlen_q, seqlen_k) if need else None
+            _tensor_gradient(index, found, handed_over, operands, space) if need else None
             for index, need in enumerate(call.needs[4:])
         ]
         wanted = [x if need else None for x, need in zip((dq, dk, dv), call.needs)]
@@ -123,25 +131,19 @@ def prepare_backward_with(
     return backward
 
 
-def _padded_rows(seqlen_q: int, config: MainConfig) -> int:
-    """Rows of the workspaces: whole tiles of the main kernel, and of the kernels before and after it."""
-    rows = -(-seqlen_q // config.block_M) * config.block_M
-    return -(-rows // ROWS) * ROWS
-
-
 def _heads_side_by_side(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> int:
     """How many heads' tiles of queries run side by side in the kernel for dq alone; see there.
 
     Those of a kv head's group, which read the same keys, and of more groups under a mask.
     """
-    batch, _, heads, head_dim = q_shape
+    _, _, heads, head_dim = q_shape
     _, seqlen_k, kv_heads, _ = k_shape
     group = heads // kv_heads
     if program(call.forward.variant).allows is None:
         return group
     row_bytes = 2 * (head_dim + call.forward.head_dim_v)  # of k and v
     fitting = max(L2_BYTES // (row_bytes * seqlen_k), MIN_SIDE_BY_SIDE)
-    return group * max(d for d in divisors(batch * kv_heads) if d <= fitting)
+    return group * max(d for d in divisors(_together(call, q_shape) * kv_heads) if d <= fitting)
 
 
 def _kv_heads_side_by_side(call: BackwardCall, q_shape: torch.Size, kv_heads: int) -> int:
@@ -151,23 +153,29 @@ def _kv_heads_side_by_side(call: BackwardCall, q_shape: torch.Size, kv_heads: in
     mask tiles differ, and several heads give a choice of long ones to begin with; but their queries and sums should
     stay in the L2 cache.
     """
-    batch, seqlen_q, heads, head_dim = q_shape
+    _, seqlen_q, heads, head_dim = q_shape
     if program(call.forward.variant).allows is None:
         return 1
     row_bytes = 2 * (head_dim + call.forward.head_dim_v) + 4 * head_dim  # of q, do and dq's sums
     fitting = max(L2_BYTES // (row_bytes * seqlen_q * (heads // kv_heads)), MIN_SIDE_BY_SIDE)
-    return max(d for d in divisors(batch * kv_heads) if d <= fitting)
+    return max(d for d in divisors(_together(call, q_shape) * kv_heads) if d <= fitting)
+
+
+def _together(call: BackwardCall, q_shape: torch.Size) -> int:
+    """How many batch elements' heads may run side by side: packed sequences, with unequal numbers of tiles, do not."""
+    return 1 if call.forward.packed else q_shape[0]
 
 
 def _nothing(call: BackwardCall) -> Callable[..., Gradients]:
-    """Of calls without rows, or without keys: nothing depends on anything."""
+    """Of calls without rows, or without keys: nothing depends on anything, but lse on the sink, which it is."""
 
-    def backward(do, dlse, q, k, v, o, lse, sink, operands: Operands, *, dropout: Dropout | None = None) -> Gradients:
+    def backward(do, dlse, q, k, v, o, lse, sink, operands: Operands, *, dropout=None, packed=None) -> Gradients:
         zeros = [
             None if tensor is None or not need else torch.zeros_like(tensor)
             for tensor, need in zip((q, k, v, sink, *operands.tensors), call.needs, strict=True)
         ]
-        return Gradients(*zeros[:4], tuple(zeros[4:]))
+        dsink = zeros[3] if zeros[3] is None or dlse is None else _sink_gradient(sink, lse, -dlse)
+        return Gradients(*zeros[:3], dsink, tuple(zeros[4:]))
 
     return backward
 
@@ -178,26 +186,27 @@ def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     A sink of -inf has no probability, also in a row that sees no key, where lse is -inf as well.
     """
     p = torch.exp(sink.detach().float()[None, :, None] - lse)
-    p = torch.where(lse == -torch.inf, 0.0, p)
-    return -(p * delta).sum(dim=(0, 2)).to(sink.dtype)
+    return -torch.where(lse == -torch.inf, 0.0, p * delta).sum(dim=(0, 2)).to(sink.dtype)
 
 
-def _workspace(
-    path: Path, rows: tuple[int, int, int], padded_k: int, seqlen_q: int, seqlen_k: int, operands: Operands
-) -> Tensor:
-    """What the main kernel fills for a path: where it does not write, nothing has a gradient."""
-    tensor, (batch, heads, _) = operands.tensors[path.tensor], rows
-    shape = {BY_KEY: (batch, heads, padded_k), SPREAD: (batch, heads, seqlen_q, seqlen_k)}.get(path.way, tensor.shape)
-    return tensor.new_zeros(shape, dtype=tensor.dtype if path.way == STORED else torch.float32)
+def _workspace(path: Path, space: OfBatch | OfSequences, operands: Operands, leaves: bool) -> Tensor:
+    """What the main kernel fills for a path: where it does not write, nothing has a gradient.
+
+    Args:
+        leaves: whether it does so by TMA, for which rows begin at multiples of 16 bytes.
+    """
+    tensor = operands.tensors[path.tensor]
+    shape = space.shapes.get(path.way, tensor.shape)
+    dtype = tensor.dtype if path.way == STORED else torch.float32
+    if not leaves:
+        return tensor.new_zeros(shape, dtype=dtype)
+    *outer, columns = shape
+    step = 16 // dtype.itemsize
+    return tensor.new_zeros((*outer, -(-columns // step) * step), dtype=dtype)[..., :columns]
 
 
 def _tensor_gradient(
-    index: int,
-    found: tuple[Path, ...],
-    parts: list[Tensor],
-    operands: Operands,
-    first_position: int,
-    seqlen_k: int,
+    index: int, found: tuple[Path, ...], parts: list[Tensor], operands: Operands, space: OfBatch | OfSequences
 ) -> Tensor:
     """Of one of the variant's tensors, from what the main kernel has handed over for each path."""
     tensor = operands.tensors[index]
@@ -210,5 +219,5 @@ def _tensor_gradient(
         total += part
     for path, part in its:
         if path.way in AXES:
-            add_up(total, path, part, operands, first_position, seqlen_k)
+            space.add_up(total, path, part, operands)
     return total.to(tensor.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ....call import AttentionCall, BackwardCall
 from ....variant import program
@@ -14,13 +15,47 @@ from .slopes import slope_program
 
 # Rows of lse and delta, and of dq's sums, are padded to a multiple of this, which tiles of queries divide.
 ROWS = 128
-# Rows that a block of prepare.py or finish.py takes.
-SMALL_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a block of prepare.py or finish.py takes of a tile.
+
+    Attributes:
+        rows: of queries, about 64.
+        parts: that a tile of the work list has; 1 in a dense call.
+    """
+
+    rows: int = 64
+    parts: int = 1
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile."""
+        return self.rows * self.parts
+
+
+def part_of(tile: int) -> Part:
+    """Of a packed sequence's tile."""
+    return Part(64, tile // 64) if tile % 64 == 0 else Part(tile)
 
 
 def read_together(call: BackwardCall) -> AttentionCall:
     """The forward call, aligned if all that the main kernel reads is: q, k, v and do."""
     return dataclasses.replace(call.forward, aligned=call.forward.aligned and call.aligned)
+
+
+def copy_options(call: AttentionCall) -> dict[str, Any]:
+    """How a generic kernel copies tiles of the caller's tensors."""
+    # A tensor map does not end with a sequence. TileLang 0.1.15 cannot generate a guarded copy of more than four
+    # elements at once for AMD.
+    options = {"disable_tma": not call.aligned or call.packed}
+    return options | ({"coalesced_width": 4} if call.arch.startswith("gfx") else {})
+
+
+def store_options(call: AttentionCall) -> dict[str, Any]:
+    """How a generic kernel stores tiles of gradients, which TileLang would do by TMA where it can."""
+    return {"disable_tma": True} if call.packed else {}
 
 
 @dataclass(frozen=True)
@@ -107,7 +142,7 @@ def preferences(call: AttentionCall, kept: int) -> Iterator[BackwardConfig]:
     """Of the main kernel, from the best down; the first that is valid counts."""
     traced, widest = program(call.variant), max(padded(call.head_dim), padded(call.head_dim_v))
     has_wgmma = call.arch.startswith(("sm_90", "sm_100", "sm_103"))
-    has_producer = has_wgmma and call.aligned
+    has_producer = has_wgmma and call.aligned and not call.packed
     if call.arch.startswith("gfx"):
         yield BackwardConfig(64, 64, 0, 128)
         yield BackwardConfig(32, 64, 0, 128)

@@ -8,10 +8,12 @@ from ....call import BackwardCall
 from .amd_config import amd_preferences, amd_queries_preferences, is_valid_amd_backward
 from .config import (
     BackwardConfig,
+    Part,
     default_queries,
     is_valid,
     is_valid_queries,
     kept_derivatives,
+    part_of,
     preferences,
     read_together,
 )
@@ -63,3 +65,24 @@ def adds_dq(call: BackwardCall) -> bool:
     """Whether the main kernel adds up dq; else a kernel for dq alone follows it."""
     config = default(call)
     return not call.deterministic if isinstance(config, BackwardConfig) else config.adds_dq
+
+
+def prepared(call: BackwardCall) -> Part:
+    """What a block of prepare.py takes; in a packed call of the tiles in the list that a later kernel has as well.
+
+    That of the kernel for dq alone, if its tiles are whole tiles of the main kernel, which reads what is prepared by
+    tiles of its own; else that of finish.py.
+    """
+    if not call.forward.packed:
+        return Part()
+    tile = default(call).block_M
+    if not adds_dq(call) and queries_default(call).block_M % tile == 0:
+        tile = queries_default(call).block_M
+    return part_of(tile)
+
+
+def finished(call: BackwardCall, config: MainConfig) -> Part:
+    """What a block of finish.py takes, after a main kernel of this configuration."""
+    if isinstance(config, HopperBackwardConfig):
+        return Part(config.block_M)
+    return part_of(config.block_M) if call.forward.packed else Part()

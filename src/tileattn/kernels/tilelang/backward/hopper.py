@@ -5,7 +5,8 @@ each, over the tiles of queries that the mask lets see its keys. In a block
 
     two loading warps        bring, by TMA, K and V and then Q with lse2, tile by tile, and dO with delta;
     two consumer warpgroups  own 64 keys each: they multiply (wgmma), and keep dK and dV in registers;
-    one adding warp          adds each tile of dQ to the float32 sums in memory, by TMA, which sums in the L2 cache.
+    one adding warp          adds each tile of dQ to the float32 sums in memory, by TMA, which sums in the L2 cache;
+    one more loading warp    brings a bias's tiles, or those of another tensor that a modification reads tile by tile.
 
 One iteration of a consumer warpgroup; the tensor cores are given the next product before the last one's result is used:
 
@@ -19,6 +20,11 @@ dS that is the only time they wait.
 
 dQ leaves the registers in the order in which they hold it (order.py), half a tile for each warpgroup, so that writing
 it to shared memory meets no bank conflicts, and one bulk reduction adds it up; finish.py undoes the order.
+
+A bias's tile comes as it lies in memory, queries in rows, swizzled. Of 16 bits it is taken to registers under S = K Q^T
+by ldmatrix, which transposes it; of 32 bits it is read where it is used: either way banks do not collide. Its gradient
+leaves the same way: transposed to shared memory, behind dV's product, from where the adding warp stores it, or adds it
+to float32 sums where heads or batch elements share the bias. Batch elements that share one are neighbours in the grid.
 
 Every buffer has two mbarriers, ``ready`` and ``free``, as in the forward schedule (../hopper.py). Masked tiles, and
 tiles over the ends of queries or keys, take a branch that all threads agree on.
@@ -36,6 +42,7 @@ from typing import Any
 
 import tilelang
 import tilelang.language as T
+from tilelang.language.eager.builder import Builder
 from tvm import ir
 
 from ....call import AttentionCall
@@ -43,11 +50,12 @@ from ....variant import Program
 from .. import dropout, softmax
 from ..config import padded
 from ..generic import ROWS
+from ..hopper import tile_layout
 from ..hopper_plan import WARP, WARPGROUP, _slices
 from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
-from . import tile
-from .hopper_config import CONSUMERS, HopperBackwardConfig
+from . import places, tile
+from .hopper_config import CONSUMERS, HopperBackwardConfig, leaving
 from .layouts import accumulator_layout
 from .operands import ADDED, BY_KEY, SPREAD, STORED, Path
 from .order import COLUMNS
@@ -65,6 +73,7 @@ STAGE, PARITY, DS, DQ_PARITY = range(4)
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 
+_LDMATRIX = ir.Op.get("tl.ptx_ldmatrix")
 _STMATRIX, _PACK = ir.Op.get("tl.ptx_stmatrix"), ir.Op.get("tl.pack_b16")
 
 
@@ -75,6 +84,12 @@ class Plan:
         slopes: the score modification and its derivatives, or None.
         early: indices of the derivatives that are kept beside the scores.
         paths: to the tensors whose gradients are wanted; `sums_by_key` numbers those that are summed by key.
+        copied: the tile load whose tiles, such as a bias's, are copied, or None; and its dtype.
+        tile_in_registers: whether they are taken to registers: those of 16 bits, which ldmatrix transposes.
+        tile_is_late: whether a derivative that is computed late needs them once more.
+        leaving: index of the path whose gradient leaves by TMA, tile by tile, or None; and the dtype of these tiles.
+        batch_first: whether neighbours in the grid are batch elements rather than heads, to share those tiles.
+        copied_once: whether nobody shares them, so that they need not stay in the L2 cache.
         adds_dq: whether dq is added up here.
         order: of dq's sums; `sum_rows`, of 256, are a tile's.
     """
@@ -90,6 +105,13 @@ class Plan:
         if traced.score is not None:
             self.slopes = tile.Slopes(call, traced, tuple(path.load for path in paths))
         self.early = tuple(range(len(self.slopes.program.early))) if self.slopes else ()
+        self.copied, self.copied_dtype = config.copied(call) or (None, None)
+        self.tile_in_registers = self.copied is not None and self.copied_dtype.itemsize == 2
+        self.tile_is_late = self.copied is not None and self.slopes.is_late(self.copied.text)
+        self.leaving, self.leaving_dtype = leaving(config, call, paths) or (None, None)
+        by_head, by_batch = (self.copied is not None and self.copied.differs_by(symbol) for symbol in "hb")
+        self.batch_first = by_head and not by_batch and not call.packed
+        self.copied_once = by_head and by_batch
         by_key = [index for index, path in enumerate(paths) if path.way == BY_KEY]
         self.sums_by_key = {index: number for number, index in enumerate(by_key)}
         self.order = config.order(call)
@@ -107,6 +129,10 @@ class Plan:
                 "do_free": [2] * self.stages,
                 "dq_ready": [WARPGROUP] * 2,
                 "dq_free": [WARP] * 2,
+                "gradient_ready": [WARPGROUP] * 2 if self.leaving is not None else [],
+                "gradient_free": [WARP] * 2 if self.leaving is not None else [],
+                "tile_ready": [WARP] * self.config.tile_stages,
+                "tile_free": [CONSUMERS // WARP] * self.config.tile_stages,
             },
         )
 
@@ -119,6 +145,37 @@ class Row:
 
     def __getitem__(self, index: Any) -> Any:
         return self._buffer[self._row, index]
+
+
+class RowsOfHead:
+    """What :func:`find_rows` finds, in a packed call: the last two numbers in shared memory, for want of registers.
+
+    Of a dense call all of them follow from parameters of the kernel, of which ptxas needs to keep nothing.
+    """
+
+    def __init__(self, thread: Any) -> None:
+        self._registers = T.alloc_local([2], "int32")
+        self._shared, self._group = T.alloc_shared([2, 2], "int32", scope="shared"), thread // WARPGROUP
+
+    def __getitem__(self, index: int) -> Any:
+        return self._registers[index] if index < 2 else self._shared[self._group, index - 2]
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        # All threads of a warpgroup write the same, and then read what they have written.
+        if index < 2:
+            T.buffer_store(self._registers, value, [index])
+        else:
+            T.buffer_store(self._shared, value, [self._group, index - 2])
+
+
+class TransposedTile:
+    """The copied tile of a warpgroup's stage, by key and query."""
+
+    def __init__(self, plan: Plan, w: Any) -> None:
+        self._plan, self._w = plan, w
+
+    def __getitem__(self, index: tuple[Any, Any]) -> Any:
+        return self._w.tile[tile_stage(self._plan, self._w), index[1], index[0]]
 
 
 # --- The warps of the producer warpgroup, which have few registers ---
@@ -157,6 +214,74 @@ def load(plan, arg, w, source, tiles, head_dim, of_rows, rows, ready, free):
 
 
 @T.macro
+def load_tiles(plan, arg, w):
+    """The scores' tiles of the copied tensor. What lies beyond its edges is 0."""
+    stage = T.alloc_var("int32", init=0)
+    parity = T.alloc_var("int32", init=1)  # a fresh barrier lets this parity pass
+    key = w.task[KEY]
+    for g in T.serial(arg.heads_per_kv_head):
+        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
+        outer = [w.emit(index, b=w.task[BATCH], h=h) for index in plan.copied.outer]
+        first_tile = tiles_of_head(plan, w, h)[0]
+        q_lo = first_tile * plan.block_M + arg.seqlen_k - arg.seqlen_q
+        row = T.alloc_var("int32", init=w.emit(plan.copied.row, b=w.task[BATCH], h=h, q=q_lo))
+        count = T.max(tiles_of_head(plan, w, h)[1] - first_tile, 0)
+        for _ in T.serial(count):
+            T.barrier_wait(w.tile_free[stage], parity)
+            T.tma_copy(
+                arg.operands[plan.copied.name][
+                    (*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N))
+                ],
+                w.tile[stage, :, :],
+                barrier=w.tile_ready[stage],
+                eviction_policy="evict_first" if plan.copied_once else None,
+            )
+            T.barrier_arrive(w.tile_ready[stage])
+            row += plan.block_M
+            parity = T.if_then_else(stage == plan.config.tile_stages - 1, parity ^ 1, parity)
+            stage = T.if_then_else(stage == plan.config.tile_stages - 1, 0, stage + 1)
+
+
+@T.macro
+def take_gradient(plan, arg, w, h, number, group, parity):
+    """A warpgroup's half of a tile of the copied tensor's gradient, to where the tile is from. Beyond lies nothing."""
+    path = plan.paths[plan.leaving]
+    half = plan.block_N // 2
+    q_lo = number * plan.block_M + arg.seqlen_k - arg.seqlen_q
+    outer = [w.emit(index, b=w.task[BATCH], h=h) for index in plan.copied.outer]
+    row = w.emit(plan.copied.row, b=w.task[BATCH], h=h, q=q_lo)
+    key = w.task[KEY] + group * half
+    place = (*outer, slice(row, row + plan.block_M), slice(key, key + half))
+    T.barrier_wait(w.gradient_ready[group], parity)
+    if path.way == ADDED:
+        T.atomic_add(
+            arg.handed_over[plan.leaving][place],
+            w.gradient_tile[0 : plan.block_M, group * half : group * half + half],
+            use_tma=True,
+        )
+    else:
+        T.tma_copy(
+            w.gradient_tile[0 : plan.block_M, group * half : group * half + half],
+            arg.handed_over[plan.leaving][place],
+            leader_scope_threads=WARP,
+        )
+        T.tma_store_wait(0)
+    T.barrier_arrive(w.gradient_free[group])
+
+
+@T.macro
+def take_gradients(plan, arg, w):
+    """As :func:`add_dq`, which there is none of then."""
+    parity = T.alloc_var("int32", init=0)
+    for g in T.serial(arg.heads_per_kv_head):
+        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
+        for number in T.serial(tiles_of_head(plan, w, h)[0], tiles_of_head(plan, w, h)[1]):
+            take_gradient(plan, arg, w, h, number, 0, parity)
+            take_gradient(plan, arg, w, h, number, 1, parity)
+            parity = parity ^ 1
+
+
+@T.macro
 def add_dq(plan, arg, w):
     """Each warpgroup's half of dQ, as it comes, to the sums in memory."""
     half = plan.sum_rows // 2
@@ -166,6 +291,9 @@ def add_dq(plan, arg, w):
         row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.sum_rows)
         count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
         for _ in T.serial(count):
+            if plan.leaving is not None:
+                take_gradient(plan, arg, w, h, T.truncdiv(row, plan.sum_rows), 0, parity)
+                take_gradient(plan, arg, w, h, T.truncdiv(row, plan.sum_rows), 1, parity)
             for group in T.serial(2):
                 T.barrier_wait(w.dq_ready[group], parity)
                 T.atomic_add(
@@ -185,6 +313,26 @@ def tiles_of_head(plan, w, h):
 
 
 # --- The consumer warpgroups ---
+
+
+def alloc_tile(plan, arg, w):
+    """The copied tile's stages in shared memory, what its elements are emitted as, and its gradient's tile."""
+    assume_aligned(arg.operands[plan.copied.name].strides, itemsize=plan.copied_dtype.itemsize)
+    kind = str(plan.copied_dtype).removeprefix("torch.")
+    w.tile = T.alloc_shared([plan.config.tile_stages, plan.block_M, plan.block_N], kind)
+    layouts = {w.tile: tile_layout(w.tile, plan.block_N * plan.copied_dtype.itemsize)}
+    if plan.tile_in_registers:
+        w.tile_registers = T.alloc_fragment([plan.block_N, plan.block_M], kind)
+        w.eight_of_tile = T.alloc_local([8], kind)
+        layouts[w.tile_registers] = accumulator_layout(plan.block_N, plan.block_M)
+    if plan.leaving is not None:
+        kind = str(plan.leaving_dtype).removeprefix("torch.")
+        assume_aligned(arg.handed_over[plan.leaving].strides, itemsize=plan.leaving_dtype.itemsize)
+        w.gradient_tile = T.alloc_shared([plan.block_M, plan.block_N], kind)
+        w.eight_of_gradient = T.alloc_local([8], kind)
+        layouts[w.gradient_tile] = tile_layout(w.gradient_tile, plan.block_N * plan.leaving_dtype.itemsize)
+    w.emit.tiles[plan.copied.text] = w.tile_registers if plan.tile_in_registers else TransposedTile(plan, w)
+    Builder.current().eval(T.annotate_layout(layouts))
 
 
 @T.macro
@@ -214,6 +362,43 @@ def await_product(plan, fragment, in_flight, columns):
 
 
 @T.macro
+def take_tile(plan, w):
+    """The copied tile to registers, if it is of 16 bits, under the product that makes the scores; else only waits.
+
+    Its rows are queries. ldmatrix transposes as stmatrix does in :func:`share_ds`: four matrices of 8 x 8 at a time.
+    Elements of 32 bits are read from shared memory where they are used: a warp's meet no bank conflict as they lie.
+    """
+    if plan.copied is not None:
+        T.barrier_wait(w.tile_ready[tile_stage(plan, w)], tile_parity(plan, w))
+        if plan.tile_in_registers:
+            lane, warp = w.thread % WARP, w.thread // WARP
+            for n in T.unroll(plan.block_M // 16):
+                place = w.tile[tile_stage(plan, w), n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane % 16 // 8 * 8]
+                ends = [T.access_ptr(place, "r", extent=8), T.access_ptr(w.eight_of_tile[0], "w", extent=8)]
+                T.evaluate(T.call_intrin("handle", _LDMATRIX, 1, 4, *ends))
+                for e in T.unroll(8):
+                    key, query = warp * 16 + lane // 4 + e // 2 % 2 * 8, n * 16 + lane % 4 * 2 + e // 4 * 8 + e % 2
+                    w.tile_registers[key, query] = w.eight_of_tile[e]
+            release_tile(plan, w)
+
+
+def tile_stage(plan, w):
+    return w.at[STAGE] if plan.config.tile_stages > 1 else 0
+
+
+def tile_parity(plan, w):
+    """With one stage it flips with every tile, as that of dQ's buffer does, which begins with the other one."""
+    return w.at[PARITY] if plan.config.tile_stages > 1 else w.at[DQ_PARITY] ^ 1
+
+
+@T.macro
+def release_tile(plan, w):
+    T.sync_warp()  # one lane answers for all
+    if T.shuffle_elect(WARP):
+        T.barrier_arrive(w.tile_free[tile_stage(plan, w)])
+
+
+@T.macro
 def scores_to_probabilities(plan, arg, w, h, row):
     q_lo = row + arg.seqlen_k - arg.seqlen_q
     c = arg.scale * softmax.LOG2E if plan.slopes is None else 1.0
@@ -222,6 +407,8 @@ def scores_to_probabilities(plan, arg, w, h, row):
             w.acc_s, w.early, plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h, q_lo, w.task[KEY],
             plan.block_N, plan.block_M, True,
         )  # fmt: skip
+    if plan.copied is not None and not plan.tile_in_registers and not plan.tile_is_late:
+        release_tile(plan, w)
     if (row < w.rows[2]) | (row + plan.block_M > w.rows[3]):
         tile.hide(w.acc_s, w.visible, w.task[BATCH], h, q_lo, w.task[KEY], plan.block_N, plan.block_M, True)
     tile.probabilities(w.acc_s, Row(w.lse2, w.at[STAGE]), c, plan.block_N, plan.block_M, True)
@@ -245,6 +432,8 @@ def tensor_gradients(plan, arg, w, h, row):
     """Of the tensors that the modification reads."""
     b, k_lo, q_lo = w.task[BATCH], w.task[KEY], row + arg.seqlen_k - arg.seqlen_q
     for index, path in enumerate(plan.paths):
+        if index == plan.leaving:
+            continue
         factor = plan.slopes.program.loads[index]
         if factor.late is not None:
             times_late(plan, arg, w, tile.kept(factor, w.early, w.acc_s), factor.late, h, row)
@@ -279,6 +468,41 @@ def gradients_of_scores(plan, arg, w, h, row):
         if slope.late is not None:
             times_late(plan, arg, w, tile.kept(slope, w.early, w.acc_s), slope.late, h, row)
         T.copy(w.acc_dp if slope.late is not None else tile.kept(slope, w.early, w.acc_s), w.ds)
+    if plan.tile_is_late and not plan.tile_in_registers and plan.leaving is None:
+        release_tile(plan, w)
+
+
+@T.macro
+def hand_over_gradient(plan, arg, w, h, row):
+    """A tile of the copied tensor's gradient, queries in rows, to the adding warp, once it has taken the last one.
+
+    Behind dV's product, which would wait for these stores as it does for those of dS.
+    """
+    factor = plan.slopes.program.loads[plan.leaving]
+    if factor.late is not None:
+        times_late(plan, arg, w, tile.kept(factor, w.early, w.acc_s), factor.late, h, row)
+    gradient = w.acc_dp if factor.late is not None else tile.kept(factor, w.early, w.acc_s)
+    group = w.thread // WARPGROUP
+    T.barrier_wait(w.gradient_free[group], w.at[DQ_PARITY])
+    if plan.leaving_dtype.itemsize == 2:
+        lane, warp = w.thread % WARP, w.thread // WARP
+        for n in T.unroll(plan.block_M // 16):
+            for e in T.unroll(8):
+                w.eight_of_gradient[e] = gradient[
+                    warp * 16 + lane // 4 + e // 2 % 2 * 8, n * 16 + lane % 4 * 2 + e // 4 * 8 + e % 2
+                ]
+            place = w.gradient_tile[n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane % 16 // 8 * 8]
+            pairs = [
+                T.call_intrin("int32", _PACK, w.eight_of_gradient[e], w.eight_of_gradient[e + 1]) for e in (0, 2, 4, 6)
+            ]
+            T.evaluate(T.call_intrin("handle", _STMATRIX, 1, 4, T.access_ptr(place, "w", extent=8), *pairs, "m8n8"))
+    else:
+        for i, j in T.Parallel(plan.block_N, plan.block_M):
+            w.gradient_tile[j, i] = gradient[i, j]
+    T.fence_proxy_async()
+    T.barrier_arrive(w.gradient_ready[group])
+    if plan.tile_is_late and not plan.tile_in_registers:
+        release_tile(plan, w)
 
 
 @T.macro
@@ -346,16 +570,20 @@ def advance(plan, arg, w, h, row):
     """One tile of queries."""
     multiply_scores(plan, w)
     if plan.config.late_dp:
+        take_tile(plan, w)
         await_product(plan, w.acc_s, 0, plan.block_M)
         scores_to_probabilities(plan, arg, w, h, row)
         multiply_dp(plan, w)
     else:
         multiply_dp(plan, w)
+        take_tile(plan, w)
         await_product(plan, w.acc_s, 1, plan.block_M)
         scores_to_probabilities(plan, arg, w, h, row)
     await_product(plan, w.acc_dp, 0, plan.block_M)
     gradients_of_scores(plan, arg, w, h, row)
     multiply_dv(plan, w)
+    if plan.leaving is not None:
+        hand_over_gradient(plan, arg, w, h, row)
     if plan.adds_dq:
         if plan.config.ds_buffers == 1:
             T.sync_threads(DS_READ, CONSUMERS)
@@ -412,10 +640,12 @@ def find_rows(plan, w, h):
     """The head's tiles of queries, begin and end, and the rows that see all keys of the block, which need no mask."""
     first, end = tiles_of_head(plan, w, h)
     full_lo, full_hi = w.visible.full_rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + plan.block_N - 1)
-    w.rows[0] = first
-    w.rows[1] = T.max(end, first)
-    w.rows[2] = full_lo
-    w.rows[3] = full_hi
+    w.rows[0] = w.uniform(first)
+    w.rows[1] = w.uniform(T.max(end, first))
+    w.rows[2] = w.uniform(full_lo)
+    w.rows[3] = w.uniform(full_hi)
+    if plan.call.packed:
+        T.fence_proxy_async()  # or TileLang puts one into the loop: they are in shared memory
 
 
 @T.macro
@@ -442,6 +672,28 @@ def consume(plan, arg, w):
     store(plan, arg, w)
 
 
+@T.macro
+def take_part(plan, arg, w):
+    """Each warp in its role."""
+    if w.thread >= CONSUMERS:
+        T.set_max_nreg(PRODUCER_REGISTERS, 0)
+        if w.thread < CONSUMERS + WARP:
+            load_keys(plan, arg, w)
+            load(plan, arg, w, arg.q, w.q, plan.head_dim, arg.lse2, w.lse2, w.q_ready, w.q_free)
+        elif w.thread < CONSUMERS + 2 * WARP:
+            load(plan, arg, w, arg.do, w.do, plan.head_dim_v, arg.delta, w.delta, w.do_ready, w.do_free)
+        elif w.thread < CONSUMERS + 3 * WARP:
+            if plan.adds_dq:
+                add_dq(plan, arg, w)
+            elif plan.leaving is not None:
+                take_gradients(plan, arg, w)
+        elif plan.copied is not None:
+            load_tiles(plan, arg, w)
+    else:
+        T.set_max_nreg(CONSUMER_REGISTERS, 1)
+        consume(plan, arg, w)
+
+
 def body(
     call: AttentionCall, config: HopperBackwardConfig, traced: Program, paths: tuple[Path, ...], adds_dq: bool
 ) -> Any:
@@ -453,13 +705,15 @@ def body(
 
     @T.macro
     def kernel(arg):
-        key_tiles = T.ceildiv(arg.seqlen_k, plan.block_N)
-        side = arg.side_by_side
-        with T.Kernel(key_tiles * arg.kv_heads * arg.batch, threads=CONSUMERS + WARPGROUP) as block:
+        grid = places.blocks(arg, "seqlen_k", plan.block_N, arg.kv_heads)
+        with T.Kernel(grid, threads=CONSUMERS + WARPGROUP) as block:
             assume_filled(arg.operands)
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
+            at = places.find(arg, block, arg.kv_heads, places.BY_TMA)
+            arg = at.arg
+            key_tiles, side = T.ceildiv(arg.seqlen_k, plan.block_N), arg.side_by_side
             # `side` kv heads side by side, each beginning with its first keys.
-            turn, place = T.truncdiv(block, side * key_tiles), T.truncmod(block, side * key_tiles)
+            turn, place = T.truncdiv(at.block, side * key_tiles), T.truncmod(at.block, side * key_tiles)
             pair = T.alloc_var("int32", init=turn * side + T.truncmod(place, side))
             emit = tile.TileEmitter(arg.operands)
             thread = T.get_thread_binding()
@@ -467,7 +721,8 @@ def body(
             w = SimpleNamespace(
                 task=T.alloc_local([3], "int32"),
                 emit=emit,
-                visible=Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k),
+                # Behind a sequence's last row lse2 is +inf, and Q is 0; but a modification may be NaN there.
+                visible=Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k, call.packed and plan.slopes is None),
                 k=T.alloc_shared([plan.block_N, plan.head_dim], plan.dtype),
                 v=T.alloc_shared([plan.block_N, plan.head_dim_v], plan.dtype),
                 q=T.alloc_shared([plan.stages, plan.block_M, plan.head_dim], plan.dtype),
@@ -492,28 +747,24 @@ def body(
                 pattern=tile.Pattern(arg, plan.early) if call.dropout else None,
                 eight=T.alloc_local([8], plan.dtype),
                 at=T.alloc_local([4], "int32"),
-                rows=T.alloc_local([4], "int32"),
+                rows=RowsOfHead(thread) if call.packed else T.alloc_local([4], "int32"),
                 thread=thread,
+                uniform=at.uniform,
                 **plan.alloc_barriers(),
             )
-            w.task[BATCH] = T.truncdiv(pair, arg.kv_heads)
-            w.task[KV_HEAD] = T.truncmod(pair, arg.kv_heads)
-            w.task[KEY] = T.truncdiv(place, side) * plan.block_N
+            if plan.copied is not None:
+                alloc_tile(plan, arg, w)
+            if plan.batch_first:
+                w.task[BATCH] = T.truncmod(pair, arg.batch)
+                w.task[KV_HEAD] = T.truncdiv(pair, arg.batch)
+            else:
+                w.task[BATCH] = at.uniform(at.number(pair))
+                w.task[KV_HEAD] = at.uniform(T.truncmod(pair, arg.kv_heads))
+            w.task[KEY] = at.uniform(T.truncdiv(place, side) * plan.block_N)
             T.annotate_layout({w.ds: accumulator_layout(plan.block_N, plan.block_M)})
             if adds_dq:
                 T.annotate_layout({w.dq_sum: tilelang.layout.make_linear_layout(w.dq_sum)})
-            if thread >= CONSUMERS:
-                T.set_max_nreg(PRODUCER_REGISTERS, 0)
-                if thread < CONSUMERS + WARP:
-                    load_keys(plan, arg, w)
-                    load(plan, arg, w, arg.q, w.q, plan.head_dim, arg.lse2, w.lse2, w.q_ready, w.q_free)
-                elif thread < CONSUMERS + 2 * WARP:
-                    load(plan, arg, w, arg.do, w.do, plan.head_dim_v, arg.delta, w.delta, w.do_ready, w.do_free)
-                elif thread < CONSUMERS + 3 * WARP:
-                    if adds_dq:
-                        add_dq(plan, arg, w)
-            else:
-                T.set_max_nreg(CONSUMER_REGISTERS, 1)
-                consume(plan, arg, w)
+            if at.exists:
+                take_part(plan, arg, w)
 
     return kernel

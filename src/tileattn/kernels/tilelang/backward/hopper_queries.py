@@ -5,6 +5,7 @@ For ``deterministic=True``, and for head dims so wide that dk, dv and dq's sums 
 lets it see. In a block
 
     two loading warps        bring Q and dO, and then, tile by tile, one warp K and the other V, by TMA;
+    one more loading warp    brings a bias's tiles, or those of another tensor that a modification reads tile by tile;
     two consumer warpgroups  own 64 queries each: they multiply (wgmma), and keep dQ in registers.
 
 One iteration of a consumer warpgroup, j being the tile of keys before. dQ comes one tile late, so that the tensor cores
@@ -32,6 +33,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
+from tilelang.language.eager.builder import Builder
 
 from ....call import AttentionCall
 from ....variant import Program
@@ -39,10 +41,11 @@ from .. import dropout, softmax
 from ..config import padded, panel
 from ..expressions import Emitter
 from ..generic import ROWS
+from ..hopper import tile_layout
 from ..hopper_plan import WARP, WARPGROUP, _slices
 from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
-from . import tile
+from . import places, tile
 from .hopper import CONSUMER_REGISTERS, PRODUCER_REGISTERS, release
 from .hopper_config import CONSUMERS, HopperQueriesConfig
 from .layouts import accumulator_layout
@@ -64,6 +67,8 @@ class Plan:
     Attributes:
         slopes: the score modification and its slope, or None.
         early: indices of the derivatives that are kept beside the scores.
+        copied: the tile load whose tiles, such as a bias's, are copied, or None; and its dtype.
+        copied_once: whether nobody else reads these tiles, so that they need not stay in the L2 cache.
         panel: columns of dQ that one TMA store takes.
     """
 
@@ -74,6 +79,8 @@ class Plan:
         self.dtype = str(call.dtype).removeprefix("torch.")
         self.slopes = tile.Slopes(call, traced, ()) if traced.score is not None else None
         self.early = tuple(range(len(self.slopes.program.early))) if self.slopes else ()
+        self.copied, self.copied_dtype = config.copied(call) or (None, None)
+        self.copied_once = self.copied is not None and all(map(self.copied.differs_by, "hb"))
         self.panel = panel(self.head_dim)
 
     def alloc_barriers(self) -> dict[str, Any]:
@@ -87,6 +94,8 @@ class Plan:
                 "k_free": [2] * self.config.k_stages,
                 "v_ready": [WARP] * self.config.v_stages,
                 "v_free": [2] * self.config.v_stages,
+                "tile_ready": [WARP] * self.config.tile_stages,
+                "tile_free": [CONSUMERS // WARP] * self.config.tile_stages,
             },
         )
 
@@ -114,7 +123,55 @@ def load(plan, arg, w, rows, rows_shared, rows_ready, keys, tiles, stages, head_
         stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
 
 
+@T.macro
+def load_tiles(plan, arg, w):
+    """The scores' tiles of the copied tensor. What lies beyond its edges is 0."""
+    b, h = w.task[BATCH], w.task[HEAD]
+    outer = [w.emit(index, b=b, h=h) for index in plan.copied.outer]
+    row = T.alloc_var("int32", init=w.emit(plan.copied.row, b=b, h=h, q=w.task[ROW] + arg.seqlen_k - arg.seqlen_q))
+    key = T.alloc_var("int32", init=w.task[FIRST] * plan.block_N)
+    stage = T.alloc_var("int32", init=0)
+    parity = T.alloc_var("int32", init=1)  # a fresh barrier lets this parity pass
+    last = plan.config.tile_stages - 1
+    for _ in T.serial(w.task[COUNT]):
+        T.barrier_wait(w.tile_free[stage], parity)
+        T.tma_copy(
+            arg.operands[plan.copied.name][(*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N))],
+            w.tile[stage, :, :],
+            barrier=w.tile_ready[stage],
+            eviction_policy="evict_first" if plan.copied_once else None,
+        )
+        T.barrier_arrive(w.tile_ready[stage])
+        key += plan.block_N
+        parity = T.if_then_else(stage == last, parity ^ 1, parity)
+        stage = T.if_then_else(stage == last, 0, stage + 1)
+
+
 # --- The consumer warpgroups ---
+
+
+def alloc_tile(plan, arg, w):
+    """The copied tile's stages in shared memory, and its elements in registers."""
+    assume_aligned(arg.operands[plan.copied.name].strides, itemsize=plan.copied_dtype.itemsize)
+    kind = str(plan.copied_dtype).removeprefix("torch.")
+    w.tile = T.alloc_shared([plan.config.tile_stages, plan.block_M, plan.block_N], kind)
+    w.tile_registers = T.alloc_fragment([plan.block_M, plan.block_N], kind)
+    w.emit.tiles[plan.copied.text] = w.tile_registers
+    layouts = {w.tile: tile_layout(w.tile, plan.block_N * plan.copied_dtype.itemsize)}
+    Builder.current().eval(T.annotate_layout(layouts))
+
+
+@T.macro
+def take_tile(plan, w):
+    """The copied tile to registers, under the products."""
+    if plan.copied is not None:
+        with_k = plan.config.tile_stages == plan.config.k_stages
+        stage, parity = (w.at[K_STAGE], w.at[K_PARITY]) if with_k else (w.at[V_STAGE], w.at[V_PARITY])
+        T.barrier_wait(w.tile_ready[stage], parity)
+        T.copy(w.tile[stage, :, :], w.tile_registers)
+        T.sync_warp()  # one lane answers for all
+        if T.shuffle_elect(WARP):
+            T.barrier_arrive(w.tile_free[stage])
 
 
 @T.macro
@@ -197,6 +254,7 @@ def next_stages(plan, w):
 def first_tile(plan, arg, w, k_lo):
     multiply_scores(plan, w)
     multiply_dp(plan, w)
+    take_tile(plan, w)
     await_product(plan, w.acc_s, 1, plan.block_N)
     scores_to_probabilities(plan, arg, w, k_lo)
     await_product(plan, w.acc_dp, 0, plan.block_N)
@@ -211,6 +269,7 @@ def advance(plan, arg, w, k_lo):
     add_dq(plan, w)
     multiply_scores(plan, w)
     multiply_dp(plan, w)
+    take_tile(plan, w)
     await_product(plan, w.acc_dq, 2, plan.head_dim)
     release(w, w.k_free, w.at[LAST])
     await_product(plan, w.acc_s, 1, plan.block_N)
@@ -246,9 +305,9 @@ def consume(plan, arg, w):
     b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
     q_lo = row + arg.seqlen_k - arg.seqlen_q
     full_lo, full_hi = w.visible.full_range(b, h, q_lo, T.min(q_lo + plan.block_M, arg.seqlen_k) - 1)
-    w.full[0] = full_lo
+    w.full[0] = w.uniform(full_lo)
     # Tiles over the last query are masked as a whole: the modification of what lies there may be anything.
-    w.full[1] = T.if_then_else(row + plan.block_M > arg.seqlen_q, 0, full_hi)
+    w.full[1] = w.uniform(T.if_then_else(row + plan.block_M > arg.seqlen_q, 0, full_hi))
     T.copy(arg.lse2[b, h, row : row + plan.block_M], w.lse2)
     T.copy(arg.delta[b, h, row : row + plan.block_M], w.delta)
     T.fill(w.acc_dq, 0)
@@ -268,19 +327,46 @@ def consume(plan, arg, w):
     store(plan, arg, w)
 
 
+@T.macro
+def take_part(plan, arg, w):
+    """Each warp in its role."""
+    if w.thread >= CONSUMERS:
+        T.set_max_nreg(PRODUCER_REGISTERS, 0)
+        if w.thread < CONSUMERS + WARP:
+            load(
+                plan, arg, w, arg.q, w.q, w.q_ready,
+                arg.k, w.k, plan.config.k_stages, plan.head_dim, w.k_ready, w.k_free,
+            )  # fmt: skip
+        elif w.thread < CONSUMERS + 2 * WARP:
+            load(
+                plan, arg, w, arg.do, w.do, w.do_ready,
+                arg.v, w.v, plan.config.v_stages, plan.head_dim_v, w.v_ready, w.v_free,
+            )  # fmt: skip
+        if plan.copied is not None:
+            # Two conditions, for TileLang counts a branch's threads, of which one copies, by single ones.
+            if w.thread >= CONSUMERS + 2 * WARP:
+                if w.thread < CONSUMERS + 3 * WARP:
+                    load_tiles(plan, arg, w)
+    else:
+        T.set_max_nreg(CONSUMER_REGISTERS, 1)
+        consume(plan, arg, w)
+
+
 def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> Any:
     """The macro that emits the kernel, given its parameters (see ``signature.declare_queries``)."""
     plan = Plan(call, config, traced)
 
     @T.macro
     def kernel(arg):
-        query_tiles = T.ceildiv(arg.seqlen_q, plan.block_M)
-        side = arg.side_by_side
-        with T.Kernel(query_tiles * arg.heads * arg.batch, threads=CONSUMERS + WARPGROUP) as block:
+        grid = places.blocks(arg, "seqlen_q", plan.block_M, arg.heads)
+        with T.Kernel(grid, threads=CONSUMERS + WARPGROUP) as block:
             assume_filled(arg.operands)
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
+            at = places.find(arg, block, arg.heads, places.ROWS_BY_TMA)
+            arg = at.arg
+            query_tiles, side = T.ceildiv(arg.seqlen_q, plan.block_M), arg.side_by_side
             # `side` heads side by side, each beginning with its last queries.
-            turn, place = T.truncdiv(block, side * query_tiles), T.truncmod(block, side * query_tiles)
+            turn, place = T.truncdiv(at.block, side * query_tiles), T.truncmod(at.block, side * query_tiles)
             pair = T.alloc_var("int32", init=turn * side + T.truncmod(place, side))
             emit = Emitter(arg.operands)
             score_tile = [plan.block_M, plan.block_N]
@@ -288,7 +374,7 @@ def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> A
             w = SimpleNamespace(
                 task=T.alloc_local([5], "int32"),
                 emit=emit,
-                visible=Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k),
+                visible=Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k, call.packed),
                 q=T.alloc_shared([plan.block_M, plan.head_dim], plan.dtype),
                 do=T.alloc_shared([plan.block_M, plan.head_dim_v], plan.dtype),
                 k=T.alloc_shared([config.k_stages, plan.block_N, plan.head_dim], plan.dtype),
@@ -305,32 +391,22 @@ def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> A
                 at=T.alloc_local([5], "int32"),
                 full=T.alloc_local([2], "int32"),
                 thread=thread,
+                uniform=at.uniform,
                 **plan.alloc_barriers(),
             )
-            w.task[BATCH] = T.truncdiv(pair, arg.heads)
-            w.task[HEAD] = T.truncmod(pair, arg.heads)
-            w.task[ROW] = (query_tiles - 1 - T.truncdiv(place, side)) * plan.block_M
+            w.task[BATCH] = at.uniform(at.number(pair))
+            w.task[HEAD] = at.uniform(T.truncmod(pair, arg.heads))
+            w.task[ROW] = at.uniform((query_tiles - 1 - T.truncdiv(place, side)) * plan.block_M)
             q_lo = w.task[ROW] + arg.seqlen_k - arg.seqlen_q
             q_hi = T.min(q_lo + plan.block_M, arg.seqlen_k) - 1
             kv_lo, kv_hi = w.visible.kv_range(w.task[BATCH], w.task[HEAD], q_lo, q_hi)
-            w.task[FIRST] = T.truncdiv(kv_lo, plan.block_N)
+            w.task[FIRST] = at.uniform(T.truncdiv(kv_lo, plan.block_N))
             # At least one tile, all masked where nothing is visible.
-            w.task[COUNT] = T.max(T.ceildiv(kv_hi, plan.block_N) - w.task[FIRST], 1)
+            w.task[COUNT] = at.uniform(T.max(T.ceildiv(kv_hi, plan.block_N) - w.task[FIRST], 1))
+            if plan.copied is not None:
+                alloc_tile(plan, arg, w)
             T.annotate_layout({w.ds: accumulator_layout(plan.block_M, plan.block_N)})
-            if thread >= CONSUMERS:
-                T.set_max_nreg(PRODUCER_REGISTERS, 0)
-                if thread < CONSUMERS + WARP:
-                    load(
-                        plan, arg, w, arg.q, w.q, w.q_ready,
-                        arg.k, w.k, config.k_stages, plan.head_dim, w.k_ready, w.k_free,
-                    )  # fmt: skip
-                elif thread < CONSUMERS + 2 * WARP:
-                    load(
-                        plan, arg, w, arg.do, w.do, w.do_ready,
-                        arg.v, w.v, config.v_stages, plan.head_dim_v, w.v_ready, w.v_free,
-                    )  # fmt: skip
-            else:
-                T.set_max_nreg(CONSUMER_REGISTERS, 1)
-                consume(plan, arg, w)
+            if at.exists:
+                take_part(plan, arg, w)
 
     return kernel

@@ -49,7 +49,7 @@ from ..generic import ROWS
 from ..hopper_plan import WARP, WARPGROUP, _slices
 from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
-from . import tile
+from . import places, tile
 from .hopper import release, tiles_of_head
 from .hopper_config import CONSUMERS, HopperWideConfig
 from .layouts import accumulator_layout
@@ -339,10 +339,10 @@ def enter_head(plan, arg, w):
     """What all tiles of a head share."""
     h = w.task[KV_HEAD] * arg.heads_per_kv_head + w.at[GROUP_HEAD]
     full_lo, full_hi = w.visible.full_rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + TILE_ROWS - 1)
-    w.full[0] = full_lo
-    w.full[1] = full_hi
-    w.at[TILE] = tiles_of_head(plan, w, h)[0]
-    w.at[END] = tiles_of_head(plan, w, h)[1]
+    w.full[0] = w.uniform(full_lo)
+    w.full[1] = w.uniform(full_hi)
+    w.at[TILE] = w.uniform(tiles_of_head(plan, w, h)[0])
+    w.at[END] = w.uniform(tiles_of_head(plan, w, h)[1])
     if plan.slopes is not None:
         keep_uniforms(plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h)
     if plan.call.dropout:
@@ -419,19 +419,35 @@ def consume(plan, arg, w):
         store(plan, arg, w, arg.dk, OF_K)
 
 
+@T.macro
+def take_part(plan, arg, w):
+    """Each warp in its role."""
+    if w.thread >= CONSUMERS:
+        T.set_max_nreg(PRODUCER_REGISTERS, 0)
+        if w.thread < CONSUMERS + WARP:
+            load_keys(plan, arg, w)
+            load(plan, arg, w, arg.q, OF_K, w.q_ready, w.q_free)
+        elif w.thread < CONSUMERS + 2 * WARP:
+            load(plan, arg, w, arg.do, OF_V, w.do_ready, w.do_free)
+    else:
+        T.set_max_nreg(CONSUMER_REGISTERS, 1)
+        consume(plan, arg, w)
+
+
 def body(call: AttentionCall, config: HopperWideConfig, traced: Program) -> Any:
     """The macro that emits the kernel, given its parameters (see signature.py)."""
     plan = Plan(call, config, traced)
 
     @T.macro
     def kernel(arg):
-        key_tiles = T.ceildiv(arg.seqlen_k, TILE_ROWS)
-        side = arg.side_by_side
-        with T.Kernel(key_tiles * arg.kv_heads * arg.batch, threads=CONSUMERS + WARPGROUP) as block:
+        with T.Kernel(places.blocks(arg, "seqlen_k", TILE_ROWS, arg.kv_heads), threads=CONSUMERS + WARPGROUP) as block:
             assume_filled(arg.operands)
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
+            at = places.find(arg, block, arg.kv_heads, places.BY_TMA)
+            arg = at.arg
+            key_tiles, side = T.ceildiv(arg.seqlen_k, TILE_ROWS), arg.side_by_side
             # `side` kv heads side by side, each beginning with its first keys.
-            turn, place = T.truncdiv(block, side * key_tiles), T.truncmod(block, side * key_tiles)
+            turn, place = T.truncdiv(at.block, side * key_tiles), T.truncmod(at.block, side * key_tiles)
             pair = T.alloc_var("int32", init=turn * side + T.truncmod(place, side))
             emit = Emitter(arg.operands)
             thread = T.get_thread_binding()
@@ -439,7 +455,7 @@ def body(call: AttentionCall, config: HopperWideConfig, traced: Program) -> Any:
             w = SimpleNamespace(
                 task=T.alloc_local([3], "int32"),
                 emit=emit,
-                visible=Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k),
+                visible=Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k, call.packed and plan.slopes is None),
                 keys=T.alloc_shared([2 * TILE_ROWS, plan.head_dim], plan.dtype),  # V, K
                 rows=T.alloc_shared([4 * TILE_ROWS, plan.head_dim], plan.dtype),  # two stages of dO, two of Q
                 weights=T.alloc_shared([2, TILE_ROWS, 2 * TILE_ROWS], plan.dtype),  # P and dS, side by side
@@ -457,21 +473,14 @@ def body(call: AttentionCall, config: HopperWideConfig, traced: Program) -> Any:
                 full=T.alloc_local([2], "int32"),
                 group=T.alloc_local([1], "int32"),
                 thread=thread,
+                uniform=at.uniform,
                 **plan.alloc_barriers(),
             )
-            w.task[BATCH] = T.truncdiv(pair, arg.kv_heads)
-            w.task[KV_HEAD] = T.truncmod(pair, arg.kv_heads)
-            w.task[KEY] = T.truncdiv(place, side) * TILE_ROWS
+            w.task[BATCH] = at.uniform(at.number(pair))
+            w.task[KV_HEAD] = at.uniform(T.truncmod(pair, arg.kv_heads))
+            w.task[KEY] = at.uniform(T.truncdiv(place, side) * TILE_ROWS)
             T.annotate_layout({w.narrow: accumulator_layout(*score_tile)})
-            if thread >= CONSUMERS:
-                T.set_max_nreg(PRODUCER_REGISTERS, 0)
-                if thread < CONSUMERS + WARP:
-                    load_keys(plan, arg, w)
-                    load(plan, arg, w, arg.q, OF_K, w.q_ready, w.q_free)
-                elif thread < CONSUMERS + 2 * WARP:
-                    load(plan, arg, w, arg.do, OF_V, w.do_ready, w.do_free)
-            else:
-                T.set_max_nreg(CONSUMER_REGISTERS, 1)
-                consume(plan, arg, w)
+            if at.exists:
+                take_part(plan, arg, w)
 
     return kernel

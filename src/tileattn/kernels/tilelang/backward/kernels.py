@@ -12,8 +12,8 @@ from ....variant import program
 from ..compile import DESCRIPTORS_IN_LOOPS, OWN_BARRIERS
 from . import finish, generic, hopper, hopper_queries, hopper_wide, prepare, queries
 from .config import BackwardConfig, read_together
-from .defaults import MainConfig, QueriesConfig, adds_dq, default, queries_default
-from .hopper_config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig
+from .defaults import MainConfig, QueriesConfig, adds_dq, default, finished, prepared, queries_default
+from .hopper_config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig, leaving
 from .operands import paths
 from .signature import declare_finish, declare_main, declare_prepare, declare_queries
 
@@ -33,7 +33,7 @@ def prepare_kernel(call: BackwardCall) -> Any:
     clears = adds_dq(call)
     builder = Builder()
     with builder.prim_func("prepare"):
-        prepare.body(forward, call.dlse, clears)(declare_prepare(builder, forward, call.dlse, clears))
+        prepare.body(forward, call.dlse, clears, prepared(call))(declare_prepare(builder, forward, call.dlse, clears))
     return builder.get()
 
 
@@ -44,7 +44,8 @@ def main_kernel(call: BackwardCall, config: MainConfig) -> Any:
     with builder.prim_func("main"):
         adds_dq = not call.deterministic if isinstance(config, BackwardConfig) else config.adds_dq
         own = not isinstance(config, BackwardConfig)
-        arguments = declare_main(builder, forward, traced, found, adds_dq, hopper=own)
+        leaves = (leaving(config, forward, found) or (None,))[0]
+        arguments = declare_main(builder, forward, traced, found, adds_dq, hopper=own, leaving=leaves)
         if isinstance(config, HopperWideConfig):
             hopper_wide.body(forward, config, traced)(arguments)
         elif isinstance(config, HopperBackwardConfig):
@@ -74,5 +75,6 @@ def finish_kernel(call: BackwardCall) -> Any:
     order = config.order(call.forward) if isinstance(config, HopperBackwardConfig) else None
     builder = Builder()
     with builder.prim_func("finish"):
-        finish.body(call.forward, order)(declare_finish(builder, call.forward, order is not None))
+        arguments = declare_finish(builder, call.forward, order is not None)
+        finish.body(call.forward, order, finished(call, config))(arguments)
     return builder.get()

@@ -14,7 +14,7 @@ from ...cache import KernelCache, default_folder
 from ..launch import _load, _toolchain
 from .amd_config import AmdBackwardConfig
 from .config import read_together
-from .defaults import MainConfig, adds_dq, default, queries_default
+from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default
 from .hopper_config import HopperBackwardConfig
 from .operands import paths
 
@@ -71,6 +71,9 @@ def cache_key(call: BackwardCall, name: str, config: MainConfig | None = None) -
 def _facts(call: BackwardCall, name: str, main: MainConfig) -> str:
     forward = read_together(call)
     shape = f"{forward.dtype} {forward.arch} {forward.head_dim}"
+    if forward.packed:
+        parts = {"prepare": prepared(call), "finish": finished(call, main)}
+        shape = f"packed {parts.get(name, '')} {shape}"
     if name == "finish":
         return f"{shape} {main.order(forward) if isinstance(main, HopperBackwardConfig) else 'row by row'}"
     if name == "prepare":
@@ -87,10 +90,22 @@ def _facts(call: BackwardCall, name: str, main: MainConfig) -> str:
 
 # Of this package and of the forward pass, the modules that generate kernels.
 OWN_SOURCES = ("config", "finish", "generic", "hopper", "hopper_config", "hopper_queries", "hopper_wide")
-OWN_SOURCES += ("kernels", "layouts", "operands", "order", "prepare", "queries", "signature", "slopes", "tensors")
+OWN_SOURCES += (
+    "kernels",
+    "layouts",
+    "operands",
+    "order",
+    "places",
+    "prepare",
+    "queries",
+    "signature",
+    "slopes",
+    "tensors",
+)
 OWN_SOURCES += ("tile", "variables", "visible")
 AMD_SOURCES = ("amd", "amd_config")  # in the keys of AMD's kernels alone
-SHARED_SOURCES = ("compile", "config", "dropout", "expressions", "generic", "mask", "signature", "simplify", "softmax")
+SHARED_SOURCES = ("compile", "config", "dropout", "expressions", "generic", "mask", "ragged", "records", "signature")
+SHARED_SOURCES += ("simplify", "softmax")
 
 
 @functools.cache

@@ -13,6 +13,8 @@ elements. A path is taken in one of four ways:
   has a place of its own in a workspace (batch, heads, seqlen_q, seqlen_k), in float32. That is as much memory as
   standard attention takes, but the gradient of a tensor that is this large is not asked for on long sequences.
 
+Where the Hopper schedule copies a bias's tiles by TMA, its gradient, STORED or ADDED, leaves in such tiles as well.
+
 What a workspace holds, PyTorch's operations bring to the elements, in a fixed order (:func:`add_up`).
 """
 
@@ -70,32 +72,38 @@ def paths(call: BackwardCall) -> tuple[Path, ...]:
 
 def _way(load: Expr, deterministic: bool) -> str:
     indices = load.args[1:]
-    if "q" not in _symbols(indices):
+    if "q" not in symbols_of(indices):
         return BY_KEY
-    steps = [_step(index) for index in indices]
+    # Where b and h are indices as well, a row may be shifted by anything that they decide: no two scores meet.
+    steps = [_step(index, {"q", "k"}) for index in indices]
     if None not in steps and set(steps) >= {"b", "h", "q", "k"}:
         return STORED
     return SPREAD if deterministic else ADDED
 
 
-def _symbols(indices: Sequence[Any]) -> set[str]:
+def symbols_of(indices: Sequence[Any]) -> set[str]:
     """Which of ``b h q k`` the indices depend on."""
     found = {node.args[0] for index in indices for node in nodes(index) if node.op == "symbol"}
     return found & {"b", "h", "q", "k"}
 
 
-def _step(index: Any) -> str | None:
-    """The one of ``b h q k`` that the index is, plus or minus what is the same everywhere; "" if it is only that."""
-    found = _symbols([index])
+def _step(index: Any, own: set[str] | None = None) -> str | None:
+    """The one of ``b h q k`` that the index is, plus or minus what is the same everywhere; "" if it is only that.
+
+    Beside one of `own`, what depends on others counts as the same.
+    """
+    found = symbols_of([index])
     if not found:
         return ""
-    if not isinstance(index, Expr) or len(found) > 1:
+    moving = found & (own or found) or found
+    if not isinstance(index, Expr) or len(moving) > 1:
         return None
     if index.op == "symbol":
         return str(index.args[0])
     x, y = (*index.args, None)[:2]
-    if index.op == "add" or (index.op == "sub" and not _symbols([y])):
-        return _step(x) if not _symbols([y]) else _step(y) if not _symbols([x]) else None
+    moves_x, moves_y = (bool(symbols_of([term]) & moving) for term in (x, y))
+    if index.op == "add" or (index.op == "sub" and not moves_y):
+        return _step(x, own) if not moves_y else _step(y, own) if not moves_x else None
     return None
 
 
@@ -110,18 +118,19 @@ def add_up(gradient: Tensor, path: Path, parts: Tensor, operands: Operands, firs
         first_position: of the queries.
         seqlen_k: the number of keys.
     """
-    axes, used = AXES[path.way], _symbols(path.load.args[1:])
+    axes, used = AXES[path.way], symbols_of(path.load.args[1:])
     summed = [dim for dim, axis in enumerate(axes) if axis not in used]
     parts = parts.sum(summed, keepdim=True) if summed else parts
-    values: dict[str, Any] = {"seqlen_k": seqlen_k}
-    for kind, operand in (("t", operands.tensors), ("i", operands.ints), ("f", operands.floats)):
-        values |= {f"{kind}{index}": value for index, value in enumerate(operand)}
+    values = values_of(operands) | {"seqlen_k": seqlen_k}
     starts = {"b": 0, "h": 0, "q": first_position, "k": 0}
     steps = [_step(index) for index in path.load.args[1:]]
     offsets = [evaluate(index, values | starts) for index in path.load.args[1:]]
     named = [step for step in steps if step]
     if None in steps or len(set(named)) < len(named) or not all(isinstance(offset, int) for offset in offsets):
-        _add_anywhere(gradient, path, parts, axes, starts, values)
+        for dim, axis in enumerate(axes):
+            along = torch.arange(parts.shape[dim], device=parts.device) + starts[axis]
+            values[axis] = along.view(-1, *[1] * (len(axes) - dim - 1))
+        add_anywhere(gradient, path, parts, values)
     else:
         _add_window(gradient, parts, axes, steps, offsets)
 
@@ -146,16 +155,26 @@ def _add_window(
     gradient[tuple(target)] += window.reshape(gradient[tuple(target)].shape)
 
 
-def _add_anywhere(
-    gradient: Tensor, path: Path, parts: Tensor, axes: Sequence[str], starts: dict[str, int], values: dict[str, Any]
-) -> None:
-    """Where indices are computed in other ways, so that parts may meet in one element."""
-    for dim, axis in enumerate(axes):
-        positions = torch.arange(parts.shape[dim], device=parts.device) + starts[axis]
-        values = values | {axis: positions.view(-1, *[1] * (len(axes) - dim - 1))}
+def values_of(operands: Operands) -> dict[str, Any]:
+    """The variant's operands by the names that expressions have for them."""
+    kinds = (("t", operands.tensors), ("i", operands.ints), ("f", operands.floats))
+    return {f"{kind}{index}": value for kind, values in kinds for index, value in enumerate(values)}
+
+
+def add_anywhere(gradient: Tensor, path: Path, parts: Tensor, values: dict[str, Any]) -> None:
+    """Where indices are computed in other ways, so that parts may meet in one element.
+
+    Args:
+        gradient: of the tensor's shape; added to.
+        path: the load.
+        parts: what is added.
+        values: of the symbols in the load's indices; integers that broadcast to the parts.
+    """
     indices, within = [], torch.ones((), dtype=torch.bool, device=parts.device)
     for index, size in zip(path.load.args[1:], gradient.shape, strict=True):
-        place = torch.as_tensor(evaluate(index, values), device=parts.device)
+        place = evaluate(index, values)
+        if not isinstance(place, Tensor):  # filled in: a copy of it would wait for the device
+            place = torch.full((), place, device=parts.device)
         within = within & (place >= 0) & (place < size)
         indices.append(place.clamp(0, size - 1).expand(parts.shape))
     gradient.index_put_(tuple(indices), torch.where(within, parts, 0.0), accumulate=True)

@@ -6,7 +6,7 @@
 
 With lse2 = +inf all probabilities of a row, ``exp2(s - lse2)``, are 0, and so is all that comes of them.
 
-Each block of threads takes ``SMALL_ROWS`` rows of one head of one batch element.
+Each block of threads takes some 64 rows of one head of one batch element, or of one packed sequence.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ from ....call import AttentionCall
 from .. import softmax
 from ..config import padded
 from ..signature import assume_aligned
-from .config import SMALL_ROWS as ROWS
+from . import places
+from .config import Part
 
 THREADS = 256
 
 
-def body(call: AttentionCall, has_dlse: bool, clears: bool) -> Any:
+def body(call: AttentionCall, has_dlse: bool, clears: bool, part: Part) -> Any:
     """The macro that emits the kernel, given its parameters (see ``signature.declare_prepare``).
 
     Args:
         call: of the forward pass; ``aligned`` says it of o and do.
         has_dlse: whether lse has a gradient.
         clears: whether there is an accumulator to clear.
+        part: of a tile, that a block takes.
     """
+    rows = part.rows
     dtype = str(call.dtype).removeprefix("torch.")
     head_dim = padded(call.head_dim)
     # A power of two, so that the threads can share the rows evenly; the copy fills it up with zeros.
@@ -39,39 +42,47 @@ def body(call: AttentionCall, has_dlse: bool, clears: bool) -> Any:
     copy = {"disable_tma": True} | ({"coalesced_width": 4} if call.arch.startswith("gfx") else {})
 
     @T.macro
-    def kernel(arg):
+    def work(arg, at):
         seqlen_q, heads = arg.seqlen_q, arg.heads
-        tiles = T.truncdiv(arg.padded_q, ROWS)
-        with T.Kernel(tiles * heads * arg.batch, threads=THREADS) as block:
-            o = T.alloc_fragment([ROWS, columns], dtype)
-            do = T.alloc_fragment([ROWS, columns], dtype)
-            products = T.alloc_fragment([ROWS, columns], "float32")
-            delta = T.alloc_fragment([ROWS], "float32")
-            lse2 = T.alloc_fragment([ROWS], "float32")
-            if call.aligned:
-                assume_aligned(arg.o.strides, arg.do.strides)
-            row = T.alloc_var("int32", init=T.truncmod(block, tiles) * ROWS)
-            h = T.alloc_var("int32", init=T.truncmod(T.truncdiv(block, tiles), heads))
-            b = T.alloc_var("int32", init=T.truncdiv(T.truncdiv(block, tiles), heads))
-            o_b, do_b = (T.alloc_var("int32", init=T.min(b, x.shape[0] - 1)) for x in (arg.o, arg.do))
-            T.copy(arg.o[o_b, row : row + ROWS, h, 0:columns], o, **copy)
-            T.copy(arg.do[do_b, row : row + ROWS, h, 0:columns], do, **copy)
-            for i, d in T.Parallel(ROWS, columns):
-                products[i, d] = T.cast(o[i, d], "float32") * T.cast(do[i, d], "float32")
-            T.reduce_sum(products, delta, dim=1)
-            if has_dlse:
-                for i in T.Parallel(ROWS):
-                    if row + i < seqlen_q:
-                        delta[i] -= arg.dlse[b, h, row + i]
-            T.copy(delta, arg.delta[b, h, row : row + ROWS])
-            for i in T.Parallel(ROWS):
-                lse2[i] = T.infinity("float32")
+        tiles = T.truncdiv(arg.padded_q, rows)
+        if call.packed:
+            tiles = T.ceildiv(seqlen_q, part.tile) * part.parts
+        o = T.alloc_fragment([rows, columns], dtype)
+        do = T.alloc_fragment([rows, columns], dtype)
+        products = T.alloc_fragment([rows, columns], "float32")
+        delta = T.alloc_fragment([rows], "float32")
+        lse2 = T.alloc_fragment([rows], "float32")
+        if call.aligned:
+            assume_aligned(arg.o.strides, arg.do.strides)
+        row = T.alloc_var("int32", init=T.truncmod(at.block, tiles) * rows)
+        h = T.alloc_var("int32", init=T.truncmod(T.truncdiv(at.block, tiles), heads))
+        b = T.alloc_var("int32", init=at.number(T.truncdiv(at.block, tiles)))
+        o_b, do_b = (T.alloc_var("int32", init=T.min(b, x.shape[0] - 1)) for x in (arg.o, arg.do))
+        T.copy(arg.o[o_b, row : row + rows, h, 0:columns], o, **copy)
+        T.copy(arg.do[do_b, row : row + rows, h, 0:columns], do, **copy)
+        for i, d in T.Parallel(rows, columns):
+            products[i, d] = T.cast(o[i, d], "float32") * T.cast(do[i, d], "float32")
+        T.reduce_sum(products, delta, dim=1)
+        if has_dlse:
+            for i in T.Parallel(rows):
                 if row + i < seqlen_q:
-                    if arg.lse[b, h, row + i] != -T.infinity("float32"):
-                        lse2[i] = arg.lse[b, h, row + i] * softmax.LOG2E
-            T.copy(lse2, arg.lse2[b, h, row : row + ROWS])
-            if clears:
-                for i, d in T.Parallel(ROWS, head_dim):
-                    arg.dq_sum[b, h, row + i, d] = 0.0
+                    delta[i] -= arg.dlse[b, h, row + i]
+        T.copy(delta, arg.delta[b, h, row : row + rows])
+        for i in T.Parallel(rows):
+            lse2[i] = T.infinity("float32")
+            if row + i < seqlen_q:
+                if arg.lse[b, h, row + i] != -T.infinity("float32"):
+                    lse2[i] = arg.lse[b, h, row + i] * softmax.LOG2E
+        T.copy(lse2, arg.lse2[b, h, row : row + rows])
+        if clears:
+            for i, d in T.Parallel(rows, head_dim):
+                arg.dq_sum[b, h, row + i, d] = 0.0
+
+    @T.macro
+    def kernel(arg):
+        with T.Kernel(places.blocks(arg, "padded_q", rows, arg.heads * part.parts), threads=THREADS) as block:
+            at = places.find(arg, block, arg.heads * part.parts)
+            if at.exists:
+                work(at.arg, at)
 
     return kernel

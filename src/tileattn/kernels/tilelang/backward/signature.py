@@ -11,26 +11,33 @@ from tilelang.language.eager.builder import Builder
 from ....call import AttentionCall
 from ....variant import Program
 from ..config import padded
+from ..records import WIDTH
 from ..signature import SIZES, _operand
 from .operands import BY_KEY, SPREAD, STORED, Path
 from .order import COLUMNS
 
 
 class Parameters:
-    """Declares the parameters of one kernel; sizes and strides are run-time values, as in the forward pass."""
+    """Declares the parameters of one kernel; sizes and strides are run-time values, as in the forward pass.
+
+    Of packed sequences the tensors are one batch element, and what follows their rows has the total number of them.
+    """
 
     def __init__(self, builder: Builder, call: AttentionCall) -> None:
         self.builder, self.call = builder, call
         self.dtype = str(call.dtype).removeprefix("torch.")
-        self.sizes = SimpleNamespace(
-            **{name: T.dynamic(name) for name in (*SIZES, "padded_q", "padded_k")},
-        )
+        names = {name: name for name in (*SIZES, "padded_q", "padded_k")}
+        if call.packed:
+            names |= {"seqlen_q": "total_q", "seqlen_k": "total_k"}
+        self.sizes = SimpleNamespace(**{name: T.dynamic(text) for name, text in names.items()})
+        if call.packed:
+            self.sizes.batch, self.sizes.padded_k = 1, self.sizes.seqlen_k
 
     def strided(self, name: str) -> Any:
         """A tensor of the caller's: q, k, v, o or do (bshd). It may have one batch for all."""
         sizes, of_keys, of_values = self.sizes, name in "kv", name in ("v", "o", "do")
         shape = [
-            T.dynamic(f"{name}_batch"),
+            1 if self.call.packed else T.dynamic(f"{name}_batch"),
             sizes.seqlen_k if of_keys else sizes.seqlen_q,
             sizes.kv_heads if of_keys else sizes.heads,
             self.call.head_dim_v if of_values else self.call.head_dim,
@@ -66,6 +73,10 @@ class Parameters:
         """The same memory in rows of ``COLUMNS``, for a schedule that has an order of its own (order.py)."""
         return self.tensor("dq_sum", [self.sizes.batch, self.sizes.heads, T.dynamic("sum_rows"), COLUMNS])
 
+    def work(self) -> Any:
+        """The work list of a packed call (../records.py), None of others."""
+        return self.tensor("work", [T.dynamic("records"), WIDTH], "int32") if self.call.packed else None
+
     def tensor(self, name: str, shape: list[Any], dtype: str = "float32") -> Any:
         return self.builder.prim_func_arg(name, T.Tensor(shape, dtype))
 
@@ -74,9 +85,9 @@ class Parameters:
 
 
 def declare_prepare(builder: Builder, call: AttentionCall, has_dlse: bool, clears: bool) -> Any:
-    """``(o, do, lse, [dlse], lse2, delta, [dq_sum])``"""
+    """``([work], o, do, lse, [dlse], lse2, delta, [dq_sum])``"""
     p = Parameters(builder, call)
-    arg = SimpleNamespace(o=p.strided("o"), do=p.strided("do"), lse=p.lse("lse"))
+    arg = SimpleNamespace(work=p.work(), o=p.strided("o"), do=p.strided("do"), lse=p.lse("lse"))
     arg.dlse = p.lse("dlse") if has_dlse else None
     arg.lse2, arg.delta = p.rows("lse2"), p.rows("delta")
     arg.dq_sum = p.accumulator() if clears else None
@@ -84,52 +95,65 @@ def declare_prepare(builder: Builder, call: AttentionCall, has_dlse: bool, clear
 
 
 def declare_finish(builder: Builder, call: AttentionCall, own_order: bool) -> Any:
-    """``(dq, dq_sum, scale)``"""
+    """``([work], dq, dq_sum, scale)``"""
     p = Parameters(builder, call)
-    arg = SimpleNamespace(dq=p.gradient("dq"))
+    arg = SimpleNamespace(work=p.work(), dq=p.gradient("dq"))
     arg.dq_sum = p.accumulator_rows() if own_order else p.accumulator()
     arg.scale = p.scalar("scale", "float")
     return _with_sizes(p, arg)
 
 
 def declare_main(
-    builder: Builder, call: AttentionCall, traced: Program, paths: tuple[Path, ...], dq: bool, hopper: bool = False
+    builder: Builder,
+    call: AttentionCall,
+    traced: Program,
+    paths: tuple[Path, ...],
+    dq: bool,
+    hopper: bool = False,
+    leaving: int | None = None,
 ) -> Any:
-    """``(q, k, v, do, lse2, delta, dk, dv, [dq_sum], *handed_over, [seed], *tensors, scale, heads_per_kv_head,
+    """``([work], q, k, v, do, lse2, delta, dk, dv, [dq_sum], *handed_over, [seed], *tensors, scale, heads_per_kv_head,
     [side_by_side], [threshold, weight], *ints, *floats)``
 
-    ``handed_over`` has one tensor for each path, as operands.py describes. ``dq`` says whether dq is added up.
+    ``handed_over`` has one tensor for each path, as operands.py describes; that of the path ``leaving``, whose gradient
+    leaves by TMA, has strides. ``dq`` says whether dq is added up.
     """
     p = Parameters(builder, call)
-    arg = SimpleNamespace(**{name: p.strided(name) for name in ("q", "k", "v", "do")})
+    arg = SimpleNamespace(work=p.work(), **{name: p.strided(name) for name in ("q", "k", "v", "do")})
     arg.lse2, arg.delta = p.rows("lse2"), p.rows("delta")
     arg.dk, arg.dv = p.gradient("dk"), p.gradient("dv")
     arg.dq_sum = (p.accumulator_rows() if hopper else p.accumulator()) if dq else None
-    arg.handed_over = [_handed_over(p, index, path, traced) for index, path in enumerate(paths)]
+    arg.handed_over = [_handed_over(p, index, path, traced, index == leaving) for index, path in enumerate(paths)]
+    arg.paths = paths
     _declare_variant(p, arg, traced, hopper)
     return _with_sizes(p, arg)
 
 
 def declare_queries(builder: Builder, call: AttentionCall, traced: Program, hopper: bool = False) -> Any:
-    """``(q, k, v, do, lse2, delta, dq, [seed], *tensors, scale, heads_per_kv_head, [side_by_side],
+    """``([work], q, k, v, do, lse2, delta, dq, [seed], *tensors, scale, heads_per_kv_head, [side_by_side],
     [threshold, weight], *ints, *floats)``"""
     p = Parameters(builder, call)
-    arg = SimpleNamespace(**{name: p.strided(name) for name in ("q", "k", "v", "do")})
+    arg = SimpleNamespace(work=p.work(), **{name: p.strided(name) for name in ("q", "k", "v", "do")})
     arg.lse2, arg.delta = p.rows("lse2"), p.rows("delta")
     arg.dq = p.gradient("dq")
     _declare_variant(p, arg, traced, hopper)
     return _with_sizes(p, arg)
 
 
-def _handed_over(p: Parameters, index: int, path: Path, traced: Program) -> Any:
+def _handed_over(p: Parameters, index: int, path: Path, traced: Program, leaving: bool) -> Any:
     sizes, name = p.sizes, f"path{index}"
     if path.way == BY_KEY:
         return p.tensor(name, [sizes.batch, sizes.heads, sizes.padded_k])
     if path.way == SPREAD:
-        return p.tensor(name, [sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k])
+        keys = T.dynamic("max_seqlen_k") if p.call.packed else sizes.seqlen_k
+        return p.tensor(name, [sizes.batch, sizes.heads, sizes.seqlen_q, keys])
     symbol = traced.tensors[path.tensor]
     shape = [1 if one else T.dynamic(f"{name}_size{axis}") for axis, one in enumerate(symbol.ones)]
-    return p.tensor(name, shape, str(symbol.dtype).removeprefix("torch.") if path.way == STORED else "float32")
+    dtype = str(symbol.dtype).removeprefix("torch.") if path.way == STORED else "float32"
+    if not leaving:
+        return p.tensor(name, shape, dtype)
+    strides = [T.dynamic(f"{name}_stride{axis}", "int64") for axis in range(len(shape) - 1)] + [1]
+    return p.builder.prim_func_arg(name, T.StridedTensor(shape, strides, dtype))
 
 
 def _declare_variant(p: Parameters, arg: Any, traced: Program, side_by_side: bool = False) -> None:
@@ -145,4 +169,7 @@ def _declare_variant(p: Parameters, arg: Any, traced: Program, side_by_side: boo
 
 
 def _with_sizes(p: Parameters, arg: SimpleNamespace) -> SimpleNamespace:
-    return SimpleNamespace(**vars(arg), **vars(p.sizes))
+    sizes = vars(p.sizes)
+    if p.call.packed:  # a sequence's lengths are in its record
+        sizes = {name: size for name, size in sizes.items() if not name.startswith("seqlen")}
+    return SimpleNamespace(**vars(arg), **sizes, sum_columns=padded(p.call.head_dim))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ....call import AttentionCall, BackwardCall
@@ -19,7 +20,7 @@ from ..config import padded
 from ..tuned import Sizes, restored
 from .amd_config import AmdBackwardConfig, amd_candidates, is_valid_amd_backward
 from .config import BackwardConfig, is_valid, kept_derivatives, read_together
-from .defaults import MainConfig, default, queries_default
+from .defaults import MainConfig, default, finished, queries_default
 from .hopper_config import HopperBackwardConfig, HopperWideConfig
 from .operands import paths
 
@@ -79,7 +80,12 @@ def _hopper(call: BackwardCall, present: MainConfig) -> Iterator[MainConfig]:
         if isinstance(present, HopperBackwardConfig) and present.late_dp and not late_dp:
             continue
         buffers = present.ds_buffers if isinstance(present, HopperBackwardConfig) else 0
-        yield HopperBackwardConfig(block_M, num_stages=num_stages, ds_buffers=buffers, late_dp=late_dp)
+        config = HopperBackwardConfig(block_M, num_stages=num_stages, ds_buffers=buffers, late_dp=late_dp)
+        if isinstance(present, HopperBackwardConfig) and present.tile_stages:
+            for tile_stages in (num_stages, 1):
+                yield replace(config, tile_stages=tile_stages, gradient_bytes=present.gradient_bytes)
+        else:
+            yield config
 
 
 def _generic(call: BackwardCall) -> Iterator[BackwardConfig]:
@@ -128,7 +134,8 @@ def _finish(call: BackwardCall, config: MainConfig) -> Any:
     order = config.order(call.forward) if isinstance(config, HopperBackwardConfig) else None
     builder = Builder()
     with builder.prim_func("finish"):
-        finish.body(call.forward, order)(declare_finish(builder, call.forward, order is not None))
+        arguments = declare_finish(builder, call.forward, order is not None)
+        finish.body(call.forward, order, finished(call, config))(arguments)
     return builder.get()
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import tilelang.language as T
 import torch
 
-from ....expr import Expr
+from ....expr import Expr, dtype_of, nodes
 from .. import dropout
 from ..expressions import Emitter, Key, key_in_tile
 from ..mask import Score
@@ -33,6 +33,11 @@ class Slopes(Score):
         hardware_tanh = call.dtype == torch.bfloat16 and call.arch.startswith("sm_")
         self.program = slope_program(traced.score, loads, hardware_tanh)
 
+    def is_late(self, load: str) -> bool:
+        """Whether a derivative that is computed late reads the load of this text."""
+        factors = (self.program.slope, *self.program.loads)
+        return any(str(node) == load for factor in factors for node in nodes(factor.late))
+
     def probability_is_kept(self) -> bool:
         """Whether some derivative has no early factor, so that P itself is needed."""
         return any(factor.early is None for factor in (self.program.slope, *self.program.loads))
@@ -44,10 +49,10 @@ def kept(factor, early, acc_s):
 
 
 def position_in_tile(q_lo, k_lo, i, j, keys_first):
-    """Positions of the score in row i and column j of a tile."""
+    """Positions of the score in row i and column j of a tile, and where in the tile it is."""
     if keys_first:
-        return {"q": key_in_tile(q_lo, j), "k": k_lo + i}
-    return {"q": q_lo + i, "k": key_in_tile(k_lo, j)}
+        return {"q": key_in_tile(q_lo, j), "k": k_lo + i, "i": i, "j": j}
+    return {"q": q_lo + i, "k": key_in_tile(k_lo, j), "i": i, "j": j}
 
 
 class TileEmitter(Emitter):
@@ -58,7 +63,7 @@ class TileEmitter(Emitter):
     """
 
     def _float(self, expr, values):
-        if isinstance(values.get("q"), Key):
+        if dtype_of(expr) == "int" and isinstance(values.get("q"), Key):
             return super()._float(_swapped(expr), {**values, "q": values["k"], "k": values["q"]})
         return super()._float(expr, values)
 

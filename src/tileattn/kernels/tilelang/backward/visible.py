@@ -10,11 +10,16 @@ from ..mask import Visibility
 
 
 class Viewers(Visibility):
-    """The mask of one kernel, asked by a tile of keys. Answers are *rows* of queries, not positions."""
+    """The mask of one kernel, asked by a tile of keys. Answers are *rows* of queries, not positions.
 
-    def __init__(self, program, emit, seqlen_q, seqlen_k) -> None:
+    Attributes:
+        rows_end: whether what lies behind the last query need not be hidden: its probabilities are 0 anyhow, or nobody
+            looks at what comes of it. A comparison less, and a register, in each score of a masked tile.
+    """
+
+    def __init__(self, program, emit, seqlen_q, seqlen_k, rows_end=False) -> None:
         super().__init__(program, emit, seqlen_k)
-        self.seqlen_q = seqlen_q
+        self.seqlen_q, self.rows_end = seqlen_q, rows_end
         bounds = (*program.q_range, *program.full_q_range)
         self.differ_by_head = any(
             node.op == "symbol" and node.args[0] == "h" for bound in bounds for node in nodes(bound)
@@ -39,4 +44,5 @@ class Viewers(Visibility):
 
     def sees(self, b, h, q, k):
         """May position q, which may be beyond the last query, see position k, which may be beyond the last key?"""
-        return self.allows(b, h, q, k) & (q < self.seqlen_k)
+        allowed = self.allows(b, h, q, k)
+        return allowed if self.rows_end else allowed & (q < self.seqlen_k)

@@ -1,0 +1,105 @@
+"""What all functions of the interface share: flash-attn's options, said in tileattn's terms."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...api import attention
+from ...call import Packed
+from ...head_dims import MAX, pad
+from ...masks import Causal, Mask
+from ...scores import ALiBi, ScoreMod, SoftCap
+from ...varlen import varlen_attention
+from ..windows import window_mask
+from ._probabilities import next_seed, signed_probabilities
+
+Result = Tensor | tuple[Tensor, Tensor, Tensor]
+
+
+class Options(NamedTuple):
+    """The arguments behind the tensors, in flash-attn's order."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    deterministic: bool
+    return_attn_probs: bool
+
+    def mask(self, seqlen_k: int) -> Mask | None:
+        """Of a call with at most this many keys."""
+        return window_mask(self.causal, *_window(self.window_size), seqlen_k)
+
+    def score_mods(self) -> list[ScoreMod]:
+        """The cap comes before the bias, as in flash-attn."""
+        caps: list[ScoreMod] = [SoftCap(float(self.softcap))] if self.softcap > 0 else []
+        return caps if self.alibi_slopes is None else [*caps, ALiBi(self.alibi_slopes)]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | None = None) -> Result:
+    """Attention on (batch, seqlen, heads, head_dim), or on packed sequences, (total, heads, head_dim)."""
+    _check(q, k, v, 4 if packed is None else 3)
+    mask, mods = options.mask(k.shape[1] if packed is None else packed.max_seqlen_k), options.score_mods()
+    shows_dropped = options.return_attn_probs and options.dropout_p > 0
+    seed = next_seed(q.device) if shows_dropped else None
+    keywords: dict[str, Any] = {
+        "mask": None if isinstance(mask, Causal) else mask,
+        "causal": isinstance(mask, Causal),
+        "score_mod": mods or None,
+        "scale": q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale,
+        "dropout_p": options.dropout_p,
+        "deterministic": options.deterministic,
+        "return_lse": options.return_attn_probs,
+    }
+    padded_q, padded_k, padded_v = (pad(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k, v))
+    if packed is None:
+        found = attention(padded_q, padded_k, padded_v, **keywords)
+    else:
+        found = varlen_attention(padded_q, padded_k, padded_v, *packed, **keywords)
+    if isinstance(found, Tensor):
+        return found[..., : v.shape[-1]]
+    o, lse = found
+    probabilities = q.new_empty(0)
+    if seed is not None:
+        probabilities = signed_probabilities(q, k, lse, packed, mask, mods, keywords["scale"], options.dropout_p, seed)
+    return o[..., : v.shape[-1]], lse, probabilities
+
+
+def _window(window_size: Any) -> tuple[int, int]:
+    """Left and right; numbers may come as tensors of one element, which flash-attn takes as well."""
+    try:
+        sizes: list[Any] = [s if isinstance(s, (int, torch.SymInt)) else operator.index(s) for s in window_size]
+        left, right = sizes
+    except (TypeError, ValueError):
+        raise TypeError(f"window_size must be two ints, (left, right), -1 for no bound, got {window_size!r}") from None
+    return left, right
+
+
+def _check(q: Any, k: Any, v: Any, ndim: int) -> None:
+    """What flash-attn asks for and `attention` does not; all else is checked there."""
+    shape = "(batch, seqlen, heads, head_dim)" if ndim == 4 else "(total, heads, head_dim)"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions, {shape}, got shape {tuple(x.shape)}")
+        if not 1 <= x.shape[-1] <= MAX:
+            raise ValueError(f"{name}: head_dim must lie in 1 .. {MAX}, as in flash-attn, got {x.shape[-1]}")
+    if q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(f"on a GPU q, k and v must be float16 or bfloat16, as in flash-attn, got {q.dtype}")
+
+
+def unpacked(name: str, x: Any, dim: int, count: int) -> tuple[Tensor, ...]:
+    """The `count` tensors that lie beside each other in dimension `dim`, as views; their gradients are made one."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.ndim != dim + 3 or x.shape[dim] != count:
+        shape = f"(batch, seqlen, {count}, heads, head_dim)" if dim == 2 else f"(total, {count}, heads, head_dim)"
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
+    return x.unbind(dim)

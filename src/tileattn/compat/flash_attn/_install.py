@@ -1,0 +1,93 @@
+"""Makes ``import flash_attn`` find this package, for the process that asks for it.
+
+Code that asks whether flash-attn is there does so in three ways, and all are answered: it imports it, it asks
+``importlib.util.find_spec``, or it asks ``importlib.metadata`` for the distribution ``flash-attn`` and its version
+(transformers asks all three). A flash-attn on disk that has not been imported is hidden; its submodules that are not
+here (``layers``, ``ops``, ``cute``, ...) cannot be imported then.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ._version import __version__
+
+_HERE = __name__.rpartition(".")[0]
+_MODULES = ("", ".flash_attn_interface", ".bert_padding")
+
+
+def install() -> None:
+    """From here on ``import flash_attn``, and its flash_attn_interface and bert_padding, give tileattn's.
+
+    Call it before anything imports flash_attn or asks whether it is there. A second call does nothing.
+
+    Raises:
+        RuntimeError: another flash_attn has been imported already; whoever did would keep its functions.
+    """
+    others = sorted(name for name, module in _imported().items() if not _is_ours(module))
+    if others:
+        where = getattr(sys.modules[others[0]], "__file__", None) or "an unknown place"
+        raise RuntimeError(
+            f"{others[0]} is already imported, from {where}: call tileattn.compat.flash_attn.install() before "
+            f"anything imports flash_attn"
+        )
+    for name in _MODULES:
+        sys.modules["flash_attn" + name] = importlib.import_module(_HERE + name)
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+
+
+def uninstall() -> None:
+    """Undoes :func:`install`: the next ``import flash_attn`` looks for the package on disk.
+
+    Modules that have imported functions from it keep them.
+    """
+    for name, module in _imported().items():
+        if _is_ours(module):
+            del sys.modules[name]
+    if _FINDER in sys.meta_path:
+        sys.meta_path.remove(_FINDER)
+
+
+def _imported() -> dict[str, Any]:
+    return {name: module for name, module in sys.modules.items() if name.split(".")[0] == "flash_attn"}
+
+
+def _is_ours(module: ModuleType | None) -> bool:
+    return f"{getattr(module, '__name__', '')}.".startswith(f"{_HERE}.")
+
+
+class _FlashAttn(Distribution):
+    """What ``importlib.metadata`` says of the distribution ``flash-attn``."""
+
+    def read_text(self, filename: Any) -> str | None:
+        texts = {
+            "METADATA": f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {__version__}\nSummary: tileattn's\n",
+            "top_level.txt": "flash_attn\n",
+        }
+        return texts.get(str(filename))
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(__file__).parent / path
+
+
+class _Finder(MetaPathFinder):
+    """On ``sys.meta_path`` for the metadata alone; the modules are in ``sys.modules``."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        return None
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
+        name = getattr(context, "name", None)
+        return [_FlashAttn()] if name is None or re.sub(r"[-_.]+", "-", name).lower() == "flash-attn" else []
+
+
+_FINDER = _Finder()

@@ -1,0 +1,65 @@
+"""``flash_attn.bert_padding``: between padded batches and packed sequences; what the functions of that name return.
+
+A padded batch is (batch, seqlen, ...) with a mask (batch, seqlen) of the tokens that are there; packed are those alone,
+(total, ...), one sequence behind the other, as the varlen functions take them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import padding
+
+
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
+    """``input[indices]``: (rows, ...) and (n,) give (n, ...). Differentiable."""
+    return input.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """(first_axis_dim, ...) with the rows of values (n, ...) at indices (n,), and zeros elsewhere. Differentiable."""
+    return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices.long(), values)
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """:func:`tileattn.unpad_input`.
+
+    Args:
+        hidden_states: (batch, seqlen, ...).
+        attention_mask: (batch, seqlen), bool or int; not 0 where a token is.
+        unused_mask: the same of places that are kept in the result although no token is there.
+
+    Returns:
+        hidden_states (total, ...) of the tokens; their indices (total,) in the flattened batch; cu_seqlens
+        (batch + 1,), int32; the longest length; and the lengths without unused places (batch,), int32.
+    """
+    return padding.unpad_input(hidden_states, attention_mask, unused_mask)
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The same for rows that hold several sequences one behind the other, each to be attended to by itself.
+
+    Args:
+        hidden_states: (batch, seqlen, ...).
+        attention_mask_in_length: (batch, seqlen), int: the lengths of a row's sequences, in order; 0 for no sequence.
+
+    Returns:
+        hidden_states (total, ...), indices (total,), cu_seqlens (sequences + 1,), int32, and the longest length.
+    """
+    seqlen = attention_mask_in_length.shape[-1]
+    tokens_of_row = attention_mask_in_length.sum(dim=-1, keepdim=True)
+    there = torch.arange(seqlen, device=tokens_of_row.device) < tokens_of_row
+    tokens, indices, *_ = padding.unpad_input(hidden_states, there)
+    lengths = attention_mask_in_length[attention_mask_in_length != 0]
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return tokens, indices, cu_seqlens, int(lengths.max()) if len(lengths) else 0
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """:func:`tileattn.pad_input`: tokens (total, ...) back where they were, (batch, seqlen, ...), zeros elsewhere."""
+    return padding.pad_input(hidden_states, indices, batch, seqlen)

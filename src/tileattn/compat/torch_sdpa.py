@@ -1,0 +1,257 @@
+"""PyTorch's flash operators by tileattn: what ``activate_flash_attention_impl("tileattn")`` puts in their place.
+
+``torch.nn.functional.scaled_dot_product_attention`` chooses among fused operators. This registers kernels for those
+called flash, forward and backward, on CUDA devices (ROCm's go by that name, too), and puts flash first in the order of
+choice. So existing calls run here that flash attention takes: no attn_mask, 16 bits, equal head dims up to 256, causal
+only for L = S. All others go where they went. The packed form, ``torch.nn.attention.varlen.varlen_attn``, comes the
+same way.
+
+The signatures are those of PyTorch's operators, whose optional arguments have grown from 2.11 to 2.13. Operators that
+the running version does not have are left out. Dropout: PyTorch carries the state of a generator from forward to
+backward; here it is tileattn's seed (:mod:`tileattn.dropout`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+from torch.nn.attention import SDPBackend
+
+from .. import ops
+from ..call import Packed
+from ..cu_seqlens import check_metadata
+from ..dropout import draw_seed
+from ..run import requires_grad, scale_or_default
+from ..variant import encode
+from .windows import window_mask
+
+# What the operators return: o, lse, the generator's state, one unused tensor, and a debug mask.
+FlashOutput = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+class Handle:
+    """Keeps the kernels registered, until `remove`; PyTorch's registry holds it while the implementation is active."""
+
+    def __init__(self, dispatch_key: str = "CUDA") -> None:
+        self._library: Library | None = register_kernels(dispatch_key)
+        self._order = _put_flash_first()
+
+    def remove(self) -> None:
+        """Gives the operators back to the kernels that they had, and the backends their order."""
+        if self._library is not None:
+            self._library = None
+            torch._C._set_sdp_priority_order(self._order)
+
+
+def register_kernels(dispatch_key: str) -> Library:
+    """Registers the operators for one kind of device, for as long as the library that is returned lives."""
+    library = Library("aten", "IMPL", dispatch_key)
+    for name, kernel in KERNELS.items():
+        if hasattr(torch.ops.aten, name):
+            library.impl(name, kernel, dispatch_key)
+    return library
+
+
+def _put_flash_first() -> list[int]:
+    """The order in which PyTorch tries its backends of attention becomes one with flash first; the order before."""
+    if torch.cuda.is_available():
+        # PyTorch sets an order of its own (with cuDNN first on some GPUs) when it makes its first choice: let it.
+        x = torch.empty(1, 1, 1, 16, dtype=torch.float16, device="cuda")
+        torch._fused_sdp_choice(x, x, x)
+    before = list(torch._C._get_sdp_priority_order())
+    flash = SDPBackend.FLASH_ATTENTION.value
+    torch._C._set_sdp_priority_order([flash, *(backend for backend in before if backend != flash)])
+    return before
+
+
+# --- The operators on (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cum_seq ---
+
+
+def flash_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> FlashOutput:
+    """``aten::_flash_attention_forward``; keys are never split, whatever num_splits is."""
+    _refuse(return_debug_mask, seqused_k, alibi_slopes, block_table)
+    tensors, call = _call(
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window_size_left, window_size_right, scale
+    )
+    seed = draw_seed(query.device) if dropout_p > 0 else None
+    needs_grad = torch.is_grad_enabled() and requires_grad((query, key, value))
+    o, lse = ops.run_forward(*tensors, None, **call, needs_grad=needs_grad, dropout_p=dropout_p, seed=seed)
+    o, lse = (o, lse) if cum_seq_q is None else (o[0], lse[0])
+    state = _state(seed, query.device)
+    return _laid_out_as(o, query), lse, state, torch.empty_like(state.reshape(-1)[0]), query.new_empty(0)
+
+
+def flash_attention_forward_no_dropout_inplace(out: Tensor, query: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """``aten::_flash_attention_forward_no_dropout_inplace`` (PyTorch 2.13): into `out`; returns lse."""
+    o, lse, *_ = flash_attention_forward(query, *arguments, **options)
+    out.copy_(o)
+    return lse
+
+
+def flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    """``aten::_flash_attention_backward``: the gradients of query, key and value."""
+    tensors, call = _call(
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window_size_left, window_size_right, scale
+    )
+    q, k, v = tensors
+    if cum_seq_q is not None:
+        grad_out, out, logsumexp = grad_out[None], out[None], logsumexp[None]
+    needs = (True, True, True, False)
+    seed = _seed(rng_state) if dropout_p > 0 else None
+    found = ops.run_backward(
+        grad_out, None, q, k, v, _rows(out), logsumexp, None, **call, deterministic=False, needs=needs,
+        dropout_p=dropout_p, seed=seed,
+    )  # fmt: skip
+    found = found if cum_seq_q is None else [gradient[0] for gradient in found]
+    return tuple(_laid_out_as(gradient, x) for gradient, x in zip(found, (query, key, value)))
+
+
+# --- The operators on (batch, heads, seqlen, head_dim) ---
+
+
+def scaled_dot_product_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """``aten::_scaled_dot_product_flash_attention``."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    max_q, max_k = q.shape[1], k.shape[1]
+    o, lse, *rest = flash_attention_forward(
+        q, k, v, None, None, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale=scale
+    )
+    return o.transpose(1, 2), lse, None, None, max_q, max_k, *rest
+
+
+def scaled_dot_product_flash_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *arguments: Any, **options: Any
+) -> tuple[Tensor, ...]:
+    """``aten::_scaled_dot_product_flash_attention_backward``."""
+    do, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    return tuple(x.transpose(1, 2) for x in flash_attention_backward(do, q, k, v, o, *arguments, **options))
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "_flash_attention_forward": flash_attention_forward,
+    "_flash_attention_forward_no_dropout_inplace": flash_attention_forward_no_dropout_inplace,
+    "_flash_attention_backward": flash_attention_backward,
+    "_scaled_dot_product_flash_attention": scaled_dot_product_flash_attention,
+    "_scaled_dot_product_flash_attention_backward": scaled_dot_product_flash_attention_backward,
+}
+
+
+# --- What they share ---
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    left: int | None,
+    right: int | None,
+    scale: float | None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """A call in tileattn's terms: q, k and v (bshd), and what both passes of `ops` are given by name."""
+    q, k, v = _rows(query), _rows(key), _rows(value)
+    packed: dict[str, Any] = {}
+    if (cum_seq_q is None) != (cum_seq_k is None):
+        raise ValueError("cum_seq_q and cum_seq_k must be given together, or neither")
+    if cum_seq_q is not None and cum_seq_k is not None:
+        check_metadata(Packed(cum_seq_q, cum_seq_k, max_q, max_k), query.device)
+        q, k, v = q[None], k[None], v[None]
+        lengths = {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
+        packed = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, **lengths}
+    variant, operands = encode(window_mask(is_causal, left, right, max_k if packed else key.shape[1]), ())
+    numbers = {"tensors": operands.tensors, "ints": operands.ints, "floats": operands.floats}
+    return (q, k, v), {
+        "variant": variant, **numbers, "scale": scale_or_default(scale, q), "backend": None, **packed,
+    }  # fmt: skip
+
+
+def _refuse(return_debug_mask: bool, seqused_k: Any, alibi_slopes: Any, block_table: Any) -> None:
+    for name, is_given, instead in (
+        ("return_debug_mask", return_debug_mask, "tileattn.compat.flash_attn has return_attn_probs"),
+        ("seqused_k", seqused_k is not None, "it comes with decoding"),
+        ("alibi_slopes", alibi_slopes is not None, "use tileattn.attention with score_mod=ALiBi(slopes)"),
+        ("block_table", block_table is not None, "paged keys and values come with decoding"),
+    ):
+        if is_given:
+            raise NotImplementedError(f"tileattn as PyTorch's flash attention does not take {name}: {instead}")
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _laid_out_as(x: Tensor, like: Tensor) -> Tensor:
+    """With the strides that PyTorch says it has, which graphs of torch.compile rely on: those of ``empty_like(like)``.
+
+    A copy only for queries that lie in memory as (batch, heads, seqlen, head_dim).
+    """
+    expected = torch.empty_like(like)
+    return x if x.stride() == expected.stride() else expected.copy_(x)
+
+
+def _state(seed: Tensor | None, device: torch.device) -> Tensor:
+    """The seed in the form in which PyTorch carries a generator's state: two words, on ROCm one."""
+    if torch.version.hip is not None:
+        return torch.empty((), dtype=torch.int64, device=device) if seed is None else seed.reshape(())
+    if seed is None:
+        return torch.empty(2, dtype=torch.uint64, device=device)
+    return seed.expand(2).contiguous().view(torch.uint64)
+
+
+def _seed(state: Tensor) -> Tensor:
+    return state.view(torch.int64).reshape(-1)[:1]

@@ -1,0 +1,216 @@
+"""Where the rows of a block's tile lie: in a batch element, or in one of several packed sequences.
+
+A block asks once (:func:`find`). In a packed call a record of the work list (../records.py) tells its sequence, and the
+kernel's parameters are replaced by *views* of the tensors, which begin and end with the sequence: copies find zeros
+beyond and store nothing. They look like those of a batch of which every element is this sequence, so that what a kernel
+does with its tile is written once, for dense and packed calls; to masks, the sequence's number is the batch element's.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import tilelang.language as T
+from tilelang.language.eager.builder import Builder
+from tvm import arith, tirx
+
+from .. import ragged
+from ..records import COUNT, FIRST, K_LEN, K_START, PADDED_Q, Q_LEN, Q_START, SEQUENCE, WIDTH
+from .operands import BY_KEY, SPREAD
+
+# Parameters with rows of queries, and of keys, and which of their dimensions these are.
+_OF_QUERIES = {"q": 1, "o": 1, "do": 1, "dq": 1, "lse": 2, "dlse": 2}
+_OF_KEYS = {"k": 1, "v": 1, "dk": 1, "dv": 1}
+# Workspaces (batch, heads, padded_q, ..), with whole tiles for each sequence.
+_PADDED = ("lse2", "delta", "dq_sum")
+ROWS_BY_TMA = ("q", "k", "v", "do", "dq", "dk", "dv")
+BY_TMA = (*ROWS_BY_TMA, *_PADDED)
+ANY_NUMBER = 2**31 - 1  # of batch elements
+
+
+def blocks(arg: Any, side: str, rows: int, heads: Any) -> Any:
+    """How many are launched: one for each tile of each head; of packed sequences, for as many tiles as there may be.
+
+    Args:
+        side: the length that is cut into tiles.
+        rows: of a tile, where the call is dense.
+    """
+    if arg.work is None:
+        return T.ceildiv(getattr(arg, side), rows) * heads * arg.batch
+    return (arg.work.shape[0] - 1) * heads
+
+
+def find(arg: Any, block: Any, heads: Any, by_tma: tuple[str, ...] = ()) -> BatchElement | Sequence:
+    """Where a block is.
+
+    Args:
+        arg: the kernel's parameters.
+        block: of those that are launched.
+        heads: of queries, or of keys, that the grid has blocks for.
+        by_tma: the parameters that are copied by TMA.
+    """
+    return BatchElement(arg, block, heads) if arg.work is None else Sequence(arg, block, heads, by_tma)
+
+
+class BatchElement:
+    """Of a dense call.
+
+    Attributes:
+        exists: whether there is a tile for the block.
+        arg: the kernel's parameters, as the tile's work is written for them.
+        block: the block's number among those of its sequence, here among all: tiles and heads follow from it.
+        least_tiles: of the other side, which a block visits even where nothing is visible: its loads by TMA are waited
+            for within the loop over them.
+    """
+
+    exists, least_tiles = True, 1
+
+    def __init__(self, arg: Any, block: Any, heads: Any) -> None:
+        self.arg, self.block, self.heads = arg, block, heads
+
+    def number(self, pair: Any) -> Any:
+        """Of the batch element, given the number of its pair with a head."""
+        return T.truncdiv(pair, self.heads)
+
+    def uniform(self, value: Any) -> Any:
+        """The same value, which ptxas is to know to be the same in all threads of a warp."""
+        return value
+
+
+class Sequence:
+    """The same of a packed sequence."""
+
+    least_tiles = 0
+
+    def __init__(self, arg: Any, block: Any, heads: Any, by_tma: tuple[str, ...]) -> None:
+        self._arg, self._by_tma, self._run = arg, by_tma, T.truncdiv(block, heads)
+        if by_tma:
+            # Where registers are short: read from there wherever it is needed.
+            self._record = T.alloc_shared([WIDTH + 1], "int32", scope="shared")
+            _keep(self._record, arg.work, 1 + self._run)
+        self.exists = self._run < (self._record[WIDTH] if by_tma else arg.work[0, COUNT])
+        self.block = block - self._field("first", FIRST) * heads
+        self._sequence, self._padded_q = self._field("sequence", SEQUENCE), self._field("padded_q", PADDED_Q)
+        seqlen_q, seqlen_k = self._field("seqlen_q", Q_LEN), self._field("seqlen_k", K_LEN)
+        self._queries, self._keys = (
+            (self._field("q_start", Q_START), seqlen_q),
+            (self._field("k_start", K_START), seqlen_k),
+        )
+        self._read = self._queries
+        if by_tma and "dq" in vars(arg):
+            # A sequence without keys, or nobody's rows: there is a tile of keys, all masked, but queries are not read.
+            self._read = (self._queries[0], T.if_then_else(seqlen_k > 0, seqlen_q, 0))
+        own = {name: self._rows(name, tensor) for name, tensor in vars(arg).items() if _has_rows(name, tensor)}
+        own |= {"handed_over": self._handed_over(), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        self.arg = SimpleNamespace(**(vars(arg) | own))
+
+    def number(self, pair: Any) -> Any:
+        return self._sequence
+
+    def uniform(self, value: Any) -> Any:
+        return value if isinstance(value, int) else T.shfl_sync(value, 0)
+
+    def _field(self, name: str, index: int) -> Any:
+        if self._by_tma:
+            return self._record[index]
+        return Builder.current().bind(name, self._arg.work[1 + self._run, index])
+
+    def _rows(self, name: str, tensor: Any) -> Any:
+        """What stands for the sequence's rows in the place of a tensor."""
+        if name in _PADDED:
+            return self._padded_rows(name, tensor)
+        rows = self._keys if name in _OF_KEYS else self._read if name in ("q", "do") else self._queries
+        if name in self._by_tma:
+            return RaggedRows(tensor, *rows)
+        return self._view(tensor, (_OF_KEYS | _OF_QUERIES)[name], rows)
+
+    def _padded_rows(self, name: str, tensor: Any) -> Any:
+        first = self._padded_q
+        if name == "dq_sum":  # in rows of the head dim, or of other columns
+            first = T.truncdiv(first * self._arg.sum_columns, tensor.shape[3])
+        if name in self._by_tma:
+            return MovedRows(tensor, first)
+        # Only prepare.py has business behind the last row, where it fills whole tiles.
+        ends = name != "dq_sum" and "lse" not in vars(self._arg)
+        return self._view(tensor, 2, (first, self._read[1] if ends else tensor.shape[2] - first))
+
+    def _handed_over(self) -> list[Any]:
+        """The workspaces of gradients of a modification's tensors."""
+        rows = {BY_KEY: self._keys, SPREAD: self._queries}
+        pairs = zip(getattr(self._arg, "handed_over", ()), getattr(self._arg, "paths", ()))
+        return [self._view(x, 2, rows[path.way]) if path.way in rows else x for x, path in pairs]
+
+    def _view(self, tensor: Any, axis: int, rows: tuple[Any, Any]) -> Any:
+        return LateView(tensor, axis, *rows) if self._by_tma else view(tensor, axis, *rows)
+
+
+def _has_rows(name: str, tensor: Any) -> bool:
+    return tensor is not None and (name in _OF_QUERIES or name in _OF_KEYS or name in _PADDED)
+
+
+@T.macro
+def _keep(record, work, number):
+    """A record in shared memory, and behind it how many there are.
+
+    Here is a fence, lest TileLang put one in front of every product and copy, which do not read this.
+    """
+    thread = T.get_thread_binding()
+    if thread < WIDTH:
+        record[thread] = work[number, thread]
+    if thread == WIDTH:
+        record[thread] = work[0, COUNT]
+    T.fence_proxy_async()
+    T.sync_threads()
+
+
+def view(tensor: Any, axis: int, start: Any, length: Any) -> Any:
+    """Of the one batch element of a tensor, the rows from `start` on, whose dimension is `axis`: as those of any."""
+    shape, strides = [ANY_NUMBER, *tensor.shape[1:]], [0, *tensor.strides[1:]]
+    shape[axis] = length
+    offset = T.cast(start, "int64") * strides[axis]
+    name = f"{tensor.name}_of_sequence"
+    return tirx.decl_buffer(shape, tensor.dtype, name, data=tensor.data, strides=strides, elem_offset=offset)
+
+
+class LateView:
+    """A view whose bounds are read from shared memory where it is used."""
+
+    def __init__(self, tensor: Any, axis: int, start: Any, length: Any) -> None:
+        self._tensor, self._axis, self._rows = tensor, axis, (start, length)
+
+    def __getitem__(self, indices: tuple[Any, ...]) -> Any:
+        return self._bound()[indices]
+
+    def __setitem__(self, indices: tuple[Any, ...], value: Any) -> None:
+        T.buffer_store(self._bound(), value, list(indices))
+
+    def _bound(self) -> Any:
+        start, length = (Builder.current().bind(name, x) for name, x in zip(("start", "length"), self._rows))
+        return view(self._tensor, self._axis, start, length)
+
+
+class MovedRows:
+    """Of a workspace (1, heads, rows, ..), the rows from `first` on, for copies of whole tiles by TMA."""
+
+    def __init__(self, tensor: Any, first: Any) -> None:
+        self._tensor, self._first = tensor, first
+
+    def __getitem__(self, indices: Any) -> Any:
+        _, h, rows, *columns = indices
+        moved = slice(self._first + rows.start, self._first + rows.stop)
+        return self._tensor[(0, h, moved, *columns)]
+
+
+class RaggedRows:
+    """Of a tensor (1, total, heads, head_dim), a sequence's rows, for copies of tiles by TMA, which end there."""
+
+    shape = (ANY_NUMBER,)
+
+    def __init__(self, tensor: Any, start: Any, length: Any) -> None:
+        self._map, self._end, self._length = ragged.ragged(tensor), start + length, length
+
+    def __getitem__(self, indices: Any) -> Any:
+        _, rows, h, columns = indices
+        count = int(arith.Analyzer().simplify(rows.stop - rows.start))
+        return ragged.tile(self._map, self._end, self._length, rows.start, count, h, columns)
