@@ -184,7 +184,8 @@ def test_backends_get_descales_for_fp8_only(monkeypatch: pytest.MonkeyPatch) -> 
 
         return forward
 
-    monkeypatch.setattr(api, "prepare_forward", prepare)
+    for module in ("tileattn.api", "tileattn.run"):
+        monkeypatch.setattr(f"{module}.prepare_forward", prepare)
     x = quantized()
     for options in ({}, {"mask": SlidingWindow(3, 0)}):
         attention(*qkv(), **options)

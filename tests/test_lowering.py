@@ -40,7 +40,7 @@ from tileattn.variant import program
 ASSEMBLED = ("sm_80", "sm_90a")
 # Elsewhere, where kernels are lowered alone and by the schedule of sm_80, not all of `CALLS` are worth the time: each
 # kind of mask, modification, flag and dtype once.
-ELSEWHERE = ("plain-16", "plain-256", "causal-64", "window-or-prefix-192", "composed", "unaligned")
+ELSEWHERE = ("plain-16", "plain-256", "causal-64", "window-96", "composed", "unaligned")
 
 # ptxas: wgmma instructions run one after the other, or setmaxnreg is ignored. Each costs half the speed.
 SERIALIZED = re.compile(r"C75(?:08|10|12|14)|serializ|setmaxnreg ignored", re.IGNORECASE)

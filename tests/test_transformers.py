@@ -297,6 +297,35 @@ def test_prefill_in_chunks(name: str, pad: str, cache: str, device: Device) -> N
     assert_accurate(f"logits of {name}, {cache} cache", got, exact, [eager])
 
 
+# --- What a caller asks of a model, and tileattn does not do ---
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ({"output_attentions": True}, pytest.raises(NotImplementedError, match='attn_implementation="eager"')),
+        ({"novelty": 1}, pytest.raises(TypeError, match=r"register\(ignore=\('novelty',\)\)")),
+    ],
+    ids=["output_attentions", "novelty"],
+)
+def test_it_reaches_the_attention_and_is_refused(asked: dict[str, Any], error: Any) -> None:
+    model = with_attention(MODELS["llama"].build(CPU), "tileattn")
+    with error:
+        model(tokens(1, 5, "cpu"), **asked)
+
+
+@torch.no_grad()
+def test_a_decoder_may_be_bidirectional() -> None:
+    """By an argument, with which transformers makes another mask."""
+    problem = Problem(MODELS["llama"], DEVICES[0].values[0])
+    inputs = {**problem.inputs, "is_causal": False, "use_cache": False}
+    got = with_attention(problem.model, "tileattn")(**inputs).logits
+    with InFloat64():
+        exact = with_attention(problem.model, "eager").double()(**inputs).logits
+    assert_accurate("logits", got, exact, [with_attention(problem.model, "eager")(**inputs).logits])
+    assert not torch.allclose(got, with_attention(problem.model, "tileattn")(**problem.inputs).logits)
+
+
 # --- torch.compile ---
 
 

@@ -34,6 +34,7 @@ from tileattn.masks import KeyPadding
 
 BATCH = 2
 SEQUENCES = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
+PLACES_IN = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 0], [0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]])  # in its sequence
 
 
 # --- Mask functions ---
@@ -60,9 +61,13 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Pattern | None]] = {
     "packed, window": (
         theirs.and_masks(theirs.sliding_window_causal_mask_function(3), same_sequence), Pattern(2, 0, SEQUENCES)
     ),
+    "packed, numbered": (lambda b, h, q, k: same_sequence(b, h, q, k) & (PLACES_IN[b, k] <= PLACES_IN[b, q]),
+                         Pattern(None, 0, SEQUENCES)),  # as transformers 5.23 has it
+    "numbered": (lambda b, h, q, k: PLACES_IN[b, k] <= PLACES_IN[b, q], None),
     "a user's window": (near, Pattern(3, 0)),
     "chunks": (theirs.chunked_causal_mask_function(4, torch.tensor([0, 1])), None),
     "blocks": (theirs.or_masks(theirs.causal_mask_function, theirs.blockwise_overlay(SEQUENCES - 1)), None),
+    "blocks alone": (theirs.and_masks(theirs.causal_mask_function, theirs.blockwise_overlay(SEQUENCES - 1)), None),
     "two kinds of sequences": (
         theirs.and_masks(same_sequence, theirs.packed_sequence_mask_function(SEQUENCES // 2)), None
     ),

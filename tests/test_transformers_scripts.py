@@ -203,3 +203,16 @@ def test_the_pages_python_runs() -> None:
         exec(block, scope)
         assert scope["model"].config._attn_implementation == "tileattn"
         assert scope["logits"].isfinite().all()
+
+
+@pytest.mark.slow
+def test_the_kernels_of_the_tests_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all that the models ask of attention, with and without gradients."""
+    pytest.importorskip("tilelang")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import precompile  # type: ignore[import-not-found]
+
+    found = {str(job) for job in precompile.jobs_of(precompile.transformers_attempts(), "sm_90a")}
+    for part in ("KeyPadding", "Documents", "ShiftedWindow", "DenseMask", "SlidingWindow", "SoftCap", "Bias", "sink"):
+        assert any(part in job for job in found), part
+    assert any("main of backward" in job and "dt0" in job for job in found)  # T5's bias has a gradient

@@ -8,6 +8,7 @@ queries.py           2b. dq alone, in a fixed order, where the main kernel leave
 hopper_queries.py       ... sm_90a
 finish.py            3. dq in 16 bits from its sums
 
+places.py            where a block's tile lies: in a batch element, or in a packed sequence
 tile.py              what 2 and 2b do with a tile of scores: probabilities and the gradients of scores
 slopes.py            score modifications and their derivatives, rewritten for the inner loop
 visible.py           which queries a tile of keys is seen by
@@ -22,5 +23,6 @@ defaults.py          which of all a call gets
 signature.py         the kernels' parameters
 kernels.py           the TileLang functions
 launch.py            cache keys; loads the libraries
-backend.py           workspaces and launches
+workspaces.py        what they work in, of dense calls and of packed sequences
+backend.py           launches
 """

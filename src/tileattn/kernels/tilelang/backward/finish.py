@@ -30,8 +30,7 @@ def body(call: AttentionCall, order: RegisterOrder | None, part: Part) -> Any:
     """
     dtype = str(call.dtype).removeprefix("torch.")
     head_dim = padded(call.head_dim)
-    rows = part.rows
-    store = store_options(call)
+    rows, store = part.rows, store_options(call)
 
     @T.macro
     def work(arg, at):

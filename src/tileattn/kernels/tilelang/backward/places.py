@@ -92,15 +92,12 @@ class Sequence:
         self.exists = self._run < (self._record[WIDTH] if by_tma else arg.work[0, COUNT])
         self.block = block - self._field("first", FIRST) * heads
         self._sequence, self._padded_q = self._field("sequence", SEQUENCE), self._field("padded_q", PADDED_Q)
-        seqlen_q, seqlen_k = self._field("seqlen_q", Q_LEN), self._field("seqlen_k", K_LEN)
-        self._queries, self._keys = (
-            (self._field("q_start", Q_START), seqlen_q),
-            (self._field("k_start", K_START), seqlen_k),
-        )
-        self._read = self._queries
+        q_start, seqlen_q = self._field("q_start", Q_START), self._field("seqlen_q", Q_LEN)
+        k_start, seqlen_k = self._field("k_start", K_START), self._field("seqlen_k", K_LEN)
+        self._queries, self._keys, self._read = (q_start, seqlen_q), (k_start, seqlen_k), (q_start, seqlen_q)
         if by_tma and "dq" in vars(arg):
-            # A sequence without keys, or nobody's rows: there is a tile of keys, all masked, but queries are not read.
-            self._read = (self._queries[0], T.if_then_else(seqlen_k > 0, seqlen_q, 0))
+            # Of queries without keys, such as nobody's, there is a tile, all masked; but they are not read.
+            self._read = (q_start, T.if_then_else(seqlen_k > 0, seqlen_q, 0))
         own = {name: self._rows(name, tensor) for name, tensor in vars(arg).items() if _has_rows(name, tensor)}
         own |= {"handed_over": self._handed_over(), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
         self.arg = SimpleNamespace(**(vars(arg) | own))
