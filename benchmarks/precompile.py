@@ -4,6 +4,7 @@
     python benchmarks/precompile.py suites fa --direction bwd              # the same with --direction bwd
     python benchmarks/precompile.py conformance                            # of `pytest -m gpu`
     python benchmarks/precompile.py conformance --kernels long --jobs 16   # of `pytest -m gpu --kernels long`
+    python benchmarks/precompile.py transformers                           # of its tests/test_transformers.py
     python benchmarks/precompile.py suites fa --arch sm_90a --list         # what would be compiled; needs no GPU
 
 Each call is really made, by the code that the run makes it with, on tensors without memory (device "meta"), and stopped
@@ -200,6 +201,13 @@ def conformance_attempts() -> Iterator[Attempt]:
     yield from map(torch.enable_grad(), test_flash_attn.compiled_calls())
 
 
+def transformers_attempts() -> Iterator[Attempt]:
+    """What the tests of transformers' models call on a GPU; needs transformers."""
+    import transformers_calls
+
+    yield from transformers_calls.calls()
+
+
 @torch.enable_grad()
 def _training(arguments: Arguments, run: Callable[[Arguments, str], tuple[torch.Tensor, torch.Tensor]]) -> None:
     """A call and its backward pass, with both outputs' gradients."""
@@ -264,6 +272,13 @@ def conformance(
     if kernels not in (None, "long", "short"):
         raise choices.refuse("--kernels", f"{kernels!r} is not known; accepted: long, short")
     raise typer.Exit(run(conformance_jobs(kernels, _arch(arch)), jobs, only_list))
+
+
+@app.command()
+def transformers(jobs: Jobs = CORES, arch: Arch = None, only_list: List = False) -> None:
+    """The kernels of the tests with models of transformers, which `conformance` leaves out."""
+    sys.path.insert(0, str(TESTS))
+    raise typer.Exit(run(jobs_of(transformers_attempts(), _arch(arch)), jobs, only_list))
 
 
 def _arch(name: str | None) -> str:

@@ -26,6 +26,7 @@ from tileattn import (
     SoftCap,
 )
 from tileattn.call import AttentionCall
+from tileattn.compat.transformers.patterns import DenseMask, ShiftedWindow
 from tileattn.kernels.tilelang import defaults
 from tileattn.kernels.tilelang.compile import (
     _lower,
@@ -113,6 +114,8 @@ SLOW_CALLS = {
     "bias-tiles-256": make_call(Causal(), Bias(TILES), dim=256),
     "bias-tiles-composed": make_call(IDS & Causal(), Bias(WIDE_TILES), ALiBi(SLOPES), Bias(TILES), SoftCap(3.0)),
     "bias-256": make_call(Causal(), Bias(BIAS), dim=256),
+    "shifted-window-64": make_call(ShiftedWindow(3, 0, torch.ones(1).int()) & Causal(), dim=64, sink=True),
+    "dense-64": make_call(DenseMask(SEEN.expand(2, 1, 9, 9)), dim=64),
     "composed-192": make_call(IDS & Causal(), ALiBi(SLOPES), Bias(BIAS), SoftCap(3.0), dim=192, sink=True),
 }
 

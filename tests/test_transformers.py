@@ -175,13 +175,15 @@ class PackedProblem(Problem):
         return inputs
 
 
-@on_devices
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [(name, "cu_seq_lens") for name in ("llama", "gemma2", "gemma3", "gpt-oss", "modernbert")]
+PACKED = [
+    *((name, "cu_seq_lens") for name in ("llama", "gemma2", "gemma3", "gpt-oss", "modernbert")),
     # Not every model has its mask made with position_ids: gpt-oss and encoders do not.
-    + [(name, "position_ids") for name in ("llama", "gemma2", "gemma3")],
-)
+    *((name, "position_ids") for name in ("llama", "gemma2", "gemma3")),
+]
+
+
+@on_devices
+@pytest.mark.parametrize(("name", "how"), PACKED)
 def test_packed_sequences(name: str, how: str, device: Device, calls: Calls) -> None:
     problem = PackedProblem(MODELS[name], device, how)
     got = problem.run("tileattn")
@@ -205,7 +207,8 @@ class Decoding:
     def generate(self, implementation: str, **options: Any) -> tuple[Tensor, Tensor]:
         """The tokens that follow, greedily, and the logits that chose them."""
         model = with_attention(self.model, implementation)
-        options |= {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        options = {"disable_compile": True, "max_new_tokens": NEW, "do_sample": False, **options}
+        options |= {"output_logits": True, "return_dict_in_generate": True}
         found = model.generate(self.ids, attention_mask=self.mask, **options)
         return found.sequences[:, -NEW:], torch.stack(found.logits, dim=1).to(self.dtype)
 
@@ -231,46 +234,67 @@ class Decoding:
         assert_accurate(f"logits of {self.name}, {what}", logits, exact, [eager])
 
 
+GENERATIONS = [
+    (name, cache)
+    for name in DECODERS
+    for cache in ("dynamic", "static")
+    if (name, cache) != ("llama4", "static")  # transformers 5.17 cannot make the mask
+]
+
+
 @on_devices
-@pytest.mark.parametrize(
-    ("name", "cache"),
-    [(name, cache) for name in DECODERS for cache in ("dynamic", "static")
-     if (name, cache) != ("llama4", "static")],  # transformers 5.17 cannot make the mask
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "cache"), GENERATIONS)
 def test_generation(name: str, cache: str, device: Device, calls: Calls) -> None:
     decoding = Decoding(name, device)
-    new, logits = decoding.generate("tileattn", cache_implementation=cache, disable_compile=True)
+    new, logits = decoding.generate("tileattn", cache_implementation=cache)
     assert len(calls) >= NEW * 2  # two layers, or T5's self- and cross-attention
     decoding.check(f"{cache} cache", new, logits)
     if decoding.dtype == torch.float32:  # in 16 bits two tokens may be as likely as each other
         assert torch.equal(new, decoding.generate("eager")[0])
 
 
-@on_devices
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"])
 @torch.no_grad()
-def test_prefill_in_chunks(name: str, cache: str, device: Device) -> None:
-    """Queries that stand in the middle of a cache, behind keys of earlier chunks and before unused slots."""
-    decoding = Decoding(name, device)
-    model, text = with_attention(decoding.model, "tileattn"), decoding.ids
+def prefill(problem: Problem, places: Tensor, cache: str) -> Tensor:
+    """The logits of a text that is read in chunks."""
+    model = with_attention(problem.model, "tileattn")
     past = (
         transformers.DynamicCache(config=model.config)
         if cache == "dynamic"
         else transformers.StaticCache(config=model.config, max_cache_len=SEQLEN + 6)
     )
+    text, mask = problem.inputs["input_ids"], problem.inputs["attention_mask"]
     logits, start = [], 0
-    for length in (10, 8, 1, 1, 9):
+    for length in (3, 1, 7, 8, 1, 9):  # fewer than the window, then more
         stop = start + length
-        places = (decoding.mask.cumsum(1) - 1).clamp(min=0)[:, start:stop]
-        seen = {"attention_mask": decoding.mask[:, :stop], "position_ids": places, "past_key_values": past}
-        logits.append(model(text[:, start:stop], **seen).logits)
+        seen = {"attention_mask": None if mask is None else mask[:, :stop], "position_ids": places[:, start:stop]}
+        logits.append(model(text[:, start:stop], **seen, past_key_values=past).logits)
         start = stop
     assert start == SEQLEN
-    new = text[:, -NEW:]  # as if these had been generated
-    decoding.ids, decoding.mask = text[:, : 1 - NEW], decoding.mask[:, : 1 - NEW]
-    new = torch.cat([new[:, 1:], new[:, :1]], dim=1)  # the last is not read
-    decoding.check(f"{cache} cache, in chunks", new, torch.cat(logits, dim=1)[:, -NEW:])
+    return torch.cat(logits, dim=1)
+
+
+CHUNKED = ("llama", "mistral", "gpt-oss")
+
+
+@on_devices
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("pad", ["none", "left"])
+@pytest.mark.parametrize("name", CHUNKED)
+@torch.no_grad()
+def test_prefill_in_chunks(name: str, pad: str, cache: str, device: Device) -> None:
+    """Queries that stand in the middle of a cache, behind keys of earlier chunks and before unused slots.
+
+    Without a padding mask nothing but their places hides those.
+    """
+    problem = Problem(MODELS[name], device, pad)
+    places = (problem.counts.long().cumsum(1) - 1).clamp(min=0)
+    got = prefill(problem, places, cache)
+    at_once = {**problem.inputs, "position_ids": places, "use_cache": False}
+    with InFloat64():
+        exact = with_attention(problem.model, "eager").double()(**at_once).logits
+    eager = with_attention(problem.model, "eager")(**at_once).logits
+    got, exact, eager = (x.masked_fill(~problem.counts[..., None], 0.0) for x in (got, exact, eager))
+    assert_accurate(f"logits of {name}, {cache} cache", got, exact, [eager])
 
 
 # --- torch.compile ---
@@ -286,7 +310,7 @@ def test_steps_of_a_generation_are_compiled_once(name: str, monkeypatch: pytest.
     monkeypatch.setattr(kind, "_valid_auto_compile_criteria", lambda *_: True)
     monkeypatch.setattr(kind, "get_compiled_call", lambda self, _: torch.compile(self.__call__, backend=counter))
     torch._dynamo.reset()
-    new, _ = decoding.generate("tileattn", cache_implementation="static")
+    new, _ = decoding.generate("tileattn", cache_implementation="static", disable_compile=False)
     assert torch.equal(new, expected)
     # A sliding cache is told how full it is as an int, which becomes dynamic when it changes.
     assert counter.frame_count <= (2 if name == "mistral" else 1)
@@ -309,5 +333,5 @@ def test_a_compiled_model(how: str) -> None:
 def test_generation_compiles_by_itself() -> None:
     """transformers compiles the steps with a static cache, for CUDA graphs."""
     decoding = Decoding("llama", DEVICES[1].values[0])
-    new, logits = decoding.generate("tileattn", cache_implementation="static")
+    new, logits = decoding.generate("tileattn", cache_implementation="static", disable_compile=False)
     decoding.check("compiled", new, logits)

@@ -23,6 +23,7 @@ from transformers import masking_utils as theirs
 import tileattn
 import tileattn.compat.transformers as door
 from positions import Positions
+from test_import import inside, modules_after
 from test_ranges import assert_sound, assert_tight
 from tileattn import Causal, Documents, SlidingWindow, SoftCap
 from tileattn.compat.transformers.attention import attend
@@ -33,6 +34,7 @@ from tileattn.masks import KeyPadding
 
 BATCH = 2
 SEQUENCES = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
+PLACES_IN = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 0], [0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]])  # in its sequence
 
 
 # --- Mask functions ---
@@ -44,7 +46,7 @@ def same_sequence(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 def near(b: Any, h: Any, q: Any, k: Any) -> Any:
     """A window as a user may write it."""
-    return (q >= k) & (q - k < 4)
+    return (k < q + 1) & (q - k < 4)
 
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Pattern | None]] = {
@@ -59,9 +61,13 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Pattern | None]] = {
     "packed, window": (
         theirs.and_masks(theirs.sliding_window_causal_mask_function(3), same_sequence), Pattern(2, 0, SEQUENCES)
     ),
+    "packed, numbered": (lambda b, h, q, k: same_sequence(b, h, q, k) & (PLACES_IN[b, k] <= PLACES_IN[b, q]),
+                         Pattern(None, 0, SEQUENCES)),  # as transformers 5.23 has it
+    "numbered": (lambda b, h, q, k: PLACES_IN[b, k] <= PLACES_IN[b, q], None),
     "a user's window": (near, Pattern(3, 0)),
     "chunks": (theirs.chunked_causal_mask_function(4, torch.tensor([0, 1])), None),
     "blocks": (theirs.or_masks(theirs.causal_mask_function, theirs.blockwise_overlay(SEQUENCES - 1)), None),
+    "blocks alone": (theirs.and_masks(theirs.causal_mask_function, theirs.blockwise_overlay(SEQUENCES - 1)), None),
     "two kinds of sequences": (
         theirs.and_masks(same_sequence, theirs.packed_sequence_mask_function(SEQUENCES // 2)), None
     ),
@@ -336,6 +342,11 @@ def test_a_model_that_computes_with_its_mask_is_told(compute: Callable[[MaskPart
 
 
 # --- Registration ---
+
+
+def test_importing_it_imports_no_transformers() -> None:
+    """Who does not register it does not pay for it."""
+    assert inside(modules_after("import tileattn.compat.transformers"), "transformers") == set()
 
 
 @pytest.fixture

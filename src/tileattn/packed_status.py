@@ -42,7 +42,7 @@ class _Copy:
         self.event.record(torch.cuda.current_stream(status.device))
 
     def has_arrived(self) -> bool:
-        return self.event.query()
+        return bool(self.event.query())
 
 
 class _Status:

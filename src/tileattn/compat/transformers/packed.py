@@ -34,7 +34,8 @@ def attend_packed(
     bounds = (_bound(max_lengths[0], q_rows), _bound(max_lengths[1], k_rows))
     o = varlen_attention(q_rows, k_rows, v_rows, *starts, *bounds, **options)
     assert isinstance(o, Tensor)
-    return o.unflatten(0, q.shape[:2])
+    unpacked: Tensor = o.unflatten(0, q.shape[:2])
+    return unpacked
 
 
 def _bound(length: Length, rows: Tensor) -> int:

@@ -25,17 +25,21 @@ class Pattern:
     """Keys from ``q - left`` to ``q + right`` (None: no bound) with the same number as the query in `sequences`.
 
     sequences: integer tensor (batch, positions), which sequence each position belongs to; None: all to one.
+    numbered: whether the window counts positions as a tensor numbers them. Newer versions of transformers number those
+        of packed sequences, each from 0: within one sequence such a window is the same as one of places.
     """
 
     left: int | None = None
     right: int | None = None
     sequences: Tensor | None = None
+    numbered: bool = False
 
     def __and__(self, other: Any) -> Pattern:
         if not isinstance(other, Pattern) or (self.sequences is not None and other.sequences is not None):
             raise NotUnderstood
         sequences = self.sequences if other.sequences is None else other.sequences
-        return Pattern(_smaller(self.left, other.left), _smaller(self.right, other.right), sequences)
+        bounds = _smaller(self.left, other.left), _smaller(self.right, other.right)
+        return Pattern(*bounds, sequences, self.numbered or other.numbered)
 
     def __bool__(self) -> bool:
         raise NotUnderstood
@@ -50,12 +54,12 @@ class Pattern:
 def understood(mask_function: Callable[..., Any]) -> Pattern | None:
     """The pattern that a mask function describes, or None."""
     try:
-        pattern = mask_function(Index(), Index(), Query(0), Key(0))
+        pattern = mask_function(Index(), Index(), Query(), Key())
     except (NotUnderstood, TypeError, AttributeError):  # the last two: operations that the symbols do not have
         return None
-    if not isinstance(pattern, Pattern) or any(
-        bound is not None and bound < 0 for bound in (pattern.left, pattern.right)
-    ):
+    if not isinstance(pattern, Pattern) or (pattern.numbered and pattern.sequences is None):
+        return None
+    if any(bound is not None and bound < 0 for bound in (pattern.left, pattern.right)):
         return None
     return pattern
 
@@ -65,43 +69,53 @@ class Index:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``tensor[b, q]``: a number of each position, of which only equality is understood."""
+        """``tensor[b, q]``: a number of each position."""
         if getattr(func, "__name__", "") != "__getitem__" or len(args[1]) != 2:
             raise NotUnderstood
         batch, position = args[1]
-        if type(batch) is not Index or not isinstance(position, (Query, Key)) or position.offset:
+        if type(batch) is not Index or not isinstance(position, Position) or not position.plain:
             raise NotUnderstood
-        return Numbers(args[0], type(position))
+        return type(position)(numbers=args[0])
 
 
 @dataclass(frozen=True, eq=False)
 class Position(Index):
-    """A position plus a number."""
+    """A position, or what a tensor (batch, positions) says of it, plus a number."""
 
-    offset: int
+    offset: int = 0
+    numbers: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is the position itself."""
+        return self.numbers is None and self.offset == 0
 
     def __add__(self, number: int) -> Position:
-        return type(self)(self.offset + _number(number))
+        return type(self)(self.offset + _number(number), self.numbers)
 
     def __sub__(self, other: Any) -> Any:
         if isinstance(other, Position):
             return Distance(self, other)
-        return type(self)(self.offset - _number(other))
+        return type(self)(self.offset - _number(other), self.numbers)
 
     def new_ones(self, shape: tuple[()], dtype: torch.dtype) -> Pattern:
         """What transformers' conjunction begins with: True."""
         return Pattern()
 
     def __eq__(self, other: Any) -> Any:
+        if not self.comparable_with(other) or self.offset or other.offset or self.numbers is None:
+            raise NotUnderstood
+        return Pattern(sequences=self.numbers)
+
+    def __ne__(self, other: Any) -> Any:
         raise NotUnderstood
 
-    __ne__ = __eq__
     __hash__ = None  # type: ignore[assignment]
 
     def __ge__(self, other: Any) -> Pattern:
         if isinstance(other, Position):
             return other <= self
-        if _number(other) > self.offset:
+        if self.numbers is not None or _number(other) > self.offset:
             raise NotUnderstood
         return Pattern()  # positions are not negative: ``q >= 0`` is how transformers writes True
 
@@ -112,10 +126,17 @@ class Position(Index):
         return other + 1 <= self
 
     def __le__(self, other: Any) -> Pattern:
-        distance = _between(self, other)
+        if not self.comparable_with(other):
+            raise NotUnderstood
+        distance = other.offset - self.offset
+        numbered = self.numbers is not None
         if isinstance(self, Key):  # k + offset <= q + other.offset
-            return Pattern(right=distance)
-        return Pattern(left=distance)
+            return Pattern(right=distance, numbered=numbered)
+        return Pattern(left=distance, numbered=numbered)
+
+    def comparable_with(self, other: Any) -> bool:
+        """Whether one is of a query, the other of a key, and both are counted in the same way."""
+        return isinstance(other, Position) and type(self) is not type(other) and self.numbers is other.numbers
 
 
 class Query(Position):
@@ -128,7 +149,7 @@ class Key(Position):
 
 @dataclass(frozen=True, eq=False)
 class Distance:
-    """Of a query from a key."""
+    """Of a query from a key, or the reverse."""
 
     of: Position
     to: Position
@@ -138,37 +159,11 @@ class Distance:
         return Distance(self.of, self.to, absolute=True)
 
     def __le__(self, number: int) -> Pattern:
-        if self.of.offset or self.to.offset or type(self.of) is type(self.to):
-            raise NotUnderstood
-        bound = _number(number)
-        if self.absolute:
-            return Pattern(bound, bound)
-        return Pattern(left=bound) if isinstance(self.of, Query) else Pattern(right=bound)
+        window = self.of <= self.to + _number(number)
+        return window & (self.to <= self.of + number) if self.absolute else window
 
     def __lt__(self, number: int) -> Pattern:
         return self <= _number(number) - 1
-
-
-@dataclass(frozen=True, eq=False)
-class Numbers:
-    """What a tensor (batch, positions) says of queries, or of keys."""
-
-    tensor: Tensor
-    of: type[Position]
-
-    def __eq__(self, other: Any) -> Any:
-        if not isinstance(other, Numbers) or other.tensor is not self.tensor or other.of is self.of:
-            raise NotUnderstood
-        return Pattern(sequences=self.tensor)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _between(smaller: Any, larger: Any) -> int:
-    """By how much the larger may be passed: of ``k + a <= q + b``, b - a."""
-    if not isinstance(larger, Position) or type(smaller) is type(larger):
-        raise NotUnderstood
-    return larger.offset - smaller.offset
 
 
 def _number(value: Any) -> int:

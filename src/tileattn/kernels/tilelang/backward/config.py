@@ -54,7 +54,7 @@ def copy_options(call: AttentionCall) -> dict[str, Any]:
 
 
 def store_options(call: AttentionCall) -> dict[str, Any]:
-    """How it copies its results to memory; for the same reason."""
+    """How a generic kernel stores tiles of gradients, which TileLang would do by TMA where it can."""
     return {"disable_tma": True} if call.packed else {}
 
 
