@@ -14,12 +14,18 @@ from torch import Tensor
 
 pytest.importorskip("tilelang")
 
+from tilelang.language.eager.builder import Builder
+
 from emulator import ARCH, COMPILER, Kernel
 from tileattn.call import AttentionCall, BackwardCall, Packed, sizes
 from tileattn.dropout import Dropout, draw_seed
 from tileattn.kernels.tilelang import packed as packed_launch
-from tileattn.kernels.tilelang.backward import backend, launch
+from tileattn.kernels.tilelang import records
+from tileattn.kernels.tilelang.backward import backend, finish, launch, prepare
+from tileattn.kernels.tilelang.backward.config import Part
 from tileattn.kernels.tilelang.backward.kernels import kernel
+from tileattn.kernels.tilelang.backward.order import COLUMNS, RegisterOrder
+from tileattn.kernels.tilelang.backward.signature import declare_finish, declare_prepare
 from tileattn.kernels.tilelang.sequence_plan import plan_kernel
 from tileattn.run import scale_or_default
 from tileattn.scores import for_packed
@@ -165,3 +171,74 @@ def test_rows_of_wrong_lengths_are_nobodys(name: str, which: int) -> None:
     lse = torch.full((1, heads, total), -torch.inf)
     got = run(QUICK, arguments, Packed(*bounds, *arguments.packed[2:]), do, dlse, o, lse)
     assert all((gradient == 0).all() for gradient in got.values())
+
+
+# --- What the Hopper schedule's main kernel is given and leaves, in tiles of 80 queries ---
+
+LENGTHS_Q, LENGTHS_K, BEHIND = (100, 0, 80, 3, 165), (7, 5, 0, 9, 300), 30
+TILE, HEADS, DIM = 80, 2, 128
+
+
+def _places(plan: Kernel, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, list[tuple[int, int, int]], int]:
+    """A work list of tiles of queries; of each run the first row, how many, and the first in workspaces; their size."""
+    monkeypatch.setattr(packed_launch, "plan_function", lambda arch: plan)
+    ends = [[0, *itertools.accumulate(lengths)] for lengths in (LENGTHS_Q, LENGTHS_K)]
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor(each, dtype=torch.int32) for each in ends)
+    total = ends[0][-1] + BEHIND
+    packed = Packed(cu_seqlens_q, cu_seqlens_k, max(LENGTHS_Q), max(LENGTHS_K))
+    work = packed_launch.work_list(ARCH, packed, total, ends[1][-1], TILE)
+    runs = {tuple(record) for record in work[1 : 1 + int(work[0, records.COUNT])].tolist()}
+    places = [(run[records.Q_START], run[records.Q_LEN], run[records.PADDED_Q]) for run in runs]
+    return work, places, records.padded_rows(total, len(LENGTHS_Q))
+
+
+def test_what_is_prepared_for_hopper(plan: Kernel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """lse2, delta and zeros for whole tiles of each sequence, and of nobody's rows, and nothing elsewhere."""
+    work, places, padded = _places(plan, monkeypatch)
+    total = sum(LENGTHS_Q) + BEHIND
+    call = AttentionCall(torch.bfloat16, DIM, DIM, arch=ARCH, packed=True)
+    builder = Builder()
+    with builder.prim_func("prepare"):
+        prepare.body(call, True, True, Part(TILE))(declare_prepare(builder, call, True, True))
+    random = torch.Generator().manual_seed(0)
+    o, do = (torch.randn(1, total, HEADS, DIM, generator=random).bfloat16() for _ in range(2))
+    lse, dlse = (torch.randn(1, HEADS, total, generator=random) for _ in range(2))
+    lse[..., 50] = -torch.inf
+    lse2, delta = (torch.full((1, HEADS, padded), torch.nan) for _ in range(2))
+    sums = torch.full((1, HEADS, padded, DIM), torch.nan)
+    Kernel(builder.get(), tmp_path)(work, o, do, lse, dlse, lse2, delta, sums)
+    expected_delta = (o.float() * do.float()).sum(-1).transpose(1, 2) - dlse
+    written = 0
+    for start, length, first in places:
+        rows, whole = slice(start, start + length), -(-length // TILE) * TILE
+        expected = torch.where(lse[..., rows] == -torch.inf, torch.inf, lse[..., rows] * 1.4426950408889634)
+        torch.testing.assert_close(lse2[..., first : first + length], expected)
+        torch.testing.assert_close(delta[..., first : first + length], expected_delta[..., rows])
+        assert (lse2[..., first + length : first + whole] == torch.inf).all()
+        assert (delta[..., first + length : first + whole] == 0).all()
+        assert (sums[:, :, first : first + whole] == 0).all()
+        written += whole
+    assert written == sum(-(-length // TILE) * TILE for length in (*LENGTHS_Q, BEHIND))
+    assert all(int(x[0, 0].isfinite().sum()) == written for x in (delta, sums[..., 0]))
+
+
+def test_what_hopper_leaves_is_finished(plan: Kernel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """dq's sums in the order of the registers, tile by tile from each sequence's place on."""
+    work, places, padded = _places(plan, monkeypatch)
+    total, order = sum(LENGTHS_Q) + BEHIND, RegisterOrder(TILE, DIM)
+    call = AttentionCall(torch.bfloat16, DIM, DIM, arch=ARCH, packed=True)
+    builder = Builder()
+    with builder.prim_func("finish"):
+        finish.body(call, order, Part(TILE))(declare_finish(builder, call, True))
+    expected = torch.randn(1, total, HEADS, DIM, generator=torch.Generator().manual_seed(0))
+    sums = torch.full((1, HEADS, padded * DIM), torch.nan)
+    i, j = torch.meshgrid(*map(torch.arange, order.shape), indexing="ij")
+    q, d = (j, i) if order.transposed else (i, j)
+    for start, length, first in places:
+        for tile in range(-(-length // TILE)):
+            # Rows behind the sequence's last hold something, too.
+            row = (start + tile * TILE + q).clamp(max=total - 1)
+            sums[0, :, (first + tile * TILE) * DIM + order.offset(i, j)] = expected[0, row, :, d].permute(2, 0, 1)
+    dq = torch.full((1, total, HEADS, DIM), torch.nan, dtype=torch.bfloat16)
+    Kernel(builder.get(), tmp_path)(work, dq, sums.view(1, HEADS, -1, COLUMNS), 0.5)
+    assert torch.equal(dq, (expected * 0.5).bfloat16())

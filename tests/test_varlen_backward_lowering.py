@@ -106,7 +106,7 @@ GENERIC = {
     ("sm_120a", "plain-16", "main"),
     ("sm_120a", "composed", "main"),
 }
-QUICK_GENERIC = ("sm_90a-prefix-96-prepare",)
+QUICK_GENERIC = ()
 
 
 @pytest.mark.parametrize("name", _named(map("-".join, sorted(GENERIC)), QUICK_GENERIC))

@@ -79,6 +79,7 @@ def prepare_backward_with(
     if not isinstance(queries_default(call), BackwardConfig):
         of_queries += (_heads_side_by_side(call, q_shape, k_shape),)
     of_batch = None if call.forward.packed else OfBatch(call, config, q_shape, k_shape)
+    tiles = prepared(call).tile, queries_default(call).block_M, finished(call, config).tile
     nothing = _nothing(call)
 
     def backward(
@@ -104,7 +105,7 @@ def prepare_backward_with(
         of_lse = () if dlse is None else (dlse.contiguous(),)
         dq, dk, dv = (q.new_empty(shape) for shape in space.gradients)
         q, k, v, o, do = map(one_batch, (q, k, v, o, do))
-        kernels.prepare(*space.work(prepared(call).tile), o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
+        kernels.prepare(*space.work(tiles[0]), o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
 
         handed_over = [_workspace(path, space, operands, index == leaves) for index, path in enumerate(found)]
         tensors = [as_bytes(tensor) for tensor in operands.tensors]
@@ -116,10 +117,9 @@ def prepare_backward_with(
         work = space.work(config.block_N, of_keys=True)
         kernels.main(*work, *rows, dk, dv, *sums, *handed_over, *seeds, *tensors, *of_main, *numbers)
         if kernels.queries is not None:
-            work = space.work(queries_default(call).block_M)
-            kernels.queries(*work, *rows, dq, *seeds, *tensors, *of_queries, *numbers)
+            kernels.queries(*space.work(tiles[1]), *rows, dq, *seeds, *tensors, *of_queries, *numbers)
         if kernels.finish is not None:
-            kernels.finish(*space.work(finished(call, config).tile), dq, *sums, scale)
+            kernels.finish(*space.work(tiles[2]), dq, *sums, scale)
         dsink = _sink_gradient(sink, lse, space.by_row(delta)) if sink is not None and call.needs[3] else None
         dtensors = [
             _tensor_gradient(index, found, handed_over, operands, space) if need else None

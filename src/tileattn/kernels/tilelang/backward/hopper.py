@@ -153,19 +153,17 @@ class RowsOfHead:
     Of a dense call all of them follow from parameters of the kernel, of which ptxas needs to keep nothing.
     """
 
-    def __init__(self, thread: Any) -> None:
+    def __init__(self) -> None:
         self._registers = T.alloc_local([2], "int32")
-        self._shared, self._group = T.alloc_shared([2, 2], "int32", scope="shared"), thread // WARPGROUP
+        self._shared = T.alloc_shared([2], "int32", scope="shared")
 
     def __getitem__(self, index: int) -> Any:
-        return self._registers[index] if index < 2 else self._shared[self._group, index - 2]
+        return self._registers[index] if index < 2 else self._shared[index - 2]
 
     def __setitem__(self, index: int, value: Any) -> None:
-        # All threads of a warpgroup write the same, and then read what they have written.
-        if index < 2:
-            T.buffer_store(self._registers, value, [index])
-        else:
-            T.buffer_store(self._shared, value, [self._group, index - 2])
+        # All threads write the same, and each reads what it has written itself.
+        buffer, place = (self._registers, index) if index < 2 else (self._shared, index - 2)
+        T.buffer_store(buffer, value, [place])
 
 
 class TransposedTile:
@@ -640,6 +638,8 @@ def find_rows(plan, w, h):
     """The head's tiles of queries, begin and end, and the rows that see all keys of the block, which need no mask."""
     first, end = tiles_of_head(plan, w, h)
     full_lo, full_hi = w.visible.full_rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + plan.block_N - 1)
+    if plan.call.packed:
+        T.sync_threads(DS_WRITTEN, CONSUMERS)  # nobody looks at the last head's any more
     w.rows[0] = w.uniform(first)
     w.rows[1] = w.uniform(T.max(end, first))
     w.rows[2] = w.uniform(full_lo)
@@ -747,7 +747,7 @@ def body(
                 pattern=tile.Pattern(arg, plan.early) if call.dropout else None,
                 eight=T.alloc_local([8], plan.dtype),
                 at=T.alloc_local([4], "int32"),
-                rows=RowsOfHead(thread) if call.packed else T.alloc_local([4], "int32"),
+                rows=RowsOfHead() if call.packed else T.alloc_local([4], "int32"),
                 thread=thread,
                 uniform=at.uniform,
                 **plan.alloc_barriers(),

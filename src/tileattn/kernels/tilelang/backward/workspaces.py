@@ -92,9 +92,9 @@ class OfSequences:
     @staticmethod
     def _places(bounds: Tensor, total: int) -> tuple[Tensor, Tensor]:
         """Of each row the number of its sequence and its position there; nobody's rows count as the last sequence's."""
-        rows = torch.arange(total, device=bounds.device)
+        rows = torch.arange(total, dtype=bounds.dtype, device=bounds.device)
         number = torch.searchsorted(bounds[1:-1], rows, right=True)
-        return number, rows - bounds[number]
+        return number, (rows - bounds[number]).long()
 
 
 def _padded_rows(seqlen_q: int, config: MainConfig) -> int:
