@@ -124,7 +124,7 @@ BACKENDS: tuple[Backend, ...] = (
         "tilelang",
         "TileLang kernels, for GPUs",
         tilelang_backend.refusal,
-        tilelang_backend.reservation,
+        lambda call: None,
         tilelang_backend.prepare,
         tilelang_backend.prepare_backward,
         space=tilelang_backend.space,

@@ -48,16 +48,6 @@ def refusal(call: AttentionCall) -> str | None:
     return _refusal_head_dims(call, 8) or _refusal_variant(call)
 
 
-def reservation(call: AttentionCall) -> str | None:
-    """Why the kernels run a call only where they are named, or None."""
-    if not call.packed or refusal(call) is not None:
-        return None
-    if call.needs_grad or not isinstance(default(call), HopperConfig):
-        kernels = "gradients" if call.needs_grad else "generic kernels"
-        return f"its {kernels} of packed sequences have not run on a GPU yet: name it, backend='tilelang'"
-    return None
-
-
 def _refusal_packed(call: AttentionCall) -> str | None:
     if call.dtype == FP8:
         return "packed sequences must be float16 or bfloat16, not float8_e4m3fn"
