@@ -7,6 +7,7 @@ float64, eager the same in the inputs' dtype.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -338,6 +339,38 @@ def test_two_hundred_launches_give_the_same_gradients(name: str, deterministic: 
         assert_same(problem.gradients(*output), first, deterministic)
 
 
+class Biased:
+    """A call whose bias all batch elements share, so that its tiles come from the L2 cache, as fast as they can."""
+
+    def __init__(self, head_dim: int, heads_of_bias: int) -> None:
+        generator = None if DEVICE == "meta" else torch.Generator(DEVICE).manual_seed(0)
+        random = functools.partial(torch.randn, device=DEVICE, dtype=BF16, generator=generator)
+        length, heads = 4096, 2048 // head_dim
+        self.leaves = {name: random(4, length, heads, head_dim).requires_grad_() for name in "qkv"}
+        self.bias = Bias(random(1, min(heads_of_bias, heads), length, length))
+
+    def run(self, deterministic: bool) -> dict[str, Tensor]:
+        """The output, which is its own gradient, and the gradients."""
+        options: dict[str, Any] = {"causal": True, "score_mod": self.bias, "backend": "tilelang"}
+        o = tileattn.attention(**self.leaves, **options, deterministic=deterministic)
+        grads = torch.autograd.grad(o, list(self.leaves.values()), o.detach())
+        return {"o": o.detach()} | dict(zip(self.leaves, grads, strict=True))
+
+
+BIASED = list(itertools.product((64, 128), (1, 32), (False, True)))
+
+
+@pytest.mark.parametrize(("head_dim", "heads_of_bias", "deterministic"), BIASED)
+def test_tiles_of_a_bias_are_read_before_the_next_ones_come(
+    head_dim: int, heads_of_bias: int, deterministic: bool
+) -> None:
+    """On a busy multiprocessor a read may take longer than the next tile needs to come."""
+    call = Biased(head_dim, heads_of_bias)
+    first = call.run(deterministic)
+    for _ in range(8):
+        assert_same(call.run(deterministic), first, deterministic)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_two_streams_at_the_same_time(deterministic: bool) -> None:
     """Autograd runs a backward pass on the stream of its forward pass."""
@@ -378,6 +411,8 @@ def calls() -> Iterator[Callable[[], Any]]:
     yield Problem(Case(head_dims=(128, 128), mask=Causal(), mods=_softcap)).ours
     for name, deterministic in RELAUNCHES:
         yield functools.partial(Problem(RELAUNCHED[name]).ours, deterministic=deterministic)
+    for head_dim, heads_of_bias, deterministic in BIASED:
+        yield functools.partial(Biased(head_dim, heads_of_bias).run, deterministic)
 
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0)])

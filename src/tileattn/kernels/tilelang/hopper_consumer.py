@@ -160,8 +160,14 @@ def take_tile(plan, w, stage):
     """The copied tile to registers, under the product that makes the scores."""
     if plan.copied is not None:
         T.copy(w.tile[stage, :, :], w.tile_registers)
+
+
+@T.macro
+def release_tile(plan, w, stage):
+    """On the same condition as K: an arrival does not wait for reads in flight, and TMA would overtake them."""
+    if plan.copied is not None:
         T.sync_warp()  # one lane answers for all
-        if T.shuffle_elect(WARP):
+        if T.shuffle_elect(WARP) & (T.reinterpret(w.lowest[w.thread], "int32") >= 0):
             T.barrier_arrive(w.tile_free[stage])
 
 
@@ -182,6 +188,7 @@ def scores_to_weights(plan, arg, w, first_key, masked):
         apply_mask(w.acc_s, visible, b, h, q_lo, k_lo, plan.block_M, plan.block_N)
     softmax.raise_maximum(w.acc_s, w.m, w.alpha, w.base, c, plan.block_M, plan.config.patience, plan.shift)
     release_after_maximum(plan, w, w.k_free, w.at[K_STAGE])
+    release_tile(plan, w, w.at[K_STAGE])
     softmax.exponentials(w.acc_s, w.base, c, plan.block_M, plan.block_N)
     softmax.add_own_columns(w.acc_s, w.sums, w.alpha, plan.block_M, plan.block_N)
     if plan.call.dropout:

@@ -318,7 +318,10 @@ def alloc_tile(plan, arg, w):
     assume_aligned(arg.operands[plan.copied.name].strides, itemsize=plan.copied_dtype.itemsize)
     kind = str(plan.copied_dtype).removeprefix("torch.")
     w.tile = T.alloc_shared([plan.config.tile_stages, plan.block_M, plan.block_N], kind)
-    layouts = {w.tile: tile_layout(w.tile, plan.block_N * plan.copied_dtype.itemsize)}
+    layouts = {
+        w.tile: tile_layout(w.tile, plan.block_N * plan.copied_dtype.itemsize),
+        w.acc_s: accumulator_layout(plan.block_N, plan.block_M),  # for single elements of it (:func:`have_read`)
+    }
     if plan.tile_in_registers:
         w.tile_registers = T.alloc_fragment([plan.block_N, plan.block_M], kind)
         w.eight_of_tile = T.alloc_local([8], kind)
@@ -377,7 +380,6 @@ def take_tile(plan, w):
                 for e in T.unroll(8):
                     key, query = warp * 16 + lane // 4 + e // 2 % 2 * 8, n * 16 + lane % 4 * 2 + e // 4 * 8 + e % 2
                     w.tile_registers[key, query] = w.eight_of_tile[e]
-            release_tile(plan, w)
 
 
 def tile_stage(plan, w):
@@ -390,10 +392,20 @@ def tile_parity(plan, w):
 
 
 @T.macro
-def release_tile(plan, w):
+def release_tile(plan, w, used=True):
     T.sync_warp()  # one lane answers for all
-    if T.shuffle_elect(WARP):
+    if T.shuffle_elect(WARP) & used:
         T.barrier_arrive(w.tile_free[tile_stage(plan, w)])
+
+
+def have_read(w, columns):
+    """A condition that needs all reads of a tile, although it always holds: the last probability is not negative.
+
+    An arrival at a barrier does not wait for reads that are in flight, and the next tile, by TMA, would overtake them:
+    beside two products ldmatrix takes long enough for that. (The sign bit: a NaN must not keep the tile for ever.)
+    """
+    lane, warp = w.thread % WARP, w.thread // WARP
+    return T.reinterpret(w.acc_s[warp * 16 + 8 + lane // 4, columns - 7 + lane % 4 * 2], "int32") >= 0
 
 
 @T.macro
@@ -405,11 +417,11 @@ def scores_to_probabilities(plan, arg, w, h, row):
             w.acc_s, w.early, plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h, q_lo, w.task[KEY],
             plan.block_N, plan.block_M, True,
         )  # fmt: skip
-    if plan.copied is not None and not plan.tile_in_registers and not plan.tile_is_late:
-        release_tile(plan, w)
     if (row < w.rows[2]) | (row + plan.block_M > w.rows[3]):
         tile.hide(w.acc_s, w.visible, w.task[BATCH], h, q_lo, w.task[KEY], plan.block_N, plan.block_M, True)
     tile.probabilities(w.acc_s, Row(w.lse2, w.at[STAGE]), c, plan.block_N, plan.block_M, True)
+    if plan.copied is not None and (plan.tile_in_registers or not plan.tile_is_late):
+        release_tile(plan, w, have_read(w, plan.block_M))
     tile.mark_dropped(w.acc_s, w.pattern, row, w.task[KEY], plan.block_N, plan.block_M, True, True)
     tile.copy_kept(w.acc_s, w.p, w.pattern, plan.block_N, plan.block_M, True)
     for index in plan.early:

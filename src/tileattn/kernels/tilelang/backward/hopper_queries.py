@@ -46,7 +46,7 @@ from ..hopper_plan import WARP, WARPGROUP, _slices
 from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
 from . import places, tile
-from .hopper import CONSUMER_REGISTERS, PRODUCER_REGISTERS, release
+from .hopper import CONSUMER_REGISTERS, PRODUCER_REGISTERS, have_read, release
 from .hopper_config import CONSUMERS, HopperQueriesConfig
 from .layouts import accumulator_layout
 from .visible import Viewers
@@ -157,7 +157,10 @@ def alloc_tile(plan, arg, w):
     w.tile = T.alloc_shared([plan.config.tile_stages, plan.block_M, plan.block_N], kind)
     w.tile_registers = T.alloc_fragment([plan.block_M, plan.block_N], kind)
     w.emit.tiles[plan.copied.text] = w.tile_registers
-    layouts = {w.tile: tile_layout(w.tile, plan.block_N * plan.copied_dtype.itemsize)}
+    layouts = {
+        w.tile: tile_layout(w.tile, plan.block_N * plan.copied_dtype.itemsize),
+        w.acc_s: accumulator_layout(plan.block_M, plan.block_N),  # for single elements of it (`have_read`)
+    }
     Builder.current().eval(T.annotate_layout(layouts))
 
 
@@ -165,13 +168,23 @@ def alloc_tile(plan, arg, w):
 def take_tile(plan, w):
     """The copied tile to registers, under the products."""
     if plan.copied is not None:
-        with_k = plan.config.tile_stages == plan.config.k_stages
-        stage, parity = (w.at[K_STAGE], w.at[K_PARITY]) if with_k else (w.at[V_STAGE], w.at[V_PARITY])
+        stage, parity = tile_stage(plan, w)
         T.barrier_wait(w.tile_ready[stage], parity)
         T.copy(w.tile[stage, :, :], w.tile_registers)
+
+
+def tile_stage(plan, w):
+    """Of the copied tile, and the parity of its use: it goes with K, or with V."""
+    with_k = plan.config.tile_stages == plan.config.k_stages
+    return (w.at[K_STAGE], w.at[K_PARITY]) if with_k else (w.at[V_STAGE], w.at[V_PARITY])
+
+
+@T.macro
+def release_tile(plan, w):
+    if plan.copied is not None:
         T.sync_warp()  # one lane answers for all
-        if T.shuffle_elect(WARP):
-            T.barrier_arrive(w.tile_free[stage])
+        if T.shuffle_elect(WARP) & have_read(w, plan.block_N):
+            T.barrier_arrive(w.tile_free[tile_stage(plan, w)[0]])
 
 
 @T.macro
@@ -211,6 +224,7 @@ def scores_to_probabilities(plan, arg, w, k_lo):
     if (k_lo < w.full[0]) | (k_lo + plan.block_N > w.full[1]):
         tile.hide(w.acc_s, w.visible, b, h, q_lo, k_lo, plan.block_M, plan.block_N, False)
     tile.probabilities(w.acc_s, w.lse2, c, plan.block_M, plan.block_N, False)
+    release_tile(plan, w)
     tile.mark_dropped(w.acc_s, w.pattern, row, k_lo, plan.block_M, plan.block_N, False, True)
     for index in plan.early:
         tile.weigh(w.early[index], w.acc_s, plan.block_M, plan.block_N)
