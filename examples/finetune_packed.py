@@ -9,6 +9,9 @@ where each begins (`cu_seq_lens`): tileattn computes attention within each, and 
 gradients are those of a padded batch. All that makes the model use tileattn is `register()` and
 `attn_implementation="tileattn"`.
 
+On a GPU the model computes in bfloat16 (autocast), and the first step of the first run may take a minute: it compiles
+five kernels, one after another, which are kept on disk.
+
 It needs transformers and matplotlib: `pip install "tileattn[transformers,plot]"`.
 """
 
@@ -127,6 +130,11 @@ WAYS: dict[str, tuple[Callable[[list[list[int]]], dict[str, Any]], str]] = {
 # --- Training ---
 
 
+def precision(device: torch.device) -> torch.autocast:
+    """What models compute in: bfloat16 on a GPU, which tileattn's kernels are for, and float32 on a CPU."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
+
+
 def train(model: Any, sequences: list[list[int]], settings: Settings, way: str) -> list[float]:
     """The loss of every step, in nats per token."""
     collate, attention = WAYS[way]
@@ -134,13 +142,17 @@ def train(model: Any, sequences: list[list[int]], settings: Settings, way: str) 
     model.train()
     device = torch.device(settings.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.rate, betas=(0.9, 0.95))
-    losses, computed, real = [], 0, 0
+    losses, computed, real, timed = [], 0, 0, 0
     with Progress(*Progress.get_default_columns(), "{task.fields[note]}", console=console) as progress:
-        bar = progress.add_task(way, total=settings.steps, note="")
+        bar = progress.add_task(
+            way, total=settings.steps, note="may compile kernels first" if device.type == "cuda" else ""
+        )
         start = time.perf_counter()
         for step, some in enumerate(islice(chosen(sequences, settings), settings.steps)):
+            if step == 1 and device.type == "cuda":  # the first step, which may compile kernels, does not count
+                start, timed = time.perf_counter(), 0
             batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in collate(some).items()}
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+            with precision(device):
                 loss = model(**batch, use_cache=False).loss
             for group in optimizer.param_groups:
                 group["lr"] = settings.rate * min(1.0, 10 * (step + 1) / settings.steps)
@@ -149,8 +161,9 @@ def train(model: Any, sequences: list[list[int]], settings: Settings, way: str) 
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-            computed, real = computed + batch["input_ids"].numel(), real + sum(map(len, some))
-            speed = real / (time.perf_counter() - start)
+            tokens = sum(map(len, some))
+            computed, real, timed = computed + batch["input_ids"].numel(), real + tokens, timed + tokens
+            speed = timed / (time.perf_counter() - start)
             progress.update(bar, advance=1, note=f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s")
     console.print(
         f"{way}: loss {losses[0]:.3f} -> {losses[-1]:.3f}; {computed:,} tokens computed for {real:,} in the text, "
@@ -167,7 +180,8 @@ def written(model: Any, language: Language, settings: Settings, count: int) -> s
     torch.manual_seed(settings.seed)
     prompt = torch.tensor([language.encode(PROMPT)], device=settings.device)
     options = {"max_new_tokens": count, "do_sample": True, "temperature": 0.8, "pad_token_id": 0}
-    found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    with precision(prompt.device):
+        found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     return language.decode(found[0].tolist())
 
 

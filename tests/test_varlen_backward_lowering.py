@@ -17,17 +17,24 @@ import test_backward_lowering as generic
 import test_backward_wide as wide
 import test_dropout_lowering as dropped
 from lowering import IDS, MAX_SPILLED, assemble, find_nvcc, make_call, numbers, on, source_and_shared
-from test_backward_lowering import SERIALIZED, backward_of, generic_source
+from test_backward_lowering import SERIALIZED, backward_of, generic_tile
 from tileattn import Bias, Causal
 from tileattn.call import BackwardCall
 from tileattn.kernels.tilelang.backward import launch
-from tileattn.kernels.tilelang.backward.config import BackwardConfig
+from tileattn.kernels.tilelang.backward.config import (
+    BackwardConfig,
+    default_queries,
+    read_together,
+    shared_bytes,
+    shared_bytes_queries,
+)
 from tileattn.kernels.tilelang.backward.defaults import default, prepared, queries_default
-from tileattn.kernels.tilelang.backward.kernels import kernel
+from tileattn.kernels.tilelang.backward.kernels import kernel, main_kernel, queries_kernel
 from tileattn.kernels.tilelang.backward.operands import paths
 from tileattn.kernels.tilelang.config import ARCHITECTURES
 from tileattn.scores import for_packed
 
+REDUCED = 4 * 256  # bytes for a sum along rows that several warps hold, as the gradient of slopes takes two
 BOUNDS = torch.tensor([0, 4, 9], dtype=torch.int32)
 
 
@@ -109,12 +116,21 @@ GENERIC = {
 QUICK_GENERIC = ()
 
 
+def _generic_kernel(call: BackwardCall, which: str) -> Any:
+    """The TileLang function of the generic schedule, whether or not another schedule is preferred."""
+    if which == "main":
+        return main_kernel(call, generic_tile(call))
+    return queries_kernel(call, default_queries(call)) if which == "queries" else kernel(call, which)
+
+
 @pytest.mark.parametrize("name", _named(map("-".join, sorted(GENERIC)), QUICK_GENERIC))
 def test_generic(name: str, tmp_path: Path) -> None:
-    """No tensor maps, which would not end with a sequence; nothing is spilled."""
+    """No tensor maps, which would not end with a sequence; shared memory is enough; nothing is spilled."""
     arch, *_, which = name.split("-")
     call = packed(generic.on(arch, generic.CALLS[name.removeprefix(f"{arch}-").removesuffix(f"-{which}")]))
-    source = generic_source(replace(call, deterministic=which == "queries"), which)
+    call = replace(call, deterministic=which == "queries")
+    source, shared = source_and_shared(_generic_kernel(call, which), arch)
+    assert shared <= ARCHITECTURES[arch].shared_bytes
     body = source.partition("__global__")[2]
     assert "tma_" not in body
     assert "warpgroup_reg_dealloc" not in body
@@ -123,6 +139,35 @@ def test_generic(name: str, tmp_path: Path) -> None:
     if nvcc is None or arch not in generic.ASSEMBLED:
         pytest.skip("lowered, but not assembled")
     generic._check_assembly(assemble(nvcc, source, arch, tmp_path))
+
+
+# Most of them with the largest tiles: gradients, which have shared memory of their own, could be too much.
+STAGED = {
+    ("sm_80", "causal-256", "main"),
+    ("sm_80", "causal-256", "queries"),
+    ("sm_90a", "alibi-256", "main"),
+    ("sm_90a", "alibi-256", "queries"),
+    ("sm_90a", "softcap-256", "main"),
+    ("sm_90a", "unaligned-256", "main"),
+    ("sm_90a", "unaligned-256", "queries"),
+    ("sm_120a", "plain", "main"),
+    ("sm_120a", "plain", "queries"),
+    ("sm_90a", "plain-16", "main"),
+    ("sm_90a", "plain-16", "queries"),
+}
+QUICK_STAGED = ("sm_90a-plain-16-main", "sm_90a-plain-16-queries")
+
+
+@pytest.mark.parametrize("name", _named(map("-".join, sorted(STAGED)), QUICK_STAGED))
+def test_shared_memory_is_counted_and_enough(name: str) -> None:
+    arch, *_, which = name.split("-")
+    call = packed(generic.on(arch, generic.CALLS[name.removeprefix(f"{arch}-").removesuffix(f"-{which}")]))
+    call = replace(call, deterministic=which == "queries")
+    _, shared = source_and_shared(_generic_kernel(call, which), arch)
+    count, tile = (shared_bytes, generic_tile) if which == "main" else (shared_bytes_queries, default_queries)
+    counted = count(read_together(call), tile(call))
+    assert counted <= shared <= counted + 2 * REDUCED
+    assert shared <= ARCHITECTURES[arch].shared_bytes
 
 
 def test_packed_calls_have_kernels_of_their_own() -> None:

@@ -88,17 +88,35 @@ class BackwardConfig:
 
 
 def shared_bytes(call: AttentionCall, config: BackwardConfig) -> int:
-    """Shared memory of one block of the main kernel: K and V; the stages of Q, dO, lse and delta; dS and P."""
+    """Shared memory of one block of the main kernel: K and V; the stages of Q, dO, lse and delta; dS and P; dK and dV.
+
+    dK and dV, on their way out, lie where others were; but in a packed call beside them.
+    """
     dims = padded(call.head_dim) + padded(call.head_dim_v)
     stages = max(config.num_stages, 1)
     weights = (1 + config.weights_shared(call)) * config.block_M * config.block_N
-    return 2 * (config.block_N * dims + stages * config.block_M * dims + weights) + 8 * stages * config.block_M
+    elements = config.block_N * dims + stages * config.block_M * dims + weights
+    if _gradients_apart(call):
+        elements += config.block_N * dims
+    return 2 * elements + 8 * stages * config.block_M
 
 
 def shared_bytes_queries(call: AttentionCall, config: BackwardConfig) -> int:
-    """Shared memory of one block of the kernel for dq alone: Q and dO; the stages of K and V."""
+    """Shared memory of one block of the kernel for dq alone: Q and dO; the stages of K and V; dQ, as above."""
     dims = padded(call.head_dim) + padded(call.head_dim_v)
-    return 2 * dims * (config.block_M + max(config.num_stages, 1) * config.block_N)
+    elements = dims * (config.block_M + max(config.num_stages, 1) * config.block_N)
+    if _gradients_apart(call):
+        elements += config.block_M * padded(call.head_dim)
+    return 2 * elements
+
+
+def _gradients_apart(call: AttentionCall) -> bool:
+    """Whether gradients that are about to be stored have shared memory of their own.
+
+    TileLang 0.1.15 gives two tiles the same place only where they are used one after another at the top of a kernel. In
+    a packed call all of a block's work is in a branch: there may be no tile for the block (see places.py).
+    """
+    return call.packed
 
 
 def is_valid(call: AttentionCall, config: BackwardConfig) -> bool:
