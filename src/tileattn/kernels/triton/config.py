@@ -1,7 +1,7 @@
 """Sizes of tiles, and which call gets which: a small table, nothing is tuned unasked.
 
-They are chosen by what compiles without spilling registers. Those of the backward pass on Hopper at head dims 64 and
-128 are the fastest that benchmarks/tune_triton.py found on an H200 (causal, 8192 tokens).
+They are chosen by what compiles without spilling registers. On Hopper, those of plain calls at head dims 64 and 128
+are the fastest that benchmarks/tune_triton.py found on an H200 (8192 tokens; causal, and in the forward pass full).
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ _HOPPER = {
         256: Config(64, 64, 8, 2, tma=True),
     },
 }
+# The forward pass without a score modification, and without a mask either.
+_HOPPER_UNMODIFIED = {64: Config(64, 128, 4, 2, tma=True), 128: Config(64, 64, 4, 3, tma=True)}
+_HOPPER_FULL = _HOPPER_UNMODIFIED | {128: Config(128, 64, 4, 2, tma=True)}
 # Other NVIDIA GPUs: within the 99 KiB of shared memory that a block has on the smaller ones.
 _NVIDIA = {
     "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 8, 2)},
@@ -81,6 +84,8 @@ def default(kernel: str, call: AttentionCall) -> Config:
         return _FLOAT32[width]
     tables = _AMD if call.arch.startswith("gfx") else _HOPPER if call.arch == "sm_90a" else _NVIDIA
     config = tables[kernel][width]
+    if kernel == "forward" and tables is _HOPPER and program(call.variant).score is None:
+        config = (_HOPPER_UNMODIFIED if call.variant else _HOPPER_FULL).get(width, config)
     # Both the scores and their slopes are kept there.
     if kernel == "keys" and program(call.variant).score is not None:
         config = config._replace(block_M=max(config.block_M // 2, 16), fused=False)
