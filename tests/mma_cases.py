@@ -70,9 +70,15 @@ def check(name: str, kernel: Kernel, shape: Shape, tensors: list[Tensor], got: t
     eager_o, eager_lse = eager_attention(*arguments)
     if kernel.variant.acc == "fp16":
         q, k, v = tensors
-        o, lse = eager_fp16_accumulation(-q if scale < 0 else q, k, v, mask, abs(scale))
+        o, lse = eager_fp16_accumulation(-q if scale < 0 else q, k, v, mask, abs(scale), keys_of_a_warp(kernel))
         eager_o, eager_lse = [*eager_o, o], [*eager_lse, lse]
     assert_forward_accurate(name, got, oracle_attention(*arguments), (eager_o, eager_lse))
+
+
+def keys_of_a_warp(kernel: Kernel) -> int:
+    """Of a tile; a warp adds up their probabilities in one sum."""
+    sharing = {"split_kv": kernel.tiles.warps, "tiled_d": kernel.head_dim // 128}
+    return kernel.tiles.block_N // sharing.get(kernel.variant.rung, 1)
 
 
 def kernels(all_dims: bool) -> Iterator[Kernel]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mma_emulator
-from mma_cases import SHAPES, Shape, check, default_kernels, kernels
+from mma_cases import SHAPES, Shape, check, default_kernels, kernels, keys_of_a_warp
 from tileattn import dispatch, ops
 from tileattn.call import AttentionCall
 from tileattn.kernels.mma import backend, compile, rungs
@@ -26,6 +26,7 @@ from tileattn.testing import (
     build,
     conformance_cases,
     eager_attention,
+    fp16_accumulation,
     oracle_attention,
 )
 from tileattn.variant import Operands, encode
@@ -277,6 +278,22 @@ EMULATED = (
 def test_emulated(emulated: Run, options: str, dtype: torch.dtype, head_dim: int, shape: str) -> None:
     kernel = parse(options).kernel(AttentionCall(dtype, head_dim, head_dim, arch=ARCH))
     emulate(emulated, kernel, SHAPES[shape], shape)
+
+
+@needs_gpp
+@pytest.mark.parametrize("rung", ["split_kv", "shared_qkv"])
+def test_the_rules_float16_run_rounds_where_kernels_do(
+    emulated: Run, rung: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one tile, where no maximum is raised, they are the same but where float32 sums of 16 terms are nearly ties."""
+    monkeypatch.setattr(fp16_accumulation, "_rounded_down", fp16_accumulation._rounded)  # the emulator's exponential
+    kernel, shape = parse(f"{rung},acc=fp16").kernel(CALL), SHAPES["negative scale"]
+    assert shape.scale is not None
+    assert shape.lengths[1] <= kernel.tiles.block_N
+    q, k, v = shape.tensors(kernel.head_dim, kernel.dtype, "cpu")
+    _, got = emulated(choice_of(kernel), q, k, v, shape.causal, shape.scale)
+    _, lse = fp16_accumulation.eager_fp16_accumulation(-q, k, v, None, -shape.scale, keys_of_a_warp(kernel))
+    assert ((got - lse).abs() < 1e-5).float().mean() > 0.95
 
 
 @needs_gpp

@@ -11,6 +11,9 @@ a kernel might do wrong.
 - The hardware's float16 exponential is rounded down, here to the next float16 below. (PTX allows ``ex2.approx.f16`` a
   relative error of 2^-9.9; on an H200 a score just below the maximum has the probability 1 - 2^-11, not 1.)
 - O is rounded after each 16 keys, to 2^-11 of the sum so far, which after n steps is off by about sqrt(n) of them.
+- l, the sum of the probabilities, is a product with ones: rounded likewise, but only over a tile's keys, as the tiles'
+  sums are added up in float32. Where no few keys dominate, as with a small scale, lse errs by this more than by all
+  else: one rounding of l = 16.6 moves it by up to 2^-7 / 16.6 = 0.0005.
 
 The maximum is the final one, while a kernel raises it step by step; the rule's factor of 2 is left for that.
 """
@@ -28,7 +31,9 @@ STEP = 16
 
 
 @torch.no_grad()
-def eager_fp16_accumulation(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float) -> tuple[Tensor, Tensor]:
+def eager_fp16_accumulation(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float, tile: int
+) -> tuple[Tensor, Tensor]:
     """O (batch, seqlen_q, heads, head_dim) in float16 and lse (batch, heads, seqlen_q) in float32.
 
     Args:
@@ -37,6 +42,7 @@ def eager_fp16_accumulation(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, 
         v: the same shape as k.
         mask: of positions alone, such as Causal, or None.
         scale: of the scores, not negative.
+        tile: keys whose probabilities are added up in float16, before float32 takes over; a multiple of 16.
     """
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
@@ -51,10 +57,13 @@ def eager_fp16_accumulation(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, 
     top = _rounded(scores.amax(dim=-1, keepdim=True) * factor)
     empty = top == -torch.inf
     p = _rounded_down(torch.exp2(_rounded(scores * factor - top.masked_fill(empty, 0.0))))
-    total = p.sum(dim=-1, keepdim=True)
-    o = torch.zeros_like(q)
+    o, total, of_tile = torch.zeros_like(q), torch.zeros_like(top), torch.zeros_like(top)
     for i in range(0, k.shape[2], STEP):
         o = _rounded(o + p[..., i : i + STEP] @ v[:, :, i : i + STEP])
+        if i % tile == 0:
+            total, of_tile = total + of_tile, torch.zeros_like(top)
+        of_tile = _rounded(of_tile + p[..., i : i + STEP].sum(dim=-1, keepdim=True))
+    total += of_tile
     lse = ((top + total.log2()) * math.log(2.0)).squeeze(-1)
     o = torch.where(empty, 0.0, o / total)
     return o.transpose(1, 2).half(), lse
