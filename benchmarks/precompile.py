@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import tileattn
-from tileattn import dispatch, ops
+from tileattn import ops
 from tileattn.bench import choices, passes, problem
 from tileattn.bench.cases import Case
 from tileattn.bench.peers.own import TileAttn, TileAttnBf16
@@ -43,6 +43,7 @@ from tileattn.kernels.tilelang.batch import CORES, AnyJob, BackwardJob, Done, Jo
 from tileattn.kernels.tilelang.config import Config
 from tileattn.kernels.tilelang.defaults import LONG, SHORT
 from tileattn.testing import Arguments, build, conformance_cases, packed_cases
+from tileattn.tuner.state import forget_prepared
 from tileattn.variant import program
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
@@ -96,7 +97,7 @@ def _going_on(run: Callable[..., Any], operator: Callable[..., Any]) -> Callable
 def _pretending(arch: str) -> Iterator[_Found]:
     """Inside, tensors on "meta" are taken for tensors on a GPU of this architecture."""
     found = _Found()
-    dispatch._prepare.cache_clear()  # packed calls are prepared before they ask for a kernel
+    forget_prepared()  # packed calls are prepared before they ask for a kernel
     with (
         mock.patch.object(ops, "_asks_for_alignment", return_value=True),
         mock.patch.object(ops, "device_arch", return_value=arch),
@@ -106,6 +107,7 @@ def _pretending(arch: str) -> Iterator[_Found]:
         mock.patch.object(backward_backend, "backward_kernels", found.ask_backward),
     ):
         yield found
+    forget_prepared()  # those of "meta" would outlive another `default`
 
 
 def jobs_of(attempts: Iterable[Attempt], arch: str) -> list[AnyJob]:

@@ -141,7 +141,7 @@ def biases(count: int, dtype: torch.dtype = torch.float32) -> tuple[Bias, ...]:
 @pytest.mark.parametrize(
     ("changes", "mods", "forward", "keys"),
     [
-        ({}, (), (128, 128, 3), (128, 64, 2)),
+        ({}, (), (64, 128, 2), (128, 64, 2)),
         ({}, (ALiBi(torch.ones(2)),), (128, 128, 3), (64, 64, 2)),
         ({}, biases(1, torch.float16), (128, 128, 3), (64, 64, 2)),
         ({}, biases(1), (128, 64, 3), (64, 64, 2)),
