@@ -35,12 +35,25 @@ SOURCES: dict[str, str | None] = {
     "heads": "heads-h200-2026-11-21-2.json",
     "fp8": "fp8-h200-2026-11-21-2.json",
     "fa-bwd": "fa-bwd-h200-2026-11-21.json",
-    "variants-bwd": "variants-bwd-h200-2026-11-22.json",
+    "variants-bwd": "variants-bwd-h200-2026-11-22-2.json",
     "heads-bwd": None,
     "memory-fwdbwd": "memory-fwdbwd-h200-2026-11-22-2.json",
+    "varlen": "varlen-h200-2026-11-22-2.json",
+    "varlen-bwd": "varlen-bwd-h200-2026-11-22.json",
+    "triton-d64": "triton-d64-h200-2026-11-22.json",
+    "triton-d128": "triton-d128-h200-2026-11-22.json",
 }
 # Nothing is said of these as long as nothing has been measured.
-OPTIONAL = ("fa-bwd", "variants-bwd", "heads-bwd", "memory-fwdbwd")
+OPTIONAL = tuple(key for key in SOURCES if key not in ("fa", "variants", "heads", "fp8"))
+# What a reader should know of a file: shown below its tables. A row that failed stays in its file when it is mended.
+REMARKS = {
+    "variants-bwd-h200-2026-11-22-2.json": (
+        "The three rows that failed are why this suite is run: a tile of the bias was given back to TMA while it was "
+        "still being read. Mended since, and a test holds it; `D64 causal+bias` ran again, rightly, in "
+        "[another run](../benchmarks/results/variants-bwd-h200-2026-11-22-3.json), 1.88 times as fast as "
+        "FlexAttention. The other two, right as well, were timed beside the old kernel only: 1.66 ms against its 1.71."
+    ),
+}
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -118,6 +131,7 @@ def page(sources: Mapping[str, Source]) -> str:
     sections = {
         "fa": _plain, "variants": _variants, "heads": _heads, "fp8": _fp8,
         "fa-bwd": _plain, "variants-bwd": _variants, "heads-bwd": _heads, "memory-fwdbwd": _memory,
+        "varlen": _packed, "varlen-bwd": _packed, "triton-d64": _triton, "triton-d128": _triton,
     }  # fmt: skip
     backward = any(source.results.direction != "fwd" for source in sources.values())
     method = METHOD.format(passes="forward and backward passes are" if backward else "the forward pass is")
@@ -241,7 +255,7 @@ def _variants(source: Source) -> str:
     ]
     parts = [f"## {_backward_of(measured, 'Variants')}", _provenance(source), intro]
     parts += [trained] if any(row.as_case().terms.dbias for row in measured.rows) else []
-    return _joined([*parts, _summary(measured), *tables, _notes(measured)])
+    return _joined([*parts, _summary(measured), *tables, _notes(measured), REMARKS.get(source.name, "")])
 
 
 def _variants_table(measured: Results, rows: Sequence[Row]) -> str:
@@ -352,6 +366,58 @@ def _memory(source: Source) -> str:
     alt = "Peak memory of forward and backward against the sequence length"
     parts = ["## Memory", _provenance(source), intro, f"![{alt}](benchmarks/{MEMORY_PICTURE.name})"]
     return _joined([*parts, _table(["case", *map(_label, backends)], table), _notes(measured)])
+
+
+# Packed sequences
+
+
+DENSE = f"{OWN}-dense"
+
+
+def _packed(source: Source) -> str:
+    """Of one length beside the dense kernel, and of skewed lengths; ratios are those of times."""
+    measured = source.results
+    peers = [backend for backend in measured.backends() if backend not in (OWN, DENSE)]
+    cases = [row for row in measured.rows if row.backend == OWN]
+    intro = (
+        "`varlen_attention`. `uniform`: sequences of one length, beside our own kernel on the same tokens as a batch "
+        '("of dense": its time over ours). `skewed`: 64 sequences of a log-normal distribution with that mean. Times '
+        "in ms; ratios are a peer's time over ours, bold where we are behind."
+    )
+    headings = ["case", OWN, *map(_label, [*peers, DENSE]), *(f"against {_label(peer)}" for peer in peers), "of dense"]
+    table = []
+    for row in cases:
+        others = [measured.row(row.case, backend) for backend in (*peers, DENSE)]
+        table.append([row.case, _ms(row), *map(_ms, others), *(_times_faster(row, other) for other in others)])
+    title = _backward_of(measured, "Packed sequences")
+    return _joined(
+        [
+            f"## {title}",
+            _provenance(source),
+            intro,
+            _table(
+                [*headings, "error"], [[*cells, f"{row.error:.1e}"] for cells, row in zip(table, cases, strict=True)]
+            ),
+        ]
+    )
+
+
+def _times_faster(ours: Row, other: Row | None) -> str:
+    if other is None:
+        return MISSING
+    ratio = _ratio(other.ms / ours.ms)
+    return ratio if other.ms >= ours.ms else f"**{ratio}**"
+
+
+# Triton
+
+
+def _triton(source: Source) -> str:
+    """One head dim of the Triton kernels, which dispatch takes where TileLang refuses."""
+    measured = source.results
+    (head_dim,) = {row.head_dim for row in measured.rows}
+    title = f"## The Triton backend, head dim {head_dim}"
+    return _joined([title, _provenance(source), _speed_table(measured, measured.rows[:: len(measured.backends())])])
 
 
 # What all sections share

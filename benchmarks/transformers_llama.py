@@ -209,7 +209,7 @@ def main(
     calls: Annotated[int, typer.Option(min=1, help="Of each attention in each round.")] = Settings.calls,
     json: Annotated[Path | None, typer.Option(help="Where the rows go, too.", show_default=False)] = None,
     commit: Annotated[
-        str | None, typer.Option(help="To record in --json where the code is in no git checkout.", show_default=False)
+        str | None, typer.Option(help="To record in --json, instead of what git says of the code.", show_default=False)
     ] = None,
 ) -> None:
     """Measure the layers of a Llama with several attentions."""
