@@ -255,7 +255,7 @@ def main(
         Path | None, typer.Option(help="With --benchmark: where the speeds go, too.", show_default=False)
     ] = None,
     commit: Annotated[
-        str | None, typer.Option(help="To record in --json where the code is in no git checkout.", show_default=False)
+        str | None, typer.Option(help="To record in --json, instead of what git says of the code.", show_default=False)
     ] = None,
 ) -> None:
     """Train a small GPT on Shakespeare's sonnets and print what it writes."""

@@ -45,6 +45,10 @@ def test_a_suite_is_shown_from_a_file_of_its_own(suite: str) -> None:
         return
     measured = results.load(ROOT / "benchmarks" / "results" / name)
     assert measured.device == "cuda"
+    if suite.startswith("triton"):
+        assert set(measured.implementation.values()) == {"triton"}
+        assert {f"triton-d{row.head_dim}" for row in measured.rows} == {suite}
+        return
     shown, _, direction = suite.partition("-")
     assert {(row.suite, row.direction) for row in measured.rows} == {(shown, direction or "fwd")}
     assert measured.direction == (direction or "fwd")
@@ -138,6 +142,22 @@ def test_the_backward_pass_has_sections_of_its_own() -> None:
     assert "![TFLOPS of the backward pass against sequence length at head dim 64" in text
     assert "(benchmarks/backward-d64.png)" in text
     assert make_page.figure(backward["fa"], 64).legends[0].get_title().get_text().startswith("Backward, head dim 64")
+
+
+def test_packed_sequences_are_beside_the_dense_kernel() -> None:
+    varlen = made_up("varlen", "cuda", OWN, "fa4", f"{OWN}-dense")
+    varlen.rows = [replace(row, ms=1.375) if row.backend == OWN else row for row in varlen.rows]
+    skewed = {row.case for row in varlen.rows if row.packing == "skewed"}
+    varlen.rows = [row for row in varlen.rows if row.case not in skewed or row.backend != f"{OWN}-dense"]
+    text = made_up_page(fa=made_up("fa", "cuda", OWN), varlen=varlen)
+    assert "## Packed sequences\n" in text
+    # 1.1 and 1.21 ms beside 1.375.
+    assert "| D128 full (4,4096,16) uniform | 1.375 | 1.100 | 1.210 | **0.80×** | **0.88×** | 2.0e-03 |" in text
+    assert "| D128 full (64,1024,16) skewed | 1.375 | 1.100 | – | **0.80×** | – | 2.0e-03 |" in text
+
+
+def test_a_remark_is_of_a_file_that_is_shown() -> None:
+    assert set(make_page.REMARKS) <= set(make_page.SOURCES.values())
 
 
 def test_the_page_says_nothing_of_a_backward_pass_that_is_not_measured() -> None:

@@ -191,7 +191,7 @@ def bench(
     ] = False,
     commit: Annotated[
         str | None,
-        typer.Option(help="Commit to record where the code is in no git checkout.", rich_help_panel=OUTPUT),
+        typer.Option(help="Commit to record, instead of what git says of the code.", rich_help_panel=OUTPUT),
     ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Only failures and the files' names.", rich_help_panel=OUTPUT)
@@ -255,7 +255,7 @@ def memory(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the files of --json and --plot.")] = False,
     commit: Annotated[
-        str | None, typer.Option(help="Commit to record where the code is in no git checkout.", show_default=False)
+        str | None, typer.Option(help="Commit to record, instead of what git says of the code.", show_default=False)
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only failures and the files' names.")] = False,
 ) -> None:

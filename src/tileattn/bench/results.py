@@ -107,12 +107,12 @@ class Results:
 
 
 def begin(device: torch.device, commit: str | None, command: str, direction: str = "fwd") -> Results:
-    """Results without rows, for a run that starts now. `commit` is recorded where the code's own is not to be had."""
+    """Results without rows, for a run that starts now. `commit` is recorded instead of what git says."""
     return Results(
         device=device.type,
         gpu=environment.device_name(device),
         versions=environment.versions(),
-        commit=environment.commit() or commit,
+        commit=commit or environment.commit(),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=command,
         direction=direction,
