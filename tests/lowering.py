@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -122,7 +123,12 @@ SLOW_CALLS = {
 
 def lower(call: AttentionCall, tile: defaults.Config | None = None) -> str:
     """The CUDA or HIP source of a call's kernel."""
-    return device_source(kernel_of(call, tile or defaults.default(call)), call.arch)
+    return _lowered(call, tile or defaults.default(call))
+
+
+@functools.lru_cache(maxsize=256)  # several tests look at one kernel
+def _lowered(call: AttentionCall, tile: defaults.Config) -> str:
+    return device_source(kernel_of(call, tile), call.arch)
 
 
 def source_and_shared(function: Any, arch: str) -> tuple[str, int]:
