@@ -117,8 +117,14 @@ static inline unsigned multiply_half(unsigned x, unsigned y) {
 static inline unsigned fma_half(unsigned x, unsigned y, unsigned z) {
   return of_halves([=](auto half) { return (float)((double)half(x) * half(y) + half(z)); });
 }
+// Rounded down, as a GPU's.
 static inline unsigned exp2_half(unsigned x) {
-  return of_halves([=](auto half) { return exp2f(half(x)); });
+  return of_halves([=](auto half) {
+    float exact = exp2f(half(x));
+    half_t rounded(exact);
+    if ((float)rounded > exact) --rounded.bits;
+    return (float)rounded;
+  });
 }
 
 // --- Lanes ---
