@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap
+from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap, attention
 from tileattn.kernels.torch import fused, loop
 from tileattn.kernels.torch.backward import MAX_TILE, Needs, backward
 from tileattn.kernels.torch.forward import forward
 from tileattn.kernels.torch.mask import KeyRange, Variant, key_ranges
 from tileattn.kernels.torch.score_gradient import Watched
+from tileattn.math import load
 from tileattn.scores import ScoreMod
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 
@@ -218,3 +219,36 @@ def test_a_sink_of_minus_infinity_is_none() -> None:
     arguments = (*qkv(63, 31), Causal(), (), None, SCALE)
     got = forward(*arguments[:5], torch.full((4,), -torch.inf), SCALE)
     assert_forward_accurate("sink", got, oracle_attention(*arguments), eager_attention(*arguments))  # type: ignore[arg-type]
+
+
+def test_what_a_mask_hides_may_be_read_beyond_a_tensor() -> None:
+    """As `table[q - k]` is: neither an error nor, of negative indices, elements from the end."""
+    x, table = torch.randn(1, 20, 1, 4, dtype=torch.float64), torch.randn(9, dtype=torch.float64, requires_grad=True)
+    o = attention(x, x, x, mask=SlidingWindow(8, 0), score_mod=lambda score, b, h, q, k: score + table[q - k])
+    distance = torch.arange(20)[:, None] - torch.arange(20)
+    bias = torch.where((distance >= 0) & (distance < 9), table[distance.clamp(0, 8)], -torch.inf)
+    expected = torch.nn.functional.scaled_dot_product_attention(*[x.squeeze(2)] * 3, bias)
+    torch.testing.assert_close(o.squeeze(2), expected)
+    found, wanted = (torch.autograd.grad(each.square().sum(), table)[0] for each in (o, expected))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda warmth: lambda score, b, h, q, k: score * warmth,
+        lambda warmth: lambda score, b, h, q, k: warmth[()] * score,
+        lambda warmth: lambda score, b, h, q, k: score * load(warmth),
+    ],
+)
+def test_a_learned_number_is_computed_with_as_it_is(mod: Callable[[Tensor], Callable[..., object]]) -> None:
+    x, warmth = torch.randn(1, 5, 1, 4, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    o = attention(x, x, x, score_mod=mod(warmth))
+    torch.testing.assert_close(o, attention(x, x, x, scale=0.7 / 2))
+    assert torch.autograd.grad(o.square().sum(), warmth)[0] != 0
+
+
+def test_a_captured_tensor_must_be_indexed() -> None:
+    x, slopes = torch.randn(1, 5, 1, 4), torch.ones(1)
+    with pytest.raises(TypeError, match=r"captured tensor of 1 dimensions as a whole: index it"):
+        attention(x, x, x, score_mod=lambda score, b, h, q, k: score * slopes)

@@ -426,6 +426,18 @@ def test_compiles_in_a_graph() -> None:
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
+def test_a_learned_number_has_its_gradient() -> None:
+    q, warmth = tensor(1, 5, 2, 16), torch.tensor(0.7, device=DEVICE, requires_grad=True)
+    found = [
+        torch.autograd.grad(
+            tileattn.attention(q, q, q, score_mod=lambda s, b, h, i, j: s * warmth, backend=backend).square().sum(),
+            warmth,
+        )[0]
+        for backend in ("triton", "torch")
+    ]
+    torch.testing.assert_close(*found, rtol=0.02, atol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradients_are_the_same_in_each_run(head_dim: int) -> None:

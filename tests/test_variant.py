@@ -288,7 +288,7 @@ UNTRACEABLE: list[tuple[str, Function, str]] = [
     ("mask", lambda b, h, q, k: table[b, q + 0.5] == k, "indexed with .* integer positions, got"),
     ("mask", lambda b, h, q, k: table[b, score_like] == k, "must be indexed with 2 integer positions, got"),
     ("mask", lambda b, h, q, k: k <= "q", "met str 'q': only numbers, positions and elements"),
-    ("score_mod", lambda score, b, h, q, k: score * slopes, "met TensorSymbol .*only numbers, positions and elements"),
+    ("score_mod", lambda score, b, h, q, k: score * slopes, "as a whole: index it"),
     ("score_mod", lambda score, b, h, q, k: score * [1.0], "met list"),
     ("score_mod", lambda score, b, h, q, k: score + 1j, "met complex"),
     ("score_mod", lambda score, b, h, q, k: torch.erf(score), "torch.erf cannot be traced .*tileattn.math"),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math as _math
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -224,6 +224,15 @@ class TensorSymbol:
         kind = "bool" if self.dtype is torch.bool else "float" if self.dtype.is_floating_point else "int"
         return Expr("load", (self.name, *index), kind)
 
+    def whole(self) -> Expr:
+        """The number that a tensor without dimensions is."""
+        if self.ndim:
+            raise TypeError(
+                f"a mask or score modification computed with a captured tensor of {self.ndim} dimensions as a whole: "
+                f"index it with positions to get one number, such as `slopes[h]`"
+            )
+        return self[()]
+
 
 def symbol(name: str) -> Expr:
     """The run-time value called `name`: a position (``b h q k``), ``score``, or an operand (``i0``, ``f1``)."""
@@ -236,6 +245,7 @@ def symbol(name: str) -> Expr:
 
 def apply(op: str, *args: Operand) -> Any:
     """The node ``op(args)``, or its value where all arguments are numbers."""
+    args = tuple(arg.whole() if isinstance(arg, TensorSymbol) else arg for arg in args)
     for arg in args:
         if not isinstance(arg, (Expr, bool, int, float)):
             raise TypeError(
@@ -380,12 +390,27 @@ def evaluate(expr: Any, values: dict[str, Any]) -> Any:
         tensor, index = values.get(expr.args[0]), [evaluate(arg, values) for arg in expr.args[1:]]
         if tensor is None:
             return Expr(expr.op, (expr.args[0], *index), expr.dtype)
-        return tensor.shape[index[0]] if expr.op == "size" else tensor[tuple(index)]
+        return tensor.shape[index[0]] if expr.op == "size" else element(tensor, index)
     args = [evaluate(arg, values) for arg in expr.args]
     like = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
     if like is None:
         return apply(expr.op, *args)
     return _ON_TENSORS[expr.op](*args) if expr.op in _ON_TENSORS else _on_tensors(expr.op, args, like)
+
+
+def element(tensor: Any, index: Sequence[Any]) -> Any:
+    """``tensor[index]``, or the nearest element where the index lies beyond the tensor.
+
+    A function is evaluated at all positions of a tile, those that a mask hides as well, where ``table[q - k]`` may be
+    beyond the table.
+    """
+    return tensor[tuple(_within(i, size) for i, size in zip(index, tensor.shape))]
+
+
+def _within(index: Any, size: int) -> Any:
+    if isinstance(index, torch.Tensor):
+        return index.clamp(0, max(size - 1, 0))
+    return index if isinstance(index, Expr) else min(max(index, 0), max(size - 1, 0))
 
 
 def _on_tensors(op: str, args: list[Any], like: torch.Tensor) -> torch.Tensor:

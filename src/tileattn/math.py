@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .expr import Expr, TensorSymbol, apply
+from .expr import Expr, TensorSymbol, apply, element
 
 __all__ = [
     "abs",
@@ -106,7 +106,11 @@ def where(condition: Any, x: Any, y: Any) -> Any:
 
 
 def load(tensor: Any, *index: Any) -> Any:
-    """The element ``tensor[index]``, one position for each dimension; a dimension of size 1 is broadcast."""
+    """The element ``tensor[index]``, one position for each dimension; a dimension of size 1 is broadcast.
+
+    An index beyond the tensor, negative ones among them, reads something of the tensor or zero, which of these depends
+    on the backend: it is for positions that a mask hides, where it makes no difference.
+    """
     if isinstance(tensor, TensorSymbol):
         return tensor[index]
-    return tensor[tuple(0 if size == 1 else i for i, size in zip(index, tensor.shape))]
+    return element(tensor, [0 if size == 1 else i for i, size in zip(index, tensor.shape)])

@@ -95,6 +95,9 @@ def add_up(
 def _add(total: Tensor, path: Path, part: Tensor, operands: Operands, first_position: int) -> None:
     summed = [dim for dim, axis in enumerate(path.axes) if axis not in path.symbols]
     part = part.sum(summed, keepdim=True) if summed else part
+    if not total.ndim:
+        total += part.sum()
+        return
     values: dict[str, Any] = {}
     for kind, operand in (("t", operands.tensors), ("i", operands.ints), ("f", operands.floats)):
         values |= {f"{kind}{number}": value for number, value in enumerate(operand)}
