@@ -243,9 +243,9 @@ def symbol(name: str) -> Expr:
     raise ValueError(f"no symbol is called {name!r}")
 
 
-def apply(op: str, *args: Operand) -> Any:
-    """The node ``op(args)``, or its value where all arguments are numbers."""
-    args = tuple(arg.whole() if isinstance(arg, TensorSymbol) else arg for arg in args)
+def apply(op: str, *operands: Operand | TensorSymbol) -> Any:
+    """The node ``op(operands)``, or its value where all of them are numbers."""
+    args = tuple(arg.whole() if isinstance(arg, TensorSymbol) else arg for arg in operands)
     for arg in args:
         if not isinstance(arg, (Expr, bool, int, float)):
             raise TypeError(
