@@ -2,23 +2,25 @@
 
     python benchmarks/make_ladder.py
 
-Nothing is measured here. What lies between `<!-- code FILE PART -->` or `<!-- gains -->` and `<!-- end -->` is
-replaced: by the lines between `// [PART]` and `// [/PART]` of a file of src/tileattn/kernels/mma, and by tables of
-`SOURCES`. A test holds the committed page to what this script makes of it.
+Nothing is measured here. What lies between `<!-- code FILE PART -->`, `<!-- rung RUNG -->` or `<!-- gains -->` and
+`<!-- end -->` is replaced: by the lines between `// [PART]` and `// [/PART]` of a file of src/tileattn/kernels/mma, by
+what a rung gains over the one before it in `SOURCES`, and by all of their tables. A test holds the committed page to
+what this script makes of it.
 """
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tileattn.bench import plot_ladder, results
 from tileattn.bench.ladder import Climbed, climbed
 from tileattn.bench.plot_ladder import steps_of
 from tileattn.bench.results import Results
-from tileattn.kernels.mma.rungs import NAME
+from tileattn.kernels.mma.backend import parse
+from tileattn.kernels.mma.rungs import ACCUMULATIONS, NAME, RUNGS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -35,7 +37,7 @@ SOURCES: tuple[str, ...] = (
     "ladder-d512-h200-2026-11-22.json",
 )
 
-_MARKED = re.compile(r"(<!-- (code|gains)( [^>]*)? -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- (code|rung|gains)( [^>]*)? -->\n).*?(<!-- end -->)", re.DOTALL)
 NOT_MEASURED = "Not measured yet.\n"
 
 
@@ -57,8 +59,12 @@ def filled(text: str, measured: dict[str, Results]) -> str:
     """The page, with everything between its markers replaced."""
 
     def replaced(match: re.Match[str]) -> str:
-        content = gains(measured) if match[2] == "gains" else code(*match[3].split(maxsplit=1))
-        return f"{match[1]}{content}{match[4]}"
+        contents = {
+            "code": lambda: code(*match[3].split(maxsplit=1)),
+            "rung": lambda: rung(match[3].strip(), measured.values()),
+            "gains": lambda: gains(measured),
+        }
+        return f"{match[1]}{contents[match[2]]()}{match[4]}"
 
     return _MARKED.sub(replaced, text)
 
@@ -76,6 +82,39 @@ def code(file: str, part: str) -> str:
 def gains(measured: dict[str, Results]) -> str:
     """A table for each result file."""
     return "\n".join(_section(name, each) for name, each in measured.items()) or NOT_MEASURED
+
+
+def rung(name: str, measured: Iterable[Results]) -> str:
+    """What a rung reaches with its best options, and how much faster that is than the rung before it."""
+    before = {RUNGS[0]: "", "tiled_d": ""}.get(name, RUNGS[RUNGS.index(name) - 1])  # tiled_d is measured by itself
+    lines = []
+    for each in measured:
+        here, there = (_best(each, which) for which in (name, before))
+        if here:
+            pairs = [(here.get(acc), there.get(acc)) for acc in ACCUMULATIONS]
+            cells = [cell for pair in pairs for cell in _reached(*pair)[: 1 + bool(before)]]
+            lines.append(f"| {each.rows[0].case} | " + " | ".join(cells) + " |")
+    if not lines:
+        return NOT_MEASURED
+    heading = " | ".join(f"{acc} sums" + f" | over {before}" * bool(before) for acc in ACCUMULATIONS)
+    columns = heading.count("|") + 1
+    return "\n".join([f"| measured, TFLOPS | {heading} |", "|---|" + "---:|" * columns, *lines]) + "\n"
+
+
+def _best(measured: Results, name: str) -> dict[str, float]:
+    """TFLOPS of a rung's fastest options, by accumulation."""
+    found: dict[str, float] = {}
+    for step in climbed(measured, steps_of(measured)):
+        variant = parse(step.row.backend.removeprefix(f"{NAME}:"))
+        if variant.rung == name:
+            found[variant.acc] = max(found.get(variant.acc, 0.0), step.row.tflops)
+    return found
+
+
+def _reached(here: float | None, there: float | None) -> tuple[str, str]:
+    if here is None:
+        return "", ""
+    return f"{here:.0f}", f"{here / there:.2f}×" if there is not None else ""
 
 
 def picture(name: str) -> Path:

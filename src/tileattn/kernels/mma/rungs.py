@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 NAME = "mma"
-# From the slowest to the fastest, as the ladder is climbed; the last one is for large head dims.
+# As the ladder is climbed: each changes one thing of the one before. The last one is for large head dims.
 RUNGS = ("split_kv", "split_q", "shared_kv", "shared_qkv", "tiled_d")
 HEAD_DIMS = (32, 64, 96, 128)
 LARGE_HEAD_DIMS = tuple(range(256, 1025, 128))
