@@ -407,3 +407,13 @@ def test_numbers_at_the_end_of_lines_that_are_close_stand_apart() -> None:
     for box in (*boxes, legend.get_window_extent()):
         assert inside.x0 <= box.x0
         assert box.x1 <= inside.x1
+
+
+def test_deterministic_gradients_are_a_peer_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, asked = PEERS["tileattn-deterministic"], []
+    assert "for gradients" in str(peer.refusal(problem.build(built().case, torch.device("cpu"))))
+    attention = own.attention
+    monkeypatch.setattr(own, "attention", lambda **given: asked.append(given["deterministic"]) or attention(**given))
+    assert peer.refusal(built()) is None
+    assert all(x.isfinite().all() for x in gradients(peer, built()))
+    assert asked == [True]

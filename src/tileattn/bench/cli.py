@@ -159,10 +159,10 @@ def bench(
         str | None,
         typer.Option(
             help="Implementations beside tileattn, with commas: eager, sdpa (PyTorch's choice), fa2, cudnn, efficient "
-            "(SDPA's kernels), fa4, flex, tileattn-bf16 (beside fp8), triton (tileattn's), triton-tutorial (the file "
-            "that TILEATTN_TRITON_TUTORIAL names); of packed sequences fa2-varlen (PyTorch's), fa4 and tileattn-dense; "
-            "or none. Default: fa2,cudnn on a GPU, sdpa,eager on a CPU, tileattn-bf16 for fp8; "
-            "fa2-varlen,fa4,tileattn-dense for packed sequences.",
+            "(SDPA's kernels), fa4, flex, tileattn-bf16 (beside fp8), tileattn-deterministic (of gradients), triton "
+            "(tileattn's), triton-tutorial (the file that TILEATTN_TRITON_TUTORIAL names); of packed sequences "
+            "fa2-varlen (PyTorch's), fa4 and tileattn-dense; or none. Default: fa2,cudnn on a GPU, sdpa,eager on a "
+            "CPU, tileattn-bf16 for fp8; fa2-varlen,fa4,tileattn-dense for packed sequences.",
             metavar="NAME,...",
             show_default=False,
             rich_help_panel=COMPARE,

@@ -26,6 +26,7 @@ COLOURS = {
     "tileattn": "#D55E00",
     "tileattn-bf16": "#E69F00",
     "tileattn-dense": "#CC6677",
+    "tileattn-deterministic": "#882255",
     "fa2": "#56B4E9",
     "cudnn": "#009E73",
     "fa2-varlen": "#44AA99",
@@ -40,6 +41,7 @@ COLOURS = {
 LABELS = {
     "tileattn-bf16": "tileattn in bf16",
     "tileattn-dense": "tileattn, not packed",
+    "tileattn-deterministic": "tileattn, deterministic",
     "fa2": "FlashAttention-2 (SDPA)",
     "cudnn": "cuDNN (SDPA)",
     "fa2-varlen": "FlashAttention-2 (PyTorch)",

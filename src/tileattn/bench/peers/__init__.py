@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tileattn.bench.peers.base import Implementation, Prepared
+from tileattn.bench.peers.base import OWN, Implementation, Prepared
 from tileattn.bench.peers.eager import Eager
 from tileattn.bench.peers.flash_cute import FlashCute
 from tileattn.bench.peers.flash_varlen import FlashVarlen
@@ -20,6 +20,7 @@ _ALL: tuple[Implementation, ...] = (
     Flex(),
     TileAttnBf16(),
     TileAttnDense(),
+    TileAttn(name=f"{OWN}-deterministic", deterministic=True),
     TileAttn("triton", name="triton"),
     TritonTutorial(),
 )

@@ -35,8 +35,11 @@ class TileAttn:
 
     backend: str | None = None
     name: str = OWN
+    deterministic: bool = False
 
     def refusal(self, problem: Problem) -> str | None:
+        if self.deterministic and problem.do is None:
+            return "it is there for gradients: a forward pass always gives the same bits"
         try:
             _selected(problem, self.backend)
         except NotImplementedError as refused:
@@ -60,6 +63,7 @@ class TileAttn:
                 causal=causal,
                 sink=problem.sink,
                 backend=self.backend,
+                deterministic=self.deterministic,
             )
             assert isinstance(out, Tensor)
             return out
