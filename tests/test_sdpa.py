@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import tileattn
 from tileattn.head_dims import pad
@@ -148,6 +149,35 @@ def test_minus_infinity_in_a_float_mask_hides() -> None:
     assert (got[:, :, 2] == 0).all()
 
 
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+@pytest.mark.parametrize("lengths", [(3, 5), (5, 3), (4, 4)])
+@pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
+def test_pytorchs_causal_bias(bias: Any, lengths: tuple[int, int]) -> None:
+    """Whose memory is not written: its tensor is what it says it stands for."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, lengths[place], 16, dtype=torch.float64) for place in (0, 1, 1))
+    mask = bias(*lengths)
+    got = tileattn.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(got, tileattn.scaled_dot_product_attention(q, k, v, mask._materialize()))
+
+
+def test_pytorchs_causal_bias_under_torch_compile() -> None:
+    q, k = torch.randn(2, 3, 3, 16), torch.randn(2, 3, 5, 16)
+
+    def call(q: Tensor, k: Tensor) -> Tensor:
+        return tileattn.scaled_dot_product_attention(q, k, k, causal_lower_right(3, 5))
+
+    torch.testing.assert_close(torch.compile(call, backend="aot_eager")(q, k), call(q, k))
+
+
+def test_a_mask_may_be_a_parameter() -> None:
+    q, mask = torch.randn(2, 3, 5, 16), torch.nn.Parameter(torch.randn(5, 5))
+    got = tileattn.scaled_dot_product_attention(q, q, q, mask)
+    torch.testing.assert_close(got, tileattn.scaled_dot_product_attention(q, q, q, mask.detach()))
+    got.sum().backward()
+    assert mask.grad is not None
+
+
 def test_dropout_is_that_of_the_seed() -> None:
     q = torch.zeros(2, 3, 40, 16, dtype=torch.float64)
     eye = torch.eye(40, dtype=torch.float64).expand(2, 3, 40, 40)
@@ -186,6 +216,8 @@ Q = torch.zeros(2, 4, 5, 8)
     ("arguments", "error", "message"),
     [
         ((Q, Q, Q, torch.zeros(5, 5), 0.0, True), RuntimeError, "attn_mask should not be set when is_causal=True"),
+        ((Q, Q, Q, causal_upper_left(5, 5), 0.0, True), RuntimeError, "should not be set when is_causal=True"),
+        ((Q, Q, Q, causal_upper_left(5, 6)), ValueError, "a CausalBias, must be for the L = 5 and S = 5.*for 5 and 6"),
         ((Q[0, 0, 0], Q, Q), ValueError, r"query must have at least 2 dimensions.*got \(8,\)"),
         ((Q, Q.tolist(), Q), TypeError, "key must be a torch.Tensor, got list"),
         (
