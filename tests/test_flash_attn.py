@@ -402,6 +402,34 @@ def test_wider_dtypes_run_on_a_cpu() -> None:
     torch.testing.assert_close(compat.flash_attn_func(q, q, q), expected)
 
 
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_autocast_changes_nothing(p: float) -> None:
+    """Nor does it in flash-attn: no cast to float16, in which these values overflow."""
+    torch.manual_seed(0)
+    q = (torch.randn(1, 6, 2, 20) * 1e5).bfloat16()
+    ends = torch.tensor([0, 6], dtype=torch.int32)
+
+    def results() -> list[Tensor]:
+        torch.manual_seed(1)
+        dense = compat.flash_attn_func(q, q, q, p, return_attn_probs=True)
+        packed = compat.flash_attn_varlen_func(q[0], q[0], q[0], ends, ends, 6, 6, p, return_attn_probs=True)
+        return [*dense, *packed, compat.flash_attn_func(q, q, q)]
+
+    expected = results()
+    with torch.autocast("cpu", torch.float16):
+        got = results()
+    assert got[0].dtype == torch.bfloat16
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_autocast_changes_nothing_in_compiled_code() -> None:
+    q = torch.randn(1, 6, 2, 16)
+    compiled = torch.compile(compat.flash_attn_func, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        got = compiled(q, q, q)
+    torch.testing.assert_close(got, compat.flash_attn_func(q, q, q))
+
+
 def test_any_strides() -> None:
     torch.manual_seed(0)
     q = torch.randn(2, 16, 4, 9).transpose(1, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -58,17 +59,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | N
         "return_lse": options.return_attn_probs,
     }
     padded_q, padded_k, padded_v = (pad(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k, v))
-    if packed is None:
-        found = attention(padded_q, padded_k, padded_v, **keywords)
-    else:
-        found = varlen_attention(padded_q, padded_k, padded_v, *packed, **keywords)
-    if isinstance(found, Tensor):
-        return found[..., : v.shape[-1]]
-    o, lse = found
-    probabilities = q.new_empty(0)
-    if seed is not None:
-        probabilities = signed_probabilities(q, k, lse, packed, mask, mods, keywords["scale"], options.dropout_p, seed)
+    with _without_autocast(q.device.type):
+        if packed is None:
+            found = attention(padded_q, padded_k, padded_v, **keywords)
+        else:
+            found = varlen_attention(padded_q, padded_k, padded_v, *packed, **keywords)
+        if isinstance(found, Tensor):
+            return found[..., : v.shape[-1]]
+        o, lse = found
+        probabilities = q.new_empty(0)
+        if seed is not None:
+            of_call = (lse, packed, mask, mods, keywords["scale"], options.dropout_p, seed)
+            probabilities = signed_probabilities(q, k, *of_call)
     return o[..., : v.shape[-1]], lse, probabilities
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """flash-attn computes in the dtype that it is given, and so must the inner matrix products of its test results."""
+    if torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def _window(window_size: Any) -> tuple[int, int]:
