@@ -138,6 +138,32 @@ def test_a_mask_in_float32_beside_16_bits() -> None:
     torch.testing.assert_close(got, TORCH(q, k, v, mask), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_mask_under_autocast(dtype: torch.dtype) -> None:
+    """Of a dtype that query gets, or had."""
+    torch.manual_seed(0)
+    q, mask = torch.randn(2, 3, 9, 16), torch.randn(9, 9)
+    mask = mask > 0 if dtype == torch.bool else mask.to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, expected = tileattn.scaled_dot_product_attention(q, q, q, mask), TORCH(q, q, q, mask)
+    assert got.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
+
+
+def test_head_dims_are_padded_for_the_dtype_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes = []
+
+    def padded(*tensors: Tensor) -> tuple[Tensor, ...]:
+        dtypes.extend(x.dtype for x in tensors)
+        return tensors
+
+    monkeypatch.setattr(tileattn.sdpa, "padded", padded)
+    q = torch.randn(2, 3, 9, 17)
+    with torch.autocast("cpu", torch.bfloat16):
+        tileattn.scaled_dot_product_attention(q, q, q)
+    assert dtypes == [torch.bfloat16] * 3
+
+
 def test_minus_infinity_in_a_float_mask_hides() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, 7, 16, dtype=torch.float64) for _ in range(3))

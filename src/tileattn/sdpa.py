@@ -17,6 +17,7 @@ from torch import Tensor
 from .api import attention
 from .head_dims import padded
 from .masks import SlidingWindow
+from .run import autocast
 from .scores import Bias
 
 
@@ -47,12 +48,14 @@ def scaled_dot_product_attention(
         enable_gqa: key and value may have fewer heads, dividing those of query.
 
     Returns:
-        (..., heads, L, Ev), in query's dtype; differentiable in query, key, value and attn_mask.
+        (..., heads, L, Ev), in query's dtype; differentiable in query, key, value and attn_mask. Under
+        ``torch.autocast`` query, key and value are cast first, as by PyTorch's function.
 
     Raises:
         TypeError, ValueError, NotImplementedError: an argument is wrong, as in :func:`tileattn.attention`.
         RuntimeError: both attn_mask and is_causal, as in PyTorch.
     """
+    query, key, value = autocast(query), autocast(key), autocast(value)  # first: dtypes decide what follows
     _check(query, key, value)
     if attn_mask is not None and is_causal:
         raise RuntimeError("Explicit attn_mask should not be set when is_causal=True: give one of the two")
@@ -163,6 +166,8 @@ def _one_batch(x: Tensor, batch: torch.Size) -> Tensor:
 
 def _bias(attn_mask: Any, query: Tensor, scores: tuple[int, ...]) -> Tensor:
     """What is added to the scores (..., heads, L, S): (batch or 1, heads or 1, L or 1, S)."""
+    if getattr(attn_mask, "dtype", None) in (torch.float16, torch.bfloat16):
+        attn_mask = autocast(attn_mask)  # as query was; float32 is taken beside any dtype, and says more
     if not isinstance(attn_mask, Tensor) or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         got = getattr(attn_mask, "dtype", type(attn_mask).__name__)
         raise TypeError(f"attn_mask must be a tensor in bool, float32 or query's {query.dtype}, got {got}")
