@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -446,6 +447,16 @@ def test_windows_and_lengths_may_be_tensors() -> None:
     torch.testing.assert_close(of_packed, got[0])
 
 
+def test_numbers_may_be_numpys_or_tensors() -> None:
+    q = torch.randn(6, 2, 16)
+    ends = torch.tensor([0, 6], dtype=torch.int32)
+    expected = compat.flash_attn_varlen_func(q, q, q, ends, ends, 6, 6, 0.0, 0.5, softcap=2.0)
+    for number in (np.float32, torch.tensor):
+        options = {"dropout_p": number(0), "softmax_scale": number(0.5), "softcap": number(2.0)}
+        got = compat.flash_attn_varlen_func(q, q, q, ends, ends, np.int64(6), np.int32(6), **options)
+        assert torch.equal(got, expected)
+
+
 def test_lse_and_slopes_have_gradients() -> None:
     """flash-attn has neither."""
     torch.manual_seed(0)
@@ -491,6 +502,9 @@ PACKED = Q.flatten(0, 1)
         (lambda: compat.flash_attn_func(Q, Q, Q, window_size=3), TypeError, "window_size must be two ints.*got 3"),
         (lambda: compat.flash_attn_func(Q, Q, Q, window_size=(1, 2, 3)), TypeError, "window_size must be two ints"),
         (lambda: compat.flash_attn_func(Q, Q, Q, 2.0), ValueError, "dropout_p must be a probability"),
+        (lambda: compat.flash_attn_func(Q, Q, Q, "0"), TypeError, "dropout_p must be a probability"),
+        (lambda: compat.flash_attn_func(Q, Q, Q, softmax_scale="x"), TypeError, "softmax_scale must be.*got 'x'"),
+        (lambda: compat.flash_attn_func(Q, Q, Q, softcap=None), TypeError, "softcap must be a number.*got None"),
         (lambda: compat.flash_attn_func(Q, Q, Q, alibi_slopes=torch.ones(3)), ValueError, r"ALiBi: slopes.*got \(3,\)"),
         (lambda: compat.flash_attn_kvpacked_func(Q, Q), ValueError, r"kv must have shape \(batch, seqlen, 2, heads"),
         (lambda: compat.flash_attn_qkvpacked_func(Q), ValueError, r"qkv must have shape \(batch, seqlen, 3, heads"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -268,6 +269,30 @@ Q = torch.zeros(2, 4, 5, 8)
 def test_errors(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         tileattn.scaled_dot_product_attention(*arguments)
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.5), np.int64(2), torch.tensor(0.5), torch.tensor(2)], ids=repr)
+def test_scales_as_pytorch_takes_them(scale: Any) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(2, 3, 5, 8)
+    got = tileattn.scaled_dot_product_attention(q, q, q, scale=scale)
+    torch.testing.assert_close(got, TORCH(q, q, q, scale=scale))
+
+
+@pytest.mark.parametrize(
+    ("scale", "got"),
+    [
+        ("1", "'1'"),
+        (True, "True"),
+        (torch.ones(1), r"tensor of shape \(1,\) in torch.float32 on cpu"),
+        (torch.tensor(1.0, requires_grad=True), "with a gradient"),
+        (torch.tensor(1.0, device="meta"), "on meta"),
+        (torch.tensor(True), "in torch.bool"),
+    ],
+)
+def test_scales_that_are_no_numbers(scale: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=f"scale must be a finite number or None.* got .*{got}"):
+        tileattn.scaled_dot_product_attention(Q, Q, Q, scale=scale)
 
 
 def test_heads_that_do_not_divide() -> None:

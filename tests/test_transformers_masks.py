@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -232,6 +233,21 @@ def test_arguments_arrive() -> None:
     assert weights is None
     assert o.shape == (2, 5, 4, 6)
     assert torch.equal(o, own(q, k, v, causal=True, scale=0.3, score_mod=SoftCap(2.0), sink=sinks))
+
+
+def test_numbers_may_be_numpys_or_tensors() -> None:
+    q, k, v = tensors()
+    expected = own(q, k, v, causal=True, scale=0.5)
+    for scaling in (np.float32(0.5), torch.tensor(0.5)):
+        assert torch.equal(attend(layer(), q, k, v, make_mask(2, 5, 5), scaling=scaling)[0], expected)
+    starts = torch.tensor([0, 5, 10], dtype=torch.int32)
+    packed = {
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": np.int64(5),
+        "max_length_k": np.int32(5),
+    }
+    torch.testing.assert_close(attend(layer(is_causal=True), q, k, v, None, scaling=0.5, **packed)[0], expected)
 
 
 def test_dropout_and_determinism_arrive() -> None:

@@ -18,6 +18,7 @@ from .api import attention
 from .head_dims import padded
 from .masks import SlidingWindow
 from .run import autocast
+from .scalars import as_float
 from .scores import Bias
 
 
@@ -79,7 +80,7 @@ def scaled_dot_product_attention(
         mask=SlidingWindow(None, surplus) if causal and surplus > 0 else None,
         causal=causal and surplus <= 0,
         score_mod=None if bias is None else Bias(bias),
-        scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else scale,
+        scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else as_float("scale", scale),
         dropout_p=dropout_p,
         layout="bhsd",
     )
