@@ -293,6 +293,8 @@ def test_any_strides() -> None:
 # --- Refusals ---
 
 STARTS = torch.tensor([0, 3, 5], dtype=torch.int32)
+SHIFTED = make_mask(2, 5, 5, q_offset=torch.tensor(0))
+CHUNKS = make_mask(2, 5, 5, mask_function=lambda b, h, q, k: (k <= q) & (q // 3 == k // 3))
 PADDED = make_mask(2, 5, 5, attention_mask=_padding("left", 5))
 
 REFUSALS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
@@ -308,8 +310,14 @@ REFUSALS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "no mask": (TypeError, "got dict", {"attention_mask": {"full_attention": None}}),
     "lengths": (ValueError, "made for 4 queries and 5 keys", {"attention_mask": make_mask(2, 4, 5, q_offset=1)}),
     "keys alone": (ValueError, "got no cu_seq_lens_q", {"cu_seq_lens_k": STARTS}),
-    "packed and padded": (NotImplementedError, "leave attention_mask out",
+    "packed and padded": (NotImplementedError, "padding mask.* leave attention_mask out",
                           {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "attention_mask": PADDED}),
+    "packed chunks": (NotImplementedError, "chunks of Llama 4.* cannot be packed by cu_seq_lens; use position_ids",
+                      {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "attention_mask": CHUNKS}),
+    "packed, own mask": (NotImplementedError, "a mask of your own: leave attention_mask out",
+                         {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "attention_mask": torch.ones(2, 1, 5, 5)}),
+    "packed, static cache": (NotImplementedError, "cannot go with a static cache",
+                             {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "attention_mask": SHIFTED}),
     "packed and biased": (NotImplementedError, "position_bias",
                           {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "position_bias": torch.zeros(1, 4, 5, 5)}),
 }  # fmt: skip
