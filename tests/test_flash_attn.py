@@ -397,6 +397,12 @@ def test_return_attn_probs_changes_no_numbers() -> None:
     assert not probabilities.requires_grad
 
 
+def test_an_empty_batch() -> None:
+    q = torch.randn(3, 6, 2, 16)[:0]
+    out, lse, probabilities = compat.flash_attn_func(q, q[:, :5], q[:, :5], 0.1, return_attn_probs=True)
+    assert (out.shape, lse.shape, probabilities.shape) == (q.shape, (0, 2, 6), (0, 2, 6, 5))
+
+
 def test_wider_dtypes_run_on_a_cpu() -> None:
     q = torch.randn(1, 5, 2, 20, dtype=torch.float64, requires_grad=True)
     expected = torch.nn.functional.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3).transpose(1, 2)
@@ -480,11 +486,18 @@ def test_under_torch_compile() -> None:
     torch.testing.assert_close(*(torch.autograd.grad(f(q), q) for f in (compiled, loss)))
 
 
+def test_packed_sequences_under_torch_compile() -> None:
+    qkv, ends = torch.randn(9, 3, 2, 16), torch.tensor([0, 4, 9], dtype=torch.int32)
+    compiled = torch.compile(compat.flash_attn_varlen_qkvpacked_func, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(qkv, ends, 5), compat.flash_attn_varlen_qkvpacked_func(qkv, ends, 5))
+
+
 # --- Errors ---
 
 Q = torch.zeros(2, 5, 4, 16)
 ENDS = torch.tensor([0, 5, 10], dtype=torch.int32)
 PACKED = Q.flatten(0, 1)
+QKV = torch.stack([PACKED] * 3, dim=1)
 
 
 @pytest.mark.parametrize(
@@ -514,6 +527,24 @@ PACKED = Q.flatten(0, 1)
             ValueError,
             r"qkv must have shape \(total, 3, heads, head_dim\), got \(10, 4, 16\)",
         ),
+        *[
+            (lambda arguments=arguments: compat.flash_attn_varlen_qkvpacked_func(QKV, *arguments), error, message)
+            for arguments, error, message in (
+                ((ENDS.long(), 5), TypeError, "^cu_seqlens must be int32"),
+                ((ENDS + 1, 5), ValueError, "^cu_seqlens must start at 0"),
+                ((ENDS, None), TypeError, "^max_seqlen must be an int"),
+                ((ENDS, 3), ValueError, "^max_seqlen must be at least the longest length"),
+                ((ENDS, torch.tensor([5, 5])), TypeError, r"^max_seqlen must be an int.* shape \(2,\)"),
+            )
+        ],
+        *[
+            (
+                lambda size=size: compat.flash_attn_varlen_func(*[PACKED] * 3, ENDS, ENDS, 5, size),
+                TypeError,
+                "max_seqlen_k must be an int, or an integer tensor of one element, got a tensor",
+            )
+            for size in (torch.tensor([5, 5]), torch.tensor(5.5), torch.tensor(True))
+        ],
         (
             lambda: compat.flash_attn_varlen_func(Q, Q, Q, ENDS, ENDS, 5, 5),
             ValueError,
@@ -534,6 +565,13 @@ PACKED = Q.flatten(0, 1)
             NotImplementedError,
             "block_table: tileattn has no paged keys and values yet",
         ),
+        (
+            lambda: bert_padding.unpad_input([1], ENDS),
+            TypeError,
+            "hidden_states must be a torch.Tensor, got list",
+        ),
+        (lambda: bert_padding.unpad_input(Q, Q), TypeError, "attention_mask must be a tensor of bool or integers"),
+        (lambda: bert_padding.pad_input([1], ENDS, 3, 5), TypeError, "hidden_states must be a torch.Tensor, got list"),
         (
             lambda: compat.flash_attn_with_kvcache(Q, Q, Q),
             NotImplementedError,

@@ -307,6 +307,8 @@ REFUSALS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "where": (ValueError, "where the queries stand", {"attention_mask": None, "query": tensors(3)[0]}),
     "window": (ValueError, "to its right", {"attention_mask": None, "is_causal": False, "sliding_window": 3}),
     "2-D": (ValueError, "attention_mask must have shape", {"attention_mask": torch.ones(2, 5)}),
+    "integers": (TypeError, "attention_mask must be bool.*got torch.int64",
+                 {"attention_mask": torch.ones(2, 1, 5, 5, dtype=torch.int64)}),
     "no mask": (TypeError, "got dict", {"attention_mask": {"full_attention": None}}),
     "lengths": (ValueError, "made for 4 queries and 5 keys", {"attention_mask": make_mask(2, 4, 5, q_offset=1)}),
     "keys alone": (ValueError, "got no cu_seq_lens_q", {"cu_seq_lens_k": STARTS}),
@@ -382,6 +384,21 @@ def registered() -> Iterator[None]:
 
 class Layer(nn.Module):
     is_causal = True
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"backend": "nope"}, ValueError, "backend must be one of 'tilelang', .*got 'nope'"),
+        ({"ignore": "novelty"}, TypeError, "ignore must be names in a list.*got 'novelty'"),
+        ({"ignore": None}, TypeError, "ignore must be names in a list.*got None"),
+        ({"ignore": [3]}, TypeError, r"ignore must be names in a list.*got \[3\]"),
+    ],
+)
+def test_register_refuses_at_once(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        door.register(**arguments)
 
 
 @pytest.mark.usefixtures("registered")

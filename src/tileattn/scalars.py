@@ -27,7 +27,8 @@ def as_float(name: str, x: Any, accepted: str = "a finite number or None") -> An
     Raises:
         TypeError: x is none of these.
     """
-    if isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(x, bool):
+    is_bool = isinstance(x, bool)
+    if isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) and not is_bool:
         return x
     if isinstance(x, torch.Tensor):
         is_real = x.dtype.is_floating_point or (x.dtype != torch.bool and not x.dtype.is_complex)
@@ -35,6 +36,6 @@ def as_float(name: str, x: Any, accepted: str = "a finite number or None") -> An
             return float(x)
         given = f"a tensor of shape {tuple(x.shape)} in {x.dtype} on {x.device}" + " with a gradient" * x.requires_grad
         raise TypeError(f"{name} must be {accepted}, or a 0-dim tensor on the CPU without a gradient, got {given}")
-    if isinstance(x, Real) and not isinstance(x, bool):
+    if isinstance(x, Real) and not is_bool:
         return float(x)
     raise TypeError(f"{name} must be {accepted}, got {x!r}")

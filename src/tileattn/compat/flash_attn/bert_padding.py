@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from ... import padding
+from ._names import renamed
+
+_NAMES = {"x": "hidden_states", "mask": "attention_mask"}
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
@@ -36,7 +39,10 @@ def unpad_input(
         hidden_states (total, ...) of the tokens; their indices (total,) in the flattened batch; cu_seqlens
         (batch + 1,), int32; the longest length; and the lengths without unused places (batch,), int32.
     """
-    return padding.unpad_input(hidden_states, attention_mask, unused_mask)
+    try:
+        return padding.unpad_input(hidden_states, attention_mask, unused_mask)
+    except (TypeError, ValueError) as error:
+        raise renamed(error, _NAMES) from None
 
 
 def unpad_input_for_concatenated_sequences(
@@ -62,4 +68,7 @@ def unpad_input_for_concatenated_sequences(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """:func:`tileattn.pad_input`: tokens (total, ...) back where they were, (batch, seqlen, ...), zeros elsewhere."""
-    return padding.pad_input(hidden_states, indices, batch, seqlen)
+    try:
+        return padding.pad_input(hidden_states, indices, batch, seqlen)
+    except (TypeError, ValueError) as error:
+        raise renamed(error, _NAMES) from None

@@ -120,6 +120,11 @@ def _given(mask: Tensor, kv_length: int) -> Seen:
         raise ValueError(
             f"attention_mask must have shape (batch or 1, heads or 1, queries or 1, keys), got {tuple(mask.shape)}"
         )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(
+            f"attention_mask must be bool, True where a query sees a key, or floating-point, added to the scores, got "
+            f"{mask.dtype}"
+        )
     if mask.dtype == torch.bool:
         return Seen(kv_length, mask=DenseMask(mask))
     return Seen(kv_length, bias=mask)
