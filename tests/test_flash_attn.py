@@ -638,3 +638,20 @@ def test_index_first_axis() -> None:
     assert (put[torch.tensor([2, 3, 4, 5, 7])] == 0).all()
     assert torch.autograd.gradcheck(lambda x: bert_padding.index_first_axis(x, indices), x)
     assert torch.autograd.gradcheck(lambda x: bert_padding.index_put_first_axis(x, indices[:2].expand(2), 8), x[:2])
+
+
+def test_index_first_axis_residual() -> None:
+    x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
+    indices = torch.tensor([4, 0, 4])
+    rows, residual = bert_padding.index_first_axis_residual(x, indices)
+    assert torch.equal(rows, x[indices])
+    assert torch.equal(residual, x)
+    assert residual.data_ptr() == x.data_ptr()
+    d_rows, d_residual = torch.randn_like(rows), torch.randn_like(residual)
+    (dx,) = torch.autograd.grad((rows, residual), x, (d_rows, d_residual))
+    torch.testing.assert_close(dx, d_residual.index_add(0, indices, d_rows))
+    assert torch.autograd.gradcheck(lambda x: bert_padding.index_first_axis_residual(x, indices), x)
+    residual = bert_padding.index_first_axis_residual(x, indices)[1]
+    before = x.detach().clone()
+    residual.add_(1)  # as flash-attn's may
+    assert torch.equal(x, before + 1)
