@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import autograd, ops
-from .dispatch import Forward, prepare_forward, select
+from .dispatch import Forward, named, prepare_forward, select
 from .fp8 import FP8, complete
 from .masks import KeyPadding, Mask, check_key_padding
 from .run import (
@@ -114,6 +114,16 @@ def attention(
     if layout == "bhsd":
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o  # type: ignore[return-value]
+
+
+def check_backend(backend: str | None) -> None:
+    """For those who take a backend's name ahead of calls.
+
+    Raises:
+        ValueError: there is no backend of that name, or its options are wrong.
+    """
+    if backend is not None:
+        named(backend)
 
 
 def _with_padding(mask: MaskLike | None, key_padding_mask: torch.Tensor) -> Mask:

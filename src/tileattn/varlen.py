@@ -12,6 +12,7 @@ from .call import Packed, sizes
 from .cu_seqlens import check_metadata
 from .dispatch import Forward, prepare_forward, select
 from .run import MaskLike, ScoreModLike, autocast, is_plain, run, scale_or_default
+from .scalars import as_int
 from .tuner import state
 from .validation import check_packed_arguments
 from .variant import Operands, encode, normalize
@@ -79,7 +80,7 @@ def varlen_attention(
     """
     if torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q), autocast(k), autocast(v)
-    packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packed = Packed(cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k))
     if mask is None and score_mod is None and sink is None and dropout_p == 0.0 and is_plain(q, k, v):
         o, lse = _plain_forward(q, k, v, packed, causal, scale, return_lse, deterministic, backend)
     else:
