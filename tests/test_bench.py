@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, replace
 from io import StringIO
 from itertools import product
@@ -675,6 +676,21 @@ def test_pictures_show_every_measurement(suite: str, device: str, tmp_path: Path
 def test_every_backend_has_its_own_colour() -> None:
     assert set(plot.COLOURS) == {OWN, *PEERS}
     assert len(set(plot.COLOURS.values())) == len(plot.COLOURS)
+
+
+def test_unknown_backends_have_colours_of_their_own() -> None:
+    names = ["tileattn", *(f"mma:rung{number}" for number in range(40)), "tilelang"]
+    found = plot.colours_of(names)
+    assert set(found) == set(names)
+    assert found["tileattn"] == plot.COLOURS["tileattn"]
+    assert len(set(found.values())) == len(names)
+    assert all(re.fullmatch("#[0-9A-F]{6}", colour) for colour in found.values())
+
+
+def test_a_legend_has_as_many_columns_as_fit() -> None:
+    assert plot.legend_columns(["tileattn", "fa2", "cudnn"], 9) == 3
+    assert plot.legend_columns(["mma:shared_kv,stages=1,acc=fp16,smem=padded"] * 34, 15) == 3
+    assert plot.legend_columns(["x" * 500], 5) == 1
 
 
 def test_nothing_measured_is_nothing_to_draw(tmp_path: Path) -> None:

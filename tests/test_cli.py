@@ -16,13 +16,14 @@ import torch
 from typer.testing import CliRunner
 
 from tileattn import ops
-from tileattn.bench import command, problem, warmup
+from tileattn.bench import command, plot_ladder, problem, warmup
 from tileattn.bench.cases import Case
 from tileattn.bench.cli import app
 from tileattn.bench.peers import own
 from tileattn.bench.peers.base import Prepared
 from tileattn.kernels.tilelang import batch
 
+RESULTS = Path(__file__).parent.parent / "benchmarks/results"
 TINY = "bench --device cpu --seqlen 16,32 --heads 2 --head-dim 16 --rounds 1"
 
 
@@ -268,6 +269,14 @@ def test_plot_says_what_is_wrong_with_a_file() -> None:
     assert result.exit_code == 2
     assert "r.json is not a tileattn result file of format 1" in words(result.output)
     assert invoke("plot absent.json").exit_code == 2
+
+
+def test_plot_draws_a_ladder_as_a_climb(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr(plot_ladder, "save", lambda measured, path: drawn.append(len(measured.rows)))
+    result = invoke(f"plot {RESULTS / 'ladder-d512-h200-2026-11-22.json'} -o climb.png")
+    assert (result.exit_code, result.output) == (0, "picture: climb.png\n")
+    assert drawn == [len(rows(RESULTS / "ladder-d512-h200-2026-11-22.json"))]
 
 
 def test_info_tells_versions_and_what_runs_where() -> None:

@@ -209,7 +209,15 @@ def test_weights_and_softmax_can_be_read(qkv: tuple[Tensor, Tensor, Tensor]) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["fa-h200-2026-11-21-2", "fa-bwd-h200-2026-11-21", "variants-h200-2026-11-21-2", "fp8-h200-2026-11-21-2"]
+    "name",
+    [
+        "fa-h200-2026-11-21-2",
+        "fa-bwd-h200-2026-11-21",
+        "variants-h200-2026-11-21-2",
+        "fp8-h200-2026-11-21-2",
+        "ladder-d512-h200-2026-11-22",
+        "memory-fwdbwd-h200-2026-11-22-2",
+    ],
 )
 def test_dashboards_can_be_read(name: str) -> None:
     assert_readable(viz.draw_dashboard(results.load(RESULTS / f"{name}.json")))

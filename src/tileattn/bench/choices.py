@@ -27,6 +27,8 @@ DEFAULT_DTYPE = {"cuda": "bf16", "cpu": "fp32"}
 # What `tileattn memory` measures: lengths, by device, and what its result files call their suite.
 MEMORY_LENGTHS = {"cuda": "1024,2048,4096,8192,16384,32768,65536,131072", "cpu": "256,512,1024,2048"}
 MEMORY = "memory"
+# And those of `tileattn ladder`.
+LADDER = "ladder"
 
 
 @dataclass(frozen=True)

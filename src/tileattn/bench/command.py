@@ -16,7 +16,7 @@ from rich.text import Text
 
 from tileattn.bench import report, results, timing
 from tileattn.bench.cases import Case
-from tileattn.bench.choices import MEMORY, Chosen, at_least_one, refuse
+from tileattn.bench.choices import LADDER, MEMORY, Chosen, at_least_one, refuse
 from tileattn.bench.peers.base import OWN, Implementation
 from tileattn.bench.progress import reporting
 from tileattn.bench.runner import Run
@@ -149,10 +149,11 @@ def _draw(measured: results.Results, picture: Path, asked: bool) -> None:
     if not asked and find_spec("matplotlib") is None:
         typer.echo("no picture: plots need matplotlib (pip install 'tileattn[plot]')", err=True)
         return
-    from tileattn.bench import plot, plot_memory
+    from tileattn.bench import plot, plot_ladder, plot_memory
 
     picture.parent.mkdir(parents=True, exist_ok=True)
-    (plot_memory if measured.rows[0].suite == MEMORY else plot).save(measured, picture)
+    drawn_by = {MEMORY: plot_memory.save, LADDER: plot_ladder.save}
+    drawn_by.get(measured.rows[0].suite, plot.save)(measured, picture)
     typer.echo(f"picture: {picture}")
 
 

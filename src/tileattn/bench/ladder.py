@@ -21,7 +21,7 @@ from rich.text import Text
 
 from tileattn.bench import command, problem, report, results, timing
 from tileattn.bench.cases import Case
-from tileattn.bench.choices import at_least_one, refuse
+from tileattn.bench.choices import LADDER, at_least_one, refuse
 from tileattn.bench.peers import PEERS, Implementation, TileAttn
 from tileattn.bench.progress import reporting
 from tileattn.bench.results import Results, Row
@@ -32,7 +32,6 @@ from tileattn.kernels.mma.batch import compile_all
 from tileattn.kernels.mma.rungs import ACCUMULATIONS, HEAD_DIMS, LARGE_HEAD_DIMS, LAYOUTS, NAME, RUNGS, STAGES, Variant
 from tileattn.kernels.mma.tiles import candidates
 
-SUITE = "ladder"
 BESIDE = ("fa2", "efficient")
 TILELANG = "tilelang"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -146,11 +145,11 @@ def _first_values(implementations: Sequence[Implementation], given: problem.Prob
 
 
 def _measure(case: Case, implementations: Sequence[Implementation], device: torch.device, iters: int) -> Results:
-    measured = results.begin(device, None, f"tileattn {SUITE}")
+    measured = results.begin(device, None, f"tileattn {LADDER}")
     failures: list[str] = []
     with reporting(1, quiet=False) as progress:
         run = Run(
-            SUITE,
+            LADDER,
             [case],
             implementations,
             device,
