@@ -16,11 +16,12 @@ import torch
 from typer.testing import CliRunner
 
 from tileattn import ops
-from tileattn.bench import command, plot_ladder, problem, warmup
+from tileattn.bench import command, info, plot_ladder, problem, warmup
 from tileattn.bench.cases import Case
 from tileattn.bench.cli import app
 from tileattn.bench.peers import own
 from tileattn.bench.peers.base import Prepared
+from tileattn.dispatch import BACKENDS, named, select
 from tileattn.kernels.tilelang import batch
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/results"
@@ -288,9 +289,25 @@ def test_info_tells_versions_and_what_runs_where() -> None:
 
 
 def test_info_asks_for_another_architecture() -> None:
-    text = words(invoke("info --arch gfx000").output)
-    assert "What runs on gfx000" in text
-    assert "1 device 'gfx000' is not one of" in text
+    text = words(invoke("info --arch gfx942").output)
+    assert "What runs on gfx942" in text
+    assert "device 'gfx942' is no NVIDIA GPU from sm_80 on" in text
+
+
+@pytest.mark.parametrize("arch", ["gfx000", "sm_90", ""])
+def test_info_refuses_an_architecture_that_it_does_not_know(arch: str) -> None:
+    result = invoke(f"info --arch '{arch}'")
+    assert result.exit_code == 2
+    assert f"Invalid value for --arch: {arch!r} is not known; accepted: cpu, sm_80, " in words(result.output)
+
+
+@pytest.mark.parametrize("arch", ["cpu", "sm_80", "sm_90a", "gfx942"])
+def test_info_says_yes_first_where_a_call_runs(arch: str) -> None:
+    for example in info.examples():
+        call = example.call(arch)
+        cells = {backend.name: str(info._cell(backend, call, {})) for backend in BACKENDS}
+        assert next(name for name, cell in cells.items() if cell == "yes") == select(call).name, example.name
+    assert str(info._cell(named("mma"), info.examples()[0].call("sm_90a"), {})) == "by name 1"
 
 
 def test_warmup_compiles_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
