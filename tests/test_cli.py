@@ -264,6 +264,39 @@ def test_plot_draws_a_result_file_again() -> None:
     assert "Invalid value for --output: again.svg exists" in words(result.output)
 
 
+@pytest.mark.parametrize("options", ["--json file/r.json", "--plot file/p.png", "--plot file/p.png --json r.json"])
+def test_what_cannot_be_written_is_said_before_anything_is_measured(options: str) -> None:
+    Path("file").write_text("mine")
+    result = invoke(f"{TINY} {options}")
+    assert result.exit_code == 2
+    assert f"Invalid value for {options.split()[0]}: {options.split()[1]} can't be written: file is no folder" in words(
+        result.output
+    )
+    assert [path.name for path in Path().iterdir()] == ["file"]
+    assert Path("file").read_text() == "mine"
+
+
+def test_a_result_file_is_not_its_own_picture() -> None:
+    result = invoke(f"{TINY} --json r.png")
+    assert result.exit_code == 2
+    assert "Invalid value for --json: r.png would be its own picture" in words(result.output)
+
+
+def test_a_picture_that_cannot_be_written_is_one_error() -> None:
+    Path("file").write_text("mine")
+    Path("folder.png").mkdir()
+    ladder = RESULTS / "ladder-d512-h200-2026-11-22.json"
+    for output, why in (
+        ("file/p.png", "file is no folder"),
+        ("/proc/folder/p.png", "No such file or directory"),
+        ("folder.png", "Is a directory"),
+    ):
+        for line in (f"plot {ladder}", "viz weights --seqlen 4 --heads 1", "viz tiles --seqlen 64"):
+            result = invoke(f"{line} -o {output} --force")
+            assert result.exit_code == 2
+            assert f"Invalid value for --output: {output} can't be written: {why}" in words(result.output)
+
+
 def test_plot_says_what_is_wrong_with_a_file() -> None:
     Path("r.json").write_text('{"format": 0}')
     result = invoke("plot r.json")

@@ -288,6 +288,7 @@ def ladder(
     dtype: Annotated[str, typer.Option(help="fp16, which also runs with float16 accumulation, or bf16.")] = "fp16",
     plot: Annotated[Path | None, typer.Option(help="Draw the climb: .png, .svg or .pdf.", show_default=False)] = None,
     json: Annotated[Path | None, typer.Option(help="Result file.", show_default=False)] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite result file and picture.")] = False,
     tiles: Annotated[
         bool, typer.Option("--tiles", help="Every candidate of the tiles instead of every option.", hidden=True)
     ] = False,
@@ -296,7 +297,7 @@ def ladder(
     from tileattn.bench import ladder
 
     case = ladder.case_of(batch, heads, seqlen, head_dim, causal, dtype)
-    raise typer.Exit(ladder.climb(case, iters, tiles, json, plot))
+    raise typer.Exit(ladder.climb(case, iters, tiles, json, plot, force))
 
 
 @app.command(epilog="[dim]Example[/dim]\n\n  tileattn plot bench-results/quick.json -o speed.svg")
