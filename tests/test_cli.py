@@ -303,6 +303,13 @@ def test_plot_says_what_is_wrong_with_a_file() -> None:
     assert result.exit_code == 2
     assert "r.json is not a tileattn result file of format 1" in words(result.output)
     assert invoke("plot absent.json").exit_code == 2
+    Path("r.json").write_text('{"format": 1, "rows": []}')
+    for line in ("plot r.json", "viz dashboard r.json", "viz lengths r.json"):
+        result = invoke(line)
+        assert result.exit_code == 2
+        assert "Invalid value for RESULT: r.json is not a tileattn result file: it lacks 'device'" in words(
+            result.output
+        )
 
 
 def test_plot_draws_a_ladder_as_a_climb(monkeypatch: pytest.MonkeyPatch) -> None:
