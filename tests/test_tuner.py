@@ -689,10 +689,21 @@ def test_show_and_clear(fake: Fake, file: Path) -> None:
     assert not file.exists()
 
 
+def test_what_is_piped_is_not_folded(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results.keep("sm_90a", str(H100), SIZES, result(HopperConfig(128, 96)))
+    outcome = CliRunner().invoke(app, ["tune", "--show"], env={"COLUMNS": "40"})
+    config = ", ".join(
+        f"{name}={value}" for name, value in written(HopperConfig(128, 96)).items() if name != "schedule"
+    )
+    assert f"HopperConfig({config})" in outcome.output
+
+
 def test_tune_says_where_there_is_nothing_to_tune(file: Path) -> None:
     code, output = invoke(f"tune {SHAPE}")
     assert code == 0
     assert "the torch backend has nothing to tune on cpu" in output
+    assert output.endswith("no results: there was nothing to tune")
+    assert "results: /" not in output
     assert not file.exists()
 
 
@@ -702,6 +713,8 @@ def test_tune_refuses_what_it_does_not_know() -> None:
         ("tune --show --clear", "--clear"),
         (f"tune {SHAPE} --backend none", "--backend"),
         (f"tune {SHAPE} --suite quick", "--suite"),
+        ("tune --N abc", "Invalid value for --seqlen / --N: 'abc' is not understood"),
+        ("tune --D 0", "Invalid value for --head-dim / --D: 0 is too few"),
     ):
         code, output = invoke(line)
         assert code == 2

@@ -26,6 +26,15 @@ app = typer.Typer(
 
 app.add_typer(viz, name="viz")
 
+# The short names of `tileattn tune`, beside the long ones that all commands have.
+TUNE_NAMES = {
+    "--batch": "--B",
+    "--heads": "--H",
+    "--kv-heads": "--KV",
+    "--seqlen": "--N",
+    "--head-dim": "--D",
+    "--head-dim-v": "--Dv",
+}
 SHAPE, VARIANT, COMPARE, OUTPUT = "One case: its shape", "One case: its variant", "What is compared", "What is written"
 
 
@@ -450,7 +459,8 @@ def tune(
     shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, seqlen_k, head_dim, head_dim_v)
     terms = choices.VariantOptions(causal, mask, softcap, alibi, bias, sink, variant)
     where = choices.resolve_device(device)
-    chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where)
+    with choices.both_names(TUNE_NAMES):
+        chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where)
     raise typer.Exit(command.tune(chosen, choices.own_implementation(backend), where, again, quiet))
 
 
