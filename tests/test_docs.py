@@ -58,6 +58,18 @@ def test_the_tutorial_includes_the_kernels() -> None:
         assert f"kernels/tilelang/backward/{name}.py" in included
 
 
+def test_the_forward_page_shows_every_line_of_the_kernel() -> None:
+    file = "kernels/tilelang/generic.py"
+    shown = set()
+    for macro in include.MACRO.finditer((DOCS / "tutorial/forward.md").read_text()):
+        if macro["file"] == file:
+            text, first = include.source(file, macro["name"], macro["start"], macro["end"])
+            shown |= set(range(first, first + len(text.splitlines())))
+    body, first = include.source(file, "body", "block_M, block_N = config", "T.copy(l, arg.lse")
+    lines = enumerate(body.splitlines(), start=first)
+    assert not [line for number, line in lines if line.strip() and number not in shown]
+
+
 def test_what_is_included_are_the_lines_of_the_file() -> None:
     text, first = include.source("kernels/tilelang/softmax.py", "rescale")
     lines = (ROOT / "src/tileattn/kernels/tilelang/softmax.py").read_text().splitlines()
