@@ -335,11 +335,16 @@ def test_info_asks_for_another_architecture() -> None:
     assert "device 'gfx942' is no NVIDIA GPU from sm_80 on" in text
 
 
-@pytest.mark.parametrize("arch", ["gfx000", "sm_90", ""])
-def test_info_refuses_an_architecture_that_it_does_not_know(arch: str) -> None:
+@pytest.mark.parametrize(("arch", "shown"), [("sm_75", "sm_75"), ("gfx1100", "gfx1100"), ("sm_90", "sm_90a")])
+def test_info_answers_for_other_gpus(arch: str, shown: str) -> None:
+    assert f"What runs on {shown}" in words(invoke(f"info --arch {arch}").output)
+
+
+@pytest.mark.parametrize("arch", ["h100", "sm_9", ""])
+def test_info_refuses_what_is_no_architecture(arch: str) -> None:
     result = invoke(f"info --arch '{arch}'")
     assert result.exit_code == 2
-    assert f"Invalid value for --arch: {arch!r} is not known; accepted: cpu, sm_80, " in words(result.output)
+    assert f"Invalid value for --arch: {arch!r} is no architecture; accepted: cpu, sm_NN and" in words(result.output)
 
 
 @pytest.mark.parametrize("arch", ["cpu", "sm_80", "sm_90a", "gfx942"])

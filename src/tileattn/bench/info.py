@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -88,8 +89,7 @@ def examples() -> list[Example]:
 
 def show(arch: str | None) -> None:
     """Print it; `arch` asks what backends accept on another architecture than this machine's."""
-    if arch is not None and arch not in ("cpu", *ARCHITECTURES):
-        raise refuse("--arch", f"{arch!r} is not known; accepted: cpu, {', '.join(ARCHITECTURES)}")
+    arch = None if arch is None else _named_arch(arch)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console = Console()
     console.print(_machine(device))
@@ -146,6 +146,16 @@ def _matrix(arch: str) -> RenderableType:
     )
     summaries = [Text(f"{backend.name}: {backend.summary}", style="dim") for backend in BACKENDS]
     return Group(table, *notes, *summaries, order)
+
+
+def _named_arch(arch: str) -> str:
+    """As :class:`AttentionCall` spells it; those that no backend has kernels for have an answer, too."""
+    if f"{arch}a" in ARCHITECTURES:
+        return f"{arch}a"
+    if re.fullmatch(r"cpu|sm_\d{2,3}a?|gfx[0-9a-f]{3,4}", arch) is None:
+        known = ", ".join(ARCHITECTURES)
+        raise refuse("--arch", f"{arch!r} is no architecture; accepted: cpu, sm_NN and gfxNNN, such as {known}")
+    return arch
 
 
 def _cell(backend: Backend, call: AttentionCall, reasons: dict[str, int]) -> Text:
