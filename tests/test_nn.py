@@ -278,6 +278,17 @@ def test_dropout_of_the_textbook_is_on_weights() -> None:
     assert 0.7 < kept.double().mean() < 0.8
 
 
+@pytest.mark.parametrize("name", ["flash_v1", "masked"])
+def test_dropout_of_the_textbook_is_that_of_the_others(name: str) -> None:
+    naive, other = (get_attention(each, EMBED, HEADS, dropout=0.3, dtype=torch.float64) for each in ("naive", name))
+    other.load_state_dict(naive.state_dict())
+    results = []
+    for module in (naive, other):
+        torch.manual_seed(0)
+        results.append(run(module, random(2, 21, EMBED)))
+    close(*results)
+
+
 @pytest.mark.parametrize("name", ["flash_v1", "flash_v2"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_dropout_of_the_loops_is_the_pattern_of_the_seed(name: str, causal: bool) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ..dropout import draw_seed, keep_mask, weight_of_kept
 from ..masks import Mask
 from .masked import MaskedAttention
 
@@ -14,8 +14,9 @@ class NaiveAttention(MaskedAttention):
     """``softmax(q k^T / sqrt(head_dim)) v`` in four lines; the one module that returns the weights.
 
     Memory grows with the square of the length, in both passes. Arguments as :class:`MaskedAttention`; `forward`
-    returns the weights (batch, num_heads, seqlen, seqlen) as its second value, after dropout. A position that sees no
-    other has weights of 0, and so has an attention of 0.
+    returns the weights (batch, num_heads, seqlen, seqlen) as its second value, after dropout, which drops those that
+    the other modules drop for the same seed. A position that sees no other has weights of 0, and so has an attention
+    of 0.
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1.
     """
@@ -32,8 +33,16 @@ class NaiveAttention(MaskedAttention):
             # Not -inf: the softmax of a row in which nothing is seen would be NaN, and so would its gradient.
             weights = torch.softmax(scores.masked_fill(hidden, torch.finfo(scores.dtype).min), dim=-1)
             weights = weights.masked_fill(hidden, 0.0)
-        weights = F.dropout(weights, self.dropout, self.training)
+        if self.dropout_p:
+            weights = _dropped(weights, self.dropout_p)
         return (weights @ v).transpose(1, 2), weights
+
+
+def _dropped(weights: Tensor, p: float) -> Tensor:
+    """The weights (batch, heads, seqlen, seqlen) after dropout, by the pattern of :mod:`tileattn.dropout`."""
+    batch, heads, seqlen, _ = weights.shape
+    keep = keep_mask(draw_seed(weights.device), p, batch, heads, slice(0, seqlen), slice(0, seqlen))
+    return weights * keep * weight_of_kept(p)
 
 
 def _allowed(mask: Mask, scores: Tensor) -> Tensor:
