@@ -69,7 +69,8 @@ def attention(
         dropout_p: the probability, from 0 to 1, with which each weight of the softmax is dropped; those kept are
             divided by ``1 - dropout_p``. In every call where it is not 0: pass 0 when not training. The seed comes from
             torch's generator of the device, and decides alone which are dropped (:mod:`tileattn.dropout`); lse does not
-            see it.
+            see it. Inductor, the default of ``torch.compile``, has a generator of its own: after the same
+            ``torch.manual_seed`` compiled code drops other weights than eager code.
         layout: "bshd" as above, or "bhsd" for tensors (batch, heads, seqlen, head_dim), o included.
         return_lse: also return the log-sum-exp of the scores, sink included, in natural logarithm.
         deterministic: ask for bitwise equal gradients from run to run, as ``torch.use_deterministic_algorithms(True)``
