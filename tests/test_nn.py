@@ -440,6 +440,21 @@ def test_nn_is_there_without_being_imported() -> None:
 # --- Errors ---
 
 
+@pytest.mark.parametrize("cls", [MaskedAttention, NaiveAttention])
+def test_a_users_mask_is_checked(cls: type[MaskedAttention]) -> None:
+    x = random(1, 5, EMBED, dtype=torch.float32)
+    module = cls(EMBED, HEADS)
+    torch.testing.assert_close(module(x, lambda b, h, q, k: True)[0], module(x)[0])
+    wrong: list[tuple[Any, str]] = [
+        (lambda b, h, q, k: q - k, "a mask must return a condition"),
+        (lambda b, h, q, k: (q >= k) and (k > 0), "cannot branch on its arguments"),
+        (lambda q, k: q >= k, r"mask must be a function mask\(b, h, q, k\), got <lambda>\(q, k\): too many"),
+    ]
+    for mask, text in wrong:
+        with pytest.raises(TypeError, match=text):
+            module(x, mask)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [

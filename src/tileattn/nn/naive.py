@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..dropout import draw_seed, keep_mask, weight_of_kept
 from ..masks import Mask
+from ..variant import encode
 from .masked import MaskedAttention
 
 
@@ -49,6 +50,8 @@ def _allowed(mask: Mask, scores: Tensor) -> Tensor:
     """Which positions see which: bool, broadcastable to scores (batch, heads, seqlen, seqlen)."""
     batch, heads, seqlen, _ = scores.shape
     mask.check(batch, heads, seqlen, seqlen)
+    if not torch.compiler.is_compiling():  # which has no expression of a function that captures a tensor
+        encode(mask, ())  # raises what attention() would of a user's function
     b, h, i = (torch.arange(size, device=scores.device) for size in (batch, heads, seqlen))
-    allowed: Tensor = mask.allows(b[:, None, None, None], h[:, None, None], i[:, None], i)
-    return allowed
+    allowed = mask.allows(b[:, None, None, None], h[:, None, None], i[:, None], i)
+    return torch.as_tensor(allowed, device=scores.device)  # a function may return True
