@@ -440,6 +440,18 @@ def test_nn_is_there_without_being_imported() -> None:
 # --- Errors ---
 
 
+def test_dtypes_of_x_under_autocast() -> None:
+    module = MultiQueryAttention(EMBED, HEADS)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module(torch.zeros(1, 8, EMBED).half())[0].dtype == torch.bfloat16
+        with pytest.raises(TypeError, match=r"x must be .*, got torch.float64"):
+            module(torch.zeros(1, 8, EMBED).double())
+
+
+def test_multi_query_attention_may_be_told_that_it_has_one_head() -> None:
+    assert get_attention("mqa", EMBED, HEADS, num_kv_heads=1).num_kv_heads == 1
+
+
 @pytest.mark.parametrize("cls", [MaskedAttention, NaiveAttention])
 def test_a_users_mask_is_checked(cls: type[MaskedAttention]) -> None:
     x = random(1, 5, EMBED, dtype=torch.float32)
@@ -485,7 +497,17 @@ def test_a_users_mask_is_checked(cls: type[MaskedAttention]) -> None:
         ),
         (lambda: get_attention("sliding_window", 32, 4), TypeError, "'sliding_window' needs window_size"),
         (lambda: get_attention("gqa", 32, 4), TypeError, "'gqa' needs num_kv_heads"),
-        (lambda: get_attention("mqa", 32, 4, num_kv_heads=2), TypeError, "'mqa' takes no num_kv_heads, got 2"),
+        (lambda: get_attention("mqa", 32, 4, num_kv_heads=2), ValueError, "must be 1 or None for 'mqa', got 2"),
+        (lambda: get_attention("mqa", 32, 4, num_kv_heads="1"), TypeError, "num_kv_heads must be a positive.*'1'"),
+        (lambda: get_attention(["naive"], 32, 4), TypeError, r"name must be one of naive, .*, got \['naive'\]"),
+        (lambda: NaiveAttention(32, 4, causal="no"), TypeError, "causal must be True or False, got 'no'"),
+        (lambda: NaiveAttention(32, 4, bias="no"), TypeError, "bias must be True or False, got 'no'"),
+        (lambda: NaiveAttention(32, 4, dtype=torch.int32), TypeError, "dtype must be .*, got torch.int32"),
+        (lambda: NaiveAttention(32, 4, dtype="float32"), TypeError, "dtype must be torch.float16, .*, got 'float32'"),
+        (lambda: NaiveAttention(32, 4)([1]), TypeError, "x must be a torch.Tensor, got list"),
+        (lambda: MaskedAttention(32, 4)(torch.zeros(1, 8, 32).half()), TypeError, "x must be .*, got torch.float16"),
+        (lambda: MultiQueryAttention(32, 4)(torch.zeros(1, 8, 32).long()), TypeError, "x must be .*, got torch.int64"),
+        (lambda: MultiQueryAttention(32, 4).get_memory_usage(2, 9, "half"), TypeError, "dtype must be .*, got 'half'"),
         (lambda: get_attention("masked", 32, 4, block_size=2), TypeError, "'masked' takes no block_size, got 2"),
     ],
 )  # fmt: skip

@@ -17,6 +17,7 @@ from .api import attention
 from .head_dims import padded
 from .masks import SlidingWindow
 from .scores import Bias
+from .validation import check_flags
 
 
 def scaled_dot_product_attention(
@@ -52,6 +53,7 @@ def scaled_dot_product_attention(
         RuntimeError: both attn_mask and is_causal, as in PyTorch.
     """
     _check(query, key, value)
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if attn_mask is not None and is_causal:
         raise RuntimeError("Explicit attn_mask should not be set when is_causal=True: give one of the two")
     dims = max(query.ndim, key.ndim, value.ndim)
