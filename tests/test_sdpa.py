@@ -269,6 +269,7 @@ Q = torch.zeros(2, 4, 5, 8)
         ((Q[..., :0], Q[..., :0], Q), ValueError, "query: head dims must be at least 1"),
         ((Q, Q[..., :4], Q), ValueError, "one head_dim, got 8 and 4"),
         ((Q, Q[:, :, :3], Q), ValueError, "one seqlen"),
+        ((Q, Q, Q, None, 0.0, 1), TypeError, "is_causal must be True or False, got 1"),
         ((Q, Q, Q, None, 1.5), ValueError, "dropout_p must be a probability"),
         ((torch.nested.nested_tensor([Q[0]], layout=torch.jagged), Q, Q), TypeError, "query must be a dense tensor"),
     ],

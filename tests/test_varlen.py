@@ -162,6 +162,8 @@ def test_max_seqlen_that_is_too_small(name: str) -> None:
         ({"sink": random(3)}, ValueError, ("sink must have shape (heads,) = (4,), got (3,)",)),
         ({"scale": float("nan")}, ValueError, ("scale must be a finite number",)),
         ({"dropout_p": 1.5}, ValueError, ("dropout_p must be a probability",)),
+        ({"causal": "no"}, TypeError, ("causal must be True or False, got 'no'",)),
+        ({"deterministic": 1, "score_mod": ALiBi(random(5, HEADS))}, TypeError, ("deterministic must be True or",)),
         ({"mask": Causal}, TypeError, ("mask must be a tileattn mask", "the class Causal")),
         ({"mask": PrefixLM(torch.zeros(4, dtype=torch.int32))}, ValueError, ("prefix must have shape (5,), got (4,)",)),
         ({"mask": Documents(torch.zeros(5, 10, dtype=torch.int32))}, ValueError, ("Documents: ids", "(5, 11)")),

@@ -20,6 +20,7 @@ from .masks import SlidingWindow
 from .run import autocast
 from .scalars import as_float
 from .scores import Bias
+from .validation import check_flags
 
 
 def scaled_dot_product_attention(
@@ -58,6 +59,7 @@ def scaled_dot_product_attention(
     """
     query, key, value = autocast(query), autocast(key), autocast(value)  # first: dtypes decide what follows
     _check(query, key, value)
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if attn_mask is not None and is_causal:
         raise RuntimeError("Explicit attn_mask should not be set when is_causal=True: give one of the two")
     causal, bottom_right = bool(is_causal), False

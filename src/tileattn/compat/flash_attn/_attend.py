@@ -64,8 +64,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | N
         "score_mod": mods or None,
         "scale": q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale,
         "dropout_p": options.dropout_p,
-        "deterministic": options.deterministic,
-        "return_lse": options.return_attn_probs,
+        "deterministic": bool(options.deterministic),
+        "return_lse": bool(options.return_attn_probs),
     }
     padded_q, padded_k, padded_v = (pad(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k, v))
     with _without_autocast(q.device.type):
