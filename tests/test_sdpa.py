@@ -124,13 +124,6 @@ def test_its_signature_is_pytorchs() -> None:
         TORCH(q, q, q, None, 0.0, False, 0.1)
 
 
-@pytest.mark.parametrize("is_causal", [1, 0, None, []])
-def test_is_causal_counts_by_its_truth_value(is_causal: Any) -> None:
-    q = torch.randn(2, 3, 5, 8)
-    got = tileattn.scaled_dot_product_attention(q, q, q, is_causal=is_causal)
-    torch.testing.assert_close(got, TORCH(q, q, q, is_causal=bool(is_causal)))
-
-
 def test_any_strides() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, 16, 9, dtype=torch.float64).mT for _ in range(3))

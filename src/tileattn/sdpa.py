@@ -62,7 +62,7 @@ def scaled_dot_product_attention(
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if attn_mask is not None and is_causal:
         raise RuntimeError("Explicit attn_mask should not be set when is_causal=True: give one of the two")
-    causal, bottom_right = bool(is_causal), False
+    causal, bottom_right = is_causal, False
     if _is_causal_bias(attn_mask):
         causal, bottom_right, attn_mask = True, _is_bottom_right(attn_mask, query.shape[-2], key.shape[-2]), None
     dims = max(query.ndim, key.ndim, value.ndim)
