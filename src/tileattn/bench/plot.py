@@ -27,7 +27,7 @@ COLOURS = {
     "tileattn": "#D55E00",
     "tileattn-bf16": "#E69F00",
     "tileattn-dense": "#CC6677",
-    "tileattn-deterministic": "#882255",
+    "tileattn-deterministic": "#AA4499",
     "fa2": "#56B4E9",
     "cudnn": "#009E73",
     "fa2-varlen": "#44AA99",
