@@ -37,6 +37,8 @@ SOURCES: tuple[str, ...] = (
     "ladder-d512-h200-2026-11-22.json",
 )
 
+BEFORE = dict(zip(RUNGS[1:-1], RUNGS))  # the last one, for large head dims, has none
+
 _MARKED = re.compile(r"(<!-- (code|rung|gains)( [^>]*)? -->\n).*?(<!-- end -->)", re.DOTALL)
 NOT_MEASURED = "Not measured yet.\n"
 
@@ -86,7 +88,7 @@ def gains(measured: dict[str, Results]) -> str:
 
 def rung(name: str, measured: Iterable[Results]) -> str:
     """What a rung reaches with its best options, and how much faster that is than the rung before it."""
-    before = {RUNGS[0]: "", "tiled_d": ""}.get(name, RUNGS[RUNGS.index(name) - 1])  # tiled_d is measured by itself
+    before = BEFORE.get(name, "")
     lines = []
     for each in measured:
         here, there = (_best(each, which) for which in (name, before))
@@ -104,10 +106,10 @@ def rung(name: str, measured: Iterable[Results]) -> str:
 def _best(measured: Results, name: str) -> dict[str, float]:
     """TFLOPS of a rung's fastest options, by accumulation."""
     found: dict[str, float] = {}
-    for step in climbed(measured, steps_of(measured)):
-        variant = parse(step.row.backend.removeprefix(f"{NAME}:"))
-        if variant.rung == name:
-            found[variant.acc] = max(found.get(variant.acc, 0.0), step.row.tflops)
+    for row in measured.rows:
+        prefix, _, options = row.backend.partition(":")
+        if prefix == NAME and (variant := parse(options)).rung == name:
+            found[variant.acc] = max(found.get(variant.acc, 0.0), row.tflops)
     return found
 
 

@@ -215,10 +215,14 @@ def _speed_table(measured: Results, rows: Sequence[Row]) -> str:
 
 
 def _against_best(measured: Results, case: str) -> str:
-    ours, best = measured.row(case, OWN), best_peer_ms(measured, case)
-    if ours is None or best is None:
+    return _times_faster(measured.row(case, OWN), best_peer_ms(measured, case))
+
+
+def _times_faster(ours: Row | None, ms: float | None) -> str:
+    """Somebody else's milliseconds over ours, in bold where we are behind."""
+    if ours is None or ms is None:
         return MISSING
-    ratio = best / ours.ms
+    ratio = ms / ours.ms
     return _ratio(ratio) if ratio >= 1 else f"**{_ratio(ratio)}**"
 
 
@@ -378,7 +382,6 @@ def _packed(source: Source) -> str:
     """Of one length beside the dense kernel, and of skewed lengths; ratios are those of times."""
     measured = source.results
     peers = [backend for backend in measured.backends() if backend not in (OWN, DENSE)]
-    cases = [row for row in measured.rows if row.backend == OWN]
     intro = (
         "`varlen_attention`. `uniform`: sequences of one length, beside our own kernel on the same tokens as a batch "
         '("of dense": its time over ours). `skewed`: 64 sequences of a log-normal distribution with that mean. Times '
@@ -386,27 +389,12 @@ def _packed(source: Source) -> str:
     )
     headings = ["case", OWN, *map(_label, [*peers, DENSE]), *(f"against {_label(peer)}" for peer in peers), "of dense"]
     table = []
-    for row in cases:
+    for row in (row for row in measured.rows if row.backend == OWN):
         others = [measured.row(row.case, backend) for backend in (*peers, DENSE)]
-        table.append([row.case, _ms(row), *map(_ms, others), *(_times_faster(row, other) for other in others)])
-    title = _backward_of(measured, "Packed sequences")
-    return _joined(
-        [
-            f"## {title}",
-            _provenance(source),
-            intro,
-            _table(
-                [*headings, "error"], [[*cells, f"{row.error:.1e}"] for cells, row in zip(table, cases, strict=True)]
-            ),
-        ]
-    )
-
-
-def _times_faster(ours: Row, other: Row | None) -> str:
-    if other is None:
-        return MISSING
-    ratio = _ratio(other.ms / ours.ms)
-    return ratio if other.ms >= ours.ms else f"**{ratio}**"
+        ratios = [_times_faster(row, other.ms if other else None) for other in others]
+        table.append([row.case, _ms(row), *map(_ms, others), *ratios, f"{row.error:.1e}"])
+    title = f"## {_backward_of(measured, 'Packed sequences')}"
+    return _joined([title, _provenance(source), intro, _table([*headings, "error"], table)])
 
 
 # Triton
