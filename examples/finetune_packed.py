@@ -28,6 +28,7 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
+from checks import check_device, check_picture, check_rate
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
@@ -36,7 +37,6 @@ import tileattn.compat.transformers
 
 TEXT = Path(__file__).parent / "data" / "sonnets.txt"
 PROMPT = "Shall I compare thee to"
-PICTURES = (".png", ".svg", ".pdf")
 console = Console()
 
 
@@ -226,12 +226,14 @@ def main(
     ),
 ) -> None:
     """Fine-tune a language model on packed sonnets, and print what it writes."""
-    if out.suffix not in PICTURES:
-        raise typer.BadParameter(f"--out must end in {', '.join(PICTURES)}, got {out}")
     if model is not None and not model.is_dir():
         raise typer.BadParameter(f"--model {model} is not a folder")
+    if rate is None:
+        rate = Settings.rate if model is None else 2e-5
+    check_rate(rate)
+    check_picture(out)
+    check_device(device)
     tileattn.compat.transformers.register()
-    rate = rate or (Settings.rate if model is None else 2e-5)
     settings, text = Settings(steps, batch, longest, rate, device, seed), TEXT.read_text()
     curves = {}
     for way in ("packed", "padded") if compare else ("packed",):
@@ -242,8 +244,8 @@ def main(
     if compare:
         apart = max(abs(x - y) for x, y in zip(*curves.values()))
         console.print(f"losses differ by at most {apart:.2g}")
-    draw(curves, out)
     console.print(written(trained, language, settings, write), markup=False, highlight=False)
+    draw(curves, out)
     console.print(f"The losses are drawn in {out}.")
 
 

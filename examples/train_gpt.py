@@ -23,6 +23,7 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
+from checks import check_device, check_picture, check_rate, check_writable
 from gpt import ATTEND, GPT, Backend
 from rich.console import Console
 from rich.progress import Progress
@@ -33,7 +34,6 @@ from tileattn.bench import results
 
 TEXT = Path(__file__).parent / "data" / "sonnets.txt"
 PROMPT = "Shall I compare thee to"
-PICTURES = (".png", ".svg", ".pdf")
 COLOURS = {Backend.tileattn: "#D55E00", Backend.sdpa: "#332288"}  # safe for colour-blind readers
 console = Console()
 
@@ -88,6 +88,17 @@ class Text:
 
 
 # --- Training ---
+
+
+def check_attention(backend: Backend, settings: Settings) -> None:
+    """Raises unless this attention computes what the model will ask of it: it may be for other devices, or dtypes."""
+    shape = (settings.batch, settings.seqlen, settings.heads, settings.dim // settings.heads)
+    dtype = getattr(torch, settings.dtype.value)
+    q = torch.zeros(shape, dtype=dtype, device=settings.device, requires_grad=True)
+    try:
+        ATTEND[backend](q, q, q)
+    except RuntimeError as error:  # also NotImplementedError, which tileattn raises
+        raise typer.BadParameter(f"--backend {backend.value} does not run here: {error}") from None
 
 
 class Training:
@@ -264,19 +275,26 @@ def main(
         raise typer.BadParameter(f"--dim must be a multiple of twice --heads, got {dim} and {heads}")
     if seqlen >= len(text.held_out):
         raise typer.BadParameter(f"--seqlen must be less than {len(text.held_out)}, got {seqlen}")
+    if measure and compare:
+        raise typer.BadParameter("--compare trains and --benchmark only measures: give one of the two")
     if compare and backend == Backend.sdpa:
         raise typer.BadParameter("--compare needs another --backend than sdpa, with which it compares")
+    check_rate(rate)
     on_gpu = device.startswith("cuda")
     dtype = dtype or (Dtype.bfloat16 if on_gpu else Dtype.float32)
-    out = out if out.suffix else out.with_suffix(".png")
-    if out.suffix not in PICTURES:
-        raise typer.BadParameter(f"--out must end in {', '.join(PICTURES)}, got {out}")
-    settings = Settings(steps, seqlen, batch, layers, heads, dim, rate, device, dtype, compile, seed)
+    if measure and on_gpu and dtype == Dtype.float32:
+        raise typer.BadParameter("--benchmark on a GPU needs --dtype bfloat16, as FlashAttention-2 and cuDNN do")
     if json is not None and (not measure or json.exists()):
         raise typer.BadParameter(f"--json {json} exists" if measure else "--json is for the speeds of --benchmark")
+    out = out if out.suffix else out.with_suffix(".png")
+    if not measure:
+        check_picture(out)
+    if json is not None:
+        check_writable("--json", json)
+    check_device(device)
+    settings = Settings(steps, seqlen, batch, layers, heads, dim, rate, device, dtype, compile, seed)
+    check_attention(backend, settings)
     if measure:
-        if on_gpu and dtype == Dtype.float32:
-            raise typer.BadParameter("--benchmark on a GPU needs --dtype bfloat16, as FlashAttention-2 and cuDNN do")
         peers = [Backend.fa2, Backend.cudnn] if on_gpu else [Backend.sdpa]
         speeds = benchmark(text, settings, list(dict.fromkeys((backend, *peers))))
         console.print(table(speeds))
@@ -290,11 +308,11 @@ def main(
         curves[Backend.sdpa] = train(text, settings, Backend.sdpa)[1]
         apart = differences(*curves.values())
         console.print(f"losses differ by at most {max(apart):.2g}, by {sum(apart) / len(apart):.2g} on average")
-    draw(curves, out)
     tokens = text.encode(PROMPT)[None].to(device)
     with training.autocast():
         written = training.model.continued(tokens, 400, torch.Generator().manual_seed(seed))
     console.print(text.decode(written[0]), markup=False, highlight=False)
+    draw(curves, out)
     console.print(f"The losses are drawn in {out}.")
 
 

@@ -158,6 +158,8 @@ OPTIONS: list[tuple[str, Any, type[Exception], tuple[object, ...]]] = [
     *[("backend", value, ValueError,
        ("backend must be one of 'tilelang', 'triton', 'mma', 'torch' or None, got", repr(value)))
       for value in ("cuda", "", "Torch", 3, ["torch"])],
+    *[(flag, value, TypeError, (flag, "must be True or False, got", repr(value)))
+      for flag in ("causal", "return_lse", "deterministic") for value in ("no", 1, 3, None, [True])],
     *[("mask", value, TypeError, ("mask must be a tileattn mask or a function mask(b, h, q, k), got", name))
       for value, name in (
           ("causal", "str"), (True, "bool"), (zeros(5, 7).bool(), "Tensor"), ([Causal()], "list"), (3, "int"),
@@ -181,6 +183,15 @@ OPTIONS: list[tuple[str, Any, type[Exception], tuple[object, ...]]] = [
 def test_options(layout: str, option: str, value: Any, error: type[Exception], says: tuple[object, ...]) -> None:
     with pytest.raises(error, match=message(*says)):
         call(**{"layout": layout, option: value})
+
+
+@pytest.mark.parametrize("flag", ["causal", "return_lse", "deterministic"])
+def test_a_plan_of_true_is_not_that_of_one(flag: str) -> None:
+    call(**{flag: True})
+    with pytest.raises(TypeError, match=f"{flag} must be True or False, got 1"):
+        call(**{flag: 1})
+    with pytest.raises(TypeError, match=f"{flag} must be True or False, got 1"):
+        call(**{flag: 1, "score_mod": SoftCap(3.0)})
 
 
 def test_no_keyword_is_swallowed() -> None:

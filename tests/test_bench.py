@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from io import StringIO
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -508,6 +511,38 @@ def test_a_foreign_result_file_is_one_error(content: str, message: str, tmp_path
         results.load(tmp_path / "r.json")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda file: file.clear() or file.update(format=1, rows=[]), "it lacks 'device', 'gpu', 'versions', 'commit'"),
+        (lambda file: file.pop("refused"), "it lacks 'refused'"),
+        (lambda file: file.update(rows={}), "it has 'rows' = {}, which is no list"),
+        (lambda file: file.update(colour=3), "it has 'colour', which no reader knows"),
+        (lambda file: file["rows"].append(3), r"rows\[1\] is 3, not an object"),
+        (lambda file: file["rows"][0].update(colour=3), r"rows\[0\] has 'colour', which no reader knows"),
+        (lambda file: file["rows"][0].pop("ms"), r"rows\[0\] lacks 'ms'"),
+        (lambda file: file["rows"][0].update(ms="1"), r"rows\[0\] has 'ms' = '1', which is no float"),
+        (lambda file: file["rows"][0].update(ms=0), r"rows\[0\] has 'ms' = 0, which is no time"),
+        (lambda file: file["rows"][0].update(heads=True), r"rows\[0\] has 'heads' = True, which is no int"),
+        (lambda file: file["rows"][0].update(dtype="int8"), r"rows\[0\] has 'dtype' = 'int8'; known are bf16"),
+        (lambda file: file["rows"][0].update(commit=3), r"rows\[0\] has 'commit' = 3, which is no str \| None"),
+        (lambda file: file.update(direction="up"), "it has 'direction' = 'up'; known are fwd, bwd, fwdbwd"),
+        (lambda file: file.update(failed=[{"case": "c"}]), r"failed\[0\] lacks 'backend', 'reason'"),
+        (lambda file: file.update(ceilings=[{}]), r"ceilings\[0\] lacks 'when'"),
+    ],
+)
+def test_a_malformed_result_file_is_one_error(
+    change: Callable[[dict[str, Any]], object], message: str, tmp_path: Path
+) -> None:
+    measured = made_up("fa", "cuda", OWN)
+    results.save(replace(measured, rows=measured.rows[:1]), tmp_path / "r.json")
+    content = json.loads((tmp_path / "r.json").read_text())
+    change(content)
+    (tmp_path / "r.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"r.json is not a tileattn result file: {message}"):
+        results.load(tmp_path / "r.json")
+
+
 def rendered(measured: results.Results, width: int = 80) -> str:
     console = Console(width=width, file=StringIO())
     console.print(report.render(measured))
@@ -675,6 +710,21 @@ def test_pictures_show_every_measurement(suite: str, device: str, tmp_path: Path
 def test_every_backend_has_its_own_colour() -> None:
     assert set(plot.COLOURS) == {OWN, *PEERS}
     assert len(set(plot.COLOURS.values())) == len(plot.COLOURS)
+
+
+def test_unknown_backends_have_colours_of_their_own() -> None:
+    names = ["tileattn", *(f"mma:rung{number}" for number in range(40)), "tilelang"]
+    found = plot.colours_of(names)
+    assert set(found) == set(names)
+    assert found["tileattn"] == plot.COLOURS["tileattn"]
+    assert len(set(found.values())) == len(names)
+    assert all(re.fullmatch("#[0-9A-F]{6}", colour) for colour in found.values())
+
+
+def test_a_legend_has_as_many_columns_as_fit() -> None:
+    assert plot.legend_columns(["tileattn", "fa2", "cudnn"], 9) == 3
+    assert plot.legend_columns(["mma:shared_kv,stages=1,acc=fp16,smem=padded"] * 34, 15) == 3
+    assert plot.legend_columns(["x" * 500], 5) == 1
 
 
 def test_nothing_measured_is_nothing_to_draw(tmp_path: Path) -> None:

@@ -16,13 +16,16 @@ import torch
 from typer.testing import CliRunner
 
 from tileattn import ops
-from tileattn.bench import command, problem, warmup
+from tileattn.bench import command, info, plot_ladder, problem, warmup
 from tileattn.bench.cases import Case
 from tileattn.bench.cli import app
 from tileattn.bench.peers import own
 from tileattn.bench.peers.base import Prepared
+from tileattn.dispatch import BACKENDS, named, select
+from tileattn.kernels.mma import backend as mma_backend
 from tileattn.kernels.tilelang import batch
 
+RESULTS = Path(__file__).parent.parent / "benchmarks/results"
 TINY = "bench --device cpu --seqlen 16,32 --heads 2 --head-dim 16 --rounds 1"
 
 
@@ -235,7 +238,8 @@ def test_a_failure_of_ours_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> 
         ("--heads 8 --kv-heads 3", "Invalid value for --kv-heads: 3 does not divide the 8 heads of q"),
         ("--batch 0", "Invalid value for --batch: 0 is too few; accepted: an integer of at least 1"),
         ("--head-dim-v 0", "Invalid value for --head-dim-v: 0 is too few; accepted: an integer of at least 1"),
-        ("--mask windw8", "Invalid value for --mask: variant 'windw8': 'windw8' is not understood; accepted: full, or"),
+        ("--mask windw8", "Invalid value for --mask: 'windw8' is no mask; accepted: full, or masks joined with '+'"),
+        ("--mask window8+alibi", "Invalid value for --mask: 'alibi' is no mask; accepted: full, or masks joined"),
         ("--causal --mask causal", "Invalid value for --mask: variant 'causal+causal': 'causal' is given twice"),
         ("--variant foo", "Invalid value for --variant: variant 'foo': 'foo' is not understood; accepted: full, or"),
         ("--variant full --causal", "Invalid value for --variant: it names the whole variant; give either it or"),
@@ -262,12 +266,60 @@ def test_plot_draws_a_result_file_again() -> None:
     assert "Invalid value for --output: again.svg exists" in words(result.output)
 
 
+@pytest.mark.parametrize("options", ["--json file/r.json", "--plot file/p.png", "--plot file/p.png --json r.json"])
+def test_what_cannot_be_written_is_said_before_anything_is_measured(options: str) -> None:
+    Path("file").write_text("mine")
+    result = invoke(f"{TINY} {options}")
+    assert result.exit_code == 2
+    assert f"Invalid value for {options.split()[0]}: {options.split()[1]} can't be written: file is no folder" in words(
+        result.output
+    )
+    assert [path.name for path in Path().iterdir()] == ["file"]
+    assert Path("file").read_text() == "mine"
+
+
+def test_a_result_file_is_not_its_own_picture() -> None:
+    result = invoke(f"{TINY} --json r.png")
+    assert result.exit_code == 2
+    assert "Invalid value for --json: r.png would be its own picture" in words(result.output)
+
+
+def test_a_picture_that_cannot_be_written_is_one_error() -> None:
+    Path("file").write_text("mine")
+    Path("folder.png").mkdir()
+    ladder = RESULTS / "ladder-d512-h200-2026-11-22.json"
+    for output, why in (
+        ("file/p.png", "file is no folder"),
+        ("/proc/folder/p.png", "No such file or directory"),
+        ("folder.png", "Is a directory"),
+    ):
+        for line in (f"plot {ladder}", "viz weights --seqlen 4 --heads 1", "viz tiles --seqlen 64"):
+            result = invoke(f"{line} -o {output} --force")
+            assert result.exit_code == 2
+            assert f"Invalid value for --output: {output} can't be written: {why}" in words(result.output)
+
+
 def test_plot_says_what_is_wrong_with_a_file() -> None:
     Path("r.json").write_text('{"format": 0}')
     result = invoke("plot r.json")
     assert result.exit_code == 2
     assert "r.json is not a tileattn result file of format 1" in words(result.output)
     assert invoke("plot absent.json").exit_code == 2
+    Path("r.json").write_text('{"format": 1, "rows": []}')
+    for line in ("plot r.json", "viz dashboard r.json", "viz lengths r.json"):
+        result = invoke(line)
+        assert result.exit_code == 2
+        assert "Invalid value for RESULT: r.json is not a tileattn result file: it lacks 'device'" in words(
+            result.output
+        )
+
+
+def test_plot_draws_a_ladder_as_a_climb(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr(plot_ladder, "save", lambda measured, path: drawn.append(len(measured.rows)))
+    result = invoke(f"plot {RESULTS / 'ladder-d512-h200-2026-11-22.json'} -o climb.png")
+    assert (result.exit_code, result.output) == (0, "picture: climb.png\n")
+    assert drawn == [len(rows(RESULTS / "ladder-d512-h200-2026-11-22.json"))]
 
 
 def test_info_tells_versions_and_what_runs_where() -> None:
@@ -279,9 +331,31 @@ def test_info_tells_versions_and_what_runs_where() -> None:
 
 
 def test_info_asks_for_another_architecture() -> None:
-    text = words(invoke("info --arch gfx000").output)
-    assert "What runs on gfx000" in text
-    assert "1 device 'gfx000' is not one of" in text
+    text = words(invoke("info --arch gfx942").output)
+    assert "What runs on gfx942" in text
+    assert "device 'gfx942' is no NVIDIA GPU from sm_80 on" in text
+
+
+@pytest.mark.parametrize(("arch", "shown"), [("sm_75", "sm_75"), ("gfx1100", "gfx1100"), ("sm_90", "sm_90a")])
+def test_info_answers_for_other_gpus(arch: str, shown: str) -> None:
+    assert f"What runs on {shown}" in words(invoke(f"info --arch {arch}").output)
+
+
+@pytest.mark.parametrize("arch", ["h100", "sm_9", ""])
+def test_info_refuses_what_is_no_architecture(arch: str) -> None:
+    result = invoke(f"info --arch '{arch}'")
+    assert result.exit_code == 2
+    assert f"Invalid value for --arch: {arch!r} is no architecture; accepted: cpu, sm_NN and" in words(result.output)
+
+
+@pytest.mark.parametrize("arch", ["cpu", "sm_80", "sm_90a", "gfx942"])
+def test_info_says_yes_first_where_a_call_runs(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mma_backend, "has_compiler", lambda: True)
+    for example in info.examples():
+        call = example.call(arch)
+        cells = {backend.name: str(info._cell(backend, call, {})) for backend in BACKENDS}
+        assert next(name for name, cell in cells.items() if cell == "yes") == select(call).name, example.name
+    assert str(info._cell(named("mma"), info.examples()[0].call("sm_90a"), {})) == "by name 1"
 
 
 def test_warmup_compiles_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

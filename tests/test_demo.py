@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,17 @@ def test_the_page_has_a_field_for_each_of_the_form() -> None:
 
 
 def test_the_command_refuses_a_port_that_is_none() -> None:
-    pytest.importorskip("gradio", reason="needs gradio: pip install 'tileattn[demo]'")
     outcome = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["demo", "--port", "70000", "--no-browser"])
     assert outcome.exit_code == 2
     assert "70000 is no port" in outcome.output
+
+
+def test_the_command_refuses_a_port_that_is_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        outcome = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["demo", "--port", port, "--no-browser"])
+    assert outcome.exit_code == 2
+    assert f"{port} is in use; accepted: a free port, or none" in outcome.output
 
 
 @pytest.mark.gpu

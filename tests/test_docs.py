@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+import tileattn.reference
+import tileattn.testing
 from tileattn import profiling
 from tileattn.bench.info import Example
 from tileattn.dispatch import BACKENDS
@@ -56,6 +58,18 @@ def test_the_tutorial_includes_the_kernels() -> None:
         assert f"kernels/tilelang/backward/{name}.py" in included
 
 
+def test_the_forward_page_shows_every_line_of_the_kernel() -> None:
+    file = "kernels/tilelang/generic.py"
+    shown = set()
+    for macro in include.MACRO.finditer((DOCS / "tutorial/forward.md").read_text()):
+        if macro["file"] == file:
+            text, first = include.source(file, macro["name"], macro["start"], macro["end"])
+            shown |= set(range(first, first + len(text.splitlines())))
+    body, first = include.source(file, "body", "block_M, block_N = config", "T.copy(l, arg.lse")
+    lines = enumerate(body.splitlines(), start=first)
+    assert not [line for number, line in lines if line.strip() and number not in shown]
+
+
 def test_what_is_included_are_the_lines_of_the_file() -> None:
     text, first = include.source("kernels/tilelang/softmax.py", "rescale")
     lines = (ROOT / "src/tileattn/kernels/tilelang/softmax.py").read_text().splitlines()
@@ -84,6 +98,27 @@ def test_what_is_included_are_the_lines_of_the_file() -> None:
 def test_what_does_not_resolve_ends_the_build(macro: str, says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         include.expand(f"# A page\n\n{macro}\n", "page.md")
+
+
+# --- The API page ---
+
+
+def api_names() -> set[str]:
+    """What the page names: identifiers of their own, and members of modules."""
+    text = (DOCS / "api.md").read_text()
+    members = ", ".join(re.findall(r"members: \[([^\]]+)\]", text))
+    return {*re.findall(r"^::: tileattn\.(\w+)$", text, re.MULTILINE), *members.split(", ")}
+
+
+def test_every_public_name_is_on_the_api_page() -> None:
+    assert not set(tileattn.__all__) - api_names()
+
+
+def test_no_function_of_the_api_page_has_the_name_of_a_submodule() -> None:
+    """The page would not show it: its collector finds the module under the same name."""
+    for package in (tileattn.testing, tileattn.viz, tileattn.reference, tileattn.nn):
+        modules = {path.stem for path in Path(package.__path__[0]).glob("*.py")}
+        assert not modules & set(package.__all__) & api_names(), package.__name__
 
 
 # --- Links and navigation ---

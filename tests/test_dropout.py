@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -189,3 +191,25 @@ def test_the_whole_can_be_compiled() -> None:
 def test_the_testing_helper() -> None:
     mask = dropout_mask(9, 0.25, batch=2, heads=3, seqlen_q=33, seqlen_k=47)
     assert torch.equal(mask, keep_mask(seed_of(9), 0.25, 2, 3, slice(0, 33), slice(0, 47)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        ({"p": None}, TypeError, "p must be a probability, a number from 0 to 1, got None"),
+        ({"p": 1.5}, ValueError, "p must be a probability, a number from 0 to 1, got 1.5"),
+        ({"p": float("nan")}, ValueError, "p must be a probability, a number from 0 to 1, got nan"),
+        ({"seed": 3.5}, TypeError, "seed must be an int from .* or an int64 tensor of shape .*, got 3.5"),
+        ({"seed": 2**64}, ValueError, "seed must be an int from .*, got 18446744073709551616"),
+        ({"seed": torch.zeros(2, dtype=torch.int64)}, ValueError, r"seed must .*, got torch.int64 of shape \(2,\)"),
+        ({"seed": torch.zeros(1)}, TypeError, r"seed must be .*, got torch.float32 of shape \(1,\)"),
+        ({"heads": 0}, ValueError, "heads must be an int of at least 1, got 0"),
+        ({"batch": -1}, ValueError, "batch must be an int of at least 0, got -1"),
+        ({"seqlen_k": 4.0}, TypeError, "seqlen_k must be an int of at least 0, got 4.0"),
+    ],
+)
+def test_the_testing_helpers_errors(wrong: dict[str, Any], error: type[Exception], text: str) -> None:
+    right: dict[str, Any] = {"seed": 0, "p": 0.5, "batch": 1, "heads": 2, "seqlen_q": 3, "seqlen_k": 4}
+    assert dropout_mask(**right).shape == (1, 2, 3, 4)
+    with pytest.raises(error, match=text):
+        dropout_mask(**{**right, **wrong})

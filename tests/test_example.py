@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
@@ -132,12 +133,41 @@ def test_speed_on_a_gpu(example: ModuleType) -> None:
         (("--json", "speed.json"), "--json is for the speeds of --benchmark"),
         (("--benchmark", "--json", __file__), f"--json {__file__} exists"),
         (("--benchmark", "--device", "cuda", "--dtype", "float32"), "needs --dtype bfloat16"),
+        (("--benchmark", "--compare"), "--compare trains and --benchmark only measures: give one of the two"),
+        (("--rate", "nan"), "--rate must be a positive number, got nan"),
+        (("--device", "foo"), "--device must be one of this machine, such as cpu or cuda, got foo: "),
+        (("--device", "cuda:99"), "--device must be one of this machine, such as cpu or cuda, got cuda:99: "),
+        (("--backend", "tilelang"), "--backend tilelang does not run here: "),
+        (("--out", f"{__file__}/loss.png"), "loss.png: its folder cannot be made: "),
+        (("--benchmark", "--json", f"{__file__}/speed.json"), "speed.json: its folder cannot be made: "),
     ],
 )
-def test_errors(example: ModuleType, arguments: tuple[str, ...], message: str) -> None:
+def test_errors(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     result = run(example, *arguments)
     assert result.exit_code == 2
     assert message in " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.output).split())
+
+
+def test_nothing_trains_for_a_picture_that_cannot_be_drawn(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run(example)
+    assert result.exit_code == 2
+    assert "the picture needs matplotlib" in result.output
+
+
+def test_what_it_writes_is_shown_before_the_picture_is_drawn(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(example, "draw", None)  # fails where it is called
+    result = run(example, "--steps", "1", "--out", str(tmp_path / "new" / "loss.png"))
+    assert isinstance(result.exception, TypeError)
+    assert example.PROMPT in " ".join(result.output.split())  # which may be wrapped
+    assert (tmp_path / "new").is_dir()
 
 
 def test_the_text_is_what_its_page_says(example: ModuleType) -> None:

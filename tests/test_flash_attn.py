@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -396,10 +397,44 @@ def test_return_attn_probs_changes_no_numbers() -> None:
     assert not probabilities.requires_grad
 
 
+def test_an_empty_batch() -> None:
+    q = torch.randn(3, 6, 2, 16)[:0]
+    out, lse, probabilities = compat.flash_attn_func(q, q[:, :5], q[:, :5], 0.1, return_attn_probs=True)
+    assert (out.shape, lse.shape, probabilities.shape) == (q.shape, (0, 2, 6), (0, 2, 6, 5))
+
+
 def test_wider_dtypes_run_on_a_cpu() -> None:
     q = torch.randn(1, 5, 2, 20, dtype=torch.float64, requires_grad=True)
     expected = torch.nn.functional.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3).transpose(1, 2)
     torch.testing.assert_close(compat.flash_attn_func(q, q, q), expected)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_autocast_changes_nothing(p: float) -> None:
+    """Nor does it in flash-attn: no cast to float16, in which these values overflow."""
+    torch.manual_seed(0)
+    q = (torch.randn(1, 6, 2, 20) * 1e5).bfloat16()
+    ends = torch.tensor([0, 6], dtype=torch.int32)
+
+    def results() -> list[Tensor]:
+        torch.manual_seed(1)
+        dense = compat.flash_attn_func(q, q, q, p, return_attn_probs=True)
+        packed = compat.flash_attn_varlen_func(q[0], q[0], q[0], ends, ends, 6, 6, p, return_attn_probs=True)
+        return [*dense, *packed, compat.flash_attn_func(q, q, q)]
+
+    expected = results()
+    with torch.autocast("cpu", torch.float16):
+        got = results()
+    assert got[0].dtype == torch.bfloat16
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_autocast_changes_nothing_in_compiled_code() -> None:
+    q = torch.randn(1, 6, 2, 16)
+    compiled = torch.compile(compat.flash_attn_func, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        got = compiled(q, q, q)
+    torch.testing.assert_close(got, compat.flash_attn_func(q, q, q))
 
 
 def test_any_strides() -> None:
@@ -416,6 +451,16 @@ def test_windows_and_lengths_may_be_tensors() -> None:
     assert torch.equal(got, compat.flash_attn_func(q, q, q, window_size=(5, 3)))
     of_packed = compat.flash_attn_varlen_func(*[q[0]] * 3, ends, ends, longest, longest, window_size=(5, 3))
     torch.testing.assert_close(of_packed, got[0])
+
+
+def test_numbers_may_be_numpys_or_tensors() -> None:
+    q = torch.randn(6, 2, 16)
+    ends = torch.tensor([0, 6], dtype=torch.int32)
+    expected = compat.flash_attn_varlen_func(q, q, q, ends, ends, 6, 6, 0.0, 0.5, softcap=2.0)
+    for number in (np.float32, torch.tensor):
+        options = {"dropout_p": number(0), "softmax_scale": number(0.5), "softcap": number(2.0)}
+        got = compat.flash_attn_varlen_func(q, q, q, ends, ends, np.int64(6), np.int32(6), **options)
+        assert torch.equal(got, expected)
 
 
 def test_lse_and_slopes_have_gradients() -> None:
@@ -441,11 +486,18 @@ def test_under_torch_compile() -> None:
     torch.testing.assert_close(*(torch.autograd.grad(f(q), q) for f in (compiled, loss)))
 
 
+def test_packed_sequences_under_torch_compile() -> None:
+    qkv, ends = torch.randn(9, 3, 2, 16), torch.tensor([0, 4, 9], dtype=torch.int32)
+    compiled = torch.compile(compat.flash_attn_varlen_qkvpacked_func, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(qkv, ends, 5), compat.flash_attn_varlen_qkvpacked_func(qkv, ends, 5))
+
+
 # --- Errors ---
 
 Q = torch.zeros(2, 5, 4, 16)
 ENDS = torch.tensor([0, 5, 10], dtype=torch.int32)
 PACKED = Q.flatten(0, 1)
+QKV = torch.stack([PACKED] * 3, dim=1)
 
 
 @pytest.mark.parametrize(
@@ -463,6 +515,9 @@ PACKED = Q.flatten(0, 1)
         (lambda: compat.flash_attn_func(Q, Q, Q, window_size=3), TypeError, "window_size must be two ints.*got 3"),
         (lambda: compat.flash_attn_func(Q, Q, Q, window_size=(1, 2, 3)), TypeError, "window_size must be two ints"),
         (lambda: compat.flash_attn_func(Q, Q, Q, 2.0), ValueError, "dropout_p must be a probability"),
+        (lambda: compat.flash_attn_func(Q, Q, Q, "0"), TypeError, "dropout_p must be a probability"),
+        (lambda: compat.flash_attn_func(Q, Q, Q, softmax_scale="x"), TypeError, "softmax_scale must be.*got 'x'"),
+        (lambda: compat.flash_attn_func(Q, Q, Q, softcap=None), TypeError, "softcap must be a number.*got None"),
         (lambda: compat.flash_attn_func(Q, Q, Q, alibi_slopes=torch.ones(3)), ValueError, r"ALiBi: slopes.*got \(3,\)"),
         (lambda: compat.flash_attn_kvpacked_func(Q, Q), ValueError, r"kv must have shape \(batch, seqlen, 2, heads"),
         (lambda: compat.flash_attn_qkvpacked_func(Q), ValueError, r"qkv must have shape \(batch, seqlen, 3, heads"),
@@ -472,6 +527,24 @@ PACKED = Q.flatten(0, 1)
             ValueError,
             r"qkv must have shape \(total, 3, heads, head_dim\), got \(10, 4, 16\)",
         ),
+        *[
+            (lambda arguments=arguments: compat.flash_attn_varlen_qkvpacked_func(QKV, *arguments), error, message)
+            for arguments, error, message in (
+                ((ENDS.long(), 5), TypeError, "^cu_seqlens must be int32"),
+                ((ENDS + 1, 5), ValueError, "^cu_seqlens must start at 0"),
+                ((ENDS, None), TypeError, "^max_seqlen must be an int"),
+                ((ENDS, 3), ValueError, "^max_seqlen must be at least the longest length"),
+                ((ENDS, torch.tensor([5, 5])), TypeError, r"^max_seqlen must be an int.* shape \(2,\)"),
+            )
+        ],
+        *[
+            (
+                lambda size=size: compat.flash_attn_varlen_func(*[PACKED] * 3, ENDS, ENDS, 5, size),
+                TypeError,
+                "max_seqlen_k must be an int, or an integer tensor of one element, got a tensor",
+            )
+            for size in (torch.tensor([5, 5]), torch.tensor(5.5), torch.tensor(True))
+        ],
         (
             lambda: compat.flash_attn_varlen_func(Q, Q, Q, ENDS, ENDS, 5, 5),
             ValueError,
@@ -492,6 +565,13 @@ PACKED = Q.flatten(0, 1)
             NotImplementedError,
             "block_table: tileattn has no paged keys and values yet",
         ),
+        (
+            lambda: bert_padding.unpad_input([1], ENDS),
+            TypeError,
+            "hidden_states must be a torch.Tensor, got list",
+        ),
+        (lambda: bert_padding.unpad_input(Q, Q), TypeError, "attention_mask must be a tensor of bool or integers"),
+        (lambda: bert_padding.pad_input([1], ENDS, 3, 5), TypeError, "hidden_states must be a torch.Tensor, got list"),
         (
             lambda: compat.flash_attn_with_kvcache(Q, Q, Q),
             NotImplementedError,
@@ -558,3 +638,20 @@ def test_index_first_axis() -> None:
     assert (put[torch.tensor([2, 3, 4, 5, 7])] == 0).all()
     assert torch.autograd.gradcheck(lambda x: bert_padding.index_first_axis(x, indices), x)
     assert torch.autograd.gradcheck(lambda x: bert_padding.index_put_first_axis(x, indices[:2].expand(2), 8), x[:2])
+
+
+def test_index_first_axis_residual() -> None:
+    x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
+    indices = torch.tensor([4, 0, 4])
+    rows, residual = bert_padding.index_first_axis_residual(x, indices)
+    assert torch.equal(rows, x[indices])
+    assert torch.equal(residual, x)
+    assert residual.data_ptr() == x.data_ptr()
+    d_rows, d_residual = torch.randn_like(rows), torch.randn_like(residual)
+    (dx,) = torch.autograd.grad((rows, residual), x, (d_rows, d_residual))
+    torch.testing.assert_close(dx, d_residual.index_add(0, indices, d_rows))
+    assert torch.autograd.gradcheck(lambda x: bert_padding.index_first_axis_residual(x, indices), x)
+    residual = bert_padding.index_first_axis_residual(x, indices)[1]
+    before = x.detach().clone()
+    residual.add_(1)  # as flash-attn's may
+    assert torch.equal(x, before + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,13 @@ def test_pictures_and_profiles_import_their_packages_when_they_are_used() -> Non
 def test_every_public_name_is_there() -> None:
     assert all(hasattr(tileattn, name) for name in tileattn.__all__)
     assert len(set(tileattn.__all__)) == len(tileattn.__all__)
+
+
+def test_importing_all_leaves_pythons_math_alone() -> None:
+    names: dict[str, object] = {}
+    exec("import math\nfrom tileattn import *", names)
+    assert names["math"] is math
+    assert tileattn.math is not math
 
 
 # --- Arrows ---

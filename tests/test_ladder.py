@@ -128,6 +128,8 @@ def test_labels_can_be_read_back_from_a_file(climb: Results) -> None:
         ("--D 48", "48 is no head dim of the ladder; accepted: 32, 64"),
         ("--dtype fp32", "'fp32' is not known; accepted: fp16, bf16"),
         ("--N 0", "0 is too few"),
+        ("--iters 0", "Invalid value for --iters: 0 is too few"),
+        ("--plot climb.bmp", "Invalid value for --plot: climb.bmp has the suffix '.bmp'"),
         ("", "need an NVIDIA GPU"),
     ],
 )
@@ -136,6 +138,57 @@ def test_a_bad_call_is_one_error(arguments: str, says: str, monkeypatch: pytest.
     done = CliRunner().invoke(app, ["ladder", *shlex.split(arguments)])
     assert done.exit_code == 2
     assert says in " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.output).split())
+
+
+@pytest.fixture
+def measuring(climb: Results, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """As on a GPU, in an empty folder, but that nothing is compiled and measured; what was asked to be."""
+    asked: list[str] = []
+
+    def measure(measured: Results, *_: object) -> None:
+        asked.append("measure")
+        measured.rows += climb.rows
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ladder, "_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(ladder, "_compile", lambda *_: None)
+    monkeypatch.setattr(ladder, "_first_values", lambda *_: {})
+    monkeypatch.setattr(ladder, "_measure", measure)
+    return asked
+
+
+def test_files_are_made_ahead_and_overwritten_only_if_asked(measuring: list[str]) -> None:
+    line = ["ladder", "--N", "64", "--json", "new/climb.json", "--plot", "pictures/climb.png"]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 0, done.output
+    assert len(results.load(Path("new/climb.json")).rows) == len(LADDER) + 2
+    assert Path("pictures/climb.png").stat().st_size > 10_000
+    for options in (line[:5], [*line[:3], *line[5:]]):
+        done = CliRunner().invoke(app, options)
+        assert done.exit_code == 2
+        assert "exists; give another name" in " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.output).split())
+    assert measuring == ["measure"]
+    assert CliRunner().invoke(app, [*line, "--force"]).exit_code == 0
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_files_that_cannot_be_made_are_said_ahead(option: str, measuring: list[str]) -> None:
+    Path("file").write_text("")
+    done = CliRunner().invoke(app, ["ladder", option, "file/climb.png"])
+    assert done.exit_code == 2
+    assert "file is no folder" in done.output
+    assert not measuring
+
+
+def test_without_a_measurement_there_is_no_picture(measuring: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "_measure", lambda *_: None)
+    done = CliRunner().invoke(app, ["ladder", "--N", "64", "--json", "climb.json", "--plot", "climb.png"])
+    assert done.exit_code == 1
+    assert "no picture: nothing was measured" in done.output
+    assert [path.name for path in Path().iterdir()] == ["climb.json"]
+    done = CliRunner().invoke(app, ["plot", "climb.json"])
+    assert done.exit_code == 2
+    assert "has no measurements to draw" in done.output
 
 
 # --- The page ---

@@ -41,13 +41,20 @@ ASSEMBLED = ("sm_80", "sm_90a")
 # Elsewhere, where kernels are lowered alone and by the schedule of sm_80, not all of `CALLS` are worth the time: of
 # NVIDIA's, each kind of mask, modification, flag and dtype once on one of them.
 ELSEWHERE = {
-    "sm_89": ("plain-256", "composed"),
+    "sm_89": ("composed",),
     "sm_100a": ("plain-16", "causal-64", "unaligned"),
     "sm_120a": ("plain-256", "window-96", "composed"),
     "gfx942": ("plain-16", "plain-256", "causal-64", "window-96", "composed", "unaligned"),
 }
-# Those that take longest, of which CI looks at one architecture's alone.
-LONG = {"sm_80": ("window-or-prefix-192", "plain-128/192", "causal-192/128", "captured-64/128")}
+# Those that take longest: half a minute of a core each, lowered and assembled.
+LONG = {
+    "sm_80": (
+        *("window-or-prefix-192", "plain-128/192", "causal-192/128", "captured-64/128", "documents-causal"),
+        *("plain", "plain-256", "softcap-256"),
+    ),
+    "sm_90a": ("window-or-prefix-192",),
+}
+SHORT_SEQUENCES = ("plain", "causal-64")  # of which the kernel for those is looked at, too
 
 # ptxas: wgmma instructions run one after the other, or setmaxnreg is ignored. Each costs half the speed.
 SERIALIZED = re.compile(r"C75(?:08|10|12|14)|serializ|setmaxnreg ignored", re.IGNORECASE)
@@ -61,9 +68,9 @@ def _kernels() -> list[object]:
             # Only sm_90a copies a bias tile by tile: elsewhere these are as the other biases, at the same cost of time.
             quick = name in CALLS and (arch == "sm_90a" or "tiles" not in name)
             quick = quick and name in ELSEWHERE.get(arch, CALLS) and name not in LONG.get(arch, ())
-            marks = [] if quick else [pytest.mark.slow]
             call = on(arch, call)
             for number, tile in enumerate(defaults.defaults(call)):
+                marks = [] if quick and (number == 0 or name in SHORT_SEQUENCES) else [pytest.mark.slow]
                 suffix = f"-{number}" if number else ""
                 found.append(pytest.param(call, tile, id=f"{arch}-{name}{suffix}", marks=marks))
     return found

@@ -278,6 +278,17 @@ def test_dropout_of_the_textbook_is_on_weights() -> None:
     assert 0.7 < kept.double().mean() < 0.8
 
 
+@pytest.mark.parametrize("name", ["flash_v1", "masked"])
+def test_dropout_of_the_textbook_is_that_of_the_others(name: str) -> None:
+    naive, other = (get_attention(each, EMBED, HEADS, dropout=0.3, dtype=torch.float64) for each in ("naive", name))
+    other.load_state_dict(naive.state_dict())
+    results = []
+    for module in (naive, other):
+        torch.manual_seed(0)
+        results.append(run(module, random(2, 21, EMBED)))
+    close(*results)
+
+
 @pytest.mark.parametrize("name", ["flash_v1", "flash_v2"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_dropout_of_the_loops_is_the_pattern_of_the_seed(name: str, causal: bool) -> None:
@@ -429,6 +440,33 @@ def test_nn_is_there_without_being_imported() -> None:
 # --- Errors ---
 
 
+def test_dtypes_of_x_under_autocast() -> None:
+    module = MultiQueryAttention(EMBED, HEADS)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module(torch.zeros(1, 8, EMBED).half())[0].dtype == torch.bfloat16
+        with pytest.raises(TypeError, match=r"x must be .*, got torch.float64"):
+            module(torch.zeros(1, 8, EMBED).double())
+
+
+def test_multi_query_attention_may_be_told_that_it_has_one_head() -> None:
+    assert get_attention("mqa", EMBED, HEADS, num_kv_heads=1).num_kv_heads == 1
+
+
+@pytest.mark.parametrize("cls", [MaskedAttention, NaiveAttention])
+def test_a_users_mask_is_checked(cls: type[MaskedAttention]) -> None:
+    x = random(1, 5, EMBED, dtype=torch.float32)
+    module = cls(EMBED, HEADS)
+    torch.testing.assert_close(module(x, lambda b, h, q, k: True)[0], module(x)[0])
+    wrong: list[tuple[Any, str]] = [
+        (lambda b, h, q, k: q - k, "a mask must return a condition"),
+        (lambda b, h, q, k: (q >= k) and (k > 0), "cannot branch on its arguments"),
+        (lambda q, k: q >= k, r"mask must be a function mask\(b, h, q, k\), got <lambda>\(q, k\): too many"),
+    ]
+    for mask, text in wrong:
+        with pytest.raises(TypeError, match=text):
+            module(x, mask)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
@@ -459,7 +497,17 @@ def test_nn_is_there_without_being_imported() -> None:
         ),
         (lambda: get_attention("sliding_window", 32, 4), TypeError, "'sliding_window' needs window_size"),
         (lambda: get_attention("gqa", 32, 4), TypeError, "'gqa' needs num_kv_heads"),
-        (lambda: get_attention("mqa", 32, 4, num_kv_heads=2), TypeError, "'mqa' takes no num_kv_heads, got 2"),
+        (lambda: get_attention("mqa", 32, 4, num_kv_heads=2), ValueError, "must be 1 or None for 'mqa', got 2"),
+        (lambda: get_attention("mqa", 32, 4, num_kv_heads="1"), TypeError, "num_kv_heads must be a positive.*'1'"),
+        (lambda: get_attention(["naive"], 32, 4), TypeError, r"name must be one of naive, .*, got \['naive'\]"),
+        (lambda: NaiveAttention(32, 4, causal="no"), TypeError, "causal must be True or False, got 'no'"),
+        (lambda: NaiveAttention(32, 4, bias="no"), TypeError, "bias must be True or False, got 'no'"),
+        (lambda: NaiveAttention(32, 4, dtype=torch.int32), TypeError, "dtype must be .*, got torch.int32"),
+        (lambda: NaiveAttention(32, 4, dtype="float32"), TypeError, "dtype must be torch.float16, .*, got 'float32'"),
+        (lambda: NaiveAttention(32, 4)([1]), TypeError, "x must be a torch.Tensor, got list"),
+        (lambda: MaskedAttention(32, 4)(torch.zeros(1, 8, 32).half()), TypeError, "x must be .*, got torch.float16"),
+        (lambda: MultiQueryAttention(32, 4)(torch.zeros(1, 8, 32).long()), TypeError, "x must be .*, got torch.int64"),
+        (lambda: MultiQueryAttention(32, 4).get_memory_usage(2, 9, "half"), TypeError, "dtype must be .*, got 'half'"),
         (lambda: get_attention("masked", 32, 4, block_size=2), TypeError, "'masked' takes no block_size, got 2"),
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -208,6 +209,7 @@ def test_only_padding(batch: int) -> None:
     ("x", "mask", "error", "says"),
     [
         (random(3), KEEP, ValueError, ("x must have shape (batch, seqlen, ...), got (3,)",)),
+        ([1], KEEP, TypeError, ("x must be a torch.Tensor, got list",)),
         (random(4, 9), KEEP.float(), TypeError, ("mask must be a tensor of bool or integers", "got torch.float32")),
         (random(4, 9), None, TypeError, ("mask must be a tensor of bool or integers", "got NoneType")),
         (random(4, 8), KEEP, ValueError, ("mask must have shape (batch, seqlen) = (4, 8), got (4, 9)",)),
@@ -219,6 +221,35 @@ def test_wrong_arguments(x: Tensor, mask: Any, error: Any, says: tuple[str, ...]
         unpad_input(x, mask)
 
 
-def test_indices_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match=message("x and indices must have shapes (total, ...) and (total,)", "(3,)")):
-        pad_input(random(4, 2), torch.arange(3), 2, 3)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_pad_takes_indices_and_sizes_of_other_types(dtype: torch.dtype) -> None:
+    padded = pad_input(torch.tensor([1.0, 2.0]), torch.tensor([3, 0], dtype=dtype), np.int64(2), torch.tensor(3))
+    assert padded.tolist() == [[2.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        (
+            (random(4, 2), torch.arange(3), 2, 3),
+            ValueError,
+            ("x and indices must have shapes", "(3,)"),
+        ),
+        (([1], torch.arange(1), 2, 3), TypeError, ("x must be a torch.Tensor, got list",)),
+        ((random(1), [1], 3, 5), TypeError, ("indices must be a torch.Tensor, got list",)),
+        ((random(3), torch.arange(3.0), 2, 3), TypeError, ("indices must be int64 or int32, got torch.float32",)),
+        ((random(3), torch.arange(3).to("meta"), 2, 3), ValueError, ("indices must be on x's device cpu, got meta",)),
+        ((random(3), torch.arange(3), -2, 3), ValueError, ("batch must be at least 0, got -2",)),
+        ((random(3), torch.arange(3), 2, 3.0), TypeError, ("seqlen must be an int, got 3.0",)),
+        ((random(3), torch.arange(3), 2, 1), ValueError, ("indices must lie in 0 ..", "= 1, got others", "index 2")),
+        (
+            (random(3), torch.arange(3) + 4, 2, 3),
+            ValueError,
+            ("indices must lie in 0 ..", "= 5, got others", "index 6"),
+        ),
+        ((random(3), torch.arange(3) - 1, 2, 3), ValueError, ("indices must lie in 0 ..", "got others", "index -1")),
+    ],
+)
+def test_wrong_arguments_of_pad(arguments: tuple[Any, ...], error: Any, says: tuple[str, ...]) -> None:
+    with pytest.raises(error, match=message(*says)):
+        pad_input(*arguments)

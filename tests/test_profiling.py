@@ -95,8 +95,18 @@ def test_bad_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         tileattn.profile_all({"twelve": 12})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="flops must be positive or None, got 0"):
         tileattn.profile(torch.zeros, 1, flops=0)
+    with pytest.raises(TypeError, match="fn must be callable, got 3"):
+        tileattn.profile(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="flops must be a number or None, got 'x'"):
+        tileattn.profile(torch.zeros, 1, flops="x")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fns must be a mapping from names to callables, got list"):
+        tileattn.profile_all([torch.zeros])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="fns must name at least one callable"):
         tileattn.profile_all({})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda", "cuda:1", "tpu", 3.5):
+        with pytest.raises(ValueError, match=f"device must be one of this machine, got {device!r}; accepted: cpu"):
+            tileattn.profile(torch.zeros, 1, device=device)  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="device must be given where no argument is a tensor"):
         tileattn.profile(lambda: None)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import inspect
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import tileattn
 from tileattn.head_dims import pad
@@ -137,6 +139,32 @@ def test_a_mask_in_float32_beside_16_bits() -> None:
     torch.testing.assert_close(got, TORCH(q, k, v, mask), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_mask_under_autocast(dtype: torch.dtype) -> None:
+    """Of a dtype that query gets, or had."""
+    torch.manual_seed(0)
+    q, mask = torch.randn(2, 3, 9, 16), torch.randn(9, 9)
+    mask = mask > 0 if dtype == torch.bool else mask.to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, expected = tileattn.scaled_dot_product_attention(q, q, q, mask), TORCH(q, q, q, mask)
+    assert got.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
+
+
+def test_head_dims_are_padded_for_the_dtype_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes = []
+
+    def padded(*tensors: Tensor) -> tuple[Tensor, ...]:
+        dtypes.extend(x.dtype for x in tensors)
+        return tensors
+
+    monkeypatch.setattr(tileattn.sdpa, "padded", padded)
+    q = torch.randn(2, 3, 9, 17)
+    with torch.autocast("cpu", torch.bfloat16):
+        tileattn.scaled_dot_product_attention(q, q, q)
+    assert dtypes == [torch.bfloat16] * 3
+
+
 def test_minus_infinity_in_a_float_mask_hides() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, 7, 16, dtype=torch.float64) for _ in range(3))
@@ -146,6 +174,35 @@ def test_minus_infinity_in_a_float_mask_hides() -> None:
     with sdpa_kernel(SDPBackend.MATH):
         torch.testing.assert_close(got, TORCH(q, k, v, mask))
     assert (got[:, :, 2] == 0).all()
+
+
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+@pytest.mark.parametrize("lengths", [(3, 5), (5, 3), (4, 4)])
+@pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
+def test_pytorchs_causal_bias(bias: Any, lengths: tuple[int, int]) -> None:
+    """Whose memory is not written: its tensor is what it says it stands for."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, lengths[place], 16, dtype=torch.float64) for place in (0, 1, 1))
+    mask = bias(*lengths)
+    got = tileattn.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(got, tileattn.scaled_dot_product_attention(q, k, v, mask._materialize()))
+
+
+def test_pytorchs_causal_bias_under_torch_compile() -> None:
+    q, k = torch.randn(2, 3, 3, 16), torch.randn(2, 3, 5, 16)
+
+    def call(q: Tensor, k: Tensor) -> Tensor:
+        return tileattn.scaled_dot_product_attention(q, k, k, causal_lower_right(3, 5))
+
+    torch.testing.assert_close(torch.compile(call, backend="aot_eager")(q, k), call(q, k))
+
+
+def test_a_mask_may_be_a_parameter() -> None:
+    q, mask = torch.randn(2, 3, 5, 16), torch.nn.Parameter(torch.randn(5, 5))
+    got = tileattn.scaled_dot_product_attention(q, q, q, mask)
+    torch.testing.assert_close(got, tileattn.scaled_dot_product_attention(q, q, q, mask.detach()))
+    got.sum().backward()
+    assert mask.grad is not None
 
 
 def test_dropout_is_that_of_the_seed() -> None:
@@ -186,6 +243,8 @@ Q = torch.zeros(2, 4, 5, 8)
     ("arguments", "error", "message"),
     [
         ((Q, Q, Q, torch.zeros(5, 5), 0.0, True), RuntimeError, "attn_mask should not be set when is_causal=True"),
+        ((Q, Q, Q, causal_upper_left(5, 5), 0.0, True), RuntimeError, "should not be set when is_causal=True"),
+        ((Q, Q, Q, causal_upper_left(5, 6)), ValueError, "a CausalBias, must be for the L = 5 and S = 5.*for 5 and 6"),
         ((Q[0, 0, 0], Q, Q), ValueError, r"query must have at least 2 dimensions.*got \(8,\)"),
         ((Q, Q.tolist(), Q), TypeError, "key must be a torch.Tensor, got list"),
         (
@@ -203,6 +262,7 @@ Q = torch.zeros(2, 4, 5, 8)
         ((Q[..., :0], Q[..., :0], Q), ValueError, "query: head dims must be at least 1"),
         ((Q, Q[..., :4], Q), ValueError, "one head_dim, got 8 and 4"),
         ((Q, Q[:, :, :3], Q), ValueError, "one seqlen"),
+        ((Q, Q, Q, None, 0.0, 1), TypeError, "is_causal must be True or False, got 1"),
         ((Q, Q, Q, None, 1.5), ValueError, "dropout_p must be a probability"),
         ((torch.nested.nested_tensor([Q[0]], layout=torch.jagged), Q, Q), TypeError, "query must be a dense tensor"),
     ],
@@ -210,6 +270,30 @@ Q = torch.zeros(2, 4, 5, 8)
 def test_errors(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         tileattn.scaled_dot_product_attention(*arguments)
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.5), np.int64(2), torch.tensor(0.5), torch.tensor(2)], ids=repr)
+def test_scales_as_pytorch_takes_them(scale: Any) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(2, 3, 5, 8)
+    got = tileattn.scaled_dot_product_attention(q, q, q, scale=scale)
+    torch.testing.assert_close(got, TORCH(q, q, q, scale=scale))
+
+
+@pytest.mark.parametrize(
+    ("scale", "got"),
+    [
+        ("1", "'1'"),
+        (True, "True"),
+        (torch.ones(1), r"tensor of shape \(1,\) in torch.float32 on cpu"),
+        (torch.tensor(1.0, requires_grad=True), "with a gradient"),
+        (torch.tensor(1.0, device="meta"), "on meta"),
+        (torch.tensor(True), "in torch.bool"),
+    ],
+)
+def test_scales_that_are_no_numbers(scale: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=f"scale must be a finite number or None.* got .*{got}"):
+        tileattn.scaled_dot_product_attention(Q, Q, Q, scale=scale)
 
 
 def test_heads_that_do_not_divide() -> None:

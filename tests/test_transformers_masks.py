@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -234,6 +235,21 @@ def test_arguments_arrive() -> None:
     assert torch.equal(o, own(q, k, v, causal=True, scale=0.3, score_mod=SoftCap(2.0), sink=sinks))
 
 
+def test_numbers_may_be_numpys_or_tensors() -> None:
+    q, k, v = tensors()
+    expected = own(q, k, v, causal=True, scale=0.5)
+    for scaling in (np.float32(0.5), torch.tensor(0.5)):
+        assert torch.equal(attend(layer(), q, k, v, make_mask(2, 5, 5), scaling=scaling)[0], expected)
+    starts = torch.tensor([0, 5, 10], dtype=torch.int32)
+    packed = {
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": np.int64(5),
+        "max_length_k": np.int32(5),
+    }
+    torch.testing.assert_close(attend(layer(is_causal=True), q, k, v, None, scaling=0.5, **packed)[0], expected)
+
+
 def test_dropout_and_determinism_arrive() -> None:
     q, k, v = tensors()
     torch.manual_seed(1)
@@ -277,6 +293,8 @@ def test_any_strides() -> None:
 # --- Refusals ---
 
 STARTS = torch.tensor([0, 3, 5], dtype=torch.int32)
+SHIFTED = make_mask(2, 5, 5, q_offset=torch.tensor(0))
+CHUNKS = make_mask(2, 5, 5, mask_function=lambda b, h, q, k: (k <= q) & (q // 3 == k // 3))
 PADDED = make_mask(2, 5, 5, attention_mask=_padding("left", 5))
 
 REFUSALS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
@@ -289,11 +307,19 @@ REFUSALS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "where": (ValueError, "where the queries stand", {"attention_mask": None, "query": tensors(3)[0]}),
     "window": (ValueError, "to its right", {"attention_mask": None, "is_causal": False, "sliding_window": 3}),
     "2-D": (ValueError, "attention_mask must have shape", {"attention_mask": torch.ones(2, 5)}),
+    "integers": (TypeError, "attention_mask must be bool.*got torch.int64",
+                 {"attention_mask": torch.ones(2, 1, 5, 5, dtype=torch.int64)}),
     "no mask": (TypeError, "got dict", {"attention_mask": {"full_attention": None}}),
     "lengths": (ValueError, "made for 4 queries and 5 keys", {"attention_mask": make_mask(2, 4, 5, q_offset=1)}),
     "keys alone": (ValueError, "got no cu_seq_lens_q", {"cu_seq_lens_k": STARTS}),
-    "packed and padded": (NotImplementedError, "leave attention_mask out",
+    "packed and padded": (NotImplementedError, "padding mask.* leave attention_mask out",
                           {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "attention_mask": PADDED}),
+    "packed chunks": (NotImplementedError, "chunks of Llama 4.* cannot be packed by cu_seq_lens; use position_ids",
+                      {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "attention_mask": CHUNKS}),
+    "packed, own mask": (NotImplementedError, "a mask of your own: leave attention_mask out",
+                         {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "attention_mask": torch.ones(2, 1, 5, 5)}),
+    "packed, static cache": (NotImplementedError, "cannot go with a static cache",
+                             {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "attention_mask": SHIFTED}),
     "packed and biased": (NotImplementedError, "position_bias",
                           {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "position_bias": torch.zeros(1, 4, 5, 5)}),
 }  # fmt: skip
@@ -358,6 +384,21 @@ def registered() -> Iterator[None]:
 
 class Layer(nn.Module):
     is_causal = True
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"backend": "nope"}, ValueError, "backend must be one of 'tilelang', .*got 'nope'"),
+        ({"ignore": "novelty"}, TypeError, "ignore must be names in a list.*got 'novelty'"),
+        ({"ignore": None}, TypeError, "ignore must be names in a list.*got None"),
+        ({"ignore": [3]}, TypeError, r"ignore must be names in a list.*got \[3\]"),
+    ],
+)
+def test_register_refuses_at_once(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        door.register(**arguments)
 
 
 @pytest.mark.usefixtures("registered")

@@ -125,12 +125,28 @@ def test_fine_tuning_on_a_gpu(example: ModuleType, tmp_path: Path) -> None:
     [
         (("--out", "loss.jpg"), "--out must end in .png, .svg, .pdf, got loss.jpg"),
         (("--model", "/nowhere"), "--model /nowhere is not a folder"),
+        (("--rate", "nan"), "--rate must be a positive number, got nan"),
+        (("--rate", "0"), "--rate must be a positive number, got 0.0"),
+        (("--device", "cuda:99"), "--device must be one of this machine, such as cpu or cuda, got cuda:99: "),
+        (("--out", f"{__file__}/loss.png"), "loss.png: its folder cannot be made: "),
     ],
 )
-def test_errors_of_the_example(example: ModuleType, arguments: tuple[str, ...], message: str) -> None:
+def test_errors_of_the_example(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     result = run(example, *arguments)
     assert result.exit_code == 2
     assert message in said(result)
+
+
+def test_what_it_writes_is_shown_before_the_picture_is_drawn(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(example, "draw", None)  # fails where it is called
+    result = run(example, *TINY, "--steps", "1", "--out", str(tmp_path / "loss.png"))
+    assert isinstance(result.exception, TypeError)
+    assert example.PROMPT in result.output
 
 
 # --- The benchmark ---

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -118,22 +120,73 @@ def test_threads_lose_nothing(file: Path) -> None:
         "{",
         "[]",
         "{}",
-        '{"version": 99, "devices": {}}',
+        '{"version": 0, "devices": {}}',
         '{"version": 1, "devices": {"d": {"c": {"b": {"config": 3}}}}}',
         "\0\1",
+        "[" * 100_000,
     ],
 )
-def test_a_file_that_cannot_be_read_is_kept_aside_with_one_warning(file: Path, content: str) -> None:
+def test_a_damaged_file_stays_until_a_result_takes_its_place(file: Path, content: str) -> None:
     file.parent.mkdir()
     file.write_text(content)
-    with pytest.warns(UserWarning, match="cannot be read") as caught:
+    with pytest.warns(UserWarning, match="cannot be used") as caught:
         found = [results.find("sm_90a", "call", SIZES) for _ in range(2)]
     assert found == [None, None]
     assert len(caught) == 1
+    assert [each.name for each in file.parent.iterdir()] == [file.name]
+    assert file.read_text() == content
+    with pytest.warns(UserWarning, match=r"it is kept as .*\.unreadable-"):
+        results.keep("sm_90a", "call", SIZES, result(HopperConfig(128, 96)))
     (aside,) = file.parent.glob("*.unreadable-*")
     assert aside.read_text() == content
+    assert results.find("sm_90a", "call", SIZES) is not None
+
+
+def _make_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "mine").write_text("mine")
+
+
+def _make_newer(path: Path) -> None:
+    path.write_text('{"version": 99, "devices": {"d": {}}}')
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (_make_folder, "it is no regular file"),
+        (os.mkfifo, "it is no regular file"),
+        (_make_newer, "a newer tileattn wrote them: their version is 99, this one's 1"),
+        (lambda path: path.symlink_to(path), "symbolic links"),
+    ],
+    ids=["folder", "pipe", "newer", "loop"],
+)
+def test_what_is_not_ours_is_never_moved(make: Callable[[Path], None], why: str, file: Path) -> None:
+    file.parent.mkdir()
+    make(file)
+    before = file.lstat()
+    with pytest.warns(UserWarning, match=why):
+        assert results.find("sm_90a", "call", SIZES) is None
+    with pytest.raises(OSError, match="TILEATTN_TUNING_FILE"):
+        results.keep("sm_90a", "call", SIZES, result(HopperConfig(128, 96)))
+    with pytest.warns(UserWarning, match=why):
+        assert results.clear() == 0
+    after = file.lstat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert {each.name for each in file.parent.iterdir()} <= {file.name, f"{file.name}.lock"}
+
+
+def test_a_file_that_cannot_be_opened_now_stays(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results.keep("sm_90a", "call", SIZES, result(HopperConfig(128, 96)))
-    assert aside.exists()
+
+    def read_bytes(path: Path) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as scope:
+        scope.setattr(Path, "read_bytes", read_bytes)
+        with pytest.warns(UserWarning, match="Too many open files"):
+            assert results.find("sm_90a", "call", SIZES) is None
+    results._devices.cache_clear()
     assert results.find("sm_90a", "call", SIZES) is not None
 
 
@@ -636,10 +689,21 @@ def test_show_and_clear(fake: Fake, file: Path) -> None:
     assert not file.exists()
 
 
+def test_what_is_piped_is_not_folded(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results.keep("sm_90a", str(H100), SIZES, result(HopperConfig(128, 96)))
+    outcome = CliRunner().invoke(app, ["tune", "--show"], env={"COLUMNS": "40"})
+    config = ", ".join(
+        f"{name}={value}" for name, value in written(HopperConfig(128, 96)).items() if name != "schedule"
+    )
+    assert f"HopperConfig({config})" in outcome.output
+
+
 def test_tune_says_where_there_is_nothing_to_tune(file: Path) -> None:
     code, output = invoke(f"tune {SHAPE}")
     assert code == 0
     assert "the torch backend has nothing to tune on cpu" in output
+    assert output.endswith("no results: there was nothing to tune")
+    assert "results: /" not in output
     assert not file.exists()
 
 
@@ -649,6 +713,8 @@ def test_tune_refuses_what_it_does_not_know() -> None:
         ("tune --show --clear", "--clear"),
         (f"tune {SHAPE} --backend none", "--backend"),
         (f"tune {SHAPE} --suite quick", "--suite"),
+        ("tune --N abc", "Invalid value for --seqlen / --N: 'abc' is not understood"),
+        ("tune --D 0", "Invalid value for --head-dim / --D: 0 is too few"),
     ):
         code, output = invoke(line)
         assert code == 2

@@ -582,3 +582,17 @@ def test_masks_are_values_that_do_not_change() -> None:
 def test_public_names() -> None:
     assert set(tm.__all__) >= {"where", "minimum", "maximum", "tanh", "exp", "load"}
     assert tileattn.math is tm
+
+
+def test_a_function_of_other_arguments_says_which_there_are() -> None:
+    def two(score: Any, q: Any) -> Any:
+        return score
+
+    def failing(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score + len(3)  # type: ignore[arg-type]
+
+    text = r"score_mod must be a function score_mod\(score, b, h, q, k\), got two\(score: .*, q: .*\).*: too many"
+    with pytest.raises(TypeError, match=text):
+        encode(None, (two,))
+    with pytest.raises(TypeError, match="has no len"):
+        encode(None, (failing,))

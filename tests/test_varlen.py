@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -117,12 +118,24 @@ def test_numbers_of_sequences_that_differ() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
-@pytest.mark.parametrize("value", [None, 8.0, True, torch.tensor(8), "8"], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value",
+    [None, 8.0, True, np.bool_(True), np.float32(8), torch.tensor(8), "8"],
+    ids=lambda value: type(value).__name__,
+)
 def test_max_seqlen_that_is_no_int(name: str, value: Any) -> None:
     with pytest.raises(
         TypeError, match=message(f"{name} must be an int that the host knows, got", type(value).__name__)
     ):
         call(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+def test_max_seqlen_may_be_numpys(name: str) -> None:
+    for plain in (True, False):  # calls that are prepared once, and others
+        options = {} if plain else {"dropout_p": 1.0}
+        longest = {"max_seqlen_q": MAX_Q, "max_seqlen_k": MAX_K}[name]
+        assert torch.equal(call(**{name: np.int64(longest)}, **options), call(**options))
 
 
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
@@ -149,6 +162,8 @@ def test_max_seqlen_that_is_too_small(name: str) -> None:
         ({"sink": random(3)}, ValueError, ("sink must have shape (heads,) = (4,), got (3,)",)),
         ({"scale": float("nan")}, ValueError, ("scale must be a finite number",)),
         ({"dropout_p": 1.5}, ValueError, ("dropout_p must be a probability",)),
+        ({"causal": "no"}, TypeError, ("causal must be True or False, got 'no'",)),
+        ({"deterministic": 1, "score_mod": ALiBi(random(5, HEADS))}, TypeError, ("deterministic must be True or",)),
         ({"mask": Causal}, TypeError, ("mask must be a tileattn mask", "the class Causal")),
         ({"mask": PrefixLM(torch.zeros(4, dtype=torch.int32))}, ValueError, ("prefix must have shape (5,), got (4,)",)),
         ({"mask": Documents(torch.zeros(5, 10, dtype=torch.int32))}, ValueError, ("Documents: ids", "(5, 11)")),

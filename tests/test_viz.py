@@ -149,6 +149,19 @@ def test_weights_of_large_inputs_are_refused() -> None:
         viz.attention_weights(q, q[:, :8])
 
 
+@pytest.mark.parametrize("b", [3, -3, 0.5])
+def test_weights_of_no_batch_element_are_refused(b: int) -> None:
+    with pytest.raises(ValueError, match=f"b must be one of the 2 batch elements, got {b}"):
+        viz.draw_weights(torch.ones(2, 1, 4, 4), b=b)
+
+
+def test_ticks_of_weights_are_tokens() -> None:
+    figure = viz.draw_weights(torch.rand(1, 1, 20, 20))
+    figure.draw_without_rendering()
+    for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis):
+        assert all(float(tick).is_integer() for tick in axis.get_ticklocs())
+
+
 @pytest.mark.parametrize("block_N", [1, 5, 27, 64])
 def test_the_last_state_is_the_softmax_of_the_row(qkv: tuple[Tensor, Tensor, Tensor], block_N: int) -> None:
     q, k, v = qkv
@@ -209,7 +222,15 @@ def test_weights_and_softmax_can_be_read(qkv: tuple[Tensor, Tensor, Tensor]) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["fa-h200-2026-11-21-2", "fa-bwd-h200-2026-11-21", "variants-h200-2026-11-21-2", "fp8-h200-2026-11-21-2"]
+    "name",
+    [
+        "fa-h200-2026-11-21-2",
+        "fa-bwd-h200-2026-11-21",
+        "variants-h200-2026-11-21-2",
+        "fp8-h200-2026-11-21-2",
+        "ladder-d512-h200-2026-11-22",
+        "memory-fwdbwd-h200-2026-11-22-2",
+    ],
 )
 def test_dashboards_can_be_read(name: str) -> None:
     assert_readable(viz.draw_dashboard(results.load(RESULTS / f"{name}.json")))
@@ -254,7 +275,7 @@ def test_commands_draw(line: str, tmp_path: Path) -> None:
     ("line", "says"),
     [
         ("tiles --seqlen 0", "0 is too few"),
-        ("tiles --mask windw3", "'windw3' is not understood"),
+        ("tiles --mask windw3", "'windw3' is no mask; accepted: full, or masks joined with '+': causal, window<L>"),
         ("tiles --arch sm_80 --block-M 64", "it brings its own tiles"),
         ("tiles --arch sm_81", "arch must be one of"),
         ("weights --seqlen 2000", "q must have 1 to 1024 tokens"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.nn.attention import register_flash_attention_impl
 
-from . import math
+from . import math as math  # not in __all__: `import *` would put it in the place of Python's
 from .api import attention
 from .fp8 import QuantizedFP8, quantize_fp8
 from .masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
@@ -36,7 +36,6 @@ __all__ = [
     "Unpadded",
     "attention",
     "check_packed",
-    "math",
     "pad_input",
     "quantize_fp8",
     "scaled_dot_product_attention",

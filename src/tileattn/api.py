@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import autograd, ops
-from .dispatch import Forward, prepare_forward, select
+from .dispatch import Forward, named, prepare_forward, select
 from .fp8 import FP8, complete
 from .masks import KeyPadding, Mask, check_key_padding
 from .run import (
@@ -23,7 +23,7 @@ from .run import (
     scale_or_default,
 )
 from .tuner import state
-from .validation import check_arguments, check_descales
+from .validation import check_arguments, check_descales, check_flags
 from .variant import Operands, encode, normalize
 
 
@@ -69,7 +69,8 @@ def attention(
         dropout_p: the probability, from 0 to 1, with which each weight of the softmax is dropped; those kept are
             divided by ``1 - dropout_p``. In every call where it is not 0: pass 0 when not training. The seed comes from
             torch's generator of the device, and decides alone which are dropped (:mod:`tileattn.dropout`); lse does not
-            see it.
+            see it. Inductor, the default of ``torch.compile``, has a generator of its own: after the same
+            ``torch.manual_seed`` compiled code drops other weights than eager code.
         layout: "bshd" as above, or "bhsd" for tensors (batch, heads, seqlen, head_dim), o included.
         return_lse: also return the log-sum-exp of the scores, sink included, in natural logarithm.
         deterministic: ask for bitwise equal gradients from run to run, as ``torch.use_deterministic_algorithms(True)``
@@ -106,6 +107,7 @@ def attention(
         o, lse = _plain_forward(q, k, v, descales, causal, scale, layout, return_lse, deterministic, backend)
     else:
         check_arguments(q, k, v, sink, dropout_p, layout, scale)
+        check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic)
         q, k, v = _as_bshd(layout, q, k, v)
         descales = NO_DESCALES if descales is None else descales
         check_descales(descales, q, k)
@@ -114,6 +116,16 @@ def attention(
     if layout == "bhsd":
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o  # type: ignore[return-value]
+
+
+def check_backend(backend: str | None) -> None:
+    """For those who take a backend's name ahead of calls.
+
+    Raises:
+        ValueError: there is no backend of that name, or its options are wrong.
+    """
+    if backend is not None:
+        named(backend)
 
 
 def _with_padding(mask: MaskLike | None, key_padding_mask: torch.Tensor) -> Mask:
@@ -152,6 +164,7 @@ def _plain_forward(
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
             causal, scale, layout, return_lse, deterministic, backend, grad,
+            type(causal), type(return_lse), type(deterministic),  # 1 == True, which must not find True's plan
         )  # fmt: skip
         if descales is not None:
             key += tuple(map(_facts, descales))
@@ -191,6 +204,7 @@ def _plan(
     needs_grad: bool,
 ) -> Forward:
     check_arguments(q, k, v, None, 0.0, layout, scale)
+    check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic)
     q, k, v = _as_bshd(layout, q, k, v)
     if descales is not None:
         check_descales(descales, q, k)

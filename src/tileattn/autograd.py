@@ -2,7 +2,7 @@
 
 Two ways lead there, to the same backward pass:
 
-- Eager calls, and torch.func, run a `torch.autograd.Function`, which costs the host a tenth of what an operator does.
+- Eager calls, and torch.func, run a `torch.autograd.Function`, which costs the host a part of what an operator does.
 - What traces sees the operators `tileattn::forward` and `tileattn::backward` of :mod:`tileattn.ops`, whose formula is
   registered here.
 

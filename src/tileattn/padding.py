@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ def unpad_input(x: torch.Tensor, mask: torch.Tensor, unused_mask: torch.Tensor |
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted.
     """
+    _check_tensor("x", x)
     if x.ndim < 2:
         raise ValueError(f"x must have shape (batch, seqlen, ...), got {tuple(x.shape)}")
     used = taken = _as_bool("mask", mask, x)
@@ -53,6 +55,11 @@ def unpad_input(x: torch.Tensor, mask: torch.Tensor, unused_mask: torch.Tensor |
         int(lengths.max()) if len(lengths) else 0,
         used.sum(dim=1, dtype=torch.int32),
     )
+
+
+def _check_tensor(name: str, x: Any) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
 
 
 def _as_bool(name: str, mask: Any, x: torch.Tensor) -> torch.Tensor:
@@ -71,16 +78,40 @@ def pad_input(x: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -
 
     Args:
         x: (total, ...), any dtype.
-        indices: int64 (total,), as :func:`unpad_input` returned them.
+        indices: int64 (total,), as :func:`unpad_input` returned them; int32 as well. On x's device.
         batch: of the padded tensor.
         seqlen: of the padded tensor.
 
     Raises:
-        ValueError: x and indices do not fit.
+        TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted. The
+            *values* of indices are checked on a CPU only; on a GPU nothing waits for them.
     """
+    _check_tensor("x", x)
+    _check_tensor("indices", indices)
+    if indices.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"indices must be int64 or int32, got {indices.dtype}")
     if indices.ndim != 1 or x.ndim < 1 or x.shape[0] != indices.shape[0]:
         raise ValueError(
             f"x and indices must have shapes (total, ...) and (total,), got {tuple(x.shape)} and {tuple(indices.shape)}"
         )
-    padded = x.new_zeros(batch * seqlen, *x.shape[1:]).index_copy(0, indices, x)
+    if indices.device != x.device:
+        raise ValueError(f"indices must be on x's device {x.device}, got {indices.device}")
+    batch, seqlen = _size("batch", batch), _size("seqlen", seqlen)
+    padded = x.new_zeros(batch * seqlen, *x.shape[1:])
+    try:
+        padded = padded.index_copy(0, indices.long(), x)
+    except IndexError as error:
+        places = f"0 .. batch * seqlen - 1 = {batch * seqlen - 1}"
+        raise ValueError(f"indices must lie in {places}, got others: {error}") from None
     return padded.view(batch, seqlen, *x.shape[1:])
+
+
+def _size(name: str, size: Any) -> Any:
+    """Integers of numpy are taken, and tensors of one, as by :func:`operator.index`."""
+    try:
+        found = size if isinstance(size, (int, torch.SymInt)) else operator.index(size)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {size!r}") from None
+    if found < 0:
+        raise ValueError(f"{name} must be at least 0, got {found}")
+    return found

@@ -13,6 +13,7 @@ copy, measured on this machine) and `rounds` (several callables take turns, so t
 from __future__ import annotations
 
 import io
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -165,10 +166,12 @@ def profile(
         effort: for how long it is measured.
 
     Raises:
-        TypeError: fn cannot be called.
-        ValueError: flops or bytes is not positive, or no argument is a tensor and `device` is not given on a machine
-            with a GPU.
+        TypeError: fn cannot be called, or flops or bytes is no number.
+        ValueError: flops or bytes is not positive, there is no such device, or no argument is a tensor and `device` is
+            not given on a machine with a GPU.
     """
+    if not callable(fn):
+        raise TypeError(f"fn must be callable, got {fn!r}")
     (found,) = profile_all({_name(fn): fn}, *args, flops=flops, bytes=bytes, device=device, effort=effort)
     return found
 
@@ -216,7 +219,7 @@ def machine_ceiling(device: torch.device | str, dtype: torch.dtype = torch.bfloa
         device: "cuda:0", "cpu", ...
         dtype: float16, bfloat16, float32 or float64; another counts as bfloat16.
     """
-    return _machine_ceiling(_indexed(torch.device(device)), dtype if dtype in CEILING_DTYPES else torch.bfloat16)
+    return _machine_ceiling(_known_device(device), dtype if dtype in CEILING_DTYPES else torch.bfloat16)
 
 
 @lru_cache(maxsize=32)
@@ -235,23 +238,47 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _check(fns: Mapping[str, Callable[..., object]], flops: float | None, bytes: float | None) -> None:
+    if not isinstance(fns, Mapping):
+        raise TypeError(f"fns must be a mapping from names to callables, got {type(fns).__name__}")
     if not fns:
         raise ValueError("fns must name at least one callable, got none")
     for name, fn in fns.items():
         if not callable(fn):
             raise TypeError(f"{name} must be callable, got {type(fn).__name__}")
-    for what, count in (("flops", flops), ("bytes", bytes)):
-        if count is not None and not count > 0:
-            raise ValueError(f"{what} must be positive or None, got {count!r}")
+    _check_count("flops", flops)
+    _check_count("bytes", bytes)
+
+
+def _check_count(what: str, count: Any) -> None:
+    if count is None:
+        return
+    if not isinstance(count, numbers.Real):
+        raise TypeError(f"{what} must be a number or None, got {count!r}")
+    if not float(count) > 0:
+        raise ValueError(f"{what} must be positive or None, got {count!r}")
 
 
 def _device(args: Sequence[Any], device: torch.device | str | None) -> torch.device:
     if device is not None:
-        return _indexed(torch.device(device))
+        return _known_device(device)
     tensor = next((each for each in args if isinstance(each, torch.Tensor)), None)
     if tensor is None and torch.cuda.is_available():
         raise ValueError("device must be given where no argument is a tensor, for a GPU is timed otherwise than a CPU")
     return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _known_device(device: torch.device | str) -> torch.device:
+    """The CPU or a GPU that is there."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = found is not None and (found.type == "cpu" or (found.type == "cuda" and (found.index or 0) < count))
+    if found is None or not here:
+        accepted = "cpu" + (f", cuda, cuda:0 to cuda:{count - 1}" if count else " (PyTorch finds no GPU here)")
+        raise ValueError(f"device must be one of this machine, got {device!r}; accepted: {accepted}")
+    return _indexed(found)
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -27,12 +27,17 @@ NO_DESCALES: GivenDescales = (None, None, None)
 
 def autocast(x: Any) -> Any:
     """What torch.autocast makes of q, k or v: as for PyTorch's own attention, its dtype, but float64 stays."""
-    if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return x
+    return x.to(autocast_dtype(x)) if isinstance(x, torch.Tensor) else x
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype that an operation which torch.autocast casts for sees x in."""
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return x.dtype
     device = x.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return x
-    return x.to(torch.get_autocast_dtype(device))
+        return x.dtype
+    return torch.get_autocast_dtype(device)
 
 
 def scale_or_default(scale: float | None, q: torch.Tensor) -> float:

@@ -8,6 +8,7 @@ is a tensor. To send a model's own calls of PyTorch's function through tileattn 
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from torch import Tensor
 from .api import attention
 from .head_dims import padded
 from .masks import SlidingWindow
+from .run import autocast
+from .scalars import as_float
 from .scores import Bias
+from .validation import check_flags
 
 
 def scaled_dot_product_attention(
@@ -38,22 +42,29 @@ def scaled_dot_product_attention(
         value: (..., heads, S, Ev).
         attn_mask: broadcastable to (..., heads, L, S). Boolean: True where a query sees a key. Floating-point, in
             float32 or query's dtype: added to the scores, differentiable; fastest on sm_90a with rows that begin at
-            multiples of 16 bytes. A query that sees no key gives 0.
+            multiples of 16 bytes. A query that sees no key gives 0. Or a ``torch.nn.attention.bias.CausalBias`` for
+            L and S: causal, aligned top-left or bottom-right as it says.
         dropout_p: the probability of being dropped, applied in every call where it is not 0.
         is_causal: query ``i`` sees the keys up to ``i``: aligned top-left, also where L and S differ. Not with a mask.
         scale: of the scores; None means ``E ** -0.5``.
         enable_gqa: key and value may have fewer heads, dividing those of query.
 
     Returns:
-        (..., heads, L, Ev), in query's dtype; differentiable in query, key, value and attn_mask.
+        (..., heads, L, Ev), in query's dtype; differentiable in query, key, value and attn_mask. Under
+        ``torch.autocast`` query, key and value are cast first, as by PyTorch's function.
 
     Raises:
         TypeError, ValueError, NotImplementedError: an argument is wrong, as in :func:`tileattn.attention`.
         RuntimeError: both attn_mask and is_causal, as in PyTorch.
     """
+    query, key, value = autocast(query), autocast(key), autocast(value)  # first: dtypes decide what follows
     _check(query, key, value)
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if attn_mask is not None and is_causal:
         raise RuntimeError("Explicit attn_mask should not be set when is_causal=True: give one of the two")
+    causal, bottom_right = is_causal, False
+    if _is_causal_bias(attn_mask):
+        causal, bottom_right, attn_mask = True, _is_bottom_right(attn_mask, query.shape[-2], key.shape[-2]), None
     dims = max(query.ndim, key.ndim, value.ndim)
     query, key, value = (_at_least_4d(x) for x in (query, key, value))
     heads = _heads(query, key, value, enable_gqa)
@@ -62,15 +73,16 @@ def scaled_dot_product_attention(
     query = query if query.shape[-3] == heads else query.expand(*query.shape[:-3], heads, *query.shape[-2:])
     q, k, v = (_one_batch(x, batch) for x in (query, *_kv_heads(key, value, heads)))
 
-    if is_causal and q.shape[-2] < k.shape[-2]:  # nobody sees the keys behind the last query's
+    # Queries behind the last key, if aligned top-left: what is asked for below is aligned bottom-right.
+    surplus = 0 if bottom_right else q.shape[-2] - k.shape[-2]
+    if causal and surplus < 0:  # nobody sees the keys behind the last query's
         k, v = (x[..., : q.shape[-2], :] for x in (k, v))
-    surplus = q.shape[-2] - k.shape[-2]  # queries behind the last key; the alignment below is bottom-right
     o = attention(
         *padded(q, k, v),
-        mask=SlidingWindow(None, surplus) if is_causal and surplus > 0 else None,
-        causal=is_causal and surplus <= 0,
+        mask=SlidingWindow(None, surplus) if causal and surplus > 0 else None,
+        causal=causal and surplus <= 0,
         score_mod=None if bias is None else Bias(bias),
-        scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else scale,
+        scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else as_float("scale", scale),
         dropout_p=dropout_p,
         layout="bhsd",
     )
@@ -88,6 +100,30 @@ def _check(query: Any, key: Any, value: Any) -> None:
             raise ValueError(f"{name} must have at least 2 dimensions, (..., seqlen, head_dim), got {tuple(x.shape)}")
         if x.shape[-1] == 0:
             raise ValueError(f"{name}: head dims must be at least 1, got shape {tuple(x.shape)}")
+
+
+def _is_causal_bias(attn_mask: Any) -> bool:
+    """Whether it is PyTorch's name for a causal mask: a Tensor by class, but nobody has written its memory.
+
+    Its module is not imported here, for that takes Dynamo along, and seconds; whoever has one has imported it.
+    """
+    bias: Any = sys.modules.get("torch.nn.attention.bias")
+    return bias is not None and isinstance(attn_mask, bias.CausalBias)
+
+
+def _is_bottom_right(attn_mask: Any, seqlen_q: int, seqlen_k: int) -> bool:
+    """How a CausalBias is aligned.
+
+    Raises:
+        ValueError: it was made for other lengths.
+    """
+    lengths = attn_mask.seq_len_q, attn_mask.seq_len_kv
+    if lengths != (seqlen_q, seqlen_k):
+        raise ValueError(
+            f"attn_mask, a CausalBias, must be for the L = {seqlen_q} and S = {seqlen_k} of query and key, got one for "
+            f"{lengths[0]} and {lengths[1]}"
+        )
+    return bool(attn_mask.variant.name == "LOWER_RIGHT")
 
 
 def _at_least_4d(x: Tensor) -> Tensor:
@@ -133,6 +169,8 @@ def _one_batch(x: Tensor, batch: torch.Size) -> Tensor:
 
 def _bias(attn_mask: Any, query: Tensor, scores: tuple[int, ...]) -> Tensor:
     """What is added to the scores (..., heads, L, S): (batch or 1, heads or 1, L or 1, S)."""
+    if getattr(attn_mask, "dtype", None) in (torch.float16, torch.bfloat16):
+        attn_mask = autocast(attn_mask)  # as query was; float32 is taken beside any dtype, and says more
     if not isinstance(attn_mask, Tensor) or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         got = getattr(attn_mask, "dtype", type(attn_mask).__name__)
         raise TypeError(f"attn_mask must be a tensor in bool, float32 or query's {query.dtype}, got {got}")

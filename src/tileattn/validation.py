@@ -56,6 +56,13 @@ def check_packed_arguments(
     _check_options(q, q.shape[1], sink, dropout_p, scale)
 
 
+def check_flags(**flags: Any) -> None:
+    """Raises unless each of these arguments is True or False: any other string than "" would silently mean True."""
+    for name, value in flags.items():
+        if not isinstance(value, (bool, torch.SymBool)):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
 def _check_tensors(q: Any, k: Any, v: Any, ndim: int, dimensions: str) -> None:
     """What holds for tensors of any layout."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 import types
 from collections.abc import Callable, Sequence
@@ -235,7 +236,11 @@ def _trace_function(fn: Callable[..., Any], arguments: tuple[str, ...]) -> tuple
         captured.append(value)
         return TensorSymbol(f"t{len(captured) - 1}", value.dtype, ones)
 
-    result = _with_captures(fn, stand_in)(*map(symbol, arguments))
+    try:
+        result = _with_captures(fn, stand_in)(*map(symbol, arguments))
+    except TypeError:
+        _check_takes(fn, arguments)
+        raise
     if not isinstance(result, (Expr, bool, int, float)):
         name = getattr(fn, "__name__", type(fn).__name__)
         raise TypeError(
@@ -248,6 +253,21 @@ def _trace_function(fn: Callable[..., Any], arguments: tuple[str, ...]) -> tuple
             f"got {'a condition' if is_condition else 'the number'} {text_of(result)}"
         )
     return text_of(result), captured
+
+
+def _check_takes(fn: Callable[..., Any], arguments: tuple[str, ...]) -> None:
+    """Raises unless the function can be called with these arguments; asked only once it has failed."""
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # some builtins have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        what, name = "score_mod" if arguments[0] == "score" else "mask", getattr(fn, "__name__", type(fn).__name__)
+        raise TypeError(
+            f"{what} must be a function {what}({', '.join(arguments)}), got {name}{signature}: {error}"
+        ) from None
 
 
 def _with_captures(fn: Callable[..., Any], replace: Callable[[Any], Any]) -> Callable[..., Any]:

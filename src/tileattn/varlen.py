@@ -12,8 +12,9 @@ from .call import Packed, sizes
 from .cu_seqlens import check_metadata
 from .dispatch import Forward, prepare_forward, select
 from .run import MaskLike, ScoreModLike, autocast, is_plain, run, scale_or_default
+from .scalars import as_int
 from .tuner import state
-from .validation import check_packed_arguments
+from .validation import check_flags, check_packed_arguments
 from .variant import Operands, encode, normalize
 
 
@@ -79,11 +80,12 @@ def varlen_attention(
     """
     if torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q), autocast(k), autocast(v)
-    packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packed = Packed(cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k))
     if mask is None and score_mod is None and sink is None and dropout_p == 0.0 and is_plain(q, k, v):
         o, lse = _plain_forward(q, k, v, packed, causal, scale, return_lse, deterministic, backend)
     else:
         check_packed_arguments(q, k, v, sink, dropout_p, scale)
+        check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic)
         check_metadata(packed, q.device)
         options = (mask, score_mod, causal, scale, sink, dropout_p, return_lse, deterministic, backend)
         o, lse = run(q[None], k[None], v[None], *options, packed=packed)
@@ -123,6 +125,7 @@ def _plain_forward(
             q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, of_q.shape, of_k.shape, of_q.stride(), of_k.stride(),
             of_q.dtype, of_k.dtype, of_q.device, of_k.device, *longest, *map(type, longest), *options,
+            type(causal), type(return_lse), type(deterministic),  # 1 == True, which must not find True's plan
         )  # fmt: skip
         forward = _PLANS.get(key)
     except (TypeError, RuntimeError, AttributeError):  # something of another type than it should have: the checks say
@@ -149,6 +152,7 @@ def _plan(
     needs_grad: bool,
 ) -> Forward:
     check_packed_arguments(q, k, v, None, 0.0, scale)
+    check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic)
     check_metadata(packed, q.device)
     q, k, v = q[None], k[None], v[None]
     variant, _ = encode(normalize(None, None, causal)[0], ())

@@ -5,7 +5,8 @@ A bad value is one error that names the option, what was given and what is accep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +28,8 @@ DEFAULT_DTYPE = {"cuda": "bf16", "cpu": "fp32"}
 # What `tileattn memory` measures: lengths, by device, and what its result files call their suite.
 MEMORY_LENGTHS = {"cuda": "1024,2048,4096,8192,16384,32768,65536,131072", "cpu": "256,512,1024,2048"}
 MEMORY = "memory"
+# And those of `tileattn ladder`.
+LADDER = "ladder"
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,18 @@ class Chosen:
 def refuse(option: str, message: str) -> typer.BadParameter:
     """The one error that a bad option value gets: what was given and what is accepted is in the message."""
     return typer.BadParameter(message, param_hint=option)
+
+
+@contextmanager
+def both_names(short: Mapping[str, str]) -> Iterator[None]:
+    """An option that is refused inside is called by its short name as well, which the user may have written."""
+    try:
+        yield
+    except typer.BadParameter as error:
+        hint = error.param_hint
+        if isinstance(hint, str) and hint in short:
+            error.param_hint = f"{hint} / {short[hint]}"
+        raise
 
 
 def resolve_device(name: str) -> torch.device:
@@ -171,6 +186,8 @@ def variant_name(options: VariantOptions) -> str:
         if options != VariantOptions(variant=options.variant):
             raise refuse("--variant", "it names the whole variant; give either it or --causal, --mask, --softcap, ...")
         return _known_variant("--variant", options.variant)
+    if options.mask is not None:
+        _check_mask(options.mask)
     terms = ["causal"] if options.causal else []
     terms += [options.mask] if options.mask not in (None, "full") else []
     if options.softcap is not None:
@@ -179,6 +196,12 @@ def variant_name(options: VariantOptions) -> str:
         terms.append(f"softcap{options.softcap:g}")
     terms += [name for name in ("alibi", "bias", "sink") if getattr(options, name)]
     return _known_variant("--mask", "+".join(terms) or "full")
+
+
+def _check_mask(name: str) -> None:
+    for term in name.split("+"):
+        if not variants.is_mask(term.strip()):
+            raise refuse("--mask", f"{term!r} is no mask; accepted: {variants.ACCEPTED_MASKS}")
 
 
 def _known_variant(option: str, name: str) -> str:

@@ -26,6 +26,15 @@ app = typer.Typer(
 
 app.add_typer(viz, name="viz")
 
+# The short names of `tileattn tune`, beside the long ones that all commands have.
+TUNE_NAMES = {
+    "--batch": "--B",
+    "--heads": "--H",
+    "--kv-heads": "--KV",
+    "--seqlen": "--N",
+    "--head-dim": "--D",
+    "--head-dim-v": "--Dv",
+}
 SHAPE, VARIANT, COMPARE, OUTPUT = "One case: its shape", "One case: its variant", "What is compared", "What is written"
 
 
@@ -288,6 +297,7 @@ def ladder(
     dtype: Annotated[str, typer.Option(help="fp16, which also runs with float16 accumulation, or bf16.")] = "fp16",
     plot: Annotated[Path | None, typer.Option(help="Draw the climb: .png, .svg or .pdf.", show_default=False)] = None,
     json: Annotated[Path | None, typer.Option(help="Result file.", show_default=False)] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite result file and picture.")] = False,
     tiles: Annotated[
         bool, typer.Option("--tiles", help="Every candidate of the tiles instead of every option.", hidden=True)
     ] = False,
@@ -296,7 +306,7 @@ def ladder(
     from tileattn.bench import ladder
 
     case = ladder.case_of(batch, heads, seqlen, head_dim, causal, dtype)
-    raise typer.Exit(ladder.climb(case, iters, tiles, json, plot))
+    raise typer.Exit(ladder.climb(case, iters, tiles, json, plot, force))
 
 
 @app.command(epilog="[dim]Example[/dim]\n\n  tileattn plot bench-results/quick.json -o speed.svg")
@@ -449,7 +459,8 @@ def tune(
     shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, seqlen_k, head_dim, head_dim_v)
     terms = choices.VariantOptions(causal, mask, softcap, alibi, bias, sink, variant)
     where = choices.resolve_device(device)
-    chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where)
+    with choices.both_names(TUNE_NAMES):
+        chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where)
     raise typer.Exit(command.tune(chosen, choices.own_implementation(backend), where, again, quiet))
 
 

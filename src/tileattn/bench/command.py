@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from tileattn.bench import report, results, timing
 from tileattn.bench.cases import Case
-from tileattn.bench.choices import MEMORY, Chosen, at_least_one, refuse
+from tileattn.bench.choices import LADDER, MEMORY, Chosen, at_least_one, refuse
 from tileattn.bench.peers.base import OWN, Implementation
 from tileattn.bench.progress import reporting
 from tileattn.bench.runner import Run
@@ -85,7 +86,7 @@ def bench(
     _show(measured, failures, files.quiet)
     typer.echo(f"results: {json}")
     if measured.rows:
-        _draw(measured, picture, asked=files.plot is not None)
+        _draw(measured, picture, asked=files.plot is not None, option="--plot")
     own_failed = any(entry.backend == OWN for entry in measured.failed)
     nothing = not any(row.backend == OWN for row in measured.rows)
     return STOPPED if stopped else int(own_failed or nothing)
@@ -100,7 +101,10 @@ def redraw(result: Path, picture: Path, force: bool) -> None:
         raise refuse("RESULT", str(error)) from error
     if not measured.rows:
         raise refuse("RESULT", f"{result} has no measurements to draw")
-    _draw(measured, picture, asked=True)
+    try:
+        _draw(measured, picture, asked=True, option="--output")
+    except ValueError as error:
+        raise refuse("RESULT", f"{result} cannot be drawn: {error}") from error
 
 
 def warm_up(jobs: Sequence[batch.AnyJob]) -> int:
@@ -123,16 +127,46 @@ def _reserve(chosen: Chosen, device: torch.device, files: FileOptions) -> tuple[
     picture = files.plot or json.with_suffix(".png")
     if files.plot is not None:
         check_picture("--plot", picture, files.force)
+        check_writable("--plot", picture)
     elif picture.exists() and not files.force:
         raise refuse("--json", f"{picture}, its picture, exists; give another name, or --force to overwrite it")
-    json.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        json.open("w" if files.force else "x").close()
-    except FileExistsError:
-        raise refuse("--json", f"{json} exists; give another name, or --force to overwrite it") from None
-    except OSError as error:
-        raise refuse("--json", f"{json} can't be written: {error.strerror}") from error
+    if json == picture:
+        raise refuse("--json", f"{json} would be its own picture; give the result file another suffix, such as .json")
+    create("--json", json, files.force)
     return json, picture
+
+
+def create(option: str, path: Path, force: bool) -> None:
+    """Creates a file before anything is measured: two runs never share it, and it is known that it can be written."""
+    with writing(option, path):
+        try:
+            path.open("w" if force else "x").close()
+        except FileExistsError:
+            raise refuse(option, f"{path} exists; give another name, or --force to overwrite it") from None
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Before anything is measured: a file can be written there. What is there stays, and nothing is left."""
+    with writing(option, path):
+        there = path.exists()
+        path.open("ab").close()
+        if not there:
+            path.unlink()
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Makes the folder of a file that is written inside; where that fails, the option is refused."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise refuse(option, f"{path} can't be written: {error.filename} is no folder") from error
+    except OSError as error:
+        raise refuse(option, f"{path} can't be written: {error.strerror}") from error
+    try:
+        yield
+    except OSError as error:
+        raise refuse(option, f"{path} can't be written: {error.strerror or error}") from error
 
 
 def check_picture(option: str, picture: Path, force: bool) -> None:
@@ -145,14 +179,15 @@ def check_picture(option: str, picture: Path, force: bool) -> None:
         raise refuse(option, "plots need matplotlib: pip install 'tileattn[plot]'")
 
 
-def _draw(measured: results.Results, picture: Path, asked: bool) -> None:
+def _draw(measured: results.Results, picture: Path, asked: bool, option: str) -> None:
     if not asked and find_spec("matplotlib") is None:
         typer.echo("no picture: plots need matplotlib (pip install 'tileattn[plot]')", err=True)
         return
-    from tileattn.bench import plot, plot_memory
+    from tileattn.bench import plot, plot_ladder, plot_memory
 
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    (plot_memory if measured.rows[0].suite == MEMORY else plot).save(measured, picture)
+    drawn_by = {MEMORY: plot_memory.save, LADDER: plot_ladder.save}
+    with writing(option, picture):
+        drawn_by.get(measured.rows[0].suite, plot.save)(measured, picture)
     typer.echo(f"picture: {picture}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -16,9 +17,11 @@ from rich.text import Text
 
 from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, ScoreMod, SlidingWindow, SoftCap
 from tileattn.bench import environment
+from tileattn.bench.choices import refuse
 from tileattn.call import AttentionCall, device_arch
-from tileattn.dispatch import BACKENDS
+from tileattn.dispatch import BACKENDS, Backend
 from tileattn.kernels.cache import default_folder
+from tileattn.kernels.tilelang.config import ARCHITECTURES
 from tileattn.variant import encode
 
 
@@ -86,6 +89,7 @@ def examples() -> list[Example]:
 
 def show(arch: str | None) -> None:
     """Print it; `arch` asks what backends accept on another architecture than this machine's."""
+    arch = None if arch is None else _named_arch(arch)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console = Console()
     console.print(_machine(device))
@@ -133,16 +137,32 @@ def _matrix(arch: str) -> RenderableType:
         table.add_column(backend.name, justify="center")
     reasons: dict[str, int] = {}
     for example in examples():
-        refusals = [backend.refusal(example.call(arch)) for backend in BACKENDS]
-        table.add_row(example.name, *(_cell(reason, reasons) for reason in refusals))
+        table.add_row(example.name, *(_cell(backend, example.call(arch), reasons) for backend in BACKENDS))
     notes = [Text(f"{number}  {reason}") for reason, number in reasons.items()]
-    order = Text("A call runs on the first backend that accepts it, from left to right.", style="dim")
+    order = Text(
+        "A call runs on the first backend that says yes, from left to right. One that says by name runs it only where "
+        "backend=... names it.",
+        style="dim",
+    )
     summaries = [Text(f"{backend.name}: {backend.summary}", style="dim") for backend in BACKENDS]
     return Group(table, *notes, *summaries, order)
 
 
-def _cell(reason: str | None, reasons: dict[str, int]) -> Text:
-    """ "yes", or "no" with the number of its reason."""
+def _named_arch(arch: str) -> str:
+    """As :class:`AttentionCall` spells it; those that no backend has kernels for have an answer, too."""
+    if f"{arch}a" in ARCHITECTURES:
+        return f"{arch}a"
+    if re.fullmatch(r"cpu|sm_\d{2,3}a?|gfx[0-9a-f]{3,4}", arch) is None:
+        known = ", ".join(ARCHITECTURES)
+        raise refuse("--arch", f"{arch!r} is no architecture; accepted: cpu, sm_NN and gfxNNN, such as {known}")
+    return arch
+
+
+def _cell(backend: Backend, call: AttentionCall, reasons: dict[str, int]) -> Text:
+    """ "yes", or "no" or "by name" with the number of its reason."""
+    answer, reason, style = "no", backend.refusal(call), "yellow"
+    if reason is None:
+        answer, reason, style = "by name", backend.reservation(call), "cyan"
     if reason is None:
         return Text("yes", style="green")
-    return Text(f"no {reasons.setdefault(reason, len(reasons) + 1)}", style="yellow")
+    return Text(f"{answer} {reasons.setdefault(reason, len(reasons) + 1)}", style=style)

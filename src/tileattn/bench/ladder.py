@@ -21,7 +21,7 @@ from rich.text import Text
 
 from tileattn.bench import command, problem, report, results, timing
 from tileattn.bench.cases import Case
-from tileattn.bench.choices import at_least_one, refuse
+from tileattn.bench.choices import LADDER, at_least_one, refuse
 from tileattn.bench.peers import PEERS, Implementation, TileAttn
 from tileattn.bench.progress import reporting
 from tileattn.bench.results import Results, Row
@@ -32,7 +32,6 @@ from tileattn.kernels.mma.batch import compile_all
 from tileattn.kernels.mma.rungs import ACCUMULATIONS, HEAD_DIMS, LARGE_HEAD_DIMS, LAYOUTS, NAME, RUNGS, STAGES, Variant
 from tileattn.kernels.mma.tiles import candidates
 
-SUITE = "ladder"
 BESIDE = ("fa2", "efficient")
 TILELANG = "tilelang"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -71,30 +70,48 @@ def _rungs(head_dim: int) -> tuple[str, ...]:
     return tuple(rung for rung in RUNGS if candidates(Variant(rung), head_dim))
 
 
-def climb(case: Case, iters: int, all_tiles: bool, json: Path | None, plot: Path | None) -> int:
+def climb(case: Case, iters: int, all_tiles: bool, json: Path | None, plot: Path | None, force: bool) -> int:
     """Measures all steps on this machine's GPU, prints them, and writes what is asked for. Returns the exit code."""
-    device = _gpu()
     at_least_one("--iters", iters)
     if plot is not None:
-        command.check_picture("--plot", plot, force=True)
+        command.check_picture("--plot", plot, force)
+    device = _gpu()
+    measured = results.begin(device, None, f"tileattn {LADDER}")
+    _reserve(measured, json, plot, force)
     ladder = steps(case.head_dim, case.dtype, all_tiles)
     _compile(ladder, case, device)
     given = problem.build(case, device)
     implementations: list[Implementation] = [TileAttn(step.backend, step.backend) for step in ladder]
     implementations += [*(PEERS[name] for name in BESIDE), TileAttn(TILELANG, TILELANG)]
     first = _first_values(implementations, given)
-    measured = _measure(case, implementations, device, iters)
+    _measure(measured, case, implementations, device, iters)
     console = Console(width=None if Console().is_terminal else 130)
     console.print(render(measured, ladder, first))
+    _write(measured, json, plot)
+    return int(bool(measured.failed) or not measured.rows)
+
+
+def _reserve(measured: Results, json: Path | None, plot: Path | None, force: bool) -> None:
+    """Before anything is measured: what is asked for can be written."""
+    if plot is not None:
+        command.check_writable("--plot", plot)
+    if json is not None:
+        command.create("--json", json, force)
+        results.save(measured, json)
+
+
+def _write(measured: Results, json: Path | None, plot: Path | None) -> None:
     if json is not None:
         results.save(measured, json)
         typer.echo(f"results: {json}")
-    if plot is not None:
+    if plot is not None and not measured.rows:
+        typer.echo("no picture: nothing was measured", err=True)
+    elif plot is not None:
         from tileattn.bench import plot_ladder
 
-        plot_ladder.save(measured, plot)
+        with command.writing("--plot", plot):
+            plot_ladder.save(measured, plot)
         typer.echo(f"picture: {plot}")
-    return int(bool(measured.failed) or not measured.rows)
 
 
 def _gpu() -> torch.device:
@@ -145,12 +162,13 @@ def _first_values(implementations: Sequence[Implementation], given: problem.Prob
     return found
 
 
-def _measure(case: Case, implementations: Sequence[Implementation], device: torch.device, iters: int) -> Results:
-    measured = results.begin(device, None, f"tileattn {SUITE}")
+def _measure(
+    measured: Results, case: Case, implementations: Sequence[Implementation], device: torch.device, iters: int
+) -> None:
     failures: list[str] = []
     with reporting(1, quiet=False) as progress:
         run = Run(
-            SUITE,
+            LADDER,
             [case],
             implementations,
             device,
@@ -163,7 +181,6 @@ def _measure(case: Case, implementations: Sequence[Implementation], device: torc
         run()
     for failure in failures:
         Console(stderr=True).print(Text(failure), style="red")
-    return measured
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ median time), on a GPU and a CPU alike: unlike milliseconds it compares across l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import colorsys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ COLOURS = {
     "tileattn": "#D55E00",
     "tileattn-bf16": "#E69F00",
     "tileattn-dense": "#CC6677",
-    "tileattn-deterministic": "#882255",
+    "tileattn-deterministic": "#AA4499",
     "fa2": "#56B4E9",
     "cudnn": "#009E73",
     "fa2-varlen": "#44AA99",
@@ -54,10 +55,28 @@ LABELS = {
     "triton-tutorial": "Triton's tutorial",
 }
 INK, FAINT = "#222222", "#777777"
+# One turn of the colour wheel times this leads to the next unknown backend: no two of them come close soon.
+GOLDEN = 0.618034
 ENOUGH_FOR_A_PANEL = 3
 GROUPS_PER_COLUMN = 3
 # More than these to a column, and the names of variants run into each other.
 MOST_GROUPS_PER_COLUMN = 5
+
+
+def colours_of(backends: Sequence[str]) -> dict[str, str]:
+    """The colour of each backend of a file: those of `COLOURS`, and of others, such as the ladder's rungs, made up."""
+    found = {name: COLOURS[name] for name in backends if name in COLOURS}
+    for index, name in enumerate(sorted(set(backends) - set(found))):
+        # Light, middling and dark in turns, for hues alone tell few apart.
+        rgb = colorsys.hls_to_rgb(index * GOLDEN % 1, (0.42, 0.65, 0.28)[index % 3], 0.75)
+        found[name] = "#" + "".join(f"{round(255 * part):02X}" for part in rgb)
+    return found
+
+
+def legend_columns(labels: Sequence[str], width: float) -> int:
+    """How many names may stand beside each other in a legend as wide as a figure: all of them where they fit."""
+    inches = [0.5 + 0.085 * len(label) for label in labels]
+    return len(labels) if sum(inches) <= width else max(1, int(width / max(inches)))
 
 
 @dataclass(frozen=True)
@@ -183,12 +202,15 @@ def _in_lines(name: str) -> str:
 def _panel(axes: Axes, panel: Panel, results: Results, slots: int, first: bool) -> None:
     """Draw a panel, with room for `slots` groups; `first` on its line, it names the unit."""
     backends = results.backends()
+    colours = colours_of(backends)
     unit, per_unit = ("TFLOPS", 1.0) if results.device == "cuda" else ("GFLOPS", 1e3)
     width = 0.84 / len(backends)
     for index, backend in enumerate(backends):
         offset = (index - (len(backends) - 1) / 2) * width
         found = [(x + offset, results.row(case, backend)) for x, (_, case) in enumerate(panel.groups)]
-        _bars(axes, [(x, row.tflops * per_unit) for x, row in found if row is not None], width, backend)
+        _bars(
+            axes, [(x, row.tflops * per_unit) for x, row in found if row is not None], width, backend, colours[backend]
+        )
     axes.set_xlim(-0.5, slots - 0.5)
     axes.set_xticks(range(len(panel.groups)), [label for label, _ in panel.groups])
     axes.set_title(panel.title, fontsize=10.5, color=INK, loc="left")
@@ -198,11 +220,11 @@ def _panel(axes: Axes, panel: Panel, results: Results, slots: int, first: bool) 
     style(axes)
 
 
-def _bars(axes: Axes, bars: list[tuple[float, float]], width: float, backend: str) -> None:
+def _bars(axes: Axes, bars: list[tuple[float, float]], width: float, backend: str, colour: str) -> None:
     """Bars at (x, height) with their heights written above, tileattn's own in bold."""
     xs, heights = [x for x, _ in bars], [height for _, height in bars]
     label = LABELS.get(backend, backend)
-    drawn = axes.bar(xs, heights, width * 0.92, color=COLOURS[backend], label=label, zorder=2)
+    drawn = axes.bar(xs, heights, width * 0.92, color=colour, label=label, zorder=2)
     weight = "bold" if backend == "tileattn" else "normal"
     texts = [f"{height:.0f}" if height >= 10 else f"{height:.1f}" for height in heights]
     axes.bar_label(drawn, texts, rotation=90, fontsize=6.5, color=INK, padding=2, fontweight=weight)
@@ -237,7 +259,7 @@ def _titles(figure: Figure, results: Results) -> None:
         title=f"Attention {DIRECTIONS[results.direction]}, {dtypes}, {results.gpu}",
         title_fontsize=13,
         loc="outside upper center",
-        ncols=len(handles),
+        ncols=legend_columns(list(handles), figure.get_figwidth()),
         frameon=False,
         fontsize=9.5,
     )

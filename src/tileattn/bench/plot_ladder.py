@@ -24,6 +24,8 @@ def save(measured: Results, path: Path) -> None:
 
 def draw(measured: Results) -> Figure:
     """Bars from the lowest rung to the highest, those that were the best so far in full colour."""
+    if not measured.rows:
+        raise ValueError("nothing was measured, so there is nothing to draw")
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -71,6 +73,8 @@ def _label(backend: str) -> str:
     named = dict(option.split("=") for option in options)
     if "tiles" in named:
         return f"{rung} {named['tiles']} acc={named['acc']}"
+    if not {"stages", "smem", "acc"} <= named.keys():
+        return backend.removeprefix(f"{NAME}:")
     return f"{rung} stages={named['stages']} {named['smem']} acc={named['acc']}"
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tileattn.bench.cases import DIRECTIONS, DTYPES
 from tileattn.bench.peers.base import OWN
-from tileattn.bench.plot import COLOURS, FAINT, INK, LABELS, length_label, style
+from tileattn.bench.plot import FAINT, INK, LABELS, colours_of, length_label, style
 from tileattn.bench.report import human_bytes
 from tileattn.bench.results import Results, Row
 
@@ -66,7 +66,7 @@ def _line(axes: Axes, results: Results, backend: str) -> None:
         return
     ours = backend == OWN
     axes.plot(
-        [row.seqlen_q for row in rows], [row.peak_bytes for row in rows], color=COLOURS[backend],
+        [row.seqlen_q for row in rows], [row.peak_bytes for row in rows], color=colours_of(results.backends())[backend],
         label=LABELS.get(backend, backend), marker="o", markersize=5 if ours else 3.5, linewidth=2.4 if ours else 1.4,
         zorder=4 if ours else 3,
     )  # fmt: skip

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from dataclasses import asdict, dataclass, field, fields
+import reprlib
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
+from types import UnionType
+from typing import Any, get_origin, get_type_hints
 
 import torch
 
 from tileattn.bench import environment
-from tileattn.bench.cases import Case
+from tileattn.bench.cases import DIRECTIONS, DTYPES, Case
 from tileattn.bench.ceilings import Ceiling
 
 FORMAT = 1
@@ -129,13 +133,63 @@ def save(results: Results, path: Path) -> None:
 def load(path: Path) -> Results:
     """Read a result file; `ValueError` says what is wrong with a file that is none."""
     try:
-        content = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise ValueError(f"{path} is not a tileattn result file of format {FORMAT}")
-    for key, entry in (("rows", Row), ("refused", Missing), ("failed", Missing), ("ceilings", Ceiling)):
-        # Files written before there were ceilings lack that key.
-        given = content.get(key, []) if entry is Ceiling else content[key]
-        content[key] = [entry(**keys) for keys in given]
-    return Results(**content)
+    # Files written before there were ceilings lack that key.
+    content.setdefault("ceilings", [])
+    try:
+        found: Results = _made(Results, content, "it")
+        for key, kind in (("rows", Row), ("refused", Missing), ("failed", Missing), ("ceilings", Ceiling)):
+            entries = [_made(kind, given, f"{key}[{i}]") for i, given in enumerate(content[key])]
+            setattr(found, key, entries)
+        _check_values(found)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a tileattn result file: {error}") from error
+    return found
+
+
+def _made(kind: Any, given: Any, where: str) -> Any:
+    """A dataclass of an object's keys and values; `ValueError` says which is missing, unknown or of another type."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{where} is {reprlib.repr(given)}, not an object")
+    # Defaults are for those who begin results, and for keys that older files lack.
+    lacking = [each.name for each in fields(kind) if _is_needed(kind, each) and each.name not in given]
+    if lacking:
+        raise ValueError(f"{where} lacks {', '.join(map(repr, lacking))}")
+    types = get_type_hints(kind)
+    if unknown := [name for name in given if name not in types]:
+        raise ValueError(f"{where} has {', '.join(map(repr, unknown))}, which no reader knows")
+    for name, value in given.items():
+        if not _is_a(value, types[name]):
+            wanted = getattr(types[name], "__name__", types[name])
+            raise ValueError(f"{where} has {name!r} = {reprlib.repr(value)}, which is no {wanted}")
+    return kind(**given)
+
+
+def _is_needed(kind: Any, each: Field[Any]) -> bool:
+    if kind is Results and each.name in ("rows", "refused", "failed"):
+        return True
+    return each.default is MISSING and each.default_factory is MISSING
+
+
+def _is_a(value: Any, wanted: Any) -> bool:
+    """Whether a value of JSON is of an annotated type; what lists and dicts hold is not looked at."""
+    if isinstance(wanted, UnionType):
+        return any(_is_a(value, each) for each in wanted.__args__)
+    if wanted in (int, float):
+        return isinstance(value, (int, wanted)) and not isinstance(value, bool)
+    return isinstance(value, get_origin(wanted) or wanted)
+
+
+def _check_values(found: Results) -> None:
+    """What tables and pictures look up or divide by."""
+    for i, row in enumerate(found.rows):
+        if not 0 < row.ms < math.inf:
+            raise ValueError(f"rows[{i}] has 'ms' = {row.ms}, which is no time")
+        if row.dtype not in DTYPES:
+            raise ValueError(f"rows[{i}] has 'dtype' = {row.dtype!r}; known are {', '.join(DTYPES)}")
+    if found.direction not in DIRECTIONS:
+        raise ValueError(f"it has 'direction' = {found.direction!r}; known are {', '.join(DIRECTIONS)}")

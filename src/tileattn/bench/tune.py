@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import typer
 from rich import box
@@ -11,8 +13,10 @@ from rich.table import Table
 from tileattn.bench import passes, problem
 from tileattn.bench.choices import Chosen
 from tileattn.bench.peers import TileAttn
-from tileattn.tuner import results
+from tileattn.tuner import results, state
 from tileattn.tuner.session import tuning
+
+UNFOLDED = 10_000  # columns; wider than any table
 
 
 def tune(chosen: Chosen, own: TileAttn, device: torch.device, again: bool, quiet: bool) -> int:
@@ -21,6 +25,8 @@ def tune(chosen: Chosen, own: TileAttn, device: torch.device, again: bool, quiet
         torch.cuda.set_device(device)
     failed = False
     with tuning(quiet=quiet, again=again):
+        session = state.session
+        assert session is not None
         for case in chosen.cases:
             given = problem.build(case, device, direction=chosen.direction)
             if (reason := own.refusal(given)) is not None:
@@ -29,14 +35,19 @@ def tune(chosen: Chosen, own: TileAttn, device: torch.device, again: bool, quiet
                 continue
             with torch.set_grad_enabled(chosen.direction != "fwd"):
                 passes.start(chosen.direction, own.prepare(given), given)()
-    typer.echo(f"results: {results.default_file()}")
+        tuned = session.tuned
+    if tuned:
+        typer.echo(f"results: {results.default_file()}")
+    elif not failed:
+        typer.echo("no results: there was nothing to tune")
     return int(failed)
 
 
 def show() -> None:
     """`tileattn tune --show`."""
     kept = list(results.entries(results.read(results.default_file())))
-    console = Console()
+    # Words are folded to fit a terminal only: what is piped is read by programs.
+    console = Console(width=None if sys.stdout.isatty() else UNFOLDED)
     if not kept:
         console.print(f"no results in {results.default_file()}", soft_wrap=True)
         return

@@ -42,6 +42,8 @@ TERMS = {
     "userscore": r"userscore",
     "sink": r"sink",
 }
+MASKS = ("causal", "window", "prefix", "documents")
+ACCEPTED_MASKS = "full, or masks joined with '+': causal, window<L> or window<L>-<R>, prefix<N>, documents<N>"
 ACCEPTED = (
     "full, or terms joined with '+': causal, window<L> or window<L>-<R>, prefix<N>, documents<N>, softcap<cap>, "
     "alibi, bias or bias-<bh, b1 or 11> (+dbias), userscore, sink (for example causal+softcap50)"
@@ -153,6 +155,11 @@ def parse(name: str) -> Variant:
             f"variant {name!r}: 'dbias' is the gradient of a bias, and there is none; accepted: {ACCEPTED}"
         )
     return Variant(**terms)  # type: ignore[arg-type]
+
+
+def is_mask(term: str) -> bool:
+    """Whether a term says which keys a query sees, and nothing of their scores."""
+    return term == "full" or _match(term)[0] in MASKS
 
 
 def _match(term: str) -> tuple[str, re.Match[str] | None]:

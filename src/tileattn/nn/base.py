@@ -9,7 +9,11 @@ from torch import Tensor, nn
 
 from ..api import attention
 from ..masks import Mask
+from ..run import autocast_dtype
+from ..validation import check_flags
 from ..variant import CAUSAL
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class SelfAttention(nn.Module):
@@ -57,12 +61,15 @@ class SelfAttention(nn.Module):
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
         _check_dropout(dropout)
+        check_flags(bias=bias, causal=causal)
+        if dtype is not None and dtype not in _DTYPES:
+            raise TypeError(f"dtype must be torch.float16, bfloat16, float32, float64 or None, got {dtype!r}")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.dropout = float(dropout)
-        self.causal = bool(causal)
+        self.causal = causal
 
         def linear(width: int) -> nn.Linear:
             return nn.Linear(embed_dim, width, bias=bias, device=device, dtype=dtype)
@@ -85,7 +92,7 @@ class SelfAttention(nn.Module):
             The output, like x, and None: only :class:`NaiveAttention` has weights to return.
 
         Raises:
-            ValueError: x has another shape.
+            TypeError, ValueError: x is no tensor, or has another shape or dtype.
         """
         return self._forward(x, CAUSAL if self.causal else None)
 
@@ -121,10 +128,26 @@ class SelfAttention(nn.Module):
         return ", ".join(shown)
 
     def _forward(self, x: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor | None]:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
         if x.ndim != 3 or x.shape[2] != self.embed_dim:
             raise ValueError(f"x must have shape (batch, seqlen, embed_dim={self.embed_dim}), got {tuple(x.shape)}")
-        o, weights = self.attend(*self._heads(x), mask)
+        try:
+            q, k, v = self._heads(x)
+        except RuntimeError:
+            # Asked only now: what replaces a projection (quantized, say) may take x in other dtypes than its weight's.
+            self._check_dtype(x)
+            raise
+        o, weights = self.attend(q, k, v, mask)
         return self.out_proj(o.flatten(2)), weights
+
+    def _check_dtype(self, x: Tensor) -> None:
+        parameter = next(self.parameters())
+        if autocast_dtype(x) != autocast_dtype(parameter):
+            raise TypeError(
+                f"x must be {parameter.dtype}, as the parameters are, or under torch.autocast float16, bfloat16 or "
+                f"float32, got {x.dtype}"
+            )
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of x: q (batch, seqlen, num_heads, head_dim), k and v (batch, seqlen, num_kv_heads, head_dim)."""

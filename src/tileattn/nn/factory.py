@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..run import MaskLike
-from .base import SelfAttention
+from .base import SelfAttention, check_positive
 from .flash import FlashAttentionV1, FlashAttentionV2
 from .grouped import GroupedQueryAttention, MultiQueryAttention
 from .masked import MaskedAttention, SlidingWindowAttention
@@ -51,7 +51,7 @@ def get_attention(
             "masked", "triton".
         embed_dim: width of x and of the output.
         num_heads: heads of the queries.
-        num_kv_heads: heads of keys and values; None: num_heads. Of all but "mqa"; "gqa" needs it.
+        num_kv_heads: heads of keys and values; None: num_heads. "gqa" needs it; "mqa" has 1.
         block_size: rows in a tile; None: 64. Of "flash_v1" and "flash_v2".
         dropout: probability of dropping a weight in training; 0 for "triton".
         bias: whether the projections add a bias.
@@ -62,12 +62,15 @@ def get_attention(
         dtype: of the parameters.
 
     Raises:
-        ValueError: there is no such name; the message lists those that there are.
+        TypeError, ValueError: there is no such name; the message lists those that there are.
         TypeError, ValueError: an argument is wrong, missing, or none of this module's.
     """
-    if name not in CLASSES:
-        raise ValueError(f"name must be one of {', '.join(CLASSES)}, got {name!r}")
-    cls = CLASSES[name]
+    cls = _class(name)
+    if cls is MultiQueryAttention and num_kv_heads is not None:
+        check_positive("num_kv_heads", num_kv_heads)
+        if num_kv_heads != 1:
+            raise ValueError(f"num_kv_heads must be 1 or None for {name!r}, got {num_kv_heads}")
+        num_kv_heads = None
     own: dict[str, Any] = {
         "num_kv_heads": num_kv_heads,
         "block_size": block_size,
@@ -83,3 +86,12 @@ def get_attention(
         if option in parameters and option not in given and parameters[option].default is inspect.Parameter.empty:
             raise TypeError(f"{name!r} needs {option}")
     return cls(embed_dim, num_heads, **given, dropout=dropout, bias=bias, causal=causal, device=device, dtype=dtype)
+
+
+def _class(name: Any) -> type[SelfAttention]:
+    accepted = f"name must be one of {', '.join(CLASSES)}"
+    if not isinstance(name, str):
+        raise TypeError(f"{accepted}, got {name!r}")
+    if name not in CLASSES:
+        raise ValueError(f"{accepted}, got {name!r}")
+    return CLASSES[name]

@@ -68,11 +68,13 @@ class GroupedQueryAttention(SelfAttention):
             dtype: of the cache; None: the parameters'.
 
         Raises:
-            TypeError, ValueError: batch or seqlen is no positive int.
+            TypeError, ValueError: batch or seqlen is no positive int, or dtype no torch.dtype.
         """
         check_positive("batch", batch)
         check_positive("seqlen", seqlen)
         dtype = self.out_proj.weight.dtype if dtype is None else dtype
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
         per_head = 2 * batch * seqlen * self.head_dim * dtype.itemsize
         return KVCacheSize(bytes=self.num_kv_heads * per_head, multi_head_bytes=self.num_heads * per_head)
 

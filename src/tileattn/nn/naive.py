@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ..dropout import draw_seed, keep_mask, weight_of_kept
 from ..masks import Mask
+from ..variant import encode
 from .masked import MaskedAttention
 
 
@@ -14,8 +15,9 @@ class NaiveAttention(MaskedAttention):
     """``softmax(q k^T / sqrt(head_dim)) v`` in four lines; the one module that returns the weights.
 
     Memory grows with the square of the length, in both passes. Arguments as :class:`MaskedAttention`; `forward`
-    returns the weights (batch, num_heads, seqlen, seqlen) as its second value, after dropout. A position that sees no
-    other has weights of 0, and so has an attention of 0.
+    returns the weights (batch, num_heads, seqlen, seqlen) as its second value, after dropout, which drops those that
+    the other modules drop for the same seed. A position that sees no other has weights of 0, and so has an attention
+    of 0.
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1.
     """
@@ -32,14 +34,24 @@ class NaiveAttention(MaskedAttention):
             # Not -inf: the softmax of a row in which nothing is seen would be NaN, and so would its gradient.
             weights = torch.softmax(scores.masked_fill(hidden, torch.finfo(scores.dtype).min), dim=-1)
             weights = weights.masked_fill(hidden, 0.0)
-        weights = F.dropout(weights, self.dropout, self.training)
+        if self.dropout_p:
+            weights = _dropped(weights, self.dropout_p)
         return (weights @ v).transpose(1, 2), weights
+
+
+def _dropped(weights: Tensor, p: float) -> Tensor:
+    """The weights (batch, heads, seqlen, seqlen) after dropout, by the pattern of :mod:`tileattn.dropout`."""
+    batch, heads, seqlen, _ = weights.shape
+    keep = keep_mask(draw_seed(weights.device), p, batch, heads, slice(0, seqlen), slice(0, seqlen))
+    return weights * keep * weight_of_kept(p)
 
 
 def _allowed(mask: Mask, scores: Tensor) -> Tensor:
     """Which positions see which: bool, broadcastable to scores (batch, heads, seqlen, seqlen)."""
     batch, heads, seqlen, _ = scores.shape
     mask.check(batch, heads, seqlen, seqlen)
+    if not torch.compiler.is_compiling():  # which has no expression of a function that captures a tensor
+        encode(mask, ())  # raises what attention() would of a user's function
     b, h, i = (torch.arange(size, device=scores.device) for size in (batch, heads, seqlen))
-    allowed: Tensor = mask.allows(b[:, None, None, None], h[:, None, None], i[:, None], i)
-    return allowed
+    allowed = mask.allows(b[:, None, None, None], h[:, None, None], i[:, None], i)
+    return torch.as_tensor(allowed, device=scores.device)  # a function may return True

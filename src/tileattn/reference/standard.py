@@ -64,9 +64,9 @@ def standard_attention(
         dropout: (batch, heads, seqlen_q, seqlen_k), what each probability is multiplied by: 0 or 1 / (1 - p); None: 1.
 
     Returns:
-        o: (batch, seqlen_q, heads, head_dim_v), q's dtype, or bfloat16 for fp8; 0 in a row that sees no key.
-        lse: (batch, heads, seqlen_q), float32 (float64 for float64 inputs), natural logarithm, sink included; -inf in
-            a row that sees no key, without a sink.
+        o (batch, seqlen_q, heads, head_dim_v) in q's dtype, or bfloat16 for fp8, 0 in a row that sees no key; and lse
+        (batch, heads, seqlen_q) in float32 (float64 for float64 inputs), natural logarithm, sink included, -inf in a
+        row that sees no key, without a sink.
     """
     q_bh, k_bh, v_bh = heads_first(q, k, v, (q_descale, k_descale, v_descale))
     # There is nothing to tile here: one tile of all rows and all keys.

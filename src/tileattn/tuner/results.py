@@ -1,7 +1,8 @@
 """What the tuner has found, by device, call and sizes; kept in one JSON file in the user's data folder.
 
 The file is read once per process. It is written under a lock, to another file that then takes its name, and holds what
-other processes have added in the meantime. A file that cannot be read is renamed, not lost.
+other processes have added in the meantime. Reading changes nothing; a damaged file is renamed, not lost, when a result
+is about to take its place, and what is no file of ours, or a newer tileattn's, is never replaced.
 
     {"version": 1, "devices": {"NVIDIA H200 (sm_90a)": {CALL: {"p64 q4096 k4096 g1": {"config": {...}, "ms": ...}}}}}
 """
@@ -13,6 +14,7 @@ import dataclasses
 import functools
 import json
 import os
+import stat
 import tempfile
 import time
 import warnings
@@ -97,22 +99,51 @@ def _devices() -> Devices:
 
 
 def read(path: Path) -> Devices:
-    """The results of a file; none where it is missing. One that cannot be understood is renamed, with a warning."""
+    """The results of a file; none where it is missing. What cannot be used stays as it is, and a warning says why."""
     try:
-        content = path.read_text(encoding="utf-8")
+        return _load(path)
+    except _UnusableError as error:
+        warnings.warn(f"tileattn: {error}; it stays as it is, and calls use their defaults", stacklevel=2)
+        return {}
+
+
+class _UnusableError(Exception):
+    """No results can be had from a file: it is somebody else's, or of no use to this process alone."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"the tuner's results in {path} cannot be used ({why})")
+
+
+class _DamagedError(_UnusableError):
+    """A regular file that was read and is not what :func:`keep` writes."""
+
+
+def _load(path: Path) -> Devices:
+    """The results of a file; none where it is missing.
+
+    Raises:
+        _UnusableError: there is something else there, it cannot be read now, or a newer tileattn wrote it.
+        _DamagedError: it holds no results.
+    """
+    try:
+        # Before it is opened: a pipe would be waited for.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise _UnusableError(path, "it is no regular file")
+        content = path.read_bytes()
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError) as error:
-        return _set_aside(path, str(error))
+    except OSError as error:
+        raise _UnusableError(path, error.strerror or str(error)) from error
     try:
         found = json.loads(content)
-        version = found["version"]
-        devices = found["devices"] if version == VERSION else None
-    except (ValueError, KeyError, TypeError) as error:
-        return _set_aside(path, f"{type(error).__name__}: {error}")
-    if devices is None:
-        return _set_aside(path, f"its version is {version!r}, not {VERSION}")
-    return devices if _is_whole(devices) else _set_aside(path, "it does not hold results")
+        version, devices = found["version"], found["devices"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _DamagedError(path, f"{type(error).__name__}: {error}") from error
+    if isinstance(version, int) and version > VERSION:
+        raise _UnusableError(path, f"a newer tileattn wrote them: their version is {version}, this one's {VERSION}")
+    if version != VERSION or not _is_whole(devices):
+        raise _DamagedError(path, "it does not hold results")
+    return devices
 
 
 def _is_whole(devices: Any) -> bool:
@@ -120,7 +151,9 @@ def _is_whole(devices: Any) -> bool:
     fields = {field.name for field in dataclasses.fields(Result)}
 
     def of_entry(entry: Any) -> bool:
-        return isinstance(entry, dict) and set(entry) == fields and isinstance(entry["config"], dict)
+        if not isinstance(entry, dict) or set(entry) != fields or not isinstance(entry["config"], dict):
+            return False
+        return all(isinstance(entry[name], (int, float)) and entry[name] > 0 for name in ("ms", "default_ms"))
 
     def of_dicts(value: Any, depth: int) -> bool:
         if depth == 0:
@@ -130,21 +163,6 @@ def _is_whole(devices: Any) -> bool:
     return of_dicts(devices, 3)
 
 
-def _set_aside(path: Path, why: str) -> Devices:
-    """Keeps a file that cannot be read under another name, for a person to look at."""
-    aside = path.with_name(f"{path.name}.unreadable-{time.time_ns()}")
-    try:
-        os.replace(path, aside)
-        where = f"it is kept as {aside}"
-    except OSError as error:
-        where = f"it stays there ({error})"
-    warnings.warn(
-        f"tileattn: the tuner's results in {path} cannot be read ({why}); {where}, and calls use their defaults",
-        stacklevel=2,
-    )
-    return {}
-
-
 # --- Writing ---
 
 
@@ -152,19 +170,37 @@ def keep(arch: str, call: str, sizes: tuple[int, int, int, int], result: Result)
     """Adds a result, or replaces it; the next calls of this process use it, and those of later processes."""
     path = default_file()
     with _locked(path):
-        devices = read(path)
+        devices = _load_to_replace(path)
         devices.setdefault(device_name(arch), {}).setdefault(call, {})[bucket(sizes)] = dataclasses.asdict(result)
         _write(path, devices)
     _devices.cache_clear()
     state.forget_prepared()
 
 
+def _load_to_replace(path: Path) -> Devices:
+    """The results of a file that is about to be written anew; a damaged one is kept under another name.
+
+    Raises:
+        OSError: what is there must not be replaced.
+    """
+    try:
+        return _load(path)
+    except _DamagedError as error:
+        aside = path.with_name(f"{path.name}.unreadable-{time.time_ns()}")
+        os.replace(path, aside)
+        warnings.warn(f"tileattn: {error}; it is kept as {aside}, and a new file begins", stacklevel=3)
+        return {}
+    except _UnusableError as error:
+        raise OSError(str(error)) from error
+
+
 def clear() -> int:
-    """Removes all results; how many there were."""
+    """Removes all results; how many there were. What holds none that can be read stays."""
     path = default_file()
     with _locked(path):
         count = sum(1 for _ in entries(read(path)))
-        path.unlink(missing_ok=True)
+        if count:
+            path.unlink(missing_ok=True)
     _devices.cache_clear()
     state.forget_prepared()
     return count

@@ -59,6 +59,11 @@ class Session:
         self._tuned: set[tuple[str, str]] = set()
         self._said: set[str] = set()
 
+    @property
+    def tuned(self) -> bool:
+        """Whether a call had something to tune, now or before."""
+        return bool(self._tuned)
+
     def without_candidates(self, backend: str, arch: str) -> None:
         """A backend has nothing to tune: said once."""
         with self._lock:

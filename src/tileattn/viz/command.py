@@ -14,7 +14,7 @@ import typer
 from tileattn.bench import problem, results
 from tileattn.bench.cases import square
 from tileattn.bench.choices import VariantOptions, at_least_one, refuse, variant_name
-from tileattn.bench.command import check_picture
+from tileattn.bench.command import check_picture, writing
 from tileattn.bench.peers.own import mask_of, score_mods_of
 from tileattn.bench.problem import Problem
 from tileattn.viz.dashboard import draw_dashboard
@@ -143,6 +143,6 @@ def _refused(option: str) -> Iterator[None]:
 
 
 def _save(figure: Figure, output: Path) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, facecolor="white")
+    with writing("--output", output):
+        figure.savefig(output, facecolor="white")
     typer.echo(f"picture: {output}")

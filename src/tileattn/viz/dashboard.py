@@ -10,7 +10,7 @@ from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.ceilings import overall
 from tileattn.bench.compare import compare
 from tileattn.bench.peers.base import OWN
-from tileattn.bench.plot import COLOURS, FAINT, INK, LABELS
+from tileattn.bench.plot import FAINT, INK, LABELS, colours_of, legend_columns
 from tileattn.bench.report import ceiling_text, human_bytes
 from tileattn.bench.results import Results, Row
 from tileattn.viz.style import empty_figure, powers, titled
@@ -18,6 +18,10 @@ from tileattn.viz.style import empty_figure, powers, titled
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+MOST_ON_A_LINE = 10  # dots of a case
+MOST_TICKS = 5  # of a logarithmic axis: more labels of memory do not fit
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,11 @@ def draw_dashboard(results: Results) -> Figure:
     if not results.rows:
         raise ValueError("nothing was measured, so there is nothing to draw")
     cases, columns = [case for case in results.cases() if any(r.case == case for r in results.rows)], _columns(results)
-    figure = empty_figure(3.1 * len(columns) + 2.6, 0.21 * len(cases) + 2.6)
+    width = 3.1 * len(columns) + 2.6
+    names = [LABELS.get(backend, backend) for backend in results.backends()]
+    ncols = legend_columns(names, width)
+    lines = -(-len(names) // ncols)
+    figure = empty_figure(width, 0.21 * len(cases) * _lines_of_a_case(len(names)) + 2.4 + 0.2 * lines)
     grid = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for axes, column in zip(grid, columns):
         _dots(axes, column, results, cases)
@@ -59,11 +67,23 @@ def draw_dashboard(results: Results) -> Figure:
         title=_words(results),
         title_fontsize=10,
         loc="outside upper center",
-        ncols=len(labels),
+        ncols=ncols,
         frameon=False,
         fontsize=9.5,
     )
     return figure
+
+
+def _lines_of_a_case(backends: int) -> float:
+    """How high a case is, in lines: more dots than can lie on one are spread."""
+    return 1.0 if backends <= MOST_ON_A_LINE else backends / 2
+
+
+def _places(backends: list[str]) -> dict[str, float]:
+    """How far below the middle of its case a backend's dots are: nowhere, where all of them may lie on one line."""
+    if len(backends) <= MOST_ON_A_LINE:
+        return dict.fromkeys(backends, 0.0)
+    return {backend: 0.9 * (index + 0.5) / len(backends) - 0.45 for index, backend in enumerate(backends)}
 
 
 def _columns(results: Results) -> list[Column]:
@@ -95,22 +115,23 @@ def _columns(results: Results) -> list[Column]:
 
 def _dots(axes: Axes, column: Column, results: Results, cases: list[str]) -> None:
     titled(axes, column.title)
+    colours, places = colours_of(results.backends()), _places(results.backends())
     for backend in results.backends():  # ours is drawn first and large, so that dots upon it can be seen
         ours = backend == OWN
         found = [
-            (value, cases.index(row.case))
+            (value, cases.index(row.case) + places[backend])
             for row in results.rows
             if row.backend == backend and (value := column.answer(row)) is not None
         ]
         axes.plot(
             [value for value, _ in found], [place for _, place in found], linestyle="", marker="D" if ours else "o",
-            markersize=8 if ours else 5, color=COLOURS[backend], label=LABELS.get(backend, backend),
+            markersize=8 if ours else 5, color=colours[backend], label=LABELS.get(backend, backend),
             markeredgecolor="white", markeredgewidth=0.5, zorder=3 if ours else 4,
         )  # fmt: skip
     if column.log:
         answers = [value for row in results.rows if (value := column.answer(row)) is not None]
         if answers:
-            powers(axes, "x", column.log, min(answers), max(answers))
+            powers(axes, "x", column.log, min(answers), max(answers), MOST_TICKS)
     else:
         axes.margins(x=0.06)
         axes.set_xlim(left=0)

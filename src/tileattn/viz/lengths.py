@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.peers.base import OWN
-from tileattn.bench.plot import COLOURS, LABELS, Panel, by_length, length_label
+from tileattn.bench.plot import LABELS, Panel, by_length, colours_of, legend_columns, length_label
 from tileattn.bench.report import human_bytes
 from tileattn.bench.results import Results, Row
 from tileattn.viz.style import empty_figure, heading, powers, titled
@@ -53,7 +53,8 @@ def draw_lengths(results: Results, variant: str | None = None) -> Figure:
     grid[0][0].yaxis.set_major_formatter(lambda ms, _: f"{ms:g}")
     grid[1][0].yaxis.set_major_formatter(lambda count, _: human_bytes(count).replace(".0 ", " "))
     handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False, fontsize=9)
+    ncols = min(legend_columns(labels, figure.get_figwidth()), 4)
+    figure.legend(handles, labels, loc="outside lower center", ncols=ncols, frameon=False, fontsize=9)
     dtypes = ", ".join(sorted({row.dtype for row in results.rows}))
     heading(figure, "Time and memory against length", f"{DIRECTIONS[results.direction]}, {dtypes}, {results.gpu}")
     return figure
@@ -65,11 +66,12 @@ def _rows(results: Results, panel: Panel) -> list[Row]:
 
 
 def _lines(axes: Axes, results: Results, rows: list[Row], value: Callable[[Row], float]) -> None:
+    colours = colours_of(results.backends())
     for backend in results.backends():  # ours is drawn first and broad, so that lines upon it can be seen
         own = [row for row in rows if row.backend == backend]
         ours = backend == OWN
         axes.plot(
-            [row.seqlen_q for row in own], [value(row) for row in own], color=COLOURS[backend],
+            [row.seqlen_q for row in own], [value(row) for row in own], color=colours[backend],
             label=LABELS.get(backend, backend), marker="D" if ours else "o", markersize=7 if ours else 3,
             linewidth=4.5 if ours else 1.3, zorder=3 if ours else 4,
         )  # fmt: skip

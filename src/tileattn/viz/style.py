@@ -43,9 +43,9 @@ def heading(figure: Figure, title: str, below: str = "") -> None:
     figure.suptitle(f"{title}\n{below}" if below else title, fontsize=10, color=INK)
 
 
-def powers(axes: Axes, which: str, base: int, low: float, high: float) -> None:
+def powers(axes: Axes, which: str, base: int, low: float, high: float, most: int = MOST_TICKS) -> None:
     """A logarithmic axis ("x" or "y") from low to high; ticks at powers of 2, or at 1, 2 and 5 times those of 10."""
-    ticks = _ticks(base, low, high)
+    ticks = _ticks(base, low, high, most)
     getattr(axes, f"set_{which}scale")("log", base=base)
     getattr(axes, f"set_{which}ticks")(ticks)
     axes.minorticks_off()
@@ -53,13 +53,14 @@ def powers(axes: Axes, which: str, base: int, low: float, high: float) -> None:
     getattr(axes, f"set_{which}lim")(ticks[0] * 0.93, ticks[-1] * 1.07)
 
 
-def _ticks(base: int, low: float, high: float) -> list[float]:
-    """At most nine that enclose low and high, and at least two."""
+def _ticks(base: int, low: float, high: float, most: int) -> list[float]:
+    """At most so many that enclose low and high, and at least two, as far from each other as all their neighbours."""
     steps = (1.0,) if base == 2 else (1.0, 2.0, 5.0)
     first, last = math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1
-    found = [step * float(base) ** power for power in range(first, last + 1) for step in steps]
+    # Some beyond: where not every power has a tick, the last one may be higher than it need be.
+    found = [step * float(base) ** power for power in range(first, 2 * last - first + most) for step in steps]
     begin = max(i for i, tick in enumerate(found) if tick <= low)
     end = min(i for i, tick in enumerate(found) if tick >= high and i > begin)
-    found = found[begin : end + 1]
-    every = -(-(len(found) - 1) // (MOST_TICKS - 1))
-    return found[::every] if (len(found) - 1) % every == 0 else [*found[::every], found[-1]]
+    every = -(-(end - begin) // (most - 1))
+    count = -(-(end - begin) // every)
+    return found[begin : begin + count * every + 1 : every]

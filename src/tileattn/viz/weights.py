@@ -62,12 +62,18 @@ def draw_weights(weights: Tensor, title: str = "Attention weights", b: int = 0) 
     Args:
         weights: (batch, heads, seqlen_q, seqlen_k), of `attention_weights`; at most 16 heads.
         b: the batch element.
+
+    Raises:
+        ValueError: weights has another shape, or b is none of its elements.
     """
     if weights.ndim != 4 or weights.shape[1] > MOST_HEADS:
         raise ValueError(
             f"weights must have shape (batch, up to {MOST_HEADS} heads, seqlen_q, seqlen_k), got {tuple(weights.shape)}"
         )
+    if b not in range(-len(weights), len(weights)):
+        raise ValueError(f"b must be one of the {len(weights)} batch elements, got {b!r}")
     import matplotlib
+    from matplotlib.ticker import MaxNLocator
 
     heads, seqlen_q, seqlen_k = weights.shape[1:]
     columns = min(heads, 4)
@@ -86,6 +92,8 @@ def draw_weights(weights: Tensor, title: str = "Attention weights", b: int = 0) 
             "query" if head % columns == 0 else "",
         )
         axes.grid(False)
+        for axis in (axes.xaxis, axes.yaxis):  # there is no query 2.5
+            axis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlim(-0.5, seqlen_k - 0.5)
         axes.set_ylim(seqlen_q - 0.5, -0.5)
         panels.append(axes)

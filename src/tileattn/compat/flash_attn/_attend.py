@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from ...api import attention
 from ...call import Packed
 from ...head_dims import MAX, pad
 from ...masks import Causal, Mask
+from ...scalars import as_float
 from ...scores import ALiBi, ScoreMod, SoftCap
 from ...varlen import varlen_attention
 from ..windows import window_mask
@@ -32,6 +34,13 @@ class Options(NamedTuple):
     deterministic: bool
     return_attn_probs: bool
 
+    def with_numbers(self) -> Options:
+        """With Python's numbers: flash-attn takes numpy's, and tensors of one element, as well."""
+        scale = None if self.softmax_scale is None else as_float("softmax_scale", self.softmax_scale)
+        dropout_p = as_float("dropout_p", self.dropout_p, "a probability, a number from 0 to 1")
+        softcap = as_float("softcap", self.softcap, "a number, 0 for no cap")
+        return self._replace(softmax_scale=scale, dropout_p=dropout_p, softcap=softcap)
+
     def mask(self, seqlen_k: int) -> Mask | None:
         """Of a call with at most this many keys."""
         return window_mask(self.causal, *_window(self.window_size), seqlen_k)
@@ -45,6 +54,7 @@ class Options(NamedTuple):
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | None = None) -> Result:
     """Attention on (batch, seqlen, heads, head_dim), or on packed sequences, (total, heads, head_dim)."""
     _check(q, k, v, 4 if packed is None else 3)
+    options = options.with_numbers()
     mask, mods = options.mask(k.shape[1] if packed is None else packed.max_seqlen_k), options.score_mods()
     shows_dropped = options.return_attn_probs and options.dropout_p > 0
     seed = next_seed(q.device) if shows_dropped else None
@@ -54,21 +64,30 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | N
         "score_mod": mods or None,
         "scale": q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale,
         "dropout_p": options.dropout_p,
-        "deterministic": options.deterministic,
-        "return_lse": options.return_attn_probs,
+        "deterministic": bool(options.deterministic),
+        "return_lse": bool(options.return_attn_probs),
     }
     padded_q, padded_k, padded_v = (pad(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k, v))
-    if packed is None:
-        found = attention(padded_q, padded_k, padded_v, **keywords)
-    else:
-        found = varlen_attention(padded_q, padded_k, padded_v, *packed, **keywords)
-    if isinstance(found, Tensor):
-        return found[..., : v.shape[-1]]
-    o, lse = found
-    probabilities = q.new_empty(0)
-    if seed is not None:
-        probabilities = signed_probabilities(q, k, lse, packed, mask, mods, keywords["scale"], options.dropout_p, seed)
+    with _without_autocast(q.device.type):
+        if packed is None:
+            found = attention(padded_q, padded_k, padded_v, **keywords)
+        else:
+            found = varlen_attention(padded_q, padded_k, padded_v, *packed, **keywords)
+        if isinstance(found, Tensor):
+            return found[..., : v.shape[-1]]
+        o, lse = found
+        probabilities = q.new_empty(0)
+        if seed is not None:
+            of_call = (lse, packed, mask, mods, keywords["scale"], options.dropout_p, seed)
+            probabilities = signed_probabilities(q, k, *of_call)
     return o[..., : v.shape[-1]], lse, probabilities
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """flash-attn computes in the dtype that it is given, and so must the inner matrix products of its test results."""
+    if torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def _window(window_size: Any) -> tuple[int, int]:

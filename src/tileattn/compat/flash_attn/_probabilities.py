@@ -39,6 +39,8 @@ def signed_probabilities(
 
     Of packed sequences (batch, heads, max_seqlen_q, max_seqlen_k), each in its upper left corner, with zeros beyond.
     """
+    if packed is None and not len(q):  # nothing to stack
+        return q.new_empty(0, q.shape[2], q.shape[1], k.shape[1])
     if packed is None:
         found = [_of_sequence(b, *each, mask, mods, scale, p, seed) for b, each in enumerate(zip(q, k, lse))]
         return torch.stack(found)

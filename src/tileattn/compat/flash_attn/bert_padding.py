@@ -6,10 +6,15 @@ A padded batch is (batch, seqlen, ...) with a mask (batch, seqlen) of the tokens
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ... import padding
+from ._names import renamed
+
+_NAMES = {"x": "hidden_states", "mask": "attention_mask"}
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
@@ -20,6 +25,30 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """(first_axis_dim, ...) with the rows of values (n, ...) at indices (n,), and zeros elsewhere. Differentiable."""
     return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices.long(), values)
+
+
+def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """``input[indices]`` (n, ...), and the input itself (rows, ...), for a residual connection.
+
+    The second shares the input's memory and is no view to autograd, so that it may be changed in place; the gradients
+    of both add up in the input's.
+    """
+    return _RowsAndResidual.apply(input, indices)  # type: ignore[no-any-return]
+
+
+class _RowsAndResidual(torch.autograd.Function):
+    """One node for both: the rows' gradient is added to the residual's."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(indices)
+        return input.index_select(0, indices), input.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        of_rows, of_residual = gradients
+        (indices,) = ctx.saved_tensors
+        return of_residual.index_add(0, indices, of_rows), None
 
 
 def unpad_input(
@@ -36,7 +65,10 @@ def unpad_input(
         hidden_states (total, ...) of the tokens; their indices (total,) in the flattened batch; cu_seqlens
         (batch + 1,), int32; the longest length; and the lengths without unused places (batch,), int32.
     """
-    return padding.unpad_input(hidden_states, attention_mask, unused_mask)
+    try:
+        return padding.unpad_input(hidden_states, attention_mask, unused_mask)
+    except (TypeError, ValueError) as error:
+        raise renamed(error, _NAMES) from None
 
 
 def unpad_input_for_concatenated_sequences(
@@ -62,4 +94,7 @@ def unpad_input_for_concatenated_sequences(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """:func:`tileattn.pad_input`: tokens (total, ...) back where they were, (batch, seqlen, ...), zeros elsewhere."""
-    return padding.pad_input(hidden_states, indices, batch, seqlen)
+    try:
+        return padding.pad_input(hidden_states, indices, batch, seqlen)
+    except (TypeError, ValueError) as error:
+        raise renamed(error, _NAMES) from None

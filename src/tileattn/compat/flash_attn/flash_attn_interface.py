@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from ...call import Packed
 from ._attend import Options, Result, attend, unpacked
+from ._names import renamed
 
 _NO_WINDOW = (-1, -1)
+# What is one argument where queries and keys lie in one tensor.
+_OF_BOTH = {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen", "total") for side in "qk"}
 
 
 def flash_attn_func(
@@ -194,9 +198,11 @@ def flash_attn_varlen_qkvpacked_func(
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    packed = _packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     q, k, v = unpacked("qkv", qkv, 1, 3)
-    return attend(q, k, v, options, packed)
+    try:
+        return attend(q, k, v, options, _packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))
+    except (TypeError, ValueError) as error:
+        raise renamed(error, _OF_BOTH) from None
 
 
 def flash_attn_with_kvcache(
@@ -232,6 +238,17 @@ def flash_attn_with_kvcache(
 
 
 def _packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Any, max_seqlen_k: Any) -> Packed:
-    """The longest lengths may come as tensors of one element, which flash-attn takes as well."""
-    longest = (int(x) if isinstance(x, Tensor) else x for x in (max_seqlen_q, max_seqlen_k))
+    longest = _longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k)
     return Packed(cu_seqlens_q, cu_seqlens_k, *longest)
+
+
+def _longest(name: str, size: Any) -> Any:
+    """It may come as a tensor of one element, which flash-attn takes as well."""
+    if not isinstance(size, Tensor):
+        return size
+    if size.numel() != 1 or size.dtype == torch.bool or size.is_floating_point() or size.is_complex():
+        raise TypeError(
+            f"{name} must be an int, or an integer tensor of one element, got a tensor of shape {tuple(size.shape)} in "
+            f"{size.dtype}"
+        )
+    return int(size)

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import Any
+
+from ...api import check_backend
 
 NAME = "tileattn"
 OLDEST = (5, 17)
@@ -33,7 +36,11 @@ def register(*, backend: str | None = None, ignore: Iterable[str] = ()) -> None:
 
     Raises:
         ImportError: transformers is not installed, or is older than 5.17.
+        TypeError: ignore is no iterable of names, such as a single name.
+        ValueError: no backend has that name, or its options are wrong.
     """
+    check_backend(backend)
+    ignored = _names(ignore)
     try:
         import transformers
     except ImportError as error:
@@ -48,7 +55,12 @@ def register(*, backend: str | None = None, ignore: Iterable[str] = ()) -> None:
     from .attention import attend
     from .mask import make_mask
 
-    transformers.AttentionInterface.register(
-        NAME, functools.partial(attend, backend=backend, ignored=frozenset(ignore))
-    )
+    transformers.AttentionInterface.register(NAME, functools.partial(attend, backend=backend, ignored=ignored))
     transformers.AttentionMaskInterface.register(NAME, make_mask)
+
+
+def _names(ignore: Any) -> frozenset[str]:
+    names = None if isinstance(ignore, str) or not isinstance(ignore, Iterable) else frozenset(ignore)
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise TypeError(f'ignore must be names in a list or another iterable, as in ["its_name"], got {ignore!r}')
+    return names

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...api import attention
+from ...scalars import as_float
 from ...scores import Bias, SoftCap
 from . import keywords
 from .mask import MaskParts
@@ -69,7 +70,7 @@ def attend(
     keywords.check(others, ignored)
     q, k, v = (_last_contiguous(x.transpose(1, 2)) for x in (query, key, value))
     options: dict[str, Any] = {
-        "scale": scaling,
+        "scale": None if scaling is None else as_float("scaling", scaling),
         "sink": None if s_aux is None else s_aux.reshape(-1),
         "dropout_p": dropout,
         "deterministic": bool(deterministic),

@@ -75,15 +75,23 @@ def seen_when_packed(
     if mask is None:
         # Lengths are equal within each sequence: not asked, for they are on the device.
         return Seen(kv_length, *_without_mask(module, q_length, q_length, is_causal, sliding_window))
-    other = not isinstance(mask, MaskParts) or mask.padding or mask.dense or isinstance(mask.window, ShiftedWindow)
-    if other:
-        raise NotImplementedError(
-            'attn_implementation="tileattn": cu_seq_lens cannot go with a padding mask, a mask of your own or a static '
-            "cache; packed sequences have no padding: leave attention_mask out"
+    if not isinstance(mask, MaskParts):
+        raise _not_packed("a mask of your own: leave attention_mask out")
+    if mask.dense is not None:  # padding, if there is any, is part of it
+        raise _not_packed(
+            "a mask that is no window, such as the chunks of Llama 4 or a function of your own: this model cannot be "
+            "packed by cu_seq_lens; use position_ids that begin anew with each sequence"
         )
-    assert isinstance(mask, MaskParts)
+    if mask.padding is not None:
+        raise _not_packed("a padding mask: packed sequences have no padding, leave attention_mask out")
+    if isinstance(mask.window, ShiftedWindow):
+        raise _not_packed("a static cache")
     _check_agreement(module, mask.window, is_causal)
     return _joined(MaskParts(mask.shape, mask.device, mask.keys, mask.window), mask.keys)
+
+
+def _not_packed(reason: str) -> NotImplementedError:
+    return NotImplementedError(f'attn_implementation="tileattn": cu_seq_lens cannot go with {reason}')
 
 
 def _joined(mask: MaskParts, keys: int) -> Seen:
@@ -111,6 +119,11 @@ def _given(mask: Tensor, kv_length: int) -> Seen:
     if mask.ndim != 4:
         raise ValueError(
             f"attention_mask must have shape (batch or 1, heads or 1, queries or 1, keys), got {tuple(mask.shape)}"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(
+            f"attention_mask must be bool, True where a query sees a key, or floating-point, added to the scores, got "
+            f"{mask.dtype}"
         )
     if mask.dtype == torch.bool:
         return Seen(kv_length, mask=DenseMask(mask))
