@@ -29,8 +29,9 @@ from .hopper_config import (
 from .operands import paths
 
 # Queries, up to which sequences count as short: tiles of 80 queries lose more at their ends, under a causal mask, than
-# they gain elsewhere (H200, D128 causal: 0.88 of 64's speed at 512, 1.07 at 16384).
-SHORT = 2048
+# they gain elsewhere (H200, D128 causal: 0.88 of 64's speed at 512, 1.07 at 16384; at 4096 ALiBi, which has 64, ran
+# faster than no modification at all, with 80).
+SHORT = 4096
 
 MainConfig = BackwardConfig | HopperBackwardConfig | HopperWideConfig
 QueriesConfig = BackwardConfig | HopperQueriesConfig
