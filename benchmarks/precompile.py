@@ -38,6 +38,7 @@ from tileattn.call import AttentionCall, BackwardCall, device_arch
 from tileattn.fp8 import FP8
 from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.backward import backend as backward_backend
+from tileattn.kernels.tilelang.backward.defaults import MainConfig
 from tileattn.kernels.tilelang.backward.launch import kernel_names
 from tileattn.kernels.tilelang.batch import CORES, AnyJob, BackwardJob, Done, Job, compile_all
 from tileattn.kernels.tilelang.config import Config
@@ -69,9 +70,9 @@ class _Found:
         # For fp8 the forward kernel is asked for before the other.
         self._add(Job(call, config), *[Job(call, None)] * (call.dtype == FP8))
 
-    def ask_backward(self, call: BackwardCall) -> Any:
+    def ask_backward(self, call: BackwardCall, config: MainConfig | None = None) -> Any:
         """In place of `backward_kernels`."""
-        self._add(*(BackwardJob(call, name) for name in kernel_names(call)))
+        self._add(*(BackwardJob(call, name, config) for name in kernel_names(call)))
 
     def _add(self, *jobs: AnyJob) -> NoReturn:
         for job in jobs:
@@ -229,7 +230,10 @@ def conformance_jobs(kernels: str | None, arch: str) -> list[AnyJob]:
 
     if kernels is None:
         return jobs_of(conformance_attempts(), arch)
-    with mock.patch.object(backend, "default", conftest.kernels_of(kernels)):
+    with (
+        mock.patch.object(backend, "default", conftest.kernels_of(kernels)),
+        mock.patch.object(backward_backend, "SHORT", conftest.SHORT_QUERIES[kernels]),
+    ):
         return jobs_of(conformance_attempts(), arch)
 
 

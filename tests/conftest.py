@@ -11,6 +11,7 @@ import torch
 
 from tileattn.call import AttentionCall
 from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.backward import backend as backward_backend
 from tileattn.kernels.tilelang.config import Config
 from tileattn.kernels.tilelang.defaults import LONG, default
 
@@ -25,6 +26,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("short", "long"),
         help="TileLang kernels of this bucket of lengths for calls of any length (default: what each call gets)",
     )
+
+
+# What `backward.backend.SHORT` is under `--kernels`.
+SHORT_QUERIES = {"short": 2**31, "long": 0}
 
 
 def kernels_of(bucket: str) -> Callable[[AttentionCall, int], Config]:
@@ -45,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     bucket = config.getoption("--kernels")
     if bucket is not None:
         backend.default = kernels_of(bucket)  # type: ignore[assignment]
+        backward_backend.SHORT = SHORT_QUERIES[bucket]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,7 @@ from ..arguments import L2_BYTES, as_bytes, divisors, one_batch, pattern_argumen
 from ..config import padded
 from ..tuned import sizes_of
 from .config import BackwardConfig, read_together
-from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default
+from .defaults import SHORT, MainConfig, adds_dq, default, finished, prepared, queries_default, short_default
 from .hopper_config import leaving
 from .launch import backward_kernels
 from .operands import AXES, STORED, Path, paths
@@ -35,8 +35,12 @@ def prepare_backward(
     if q_shape[0] == 0 or q_shape[1] == 0 or k_shape[1] == 0:
         return _nothing(call)
     call = _specialised(call, scale)
-    tuned = None if call.forward.packed else found_by_tuner(call, sizes_of(q_shape, k_shape))
-    return prepare_backward_with(tuned, call, q_shape, k_shape, scale)
+    if call.forward.packed:
+        return prepare_backward_with(None, call, q_shape, k_shape, scale)
+    chosen = found_by_tuner(call, sizes_of(q_shape, k_shape))
+    if chosen is None and q_shape[1] <= SHORT:
+        chosen = short_default(call)
+    return prepare_backward_with(chosen, call, q_shape, k_shape, scale)
 
 
 def _specialised(call: BackwardCall, scale: float) -> BackwardCall:

@@ -189,6 +189,7 @@ def _preferences_queries(call: AttentionCall) -> Iterator[BackwardConfig]:
     if widest <= 128 or traced.score is None or len(traced.tensors) < 2:
         yield BackwardConfig(128, 64, 2, 256)
         yield BackwardConfig(128, 64, 1, 256)
-    yield BackwardConfig(128, 32, 1, 256)
+    # Addresses of rows that may begin anywhere, and a sequence's bounds, leave registers for fewer keys, too.
+    yield BackwardConfig(128, 16 if call.packed and not call.aligned and widest > 128 else 32, 1, 256)
     yield BackwardConfig(64, 32, 1, 128)
     yield BackwardConfig(32, 32, 1, 64)

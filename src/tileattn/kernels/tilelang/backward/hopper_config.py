@@ -20,6 +20,7 @@ from .operands import ADDED, BY_KEY, STORED, Path
 from .order import RegisterOrder
 from .slopes import slope_program
 
+CAUSAL = "Causal()"
 CONSUMERS = 256
 BLOCK_N = 128
 # Registers of a consumer thread that products can take; the rest holds addresses and intermediate results.
@@ -257,7 +258,8 @@ def _narrow(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBack
         yield HopperBackwardConfig(64, late_dp=bool(paths))
     elif widest <= 64:
         yield HopperBackwardConfig(128)
-    elif call.variant in ("", "Causal()") and not call.dropout:  # other masks' tests need registers
+    elif not call.dropout and (call.variant == "" or (call.variant == CAUSAL and not call.packed)):
+        # Other masks' tests need registers; packed sequences are mostly short (see `short_default`).
         yield HopperBackwardConfig(80)
     yield HopperBackwardConfig(64)
 
