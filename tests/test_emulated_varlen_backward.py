@@ -79,7 +79,7 @@ def kernels(folder: Path) -> Callable[[BackwardCall], launch.Kernels]:
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    return Kernel(plan_kernel(), tmp_path_factory.mktemp("plan"))
+    return Kernel(plan_kernel("sm_80"), tmp_path_factory.mktemp("plan"))
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from tileattn import packed_status
 from tileattn.call import Packed
 from tileattn.kernels.tilelang import packed as packed_launch
 from tileattn.kernels.tilelang import records
+from tileattn.kernels.tilelang.compile import device_source
 from tileattn.kernels.tilelang.sequence_plan import plan_kernel
 
 LENGTHS = {
@@ -28,7 +29,7 @@ LENGTHS = {
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     if COMPILER is None:
         pytest.skip("needs g++")
-    return Kernel(plan_kernel(), tmp_path_factory.mktemp("plan"))
+    return Kernel(plan_kernel("sm_80"), tmp_path_factory.mktemp("plan"))
 
 
 @pytest.fixture
@@ -142,3 +143,27 @@ def _check_nobodys(packed: Packed, of_keys: bool, status: list[int]) -> None:
     last = packed.cu_seqlens_q.numel() - 1
     start = [-1, 0, 0, 10] if of_keys else [0, 10, -1, 0]
     assert work[1:4].tolist() == [[last - 1, 0, *start, last * 144, last * 144]] * 3
+
+
+@pytest.mark.usefixtures("launched")
+def test_lists_of_one_launch() -> None:
+    """Of queries and keys in tiles of different sizes: each as it is alone."""
+    q_lengths, k_lengths = LENGTHS["skewed"]
+    total_q, total_k = sum(q_lengths) + 3, sum(k_lengths)
+    packed = Packed(bounds(q_lengths), bounds(k_lengths), 300, 300)
+    cuts = [(64, False), (128, True), (80, False)]
+    for count in (1, 2, 3):
+        lists = packed_launch.work_lists("sm_80", packed, total_q, total_k, cuts[:count])
+        assert len(lists) == count
+        for work, (tile, of_keys) in zip(lists, cuts):
+            expected = model(q_lengths, k_lengths, total_q, total_k, tile, of_keys)
+            assert len(work) == 1 + records.capacity(total_k if of_keys else total_q, len(q_lengths), tile)
+            assert work[0].tolist() == [len(expected), *[0] * 7]
+            assert torch.equal(work[1 : 1 + len(expected)], expected)
+
+
+def test_next_kernel_starts_early() -> None:
+    """From sm_90 on; older GPUs have no such instruction."""
+    early = "cudaTriggerProgrammaticLaunchCompletion"
+    assert early in device_source(plan_kernel("sm_90a"), "sm_90a")
+    assert early not in device_source(plan_kernel("sm_80"), "sm_80")

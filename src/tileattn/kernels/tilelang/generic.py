@@ -29,6 +29,7 @@ from ...call import AttentionCall
 from ...variant import Program
 from . import dropout, softmax
 from .config import PRODUCER_REGISTERS, ForwardConfig, padded
+from .dependent_launch import wait_for_previous
 from .expressions import Emitter
 from .mask import Score, Visibility, apply_mask, apply_score, keep_uniforms
 from .sequence_tasks import find_task, of_sequence, sink_of, task_count
@@ -105,6 +106,7 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
                 assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides)
             # Held in variables: inlined wherever they are used, divisions would take the compiler most of its time.
             if call.packed:
+                wait_for_previous(call.arch)
                 b, h, row, q_start, seqlen_q, k_start, seqlen_k = find_task(
                     arg, block, block_M, block < task_count(arg)
                 )

@@ -70,6 +70,7 @@ from ...call import AttentionCall
 from ...variant import Program
 from . import dropout, softmax
 from .config import HopperConfig
+from .dependent_launch import wait_for_previous
 from .hopper_consumer import consume
 from .hopper_plan import WARP, WARPGROUP, Plan
 from .hopper_producer import produce
@@ -99,6 +100,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             assume_filled(arg.operands)
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, itemsize=plan.size)
             if plan.packed:
+                wait_for_previous(call.arch)
                 arg = with_ragged_tensors(arg)
             tile_shared, tile_registers = None, None
             if plan.copied is not None:

@@ -89,7 +89,7 @@ def ensure_plan_compiled(arch: str) -> Path:
         from .compile import build_library
         from .sequence_plan import plan_kernel
 
-        build_library(plan_kernel(), arch, path)
+        build_library(plan_kernel(arch), arch, path)
 
     return KernelCache(default_folder()).find_or_build(plan_key(arch), build)
 
@@ -133,12 +133,14 @@ def _amd_digest() -> str:
 @functools.cache
 def _packed_digest() -> str:
     """Of the code that packed sequences add to the above."""
-    return _digest([Path(__file__).parent / f"{name}.py" for name in ("ragged", "records", "sequence_tasks")])
+    names = ("dependent_launch", "ragged", "records", "sequence_tasks")
+    return _digest([Path(__file__).parent / f"{name}.py" for name in names])
 
 
 @functools.cache
 def _plan_digest() -> str:
-    return _digest([Path(__file__).parent / f"{name}.py" for name in ("compile", "records", "sequence_plan")])
+    names = ("compile", "dependent_launch", "records", "sequence_plan")
+    return _digest([Path(__file__).parent / f"{name}.py" for name in names])
 
 
 def _digest(files: list[Path]) -> str:

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Sequence
+
 import torch
 
 from ... import packed_status
 from ...call import Packed
 from .launch import plan_function
-from .records import WIDTH, capacity
+from .records import LISTS, WIDTH, capacity
 
 
 def work_list(
     arch: str, packed: Packed, total_q: int, total_k: int, tile: int, *, of_keys: bool = False
 ) -> torch.Tensor:
     """The header and the records (records.py) for tiles of queries, or of keys: int32 (1 + capacity, 8), on the device.
+
+    See :func:`work_lists`.
+
+    Args:
+        tile: rows in a tile.
+        of_keys: whether keys are cut into tiles, rather than queries.
+    """
+    return work_lists(arch, packed, total_q, total_k, [(tile, of_keys)])[0]
+
+
+def work_lists(
+    arch: str, packed: Packed, total_q: int, total_k: int, cuts: Sequence[tuple[int, bool]]
+) -> tuple[torch.Tensor, ...]:
+    """As many lists as there are `cuts`, each a tile and whether it is of keys, of which there are up to `LISTS`.
 
     One launch, for which nothing waits; what is wrong with the cumulative lengths is in the device's status
     (:mod:`tileattn.packed_status`). There must be a sequence.
@@ -23,18 +40,29 @@ def work_list(
         packed: where the sequences lie.
         total_q: rows of the tensor of queries, which may be more than the sequences have.
         total_k: the same of the keys.
-        tile: rows in a tile.
-        of_keys: whether keys are cut into tiles, rather than queries.
     """
-    queries = (packed.cu_seqlens_q, total_q, packed.max_seqlen_q)
-    keys = (packed.cu_seqlens_k, total_k, packed.max_seqlen_k)
-    (tiled, tiled_total, tiled_longest), (other, other_total, other_longest) = (
-        (keys, queries) if of_keys else (queries, keys)
-    )
-    rows = 1 + capacity(tiled_total, tiled.numel() - 1, tile)
-    work = torch.empty(rows, WIDTH, dtype=torch.int32, device=tiled.device)
-    status = packed_status.status_of(tiled.device)
+    bounds = packed.cu_seqlens_q
+    sequences = bounds.numel() - 1
+    rows = [1 + capacity(total_k if of_keys else total_q, sequences, tile) for tile, of_keys in cuts]
+    work = torch.empty(sum(rows), WIDTH, dtype=torch.int32, device=bounds.device)
+    tiles, of_keys = ([int(value) for value in values] for values in zip(*cuts))
+    begins = itertools.accumulate(rows[:-1], initial=0)
+    numbers = [x for each in (tiles, of_keys, begins) for x in _filled_up(each)]
     plan_function(arch)(
-        tiled, other, work, status, tiled_total, other_total, tiled_longest, other_longest, tile, int(of_keys)
+        bounds,
+        packed.cu_seqlens_k,
+        work,
+        packed_status.status_of(bounds.device),
+        total_q,
+        total_k,
+        packed.max_seqlen_q,
+        packed.max_seqlen_k,
+        *numbers,
+        len(cuts),
     )
-    return work
+    return work.split(rows)
+
+
+def _filled_up(values: Iterable[int]) -> list[int]:
+    found = list(values)
+    return found + [0] * (LISTS - len(found))

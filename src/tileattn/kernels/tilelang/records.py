@@ -21,6 +21,7 @@ NOWHERE = -1
 ALIGNMENT, PADDING = 16, 144
 
 COUNT = 0  # the header's field
+LISTS = 3  # that one launch writes, at most: a backward pass has three kernels
 
 
 def capacity(total: int, sequences: int, tile: int) -> int:

@@ -84,6 +84,7 @@ def prepare_backward_with(
         of_queries += (_heads_side_by_side(call, q_shape, k_shape),)
     of_batch = None if call.forward.packed else OfBatch(call, config, q_shape, k_shape)
     tiles = prepared(call).tile, queries_default(call).block_M, finished(call, config).tile
+    cuts = tuple(dict.fromkeys([(tiles[0], False), (config.block_N, True), (tiles[1 if dq_dim is None else 2], False)]))
     nothing = _nothing(call)
 
     def backward(
@@ -102,7 +103,7 @@ def prepare_backward_with(
     ) -> Gradients:
         if 0 in (q.shape[1], k.shape[1]):
             return nothing(do, dlse, q, k, v, o, lse, sink, operands)
-        space = OfSequences(call, q, k, packed) if packed is not None else of_batch
+        space = OfSequences(call, q, k, packed, cuts) if packed is not None else of_batch
         assert space is not None
         lse2, delta = (q.new_empty(space.q_rows, dtype=torch.float32) for _ in range(2))
         sums = () if dq_dim is None else (q.new_empty((*space.q_rows, dq_dim), dtype=torch.float32),)

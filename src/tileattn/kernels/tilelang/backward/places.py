@@ -16,6 +16,7 @@ from tilelang.language.eager.builder import Builder
 from tvm import arith, tirx
 
 from .. import ragged
+from ..dependent_launch import wait_for_previous
 from ..records import COUNT, FIRST, K_LEN, K_START, PADDED_Q, Q_LEN, Q_START, SEQUENCE, WIDTH
 from .operands import BY_KEY, SPREAD
 
@@ -84,6 +85,7 @@ class Sequence:
     least_tiles = 0
 
     def __init__(self, arg: Any, block: Any, heads: Any, by_tma: tuple[str, ...]) -> None:
+        wait_for_previous(arg.arch)
         self._arg, self._by_tma, self._run = arg, by_tma, T.truncdiv(block, heads)
         if by_tma:
             # Where registers are short: read from there wherever it is needed.

@@ -172,4 +172,4 @@ def _with_sizes(p: Parameters, arg: SimpleNamespace) -> SimpleNamespace:
     sizes = vars(p.sizes)
     if p.call.packed:  # a sequence's lengths are in its record
         sizes = {name: size for name, size in sizes.items() if not name.startswith("seqlen")}
-    return SimpleNamespace(**vars(arg), **sizes, sum_columns=padded(p.call.head_dim))
+    return SimpleNamespace(**vars(arg), **sizes, sum_columns=padded(p.call.head_dim), arch=p.call.arch)

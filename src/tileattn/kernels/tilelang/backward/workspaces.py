@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from ....call import BackwardCall, Packed
 from ....variant import Operands
-from ..packed import work_list
+from ..packed import work_lists
 from ..records import ALIGNMENT, PADDING, padded_rows
 from .config import ROWS
 from .defaults import MainConfig
@@ -47,20 +45,27 @@ class OfBatch:
 
 
 class OfSequences:
-    """The same of packed sequences: one batch element, in which each sequence has whole tiles of q_rows."""
+    """The same of packed sequences: one batch element, in which each sequence has whole tiles of q_rows.
 
-    def __init__(self, call: BackwardCall, q: Tensor, k: Tensor, packed: Packed) -> None:
-        self.arch, self.packed = call.forward.arch, packed
+    Args:
+        cuts: of the work lists that will be asked for, the tile and whether it is of keys.
+    """
+
+    def __init__(
+        self, call: BackwardCall, q: Tensor, k: Tensor, packed: Packed, cuts: tuple[tuple[int, bool], ...]
+    ) -> None:
+        self.packed = packed
         self.sequences = packed.cu_seqlens_q.shape[0] - 1
         _, self.total_q, heads, _ = q.shape
         self.total_k = k.shape[1]
         self.q_rows = (1, heads, padded_rows(self.total_q, self.sequences))
         self.shapes = {BY_KEY: (1, heads, self.total_k), SPREAD: (1, heads, self.total_q, packed.max_seqlen_k)}
         self.gradients = (q.shape, k.shape, (*k.shape[:3], call.forward.head_dim_v))
-        self.work = functools.cache(self._work)
+        lists = work_lists(call.forward.arch, packed, self.total_q, self.total_k, cuts)
+        self._lists = dict(zip(cuts, lists))
 
-    def _work(self, tile: int, *, of_keys: bool = False) -> tuple[Tensor, ...]:
-        return (work_list(self.arch, self.packed, self.total_q, self.total_k, tile, of_keys=of_keys),)
+    def work(self, tile: int, *, of_keys: bool = False) -> tuple[Tensor, ...]:
+        return (self._lists[tile, of_keys],)
 
     def by_row(self, delta: Tensor) -> Tensor:
         number, position = self._places(self.packed.cu_seqlens_q, self.total_q)
