@@ -185,11 +185,12 @@ def _preferences_queries(call: AttentionCall) -> Iterator[BackwardConfig]:
         yield BackwardConfig(64, 32, 0, 128)
         yield BackwardConfig(32, 16, 0, 64)
     traced, widest = program(call.variant), max(padded(call.head_dim), padded(call.head_dim_v))
-    # Several tensors' addresses take the registers that more keys would need.
-    if widest <= 128 or traced.score is None or len(traced.tensors) < 2:
+    # Several tensors' addresses take the registers that more keys would need; so do those of rows that may begin
+    # anywhere, together with a sequence's bounds.
+    anywhere = call.packed and not call.aligned and widest > 64
+    if not anywhere and (widest <= 128 or traced.score is None or len(traced.tensors) < 2):
         yield BackwardConfig(128, 64, 2, 256)
         yield BackwardConfig(128, 64, 1, 256)
-    # Addresses of rows that may begin anywhere, and a sequence's bounds, leave registers for fewer keys, too.
-    yield BackwardConfig(128, 16 if call.packed and not call.aligned and widest > 128 else 32, 1, 256)
+    yield BackwardConfig(128, 16 if anywhere and widest > 128 else 32, 1, 256)
     yield BackwardConfig(64, 32, 1, 128)
     yield BackwardConfig(32, 32, 1, 64)

@@ -86,7 +86,9 @@ class Sequence:
 
     def __init__(self, arg: Any, block: Any, heads: Any, by_tma: tuple[str, ...]) -> None:
         wait_for_previous(arg.arch)
-        self._arg, self._by_tma, self._run = arg, by_tma, T.truncdiv(block, heads)
+        self._arg, self._by_tma = arg, by_tma
+        # In a variable: within an index TileLang would divide in 64 bits, which takes longer than reading the record.
+        self._run = T.alloc_var("int32", init=T.truncdiv(block, heads))[0]
         if by_tma:
             # Where registers are short: read from there wherever it is needed.
             self._record = T.alloc_shared([WIDTH + 1], "int32", scope="shared")
