@@ -6,8 +6,7 @@
     python benchmarks/sanitize.py launch                               # the launches alone, without the sanitizer
 
 `check` compiles the kernels first, in parallel, so that the sanitizer sees only launches. Then each tool runs, with a
-time limit, over the kernels for long sequences and over those for short ones, each in a process of its own; the
-backward pass has the same kernels for all lengths.
+time limit, over the kernels for long sequences and over those for short ones, each in a process of its own.
 
 Whether the results are right is what the tests ask (`pytest -m gpu`); here outputs must be finite. The forward pass's
 persistent kernels run with few blocks (`--blocks`), so that even small shapes use the queue of tiles. What is run is in
@@ -42,12 +41,13 @@ from tileattn.bench import environment
 from tileattn.bench.choices import refuse
 from tileattn.call import device_arch
 from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.backward import backend as backward_backend
 from tileattn.kernels.tilelang.defaults import LONG, default
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 ON_DEMAND = ("initcheck",)  # it may not know of every way in which Hopper's kernels write: read what it says with care
 BUCKETS = {"short": 1, "long": LONG}
-BACKWARD = "backward"  # in place of a bucket: these kernels have none
+SHORT_QUERIES = {"short": 2**31, "long": 0}  # up to which the backward pass takes its kernels for short sequences
 SHOWN_LINES = 40
 TOOLKIT = Path("/usr/local/cuda/bin/compute-sanitizer")
 # What the sanitizer returns where it found something and the program itself ended well.
@@ -72,8 +72,8 @@ def chosen(pattern: str, direction: str = "fwd") -> list[Case]:
 def launch_all(cases: Sequence[Case], bucket: str, blocks: int) -> None:
     """Each case on the GPU, on the kernels of a bucket of lengths; says of each that it has begun and ended."""
     backend.multiprocessors = lambda device: blocks  # type: ignore[assignment]
-    if bucket in BUCKETS:
-        backend.default = lambda call, _: default(call, BUCKETS[bucket])  # type: ignore[assignment]
+    backend.default = lambda call, _: default(call, BUCKETS[bucket])  # type: ignore[assignment]
+    backward_backend.SHORT = SHORT_QUERIES[bucket]
     for case in cases:
         print(f"begin {case.name}", flush=True)
         try:
@@ -90,8 +90,11 @@ def jobs(cases: Sequence[Case], buckets: Sequence[str], arch: str) -> list[preco
     attempts = [run for case in cases for run in case.launches("meta")]
     found: dict[str, precompile.AnyJob] = {}
     for bucket in buckets:
-        seqlen = BUCKETS.get(bucket, LONG)
-        with mock.patch.object(backend, "default", lambda call, _, seqlen=seqlen: default(call, seqlen)):
+        seqlen = BUCKETS[bucket]
+        with (
+            mock.patch.object(backend, "default", lambda call, _, seqlen=seqlen: default(call, seqlen)),
+            mock.patch.object(backward_backend, "SHORT", SHORT_QUERIES[bucket]),
+        ):
             found |= {job.key: job for job in precompile.jobs_of(attempts, arch)}
     return list(found.values())
 
@@ -203,7 +206,7 @@ def sanitizer_version(sanitizer: Path) -> str:
     return found[1] if found else "unknown"
 
 
-def write(path: Path, reports: Sequence[Report], sanitizer: Path, blocks: int) -> None:
+def write(path: Path, reports: Sequence[Report], sanitizer: Path, blocks: int, direction: str) -> None:
     """The summary: the machine, the versions, the date, and what each tool said."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     summary = {
@@ -211,6 +214,7 @@ def write(path: Path, reports: Sequence[Report], sanitizer: Path, blocks: int) -
         "versions": environment.versions() | {"compute-sanitizer": sanitizer_version(sanitizer)},
         "commit": environment.commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "direction": direction,
         "batch": BATCH,
         "sizes": SIZES,
         "blocks": blocks,
@@ -232,7 +236,7 @@ Direction = Annotated[str, typer.Option(help="fwd or bwd: the kernels of which p
 Cases = Annotated[str, typer.Option(help="Regular expression: only cases whose name it matches somewhere.")]
 Kernels = Annotated[
     str | None,
-    typer.Option(help="Of the forward pass: long or short. Default: both.", show_default=False),
+    typer.Option(help="For sequences of which lengths: long or short. Default: both.", show_default=False),
 ]
 Blocks = Annotated[int, typer.Option(min=1, help="Of the persistent kernels: few, so that they draw several tiles.")]
 
@@ -265,12 +269,12 @@ def check(
     for name in tool:
         for bucket in buckets:
             launches = [sys.executable, __file__, "launch", "--direction", direction, "--cases", cases]
-            launches += ["--blocks", str(blocks)] + (["--kernels", bucket] if bucket in BUCKETS else [])
+            launches += ["--blocks", str(blocks), "--kernels", bucket]
             report = run_tool(program, name, bucket, launches, time_limit)
             reports.append(report)
             show(report)
             if out is not None:  # after each, so that a later one that is cut short loses nothing
-                write(out, reports, program, blocks)
+                write(out, reports, program, blocks, direction)
     raise typer.Exit(int(any(report.outcome != "clean" for report in reports)))
 
 
@@ -278,9 +282,8 @@ def show(report: Report) -> None:
     """A line, and some of the output where something is wrong."""
     counted = f"{report.errors} errors, {report.warnings} warnings"
     last = f", in {report.last}" if report.last else ""
-    kernels = "backward kernels" if report.kernels == BACKWARD else f"kernels for {report.kernels} sequences"
     typer.echo(
-        f"{report.tool}, {kernels}: {report.outcome}{last}; {counted}; "
+        f"{report.tool}, kernels for {report.kernels} sequences: {report.outcome}{last}; {counted}; "
         f"{len(report.cases)} cases in {report.seconds:.0f} s"
     )
     for line in report.lines:
@@ -303,10 +306,6 @@ def _buckets(direction: str, kernels: str | None) -> list[str]:
     """Which kernels a direction has: what is run in one process."""
     if direction not in CASES:
         raise refuse("--direction", f"{direction!r} is not known; accepted: {', '.join(CASES)}")
-    if direction == "bwd":
-        if kernels is not None:
-            raise refuse("--kernels", f"{kernels!r} is given, but the backward pass has the same for all lengths")
-        return [BACKWARD]
     if kernels not in (None, *BUCKETS):
         raise refuse("--kernels", f"{kernels!r} is not known; accepted: {', '.join(BUCKETS)}")
     return ["long", "short"] if kernels is None else [kernels]

@@ -188,6 +188,28 @@ class BackwardCase(Case):
         )
 
 
+@dataclass(frozen=True)
+class PackedBackwardCase(PackedCase):
+    """Both passes of packed sequences; "deterministic" and "dalibi" as in :class:`BackwardCase`."""
+
+    def launches(self, device: str) -> Iterator[Launch]:
+        for launch in super().launches(device):
+            yield partial(self._gradients, launch.func, *launch.args, **launch.keywords)  # type: ignore[attr-defined]
+
+    def is_sound(self, *outputs: Tensor) -> bool:
+        return all(bool(x.isfinite().all()) for x in outputs)
+
+    def _gradients(self, run: Launch, *arguments: Any, **named: Any) -> Sequence[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in arguments[:3]]
+        if "dalibi" in self.terms:
+            slopes = named["score_mod"][0].slopes.detach().requires_grad_()
+            named = {**named, "score_mod": [ALiBi(slopes)]}
+            leaves.append(slopes)
+        with torch.enable_grad():
+            o, lse = run(*leaves[:3], *arguments[3:], **named, deterministic="deterministic" in self.terms)
+            return torch.autograd.grad((o, lse), leaves, (torch.ones_like(o), torch.ones_like(lse)))
+
+
 def _mask(terms: Sequence[str], seqlen_k: int, device: str) -> Mask | None:
     if "documents" in terms:
         return Documents((torch.arange(seqlen_k) // 70).to(torch.int32).to(device)) & Causal()
@@ -247,6 +269,14 @@ BACKWARD = (
     ),
     BackwardCase(BF16, 64, 64, "causal+alibi+dalibi+unaligned"),
     BackwardCase(BF16, 128, 128, "window+softcap+unaligned"),
+    *(
+        PackedBackwardCase(BF16, dim, dim, kind)
+        for dim in (64, 128)
+        for kind in ("full", "causal", "window", "causal+deterministic", "causal+alibi+dalibi")
+    ),
+    PackedBackwardCase(BF16, 256, 256, "causal"),
+    PackedBackwardCase(FP16, 128, 128, "causal+unaligned"),
+    PackedBackwardCase(FP16, 128, 128, "causal+unaligned+deterministic"),
 )
 
 CASES: dict[str, tuple[Case, ...]] = {"fwd": FORWARD, "bwd": BACKWARD}  # by direction

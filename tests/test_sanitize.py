@@ -13,14 +13,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import tileattn
 from tileattn import ops
 from tileattn.fp8 import FP8
 from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.backward import backend as backward_backend
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
 from tileattn.kernels.tilelang.backward.defaults import default as backward_default
 from tileattn.kernels.tilelang.backward.defaults import queries_default
 from tileattn.kernels.tilelang.backward.hopper_config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig
-from tileattn.kernels.tilelang.batch import BackwardJob
+from tileattn.kernels.tilelang.batch import BackwardJob, Job
 from tileattn.kernels.tilelang.defaults import LONG, default
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
@@ -122,6 +124,7 @@ def test_what_is_covered() -> None:
     for dim in (64, 128):
         kinds = {"full", "causal", "window", "documents", "causal+softcap", "causal+alibi+dalibi", "bias+dbias"}
         assert {f"bf16-d{dim}-{kind}" for kind in kinds | {"causal+deterministic", "causal+unaligned"}} <= set(names)
+        assert {f"bf16-packed-d{dim}-full", f"bf16-packed-d{dim}-causal"} <= set(names)
 
 
 needs_tilelang = pytest.mark.skipif(backend.importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
@@ -142,10 +145,11 @@ def test_the_kernels_of_all_cases() -> None:
 @needs_tilelang
 def test_the_backward_kernels_of_all_cases() -> None:
     """No case is refused, no forward kernel is asked for, and every schedule is there."""
-    by_case = {case: sanitize.jobs([case], [sanitize.BACKWARD], "sm_90a") for case in sanitize.CASES["bwd"]}
+    by_case = {case: sanitize.jobs([case], ["short"], "sm_90a") for case in sanitize.CASES["bwd"]}
     assert all(by_case.values())
-    jobs = [job for found in by_case.values() for job in found]
-    assert all(isinstance(job, BackwardJob) for job in jobs)
+    for case, found in by_case.items():  # packed ones run both passes
+        assert isinstance(case, sanitize_cases.PackedCase) == any(isinstance(job, Job) for job in found)
+    jobs = [job for found in by_case.values() for job in found if isinstance(job, BackwardJob)]
     assert {job.name for job in jobs} == {"prepare", "main", "finish", "queries"}
     schedules = (BackwardConfig, HopperBackwardConfig, HopperWideConfig)
     assert {type(backward_default(job.call)) for job in jobs if job.name == "main"} == set(schedules)
@@ -154,7 +158,40 @@ def test_the_backward_kernels_of_all_cases() -> None:
     assert {job.call.deterministic for job in jobs} == {job.call.dlse for job in jobs} == {False, True}
 
 
-@pytest.mark.parametrize("case", sanitize.CASES["bwd"], ids=lambda case: case.name)
+@needs_tilelang
+def test_backward_kernels_for_short_and_long_sequences() -> None:
+    short, long = (
+        {job.key for job in sanitize.jobs(sanitize.chosen("^bf16-d128-causal$", "bwd"), [bucket], "sm_90a")}
+        for bucket in ("short", "long")
+    )
+    assert len(short) == len(long) == 3
+    assert len(short & long) == 1  # what prepares
+
+
+DENSE = [case for case in sanitize.CASES["bwd"] if isinstance(case, sanitize_cases.BackwardCase)]
+PACKED = [case for case in sanitize.CASES["bwd"] if isinstance(case, sanitize_cases.PackedBackwardCase)]
+
+
+@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)
+def test_packed_launches_are_calls(case: sanitize_cases.PackedBackwardCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with right lengths give finite gradients on the torch backend; the others are refused there at once."""
+    varlen = tileattn.varlen_attention
+    monkeypatch.setattr(
+        tileattn, "varlen_attention", lambda *given, **named: varlen(*given, **named | {"backend": "torch"})
+    )
+    launches = list(case.launches("cpu"))
+    assert len(launches) == len(case.sizes)
+    for number, launch in enumerate(launches):
+        if number % len(sanitize_cases.BEYOND):
+            with pytest.raises(ValueError, match="cu_seqlens"):
+                launch()
+        else:
+            found = launch()
+            assert len(found) == 3 + ("dalibi" in case.terms)
+            assert case.is_sound(*found)
+
+
+@pytest.mark.parametrize("case", DENSE, ids=lambda case: case.name)
 def test_backward_launches_are_calls(case: sanitize_cases.BackwardCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the torch backend they give a finite gradient for each tensor that has one."""
     run_backward = ops.run_backward
@@ -180,8 +217,9 @@ def test_launches_say_where_they_are(monkeypatch: pytest.MonkeyPatch, capsys: py
         made.append(q.shape)
         return q, q.new_zeros(3)
 
-    for name in ("default", "multiprocessors"):  # both are set, and must be as before after this test
-        monkeypatch.setattr(backend, name, getattr(backend, name))
+    # They are set, and must be as before after this test.
+    for module, name in ((backend, "default"), (backend, "multiprocessors"), (backward_backend, "SHORT")):
+        monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(sanitize_cases.tileattn, "attention", attention)
     monkeypatch.setattr(sanitize.Case, "calls", lambda self, device, calls=sanitize.Case.calls: calls(self, "cpu"))
     sanitize.launch_all(sanitize.chosen("(bf16|fp8)-d64-full"), "long", 3)
@@ -248,7 +286,7 @@ def test_a_hazard_sets_the_exit_code(pretend: Path, monkeypatch: pytest.MonkeyPa
         "--cases (",
         "--sanitizer /nowhere",
         "--direction both",
-        "--direction bwd --kernels long",
+        "--direction bwd --kernels wide",
         "--direction bwd --cases fp8",
     ],
 )
@@ -261,9 +299,11 @@ def test_without_a_gpu_nothing_runs(pretend: Path, monkeypatch: pytest.MonkeyPat
     assert check(f"--sanitizer {pretend}").exit_code == 2
 
 
-def test_the_backward_pass_is_one_run_of_a_tool(pretend: Path, tmp_path: Path) -> None:
+def test_the_backward_pass(pretend: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    result = check(f"--direction bwd --cases d64-full --tool memcheck --sanitizer {pretend} --out {out}")
+    options = "--direction bwd --kernels short --cases d64-full --tool memcheck"
+    result = check(f"{options} --sanitizer {pretend} --out {out}")
     assert result.exit_code == 0, result.output
-    assert [run["kernels"] for run in json.loads(out.read_text())["runs"]] == ["backward"]
-    assert "memcheck, backward kernels: clean" in result.output
+    summary = json.loads(out.read_text())
+    assert summary["direction"] == "bwd"
+    assert [run["kernels"] for run in summary["runs"]] == ["short"]
