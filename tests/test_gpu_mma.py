@@ -10,7 +10,7 @@ import tileattn.testing
 from mma_cases import SHAPES, check, default_kernels, kernels
 from tileattn.call import device_arch
 from tileattn.kernels.mma.batch import compile_all
-from tileattn.kernels.mma.rungs import Kernel
+from tileattn.kernels.mma.rungs import RUNGS, Kernel
 
 pytestmark = pytest.mark.gpu
 KERNELS = list(dict.fromkeys([*kernels(all_dims=False), *default_kernels()]))
@@ -41,7 +41,7 @@ def test_every_option(kernel: Kernel) -> None:
         check(name, kernel, shape, tensors, got)
 
 
-@pytest.mark.parametrize("rung", ["split_kv", "split_q", "shared_kv", "shared_qkv", "tiled_d"])
+@pytest.mark.parametrize("rung", RUNGS)
 def test_a_hundred_launches_give_the_same_bits(rung: str) -> None:
     """A barrier that is missing would show sooner or later."""
     q, k, v = _tensors(1000, 256 if rung == "tiled_d" else 64)

@@ -73,8 +73,9 @@ def test_steps_are_backends_that_exist(head_dim: int, dtype: str, all_tiles: boo
 
 
 def test_the_ladder_has_every_option_of_every_rung() -> None:
-    assert len(LADDER) == 4 * 2 * 2 * 2
-    assert [step.label.split()[0] for step in LADDER[:16:4]] == ["split_kv", "split_q", "shared_kv", "shared_qkv"]
+    assert len(LADDER) == 5 * 2 * 2 * 2
+    rungs = ["split_kv", "split_q", "shared_kv", "shared_qkv", "pipelined"]
+    assert [step.label.split()[0] for step in LADDER[:20:4]] == rungs
     assert len(steps(512, "bf16", all_tiles=False)) == 4
 
 

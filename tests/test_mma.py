@@ -269,6 +269,8 @@ EMULATED = (
     ("shared_kv", torch.bfloat16, 128, "causal, few queries"),
     ("shared_qkv", torch.float16, 64, "full"),
     ("shared_qkv,acc=fp16,stages=1,smem=padded", torch.float16, 64, "negative scale"),
+    ("pipelined", torch.bfloat16, 32, "causal, rows without keys"),
+    ("pipelined,acc=fp16,stages=1,smem=padded", torch.float16, 64, "causal"),
     ("tiled_d", torch.bfloat16, 256, "causal"),
 )
 

@@ -1,7 +1,8 @@
 // How tiles of K and V come into shared memory.
 //
-// Both pipelines walk over the tiles of keys from the last to the first, where nothing is hidden any more. Each has
-// start(), then for each tile k() and v(), which wait until the tile is there and say where.
+// All pipelines walk over the tiles of keys from the last to the first, where nothing is hidden any more. Each has
+// start(), then for each tile k() and v(), which wait until the tile is there and say where (in the last pipeline next()
+// does the waiting).
 #pragma once
 #include "problem.cuh"
 
@@ -115,6 +116,44 @@ struct SharedPlaces : Pipeline {
   }
 };
 // [/shared places]
+
+// [places ahead]
+// K and V have places of their own, STAGES of each, and K is a tile ahead: next() waits until V of this tile and K of
+// the next one are there.
+//   1 stage:  both are copied when they are needed, and waited for.
+//   2 stages: the tiles behind them are copied meanwhile.
+struct PlacesAhead : Pipeline {
+  static constexpr int BYTES = 2 * STAGES * KeyTile::BYTES;
+  int stage = 0;  // of K
+
+  using Pipeline::Pipeline;
+  DEVICE void start() {
+    copy_k(k().address);
+    cp_async_wait<0>();
+    __syncthreads();
+    if (STAGES == 2) copy();
+  }
+  DEVICE void next() {
+    if (STAGES == 2) cp_async_wait<0>();
+    __syncthreads();  // all are done with this tile's K and with V before; with 2 stages all have what comes next
+    stage = (stage + 1) % STAGES;
+    copy();
+    if (STAGES == 1) {
+      cp_async_wait<0>();
+      __syncthreads();
+    }
+  }
+  DEVICE KeyTile k() const { return place(stage); }
+  DEVICE KeyTile v() const { return place(STAGES + (stage + 1) % STAGES); }
+
+ private:
+  // The K after the next one, and the next V; with 1 stage the next K and this V.
+  DEVICE void copy() {
+    copy_k(place((stage + 1) % STAGES).address);
+    copy_v(place(STAGES + stage).address);
+  }
+};
+// [/places ahead]
 
 typedef Tile<BLOCK_M, HEAD_DIM> QueryTile;
 

@@ -9,7 +9,7 @@ import torch
 
 NAME = "mma"
 # As the ladder is climbed: each changes one thing of the one before. The last one is for large head dims.
-RUNGS = ("split_kv", "split_q", "shared_kv", "shared_qkv", "tiled_d")
+RUNGS = ("split_kv", "split_q", "shared_kv", "shared_qkv", "pipelined", "tiled_d")
 HEAD_DIMS = (32, 64, 96, 128)
 LARGE_HEAD_DIMS = tuple(range(256, 1025, 128))
 ACCUMULATIONS = ("fp32", "fp16")
@@ -105,6 +105,8 @@ class Kernel:
             return q + stages * k
         if self.variant.rung == "shared_qkv":
             return max(q, stages * k)
+        if self.variant.rung == "pipelined":
+            return max(q, 2 * stages * k)
         # tiled_d
         slice_k, slice_v = self._tile(block_N, self.tiles.slice), self._tile(self.tiles.slice // 4, self.head_dim)
         statistics = 4 * self.head_dim // 128 * block_M

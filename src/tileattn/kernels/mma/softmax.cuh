@@ -152,11 +152,17 @@ struct Softmax {
   // One step but for the product with V: s becomes p, and o is multiplied by f.
   template <int N, int COLUMNS>
   DEVICE void step(Probabilities<M, N>& p, const Sums (&s)[M][N], Sums (&o)[M][COLUMNS]) {
+    begin(s, o);
+    probabilities(p, s);
+  }
+
+  // Its first half, with the last branch.
+  template <int N, int COLUMNS>
+  DEVICE void begin(const Sums (&s)[M][N], Sums (&o)[M][COLUMNS]) {
     float best[M][2];
     maxima(best, s);
     raise(best);
     rescale(o);
-    probabilities(p, s);
   }
 
   template <int N>
