@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -24,7 +25,7 @@ def work_list(
         tile: rows in a tile.
         of_keys: whether keys are cut into tiles, rather than queries.
     """
-    return work_lists(arch, packed, total_q, total_k, [(tile, of_keys)])[0]
+    return work_lists(arch, packed, total_q, total_k, ((tile, of_keys),))[0]
 
 
 def work_lists(
@@ -42,12 +43,8 @@ def work_lists(
         total_k: the same of the keys.
     """
     bounds = packed.cu_seqlens_q
-    sequences = bounds.numel() - 1
-    rows = [1 + capacity(total_k if of_keys else total_q, sequences, tile) for tile, of_keys in cuts]
+    rows, numbers = _laid_out(total_q, total_k, bounds.numel() - 1, tuple(cuts))
     work = torch.empty(sum(rows), WIDTH, dtype=torch.int32, device=bounds.device)
-    tiles, of_keys = ([int(value) for value in values] for values in zip(*cuts))
-    begins = itertools.accumulate(rows[:-1], initial=0)
-    numbers = [x for each in (tiles, of_keys, begins) for x in _filled_up(each)]
     plan_function(arch)(
         bounds,
         packed.cu_seqlens_k,
@@ -58,11 +55,21 @@ def work_lists(
         packed.max_seqlen_q,
         packed.max_seqlen_k,
         *numbers,
-        len(cuts),
     )
-    return work.split(rows)
+    return (work,) if len(rows) == 1 else torch.split_with_sizes(work, rows)
+
+
+@functools.lru_cache(maxsize=4096)
+def _laid_out(
+    total_q: int, total_k: int, sequences: int, cuts: tuple[tuple[int, bool], ...]
+) -> tuple[list[int], tuple[int, ...]]:
+    """The lists' rows, and what the kernel is told of them: tiles, whether these are of keys, and where lists begin."""
+    rows = [1 + capacity(total_k if of_keys else total_q, sequences, tile) for tile, of_keys in cuts]
+    tiles, of_keys = zip(*cuts)
+    begins = itertools.accumulate(rows[:-1], initial=0)
+    return rows, (*_filled_up(tiles), *_filled_up(of_keys), *_filled_up(begins), len(cuts))
 
 
 def _filled_up(values: Iterable[int]) -> list[int]:
-    found = list(values)
+    found = [int(value) for value in values]
     return found + [0] * (LISTS - len(found))
