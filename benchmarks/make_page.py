@@ -18,7 +18,7 @@ from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.ceilings import Ceiling, overall
 from tileattn.bench.compare import Standing, best_peer_ms, compare, standings
 from tileattn.bench.cost import costs
-from tileattn.bench.peers.base import OWN
+from tileattn.bench.peers.base import OWN, is_own
 from tileattn.bench.plot import COLOURS, FAINT, INK, LABELS, by_length, style
 from tileattn.bench.report import grouped, human_bytes
 from tileattn.bench.results import Results, Row
@@ -34,24 +34,45 @@ SOURCES: dict[str, str | None] = {
     "variants": "variants-h200-2026-11-21-2.json",
     "heads": "heads-h200-2026-11-21-2.json",
     "fp8": "fp8-h200-2026-11-21-2.json",
-    "fa-bwd": "fa-bwd-h200-2026-11-21.json",
-    "variants-bwd": "variants-bwd-h200-2026-11-22-2.json",
+    "fa-bwd": "fa-bwd-h200-2026-11-22.json",
+    "variants-bwd": "variants-bwd-h200-2026-11-22-4.json",
     "heads-bwd": None,
     "memory-fwdbwd": "memory-fwdbwd-h200-2026-11-22-2.json",
-    "varlen": "varlen-h200-2026-11-22-2.json",
-    "varlen-bwd": "varlen-bwd-h200-2026-11-22.json",
+    "varlen": "varlen-h200-2026-11-22-3.json",
+    "varlen-bwd": "varlen-bwd-h200-2026-11-22-2.json",
     "triton-d64": "triton-d64-h200-2026-11-22.json",
-    "triton-d128": "triton-d128-h200-2026-11-22.json",
+    "triton-d128": "triton-d128-h200-2026-11-22-2.json",
 }
 # Nothing is said of these as long as nothing has been measured.
 OPTIONAL = tuple(key for key in SOURCES if key not in ("fa", "variants", "heads", "fp8"))
 # What a reader should know of a file: shown below its tables. A row that failed stays in its file when it is mended.
+_SLOW_HOST = (
+    "the machine's host was slow in this run: Triton's tutorial needed 0.262 ms for (4, 1024, 16, 128), where the run "
+    "before had 0.073"
+)
 REMARKS = {
-    "variants-bwd-h200-2026-11-22-2.json": (
-        "The three rows that failed are why this suite is run: a tile of the bias was given back to TMA while it was "
-        "still being read. Mended since, and a test holds it; `D64 causal+bias` ran again, rightly, in "
-        "[another run](../benchmarks/results/variants-bwd-h200-2026-11-22-3.json), 1.88 times as fast as "
-        "FlexAttention. The other two, right as well, were timed beside the old kernel only: 1.66 ms against its 1.71."
+    "fa-bwd-h200-2026-11-22.json": (
+        "`tileattn, deterministic` is `deterministic=True`: over the rows of a head dim it takes 1.23 times as long "
+        "at 64 (1.09 to 1.30), 1.22 times at 128 (1.09 to 1.33), and as long at 256 and 192/128, where dq has a "
+        "kernel of its own anyway."
+    ),
+    "varlen-h200-2026-11-22-3.json": (
+        f"`D128 causal (32,512,16) uniform` is the host's time, not the GPU's; {_SLOW_HOST}. Since then a call's "
+        "launch of the plan costs the host less. [Before](../benchmarks/results/varlen-h200-2026-11-22-2.json) the "
+        "row had 0.095 ms, 0.936 of dense; it was not measured again."
+    ),
+    "varlen-bwd-h200-2026-11-22-2.json": (
+        "The rows of 512 tokens at head dim 64, and `D128 causal` among them, are the host's time, as in the forward "
+        "pass. In the next commit [D128 "
+        "causal](../benchmarks/results/varlen-d128-causal-512-bwd-h200-2026-11-22.json) took 0.381 ms and dense "
+        "0.381; [D64 full](../benchmarks/results/varlen-d64-full-512-bwd-h200-2026-11-22.json) took 0.561 ms and "
+        "dense 0.531."
+    ),
+    "triton-d128-h200-2026-11-22-2.json": (
+        f"The row of 1024 tokens is the host's time; {_SLOW_HOST}, and we 0.104 after 0.061. At 16384 tokens the "
+        "tutorial's autotuner chose 128 x 64, which is among the 13 tiles that were tried "
+        "[there](../benchmarks/results/triton-d128-tiles-h200-2026-11-22.txt) for our kernel; none was faster by more "
+        "than runs differ."
     ),
 }
 
@@ -233,7 +254,7 @@ def _of_ceiling(row: Row | None, ceiling: Ceiling) -> str:
 def _errors(measured: Results, case: str) -> list[str]:
     """Our error and the least of the peers'."""
     ours = measured.row(case, OWN)
-    peers = [row.error for row in measured.rows if row.case == case and row.backend != OWN]
+    peers = [row.error for row in measured.rows if row.case == case and not is_own(row.backend)]
     return [f"{ours.error:.1e}" if ours else MISSING, f"{min(peers):.1e}" if peers else MISSING]
 
 

@@ -588,6 +588,22 @@ def test_standings_are_against_the_best_peer_by_length() -> None:
     assert "behind" not in text
 
 
+def test_own_ways_to_run_are_no_peers_beside_others() -> None:
+    """tileattn-deterministic, say, is much like tileattn; nobody is compared with it but where there is nobody else."""
+    case = made_up("fa", "cuda", OWN).rows[0].case
+    with_peer = made_up("fa", "cuda", OWN, "fa2", "tileattn-deterministic")
+    with_peer.rows = [
+        replace(row, ms=row.ms / 10) if row.backend == "tileattn-deterministic" else row for row in with_peer.rows
+    ]
+    peer = with_peer.row(case, "fa2")
+    assert peer is not None
+    assert compare.best_peer_ms(with_peer, case) == peer.ms
+    alone = made_up("fa", "cuda", OWN, "tileattn-deterministic")
+    other = alone.row(case, "tileattn-deterministic")
+    assert other is not None
+    assert compare.best_peer_ms(alone, case) == other.ms
+
+
 def test_rows_behind_are_named_the_worst_first() -> None:
     measured = made_up("fa", "cuda", OWN, "fa2")
     slower = {"D64 full (32,512,32)": 1.12, "D128 causal (8,2048,16)": 1.2, "D128 full (8,2048,16)": 1.375}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp, log
 
-from tileattn.bench.peers.base import OWN
+from tileattn.bench.peers.base import OWN, is_own
 from tileattn.bench.results import Results, Row
 
 # Less than this is the noise between two runs: behind by less is called a tie.
@@ -89,8 +89,13 @@ def own_ms(results: Results) -> dict[str, float]:
 
 
 def best_peer_ms(results: Results, case: str) -> float | None:
-    """Milliseconds of the fastest peer of a case; None without one."""
-    return min((row.ms for row in results.rows if row.case == case and row.backend != OWN), default=None)
+    """Milliseconds of the fastest peer of a case; None without one.
+
+    Other ways to run tileattn count as peers only where nobody else ran.
+    """
+    others = [row for row in results.rows if row.case == case and row.backend != OWN]
+    peers = [row for row in others if not is_own(row.backend)]
+    return min((row.ms for row in peers or others), default=None)
 
 
 def geometric_mean(values: list[float]) -> float:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.ceilings import overall
-from tileattn.bench.compare import compare
+from tileattn.bench.compare import best_peer_ms, compare
 from tileattn.bench.peers.base import OWN
 from tileattn.bench.plot import FAINT, INK, LABELS, colours_of, legend_columns
 from tileattn.bench.report import ceiling_text, human_bytes
@@ -88,10 +88,8 @@ def _places(backends: list[str]) -> dict[str, float]:
 
 def _columns(results: Results) -> list[Column]:
     """The questions that this file answers: not every run has peers, and a CPU's has no ceilings."""
-    fastest: dict[str, float] = {}
-    for row in results.rows:
-        if row.backend != OWN:
-            fastest[row.case] = min(fastest.get(row.case, row.ms), row.ms)
+    cases = {row.case for row in results.rows}
+    fastest = {case: ms for case in cases if (ms := best_peer_ms(results, case)) is not None}
     found = []
     if fastest:
         found.append(

@@ -18,6 +18,11 @@ NO_FP8 = "it does not take fp8"
 NO_PACKED = "it does not take packed sequences"
 
 
+def is_own(name: str) -> bool:
+    """Whether an implementation is tileattn, or another way to run it, such as "tileattn-dense"."""
+    return name.partition("-")[0] == OWN
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A call ready to be timed: `call()` returns o (batch, seqlen_q, heads, head_dim_v), or (tokens, ..) where packed.
