@@ -271,6 +271,7 @@ EMULATED = (
     ("shared_qkv,acc=fp16,stages=1,smem=padded", torch.float16, 64, "negative scale"),
     ("pipelined", torch.bfloat16, 32, "causal, rows without keys"),
     ("pipelined,acc=fp16,stages=1,smem=padded", torch.float16, 64, "causal"),
+    ("pipelined,acc=fp16,tiles=128x96x4x2", torch.float16, 64, "full"),
     ("tiled_d", torch.bfloat16, 256, "causal"),
 )
 
