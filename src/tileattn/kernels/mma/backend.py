@@ -49,11 +49,14 @@ class Choice:
 def best_rung(head_dim: int, acc: str) -> str:
     """Which one is fastest on an H200, at head dims 64, 128 and 512 by measurement (docs/ladder.md).
 
-    Q in registers pays only where sums in float16 leave room for it beside O and S.
+    Q in registers pays only where sums in float16 leave room for it beside O and S; the next tile's scores, too, only
+    where the head dim is small as well.
     """
     if head_dim > HEAD_DIMS[-1]:
         return "tiled_d"
-    return "shared_qkv" if acc == "fp16" else "shared_kv"
+    if acc == "fp16":
+        return "pipelined" if head_dim == 64 else "shared_qkv"
+    return "shared_kv"
 
 
 def parse(options: str) -> Choice:
