@@ -172,7 +172,10 @@ DENSE = [case for case in sanitize.CASES["bwd"] if isinstance(case, sanitize_cas
 PACKED = [case for case in sanitize.CASES["bwd"] if isinstance(case, sanitize_cases.PackedBackwardCase)]
 
 
-@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.head_dim > 64 else []) for case in PACKED],
+)
 def test_packed_launches_are_calls(case: sanitize_cases.PackedBackwardCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those with right lengths give finite gradients on the torch backend; the others are refused there at once."""
     varlen = tileattn.varlen_attention
