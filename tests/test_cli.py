@@ -397,6 +397,12 @@ def test_warmup_for_training_includes_the_backward_pass(monkeypatch: pytest.Monk
     assert found[6][2] == "dq dk dv dsink"
 
 
+def test_warmup_has_the_backward_kernels_for_short_and_for_long_sequences() -> None:
+    (call,) = warmup.backward_calls([(128, 128)], ["causal"], ["bf16"], "sm_90a")
+    jobs = [job for job in warmup.jobs([], [call]) if isinstance(job, batch.BackwardJob) and job.name == "main"]
+    assert [None if job.config is None else job.config.block_M for job in jobs] == [None, 64]
+
+
 @pytest.mark.parametrize("variant", ["full", "causal+alibi", "window3+bias+dbias+sink", "causal+documents4+bias"])
 def test_a_warmed_backward_pass_is_the_one_that_a_call_wants(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = []

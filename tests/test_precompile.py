@@ -20,6 +20,7 @@ from tileattn.kernels.cache import KernelCache, default_folder
 from tileattn.kernels.tilelang import backend, launch
 from tileattn.kernels.tilelang.backward import backend as backward_backend
 from tileattn.kernels.tilelang.backward import launch as backward_launch
+from tileattn.kernels.tilelang.backward.defaults import SHORT, short_default
 from tileattn.kernels.tilelang.batch import BackwardJob, compile_job
 from tileattn.kernels.tilelang.defaults import LONG, Config, default, defaults, for_skewed_lengths
 from tileattn.testing import conformance_cases, distinct_calls
@@ -75,7 +76,8 @@ def test_a_suite_of_the_backward_pass_is_found_whole(suite: str, direction: str)
         needs = (True, True, True, False, *([True] if case.terms.dbias else tensors))
         backward = BackwardCall(replace(call, needs_grad=True), needs)
         expected.add(launch.cache_key(call, default(call, min(case.seqlen_q, case.seqlen_k))))
-        expected |= {backward_launch.cache_key(backward, name) for name in backward_launch.kernel_names(backward)}
+        main = short_default(backward) if case.seqlen_q <= SHORT else None
+        expected |= {backward_launch.cache_key(backward, name, main) for name in backward_launch.kernel_names(backward)}
     assert {job.key for job in found} == expected
     assert {type(job) for job in found} == {Job, BackwardJob}
     # What takes longest first: the small kernels come last.

@@ -12,6 +12,7 @@ from tileattn.bench.peers.own import needs, variant_key
 from tileattn.bench.problem import Problem
 from tileattn.call import AttentionCall, BackwardCall
 from tileattn.fp8 import FP8
+from tileattn.kernels.tilelang.backward.defaults import short_default
 from tileattn.kernels.tilelang.backward.launch import kernel_names
 from tileattn.kernels.tilelang.batch import AnyJob, BackwardJob, Job
 from tileattn.kernels.tilelang.defaults import defaults
@@ -60,7 +61,12 @@ def jobs(wanted: Sequence[AttentionCall], backward: Sequence[BackwardCall] = ())
     """The kernels of these calls, for short sequences and for long ones; for fp8 also those that transpose v."""
     transposing = _distinct(Job(call, None) for call in wanted if call.dtype == FP8)
     # Calls share what comes before and after the main kernel.
-    going_back = _distinct(BackwardJob(call, name) for call in backward for name in kernel_names(call))
+    going_back = _distinct(
+        BackwardJob(call, name, config)
+        for call in backward
+        for config in dict.fromkeys((None, short_default(call)))
+        for name in kernel_names(call)
+    )
     return [*transposing, *(Job(call, config) for call in wanted for config in defaults(call)), *going_back]
 
 

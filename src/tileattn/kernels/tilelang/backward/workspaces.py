@@ -52,7 +52,7 @@ class OfSequences:
     """
 
     def __init__(
-        self, call: BackwardCall, q: Tensor, k: Tensor, packed: Packed, cuts: tuple[tuple[int, bool], ...]
+        self, call: BackwardCall, q: Tensor, k: Tensor, packed: Packed, cuts: tuple[tuple[int, bool], ...] = ()
     ) -> None:
         self.packed = packed
         self.sequences = packed.cu_seqlens_q.shape[0] - 1
@@ -61,7 +61,7 @@ class OfSequences:
         self.q_rows = (1, heads, padded_rows(self.total_q, self.sequences))
         self.shapes = {BY_KEY: (1, heads, self.total_k), SPREAD: (1, heads, self.total_q, packed.max_seqlen_k)}
         self.gradients = (q.shape, k.shape, (*k.shape[:3], call.forward.head_dim_v))
-        lists = work_lists(call.forward.arch, packed, self.total_q, self.total_k, cuts)
+        lists = work_lists(call.forward.arch, packed, self.total_q, self.total_k, cuts) if cuts else ()
         self._lists = dict(zip(cuts, lists))
 
     def work(self, tile: int, *, of_keys: bool = False) -> tuple[Tensor, ...]:
