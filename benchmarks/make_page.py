@@ -52,8 +52,8 @@ _SLOW_HOST = (
 )
 REMARKS = {
     "variants-h200-2026-11-21-2.json": (
-        "Rows with a bias are of before 376607d, which holds a tile of the bias until all of it has been read; they were "
-        "not measured again. The other rows have the same code."
+        "Rows with a bias are of before 376607d, which holds a tile of the bias until all of it has been read; they "
+        "were not measured again. The other rows have the same code."
     ),
     "fa-bwd-h200-2026-11-22.json": (
         "`tileattn, deterministic` is `deterministic=True`: over the rows of a head dim it takes 1.23 times as long "
