@@ -18,7 +18,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -36,7 +36,7 @@ from tileattn.bench.cases import Case
 from tileattn.bench.peers.own import TileAttn, TileAttnBf16
 from tileattn.call import AttentionCall, BackwardCall, device_arch
 from tileattn.fp8 import FP8
-from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang import backend, buckets
 from tileattn.kernels.tilelang.backward import backend as backward_backend
 from tileattn.kernels.tilelang.backward.defaults import MainConfig
 from tileattn.kernels.tilelang.backward.launch import kernel_names
@@ -226,14 +226,7 @@ def _attention(return_lse: bool, *tensors: torch.Tensor, **named: Any) -> Attemp
 def conformance_jobs(kernels: str | None, arch: str) -> list[AnyJob]:
     """The kernels of the tests for a GPU; `kernels` as `pytest --kernels`."""
     sys.path.insert(0, str(TESTS))
-    import conftest
-
-    if kernels is None:
-        return jobs_of(conformance_attempts(), arch)
-    with (
-        mock.patch.object(backend, "default", conftest.kernels_of(kernels)),
-        mock.patch.object(backward_backend, "SHORT", conftest.SHORT_QUERIES[kernels]),
-    ):
+    with nullcontext() if kernels is None else buckets.only(kernels):
         return jobs_of(conformance_attempts(), arch)
 
 

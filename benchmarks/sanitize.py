@@ -30,7 +30,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
-from unittest import mock
 
 import precompile
 import torch
@@ -41,13 +40,10 @@ from tileattn.bench import environment
 from tileattn.bench.choices import refuse
 from tileattn.call import device_arch
 from tileattn.kernels.tilelang import backend
-from tileattn.kernels.tilelang.backward import backend as backward_backend
-from tileattn.kernels.tilelang.defaults import LONG, default
+from tileattn.kernels.tilelang.buckets import BUCKETS, only
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 ON_DEMAND = ("initcheck",)  # it may not know of every way in which Hopper's kernels write: read what it says with care
-BUCKETS = {"short": 1, "long": LONG}
-SHORT_QUERIES = {"short": 2**31, "long": 0}  # up to which the backward pass takes its kernels for short sequences
 SHOWN_LINES = 40
 TOOLKIT = Path("/usr/local/cuda/bin/compute-sanitizer")
 # What the sanitizer returns where it found something and the program itself ended well.
@@ -72,13 +68,12 @@ def chosen(pattern: str, direction: str = "fwd") -> list[Case]:
 def launch_all(cases: Sequence[Case], bucket: str, blocks: int) -> None:
     """Each case on the GPU, on the kernels of a bucket of lengths; says of each that it has begun and ended."""
     backend.multiprocessors = lambda device: blocks  # type: ignore[assignment]
-    backend.default = lambda call, _: default(call, BUCKETS[bucket])  # type: ignore[assignment]
-    backward_backend.SHORT = SHORT_QUERIES[bucket]
     for case in cases:
         print(f"begin {case.name}", flush=True)
         try:
-            for size, run in zip(case.sizes, case.launches("cuda")):
-                assert case.is_sound(*(x.cpu() for x in run())), (case.name, size)
+            with only(bucket):
+                for size, run in zip(case.sizes, case.launches("cuda")):
+                    assert case.is_sound(*(x.cpu() for x in run())), (case.name, size)
         except NotImplementedError as refused:  # fp8 on a GPU without it
             print(f"refused {case.name}: {refused}", flush=True)
         else:
@@ -90,11 +85,7 @@ def jobs(cases: Sequence[Case], buckets: Sequence[str], arch: str) -> list[preco
     attempts = [run for case in cases for run in case.launches("meta")]
     found: dict[str, precompile.AnyJob] = {}
     for bucket in buckets:
-        seqlen = BUCKETS[bucket]
-        with (
-            mock.patch.object(backend, "default", lambda call, _, seqlen=seqlen: default(call, seqlen)),
-            mock.patch.object(backward_backend, "SHORT", SHORT_QUERIES[bucket]),
-        ):
+        with only(bucket):
             found |= {job.key: job for job in precompile.jobs_of(attempts, arch)}
     return list(found.values())
 
@@ -303,7 +294,7 @@ def launch(
 
 
 def _buckets(direction: str, kernels: str | None) -> list[str]:
-    """Which kernels a direction has: what is run in one process."""
+    """For which lengths: what is run in one process."""
     if direction not in CASES:
         raise refuse("--direction", f"{direction!r} is not known; accepted: {', '.join(CASES)}")
     if kernels not in (None, *BUCKETS):

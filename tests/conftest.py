@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from tileattn.call import AttentionCall
-from tileattn.kernels.tilelang import backend
-from tileattn.kernels.tilelang.backward import backend as backward_backend
-from tileattn.kernels.tilelang.config import Config
-from tileattn.kernels.tilelang.defaults import LONG, default
+from tileattn.kernels.tilelang import buckets
 
 if not torch.cuda.is_available():
     # Triton reads it when it is imported, and nothing imports it before a test does.
@@ -23,23 +18,9 @@ if not torch.cuda.is_available():
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kernels",
-        choices=("short", "long"),
+        choices=tuple(buckets.BUCKETS),
         help="TileLang kernels of this bucket of lengths for calls of any length (default: what each call gets)",
     )
-
-
-# What `backward.backend.SHORT` is under `--kernels`.
-SHORT_QUERIES = {"short": 2**31, "long": 0}
-
-
-def kernels_of(bucket: str) -> Callable[[AttentionCall, int], Config]:
-    """What `backend.default` is under `--kernels`; benchmarks/precompile.py compiles the same."""
-    seqlen = {"short": 1, "long": LONG}[bucket]
-
-    def of_bucket(call: AttentionCall, _: int) -> Config:
-        return default(call, seqlen)
-
-    return of_bucket
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,8 +30,9 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     bucket = config.getoption("--kernels")
     if bucket is not None:
-        backend.default = kernels_of(bucket)  # type: ignore[assignment]
-        backward_backend.SHORT = SHORT_QUERIES[bucket]
+        only = buckets.only(bucket)
+        only.__enter__()
+        config.add_cleanup(lambda: only.__exit__(None, None, None))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
