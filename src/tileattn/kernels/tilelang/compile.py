@@ -22,7 +22,14 @@ from .config import PRODUCER_THREADS
 
 WARP, WARPGROUP = 32, 128
 
-PASSES = {"tl.enable_fast_math": True, "tl.disable_out_of_bound_warning": True}
+PASSES = {
+    "tl.enable_fast_math": True,
+    "tl.disable_out_of_bound_warning": True,
+    # The last -std counts. The same cubin as with TileLang's c++20, to the byte, but its headers draw in less of the
+    # C++ library: 0.3 of nvcc's 2.6 seconds.
+    "tl.device_compile_flags": ["-std=c++17"],
+}
+HOST_OPTIONS = ["-x", "c"]  # what TileLang generates for the host is C; g++ takes 0.1 s less than with C++
 OWN_BARRIERS = "tileattn.own_barriers"  # attribute of functions in which TileLang must not place barriers
 # Attribute of functions whose loops have more matrix descriptors than there are registers to keep them in.
 DESCRIPTORS_IN_LOOPS = "tileattn.descriptors_in_loops"
@@ -50,7 +57,7 @@ def build_library(function: Any, arch: str, path: Path) -> None:
         host, device = _lower(function, context)
         library = host_codegen(host, context)
         library.import_module(device_codegen(device, context))
-        runtime.Executable(library).export_library(str(path))
+        runtime.Executable(library).export_library(str(path), options=HOST_OPTIONS)
 
 
 def _pass_context(function: Any) -> Any:

@@ -15,12 +15,12 @@ from ....expr import nodes, symbol
 from ....tile_loads import TileLoad
 from ....variant import program
 from ..config import ARCHITECTURES, padded
+from ..defaults import CAUSAL
 from ..simplify import is_uniform
 from .operands import ADDED, BY_KEY, STORED, Path
 from .order import RegisterOrder
 from .slopes import slope_program
 
-CAUSAL = "Causal()"
 CONSUMERS = 256
 BLOCK_N = 128
 # Registers of a consumer thread that products can take; the rest holds addresses and intermediate results.
