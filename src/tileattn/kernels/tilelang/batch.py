@@ -150,5 +150,6 @@ def compile_all(jobs: Sequence[AnyJob], processes: int, work: Callable[[AnyJob],
             for done in as_completed([threads.submit(one, job) for job in jobs]):
                 yield done.result()
     finally:
+        # Nobody waits for their ends: one after another, 16 processes took 13 s to let go of what they had imported.
         while not pools.empty():
-            pools.get().shutdown()
+            pools.get().shutdown(wait=False)
