@@ -1,4 +1,4 @@
-// O / l and lse to global memory.
+// O / l and lse to global memory: store_results().
 #pragma once
 #include "problem.cuh"
 #include "softmax.cuh"
@@ -62,4 +62,14 @@ DEVICE void store_lse(const Output& output, const Softmax<M>& softmax, int first
       int query = first + m * 16 + row * 8 + lane_index() / 4;
       if (query < output.queries) output.lse[query] = softmax.lse(m, row);
     }
+}
+
+// What a warp has after the last tile: O in the block's rows from `first` on, and in columns from `column` on. Of warps
+// that share rows, the one with the first columns stores lse.
+template <int M, int N>
+DEVICE void store_results(const Problem& problem, const Softmax<M>& softmax, const Sums (&o)[M][N], int first,
+                          int column = 0) {
+  Output output(problem.arguments);
+  store_output(output, softmax, o, first, column);
+  if (column == 0) store_lse(output, softmax, first);
 }

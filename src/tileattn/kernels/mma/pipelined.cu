@@ -5,8 +5,7 @@
 // which depends on nothing in it, so that the compiler mixes its instructions with the exponentials. (The idea is
 // FlashAttention-3's, whose products run beside the softmax by themselves.) K and V have places of their own, because K
 // is a tile ahead; Q is in registers.
-#include "epilogue.cuh"
-#include "pipeline.cuh"
+#include "rows.cuh"
 
 // [shared memory]
 constexpr int SHARED_BYTES = larger(QueryTile::BYTES, PlacesAhead::BYTES);
@@ -14,8 +13,8 @@ constexpr int SHARED_BYTES = larger(QueryTile::BYTES, PlacesAhead::BYTES);
 
 DEVICE void attend(const Problem& problem) {
   // [queries]
-  constexpr int M = BLOCK_M / WARPS / 16;
-  int row = warp_index() * M * 16;
+  constexpr int M = ROW_TILES;
+  int row = first_row();
   QueryTile queries{shared_memory()};
   PlacesAhead keys(problem, shared_memory());
   copy_queries(problem, queries);
@@ -31,7 +30,7 @@ DEVICE void attend(const Problem& problem) {
   keys.start();
   clear(s);
   add_scores<HEAD_DIM>(s, q, 0, keys.k(), 0);
-  auto tile = [&](int j, bool hidden) {
+  problem.walk([&](int j, bool hidden) {
     if (hidden) problem.hide<Softmax<M>>(s, row, j * BLOCK_N);
     softmax.begin(s, o);
     keys.next();
@@ -40,16 +39,11 @@ DEVICE void attend(const Problem& problem) {
     clear(s);
     add_scores<HEAD_DIM>(s, q, 0, keys.k(), 0);  // after the last tile of one that is not there, which nobody reads
     add_values<BLOCK_N>(o, p, 0, keys.v(), 0, 0);
-  };
-  int j = problem.tiles - 1;
-  for (; j >= problem.full; --j) tile(j, true);
-  for (; j >= 0; --j) tile(j, false);
+  });
   // [/tile]
 
   softmax.finish();
-  Output output(problem.arguments);
-  store_output(output, softmax, o, row, 0);
-  store_lse(output, softmax, row);
+  store_results(problem, softmax, o, row);
 }
 
 #include "kernel.cuh"

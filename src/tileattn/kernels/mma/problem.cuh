@@ -70,6 +70,14 @@ struct Problem {
     full = seen_by_all / BLOCK_N;
   }
 
+  // All tiles, from the last to the first: tile(index, whether something in it is hidden).
+  template <class TILE>
+  DEVICE void walk(const TILE& tile) const {
+    int j = tiles - 1;
+    for (; j >= full; --j) tile(j, true);
+    for (; j >= 0; --j) tile(j, false);
+  }
+
   // Hides what the mask hides, of scores whose first row is the block's query `row`, first column the key `key`.
   template <class SOFTMAX, class SCORES>
   DEVICE void hide(SCORES& s, int row, int key) const {

@@ -3,8 +3,7 @@
 // K of a tile is not needed any more when its V is, so they can take turns in the same memory. With two places V
 // arrives while K is multiplied, and the next K while V is. Half the memory leaves room for larger tiles, or for more
 // blocks on a multiprocessor, which hide each other's waiting.
-#include "epilogue.cuh"
-#include "pipeline.cuh"
+#include "rows.cuh"
 
 // [shared memory]
 constexpr int SHARED_BYTES = QueryTile::BYTES + SharedPlaces::BYTES;
@@ -12,38 +11,13 @@ constexpr int SHARED_BYTES = QueryTile::BYTES + SharedPlaces::BYTES;
 
 DEVICE void attend(const Problem& problem) {
   // [queries]
-  constexpr int M = BLOCK_M / WARPS / 16;
-  int row = warp_index() * M * 16;
   QueryTile queries{shared_memory()};
   SharedPlaces keys(problem, shared_memory() + QueryTile::BYTES);
   copy_queries(problem, queries);
   await_queries(problem, queries);
-  QueriesInShared<M, QueryTile> q(queries, row);
+  QueriesInShared<ROW_TILES, QueryTile> q(queries, first_row());
   // [/queries]
-
-  Softmax<M> softmax(problem.scale);
-  Sums o[M][HEAD_DIM / 8];
-  clear(o);
-  keys.start();
-  // [tile]
-  auto tile = [&](int j, bool hidden) {
-    Sums s[M][BLOCK_N / 8];
-    Probabilities<M, BLOCK_N / 8> p;
-    clear(s);
-    add_scores<HEAD_DIM>(s, q, 0, keys.k(), 0);
-    if (hidden) problem.hide<Softmax<M>>(s, row, j * BLOCK_N);
-    softmax.step(p, s, o);
-    add_values<BLOCK_N>(o, p, 0, keys.v(), 0, 0);
-  };
-  int j = problem.tiles - 1;
-  for (; j >= problem.full; --j) tile(j, true);
-  for (; j >= 0; --j) tile(j, false);
-  // [/tile]
-
-  softmax.finish();
-  Output output(problem.arguments);
-  store_output(output, softmax, o, row, 0);
-  store_lse(output, softmax, row);
+  attend_rows(problem, q, keys);
 }
 
 #include "kernel.cuh"

@@ -61,7 +61,7 @@ DEVICE void attend(const Problem& problem) {
   clear(o);
   keys.start();
   // [tile]
-  auto tile = [&](int j, bool hidden) {
+  problem.walk([&](int j, bool hidden) {
     Sums s[M][KEYS / 8];
     Probabilities<M, KEYS / 8> p;
     float best[M][2];
@@ -74,10 +74,7 @@ DEVICE void attend(const Problem& problem) {
     softmax.rescale(o);
     softmax.probabilities(p, s);
     add_values<KEYS>(o, p, 0, keys.v(), row, 0);
-  };
-  int j = problem.tiles - 1;
-  for (; j >= problem.full; --j) tile(j, true);
-  for (; j >= 0; --j) tile(j, false);
+  });
   // [/tile]
 
   softmax.finish();

@@ -1,4 +1,4 @@
-// Rung 5, tiled D: fine-grained tiles over the head dim, for head dims of 256 to 1024.
+// Rung 6, tiled D: fine-grained tiles over the head dim, for head dims of 256 to 1024.
 //
 // Neither a tile of K nor the rows of O that a warp had so far would fit. So K comes in slices of its columns, V in
 // slices of its rows, through the same places of shared memory, and a block's warps form a grid: WARPS_M parts of the
@@ -98,7 +98,7 @@ DEVICE void attend(const Problem& problem) {
   clear(o);
   slices.start();
   // [tile]
-  auto tile = [&](int j, bool hidden) {
+  problem.walk([&](int j, bool hidden) {
     Sums s[M][KEYS / 8];
     clear(s);
 #pragma unroll 1
@@ -116,17 +116,12 @@ DEVICE void attend(const Problem& problem) {
 #pragma unroll 1
     for (int i = 0; i < Slices::OF_V; ++i)
       add_values<SLICE_KEYS>(o, p, i * SLICE_KEYS, ValueSlice{slices.next()}, 0, part * COLUMNS);
-  };
-  int j = problem.tiles - 1;
-  for (; j >= problem.full; --j) tile(j, true);
-  for (; j >= 0; --j) tile(j, false);
+  });
   // [/tile]
 
   softmax.finish();
   statistics.sum(softmax.sum, part, row);
-  Output output(problem.arguments);
-  store_output(output, softmax, o, row, part * COLUMNS);
-  if (part == 0) store_lse(output, softmax, row);
+  store_results(problem, softmax, o, row, part * COLUMNS);
 }
 
 #include "kernel.cuh"
