@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,12 @@ from tvm import arith, ir, runtime, tirx
 from tvm.target import Target
 from tvm.tirx import stmt_functor
 
+from . import nvcc
 from .config import PRODUCER_THREADS
 
 WARP, WARPGROUP = 32, 128
 
-PASSES = {
-    "tl.enable_fast_math": True,
-    "tl.disable_out_of_bound_warning": True,
-    # The last -std counts. The same cubin as with TileLang's c++20, to the byte, but its headers draw in less of the
-    # C++ library: 0.3 of nvcc's 2.6 seconds.
-    "tl.device_compile_flags": ["-std=c++17"],
-}
+PASSES = {"tl.enable_fast_math": True, "tl.disable_out_of_bound_warning": True}
 HOST_OPTIONS = ["-x", "c"]  # what TileLang generates for the host is C; g++ takes 0.1 s less than with C++
 OWN_BARRIERS = "tileattn.own_barriers"  # attribute of functions in which TileLang must not place barriers
 # Attribute of functions whose loops have more matrix descriptors than there are registers to keep them in.
@@ -56,7 +52,8 @@ def build_library(function: Any, arch: str, path: Path) -> None:
         context = create_backend_context(target, None, "auto")
         host, device = _lower(function, context)
         library = host_codegen(host, context)
-        library.import_module(device_codegen(device, context))
+        with nullcontext() if arch.startswith("gfx") else nvcc.compiling(arch):
+            library.import_module(device_codegen(device, context))
         runtime.Executable(library).export_library(str(path), options=HOST_OPTIONS)
 
 

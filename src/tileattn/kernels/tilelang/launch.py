@@ -116,7 +116,18 @@ def cache_key(call: AttentionCall, config: Config) -> str:
 @functools.cache
 def _source_digest() -> str:
     """Of the code that generates kernels, so that editing it recompiles them."""
-    names = ("compile", "config", "dropout", "expressions", "forward", "generic", "mask", "signature", "simplify")
+    names = (
+        "compile",
+        "nvcc",
+        "config",
+        "dropout",
+        "expressions",
+        "forward",
+        "generic",
+        "mask",
+        "signature",
+        "simplify",
+    )
     names += ("softmax", "hopper", "hopper_consumer", "hopper_plan", "hopper_producer", "hopper_tasks", "transpose_fp8")
     folder = Path(__file__).parent
     files = [folder / f"{name}.py" for name in names]
@@ -139,7 +150,7 @@ def _packed_digest() -> str:
 
 @functools.cache
 def _plan_digest() -> str:
-    names = ("compile", "dependent_launch", "records", "sequence_plan")
+    names = ("compile", "nvcc", "dependent_launch", "records", "sequence_plan")
     return _digest([Path(__file__).parent / f"{name}.py" for name in names])
 
 

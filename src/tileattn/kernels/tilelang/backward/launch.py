@@ -104,7 +104,18 @@ OWN_SOURCES += (
 )
 OWN_SOURCES += ("tile", "variables", "visible")
 AMD_SOURCES = ("amd", "amd_config")  # in the keys of AMD's kernels alone
-SHARED_SOURCES = ("compile", "config", "dropout", "expressions", "generic", "mask", "ragged", "records", "signature")
+SHARED_SOURCES = (
+    "compile",
+    "nvcc",
+    "config",
+    "dropout",
+    "expressions",
+    "generic",
+    "mask",
+    "ragged",
+    "records",
+    "signature",
+)
 SHARED_SOURCES += ("dependent_launch", "simplify", "softmax")
 
 

@@ -1,0 +1,116 @@
+"""nvcc gets less to read than TileLang would give it, and makes the same machine code of it."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("tilelang")
+import tvm_ffi
+from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
+
+from lowering import find_nvcc, lower
+from tileattn.call import AttentionCall, BackwardCall
+from tileattn.fp8 import FP8
+from tileattn.kernels.tilelang import nvcc
+from tileattn.kernels.tilelang.backward.kernels import kernel
+from tileattn.kernels.tilelang.compile import device_source
+from tileattn.kernels.tilelang.config import HopperConfig
+
+ARCH = "sm_90a"
+KERNEL = 'extern "C" __global__ void kernel(float* x) { x[0] = 1; }\n'
+
+needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc (pip install 'tileattn[cuda]')")
+
+
+def forward_source(q_in_registers: bool, dtype: torch.dtype = torch.bfloat16) -> str:
+    call = AttentionCall(dtype, 64, 64, arch=ARCH)
+    return lower(call, HopperConfig(128, 80 if dtype != FP8 else 128, q_in_registers=q_in_registers))
+
+
+def backward_source() -> str:
+    call = AttentionCall(torch.float16, 64, 64, "Causal()", needs_grad=True, arch=ARCH)
+    return device_source(kernel(BackwardCall(call, (True, True, True, False)), "main"), ARCH)
+
+
+def sections(cubin: bytes) -> dict[str, bytes]:
+    """The machine code of a cubin, which is an ELF file, and its constants."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, index_of_names = struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    start = headers[index_of_names][4]
+    found = {}
+    for name, _, _, _, offset, length in headers:
+        text = cubin[start + name : cubin.index(b"\0", start + name)].decode()
+        if text.startswith((".text.", ".nv.constant0.")):
+            found[text] = cubin[offset : offset + length]
+    return found
+
+
+def as_tilelang_does(code: str, folder: Path) -> bytes:
+    """Compiled by the command that TileLang 0.1.15 runs."""
+    source, result = folder / "kernel.cu", folder / "kernel.cubin"
+    source.write_text(code)
+    options = ["--cubin", "-O3", "-lineinfo", f"-arch={ARCH}", "-std=c++20", "--use_fast_math"]
+    headers = [f"-I{TILELANG_TEMPLATE_PATH}", f"-I{CUTLASS_INCLUDE_DIR}"]
+    subprocess.run([str(find_nvcc()), *options, *headers, "-o", str(result), str(source)], check=True)
+    return result.read_bytes()
+
+
+@needs_nvcc
+@pytest.mark.parametrize("of", [lambda: forward_source(False), backward_source], ids=["forward", "backward"])
+def test_the_machine_code_is_the_same(of: object, tmp_path: Path) -> None:
+    code = of()  # type: ignore[operator]
+    assert nvcc.with_own_products(code) != code
+    expected = sections(as_tilelang_does(code, tmp_path))
+    assert any(name.startswith(".text.") and len(text) > 10_000 for name, text in expected.items())
+    assert sections(nvcc.cubin(code, ARCH)) == expected
+
+
+@pytest.mark.parametrize("q_in_registers", [False, True])
+def test_every_product_is_defined_once(q_in_registers: bool) -> None:
+    code = forward_source(q_in_registers)
+    own = nvcc.with_own_products(code)
+    assert nvcc.HEADER not in own
+    used = {match[0] for match in nvcc.PRODUCT.finditer(code)}
+    assert len(used) == 2  # S = Q K^T and O += P V
+    assert own.count("template <> TL_DEVICE void wgmma_") == len(used)
+    assert own.endswith(code.split(nvcc.HEADER)[1])
+
+
+def test_what_is_not_understood_stays() -> None:
+    fp8 = forward_source(False, FP8)
+    assert "tl::wgmma_" in fp8
+    assert nvcc.with_own_products(fp8) == fp8
+    assert nvcc.with_own_products(KERNEL) == KERNEL
+    known = forward_source(False)
+    unknown = known + "// tl::wgmma_sp<1>\n"
+    assert nvcc.with_own_products(unknown) == unknown
+
+
+@needs_nvcc
+def test_what_nvcc_refuses_is_said() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)nvcc ended with exit status 1:.*nonsense.*-arch=sm_90a"):
+        nvcc.cubin(KERNEL.replace("x[0]", "nonsense"), ARCH)
+
+
+def test_tilelang_asks_here_only_inside() -> None:
+    before = tvm_ffi.get_global_func(nvcc.CALLBACK)
+    asked = []
+
+    def tilelangs(code: str, *_: object) -> bytearray:
+        asked.append(code)
+        return bytearray(b"cubin")
+
+    try:
+        tvm_ffi.register_global_func(nvcc.CALLBACK, tilelangs, override=True)
+        with pytest.raises(KeyError), nvcc.compiling(ARCH):
+            raise KeyError
+        tvm_ffi.get_global_func(nvcc.CALLBACK)("code")
+        assert asked == ["code"]
+    finally:
+        tvm_ffi.register_global_func(nvcc.CALLBACK, before, override=True)
