@@ -39,8 +39,9 @@ def forward_kernel(
 ):
     """Writes o and, unless it is None, lse; one program for each tile of queries of each head.
 
-    q, k and v are pointers with the strides of their first three dimensions, but k and v are descriptors with
-    ``plan.tma``; o, lse and sink are contiguous; tensors and numbers are the variant's operands (expressions.py).
+    q, k and v are pointers with the strides of their first three dimensions, but k and v are descriptors where
+    ``plan.tma`` is not 0; o, lse and sink are contiguous; tensors and numbers are the variant's operands
+    (expressions.py).
     """
     first, bh = from_last(seqlen_q, plan.block_M)
     b, h = bh // heads, bh % heads

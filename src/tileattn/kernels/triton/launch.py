@@ -30,7 +30,7 @@ class Forward:
         batch, self.seqlen_q, self.heads, _ = q_shape
         _, self.seqlen_k, kv_heads, _ = k_shape
         self.batch, self.group = batch, self.heads // kv_heads
-        self.config = default("forward", self.call)
+        self.config = default("forward", self.call, self.seqlen_k)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, operands: Operands
@@ -38,8 +38,7 @@ class Forward:
         call, config = self.call, self.config
         o = q.new_empty(self.batch, self.seqlen_q, self.heads, call.head_dim_v)
         lse = q.new_empty(self.batch, self.heads, self.seqlen_q, dtype=torch.float32) if call.return_lse else None
-        tma = config.tma and _can_describe(q, k, v)
-        plan = make_plan(call, config, "forward", tma)
+        plan = make_plan(call, config, "forward", _dimensions(k, v) if config.tma else 0)
         with _on(q.device):
             _launch(
                 forward_kernel, self.batch * self.heads, self.seqlen_q, config.block_M, config,
@@ -114,7 +113,8 @@ class Backward:
     ) -> tuple[Tensor | None, Tensor, Tensor, tuple[Tensor, ...]]:
         q, k, v, do, lse2, delta = inputs
         config = self.config["keys"]
-        tma = config.tma and self.call.aligned and _can_describe(q, k, v, do)
+        # Always of four dimensions: with three this kernel, which has no register to spare, spills.
+        tma = 4 if config.tma and self.call.aligned and _can_describe(q, k, v, do) else 0
         plan = make_plan(self.forward, config, "keys", tma, self.call.needs[4:])
         dk, dv = (x.new_empty(x.shape) for x in (k, v))
         parts = tuple(workspace(path, q, k) for path in self.paths)
@@ -142,7 +142,7 @@ class Backward:
     def _queries(self, inputs: tuple[Tensor, ...], operands: Operands) -> Tensor:
         q, k, v, do, lse2, delta = inputs
         config = self.config["queries"]
-        tma = config.tma and self.call.aligned and _can_describe(q, k, v, do)
+        tma = _dimensions(q, k, v, do) if config.tma and self.call.aligned else 0
         plan = make_plan(self.forward, config, "queries", tma)
         dq = q.new_empty(q.shape)
         _launch(
@@ -170,7 +170,10 @@ def _passed(x: Tensor, rows: int, plan: Plan) -> Any:
     x = x.detach()
     if not plan.tma:
         return x
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, padded(x.shape[3])])
+    batch, seqlen, heads, head_dim = x.shape
+    if plan.tma == 3:
+        return TensorDescriptor(x, [batch, seqlen, heads * head_dim], [*x.stride()[:2], 1], [1, rows, head_dim])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, padded(head_dim)])
 
 
 def _passed_rows(x: Tensor, rows: int, plan: Plan) -> Any:
@@ -181,6 +184,13 @@ def _passed_rows(x: Tensor, rows: int, plan: Plan) -> Any:
 def _can_describe(*tensors: Tensor) -> bool:
     """Whether tensors, which are aligned, have descriptors: these cannot step by 0, nor be empty."""
     return all(x.numel() and 0 not in x.stride() for x in tensors)
+
+
+def _dimensions(*tensors: Tensor) -> int:
+    """Of these tensors' descriptors: three where the heads of a position lie side by side, else four; 0 for none."""
+    if not _can_describe(*tensors):
+        return 0
+    return 3 if all(x.stride(2) == x.shape[3] == padded(x.shape[3]) for x in tensors) else 4
 
 
 def _operand_tuples(operands: Operands) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -19,7 +19,7 @@ class Plan:
         head_dim, head_dim_v: columns of q and k, and of v.
         padded, padded_v: those of tiles: powers of two.
         block_M, block_N: rows of a tile of queries, and of keys.
-        tma: whether tensors come as descriptors.
+        tma: dimensions of the descriptors that tensors come as (tiles.py); 0 if they come as pointers.
         precision: of products: what ``tl.dot`` calls it, or "interpreted".
         warp_specialize: whether Triton is to give loads a warp of their own.
         before, within, behind: which loops over tiles there are (loops.py).
@@ -37,7 +37,7 @@ class Plan:
     padded_v: int
     block_M: int
     block_N: int
-    tma: bool
+    tma: int
     precision: str
     warp_specialize: bool
     before: bool

@@ -30,8 +30,11 @@ def scaled_variant(call: AttentionCall, scale: float) -> AttentionCall:
 
 
 @functools.lru_cache(maxsize=1024)
-def make_plan(call: AttentionCall, config: Config, kernel: str, tma: bool, wanted: tuple[bool, ...] = ()) -> Plan:
-    """The plan of one of the kernels "forward", "keys" and "queries"; `wanted`: which tensors' gradients are."""
+def make_plan(call: AttentionCall, config: Config, kernel: str, tma: int, wanted: tuple[bool, ...] = ()) -> Plan:
+    """The plan of one of the kernels "forward", "keys" and "queries"; `wanted`: which tensors' gradients are.
+
+    tma: how many dimensions the tensors' descriptors would have; 0 for none.
+    """
     traced, of = program(call.variant), functions(call.variant, wanted, exact=call.dtype == torch.float32)
     of_keys = kernel == "keys"
     return Plan(
@@ -41,7 +44,7 @@ def make_plan(call: AttentionCall, config: Config, kernel: str, tma: bool, wante
         padded_v=padded(call.head_dim_v),
         block_M=config.block_M,
         block_N=config.block_N,
-        tma=tma and call.aligned and call.dtype.itemsize == 2 and has_descriptors(call.arch),
+        tma=tma if call.aligned and call.dtype.itemsize == 2 and has_descriptors(call.arch) else 0,
         precision=_precision(call.dtype),
         warp_specialize=config.warp_specialize,
         **loops(traced, of_keys)._asdict(),
