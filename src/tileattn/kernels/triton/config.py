@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...call import AttentionCall
-from ...variant import CAUSAL, program
+from ...variant import program
 from .shared import fitting, padded
 
 KERNELS = ("forward", "keys", "queries")
@@ -55,7 +55,6 @@ _HOPPER = {
 # The forward pass without a score modification, and without a mask either.
 _HOPPER_UNMODIFIED = {64: Config(64, 128, 4, 2, tma=True), 128: Config(64, 64, 4, 3, tma=True)}
 _HOPPER_FULL = _HOPPER_UNMODIFIED | {128: Config(128, 64, 4, 2, tma=True)}
-LONG = 16384  # keys, from which on a causal call has the tiles of a full one
 # Other NVIDIA GPUs: within the 99 KiB of shared memory that a block has on the smaller ones.
 _NVIDIA = {
     "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 8, 2)},
@@ -74,7 +73,7 @@ _FLOAT32 = {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16,
 _overrides: dict[str, Config] = {}
 
 
-def default(kernel: str, call: AttentionCall, seqlen_k: int = 0) -> Config:
+def default(kernel: str, call: AttentionCall) -> Config:
     """The configuration of one of :data:`KERNELS`."""
     if kernel in _overrides:
         return _overrides[kernel]
@@ -86,8 +85,7 @@ def default(kernel: str, call: AttentionCall, seqlen_k: int = 0) -> Config:
     tables = _AMD if call.arch.startswith("gfx") else _HOPPER if call.arch == "sm_90a" else _NVIDIA
     config = tables[kernel][width]
     if kernel == "forward" and tables is _HOPPER and program(call.variant).score is None:
-        as_full = not call.variant or (call.variant == str(CAUSAL) and seqlen_k >= LONG)
-        config = (_HOPPER_FULL if as_full else _HOPPER_UNMODIFIED).get(width, config)
+        config = (_HOPPER_UNMODIFIED if call.variant else _HOPPER_FULL).get(width, config)
     # Both the scores and their slopes are kept there.
     if kernel == "keys" and program(call.variant).score is not None:
         config = config._replace(block_M=max(config.block_M // 2, 16), fused=False)

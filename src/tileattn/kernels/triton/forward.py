@@ -39,9 +39,9 @@ def forward_kernel(
 ):
     """Writes o and, unless it is None, lse; one program for each tile of queries of each head.
 
-    q, k and v are pointers with the strides of their first three dimensions, but k and v are descriptors where
-    ``plan.tma`` is not 0; o, lse and sink are contiguous; tensors and numbers are the variant's operands
-    (expressions.py).
+    q, k and v are pointers with the strides of their first three dimensions, or descriptors: k and v where ``plan.tma``
+    is not 0, q and o where ``plan.tma_q`` is not. o, lse and sink are contiguous; tensors and numbers are the variant's
+    operands (expressions.py).
     """
     first, bh = from_last(seqlen_q, plan.block_M)
     b, h = bh // heads, bh % heads
@@ -56,7 +56,7 @@ def forward_kernel(
         plan.block_N,
     )
 
-    q_tile = load_tile(q, q_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim, plan.padded, False, True)
+    q_tile = load_tile(q, q_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim, plan.padded, plan.tma_q, True)
     positions = q_lo + tl.arange(0, plan.block_M)[:, None]
     acc = tl.full([plan.block_M, plan.padded_v], 0.0, tl.float32)
     m = tl.full([plan.block_M], -float("inf"), tl.float32)
@@ -79,7 +79,10 @@ def forward_kernel(
     if lse is not None:
         store_rows(lse, (m + tl.log2(l)) * LN2, bh, seqlen_q, first, plan.block_M)
     acc = acc / tl.where(l == 0, 1.0, l)[:, None]
-    store_tile(o, acc, seqlen_q, heads, b, h, first, plan.block_M, plan.head_dim_v, plan.padded_v)
+    if plan.tma_q:
+        o.store([b, first, h * plan.padded_v], acc.to(o.dtype).reshape([1, plan.block_M, plan.padded_v]))
+    else:
+        store_tile(o, acc, seqlen_q, heads, b, h, first, plan.block_M, plan.head_dim_v, plan.padded_v)
 
 
 @triton.jit

@@ -30,7 +30,7 @@ class Forward:
         batch, self.seqlen_q, self.heads, _ = q_shape
         _, self.seqlen_k, kv_heads, _ = k_shape
         self.batch, self.group = batch, self.heads // kv_heads
-        self.config = default("forward", self.call, self.seqlen_k)
+        self.config = default("forward", self.call)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, operands: Operands
@@ -38,14 +38,15 @@ class Forward:
         call, config = self.call, self.config
         o = q.new_empty(self.batch, self.seqlen_q, self.heads, call.head_dim_v)
         lse = q.new_empty(self.batch, self.heads, self.seqlen_q, dtype=torch.float32) if call.return_lse else None
-        plan = make_plan(call, config, "forward", _dimensions(k, v) if config.tma else 0)
+        plan = make_plan(call, config, "forward", _dimensions(q, k, v) if config.tma else 0)
         with _on(q.device):
             _launch(
                 forward_kernel, self.batch * self.heads, self.seqlen_q, config.block_M, config,
-                q.detach(),
+                _passed(q, config.block_M, plan) if plan.tma_q else q.detach(),
                 _passed(k, config.block_N, plan),
                 _passed(v, config.block_N, plan),
-                o, lse, None if sink is None else sink.detach(), *_operand_tuples(operands), self.scale,
+                _passed(o, config.block_M, plan) if plan.tma_q else o,
+                lse, None if sink is None else sink.detach(), *_operand_tuples(operands), self.scale,
                 self.seqlen_q, self.seqlen_k, self.heads, self.group, *map(_strides, (q, k, v)), plan,
             )  # fmt: skip
         return o, lse

@@ -20,6 +20,7 @@ class Plan:
         padded, padded_v: those of tiles: powers of two.
         block_M, block_N: rows of a tile of queries, and of keys.
         tma: dimensions of the descriptors that tensors come as (tiles.py); 0 if they come as pointers.
+        tma_q: the same for q and o of the forward pass: 3 or 0.
         precision: of products: what ``tl.dot`` calls it, or "interpreted".
         warp_specialize: whether Triton is to give loads a warp of their own.
         before, within, behind: which loops over tiles there are (loops.py).
@@ -38,6 +39,7 @@ class Plan:
     block_M: int
     block_N: int
     tma: int
+    tma_q: int
     precision: str
     warp_specialize: bool
     before: bool

@@ -37,6 +37,7 @@ def make_plan(call: AttentionCall, config: Config, kernel: str, tma: int, wanted
     """
     traced, of = program(call.variant), functions(call.variant, wanted, exact=call.dtype == torch.float32)
     of_keys = kernel == "keys"
+    tma = tma if call.aligned and call.dtype.itemsize == 2 and has_descriptors(call.arch) else 0
     return Plan(
         head_dim=call.head_dim,
         head_dim_v=call.head_dim_v,
@@ -44,7 +45,8 @@ def make_plan(call: AttentionCall, config: Config, kernel: str, tma: int, wanted
         padded_v=padded(call.head_dim_v),
         block_M=config.block_M,
         block_N=config.block_N,
-        tma=tma if call.aligned and call.dtype.itemsize == 2 and has_descriptors(call.arch) else 0,
+        tma=tma,
+        tma_q=3 if tma == 3 else 0,
         precision=_precision(call.dtype),
         warp_specialize=config.warp_specialize,
         **loops(traced, of_keys)._asdict(),

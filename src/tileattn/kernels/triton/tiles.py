@@ -5,7 +5,8 @@ on, as a tensor descriptor, from which the hardware copies (TMA). A tile has a p
 head_dim are zeros.
 
 Descriptors have three dimensions, (batch, seqlen, heads * head_dim), where the heads of a position lie side by side, or
-else four, with which copies take longer: the forward pass at head dim 128 takes 4 % less with three on an H200.
+else four, with which copies take longer. In the forward pass q and o have one, too, if it is of three: of the time at
+head dim 128 on an H200 k and v with three dimensions saved up to 4 %, q and o then 3 %.
 """
 
 import triton
