@@ -365,27 +365,37 @@ def test_rows_without_keys() -> None:
     assert dk.isfinite().all()
 
 
-def test_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Hopper copies by TMA. The interpreter knows descriptors, and reads zeros beyond their ends as well."""
+@pytest.mark.parametrize(
+    ("dims", "apart", "dimensions"),
+    [((24, 16), False, 4), ((32, 16), True, 4), ((32, 16), False, 3)],
+    ids=["other_columns", "heads_apart", "heads_together"],
+)
+def test_descriptors(dims: tuple[int, int], apart: bool, dimensions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Hopper copies by TMA. The interpreter knows descriptors, and what is beyond their ends."""
     from tileattn.kernels.triton import launch, plans
     from tileattn.variant import Operands
 
+    def made_up(seqlen: int, head_dim: int, seed: int) -> Tensor:
+        x = tensor(2, seqlen, 2, head_dim, seed=seed)
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if apart else x
+
     monkeypatch.setattr(plans, "has_descriptors", lambda arch: True)
-    made: list[Any] = []
+    made: list[int] = []
     real = launch.TensorDescriptor
-    monkeypatch.setattr(launch, "TensorDescriptor", lambda *given: made.append(given) or real(*given))
-    q, k, v = tensor(2, 37, 2, 24), tensor(2, 45, 2, 24, seed=1), tensor(2, 45, 2, 16, seed=2)
+    monkeypatch.setattr(launch, "TensorDescriptor", lambda x, *given: made.append(len(given[0])) or real(x, *given))
+    q, k, v = made_up(37, dims[0], 0), made_up(45, dims[0], 1), made_up(45, dims[1], 2)
     key = key_of(Causal())
-    call = AttentionCall(torch.float16, 24, 16, key, needs_grad=True, arch="sm_90a" if DEVICE == "cuda" else "cpu")
+    call = AttentionCall(torch.float16, *dims, key, needs_grad=True, arch="sm_90a" if DEVICE == "cuda" else "cpu")
     tma = {name: config.Config(16, 16, 4, 1, tma=True) for name in config.KERNELS}
     with config.overridden(**tma):
-        forward = launch.Forward(call, q.shape, k.shape, 24**-0.5)
-        backward = launch.Backward(BackwardCall(call, (True, True, True, False)), q.shape, k.shape, 24**-0.5)
+        forward = launch.Forward(call, q.shape, k.shape, dims[0] ** -0.5)
+        backward = launch.Backward(BackwardCall(call, (True, True, True, False)), q.shape, k.shape, dims[0] ** -0.5)
     o, lse = forward(q, k, v, None, Operands())
-    assert len(made) == 2
-    do = tensor(*o.shape, seed=3)
+    assert made == ([4, 4] if dimensions == 4 else [3, 3, 3, 3])  # k and v; or q, k, v and o
+    made.clear()
+    do = made_up(37, dims[1], 3)
     found = backward(do, None, q, k, v, o, lse, None, Operands())
-    assert len(made) == 6
+    assert made == [4, 4, dimensions, dimensions]  # q and do for dk and dv, k and v for dq
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = tileattn.attention(*leaves, causal=True, backend="torch")
     for got, wanted in zip((o, *found[:3]), (expected, *torch.autograd.grad(expected, leaves, do))):
