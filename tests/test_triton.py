@@ -402,6 +402,31 @@ def test_descriptors(dims: tuple[int, int], apart: bool, dimensions: int, monkey
         torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
 
 
+def test_long_causal_calls_have_the_tiles_of_full_ones() -> None:
+    full, causal, windowed = (
+        AttentionCall(torch.float16, 128, 128, key_of(mask), arch="sm_90a")
+        for mask in (None, Causal(), SlidingWindow(64, 0))
+    )
+    chosen = {
+        (call, keys): config.default("forward", call, keys) for call in (full, causal, windowed) for keys in LENGTHS
+    }
+    short, long = LENGTHS
+    assert chosen[full, short] == chosen[full, long] == chosen[causal, long]
+    assert chosen[causal, short] == chosen[windowed, short] == chosen[windowed, long] != chosen[full, long]
+
+
+LENGTHS = config.LONG - 1, config.LONG
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="too long for the interpreter")
+@pytest.mark.parametrize("seqlen", LENGTHS)
+def test_either_side_of_where_tiles_change(seqlen: int) -> None:
+    q, k, v = (tensor(1, seqlen, 2, 128, seed=seed) for seed in range(3))
+    got = tileattn.attention(q, k, v, causal=True, return_lse=True, backend="triton")
+    arguments = (q, k, v, Causal())
+    assert_forward_accurate("long", got, oracle_attention(*arguments), eager_attention(*arguments))
+
+
 def test_only_what_is_wanted_is_computed() -> None:
     q, k = tensor(1, 20, 2, 16), tensor(1, 20, 2, 16, seed=1)
     for wanted in ((False, False, True), (True, False, False), (True, True, False), (False, False, False)):

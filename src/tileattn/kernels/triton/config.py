@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...call import AttentionCall
-from ...variant import program
+from ...variant import CAUSAL, program
 from .shared import fitting, padded
 
 KERNELS = ("forward", "keys", "queries")
@@ -55,6 +55,9 @@ _HOPPER = {
 # The forward pass without a score modification, and without a mask either.
 _HOPPER_UNMODIFIED = {64: Config(64, 128, 4, 2, tma=True), 128: Config(64, 64, 4, 3, tma=True)}
 _HOPPER_FULL = _HOPPER_UNMODIFIED | {128: Config(128, 64, 4, 2, tma=True)}
+# Keys from which on a causal call has the tiles of a full one. In single calls its own are as fast; in calls one after
+# another the GPU is at its limit of power, and the larger tiles, which read K and V half as often, keep a higher clock.
+LONG = 8192
 # Other NVIDIA GPUs: within the 99 KiB of shared memory that a block has on the smaller ones.
 _NVIDIA = {
     "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 32, 8, 2)},
@@ -73,7 +76,7 @@ _FLOAT32 = {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16,
 _overrides: dict[str, Config] = {}
 
 
-def default(kernel: str, call: AttentionCall) -> Config:
+def default(kernel: str, call: AttentionCall, seqlen_k: int = 0) -> Config:
     """The configuration of one of :data:`KERNELS`."""
     if kernel in _overrides:
         return _overrides[kernel]
@@ -85,7 +88,8 @@ def default(kernel: str, call: AttentionCall) -> Config:
     tables = _AMD if call.arch.startswith("gfx") else _HOPPER if call.arch == "sm_90a" else _NVIDIA
     config = tables[kernel][width]
     if kernel == "forward" and tables is _HOPPER and program(call.variant).score is None:
-        config = (_HOPPER_UNMODIFIED if call.variant else _HOPPER_FULL).get(width, config)
+        as_full = not call.variant or (call.variant == str(CAUSAL) and seqlen_k >= LONG)
+        config = (_HOPPER_FULL if as_full else _HOPPER_UNMODIFIED).get(width, config)
     # Both the scores and their slopes are kept there.
     if kernel == "keys" and program(call.variant).score is not None:
         config = config._replace(block_M=max(config.block_M // 2, 16), fused=False)

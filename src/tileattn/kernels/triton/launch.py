@@ -30,7 +30,7 @@ class Forward:
         batch, self.seqlen_q, self.heads, _ = q_shape
         _, self.seqlen_k, kv_heads, _ = k_shape
         self.batch, self.group = batch, self.heads // kv_heads
-        self.config = default("forward", self.call)
+        self.config = default("forward", self.call, self.seqlen_k)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, operands: Operands
