@@ -98,6 +98,18 @@ def test_what_nvcc_refuses_is_said() -> None:
         nvcc.cubin(KERNEL.replace("x[0]", "nonsense"), ARCH)
 
 
+@pytest.mark.parametrize("toolkit", [None, "/nowhere"])
+def test_without_nvcc_it_says_what_to_install(toolkit: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def path() -> str:
+        if toolkit is None:
+            raise RuntimeError("Cannot find CUDA")
+        return f"{toolkit}/bin/nvcc"
+
+    monkeypatch.setattr(nvcc, "get_nvcc_compiler", path)
+    with pytest.raises(RuntimeError, match=r"there is no nvcc, not (where|/nowhere).*: .* tileattn\[cuda\]"):
+        nvcc.cubin(KERNEL, ARCH)
+
+
 def test_tilelang_asks_here_only_inside() -> None:
     before = tvm_ffi.get_global_func(nvcc.CALLBACK)
     asked = []

@@ -50,13 +50,13 @@ def cubin(code: str, arch: str) -> bytes:
     """Compiles a kernel's source.
 
     Raises:
-        RuntimeError: nvcc refuses it; the message has what nvcc says.
+        RuntimeError: nvcc refuses it; the message has what nvcc says. Or there is no nvcc.
     """
     with tempfile.TemporaryDirectory() as folder:
         source, result = Path(folder) / "kernel.cu", Path(folder) / "kernel.cubin"
         source.write_text(with_own_products(code))
         headers = [f"-I{path}" for path in (TILELANG_TEMPLATE_PATH, CUTLASS_INCLUDE_DIR)]
-        command = [get_nvcc_compiler(), f"-ccbin={get_cplus_compiler()}", f"-arch={arch}", *OPTIONS, *headers]
+        command = [_nvcc(), f"-ccbin={get_cplus_compiler()}", f"-arch={arch}", *OPTIONS, *headers]
         run = subprocess.run(
             [*command, "-o", str(result), str(source)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, env=get_nvcc_subprocess_env(),
@@ -64,6 +64,15 @@ def cubin(code: str, arch: str) -> bytes:
         if run.returncode != 0:
             raise RuntimeError(f"nvcc ended with exit status {run.returncode}:\n{run.stdout}\n{' '.join(command)}")
         return result.read_bytes()
+
+
+def _nvcc() -> str:
+    found = "where TileLang looks for it"
+    with contextlib.suppress(RuntimeError):  # no toolkit at all
+        found = get_nvcc_compiler()
+        if Path(found).is_file():
+            return found
+    raise RuntimeError(f"there is no nvcc, not {found}: install a CUDA toolkit or, for pip's, tileattn[cuda]")
 
 
 def with_own_products(code: str) -> str:
