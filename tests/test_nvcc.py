@@ -18,8 +18,9 @@ from tileattn.call import AttentionCall, BackwardCall
 from tileattn.fp8 import FP8
 from tileattn.kernels.tilelang import nvcc
 from tileattn.kernels.tilelang.backward.kernels import kernel
-from tileattn.kernels.tilelang.compile import device_source
+from tileattn.kernels.tilelang.compile import build_library, device_source
 from tileattn.kernels.tilelang.config import HopperConfig
+from tileattn.kernels.tilelang.sequence_plan import plan_kernel
 
 ARCH = "sm_90a"
 KERNEL = 'extern "C" __global__ void kernel(float* x) { x[0] = 1; }\n'
@@ -110,19 +111,15 @@ def test_without_nvcc_it_says_what_to_install(toolkit: str | None, monkeypatch: 
         nvcc.cubin(KERNEL, ARCH)
 
 
-def test_tilelang_asks_here_only_inside() -> None:
-    before = tvm_ffi.get_global_func(nvcc.CALLBACK)
-    asked = []
-
-    def tilelangs(code: str, *_: object) -> bytearray:
-        asked.append(code)
-        return bytearray(b"cubin")
-
-    try:
-        tvm_ffi.register_global_func(nvcc.CALLBACK, tilelangs, override=True)
-        with pytest.raises(KeyError), nvcc.compiling(ARCH):
-            raise KeyError
-        tvm_ffi.get_global_func(nvcc.CALLBACK)("code")
-        assert asked == ["code"]
-    finally:
-        tvm_ffi.register_global_func(nvcc.CALLBACK, before, override=True)
+@needs_nvcc
+def test_tilelang_asks_here_only_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    cubin = nvcc.cubin
+    monkeypatch.setattr(nvcc, "cubin", lambda code, arch: asked.append(arch) or cubin(code, arch))
+    monkeypatch.setattr(nvcc, "tilelang_callback_cuda_compile", lambda *_: bytearray(b"TileLang's"))
+    build_library(plan_kernel(ARCH), ARCH, tmp_path / "library.so")
+    assert asked == [ARCH]
+    assert bytes(tvm_ffi.get_global_func(nvcc.CALLBACK)("code", None, None)) == b"TileLang's"
+    with pytest.raises(KeyError), nvcc.compiling():
+        raise KeyError
+    assert bytes(tvm_ffi.get_global_func(nvcc.CALLBACK)("code", None, None)) == b"TileLang's"

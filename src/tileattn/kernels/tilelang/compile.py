@@ -52,7 +52,7 @@ def build_library(function: Any, arch: str, path: Path) -> None:
         context = create_backend_context(target, None, "auto")
         host, device = _lower(function, context)
         library = host_codegen(host, context)
-        with nullcontext() if arch.startswith("gfx") else nvcc.compiling(arch):
+        with nullcontext() if arch.startswith("gfx") else nvcc.compiling():
             library.import_module(device_codegen(device, context))
         runtime.Executable(library).export_library(str(path), options=HOST_OPTIONS)
 

@@ -17,9 +17,11 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import tvm_ffi
 from tilelang.contrib.nvcc import get_cplus_compiler, get_nvcc_compiler, get_nvcc_subprocess_env
+from tilelang.cuda.backend import tilelang_callback_cuda_compile
 from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
 CALLBACK = "tilelang_callback_cuda_compile"  # whom TileLang asks for a cubin
@@ -36,14 +38,20 @@ FIRST = {"ss": "uint64_t a", "rs": "const uint32_t *a"}
 
 
 @contextlib.contextmanager
-def compiling(arch: str) -> Iterator[None]:
-    """Inside, TileLang has its CUDA compiled here, for this architecture."""
-    before = tvm_ffi.get_global_func(CALLBACK)
-    tvm_ffi.register_global_func(CALLBACK, lambda code, *_: bytearray(cubin(str(code), arch)), override=True)
+def compiling() -> Iterator[None]:
+    """Inside, TileLang has its CUDA compiled here; afterwards by itself again, as it sets for each kernel.
+
+    Of two threads at a time one may have its kernel compiled by TileLang: that is the same machine code.
+    """
+    tvm_ffi.register_global_func(CALLBACK, _compile, override=True)
     try:
         yield
     finally:
-        tvm_ffi.register_global_func(CALLBACK, before, override=True)
+        tvm_ffi.register_global_func(CALLBACK, tilelang_callback_cuda_compile, override=True)
+
+
+def _compile(code: Any, target: Any, *_: Any) -> bytearray:
+    return bytearray(cubin(str(code), str(target.attrs["arch"])))
 
 
 def cubin(code: str, arch: str) -> bytes:
