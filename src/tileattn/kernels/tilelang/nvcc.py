@@ -5,7 +5,7 @@ it is (tests/test_nvcc.py) and takes 0.7 seconds less:
 
 - C++17 instead of C++20, in which the same headers draw in more of the C++ library;
 - wgmma: TileLang's header defines each shape and type of it that there is, on top of two headers of CUTLASS. The kernel
-  uses two or three of them, which are defined here instead (PTX ISA 8.0, 9.7.15.5, ``wgmma.mma_async``);
+  uses two or three of them, which are defined here instead (``wgmma.mma_async`` of the PTX ISA);
 - line numbers: they point into a file that is gone, and made up three quarters of what is kept on disk.
 """
 
