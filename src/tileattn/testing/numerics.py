@@ -1,7 +1,7 @@
 """The one tolerance rule.
 
-Inputs are quantised once. The oracle is float64 on those inputs; eager is PyTorch in the inputs' own dtype, the worse
-of two runs that sum in different orders (for fp8 see `eager_attention`). For every output,
+Inputs are quantised once. The oracle is float64 on those inputs; eager is PyTorch in the inputs' own dtype, the worst
+of three runs that sum in different orders (for fp8 see `eager_attention`). For every output,
 
     error <= 2 x error of eager + a rounding of the output's dtype          (`torch.finfo(dtype).eps`)
 

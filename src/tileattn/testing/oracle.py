@@ -84,7 +84,7 @@ def eager_attention(
     v_descale: Tensor | None = None,
     dropout: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Standard attention in the inputs' dtype, as one writes it in PyTorch without a fused kernel: two runs.
+    """Standard attention in the inputs' dtype, as one writes it in PyTorch without a fused kernel: three runs.
 
     Arguments as `oracle_attention`. Each operation rounds its result to the dtype: scores, probabilities, output. lse
     is reduced from the rounded scores in float32 or better. Differentiable.
@@ -94,11 +94,11 @@ def eager_attention(
     sums, probabilities ``exp(score - row's maximum)`` rounded to fp8 for their product with v, the softmax's
     denominator from the probabilities that are not rounded, and an output in bfloat16.
 
-    Its error is luck to a degree: it depends on the order in which sums are computed. So there are two runs, with
-    head_dim and keys in their own order and shuffled, and the rule takes the larger error.
+    Its error is luck to a degree: it depends on the order in which sums are computed. So there are three runs, with
+    head_dim and keys in their own order, shuffled and reversed, and the rule takes the largest error.
 
     Returns:
-        The o and the lse of the two runs.
+        The o and the lse of the three runs.
     """
     dtype, product, weighted = q.dtype, _product, _weighted
     if q.dtype == FP8:
@@ -107,7 +107,7 @@ def eager_attention(
     descales = (q_descale, k_descale, v_descale)
     runs = [
         _attend(dtype, q, k, v, mask, score_mods, sink, scale, descales, order, product, weighted, dropout)
-        for order in (_natural, _shuffled)
+        for order in (_natural, _shuffled, _reversed)
     ]
     return [run.o for run in runs], [run.lse for run in runs]
 
