@@ -116,19 +116,9 @@ def cache_key(call: AttentionCall, config: Config) -> str:
 @functools.cache
 def _source_digest() -> str:
     """Of the code that generates kernels, so that editing it recompiles them."""
-    names = (
-        "compile",
-        "nvcc",
-        "config",
-        "dropout",
-        "expressions",
-        "forward",
-        "generic",
-        "mask",
-        "signature",
-        "simplify",
-    )
-    names += ("softmax", "hopper", "hopper_consumer", "hopper_plan", "hopper_producer", "hopper_tasks", "transpose_fp8")
+    names = ("compile", "nvcc", "config", "dropout", "expressions", "forward", "generic", "mask", "signature")
+    names += ("simplify", "softmax")
+    names += ("hopper", "hopper_consumer", "hopper_plan", "hopper_producer", "hopper_tasks", "transpose_fp8")
     folder = Path(__file__).parent
     files = [folder / f"{name}.py" for name in names]
     files += [folder.parents[1] / f"{name}.py" for name in ("dropout", "tile_loads")]

@@ -104,19 +104,8 @@ OWN_SOURCES += (
 )
 OWN_SOURCES += ("tile", "variables", "visible")
 AMD_SOURCES = ("amd", "amd_config")  # in the keys of AMD's kernels alone
-SHARED_SOURCES = (
-    "compile",
-    "nvcc",
-    "config",
-    "dropout",
-    "expressions",
-    "generic",
-    "mask",
-    "ragged",
-    "records",
-    "signature",
-)
-SHARED_SOURCES += ("dependent_launch", "simplify", "softmax")
+SHARED_SOURCES = ("compile", "nvcc", "config", "dropout", "expressions", "generic", "mask", "ragged", "records")
+SHARED_SOURCES += ("signature", "dependent_launch", "simplify", "softmax")
 
 
 @functools.cache
