@@ -6,9 +6,8 @@
     python benchmarks/tune_triton.py --show                # what would be measured; needs no GPU
 
 Candidates are compiled in processes of their own first, which fill Triton's cache; one that does not compile, or hangs
-there, is left out. Then each is checked against the default's result and timed. Times are of a whole pass as a user
-calls it, "keys" and "queries" with the kernel that prepares both. "fused" is "keys" with ``fused=True``, which computes
-dq as well: it should be compared with the sum of the two.
+there, is left out. Then each is checked against the default's result and timed. "queries" prepares what "keys" needs;
+alone, "keys" has a kernel for that, which is in its time.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "forward": {"block_M": (64, 128), "block_N": (64, 128), "num_stages": (2, 3, 4)},
     "keys": {"block_M": (32, 64, 128), "block_N": (64, 128), "num_stages": (2, 3)},
     "queries": {"block_M": (64, 128), "block_N": (32, 64, 128), "num_stages": (2, 3)},
-    "fused": {"block_M": (64, 128), "block_N": (64, 128), "num_stages": (1, 2, 3)},
 }
 TOKENS, CHANNELS = 16384, 2048
 COMPILES_WITHIN_S = 120.0
@@ -42,14 +40,13 @@ def candidates(kernel: str, arch: str, head_dim: int, pointers: bool, warp_speci
     """What is measured: the default first."""
     space = SPACE[kernel]
     copies = (True, False) if pointers else (True,)
-    fused = kernel == "fused"
     call = AttentionCall(torch.bfloat16, head_dim, head_dim, arch=arch)
-    found = [default("keys" if fused else kernel, call)._replace(fused=fused)]
+    found = [default(kernel, call)]
     special = (False, True) if warp_specialize else (False,)
     for M, N, stages in itertools.product(*space.values()):
         for warps, tma, specialized in itertools.product((4, 8), copies, special):
             if tma or not specialized:
-                found.append(Config(M, N, warps, stages, tma, specialized, fused))
+                found.append(Config(M, N, warps, stages, tma, specialized))
     return list(dict.fromkeys(found))
 
 
@@ -63,9 +60,9 @@ def prepared(kernel: str, head_dim: int, causal: bool, seqlen: int, config: Conf
     q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(4))
     key, _ = encode(CAUSAL if causal else None, ())
     call = AttentionCall(q.dtype, head_dim, head_dim, key, needs_grad=True, arch=device_arch(q.device))
-    with overridden(**({} if config is None else {"keys" if kernel == "fused" else kernel: config})):
+    with overridden(**({} if config is None else {kernel: config})):
         forward = Forward(call, q.shape, k.shape, head_dim**-0.5)
-        wants = (kernel in ("queries", "fused"), kernel in ("keys", "fused"), kernel in ("keys", "fused"), False)
+        wants = (kernel == "queries", kernel == "keys", kernel == "keys", False)
         backward = Backward(BackwardCall(call, wants), q.shape, k.shape, head_dim**-0.5)
     if kernel == "forward":
         return lambda: forward(q, k, v, None, Operands())[0]
@@ -100,7 +97,7 @@ def measure(kernel: str, head_dim: int, causal: bool, seqlen: int, config: Confi
 
 def tflops(kernel: str, head_dim: int, causal: bool, seqlen: int, ms: float) -> float:
     """Of the work that the kernel does, scores computed anew included."""
-    products = {"forward": 2, "keys": 4, "queries": 3, "fused": 5}[kernel]
+    products = {"forward": 2, "keys": 4, "queries": 3}[kernel]
     scores = max(TOKENS // seqlen, 1) * (CHANNELS // head_dim) * seqlen**2 * (0.5 if causal else 1.0)
     return 2 * products * scores * head_dim / ms * 1e-9
 

@@ -269,48 +269,6 @@ def test_in_small_tiles(mask: Any, mods: tuple[Any, ...], scale: float | None) -
         check("small tiles", run, q, k, v, mask, mods, scale)
 
 
-@pytest.mark.parametrize("seqlen_k", [pytest.param(32, marks=pytest.mark.slow), 45])
-def test_fused_backward(seqlen_k: int) -> None:
-    """dq added up by the kernel for dk and dv; keys that are not there add nothing, however negative lse is."""
-    q, k = tensor(1, 37, 2, 20), tensor(1, seqlen_k, 1, 20, seed=1)
-    v = tensor(1, seqlen_k, 1, 12, seed=2)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return tileattn.attention(q, k, v, score_mod=[shifted], return_lse=True, backend="triton")
-
-    with config.overridden(**SMALL | {"keys": config.Config(16, 16, 4, 1, fused=True)}):
-        check("fused", run, q, k, v, None, (shifted,))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_fused_backward_by_tma(head_dim: int, causal: bool) -> None:
-    """As above with the tiles that benchmarks/tune_triton.py times, whose sums Hopper adds up by TMA."""
-    q, k, v = (tensor(1, 500 + seed, 2, head_dim, seed=seed) for seed in (0, 1, 1))
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return tileattn.attention(q, k, v, causal=causal, return_lse=True, backend="triton")
-
-    with config.overridden(keys=config.Config(64, 128 if head_dim == 64 else 64, 8, 2, tma=True, fused=True)):
-        check("fused by TMA", run, q, k, v, Causal() if causal else None)
-
-
-def shifted(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    return score - 200.0 + k * 0
-
-
-def test_fused_only_where_the_order_of_sums_is_free() -> None:
-    from tileattn.kernels.triton.launch import Backward
-
-    shape = torch.Size((1, 8, 2, 16))
-    with config.overridden(keys=config.Config(16, 16, 4, 1, fused=True)):
-        for deterministic, needs in itertools.product((False, True), itertools.product((False, True), repeat=3)):
-            call = BackwardCall(dataclasses.replace(CALL, arch="cpu"), (*needs, False), deterministic=deterministic)
-            fused = Backward(call, shape, shape, 1.0).config["keys"].fused
-            assert fused == (needs[0] and (needs[1] or needs[2]) and not deterministic)
-
-
 def test_tanh_of_small_numbers_in_float32() -> None:
     """Keys whose scores are multiplied by what is next to 0: their gradients are exact in all digits as well."""
     table = (tensor(2, 45, dtype=torch.float32) / 1000).requires_grad_()
@@ -372,7 +330,7 @@ def test_rows_without_keys() -> None:
 )
 def test_descriptors(dims: tuple[int, int], apart: bool, dimensions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Hopper copies by TMA. The interpreter knows descriptors, and what is beyond their ends."""
-    from tileattn.kernels.triton import launch, plans
+    from tileattn.kernels.triton import arguments, launch, plans
     from tileattn.variant import Operands
 
     def made_up(seqlen: int, head_dim: int, seed: int) -> Tensor:
@@ -381,8 +339,8 @@ def test_descriptors(dims: tuple[int, int], apart: bool, dimensions: int, monkey
 
     monkeypatch.setattr(plans, "has_descriptors", lambda arch: True)
     made: list[int] = []
-    real = launch.TensorDescriptor
-    monkeypatch.setattr(launch, "TensorDescriptor", lambda x, *given: made.append(len(given[0])) or real(x, *given))
+    real = arguments.TensorDescriptor
+    monkeypatch.setattr(arguments, "TensorDescriptor", lambda x, *given: made.append(len(given[0])) or real(x, *given))
     q, k, v = made_up(37, dims[0], 0), made_up(45, dims[0], 1), made_up(45, dims[1], 2)
     key = key_of(Causal())
     call = AttentionCall(torch.float16, *dims, key, needs_grad=True, arch="sm_90a" if DEVICE == "cuda" else "cpu")
@@ -395,11 +353,84 @@ def test_descriptors(dims: tuple[int, int], apart: bool, dimensions: int, monkey
     made.clear()
     do = made_up(37, dims[1], 3)
     found = backward(do, None, q, k, v, o, lse, None, Operands())
-    assert made == [4, 4, dimensions, dimensions]  # q and do for dk and dv, k and v for dq
+    assert made == [dimensions, dimensions, 4, 4]  # k and v for dq, q and do for dk and dv
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = tileattn.attention(*leaves, causal=True, backend="torch")
     for got, wanted in zip((o, *found[:3]), (expected, *torch.autograd.grad(expected, leaves, do))):
         torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
+
+
+def test_a_launch_is_worked_out_once() -> None:
+    """What Triton compiled is launched again for tensors that look the same, and for no others."""
+    from tileattn.kernels.triton.launches import MOST, Launch, Launches
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *arguments: log.append(("again", grid, arguments))
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
+            return lambda *arguments, **options: log.append(("compiled", grid, arguments, options)) or Compiled()
+
+    def first(*arguments: Any) -> Launch:
+        return Launch(Kernel(), programs, config.Config(0, 0, 4, 2), ("last",), {})
+
+    log: list[Any] = []
+    programs = 5
+    launch = Launches()
+    x, y, wide = torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(3, 5)
+    for numbers in ((1, 0.5), (1, 0.75)):
+        launch(first, x, None, numbers)
+        launch(first, y, None, numbers)
+    assert [entry[0] for entry in log] == ["compiled", "again", "again", "again"]
+    assert log[0][1:] == ((5,), (x, None, (1, 0.5), "last"), {"num_warps": 4, "num_stages": 2})
+    assert log[3][1] == (5, 1, 1)
+    assert log[3][2][0] is y
+    assert log[3][2][1:] == (None, (1, 0.75), "last")
+
+    others = (wide[:, :4], wide[:, 1:], x.half(), x.flatten()[1:5].view(1, 4), None)  # strides, alignment, dtype, ...
+    for other in others:
+        log.clear()
+        launch(first, other, None, (1, 0.5))
+        launch(first, other, None, (2, 0.5))
+        launch(first, other, None, (1, 0.5))
+        assert [entry[0] for entry in log] == ["compiled", "compiled", "again"]
+    for number in range(2 * MOST):
+        launch(first, x, None, (number,))
+    assert len(launch._known) <= MOST
+
+    log.clear()
+    programs = 0
+    Launches()(first, x)
+    assert not log
+
+
+def test_the_order_of_tiles() -> None:
+    """Each tile of each head once; several heads at a time, and of these all first tiles, or all last ones, first."""
+    from tileattn.kernels.triton.expressions import load
+
+    kernel = load(KERNEL_OF_ORDER, "test_order")["kernel"]
+    for heads, side_by_side, from_last in itertools.product((1, 3, 4), (1, 2, 4), (False, True)):
+        found = torch.zeros(3 * heads, 2, dtype=torch.int32, device=DEVICE)
+        kernel[(3 * heads,)](found, 20, side_by_side, from_last)
+        groups = [range(first, min(first + side_by_side, heads)) for first in range(0, heads, side_by_side)]
+        tiles = (16, 8, 0) if from_last else (0, 8, 16)
+        assert found.tolist() == [[tile, head] for group in groups for tile in tiles for head in group]
+
+
+KERNEL_OF_ORDER = """import triton
+import triton.language as tl
+from tileattn.kernels.triton.tiles import last_tile_and_head, tile_and_head
+
+@triton.jit(do_not_specialize=["seqlen", "side_by_side"])
+def kernel(found, seqlen, side_by_side, from_last: tl.constexpr):
+    if from_last:
+        first, head = last_tile_and_head(seqlen, 8, side_by_side)
+    else:
+        first, head = tile_and_head(seqlen, 8, side_by_side)
+    tl.store(found + tl.program_id(0) * 2, first)
+    tl.store(found + tl.program_id(0) * 2 + 1, head)
+"""
 
 
 def test_long_causal_calls_have_the_tiles_of_full_ones() -> None:

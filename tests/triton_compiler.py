@@ -59,7 +59,7 @@ def compile_call(
     import torch
 
     from tileattn.call import AttentionCall, BackwardCall
-    from tileattn.kernels.triton import config, launch
+    from tileattn.kernels.triton import config, launch, launches
     from tileattn.variant import encode
 
     key, operands = encode(*_variant(variant))
@@ -71,12 +71,16 @@ def compile_call(
     k = torch.empty(2, seqlen, heads // group, head_dim, dtype=call.dtype)
     v, o = (torch.empty(2, seqlen, n, call.head_dim_v, dtype=call.dtype) for n in (heads // group, heads))
     lse = torch.empty(2, heads, seqlen)
-    launches: list[Any] = []
+    found: list[Any] = []
 
-    def record(kernel: Any, heads: int, seqlen: int, rows: int, config: Any, *arguments: Any) -> None:
-        launches.append((kernel, config, arguments))
+    def record(_: Any, first: Any, *arguments: Any) -> None:
+        launch = first(*arguments)
+        described = {place: tiles.of(arguments[place]) for place, tiles in launch.described.items()}
+        given = [described.get(place, argument) for place, argument in enumerate(arguments)]
+        found.append((launch.kernel, launch.config, (*given, *launch.constants)))
 
-    launch._launch, real = record, launch._launch
+    real = launches.Launches.__call__
+    launches.Launches.__call__ = record
     try:
         with config.overridden(**{name: config.Config(**fields) for name, fields in configs.items()}):
             launch.Forward(call, q.shape, k.shape, 0.125)(q, k, v, None, operands)
@@ -85,8 +89,8 @@ def compile_call(
                 run = launch.Backward(BackwardCall(call, wanted), q.shape, k.shape, 0.125)
                 run(o, None, q, k, v, o, lse, None, operands)
     finally:
-        launch._launch = real
-    return [_compile(arch, *each) for each in launches]
+        launches.Launches.__call__ = real
+    return [_compile(arch, *each) for each in found]
 
 
 SEQLEN, HEADS = 512, 8

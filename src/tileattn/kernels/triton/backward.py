@@ -4,10 +4,13 @@ With P = exp2(S - lse2), delta = rowsum(dO * O) - dlse and, of a score modificat
 
     dV = P^T dO,   dS = P * (dO V^T - delta) * f',   dK = scale * dS^T Q,   dQ = scale * dS K
 
-One kernel has a tile of keys and walks over queries, for dk and dv; another has a tile of queries and walks over keys,
-for dq. Scores are computed in both; no two programs add to the same element, so that results do not depend on the order
-in which programs run. Where they may, the first kernel can do the second's work as well (``plan.fused``): it then adds
-its part of dq to a sum in float32, by atomic operations.
+One kernel has a tile of queries and walks over keys, for dq; another has a tile of keys and walks over queries, for dk
+and dv. Scores are computed in both; no two programs add to the same element, so that results do not depend on the order
+in which programs run. The kernel for dq is the first: it leaves lse2 and delta for the other. Where dq is not wanted, a
+kernel of its own prepares them.
+
+Adding up dq in the kernel for dk and dv, by atomic operations, saves two products of seven, yet took 15 to 26 % longer
+than both kernels on an H200 (benchmarks/results/triton-bwd-tiles-h200-2026-11-22.txt).
 """
 
 import triton
@@ -16,14 +19,14 @@ import triton.language as tl
 from .forward import LOG2E
 from .tiles import (
     add_product,
-    from_first,
-    from_last,
+    last_tile_and_head,
     load_rows,
     load_tile,
     phases,
     product,
     store_rows,
     store_tile,
+    tile_and_head,
     visible,
 )
 
@@ -33,23 +36,35 @@ def prepare_kernel(
     o, do, lse, dlse, lse2, delta, seqlen_q, heads, o_strides, do_strides,
     rows: tl.constexpr, head_dim_v: tl.constexpr, padded_v: tl.constexpr,
 ):  # fmt: skip
-    """lse in units of log2(e), and delta; dlse may be None. One program for each tile of queries of each head.
-
-    A row that sees no key gets lse2 = inf: exponentials are 0 then.
-    """
-    first, bh = from_first(seqlen_q, rows)
+    """Writes lse2 and delta; one program for each tile of queries of each head."""
+    first, bh = tile_and_head(seqlen_q, rows, 1)
     b, h = bh // heads, bh % heads
-    o_tile = load_tile(o, o_strides, b, h, first, seqlen_q, rows, head_dim_v, padded_v, False, True)
     do_tile = load_tile(do, do_strides, b, h, first, seqlen_q, rows, head_dim_v, padded_v, False, True)
+    prepared = o, o_strides, lse, dlse, lse2, delta
+    prepare(do_tile, prepared, b, h, bh, first, seqlen_q, rows, head_dim_v, padded_v)
+
+
+@triton.jit
+def prepare(
+    do_tile, prepared, b, h, bh, first, seqlen_q, rows: tl.constexpr, head_dim_v: tl.constexpr, padded_v: tl.constexpr
+):
+    """lse2, which is lse in units of log2(e), and delta of a tile of queries: stored, and returned. dlse may be None.
+
+    A row that sees no key gets lse2 = inf, and so does one beyond the last: exponentials are 0 then.
+    """
+    o, o_strides, lse, dlse, lse2, delta = prepared
+    o_tile = load_tile(o, o_strides, b, h, first, seqlen_q, rows, head_dim_v, padded_v, False, True)
     total = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     if dlse is not None:
         total -= load_rows(dlse, bh, seqlen_q, first, rows, 0.0).to(tl.float32)
+    values = load_rows(lse, bh, seqlen_q, first, rows, -float("inf"))
+    values = tl.where(values == -float("inf"), float("inf"), values * LOG2E)
+    store_rows(lse2, values, bh, seqlen_q, first, rows)
     store_rows(delta, total, bh, seqlen_q, first, rows)
-    values = load_rows(lse, bh, seqlen_q, first, rows, 0.0)
-    store_rows(lse2, tl.where(values == -float("inf"), float("inf"), values * LOG2E), bh, seqlen_q, first, rows)
+    return values, total
 
 
-@triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads", "kv_heads"])
+@triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads", "kv_heads", "side_by_side"])
 def keys_kernel(
     q,
     k,
@@ -59,7 +74,6 @@ def keys_kernel(
     delta,
     dk,
     dv,
-    dq_sum,
     parts,
     tensors,
     numbers,
@@ -69,6 +83,7 @@ def keys_kernel(
     heads,
     kv_heads,
     heads_per_kv_head,
+    side_by_side,
     q_strides,
     k_strides,
     v_strides,
@@ -77,10 +92,9 @@ def keys_kernel(
 ):
     """Writes dk and dv; one program for each tile of keys of each kv head.
 
-    It adds up over the query heads that share the keys. dq_sum: where dq is added up, without the scale, zeros before:
-    (batch * heads * seqlen_q in whole tiles, padded), or None. parts: the workspaces of gradients.py.
+    It adds up over the query heads that share the keys. parts: the workspaces of gradients.py.
     """
-    first, bh_kv = from_first(seqlen_k, plan.block_N)
+    first, bh_kv = tile_and_head(seqlen_k, plan.block_N, side_by_side)
     b, h_kv = bh_kv // kv_heads, bh_kv % kv_heads
     k_tile = load_tile(k, k_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim, plan.padded, False, True)
     v_tile = load_tile(
@@ -93,18 +107,15 @@ def keys_kernel(
     dv_sum = tl.full([plan.block_N, plan.padded_v], 0.0, tl.float32)
     for member in range(heads_per_kv_head):
         h = h_kv * heads_per_kv_head + member
-        full_range = plan.full_range(b, h, first, k_hi, seqlen_k, tensors, numbers)
-        if plan.fused:
-            # Keys beyond the last have no probabilities then. Otherwise they do, which reach nothing that is stored.
-            full_range = full_range[0], tl.where(k_hi - first == plan.block_N - 1, full_range[1], full_range[0])
+        # In tiles that are seen as a whole keys beyond the last have probabilities, which reach nothing that is stored.
         start, full_start, full_end, end = phases(
             plan.any_range(b, h, first, k_hi, seqlen_k, tensors, numbers),
-            full_range,
+            plan.full_range(b, h, first, k_hi, seqlen_k, tensors, numbers),
             offset,
             seqlen_q,
             plan.block_M,
         )
-        queries = (q, do, lse2, delta, dq_sum, q_strides, do_strides, scale)
+        queries = (q, do, lse2, delta, q_strides, do_strides, scale)
         facts = (b, h, heads, seqlen_q, seqlen_k, parts, tensors, numbers)
         tiles = (k_tile, v_tile, at)
         if plan.before:
@@ -121,7 +132,7 @@ def keys_kernel(
 def from_queries(dk, dv, tiles, start, end, queries, facts, plan: tl.constexpr, masked: tl.constexpr):
     """What the rows of queries from start to end add to dk and dv. Scores are transposed: [block_N, block_M]."""
     k_tile, v_tile, at = tiles
-    q, do, lse2, delta, dq_sum, q_strides, do_strides, scale = queries
+    q, do, lse2, delta, q_strides, do_strides, scale = queries
     b, h, heads, seqlen_q, seqlen_k, _parts, tensors, numbers = facts
     bh = b * heads + h
     unit = scale * LOG2E
@@ -155,20 +166,7 @@ def from_queries(dk, dv, tiles, start, end, queries, facts, plan: tl.constexpr, 
             if masked:
                 ds = tl.where(seen, ds, 0.0)  # as it was, but a slope may be infinite
         dk = add_product(ds, q_tile, dk, plan.precision)
-        if plan.fused:
-            dq = product(ds.to(k_tile.dtype).T, k_tile, plan.precision)
-            add_rows(dq_sum, dq, bh * ((seqlen_q + plan.block_M - 1) // plan.block_M * plan.block_M) + first, plan)
     return dk, dv
-
-
-@triton.jit
-def add_rows(x, tile, first, plan: tl.constexpr):
-    """Adds a tile of queries to rows first, first + 1, ... of a contiguous sum."""
-    if plan.tma:
-        x.atomic_add([first, 0], tile)
-    else:
-        row = first.to(tl.int64) + tl.arange(0, plan.block_M)[:, None]
-        tl.atomic_add(x + row * plan.padded + tl.arange(0, plan.padded)[None, :], tile, sem="relaxed")
 
 
 @triton.jit
@@ -190,12 +188,15 @@ def hand_over(ds, score, seen, row, at, facts, plan: tl.constexpr):
             tl.atomic_add(parts[index] + place, total, mask=within, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads"])
+@triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads", "side_by_side"])
 def queries_kernel(
     q,
     k,
     v,
     do,
+    o,
+    lse,
+    dlse,
     lse2,
     delta,
     dq,
@@ -206,14 +207,16 @@ def queries_kernel(
     seqlen_k,
     heads,
     heads_per_kv_head,
+    side_by_side,
     q_strides,
     k_strides,
     v_strides,
     do_strides,
+    o_strides,
     plan: tl.constexpr,
 ):
-    """Writes dq; one program for each tile of queries of each head."""
-    first, bh = from_last(seqlen_q, plan.block_M)
+    """Writes dq, lse2 and delta; one program for each tile of queries of each head. dlse may be None."""
+    first, bh = last_tile_and_head(seqlen_q, plan.block_M, side_by_side)
     b, h = bh // heads, bh % heads
     h_kv = h // heads_per_kv_head
     offset = seqlen_k - seqlen_q
@@ -230,13 +233,12 @@ def queries_kernel(
     do_tile = load_tile(
         do, do_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim_v, plan.padded_v, False, True
     )
-    of_rows = (
-        q_tile,
-        do_tile,
-        load_rows(lse2, bh, seqlen_q, first, plan.block_M, float("inf"))[:, None],
-        load_rows(delta, bh, seqlen_q, first, plan.block_M, 0.0)[:, None],
-        q_lo + tl.arange(0, plan.block_M)[:, None],
-    )
+    lse2_rows, delta_rows = prepare(
+        do_tile, (o, o_strides, lse, dlse, lse2, delta), b, h, bh, first, seqlen_q, plan.block_M, plan.head_dim_v,
+        plan.padded_v,
+    )  # fmt: skip
+    positions = q_lo + tl.arange(0, plan.block_M)[:, None]
+    of_rows = (q_tile, do_tile, lse2_rows[:, None], delta_rows[:, None], positions)
     keys = (k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers)
     dq_sum = tl.full([plan.block_M, plan.padded], 0.0, tl.float32)
     if plan.before:

@@ -21,7 +21,6 @@ class Config(NamedTuple):
     """How a kernel is cut and compiled; names as in Triton.
 
     ``tma``: whether tensors are copied by the hardware from descriptors, where they are aligned (sm_90 and later).
-    ``fused``: of "keys": whether dq is added up there, by atomic operations, instead of by "queries".
     """
 
     block_M: int
@@ -30,7 +29,6 @@ class Config(NamedTuple):
     num_stages: int
     tma: bool = False
     warp_specialize: bool = False
-    fused: bool = False
 
 
 # By kernel, then by the larger head dim, padded; for 16 bits. None of them spills where neither mask nor modification
@@ -92,7 +90,7 @@ def default(kernel: str, call: AttentionCall, seqlen_k: int = 0) -> Config:
         config = (_HOPPER_FULL if as_full else _HOPPER_UNMODIFIED).get(width, config)
     # Both the scores and their slopes are kept there.
     if kernel == "keys" and program(call.variant).score is not None:
-        config = config._replace(block_M=max(config.block_M // 2, 16), fused=False)
+        config = config._replace(block_M=max(config.block_M // 2, 16))
     return config if call.arch.startswith("gfx") else fitting(kernel, call, config)
 
 

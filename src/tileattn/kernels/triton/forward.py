@@ -11,13 +11,13 @@ Tiles that all queries see run in a loop of their own, which computes no mask.
 import triton
 import triton.language as tl
 
-from .tiles import add_product, from_last, load_tile, phases, product, store_rows, store_tile, visible
+from .tiles import add_product, last_tile_and_head, load_tile, phases, product, store_rows, store_tile, visible
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads"])
+@triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads", "side_by_side"])
 def forward_kernel(
     q,
     k,
@@ -32,6 +32,7 @@ def forward_kernel(
     seqlen_k,
     heads,
     heads_per_kv_head,
+    side_by_side,
     q_strides,
     k_strides,
     v_strides,
@@ -43,7 +44,7 @@ def forward_kernel(
     is not 0, q and o where ``plan.tma_q`` is not. o, lse and sink are contiguous; tensors and numbers are the variant's
     operands (expressions.py).
     """
-    first, bh = from_last(seqlen_q, plan.block_M)
+    first, bh = last_tile_and_head(seqlen_q, plan.block_M, side_by_side)
     b, h = bh // heads, bh % heads
     h_kv = h // heads_per_kv_head
     offset = seqlen_k - seqlen_q

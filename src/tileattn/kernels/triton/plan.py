@@ -20,14 +20,12 @@ class Plan:
         padded, padded_v: those of tiles: powers of two.
         block_M, block_N: rows of a tile of queries, and of keys.
         tma: dimensions of the descriptors that tensors come as (tiles.py); 0 if they come as pointers.
-        tma_q: the same for q and o of the forward pass: 3 or 0.
         precision: of products: what ``tl.dot`` calls it, or "interpreted".
         warp_specialize: whether Triton is to give loads a warp of their own.
         before, within, behind: which loops over tiles there are (loops.py).
         allows, score, slope, any_range, full_range: the variant's functions (expressions.py). The ranges are of keys
             or, in the kernel for dk and dv, of queries. allows and score may be None; without score the scale is
             positive.
-        fused: whether the kernel for dk and dv adds up dq as well.
         slopes: derivatives with respect to what the score reads from tensors whose gradients are wanted.
         spread: for each of these, whether each score has a place in its workspace.
     """
@@ -39,7 +37,6 @@ class Plan:
     block_M: int
     block_N: int
     tma: int
-    tma_q: int
     precision: str
     warp_specialize: bool
     before: bool
@@ -50,7 +47,6 @@ class Plan:
     slope: Any
     any_range: Any
     full_range: Any
-    fused: bool = False
     slopes: tuple[Any, ...] = ()
     spread: tuple[bool, ...] = ()
 
@@ -59,6 +55,11 @@ class Plan:
             value = getattr(self, field.name)
             if isinstance(value, (int, str)):
                 object.__setattr__(self, field.name, tl.constexpr(value))
+
+    @property
+    def tma_q(self) -> tl.constexpr:
+        """As ``tma``, of q and o in the forward pass, which come as descriptors where these have three dimensions."""
+        return tl.constexpr(3 if self.tma == 3 else 0)
 
     @property
     def wanted(self) -> tl.constexpr:

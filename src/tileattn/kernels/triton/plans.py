@@ -46,7 +46,6 @@ def make_plan(call: AttentionCall, config: Config, kernel: str, tma: int, wanted
         block_M=config.block_M,
         block_N=config.block_N,
         tma=tma,
-        tma_q=3 if tma == 3 else 0,
         precision=_precision(call.dtype),
         warp_specialize=config.warp_specialize,
         **loops(traced, of_keys)._asdict(),
@@ -55,7 +54,6 @@ def make_plan(call: AttentionCall, config: Config, kernel: str, tma: int, wanted
         slope=of.slope,
         any_range=of.q_range if of_keys else of.kv_range,
         full_range=of.full_q_range if of_keys else of.full_range,
-        fused=config.fused,
         slopes=of.slopes,
         spread=tuple(path.spread for path in paths(call.variant, wanted)),
     )

@@ -14,17 +14,25 @@ import triton.language as tl
 
 
 @triton.jit
-def from_first(seqlen, rows: tl.constexpr):
-    """The first row of this program's tile, and its head: one head after another."""
+def tile_and_head(seqlen, rows: tl.constexpr, side_by_side):
+    """The first row of this program's tile, and its head.
+
+    Programs start in the order of their numbers. These go through `side_by_side` heads at a time, whose keys or queries
+    the L2 cache holds, and there through the first tiles of all heads, then the second ones, and so on. So tiles that
+    take longest, as some do under a causal mask, are begun together, and short ones fill the gaps at the end.
+    """
     tiles = tl.cdiv(seqlen, rows)
-    return tl.program_id(0) % tiles * rows, tl.program_id(0) // tiles
+    before = tl.program_id(0) // (tiles * side_by_side) * side_by_side  # heads
+    heads = tl.minimum(side_by_side, tl.num_programs(0) // tiles - before)
+    place = tl.program_id(0) - before * tiles
+    return place // heads * rows, before + place % heads
 
 
 @triton.jit
-def from_last(seqlen, rows: tl.constexpr):
-    """The same from the last tile on, which is the longest under a causal mask: short ones fill the gaps at the end."""
-    tiles = tl.cdiv(seqlen, rows)
-    return (tiles - 1 - tl.program_id(0) % tiles) * rows, tl.program_id(0) // tiles
+def last_tile_and_head(seqlen, rows: tl.constexpr, side_by_side):
+    """The same from the last tiles on: of queries these are the longest under a causal mask."""
+    first, head = tile_and_head(seqlen, rows, side_by_side)
+    return (tl.cdiv(seqlen, rows) - 1) * rows - first, head
 
 
 @triton.jit
