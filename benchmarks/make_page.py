@@ -40,8 +40,10 @@ SOURCES: dict[str, str | None] = {
     "memory-fwdbwd": "memory-fwdbwd-h200-2026-11-22-2.json",
     "varlen": "varlen-h200-2026-11-22-3.json",
     "varlen-bwd": "varlen-bwd-h200-2026-11-22-2.json",
-    "triton-d64": "triton-d64-h200-2026-11-22-2.json",
-    "triton-d128": "triton-d128-h200-2026-11-22-3.json",
+    "triton-d64": "triton-d64-h200-2026-11-22-3.json",
+    "triton-d128": "triton-d128-h200-2026-11-22-4.json",
+    "triton-bwd-d64": "triton-bwd-d64-h200-2026-11-22-2.json",
+    "triton-bwd-d128": "triton-bwd-d128-h200-2026-11-22-2.json",
 }
 # Nothing is said of these as long as nothing has been measured.
 OPTIONAL = tuple(key for key in SOURCES if key not in ("fa", "variants", "heads", "fp8"))
@@ -71,10 +73,6 @@ REMARKS = {
         "causal](../benchmarks/results/varlen-d128-causal-512-bwd-h200-2026-11-22.json) took 0.381 ms and dense "
         "0.381; [D64 full](../benchmarks/results/varlen-d64-full-512-bwd-h200-2026-11-22.json) took 0.561 ms and "
         "dense 0.531."
-    ),
-    "triton-d64-h200-2026-11-22-2.json": (
-        "Of the row of 1024 tokens the host decides: the tutorial took 0.068 ms, where it had "
-        "[0.078 before](../benchmarks/results/triton-d64-h200-2026-11-22.json), and we 0.069 after 0.071."
     ),
 }
 
@@ -155,6 +153,7 @@ def page(sources: Mapping[str, Source]) -> str:
         "fa": _plain, "variants": _variants, "heads": _heads, "fp8": _fp8,
         "fa-bwd": _plain, "variants-bwd": _variants, "heads-bwd": _heads, "memory-fwdbwd": _memory,
         "varlen": _packed, "varlen-bwd": _packed, "triton-d64": _triton, "triton-d128": _triton,
+        "triton-bwd-d64": _triton, "triton-bwd-d128": _triton,
     }  # fmt: skip
     backward = any(source.results.direction != "fwd" for source in sources.values())
     method = METHOD.format(passes="forward and backward passes are" if backward else "the forward pass is")
@@ -427,7 +426,7 @@ def _triton(source: Source) -> str:
     """One head dim of the Triton kernels, which dispatch takes where TileLang refuses."""
     measured = source.results
     (head_dim,) = {row.head_dim for row in measured.rows}
-    title = f"## The Triton backend, head dim {head_dim}"
+    title = f"## {_backward_of(measured, f'The Triton backend, head dim {head_dim}')}"
     return _joined([title, _provenance(source), _speed_table(measured, measured.rows[:: len(measured.backends())])])
 
 

@@ -323,6 +323,21 @@ def test_rows_without_keys() -> None:
     assert dk.isfinite().all()
 
 
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 3), (1, 3)], ids=str)
+def test_gradients_that_are_asked_for(wanted: tuple[int, ...]) -> None:
+    """Of q, k, v and the sink. What the kernel for dq prepares for others has a kernel of its own where dq is not."""
+    q, k, v = (tensor(2, rows, 2, 16, seed=rows) for rows in (21, 37, 37))
+    inputs = [q, k, v, tensor(2, dtype=torch.float32)]
+    do, dlse = tensor(2, 21, 2, 16, seed=4), tensor(2, 2, 21, dtype=torch.float32)
+    found = []
+    for name in ("triton", "torch"):
+        leaves = [x.clone().requires_grad_(place in wanted) for place, x in enumerate(inputs)]
+        o, lse = tileattn.attention(*leaves[:3], sink=leaves[3], causal=True, return_lse=True, backend=name)
+        found.append(torch.autograd.grad((o, lse), [leaves[place] for place in wanted], (do, dlse)))
+    for got, expected in zip(*found):
+        torch.testing.assert_close(got, expected, rtol=4e-3, atol=4e-3)
+
+
 @pytest.mark.parametrize(
     ("dims", "apart", "dimensions"),
     [((24, 16), False, 4), ((32, 16), True, 4), ((32, 16), False, 3)],

@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 def check(arch: str, **call: Any) -> list[dict[str, Any]]:
     """All kernels of a call."""
     reports = compiled(arch, [call])
-    names = ("forward", *ORDER) if call.get("backward", True) else ("forward",)
+    backward = ORDER if call.get("dq", True) else ("prepare", "keys")
+    names = ("forward", *backward) if call.get("backward", True) else ("forward",)
     assert [report["kernel"] for report in reports] == [f"{name}_kernel" for name in names]
     for report in reports:
         assert report["shared"] <= SHARED_BYTES[arch], report
@@ -48,6 +49,12 @@ def test_ampere_copies_asynchronously() -> None:
 def test_amd_has_matrix_instructions() -> None:
     for report in check("gfx942", head_dim=64, backward=False):
         assert report["mma"] > 0, report
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "gfx942"])
+def test_without_dq(arch: str) -> None:
+    """What the kernel for dq prepares has a kernel of its own then."""
+    check(arch, head_dim=32, dq=False)
 
 
 def test_a_loop_that_never_turns_does_not_kill_the_assembler() -> None:

@@ -54,6 +54,7 @@ def compile_call(
     aligned: bool = True,
     backward: bool = True,
     group: int = 1,
+    dq: bool = True,
 ) -> list[dict[str, Any]]:
     """Facts of each kernel that this call launches: name, bytes of shared memory, registers, spills, instructions."""
     import torch
@@ -85,7 +86,7 @@ def compile_call(
         with config.overridden(**{name: config.Config(**fields) for name, fields in configs.items()}):
             launch.Forward(call, q.shape, k.shape, 0.125)(q, k, v, None, operands)
             if backward:
-                wanted = (True, True, True, False, *(t.requires_grad for t in operands.tensors))
+                wanted = (dq, True, True, False, *(t.requires_grad for t in operands.tensors))
                 run = launch.Backward(BackwardCall(call, wanted), q.shape, k.shape, 0.125)
                 run(o, None, q, k, v, o, lse, None, operands)
     finally:
