@@ -41,9 +41,13 @@ SOURCES: dict[str, str | None] = {
     "varlen": "varlen-h200-2026-11-22-3.json",
     "varlen-bwd": "varlen-bwd-h200-2026-11-22-2.json",
     "triton-d64": "triton-d64-h200-2026-11-22-3.json",
-    "triton-d128": "triton-d128-h200-2026-11-22-4.json",
+    "triton-full-d64": "triton-full-d64-h200-2026-11-22.json",
+    "triton-d128": "triton-d128-h200-2026-11-22-5.json",
+    "triton-full-d128": "triton-full-d128-h200-2026-11-22.json",
     "triton-bwd-d64": "triton-bwd-d64-h200-2026-11-22-2.json",
-    "triton-bwd-d128": "triton-bwd-d128-h200-2026-11-22-2.json",
+    "triton-full-bwd-d64": "triton-full-bwd-d64-h200-2026-11-22.json",
+    "triton-bwd-d128": "triton-bwd-d128-h200-2026-11-22-3.json",
+    "triton-full-bwd-d128": "triton-full-bwd-d128-h200-2026-11-22.json",
 }
 # Nothing is said of these as long as nothing has been measured.
 OPTIONAL = tuple(key for key in SOURCES if key not in ("fa", "variants", "heads", "fp8"))
@@ -152,8 +156,7 @@ def page(sources: Mapping[str, Source]) -> str:
     sections = {
         "fa": _plain, "variants": _variants, "heads": _heads, "fp8": _fp8,
         "fa-bwd": _plain, "variants-bwd": _variants, "heads-bwd": _heads, "memory-fwdbwd": _memory,
-        "varlen": _packed, "varlen-bwd": _packed, "triton-d64": _triton, "triton-d128": _triton,
-        "triton-bwd-d64": _triton, "triton-bwd-d128": _triton,
+        "varlen": _packed, "varlen-bwd": _packed, **{key: _triton for key in SOURCES if key.startswith("triton-")},
     }  # fmt: skip
     backward = any(source.results.direction != "fwd" for source in sources.values())
     method = METHOD.format(passes="forward and backward passes are" if backward else "the forward pass is")
@@ -423,10 +426,10 @@ def _packed(source: Source) -> str:
 
 
 def _triton(source: Source) -> str:
-    """One head dim of the Triton kernels, which dispatch takes where TileLang refuses."""
+    """One head dim and mask of the Triton kernels, which dispatch takes where TileLang refuses."""
     measured = source.results
-    (head_dim,) = {row.head_dim for row in measured.rows}
-    title = f"## {_backward_of(measured, f'The Triton backend, head dim {head_dim}')}"
+    ((head_dim, variant),) = {(row.head_dim, row.variant) for row in measured.rows}
+    title = f"## {_backward_of(measured, f'The Triton backend, head dim {head_dim}, {variant}')}"
     return _joined([title, _provenance(source), _speed_table(measured, measured.rows[:: len(measured.backends())])])
 
 
