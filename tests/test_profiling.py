@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import math
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import tileattn
 from tileattn import profiling
+from tileattn.bench import timing
 from tileattn.bench.ceilings import Ceiling
 from tileattn.bench.timing import Effort
 from tileattn.profiling import Profile
@@ -93,7 +97,7 @@ def test_ceilings_are_measured_once_and_in_a_dtype_that_can_be(monkeypatch: pyte
 def test_bad_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="twelve must be callable, got int"):
         tileattn.profile_all({"twelve": 12})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="flops must be positive or None, got 0"):
+    with pytest.raises(ValueError, match="flops must be positive and finite, or None, got 0"):
         tileattn.profile(torch.zeros, 1, flops=0)
     with pytest.raises(TypeError, match="fn must be callable, got 3"):
         tileattn.profile(3)  # type: ignore[arg-type]
@@ -104,12 +108,84 @@ def test_bad_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="fns must name at least one callable"):
         tileattn.profile_all({})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for device in ("cuda", "cuda:1", "tpu", 3.5):
-        with pytest.raises(ValueError, match=f"device must be one of this machine, got {device!r}; accepted: cpu"):
+    for device in ("cuda", "cuda:1", "cpu:3", "meta", "tpu", 3.5):
+        with pytest.raises(ValueError, match=f"device must be one of this machine, got '{device}'; accepted: cpu"):
             tileattn.profile(torch.zeros, 1, device=device)  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="device must be given where no argument is a tensor"):
         tileattn.profile(lambda: None)
+
+
+@pytest.mark.parametrize("count", [math.inf, -math.inf, math.nan, 10**400, -1])
+def test_counts_are_positive_and_finite(count: float) -> None:
+    with pytest.raises(ValueError, match="bytes must be positive and finite, or None, got "):
+        tileattn.profile(torch.zeros, 1, bytes=count)
+
+
+def never(*args: object) -> None:
+    raise AssertionError("arguments are refused before anything runs")
+
+
+def test_what_cannot_be_measured_is_refused_before_anything_runs() -> None:
+    with pytest.raises(TypeError, match=r"effort must be a tileattn.bench.timing.Effort, got None"):
+        tileattn.profile(never, effort=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fns must have names of type str, got 3"):
+        tileattn.profile_all({"three": never, 3: never})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="the first tensor's device must be one of this machine, got 'meta'"):
+        tileattn.profile(never, torch.zeros(1, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"warmup_ms": -1}, "Effort: warmup_ms must be a finite number of 0 or more, got -1"),
+        ({"measure_ms": math.inf}, "Effort: measure_ms must be a finite number of 0 or more, got inf"),
+        ({"measure_ms": "x"}, "Effort: measure_ms must be a finite number of 0 or more, got 'x'"),
+        ({"rounds": 0}, "Effort: rounds must be an integer of at least 1, got 0"),
+        ({"rounds": 1.5}, "Effort: rounds must be an integer of at least 1, got 1.5"),
+        ({"min_calls": 0}, "Effort: min_calls must be an integer of at least 1, got 0"),
+    ],
+)
+def test_an_effort_measures_something(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=f"^{says}$"):
+        Effort(**wrong)
+
+
+def test_calls_of_nanoseconds_come_to_an_end() -> None:
+    start = time.perf_counter()
+    found = tileattn.profile(lambda: 1, device="cpu", effort=Effort(measure_ms=10_000, rounds=2))
+    assert time.perf_counter() - start < 5
+    assert found.calls == 2 * timing.MOST_CALLS
+    assert " 0.000 ms" not in str(found)
+
+
+def test_what_the_loop_takes_counts_as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow_clock(call: Callable[[], object]) -> float:
+        time.sleep(0.002)
+        return 0.0
+
+    monkeypatch.setattr(timing, "_timed_cpu", slow_clock)
+    assert 1 <= len(timing.sample_ms(lambda: None, CPU, Effort(measure_ms=20))) <= 10
+
+
+def named(*names: str) -> profiling.Profiles:
+    return profiling.Profiles(tuple(Profile(name, "cpu", 123.4, (100.0, 200.0), 9, 2**20) for name in names))
+
+
+def test_names_are_no_markup() -> None:
+    text = str(named("tileattn[triton]", "tileattn[mma]", "[/b]", ":smile:"))
+    assert [line.split()[0] for line in text.splitlines()[-4:]] == [
+        "tileattn[triton]", "tileattn[mma]", "[/b]", ":smile:",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [46, 200])
+def test_long_names_are_folded_and_numbers_are_not(length: int) -> None:
+    text = str(named("x" * length))
+    assert "100.0 to 200.0" in text
+    assert "…" not in text
+    assert text.count("x") == length
+    assert max(map(len, text.splitlines())) <= 140
 
 
 def test_one_call_has_no_spread() -> None:

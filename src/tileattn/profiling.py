@@ -13,6 +13,7 @@ copy, measured on this machine) and `rounds` (several callables take turns, so t
 from __future__ import annotations
 
 import io
+import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,12 +26,15 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tileattn.bench import ceilings, memory, rounds, timing
 from tileattn.bench.ceilings import Ceiling
 from tileattn.bench.report import human_bytes
 
 DASH = "—"
+# Longer names are folded in a table, so that the numbers beside them stay on a screen.
+NAME_WIDTH = 48
 # In which PyTorch multiplies matrices on any device; for another dtype, such as fp8, the ceiling is bfloat16's.
 CEILING_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # On a CPU a ceiling is reached with less, and should not take seconds.
@@ -121,13 +125,13 @@ class Profiles:
         table = Table(
             box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=_on(first), title_justify="left"
         )
-        table.add_column("", no_wrap=True)
+        table.add_column("", overflow="fold", max_width=NAME_WIDTH)
         for heading in ("ms", "quartiles", "speed", "memory", "rate", "of matmul", "bandwidth", "of copy"):
             table.add_column(heading, justify="right", no_wrap=True)
         for each in self.profiles:
             low, high = each.spread_ms
             table.add_row(
-                each.name,
+                Text(each.name),  # a name may have brackets, which rich reads as markup in a str
                 _ms(each.ms),
                 f"{_ms(low)} to {_ms(high)}",
                 f"{first.ms / each.ms:.2f}×",
@@ -141,8 +145,9 @@ class Profiles:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        Console(file=text, width=120).print(self.table())
-        return text.getvalue().rstrip()
+        # Wider than any table, which takes no more than its content needs. A notebook is no place for this text yet.
+        Console(file=text, width=1000, color_system=None, force_jupyter=False).print(self.table())
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
 def profile(
@@ -166,9 +171,9 @@ def profile(
         effort: for how long it is measured.
 
     Raises:
-        TypeError: fn cannot be called, or flops or bytes is no number.
-        ValueError: flops or bytes is not positive, there is no such device, or no argument is a tensor and `device` is
-            not given on a machine with a GPU.
+        TypeError: fn cannot be called, flops or bytes is no number, or effort no Effort.
+        ValueError: flops or bytes is not positive and finite, there is no such device, or no argument is a tensor and
+            `device` is not given on a machine with a GPU.
     """
     if not callable(fn):
         raise TypeError(f"fn must be callable, got {fn!r}")
@@ -194,7 +199,7 @@ def profile_all(
         device: where they run, as for `profile`.
         effort: for how long each is measured.
     """
-    _check(fns, flops, bytes)
+    _check(fns, flops, bytes, effort)
     where = _device(args, device)
     calls = {name: partial(fn, *args) for name, fn in fns.items()}
     peaks = {}
@@ -237,16 +242,22 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _check(fns: Mapping[str, Callable[..., object]], flops: float | None, bytes: float | None) -> None:
+def _check(
+    fns: Mapping[str, Callable[..., object]], flops: float | None, bytes: float | None, effort: timing.Effort
+) -> None:
     if not isinstance(fns, Mapping):
         raise TypeError(f"fns must be a mapping from names to callables, got {type(fns).__name__}")
     if not fns:
         raise ValueError("fns must name at least one callable, got none")
     for name, fn in fns.items():
+        if not isinstance(name, str):
+            raise TypeError(f"fns must have names of type str, got {name!r}")
         if not callable(fn):
             raise TypeError(f"{name} must be callable, got {type(fn).__name__}")
     _check_count("flops", flops)
     _check_count("bytes", bytes)
+    if not isinstance(effort, timing.Effort):
+        raise TypeError(f"effort must be a tileattn.bench.timing.Effort, got {effort!r}")
 
 
 def _check_count(what: str, count: Any) -> None:
@@ -254,8 +265,16 @@ def _check_count(what: str, count: Any) -> None:
         return
     if not isinstance(count, numbers.Real):
         raise TypeError(f"{what} must be a number or None, got {count!r}")
-    if not float(count) > 0:
-        raise ValueError(f"{what} must be positive or None, got {count!r}")
+    if not 0 < _float(count) < math.inf:
+        raise ValueError(f"{what} must be positive and finite, or None, got {_float(count):g}")
+
+
+def _float(count: Any) -> float:
+    """Infinity for an integer that is larger than any float."""
+    try:
+        return float(count)
+    except OverflowError:
+        return math.inf if count > 0 else -math.inf
 
 
 def _device(args: Sequence[Any], device: torch.device | str | None) -> torch.device:
@@ -264,20 +283,20 @@ def _device(args: Sequence[Any], device: torch.device | str | None) -> torch.dev
     tensor = next((each for each in args if isinstance(each, torch.Tensor)), None)
     if tensor is None and torch.cuda.is_available():
         raise ValueError("device must be given where no argument is a tensor, for a GPU is timed otherwise than a CPU")
-    return torch.device("cpu") if tensor is None else tensor.device
+    return torch.device("cpu") if tensor is None else _known_device(tensor.device, "the first tensor's device")
 
 
-def _known_device(device: torch.device | str) -> torch.device:
+def _known_device(device: torch.device | str, name: str = "device") -> torch.device:
     """The CPU or a GPU that is there."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
         found = None
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    here = found is not None and (found.type == "cpu" or (found.type == "cuda" and (found.index or 0) < count))
+    here = found is not None and (found.index or 0) < {"cpu": 1, "cuda": count}.get(found.type, 0)
     if found is None or not here:
         accepted = "cpu" + (f", cuda, cuda:0 to cuda:{count - 1}" if count else " (PyTorch finds no GPU here)")
-        raise ValueError(f"device must be one of this machine, got {device!r}; accepted: {accepted}")
+        raise ValueError(f"{name} must be one of this machine, got {str(device)!r}; accepted: {accepted}")
     return _indexed(found)
 
 
@@ -334,4 +353,6 @@ def rate_text(tera: float | None, unit: str) -> str:
 
 
 def _ms(ms: float) -> str:
+    if ms < 0.001:
+        return f"{ms:.6f}"  # to a nanosecond
     return f"{ms:.3f}" if ms < 100 else f"{ms:.1f}"

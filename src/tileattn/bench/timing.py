@@ -9,6 +9,7 @@ Triton. CPU: the wall clock around each call.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from torch import Tensor
 
 # Larger than any GPU's L2 (H200: 50 MB; B200: 126 MB; MI300X's Infinity Cache: 256 MB).
 FLUSH_BYTES = 256 * 2**20
+# Of a round, where `min_calls` does not ask for more: a median of millions of calls of nanoseconds says nothing more.
+MOST_CALLS = 10_000
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,16 @@ class Effort:
     measure_ms: float = 40.0
     rounds: int = 5
     min_calls: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("warmup_ms", "measure_ms"):
+            ms = getattr(self, name)
+            if not isinstance(ms, (int, float)) or not 0 <= ms < math.inf:
+                raise ValueError(f"Effort: {name} must be a finite number of 0 or more, got {ms!r}")
+        for name in ("rounds", "min_calls"):
+            count = getattr(self, name)
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"Effort: {name} must be an integer of at least 1, got {count!r}")
 
 
 DEFAULT = Effort()
@@ -60,8 +73,8 @@ def _flush_buffer(device: torch.device) -> Tensor:
 def _sample_cuda(call: Callable[[], object], device: torch.device, effort: Effort) -> list[float]:
     flush = _flush_buffer(device)
     estimate = max(1e-3, median(_timed_cuda(call, flush, 3)))
-    _timed_cuda(call, flush, int(effort.warmup_ms / estimate))
-    return _timed_cuda(call, flush, max(effort.min_calls, int(effort.measure_ms / estimate)))
+    _timed_cuda(call, flush, min(MOST_CALLS, int(effort.warmup_ms / estimate)))
+    return _timed_cuda(call, flush, max(effort.min_calls, min(MOST_CALLS, int(effort.measure_ms / estimate))))
 
 
 def _timed_cuda(call: Callable[[], object], flush: Tensor, calls: int) -> list[float]:
@@ -79,7 +92,9 @@ def _sample_cpu(call: Callable[[], object], effort: Effort) -> list[float]:
     # Once, so that the caches hold this call's tensors and not those of the implementation before it.
     _timed_cpu(call)
     samples: list[float] = []
-    while len(samples) < effort.min_calls or sum(samples) < effort.measure_ms:
+    # What the loop itself takes counts too: it is most of the time where a call takes nanoseconds.
+    end = time.perf_counter() + effort.measure_ms / 1e3
+    while len(samples) < effort.min_calls or (len(samples) < MOST_CALLS and time.perf_counter() < end):
         samples.append(_timed_cpu(call))
     return samples
 
