@@ -377,7 +377,7 @@ def test_descriptors(dims: tuple[int, int], apart: bool, dimensions: int, monkey
 
 def test_a_launch_is_worked_out_once() -> None:
     """What Triton compiled is launched again for tensors that look the same, and for no others."""
-    from tileattn.kernels.triton.launches import MOST, Launch, Launches
+    from tileattn.kernels.triton.launch_cache import MOST, Launch, LaunchCache
 
     class Compiled:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -387,37 +387,75 @@ def test_a_launch_is_worked_out_once() -> None:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled]:
             return lambda *arguments, **options: log.append(("compiled", grid, arguments, options)) or Compiled()
 
-    def first(*arguments: Any) -> Launch:
+    def work_out(*arguments: Any) -> Launch:
         return Launch(Kernel(), programs, config.Config(0, 0, 4, 2), ("last",), {})
+
+    class Elsewhere(Tensor):
+        def get_device(self) -> int:
+            return 1
 
     log: list[Any] = []
     programs = 5
-    launch = Launches()
+    launch = LaunchCache()
     x, y, wide = torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(3, 5)
-    for numbers in ((1, 0.5), (1, 0.75)):
-        launch(first, x, None, numbers)
-        launch(first, y, None, numbers)
+    for numbers in ((1, 0.5), (-(2**31), 0.75)):
+        launch(work_out, x, None, numbers=numbers)
+        launch(work_out, y, None, numbers=numbers)
     assert [entry[0] for entry in log] == ["compiled", "again", "again", "again"]
     assert log[0][1:] == ((5,), (x, None, (1, 0.5), "last"), {"num_warps": 4, "num_stages": 2})
     assert log[3][1] == (5, 1, 1)
     assert log[3][2][0] is y
-    assert log[3][2][1:] == (None, (1, 0.75), "last")
+    assert log[3][2][1:] == (None, (-(2**31), 0.75), "last")
 
-    others = (wide[:, :4], wide[:, 1:], x.half(), x.flatten()[1:5].view(1, 4), None)  # strides, alignment, dtype, ...
+    # Strides, alignment, dtype, size, device, none.
+    elsewhere = x.as_subclass(Elsewhere)
+    others = (wide[:, :4], wide[:, 1:], x.half(), x.flatten()[1:5].view(1, 4), elsewhere, None)
     for other in others:
         log.clear()
-        launch(first, other, None, (1, 0.5))
-        launch(first, other, None, (2, 0.5))
-        launch(first, other, None, (1, 0.5))
-        assert [entry[0] for entry in log] == ["compiled", "compiled", "again"]
-    for number in range(2 * MOST):
-        launch(first, x, None, (number,))
+        for numbers in ((1, 0.5), (2**31, 0.5), (True, 0.5), (1.0, 0.5), (2, 1.5)):
+            launch(work_out, other, None, numbers=numbers)
+        assert [entry[0] for entry in log] == [*["compiled"] * 4, "again"]
+    for size in range(2 * MOST):
+        launch(work_out, (x, size))
     assert len(launch._known) <= MOST
 
     log.clear()
     programs = 0
-    Launches()(first, x)
+    LaunchCache()(work_out, x)
     assert not log
+
+
+@pytest.mark.gpu
+def test_a_launch_is_repeated() -> None:
+    """The second call's tensors, numbers and stream are used, not the first one's."""
+    for seed, window in ((0, 5), (3, 11)):
+        leaves = [tensor(2, 50, 2, 32, seed=seed + each).requires_grad_() for each in range(3)]
+        do = tensor(2, 50, 2, 32, seed=seed + 9)
+        results = []
+        for name in ("triton", "torch"):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                o = tileattn.attention(*leaves, mask=SlidingWindow(window, 0), backend=name)
+                results.append((o, *torch.autograd.grad(o, leaves, do)))
+            torch.cuda.synchronize()
+        for got, expected in zip(*results):
+            torch.testing.assert_close(got, expected, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "kv_heads", "expected"),
+    [(1024, 4, 16, 32), (16384, 4, 16, 2), (10**6, 4, 16, 1), (1024, 1, 3, 3), (0, 2, 2, 4), (5, 0, 3, 1)],
+)
+def test_heads_side_by_side(rows: int, batch: int, kv_heads: int, expected: int) -> None:
+    """As many as read 16 MiB, of what there is: 512 bytes a row here."""
+    from tileattn.kernels.triton.order import Sizes
+
+    call = AttentionCall(torch.float16, 128, 128, arch="sm_90a")
+    sizes = Sizes.of(torch.Size((batch, 7, 2 * kv_heads, 128)), torch.Size((batch, 9, kv_heads, 128)))
+    assert sizes.group == 2
+    assert sizes.side_by_side(call, rows) == expected
+    assert (sizes.tiles_of_queries(4), sizes.tiles_of_keys(4)) == (4 * kv_heads * batch, 3 * kv_heads * batch)
 
 
 def test_the_order_of_tiles() -> None:

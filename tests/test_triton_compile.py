@@ -57,6 +57,12 @@ def test_without_dq(arch: str) -> None:
     check(arch, head_dim=32, dq=False)
 
 
+def test_dq_in_float32_hardly_spills() -> None:
+    reports = compiled("sm_90a", [{"head_dim": 128, "dtype": "float32"}])
+    assert [report["kernel"] for report in reports] == [f"{name}_kernel" for name in ("forward", "prepare", *ORDER)]
+    assert all(report["spills"] <= SPILLED_BYTES for report in reports[:-1]), reports
+
+
 def test_a_loop_that_never_turns_does_not_kill_the_assembler() -> None:
     check("sm_90a", head_dim=128, variant="function_empty_rows", backward=False)
 

@@ -60,7 +60,7 @@ def compile_call(
     import torch
 
     from tileattn.call import AttentionCall, BackwardCall
-    from tileattn.kernels.triton import config, launch, launches
+    from tileattn.kernels.triton import config, launch, launch_cache
     from tileattn.variant import encode
 
     key, operands = encode(*_variant(variant))
@@ -74,14 +74,15 @@ def compile_call(
     lse = torch.empty(2, heads, seqlen)
     found: list[Any] = []
 
-    def record(_: Any, first: Any, *arguments: Any) -> None:
-        launch = first(*arguments)
-        described = {place: tiles.of(arguments[place]) for place, tiles in launch.described.items()}
-        given = [described.get(place, argument) for place, argument in enumerate(arguments)]
+    def record(_: Any, work_out: Any, *arguments: Any, numbers: Any = None) -> None:
+        launch = work_out(*arguments)
+        given = [*arguments, *([] if numbers is None else [numbers])]
+        for place, facts in launch.described.items():
+            given[place] = facts.of(given[place])
         found.append((launch.kernel, launch.config, (*given, *launch.constants)))
 
-    real = launches.Launches.__call__
-    launches.Launches.__call__ = record
+    real = launch_cache.LaunchCache.__call__
+    launch_cache.LaunchCache.__call__ = record
     try:
         with config.overridden(**{name: config.Config(**fields) for name, fields in configs.items()}):
             launch.Forward(call, q.shape, k.shape, 0.125)(q, k, v, None, operands)
@@ -90,7 +91,7 @@ def compile_call(
                 run = launch.Backward(BackwardCall(call, wanted), q.shape, k.shape, 0.125)
                 run(o, None, q, k, v, o, lse, None, operands)
     finally:
-        launches.Launches.__call__ = real
+        launch_cache.LaunchCache.__call__ = real
     return [_compile(arch, *each) for each in found]
 
 
@@ -140,7 +141,6 @@ def _assembled(arch: str, ptx: str) -> dict[str, Any]:
         "spills": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
         "mma": len(re.findall(r"mma\.sync", ptx)),
-        "tma_add": len(re.findall(r"cp\.reduce\.async\.bulk\.tensor", ptx)),
         "tma": len(re.findall(r"cp\.async\.bulk\.tensor", ptx)),
         "cp_async": len(re.findall(r"cp\.async\.c[ag]", ptx)),
     }

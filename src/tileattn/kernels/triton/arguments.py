@@ -12,30 +12,30 @@ from .plan import Plan
 from .shared import padded
 
 
-class Tiles(NamedTuple):
-    """Of which tiles a tensor's descriptor tells; as Triton has it."""
+class Described(NamedTuple):
+    """What a descriptor says of a tensor and its tiles; the arguments of Triton's TensorDescriptor."""
 
     shape: list[int]
     strides: list[int]
     block_shape: list[int]
 
     def of(self, x: Tensor) -> TensorDescriptor:
-        """The descriptor."""
+        """The descriptor of this tensor."""
         return TensorDescriptor(x, *self)
 
 
-def tiles(x: Tensor, rows: int, plan: Plan) -> Tiles:
-    """Of `rows` of one head of a tensor (bshd)."""
+def described(x: Tensor, rows: int, plan: Plan) -> Described:
+    """A tensor (bshd) whose tiles are `rows` of one head."""
     batch, seqlen, heads, head_dim = x.shape
     if plan.tma == 3:
-        return Tiles([batch, seqlen, heads * head_dim], [*x.stride()[:2], 1], [1, rows, head_dim])
-    return Tiles(list(x.shape), list(x.stride()), [1, rows, 1, padded(head_dim)])
+        return Described([batch, seqlen, heads * head_dim], [*x.stride()[:2], 1], [1, rows, head_dim])
+    return Described(list(x.shape), list(x.stride()), [1, rows, 1, padded(head_dim)])
 
 
 def dimensions(*tensors: Tensor) -> int:
     """Of the descriptors of tensors (bshd) that are aligned; 0 where they cannot have any.
 
-    Three where the heads of a position lie side by side, else four. None can step by 0, or be empty.
+    Three where the heads of a position lie side by side, else four. A descriptor cannot step by 0, nor be empty.
     """
     if any(x.numel() == 0 or 0 in x.stride() for x in tensors):
         return 0

@@ -6,8 +6,8 @@ With P = exp2(S - lse2), delta = rowsum(dO * O) - dlse and, of a score modificat
 
 One kernel has a tile of queries and walks over keys, for dq; another has a tile of keys and walks over queries, for dk
 and dv. Scores are computed in both; no two programs add to the same element, so that results do not depend on the order
-in which programs run. The kernel for dq is the first: it leaves lse2 and delta for the other. Where dq is not wanted, a
-kernel of its own prepares them.
+in which programs run. In 16 bits the kernel for dq is the first, and leaves lse2 and delta for the other. A kernel of
+its own prepares them where dq is not wanted, and in float32, in which the sum over o made the kernel for dq spill.
 
 Adding up dq in the kernel for dk and dv, by atomic operations, saves two products of seven, yet took 15 to 26 % longer
 than both kernels on an H200 (benchmarks/results/triton-bwd-tiles-h200-2026-11-22.txt).
@@ -215,7 +215,10 @@ def queries_kernel(
     o_strides,
     plan: tl.constexpr,
 ):
-    """Writes dq, lse2 and delta; one program for each tile of queries of each head. dlse may be None."""
+    """Writes dq; one program for each tile of queries of each head.
+
+    lse2 and delta are read where o is None; otherwise they are written, from o, lse and dlse, which may be None.
+    """
     first, bh = last_tile_and_head(seqlen_q, plan.block_M, side_by_side)
     b, h = bh // heads, bh % heads
     h_kv = h // heads_per_kv_head
@@ -233,10 +236,14 @@ def queries_kernel(
     do_tile = load_tile(
         do, do_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim_v, plan.padded_v, False, True
     )
-    lse2_rows, delta_rows = prepare(
-        do_tile, (o, o_strides, lse, dlse, lse2, delta), b, h, bh, first, seqlen_q, plan.block_M, plan.head_dim_v,
-        plan.padded_v,
-    )  # fmt: skip
+    if o is None:
+        lse2_rows = load_rows(lse2, bh, seqlen_q, first, plan.block_M, float("inf"))
+        delta_rows = load_rows(delta, bh, seqlen_q, first, plan.block_M, 0.0)
+    else:
+        lse2_rows, delta_rows = prepare(
+            do_tile, (o, o_strides, lse, dlse, lse2, delta), b, h, bh, first, seqlen_q, plan.block_M, plan.head_dim_v,
+            plan.padded_v,
+        )  # fmt: skip
     positions = q_lo + tl.arange(0, plan.block_M)[:, None]
     of_rows = (q_tile, do_tile, lse2_rows[:, None], delta_rows[:, None], positions)
     keys = (k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers)

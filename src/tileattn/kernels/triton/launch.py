@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ...call import AttentionCall, BackwardCall, Gradients
 from ...variant import Operands
-from .arguments import dimensions, of_operands, strides, tiles
+from .arguments import described, dimensions, of_operands, strides
 from .backward import keys_kernel, prepare_kernel, queries_kernel
 from .config import Config, default
 from .forward import forward_kernel
 from .gradients import add_up, paths, workspace
-from .launches import Launch, Launches
+from .launch_cache import Launch, LaunchCache
 from .order import Sizes
 from .plans import make_plan, scaled_variant
 from .shared import padded
@@ -30,7 +30,7 @@ class Forward:
         self.call, self.scale = scaled_variant(call, scale), scale
         self.sizes = Sizes.of(q_shape, k_shape)
         self.config = default("forward", self.call, self.sizes.seqlen_k)
-        self.launch = Launches()
+        self.launch = LaunchCache()
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, operands: Operands
@@ -38,20 +38,21 @@ class Forward:
         batch, seqlen_q, heads, _ = q.shape
         o = q.new_empty(batch, seqlen_q, heads, self.call.head_dim_v)
         lse = q.new_empty(batch, heads, seqlen_q, dtype=torch.float32) if self.call.return_lse else None
+        tensors, numbers = of_operands(operands)
         with _on(q.device):
-            self.launch(self._first, *_detached(q, k, v, o, lse, sink), *of_operands(operands))
+            self.launch(self._work_out, q, k, v, o, lse, sink, tensors, numbers=numbers)
         return o, lse
 
-    def _first(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *_: Any) -> Launch:
+    def _work_out(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *_: Any) -> Launch:
         config, sizes = self.config, self.sizes
         plan = make_plan(self.call, config, "forward", dimensions(q, k, v) if config.tma else 0)
-        described = {1: tiles(k, config.block_N, plan), 2: tiles(v, config.block_N, plan)} if plan.tma else {}
+        as_tma = {1: described(k, config.block_N, plan), 2: described(v, config.block_N, plan)} if plan.tma else {}
         if plan.tma_q:
-            described |= {0: tiles(q, config.block_M, plan), 3: tiles(o, config.block_M, plan)}
-        together = sizes.side_by_side(self.call, sizes.seqlen_k) * sizes.group
-        constants = self.scale, sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.group, together
+            as_tma |= {0: described(q, config.block_M, plan), 3: described(o, config.block_M, plan)}
+        side_by_side = sizes.side_by_side(self.call, sizes.seqlen_k) * sizes.group
+        constants = self.scale, sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.group, side_by_side
         programs = sizes.tiles_of_queries(config.block_M)
-        return Launch(forward_kernel, programs, config, (*constants, *strides(q, k, v), plan), described)
+        return Launch(forward_kernel, programs, config, (*constants, *strides(q, k, v), plan), as_tma)
 
 
 class Backward:
@@ -63,8 +64,9 @@ class Backward:
         self.sizes = Sizes.of(q_shape, k_shape)
         self.config = {kernel: default(kernel, forward) for kernel in ("keys", "queries")}
         self.paths = paths(forward.variant, call.needs[4:])
+        self.prepares = call.needs[0] and forward.dtype.itemsize == 2  # the kernel for dq, what the other one needs
         self.wants_keys = call.needs[1] or call.needs[2] or bool(self.paths)
-        self.launch = Launches()
+        self.launch = LaunchCache()
 
     def __call__(
         self,
@@ -80,21 +82,21 @@ class Backward:
     ) -> Gradients:
         needs = self.call.needs
         lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-        q, k, v, do, o = _detached(q, k, v, do, o)
         lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
-        of_variant = of_operands(operands)
+        tensors, numbers = of_operands(operands)
         dq = dk = dv = None
         parts: tuple[Tensor, ...] = ()
         with _on(q.device):
+            if not self.prepares:
+                self.launch(self._work_out_prepare, o, do, lse, dlse, lse2, delta)
             if needs[0]:
                 dq = q.new_empty(q.shape)
-                self.launch(self._first_queries, q, k, v, do, o, lse, dlse, lse2, delta, dq, *of_variant)
-            else:
-                self.launch(self._first_prepare, o, do, lse, dlse, lse2, delta)
+                forward = (o, lse, dlse) if self.prepares else (None, None, None)
+                self.launch(self._work_out_queries, q, k, v, do, *forward, lse2, delta, dq, tensors, numbers=numbers)
             if self.wants_keys:
                 dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
                 parts = tuple(workspace(path, q, k) for path in self.paths)
-                self.launch(self._first_keys, q, k, v, do, lse2, delta, dk, dv, parts, *of_variant)
+                self.launch(self._work_out_keys, q, k, v, do, lse2, delta, dk, dv, parts, tensors, numbers=numbers)
         offset = self.sizes.seqlen_k - self.sizes.seqlen_q
         return Gradients(
             dq,
@@ -107,36 +109,33 @@ class Backward:
             ),
         )
 
-    def _first_queries(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor, *_: Any) -> Launch:
+    def _work_out_queries(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor | None, *_: Any) -> Launch:
         config, sizes = self.config["queries"], self.sizes
         tma = dimensions(k, v) if config.tma and self.call.aligned else 0
         plan = make_plan(self.forward, config, "queries", tma)
-        described = {1: tiles(k, config.block_N, plan), 2: tiles(v, config.block_N, plan)} if plan.tma else {}
-        together = sizes.side_by_side(self.forward, sizes.seqlen_k) * sizes.group
-        constants = self.scale, sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.group, together
+        as_tma = {1: described(k, config.block_N, plan), 2: described(v, config.block_N, plan)} if plan.tma else {}
+        side_by_side = sizes.side_by_side(self.forward, sizes.seqlen_k) * sizes.group
+        constants = self.scale, sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.group, side_by_side
         programs = sizes.tiles_of_queries(config.block_M)
-        return Launch(queries_kernel, programs, config, (*constants, *strides(q, k, v, do, o), plan), described)
+        return Launch(
+            queries_kernel, programs, config, (*constants, *strides(q, k, v, do, do if o is None else o), plan), as_tma
+        )
 
-    def _first_prepare(self, o: Tensor, do: Tensor, *_: Any) -> Launch:
+    def _work_out_prepare(self, o: Tensor, do: Tensor, *_: Any) -> Launch:
         sizes, dv = self.sizes, self.forward.head_dim_v
         constants = sizes.seqlen_q, sizes.heads, *strides(o, do), PREPARED_ROWS, dv, padded(dv)
         return Launch(prepare_kernel, sizes.tiles_of_queries(PREPARED_ROWS), Config(0, 0, 4, 1), constants, {})
 
-    def _first_keys(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, *_: Any) -> Launch:
+    def _work_out_keys(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, *_: Any) -> Launch:
         config, sizes = self.config["keys"], self.sizes
         # Always of four dimensions: with three this kernel, which has no register to spare, spills.
         tma = 4 if config.tma and self.call.aligned and dimensions(q, do) else 0
         plan = make_plan(self.forward, config, "keys", tma, self.call.needs[4:])
-        described = {0: tiles(q, config.block_M, plan), 3: tiles(do, config.block_M, plan)} if plan.tma else {}
-        together = sizes.side_by_side(self.forward, sizes.seqlen_q * sizes.group)
-        constants = self.scale, sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.kv_heads, sizes.group, together
+        as_tma = {0: described(q, config.block_M, plan), 3: described(do, config.block_M, plan)} if plan.tma else {}
+        side_by_side = sizes.side_by_side(self.forward, sizes.seqlen_q * sizes.group)
+        constants = self.scale, sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.kv_heads, sizes.group, side_by_side
         programs = sizes.tiles_of_keys(config.block_N)
-        return Launch(keys_kernel, programs, config, (*constants, *strides(q, k, v, do), plan), described)
-
-
-def _detached(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """As Triton's interpreter wants them, which reads no tensor that autograd watches."""
-    return tuple(x.detach() if x is not None and x.requires_grad else x for x in tensors)
+        return Launch(keys_kernel, programs, config, (*constants, *strides(q, k, v, do), plan), as_tma)
 
 
 def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """How many programs a kernel has, and how many heads they work on at a time (``tile_and_head`` in tiles.py).
 
-With all tiles of a head behind one another the last heads' long tiles ended alone. Side by side, a backward pass of
-4096 causal tokens took 5 to 9 % less time on an H200, one of 1024 up to 15 %, a forward pass of 1024 up to 8 %. With
-twice or four times as many bytes long sequences took longer.
+With all tiles of a head behind one another the last heads' long tiles ended alone. Side by side, and with one kernel
+less, a backward pass of 4096 causal tokens took 4 to 10 % less time on an H200, one of 1024 6 to 15 %. A forward pass
+of 1024 tokens took 4 to 8 % less, longer ones as long as before. With twice or four times as many bytes long sequences
+took longer (benchmarks/results/triton-order-h200-2026-11-22.txt).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from ...call import AttentionCall
 
-L2_BYTES = 16 * 2**20  # of what these heads read again and again; an H200 has 50 MiB
+L2_BYTES = 16 * 2**20  # of what these heads read again and again, unless one reads more; an H200 has 50 MiB
 
 
 class Sizes(NamedTuple):
@@ -44,6 +45,6 @@ class Sizes(NamedTuple):
         return -(-self.seqlen_k // rows) * self.kv_heads * self.batch
 
     def side_by_side(self, call: AttentionCall, rows: int) -> int:
-        """Heads of keys of which tiles run side by side; `rows` of q and o, or of k and v, are read for each."""
+        """Heads of keys of which tiles run side by side; `rows` of q and do, or of k and v, are read for each."""
         walked = rows * (call.head_dim + call.head_dim_v) * call.dtype.itemsize
         return max(min(L2_BYTES // max(walked, 1), self.batch * self.kv_heads), 1)

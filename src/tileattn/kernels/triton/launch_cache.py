@@ -1,0 +1,99 @@
+"""Launches that are worked out once, and then repeated with other tensors.
+
+Triton finds the compiled kernel of a launch by looking at every argument, which takes longer than the launch. A pass
+over tensors of one shape launches the same again and again: what it needs besides tensors is kept here, the compiled
+kernel included, for tensors that look the same. Triton's settings (``triton.knobs``) and hooks are as they were then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .arguments import Described
+from .config import Config
+
+MOST = 64  # launches of one pass that are kept
+
+
+class Launch(NamedTuple):
+    """What a kernel is launched with besides tensors and the variant's operands.
+
+    Attributes:
+        kernel: a function of ``triton.jit``.
+        programs: size of the grid.
+        config: how the kernel is compiled.
+        constants: its last arguments.
+        described: which of its first arguments come as descriptors.
+    """
+
+    kernel: Any
+    programs: int
+    config: Config
+    constants: tuple[Any, ...]
+    described: Mapping[int, Described]
+
+
+class LaunchCache:
+    """The launches of one pass over tensors of one shape."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, _Known] = {}
+
+    def __call__(
+        self, work_out: Callable[..., Launch], *arguments: Any, numbers: tuple[float, ...] | None = None
+    ) -> None:
+        """Launches on the current device what ``work_out(*arguments)`` says; it is asked the first time only.
+
+        arguments: the kernel's first ones: tensors, sizes, None, and tuples of them.
+        numbers: the next argument, unless it is None: numbers of which the kernel is compiled for any value.
+        """
+        key = (work_out.__name__, *map(_look, arguments), *map(_kind, numbers or ()))
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= MOST:
+                self._known.clear()
+            known = self._known[key] = _Known(work_out(*arguments))
+        if known.launch.programs:
+            known(list(arguments) if numbers is None else [*arguments, numbers])
+
+
+class _Known:
+    """A launch that can be repeated."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self.compiled: Any = None
+
+    def __call__(self, arguments: list[Any]) -> None:
+        kernel, programs, config, constants, described = self.launch
+        for place, facts in described.items():
+            arguments[place] = facts.of(arguments[place])
+        if self.compiled is not None:
+            self.compiled[programs, 1, 1](*arguments, *constants)
+            return
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        compiled = kernel[(programs,)](*arguments, *constants, **options)  # None in the interpreter
+        # Inside triton.AsyncCompileMode, of Triton 3.7, it is a future.
+        self.compiled = compiled.result() if hasattr(compiled, "result") else compiled
+
+
+def _look(argument: Any) -> Any:
+    """What Triton tells compiled kernels apart by, and what launches depend on.
+
+    On AMD Triton looks at the size of a tensor's storage as well, which bounds no more than shape and strides do.
+    """
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.get_device(), argument.stride(), argument.data_ptr() % 16
+    if isinstance(argument, tuple):
+        return tuple(map(_look, argument))
+    return argument
+
+
+def _kind(number: float) -> Any:
+    """What Triton sees of a number that it does not compile for."""
+    if isinstance(number, int) and not -(2**31) <= number < 2**31:
+        return number
+    return type(number)
