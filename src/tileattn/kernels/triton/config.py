@@ -31,8 +31,8 @@ class Config(NamedTuple):
     warp_specialize: bool = False
 
 
-# By kernel, then by the larger head dim, padded; for 16 bits. None of them spills where neither mask nor modification
-# is more than causal.
+# By kernel, then by the larger head dim, padded; for 16 bits. They hardly spill where neither mask nor modification is
+# more than causal (docs/design.md has figures).
 _HOPPER = {
     "forward": {
         64: Config(128, 128, 8, 3, tma=True),
