@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -20,7 +21,9 @@ from typer.testing import CliRunner
 
 import tileattn
 from tileattn import dispatch
+from tileattn.bench import problem
 from tileattn.bench import timing as bench_timing
+from tileattn.bench.cases import Case
 from tileattn.bench.cli import app
 from tileattn.call import AttentionCall
 from tileattn.kernels.tilelang import backend, space, tuned
@@ -29,8 +32,9 @@ from tileattn.kernels.tilelang.defaults import default
 from tileattn.reference import standard_attention
 from tileattn.tuner import results, state, timing
 from tileattn.tuner.agreement import disagreement
+from tileattn.tuner.progress import Bar
 from tileattn.tuner.results import Result
-from tileattn.tuner.search import search
+from tileattn.tuner.search import Found, search
 from tileattn.tuner.session import written
 from tileattn.tuner.space import Space
 from tileattn.variant import Operands
@@ -114,6 +118,19 @@ def test_threads_lose_nothing(file: Path) -> None:
     assert len(list(results.entries(results.read(file)))) == 12
 
 
+def _with(**fields: Any) -> str:
+    """A file with one result, of which some fields are others."""
+    entry = {"config": {}, "ms": 1.0, "default_ms": 2.0, "candidates": 9, "when": "2026-11-21", "versions": "torch"}
+    return json.dumps({"version": 1, "devices": {"d": {"c": {"b": {**entry, **fields}}}}})
+
+
+def test_a_whole_file_is_read(file: Path) -> None:
+    """As the damaged ones below are not."""
+    file.parent.mkdir()
+    file.write_text(_with())
+    assert len(list(results.entries(results.read(file)))) == 1
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -122,6 +139,17 @@ def test_threads_lose_nothing(file: Path) -> None:
         "{}",
         '{"version": 0, "devices": {}}',
         '{"version": 1, "devices": {"d": {"c": {"b": {"config": 3}}}}}',
+        *(
+            _with(**{name: value})
+            for name, value in (
+                ("when", 3),
+                ("versions", None),
+                ("candidates", "9"),
+                ("ms", True),
+                ("ms", math.inf),
+                ("default_ms", 10**400),
+            )
+        ),
         "\0\1",
         "[" * 100_000,
     ],
@@ -188,6 +216,51 @@ def test_a_file_that_cannot_be_opened_now_stays(file: Path, monkeypatch: pytest.
             assert results.find("sm_90a", "call", SIZES) is None
     results._devices.cache_clear()
     assert results.find("sm_90a", "call", SIZES) is not None
+
+
+@pytest.mark.parametrize("make", [None, _make_folder, os.mkfifo, _make_newer], ids=["no", "folder", "pipe", "newer"])
+def test_that_nothing_can_be_kept_is_found_out_before_anything_is_measured(
+    make: Callable[[Path], None] | None, fake: Fake, file: Path
+) -> None:
+    if make is None:
+        file.parent.write_text("a file where the folder should be")
+    else:
+        file.parent.mkdir()
+        make(file)
+    before = file.parent.lstat() if make is None else file.lstat()
+    with pytest.raises(OSError, match=r"cannot be written .* set TILEATTN_TUNING_FILE"), tileattn.tuning(quiet=True):
+        tileattn.attention(*qkv())
+    assert (state.session, fake.compiled, fake.ran) == (None, [], [])
+    code, output = invoke(f"tune {SHAPE}")
+    assert code == 1
+    assert output.startswith(f"the tuner's results {file} cannot be written")
+    assert fake.ran == []
+    after = file.parent.lstat() if make is None else file.lstat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_a_folder_that_takes_no_new_file_is_found_out(fake: Fake, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the lock is there already; tests may run as root, who may write everywhere."""
+    results.keep("sm_90a", "call", SIZES, result(HopperConfig(128, 96)))
+
+    def mkstemp(**options: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(results.tempfile, "mkstemp", mkstemp)
+    with pytest.raises(PermissionError, match=r"Permission denied.* set TILEATTN_TUNING_FILE"), tileattn.tuning():
+        tileattn.attention(*qkv())
+    assert fake.ran == []
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"version": 1, "devices": {}}'], ids=["none", "damaged", "whole"])
+def test_opening_a_session_changes_no_file(content: str | None, file: Path) -> None:
+    file.parent.mkdir()
+    if content is not None:
+        file.write_text(content)
+    with tileattn.tuning():
+        pass
+    assert {each.name for each in file.parent.iterdir()} - {f"{file.name}.lock"} == ({file.name} if content else set())
+    assert content is None or file.read_text() == content
 
 
 def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -687,6 +760,51 @@ def test_show_and_clear(fake: Fake, file: Path) -> None:
     invoke(f"tune {SHAPE}")
     assert invoke("tune --clear --yes") == (0, "removed 2 results")
     assert not file.exists()
+
+
+def test_a_case_that_cannot_be_run_is_named_and_the_others_are_tuned(
+    fake: Fake, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = problem.build
+
+    def short_of_memory(case: Case, *arguments: Any, **options: Any) -> problem.Problem:
+        if case.seqlen_q == 48:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 EiB")
+        return build(case, *arguments, **options)
+
+    monkeypatch.setattr(problem, "build", short_of_memory)
+    code, output = invoke(f"tune {SHAPE} --quiet")
+    assert (code, output) == (
+        1,
+        f"D16/32 causal (1,48,4/2): OutOfMemoryError: CUDA out of memory. results: {file}",
+    )
+    assert [bucket for _, _, bucket, _ in results.entries(results.read(file))] == ["p4 q128 k128 g2"]
+
+
+HOSTILE = "f[bold]loat[/red] :x: [link=a]"
+
+
+def test_names_are_shown_as_they_are(
+    file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not as rich's markup, which would swallow brackets, or raise, and draw emoji."""
+    monkeypatch.setattr(results, "device_name", lambda arch: HOSTILE)
+    monkeypatch.setenv("TILEATTN_TUNING_FILE", str(tmp_path / "[b]x[/i]" / "t.json"))
+    assert invoke("tune --show")[1] == f"no results in {tmp_path}/[b]x[/i]/t.json"
+    results.keep("sm_90a", f"call {HOSTILE}", SIZES, Result({"schedule": HOSTILE}, 1.0, 2.0, 9, "[/i]", ""))
+    code, output = invoke("tune --show")
+    assert code == 0
+    for shown in (f"{HOSTILE} call sizes", f"call {HOSTILE} p64", f"{HOSTILE}()", "[/i]", f"in {tmp_path}/[b]x[/i]/t"):
+        assert shown in output
+    bar = Bar(quiet=False)
+    bar.begin(f"call {HOSTILE}", 3)
+    assert str(bar.progress.columns[-1](bar.progress.tasks[0])) == f"compiling and checking: call {HOSTILE}"
+    bar.end()
+    bar.found(Found(HOSTILE, 1.0, 2.0, 3, {HOSTILE: "[/why]"}), 1.0)
+    bar.say(HOSTILE)
+    said = capfd.readouterr().err
+    for shown in (f"tuned call {HOSTILE} in", f"speed: {HOSTILE}", f"left out: {HOSTILE}: [/why]", f"\n{HOSTILE}\n"):
+        assert shown in said
 
 
 def test_what_is_piped_is_not_folded(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,10 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tileattn.bench import passes, problem
+from tileattn.bench.cases import Case
 from tileattn.bench.choices import Chosen
 from tileattn.bench.peers import TileAttn
 from tileattn.tuner import results, state
@@ -20,27 +22,40 @@ UNFOLDED = 10_000  # columns; wider than any table
 
 
 def tune(chosen: Chosen, own: TileAttn, device: torch.device, again: bool, quiet: bool) -> int:
-    """Tune each case; returns the exit code: 1 if one could not be run."""
+    """Tune each case; returns the exit code: 1 if one could not be run, or nothing can be kept."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     failed = False
-    with tuning(quiet=quiet, again=again):
-        session = state.session
-        assert session is not None
-        for case in chosen.cases:
-            given = problem.build(case, device, direction=chosen.direction)
-            if (reason := own.refusal(given)) is not None:
-                typer.echo(f"{case.name}: {reason}", err=True)
-                failed = True
-                continue
-            with torch.set_grad_enabled(chosen.direction != "fwd"):
-                passes.start(chosen.direction, own.prepare(given), given)()
-        tuned = session.tuned
+    try:
+        with tuning(quiet=quiet, again=again):
+            session = state.session
+            assert session is not None
+            for case in chosen.cases:
+                if (reason := _tune_case(case, own, device, chosen.direction)) is not None:
+                    typer.echo(f"{case.name}: {reason}", err=True)
+                    failed = True
+            tuned = session.tuned
+    except OSError as error:  # found out before the first case
+        typer.echo(error.strerror or str(error), err=True)
+        return 1
     if tuned:
         typer.echo(f"results: {results.default_file()}")
     elif not failed:
         typer.echo("no results: there was nothing to tune")
     return int(failed)
+
+
+def _tune_case(case: Case, own: TileAttn, device: torch.device, direction: str) -> str | None:
+    """Why it could not be run, or None. Its tensors are gone before those of the next are there."""
+    try:
+        given = problem.build(case, device, direction=direction)
+        if (reason := own.refusal(given)) is not None:
+            return reason
+        with torch.set_grad_enabled(direction != "fwd"):
+            passes.start(direction, own.prepare(given), given)()
+    except Exception as error:  # it has no memory, its default does not compile, ...: the other cases may do
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    return None
 
 
 def show() -> None:
@@ -49,10 +64,12 @@ def show() -> None:
     # Words are folded to fit a terminal only: what is piped is read by programs.
     console = Console(width=None if sys.stdout.isatty() else UNFOLDED)
     if not kept:
-        console.print(f"no results in {results.default_file()}", soft_wrap=True)
+        console.print(Text(f"no results in {results.default_file()}"), soft_wrap=True)
         return
     for device in dict.fromkeys(device for device, *_ in kept):
-        table = Table(box=box.SIMPLE_HEAD, title=device, title_justify="left", pad_edge=False)
+        table = Table(
+            box=box.SIMPLE_HEAD, title=Text(device, style="table.title"), title_justify="left", pad_edge=False
+        )
         table.add_column("call", overflow="fold")
         table.add_column("sizes up to", overflow="fold")
         table.add_column("configuration", overflow="fold")
@@ -62,10 +79,11 @@ def show() -> None:
         for of_device, call, bucket, result in kept:
             if of_device == device:
                 gain = f"{result.default_ms / result.ms:.2f}x"
-                table.add_row(call, bucket, _config(result), f"{result.ms:.4g}", gain, result.when)
+                cells = (call, bucket, _config(result), f"{result.ms:.4g}", gain, result.when)
+                table.add_row(*map(Text, cells))
         console.print(table)
     console.print("Sizes: p batch * heads, q seqlen_q, k seqlen_k, g query heads per key/value head.", style="dim")
-    console.print(f"{len(kept)} results in {results.default_file()}", soft_wrap=True)
+    console.print(Text(f"{len(kept)} results in {results.default_file()}"), soft_wrap=True)
 
 
 def _config(result: results.Result) -> str:

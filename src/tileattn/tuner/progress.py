@@ -6,6 +6,7 @@ import sys
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from .search import Found
 from .space import AnyConfig
@@ -22,7 +23,7 @@ class Bar:
             BarColumn(20),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
         )
         # Drawn rarely: drawing takes time from the host, which launches what is timed.
         self.progress = Progress(
@@ -51,13 +52,11 @@ class Bar:
         gain = found.default_ms / found.ms
         what = "the default stays" if gain == 1.0 else f"{gain:.2f} times the default's speed: {found.best}"
         text = f"tuned {self.call} in {seconds:.0f} s, {found.measured} candidates: {found.ms:.4g} ms, {what}"
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(Text(text), soft_wrap=True)
         for config, why in found.rejected.items():
-            self.console.print(
-                f"  left out: {config}: {why.strip()[-200:]}", highlight=False, markup=False, style="dim"
-            )
+            self.console.print(Text(f"  left out: {config}: {why.strip()[-200:]}", style="dim"))
 
     def say(self, text: str) -> None:
         """A line of its own."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(Text(text), soft_wrap=True)
         sys.stderr.flush()

@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import stat
+import sys
 import tempfile
 import time
 import warnings
@@ -148,22 +149,46 @@ def _load(path: Path) -> Devices:
 
 def _is_whole(devices: Any) -> bool:
     """Whether it is what :func:`keep` writes."""
-    fields = {field.name for field in dataclasses.fields(Result)}
-
-    def of_entry(entry: Any) -> bool:
-        if not isinstance(entry, dict) or set(entry) != fields or not isinstance(entry["config"], dict):
-            return False
-        return all(isinstance(entry[name], (int, float)) and entry[name] > 0 for name in ("ms", "default_ms"))
 
     def of_dicts(value: Any, depth: int) -> bool:
         if depth == 0:
-            return of_entry(value)
+            return _is_entry(value)
         return isinstance(value, dict) and all(of_dicts(inner, depth - 1) for inner in value.values())
 
     return of_dicts(devices, 3)
 
 
+def _is_entry(entry: Any) -> bool:
+    """Whether it is a :class:`Result`, field by field."""
+    if not isinstance(entry, dict) or set(entry) != {field.name for field in dataclasses.fields(Result)}:
+        return False
+    times = [entry["ms"], entry["default_ms"]]
+    return (
+        isinstance(entry["config"], dict)
+        and all(type(time) in (int, float) and 0 < time <= sys.float_info.max for time in times)
+        and type(entry["candidates"]) is int
+        and isinstance(entry["when"], str)
+        and isinstance(entry["versions"], str)
+    )
+
+
 # --- Writing ---
+
+
+def check_writable() -> None:
+    """That results can be kept, before anything is measured. What is there stays as it is, damaged or not.
+
+    Raises:
+        OSError: they cannot; the message names the file and how to choose another.
+    """
+    path = default_file()
+    with _locked(path):
+        with contextlib.suppress(_DamagedError):  # it makes room when a result is there
+            _load_unless_foreign(path)
+        # Another file beside it, as `_write` makes: a lock that is there already says nothing about the folder.
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        os.close(handle)
+        os.unlink(name)
 
 
 def keep(arch: str, call: str, sizes: tuple[int, int, int, int], result: Result) -> None:
@@ -184,12 +209,25 @@ def _load_to_replace(path: Path) -> Devices:
         OSError: what is there must not be replaced.
     """
     try:
-        return _load(path)
+        return _load_unless_foreign(path)
     except _DamagedError as error:
         aside = path.with_name(f"{path.name}.unreadable-{time.time_ns()}")
         os.replace(path, aside)
         warnings.warn(f"tileattn: {error}; it is kept as {aside}, and a new file begins", stacklevel=3)
         return {}
+
+
+def _load_unless_foreign(path: Path) -> Devices:
+    """As :func:`_load`, for who is about to write.
+
+    Raises:
+        OSError: what is there must not be replaced.
+        _DamagedError: it holds no results.
+    """
+    try:
+        return _load(path)
+    except _DamagedError:
+        raise
     except _UnusableError as error:
         raise OSError(str(error)) from error
 
@@ -223,9 +261,9 @@ def _locked(path: Path) -> Iterator[None]:
     except filelock.Timeout:
         raise
     except OSError as error:
-        raise OSError(
-            error.errno, f"the tuner's results {path} cannot be written ({error}); set TILEATTN_TUNING_FILE to another"
-        ) from error
+        why = f"the tuner's results {path} cannot be written ({error}); set TILEATTN_TUNING_FILE to another"
+        # Without a number an error would be called "[Errno None]".
+        raise (OSError(why) if error.errno is None else OSError(error.errno, why)) from error
 
 
 def _write(path: Path, devices: Devices) -> None:

@@ -37,10 +37,12 @@ def tuning(*, quiet: bool = False, again: bool = False) -> Iterator[None]:
 
     Raises:
         RuntimeError: it is open already; or a call inside is traced (torch.compile) or captured (a CUDA graph).
-        OSError: the results cannot be written; the message names the file and how to choose another.
+        OSError: the results cannot be written, which is tried before anything is measured; the message names the file
+            and how to choose another.
     """
     if state.session is not None:
         raise RuntimeError("tileattn.tuning() is open already, and cannot be opened inside itself")
+    results.check_writable()
     state.session = Session(quiet, again)
     state.forget_prepared()
     try:
@@ -128,8 +130,8 @@ class Session:
         entry = results.Result(
             written(found.best), found.ms, found.default_ms, found.measured, str(datetime.date.today()), versions()
         )
+        bar.found(found, time.monotonic() - began)  # first: where it cannot be kept, it is at least seen
         results.keep(arch, space.call, space.sizes, entry)
-        bar.found(found, time.monotonic() - began)
 
     def _bar(self) -> Any:
         from .progress import Bar
