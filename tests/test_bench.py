@@ -89,6 +89,23 @@ def test_terms_are_put_in_order() -> None:
     assert variants.parse("sink+causal+bias-11+window3").mask.name == "causal+window3"
 
 
+@pytest.mark.parametrize("cap", [50.0, 50.123456, 0.001, 1234567.0, 1e9, 0.1 + 0.2, 3e-5])
+def test_a_cap_keeps_its_digits(cap: float) -> None:
+    terms = variants.parse(f"softcap{variants.written_out(cap)}")
+    assert terms.softcap == cap
+    assert variants.parse(terms.name) == terms
+
+
+def test_tensors_that_no_memory_holds_are_refused_before_they_are_drawn() -> None:
+    for wide in (replace(SMALL, seqlen_q=10**11), replace(SMALL, head_dim=10**20), replace(SMALL, seqlen_k=10**13)):
+        with pytest.raises(torch.OutOfMemoryError, match=r"the tensors of .* take .* GiB, and cpu has"):
+            problem.build(wide, CPU)
+    biased = replace(SMALL, variant="bias", seqlen_q=10**7, seqlen_k=10**7)
+    with pytest.raises(torch.OutOfMemoryError, match="GiB"):
+        problem.build(biased, CPU)
+    assert problem.build(biased, "meta").bias is not None
+
+
 @pytest.mark.parametrize(
     "name",
     ["", "casual", "window", "softcap", "causal+", "full+causal", "documents0", "bias+bias", "bias-hb", "bias+bias-11"],

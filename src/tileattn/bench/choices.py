@@ -30,6 +30,7 @@ MEMORY_LENGTHS = {"cuda": "1024,2048,4096,8192,16384,32768,65536,131072", "cpu":
 MEMORY = "memory"
 # And those of `tileattn ladder`.
 LADDER = "ladder"
+SMALLEST_CAP, LARGEST_CAP = 1e-3, 1e9  # of scores: beyond these float32 has few of its digits left, or all scores are 0
 
 
 @dataclass(frozen=True)
@@ -154,10 +155,15 @@ def choose_memory(shape: ShapeOptions, causal: bool, dtype: str | None, directio
     return replace(choose_cases(None, shape, VariantOptions(causal=causal), dtype, direction, device), suite=MEMORY)
 
 
+MOST = 2**31 - 1  # what kernels count positions with
+
+
 def at_least_one(option: str, value: int | None) -> None:
-    """Refuses a count below 1; None, not given, is fine."""
+    """Refuses a count below 1, or beyond what anything counts to; None, not given, is fine."""
     if value is not None and value < 1:
         raise refuse(option, f"{value} is too few; accepted: an integer of at least 1")
+    if value is not None and value > MOST:
+        raise refuse(option, f"{value} is too many; accepted: an integer of at most {MOST}")
 
 
 def _own_cases(shape: ShapeOptions, variant: str, dtype: str) -> list[Case]:
@@ -191,9 +197,10 @@ def variant_name(options: VariantOptions) -> str:
     terms = ["causal"] if options.causal else []
     terms += [options.mask] if options.mask not in (None, "full") else []
     if options.softcap is not None:
-        if options.softcap <= 0:
-            raise refuse("--softcap", f"{options.softcap:g} is not a cap; accepted: a positive number")
-        terms.append(f"softcap{options.softcap:g}")
+        if not SMALLEST_CAP <= options.softcap <= LARGEST_CAP:
+            accepted = f"a number from {SMALLEST_CAP:g} to {LARGEST_CAP:g}"
+            raise refuse("--softcap", f"{options.softcap:g} is not a cap; accepted: {accepted}")
+        terms.append(f"softcap{variants.written_out(options.softcap)}")
     terms += [name for name in ("alibi", "bias", "sink") if getattr(options, name)]
     return _known_variant("--mask", "+".join(terms) or "full")
 

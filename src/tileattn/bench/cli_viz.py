@@ -21,7 +21,7 @@ MaskName = Annotated[
 SeqlenK = Annotated[int | None, typer.Option(metavar="N", help="Length of k. Default: that of q.", show_default=False)]
 Softcap = Annotated[float | None, typer.Option(help="cap * tanh(score / cap).", metavar="CAP")]
 Alibi = Annotated[bool, typer.Option("--alibi", help="ALiBi.")]
-Seed = Annotated[int, typer.Option(help="Of the random q and k.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the random q and k.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the picture.")]
 Result = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Result file of [b]tileattn bench[/b].")]
 Picture = Annotated[Path | None, typer.Option("--output", "-o", help="Default: beside RESULT.", show_default=False)]

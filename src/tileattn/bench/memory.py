@@ -16,6 +16,13 @@ from itertools import accumulate
 import torch
 
 
+def total_bytes(device: torch.device) -> int:
+    """What a device has, whoever uses it now."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
     """Peak bytes of one call that has run before, so that lazily made workspaces are not counted."""
     return _peak_cuda(call, device) if device.type == "cuda" else _peak_cpu(call)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import prod
 
 import torch
 from torch import Tensor
 
 from tileattn.bench.cases import Case
+from tileattn.bench.memory import total_bytes
 from tileattn.fp8 import QuantizedFP8, dequantize, quantize_fp8
 
 
@@ -113,8 +115,13 @@ def build(case: Case, device: torch.device | str, seed: int = 0, direction: str 
     direction: a key of `cases.DIRECTIONS`; those with a backward pass get `do`, and inputs that require grad.
 
     On the device "meta" nothing is drawn and no memory is taken: what a call is can be asked of any size.
+
+    Raises:
+        torch.OutOfMemoryError: the device never has the memory for them.
     """
     meta = torch.device(device).type == "meta"  # which has no generators
+    if not meta:
+        _check_memory(case, torch.device(device))
     generator = None if meta else torch.Generator(device=device).manual_seed(seed)
     dtype = case.value_dtype
 
@@ -153,6 +160,18 @@ def _packed(given: Problem) -> Problem:
     do = None if given.do is None else given.do.flatten(0, 1)
     ends = torch.tensor([0, *accumulate(given.case.lengths)], dtype=torch.int32)
     return replace(given, **of_all, do=do, cu_seqlens=ends.to(given.q.device))
+
+
+def _check_memory(case: Case, device: torch.device) -> None:
+    """Before gigabytes are drawn, and before a size is more than PyTorch can count."""
+    of_q = case.batch * case.heads * case.seqlen_q * case.head_dim
+    of_k_and_v = case.batch * case.kv_heads * case.seqlen_k * (case.head_dim + case.head_dim_v)
+    of_bias = prod(_bias_shape(case)) if case.terms.bias is not None else 0
+    needed, available = (of_q + of_k_and_v + of_bias) * case.value_dtype.itemsize, total_bytes(device)
+    if needed > available:
+        raise torch.OutOfMemoryError(
+            f"the tensors of {case.name} take {needed / 2**30:.4g} GiB, and {device} has {available / 2**30:.4g}"
+        )
 
 
 def _bias_shape(case: Case) -> tuple[int, int, int, int]:

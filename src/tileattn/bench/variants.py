@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Variant:
         if self.documents is not None:
             terms.append(f"documents{self.documents}")
         if self.softcap is not None:
-            terms.append(f"softcap{self.softcap:g}")
+            terms.append(f"softcap{written_out(self.softcap)}")
         terms += ["alibi"] if self.alibi else []
         if self.bias is not None:
             terms.append("bias" if self.bias == "1h" else f"bias-{self.bias}")
@@ -160,6 +161,12 @@ def parse(name: str) -> Variant:
 def is_mask(term: str) -> bool:
     """Whether a term says which keys a query sees, and nothing of their scores."""
     return term == "full" or _match(term)[0] in MASKS
+
+
+def written_out(number: float) -> str:
+    """A positive number in decimal digits, all that it takes to read it back: names have no exponents."""
+    text = f"{Decimal(repr(float(number))):f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _match(term: str) -> tuple[str, re.Match[str] | None]:

@@ -16,6 +16,7 @@ from tileattn.bench.plot import LABELS
 from tileattn.bench.report import human_bytes
 from tileattn.bench.results import Results, Row
 from tileattn.bench.runner import Run
+from tileattn.bench.variants import written_out
 from tileattn.profiling import current, rate_text
 from tileattn.viz.tiles import draw_tiles, tile_map
 
@@ -89,7 +90,7 @@ def code(case: Case) -> str:
     masks = [f"SlidingWindow{terms.window}"] if terms.window else []
     masks += [f"PrefixLM({terms.prefix})"] if terms.prefix is not None else []
     masks += ["Documents(ids)"] if terms.documents else []
-    mods = [f"SoftCap({terms.softcap:g})"] if terms.softcap else []
+    mods = [f"SoftCap({written_out(terms.softcap)})"] if terms.softcap else []
     mods += ["ALiBi(slopes)"] if terms.alibi else []
     mods += ["Bias(bias)"] if terms.bias else []
     arguments = ["**quantize_fp8(q, k, v)._asdict()"] if case.dtype == "fp8" else ["q", "k", "v"]
