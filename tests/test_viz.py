@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,14 +19,15 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from positions import Positions, documents, lengths, positions, prefixes
-from tileattn import Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap, viz
+from tileattn import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap, viz
 from tileattn.bench import results
 from tileattn.bench.cli import app
 from tileattn.call import AttentionCall
 from tileattn.kernels.tilelang.config import HopperConfig
 from tileattn.kernels.tilelang.defaults import default
 from tileattn.testing import oracle_attention
-from tileattn.viz.tiles import Tile, described
+from tileattn.viz.style import LIGHT
+from tileattn.viz.tiles import NAMES, Tile, described
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -92,6 +95,14 @@ def test_a_row_of_tiles_without_a_visible_key_still_visits_one() -> None:
     """As the kernels do: 64 queries before the first key."""
     found = viz.tile_map(Causal(), 128, 64, 32, 32)
     assert found.tiles[:2].tolist() == [[1, 0], [1, 0]]
+    assert viz.tile_map(Causal(), 128, 64, 32, 32, arch="sm_90a").tiles.equal(found.tiles)
+
+
+def test_amds_kernel_visits_none_there() -> None:
+    found = viz.tile_map(Causal(), 128, 64, 32, 32, arch="gfx942")
+    assert found.tiles.tolist() == [[0, 0], [0, 0], [1, 0], [2, 1]]
+    with pytest.raises(ValueError, match=r"arch must be one of sm_80, .*, got 'gfx1'"):
+        viz.tile_map(Causal(), 128, 64, 32, 32, arch="gfx1")
 
 
 def test_kernel_tiles_are_those_of_the_default_configuration() -> None:
@@ -113,6 +124,54 @@ def test_bad_sizes_are_named() -> None:
         viz.tile_map(None, 2**20, 8, 16, 8)
     with pytest.raises(ValueError, match=r"Documents: ids must have shape"):
         viz.tile_map(Documents(torch.zeros(9, dtype=torch.int32)), 8, 8, 4, 4)
+
+
+@pytest.mark.parametrize("size", [0, -1, 12.5, "10", True, None])
+def test_sizes_are_integers(size: Any) -> None:
+    for name in ("seqlen_q", "seqlen_k", "block_M", "block_N"):
+        with pytest.raises(ValueError, match=f"^{name} must be an integer of at least 1, got {size!r}$"):
+            viz.tile_map(None, **{"seqlen_q": 16, "seqlen_k": 16, name: size})
+    with pytest.raises(ValueError, match=f"^seqlen must be an integer of at least 1, got {size!r}$"):
+        viz.kernel_tiles("sm_80", 64, seqlen=size)
+
+
+def test_numpys_integers_are_sizes() -> None:
+    assert viz.tile_map(None, np.int64(16), 16, np.int32(8), 16).tiles.shape == (2, 1)  # type: ignore[arg-type]
+
+
+def documents_of_two() -> Documents:
+    """Of 4 and 4 tokens in the first batch element, of 8 in the second."""
+    return Documents(torch.tensor([[0] * 4 + [1] * 4, [0] * 8]))
+
+
+@pytest.mark.parametrize("mask", [documents_of_two(), Causal() | documents_of_two()], ids=["documents", "either"])
+def test_every_batch_element_has_its_map(mask: Mask) -> None:
+    first, second = (viz.tile_map(mask, 8, 8, 4, 4, b=b) for b in (0, 1))
+    assert first.tiles[0].tolist() == [Tile.FULL, Tile.SKIPPED]
+    assert second.tiles[0].tolist() == [Tile.FULL, Tile.FULL]
+
+
+def test_every_head_has_its_map() -> None:
+    windows = torch.tensor([0, 7])
+    found = viz.tile_map(FunctionMask(lambda b, h, q, k: q - k <= windows[h]), 8, 8, h=1)
+    assert found.count(Tile.PARTIAL) == 1
+    with pytest.raises(ValueError, match=r"^h must be one of the mask's 2 heads, from 0, got 2$"):
+        viz.tile_map(FunctionMask(lambda b, h, q, k: q - k <= windows[h]), 8, 8, h=2)
+
+
+@pytest.mark.parametrize("index", [-1, "x", 0.0, True])
+def test_wrong_elements_are_named(index: Any) -> None:
+    for name in ("b", "h"):
+        with pytest.raises(ValueError, match=f"^{name} must be an integer of 0 or more, got {index!r}$"):
+            viz.tile_map(Causal(), 8, 8, **{name: index})
+    for wrong in (index, 2):
+        with pytest.raises(ValueError, match=f"^b must be one of the mask's 2 batch elements, from 0, got {wrong!r}$"):
+            viz.tile_map(documents_of_two(), 8, 8, b=wrong)
+
+
+def test_masks_that_disagree_say_so_themselves() -> None:
+    with pytest.raises(ValueError, match=r"PrefixLM: prefix must have shape \(3,\), got \(2,\)|Documents: ids must"):
+        viz.tile_map(PrefixLM(torch.tensor([1, 2])) & Documents(torch.zeros(3, 8, dtype=torch.int32)), 8, 8)
 
 
 def test_masks_are_described_as_they_are_written() -> None:
@@ -155,11 +214,81 @@ def test_weights_of_no_batch_element_are_refused(b: int) -> None:
         viz.draw_weights(torch.ones(2, 1, 4, 4), b=b)
 
 
-def test_ticks_of_weights_are_tokens() -> None:
-    figure = viz.draw_weights(torch.rand(1, 1, 20, 20))
-    figure.draw_without_rendering()
-    for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis):
-        assert all(float(tick).is_integer() for tick in axis.get_ticklocs())
+@pytest.mark.parametrize(
+    ("figure", "names"),
+    [
+        pytest.param(lambda: viz.draw_weights(torch.rand(1, 1, 20, 20)), "xy", id="weights"),
+        pytest.param(lambda: viz.draw_weights(torch.rand(1, 1, 4, 1)), "xy", id="weights-of-one-key"),
+        pytest.param(lambda: viz.draw_tiles(viz.tile_map(None, 1, 1)), "xy", id="tiles-of-one-token"),
+        pytest.param(lambda: viz.draw_softmax(torch.zeros(1), torch.ones(1, 1), 1), "x", id="softmax-of-one-key"),
+    ],
+)
+def test_ticks_are_tokens(figure: Callable[[], Figure], names: str) -> None:
+    drawn = figure()
+    drawn.draw_without_rendering()
+    for axis in (getattr(drawn.axes[0], f"{name}axis") for name in names):
+        lo, hi = sorted(axis.get_view_interval())
+        shown = [float(tick) for tick in axis.get_ticklocs() if lo <= tick <= hi]
+        assert shown
+        assert all(tick.is_integer() for tick in shown)
+
+
+def heading_of(figure: Figure) -> str:
+    return figure.get_suptitle()
+
+
+def test_one_token_is_singular() -> None:
+    assert "1 query, 1 key; tiles of" in heading_of(viz.draw_tiles(viz.tile_map(None, 1, 1)))
+    assert "1 query, 2 keys; grey" in heading_of(viz.draw_weights(torch.rand(1, 1, 1, 2)))
+    assert "1 key in tiles of 1; the maximum grows 0 times" in heading_of(
+        viz.draw_softmax(torch.zeros(1), torch.ones(1, 1), 1)
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 4, 4), (2, 17, 4, 4), (2, 1, 0, 4), (4, 4)])
+def test_weights_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"weights must have shape \(batch, up to 16 heads, seqlen_q, seqlen_k\)"):
+        viz.draw_weights(torch.ones(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])
+def test_weights_of_any_dtype_are_drawn(dtype: torch.dtype) -> None:
+    viz.draw_weights(torch.eye(4).to(dtype)[None, None]).draw_without_rendering()
+
+
+def test_weights_and_scores_with_gradients_are_drawn() -> None:
+    viz.draw_weights(torch.rand(1, 1, 4, 4, requires_grad=True)).draw_without_rendering()
+    viz.draw_softmax(
+        torch.rand(4, requires_grad=True), torch.rand(4, 2, requires_grad=True), 2
+    ).draw_without_rendering()
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_scores_that_are_no_numbers_are_refused(wrong: float) -> None:
+    with pytest.raises(ValueError, match="scores must be finite, or -inf where the mask hides a key, got NaN or "):
+        viz.draw_softmax(torch.tensor([0.0, wrong]), torch.ones(2, 1), 1)
+
+
+def test_row_scores_are_of_a_row_that_is_there(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, _ = qkv
+    for name, says in (("b", "2 batch elements"), ("h", "4 heads"), ("row", "19 queries")):
+        for wrong in (19, -20, 0.5):
+            with pytest.raises(ValueError, match=f"^{name} must be one of the {says}, got {wrong}$"):
+                viz.row_scores(q, k, **{"row": 0, name: wrong})  # type: ignore[arg-type]
+
+
+def test_a_softmax_of_more_tiles_than_a_picture_shows_is_refused() -> None:
+    scores, v = torch.zeros(1025), torch.ones(1025, 1)
+    with pytest.raises(
+        ValueError, match=r"1025 in tiles of block_N=2 are more than 512 tiles, .* a block_N of at least 3"
+    ):
+        viz.draw_softmax(scores, v, 2)
+
+
+@pytest.mark.parametrize(("tiles", "edges"), [(64, 63), (65, 0)])
+def test_edges_that_cannot_be_told_apart_are_not_drawn(tiles: int, edges: int) -> None:
+    figure = viz.draw_softmax(torch.zeros(tiles), torch.ones(tiles, 1), 1)
+    assert [sum(line.get_color() == LIGHT for line in axes.lines) for axes in figure.axes] == [edges] * 4
 
 
 @pytest.mark.parametrize("block_N", [1, 5, 27, 64])
@@ -212,6 +341,8 @@ def assert_readable(figure: Figure) -> None:
 def test_tile_maps_can_be_read() -> None:
     assert_readable(viz.draw_tiles(viz.tile_map(Causal() & SlidingWindow(1000, None), 4096, 4096)))
     assert_readable(viz.draw_tiles(viz.tile_map(None, 100, 3000, 64, 64), "a wide one"))
+    assert_readable(viz.draw_tiles(viz.tile_map(Causal(), 3000, 1000), "a high one"))
+    assert_readable(viz.draw_tiles(viz.tile_map(None, 1, 1), "a single token"))
 
 
 def test_weights_and_softmax_can_be_read(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -271,6 +402,20 @@ def test_commands_draw(line: str, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_command_knows_which_kernels_visit_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr("tileattn.viz.command._save", lambda figure, output: drawn.append(figure))
+    for arch in ("sm_80", "gfx942"):
+        assert invoke(f"viz tiles --seqlen 3000 --seqlen-k 1000 --causal --arch {arch} -o {tmp_path}/x.png")[0] == 0
+    shown = [[t.get_text() for t in figure.legends[0].get_texts()] for figure in drawn]
+    maps = [
+        viz.tile_map(Causal(), 3000, 1000, *viz.kernel_tiles(arch, 128, Causal(), seqlen=1000), arch=arch)
+        for arch in ("sm_80", "gfx942")
+    ]
+    assert shown == [[f"{NAMES[kind]} ({found.count(kind)})" for kind in NAMES] for found in maps]
+    assert maps[1].share(Tile.SKIPPED) > maps[0].share(Tile.SKIPPED)
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -280,6 +425,7 @@ def test_commands_draw(line: str, tmp_path: Path) -> None:
         ("tiles --arch sm_81", "arch must be one of"),
         ("weights --seqlen 2000", "q must have 1 to 1024 tokens"),
         ("weights --heads 17", "up to 16 heads"),
+        ("softmax --seqlen 100000 --block-N 1", "100000 in tiles of block_N=1 are more than 512 tiles"),
         ("softmax --row 128", "row must be one of the 128 queries, got 128"),
         (f"dashboard {ROOT / 'pyproject.toml'}", "is not JSON"),
         (f"lengths {RESULTS / 'variants-h200-2026-11-20.json'}", "was measured at three lengths"),

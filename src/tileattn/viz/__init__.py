@@ -8,6 +8,7 @@ To be read in this order; each file computes something (in torch, without matplo
     lengths    time and memory against the sequence length, from a result file of the benchmark
     dashboard  a whole result file: speed, share of the ceiling, error and memory of every case
     style      what all pictures share
+    checks     what they refuse
     command    what `tileattn viz` does; `bench.cli_viz` says what it takes
 
 >>> figure = draw_tiles(tile_map(SlidingWindow(256, 0), 1024, 1024, block_M=128, block_N=64))

@@ -17,6 +17,7 @@ from tileattn.bench.choices import VariantOptions, at_least_one, refuse, variant
 from tileattn.bench.command import check_picture, writing
 from tileattn.bench.peers.own import mask_of, score_mods_of
 from tileattn.bench.problem import Problem
+from tileattn.viz.checks import check_tile_count
 from tileattn.viz.dashboard import draw_dashboard
 from tileattn.viz.lengths import draw_lengths
 from tileattn.viz.softmax import draw_softmax, row_scores
@@ -63,7 +64,8 @@ def tiles(
             else kernel_tiles(arch, head_dim, given, seqlen=min(seqlen, seqlen_k or seqlen))
         )
     with _refused("--seqlen"):
-        found = tile_map(given, seqlen, seqlen_k or seqlen, block[0] or default[0], block[1] or default[1])
+        sizes = (seqlen, seqlen_k or seqlen, block[0] or default[0], block[1] or default[1])
+        found = tile_map(given, *sizes, arch=arch)
     title = f"{name}, kernel for {arch}, head dim {head_dim}" if arch is not None else name
     _save(draw_tiles(found, title), output)
 
@@ -97,6 +99,8 @@ def softmax(
     check_picture("--output", output, force)
     for option, size in (("--seqlen", seqlen), ("--block-N", block_n), ("--head-dim", head_dim)):
         at_least_one(option, size)
+    with _refused("--block-N"):  # before tensors of any length are made
+        check_tile_count(seqlen, "block_N", block_n)
     name = variant_name(terms)
     given = _problem(name, seqlen, seqlen, 1, head_dim, seed)
     with _refused("--row"):

@@ -17,7 +17,20 @@ from tileattn.reference.standard import heads_first, positions, tile_scores
 from tileattn.reference.tiled import masked
 from tileattn.validation import check_arguments
 from tileattn.variant import normalize
-from tileattn.viz.style import BLUE, GREEN, LIGHT, ORANGE, RED, empty_figure, heading, titled
+from tileattn.viz.checks import check_element, check_sizes, check_tile_count
+from tileattn.viz.style import (
+    BLUE,
+    GREEN,
+    LIGHT,
+    MOST_LINES,
+    ORANGE,
+    RED,
+    counted,
+    empty_figure,
+    heading,
+    integer_ticks,
+    titled,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,16 +65,17 @@ def softmax_steps(scores: Tensor, v: Tensor, block_N: int) -> list[SoftmaxStep]:
         block_N: keys in a tile.
 
     Raises:
-        ValueError: shapes that do not fit each other, or a block_N below 1.
+        ValueError: shapes that do not fit each other, a block_N below 1, or a score that is NaN or +inf.
     """
     if scores.ndim != 1 or v.ndim != 2 or len(scores) != len(v) or len(v) < 1:
         raise ValueError(
             f"scores must have shape (seqlen_k,) and v (seqlen_k, head_dim_v) with at least one key, got "
             f"{tuple(scores.shape)} and {tuple(v.shape)}"
         )
-    if block_N < 1:
-        raise ValueError(f"block_N must be an integer of at least 1, got {block_N!r}")
-    row, values = scores.double()[None], v.double()
+    check_sizes(block_N=block_N)
+    if not bool((scores < torch.inf).all()):  # NaN is not smaller either
+        raise ValueError("scores must be finite, or -inf where the mask hides a key, got NaN or +inf")
+    row, values = scores.detach().double()[None], v.detach().double()
     state = RowState.empty(row, values.shape[1])
     steps = []
     for lo in range(0, len(values), block_N):
@@ -93,10 +107,15 @@ def row_scores(
         q, k: (batch, seqlen, heads, head_dim) as `tileattn.attention` takes them.
         row: which query, from 0; negative ones count from the end.
         mask, score_mod, causal, scale: as `tileattn.attention` takes them.
+        b, h: the batch element and the query head; negative ones count from the end.
+
+    Raises:
+        ValueError: there is no such row, batch element or head, or the arguments do not fit each other.
     """
     check_arguments(q, k, k, None, 0.0, "bshd", scale)
-    if not -q.shape[1] <= row < q.shape[1]:
-        raise ValueError(f"row must be one of the {q.shape[1]} queries, got {row}")
+    check_element("row", row, q.shape[1], "queries")
+    check_element("b", b, q.shape[0], "batch elements")
+    check_element("h", h, q.shape[2], "heads")
     masks, mods = normalize(mask, score_mod, causal)
     q_bh, k_bh, _ = heads_first(q.double(), k.double(), k.double())
     rows, keys = slice(row % q.shape[1], row % q.shape[1] + 1), slice(0, k.shape[1])
@@ -108,12 +127,17 @@ def draw_softmax(scores: Tensor, v: Tensor, block_N: int, title: str = "Online s
     """The scores with the running maximum; the factor alpha; l; and the size of o before and after the division.
 
     Args:
-        scores, v, block_N: as `softmax_steps` takes them.
+        scores, v, block_N: as `softmax_steps` takes them; at most 512 tiles.
+
+    Raises:
+        ValueError: more than 512 tiles, or what `softmax_steps` refuses.
     """
+    check_sizes(block_N=block_N)
+    check_tile_count(len(scores), "block_N", block_N)
     steps = softmax_steps(scores, v, block_N)
     figure = empty_figure(7.6, 7.4)
     panels = figure.subplots(4, 1, sharex=True, height_ratios=(2.2, 1, 1, 1.3))
-    _scores(panels[0], scores, steps)
+    _scores(panels[0], scores.detach().double().cpu(), steps)
     seen = [step for step in steps if step.l > 0]
     _steps(
         panels[1], steps, [step.alpha for step in steps], "alpha = exp(m before - m): what was there shrinks", ORANGE
@@ -126,15 +150,15 @@ def draw_softmax(scores: Tensor, v: Tensor, block_N: int, title: str = "Online s
     _steps(panels[3], steps, divided, None, GREEN, label="|o / l|", dashed=True)
     _legend(panels[3])
     panels[3].set_xlabel("keys seen", fontsize=9)
+    integer_ticks(panels[3].xaxis)
     for axes in panels:
-        for step in steps[:-1]:
+        for step in steps[:-1] if len(steps) <= MOST_LINES else ():
             axes.axvline(step.keys, color=LIGHT, linewidth=1.0, zorder=0)
         axes.set_xlim(0, len(scores))
     lse = f"lse = m + log l = {seen[-1].m + torch.tensor(seen[-1].l).log().item():.3f}" if seen else "no key is visible"
     grown = sum(0 < step.alpha < 1 for step in steps)
-    heading(
-        figure, title, f"{len(scores)} keys in tiles of {block_N}; the maximum grows {grown} times; at the end {lse}"
-    )
+    keys = f"{counted(len(scores), 'key')} in tiles of {block_N}"
+    heading(figure, title, f"{keys}; the maximum grows {counted(grown, 'time')}; at the end {lse}")
     return figure
 
 

@@ -9,6 +9,7 @@ from tileattn.bench.plot import FAINT, INK, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, safe for colour-blind readers; the three also differ in lightness, for a print in grey.
@@ -16,6 +17,8 @@ BLUE, ORANGE, LIGHT, RED, GREEN = "#0072B2", "#E69F00", "#EDEDED", "#D55E00", "#
 # From dark to light without turning back, and the same to a colour-blind reader.
 SEQUENTIAL = "cividis"
 MOST_TICKS = 9
+# Up to so many tiles on a side, lines between them can be told apart.
+MOST_LINES = 64
 
 
 def empty_figure(width: float, height: float) -> Figure:
@@ -41,6 +44,19 @@ def heading(figure: Figure, title: str, below: str = "") -> None:
     """The figure's title, and in smaller letters what it is of."""
     # One text, for the layout makes room for no more; the second size is that of the smaller lines.
     figure.suptitle(f"{title}\n{below}" if below else title, fontsize=10, color=INK)
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """As in "1 key" and "2 keys"; `many` is the plural where it takes more than an s."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def integer_ticks(*axes: Axis) -> None:
+    """Ticks at whole numbers, as many as have room, be it one alone: there is no query 2.5."""
+    from matplotlib.ticker import MaxNLocator
+
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
 
 
 def powers(axes: Axes, which: str, base: int, low: float, high: float, most: int = MOST_TICKS) -> None:

@@ -17,21 +17,27 @@ import torch
 from torch import Tensor
 
 from tileattn.call import AttentionCall
-from tileattn.expr import evaluate
+from tileattn.expr import evaluate, nodes
 from tileattn.kernels.tilelang.config import ARCHITECTURES, HopperConfig
 from tileattn.kernels.tilelang.defaults import default
 from tileattn.masks import And, FunctionMask, Mask, Or
-from tileattn.variant import encode, normalize, program
-from tileattn.viz.style import BLUE, LIGHT, ORANGE, empty_figure, heading, titled
+from tileattn.variant import Operands, Program, encode, normalize, program
+from tileattn.viz.checks import check_sizes, check_tile_count, is_integer
+from tileattn.viz.style import (
+    BLUE,
+    LIGHT,
+    MOST_LINES,
+    ORANGE,
+    counted,
+    empty_figure,
+    heading,
+    integer_ticks,
+    titled,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-# More tiles than these on a side are thinner than a pixel, and say no more than fewer do.
-MOST_TILES = 512
-# Up to so many tiles on a side, lines between them can be told apart.
-MOST_LINES = 64
 
 
 class Tile(IntEnum):
@@ -79,6 +85,7 @@ def tile_map(
     causal: bool = False,
     b: int = 0,
     h: int = 0,
+    arch: str | None = None,
 ) -> TileMap:
     """The tiles that a kernel visits.
 
@@ -86,17 +93,25 @@ def tile_map(
         mask, causal: as `tileattn.attention` takes them.
         seqlen_q, seqlen_k: lengths, 1 or more.
         block_M, block_N: rows of Q, and of K and V, in a tile; `kernel_tiles` says those of a kernel.
-        b, h: the batch element and the query head to look at, for masks that depend on them.
+        b, h: the batch element and the query head to look at, from 0, for masks that depend on them.
+        arch: "sm_80", "gfx942", ...: whose kernel. Where rows of queries see nothing, gfx942's visits no tile, others
+            visit one.
 
     Raises:
-        ValueError: a size is below 1, or there are more than 512 tiles on a side.
+        ValueError: a size is no integer of at least 1, there are more than 512 tiles on a side, the mask's tensors have
+            no such b or h, or there is no kernel for the architecture.
     """
-    _check_sizes(seqlen_q=seqlen_q, seqlen_k=seqlen_k, block_M=block_M, block_N=block_N)
+    check_sizes(seqlen_q=seqlen_q, seqlen_k=seqlen_k, block_M=block_M, block_N=block_N)
+    check_tile_count(seqlen_q, "block_M", block_M)
+    check_tile_count(seqlen_k, "block_N", block_N)
+    if arch is not None:
+        _check_arch(arch)
     normalized, _ = normalize(mask, None, causal)
-    if normalized is not None:
-        normalized.check(b + 1, h + 1, seqlen_q, seqlen_k)
     key, operands = encode(normalized, ())
     traced = program(key)
+    batch, heads = _count("b", b, "batch elements", traced, operands), _count("h", h, "heads", traced, operands)
+    if normalized is not None:
+        normalized.check(batch, heads, seqlen_q, seqlen_k)
     values: dict[str, Any] = {"b": b, "h": h, "seqlen_k": seqlen_k}
     for letter, given in (("t", operands.tensors), ("i", operands.ints), ("f", operands.floats)):
         values |= {f"{letter}{index}": value for index, value in enumerate(given)}
@@ -111,8 +126,10 @@ def tile_map(
     tile = torch.arange(-(-seqlen_k // block_N))[None]
     k_lo = tile * block_N
     first = kv_lo // block_N
-    # At least one tile is visited, all masked where nothing is visible: the loads of Q are waited for inside the loop.
-    end = torch.maximum(-(-kv_hi // block_N), first + 1)
+    end = -(-kv_hi // block_N)
+    if arch is None or not arch.startswith("gfx"):
+        # At least one tile, all masked where nothing is visible: the loads of Q are waited for inside the loop.
+        end = torch.maximum(end, first + 1)
     visited = (tile >= first) & (tile < end)
     full = visited & (k_lo >= full_lo) & (k_lo + block_N <= full_hi)
     tiles = (visited.to(torch.int8) + full.to(torch.int8)).cpu()
@@ -136,16 +153,28 @@ def described(mask: Mask | None) -> str:
     return f"{type(mask).__name__}({', '.join('...' if isinstance(x, Tensor) else str(x) for x in fields)})"
 
 
-def _check_sizes(seqlen_q: int, seqlen_k: int, block_M: int, block_N: int) -> None:
-    for name, size in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k), ("block_M", block_M), ("block_N", block_N)):
-        if size < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
-    for length, name, block in ((seqlen_q, "block_M", block_M), (seqlen_k, "block_N", block_N)):
-        if -(-length // block) > MOST_TILES:
-            raise ValueError(
-                f"{length} in tiles of {name}={block} are more than {MOST_TILES} tiles, which no picture shows; take "
-                f"a {name} of at least {-(-length // MOST_TILES)}"
-            )
+def _count(letter: str, index: Any, what: str, traced: Program, operands: Operands) -> int:
+    """How many batch elements ("b") or heads ("h") the mask's tensors have; as many as there must be without any."""
+    names = [tensor.name for tensor in traced.tensors]
+    sizes = {
+        operands.tensors[names.index(node.args[0])].shape[axis]
+        for expr in (traced.allows, *traced.kv_range, *traced.full_range)
+        for node in nodes(expr)
+        if node.op == "load"
+        for axis, at in enumerate(node.args[1:])
+        if str(at) == letter
+    }
+    # Tensors that disagree with each other are what the mask's own check is about.
+    count = max(sizes, default=None)
+    if not is_integer(index) or index < 0 or (count is not None and index >= count):
+        accepted = "an integer of 0 or more" if count is None else f"one of the mask's {count} {what}, from 0"
+        raise ValueError(f"{letter} must be {accepted}, got {index!r}")
+    return int(index) + 1 if count is None else count
+
+
+def _check_arch(arch: str) -> None:
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
 
 
 def kernel_tiles(
@@ -162,12 +191,12 @@ def kernel_tiles(
         seqlen: the shorter of both lengths; short and long calls get other kernels.
 
     Raises:
-        ValueError: an architecture or a head dim that there is no kernel for.
+        ValueError: an architecture or a head dim that there is no kernel for, or a seqlen below 1.
     """
-    if arch not in ARCHITECTURES:
-        raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
-    if not 16 <= head_dim <= 256 or head_dim % 8:
-        raise ValueError(f"head_dim must be a multiple of 8 from 16 to 256, got {head_dim}")
+    _check_arch(arch)
+    check_sizes(seqlen=seqlen)
+    if not is_integer(head_dim) or not 16 <= head_dim <= 256 or head_dim % 8:
+        raise ValueError(f"head_dim must be a multiple of 8 from 16 to 256, got {head_dim!r}")
     key, _ = encode(normalize(mask, None, causal)[0], ())
     config = default(AttentionCall(torch.bfloat16, head_dim, head_dim, key, arch=arch), seqlen)
     return config.block_M * (config.cluster if isinstance(config, HopperConfig) else 1), config.block_N
@@ -185,7 +214,8 @@ def draw_tiles(tiles: TileMap, title: str | None = None) -> Figure:
     figure = empty_figure(5.6, 1.6 + 4.6 * min(max(ratio if _to_scale(tiles) else 1.0, 0.3), 1.5))
     fill_tiles(figure.add_subplot(), tiles)
     visited = 1 - tiles.share(Tile.SKIPPED)
-    sizes = f"{tiles.seqlen_q} queries, {tiles.seqlen_k} keys; tiles of {tiles.block_M} x {tiles.block_N}"
+    lengths = f"{counted(tiles.seqlen_q, 'query', 'queries')}, {counted(tiles.seqlen_k, 'key')}"
+    sizes = f"{lengths}; tiles of {tiles.block_M} x {tiles.block_N}"
     heading(figure, title or tiles.name, f"{sizes}; {visited:.0%} visited")
     from matplotlib.patches import Patch
 
@@ -211,6 +241,7 @@ def fill_tiles(axes: Axes, tiles: TileMap) -> None:
     axes.pcolormesh(edges_k, edges_q, tiles.tiles.numpy(), cmap=colours, vmin=0, vmax=2, **lines)
     titled(axes, "", "key", "query row")
     axes.grid(False)
+    integer_ticks(axes.xaxis, axes.yaxis)
     axes.margins(0)
     axes.set_xlim(0, tiles.seqlen_k)
     axes.set_ylim(tiles.seqlen_q, 0)

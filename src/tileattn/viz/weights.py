@@ -10,7 +10,8 @@ from torch import Tensor
 from tileattn.reference import standard_attention
 from tileattn.validation import check_arguments
 from tileattn.variant import normalize
-from tileattn.viz.style import LIGHT, SEQUENTIAL, empty_figure, heading, titled
+from tileattn.viz.checks import check_element
+from tileattn.viz.style import LIGHT, SEQUENTIAL, counted, empty_figure, heading, integer_ticks, titled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,25 +67,25 @@ def draw_weights(weights: Tensor, title: str = "Attention weights", b: int = 0) 
     Raises:
         ValueError: weights has another shape, or b is none of its elements.
     """
-    if weights.ndim != 4 or weights.shape[1] > MOST_HEADS:
+    if weights.ndim != 4 or not 1 <= weights.shape[1] <= MOST_HEADS or 0 in weights.shape:
         raise ValueError(
-            f"weights must have shape (batch, up to {MOST_HEADS} heads, seqlen_q, seqlen_k), got {tuple(weights.shape)}"
+            f"weights must have shape (batch, up to {MOST_HEADS} heads, seqlen_q, seqlen_k), none of them 0, got "
+            f"{tuple(weights.shape)}"
         )
-    if b not in range(-len(weights), len(weights)):
-        raise ValueError(f"b must be one of the {len(weights)} batch elements, got {b!r}")
+    check_element("b", b, len(weights), "batch elements")
     import matplotlib
-    from matplotlib.ticker import MaxNLocator
 
     heads, seqlen_q, seqlen_k = weights.shape[1:]
     columns = min(heads, 4)
     lines = -(-heads // columns)
     figure = empty_figure(max(3.1 * columns, 5.2) + 0.9, 3.1 * lines + 0.7)
     colours = matplotlib.colormaps[SEQUENTIAL].with_extremes(bad=LIGHT)
-    shown = weights[b].cpu().masked_fill(weights[b].cpu() == 0, torch.nan)
+    element = weights[b].detach().double().cpu()
+    shown = element.masked_fill(element == 0, torch.nan)
     panels = []
     for head in range(heads):
         axes = figure.add_subplot(lines, columns, head + 1)
-        image = axes.imshow(shown[head].numpy(), cmap=colours, vmin=0, vmax=float(weights[b].max()), aspect="auto")
+        image = axes.imshow(shown[head].numpy(), cmap=colours, vmin=0, vmax=float(element.max()), aspect="auto")
         titled(
             axes,
             f"head {head}",
@@ -92,12 +93,12 @@ def draw_weights(weights: Tensor, title: str = "Attention weights", b: int = 0) 
             "query" if head % columns == 0 else "",
         )
         axes.grid(False)
-        for axis in (axes.xaxis, axes.yaxis):  # there is no query 2.5
-            axis.set_major_locator(MaxNLocator(integer=True))
+        integer_ticks(axes.xaxis, axes.yaxis)
         axes.set_xlim(-0.5, seqlen_k - 0.5)
         axes.set_ylim(seqlen_q - 0.5, -0.5)
         panels.append(axes)
     bar = figure.colorbar(image, ax=panels, shrink=0.85, label="weight")
     bar.outline.set_visible(False)
-    heading(figure, title, f"{seqlen_q} queries, {seqlen_k} keys; grey: weight 0")
+    sizes = f"{counted(seqlen_q, 'query', 'queries')}, {counted(seqlen_k, 'key')}"
+    heading(figure, title, f"{sizes}; grey: weight 0")
     return figure
