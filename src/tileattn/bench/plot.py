@@ -37,7 +37,7 @@ COLOURS = {
     "efficient": "#F0E442",
     "eager": "#999999",
     "triton": "#882255",
-    "triton-tutorial": "#88CCEE",
+    "triton-tutorial": "#DDCC77",
 }
 LABELS = {
     "tileattn-bf16": "tileattn in bf16",
@@ -135,6 +135,15 @@ def draw(results: Results) -> Figure:
         slots = max(len(panel.groups), GROUPS_PER_COLUMN * span)
         _panel(figure.add_subplot(spec[i, :span]), panel, results, slots=slots, first=True)
     _titles(figure, results)
+    return literal(figure)
+
+
+def literal(figure: Figure) -> Figure:
+    """The figure, with all names as they are: matplotlib takes what is between two "$" for mathematics."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
     return figure
 
 

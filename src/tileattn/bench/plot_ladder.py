@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tileattn.bench.ladder import Climbed, Step, climbed
-from tileattn.bench.plot import COLOURS, FAINT, INK, LABELS, style
+from tileattn.bench.plot import COLOURS, FAINT, INK, LABELS, literal, style
 from tileattn.bench.results import Results
 from tileattn.kernels.mma.rungs import NAME
 
@@ -60,7 +60,7 @@ def draw(measured: Results) -> Figure:
         f"{row.case} (batch,seqlen,heads), {row.dtype}, {measured.gpu}", fontsize=10.5, color=INK, loc="left"
     )
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    return figure
+    return literal(figure)
 
 
 def steps_of(measured: Results) -> list[Step]:
@@ -70,8 +70,8 @@ def steps_of(measured: Results) -> list[Step]:
 
 def _label(backend: str) -> str:
     rung, *options = backend.removeprefix(f"{NAME}:").split(",")
-    named = dict(option.split("=") for option in options)
-    if "tiles" in named:
+    named = dict(option.split("=", 1) for option in options if "=" in option)
+    if {"tiles", "acc"} <= named.keys():
         return f"{rung} {named['tiles']} acc={named['acc']}"
     if not {"stages", "smem", "acc"} <= named.keys():
         return backend.removeprefix(f"{NAME}:")

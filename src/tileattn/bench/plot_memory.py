@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tileattn.bench.cases import DIRECTIONS, DTYPES
 from tileattn.bench.peers.base import OWN
-from tileattn.bench.plot import FAINT, INK, LABELS, colours_of, length_label, style
+from tileattn.bench.plot import FAINT, INK, LABELS, colours_of, length_label, literal, style
 from tileattn.bench.report import human_bytes
 from tileattn.bench.results import Results, Row
 
@@ -51,7 +51,7 @@ def draw(results: Results) -> Figure:
         handles[::-1], labels[::-1], title=f"{title}\n{shape}", title_fontsize=10.5, loc="outside upper center",
         ncols=MOST_IN_A_ROW if len(labels) > MOST_IN_A_ROW else len(labels), frameon=False, fontsize=9,
     )  # fmt: skip
-    return figure
+    return literal(figure)
 
 
 def _rows(results: Results, backend: str) -> list[Row]:

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import reprlib
+import warnings
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,6 +21,16 @@ from tileattn.bench.cases import DIRECTIONS, DTYPES, Case
 from tileattn.bench.ceilings import Ceiling
 
 FORMAT = 1
+
+# The least and the most that can be right, far beyond what any machine has: pictures write the numbers down, and some
+# of their axes are logarithmic.
+MILLISECONDS = (1e-6, 1e9)
+TFLOPS = (0.0, 1e9)
+ERROR = (1e-60, 1e60)  # or 0, or not finite
+BYTES = (0, 2**60)
+CEILING = (1e-6, 1e9)
+SIZE = (1, 2**40)
+SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "head_dim_v")
 
 
 @dataclass(frozen=True)
@@ -131,7 +143,11 @@ def save(results: Results, path: Path) -> None:
 
 
 def load(path: Path) -> Results:
-    """Read a result file; `ValueError` says what is wrong with a file that is none."""
+    """Read a result file; `ValueError` says what is wrong with a file that is none.
+
+    Rows whose error is not finite are not among `rows`, but among `failed`, where a run of ours has them; a warning
+    names them.
+    """
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -148,7 +164,19 @@ def load(path: Path) -> Results:
         _check_values(found)
     except ValueError as error:
         raise ValueError(f"{path} is not a tileattn result file: {error}") from error
+    _move_overflowed(found, path)
     return found
+
+
+def _move_overflowed(found: Results, path: Path) -> None:
+    """A speed at which no numbers came out is compared with none."""
+    overflowed = [row for row in found.rows if not math.isfinite(row.error)]
+    if not overflowed:
+        return
+    named = ", ".join(f"{row.backend} in {row.case}" for row in overflowed)
+    warnings.warn(f"{path}: left out is what has no finite error: {named}", stacklevel=3)
+    found.rows = [row for row in found.rows if math.isfinite(row.error)]
+    found.failed += [Missing(row.case, row.backend, f"its error is {row.error}") for row in overflowed]
 
 
 def _made(kind: Any, given: Any, where: str) -> Any:
@@ -185,11 +213,28 @@ def _is_a(value: Any, wanted: Any) -> bool:
 
 
 def _check_values(found: Results) -> None:
-    """What tables and pictures look up or divide by."""
+    """What tables and pictures look up, divide by, or draw."""
     for i, row in enumerate(found.rows):
-        if not 0 < row.ms < math.inf:
-            raise ValueError(f"rows[{i}] has 'ms' = {row.ms}, which is no time")
+        where = f"rows[{i}]"
+        _check_bounds(where, row, ("ms",), MILLISECONDS, "no time")
+        _check_bounds(where, row, ("tflops",), TFLOPS, "no speed")
+        _check_bounds(where, row, ("peak_bytes",), BYTES, "no number of bytes")
+        _check_bounds(where, row, SIZES, SIZE, "no size")
+        if row.error not in (0, math.inf) and row.error == row.error:  # NaN is not itself
+            _check_bounds(where, row, ("error",), ERROR, "neither 0 nor an error")
         if row.dtype not in DTYPES:
             raise ValueError(f"rows[{i}] has 'dtype' = {row.dtype!r}; known are {', '.join(DTYPES)}")
+    for i, ceiling in enumerate(found.ceilings):
+        _check_bounds(f"ceilings[{i}]", ceiling, ("matmul_tflops", "copy_tbps"), CEILING, "no speed")
     if found.direction not in DIRECTIONS:
         raise ValueError(f"it has 'direction' = {found.direction!r}; known are {', '.join(DIRECTIONS)}")
+
+
+def _check_bounds(where: str, of: Row | Ceiling, names: Sequence[str], bounds: tuple[float, float], what: str) -> None:
+    for name in names:
+        value = getattr(of, name)
+        if not bounds[0] <= value <= bounds[1]:  # nor is NaN
+            low, high = bounds
+            raise ValueError(
+                f"{where} has {name!r} = {reprlib.repr(value)}, which is {what}; accepted: {low:g} to {high:g}"
+            )
