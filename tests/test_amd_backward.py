@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("tilelang")
 
@@ -18,11 +21,11 @@ from test_emulated_backward import LONGEST, emulated, gradients  # noqa: F401
 from test_gpu_backward import CASES, Problem
 from tileattn.call import BackwardCall
 from tileattn.kernels.tilelang.backward import amd, backend, launch, space
-from tileattn.kernels.tilelang.backward.amd_config import AmdBackwardConfig
+from tileattn.kernels.tilelang.backward.amd_config import AmdBackwardConfig, is_valid_amd_backward, k_pack_of
 from tileattn.kernels.tilelang.backward.config import BackwardConfig, read_together
 from tileattn.kernels.tilelang.backward.defaults import default, queries_default
 from tileattn.kernels.tilelang.backward.kernels import kernel, main_kernel
-from tileattn.kernels.tilelang.compile import device_source
+from tileattn.kernels.tilelang.compile import build_library, device_source
 
 ARCH, SHARED_BYTES = "gfx942", 65536
 QUICK = ("plain-16",)
@@ -69,37 +72,99 @@ def test_kernels_become_hip_source(name: str, tmp_path: Path) -> None:
     check(call, which, config, tmp_path)  # type: ignore[arg-type]
 
 
+# Calls of each size of head, of which every candidate is lowered.
+WALKED = ("plain-16", "window-40", "causal-64", "prefix-96", "plain", "plain-192/128", "causal-256")
+SPACE = [(name, config) for name in WALKED for config in space.candidates(calls()[name])]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("config", space.candidates(calls()["causal-64"]), ids=str)
-def test_every_valid_configuration(config: AmdBackwardConfig, tmp_path: Path) -> None:
-    check(calls()["causal-64"], "main", config, tmp_path)
+@pytest.mark.parametrize(("name", "config"), SPACE, ids=str)
+def test_every_valid_configuration(name: str, config: AmdBackwardConfig, tmp_path: Path) -> None:
+    check(calls()[name], "main", config, tmp_path)
 
 
-# Lowered for sm_80, without packed products, which NVIDIA's GPUs do not have: the kernels' bodies and wide copies.
+@pytest.mark.parametrize(
+    ("name", "sizes", "valid"),
+    [
+        ("plain", (16, 32, 128), True),
+        ("plain", (16, 32, 256), False),
+        ("plain", (16, 64, 256), True),
+        ("plain-16", (64, 32, 256), False),  # dK and dV are 32 x 16
+        ("plain-16", (32, 64, 256), False),  # dQ is 32 x 16
+        ("plain-16", (64, 64, 256), True),
+        ("window-40", (16, 128, 256), False),
+    ],
+)
+def test_each_wave_has_a_part_of_each_product(name: str, sizes: tuple[int, int, int], valid: bool) -> None:
+    call, (block_M, block_N, threads) = calls()[name], sizes
+    config = AmdBackwardConfig(block_M, block_N, 0, threads, k_pack=k_pack_of(call.forward))
+    assert is_valid_amd_backward(call.forward, config) == valid
+    assert valid or config not in space.candidates(call)
+
+
+# Lowered for NVIDIA's GPUs, without packed products, which these do not have: the kernels' bodies and wide copies.
 CONFIGS = (AmdBackwardConfig(32, 64, 1, 128, k_pack=1), BackwardConfig(32, 64, 1, 128))
+LoadedBy = Callable[[Any, str], launch.Kernel]
+
+
+def replaced(monkeypatch: pytest.MonkeyPatch, config: BackwardConfig, loaded: LoadedBy) -> None:
+    """Backward passes of sm_80 have this configuration; where it is AMD's, its kernels for both passes over scores."""
+
+    def kernels(call: BackwardCall, tuned: BackwardConfig | None = None) -> launch.Kernels:
+        functions = {name: kernel(call, name) for name in launch.kernel_names(call)}
+        if isinstance(config, AmdBackwardConfig):
+            functions["main"] = amd.main_kernel(call, config)
+            if "queries" in functions:
+                found = queries_default(call)
+                tiles = AmdBackwardConfig(found.block_M, found.block_N, 0, found.threads, k_pack=1)
+                functions["queries"] = amd.queries_kernel(call, tiles)
+        else:
+            functions["main"] = main_kernel(call, config)
+        found_kernels = {name: loaded(function, name) for name, function in functions.items()}
+        return launch.Kernels(
+            found_kernels["prepare"], found_kernels["main"], found_kernels.get("finish"), found_kernels.get("queries")
+        )
+
+    monkeypatch.setattr(backend, "found_by_tuner", lambda call, sizes: config)
+    monkeypatch.setattr(backend, "backward_kernels", kernels)
+
+
+def shortened(name: str) -> Problem:
+    case = CASES[name]
+    return Problem(case._replace(lengths=tuple(min(length, LONGEST) for length in case.lengths)))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize("name", ["full-16", "causal", "alibi"])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "deterministic"])
 def test_gradients_with_a_tuned_configuration(
     name: str,
     config: BackwardConfig,
+    deterministic: bool,
     emulated: None,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    def kernels(call: BackwardCall, tuned: BackwardConfig) -> launch.Kernels:
-        assert tuned == config
-        main = amd.main_kernel if isinstance(config, AmdBackwardConfig) else main_kernel
-        found = {each: Kernel(kernel(call, each), tmp_path) for each in launch.kernel_names(call) if each != "main"}
-        return launch.Kernels(
-            found["prepare"], Kernel(main(call, config), tmp_path), found.get("finish"), found.get("queries")
-        )
+    replaced(monkeypatch, config, lambda function, _: Kernel(function, tmp_path))
+    problem = shortened(name)
+    gpu.check(name, problem, gradients(problem, deterministic))
 
-    monkeypatch.setattr(backend, "found_by_tuner", lambda call, sizes: config)
-    monkeypatch.setattr(backend, "backward_kernels", kernels)
-    case = CASES[name]
-    problem = Problem(case._replace(lengths=tuple(min(length, LONGEST) for length in case.lengths)))  # type: ignore[arg-type]
-    gpu.check(name, problem, gradients(problem, deterministic=False))
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["full-16", "window-40", "causal", "causal-128", "softcap", "alibi", "unaligned"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomic", "deterministic"])
+def test_gradients_on_a_gpu(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same kernels, compiled for the GPU that is here."""
+    arch = "sm_90a" if torch.cuda.get_device_capability()[0] == 9 else "sm_80"
+
+    def loaded(function: Any, kernel_name: str) -> launch.Kernel:
+        path = tmp_path / f"{kernel_name}.so"
+        build_library(function, arch, path)
+        return launch._load(path)[kernel_name]
+
+    # Without stages, as AMD's defaults are: with them TileLang adds a producer on Hopper.
+    replaced(monkeypatch, dataclasses.replace(CONFIGS[0], num_stages=0), loaded)
+    problem = Problem(CASES[name])
+    gpu.check(name, problem, gradients(problem, deterministic))

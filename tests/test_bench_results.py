@@ -20,6 +20,7 @@ from tileattn.bench.choices import LADDER, MEMORY
 from tileattn.bench.cli import app
 from tileattn.bench.peers.base import OWN
 from tileattn.bench.results import Results
+from tileattn.viz import draw_dashboard, draw_lengths
 
 
 def measured() -> Results:
@@ -100,7 +101,16 @@ def test_values_that_are_rare_are_drawn(fields: dict[str, Any], command: str, tm
     assert outcome.exit_code == 0, outcome.output
 
 
-@pytest.mark.parametrize(("suite", "save"), [("fa", plot.save), (MEMORY, plot_memory.save), (LADDER, plot_ladder.save)])
+@pytest.mark.parametrize(
+    ("suite", "save"),
+    [
+        ("fa", plot.save),
+        (MEMORY, plot_memory.save),
+        (LADDER, plot_ladder.save),
+        ("fa", lambda found, path: draw_dashboard(found).savefig(path)),
+        ("fa", lambda found, path: draw_lengths(found).savefig(path)),
+    ],
+)
 def test_names_are_drawn_as_they_are(suite: str, save: Callable[[Results, Path], None], tmp_path: Path) -> None:
     """Not as mathematics, of which matplotlib refuses what it cannot read."""
     hostile = r"$\foo$ $\frac{$"

@@ -243,7 +243,7 @@ def test_a_failure_of_ours_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> 
         ("--causal --mask causal", "Invalid value for --mask: variant 'causal+causal': 'causal' is given twice"),
         ("--variant foo", "Invalid value for --variant: variant 'foo': 'foo' is not understood; accepted: full, or"),
         ("--variant full --causal", "Invalid value for --variant: it names the whole variant; give either it or"),
-        ("--softcap -1", "Invalid value for --softcap: -1 is not a cap; accepted: a positive number"),
+        ("--softcap -1", "Invalid value for --softcap: -1 is not a cap; accepted: a number from 0.001 to 1000000000"),
         ("--plot p.gif", "Invalid value for --plot: p.gif has the suffix '.gif'; accepted: .png, .svg, .pdf"),
         ("--rounds 0", "Invalid value for --rounds: 0 is too few; accepted: an integer of at least 1"),
     ],
@@ -464,3 +464,10 @@ def test_the_module_runs_as_the_command_and_help_imports_nothing_slow() -> None:
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Usage: tileattn bench" in words(done.stdout)
+
+
+@pytest.mark.parametrize("command", ["tiles --seqlen 1000000000000", "weights --seqlen 64 --head-dim 2000000000"])
+def test_viz_refuses_what_no_memory_holds(command: str) -> None:
+    result = invoke(f"viz {command}")
+    assert result.exit_code == 2, result.output
+    assert re.search(r"Invalid value for --seqlen.*(GiB|accepted)", words(result.output))

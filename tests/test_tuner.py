@@ -829,6 +829,9 @@ def test_tune_refuses_what_it_does_not_know() -> None:
     for line, said in (
         ("tune --direction up", "--direction"),
         ("tune --show --clear", "--clear"),
+        ("tune --show --N 5", "Invalid value for --show: it takes no other option, got --seqlen"),
+        ("tune --clear --yes -q", "Invalid value for --clear: it takes no other option, got --quiet"),
+        (f"tune {SHAPE} --yes", "Invalid value for --yes: it goes with --clear"),
         (f"tune {SHAPE} --backend none", "--backend"),
         (f"tune {SHAPE} --suite quick", "--suite"),
         ("tune --N abc", "Invalid value for --seqlen / --N: 'abc' is not understood"),

@@ -198,7 +198,7 @@ def variant_name(options: VariantOptions) -> str:
     terms += [options.mask] if options.mask not in (None, "full") else []
     if options.softcap is not None:
         if not SMALLEST_CAP <= options.softcap <= LARGEST_CAP:
-            accepted = f"a number from {SMALLEST_CAP:g} to {LARGEST_CAP:g}"
+            accepted = f"a number from {SMALLEST_CAP:g} to {LARGEST_CAP:.0f}"
             raise refuse("--softcap", f"{options.softcap:g} is not a cap; accepted: {accepted}")
         terms.append(f"softcap{variants.written_out(options.softcap)}")
     terms += [name for name in ("alibi", "bias", "sink") if getattr(options, name)]

@@ -365,6 +365,7 @@ def warmup(
     "  tileattn tune --show"
 )
 def tune(
+    ctx: typer.Context,
     suite: Annotated[
         str | None, typer.Option(help="A named set of cases, as for [b]tileattn bench[/b].", show_default=False)
     ] = None,
@@ -454,14 +455,25 @@ def tune(
     if show or clear:
         if show and clear:
             raise choices.refuse("--show", "give either it or --clear")
+        alone = {"--show"} if show else {"--clear", "--yes"}
+        if unused := [option for option in _given(ctx) if option not in alone]:
+            raise choices.refuse("--show" if show else "--clear", f"it takes no other option, got {', '.join(unused)}")
         command.show() if show else command.clear(yes)
         return
+    if yes:
+        raise choices.refuse("--yes", "it goes with --clear")
     shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, seqlen_k, head_dim, head_dim_v)
     terms = choices.VariantOptions(causal, mask, softcap, alibi, bias, sink, variant)
     where = choices.resolve_device(device)
     with choices.both_names(TUNE_NAMES):
         chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where)
     raise typer.Exit(command.tune(chosen, choices.own_implementation(backend), where, again, quiet))
+
+
+def _given(ctx: typer.Context) -> list[str]:
+    """The options that were written, by their first names."""
+    sources = {each.opts[0]: ctx.get_parameter_source(each.name or "") for each in ctx.command.params}
+    return [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 @app.command(epilog="[dim]Example[/dim]\n\n  tileattn demo --port 8000 --no-browser")

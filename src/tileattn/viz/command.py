@@ -130,7 +130,10 @@ def _of_results(result: Path, draw: Callable[[results.Results], Figure], output:
 def _problem(name: str, seqlen: int, seqlen_k: int, heads: int, head_dim: int, seed: int) -> Problem:
     """Random tensors, float32 on the CPU, and those of the variant."""
     case = replace(square(1, seqlen, heads, head_dim, name, "fp32"), seqlen_k=seqlen_k)
-    return problem.build(case, torch.device("cpu"), seed)
+    try:
+        return problem.build(case, torch.device("cpu"), seed)
+    except torch.OutOfMemoryError as error:
+        raise refuse("--seqlen, --heads, --head-dim", str(error)) from error
 
 
 def _variant(given: Problem) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.ceilings import overall
 from tileattn.bench.compare import best_peer_ms, compare
 from tileattn.bench.peers.base import OWN
-from tileattn.bench.plot import FAINT, INK, LABELS, colours_of, legend_columns
+from tileattn.bench.plot import FAINT, INK, LABELS, colours_of, legend_columns, literal
 from tileattn.bench.report import ceiling_text, human_bytes
 from tileattn.bench.results import Results, Row
 from tileattn.viz.style import empty_figure, powers, titled
@@ -71,7 +71,7 @@ def draw_dashboard(results: Results) -> Figure:
         frameon=False,
         fontsize=9.5,
     )
-    return figure
+    return literal(figure)
 
 
 def _lines_of_a_case(backends: int) -> float:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.peers.base import OWN
-from tileattn.bench.plot import LABELS, Panel, by_length, colours_of, legend_columns, length_label
+from tileattn.bench.plot import LABELS, Panel, by_length, colours_of, legend_columns, length_label, literal
 from tileattn.bench.report import human_bytes
 from tileattn.bench.results import Results, Row
 from tileattn.viz.style import empty_figure, heading, powers, titled
@@ -57,7 +57,7 @@ def draw_lengths(results: Results, variant: str | None = None) -> Figure:
     figure.legend(handles, labels, loc="outside lower center", ncols=ncols, frameon=False, fontsize=9)
     dtypes = ", ".join(sorted({row.dtype for row in results.rows}))
     heading(figure, "Time and memory against length", f"{DIRECTIONS[results.direction]}, {dtypes}, {results.gpu}")
-    return figure
+    return literal(figure)
 
 
 def _rows(results: Results, panel: Panel) -> list[Row]:

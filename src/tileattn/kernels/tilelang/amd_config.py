@@ -123,7 +123,7 @@ def amd_preferences(call: AttentionCall) -> Iterator[AmdConfig]:
 
 
 def amd_candidates(call: AttentionCall) -> list[AmdConfig]:
-    """What the tuner measures: the published space, smaller tiles for wide heads, and one pair per panel or none."""
+    """What the tuner measures: the published space, smaller tiles for wide heads, and blocks in their own order."""
     k_pack = 2 if padded(call.head_dim) % 32 == 0 else 1
     smaller = (
         AmdConfig(block_M, block_N, threads=threads, num_stages=num_stages)

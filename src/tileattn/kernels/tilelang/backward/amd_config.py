@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ....call import AttentionCall
-from ..config import padded
+from ..config import ARCHITECTURES, padded
 from .config import BackwardConfig, is_valid
 
 
@@ -30,13 +30,18 @@ def k_pack_of(call: AttentionCall) -> int:
 
 
 def is_valid_amd_backward(call: AttentionCall, config: AmdBackwardConfig) -> bool:
-    """What the main kernel needs besides what :func:`.config.is_valid` asks."""
+    """What the main kernel needs besides what :func:`.config.is_valid` asks: of each product 16 x 16 for each wave."""
+    waves = config.threads // ARCHITECTURES[call.arch].warp
+    narrower = min(padded(call.head_dim), padded(call.head_dim_v))
+    of_scores, of_keys = (config.block_N // 16 * (size // 16) for size in (config.block_M, narrower))
+    of_queries = config.block_M // 16 * (padded(call.head_dim) // 16)
     return (
         call.arch.startswith("gfx")
         and config.k_pack in (1, k_pack_of(call))
         and config.coalesced_width in (4, 8)
         and config.num_stages in (0, 1, 2)
         and config.threads in (64, 128, 256, 512)
+        and min(of_scores, of_keys, of_queries) >= waves
         and is_valid(call, config)
     )
 
