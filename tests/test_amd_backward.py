@@ -17,7 +17,7 @@ import hip
 import test_gpu_backward as gpu
 from emulator import COMPILER, Kernel
 from test_backward_lowering import CALLS, on
-from test_emulated_backward import LONGEST, emulated, gradients  # noqa: F401
+from test_emulated_backward import emulated, gradients, shortened  # noqa: F401
 from test_gpu_backward import CASES, Problem
 from tileattn.call import BackwardCall
 from tileattn.kernels.tilelang.backward import amd, backend, launch, space
@@ -115,23 +115,16 @@ def replaced(monkeypatch: pytest.MonkeyPatch, config: BackwardConfig, loaded: Lo
         if isinstance(config, AmdBackwardConfig):
             functions["main"] = amd.main_kernel(call, config)
             if "queries" in functions:
-                found = queries_default(call)
-                tiles = AmdBackwardConfig(found.block_M, found.block_N, 0, found.threads, k_pack=1)
+                usual = queries_default(call)
+                tiles = AmdBackwardConfig(usual.block_M, usual.block_N, 0, usual.threads, k_pack=1)
                 functions["queries"] = amd.queries_kernel(call, tiles)
         else:
             functions["main"] = main_kernel(call, config)
-        found_kernels = {name: loaded(function, name) for name, function in functions.items()}
-        return launch.Kernels(
-            found_kernels["prepare"], found_kernels["main"], found_kernels.get("finish"), found_kernels.get("queries")
-        )
+        found = {name: loaded(function, name) for name, function in functions.items()}
+        return launch.Kernels(found["prepare"], found["main"], found.get("finish"), found.get("queries"))
 
     monkeypatch.setattr(backend, "found_by_tuner", lambda call, sizes: config)
     monkeypatch.setattr(backend, "backward_kernels", kernels)
-
-
-def shortened(name: str) -> Problem:
-    case = CASES[name]
-    return Problem(case._replace(lengths=tuple(min(length, LONGEST) for length in case.lengths)))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

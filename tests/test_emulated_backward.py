@@ -41,8 +41,12 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def problem(request: pytest.FixtureRequest, emulated: None) -> Problem:
-    """One of the GPU tests' cases, shortened."""
-    case: Case = CASES[request.param]
+    return shortened(request.param)
+
+
+def shortened(name: str) -> Problem:
+    """One of the GPU tests' cases, of which the CPU takes no minutes."""
+    case: Case = CASES[name]
     return Problem(case._replace(lengths=tuple(min(length, LONGEST) for length in case.lengths)))  # type: ignore[arg-type]
 
 

@@ -30,6 +30,7 @@ MEMORY_LENGTHS = {"cuda": "1024,2048,4096,8192,16384,32768,65536,131072", "cpu":
 MEMORY = "memory"
 # And those of `tileattn ladder`.
 LADDER = "ladder"
+MOST = 2**31 - 1  # of anything that is counted: kernels count positions with 32 bits
 SMALLEST_CAP, LARGEST_CAP = 1e-3, 1e9  # of scores: beyond these float32 has few of its digits left, or all scores are 0
 
 
@@ -153,9 +154,6 @@ def choose_memory(shape: ShapeOptions, causal: bool, dtype: str | None, directio
     """What `tileattn memory` measures: one shape at each of its lengths."""
     shape = replace(shape, seqlen=shape.seqlen or MEMORY_LENGTHS[device.type], head_dim=shape.head_dim or 128)
     return replace(choose_cases(None, shape, VariantOptions(causal=causal), dtype, direction, device), suite=MEMORY)
-
-
-MOST = 2**31 - 1  # what kernels count positions with
 
 
 def at_least_one(option: str, value: int | None) -> None:

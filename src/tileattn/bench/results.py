@@ -223,7 +223,7 @@ def _check_values(found: Results) -> None:
         if row.error not in (0, math.inf) and row.error == row.error:  # NaN is not itself
             _check_bounds(where, row, ("error",), ERROR, "neither 0 nor an error")
         if row.dtype not in DTYPES:
-            raise ValueError(f"rows[{i}] has 'dtype' = {row.dtype!r}; known are {', '.join(DTYPES)}")
+            raise ValueError(f"{where} has 'dtype' = {row.dtype!r}; known are {', '.join(DTYPES)}")
     for i, ceiling in enumerate(found.ceilings):
         _check_bounds(f"ceilings[{i}]", ceiling, ("matmul_tflops", "copy_tbps"), CEILING, "no speed")
     if found.direction not in DIRECTIONS:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tileattn.bench.cases import DTYPES, Case
+from tileattn.bench.variants import written_out
 
 MASKS = ("none", "causal", "sliding window", "prefix", "documents")
 # The dtypes that are offered, the device's natural one first.
@@ -95,8 +96,7 @@ class Form:
         cap = self.softcap or 0.0
         if not isinstance(cap, (int, float)) or not 0 <= cap < 1e6 or 0 < cap < 0.01:
             raise ValueError(f"soft cap must be 0 (none) or a number from 0.01 to 1000000, got {cap!r}")
-        # Written out: the name of a variant has no exponents.
-        terms += [f"softcap{cap:.6f}".rstrip("0").rstrip(".")] if cap else []
+        terms += [f"softcap{written_out(cap)}"] if cap else []
         terms += [name for name in ("alibi", "bias", "sink") if getattr(self, name)]
         return "+".join(terms) or "full"
 

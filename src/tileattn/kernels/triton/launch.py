@@ -49,10 +49,8 @@ class Forward:
         as_tma = {1: described(k, config.block_N, plan), 2: described(v, config.block_N, plan)} if plan.tma else {}
         if plan.tma_q:
             as_tma |= {0: described(q, config.block_M, plan), 3: described(o, config.block_M, plan)}
-        side_by_side = sizes.side_by_side(self.call, sizes.seqlen_k) * sizes.group
-        constants = self.scale, sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.group, side_by_side
-        programs = sizes.tiles_of_queries(config.block_M)
-        return Launch(forward_kernel, programs, config, (*constants, *strides(q, k, v), plan), as_tma)
+        constants = (self.scale, *sizes.over_keys(self.call), *strides(q, k, v), plan)
+        return Launch(forward_kernel, sizes.tiles_of_queries(config.block_M), config, constants, as_tma)
 
 
 class Backward:
@@ -64,7 +62,8 @@ class Backward:
         self.sizes = Sizes.of(q_shape, k_shape)
         self.config = {kernel: default(kernel, forward) for kernel in ("keys", "queries")}
         self.paths = paths(forward.variant, call.needs[4:])
-        self.prepares = call.needs[0] and forward.dtype.itemsize == 2  # the kernel for dq, what the other one needs
+        # Whether the kernel for dq prepares what the other one needs (backward.py).
+        self.prepares = call.needs[0] and forward.dtype.itemsize == 2
         self.wants_keys = call.needs[1] or call.needs[2] or bool(self.paths)
         self.launch = LaunchCache()
 
@@ -114,12 +113,9 @@ class Backward:
         tma = dimensions(k, v) if config.tma and self.call.aligned else 0
         plan = make_plan(self.forward, config, "queries", tma)
         as_tma = {1: described(k, config.block_N, plan), 2: described(v, config.block_N, plan)} if plan.tma else {}
-        side_by_side = sizes.side_by_side(self.forward, sizes.seqlen_k) * sizes.group
-        constants = self.scale, sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.group, side_by_side
-        programs = sizes.tiles_of_queries(config.block_M)
-        return Launch(
-            queries_kernel, programs, config, (*constants, *strides(q, k, v, do, do if o is None else o), plan), as_tma
-        )
+        of_inputs = strides(q, k, v, do, do if o is None else o)
+        constants = (self.scale, *sizes.over_keys(self.forward), *of_inputs, plan)
+        return Launch(queries_kernel, sizes.tiles_of_queries(config.block_M), config, constants, as_tma)
 
     def _work_out_prepare(self, o: Tensor, do: Tensor, *_: Any) -> Launch:
         sizes, dv = self.sizes, self.forward.head_dim_v
@@ -132,10 +128,8 @@ class Backward:
         tma = 4 if config.tma and self.call.aligned and dimensions(q, do) else 0
         plan = make_plan(self.forward, config, "keys", tma, self.call.needs[4:])
         as_tma = {0: described(q, config.block_M, plan), 3: described(do, config.block_M, plan)} if plan.tma else {}
-        side_by_side = sizes.side_by_side(self.forward, sizes.seqlen_q * sizes.group)
-        constants = self.scale, sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.kv_heads, sizes.group, side_by_side
-        programs = sizes.tiles_of_keys(config.block_N)
-        return Launch(keys_kernel, programs, config, (*constants, *strides(q, k, v, do), plan), as_tma)
+        constants = (self.scale, *sizes.over_queries(self.forward), *strides(q, k, v, do), plan)
+        return Launch(keys_kernel, sizes.tiles_of_keys(config.block_N), config, constants, as_tma)
 
 
 def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -44,6 +44,16 @@ class Sizes(NamedTuple):
         """In all heads."""
         return -(-self.seqlen_k // rows) * self.kv_heads * self.batch
 
+    def over_keys(self, call: AttentionCall) -> tuple[int, ...]:
+        """Arguments of a kernel that walks over keys: seqlen_q, seqlen_k, heads, heads_per_kv_head, side_by_side."""
+        together = self.side_by_side(call, self.seqlen_k) * self.group
+        return self.seqlen_q, self.seqlen_k, self.heads, self.group, together
+
+    def over_queries(self, call: AttentionCall) -> tuple[int, ...]:
+        """The same of a kernel that walks over queries, with kv_heads behind heads."""
+        together = self.side_by_side(call, self.seqlen_q * self.group)
+        return self.seqlen_q, self.seqlen_k, self.heads, self.kv_heads, self.group, together
+
     def side_by_side(self, call: AttentionCall, rows: int) -> int:
         """Heads of keys of which tiles run side by side; `rows` of q and do, or of k and v, are read for each."""
         walked = rows * (call.head_dim + call.head_dim_v) * call.dtype.itemsize
