@@ -3,6 +3,7 @@
     python benchmarks/tune_triton.py                       # D64 and D128, causal and full; a few minutes on an H200
     python benchmarks/tune_triton.py --dims 128 --kernels keys --causal
     python benchmarks/tune_triton.py --pointers --warp-specialize     # such candidates as well
+    python benchmarks/tune_triton.py --dtype float32 --seqlen 2048
     python benchmarks/tune_triton.py --show                # what would be measured; needs no GPU
 
 Candidates are compiled in processes of their own first, which fill Triton's cache; one that does not compile, or hangs
@@ -18,7 +19,7 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,17 +32,66 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "keys": {"block_M": (32, 64, 128), "block_N": (64, 128), "num_stages": (2, 3)},
     "queries": {"block_M": (64, 128), "block_N": (32, 64, 128), "num_stages": (2, 3)},
 }
+# In float32 the products are not the tensor cores': small tiles, each value of which is in a register.
+SPACE_FLOAT32: dict[str, dict[str, tuple[int, ...]]] = {
+    "forward": {"block_M": (16, 32, 64), "block_N": (16, 32, 64), "num_stages": (1,)},
+    "keys": {"block_M": (16, 32, 64), "block_N": (16, 32, 64), "num_stages": (1,)},
+    "queries": {"block_M": (16, 32, 64), "block_N": (16, 32, 64), "num_stages": (1,)},
+}
 TOKENS, CHANNELS = 16384, 2048
 COMPILES_WITHIN_S = 120.0
 WORST_ERROR = 0.02  # beside the default's result: a wrong kernel is far beyond it
 
 
-def candidates(kernel: str, arch: str, head_dim: int, pointers: bool, warp_specialize: bool) -> list[Config]:
+class Problem(NamedTuple):
+    """What a kernel is timed on: causal or full attention of so many tokens."""
+
+    kernel: str
+    dtype: torch.dtype
+    head_dim: int
+    causal: bool
+    seqlen: int
+
+    def run(self, config: Config | None) -> Any:
+        """A function without arguments that runs the kernel on tensors of its own and returns what it computes."""
+        from tileattn.kernels.triton.launch import Backward, Forward
+
+        heads, scale = CHANNELS // self.head_dim, self.head_dim**-0.5
+        shape = (max(TOKENS // self.seqlen, 1), self.seqlen, heads, self.head_dim)
+        generator = torch.Generator("cuda").manual_seed(0)
+        q, k, v, do = (torch.randn(shape, device="cuda", dtype=self.dtype, generator=generator) for _ in range(4))
+        key, _ = encode(CAUSAL if self.causal else None, ())
+        call = AttentionCall(self.dtype, *shape[3:] * 2, key, needs_grad=True, arch=device_arch(q.device))
+        with overridden(**({} if config is None else {self.kernel: config})):
+            forward = Forward(call, q.shape, k.shape, scale)
+            wants = (self.kernel == "queries", self.kernel == "keys", self.kernel == "keys", False)
+            backward = Backward(BackwardCall(call, wants), q.shape, k.shape, scale)
+        if self.kernel == "forward":
+            return lambda: forward(q, k, v, None, Operands())[0]
+        o, lse = forward(q, k, v, None, Operands())
+
+        def gradients() -> torch.Tensor:
+            found = backward(do, None, q, k, v, o, lse, None, Operands())
+            return torch.cat([x for x in found[:3] if x is not None])
+
+        return gradients
+
+    def tflops(self, ms: float) -> float:
+        """Of the work that the kernel does, scores computed anew included."""
+        products = {"forward": 2, "keys": 4, "queries": 3}[self.kernel]
+        heads = max(TOKENS // self.seqlen, 1) * (CHANNELS // self.head_dim)
+        scores = heads * self.seqlen**2 * (0.5 if self.causal else 1.0)
+        return 2 * products * scores * self.head_dim / ms * 1e-9
+
+
+def candidates(problem: Problem, arch: str, pointers: bool, warp_specialize: bool) -> list[Config]:
     """What is measured: the default first."""
-    space = SPACE[kernel]
-    copies = (True, False) if pointers else (True,)
-    call = AttentionCall(torch.bfloat16, head_dim, head_dim, arch=arch)
-    found = [default(kernel, call)]
+    exact = problem.dtype == torch.float32
+    space = (SPACE_FLOAT32 if exact else SPACE)[problem.kernel]
+    copies = (False,) if exact else (True, False) if pointers else (True,)
+    key, _ = encode(CAUSAL if problem.causal else None, ())
+    call = AttentionCall(problem.dtype, problem.head_dim, problem.head_dim, key, arch=arch)
+    found = [default(problem.kernel, call, problem.seqlen)]
     special = (False, True) if warp_specialize else (False,)
     for M, N, stages in itertools.product(*space.values()):
         for warps, tma, specialized in itertools.product((4, 8), copies, special):
@@ -50,62 +100,31 @@ def candidates(kernel: str, arch: str, head_dim: int, pointers: bool, warp_speci
     return list(dict.fromkeys(found))
 
 
-def prepared(kernel: str, head_dim: int, causal: bool, seqlen: int, config: Config | None) -> Any:
-    """A function without arguments that runs the kernel on tensors of its own and returns what it computes."""
-    from tileattn.kernels.triton.launch import Backward, Forward
-
-    heads = CHANNELS // head_dim
-    generator = torch.Generator("cuda").manual_seed(0)
-    shape = (max(TOKENS // seqlen, 1), seqlen, heads, head_dim)
-    q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(4))
-    key, _ = encode(CAUSAL if causal else None, ())
-    call = AttentionCall(q.dtype, head_dim, head_dim, key, needs_grad=True, arch=device_arch(q.device))
-    with overridden(**({} if config is None else {kernel: config})):
-        forward = Forward(call, q.shape, k.shape, head_dim**-0.5)
-        wants = (kernel == "queries", kernel == "keys", kernel == "keys", False)
-        backward = Backward(BackwardCall(call, wants), q.shape, k.shape, head_dim**-0.5)
-    if kernel == "forward":
-        return lambda: forward(q, k, v, None, Operands())[0]
-    o, lse = forward(q, k, v, None, Operands())
-
-    def run() -> torch.Tensor:
-        found = backward(do, None, q, k, v, o, lse, None, Operands())
-        return torch.cat([x for x in found[:3] if x is not None])
-
-    return run
-
-
-def compiles(kernel: str, head_dim: int, causal: bool, config: Config) -> str | None:
+def compiles(problem: Problem, config: Config) -> str | None:
     """None, or what went wrong."""
     try:
-        prepared(kernel, head_dim, causal, 1024, config)()
+        problem.run(config)()
         torch.cuda.synchronize()
     except Exception as error:  # Triton's compiler fails in many ways
         return f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"
     return None
 
 
-def measure(kernel: str, head_dim: int, causal: bool, seqlen: int, config: Config) -> tuple[float, float]:
+def measure(problem: Problem, config: Config) -> tuple[float, float]:
     """Milliseconds, and the error beside the default's result."""
     from triton.testing import do_bench
 
-    expected = prepared(kernel, head_dim, causal, seqlen, None)().float()
-    run = prepared(kernel, head_dim, causal, seqlen, config)
+    expected = problem.run(None)().float()
+    run = problem.run(config)
     error = float((run().float() - expected).norm() / expected.norm())
     return do_bench(run, warmup=10, rep=40, return_mode="median"), error
-
-
-def tflops(kernel: str, head_dim: int, causal: bool, seqlen: int, ms: float) -> float:
-    """Of the work that the kernel does, scores computed anew included."""
-    products = {"forward": 2, "keys": 4, "queries": 3}[kernel]
-    scores = max(TOKENS // seqlen, 1) * (CHANNELS // head_dim) * seqlen**2 * (0.5 if causal else 1.0)
-    return 2 * products * scores * head_dim / ms * 1e-9
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dims", default="64,128")
     parser.add_argument("--kernels", default=",".join(SPACE))
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--causal", action="store_true", help="causal only; default: causal and full")
     parser.add_argument("--seqlen", type=int, default=8192)
     parser.add_argument("--pointers", action="store_true", help="without TMA as well")
@@ -114,37 +133,37 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 16))
     args = parser.parse_args()
     arch = "sm_90a" if args.show else device_arch(torch.device("cuda"))
-    for kernel, text in itertools.product(args.kernels.split(","), args.dims.split(",")):
-        tune(kernel, int(text), arch, args)
+    kinds = (True,) if args.causal else (True, False)
+    for kernel, dim, causal in itertools.product(args.kernels.split(","), args.dims.split(","), kinds):
+        tune(Problem(kernel, getattr(torch, args.dtype), int(dim), causal, args.seqlen), arch, args)
 
 
-def tune(kernel: str, head_dim: int, arch: str, args: argparse.Namespace) -> None:
+def tune(problem: Problem, arch: str, args: argparse.Namespace) -> None:
     """Prints the candidates of one kernel, best first."""
-    configs = candidates(kernel, arch, head_dim, args.pointers, args.warp_specialize)
-    print(f"\n{kernel} D{head_dim}: {len(configs)} candidates", flush=True)
+    configs = candidates(problem, arch, args.pointers, args.warp_specialize)
+    kind = "causal" if problem.causal else "full"
+    print(f"\n{problem.kernel} D{problem.head_dim} {kind}: {len(configs)} candidates", flush=True)
     if args.show:
         print(*configs, sep="\n")
         return
-    began, kinds = time.perf_counter(), (True,) if args.causal else (True, False)
+    began = time.perf_counter()
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        jobs = {(c, kind): pool.submit(compiles, kernel, head_dim, kind, c) for c in configs for kind in kinds}
-        failed = {each: job.result(COMPILES_WITHIN_S * len(jobs)) for each, job in jobs.items()}
+        jobs = {config: pool.submit(compiles, problem._replace(seqlen=1024), config) for config in configs}
+        failed = {config: job.result(COMPILES_WITHIN_S * len(jobs)) for config, job in jobs.items()}
     print(f"  compiled in {time.perf_counter() - began:.0f} s", flush=True)
-    for causal in kinds:
-        rows = []
-        for config in configs:
-            if failed[config, causal] is None:
-                ms, error = measure(kernel, head_dim, causal, args.seqlen, config)
-                rows.append((ms if error < WORST_ERROR else float("inf"), error, config))
-            else:
-                print(f"  left out: {config}: {failed[config, causal]}")
-        print(f"  {'causal' if causal else 'full'}, seqlen {args.seqlen} (the default is {configs[0]})")
-        for ms, error, config in sorted(rows)[:8]:
-            rate = tflops(kernel, head_dim, causal, args.seqlen, ms)
-            mark = "*" if config == configs[0] else " "
-            print(f"  {mark} {ms:8.3f} ms  {rate:6.1f} TFLOPS  error {error:.1e}  {config}", flush=True)
-        (ms, _, _), *_ = [row for row in rows if row[2] == configs[0]] or [(float("nan"), 0, 0)]
-        print(f"    {ms:8.3f} ms  the default", flush=True)
+    rows = []
+    for config in configs:
+        if failed[config] is None:
+            ms, error = measure(problem, config)
+            rows.append((ms if error < WORST_ERROR else float("inf"), error, config))
+        else:
+            print(f"  left out: {config}: {failed[config]}")
+    print(f"  {args.dtype}, seqlen {problem.seqlen} (the default is {configs[0]})")
+    for ms, error, config in sorted(rows)[:8]:
+        mark = "*" if config == configs[0] else " "
+        print(f"  {mark} {ms:8.3f} ms  {problem.tflops(ms):6.1f} TFLOPS  error {error:.1e}  {config}", flush=True)
+    own = next((ms for ms, _, config in rows if config == configs[0]), float("nan"))
+    print(f"    {own:8.3f} ms  the default", flush=True)
 
 
 if __name__ == "__main__":

@@ -125,9 +125,15 @@ def test_a_kernel_becomes_hip_source(tmp_path: Path) -> None:
     check(WIDE, defaults.default(WIDE), tmp_path)  # type: ignore[arg-type]
 
 
+# Head dims of which every candidate is lowered.
+WALKED = {"64": NARROW, "128": WIDE, "192/128": make_call(Causal(), dim=192, dim_v=128, arch=ARCH)} | {
+    str(dim): make_call(Causal(), dim=dim, arch=ARCH) for dim in (16, 40, 96, 192, 256)
+}
+
+
 def _valid() -> Iterator[Any]:
     """One configuration for each kernel of the space; the published ones, and what the tuner adds."""
-    for name, call in (("64", NARROW), ("128", WIDE)):
+    for name, call in WALKED.items():
         kernels = {config.kernel_text: config for config in amd_candidates(call)}
         for config in kernels.values():
             swizzled = f"p{config.panel_size}" if config.enable_rasterization else "p0"

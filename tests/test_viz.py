@@ -277,6 +277,13 @@ def test_row_scores_are_of_a_row_that_is_there(qkv: tuple[Tensor, Tensor, Tensor
                 viz.row_scores(q, k, **{"row": 0, name: wrong})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("picture", [viz.attention_weights, lambda q, k, mask: viz.row_scores(q, k, 0, mask=mask)])
+def test_ids_of_another_length_are_refused(picture: Any, qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, _ = qkv
+    with pytest.raises(ValueError, match=rf"ids must have shape .* or \({k.shape[1]},\), got \(1, 3\)"):
+        picture(q, k, mask=Documents(torch.zeros(3, dtype=torch.int64)))
+
+
 def test_a_softmax_of_more_tiles_than_a_picture_shows_is_refused() -> None:
     scores, v = torch.zeros(1025), torch.ones(1025, 1)
     with pytest.raises(
@@ -423,6 +430,7 @@ def test_the_command_knows_which_kernels_visit_nothing(monkeypatch: pytest.Monke
         ("tiles --mask windw3", "'windw3' is no mask; accepted: full, or masks joined with '+': causal, window<L>"),
         ("tiles --arch sm_80 --block-M 64", "it brings its own tiles"),
         ("tiles --arch sm_81", "arch must be one of"),
+        ("tiles --head-dim 64", "it is that of the kernel for --arch, which is not given"),
         ("weights --seqlen 2000", "q must have 1 to 1024 tokens"),
         ("weights --heads 17", "up to 16 heads"),
         ("softmax --seqlen 100000 --block-N 1", "100000 in tiles of block_N=1 are more than 512 tiles"),

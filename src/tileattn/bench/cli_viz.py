@@ -50,7 +50,9 @@ def tiles(
         str | None,
         typer.Option(help="Instead: the tiles of the kernel for sm_80, sm_90a, gfx942, ...", show_default=False),
     ] = None,
-    head_dim: Annotated[int, typer.Option(metavar="N", help="Of that kernel.")] = 128,
+    head_dim: Annotated[
+        int | None, typer.Option(metavar="N", help="Of that kernel. Default 128.", show_default=False)
+    ] = None,
     output: Annotated[Path, _output("tiles.png")] = Path("tiles.png"),
     force: Force = False,
 ) -> None:

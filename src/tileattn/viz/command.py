@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # Where --block-M and --block-N are not given: those of most kernels.
 BLOCK = 128
+# Where --head-dim is not given beside --arch.
+HEAD_DIM = 128
 
 
 def tiles(
@@ -40,7 +42,7 @@ def tiles(
     mask: str | None,
     block: tuple[int | None, int | None],
     arch: str | None,
-    head_dim: int,
+    head_dim: int | None,
     output: Path,
     force: bool,
 ) -> None:
@@ -57,6 +59,9 @@ def tiles(
     given = mask_of(_problem(name, seqlen, seqlen_k or seqlen, heads=1, head_dim=1, seed=0))
     if arch is not None and block != (None, None):
         raise refuse("--arch", "it brings its own tiles; give either it or --block-M and --block-N")
+    if arch is None and head_dim is not None:
+        raise refuse("--head-dim", "it is that of the kernel for --arch, which is not given")
+    head_dim = HEAD_DIM if head_dim is None else head_dim
     with _refused("--arch, --head-dim"):
         default = (
             (BLOCK, BLOCK)

@@ -15,7 +15,7 @@ from torch import Tensor
 from tileattn.reference import RowState
 from tileattn.reference.standard import heads_first, positions, tile_scores
 from tileattn.reference.tiled import masked
-from tileattn.validation import check_arguments
+from tileattn.validation import check_arguments, check_variant
 from tileattn.variant import normalize
 from tileattn.viz.checks import check_element, check_sizes, check_tile_count
 from tileattn.viz.style import (
@@ -117,6 +117,7 @@ def row_scores(
     check_element("b", b, q.shape[0], "batch elements")
     check_element("h", h, q.shape[2], "heads")
     masks, mods = normalize(mask, score_mod, causal)
+    check_variant(masks, mods, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     q_bh, k_bh, _ = heads_first(q.double(), k.double(), k.double())
     rows, keys = slice(row % q.shape[1], row % q.shape[1] + 1), slice(0, k.shape[1])
     scores = tile_scores(q_bh, k_bh, rows, keys, mods, scale)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tileattn.reference import standard_attention
-from tileattn.validation import check_arguments
+from tileattn.validation import check_arguments, check_variant
 from tileattn.variant import normalize
 from tileattn.viz.checks import check_element
 from tileattn.viz.style import LIGHT, SEQUENTIAL, counted, empty_figure, heading, integer_ticks, titled
@@ -49,6 +49,7 @@ def attention_weights(
             raise ValueError(f"{name} must have 1 to {MOST_TOKENS} tokens for a picture, got {tensor.shape[1]}")
     masks, mods = normalize(mask, score_mod, causal)
     batch, seqlen_k, kv_heads, _ = k.shape
+    check_variant(masks, mods, batch, q.shape[2], q.shape[1], seqlen_k)
     # The value of key j is the j-th unit vector: the weighted sum of values is then the weights themselves.
     one_hot = torch.eye(seqlen_k, dtype=torch.float64, device=k.device)[None, :, None]
     o, _ = standard_attention(
