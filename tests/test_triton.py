@@ -151,7 +151,9 @@ def biases(count: int, dtype: torch.dtype = torch.float32) -> tuple[Bias, ...]:
         ({"arch": "sm_80"}, biases(1), (128, 64, 2), (32, 128, 2)),
         ({"arch": "sm_80"}, biases(4), (128, 64, 1), (32, 128, 1)),
         ({"arch": "gfx942"}, biases(6), (128, 64, 1), (16, 128, 1)),
-        ({"dtype": torch.float32}, biases(6), (32, 32, 1), (32, 32, 1)),
+        ({"dtype": torch.float32}, biases(6), (64, 64, 1), (32, 64, 1)),
+        ({"dtype": torch.float32, "head_dim": 128, "head_dim_v": 128}, biases(6), (64, 32, 2), (16, 32, 1)),
+        ({"dtype": torch.float32, "head_dim": 128, "head_dim_v": 128}, biases(16), (64, 32, 1), (16, 32, 1)),
     ],
 )
 def test_tiles_shrink_where_scores_are_read_from_tiles(

@@ -57,10 +57,15 @@ def test_without_dq(arch: str) -> None:
     check(arch, head_dim=32, dq=False)
 
 
-def test_dq_in_float32_hardly_spills() -> None:
-    reports = compiled("sm_90a", [{"head_dim": 128, "dtype": "float32"}])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_float32_is_multiplied_by_the_tensor_cores(arch: str) -> None:
+    reports = compiled(arch, [{"head_dim": 64, "dtype": "float32"}])
     assert [report["kernel"] for report in reports] == [f"{name}_kernel" for name in ("forward", "prepare", *ORDER)]
-    assert all(report["spills"] <= SPILLED_BYTES for report in reports[:-1]), reports
+    forward, prepare, queries, keys = reports
+    instruction = "wgmma" if arch == "sm_90a" else "mma"
+    assert all(report[instruction] > 0 for report in (forward, queries, keys)), reports
+    # The kernel for dk and dv spills more; with the rows prepared in it, the one for dq did, too.
+    assert all(report["spills"] <= SPILLED_BYTES for report in (prepare, queries)), reports
 
 
 def test_a_loop_that_never_turns_does_not_kill_the_assembler() -> None:

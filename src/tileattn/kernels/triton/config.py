@@ -69,7 +69,20 @@ _AMD = {
 }
 # Few steps, which are what takes the interpreter its time.
 _INTERPRETER = Config(64, 64, 4, 1)
-_FLOAT32 = {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)}
+
+# float32 on NVIDIA's GPUs: six products of 16 bits each (plans.py), whose factors take registers. The fastest of those
+# measured on an H200 (benchmarks/results/triton-fp32-tiles-h200-2026-11-22.txt); elsewhere small ones, without wgmma.
+_HOPPER_FLOAT32 = {
+    "forward": {64: Config(64, 64, 4, 1), 128: Config(64, 32, 4, 2), 256: Config(128, 16, 8, 1)},
+    "keys": {64: Config(32, 64, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 16, 4, 1)},
+    "queries": {64: Config(128, 32, 8, 1), 128: Config(64, 16, 4, 1), 256: Config(16, 16, 4, 1)},
+}
+_NVIDIA_FLOAT32 = {
+    "forward": {64: Config(32, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)},
+    "keys": {64: Config(32, 32, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 16, 4, 1)},
+    "queries": {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 4, 1)},
+}
+_AMD_FLOAT32 = {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)}
 
 _overrides: dict[str, Config] = {}
 
@@ -82,7 +95,7 @@ def default(kernel: str, call: AttentionCall, seqlen_k: int = 0) -> Config:
         return _INTERPRETER
     width = max(padded(call.head_dim), padded(call.head_dim_v), 64)
     if call.dtype.itemsize > 2:
-        return _FLOAT32[width]
+        return _float32(kernel, call, width)
     tables = _AMD if call.arch.startswith("gfx") else _HOPPER if call.arch == "sm_90a" else _NVIDIA
     config = tables[kernel][width]
     if kernel == "forward" and tables is _HOPPER and program(call.variant).score is None:
@@ -92,6 +105,14 @@ def default(kernel: str, call: AttentionCall, seqlen_k: int = 0) -> Config:
     if kernel == "keys" and program(call.variant).score is not None:
         config = config._replace(block_M=max(config.block_M // 2, 16))
     return config if call.arch.startswith("gfx") else fitting(kernel, call, config)
+
+
+def _float32(kernel: str, call: AttentionCall, width: int) -> Config:
+    """That of `default`, in float32."""
+    if call.arch.startswith("gfx"):
+        return _AMD_FLOAT32[width]
+    table = _HOPPER_FLOAT32 if call.arch == "sm_90a" else _NVIDIA_FLOAT32
+    return fitting(kernel, call, table[kernel][width])
 
 
 def has_descriptors(arch: str) -> bool:

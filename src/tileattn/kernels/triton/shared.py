@@ -2,7 +2,7 @@
 
 Triton's pipeliner treats such a load like those of K and V: it copies ahead, for which it buffers num_stages - 1 tiles,
 block_M x block_N elements each. What the tables of config.py leave free does not hold several tiles of float32. The
-sizes here were read off what Triton 3.6 allots in 16 bits on Hopper; elsewhere they are estimates, and
+sizes here were read off what Triton 3.6 allots on Hopper; elsewhere they are estimates, and
 tests/test_triton_compile.py sees whether what is compiled fits.
 """
 
@@ -81,5 +81,5 @@ def _other_bytes(kernel: str, call: AttentionCall, config: Config) -> int:
     hopper = call.arch == "sm_90a"
     staying = rows * (d if kernel == "forward" else d + dv)
     buffers = config.num_stages if hopper else config.num_stages - 1  # wgmma reads one while the next is filled
-    exchanged = 6 * 1024 if hopper else 4 * config.block_M * config.block_N + 1024
+    exchanged = (6 if call.dtype.itemsize == 2 else 8) * 1024 if hopper else 4 * config.block_M * config.block_N + 1024
     return call.dtype.itemsize * (staying + buffers * walked * (d + dv)) + exchanged

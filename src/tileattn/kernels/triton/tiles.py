@@ -122,7 +122,7 @@ def add_product(x, y, total, precision: tl.constexpr):
     """total + x @ y, where x is rounded to y's dtype."""
     if precision == "interpreted":
         return tl.dot(x.to(y.dtype).to(tl.float32), y.to(tl.float32), total, input_precision="ieee")
-    elif precision == "ieee":
+    elif precision != "tf32":  # float32
         # One chain of additions over all keys would lose digits that PyTorch's products keep; so each tile has its own.
         return total - tl.dot(-x, y, input_precision=precision)
     else:
