@@ -17,7 +17,7 @@ from hypothesis import given, settings
 import tileattn
 from compositions import Composition, compositions
 from conformance_call import refusal, run
-from interpreted import TRITON_STEP, is_slow_to_interpret
+from interpreted import is_for_triton, is_slow_to_interpret
 from tileattn.dispatch import BACKENDS
 from tileattn.reference import flash_attention_1, flash_attention_2, standard_attention
 from tileattn.testing import (
@@ -48,7 +48,7 @@ def _parameters() -> list[object]:
             found.append(pytest.param(case, name, "cpu", id=f"{case.id}-{name}", marks=marks))
     if torch.cuda.is_available():
         for i, case in enumerate(conformance_cases("full") + packed_cases("full")):
-            others = ["triton"] * (i % TRITON_STEP == 0) + ["mma"] * _plain(case)
+            others = ["triton"] * is_for_triton(i, case) + ["mma"] * _plain(case)
             for name in names if case.smoke else ["tilelang", *others]:
                 found.append(pytest.param(case, name, "cuda", id=f"{case.id}-{name}-cuda", marks=pytest.mark.gpu))
     return found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from conformance_call import refusal, run
-from interpreted import TRITON_STEP, is_slow_to_interpret
+from interpreted import is_for_triton, is_slow_to_interpret
 from tileattn.dispatch import BACKENDS
 from tileattn.testing import (
     Arguments,
@@ -50,7 +50,7 @@ def _parameters() -> list[object]:
             found.append(pytest.param(case, name, "cpu", id=f"{case.id}-{name}", marks=marks))
     if torch.cuda.is_available():
         for i, case in enumerate(conformance_cases("full") + packed_cases("full")):
-            for name in names if case.smoke else ["tilelang"] if i % TRITON_STEP else ["tilelang", "triton"]:
+            for name in names if case.smoke else ["tilelang", "triton"] if is_for_triton(i, case) else ["tilelang"]:
                 found.append(pytest.param(case, name, "cuda", id=f"{case.id}-{name}-cuda", marks=pytest.mark.gpu))
     return found
 
