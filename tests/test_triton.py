@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -269,6 +269,59 @@ def test_in_small_tiles(mask: Any, mods: tuple[Any, ...], scale: float | None) -
 
     with config.overridden(**SMALL):
         check("small tiles", run, q, k, v, mask, mods, scale)
+
+
+@pytest.fixture
+def emulated_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Products of float32 as on NVIDIA's GPUs, in Triton's interpreter, which does not know them; on a GPU they are."""
+    if DEVICE == "cpu":
+        from triton.runtime import interpreter
+
+        from tileattn.kernels.triton import plans
+
+        real = interpreter.InterpreterBuilder.create_dot
+
+        def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: int) -> Any:
+            if a.dtype.primitive_bitwidth != 32:
+                return real(self, a, b, d, precision, imprecise)
+            products = itertools.product(enumerate(bfloat16_parts(a.data)), enumerate(bfloat16_parts(b.data)))
+            found = [(i + j, x @ y) for (i, x), (j, y) in products if i + j < 3]
+            total = sum(each for _, each in sorted(found, key=lambda each: -each[0]))
+            return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
+
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        options = interpreter.InterpreterOptions(allowed_dot_input_precisions=("bf16x6", "ieee"))
+        monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+        monkeypatch.setattr(plans, "_precision", lambda call: "bf16x6")
+        plans.make_plan.cache_clear()
+    yield
+    if DEVICE == "cpu":
+        plans.make_plan.cache_clear()
+
+
+def bfloat16_parts(x: Any) -> list[Any]:
+    """Three of bfloat16 whose sum a number of float32 is; what is smaller than any normal one becomes 0."""
+    rest, found = torch.from_numpy(x.copy()), []
+    for _ in range(3):
+        part = rest.bfloat16().float()
+        part = torch.where(part.abs() < 2.0**-126, 0.0, part)
+        rest = rest - part
+        found.append(part.numpy())
+    return found
+
+
+@pytest.mark.parametrize("distance", [1.0, 60.0, 75.0, 80.0])
+def test_gradients_of_far_keys_in_float32(distance: float, emulated_parts: None) -> None:
+    """All probabilities of a key are e^-distance and less: exact in all digits as well."""
+    far = torch.zeros(1, 1, 1, 45, device=DEVICE)
+    far[..., 3:7] = -distance
+    bias = Bias(far.expand(1, 2, 45, 45))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return tileattn.attention(q, k, v, score_mod=bias, return_lse=True, backend="triton")
+
+    q, k, v = (tensor(1, 45, 2, 16, dtype=torch.float32, seed=seed) for seed in range(3))
+    check("far", run, q, k, v, None, (bias,))
 
 
 def test_tanh_of_small_numbers_in_float32() -> None:

@@ -30,6 +30,11 @@ from .tiles import (
     visible,
 )
 
+# Probabilities of float32 are 2^16 times as large on their way to dk and dv. A factor is the sum of three of bfloat16
+# there, of which the third is 2^16 times smaller: it would be no number where a key is so far away that all of its
+# probabilities are next to the smallest of float32, 2^-126.
+LIFT, DROP = tl.constexpr(2.0**16), tl.constexpr(2.0**-16)
+
 
 @triton.jit(do_not_specialize=["seqlen_q", "heads"])
 def prepare_kernel(
@@ -124,6 +129,9 @@ def keys_kernel(
             dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, full_start, full_end, queries, facts, plan, False)
         if plan.behind:
             dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, full_end, end, queries, facts, plan, True)
+    if plan.precision == "bf16x6":
+        dk_sum *= DROP
+        dv_sum *= DROP
     store_tile(dk, dk_sum * scale, seqlen_k, kv_heads, b, h_kv, first, plan.block_N, plan.head_dim, plan.padded)
     store_tile(dv, dv_sum, seqlen_k, kv_heads, b, h_kv, first, plan.block_N, plan.head_dim_v, plan.padded_v)
 
@@ -154,6 +162,8 @@ def from_queries(dk, dv, tiles, start, end, queries, facts, plan: tl.constexpr, 
             seen = seen & visible(plan, b, h, positions, at, seqlen_k, tensors, numbers)
             s = tl.where(seen, s, -float("inf"))
         p = tl.exp2(s * unit - load_rows(lse2, bh, seqlen_q, first, plan.block_M, float("inf"))[None, :])
+        if plan.precision == "bf16x6":
+            p *= LIFT
         do_tile = load_tile(
             do, do_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim_v, plan.padded_v, plan.tma, masked
         )
@@ -161,7 +171,10 @@ def from_queries(dk, dv, tiles, start, end, queries, facts, plan: tl.constexpr, 
         dp = product(v_tile, do_tile.T, plan.precision)
         ds = p * (dp - load_rows(delta, bh, seqlen_q, first, plan.block_M, 0.0)[None, :])
         if plan.score is not None:
-            hand_over(ds, raw * scale, seen, row, at, facts, plan)
+            dropped = ds
+            if plan.precision == "bf16x6":
+                dropped = ds * DROP
+            hand_over(dropped, raw * scale, seen, row, at, facts, plan)
             ds = ds * plan.slope(raw * scale, b, h, positions, at, tensors, numbers)
             if masked:
                 ds = tl.where(seen, ds, 0.0)  # as it was, but a slope may be infinite
