@@ -47,8 +47,9 @@ def test_a_suite_is_shown_from_a_file_of_its_own(suite: str) -> None:
     assert measured.device == "cuda"
     if suite.startswith("triton"):
         assert set(measured.implementation.values()) == {"triton"}
-        masks, directions = {"full": "-full", "causal": ""}, {"fwd": "", "bwd": "-bwd"}
-        names = {f"triton{masks[row.variant]}{directions[row.direction]}-d{row.head_dim}" for row in measured.rows}
+        words = {"fp16": "", "fp32": "-fp32", "full": "-full", "causal": "", "fwd": "", "bwd": "-bwd"}
+        kinds = {(row.dtype, row.variant, row.direction, row.head_dim) for row in measured.rows}
+        names = {f"triton{words[dtype]}{words[mask]}{words[way]}-d{dim}" for dtype, mask, way, dim in kinds}
         assert names == {suite}
         return
     shown, _, direction = suite.partition("-")
