@@ -61,8 +61,8 @@ _SLOW_HOST = (
     "before had 0.073"
 )
 _LIFTED = (
-    "Since then the kernel for dk and dv keeps probabilities 2^16 times as large, which costs it one multiplication of "
-    "each; it was not measured again."
+    "Since then probabilities are 2^24 times as large in these kernels, which takes five instructions for each; they "
+    "were not measured again."
 )
 REMARKS = {
     "triton-fp32-bwd-d64-h200-2026-11-22.json": _LIFTED,

@@ -26,12 +26,13 @@ UNUSED = re.compile(r"^#include <tl_templates/hip/(gemm|debug)\.h>$", re.MULTILI
 
 @dataclass(frozen=True)
 class Usage:
-    """What a kernel takes of a compute unit: registers per thread, bytes that a thread keeps in memory."""
+    """Of a compute unit: registers of a thread, bytes of memory set apart for it, registers that are spilled."""
 
     vgprs: int
     agprs: int
     scratch: int
     spilled: int
+    scalars_spilled: int
 
 
 def compile_hip(source: str, folder: Path) -> Usage:
@@ -58,7 +59,13 @@ def compile_hip(source: str, folder: Path) -> Usage:
         assert found is not None, (name, result.stderr)
         return int(found[1])
 
-    return Usage(number("VGPRs"), number("AGPRs"), number("ScratchSize [bytes/lane]"), number("VGPRs Spill"))
+    return Usage(
+        number("VGPRs"),
+        number("AGPRs"),
+        number("ScratchSize [bytes/lane]"),
+        number("VGPRs Spill"),
+        number("SGPRs Spill"),
+    )
 
 
 def _device_libraries(folder: Path) -> Path:

@@ -29,6 +29,7 @@ from tileattn.testing import (
     oracle_attention,
     oracle_gradients,
 )
+from tileattn.tuner import state
 from tileattn.variant import encode, normalize, program
 
 pytest.importorskip("triton")
@@ -272,14 +273,14 @@ def test_in_small_tiles(mask: Any, mods: tuple[Any, ...], scale: float | None) -
 
 
 @pytest.fixture
-def emulated_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Products of float32 as on NVIDIA's GPUs, in Triton's interpreter, which does not know them; on a GPU they are."""
+def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """float32 as NVIDIA's GPUs have it, in Triton's interpreter: products of parts, exp2 without subnormal results."""
     if DEVICE == "cpu":
         from triton.runtime import interpreter
 
         from tileattn.kernels.triton import plans
 
-        real = interpreter.InterpreterBuilder.create_dot
+        builder, real = interpreter.InterpreterBuilder, interpreter.InterpreterBuilder.create_dot
 
         def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: int) -> Any:
             if a.dtype.primitive_bitwidth != 32:
@@ -289,30 +290,44 @@ def emulated_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             total = sum(each for _, each in sorted(found, key=lambda each: -each[0]))
             return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
 
-        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        def create_exp2(self: Any, x: Any) -> Any:
+            return interpreter.TensorHandle(flushed(torch.exp2(torch.from_numpy(x.data))).numpy(), x.dtype.scalar)
+
+        monkeypatch.setattr(builder, "create_dot", create_dot)
+        monkeypatch.setattr(builder, "create_exp2", create_exp2)
         options = interpreter.InterpreterOptions(allowed_dot_input_precisions=("bf16x6", "ieee"))
         monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
         monkeypatch.setattr(plans, "_precision", lambda call: "bf16x6")
-        plans.make_plan.cache_clear()
+        forget(plans)
     yield
     if DEVICE == "cpu":
-        plans.make_plan.cache_clear()
+        forget(plans)
+
+
+def forget(plans: Any) -> None:
+    """What holds a plan."""
+    plans.make_plan.cache_clear()
+    state.forget_prepared()
+
+
+def flushed(x: Tensor) -> Tensor:
+    """Subnormal numbers become 0."""
+    return torch.where(x.abs() < torch.finfo(x.dtype).tiny, 0.0, x)
 
 
 def bfloat16_parts(x: Any) -> list[Any]:
-    """Three of bfloat16 whose sum a number of float32 is; what is smaller than any normal one becomes 0."""
+    """Three of bfloat16, the sum of which is a number of float32."""
     rest, found = torch.from_numpy(x.copy()), []
     for _ in range(3):
-        part = rest.bfloat16().float()
-        part = torch.where(part.abs() < 2.0**-126, 0.0, part)
+        part = flushed(rest.bfloat16().float())
         rest = rest - part
         found.append(part.numpy())
     return found
 
 
-@pytest.mark.parametrize("distance", [1.0, 60.0, 75.0, 80.0])
-def test_gradients_of_far_keys_in_float32(distance: float, emulated_parts: None) -> None:
-    """All probabilities of a key are e^-distance and less: exact in all digits as well."""
+@pytest.mark.parametrize("distance", [1.0, 60.0, 75.0, 80.0, 84.0, 86.0])
+def test_gradients_of_far_keys_in_float32(distance: float, like_a_gpu: None) -> None:
+    """All probabilities of a key are e^-distance and less: dk and dv have all of their digits as well."""
     far = torch.zeros(1, 1, 1, 45, device=DEVICE)
     far[..., 3:7] = -distance
     bias = Bias(far.expand(1, 2, 45, 45))
@@ -322,6 +337,33 @@ def test_gradients_of_far_keys_in_float32(distance: float, emulated_parts: None)
 
     q, k, v = (tensor(1, 45, 2, 16, dtype=torch.float32, seed=seed) for seed in range(3))
     check("far", run, q, k, v, None, (bias,))
+
+
+@pytest.mark.parametrize("logit", [1.0, 75.0, 82.0])
+def test_gradients_beside_a_large_sink_in_float32(logit: float, like_a_gpu: None) -> None:
+    """All probabilities of a query are e^-logit and less: so has dq."""
+    q, k, v = (tensor(1, 45, 2, 16, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(3))
+    do, sink = tensor(1, 45, 2, 16, dtype=torch.float32, seed=5), torch.full((2,), logit, device=DEVICE)
+    leaves, rest = {"dq": q, "dk": k, "dv": v}, (None, (), sink, None)
+    exact = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
+    expected, sizes = oracle_gradients(exact, do, None, *exact.values(), *rest)
+    eager = eager_gradients(leaves, do, None, *leaves.values(), *rest)
+    got = tileattn.attention(q, k, v, sink=sink, return_lse=True, backend="triton")
+    assert_gradients_accurate("sink", gradients(got, leaves, do, None), expected, eager, sizes, q.dtype)
+
+
+def test_gradient_of_a_bias_in_float32(like_a_gpu: None) -> None:
+    """With a derivative behind it, a gradient of lse, and query heads that share keys."""
+    inputs = [tensor(1, 44, heads, 16, dtype=torch.float32, seed=heads + i) for i, heads in enumerate((4, 2, 2))]
+    inputs.append(tensor(1, 4, 44, 44, dtype=torch.float32, seed=9))
+    found = []
+    for name, dtype in (("triton", torch.float32), ("torch", torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        mods = (Bias(leaves[3]), SoftCap(3.0))
+        o, lse = tileattn.attention(*leaves[:3], mask=Causal(), score_mod=mods, return_lse=True, backend=name)
+        found.append(torch.autograd.grad(o.square().sum() + 0.3 * lse.sum(), leaves))
+    for got, expected in zip(*found):
+        torch.testing.assert_close(got, expected.float(), rtol=1e-5, atol=1e-5)
 
 
 def test_tanh_of_small_numbers_in_float32() -> None:

@@ -30,10 +30,8 @@ from .tiles import (
     visible,
 )
 
-# Probabilities of float32 are 2^16 times as large on their way to dk and dv. A factor is the sum of three of bfloat16
-# there, of which the third is 2^16 times smaller: it would be no number where a key is so far away that all of its
-# probabilities are next to the smallest of float32, 2^-126.
-LIFT, DROP = tl.constexpr(2.0**16), tl.constexpr(2.0**-16)
+# Bits by which probabilities are larger while float32's gradients are summed, and the factors there and back.
+LIFT_BITS, LIFT, DROP = tl.constexpr(24.0), tl.constexpr(2.0**24), tl.constexpr(2.0**-24)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "heads"])
@@ -67,6 +65,31 @@ def prepare(
     store_rows(lse2, values, bh, seqlen_q, first, rows)
     store_rows(delta, total, bh, seqlen_q, first, rows)
     return values, total
+
+
+@triton.jit
+def probabilities(exponent, precision: tl.constexpr):
+    """2^exponent; in float32 LIFT times that.
+
+    All probabilities of a key may be next to float32's smallest numbers: of one far away, under ALiBi. A GPU's exp2 has
+    nothing below 2^-126, and the least of the three parts of a factor (plans.py) is 2^-24 of it. What is added to an
+    exponent near 0 would cost it digits, so larger probabilities are multiplied.
+    """
+    if precision == "bf16x6" or precision == "ieee":
+        small = exponent < -32.0
+        p = tl.exp2(tl.where(small, exponent + LIFT_BITS, exponent))
+        return tl.where(small, p, p * LIFT)
+    else:
+        return tl.exp2(exponent)
+
+
+@triton.jit
+def dropped(x, precision: tl.constexpr):
+    """What has been summed, or computed, from :func:`probabilities`, in its own size."""
+    if precision == "bf16x6" or precision == "ieee":
+        return x * DROP
+    else:
+        return x
 
 
 @triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads", "kv_heads", "side_by_side"])
@@ -129,9 +152,7 @@ def keys_kernel(
             dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, full_start, full_end, queries, facts, plan, False)
         if plan.behind:
             dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, full_end, end, queries, facts, plan, True)
-    if plan.precision == "bf16x6":
-        dk_sum *= DROP
-        dv_sum *= DROP
+    dk_sum, dv_sum = dropped(dk_sum, plan.precision), dropped(dv_sum, plan.precision)
     store_tile(dk, dk_sum * scale, seqlen_k, kv_heads, b, h_kv, first, plan.block_N, plan.head_dim, plan.padded)
     store_tile(dv, dv_sum, seqlen_k, kv_heads, b, h_kv, first, plan.block_N, plan.head_dim_v, plan.padded_v)
 
@@ -161,9 +182,9 @@ def from_queries(dk, dv, tiles, start, end, queries, facts, plan: tl.constexpr, 
         if masked:
             seen = seen & visible(plan, b, h, positions, at, seqlen_k, tensors, numbers)
             s = tl.where(seen, s, -float("inf"))
-        p = tl.exp2(s * unit - load_rows(lse2, bh, seqlen_q, first, plan.block_M, float("inf"))[None, :])
-        if plan.precision == "bf16x6":
-            p *= LIFT
+        p = probabilities(
+            s * unit - load_rows(lse2, bh, seqlen_q, first, plan.block_M, float("inf"))[None, :], plan.precision
+        )
         do_tile = load_tile(
             do, do_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim_v, plan.padded_v, plan.tma, masked
         )
@@ -171,10 +192,7 @@ def from_queries(dk, dv, tiles, start, end, queries, facts, plan: tl.constexpr, 
         dp = product(v_tile, do_tile.T, plan.precision)
         ds = p * (dp - load_rows(delta, bh, seqlen_q, first, plan.block_M, 0.0)[None, :])
         if plan.score is not None:
-            dropped = ds
-            if plan.precision == "bf16x6":
-                dropped = ds * DROP
-            hand_over(dropped, raw * scale, seen, row, at, facts, plan)
+            hand_over(dropped(ds, plan.precision), raw * scale, seen, row, at, facts, plan)
             ds = ds * plan.slope(raw * scale, b, h, positions, at, tensors, numbers)
             if masked:
                 ds = tl.where(seen, ds, 0.0)  # as it was, but a slope may be infinite
@@ -267,6 +285,7 @@ def queries_kernel(
         dq_sum = from_keys(dq_sum, of_rows, full_start, full_end, keys, plan, False)
     if plan.behind:
         dq_sum = from_keys(dq_sum, of_rows, full_end, end, keys, plan, True)
+    dq_sum = dropped(dq_sum, plan.precision)
     store_tile(dq, dq_sum * scale, seqlen_q, heads, b, h, first, plan.block_M, plan.head_dim, plan.padded)
 
 
@@ -295,7 +314,7 @@ def from_keys(dq, of_rows, start, end, keys, plan: tl.constexpr, masked: tl.cons
         if masked:
             seen = visible(plan, b, h, positions, at, seqlen_k, tensors, numbers)
             s = tl.where(seen, s, -float("inf"))
-        p = tl.exp2(s * unit - lse2)
+        p = probabilities(s * unit - lse2, plan.precision)
         ds = p * (dp - delta)
         if plan.score is not None:
             ds = ds * plan.slope(raw * scale, b, h, positions, at, tensors, numbers)

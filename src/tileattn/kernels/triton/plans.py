@@ -63,8 +63,8 @@ def _precision(call: AttentionCall) -> str:
     """What is multiplied: 16 bits as they are ("tf32" says nothing about them), or float32.
 
     "bf16x6" writes each number of float32 as the sum of three of bfloat16, which has all its bits, and leaves out the
-    three smallest of the nine products. The tensor cores sum the others, with less error than eager PyTorch's, and in a
-    third to a ninth of the time that products of float32 take (docs/design.md).
+    three smallest of the nine products. The tensor cores sum the others, with less error over a tensor than eager
+    PyTorch's, two to five times as fast as the best tiles with products of float32 (docs/design.md).
     """
     if call.dtype == torch.bfloat16 and interpreted():
         return "interpreted"

@@ -73,7 +73,10 @@ def _symbols(load: object) -> set[object]:
 
 
 def _other_bytes(kernel: str, call: AttentionCall, config: Config) -> int:
-    """At most what the kernel takes without these: its operands' tiles, and what registers are exchanged through."""
+    """At most what the kernel takes without these: its operands' tiles, and what registers are exchanged through.
+
+    Less than that in float32 with one stage; there nothing is copied ahead, and :func:`fitting` asks no more.
+    """
     rows, walked = config.block_M, config.block_N
     if kernel == "keys":
         rows, walked = walked, rows
