@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,8 @@ import tileattn
 from tileattn import ALiBi, Bias, Causal, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap
 from tileattn.call import AttentionCall, BackwardCall
 from tileattn.dispatch import BACKENDS, select
-from tileattn.kernels.triton import backend, config
+from tileattn.kernels.triton import backend, config, order
+from tileattn.kernels.triton.order import Programs, Sizes
 from tileattn.nn import NaiveAttention, TritonFlashAttention, get_attention
 from tileattn.testing import (
     assert_forward_accurate,
@@ -485,22 +487,22 @@ def test_a_launch_is_worked_out_once() -> None:
             return lambda *arguments, **options: log.append(("compiled", grid, arguments, options)) or Compiled()
 
     def work_out(*arguments: Any) -> Launch:
-        return Launch(Kernel(), programs, config.Config(0, 0, 4, 2), ("last",), {})
+        return Launch(Kernel(), grid, config.Config(0, 0, 4, 2), ("last",), {})
 
     class Elsewhere(Tensor):
         def get_device(self) -> int:
             return 1
 
     log: list[Any] = []
-    programs = 5
+    grid = (5, 2, 1)
     launch = LaunchCache()
     x, y, wide = torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(3, 5)
     for numbers in ((1, 0.5), (-(2**31), 0.75)):
         launch(work_out, x, None, numbers=numbers)
         launch(work_out, y, None, numbers=numbers)
     assert [entry[0] for entry in log] == ["compiled", "again", "again", "again"]
-    assert log[0][1:] == ((5,), (x, None, (1, 0.5), "last"), {"num_warps": 4, "num_stages": 2})
-    assert log[3][1] == (5, 1, 1)
+    assert log[0][1:] == (grid, (x, None, (1, 0.5), "last"), {"num_warps": 4, "num_stages": 2})
+    assert log[3][1] == grid
     assert log[3][2][0] is y
     assert log[3][2][1:] == (None, (-(2**31), 0.75), "last")
 
@@ -517,7 +519,7 @@ def test_a_launch_is_worked_out_once() -> None:
     assert len(launch._known) <= MOST
 
     log.clear()
-    programs = 0
+    grid = (5, 0, 1)
     LaunchCache()(work_out, x)
     assert not log
 
@@ -547,41 +549,94 @@ def test_a_launch_is_repeated() -> None:
 )
 def test_heads_side_by_side(rows: int, batch: int, kv_heads: int, expected: int) -> None:
     """As many as read 16 MiB, of what there is: 512 bytes a row here."""
-    from tileattn.kernels.triton.order import Sizes
-
     call = AttentionCall(torch.float16, 128, 128, arch="sm_90a")
     sizes = Sizes.of(torch.Size((batch, 7, 2 * kv_heads, 128)), torch.Size((batch, 9, kv_heads, 128)))
     assert sizes.group == 2
     assert sizes.side_by_side(call, rows) == expected
-    assert (sizes.tiles_of_queries(4), sizes.tiles_of_keys(4)) == (4 * kv_heads * batch, 3 * kv_heads * batch)
 
 
-def test_the_order_of_tiles() -> None:
+def test_the_grid_of_each_kernel() -> None:
+    call = AttentionCall(torch.float16, 128, 128, arch="sm_90a")
+    sizes = Sizes.of(torch.Size((2, 16384, 6, 128)), torch.Size((2, 8192, 3, 128)))
+    assert sizes.over_keys(call, 64) == ((8, 256, 2), 12, 1)  # 4 MiB of keys and values for 2 heads each
+    assert sizes.over_queries(call, 64) == ((1, 128, 6), 6, 1)  # 16 MiB of q and do
+    assert sizes.of_queries(64) == ((12, 256, 1), 12, 1)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "heads", "side_by_side", "grid"),
+    [
+        (5, 7, 7, (7, 5, 1)),
+        (5, 7, 4, (4, 5, 2)),
+        (5, 9, 4, (4, 5, 3)),
+        (65535, 2, 1, (1, 65535, 2)),
+        (65536, 2, 1, (1, 32768, 4)),
+        (200000, 3, 2, (2, 50000, 8)),
+        (1, 10**6, 2, (16, 1, 62500)),
+        (0, 3, 1, (1, 0, 3)),
+        (3, 0, 1, (1, 3, 0)),
+    ],
+)
+def test_a_grid_has_every_tile_within_its_bounds(
+    tiles: int, heads: int, side_by_side: int, grid: tuple[int, int, int]
+) -> None:
+    found = Programs.of(tiles, heads, side_by_side)
+    assert found.grid == grid
+    assert max(grid[1:]) <= order.MOST
+    assert grid[1] * found.folds >= tiles
+    assert grid[0] * grid[2] // found.folds >= heads
+
+
+@pytest.mark.parametrize("from_last", [False, True])
+@pytest.mark.parametrize("most", [65535, 2])
+@pytest.mark.parametrize(("heads", "side_by_side"), [*itertools.product((1, 3, 4, 7), (1, 2, 4))])
+def test_the_order_of_tiles(
+    heads: int, side_by_side: int, most: int, from_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each tile of each head once; several heads at a time, and of these all first tiles, or all last ones, first."""
     from tileattn.kernels.triton.expressions import load
 
-    kernel = load(KERNEL_OF_ORDER, "test_order")["kernel"]
-    for heads, side_by_side, from_last in itertools.product((1, 3, 4), (1, 2, 4), (False, True)):
-        found = torch.zeros(3 * heads, 2, dtype=torch.int32, device=DEVICE)
-        kernel[(3 * heads,)](found, 20, side_by_side, from_last)
-        groups = [range(first, min(first + side_by_side, heads)) for first in range(0, heads, side_by_side)]
-        tiles = (16, 8, 0) if from_last else (0, 8, 16)
-        assert found.tolist() == [[tile, head] for group in groups for tile in tiles for head in group]
+    monkeypatch.setattr(order, "MOST", most)
+    programs = Programs.of(3, heads, side_by_side)
+    found = torch.full((math.prod(programs.grid), 2), -1, dtype=torch.int32, device=DEVICE)
+    load(KERNEL_OF_ORDER, "test_order")["kernel"][programs.grid](found, 20, programs.folds, from_last)
+    together = programs.grid[0]
+    groups = [range(first, min(first + together, heads)) for first in range(0, heads, together)]
+    tiles = (16, 8, 0) if from_last else (0, 8, 16)
+    each = [[first, head] for first, head in found.tolist() if 0 <= first < 20 and head < heads]
+    assert each == [[tile, head] for group in groups for tile in tiles for head in group]
 
 
 KERNEL_OF_ORDER = """import triton
 import triton.language as tl
 from tileattn.kernels.triton.tiles import last_tile_and_head, tile_and_head
 
-@triton.jit(do_not_specialize=["seqlen", "side_by_side"])
-def kernel(found, seqlen, side_by_side, from_last: tl.constexpr):
+@triton.jit(do_not_specialize=["seqlen"])
+def kernel(found, seqlen, folds, from_last: tl.constexpr):
     if from_last:
-        first, head = last_tile_and_head(seqlen, 8, side_by_side)
+        first, head = last_tile_and_head(seqlen, 8, folds)
     else:
-        first, head = tile_and_head(seqlen, 8, side_by_side)
-    tl.store(found + tl.program_id(0) * 2, first)
-    tl.store(found + tl.program_id(0) * 2 + 1, head)
+        first, head = tile_and_head(8, folds)
+    number = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(found + number * 2, first)
+    tl.store(found + number * 2 + 1, head)
 """
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_programs_without_a_tile_or_a_head_do_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tiles than the grid's second dimension has, and heads that fill no group; slopes are summed atomically."""
+    monkeypatch.setattr(order, "MOST", 4)
+    monkeypatch.setattr(order, "L2_BYTES", 1)
+    slopes = torch.tensor([0.5, 0.25, 0.125])
+    results = []
+    for name in ("triton", "torch"):
+        leaves = [tensor(1, 330, 3, 16, seed=seed).to(dtype).requires_grad_() for seed in range(3)]
+        own = slopes.to(DEVICE).requires_grad_()
+        o = tileattn.attention(*leaves, causal=True, score_mod=ALiBi(own), backend=name)
+        results.append((o, *torch.autograd.grad(o.float().square().sum(), (*leaves, own))))
+    for got, expected in zip(*results):
+        torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
 
 
 def test_long_causal_calls_have_the_tiles_of_full_ones() -> None:

@@ -34,13 +34,15 @@ from .tiles import (
 LIFT_BITS, LIFT, DROP = tl.constexpr(24.0), tl.constexpr(2.0**24), tl.constexpr(2.0**-24)
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "heads"])
+@triton.jit(do_not_specialize=["seqlen_q", "heads", "all_heads"])
 def prepare_kernel(
-    o, do, lse, dlse, lse2, delta, seqlen_q, heads, o_strides, do_strides,
+    o, do, lse, dlse, lse2, delta, seqlen_q, heads, all_heads, folds, o_strides, do_strides,
     rows: tl.constexpr, head_dim_v: tl.constexpr, padded_v: tl.constexpr,
 ):  # fmt: skip
     """Writes lse2 and delta; one program for each tile of queries of each head."""
-    first, bh = tile_and_head(seqlen_q, rows, 1)
+    first, bh = tile_and_head(rows, folds)
+    if first >= seqlen_q or bh >= all_heads:
+        return
     b, h = bh // heads, bh % heads
     do_tile = load_tile(do, do_strides, b, h, first, seqlen_q, rows, head_dim_v, padded_v, False, True)
     prepared = o, o_strides, lse, dlse, lse2, delta
@@ -92,7 +94,7 @@ def dropped(x, precision: tl.constexpr):
         return x
 
 
-@triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads", "kv_heads", "side_by_side"])
+@triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads", "kv_heads", "all_heads"])
 def keys_kernel(
     q,
     k,
@@ -111,7 +113,8 @@ def keys_kernel(
     heads,
     kv_heads,
     heads_per_kv_head,
-    side_by_side,
+    all_heads,
+    folds,
     q_strides,
     k_strides,
     v_strides,
@@ -122,7 +125,9 @@ def keys_kernel(
 
     It adds up over the query heads that share the keys. parts: the workspaces of gradients.py.
     """
-    first, bh_kv = tile_and_head(seqlen_k, plan.block_N, side_by_side)
+    first, bh_kv = tile_and_head(plan.block_N, folds)
+    if first >= seqlen_k or bh_kv >= all_heads:
+        return
     b, h_kv = bh_kv // kv_heads, bh_kv % kv_heads
     k_tile = load_tile(k, k_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim, plan.padded, False, True)
     v_tile = load_tile(
@@ -219,7 +224,7 @@ def hand_over(ds, score, seen, row, at, facts, plan: tl.constexpr):
             tl.atomic_add(parts[index] + place, total, mask=within, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads", "side_by_side"])
+@triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads", "all_heads"])
 def queries_kernel(
     q,
     k,
@@ -238,7 +243,8 @@ def queries_kernel(
     seqlen_k,
     heads,
     heads_per_kv_head,
-    side_by_side,
+    all_heads,
+    folds,
     q_strides,
     k_strides,
     v_strides,
@@ -250,7 +256,9 @@ def queries_kernel(
 
     lse2 and delta are read where o is None; otherwise they are written, from o, lse and dlse, which may be None.
     """
-    first, bh = last_tile_and_head(seqlen_q, plan.block_M, side_by_side)
+    first, bh = last_tile_and_head(seqlen_q, plan.block_M, folds)
+    if first < 0 or bh >= all_heads:
+        return
     b, h = bh // heads, bh % heads
     h_kv = h // heads_per_kv_head
     offset = seqlen_k - seqlen_q

@@ -17,7 +17,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads", "side_by_side"])
+@triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads", "all_heads"])
 def forward_kernel(
     q,
     k,
@@ -32,7 +32,8 @@ def forward_kernel(
     seqlen_k,
     heads,
     heads_per_kv_head,
-    side_by_side,
+    all_heads,
+    folds,
     q_strides,
     k_strides,
     v_strides,
@@ -44,7 +45,9 @@ def forward_kernel(
     is not 0, q and o where ``plan.tma_q`` is not. o, lse and sink are contiguous; tensors and numbers are the variant's
     operands (expressions.py).
     """
-    first, bh = last_tile_and_head(seqlen_q, plan.block_M, side_by_side)
+    first, bh = last_tile_and_head(seqlen_q, plan.block_M, folds)
+    if first < 0 or bh >= all_heads:
+        return
     b, h = bh // heads, bh % heads
     h_kv = h // heads_per_kv_head
     offset = seqlen_k - seqlen_q

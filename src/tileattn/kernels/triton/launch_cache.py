@@ -23,14 +23,14 @@ class Launch(NamedTuple):
 
     Attributes:
         kernel: a function of ``triton.jit``.
-        programs: size of the grid.
+        grid: how many programs there are, in three dimensions.
         config: how the kernel is compiled.
         constants: its last arguments.
         described: which of its first arguments come as descriptors.
     """
 
     kernel: Any
-    programs: int
+    grid: tuple[int, int, int]
     config: Config
     constants: tuple[Any, ...]
     described: Mapping[int, Described]
@@ -56,7 +56,7 @@ class LaunchCache:
             if len(self._known) >= MOST:
                 self._known.clear()
             known = self._known[key] = _Known(work_out(*arguments))
-        if known.launch.programs:
+        if all(known.launch.grid):
             known(list(arguments) if numbers is None else [*arguments, numbers])
 
 
@@ -68,14 +68,14 @@ class _Known:
         self.compiled: Any = None
 
     def __call__(self, arguments: list[Any]) -> None:
-        kernel, programs, config, constants, described = self.launch
+        kernel, grid, config, constants, described = self.launch
         for place, facts in described.items():
             arguments[place] = facts.of(arguments[place])
         if self.compiled is not None:
-            self.compiled[programs, 1, 1](*arguments, *constants)
+            self.compiled[grid](*arguments, *constants)
             return
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        compiled = kernel[(programs,)](*arguments, *constants, **options)  # None in the interpreter
+        compiled = kernel[grid](*arguments, *constants, **options)  # None in the interpreter
         # Inside triton.AsyncCompileMode, of Triton 3.7, it is a future.
         self.compiled = compiled.result() if hasattr(compiled, "result") else compiled
 

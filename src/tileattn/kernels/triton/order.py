@@ -1,9 +1,10 @@
-"""How many programs a kernel has, and how many heads they work on at a time (``tile_and_head`` in tiles.py).
+"""A kernel's grid: in which order tiles of which heads are worked on (``tile_and_head`` in tiles.py).
 
 With all tiles of a head behind one another the last heads' long tiles ended alone. Side by side, and with one kernel
 less, a backward pass of 4096 causal tokens took 4 to 10 % less time on an H200, one of 1024 6 to 15 %. A forward pass
 of 1024 tokens took 4 to 8 % less, longer ones as long as before. With twice or four times as many bytes long sequences
-took longer (benchmarks/results/triton-order-h200-2026-11-22.txt).
+took longer (benchmarks/results/triton-order-h200-2026-11-22.txt). The grid has three dimensions so that a program finds
+its tile without a division, of which three took 2 % of a forward pass of 1024 tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,34 @@ import torch
 
 from ...call import AttentionCall
 
-L2_BYTES = 16 * 2**20  # of what these heads read again and again, unless one reads more; an H200 has 50 MiB
+L2_BYTES = 16 * 2**20  # of what heads side by side read again and again, unless one reads more; an H200 has 50 MiB
+MOST = 65535  # programs along the second dimension of a grid, and along the third
+
+
+class Programs(NamedTuple):
+    """Which programs a kernel has.
+
+    Attributes:
+        grid: heads side by side; tiles of each; groups of such heads. Of the last ones some have no head, or no tile.
+        all_heads: of all batch elements.
+        folds: in how many parts the tiles of a group are, where there are more than the second dimension may have.
+    """
+
+    grid: tuple[int, int, int]
+    all_heads: int
+    folds: int
+
+    @classmethod
+    def of(cls, tiles: int, all_heads: int, side_by_side: int) -> Programs:
+        """The grid for so many tiles of each head."""
+        folds = max(-(-tiles // MOST), 1)
+        together = max(side_by_side, -(-all_heads // (MOST // folds)))
+        return cls((together, -(-tiles // folds), -(-all_heads // together) * folds), all_heads, folds)
+
+    @property
+    def where(self) -> tuple[int, int]:
+        """Arguments of the kernel."""
+        return self.all_heads, self.folds
 
 
 class Sizes(NamedTuple):
@@ -36,23 +64,19 @@ class Sizes(NamedTuple):
         """Heads of queries for each of keys."""
         return self.heads // self.kv_heads
 
-    def tiles_of_queries(self, rows: int) -> int:
-        """In all heads."""
-        return -(-self.seqlen_q // rows) * self.heads * self.batch
-
-    def tiles_of_keys(self, rows: int) -> int:
-        """In all heads."""
-        return -(-self.seqlen_k // rows) * self.kv_heads * self.batch
-
-    def over_keys(self, call: AttentionCall) -> tuple[int, ...]:
-        """Arguments of a kernel that walks over keys: seqlen_q, seqlen_k, heads, heads_per_kv_head, side_by_side."""
+    def over_keys(self, call: AttentionCall, rows: int) -> Programs:
+        """For a kernel with tiles of so many queries that walks over keys."""
         together = self.side_by_side(call, self.seqlen_k) * self.group
-        return self.seqlen_q, self.seqlen_k, self.heads, self.group, together
+        return Programs.of(-(-self.seqlen_q // rows), self.batch * self.heads, together)
 
-    def over_queries(self, call: AttentionCall) -> tuple[int, ...]:
-        """The same of a kernel that walks over queries, with kv_heads behind heads."""
+    def over_queries(self, call: AttentionCall, rows: int) -> Programs:
+        """For a kernel with tiles of so many keys that walks over queries."""
         together = self.side_by_side(call, self.seqlen_q * self.group)
-        return self.seqlen_q, self.seqlen_k, self.heads, self.kv_heads, self.group, together
+        return Programs.of(-(-self.seqlen_k // rows), self.batch * self.kv_heads, together)
+
+    def of_queries(self, rows: int) -> Programs:
+        """For a kernel with tiles of so many queries that reads nothing else."""
+        return Programs.of(-(-self.seqlen_q // rows), self.batch * self.heads, max(self.batch * self.heads, 1))
 
     def side_by_side(self, call: AttentionCall, rows: int) -> int:
         """Heads of keys of which tiles run side by side; `rows` of q and do, or of k and v, are read for each."""

@@ -14,24 +14,22 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_and_head(seqlen, rows: tl.constexpr, side_by_side):
-    """The first row of this program's tile, and its head.
+def tile_and_head(rows: tl.constexpr, folds):
+    """The first row of this program's tile, and its head; both may be beyond the last. The grid is that of order.py.
 
-    Programs start in the order of their numbers. These go through `side_by_side` heads at a time, whose keys or queries
-    the L2 cache holds, and there through the first tiles of all heads, then the second ones, and so on. So tiles that
-    take longest, as some do under a causal mask, are begun together, and short ones fill the gaps at the end.
+    Programs start in the order of their numbers, those of the first dimension first: the first tiles of all heads that
+    are side by side, then the second ones, and so on; then the next heads. So tiles that take longest, as some do under
+    a causal mask, are begun together, and short ones fill the gaps at the end.
     """
-    tiles = tl.cdiv(seqlen, rows)
-    before = tl.program_id(0) // (tiles * side_by_side) * side_by_side  # heads
-    heads = tl.minimum(side_by_side, tl.num_programs(0) // tiles - before)
-    place = tl.program_id(0) - before * tiles
-    return place // heads * rows, before + place % heads
+    tile = tl.program_id(2) % folds * tl.num_programs(1) + tl.program_id(1)
+    head = tl.program_id(2) // folds * tl.num_programs(0) + tl.program_id(0)
+    return tile * rows, head
 
 
 @triton.jit
-def last_tile_and_head(seqlen, rows: tl.constexpr, side_by_side):
-    """The same from the last tiles on: of queries these are the longest under a causal mask."""
-    first, head = tile_and_head(seqlen, rows, side_by_side)
+def last_tile_and_head(seqlen, rows: tl.constexpr, folds):
+    """The same from the last tiles on, which of queries are the longest; beyond the first, a row is negative."""
+    first, head = tile_and_head(rows, folds)
     return (tl.cdiv(seqlen, rows) - 1) * rows - first, head
 
 
