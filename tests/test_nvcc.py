@@ -67,6 +67,7 @@ def as_tilelang_does(code: str, folder: Path) -> bytes:
 def test_the_machine_code_is_the_same(of: object, tmp_path: Path) -> None:
     code = of()  # type: ignore[operator]
     assert nvcc.with_own_products(code) != code
+    assert (nvcc.with_own_draw(code) != code) is ("forward_kernel" in code)
     expected = sections(as_tilelang_does(code, tmp_path))
     assert any(name.startswith(".text.") and len(text) > 10_000 for name, text in expected.items())
     assert sections(nvcc.cubin(code, ARCH)) == expected
@@ -91,6 +92,15 @@ def test_what_is_not_understood_stays() -> None:
     known = forward_source(False)
     unknown = known + "// tl::wgmma_sp<1>\n"
     assert nvcc.with_own_products(unknown) == unknown
+
+
+def test_other_atomic_operations_keep_their_header() -> None:
+    draws = forward_source(False)
+    assert nvcc.ATOMICS in draws
+    assert nvcc.ATOMICS not in nvcc.with_own_draw(draws)
+    for other in ("AtomicAddx2(x, y)", "AtomicAddRet((&(tickets[0])), 2)", "cuda::atomic_ref<int> x"):
+        assert nvcc.with_own_draw(draws + other) == draws + other
+    assert nvcc.with_own_draw(KERNEL) == KERNEL
 
 
 @needs_nvcc
