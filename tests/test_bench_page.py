@@ -67,6 +67,15 @@ def test_no_file_is_newer_than_the_one_that_is_shown() -> None:
         assert newest == (date_of(named) if named else None), f"{suite}: name the newer file in make_page.SOURCES"
 
 
+def test_every_remark_is_on_the_page() -> None:
+    text = make_page.PAGE.read_text()
+    assert make_page.REMARKS
+    for name, remark in make_page.REMARKS.items():
+        assert name in make_page.SOURCES.values(), f"the remark about {name} is about a file that is not shown"
+        section = text.split(f"[`{name}`]")[1].split("\n## ")[0]
+        assert remark in section, name
+
+
 def date_of(name: str) -> str:
     found = re.search(r"\d{4}-\d\d-\d\d", name)
     assert found is not None, f"{name} has no date"

@@ -4,7 +4,8 @@ With all tiles of a head behind one another the last heads' long tiles ended alo
 less, a backward pass of 4096 causal tokens took 4 to 10 % less time on an H200, one of 1024 6 to 15 %. A forward pass
 of 1024 tokens took 4 to 8 % less, longer ones as long as before. With twice or four times as many bytes long sequences
 took longer (benchmarks/results/triton-order-h200-2026-11-22.txt). The grid has three dimensions so that a program finds
-its tile without a division, of which three took 2 % of a forward pass of 1024 tokens.
+its tile without divisions: up to 2 % of a forward pass of 1024 tokens, 4 % of a backward pass
+(benchmarks/results/triton-grid-h200-2026-11-23.txt).
 """
 
 from __future__ import annotations
