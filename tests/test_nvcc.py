@@ -98,9 +98,15 @@ def test_other_atomic_operations_keep_their_header() -> None:
     draws = forward_source(False)
     assert nvcc.ATOMICS in draws
     assert nvcc.ATOMICS not in nvcc.with_own_draw(draws)
-    for other in ("AtomicAddx2(x, y)", "AtomicAddRet((&(tickets[0])), 2)", "cuda::atomic_ref<int> x"):
+    for other in (
+        "AtomicAddx2(x, y)",
+        "AtomicAddRet((&(tickets[0])), 2)",
+        "cuda::atomic_ref<int> x",
+        "cuda_cast<half>(x)",
+    ):
         assert nvcc.with_own_draw(draws + other) == draws + other
-    assert nvcc.with_own_draw(KERNEL) == KERNEL
+    for none in (KERNEL, nvcc.ATOMICS + KERNEL):
+        assert nvcc.with_own_draw(none) == none
 
 
 @needs_nvcc

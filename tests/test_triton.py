@@ -545,10 +545,18 @@ def test_a_launch_is_repeated() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "batch", "kv_heads", "expected"),
-    [(1024, 4, 16, 32), (16384, 4, 16, 2), (10**6, 4, 16, 1), (1024, 1, 3, 3), (0, 2, 2, 4), (5, 0, 3, 1)],
+    [
+        (1024, 4, 16, 32),
+        (16384, 4, 16, 2),
+        (10**6, 4, 16, 1),
+        (1024, 1, 3, 3),
+        (0, 2, 2, 4),
+        (5, 0, 3, 1),
+        (2048, 1, 17, 9),
+    ],
 )
 def test_heads_side_by_side(rows: int, batch: int, kv_heads: int, expected: int) -> None:
-    """As many as read 16 MiB, of what there is: 512 bytes a row here."""
+    """As many as read 16 MiB, of what there is, or fewer, as many in each group: 512 bytes a row here."""
     call = AttentionCall(torch.float16, 128, 128, arch="sm_90a")
     sizes = Sizes.of(torch.Size((batch, 7, 2 * kv_heads, 128)), torch.Size((batch, 9, kv_heads, 128)))
     assert sizes.group == 2
@@ -558,7 +566,7 @@ def test_heads_side_by_side(rows: int, batch: int, kv_heads: int, expected: int)
 def test_the_grid_of_each_kernel() -> None:
     call = AttentionCall(torch.float16, 128, 128, arch="sm_90a")
     sizes = Sizes.of(torch.Size((2, 16384, 6, 128)), torch.Size((2, 8192, 3, 128)))
-    assert sizes.over_keys(call, 64) == ((8, 256, 2), 12, 1)  # 4 MiB of keys and values for 2 heads each
+    assert sizes.over_keys(call, 64) == ((6, 256, 2), 12, 1)  # 3 times 4 MiB, for 2 heads each
     assert sizes.over_queries(call, 64) == ((1, 128, 6), 6, 1)  # 16 MiB of q and do
     assert sizes.of_queries(64) == ((12, 256, 1), 12, 1)
 
@@ -573,6 +581,8 @@ def test_the_grid_of_each_kernel() -> None:
         (65536, 2, 1, (1, 32768, 4)),
         (200000, 3, 2, (2, 50000, 8)),
         (1, 10**6, 2, (16, 1, 62500)),
+        (65536, 40000, 1, (2, 32768, 40000)),
+        (65536, 70000, 1, (3, 32768, 46668)),
         (0, 3, 1, (1, 0, 3)),
         (3, 0, 1, (1, 3, 0)),
     ],
@@ -582,9 +592,10 @@ def test_a_grid_has_every_tile_within_its_bounds(
 ) -> None:
     found = Programs.of(tiles, heads, side_by_side)
     assert found.grid == grid
-    assert max(grid[1:]) <= order.MOST
-    assert grid[1] * found.folds >= tiles
-    assert grid[0] * grid[2] // found.folds >= heads
+    together, of_fold, rest = found.grid
+    assert max(of_fold, rest) <= order.MOST
+    assert of_fold * found.folds >= tiles
+    assert together * rest // found.folds >= heads
 
 
 @pytest.mark.parametrize("from_last", [False, True])
@@ -625,13 +636,13 @@ def kernel(found, seqlen, folds, from_last: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_programs_without_a_tile_or_a_head_do_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More tiles than the grid's second dimension has, and heads that fill no group; slopes are summed atomically."""
+    """5 tiles of 64 in 2 folds of 3, and of 6 heads 4 side by side; slopes are summed atomically."""
     monkeypatch.setattr(order, "MOST", 4)
-    monkeypatch.setattr(order, "L2_BYTES", 1)
+    monkeypatch.setattr(Sizes, "side_by_side", lambda *_: 4)
     slopes = torch.tensor([0.5, 0.25, 0.125])
     results = []
     for name in ("triton", "torch"):
-        leaves = [tensor(1, 330, 3, 16, seed=seed).to(dtype).requires_grad_() for seed in range(3)]
+        leaves = [tensor(2, 300, 3, 16, seed=seed).to(dtype).requires_grad_() for seed in range(3)]
         own = slopes.to(DEVICE).requires_grad_()
         o = tileattn.attention(*leaves, causal=True, score_mod=ALiBi(own), backend=name)
         results.append((o, *torch.autograd.grad(o.float().square().sum(), (*leaves, own))))

@@ -6,8 +6,8 @@ it is (tests/test_nvcc.py) and takes 1 second less:
 - C++17 instead of C++20, in which the same headers draw in more of the C++ library;
 - wgmma: TileLang's header defines each shape and type of it that there is, on top of two headers of CUTLASS. The kernel
   uses two or three of them, which are defined here instead (``wgmma.mma_async`` of the PTX ISA);
-- atomic operations: TileLang's header draws in those of CUDA's C++ library; a forward
-  kernel has one, which counts tiles;
+- atomic operations: TileLang's header draws in those of CUDA's C++ library; a forward kernel has one, which counts
+  tiles;
 - line numbers: they point into a file that is gone, and made up three quarters of what is kept on disk.
 """
 
@@ -113,9 +113,10 @@ def with_own_products(code: str) -> str:
 def with_own_draw(code: str) -> str:
     """The source with a definition of the drawing of tickets instead of TileLang's of all atomic operations.
 
-    One that has others keeps those.
+    One that has others, or none, keeps those, and so does one that uses `cuda_cast`, which comes with them.
     """
-    if ATOMICS not in code or code.lower().count("atomic") != 1 + code.count(DRAW):
+    draws = code.count(DRAW)
+    if ATOMICS not in code or draws == 0 or code.lower().count("atomic") != 1 + draws or "cuda_cast" in code:
         return code
     return code.replace(ATOMICS, OWN_DRAW)
 

@@ -50,8 +50,8 @@ class Forward:
         if plan.tma_q:
             as_tma |= {0: described(q, config.block_M, plan), 3: described(o, config.block_M, plan)}
         programs = sizes.over_keys(self.call, config.block_M)
-        of_heads = sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.group
-        constants = (self.scale, *of_heads, *programs.where, *strides(q, k, v), plan)
+        of_call = sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.group
+        constants = (self.scale, *of_call, *programs.arguments, *strides(q, k, v), plan)
         return Launch(forward_kernel, programs.grid, config, constants, as_tma)
 
 
@@ -116,15 +116,15 @@ class Backward:
         plan = make_plan(self.forward, config, "queries", tma)
         as_tma = {1: described(k, config.block_N, plan), 2: described(v, config.block_N, plan)} if plan.tma else {}
         programs = sizes.over_keys(self.forward, config.block_M)
-        of_heads = sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.group
+        of_call = sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.group
         of_inputs = strides(q, k, v, do, do if o is None else o)
-        constants = (self.scale, *of_heads, *programs.where, *of_inputs, plan)
+        constants = (self.scale, *of_call, *programs.arguments, *of_inputs, plan)
         return Launch(queries_kernel, programs.grid, config, constants, as_tma)
 
     def _work_out_prepare(self, o: Tensor, do: Tensor, *_: Any) -> Launch:
         sizes, dv = self.sizes, self.forward.head_dim_v
         programs = sizes.of_queries(PREPARED_ROWS)
-        constants = sizes.seqlen_q, sizes.heads, *programs.where, *strides(o, do), PREPARED_ROWS, dv, padded(dv)
+        constants = sizes.seqlen_q, sizes.heads, *programs.arguments, *strides(o, do), PREPARED_ROWS, dv, padded(dv)
         return Launch(prepare_kernel, programs.grid, Config(0, 0, 4, 1), constants, {})
 
     def _work_out_keys(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, *_: Any) -> Launch:
@@ -134,8 +134,8 @@ class Backward:
         plan = make_plan(self.forward, config, "keys", tma, self.call.needs[4:])
         as_tma = {0: described(q, config.block_M, plan), 3: described(do, config.block_M, plan)} if plan.tma else {}
         programs = sizes.over_queries(self.forward, config.block_N)
-        of_heads = sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.kv_heads, sizes.group
-        constants = (self.scale, *of_heads, *programs.where, *strides(q, k, v, do), plan)
+        of_call = sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.kv_heads, sizes.group
+        constants = (self.scale, *of_call, *programs.arguments, *strides(q, k, v, do), plan)
         return Launch(keys_kernel, programs.grid, config, constants, as_tma)
 
 

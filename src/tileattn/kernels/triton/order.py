@@ -4,8 +4,8 @@ With all tiles of a head behind one another the last heads' long tiles ended alo
 less, a backward pass of 4096 causal tokens took 4 to 10 % less time on an H200, one of 1024 6 to 15 %. A forward pass
 of 1024 tokens took 4 to 8 % less, longer ones as long as before. With twice or four times as many bytes long sequences
 took longer (benchmarks/results/triton-order-h200-2026-11-22.txt). The grid has three dimensions so that a program finds
-its tile without divisions: up to 2 % of a forward pass of 1024 tokens, 4 % of a backward pass
-(benchmarks/results/triton-grid-h200-2026-11-23.txt).
+its tile without divisions: a backward pass takes up to 4 % less, a forward pass as long as before, or 2 % less (1024
+tokens, head dim 64; benchmarks/results/triton-grid-h200-2026-11-23.txt).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Programs(NamedTuple):
         return cls((together, -(-tiles // folds), -(-all_heads // together) * folds), all_heads, folds)
 
     @property
-    def where(self) -> tuple[int, int]:
-        """Arguments of the kernel."""
+    def arguments(self) -> tuple[int, int]:
+        """all_heads and folds, as kernels take them."""
         return self.all_heads, self.folds
 
 
@@ -80,6 +80,11 @@ class Sizes(NamedTuple):
         return Programs.of(-(-self.seqlen_q // rows), self.batch * self.heads, max(self.batch * self.heads, 1))
 
     def side_by_side(self, call: AttentionCall, rows: int) -> int:
-        """Heads of keys of which tiles run side by side; `rows` of q and do, or of k and v, are read for each."""
+        """Heads of keys of which tiles run side by side; `rows` of q and do, or of k and v, are read for each.
+
+        As many in each group as may be: 17 heads, of which 16 fit, are 9 and 8, and one program in 18 has none.
+        """
         walked = rows * (call.head_dim + call.head_dim_v) * call.dtype.itemsize
-        return max(min(L2_BYTES // max(walked, 1), self.batch * self.kv_heads), 1)
+        kv_heads = max(self.batch * self.kv_heads, 1)
+        groups = -(-kv_heads // max(L2_BYTES // max(walked, 1), 1))
+        return -(-kv_heads // groups)
