@@ -190,7 +190,8 @@ def page(sources: Mapping[str, Source]) -> str:
     for key, section in sections.items():
         if key in sources:
             parts.append(section(sources[key]))
-            parts += [f"{remark}\n"] if (remark := REMARKS.get(sources[key].name)) else []
+            if remark := REMARKS.get(sources[key].name):
+                parts.append(f"{remark}\n")
     if absent := [f"`{key}`" for key in SOURCES if key not in sources and key not in OPTIONAL]:
         parts.append(f"## Not measured yet\n\nThe suites {' and '.join(absent)}.\n")
     return "\n".join(parts)

@@ -566,9 +566,11 @@ def test_heads_side_by_side(rows: int, batch: int, kv_heads: int, expected: int)
 def test_the_grid_of_each_kernel() -> None:
     call = AttentionCall(torch.float16, 128, 128, arch="sm_90a")
     sizes = Sizes.of(torch.Size((2, 16384, 6, 128)), torch.Size((2, 8192, 3, 128)))
-    assert sizes.over_keys(call, 64) == ((6, 256, 2), 12, 1)  # 3 times 4 MiB, for 2 heads each
-    assert sizes.over_queries(call, 64) == ((1, 128, 6), 6, 1)  # 16 MiB of q and do
-    assert sizes.of_queries(64) == ((12, 256, 1), 12, 1)
+    seqlens = 16384, 8192
+    assert sizes.over_keys(call, 64) == ((6, 256, 2), 12, 1, (*seqlens, 6, 2))  # 3 times 4 MiB, for 2 heads each
+    assert sizes.over_queries(call, 64) == ((1, 128, 6), 6, 1, (*seqlens, 6, 3, 2))  # 16 MiB of q and do
+    assert sizes.of_queries(64) == ((12, 256, 1), 12, 1, (16384, 6))
+    assert sizes.of_queries(64).arguments == (16384, 6, 12, 1)
 
 
 @pytest.mark.parametrize(

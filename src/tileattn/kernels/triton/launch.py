@@ -44,14 +44,13 @@ class Forward:
         return o, lse
 
     def _work_out(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *_: Any) -> Launch:
-        config, sizes = self.config, self.sizes
+        config = self.config
         plan = make_plan(self.call, config, "forward", dimensions(q, k, v) if config.tma else 0)
         as_tma = {1: described(k, config.block_N, plan), 2: described(v, config.block_N, plan)} if plan.tma else {}
         if plan.tma_q:
             as_tma |= {0: described(q, config.block_M, plan), 3: described(o, config.block_M, plan)}
-        programs = sizes.over_keys(self.call, config.block_M)
-        of_call = sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.group
-        constants = (self.scale, *of_call, *programs.arguments, *strides(q, k, v), plan)
+        programs = self.sizes.over_keys(self.call, config.block_M)
+        constants = (self.scale, *programs.arguments, *strides(q, k, v), plan)
         return Launch(forward_kernel, programs.grid, config, constants, as_tma)
 
 
@@ -111,31 +110,29 @@ class Backward:
         )
 
     def _work_out_queries(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor | None, *_: Any) -> Launch:
-        config, sizes = self.config["queries"], self.sizes
+        config = self.config["queries"]
         tma = dimensions(k, v) if config.tma and self.call.aligned else 0
         plan = make_plan(self.forward, config, "queries", tma)
         as_tma = {1: described(k, config.block_N, plan), 2: described(v, config.block_N, plan)} if plan.tma else {}
-        programs = sizes.over_keys(self.forward, config.block_M)
-        of_call = sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.group
+        programs = self.sizes.over_keys(self.forward, config.block_M)
         of_inputs = strides(q, k, v, do, do if o is None else o)
-        constants = (self.scale, *of_call, *programs.arguments, *of_inputs, plan)
+        constants = (self.scale, *programs.arguments, *of_inputs, plan)
         return Launch(queries_kernel, programs.grid, config, constants, as_tma)
 
     def _work_out_prepare(self, o: Tensor, do: Tensor, *_: Any) -> Launch:
-        sizes, dv = self.sizes, self.forward.head_dim_v
-        programs = sizes.of_queries(PREPARED_ROWS)
-        constants = sizes.seqlen_q, sizes.heads, *programs.arguments, *strides(o, do), PREPARED_ROWS, dv, padded(dv)
+        dv = self.forward.head_dim_v
+        programs = self.sizes.of_queries(PREPARED_ROWS)
+        constants = *programs.arguments, *strides(o, do), PREPARED_ROWS, dv, padded(dv)
         return Launch(prepare_kernel, programs.grid, Config(0, 0, 4, 1), constants, {})
 
     def _work_out_keys(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, *_: Any) -> Launch:
-        config, sizes = self.config["keys"], self.sizes
+        config = self.config["keys"]
         # Always of four dimensions: with three this kernel, which has no register to spare, spills.
         tma = 4 if config.tma and self.call.aligned and dimensions(q, do) else 0
         plan = make_plan(self.forward, config, "keys", tma, self.call.needs[4:])
         as_tma = {0: described(q, config.block_M, plan), 3: described(do, config.block_M, plan)} if plan.tma else {}
-        programs = sizes.over_queries(self.forward, config.block_N)
-        of_call = sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sizes.kv_heads, sizes.group
-        constants = (self.scale, *of_call, *programs.arguments, *strides(q, k, v, do), plan)
+        programs = self.sizes.over_queries(self.forward, config.block_N)
+        constants = (self.scale, *programs.arguments, *strides(q, k, v, do), plan)
         return Launch(keys_kernel, programs.grid, config, constants, as_tma)
 
 

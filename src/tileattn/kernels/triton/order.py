@@ -27,23 +27,25 @@ class Programs(NamedTuple):
         grid: heads side by side; tiles of each; groups of such heads. Of the last ones some have no head, or no tile.
         all_heads: of all batch elements.
         folds: in how many parts the tiles of a group are, where there are more than the second dimension may have.
+        sizes: of the call, as the kernel takes them.
     """
 
     grid: tuple[int, int, int]
     all_heads: int
     folds: int
+    sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, tiles: int, all_heads: int, side_by_side: int) -> Programs:
+    def of(cls, tiles: int, all_heads: int, side_by_side: int, *sizes: int) -> Programs:
         """The grid for so many tiles of each head."""
         folds = max(-(-tiles // MOST), 1)
         together = max(side_by_side, -(-all_heads // (MOST // folds)))
-        return cls((together, -(-tiles // folds), -(-all_heads // together) * folds), all_heads, folds)
+        return cls((together, -(-tiles // folds), -(-all_heads // together) * folds), all_heads, folds, sizes)
 
     @property
-    def arguments(self) -> tuple[int, int]:
-        """all_heads and folds, as kernels take them."""
-        return self.all_heads, self.folds
+    def arguments(self) -> tuple[int, ...]:
+        """The kernel's: sizes, all_heads, folds."""
+        return *self.sizes, self.all_heads, self.folds
 
 
 class Sizes(NamedTuple):
@@ -68,16 +70,19 @@ class Sizes(NamedTuple):
     def over_keys(self, call: AttentionCall, rows: int) -> Programs:
         """For a kernel with tiles of so many queries that walks over keys."""
         together = self.side_by_side(call, self.seqlen_k) * self.group
-        return Programs.of(-(-self.seqlen_q // rows), self.batch * self.heads, together)
+        sizes = self.seqlen_q, self.seqlen_k, self.heads, self.group
+        return Programs.of(-(-self.seqlen_q // rows), self.batch * self.heads, together, *sizes)
 
     def over_queries(self, call: AttentionCall, rows: int) -> Programs:
         """For a kernel with tiles of so many keys that walks over queries."""
         together = self.side_by_side(call, self.seqlen_q * self.group)
-        return Programs.of(-(-self.seqlen_k // rows), self.batch * self.kv_heads, together)
+        sizes = self.seqlen_q, self.seqlen_k, self.heads, self.kv_heads, self.group
+        return Programs.of(-(-self.seqlen_k // rows), self.batch * self.kv_heads, together, *sizes)
 
     def of_queries(self, rows: int) -> Programs:
         """For a kernel with tiles of so many queries that reads nothing else."""
-        return Programs.of(-(-self.seqlen_q // rows), self.batch * self.heads, max(self.batch * self.heads, 1))
+        all_heads = self.batch * self.heads
+        return Programs.of(-(-self.seqlen_q // rows), all_heads, max(all_heads, 1), self.seqlen_q, self.heads)
 
     def side_by_side(self, call: AttentionCall, rows: int) -> int:
         """Heads of keys of which tiles run side by side; `rows` of q and do, or of k and v, are read for each.
