@@ -65,7 +65,7 @@ MUTANTS: list[Mutant] = [
             "or: not where both": ("self.x.allows(b, h, q, k) | self", "self.x.allows(b, h, q, k) ^ self"),
             "or: keys of both alone": ("_hull(*(mask.kv_range(", "_intersection(*(mask.kv_range("),
             "or: queries of both alone": ("_hull(*(mask.q_range(", "_intersection(*(mask.q_range("),
-            "or: joins an empty range": (" & (x_lo < x_hi) & (y_lo < y_hi)", ""),
+            "or: joins ranges that are apart": ("(maximum(x_lo, y_lo) <= minimum(x_hi, y_hi)) & ", ""),
             "or: joins ranges one apart": (
                 "maximum(x_lo, y_lo) <= minimum(x_hi, y_hi)",
                 "maximum(x_lo, y_lo) <= minimum(x_hi, y_hi) + 1",
