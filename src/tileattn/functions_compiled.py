@@ -82,16 +82,16 @@ class _Tracing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        name = f"{func.__name__}"  # a string; Dynamo takes func.__name__ itself for something unknown
         if name in ("as_tensor", "asarray") and isinstance(args[0], (bool, int, float)):
             return args[0]  # a number will do, and does not lie on a device
         if name == "__get__" or not self._is_symbol([*args, *kwargs.values()]):
             return func(*args, **kwargs)
         if name == "as_tensor":
             return args[0]
-        return self.stand_in(self._compute(func, name, args, kwargs))
+        return self.stand_in(self._compute(name, args, kwargs))
 
-    def _compute(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def _compute(self, name: str, args: Any, kwargs: Any) -> Any:
         if name in ("__getitem__", "getitem"):
             tensor, index = args
             if self._expression(tensor) is not None:
@@ -100,12 +100,20 @@ class _Tracing(TorchFunctionMode):
             return self._tensor(tensor)[tuple([self.value(i) for i in index])]
         values = [self.value(arg) for arg in args]
         options = {key: self.value(arg) for key, arg in kwargs.items()}
-        name = name.removesuffix("_") if not name.startswith("__") else name
+        if name.endswith("_") and not name.startswith("_"):
+            name = name[:-1]  # in place of a symbol, which is nobody else's
         if name in _OPERATORS:
             return _OPERATORS[name](*values, **options)
         if hasattr(Expr, name):
             return getattr(Expr, name)(*values, **options)
-        return Expr.__torch_function__(func, (), tuple(values), options)
+        return Expr.__torch_function__(_Named(name), (), tuple(values), options)
+
+
+class _Named:
+    """A function of torch, of which no more is asked than its name."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
 
 
 def _number(value: Any) -> Any:
