@@ -110,15 +110,15 @@ def test_dense(on: tuple[str, str], variant: Variant, sizes: tuple[int, int, int
 def test_packed(on: tuple[str, str], variant: str, lengths: tuple[tuple[int, ...], tuple[int, ...], int]) -> None:
     (backend, device), (lengths_q, lengths_k, behind) = on, lengths
     totals = [sum(each) + behind for each in (lengths_q, lengths_k)]
-    q, k, v = _qkv(*((n, h, HEAD_DIM) for n, h in zip((*totals, totals[1]), (HEADS, KV_HEADS, KV_HEADS))), device=device)
+    q, k, v = _qkv(
+        *((n, h, HEAD_DIM) for n, h in zip((*totals, totals[1]), (HEADS, KV_HEADS, KV_HEADS))), device=device
+    )
     ends = [[0, *torch.tensor(each, dtype=torch.int32).cumsum(0).tolist()] for each in (lengths_q, lengths_k)]
     cu_seqlens = [torch.tensor(each, dtype=torch.int32, device=device) for each in ends]
     longest = [max(each, default=0) for each in (lengths_q, lengths_k)]
     options = VARIANTS[variant](len(lengths_q), *longest, device)
     with poisoned_memory():
-        outputs = tileattn.varlen_attention(
-            q, k, v, *cu_seqlens, *longest, return_lse=True, backend=backend, **options
-        )
+        outputs = tileattn.varlen_attention(q, k, v, *cu_seqlens, *longest, return_lse=True, backend=backend, **options)
         _check(outputs, _leaves(options, q, k, v), torch.tensor(-torch.inf, device=device))
 
 
