@@ -12,6 +12,7 @@ import tileattn
 from tileattn import Causal, Mask, SlidingWindow
 from tileattn.compat.flash_attn import flash_attn_func
 from tileattn.kernels.torch import fused
+from tileattn.kernels.torch.mask import Variant
 from tileattn.testing import (
     assert_accurate,
     assert_forward_accurate,
@@ -106,11 +107,14 @@ def test_gradients(scale: float, dtype: torch.dtype, mask: Mask | None, with_dls
     assert_gradients_accurate("backward", found, oracle, eager, sizes, dtype)
 
 
-def test_the_fused_operator_runs_causal_calls_of_positive_scales_only() -> None:
-    """Where its result is right it is the fastest: other scales take a mask of floats, which is added after them."""
-    q, k, v = qkv(torch.float32)
-    wrong = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(x.transpose(1, 2).repeat_interleave(HEADS // x.shape[2], 1) for x in (q, k, v)), 0.0, True, scale=0.0
-    )[0]
-    assert wrong.isnan().any(), "PyTorch is right by now: fused.in_one_call need not look at the scale"
-    assert fused.SMALLEST_SCALE > 0
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_fused_operator_runs_no_causal_call_that_it_gets_wrong(scale: float) -> None:
+    """With a mask of floats, which it adds to scaled scores, it is right."""
+    q, k, v = (x.transpose(1, 2) for x in qkv(torch.float32))
+    o, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+    variant = Variant(Causal(), (), slice(0, 2), HEADS, SEQLEN, SEQLEN, torch.float32, q.device)
+    assert fused.in_one_call(variant, 0.25)
+    if o.isnan().any():
+        assert not fused.in_one_call(variant, scale)
+    else:
+        assert scale > 0
