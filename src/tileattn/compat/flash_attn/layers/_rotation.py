@@ -18,7 +18,8 @@ class Rotation(torch.autograd.Function):
     """Rotates parts of x; the gradient is rotated the other way.
 
     In place, x is not marked as written to: autograd would refuse a leaf that requires a gradient, and flash-attn's
-    functions take one.
+    functions take one. They take one of several views of a tensor as well, such as q of ``q, k, v = qkv.unbind(2)``,
+    after which autograd would refuse the others; so a view is written to without autograd's notice.
     """
 
     @staticmethod
@@ -36,7 +37,8 @@ class Rotation(torch.autograd.Function):
         ctx.places, ctx.interleaved, ctx.offsets = places, interleaved, None if is_tensor else offsets
         ctx.save_for_backward(cu_seqlens, offsets if is_tensor else None, *tables)
         result = x if inplace else x.clone()
-        _rotate_parts(x, result, places, tables, offsets, cu_seqlens, interleaved, False)
+        unnoticed = inplace and not torch.compiler.is_compiling() and x._is_view()
+        _rotate_parts(x, x.data if unnoticed else result, places, tables, offsets, cu_seqlens, interleaved, False)
         return result
 
     @staticmethod
