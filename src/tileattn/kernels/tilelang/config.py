@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ...call import AttentionCall
 from ...variant import program
 
+CAUSAL = "Causal()"  # the variant of a causal mask and nothing else
 # The warpgroup that issues TMA copies: TileLang adds it on sm_90, and it needs few registers.
 PRODUCER_THREADS, PRODUCER_REGISTERS = 128, 24
 # Keys that a block of transpose_fp8.py takes; its result is padded to a multiple.
