@@ -16,7 +16,7 @@ from typing import Any
 from ...call import AttentionCall
 from ...fp8 import FP8
 from ...variant import program
-from ..cache import KernelCache, default_folder
+from ..cache import kernel_cache
 from ..sources import digest
 from .amd_config import AmdConfig
 from .defaults import Config, default
@@ -50,7 +50,7 @@ def ensure_compiled(call: AttentionCall, config: Config) -> Path:
         ensure_transpose_compiled(call)
     if call.packed:
         ensure_plan_compiled(call.arch)
-    return KernelCache(default_folder()).find_or_build(cache_key(call, config), build)
+    return kernel_cache().find_or_build(cache_key(call, config), build)
 
 
 @functools.cache
@@ -68,7 +68,7 @@ def ensure_transpose_compiled(call: AttentionCall) -> Path:
 
         build_library(transpose_kernel(call), call.arch, path)
 
-    return KernelCache(default_folder()).find_or_build(transpose_key(call), build)
+    return kernel_cache().find_or_build(transpose_key(call), build)
 
 
 def transpose_key(call: AttentionCall) -> str:
@@ -91,7 +91,7 @@ def ensure_plan_compiled(arch: str) -> Path:
 
         build_library(plan_kernel(arch), arch, path)
 
-    return KernelCache(default_folder()).find_or_build(plan_key(arch), build)
+    return kernel_cache().find_or_build(plan_key(arch), build)
 
 
 def plan_key(arch: str) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ....call import BackwardCall
 from ....variant import program
-from ...cache import KernelCache, default_folder
+from ...cache import kernel_cache
 from ..launch import _load, _toolchain, source_digest
 from .config import read_together
 from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default
@@ -55,7 +55,7 @@ def ensure_compiled(call: BackwardCall, name: str, config: MainConfig | None = N
 
         build_library(kernel_of(call, name, config or default(call)), call.forward.arch, path)
 
-    return KernelCache(default_folder()).find_or_build(cache_key(call, name, config), build)
+    return kernel_cache().find_or_build(cache_key(call, name, config), build)
 
 
 def cache_key(call: BackwardCall, name: str, config: MainConfig | None = None) -> str:
