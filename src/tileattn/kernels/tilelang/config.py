@@ -177,7 +177,8 @@ def is_valid(call: AttentionCall, config: Config) -> bool:
         )
     rows = 16 if arch.warp == 32 else 32
     return (
-        config.block_M % (config.threads // arch.warp * rows) == 0
+        config.threads >= arch.warp
+        and config.block_M % (config.threads // arch.warp * rows) == 0
         and config.block_N % 16 == 0
         and shared_bytes(call, config) <= arch.shared_bytes
     )
