@@ -12,10 +12,12 @@ An operation that Dynamo hides from the mode returns a tensor on "meta" that has
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo.comptime import comptime
 from torch.overrides import TorchFunctionMode
 
 from .expr import Expr, TensorSymbol, symbol
@@ -45,6 +47,8 @@ class _Tracing(TorchFunctionMode):
         if not isinstance(value, Expr):
             return value
         tensor = torch.empty((), dtype=_DTYPES[value.dtype], device="meta")
+        place = len(self.symbols)
+        comptime(_mark)
         self.symbols.append((tensor, value))
         return tensor
 
@@ -52,6 +56,8 @@ class _Tracing(TorchFunctionMode):
         """The inverse of :meth:`stand_in`, in which other tensors and numbers of changing value are operands."""
         if isinstance(value, torch.Tensor):
             known = self._expression(value)
+            if known is None and value.is_meta:
+                return self._hidden(value)
             return self._tensor(value).whole() if known is None else known
         return _number(value)
 
@@ -61,13 +67,18 @@ class _Tracing(TorchFunctionMode):
                 return expr
         return None
 
+    def _hidden(self, tensor: torch.Tensor) -> Any:
+        """The expression of a tensor that Dynamo made of a symbol without the mode: by Python's abs(), in torch 2.13."""
+        comptime(_look)
+        name, place = _seen()
+        if name == "abs" and place is not None:
+            return abs(self.symbols[place][1])
+        raise TypeError(
+            f"torch.compile cannot trace {name!r} in a mask or score modification: use operators, the functions of "
+            f"tileattn.math and those of torch"
+        )
+
     def _tensor(self, tensor: torch.Tensor) -> TensorSymbol:
-        if tensor.is_meta:
-            raise TypeError(
-                "torch.compile cannot trace an operation of this mask or score modification (such as Python's abs() of "
-                "a score or position): use operators, torch's functions and those of tileattn.math, such as "
-                "tileattn.math.abs"
-            )
         for known in self.captured:
             if known.tensor is tensor:
                 return known
@@ -109,6 +120,30 @@ class _Tracing(TorchFunctionMode):
         return Expr.__torch_function__(_Named(name), (), tuple(values), options)
 
 
+# What functions that run while Dynamo traces tell each other: the target and the symbol's place of a node of the graph.
+_SEEN = threading.local()
+
+
+def _mark(context: Any) -> None:
+    """Notes at the node of the local `tensor`, a new symbol, its `place`."""
+    node = context.get_local("tensor").as_proxy().node
+    node.meta["tileattn_place"] = context.get_local("place").as_python_constant()
+
+
+def _look(context: Any) -> None:
+    """Looks up how the graph computes the local `tensor`."""
+    node = context.get_local("tensor").as_proxy().node
+    of = node.args[0] if len(node.args) == 1 else None
+    _SEEN.value = getattr(node.target, "__name__", str(node.target)), getattr(of, "meta", {}).get("tileattn_place")
+
+
+def _seen() -> tuple[str, int | None]:
+    return _SEEN.value
+
+
+_seen._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while Dynamo traces
+
+
 class _Named:
     """A function of torch, of which no more is asked than its name."""
 
@@ -140,7 +175,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "remainder": operator.mod,
     "mod": operator.mod,
     "pow": operator.pow,
-    "neg": operator.neg,
+    "neg": Expr.__neg__,
     "pos": lambda x: x,
     "lt": operator.lt,
     "le": operator.le,
@@ -152,8 +187,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "or": operator.or_,
     "bitwise_and": operator.and_,
     "bitwise_or": operator.or_,
-    "bitwise_not": operator.invert,
-    "invert": operator.invert,
+    "bitwise_not": Expr.__invert__,
+    "invert": Expr.__invert__,
     "__iadd__": operator.add,
     "__isub__": operator.sub,
     "__imul__": operator.mul,
