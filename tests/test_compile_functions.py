@@ -338,8 +338,8 @@ OF_ARGUMENTS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         [SLOPES, 2 * SLOPES],
     ),
     "length": (
-        lambda q, k, v, x: attention(q, k, v, mask=lambda b, h, i, j: j < k.shape[1] - x.shape[0]),
-        [torch.ones(2), torch.ones(3)],
+        lambda q, k, v, x: attention(q, k, v, mask=lambda b, h, i, j: j < x.shape[0] - 5),
+        [torch.ones(9), torch.ones(10)],
     ),
     "int and tensor, two functions": (
         lambda q, k, v, x: attention(
@@ -429,14 +429,14 @@ def rounds(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 UNTRACEABLE: list[tuple[str, Callable[..., Any], str]] = [
     ("mask", branches, "[Dd]ata-dependent"),
-    ("mask", rounds, ""),
+    ("mask", rounds, "(?s).+"),
     ("score_mod", lambda s, b, h, q, k: torch.erf(s), "torch.erf cannot be traced"),
     ("score_mod", lambda s, b, h, q, k: s * SLOPES, "as a whole: index it"),
     ("score_mod", lambda s, b, h, q, k: s * TABLE[h], "must be indexed with 2 integer positions"),
     ("score_mod", lambda s, b, h, q, k: s[0], "is one number"),
     ("score_mod", lambda s, b, h, q, k: q > k, "a score_mod must return a number"),
     ("mask", lambda b, h, q, k: q - k, "a mask must return a condition"),
-    ("mask", lambda q, k: q >= k, "positional argument"),
+    ("mask", lambda q, k: q >= k, "(too many positional|positional argument)"),
 ]  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch._dynamo.comptime import comptime
+from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer
+from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
 
 from .expr import Expr, TensorSymbol, symbol
@@ -29,9 +31,16 @@ def run(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Any:
     """What `fn` computes of the symbols called `arguments`: an expression or a number."""
     tracing = _Tracing()
     symbols = [tracing.stand_in(symbol(name)) for name in arguments]
+    # Within a checkpoint Dynamo refuses the first change of the modes, but not those that follow.
+    _disable_side_effect_safety_checks_for_current_subtracer(_enter_and_leave, tracing)
     with tracing:
         result = fn(*symbols)
     return tracing.value(result)
+
+
+def _enter_and_leave(mode: TorchFunctionMode) -> None:
+    with mode:
+        pass
 
 
 class _Tracing(TorchFunctionMode):
@@ -41,6 +50,7 @@ class _Tracing(TorchFunctionMode):
         super().__init__()
         self.symbols: list[tuple[torch.Tensor, Expr]] = []
         self.captured: list[TensorSymbol] = []
+        self.numbers = 0
 
     def stand_in(self, value: Any) -> Any:
         """The tensor that stands for an expression; a number as it is."""
@@ -59,7 +69,7 @@ class _Tracing(TorchFunctionMode):
             if known is None and value.is_meta:
                 return self._hidden(value)
             return self._tensor(value).whole() if known is None else known
-        return _number(value)
+        return self._number(value)
 
     def _expression(self, tensor: Any) -> Expr | None:
         for known, expr in self.symbols:
@@ -85,6 +95,13 @@ class _Tracing(TorchFunctionMode):
         ones = tuple([size == 1 for size in tensor.shape])
         self.captured.append(TensorSymbol(f"t{len(self.captured)}", tensor.dtype, ones, tensor=tensor))
         return self.captured[-1]
+
+    def _number(self, value: Any) -> Any:
+        """A number whose value Dynamo does not guard becomes an operand."""
+        if isinstance(value, (bool, Expr)) or not isinstance(value, (int, float)) or has_static_value(value):
+            return value
+        self.numbers += 1
+        return Expr("number", (value, f"n{self.numbers}"), "float" if isinstance(value, float) else "int")
 
     def _is_symbol(self, value: Any) -> bool:
         if isinstance(value, (tuple, list)):
@@ -149,15 +166,6 @@ class _Named:
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
-
-
-def _number(value: Any) -> Any:
-    """A number whose value Dynamo does not guard becomes an operand."""
-    from torch.fx.experimental.symbolic_shapes import has_static_value
-
-    if isinstance(value, (bool, Expr)) or not isinstance(value, (int, float)) or has_static_value(value):
-        return value
-    return Expr("number", (value,), "float" if isinstance(value, float) else "int")
 
 
 # What torch calls Python's operators. Those whose name Expr has (`__rsub__`) are not listed.
