@@ -93,6 +93,8 @@ def _extremum(op: str, on_tensors: Any, x: Any, y: Any) -> Any:
     tensor = x if isinstance(x, torch.Tensor) else y
     if not isinstance(tensor, torch.Tensor):
         return apply(op, x, y)
+    if torch.compiler.is_dynamo_compiling() and tensor.is_meta:  # a symbol of functions_compiled.py
+        return on_tensors(x, y)
     return on_tensors(torch.as_tensor(x, device=tensor.device), torch.as_tensor(y, device=tensor.device))
 
 
@@ -111,6 +113,11 @@ def load(tensor: Any, *index: Any) -> Any:
     An index beyond the tensor, negative ones among them, reads something of the tensor or zero, which of these depends
     on the backend: it is for positions that a mask hides, where it makes no difference.
     """
-    if isinstance(tensor, TensorSymbol):
+    if isinstance(tensor, TensorSymbol) or (torch.compiler.is_dynamo_compiling() and _traced(tensor, index)):
         return tensor[index]
     return element(tensor, [0 if size == 1 else i for i, size in zip(index, tensor.shape)])
+
+
+def _traced(tensor: torch.Tensor, index: Any) -> bool:
+    """Whether positions are the symbols of :mod:`tileattn.functions_compiled`."""
+    return not tensor.is_meta and any([isinstance(i, torch.Tensor) and i.is_meta for i in index])
