@@ -43,8 +43,8 @@ MUTANTS: list[Mutant] = [
             "documents: full before the first key": ("where((q_lo >= 0) & (q_hi < end)", "where((q_hi < end)"),
             "documents: full by the first query": ("(q_lo >= 0) & (q_hi < end)", "(q_lo >= 0) & (q_lo < end)"),
             "documents: first keys of one tile alone": (
-                "return first.flip(1).cummin(1).values.flip(1), last",
-                "return first, last",
+                "first.flip(1).cummin(1).values.flip(1), last",
+                "first, last",
             ),
             "documents: last keys of one tile alone": ("last.cummax(1).values, run_start", "last, run_start"),
             "padding: keys begin with the longest run": (
