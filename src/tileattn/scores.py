@@ -63,6 +63,8 @@ class ALiBi(ScoreMod):
 
     def __call__(self, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         slope = load(self.slopes, h) if self.slopes.ndim == 1 else load(self.slopes, b, h)
+        if isinstance(score, torch.Tensor):
+            slope = slope.to(torch.promote_types(slope.dtype, score.dtype))  # float64 beside scores in float64
         return score - slope * abs(q - k)
 
     def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:

@@ -23,7 +23,9 @@ from typing import Any
 
 import torch
 
-from .expr import Expr, TensorSymbol, dtype_of, evaluate, parse, symbol, text_of
+from .evaluated import call, evaluated_mask, evaluated_mods, values_of
+from .expr import Expr, TensorSymbol, dtype_of, symbol, text_of
+from .expr_reading import parse
 from .masks import FIRST_POSITION, FunctionMask, Mask
 from .scores import ScoreMod
 from .tile_loads import TileLoad, find, is_aligned
@@ -315,10 +317,31 @@ def program(key: str) -> Program:
     )
 
 
-def restore(key: str, operands: Operands) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
-    """The inverse of :func:`encode`: the mask and the modifications, on the operands' values."""
+@functools.lru_cache(maxsize=1024)
+def _scores(key: str) -> tuple[Any, ...]:
+    """The expression of each modification by itself."""
+    _, mods = _Reader(key).variant()
+    arguments = tuple(map(symbol, ("score", "b", "h", "q", "k")))
+    return tuple(mod(*arguments) for mod in mods)
+
+
+def restore(
+    key: str, operands: Operands, dtype: torch.dtype = torch.float32
+) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
+    """The inverse of :func:`encode`: the mask and the modifications, on the operands' values.
+
+    What users wrote computes floats in `dtype` at least (float32 or float64): see :mod:`tileattn.evaluated`.
+    """
     mask, mods = _Reader(key, operands).variant()
-    return mask, tuple(mods)
+    values = values_of(operands)
+    return evaluated_mask(mask, program(key), values, dtype), tuple(evaluated_mods(mods, _scores(key), values, dtype))
+
+
+def computed_in(
+    dtype: torch.dtype, mask: Mask | None, score_mods: Sequence[Callable[..., Any]]
+) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
+    """The same mask and modifications, computing floats in `dtype` at least."""
+    return restore(*encode(mask, score_mods), dtype)
 
 
 class _Reader:
@@ -389,17 +412,7 @@ class _Reader:
         text, self.rest = self.rest.split("}", 1)
         # The function's own t0, t1, ... are the variant's t<first>, ...
         tensors = {f"t{index}": tensor for index, tensor in enumerate(self.tensors[first:])}
-        expr = parse(text, tensors)
-        values = (
-            {t.name: self.operands.tensors[first + i] for i, t in enumerate(tensors.values())} if self.operands else {}
-        )
-        return functools.partial(_call_function, expr, values)
-
-
-def _call_function(expr: Any, tensors: dict[str, torch.Tensor], *arguments: Any) -> Any:
-    """Runs a traced function: ``(b, h, q, k)`` of a mask, or ``(score, b, h, q, k)`` of a modification."""
-    names = ("b", "h", "q", "k") if len(arguments) == 4 else ("score", "b", "h", "q", "k")
-    return evaluate(expr, {**tensors, **dict(zip(names, arguments))})
+        return functools.partial(call, parse(text, tensors), {}, torch.float32)
 
 
 def _subclasses(cls: type) -> dict[str, type]:
