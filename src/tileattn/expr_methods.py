@@ -1,4 +1,4 @@
-"""What traced values have of torch: methods, as in ``(q - k).abs()``, and functions, as in ``torch.clamp(score, max=9)``.
+"""What traced values have of torch: methods, as ``(q - k).abs()``, and functions, as ``torch.clamp(score, max=9)``.
 
 Both lead to :mod:`tileattn.expr_functions`, by name. The methods are written out one by one, for torch.compile to
 follow.

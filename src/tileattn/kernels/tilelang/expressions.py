@@ -111,6 +111,7 @@ def _clamped(index: Any, expr: Any, size: Any) -> Any:
 
 _FLOAT_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tanh": T.tanh,  # under fast math the hardware's; simplify.py says where that is exact enough
+    "sigmoid": lambda x: 1.0 / (1.0 + T.exp(0.0 - x)),
     "exp": T.exp,
     "exp2": T.exp2,
     "log": T.log,
@@ -141,5 +142,6 @@ _OPS: dict[str, Callable[..., Any]] = {
     "min": lambda x, y: T.min(x, y),
     "max": lambda x, y: T.max(x, y),
     "where": lambda c, x, y: T.if_then_else(c, x, y),
+    "int": lambda x: T.cast(x, "int32"),
     "abs": lambda x: T.abs(x) if "float" in str(x.dtype) else T.if_then_else(x < 0, 0 - x, x),
 }

@@ -275,6 +275,7 @@ _OPS: dict[str, Callable[..., str]] = {
     "max": _call("tl.maximum"),
     "abs": _call("tl.abs"),
     "tanh": _call("tanh"),
+    "sigmoid": _call("tl.sigmoid"),
     "exp": _call("tl.exp"),
     "exp2": _call("tl.exp2"),
     "log": _call("tl.log"),
@@ -283,4 +284,5 @@ _OPS: dict[str, Callable[..., str]] = {
     "sin": _call("tl.sin"),
     "cos": _call("tl.cos"),
     "float": lambda x: x,
+    "int": lambda x: f"tl.cast({x}, tl.int32)",
 }
