@@ -239,7 +239,7 @@ def _trace_function(fn: Callable[..., Any], arguments: tuple[str, ...]) -> tuple
         return TensorSymbol(f"t{len(captured) - 1}", value.dtype, ones)
 
     try:
-        result = _with_captures(fn, stand_in)(*map(symbol, arguments))
+        result = with_captures(fn, stand_in)(*map(symbol, arguments))
     except TypeError:
         _check_takes(fn, arguments)
         raise
@@ -272,11 +272,11 @@ def _check_takes(fn: Callable[..., Any], arguments: tuple[str, ...]) -> None:
         ) from None
 
 
-def _with_captures(fn: Callable[..., Any], replace: Callable[[Any], Any]) -> Callable[..., Any]:
+def with_captures(fn: Callable[..., Any], replace: Callable[[Any], Any]) -> Callable[..., Any]:
     """The function, with each tensor that its closure, globals or defaults hold replaced."""
     if isinstance(fn, functools.partial):
         keywords = {name: replace(value) for name, value in fn.keywords.items()}
-        return functools.partial(_with_captures(fn.func, replace), *map(replace, fn.args), **keywords)
+        return functools.partial(with_captures(fn.func, replace), *map(replace, fn.args), **keywords)
     if not isinstance(fn, types.FunctionType):
         return fn
     cells = tuple(types.CellType(replace(cell.cell_contents)) for cell in fn.__closure__ or ())
