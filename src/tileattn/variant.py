@@ -19,6 +19,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )}  # fmt: skip
+
+
+_NAMES = frozenset(_DTYPES.values())
 
 
 @dataclasses.dataclass
@@ -127,6 +131,12 @@ def normalize(mask: Any, score_mod: Any, causal: bool) -> tuple[Mask | None, tup
 
 def _described(value: Any) -> str:
     """The type of a wrong argument, or the class that was given in place of an instance."""
+    if isinstance(value, torch.Tensor):
+        return (
+            f"a tensor of shape {tuple(value.shape)} in {value.dtype}; a tensor (.., seqlen_q, seqlen_k) goes to "
+            f"tileattn.scaled_dot_product_attention(attn_mask=), a padding mask (batch, seqlen_k) to "
+            f"tileattn.KeyPadding, biases to score_mod=tileattn.Bias"
+        )
     return f"the class {value.__name__} (not an instance)" if isinstance(value, type) else type(value).__name__
 
 
@@ -158,6 +168,8 @@ def _encode(value: Any, operands: Operands) -> str:
     if isinstance(value, (int, torch.SymInt)):
         operands.ints.append(value)  # type: ignore[arg-type]
         return "i"
+    if isinstance(value, Real):  # of numpy
+        return _encode(float(value) if not isinstance(value, Integral) else int(value), operands)
     if not callable(value):
         raise TypeError(
             f"the fields of a mask or score modification must be numbers, tensors, masks, score modifications or None, "
@@ -167,6 +179,11 @@ def _encode(value: Any, operands: Operands) -> str:
 
 
 def _encode_tensor(value: torch.Tensor, operands: Operands) -> str:
+    if value.dtype not in _NAMES:
+        raise TypeError(
+            f"tensors of a mask or score modification must be bool, integers or floats of 16 bits or more, got "
+            f"{value.dtype}; convert it, as with .float()"
+        )
     operands.tensors.append(value)
     ones = "".join(["1" if size == 1 else "n" for size in value.shape])
     return f"t:{str(value.dtype).removeprefix('torch.')}:{ones}"
