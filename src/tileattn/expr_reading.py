@@ -143,6 +143,8 @@ def on_tensors(op: str, args: list[Any], dtype: torch.dtype) -> torch.Tensor:
     if op in ("floordiv", "mod") and _is(numbers[1]) and dtype == torch.int64:
         # Where a mask hides the position it does not matter, and elsewhere kernels do not stop either.
         numbers[1] = numbers[1].masked_fill(numbers[1] == 0, 1)
+    if op == "floordiv" and dtype.is_floating_point:
+        return torch.floor(numbers[0] / numbers[1])  # torch's own has no derivative, not even 0
     if op in _PYTHON:
         return _PYTHON[op](*numbers)  # which take numbers beside tensors
     device = next(arg.device for arg in args if _is(arg))

@@ -124,7 +124,7 @@ class SlidingWindow(Mask):
         for name in ("left", "right"):
             size = getattr(self, name)
             if size is not None:
-                object.__setattr__(self, name, _size(f"SlidingWindow: {name}", size, "an int or None, for no bound"))
+                object.__setattr__(self, name, _size(f"SlidingWindow: {name}", size, "an int or None"))
 
     def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
         if self.left is None and self.right is None:

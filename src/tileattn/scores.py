@@ -150,4 +150,4 @@ def for_packed(
 def _check_float(name: str, tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _FLOATS:
         given = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise TypeError(f"{name} must be a floating-point tensor (float16, bfloat16, float32 or float64), got {given}")
+        raise TypeError(f"{name} must be a floating-point tensor, got {given}; of 16 bits or more")

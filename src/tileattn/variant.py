@@ -113,7 +113,13 @@ def normalize(mask: Any, score_mod: Any, causal: bool) -> tuple[Mask | None, tup
     """The mask and the tuple of score modifications that a user's arguments mean."""
     if mask is not None and not isinstance(mask, Mask):
         if not callable(mask) or isinstance(mask, (type, ScoreMod)):
-            raise TypeError(f"mask must be a tileattn mask or a function mask(b, h, q, k), got {_described(mask)}")
+            instead = (
+                "; a tensor (..., seqlen_q, seqlen_k) goes to tileattn.scaled_dot_product_attention(attn_mask=), a "
+                "padding mask (batch, seqlen_k) to tileattn.KeyPadding"
+            ) * isinstance(mask, torch.Tensor)
+            raise TypeError(
+                f"mask must be a tileattn mask or a function mask(b, h, q, k), got {_described(mask)}{instead}"
+            )
         mask = FunctionMask(mask)
     if causal:
         mask = CAUSAL if mask is None else CAUSAL & mask
@@ -125,18 +131,14 @@ def normalize(mask: Any, score_mod: Any, causal: bool) -> tuple[Mask | None, tup
             raise TypeError(
                 f"score_mod must be a function score_mod(score, b, h, q, k), a tileattn score modification, or a "
                 f"sequence of them, got {_described(mod)}"
+                + "; a tensor that is added to the scores is tileattn.Bias(tensor)"
+                * isinstance(mod, torch.Tensor)
             )
     return mask, mods
 
 
 def _described(value: Any) -> str:
     """The type of a wrong argument, or the class that was given in place of an instance."""
-    if isinstance(value, torch.Tensor):
-        return (
-            f"a tensor of shape {tuple(value.shape)} in {value.dtype}; a tensor (.., seqlen_q, seqlen_k) goes to "
-            f"tileattn.scaled_dot_product_attention(attn_mask=), a padding mask (batch, seqlen_k) to "
-            f"tileattn.KeyPadding, biases to score_mod=tileattn.Bias"
-        )
     return f"the class {value.__name__} (not an instance)" if isinstance(value, type) else type(value).__name__
 
 
@@ -253,7 +255,8 @@ def _trace_function(fn: Callable[..., Any], arguments: tuple[str, ...]) -> tuple
             return value
         ones = tuple(size == 1 for size in value.shape)
         captured.append(value)
-        return TensorSymbol(f"t{len(captured) - 1}", value.dtype, ones)
+        tensor = TensorSymbol(f"t{len(captured) - 1}", value.dtype, ones)
+        return tensor if ones else tensor.whole()
 
     try:
         result = with_captures(fn, stand_in)(*map(symbol, arguments))
@@ -411,14 +414,16 @@ class _Reader:
         self._take(")")
         return instance
 
-    def _tensor(self) -> TensorSymbol | torch.Tensor:
+    def _tensor(self) -> TensorSymbol | Expr | torch.Tensor:
         match = _TENSOR.match(self.rest)
         assert match is not None
         self.rest = self.rest[match.end() :]
         ones = tuple(one == "1" for one in match[2])
         tensor = TensorSymbol(f"t{len(self.tensors)}", _DTYPES[match[1]], ones, aligned=match[3] is not None)
         self.tensors.append(tensor)
-        return self.operands.tensors[len(self.tensors) - 1] if self.operands else tensor
+        if self.operands:
+            return self.operands.tensors[len(self.tensors) - 1]
+        return tensor if tensor.ndim else tensor.whole()
 
     def _function(self) -> Callable[..., Any]:
         self._take("{")
