@@ -117,6 +117,8 @@ class _Tracing(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "as_tensor":
             return args[0]
+        # The method has the condition in second place, the function in the first.
+        name = "select" if func is torch.Tensor.where else name
         return self.stand_in(self._compute(name, args, kwargs))
 
     def _compute(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -132,7 +134,9 @@ class _Tracing(TorchFunctionMode):
             name = name[:-1]  # in place of a symbol, which is nobody else's
         if name in _OPERATORS:
             return _OPERATORS[name](*values, **options)
-        if hasattr(Expr, name):
+        if name == "select":
+            return Expr.where(*values, **options)
+        if name != "where" and hasattr(Expr, name):
             return getattr(Expr, name)(*values, **options)
         return Expr.__torch_function__(_Named(name), (), tuple(values), options)
 
