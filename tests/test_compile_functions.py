@@ -329,7 +329,8 @@ OF_ARGUMENTS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     ),
     "arithmetic of ints": (
         lambda q, k, v, x: attention(
-            q, k, v, score_mod=lambda s, b, h, i, j: tm.minimum(x + s * x, 3.0) - x / (j + x) + (i + 9) % x + x // (h + 1)
+            q, k, v,
+            score_mod=lambda s, b, h, i, j: tm.minimum(x + s * x, 3.0) - x / (j + x) + (i + 9) % x + x // (h + 1),
         ),
         [3, 2, 4],
     ),
@@ -385,7 +386,7 @@ def arithmetic(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def comparisons(b: Any, h: Any, q: Any, k: Any) -> Any:
-    some = (q < k) | (q <= 3) | (2 > k) | (q >= k + 1) | (5 == q) | (q != h)
+    some = (q < k) | (q <= 3) | (2 > k) | (q >= k + 1) | (5 == q) | (q != h)  # noqa: SIM300
     return some & ~(k > 4) & (True | (b == 0))
 
 
@@ -436,7 +437,7 @@ UNTRACEABLE: list[tuple[str, Callable[..., Any], str]] = [
     ("score_mod", lambda s, b, h, q, k: s[0], "is one number"),
     ("score_mod", lambda s, b, h, q, k: q > k, "a score_mod must return a number"),
     ("mask", lambda b, h, q, k: q - k, "a mask must return a condition"),
-    ("mask", lambda q, k: q >= k, "(too many positional|positional argument)"),
+    ("mask", lambda q, k: q >= k, "bind arguments|positional argument"),
 ]  # fmt: skip
 
 

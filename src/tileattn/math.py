@@ -120,4 +120,4 @@ def load(tensor: Any, *index: Any) -> Any:
 
 def _traced(tensor: torch.Tensor, index: Any) -> bool:
     """Whether positions are the symbols of :mod:`tileattn.functions_compiled`."""
-    return not tensor.is_meta and any([isinstance(i, torch.Tensor) and i.is_meta for i in index])
+    return not tensor.is_meta and True in [isinstance(i, torch.Tensor) and i.is_meta for i in index]
