@@ -226,7 +226,7 @@ class TensorSymbol:
         if len(index) != self.ndim or not numbers:
             raise TypeError(
                 f"a captured tensor with {self.ndim} dimensions must be indexed with {self.ndim} integer positions, "
-                f"got {index}"
+                f"got ({', '.join([str(i) for i in index])})"
             )
         index = tuple(0 if one else i for i, one in zip(index, self.ones))
         kind = "bool" if self.dtype is torch.bool else "float" if self.dtype.is_floating_point else "int"

@@ -73,14 +73,15 @@ def trace(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Traced:
 
         result = run(fn, arguments)
     else:
-        result = _run(fn, arguments)
+        result = run_eagerly(fn, arguments)
     _check(fn, arguments, result)
     traced = Traced()
     traced.text = traced.write(result)
     return traced
 
 
-def _run(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Any:
+def run_eagerly(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Any:
+    """What `fn` computes of the symbols called `arguments`: an expression or a number."""
     symbols = [symbol(name) for name in arguments]
     try:
         result = _with_captures(fn)(*symbols)

@@ -20,17 +20,21 @@ from typing import Any
 
 import torch
 from torch._dynamo.comptime import comptime
+from torch._dynamo.decorators import skip_code
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as _unchecked
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
 
 from .expr import Expr, TensorSymbol, symbol
+from .functions import run_eagerly
 
 _DTYPES = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
 
 
 def run(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Any:
     """What `fn` computes of the symbols called `arguments`: an expression or a number."""
+    if not torch.compiler.is_dynamo_compiling():  # Dynamo could not trace this, and calls it outside of a graph
+        return _run_eagerly(fn, arguments)
     tracing = _Tracing()
     symbols = [tracing.stand_in(symbol(name)) for name in arguments]
     # Within a checkpoint Dynamo refuses the first change of the modes, but not those that follow.
@@ -38,6 +42,12 @@ def run(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Any:
     with tracing:
         result = fn(*symbols)
     return tracing.value(result)
+
+
+# Dynamo traces `run` as a part of its caller or not at all: not from the middle of the user's function on, nor the
+# function by itself on objects of Expr.
+skip_code(run.__code__)
+_run_eagerly = torch._dynamo.disable(run_eagerly)
 
 
 def _enter_and_leave(mode: TorchFunctionMode) -> None:
@@ -157,7 +167,7 @@ def _look(context: Any) -> None:
 
 
 def _seen() -> tuple[str, int | None]:
-    return _SEEN.value
+    return getattr(_SEEN, "value", ("an operation", None))
 
 
 _seen._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while Dynamo traces
