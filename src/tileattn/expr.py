@@ -195,8 +195,8 @@ class TensorSymbol:
     """Stands for a captured tensor while a variant is traced: indexing it with positions yields a value.
 
     ``ones`` says for each dimension whether its size is 1, in which case it is broadcast. ``dtype`` is the element's
-    torch dtype. ``aligned`` is what ``tile_loads.is_aligned`` says, where a kernel may make use of it. ``tensor`` is the
-    tensor itself while a user's function runs (:mod:`tileattn.functions`), which names it in the end.
+    torch dtype. ``aligned`` is what ``tile_loads.is_aligned`` says, where a kernel may make use of it. ``tensor`` is
+    the tensor itself while a user's function is traced, at whose end it gets a name (:mod:`tileattn.functions`).
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class TensorSymbol:
         if len(index) != self.ndim or not numbers:
             raise TypeError(
                 f"a captured tensor with {self.ndim} dimensions must be indexed with {self.ndim} integer positions, "
-                f"got {index}"
+                f"got ({', '.join([str(i) for i in index])})"
             )
         index = tuple(0 if one else i for i, one in zip(index, self.ones))
         kind = "bool" if self.dtype is torch.bool else "float" if self.dtype.is_floating_point else "int"

@@ -1,14 +1,14 @@
 """A user's mask or score function as an expression: the function runs once, on symbols.
 
-What it computes becomes one line of text. What it captures is found on the way: a tensor that meets a symbol becomes an
-operand (``t0``, ``t1``, ... in the order in which the text names them), and a number becomes a constant of the text.
+What it computes becomes one line of text. A captured tensor that meets a symbol becomes an operand (``t0``, ``t1``, ...
+in the order of the text). A captured number becomes a constant of the text.
 
     >>> slopes = torch.ones(4)
     >>> trace(lambda score, b, h, q, k: score + 2 * slopes[h], ("score", "b", "h", "q", "k")).text
     '(add score (mul 2 (load t0 h)))'
 
-Under torch.compile, Dynamo traces the function together with the code around it (:mod:`tileattn.functions_compiled`), so
-that its guards hold for all that the function captures. A number that Dynamo does not take for a constant becomes an
+Under torch.compile, Dynamo traces the function together with the code around it, and its guards hold for all that the
+function captures (:mod:`tileattn.functions_compiled`). A number that Dynamo does not take for a constant becomes an
 operand (``i0``, ``f0``, ...).
 """
 
@@ -73,14 +73,15 @@ def trace(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Traced:
 
         result = run(fn, arguments)
     else:
-        result = _run(fn, arguments)
+        result = run_eagerly(fn, arguments)
     _check(fn, arguments, result)
     traced = Traced()
     traced.text = traced.write(result)
     return traced
 
 
-def _run(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Any:
+def run_eagerly(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Any:
+    """What `fn` computes of the symbols called `arguments`: an expression or a number."""
     symbols = [symbol(name) for name in arguments]
     try:
         result = with_captures(fn, _stand_in)(*symbols)

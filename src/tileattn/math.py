@@ -165,6 +165,6 @@ def load(tensor: Any, *index: Any) -> Any:
 
 def _stands_for_a_symbol(*values: Any) -> bool:
     """Whether one of them is a tensor of :mod:`tileattn.functions_compiled`, whose operations are seen as torch's."""
-    return torch.compiler.is_dynamo_compiling() and any(
-        [isinstance(value, torch.Tensor) and value.is_meta for value in values]
-    )
+    return torch.compiler.is_dynamo_compiling() and True in [
+        isinstance(value, torch.Tensor) and value.is_meta for value in values
+    ]
