@@ -11,6 +11,9 @@ from torch import Tensor
 
 from .fp8 import output_dtype
 
+# Smaller scales, negative ones among them, are 0 in float32 or may be flushed to 0, and times hidden scores of -inf NaN.
+SMALLEST_SCALE = 2.0**-126
+
 
 @dataclass(frozen=True)
 class AttentionCall:
