@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .fp8 import output_dtype
 
-# Smaller scales, negative ones among them, are 0 in float32 or may be flushed to 0, and times hidden scores of -inf NaN.
+# Smaller scales are negative, or may be flushed to 0 in float32: hidden scores of -inf times those are not -inf.
 SMALLEST_SCALE = 2.0**-126
 
 
