@@ -7,8 +7,8 @@ logsumexp. NaN must be where it is, infinities too, and the rest must be right b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -148,9 +148,12 @@ def _moved(x: Tensor, device: str) -> Tensor:
     return moved[:, 8 : 8 + x.shape[1], : x.shape[2]]
 
 
-def assert_as_the_formula(call: Call, got: tuple[Tensor, Tensor]) -> None:
-    """o and lse have NaN and infinities where they belong, head by head, and are right elsewhere."""
-    exact, rounded = oracle_attention(*call), eager_attention(*call)
+def assert_as_the_formula(arguments: Sequence[Any], got: tuple[Tensor, Tensor]) -> None:
+    """o and lse have NaN and infinities where they belong, head by head, and are right elsewhere.
+
+    arguments: those of `oracle_attention`: a `Call`, and modifications, a sink and a scale if there are any.
+    """
+    exact, rounded = oracle_attention(*arguments), eager_attention(*arguments)
     (o, lse), (oracle_o, oracle_lse), (eager_o, eager_lse) = got, exact, rounded
     names = list(POISONS) if o.shape[2] == HEADS else [str(head) for head in range(o.shape[2])]
     for head, name in enumerate(names):

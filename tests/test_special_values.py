@@ -21,7 +21,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, 
 
 
 def _backends(*names: str, reference: bool = False) -> list[object]:
-    """(backend, device): on the CPU PyTorch's, the reference and Triton's, interpreted; on a GPU those of these names."""
+    """(backend, device): on a CPU PyTorch's, the reference and Triton's, interpreted; on a GPU those named."""
     found: list[object] = [(name, "cpu") for name in (*(REFERENCE if reference else ()), "torch")]
     if not torch.cuda.is_available():
         return found + [("triton", "cpu")] * ("triton" in names)
@@ -188,7 +188,7 @@ def test_modifications(on: tuple[str, str], variant: str) -> None:
     mod, sink = options.get("score_mod"), options.get("sink")
     arguments = (*call, () if mod is None else (mod,), sink)
     got = attend(call, backend, **options)
-    assert_as_the_formula(arguments, got)  # type: ignore[arg-type]
+    assert_as_the_formula(arguments, got)
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -202,7 +202,7 @@ def test_a_bias_of_no_number(on: tuple[str, str], value: float) -> None:
     tensor[:, 1, 3, 7] = value
     call = Call(q, k, v, None)
     got = attend(call, backend, score_mod=Bias(tensor))
-    assert_as_the_formula((*call, (Bias(tensor),)), got)  # type: ignore[arg-type]
+    assert_as_the_formula((*call, (Bias(tensor),)), got)
 
 
 @each_backend
