@@ -29,14 +29,20 @@ def _backends(*names: str, reference: bool = False) -> list[object]:
 
 
 each_backend = pytest.mark.parametrize("on", _backends("tilelang", "triton", "torch"), ids="-".join)
-each_mask = pytest.mark.parametrize("mask", MASKS)
+TAKES = {"torch": tuple(DTYPES), "tilelang": ("fp16", "bf16"), "triton": ("fp16", "bf16", "fp32")}
 
 
-def _skip_refused(backend: str, dtype: torch.dtype) -> None:
-    if dtype not in {"tilelang": (torch.float16, torch.bfloat16), "mma": (torch.float16, torch.bfloat16)}.get(
-        backend, DTYPES.values()
-    ) or (backend == "triton" and dtype == torch.float64):
-        pytest.skip(f"{backend} does not take {dtype}")
+def _cases() -> list[object]:
+    """(backend, device, dtype, mask); of the reference, and of Triton's interpreter, which takes long, a part."""
+    found = []
+    for on in _backends("tilelang", "triton", "torch", reference=True):
+        (backend, device), marks = (on.values[0], on.marks) if hasattr(on, "values") else (on, ())  # type: ignore
+        interpreted = (backend, device) == ("triton", "cpu")
+        dtypes = ("fp16",) if interpreted else TAKES.get(backend, ("fp16", "fp32"))
+        for mask in ("full", "causal", "documents") if interpreted else MASKS:
+            names = [(backend, device, dtype, mask) for dtype in dtypes]
+            found += [pytest.param(*name, marks=marks, id="-".join(name)) for name in names]
+    return found
 
 
 def attend(call: Call, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
@@ -48,35 +54,28 @@ def attend(call: Call, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
     return tileattn.attention(*call[:3], backend=backend, **given)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@each_mask
-@pytest.mark.parametrize("on", _backends("tilelang", "triton", "torch", reference=True), ids="-".join)
-def test_o_and_lse(on: tuple[str, str], mask: str, dtype: str) -> None:
-    backend, device = on
-    _skip_refused(backend, DTYPES[dtype])
-    if backend == "triton" and device == "cpu" and (dtype != "fp16" or mask not in ("full", "causal", "documents")):
-        pytest.skip("the interpreter takes long")
+@pytest.mark.parametrize(("backend", "device", "dtype", "mask"), _cases())
+def test_o_and_lse(backend: str, device: str, dtype: str, mask: str) -> None:
     call = call_of(mask, DTYPES[dtype], device)
     assert_as_the_formula(call, attend(call, backend))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("on", _backends("tilelang", "triton", "mma")[1:], ids="-".join)
+@pytest.mark.parametrize("backend", ["tilelang", "triton", "mma"])
 @pytest.mark.parametrize("mask", ["full", "causal"])
-def test_long_sequences(on: tuple[str, str], mask: str, head_dim: int) -> None:
+def test_long_sequences(backend: str, mask: str, head_dim: int) -> None:
     """Those of many tiles, in which maxima are stale and rescaling is skipped."""
-    if on[1] == "cpu":
-        pytest.skip("the interpreter takes long")
-    call = call_of(mask, torch.bfloat16, on[1], 700, 1400, head_dim)
-    assert_as_the_formula(call, attend(call, on[0]))
+    call = call_of(mask, torch.bfloat16, "cuda", 700, 1400, head_dim)
+    assert_as_the_formula(call, attend(call, backend))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["full", "causal"])
-@pytest.mark.parametrize("on", _backends("mma")[1:], ids="-".join)
-def test_the_ladder(on: tuple[str, str], mask: str) -> None:
-    for rung in ("split_kv", "split_q", "shared_kv", "shared_qkv"):
-        call = call_of(mask, torch.float16, on[1], head_dim=64)
-        assert_as_the_formula(call, attend(call, f"mma:{rung}"))
+@pytest.mark.parametrize("rung", ["split_kv", "split_q", "shared_kv", "shared_qkv", "pipelined"])
+def test_the_ladder(rung: str, mask: str) -> None:
+    call = call_of(mask, torch.float16, "cuda", head_dim=64)
+    assert_as_the_formula(call, attend(call, f"mma:{rung}"))
 
 
 @pytest.mark.parametrize("mask", ["causal", "window", "documents", "padding"])
