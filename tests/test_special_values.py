@@ -36,7 +36,7 @@ def _cases() -> list[object]:
     """(backend, device, dtype, mask); of the reference, and of Triton's interpreter, which takes long, a part."""
     found = []
     for on in _backends("tilelang", "triton", "torch", reference=True):
-        (backend, device), marks = (on.values[0], on.marks) if hasattr(on, "values") else (on, ())  # type: ignore
+        (backend, device), marks = (on.values[0], on.marks) if hasattr(on, "values") else (on, ())  # type: ignore[misc]
         interpreted = (backend, device) == ("triton", "cpu")
         dtypes = ("fp16",) if interpreted else TAKES.get(backend, ("fp16", "fp32"))
         for mask in ("full", "causal", "documents") if interpreted else MASKS:
