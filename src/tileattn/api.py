@@ -111,7 +111,8 @@ def attention(
     Returns:
         o (batch, seqlen_q, heads, head_dim_v) in q's dtype, or bfloat16 for float8_e4m3fn; with return_lse,
         ``(o, lse)`` with lse (batch, heads, seqlen_q) in float32 (float64 for float64 inputs). A row that
-        sees no key has ``o = 0`` and ``lse = -inf``.
+        sees no key has ``o = 0`` and ``lse = -inf``. NaN and infinities in q, and in keys and values that a row sees,
+        give what eager PyTorch gives; values that a mask hides must be finite (docs/numerics.md).
 
         Differentiable, once, in q, k, v, sink and the floating-point tensors of score modifications, through o and lse;
         not in float8_e4m3fn. The backward pass computes the probabilities again, and memory stays linear in the
