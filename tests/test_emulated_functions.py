@@ -19,15 +19,12 @@ from tileattn.testing import assert_forward_accurate, eager_attention, oracle_at
 from tileattn.variant import encode
 from user_functions import HEADS, MASKS, SCORES, SEQLEN_K, SEQLEN_Q
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-
-# Those that say most of integers and of new operations; the others are `slow`.
-QUICK = {"score": ("floor of negative integers", "sigmoid"), "mask": ("integers of 64 bits", "product beyond int32")}
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="needs g++")]
 
 
 def _cases() -> list[Any]:
     return [
-        pytest.param(kind, name, id=f"{kind}-{name}", marks=() if name in QUICK[kind] else pytest.mark.slow)
+        pytest.param(kind, name, id=f"{kind}-{name}")
         for kind, functions in (("score", SCORES), ("mask", MASKS))
         for name in functions
     ]
@@ -42,7 +39,9 @@ def test_functions(kind: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
     mods = (SCORES[name],) if kind == "score" else ()
     variant, operands = encode(mask, mods)
     call = AttentionCall(torch.float16, 16, 16, variant, arch=ARCH)
-    monkeypatch.setattr(backend, "forward_function", lambda call, config: Kernel(forward_kernel(call, config), tmp_path))
+    monkeypatch.setattr(
+        backend, "forward_function", lambda call, config: Kernel(forward_kernel(call, config), tmp_path)
+    )
     o, lse = backend.prepare(call, q.shape, k.shape, 0.25)(q, k, v, None, operands)
     arguments = (q, k, v, mask, mods)
     assert_forward_accurate(name, (o, lse), oracle_attention(*arguments), eager_attention(*arguments))

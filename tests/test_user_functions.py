@@ -24,6 +24,7 @@ from tileattn.testing import (
     oracle_attention,
     oracle_gradients,
 )
+from tileattn.variant import with_captures
 from user_functions import HEADS, MASKS, SCORES, SEQLEN_K, SEQLEN_Q, slopes
 
 Function = Callable[..., Any]
@@ -59,7 +60,26 @@ def test_functions(variant: dict[str, Function], backend: str, dtype: torch.dtyp
     """o, lse and the gradients of q, k and v."""
     if backend == "triton":
         pytest.importorskip("triton")
-    q, k, v = inputs(dtype)
+    check(variant, backend, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", EVERY)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("tilelang", torch.bfloat16), ("tilelang", torch.float16), ("triton", torch.float32), ("torch", torch.bfloat16)],
+)
+def test_functions_on_a_gpu(variant: dict[str, Function], backend: str, dtype: torch.dtype) -> None:
+    on_device = {name: with_captures(function, lambda x: _moved(x, "cuda")) for name, function in variant.items()}
+    check(on_device, backend, dtype, "cuda")
+
+
+def _moved(x: Any, device: str) -> Any:
+    return x.to(device) if isinstance(x, Tensor) else x
+
+
+def check(variant: dict[str, Function], backend: str, dtype: torch.dtype, device: str) -> None:
+    q, k, v = (x.to(device) for x in inputs(dtype))
     mask, mods = parts(variant)
     leaves = {name: x.clone().requires_grad_() for name, x in zip(("dq", "dk", "dv"), (q, k, v))}
     o, lse = attention(*leaves.values(), **variant, backend=backend, return_lse=True)
@@ -67,7 +87,7 @@ def test_functions(variant: dict[str, Function], backend: str, dtype: torch.dtyp
     assert_forward_accurate(
         "user", (o.detach(), lse.detach()), oracle_attention(*arguments), eager_attention(*arguments)
     )
-    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     exact = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
     oracle, sizes = oracle_gradients(exact, do, None, *exact.values(), mask, mods)
     eager = eager_gradients(leaves, do, None, *leaves.values(), mask, mods)
