@@ -167,7 +167,7 @@ class PrefixLM(Mask):
     prefix: int | torch.Tensor
 
     def __post_init__(self) -> None:
-        if isinstance(self.prefix, torch.Tensor):
+        if isinstance(self.prefix, torch.Tensor) and self.prefix.ndim:
             _check_integer("PrefixLM: prefix", self.prefix)
         else:
             accepted = "an int or an integer tensor (batch,)"

@@ -58,7 +58,7 @@ class Emitter:
         An integer is int32: one that was computed in int64 comes as the nearest.
         """
         value = self.exact(expr, **symbols)
-        if str(value.dtype) != "int64":
+        if dtype_of(expr) != "int" or str(getattr(value, "dtype", "")) != "int64":
             return value
         return T.cast(T.max(T.min(value, T.int64(2**31 - 1)), T.int64(-(2**31))), "int32")
 
