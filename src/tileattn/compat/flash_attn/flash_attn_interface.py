@@ -254,10 +254,10 @@ def flash_attn_with_kvcache(
         NotImplementedError: always; the message says what to call.
     """
     raise NotImplementedError(
-        "flash_attn_with_kvcache: tileattn has no decoding with a cache yet; write the new keys and values to the cache "
-        "and call flash_attn_func(q, k_cache[:, :n], v_cache[:, :n], causal=True) where each sequence has n of them, or "
-        "tileattn.attention(q, k_cache, v_cache, key_padding_mask=torch.arange(k_cache.shape[1], device=q.device) < "
-        "cache_seqlens[:, None]) for one query each of sequences with different lengths"
+        "flash_attn_with_kvcache: tileattn has no decoding with a cache yet; write the new keys and values to the "
+        "cache and call flash_attn_func(q, k_cache[:, :n], v_cache[:, :n], causal=True) where each sequence has n of "
+        "them, or tileattn.attention(q, k_cache, v_cache, key_padding_mask=torch.arange(k_cache.shape[1], "
+        "device=q.device) < cache_seqlens[:, None]) for one query each of sequences with different lengths"
     )
 
 
