@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .packing import Padding
 from .spec import Call, tensor_dims
-from .variants import Places, Scores, allowed, modified
+from .variants import Places, Scores, allowed, modified, tanh_error
 
 
 class Truth(NamedTuple):
@@ -31,7 +31,7 @@ class Rounding(NamedTuple):
     """Relative errors of one rounding.
 
     inputs: of what is rounded to the inputs' dtype; smallest: the absolute error that there is at least.
-    sums: of scores and sums. weights: of P. output: of o and the gradients.
+    sums: of scores and sums. weights: of P. output: of o and the gradients. least: below it all numbers may be 0.
     """
 
     inputs: float
@@ -39,15 +39,16 @@ class Rounding(NamedTuple):
     sums: float
     weights: float
     output: float
+    least: float
 
 
 ROUNDINGS = {
-    "fp64": Rounding(2.0**-53, 1e-300, 2.0**-53, 2.0**-53, 2.0**-53),
-    "fp32": Rounding(2.0**-24, 1e-37, 2.0**-24, 2.0**-24, 2.0**-24),
-    "bf16": Rounding(2.0**-8, 1e-37, 2.0**-24, 2.0**-8, 2.0**-8),
-    "fp16": Rounding(2.0**-11, 2.0**-25, 2.0**-24, 2.0**-11, 2.0**-11),
+    "fp64": Rounding(2.0**-53, 1e-300, 2.0**-53, 2.0**-53, 2.0**-53, 1e-150),
+    "fp32": Rounding(2.0**-24, 1e-37, 2.0**-24, 2.0**-24, 2.0**-24, 1e-37),
+    "bf16": Rounding(2.0**-8, 1e-37, 2.0**-24, 2.0**-8, 2.0**-8, 1e-37),
+    "fp16": Rounding(2.0**-11, 2.0**-25, 2.0**-24, 2.0**-11, 2.0**-11, 1e-37),
     # Tensor cores add 8-bit products with some 13 bits; weights are e4m3, which ends at 2^-9.
-    "fp8": Rounding(2.0**-8, 2.0**-10, 2.0**-14, 2.0**-4, 2.0**-8),
+    "fp8": Rounding(2.0**-8, 2.0**-10, 2.0**-14, 2.0**-4, 2.0**-8, 1e-37),
 }
 
 
@@ -118,7 +119,7 @@ def _forward(call: Call, t: dict[str, Tensor], padding: Padding, kept: Tensor | 
     dropped = p if kept is None else p * kept
     o = dropped @ v
     largest = p.amax(-1, keepdim=True) if call.keys else p.new_zeros(*p.shape[:3], 1)
-    smallest = torch.where(seen, r.smallest * largest.clamp(min=1e-30), 0.0)
+    smallest = torch.where(seen, r.smallest * largest + r.least, 0.0)
     sums = 4 * r.sums**2 * (4 + call.keys)
     weight2 = dropped.square() * (r.weights**2 + sums + p_error2) + smallest.square()
     o_variance = weight2 @ v.square() + (2 * r.output**2 + sums) * o.square() + (r.smallest * (o != 0)) ** 2
@@ -171,7 +172,6 @@ def _gradients(call: Call, t: dict[str, Tensor], padding: Padding, f: Forward, r
     ds = p * inner
     size = of_weight.abs() + delta.abs() + delta2.sqrt()
     own2 = ds.square() * (r.inputs**2 + f.p_error2) + p.square() * error2 + (f.smallest * (1 + size)) ** 2
-    row2 = p.square() * delta2
     found: dict[str, Truth] = {}
     if "sink" in call.grads and f.sink_p is not None:
         found["sink"] = _of_sink(f, delta[..., 0], delta2[..., 0], _written(t["sink"], r))
@@ -180,22 +180,23 @@ def _gradients(call: Call, t: dict[str, Tensor], padding: Padding, f: Forward, r
         weight2 = dropped.square() * (r.weights**2 + f.p_error2) + f.smallest**2
         found["v"] = _product(dropped.mT, weight2.mT, do, call, r)
     # Back through the modifications, the last one first.
-    hidden = ~f.seen
-    derivative: Tensor | float = 1.0
+    hidden, weight = ~f.seen, p
     for number, step in reversed(list(enumerate(f.scores.steps))):
         if step.tensor is not None and step.tensor in call.grads:
-            by = derivative * step.by_tensor.expand_as(p).masked_fill(hidden, 0.0)
-            found[step.tensor] = _of_tensor(ds, own2, p, delta2, by, tensor_dims(call.mods[number]), _written(t[step.tensor], r))
-        local = step.derivative
+            assert step.by_tensor is not None
+            by = step.by_tensor.expand_as(p).masked_fill(hidden, 0.0)
+            written = _written(t[step.tensor], r)
+            found[step.tensor] = _of_tensor(ds, own2, weight, delta2, by, tensor_dims(call.mods[number]), written)
+        local: Tensor | float = step.derivative
         if isinstance(local, Tensor):
             local = local.expand_as(p).masked_fill(hidden, 0.0)
-        derivative = derivative * local
-    ds, own2, row2 = (ds * derivative * scale, own2 * (derivative * scale) ** 2, row2 * (derivative * scale) ** 2)
-    p_through = p * derivative * scale
+        own2 = own2 * local * local + (ds * step.by_tanh * tanh_error(r.sums)).square()
+        ds, weight = ds * local, weight * local
+    ds, own2, weight = ds * scale, own2 * scale**2, weight * scale
     if "q" in call.grads:
-        found["q"] = _of_q(ds, own2, p_through, delta2, f, r)
+        found["q"] = _of_q(ds, own2, weight, delta2, f, r)
     if "k" in call.grads:
-        found["k"] = _product(ds.mT, (own2 + row2).mT, f.q, call, r)
+        found["k"] = _product(ds.mT, (own2 + weight.square() * delta2).mT, f.q, call, r)
     return found
 
 
@@ -227,7 +228,7 @@ def _of_sink(f: Forward, delta: Tensor, delta2: Tensor, r: Rounding) -> Truth:
     """The sink is a key with a value of 0: dsink = -sum of its weight times delta."""
     assert f.sink_p is not None
     value = -(f.sink_p * delta).sum((0, 2))
-    variance = f.sink_p.square() * (delta2 + delta.square() * (f.lse_variance + (8 * r.sums) ** 2))
+    variance = f.sink_p.square() * (delta2 + delta.square() * (f.lse_variance + (8 * r.sums) ** 2)) + (r.least * delta) ** 2
     return Truth(value, variance.sum((0, 2)) + (r.output * value) ** 2)
 
 

@@ -30,7 +30,7 @@ class Maker:
         self.generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator, device=self.device)
+        return torch.randn(shape, generator=self.generator, device=self.device)
 
     def below(self, bound: int, *shape: int) -> Tensor:
         return torch.randint(max(bound, 1), shape, generator=self.generator, device=self.device)
@@ -58,9 +58,9 @@ def make(call: Call, device: str) -> Tensors:
     ):
         lead = () if call.packed else (call.elements,)
         x = maker.kind(call.values, *lead, seqlen, heads, dim) * size
+        if call.tail:
+            x[seqlen - call.tail :] = torch.nan  # rows of no sequence, whatever they hold
         found[name] = lay_out(x.to(call.leaf_dtype) if call.dtype != "fp8" else x, stride)
-        if call.tail and stride != "seq0":
-            found[name][seqlen - call.tail :] = torch.nan  # rows of no sequence, whatever they hold
     if call.packed:
         for name, lengths in (("cu_q", call.lengths_q), ("cu_k", call.lengths_k)):
             sums = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)

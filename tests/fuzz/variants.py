@@ -14,8 +14,7 @@ from torch import Tensor
 
 from .spec import Call, mod_tensor, terms
 
-TANH_ERROR = 2.0**-20  # absolute, of a GPU's tanh
-DISTANCE_ERROR = 2.0**-22
+TANH_ERROR = 2.0**-20  # absolute, of a GPU's tanh and exp2
 
 
 class Places(NamedTuple):
@@ -35,6 +34,8 @@ class Step(NamedTuple):
     derivative: Tensor | float
     tensor: str | None = None
     by_tensor: Tensor | None = None
+    by_tanh: float = 0.0
+    """How much an error of tanh changes the derivative, at most."""
 
 
 def allowed(call: Call, t: dict[str, Tensor], at: Places) -> Tensor:
@@ -118,12 +119,17 @@ def modified(call: Call, t: dict[str, Tensor], at: Places, scores: Tensor, varia
         new, step, added = _modify(mod, name, x, at, scores)
         variance = variance * _squared(step.derivative) + (4 * eps * added) ** 2 + (2 * eps * new.nan_to_num(neginf=0.0)) ** 2
         if mod[0] == "softcap":
-            variance = variance + (mod[1] * max(TANH_ERROR if eps > 1e-12 else 0, eps)) ** 2
-        if mod[0] == "fn" and mod[1] in ("squash", "decay") and eps > 1e-12:
-            variance = variance + (4 * TANH_ERROR) ** 2
+            variance = variance + (mod[1] * tanh_error(eps)) ** 2
+        if mod[0] == "fn" and mod[1] in ("squash", "decay"):
+            variance = variance + (4 * tanh_error(eps)) ** 2
         steps.append(step)
         scores = new
     return Scores(scores, variance, steps)
+
+
+def tanh_error(eps: float) -> float:
+    """Absolute, where arithmetic has this rounding."""
+    return TANH_ERROR if eps > 1e-12 else 4 * eps
 
 
 def _squared(x: Tensor | float) -> Tensor | float:
@@ -134,7 +140,7 @@ def _modify(mod: list[Any], name: str | None, x: Any, at: Places, s: Tensor) -> 
     """The new scores, the step, and the size of what was added."""
     if mod[0] == "softcap":
         squashed = torch.tanh(s / mod[1])
-        return mod[1] * squashed, Step(1 - squashed * squashed), 0.0
+        return mod[1] * squashed, Step(1 - squashed * squashed, by_tanh=2.0), 0.0
     if mod[0] == "alibi":
         slope = x[None, :, None, None] if x.ndim == 1 else x[:, :, None, None]
         distance = -(at.q - at.key).abs().double()
@@ -170,7 +176,7 @@ def _relative(name: Any, x: Any, at: Places, s: Tensor) -> tuple[Tensor, Step, A
 
 def _squash(name: Any, x: Any, at: Places, s: Tensor) -> tuple[Tensor, Step, Any]:
     squashed = torch.tanh(s * 0.5)
-    return 3 * squashed + 0.25 * s, Step(1.5 * (1 - squashed**2) + 0.25), 0.25 * s
+    return 3 * squashed + 0.25 * s, Step(1.5 * (1 - squashed**2) + 0.25, by_tanh=3.0), 0.25 * s
 
 
 def _hidden(name: Any, x: Any, at: Places, s: Tensor) -> tuple[Tensor, Step, Any]:
