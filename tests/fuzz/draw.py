@@ -31,6 +31,7 @@ class Draw:
         self.random = random.Random(seed)
         self.device, self.backend = device, backend
         self.gpu = device != "cpu"
+        self.least = 0
 
     def chance(self, p: float) -> bool:
         return self.random.random() < p
@@ -53,13 +54,17 @@ class Draw:
         if door == "reference":
             call = call.replace(module=self.one(("standard_attention", "flash_attention_1", "flash_attention_2")))
         call = call.replace(**self._variant(call))
-        if door not in ("sdpa", "fa", "nn", "torch_sdpa") and door[:3] != "fa_" and self.chance(0.2) and self._free(call):
+        takes_sink = door in ("attention", "varlen", "padded", "reference") and self.backend != "mma"
+        if takes_sink and self.chance(0.2):
             call = call.replace(sink=self.one(("fp32", "fp32", call.dtype if call.dtype != "fp8" else "bf16")))
         if call.door in ("attention", "varlen", "sdpa") and self.chance(0.06) and self._drops(call):
             call = call.replace(dropout=self.one((0.1, 0.5, 0.9, 1.0)))
         call = call.replace(scale=self._scale_sign(call))
         if self.chance(0.03) and door in ("attention", "varlen", "sdpa") and call.dtype in ("fp16", "bf16"):
             call = call.replace(autocast=not self.gpu)
+        call = call.replace(bias_aligned=self.chance(0.6))
+        if self.gpu and self.chance(0.15):
+            call = call.replace(strides=("odd", "dense", "dense"))
         return self._outputs(call)
 
     def _door(self) -> str:
@@ -101,10 +106,6 @@ class Draw:
         found = self.weighted(MODULES)
         # In 16 bits it rounds its matrix of scores, which is what it is there to show.
         return "masked" if found == "naive" and call.dtype in ("bf16", "fp16") else found
-
-    def _free(self, call: Call) -> bool:
-        """Whether any option goes."""
-        return self.backend != "mma"
 
     def _drops(self, call: Call) -> bool:
         return self.backend in (None, "torch", "tilelang") and call.dtype != "fp8"
@@ -214,12 +215,16 @@ class Draw:
         slow = self.backend == "triton" and not self.gpu  # the interpreter runs one block after another
         kv_heads = 1 if call.module == "mqa" else self.random.randint(1, 2 if slow else 3)
         call = call.replace(kv_heads=kv_heads, group=self.one((1, 1, 2, 3)) if slow else self._group(call))
+        # A kernel is compiled for which dimensions of its variant's tensors are 1.
+        self.least = 2 if self.gpu and has_tensors(structure) else 0
+        if call.heads < self.least:
+            call = call.replace(kv_heads=2)
         if call.door in PACKED_DOORS:
             call = call.replace(**self._lengths(call, budget))
         else:
             call = call.replace(**self._dense(call, budget))
         call = call.replace(**self._numbers(call))
-        return call.replace(strides=self._strides(call), bias_aligned=self._bias_aligned(structure))
+        return call.replace(strides=self._strides(call))
 
     def _group(self, call: Call) -> int:
         if call.door in ("fa_qkv", "fa_varlen_qkv") or call.module in ("flash_v1", "flash_v2"):
@@ -227,11 +232,12 @@ class Draw:
         return self.one(GROUPS)
 
     def _size(self, most: int) -> int:
-        fitting = [size for size in (SIZES if self.chance(0.97) else LONG_SIZES) if size <= most]
-        return self.one(fitting or [most])
+        sizes = SIZES if self.chance(0.97) else LONG_SIZES
+        fitting = [size for size in sizes if size <= most and (size == 0 or size >= self.least)]
+        return self.one(fitting or [max(most, self.least)])
 
     def _dense(self, call: Call, budget: int) -> dict[str, Any]:
-        batch = 0 if self.chance(0.01) else self.random.randint(1, 3 if self.gpu or self.backend != "triton" else 2)
+        batch = 0 if self.chance(0.01) else self.random.randint(max(self.least, 1), 3 if self.gpu or self.backend != "triton" else 2)
         same = call.door in ("nn", "fa_qkv") or (call.door == "torch_sdpa" and call.causal) or self.chance(0.4)
         most = int((budget / max(batch * call.heads, 1)) ** 0.5)
         seqlen_q = self._size(max(most, 1))
@@ -241,7 +247,7 @@ class Draw:
         return {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
 
     def _lengths(self, call: Call, budget: int) -> dict[str, Any]:
-        count = 0 if self.chance(0.01) else self.random.randint(1, 5)
+        count = 0 if self.chance(0.01) else self.random.randint(max(self.least, 1), 5)
         same = call.door in ("fa_varlen_qkv", "padded") or self.chance(0.4)
         most = max(1, int((budget / max(count * call.heads, 1)) ** 0.5))
         of_q = tuple(self._size(most) for _ in range(count))
@@ -249,6 +255,8 @@ class Draw:
         loose = call.door != "padded"
         tail = self.one((0, 0, 0, 1, 17)) * loose
         slack = self.one((0, 0, 0, 1, 40)) * loose
+        if min(max(of_q, default=2), max(of_k, default=2)) + slack == 1 == self.least - 1:
+            slack = 1
         return {"lengths_q": of_q, "lengths_k": of_k, "tail": tail, "slack": slack}
 
     def _numbers(self, call: Call) -> dict[str, Any]:
@@ -269,6 +277,8 @@ class Draw:
             return [mask[0], self._numbered(mask[1], longest, call), self._numbered(mask[2], longest, call)]
         if mask[0] == "window":
             left, right = (None if bound is None else self.one(WINDOWS[1:]) for bound in mask[1:])
+            if left is not None and self.gpu and call.door[:2] == "fa":
+                left = min(left, max(longest - 1, 0))  # beyond it is no window, and another kernel
             if call.module == "sliding_window":
                 return ["window", left, 0 if call.causal else left]
             return ["window", left, 0 if call.causal and call.door[:2] == "fa" and right is not None else right]
@@ -277,10 +287,14 @@ class Draw:
         return mask
 
     def _strides(self, call: Call) -> tuple[str, ...]:
-        return tuple(self.weighted({"dense": 5, "heads": 2, "slice": 3, "odd": 2, "batch0": 1, "seq0": 1, "heads0": 1}) for _ in "qkv")
-
-    def _bias_aligned(self, structure: Call) -> bool:
-        return self.chance(0.5)
+        """On a GPU as the structure is: aligned, or with q's rows at odd addresses."""
+        kinds = {"dense": 5, "heads": 2, "slice": 3, "odd": 2, "batch0": 1, "seq0": 1, "heads0": 1}
+        aligned = {kind: kinds[kind] for kind in ("dense", "heads", "slice", "batch0")}
+        if not self.gpu:
+            return tuple(self.weighted(kinds) for _ in "qkv")
+        if call.strides[0] == "odd":
+            return "odd", self.weighted(kinds), self.weighted(kinds)
+        return tuple(self.weighted(aligned) for _ in "qkv")
 
 
 def has_tensors(call: Call) -> bool:

@@ -229,7 +229,7 @@ def _of_sink(f: Forward, delta: Tensor, delta2: Tensor, r: Rounding) -> Truth:
     assert f.sink_p is not None
     value = -(f.sink_p * delta).sum((0, 2))
     variance = f.sink_p.square() * (delta2 + delta.square() * (f.lse_variance + (8 * r.sums) ** 2)) + (r.least * delta) ** 2
-    return Truth(value, variance.sum((0, 2)) + (r.output * value) ** 2)
+    return Truth(value, variance.sum((0, 2)) + (r.output * value) ** 2 + (r.smallest * (value != 0)) ** 2)
 
 
 def _of_tensor(

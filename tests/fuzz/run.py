@@ -1,0 +1,259 @@
+"""The parent: starts processes that make calls, ends those that hang, and adds up what they say."""
+
+from __future__ import annotations
+
+import collections
+import json
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .draw import Draw
+from .report import Failure
+from .spec import Call
+from .worker import BLOCK, Plan, draw_call, work
+
+HANGS_AFTER = {"cpu": 240.0, "cuda": 100.0}  # seconds without a sign of life
+WHILE_COMPILING = 3  # processes that make calls beside those that compile
+SAYS_EVERY = 30.0
+MOST_DEATHS = 12
+
+
+class Process(NamedTuple):
+    """A process that makes calls, its end of the pipe, and the memory in which it says what it is at."""
+
+    plan: Plan
+    process: Any
+    connection: Connection
+    progress: Any
+
+
+class Run:
+    """One leg: counts, failures, and on a GPU the structures of the whole run, which `state` keeps between legs."""
+
+    def __init__(
+        self,
+        seed: int,
+        device: str,
+        backends: list[str | None],
+        end: float,
+        workers: int,
+        structures: int,
+        state: Path | None,
+        most_failures: int,
+    ) -> None:
+        self.state = state
+        kept = json.loads(state.read_text()) if state is not None and state.exists() else {}
+        self.seed, self.leg = kept.get("seed", seed), kept.get("legs", 0)
+        self.count = kept.get("structures", structures)
+        self.counts = collections.Counter(kept.get("counts", {}))
+        self.failures = [Failure(*each) for each in kept.get("failures", [])]
+        self.compiled: dict[int, str] = {}
+        self.not_compiled: dict[int, str] = {}
+        self.device, self.backends, self.end, self.workers = device, backends, end, workers
+        self.most_failures, self.deaths, self.new_failures = most_failures, 0, 0
+        self.running: list[Process] = []
+        self.started = 0
+        self.context = multiprocessing.get_context("spawn")
+        self.finished_compiling = threading.Event()
+        self.structures: dict[int, str] = {}
+
+    def run(self) -> int:
+        print(f"seed {self.seed}, leg {self.leg}, {self.device}, {self.workers} processes", flush=True)
+        if self.device == "cuda":
+            self._compile()
+        else:
+            self.finished_compiling.set()
+        said = time.time()
+        try:
+            while self._goes_on():
+                self._start_some()
+                self._hear()
+                self._end_what_hangs()
+                if time.time() - said > SAYS_EVERY:
+                    said = time.time()
+                    print(self._line(), flush=True)
+                    self._keep()
+        finally:
+            for each in self.running:
+                each.process.kill()
+        self.leg += 1
+        self._keep()
+        self._summary()
+        if self.device == "cuda":
+            os._exit(int(bool(self.failures)))  # compilers need not be waited for
+        return int(bool(self.failures))
+
+    # --- Kernels ---
+
+    def _compile(self) -> None:
+        import torch
+
+        from . import ahead
+        from tileattn.call import device_arch
+
+        found = ahead.structures(self.seed, self.count, device_arch(torch.device("cuda")))
+        self.structures = {each.number: each.call for each in found}
+        for each in found:
+            if not each.compiles:
+                self.compiled[each.number] = each.call
+        processes = max(1, (os.cpu_count() or 1) - WHILE_COMPILING)
+
+        def compile_them() -> None:
+            for structure, error in ahead.compile_all_of(found, processes):
+                if error is None:
+                    self.compiled[structure.number] = structure.call
+                else:
+                    self.not_compiled[structure.number] = error
+                    print(f"structure {structure.number} was not compiled: {error}\n  {structure.call}", flush=True)
+            self.finished_compiling.set()
+
+        threading.Thread(target=compile_them, daemon=True).start()
+
+    # --- Processes ---
+
+    def _goes_on(self) -> bool:
+        if self.new_failures >= self.most_failures or self.deaths >= MOST_DEATHS:
+            return False
+        return time.time() < self.end or bool(self.running)
+
+    def _start_some(self) -> None:
+        if time.time() > self.end - 5:
+            return
+        wanted = self.workers if self.finished_compiling.is_set() else min(WHILE_COMPILING, self.workers)
+        while len(self.running) < wanted:
+            number = self.started
+            self.started += 1
+            bucket = "long" if self.device == "cuda" and number % 4 == 3 else None
+            self._start(Plan(f"{self.seed} {self.leg} {number}", self.device, self.backends, self.end, bucket))
+
+    def _start(self, plan: Plan) -> None:
+        ours, theirs = self.context.Pipe()
+        progress = self.context.Array("d", 3 + BLOCK, lock=False)
+        progress[0] = time.time()
+        process = self.context.Process(target=work, args=(plan, theirs, progress), daemon=True)
+        process.start()
+        theirs.close()
+        self.running.append(Process(plan, process, ours, progress))
+        self._sent: dict[int, set[int]] = getattr(self, "_sent", {})
+        self._sent[id(ours)] = set()
+
+    def _tell(self, each: Process) -> None:
+        """Which structures are ready; those of Triton, which compiles when it is called, go to one process each."""
+        ready = self.compiled
+        if each.plan.again:
+            ready = {number: self.structures[number] for _, number in each.plan.again if number in self.structures}
+        place = int(each.plan.seed.split()[2])
+        new = [
+            (number, text)
+            for number, text in list(ready.items())
+            if number not in self._sent[id(each.connection)]
+            and (each.plan.again or '"triton"' not in text or number % self.workers == place % self.workers)
+        ]
+        if new:
+            self._sent[id(each.connection)].update(number for number, _ in new)
+            each.connection.send(new)
+
+    def _hear(self) -> None:
+        for each in list(self.running):
+            if self.device == "cuda":
+                _quietly(lambda each=each: self._tell(each))
+        for connection in wait([each.connection for each in self.running], timeout=0.5):
+            each = next(each for each in self.running if each.connection is connection)
+            try:
+                kind, what = each.connection.recv()
+            except (EOFError, OSError):
+                self._died(each, f"the process died (exit status {_status(each.process)})")
+                continue
+            if kind == "counts":
+                self.counts.update(what)
+            elif kind == "failure":
+                self._failed(what)
+            elif kind == "died":
+                self._died(each, what)
+            elif kind == "done":
+                self.running.remove(each)
+
+    def _end_what_hangs(self) -> None:
+        now = time.time()
+        for each in list(self.running):
+            limit = HANGS_AFTER[self.device]
+            if now - each.progress[0] > limit:
+                each.process.kill()
+                self._died(each, f"the process gave no sign of life for {limit:.0f} s and was ended")
+            elif now > self.end + 60:
+                each.process.kill()
+                self.running.remove(each)
+
+    def _died(self, each: Process, why: str) -> None:
+        """Makes the calls of the block again, one by one; where the process died doing that, the call is known."""
+        each.process.kill()
+        self.running.remove(each)
+        self.deaths += 1
+        first, count = int(each.progress[1]), int(each.progress[2])
+        block = [(first + place, int(each.progress[3 + place])) for place in range(count)]
+        if each.plan.again or self.device == "cpu":
+            number, structure = block[-1] if block else (0, -1)
+            self._failed(self._of_death(each.plan, number, structure, why))
+        else:
+            print(f"{why}: calls {first} to {first + count - 1} of {each.plan.seed} are made again", flush=True)
+            self._start(each.plan._replace(again=block, first=first + count))
+
+    def _of_death(self, plan: Plan, number: int, structure: int, why: str) -> Failure:
+        text = self.structures.get(structure)
+        call = draw_call(plan, number, None if text is None else Call.from_json(text)).to_json()
+        return Failure(call, call, why, "", f"{plan.seed} {number}", self.device)
+
+    def _failed(self, failure: Failure) -> None:
+        self.failures.append(failure)
+        self.new_failures += 1
+        print(failure.text(), flush=True)
+
+    # --- Words ---
+
+    def _line(self) -> str:
+        line = f"{self.counts['calls']} calls, {self.counts['with gradients']} with gradients, "
+        line += f"{len(self.failures)} failures"
+        if self.device == "cuda":
+            line += f", {len(self.compiled)} of {self.count} structures ready, {len(self.not_compiled)} not compiled"
+        return line
+
+    def _summary(self) -> None:
+        kinds: dict[str, list[str]] = collections.defaultdict(list)
+        for name, count in sorted(self.counts.items()):
+            first, _, rest = name.partition(" ")
+            if rest and first in ("backend", "door", "dtype"):
+                kinds[first].append(f"{rest} {count}")
+        for kind, parts in kinds.items():
+            print(f"by {kind}: {', '.join(parts)}")
+        print(f"slow calls: {self.counts['slow calls']}, processes that died: {self.deaths}")
+        print(f"seed {self.seed}, {self.leg} legs: {self._line()}", flush=True)
+
+    def _keep(self) -> None:
+        if self.state is None:
+            return
+        kept = {
+            "seed": self.seed, "legs": self.leg, "structures": self.count, "counts": dict(self.counts),
+            "failures": self.failures, "not compiled": self.not_compiled,
+        }  # fmt: skip
+        scratch = self.state.with_suffix(".tmp")
+        scratch.write_text(json.dumps(kept, indent=1))
+        scratch.replace(self.state)
+
+
+def _quietly(action: Callable[[], Any]) -> None:
+    """A process that has just died reads nothing any more; that is noticed elsewhere."""
+    try:
+        action()
+    except OSError:
+        pass
+
+
+def _status(process: Any) -> int | None:
+    process.join(2.0)
+    return process.exitcode  # type: ignore[no-any-return]
