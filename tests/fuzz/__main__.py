@@ -27,7 +27,9 @@ def fuzz(
     backend: Annotated[list[str] | None, typer.Option(help="On a CPU: torch, triton (in its interpreter).")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes; default: 2, on a GPU 10.", show_default=False)] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    structures: Annotated[int, typer.Option(help="On a GPU: how many are compiled.")] = 300,
+    structures: Annotated[
+        int | None, typer.Option(help="Drawn, and compiled, before their sizes; default: 300 on a GPU.", show_default=False)
+    ] = None,
     leg_seconds: Annotated[float | None, typer.Option(help="The same as --seconds.", show_default=False)] = None,
     state: Annotated[Path | None, typer.Option(help="Where counts and failures are kept; a leg goes on with it.")] = None,
     call: Annotated[str | None, typer.Option(help="Make this call alone and say what is wrong.")] = None,
@@ -51,7 +53,7 @@ def fuzz(
         backends=[None if name == "torch" else name for name in chosen],
         end=began + (leg_seconds or seconds),
         workers=workers or (2 if device == "cpu" else 10),
-        structures=structures,
+        structures=(300 if device == "cuda" else 0) if structures is None else structures,
         state=state,
         most_failures=most_failures,
     )

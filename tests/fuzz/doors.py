@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restore_flash_attention_impl, sdpa_kernel
 
 import tileattn
 from tileattn import nn as modules
@@ -255,11 +256,12 @@ def _torch_sdpa(call: Call, t: Tensors) -> Output:
     """PyTorch's own function with tileattn activated; on a CPU, where it never chooses flash, the operators' kernels."""
     q, k, v = (t[name].transpose(1, 2) for name in OF_INPUTS)
     if t["q"].is_cuda:
-        torch.nn.attention.activate_flash_attention_impl("tileattn")
+        activate_flash_attention_impl("tileattn")
         try:
-            o = torch.nn.functional.scaled_dot_product_attention(q, k, v, **_sdpa_options(call, t))
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                o = torch.nn.functional.scaled_dot_product_attention(q, k, v, **_sdpa_options(call, t))
         finally:
-            torch.nn.attention.restore_flash_attention_impl()
+            restore_flash_attention_impl()
         return o.transpose(1, 2), None
     return _Flash.apply(call, q, k, v).transpose(1, 2), None
 

@@ -46,7 +46,7 @@ class Draw:
 
     def structure(self) -> Call:
         door = self._door()
-        call = Call(door=door, backend=self.backend if door in ("attention", "varlen") else None)
+        call = Call(door=door, backend=self._named(door))
         call = call.replace(dtype=self._dtype(door))
         call = call.replace(**self._head_dims(call))
         if door == "nn":
@@ -67,9 +67,19 @@ class Draw:
             call = call.replace(strides=("odd", "dense", "dense"))
         return self._outputs(call)
 
+    def _named(self, door: str) -> str | None:
+        """Backends are named where a door takes a name; what dispatch would take as well, in one of five calls."""
+        if door not in ("attention", "varlen"):
+            return None
+        if self.backend is None and self.chance(0.2):
+            return "tilelang" if self.gpu else "torch"
+        return self.backend
+
     def _door(self) -> str:
         if self.backend in ("triton", "mma"):
             return "attention"
+        if self.gpu and self.backend == "torch":
+            return self.one(("attention", "varlen"))
         doors = dict(DOORS)
         if self.gpu:
             del doors["reference"]
@@ -237,7 +247,7 @@ class Draw:
         return self.one(fitting or [max(most, self.least)])
 
     def _dense(self, call: Call, budget: int) -> dict[str, Any]:
-        batch = 0 if self.chance(0.01) else self.random.randint(max(self.least, 1), 3 if self.gpu or self.backend != "triton" else 2)
+        batch = 0 if self.chance(0.01) and call.door != "torch_sdpa" else self.random.randint(max(self.least, 1), 3 if self.gpu or self.backend != "triton" else 2)
         same = call.door in ("nn", "fa_qkv") or (call.door == "torch_sdpa" and call.causal) or self.chance(0.4)
         most = int((budget / max(batch * call.heads, 1)) ** 0.5)
         seqlen_q = self._size(max(most, 1))

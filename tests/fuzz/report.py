@@ -17,6 +17,7 @@ class Failure(NamedTuple):
     detail: str
     seed: str
     device: str
+    structure: int = -1
 
     def text(self) -> str:
         call = Call.from_json(self.minimal)

@@ -8,12 +8,11 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .draw import Draw
 from .report import Failure
 from .spec import Call
 from .worker import BLOCK, Plan, draw_call, work
@@ -22,6 +21,7 @@ HANGS_AFTER = {"cpu": 240.0, "cuda": 100.0}  # seconds without a sign of life
 WHILE_COMPILING = 3  # processes that make calls beside those that compile
 SAYS_EVERY = 30.0
 MOST_DEATHS = 12
+MOST_OF_A_STRUCTURE = 2  # failures, after which it is left alone
 
 
 class Process(NamedTuple):
@@ -59,13 +59,15 @@ class Run:
         self.most_failures, self.deaths, self.new_failures = most_failures, 0, 0
         self.running: list[Process] = []
         self.started = 0
+        self.shelved: set[int] = set()
+        self.sent: dict[int, set[int]] = {}
         self.context = multiprocessing.get_context("spawn")
         self.finished_compiling = threading.Event()
         self.structures: dict[int, str] = {}
 
     def run(self) -> int:
         print(f"seed {self.seed}, leg {self.leg}, {self.device}, {self.workers} processes", flush=True)
-        if self.device == "cuda":
+        if self.count:
             self._compile()
         else:
             self.finished_compiling.set()
@@ -97,7 +99,7 @@ class Run:
         from . import ahead
         from tileattn.call import device_arch
 
-        found = ahead.structures(self.seed, self.count, device_arch(torch.device("cuda")))
+        found = ahead.structures(self.seed, self.count, device_arch(torch.device(self.device)))
         self.structures = {each.number: each.call for each in found}
         for each in found:
             if not each.compiles:
@@ -110,7 +112,7 @@ class Run:
                     self.compiled[structure.number] = structure.call
                 else:
                     self.not_compiled[structure.number] = error
-                    print(f"structure {structure.number} was not compiled: {error}\n  {structure.call}", flush=True)
+                    self._failed(Failure(structure.call, structure.call, f"not compiled: {error}", "", str(self.seed), self.device))
             self.finished_compiling.set()
 
         threading.Thread(target=compile_them, daemon=True).start()
@@ -130,7 +132,8 @@ class Run:
             number = self.started
             self.started += 1
             bucket = "long" if self.device == "cuda" and number % 4 == 3 else None
-            self._start(Plan(f"{self.seed} {self.leg} {number}", self.device, self.backends, self.end, bucket))
+            name, structured = f"{self.seed} {self.leg} {number}", self.count > 0
+            self._start(Plan(name, self.device, self.backends, self.end, structured, bucket))
 
     def _start(self, plan: Plan) -> None:
         ours, theirs = self.context.Pipe()
@@ -140,8 +143,7 @@ class Run:
         process.start()
         theirs.close()
         self.running.append(Process(plan, process, ours, progress))
-        self._sent: dict[int, set[int]] = getattr(self, "_sent", {})
-        self._sent[id(ours)] = set()
+        self.sent[process.pid] = set()
 
     def _tell(self, each: Process) -> None:
         """Which structures are ready; those of Triton, which compiles when it is called, go to one process each."""
@@ -149,19 +151,21 @@ class Run:
         if each.plan.again:
             ready = {number: self.structures[number] for _, number in each.plan.again if number in self.structures}
         place = int(each.plan.seed.split()[2])
-        new = [
+        new: list[tuple[int, str | None]] = [
             (number, text)
             for number, text in list(ready.items())
-            if number not in self._sent[id(each.connection)]
-            and (each.plan.again or '"triton"' not in text or number % self.workers == place % self.workers)
+            if number not in self.sent[each.process.pid] | (set() if each.plan.again else self.shelved)
+            and (each.plan.again or _is_for(text, each.plan.bucket, number % self.workers == place % self.workers))
         ]
+        new += [(number, None) for number in self.shelved & self.sent[each.process.pid]]
+        self.sent[each.process.pid] -= self.shelved
         if new:
-            self._sent[id(each.connection)].update(number for number, _ in new)
+            self.sent[each.process.pid].update(number for number, text in new if text is not None)
             each.connection.send(new)
 
     def _hear(self) -> None:
         for each in list(self.running):
-            if self.device == "cuda":
+            if self.count:
                 _quietly(lambda each=each: self._tell(each))
         for connection in wait([each.connection for each in self.running], timeout=0.5):
             each = next(each for each in self.running if each.connection is connection)
@@ -197,7 +201,7 @@ class Run:
         self.deaths += 1
         first, count = int(each.progress[1]), int(each.progress[2])
         block = [(first + place, int(each.progress[3 + place])) for place in range(count)]
-        if each.plan.again or self.device == "cpu":
+        if each.plan.again or not self.count:
             number, structure = block[-1] if block else (0, -1)
             self._failed(self._of_death(each.plan, number, structure, why))
         else:
@@ -207,11 +211,14 @@ class Run:
     def _of_death(self, plan: Plan, number: int, structure: int, why: str) -> Failure:
         text = self.structures.get(structure)
         call = draw_call(plan, number, None if text is None else Call.from_json(text)).to_json()
-        return Failure(call, call, why, "", f"{plan.seed} {number}", self.device)
+        return Failure(call, call, why, "", f"{plan.seed} {number}", self.device, structure)
 
     def _failed(self, failure: Failure) -> None:
         self.failures.append(failure)
         self.new_failures += 1
+        of_structure = sum(each.structure == failure.structure for each in self.failures)
+        if failure.structure >= 0 and of_structure >= MOST_OF_A_STRUCTURE:
+            self.shelved.add(failure.structure)
         print(failure.text(), flush=True)
 
     # --- Words ---
@@ -219,7 +226,7 @@ class Run:
     def _line(self) -> str:
         line = f"{self.counts['calls']} calls, {self.counts['with gradients']} with gradients, "
         line += f"{len(self.failures)} failures"
-        if self.device == "cuda":
+        if self.count:
             line += f", {len(self.compiled)} of {self.count} structures ready, {len(self.not_compiled)} not compiled"
         return line
 
@@ -244,6 +251,12 @@ class Run:
         scratch = self.state.with_suffix(".tmp")
         scratch.write_text(json.dumps(kept, indent=1))
         scratch.replace(self.state)
+
+
+def _is_for(structure: str, bucket: str | None, is_own: bool) -> bool:
+    """Whether a process takes a structure: of its bucket; of Triton's and the ladder's, which compile when called, its own."""
+    call = Call.from_json(structure)
+    return call.bucket == bucket and (is_own or call.backend not in ("triton", "mma"))
 
 
 def _quietly(action: Callable[[], Any]) -> None:

@@ -12,7 +12,7 @@ PLAIN = Call()
 # Fields in the order in which they are dropped: first what changes the call most.
 DROPPED = (
     "compiled", "autocast", "poisoned", "deterministic", "bucket", "dropout", "sink", "key_padding", "dlse", "lse",
-    "layout", "scale", "causal", "tail", "slack", "values", "q_size", "v_size", "strides", "dtype", "door",
+    "layout", "scale", "causal", "tail", "slack", "values", "q_size", "v_size", "strides", "bias_aligned", "dtype", "door",
 )  # fmt: skip
 SIZES = ("batch", "seqlen_q", "seqlen_k", "kv_heads", "group", "head_dim", "head_dim_v")
 

@@ -35,7 +35,8 @@ class Plan(NamedTuple):
     Attributes:
         seed: of the whole run, with the leg and the process in it.
         device: "cpu" or "cuda".
-        backends: of which each call takes one, on the CPU; on a GPU structures name theirs.
+        backends: of which each call takes one, where structures are drawn with their calls.
+        structured: structures were drawn before; the parent says which are ready.
         end: when to stop, as `time.time` has it.
         bucket: kernels of this bucket of lengths, on a GPU.
         first: the number of the first call.
@@ -46,6 +47,7 @@ class Plan(NamedTuple):
     device: str
     backends: Sequence[str | None]
     end: float
+    structured: bool = False
     bucket: str | None = None
     first: int = 0
     again: Sequence[tuple[int, int]] = ()
@@ -54,14 +56,15 @@ class Plan(NamedTuple):
 def draw_call(plan: Plan, number: int, structure: Call | None) -> Call:
     """The call of this number."""
     draw = Draw(f"{plan.seed} {number}", plan.device, None)
-    if plan.device == "cpu":
+    if not plan.structured:
         draw.backend = draw.weighted(dict(_SHARES(plan.backends)))
         structure = draw.structure()
         return draw.sizes(structure, 20_000 if draw.backend == "triton" else 150_000)
     assert structure is not None
     draw.backend = structure.backend
-    call = draw.sizes(structure, 3_000_000 if draw.chance(0.03) else 600_000)
-    return call.replace(bucket=plan.bucket)
+    usual = 600_000 if draw.gpu else 150_000
+    call = draw.sizes(structure, 5 * usual if draw.chance(0.03) else usual)
+    return call
 
 
 def _SHARES(backends: Sequence[str | None]) -> Iterator[tuple[str | None, int]]:
@@ -91,13 +94,13 @@ class _Worker:
         self.plan, self.connection, self.progress = plan, connection, progress
         self.structures: dict[int, Call] = {}
         self.number = plan.first
-        self.block = 1 if plan.device == "cpu" else BLOCK
+        self.block = BLOCK if plan.structured else 1
         self.worst = torch.zeros(self.block, dtype=torch.float64, device=plan.device)
 
     def run(self) -> None:
         while time.time() < self.plan.end:
             self._listen()
-            if self.plan.device == "cuda" and not self.structures:
+            if self.plan.structured and not self.structures:
                 self.progress[0] = time.time()
                 time.sleep(0.1)
                 continue
@@ -112,14 +115,18 @@ class _Worker:
             self._at(number, structure, 0)
             call = draw_call(self.plan, number, self.structures[structure])
             wrong = failure(call, self.plan.device)
-            torch.cuda.synchronize()
+            if self.plan.device == "cuda":
+                torch.cuda.synchronize()
             if wrong is not None:
-                self._send(call, wrong, number)
+                self._send(call, wrong, number, structure)
 
     def _listen(self) -> None:
         while self.connection.poll():
             for number, text in self.connection.recv():
-                self.structures[number] = Call.from_json(text)
+                if text is None:  # it has failed often enough
+                    self.structures.pop(number, None)
+                else:
+                    self.structures[number] = Call.from_json(text)
 
     def _at(self, number: int, structure: int, place: int) -> None:
         self.progress[0] = time.time()
@@ -131,14 +138,14 @@ class _Worker:
     def _run_block(self) -> None:
         counts: collections.Counter[str] = collections.Counter()
         self.worst.zero_()
-        calls: dict[int, tuple[int, Call]] = {}
+        calls: dict[int, tuple[int, int, Call]] = {}
         for place in range(self.block):
             if time.time() > self.plan.end:
                 break
             structure = self._structure()
             self._at(self.number, structure, place)
             call = draw_call(self.plan, self.number, self.structures.get(structure))
-            calls[place] = self.number, call
+            calls[place] = self.number, structure, call
             began = time.time()
             self._make(call, place)
             if time.time() - began > LATE_SECONDS:
@@ -148,9 +155,12 @@ class _Worker:
         worst = self.worst.tolist()  # the one wait
         wrong = [place for place in calls if not worst[place] <= 1]
         self.connection.send(("counts", dict(counts)))
+        told: set[int] = set()
         for place in wrong:
-            number, call = calls[place]
-            self._report(call, number)
+            number, structure, call = calls[place]
+            if structure < 0 or structure not in told:  # one of a structure, for shrinking takes long
+                self._report(call, number, structure)
+            told.add(structure)
 
     def _structure(self) -> int:
         if not self.structures:
@@ -168,16 +178,16 @@ class _Worker:
             return
         self.worst[place] = torch.stack(list(found.values())).amax()
 
-    def _report(self, call: Call, number: int) -> None:
+    def _report(self, call: Call, number: int, structure: int) -> None:
         self.progress[0] = time.time() + SHRINK_SECONDS[self.plan.device]  # it may take so long
         wrong = failure(call, self.plan.device)
-        if wrong is None:
-            wrong = "failed once, and not when it was made again: the result depends on what ran before, or on a race"
-            self.connection.send(("failure", self._failure(call, call, wrong, "", number)))
+        if wrong is not None:
+            self._send(call, wrong, number, structure)
             return
-        self._send(call, wrong, number)
+        wrong = "failed once, and not when it was made again: the result depends on what ran before, or on a race"
+        self._tell(call, call, wrong, "", number, structure)
 
-    def _send(self, call: Call, wrong: str, number: int) -> None:
+    def _send(self, call: Call, wrong: str, number: int, structure: int) -> None:
         device = self.plan.device
 
         def fails(smaller: Call) -> bool:
@@ -185,11 +195,12 @@ class _Worker:
 
         minimal = shrink(call, fails, SHRINK_SECONDS[device], same_kernels=device != "cpu")
         wrong = failure(minimal, device) or wrong
-        self.connection.send(("failure", self._failure(call, minimal, wrong, detail(minimal, device), number)))
+        self._tell(call, minimal, wrong, detail(minimal, device), number, structure)
 
-    def _failure(self, call: Call, minimal: Call, wrong: str, more: str, number: int) -> Failure:
+    def _tell(self, call: Call, minimal: Call, wrong: str, more: str, number: int, structure: int) -> None:
         seed = f"{self.plan.seed} {number}"
-        return Failure(call.to_json(), minimal.to_json(), wrong, more, seed, self.plan.device)
+        told = Failure(call.to_json(), minimal.to_json(), wrong, more, seed, self.plan.device, structure)
+        self.connection.send(("failure", told))
 
 
 def _kinds(call: Call) -> Iterator[str]:
