@@ -98,7 +98,8 @@ class Draw:
     def _head_dims(self, call: Call) -> dict[str, int]:
         if self.backend == "mma":
             return dict.fromkeys(("head_dim", "head_dim_v"), self.one((64, 128)))
-        by_eight = self.gpu and self.backend in (None, "tilelang")
+        pads = call.door == "sdpa" or call.door[:2] == "fa"
+        by_eight = self.gpu and self.backend in (None, "tilelang") and not pads
         head_dim = self._head_dim(by_eight)
         same = call.door[:2] == "fa" or call.door in ("nn", "torch_sdpa") or self.chance(0.75)
         return {"head_dim": head_dim, "head_dim_v": head_dim if same else self._head_dim(by_eight)}

@@ -32,6 +32,7 @@ class Rounding(NamedTuple):
 
     inputs: of what is rounded to the inputs' dtype; smallest: the absolute error that there is at least.
     sums: of scores and sums. weights: of P. output: of o and the gradients. least: below it all numbers may be 0.
+    tanh: of tanh, which kernels in bfloat16 take from the hardware.
     """
 
     inputs: float
@@ -40,12 +41,13 @@ class Rounding(NamedTuple):
     weights: float
     output: float
     least: float
+    tanh: float = 0.0
 
 
 ROUNDINGS = {
     "fp64": Rounding(2.0**-53, 1e-300, 2.0**-53, 2.0**-53, 2.0**-53, 1e-150),
     "fp32": Rounding(2.0**-24, 1e-37, 2.0**-24, 2.0**-24, 2.0**-24, 1e-37),
-    "bf16": Rounding(2.0**-8, 1e-37, 2.0**-24, 2.0**-8, 2.0**-8, 1e-37),
+    "bf16": Rounding(2.0**-8, 1e-37, 2.0**-24, 2.0**-8, 2.0**-8, 1e-37, 2.0**-10.5),
     "fp16": Rounding(2.0**-11, 2.0**-25, 2.0**-24, 2.0**-11, 2.0**-11, 1e-37),
     # Tensor cores add 8-bit products with some 13 bits; weights are e4m3, which ends at 2^-9.
     "fp8": Rounding(2.0**-8, 2.0**-10, 2.0**-14, 2.0**-4, 2.0**-8, 1e-37),
@@ -69,7 +71,6 @@ class Forward(NamedTuple):
     lse: Tensor
     lse_variance: Tensor
     p_error2: Tensor
-    smallest: Tensor
 
 
 def truths(call: Call, t: dict[str, Tensor], kept: Tensor | None = None) -> dict[str, Truth]:
@@ -104,7 +105,7 @@ def _forward(call: Call, t: dict[str, Tensor], padding: Padding, kept: Tensor | 
     scores = scale * (q @ k.mT)
     terms = (4 + call.head_dim) * (4 * r.sums**2)
     variance = terms * (scale**2 * (q.square() @ k.square().mT) + scores.square())
-    changed = modified(call, t, at, scores, variance, r.sums)
+    changed = modified(call, t, at, scores, variance, r.sums, r.tanh)
     seen = (allowed(call, t, at) & padding.both).expand_as(scores) & (changed.value != -torch.inf)
     s = changed.value.masked_fill(~seen, -torch.inf)
     p, sink_p, lse = _softmax(s, t.get("sink"))
@@ -125,7 +126,7 @@ def _forward(call: Call, t: dict[str, Tensor], padding: Padding, kept: Tensor | 
     o_variance = weight2 @ v.square() + (2 * r.output**2 + sums) * o.square() + (r.smallest * (o != 0)) ** 2
     return Forward(
         q, k, v, at, changed, seen, p, kept, sink_p, _rows_first(o), _rows_first(o_variance), lse,
-        lse_variance, p_error2, smallest,
+        lse_variance, p_error2,
     )  # fmt: skip
 
 
@@ -171,13 +172,15 @@ def _gradients(call: Call, t: dict[str, Tensor], padding: Padding, f: Forward, r
     inner = of_weight - delta
     ds = p * inner
     size = of_weight.abs() + delta.abs() + delta2.sqrt()
-    own2 = ds.square() * (r.inputs**2 + f.p_error2) + p.square() * error2 + (f.smallest * (1 + size)) ** 2
+    # Normalised weights and dS have an absolute error, too: in float16 they are below its normal numbers.
+    smallest = torch.where(f.seen, r.smallest + r.least, 0.0)
+    own2 = ds.square() * (r.inputs**2 + f.p_error2) + p.square() * error2 + (smallest * (1 + size)) ** 2
     found: dict[str, Truth] = {}
     if "sink" in call.grads and f.sink_p is not None:
         found["sink"] = _of_sink(f, delta[..., 0], delta2[..., 0], _written(t["sink"], r))
     if "v" in call.grads:
         dropped = p if kept is None else p * kept
-        weight2 = dropped.square() * (r.weights**2 + f.p_error2) + f.smallest**2
+        weight2 = dropped.square() * (r.weights**2 + f.p_error2) + smallest.square()
         found["v"] = _product(dropped.mT, weight2.mT, do, call, r)
     # Back through the modifications, the last one first.
     hidden, weight = ~f.seen, p
@@ -190,7 +193,7 @@ def _gradients(call: Call, t: dict[str, Tensor], padding: Padding, f: Forward, r
         local: Tensor | float = step.derivative
         if isinstance(local, Tensor):
             local = local.expand_as(p).masked_fill(hidden, 0.0)
-        own2 = own2 * local * local + (ds * step.by_tanh * tanh_error(r.sums)).square()
+        own2 = own2 * local * local + (ds * step.by_tanh * (tanh_error(r.sums) + r.tanh)).square()
         ds, weight = ds * local, weight * local
     ds, own2, weight = ds * scale, own2 * scale**2, weight * scale
     if "q" in call.grads:

@@ -53,6 +53,7 @@ class Run:
         self.count = kept.get("structures", structures)
         self.counts = collections.Counter(kept.get("counts", {}))
         self.failures = [Failure(*each) for each in kept.get("failures", [])]
+        self.close: list[tuple[float, str]] = [(ratio, call) for ratio, call in kept.get("close", [])]
         self.compiled: dict[int, str] = {}
         self.not_compiled: dict[int, str] = {}
         self.device, self.backends, self.end, self.workers = device, backends, end, workers
@@ -176,6 +177,8 @@ class Run:
                 continue
             if kind == "counts":
                 self.counts.update(what)
+            elif kind == "close":
+                self.close = sorted([*self.close, *what], reverse=True)[:20]
             elif kind == "failure":
                 self._failed(what)
             elif kind == "died":
@@ -238,6 +241,8 @@ class Run:
                 kinds[first].append(f"{rest} {count}")
         for kind, parts in kinds.items():
             print(f"by {kind}: {', '.join(parts)}")
+        if self.close:
+            print(f"largest error of a call that was right: {self.close[0][0]:.2f} of what is allowed")
         print(f"slow calls: {self.counts['slow calls']}, processes that died: {self.deaths}")
         print(f"seed {self.seed}, {self.leg} legs: {self._line()}", flush=True)
 
@@ -246,7 +251,7 @@ class Run:
             return
         kept = {
             "seed": self.seed, "legs": self.leg, "structures": self.count, "counts": dict(self.counts),
-            "failures": self.failures, "not compiled": self.not_compiled,
+            "failures": self.failures, "close": self.close, "not compiled": self.not_compiled,
         }  # fmt: skip
         scratch = self.state.with_suffix(".tmp")
         scratch.write_text(json.dumps(kept, indent=1))

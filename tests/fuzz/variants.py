@@ -110,8 +110,8 @@ class Scores(NamedTuple):
     steps: list[Step]
 
 
-def modified(call: Call, t: dict[str, Tensor], at: Places, scores: Tensor, variance: Tensor, eps: float) -> Scores:
-    """The call's modifications of scaled scores, in order. `eps`: the rounding of the arithmetic of scores."""
+def modified(call: Call, t: dict[str, Tensor], at: Places, scores: Tensor, variance: Tensor, eps: float, tanh: float) -> Scores:
+    """The call's modifications of scaled scores, in order. `eps`: the rounding of the arithmetic of scores, `tanh`: that of tanh."""
     steps: list[Step] = []
     for number, mod in enumerate(call.mods):
         name = mod_tensor(number, mod)
@@ -119,9 +119,9 @@ def modified(call: Call, t: dict[str, Tensor], at: Places, scores: Tensor, varia
         new, step, added = _modify(mod, name, x, at, scores)
         variance = variance * _squared(step.derivative) + (4 * eps * added) ** 2 + (2 * eps * new.nan_to_num(neginf=0.0)) ** 2
         if mod[0] == "softcap":
-            variance = variance + (mod[1] * tanh_error(eps)) ** 2
+            variance = variance + (mod[1] * tanh_error(eps)) ** 2 + (tanh * new) ** 2
         if mod[0] == "fn" and mod[1] in ("squash", "decay"):
-            variance = variance + (4 * tanh_error(eps)) ** 2
+            variance = variance + (4 * (tanh_error(eps) + tanh)) ** 2
         steps.append(step)
         scores = new
     return Scores(scores, variance, steps)

@@ -26,6 +26,7 @@ from .trial import detail, failure, trial
 BLOCK = 200
 SHRINK_SECONDS = {"cpu": 40.0, "cuda": 15.0}
 LATE_SECONDS = 3.0  # a call that took longer compiled something
+CLOSE = 0.5  # of what is allowed, from which on the largest errors are told, to judge the rule by
 DEAD = 3  # exit status after an error from which a CUDA context does not recover
 
 
@@ -155,6 +156,9 @@ class _Worker:
         worst = self.worst.tolist()  # the one wait
         wrong = [place for place in calls if not worst[place] <= 1]
         self.connection.send(("counts", dict(counts)))
+        right = [(worst[place], calls[place][2].to_json()) for place in calls if CLOSE < worst[place] <= 1]
+        if right:
+            self.connection.send(("close", sorted(right, reverse=True)[:3]))
         told: set[int] = set()
         for place in wrong:
             number, structure, call = calls[place]
