@@ -258,7 +258,7 @@ class Draw:
         return {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
 
     def _lengths(self, call: Call, budget: int) -> dict[str, Any]:
-        count = 0 if self.chance(0.01) else self.random.randint(max(self.least, 1), 5)
+        count = 0 if self.chance(0.01) and call.door != "padded" else self.random.randint(max(self.least, 1), 5)
         same = call.door in ("fa_varlen_qkv", "padded") or self.chance(0.4)
         most = max(1, int((budget / max(count * call.heads, 1)) ** 0.5))
         of_q = tuple(self._size(most) for _ in range(count))

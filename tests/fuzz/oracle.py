@@ -173,7 +173,7 @@ def _gradients(call: Call, t: dict[str, Tensor], padding: Padding, f: Forward, r
     ds = p * inner
     size = of_weight.abs() + delta.abs() + delta2.sqrt()
     # Normalised weights and dS have an absolute error, too: in float16 they are below its normal numbers.
-    smallest = torch.where(f.seen, r.smallest + r.least, 0.0)
+    smallest = f.seen.double() * (r.smallest + r.least)
     own2 = ds.square() * (r.inputs**2 + f.p_error2) + p.square() * error2 + (smallest * (1 + size)) ** 2
     found: dict[str, Truth] = {}
     if "sink" in call.grads and f.sink_p is not None:
