@@ -1,9 +1,9 @@
 """`make fuzz`: random calls of tileattn's public functions until the time is over; exit status 1 where one was wrong.
 
-    make fuzz                                                  ten minutes on two cores
-    make fuzz ARGS="--seconds 60 --seed 7 --backend torch"
-    make fuzz ARGS="--call '{...}'"                            one call again, as a failure shows it
-    python -m fuzz --device cuda --structures 300 --leg-seconds 500 --state fuzz.json      a leg on a GPU
+make fuzz                                                  ten minutes on two cores
+make fuzz ARGS="--seconds 60 --seed 7 --backend torch"
+make fuzz ARGS="--call '{...}'"                            one call again, as a failure shows it
+python -m fuzz --device cuda --structures 300 --leg-seconds 500 --state fuzz.json      a leg on a GPU
 """
 
 from __future__ import annotations
@@ -23,15 +23,20 @@ BACKENDS = ("torch", "triton")
 @app.command()
 def fuzz(
     seconds: Annotated[float, typer.Option(help="How long calls are made.")] = 600,
-    seed: Annotated[int | None, typer.Option(help="Of all that is random; default: the time.", show_default=False)] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of all that is random; default: the time.", show_default=False)
+    ] = None,
     backend: Annotated[list[str] | None, typer.Option(help="On a CPU: torch, triton (in its interpreter).")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes; default: 2, on a GPU 10.", show_default=False)] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     structures: Annotated[
-        int | None, typer.Option(help="Drawn, and compiled, before their sizes; default: 300 on a GPU.", show_default=False)
+        int | None,
+        typer.Option(help="Drawn, and compiled, before their sizes; default: 300 on a GPU.", show_default=False),
     ] = None,
     leg_seconds: Annotated[float | None, typer.Option(help="The same as --seconds.", show_default=False)] = None,
-    state: Annotated[Path | None, typer.Option(help="Where counts and failures are kept; a leg goes on with it.")] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="Where counts and failures are kept; a leg goes on with it.")
+    ] = None,
     call: Annotated[str | None, typer.Option(help="Make this call alone and say what is wrong.")] = None,
     most_failures: Annotated[int, typer.Option(help="Stop after so many.")] = 20,
 ) -> None:

@@ -1,9 +1,9 @@
 """The verdict on a call: each output's error over what is allowed, as one number on the device. Imports no tileattn.
 
-A row (along the last dimension) may be off by `FACTOR` standard deviations of its error; a whole tensor by `WHOLE_FACTOR`
-of its own. lse is compared element by element, and allowed in addition an eighth of a rounding in the inputs' dtype,
-because GPUs' exp is no more exact than it need be. Infinities stand where the oracle's are. What belongs to no sequence
-is 0 (-inf in lse). NaN never passes: a number that is NaN counts as infinite.
+A row (along the last dimension) may be off by `FACTOR` standard deviations of its error; a whole tensor by
+`WHOLE_FACTOR` of its own. lse is compared element by element, and allowed in addition an eighth of a rounding in the
+inputs' dtype, because GPUs' exp is no more exact than it need be. Infinities stand where the oracle's are. What belongs
+to no sequence is 0 (-inf in lse). NaN never passes: a number that is NaN counts as infinite.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _of_rows(padding: Padding, name: str, x: Tensor, value: Tensor, variance: Te
     worst = _over(error2, FACTOR**2 * allowed2)
     whole = _over(error2.sum()[None], WHOLE_FACTOR**2 * allowed2.sum()[None] + 1e-300)
     if unused is not None:
-        worst = torch.maximum(worst, _there(((x != 0) & unused)))
+        worst = torch.maximum(worst, _there((x != 0) & unused))
     return torch.maximum(worst, whole).sqrt()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -215,7 +216,7 @@ def _varlen(call: Call, t: Tensors) -> Output:
 def _padded(call: Call, t: Tensors) -> Output:
     """Packed sequences that went through a padded batch: pad_input, unpad_input, attention, and back the same way."""
     cu, seqlen = t["cu_q"].tolist(), max(call.rows, 1)
-    places = torch.cat([torch.arange(b - a) + seqlen * i for i, (a, b) in enumerate(zip(cu, cu[1:]))])
+    places = torch.cat([torch.arange(b - a) + seqlen * i for i, (a, b) in enumerate(pairwise(cu))])
     places = places.to(t["q"].device)
     mask = torch.zeros(call.elements * seqlen, dtype=torch.bool, device=places.device).index_fill(0, places, True)
     mask = mask.view(call.elements, seqlen)
@@ -253,7 +254,7 @@ def _sdpa_options(call: Call, t: Tensors) -> dict[str, Any]:
 
 
 def _torch_sdpa(call: Call, t: Tensors) -> Output:
-    """PyTorch's own function with tileattn activated; on a CPU, where it never chooses flash, the operators' kernels."""
+    """PyTorch's own function, tileattn activated; on a CPU, where it never chooses flash, the operators' kernels."""
     q, k, v = (t[name].transpose(1, 2) for name in OF_INPUTS)
     if t["q"].is_cuda:
         activate_flash_attention_impl("tileattn")

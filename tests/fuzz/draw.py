@@ -87,7 +87,7 @@ class Draw:
 
     def _dtype(self, door: str) -> str:
         flash = door[:2] == "fa" or door == "torch_sdpa"
-        if self.backend == "mma" or self.gpu and (flash or self.backend in (None, "tilelang")):
+        if self.backend == "mma" or (self.gpu and (flash or self.backend in (None, "tilelang"))):
             return self.one(("bf16", "bf16", "fp16"))
         if self.backend == "triton":
             return self.one(("bf16", "fp16", "fp32", "fp32"))
@@ -170,9 +170,7 @@ class Draw:
     def _mask(self, depth: int = 0) -> list[Any]:
         if depth < 2 and self.chance(0.25 if depth == 0 else 0.15):
             return [self.one(("and", "or")), self._mask(depth + 1), self._mask(depth + 1)]
-        kind = self.weighted(
-            {"causal": 3, "window": 6, "prefix": 3, "prefixes": 3, "docs": 6, "padding": 5, "fn": 6}
-        )
+        kind = self.weighted({"causal": 3, "window": 6, "prefix": 3, "prefixes": 3, "docs": 6, "padding": 5, "fn": 6})
         if kind == "window":
             return [kind, self._bound(), self._bound()]
         if kind in ("prefix", "prefixes"):
@@ -181,7 +179,11 @@ class Draw:
             return [kind, self.weighted({"sorted": 3, "any": 2, "int64": 1, "huge": 1})]
         if kind == "padding":
             return [kind, self.one(("right", "left", "holes"))]
-        return [kind, self.one(("stripes", "first_head", "blocks", "table")), self.one((1, 2, 3, 7, 30))] if kind == "fn" else [kind]
+        return (
+            [kind, self.one(("stripes", "first_head", "blocks", "table")), self.one((1, 2, 3, 7, 30))]
+            if kind == "fn"
+            else [kind]
+        )
 
     def _mod(self, call: Call) -> list[Any]:
         kind = self.weighted({"softcap": 3, "alibi": 3, "bias": 4, "fn": 6})
@@ -248,7 +250,11 @@ class Draw:
         return self.one(fitting or [max(most, self.least)])
 
     def _dense(self, call: Call, budget: int) -> dict[str, Any]:
-        batch = 0 if self.chance(0.01) and call.door != "torch_sdpa" else self.random.randint(max(self.least, 1), 3 if self.gpu or self.backend != "triton" else 2)
+        batch = (
+            0
+            if self.chance(0.01) and call.door != "torch_sdpa"
+            else self.random.randint(max(self.least, 1), 3 if self.gpu or self.backend != "triton" else 2)
+        )
         same = call.door in ("nn", "fa_qkv") or (call.door == "torch_sdpa" and call.causal) or self.chance(0.4)
         most = int((budget / max(batch * call.heads, 1)) ** 0.5)
         seqlen_q = self._size(max(most, 1))

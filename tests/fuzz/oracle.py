@@ -1,11 +1,11 @@
 """What is right, in float64, and how far rounding may lead away from it. Imports nothing of tileattn.
 
-Attention and its gradients are written out by hand on whole matrices, (elements, heads, rows, keys); packed sequences are
-padded first. Beside each output stands the **variance** of its error: what results if each quantity that a kernel rounds
-is off by a random part of one rounding. That is an own rule of tolerance, which needs no second implementation: the
-weights P and the gradients dS are rounded to the inputs' dtype before they are multiplied, o and the gradients when they
-are written, and scores and sums are computed in float32 (float64 for float64). A sum of n terms in that precision is off
-by sqrt(n) roundings of its terms' root of squares. Where there is no term, no error is allowed.
+Attention and its gradients are written out by hand on whole matrices, (elements, heads, rows, keys); packed sequences
+are padded first. Beside each output stands the **variance** of its error: what results if each quantity that a kernel
+rounds is off by a random part of one rounding. This rule of tolerance needs no second implementation: the weights P and
+the gradients dS are rounded to the inputs' dtype before they are multiplied, o and the gradients when they are written,
+and scores and sums are computed in float32 (float64 for float64). A sum of n terms in that precision is off by sqrt(n)
+roundings of its terms' root of squares. Where there is no term, no error is allowed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Forward(NamedTuple):
 def truths(call: Call, t: dict[str, Tensor], kept: Tensor | None = None) -> dict[str, Truth]:
     """All outputs and gradients that the call asks for, by name.
 
-    o and the gradients of q, k and v are (elements, seqlen, heads, head_dim), with zeros beyond a packed sequence's end;
+    o and the gradients of q, k and v are (elements, seqlen, heads, head_dim), zeros beyond a packed sequence's end;
     lse is (elements, heads, rows), -inf there.
 
     Args:
@@ -96,7 +96,9 @@ def truths(call: Call, t: dict[str, Tensor], kept: Tensor | None = None) -> dict
 
 
 def _forward(call: Call, t: dict[str, Tensor], padding: Padding, kept: Tensor | None, r: Rounding) -> Forward:
-    q, k, v = (padding.padded(t[name].to(call.torch_dtype) if call.autocast else t[name], name).double() for name in "qkv")
+    q, k, v = (
+        padding.padded(t[name].to(call.torch_dtype) if call.autocast else t[name], name).double() for name in "qkv"
+    )
     q = q.transpose(1, 2)
     k, v = (x.transpose(1, 2).repeat_interleave(call.group, dim=1) for x in (k, v))
     at = _places(call, padding)
@@ -231,13 +233,13 @@ def _of_sink(f: Forward, delta: Tensor, delta2: Tensor, r: Rounding) -> Truth:
     """The sink is a key with a value of 0: dsink = -sum of its weight times delta."""
     assert f.sink_p is not None
     value = -(f.sink_p * delta).sum((0, 2))
-    variance = f.sink_p.square() * (delta2 + delta.square() * (f.lse_variance + (8 * r.sums) ** 2)) + (r.least * delta) ** 2
+    variance = (
+        f.sink_p.square() * (delta2 + delta.square() * (f.lse_variance + (8 * r.sums) ** 2)) + (r.least * delta) ** 2
+    )
     return Truth(value, variance.sum((0, 2)) + (r.output * value) ** 2 + (r.smallest * (value != 0)) ** 2)
 
 
-def _of_tensor(
-    ds: Tensor, own2: Tensor, p: Tensor, delta2: Tensor, by: Tensor, dims: str, r: Rounding
-) -> Truth:
+def _of_tensor(ds: Tensor, own2: Tensor, p: Tensor, delta2: Tensor, by: Tensor, dims: str, r: Rounding) -> Truth:
     """Of a tensor that a modification reads: dS times the derivative by it, summed over what it is broadcast over."""
     value, variance = ds * by, own2 * by.square()
     over = [axis for axis, dim in enumerate("bhqk") if dim not in dims]

@@ -35,7 +35,9 @@ class Failure(NamedTuple):
 def sketch(call: Call) -> str:
     """The call in words close to Python; how values are made is in :mod:`fuzz.values`."""
     if call.packed:
-        sizes = f"lengths_q={list(call.lengths_q)}, lengths_k={list(call.lengths_k)}, heads={call.heads}/{call.kv_heads}"
+        sizes = (
+            f"lengths_q={list(call.lengths_q)}, lengths_k={list(call.lengths_k)}, heads={call.heads}/{call.kv_heads}"
+        )
     else:
         sizes = f"batch={call.batch}, seqlen={call.seqlen_q}/{call.seqlen_k}, heads={call.heads}/{call.kv_heads}"
     dims = f"head_dim={call.head_dim}" + (f"/{call.head_dim_v}" if call.head_dim_v != call.head_dim else "")

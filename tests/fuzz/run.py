@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import multiprocessing
 import os
@@ -97,8 +98,9 @@ class Run:
     def _compile(self) -> None:
         import torch
 
-        from . import ahead
         from tileattn.call import device_arch
+
+        from . import ahead
 
         found = ahead.structures(self.seed, self.count, device_arch(torch.device(self.device)))
         self.structures = {each.number: each.call for each in found}
@@ -113,7 +115,11 @@ class Run:
                     self.compiled[structure.number] = structure.call
                 else:
                     self.not_compiled[structure.number] = error
-                    self._failed(Failure(structure.call, structure.call, f"not compiled: {error}", "", str(self.seed), self.device))
+                    self._failed(
+                        Failure(
+                            structure.call, structure.call, f"not compiled: {error}", "", str(self.seed), self.device
+                        )
+                    )
             self.finished_compiling.set()
 
         threading.Thread(target=compile_them, daemon=True).start()
@@ -259,17 +265,15 @@ class Run:
 
 
 def _is_for(structure: str, bucket: str | None, is_own: bool) -> bool:
-    """Whether a process takes a structure: of its bucket; of Triton's and the ladder's, which compile when called, its own."""
+    """Whether a process takes a structure: of its bucket, and its own of those that compile when they are called."""
     call = Call.from_json(structure)
     return call.bucket == bucket and (is_own or call.backend not in ("triton", "mma"))
 
 
 def _quietly(action: Callable[[], Any]) -> None:
     """A process that has just died reads nothing any more; that is noticed elsewhere."""
-    try:
+    with contextlib.suppress(OSError):
         action()
-    except OSError:
-        pass
 
 
 def _status(process: Any) -> int | None:

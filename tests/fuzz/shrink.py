@@ -12,7 +12,8 @@ PLAIN = Call()
 # Fields in the order in which they are dropped: first what changes the call most.
 DROPPED = (
     "compiled", "autocast", "poisoned", "deterministic", "bucket", "dropout", "sink", "key_padding", "dlse", "lse",
-    "layout", "scale", "causal", "tail", "slack", "values", "q_size", "v_size", "strides", "bias_aligned", "dtype", "door",
+    "layout", "scale", "causal", "tail", "slack", "values", "q_size", "v_size", "strides", "bias_aligned", "dtype",
+    "door",
 )  # fmt: skip
 SIZES = ("batch", "seqlen_q", "seqlen_k", "kv_heads", "group", "head_dim", "head_dim_v")
 
@@ -127,4 +128,3 @@ def _is_call(call: Call) -> bool:
         return False
     needs_module = call.door in ("nn", "reference")
     return needs_module == (call.module is not None) and call.packed == (call.door in PACKED_DOORS)
-

@@ -74,5 +74,6 @@ def detail(call: Call, device: str) -> str:
         if difference.numel() == 0:
             continue
         where = tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
-        lines.append(f"  {name}{list(where)} of {list(value.shape)}: {float(rows[where]):.6g}, right is {float(value[where]):.6g}")
+        found, right = float(rows[where]), float(value[where])
+        lines.append(f"  {name}{list(where)} of {list(value.shape)}: {found:.6g}, right is {right:.6g}")
     return "\n".join(lines)

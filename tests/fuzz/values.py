@@ -169,6 +169,8 @@ def _of_mod(maker: Maker, mod: list[Any], call: Call) -> Tensor:
         x = x * 0.1
     if mod[1] == "temperature":
         x = x * 0.1 + 1
+    if mod[1] == "gate":
+        x = x.abs() + 0.1  # a score of -inf stays one
     x = x.to(dtype)
     return _biased(x, call.bias_aligned) if mod[0] == "bias" else x
 

@@ -85,7 +85,9 @@ def _same_document(ids: Tensor, at: Places) -> Tensor:
     if ids.shape[1] == 0:
         return torch.zeros(1, 1, 1, 0, dtype=torch.bool, device=ids.device)
     of_query = torch.gather(
-        ids[:, None, None, :].expand(-1, 1, 1, -1).flatten(1), 1, at.q.clamp(0, ids.shape[1] - 1).expand(len(ids), 1, -1, 1).flatten(1)
+        ids[:, None, None, :].expand(-1, 1, 1, -1).flatten(1),
+        1,
+        at.q.clamp(0, ids.shape[1] - 1).expand(len(ids), 1, -1, 1).flatten(1),
     )
     return (of_query[:, None, :, None] == ids[:, None, None, :]) & (at.q >= 0)
 
@@ -110,21 +112,29 @@ class Scores(NamedTuple):
     steps: list[Step]
 
 
-def modified(call: Call, t: dict[str, Tensor], at: Places, scores: Tensor, variance: Tensor, eps: float, tanh: float) -> Scores:
-    """The call's modifications of scaled scores, in order. `eps`: the rounding of the arithmetic of scores, `tanh`: that of tanh."""
+def modified(
+    call: Call, t: dict[str, Tensor], at: Places, scores: Tensor, variance: Tensor, eps: float, tanh: float
+) -> Scores:
+    """The call's modifications of scaled scores, in order. `eps` is the rounding of scores, `tanh` that of tanh."""
     steps: list[Step] = []
     for number, mod in enumerate(call.mods):
         name = mod_tensor(number, mod)
         x = None if name is None else t[name].double()
         new, step, added = _modify(mod, name, x, at, scores)
-        variance = variance * _squared(step.derivative) + (4 * eps * added) ** 2 + (2 * eps * new.nan_to_num(neginf=0.0)) ** 2
+        variance = (
+            variance * _squared(step.derivative) + (4 * eps * _finite(added)) ** 2 + (2 * eps * _finite(new)) ** 2
+        )
         if mod[0] == "softcap":
-            variance = variance + (mod[1] * tanh_error(eps)) ** 2 + (tanh * new) ** 2
+            variance = variance + (mod[1] * tanh_error(eps)) ** 2 + (tanh * _finite(new)) ** 2
         if mod[0] == "fn" and mod[1] in ("squash", "decay"):
             variance = variance + (4 * (tanh_error(eps) + tanh)) ** 2
         steps.append(step)
         scores = new
     return Scores(scores, variance, steps)
+
+
+def _finite(x: Any) -> Any:
+    return x.nan_to_num(neginf=0.0, posinf=0.0) if isinstance(x, Tensor) else x
 
 
 def tanh_error(eps: float) -> float:
