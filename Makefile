@@ -4,6 +4,7 @@
 #   make bench ARGS="--suite fa"      the same with arguments of `tileattn bench`
 #   make test                         lint, types and tests (ARGS goes to pytest)
 #   make test-all                     the tests marked slow as well
+#   make mutants                      named wrong edits, each of which some test must see (by hand, some 20 minutes)
 #   make fuzz                         random calls beside an independent oracle, ten minutes (ARGS: CONTRIBUTING.md)
 #   make docs                         the site, in site/ (pages, tutorial, API)
 #   make lint | format | clean
@@ -18,7 +19,7 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help bench test test-all fuzz docs lint format clean
+.PHONY: help bench test test-all mutants fuzz docs lint format clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python -m
@@ -51,6 +52,9 @@ test: lint
 
 test-all: lint
 	$(PYTEST) $(ARGS)
+
+mutants: $(VENV)/.installed-dev$(AND_EXTRAS)
+	$(VENV)/bin/python tests/mutants/run.py $(ARGS)
 
 fuzz: $(VENV)/.installed-dev$(AND_EXTRAS)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(RUN) fuzz $(ARGS)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import tileattn
+from support_table import check_refusal, possible
 from tileattn import Causal, ops
 from tileattn.dispatch import BACKENDS
 from tileattn.scores import for_packed
@@ -17,13 +18,21 @@ from tileattn.variant import encode
 
 
 def refusal(arguments: Arguments, name: str, needs_grad: bool) -> str | None:
-    """Why the backend of this name does not run a case, or None."""
+    """Why the backend of this name does not run a case, or None.
+
+    Raises:
+        AssertionError: the table of what must run says otherwise (support_table.py), so that a backend which begins to
+            refuse too much fails here, and is not skipped.
+    """
     q, k, v, mask, score_mods, sink, *_ = arguments.positional
     if arguments.packed is not None:
         score_mods = for_packed(score_mods, *arguments.packed[:2])
     flags = {"dropout": arguments.dropout_p > 0, "packed": arguments.packed is not None}
     call = ops.make_call(q, k, v, sink, encode(mask, score_mods)[0], needs_grad=needs_grad, **flags)
-    return next(backend for backend in BACKENDS if backend.name == name).refusal(call)
+    reason = next(backend for backend in BACKENDS if backend.name == name).refusal(call)
+    if possible(name, call.arch):
+        check_refusal(name, call, reason)
+    return reason
 
 
 def run(arguments: Arguments, backend: str) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 On a CPU: the torch backend on the "quick" selection, the reference and the others on "smoke", where Triton interprets.
 On a GPU (`pytest -m gpu`): TileLang on the "full" selection, Triton on a part of it, and the ladder on what is full or
-causal in it. A refused case counts as skipped, after its refusal has been checked.
+causal in it. A refused case counts as skipped, after its refusal has been checked: its text, and that the table of what
+must run (support_table.py) allows it.
 """
 
 from __future__ import annotations

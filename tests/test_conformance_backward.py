@@ -1,7 +1,7 @@
 """Gradients of every backend, on the conformance cases: right by the tolerance rule, or refused with the reason.
 
 On a CPU: the torch backend on a part of the "quick" selection, Triton in its interpreter on a part of "smoke". On a GPU
-(`pytest -m gpu`): TileLang on "full", Triton on a part of it.
+(`pytest -m gpu`): TileLang on "full", Triton on a part of it. What may be refused: support_table.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.attention import register_flash_attention_impl
 
@@ -17,6 +17,12 @@ from .scores import ALiBi, Bias, ScoreMod, SoftCap
 from .sdpa import scaled_dot_product_attention
 from .tuner.session import tuning
 from .varlen import varlen_attention
+
+if TYPE_CHECKING:  # at run time `__getattr__` below imports these when they are first used
+    from . import nn as nn
+    from . import viz as viz
+    from .profiling import profile as profile
+    from .profiling import profile_all as profile_all
 
 __version__ = "0.1.0"
 
@@ -54,11 +60,13 @@ def _activate_flash_attention() -> Any:
 register_flash_attention_impl("tileattn", register_fn=_activate_flash_attention)
 
 
-def __getattr__(name: str) -> Any:
-    """What only some need is imported when it is first used: `tileattn.nn`, `tileattn.viz`, `tileattn.profile`."""
-    if name in ("nn", "viz"):
-        return importlib.import_module(f".{name}", __name__)
-    if name in ("profile", "profile_all"):
-        # The module has another name than the function: importing a module sets the package's attribute of its name.
-        return getattr(importlib.import_module(".profiling", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # to a type checker it would make every misspelt name an Any
+
+    def __getattr__(name: str) -> Any:
+        """Imports at first use what only some need: `tileattn.nn`, `tileattn.viz`, `tileattn.profile`."""
+        if name in ("nn", "viz"):
+            return importlib.import_module(f".{name}", __name__)
+        if name in ("profile", "profile_all"):
+            # The module is not called "profile": importing a module sets the package's attribute of its name.
+            return getattr(importlib.import_module(".profiling", __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -158,20 +158,11 @@ class Expr:
         """Lets functions written for FlexAttention (``torch.where``, ``torch.tanh``, ...) be traced as they are."""
         op = _TORCH_OPS.get(getattr(func, "__name__", ""))
         if getattr(func, "__name__", "") == "__getitem__":
-            raise TypeError(
-                "a traced position met a tensor that is not known to be captured: those in a function's closure, "
-                "defaults, globals and functools.partial are; for others, make a class: a frozen dataclass derived "
-                "from tileattn.Mask or tileattn.ScoreMod with the tensor as a field"
-            )
+            return captured(args[0])[args[1]]
         if op is None or kwargs:
             raise TypeError(
                 f"torch.{getattr(func, '__name__', func)} cannot be traced in a mask or score modification; "
                 f"use operators and the functions of tileattn.math"
-            )
-        if any(isinstance(arg, torch.Tensor) for arg in args):
-            raise TypeError(
-                "a torch tensor met a traced value: index the captured tensor to get one number (`slopes[h]`), "
-                "or read it through tileattn.math.load(tensor, h)"
             )
         return apply(op, *args)
 
@@ -194,14 +185,31 @@ class TensorSymbol:
     """Stands for a captured tensor while a variant is traced: indexing it with positions yields a value.
 
     ``ones`` says for each dimension whether its size is 1, in which case it is broadcast. ``dtype`` is the element's
-    torch dtype. ``aligned`` is what ``tile_loads.is_aligned`` says, where a kernel may make use of it.
+    torch dtype. ``aligned`` is what ``tile_loads.is_aligned`` says, where a kernel may make use of it. ``tensor`` is the
+    tensor itself while a user's function runs (:mod:`tileattn.functions`), which names it in the end.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype, ones: tuple[bool, ...], aligned: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        ones: tuple[bool, ...],
+        aligned: bool = False,
+        tensor: torch.Tensor | None = None,
+    ) -> None:
         self.name = name
         self.dtype = dtype
         self.ones = ones
         self.aligned = aligned
+        self.tensor = tensor
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def _reference(self) -> Any:
+        """What stands for the tensor in an expression: its name, or itself where the name is not yet known."""
+        return self.name if self.tensor is None else self
 
     @property
     def ndim(self) -> int:
@@ -210,7 +218,7 @@ class TensorSymbol:
     @property
     def shape(self) -> tuple[Operand, ...]:
         """Sizes: 1 where the size is known to be 1, a run-time value elsewhere."""
-        return tuple(1 if one else Expr("size", (self.name, axis), "int") for axis, one in enumerate(self.ones))
+        return tuple(1 if one else Expr("size", (self._reference, axis), "int") for axis, one in enumerate(self.ones))
 
     def __getitem__(self, index: Any) -> Expr:
         index = index if isinstance(index, tuple) else (index,)
@@ -222,7 +230,7 @@ class TensorSymbol:
             )
         index = tuple(0 if one else i for i, one in zip(index, self.ones))
         kind = "bool" if self.dtype is torch.bool else "float" if self.dtype.is_floating_point else "int"
-        return Expr("load", (self.name, *index), kind)
+        return Expr("load", (self._reference, *index), kind)
 
     def whole(self) -> Expr:
         """The number that a tensor without dimensions is."""
@@ -232,6 +240,13 @@ class TensorSymbol:
                 f"index it with positions to get one number, such as `slopes[h]`"
             )
         return self[()]
+
+
+def captured(tensor: Any) -> TensorSymbol:
+    """Stands for a tensor that a user's function reads while it is traced."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError("a traced score or position is one number, which cannot be indexed")
+    return TensorSymbol(f"t{id(tensor)}", tensor.dtype, tuple(size == 1 for size in tensor.shape), tensor=tensor)
 
 
 def symbol(name: str) -> Expr:
@@ -245,7 +260,7 @@ def symbol(name: str) -> Expr:
 
 def apply(op: str, *operands: Operand | TensorSymbol) -> Any:
     """The node ``op(operands)``, or its value where all of them are numbers."""
-    args = tuple(arg.whole() if isinstance(arg, TensorSymbol) else arg for arg in operands)
+    args = tuple(arg if isinstance(arg, Expr) else _operand(arg) for arg in operands)
     for arg in args:
         if not isinstance(arg, (Expr, bool, int, float)):
             raise TypeError(
@@ -258,6 +273,17 @@ def apply(op: str, *operands: Operand | TensorSymbol) -> Any:
         _check_logic(op, args)
     simple = _simplify(op, args)
     return simple if simple is not None else Expr(op, args, _result_dtype(op, args))
+
+
+def _operand(value: Any) -> Any:
+    """A number as it is; what stands for the one number of a tensor, or for a number that is itself being traced."""
+    if isinstance(value, torch.Tensor):
+        value = captured(value)
+    if isinstance(value, TensorSymbol):
+        return value.whole()
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return Expr("number", (value,), "int" if isinstance(value, torch.SymInt) else "float")
+    return value
 
 
 def _check_logic(op: str, args: tuple[Operand, ...]) -> None:

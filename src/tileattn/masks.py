@@ -200,7 +200,8 @@ class Documents(Mask):
     skipped. A position before the first key (seqlen_q > seqlen_k) belongs to no document.
 
     Args:
-        ids: integer tensor (batch, seqlen_k), or (seqlen_k,) for all batches: the document of each position.
+        ids: integer tensor (batch, seqlen_k), or (seqlen_k,) for all batches: the document of each position. Any values
+            of its dtype; those of int64 are renumbered, for kernels compare in 32 bits.
     """
 
     ids: torch.Tensor
@@ -220,9 +221,10 @@ class Documents(Mask):
                 f"Documents: ids must have shape (batch, seqlen) or (seqlen,), got {tuple(self.ids.shape)}"
             )
         ids = self.ids if self.ids.ndim == 2 else self.ids[None]
-        for name, value in zip(("first", "last", "run_start", "run_end"), _document_bounds(ids)):
+        numbers, *bounds = _document_bounds(ids)
+        fields = (ids if ids.dtype != torch.int64 else numbers, *bounds)
+        for name, value in zip(("ids", "first", "last", "run_start", "run_end"), fields):
             object.__setattr__(self, name, value.to(torch.int32).contiguous())
-        object.__setattr__(self, "ids", ids.to(torch.int32).contiguous())
 
     def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q >= 0) & (load(self.ids, b, maximum(q, 0)) == load(self.ids, b, k))
@@ -336,12 +338,15 @@ def _check_integer(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{name} must be an integer tensor, got {tensor.dtype}")
 
 
-def _document_bounds(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """first, last, run_start, run_end of :class:`Documents` for ids (batch, seqlen); does not wait for the device."""
+def _document_bounds(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of :class:`Documents` for ids (batch, seqlen), without waiting for the device: first, last, run_start, run_end.
+
+    In front of them a number for each id, as :class:`Documents` may compare instead: the position that has it first.
+    """
     batch, seqlen = ids.shape
     position = torch.arange(seqlen, device=ids.device).expand(batch, seqlen)
     if seqlen == 0:
-        return position, position, position, position
+        return position, position, position, position, position
     run_start, run_end = _runs(ids, position)
     # Bring equal ids together (the sort is stable, so positions ascend within an id): a run of the sorted ids then
     # begins at the id's first position and ends at its last one.
@@ -350,7 +355,7 @@ def _document_bounds(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
     first = torch.empty_like(order).scatter_(1, order, order.gather(1, start))
     last = torch.empty_like(order).scatter_(1, order, order.gather(1, end))
     # The smallest `first` at or after a position, the largest `last` at or before it: bounds for any tile.
-    return first.flip(1).cummin(1).values.flip(1), last.cummax(1).values, run_start, run_end
+    return first, first.flip(1).cummin(1).values.flip(1), last.cummax(1).values, run_start, run_end
 
 
 def _runs(ids: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

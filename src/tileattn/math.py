@@ -111,6 +111,11 @@ def load(tensor: Any, *index: Any) -> Any:
     An index beyond the tensor, negative ones among them, reads something of the tensor or zero, which of these depends
     on the backend: it is for positions that a mask hides, where it makes no difference.
     """
-    if isinstance(tensor, TensorSymbol):
+    if isinstance(tensor, TensorSymbol) or (torch.compiler.is_dynamo_compiling() and _traced(tensor, index)):
         return tensor[index]
     return element(tensor, [0 if size == 1 else i for i, size in zip(index, tensor.shape)])
+
+
+def _traced(tensor: torch.Tensor, index: Any) -> bool:
+    """Whether positions are the symbols of :mod:`tileattn.functions_compiled`."""
+    return not tensor.is_meta and any([isinstance(i, torch.Tensor) and i.is_meta for i in index])

@@ -86,7 +86,6 @@ def scaled_dot_product_attention(
         dropout_p=dropout_p,
         layout="bhsd",
     )
-    assert isinstance(o, Tensor)
     return o[..., : v.shape[-1]].reshape((*batch, heads, q.shape[-2], v.shape[-1])[-dims:])
 
 

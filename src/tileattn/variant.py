@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import re
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from .expr import Expr, TensorSymbol, dtype_of, evaluate, parse, symbol, text_of
+from .expr import Expr, TensorSymbol, evaluate, parse, symbol
+from .functions import trace
 from .masks import FIRST_POSITION, FunctionMask, Mask
 from .scores import ScoreMod
 from .tile_loads import TileLoad, find, is_aligned
@@ -131,7 +130,7 @@ def _described(value: Any) -> str:
 def encode(mask: Mask | None, score_mods: Sequence[Callable[..., Any]]) -> tuple[str, Operands]:
     """Takes a variant apart into its key and its operands.
 
-    Written so that torch.compile can trace it for all masks and modifications that are classes.
+    Written so that torch.compile can trace it: its guards then hold for all that masks and modifications carry.
     """
     operands = Operands()
     parts = [] if mask is None else [_encode(mask, operands)]
@@ -207,88 +206,11 @@ def _registered_fields(cls: type) -> tuple[str, ...]:
 
 
 def _encode_function(fn: Callable[..., Any], arguments: tuple[str, ...], operands: Operands) -> str:
-    if torch.compiler.is_compiling():
-        return "{" + _constant_text(fn, arguments) + "}"
-    text, tensors = _trace_function(fn, arguments)
-    return "{" + ";".join([_encode_tensor(tensor, operands) for tensor in tensors] + [text]) + "}"
-
-
-@_constant_under_compile
-def _constant_text(fn: Callable[..., Any], arguments: tuple[str, ...]) -> str:
-    """A user's function under torch.compile, which runs this while it traces: its text is a constant of the graph."""
-    text, tensors = _trace_function(fn, arguments)
-    if tensors:
-        raise TypeError(
-            "under torch.compile a mask or score modification cannot be a function that captures a tensor; make it a "
-            "class: a frozen dataclass derived from tileattn.Mask or tileattn.ScoreMod with the tensor as a field"
-        )
-    return text
-
-
-def _trace_function(fn: Callable[..., Any], arguments: tuple[str, ...]) -> tuple[str, list[torch.Tensor]]:
-    """Runs a user's function on symbols; its captured tensors become ``t0``, ``t1``, ..."""
-    captured: list[torch.Tensor] = []
-
-    def stand_in(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        ones = tuple(size == 1 for size in value.shape)
-        captured.append(value)
-        return TensorSymbol(f"t{len(captured) - 1}", value.dtype, ones)
-
-    try:
-        result = _with_captures(fn, stand_in)(*map(symbol, arguments))
-    except TypeError:
-        _check_takes(fn, arguments)
-        raise
-    if not isinstance(result, (Expr, bool, int, float)):
-        name = getattr(fn, "__name__", type(fn).__name__)
-        raise TypeError(
-            f"{name} must return a value computed from ({', '.join(arguments)}), got {type(result).__name__}"
-        )
-    is_mask, is_condition = arguments[0] != "score", dtype_of(result) == "bool"
-    if is_mask != is_condition:
-        raise TypeError(
-            f"{'a mask must return a condition, such as (q >= k)' if is_mask else 'a score_mod must return a number'}, "
-            f"got {'a condition' if is_condition else 'the number'} {text_of(result)}"
-        )
-    return text_of(result), captured
-
-
-def _check_takes(fn: Callable[..., Any], arguments: tuple[str, ...]) -> None:
-    """Raises unless the function can be called with these arguments; asked only once it has failed."""
-    try:
-        signature = inspect.signature(fn)
-    except ValueError:  # some builtins have none
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        what, name = "score_mod" if arguments[0] == "score" else "mask", getattr(fn, "__name__", type(fn).__name__)
-        raise TypeError(
-            f"{what} must be a function {what}({', '.join(arguments)}), got {name}{signature}: {error}"
-        ) from None
-
-
-def _with_captures(fn: Callable[..., Any], replace: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The function, with each tensor that its closure, globals or defaults hold replaced."""
-    if isinstance(fn, functools.partial):
-        keywords = {name: replace(value) for name, value in fn.keywords.items()}
-        return functools.partial(_with_captures(fn.func, replace), *map(replace, fn.args), **keywords)
-    if not isinstance(fn, types.FunctionType):
-        return fn
-    cells = tuple(types.CellType(replace(cell.cell_contents)) for cell in fn.__closure__ or ())
-    names = {name for name in fn.__code__.co_names if isinstance(fn.__globals__.get(name), torch.Tensor)}
-    scope = (
-        {**fn.__globals__, **{name: replace(fn.__globals__[name]) for name in sorted(names)}}
-        if names
-        else fn.__globals__
-    )
-    defaults = tuple(map(replace, fn.__defaults__)) if fn.__defaults__ else None
-    copy = types.FunctionType(fn.__code__, scope, fn.__name__, defaults, cells)
-    if fn.__kwdefaults__:
-        copy.__kwdefaults__ = {name: replace(value) for name, value in fn.__kwdefaults__.items()}
-    return copy
+    traced = trace(fn, arguments)
+    parts = [_encode_tensor(tensor, operands) for tensor in traced.tensors]
+    operands.ints += traced.ints
+    operands.floats += traced.floats
+    return "{" + ";".join([*parts, *("i" for _ in traced.ints), *("f" for _ in traced.floats), traced.text]) + "}"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -383,23 +305,28 @@ class _Reader:
     def _function(self) -> Callable[..., Any]:
         self._take("{")
         first = len(self.tensors)
-        while self.rest.startswith("t:"):
-            self._tensor()
+        # The function's own t0, t1, ... are the variant's t<first>, ..., and so are its i0, ... and f0, ...
+        values: dict[str, Any] = {}
+        counts = {"i": 0, "f": 0}
+        while match := re.match(r"(i|f);|t:", self.rest):
+            if kind := match[1]:
+                values[f"{kind}{counts[kind]}"] = self._value()
+                counts[kind] += 1
+            else:
+                self._tensor()
             self._take(";")
         text, self.rest = self.rest.split("}", 1)
-        # The function's own t0, t1, ... are the variant's t<first>, ...
         tensors = {f"t{index}": tensor for index, tensor in enumerate(self.tensors[first:])}
         expr = parse(text, tensors)
-        values = (
-            {t.name: self.operands.tensors[first + i] for i, t in enumerate(tensors.values())} if self.operands else {}
-        )
+        if self.operands:
+            values |= {t.name: self.operands.tensors[first + i] for i, t in enumerate(tensors.values())}
         return functools.partial(_call_function, expr, values)
 
 
-def _call_function(expr: Any, tensors: dict[str, torch.Tensor], *arguments: Any) -> Any:
+def _call_function(expr: Any, operands: dict[str, Any], *arguments: Any) -> Any:
     """Runs a traced function: ``(b, h, q, k)`` of a mask, or ``(score, b, h, q, k)`` of a modification."""
     names = ("b", "h", "q", "k") if len(arguments) == 4 else ("score", "b", "h", "q", "k")
-    return evaluate(expr, {**tensors, **dict(zip(names, arguments))})
+    return evaluate(expr, {**operands, **dict(zip(names, arguments))})
 
 
 def _subclasses(cls: type) -> dict[str, type]:

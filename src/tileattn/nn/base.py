@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,10 @@ class SelfAttention(nn.Module):
             self.v_proj = linear(num_kv_heads * self.head_dim)
         self.out_proj = linear(embed_dim)
 
+    if TYPE_CHECKING:  # nn.Module's is untyped
+
+        def __call__(self, x: Tensor) -> tuple[Tensor, Tensor | None]: ...
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Attention of a sequence to itself.
 
@@ -108,7 +112,6 @@ class SelfAttention(nn.Module):
         # `causal=True` and no other mask is the call that costs the host least.
         causal = mask is CAUSAL
         o = attention(q, k, v, mask=None if causal else mask, causal=causal, dropout_p=self.dropout_p)
-        assert isinstance(o, Tensor)
         return o, None
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,10 @@ class MaskedAttention(SelfAttention):
             dtype=dtype,
         )
         self.mask, _ = normalize(mask, None, False)
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, mask: MaskLike | None = None) -> tuple[Tensor, Tensor | None]: ...
 
     def forward(self, x: Tensor, mask: MaskLike | None = None) -> tuple[Tensor, Tensor | None]:
         """As :class:`SelfAttention`; of this mask, the constructor's and `causal`, all that are given hold."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ..dropout import draw_seed, keep_mask, weight_of_kept
 from ..masks import Mask
+from ..run import MaskLike
 from ..variant import encode
 from .masked import MaskedAttention
 
@@ -22,7 +25,11 @@ class NaiveAttention(MaskedAttention):
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1.
     """
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor | None]:
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, mask: MaskLike | None = None) -> tuple[Tensor, Tensor]: ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         group = self.num_heads // self.num_kv_heads
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)

@@ -57,5 +57,4 @@ class TritonFlashAttention(SelfAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, None]:
         causal = mask is CAUSAL
         o = attention(q, k, v, mask=None if causal else mask, causal=causal, backend="triton")
-        assert isinstance(o, Tensor)
         return o, None

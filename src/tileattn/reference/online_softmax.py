@@ -72,18 +72,21 @@ class RowState(NamedTuple):
             m = torch.maximum(self.m, sink).detach()
             alpha = torch.exp(self.m - finite(m))
             l, o = alpha * self.l + torch.exp(sink - finite(m)), alpha[..., None] * self.o
-        seen = l > 0
-        one_where_empty = torch.where(seen, l, 1.0)
-        lse = torch.where(seen, m + torch.log(one_where_empty), -torch.inf)
-        return o / one_where_empty[..., None], lse
+        # A row without keys has l = 0 and m = -inf; by its l nothing must be divided.
+        one_where_empty = torch.where(l == 0, 1.0, l)
+        # Where a score is +inf, so is l, and o is NaN, whatever dropout and the sink have left of it.
+        divisor = torch.where(l == torch.inf, torch.nan, one_where_empty)
+        return o / divisor[..., None], m + torch.log(one_where_empty)
 
 
 def finite(m: Tensor) -> Tensor:
-    """The maximum to subtract: 0 for a row that has seen no key.
+    """The maximum to subtract: 0 for a row that has seen no key, or a score of +inf.
 
-    Its maximum is -inf, and -inf - (-inf) is NaN, whereas exp(-inf - 0) = 0 is what an unseen key weighs.
+    Without keys the maximum is -inf, and -inf - (-inf) is NaN, whereas exp(-inf - 0) = 0 is what an unseen key weighs.
+    With a score of +inf, exp(inf - 0) = inf makes lse = inf and o = NaN, which are those of :func:`torch.logsumexp` and
+    :func:`torch.softmax`.
     """
-    return m.masked_fill(m == -torch.inf, 0.0)
+    return m.masked_fill(m.isinf(), 0.0)
 
 
 def online_softmax(scores: Iterable[Tensor], values: Iterable[Tensor]) -> tuple[Tensor, Tensor]:

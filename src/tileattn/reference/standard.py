@@ -83,12 +83,14 @@ def standard_attention(
         logits = scores.new_full((*scores.shape[:3], 1), -torch.inf)
     m = logits.amax(dim=-1, keepdim=True)
     # A row that sees no key has m = -inf, and -inf - (-inf) is NaN. Subtract 0 instead: then all exp(-inf) are 0 ...
-    m = torch.where(m == -torch.inf, 0.0, m)
+    # A row with a score of +inf gets l = lse = inf in this way, and o = NaN.
+    m = torch.where(m.isinf(), 0.0, m)
     p = torch.exp(scores - m)
     l = torch.exp(logits - m).sum(dim=-1, keepdim=True)
     # ... and so is l, by which o must not be divided.
-    o = (dropped(p, dropout) @ v_bh) / torch.where(l > 0, l, 1.0)
-    lse = torch.where(l > 0, m + torch.log(torch.where(l > 0, l, 1.0)), -torch.inf).squeeze(-1)
+    divisor = torch.where(l == 0, 1.0, torch.where(l == torch.inf, torch.nan, l))
+    o = (dropped(p, dropout) @ v_bh) / divisor
+    lse = torch.where(l == 0, -torch.inf, m + torch.log(torch.where(l == 0, 1.0, l))).squeeze(-1)
     return o.transpose(1, 2).to(output_dtype(q.dtype)), lse
 
 

@@ -26,8 +26,16 @@ def one_batch(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Kernels read booleans as bytes."""
-    return tensor.detach().view(torch.uint8) if tensor.dtype == torch.bool else tensor.detach()
+    """A variant's tensor as kernels take it: booleans as bytes, and never an empty one.
+
+    They read the ends of ranges before they know that there is no key. What they read instead is 0, in rows that begin
+    at multiples of 16 bytes, as a tensor map asks.
+    """
+    tensor = tensor.detach()
+    if tensor.numel() == 0:
+        *outer, last = (max(size, 1) for size in tensor.shape)
+        tensor = tensor.new_zeros(*outer, -(-last // 16) * 16)[..., :last]
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def pattern_arguments(dropout: Dropout | None) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:

@@ -98,7 +98,7 @@ def add_gradients(
     dsink = _sink_gradient(sink, lse, delta) if sink is not None and needs.sink else None
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    elif dlse is None and fused.expresses(variant) and fused.in_one_call(variant):
+    elif dlse is None and fused.expresses(variant) and fused.in_one_call(variant, scale):
         dq, dk, dv = fused.one_call_backward(do, q, k, v, o, _finite(lse), scale, causal=mask is not None)
     else:
         dq, dk, dv = _by_blocks(do, delta, q, k, v, _finite(lse), variant, watched, needs, scale)

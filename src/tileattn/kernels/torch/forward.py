@@ -45,25 +45,31 @@ def forward(
     variant = Variant(mask, score_mods, batch, heads, q.shape[1], k.shape[1], dtype, q.device, dropout, first)
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
         o, lse = loop.without_keys(q, v, dtype)
-    elif fused.expresses(variant):
-        o, lse = _fused(q, k, v, variant, scale)
     else:
-        block_M = loop.block_rows(variant)
-        o, lse = _by_blocks(loop.attend, q, k, v, variant, block_M, key_ranges(variant, block_M), scale)
+        found = _fused(q, k, v, variant, scale) if fused.expresses(variant) else None
+        o, lse = _looped(q, k, v, variant, scale) if found is None else found
     if sink is not None:
         o, lse = join_sink(o, lse, sink)
     return o.contiguous(), lse.contiguous()
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, variant: Variant, scale: float) -> tuple[Tensor, Tensor]:
+def _looped(q: Tensor, k: Tensor, v: Tensor, variant: Variant, scale: float) -> tuple[Tensor, Tensor]:
+    block_M = loop.block_rows(variant)
+    return _by_blocks(loop.attend, q, k, v, variant, block_M, key_ranges(variant, block_M), scale)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, variant: Variant, scale: float) -> tuple[Tensor, Tensor] | None:
+    """None where not all scores are finite, which PyTorch's operator does not tell from rows without keys."""
+    if fused.has_infinite(q, k, scale):
+        return None
     head_dim_v = v.shape[3]
     q, k, v = fused.equal_head_dims(q, k, v)
-    if fused.in_one_call(variant):
+    if fused.in_one_call(variant, scale):
         o, lse = fused.one_call(q, k, v, scale, causal=variant.mask is not None)
     else:
         block_M, ranges = fused.cheapest_blocks(variant, head_dim=q.shape[3])
         o, lse = _by_blocks(fused.attend, q, k, v, variant, block_M, ranges, scale)
-    return o[..., :head_dim_v], lse
+    return None if fused.has_failed(lse, q, k, scale) else (o[..., :head_dim_v], lse)
 
 
 def _by_blocks(

@@ -2,12 +2,14 @@
 
 `aten::_scaled_dot_product_flash_attention_for_cpu` is what `F.scaled_dot_product_attention` runs; called directly, it
 also returns lse. It wants equal head dims, at least one query and one key, reads K/V heads in groups without expanding
-them, and takes a mask of floats that it adds to the scores. Rows without keys come back with lse = 0.
+them, and takes a mask of floats that it adds to the scores. Rows without keys come back with lse = 0, and so do rows
+whose scores are NaN: its results count only where all scores are finite (`has_infinite`, `has_failed`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,8 @@ from .softmax import merge
 MAX_MASK = 2**24
 # The operator's own blocks have 32 rows or more; where a head has fewer, the heads of a group share a block.
 FOLDED_ROWS = 32
-
+# Smaller scales may become 0 in float32, by rounding, or where subnormal numbers are flushed to 0.
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 # Candidates for the rows of a block, and what a call costs besides its multiply-adds, in multiply-adds.
 BLOCKS_M = (64, 128, 256, 512)
@@ -36,11 +39,39 @@ def expresses(variant: Variant) -> bool:
     return all(isinstance(mod, (Bias, ALiBi)) for mod in variant.score_mods)
 
 
-def in_one_call(variant: Variant) -> bool:
-    """Whether it needs no mask of floats: everything, or causal with as many queries as keys (its own is top-left)."""
+def in_one_call(variant: Variant, scale: float) -> bool:
+    """Whether it needs no mask of floats: everything, or causal with as many queries as keys (its own is top-left).
+
+    The operator's own causal mask is multiplied by the scale: -inf becomes NaN or +inf if the scale is not positive.
+    """
     if variant.score_mods:
         return False
-    return variant.mask is None or (type(variant.mask) is Causal and variant.seqlen_q == variant.seqlen_k)
+    if variant.mask is None:
+        return True
+    return type(variant.mask) is Causal and variant.seqlen_q == variant.seqlen_k and scale >= SMALLEST_SCALE
+
+
+def may_overflow(q: Tensor, k: Tensor, scale: float) -> bool:
+    """Whether a score may be NaN or infinite. False where |q| |k|, which no inner product exceeds, is small enough."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    size = math.prod(float(torch.linalg.vector_norm(x, dtype=dtype)) for x in (q, k))
+    return not size * max(abs(scale), 1.0) < torch.finfo(dtype).max / 2
+
+
+def has_infinite(q: Tensor, k: Tensor, scale: float) -> bool:
+    """Whether q or k holds NaN or Inf. Their sums, which cost half as much as norms, say so unless they overflow."""
+    return not math.isfinite(float(q.sum() + k.sum())) and may_overflow(q, k, scale)
+
+
+def has_failed(lse: Tensor, q: Tensor, k: Tensor, scale: float) -> bool:
+    """Whether the operator's result does not count: a score was NaN or +inf, or all of a row's overflowed to -inf.
+
+    In the last case lse is 0, which it may also be by right.
+    """
+    smallest, largest = (float(x) for x in torch.aminmax(lse.abs()))
+    if math.isnan(largest) or (math.isinf(largest) and bool((lse == torch.inf).any())):
+        return True
+    return smallest == 0 and may_overflow(q, k, scale)
 
 
 def equal_head_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,7 +137,10 @@ def attend(
         added = _added(variant, rows, keys, seen)
         o, lse = _call(q, k[:, keys], v[:, keys], scale, added, causal=False)
         if added is not None:
-            lse = lse.masked_fill(added.amax(dim=-1) == -torch.inf, -torch.inf)
+            top = added.amax(dim=-1)
+            lse = lse.masked_fill(top == -torch.inf, -torch.inf)
+            # What is added may be NaN or +inf, too: `has_failed` is to see it.
+            lse = lse.masked_fill(~(top < torch.inf), torch.nan)
         parts.append((o, lse))
     return merge(parts)
 

@@ -1,7 +1,7 @@
 """The online softmax: rows whose scores arrive a tile at a time, and parts that are joined afterwards.
 
 Source: Milakov and Gimelshein 2018 (arXiv 1805.02867), Dao 2023 (arXiv 2307.08691). Rows without keys have m = -inf,
-and 0 is subtracted there, for -inf - (-inf) is NaN.
+and 0 is subtracted there, for -inf - (-inf) is NaN. So it is where a score is +inf: then l = inf, lse = inf, o = NaN.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def join(x: RowState, y: RowState) -> RowState:
 
 
 def finish(state: RowState) -> tuple[Tensor, Tensor]:
-    """o = o / l and lse = m + log(l); 0 and -inf in rows without keys."""
+    """o = o / l and lse = m + log(l); 0 and -inf in rows without keys, NaN in rows with a score that is NaN."""
     m, l, o = state
-    seen = l > 0
-    l = torch.where(seen, l, 1.0)
-    return o / l[..., None], torch.where(seen, m + torch.log(l), -torch.inf)
+    l = l.masked_fill(l == 0, 1.0)
+    # With l = inf o may be finite if dropout has taken out all scores of +inf.
+    return o / l.masked_fill(l == torch.inf, torch.nan)[..., None], m + torch.log(l)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -58,9 +58,10 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def join_sink(o: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """o and lse after one more score without a value, `sink` (heads,), has joined the denominator."""
     with_sink = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-    weight = torch.exp(lse - _finite(with_sink))
+    # Also a sink of +inf makes o NaN.
+    weight = torch.exp(lse - _finite(with_sink)).masked_fill(with_sink == torch.inf, torch.nan)
     return (o * weight.transpose(1, 2)[..., None]).to(o.dtype), with_sink
 
 
 def _finite(m: Tensor) -> Tensor:
-    return m.masked_fill(m == -torch.inf, 0.0)
+    return m.masked_fill(m.isinf(), 0.0)

@@ -48,8 +48,13 @@ def strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
 
 
 def of_operands(operands: Operands) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """A variant's operands as expressions.py takes them: (pointer, sizes, strides) of each tensor, and numbers."""
+    """A variant's operands as expressions.py takes them: (pointer, sizes, strides) of each tensor, and numbers.
+
+    Kernels read the ends of ranges from tensors before they know that there is no key: an empty one becomes one of 0.
+    """
     found: list[Any] = []
     for tensor in operands.tensors:
+        if tensor.numel() == 0:
+            tensor = tensor.new_zeros([max(size, 1) for size in tensor.shape])
         found += [tensor.detach(), *tensor.shape, *tensor.stride()]
     return tuple(found), (*operands.ints, *operands.floats)

@@ -1,0 +1,14 @@
+"""Named mutants: edits of the package that are wrong, each with the tests that see it. See CONTRIBUTING.md."""
+
+from __future__ import annotations
+
+import itertools
+
+from . import backends, calls, gradients, masks, packed, rules
+from .mutant import Mutant
+
+
+def all_mutants() -> list[Mutant]:
+    """Every mutant, by area."""
+    areas = (masks, calls, backends, gradients, packed, rules)
+    return list(itertools.chain.from_iterable(area.MUTANTS for area in areas))

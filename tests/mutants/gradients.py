@@ -1,0 +1,277 @@
+"""Backward passes, derivatives of score modifications, and gradients of the tensors that these read."""
+
+from __future__ import annotations
+
+from .mutant import Mutant, mutants
+
+TORCH = "kernels/torch/backward.py"
+LOOP = ("test_autograd.py::test_random_compositions", "test_autograd.py::test_gradcheck")
+DROPOUT = ("test_attention_dropout.py::test_it_is_the_pattern_of_the_seed",)
+TRITON = "kernels/triton/backward.py"
+INTERPRETED = (
+    "test_triton.py::test_gradients_that_are_asked_for",
+    "test_tensor_gradients.py",
+    "test_triton.py::test_in_small_tiles[window]",
+)
+OF_TENSORS = ("test_tensor_gradients.py",)
+TILELANG = "kernels/tilelang/backward"
+EMULATED = ("test_emulated_backward.py::test_gradients",)
+PATTERN = ("test_emulated_dropout.py::test_both_passes",)
+RULES = ("test_derivative.py",)
+
+MUTANTS: list[Mutant] = [
+    *mutants(
+        TORCH,
+        LOOP,
+        {
+            "torch: dlse with the other sign": ("else delta - dlse", "else delta + dlse"),
+            "torch: dsink with the other sign": ("return -(p * delta).sum", "return (p * delta).sum"),
+            "torch: dq without the scale": ("self.unfolded(dq.mul_(scale),", "self.unfolded(dq,"),
+            "torch: dk without the scale": (
+                "self.dk[:, keys].baddbmm_(raw.mT, q)",
+                "self.dk[:, keys].baddbmm_(raw.mT, q, alpha=1 / scale if scale else 1)",
+            ),
+            "torch: ds without delta": ("ds_by_head.sub_(delta).mul_(p_by_head)", "ds_by_head.mul_(p_by_head)"),
+            "torch: probabilities where the mask hides": ("p_by_head.masked_fill_(forbidden, 0.0)", "pass"),
+            "torch: dv of the last keys alone": ("self.dv[:, keys].baddbmm_(p.mT, do)", "self.dv[:, keys] = p.mT @ do"),
+            "torch: query heads in turn, backward": (
+                ".unflatten(2, (self.kv_heads, -1)).permute(0, 2, 3, 1, 4)",
+                ".unflatten(2, (-1, self.kv_heads)).permute(0, 3, 2, 1, 4)",
+            ),
+        },
+    ),
+    *mutants(
+        TORCH,
+        ("test_autograd.py::test_a_modification_may_be_nan_where_the_mask_forbids",),
+        {
+            "torch: slopes where the mask hides": (
+                "through if forbidden is None else through.masked_fill(forbidden, 0.0)",
+                "through",
+            ),
+        },
+    ),
+    *mutants(
+        TORCH,
+        DROPOUT,
+        {
+            "torch: ds of what is dropped": ("ds_by_head.masked_fill_(dropped, 0.0)", "pass"),
+            "torch: dv of what is dropped": ("p_by_head.masked_fill_(dropped, 0.0)", "pass"),
+            "torch: kept weights stay as they are, backward": (
+                "self.folded(do) * variant.weight_of_kept",
+                "self.folded(do)",
+            ),
+        },
+    ),
+    *mutants(
+        "kernels/torch/score_gradient.py",
+        OF_TENSORS,
+        {
+            "torch: an element that is read twice counts once": (
+                "gradient.to(self.total.dtype), accumulate=True",
+                "gradient.to(self.total.dtype)",
+            ),
+        },
+    ),
+    *mutants(
+        TORCH,
+        ("test_autograd.py::test_the_loop_is_right_where_pytorchs_fused_backward_runs",),
+        {
+            "torch: one call for any lengths, backward": ("elif dlse is None and fused", "elif fused"),
+        },
+    ),
+    *mutants(
+        "reference/backward.py",
+        ("test_reference_backward.py::test_gradients_are_those_of_autograd",),
+        {
+            "reference: dlse with the other sign": ("delta - dlse", "delta + dlse"),
+        },
+    ),
+    *mutants(
+        "kernels/triton/launch.py",
+        INTERPRETED,
+        {"triton: dsink with the other sign": ("return -(p * delta).sum", "return (p * delta).sum")},
+    ),
+    *mutants(
+        "kernels/triton/gradients.py",
+        OF_TENSORS,
+        {
+            "triton: the first query position is dropped": (' + (first_position if axis == "q" else 0)', ""),
+            "triton: an element that is read twice counts once": (
+                "torch.where(within, part, 0.0), accumulate=True",
+                "torch.where(within, part, 0.0)",
+            ),
+        },
+    ),
+    *mutants(
+        TRITON,
+        INTERPRETED,
+        {
+            "triton: dlse with the other sign": ("total -= load_rows(dlse", "total += load_rows(dlse"),
+            "triton: dq without delta": (
+                "p = probabilities(s * unit - lse2, plan.precision)\n        ds = p * (dp - delta)",
+                "p = probabilities(s * unit - lse2, plan.precision)\n        ds = p * dp",
+            ),
+            "triton: dk without the scale": ("store_tile(dk, dk_sum * scale,", "store_tile(dk, dk_sum,"),
+            "triton: dq without the scale": ("store_tile(dq, dq_sum * scale,", "store_tile(dq, dq_sum,"),
+            "triton: query heads in turn, backward": (
+                "h = h_kv * heads_per_kv_head + member",
+                "h = h_kv + member * kv_heads",
+            ),
+            "triton: keys of query heads in turn": ("h_kv = h // heads_per_kv_head", "h_kv = h % heads_per_kv_head"),
+        },
+    ),
+    *mutants(
+        TRITON,
+        ("test_triton.py::test_rows_without_keys",),
+        {
+            "triton: rows without keys have probabilities": (
+                'tl.where(values == -float("inf"), float("inf"), values * LOG2E)',
+                "values * LOG2E",
+            ),
+        },
+    ),
+    *mutants(
+        TRITON,
+        INTERPRETED,
+        {
+            "triton: slopes are left out of dk": (
+                "at, facts, plan)\n            ds = ds * plan.slope(",
+                "at, facts, plan)\n            _ = ds * plan.slope(",
+            ),
+        },
+    ),
+    *mutants(
+        TRITON,
+        OF_TENSORS,
+        {
+            "triton: gradients of hidden scores": (
+                "gradient = tl.where(seen & within, ds",
+                "gradient = tl.where(within, ds",
+            ),
+        },
+    ),
+    *mutants("kernels/triton/launch.py", INTERPRETED, {}),
+    *mutants(
+        f"{TILELANG}/tile.py",
+        EMULATED,
+        {
+            "tilelang: ds with delta's other sign": (
+                "(acc_dp[i, j] - _of_query(delta, i, j, keys_first))",
+                "(acc_dp[i, j] + _of_query(delta, i, j, keys_first))",
+            ),
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/prepare.py",
+        EMULATED,
+        {
+            "tilelang: lse in natural units, backward": (
+                "arg.lse[b, h, row + i] * softmax.LOG2E",
+                "arg.lse[b, h, row + i]",
+            ),
+            "tilelang: dlse with the other sign": ("delta[i] -= arg.dlse", "delta[i] += arg.dlse"),
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/tile.py",
+        EMULATED,
+        {
+            "tilelang: hidden scores have probabilities": (
+                "seen = visible.sees(b, h, q_lo + j, k_lo + i)",
+                "seen = visible.sees(b, h, q_lo + j, 0 * k_lo + i)",
+            ),
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/backend.py",
+        EMULATED,
+        {
+            "tilelang: dsink with the other sign": (
+                "return -torch.where(lse == -torch.inf, 0.0, p * delta)",
+                "return torch.where(lse == -torch.inf, 0.0, p * delta)",
+            ),
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/operands.py",
+        ("test_backward_operands.py",),
+        {
+            "tilelang: the first query position is dropped": ('"q": first_position, "k": 0}', '"q": 0, "k": 0}'),
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/operands.py",
+        ("test_backward_operands.py", "test_packed_operands.py"),
+        {
+            "tilelang: gradients beyond the tensor": (
+                "torch.where(within, parts, 0.0), accumulate",
+                "parts, accumulate",
+            ),
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/operands.py",
+        ("test_backward_operands.py",),
+        {
+            "tilelang: windows begin at 0": ("slice(lo - offset, hi - offset)", "slice(0, hi - lo)"),
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/slopes.py",
+        ("test_backward_operands.py",),
+        {
+            "tilelang: the derivative of another load": (
+                "split(derivative(score, load)) for load in loads",
+                "split(derivative(score, load)) for load in loads[::-1]",
+            ),
+        },
+    ),
+    *mutants(
+        "kernels/tilelang/dropout.py",
+        PATTERN,
+        {
+            "tilelang: groups of dropout begin elsewhere": ("return i % 16 >= 8", "return i % 16 > 8"),
+            "tilelang: keys of a tile in the wrong group": (
+                "words[FIRST_KEYS] = _word(key // 2)",
+                "words[FIRST_KEYS] = _word(key)",
+            ),
+        },
+    ),
+    *mutants(
+        "derivative.py",
+        RULES,
+        {
+            "derivative: tanh": ("_times(1.0 - z * z, dx)", "_times(1.0 - z, dx)"),
+            "derivative: min of the larger": ('_extremum(apply("lt", x, y)', '_extremum(apply("gt", x, y)'),
+            "derivative: quotients": ("_over(_minus(dx, _times(z, dy)), y)", "_over(_minus(dx, dy), y)"),
+            "derivative: roots": ("_over(_times(0.5, dx), z)", "_over(_times(0.5, dx), x)"),
+            "derivative: both branches exchanged": ("dc, dx, dy: _where(c, dx, dy)", "dc, dx, dy: _where(c, dy, dx)"),
+            "derivative: cosine": ('_minus(0.0, _times(apply("sin", x), dx))', '_times(apply("sin", x), dx)'),
+            "derivative: equal arguments of an extremum": ("_times(0.5, _plus(dx, dy))", "_plus(dx, dy)"),
+            "derivative: the remainder's divisor": (
+                '_times(apply("floordiv", x, y), dy)',
+                '_times(apply("floordiv", y, x), dy)',
+            ),
+        },
+    ),
+    *mutants(
+        "scores.py",
+        ("test_score_values.py",),
+        {
+            "alibi: grows on one side": ("score - slope * abs(q - k)", "score - slope * (q - k)"),
+            "alibi: with the other sign": ("score - slope * abs(q - k)", "score + slope * abs(q - k)"),
+            "softcap: not of the cap's size": ("self.cap * tanh(score / self.cap)", "tanh(score / self.cap)"),
+        },
+    ),
+    *mutants(
+        "scores.py",
+        OF_TENSORS,
+        {
+            "bias: read by positions": ("q - (keys - rows), k)", "q, k)"),
+            "bias: one row for all is read by rows": (
+                "load(self.tensor, b, h, q - (keys - rows), k)",
+                "load(self.tensor, b, h, q - keys, k)",
+            ),
+        },
+    ),
+]
