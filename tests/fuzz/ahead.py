@@ -96,4 +96,9 @@ def _attempt(call: Call):  # type: ignore[no-untyped-def]
         call = call.replace(door="varlen")
     if call.door == "torch_sdpa":
         call = call.replace(door="attention", lse=True)
-    return lambda: doors.run(call, values.make(call, "meta"))
+
+    def attempt() -> None:
+        t = values.make(call, "meta")
+        doors.run(call, doors.quantized(call, t)[0] if call.dtype == "fp8" else t)
+
+    return attempt

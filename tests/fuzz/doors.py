@@ -103,9 +103,22 @@ def _settings(call: Call, device: str) -> Iterator[None]:
             stack.enter_context(torch.autocast(device, dtype=call.torch_dtype))
         if call.bucket and call.bucket not in _inside:
             stack.enter_context(bucket(call.bucket))
+        if call.door == "torch_sdpa" and device == "cuda":
+            stack.enter_context(_activated())
         if call.dropout:
             torch.manual_seed(call.seed)
         yield
+
+
+@contextlib.contextmanager
+def _activated() -> Iterator[None]:
+    """PyTorch's flash operators are tileattn's, those of the backward pass as well, and nothing else is chosen."""
+    activate_flash_attention_impl("tileattn")
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            yield
+    finally:
+        restore_flash_attention_impl()
 
 
 @contextlib.contextmanager
@@ -257,12 +270,7 @@ def _torch_sdpa(call: Call, t: Tensors) -> Output:
     """PyTorch's own function, tileattn activated; on a CPU, where it never chooses flash, the operators' kernels."""
     q, k, v = (t[name].transpose(1, 2) for name in OF_INPUTS)
     if t["q"].is_cuda:
-        activate_flash_attention_impl("tileattn")
-        try:
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                o = torch.nn.functional.scaled_dot_product_attention(q, k, v, **_sdpa_options(call, t))
-        finally:
-            restore_flash_attention_impl()
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, **_sdpa_options(call, t))
         return o.transpose(1, 2), None
     return _Flash.apply(call, q, k, v).transpose(1, 2), None
 
@@ -330,7 +338,8 @@ def _module(call: Call, t: Tensors) -> Output:
     Its width is that of all three, and the output is in the part that q had.
     """
     q, k, v = (t[name] for name in OF_INPUTS)
-    kind = {"device": q.device, "dtype": q.dtype, "bias": False, "causal": call.causal}
+    # Its parameters are never used: they take no memory.
+    kind = {"device": "meta", "dtype": q.dtype, "bias": False, "causal": call.causal}
     own: dict[str, Any] = {"num_kv_heads": call.kv_heads}
     if call.module == "sliding_window":
         own["window_size"] = next(term[1] for _, term in terms(call.mask)) + 1

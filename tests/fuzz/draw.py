@@ -63,7 +63,7 @@ class Draw:
         if self.chance(0.03) and door in ("attention", "varlen", "sdpa") and call.dtype in ("fp16", "bf16"):
             call = call.replace(autocast=not self.gpu)
         call = call.replace(bias_aligned=self.chance(0.6))
-        if self.gpu and self.chance(0.15):
+        if self.gpu and self.backend != "mma" and call.dtype != "fp8" and self.chance(0.15):
             call = call.replace(strides=("odd", "dense", "dense"))
         return self._outputs(call)
 
@@ -88,7 +88,8 @@ class Draw:
     def _dtype(self, door: str) -> str:
         flash = door[:2] == "fa" or door == "torch_sdpa"
         if self.backend == "mma" or (self.gpu and (flash or self.backend in (None, "tilelang"))):
-            return self.one(("bf16", "bf16", "fp16"))
+            is_8_bit = door == "attention" and self.backend is None and self.chance(0.08)
+            return "fp8" if is_8_bit else self.one(("bf16", "bf16", "fp16"))
         if self.backend == "triton":
             return self.one(("bf16", "fp16", "fp32", "fp32"))
         if door == "attention" and self.chance(0.04):
@@ -100,6 +101,8 @@ class Draw:
             return dict.fromkeys(("head_dim", "head_dim_v"), self.one((64, 128)))
         pads = call.door == "sdpa" or call.door[:2] == "fa"
         by_eight = self.gpu and self.backend in (None, "tilelang") and not pads
+        if self.gpu and call.dtype == "fp8":
+            return {"head_dim": 16 * self.random.randint(1, 16), "head_dim_v": 16 * self.random.randint(1, 16)}
         head_dim = self._head_dim(by_eight)
         same = call.door[:2] == "fa" or call.door in ("nn", "torch_sdpa") or self.chance(0.75)
         return {"head_dim": head_dim, "head_dim_v": head_dim if same else self._head_dim(by_eight)}

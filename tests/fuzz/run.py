@@ -164,8 +164,9 @@ class Run:
             if number not in self.sent[each.process.pid] | (set() if each.plan.again else self.shelved)
             and (each.plan.again or _is_for(text, each.plan.bucket, number % self.workers == place % self.workers))
         ]
-        new += [(number, None) for number in self.shelved & self.sent[each.process.pid]]
-        self.sent[each.process.pid] -= self.shelved
+        if not each.plan.again:
+            new += [(number, None) for number in self.shelved & self.sent[each.process.pid]]
+            self.sent[each.process.pid] -= self.shelved
         if new:
             self.sent[each.process.pid].update(number for number, text in new if text is not None)
             each.connection.send(new)

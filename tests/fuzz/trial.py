@@ -49,6 +49,8 @@ def failure(call: Call, device: str) -> str | None:
     """What is wrong with a call, in words, or None. Waits for the device."""
     try:
         found = {name: float(ratio) for name, ratio in trial(call, device).items()}
+    except torch.AcceleratorError:
+        raise  # the process can do nothing more on its device
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     wrong = {name: ratio for name, ratio in found.items() if not ratio <= 1}
