@@ -38,6 +38,7 @@ def fuzz(
         Path | None, typer.Option(help="Where counts and failures are kept; a leg goes on with it.")
     ] = None,
     call: Annotated[str | None, typer.Option(help="Make this call alone and say what is wrong.")] = None,
+    calls: Annotated[int | None, typer.Option(help="Stop after so many.", show_default=False)] = None,
     most_failures: Annotated[int, typer.Option(help="Stop after so many.")] = 20,
 ) -> None:
     """Random calls of tileattn's public functions beside an independent oracle."""
@@ -61,6 +62,7 @@ def fuzz(
         structures=(300 if device == "cuda" else 0) if structures is None else structures,
         state=state,
         most_failures=most_failures,
+        most_calls=calls,
     )
     raise typer.Exit(run.run())
 

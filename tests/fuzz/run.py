@@ -47,6 +47,7 @@ class Run:
         structures: int,
         state: Path | None,
         most_failures: int,
+        most_calls: int | None = None,
     ) -> None:
         self.state = state
         kept = json.loads(state.read_text()) if state is not None and state.exists() else {}
@@ -59,6 +60,7 @@ class Run:
         self.not_compiled: dict[int, str] = {}
         self.device, self.backends, self.end, self.workers = device, backends, end, workers
         self.most_failures, self.deaths, self.new_failures = most_failures, 0, 0
+        self.most_calls, self.calls_before = most_calls, self.counts["calls"]
         self.running: list[Process] = []
         self.started = 0
         self.shelved: set[int] = set()
@@ -128,6 +130,8 @@ class Run:
 
     def _goes_on(self) -> bool:
         if self.new_failures >= self.most_failures or self.deaths >= MOST_DEATHS:
+            return False
+        if self.most_calls is not None and self.counts["calls"] - self.calls_before >= self.most_calls:
             return False
         return time.time() < self.end or bool(self.running)
 
