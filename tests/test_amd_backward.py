@@ -24,7 +24,7 @@ from tileattn.kernels.tilelang.backward import amd, backend, launch, space
 from tileattn.kernels.tilelang.backward.amd_config import AmdBackwardConfig, is_valid_amd_backward, k_pack_of
 from tileattn.kernels.tilelang.backward.config import BackwardConfig, read_together
 from tileattn.kernels.tilelang.backward.defaults import default, queries_default
-from tileattn.kernels.tilelang.backward.kernels import kernel, main_kernel
+from tileattn.kernels.tilelang.backward.kernels import kernel, kernel_of, main_kernel
 from tileattn.kernels.tilelang.compile import build_library, device_source
 
 ARCH, SHARED_BYTES = "gfx942", 65536
@@ -52,7 +52,7 @@ def test_every_call_has_a_default_and_candidates(name: str) -> None:
 
 
 def check(call: BackwardCall, which: str, config: AmdBackwardConfig, folder: Path) -> None:
-    source = device_source(space.kernel_of(call, which, config), ARCH)
+    source = device_source(kernel_of(call, which, config), ARCH)
     assert "__builtin_amdgcn_mfma_f32_16x16x16" in source
     if read_together(call).aligned:
         loads = re.findall(r"= \*\((uint[24])\*\)\((?:q|k|v|do|do_1) \+", source)

@@ -267,20 +267,6 @@ def test_what_does_not_matter_shares_a_kernel() -> None:
     assert launch.cache_key(plain, "prepare") != launch.cache_key(replace(plain, deterministic=True), "prepare")
 
 
-def test_the_digest_has_all_sources() -> None:
-    """Of the package, but what only chooses and launches."""
-    folder = Path(launch.__file__).parent
-    sources = {path.stem for path in folder.glob("*.py")} - {
-        "__init__",
-        "backend",
-        "defaults",
-        "launch",
-        "space",
-        "workspaces",
-    }
-    assert sources == {*launch.OWN_SOURCES, *launch.AMD_SOURCES}
-
-
 # --- What is skipped ---
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -89,19 +92,65 @@ def binary_record(library: Path, record: Path) -> None:
     record.write_bytes(b"\xff\xfe\x00")
 
 
+def deep_record(library: Path, record: Path) -> None:
+    record.write_text('{"key":' + "[" * 200_000)
+
+
+def record_of_huge_numbers(library: Path, record: Path) -> None:
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"sha256": 0})[:-2] + "9" * 10_000 + "}")
+
+
+def large_record(library: Path, record: Path) -> None:
+    with record.open("r+b") as file:
+        file.truncate(2**40)  # sparse
+
+
+def pipe_record(library: Path, record: Path) -> None:
+    record.unlink()
+    os.mkfifo(record)
+
+
+def pipe_library(library: Path, record: Path) -> None:
+    library.unlink()
+    os.mkfifo(library)
+
+
+def looping_library(library: Path, record: Path) -> None:
+    library.unlink()
+    library.symlink_to(library)
+
+
 DAMAGES = [
-    truncate, empty, foreign_library, no_library, no_record, record_of_another_key, binary_record,
-    *map(record_is, ("", "{", "null", "[]", "3", '"text"', "{}", '{"key": 3, "sha256": null}')),
+    truncate, empty, foreign_library, record_of_another_key, binary_record,
+    deep_record, record_of_huge_numbers, large_record, pipe_record, pipe_library, looping_library,
+    *map(record_is, ("", "{", "null", "[]", "3", '"text"', "{}", '{"key": 3, "sha256": null}', "NaN", "1e999")),
 ]  # fmt: skip
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a POSIX system")
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_what_is_damaged_or_foreign_is_built_again(cache: KernelCache, damage: Callable[[Path, Path], None]) -> None:
     path = cache.find_or_build(KEY, Builder())
     damage(path, path.with_suffix(".json"))
     assert cache.find(KEY) is None
     again = Builder()
+    with pytest.warns(UserWarning, match=f"the kernel {path} is compiled again: "):
+        assert cache.find_or_build(KEY, again) == path
+    assert again.calls == 1
+    assert path.read_bytes() == b"library"
+    cache.find_or_build(KEY, never)
+
+
+@pytest.mark.parametrize("damage", [no_library, no_record], ids=lambda damage: damage.__name__)
+def test_what_is_missing_is_built_without_a_word(
+    cache: KernelCache, damage: Callable[[Path, Path], None], recwarn: pytest.WarningsRecorder
+) -> None:
+    path = cache.find_or_build(KEY, Builder())
+    damage(path, path.with_suffix(".json"))
+    assert cache.find(KEY) is None
+    again = Builder()
     assert cache.find_or_build(KEY, again) == path
+    assert not recwarn.list
     assert again.calls == 1
     assert path.read_bytes() == b"library"
     cache.find_or_build(KEY, never)
@@ -189,10 +238,70 @@ def test_a_directory_in_place_of_a_file(cache: KernelCache, suffix: str) -> None
     in_the_way.mkdir(parents=True)
     (in_the_way / "mine").write_text("kept")
     assert cache.find(KEY) is None
-    with pytest.raises(OSError, match=f"the kernel cache {cache.folder} cannot be written .*set TILEATTN_CACHE_DIR"):
+    warned = pytest.warns(UserWarning, match="is no record") if suffix == ".json" else contextlib.nullcontext()
+    with warned, pytest.raises(OSError, match=f"cache {cache.folder} cannot be written .*set TILEATTN_CACHE_DIR"):
         cache.find_or_build(KEY, Builder())
     assert (in_the_way / "mine").read_text() == "kept"
     assert cache.find(KEY) is None
+
+
+# --- Full disks ---
+
+
+def full_in_python(path: Path) -> None:
+    path.write_bytes(b"half a lib")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/kernel.cu")
+
+
+def quota(path: Path) -> None:
+    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+
+
+def full_in_a_compiler(path: Path) -> None:
+    path.write_bytes(b"half a lib")
+    raise RuntimeError("nvcc ended with exit status 1:\nfatal: /tmp/x.ptx: No space left on device")
+
+
+def full_for_real(path: Path) -> None:
+    with open("/dev/full", "wb", buffering=0) as file:
+        file.write(b"library")
+
+
+@pytest.mark.parametrize("build", [full_in_python, quota, full_in_a_compiler, full_for_real])
+def test_a_full_disk_while_a_kernel_is_compiled(cache: KernelCache, build: Callable[[Path], None]) -> None:
+    if build is full_for_real and not Path("/dev/full").exists():
+        pytest.skip("needs Linux's /dev/full")
+    with pytest.raises(OSError, match=r"no space is left to compile a kernel: .* takes \d+\.\d MiB of it") as raised:
+        cache.find_or_build(KEY, build)
+    said = str(raised.value)
+    assert raised.value.errno == errno.ENOSPC
+    assert all(each in said for each in (str(cache.folder), tempfile.gettempdir(), "TILEATTN_CACHE_DIR", "TMPDIR"))
+    assert {path.suffix for path in cache.folder.iterdir()} <= {".lock"}
+    assert cache.find_or_build(KEY, Builder()).read_bytes() == b"library"
+
+
+@pytest.mark.parametrize("step", ["mkdir", "write_text"])
+def test_a_full_disk_while_the_folder_is_written(
+    cache: KernelCache, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, step, full)
+    with pytest.raises(OSError, match=f"no space is left to compile a kernel: {cache.folder} .*TILEATTN_CACHE_DIR"):
+        cache.find_or_build(KEY, Builder())
+    monkeypatch.undo()
+    assert cache.find(KEY) is None
+    assert cache.find_or_build(KEY, Builder()).read_bytes() == b"library"
+
+
+def test_other_errors_of_a_build_stay_as_they_are(cache: KernelCache) -> None:
+    def fails(path: Path) -> None:
+        raise FileNotFoundError(errno.ENOENT, "no such file", "g++")
+
+    with pytest.raises(FileNotFoundError, match="g\\+\\+") as raised:
+        cache.find_or_build(KEY, fails)
+    assert "TILEATTN_CACHE_DIR" not in str(raised.value)
 
 
 # --- Several processes ---
@@ -253,6 +362,43 @@ def test_a_killed_builder_leaves_no_half_library_and_no_lock(tmp_path: Path) -> 
     assert time.monotonic() - began < 30  # the lock of a dead process is free
 
 
+def left_over(cache: KernelCache, name: str, days: float = 0.0) -> Path:
+    """A folder of a build that was killed."""
+    folder = cache.folder / name
+    folder.mkdir(parents=True)
+    (folder / "library.so").write_bytes(b"half")
+    then = time.time() - days * 24 * 3600
+    os.utime(folder, (then, then))
+    return folder
+
+
+def test_what_killed_builds_have_left_is_removed(cache: KernelCache) -> None:
+    mine, other = cache.path(KEY).stem, cache.path("another key").stem
+    gone = [
+        left_over(cache, f".build-{mine}-abcd_123"),  # of this key, whose lock is held
+        left_over(cache, f".build-{other}-abcd_123", days=1.1),
+        left_over(cache, ".build-abcd_123", days=1.1),  # of an older version
+    ]
+    kept = [
+        left_over(cache, f".build-{other}-abcd_124", days=0.9),  # somebody may be building it
+        left_over(cache, ".build-abcd_124"),
+        left_over(cache, ".build-notes", days=9.0),
+        left_over(cache, "build-abcd_123", days=9.0),
+    ]
+    cache.find_or_build(KEY, Builder())
+    assert [folder.exists() for folder in gone] == [False] * len(gone)
+    assert [folder.exists() for folder in kept] == [True] * len(kept)
+
+
+def test_a_link_in_place_of_a_left_over_folder_is_not_followed(cache: KernelCache, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("kept")
+    cache.folder.mkdir(parents=True)
+    (cache.folder / f".build-{cache.path(KEY).stem}-abcd_123").symlink_to(tmp_path / "mine")
+    cache.find_or_build(KEY, Builder())
+    assert (tmp_path / "mine" / "notes").read_text() == "kept"
+
+
 # --- Which folder ---
 
 
@@ -269,3 +415,34 @@ def test_without_it_the_users_cache_is_taken(monkeypatch: pytest.MonkeyPatch, va
     folder = default_folder()
     assert folder.is_absolute()
     assert "tileattn" in folder.parts
+
+
+def test_a_tilde_is_the_home_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TILEATTN_CACHE_DIR", "~/x")
+    assert default_folder() == tmp_path / "x"
+    monkeypatch.setenv("TILEATTN_CACHE_DIR", "~nobody-has-this-name/x")
+    with pytest.raises(FileNotFoundError, match=r"TILEATTN_CACHE_DIR='~nobody-has-this-name/x' begins with a home"):
+        default_folder()
+
+
+def leave_it(text: str) -> str:
+    return text
+
+
+def raise_runtime_error(text: str) -> str:
+    raise RuntimeError("Could not determine home directory.")
+
+
+@pytest.mark.parametrize("expand", [leave_it, raise_runtime_error])
+def test_without_a_home_the_error_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, expand: Callable[[str], str]
+) -> None:
+    """What `~` is is not known, neither by HOME nor by the password database; versions of platformdirs differ."""
+    for variable in ("TILEATTN_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", expand)
+    with pytest.raises(FileNotFoundError, match=r"has no home directory, .* Set TILEATTN_CACHE_DIR \(or HOME\)"):
+        default_folder()
+    monkeypatch.setenv("TILEATTN_CACHE_DIR", "/somewhere")
+    assert default_folder() == Path("/somewhere")

@@ -380,6 +380,17 @@ def test_warmup_compiles_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert lines[13].endswith(": no compiler")
 
 
+def test_without_a_home_info_and_warmup_say_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("TILEATTN_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda text: text)
+    monkeypatch.setattr(command.batch, "compile_all", None)
+    for line, code in (("info", 0), ("warmup --arch sm_90a --head-dim 64", 1)):
+        result = invoke(line)
+        assert result.exit_code == code, result.output
+        assert "Set TILEATTN_CACHE_DIR (or HOME)" in " ".join(result.output.split())
+
+
 def test_warmup_of_fp8_includes_the_transpositions() -> None:
     wanted = warmup.calls([(64, 64), (64, 128)], ["full"], ["fp8"], "sm_90a")
     assert [job.call.head_dim_v for job in warmup.jobs(wanted) if job.config is None] == [64, 128]

@@ -655,3 +655,17 @@ def test_index_first_axis_residual() -> None:
     before = x.detach().clone()
     residual.add_(1)  # as flash-attn's may
     assert torch.equal(x, before + 1)
+
+
+def test_the_autograd_classes() -> None:
+    """`IndexFirstAxis.apply` and its like, which existing code calls, do what the functions do."""
+    x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
+    taken, places = torch.tensor([4, 0, 4]), torch.tensor([6, 1, 0, 5, 2], dtype=torch.int32)
+    for apply, function, arguments in (
+        (bert_padding.IndexFirstAxis.apply, bert_padding.index_first_axis, (taken,)),
+        (bert_padding.IndexPutFirstAxis.apply, bert_padding.index_put_first_axis, (places, 8)),
+        (bert_padding.IndexFirstAxisResidual.apply, bert_padding.index_first_axis_residual, (taken,)),
+    ):
+        torch.testing.assert_close(apply(x, *arguments), function(x, *arguments))
+        assert torch.autograd.gradcheck(lambda x: apply(x, *arguments), x)  # noqa: B023
+        assert torch.autograd.gradgradcheck(lambda x: apply(x, *arguments), x)  # noqa: B023

@@ -114,7 +114,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def tileattn_imports(path: Path) -> set[str]:
-    """In names below the package: `masks.Causal`, `kernels.cache.KernelCache`."""
+    """In names below the package: `masks.Causal`, `kernels.cache.kernel_cache`."""
     return {name.removeprefix("tileattn.") for name in imports_of(path) if name.startswith("tileattn.")}
 
 
@@ -129,7 +129,7 @@ def test_the_files_are_found() -> None:
     assert set(CORE) <= set(FILES)
     assert {"tilelang", "torch"} <= set(BACKENDS)
     assert "masks.FunctionMask" in tileattn_imports(FILES["variant"])
-    assert "kernels.cache.KernelCache" in tileattn_imports(FILES["kernels.tilelang.launch"])
+    assert "kernels.cache.kernel_cache" in tileattn_imports(FILES["kernels.tilelang.launch"])
     assert "kernels.tilelang.schedules.kernel_of" in tileattn_imports(FILES["kernels.tilelang.launch"])
 
 

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,6 +153,9 @@ def test_a_whole_file_is_read(file: Path) -> None:
         ),
         "\0\1",
         "[" * 100_000,
+        '{"version": 1, "devices": ' + '{"a":' * 100_000,
+        _with(config={"schedule": [[[]]]}),
+        _with(candidates=777).replace("777", "7" * 10_000),
     ],
 )
 def test_a_damaged_file_stays_until_a_result_takes_its_place(file: Path, content: str) -> None:
@@ -268,6 +272,61 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TILEATTN_TUNING_FILE", str(tmp_path / "file" / "tuning.json"))
     with pytest.raises(OSError, match="TILEATTN_TUNING_FILE"):
         results.keep("sm_90a", "call", SIZES, result(HopperConfig(128, 96)))
+
+
+def test_a_full_disk_is_named_with_what_is_needed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results.keep("sm_90a", "call", SIZES, result(HopperConfig(128, 96)))
+    before = file.read_text()
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(results.os, "replace", full)
+    with pytest.raises(
+        OSError, match=rf"{file} cannot be written .*take \d+ bytes.* set TILEATTN_TUNING_FILE"
+    ) as raised:
+        results.keep("sm_90a", "another", SIZES, result(HopperConfig(128, 96)))
+    assert raised.value.errno == errno.ENOSPC
+    assert file.read_text() == before
+    assert {each.name for each in file.parent.iterdir()} == {file.name, f"{file.name}.lock"}
+
+
+def test_a_file_without_end_is_not_read(file: Path) -> None:
+    file.parent.mkdir()
+    with file.open("wb") as opened:
+        opened.truncate(2**40)  # sparse
+    with pytest.warns(UserWarning, match=f"{file} cannot be used .*{2**40} bytes"):
+        assert results.find("sm_90a", "call", SIZES) is None
+    with pytest.raises(OSError, match="cannot be used"):
+        results.keep("sm_90a", "call", SIZES, result(HopperConfig(128, 96)))
+
+
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TILEATTN_TUNING_FILE", "~/results.json")
+    assert results.default_file() == tmp_path / "results.json"
+
+
+def test_without_a_home_calls_run_and_results_say_where_to_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("TILEATTN_TUNING_FILE", "XDG_DATA_HOME", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda text: text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert results.find("sm_90a", "call", SIZES) is None
+    with pytest.raises(FileNotFoundError, match=r"no home directory, .*results .* Set TILEATTN_TUNING_FILE"):
+        results.keep("sm_90a", "call", SIZES, result(HopperConfig(128, 96)))
+    for command in ("tune --show", "tune --clear --yes", f"tune {SHAPE}"):
+        code, output = invoke(command)
+        assert code == 1, output
+        assert "Set TILEATTN_TUNING_FILE" in output
+
+
+def test_a_home_that_is_not_known_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEATTN_TUNING_FILE", "~nobody-has-this-name/t.json")
+    with pytest.warns(UserWarning, match="TILEATTN_TUNING_FILE='~nobody-has-this-name/t.json' begins") as caught:
+        assert [results.find("sm_90a", "call", SIZES) for _ in range(2)] == [None, None]
+    assert len(caught) == 1
 
 
 def test_clearing_says_how_many_there_were(file: Path) -> None:
@@ -626,6 +685,27 @@ def test_a_result_is_used_where_it_is_valid(config: Any) -> None:
         {"schedule": "HopperConfig", "block_M": 128, "block_N": 64, "colour": 3},
         {"schedule": "AnotherConfig", "block_M": 64},
         {},
+        {"schedule": []},
+        {"schedule": {}},
+        {"schedule": None, "block_M": 64},
+        *(
+            {"schedule": "ForwardConfig", "block_M": 64, "block_N": 64, "num_stages": 2, "threads": 128, **other}
+            for other in (
+                {"threads": 0},  # a division by it
+                {"threads": 1},
+                {"block_M": 0},  # a multiple of everything
+                {"block_M": -64},
+                {"block_N": 2**70},
+                {"block_M": 64.0},
+                {"num_stages": True},
+                {"block_M": math.nan},
+                {"block_M": []},
+            )
+        ),
+        *(
+            {"schedule": "HopperConfig", "block_M": 128, "block_N": 64, **other}
+            for other in ({"patience": math.inf}, {"patience": math.nan}, {"ping_pong": 1}, {"num_stages": 1e300})
+        ),
     ],
 )
 def test_a_result_that_is_not_valid_is_ignored(record: dict[str, Any]) -> None:

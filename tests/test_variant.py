@@ -293,7 +293,7 @@ UNTRACEABLE: list[tuple[str, Function, str]] = [
     ("score_mod", lambda score, b, h, q, k: score + 1j, "met complex"),
     ("score_mod", lambda score, b, h, q, k: torch.erf(score), "torch.erf cannot be traced .*tileattn.math"),
     ("score_mod", lambda score, b, h, q, k: torch.add(score, 1.0, alpha=2), "torch.add cannot be traced"),
-    ("score_mod", lambda score, b, h, q, k: torch.minimum(score, torch.ones(2)), r"torch tensor met .*`slopes\[h\]`"),
+    ("score_mod", lambda score, b, h, q, k: torch.minimum(score, torch.ones(2)), r"as a whole: index it .*`slopes\[h\]`"),
     ("score_mod", lambda score, b, h, q, k: score**0.5, "integer power from 1 to 8, not to 0.5"),
     ("score_mod", lambda score, b, h, q, k: score**q, "integer power from 1 to 8, not to q"),
     ("score_mod", lambda score, b, h, q, k: None, "must return a value .*score, b, h, q, k.*, got NoneType"),
@@ -423,16 +423,29 @@ def test_captured_tensors_are_operands(function: Function) -> None:
 def test_tensors_of_partial_functions() -> None:
     partial = functools.partial(lambda by, score, b, h, q, k, extra: score * by[h] + extra[h], slopes, extra=slopes + 1)
     key, operands = encode(None, [partial])
-    assert key == "+{t:float32:n;t:float32:n;(add (mul score (load t1 h)) (load t0 h))}"
-    assert torch.equal(operands.tensors[0], slopes + 1)
+    assert key == "+{t:float32:n;t:float32:n;(add (mul score (load t0 h)) (load t1 h))}"
+    assert torch.equal(operands.tensors[1], slopes + 1)
 
 
-def test_tensors_that_are_not_found_say_so() -> None:
-    held = [slopes]
-    with pytest.raises(TypeError, match=r"met a tensor that is not known to be captured: .*make a class"):
-        encode(None, [lambda score, b, h, q, k: score * held[0][h]])
-    with pytest.raises(TypeError, match=r"met a tensor that is not known to be captured: .*make a class"):
-        encode(None, [lambda score, b, h, q, k: score * tm.load(held[0], h)])
+def test_tensors_that_are_reached_in_another_way() -> None:
+    held, weights = [slopes], {"b": table}
+    for function in (
+        lambda score, b, h, q, k: score * held[0][h],
+        lambda score, b, h, q, k: score * tm.load(held[0], h),
+        lambda score, b, h, q, k: score * (1 * slopes)[h],
+    ):
+        key, operands = encode(None, [function])
+        assert key == "+{t:float32:n;(mul score (load t0 h))}"
+        assert torch.equal(operands.tensors[0], slopes)
+    key, operands = encode(FunctionMask(lambda b, h, q, k: held[0].sum() * k > weights["b"][b, q]), ())
+    assert key == "FunctionMask({t:float32:;t:int64:nn;(gt (mul (load t0) k) (load t1 b q))})"
+
+
+def test_unused_tensors_are_no_operands() -> None:
+    unused = torch.ones(3)
+    key, operands = encode(None, [lambda score, b, h, q, k: (unused[b], score * slopes[h])[1]])
+    assert key == "+{t:float32:n;(mul score (load t0 h))}"
+    assert operands.tensors[0] is slopes
 
 
 def test_two_captured_tensors_of_two_functions() -> None:
@@ -444,7 +457,7 @@ def test_two_captured_tensors_of_two_functions() -> None:
     key, operands = encode(FunctionMask(lambda b, h, q, k: other[b, k] > 1), [mod, in_globals])
     assert key == (
         "FunctionMask({t:int64:1n;(gt (load t0 0 k) 1)})"
-        "+{t:int64:1n;t:float32:n;(add (mul score (load t1 h)) (load t0 0 k))}+{t:float32:n;(mul score (load t0 h))}"
+        "+{t:float32:n;t:int64:1n;(add (mul score (load t0 h)) (load t1 0 k))}+{t:float32:n;(mul score (load t0 h))}"
     )
     mask, mods = restore(key, operands)
     k = torch.arange(3)

@@ -46,8 +46,8 @@ class Expr:
         self.dtype = dtype
 
     def __str__(self) -> str:
-        if self.op == "symbol":
-            return str(self.args[0])
+        if self.op in ("symbol", "number"):
+            return str(self.args[-1])
         return f"({self.op} {' '.join(map(text_of, self.args))})"
 
     __repr__ = __str__
@@ -282,7 +282,7 @@ def _operand(value: Any) -> Any:
     if isinstance(value, TensorSymbol):
         return value.whole()
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
-        return Expr("number", (value,), "int" if isinstance(value, torch.SymInt) else "float")
+        return Expr("number", (value, str(value)), "int" if isinstance(value, torch.SymInt) else "float")
     return value
 
 

@@ -81,11 +81,12 @@ def trace(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Traced:
 
 
 def _run(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Any:
+    symbols = [symbol(name) for name in arguments]
     try:
-        result = _with_captures(fn)(*map(symbol, arguments))
-    except TypeError:
+        result = _with_captures(fn)(*symbols)
+    except (TypeError, AttributeError):
         _check_takes(fn, arguments)
-        raise
+        result = fn(*symbols)  # on the tensors themselves, with which it may compute: `(2 * slopes)[h]`
     result = _stand_in(result)
     return result.whole() if isinstance(result, TensorSymbol) else result
 

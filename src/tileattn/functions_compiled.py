@@ -12,10 +12,14 @@ An operation that Dynamo hides from the mode returns a tensor on "meta" that has
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo.comptime import comptime
+from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer
+from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
 
 from .expr import Expr, TensorSymbol, symbol
@@ -27,9 +31,16 @@ def run(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Any:
     """What `fn` computes of the symbols called `arguments`: an expression or a number."""
     tracing = _Tracing()
     symbols = [tracing.stand_in(symbol(name)) for name in arguments]
+    # Within a checkpoint Dynamo refuses the first change of the modes, but not those that follow.
+    _disable_side_effect_safety_checks_for_current_subtracer(_enter_and_leave, tracing)
     with tracing:
         result = fn(*symbols)
     return tracing.value(result)
+
+
+def _enter_and_leave(mode: TorchFunctionMode) -> None:
+    with mode:
+        pass
 
 
 class _Tracing(TorchFunctionMode):
@@ -39,12 +50,15 @@ class _Tracing(TorchFunctionMode):
         super().__init__()
         self.symbols: list[tuple[torch.Tensor, Expr]] = []
         self.captured: list[TensorSymbol] = []
+        self.numbers = 0
 
     def stand_in(self, value: Any) -> Any:
         """The tensor that stands for an expression; a number as it is."""
         if not isinstance(value, Expr):
             return value
         tensor = torch.empty((), dtype=_DTYPES[value.dtype], device="meta")
+        place = len(self.symbols)
+        comptime(_mark)
         self.symbols.append((tensor, value))
         return tensor
 
@@ -52,8 +66,10 @@ class _Tracing(TorchFunctionMode):
         """The inverse of :meth:`stand_in`, in which other tensors and numbers of changing value are operands."""
         if isinstance(value, torch.Tensor):
             known = self._expression(value)
+            if known is None and value.is_meta:
+                return self._hidden(value)
             return self._tensor(value).whole() if known is None else known
-        return _number(value)
+        return self._number(value)
 
     def _expression(self, tensor: Any) -> Expr | None:
         for known, expr in self.symbols:
@@ -61,19 +77,31 @@ class _Tracing(TorchFunctionMode):
                 return expr
         return None
 
+    def _hidden(self, tensor: torch.Tensor) -> Any:
+        """The expression of a tensor that Dynamo made of a symbol without the mode: by Python's abs(), in torch 2.13."""
+        comptime(_look)
+        name, place = _seen()
+        if name == "abs" and place is not None:
+            return abs(self.symbols[place][1])
+        raise TypeError(
+            f"torch.compile cannot trace {name!r} in a mask or score modification: use operators, the functions of "
+            f"tileattn.math and those of torch"
+        )
+
     def _tensor(self, tensor: torch.Tensor) -> TensorSymbol:
-        if tensor.is_meta:
-            raise TypeError(
-                "torch.compile cannot trace an operation of this mask or score modification (such as Python's abs() of "
-                "a score or position): use operators, torch's functions and those of tileattn.math, such as "
-                "tileattn.math.abs"
-            )
         for known in self.captured:
             if known.tensor is tensor:
                 return known
         ones = tuple([size == 1 for size in tensor.shape])
         self.captured.append(TensorSymbol(f"t{len(self.captured)}", tensor.dtype, ones, tensor=tensor))
         return self.captured[-1]
+
+    def _number(self, value: Any) -> Any:
+        """A number whose value Dynamo does not guard becomes an operand."""
+        if isinstance(value, (bool, Expr)) or not isinstance(value, (int, float)) or has_static_value(value):
+            return value
+        self.numbers += 1
+        return Expr("number", (value, f"n{self.numbers}"), "float" if isinstance(value, float) else "int")
 
     def _is_symbol(self, value: Any) -> bool:
         if isinstance(value, (tuple, list)):
@@ -109,20 +137,35 @@ class _Tracing(TorchFunctionMode):
         return Expr.__torch_function__(_Named(name), (), tuple(values), options)
 
 
+# What functions that run while Dynamo traces tell each other: the target and the symbol's place of a node of the graph.
+_SEEN = threading.local()
+
+
+def _mark(context: Any) -> None:
+    """Notes at the node of the local `tensor`, a new symbol, its `place`."""
+    node = context.get_local("tensor").as_proxy().node
+    node.meta["tileattn_place"] = context.get_local("place").as_python_constant()
+
+
+def _look(context: Any) -> None:
+    """Looks up how the graph computes the local `tensor`."""
+    node = context.get_local("tensor").as_proxy().node
+    of = node.args[0] if len(node.args) == 1 else None
+    _SEEN.value = getattr(node.target, "__name__", str(node.target)), getattr(of, "meta", {}).get("tileattn_place")
+
+
+def _seen() -> tuple[str, int | None]:
+    return _SEEN.value
+
+
+_seen._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while Dynamo traces
+
+
 class _Named:
     """A function of torch, of which no more is asked than its name."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
-
-
-def _number(value: Any) -> Any:
-    """A number whose value Dynamo does not guard becomes an operand."""
-    from torch.fx.experimental.symbolic_shapes import has_static_value
-
-    if isinstance(value, (bool, Expr)) or not isinstance(value, (int, float)) or has_static_value(value):
-        return value
-    return Expr("number", (value,), "float" if isinstance(value, float) else "int")
 
 
 # What torch calls Python's operators. Those whose name Expr has (`__rsub__`) are not listed.
@@ -140,7 +183,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "remainder": operator.mod,
     "mod": operator.mod,
     "pow": operator.pow,
-    "neg": operator.neg,
+    "neg": Expr.__neg__,
     "pos": lambda x: x,
     "lt": operator.lt,
     "le": operator.le,
@@ -152,8 +195,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "or": operator.or_,
     "bitwise_and": operator.and_,
     "bitwise_or": operator.or_,
-    "bitwise_not": operator.invert,
-    "invert": operator.invert,
+    "bitwise_not": Expr.__invert__,
+    "invert": Expr.__invert__,
     "__iadd__": operator.add,
     "__isub__": operator.sub,
     "__imul__": operator.mul,

@@ -93,6 +93,8 @@ def _extremum(op: str, on_tensors: Any, x: Any, y: Any) -> Any:
     tensor = x if isinstance(x, torch.Tensor) else y
     if not isinstance(tensor, torch.Tensor):
         return apply(op, x, y)
+    if torch.compiler.is_dynamo_compiling() and tensor.is_meta:  # a symbol of functions_compiled.py
+        return on_tensors(x, y)
     return on_tensors(torch.as_tensor(x, device=tensor.device), torch.as_tensor(y, device=tensor.device))
 
 

@@ -109,13 +109,18 @@ def redraw(result: Path, picture: Path, force: bool) -> None:
 
 def warm_up(jobs: Sequence[batch.AnyJob]) -> int:
     """`tileattn warmup`: a line per kernel as it is ready. Returns the exit code: 1 if one could not be compiled."""
+    try:
+        folder = default_folder()
+    except FileNotFoundError as error:  # there is no home
+        typer.echo(error, err=True)
+        return 1
     failed = False
     with Console(stderr=True).status(f"compiling {len(jobs)} kernels"):
         for number, each in enumerate(batch.compile_all(jobs, min(batch.CORES, MAX_PROCESSES)), start=1):
             took = each.error or ("was in the cache" if each.was_there else f"{each.seconds:.1f} s")
             typer.echo(f"[{number}/{len(jobs)}] {each.job}: {took}")
             failed = failed or each.error is not None
-    typer.echo(f"kernels: {default_folder()}")
+    typer.echo(f"kernels: {folder}")
     return int(failed)
 
 

@@ -125,7 +125,10 @@ def _nvcc() -> str:
 
 def _cache() -> str:
     """The kernel cache's folder, and how many kernels it holds."""
-    folder = default_folder()
+    try:
+        folder = default_folder()
+    except FileNotFoundError as error:  # there is no home
+        return str(error)
     return f"{folder} ({len(list(folder.glob('*.json')))} compiled)"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 import typer
@@ -60,7 +61,7 @@ def _tune_case(case: Case, own: TileAttn, device: torch.device, direction: str) 
 
 def show() -> None:
     """`tileattn tune --show`."""
-    kept = list(results.entries(results.read(results.default_file())))
+    kept = list(results.entries(results.read(_file())))
     # Words are folded to fit a terminal only: what is piped is read by programs.
     console = Console(width=None if sys.stdout.isatty() else UNFOLDED)
     if not kept:
@@ -86,6 +87,14 @@ def show() -> None:
     console.print(Text(f"{len(kept)} results in {results.default_file()}"), soft_wrap=True)
 
 
+def _file() -> Path:
+    try:
+        return results.default_file()
+    except FileNotFoundError as error:  # there is no home
+        typer.echo(error, err=True)
+        raise typer.Exit(1) from error
+
+
 def _config(result: results.Result) -> str:
     fields = {name: value for name, value in result.config.items() if name != "schedule"}
     return f"{result.config.get('schedule')}({', '.join(f'{name}={value}' for name, value in fields.items())})"
@@ -93,7 +102,7 @@ def _config(result: results.Result) -> str:
 
 def clear(sure: bool) -> None:
     """`tileattn tune --clear`: asks first, unless the user has said yes already."""
-    path = results.default_file()
+    path = _file()
     count = len(list(results.entries(results.read(path))))
     if count == 0:
         typer.echo(f"no results in {path}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import os
@@ -25,13 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import platformdirs
 import torch
 
+from .. import folders
 from . import state
 
+VARIABLE = "TILEATTN_TUNING_FILE"
 VERSION = 1
 LOCK_TIMEOUT_S = 60.0
+MOST_BYTES = 2**28  # a result takes some hundred
 
 Devices = dict[str, dict[str, dict[str, dict[str, Any]]]]
 
@@ -58,8 +61,12 @@ class Result:
 
 
 def default_file() -> Path:
-    """Where results are kept: ``$TILEATTN_TUNING_FILE``, or ``tuning.json`` in the platform's data folder."""
-    return Path(os.environ.get("TILEATTN_TUNING_FILE") or platformdirs.user_data_path("tileattn") / "tuning.json")
+    """Where results are kept: ``$TILEATTN_TUNING_FILE``, or ``tuning.json`` in the platform's data folder.
+
+    Raises:
+        FileNotFoundError: neither is known: the user has no home directory.
+    """
+    return folders.named_by(VARIABLE) or folders.user_data(VARIABLE) / "tuning.json"
 
 
 def device_name(arch: str) -> str:
@@ -96,7 +103,13 @@ def find(arch: str, call: str, sizes: tuple[int, int, int, int]) -> dict[str, An
 @functools.cache
 def _devices() -> Devices:
     """All results, as they were when the process first asked (or last kept one)."""
-    return read(default_file())
+    try:
+        path = default_file()
+    except FileNotFoundError as error:
+        if os.environ.get(VARIABLE):
+            warnings.warn(f"tileattn: {error}; calls use their defaults", stacklevel=2)
+        return {}  # a user without a home has kept none
+    return read(path)
 
 
 def read(path: Path) -> Devices:
@@ -128,16 +141,19 @@ def _load(path: Path) -> Devices:
     """
     try:
         # Before it is opened: a pipe would be waited for.
-        if not stat.S_ISREG(path.stat().st_mode):
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
             raise _UnusableError(path, "it is no regular file")
+        if found.st_size > MOST_BYTES:
+            raise _UnusableError(path, f"it has {found.st_size} bytes; the most that are read are {MOST_BYTES}")
         content = path.read_bytes()
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise _UnusableError(path, error.strerror or str(error)) from error
     try:
-        found = json.loads(content)
-        version, devices = found["version"], found["devices"]
+        whole = json.loads(content)
+        version, devices = whole["version"], whole["devices"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _DamagedError(path, f"{type(error).__name__}: {error}") from error
     if isinstance(version, int) and version > VERSION:
@@ -165,11 +181,18 @@ def _is_entry(entry: Any) -> bool:
     times = [entry["ms"], entry["default_ms"]]
     return (
         isinstance(entry["config"], dict)
+        and all(map(_is_shallow, entry["config"].values()))
         and all(type(time) in (int, float) and 0 < time <= sys.float_info.max for time in times)
         and type(entry["candidates"]) is int
         and isinstance(entry["when"], str)
         and isinstance(entry["versions"], str)
     )
+
+
+def _is_shallow(value: Any) -> bool:
+    """Whether it can be shown and written again; what is no configuration is ignored by the backend it is for."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return not any(isinstance(each, (dict, list)) for each in inner)
 
 
 # --- Writing ---
@@ -261,7 +284,7 @@ def _locked(path: Path) -> Iterator[None]:
     except filelock.Timeout:
         raise
     except OSError as error:
-        why = f"the tuner's results {path} cannot be written ({error}); set TILEATTN_TUNING_FILE to another"
+        why = f"the tuner's results {path} cannot be written ({error}); set {VARIABLE} to another"
         # Without a number an error would be called "[Errno None]".
         raise (OSError(why) if error.errno is None else OSError(error.errno, why)) from error
 
@@ -274,6 +297,11 @@ def _write(path: Path, devices: Devices) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(name, path)
+    except OSError as error:
+        Path(name).unlink(missing_ok=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OSError(error.errno, f"{error.strerror}: they take {len(text)} bytes") from error
+        raise
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise

@@ -7,7 +7,8 @@ Existing code needs one line before its own ``import flash_attn``::
     flash_attn_compat.install()
 
 What differs from flash-attn is listed in docs/compat.md. ``flash_attn_with_kvcache`` and ``block_table`` raise
-NotImplementedError: they come with decoding.
+NotImplementedError: they come with decoding. So do imports of flash-attn's other modules; the error is an ImportError
+as well, and names what to use.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Code that asks whether flash-attn is there does so in three ways, and all are answered: it imports it, it asks
 ``importlib.util.find_spec``, or it asks ``importlib.metadata`` for the distribution ``flash-attn`` and its version
-(transformers asks all three). A flash-attn on disk that has not been imported is hidden; its submodules that are not
-here (``layers``, ``ops``, ``cute``, ...) cannot be imported then.
+(transformers asks all three). A flash-attn on disk that has not been imported is hidden. Importing one of its modules
+that is not here (``ops.fused_dense``, ``cute``, ...) raises :class:`._absent.NotProvided`, which is an ImportError and
+a NotImplementedError and says what to use; ``find_spec`` answers None for it.
 """
 
 from __future__ import annotations
@@ -13,19 +14,34 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ._absent import absent_module
 from ._version import __version__
 
 _HERE = __name__.rpartition(".")[0]
-_MODULES = ("", ".flash_attn_interface", ".bert_padding")
+_MODULES = (
+    "",
+    ".flash_attn_interface",
+    ".bert_padding",
+    ".layers",
+    ".layers.rotary",
+    ".modules",
+    ".modules.mha",
+    ".ops",
+    ".ops.triton",
+    ".ops.triton.rotary",
+)
 
 
 def install() -> None:
-    """From here on ``import flash_attn``, and its flash_attn_interface and bert_padding, give tileattn's.
+    """From here on ``import flash_attn`` gives tileattn's package, and so do imports of the modules that it has.
+
+    These are flash_attn_interface, bert_padding, layers.rotary, modules.mha and ops.triton.rotary.
 
     Call it before anything imports flash_attn or asks whether it is there. A second call does nothing.
 
@@ -80,14 +96,30 @@ class _FlashAttn(Distribution):
 
 
 class _Finder(MetaPathFinder):
-    """On ``sys.meta_path`` for the metadata alone; the modules are in ``sys.modules``."""
+    """On ``sys.meta_path`` for the metadata, and for modules that are not here; the others are in ``sys.modules``."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        return None
+        """Raises the error of an import; ``importlib.util.find_spec``, which only asks, gets None."""
+        name = fullname
+        if fullname.startswith(f"{_HERE}."):  # what `from flash_attn import cute` looks for
+            if target is not None or PathFinder.find_spec(fullname, path) is not None:
+                return
+            name = f"flash_attn{fullname.removeprefix(_HERE)}"
+        if name.startswith("flash_attn.") and not _is_asked():
+            raise absent_module(name)
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
         name = getattr(context, "name", None)
         return [_FlashAttn()] if name is None or re.sub(r"[-_.]+", "-", name).lower() == "flash-attn" else []
+
+
+def _is_asked() -> bool:
+    """Whether ``importlib.util.find_spec`` called the finder, and not an import.
+
+    Both call it in one way, through a function of importlib's own; the caller of that function tells them apart.
+    """
+    caller = sys._getframe(2).f_back
+    return caller is not None and caller.f_globals.get("__name__") == "importlib.util"
 
 
 _FINDER = _Finder()

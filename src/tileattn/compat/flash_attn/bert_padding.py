@@ -6,15 +6,29 @@ A padded batch is (batch, seqlen, ...) with a mask (batch, seqlen) of the tokens
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ... import padding
+from ._absent import NotProvided
 from ._names import renamed
 
 _NAMES = {"x": "hidden_states", "mask": "attention_mask"}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Gives einops' `rearrange` and `repeat`: existing code imports them from here, as flash-attn's module does."""
+        if name not in ("rearrange", "repeat"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return getattr(importlib.import_module("einops"), name)
+        except ModuleNotFoundError:
+            message = f"flash_attn.bert_padding.{name} is einops.{name}: pip install einops, and import it from there"
+            raise NotProvided(message, name="einops") from None
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
@@ -33,11 +47,43 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
     The second shares the input's memory and is no view to autograd, so that it may be changed in place; the gradients
     of both add up in the input's.
     """
-    return _RowsAndResidual.apply(input, indices)  # type: ignore[no-any-return]
+    return IndexFirstAxisResidual.apply(input, indices)  # type: ignore[no-any-return]
 
 
-class _RowsAndResidual(torch.autograd.Function):
-    """One node for both: the rows' gradient is added to the residual's."""
+class IndexFirstAxis(torch.autograd.Function):
+    """:func:`index_first_axis` as an autograd function, for code that calls ``IndexFirstAxis.apply(input, indices)``.
+
+    Gradients of a row that is taken several times add up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.shape = input.shape
+        return input.index_select(0, indices)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (indices,) = ctx.saved_tensors
+        return gradients[0].new_zeros(ctx.shape).index_add(0, indices, gradients[0]), None
+
+
+class IndexPutFirstAxis(torch.autograd.Function):
+    """:func:`index_put_first_axis` as an autograd function: ``apply(values, indices, first_axis_dim)``."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+        ctx.save_for_backward(indices)
+        return index_put_first_axis(values, indices, first_axis_dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (indices,) = ctx.saved_tensors
+        return gradients[0].index_select(0, indices), None, None
+
+
+class IndexFirstAxisResidual(torch.autograd.Function):
+    """:func:`index_first_axis_residual` as an autograd function: the rows' gradient is added to the residual's."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,18 +5,34 @@ Shapes and arguments are common to all, and described at :func:`flash_attn_func`
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ...call import Packed
+from ._absent import absent_names
 from ._attend import Options, Result, attend, unpacked
+from ._block_sizes import _get_block_size_n as _get_block_size_n
 from ._names import renamed
 
 _NO_WINDOW = (-1, -1)
 # What is one argument where queries and keys lie in one tensor.
 _OF_BOTH = {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen", "total") for side in "qk"}
+
+if not TYPE_CHECKING:
+    _WITH_LSE = "tileattn.attention(return_lse=True): gradients flow through o and lse, so that parts can be merged"
+    _PACKED_WITH_LSE = _WITH_LSE.replace("attention(", "varlen_attention(")
+    _EXTENSION = "the functions of this module: flash-attn's compiled extension is not there"
+    __getattr__ = absent_names(
+        __name__,
+        {
+            "flash_attn_gpu": _EXTENSION,
+            "flash_attn_cuda": _EXTENSION,
+            **dict.fromkeys(["_flash_attn_forward", "_flash_attn_backward"], _WITH_LSE),
+            **dict.fromkeys(["_flash_attn_varlen_forward", "_flash_attn_varlen_backward"], _PACKED_WITH_LSE),
+        },
+    )
 
 
 def flash_attn_func(
@@ -51,8 +67,13 @@ def flash_attn_func(
 
     Returns:
         out (batch, seqlen_q, heads, head_dim). softmax_lse (batch, heads, seqlen_q), float32: the scores' log-sum-exp,
-        in natural logarithm. S_dmask (batch, heads, seqlen_q, seqlen_k), in q's dtype: the probabilities, negative
-        where they were dropped; without dropout it is empty, as in flash-attn, and it has no gradient.
+        in natural logarithm. S_dmask is empty without dropout, as in flash-attn. With dropout it is (batch, heads,
+        seqlen_q, seqlen_k) in q's dtype, without a gradient: the probabilities of the softmax, before dropout, with a
+        minus sign where the weight was dropped.
+
+        This S_dmask differs from flash-attn's, which is padded to multiples of 128 and holds unnormalised numbers: each
+        block of keys is relative to a running maximum of its own, so that its readers, such as flash-attn's tests,
+        normalise it block by block (`_get_block_size_n`). Skip that step here: these are probabilities already.
     """
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -138,8 +159,9 @@ def flash_attn_varlen_func(
         block_table: paged keys and values, which tileattn does not have yet: must be None.
 
     Returns:
-        out (total_q, heads, head_dim). softmax_lse (heads, total_q). S_dmask (batch, heads, max_seqlen_q,
-        max_seqlen_k), each sequence in its upper left corner.
+        out (total_q, heads, head_dim). softmax_lse (heads, total_q). S_dmask, with dropout, (batch, heads,
+        max_seqlen_q, max_seqlen_k): of each sequence the probabilities in the upper left corner, zeros elsewhere.
+        :func:`flash_attn_func` describes their signs, and how they differ from flash-attn's.
 
     Raises:
         NotImplementedError: a block_table is given.

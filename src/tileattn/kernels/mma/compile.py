@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.metadata
 import importlib.util
 import io
 import threading
 from pathlib import Path
 
+from ..sources import closure, digest_of
 from .rungs import Kernel
 
 SOURCES = Path(__file__).parent
@@ -52,9 +52,9 @@ def cache_key(kernel: Kernel, arch: str) -> str:
 
 @functools.cache
 def _source_digest() -> str:
-    """Of the device code, so that editing it compiles anew."""
-    files = sorted([*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh"), SOURCES / "compile.py"])
-    return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()[:16]
+    """Of the device code and of what compiles it, so that editing them compiles anew."""
+    device = {file.name: file.read_bytes() for file in (*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh"))}
+    return digest_of(device | closure([__name__]))
 
 
 @functools.cache

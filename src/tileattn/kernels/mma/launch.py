@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..cache import KernelCache, default_folder
+from ..cache import kernel_cache
 from .compile import build_cubin, cache_key
 from .rungs import Kernel
 
@@ -19,7 +19,7 @@ def ensure_compiled(kernel: Kernel, arch: str) -> Path:
     def build(path: Path) -> None:
         build_cubin(kernel, arch, path)
 
-    return KernelCache(default_folder(), ".cubin").find_or_build(cache_key(kernel, arch), build)
+    return kernel_cache(".cubin").find_or_build(cache_key(kernel, arch), build)
 
 
 class Launcher:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from ...call import AttentionCall, BackwardCall
-from ..cache import KernelCache, default_folder
+from ..cache import kernel_cache
 from . import launch
 from .backward import launch as backward_launch
 from .backward.defaults import MainConfig
@@ -89,7 +89,7 @@ def compile_job(job: AnyJob) -> Done:
     """In a process of its own; an exception of a compiler need not survive the way back, its text does."""
     start = time.perf_counter()
     try:
-        if KernelCache(default_folder()).find(job.key) is not None:
+        if kernel_cache().find(job.key) is not None:
             return Done(job, was_there=True)
         job.compile()
     except Exception as failure:

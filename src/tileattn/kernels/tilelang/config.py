@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ...call import AttentionCall
 from ...variant import program
 
+CAUSAL = "Causal()"  # the variant of a causal mask and nothing else
 # The warpgroup that issues TMA copies: TileLang adds it on sm_90, and it needs few registers.
 PRODUCER_THREADS, PRODUCER_REGISTERS = 128, 24
 # Keys that a block of transpose_fp8.py takes; its result is padded to a multiple.
@@ -176,7 +177,8 @@ def is_valid(call: AttentionCall, config: Config) -> bool:
         )
     rows = 16 if arch.warp == 32 else 32
     return (
-        config.block_M % (config.threads // arch.warp * rows) == 0
+        config.threads >= arch.warp
+        and config.block_M % (config.threads // arch.warp * rows) == 0
         and config.block_N % 16 == 0
         and shared_bytes(call, config) <= arch.shared_bytes
     )

@@ -11,12 +11,11 @@ from ...fp8 import FP8
 from ...variant import Program, program
 from . import sm90_table
 from .amd_config import AmdConfig, amd_preferences, is_valid_amd
-from .config import ForwardConfig, HopperConfig, is_valid, padded
+from .config import CAUSAL, ForwardConfig, HopperConfig, is_valid, padded
 from .simplify import is_uniform
 
 SHORT = 1024  # keys; up to here a call counts as short, with narrow heads and a mask up to twice as many
 LONG = 2 * SHORT + 1
-CAUSAL = "Causal()"
 
 Config = ForwardConfig | HopperConfig | AmdConfig
 

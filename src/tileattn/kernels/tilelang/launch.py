@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -17,7 +16,8 @@ from typing import Any
 from ...call import AttentionCall
 from ...fp8 import FP8
 from ...variant import program
-from ..cache import KernelCache, default_folder
+from ..cache import kernel_cache
+from ..sources import digest
 from .amd_config import AmdConfig
 from .defaults import Config, default
 
@@ -50,7 +50,7 @@ def ensure_compiled(call: AttentionCall, config: Config) -> Path:
         ensure_transpose_compiled(call)
     if call.packed:
         ensure_plan_compiled(call.arch)
-    return KernelCache(default_folder()).find_or_build(cache_key(call, config), build)
+    return kernel_cache().find_or_build(cache_key(call, config), build)
 
 
 @functools.cache
@@ -68,12 +68,12 @@ def ensure_transpose_compiled(call: AttentionCall) -> Path:
 
         build_library(transpose_kernel(call), call.arch, path)
 
-    return KernelCache(default_folder()).find_or_build(transpose_key(call), build)
+    return kernel_cache().find_or_build(transpose_key(call), build)
 
 
 def transpose_key(call: AttentionCall) -> str:
     """All that decides what the compiled transposition is: of the call, head_dim_v and the architecture alone."""
-    return f"transpose_fp8 | {call.head_dim_v} {call.arch} | {_source_digest()} | {_toolchain()}"
+    return f"transpose_fp8 | {call.head_dim_v} {call.arch} | {source_digest('transpose_fp8')} | {_toolchain()}"
 
 
 @functools.cache
@@ -91,12 +91,12 @@ def ensure_plan_compiled(arch: str) -> Path:
 
         build_library(plan_kernel(arch), arch, path)
 
-    return KernelCache(default_folder()).find_or_build(plan_key(arch), build)
+    return kernel_cache().find_or_build(plan_key(arch), build)
 
 
 def plan_key(arch: str) -> str:
     """All that decides what the compiled planning kernel is: of a call, the architecture alone."""
-    return f"sequence_plan | {arch} | {_plan_digest()} | {_toolchain()}"
+    return f"sequence_plan | {arch} | {source_digest('sequence_plan')} | {_toolchain()}"
 
 
 def cache_key(call: AttentionCall, config: Config) -> str:
@@ -105,47 +105,19 @@ def cache_key(call: AttentionCall, config: Config) -> str:
         f"{call.dtype} {call.head_dim} {call.head_dim_v} sink={call.sink} lse={call.return_lse} "
         f"aligned={call.aligned} dropout={call.dropout} {call.arch}"
     )
-    text, digest = str(config), _source_digest()
-    if isinstance(config, AmdConfig):
-        text, digest = config.kernel_text, f"{digest} {_amd_digest()}"
     if call.packed:
-        facts, digest = f"{facts} packed", f"{digest} {_packed_digest()}"
-    return f"forward | {facts} | {text} | {program(call.variant)} | {digest} | {_toolchain()}"
+        facts += " packed"
+    text = config.kernel_text if isinstance(config, AmdConfig) else str(config)
+    return f"forward | {facts} | {text} | {program(call.variant)} | {source_digest('schedules')} | {_toolchain()}"
 
 
-@functools.cache
-def _source_digest() -> str:
-    """Of the code that generates kernels, so that editing it recompiles them."""
-    names = ("compile", "nvcc", "config", "dropout", "expressions", "forward", "generic", "mask", "signature")
-    names += ("simplify", "softmax")
-    names += ("hopper", "hopper_consumer", "hopper_plan", "hopper_producer", "hopper_tasks", "transpose_fp8")
-    folder = Path(__file__).parent
-    files = [folder / f"{name}.py" for name in names]
-    files += [folder.parents[1] / f"{name}.py" for name in ("dropout", "tile_loads")]
-    return _digest(files)
+def source_digest(module: str) -> str:
+    """Of the code that generates the kernels of a module of this package, so that editing it recompiles them.
 
-
-@functools.cache
-def _amd_digest() -> str:
-    """Of the code that the schedule for AMD adds to the above."""
-    return _digest([Path(__file__).parent / f"{name}.py" for name in ("amd", "amd_config", "amd_tensors")])
-
-
-@functools.cache
-def _packed_digest() -> str:
-    """Of the code that packed sequences add to the above."""
-    names = ("dependent_launch", "ragged", "records", "sequence_tasks")
-    return _digest([Path(__file__).parent / f"{name}.py" for name in names])
-
-
-@functools.cache
-def _plan_digest() -> str:
-    names = ("compile", "nvcc", "dependent_launch", "records", "sequence_plan")
-    return _digest([Path(__file__).parent / f"{name}.py" for name in names])
-
-
-def _digest(files: list[Path]) -> str:
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    Args:
+        module: its name below this package: the one that holds the function that returns the TileLang function.
+    """
+    return digest(f"{__package__}.{module}", f"{__package__}.compile")
 
 
 @functools.cache

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...call import AttentionCall
 from .amd import amd_kernel
 from .amd_config import AmdConfig
-from .defaults import Config
 from .forward import forward_kernel
+
+if TYPE_CHECKING:
+    from .defaults import Config
 
 
 def kernel_of(call: AttentionCall, config: Config) -> Any:

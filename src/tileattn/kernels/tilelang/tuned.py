@@ -14,6 +14,8 @@ from .config import ForwardConfig, HopperConfig
 from .defaults import Config, fits
 
 Sizes = tuple[int, int, int, int]
+LARGEST = 2**20  # of any number in a configuration
+MAY_BE_ZERO = ("num_stages", "ds_buffers", "tile_stages", "gradient_bytes", "patience")
 SCHEDULES = {each.__name__: each for each in (ForwardConfig, HopperConfig, AmdConfig)}
 
 
@@ -31,15 +33,28 @@ def found(call: AttentionCall, sizes: Sizes) -> Config | None:
 
 
 def restored(record: dict[str, Any], schedules: dict[str, Any]) -> Any:
-    """The configuration of a result (see :class:`tileattn.tuner.results.Result`); None if it is not one of these."""
+    """The configuration of a result (see :class:`tileattn.tuner.results.Result`); None if it is not one of these.
+
+    A record comes from a file that anyone may have edited: what is no configuration at all stops here. Whether it suits
+    a call is for the caller to ask.
+    """
     fields = dict(record)
-    schedule = schedules.get(fields.pop("schedule", None))
+    name = fields.pop("schedule", None)
+    schedule = schedules.get(name) if isinstance(name, str) else None
     if schedule is None:
         return None
-    names = {field.name for field in dataclasses.fields(schedule)}
-    if not set(fields) <= names or any(not isinstance(value, (int, float)) for value in fields.values()):
+    known = {field.name: field for field in dataclasses.fields(schedule)}
+    if not all(name in known and _is_possible(known[name], value) for name, value in fields.items()):
         return None
     try:
         return schedule(**fields)
-    except TypeError:
+    except TypeError:  # one is missing
         return None
+
+
+def _is_possible(field: dataclasses.Field[Any], value: Any) -> bool:
+    """Whether a configuration's field can have a value; its annotation is text: "int", "bool" or "float"."""
+    if field.type == "bool":
+        return isinstance(value, bool)
+    numbers = (int, float) if field.type == "float" else (int,)
+    return type(value) in numbers and (field.name not in MAY_BE_ZERO) <= value <= LARGEST

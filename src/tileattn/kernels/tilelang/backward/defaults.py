@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 from ....call import BackwardCall
+from ..config import CAUSAL
 from .amd_config import amd_preferences, amd_queries_preferences, is_valid_amd_backward
 from .config import (
     BackwardConfig,
@@ -19,7 +20,6 @@ from .config import (
     read_together,
 )
 from .hopper_config import (
-    CAUSAL,
     HopperBackwardConfig,
     HopperQueriesConfig,
     HopperWideConfig,

@@ -14,8 +14,7 @@ from ....derivative import derivative
 from ....expr import nodes, symbol
 from ....tile_loads import TileLoad
 from ....variant import program
-from ..config import ARCHITECTURES, padded
-from ..defaults import CAUSAL
+from ..config import ARCHITECTURES, CAUSAL, padded
 from ..simplify import is_uniform
 from .operands import ADDED, BY_KEY, STORED, Path
 from .order import RegisterOrder

@@ -10,7 +10,8 @@ from tilelang.language.eager.builder import Builder
 from ....call import BackwardCall
 from ....variant import program
 from ..compile import DESCRIPTORS_IN_LOOPS, OWN_BARRIERS
-from . import finish, generic, hopper, hopper_queries, hopper_wide, prepare, queries
+from . import amd, finish, generic, hopper, hopper_queries, hopper_wide, prepare, queries
+from .amd_config import AmdBackwardConfig
 from .config import BackwardConfig, read_together
 from .defaults import MainConfig, QueriesConfig, adds_dq, default, finished, prepared, queries_default
 from .hopper_config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig, leaving
@@ -20,11 +21,17 @@ from .signature import declare_finish, declare_main, declare_prepare, declare_qu
 
 def kernel(call: BackwardCall, name: str) -> Any:
     """The TileLang function of a call that has this name, with the default tiles."""
+    return kernel_of(call, name, default(call))
+
+
+def kernel_of(call: BackwardCall, name: str, config: MainConfig) -> Any:
+    """The TileLang function of a call that has this name, with a main kernel of this configuration."""
     if name == "main":
-        return main_kernel(call, default(call))
+        return amd.main_kernel(call, config) if isinstance(config, AmdBackwardConfig) else main_kernel(call, config)
     if name == "queries":
-        return queries_kernel(call, queries_default(call))
-    return prepare_kernel(call) if name == "prepare" else finish_kernel(call)
+        tiles = queries_default(call)
+        return amd.queries_kernel(call, tiles) if isinstance(tiles, AmdBackwardConfig) else queries_kernel(call, tiles)
+    return prepare_kernel(call) if name == "prepare" else finish_kernel(call, config)
 
 
 def prepare_kernel(call: BackwardCall) -> Any:
@@ -69,9 +76,11 @@ def queries_kernel(call: BackwardCall, config: QueriesConfig) -> Any:
     return builder.get().with_attr(OWN_BARRIERS, own).with_attr(DESCRIPTORS_IN_LOOPS, own)
 
 
-def finish_kernel(call: BackwardCall) -> Any:
-    """The function ``finish``, whose parameters are those of :func:`signature.declare_finish`."""
-    config = default(call)
+def finish_kernel(call: BackwardCall, config: MainConfig) -> Any:
+    """The function ``finish``, whose parameters are those of :func:`signature.declare_finish`.
+
+    config: of the main kernel, whose sums of dq it reads.
+    """
     order = config.order(call.forward) if isinstance(config, HopperBackwardConfig) else None
     builder = Builder()
     with builder.prim_func("finish"):

@@ -20,7 +20,7 @@ from ..config import padded
 from ..tuned import Sizes, restored
 from .amd_config import AmdBackwardConfig, amd_candidates, is_valid_amd_backward
 from .config import BackwardConfig, is_valid, kept_derivatives, read_together
-from .defaults import MainConfig, default, finished, queries_default
+from .defaults import MainConfig, default
 from .hopper_config import HopperBackwardConfig, HopperWideConfig
 from .operands import paths
 
@@ -106,37 +106,6 @@ def registers(call: AttentionCall, config: BackwardConfig, kept: int) -> int:
     elements = config.block_N * (head_dim + head_dim_v) + config.block_M * head_dim
     elements += (3 + kept) * config.block_N * config.block_M
     return elements // config.threads + OTHER_REGISTERS + SCORE_REGISTERS * (kept > 0)
-
-
-# --- Kernels ---
-
-
-def kernel_of(call: BackwardCall, name: str, config: MainConfig) -> Any:
-    """The TileLang function of a call that has this name, with a main kernel of this configuration."""
-    from . import amd, kernels
-
-    if name == "main" and isinstance(config, AmdBackwardConfig):
-        return amd.main_kernel(call, config)
-    if name == "main":
-        return kernels.main_kernel(call, config)
-    if name == "queries" and isinstance(of_queries := queries_default(call), AmdBackwardConfig):
-        return amd.queries_kernel(call, of_queries)
-    return _finish(call, config) if name == "finish" else kernels.kernel(call, name)
-
-
-def _finish(call: BackwardCall, config: MainConfig) -> Any:
-    """As ``kernels.finish_kernel``, for sums in the order of this configuration."""
-    from tilelang.language.eager.builder import Builder
-
-    from . import finish
-    from .signature import declare_finish
-
-    order = config.order(call.forward) if isinstance(config, HopperBackwardConfig) else None
-    builder = Builder()
-    with builder.prim_func("finish"):
-        arguments = declare_finish(builder, call.forward, order is not None)
-        finish.body(call.forward, order, finished(call, config))(arguments)
-    return builder.get()
 
 
 def compiled(call: BackwardCall, configs: Sequence[MainConfig]) -> Iterator[tuple[MainConfig, str | None]]:

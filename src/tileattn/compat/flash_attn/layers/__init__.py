@@ -1,0 +1,1 @@
+"""``flash_attn.layers``: of its modules only :mod:`rotary` is here."""

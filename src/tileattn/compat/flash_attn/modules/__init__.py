@@ -1,0 +1,1 @@
+"""``flash_attn.modules``: of its modules only :mod:`mha` is here."""
