@@ -141,6 +141,14 @@ def test_all_or_nothing() -> None:
     assert (weight_of_kept(0.0), weight_of_kept(1.0)) == (1.0, 0.0)
 
 
+def test_a_number_at_the_threshold_is_kept() -> None:
+    """Of a million numbers some sixteen are 0, and some are the largest."""
+    seed, tile = seed_of(3), (1, 1, slice(0, 1024), slice(0, 1024))
+    assert keep_mask(seed, 0.0, *tile).all()
+    assert keep_mask(seed, 1 - 1 / 65536, *tile).any()
+    assert not keep_mask(seed, 1 / 65536, *tile).all()
+
+
 def test_the_expectation_is_exact() -> None:
     """Although p is rounded."""
     for p in (0.1, 1 / 3, 0.5, 0.99):

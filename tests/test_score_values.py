@@ -14,6 +14,7 @@ from torch import Tensor
 
 import tileattn
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, KeyPadding, PrefixLM, SlidingWindow, SoftCap
+from tileattn.scores import for_packed
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 SEQLENS = [(9, 9), (7, 12), (12, 7)]
@@ -85,6 +86,18 @@ def test_biases(of: tuple[int, int, bool], seqlens: tuple[int, int], capped: boo
         check(seqlens, lambda s, i, j: 2 * torch.tanh((s + tensor) / 2), None, score_mod=[Bias(tensor), SoftCap(2.0)])
     else:
         check(seqlens, lambda s, i, j: s + tensor, None, score_mod=Bias(tensor))
+
+
+def test_a_bias_on_packed_sequences_is_read_by_rows() -> None:
+    """As kernels read it, element by element: sequences of other lengths, each with its own first position."""
+    lengths_q, lengths_k = torch.tensor([3, 5, 4]), torch.tensor([6, 2, 4])
+    tensor = drawn(3, HEADS, 5, 6, seed=10)
+    bounds = (torch.cat([torch.zeros(1), x.cumsum(0)]).int() for x in (lengths_q, lengths_k))
+    (packed,) = for_packed((Bias(tensor),), *bounds)
+    for b, (seqlen_q, seqlen_k) in enumerate(zip(lengths_q.tolist(), lengths_k.tolist())):
+        h, i, j = torch.meshgrid(*map(torch.arange, (HEADS, seqlen_q, seqlen_k)), indexing="ij")
+        got = packed(torch.zeros(h.shape, dtype=tensor.dtype), torch.tensor(b), h, i + seqlen_k - seqlen_q, j)
+        assert torch.equal(got, tensor[b, :, :seqlen_q, :seqlen_k])
 
 
 KEEP = drawn(BATCH, 12, seed=9) > -0.5

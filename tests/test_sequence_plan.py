@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -124,6 +126,22 @@ def test_too_long(of_keys: bool) -> None:
     _check_nobodys(Packed(bounds, bounds, 7, 8), of_keys, [0, 0, 2, 0])
     _check_nobodys(Packed(bounds, bounds, 8, 7), of_keys, [0, 0, 0, 2])
     _check_nobodys(Packed(bounds, bounds + 3, 7, 1), of_keys, [0, 1, 2, 1])
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
+def test_lengths_far_beyond_write_nothing_behind_the_list(
+    of_keys: bool, emulated: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def guarded(q_bounds: Tensor, k_bounds: Tensor, work: Tensor, *rest: Any) -> None:
+        larger = torch.full((len(work) + 3000, records.WIDTH), 77, dtype=torch.int32)
+        emulated(q_bounds, k_bounds, larger, *rest)
+        assert (larger[len(work) :] == 77).all()
+        work.copy_(larger[: len(work)])
+
+    monkeypatch.setattr(packed_launch, "plan_function", lambda arch: guarded)
+    wrong = torch.tensor([0, 5000, 9000], dtype=torch.int32)
+    _check_nobodys(Packed(wrong, wrong, 2**31 - 1, 2**31 - 1), of_keys, [2, 2, 0, 0])
 
 
 @pytest.mark.usefixtures("launched")

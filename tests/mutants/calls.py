@@ -7,7 +7,7 @@ from .mutant import Mutant, mutants
 SUPPORT = ("test_support.py::test_a_backend_runs_what_it_must_and_nothing_else",)
 CHOICE = ("test_support.py::test_dispatch_chooses_the_first_that_must_run",)
 ALIGNMENT = ("test_support.py::test_alignment",)
-NAMES = ("test_api.py::test_the_error_of_an_unknown_backend_names_all_that_exist", "test_api.py::test_options")
+NAMES = ("test_support.py::test_options_behind_a_name_that_takes_none",)
 TILELANG, TRITON, MMA = (f"kernels/{name}/backend.py" for name in ("tilelang", "triton", "mma"))
 FLOAT64 = "if any(tensor.dtype == torch.float64 for tensor in program(call.variant).tensors):"
 

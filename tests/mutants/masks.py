@@ -43,8 +43,8 @@ MUTANTS: list[Mutant] = [
             "documents: full before the first key": ("where((q_lo >= 0) & (q_hi < end)", "where((q_hi < end)"),
             "documents: full by the first query": ("(q_lo >= 0) & (q_hi < end)", "(q_lo >= 0) & (q_lo < end)"),
             "documents: first keys of one tile alone": (
-                "return first.flip(1).cummin(1).values.flip(1), last",
-                "return first, last",
+                "first.flip(1).cummin(1).values.flip(1), last",
+                "first, last",
             ),
             "documents: last keys of one tile alone": ("last.cummax(1).values, run_start", "last, run_start"),
             "padding: keys begin with the longest run": (
@@ -65,7 +65,7 @@ MUTANTS: list[Mutant] = [
             "or: not where both": ("self.x.allows(b, h, q, k) | self", "self.x.allows(b, h, q, k) ^ self"),
             "or: keys of both alone": ("_hull(*(mask.kv_range(", "_intersection(*(mask.kv_range("),
             "or: queries of both alone": ("_hull(*(mask.q_range(", "_intersection(*(mask.q_range("),
-            "or: joins an empty range": (" & (x_lo < x_hi) & (y_lo < y_hi)", ""),
+            "or: joins ranges that are apart": ("(maximum(x_lo, y_lo) <= minimum(x_hi, y_hi)) & ", ""),
             "or: joins ranges one apart": (
                 "maximum(x_lo, y_lo) <= minimum(x_hi, y_hi)",
                 "maximum(x_lo, y_lo) <= minimum(x_hi, y_hi) + 1",

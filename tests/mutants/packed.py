@@ -6,8 +6,7 @@ from .mutant import Mutant, mutants
 
 PLAN = ("test_sequence_plan.py",)
 SEQUENCE_PLAN = "kernels/tilelang/sequence_plan.py"
-CHECKS = ("test_varlen.py::test_wrong_cu_seqlens", "test_varlen.py::test_last_value_beyond_total")
-LONGEST = ("test_varlen.py::test_max_seqlen_that_is_too_small",)
+CHECKS = ("test_cu_seqlens.py",)
 
 MUTANTS: list[Mutant] = [
     *mutants(
@@ -46,7 +45,7 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         "cu_seqlens.py",
-        LONGEST,
+        CHECKS,
         {
             "cu_seqlens: one longer than the longest": ("if longest > max_seqlen:", "if longest > max_seqlen + 1:"),
         },
@@ -63,7 +62,7 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         "scores.py",
-        ("test_varlen.py::test_each_sequence_by_itself",),
+        ("test_score_values.py::test_a_bias_on_packed_sequences_is_read_by_rows",),
         {
             "packed bias: rows from the wrong side": ("q - load(self.first, b)", "q + load(self.first, b)"),
         },
