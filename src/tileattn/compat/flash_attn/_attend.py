@@ -92,7 +92,7 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _window(window_size: Any) -> tuple[int, int]:
+def _window(window_size: Any) -> tuple[Any, Any]:
     """Left and right; numbers may come as tensors of one element, which flash-attn takes as well."""
     try:
         left, right = (s if isinstance(s, torch.SymInt) else operator.index(s) for s in window_size)
