@@ -5,12 +5,13 @@
 #   make test                         lint, types and tests (ARGS goes to pytest)
 #   make test-all                     the tests marked slow as well
 #   make mutants                      named wrong edits, each of which some test must see (by hand, some 20 minutes)
+#   make fuzz                         random calls beside an independent oracle, ten minutes (ARGS: CONTRIBUTING.md)
 #   make docs                         the site, in site/ (pages, tutorial, API)
 #   make lint | format | clean
 #
 # Settings, each as NAME=value behind the target:
 #   PYTHON        which Python makes .venv (an existing .venv is kept unless this names another version)
-#   ARGS          passed on to `tileattn bench` or to pytest
+#   ARGS          passed on to `tileattn bench`, to pytest or to the fuzzer
 #   EXTRAS        extras installed besides; `cuda`, nvcc from pip, is chosen for a GPU without a CUDA toolkit
 #   TORCH_INDEX   a PyTorch package index to ask besides PyPI, such as https://download.pytorch.org/whl/rocm7.1
 
@@ -18,7 +19,7 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help bench test test-all mutants docs lint format clean
+.PHONY: help bench test test-all mutants fuzz docs lint format clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python -m
@@ -54,6 +55,9 @@ test-all: lint
 
 mutants: $(VENV)/.installed-dev$(AND_EXTRAS)
 	$(VENV)/bin/python tests/mutants/run.py $(ARGS)
+
+fuzz: $(VENV)/.installed-dev$(AND_EXTRAS)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(RUN) fuzz $(ARGS)
 
 docs: $(VENV)/.installed-docs$(AND_EXTRAS)
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build $(ARGS)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tileattn import folders
 from tileattn.kernels.cache import KernelCache, default_folder
 
 KEY = "forward | some call | some config"
@@ -254,7 +255,7 @@ def full_in_python(path: Path) -> None:
 
 
 def quota(path: Path) -> None:
-    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+    raise OSError(errno.EDQUOT, "Plattenplatzbegrenzung überschritten", str(path))  # in the system's language
 
 
 def full_in_a_compiler(path: Path) -> None:
@@ -271,7 +272,7 @@ def full_for_real(path: Path) -> None:
 def test_a_full_disk_while_a_kernel_is_compiled(cache: KernelCache, build: Callable[[Path], None]) -> None:
     if build is full_for_real and not Path("/dev/full").exists():
         pytest.skip("needs Linux's /dev/full")
-    with pytest.raises(OSError, match=r"no space is left to compile a kernel: .* takes \d+\.\d MiB of it") as raised:
+    with pytest.raises(OSError, match=r"no space is left to compile a kernel: \d+\.\d MiB are needed in ") as raised:
         cache.find_or_build(KEY, build)
     said = str(raised.value)
     assert raised.value.errno == errno.ENOSPC
@@ -288,7 +289,7 @@ def test_a_full_disk_while_the_folder_is_written(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, step, full)
-    with pytest.raises(OSError, match=f"no space is left to compile a kernel: {cache.folder} .*TILEATTN_CACHE_DIR"):
+    with pytest.raises(OSError, match=f"no space is left to compile .* needed in {cache.folder}, .*TILEATTN_CACHE_DIR"):
         cache.find_or_build(KEY, Builder())
     monkeypatch.undo()
     assert cache.find(KEY) is None
@@ -360,6 +361,7 @@ def test_a_killed_builder_leaves_no_half_library_and_no_lock(tmp_path: Path) -> 
     began = time.monotonic()
     assert cache.find_or_build("key", Builder()).read_bytes() == b"library"
     assert time.monotonic() - began < 30  # the lock of a dead process is free
+    assert not list(cache.folder.glob(".build-*"))
 
 
 def left_over(cache: KernelCache, name: str, days: float = 0.0) -> Path:
@@ -426,22 +428,24 @@ def test_a_tilde_is_the_home_directory(monkeypatch: pytest.MonkeyPatch, tmp_path
         default_folder()
 
 
-def leave_it(text: str) -> str:
-    return text
-
-
-def raise_runtime_error(text: str) -> str:
+def no_home(*names: str) -> Path:
     raise RuntimeError("Could not determine home directory.")
 
 
-@pytest.mark.parametrize("expand", [leave_it, raise_runtime_error])
+def literal_home(*names: str) -> Path:
+    return Path("~", ".cache", *names)
+
+
+@pytest.mark.parametrize("found", [None, no_home, literal_home])
 def test_without_a_home_the_error_says_what_to_set(
-    monkeypatch: pytest.MonkeyPatch, expand: Callable[[str], str]
+    monkeypatch: pytest.MonkeyPatch, found: Callable[..., Path] | None
 ) -> None:
     """What `~` is is not known, neither by HOME nor by the password database; versions of platformdirs differ."""
     for variable in ("TILEATTN_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(os.path, "expanduser", expand)
+    monkeypatch.setattr(os.path, "expanduser", lambda text: text)
+    if found is not None:
+        monkeypatch.setattr(folders.platformdirs, "user_cache_path", found)
     with pytest.raises(FileNotFoundError, match=r"has no home directory, .* Set TILEATTN_CACHE_DIR \(or HOME\)"):
         default_folder()
     monkeypatch.setenv("TILEATTN_CACHE_DIR", "/somewhere")

@@ -17,7 +17,11 @@ from tileattn import ALiBi, Causal, FunctionMask, SlidingWindow, SoftCap, attent
 from tileattn.variant import encode, normalize
 
 HEADS, SEQLEN_K = 4, 7
-BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+BACKENDS = [
+    pytest.param("eager", marks=pytest.mark.slow),
+    "aot_eager",
+    pytest.param("inductor", marks=pytest.mark.slow),
+]
 SLOPES, SHIFT = torch.tensor([0.5, 0.25, 0.125, 0.0625]), torch.tensor(0.3)
 DOCUMENTS, TABLE = torch.tensor([0, 0, 1, 1, 1, 2, 2]), torch.arange(28.0).view(HEADS, SEQLEN_K) / 28
 
@@ -173,8 +177,22 @@ CHANGES = [
 ]  # fmt: skip
 
 
+def sees_defaults() -> bool:
+    """Whether Dynamo guards the defaults of functions, which torch 2.11 does not."""
+
+    def twice(x: Tensor, by: int = 2) -> Tensor:
+        return x * by
+
+    run = torch.compile(lambda x: twice(x), backend="eager")
+    run(SHIFT)
+    twice.__defaults__ = (3,)
+    return bool(run(SHIFT) == 3 * SHIFT)
+
+
 @pytest.mark.parametrize("make", CHANGES)
 def test_a_change_of_what_is_captured_is_seen(make: Callable[[], Any]) -> None:
+    if make is default and not sees_defaults():
+        pytest.skip("this torch does not see a change of defaults in any function")
     function, change = make()
     run, results = compiled(function), []
     for _ in range(3):
@@ -329,7 +347,8 @@ OF_ARGUMENTS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     ),
     "arithmetic of ints": (
         lambda q, k, v, x: attention(
-            q, k, v, score_mod=lambda s, b, h, i, j: tm.minimum(x + s * x, 3.0) - x / (j + x) + (i + 9) % x + x // (h + 1)
+            q, k, v,
+            score_mod=lambda s, b, h, i, j: tm.minimum(x + s * x, 3.0) - x / (j + x) + (i + 9) % x + x // (h + 1),
         ),
         [3, 2, 4],
     ),
@@ -385,7 +404,7 @@ def arithmetic(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def comparisons(b: Any, h: Any, q: Any, k: Any) -> Any:
-    some = (q < k) | (q <= 3) | (2 > k) | (q >= k + 1) | (5 == q) | (q != h)
+    some = (q < k) | (q <= 3) | (2 > k) | (q >= k + 1) | (5 == q) | (q != h)  # noqa: SIM300
     return some & ~(k > 4) & (True | (b == 0))
 
 
@@ -436,7 +455,7 @@ UNTRACEABLE: list[tuple[str, Callable[..., Any], str]] = [
     ("score_mod", lambda s, b, h, q, k: s[0], "is one number"),
     ("score_mod", lambda s, b, h, q, k: q > k, "a score_mod must return a number"),
     ("mask", lambda b, h, q, k: q - k, "a mask must return a condition"),
-    ("mask", lambda q, k: q >= k, "(too many positional|positional argument)"),
+    ("mask", lambda q, k: q >= k, "bind arguments|positional argument"),
 ]  # fmt: skip
 
 

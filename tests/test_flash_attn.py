@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tileattn
 from tileattn.compat import flash_attn as compat
 from tileattn.compat.flash_attn import bert_padding
 from tileattn.dropout import draw_seed, weight_of_kept
@@ -669,3 +671,19 @@ def test_the_autograd_classes() -> None:
         torch.testing.assert_close(apply(x, *arguments), function(x, *arguments))
         assert torch.autograd.gradcheck(lambda x: apply(x, *arguments), x)  # noqa: B023
         assert torch.autograd.gradgradcheck(lambda x: apply(x, *arguments), x)  # noqa: B023
+
+
+def test_decoding_as_the_error_advises() -> None:
+    q, k_cache, v_cache = torch.randn(2, 1, 4, 16), torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 16)
+    cache_seqlens = torch.tensor([9, 4])
+    with pytest.raises(NotImplementedError) as raised:
+        compat.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens)
+    names = {"torch": torch, "tileattn": tileattn, "flash_attn_func": compat.flash_attn_func, "q": q}
+    names |= {"k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
+    of_one, of_each = re.findall(r"flash_attn_func\(.*?\)|tileattn\.attention\(.*\]\)", str(raised.value))
+    found = eval(of_each, names)
+    for b, n in enumerate(cache_seqlens):
+        alone = eval(
+            of_one, names | {"n": n, "q": q[b, None], "k_cache": k_cache[b, None], "v_cache": v_cache[b, None]}
+        )
+        torch.testing.assert_close(found[b, None], alone)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mma_emulator
+import special_values
 from mma_cases import SHAPES, Shape, check, default_kernels, kernels, keys_of_a_warp
 from tileattn import dispatch, ops
 from tileattn.call import AttentionCall
@@ -281,6 +282,22 @@ EMULATED = (
 def test_emulated(emulated: Run, options: str, dtype: torch.dtype, head_dim: int, shape: str) -> None:
     kernel = parse(options).kernel(AttentionCall(dtype, head_dim, head_dim, arch=ARCH))
     emulate(emulated, kernel, SHAPES[shape], shape)
+
+
+SPECIAL = (  # those of EMULATED, so that no other kernel is compiled
+    ("split_kv,stages=1,smem=padded", torch.float16, 64, "causal"),
+    ("shared_qkv", torch.float16, 64, "full"),
+    ("pipelined", torch.bfloat16, 32, "causal"),
+)
+
+
+@needs_gpp
+@pytest.mark.parametrize(("options", "dtype", "head_dim", "mask"), SPECIAL)
+def test_nan_and_infinities(emulated: Run, options: str, dtype: torch.dtype, head_dim: int, mask: str) -> None:
+    kernel = parse(options).kernel(AttentionCall(dtype, head_dim, head_dim, arch=ARCH))
+    call = special_values.call_of(mask, dtype, "cpu", head_dim=head_dim)
+    got = emulated(choice_of(kernel), call.q, call.k, call.v, mask == "causal", head_dim**-0.5)
+    special_values.assert_as_the_formula(call, got)
 
 
 @needs_gpp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +157,23 @@ def test_every_file_of_the_backend_generates_a_kernel_or_is_known_not_to() -> No
 
 def test_the_ladders_kernels_have_their_device_code_and_what_compiles_it() -> None:
     assert {"tileattn.kernels.mma.compile", "tileattn.kernels.mma.rungs"} <= set(sources.closure([mma.__name__]))
+
+
+# --- What else is in a key ---
+
+OTHER_FACTS: dict[str, Any] = {
+    "dtype": torch.float16, "head_dim": 128, "head_dim_v": 128, "variant": "Causal()", "sink": True, "aligned": False,
+    "return_lse": False, "arch": "sm_80", "dropout": True, "packed": True,
+}  # fmt: skip
+
+
+def test_every_fact_of_a_call_that_a_kernel_depends_on_is_in_its_key() -> None:
+    """With one configuration: the defaults of calls that differ may differ anyway."""
+    config = default(CALL)
+    keys = {name: launch.cache_key(replace(CALL, **{name: value}), config) for name, value in OTHER_FACTS.items()}
+    assert set(keys) == {field.name for field in dataclasses.fields(AttentionCall)} - {"needs_grad"}
+    assert len({launch.cache_key(CALL, config), *keys.values()}) == 1 + len(keys)
+    assert launch.cache_key(replace(CALL, needs_grad=True), config) == launch.cache_key(CALL, config)
 
 
 # --- Editing ---

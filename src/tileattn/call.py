@@ -11,6 +11,9 @@ from torch import Tensor
 
 from .fp8 import output_dtype
 
+# Smaller scales are negative, or may be flushed to 0 in float32: hidden scores of -inf times those are not -inf.
+SMALLEST_SCALE = 2.0**-126
+
 
 @dataclass(frozen=True)
 class AttentionCall:

@@ -1,12 +1,14 @@
 """A user's function under torch.compile: Dynamo traces it on tensors that stand for positions and scores.
 
 Each symbol is a tensor without dimensions on the device "meta". A torch function mode sees every operation on them,
-computes the expression in its place, and returns another such tensor. Dynamo traces the mode as well, so that nothing of
-all this is left in the graph but unused tensors. Dynamo knows all operations between tensors, numbers of changing
-value (SymInt, SymFloat) and captured tensors; of other objects, as :class:`tileattn.expr.Expr` is, it does not compare
-those with a SymInt.
+computes the expression in its place, and returns another such tensor. Dynamo traces the mode, too: its guards hold for
+all that the function captures, and the graph keeps only tensors that nothing uses.
 
-An operation that Dynamo hides from the mode returns a tensor on "meta" that has no expression, which is an error.
+Symbols are not objects of :class:`tileattn.expr.Expr` here, because Dynamo compares these wrongly with a number that it
+does not take for a constant (``q - k == w`` is False), and because it does not see them in an index (``bias[h, k]``).
+
+An operation that the mode does not see returns a tensor on "meta" that has no expression. Python's ``abs`` is one in
+torch 2.13, and is looked up in the graph. All others are errors.
 """
 
 from __future__ import annotations
@@ -18,24 +20,34 @@ from typing import Any
 
 import torch
 from torch._dynamo.comptime import comptime
-from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer
+from torch._dynamo.decorators import skip_code  # type: ignore[attr-defined]
+from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as _unchecked
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
 
 from .expr import Expr, TensorSymbol, symbol
+from .functions import run_eagerly
 
 _DTYPES = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
 
 
 def run(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Any:
     """What `fn` computes of the symbols called `arguments`: an expression or a number."""
+    if not torch.compiler.is_dynamo_compiling():  # Dynamo could not trace this, and calls it outside of a graph
+        return _run_eagerly(fn, arguments)
     tracing = _Tracing()
     symbols = [tracing.stand_in(symbol(name)) for name in arguments]
     # Within a checkpoint Dynamo refuses the first change of the modes, but not those that follow.
-    _disable_side_effect_safety_checks_for_current_subtracer(_enter_and_leave, tracing)
+    _unchecked(_enter_and_leave, tracing)
     with tracing:
         result = fn(*symbols)
     return tracing.value(result)
+
+
+# Dynamo traces `run` as a part of its caller or not at all: not from the middle of the user's function on, nor the
+# function by itself on objects of Expr.
+skip_code(run.__code__)
+_run_eagerly = torch._dynamo.disable(run_eagerly)
 
 
 def _enter_and_leave(mode: TorchFunctionMode) -> None:
@@ -57,7 +69,7 @@ class _Tracing(TorchFunctionMode):
         if not isinstance(value, Expr):
             return value
         tensor = torch.empty((), dtype=_DTYPES[value.dtype], device="meta")
-        place = len(self.symbols)
+        place = len(self.symbols)  # noqa: F841  # read by `_mark`
         comptime(_mark)
         self.symbols.append((tensor, value))
         return tensor
@@ -78,7 +90,7 @@ class _Tracing(TorchFunctionMode):
         return None
 
     def _hidden(self, tensor: torch.Tensor) -> Any:
-        """The expression of a tensor that Dynamo made of a symbol without the mode: by Python's abs(), in torch 2.13."""
+        """The expression of a tensor that Dynamo made of a symbol, unseen by the mode."""
         comptime(_look)
         name, place = _seen()
         if name == "abs" and place is not None:
@@ -105,7 +117,7 @@ class _Tracing(TorchFunctionMode):
 
     def _is_symbol(self, value: Any) -> bool:
         if isinstance(value, (tuple, list)):
-            return any([self._is_symbol(item) for item in value])
+            return True in [self._is_symbol(item) for item in value]
         return isinstance(value, torch.Tensor) and (value.is_meta or self._expression(value) is not None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,6 +129,8 @@ class _Tracing(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "as_tensor":
             return args[0]
+        # The method has the condition in second place, the function in the first.
+        name = "select" if func is torch.Tensor.where else name
         return self.stand_in(self._compute(name, args, kwargs))
 
     def _compute(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -132,7 +146,9 @@ class _Tracing(TorchFunctionMode):
             name = name[:-1]  # in place of a symbol, which is nobody else's
         if name in _OPERATORS:
             return _OPERATORS[name](*values, **options)
-        if hasattr(Expr, name):
+        if name == "select":
+            return Expr.where(*values, **options)
+        if name != "where" and hasattr(Expr, name):
             return getattr(Expr, name)(*values, **options)
         return Expr.__torch_function__(_Named(name), (), tuple(values), options)
 
@@ -155,7 +171,7 @@ def _look(context: Any) -> None:
 
 
 def _seen() -> tuple[str, int | None]:
-    return _SEEN.value
+    return getattr(_SEEN, "value", ("an operation", None))
 
 
 _seen._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while Dynamo traces

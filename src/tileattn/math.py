@@ -1,8 +1,9 @@
 """Functions for masks and score modifications, beside Python's operators.
 
 Each works on torch tensors, on plain numbers and on the traced values of :mod:`tileattn.expr`, so that one Python
-function serves the CPU, the reference and the kernels. FlexAttention's ``torch.where``, ``torch.tanh``, ... are traced
-as well; these functions are for code that also runs on plain numbers.
+function serves the CPU, the reference and the kernels. FlexAttention's ``torch.where``, ``torch.tanh``, ... and the
+methods of tensors (``score.clamp(max=30.0)``) are traced as well; these functions are for code that also runs on plain
+numbers. Floats are computed in float32 at least.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from typing import Any
 
 import torch
 
-from .expr import Expr, TensorSymbol, apply, element
+from . import expr_functions as _functions
+from .expr import Expr, TensorSymbol, apply
+from .expr_reading import element, on_tensors, widened
 
 __all__ = [
     "abs",
+    "clamp",
     "cos",
     "exp",
     "exp2",
@@ -23,20 +27,57 @@ __all__ = [
     "log2",
     "maximum",
     "minimum",
+    "relu",
+    "sigmoid",
+    "silu",
     "sin",
+    "softplus",
     "sqrt",
+    "square",
     "tanh",
     "where",
 ]
 
 
 def _unary(op: str, x: Any) -> Any:
-    return getattr(torch, op)(x) if isinstance(x, torch.Tensor) else apply(op, x)
+    if not isinstance(x, torch.Tensor):
+        return apply(op, x)
+    return getattr(torch, op)(x) if _stands_for_a_symbol(x) else on_tensors(op, [x], torch.float32)
 
 
 def tanh(x: Any) -> Any:
     """Hyperbolic tangent."""
     return _unary("tanh", x)
+
+
+def sigmoid(x: Any) -> Any:
+    """``1 / (1 + exp(-x))``, without overflow."""
+    return _unary("sigmoid", x)
+
+
+def softplus(x: Any) -> Any:
+    """``log(1 + exp(x))``, without overflow."""
+    return torch.nn.functional.softplus(x) if isinstance(x, torch.Tensor) else _functions.softplus(x)
+
+
+def silu(x: Any) -> Any:
+    """``x * sigmoid(x)``."""
+    return torch.nn.functional.silu(x) if isinstance(x, torch.Tensor) else _functions.silu(x)
+
+
+def relu(x: Any) -> Any:
+    """X where it is positive, 0 elsewhere."""
+    return torch.relu(x) if isinstance(x, torch.Tensor) else _functions.relu(x)
+
+
+def square(x: Any) -> Any:
+    """``x * x``."""
+    return x * x
+
+
+def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    """X, or the bound that it lies beyond; None is no bound."""
+    return torch.clamp(x, min, max) if isinstance(x, torch.Tensor) else _functions.clamp(x, min, max)
 
 
 def exp(x: Any) -> Any:
@@ -81,27 +122,28 @@ def abs(x: Any) -> Any:
 
 def minimum(x: Any, y: Any) -> Any:
     """The smaller of x and y, elementwise."""
-    return _extremum("min", torch.minimum, x, y)
+    return _extremum("min", x, y)
 
 
 def maximum(x: Any, y: Any) -> Any:
     """The larger of x and y, elementwise."""
-    return _extremum("max", torch.maximum, x, y)
+    return _extremum("max", x, y)
 
 
-def _extremum(op: str, on_tensors: Any, x: Any, y: Any) -> Any:
-    tensor = x if isinstance(x, torch.Tensor) else y
-    if not isinstance(tensor, torch.Tensor):
+def _extremum(op: str, x: Any, y: Any) -> Any:
+    if not isinstance(x, torch.Tensor) and not isinstance(y, torch.Tensor):
         return apply(op, x, y)
-    if torch.compiler.is_dynamo_compiling() and tensor.is_meta:  # a symbol of functions_compiled.py
-        return on_tensors(x, y)
-    return on_tensors(torch.as_tensor(x, device=tensor.device), torch.as_tensor(y, device=tensor.device))
+    if _stands_for_a_symbol(x, y):
+        return torch.minimum(x, y) if op == "min" else torch.maximum(x, y)
+    return on_tensors(op, [x, y], torch.float32)
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
     """X where the condition holds, y elsewhere; both are evaluated everywhere."""
     if isinstance(condition, torch.Tensor):
-        return torch.where(condition, x, y)
+        if _stands_for_a_symbol(condition, x, y):
+            return torch.where(condition, x, y)
+        return on_tensors("where", [condition, x, y], torch.float32)
     if isinstance(condition, Expr):
         return apply("where", condition, x, y)
     return x if condition else y
@@ -113,11 +155,16 @@ def load(tensor: Any, *index: Any) -> Any:
     An index beyond the tensor, negative ones among them, reads something of the tensor or zero, which of these depends
     on the backend: it is for positions that a mask hides, where it makes no difference.
     """
-    if isinstance(tensor, TensorSymbol) or (torch.compiler.is_dynamo_compiling() and _traced(tensor, index)):
+    if isinstance(tensor, (TensorSymbol, Expr)):  # of one without dimensions, an Expr
         return tensor[index]
-    return element(tensor, [0 if size == 1 else i for i, size in zip(index, tensor.shape)])
+    if not _stands_for_a_symbol(tensor) and _stands_for_a_symbol(*index):
+        return tensor[index]
+    found = element(tensor, [0 if size == 1 else i for i, size in zip(index, tensor.shape)])
+    return widened(found, torch.float32)
 
 
-def _traced(tensor: torch.Tensor, index: Any) -> bool:
-    """Whether positions are the symbols of :mod:`tileattn.functions_compiled`."""
-    return not tensor.is_meta and any([isinstance(i, torch.Tensor) and i.is_meta for i in index])
+def _stands_for_a_symbol(*values: Any) -> bool:
+    """Whether one of them is a tensor of :mod:`tileattn.functions_compiled`, whose operations are seen as torch's."""
+    return torch.compiler.is_dynamo_compiling() and True in [
+        isinstance(value, torch.Tensor) and value.is_meta for value in values
+    ]

@@ -40,9 +40,10 @@ def explained(folder: Path, variable: str) -> Iterator[None]:
         temporary = Path(tempfile.gettempdir())
         raise FullDiskError(
             errno.ENOSPC,
-            f"no space is left to compile a kernel: {folder} takes {_mib(KEPT_BYTES)} of it and has {_free(folder)}, "
-            f"{temporary} takes {_mib(COMPILING_BYTES)} for the time and has {_free(temporary)}; make room, or set "
-            f"{variable} (or TMPDIR, for the second) to a folder that has it ({type(error).__name__}: {error})",
+            f"no space is left to compile a kernel: {_mib(KEPT_BYTES)} are needed in {folder}, which has "
+            f"{_free(folder)}, and {_mib(COMPILING_BYTES)} for a while in {temporary}, which has {_free(temporary)}; "
+            f"make room, or set {variable} (for the first) or TMPDIR (for the second) to a folder that has it "
+            f"({type(error).__name__}: {error})",
         ) from error
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..masks import SlidingWindow
+from ..masks import MAX_SIZE, SlidingWindow
 from ..run import MaskLike
 from ..variant import normalize
 from .base import SelfAttention, check_positive
@@ -87,7 +87,7 @@ class SlidingWindowAttention(SelfAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_positive("window_size", window_size)
+        window_size = check_positive("window_size", window_size)
         super().__init__(
             embed_dim,
             num_heads,
@@ -101,7 +101,7 @@ class SlidingWindowAttention(SelfAttention):
         self.window_size = window_size
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        others = self.window_size - 1
+        others = min(self.window_size - 1, MAX_SIZE)
         return self._forward(x, SlidingWindow(others, 0 if self.causal else others))
 
     def extra_repr(self) -> str:

@@ -57,7 +57,7 @@ def _allowed(mask: Mask, scores: Tensor) -> Tensor:
     """Which positions see which: bool, broadcastable to scores (batch, heads, seqlen, seqlen)."""
     batch, heads, seqlen, _ = scores.shape
     mask.check(batch, heads, seqlen, seqlen)
-    if not torch.compiler.is_compiling():  # which has no expression of a function that captures a tensor
+    if not torch.compiler.is_compiling():  # torch.compile traces the mask itself, below, and says what it cannot
         encode(mask, ())  # raises what attention() would of a user's function
     b, h, i = (torch.arange(size, device=scores.device) for size in (batch, heads, seqlen))
     allowed = mask.allows(b[:, None, None, None], h[:, None, None], i[:, None], i)

@@ -248,14 +248,16 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> NoReturn:
-    """Decoding with a cache of keys and values: not there yet.
+    """Decoding with a cache of keys and values, which tileattn does not have yet.
 
     Raises:
-        NotImplementedError: always.
+        NotImplementedError: always; the message says what to call.
     """
     raise NotImplementedError(
-        "flash_attn_with_kvcache: tileattn has no decoding with a cache yet; call flash_attn_func on the filled part "
-        "of the cache, k_cache[:, :length] and v_cache[:, :length]"
+        "flash_attn_with_kvcache: tileattn has no decoding with a cache yet; write the new keys and values to the "
+        "cache and call flash_attn_func(q, k_cache[:, :n], v_cache[:, :n], causal=True) where each sequence has n of "
+        "them, or tileattn.attention(q, k_cache, v_cache, key_padding_mask=torch.arange(k_cache.shape[1], "
+        "device=q.device) < cache_seqlens[:, None]) for one query each of sequences with different lengths"
     )
 
 

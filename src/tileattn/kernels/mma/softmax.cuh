@@ -4,7 +4,8 @@
 //   l' = f l + sum_j p_j          o' = f o + sum_j p_j v_j
 //
 // A thread has two rows of each 16, and a quarter of their columns; maxima are shared by the four lanes of a row in
-// every step, sums only at the end. m is kept times c. Where a row has seen no key m is -inf, and 0 takes its place.
+// every step, sums only at the end. m is kept times c. Where a row has seen no key m is -inf, and 0 takes its place; so
+// it does for +inf, where l = inf and o = NaN are to come of it. Maxima leave NaN out, but sums have it.
 #pragma once
 #include "products.cuh"
 
@@ -93,7 +94,8 @@ struct Softmax {
 #endif
         now = fmaxf(before, now);
         top[m][row] = now;
-        factor[m][row] = exp2_fast(before - finite(now));
+        // It exceeds 1 only where `before` is +inf: a thread's sum of 0 would become 0 * inf = NaN.
+        factor[m][row] = fminf(exp2_fast(before - finite(now)), 1.0f);
 #if ACC_FP16
         factor[m][row] = low_half(pack_half(factor[m][row], 0));
 #endif
@@ -101,7 +103,7 @@ struct Softmax {
       }
   }
 
-  DEVICE static float finite(float x) { return x == -infinity() ? 0.0f : x; }
+  DEVICE static float finite(float x) { return fabsf(x) == infinity() ? 0.0f : x; }
 
   // p from the scores; sums grow by what the product with V will see, p rounded or not alike.
   template <int N>

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...call import AttentionCall
+from ...call import SMALLEST_SCALE, AttentionCall
 from ...dropout import Dropout
 from ...fp8 import FP8, Descales
 from ...tuner.space import Space
@@ -97,7 +97,7 @@ def _specialised(call: AttentionCall, scale: float) -> AttentionCall:
     """The call as its kernel is compiled for it."""
     # The kernels take the maximum of unscaled scores, which is right for positive scales; with a modification (here the
     # identity) they scale first.
-    if scale <= 0 and program(call.variant).score is None:
+    if scale < SMALLEST_SCALE and program(call.variant).score is None:
         call = dataclasses.replace(call, variant=call.variant + "+{score}")
     return dataclasses.replace(call, needs_grad=False)
 

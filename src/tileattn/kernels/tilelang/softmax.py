@@ -4,6 +4,9 @@ For each row a kernel keeps ``m``, the largest score so far, ``l``, the sum of `
 sum of ``exp2(c * (s - m)) v``, where ``c`` turns scores into powers of two (``scale * log2 e``). A new tile of scores
 raises ``m``; ``l`` and ``acc_o`` shrink by ``alpha = exp2(c * (m_old - m_new))`` and the tile is added.
 
+NaN and infinity: the search for the maximum leaves NaN out, but ``l`` has its weight. A score of +inf is to give
+``l = inf``, and so o = NaN and an infinite log-sum-exp. So decisions are made from ``l``, not from ``m``.
+
 Fragments, float32: ``acc_s`` (block_M, block_N), ``acc_o`` (block_M, head_dim_v); ``m``, ``l``, ``alpha``, ``base``,
 ``row_sum`` (block_M,).
 """
@@ -42,24 +45,23 @@ def raise_maximum(acc_s, m, alpha, base, c, block_M, patience, shift=0.0):
     ``shift`` is added to all exponents: weights, and so ``l``, are 2^shift times as large, which dividing by ``l``
     undoes. It puts the weights into the range of a narrow format.
     """
-    T.copy(m, alpha)
+    T.copy(m, base)  # m_old
     T.reduce_max(acc_s, m, dim=1, clear=False)
-    if patience > 0:
-        # Weights stay below 2^patience. From -inf any growth counts: inf <= patience and nan <= patience are false.
-        for i in T.Parallel(block_M):
-            m[i] = T.if_then_else((m[i] - alpha[i]) * c <= patience, alpha[i], m[i])
-    # A row that has seen no key keeps m = -inf; exponents are then taken from 0, and all weights are 0.
+    for i in T.Parallel(block_M):
+        alpha[i] = (m[i] - base[i]) * c
+    # Weights stay below 2^patience. From -inf any growth counts; inf - inf is NaN, and no growth.
+    for i in T.Parallel(block_M):
+        m[i] = T.if_then_else(alpha[i] > patience, m[i], base[i])
+    # alpha = exp2(c * (m_old - m)): 1, and not nearly 1, where m stays.
+    for i in T.Parallel(block_M):
+        alpha[i] = T.exp2(T.if_then_else(alpha[i] > patience, -alpha[i], 0.0))
+    # A row that has seen no key keeps m = -inf; exponents are then taken from 0, and all weights are 0. So they are
+    # where m = inf: those scores weigh inf, whereas inf - inf is NaN.
     for i in T.Parallel(block_M):
         if shift > 0:
-            base[i] = T.if_then_else(m[i] == -T.infinity("float32"), 0.0, m[i] * c - shift)
+            base[i] = T.if_then_else(T.abs(m[i]) == T.infinity("float32"), 0.0, m[i] * c - shift)
         else:
-            base[i] = T.if_then_else(m[i] == -T.infinity("float32"), 0.0, m[i] * c)
-    # alpha = exp2(c * (m_old - m))
-    for i in T.Parallel(block_M):
-        if shift > 0:
-            alpha[i] = T.exp2(alpha[i] * c - shift - base[i])
-        else:
-            alpha[i] = T.exp2(alpha[i] * c - base[i])
+            base[i] = T.if_then_else(T.abs(m[i]) == T.infinity("float32"), 0.0, m[i] * c)
 
 
 @T.macro
@@ -152,7 +154,7 @@ def add_sink(m, l, alpha, base, sink_log2, c, block_M, shift=0.0):
     for i in T.Parallel(block_M):
         base[i] = T.max(m[i] * c, sink_log2)
     for i in T.Parallel(block_M):
-        base[i] = T.if_then_else(base[i] == -T.infinity("float32"), 0.0, base[i])
+        base[i] = T.if_then_else(T.abs(base[i]) == T.infinity("float32"), 0.0, base[i])
     for i in T.Parallel(block_M):
         if shift > 0:
             alpha[i] = T.exp2(m[i] * c - shift - base[i])
@@ -166,10 +168,14 @@ def add_sink(m, l, alpha, base, sink_log2, c, block_M, shift=0.0):
 def finish(l, base, alpha, acc_o, block_M, head_dim_v, factor=None):
     """acc_o becomes o, and l the log-sum-exp in natural logarithm; rows without keys give 0 and -inf.
 
+    A row with a score of +inf gives NaN, also where dropout has left it weights of 0, or the sink is infinite.
+
     ``factor``: of o, or None.
     """
     for i in T.Parallel(block_M):
         alpha[i] = T.if_then_else(l[i] == 0.0, 0.0, alpha[i] / l[i])
+    for i in T.Parallel(block_M):
+        alpha[i] = T.if_then_else(l[i] == T.infinity("float32"), T.log2(-l[i]), alpha[i])  # NaN
     if factor is not None:
         for i in T.Parallel(block_M):
             alpha[i] *= factor

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...call import SMALLEST_SCALE
 from ...masks import Causal
 from ...scores import ALiBi, Bias
 from .mask import KeyRange, Variant, key_ranges
@@ -24,8 +25,6 @@ from .softmax import merge
 MAX_MASK = 2**24
 # The operator's own blocks have 32 rows or more; where a head has fewer, the heads of a group share a block.
 FOLDED_ROWS = 32
-# Smaller scales may become 0 in float32, by rounding, or where subnormal numbers are flushed to 0.
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 # Candidates for the rows of a block, and what a call costs besides its multiply-adds, in multiply-adds.
 BLOCKS_M = (64, 128, 256, 512)

@@ -82,7 +82,8 @@ def forward_kernel(
         m = m_new
     if lse is not None:
         store_rows(lse, (m + tl.log2(l)) * LN2, bh, seqlen_q, first, plan.block_M)
-    acc = acc / tl.where(l == 0, 1.0, l)[:, None]
+    # A sum of 0 is that of a row without keys; an infinite one makes o NaN, whatever an infinite sink has left of it.
+    acc = acc / tl.where(l == 0, 1.0, tl.where(l == float("inf"), float("nan"), l))[:, None]
     if plan.tma_q:
         o.store([b, first, h * plan.padded_v], acc.to(o.dtype).reshape([1, plan.block_M, plan.padded_v]))
     else:
@@ -108,9 +109,7 @@ def attend(acc, m, l, q_tile, positions, start, end, keys, plan: tl.constexpr, m
         if masked:
             s = tl.where(visible(plan, b, h, positions, at, seqlen_k, tensors, numbers), s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * unit)
-        shift = m_new
-        if masked or plan.score is not None:
-            shift = finite(m_new)
+        shift = finite(m_new)
         p = tl.exp2(s * unit - shift[:, None])
         alpha = tl.exp2(m - shift)
         l = l * alpha + tl.sum(p, 1)
@@ -125,5 +124,8 @@ def attend(acc, m, l, q_tile, positions, start, end, keys, plan: tl.constexpr, m
 
 @triton.jit
 def finite(m):
-    """A row that has seen no key yet: its exponentials are 0, not NaN."""
-    return tl.where(m == -float("inf"), 0.0, m)
+    """The maximum, or 0 where it is infinite.
+
+    A row that has seen no key yet has exponentials of 0 then, and one with a score of +inf has l = inf: not NaN.
+    """
+    return tl.where(tl.abs(m) == float("inf"), 0.0, m)

@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-from ...call import AttentionCall
+from ...call import SMALLEST_SCALE, AttentionCall
 from ...variant import program
 from .backend import interpreted
 from .config import Config, has_descriptors
@@ -24,7 +24,7 @@ def scaled_variant(call: AttentionCall, scale: float) -> AttentionCall:
     Kernels take the maximum of unscaled scores, which is right for positive scales; with a modification they scale
     first.
     """
-    if scale <= 0 and program(call.variant).score is None:
+    if scale < SMALLEST_SCALE and program(call.variant).score is None:
         return dataclasses.replace(call, variant=call.variant + "+{score}")
     return call
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....call import BackwardCall, Gradients, Packed
+from ....call import SMALLEST_SCALE, BackwardCall, Gradients, Packed
 from ....dropout import Dropout
 from ....tuner.space import Space
 from ....variant import Operands, program
@@ -47,7 +47,7 @@ def _specialised(call: BackwardCall, scale: float) -> BackwardCall:
     """The call as its kernels are compiled for it."""
     # Hidden scores are -inf before they are scaled, as in the forward pass; with a modification (here the identity)
     # they are scaled first.
-    if scale <= 0 and program(call.forward.variant).score is None:
+    if scale < SMALLEST_SCALE and program(call.forward.variant).score is None:
         forward = dataclasses.replace(call.forward, variant=call.forward.variant + "+{score}")
         call = dataclasses.replace(call, forward=forward)
     return call
