@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tileattn
-from tileattn import Bias, SlidingWindow, SoftCap
+from tileattn import Bias, FunctionMask, SlidingWindow, SoftCap
 from tileattn.kernels.triton import backend as triton_backend
 from tileattn.testing import assert_gradients_accurate, eager_gradients, gradients, oracle_gradients
 
@@ -87,3 +87,33 @@ def test_gradient(backend: str, table: str, seqlens: tuple[int, int], determinis
     eager = eager_gradients(leaves, do, dlse, *standard(leaves))
     found = gradients(got, leaves, do, dlse)
     assert_gradients_accurate(f"{table} {seqlens}", found, expected, eager, sizes, q.dtype)
+
+
+@pytest.mark.parametrize(("backend", "deterministic"), BACKENDS)
+@pytest.mark.parametrize("by", ["head", "key"])
+def test_slopes_of_hidden_scores_are_in_no_gradient(backend: str, deterministic: bool, by: str) -> None:
+    """Infinite ones: 0 times that is NaN. The oracle and eager take a modification that is finite there."""
+    if backend == "triton" and DEVICE == "cpu" and not triton_backend.interpreted():
+        pytest.skip("needs Triton's interpreter")
+    leaves = {name: drawn(1, 21, 2, 16, seed=seed) for seed, name in enumerate(("dq", "dk", "dv"))}
+    leaves["dt0"] = drawn(2 if by == "head" else 21, seed=3)
+    exact = {name: leaf.double().requires_grad_() for name, leaf in leaves.items()}
+    leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
+    mask, do = FunctionMask(lambda b, h, q, k: q != k), drawn(1, 21, 2, 16, seed=4)
+
+    def standard(given: dict[str, Tensor], finite: bool) -> tuple[Any, ...]:
+        *qkv, table = given.values()
+
+        def nearer(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            distance = torch.where(q == k, 1, q - k) if finite else q - k
+            return score + table[h if by == "head" else k] / distance
+
+        return (*qkv, mask, (nearer,), None, None)
+
+    q, k, v, _, mods, *_ = standard(leaves, finite=False)
+    got = tileattn.attention(
+        q, k, v, mask=mask, score_mod=mods, return_lse=True, backend=backend, deterministic=deterministic
+    )
+    expected, sizes = oracle_gradients(exact, do, None, *standard(exact, finite=True))
+    eager = eager_gradients(leaves, do, None, *standard(leaves, finite=True))
+    assert_gradients_accurate(by, gradients(got, leaves, do, None), expected, eager, sizes, q.dtype)

@@ -66,6 +66,10 @@ MUTANTS: list[Mutant] = [
         "kernels/torch/score_gradient.py",
         OF_TENSORS,
         {
+            "torch: slopes of hidden scores in a tensor's gradient": (
+                "gradient = gradient.masked_fill(forbidden, 0.0)",
+                "pass",
+            ),
             "torch: an element that is read twice counts once": (
                 "gradient.to(self.total.dtype), accumulate=True",
                 "gradient.to(self.total.dtype)",

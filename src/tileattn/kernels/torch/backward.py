@@ -223,7 +223,7 @@ class _Tiles:
             dropped = None if variant.dropout is None else variant.dropped(rows, keys)
             # S = scale * Q K^T, modified
             torch.bmm(q, k.mT, out=scores)
-            leaf, modified = self.modified(self.by_head(scores), rows, keys)
+            leaf, modified = self.modified(self.by_head(scores), rows, keys, forbidden is not None)
             # P = exp(S - lse)
             p_by_head = torch.sub(modified.detach(), lse, out=self.by_head(p)).exp_()
             if forbidden is not None:
@@ -253,12 +253,14 @@ class _Tiles:
         shape = (self.k.shape[0], rows, keys)
         return tuple(memory[: math.prod(shape)].view(shape) for memory in self.memory)
 
-    def modified(self, scores: Tensor, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
+    def modified(self, scores: Tensor, rows: slice, keys: slice, masked: bool) -> tuple[Tensor, Tensor]:
         """The scores of a tile, by head, and the modified ones: in place, or as a function of them for autograd."""
         if self.only_biases:
             add_biases(self.variant, rows, keys, scores)
             return scores, scores
         scores = scores.detach().requires_grad_()
+        for tensor in self.watched:
+            tensor.tile = scores.shape if masked else None
         with recording():
             return scores, self.variant.modified(scores, rows, keys)
 
@@ -272,7 +274,7 @@ class _Tiles:
         if self.only_biases:
             add_to_gradients(self.variant, rows, keys, ds)
         else:
-            through = through_score_mods(scores, modified, ds, self.watched)
+            through = through_score_mods(scores, modified, ds, self.watched, forbidden)
             if through is None:
                 return None
             # A modification may be NaN where the mask forbids, and so may its slope.

@@ -30,8 +30,11 @@ class Watched:
         if total is None:
             total = torch.zeros(tensor.shape, dtype=torch.promote_types(tensor.dtype, dtype), device=tensor.device)
         self.total = total
-        # What has been read for the present tile: index, elements.
-        self.reads: list[tuple[Any, Tensor]] = []
+        # What has been read for the present tile: index, the elements' shape, elements.
+        self.reads: list[tuple[Any, torch.Size, Tensor]] = []
+        # The shape of a tile that a mask cuts through: elements are expanded to it, so that each score has a gradient
+        # of its own. A slope may be infinite where the mask hides a score, and 0 times that is NaN in a sum.
+        self.tile: torch.Size | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -50,8 +53,11 @@ class Watched:
         return self.tensor.device
 
     def __getitem__(self, index: Any) -> Tensor:
-        elements = self.tensor[index].detach().to(self.total.dtype).requires_grad_()
-        self.reads.append((index, elements))
+        elements = self.tensor[index].detach().to(self.total.dtype)
+        shape = elements.shape
+        if self.tile is not None and _broadcasts(shape, self.tile):
+            elements = elements.expand(self.tile)
+        self.reads.append((index, shape, elements.requires_grad_()))
         return elements
 
     def __getattr__(self, name: str) -> Any:
@@ -107,7 +113,13 @@ def add_to_gradients(variant: Variant, rows: slice, keys: slice, ds: Tensor) -> 
             total += ds.sum_to_size(total.shape)
 
 
-def through_score_mods(scores: Tensor, modified: Tensor, ds: Tensor, watched: Sequence[Watched]) -> Tensor | None:
+def _broadcasts(shape: torch.Size, tile: torch.Size) -> bool:
+    return len(shape) <= len(tile) and all(size in (1, full) for size, full in zip(shape[::-1], tile[::-1]))
+
+
+def through_score_mods(
+    scores: Tensor, modified: Tensor, ds: Tensor, watched: Sequence[Watched], forbidden: Tensor | None
+) -> Tensor | None:
     """The gradient of a tile of scores, given `ds`, that of the modified ones; adds to those of the watched tensors.
 
     None where the modified scores do not depend on the scores.
@@ -117,9 +129,11 @@ def through_score_mods(scores: Tensor, modified: Tensor, ds: Tensor, watched: Se
         tensor.reads = []
     if not modified.requires_grad:
         return None
-    leaves = (scores, *(elements for _, _, elements in reads))
+    leaves = (scores, *(elements for *_, elements in reads))
     of_scores, *of_reads = torch.autograd.grad(modified, leaves, ds, allow_unused=True)
-    for (tensor, index, _), gradient in zip(reads, of_reads, strict=True):
+    for (tensor, index, shape, _), gradient in zip(reads, of_reads, strict=True):
         if gradient is not None:
-            tensor.add(index, gradient)
+            if forbidden is not None and gradient.shape == scores.shape:
+                gradient = gradient.masked_fill(forbidden, 0.0)
+            tensor.add(index, gradient.sum_to_size(shape))
     return of_scores
