@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.comptime import comptime
-from torch._dynamo.decorators import skip_code
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as _unchecked
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
