@@ -150,7 +150,7 @@ OPTIONS: list[tuple[str, Any, type[Exception], tuple[object, ...]]] = [
     *[("scale", value, ValueError, ("scale must be a finite number or None, got", value))
       for value in (float("nan"), float("inf"), -float("inf"))],
     *[("scale", value, TypeError, ("scale must be a finite number or None, got", repr(value)))
-      for value in ("1.0", True, [1.0], torch.tensor(1.0))],
+      for value in ("1.0", True, [1.0])],
     *[("dropout_p", value, ValueError, ("dropout_p must be a probability, a number from 0 to 1, got", repr(value)))
       for value in (1.5, -1.0, float("nan"), 2)],
     *[("dropout_p", value, TypeError, ("dropout_p must be a probability, a number from 0 to 1, got", repr(value)))
@@ -209,7 +209,6 @@ VARIANTS: list[tuple[str, Any, type[Exception], tuple[object, ...]]] = [
     ("mask", Documents(torch.arange(6)) | Causal(), ValueError, ("Documents: ids must have shape",)),
     ("mask", Documents(zeros(7, device="meta").int()), ValueError, ("must be on q's device cpu, got", "meta")),
     ("mask", PrefixLM(zeros(3).int()), ValueError, ("PrefixLM: prefix must have shape (2,), got (3,)",)),
-    ("mask", PrefixLM(torch.tensor(3)), ValueError, ("PrefixLM: prefix must have shape (2,), got ()",)),
     ("mask", PrefixLM(zeros(2, device="meta").int()), ValueError, ("must be on q's device cpu, got", "meta")),
     ("score_mod", ALiBi(zeros(2)), ValueError, ("ALiBi: slopes must have shape (heads,) = (4,)", "got (2,)")),
     ("score_mod", ALiBi(zeros(4, 2)), ValueError, ("ALiBi: slopes must have shape", "(2, 4), got (4, 2)")),
@@ -249,7 +248,7 @@ def test_variants(layout: str, option: str, value: Any, error: type[Exception], 
         (lambda: FunctionMask(3), TypeError, ("FunctionMask: fn must be a function", "got 3")),
         (lambda: SoftCap(0), ValueError, ("SoftCap: cap must be a positive finite number, got 0",)),
         (lambda: SoftCap(float("nan")), ValueError, ("SoftCap: cap must be a positive finite number, got nan",)),
-        (lambda: SoftCap("30"), TypeError, ("SoftCap: cap must be a number, got '30'",)),
+        (lambda: SoftCap("30"), TypeError, ("SoftCap: cap must be a positive finite number, got '30'",)),
         (lambda: Causal() & True, TypeError, ("masks combine with masks, got bool",)),
         (lambda: Causal() | (lambda b, h, q, k: k == 0), TypeError, ("got function; wrap a function in FunctionMask",)),
     ],

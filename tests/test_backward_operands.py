@@ -11,7 +11,7 @@ import torch
 from tileattn import ALiBi, Bias, SoftCap, math
 from tileattn.call import AttentionCall, BackwardCall
 from tileattn.derivative import float_loads
-from tileattn.expr import evaluate
+from tileattn.expr_reading import evaluate
 from tileattn.kernels.tilelang.backward.operands import ADDED, AXES, BY_KEY, SPREAD, STORED, add_up, paths
 from tileattn.kernels.tilelang.backward.slopes import slope_program
 from tileattn.variant import encode, program

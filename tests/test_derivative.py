@@ -15,7 +15,8 @@ from torch import Tensor
 from tileattn import ALiBi, Bias, SoftCap
 from tileattn import math as tm
 from tileattn.derivative import derivative, float_loads
-from tileattn.expr import Expr, TensorSymbol, evaluate, nodes, parse, symbol, text_of
+from tileattn.expr import Expr, TensorSymbol, nodes, symbol, text_of
+from tileattn.expr_reading import evaluate, parse
 from tileattn.variant import encode, program
 
 Function = Callable[..., Any]  # (score, weight, h, q) -> value; weight an element of a float tensor (h,)
@@ -109,6 +110,8 @@ OPERATIONS: dict[str, Function] = {
     "abs": lambda s, w, h, q: tm.abs(s * w),
     "abs of position": lambda s, w, h, q: s - w * abs(q - 1),
     "tanh": lambda s, w, h, q: tm.tanh(s * w),
+    "sigmoid": lambda s, w, h, q: tm.sigmoid(s * w),
+    "int": lambda s, w, h, q: s * parse("(int w)".replace("w", "(mul score 3.0)"), {}),
     "exp": lambda s, w, h, q: tm.exp(s * w),
     "exp2": lambda s, w, h, q: tm.exp2(s * w),
     "log": lambda s, w, h, q: tm.log(s * s + w),
@@ -130,11 +133,11 @@ def test_every_operation(name: str) -> None:
 
 def test_every_operation_has_a_rule() -> None:
     """The operations above are all that there are."""
-    from tileattn.expr import _FOLD
+    from tileattn.expr import OPS
 
     arguments = (SCORE, WEIGHTS[symbol("h"),], symbol("h"), symbol("q"))
     seen = {node.op for function in OPERATIONS.values() for node in nodes(function(*arguments))}
-    assert set(_FOLD) <= seen
+    assert set(OPS) <= seen
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tileattn import ALiBi, Bias
 from tileattn.call import AttentionCall, BackwardCall, Packed
-from tileattn.expr import evaluate
+from tileattn.expr_reading import evaluate
 from tileattn.kernels.tilelang import records
 from tileattn.kernels.tilelang.backward.operands import BY_KEY, SPREAD, paths, values_of
 from tileattn.kernels.tilelang.backward.workspaces import OfSequences

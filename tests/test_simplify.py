@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 
 from tileattn import ALiBi, SoftCap
 from tileattn import math as tm
-from tileattn.expr import evaluate, nodes, symbol
+from tileattn.expr import nodes, symbol
+from tileattn.expr_reading import evaluate
 from tileattn.kernels.tilelang.simplify import LOG2E, ScoreProgram, is_uniform, score_program, step_of_k
 from tileattn.variant import encode, program
 
@@ -43,14 +45,6 @@ MODS: dict[str, Mod] = {
 }
 
 
-@pytest.fixture
-def in_float64() -> Iterator[None]:
-    """Quotients of integers too."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def rewritten(mod: Mod, hardware_tanh: bool) -> tuple[Any, ScoreProgram, dict[str, torch.Tensor]]:
     """The modification as traced and as emitted, and the values of its tensors."""
     key, operands = encode(None, [mod])
@@ -59,24 +53,25 @@ def rewritten(mod: Mod, hardware_tanh: bool) -> tuple[Any, ScoreProgram, dict[st
     return traced, score_program(traced, hardware_tanh), tensors
 
 
-def modified(emitted: ScoreProgram, values: dict[str, Any]) -> Any:
+def modified(emitted: ScoreProgram, values: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
     """The scores that a kernel comes to."""
-    values = values | {f"uniform{i}": evaluate(expr, values) for i, expr in enumerate(emitted.uniforms)}
-    unit = evaluate(emitted.log2_unit, values) / LOG2E
+    computed = functools.partial(evaluate, dtype=dtype)
+    values = values | {f"uniform{i}": computed(expr, values) for i, expr in enumerate(emitted.uniforms)}
+    unit = computed(emitted.log2_unit, values) / LOG2E
     assert torch.as_tensor(unit > 0).all()
-    return evaluate(emitted.score, values) * unit
+    return computed(emitted.score, values) * unit
 
 
 @pytest.mark.parametrize("hardware_tanh", [False, True])
 @pytest.mark.parametrize("name", MODS)
-def test_rewriting_changes_nothing_but_roundings(name: str, hardware_tanh: bool, in_float64: None) -> None:
+def test_rewriting_changes_nothing_but_roundings(name: str, hardware_tanh: bool) -> None:
     traced, emitted, tensors = rewritten(MODS[name], hardware_tanh)
     grid = torch.meshgrid(*(torch.arange(size) for size in (2, 3, 8, 8)), indexing="ij")
     values: dict[str, Any] = dict(zip(POSITIONS, grid)) | tensors
     raw = torch.randn(grid[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 20
     scale = torch.tensor(0.125, dtype=torch.float64)
-    expected = evaluate(traced, values | {"score": raw * scale})
-    got = modified(emitted, values | {"raw": raw, "scale": scale})
+    expected = evaluate(traced, values | {"score": raw * scale}, torch.float64)
+    got = modified(emitted, values | {"raw": raw, "scale": scale}, torch.float64)
     torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(expected), rtol=1e-11, atol=1e-11)
 
 

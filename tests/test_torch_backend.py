@@ -141,7 +141,7 @@ def test_nor_does_one_in_the_backward_pass(mask: Mask | None, mod: ScoreMod | No
     seqlen, heads = 2048, 2
     q, k, v, o, do = (random(1, seqlen, heads, 16) for _ in range(5))
     lse, dlse = (random(1, heads, seqlen) for _ in range(2))
-    slopes, keys = Watched(random(2).abs()), Watched(random(1, 1, 1, seqlen))
+    slopes, keys = (Watched(x, torch.float32) for x in (random(2).abs(), random(1, 1, 1, seqlen)))
     mods = [ALiBi(slopes) if isinstance(mod, ALiBi) else mod] * (mod is not None) + [Bias(keys)]  # type: ignore[arg-type]
     with recorded() as operators:
         found = backward(

@@ -120,7 +120,7 @@ def test_numbers_of_sequences_that_differ() -> None:
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
 @pytest.mark.parametrize(
     "value",
-    [None, 8.0, True, np.bool_(True), np.float32(8), torch.tensor(8), "8"],
+    [None, 8.0, True, np.bool_(True), np.float32(8), torch.tensor([8]), "8"],
     ids=lambda value: type(value).__name__,
 )
 def test_max_seqlen_that_is_no_int(name: str, value: Any) -> None:
@@ -135,7 +135,8 @@ def test_max_seqlen_may_be_numpys(name: str) -> None:
     for plain in (True, False):  # calls that are prepared once, and others
         options = {} if plain else {"dropout_p": 1.0}
         longest = {"max_seqlen_q": MAX_Q, "max_seqlen_k": MAX_K}[name]
-        assert torch.equal(call(**{name: np.int64(longest)}, **options), call(**options))
+        for size in (np.int64(longest), torch.tensor(longest)):
+            assert torch.equal(call(**{name: size}, **options), call(**options))
 
 
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])

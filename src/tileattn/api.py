@@ -16,12 +16,14 @@ from .run import (
     GivenDescales,
     MaskLike,
     ScoreModLike,
+    as_dropout_p,
     autocast,
     is_plain,
     requires_grad,
     run,
     scale_or_default,
 )
+from .scalars import as_float
 from .tuner import state
 from .validation import check_arguments, check_descales, check_flags
 from .variant import Operands, encode, normalize
@@ -100,6 +102,10 @@ def attention(
     """
     if torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q), autocast(k), autocast(v)
+    if type(dropout_p) is not float:  # False == 0.0
+        dropout_p = as_dropout_p(dropout_p)
+    if scale is not None and type(scale) is not float:  # True == 1.0, which may have a plan
+        scale = as_float("scale", scale)
     if key_padding_mask is not None:
         mask = _with_padding(mask, key_padding_mask)
     descales = None if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
@@ -107,7 +113,9 @@ def attention(
         o, lse = _plain_forward(q, k, v, descales, causal, scale, layout, return_lse, deterministic, backend)
     else:
         check_arguments(q, k, v, sink, dropout_p, layout, scale)
-        check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic)
+        causal, return_lse, deterministic = check_flags(
+            causal=causal, return_lse=return_lse, deterministic=deterministic
+        )
         q, k, v = _as_bshd(layout, q, k, v)
         descales = NO_DESCALES if descales is None else descales
         check_descales(descales, q, k)
@@ -204,7 +212,7 @@ def _plan(
     needs_grad: bool,
 ) -> Forward:
     check_arguments(q, k, v, None, 0.0, layout, scale)
-    check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic)
+    causal, return_lse, deterministic = check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic)
     q, k, v = _as_bshd(layout, q, k, v)
     if descales is not None:
         check_descales(descales, q, k)

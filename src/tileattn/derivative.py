@@ -140,6 +140,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "where": lambda z, c, x, y, dc, dx, dy: _where(c, dx, dy),
     "abs": lambda z, x, dx: _times(_sign(x), dx),
     "tanh": lambda z, x, dx: _times(1.0 - z * z, dx),
+    "sigmoid": lambda z, x, dx: _times(z * (1.0 - z), dx),
     "exp": lambda z, x, dx: _times(z, dx),
     "exp2": lambda z, x, dx: _times(z, _times(math.log(2), dx)),
     "log": lambda z, x, dx: _over(dx, x),

@@ -3,7 +3,7 @@
 A variant is written once, as Python code over ``b, h, q, k`` (and ``score``). On torch tensors that code simply runs.
 For a kernel it is run once on the symbols of this module instead, which yields an :class:`Expr`: a small tree that a
 backend turns into its own language, that prints to one canonical line (the kernel cache's key), and that reads back
-from that line, so that an operator of ``torch.library`` can carry it as a string.
+from that line (:mod:`tileattn.expr_reading`), so that an operator of ``torch.library`` can carry it as a string.
 
     >>> q, k = symbol("q"), symbol("k")
     >>> str((k <= q) & (q - k < 128))
@@ -15,30 +15,35 @@ from __future__ import annotations
 import math as _math
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
+
+from .expr_methods import FUNCTIONS, TensorMethods, call_of_torch
 
 Number = bool | int | float
 
 Operand: TypeAlias = "Expr | Number"
 
 _COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
-_LOGIC_OPS = {"and": "&", "or": "|", "not": "~"}
-_KEEP_BOOL = {"where", *_LOGIC_OPS}
-_FLOAT_OPS = {"div", "tanh", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "float"}
+LOGIC_OPS = {"and": "&", "or": "|", "not": "~"}
+_KEEP_BOOL = {"where", *LOGIC_OPS}
+FLOAT_OPS = {"div", "tanh", "sigmoid", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "float"}
 _INT_SYMBOLS = re.compile(r"b|h|q|k|q_lo|q_hi|k_lo|k_hi|seqlen_k|i\d+")
 _FLOAT_SYMBOLS = re.compile(r"score|f\d+")
 
 
-class Expr:
+class Expr(TensorMethods):
     """One node: an operation and its arguments (nodes, numbers, or the names of symbols and tensors).
 
-    ``dtype`` is ``"float"``, ``"int"`` or ``"bool"``: kernels compute floats in float32 and integers in int32.
+    ``dtype`` is ``"float"``, ``"int"`` or ``"bool"``. Floats are computed in float32, or float64 in a float64 call,
+    whatever the dtype of the tensors that they are read from. Integers are int64 on a CPU; kernels take int32 for
+    positions and whatever cannot leave it (see ``expr_range.py``).
     """
 
     __slots__ = ("args", "dtype", "op")
+    __array_ufunc__ = None  # numpy's numbers leave `np.float32(2) * score` to this class
 
     def __init__(self, op: str, args: tuple[Any, ...], dtype: str) -> None:
         self.op = op
@@ -108,13 +113,11 @@ class Expr:
     def __rmod__(self, other: Operand) -> Expr:
         return apply("mod", other, self)
 
-    def __pow__(self, exponent: Any) -> Expr:
-        if not isinstance(exponent, int) or not 1 <= exponent <= 8:
-            raise TypeError(f"a traced value can be raised to an integer power from 1 to 8, not to {exponent!r}")
-        result = self
-        for _ in range(exponent - 1):
-            result = result * self
-        return result
+    def __pow__(self, exponent: Any) -> Any:
+        return self._call("pow", exponent)
+
+    def __rpow__(self, base: Any) -> Any:
+        return FUNCTIONS["pow"](base, self)
 
     def __neg__(self) -> Expr:
         return apply("sub", 0, self)
@@ -135,6 +138,17 @@ class Expr:
     def __invert__(self) -> Expr:
         return apply("not", self)
 
+    def __xor__(self, other: Operand) -> Any:
+        return self._call("xor", other)
+
+    __rxor__ = __xor__
+
+    def __lshift__(self, bits: Any) -> Any:
+        return self._call("shift_left", bits)
+
+    def __rshift__(self, bits: Any) -> Any:
+        return self._call("shift_right", bits)
+
     def __lt__(self, other: Operand) -> Expr:
         return apply("lt", self, other)
 
@@ -153,32 +167,28 @@ class Expr:
     def __ne__(self, other: Operand) -> Expr:  # type: ignore[override]
         return apply("ne", self, other)
 
+    def _call(self, name: str, *others: Any) -> Any:
+        return FUNCTIONS[name](self, *others)
+
+    def __getitem__(self, index: Any) -> Expr:
+        """A captured tensor without dimensions is one number, which ``[()]`` and ``[...]`` leave as it is."""
+        if index == () or index is Ellipsis:
+            return self
+        raise TypeError("a traced score or position is one number, and cannot be indexed")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a traced score or position is one number and has no .{name}: use operators, the methods of tensors that "
+            f"compute with one number, or the functions of tileattn.math"
+        )
+
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Expr:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Lets functions written for FlexAttention (``torch.where``, ``torch.tanh``, ...) be traced as they are."""
-        op = _TORCH_OPS.get(getattr(func, "__name__", ""))
-        if getattr(func, "__name__", "") == "__getitem__":
+        name = str(getattr(func, "__name__", func))
+        if name == "__getitem__":
             return captured(args[0])[args[1]]
-        if op is None or kwargs:
-            raise TypeError(
-                f"torch.{getattr(func, '__name__', func)} cannot be traced in a mask or score modification; "
-                f"use operators and the functions of tileattn.math"
-            )
-        return apply(op, *args)
-
-
-_TORCH_OPS = {
-    name: name
-    for name in ("where", "tanh", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "abs", "add", "sub", "mul", "div")
-} | {
-    "minimum": "min",
-    "maximum": "max",
-    "logical_and": "and",
-    "logical_or": "or",
-    "logical_not": "not",
-    "__and__": "and",
-    "__or__": "or",
-}
+        return call_of_torch(name, args, kwargs or {})
 
 
 class TensorSymbol:
@@ -260,30 +270,31 @@ def symbol(name: str) -> Expr:
 
 def apply(op: str, *operands: Operand | TensorSymbol) -> Any:
     """The node ``op(operands)``, or its value where all of them are numbers."""
-    args = tuple(arg if isinstance(arg, Expr) else _operand(arg) for arg in operands)
-    for arg in args:
-        if not isinstance(arg, (Expr, bool, int, float)):
-            raise TypeError(
-                f"a mask or score modification met {type(arg).__name__} {arg!r}: only numbers, positions and elements "
-                f"of captured tensors can be computed with"
-            )
+    args = tuple(arg if isinstance(arg, (Expr, bool, int, float)) else _number(arg) for arg in operands)
     if not any(isinstance(arg, Expr) for arg in args):
-        return _FOLD[op](*args)
-    if op in _LOGIC_OPS:
+        return OPS[op](*args)
+    if op in LOGIC_OPS:
         _check_logic(op, args)
     simple = _simplify(op, args)
     return simple if simple is not None else Expr(op, args, _result_dtype(op, args))
 
 
-def _operand(value: Any) -> Any:
-    """A number as it is; what stands for the one number of a tensor, or for a number that is itself being traced."""
-    if isinstance(value, torch.Tensor):
-        value = captured(value)
-    if isinstance(value, TensorSymbol):
-        return value.whole()
-    if isinstance(value, (torch.SymInt, torch.SymFloat)):
-        return Expr("number", (value, str(value)), "int" if isinstance(value, torch.SymInt) else "float")
-    return value
+def _number(arg: Any) -> Any:
+    """What else counts as one number: a tensor without dimensions, a number of numpy or one that is being traced."""
+    if isinstance(arg, TensorSymbol):
+        return arg.whole()
+    if isinstance(arg, torch.Tensor):
+        return captured(arg).whole()
+    if isinstance(arg, (torch.SymInt, torch.SymFloat)):
+        return Expr("number", (arg, str(arg)), "int" if isinstance(arg, torch.SymInt) else "float")
+    if type(arg).__module__ == "numpy" and getattr(arg, "ndim", None) == 0:
+        value = arg.item()
+        if isinstance(value, (bool, int, float)):
+            return value
+    raise TypeError(
+        f"a mask or score modification met {type(arg).__name__} {arg!r}: only numbers, positions and elements "
+        f"of captured tensors can be computed with"
+    )
 
 
 def _check_logic(op: str, args: tuple[Operand, ...]) -> None:
@@ -291,7 +302,7 @@ def _check_logic(op: str, args: tuple[Operand, ...]) -> None:
     kinds = {dtype_of(arg) for arg in args}
     if kinds != {"bool"} and (kinds != {"int"} or op == "not"):
         raise TypeError(
-            f"`{_LOGIC_OPS[op]}` in a mask or score modification takes conditions, such as (q >= k), not "
+            f"`{LOGIC_OPS[op]}` in a mask or score modification takes conditions, such as (q >= k), not "
             f"{' and '.join(dtype_of(arg) for arg in args)} values; compare them first"
         )
 
@@ -315,8 +326,10 @@ def _simplify(op: str, args: tuple[Operand, ...]) -> Operand | None:
 def _result_dtype(op: str, args: tuple[Operand, ...]) -> str:
     if op in _COMPARISONS:
         return "bool"
-    if op in _FLOAT_OPS:
+    if op in FLOAT_OPS:
         return "float"
+    if op == "int":
+        return "int"
     kinds = [dtype_of(arg) for arg in (args[1:] if op == "where" else args)]
     return "float" if "float" in kinds else "int" if "int" in kinds or op not in _KEEP_BOOL else "bool"
 
@@ -328,7 +341,25 @@ def dtype_of(value: Operand) -> str:
     return "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
 
 
-_FOLD: dict[str, Callable[..., Any]] = {
+def _sigmoid(x: float) -> float:
+    e = _math.exp(-abs(x))
+    return (1.0 if x >= 0 else e) / (1.0 + e)
+
+
+def _to_power(power: Callable[[float], float]) -> Callable[[float], float]:
+    """Infinite where Python refuses."""
+
+    def computed(x: float) -> float:
+        try:
+            return power(x)
+        except OverflowError:
+            return _math.inf
+
+    return computed
+
+
+# The operations that backends know, and what they make of numbers.
+OPS: dict[str, Callable[..., Any]] = {
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,
     "mul": lambda x, y: x * y,
@@ -349,14 +380,16 @@ _FOLD: dict[str, Callable[..., Any]] = {
     "where": lambda c, x, y: x if c else y,
     "abs": abs,
     "tanh": _math.tanh,
-    "exp": _math.exp,
-    "exp2": lambda x: 2.0**x,
+    "sigmoid": _sigmoid,
+    "exp": _to_power(_math.exp),
+    "exp2": _to_power(lambda x: 2.0**x),
     "log": lambda x: _math.log(x) if x > 0 else -_math.inf,
     "log2": lambda x: _math.log2(x) if x > 0 else -_math.inf,
     "sqrt": _math.sqrt,
     "sin": _math.sin,
     "cos": _math.cos,
     "float": float,
+    "int": int,
 }
 
 
@@ -374,104 +407,3 @@ def text_of(arg: Any) -> str:
         return "true" if arg else "false"
     # NumPy's floats and enumerations are floats and ints with a repr of their own.
     return repr(float(arg)) if isinstance(arg, float) else str(int(arg)) if isinstance(arg, int) else str(arg)
-
-
-_TOKEN = re.compile(r"[()]|[^\s()]+")
-
-
-def parse(text: str, tensors: dict[str, TensorSymbol]) -> Any:
-    """Reads back what ``str(expr)`` wrote; `tensors` says which tensor each of its names (``t0``) now means."""
-    tokens = _TOKEN.findall(text)
-    value, rest = _parse(tokens, 0, tensors)
-    if rest != len(tokens):
-        raise ValueError(f"not an expression: {text!r}")
-    return value
-
-
-def _parse(tokens: list[str], at: int, tensors: dict[str, TensorSymbol]) -> tuple[Any, int]:
-    token = tokens[at]
-    if token != "(":
-        return _leaf(token), at + 1
-    op, at = tokens[at + 1], at + 2
-    if op in ("load", "size"):
-        tensor, at = tensors[tokens[at]], at + 1
-    args = []
-    while tokens[at] != ")":
-        arg, at = _parse(tokens, at, tensors)
-        args.append(arg)
-    if op == "load":
-        return tensor[tuple(args)], at + 1
-    if op not in _FOLD and op != "size":
-        raise ValueError(f"no operation is called {op!r}")
-    return (tensor.shape[args[0]] if op == "size" else apply(op, *args)), at + 1
-
-
-def evaluate(expr: Any, values: dict[str, Any]) -> Any:
-    """The expression's value where symbols (and tensors) have these values: torch tensors, numbers or expressions."""
-    if not isinstance(expr, Expr):
-        return expr
-    if expr.op == "symbol":
-        return values.get(expr.args[0], expr)
-    if expr.op in ("load", "size"):
-        tensor, index = values.get(expr.args[0]), [evaluate(arg, values) for arg in expr.args[1:]]
-        if tensor is None:
-            return Expr(expr.op, (expr.args[0], *index), expr.dtype)
-        return tensor.shape[index[0]] if expr.op == "size" else element(tensor, index)
-    args = [evaluate(arg, values) for arg in expr.args]
-    like = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
-    if like is None:
-        return apply(expr.op, *args)
-    return _ON_TENSORS[expr.op](*args) if expr.op in _ON_TENSORS else _on_tensors(expr.op, args, like)
-
-
-def element(tensor: Any, index: Sequence[Any]) -> Any:
-    """``tensor[index]``, or the nearest element where the index lies beyond the tensor.
-
-    A function is evaluated at all positions of a tile, those that a mask hides as well, where ``table[q - k]`` may be
-    beyond the table.
-    """
-    return tensor[tuple(_within(i, size) for i, size in zip(index, tensor.shape))]
-
-
-def _within(index: Any, size: int) -> Any:
-    if isinstance(index, torch.Tensor):
-        return index.clamp(0, max(size - 1, 0))
-    return index if isinstance(index, Expr) else min(max(index, 0), max(size - 1, 0))
-
-
-def _on_tensors(op: str, args: list[Any], like: torch.Tensor) -> torch.Tensor:
-    args = [torch.as_tensor(arg, device=like.device) for arg in args]
-    return getattr(torch, {"min": "minimum", "max": "maximum"}.get(op, op))(*args)
-
-
-# Python's operators, which broadcast numbers with tensors and keep the tensor's dtype.
-_ON_TENSORS: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": operator.truediv,
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "and": operator.and_,
-    "or": operator.or_,
-    "not": operator.invert,
-    "where": torch.where,
-    "float": lambda x: x if x.dtype.is_floating_point else x.float(),
-}
-
-
-def _leaf(token: str) -> Operand:
-    if token in ("true", "false"):
-        return token == "true"
-    if re.fullmatch(r"-?\d+", token):
-        return int(token)
-    try:
-        return float(token)
-    except ValueError:
-        return symbol(token)

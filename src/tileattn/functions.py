@@ -84,12 +84,11 @@ def run_eagerly(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Any:
     """What `fn` computes of the symbols called `arguments`: an expression or a number."""
     symbols = [symbol(name) for name in arguments]
     try:
-        result = _with_captures(fn)(*symbols)
+        result = with_captures(fn, _stand_in)(*symbols)
     except (TypeError, AttributeError):
         _check_takes(fn, arguments)
         result = fn(*symbols)  # on the tensors themselves, with which it may compute: `(2 * slopes)[h]`
-    result = _stand_in(result)
-    return result.whole() if isinstance(result, TensorSymbol) else result
+    return _stand_in(result)
 
 
 def _check(fn: Callable[..., Any], arguments: tuple[str, ...], result: Any) -> None:
@@ -122,29 +121,31 @@ def _check_takes(fn: Callable[..., Any], arguments: tuple[str, ...]) -> None:
 
 
 def _stand_in(value: Any) -> Any:
-    return captured(value) if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    return captured(value) if value.ndim else captured(value).whole()
 
 
-def _with_captures(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with a stand-in for each tensor that its closure, globals or defaults hold.
+def with_captures(fn: Callable[..., Any], replace: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The function, with each tensor that its closure, globals or defaults hold replaced.
 
     A tensor that it reaches in another way meets a symbol as it is, which does as well, but for its sizes: those of a
     stand-in are run-time values, those of a tensor are constants of the text.
     """
     if isinstance(fn, functools.partial):
-        keywords = {name: _stand_in(value) for name, value in fn.keywords.items()}
-        return functools.partial(_with_captures(fn.func), *map(_stand_in, fn.args), **keywords)
+        keywords = {name: replace(value) for name, value in fn.keywords.items()}
+        return functools.partial(with_captures(fn.func, replace), *map(replace, fn.args), **keywords)
     if not isinstance(fn, types.FunctionType):
         return fn
-    cells = tuple(types.CellType(_stand_in(cell.cell_contents)) for cell in fn.__closure__ or ())
+    cells = tuple(types.CellType(replace(cell.cell_contents)) for cell in fn.__closure__ or ())
     names = {name for name in fn.__code__.co_names if isinstance(fn.__globals__.get(name), torch.Tensor)}
     scope = (
-        {**fn.__globals__, **{name: captured(fn.__globals__[name]) for name in sorted(names)}}
+        {**fn.__globals__, **{name: replace(fn.__globals__[name]) for name in sorted(names)}}
         if names
         else fn.__globals__
     )
-    defaults = tuple(map(_stand_in, fn.__defaults__)) if fn.__defaults__ else None
+    defaults = tuple(map(replace, fn.__defaults__)) if fn.__defaults__ else None
     copy = types.FunctionType(fn.__code__, scope, fn.__name__, defaults, cells)
     if fn.__kwdefaults__:
-        copy.__kwdefaults__ = {name: _stand_in(value) for name, value in fn.__kwdefaults__.items()}
+        copy.__kwdefaults__ = {name: replace(value) for name, value in fn.__kwdefaults__.items()}
     return copy

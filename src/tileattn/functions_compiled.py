@@ -129,6 +129,8 @@ class _Tracing(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "as_tensor":
             return args[0]
+        if func is torch.Tensor.where:  # whose condition is its second argument, not its first
+            args = (args[1], args[0], *args[2:])
         return self.stand_in(self._compute(name, args, kwargs))
 
     def _compute(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -144,7 +146,7 @@ class _Tracing(TorchFunctionMode):
             name = name[:-1]  # in place of a symbol, which is nobody else's
         if name in _OPERATORS:
             return _OPERATORS[name](*values, **options)
-        if hasattr(Expr, name):
+        if name != "where" and hasattr(Expr, name):
             return getattr(Expr, name)(*values, **options)
         return Expr.__torch_function__(_Named(name), (), tuple(values), options)
 

@@ -29,10 +29,12 @@ from typing import Any
 import torch
 
 from .math import load, maximum, minimum, where
+from .scalars import as_int
 
 Range = tuple[Any, Any]
 
 FIRST_POSITION = -(2**30)  # before all queries; sums with sizes stay within int32
+MAX_SIZE = 2**30 - 1  # of a window or a prefix, likewise
 
 
 class Mask:
@@ -111,17 +113,18 @@ class SlidingWindow(Mask):
 
     Args:
         left: keys seen before the query's own position, 0 or more; None for no bound.
-        right: keys seen after it, 0 or more; None for no bound. ``SlidingWindow(w, 0)`` is a causal window.
+        right: keys seen after it, 0 or more; None for no bound. Left out, the window is causal, as Mistral's: a query
+            sees ``left + 1`` keys, its own included. ``SlidingWindow(w, w)`` looks as far to both sides.
     """
 
     left: int | None
-    right: int | None
+    right: int | None = 0
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
             size = getattr(self, name)
             if size is not None:
-                _check_size(f"SlidingWindow: {name}", size, "an int or None")
+                object.__setattr__(self, name, _size(f"SlidingWindow: {name}", size, "an int or None"))
 
     def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
         if self.left is None and self.right is None:
@@ -164,10 +167,11 @@ class PrefixLM(Mask):
     prefix: int | torch.Tensor
 
     def __post_init__(self) -> None:
-        if isinstance(self.prefix, torch.Tensor):
+        if isinstance(self.prefix, torch.Tensor) and self.prefix.ndim:
             _check_integer("PrefixLM: prefix", self.prefix)
         else:
-            _check_size("PrefixLM: prefix", self.prefix, "an int or an integer tensor (batch,)")
+            accepted = "an int or an integer tensor (batch,)"
+            object.__setattr__(self, "prefix", _size("PrefixLM: prefix", self.prefix, accepted))
 
     def _length(self, b: Any) -> Any:
         return self.prefix if isinstance(self.prefix, int) or not hasattr(self.prefix, "ndim") else load(self.prefix, b)
@@ -303,7 +307,12 @@ def check_key_padding(name: str, keep: Any) -> None:
     """Raises unless it is a bool tensor (batch, seqlen_k)."""
     if not isinstance(keep, torch.Tensor) or keep.dtype != torch.bool:
         given = keep.dtype if isinstance(keep, torch.Tensor) else type(keep).__name__
-        raise TypeError(f"{name} must be a bool tensor (batch, seqlen_k), True where a key may be seen, got {given}")
+        instead = ""
+        if isinstance(keep, torch.Tensor) and not keep.dtype.is_floating_point:
+            instead = "; if it is 1 where a key may be seen, pass mask.bool()"
+        raise TypeError(
+            f"{name} must be a bool tensor (batch, seqlen_k), True where a key may be seen, got {given}{instead}"
+        )
     if keep.ndim != 2:
         raise ValueError(f"{name} must have shape (batch, seqlen_k), got {tuple(keep.shape)}")
 
@@ -323,12 +332,14 @@ def _padding_bounds(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
     return begin, end, last + 1 - length, last + 1
 
 
-def _check_size(name: str, size: Any, accepted: str) -> None:
-    """Sums of sizes and positions must stay within int32."""
+def _size(name: str, size: Any, accepted: str) -> Any:
+    """A size as an int; sums of sizes and positions must stay within int32."""
+    size = as_int(size)
     if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
         raise TypeError(f"{name} must be {accepted}, got {size!r}")
-    if not 0 <= size < 2**30:
+    if not 0 <= size <= MAX_SIZE:
         raise ValueError(f"{name} must lie in 0 .. 2**30 - 1, got {size}")
+    return size
 
 
 def _check_integer(name: str, tensor: torch.Tensor) -> None:

@@ -72,10 +72,11 @@ def as_packed(
 def is_traced(tensor: Any) -> bool:
     """Whether an operator is to be seen: by torch.compile, export, a dispatch mode or a subclass.
 
+    So it is by meta tensors, which have shapes and no values.
     Not by torch.func, whose transforms are over once its wrapped tensors are unwrapped: ask again then.
     """
     return torch.compiler.is_compiling() or (
-        (type(tensor) is not torch.Tensor or torch._C._len_torch_dispatch_stack() > 0)
+        (type(tensor) is not torch.Tensor or torch._C._len_torch_dispatch_stack() > 0 or tensor.is_meta)
         and not torch._C._are_functorch_transforms_active()
     )
 

@@ -14,6 +14,7 @@ from .dispatch import prepare_forward
 from .dropout import draw_seed
 from .fp8 import FP8, complete
 from .masks import Mask
+from .scalars import as_float
 from .scores import for_packed
 from .validation import check_operand_devices, check_variant
 from .variant import encode, normalize
@@ -43,6 +44,11 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype:
 def scale_or_default(scale: float | None, q: torch.Tensor) -> float:
     """1 / sqrt(head_dim) where none is given."""
     return 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+
+
+def as_dropout_p(p: Any) -> Any:
+    """A probability as a float; its range is checked with the other arguments."""
+    return as_float("dropout_p", p, "a probability, a number from 0 to 1")
 
 
 def requires_grad(tensors: Sequence[torch.Tensor | None]) -> bool:

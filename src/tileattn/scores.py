@@ -15,6 +15,9 @@ from typing import Any
 import torch
 
 from .math import abs, load, tanh
+from .scalars import as_float
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class ScoreMod:
@@ -40,12 +43,10 @@ class SoftCap(ScoreMod):
 
     def __post_init__(self) -> None:
         cap: Any = self.cap
-        if not isinstance(cap, (int, float, torch.SymFloat)) or isinstance(cap, bool):
-            raise TypeError(f"SoftCap: cap must be a number, got {cap!r}")
+        cap = as_float("SoftCap: cap", cap, "a positive finite number")
         if not 0 < cap < float("inf"):
             raise ValueError(f"SoftCap: cap must be a positive finite number, got {cap}")
-        if isinstance(cap, int):
-            object.__setattr__(self, "cap", float(cap))
+        object.__setattr__(self, "cap", cap)
 
     def __call__(self, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return self.cap * tanh(score / self.cap)
@@ -63,6 +64,8 @@ class ALiBi(ScoreMod):
 
     def __call__(self, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         slope = load(self.slopes, h) if self.slopes.ndim == 1 else load(self.slopes, b, h)
+        if isinstance(score, torch.Tensor):
+            slope = slope.to(torch.promote_types(slope.dtype, score.dtype))  # float64 beside scores in float64
         return score - slope * abs(q - k)
 
     def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
@@ -145,6 +148,6 @@ def for_packed(
 
 
 def _check_float(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, torch.Tensor) or not tensor.dtype.is_floating_point:
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _FLOATS:
         given = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise TypeError(f"{name} must be a floating-point tensor, got {given}")
+        raise TypeError(f"{name} must be a floating-point tensor, got {given}; of 16 bits or more")

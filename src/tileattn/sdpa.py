@@ -59,7 +59,7 @@ def scaled_dot_product_attention(
     """
     query, key, value = autocast(query), autocast(key), autocast(value)  # first: dtypes decide what follows
     _check(query, key, value)
-    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
+    is_causal, enable_gqa = check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if attn_mask is not None and is_causal:
         raise RuntimeError("Explicit attn_mask should not be set when is_causal=True: give one of the two")
     causal, bottom_right = is_causal, False

@@ -10,6 +10,7 @@ import torch
 
 from .fp8 import FP8
 from .masks import Mask
+from .scalars import as_flag
 from .scores import ScoreMod
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, FP8)
@@ -56,11 +57,9 @@ def check_packed_arguments(
     _check_options(q, q.shape[1], sink, dropout_p, scale)
 
 
-def check_flags(**flags: Any) -> None:
-    """Raises unless each of these arguments is True or False: any other string than "" would silently mean True."""
-    for name, value in flags.items():
-        if not isinstance(value, (bool, torch.SymBool)):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
+def check_flags(**flags: Any) -> tuple[Any, ...]:
+    """These arguments as True or False; raises where one is something else (:func:`tileattn.scalars.as_flag`)."""
+    return tuple([as_flag(name, value) for name, value in flags.items()])
 
 
 def _check_tensors(q: Any, k: Any, v: Any, ndim: int, dimensions: str) -> None:
@@ -68,6 +67,11 @@ def _check_tensors(q: Any, k: Any, v: Any, ndim: int, dimensions: str) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested:
+            raise TypeError(
+                f"{name} must be a dense tensor, got a nested one; tileattn.varlen_attention takes its parts, "
+                f"{name}.values() and {name}.offsets().int() as cu_seqlens"
+            )
         if tensor.layout != torch.strided:
             raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
         if tensor.ndim != ndim:
@@ -92,8 +96,7 @@ def _check_tensors(q: Any, k: Any, v: Any, ndim: int, dimensions: str) -> None:
 def _check_options(q: torch.Tensor, heads: int, sink: Any, dropout_p: Any, scale: Any) -> None:
     if sink is not None:
         _check_sink(sink, q, heads)
-    if dropout_p != 0.0:
-        _check_dropout(dropout_p)
+    _check_dropout(dropout_p)
     if scale is not None:
         _check_scale(scale)
 

@@ -17,11 +17,14 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 
-from .expr import Expr, TensorSymbol, evaluate, parse, symbol
+from .evaluated import call, evaluated_mask, evaluated_mods, values_of
+from .expr import Expr, TensorSymbol, symbol
+from .expr_reading import evaluate, parse
 from .functions import trace
 from .masks import FIRST_POSITION, FunctionMask, Mask
 from .scores import ScoreMod
@@ -41,6 +44,9 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )}  # fmt: skip
+
+
+_NAMES = frozenset(_DTYPES.values())
 
 
 @dataclasses.dataclass
@@ -106,7 +112,13 @@ def normalize(mask: Any, score_mod: Any, causal: bool) -> tuple[Mask | None, tup
     """The mask and the tuple of score modifications that a user's arguments mean."""
     if mask is not None and not isinstance(mask, Mask):
         if not callable(mask) or isinstance(mask, (type, ScoreMod)):
-            raise TypeError(f"mask must be a tileattn mask or a function mask(b, h, q, k), got {_described(mask)}")
+            instead = (
+                "; a tensor (..., seqlen_q, seqlen_k) goes to tileattn.scaled_dot_product_attention(attn_mask=), a "
+                "padding mask (batch, seqlen_k) to tileattn.KeyPadding"
+            ) * isinstance(mask, torch.Tensor)
+            raise TypeError(
+                f"mask must be a tileattn mask or a function mask(b, h, q, k), got {_described(mask)}{instead}"
+            )
         mask = FunctionMask(mask)
     if causal:
         mask = CAUSAL if mask is None else CAUSAL & mask
@@ -118,6 +130,8 @@ def normalize(mask: Any, score_mod: Any, causal: bool) -> tuple[Mask | None, tup
             raise TypeError(
                 f"score_mod must be a function score_mod(score, b, h, q, k), a tileattn score modification, or a "
                 f"sequence of them, got {_described(mod)}"
+                + "; a tensor that is added to the scores is tileattn.Bias(tensor)"
+                * isinstance(mod, torch.Tensor)
             )
     return mask, mods
 
@@ -155,6 +169,8 @@ def _encode(value: Any, operands: Operands) -> str:
     if isinstance(value, (int, torch.SymInt)):
         operands.ints.append(value)  # type: ignore[arg-type]
         return "i"
+    if isinstance(value, Real):  # of numpy
+        return _encode(float(value) if not isinstance(value, Integral) else int(value), operands)
     if not callable(value):
         raise TypeError(
             f"the fields of a mask or score modification must be numbers, tensors, masks, score modifications or None, "
@@ -164,6 +180,11 @@ def _encode(value: Any, operands: Operands) -> str:
 
 
 def _encode_tensor(value: torch.Tensor, operands: Operands) -> str:
+    if value.dtype not in _NAMES:
+        raise TypeError(
+            f"tensors of a mask or score modification must be bool, integers or floats of 16 bits or more, got "
+            f"{value.dtype}; convert it, as with .float()"
+        )
     operands.tensors.append(value)
     ones = "".join(["1" if size == 1 else "n" for size in value.shape])
     return f"t:{str(value.dtype).removeprefix('torch.')}:{ones}"
@@ -237,10 +258,31 @@ def program(key: str) -> Program:
     )
 
 
-def restore(key: str, operands: Operands) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
-    """The inverse of :func:`encode`: the mask and the modifications, on the operands' values."""
+@functools.lru_cache(maxsize=1024)
+def _scores(key: str) -> tuple[Any, ...]:
+    """The expression of each modification by itself."""
+    _, mods = _Reader(key).variant()
+    arguments = tuple(map(symbol, ("score", "b", "h", "q", "k")))
+    return tuple(mod(*arguments) for mod in mods)
+
+
+def restore(
+    key: str, operands: Operands, dtype: torch.dtype = torch.float32
+) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
+    """The inverse of :func:`encode`: the mask and the modifications, on the operands' values.
+
+    What users wrote computes floats in `dtype` at least (float32 or float64): see :mod:`tileattn.evaluated`.
+    """
     mask, mods = _Reader(key, operands).variant()
-    return mask, tuple(mods)
+    values = values_of(operands)
+    return evaluated_mask(mask, program(key), values, dtype), tuple(evaluated_mods(mods, _scores(key), values, dtype))
+
+
+def computed_in(
+    dtype: torch.dtype, mask: Mask | None, score_mods: Sequence[Callable[..., Any]]
+) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
+    """The same mask and modifications, computing floats in `dtype` at least."""
+    return restore(*encode(mask, score_mods), dtype)
 
 
 class _Reader:
@@ -293,14 +335,16 @@ class _Reader:
         self._take(")")
         return instance
 
-    def _tensor(self) -> TensorSymbol | torch.Tensor:
+    def _tensor(self) -> TensorSymbol | Expr | torch.Tensor:
         match = _TENSOR.match(self.rest)
         assert match is not None
         self.rest = self.rest[match.end() :]
         ones = tuple(one == "1" for one in match[2])
         tensor = TensorSymbol(f"t{len(self.tensors)}", _DTYPES[match[1]], ones, aligned=match[3] is not None)
         self.tensors.append(tensor)
-        return self.operands.tensors[len(self.tensors) - 1] if self.operands else tensor
+        if self.operands:
+            return self.operands.tensors[len(self.tensors) - 1]
+        return tensor if tensor.ndim else tensor.whole()
 
     def _function(self) -> Callable[..., Any]:
         self._take("{")
@@ -318,15 +362,7 @@ class _Reader:
         text, self.rest = self.rest.split("}", 1)
         tensors = {f"t{index}": tensor for index, tensor in enumerate(self.tensors[first:])}
         expr = parse(text, tensors)
-        if self.operands:
-            values |= {t.name: self.operands.tensors[first + i] for i, t in enumerate(tensors.values())}
-        return functools.partial(_call_function, expr, values)
-
-
-def _call_function(expr: Any, operands: dict[str, Any], *arguments: Any) -> Any:
-    """Runs a traced function: ``(b, h, q, k)`` of a mask, or ``(score, b, h, q, k)`` of a modification."""
-    names = ("b", "h", "q", "k") if len(arguments) == 4 else ("score", "b", "h", "q", "k")
-    return evaluate(expr, {**operands, **dict(zip(names, arguments))})
+        return functools.partial(call, evaluate(expr, values) if values else expr, {}, torch.float32)
 
 
 def _subclasses(cls: type) -> dict[str, type]:

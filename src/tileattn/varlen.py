@@ -11,8 +11,8 @@ from . import autograd, ops
 from .call import Packed, sizes
 from .cu_seqlens import check_metadata
 from .dispatch import Forward, prepare_forward, select
-from .run import MaskLike, ScoreModLike, autocast, is_plain, run, scale_or_default
-from .scalars import as_int
+from .run import MaskLike, ScoreModLike, as_dropout_p, autocast, is_plain, run, scale_or_default
+from .scalars import as_float, as_int
 from .tuner import state
 from .validation import check_flags, check_packed_arguments
 from .variant import Operands, encode, normalize
@@ -80,12 +80,18 @@ def varlen_attention(
     """
     if torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q), autocast(k), autocast(v)
+    if type(dropout_p) is not float:  # False == 0.0
+        dropout_p = as_dropout_p(dropout_p)
+    if scale is not None and type(scale) is not float:  # True == 1.0, which may have a plan
+        scale = as_float("scale", scale)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k))
     if mask is None and score_mod is None and sink is None and dropout_p == 0.0 and is_plain(q, k, v):
         o, lse = _plain_forward(q, k, v, packed, causal, scale, return_lse, deterministic, backend)
     else:
         check_packed_arguments(q, k, v, sink, dropout_p, scale)
-        check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic)
+        causal, return_lse, deterministic = check_flags(
+            causal=causal, return_lse=return_lse, deterministic=deterministic
+        )
         check_metadata(packed, q.device)
         options = (mask, score_mod, causal, scale, sink, dropout_p, return_lse, deterministic, backend)
         o, lse = run(q[None], k[None], v[None], *options, packed=packed)
@@ -152,7 +158,7 @@ def _plan(
     needs_grad: bool,
 ) -> Forward:
     check_packed_arguments(q, k, v, None, 0.0, scale)
-    check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic)
+    causal, return_lse, deterministic = check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic)
     check_metadata(packed, q.device)
     q, k, v = q[None], k[None], v[None]
     variant, _ = encode(normalize(None, None, causal)[0], ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..masks import Causal, Mask, SlidingWindow
+from ..masks import MAX_SIZE, Causal, Mask, SlidingWindow
 
 
 def window_mask(causal: bool, left: int | None, right: int | None, seqlen_k: Any) -> Mask | None:
@@ -14,6 +14,8 @@ def window_mask(causal: bool, left: int | None, right: int | None, seqlen_k: Any
     """
     left = None if left is None or left < 0 or left >= seqlen_k else left
     right = 0 if causal else None if right is None or right < 0 else right
+    if type(right) is int:
+        right = min(right, MAX_SIZE)  # beyond all keys
     if left is None and right is None:
         return None
     return Causal() if left is None and right == 0 else SlidingWindow(left, right)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..api import attention
 from ..masks import Mask
 from ..run import autocast_dtype
+from ..scalars import as_float, as_int
 from ..validation import check_flags
 from ..variant import CAUSAL
 
@@ -51,24 +52,23 @@ class SelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_positive("embed_dim", embed_dim)
-        check_positive("num_heads", num_heads)
+        embed_dim, num_heads = check_positive("embed_dim", embed_dim), check_positive("num_heads", num_heads)
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
         if num_kv_heads is None:
             num_kv_heads = num_heads
-        check_positive("num_kv_heads", num_kv_heads)
+        num_kv_heads = check_positive("num_kv_heads", num_kv_heads)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
-        _check_dropout(dropout)
-        check_flags(bias=bias, causal=causal)
+        dropout = _checked_dropout(dropout)
+        bias, causal = check_flags(bias=bias, causal=causal)
         if dtype is not None and dtype not in _DTYPES:
             raise TypeError(f"dtype must be torch.float16, bfloat16, float32, float64 or None, got {dtype!r}")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = embed_dim // num_heads
-        self.dropout = float(dropout)
+        self.dropout: float = dropout
         self.causal = causal
 
         def linear(width: int) -> nn.Linear:
@@ -130,6 +130,8 @@ class SelfAttention(nn.Module):
     def _forward(self, x: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor | None]:
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+        if x.is_nested:
+            raise TypeError("x must be a dense tensor, got a nested one; see tileattn.varlen_attention")
         if x.ndim != 3 or x.shape[2] != self.embed_dim:
             raise ValueError(f"x must have shape (batch, seqlen, embed_dim={self.embed_dim}), got {tuple(x.shape)}")
         try:
@@ -160,16 +162,18 @@ class SelfAttention(nn.Module):
         return q.unflatten(-1, q_heads), k.unflatten(-1, kv_heads), v.unflatten(-1, kv_heads)
 
 
-def check_positive(name: str, value: Any) -> None:
-    """Raises unless `value`, the argument `name`, is an int of at least 1."""
+def check_positive(name: str, value: Any) -> int:
+    """`value`, the argument `name`, as an int of at least 1; raises where it is something else."""
+    value = as_int(value)
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be a positive int, got {value!r}")
     if value < 1:
         raise ValueError(f"{name} must be a positive int, got {value}")
+    return value
 
 
-def _check_dropout(dropout: Any) -> None:
-    if not isinstance(dropout, (int, float)) or isinstance(dropout, bool):
-        raise TypeError(f"dropout must be a number of at least 0 and less than 1, got {dropout!r}")
+def _checked_dropout(dropout: Any) -> float:
+    dropout = as_float("dropout", dropout, "a number of at least 0 and less than 1")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout}")
+    return float(dropout)

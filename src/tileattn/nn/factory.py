@@ -67,7 +67,7 @@ def get_attention(
     """
     cls = _class(name)
     if cls is MultiQueryAttention and num_kv_heads is not None:
-        check_positive("num_kv_heads", num_kv_heads)
+        num_kv_heads = check_positive("num_kv_heads", num_kv_heads)
         if num_kv_heads != 1:
             raise ValueError(f"num_kv_heads must be 1 or None for {name!r}, got {num_kv_heads}")
         num_kv_heads = None

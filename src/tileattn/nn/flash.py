@@ -99,7 +99,7 @@ class _FlashAttention(SelfAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_positive("block_size", block_size)
+        block_size = check_positive("block_size", block_size)
         super().__init__(
             embed_dim,
             num_heads,
@@ -168,6 +168,6 @@ class FlashAttentionV2(_FlashAttention):
         Raises:
             TypeError, ValueError: seqlen is no positive int.
         """
-        check_positive("seqlen", seqlen)
+        seqlen = check_positive("seqlen", seqlen)
         blocks = -(-seqlen // self.block_size)
         return CausalEfficiency(visited=blocks * (blocks + 1) // 2, total=blocks * blocks)

@@ -44,7 +44,7 @@ class GroupedQueryAttention(SelfAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_positive("num_kv_heads", num_kv_heads)
+        num_kv_heads = check_positive("num_kv_heads", num_kv_heads)
         super().__init__(
             embed_dim,
             num_heads,
@@ -70,8 +70,7 @@ class GroupedQueryAttention(SelfAttention):
         Raises:
             TypeError, ValueError: batch or seqlen is no positive int, or dtype no torch.dtype.
         """
-        check_positive("batch", batch)
-        check_positive("seqlen", seqlen)
+        batch, seqlen = check_positive("batch", batch), check_positive("seqlen", seqlen)
         dtype = self.out_proj.weight.dtype if dtype is None else dtype
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..masks import SlidingWindow
+from ..masks import MAX_SIZE, SlidingWindow
 from ..run import MaskLike
 from ..variant import normalize
 from .base import SelfAttention, check_positive
@@ -81,7 +81,7 @@ class SlidingWindowAttention(SelfAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_positive("window_size", window_size)
+        window_size = check_positive("window_size", window_size)
         super().__init__(
             embed_dim,
             num_heads,
@@ -95,7 +95,7 @@ class SlidingWindowAttention(SelfAttention):
         self.window_size = window_size
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        others = self.window_size - 1
+        others = min(self.window_size - 1, MAX_SIZE)
         return self._forward(x, SlidingWindow(others, 0 if self.causal else others))
 
     def extra_repr(self) -> str:

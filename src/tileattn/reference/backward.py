@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ..masks import Mask
+from ..variant import computed_in, encode, restore
 from .standard import ScoreFn, dropped, heads_first, modified, positions, tile_scores
 from .tiled import Dropout, blocks, key_ranges, masked, of_tile
 
@@ -79,7 +80,10 @@ def flash_attention_2_backward(
     if dlse is not None:
         delta = delta - dlse
     dq, dk, dv = torch.zeros_like(q_bh), torch.zeros_like(k_bh), torch.zeros_like(v_bh)
-    dtensors = [torch.zeros_like(tensor) for tensor in tensors]
+    # What is read of a tensor in 16 bits is read from a copy in the dtype of sums, and so is its gradient added up.
+    wide = [x.detach().to(torch.promote_types(x.dtype, q_bh.dtype)).requires_grad_() for x in tensors]
+    mask, score_mods = _reading(mask, score_mods, tensors, wide, q_bh.dtype)
+    dtensors = [torch.zeros_like(x) for x in wide]
     visible = [(rows, *key_ranges(q_bh, k_bh, rows, mask)) for rows in blocks(0, seqlen_q, block_M)]
     for keys in blocks(0, seqlen_k, block_N):  # on a GPU: a thread block for each
         for rows, (lo, hi), (full_lo, full_hi) in visible:
@@ -94,7 +98,7 @@ def flash_attention_2_backward(
             dv[:, :, keys] += dropped(p, z).mT @ do_bh[:, :, rows]
             dp = dropped(do_bh[:, :, rows] @ v_bh[:, :, keys].mT, z)
             ds = p * (dp - delta[:, :, rows, None])
-            draw, *parts = _through_score_mods(raw, scores, ds, tensors)
+            draw, *parts = _through_score_mods(raw, scores, ds, wide)
             for total, part in zip(dtensors, parts, strict=True):
                 total += part
             dq[:, :, rows] += scale * (draw @ k_bh[:, :, keys])
@@ -103,7 +107,22 @@ def flash_attention_2_backward(
     # Query heads that share keys and values add to their gradients.
     dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in (dk, dv))
     dq, dk, dv = (x.transpose(1, 2).to(like.dtype) for x, like in ((dq, q), (dk, k), (dv, v)))
-    return Gradients(dq, dk, dv, dsink, tuple(dtensors))
+    return Gradients(dq, dk, dv, dsink, tuple(total.to(x.dtype) for total, x in zip(dtensors, tensors)))
+
+
+def _reading(
+    mask: Mask | None,
+    score_mods: Sequence[ScoreFn],
+    tensors: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> tuple[Mask | None, Sequence[ScoreFn]]:
+    """The mask, and the modifications with these tensors' copies in their place, computing in `dtype`."""
+    mask, _ = computed_in(dtype, mask, ())
+    key, operands = encode(None, score_mods)
+    copy_of = {id(tensor): copy for tensor, copy in zip(tensors, copies)}
+    operands.tensors = [copy_of.get(id(tensor), tensor) for tensor in operands.tensors]
+    return mask, restore(key, operands, dtype)[1]
 
 
 def _recomputed(

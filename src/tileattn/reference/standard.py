@@ -32,6 +32,7 @@ from torch import Tensor
 
 from ..fp8 import accumulator, output_dtype
 from ..masks import Mask
+from ..variant import computed_in
 
 ScoreFn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -69,6 +70,7 @@ def standard_attention(
         row that sees no key, without a sink.
     """
     q_bh, k_bh, v_bh = heads_first(q, k, v, (q_descale, k_descale, v_descale))
+    mask, score_mods = computed_in(q_bh.dtype, mask, score_mods)
     # There is nothing to tile here: one tile of all rows and all keys.
     scores = tile_scores(q_bh, k_bh, slice(0, q.shape[1]), slice(0, k.shape[1]), score_mods, scale)
     if mask is not None:
@@ -151,6 +153,7 @@ def tile_scores(
 def modified(scores: Tensor, where: tuple[Tensor, Tensor, Tensor, Tensor], score_mods: Sequence[ScoreFn]) -> Tensor:
     """What the score modifications make of scaled scores (batch, heads, rows, keys) at the positions `where`."""
     for score_mod in score_mods:
-        # A function that ignores the score may depend on less than b, h, q and k.
-        scores = score_mod(scores, *where).to(scores.dtype).expand(scores.shape)
+        # A function that ignores the score may depend on less than b, h, q and k, or be one number.
+        found = torch.as_tensor(score_mod(scores, *where), device=scores.device)
+        scores = found.to(scores.dtype).expand(scores.shape)
     return scores

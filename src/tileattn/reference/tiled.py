@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..fp8 import output_dtype
 from ..masks import Mask
+from ..variant import computed_in
 from .online_softmax import RowState
 from .standard import ScoreFn, heads_first, positions, tile_scores
 
@@ -56,6 +57,7 @@ def flash_attention_1(
     """
     dtype, seqlen_q, seqlen_k = output_dtype(q.dtype), q.shape[1], k.shape[1]
     q, k, v = heads_first(q, k, v, (q_descale, k_descale, v_descale))
+    mask, score_mods = computed_in(q.dtype, mask, score_mods)
     # "In memory": one entry for each block of queries, rewritten for each K/V tile. Here o is divided by l.
     memory = [RowState.empty(q[:, :, rows], v.shape[-1]) for rows in blocks(0, seqlen_q, block_M)]
     for keys in blocks(0, seqlen_k, block_N):
@@ -88,6 +90,7 @@ def flash_attention_2(
     """Tiled attention, Q outside and K/V inside, visiting only the mask's tiles; as `flash_attention_1`."""
     dtype, seqlen_q = output_dtype(q.dtype), q.shape[1]
     q, k, v = heads_first(q, k, v, (q_descale, k_descale, v_descale))
+    mask, score_mods = computed_in(q.dtype, mask, score_mods)
     finished = []
     for rows in blocks(0, seqlen_q, block_M):  # on a GPU: a thread block for each
         state = RowState.empty(q[:, :, rows], v.shape[-1])

@@ -126,7 +126,7 @@ class Arguments:
         found = {name: x.detach().double().requires_grad_() for name, x in self.leaves().items()}
         key, operands = encode(None, self.score_mods)
         operands.tensors = [found.get(f"dt{i}", x) for i, x in enumerate(operands.tensors)]
-        _, score_mods = restore(key, operands)
+        _, score_mods = restore(key, operands, torch.float64)
         q, k, v = found["dq"], found["dk"], found["dv"]
         return replace(self, q=q, k=k, v=v, sink=found.get("dsink"), score_mods=score_mods), found
 

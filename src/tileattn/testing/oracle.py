@@ -6,6 +6,7 @@ and of the masks' tile ranges. Only `Mask.allows` and the score modifications, a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 
 from ..fp8 import FP8, accumulator
+from ..functions import with_captures
 from ..masks import Mask
+from ..scores import ScoreMod
 
 
 def oracle_attention(
@@ -65,10 +68,26 @@ def _exactly(
     descales: Sequence[Tensor | None] = (None,) * 3,
     dropout: Tensor | None = None,
 ) -> _Attended:
+    score_mods = [_on_doubles(mod) for mod in score_mods]
     # The sums are not in their natural order, which is eager's: in float64 its error would seem to be 0.
     return _attend(
         torch.float64, q, k, v, mask, score_mods, sink, scale, descales, _reversed, _product, _weighted, dropout
     )
+
+
+def _on_doubles(mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The modification with the floats of its tensors in float64, in which `slopes[h] * k` is then exact."""
+    if isinstance(mod, ScoreMod):
+        held = {field.name: getattr(mod, field.name) for field in dataclasses.fields(mod)}  # type: ignore[arg-type]
+        same = object.__new__(type(mod))
+        for name, value in held.items():
+            object.__setattr__(same, name, _double(value))
+        return same
+    return with_captures(mod, _double)
+
+
+def _double(value: object) -> object:
+    return value.double() if isinstance(value, Tensor) and value.dtype.is_floating_point else value
 
 
 def eager_attention(

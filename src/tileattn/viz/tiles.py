@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tileattn.call import AttentionCall
-from tileattn.expr import evaluate, nodes
+from tileattn.expr import nodes
+from tileattn.expr_reading import evaluate
 from tileattn.kernels.tilelang.config import ARCHITECTURES, HopperConfig
 from tileattn.kernels.tilelang.defaults import default
 from tileattn.masks import And, FunctionMask, Mask, Or

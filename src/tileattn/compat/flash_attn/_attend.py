@@ -38,7 +38,9 @@ class Options(NamedTuple):
         """With Python's numbers: flash-attn takes numpy's, and tensors of one element, as well."""
         scale = None if self.softmax_scale is None else as_float("softmax_scale", self.softmax_scale)
         dropout_p = as_float("dropout_p", self.dropout_p, "a probability, a number from 0 to 1")
-        softcap = as_float("softcap", self.softcap, "a number, 0 for no cap")
+        softcap = as_float("softcap", self.softcap, "a positive finite number, or 0 for no cap")
+        if not 0 <= softcap < float("inf"):
+            raise ValueError(f"softcap must be a positive finite number, or 0 for no cap, got {softcap}")
         return self._replace(softmax_scale=scale, dropout_p=dropout_p, softcap=softcap)
 
     def mask(self, seqlen_k: int) -> Mask | None:
@@ -93,8 +95,9 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 def _window(window_size: Any) -> tuple[int, int]:
     """Left and right; numbers may come as tensors of one element, which flash-attn takes as well."""
     try:
-        sizes: list[Any] = [s if isinstance(s, (int, torch.SymInt)) else operator.index(s) for s in window_size]
-        left, right = sizes
+        left, right = (s if isinstance(s, torch.SymInt) else operator.index(s) for s in window_size)
+        if any(isinstance(s, bool) for s in window_size):
+            raise TypeError
     except (TypeError, ValueError):
         raise TypeError(f"window_size must be two ints, (left, right), -1 for no bound, got {window_size!r}") from None
     return left, right

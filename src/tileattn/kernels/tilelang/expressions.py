@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from ...expr import Expr, dtype_of
+from ...expr_range import leaves_int32
 from .simplify import is_uniform, step_of_k
 
 _TIR_DTYPE = {"float": "float32", "int": "int32", "bool": "bool"}
@@ -52,12 +53,22 @@ class Emitter:
         self.tiles = tiles or {}
 
     def __call__(self, expr: Any, /, **symbols: Any) -> Any:
-        """The TileLang expression of `expr`, with the given values of its symbols (``q=...``, ``k=...``)."""
+        """The TileLang expression of `expr`, with the given values of its symbols (``q=...``, ``k=...``).
+
+        An integer is int32: one that was computed in int64 comes as the nearest.
+        """
+        value = self.exact(expr, **symbols)
+        if dtype_of(expr) != "int" or str(getattr(value, "dtype", "")) != "int64":
+            return value
+        return T.cast(T.max(T.min(value, T.int64(2**31 - 1)), T.int64(-(2**31))), "int32")
+
+    def exact(self, expr: Any, /, **symbols: Any) -> Any:
+        """The same, of which an integer may be int64."""
         return self._emit(expr, {**self.values, **symbols})
 
     def _emit(self, expr: Any, values: dict[str, Any]) -> Any:
         if not isinstance(expr, Expr):
-            return T.bool(expr) if isinstance(expr, bool) else T.cast(expr, _TIR_DTYPE[dtype_of(expr)])
+            return T.bool(expr) if isinstance(expr, bool) else T.cast(expr, _dtype_of_number(expr))
         if expr.op == "symbol":
             value = values[expr.args[0]]
             return value.value if isinstance(value, Key) else value
@@ -72,12 +83,16 @@ class Emitter:
             if self.clamps:
                 indices = [_clamped(*each) for each in zip(indices, expr.args[1:], buffer.shape, strict=True)]
             element = buffer[tuple(indices)]
-            return element != T.cast(0, "uint8") if expr.dtype == "bool" else T.cast(element, _TIR_DTYPE[expr.dtype])
+            if expr.dtype == "bool":
+                return element != T.cast(0, "uint8")
+            return T.cast(element, "int64" if str(buffer.dtype) == "int64" else _TIR_DTYPE[expr.dtype])
         numbers = expr.args[1:] if expr.op == "where" else expr.args
         kinds = [dtype_of(arg) for arg in numbers]
         is_float = expr.op in ("div", *_FLOAT_FUNCTIONS) or "float" in map(dtype_of, expr.args)
         emit = self._float if is_float and "bool" not in kinds else self._emit
         args = [emit(arg, values) for arg in numbers]
+        if leaves_int32(expr):
+            args[0] = T.cast(args[0], "int64")
         return _OPS[expr.op](*([self._emit(expr.args[0], values), *args] if expr.op == "where" else args))
 
     def _float(self, expr: Any, values: dict[str, Any]) -> Any:
@@ -104,6 +119,11 @@ class Emitter:
         return T.cast(self._emit(expr, values), "float32")
 
 
+def _dtype_of_number(number: Any) -> str:
+    kind = dtype_of(number)
+    return "int64" if kind == "int" and not -(2**31) <= number < 2**31 else _TIR_DTYPE[kind]
+
+
 def _clamped(index: Any, expr: Any, size: Any) -> Any:
     """Within the tensor, if it depends on the position."""
     return index if is_uniform(expr) else T.max(T.min(index, size - 1), 0)
@@ -111,6 +131,7 @@ def _clamped(index: Any, expr: Any, size: Any) -> Any:
 
 _FLOAT_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tanh": T.tanh,  # under fast math the hardware's; simplify.py says where that is exact enough
+    "sigmoid": lambda x: 1.0 / (1.0 + T.exp(0.0 - x)),
     "exp": T.exp,
     "exp2": T.exp2,
     "log": T.log,
@@ -141,5 +162,6 @@ _OPS: dict[str, Callable[..., Any]] = {
     "min": lambda x, y: T.min(x, y),
     "max": lambda x, y: T.max(x, y),
     "where": lambda c, x, y: T.if_then_else(c, x, y),
+    "int": lambda x: T.cast(x, "int32"),
     "abs": lambda x: T.abs(x) if "float" in str(x.dtype) else T.if_then_else(x < 0, 0 - x, x),
 }

@@ -60,6 +60,11 @@ def apply_mask(acc_s, visible, b, h, q_lo, k_lo, block_M, block_N):
         acc_s[i, j] = T.if_then_else(visible.allows(b, h, q_lo + i, k_lo + j), acc_s[i, j], -T.infinity("float32"))
 
 
+def width_of_ints(program):
+    """Of the registers for integers: wide where the variant reads some that are."""
+    return "int64" if any(tensor.dtype == torch.int64 for tensor in program.tensors) else "int32"
+
+
 class Score:
     """The score modification of one kernel: rewritten (simplify.py), with its uniform values kept in registers.
 
@@ -69,6 +74,7 @@ class Score:
     def __init__(self, call, program) -> None:
         hardware_tanh = call.dtype == torch.bfloat16 and call.arch.startswith("sm_")
         self.program = score_program(program.score, hardware_tanh)
+        self.ints = width_of_ints(program)
 
     def allocate(self):
         """A register for each uniform value, of either type."""
@@ -76,12 +82,16 @@ class Score:
         return {kind: T.alloc_local([count], kind) for kind in self._kinds()}
 
     def _kinds(self):
-        return {f"{uniform.dtype}32" for uniform in self.program.uniforms}
+        return {self.kind(uniform) for uniform in self.program.uniforms}
+
+    def kind(self, uniform):
+        """Of the register that keeps a uniform value."""
+        return self.ints if uniform.dtype == "int" else "float32"
 
     def values(self, registers):
         """The uniform values' symbols."""
         uniforms = enumerate(self.program.uniforms)
-        return {f"uniform{index}": registers[f"{uniform.dtype}32"][index] for index, uniform in uniforms}
+        return {f"uniform{index}": registers[self.kind(uniform)][index] for index, uniform in uniforms}
 
     def log2_unit(self, registers):
         """What modified scores, as they are emitted, are multiplied by to be powers of two."""
@@ -93,7 +103,7 @@ class Score:
 def keep_uniforms(score, registers, emit, scale, b, h):
     """Computes what all scores of a head share."""
     for index, uniform in enumerate(score.program.uniforms):
-        registers[f"{uniform.dtype}32"][index] = emit(uniform, scale=scale, b=b, h=h)
+        registers[score.kind(uniform)][index] = T.cast(emit.exact(uniform, scale=scale, b=b, h=h), score.kind(uniform))
 
 
 @T.macro

@@ -9,7 +9,7 @@ import torch
 
 from ...call import AttentionCall, BackwardCall, Gradients, Packed
 from ...dropout import Dropout
-from ...fp8 import FP8, Descales, dequantize
+from ...fp8 import FP8, Descales, accumulator, dequantize
 from ...variant import Operands, restore
 from .backward import Needs
 from .backward import backward as torch_backward
@@ -41,7 +41,7 @@ def prepare(
         dropout: Dropout | None = None,
         packed: Packed | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        mask, score_mods = restore(call.variant, operands)
+        mask, score_mods = restore(call.variant, operands, accumulator(call.dtype))
         with _no_autocast(q.device):
             if descales is not None:
                 # To float32, in which the values are exact to its rounding; in 16 bits they would be rounded once more.
@@ -74,10 +74,13 @@ def prepare_backward(
         dropout: Dropout | None = None,
         packed: Packed | None = None,
     ) -> Gradients:
-        mask, _ = restore(call.forward.variant, operands)
-        watched = [Watched(x) if need else None for x, need in zip(operands.tensors, call.needs[4:], strict=True)]
+        dtype = accumulator(call.forward.dtype)
+        mask, _ = restore(call.forward.variant, operands, dtype)
+        watched = [
+            Watched(x, dtype) if need else None for x, need in zip(operands.tensors, call.needs[4:], strict=True)
+        ]
         read = [x if watch is None else watch for x, watch in zip(operands.tensors, watched)]
-        _, score_mods = restore(call.forward.variant, Operands(read, operands.ints, operands.floats))
+        _, score_mods = restore(call.forward.variant, Operands(read, operands.ints, operands.floats), dtype)
         given = (do, dlse, q, k, v, o, lse, sink, mask, score_mods, watched, Needs(*call.needs[:4]), scale)
         with _no_autocast(q.device):
             if packed is None:

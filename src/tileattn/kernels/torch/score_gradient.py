@@ -14,18 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...fp8 import accumulator
 from ...scores import Bias
 from .mask import Variant
 
 
 class Watched:
-    """A tensor that score modifications index, as they index a tensor, and the sum of its gradients so far."""
+    """A tensor that score modifications index, as they index a tensor, and the sum of its gradients so far.
 
-    def __init__(self, tensor: Tensor, total: Tensor | None = None) -> None:
+    dtype: of a call's scores. The sum is in this, or in the tensor's if that is wider, and so are the elements that are
+    read: the gradient of one that several scores read would be rounded before it is added up.
+    """
+
+    def __init__(self, tensor: Tensor, dtype: torch.dtype, total: Tensor | None = None) -> None:
         self.tensor = tensor
         if total is None:
-            total = torch.zeros(tensor.shape, dtype=accumulator(tensor.dtype), device=tensor.device)
+            total = torch.zeros(tensor.shape, dtype=torch.promote_types(tensor.dtype, dtype), device=tensor.device)
         self.total = total
         # What has been read for the present tile: index, elements.
         self.reads: list[tuple[Any, Tensor]] = []
@@ -47,7 +50,7 @@ class Watched:
         return self.tensor.device
 
     def __getitem__(self, index: Any) -> Tensor:
-        elements = self.tensor[index].detach().requires_grad_()
+        elements = self.tensor[index].detach().to(self.total.dtype).requires_grad_()
         self.reads.append((index, elements))
         return elements
 
@@ -59,7 +62,7 @@ class Watched:
 
     def part(self, index: Any) -> Watched:
         """A view of the tensor, whose gradients are added to this one's."""
-        return Watched(self.tensor[index], self.total[index])
+        return Watched(self.tensor[index], self.total.dtype, self.total[index])
 
     def add(self, index: Any, gradient: Tensor) -> None:
         """Adds the gradient of the elements at an index, which may name an element several times."""

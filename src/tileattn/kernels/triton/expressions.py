@@ -28,8 +28,11 @@ from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from ...derivative import derivative
 from ...expr import Expr, dtype_of, nodes, symbol
+from ...expr_range import leaves_int32
 from ...variant import Program, program
 from .gradients import paths
 
@@ -132,6 +135,7 @@ class _Writer:
         self.names: dict[str, str] = {}
         self.used: set[str] = set()
         self.places: dict[str, str] = {}
+        self.wide = {tensor.name for tensor in traced.tensors if tensor.dtype == torch.int64}
         at = 0
         for tensor in traced.tensors:
             parts = [
@@ -182,7 +186,9 @@ class _Writer:
             size, stride = (self._operand(f"{tensor}_{part}{axis}") for part in ("size", "stride"))
             offsets.append(f"clamped({self(index)}, {size}) * {stride}")
         element = f"tl.load({' + '.join([self._operand(tensor), *offsets])})"
-        return f"({element} != 0)" if value.dtype == "bool" else f"{element}.to(tl.{_TYPES[value.dtype]})"
+        if value.dtype == "bool":
+            return f"({element} != 0)"
+        return element if tensor in self.wide else f"{element}.to(tl.{_TYPES[value.dtype]})"
 
     def _operation(self, value: Expr) -> str:
         op, args = value.op, value.args
@@ -196,7 +202,9 @@ class _Writer:
             # One quotient for a whole tile.
             return f"({self._as('float', args[0])} * (1.0 / {self._as('float', args[1])}))"
         texts = [self._as(kind, arg) for arg in args]
-        if op == "div" and args[1] == 0 and not isinstance(args[1], Expr):
+        if leaves_int32(value):
+            texts[0] = f"tl.cast({texts[0]}, tl.int64)"
+        if op == "div" and not isinstance(args[1], Expr) and args[1] == 0:
             texts[1] = f"tl.full([], {texts[1]}, tl.float32)"  # Python refuses to divide its own numbers by 0
         return _OPS.get(f"{op} {kind}", _OPS.get(op))(*texts)
 
@@ -275,6 +283,7 @@ _OPS: dict[str, Callable[..., str]] = {
     "max": _call("tl.maximum"),
     "abs": _call("tl.abs"),
     "tanh": _call("tanh"),
+    "sigmoid": _call("tl.sigmoid"),
     "exp": _call("tl.exp"),
     "exp2": _call("tl.exp2"),
     "log": _call("tl.log"),
@@ -283,4 +292,5 @@ _OPS: dict[str, Callable[..., str]] = {
     "sin": _call("tl.sin"),
     "cos": _call("tl.cos"),
     "float": lambda x: x,
+    "int": lambda x: f"tl.cast({x}, tl.int32)",
 }

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ...derivative import float_loads
-from ...expr import Expr, evaluate, nodes
+from ...expr import Expr, nodes
+from ...expr_reading import evaluate
 from ...variant import Operands, program
 
 

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from ....call import BackwardCall
 from ....derivative import float_loads
-from ....expr import Expr, evaluate, nodes
+from ....expr import Expr, nodes
+from ....expr_reading import evaluate
 from ....variant import Operands, program
 
 BY_KEY, STORED, ADDED, SPREAD = "by key", "stored", "added", "spread"

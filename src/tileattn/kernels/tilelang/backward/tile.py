@@ -21,7 +21,7 @@ import torch
 from ....expr import Expr, dtype_of, nodes
 from .. import dropout
 from ..expressions import Emitter, Key, key_in_tile
-from ..mask import Score
+from ..mask import Score, width_of_ints
 from .slopes import slope_program
 
 
@@ -32,6 +32,7 @@ class Slopes(Score):
         # As in the forward pass, whose probabilities are to be met.
         hardware_tanh = call.dtype == torch.bfloat16 and call.arch.startswith("sm_")
         self.program = slope_program(traced.score, loads, hardware_tanh)
+        self.ints = width_of_ints(traced)
 
     def is_late(self, load: str) -> bool:
         """Whether a derivative that is computed late reads the load of this text."""
