@@ -43,7 +43,7 @@ def as_float(name: str, x: Any, accepted: str = "a finite number or None") -> An
             return float(x)
         given = f"a tensor of shape {tuple(x.shape)} in {x.dtype} on {x.device}" + " with a gradient" * x.requires_grad
         raise TypeError(f"{name} must be {accepted}, or a 0-dim tensor on the CPU without a gradient, got {given}")
-    if not isinstance(x, Real) or isinstance(x, bool):
+    if isinstance(x, bool) or not isinstance(x, Real):
         raise TypeError(f"{name} must be {accepted}, got {x!r}")
     try:
         return float(x)
