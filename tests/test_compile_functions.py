@@ -411,6 +411,7 @@ def comparisons(b: Any, h: Any, q: Any, k: Any) -> Any:
 def functions_of_torch(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     near = torch.logical_and(torch.abs(q - k) < 3, torch.logical_not(q == k))
     capped = torch.tanh(s / 3.0) * 3.0 + torch.exp(-torch.maximum(s, s * 0.5)) + torch.sqrt(torch.exp2(s))
+    capped += s.where(q > k, 2.0) + (q - k).abs().clamp(min=1, max=3) + s.clamp(max=3.0).sigmoid() + q.float()
     return torch.where(near, capped, 0.5) + torch.sin(s) * torch.cos(s) + torch.log(torch.exp(s)) + torch.add(s, 1)
 
 

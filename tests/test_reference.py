@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tileattn import ALiBi, Bias, Causal, SlidingWindow, SoftCap
+from tileattn import ALiBi, Bias, Causal, Documents, KeyPadding, SlidingWindow, SoftCap
 from tileattn.dropout import weight_of_kept
 from tileattn.reference import RowState, flash_attention_1, flash_attention_2, online_softmax, standard_attention
 from tileattn.testing import (
@@ -81,6 +81,16 @@ def test_lengths(attention: Callable[..., tuple[Tensor, Tensor]], seqlen_q: int,
     arguments = (*qkv(seqlen_q, seqlen_k), Causal(), (), random(4) if sink else None)
     got = attention(*arguments)
     assert_forward_accurate(attention.__name__, got, oracle_attention(*arguments), eager_attention(*arguments))
+
+
+@pytest.mark.parametrize("attention", ALL)
+@pytest.mark.parametrize("mask", [Documents(torch.zeros(1, 0, dtype=torch.int32)), KeyPadding(torch.zeros(2, 0) > 0)])
+def test_masks_with_tensors_where_there_is_no_key(
+    attention: Callable[..., tuple[Tensor, Tensor]], mask: Documents | KeyPadding
+) -> None:
+    o, lse = attention(*qkv(5, 0), mask)
+    assert torch.equal(o, torch.zeros_like(o))
+    assert torch.equal(lse, torch.full((2, 4, 5), -torch.inf))
 
 
 @pytest.mark.parametrize("attention", TILED)

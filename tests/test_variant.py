@@ -294,7 +294,7 @@ UNTRACEABLE: list[tuple[str, Function, str]] = [
     ("score_mod", lambda score, b, h, q, k: score + 1j, "met complex"),
     ("score_mod", lambda score, b, h, q, k: torch.erf(score), "torch.erf cannot be traced .*tileattn.math"),
     ("score_mod", lambda score, b, h, q, k: torch.add(score, 1.0, alpha=2), "torch.add cannot be traced"),
-    ("score_mod", lambda score, b, h, q, k: torch.minimum(score, torch.ones(2)), r"as a whole: .*`slopes\[h\]`"),
+    ("score_mod", lambda score, b, h, q, k: torch.minimum(score, torch.ones(2)), r"as a whole: index .*`slopes\[h\]`"),
     ("score_mod", lambda score, b, h, q, k: score**0.3, r"integer power .*, not to 0.3; .*exp\(0.3 \* "),
     ("score_mod", lambda score, b, h, q, k: score**q, r"cannot raise a traced value to a traced power; .*exp\(y \* "),
     ("score_mod", lambda score, b, h, q, k: None, "must return a value .*score, b, h, q, k.*, got NoneType"),

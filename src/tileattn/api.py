@@ -88,8 +88,10 @@ def attention(
         score_mod: a function ``score_mod(score, b, h, q, k)``, a modification of :mod:`tileattn.scores`, or a
             sequence of them, applied in order to the scaled scores.
         causal: short for ``mask=Causal()``; with a mask, both hold. Aligned bottom-right: the last query sees the
-            last key.
-        scale: of the scores; None means ``head_dim ** -0.5``.
+            last key. (PyTorch's ``is_causal``, which is aligned top-left, is an argument of
+            :func:`tileattn.scaled_dot_product_attention`.)
+        scale: of the scores, finite; None means ``head_dim ** -0.5``. Wherever a number is taken, it may be Python's or
+            numpy's, or a tensor without dimensions on the CPU and without a gradient. A bool is no number.
         sink: float tensor (heads,): one logit per head that joins the softmax's denominator only.
         dropout_p: the probability, from 0 to 1, with which each weight of the softmax is dropped; those kept are
             divided by ``1 - dropout_p``. In every call where it is not 0: pass 0 when not training. The seed comes from

@@ -185,8 +185,8 @@ class Expr(TensorMethods):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Lets functions written for FlexAttention (``torch.where``, ``torch.tanh``, ...) be traced as they are."""
-        name = f"{func.__name__}"  # a string; Dynamo takes func.__name__ itself for something unknown
-        if name in ("__getitem__", "getitem"):
+        name = str(getattr(func, "__name__", func))
+        if name == "__getitem__":
             return captured(args[0])[args[1]]
         return call_of_torch(name, args, kwargs or {})
 
@@ -280,11 +280,11 @@ def apply(op: str, *operands: Operand | TensorSymbol) -> Any:
 
 
 def _number(arg: Any) -> Any:
-    """What else counts as one number: a tensor without dimensions, a number that is itself traced, one of numpy."""
-    if isinstance(arg, torch.Tensor):
-        return captured(arg).whole()
+    """What else counts as one number: a tensor without dimensions, a number of numpy or one that is being traced."""
     if isinstance(arg, TensorSymbol):
         return arg.whole()
+    if isinstance(arg, torch.Tensor):
+        return captured(arg).whole()
     if isinstance(arg, (torch.SymInt, torch.SymFloat)):
         return Expr("number", (arg, str(arg)), "int" if isinstance(arg, torch.SymInt) else "float")
     if type(arg).__module__ == "numpy" and getattr(arg, "ndim", None) == 0:

@@ -21,12 +21,6 @@ def call_of_torch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     Raises:
         TypeError: it cannot be traced; the message says what to write.
     """
-    if name == "__getitem__":
-        raise TypeError(
-            "a traced position met a tensor that is not known to be captured: those in a function's closure, "
-            "defaults, globals and functools.partial are; for others, make a class: a frozen dataclass derived "
-            "from tileattn.Mask or tileattn.ScoreMod with the tensor as a field"
-        )
     plain = name.strip("_")
     if plain != name and plain not in TORCH_NAMES and plain[1:] in TORCH_NAMES:  # __rsub__
         plain, args = plain[1:], args[::-1]

@@ -150,8 +150,8 @@ def on_tensors(op: str, args: list[Any], dtype: torch.dtype) -> torch.Tensor:
     device = next(arg.device for arg in args if _is(arg))
     numbers = [_filled(number, dtype, device) for number in numbers]
     condition = [_filled(each, torch.bool, device) for each in condition]
-    function = _TORCH[op] if op in _TORCH else getattr(torch, op)
-    return function(*condition, *numbers)
+    run: Callable[..., torch.Tensor] = _TORCH[op] if op in _TORCH else getattr(torch, op)
+    return run(*condition, *numbers)
 
 
 def _is(value: Any) -> bool:

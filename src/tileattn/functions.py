@@ -88,8 +88,7 @@ def run_eagerly(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Any:
     except (TypeError, AttributeError):
         _check_takes(fn, arguments)
         result = fn(*symbols)  # on the tensors themselves, with which it may compute: `(2 * slopes)[h]`
-    result = _stand_in(result)
-    return result.whole() if isinstance(result, TensorSymbol) else result
+    return _stand_in(result)
 
 
 def _check(fn: Callable[..., Any], arguments: tuple[str, ...], result: Any) -> None:
@@ -124,8 +123,7 @@ def _check_takes(fn: Callable[..., Any], arguments: tuple[str, ...]) -> None:
 def _stand_in(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    tensor = captured(value)
-    return tensor if tensor.ndim else tensor.whole()
+    return captured(value) if value.ndim else captured(value).whole()
 
 
 def with_captures(fn: Callable[..., Any], replace: Callable[[Any], Any]) -> Callable[..., Any]:

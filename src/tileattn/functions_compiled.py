@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.comptime import comptime
-from torch._dynamo.decorators import skip_code  # type: ignore[attr-defined]
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as _unchecked
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
@@ -129,8 +129,8 @@ class _Tracing(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "as_tensor":
             return args[0]
-        # The method has the condition in second place, the function in the first.
-        name = "select" if func is torch.Tensor.where else name
+        if func is torch.Tensor.where:  # whose condition is its second argument, not its first
+            args = (args[1], args[0], *args[2:])
         return self.stand_in(self._compute(name, args, kwargs))
 
     def _compute(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -146,8 +146,6 @@ class _Tracing(TorchFunctionMode):
             name = name[:-1]  # in place of a symbol, which is nobody else's
         if name in _OPERATORS:
             return _OPERATORS[name](*values, **options)
-        if name == "select":
-            return Expr.where(*values, **options)
         if name != "where" and hasattr(Expr, name):
             return getattr(Expr, name)(*values, **options)
         return Expr.__torch_function__(_Named(name), (), tuple(values), options)

@@ -40,9 +40,7 @@ __all__ = [
 
 
 def _unary(op: str, x: Any) -> Any:
-    if not isinstance(x, torch.Tensor):
-        return apply(op, x)
-    return getattr(torch, op)(x) if _stands_for_a_symbol(x) else on_tensors(op, [x], torch.float32)
+    return _on_tensors(op, x) if isinstance(x, torch.Tensor) else apply(op, x)
 
 
 def tanh(x: Any) -> Any:
@@ -131,19 +129,25 @@ def maximum(x: Any, y: Any) -> Any:
 
 
 def _extremum(op: str, x: Any, y: Any) -> Any:
-    if not isinstance(x, torch.Tensor) and not isinstance(y, torch.Tensor):
-        return apply(op, x, y)
-    if _stands_for_a_symbol(x, y):
-        return torch.minimum(x, y) if op == "min" else torch.maximum(x, y)
-    return on_tensors(op, [x, y], torch.float32)
+    tensors = isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor)
+    return _on_tensors(op, x, y) if tensors else apply(op, x, y)
+
+
+def _on_tensors(op: str, *args: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling() and _traced(args):
+        return getattr(torch, {"min": "minimum", "max": "maximum"}.get(op, op))(*args)
+    return on_tensors(op, [*args], torch.float32)
+
+
+def _traced(values: Any) -> bool:
+    """Whether some are symbols of :mod:`tileattn.functions_compiled`, whose operations torch must see as they are."""
+    return True in [isinstance(value, torch.Tensor) and value.is_meta for value in values]
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
     """X where the condition holds, y elsewhere; both are evaluated everywhere."""
     if isinstance(condition, torch.Tensor):
-        if _stands_for_a_symbol(condition, x, y):
-            return torch.where(condition, x, y)
-        return on_tensors("where", [condition, x, y], torch.float32)
+        return _on_tensors("where", condition, x, y)
     if isinstance(condition, Expr):
         return apply("where", condition, x, y)
     return x if condition else y
@@ -157,14 +161,7 @@ def load(tensor: Any, *index: Any) -> Any:
     """
     if isinstance(tensor, (TensorSymbol, Expr)):  # of one without dimensions, an Expr
         return tensor[index]
-    if not _stands_for_a_symbol(tensor) and _stands_for_a_symbol(*index):
+    if torch.compiler.is_dynamo_compiling() and not tensor.is_meta and _traced(index):
         return tensor[index]
     found = element(tensor, [0 if size == 1 else i for i, size in zip(index, tensor.shape)])
     return widened(found, torch.float32)
-
-
-def _stands_for_a_symbol(*values: Any) -> bool:
-    """Whether one of them is a tensor of :mod:`tileattn.functions_compiled`, whose operations are seen as torch's."""
-    return torch.compiler.is_dynamo_compiling() and True in [
-        isinstance(value, torch.Tensor) and value.is_meta for value in values
-    ]

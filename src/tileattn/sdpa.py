@@ -46,6 +46,7 @@ def scaled_dot_product_attention(
             L and S: causal, aligned top-left or bottom-right as it says.
         dropout_p: the probability of being dropped, applied in every call where it is not 0.
         is_causal: query ``i`` sees the keys up to ``i``: aligned top-left, also where L and S differ. Not with a mask.
+            (In :func:`tileattn.attention` it is ``causal``, and aligned bottom-right.)
         scale: of the scores; None means ``E ** -0.5``.
         enable_gqa: key and value may have fewer heads, dividing those of query.
 

@@ -24,7 +24,7 @@ import torch
 
 from .evaluated import call, evaluated_mask, evaluated_mods, values_of
 from .expr import Expr, TensorSymbol, symbol
-from .expr_reading import parse
+from .expr_reading import evaluate, parse
 from .functions import trace
 from .masks import FIRST_POSITION, FunctionMask, Mask
 from .scores import ScoreMod
@@ -361,7 +361,8 @@ class _Reader:
             self._take(";")
         text, self.rest = self.rest.split("}", 1)
         tensors = {f"t{index}": tensor for index, tensor in enumerate(self.tensors[first:])}
-        return functools.partial(call, parse(text, tensors), values, torch.float32)
+        expr = parse(text, tensors)
+        return functools.partial(call, evaluate(expr, values) if values else expr, {}, torch.float32)
 
 
 def _subclasses(cls: type) -> dict[str, type]:

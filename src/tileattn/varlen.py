@@ -102,7 +102,7 @@ def varlen_attention(
         max_seqlen_k: the same of k and v.
         mask: as in :func:`tileattn.attention`, and so are the following.
         score_mod: see there.
-        causal: see there; aligned bottom-right in each sequence.
+        causal: see there; aligned bottom-right in each sequence. There is no ``is_causal``.
         scale: see there.
         sink: see there.
         dropout_p: see there. What is dropped depends on the seed, and on the sequence's number and the places within

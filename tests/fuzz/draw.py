@@ -240,7 +240,11 @@ class Draw:
         else:
             call = call.replace(**self._dense(call, budget))
         call = call.replace(**self._numbers(call))
-        return call.replace(strides=self._strides(call))
+        call = call.replace(strides=self._strides(call))
+        plain = call.door in ("attention", "varlen", "sdpa") and call.backend != "triton" and call.dtype != "fp8"
+        if not self.gpu and plain and not call.dropout and not call.autocast and self.chance(0.01):
+            call = call.replace(compiled=True, poisoned=False)  # seconds each
+        return call
 
     def _group(self, call: Call) -> int:
         if call.door in ("fa_qkv", "fa_varlen_qkv") or call.module in ("flash_v1", "flash_v2"):

@@ -32,7 +32,7 @@ class SelfAttention(nn.Module):
         dropout: probability of dropping an attention weight in training, at least 0 and less than 1; those kept are
             scaled by ``1 / (1 - dropout)``.
         bias: whether the projections add a bias.
-        causal: whether a position sees itself and those before it only.
+        causal: whether a position sees itself and those before it only (in PyTorch ``is_causal``).
         device, dtype: of the parameters, as in torch.nn.
 
     Raises:

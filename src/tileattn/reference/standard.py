@@ -73,7 +73,7 @@ def standard_attention(
     mask, score_mods = computed_in(q_bh.dtype, mask, score_mods)
     # There is nothing to tile here: one tile of all rows and all keys.
     scores = tile_scores(q_bh, k_bh, slice(0, q.shape[1]), slice(0, k.shape[1]), score_mods, scale)
-    if mask is not None:
+    if mask is not None and k.shape[1] > 0:  # a mask's tensors have no element to read where there is no key
         b, h, q_pos, k_pos = positions(q_bh, k_bh, slice(0, q.shape[1]), slice(0, k.shape[1]))
         scores = scores.masked_fill(~mask.allows(b, h, q_pos, k_pos), -torch.inf)
     logits = scores

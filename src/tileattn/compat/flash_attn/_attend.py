@@ -95,7 +95,8 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 def _window(window_size: Any) -> tuple[Any, Any]:
     """Left and right; numbers may come as tensors of one element, which flash-attn takes as well."""
     try:
-        left, right = (s if isinstance(s, torch.SymInt) else operator.index(s) for s in window_size)
+        sizes: list[Any] = [s if isinstance(s, torch.SymInt) else operator.index(s) for s in window_size]
+        left, right = sizes
         if any(isinstance(s, bool) for s in window_size):
             raise TypeError
     except (TypeError, ValueError):
