@@ -100,6 +100,7 @@ def _pretending(arch: str) -> Iterator[_Found]:
     found = _Found()
     forget_prepared()  # packed calls are prepared before they ask for a kernel
     with (
+        mock.patch.object(ops, "_has_no_values", return_value=False),
         mock.patch.object(ops, "_asks_for_alignment", return_value=True),
         mock.patch.object(ops, "device_arch", return_value=arch),
         mock.patch.object(ops, "run_forward", _going_on(ops.run_forward, ops.forward)),

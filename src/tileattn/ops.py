@@ -72,13 +72,18 @@ def as_packed(
 def is_traced(tensor: Any) -> bool:
     """Whether an operator is to be seen: by torch.compile, export, a dispatch mode or a subclass.
 
-    So it is by meta tensors, which have shapes and no values.
-    Not by torch.func, whose transforms are over once its wrapped tensors are unwrapped: ask again then.
+    Meta tensors, which have shapes and no values, take the operator as well: its fake computes shapes.
+    torch.func does not: its transforms are over once its wrapped tensors are unwrapped. Ask again then.
     """
     return torch.compiler.is_compiling() or (
-        (type(tensor) is not torch.Tensor or torch._C._len_torch_dispatch_stack() > 0 or tensor.is_meta)
+        (type(tensor) is not torch.Tensor or torch._C._len_torch_dispatch_stack() > 0 or _has_no_values(tensor))
         and not torch._C._are_functorch_transforms_active()
     )
+
+
+def _has_no_values(tensor: torch.Tensor) -> bool:
+    """A function of its own for benchmarks/precompile.py, which takes meta tensors for a GPU's."""
+    return tensor.is_meta
 
 
 def run_forward(
