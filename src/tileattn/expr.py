@@ -216,6 +216,14 @@ class TensorSymbol:
     def __str__(self) -> str:
         return self.name
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # protocols of Python, which ask whether there is such a method
+            raise AttributeError(name)
+        raise TypeError(
+            f"a mask or score modification must read its tensors element by element (`tensor[h, k]`, "
+            f"tileattn.math.load), so that kernels know what it reads; it asked for `tensor.{name}`"
+        )
+
     @property
     def _reference(self) -> Any:
         """What stands for the tensor in an expression: its name, or itself where the name is not yet known."""

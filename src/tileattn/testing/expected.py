@@ -32,7 +32,7 @@ def expected_forward(arguments: Arguments) -> Forward:
     for each in _sequences(arguments):
         oracles.append(oracle_attention(*each.forward))
         eagers.append(eager_attention(*each.forward))
-    runs = range(2)
+    runs = range(len(eagers[0][0]) if eagers else 1)
     return (
         (_joined_o([o for o, _ in oracles], arguments), _joined_lse([lse for _, lse in oracles], arguments)),
         (
@@ -50,16 +50,17 @@ def expected_gradients(arguments: Arguments, do: Tensor, dlse: Tensor | None) ->
         oracle, sizes = oracle_gradients(leaves, do, dlse, *exact.positional[:7])
         return oracle, eager_gradients(of_eager, do, dlse, *arguments.positional[:7]), sizes
     total, total_size = _zeros(leaves), _zeros(leaves)
-    of_runs = [_zeros(of_eager) for _ in range(4)]
+    of_runs: list[dict[str, Tensor]] = []
     for one, rounded in zip(_sequences(exact, leaves), _sequences(arguments, of_eager)):
         outputs = do[:, one.rows], None if dlse is None else dlse[..., one.rows]
         oracle, sizes = oracle_gradients(one.leaves, *outputs, *one.backward)
         one.add(total, oracle)
         one.add(total_size, {name: size**2 for name, size in sizes.items()})
         runs = eager_gradients(rounded.leaves, *outputs, *rounded.backward)
+        of_runs = of_runs or [_zeros(of_eager) for _ in runs]
         for of_run, run in zip(of_runs, runs, strict=True):
             rounded.add(of_run, run)
-    return total, of_runs, {name: square.sqrt() for name, square in total_size.items()}
+    return total, of_runs or [_zeros(of_eager)], {name: square.sqrt() for name, square in total_size.items()}
 
 
 def _zeros(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -162,10 +162,11 @@ def eager_gradients(
     scale: float | None = None,
     dropout: Tensor | None = None,
 ) -> list[dict[str, Tensor]]:
-    """The gradients of `eager_attention`, in the inputs' dtype: four runs.
+    """The gradients of `eager_attention`, in the inputs' dtype: four runs, in float64 eight.
 
-    Each of its two orders in two ways. One is autograd, which has kept the probabilities. The other is the formula by
-    which a backward pass goes that does not keep them (Dao et al. 2022, arXiv 2205.14135): from o and lse, as rounded,
+    Each of two orders (in float64 of four, for there the oracle is as rough as what it judges) in two ways. One is
+    autograd, which has kept the probabilities. The other is the formula by which a backward pass goes that does not
+    keep them (Dao et al. 2022, arXiv 2205.14135): from o and lse, as rounded,
 
         P = exp(S - lse),  delta = rowsum(dO * O) - dlse,  dV = P^T dO,  dS = P * (dO V^T - delta)
 
@@ -186,12 +187,13 @@ def eager_gradients(
         scale: see there.
         dropout: see there.
     """
-    x, y = (
+    orders = (_natural, _shuffled, _reversed, _folded) if q.dtype == torch.float64 else (_natural, _shuffled)
+    runs = [
         _attend(q.dtype, q, k, v, mask, score_mods, sink, scale, (None,) * 3, order, _product, _weighted, dropout)
-        for order in (_natural, _shuffled)
-    )
-    found = [gradients((run.o, run.lse), leaves, do, dlse) for run in (x, y)]
-    return found + [_by_formula(*runs, leaves, do, dlse) for runs in ((x, y), (y, x))]
+        for order in orders
+    ]
+    found = [gradients((run.o, run.lse), leaves, do, dlse) for run in runs]
+    return found + [_by_formula(x, y, leaves, do, dlse) for x, y in zip(runs, runs[1:] + runs[:1])]
 
 
 def oracle_gradients(
@@ -295,6 +297,12 @@ def _natural(x: Tensor, dim: int) -> Tensor:
 
 def _reversed(x: Tensor, dim: int) -> Tensor:
     return x.flip(dim)
+
+
+def _folded(x: Tensor, dim: int) -> Tensor:
+    """Every second element, then the others."""
+    at = torch.arange(x.shape[dim], device=x.device)
+    return x.index_select(dim, torch.cat([at[::2], at[1::2]]))
 
 
 def _shuffled(x: Tensor, dim: int) -> Tensor:
