@@ -117,6 +117,7 @@ def main() -> None:
         "python": platform.python_version(),
         "versions": versions(),
         "commit": commit(),
+        "command": "python benchmarks/rescale_threshold.py",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     path.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
