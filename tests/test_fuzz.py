@@ -146,6 +146,72 @@ def test_one_gradient_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     assert "o, lse, q, v: right" in wrong
 
 
+# What kernels cannot compute to the last digit: numbers below float32's normal ones, which GPUs make 0 ...
+TINY = Call(dtype="bf16", seqlen_q=3, head_dim=16, scale=-5.1, values="constant", v_size=0.01, sink="fp32")
+# ... gradients of scores that a soft cap makes smaller than float16's normal numbers ...
+CAPPED = Call(
+    dtype="fp16", seqlen_q=40, seqlen_k=47, mods=(["softcap", 52.212],), grads=("q",), values="offset", q_size=4.0,
+    v_size=0.01,
+)  # fmt: skip
+# ... and sums of weights that are all rounded to the same side.
+EQUAL = Call(
+    dtype="fp8", head_dim=112, seqlen_q=2, seqlen_k=127, mods=(["fn", "decay", "fp32"],), values="constant", v_size=30.0
+)
+
+
+def worst(call: Call, name: str, got: torch.Tensor) -> float:
+    t = values.make(call, "cpu")
+    truth = truths(call, doors.quantized(call, t)[1] if call.dtype == "fp8" else t)
+    return float(compare.ratios(call, t, {name: got}, truth)[name])
+
+
+def scores_of(call: Call) -> tuple[torch.Tensor, ...]:
+    """Scaled scores of one head, and k, v and do, (rows, .), in float64."""
+    t = values.make(call, "cpu")
+    exact = doors.quantized(call, t)[1] if call.dtype == "fp8" else t
+    q, k, v, do = (x[0, :, 0].double() for x in (exact["q"], exact["k"], exact["v"], t["do"]))
+    return call.scale_value * (q @ k.T), k, v, do
+
+
+def test_what_gpus_flush_to_zero_is_right_and_no_more() -> None:
+    """The weight is e^-82 beside the sink's: o is below 2^-126. With e^-74 it is not."""
+    nothing = torch.zeros(1, 3, 1, 16)
+    right = truths(TINY, values.make(TINY, "cpu"))["o"].value
+    assert 0 < float(right.abs().max()) < 2.0**-126
+    assert worst(TINY, "o", nothing) <= 1
+    assert worst(TINY.replace(scale=-4.6), "o", nothing) > 1
+
+
+def test_gradients_rounded_behind_a_soft_cap_are_right_and_no_more() -> None:
+    """dS is rounded to float16 after the cap's derivative has joined; rounded to three digits less it is wrong."""
+    scores, k, v, do = scores_of(CAPPED)
+    scores.requires_grad_()
+    cap = CAPPED.mods[0][1]
+    loss = (torch.softmax(cap * torch.tanh(scores / cap), dim=-1) @ v * do).sum()
+    (ds,) = torch.autograd.grad(loss, scores)
+    assert float(ds.abs().max()) < 2.0**-14
+
+    def ratio(rounded: torch.Tensor) -> float:
+        dq = (CAPPED.scale_value * (rounded @ k)).half()
+        return worst(CAPPED, "q", dq[None, :, None])
+
+    assert ratio(ds.half().double()) <= 1
+    assert ratio((ds / 8).half().double() * 8) > 1
+
+
+@pytest.mark.parametrize("base", [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 1.9])
+def test_equal_weights_that_are_rounded_equally_are_right_and_no_more(base: float) -> None:
+    """By float8 weights that begin at some power of two; o twice as far off as one rounding is wrong."""
+    scores, _, v, _ = scores_of(EQUAL)
+    distance = (torch.arange(127) - torch.tensor([[125], [126]])).abs()
+    scores = scores + 2 * torch.exp2(-0.25 * distance.double())
+    weights = base * torch.exp(scores - scores.amax(-1, keepdim=True))
+    o = weights.float().to(torch.float8_e4m3fn).double() @ v / weights.sum(-1, keepdim=True)
+    assert worst(EQUAL, "o", o.bfloat16()[None, :, None]) <= 1
+    exact = weights @ v / weights.sum(-1, keepdim=True)
+    assert worst(EQUAL, "o", (exact * (1 + 2.0**-3)).bfloat16()[None, :, None]) > 1
+
+
 def test_a_failure_is_shrunk_to_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong from the ninth key on, in calls with a mask: all else goes."""
     right = tileattn.attention

@@ -93,6 +93,22 @@ def test_masks_with_tensors_where_there_is_no_key(
     assert torch.equal(lse, torch.full((2, 4, 5), -torch.inf))
 
 
+@pytest.mark.parametrize("attention", ALL)
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0), (0, 0), (3, 5)])
+def test_gradients_are_zeros_where_no_query_sees_a_key(
+    attention: Callable[..., tuple[Tensor, Tensor]], seqlen_q: int, seqlen_k: int, sink: bool
+) -> None:
+    """There are none, or the mask hides all of them."""
+    leaves = [x.requires_grad_() for x in (*qkv(seqlen_q, seqlen_k), random(4), random(1, 4, seqlen_q, seqlen_k))]
+    q, k, v, logits, bias = leaves
+    mask = KeyPadding(torch.zeros(2, seqlen_k) > 0)
+    o, lse = attention(q, k, v, mask, (Bias(bias),), logits if sink else None)
+    for output, reached in ((o, (q, k, v, bias, *((logits,) if sink else ()))), (lse, (q, k, bias))):
+        for grad in torch.autograd.grad(output.sum(), reached, retain_graph=True):
+            assert (grad == 0).all()
+
+
 @pytest.mark.parametrize("attention", TILED)
 @pytest.mark.parametrize(("block_M", "block_N"), [(1, 1), (7, 16), (64, 13), (1000, 1000)])
 def test_tiles_of_any_size(attention: Callable[..., tuple[Tensor, Tensor]], block_M: int, block_N: int) -> None:

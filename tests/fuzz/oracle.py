@@ -2,10 +2,11 @@
 
 Attention and its gradients are written out by hand on whole matrices, (elements, heads, rows, keys); packed sequences
 are padded first. Beside each output stands the **variance** of its error: what results if each quantity that a kernel
-rounds is off by a random part of one rounding. This rule of tolerance needs no second implementation: the weights P and
-the gradients dS are rounded to the inputs' dtype before they are multiplied, o and the gradients when they are written,
-and scores and sums are computed in float32 (float64 for float64). A sum of n terms in that precision is off by sqrt(n)
-roundings of its terms' root of squares. Where there is no term, no error is allowed.
+rounds is off by a random part of one rounding, numbers that are equal by the same part. This rule of tolerance needs no
+second implementation: the weights P and the gradients dS are rounded to the inputs' dtype before they are multiplied, o
+and the gradients when they are written, and scores and sums are computed in float32 (float64 for float64). A sum of n
+terms in that precision is off by sqrt(n) roundings of its terms' root of squares. Where there is no term, no error is
+allowed.
 """
 
 from __future__ import annotations
@@ -125,11 +126,34 @@ def _forward(call: Call, t: dict[str, Tensor], padding: Padding, kept: Tensor | 
     smallest = torch.where(seen, r.smallest * largest + r.least, 0.0)
     sums = 4 * r.sums**2 * (4 + call.keys)
     weight2 = dropped.square() * (r.weights**2 + sums + p_error2) + smallest.square()
-    o_variance = weight2 @ v.square() + (2 * r.output**2 + sums) * o.square() + (r.smallest * (o != 0)) ** 2
+    o_variance = weight2 @ v.square() + _tied(dropped, v, r.weights)
+    o_variance = o_variance + (2 * r.output**2 + sums) * o.square() + _least2(o, r)
     return Forward(
         q, k, v, at, changed, seen, p, kept, sink_p, _rows_first(o), _rows_first(o_variance), lse,
         lse_variance, p_error2,
     )  # fmt: skip
+
+
+def _least2(x: Tensor, r: Rounding) -> Tensor:
+    """The variance of what is written: numbers that are not 0 have an absolute error at least."""
+    return (x != 0).double() * r.smallest**2  # in float32, to which a Python number would lead, the square is 0
+
+
+def _tied(a: Tensor, x: Tensor, rounding: float) -> Tensor:
+    """What a x varies in addition to ``rounding**2 * (a**2 @ x**2)`` because equal elements of a row of a err equally.
+
+    With one error e_g for each group g of equal a_j the variance is Var(e) sum_g (sum_(j in g) a_j x_j)^2. Let x_j be
+    its mean X over the row, weighted by |a_j|, and a rest of random signs: that is Var(e) (sum_j a_j^2 (x_j - X)^2 +
+    sum_j n_j a_j^2 X^2), where n_j counts the elements equal to a_j. The part with n_j - 1 is what independent errors
+    lack. Var(e) is rounding^2 / 3, the variance of an error anywhere within one rounding: n errors that are one do not
+    add up to more than one, and need no reserve. Elements are equal within an eighth of a rounding.
+    """
+    if a.numel() == 0:
+        return a.new_zeros(())
+    ordered, near = a.sort(dim=-1).values, a.abs() * (rounding / 8)
+    equal = torch.searchsorted(ordered, a + near, right=True) - torch.searchsorted(ordered, a - near)
+    mean = (a.abs() @ x) / a.abs().sum(-1, keepdim=True).clamp_min(1e-300)
+    return rounding**2 / 3 * ((equal - 1) * a.square()).sum(-1, keepdim=True) * mean.square()
 
 
 def _rows_first(x: Tensor) -> Tensor:
@@ -174,9 +198,10 @@ def _gradients(call: Call, t: dict[str, Tensor], padding: Padding, f: Forward, r
     inner = of_weight - delta
     ds = p * inner
     size = of_weight.abs() + delta.abs() + delta2.sqrt()
-    # Normalised weights and dS have an absolute error, too: in float16 they are below its normal numbers.
+    # Normalised weights and dS have an absolute error, too: in float16 they are below its normal numbers. That of dS
+    # joins where it is rounded, after the derivatives of modifications, which do not make it smaller.
     smallest = f.seen.double() * (r.smallest + r.least)
-    own2 = ds.square() * (r.inputs**2 + f.p_error2) + p.square() * error2 + (smallest * (1 + size)) ** 2
+    own2 = ds.square() * (r.inputs**2 + f.p_error2) + p.square() * error2 + (smallest * size) ** 2
     found: dict[str, Truth] = {}
     if "sink" in call.grads and f.sink_p is not None:
         found["sink"] = _of_sink(f, delta[..., 0], delta2[..., 0], _written(t["sink"], r))
@@ -191,12 +216,14 @@ def _gradients(call: Call, t: dict[str, Tensor], padding: Padding, f: Forward, r
             assert step.by_tensor is not None
             by = step.by_tensor.expand_as(p).masked_fill(hidden, 0.0)
             written = _written(t[step.tensor], r)
-            found[step.tensor] = _of_tensor(ds, own2, weight, delta2, by, tensor_dims(call.mods[number]), written)
+            there2 = own2 + smallest.square()
+            found[step.tensor] = _of_tensor(ds, there2, weight, delta2, by, tensor_dims(call.mods[number]), written)
         local: Tensor | float = step.derivative
         if isinstance(local, Tensor):
             local = local.expand_as(p).masked_fill(hidden, 0.0)
         own2 = own2 * local * local + (ds * step.by_tanh * (tanh_error(r.sums) + r.tanh)).square()
         ds, weight = ds * local, weight * local
+    own2 = own2 + smallest.square()
     ds, own2, weight = ds * scale, own2 * scale**2, weight * scale
     if "q" in call.grads:
         found["q"] = _of_q(ds, own2, weight, delta2, f, r)
@@ -209,8 +236,8 @@ def _of_q(ds: Tensor, own2: Tensor, p: Tensor, delta2: Tensor, f: Forward, r: Ro
     """dQ = dS K. An error of delta is the same for all keys of a row: its parts add up, as those of lse do."""
     dq = ds @ f.k
     sums = 4 * r.sums**2 * (4 + ds.shape[-1])
-    variance = (own2 + sums * ds.square()) @ f.k.square() + delta2 * (p @ f.k).square()
-    variance = variance + (r.output**2 + sums + f.lse_variance[..., None]) * dq.square() + (r.smallest * (dq != 0)) ** 2
+    variance = (own2 + sums * ds.square()) @ f.k.square() + _tied(ds, f.k, r.inputs) + delta2 * (p @ f.k).square()
+    variance = variance + (r.output**2 + sums + f.lse_variance[..., None]) * dq.square() + _least2(dq, r)
     return Truth(_rows_first(dq), _rows_first(variance))
 
 
@@ -219,7 +246,7 @@ def _product(a: Tensor, a2: Tensor, x: Tensor, call: Call, r: Rounding) -> Truth
     sums = 4 * r.sums**2 * (4 + a.shape[-1] * call.group)
     variance = (a2 + sums * a.square()) @ x.square()
     value, variance = (y.unflatten(1, (call.kv_heads, call.group)).sum(2) for y in (a @ x, variance))
-    variance = variance + (r.output**2 + sums) * value.square() + (r.smallest * (value != 0)) ** 2
+    variance = variance + (r.output**2 + sums) * value.square() + _least2(value, r)
     return Truth(_rows_first(value), _rows_first(variance))
 
 
@@ -236,7 +263,7 @@ def _of_sink(f: Forward, delta: Tensor, delta2: Tensor, r: Rounding) -> Truth:
     variance = (
         f.sink_p.square() * (delta2 + delta.square() * (f.lse_variance + (8 * r.sums) ** 2)) + (r.least * delta) ** 2
     )
-    return Truth(value, variance.sum((0, 2)) + (r.output * value) ** 2 + (r.smallest * (value != 0)) ** 2)
+    return Truth(value, variance.sum((0, 2)) + (r.output * value) ** 2 + _least2(value, r))
 
 
 def _of_tensor(ds: Tensor, own2: Tensor, p: Tensor, delta2: Tensor, by: Tensor, dims: str, r: Rounding) -> Truth:
@@ -254,4 +281,4 @@ def _of_tensor(ds: Tensor, own2: Tensor, p: Tensor, delta2: Tensor, by: Tensor, 
     shape = [size for size, dim in zip(value.shape, "bhqk") if dim in dims]
     full = [1 if dim == "1" else shape.pop(0) for dim in dims]
     value, variance = value.reshape(full), variance.reshape(full)
-    return Truth(value, variance + (r.output * value) ** 2 + (r.smallest * (value != 0)) ** 2)
+    return Truth(value, variance + (r.output * value) ** 2 + _least2(value, r))

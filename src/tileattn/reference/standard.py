@@ -81,8 +81,8 @@ def standard_attention(
         # One more key, the same for all queries, whose value is zero.
         column = sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         logits = torch.cat([scores, column], dim=-1)
-    if logits.shape[-1] == 0:  # a maximum of nothing
-        logits = scores.new_full((*scores.shape[:3], 1), -torch.inf)
+    if logits.shape[-1] == 0:  # a maximum of nothing; lse depends on the tensors all the same
+        logits = torch.cat([scores, scores.new_full((*scores.shape[:3], 1), -torch.inf)], dim=-1)
     m = logits.amax(dim=-1, keepdim=True)
     # A row that sees no key has m = -inf, and -inf - (-inf) is NaN. Subtract 0 instead: then all exp(-inf) are 0 ...
     # A row with a score of +inf gets l = lse = inf in this way, and o = NaN.

@@ -59,7 +59,7 @@ def flash_attention_1(
     q, k, v = heads_first(q, k, v, (q_descale, k_descale, v_descale))
     mask, score_mods = computed_in(q.dtype, mask, score_mods)
     # "In memory": one entry for each block of queries, rewritten for each K/V tile. Here o is divided by l.
-    memory = [RowState.empty(q[:, :, rows], v.shape[-1]) for rows in blocks(0, seqlen_q, block_M)]
+    memory = [before_tiles(q, k, v, rows, score_mods, scale) for rows in blocks(0, seqlen_q, block_M)]
     for keys in blocks(0, seqlen_k, block_N):
         for i, rows in enumerate(blocks(0, seqlen_q, block_M)):
             scores = tile_scores(q, k, rows, keys, score_mods, scale)
@@ -68,8 +68,10 @@ def flash_attention_1(
             m, l, o = RowState(m, l, o * l[..., None]).update(scores, v[:, :, keys], of_tile(dropout, rows, keys))
             # Divided again before it goes back; a row that has seen no key yet keeps its zero.
             memory[i] = RowState(m, l, o / torch.where(l > 0, l, 1.0)[..., None])
+    if not memory:
+        memory = [before_tiles(q, k, v, slice(0, 0), score_mods, scale)]
     finished = [RowState(m, l, o * l[..., None]).finish(per_row(sink, q)) for m, l, o in memory]
-    return joined(finished, q, v, dtype)
+    return joined(finished, dtype)
 
 
 def flash_attention_2(
@@ -93,7 +95,7 @@ def flash_attention_2(
     mask, score_mods = computed_in(q.dtype, mask, score_mods)
     finished = []
     for rows in blocks(0, seqlen_q, block_M):  # on a GPU: a thread block for each
-        state = RowState.empty(q[:, :, rows], v.shape[-1])
+        state = before_tiles(q, k, v, rows, score_mods, scale)
         (lo, hi), (full_lo, full_hi) = key_ranges(q, k, rows, mask)
         # Tiles begin at multiples of block_N, whatever lo is, so that they are aligned in memory.
         for keys in blocks(lo - lo % block_N, hi, block_N):
@@ -102,12 +104,26 @@ def flash_attention_2(
                 scores = masked(scores, mask, positions(q, k, rows, keys))
             state = state.update(scores, v[:, :, keys], of_tile(dropout, rows, keys))
         finished.append(state.finish(per_row(sink, q)))
-    return joined(finished, q, v, dtype)
+    if not finished:
+        finished = [before_tiles(q, k, v, slice(0, 0), score_mods, scale).finish(per_row(sink, q))]
+    return joined(finished, dtype)
 
 
 def blocks(start: int, stop: int, size: int) -> Iterator[slice]:
     """start..stop in slices of `size`; the last may be shorter."""
     return (slice(lo, min(lo + size, stop)) for lo in range(start, stop, size))
+
+
+def before_tiles(
+    q: Tensor, k: Tensor, v: Tensor, rows: slice, score_mods: Sequence[ScoreFn], scale: float | None
+) -> RowState:
+    """The rows' state before any tile: that of a tile without keys.
+
+    So it depends on the tensors, and rows that meet no tile give them gradients, which are 0.
+    """
+    scores = tile_scores(q, k, rows, slice(0, 0), score_mods, scale)
+    m = scores.new_full(scores.shape[:-1], -torch.inf)
+    return RowState(m=m, l=scores.sum(dim=-1), o=scores @ v[:, :, :0])
 
 
 def key_ranges(q: Tensor, k: Tensor, rows: slice, mask: Mask | None) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -147,12 +163,7 @@ def per_row(sink: Tensor | None, q: Tensor) -> Tensor | None:
     return None if sink is None else sink.to(q.dtype)[None, :, None]
 
 
-def joined(
-    finished: Sequence[tuple[Tensor, Tensor]], q: Tensor, v: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def joined(finished: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """o (batch, seqlen_q, heads, head_dim_v) in `dtype` and lse (batch, heads, seqlen_q), from those of the blocks."""
-    if not finished:  # no query at all
-        o, lse = RowState.empty(q, v.shape[-1]).finish()
-    else:
-        o, lse = (torch.cat(parts, dim=2) for parts in zip(*finished))
+    o, lse = (torch.cat(parts, dim=2) for parts in zip(*finished))
     return o.transpose(1, 2).to(dtype), lse
