@@ -205,7 +205,9 @@ class Draw:
         has_lse = call.door in ("attention", "varlen", "padded", "reference") or call.door[:2] == "fa"
         lse = has_lse and (call.door == "reference" or self.chance(0.5))
         names = ["q", "k", "v"] + ["sink"] * (call.sink is not None)
-        names += [name for number, mod in enumerate(call.mods) if (name := mod_tensor(number, mod))]
+        # A factor of a score of -inf has the slope -inf, and 0 times that is NaN in PyTorch's own gradient as well.
+        hiding = next((number for number, mod in enumerate(call.mods) if mod[:2] == ["fn", "hidden"]), len(call.mods))
+        names += [name for number, mod in enumerate(call.mods[:hiding]) if (name := mod_tensor(number, mod))]
         grads: list[str] = []
         if call.dtype != "fp8" and self.backend != "mma" and not self.chance(0.2):
             grads = names
