@@ -79,6 +79,10 @@ CALLS = {
     "composed-40": backward_of(make_call(PrefixLM(torch.ones(2).int()), ALiBi(SLOPES), SoftCap(9.0), dim=40)),
     "unaligned": backward_of(make_call(Causal(), aligned=False)),
     "unaligned-256": backward_of(make_call(aligned=False, dim=256)),
+    # Fewer columns of values than two warpgroups can share without padding.
+    "unaligned-192/16": backward_of(make_call(aligned=False, dim=192, dim_v=16)),
+    "unaligned-128/48": backward_of(make_call(Causal(), SoftCap(30.0), aligned=False, dim=128, dim_v=48)),
+    "shared-bias-256/40": backward_of(make_call(None, Bias(BIAS[:1]), dim=256, dim_v=40)),
 }  # fmt: skip
 # (call, architecture, kernel), one of each kind; the others take long.
 QUICK = {
@@ -89,6 +93,7 @@ QUICK = {
     ("plain-16", "sm_80", "main"),
     ("plain-16", "gfx942", "main"),
     ("plain-16", "sm_120a", "main"),
+    ("unaligned-192/16", "sm_90a", "main"),
 }
 # Beside sm_90a and sm_80, which have all.
 ELSEWHERE = ("plain", "plain-16", "causal-256", "composed", "unaligned")
@@ -217,6 +222,35 @@ def test_what_does_not_fit_is_not_valid() -> None:
     assert not config.is_valid(replace(call, arch="sm_89"), BackwardConfig(64, 64, 2, 256))
     assert config.is_valid_queries(call, BackwardConfig(128, 64, 1, 256))
     assert not config.is_valid_queries(call, BackwardConfig(64, 64, 1, 256))  # a warp without rows
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if not arch.startswith("gfx")])
+@pytest.mark.parametrize("packed", [False, True])
+def test_warps_share_whole_columns(arch: str, packed: bool) -> None:
+    """A product's columns, where there are more warps than its rows take, are divided among the others."""
+    variants = [CALLS[name].forward.variant for name in ("plain", "softcap", "shared-bias")]
+    for dim, dim_v, variant, aligned in itertools.product(HEAD_DIMS, HEAD_DIMS, variants, (False, True)):
+        forward = AttentionCall(torch.bfloat16, dim, dim_v, variant, arch=arch, aligned=aligned, packed=packed)
+        tile = generic_tile(backward_of(forward))
+        columns = config.value_columns(forward, tile)
+        assert 0 <= columns - dim_v < 32
+        products = [(tile.block_M, dim)]  # dQ
+        if tile.weights_shared(forward):
+            products += [(tile.block_N, dim), (tile.block_N, columns)]  # dK, dV
+        for rows, shared in products:
+            sharers = max(tile.threads // 32 * 16 // rows, 1)
+            assert shared % (sharers * (16 if arch == "sm_90a" else 8)) == 0, (forward, tile)
+
+
+def test_columns_that_warps_cannot_share_are_not_valid() -> None:
+    narrow = make_call(dim=192, dim_v=16)
+    assert config.value_columns(narrow, BackwardConfig(64, 64, 2, 256)) == 32
+    assert config.value_columns(narrow, BackwardConfig(64, 64, 2, 128)) == 16
+    assert config.value_columns(replace(narrow, arch="sm_80"), BackwardConfig(64, 64, 2, 256)) == 16
+    assert not config.is_valid(make_call(dim=48), BackwardConfig(64, 64, 2, 256))  # dQ on two warpgroups
+    assert config.is_valid(make_call(dim=48), BackwardConfig(64, 64, 2, 128))
+    assert not config.is_valid(make_call(dim=48, arch="sm_89"), BackwardConfig(32, 64, 1, 256))  # on eight warps
+    assert config.is_valid(make_call(dim=64, arch="sm_89"), BackwardConfig(32, 64, 1, 256))
 
 
 # --- Which calls share a kernel ---
