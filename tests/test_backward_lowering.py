@@ -79,10 +79,6 @@ CALLS = {
     "composed-40": backward_of(make_call(PrefixLM(torch.ones(2).int()), ALiBi(SLOPES), SoftCap(9.0), dim=40)),
     "unaligned": backward_of(make_call(Causal(), aligned=False)),
     "unaligned-256": backward_of(make_call(aligned=False, dim=256)),
-    # Fewer columns of values than two warpgroups can share without padding.
-    "unaligned-192/16": backward_of(make_call(aligned=False, dim=192, dim_v=16)),
-    "unaligned-128/48": backward_of(make_call(Causal(), SoftCap(30.0), aligned=False, dim=128, dim_v=48)),
-    "shared-bias-256/40": backward_of(make_call(None, Bias(BIAS[:1]), dim=256, dim_v=40)),
 }  # fmt: skip
 # (call, architecture, kernel), one of each kind; the others take long.
 QUICK = {
@@ -93,7 +89,6 @@ QUICK = {
     ("plain-16", "sm_80", "main"),
     ("plain-16", "gfx942", "main"),
     ("plain-16", "sm_120a", "main"),
-    ("unaligned-192/16", "sm_90a", "main"),
 }
 # Beside sm_90a and sm_80, which have all.
 ELSEWHERE = ("plain", "plain-16", "causal-256", "composed", "unaligned")
@@ -194,6 +189,30 @@ def _check_assembly(report: str) -> None:
     spills = numbers(r"(\d+) bytes stack frame", report) + numbers(r"(\d+) bytes spill stores", report)
     assert len(spills) >= 2, report
     assert max(spills) <= MAX_SPILLED, report
+
+
+# --- Head dims far apart ---
+
+# Warpgroups or warps could not share the columns of dV, or of dQ, if their tiles were as for other head dims.
+APART = {
+    "32/16": backward_of(make_call(None, SoftCap(30.0), dim=32, dim_v=16, aligned=False)),
+    "192/16": backward_of(make_call(Causal(), SoftCap(30.0), dim=192, dim_v=16, aligned=False)),
+    "128/48": backward_of(make_call(dim=128, dim_v=48, aligned=False)),
+    "shared-bias-192/40": backward_of(make_call(None, Bias(BIAS[:1]), dim=192, dim_v=40)),
+    "packed-16/256": backward_of(replace(make_call(dim=16, dim_v=256, arch="sm_89"), packed=True)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "32/16" else [pytest.mark.slow]) for name in APART]
+)
+def test_head_dims_far_apart(name: str) -> None:
+    """Their kernel is generated, with all products on the matrix units."""
+    call = APART[name]
+    source = generic_source(call)
+    _check_instructions(call, "main", source)
+    _check_barriers(source)
+    _check_atomics(call, "main", source)
 
 
 # --- Tiles ---
