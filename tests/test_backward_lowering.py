@@ -191,6 +191,30 @@ def _check_assembly(report: str) -> None:
     assert max(spills) <= MAX_SPILLED, report
 
 
+# --- Head dims far apart ---
+
+# Warpgroups or warps could not share the columns of dV, or of dQ, if their tiles were as for other head dims.
+APART = {
+    "32/16": backward_of(make_call(None, SoftCap(30.0), dim=32, dim_v=16, aligned=False)),
+    "192/16": backward_of(make_call(Causal(), SoftCap(30.0), dim=192, dim_v=16, aligned=False)),
+    "128/48": backward_of(make_call(dim=128, dim_v=48, aligned=False)),
+    "shared-bias-192/40": backward_of(make_call(None, Bias(BIAS[:1]), dim=192, dim_v=40)),
+    "packed-16/256": backward_of(replace(make_call(dim=16, dim_v=256, arch="sm_89"), packed=True)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "32/16" else [pytest.mark.slow]) for name in APART]
+)
+def test_head_dims_far_apart(name: str) -> None:
+    """Their kernel is generated, with all products on the matrix units."""
+    call = APART[name]
+    source = generic_source(call)
+    _check_instructions(call, "main", source)
+    _check_barriers(source)
+    _check_atomics(call, "main", source)
+
+
 # --- Tiles ---
 
 HEAD_DIMS = (16, 32, 48, 64, 96, 128, 192, 256)  # all that `config.padded` leaves
@@ -217,6 +241,35 @@ def test_what_does_not_fit_is_not_valid() -> None:
     assert not config.is_valid(replace(call, arch="sm_89"), BackwardConfig(64, 64, 2, 256))
     assert config.is_valid_queries(call, BackwardConfig(128, 64, 1, 256))
     assert not config.is_valid_queries(call, BackwardConfig(64, 64, 1, 256))  # a warp without rows
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if not arch.startswith("gfx")])
+@pytest.mark.parametrize("packed", [False, True])
+def test_warps_share_whole_columns(arch: str, packed: bool) -> None:
+    """A product's columns, where there are more warps than its rows take, are divided among the others."""
+    variants = [CALLS[name].forward.variant for name in ("plain", "softcap", "shared-bias")]
+    for dim, dim_v, variant, aligned in itertools.product(HEAD_DIMS, HEAD_DIMS, variants, (False, True)):
+        forward = AttentionCall(torch.bfloat16, dim, dim_v, variant, arch=arch, aligned=aligned, packed=packed)
+        tile = generic_tile(backward_of(forward))
+        columns = config.value_columns(forward, tile)
+        assert 0 <= columns - dim_v < 32
+        products = [(tile.block_M, dim)]  # dQ
+        if tile.weights_shared(forward):
+            products += [(tile.block_N, dim), (tile.block_N, columns)]  # dK, dV
+        for rows, shared in products:
+            sharers = max(tile.threads // 32 * 16 // rows, 1)
+            assert shared % (sharers * (16 if arch == "sm_90a" else 8)) == 0, (forward, tile)
+
+
+def test_columns_that_warps_cannot_share_are_not_valid() -> None:
+    narrow = make_call(dim=192, dim_v=16)
+    assert config.value_columns(narrow, BackwardConfig(64, 64, 2, 256)) == 32
+    assert config.value_columns(narrow, BackwardConfig(64, 64, 2, 128)) == 16
+    assert config.value_columns(replace(narrow, arch="sm_80"), BackwardConfig(64, 64, 2, 256)) == 16
+    assert not config.is_valid(make_call(dim=48), BackwardConfig(64, 64, 2, 256))  # dQ on two warpgroups
+    assert config.is_valid(make_call(dim=48), BackwardConfig(64, 64, 2, 128))
+    assert not config.is_valid(make_call(dim=48, arch="sm_89"), BackwardConfig(32, 64, 1, 256))  # on eight warps
+    assert config.is_valid(make_call(dim=64, arch="sm_89"), BackwardConfig(32, 64, 1, 256))
 
 
 # --- Which calls share a kernel ---

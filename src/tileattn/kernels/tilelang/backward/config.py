@@ -87,12 +87,32 @@ class BackwardConfig:
         return self.block_N < warps * self.rows_per_warp(call.arch)
 
 
+def column_step(call: AttentionCall, config: BackwardConfig, rows: int) -> int:
+    """What the columns of a product of so many rows must be a multiple of, for warps to share them.
+
+    A warpgroup's part of a wgmma must be a multiple of 16 columns: of 8 or 24, TileLang 0.1.15 wants the second operand
+    in shared memory without a swizzle, and no other product can read it there. Smaller products take 8 columns a warp.
+    """
+    if call.arch.startswith("gfx"):
+        return 16
+    if call.arch == "sm_90a" and rows >= 64 and config.threads % 128 == 0:
+        return 16 * (config.threads // 128)
+    return 8 * max(1, config.threads // 32 * 16 // rows)
+
+
+def value_columns(call: AttentionCall, config: BackwardConfig) -> int:
+    """Columns of the main kernel's tiles of V, dO and dV: the padded head dim, and zeros that let warps share dV's."""
+    columns = padded(call.head_dim_v)
+    step = column_step(call, config, config.block_N) if config.weights_shared(call) else 16
+    return -(-columns // step) * step
+
+
 def shared_bytes(call: AttentionCall, config: BackwardConfig) -> int:
     """Shared memory of one block of the main kernel: K and V; the stages of Q, dO, lse and delta; dS and P; dK and dV.
 
     dK and dV, on their way out, lie where others were; but in a packed call beside them.
     """
-    dims = padded(call.head_dim) + padded(call.head_dim_v)
+    dims = padded(call.head_dim) + value_columns(call, config)
     stages = max(config.num_stages, 1)
     weights = (1 + config.weights_shared(call)) * config.block_M * config.block_N
     elements = config.block_N * dims + stages * config.block_M * dims + weights
@@ -120,11 +140,13 @@ def _gradients_apart(call: AttentionCall) -> bool:
 
 
 def is_valid(call: AttentionCall, config: BackwardConfig) -> bool:
-    """Whether the main kernel's configuration fits: rows for the warps, shared memory."""
+    """Whether the main kernel's configuration fits: rows and columns for the warps, shared memory."""
+    split = [config.block_M, *[config.block_N] * config.weights_shared(call)]  # rows of dQ, and of dK
     return (
         ROWS % config.block_M == 0
         and config.block_M % 16 == 0
         and config.block_N % config.rows_per_warp(call.arch) == 0
+        and all(padded(call.head_dim) % column_step(call, config, rows) == 0 for rows in split)
         and shared_bytes(call, config) <= ARCHITECTURES[call.arch].shared_bytes
     )
 
@@ -168,7 +190,7 @@ def preferences(call: AttentionCall, kept: int) -> Iterator[BackwardConfig]:
     # Where operands of products are loaded into registers, 64 rows leave too few for wide heads and modifications.
     rows = 64 if has_wgmma or (widest <= 128 and traced.score is None) else 32
     if padded(call.head_dim) % 32:
-        yield BackwardConfig(rows, 64, 2, 128)  # two warpgroups would halve dQ's columns; a wgmma takes 16 or more
+        yield BackwardConfig(rows, 64, 2, 128)  # two warpgroups would halve dQ's columns; see column_step
     if has_producer and widest <= 64 and traced.score is None and not traced.tensors:
         yield BackwardConfig(128, 128, 2, 256)
     if (has_producer and widest <= 128 and kept < 2) or (widest <= 64 and traced.score is None):

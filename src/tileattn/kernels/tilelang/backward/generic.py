@@ -31,7 +31,7 @@ from ..generic import ROWS
 from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
 from . import places, tile
-from .config import BackwardConfig, copy_options, store_options
+from .config import BackwardConfig, copy_options, store_options, value_columns
 from .operands import ADDED, BY_KEY, SPREAD, STORED, Path
 from .tensors import add_to_elements, add_to_sums, hand_over_sums, spread, store_elements
 from .variables import address_holder, holder
@@ -50,7 +50,7 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
     """
     block_M, block_N = config.block_M, config.block_N
     dtype = str(call.dtype).removeprefix("torch.")
-    head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+    head_dim, head_dim_v = padded(call.head_dim), value_columns(call, config)
     copy, store = copy_options(call), store_options(call)
     slopes = tile.Slopes(call, traced, tuple(path.load for path in paths)) if traced.score is not None else None
     # Python's tuples: a loop over them is unrolled while the kernel is traced, one over a range is a loop of its own.
