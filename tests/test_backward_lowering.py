@@ -88,7 +88,6 @@ QUICK = {
     ("plain-16", "sm_90a", "finish"),
     ("plain-16", "sm_80", "main"),
     ("plain-16", "gfx942", "main"),
-    ("plain-16", "sm_120a", "main"),
 }
 # Beside sm_90a and sm_80, which have all.
 ELSEWHERE = ("plain", "plain-16", "causal-256", "composed", "unaligned")
