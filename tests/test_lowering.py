@@ -40,16 +40,15 @@ from tileattn.variant import program
 ASSEMBLED = ("sm_80", "sm_90a")
 # Lowering takes 5 to 18 seconds of a core for each, so `make test` has of each architecture what its schedule makes of
 # it in another way: of Hopper's each kind of tile and what other tests here look at as well, of the generic schedule
-# (sm_80, and with TMA sm_100a and sm_120a) and of AMD's a call with all there is and the flags that change the copies.
+# (sm_80 and sm_89; with TMA sm_100a and sm_120a) and of AMD's all modifications once and the flag that changes copies.
 QUICK = {
-    "sm_80": ("plain-16", "composed", "unaligned"),
-    "sm_89": ("plain-16",),
+    "sm_80": ("plain-16", "unaligned"),
+    "sm_89": ("composed",),
     "sm_90a": ("plain", "plain-256", "causal-64", "window-96", "bias-tiles", "composed", "unaligned"),
     "sm_100a": ("plain-16",),
-    "sm_120a": ("window-96",),
-    "gfx942": ("plain-16", "composed", "unaligned"),
+    "sm_120a": ("plain-16",),
+    "gfx942": ("composed", "unaligned"),
 }
-SHORT_SEQUENCES = ("plain",)  # of which the kernel for those is looked at, too
 
 # ptxas: wgmma instructions run one after the other, or setmaxnreg is ignored. Each costs half the speed.
 SERIALIZED = re.compile(r"C75(?:08|10|12|14)|serializ|setmaxnreg ignored", re.IGNORECASE)
@@ -62,7 +61,7 @@ def _kernels() -> list[object]:
         for name, call in (CALLS | SLOW_CALLS).items():
             quick, call = name in QUICK[arch], on(arch, call)
             for number, tile in enumerate(defaults.defaults(call)):
-                marks = [] if quick and (number == 0 or name in SHORT_SEQUENCES) else [pytest.mark.slow]
+                marks = [] if quick and number == 0 else [pytest.mark.slow]
                 suffix = f"-{number}" if number else ""
                 found.append(pytest.param(call, tile, id=f"{arch}-{name}{suffix}", marks=marks))
     return found
