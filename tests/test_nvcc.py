@@ -72,7 +72,7 @@ def test_the_machine_code_is_the_same(of: object, tmp_path: Path) -> None:
     assert sections(nvcc.cubin(code, ARCH)) == expected
 
 
-@pytest.mark.parametrize("q_in_registers", [False, True])
+@pytest.mark.parametrize("q_in_registers", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_product_is_defined_once(q_in_registers: bool) -> None:
     code = forward_source(q_in_registers)
     own = nvcc.with_own_products(code)

@@ -45,7 +45,7 @@ def test_a_heads_slope_is_read_once_per_tile_of_queries() -> None:
     assert not re.search(r"\bt0\[", last_loop(source))
 
 
-@pytest.mark.parametrize("call", [SLANTED_AND_CAPPED, scored(SoftCap(50.0), dim=64, dtype=torch.float16)], ids=str)
+@pytest.mark.parametrize("call", [SLANTED_AND_CAPPED, scored(SoftCap(50.0), dim=16, dtype=torch.float16)], ids=str)
 def test_which_tanh(call: AttentionCall) -> None:
     """The hardware's errs by 2^-11, less than bfloat16 does and not less than float16. AMD's: test_lowering.py."""
     loop = last_loop(lower(call))
