@@ -18,10 +18,11 @@ from tileattn.kernels.tilelang.nvcc import with_own_products
 from tileattn.kernels.tilelang.softmax import key_of_column
 from tileattn.kernels.tilelang.transpose_fp8 import transpose_kernel
 
-QUICK = {"causal-64": make_call(Causal(), dim=64, sink=True, dtype=FP8)}
+QUICK = {"plain-64": make_call(dim=64, sink=True, dtype=FP8)}
 SLOW = {
     "plain": make_call(dtype=FP8),
     "plain-16": make_call(dim=16, dtype=FP8),
+    "causal-64": make_call(Causal(), dim=64, dtype=FP8),
     "causal-256": make_call(Causal(), dim=256, sink=True, dtype=FP8),
     "causal-192/128": make_call(Causal(), dim=192, dim_v=128, dtype=FP8),
     "softcap-80": make_call(Causal(), SoftCap(30.0), dim=80, dtype=FP8),
