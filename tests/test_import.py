@@ -19,16 +19,30 @@ PACKAGE = Path(tileattn.__file__).parent
 # --- What is imported with it ---
 
 
-def modules_after(statement: str) -> set[str]:
-    code = f"{statement}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    return set(json.loads(done.stdout.splitlines()[-1]))
+# One after the other in one process, since importing torch takes seconds.
+STEPS = {
+    "torch": "import torch",
+    "tileattn": "import tileattn",
+    "call": "x = torch.zeros(1, 4, 2, 16); tileattn.attention(x, x, x, causal=True)",
+    "cli": "import tileattn.bench.cli",
+    "pages": "import tileattn.viz, tileattn.profiling, tileattn.demo.measure, tileattn.demo.page",
+}
 
 
 @pytest.fixture(scope="module")
-def added() -> set[str]:
+def loaded() -> dict[str, set[str]]:
+    """All modules that are loaded after each step."""
+    code = "import json, sys\n" + "\n".join(
+        f"{step}\nprint(json.dumps(sorted(sys.modules)))" for step in STEPS.values()
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    return dict(zip(STEPS, map(set, map(json.loads, done.stdout.splitlines())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def added(loaded: dict[str, set[str]]) -> set[str]:
     """Modules that `import tileattn` loads beyond those of `import torch`."""
-    return modules_after("import torch, tileattn") - modules_after("import torch")
+    return loaded["tileattn"] - loaded["torch"]
 
 
 def inside(modules: set[str], *packages: str) -> set[str]:
@@ -64,19 +78,14 @@ def test_little_is_imported_beside_it(added: set[str]) -> None:
     assert others <= {"tileattn", "filelock", "platformdirs", "torch"} | {m for m in others if m.startswith("_")}
 
 
-def test_a_call_on_a_cpu_imports_no_compiler() -> None:
-    call = "import torch, tileattn; x = torch.zeros(1, 4, 2, 16); tileattn.attention(x, x, x, causal=True)"
-    assert inside(modules_after(call), "tilelang", "triton", "torch._dynamo") == set()
+def test_a_call_on_a_cpu_imports_no_compiler(loaded: dict[str, set[str]]) -> None:
+    assert inside(loaded["call"], "tilelang", "triton", "torch._dynamo") == set()
 
 
-def test_pictures_and_profiles_import_their_packages_when_they_are_used() -> None:
+def test_pictures_and_profiles_import_their_packages_when_they_are_used(loaded: dict[str, set[str]]) -> None:
     """Nor does `tileattn --help` import what its commands do."""
-    loaded = modules_after("import tileattn.viz, tileattn.profiling, tileattn.demo.measure, tileattn.demo.page")
-    assert inside(loaded, "matplotlib", "gradio", "tilelang", "triton") == set()
-    assert (
-        inside(modules_after("import tileattn.bench.cli"), "tileattn.viz", "tileattn.demo", "tileattn.reference")
-        == set()
-    )
+    assert inside(loaded["pages"], "matplotlib", "gradio", "tilelang", "triton") == set()
+    assert inside(loaded["cli"], "tileattn.viz", "tileattn.demo", "tileattn.reference") == set()
 
 
 def test_every_public_name_is_there() -> None:

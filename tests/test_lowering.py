@@ -38,23 +38,17 @@ from tileattn.kernels.tilelang.defaults import Config
 from tileattn.variant import program
 
 ASSEMBLED = ("sm_80", "sm_90a")
-# Elsewhere, where kernels are lowered alone and by the schedule of sm_80, not all of `CALLS` are worth the time: of
-# NVIDIA's, each kind of mask, modification, flag and dtype once on one of them.
-ELSEWHERE = {
+# Lowering takes 5 to 18 seconds of a core for each, so `make test` has of each architecture what its schedule makes of
+# it in another way: of Hopper's each kind of tile and what other tests here look at as well, of the generic schedule
+# (sm_80 and sm_89; with TMA sm_100a and sm_120a) and of AMD's all modifications once and the flag that changes copies.
+QUICK = {
+    "sm_80": ("plain-16", "unaligned"),
     "sm_89": ("composed",),
-    "sm_100a": ("plain-16", "causal-64", "unaligned"),
-    "sm_120a": ("plain-256", "window-96", "composed"),
-    "gfx942": ("plain-16", "plain-256", "causal-64", "window-96", "composed", "unaligned"),
+    "sm_90a": ("plain", "plain-256", "causal-64", "window-96", "bias-tiles", "composed", "unaligned"),
+    "sm_100a": ("plain-16",),
+    "sm_120a": ("plain-16",),
+    "gfx942": ("composed", "unaligned"),
 }
-# Those that take longest: half a minute of a core each, lowered and assembled.
-LONG = {
-    "sm_80": (
-        *("window-or-prefix-192", "plain-128/192", "causal-192/128", "captured-64/128", "documents-causal"),
-        *("plain", "plain-256", "softcap-256"),
-    ),
-    "sm_90a": ("window-or-prefix-192",),
-}
-SHORT_SEQUENCES = ("plain", "causal-64")  # of which the kernel for those is looked at, too
 
 # ptxas: wgmma instructions run one after the other, or setmaxnreg is ignored. Each costs half the speed.
 SERIALIZED = re.compile(r"C75(?:08|10|12|14)|serializ|setmaxnreg ignored", re.IGNORECASE)
@@ -65,12 +59,9 @@ def _kernels() -> list[object]:
     found = []
     for arch in ARCHITECTURES:
         for name, call in (CALLS | SLOW_CALLS).items():
-            # Only sm_90a copies a bias tile by tile: elsewhere these are as the other biases, at the same cost of time.
-            quick = name in CALLS and (arch == "sm_90a" or "tiles" not in name)
-            quick = quick and name in ELSEWHERE.get(arch, CALLS) and name not in LONG.get(arch, ())
-            call = on(arch, call)
+            quick, call = name in QUICK[arch], on(arch, call)
             for number, tile in enumerate(defaults.defaults(call)):
-                marks = [] if quick and (number == 0 or name in SHORT_SEQUENCES) else [pytest.mark.slow]
+                marks = [] if quick and number == 0 else [pytest.mark.slow]
                 suffix = f"-{number}" if number else ""
                 found.append(pytest.param(call, tile, id=f"{arch}-{name}{suffix}", marks=marks))
     return found
@@ -97,6 +88,7 @@ def _check_instructions(call: AttentionCall, tile: Config, source: str) -> None:
     wide_copies = set(numbers(r"cp_async_gs\w*<(\d+)>", source))
     if call.arch == "gfx942":
         assert "mfma" in source
+        assert "tanh" not in source  # there is no instruction for it: SoftCap is computed by exponentials
     elif call.arch == "sm_90a":
         q_in_registers = isinstance(tile, HopperConfig) and tile.q_in_registers
         assert ("wgmma_ss" in source) == (not q_in_registers)
@@ -181,7 +173,7 @@ def _ranges(source: str) -> tuple[str, str]:
 
 
 def test_tiles_that_nobody_sees_are_skipped() -> None:
-    full, causal, window = (_ranges(lower(make_call(mask))) for mask in (None, Causal(), SlidingWindow(5, 0)))
+    full, causal, window = (_ranges(lower(CALLS[name])) for name in ("plain", "causal-64", "window-96"))
     # `row` is the tile's first query, and q_lo its position: without a mask the range does not depend on it.
     assert not re.search(r"\brow\b|q_lo|blockIdx", "".join(full))
     assert re.search(r"\bq_lo\b", causal[1])
@@ -193,7 +185,7 @@ def test_tiles_that_nobody_sees_are_skipped() -> None:
 
 def test_a_plain_kernel_masks_the_last_tile_only() -> None:
     """It comes first, before the loop, and under a condition that is the same for all threads."""
-    _, _, consumers = lower(make_call()).partition("warpgroup_reg_alloc<")
+    _, _, consumers = lower(CALLS["plain"]).partition("warpgroup_reg_alloc<")
     (condition,) = re.findall(r"if \((.*)\) \{\n(?=(?:.*\n){1,3}.* < \(?(?:seqlen_k|full_hi)\b)", consumers)
     assert re.fullmatch(r"0 < \(right\w* \+ left\w*\)", condition)
     before, after = consumers.split(condition)
@@ -206,7 +198,7 @@ def test_a_plain_kernel_masks_the_last_tile_only() -> None:
 
 def test_masked_tiles_have_a_loop_of_their_own() -> None:
     """A mask under a condition within the loop would be turned into selects that cost as much in every tile."""
-    _, _, consumers = lower(make_call(Causal())).partition("warpgroup_reg_alloc<")
+    _, _, consumers = lower(CALLS["causal-64"]).partition("warpgroup_reg_alloc<")
     masked, rest = re.split(r"\bfor \(int j_\d+ = 0; j_\d+ < (?=max|\()", consumers)[1:]
     assert "seqlen_k" in masked
     assert "seqlen_k" not in rest
@@ -235,7 +227,7 @@ def test_the_search_for_the_maximum_runs_under_the_products(name: str, tmp_path:
 # --- Biases ---
 
 
-@pytest.mark.parametrize("name", ["bias-tiles", "bias-wide-tiles-64"])
+@pytest.mark.parametrize("name", ["bias-tiles", pytest.param("bias-wide-tiles-64", marks=pytest.mark.slow)])
 def test_an_aligned_bias_is_copied_and_not_fetched_by_elements(name: str) -> None:
     source = lower(CALLS[name])
     assert len(re.findall(r"tma_load(?:<[\w:]+>)?\(t0_desc", source)) == 1
@@ -248,24 +240,32 @@ def test_an_aligned_bias_is_copied_and_not_fetched_by_elements(name: str) -> Non
         assert "tile_shared" in part.rpartition("wgmma_ss")[2]
 
 
-OTHER_BIASES = (BIAS[..., :8], torch.ones(2, 4, 16, 16)[..., 1:], TILES.mT)
+OTHER_BIASES = (BIAS, BIAS[..., :8], torch.ones(2, 4, 16, 16)[..., 1:], TILES.mT)
 
 
-@pytest.mark.parametrize(
-    "bias", [BIAS, TILES[:, :, :1], *(pytest.param(x, marks=pytest.mark.slow) for x in OTHER_BIASES)]
-)
+@pytest.mark.parametrize("bias", [TILES[:, :, :1], *(pytest.param(x, marks=pytest.mark.slow) for x in OTHER_BIASES)])
 def test_any_other_bias_is_fetched(bias: torch.Tensor) -> None:
-    source = lower(make_call(Causal(), Bias(bias)))
+    source = lower(make_call(None, Bias(bias), dim=64))
     assert "t0_desc" not in source
     assert re.search(r"\bt0\[", source)
 
 
-def test_tiles_of_a_bias_that_nobody_shares_leave_the_cache_first() -> None:
-    for bias, shared in ((TILES, False), (TILES[:1], True), (TILES[:, :1], True)):
-        source = lower(make_call(None, Bias(bias), dim=64))
-        assert ("EVICT_FIRST>(t0_desc" in source) != shared
-        # Neighbours in the queue are batch elements of one head if those share its tiles.
-        assert ("(pair % batch)" in source) == (bias.shape[:2] == (1, 4))
+@pytest.mark.parametrize(
+    ("bias", "shared"),
+    [(TILES[:1], True), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((TILES, False), (TILES[:, :1], True)))],
+)
+def test_tiles_of_a_bias_that_nobody_shares_leave_the_cache_first(bias: torch.Tensor, shared: bool) -> None:
+    _check_hint(lower(make_call(None, Bias(bias), dim=64)), bias, shared)
+
+
+def test_tiles_of_a_causal_bias_that_nobody_shares_leave_the_cache_first() -> None:
+    _check_hint(lower(CALLS["bias-tiles"]), TILES, shared=False)
+
+
+def _check_hint(source: str, bias: torch.Tensor, shared: bool) -> None:
+    assert ("EVICT_FIRST>(t0_desc" in source) != shared
+    # Neighbours in the queue are batch elements of one head if those share its tiles.
+    assert ("(pair % batch)" in source) == (bias.shape[:2] == (1, 4))
 
 
 def test_heads_that_share_a_large_bias_run_side_by_side() -> None:
@@ -367,7 +367,7 @@ def test_every_default_fits(arch: str) -> None:
             assert used <= config.ARCHITECTURES[arch].shared_bytes
 
 
-@pytest.mark.parametrize("name", ["plain-256", "causal-64", "causal-192/128"])
+@pytest.mark.parametrize("name", ["plain-256", "causal-64", pytest.param("causal-192/128", marks=pytest.mark.slow)])
 def test_warpgroup_numbers_are_uniform(name: str) -> None:
     """The number is taken once, by a shuffle, from which ptxas knows that it is the same in all threads of a warp."""
     source = lower(CALLS[name])

@@ -124,6 +124,7 @@ def forward_jobs(kernels: str | None) -> list[Job]:
     return [job for job in precompile.conformance_jobs(kernels, ARCH) if isinstance(job, Job) and job.config]
 
 
+@pytest.mark.slow
 def test_a_bucket_has_one_kernel_for_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precompile, "conformance_cases", lambda selection: conformance_cases("smoke"))
     long = forward_jobs("long")

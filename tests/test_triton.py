@@ -636,7 +636,7 @@ def kernel(found, seqlen, folds, from_last: tl.constexpr):
 """
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_programs_without_a_tile_or_a_head_do_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """5 tiles of 64 in 2 folds of 3, and of 6 heads 4 side by side; slopes are summed atomically."""
     monkeypatch.setattr(order, "MOST", 4)

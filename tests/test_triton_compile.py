@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,9 +13,39 @@ from triton_compiler import SHARED_BYTES, compiled
 pytest.importorskip("triton")
 
 
-def check(arch: str, **call: Any) -> list[dict[str, Any]]:
+# The calls that tests below look at, each architecture's compiled in one process.
+QUICK: dict[str, dict[str, dict[str, Any]]] = {
+    "sm_90a": {
+        "causal": {"head_dim": 128, "variant": "causal"},
+        "without dq": {"head_dim": 32, "dq": False},
+        "float32": {"head_dim": 64, "dtype": "float32"},
+        "empty loop": {"head_dim": 128, "variant": "function_empty_rows", "backward": False},
+        "tiles": {"head_dim": 64, "variant": "none+bias+bias_tiles_1", "backward": False},
+    },
+    "sm_80": {
+        "forward": {"head_dim": 64, "backward": False},
+        "without dq": {"head_dim": 32, "dq": False},
+    },
+    "gfx942": {
+        "forward": {"head_dim": 64, "backward": False},
+        "without dq": {"head_dim": 32, "dq": False},
+    },
+}
+
+
+@functools.cache
+def quick(arch: str) -> dict[str, list[dict[str, Any]]]:
+    """The reports of an architecture's calls, by their names: a forward kernel begins those of each."""
+    every, found = compiled(arch, list(QUICK[arch].values())), {}
+    begins = [at for at, report in enumerate(every) if report["kernel"] == "forward_kernel"]
+    for name, begin, end in zip(QUICK[arch], begins, [*begins[1:], len(every)], strict=True):
+        found[name] = every[begin:end]
+    return found
+
+
+def check(arch: str, name: str) -> list[dict[str, Any]]:
     """All kernels of a call."""
-    reports = compiled(arch, [call])
+    reports, call = quick(arch)[name], QUICK[arch][name]
     backward = ORDER if call.get("dq", True) else ("prepare", "keys")
     names = ("forward", *backward) if call.get("backward", True) else ("forward",)
     assert [report["kernel"] for report in reports] == [f"{name}_kernel" for name in names]
@@ -34,32 +65,33 @@ def test_the_order_names_all_kernels() -> None:
 
 
 def test_hopper_multiplies_warpgroups_and_copies_by_tma() -> None:
-    for report in check("sm_90a", head_dim=128, variant="causal"):
+    for report in check("sm_90a", "causal"):
         assert report["wgmma"] > 0, report
         assert report["tma"] > 0, report
         assert report["mma"] == 0, report
 
 
 def test_ampere_copies_asynchronously() -> None:
-    for report in check("sm_80", head_dim=64, backward=False):
+    for report in check("sm_80", "forward"):
         assert report["mma"] > 0, report
         assert report["cp_async"] > 0, report
 
 
 def test_amd_has_matrix_instructions() -> None:
-    for report in check("gfx942", head_dim=64, backward=False):
+    for report in check("gfx942", "forward"):
         assert report["mma"] > 0, report
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "gfx942"])
 def test_without_dq(arch: str) -> None:
     """What the kernel for dq prepares has a kernel of its own then."""
-    check(arch, head_dim=32, dq=False)
+    check(arch, "without dq")
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90a"])
 def test_float32_is_multiplied_by_the_tensor_cores(arch: str) -> None:
-    reports = compiled(arch, [{"head_dim": 64, "dtype": "float32"}])
+    call = {"head_dim": 64, "dtype": "float32"}
+    reports = quick(arch)["float32"] if call in QUICK[arch].values() else compiled(arch, [call])
     assert [report["kernel"] for report in reports] == [f"{name}_kernel" for name in ("forward", "prepare", *ORDER)]
     forward, prepare, queries, keys = reports
     instruction = "wgmma" if arch == "sm_90a" else "mma"
@@ -69,11 +101,11 @@ def test_float32_is_multiplied_by_the_tensor_cores(arch: str) -> None:
 
 
 def test_a_loop_that_never_turns_does_not_kill_the_assembler() -> None:
-    check("sm_90a", head_dim=128, variant="function_empty_rows", backward=False)
+    check("sm_90a", "empty loop")
 
 
 def test_tiles_that_scores_are_read_from_fit() -> None:
-    check("sm_90a", head_dim=64, variant="none+bias+bias_tiles_1", backward=False)
+    check("sm_90a", "tiles")
 
 
 SLOW = [
