@@ -19,7 +19,14 @@ PACKAGE = Path(tileattn.__file__).parent
 # --- What is imported with it ---
 
 
-# One after the other in one process, since importing torch takes seconds.
+def modules_after(*statements: str) -> list[set[str]]:
+    """All modules that are loaded after each of them, one after the other in one process: torch takes seconds."""
+    lines = (f"{statement}\nprint(json.dumps(sorted(sys.modules)))" for statement in statements)
+    code = "\n".join(["import json, sys", *lines])
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    return [set(json.loads(line)) for line in done.stdout.splitlines()]
+
+
 STEPS = {
     "torch": "import torch",
     "tileattn": "import tileattn",
@@ -31,12 +38,7 @@ STEPS = {
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, set[str]]:
-    """All modules that are loaded after each step."""
-    code = "import json, sys\n" + "\n".join(
-        f"{step}\nprint(json.dumps(sorted(sys.modules)))" for step in STEPS.values()
-    )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    return dict(zip(STEPS, map(set, map(json.loads, done.stdout.splitlines())), strict=True))
+    return dict(zip(STEPS, modules_after(*STEPS.values()), strict=True))
 
 
 @pytest.fixture(scope="module")
