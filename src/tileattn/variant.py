@@ -273,9 +273,20 @@ def restore(
 
     What users wrote computes floats in `dtype` at least (float32 or float64): see :mod:`tileattn.evaluated`.
     """
+    if not operands.tensors and not operands.ints and not operands.floats:
+        return _restored_without_operands(key, dtype)
+    return _restored(key, operands, dtype)
+
+
+def _restored(key: str, operands: Operands, dtype: torch.dtype) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
     mask, mods = _Reader(key, operands).variant()
     values = values_of(operands)
     return evaluated_mask(mask, program(key), values, dtype), tuple(evaluated_mods(mods, _scores(key), values, dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def _restored_without_operands(key: str, dtype: torch.dtype) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
+    return _restored(key, Operands(), dtype)
 
 
 def computed_in(

@@ -60,12 +60,15 @@ def _looped(q: Tensor, k: Tensor, v: Tensor, variant: Variant, scale: float) -> 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, variant: Variant, scale: float) -> tuple[Tensor, Tensor] | None:
     """None where not all scores are finite, which PyTorch's operator does not tell from rows without keys."""
-    if fused.has_infinite(q, k, scale):
+    surely_finite = fused.are_few(q, k) and not fused.may_overflow(q, k, scale)
+    if not surely_finite and fused.has_infinite(q, k, scale):
         return None
     head_dim_v = v.shape[3]
     q, k, v = fused.equal_head_dims(q, k, v)
     if fused.in_one_call(variant, scale):
         o, lse = fused.one_call(q, k, v, scale, causal=variant.mask is not None)
+        if surely_finite:
+            return o[..., :head_dim_v], lse
     else:
         block_M, ranges = fused.cheapest_blocks(variant, head_dim=q.shape[3])
         o, lse = _by_blocks(fused.attend, q, k, v, variant, block_M, ranges, scale)

@@ -50,6 +50,11 @@ def in_one_call(variant: Variant, scale: float) -> bool:
     return type(variant.mask) is Causal and variant.seqlen_q == variant.seqlen_k and scale >= SMALLEST_SCALE
 
 
+def are_few(q: Tensor, k: Tensor) -> bool:
+    """Whether a norm of q and k takes no longer than the call of an operator: it then spares the look at lse."""
+    return q.numel() + k.numel() <= 2**14
+
+
 def may_overflow(q: Tensor, k: Tensor, scale: float) -> bool:
     """Whether a score may be NaN or infinite. False where |q| |k|, which no inner product exceeds, is small enough."""
     dtype = torch.promote_types(q.dtype, torch.float32)
