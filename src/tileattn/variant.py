@@ -46,7 +46,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 )}  # fmt: skip
 
 
-_NAMES = frozenset(_DTYPES.values())
+_KNOWN_DTYPES = frozenset(_DTYPES.values())
 
 
 @dataclasses.dataclass
@@ -180,7 +180,7 @@ def _encode(value: Any, operands: Operands) -> str:
 
 
 def _encode_tensor(value: torch.Tensor, operands: Operands) -> str:
-    if value.dtype not in _NAMES:
+    if value.dtype not in _KNOWN_DTYPES:
         raise TypeError(
             f"tensors of a mask or score modification must be bool, integers or floats of 16 bits or more, got "
             f"{value.dtype}; convert it, as with .float()"
