@@ -153,10 +153,15 @@ CAPPED = Call(
     dtype="fp16", seqlen_q=40, seqlen_k=47, mods=(["softcap", 52.212],), grads=("q",), values="offset", q_size=4.0,
     v_size=0.01,
 )  # fmt: skip
-# ... and sums of weights that are all rounded to the same side.
+# ... sums of weights that are all rounded to the same side ...
 EQUAL = Call(
     dtype="fp8", head_dim=112, seqlen_q=2, seqlen_k=127, mods=(["fn", "decay", "fp32"],), values="constant", v_size=30.0
 )
+# ... and gradients that are beyond their dtype's largest number.
+STEEP = Call(
+    seed=1648752370, head_dim=210, head_dim_v=211, batch=2, seqlen_q=55, seqlen_k=111, group=2,
+    mods=(["alibi", "bh", "fp16"],), grads=("alibi0",), values="integers", v_size=30.0,
+)  # fmt: skip
 
 
 def worst(call: Call, name: str, got: torch.Tensor) -> float:
@@ -210,6 +215,22 @@ def test_equal_weights_that_are_rounded_equally_are_right_and_no_more(base: floa
     assert worst(EQUAL, "o", o.bfloat16()[None, :, None]) <= 1
     exact = weights @ v / weights.sum(-1, keepdim=True)
     assert worst(EQUAL, "o", (exact * (1 + 2.0**-3)).bfloat16()[None, :, None]) > 1
+
+
+def test_a_gradient_beyond_its_dtype_is_infinite_and_no_other_is() -> None:
+    """Slopes in float16 end at 65504; half of such a gradient is a number."""
+    truth = truths(STEEP, values.make(STEEP, "cpu"))["alibi0"].value
+    assert float(truth.abs().max()) > 65504
+    rounded = truth.half()
+    assert rounded.isinf().any()
+    assert worst(STEEP, "alibi0", rounded) <= 1
+    assert worst(STEEP, "alibi0", -rounded) > 1
+    assert worst(STEEP, "alibi0", rounded.nan_to_num(posinf=torch.nan, neginf=torch.nan)) > 1
+    half = (truth / 2).half()
+    assert half.isfinite().all()
+    assert worst(STEEP, "alibi0", half) > 1
+    smaller = STEEP.replace(v_size=STEEP.v_size / 2)
+    assert worst(smaller, "alibi0", rounded) > 1
 
 
 def test_a_failure_is_shrunk_to_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

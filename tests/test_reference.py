@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tileattn import ALiBi, Bias, Causal, Documents, KeyPadding, SlidingWindow, SoftCap
+from tileattn import ALiBi, Bias, Causal, Documents, KeyPadding, Mask, PrefixLM, SlidingWindow, SoftCap
 from tileattn.dropout import weight_of_kept
 from tileattn.reference import RowState, flash_attention_1, flash_attention_2, online_softmax, standard_attention
 from tileattn.testing import (
@@ -91,6 +91,22 @@ def test_masks_with_tensors_where_there_is_no_key(
     o, lse = attention(*qkv(5, 0), mask)
     assert torch.equal(o, torch.zeros_like(o))
     assert torch.equal(lse, torch.full((2, 4, 5), -torch.inf))
+
+
+@pytest.mark.parametrize("attention", ALL)
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Documents(torch.zeros(0, 5, dtype=torch.int64)),
+        KeyPadding(torch.zeros(0, 5) > 0),
+        PrefixLM(torch.zeros(0, dtype=torch.int32)) & Causal(),
+    ],
+)
+def test_masks_with_tensors_of_no_batch_element(attention: Callable[..., tuple[Tensor, Tensor]], mask: Mask) -> None:
+    q, k, v = (x[:0] for x in qkv(5, 5))
+    o, lse = attention(q, k, v, mask)
+    assert o.shape == (0, 5, 4, v.shape[-1])
+    assert lse.shape == (0, 4, 5)
 
 
 @pytest.mark.parametrize("attention", ALL)

@@ -2,8 +2,9 @@
 
 A row (along the last dimension) may be off by `FACTOR` standard deviations of its error; a whole tensor by
 `WHOLE_FACTOR` of its own. lse is compared element by element, and allowed in addition an eighth of a rounding in the
-inputs' dtype, because GPUs' exp is no more exact than it need be. Infinities stand where the oracle's are. What belongs
-to no sequence is 0 (-inf in lse). NaN never passes: a number that is NaN counts as infinite.
+inputs' dtype, because GPUs' exp is no more exact than it need be. Infinities stand where the oracle's are, or where the
+output's dtype ends: a number beyond it is as good as its largest. What belongs to no sequence is 0 (-inf in lse). NaN
+never passes: a number that is NaN counts as infinite.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def _of_rows(padding: Padding, name: str, x: Tensor, value: Tensor, variance: Te
     rows = padded(padding, name, x)
     if rows.ndim < 1:
         rows, value, variance = rows[None], value.reshape(1), variance.reshape(1)
-    error2 = (rows.double() - value).square().sum(-1)
+    largest = torch.finfo(x.dtype).max
+    error2 = (rows.double().clamp(-largest, largest) - value.clamp(-largest, largest)).square().sum(-1)
     allowed2 = variance.sum(-1)
     worst = _over(error2, FACTOR**2 * allowed2)
     whole = _over(error2.sum()[None], WHOLE_FACTOR**2 * allowed2.sum()[None] + 1e-300)

@@ -133,7 +133,7 @@ def key_ranges(q: Tensor, k: Tensor, rows: slice, mask: Mask | None) -> tuple[tu
     kernel, whose thread block works on one head of one batch element, knows them more closely.
     """
     seqlen_k = k.shape[2]
-    if mask is None or seqlen_k == 0:  # a mask's tensors have no element to read where there is no key
+    if mask is None or k.numel() == 0:  # a mask's tensors have no element to read where there is no key
         return (0, seqlen_k), (0, seqlen_k)
     b, h, q_pos, _ = positions(q, k, rows, slice(0, 0))
     lo, hi = mask.kv_range(b, h, q_pos[..., :1, :], q_pos[..., -1:, :], seqlen_k)
