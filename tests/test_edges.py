@@ -201,7 +201,12 @@ def test_a_field_of_a_users_class_may_be_numpys() -> None:
         (lambda: dense(score_mod=torch.ones(16, 16)), TypeError, "is tileattn.Bias(tensor)"),
         (lambda: dense(key_padding_mask=torch.ones(1, 16).long()), TypeError, "pass mask.bool()"),
         (lambda: KeyPadding(torch.ones(1, 16).int()), TypeError, "pass mask.bool()"),
-        (lambda: dense(is_causal=True), TypeError, "is_causal"),
+        (lambda: dense(is_causal=True), TypeError, "'is_causal'; use causal=, aligned bottom-right"),
+        (lambda: dense(softmax_scale=1.0), TypeError, "'softmax_scale'; use scale="),
+        (lambda: dense(scores_mod=None), TypeError, "'scores_mod'; use score_mod="),
+        (lambda: dense(whatever=1), TypeError, "'whatever'; keyword arguments are mask, key_padding_mask, score_mod"),
+        (lambda: packed(is_causal=True), TypeError, "'is_causal'; use causal="),
+        (lambda: packed(key_padding=1), TypeError, "varlen_attention() got an unexpected keyword argument"),
     ],
 )  # fmt: skip
 def test_errors(make: Callable[[], Any], error: type[Exception], says: str) -> None:

@@ -25,7 +25,7 @@ from .run import (
 )
 from .scalars import as_float
 from .tuner import state
-from .validation import check_arguments, check_descales, check_flags
+from .validation import check_arguments, check_descales, check_flags, refuse_unknown, without_unknown
 from .variant import Operands, encode, normalize
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def attention(
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@without_unknown
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -71,6 +72,7 @@ def attention(
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
+    **unknown: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention: ``softmax(score_mod(scale * q k^T) + mask) v``, without the matrix of scores in memory.
 
@@ -109,6 +111,7 @@ def attention(
             :func:`tileattn.quantize_fp8`.
         k_descale: the same for k.
         v_descale: the same for v.
+        **unknown: nothing; any other name raises a TypeError that says which one is meant.
 
     Returns:
         o (batch, seqlen_q, heads, head_dim_v) in q's dtype, or bfloat16 for float8_e4m3fn; with return_lse,
@@ -126,6 +129,8 @@ def attention(
 
     Algorithm: FlashAttention-2 (Dao 2023, arXiv 2307.08691).
     """
+    if unknown:
+        refuse_unknown(attention, unknown)
     if torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q), autocast(k), autocast(v)
     if type(dropout_p) is not float:  # False == 0.0

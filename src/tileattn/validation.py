@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -13,7 +15,40 @@ from .masks import Mask
 from .scalars import as_flag
 from .scores import ScoreMod
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, FP8)
+
+# How other libraries spell an argument, and what it is here.
+_ELSEWHERE = {
+    "is_causal": "causal=, aligned bottom-right (is_causal=, aligned top-left, belongs to "
+    "tileattn.scaled_dot_product_attention)",
+    "attn_mask": "mask= (for a tensor, tileattn.scaled_dot_product_attention takes attn_mask=)",
+    "block_mask": "mask=, the function that create_block_mask was given",
+    "softmax_scale": "scale=",
+    "softcap": "score_mod=tileattn.SoftCap(cap)",
+    "window_size": "mask=tileattn.SlidingWindow(left, right)",
+    "alibi_slopes": "score_mod=tileattn.ALiBi(slopes)",
+    "enable_gqa": "nothing: k and v may always have fewer heads than q",
+}
+
+
+def without_unknown(function: Function) -> Function:
+    """Leaves ``**unknown``, which only :func:`refuse_unknown` reads, out of the signature that tools show."""
+    signature = inspect.signature(function)
+    shown = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
+
+
+def refuse_unknown(function: Callable[..., Any], unknown: Iterable[str]) -> NoReturn:
+    """Raises TypeError for keyword arguments that `function` does not have, with the right one where it is known."""
+    name = next(iter(unknown))
+    parameters = inspect.signature(function).parameters.values()
+    own = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    near = difflib.get_close_matches(name, own, n=1)
+    instead = _ELSEWHERE.get(name) or (f"{near[0]}=" if near else None)
+    advice = f"use {instead}" if instead else f"keyword arguments are {', '.join(own)}"
+    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {advice}")
 
 
 def check_arguments(

@@ -14,7 +14,7 @@ from .dispatch import Forward, prepare_forward, select
 from .run import MaskLike, ScoreModLike, as_dropout_p, autocast, is_plain, run, scale_or_default
 from .scalars import as_float, as_int
 from .tuner import state
-from .validation import check_flags, check_packed_arguments
+from .validation import check_flags, check_packed_arguments, refuse_unknown, without_unknown
 from .variant import Operands, encode, normalize
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def varlen_attention(
     return_lse: bool,
     **options: Unpack[VarlenOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@without_unknown
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -81,6 +82,7 @@ def varlen_attention(
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str | None = None,
+    **unknown: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention within each of several packed sequences: :func:`tileattn.attention` of each by itself.
 
@@ -110,6 +112,7 @@ def varlen_attention(
         return_lse: see there.
         deterministic: see there.
         backend: see there.
+        **unknown: nothing; any other name raises a TypeError that says which one is meant.
 
     Returns:
         o (total_q, heads, head_dim_v) in q's dtype; with return_lse, ``(o, lse)`` with lse (heads, total_q) in float32
@@ -123,6 +126,8 @@ def varlen_attention(
             or :func:`tileattn.check_packed`, raises.
         NotImplementedError: no backend (or not the named one) runs the call; the message says why.
     """
+    if unknown:
+        refuse_unknown(varlen_attention, unknown)
     if torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q), autocast(k), autocast(v)
     if type(dropout_p) is not float:  # False == 0.0
