@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tileattn.call import AttentionCall, BackwardCall, device_arch
-from tileattn.kernels.triton.config import Config, default, overridden
+from tileattn.kernels.triton.config import default, overridden
+from tileattn.kernels.triton.tile_sizes import Config
 from tileattn.variant import CAUSAL, Operands, encode
 
 SPACE: dict[str, dict[str, tuple[int, ...]]] = {

@@ -61,6 +61,7 @@ def compile_call(
 
     from tileattn.call import AttentionCall, BackwardCall
     from tileattn.kernels.triton import config, launch, launch_cache
+    from tileattn.kernels.triton.tile_sizes import Config
     from tileattn.variant import encode
 
     key, operands = encode(*_variant(variant))
@@ -84,7 +85,7 @@ def compile_call(
     real = launch_cache.LaunchCache.__call__
     launch_cache.LaunchCache.__call__ = record
     try:
-        with config.overridden(**{name: config.Config(**fields) for name, fields in configs.items()}):
+        with config.overridden(**{name: Config(**fields) for name, fields in configs.items()}):
             launch.Forward(call, q.shape, k.shape, 0.125)(q, k, v, None, operands)
             if backward:
                 wanted = (dq, True, True, False, *(t.requires_grad for t in operands.tensors))

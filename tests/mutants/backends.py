@@ -160,7 +160,10 @@ MUTANTS: list[Mutant] = [
         f"{TILELANG}/generic.py",
         EMULATED,
         {
-            "tilelang: full keys are not clamped": ("(k_lo < keys.full_lo) | (k_lo + block_N > keys.full_hi)", "k_lo < keys.full_lo"),
+            "tilelang: full keys are not clamped": (
+                "(k_lo < keys.full_lo) | (k_lo + block_N > keys.full_hi)",
+                "k_lo < keys.full_lo",
+            ),
             "tilelang: query heads in turn": (
                 "T.truncdiv(h, arg.heads_per_kv_head)",
                 "T.truncmod(h, arg.heads_per_kv_head)",

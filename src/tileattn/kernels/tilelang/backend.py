@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 import torch
 
-from ...call import SMALLEST_SCALE, AttentionCall
+from ...call import AttentionCall
 from ...dropout import Dropout
 from ...fp8 import FP8, Descales
 from ...tuner.space import Space
 from ...variant import Operands, program
+from ..scale import scaled_first
 from .amd_config import AmdConfig
 from .arguments import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
 from .backward.backend import backward_space as backward_space
@@ -95,11 +96,7 @@ def prepare(
 
 def _specialised(call: AttentionCall, scale: float) -> AttentionCall:
     """The call as its kernel is compiled for it."""
-    # The kernels take the maximum of unscaled scores, which is right for positive scales; with a modification (here the
-    # identity) they scale first.
-    if scale < SMALLEST_SCALE and program(call.variant).score is None:
-        call = dataclasses.replace(call, variant=call.variant + "+{score}")
-    return dataclasses.replace(call, needs_grad=False)
+    return dataclasses.replace(scaled_first(call, scale), needs_grad=False)
 
 
 def _chosen(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) -> Config:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from collections.abc import Callable
 
@@ -11,9 +10,9 @@ import torch
 
 from ...call import AttentionCall, BackwardCall, Gradients
 from ...variant import program
+from .interpreter import INTERPRET, interpreted
 
 MAX_HEAD_DIM = 256
-INTERPRET = "TRITON_INTERPRET"
 
 
 def refusal(call: AttentionCall) -> str | None:
@@ -52,11 +51,6 @@ def _refusal_call(call: AttentionCall) -> str | None:
     if any(tensor.dtype == torch.float64 for tensor in program(call.variant).tensors):
         return "tensors of masks and score modifications must not be float64"
     return None
-
-
-def interpreted() -> bool:
-    """Whether Triton interprets kernels instead of compiling them; it looks once, when it is imported."""
-    return os.environ.get(INTERPRET, "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def prepare(

@@ -74,7 +74,7 @@ def probabilities(exponent, precision: tl.constexpr):
     """2^exponent; in float32 LIFT times that.
 
     All probabilities of a key may be next to float32's smallest numbers: of one far away, under ALiBi. A GPU's exp2 has
-    nothing below 2^-126, and the least of the three parts of a factor (plans.py) is 2^-24 of it. What is added to an
+    nothing below 2^-126, and the least of the three parts of a factor (plan.py) is 2^-24 of it. What is added to an
     exponent near 0 would cost it digits, so larger probabilities are multiplied.
     """
     if precision == "bf16x6" or precision == "ieee":

@@ -10,15 +10,17 @@ from torch import Tensor
 
 from ...call import AttentionCall, BackwardCall, Gradients
 from ...variant import Operands
+from ..scale import scaled_first
 from .arguments import described, dimensions, of_operands, strides
 from .backward import keys_kernel, prepare_kernel, queries_kernel
-from .config import Config, default
+from .config import default
 from .forward import forward_kernel
 from .gradients import add_up, paths, workspace
 from .launch_cache import Launch, LaunchCache
 from .order import Sizes
-from .plans import make_plan, scaled_variant
+from .plan import make_plan
 from .shared import padded
+from .tile_sizes import Config
 
 PREPARED_ROWS = 64  # of a program of prepare_kernel
 
@@ -27,7 +29,7 @@ class Forward:
     """The forward pass for tensors of one shape; see :class:`tileattn.dispatch.Forward`."""
 
     def __init__(self, call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> None:
-        self.call, self.scale = scaled_variant(call, scale), scale
+        self.call, self.scale = scaled_first(call, scale), scale
         self.sizes = Sizes.of(q_shape, k_shape)
         self.config = default("forward", self.call, self.sizes.seqlen_k)
         self.launch = LaunchCache()
@@ -59,7 +61,7 @@ class Backward:
 
     def __init__(self, call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> None:
         self.call, self.scale = call, scale
-        self.forward = forward = scaled_variant(call.forward, scale)
+        self.forward = forward = scaled_first(call.forward, scale)
         self.sizes = Sizes.of(q_shape, k_shape)
         self.config = {kernel: default(kernel, forward) for kernel in ("keys", "queries")}
         self.paths = paths(forward.variant, call.needs[4:])

@@ -9,14 +9,11 @@ tests/test_triton_compile.py sees whether what is compiled fits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ...call import AttentionCall
 from ...expr import nodes
 from ...variant import program
-
-if TYPE_CHECKING:
-    from .config import Config
+from .tile_sizes import Config
 
 HOPPER_BYTES = 227 * 1024
 NVIDIA_BYTES = 99 * 1024  # on the smaller ones
