@@ -50,6 +50,7 @@ def _body(head_dim_v: int) -> Any:
             k_lo = T.truncmod(block, tiles) * KEYS
             pair = T.truncdiv(block, tiles)
             b, h = T.truncdiv(pair, v.shape[2]), T.truncmod(pair, v.shape[2])
+            # [KEYS, head_dim_v]
             T.copy(v[b, k_lo : k_lo + KEYS, h, 0:head_dim_v], rows)
             T.sync_threads()
             # Neighbouring threads read neighbouring bytes of a row; each writes 16 keys of a column of V at a time.
@@ -63,6 +64,7 @@ def _body(head_dim_v: int) -> Any:
                     columns[d, j + i] = sixteen[i]
             T.fence_proxy_async()
             T.sync_threads()
+            # [head_dim_v, KEYS]
             T.copy(columns, transposed[b, h, 0:head_dim_v, k_lo : k_lo + KEYS])
 
     return kernel
