@@ -32,12 +32,12 @@ import torch
 
 from tileattn import Causal, Mask, SoftCap
 from tileattn.bench.timing import Effort, sample_ms
-from tileattn.call import AttentionCall
+from tileattn.call.facts import AttentionCall
 from tileattn.kernels.tilelang import backend, launch, sm90_table
 from tileattn.kernels.tilelang.candidates import hopper_candidates
 from tileattn.kernels.tilelang.config import HopperConfig, is_valid
 from tileattn.testing import assert_accurate, eager_attention, oracle_attention
-from tileattn.variant import encode
+from tileattn.variant.key import encode
 
 TABLE_FILE = Path(sm90_table.__file__)
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))

@@ -26,7 +26,7 @@ from tileattn import (
     SlidingWindow,
     SoftCap,
 )
-from tileattn.call import AttentionCall
+from tileattn.call.facts import AttentionCall
 from tileattn.compat.transformers.patterns import DenseMask, ShiftedWindow
 from tileattn.kernels.tilelang import defaults
 from tileattn.kernels.tilelang import nvcc as nvcc_module
@@ -39,7 +39,7 @@ from tileattn.kernels.tilelang.compile import (
     target_of,
 )
 from tileattn.kernels.tilelang.schedules import kernel_of
-from tileattn.variant import encode, with_alignment
+from tileattn.variant.key import encode, with_alignment
 
 # Bytes that a thread may keep in local memory: what belongs to a task, not to its scores (a coefficient, an address of
 # lse). It is read once per tile of keys, and the tile sizes that bring it were measured faster than those without.

@@ -19,7 +19,7 @@ from emulator import COMPILER, Kernel
 from test_backward_lowering import CALLS, on
 from test_emulated_backward import emulated, gradients, shortened  # noqa: F401
 from test_gpu_backward import CASES, Problem
-from tileattn.call import BackwardCall
+from tileattn.call.facts import BackwardCall
 from tileattn.kernels.tilelang.backward import amd, backend, launch, space
 from tileattn.kernels.tilelang.backward.amd_config import AmdBackwardConfig, is_valid_amd_backward, k_pack_of
 from tileattn.kernels.tilelang.backward.config import BackwardConfig, read_together

@@ -16,9 +16,9 @@ import torch
 
 import tileattn.reference
 import tileattn.testing
-from tileattn import profiling
 from tileattn.bench.info import Example
-from tileattn.dispatch import BACKENDS
+from tileattn.measure import profiling
+from tileattn.runtime.dispatch import BACKENDS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -133,7 +133,7 @@ def test_no_link_leads_out_of_the_site(page: Path) -> None:
 def test_links_out_of_the_site_become_names() -> None:
     page = DOCS / "page.md"
     assert links.named("the [rule](../src/tileattn/testing)", page) == "the rule (`src/tileattn/testing`)"
-    assert links.named("[`api.py`](../src/tileattn/api.py)", page) == "`src/tileattn/api.py`"
+    assert links.named("[`attention.py`](../src/tileattn/api/attention.py)", page) == "`src/tileattn/api/attention.py`"
     assert links.named("![a](../x.png) [b](design.md)", page) == "![a](../x.png) [b](design.md)"
     with pytest.raises(ValueError, match=r"page.md: .* does not exist"):
         links.named("[gone](../src/gone.py)", page)

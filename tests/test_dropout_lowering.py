@@ -18,8 +18,8 @@ from lowering import BIAS, IDS, SLOPES, TILES, assemble, disassemble, find_disas
 from test_backward_lowering import backward_of
 from test_lowering import ASSEMBLED, _check_assembly
 from tileattn import ALiBi, Bias, Causal, SlidingWindow, SoftCap
-from tileattn.call import AttentionCall
-from tileattn.dropout import ROUNDS
+from tileattn.call.dropout import ROUNDS
+from tileattn.call.facts import AttentionCall
 from tileattn.kernels.tilelang import defaults, launch
 from tileattn.kernels.tilelang.backward import launch as backward_launch
 from tileattn.kernels.tilelang.backward.kernels import kernel

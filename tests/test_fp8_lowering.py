@@ -10,8 +10,8 @@ import torch
 
 from lowering import BIAS, IDS, SLOPES, assemble, find_nvcc, lower, make_call
 from tileattn import ALiBi, Bias, Causal, SoftCap
-from tileattn.call import AttentionCall
-from tileattn.fp8 import FP8
+from tileattn.call.facts import AttentionCall
+from tileattn.call.fp8 import FP8
 from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.compile import device_source
 from tileattn.kernels.tilelang.nvcc import with_own_products

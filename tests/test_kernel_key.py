@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tileattn.call import AttentionCall
-from tileattn.fp8 import FP8
+from tileattn.call.facts import AttentionCall
+from tileattn.call.fp8 import FP8
 from tileattn.kernels.tilelang import launch
 from tileattn.kernels.tilelang.config import ForwardConfig, HopperConfig
 from tileattn.kernels.tilelang.defaults import Config

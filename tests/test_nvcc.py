@@ -14,7 +14,7 @@ import tvm_ffi
 from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
 from lowering import find_nvcc, lower
-from tileattn.call import AttentionCall, BackwardCall
+from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang import nvcc
 from tileattn.kernels.tilelang.backward.kernels import kernel
 from tileattn.kernels.tilelang.compile import build_library, device_source

@@ -14,7 +14,7 @@ pytest.importorskip("tilelang")
 
 from lowering import MAX_SPILLED, SLOPES, assemble, disassemble, find_disassembler, find_nvcc, lower, make_call, numbers
 from tileattn import ALiBi, Causal, SoftCap
-from tileattn.call import AttentionCall
+from tileattn.call.facts import AttentionCall
 from tileattn.kernels.tilelang import defaults
 from tileattn.kernels.tilelang.config import HopperConfig
 

@@ -11,8 +11,8 @@ from torch import Tensor
 pytest.importorskip("tilelang")
 
 from emulator import COMPILER, Kernel
-from tileattn import packed_status
-from tileattn.call import Packed
+from tileattn.call import packed_status
+from tileattn.call.facts import Packed
 from tileattn.kernels.tilelang import packed as packed_launch
 from tileattn.kernels.tilelang import records
 from tileattn.kernels.tilelang.compile import device_source

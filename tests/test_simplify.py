@@ -13,10 +13,10 @@ import torch
 
 from tileattn import ALiBi, SoftCap
 from tileattn import math as tm
-from tileattn.expr import nodes, symbol
-from tileattn.expr_reading import evaluate
 from tileattn.kernels.tilelang.simplify import LOG2E, ScoreProgram, is_uniform, score_program, step_of_k
-from tileattn.variant import encode, program
+from tileattn.variant.expression import nodes, symbol
+from tileattn.variant.key import encode, program
+from tileattn.variant.reading import evaluate
 
 Mod = Callable[..., Any]
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import tileattn
-from tileattn.call import AttentionCall, BackwardCall
-from tileattn.kernels import sources
+from tileattn.call.facts import AttentionCall, BackwardCall
+from tileattn.kernels.cache import sources
 from tileattn.kernels.mma import compile as mma
 from tileattn.kernels.tilelang import launch
 from tileattn.kernels.tilelang.backward import launch as backward_launch
@@ -55,21 +55,7 @@ KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
     },
 }
 # Above what a call and its variant are: what checks, differentiates, dispatches, measures and shows.
-ABOVE = {
-    "api",
-    "varlen",
-    "sdpa",
-    "padding",
-    "run",
-    "validation",
-    "autograd",
-    "ops",
-    "dispatch",
-    "packed_status",
-    "profiling",
-    "folders",
-    "tuner",
-}
+ABOVE = {"api", "runtime", "call.validation", "call.packed_status", "measure", "folders", "tuner"}
 ABOVE |= {"nn", "compat", "bench", "viz", "demo", "reference", "testing", "parallel", "__main__"}
 # Of TileLang's modules, those that choose, load and launch.
 HOST = {"", "arguments", "backend", "batch", "buckets", "candidates", "defaults", "launch", "packed", "packed_forward"}
@@ -159,7 +145,8 @@ def test_a_closure_has_the_files_that_generate_its_kernel(name: str) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_closure_has_nothing_that_launches_or_lies_above(name: str) -> None:
     found = {module.removeprefix("tileattn").lstrip(".") for module in sources.closure(modules(name))}
-    assert not {module.partition(".")[0] for module in found} & {"", *ABOVE}
+    assert "" not in found
+    assert not {module for module in found for above in ABOVE if f"{module}.".startswith(f"{above}.")}
     of_kernels = {module for module in found if module.startswith("kernels")}
     assert all(module.startswith("kernels.tilelang") for module in of_kernels)
     assert not {module.removeprefix("kernels.tilelang").lstrip(".") for module in of_kernels} & HOST
@@ -167,8 +154,7 @@ def test_a_closure_has_nothing_that_launches_or_lies_above(name: str) -> None:
 
 def test_what_lies_above_is_there() -> None:
     """Else the test above would hold of nothing."""
-    there = {name.removeprefix("tileattn.").partition(".")[0] for name in FILES}
-    assert ABOVE - there <= {"parallel"}  # comes with work of its own
+    assert {f"tileattn.{name}" for name in ABOVE} - set(FILES) <= {"tileattn.parallel"}  # comes with work of its own
     assert {f"{TILELANG}.{name}".rstrip(".") for name in HOST} <= set(FILES)
 
 
@@ -212,8 +198,8 @@ def test_each_generating_file_changes_the_digest(name: str) -> None:
 
         return sources.digest_of(sources.closure(modules(name), read))
 
-    assert digest("tileattn.api") == sources.digest_of(before) == sources.digest(*modules(name))
-    assert len({digest(module) for module in before} | {digest("tileattn.api")}) == len(before) + 1
+    assert digest("tileattn.api.attention") == sources.digest_of(before) == sources.digest(*modules(name))
+    assert len({digest(module) for module in before} | {digest("tileattn.api.attention")}) == len(before) + 1
 
 
 def test_a_digest_knows_which_file_has_which_content() -> None:
@@ -250,8 +236,8 @@ EDITS = [
     ("nvcc.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
     ("amd_tensors.py", {"forward", "backward"}),
     ("launch.py", set()),
-    ("../../ops.py", set()),
-    ("../../expr.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
+    ("../../runtime/operators.py", set()),
+    ("../../variant/expression.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
 ]
 
 
@@ -288,11 +274,11 @@ import sys
 import torch
 from dataclasses import replace
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, SoftCap
-from tileattn.call import AttentionCall, BackwardCall
+from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang import compile, defaults, schedules, sequence_plan, transpose_fp8
 from tileattn.kernels.tilelang.backward import kernels, launch
 from tileattn.kernels.tilelang.backward.defaults import default as backward_default
-from tileattn.variant import encode, program, with_alignment
+from tileattn.variant.key import encode, program, with_alignment
 
 BIAS, TILES = torch.ones(1, 4, 9, 9), torch.ones(2, 4, 16, 16, dtype=torch.bfloat16)
 VARIANTS = {

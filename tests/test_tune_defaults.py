@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tileattn.call import AttentionCall
+from tileattn.call.facts import AttentionCall
 from tileattn.kernels.tilelang import defaults, sm90_table
 from tileattn.kernels.tilelang.candidates import fits_registers, hopper_candidates
 from tileattn.kernels.tilelang.config import HopperConfig, is_valid

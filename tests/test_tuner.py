@@ -21,16 +21,16 @@ import torch
 from typer.testing import CliRunner
 
 import tileattn
-from tileattn import dispatch
 from tileattn.bench import problem
 from tileattn.bench import timing as bench_timing
 from tileattn.bench.cases import Case
 from tileattn.bench.cli import app
-from tileattn.call import AttentionCall
+from tileattn.call.facts import AttentionCall
 from tileattn.kernels.tilelang import backend, space, tuned
 from tileattn.kernels.tilelang.config import ForwardConfig, HopperConfig, is_valid
 from tileattn.kernels.tilelang.defaults import default
 from tileattn.reference import standard_attention
+from tileattn.runtime import dispatch
 from tileattn.tuner import results, state, timing
 from tileattn.tuner.agreement import disagreement
 from tileattn.tuner.progress import Bar
@@ -38,7 +38,7 @@ from tileattn.tuner.results import Result
 from tileattn.tuner.search import Found, search
 from tileattn.tuner.session import written
 from tileattn.tuner.space import Space
-from tileattn.variant import Operands
+from tileattn.variant.key import Operands
 
 H100 = AttentionCall(torch.bfloat16, 128, 128, arch="sm_90a")
 SIZES = (64, 4096, 4096, 1)

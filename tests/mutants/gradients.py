@@ -242,7 +242,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "derivative.py",
+        "variant/derivative.py",
         RULES,
         {
             "derivative: tanh": ("_times(1.0 - z * z, dx)", "_times(1.0 - z, dx)"),
@@ -259,7 +259,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "scores.py",
+        "variant/scores.py",
         ("test_score_values.py",),
         {
             "alibi: grows on one side": ("score - slope * abs(q - k)", "score - slope * (q - k)"),
@@ -268,7 +268,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "scores.py",
+        "variant/scores.py",
         OF_TENSORS,
         {
             "bias: read by positions": ("q - (keys - rows), k)", "q, k)"),

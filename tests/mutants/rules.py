@@ -53,7 +53,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "dropout.py",
+        "call/dropout.py",
         PATTERN,
         {
             "dropout: keeps what it should drop": ("return round(p * NUMBERS)", "return round((1 - p) * NUMBERS)"),

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tileattn.call import AttentionCall
-from tileattn.expr import nodes
-from tileattn.expr_reading import evaluate
+from tileattn.call.facts import AttentionCall
 from tileattn.kernels.tilelang.config import ARCHITECTURES, HopperConfig
 from tileattn.kernels.tilelang.defaults import default
-from tileattn.masks import And, FunctionMask, Mask, Or
-from tileattn.variant import Operands, Program, encode, normalize, program
+from tileattn.variant.expression import nodes
+from tileattn.variant.key import Operands, Program, encode, normalize, program
+from tileattn.variant.masks import And, FunctionMask, Mask, Or
+from tileattn.variant.reading import evaluate
 from tileattn.viz.checks import check_sizes, check_tile_count, is_integer
 from tileattn.viz.style import (
     BLUE,

@@ -24,8 +24,8 @@ from typing import Any
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
-from ...call import AttentionCall
-from ...variant import Program, program
+from ...call.facts import AttentionCall
+from ...variant.key import Program, program
 from . import dropout, softmax
 from .amd_config import AmdConfig
 from .amd_tensors import aligned_rows

@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...call import AttentionCall
-from ...variant import program
+from ...call.facts import AttentionCall
+from ...variant.key import program
 from .config import ARCHITECTURES, padded
 
 WAVE = 64

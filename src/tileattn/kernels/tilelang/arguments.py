@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from ...dropout import Dropout, threshold, weight_of_kept
+from ...call.dropout import Dropout, threshold, weight_of_kept
 
 # What the heads that run at the same time read should stay in the L2 cache.
 L2_BYTES = 32 * 2**20

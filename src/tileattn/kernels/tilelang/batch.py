@@ -13,8 +13,8 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_compl
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from ...call import AttentionCall, BackwardCall
-from ..cache import kernel_cache
+from ...call.facts import AttentionCall, BackwardCall
+from ..cache.store import kernel_cache
 from . import launch
 from .backward import launch as backward_launch
 from .backward.defaults import MainConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ...call import AttentionCall
+from ...call.facts import AttentionCall
 from . import backend
 from .backward import backend as backward_backend
 from .defaults import LONG, Config, default

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...call import AttentionCall
-from ...variant import program
+from ...call.facts import AttentionCall
+from ...variant.key import program
 from .config import HopperConfig, hopper_dims, is_valid
 
 # What a consumer thread needs besides the tiles: rows' maxima and sums, addresses, a tile's coordinates; and what a

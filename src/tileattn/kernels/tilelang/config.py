@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...call import AttentionCall
-from ...variant import program
+from ...call.facts import AttentionCall
+from ...variant.key import program
 
 CAUSAL = "Causal()"  # the variant of a causal mask and nothing else
 # The warpgroup that issues TMA copies: TileLang adds it on sm_90, and it needs few registers.

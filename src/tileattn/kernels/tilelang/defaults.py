@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from ...call import AttentionCall
-from ...expr import nodes
-from ...fp8 import FP8
-from ...variant import Program, program
+from ...call.facts import AttentionCall
+from ...call.fp8 import FP8
+from ...variant.expression import nodes
+from ...variant.key import Program, program
 from . import sm90_table
 from .amd_config import AmdConfig, amd_preferences, is_valid_amd
 from .config import CAUSAL, ForwardConfig, HopperConfig, is_valid, padded

@@ -1,4 +1,4 @@
-"""The pattern of :mod:`tileattn.dropout` on fragments: shared by all schedules of both passes.
+"""The pattern of :mod:`tileattn.call.dropout` on fragments: shared by all schedules of both passes.
 
 Each element asks for the words of its group, ten rounds of Philox. In the layouts of NVIDIA's matrix units the four
 elements of a group are in one thread, in registers whose numbers are known when the loop is unrolled; there their
@@ -12,7 +12,7 @@ half of a word, where one of the two in a word is already.
 
 import tilelang.language as T
 
-from ...dropout import M2, M4, ROUNDS, WEYL
+from ...call.dropout import M2, M4, ROUNDS, WEYL
 
 KEY, ROW, COLUMN, LIMIT, FIRST_ROWS, FIRST_KEYS = range(6)
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from ...expr import Expr, dtype_of
-from ...expr_range import leaves_int32
+from ...variant.expression import Expr, dtype_of
+from ...variant.int32_range import leaves_int32
 from .simplify import is_uniform, step_of_k
 
 _TIR_DTYPE = {"float": "float32", "int": "int32", "bool": "bool"}

@@ -6,8 +6,8 @@ from typing import Any
 
 from tilelang.language.eager.builder import Builder
 
-from ...call import AttentionCall
-from ...variant import program
+from ...call.facts import AttentionCall
+from ...variant.key import program
 from . import generic, hopper
 from .compile import DESCRIPTORS_IN_LOOPS, OWN_BARRIERS
 from .config import Config, HopperConfig

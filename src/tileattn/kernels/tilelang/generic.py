@@ -25,8 +25,8 @@ from typing import Any
 
 import tilelang.language as T
 
-from ...call import AttentionCall
-from ...variant import Program
+from ...call.facts import AttentionCall
+from ...variant.key import Program
 from . import dropout, softmax
 from .config import PRODUCER_REGISTERS, ForwardConfig, padded
 from .dependent_launch import wait_for_previous

@@ -66,8 +66,8 @@ from tilelang.layout import (
     make_quarter_bank_swizzled_layout,
 )
 
-from ...call import AttentionCall
-from ...variant import Program
+from ...call.facts import AttentionCall
+from ...variant.key import Program
 from . import dropout, softmax
 from .config import HopperConfig
 from .dependent_launch import wait_for_previous

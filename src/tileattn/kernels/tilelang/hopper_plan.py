@@ -8,9 +8,9 @@ from typing import Any
 
 import tilelang.language as T
 
-from ...call import AttentionCall
-from ...fp8 import FP8
-from ...variant import Program
+from ...call.facts import AttentionCall
+from ...call.fp8 import FP8
+from ...variant.key import Program
 from .config import HopperConfig, hopper_dims, panel
 from .mask import Score
 

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...call import AttentionCall
-from ...fp8 import FP8
-from ...variant import program
-from ..cache import kernel_cache
-from ..sources import digest
+from ...call.facts import AttentionCall
+from ...call.fp8 import FP8
+from ...variant.key import program
+from ..cache.sources import digest
+from ..cache.store import kernel_cache
 from .amd_config import AmdConfig
 from .defaults import Config, default
 

@@ -3,7 +3,7 @@
 import tilelang.language as T
 import torch
 
-from ...expr import Expr, nodes
+from ...variant.expression import Expr, nodes
 from .expressions import Emitter, key_in_tile
 from .simplify import score_program, tanh_by_exp2
 

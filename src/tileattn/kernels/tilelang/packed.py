@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ... import packed_status
-from ...call import Packed
+from ...call import packed_status
+from ...call.facts import Packed
 from .launch import plan_function
 from .records import LISTS, WIDTH, capacity
 
@@ -34,7 +34,7 @@ def work_lists(
     """As many lists as there are `cuts`, each a tile and whether it is of keys, of which there are up to `LISTS`.
 
     One launch, for which nothing waits; what is wrong with the cumulative lengths is in the device's status
-    (:mod:`tileattn.packed_status`). There must be a sequence.
+    (:mod:`tileattn.call.packed_status`). There must be a sequence.
 
     Args:
         arch: of the device, as :class:`AttentionCall` spells it.

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ... import packed_status
-from ...call import AttentionCall, Packed
-from ...dropout import Dropout
-from ...variant import Operands
+from ...call import packed_status
+from ...call.dropout import Dropout
+from ...call.facts import AttentionCall, Packed
+from ...variant.key import Operands
 from .arguments import as_bytes, pattern_arguments
 from .config import HopperConfig
 from .defaults import Config, for_skewed_lengths

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...call import AttentionCall
+from ...call.facts import AttentionCall
 from .amd import amd_kernel
 from .amd_config import AmdConfig
 from .forward import forward_kernel

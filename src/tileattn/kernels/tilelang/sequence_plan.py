@@ -33,7 +33,7 @@ def plan_kernel(arch: str) -> Any:
     ``cu_seqlens_q``, ``cu_seqlens_k``: int32 (sequences + 1,), of one sequence at least; then the rows that their
     tensors have, and the longest that a sequence may be. ``work``: int32 (rows, WIDTH), of ``lists`` lists, up to
     `LISTS`, each with its header in row ``begin``: of tiles of ``tile`` rows of queries, or of keys (``of_keys`` 1, not
-    0). ``status``: the device's, int32 (4,); see :mod:`tileattn.packed_status`.
+    0). ``status``: the device's, int32 (4,); see :mod:`tileattn.call.packed_status`.
     """
     builder = Builder()
     with builder.prim_func("plan"):

@@ -9,9 +9,9 @@ import tilelang.language as T
 import torch
 from tilelang.language.eager.builder import Builder
 
-from ...call import AttentionCall
-from ...fp8 import FP8
-from ...variant import Program
+from ...call.facts import AttentionCall
+from ...call.fp8 import FP8
+from ...variant.key import Program
 from .records import WIDTH
 
 SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads")

@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ...expr import Expr, apply, dtype_of
+from ...variant.expression import Expr, apply, dtype_of
 
 RAW = Expr("symbol", ("raw",), "float")  # the product of q and k as the matrix units leave it
 SCALE = Expr("symbol", ("scale",), "float")

@@ -6,9 +6,9 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from ...call import AttentionCall
+from ...call.facts import AttentionCall
 from ...tuner.space import Space
-from ...variant import program
+from ...variant.key import program
 from .amd_config import amd_candidates
 from .candidates import CLUSTER_REGISTERS, OTHER_REGISTERS, SCORE_REGISTERS, fits_registers, hopper_candidates
 from .config import ARCHITECTURES, ForwardConfig, HopperConfig, is_valid, padded, shared_bytes

@@ -16,7 +16,7 @@ from typing import Any
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
-from ...call import AttentionCall
+from ...call.facts import AttentionCall
 from . import softmax
 from .compile import OWN_BARRIERS
 from .config import TRANSPOSED_KEYS as KEYS

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...call import AttentionCall
+from ...call.facts import AttentionCall
 from ...tuner import results
 from .amd_config import AmdConfig
 from .config import ForwardConfig, HopperConfig

@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ...call import AttentionCall
-from ...variant import CAUSAL, program
+from ...call.facts import AttentionCall
+from ...variant.key import CAUSAL, program
 from .shared import fitting, padded
 
 KERNELS = ("forward", "keys", "queries")

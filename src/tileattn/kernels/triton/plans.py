@@ -7,8 +7,8 @@ import functools
 
 import torch
 
-from ...call import SMALLEST_SCALE, AttentionCall
-from ...variant import program
+from ...call.facts import SMALLEST_SCALE, AttentionCall
+from ...variant.key import program
 from .backend import interpreted
 from .config import Config, has_descriptors
 from .expressions import functions

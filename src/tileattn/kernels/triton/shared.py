@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ...call import AttentionCall
-from ...expr import nodes
-from ...variant import program
+from ...call.facts import AttentionCall
+from ...variant.expression import nodes
+from ...variant.key import program
 
 if TYPE_CHECKING:
     from .config import Config

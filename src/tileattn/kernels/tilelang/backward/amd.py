@@ -7,8 +7,8 @@ from typing import Any
 
 from tilelang.language.eager.builder import Builder
 
-from ....call import BackwardCall
-from ....variant import program
+from ....call.facts import BackwardCall
+from ....variant.key import program
 from ..amd_tensors import aligned_rows, copied_by, packed
 from . import generic, queries
 from .amd_config import AmdBackwardConfig

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....call import AttentionCall
+from ....call.facts import AttentionCall
 from ..config import ARCHITECTURES, padded
 from .config import BackwardConfig, is_valid
 

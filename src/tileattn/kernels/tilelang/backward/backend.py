@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....call import SMALLEST_SCALE, BackwardCall, Gradients, Packed
-from ....dropout import Dropout
+from ....call.dropout import Dropout
+from ....call.facts import SMALLEST_SCALE, BackwardCall, Gradients, Packed
 from ....tuner.space import Space
-from ....variant import Operands, program
+from ....variant.key import Operands, program
 from ..arguments import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
 from ..config import padded
 from ..tuned import sizes_of
@@ -31,7 +31,7 @@ MIN_SIDE_BY_SIDE = 4  # kv heads under a mask, whatever the L2 cache holds: few 
 def prepare_backward(
     call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Callable[..., Gradients]:
-    """See :class:`tileattn.dispatch.Backend`."""
+    """See :class:`tileattn.runtime.dispatch.Backend`."""
     if q_shape[0] == 0 or q_shape[1] == 0 or k_shape[1] == 0:
         return _nothing(call)
     call = _specialised(call, scale)
@@ -54,7 +54,7 @@ def _specialised(call: BackwardCall, scale: float) -> BackwardCall:
 
 
 def backward_space(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> Space | None:
-    """See :class:`tileattn.dispatch.Backend`."""
+    """See :class:`tileattn.runtime.dispatch.Backend`."""
     if q_shape[0] == 0 or q_shape[1] == 0 or k_shape[1] == 0 or call.forward.packed:
         return None
     call = _specialised(call, scale)

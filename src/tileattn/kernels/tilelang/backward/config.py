@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ....call import AttentionCall, BackwardCall
-from ....variant import program
+from ....call.facts import AttentionCall, BackwardCall
+from ....variant.key import program
 from ..config import ARCHITECTURES, padded
 from .operands import paths
 from .slopes import slope_program

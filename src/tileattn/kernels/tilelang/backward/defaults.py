@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from ....call import BackwardCall
+from ....call.facts import BackwardCall
 from ..config import CAUSAL
 from .amd_config import amd_preferences, amd_queries_preferences, is_valid_amd_backward
 from .config import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from ....call import AttentionCall
+from ....call.facts import AttentionCall
 from ..config import padded
 from . import places
 from .config import Part, store_options

@@ -45,8 +45,8 @@ import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 from tvm import ir
 
-from ....call import AttentionCall
-from ....variant import Program
+from ....call.facts import AttentionCall
+from ....variant.key import Program
 from .. import dropout, softmax
 from ..config import padded
 from ..generic import ROWS

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from ....call import AttentionCall
-from ....derivative import derivative
-from ....expr import nodes, symbol
-from ....tile_loads import TileLoad
-from ....variant import program
+from ....call.facts import AttentionCall
+from ....variant.derivative import derivative
+from ....variant.expression import nodes, symbol
+from ....variant.key import program
+from ....variant.tile_loads import TileLoad
 from ..config import ARCHITECTURES, CAUSAL, padded
 from ..simplify import is_uniform
 from .operands import ADDED, BY_KEY, STORED, Path

@@ -35,8 +35,8 @@ from typing import Any
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
-from ....call import AttentionCall
-from ....variant import Program
+from ....call.facts import AttentionCall
+from ....variant.key import Program
 from .. import dropout, softmax
 from ..config import padded, panel
 from ..expressions import Emitter

@@ -41,8 +41,8 @@ from typing import Any
 import tilelang.language as T
 from tvm import ir
 
-from ....call import AttentionCall
-from ....variant import Program
+from ....call.facts import AttentionCall
+from ....variant.key import Program
 from .. import dropout, softmax
 from ..expressions import Emitter
 from ..generic import ROWS

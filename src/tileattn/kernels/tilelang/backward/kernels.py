@@ -7,8 +7,8 @@ from typing import Any
 
 from tilelang.language.eager.builder import Builder
 
-from ....call import BackwardCall
-from ....variant import program
+from ....call.facts import BackwardCall
+from ....variant.key import program
 from ..compile import DESCRIPTORS_IN_LOOPS, OWN_BARRIERS
 from . import amd, finish, generic, hopper, hopper_queries, hopper_wide, prepare, queries
 from .amd_config import AmdBackwardConfig

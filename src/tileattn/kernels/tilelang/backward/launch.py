@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from ....call import BackwardCall
-from ....variant import program
-from ...cache import kernel_cache
+from ....call.facts import BackwardCall
+from ....variant.key import program
+from ...cache.store import kernel_cache
 from ..launch import _load, _toolchain, source_digest
 from .config import read_together
 from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default

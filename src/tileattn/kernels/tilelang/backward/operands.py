@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....call import BackwardCall
-from ....derivative import float_loads
-from ....expr import Expr, nodes
-from ....expr_reading import evaluate
-from ....variant import Operands, program
+from ....call.facts import BackwardCall
+from ....variant.derivative import float_loads
+from ....variant.expression import Expr, nodes
+from ....variant.key import Operands, program
+from ....variant.reading import evaluate
 
 BY_KEY, STORED, ADDED, SPREAD = "by key", "stored", "added", "spread"
 # Symbols that stand for the dimensions of workspaces.

@@ -15,7 +15,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from ....call import AttentionCall
+from ....call.facts import AttentionCall
 from .. import softmax
 from ..config import padded
 from ..signature import assume_aligned

@@ -15,8 +15,8 @@ from typing import Any
 
 import tilelang.language as T
 
-from ....call import AttentionCall
-from ....variant import Program
+from ....call.facts import AttentionCall
+from ....variant.key import Program
 from .. import dropout, softmax
 from ..config import padded
 from ..generic import ROWS

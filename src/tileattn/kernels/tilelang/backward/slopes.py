@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ....derivative import derivative
-from ....expr import Expr, nodes, symbol
+from ....variant.derivative import derivative
+from ....variant.expression import Expr, nodes, symbol
 from ..simplify import LOG2E, _hoist, _product, _rewrite, tanh_by_exp2
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ....call import AttentionCall, BackwardCall
+from ....call.facts import AttentionCall, BackwardCall
 from ....tuner import results
 from ....tuner.space import Space
 from ..candidates import OTHER_REGISTERS, SCORE_REGISTERS

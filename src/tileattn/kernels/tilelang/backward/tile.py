@@ -18,7 +18,7 @@ from __future__ import annotations
 import tilelang.language as T
 import torch
 
-from ....expr import Expr, dtype_of, nodes
+from ....variant.expression import Expr, dtype_of, nodes
 from .. import dropout
 from ..expressions import Emitter, Key, key_in_tile
 from ..mask import Score, width_of_ints

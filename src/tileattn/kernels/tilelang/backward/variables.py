@@ -8,7 +8,7 @@ from typing import Any
 import tilelang.language as T
 from tvm import tirx
 
-from ....call import AttentionCall
+from ....call.facts import AttentionCall
 from ..generic import _has_no_producer, _variable
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tilelang.language as T
 
-from ....expr import nodes
-from ....masks import FIRST_POSITION
+from ....variant.expression import nodes
+from ....variant.masks import FIRST_POSITION
 from ..mask import Visibility
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....call import BackwardCall, Packed
-from ....variant import Operands
+from ....call.facts import BackwardCall, Packed
+from ....variant.key import Operands
 from ..packed import work_lists
 from ..records import ALIGNMENT, PADDING, padded_rows
 from .config import ROWS
