@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import tileattn.math as tm
 import torch
 from hypothesis import given, settings
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import tileattn.math as tm
 from compositions import Composition, compositions
 from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap, attention
 from tileattn.call.facts import BackwardCall, Gradients

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tileattn.math import load
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +16,7 @@ from tileattn.kernels.torch.backward import MAX_TILE, Needs, backward
 from tileattn.kernels.torch.forward import forward
 from tileattn.kernels.torch.mask import KeyRange, Variant, key_ranges
 from tileattn.kernels.torch.score_gradient import Watched
+from tileattn.math import load
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 from tileattn.variant.scores import ScoreMod
 

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.attention import register_flash_attention_impl
 
+from . import math as math  # not in __all__: `import *` would put it in the place of Python's
 from .api.attention import attention
 from .api.padding import Unpadded, pad_input, unpad_input
 from .api.sdpa import scaled_dot_product_attention
 from .api.varlen import varlen_attention
 from .call.fp8 import QuantizedFP8, quantize_fp8
 from .call.packed_status import check_packed
+from .masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
+from .scores import ALiBi, Bias, ScoreMod, SoftCap
 from .tuner.session import tuning
-from .variant import math as math  # not in __all__: `import *` would put it in the place of Python's
-from .variant.masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
-from .variant.scores import ALiBi, Bias, ScoreMod, SoftCap
 
 if TYPE_CHECKING:  # at run time `__getattr__` below imports these when they are first used
     from . import nn as nn
     from . import viz as viz
-    from .measure.profiling import profile as profile
-    from .measure.profiling import profile_all as profile_all
+    from .profiling import profile as profile
+    from .profiling import profile_all as profile_all
 
 __version__ = "0.1.0"
 
@@ -68,5 +68,5 @@ if not TYPE_CHECKING:  # to a type checker it would make every misspelt name an 
             return importlib.import_module(f".{name}", __name__)
         if name in ("profile", "profile_all"):
             # The module is not called "profile": importing a module sets the package's attribute of its name.
-            return getattr(importlib.import_module(".measure.profiling", __name__), name)
+            return getattr(importlib.import_module(".profiling", __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
