@@ -38,7 +38,7 @@ from tileattn.call.fp8 import FP8
 from tileattn.kernels.tilelang import backend, buckets
 from tileattn.kernels.tilelang.backward import backend as backward_backend
 from tileattn.kernels.tilelang.backward.defaults import MainConfig
-from tileattn.kernels.tilelang.backward.launch import kernel_names
+from tileattn.kernels.tilelang.backward.library import kernel_names
 from tileattn.kernels.tilelang.batch import CORES, AnyJob, BackwardJob, Done, Job, compile_all
 from tileattn.kernels.tilelang.config import Config
 from tileattn.kernels.tilelang.defaults import LONG, SHORT

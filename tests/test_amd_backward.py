@@ -20,7 +20,8 @@ from test_backward_lowering import CALLS, on
 from test_emulated_backward import emulated, gradients, shortened  # noqa: F401
 from test_gpu_backward import CASES, Problem
 from tileattn.call.facts import BackwardCall
-from tileattn.kernels.tilelang.backward import amd, backend, launch, space
+from tileattn.kernels.tilelang.backward import amd, backend, space
+from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.amd_config import AmdBackwardConfig, is_valid_amd_backward, k_pack_of
 from tileattn.kernels.tilelang.backward.config import BackwardConfig, read_together
 from tileattn.kernels.tilelang.backward.defaults import default, queries_default

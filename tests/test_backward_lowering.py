@@ -16,7 +16,8 @@ from lowering import BIAS, IDS, MAX_SPILLED, SLOPES, TILES, assemble, find_nvcc,
 from tileattn import ALiBi, Bias, Causal, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang import launch as forward_launch
-from tileattn.kernels.tilelang.backward import config, launch
+from tileattn.kernels.tilelang.backward import config
+from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
 from tileattn.kernels.tilelang.backward.kernels import kernel, main_kernel, queries_kernel
 from tileattn.kernels.tilelang.compile import device_source

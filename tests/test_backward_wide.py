@@ -29,7 +29,7 @@ from lowering import (
 from test_backward_lowering import SERIALIZED, backward_of
 from tileattn import ALiBi, Bias, Causal, SlidingWindow, SoftCap
 from tileattn.call.facts import BackwardCall
-from tileattn.kernels.tilelang.backward import launch
+from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
 from tileattn.kernels.tilelang.backward.defaults import default, queries_default
 from tileattn.kernels.tilelang.backward.hopper_config import (

@@ -21,7 +21,7 @@ from tileattn import ALiBi, Bias, Causal, SlidingWindow, SoftCap
 from tileattn.call.dropout import ROUNDS
 from tileattn.call.facts import AttentionCall
 from tileattn.kernels.tilelang import defaults, launch
-from tileattn.kernels.tilelang.backward import launch as backward_launch
+from tileattn.kernels.tilelang.backward import library as backward_launch
 from tileattn.kernels.tilelang.backward.kernels import kernel
 from tileattn.kernels.tilelang.compile import device_source
 from tileattn.kernels.tilelang.config import HopperConfig

@@ -19,7 +19,8 @@ from tileattn.call.dropout import Dropout, draw_seed
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.backward import backend as backward_backend
-from tileattn.kernels.tilelang.backward import defaults, launch
+from tileattn.kernels.tilelang.backward import defaults
+from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
 from tileattn.kernels.tilelang.backward.kernels import kernel
 from tileattn.kernels.tilelang.config import ForwardConfig

@@ -21,7 +21,8 @@ from tileattn.call.dropout import Dropout, draw_seed
 from tileattn.call.facts import AttentionCall, BackwardCall, Packed, sizes
 from tileattn.kernels.tilelang import packed as packed_launch
 from tileattn.kernels.tilelang import records
-from tileattn.kernels.tilelang.backward import backend, finish, launch, prepare
+from tileattn.kernels.tilelang.backward import backend, finish, prepare
+from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.config import Part
 from tileattn.kernels.tilelang.backward.kernels import kernel
 from tileattn.kernels.tilelang.backward.order import COLUMNS, RegisterOrder

@@ -21,7 +21,7 @@ from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.cache import sources
 from tileattn.kernels.mma import compile as mma
 from tileattn.kernels.tilelang import launch
-from tileattn.kernels.tilelang.backward import launch as backward_launch
+from tileattn.kernels.tilelang.backward import library as backward_launch
 from tileattn.kernels.tilelang.defaults import default
 
 PACKAGE = Path(tileattn.__file__).parent
@@ -60,7 +60,7 @@ ABOVE |= {"nn", "compat", "bench", "viz", "demo", "reference", "testing", "paral
 # Of TileLang's modules, those that choose, load and launch.
 HOST = {"", "arguments", "backend", "batch", "buckets", "candidates", "defaults", "launch", "packed", "packed_forward"}
 HOST |= {"queue", "sm90_table", "space", "tuned"}
-HOST |= {f"backward{name}" for name in ("", ".backend", ".launch", ".space", ".workspaces")}
+HOST |= {f"backward{name}" for name in ("", ".backend", ".library", ".space", ".workspaces")}
 
 
 def modules(name: str) -> list[str]:
@@ -276,7 +276,7 @@ from dataclasses import replace
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, SoftCap
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang import compile, defaults, schedules, sequence_plan, transpose_fp8
-from tileattn.kernels.tilelang.backward import kernels, launch
+from tileattn.kernels.tilelang.backward import kernels, library as launch
 from tileattn.kernels.tilelang.backward.defaults import default as backward_default
 from tileattn.variant.key import encode, program, with_alignment
 

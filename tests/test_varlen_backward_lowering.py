@@ -20,7 +20,7 @@ from lowering import IDS, MAX_SPILLED, assemble, find_nvcc, make_call, numbers, 
 from test_backward_lowering import SERIALIZED, backward_of, generic_tile
 from tileattn import Bias, Causal
 from tileattn.call.facts import BackwardCall
-from tileattn.kernels.tilelang.backward import launch
+from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.config import (
     BackwardConfig,
     default_queries,

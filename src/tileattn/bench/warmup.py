@@ -13,7 +13,7 @@ from tileattn.bench.problem import Problem
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.call.fp8 import FP8
 from tileattn.kernels.tilelang.backward.defaults import short_default
-from tileattn.kernels.tilelang.backward.launch import kernel_names
+from tileattn.kernels.tilelang.backward.library import kernel_names
 from tileattn.kernels.tilelang.batch import AnyJob, BackwardJob, Job
 from tileattn.kernels.tilelang.defaults import defaults
 

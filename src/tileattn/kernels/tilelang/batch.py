@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from ...call.facts import AttentionCall, BackwardCall
 from ..cache.store import kernel_cache
 from . import launch
-from .backward import launch as backward_launch
+from .backward import library as backward_launch
 from .backward.defaults import MainConfig
 from .defaults import Config
 

@@ -22,7 +22,7 @@ hopper_config.py     ... of the Hopper schedules
 defaults.py          which of all a call gets
 signature.py         the kernels' parameters
 kernels.py           the TileLang functions
-launch.py            cache keys; loads the libraries
+library.py           cache keys; loads the libraries
 workspaces.py        what they work in, of dense calls and of packed sequences
 backend.py           launches
 """

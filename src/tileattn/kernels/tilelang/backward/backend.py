@@ -18,7 +18,7 @@ from ..tuned import sizes_of
 from .config import BackwardConfig, read_together
 from .defaults import SHORT, MainConfig, adds_dq, default, finished, prepared, queries_default, short_default
 from .hopper_config import leaving
-from .launch import backward_kernels
+from .library import backward_kernels
 from .operands import AXES, STORED, Path, paths
 from .order import COLUMNS
 from .space import backward_space as space_with

@@ -111,7 +111,7 @@ def registers(call: AttentionCall, config: BackwardConfig, kept: int) -> int:
 def compiled(call: BackwardCall, configs: Sequence[MainConfig]) -> Iterator[tuple[MainConfig, str | None]]:
     """Compiles the kernels of all configurations into the cache; see :class:`Space`."""
     from ..batch import CORES, BackwardJob, compile_all
-    from .launch import kernel_names
+    from .library import kernel_names
 
     waiting: dict[MainConfig, set[str]] = {}
     jobs: dict[str, BackwardJob] = {}
