@@ -20,11 +20,11 @@ from tileattn import ALiBi, Bias, Causal, PrefixLM, SlidingWindow, SoftCap
 from tileattn.call.facts import BackwardCall
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
 from tileattn.kernels.tilelang.backward.defaults import default
-from tileattn.kernels.tilelang.backward.hopper_config import HopperBackwardConfig
+from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig
+from tileattn.kernels.tilelang.backward.hopper.dq_order import RegisterOrder
 from tileattn.kernels.tilelang.backward.kernels import kernel
-from tileattn.kernels.tilelang.backward.operands import ADDED, paths
-from tileattn.kernels.tilelang.backward.order import RegisterOrder
-from tileattn.kernels.tilelang.compile import device_source
+from tileattn.kernels.tilelang.backward.operand_gradients import ADDED, paths
+from tileattn.kernels.tilelang.build.compile import device_source
 from tileattn.variant.key import program
 
 CALLS = {

@@ -10,7 +10,7 @@ import torch
 
 from tileattn import ALiBi, Bias, SoftCap, math
 from tileattn.call.facts import AttentionCall, BackwardCall
-from tileattn.kernels.tilelang.backward.operands import ADDED, AXES, BY_KEY, SPREAD, STORED, add_up, paths
+from tileattn.kernels.tilelang.backward.operand_gradients import ADDED, AXES, BY_KEY, SPREAD, STORED, add_up, paths
 from tileattn.kernels.tilelang.backward.slopes import slope_program
 from tileattn.variant.derivative import float_loads
 from tileattn.variant.key import encode, program

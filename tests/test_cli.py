@@ -21,7 +21,7 @@ from tileattn.bench.cli import app
 from tileattn.bench.peers import own
 from tileattn.bench.peers.base import Prepared
 from tileattn.kernels.mma import backend as mma_backend
-from tileattn.kernels.tilelang import batch
+from tileattn.kernels.tilelang.build import batch
 from tileattn.runtime import operators as ops
 from tileattn.runtime.dispatch import BACKENDS, named, select
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tileattn
 from tileattn import ALiBi, Bias, Causal, Documents, KeyPadding, PrefixLM
-from tileattn.kernels.tilelang.arguments import as_bytes
+from tileattn.kernels.tilelang.host import as_bytes
 from tileattn.testing import poisoned_memory
 from tileattn.variant.tile_loads import is_aligned
 

@@ -16,7 +16,7 @@ from emulator import ARCH, COMPILER, Kernel
 from test_gpu_backward import CASES, Case, Problem
 from tileattn import Causal
 from tileattn.call.facts import AttentionCall, BackwardCall
-from tileattn.kernels.tilelang.backward import backend
+from tileattn.kernels.tilelang.backward import launch as backend
 from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.kernels import kernel
 from tileattn.testing import oracle_attention

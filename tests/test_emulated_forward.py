@@ -17,8 +17,8 @@ from emulator import ARCH, COMPILER, Kernel
 from tileattn import Causal, Mask, SlidingWindow
 from tileattn.call.facts import AttentionCall
 from tileattn.kernels.tilelang import backend
-from tileattn.kernels.tilelang.config import ForwardConfig
-from tileattn.kernels.tilelang.forward import forward_kernel
+from tileattn.kernels.tilelang.forward.config import ForwardConfig
+from tileattn.kernels.tilelang.forward.kernel import forward_kernel
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention, poisoned_memory
 from tileattn.variant.key import encode
 

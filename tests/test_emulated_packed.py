@@ -15,9 +15,10 @@ from emulator import ARCH, COMPILER, Kernel
 from tileattn.call import packed_status
 from tileattn.call.dropout import draw_seed
 from tileattn.call.facts import Packed, sizes
-from tileattn.kernels.tilelang import backend, packed
-from tileattn.kernels.tilelang.forward import forward_kernel
-from tileattn.kernels.tilelang.sequence_plan import plan_kernel
+from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.forward.kernel import forward_kernel
+from tileattn.kernels.tilelang.packed import plan as packed
+from tileattn.kernels.tilelang.packed.plan_kernel import plan_kernel
 from tileattn.runtime import operators as ops
 from tileattn.testing import (
     Arguments,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import tileattn
-from tileattn.kernels.tilelang import space
 from tileattn.kernels.tilelang.backward import space as backward_space
+from tileattn.kernels.tilelang.forward import space
 from tileattn.runtime import dispatch
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 from tileattn.tuner import results, state

@@ -70,7 +70,7 @@ def test_only_the_parts_of_tileattn_that_a_call_needs(added: set[str]) -> None:
         )
         == set()
     )
-    assert not [module for module in added if module.endswith((".tilelang.forward", ".tilelang.compile"))]
+    assert not [module for module in added if module.endswith((".forward.kernel", ".tilelang.build.compile"))]
     assert "tileattn.api.attention" in added
 
 
@@ -144,8 +144,8 @@ def test_the_files_are_found() -> None:
     assert set(CORE) <= set(FILES)
     assert {"tilelang", "torch"} <= set(BACKENDS)
     assert "variant.masks.FunctionMask" in tileattn_imports(FILES["variant.key"])
-    assert "kernels.cache.store.kernel_cache" in tileattn_imports(FILES["kernels.tilelang.launch"])
-    assert "kernels.tilelang.schedules.kernel_of" in tileattn_imports(FILES["kernels.tilelang.launch"])
+    assert "kernels.cache.store.kernel_cache" in tileattn_imports(FILES["kernels.tilelang.forward.library"])
+    assert "kernels.tilelang.forward.schedules.kernel_of" in tileattn_imports(FILES["kernels.tilelang.forward.library"])
 
 
 @pytest.mark.parametrize("name", CORE)

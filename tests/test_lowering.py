@@ -31,10 +31,13 @@ from lowering import (
 )
 from tileattn import ALiBi, Bias, Causal, FunctionMask, SlidingWindow, SoftCap
 from tileattn.call.facts import AttentionCall
-from tileattn.kernels.tilelang import amd_config, backend, config, defaults, launch
-from tileattn.kernels.tilelang.amd_config import AmdConfig
-from tileattn.kernels.tilelang.config import ForwardConfig, HopperConfig
-from tileattn.kernels.tilelang.defaults import Config
+from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.forward import config, defaults
+from tileattn.kernels.tilelang.forward import library as launch
+from tileattn.kernels.tilelang.forward.amd import config as amd_config
+from tileattn.kernels.tilelang.forward.amd.config import AmdConfig
+from tileattn.kernels.tilelang.forward.config import ForwardConfig, HopperConfig
+from tileattn.kernels.tilelang.forward.defaults import Config
 from tileattn.variant.key import program
 
 ASSEMBLED = ("sm_80", "sm_90a")

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tileattn import ALiBi, Bias
 from tileattn.call.facts import AttentionCall, BackwardCall, Packed
-from tileattn.kernels.tilelang import records
-from tileattn.kernels.tilelang.backward.operands import BY_KEY, SPREAD, paths, values_of
+from tileattn.kernels.tilelang.backward.operand_gradients import BY_KEY, SPREAD, paths, values_of
 from tileattn.kernels.tilelang.backward.workspaces import OfSequences
+from tileattn.kernels.tilelang.packed import work_list as records
 from tileattn.variant.key import encode
 from tileattn.variant.reading import evaluate
 from tileattn.variant.scores import for_packed

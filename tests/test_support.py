@@ -29,8 +29,8 @@ from support_table import (
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, KeyPadding, PrefixLM, SlidingWindow, SoftCap
 from tileattn.call.facts import AttentionCall, BackwardCall, is_aligned
 from tileattn.kernels.mma import backend as mma_backend
-from tileattn.kernels.tilelang import defaults
 from tileattn.kernels.tilelang.backward import defaults as backward_defaults
+from tileattn.kernels.tilelang.forward import defaults
 from tileattn.runtime.dispatch import BACKENDS, select
 from tileattn.variant.key import encode, program
 

@@ -12,7 +12,7 @@ import tilelang.language as T
 from tvm import arith
 
 from tileattn import math as tm
-from tileattn.kernels.tilelang.expressions import Emitter
+from tileattn.kernels.tilelang.tile.expressions import Emitter
 from tileattn.variant.expression import symbol
 from tileattn.variant.torch_functions import fmod, shift_right
 

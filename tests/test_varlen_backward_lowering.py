@@ -30,8 +30,8 @@ from tileattn.kernels.tilelang.backward.config import (
 )
 from tileattn.kernels.tilelang.backward.defaults import default, prepared, queries_default
 from tileattn.kernels.tilelang.backward.kernels import kernel, main_kernel, queries_kernel
-from tileattn.kernels.tilelang.backward.operands import paths
-from tileattn.kernels.tilelang.config import ARCHITECTURES
+from tileattn.kernels.tilelang.backward.operand_gradients import paths
+from tileattn.kernels.tilelang.forward.config import ARCHITECTURES
 from tileattn.variant.scores import for_packed
 
 REDUCED = 4 * 256  # bytes for a sum along rows that several warps hold, as the gradient of slopes takes two

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .mutant import Mutant, mutants
 
 PLAN = ("test_sequence_plan.py",)
-SEQUENCE_PLAN = "kernels/tilelang/sequence_plan.py"
+SEQUENCE_PLAN = "kernels/tilelang/packed/plan_kernel.py"
 CHECKS = ("test_cu_seqlens.py",)
 
 MUTANTS: list[Mutant] = [
@@ -28,7 +28,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "kernels/tilelang/records.py",
+        "kernels/tilelang/packed/work_list.py",
         PLAN,
         {
             "plan: a list one record too short": ("total // tile + sequences + 1", "total // tile + sequences"),

@@ -7,7 +7,7 @@ from .mutant import Mutant, mutants
 NUMERICS = ("test_tolerance_bounds.py", "test_numerics.py")
 RULE = "testing/numerics.py"
 KEY = ("test_kernel_key.py",)
-LAUNCH = "kernels/tilelang/launch.py"
+LAUNCH = "kernels/tilelang/forward/library.py"
 PATTERN = ("test_dropout.py",)
 
 MUTANTS: list[Mutant] = [

@@ -37,7 +37,7 @@ def digest(*modules: str) -> str:
     """Of the sources of these modules and of all that they import from tileattn; read once a process.
 
     Args:
-        modules: their full names, such as "tileattn.kernels.tilelang.forward".
+        modules: their full names, such as "tileattn.kernels.tilelang.forward.kernel".
     """
     return digest_of(closure(modules))
 

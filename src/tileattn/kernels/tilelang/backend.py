@@ -14,16 +14,16 @@ from ...call.facts import SMALLEST_SCALE, AttentionCall
 from ...call.fp8 import FP8, Descales
 from ...tuner.space import Space
 from ...variant.key import Operands, program
-from .amd_config import AmdConfig
-from .arguments import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
-from .backward.backend import backward_space as backward_space
-from .backward.backend import prepare_backward as prepare_backward
-from .config import ARCHITECTURES, TRANSPOSED_KEYS, HopperConfig
-from .defaults import Config, default
-from .launch import forward_function, transpose_function
-from .packed_forward import packed_forward
-from .queue import multiprocessors, tickets
-from .space import forward_space
+from .backward.launch import backward_space as backward_space
+from .backward.launch import prepare_backward as prepare_backward
+from .forward.amd.config import AmdConfig
+from .forward.config import ARCHITECTURES, TRANSPOSED_KEYS, HopperConfig
+from .forward.defaults import Config, default
+from .forward.library import forward_function, transpose_function
+from .forward.packed import packed_forward
+from .forward.queue import multiprocessors, tickets
+from .forward.space import forward_space
+from .host import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
 from .tuned import found, sizes_of
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256

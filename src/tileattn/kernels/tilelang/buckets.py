@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from ...call.facts import AttentionCall
 from . import backend
-from .backward import backend as backward_backend
-from .defaults import LONG, Config, default
+from .backward import launch as backward_backend
+from .forward.defaults import LONG, Config, default
 
 # By name: a length that the forward pass takes for the shorter sequence, and up to how many queries the backward pass
 # takes sequences for short.

@@ -10,11 +10,11 @@ from typing import NamedTuple
 from ....call.facts import BackwardCall
 from ....variant.key import program
 from ...cache.store import kernel_cache
-from ..launch import _load, _toolchain, source_digest
+from ..forward.library import _load, _toolchain, source_digest
 from .config import read_together
 from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default
-from .hopper_config import HopperBackwardConfig
-from .operands import paths
+from .hopper.config import HopperBackwardConfig
+from .operand_gradients import paths
 
 Kernel = Callable[..., None]
 
@@ -50,7 +50,7 @@ def ensure_compiled(call: BackwardCall, name: str, config: MainConfig | None = N
     """The shared library of one of a call's kernels, compiled if the cache does not hold it."""
 
     def build(path: Path) -> None:
-        from ..compile import build_library
+        from ..build.compile import build_library
         from .kernels import kernel_of
 
         build_library(kernel_of(call, name, config or default(call)), call.forward.arch, path)

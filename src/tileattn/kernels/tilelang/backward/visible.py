@@ -6,7 +6,7 @@ import tilelang.language as T
 
 from ....variant.expression import nodes
 from ....variant.masks import FIRST_POSITION
-from ..mask import Visibility
+from ..tile.mask import Visibility
 
 
 class Viewers(Visibility):

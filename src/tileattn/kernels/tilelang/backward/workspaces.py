@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ....call.facts import BackwardCall, Packed
 from ....variant.key import Operands
-from ..packed import work_lists
-from ..records import ALIGNMENT, PADDING, padded_rows
+from ..packed.plan import work_lists
+from ..packed.work_list import ALIGNMENT, PADDING, padded_rows
 from .config import ROWS
 from .defaults import MainConfig
-from .operands import BY_KEY, SPREAD, Path, add_anywhere, add_up, symbols_of, values_of
+from .operand_gradients import BY_KEY, SPREAD, Path, add_anywhere, add_up, symbols_of, values_of
 
 
 class OfBatch:
