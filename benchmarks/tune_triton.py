@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tileattn.call import AttentionCall, BackwardCall, device_arch
+from tileattn.call.facts import AttentionCall, BackwardCall, device_arch
 from tileattn.kernels.triton.config import default, overridden
 from tileattn.kernels.triton.tile_sizes import Config
-from tileattn.variant import CAUSAL, Operands, encode
+from tileattn.variant.key import CAUSAL, Operands, encode
 
 SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "forward": {"block_M": (64, 128), "block_N": (64, 128), "num_stages": (2, 3, 4)},

@@ -35,7 +35,7 @@ from tileattn.bench.cases import square
 from tileattn.bench.peers import PEERS, TileAttn, flex, own, sdpa
 from tileattn.bench.peers.base import OWN, Implementation, Prepared
 from tileattn.testing import oracle_attention
-from tileattn.variant import normalize
+from tileattn.variant.key import normalize
 
 TRAINED = ("bias-bh+dbias", "bias-b1+dbias", "bias-11+alibi+dbias+sink")
 IMPLEMENTATIONS: dict[str, Implementation] = {OWN: TileAttn(), "eager": PEERS["eager"], "sdpa": PEERS["sdpa"]}

@@ -15,15 +15,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tileattn import ops
 from tileattn.bench import command, info, plot_ladder, problem, warmup
 from tileattn.bench.cases import Case
 from tileattn.bench.cli import app
 from tileattn.bench.peers import own
 from tileattn.bench.peers.base import Prepared
-from tileattn.dispatch import BACKENDS, named, select
 from tileattn.kernels.mma import backend as mma_backend
-from tileattn.kernels.tilelang import batch
+from tileattn.kernels.tilelang.build import batch
+from tileattn.runtime import operators as ops
+from tileattn.runtime.dispatch import BACKENDS, named, select
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/results"
 TINY = "bench --device cpu --seqlen 16,32 --heads 2 --head-dim 16 --rounds 1"

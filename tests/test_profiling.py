@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import tileattn
-from tileattn import profiling
 from tileattn.bench import timing
 from tileattn.bench.ceilings import Ceiling
 from tileattn.bench.timing import Effort
-from tileattn.profiling import Profile
+from tileattn.measure import profiling
+from tileattn.measure.profiling import Profile
 
 BRIEF = Effort(warmup_ms=1, measure_ms=4, rounds=2)
 CPU = torch.device("cpu")

@@ -17,12 +17,12 @@ from torch import Tensor
 
 import tileattn
 from tileattn import ALiBi, Bias, Causal, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap
-from tileattn.call import AttentionCall, BackwardCall
-from tileattn.dispatch import BACKENDS, select
+from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.triton import backend, config, order
 from tileattn.kernels.triton.order import Programs, Sizes
 from tileattn.kernels.triton.tile_sizes import KERNELS, Config
 from tileattn.nn import NaiveAttention, TritonFlashAttention, get_attention
+from tileattn.runtime.dispatch import BACKENDS, select
 from tileattn.testing import (
     assert_forward_accurate,
     assert_gradients_accurate,
@@ -33,7 +33,7 @@ from tileattn.testing import (
     oracle_gradients,
 )
 from tileattn.tuner import state
-from tileattn.variant import encode, normalize, program
+from tileattn.variant.key import encode, normalize, program
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -446,7 +446,7 @@ def test_gradients_that_are_asked_for(wanted: tuple[int, ...]) -> None:
 def test_descriptors(dims: tuple[int, int], apart: bool, dimensions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Hopper copies by TMA. The interpreter knows descriptors, and what is beyond their ends."""
     from tileattn.kernels.triton import arguments, launch, plan
-    from tileattn.variant import Operands
+    from tileattn.variant.key import Operands
 
     def made_up(seqlen: int, head_dim: int, seed: int) -> Tensor:
         x = tensor(2, seqlen, 2, head_dim, seed=seed)

@@ -22,9 +22,9 @@ from positions import Positions, documents, lengths, positions, prefixes
 from tileattn import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap, viz
 from tileattn.bench import results
 from tileattn.bench.cli import app
-from tileattn.call import AttentionCall
-from tileattn.kernels.tilelang.config import HopperConfig
-from tileattn.kernels.tilelang.defaults import default
+from tileattn.call.facts import AttentionCall
+from tileattn.kernels.tilelang.forward.config import HopperConfig
+from tileattn.kernels.tilelang.forward.defaults import default
 from tileattn.testing import oracle_attention
 from tileattn.viz.style import LIGHT
 from tileattn.viz.tiles import NAMES, Tile, described

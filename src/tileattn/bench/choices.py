@@ -15,9 +15,9 @@ import typer
 from tileattn.bench import cases, variants, warmup
 from tileattn.bench.cases import Case
 from tileattn.bench.peers import PEERS, Implementation, TileAttn
-from tileattn.call import device_arch
-from tileattn.dispatch import BACKENDS, named
-from tileattn.kernels.tilelang.batch import AnyJob
+from tileattn.call.facts import device_arch
+from tileattn.kernels.tilelang.build.batch import AnyJob
+from tileattn.runtime.dispatch import BACKENDS, named
 
 DEFAULT_PEERS = {"cuda": "fa2,cudnn", "cpu": "sdpa,eager"}
 # What an fp8 case is compared with: no peer takes fp8.

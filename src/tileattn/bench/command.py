@@ -21,8 +21,8 @@ from tileattn.bench.choices import LADDER, MEMORY, Chosen, at_least_one, refuse
 from tileattn.bench.peers.base import OWN, Implementation
 from tileattn.bench.progress import reporting
 from tileattn.bench.runner import Run
-from tileattn.kernels.cache import default_folder
-from tileattn.kernels.tilelang import batch
+from tileattn.kernels.cache.store import default_folder
+from tileattn.kernels.tilelang.build import batch
 
 RESULTS_FOLDER = Path("bench-results")
 PICTURES = (".png", ".svg", ".pdf")

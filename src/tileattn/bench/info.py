@@ -18,11 +18,11 @@ from rich.text import Text
 from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, ScoreMod, SlidingWindow, SoftCap
 from tileattn.bench import environment
 from tileattn.bench.choices import refuse
-from tileattn.call import AttentionCall, device_arch
-from tileattn.dispatch import BACKENDS, Backend
-from tileattn.kernels.cache import default_folder
-from tileattn.kernels.tilelang.config import ARCHITECTURES
-from tileattn.variant import encode
+from tileattn.call.facts import AttentionCall, device_arch
+from tileattn.kernels.cache.store import default_folder
+from tileattn.kernels.tilelang.forward.config import ARCHITECTURES
+from tileattn.runtime.dispatch import BACKENDS, Backend
+from tileattn.variant.key import encode
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from tileattn.bench.peers import PEERS, Implementation, TileAttn
 from tileattn.bench.progress import reporting
 from tileattn.bench.results import Results, Row
 from tileattn.bench.runner import Run
-from tileattn.call import AttentionCall, device_arch
+from tileattn.call.facts import AttentionCall, device_arch
 from tileattn.kernels.mma.backend import parse
 from tileattn.kernels.mma.batch import compile_all
 from tileattn.kernels.mma.rungs import ACCUMULATIONS, HEAD_DIMS, LARGE_HEAD_DIMS, LAYOUTS, NAME, RUNGS, STAGES, Variant

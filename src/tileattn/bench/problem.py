@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tileattn.bench.cases import Case
 from tileattn.bench.memory import total_bytes
-from tileattn.fp8 import QuantizedFP8, dequantize, quantize_fp8
+from tileattn.call.fp8 import QuantizedFP8, dequantize, quantize_fp8
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tileattn.bench.report import human_bytes
 from tileattn.bench.results import Results, Row
 from tileattn.bench.runner import Run
 from tileattn.bench.variants import written_out
-from tileattn.profiling import current, rate_text
+from tileattn.measure.profiling import current, rate_text
 from tileattn.viz.tiles import draw_tiles, tile_map
 
 if TYPE_CHECKING:

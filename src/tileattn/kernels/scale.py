@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..call import SMALLEST_SCALE, AttentionCall
-from ..variant import program
+from ..call.facts import SMALLEST_SCALE, AttentionCall
+from ..variant.key import program
 
 
 def scaled_first(call: AttentionCall, scale: float) -> AttentionCall:

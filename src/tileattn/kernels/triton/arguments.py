@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...variant import Operands
+from ...variant.key import Operands
 from .plan import Plan
 from .shared import padded
 

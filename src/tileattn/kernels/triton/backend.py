@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from ...call import AttentionCall, BackwardCall, Gradients
-from ...variant import program
+from ...call.facts import AttentionCall, BackwardCall, Gradients
+from ...variant.key import program
 from .interpreter import INTERPRET, interpreted
 
 MAX_HEAD_DIM = 256
@@ -56,7 +56,7 @@ def _refusal_call(call: AttentionCall) -> str | None:
 def prepare(
     call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """See :class:`tileattn.dispatch.Backend`."""
+    """See :class:`tileattn.runtime.dispatch.Backend`."""
     from .launch import Forward  # imports Triton
 
     return Forward(call, q_shape, k_shape, scale)
@@ -65,7 +65,7 @@ def prepare(
 def prepare_backward(
     call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Callable[..., Gradients]:
-    """See :class:`tileattn.dispatch.Backend`."""
+    """See :class:`tileattn.runtime.dispatch.Backend`."""
     from .launch import Backward
 
     return Backward(call, q_shape, k_shape, scale)

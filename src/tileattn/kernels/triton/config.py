@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from ...call import AttentionCall
-from ...variant import CAUSAL, program
+from ...call.facts import AttentionCall
+from ...variant.key import CAUSAL, program
 from .shared import fitting, padded
 from .tile_sizes import Config
 

@@ -30,10 +30,10 @@ from typing import Any
 
 import torch
 
-from ...derivative import derivative
-from ...expr import Expr, dtype_of, nodes, symbol
-from ...expr_range import leaves_int32
-from ...variant import Program, program
+from ...variant.derivative import derivative
+from ...variant.expression import Expr, dtype_of, nodes, symbol
+from ...variant.int32_range import leaves_int32
+from ...variant.key import Program, program
 from .gradients import paths
 
 _HEADER = """import triton

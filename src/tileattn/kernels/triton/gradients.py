@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...derivative import float_loads
-from ...expr import Expr, nodes
-from ...expr_reading import evaluate
-from ...variant import Operands, program
+from ...variant.derivative import float_loads
+from ...variant.expression import Expr, nodes
+from ...variant.key import Operands, program
+from ...variant.reading import evaluate
 
 
 @dataclass(frozen=True)

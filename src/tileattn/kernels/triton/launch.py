@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call import AttentionCall, BackwardCall, Gradients
-from ...variant import Operands
+from ...call.facts import AttentionCall, BackwardCall, Gradients
+from ...variant.key import Operands
 from ..scale import scaled_first
 from .arguments import described, dimensions, of_operands, strides
 from .backward import keys_kernel, prepare_kernel, queries_kernel
@@ -26,7 +26,7 @@ PREPARED_ROWS = 64  # of a program of prepare_kernel
 
 
 class Forward:
-    """The forward pass for tensors of one shape; see :class:`tileattn.dispatch.Forward`."""
+    """The forward pass for tensors of one shape; see :class:`tileattn.runtime.dispatch.Forward`."""
 
     def __init__(self, call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> None:
         self.call, self.scale = scaled_first(call, scale), scale
@@ -57,7 +57,7 @@ class Forward:
 
 
 class Backward:
-    """The backward pass for tensors of one shape; see :class:`tileattn.dispatch.Backward`."""
+    """The backward pass for tensors of one shape; see :class:`tileattn.runtime.dispatch.Backward`."""
 
     def __init__(self, call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> None:
         self.call, self.scale = call, scale

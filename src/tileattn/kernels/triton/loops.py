@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from ...expr import Expr
-from ...masks import FIRST_POSITION
-from ...variant import Program
+from ...variant.expression import Expr
+from ...variant.key import Program
+from ...variant.masks import FIRST_POSITION
 
 
 class Loops(NamedTuple):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...call import AttentionCall
+from ...call.facts import AttentionCall
 
 L2_BYTES = 16 * 2**20  # of what heads side by side read again and again, unless one reads more; an H200 has 50 MiB
 MOST = 65535  # programs along the second dimension of a grid, and along the third

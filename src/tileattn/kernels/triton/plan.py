@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from ...call import AttentionCall
-from ...variant import program
+from ...call.facts import AttentionCall
+from ...variant.key import program
 from .expressions import functions
 from .gradients import paths
 from .interpreter import interpreted

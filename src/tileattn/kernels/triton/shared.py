@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...call import AttentionCall
-from ...expr import nodes
-from ...variant import program
+from ...call.facts import AttentionCall
+from ...variant.expression import nodes
+from ...variant.key import program
 from .tile_sizes import Config
 
 HOPPER_BYTES = 227 * 1024
