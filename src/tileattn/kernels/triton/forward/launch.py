@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.facts import AttentionCall, BackwardCall, Gradients
-from ...variant.key import Operands
-from .arguments import described, dimensions, of_operands, strides
-from .backward import keys_kernel, prepare_kernel, queries_kernel
-from .config import Config, default
-from .forward import forward_kernel
-from .gradients import add_up, paths, workspace
-from .launch_cache import Launch, LaunchCache
-from .order import Sizes
-from .plans import make_plan, scaled_variant
-from .shared import padded
+from ....call.facts import AttentionCall, BackwardCall, Gradients
+from ....variant.key import Operands
+from ..arguments import described, dimensions, of_operands, strides
+from ..backward.kernels import keys_kernel, prepare_kernel, queries_kernel
+from ..backward.operand_gradients import add_up, paths, workspace
+from ..defaults import Config, default
+from ..grid import Sizes
+from ..launch_cache import Launch, LaunchCache
+from ..plans import make_plan, scaled_variant
+from ..shared_memory import padded
+from .kernel import forward_kernel
 
 PREPARED_ROWS = 64  # of a program of prepare_kernel
 
@@ -63,7 +63,7 @@ class Backward:
         self.sizes = Sizes.of(q_shape, k_shape)
         self.config = {kernel: default(kernel, forward) for kernel in ("keys", "queries")}
         self.paths = paths(forward.variant, call.needs[4:])
-        # Whether the kernel for dq prepares what the other one needs (backward.py).
+        # Whether the kernel for dq prepares what the other one needs (backward/kernels.py).
         self.prepares = call.needs[0] and forward.dtype.itemsize == 2
         self.wants_keys = call.needs[1] or call.needs[2] or bool(self.paths)
         self.launch = LaunchCache()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ...call.facts import AttentionCall
 from ...variant.key import CAUSAL, program
-from .shared import fitting, padded
+from .shared_memory import fitting, padded
 
 KERNELS = ("forward", "keys", "queries")
 
