@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tileattn
 from tileattn import Mask
-from tileattn.kernels.triton import config
+from tileattn.kernels.triton import defaults as config
 from tileattn.kernels.triton.interpreter import interpreted
 from tileattn.kernels.triton.tile_sizes import KERNELS, Config
 from tileattn.math import load

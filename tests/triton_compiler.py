@@ -60,7 +60,9 @@ def compile_call(
     import torch
 
     from tileattn.call.facts import AttentionCall, BackwardCall
-    from tileattn.kernels.triton import config, launch, launch_cache
+    from tileattn.kernels.triton import defaults as config
+    from tileattn.kernels.triton import launch_cache
+    from tileattn.kernels.triton.forward import launch
     from tileattn.kernels.triton.tile_sizes import Config
     from tileattn.variant.key import encode
 

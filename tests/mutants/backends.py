@@ -175,7 +175,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TRITON}/forward.py",
+        f"{TRITON}/forward/kernel.py",
         INTERPRETED,
         {
             "triton: the sum is not rescaled": ("l = l * alpha + tl.sum(p, 1)", "l = l + tl.sum(p, 1)"),
@@ -190,7 +190,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TRITON}/tiles.py",
+        f"{TRITON}/tile/tiles.py",
         INTERPRETED,
         {
             "triton: keys beyond the last": ("within = within & plan.allows(", "within = plan.allows("),

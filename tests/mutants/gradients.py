@@ -7,7 +7,7 @@ from .mutant import Mutant, mutants
 TORCH = "kernels/torch/backward.py"
 LOOP = ("test_autograd.py::test_random_compositions", "test_autograd.py::test_gradcheck")
 DROPOUT = ("test_attention_dropout.py::test_it_is_the_pattern_of_the_seed",)
-TRITON = "kernels/triton/backward.py"
+TRITON = "kernels/triton/backward/kernels.py"
 INTERPRETED = (
     "test_triton.py::test_gradients_that_are_asked_for",
     "test_tensor_gradients.py",
@@ -91,12 +91,12 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "kernels/triton/launch.py",
+        "kernels/triton/forward/launch.py",
         INTERPRETED,
         {"triton: dsink with the other sign": ("return -(p * delta).sum", "return (p * delta).sum")},
     ),
     *mutants(
-        "kernels/triton/gradients.py",
+        "kernels/triton/backward/operand_gradients.py",
         OF_TENSORS,
         {
             "triton: the first query position is dropped": (' + (first_position if axis == "q" else 0)', ""),
@@ -154,7 +154,7 @@ MUTANTS: list[Mutant] = [
             ),
         },
     ),
-    *mutants("kernels/triton/launch.py", INTERPRETED, {}),
+    *mutants("kernels/triton/forward/launch.py", INTERPRETED, {}),
     *mutants(
         f"{TILELANG}/tile.py",
         EMULATED,

@@ -57,7 +57,7 @@ def prepare(
     call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """See :class:`tileattn.runtime.dispatch.Backend`."""
-    from .launch import Forward  # imports Triton
+    from .forward.launch import Forward  # imports Triton
 
     return Forward(call, q_shape, k_shape, scale)
 
@@ -66,6 +66,6 @@ def prepare_backward(
     call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Callable[..., Gradients]:
     """See :class:`tileattn.runtime.dispatch.Backend`."""
-    from .launch import Backward
+    from .forward.launch import Backward
 
     return Backward(call, q_shape, k_shape, scale)

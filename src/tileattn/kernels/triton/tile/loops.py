@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from ...variant.expression import Expr
-from ...variant.key import Program
-from ...variant.masks import FIRST_POSITION
+from ....variant.expression import Expr
+from ....variant.key import Program
+from ....variant.masks import FIRST_POSITION
 
 
 class Loops(NamedTuple):
-    """Whether each is there; see :func:`tileattn.kernels.triton.tiles.phases`."""
+    """Whether each is there; see :func:`tileattn.kernels.triton.tile.tiles.phases`."""
 
     before: bool
     within: bool

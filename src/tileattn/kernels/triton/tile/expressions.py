@@ -30,15 +30,15 @@ from typing import Any
 
 import torch
 
-from ...variant.derivative import derivative
-from ...variant.expression import Expr, dtype_of, nodes, symbol
-from ...variant.int32_range import leaves_int32
-from ...variant.key import Program, program
-from .gradients import paths
+from ....variant.derivative import derivative
+from ....variant.expression import Expr, dtype_of, nodes, symbol
+from ....variant.int32_range import leaves_int32
+from ....variant.key import Program, program
+from ..backward.operand_gradients import paths
 
 _HEADER = """import triton
 import triton.language as tl
-from tileattn.kernels.triton.arithmetic import clamped, floor_div, floor_mod, floor_mod_float, tanh
+from tileattn.kernels.triton.tile.arithmetic import clamped, floor_div, floor_mod, floor_mod_float, tanh
 """
 _EXACT_HEADER = _HEADER.replace("tanh", "exact_tanh as tanh")
 
@@ -53,7 +53,7 @@ def functions(key: str, wanted: tuple[bool, ...] = (), exact: bool = False) -> S
 
     ``allows``, ``score``, ``kv_range``, ``full_range``, ``q_range``, ``full_q_range``; ``slope``, the derivative of the
     modified score with respect to the score; and ``slopes``, a tuple: with respect to each path that
-    :func:`tileattn.kernels.triton.gradients.paths` names for the `wanted` tensors. `exact`: for results in float32.
+    ``paths`` of backward/operand_gradients.py names for the `wanted` tensors. `exact`: for results in float32.
     """
     found = load(source(key, wanted, exact), f"variant {key!r} {wanted} {exact}")
     names = ("allows", "score", "slope", "kv_range", "full_range", "q_range", "full_q_range")

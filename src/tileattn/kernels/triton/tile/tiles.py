@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def tile_and_head(rows: tl.constexpr, folds):
-    """The first row of this program's tile, and its head; both may be beyond the last. The grid is that of order.py.
+    """The first row of this program's tile, and its head; both may be beyond the last. The grid is that of grid.py.
 
     Programs start in the order of their numbers, those of the first dimension first: the first tiles of all heads that
     are side by side, then the second ones, and so on; then the next heads. So tiles that take longest, as some do under

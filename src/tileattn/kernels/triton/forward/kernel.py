@@ -11,7 +11,7 @@ Tiles that all queries see run in a loop of their own, which computes no mask.
 import triton
 import triton.language as tl
 
-from .tiles import add_product, last_tile_and_head, load_tile, phases, product, store_rows, store_tile, visible
+from ..tile.tiles import add_product, last_tile_and_head, load_tile, phases, product, store_rows, store_tile, visible
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -43,7 +43,7 @@ def forward_kernel(
 
     q, k and v are pointers with the strides of their first three dimensions, or descriptors: k and v where ``plan.tma``
     is not 0, q and o where ``plan.tma_q`` is not. o, lse and sink are contiguous; tensors and numbers are the variant's
-    operands (expressions.py).
+    operands (tile/expressions.py).
     """
     first, bh = last_tile_and_head(seqlen_q, plan.block_M, folds)
     if first < 0 or bh >= all_heads:

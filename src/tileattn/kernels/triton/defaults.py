@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from ...call.facts import AttentionCall
 from ...variant.key import CAUSAL, program
-from .shared import fitting, padded
+from .shared_memory import fitting, padded
 from .tile_sizes import Config
 
 # By kernel, then by the larger head dim, padded; for 16 bits. They hardly spill where neither mask nor modification is

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.facts import AttentionCall, BackwardCall, Gradients
-from ...variant.key import Operands
-from ..scale import scaled_first
-from .arguments import described, dimensions, of_operands, strides
-from .backward import keys_kernel, prepare_kernel, queries_kernel
-from .config import default
-from .forward import forward_kernel
-from .gradients import add_up, paths, workspace
-from .launch_cache import Launch, LaunchCache
-from .order import Sizes
-from .plan import make_plan
-from .shared import padded
-from .tile_sizes import Config
+from ....call.facts import AttentionCall, BackwardCall, Gradients
+from ....variant.key import Operands
+from ...scale import scaled_first
+from ..arguments import described, dimensions, of_operands, strides
+from ..backward.kernels import keys_kernel, prepare_kernel, queries_kernel
+from ..backward.operand_gradients import add_up, paths, workspace
+from ..defaults import default
+from ..grid import Sizes
+from ..launch_cache import Launch, LaunchCache
+from ..plan import make_plan
+from ..shared_memory import padded
+from ..tile_sizes import Config
+from .kernel import forward_kernel
 
 PREPARED_ROWS = 64  # of a program of prepare_kernel
 
@@ -65,7 +65,7 @@ class Backward:
         self.sizes = Sizes.of(q_shape, k_shape)
         self.config = {kernel: default(kernel, forward) for kernel in ("keys", "queries")}
         self.paths = paths(forward.variant, call.needs[4:])
-        # Whether the kernel for dq prepares what the other one needs (backward.py).
+        # Whether the kernel for dq prepares what the other one needs (backward/kernels.py).
         self.prepares = call.needs[0] and forward.dtype.itemsize == 2
         self.wants_keys = call.needs[1] or call.needs[2] or bool(self.paths)
         self.launch = LaunchCache()

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...variant.derivative import float_loads
-from ...variant.expression import Expr, nodes
-from ...variant.key import Operands, program
-from ...variant.reading import evaluate
+from ....variant.derivative import float_loads
+from ....variant.expression import Expr, nodes
+from ....variant.key import Operands, program
+from ....variant.reading import evaluate
 
 
 @dataclass(frozen=True)

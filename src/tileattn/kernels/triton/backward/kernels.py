@@ -16,8 +16,8 @@ than both kernels on an H200 (benchmarks/results/triton-bwd-tiles-h200-2026-11-2
 import triton
 import triton.language as tl
 
-from .forward import LOG2E
-from .tiles import (
+from ..forward.kernel import LOG2E
+from ..tile.tiles import (
     add_product,
     last_tile_and_head,
     load_rows,
@@ -123,7 +123,7 @@ def keys_kernel(
 ):
     """Writes dk and dv; one program for each tile of keys of each kv head.
 
-    It adds up over the query heads that share the keys. parts: the workspaces of gradients.py.
+    It adds up over the query heads that share the keys. parts: the workspaces of operand_gradients.py.
     """
     first, bh_kv = tile_and_head(plan.block_N, folds)
     if first >= seqlen_k or bh_kv >= all_heads:
@@ -207,7 +207,7 @@ def from_queries(dk, dv, tiles, start, end, queries, facts, plan: tl.constexpr, 
 
 @triton.jit
 def hand_over(ds, score, seen, row, at, facts, plan: tl.constexpr):
-    """Gradients of what the modification reads from tensors, to the workspaces of gradients.py."""
+    """Gradients of what the modification reads from tensors, to the workspaces of operand_gradients.py."""
     b, h, heads, seqlen_q, seqlen_k, parts, tensors, numbers = facts
     positions = row + (seqlen_k - seqlen_q)
     bh = (b * heads + h).to(tl.int64)
