@@ -448,7 +448,8 @@ def test_gradients_that_are_asked_for(wanted: tuple[int, ...]) -> None:
 def test_descriptors(dims: tuple[int, int], apart: bool, dimensions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Hopper copies by TMA. The interpreter knows descriptors, and what is beyond their ends."""
     from tileattn.kernels.triton import arguments, plan
-    from tileattn.kernels.triton.forward import launch
+    from tileattn.kernels.triton.backward.launch import Backward
+    from tileattn.kernels.triton.forward.launch import Forward
     from tileattn.variant.key import Operands
 
     def made_up(seqlen: int, head_dim: int, seed: int) -> Tensor:
@@ -464,8 +465,8 @@ def test_descriptors(dims: tuple[int, int], apart: bool, dimensions: int, monkey
     call = AttentionCall(torch.float16, *dims, key, needs_grad=True, arch="sm_90a" if DEVICE == "cuda" else "cpu")
     tma = {name: Config(16, 16, 4, 1, tma=True) for name in KERNELS}
     with config.overridden(**tma):
-        forward = launch.Forward(call, q.shape, k.shape, dims[0] ** -0.5)
-        backward = launch.Backward(BackwardCall(call, (True, True, True, False)), q.shape, k.shape, dims[0] ** -0.5)
+        forward = Forward(call, q.shape, k.shape, dims[0] ** -0.5)
+        backward = Backward(BackwardCall(call, (True, True, True, False)), q.shape, k.shape, dims[0] ** -0.5)
     o, lse = forward(q, k, v, None, Operands())
     assert made == ([4, 4] if dimensions == 4 else [3, 3, 3, 3])  # k and v; or q, k, v and o
     made.clear()

@@ -62,7 +62,8 @@ def compile_call(
     from tileattn.call.facts import AttentionCall, BackwardCall
     from tileattn.kernels.triton import defaults as config
     from tileattn.kernels.triton import launch_cache
-    from tileattn.kernels.triton.forward import launch
+    from tileattn.kernels.triton.backward.launch import Backward
+    from tileattn.kernels.triton.forward.launch import Forward
     from tileattn.kernels.triton.tile_sizes import Config
     from tileattn.variant.key import encode
 
@@ -88,10 +89,10 @@ def compile_call(
     launch_cache.LaunchCache.__call__ = record
     try:
         with config.overridden(**{name: Config(**fields) for name, fields in configs.items()}):
-            launch.Forward(call, q.shape, k.shape, 0.125)(q, k, v, None, operands)
+            Forward(call, q.shape, k.shape, 0.125)(q, k, v, None, operands)
             if backward:
                 wanted = (dq, True, True, False, *(t.requires_grad for t in operands.tensors))
-                run = launch.Backward(BackwardCall(call, wanted), q.shape, k.shape, 0.125)
+                run = Backward(BackwardCall(call, wanted), q.shape, k.shape, 0.125)
                 run(o, None, q, k, v, o, lse, None, operands)
     finally:
         launch_cache.LaunchCache.__call__ = real

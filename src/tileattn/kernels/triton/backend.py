@@ -66,6 +66,6 @@ def prepare_backward(
     call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Callable[..., Gradients]:
     """See :class:`tileattn.runtime.dispatch.Backend`."""
-    from .forward.launch import Backward
+    from .backward.launch import Backward
 
     return Backward(call, q_shape, k_shape, scale)

@@ -13,11 +13,11 @@ import triton.language as tl
 
 from ...call.facts import AttentionCall
 from ...variant.key import program
-from .backward.operand_gradients import paths
 from .interpreter import interpreted
 from .shared_memory import padded
 from .tile.expressions import functions
 from .tile.loops import loops
+from .tile.paths import paths
 from .tile_sizes import Config, has_descriptors
 
 

@@ -34,7 +34,7 @@ from ....variant.derivative import derivative
 from ....variant.expression import Expr, dtype_of, nodes, symbol
 from ....variant.int32_range import leaves_int32
 from ....variant.key import Program, program
-from ..backward.operand_gradients import paths
+from .paths import paths
 
 _HEADER = """import triton
 import triton.language as tl
