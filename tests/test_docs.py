@@ -16,7 +16,7 @@ import torch
 
 import tileattn.reference
 import tileattn.testing
-from tileattn.bench.info import Example
+from tileattn.cli.info import Example
 from tileattn.measure import profiling
 from tileattn.runtime.dispatch import BACKENDS
 

@@ -15,8 +15,8 @@ from torch import Tensor
 import tileattn
 import tileattn.reference.tiled as tiled
 from tileattn import Causal, Documents, PrefixLM, SlidingWindow
-from tileattn.bench.memory import peak_bytes
 from tileattn.call.dropout import draw_seed, keep_mask
+from tileattn.measure.memory import peak_bytes
 from tileattn.nn import (
     FlashAttentionV1,
     FlashAttentionV2,

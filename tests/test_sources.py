@@ -67,7 +67,7 @@ KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
 }
 # Above what a call and its variant are: what checks, differentiates, dispatches, measures and shows.
 ABOVE = {"api", "runtime", "call.validation", "call.packed_status", "measure", "folders", "tuner"}
-ABOVE |= {"nn", "compat", "bench", "viz", "demo", "reference", "testing", "parallel", "__main__"}
+ABOVE |= {"nn", "compat", "cli", "bench", "viz", "reference", "testing", "parallel", "__main__"}
 # Of TileLang's modules, those that choose, load and launch.
 FOLDERS = ("backward", "backward.amd", "backward.hopper", "build", "forward", "forward.amd", "forward.hopper")
 HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "packed.plan"}

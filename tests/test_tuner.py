@@ -22,14 +22,14 @@ from typer.testing import CliRunner
 
 import tileattn
 from tileattn.bench import problem
-from tileattn.bench import timing as bench_timing
 from tileattn.bench.cases import Case
-from tileattn.bench.cli import app
 from tileattn.call.facts import AttentionCall
+from tileattn.cli.app import app
 from tileattn.kernels.tilelang import backend, tuned
 from tileattn.kernels.tilelang.forward import space
 from tileattn.kernels.tilelang.forward.config import ForwardConfig, HopperConfig, is_valid
 from tileattn.kernels.tilelang.forward.defaults import default
+from tileattn.measure import timing as bench_timing
 from tileattn.reference import standard_attention
 from tileattn.runtime import dispatch
 from tileattn.tuner import results, state, timing

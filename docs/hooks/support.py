@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tileattn.bench.info import Example, examples
 from tileattn.call.facts import AttentionCall
+from tileattn.cli.info import Example, examples
 from tileattn.kernels.tilelang.forward.config import ARCHITECTURES
 from tileattn.runtime.dispatch import BACKENDS, select
 

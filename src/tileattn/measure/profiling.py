@@ -5,7 +5,7 @@
 >>> print(tileattn.profile(tileattn.attention, q, k, v, flops=flops))
 >>> print(tileattn.profile_all({"tileattn": tileattn.attention, "naive": naive}, q, k, v, flops=flops))
 
-The methods are the benchmark's: `tileattn.bench.timing` (on a GPU events around each call, behind an overwritten L2
+The methods are the benchmark's: `tileattn.measure.timing` (on a GPU events around each call, behind an overwritten L2
 cache; on a CPU the wall clock), `memory` (peak bytes beyond what was there before), `ceilings` (a matrix product and a
 copy, measured on this machine) and `rounds` (several callables take turns, so that heat and drift meet all alike).
 """
@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tileattn.bench import ceilings, memory, rounds, timing
-from tileattn.bench.ceilings import Ceiling
 from tileattn.bench.report import human_bytes
+from tileattn.measure import ceilings, memory, rounds, timing
+from tileattn.measure.ceilings import Ceiling
 
 DASH = "—"
 # Longer names are folded in a table, so that the numbers beside them stay on a screen.
@@ -257,7 +257,7 @@ def _check(
     _check_count("flops", flops)
     _check_count("bytes", bytes)
     if not isinstance(effort, timing.Effort):
-        raise TypeError(f"effort must be a tileattn.bench.timing.Effort, got {effort!r}")
+        raise TypeError(f"effort must be a tileattn.measure.timing.Effort, got {effort!r}")
 
 
 def _check_count(what: str, count: Any) -> None:

@@ -1,8 +1,8 @@
-"""The command line `tileattn`: what each command takes. What they do is in `bench.command`, `bench.info` and
-`bench.tune`.
+"""The command line `tileattn`: what each command takes. What they do is in run_bench.py, info.py and
+run_tune.py.
 
 Everything slow is imported inside the commands, so that `tileattn --help` answers at once. `tileattn viz` is in
-`cli_viz`.
+`cli.viz`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from tileattn.bench.cli_viz import app as viz
+from tileattn.cli.viz import app as viz
 
 app = typer.Typer(
     name="tileattn",
@@ -65,7 +65,7 @@ def info(
     ] = None,
 ) -> None:
     """Show the device, the versions, the kernel cache, and what each backend accepts and why not."""
-    from tileattn.bench import info
+    from tileattn.cli import info
 
     info.show(arch)
 
@@ -212,7 +212,8 @@ def bench(
 
     Prints a table, and saves a result file and a picture in ./bench-results.
     """
-    from tileattn.bench import choices, command
+    from tileattn.cli import choices
+    from tileattn.cli import run_bench as command
 
     shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, seqlen_k, head_dim, head_dim_v, packing)
     terms = choices.VariantOptions(causal, mask, softcap, alibi, bias, sink, variant)
@@ -272,7 +273,8 @@ def memory(
 
     Prints the table of [b]tileattn bench[/b], and saves a result file and a picture in ./bench-results.
     """
-    from tileattn.bench import choices, command
+    from tileattn.cli import choices
+    from tileattn.cli import run_bench as command
 
     where = choices.resolve_device(device)
     shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, None, head_dim)
@@ -303,7 +305,7 @@ def ladder(
     ] = False,
 ) -> None:
     """Climb the ladder of mma kernels: each rung's first values, time, TFLOPS and gain, FlashAttention-2 beside it."""
-    from tileattn.bench import ladder
+    from tileattn.cli import ladder
 
     case = ladder.case_of(batch, heads, seqlen, head_dim, causal, dtype)
     raise typer.Exit(ladder.climb(case, iters, tiles, json, plot, force))
@@ -321,7 +323,7 @@ def plot(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
 ) -> None:
     """Draw the picture of a result file again."""
-    from tileattn.bench import command
+    from tileattn.cli import run_bench as command
 
     command.redraw(result, output or result.with_suffix(".png"), force)
 
@@ -352,7 +354,8 @@ def warmup(
 
     Sizes are no part of a kernel: batch, lengths, heads, window sizes and caps need no warming up of their own.
     """
-    from tileattn.bench import choices, command
+    from tileattn.cli import choices
+    from tileattn.cli import run_bench as command
 
     raise typer.Exit(command.warm_up(choices.choose_kernels(head_dim, variant, dtype, direction, arch)))
 
@@ -449,8 +452,8 @@ def tune(
     Measures all that fit, each checked against the default, in about a minute per case. Later calls of the same kind,
     of sizes in the same powers of two, use the result: in this and in other processes.
     """
-    from tileattn.bench import choices
-    from tileattn.bench import tune as command
+    from tileattn.cli import choices
+    from tileattn.cli import run_tune as command
 
     if show or clear:
         if show and clear:
@@ -485,7 +488,7 @@ def demo(
     browser: Annotated[bool, typer.Option(help="Open the page.")] = True,
 ) -> None:
     """Show a page on this machine: choose a variant and a shape, see its tiles, error, time and memory."""
-    from tileattn.bench import choices
-    from tileattn.demo import command
+    from tileattn.cli import choices
+    from tileattn.cli import run_demo as command
 
     command.demo(choices.resolve_device(device), port, browser)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
-from tileattn.bench.choices import refuse
+from tileattn.cli.choices import refuse
 
 
 def demo(device: torch.device, port: int | None, browser: bool) -> None:
@@ -18,7 +18,7 @@ def demo(device: torch.device, port: int | None, browser: bool) -> None:
     for package in ("gradio", "matplotlib"):
         if find_spec(package) is None:
             raise refuse("demo", f"the page needs {package}: pip install 'tileattn[demo]'")
-    from tileattn.demo import page
+    from tileattn.viz.demo import page
 
     try:
         page.serve(device, port, browser)

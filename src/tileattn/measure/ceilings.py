@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from tileattn.bench import timing
+from tileattn.measure import timing
 
 MATMUL_SIZE = 8192
 COPIED_BYTES = 2**30

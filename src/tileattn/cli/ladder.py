@@ -19,18 +19,20 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tileattn.bench import command, problem, report, results, timing
+from tileattn.bench import problem, report, results
 from tileattn.bench.cases import Case
-from tileattn.bench.choices import LADDER, at_least_one, refuse
 from tileattn.bench.peers import PEERS, Implementation, TileAttn
 from tileattn.bench.progress import reporting
 from tileattn.bench.results import Results, Row
 from tileattn.bench.runner import Run
 from tileattn.call.facts import AttentionCall, device_arch
+from tileattn.cli import run_bench as command
+from tileattn.cli.choices import LADDER, at_least_one, refuse
 from tileattn.kernels.mma.backend import parse
 from tileattn.kernels.mma.batch import compile_all
 from tileattn.kernels.mma.rungs import ACCUMULATIONS, HEAD_DIMS, LARGE_HEAD_DIMS, LAYOUTS, NAME, RUNGS, STAGES, Variant
 from tileattn.kernels.mma.tiles import candidates
+from tileattn.measure import timing
 
 BESIDE = ("fa2", "efficient")
 TILELANG = "tilelang"

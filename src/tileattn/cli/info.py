@@ -17,8 +17,8 @@ from rich.text import Text
 
 from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, ScoreMod, SlidingWindow, SoftCap
 from tileattn.bench import environment
-from tileattn.bench.choices import refuse
 from tileattn.call.facts import AttentionCall, device_arch
+from tileattn.cli.choices import refuse
 from tileattn.kernels.cache.store import default_folder
 from tileattn.kernels.tilelang.forward.config import ARCHITECTURES
 from tileattn.runtime.dispatch import BACKENDS, Backend

@@ -1,4 +1,4 @@
-"""`tileattn viz`: what each command takes. What they do is in `viz.command`; slow imports are inside, as in `cli`."""
+"""`tileattn viz`: what each command takes. What they do is in run_viz.py; slow imports are inside, as in app.py."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tiles(
     force: Force = False,
 ) -> None:
     """Show which tiles of the scores a mask makes a kernel visit: full, partial, skipped."""
-    from tileattn.viz import command
+    from tileattn.cli import run_viz as command
 
     command.tiles(seqlen, seqlen_k, causal, mask, (block_m, block_n), arch, head_dim, output, force)
 
@@ -77,8 +77,8 @@ def weights(
     force: Force = False,
 ) -> None:
     """Show the attention weights of small random inputs under a mask and score modifications."""
-    from tileattn.bench.choices import VariantOptions
-    from tileattn.viz import command
+    from tileattn.cli import run_viz as command
+    from tileattn.cli.choices import VariantOptions
 
     terms = VariantOptions(causal=causal, mask=mask, softcap=softcap, alibi=alibi)
     command.weights(seqlen, seqlen_k, heads, head_dim, terms, seed, output, force)
@@ -99,8 +99,8 @@ def softmax(
     force: Force = False,
 ) -> None:
     """Show m, l and the size of o along one row of random scores, tile by tile."""
-    from tileattn.bench.choices import VariantOptions
-    from tileattn.viz import command
+    from tileattn.cli import run_viz as command
+    from tileattn.cli.choices import VariantOptions
 
     terms = VariantOptions(causal=causal, mask=mask, softcap=softcap, alibi=alibi)
     command.softmax(seqlen, block_n, row, head_dim, terms, seed, output, force)
@@ -114,7 +114,7 @@ def lengths(
     force: Force = False,
 ) -> None:
     """Draw time and peak memory against the sequence length."""
-    from tileattn.viz import command
+    from tileattn.cli import run_viz as command
 
     command.lengths(result, variant, output or result.with_name(f"{result.stem}-lengths.png"), force)
 
@@ -122,6 +122,6 @@ def lengths(
 @app.command(epilog="[dim]Example[/dim]\n\n  tileattn viz dashboard bench-results/quick.json")
 def dashboard(result: Result, output: Picture = None, force: Force = False) -> None:
     """Draw speed, share of the ceiling, error and memory of every case of a result file."""
-    from tileattn.viz import command
+    from tileattn.cli import run_viz as command
 
     command.dashboard(result, output or result.with_name(f"{result.stem}-dashboard.png"), force)

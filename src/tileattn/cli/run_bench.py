@@ -15,14 +15,15 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tileattn.bench import report, results, timing
+from tileattn.bench import report, results
 from tileattn.bench.cases import Case
-from tileattn.bench.choices import LADDER, MEMORY, Chosen, at_least_one, refuse
 from tileattn.bench.peers.base import OWN, Implementation
 from tileattn.bench.progress import reporting
 from tileattn.bench.runner import Run
+from tileattn.cli.choices import LADDER, MEMORY, Chosen, at_least_one, refuse
 from tileattn.kernels.cache.store import default_folder
 from tileattn.kernels.tilelang.build import batch
+from tileattn.measure import timing
 
 RESULTS_FOLDER = Path("bench-results")
 PICTURES = (".png", ".svg", ".pdf")

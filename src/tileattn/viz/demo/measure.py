@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tileattn.bench import problem, results, timing
+from tileattn.bench import problem, results
 from tileattn.bench.cases import Case
 from tileattn.bench.peers import PEERS, TileAttn
 from tileattn.bench.peers.base import OWN
@@ -17,6 +17,7 @@ from tileattn.bench.report import human_bytes
 from tileattn.bench.results import Results, Row
 from tileattn.bench.runner import Run
 from tileattn.bench.variants import written_out
+from tileattn.measure import timing
 from tileattn.measure.profiling import current, rate_text
 from tileattn.viz.tiles import draw_tiles, tile_map
 

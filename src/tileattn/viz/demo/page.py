@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tileattn.bench import environment
-from tileattn.demo import form, measure
+from tileattn.viz.demo import form, measure
 
 if TYPE_CHECKING:
     import gradio

@@ -13,10 +13,10 @@ import typer
 
 from tileattn.bench import problem, results
 from tileattn.bench.cases import square
-from tileattn.bench.choices import VariantOptions, at_least_one, refuse, variant_name
-from tileattn.bench.command import check_picture, writing
 from tileattn.bench.peers.own import mask_of, score_mods_of
 from tileattn.bench.problem import Problem
+from tileattn.cli.choices import VariantOptions, at_least_one, refuse, variant_name
+from tileattn.cli.run_bench import check_picture, writing
 from tileattn.viz.checks import check_tile_count
 from tileattn.viz.dashboard import draw_dashboard
 from tileattn.viz.lengths import draw_lengths
