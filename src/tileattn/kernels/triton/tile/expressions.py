@@ -53,7 +53,7 @@ def functions(key: str, wanted: tuple[bool, ...] = (), exact: bool = False) -> S
 
     ``allows``, ``score``, ``kv_range``, ``full_range``, ``q_range``, ``full_q_range``; ``slope``, the derivative of the
     modified score with respect to the score; and ``slopes``, a tuple: with respect to each path that
-    ``paths`` of backward/operand_gradients.py names for the `wanted` tensors. `exact`: for results in float32.
+    ``paths`` of paths.py names for the `wanted` tensors. `exact`: for results in float32.
     """
     found = load(source(key, wanted, exact), f"variant {key!r} {wanted} {exact}")
     names = ("allows", "score", "slope", "kv_range", "full_range", "q_range", "full_q_range")
