@@ -20,6 +20,7 @@ from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWind
 from tileattn.call.dropout import Dropout
 from tileattn.call.facts import AttentionCall
 from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.architecture import padded
 from tileattn.kernels.tilelang.forward import defaults, space
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.amd.config import (
@@ -30,7 +31,6 @@ from tileattn.kernels.tilelang.forward.amd.config import (
     published_space,
     shared_bytes,
 )
-from tileattn.kernels.tilelang.forward.config import padded
 from tileattn.kernels.tilelang.forward.schedules import kernel_of
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 from tileattn.testing.dropout import dropout_mask

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from tileattn.call.facts import AttentionCall
-from tileattn.kernels.tilelang.forward.config import ARCHITECTURES, HopperConfig
+from tileattn.kernels.tilelang.architecture import ARCHITECTURES
+from tileattn.kernels.tilelang.forward.config import HopperConfig
 from tileattn.kernels.tilelang.forward.defaults import default
 from tileattn.variant.expression import nodes
 from tileattn.variant.key import Operands, Program, encode, normalize, program

@@ -15,10 +15,11 @@ from ...call.fp8 import FP8, Descales
 from ...tuner.space import Space
 from ...variant.key import Operands, program
 from ..scale import scaled_first
+from .architecture import ARCHITECTURES, TRANSPOSED_KEYS
 from .backward.launch import backward_space as backward_space
 from .backward.launch import prepare_backward as prepare_backward
 from .forward.amd.config import AmdConfig
-from .forward.config import ARCHITECTURES, TRANSPOSED_KEYS, HopperConfig
+from .forward.config import HopperConfig
 from .forward.defaults import Config, default
 from .forward.library import forward_function, transpose_function
 from .forward.packed import packed_forward

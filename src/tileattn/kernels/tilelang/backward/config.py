@@ -9,7 +9,7 @@ from typing import Any
 
 from ....call.facts import AttentionCall, BackwardCall
 from ....variant.key import program
-from ..forward.config import ARCHITECTURES, padded
+from ..architecture import ARCHITECTURES, padded
 from .operand_gradients import paths
 from .slopes import slope_program
 

@@ -25,7 +25,7 @@ import tilelang.language as T
 
 from ....call.facts import AttentionCall
 from ....variant.key import Program
-from ..forward.config import padded
+from ..architecture import padded
 from ..forward.generic import ROWS
 from ..forward.signature import assume_aligned, assume_filled
 from ..tile import dropout, softmax

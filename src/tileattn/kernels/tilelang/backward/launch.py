@@ -13,7 +13,7 @@ from ....call.facts import BackwardCall, Gradients, Packed
 from ....tuner.space import Space
 from ....variant.key import Operands, program
 from ...scale import scaled_first
-from ..forward.config import padded
+from ..architecture import padded
 from ..host import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
 from ..tuned import sizes_of
 from .config import BackwardConfig, read_together

@@ -16,7 +16,7 @@ from typing import Any
 import tilelang.language as T
 
 from ....call.facts import AttentionCall
-from ..forward.config import padded
+from ..architecture import padded
 from ..forward.signature import assume_aligned
 from ..tile import softmax
 from . import places

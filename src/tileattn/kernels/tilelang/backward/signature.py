@@ -10,7 +10,7 @@ from tilelang.language.eager.builder import Builder
 
 from ....call.facts import AttentionCall
 from ....variant.key import Program
-from ..forward.config import padded
+from ..architecture import padded
 from ..forward.signature import SIZES, _operand
 from ..packed.work_list import WIDTH
 from .hopper.dq_order import COLUMNS

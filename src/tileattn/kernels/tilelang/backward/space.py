@@ -15,8 +15,7 @@ from typing import Any
 from ....call.facts import AttentionCall, BackwardCall
 from ....tuner import results
 from ....tuner.space import Space
-from ..forward.candidates import OTHER_REGISTERS, SCORE_REGISTERS
-from ..forward.config import padded
+from ..architecture import OTHER_REGISTERS, SCORE_REGISTERS, padded
 from ..tuned import Sizes, restored
 from .amd.config import AmdBackwardConfig, amd_candidates, is_valid_amd_backward
 from .config import BackwardConfig, is_valid, kept_derivatives, read_together

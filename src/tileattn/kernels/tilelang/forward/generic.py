@@ -29,12 +29,13 @@ import tilelang.language as T
 
 from ....call.facts import AttentionCall
 from ....variant.key import Program
+from ..architecture import PRODUCER_REGISTERS, padded
 from ..packed.dependent_launch import wait_for_previous
 from ..packed.tasks import find_task, of_sequence, sink_of, task_count
 from ..tile import dropout, softmax
 from ..tile.expressions import Emitter
 from ..tile.mask import Score, Visibility, apply_mask, apply_score, keep_uniforms
-from .config import PRODUCER_REGISTERS, ForwardConfig, padded
+from .config import ForwardConfig
 from .signature import assume_aligned, assume_filled
 
 if TYPE_CHECKING:

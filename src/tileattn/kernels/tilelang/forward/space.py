@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from ....call.facts import AttentionCall
 from ....tuner.space import Space
 from ....variant.key import program
+from ..architecture import ARCHITECTURES, OTHER_REGISTERS, SCORE_REGISTERS, padded
 from ..tuned import Sizes
 from .amd.config import amd_candidates
-from .candidates import CLUSTER_REGISTERS, OTHER_REGISTERS, SCORE_REGISTERS, fits_registers, hopper_candidates
-from .config import ARCHITECTURES, ForwardConfig, HopperConfig, is_valid, padded, shared_bytes
+from .candidates import CLUSTER_REGISTERS, fits_registers, hopper_candidates
+from .config import ForwardConfig, HopperConfig, is_valid, shared_bytes
 from .defaults import SHORT, Config
 
 # As many as sixteen cores compile within a minute.

@@ -17,10 +17,10 @@ import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
 from ....call.facts import AttentionCall
+from ..architecture import TRANSPOSED_KEYS as KEYS
+from ..architecture import padded
 from ..build.compile import OWN_BARRIERS
 from ..tile import softmax
-from .config import TRANSPOSED_KEYS as KEYS
-from .config import padded
 from .signature import assume_aligned, transposed_values
 
 THREADS = 128

@@ -47,7 +47,7 @@ from tvm import ir
 
 from .....call.facts import AttentionCall
 from .....variant.key import Program
-from ...forward.config import padded
+from ...architecture import padded
 from ...forward.generic import ROWS
 from ...forward.hopper.kernel import tile_layout
 from ...forward.hopper.plan import WARP, WARPGROUP, _slices

@@ -37,7 +37,7 @@ from tilelang.language.eager.builder import Builder
 
 from .....call.facts import AttentionCall
 from .....variant.key import Program
-from ...forward.config import padded, panel
+from ...architecture import padded, panel
 from ...forward.generic import ROWS
 from ...forward.hopper.kernel import tile_layout
 from ...forward.hopper.plan import WARP, WARPGROUP, _slices

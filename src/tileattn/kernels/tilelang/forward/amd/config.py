@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .....call.facts import AttentionCall
 from .....variant.key import program
-from ..config import ARCHITECTURES, padded
+from ...architecture import ARCHITECTURES, padded
 
 WAVE = 64
 # Of a thread. There are as many again for accumulators, but the softmax cannot reach those: with an estimate of 304

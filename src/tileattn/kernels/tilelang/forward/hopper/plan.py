@@ -11,8 +11,9 @@ import tilelang.language as T
 from .....call.facts import AttentionCall
 from .....call.fp8 import FP8
 from .....variant.key import Program
+from ...architecture import panel
 from ...tile.mask import Score
-from ..config import HopperConfig, hopper_dims, panel
+from ..config import HopperConfig, hopper_dims
 
 WARP, WARPGROUP = 32, 128
 
