@@ -417,9 +417,8 @@ def test_registers_of_the_hopper_schedule(block_M: int) -> None:
     """As above; the launch gives every thread the same, and setmaxnreg moves the producer's to the consumers."""
     tile = HopperConfig(block_M, 128)
     registers, threads = tile.consumer_registers(), tile.consumer_threads()
-    given = min(65536 // (threads + architecture.PRODUCER_THREADS) // 8 * 8, 255) * (
-        threads + architecture.PRODUCER_THREADS
-    )
+    all_threads = threads + architecture.PRODUCER_THREADS
+    given = min(65536 // all_threads // 8 * 8, 255) * all_threads
     assert registers % 8 == 0
     assert 24 <= registers <= 240
     assert registers * threads + tile.producer_registers * architecture.PRODUCER_THREADS <= given

@@ -17,8 +17,8 @@ import tilelang.language as T
 
 from ....call.facts import AttentionCall
 from ..architecture import padded
-from ..forward.signature import assume_aligned
 from ..tile import softmax
+from ..tile.assume import assume_aligned
 from . import places
 from .config import Part
 

@@ -33,30 +33,15 @@ from ..architecture import PRODUCER_REGISTERS, padded
 from ..packed.dependent_launch import wait_for_previous
 from ..packed.tasks import find_task, of_sequence, sink_of, task_count
 from ..tile import dropout, softmax
+from ..tile.assume import assume_aligned, assume_filled
 from ..tile.expressions import Emitter
 from ..tile.mask import Score, Visibility, apply_mask, apply_score, keep_uniforms
+from ..tile.softmax import ROWS
+from ..tile.variables import has_no_producer, variable
 from .config import ForwardConfig
-from .signature import assume_aligned, assume_filled
 
 if TYPE_CHECKING:
     from .amd.config import AmdConfig
-
-ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
-
-
-def _has_no_producer(call: AttentionCall) -> bool:
-    """Whether all warps run the same code; else TileLang gives the copies by TMA to a warpgroup of their own."""
-    no_tma = call.arch.startswith("gfx") or call.arch in ("sm_80", "sm_86", "sm_87", "sm_89")
-    return not call.aligned or call.packed or no_tma
-
-
-def _variable(value: Any) -> Any:
-    """Holds an integer in a variable.
-
-    The compiler inlines other values wherever they are used. Addresses that contain divisions take its prover most of
-    the time, and the kernel registers.
-    """
-    return T.alloc_var("int32", init=value)
 
 
 @dataclass(frozen=True)
@@ -99,7 +84,7 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
     """The macro that emits the kernel, given its parameters (see signature.py)."""
     facts = facts_of(call, config, traced)
     block_M, block_N, head_dim, head_dim_v = config.block_M, config.block_N, facts.head_dim, facts.head_dim_v
-    held = _variable if _has_no_producer(call) else (lambda value: value)
+    held = variable if has_no_producer(call) else (lambda value: value)
 
     def element(b, tensor=None):
         """Of o and lse, or of a tensor that may be expanded. A sequence's rows are a batch of one."""

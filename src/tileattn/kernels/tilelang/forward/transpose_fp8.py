@@ -21,7 +21,8 @@ from ..architecture import TRANSPOSED_KEYS as KEYS
 from ..architecture import padded
 from ..build.compile import OWN_BARRIERS
 from ..tile import softmax
-from .signature import assume_aligned, transposed_values
+from ..tile.assume import assume_aligned
+from .signature import transposed_values
 
 THREADS = 128
 

@@ -28,10 +28,12 @@ from tilelang.language.eager.builder import Builder
 from .....call.facts import AttentionCall
 from .....variant.key import Program, program
 from ...tile import softmax
+from ...tile.assume import assume_filled
 from ...tile.expressions import Emitter
 from ...tile.mask import Score, Visibility
+from ...tile.variables import variable
 from ..generic import Facts, add_keys, alloc_tiles, enter_head
-from ..signature import assume_filled, declare
+from ..signature import declare
 from .config import AmdConfig
 from .tensors import aligned_rows
 
@@ -54,11 +56,6 @@ def _copy(call: AttentionCall, width: int) -> dict[str, Any]:
     return {"disable_tma": True, "coalesced_width": width if call.aligned else 1}
 
 
-def _variable(value: Any) -> Any:
-    """Held in a variable: addresses that contain divisions take the compiler's prover most of its time."""
-    return T.alloc_var("int32", init=value)
-
-
 def body(call: AttentionCall, config: AmdConfig, traced: Program) -> Any:
     """The macro that emits the kernel, given its parameters."""
     packed = {"annotations": {"k_pack": config.k_pack}} if call.arch.startswith("gfx") and config.k_pack > 1 else {}
@@ -77,23 +74,23 @@ def body(call: AttentionCall, config: AmdConfig, traced: Program) -> Any:
             T.use_swizzle(config.panel_size, enable=config.enable_rasterization)
             w = alloc_tiles(facts, False)
             assume_filled(arg.operands)
-            h = _variable(T.truncmod(bz * side + by, heads))
-            b = _variable(T.truncdiv(bz * side + by, heads))
-            kv_h = _variable(T.truncdiv(h, arg.heads_per_kv_head))
-            q_b, k_b, v_b = (_variable(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v))
+            h = variable(T.truncmod(bz * side + by, heads))
+            b = variable(T.truncdiv(bz * side + by, heads))
+            kv_h = variable(T.truncdiv(h, arg.heads_per_kv_head))
+            q_b, k_b, v_b = (variable(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v))
             emit = Emitter(arg.operands)
             visible = Visibility(traced, emit, seqlen_k)
             head = enter_head(facts, arg, SimpleNamespace(b=b, h=h, emit=emit))
 
-            turns = _variable(T.truncdiv(tiles - split + splits - 1, splits))
+            turns = variable(T.truncdiv(tiles - split + splits - 1, splits))
             for turn in T.serial(turns):
-                row = _variable((tiles - 1 - split - turn * splits) * block_M)
+                row = variable((tiles - 1 - split - turn * splits) * block_M)
                 q_lo = row + seqlen_k - seqlen_q
                 q_hi = T.min(q_lo + block_M, seqlen_k) - 1
                 kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
                 full_lo, full_hi = visible.full_range(b, h, q_lo, q_hi)
-                first = _variable(T.truncdiv(kv_lo, block_N))
-                count = _variable(T.max(T.ceildiv(kv_hi, block_N) - first, 0))
+                first = variable(T.truncdiv(kv_lo, block_N))
+                count = variable(T.max(T.ceildiv(kv_hi, block_N) - first, 0))
                 # Q: [block_M, head_dim]
                 T.copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], w.q, **qk_copy)
                 softmax.reset(w.m, w.l, w.acc_o)

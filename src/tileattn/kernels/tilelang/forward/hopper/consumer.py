@@ -5,8 +5,9 @@ import tilelang.language as T
 from ...packed.tasks import lse_of, sink_of
 from ...tile import dropout, softmax
 from ...tile.expressions import Emitter
+from ...tile.hopper import WARP, WARPGROUP
 from ...tile.mask import Visibility, apply_mask, apply_score, keep_uniforms
-from .plan import WARP, WARPGROUP
+from ...tile.softmax import ROWS
 from .tasks import (
     BATCH,
     BEGIN,
@@ -26,8 +27,6 @@ from .tasks import (
     sizes_of_task,
     tile_of_step,
 )
-
-ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
 
 # Named barriers: 0 is __syncthreads; each consumer warpgroup has one for its turn and one for itself.
 TURN, WITHIN = 1, 4
