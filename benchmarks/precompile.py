@@ -39,10 +39,11 @@ from tileattn.cli import choices
 from tileattn.kernels.tilelang import backend, buckets
 from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward.defaults import MainConfig
-from tileattn.kernels.tilelang.backward.library import kernel_names
-from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, BackwardJob, Done, Job, compile_all
+from tileattn.kernels.tilelang.backward.library import BackwardJob, kernel_names
+from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, Done, compile_all
 from tileattn.kernels.tilelang.forward.config import Config
 from tileattn.kernels.tilelang.forward.defaults import LONG, SHORT
+from tileattn.kernels.tilelang.forward.library import Job
 from tileattn.runtime import operators as ops
 from tileattn.testing import Arguments, build, conformance_cases, packed_cases
 from tileattn.tuner.state import forget_prepared

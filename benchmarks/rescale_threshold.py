@@ -29,9 +29,10 @@ from tileattn.bench.environment import commit, versions
 from tileattn.bench.peers import PEERS
 from tileattn.call.facts import AttentionCall, device_arch
 from tileattn.kernels.tilelang import backend
-from tileattn.kernels.tilelang.build.batch import CORES, Job, compile_all
+from tileattn.kernels.tilelang.build.batch import CORES, compile_all
 from tileattn.kernels.tilelang.forward import defaults
 from tileattn.kernels.tilelang.forward.config import HopperConfig
+from tileattn.kernels.tilelang.forward.library import Job
 from tileattn.measure import rounds, timing
 from tileattn.testing.numerics import row_error
 from tileattn.variant.key import Operands

@@ -38,7 +38,7 @@ from tileattn.kernels.tilelang.build.compile import (
     target_of,
 )
 from tileattn.kernels.tilelang.forward import defaults
-from tileattn.kernels.tilelang.forward.schedules import kernel_of
+from tileattn.kernels.tilelang.forward.kernel import kernel_of
 from tileattn.variant.key import encode, with_alignment
 
 # Bytes that a thread may keep in local memory: what belongs to a task, not to its scores (a coefficient, an address of

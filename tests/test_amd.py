@@ -31,7 +31,7 @@ from tileattn.kernels.tilelang.forward.amd.config import (
     published_space,
     shared_bytes,
 )
-from tileattn.kernels.tilelang.forward.schedules import kernel_of
+from tileattn.kernels.tilelang.forward.kernel import kernel_of
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 from tileattn.testing.dropout import dropout_mask
 from tileattn.variant.key import Operands, encode

@@ -145,7 +145,7 @@ def test_the_files_are_found() -> None:
     assert {"tilelang", "torch"} <= set(BACKENDS)
     assert "variant.masks.FunctionMask" in tileattn_imports(FILES["variant.key"])
     assert "kernels.cache.store.kernel_cache" in tileattn_imports(FILES["kernels.tilelang.forward.library"])
-    assert "kernels.tilelang.forward.schedules.kernel_of" in tileattn_imports(FILES["kernels.tilelang.forward.library"])
+    assert "kernels.tilelang.forward.kernel.kernel_of" in tileattn_imports(FILES["kernels.tilelang.forward.library"])
 
 
 @pytest.mark.parametrize("name", CORE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,8 @@ from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward import library as backward_launch
 from tileattn.kernels.tilelang.backward.defaults import SHORT, short_default
-from tileattn.kernels.tilelang.build.batch import BackwardJob, compile_job
+from tileattn.kernels.tilelang.backward.library import BackwardJob
+from tileattn.kernels.tilelang.build.batch import compile_job
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.defaults import LONG, Config, default, defaults, for_skewed_lengths
 from tileattn.runtime import operators as ops
@@ -178,7 +180,7 @@ def test_a_backward_job_compiles_its_one_kernel(tmp_path: Path, monkeypatch: pyt
         done = compile_job(BackwardJob(call, name))
         assert done.error is None
         assert not done.was_there
-    assert compiled == [(call, name) for name in ("prepare", "main", "finish")]
+    assert compiled == [(call, name, None) for name in ("prepare", "main", "finish")]
     assert str(BackwardJob(call, "main")) == f"main of {call}"
 
 
@@ -203,7 +205,7 @@ def test_failures_are_named_and_set_the_exit_code(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(launch.shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_a_kernel_is_compiled_where_the_run_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path))
     (done,) = precompile.compile_all(JOBS[:1], 1)

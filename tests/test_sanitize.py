@@ -21,8 +21,9 @@ from tileattn.kernels.tilelang.backward.config import BackwardConfig
 from tileattn.kernels.tilelang.backward.defaults import default as backward_default
 from tileattn.kernels.tilelang.backward.defaults import queries_default
 from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig
-from tileattn.kernels.tilelang.build.batch import BackwardJob, Job
+from tileattn.kernels.tilelang.backward.library import BackwardJob
 from tileattn.kernels.tilelang.forward.defaults import LONG, default
+from tileattn.kernels.tilelang.forward.library import Job
 from tileattn.runtime import operators as ops
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))

@@ -109,8 +109,8 @@ def registers(call: AttentionCall, config: BackwardConfig, kept: int) -> int:
 
 def compiled(call: BackwardCall, configs: Sequence[MainConfig]) -> Iterator[tuple[MainConfig, str | None]]:
     """Compiles the kernels of all configurations into the cache; see :class:`Space`."""
-    from ..build.batch import CORES, BackwardJob, compile_all
-    from .library import kernel_names
+    from ..build.batch import CORES, compile_all
+    from .library import BackwardJob, kernel_names
 
     waiting: dict[MainConfig, set[str]] = {}
     jobs: dict[str, BackwardJob] = {}

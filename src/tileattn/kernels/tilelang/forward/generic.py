@@ -37,7 +37,7 @@ from ..tile.assume import assume_aligned, assume_filled
 from ..tile.expressions import Emitter
 from ..tile.mask import Score, Visibility, apply_mask, apply_score, keep_uniforms
 from ..tile.softmax import ROWS
-from ..tile.variables import has_no_producer, variable
+from ..tile.variables import address_holder
 from .config import ForwardConfig
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
     """The macro that emits the kernel, given its parameters (see signature.py)."""
     facts = facts_of(call, config, traced)
     block_M, block_N, head_dim, head_dim_v = config.block_M, config.block_N, facts.head_dim, facts.head_dim_v
-    held = variable if has_no_producer(call) else (lambda value: value)
+    held = address_holder(call)
 
     def element(b, tensor=None):
         """Of o and lse, or of a tensor that may be expanded. A sequence's rows are a batch of one."""

@@ -45,7 +45,8 @@ def forward_space(
 
 def compiled(call: AttentionCall, configs: Sequence[Config]) -> Iterator[tuple[Config, str | None]]:
     """Compiles the kernels of all configurations into the cache; see :class:`Space`."""
-    from ..build.batch import CORES, Job, compile_all
+    from ..build.batch import CORES, compile_all
+    from .library import Job
 
     by_key: dict[str, list[Config]] = {}
     jobs = {}

@@ -27,6 +27,7 @@ class Barriers:
 
 
 def slices(alloc: Callable[[list[int]], T.Buffer], arrivals: dict[str, list[int]]) -> dict[str, Barriers]:
+    """Barriers by name, all in one array; `arrivals` has how many threads arrive on each."""
     array = alloc([count for counts in arrivals.values() for count in counts])
     firsts = accumulate([0, *map(len, arrivals.values())])
     return {name: Barriers(array, first) for name, first in zip(arrivals, firsts, strict=False)}

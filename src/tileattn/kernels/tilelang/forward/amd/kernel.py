@@ -9,7 +9,7 @@ differs is how the work is laid out:
                        together on the dies that share an L2 cache
     packed products    ``k_pack`` steps along the head dim are read from shared memory at a time
     no tile of O       in shared memory, which on this machine is small: it is stored from registers
-    wide copies        8 elements of a row at a time, for aligned tensors (see tensors.py)
+    wide copies        8 elements of a row at a time, for aligned tensors (see tile/amd.py)
 
 The k-th turn of a block takes tile ``tiles - 1 - (split + k * num_split_q)``: the last, which a causal mask makes
 longest, come first.
@@ -28,6 +28,7 @@ from tilelang.language.eager.builder import Builder
 from .....call.facts import AttentionCall
 from .....variant.key import Program, program
 from ...tile import softmax
+from ...tile.amd import aligned_rows
 from ...tile.assume import assume_filled
 from ...tile.expressions import Emitter
 from ...tile.mask import Score, Visibility
@@ -35,7 +36,6 @@ from ...tile.variables import variable
 from ..generic import Facts, add_keys, alloc_tiles, enter_head
 from ..signature import declare
 from .config import AmdConfig
-from .tensors import aligned_rows
 
 
 def amd_kernel(call: AttentionCall, config: AmdConfig) -> Any:
