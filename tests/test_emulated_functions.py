@@ -13,7 +13,7 @@ pytest.importorskip("tilelang")
 from emulator import ARCH, COMPILER, Kernel
 from tileattn import FunctionMask
 from tileattn.call.facts import AttentionCall
-from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.kernel import forward_kernel
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 from tileattn.variant.key import encode
@@ -40,8 +40,8 @@ def test_functions(kind: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
     variant, operands = encode(mask, mods)
     call = AttentionCall(torch.float16, 16, 16, variant, arch=ARCH)
     monkeypatch.setattr(
-        backend, "forward_function", lambda call, config: Kernel(forward_kernel(call, config), tmp_path)
+        forward_launch, "forward_function", lambda call, config: Kernel(forward_kernel(call, config), tmp_path)
     )
-    o, lse = backend.prepare(call, q.shape, k.shape, 0.25)(q, k, v, None, operands)
+    o, lse = forward_launch.prepare(call, q.shape, k.shape, 0.25)(q, k, v, None, operands)
     arguments = (q, k, v, mask, mods)
     assert_forward_accurate(name, (o, lse), oracle_attention(*arguments), eager_attention(*arguments))

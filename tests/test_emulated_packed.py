@@ -16,6 +16,7 @@ from tileattn.call import packed_status
 from tileattn.call.dropout import draw_seed
 from tileattn.call.facts import Packed, sizes
 from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.kernel import forward_kernel
 from tileattn.kernels.tilelang.packed import plan as packed
 from tileattn.kernels.tilelang.packed.plan_kernel import plan_kernel
@@ -80,7 +81,7 @@ def run(arguments: Arguments, given: Packed | None = None) -> tuple[torch.Tensor
     scale = q.shape[3] ** -0.5 if arguments.scale is None else arguments.scale
     torch.manual_seed(DROPOUT_SEED)
     seed = draw_seed("cpu") if arguments.dropout_p else None
-    forward = backend.prepare(call, *sizes(q, k, given), scale)
+    forward = forward_launch.prepare(call, *sizes(q, k, given), scale)
     with poisoned_memory():
         return forward(q, k, v, sink, operands, **ops.options(arguments.dropout_p, seed, given))
 

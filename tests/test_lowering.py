@@ -31,8 +31,9 @@ from lowering import (
 )
 from tileattn import ALiBi, Bias, Causal, FunctionMask, SlidingWindow, SoftCap
 from tileattn.call.facts import AttentionCall
-from tileattn.kernels.tilelang import architecture, backend
+from tileattn.kernels.tilelang import architecture
 from tileattn.kernels.tilelang.forward import config, defaults
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.amd import config as amd_config
 from tileattn.kernels.tilelang.forward.amd.config import AmdConfig
@@ -274,7 +275,7 @@ def _check_hint(source: str, bias: torch.Tensor, shared: bool) -> None:
 def test_heads_that_share_a_large_bias_run_side_by_side() -> None:
     def side_by_side(bias: torch.Tensor, seqlen: int) -> int:
         call = make_call(None, Bias(bias))
-        return backend._heads_side_by_side(call, torch.Size((2, seqlen, 4, 128)), seqlen, 4)
+        return forward_launch._heads_side_by_side(call, torch.Size((2, seqlen, 4, 128)), seqlen, 4)
 
     assert side_by_side(TILES, 8192) == 1
     assert side_by_side(TILES[:, :1], 8192) == 8

@@ -23,6 +23,7 @@ from tileattn.kernels.tilelang.backward import library as backward_launch
 from tileattn.kernels.tilelang.backward.defaults import SHORT, short_default
 from tileattn.kernels.tilelang.backward.library import BackwardJob
 from tileattn.kernels.tilelang.build.batch import compile_job
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.defaults import LONG, Config, default, defaults, for_skewed_lengths
 from tileattn.runtime import operators as ops
@@ -136,7 +137,7 @@ def test_a_bucket_has_one_kernel_for_a_call(monkeypatch: pytest.MonkeyPatch) -> 
     # Packed calls have another where lengths are skewed.
     assert all(job.config in with_skewed(job, LONG) for job in long)
     assert all(job.config in with_skewed(job, 1) for job in forward_jobs("short"))
-    assert backend.default is default
+    assert forward_launch.default is default
 
 
 def with_skewed(job: Job, seqlen: int) -> list[Config]:

@@ -25,7 +25,8 @@ from tileattn.bench import problem
 from tileattn.bench.cases import Case
 from tileattn.call.facts import AttentionCall
 from tileattn.cli.app import app
-from tileattn.kernels.tilelang import backend, tuned
+from tileattn.kernels.tilelang import tuned
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward import space
 from tileattn.kernels.tilelang.forward.config import ForwardConfig, HopperConfig, is_valid
 from tileattn.kernels.tilelang.forward.defaults import default
@@ -670,11 +671,11 @@ def test_candidates_of_short_calls_have_small_tiles() -> None:
 @pytest.mark.parametrize("config", [ForwardConfig(64, 64, 2, 128), HopperConfig(128, 80, two_level=True)])
 def test_a_result_is_used_where_it_is_valid(config: Any) -> None:
     shapes = torch.Size((4, 4096, 16, 128)), torch.Size((4, 4096, 16, 128))
-    assert backend._chosen(H100, *shapes) == default(H100)
+    assert forward_launch._chosen(H100, *shapes) == default(H100)
     results.keep("sm_90a", str(H100), tuned.sizes_of(*shapes), result(config))
-    assert backend._chosen(H100, *shapes) == config
+    assert forward_launch._chosen(H100, *shapes) == config
     shorter = torch.Size((4, 1000, 16, 128))
-    assert backend._chosen(H100, shorter, shorter) == default(H100, 1000)
+    assert forward_launch._chosen(H100, shorter, shorter) == default(H100, 1000)
 
 
 @pytest.mark.parametrize(
@@ -713,8 +714,8 @@ def test_a_result_that_is_not_valid_is_ignored(record: dict[str, Any]) -> None:
     shapes = torch.Size((4, 4096, 16, 128)), torch.Size((4, 4096, 16, 128))
     kept = Result(record, 1.0, 2.0, 9, "", "")
     results.keep("sm_90a", str(H100), tuned.sizes_of(*shapes), kept)
-    assert backend._chosen(H100, *shapes) == default(H100)
-    offered = backend.space(H100, *shapes, scale=1.0)
+    assert forward_launch._chosen(H100, *shapes) == default(H100)
+    offered = forward_launch.space(H100, *shapes, scale=1.0)
     assert offered is not None
     assert not offered.known
 
@@ -739,9 +740,9 @@ def test_a_forward_call_is_tuned(arch: str, monkeypatch: pytest.MonkeyPatch, fil
     """From a call to its result on disk, in each schedule; without compilers and clocks."""
     call = AttentionCall(torch.bfloat16, 64, 64, "Causal()", arch=arch)
     q, k, v = (torch.randn(1, 300, 2, 64).bfloat16() for _ in range(3))
-    monkeypatch.setattr(backend, "forward_function", pretended)
-    monkeypatch.setattr(backend, "tickets", lambda device: torch.zeros(1))
-    monkeypatch.setattr(backend, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(forward_launch, "forward_function", pretended)
+    monkeypatch.setattr(forward_launch, "tickets", lambda device: torch.zeros(1))
+    monkeypatch.setattr(forward_launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(space, "MOST", 12)
     monkeypatch.setattr(space, "compiled", lambda call, configs: iter([(config, None) for config in configs]))
 
@@ -761,7 +762,7 @@ def test_a_forward_call_is_tuned(arch: str, monkeypatch: pytest.MonkeyPatch, fil
     assert result.config["block_N"] == min(tried - {32})
     assert result.ms < result.default_ms == 10.0
     assert result.candidates >= 3
-    chosen = backend._chosen(call, q.shape, k.shape)
+    chosen = forward_launch._chosen(call, q.shape, k.shape)
     assert written(chosen) == result.config
     assert ran[-1] == chosen
     dispatch.prepare_forward(call, "tilelang", q.shape, k.shape, 0.125)(q, k, v, None, Operands())
@@ -772,7 +773,7 @@ def test_a_forward_call_is_tuned(arch: str, monkeypatch: pytest.MonkeyPatch, fil
 
 def test_calls_of_nothing_have_no_space() -> None:
     shape = torch.Size((4, 0, 16, 128))
-    assert backend.space(H100, shape, shape, 1.0) is None
+    assert forward_launch.space(H100, shape, shape, 1.0) is None
 
 
 def test_the_file_is_json_for_people(file: Path) -> None:
