@@ -16,14 +16,14 @@ from ....variant.key import Operands, program
 from ...scale import scaled_first
 from ..architecture import TRANSPOSED_KEYS
 from ..host import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
-from ..tuned import found, sizes_of
+from ..tuned import sizes_of
 from .amd.config import AmdConfig
 from .config import HopperConfig
 from .defaults import Config, default
 from .library import forward_function, transpose_function
 from .packed import packed_forward
 from .queue import multiprocessors, tickets
-from .space import forward_space
+from .space import forward_space, found
 
 ONE_AFTER_ANOTHER_BYTES = 2**20  # of keys and values: beyond it heads run one after another where tiles cost the same
 MAX_GRID = 65535  # blocks in the grid's second and third dimension
@@ -65,7 +65,6 @@ def space(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: 
         sizes,
         default(call, min(q_shape[1], k_shape[1])),
         lambda config: prepare_with(config, call, q_shape, k_shape, scale),
-        known=found(call, sizes) is not None,
     )
 
 
