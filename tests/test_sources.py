@@ -253,7 +253,7 @@ EDITS = [
     ("tile/amd.py", {"forward", "backward"}),
     ("forward/library.py", set()),
     ("../../runtime/operators.py", set()),
-    ("../../variant/expression.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
+    ("../../variant/expression.py", {"forward", "backward", "transpose_fp8"}),
 ]
 
 
