@@ -11,6 +11,8 @@ its own prepares them where dq is not wanted, and in float32, in which the sum o
 
 Adding up dq in the kernel for dk and dv, by atomic operations, saves two products of seven, yet took 15 to 26 % longer
 than both kernels on an H200 (benchmarks/results/triton-bwd-tiles-h200-2026-11-22.txt).
+
+Kernels have more than ten arguments: Triton launches a kernel with each pointer and each size by itself.
 """
 
 import triton

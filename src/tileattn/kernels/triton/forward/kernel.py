@@ -6,6 +6,8 @@ so that exp is exp2, it keeps for each row the maximum m, the sum l and the outp
     m' = max(m, max(S)),   P = exp2(S - m'),   l' = exp2(m - m') l + sum(P),   O' = exp2(m - m') O + P V
 
 Tiles that all queries see run in a loop of their own, which computes no mask.
+
+The kernel has more than ten arguments: Triton launches a kernel with each pointer and each size by itself.
 """
 
 import triton
