@@ -18,8 +18,8 @@ Kernels have more than ten arguments: Triton launches a kernel with each pointer
 import triton
 import triton.language as tl
 
-from ..forward.kernel import LOG2E
 from ..tile.tiles import (
+    LOG2E,
     add_product,
     last_tile_and_head,
     load_rows,

@@ -13,9 +13,18 @@ The kernel has more than ten arguments: Triton launches a kernel with each point
 import triton
 import triton.language as tl
 
-from ..tile.tiles import add_product, last_tile_and_head, load_tile, phases, product, store_rows, store_tile, visible
+from ..tile.tiles import (
+    LOG2E,
+    add_product,
+    last_tile_and_head,
+    load_tile,
+    phases,
+    product,
+    store_rows,
+    store_tile,
+    visible,
+)
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
