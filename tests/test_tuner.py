@@ -26,6 +26,7 @@ from tileattn.bench.cases import Case
 from tileattn.call.facts import AttentionCall
 from tileattn.cli.app import app
 from tileattn.kernels.tilelang import tuned
+from tileattn.kernels.tilelang.build import batch
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward import space
 from tileattn.kernels.tilelang.forward.config import ForwardConfig, HopperConfig, is_valid
@@ -744,7 +745,7 @@ def test_a_forward_call_is_tuned(arch: str, monkeypatch: pytest.MonkeyPatch, fil
     monkeypatch.setattr(forward_launch, "tickets", lambda device: torch.zeros(1))
     monkeypatch.setattr(forward_launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(space, "MOST", 12)
-    monkeypatch.setattr(space, "compiled", lambda call, configs: iter([(config, None) for config in configs]))
+    monkeypatch.setattr(tuned, "compiled", lambda jobs: iter([(config, None) for config in jobs]))
 
     def clock(run: Callable[[], object], device: torch.device, calls: int) -> list[float]:
         run()
@@ -769,6 +770,32 @@ def test_a_forward_call_is_tuned(arch: str, monkeypatch: pytest.MonkeyPatch, fil
     assert ran[-1] == chosen
     assert lse is not None
     assert o.isfinite().all()
+
+
+@dataclass(frozen=True)
+class Pretended:
+    """A job: of equal keys one is compiled."""
+
+    key: str
+
+    def compile(self) -> None:
+        raise AssertionError("the processes are pretended as well")
+
+
+def test_configurations_are_ready_when_their_last_kernel_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that several have is compiled once, and its error is that of all of them."""
+    began: list[str] = []
+
+    def compile_all(jobs: Sequence[Pretended], processes: int) -> Iterator[batch.Done]:
+        for job in jobs:
+            began.append(job.key)
+            yield batch.Done(job, error="it spills" if job.key == "wide" else None)
+
+    monkeypatch.setattr(batch, "compile_all", compile_all)
+    jobs = {1: "prepare small", 2: "prepare wide", 3: "wide late", 4: "small prepare"}
+    ready = tuned.compiled({config: [Pretended(key) for key in keys.split()] for config, keys in jobs.items()})
+    assert list(ready) == [(1, None), (4, None), (2, "it spills"), (3, "it spills")]
+    assert began == ["prepare", "small", "wide", "late"]
 
 
 def test_calls_of_nothing_have_no_space() -> None:
