@@ -363,10 +363,10 @@ def test_weights_and_softmax_can_be_read(qkv: tuple[Tensor, Tensor, Tensor]) -> 
     "name",
     [
         "fa-h200-2026-11-21-2",
-        "fa-bwd-h200-2026-11-21",
-        "variants-h200-2026-11-21-2",
+        "fa-bwd-h200-2026-11-22",
+        "variants-h200-2026-11-22",
         "fp8-h200-2026-11-21-2",
-        "ladder-d512-h200-2026-11-22",
+        "ladder-d512-h200-2026-11-22-4",
         "memory-fwdbwd-h200-2026-11-22-2",
     ],
 )
@@ -436,7 +436,7 @@ def test_the_command_knows_which_kernels_visit_nothing(monkeypatch: pytest.Monke
         ("softmax --seqlen 100000 --block-N 1", "100000 in tiles of block_N=1 are more than 512 tiles"),
         ("softmax --row 128", "row must be one of the 128 queries, got 128"),
         (f"dashboard {ROOT / 'pyproject.toml'}", "is not JSON"),
-        (f"lengths {RESULTS / 'variants-h200-2026-11-20.json'}", "was measured at three lengths"),
+        (f"lengths {RESULTS / 'variants-h200-2026-11-22.json'}", "was measured at three lengths"),
         ("tiles -o tiles.jpg", "has the suffix '.jpg'"),
     ],
 )
