@@ -31,10 +31,10 @@ PICTURES = ROOT / "docs" / "ladder"
 # Result files of `tileattn ladder --json`, in the order of the page. A measurement is named here when its file is
 # committed to benchmarks/results.
 SOURCES: tuple[str, ...] = (
-    "ladder-d64-h200-2026-11-22-4.json",
-    "ladder-d64-h48-h200-2026-11-22-4.json",
-    "ladder-d128-h200-2026-11-22-4.json",
-    "ladder-d512-h200-2026-11-22-4.json",
+    "ladder/d64-h200.json",
+    "ladder/d64-h48-h200.json",
+    "ladder/d128-h200.json",
+    "ladder/d512-h200.json",
 )
 
 BEFORE = dict(zip(RUNGS[1:-1], RUNGS))  # the last one, for large head dims, has none

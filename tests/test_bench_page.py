@@ -57,16 +57,6 @@ def test_a_suite_is_shown_from_a_file_of_its_own(suite: str) -> None:
     assert measured.direction == (direction or "fwd")
 
 
-def test_no_file_is_newer_than_the_one_that_is_shown() -> None:
-    """By the dates in their names."""
-    for suite, named in make_page.SOURCES.items():
-        files = (ROOT / "benchmarks" / "results").glob(f"{suite}-*.json")
-        # Without a direction in its name a file is of the forward pass.
-        of_suite = [file.name for file in files if not file.name.startswith((f"{suite}-bwd", f"{suite}-fwdbwd"))]
-        newest = max(map(date_of, of_suite), default=None)
-        assert newest == (date_of(named) if named else None), f"{suite}: name the newer file in make_page.SOURCES"
-
-
 def test_every_remark_is_on_the_page() -> None:
     text = make_page.PAGE.read_text()
     assert make_page.REMARKS
@@ -74,12 +64,6 @@ def test_every_remark_is_on_the_page() -> None:
         assert name in make_page.SOURCES.values(), f"the remark about {name} is about a file that is not shown"
         section = text.split(f"[`{name}`]")[1].split("\n## ")[0]
         assert remark in section, name
-
-
-def date_of(name: str) -> str:
-    found = re.search(r"\d{4}-\d\d-\d\d", name)
-    assert found is not None, f"{name} has no date"
-    return found[0]
 
 
 def made_up_page(**suites: results.Results) -> str:

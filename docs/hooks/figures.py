@@ -45,11 +45,11 @@ def weights() -> Figure:
 
 
 def lengths() -> Figure:
-    return viz.draw_lengths(results.load(RESULTS / "fa-h200-2026-11-21-2.json"), "causal")
+    return viz.draw_lengths(results.load(RESULTS / "forward/fa-h200.json"), "causal")
 
 
 def dashboard() -> Figure:
-    return viz.draw_dashboard(results.load(RESULTS / "fa-h200-2026-11-21-2.json"))
+    return viz.draw_dashboard(results.load(RESULTS / "forward/fa-h200.json"))
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {

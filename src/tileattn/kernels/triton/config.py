@@ -71,7 +71,7 @@ _AMD = {
 _INTERPRETER = Config(64, 64, 4, 1)
 
 # float32 on NVIDIA's GPUs: six products of 16 bits each (plans.py), whose factors take registers. The fastest of those
-# measured on an H200 (benchmarks/results/triton-fp32-tiles-h200-2026-11-22.txt; at 256 in the backward pass the fastest
+# measured on an H200 (benchmarks/results/triton/fp32-tiles-h200.txt; at 256 in the backward pass the fastest
 # with a bias); elsewhere small ones, without wgmma.
 _HOPPER_FLOAT32 = {
     "forward": {64: Config(64, 64, 4, 1), 128: Config(64, 32, 4, 2), 256: Config(128, 16, 8, 1)},
