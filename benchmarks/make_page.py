@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md and its pictures from committed result files.
+"""Writes docs/benchmarks.md from committed result files. Its pictures are drawn by make_pictures.py.
 
     python benchmarks/make_page.py
 
@@ -11,21 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tileattn.bench import plot_memory, results
+from tileattn.bench import results
 from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.ceilings import Ceiling, overall
 from tileattn.bench.compare import Standing, best_peer_ms, compare, standings
 from tileattn.bench.cost import costs
 from tileattn.bench.peers.base import OWN, is_own
-from tileattn.bench.plot import COLOURS, FAINT, INK, LABELS, by_length, style
+from tileattn.bench.plot import LABELS, by_length
 from tileattn.bench.report import grouped, human_bytes
 from tileattn.bench.results import Results, Row
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # The result file of each suite that the page shows; None where there is none yet. A newer measurement is named here
 # when its file is committed. The key is what the files' names begin with: the suite, and the direction unless forward.
@@ -163,17 +158,8 @@ class Source:
 
 
 def main() -> None:
-    """Write the page and its pictures."""
-    sources = load()
-    PICTURES.mkdir(exist_ok=True)
-    PAGE.write_text(page(sources))
-    for key in ("fa", "fa-bwd"):
-        if key in sources:
-            measured = sources[key].results
-            for dim in head_dims(measured):
-                figure(measured, dim).savefig(picture(measured.direction, dim), dpi=160, facecolor="white")
-    if "memory-fwdbwd" in sources:
-        plot_memory.save(sources["memory-fwdbwd"].results, MEMORY_PICTURE)
+    """Write the page."""
+    PAGE.write_text(page(load()))
 
 
 def load() -> dict[str, Source]:
@@ -540,59 +526,6 @@ def picture(direction: str, head_dim: int) -> Path:
 def head_dims(measured: Results) -> list[int]:
     """Those with enough lengths for a picture."""
     return sorted({head_dim for _, head_dim in by_length(measured.rows)})
-
-
-def figure(measured: Results, head_dim: int) -> Figure:
-    """TFLOPS against the sequence length, full beside causal: a line for each implementation, and the ceiling."""
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    panels = by_length(measured.rows)
-    variants = [variant for variant in ("full", "causal") if (variant, head_dim) in panels]
-    drawn = Figure(figsize=(4.8 * len(variants), 3.9), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06))
-    shared: Axes | None = None
-    for index, variant in enumerate(variants):
-        axes = drawn.add_subplot(1, len(variants), index + 1, sharey=shared)
-        shared = shared or axes
-        _lines(axes, measured, panels[variant, head_dim].groups)
-        axes.set_title(variant, fontsize=10.5, color=INK, loc="left")
-        if index == 0:
-            axes.set_ylabel("TFLOPS", fontsize=9, color=FAINT)
-    # Ours is drawn last and named first.
-    named = dict(zip(*reversed(drawn.axes[0].get_legend_handles_labels()), strict=True))
-    labels = [label for backend in measured.backends() if (label := _label(backend)) in named]
-    labels += [label for label in named if label not in labels]
-    dtypes = ", ".join(dict.fromkeys(row.dtype for row in measured.rows))
-    title = f"{DIRECTIONS[measured.direction].capitalize()}, head dim {head_dim}, {dtypes}, {measured.gpu}"
-    drawn.legend(
-        [named[label] for label in labels],
-        labels,
-        title=title,
-        title_fontsize=12,
-        loc="outside upper center",
-        ncols=len(labels),
-        frameon=False,
-        fontsize=9,
-    )
-    return drawn
-
-
-def _lines(axes: Axes, measured: Results, groups: Sequence[tuple[str, str]]) -> None:
-    """groups: the label of each length and its case."""
-    for backend in reversed(measured.backends()):  # ours is drawn last, above the others
-        points = [(x, row.tflops) for x, (_, case) in enumerate(groups) if (row := measured.row(case, backend))]
-        ours = backend == OWN
-        axes.plot(
-            [x for x, _ in points], [tflops for _, tflops in points], color=COLOURS[backend], label=_label(backend),
-            marker="o", markersize=5 if ours else 3.5, linewidth=2.4 if ours else 1.4, zorder=3,
-        )  # fmt: skip
-    ceiling = overall(measured.ceilings)
-    if ceiling is not None:
-        axes.axhline(ceiling.matmul_tflops, color=FAINT, linestyle="--", linewidth=1.1, label="cuBLAS bf16", zorder=2)
-    axes.set_xticks(range(len(groups)), [label for label, _ in groups])
-    axes.set_xlabel("sequence length (16384 tokens in all)", fontsize=9, color=FAINT)
-    style(axes)
-    axes.set_ylim(bottom=0)
 
 
 if __name__ == "__main__":
