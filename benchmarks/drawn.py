@@ -70,8 +70,8 @@ def _of_axes(axes: Axes) -> dict[str, Any]:
         "bars": [
             {
                 "label": each.get_label(),
-                "x": numbers(bar.get_x() + bar.get_width() / 2 for bar in each),
-                "height": numbers(bar.get_height() for bar in each),
+                "from": [numbers(bar.get_xy()) for bar in each],
+                "size": [numbers((bar.get_width(), bar.get_height())) for bar in each],
             }
             for each in bars
         ],

@@ -142,7 +142,7 @@ def _legend(figure: Figure, measured: Results, head_dim: int) -> None:
         title=title,
         title_fontsize=12,
         loc="outside upper center",
-        ncols=len(labels),
+        ncols=plot.legend_columns(labels, figure.get_figwidth()),
         frameon=False,
         fontsize=9,
     )
