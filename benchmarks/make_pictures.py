@@ -24,9 +24,9 @@ from make_page import LABELS, OWN, RESULTS, ROOT
 from tileattn import Causal, Documents, SlidingWindow, viz
 from tileattn.bench import plot, plot_ladder, plot_memory
 from tileattn.bench.cases import DIRECTIONS
-from tileattn.bench.ceilings import overall
 from tileattn.bench.plot import COLOURS, FAINT, INK, by_length, style
 from tileattn.bench.results import Results
+from tileattn.measure.ceilings import overall
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

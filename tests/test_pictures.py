@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from made_up import made_up
-from tileattn.bench import ceilings
 from tileattn.bench.peers.base import OWN
+from tileattn.measure import ceilings
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
