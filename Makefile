@@ -50,7 +50,7 @@ bench: $(VENV)/.installed-plot$(AND_EXTRAS)
 PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -n logical --maxprocesses 8 --dist worksteal --timeout 600
 
 # What another file's name or import can break: the tests of imports, packaging, documents and mutants.
-STRUCTURE = tests/test_import.py tests/test_packaging.py tests/test_docs.py tests/test_readme.py tests/test_mutants.py
+STRUCTURE = tests/package tests/docs tests/mutants
 
 check: lint
 	$(PYTEST) -m "not slow" $(STRUCTURE) $(ARGS)
