@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.tools import ROOT
+
 RESULTS = ROOT / "benchmarks" / "results"
 INDEX = (RESULTS / "README.md").read_text()
 GPUS = {"h200": "NVIDIA H200"}

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from made_up import made_up
+from tests.tools import ROOT
+from tests.tools.made_up import made_up
 from tileattn.bench.peers.base import OWN
 from tileattn.measure import ceilings
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import drawn  # type: ignore[import-not-found]  # noqa: E402
-import make_pictures  # type: ignore[import-not-found]  # noqa: E402
+import drawn  # type: ignore[import-not-found]
+import make_pictures  # type: ignore[import-not-found]
 
 PICTURES = make_pictures.pictures()
 
