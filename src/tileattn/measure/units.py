@@ -1,6 +1,4 @@
-"""Numbers as tables and pictures show them, with their units."""
-
-from __future__ import annotations
+"""Numbers as people read them."""
 
 
 def human_bytes(count: float) -> str:
