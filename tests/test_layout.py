@@ -228,14 +228,26 @@ def test_functions_are_short() -> None:
     assert unknown(long, KNOWN_LONG_FUNCTIONS) == []
 
 
+@functools.cache
+def registered() -> set[str]:
+    """Functions that are handed to `torch.library.custom_op` or, as `app.command()(function)`, to the command line."""
+    found = set()
+    for name in FILES:
+        for node in ast.walk(tree_of(name)):
+            if not isinstance(node, ast.Call):
+                continue
+            if ast.unparse(node.func).endswith("custom_op"):
+                found.add(ast.unparse(node.args[1]))
+            elif isinstance(node.func, ast.Call) and ast.unparse(node.func.func).endswith(".command"):
+                found.update(map(ast.unparse, node.args))
+    return found
+
+
 def has_a_signature_of_others(name: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Those of other libraries, of operators of `torch.library`, and of commands."""
     decorators = " ".join(map(ast.unparse, function.decorator_list))
-    if name.partition(".")[0] == "compat" or "register_fake" in decorators or ".command(" in decorators:
-        return True
-    calls = (node for node in ast.walk(tree_of(name)) if isinstance(node, ast.Call))
-    operators = {ast.unparse(call.args[1]) for call in calls if ast.unparse(call.func).endswith("custom_op")}
-    return function.name in operators
+    others = name.partition(".")[0] == "compat" or "register_fake" in decorators or ".command(" in decorators
+    return others or function.name in registered()
 
 
 def test_functions_take_few_positional_arguments() -> None:
