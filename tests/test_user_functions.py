@@ -14,7 +14,7 @@ from tileattn import ALiBi, Bias, FunctionMask, attention, varlen_attention
 from tileattn import math as tm
 from tileattn.expr import symbol
 from tileattn.expr_reading import evaluate
-from tileattn.functions import with_captures
+from tileattn.functions_eager import with_captures
 from tileattn.reference import flash_attention_1, flash_attention_2, flash_attention_2_backward, standard_attention
 from tileattn.testing import (
     assert_forward_accurate,

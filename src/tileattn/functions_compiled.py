@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
 
 from .expr import Expr, TensorSymbol, symbol
-from .functions import run_eagerly
+from .functions_eager import run_eagerly
 
 _DTYPES = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
 

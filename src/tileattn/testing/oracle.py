@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..fp8 import FP8, accumulator
-from ..functions import with_captures
+from ..functions_eager import with_captures
 from ..masks import Mask
 from ..scores import ScoreMod
 
