@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .expr_reading import evaluate
-from .masks import And, Causal, Documents, KeyPadding, Mask, Or, PrefixLM, Range, SlidingWindow
+from .mask_bounds import Range
+from .masks import And, Causal, Documents, KeyPadding, Mask, Or, PrefixLM, SlidingWindow
 from .scores import ALiBi, Bias, PackedBias, SoftCap
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..masks import MAX_SIZE, SlidingWindow
+from ..mask_bounds import MAX_SIZE
+from ..masks import SlidingWindow
 from ..run import MaskLike
 from ..variant import normalize
 from .base import SelfAttention, check_positive

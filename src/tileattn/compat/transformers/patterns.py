@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ...masks import FIRST_POSITION, Mask, Range
+from ...mask_bounds import Range
+from ...masks import FIRST_POSITION, Mask
 from ...math import load
 
 
