@@ -133,7 +133,7 @@ def test_every_operation(name: str) -> None:
 
 def test_every_operation_has_a_rule() -> None:
     """The operations above are all that there are."""
-    from tileattn.expr import OPS
+    from tileattn.operations import OPS
 
     arguments = (SCORE, WEIGHTS[symbol("h"),], symbol("h"), symbol("q"))
     seen = {node.op for function in OPERATIONS.values() for node in nodes(function(*arguments))}

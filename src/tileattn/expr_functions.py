@@ -1,9 +1,9 @@
 """What masks and score modifications call: the functions of torch, as compositions of the few operations of kernels.
 
 ``torch.clamp(score, max=30.0)``, ``score.clamp(max=30.0)`` and ``tileattn.math.clamp(score, max=30.0)`` are one
-function here. It takes traced values and numbers. What backends must know is :data:`tileattn.expr.OPS`; derivatives
-come from those as well, and are torch's, also where a function has a kink: 0 for ``relu`` at 0, 1 for ``clamp`` at
-its bounds.
+function here. It takes traced values and numbers. What backends must know is :data:`tileattn.operations.OPS`;
+derivatives come from those as well, and are torch's, also where a function has a kink: 0 for ``relu`` at 0, 1 for
+``clamp`` at its bounds.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from .expr import OPS, Expr, apply, dtype_of
+from .expr import Expr, apply, dtype_of
 from .expr_methods import FUNCTIONS, TORCH_NAMES
+from .operations import OPS
 
 _TRACED = "a mask or score modification"
 

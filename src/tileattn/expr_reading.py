@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from .expr import FLOAT_OPS, OPS, Expr, Operand, TensorSymbol, apply, dtype_of, symbol
+from .expr import Expr, Operand, TensorSymbol, apply, dtype_of, symbol
+from .operations import FLOAT_OPS, OPS
 
 _TOKEN = re.compile(r"[()]|[^\s()]+")
 
