@@ -30,22 +30,27 @@ def _to_power(power: Callable[[float], float]) -> Callable[[float], float]:
     return computed
 
 
-# The operations that backends know, and what they make of numbers.
-OPS: dict[str, Callable[..., Any]] = {
-    "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
-    "mul": lambda x, y: x * y,
-    "div": lambda x, y: x / y,
-    "floordiv": lambda x, y: x // y,
-    "mod": lambda x, y: x % y,
-    "lt": lambda x, y: x < y,
-    "le": lambda x, y: x <= y,
-    "gt": lambda x, y: x > y,
-    "ge": lambda x, y: x >= y,
-    "eq": lambda x, y: x == y,
-    "ne": lambda x, y: x != y,
+# Those that Python has an operator for, which numbers, tensors and expressions all take.
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "ne": operator.ne,
     "and": operator.and_,
     "or": operator.or_,
+}
+
+# The operations that backends know, and what they make of numbers.
+OPS: dict[str, Callable[..., Any]] = {
+    **OPERATORS,
     "not": lambda x: not x,
     "min": min,
     "max": max,
