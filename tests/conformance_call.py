@@ -13,7 +13,7 @@ from tileattn import Causal, ops
 from tileattn.dispatch import BACKENDS
 from tileattn.scores import for_packed
 from tileattn.testing import Arguments
-from tileattn.testing.cases import DROPOUT_SEED
+from tileattn.testing.call_arguments import DROPOUT_SEED
 from tileattn.variant import encode
 
 

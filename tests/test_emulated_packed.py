@@ -28,7 +28,7 @@ from tileattn.testing import (
     packed_cases,
     poisoned_memory,
 )
-from tileattn.testing.cases import DROPOUT_SEED
+from tileattn.testing.call_arguments import DROPOUT_SEED
 from tileattn.variant import encode
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -18,7 +18,7 @@ from conformance_call import run
 from tileattn import ALiBi, Causal, SlidingWindow, SoftCap
 from tileattn.kernels.tilelang import launch, records
 from tileattn.testing import ConformanceCase, assert_forward_accurate, build, expected_forward
-from tileattn.testing.cases import Structure
+from tileattn.testing.call_arguments import Structure
 from tileattn.testing.shapes import PackedShape
 
 pytestmark = pytest.mark.gpu
