@@ -2,6 +2,9 @@
 
 Both are standard attention, written here once and for themselves: independent of `tileattn.reference`, of every backend
 and of the masks' tile ranges. Only `Mask.allows` and the score modifications, as functions on tensors, are shared.
+
+The four public functions have 11 positional arguments: those of a call, in the order in which cases hold them
+(`Arguments.positional`), and what goes with them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from ..masks import Mask
 from ..scores import ScoreMod
 from .standard import (
     Attended,
+    AttentionInputs,
     attend,
     folded,
     multiplies_fp8,
@@ -66,26 +70,15 @@ def oracle_attention(
         o (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q), float64. A row without keys has o = 0
         and lse = -inf, or lse = sink.
     """
-    found = _exactly(q, k, v, mask, score_mods, sink, scale, (q_descale, k_descale, v_descale), dropout)
+    descales = (q_descale, k_descale, v_descale)
+    found = _exactly(AttentionInputs(q, k, v, mask, score_mods, sink, scale, descales, dropout))
     return found.o, found.lse
 
 
-def _exactly(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None,
-    score_mods: Sequence[Callable[..., Tensor]],
-    sink: Tensor | None,
-    scale: float | None,
-    descales: Sequence[Tensor | None] = (None,) * 3,
-    dropout: Tensor | None = None,
-) -> Attended:
-    score_mods = [_on_doubles(mod) for mod in score_mods]
+def _exactly(inputs: AttentionInputs) -> Attended:
+    score_mods = [_on_doubles(mod) for mod in inputs.score_mods]
     # The sums are not in their natural order, which is eager's: in float64 its error would seem to be 0.
-    return attend(
-        torch.float64, q, k, v, mask, score_mods, sink, scale, descales, reverse, scores_product, weighted_sum, dropout
-    )
+    return attend(inputs._replace(score_mods=score_mods), torch.float64, reverse)
 
 
 def _on_doubles(mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -136,11 +129,8 @@ def eager_attention(
     if q.dtype == FP8:
         dtype, weighted = accumulator(FP8), weighted_sum_in_fp8
         product = scores_product_in_fp8 if multiplies_fp8(q.device) else scores_product
-    descales = (q_descale, k_descale, v_descale)
-    runs = [
-        attend(dtype, q, k, v, mask, score_mods, sink, scale, descales, order, product, weighted, dropout)
-        for order in (natural, shuffled, reverse)
-    ]
+    inputs = AttentionInputs(q, k, v, mask, score_mods, sink, scale, (q_descale, k_descale, v_descale), dropout)
+    runs = [attend(inputs, dtype, order, product, weighted) for order in (natural, shuffled, reverse)]
     return [run.o for run in runs], [run.lse for run in runs]
 
 
@@ -201,12 +191,8 @@ def eager_gradients(
         dropout: see there.
     """
     orders = (natural, shuffled, reverse, folded) if q.dtype == torch.float64 else (natural, shuffled)
-    runs = [
-        attend(
-            q.dtype, q, k, v, mask, score_mods, sink, scale, (None,) * 3, order, scores_product, weighted_sum, dropout
-        )
-        for order in orders
-    ]
+    inputs = AttentionInputs(q, k, v, mask, score_mods, sink, scale, dropout=dropout)
+    runs = [attend(inputs, q.dtype, order) for order in orders]
     found = [gradients((run.o, run.lse), leaves, do, dlse) for run in runs]
     return found + [_by_formula(x, y, leaves, do, dlse) for x, y in zip(runs, runs[1:] + runs[:1])]
 
@@ -237,7 +223,7 @@ def oracle_gradients(
     Returns:
         Two tensors for each leaf, of its shape, float64.
     """
-    run = _exactly(q, k, v, mask, score_mods, sink, scale, dropout=dropout)
+    run = _exactly(AttentionInputs(q, k, v, mask, score_mods, sink, scale, dropout=dropout))
     return gradients((run.o, run.lse), leaves, do, dlse), _sizes(run, leaves, do, dlse)
 
 

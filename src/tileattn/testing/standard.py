@@ -32,57 +32,6 @@ class Attended(NamedTuple):
     """(batch, heads, seqlen_q, keys): what probabilities are multiplied by."""
 
 
-def attend(
-    dtype: torch.dtype,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None,
-    score_mods: Sequence[Callable[..., Tensor]],
-    sink: Tensor | None,
-    scale: float | None,
-    descales: Sequence[Tensor | None],
-    order: Callable[[Tensor, int], Tensor],
-    product: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor],
-    weighted: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-    dropout: Tensor | None = None,
-) -> Attended:
-    """Attention, computed in `dtype`, with the sums over head_dim and over keys in the given order.
-
-    `product(q, k, q_descale, k_descale)` is the scores before the scale, of q and k (batch, heads, seqlen, head_dim)
-    and descales that broadcast to them. `weighted(logits, v, dropout)` is the sum of values, weighted by the softmax of
-    logits (.., keys, or keys and a sink), times dropout.
-    """
-    group = q.shape[2] // k.shape[2]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    keys = order(torch.arange(k.shape[1], device=k.device), 0)
-    q = order(q.to(dtype), 3).transpose(1, 2)
-    k = order(order(k.to(dtype), 1), 3).transpose(1, 2).repeat_interleave(group, dim=1)
-    v = order(v.to(dtype), 1).transpose(1, 2).repeat_interleave(group, dim=1)
-    q_descale, k_descale, v_descale = (
-        None if descale is None else descale.to(dtype).repeat_interleave(group, dim=1)[:, :, None, None]
-        for descale in descales
-    )
-
-    v = times(v, v_descale)
-    scores = product(q, k, q_descale, k_descale) * scale
-    index = _indices(scores, keys)
-    for score_mod in score_mods:
-        scores = score_mod(scores, *index).to(dtype).expand(scores.shape)
-    if mask is not None:
-        scores = scores.masked_fill(~mask.allows(*index), -torch.inf)
-    logits = scores
-    if sink is not None:
-        logits = torch.cat([scores, sink.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
-    # A row without keys has no softmax. It gets some other scores first, so that autograd meets no NaN there.
-    empty = (logits == -torch.inf).all(dim=-1)
-    logits = logits.masked_fill(empty[..., None], 0.0)
-    dropout = None if dropout is None else dropout.to(dtype)[..., keys]
-    o = weighted(logits, v, dropout).masked_fill(empty[..., None], 0.0)
-    lse = torch.logsumexp(logits.to(torch.promote_types(dtype, torch.float32)), dim=-1)
-    return Attended(o.transpose(1, 2), lse.masked_fill(empty, -torch.inf), logits, v, empty, dropout)
-
-
 def times(x: Tensor, factor: Tensor | None) -> Tensor:
     """X itself where there is no factor."""
     return x if factor is None else x * factor
@@ -162,6 +111,64 @@ def _indices(scores: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     b, h, row = (torch.arange(size, device=scores.device) for size in scores.shape[:3])
     q = row + (scores.shape[3] - scores.shape[2])
     return b[:, None, None, None], h[:, None, None], q[:, None], keys
+
+
+class AttentionInputs(NamedTuple):
+    """The arguments of `oracle_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask | None
+    score_mods: Sequence[Callable[..., Tensor]]
+    sink: Tensor | None
+    scale: float | None
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    dropout: Tensor | None = None
+
+
+def attend(
+    inputs: AttentionInputs,
+    dtype: torch.dtype,
+    order: Callable[[Tensor, int], Tensor],
+    product: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor] = scores_product,
+    weighted: Callable[[Tensor, Tensor, Tensor | None], Tensor] = weighted_sum,
+) -> Attended:
+    """Attention, computed in `dtype`, with the sums over head_dim and over keys in the given order.
+
+    `product(q, k, q_descale, k_descale)` is the scores before the scale, of q and k (batch, heads, seqlen, head_dim)
+    and descales that broadcast to them. `weighted(logits, v, dropout)` is the sum of values, weighted by the softmax of
+    logits (.., keys, or keys and a sink), times dropout.
+    """
+    q, k, v, mask, score_mods, sink, scale, descales, dropout = inputs
+    group = q.shape[2] // k.shape[2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    keys = order(torch.arange(k.shape[1], device=k.device), 0)
+    q = order(q.to(dtype), 3).transpose(1, 2)
+    k = order(order(k.to(dtype), 1), 3).transpose(1, 2).repeat_interleave(group, dim=1)
+    v = order(v.to(dtype), 1).transpose(1, 2).repeat_interleave(group, dim=1)
+    q_descale, k_descale, v_descale = (
+        None if descale is None else descale.to(dtype).repeat_interleave(group, dim=1)[:, :, None, None]
+        for descale in descales
+    )
+
+    v = times(v, v_descale)
+    scores = product(q, k, q_descale, k_descale) * scale
+    index = _indices(scores, keys)
+    for score_mod in score_mods:
+        scores = score_mod(scores, *index).to(dtype).expand(scores.shape)
+    if mask is not None:
+        scores = scores.masked_fill(~mask.allows(*index), -torch.inf)
+    logits = scores
+    if sink is not None:
+        logits = torch.cat([scores, sink.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    # A row without keys has no softmax. It gets some other scores first, so that autograd meets no NaN there.
+    empty = (logits == -torch.inf).all(dim=-1)
+    logits = logits.masked_fill(empty[..., None], 0.0)
+    dropout = None if dropout is None else dropout.to(dtype)[..., keys]
+    o = weighted(logits, v, dropout).masked_fill(empty[..., None], 0.0)
+    lse = torch.logsumexp(logits.to(torch.promote_types(dtype, torch.float32)), dim=-1)
+    return Attended(o.transpose(1, 2), lse.masked_fill(empty, -torch.inf), logits, v, empty, dropout)
 
 
 # Orders of sums: a tensor with one dimension in that order. Their gradients need no sorting, as that of indexing would.
