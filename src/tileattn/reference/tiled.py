@@ -17,6 +17,8 @@ The mask tells the second which tiles to visit. Of a block of queries at positio
     full_range is seen by all of them: tiles inside compute no mask.
 
 For a causal mask half the tiles are skipped, and only those on the diagonal compute it.
+
+Both functions have 13 positional arguments: those of `standard_attention`, and the sizes of tiles.
 """
 
 from __future__ import annotations
