@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tileattn.bench import plot_ladder, results
-from tileattn.bench.ladder import Climbed, climbed
+from tileattn.bench.climb import Climbed, climbed
 from tileattn.bench.plot_ladder import steps_of
 from tileattn.bench.results import Results
 from tileattn.kernels.mma.backend import parse

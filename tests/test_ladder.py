@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from tileattn.bench import ladder, results
 from tileattn.bench.cases import square
 from tileattn.bench.cli import app
-from tileattn.bench.ladder import climbed, steps
+from tileattn.bench.climb import climbed, steps
 from tileattn.bench.plot_ladder import steps_of
 from tileattn.bench.results import Results, Row
 from tileattn.kernels.mma.backend import parse

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tileattn.bench.ladder import Climbed, Step, climbed
+from tileattn.bench.climb import Climbed, Step, climbed
 from tileattn.bench.plot import COLOURS, FAINT, INK, LABELS, literal, style
 from tileattn.bench.results import Results
 from tileattn.kernels.mma.rungs import NAME
