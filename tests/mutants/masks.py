@@ -8,7 +8,7 @@ RANGES = ("test_ranges.py",)
 
 MUTANTS: list[Mutant] = [
     *mutants(
-        "masks.py",
+        "variant/masks.py",
         RANGES,
         {
             "causal: hides its own position": ("        return k <= q\n", "        return k < q\n"),
@@ -63,7 +63,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "mask_bounds.py",
+        "variant/mask_bounds.py",
         RANGES,
         {
             "documents: first keys of one tile alone": (

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..mask_bounds import MAX_SIZE
-from ..masks import SlidingWindow
-from ..run import MaskLike
-from ..variant import normalize
+from ..runtime.run import MaskLike
+from ..variant.key import normalize
+from ..variant.mask_bounds import MAX_SIZE
+from ..variant.masks import SlidingWindow
 from .base import SelfAttention, check_positive
 
 

@@ -7,7 +7,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from ..fp8 import FP8, Descales, accumulator, quantize_fp8
+from ..call.fp8 import FP8, Descales, accumulator, quantize_fp8
 from .call_arguments import Arguments, ConformanceCase
 from .shapes import PackedShape
 from .tensors import LAYOUTS, Draw

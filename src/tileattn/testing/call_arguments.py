@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import Packed
-from ..fp8 import FP8, Descales, output_dtype
-from ..masks import Mask
-from ..variant import encode, restore
+from ..call.facts import Packed
+from ..call.fp8 import FP8, Descales, output_dtype
+from ..variant.key import encode, restore
+from ..variant.masks import Mask
 from .shapes import PackedShape, Shape
 
 DTYPES = {

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..call import AttentionCall, is_aligned
-from ..fp8 import FP8
-from ..variant import encode, with_alignment
+from ..call.facts import AttentionCall, is_aligned
+from ..call.fp8 import FP8
+from ..variant.key import encode, with_alignment
 from .build import build
 from .call_arguments import ConformanceCase, Structure
 from .shapes import Shape
@@ -157,7 +157,7 @@ def _extremes() -> list[ConformanceCase]:
     ]
 
 
-# Biases in memory that a kernel may copy tile by tile (tileattn.tile_loads), and one that it may not.
+# Biases in memory that a kernel may copy tile by tile (tileattn.variant.tile_loads), and one that it may not.
 TILE_STRUCTURES = (
     Structure("bf16", 128, 128, "causal", ("bias_tiles_bf16_b",), sink=False, aligned=True),
     Structure("bf16", 64, 64, "none", ("bias_tiles",), sink=False, aligned=True),

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..fp8 import FP8, accumulator
-from ..functions_eager import with_captures
-from ..masks import Mask
-from ..scores import ScoreMod
+from ..call.fp8 import FP8, accumulator
+from ..variant.eager_tracing import with_captures
+from ..variant.masks import Mask
+from ..variant.scores import ScoreMod
 from .standard import (
     Attended,
     AttentionInputs,

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..fp8 import FP8
-from ..masks import Mask
+from ..call.fp8 import FP8
+from ..variant.masks import Mask
 
 
 class Attended(NamedTuple):

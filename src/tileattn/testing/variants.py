@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import math as tm
-from ..masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
-from ..scores import ALiBi, Bias, SoftCap
+from ..variant.masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
+from ..variant.scores import ALiBi, Bias, SoftCap
 from .call_arguments import AnyShape, ScoreFn
 from .tensors import Draw
 

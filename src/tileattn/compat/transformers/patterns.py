@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ...mask_bounds import Range
-from ...masks import FIRST_POSITION, Mask
-from ...math import load
+from ...variant.mask_bounds import Range
+from ...variant.masks import FIRST_POSITION, Mask
+from ...variant.math import load
 
 
 @dataclass(frozen=True, eq=False)
