@@ -16,7 +16,8 @@ from tileattn import ALiBi, Bias, SoftCap
 from tileattn import math as tm
 from tileattn.variant.derivative import derivative, float_loads
 from tileattn.variant.expression import Expr, TensorSymbol, nodes, symbol, text_of
-from tileattn.variant.key import encode, program
+from tileattn.variant.key import encode
+from tileattn.variant.program import program
 from tileattn.variant.reading import evaluate, parse
 
 Function = Callable[..., Any]  # (score, weight, h, q) -> value; weight an element of a float tensor (h,)

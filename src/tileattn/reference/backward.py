@@ -32,8 +32,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..variant.key import computed_in, encode, restore
+from ..variant.key import encode
 from ..variant.masks import Mask
+from ..variant.program import computed_in, restore
 from .standard import ScoreFn, dropped, heads_first, modified, positions, tile_scores
 from .tiled import Dropout, blocks, key_ranges, masked, of_tile
 

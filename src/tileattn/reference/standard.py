@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from ..call.fp8 import accumulator, output_dtype
-from ..variant.key import computed_in
 from ..variant.masks import Mask
+from ..variant.program import computed_in
 
 ScoreFn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from ..call.fp8 import output_dtype
-from ..variant.key import computed_in
 from ..variant.masks import Mask
+from ..variant.program import computed_in
 from .online_softmax import RowState
 from .standard import ScoreFn, heads_first, positions, tile_scores
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..call.facts import Packed
 from ..call.fp8 import FP8, Descales, output_dtype
-from ..variant.key import encode, restore
+from ..variant.key import encode
 from ..variant.masks import Mask
+from ..variant.program import restore
 from .shapes import PackedShape, Shape
 
 DTYPES = {

@@ -17,7 +17,8 @@ from dataclasses import replace
 
 from ..call.facts import AttentionCall, is_aligned
 from ..call.fp8 import FP8
-from ..variant.key import encode, with_alignment
+from ..variant.key import encode
+from ..variant.program import with_alignment
 from .build import build
 from .call_arguments import ConformanceCase, Structure
 from .shapes import Shape
