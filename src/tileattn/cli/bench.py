@@ -23,134 +23,159 @@ MEMORY_EXAMPLES = (
     "  tileattn memory --seqlen 1024,8192,65536 --causal --peers eager,efficient --plot memory.png"
 )
 
+# The options of `tileattn bench`: in a signature they would hide the arguments.
+Suite = Annotated[
+    str | None,
+    typer.Option(
+        help="A named set of cases: [b]quick[/b] (default; a few shapes sized by the device), [b]fa[/b] (the "
+        "FlashAttention papers' grid), [b]variants[/b] (every mask and score modification), [b]varlen[/b] (packed "
+        "sequences), [b]fp8[/b] (fp8 beside bf16).",
+        show_default=False,
+    ),
+]
+Batch = Annotated[int | None, typer.Option(metavar="N", help="Default 1.", rich_help_panel=SHAPE)]
+Heads = Annotated[int | None, typer.Option(metavar="N", help="Heads of q. Default 8.", rich_help_panel=SHAPE)]
+KvHeads = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Heads of k and v. Default: as many as q.", rich_help_panel=SHAPE),
+]
+Seqlen = Annotated[
+    str | None,
+    typer.Option(help="Length of q; several with commas. Default 1024.", metavar="N,...", rich_help_panel=SHAPE),
+]
+SeqlenK = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Length of k and v. Default: that of q.", rich_help_panel=SHAPE),
+]
+HeadDim = Annotated[int | None, typer.Option(metavar="N", help="Default 64.", rich_help_panel=SHAPE)]
+HeadDimV = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Head dim of v. Default: that of q and k.", rich_help_panel=SHAPE),
+]
+Packing = Annotated[
+    str | None,
+    typer.Option(
+        help="Packed sequences, as many as --batch says: [b]uniform[/b], all of --seqlen, or [b]skewed[/b], "
+        "log-normal with that mean.",
+        metavar="NAME",
+        show_default=False,
+        rich_help_panel=SHAPE,
+    ),
+]
+Causal = Annotated[
+    bool, typer.Option("--causal", help="A query sees keys up to its own position.", rich_help_panel=VARIANT)
+]
+Mask = Annotated[
+    str | None,
+    typer.Option(
+        help="[b]window<L>[/b] (causal window), [b]window<L>-<R>[/b], [b]prefix<N>[/b] or [b]documents<N>[/b]; "
+        "several joined with + hold at once.",
+        rich_help_panel=VARIANT,
+    ),
+]
+Softcap = Annotated[float | None, typer.Option(help="cap * tanh(score / cap).", metavar="CAP", rich_help_panel=VARIANT)]
+Alibi = Annotated[bool, typer.Option("--alibi", help="ALiBi.", rich_help_panel=VARIANT)]
+Bias = Annotated[bool, typer.Option("--bias", help="A bias per head, q, k.", rich_help_panel=VARIANT)]
+Sink = Annotated[bool, typer.Option("--sink", help="A sink per head.", rich_help_panel=VARIANT)]
+Variant = Annotated[
+    str | None,
+    typer.Option(
+        help="The variant by its name in tables, instead of the above: [b]causal+bias-b1[/b], [b]userscore[/b], "
+        "[b]bias+dbias[/b] (with the bias's gradient).",
+        metavar="NAME",
+        show_default=False,
+        rich_help_panel=VARIANT,
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="bf16, fp16, fp32 or fp8. Default: bf16 on a GPU, fp32 on a CPU.", show_default=False),
+]
+Direction = Annotated[
+    str,
+    typer.Option(
+        help="What is measured: [b]fwd[/b]; [b]bwd[/b], the gradients of q, k and v by autograd, without the "
+        "forward; or [b]fwdbwd[/b], both."
+    ),
+]
+Device = Annotated[
+    str, typer.Option(help="cpu, cuda or cuda:N; auto takes the GPU if there is one.", rich_help_panel=COMPARE)
+]
+Backend = Annotated[
+    str | None,
+    typer.Option(help="tileattn's backend. Default: its own choice per case.", rich_help_panel=COMPARE),
+]
+Peers = Annotated[
+    str | None,
+    typer.Option(
+        help="Implementations beside tileattn, with commas: eager, sdpa (PyTorch's choice), fa2, cudnn, efficient "
+        "(SDPA's kernels), fa4, flex, tileattn-bf16 (beside fp8), tileattn-deterministic (of gradients), triton "
+        "(tileattn's), triton-tutorial (the file that TILEATTN_TRITON_TUTORIAL names); of packed sequences "
+        "fa2-varlen (PyTorch's), fa4 and tileattn-dense; or none. Default: fa2,cudnn on a GPU, sdpa,eager on a "
+        "CPU, tileattn-bf16 for fp8; fa2-varlen,fa4,tileattn-dense for packed sequences.",
+        metavar="NAME,...",
+        show_default=False,
+        rich_help_panel=COMPARE,
+    ),
+]
+Rounds = Annotated[
+    int,
+    typer.Option(metavar="N", help="Rounds of timing, all implementations in each.", rich_help_panel=COMPARE),
+]
+Json = Annotated[
+    Path | None,
+    typer.Option(
+        help="Result file. Default: a new one in ./bench-results.", show_default=False, rich_help_panel=OUTPUT
+    ),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        help="Picture: .png, .svg or .pdf. Default: beside the result file.",
+        show_default=False,
+        rich_help_panel=OUTPUT,
+    ),
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="Overwrite the files of --json and --plot.", rich_help_panel=OUTPUT)
+]
+Commit = Annotated[
+    str | None,
+    typer.Option(help="Commit to record, instead of what git says of the code.", rich_help_panel=OUTPUT),
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Only failures and the files' names.", rich_help_panel=OUTPUT)
+]
+
 
 def bench(
-    suite: Annotated[
-        str | None,
-        typer.Option(
-            help="A named set of cases: [b]quick[/b] (default; a few shapes sized by the device), [b]fa[/b] (the "
-            "FlashAttention papers' grid), [b]variants[/b] (every mask and score modification), [b]varlen[/b] (packed "
-            "sequences), [b]fp8[/b] (fp8 beside bf16).",
-            show_default=False,
-        ),
-    ] = None,
-    batch: Annotated[int | None, typer.Option(metavar="N", help="Default 1.", rich_help_panel=SHAPE)] = None,
-    heads: Annotated[
-        int | None, typer.Option(metavar="N", help="Heads of q. Default 8.", rich_help_panel=SHAPE)
-    ] = None,
-    kv_heads: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Heads of k and v. Default: as many as q.", rich_help_panel=SHAPE),
-    ] = None,
-    seqlen: Annotated[
-        str | None,
-        typer.Option(help="Length of q; several with commas. Default 1024.", metavar="N,...", rich_help_panel=SHAPE),
-    ] = None,
-    seqlen_k: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Length of k and v. Default: that of q.", rich_help_panel=SHAPE),
-    ] = None,
-    head_dim: Annotated[int | None, typer.Option(metavar="N", help="Default 64.", rich_help_panel=SHAPE)] = None,
-    head_dim_v: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Head dim of v. Default: that of q and k.", rich_help_panel=SHAPE),
-    ] = None,
-    packing: Annotated[
-        str | None,
-        typer.Option(
-            help="Packed sequences, as many as --batch says: [b]uniform[/b], all of --seqlen, or [b]skewed[/b], "
-            "log-normal with that mean.",
-            metavar="NAME",
-            show_default=False,
-            rich_help_panel=SHAPE,
-        ),
-    ] = None,
-    causal: Annotated[
-        bool, typer.Option("--causal", help="A query sees keys up to its own position.", rich_help_panel=VARIANT)
-    ] = False,
-    mask: Annotated[
-        str | None,
-        typer.Option(
-            help="[b]window<L>[/b] (causal window), [b]window<L>-<R>[/b], [b]prefix<N>[/b] or [b]documents<N>[/b]; "
-            "several joined with + hold at once.",
-            rich_help_panel=VARIANT,
-        ),
-    ] = None,
-    softcap: Annotated[
-        float | None, typer.Option(help="cap * tanh(score / cap).", metavar="CAP", rich_help_panel=VARIANT)
-    ] = None,
-    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi.", rich_help_panel=VARIANT)] = False,
-    bias: Annotated[bool, typer.Option("--bias", help="A bias per head, q, k.", rich_help_panel=VARIANT)] = False,
-    sink: Annotated[bool, typer.Option("--sink", help="A sink per head.", rich_help_panel=VARIANT)] = False,
-    variant: Annotated[
-        str | None,
-        typer.Option(
-            help="The variant by its name in tables, instead of the above: [b]causal+bias-b1[/b], [b]userscore[/b], "
-            "[b]bias+dbias[/b] (with the bias's gradient).",
-            metavar="NAME",
-            show_default=False,
-            rich_help_panel=VARIANT,
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="bf16, fp16, fp32 or fp8. Default: bf16 on a GPU, fp32 on a CPU.", show_default=False),
-    ] = None,
-    direction: Annotated[
-        str,
-        typer.Option(
-            help="What is measured: [b]fwd[/b]; [b]bwd[/b], the gradients of q, k and v by autograd, without the "
-            "forward; or [b]fwdbwd[/b], both."
-        ),
-    ] = "fwd",
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda or cuda:N; auto takes the GPU if there is one.", rich_help_panel=COMPARE)
-    ] = "auto",
-    backend: Annotated[
-        str | None,
-        typer.Option(help="tileattn's backend. Default: its own choice per case.", rich_help_panel=COMPARE),
-    ] = None,
-    peers: Annotated[
-        str | None,
-        typer.Option(
-            help="Implementations beside tileattn, with commas: eager, sdpa (PyTorch's choice), fa2, cudnn, efficient "
-            "(SDPA's kernels), fa4, flex, tileattn-bf16 (beside fp8), tileattn-deterministic (of gradients), triton "
-            "(tileattn's), triton-tutorial (the file that TILEATTN_TRITON_TUTORIAL names); of packed sequences "
-            "fa2-varlen (PyTorch's), fa4 and tileattn-dense; or none. Default: fa2,cudnn on a GPU, sdpa,eager on a "
-            "CPU, tileattn-bf16 for fp8; fa2-varlen,fa4,tileattn-dense for packed sequences.",
-            metavar="NAME,...",
-            show_default=False,
-            rich_help_panel=COMPARE,
-        ),
-    ] = None,
-    rounds: Annotated[
-        int,
-        typer.Option(metavar="N", help="Rounds of timing, all implementations in each.", rich_help_panel=COMPARE),
-    ] = 5,
-    json: Annotated[
-        Path | None,
-        typer.Option(
-            help="Result file. Default: a new one in ./bench-results.", show_default=False, rich_help_panel=OUTPUT
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Picture: .png, .svg or .pdf. Default: beside the result file.",
-            show_default=False,
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Overwrite the files of --json and --plot.", rich_help_panel=OUTPUT)
-    ] = False,
-    commit: Annotated[
-        str | None,
-        typer.Option(help="Commit to record, instead of what git says of the code.", rich_help_panel=OUTPUT),
-    ] = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Only failures and the files' names.", rich_help_panel=OUTPUT)
-    ] = False,
+    suite: Suite = None,
+    batch: Batch = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    seqlen: Seqlen = None,
+    seqlen_k: SeqlenK = None,
+    head_dim: HeadDim = None,
+    head_dim_v: HeadDimV = None,
+    packing: Packing = None,
+    causal: Causal = False,
+    mask: Mask = None,
+    softcap: Softcap = None,
+    alibi: Alibi = False,
+    bias: Bias = False,
+    sink: Sink = False,
+    variant: Variant = None,
+    dtype: Dtype = None,
+    direction: Direction = "fwd",
+    device: Device = "auto",
+    backend: Backend = None,
+    peers: Peers = None,
+    rounds: Rounds = 5,
+    json: Json = None,
+    plot: Plot = None,
+    force: Force = False,
+    commit: Commit = None,
+    quiet: Quiet = False,
 ) -> None:
     """Measure speed, memory and error of attention on this machine, beside PyTorch's own.
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tileattn.cli.bench import SHAPE, VARIANT
+from tileattn.cli.bench import SHAPE, VARIANT, Alibi, Bias, Causal, Dtype, SeqlenK, Sink, Softcap
 
 # The short names of `tileattn tune`, beside the long ones that all commands have.
 TUNE_NAMES = {
@@ -26,86 +26,93 @@ TUNE_EXAMPLES = (
     "  tileattn tune --show"
 )
 
+# The options of `tileattn tune` that `tileattn bench` has in other words, or not at all.
+Suite = Annotated[
+    str | None, typer.Option(help="A named set of cases, as for [b]tileattn bench[/b].", show_default=False)
+]
+Batch = Annotated[int | None, typer.Option("--batch", "--B", metavar="N", help="Default 1.", rich_help_panel=SHAPE)]
+Heads = Annotated[
+    int | None,
+    typer.Option("--heads", "--H", metavar="N", help="Heads of q. Default 8.", rich_help_panel=SHAPE),
+]
+KvHeads = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-heads", "--KV", metavar="N", help="Heads of k and v. Default: as many as q.", rich_help_panel=SHAPE
+    ),
+]
+Seqlen = Annotated[
+    str | None,
+    typer.Option(
+        "--seqlen",
+        "--N",
+        help="Length of q; several with commas. Default 1024.",
+        metavar="N,...",
+        rich_help_panel=SHAPE,
+    ),
+]
+HeadDim = Annotated[
+    int | None, typer.Option("--head-dim", "--D", metavar="N", help="Default 64.", rich_help_panel=SHAPE)
+]
+HeadDimV = Annotated[
+    int | None,
+    typer.Option(
+        "--head-dim-v", "--Dv", metavar="N", help="Head dim of v. Default: that of q and k.", rich_help_panel=SHAPE
+    ),
+]
+Mask = Annotated[
+    str | None,
+    typer.Option(help="As for [b]tileattn bench[/b]: window<L>, prefix<N>, ...", rich_help_panel=VARIANT),
+]
+Variant = Annotated[
+    str | None,
+    typer.Option(
+        help="The variant by its name in tables, instead of the above.",
+        metavar="NAME",
+        show_default=False,
+        rich_help_panel=VARIANT,
+    ),
+]
+Direction = Annotated[
+    str, typer.Option(help="What is tuned: [b]fwd[/b], the forward pass; [b]bwd[/b] or [b]fwdbwd[/b], both.")
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes the GPU if there is one.")]
+Backend = Annotated[
+    str | None, typer.Option(help="tileattn's backend. Default: its own choice per case.", show_default=False)
+]
+Again = Annotated[bool, typer.Option("--again", help="Measure cases that have a result already, too.")]
+Show = Annotated[bool, typer.Option("--show", help="List the results that are kept, and stop.")]
+Clear = Annotated[bool, typer.Option("--clear", help="Remove all results, after asking, and stop.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="With --clear: do not ask.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only failures and the file's name.")]
+
 
 def tune(
     ctx: typer.Context,
-    suite: Annotated[
-        str | None, typer.Option(help="A named set of cases, as for [b]tileattn bench[/b].", show_default=False)
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option("--batch", "--B", metavar="N", help="Default 1.", rich_help_panel=SHAPE)
-    ] = None,
-    heads: Annotated[
-        int | None,
-        typer.Option("--heads", "--H", metavar="N", help="Heads of q. Default 8.", rich_help_panel=SHAPE),
-    ] = None,
-    kv_heads: Annotated[
-        int | None,
-        typer.Option(
-            "--kv-heads", "--KV", metavar="N", help="Heads of k and v. Default: as many as q.", rich_help_panel=SHAPE
-        ),
-    ] = None,
-    seqlen: Annotated[
-        str | None,
-        typer.Option(
-            "--seqlen",
-            "--N",
-            help="Length of q; several with commas. Default 1024.",
-            metavar="N,...",
-            rich_help_panel=SHAPE,
-        ),
-    ] = None,
-    seqlen_k: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Length of k and v. Default: that of q.", rich_help_panel=SHAPE),
-    ] = None,
-    head_dim: Annotated[
-        int | None, typer.Option("--head-dim", "--D", metavar="N", help="Default 64.", rich_help_panel=SHAPE)
-    ] = None,
-    head_dim_v: Annotated[
-        int | None,
-        typer.Option(
-            "--head-dim-v", "--Dv", metavar="N", help="Head dim of v. Default: that of q and k.", rich_help_panel=SHAPE
-        ),
-    ] = None,
-    causal: Annotated[
-        bool, typer.Option("--causal", help="A query sees keys up to its own position.", rich_help_panel=VARIANT)
-    ] = False,
-    mask: Annotated[
-        str | None,
-        typer.Option(help="As for [b]tileattn bench[/b]: window<L>, prefix<N>, ...", rich_help_panel=VARIANT),
-    ] = None,
-    softcap: Annotated[
-        float | None, typer.Option(help="cap * tanh(score / cap).", metavar="CAP", rich_help_panel=VARIANT)
-    ] = None,
-    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi.", rich_help_panel=VARIANT)] = False,
-    bias: Annotated[bool, typer.Option("--bias", help="A bias per head, q, k.", rich_help_panel=VARIANT)] = False,
-    sink: Annotated[bool, typer.Option("--sink", help="A sink per head.", rich_help_panel=VARIANT)] = False,
-    variant: Annotated[
-        str | None,
-        typer.Option(
-            help="The variant by its name in tables, instead of the above.",
-            metavar="NAME",
-            show_default=False,
-            rich_help_panel=VARIANT,
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="bf16, fp16, fp32 or fp8. Default: bf16 on a GPU, fp32 on a CPU.", show_default=False),
-    ] = None,
-    direction: Annotated[
-        str, typer.Option(help="What is tuned: [b]fwd[/b], the forward pass; [b]bwd[/b] or [b]fwdbwd[/b], both.")
-    ] = "fwd",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes the GPU if there is one.")] = "auto",
-    backend: Annotated[
-        str | None, typer.Option(help="tileattn's backend. Default: its own choice per case.", show_default=False)
-    ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure cases that have a result already, too.")] = False,
-    show: Annotated[bool, typer.Option("--show", help="List the results that are kept, and stop.")] = False,
-    clear: Annotated[bool, typer.Option("--clear", help="Remove all results, after asking, and stop.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="With --clear: do not ask.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only failures and the file's name.")] = False,
+    suite: Suite = None,
+    batch: Batch = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    seqlen: Seqlen = None,
+    seqlen_k: SeqlenK = None,
+    head_dim: HeadDim = None,
+    head_dim_v: HeadDimV = None,
+    causal: Causal = False,
+    mask: Mask = None,
+    softcap: Softcap = None,
+    alibi: Alibi = False,
+    bias: Bias = False,
+    sink: Sink = False,
+    variant: Variant = None,
+    dtype: Dtype = None,
+    direction: Direction = "fwd",
+    device: Device = "auto",
+    backend: Backend = None,
+    again: Again = False,
+    show: Show = False,
+    clear: Clear = False,
+    yes: Yes = False,
+    quiet: Quiet = False,
 ) -> None:
     """Find the fastest configuration of the kernels for a case on this machine, and keep it for later calls.
 
@@ -116,12 +123,7 @@ def tune(
     from tileattn.cli import run_tune as command
 
     if show or clear:
-        if show and clear:
-            raise choices.refuse("--show", "give either it or --clear")
-        alone = {"--show"} if show else {"--clear", "--yes"}
-        if unused := [option for option in _given(ctx) if option not in alone]:
-            raise choices.refuse("--show" if show else "--clear", f"it takes no other option, got {', '.join(unused)}")
-        command.show() if show else command.clear(yes)
+        _show_or_clear(ctx, show, clear, yes)
         return
     if yes:
         raise choices.refuse("--yes", "it goes with --clear")
@@ -131,6 +133,19 @@ def tune(
     with choices.both_names(TUNE_NAMES):
         chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where)
     raise typer.Exit(command.tune(chosen, choices.own_implementation(backend), where, again, quiet))
+
+
+def _show_or_clear(ctx: typer.Context, show: bool, clear: bool, yes: bool) -> None:
+    """What --show and --clear ask for, each without another option."""
+    from tileattn.cli import choices
+    from tileattn.cli import run_tune as command
+
+    if show and clear:
+        raise choices.refuse("--show", "give either it or --clear")
+    alone = {"--show"} if show else {"--clear", "--yes"}
+    if unused := [option for option in _given(ctx) if option not in alone]:
+        raise choices.refuse("--show" if show else "--clear", f"it takes no other option, got {', '.join(unused)}")
+    command.show() if show else command.clear(yes)
 
 
 def _given(ctx: typer.Context) -> list[str]:
