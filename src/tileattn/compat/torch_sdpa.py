@@ -27,7 +27,6 @@ from ..call.sequences import check_metadata
 from ..runtime import operators as ops
 from ..runtime.run import requires_grad, scale_or_default
 from ..variant.key import encode
-from ..variant.masks import Mask
 from .windows import window_mask
 
 # What the operators return: o, lse, the generator's state, one unused tensor, and a debug mask.
@@ -94,9 +93,9 @@ def flash_attention_forward(
 ) -> FlashOutput:
     """``aten::_flash_attention_forward``; keys are never split, whatever num_splits is."""
     _refuse(return_debug_mask, seqused_k, alibi_slopes, block_table)
-    packed = _packed(cum_seq_q, cum_seq_k, max_q, max_k, query.device)
-    mask = window_mask(is_causal, window_size_left, window_size_right, key.shape[1] if packed is None else max_k)
-    tensors, call = _call(query, key, value, packed, mask, scale)
+    tensors, call = _call(
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window_size_left, window_size_right, scale
+    )
     seed = draw_seed(query.device) if dropout_p > 0 else None
     needs_grad = torch.is_grad_enabled() and requires_grad((query, key, value))
     o, lse = ops.run_forward(*tensors, None, **call, needs_grad=needs_grad, dropout_p=dropout_p, seed=seed)
@@ -133,9 +132,9 @@ def flash_attention_backward(
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
     """``aten::_flash_attention_backward``: the gradients of query, key and value."""
-    packed = _packed(cum_seq_q, cum_seq_k, max_q, max_k, query.device)
-    mask = window_mask(is_causal, window_size_left, window_size_right, key.shape[1] if packed is None else max_k)
-    tensors, call = _call(query, key, value, packed, mask, scale)
+    tensors, call = _call(
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window_size_left, window_size_right, scale
+    )
     q, k, v = tensors
     if cum_seq_q is not None:
         grad_out, out, logsumexp = grad_out[None], out[None], logsumexp[None]
@@ -191,31 +190,33 @@ KERNELS: dict[str, Callable[..., Any]] = {
 # --- What they share ---
 
 
-def _packed(
-    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, device: torch.device
-) -> Packed | None:
-    if (cum_seq_q is None) != (cum_seq_k is None):
-        raise ValueError("cum_seq_q and cum_seq_k must be given together, or neither")
-    if cum_seq_q is None or cum_seq_k is None:
-        return None
-    packed = Packed(cum_seq_q, cum_seq_k, max_q, max_k)
-    check_metadata(packed, device)
-    return packed
-
-
 def _call(
-    query: Tensor, key: Tensor, value: Tensor, packed: Packed | None, mask: Mask | None, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    left: int | None,
+    right: int | None,
+    scale: float | None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
     """A call in tileattn's terms: q, k and v (bshd), and what both passes of `ops` are given by name."""
     q, k, v = _rows(query), _rows(key), _rows(value)
-    lengths: dict[str, Any] = {}
-    if packed is not None:
+    packed: dict[str, Any] = {}
+    if (cum_seq_q is None) != (cum_seq_k is None):
+        raise ValueError("cum_seq_q and cum_seq_k must be given together, or neither")
+    if cum_seq_q is not None and cum_seq_k is not None:
+        check_metadata(Packed(cum_seq_q, cum_seq_k, max_q, max_k), query.device)
         q, k, v = q[None], k[None], v[None]
-        lengths = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), packed))
-    variant, operands = encode(mask, ())
+        lengths = {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
+        packed = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, **lengths}
+    variant, operands = encode(window_mask(is_causal, left, right, max_k if packed else key.shape[1]), ())
     numbers = {"tensors": operands.tensors, "ints": operands.ints, "floats": operands.floats}
     return (q, k, v), {
-        "variant": variant, **numbers, "scale": scale_or_default(scale, q), "backend": None, **lengths,
+        "variant": variant, **numbers, "scale": scale_or_default(scale, q), "backend": None, **packed,
     }  # fmt: skip
 
 
