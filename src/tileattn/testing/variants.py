@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import math as tm
+from ..variant import math as tm
 from ..variant.masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
 from ..variant.scores import ALiBi, Bias, SoftCap
 from .call_arguments import AnyShape, ScoreFn
