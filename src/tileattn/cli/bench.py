@@ -1,4 +1,7 @@
-"""`tileattn bench` and `tileattn memory`: what they take. What they do is in run_bench.py."""
+"""`tileattn bench` and `tileattn memory`: what they take. What they do is in run_bench.py.
+
+A command has more positional arguments than other functions: one for each option that typer is to read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`tileattn ladder`: what it takes. What it does is in ladder.py."""
+"""`tileattn ladder`: what it takes. What it does is in ladder.py.
+
+A command has more positional arguments than other functions: one for each option that typer is to read.
+"""
 
 from __future__ import annotations
 

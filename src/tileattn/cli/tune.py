@@ -1,4 +1,7 @@
-"""`tileattn tune`: what it takes. What it does is in run_tune.py."""
+"""`tileattn tune`: what it takes. What it does is in run_tune.py.
+
+A command has more positional arguments than other functions: one for each option that typer is to read.
+"""
 
 from __future__ import annotations
 
