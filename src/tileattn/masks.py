@@ -1,6 +1,6 @@
 """The masks, as users import them; the code is in variant/masks.py."""
 
-from .variant.mask_bounds import MAX_SIZE, Range
+from .variant.mask_bounds import Range
 from .variant.masks import (
     FIRST_POSITION,
     And,
@@ -27,6 +27,5 @@ __all__ = [
     "Or",
     "Range",
     "FIRST_POSITION",
-    "MAX_SIZE",
     "check_key_padding",
 ]
