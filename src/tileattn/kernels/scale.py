@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..call.facts import SMALLEST_SCALE, AttentionCall
-from ..variant.key import program
+from ..variant.program import program
 
 
 def scaled_first(call: AttentionCall, scale: float) -> AttentionCall:

@@ -8,7 +8,7 @@ import torch
 
 from ...call.facts import AttentionCall
 from ...call.fp8 import FP8
-from ...variant.key import program
+from ...variant.program import program
 from .architecture import ARCHITECTURES
 from .backward.launch import backward_space as backward_space
 from .backward.launch import prepare_backward as prepare_backward

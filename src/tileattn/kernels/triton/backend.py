@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from ...call.facts import AttentionCall, BackwardCall, Gradients
-from ...variant.key import program
+from ...variant.program import program
 from .interpreter import INTERPRET, interpreted
 
 MAX_HEAD_DIM = 256

@@ -11,7 +11,8 @@ import contextlib
 from collections.abc import Iterator
 
 from ...call.facts import AttentionCall
-from ...variant.key import CAUSAL, program
+from ...variant.key import CAUSAL
+from ...variant.program import program
 from .shared_memory import fitting, padded
 from .tile_sizes import Config
 

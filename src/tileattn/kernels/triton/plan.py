@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 
 from ...call.facts import AttentionCall
-from ...variant.key import program
+from ...variant.program import program
 from .interpreter import interpreted
 from .shared_memory import padded
 from .tile.expressions import functions

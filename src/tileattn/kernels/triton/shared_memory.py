@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from ...call.facts import AttentionCall
 from ...variant.expression import nodes
-from ...variant.key import program
+from ...variant.program import program
 from .tile_sizes import Config
 
 HOPPER_BYTES = 227 * 1024

@@ -11,7 +11,8 @@ from torch import Tensor
 from ....call.dropout import Dropout
 from ....call.facts import BackwardCall, Gradients, Packed
 from ....tuner.space import Space
-from ....variant.key import Operands, program
+from ....variant.key import Operands
+from ....variant.program import program
 from ...scale import scaled_first
 from ..architecture import padded
 from ..host import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments

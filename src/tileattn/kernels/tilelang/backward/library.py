@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ....call.facts import BackwardCall
-from ....variant.key import program
+from ....variant.program import program
 from ..build.library import find_or_compile, key_of, load
 from .config import read_together
 from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default

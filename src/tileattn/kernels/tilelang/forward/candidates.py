@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ....call.facts import AttentionCall
-from ....variant.key import program
+from ....variant.program import program
 from ..architecture import OTHER_REGISTERS, SCORE_REGISTERS
 from .config import HopperConfig, hopper_dims, is_valid
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....call.facts import AttentionCall
-from ....variant.key import program
+from ....variant.program import program
 from ..architecture import ARCHITECTURES, PRODUCER_THREADS, padded, panel
 
 

@@ -12,7 +12,8 @@ from ....call.dropout import Dropout
 from ....call.facts import AttentionCall
 from ....call.fp8 import FP8, Descales
 from ....tuner.space import Space
-from ....variant.key import Operands, program
+from ....variant.key import Operands
+from ....variant.program import program
 from ...scale import scaled_first
 from ..architecture import TRANSPOSED_KEYS
 from ..host import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments

@@ -10,7 +10,7 @@ from typing import Any
 
 from ....call.facts import AttentionCall
 from ....call.fp8 import FP8
-from ....variant.key import program
+from ....variant.program import program
 from ..build.library import find_or_compile, key_of, load
 from ..packed.library import ensure_plan_compiled
 from .amd.config import AmdConfig

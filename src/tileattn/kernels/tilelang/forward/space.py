@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ....call.facts import AttentionCall
 from ....tuner.space import Space
-from ....variant.key import program
+from ....variant.program import program
 from .. import tuned
 from ..architecture import ARCHITECTURES, OTHER_REGISTERS, SCORE_REGISTERS, padded
 from ..tuned import Sizes

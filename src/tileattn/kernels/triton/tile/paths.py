@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ....variant.derivative import float_loads
 from ....variant.expression import Expr, nodes
-from ....variant.key import program
+from ....variant.program import program
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from tilelang.language.eager.builder import Builder
 from tvm import ir
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program
+from .....variant.program import Program
 from ...architecture import padded
 from ...tile import dropout, softmax
 from ...tile.assume import assume_aligned, assume_filled

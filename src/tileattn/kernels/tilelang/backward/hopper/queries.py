@@ -36,7 +36,7 @@ import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program
+from .....variant.program import Program
 from ...architecture import padded, panel
 from ...tile import dropout, softmax
 from ...tile.assume import assume_aligned, assume_filled

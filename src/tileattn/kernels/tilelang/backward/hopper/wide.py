@@ -42,7 +42,7 @@ import tilelang.language as T
 from tvm import ir
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program
+from .....variant.program import Program
 from ...tile import dropout, softmax
 from ...tile.assume import assume_aligned, assume_filled
 from ...tile.expressions import Emitter

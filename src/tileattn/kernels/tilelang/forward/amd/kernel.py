@@ -26,7 +26,7 @@ import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program, program
+from .....variant.program import Program, program
 from ...tile import softmax
 from ...tile.amd import aligned_rows
 from ...tile.assume import assume_filled

@@ -62,7 +62,7 @@ from typing import Any
 import tilelang.language as T
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program
+from .....variant.program import Program
 from ...packed.dependent_launch import wait_for_previous
 from ...packed.ragged import with_ragged_tensors
 from ...tile import dropout, softmax

@@ -6,7 +6,7 @@ import tilelang.language as T
 
 from .....call.facts import AttentionCall
 from .....call.fp8 import FP8
-from .....variant.key import Program
+from .....variant.program import Program
 from ...architecture import panel
 from ...tile.hopper import WARP, WARPGROUP, Barriers, slices
 from ...tile.mask import Score
