@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ....call.facts import AttentionCall
 from ....variant.program import program
-from ..architecture import ARCHITECTURES, PRODUCER_THREADS, padded, panel
+from ..architecture import ARCHITECTURES, PRODUCER_REGISTERS, PRODUCER_THREADS, padded, panel
 
 
 @dataclass(frozen=True)
