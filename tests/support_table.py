@@ -1,4 +1,4 @@
-"""What each backend must run, written by hand from README.md, docs/support.md, docs/design.md and docs/ladder.md.
+"""What each backend must run, by hand, from README.md, docs/support.md, docs/design/limits.md and docs/ladder.md.
 
 The table shares no code with any `refusal`. tests/test_support.py compares the two on all combinations, and the
 conformance suite skips a refused case only where the table says that the case need not run. When a backend learns to
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tileattn.call import AttentionCall
+from tileattn.call.facts import AttentionCall
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 FP8 = torch.float8_e4m3fn
