@@ -396,12 +396,16 @@ def test_numbers_at_the_end_of_lines_that_are_close_stand_apart() -> None:
     measured.rows += [
         replace(row, backend=peer) for row in measured.rows if row.backend == OWN for peer in ("fa2", "cudnn")
     ]
+    measured.rows += [
+        replace(row, backend="fa4", peak_bytes=row.seqlen_q * 2056) for row in measured.rows if row.backend == OWN
+    ]
     figure = plot_memory.draw(measured)
     figure.draw_without_rendering()
     (axes,) = figure.axes
-    assert len(axes.texts) == 4
+    said = ["32.0 MiB\ntileattn\nFlashAttention-2 (SDPA)\ncuDNN (SDPA)", "32.1 MiB", "32.2 MiB"]
+    assert [text.get_text() for text in axes.texts] == said, "lines that lie on each other share a number"
     boxes = [text.get_window_extent() for text in axes.texts]
-    assert not any(boxes[i].overlaps(boxes[j]) for i in range(4) for j in range(i))
+    assert not any(boxes[i].overlaps(boxes[j]) for i in range(len(boxes)) for j in range(i))
     (legend,) = figure.legends
     inside = figure.bbox
     for box in (*boxes, legend.get_window_extent()):

@@ -289,7 +289,7 @@ def test_a_result_file_is_not_its_own_picture() -> None:
 def test_a_picture_that_cannot_be_written_is_one_error() -> None:
     Path("file").write_text("mine")
     Path("folder.png").mkdir()
-    ladder = RESULTS / "ladder-d512-h200-2026-11-22.json"
+    ladder = RESULTS / "ladder/d512-h200.json"
     for output, why in (
         ("file/p.png", "file is no folder"),
         ("/proc/folder/p.png", "No such file or directory"),
@@ -319,9 +319,9 @@ def test_plot_says_what_is_wrong_with_a_file() -> None:
 def test_plot_draws_a_ladder_as_a_climb(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
     monkeypatch.setattr(plot_ladder, "save", lambda measured, path: drawn.append(len(measured.rows)))
-    result = invoke(f"plot {RESULTS / 'ladder-d512-h200-2026-11-22.json'} -o climb.png")
+    result = invoke(f"plot {RESULTS / 'ladder/d512-h200.json'} -o climb.png")
     assert (result.exit_code, result.output) == (0, "picture: climb.png\n")
-    assert drawn == [len(rows(RESULTS / "ladder-d512-h200-2026-11-22.json"))]
+    assert drawn == [len(rows(RESULTS / "ladder/d512-h200.json"))]
 
 
 def test_info_tells_versions_and_what_runs_where() -> None:

@@ -1,7 +1,8 @@
 """Sizes of tiles, and which call gets which: a small table, nothing is tuned unasked.
 
 They are chosen by what compiles without spilling registers. On Hopper, those of plain calls at head dims 64 and 128
-are the fastest that benchmarks/tune_triton.py found on an H200 (8192 tokens; causal, and in the forward pass full).
+are the fastest that benchmarks/tune_triton.py found on an H200 (8192 tokens; causal, and in the forward pass full): see
+benchmarks/results/triton/bwd-tiles-h200.txt and benchmarks/results/triton/fwd-tiles-d128-h200.txt.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ _AMD = {
 _INTERPRETER = Config(64, 64, 4, 1)
 
 # float32 on NVIDIA's GPUs: six products of 16 bits each (plans.py), whose factors take registers. The fastest of those
-# measured on an H200 (benchmarks/results/triton-fp32-tiles-h200-2026-11-22.txt; at 256 in the backward pass the fastest
+# measured on an H200 (benchmarks/results/triton/fp32-tiles-h200.txt; at 256 in the backward pass the fastest
 # with a bias); elsewhere small ones, without wgmma.
 _HOPPER_FLOAT32 = {
     "forward": {64: Config(64, 64, 4, 1), 128: Config(64, 32, 4, 2), 256: Config(128, 16, 8, 1)},

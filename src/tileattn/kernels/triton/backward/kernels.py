@@ -10,7 +10,7 @@ in which programs run. In 16 bits the kernel for dq is the first, and leaves lse
 its own prepares them where dq is not wanted, and in float32, in which the sum over o made the kernel for dq spill.
 
 Adding up dq in the kernel for dk and dv, by atomic operations, saves two products of seven, yet took 15 to 26 % longer
-than both kernels on an H200 (benchmarks/results/triton-bwd-tiles-h200-2026-11-22.txt).
+than both kernels on an H200 (benchmarks/results/triton/bwd-tiles-h200.txt).
 """
 
 import triton
