@@ -181,12 +181,17 @@ def resolves(name: str) -> bool:
     return True
 
 
+DEFINITIONS = re.compile(r"(?<!`)`((?:[\w.\-]+/)+\w+\.py)`, ((?:`[\w.]+`(?: and |, )?)+)")
+DEFINED_IN = re.compile(r"((?:`[\w.]+(?:\([^`]*\))?`(?:\sand\s)?)+),?\s(?:in|of)\s`([\w./\-]+\.py)`")
+
+
 def missing_definitions(text: str) -> list[str]:
-    """Of `file.py`, `name` and `name`: names that the file does not define."""
+    """Of "`file.py`, `name` and `name`", and of "`name` in `file.py`": names that the file does not define."""
+    named = [*DEFINITIONS.findall(text), *((path, names) for names, path in DEFINED_IN.findall(text))]
     missing = []
-    for path, names in re.findall(r"(?<!`)`((?:[\w.\-]+/)+\w+\.py)`, ((?:`[\w.]+`(?: and |, )?)+)", text):
+    for path, names in named:
         sources = [(ROOT / file).read_text() for file in files() if f"/{file}".endswith(f"/{path}")]
-        for name in SPAN.findall(names):
+        for name in (span.partition("(")[0] for span in SPAN.findall(names)):
             part = re.escape(name.rpartition(".")[2])
             if not any(re.search(rf"^\s*(?:def|class) {part}\b|^{part}\b *[:=]", one, re.MULTILINE) for one in sources):
                 missing.append(f"{path}, {name}")
@@ -267,6 +272,8 @@ def test_what_documents_name_exists(kind: str) -> None:
         ("dotted names", "the operator `tileattn::sideways`", ["sideways"]),
         ("definitions", "`testing/numerics.py`, `rule`", ["testing/numerics.py, rule"]),
         ("definitions", "`testing/numerics.py`, `assert_accurate` and `Error`", []),
+        ("definitions", "`rule(x)` in `testing/numerics.py`", ["testing/numerics.py, rule"]),
+        ("definitions", "`assert_accurate(...)` and `Error`, in\n`testing/numerics.py`", []),
         ("commands", "run `tileattn bunch --quick`", ["tileattn bunch"]),
         ("commands", "```sh\nTILEATTN_CACHE_DIR=/x tileattn bench --sweet fa\n```", ["bench --sweet"]),
         ("commands", "```sh\npython -m tileattn viz tails\n```", ["tileattn tails"]),
