@@ -22,7 +22,7 @@ from tileattn.bench import cases, compare, cost, oracle, plot, problem, report, 
 from tileattn.bench.cases import Case, square
 from tileattn.bench.peers import PEERS, TileAttn
 from tileattn.bench.peers.base import NO_FP8, OWN, Prepared
-from tileattn.measure import ceilings, memory, timing
+from tileattn.measure import ceilings, memory, timing, units
 
 CPU = torch.device("cpu")
 QUICK = timing.Effort(warmup_ms=0, measure_ms=0, rounds=2, min_calls=1)
@@ -699,7 +699,7 @@ def test_without_the_plain_kernel_there_is_no_cost() -> None:
 
 
 def test_bytes_are_readable() -> None:
-    texts = [report.human_bytes(count) for count in (0, 1023, 1536, 3 * 2**20, 5 * 2**40)]
+    texts = [units.human_bytes(count) for count in (0, 1023, 1536, 3 * 2**20, 5 * 2**40)]
     assert texts == ["0 B", "1023 B", "1.5 KiB", "3.0 MiB", "5120.0 GiB"]
 
 
