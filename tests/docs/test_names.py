@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING and docs name exists: files, names of the package, commands, options, make targets.
+"""What the documents name exists: files, names of the package, commands, options, make targets.
 
 Looked at are words in backticks and blocks of shell commands. Each kind of name has a function that returns those of a
 text that do not exist, so that a test can try it with wrong ones.
@@ -28,7 +28,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # pytest needs it there
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TOP = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
+PAGES = [*TOP, *sorted((ROOT / "docs").rglob("*.md"))]
 DESIGN = [ROOT / "docs/design.md", ROOT / "docs/numerics.md", *sorted((ROOT / "docs/design").glob("*.md"))]
 MOST_LINES = 250
 
@@ -307,8 +308,8 @@ def test_pages_that_the_code_names_exist() -> None:
     assert not sorted((path, page) for path, page in named if not (ROOT / page).is_file())
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
-def test_links_to_files_lead_somewhere(page: str) -> None:
+@pytest.mark.parametrize("page", TOP, ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page: Path) -> None:
     """Those of the site's pages are followed when it is built."""
-    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", FENCE.sub("", (ROOT / page).read_text()))
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", FENCE.sub("", page.read_text()))
     assert not [target for target in targets if "://" not in target and not (ROOT / target).exists()]
