@@ -46,7 +46,7 @@ from tileattn.kernels.tilelang.forward.defaults import LONG, SHORT
 from tileattn.runtime import operators as ops
 from tileattn.testing import Arguments, build, conformance_cases, packed_cases
 from tileattn.tuner.state import forget_prepared
-from tileattn.variant.key import program
+from tileattn.variant.program import program
 
 ROOT = Path(__file__).resolve().parent.parent
 

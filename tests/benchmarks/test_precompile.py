@@ -26,7 +26,7 @@ from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.defaults import LONG, Config, default, defaults, for_skewed_lengths
 from tileattn.runtime import operators as ops
 from tileattn.testing import conformance_cases, distinct_calls
-from tileattn.variant.key import program
+from tileattn.variant.program import program
 
 # Its child processes find it by its name.
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -26,7 +26,8 @@ from tests.compat.transformers.test_models import (
 )
 from tests.tools.transformers_models import MODELS
 from tileattn.compat.transformers import attention, packed
-from tileattn.variant.key import Operands, encode, normalize, restore
+from tileattn.variant.key import Operands, encode, normalize
+from tileattn.variant.program import restore
 
 
 def calls() -> Iterator[Callable[[], Any]]:

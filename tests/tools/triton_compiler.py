@@ -102,7 +102,9 @@ SEQLEN, HEADS = 512, 8
 
 def _variant(name: str) -> tuple[Any, tuple[Any, ...]]:
     """A mask and modifications as the conformance cases call them, "causal+bias_bh+user"; all gradients are wanted."""
-    from tileattn.testing.cases import ConformanceCase, Shape, Structure, build
+    from tileattn.testing import ConformanceCase, build
+    from tileattn.testing.call_arguments import Structure
+    from tileattn.testing.shapes import Shape
 
     mask, *scores = name.split("+")
     structure = Structure("fp32", 16, 16, mask, tuple(scores), sink=False, aligned=True)

@@ -292,7 +292,8 @@ from tileattn.kernels.tilelang.forward import defaults, schedules, transpose_fp8
 from tileattn.kernels.tilelang.packed import plan_kernel as sequence_plan
 from tileattn.kernels.tilelang.backward import kernels, library as launch
 from tileattn.kernels.tilelang.backward.defaults import default as backward_default
-from tileattn.variant.key import encode, program, with_alignment
+from tileattn.variant.key import encode
+from tileattn.variant.program import program, with_alignment
 
 BIAS, TILES = torch.ones(1, 4, 9, 9), torch.ones(2, 4, 16, 16, dtype=torch.bfloat16)
 VARIANTS = {

@@ -34,7 +34,8 @@ from tileattn.testing import (
     oracle_gradients,
 )
 from tileattn.tuner import state
-from tileattn.variant.key import encode, normalize, program
+from tileattn.variant.key import encode, normalize
+from tileattn.variant.program import program
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,7 +13,8 @@ from ...call.dropout import Dropout
 from ...call.facts import SMALLEST_SCALE, AttentionCall
 from ...call.fp8 import FP8, Descales
 from ...tuner.space import Space
-from ...variant.key import Operands, program
+from ...variant.key import Operands
+from ...variant.program import program
 from .backward.launch import backward_space as backward_space
 from .backward.launch import prepare_backward as prepare_backward
 from .forward.amd.config import AmdConfig

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from ...call.facts import AttentionCall, BackwardCall, Gradients
-from ...variant.key import program
+from ...variant.program import program
 
 MAX_HEAD_DIM = 256
 INTERPRET = "TRITON_INTERPRET"

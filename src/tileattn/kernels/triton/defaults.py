@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...call.facts import AttentionCall
-from ...variant.key import CAUSAL, program
+from ...variant.key import CAUSAL
+from ...variant.program import program
 from .shared_memory import fitting, padded
 
 KERNELS = ("forward", "keys", "queries")

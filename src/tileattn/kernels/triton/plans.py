@@ -8,7 +8,7 @@ import functools
 import torch
 
 from ...call.facts import SMALLEST_SCALE, AttentionCall
-from ...variant.key import program
+from ...variant.program import program
 from .backend import interpreted
 from .backward.operand_gradients import paths
 from .defaults import Config, has_descriptors

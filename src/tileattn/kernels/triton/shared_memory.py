@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...call.facts import AttentionCall
 from ...variant.expression import nodes
-from ...variant.key import program
+from ...variant.program import program
 
 if TYPE_CHECKING:
     from .defaults import Config

@@ -34,7 +34,7 @@ from tileattn.kernels.tilelang.build.compile import device_source
 from tileattn.kernels.tilelang.forward import library as forward_launch
 from tileattn.kernels.tilelang.forward.config import ARCHITECTURES
 from tileattn.kernels.tilelang.forward.defaults import default as forward_default
-from tileattn.variant.key import program
+from tileattn.variant.program import program
 
 ASSEMBLED = ("sm_80", "sm_90a")
 SERIALIZED = re.compile(r"C75(?:08|10|12|14)|serializ|setmaxnreg ignored", re.IGNORECASE)

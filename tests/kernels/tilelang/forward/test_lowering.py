@@ -38,7 +38,7 @@ from tileattn.kernels.tilelang.forward.amd import config as amd_config
 from tileattn.kernels.tilelang.forward.amd.config import AmdConfig
 from tileattn.kernels.tilelang.forward.config import ForwardConfig, HopperConfig
 from tileattn.kernels.tilelang.forward.defaults import Config
-from tileattn.variant.key import program
+from tileattn.variant.program import program
 
 ASSEMBLED = ("sm_80", "sm_90a")
 # Lowering takes 5 to 18 seconds of a core for each, so `make test` has of each architecture what its schedule makes of

@@ -29,7 +29,7 @@ from tileattn.testing import (
     packed_cases,
     poisoned_memory,
 )
-from tileattn.testing.cases import DROPOUT_SEED
+from tileattn.testing.call_arguments import DROPOUT_SEED
 from tileattn.variant.key import encode
 from tileattn.variant.scores import for_packed
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....call.facts import AttentionCall, BackwardCall
-from ....variant.key import program
+from ....variant.program import program
 from ..forward.config import ARCHITECTURES, padded
 from .operand_gradients import paths
 from .slopes import slope_program

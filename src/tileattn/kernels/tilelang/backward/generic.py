@@ -24,7 +24,7 @@ from typing import Any
 import tilelang.language as T
 
 from ....call.facts import AttentionCall
-from ....variant.key import Program
+from ....variant.program import Program
 from ..forward.config import padded
 from ..forward.generic import ROWS
 from ..forward.signature import assume_aligned, assume_filled

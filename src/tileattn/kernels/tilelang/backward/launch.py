@@ -11,7 +11,8 @@ from torch import Tensor
 from ....call.dropout import Dropout
 from ....call.facts import SMALLEST_SCALE, BackwardCall, Gradients, Packed
 from ....tuner.space import Space
-from ....variant.key import Operands, program
+from ....variant.key import Operands
+from ....variant.program import program
 from ..forward.config import padded
 from ..host import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
 from ..tuned import sizes_of

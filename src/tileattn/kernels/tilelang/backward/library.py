@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ....call.facts import BackwardCall
-from ....variant.key import program
+from ....variant.program import program
 from ...cache.store import kernel_cache
 from ..forward.library import _load, _toolchain, source_digest
 from .config import read_together

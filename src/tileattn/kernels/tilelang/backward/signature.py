@@ -9,7 +9,7 @@ import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
 from ....call.facts import AttentionCall
-from ....variant.key import Program
+from ....variant.program import Program
 from ..forward.config import padded
 from ..forward.signature import SIZES, _operand
 from ..packed.work_list import WIDTH

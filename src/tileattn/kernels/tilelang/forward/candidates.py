@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ....call.facts import AttentionCall
-from ....variant.key import program
+from ....variant.program import program
 from .config import HopperConfig, hopper_dims, is_valid
 
 # What a consumer thread needs besides the tiles: rows' maxima and sums, addresses, a tile's coordinates; and what a

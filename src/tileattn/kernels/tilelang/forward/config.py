@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....call.facts import AttentionCall
-from ....variant.key import program
+from ....variant.program import program
 
 CAUSAL = "Causal()"  # the variant of a causal mask and nothing else
 # The warpgroup that issues TMA copies: TileLang adds it on sm_90, and it needs few registers.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ....call.facts import AttentionCall
 from ....call.fp8 import FP8
 from ....variant.expression import nodes
-from ....variant.key import Program, program
+from ....variant.program import Program, program
 from ..tile.simplify import is_uniform
 from . import sm90_table
 from .amd.config import AmdConfig, amd_preferences, is_valid_amd

@@ -26,7 +26,7 @@ from typing import Any
 import tilelang.language as T
 
 from ....call.facts import AttentionCall
-from ....variant.key import Program
+from ....variant.program import Program
 from ..packed.dependent_launch import wait_for_previous
 from ..packed.tasks import find_task, of_sequence, sink_of, task_count
 from ..tile import dropout, softmax

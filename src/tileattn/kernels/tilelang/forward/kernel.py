@@ -7,7 +7,7 @@ from typing import Any
 from tilelang.language.eager.builder import Builder
 
 from ....call.facts import AttentionCall
-from ....variant.key import program
+from ....variant.program import program
 from ..build.compile import DESCRIPTORS_IN_LOOPS, OWN_BARRIERS
 from . import generic
 from .config import Config, HopperConfig

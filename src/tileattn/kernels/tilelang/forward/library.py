@@ -15,7 +15,7 @@ from typing import Any
 
 from ....call.facts import AttentionCall
 from ....call.fp8 import FP8
-from ....variant.key import program
+from ....variant.program import program
 from ...cache.sources import digest
 from ...cache.store import kernel_cache
 from .amd.config import AmdConfig

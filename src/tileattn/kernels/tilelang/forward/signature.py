@@ -11,7 +11,7 @@ from tilelang.language.eager.builder import Builder
 
 from ....call.facts import AttentionCall
 from ....call.fp8 import FP8
-from ....variant.key import Program
+from ....variant.program import Program
 from ..packed.work_list import WIDTH
 
 SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ....call.facts import AttentionCall
 from ....tuner.space import Space
-from ....variant.key import program
+from ....variant.program import program
 from ..tuned import Sizes
 from .amd.config import amd_candidates
 from .candidates import CLUSTER_REGISTERS, OTHER_REGISTERS, SCORE_REGISTERS, fits_registers, hopper_candidates

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ....variant.derivative import float_loads
 from ....variant.expression import Expr, nodes
-from ....variant.key import Operands, program
+from ....variant.key import Operands
+from ....variant.program import program
 from ....variant.reading import evaluate
 
 

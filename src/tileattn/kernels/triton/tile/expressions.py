@@ -33,7 +33,7 @@ import torch
 from ....variant.derivative import derivative
 from ....variant.expression import Expr, dtype_of, nodes, symbol
 from ....variant.int32_range import leaves_int32
-from ....variant.key import Program, program
+from ....variant.program import Program, program
 from ..backward.operand_gradients import paths
 
 _HEADER = """import triton

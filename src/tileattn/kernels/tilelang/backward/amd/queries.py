@@ -8,7 +8,7 @@ from typing import Any
 from tilelang.language.eager.builder import Builder
 
 from .....call.facts import BackwardCall
-from .....variant.key import program
+from .....variant.program import program
 from ...forward.amd.tensors import aligned_rows, copied_by, packed
 from .. import generic, queries
 from ..config import read_together

@@ -12,7 +12,7 @@ import torch
 from .....call.facts import AttentionCall
 from .....variant.derivative import derivative
 from .....variant.expression import nodes, symbol
-from .....variant.key import program
+from .....variant.program import program
 from .....variant.tile_loads import TileLoad
 from ...forward.config import ARCHITECTURES, CAUSAL, padded
 from ...tile.simplify import is_uniform

@@ -46,7 +46,7 @@ from tilelang.language.eager.builder import Builder
 from tvm import ir
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program
+from .....variant.program import Program
 from ...forward.config import padded
 from ...forward.generic import ROWS
 from ...forward.hopper.kernel import tile_layout

@@ -36,7 +36,7 @@ import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program
+from .....variant.program import Program
 from ...forward.config import padded, panel
 from ...forward.generic import ROWS
 from ...forward.hopper.kernel import tile_layout

@@ -42,7 +42,7 @@ import tilelang.language as T
 from tvm import ir
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program
+from .....variant.program import Program
 from ...forward.generic import ROWS
 from ...forward.hopper.plan import WARP, WARPGROUP, _slices
 from ...forward.signature import assume_aligned, assume_filled

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .....call.facts import AttentionCall
-from .....variant.key import program
+from .....variant.program import program
 from ..config import ARCHITECTURES, padded
 
 WAVE = 64

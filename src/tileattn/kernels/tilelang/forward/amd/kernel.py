@@ -25,7 +25,7 @@ import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program, program
+from .....variant.program import Program, program
 from ...tile import dropout, softmax
 from ...tile.expressions import Emitter
 from ...tile.mask import Score, Visibility, apply_mask, apply_score, keep_uniforms

@@ -67,7 +67,7 @@ from tilelang.layout import (
 )
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program
+from .....variant.program import Program
 from ...packed.dependent_launch import wait_for_previous
 from ...packed.ragged import with_ragged_tensors
 from ...tile import dropout, softmax

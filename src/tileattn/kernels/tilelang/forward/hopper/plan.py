@@ -10,7 +10,7 @@ import tilelang.language as T
 
 from .....call.facts import AttentionCall
 from .....call.fp8 import FP8
-from .....variant.key import Program
+from .....variant.program import Program
 from ...tile.mask import Score
 from ..config import HopperConfig, hopper_dims, panel
 
