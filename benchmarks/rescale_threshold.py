@@ -2,10 +2,10 @@
 
     python benchmarks/rescale_threshold.py --out rescale.json      # about a minute on an H200, compilation included
 
-The Hopper schedule keeps a row's old maximum while it has grown by at most `patience` powers of two
-(`HopperConfig.patience`): it then need not rescale O. The weight of the largest score is exactly 1 where the maximum is
-exact; with an old maximum it is some number above 1, which is rounded to 16 bits like all others. A row that one key
-dominates shows this rounding. The script runs the default configuration with its threshold and with 0, beside
+The Hopper schedule keeps a row's old maximum while it has grown by at most the threshold, in powers of two
+(`HopperConfig.rescale_threshold`), and does not rescale O. The weight of the largest score is exactly 1 where the
+maximum is exact. With an old maximum it is some number above 1, which is rounded to 16 bits like all others. A row that
+one key dominates shows this rounding. The script runs the default configuration with its threshold and with 0, beside
 FlashAttention-2 and cuDNN, on all rows of an output where that is affordable, against float64.
 """
 
@@ -58,7 +58,7 @@ def job(case: Case, threshold: float | None) -> Job:
     )
     config = defaults.default(call, min(case.seqlen_q, case.seqlen_k))
     if threshold is not None and isinstance(config, HopperConfig):
-        config = dataclasses.replace(config, patience=threshold)
+        config = dataclasses.replace(config, rescale_threshold=threshold)
     return Job(call, config)
 
 

@@ -707,7 +707,12 @@ def test_a_result_is_used_where_it_is_valid(config: Any) -> None:
         ),
         *(
             {"schedule": "HopperConfig", "block_M": 128, "block_N": 64, **other}
-            for other in ({"patience": math.inf}, {"patience": math.nan}, {"ping_pong": 1}, {"num_stages": 1e300})
+            for other in (
+                {"rescale_threshold": math.inf},
+                {"rescale_threshold": math.nan},
+                {"ping_pong": 1},
+                {"num_stages": 1e300},
+            )
         ),
     ],
 )
@@ -719,6 +724,18 @@ def test_a_result_that_is_not_valid_is_ignored(record: dict[str, Any]) -> None:
     offered = forward_launch.space(H100, *shapes, scale=1.0)
     assert offered is not None
     assert not offered.known
+
+
+def test_a_record_with_an_old_name_of_a_field_is_used() -> None:
+    """`rescale_threshold` was called `patience`."""
+    record = {"schedule": "HopperConfig", "block_M": 128, "block_N": 80, "patience": 4.0, "two_level": True}
+    shapes = torch.Size((4, 4096, 16, 128)), torch.Size((4, 4096, 16, 128))
+    results.keep("sm_90a", str(H100), tuned.sizes_of(*shapes), Result(record, 1.0, 2.0, 9, "", ""))
+    config = HopperConfig(128, 80, rescale_threshold=4.0, two_level=True)
+    assert forward_launch._chosen(H100, *shapes) == config
+    offered = forward_launch.space(H100, *shapes, scale=1.0)
+    assert offered is not None
+    assert offered.known
 
 
 def pretended(call: AttentionCall, config: Any) -> Callable[..., None]:

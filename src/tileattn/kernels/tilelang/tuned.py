@@ -18,7 +18,9 @@ Sizes = tuple[int, int, int, int]
 # Each process imports TileLang and runs nvcc: more of them want more memory than they save time.
 MAX_PROCESSES = 16
 LARGEST = 2**20  # of any number in a configuration
-MAY_BE_ZERO = ("num_stages", "ds_buffers", "tile_stages", "gradient_bytes", "patience")
+MAY_BE_ZERO = ("num_stages", "ds_buffers", "tile_stages", "gradient_bytes", "rescale_threshold")
+# Fields whose names have changed: records on disk may hold the old ones.
+RENAMED = {"patience": "rescale_threshold"}
 
 
 def sizes_of(q_shape: torch.Size, k_shape: torch.Size) -> Sizes:
@@ -74,7 +76,7 @@ def restored(record: dict[str, Any], schedules: Mapping[str, Callable[..., Any]]
     A record comes from a file that anyone may have edited: what is no configuration at all stops here. Whether it suits
     a call is for the caller to ask.
     """
-    fields = dict(record)
+    fields = {RENAMED.get(name, name): value for name, value in record.items()}
     name = fields.pop("schedule", None)
     schedule = schedules.get(name) if isinstance(name, str) else None
     if schedule is None:

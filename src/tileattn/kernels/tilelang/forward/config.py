@@ -44,7 +44,7 @@ class HopperConfig:
         num_stages: tiles of K and V in flight.
         q_in_registers: whether the first product takes Q from registers rather than from shared memory.
         ping_pong: whether the warpgroups take turns at the tensor cores.
-        patience: by how much (in powers of two) a row's maximum may grow before O is rescaled.
+        rescale_threshold: by how much (in powers of two) a row's maximum may grow before O is rescaled.
         producer_registers: registers per thread of the producer's warpgroup, which consumers do without.
         two_level: whether each tile's P V is summed apart and added to O in float32 (for fp8, whose matrix units keep
             fewer bits of their sums).
@@ -56,7 +56,7 @@ class HopperConfig:
     num_stages: int = 2
     q_in_registers: bool = False
     ping_pong: bool = False
-    patience: float = 8.0
+    rescale_threshold: float = 8.0
     producer_registers: int = 32
     two_level: bool = False
     cluster: int = 1

@@ -173,21 +173,21 @@ def tuned_row(head_dim: int, head_dim_v: int, kind: str, short: bool) -> HopperC
 
 
 def _fp8(call: AttentionCall) -> Iterator[Config]:
-    """Measured on an H200. Weights in e4m3 leave the maximum a patience of 4 (hopper_plan.FP8_SHIFT)."""
+    """Measured on an H200. Weights in e4m3 allow a rescale threshold of 4 (FP8_SHIFT, in hopper/plan.py)."""
     traced = program(call.variant)
     widest = max(padded(call.head_dim, 1), padded(call.head_dim_v, 1))
     simple = call.variant in ("", CAUSAL)
     if widest <= 64 and traced.score is None:
-        yield HopperConfig(192, 160 if simple else 128, 3, ping_pong=True, patience=4.0)
+        yield HopperConfig(192, 160 if simple else 128, 3, ping_pong=True, rescale_threshold=4.0)
     if widest <= 128 and simple:
-        yield HopperConfig(128, 192, 2, ping_pong=True, patience=4.0)
+        yield HopperConfig(128, 192, 2, ping_pong=True, rescale_threshold=4.0)
     if widest > 192 and simple:
-        yield HopperConfig(128, 128, 2, ping_pong=True, patience=4.0, producer_registers=24)
+        yield HopperConfig(128, 128, 2, ping_pong=True, rescale_threshold=4.0, producer_registers=24)
     tensors = len(traced.tensors)
     if (widest <= 128 and tensors < 2) or (widest <= 192 and simple):
-        yield HopperConfig(128, 128, 3, ping_pong=True, patience=4.0, producer_registers=48)
-        yield HopperConfig(128, 128, 2, ping_pong=True, patience=4.0, producer_registers=48)
+        yield HopperConfig(128, 128, 3, ping_pong=True, rescale_threshold=4.0, producer_registers=48)
+        yield HopperConfig(128, 128, 2, ping_pong=True, rescale_threshold=4.0, producer_registers=48)
     # Modifications that read tensors, and wide heads, take the registers that more keys would need.
     crowded = 0 if traced.score is None else (tensors >= 2) + (tensors >= 1 and widest > 128)
     for block_N in (96, 64, 32)[crowded:]:
-        yield HopperConfig(128, block_N, 2, ping_pong=True, patience=4.0, producer_registers=48)
+        yield HopperConfig(128, block_N, 2, ping_pong=True, rescale_threshold=4.0, producer_registers=48)

@@ -83,7 +83,7 @@ def _has_hopper_candidates(call: AttentionCall) -> bool:
 
 def _hopper(call: AttentionCall) -> Iterator[HopperConfig]:
     clusters = (1,) if call.variant else (1, 2)  # a mask that reaches further for one block keeps the other waiting
-    patience = 4.0 if call.dtype.itemsize == 1 else 8.0
+    threshold = 4.0 if call.dtype.itemsize == 1 else 8.0
     sizes = itertools.product((192, 128, 64), range(256, 47, -16), (3, 2, 4))
     flags = list(itertools.product((False, True), (True, False), clusters))
     for (block_M, block_N, stages), (in_registers, ping_pong, cluster) in itertools.product(sizes, flags):
@@ -91,7 +91,7 @@ def _hopper(call: AttentionCall) -> Iterator[HopperConfig]:
             continue
         registers = CLUSTER_REGISTERS if cluster > 1 or call.dtype.itemsize == 1 else 32
         config = HopperConfig(
-            block_M, block_N, stages, in_registers, ping_pong, patience, producer_registers=registers, cluster=cluster
+            block_M, block_N, stages, in_registers, ping_pong, threshold, producer_registers=registers, cluster=cluster
         )
         if is_valid(call, config) and fits_registers(call, config):
             yield config

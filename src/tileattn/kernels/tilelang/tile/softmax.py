@@ -40,22 +40,22 @@ def update(acc_s, m, l, alpha, base, row_sum, c, block_M, block_N):
 
 
 @T.macro
-def raise_maximum(acc_s, m, alpha, base, c, block_M, patience, shift=0.0):
-    """m = max(m, max_j s_j), but only when it grows by more than ``patience`` (log2 units); base and alpha follow.
+def raise_maximum(acc_s, m, alpha, base, c, block_M, rescale_threshold, shift=0.0):
+    """m = max(m, max_j s_j), but only when it grows by more than ``rescale_threshold`` (log2 units).
 
-    ``shift`` is added to all exponents: weights, and so ``l``, are 2^shift times as large, which dividing by ``l``
-    undoes. It puts the weights into the range of a narrow format.
+    ``base`` and ``alpha`` follow m. ``shift`` is added to all exponents, to put the weights into the range of a narrow
+    format. Weights, and so ``l``, are then 2^shift times as large, which dividing by ``l`` undoes.
     """
     T.copy(m, base)  # m_old
     T.reduce_max(acc_s, m, dim=1, clear=False)
     for i in T.Parallel(block_M):
         alpha[i] = (m[i] - base[i]) * c
-    # Weights stay below 2^patience. From -inf any growth counts; inf - inf is NaN, and no growth.
+    # Weights stay below 2^rescale_threshold. From -inf any growth counts; inf - inf is NaN, and no growth.
     for i in T.Parallel(block_M):
-        m[i] = T.if_then_else(alpha[i] > patience, m[i], base[i])
+        m[i] = T.if_then_else(alpha[i] > rescale_threshold, m[i], base[i])
     # alpha = exp2(c * (m_old - m)): 1, and not nearly 1, where m stays.
     for i in T.Parallel(block_M):
-        alpha[i] = T.exp2(T.if_then_else(alpha[i] > patience, -alpha[i], 0.0))
+        alpha[i] = T.exp2(T.if_then_else(alpha[i] > rescale_threshold, -alpha[i], 0.0))
     # A row that has seen no key keeps m = -inf; exponents are then taken from 0, and all weights are 0. So they are
     # where m = inf: those scores weigh inf, whereas inf - inf is NaN.
     for i in T.Parallel(block_M):

@@ -187,7 +187,7 @@ def scores_to_weights(plan, arg, w, first_key, masked):
         apply_score(w.acc_s, plan.score, w.uniforms, emit, scale_of(plan, arg, w), b, h, q_lo, k_lo)
     if masked:
         apply_mask(w.acc_s, visible, b, h, q_lo, k_lo)
-    softmax.raise_maximum(w.acc_s, w.m, w.alpha, w.base, c, plan.block_M, plan.config.patience, plan.shift)
+    softmax.raise_maximum(w.acc_s, w.m, w.alpha, w.base, c, plan.block_M, plan.config.rescale_threshold, plan.shift)
     release_after_maximum(plan, w, w.k_free, w.at[K_STAGE])
     release_tile(plan, w, w.at[K_STAGE])
     softmax.exponentials(w.acc_s, w.base, c, plan.block_M, plan.block_N)

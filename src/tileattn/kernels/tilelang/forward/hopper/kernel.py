@@ -2,12 +2,12 @@
 
 Persistent blocks, one per multiprocessor, draw tiles of ``block_M`` queries of one head from a common queue. In a block
 
-    one producer warp    draws the next tile, finds out which keys it may see, writes both into a *message*, which all
-                         warps read, and loads Q, then K and V tile by tile, by TMA;
+    one producer warp    draws the next tile, computes which keys it may see, and writes both into a *message*, which
+                         all warps read; it loads Q, then K and V tile by tile, by TMA;
     consumer warpgroups  own 64 query rows each; they multiply (wgmma), keep the softmax, and store O by TMA.
 
-A bias, or another tensor that a score modification reads tile by tile, is loaded with K and awaited by K's barrier;
-the consumers take each tile to registers under S = Q K^T and then free it.
+A bias, or another tensor that a score modification reads tile by tile, is loaded with K and signalled by K's barrier.
+The consumers copy each tile to registers under S = Q K^T and then free it.
 
 All warps run ahead as far as the barriers let them: while the consumers still finish one tile, Q and the first K and V
 of the next are on their way, and O is stored under the next tile's arithmetic.
@@ -25,8 +25,8 @@ One iteration of a consumer warpgroup, j being the tile of keys before; the tens
     K barriers      ^ready                 ^free, once the maximum is known
     V barriers          ^ready                                ^free
 
-Visible keys are walked from the last to the first, but tiles that need the mask come before all others, in a loop of
-their own: the main loop holds no mask.
+Tiles of visible keys are taken from the last to the first. Tiles that need the mask come before all others, in a loop
+of their own, so that the main loop holds no mask.
 
 With ``cluster`` = 2, two blocks on neighbouring multiprocessors take neighbouring tiles of queries and share the keys:
 the *leader*'s producer draws the tiles, sends the message to the *follower* too, and loads K and V into the shared
@@ -35,20 +35,21 @@ memory of both (TMA multicast), once both blocks' consumers have freed the stage
 With ``ping_pong`` the warpgroups take turns in issuing their products, by named barriers, so that the softmax of one
 runs under the products of another.
 
-The schedule keeps O's old scale while the row maximum has grown by at most ``patience`` (in powers of two): the weights
-then exceed 1, which the division by their sum at the end undoes exactly as otherwise; and most rescaling is skipped.
+O is not rescaled while the row maximum has grown by at most ``rescale_threshold`` (in powers of two). Weights may then
+exceed 1; the division by their sum at the end is exact all the same. Most rescaling is skipped this way.
 
-With dropout weights are dropped once the row's sum has them, and kept ones gain their weight when O is divided by that
-sum. The pattern (dropout.py) is arithmetic that runs, as the softmax does, under P V; the words of a head are computed
-under a tile's first product.
+Dropout: weights are added to the row's sum first and dropped then. The factor 1 / (1 - p) is applied when O is divided
+by that sum. The pattern (dropout.py) is computed under P V, like the softmax; the words of a head are computed under a
+tile's first product.
 
-Packed sequences: the producer looks a ticket's task up in the work list (packed/tasks.py), and the message says where
-the task's sequence lies. Loads and the store of O end with the sequence by their tensor maps (ragged.py).
+Packed sequences: the producer looks a ticket's task up in the work list (packed/tasks.py). The message says where the
+task's sequence lies. Tensor maps (ragged.py) end loads and the store of O at the end of the sequence.
 
-fp8: both products are taken in e4m3 and summed in float32. The matrix units read 8-bit operands only along the sum, so
-that V comes transposed (transpose_fp8.py), with its keys in the order in which the threads hold the weights. The
-descales of q and k join the scale, that of v the division by the row's sum. Weights are stored 2^4 times as large, and
-the patience is 4 at most: they stay within e4m3's 448, and those down to 2^-13 of a row's largest are not lost.
+fp8: both products are taken in e4m3 and summed in float32. The matrix units read 8-bit operands only along the sum.
+Therefore V comes transposed (transpose_fp8.py), with its keys in the order in which the threads hold the weights. The
+descales of q and k join the scale; that of v joins the division by the row's sum. Weights are stored 2^4 times as
+large, and the rescale threshold is at most 4: weights then stay within e4m3's 448, and those down to 2^-13 of a row's
+largest are not lost.
 
 Layouts: q, o (batch, seqlen_q, heads, .), k, v (batch, seqlen_k, kv_heads, .), strides of 16 bytes; lse (batch, heads,
 seqlen_q). All sizes and strides are run-time values. Limits: sm_90a, head dims up to 256; see ``backend.refusal``.

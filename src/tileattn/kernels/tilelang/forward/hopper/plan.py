@@ -18,7 +18,8 @@ FIELDS, PACKED_FIELDS = 8, 12
 # A cluster's blocks, by rank: the leader draws tasks and loads K and V for both.
 LEADER, FOLLOWER = 0, 1
 
-# Weights in e4m3 are stored 2^FP8_SHIFT times as large; with `patience` up to 4 they stay below 2^8, the format's 448.
+# Weights in e4m3 are stored 2^FP8_SHIFT times as large. With a rescale threshold of at most 4 they stay below 2^8; the
+# largest number of e4m3 is 448.
 FP8_SHIFT = 4.0
 
 
