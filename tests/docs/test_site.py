@@ -66,9 +66,9 @@ def test_the_forward_page_shows_every_line_of_the_kernel() -> None:
         if macro["file"] == file:
             text, first = include.source(file, macro["name"], macro["start"], macro["end"])
             shown |= set(range(first, first + len(text.splitlines())))
-    parts = ["facts_of", "alloc_tiles", "enter_head", "add_keys"]
+    parts = ["plan_of", "alloc_tiles", "enter_head", "add_keys"]
     for text, first in (
-        include.source(file, "body", "facts = facts_of", "T.copy(w.l, arg.lse"),
+        include.source(file, "body", "plan = plan_of", "T.copy(w.l, arg.lse"),
         *(include.source(file, part) for part in parts),
     ):
         lines = enumerate(text.splitlines(), start=first)

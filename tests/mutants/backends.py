@@ -140,7 +140,7 @@ MUTANTS: list[Mutant] = [
         EMULATED,
         {
             "tilelang: the output is not rescaled": (
-                "        softmax.rescale(w.acc_o, w.alpha, block_M, facts.head_dim_v)\n",
+                "        softmax.rescale(w.acc_o, w.alpha, block_M, plan.head_dim_v)\n",
                 "",
             ),
             "tilelang: a sink in natural units": ("sink * softmax.LOG2E", "sink"),

@@ -29,7 +29,7 @@ def sizes_of(q_shape: torch.Size, k_shape: torch.Size) -> Sizes:
     return batch * heads, seqlen_q, k_shape[1], heads // k_shape[2]
 
 
-def found(
+def tuned_config(
     arch: str,
     call: object,
     sizes: Sizes,

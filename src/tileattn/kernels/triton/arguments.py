@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...variant.key import Operands
-from .plan import Plan
+from .plan import TritonPlan
 from .shared_memory import padded
 
 
@@ -24,7 +24,7 @@ class Described(NamedTuple):
         return TensorDescriptor(x, *self)
 
 
-def described(x: Tensor, rows: int, plan: Plan) -> Described:
+def described(x: Tensor, rows: int, plan: TritonPlan) -> Described:
     """A tensor (bshd) whose tiles are `rows` of one head."""
     batch, seqlen, heads, head_dim = x.shape
     if plan.tma == 3:
@@ -52,9 +52,9 @@ def of_operands(operands: Operands) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
     Kernels read the ends of ranges from tensors before they know that there is no key: an empty one becomes one of 0.
     """
-    found: list[Any] = []
+    arguments: list[Any] = []
     for tensor in operands.tensors:
         if tensor.numel() == 0:
             tensor = tensor.new_zeros([max(size, 1) for size in tensor.shape])
-        found += [tensor.detach(), *tensor.shape, *tensor.stride()]
-    return tuple(found), (*operands.ints, *operands.floats)
+        arguments += [tensor.detach(), *tensor.shape, *tensor.stride()]
+    return tuple(arguments), (*operands.ints, *operands.floats)

@@ -22,7 +22,7 @@ from .tile_sizes import Config, has_descriptors
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Plan:
+class TritonPlan:
     """Static facts of one kernel; numbers, flags and names as Triton's constants.
 
     Attributes:
@@ -92,7 +92,7 @@ def _key(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def make_plan(call: AttentionCall, config: Config, kernel: str, tma: int, wanted: tuple[bool, ...] = ()) -> Plan:
+def make_plan(call: AttentionCall, config: Config, kernel: str, tma: int, wanted: tuple[bool, ...] = ()) -> TritonPlan:
     """The plan of one of the kernels "forward", "keys" and "queries"; `wanted`: which tensors' gradients are.
 
     tma: how many dimensions the tensors' descriptors would have; 0 for none.
@@ -100,7 +100,7 @@ def make_plan(call: AttentionCall, config: Config, kernel: str, tma: int, wanted
     traced, of = program(call.variant), functions(call.variant, wanted, exact=call.dtype == torch.float32)
     of_keys = kernel == "keys"
     tma = tma if call.aligned and call.dtype.itemsize == 2 and has_descriptors(call.arch) else 0
-    return Plan(
+    return TritonPlan(
         head_dim=call.head_dim,
         head_dim_v=call.head_dim_v,
         padded=padded(call.head_dim),

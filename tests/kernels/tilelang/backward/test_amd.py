@@ -127,7 +127,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch, config: BackwardConfig, loaded: Lo
         found = {name: loaded(function, name) for name, function in functions.items()}
         return launch.Kernels(found["prepare"], found["main"], found.get("finish"), found.get("queries"))
 
-    monkeypatch.setattr(backend, "found_by_tuner", lambda call, sizes: config)
+    monkeypatch.setattr(backend, "tuned_config", lambda call, sizes: config)
     monkeypatch.setattr(backend, "backward_kernels", kernels)
 
 

@@ -50,19 +50,19 @@ def prepare_kernel(call: BackwardCall) -> Any:
 
 def main_kernel(call: BackwardCall, config: MainConfig) -> Any:
     """The function ``main``, whose parameters are those of :func:`signature.declare_main`."""
-    forward, traced, found = read_together(call), program(call.forward.variant), paths(call)
+    forward, traced, operand_paths = read_together(call), program(call.forward.variant), paths(call)
     builder = Builder()
     with builder.prim_func("main"):
         adds_dq = not call.deterministic if isinstance(config, BackwardConfig) else config.adds_dq
         own = not isinstance(config, BackwardConfig)
-        leaves = (leaving(config, forward, found) or (None,))[0]
-        arguments = declare_main(builder, forward, traced, found, adds_dq, hopper=own, leaving=leaves)
+        leaves = (leaving(config, forward, operand_paths) or (None,))[0]
+        arguments = declare_main(builder, forward, traced, operand_paths, adds_dq, hopper=own, leaving=leaves)
         if isinstance(config, HopperWideConfig):
             hopper_wide.body(forward, config, traced)(arguments)
         elif isinstance(config, HopperBackwardConfig):
-            hopper.body(forward, config, traced, found, adds_dq)(arguments)
+            hopper.body(forward, config, traced, operand_paths, adds_dq)(arguments)
         else:
-            generic.body(forward, config, traced, found, adds_dq)(arguments)
+            generic.body(forward, config, traced, operand_paths, adds_dq)(arguments)
     # Where dq is added up too, the descriptors have been measured as they are.
     return builder.get().with_attr(OWN_BARRIERS, own).with_attr(DESCRIPTORS_IN_LOOPS, own and not adds_dq)
 

@@ -24,7 +24,7 @@ from .hopper.dq_order import COLUMNS
 from .library import backward_kernels
 from .operand_gradients import AXES, STORED, Path, paths
 from .space import backward_space as space_with
-from .space import found as found_by_tuner
+from .space import tuned_config
 from .workspaces import OfBatch, OfSequences
 
 MIN_SIDE_BY_SIDE = 4  # kv heads under a mask, whatever the L2 cache holds: few leave long tiles to the end
@@ -39,7 +39,7 @@ def prepare_backward(
     call = _specialised(call, scale)
     if call.forward.packed:
         return prepare_backward_with(None, call, q_shape, k_shape, scale)
-    chosen = found_by_tuner(call, sizes_of(q_shape, k_shape))
+    chosen = tuned_config(call, sizes_of(q_shape, k_shape))
     if chosen is None and q_shape[1] <= SHORT:
         chosen = short_default(call)
     return prepare_backward_with(chosen, call, q_shape, k_shape, scale)

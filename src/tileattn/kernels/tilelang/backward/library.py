@@ -37,8 +37,8 @@ def backward_kernels(call: BackwardCall, config: MainConfig | None = None) -> Ke
         config: of the main kernel (:mod:`.space`); None takes the default.
     """
     names = kernel_names(call)
-    found = {name: load(ensure_compiled(call, name, config))[name] for name in names}
-    return Kernels(found["prepare"], found["main"], found.get("finish"), found.get("queries"))
+    functions = {name: load(ensure_compiled(call, name, config))[name] for name in names}
+    return Kernels(functions["prepare"], functions["main"], functions.get("finish"), functions.get("queries"))
 
 
 def kernel_names(call: BackwardCall) -> tuple[str, ...]:

@@ -64,12 +64,12 @@ def paths(call: BackwardCall) -> tuple[Path, ...]:
     """All paths to the tensors whose gradients are wanted, in the order of the kernel's parameters."""
     traced = program(call.forward.variant)
     numbers = {tensor.name: index for index, tensor in enumerate(traced.tensors)}
-    found = []
+    wanted = []
     for load in float_loads(traced.score):
         tensor = numbers[load.args[0]]
         if call.needs[4 + tensor]:
-            found.append(Path(load, tensor, _way(load, call.deterministic)))
-    return tuple(found)
+            wanted.append(Path(load, tensor, _way(load, call.deterministic)))
+    return tuple(wanted)
 
 
 def _way(load: Expr, deterministic: bool) -> str:
@@ -85,8 +85,8 @@ def _way(load: Expr, deterministic: bool) -> str:
 
 def symbols_of(indices: Sequence[Any]) -> set[str]:
     """Which of ``b h q k`` the indices depend on."""
-    found = {node.args[0] for index in indices for node in nodes(index) if node.op == "symbol"}
-    return found & {"b", "h", "q", "k"}
+    names = {node.args[0] for index in indices for node in nodes(index) if node.op == "symbol"}
+    return names & {"b", "h", "q", "k"}
 
 
 def _step(index: Any, own: set[str] | None = None) -> str | None:
@@ -94,10 +94,10 @@ def _step(index: Any, own: set[str] | None = None) -> str | None:
 
     Beside one of `own`, what depends on others counts as the same.
     """
-    found = symbols_of([index])
-    if not found:
+    symbols = symbols_of([index])
+    if not symbols:
         return ""
-    moving = found & (own or found) or found
+    moving = symbols & (own or symbols) or symbols
     if not isinstance(index, Expr) or len(moving) > 1:
         return None
     if index.op == "symbol":

@@ -43,7 +43,7 @@ def blocks(arg: Any, side: str, rows: int, heads: Any) -> Any:
     return (arg.work.shape[0] - 1) * heads
 
 
-def find(arg: Any, block: Any, heads: Any, by_tma: tuple[str, ...] = ()) -> BatchElement | Sequence:
+def find(arg: Any, block: Any, heads: Any, by_tma: tuple[str, ...] = ()) -> BatchElement | PackedSequence:
     """Where a block is.
 
     Args:
@@ -52,7 +52,7 @@ def find(arg: Any, block: Any, heads: Any, by_tma: tuple[str, ...] = ()) -> Batc
         heads: of queries, or of keys, that the grid has blocks for.
         by_tma: the parameters that are copied by TMA.
     """
-    return BatchElement(arg, block, heads) if arg.work is None else Sequence(arg, block, heads, by_tma)
+    return BatchElement(arg, block, heads) if arg.work is None else PackedSequence(arg, block, heads, by_tma)
 
 
 class BatchElement:
@@ -80,7 +80,7 @@ class BatchElement:
         return value
 
 
-class Sequence:
+class PackedSequence:
     """The same of a packed sequence."""
 
     least_tiles = 0

@@ -39,9 +39,9 @@ def fits(call: BackwardCall, config: MainConfig) -> bool:
     return not isinstance(present, BackwardConfig) and config.adds_dq == present.adds_dq and config.is_valid(forward)
 
 
-def found(call: BackwardCall, sizes: Sizes) -> MainConfig | None:
+def tuned_config(call: BackwardCall, sizes: Sizes) -> MainConfig | None:
     """The tuner's result for a call; None where there is none, or it is not valid (any more)."""
-    return tuned.found(call.forward.arch, call, sizes, SCHEDULES, functools.partial(fits, call))
+    return tuned.tuned_config(call.forward.arch, call, sizes, SCHEDULES, functools.partial(fits, call))
 
 
 def backward_space(call: BackwardCall, sizes: Sizes, prepare: Callable[[MainConfig], Callable[..., Any]]) -> Space:
@@ -54,7 +54,7 @@ def backward_space(call: BackwardCall, sizes: Sizes, prepare: Callable[[MainConf
         candidates=lambda: [config for config in candidates(call) if config != present],
         compile=lambda configs: tuned.compiled(jobs(call, configs)),
         prepare=prepare,
-        known=found(call, sizes) is not None,
+        known=tuned_config(call, sizes) is not None,
         gradients=True,
     )
 
@@ -62,8 +62,8 @@ def backward_space(call: BackwardCall, sizes: Sizes, prepare: Callable[[MainConf
 def candidates(call: BackwardCall) -> list[MainConfig]:
     """Valid configurations that registers have room for."""
     present = default(call)
-    found = _generic(call) if isinstance(present, BackwardConfig) else _hopper(call, present)
-    return [config for config in dict.fromkeys(found) if fits(call, config)]
+    configs = _generic(call) if isinstance(present, BackwardConfig) else _hopper(call, present)
+    return [config for config in dict.fromkeys(configs) if fits(call, config)]
 
 
 def _hopper(call: BackwardCall, present: MainConfig) -> Iterator[MainConfig]:

@@ -158,15 +158,17 @@ def _is_call(stmt: Any, name: str) -> bool:
 
 
 def _calls(stmt: Any, name: str) -> bool:
-    found: list[Any] = []
-    stmt_functor.post_order_visit(stmt, lambda node: found.append(node) if _is_call(node, name) else None)
-    return bool(found)
+    matches: list[Any] = []
+    stmt_functor.post_order_visit(stmt, lambda node: matches.append(node) if _is_call(node, name) else None)
+    return bool(matches)
 
 
 def _stores(stmt: Any) -> bool:
-    found: list[Any] = []
-    stmt_functor.post_order_visit(stmt, lambda node: found.append(node) if isinstance(node, tirx.BufferStore) else None)
-    return bool(found)
+    matches: list[Any] = []
+    stmt_functor.post_order_visit(
+        stmt, lambda node: matches.append(node) if isinstance(node, tirx.BufferStore) else None
+    )
+    return bool(matches)
 
 
 def _constant_waits(kernel: Any) -> Any:

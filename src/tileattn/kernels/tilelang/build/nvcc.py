@@ -87,12 +87,12 @@ def cubin(code: str, arch: str) -> bytes:
 
 
 def _nvcc() -> str:
-    found = "where TileLang looks for it"
+    nvcc = "where TileLang looks for it"
     with contextlib.suppress(RuntimeError):  # no toolkit at all
-        found = get_nvcc_compiler()
-        if Path(found).is_file():
-            return found
-    raise RuntimeError(f"there is no nvcc, not {found}: install a CUDA toolkit or, for pip's, tileattn[cuda]")
+        nvcc = get_nvcc_compiler()
+        if Path(nvcc).is_file():
+            return nvcc
+    raise RuntimeError(f"there is no nvcc, not {nvcc}: install a CUDA toolkit or, for pip's, tileattn[cuda]")
 
 
 def with_own_products(code: str) -> str:

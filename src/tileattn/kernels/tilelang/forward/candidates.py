@@ -37,18 +37,18 @@ def hopper_candidates(call: AttentionCall, short: bool) -> list[HopperConfig]:
     also without turns at the tensor cores. Without a mask, for long sequences: the first
     two also in clusters, which a mask that reaches further for one block than for the other would keep waiting.
     """
-    found = []
+    configs = []
     for q_in_registers in (False, True):
         widths = _widths(call, 128, q_in_registers)
         narrower = 128 if widths and widths[0] > 128 else widths[0] * 7 // 8 // 16 * 16 if widths else 0
-        found += [_deepest(call, 128, width, q_in_registers) for width in widths if width in (widths[0], narrower)]
-        found += [_deepest(call, 192, width, q_in_registers) for width in _widths(call, 192, q_in_registers)[:1]]
+        configs += [_deepest(call, 128, width, q_in_registers) for width in widths if width in (widths[0], narrower)]
+        configs += [_deepest(call, 192, width, q_in_registers) for width in _widths(call, 192, q_in_registers)[:1]]
     if short:
-        found += [_deepest(call, 64, width, False) for width in _widths(call, 64, False) if width <= 128][:1]
+        configs += [_deepest(call, 64, width, False) for width in _widths(call, 64, False) if width <= 128][:1]
     elif not call.variant:
-        clusters = [replace(config, cluster=2, producer_registers=CLUSTER_REGISTERS) for config in found]
-        found += [config for config in clusters if _fits(call, config)][:2]
-    return [*found, replace(found[0], ping_pong=False)]
+        clusters = [replace(config, cluster=2, producer_registers=CLUSTER_REGISTERS) for config in configs]
+        configs += [config for config in clusters if _fits(call, config)][:2]
+    return [*configs, replace(configs[0], ping_pong=False)]
 
 
 def _widths(call: AttentionCall, block_M: int, q_in_registers: bool) -> list[int]:

@@ -41,8 +41,8 @@ def fits(call: AttentionCall, config: Config) -> bool:
 
 def defaults(call: AttentionCall) -> list[Config]:
     """All configurations that a call gets, at one length or another."""
-    found = [default(call, 1), default(call, LONG)]
-    return list(dict.fromkeys(found + [for_skewed_lengths(config) for config in found if call.packed]))
+    configs = [default(call, 1), default(call, LONG)]
+    return list(dict.fromkeys(configs + [for_skewed_lengths(config) for config in configs if call.packed]))
 
 
 def for_skewed_lengths(config: Config) -> Config:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import tilelang.language as T
 
-from ....call.facts import AttentionCall
+from ....call.plan import AttentionCall
 from ....variant.program import Program
 from ..architecture import PRODUCER_REGISTERS, padded
 from ..packed.dependent_launch import wait_for_previous
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Facts:
+class GenericPlan:
     """The static facts of one kernel, from which its macros choose what they emit.
 
     Attributes:
@@ -71,19 +71,19 @@ class Facts:
         return padded(self.call.head_dim_v)
 
 
-def facts_of(call: AttentionCall, config: ForwardConfig, traced: Program) -> Facts:
+def plan_of(call: AttentionCall, config: ForwardConfig, traced: Program) -> GenericPlan:
     """The generic schedule's."""
     # TileLang 0.1.15 cannot generate a guarded copy of more than four elements at once for AMD.
     width = {"coalesced_width": 4} if call.arch.startswith("gfx") else {}
     # Tensor maps are made by the host, which does not know where sequences end.
     copy = {"disable_tma": not call.aligned or call.packed} | width
-    return Facts(call, config, Score(call, traced) if traced.score is not None else None, copy, copy, {})
+    return GenericPlan(call, config, Score(call, traced) if traced.score is not None else None, copy, copy, {})
 
 
 def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
     """The macro that emits the kernel, given its parameters (see signature.py)."""
-    facts = facts_of(call, config, traced)
-    block_M, block_N, head_dim, head_dim_v = config.block_M, config.block_N, facts.head_dim, facts.head_dim_v
+    plan = plan_of(call, config, traced)
+    block_M, block_N, head_dim, head_dim_v = config.block_M, config.block_N, plan.head_dim, plan.head_dim_v
     held = address_holder(call)
 
     def element(b, tensor=None):
@@ -103,7 +103,7 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
         if call.packed:
             grid = ((arg.work.shape[0] - 1) * heads,)  # of the longest list that there can be
         with T.Kernel(*grid, threads=config.threads) as block:
-            w = alloc_tiles(facts, True)
+            w = alloc_tiles(plan, True)
             if config.blocks_per_sm > 1:
                 T.annotate_min_blocks_per_sm(config.blocks_per_sm)
                 T.annotate_producer_reg_dealloc(PRODUCER_REGISTERS)
@@ -137,14 +137,14 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
 
             q_b, k_b, v_b = (element(b, tensor) for tensor in (arg.q, arg.k, arg.v))
             # Q: [block_M, head_dim]
-            T.copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], w.q, **facts.qk_copy)
+            T.copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], w.q, **plan.qk_copy)
             softmax.reset(w.m, w.l, w.acc_o)
-            head = enter_head(facts, arg, SimpleNamespace(b=b, h=h, emit=emit))
+            head = enter_head(plan, arg, SimpleNamespace(b=b, h=h, emit=emit))
             keys = SimpleNamespace(
                 b=b, h=h, row=row, q_lo=q_lo, visible=visible, k_b=k_b, v_b=v_b, kv_h=kv_h,
                 first=first, count=count, full_lo=full_lo, full_hi=full_hi,
             )  # fmt: skip
-            add_keys(facts, arg, w, head, keys)
+            add_keys(plan, arg, w, head, keys)
 
             if call.sink:
                 sink = sink_of(arg, h, k_start + seqlen_k) if call.packed else arg.sink[h]
@@ -164,11 +164,11 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
 
 
 @T.macro
-def alloc_tiles(facts, o_in_shared):
+def alloc_tiles(plan, o_in_shared):
     """A block's tiles, and a number for each of its rows of queries."""
-    block_M, block_N = facts.config.block_M, facts.config.block_N
-    head_dim, head_dim_v = facts.head_dim, facts.head_dim_v
-    dtype = str(facts.call.dtype).removeprefix("torch.")
+    block_M, block_N = plan.config.block_M, plan.config.block_N
+    head_dim, head_dim_v = plan.head_dim, plan.head_dim_v
+    dtype = str(plan.call.dtype).removeprefix("torch.")
     q_shared = T.alloc_shared([block_M, head_dim], dtype)
     k_shared = T.alloc_shared([block_N, head_dim], dtype)
     v_shared = T.alloc_shared([block_N, head_dim_v], dtype)
@@ -190,39 +190,39 @@ def alloc_tiles(facts, o_in_shared):
 
 
 @T.macro
-def enter_head(facts, arg, task):
+def enter_head(plan, arg, task):
     """What the scores of a head share: uniform values of a modification, and the words of dropout.
 
     c: what the softmax multiplies scores by, within its exponent, to have powers of two.
     """
     c = arg.scale * softmax.LOG2E
     uniforms = None
-    if facts.score is not None:
-        uniforms = facts.score.allocate()
-        keep_uniforms(facts.score, uniforms, task.emit, arg.scale, task.b, task.h)
-        c = facts.score.log2_unit(uniforms)
-    words = dropout.of_call(facts.call)
-    if facts.call.dropout:
+    if plan.score is not None:
+        uniforms = plan.score.allocate()
+        keep_uniforms(plan.score, uniforms, task.emit, arg.scale, task.b, task.h)
+        c = plan.score.log2_unit(uniforms)
+    words = dropout.of_call(plan.call)
+    if plan.call.dropout:
         dropout.enter_head(words, arg, task.b, task.h)
     return SimpleNamespace(emit=task.emit, uniforms=uniforms, words=words, c=c)
 
 
 @T.macro
-def add_keys(facts, arg, w, head, keys):
+def add_keys(plan, arg, w, head, keys):
     """Adds the values of all tiles of keys that a tile of queries may see to O, and their weights to l.
 
     ``keys``: where both lie (b, h, row, q_lo; k_b, v_b, kv_h), the tiles [first, first + count), and the keys
     [full_lo, full_hi) that all queries see.
     """
-    call, block_M, block_N = facts.call, facts.config.block_M, facts.config.block_N
-    for step in T.Pipelined(keys.count, num_stages=facts.config.num_stages):
+    call, block_M, block_N = plan.call, plan.config.block_M, plan.config.block_N
+    for step in T.Pipelined(keys.count, num_stages=plan.config.num_stages):
         k_lo = (keys.first + step) * block_N
         # K: [block_N, head_dim]
-        T.copy(arg.k[keys.k_b, k_lo : k_lo + block_N, keys.kv_h, 0 : facts.head_dim], w.k, **facts.qk_copy)
+        T.copy(arg.k[keys.k_b, k_lo : k_lo + block_N, keys.kv_h, 0 : plan.head_dim], w.k, **plan.qk_copy)
         # S = Q K^T: [block_M, block_N]
-        T.gemm(w.q, w.k, w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS, **facts.qk_product)
-        if facts.score is not None:
-            apply_score(w.acc_s, facts.score, head.uniforms, head.emit, arg.scale, keys.b, keys.h, keys.q_lo, k_lo)
+        T.gemm(w.q, w.k, w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS, **plan.qk_product)
+        if plan.score is not None:
+            apply_score(w.acc_s, plan.score, head.uniforms, head.emit, arg.scale, keys.b, keys.h, keys.q_lo, k_lo)
         if (k_lo < keys.full_lo) | (k_lo + block_N > keys.full_hi):
             apply_mask(w.acc_s, keys.visible, keys.b, keys.h, keys.q_lo, k_lo)
         softmax.update(w.acc_s, w.m, w.l, w.alpha, w.base, w.row_sum, head.c, block_M, block_N)
@@ -231,8 +231,8 @@ def add_keys(facts, arg, w, head, keys):
             dropout.drop(w.acc_s, w.acc_s, head.words, block_M, block_N)
         # P: [block_M, block_N]
         T.copy(w.acc_s, w.weights)
-        softmax.rescale(w.acc_o, w.alpha, block_M, facts.head_dim_v)
+        softmax.rescale(w.acc_o, w.alpha, block_M, plan.head_dim_v)
         # V: [block_N, head_dim_v]
-        T.copy(arg.v[keys.v_b, k_lo : k_lo + block_N, keys.kv_h, 0 : facts.head_dim_v], w.v, **facts.v_copy)
+        T.copy(arg.v[keys.v_b, k_lo : k_lo + block_N, keys.kv_h, 0 : plan.head_dim_v], w.v, **plan.v_copy)
         # O += P V: [block_M, head_dim_v]
         T.gemm(w.weights, w.v, w.acc_o, policy=ROWS)

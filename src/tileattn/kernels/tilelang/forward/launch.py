@@ -24,7 +24,7 @@ from .defaults import Config, default
 from .library import forward_function, transpose_function
 from .packed import packed_forward
 from .queue import multiprocessors, tickets
-from .space import forward_space, found
+from .space import forward_space, tuned_config
 
 ONE_AFTER_ANOTHER_BYTES = 2**20  # of keys and values: beyond it heads run one after another where tiles cost the same
 MAX_GRID = 65535  # blocks in the grid's second and third dimension
@@ -53,7 +53,7 @@ def _chosen(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) -> Co
     """What the tuner has found for these sizes, else the default. Of packed sequences these are the longest."""
     if call.packed:
         return default(call, min(q_shape[1], k_shape[1]))
-    return found(call, sizes_of(q_shape, k_shape)) or default(call, min(q_shape[1], k_shape[1]))
+    return tuned_config(call, sizes_of(q_shape, k_shape)) or default(call, min(q_shape[1], k_shape[1]))
 
 
 def space(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> Space | None:

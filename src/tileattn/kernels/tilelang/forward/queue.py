@@ -19,11 +19,11 @@ def tickets(device: torch.device) -> torch.Tensor:
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     key = index, torch._C._cuda_getCurrentRawStream(index)
-    found = _tickets.get(key)
-    if found is None:
+    counter = _tickets.get(key)
+    if counter is None:
         # setdefault: two threads that come first at the same time must not get two counters, one half used.
-        found = _tickets.setdefault(key, torch.zeros(1, dtype=torch.int32, device=device))
-    return found
+        counter = _tickets.setdefault(key, torch.zeros(1, dtype=torch.int32, device=device))
+    return counter
 
 
 @functools.cache

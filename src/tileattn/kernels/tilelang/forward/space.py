@@ -26,9 +26,9 @@ MOST = 108
 REGISTERS, FEWEST_WARPS, MAX_REGISTERS = 65536, 4, 255
 
 
-def found(call: AttentionCall, sizes: Sizes) -> Config | None:
+def tuned_config(call: AttentionCall, sizes: Sizes) -> Config | None:
     """The tuner's result for a call; None where there is none, or it is not valid (any more)."""
-    return tuned.found(call.arch, call, sizes, SCHEDULES, functools.partial(fits, call))
+    return tuned.tuned_config(call.arch, call, sizes, SCHEDULES, functools.partial(fits, call))
 
 
 def forward_space(
@@ -45,7 +45,7 @@ def forward_space(
         candidates=lambda: [config for config in candidates(call, sizes) if config != default],
         compile=lambda configs: tuned.compiled(jobs(call, configs)),
         prepare=prepare,
-        known=found(call, sizes) is not None,
+        known=tuned_config(call, sizes) is not None,
     )
 
 
@@ -65,14 +65,14 @@ def candidates(call: AttentionCall, sizes: Sizes) -> list[Config]:
     _, seqlen_q, seqlen_k, _ = sizes
     if call.arch.startswith("gfx"):
         return [config for config in amd_candidates(call) if _suits(config, sizes)]
-    found: list[Config] = []
+    configs: list[Config] = []
     if call.arch == "sm_90a" and call.aligned:
         short = min(seqlen_q, seqlen_k) <= SHORT
         first = hopper_candidates(call, short) if _has_hopper_candidates(call) else []
-        found += [*first, *_thinned(list(_hopper(call)), MOST - len(first))]
+        configs += [*first, *_thinned(list(_hopper(call)), MOST - len(first))]
     if call.dtype.itemsize == 2:
-        found += _thinned(list(_generic(call)), MOST)
-    return list(dict.fromkeys(config for config in found if _suits(config, sizes)))[:MOST]
+        configs += _thinned(list(_generic(call)), MOST)
+    return list(dict.fromkeys(config for config in configs if _suits(config, sizes)))[:MOST]
 
 
 def _has_hopper_candidates(call: AttentionCall) -> bool:

@@ -72,5 +72,5 @@ def _laid_out(
 
 
 def _filled_up(values: Iterable[int]) -> list[int]:
-    found = [int(value) for value in values]
-    return found + [0] * (LISTS - len(found))
+    numbers = [int(value) for value in values]
+    return numbers + [0] * (LISTS - len(numbers))

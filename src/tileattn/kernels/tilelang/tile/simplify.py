@@ -179,15 +179,15 @@ def tanh_by_exp2(expr: Any) -> Any:
 # --- Uniform values ---
 
 
-def hoist(expr: Any, found: dict[str, Expr]) -> Any:
+def hoist(expr: Any, uniforms: dict[str, Expr]) -> Any:
     """`expr` with symbols in place of what is uniform and takes more than one instruction to have."""
     if not isinstance(expr, Expr) or expr.op in ("symbol", "size"):
         return expr
     if is_uniform(expr) and (expr.dtype == "float" or (expr.op == "load" and expr.dtype == "int")):
         text = str(expr)
-        names = list(found)
-        if text not in found:
-            found[text] = expr
+        names = list(uniforms)
+        if text not in uniforms:
+            uniforms[text] = expr
             names.append(text)
         return Expr("symbol", (f"uniform{names.index(text)}",), expr.dtype)
-    return Expr(expr.op, tuple(hoist(arg, found) for arg in expr.args), expr.dtype)
+    return Expr(expr.op, tuple(hoist(arg, uniforms) for arg in expr.args), expr.dtype)

@@ -99,19 +99,19 @@ def add_own_columns(acc_s, sums, alpha, block_M, block_N):
 
 
 @T.macro
-def lowest_factor(alpha, lowest, threads):
+def minimum_alpha(alpha, min_alpha, threads):
     """The smaller factor of the two rows, eight apart, that each thread holds."""
     for t in T.Parallel(threads):
-        lowest[t] = alpha[t // 32 * 16 + t % 32 // 4]
+        min_alpha[t] = alpha[t // 32 * 16 + t % 32 // 4]
     for t in T.Parallel(threads):
-        lowest[t] = T.min(lowest[t], alpha[t // 32 * 16 + t % 32 // 4 + 8])
+        min_alpha[t] = T.min(min_alpha[t], alpha[t // 32 * 16 + t % 32 // 4 + 8])
 
 
 @T.macro
-def rescale_if_needed(acc_o, alpha, lowest, thread, block_M, head_dim_v, threads):
+def rescale_if_needed(acc_o, alpha, min_alpha, thread, block_M, head_dim_v, threads):
     """:func:`rescale`, skipped by warps in which no row's maximum has grown."""
-    lowest_factor(alpha, lowest, threads)
-    if T.any_sync(lowest[thread] < 1.0) != 0:
+    minimum_alpha(alpha, min_alpha, threads)
+    if T.any_sync(min_alpha[thread] < 1.0) != 0:
         rescale(acc_o, alpha, block_M, head_dim_v)
 
 

@@ -31,20 +31,20 @@ def workspace(path: Path, q: Tensor, k: Tensor) -> Tensor:
 
 
 def add_up(
-    index: int, found: Sequence[Path], parts: Sequence[Tensor], operands: Operands, first_position: int
+    index: int, paths: Sequence[Path], parts: Sequence[Tensor], operands: Operands, first_position: int
 ) -> Tensor:
     """The gradient of one of the variant's tensors, in its dtype.
 
     Args:
         index: which.
-        found: all paths, to this tensor and to others.
+        paths: all paths, to this tensor and to others.
         parts: the workspace of each.
         operands: the variant's, for the loads' indices.
         first_position: of the queries.
     """
     tensor = operands.tensors[index]
     total = tensor.new_zeros(tensor.shape, dtype=torch.float32)
-    for path, part in zip(found, parts, strict=True):
+    for path, part in zip(paths, parts, strict=True):
         if path.tensor == index:
             _add(total, path, part, operands, first_position)
     return total.to(tensor.dtype)

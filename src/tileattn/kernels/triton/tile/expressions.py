@@ -55,11 +55,12 @@ def functions(key: str, wanted: tuple[bool, ...] = (), exact: bool = False) -> S
     modified score with respect to the score; and ``slopes``, a tuple: with respect to each path that
     ``paths`` of paths.py names for the `wanted` tensors. `exact`: for results in float32.
     """
-    found = load(source(key, wanted, exact), f"variant {key!r} {wanted} {exact}")
+    namespace = load(source(key, wanted, exact), f"variant {key!r} {wanted} {exact}")
     names = ("allows", "score", "slope", "kv_range", "full_range", "q_range", "full_q_range")
     count = len(paths(key, wanted))
     return SimpleNamespace(
-        **{name: found.get(name) for name in names}, slopes=tuple(found[f"slope{index}"] for index in range(count))
+        **{name: namespace.get(name) for name in names},
+        slopes=tuple(namespace[f"slope{index}"] for index in range(count)),
     )
 
 
@@ -222,19 +223,19 @@ class _Writer:
 
 def _references(values: Iterable[Any]) -> list[tuple[Expr, int]]:
     """All nodes of different texts, and how many others (or results) each is a part of."""
-    found: dict[str, Expr] = {}
+    nodes_by_text: dict[str, Expr] = {}
     count: Counter[str] = Counter()
 
     def visit(value: Any) -> None:
         if isinstance(value, Expr):
             count[str(value)] += 1
-            if found.setdefault(str(value), value) is value:
+            if nodes_by_text.setdefault(str(value), value) is value:
                 for arg in value.args if count[str(value)] == 1 else ():
                     visit(arg)
 
     for value in values:
         visit(value)
-    return [(node, count[text]) for text, node in found.items()]
+    return [(node, count[text]) for text, node in nodes_by_text.items()]
 
 
 _TYPES = {"float": "float32", "int": "int32", "bool": "int1"}

@@ -25,8 +25,8 @@ class Path:
     @functools.cached_property
     def symbols(self) -> set[str]:
         """Which of ``b h q k`` the indices depend on."""
-        found = {node.args[0] for index in self.load.args[1:] for node in nodes(index) if node.op == "symbol"}
-        return found & {"b", "h", "q", "k"}
+        names = {node.args[0] for index in self.load.args[1:] for node in nodes(index) if node.op == "symbol"}
+        return names & {"b", "h", "q", "k"}
 
     @property
     def spread(self) -> bool:
@@ -46,5 +46,5 @@ def paths(key: str, wanted: tuple[bool, ...]) -> tuple[Path, ...]:
         return ()
     traced = program(key)
     numbers = {tensor.name: index for index, tensor in enumerate(traced.tensors)}
-    found = [Path(load, numbers[load.args[0]]) for load in float_loads(traced.score)]
-    return tuple(path for path in found if wanted[path.tensor])
+    paths_of_score = [Path(load, numbers[load.args[0]]) for load in float_loads(traced.score)]
+    return tuple(path for path in paths_of_score if wanted[path.tensor])

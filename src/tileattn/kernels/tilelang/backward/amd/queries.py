@@ -19,12 +19,12 @@ from .config import AmdBackwardConfig
 
 def main_kernel(call: BackwardCall, config: AmdBackwardConfig) -> Any:
     """The function ``main``, whose parameters are those of :func:`signature.declare_main`."""
-    forward, traced, found = read_together(call), program(call.forward.variant), paths(call)
+    forward, traced, operand_paths = read_together(call), program(call.forward.variant), paths(call)
     adds_dq = not call.deterministic
     builder = Builder()
     with builder.prim_func("main"):
-        arguments = _wide(declare_main(builder, forward, traced, found, adds_dq), forward.aligned)
-        generic.body(forward, config, traced, found, adds_dq)(arguments)
+        arguments = _wide(declare_main(builder, forward, traced, operand_paths, adds_dq), forward.aligned)
+        generic.body(forward, config, traced, operand_paths, adds_dq)(arguments)
     return _told(builder.get(), config, forward.aligned)
 
 

@@ -108,8 +108,8 @@ def is_valid_amd(call: AttentionCall, config: AmdConfig) -> bool:
 
 def published_space() -> Iterator[AmdConfig]:
     """The 108 configurations that TileLang's example for MI300X searches (with one panel size); most fit no call."""
-    space = itertools.product((64, 128, 256), (64, 128, 256), (64, 128, 256), (128, 256), (0, 1))
-    for block_M, block_N, num_split_q, threads, num_stages in space:
+    combinations = itertools.product((64, 128, 256), (64, 128, 256), (64, 128, 256), (128, 256), (0, 1))
+    for block_M, block_N, num_split_q, threads, num_stages in combinations:
         yield AmdConfig(block_M, block_N, num_split_q, threads, num_stages)
 
 
@@ -137,7 +137,7 @@ def amd_candidates(call: AttentionCall) -> list[AmdConfig]:
         AmdConfig(block_M, block_N, threads=threads, num_stages=num_stages)
         for block_M, block_N, threads, num_stages in itertools.product((32, 64, 128), (16, 32), (128, 256), (0, 1))
     )
-    found = [dataclasses.replace(config, k_pack=k_pack) for config in (*published_space(), *smaller)]
+    configs = [dataclasses.replace(config, k_pack=k_pack) for config in (*published_space(), *smaller)]
     others = [dataclasses.replace(config, enable_rasterization=False) for config in amd_preferences(call)]
     others += [dataclasses.replace(config, v_coalesced_width=8) for config in amd_preferences(call)]
-    return [config for config in dict.fromkeys([*found, *others]) if is_valid_amd(call, config)]
+    return [config for config in dict.fromkeys([*configs, *others]) if is_valid_amd(call, config)]

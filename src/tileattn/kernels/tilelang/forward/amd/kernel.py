@@ -25,7 +25,7 @@ from typing import Any
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
-from .....call.facts import AttentionCall
+from .....call.plan import AttentionCall
 from .....variant.program import Program, program
 from ...tile import softmax
 from ...tile.amd import aligned_rows
@@ -33,7 +33,7 @@ from ...tile.assume import assume_filled
 from ...tile.expressions import Emitter
 from ...tile.mask import Score, Visibility
 from ...tile.variables import variable
-from ..generic import Facts, add_keys, alloc_tiles, enter_head
+from ..generic import GenericPlan, add_keys, alloc_tiles, enter_head
 from ..signature import declare
 from .config import AmdConfig
 
@@ -61,8 +61,8 @@ def body(call: AttentionCall, config: AmdConfig, traced: Program) -> Any:
     packed = {"annotations": {"k_pack": config.k_pack}} if call.arch.startswith("gfx") and config.k_pack > 1 else {}
     score = Score(call, traced) if traced.score is not None else None
     qk_copy, v_copy = _copy(call, config.qk_coalesced_width), _copy(call, config.v_coalesced_width)
-    facts = Facts(call, config, score, qk_copy, v_copy, packed)
-    block_M, block_N, head_dim, head_dim_v = config.block_M, config.block_N, facts.head_dim, facts.head_dim_v
+    plan = GenericPlan(call, config, score, qk_copy, v_copy, packed)
+    block_M, block_N, head_dim, head_dim_v = config.block_M, config.block_N, plan.head_dim, plan.head_dim_v
 
     @T.macro
     def kernel(arg):
@@ -72,7 +72,7 @@ def body(call: AttentionCall, config: AmdConfig, traced: Program) -> Any:
         # The pairs fill the second dimension; the third takes over where there are more than it holds.
         with T.Kernel(splits, side, T.truncdiv(batch * heads, side), threads=config.threads) as (split, by, bz):
             T.use_swizzle(config.panel_size, enable=config.enable_rasterization)
-            w = alloc_tiles(facts, False)
+            w = alloc_tiles(plan, False)
             assume_filled(arg.operands)
             h = variable(T.truncmod(bz * side + by, heads))
             b = variable(T.truncdiv(bz * side + by, heads))
@@ -80,7 +80,7 @@ def body(call: AttentionCall, config: AmdConfig, traced: Program) -> Any:
             q_b, k_b, v_b = (variable(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v))
             emit = Emitter(arg.operands)
             visible = Visibility(traced, emit, seqlen_k)
-            head = enter_head(facts, arg, SimpleNamespace(b=b, h=h, emit=emit))
+            head = enter_head(plan, arg, SimpleNamespace(b=b, h=h, emit=emit))
 
             turns = variable(T.truncdiv(tiles - split + splits - 1, splits))
             for turn in T.serial(turns):
@@ -98,7 +98,7 @@ def body(call: AttentionCall, config: AmdConfig, traced: Program) -> Any:
                     b=b, h=h, row=row, q_lo=q_lo, visible=visible, k_b=k_b, v_b=v_b, kv_h=kv_h,
                     first=first, count=count, full_lo=full_lo, full_hi=full_hi,
                 )  # fmt: skip
-                add_keys(facts, arg, w, head, keys)
+                add_keys(plan, arg, w, head, keys)
 
                 if call.sink:
                     softmax.add_sink(w.m, w.l, w.alpha, w.base, arg.sink[h] * softmax.LOG2E, head.c, block_M)

@@ -83,9 +83,9 @@ def release_after_maximum(plan, w, barriers, stage):
     only half of the search for the maximum to hide behind; released after all exponentials, the tile after next
     came too late. On an H200 this was the best of the three at all head dims, by 1 to 4 %.
     """
-    softmax.lowest_factor(w.alpha, w.lowest, plan.consumers)
+    softmax.minimum_alpha(w.alpha, w.min_alpha, plan.consumers)
     # The sign bit rather than a comparison with 0: a NaN must not keep K for ever.
-    if releases(plan, w) & (T.reinterpret(w.lowest[w.thread], "int32") >= 0):
+    if releases(plan, w) & (T.reinterpret(w.min_alpha[w.thread], "int32") >= 0):
         arrive_at_producers(plan, w, barriers, stage)
 
 
@@ -170,7 +170,7 @@ def release_tile(plan, w, stage):
     """On the same condition as K: an arrival does not wait for reads in flight, and TMA would overtake them."""
     if plan.copied is not None:
         T.sync_warp()  # one lane answers for all
-        if T.shuffle_elect(WARP) & (T.reinterpret(w.lowest[w.thread], "int32") >= 0):
+        if T.shuffle_elect(WARP) & (T.reinterpret(w.min_alpha[w.thread], "int32") >= 0):
             T.barrier_arrive(w.tile_free[stage])
 
 
@@ -252,7 +252,7 @@ def advance(plan, arg, w, k_lo, masked):
     release(plan, w, w.v_free, w.at[V_STAGE])
     keep_weights(plan, w)
     next_k(plan, w)
-    softmax.rescale_if_needed(w.acc_o, w.alpha, w.lowest, w.thread, plan.block_M, plan.head_dim_v, plan.consumers)
+    softmax.rescale_if_needed(w.acc_o, w.alpha, w.min_alpha, w.thread, plan.block_M, plan.head_dim_v, plan.consumers)
 
 
 @T.macro

@@ -71,13 +71,13 @@ from ...tile.assume import assume_aligned, assume_filled
 from ...tile.hopper import WARP, WARPGROUP, tile_layout
 from ..config import HopperConfig
 from .consumer import consume
-from .plan import Plan
+from .plan import HopperPlan
 from .producer import produce
 
 
 def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
     """The macro that emits the kernel, given its parameters (see signature.py)."""
-    plan = Plan(call, config, traced)
+    plan = HopperPlan(call, config, traced)
 
     @T.macro
     def kernel(arg):
@@ -126,7 +126,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 alpha=T.alloc_fragment([plan.block_M], "float32"),
                 base=T.alloc_fragment([plan.block_M], "float32"),
                 sums=T.alloc_fragment([plan.block_M, 4], "float32"),
-                lowest=T.alloc_fragment([plan.consumers], "float32"),
+                min_alpha=T.alloc_fragment([plan.consumers], "float32"),
                 q_registers=T.alloc_fragment([plan.block_M, plan.head_dim], plan.dtype),
                 tile=tile_shared,
                 tile_registers=tile_registers,
@@ -140,7 +140,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
             if plan.copied is not None:
                 T.annotate_layout({w.tile: tile_layout(w.tile, plan.block_N * plan.copied_dtype.itemsize)})
             T.annotate_layout({w.sums: softmax.own_columns_layout(plan.block_M)})
-            T.annotate_layout({w.lowest: softmax.per_thread_layout(plan.consumers)})
+            T.annotate_layout({w.min_alpha: softmax.per_thread_layout(plan.consumers)})
             if thread >= plan.consumers:
                 T.set_max_nreg(config.producer_registers, 0)
                 if thread < plan.consumers + WARP:

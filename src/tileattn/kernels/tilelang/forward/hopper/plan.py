@@ -23,7 +23,7 @@ LEADER, FOLLOWER = 0, 1
 FP8_SHIFT = 4.0
 
 
-class Plan:
+class HopperPlan:
     """The static facts of one kernel, from which the macros of producer and consumers choose what they emit.
 
     Attributes:
