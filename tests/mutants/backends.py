@@ -179,7 +179,7 @@ MUTANTS: list[Mutant] = [
         INTERPRETED,
         {
             "triton: the sum is not rescaled": ("l = l * alpha + tl.sum(p, 1)", "l = l + tl.sum(p, 1)"),
-            "triton: the output is not rescaled": ("acc = acc * alpha[:, None]\n        v_tile", "v_tile"),
+            "triton: the output is not rescaled": ("acc = acc * alpha[:, None]\n        # V:", "# V:"),
             "triton: rows without keys have a maximum": ('float("inf"), 0.0, m)', 'float("inf"), m, m)'),
             "triton: lse in powers of two": ("(m + tl.log2(l)) * LN2", "(m + tl.log2(l))"),
             "triton: the sum beside a sink": (

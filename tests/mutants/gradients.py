@@ -139,8 +139,8 @@ MUTANTS: list[Mutant] = [
         INTERPRETED,
         {
             "triton: slopes are left out of dk": (
-                "at, facts, plan)\n            ds = ds * plan.slope(",
-                "at, facts, plan)\n            _ = ds * plan.slope(",
+                "k_positions, facts, plan)\n            ds = ds * plan.slope(",
+                "k_positions, facts, plan)\n            _ = ds * plan.slope(",
             ),
         },
     ),

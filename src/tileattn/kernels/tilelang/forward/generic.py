@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import tilelang.language as T
 
-from ....call.plan import AttentionCall
+from ....call.facts import AttentionCall
 from ....variant.program import Program
 from ..architecture import PRODUCER_REGISTERS, padded
 from ..packed.dependent_launch import wait_for_previous

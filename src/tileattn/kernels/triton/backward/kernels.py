@@ -4,13 +4,14 @@ With P = exp2(S - lse2), delta = rowsum(dO * O) - dlse and, of a score modificat
 
     dV = P^T dO,   dS = P * (dO V^T - delta) * f',   dK = scale * dS^T Q,   dQ = scale * dS K
 
-One kernel has a tile of queries and walks over keys, for dq; another has a tile of keys and walks over queries, for dk
-and dv. Scores are computed in both; no two programs add to the same element, so that results do not depend on the order
-in which programs run. In 16 bits the kernel for dq is the first, and leaves lse2 and delta for the other. A kernel of
-its own prepares them where dq is not wanted, and in float32, in which the sum over o made the kernel for dq spill.
+`queries_kernel` computes dq: a program has one tile of queries and loops over keys. `keys_kernel` computes dk and dv: a
+program has one tile of keys and loops over queries. Both compute the scores. No two programs add to the same element,
+so that results do not depend on the order in which programs run. In 16 bits `queries_kernel` runs first and also writes
+lse2 and delta, which `keys_kernel` reads. `prepare_kernel` computes them where dq is not wanted, and in float32, where
+the sum over o would make `queries_kernel` spill.
 
-Adding up dq in the kernel for dk and dv, by atomic operations, saves two products of seven, yet took 15 to 26 % longer
-than both kernels on an H200 (benchmarks/results/triton/bwd-tiles-h200.txt).
+Adding up dq in `keys_kernel` by atomic operations would save two of seven products. On an H200 it took 15 to 26 %
+longer than both kernels (benchmarks/results/triton/bwd-tiles-h200.txt).
 
 Kernels have more than ten arguments: Triton launches a kernel with each pointer and each size by itself.
 """
@@ -46,6 +47,7 @@ def prepare_kernel(
     if first >= seqlen_q or bh >= all_heads:
         return
     b, h = bh // heads, bh % heads
+    # dO: [rows, padded_v]
     do_tile = load_tile(do, do_strides, b, h, first, seqlen_q, rows, head_dim_v, padded_v, False, True)
     prepared = o, o_strides, lse, dlse, lse2, delta
     prepare(do_tile, prepared, b, h, bh, first, seqlen_q, rows, head_dim_v, padded_v)
@@ -57,13 +59,16 @@ def prepare(
 ):
     """lse2, which is lse in units of log2(e), and delta of a tile of queries: stored, and returned. dlse may be None.
 
-    A row that sees no key gets lse2 = inf, and so does one beyond the last: exponentials are 0 then.
+    Rows that see no key, and rows beyond the last, get lse2 = inf: their exponentials are then 0.
     """
     o, o_strides, lse, dlse, lse2, delta = prepared
+    # O: [rows, padded_v]
     o_tile = load_tile(o, o_strides, b, h, first, seqlen_q, rows, head_dim_v, padded_v, False, True)
+    # delta: [rows]
     total = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     if dlse is not None:
         total -= load_rows(dlse, bh, seqlen_q, first, rows, 0.0).to(tl.float32)
+    # lse2: [rows]
     values = load_rows(lse, bh, seqlen_q, first, rows, -float("inf"))
     values = tl.where(values == -float("inf"), float("inf"), values * LOG2E)
     store_rows(lse2, values, bh, seqlen_q, first, rows)
@@ -75,9 +80,10 @@ def prepare(
 def probabilities(exponent, precision: tl.constexpr):
     """2^exponent; in float32 LIFT times that.
 
-    All probabilities of a key may be next to float32's smallest numbers: of one far away, under ALiBi. A GPU's exp2 has
-    nothing below 2^-126, and the least of the three parts of a factor (plan.py) is 2^-24 of it. What is added to an
-    exponent near 0 would cost it digits, so larger probabilities are multiplied.
+    All probabilities of a key may be close to float32's smallest numbers, for instance those of a distant key under
+    ALiBi. A GPU's exp2 returns nothing below 2^-126, and the smallest of the three parts of a factor (plan.py) is 2^-24
+    of it. Small exponents are therefore raised before exp2. Larger probabilities are multiplied instead: adding to an
+    exponent near 0 would cost it digits.
     """
     if precision == "bf16x6" or precision == "ieee":
         small = exponent < -32.0
@@ -89,7 +95,7 @@ def probabilities(exponent, precision: tl.constexpr):
 
 @triton.jit
 def dropped(x, precision: tl.constexpr):
-    """What has been summed, or computed, from :func:`probabilities`, in its own size."""
+    """Divides by LIFT what was computed from :func:`probabilities`."""
     if precision == "bf16x6" or precision == "ieee":
         return x * DROP
     else:
@@ -125,24 +131,28 @@ def keys_kernel(
 ):
     """Writes dk and dv; one program for each tile of keys of each kv head.
 
-    It adds up over the query heads that share the keys. parts: the workspaces of operand_gradients.py.
+    A program adds up over the query heads that share its keys. parts: the workspaces of operand_gradients.py.
     """
     first, bh_kv = tile_and_head(plan.block_N, folds)
     if first >= seqlen_k or bh_kv >= all_heads:
         return
     b, h_kv = bh_kv // kv_heads, bh_kv % kv_heads
+    # K: [block_N, padded]
     k_tile = load_tile(k, k_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim, plan.padded, False, True)
+    # V: [block_N, padded_v]
     v_tile = load_tile(
         v, v_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim_v, plan.padded_v, False, True
     )
-    at = first + tl.arange(0, plan.block_N)[:, None]
+    # [block_N, 1]
+    k_positions = first + tl.arange(0, plan.block_N)[:, None]
     k_hi = tl.minimum(first + plan.block_N, seqlen_k) - 1
     offset = seqlen_k - seqlen_q
+    # dK: [block_N, padded], dV: [block_N, padded_v]
     dk_sum = tl.full([plan.block_N, plan.padded], 0.0, tl.float32)
     dv_sum = tl.full([plan.block_N, plan.padded_v], 0.0, tl.float32)
     for member in range(heads_per_kv_head):
         h = h_kv * heads_per_kv_head + member
-        # In tiles that are seen as a whole keys beyond the last have probabilities, which reach nothing that is stored.
+        # In fully visible tiles keys beyond the last have probabilities; these affect nothing that is stored.
         start, full_start, full_end, end = phases(
             plan.any_range(b, h, first, k_hi, seqlen_k, tensors, numbers),
             plan.full_range(b, h, first, k_hi, seqlen_k, tensors, numbers),
@@ -152,7 +162,7 @@ def keys_kernel(
         )
         queries = (q, do, lse2, delta, q_strides, do_strides, scale)
         facts = (b, h, heads, seqlen_q, seqlen_k, parts, tensors, numbers)
-        tiles = (k_tile, v_tile, at)
+        tiles = (k_tile, v_tile, k_positions)
         if plan.before:
             dk_sum, dv_sum = from_queries(dk_sum, dv_sum, tiles, start, full_start, queries, facts, plan, True)
         if plan.within:
@@ -166,8 +176,8 @@ def keys_kernel(
 
 @triton.jit
 def from_queries(dk, dv, tiles, start, end, queries, facts, plan: tl.constexpr, masked: tl.constexpr):
-    """What the rows of queries from start to end add to dk and dv. Scores are transposed: [block_N, block_M]."""
-    k_tile, v_tile, at = tiles
+    """Adds the part of the queries from start to end to dk and dv. Scores are transposed: [block_N, block_M]."""
+    k_tile, v_tile, k_positions = tiles
     q, do, lse2, delta, q_strides, do_strides, scale = queries
     b, h, heads, seqlen_q, seqlen_k, _parts, tensors, numbers = facts
     bh = b * heads + h
@@ -176,52 +186,60 @@ def from_queries(dk, dv, tiles, start, end, queries, facts, plan: tl.constexpr, 
         unit = LOG2E
     for first in tl.range(start, end, plan.block_M, warp_specialize=plan.warp_specialize):
         first = tl.multiple_of(first, plan.block_M)
+        # Q: [block_M, padded]
         q_tile = load_tile(
             q, q_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim, plan.padded, plan.tma, masked
         )
+        # [1, block_M]
         row = first + tl.arange(0, plan.block_M)[None, :]
-        positions = row + (seqlen_k - seqlen_q)
+        q_positions = row + (seqlen_k - seqlen_q)
+        # S^T = K Q^T: [block_N, block_M]
         raw = product(k_tile, q_tile.T, plan.precision)
         s = raw
         if plan.score is not None:
-            s = plan.score(raw * scale, b, h, positions, at, tensors, numbers)
+            s = plan.score(raw * scale, b, h, q_positions, k_positions, tensors, numbers)
         seen = row < seqlen_q
         if masked:
-            seen = seen & visible(plan, b, h, positions, at, seqlen_k, tensors, numbers)
+            seen = seen & visible(plan, b, h, q_positions, k_positions, seqlen_k, tensors, numbers)
             s = tl.where(seen, s, -float("inf"))
         p = probabilities(
             s * unit - load_rows(lse2, bh, seqlen_q, first, plan.block_M, float("inf"))[None, :], plan.precision
         )
+        # dO: [block_M, padded_v]
         do_tile = load_tile(
             do, do_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim_v, plan.padded_v, plan.tma, masked
         )
+        # dV += P^T dO: [block_N, padded_v]
         dv = add_product(p, do_tile, dv, plan.precision)
+        # dP^T = V dO^T: [block_N, block_M]
         dp = product(v_tile, do_tile.T, plan.precision)
         ds = p * (dp - load_rows(delta, bh, seqlen_q, first, plan.block_M, 0.0)[None, :])
         if plan.score is not None:
-            hand_over(dropped(ds, plan.precision), raw * scale, seen, row, at, facts, plan)
-            ds = ds * plan.slope(raw * scale, b, h, positions, at, tensors, numbers)
+            write_out(dropped(ds, plan.precision), raw * scale, seen, row, k_positions, facts, plan)
+            ds = ds * plan.slope(raw * scale, b, h, q_positions, k_positions, tensors, numbers)
             if masked:
-                ds = tl.where(seen, ds, 0.0)  # as it was, but a slope may be infinite
+                ds = tl.where(seen, ds, 0.0)  # 0 already, unless the slope is infinite
+        # dK += dS^T Q: [block_N, padded]
         dk = add_product(ds, q_tile, dk, plan.precision)
     return dk, dv
 
 
 @triton.jit
-def hand_over(ds, score, seen, row, at, facts, plan: tl.constexpr):
-    """Gradients of what the modification reads from tensors, to the workspaces of operand_gradients.py."""
+def write_out(ds, score, seen, row, k_positions, facts, plan: tl.constexpr):
+    """Writes the gradients of what the modification reads from tensors to the workspaces of operand_gradients.py."""
     b, h, heads, seqlen_q, seqlen_k, parts, tensors, numbers = facts
-    positions = row + (seqlen_k - seqlen_q)
+    q_positions = row + (seqlen_k - seqlen_q)
     bh = (b * heads + h).to(tl.int64)
-    within = at < seqlen_k
+    within = k_positions < seqlen_k
     for index in tl.static_range(plan.wanted):
-        gradient = tl.where(seen & within, ds * plan.slopes[index](score, b, h, positions, at, tensors, numbers), 0.0)
+        slope = plan.slopes[index](score, b, h, q_positions, k_positions, tensors, numbers)
+        gradient = tl.where(seen & within, ds * slope, 0.0)
         if plan.spread[index]:
-            place = (bh * seqlen_q + row) * seqlen_k + at
+            place = (bh * seqlen_q + row) * seqlen_k + k_positions
             tl.store(parts[index] + place, gradient, mask=within & (row < seqlen_q))
         else:
             # No other program adds to these keys of this head: the order of additions is always the same.
-            place = bh * seqlen_k + at
+            place = bh * seqlen_k + k_positions
             total = tl.sum(gradient, 1)[:, None]
             tl.atomic_add(parts[index] + place, total, mask=within, sem="relaxed")
 
@@ -273,10 +291,13 @@ def queries_kernel(
         plan.block_N,
     )
 
+    # Q: [block_M, padded]
     q_tile = load_tile(q, q_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim, plan.padded, False, True)
+    # dO: [block_M, padded_v]
     do_tile = load_tile(
         do, do_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim_v, plan.padded_v, False, True
     )
+    # lse2, delta: [block_M]
     if o is None:
         lse2_rows = load_rows(lse2, bh, seqlen_q, first, plan.block_M, float("inf"))
         delta_rows = load_rows(delta, bh, seqlen_q, first, plan.block_M, 0.0)
@@ -285,9 +306,11 @@ def queries_kernel(
             do_tile, (o, o_strides, lse, dlse, lse2, delta), b, h, bh, first, seqlen_q, plan.block_M, plan.head_dim_v,
             plan.padded_v,
         )  # fmt: skip
-    positions = q_lo + tl.arange(0, plan.block_M)[:, None]
-    of_rows = (q_tile, do_tile, lse2_rows[:, None], delta_rows[:, None], positions)
+    # [block_M, 1]
+    q_positions = q_lo + tl.arange(0, plan.block_M)[:, None]
+    of_rows = (q_tile, do_tile, lse2_rows[:, None], delta_rows[:, None], q_positions)
     keys = (k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers)
+    # dQ: [block_M, padded]
     dq_sum = tl.full([plan.block_M, plan.padded], 0.0, tl.float32)
     if plan.before:
         dq_sum = from_keys(dq_sum, of_rows, start, full_start, keys, plan, True)
@@ -301,34 +324,40 @@ def queries_kernel(
 
 @triton.jit
 def from_keys(dq, of_rows, start, end, keys, plan: tl.constexpr, masked: tl.constexpr):
-    """What the tiles of keys from start to end add to dq."""
-    q_tile, do_tile, lse2, delta, positions = of_rows
+    """Adds the part of the keys from start to end to dq."""
+    q_tile, do_tile, lse2, delta, q_positions = of_rows
     k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers = keys
     unit = scale * LOG2E
     if plan.score is not None:
         unit = LOG2E
     for first in tl.range(start, end, plan.block_N, warp_specialize=plan.warp_specialize):
         first = tl.multiple_of(first, plan.block_N)
+        # K: [block_N, padded]
         k_tile = load_tile(
             k, k_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim, plan.padded, plan.tma, masked
         )
+        # V: [block_N, padded_v]
         v_tile = load_tile(
             v, v_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim_v, plan.padded_v, plan.tma, masked
         )
-        at = first + tl.arange(0, plan.block_N)[None, :]
+        # [1, block_N]
+        k_positions = first + tl.arange(0, plan.block_N)[None, :]
+        # S = Q K^T: [block_M, block_N]
         raw = product(q_tile, k_tile.T, plan.precision)
+        # dP = dO V^T: [block_M, block_N]
         dp = product(do_tile, v_tile.T, plan.precision)
         s = raw
         if plan.score is not None:
-            s = plan.score(raw * scale, b, h, positions, at, tensors, numbers)
+            s = plan.score(raw * scale, b, h, q_positions, k_positions, tensors, numbers)
         if masked:
-            seen = visible(plan, b, h, positions, at, seqlen_k, tensors, numbers)
+            seen = visible(plan, b, h, q_positions, k_positions, seqlen_k, tensors, numbers)
             s = tl.where(seen, s, -float("inf"))
         p = probabilities(s * unit - lse2, plan.precision)
         ds = p * (dp - delta)
         if plan.score is not None:
-            ds = ds * plan.slope(raw * scale, b, h, positions, at, tensors, numbers)
+            ds = ds * plan.slope(raw * scale, b, h, q_positions, k_positions, tensors, numbers)
             if masked:
-                ds = tl.where(seen, ds, 0.0)  # as it was, but a slope may be infinite
+                ds = tl.where(seen, ds, 0.0)  # 0 already, unless the slope is infinite
+        # dQ += dS K: [block_M, padded]
         dq = add_product(ds, k_tile, dq, plan.precision)
     return dq

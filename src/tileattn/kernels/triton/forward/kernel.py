@@ -1,11 +1,11 @@
 """The forward kernel: FlashAttention-2's loop (Dao 2023, arXiv 2307.08691, algorithm 1).
 
-A program has one tile of queries of one head, and walks over tiles of keys. With S = scale * Q K^T in units of log2(e),
-so that exp is exp2, it keeps for each row the maximum m, the sum l and the output, not yet divided by l:
+A program has one tile of queries of one head and loops over tiles of keys. S = scale * Q K^T is in units of log2(e), so
+that exp is exp2. For each row the program keeps the maximum m, the sum l, and the output O before division by l:
 
     m' = max(m, max(S)),   P = exp2(S - m'),   l' = exp2(m - m') l + sum(P),   O' = exp2(m - m') O + P V
 
-Tiles that all queries see run in a loop of their own, which computes no mask.
+Fully visible tiles have a loop of their own, which evaluates no mask.
 
 The kernel has more than ten arguments: Triton launches a kernel with each pointer and each size by itself.
 """
@@ -71,18 +71,21 @@ def forward_kernel(
         plan.block_N,
     )
 
+    # Q: [block_M, padded]
     q_tile = load_tile(q, q_strides, b, h, first, seqlen_q, plan.block_M, plan.head_dim, plan.padded, plan.tma_q, True)
-    positions = q_lo + tl.arange(0, plan.block_M)[:, None]
+    # [block_M, 1]
+    q_positions = q_lo + tl.arange(0, plan.block_M)[:, None]
+    # O: [block_M, padded_v], m, l: [block_M]
     acc = tl.full([plan.block_M, plan.padded_v], 0.0, tl.float32)
     m = tl.full([plan.block_M], -float("inf"), tl.float32)
     l = tl.full([plan.block_M], 0.0, tl.float32)
     keys = (k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers)
     if plan.before:
-        acc, m, l = attend(acc, m, l, q_tile, positions, start, full_start, keys, plan, True)
+        acc, m, l = attend(acc, m, l, q_tile, q_positions, start, full_start, keys, plan, True)
     if plan.within:
-        acc, m, l = attend(acc, m, l, q_tile, positions, full_start, full_end, keys, plan, False)
+        acc, m, l = attend(acc, m, l, q_tile, q_positions, full_start, full_end, keys, plan, False)
     if plan.behind:
-        acc, m, l = attend(acc, m, l, q_tile, positions, full_end, end, keys, plan, True)
+        acc, m, l = attend(acc, m, l, q_tile, q_positions, full_end, end, keys, plan, True)
 
     if sink is not None:
         logit = tl.load(sink + h).to(tl.float32) * LOG2E
@@ -93,7 +96,7 @@ def forward_kernel(
         m = m_new
     if lse is not None:
         store_rows(lse, (m + tl.log2(l)) * LN2, bh, seqlen_q, first, plan.block_M)
-    # A sum of 0 is that of a row without keys; an infinite one makes o NaN, whatever an infinite sink has left of it.
+    # l = 0: a row without keys, whose o is 0. l = inf: o is NaN, also where an infinite sink has made acc finite.
     acc = acc / tl.where(l == 0, 1.0, tl.where(l == float("inf"), float("nan"), l))[:, None]
     if plan.tma_q:
         o.store([b, first, h * plan.padded_v], acc.to(o.dtype).reshape([1, plan.block_M, plan.padded_v]))
@@ -102,32 +105,37 @@ def forward_kernel(
 
 
 @triton.jit
-def attend(acc, m, l, q_tile, positions, start, end, keys, plan: tl.constexpr, masked: tl.constexpr):
-    """The tiles of keys from start to end."""
+def attend(acc, m, l, q_tile, q_positions, start, end, keys, plan: tl.constexpr, masked: tl.constexpr):
+    """Adds the tiles of keys from start to end to the output, the maxima and the sums."""
     k, v, k_strides, v_strides, b, h, h_kv, seqlen_k, scale, tensors, numbers = keys
     unit = scale * LOG2E  # of s
     if plan.score is not None:
         unit = LOG2E
     for first in tl.range(start, end, plan.block_N, warp_specialize=plan.warp_specialize):
         first = tl.multiple_of(first, plan.block_N)
+        # K: [block_N, padded]
         k_tile = load_tile(
             k, k_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim, plan.padded, plan.tma, masked
         )
+        # S = Q K^T: [block_M, block_N]
         s = product(q_tile, k_tile.T, plan.precision)
-        at = first + tl.arange(0, plan.block_N)[None, :]
+        # [1, block_N]
+        k_positions = first + tl.arange(0, plan.block_N)[None, :]
         if plan.score is not None:
-            s = plan.score(s * scale, b, h, positions, at, tensors, numbers)
+            s = plan.score(s * scale, b, h, q_positions, k_positions, tensors, numbers)
         if masked:
-            s = tl.where(visible(plan, b, h, positions, at, seqlen_k, tensors, numbers), s, -float("inf"))
+            s = tl.where(visible(plan, b, h, q_positions, k_positions, seqlen_k, tensors, numbers), s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * unit)
         shift = finite(m_new)
         p = tl.exp2(s * unit - shift[:, None])
         alpha = tl.exp2(m - shift)
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
+        # V: [block_N, padded_v]
         v_tile = load_tile(
             v, v_strides, b, h_kv, first, seqlen_k, plan.block_N, plan.head_dim_v, plan.padded_v, plan.tma, masked
         )
+        # O += P V: [block_M, padded_v]
         acc = add_product(p, v_tile, acc, plan.precision)
         m = m_new
     return acc, m, l
@@ -137,6 +145,6 @@ def attend(acc, m, l, q_tile, positions, start, end, keys, plan: tl.constexpr, m
 def finite(m):
     """The maximum, or 0 where it is infinite.
 
-    A row that has seen no key yet has exponentials of 0 then, and one with a score of +inf has l = inf: not NaN.
+    With 0, a row that has seen no key has exponentials of 0, and a row with a score of +inf has l = inf, not NaN.
     """
     return tl.where(tl.abs(m) == float("inf"), 0.0, m)

@@ -25,7 +25,7 @@ from typing import Any
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
-from .....call.plan import AttentionCall
+from .....call.facts import AttentionCall
 from .....variant.program import Program, program
 from ...tile import softmax
 from ...tile.amd import aligned_rows

@@ -92,17 +92,17 @@ def release_after_maximum(plan, w, barriers, stage):
 @T.macro
 def first_stages(w):
     for i in T.unroll(4):
-        w.at[i] = 0
+        w.stage[i] = 0
 
 
 @T.macro
 def next_k(plan, w):
     """K, once used, is one tile ahead of V."""
-    w.at[V_STAGE] = w.at[K_STAGE]
-    w.at[V_PARITY] = w.at[K_PARITY]
-    last = w.at[V_STAGE] == plan.stages - 1
-    w.at[K_STAGE] = T.if_then_else(last, 0, w.at[V_STAGE] + 1)
-    w.at[K_PARITY] = T.if_then_else(last, w.at[V_PARITY] ^ 1, w.at[V_PARITY])
+    w.stage[V_STAGE] = w.stage[K_STAGE]
+    w.stage[V_PARITY] = w.stage[K_PARITY]
+    last = w.stage[V_STAGE] == plan.stages - 1
+    w.stage[K_STAGE] = T.if_then_else(last, 0, w.stage[V_STAGE] + 1)
+    w.stage[K_PARITY] = T.if_then_else(last, w.stage[V_PARITY] ^ 1, w.stage[V_PARITY])
 
 
 @T.macro
@@ -188,8 +188,8 @@ def scores_to_weights(plan, arg, w, first_key, masked):
     if masked:
         apply_mask(w.acc_s, visible, b, h, q_lo, k_lo)
     softmax.raise_maximum(w.acc_s, w.m, w.alpha, w.base, c, plan.block_M, plan.config.rescale_threshold, plan.shift)
-    release_after_maximum(plan, w, w.k_free, w.at[K_STAGE])
-    release_tile(plan, w, w.at[K_STAGE])
+    release_after_maximum(plan, w, w.k_free, w.stage[K_STAGE])
+    release_tile(plan, w, w.stage[K_STAGE])
     softmax.exponentials(w.acc_s, w.base, c, plan.block_M, plan.block_N)
     softmax.add_own_columns(w.acc_s, w.sums, w.alpha, plan.block_M, plan.block_N)
     if plan.call.dropout:
@@ -238,18 +238,18 @@ def store(plan, arg, w):
 @T.macro
 def advance(plan, arg, w, k_lo, masked):
     """Scores of the next tile of keys, under whose softmax the values of the tile before are added to O."""
-    T.barrier_wait(w.k_ready[w.at[K_STAGE]], w.at[K_PARITY])
+    T.barrier_wait(w.k_ready[w.stage[K_STAGE]], w.stage[K_PARITY])
     wait_for_turn(plan, w)
-    multiply_qk(plan, w, w.at[K_STAGE])
-    T.barrier_wait(w.v_ready[w.at[V_STAGE]], w.at[V_PARITY])
-    multiply_pv(plan, w, w.at[V_STAGE])
+    multiply_qk(plan, w, w.stage[K_STAGE])
+    T.barrier_wait(w.v_ready[w.stage[V_STAGE]], w.stage[V_PARITY])
+    multiply_pv(plan, w, w.stage[V_STAGE])
     end_turn(plan, w)
-    take_tile(plan, w, w.at[K_STAGE])
+    take_tile(plan, w, w.stage[K_STAGE])
     T.wait_wgmma(1)
     T.warpgroup_fence_operand(w.acc_s, num_regs=plan.block_M * plan.block_N // plan.consumers)
     scores_to_weights(plan, arg, w, k_lo, masked)
     wait_for_pv(plan, w)
-    release(plan, w, w.v_free, w.at[V_STAGE])
+    release(plan, w, w.v_free, w.stage[V_STAGE])
     keep_weights(plan, w)
     next_k(plan, w)
     softmax.rescale_if_needed(w.acc_o, w.alpha, w.min_alpha, w.thread, plan.block_M, plan.head_dim_v, plan.consumers)
@@ -275,11 +275,11 @@ def attend(plan, arg, w, turn):
         T.copy(w.q, w.q_registers)
         if plan.output_apart:
             T.barrier_arrive(w.q_free[0])
-    T.barrier_wait(w.k_ready[w.at[K_STAGE]], w.at[K_PARITY])
+    T.barrier_wait(w.k_ready[w.stage[K_STAGE]], w.stage[K_PARITY])
     wait_for_turn(plan, w)
-    multiply_qk(plan, w, w.at[K_STAGE])
+    multiply_qk(plan, w, w.stage[K_STAGE])
     end_turn(plan, w)
-    take_tile(plan, w, w.at[K_STAGE])
+    take_tile(plan, w, w.stage[K_STAGE])
     if plan.call.dropout:
         dropout.enter_head(w.words, arg, w.task[BATCH], w.task[HEAD])
     T.wait_wgmma(0)
@@ -295,8 +295,8 @@ def attend(plan, arg, w, turn):
         advance(plan, arg, w, (end - 1 - (masked + j) + left) * plan.block_N, False)
     if plan.output_apart and not plan.config.q_in_registers:
         T.barrier_arrive(w.q_free[0])  # the next Q may come under the last product and the store of O
-    T.barrier_wait(w.v_ready[w.at[V_STAGE]], w.at[V_PARITY])
-    multiply_pv(plan, w, w.at[V_STAGE])
+    T.barrier_wait(w.v_ready[w.stage[V_STAGE]], w.stage[V_PARITY])
+    multiply_pv(plan, w, w.stage[V_STAGE])
     if plan.recalls:
         recall(plan, w, turn)
     # l: [block_M], of sums [block_M, 4]
@@ -307,7 +307,7 @@ def attend(plan, arg, w, turn):
     else:
         T.fill(w.alpha, 1)
     wait_for_pv(plan, w)
-    release(plan, w, w.v_free, w.at[V_STAGE])
+    release(plan, w, w.v_free, w.stage[V_STAGE])
     softmax.finish(w.l, w.base, w.alpha, w.acc_o, plan.block_M, plan.head_dim_v, output_factor(plan, arg, w))
     store(plan, arg, w)
 

@@ -113,7 +113,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 task=T.alloc_local([plan.fields], "int32"),
                 ticket=T.alloc_local([1], "int32"),
                 total=T.alloc_local([1], "int32") if plan.packed else None,
-                at=T.alloc_local([4], "int32"),
+                stage=T.alloc_local([4], "int32"),
                 block=block,
                 rank=T.block_rank_in_cluster() if plan.cluster > 1 else 0,
                 thread=thread,
