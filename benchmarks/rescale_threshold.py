@@ -28,11 +28,11 @@ from tileattn.bench.cases import Case, square
 from tileattn.bench.environment import commit, versions
 from tileattn.bench.peers import PEERS
 from tileattn.call import AttentionCall, device_arch
+from tileattn.inputs import Inputs
 from tileattn.kernels.tilelang import backend, defaults
 from tileattn.kernels.tilelang.batch import CORES, Job, compile_all
 from tileattn.kernels.tilelang.config import HopperConfig
 from tileattn.testing.numerics import row_error
-from tileattn.variant import Operands
 
 CASES = [
     *(square(b, s, 32, 64, v) for b, s in ((16, 1024), (4, 4096), (1, 16384)) for v in ("full", "causal")),
@@ -63,7 +63,7 @@ def with_threshold(given: problem.Problem, threshold: float | None) -> Callable[
     """The call, ready to be timed."""
     chosen = job(given.case, threshold)
     forward = backend.prepare_with(chosen.config, chosen.call, given.q.shape, given.k.shape, given.scale)
-    return lambda: forward(given.q, given.k, given.v, None, Operands())[0]
+    return lambda: forward(Inputs(given.q, given.k, given.v))[0]
 
 
 def measured(case: Case) -> list[dict[str, Any]]:

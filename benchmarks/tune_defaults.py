@@ -33,6 +33,7 @@ import torch
 from tileattn import Causal, Mask, SoftCap
 from tileattn.bench.timing import Effort, sample_ms
 from tileattn.call import AttentionCall
+from tileattn.inputs import Inputs
 from tileattn.kernels.tilelang import backend, launch, sm90_table
 from tileattn.kernels.tilelang.candidates import hopper_candidates
 from tileattn.kernels.tilelang.config import HopperConfig, is_valid
@@ -206,7 +207,7 @@ def runner(
     """A function that runs one configuration on these tensors."""
     q, k, v = qkv
     forward = backend.prepare_with(config, call, q.shape, k.shape, call.head_dim**-0.5)
-    return functools.partial(forward, q, k, v, None, operands)
+    return functools.partial(forward, Inputs(q, k, v, None, operands))
 
 
 def measure_row(row: Row, report: Callable[..., None]) -> Times:

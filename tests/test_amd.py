@@ -19,6 +19,7 @@ from lowering import CALLS, SLOW_CALLS, lower, make_call, on
 from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap
 from tileattn.call import AttentionCall
 from tileattn.dropout import Dropout
+from tileattn.inputs import Inputs, Operands
 from tileattn.kernels.tilelang import backend, defaults, launch, space
 from tileattn.kernels.tilelang.amd_config import (
     AmdConfig,
@@ -32,7 +33,7 @@ from tileattn.kernels.tilelang.config import padded
 from tileattn.kernels.tilelang.schedules import kernel_of
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 from tileattn.testing.dropout import dropout_mask
-from tileattn.variant import Operands, encode
+from tileattn.variant import encode
 
 ARCH, SHARED_BYTES = "gfx942", 65536
 NARROW, WIDE = make_call(Causal(), dim=64, arch=ARCH), make_call(Causal(), arch=ARCH)
@@ -210,9 +211,8 @@ def run(
     assert is_valid_amd(call, config)
     forward = prepare(config, call, q.shape, k.shape, dims[0] ** -0.5)
     seed = torch.tensor([7], dtype=torch.int64, device=device)
-    options = {"dropout": Dropout(p, seed)} if p else {}
     moved = Operands([x.to(device) for x in operands.tensors], operands.ints, operands.floats)
-    got = forward(q, k, v, sinks, moved, **options)
+    got = forward(Inputs(q, k, v, sinks, moved, Dropout(p, seed) if p else None))
     dropped = dropout_mask(seed, p, 2, 4, *lengths) / (1 - p) if p else None
     arguments = (q, k, v, mask, mods, sinks)
     expected = oracle_attention(*arguments, dropout=dropped), eager_attention(*arguments, dropout=dropped)

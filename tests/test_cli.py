@@ -22,6 +22,7 @@ from tileattn.bench.cli import app
 from tileattn.bench.peers import own
 from tileattn.bench.peers.base import Prepared
 from tileattn.dispatch import BACKENDS, named, select
+from tileattn.inputs import Inputs
 from tileattn.kernels.mma import backend as mma_backend
 from tileattn.kernels.tilelang import batch
 
@@ -433,7 +434,7 @@ def test_a_warmed_backward_pass_is_the_one_that_a_call_wants(variant: str, monke
 def test_a_warmed_kernel_is_the_one_that_a_call_wants(variant: str) -> None:
     given = problem.build(Case(3, 40, 40, 6, 2, 32, 32, variant, "bf16"), "cpu")
     key = own.variant_key(given)
-    real = [ops.make_call(given.q, given.k, given.v, given.sink, key, return_lse=lse) for lse in (False, True)]
+    real = [ops.make_call(Inputs(given.q, given.k, given.v, given.sink), key, return_lse=lse) for lse in (False, True)]
     assert warmup.calls([(32, 32)], [variant], ["bf16"], "cpu") == real
 
 

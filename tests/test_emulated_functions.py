@@ -13,6 +13,7 @@ pytest.importorskip("tilelang")
 from emulator import ARCH, COMPILER, Kernel
 from tileattn import FunctionMask
 from tileattn.call import AttentionCall
+from tileattn.inputs import Inputs
 from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.forward import forward_kernel
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
@@ -42,6 +43,6 @@ def test_functions(kind: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(
         backend, "forward_function", lambda call, config: Kernel(forward_kernel(call, config), tmp_path)
     )
-    o, lse = backend.prepare(call, q.shape, k.shape, 0.25)(q, k, v, None, operands)
+    o, lse = backend.prepare(call, q.shape, k.shape, 0.25)(Inputs(q, k, v, None, operands))
     arguments = (q, k, v, mask, mods)
     assert_forward_accurate(name, (o, lse), oracle_attention(*arguments), eager_attention(*arguments))

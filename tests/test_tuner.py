@@ -27,6 +27,7 @@ from tileattn.bench import timing as bench_timing
 from tileattn.bench.cases import Case
 from tileattn.bench.cli import app
 from tileattn.call import AttentionCall
+from tileattn.inputs import Inputs
 from tileattn.kernels.tilelang import backend, space, tuned
 from tileattn.kernels.tilelang.config import ForwardConfig, HopperConfig, is_valid
 from tileattn.kernels.tilelang.defaults import default
@@ -38,7 +39,6 @@ from tileattn.tuner.results import Result
 from tileattn.tuner.search import Found, search
 from tileattn.tuner.session import written
 from tileattn.tuner.space import Space
-from tileattn.variant import Operands
 
 H100 = AttentionCall(torch.bfloat16, 128, 128, arch="sm_90a")
 SIZES = (64, 4096, 4096, 1)
@@ -753,7 +753,7 @@ def test_a_forward_call_is_tuned(arch: str, monkeypatch: pytest.MonkeyPatch, fil
     monkeypatch.setattr(dispatch, "_select", lambda call, name: tilelang)
     with tileattn.tuning(quiet=True):
         forward = dispatch.prepare_forward(call, "tilelang", q.shape, k.shape, 0.125)
-        o, lse = forward(q, k, v, None, Operands())
+        o, lse = forward(Inputs(q, k, v))
     ((_, kept, bucket, result),) = results.entries(results.read(file))
     assert (kept, bucket) == (str(call), "p2 q512 k512 g1")
     tried = {config.block_N for config in space.candidates(call, (2, 300, 300, 1)) if config != default(call, 300)}
@@ -763,7 +763,7 @@ def test_a_forward_call_is_tuned(arch: str, monkeypatch: pytest.MonkeyPatch, fil
     chosen = backend._chosen(call, q.shape, k.shape)
     assert written(chosen) == result.config
     assert ran[-1] == chosen
-    dispatch.prepare_forward(call, "tilelang", q.shape, k.shape, 0.125)(q, k, v, None, Operands())
+    dispatch.prepare_forward(call, "tilelang", q.shape, k.shape, 0.125)(Inputs(q, k, v))
     assert ran[-1] == chosen
     assert lse is not None
     assert o.isfinite().all()

@@ -26,6 +26,7 @@ from .evaluated import call, evaluated_mask, evaluated_mods, values_of
 from .expr import Expr, TensorSymbol, symbol
 from .expr_reading import evaluate, parse
 from .functions import trace
+from .inputs import Operands as Operands
 from .masks import FIRST_POSITION, FunctionMask, Mask
 from .scores import ScoreMod
 from .tile_loads import TileLoad, find, is_aligned
@@ -47,15 +48,6 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 
 
 _KNOWN_DTYPES = frozenset(_DTYPES.values())
-
-
-@dataclasses.dataclass
-class Operands:
-    """The run-time values of a variant, in the order of their appearance, by kind."""
-
-    tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    ints: list[int] = dataclasses.field(default_factory=list)
-    floats: list[float] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)

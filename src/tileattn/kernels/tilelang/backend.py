@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 
 from ...call import SMALLEST_SCALE, AttentionCall
-from ...dropout import Dropout
-from ...fp8 import FP8, Descales
+from ...fp8 import FP8
+from ...inputs import Inputs
 from ...tuner.space import Space
-from ...variant import Operands, program
+from ...variant import program
 from .amd_config import AmdConfig
 from .arguments import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
 from .backward.backend import backward_space as backward_space
@@ -149,16 +149,8 @@ def prepare_with(
         call.dtype == FP8 or call.sink or call.dropout or (call.variant and program(call.variant).operands)
     )
 
-    def forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink: torch.Tensor | None,
-        operands: Operands,
-        *,
-        descales: Descales | None = None,
-        dropout: Dropout | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q, k, v, sink, operands, dropout, _, descales = inputs
         o = q.new_empty(o_shape, dtype=call.out_dtype)
         lse = q.new_empty(lse_shape, dtype=torch.float32) if call.return_lse else None
         q, k, v = one_batch(q), one_batch(k), one_batch(v)
@@ -200,19 +192,10 @@ def prepare_with(
 
 
 def _without_keys(
-    o_shape: tuple[int, ...],
-    lse_shape: tuple[int, ...],
-    out_dtype: torch.dtype,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
-    operands: Operands,
-    *,
-    descales: Descales | None = None,
-    dropout: Dropout | None = None,
+    o_shape: tuple[int, ...], lse_shape: tuple[int, ...], out_dtype: torch.dtype, inputs: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Nothing to compute: no rows, or rows that see no key."""
+    q, sink = inputs.q, inputs.sink
     o, lse = q.new_zeros(o_shape, dtype=out_dtype), q.new_full(lse_shape, -torch.inf, dtype=torch.float32)
     if sink is not None:
         lse.copy_(sink[None, :, None].expand_as(lse))

@@ -9,8 +9,7 @@ import torch
 
 from ... import packed_status
 from ...call import AttentionCall, Packed
-from ...dropout import Dropout
-from ...variant import Operands
+from ...inputs import Inputs
 from .arguments import as_bytes, pattern_arguments
 from .config import HopperConfig
 from .defaults import Config, for_skewed_lengths
@@ -42,16 +41,9 @@ def packed_forward(
             kernels[skewed] = Kernel(load(chosen), chosen)
         return kernels[skewed]
 
-    def forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink: torch.Tensor | None,
-        operands: Operands,
-        *,
-        packed: Packed,
-        dropout: Dropout | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q, k, v, sink, operands, dropout, packed, _ = inputs
+        assert packed is not None
         packed_status.raise_pending()
         total_q, total_k = q.shape[1], k.shape[1]
         if 0 in (packed.cu_seqlens_q.numel() - 1, total_q, total_k):

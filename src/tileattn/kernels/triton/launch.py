@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...call import AttentionCall, BackwardCall, Gradients
-from ...variant import Operands
+from ...inputs import Inputs
 from .arguments import described, dimensions, of_operands, strides
 from .backward import keys_kernel, prepare_kernel, queries_kernel
 from .config import Config, default
@@ -32,9 +32,8 @@ class Forward:
         self.config = default("forward", self.call, self.sizes.seqlen_k)
         self.launch = LaunchCache()
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, operands: Operands
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        q, k, v, sink, operands, *_ = inputs
         batch, seqlen_q, heads, _ = q.shape
         o = q.new_empty(batch, seqlen_q, heads, self.call.head_dim_v)
         lse = q.new_empty(batch, heads, seqlen_q, dtype=torch.float32) if self.call.return_lse else None
@@ -68,18 +67,8 @@ class Backward:
         self.wants_keys = call.needs[1] or call.needs[2] or bool(self.paths)
         self.launch = LaunchCache()
 
-    def __call__(
-        self,
-        do: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        sink: Tensor | None,
-        operands: Operands,
-    ) -> Gradients:
+    def __call__(self, inputs: Inputs, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Gradients:
+        q, k, v, sink, operands, *_ = inputs
         needs = self.call.needs
         lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
         lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
