@@ -7,6 +7,7 @@
 #   make mutants                      named wrong edits, each of which some test must see (by hand, some 20 minutes)
 #   make fuzz                         random calls beside an independent oracle, ten minutes (ARGS: CONTRIBUTING.md)
 #   make docs                         the site, in site/ (pages, tutorial, API)
+#   make pictures                     the pictures of README and docs/, drawn again from benchmarks/results
 #   make lint | format | clean
 #
 # Settings, each as NAME=value behind the target:
@@ -19,7 +20,7 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help bench test test-all mutants fuzz docs lint format clean
+.PHONY: help bench test test-all mutants fuzz docs pictures lint format clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python -m
@@ -61,6 +62,9 @@ fuzz: $(VENV)/.installed-dev$(AND_EXTRAS)
 
 docs: $(VENV)/.installed-docs$(AND_EXTRAS)
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build $(ARGS)
+
+pictures: $(VENV)/.installed-plot$(AND_EXTRAS)
+	$(VENV)/bin/python benchmarks/make_pictures.py
 
 lint: $(VENV)/.installed-dev$(AND_EXTRAS)
 	$(RUN) ruff check .

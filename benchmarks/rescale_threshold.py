@@ -23,15 +23,17 @@ from typing import Any
 
 import torch
 
-from tileattn.bench import oracle, problem, rounds, timing
+from tileattn.bench import oracle, problem
 from tileattn.bench.cases import Case, square
 from tileattn.bench.environment import commit, versions
 from tileattn.bench.peers import PEERS
-from tileattn.call import AttentionCall, device_arch
-from tileattn.inputs import Inputs
-from tileattn.kernels.tilelang import backend, defaults
-from tileattn.kernels.tilelang.batch import CORES, Job, compile_all
-from tileattn.kernels.tilelang.config import HopperConfig
+from tileattn.call.facts import AttentionCall, device_arch
+from tileattn.call.inputs import Inputs
+from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.build.batch import CORES, Job, compile_all
+from tileattn.kernels.tilelang.forward import defaults
+from tileattn.kernels.tilelang.forward.config import HopperConfig
+from tileattn.measure import rounds, timing
 from tileattn.testing.numerics import row_error
 
 CASES = [

@@ -18,24 +18,11 @@ from rich.console import Console
 from torch import Tensor
 
 from made_up import made_up
-from tileattn.bench import (
-    cases,
-    ceilings,
-    compare,
-    cost,
-    memory,
-    oracle,
-    plot,
-    problem,
-    report,
-    results,
-    runner,
-    timing,
-    variants,
-)
+from tileattn.bench import cases, compare, cost, oracle, plot, problem, report, results, runner, variants
 from tileattn.bench.cases import Case, square
 from tileattn.bench.peers import PEERS, TileAttn
 from tileattn.bench.peers.base import NO_FP8, OWN, Prepared
+from tileattn.measure import ceilings, memory, timing
 
 CPU = torch.device("cpu")
 QUICK = timing.Effort(warmup_ms=0, measure_ms=0, rounds=2, min_calls=1)
@@ -504,13 +491,17 @@ def test_a_row_has_exactly_the_keys_of_the_format(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["r.json"]
 
 
-def test_ceilings_are_kept_and_older_files_have_none(tmp_path: Path) -> None:
+def test_older_files_lack_ceilings_direction_and_packing(tmp_path: Path) -> None:
     measured = replace(made_up("fa", "cuda", OWN), ceilings=[ceilings.Ceiling("before", 767.0, 4.29)])
     results.save(measured, tmp_path / "r.json")
     assert results.load(tmp_path / "r.json") == measured
     content = json.loads((tmp_path / "r.json").read_text())
     assert content["ceilings"] == [{"when": "before", "matmul_tflops": 767.0, "copy_tbps": 4.29}]
-    del content["ceilings"]
+    # The first files had neither a direction nor packed sequences.
+    for missing in ("ceilings", "direction"):
+        del content[missing]
+    for row in content["rows"]:
+        del row["packing"]
     (tmp_path / "r.json").write_text(json.dumps(content))
     assert results.load(tmp_path / "r.json") == replace(measured, ceilings=[])
 

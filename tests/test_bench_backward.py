@@ -18,7 +18,6 @@ from made_up import made_up
 from test_bench import CPU, NAMES, QUICK, SMALL
 from tileattn.bench import (
     cases,
-    ceilings,
     cost,
     gradient_oracle,
     oracle,
@@ -34,8 +33,9 @@ from tileattn.bench import (
 from tileattn.bench.cases import square
 from tileattn.bench.peers import PEERS, TileAttn, flex, own, sdpa
 from tileattn.bench.peers.base import OWN, Implementation, Prepared
+from tileattn.measure import ceilings
 from tileattn.testing import oracle_attention
-from tileattn.variant import normalize
+from tileattn.variant.key import normalize
 
 TRAINED = ("bias-bh+dbias", "bias-b1+dbias", "bias-11+alibi+dbias+sink")
 IMPLEMENTATIONS: dict[str, Implementation] = {OWN: TileAttn(), "eager": PEERS["eager"], "sdpa": PEERS["sdpa"]}
@@ -396,12 +396,16 @@ def test_numbers_at_the_end_of_lines_that_are_close_stand_apart() -> None:
     measured.rows += [
         replace(row, backend=peer) for row in measured.rows if row.backend == OWN for peer in ("fa2", "cudnn")
     ]
+    measured.rows += [
+        replace(row, backend="fa4", peak_bytes=row.seqlen_q * 2056) for row in measured.rows if row.backend == OWN
+    ]
     figure = plot_memory.draw(measured)
     figure.draw_without_rendering()
     (axes,) = figure.axes
-    assert len(axes.texts) == 4
+    said = ["32.0 MiB\ntileattn\nFlashAttention-2 (SDPA)\ncuDNN (SDPA)", "32.1 MiB", "32.2 MiB"]
+    assert [text.get_text() for text in axes.texts] == said, "lines that lie on each other share a number"
     boxes = [text.get_window_extent() for text in axes.texts]
-    assert not any(boxes[i].overlaps(boxes[j]) for i in range(4) for j in range(i))
+    assert not any(boxes[i].overlaps(boxes[j]) for i in range(len(boxes)) for j in range(i))
     (legend,) = figure.legends
     inside = figure.bbox
     for box in (*boxes, legend.get_window_extent()):

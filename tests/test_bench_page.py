@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from made_up import made_up
-from tileattn.bench import ceilings, results
+from tileattn.bench import results
 from tileattn.bench.peers.base import OWN
+from tileattn.measure import ceilings
 
 ROOT = Path(__file__).parent.parent
 spec = importlib.util.spec_from_file_location("make_page", ROOT / "benchmarks" / "make_page.py")
@@ -57,16 +58,6 @@ def test_a_suite_is_shown_from_a_file_of_its_own(suite: str) -> None:
     assert measured.direction == (direction or "fwd")
 
 
-def test_no_file_is_newer_than_the_one_that_is_shown() -> None:
-    """By the dates in their names."""
-    for suite, named in make_page.SOURCES.items():
-        files = (ROOT / "benchmarks" / "results").glob(f"{suite}-*.json")
-        # Without a direction in its name a file is of the forward pass.
-        of_suite = [file.name for file in files if not file.name.startswith((f"{suite}-bwd", f"{suite}-fwdbwd"))]
-        newest = max(map(date_of, of_suite), default=None)
-        assert newest == (date_of(named) if named else None), f"{suite}: name the newer file in make_page.SOURCES"
-
-
 def test_every_remark_is_on_the_page() -> None:
     text = make_page.PAGE.read_text()
     assert make_page.REMARKS
@@ -74,12 +65,6 @@ def test_every_remark_is_on_the_page() -> None:
         assert name in make_page.SOURCES.values(), f"the remark about {name} is about a file that is not shown"
         section = text.split(f"[`{name}`]")[1].split("\n## ")[0]
         assert remark in section, name
-
-
-def date_of(name: str) -> str:
-    found = re.search(r"\d{4}-\d\d-\d\d", name)
-    assert found is not None, f"{name} has no date"
-    return found[0]
 
 
 def made_up_page(**suites: results.Results) -> str:
@@ -153,7 +138,6 @@ def test_the_backward_pass_has_sections_of_its_own() -> None:
     assert "| D128 full (2,8192,16) | 3.0 MiB | 3.0 MiB |" in text
     assert "![TFLOPS of the backward pass against sequence length at head dim 64" in text
     assert "(benchmarks/backward-d64.png)" in text
-    assert make_page.figure(backward["fa"], 64).legends[0].get_title().get_text().startswith("Backward, head dim 64")
 
 
 def test_packed_sequences_are_beside_the_dense_kernel() -> None:
@@ -178,15 +162,5 @@ def test_the_page_says_nothing_of_a_backward_pass_that_is_not_measured() -> None
     assert "-bwd" not in text
 
 
-def test_the_picture_has_a_line_for_each_implementation_and_the_ceiling() -> None:
-    measured = replace(made_up("fa", "cuda", OWN, "fa2", "cudnn"), ceilings=CEILINGS)
-    assert make_page.head_dims(measured) == [64, 128, 256]
-    full, causal = make_page.figure(measured, 128).axes
-    for axes in (full, causal):
-        assert [line.get_label() for line in axes.lines] == [
-            "cuDNN (SDPA)",
-            "FlashAttention-2 (SDPA)",
-            OWN,
-            "cuBLAS bf16",
-        ]
-        assert [len(line.get_xdata()) for line in axes.lines] == [6, 6, 6, 2]
+def test_head_dims_with_enough_lengths_have_a_picture() -> None:
+    assert make_page.head_dims(made_up("fa", "cuda", OWN, "fa2")) == [64, 128, 256]

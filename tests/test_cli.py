@@ -15,16 +15,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tileattn import ops
-from tileattn.bench import command, info, plot_ladder, problem, warmup
+from tileattn.bench import plot_ladder, problem, warmup
 from tileattn.bench.cases import Case
-from tileattn.bench.cli import app
 from tileattn.bench.peers import own
 from tileattn.bench.peers.base import Prepared
-from tileattn.dispatch import BACKENDS, named, select
-from tileattn.inputs import Inputs
+from tileattn.call.inputs import Inputs
+from tileattn.cli import info
+from tileattn.cli import run_bench as command
+from tileattn.cli.app import app
 from tileattn.kernels.mma import backend as mma_backend
-from tileattn.kernels.tilelang import batch
+from tileattn.kernels.tilelang.build import batch
+from tileattn.runtime import operators as ops
+from tileattn.runtime.dispatch import BACKENDS, named, select
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/results"
 TINY = "bench --device cpu --seqlen 16,32 --heads 2 --head-dim 16 --rounds 1"
@@ -288,7 +290,7 @@ def test_a_result_file_is_not_its_own_picture() -> None:
 def test_a_picture_that_cannot_be_written_is_one_error() -> None:
     Path("file").write_text("mine")
     Path("folder.png").mkdir()
-    ladder = RESULTS / "ladder-d512-h200-2026-11-22.json"
+    ladder = RESULTS / "ladder/d512-h200.json"
     for output, why in (
         ("file/p.png", "file is no folder"),
         ("/proc/folder/p.png", "No such file or directory"),
@@ -318,9 +320,9 @@ def test_plot_says_what_is_wrong_with_a_file() -> None:
 def test_plot_draws_a_ladder_as_a_climb(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
     monkeypatch.setattr(plot_ladder, "save", lambda measured, path: drawn.append(len(measured.rows)))
-    result = invoke(f"plot {RESULTS / 'ladder-d512-h200-2026-11-22.json'} -o climb.png")
+    result = invoke(f"plot {RESULTS / 'ladder/d512-h200.json'} -o climb.png")
     assert (result.exit_code, result.output) == (0, "picture: climb.png\n")
-    assert drawn == [len(rows(RESULTS / "ladder-d512-h200-2026-11-22.json"))]
+    assert drawn == [len(rows(RESULTS / "ladder/d512-h200.json"))]
 
 
 def test_info_tells_versions_and_what_runs_where() -> None:
@@ -470,7 +472,7 @@ def test_the_module_runs_as_the_command_and_help_imports_nothing_slow() -> None:
         "import sys, runpy; sys.argv = ['tileattn', 'bench', '--help']\n"
         "try: runpy.run_module('tileattn', run_name='__main__')\n"
         "except SystemExit as end: assert not end.code\n"
-        "slow = {'tilelang', 'triton', 'matplotlib', 'transformers', 'tileattn.bench.command'} & set(sys.modules)\n"
+        "slow = {'tilelang', 'triton', 'matplotlib', 'transformers', 'tileattn.cli.run_bench'} & set(sys.modules)\n"
         "assert not slow, slow\n"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120)

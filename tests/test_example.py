@@ -37,7 +37,8 @@ def run(example: ModuleType, *arguments: str) -> Result:
 
 def test_it_learns_as_with_pytorchs_attention(example: ModuleType, tmp_path: Path) -> None:
     picture = tmp_path / "loss.png"
-    result = run(example, "--compare", "--out", str(picture))
+    kept = tmp_path / "losses.json"
+    result = run(example, "--compare", "--out", str(picture), "--losses", str(kept))
     assert result.exit_code == 0, result.output
     found = re.findall(r"(tileattn|sdpa): loss ([\d.]+) -> ([\d.]+), on held-out text ([\d.]+)", result.output)
     assert [name for name, *_ in found] == ["tileattn", "sdpa"]
@@ -49,6 +50,10 @@ def test_it_learns_as_with_pytorchs_attention(example: ModuleType, tmp_path: Pat
     assert float(apart[1]) < 1e-3  # float32, and 30 steps over which roundings grow
     assert example.PROMPT in result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
+    curves = [example.Losses(**row) for row in json.loads(kept.read_text())["rows"]]
+    assert [(each.attention, len(each.losses)) for each in curves] == [("tileattn", 30), ("sdpa", 30)]
+    kept_figures = [[f"{x:.3f}" for x in (*each.losses[::29], each.held_out)] for each in curves]
+    assert kept_figures == [figures for _, *figures in found]
 
 
 def test_every_backend_of_this_machine_computes_the_same_loss(example: ModuleType) -> None:
@@ -132,6 +137,8 @@ def test_speed_on_a_gpu(example: ModuleType) -> None:
         (("--out", "loss.jpg"), "--out must end in .png, .svg, .pdf, got loss.jpg"),
         (("--json", "speed.json"), "--json is for the speeds of --benchmark"),
         (("--benchmark", "--json", __file__), f"--json {__file__} exists"),
+        (("--losses", __file__), f"--losses {__file__} exists"),
+        (("--benchmark", "--losses", "losses.json"), "--losses is for training"),
         (("--benchmark", "--device", "cuda", "--dtype", "float32"), "needs --dtype bfloat16"),
         (("--benchmark", "--compare"), "--compare trains and --benchmark only measures: give one of the two"),
         (("--rate", "nan"), "--rate must be a positive number, got nan"),

@@ -15,12 +15,13 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tileattn.bench import ladder, results
+from tileattn.bench import results
 from tileattn.bench.cases import square
-from tileattn.bench.cli import app
-from tileattn.bench.ladder import climbed, steps
 from tileattn.bench.plot_ladder import steps_of
 from tileattn.bench.results import Results, Row
+from tileattn.cli import ladder
+from tileattn.cli.app import app
+from tileattn.cli.ladder import climbed, steps
 from tileattn.kernels.mma.backend import parse
 from tileattn.kernels.mma.rungs import HEAD_DIMS, LARGE_HEAD_DIMS
 from tileattn.kernels.mma.tiles import candidates
@@ -108,8 +109,10 @@ def test_the_picture_has_a_bar_for_each_step_and_lines_beside(climb: Results, tm
     from tileattn.bench import plot_ladder
 
     figure = plot_ladder.draw(climb)
-    assert len(figure.axes[0].patches) == len(LADDER)
-    assert len(figure.axes[0].lines) == 2
+    assert [len(axes.patches) for axes in figure.axes] == [len(LADDER) // 2] * 2
+    assert [len(axes.lines) for axes in figure.axes] == [2, 2]
+    in_float32 = steps(512, "bf16", all_tiles=False)
+    assert len(plot_ladder.draw(measured({step.backend: 1.0 for step in in_float32})).axes) == 1
     plot_ladder.save(climb, tmp_path / "climb.png")
     assert (tmp_path / "climb.png").stat().st_size > 10_000
 

@@ -68,6 +68,44 @@ def test_the_totals_are_the_result_files() -> None:
     assert f"({close} of {len(ms)} rows are ahead, or behind by less than 2 %)" in text
 
 
+def test_the_ranges_are_the_result_files() -> None:
+    """Of gradients, variants and float32: speed beside others, cut to two digits behind the point."""
+    text = " ".join(README.split())
+    flex = [_speeds(f"variants/{name}-h200.json", ["flex"]) for name in ("variants", "variants-bwd")]
+    assert [_cut(min(speeds)) for speeds in flex] == ["1.26", "1.26"]
+    assert [f"{max(speeds):.1f}" for speeds in flex] == ["3.5", "2.9"]
+    assert "at 1.26 to 3.5 times FlexAttention's speed forward, and at 1.26 to 2.9 times backward" in text
+    fa2 = _speeds("backward/fa-bwd-h200.json", ["fa2"])
+    assert f"plain attention is at {_cut(min(fa2))} to {_cut(max(fa2))} times FA-2" in text
+    best = _speeds("backward/fa-bwd-h200.json", ["fa2", "cudnn", "fa4"])
+    assert f"{_geometric_mean(best):.2f} times the best of the three in each row" in text
+    assert f"(geometric means of {len(best)} rows; {min(best):.2f} to {max(best):.2f})" in text
+    fp32 = {
+        (way, dim): _speeds(f"triton/{way}-d{dim}-causal-fp32-h200.json", ["efficient"])
+        for way in ("fwd", "bwd")
+        for dim in (64, 128)
+    }
+    forward = fp32["fwd", 64] + fp32["fwd", 128]
+    ranges = [f"{_cut(min(each))} to {_cut(max(each))}" for each in (forward, fp32["bwd", 64], fp32["bwd", 128])]
+    assert (
+        f"forward at {ranges[0]} times PyTorch's efficient kernel, gradients at {ranges[1]} and {ranges[2]} times"
+        in text
+    )
+
+
+def _speeds(name: str, peers: list[str]) -> list[float]:
+    """tileattn's speed beside the fastest of these, in each row that one of them runs."""
+    ms: dict[str, dict[str, float]] = {}
+    for row in json.loads((ROOT / "benchmarks/results" / name).read_text())["rows"]:
+        ms.setdefault(row["case"], {})[row["backend"]] = row["ms"]
+    beside = [([of[peer] for peer in peers if peer in of], of["tileattn"]) for of in ms.values()]
+    return [min(theirs) / ours for theirs, ours in beside if theirs]
+
+
+def _cut(ratio: float) -> str:
+    return f"{math.floor(ratio * 100) / 100:.2f}"
+
+
 def _rows() -> list[dict[str, Any]]:
     """Of the result file that the README names."""
     name = re.search(r"\((benchmarks/results/[^)]*\.json)\)", README)

@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 from positions import Positions, documents, lengths, positions, prefixes
 from tileattn import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap, viz
 from tileattn.bench import results
-from tileattn.bench.cli import app
-from tileattn.call import AttentionCall
-from tileattn.kernels.tilelang.config import HopperConfig
-from tileattn.kernels.tilelang.defaults import default
+from tileattn.call.facts import AttentionCall
+from tileattn.cli.app import app
+from tileattn.kernels.tilelang.forward.config import HopperConfig
+from tileattn.kernels.tilelang.forward.defaults import default
 from tileattn.testing import oracle_attention
 from tileattn.viz.style import LIGHT
 from tileattn.viz.tiles import NAMES, Tile, described
@@ -362,12 +362,12 @@ def test_weights_and_softmax_can_be_read(qkv: tuple[Tensor, Tensor, Tensor]) -> 
 @pytest.mark.parametrize(
     "name",
     [
-        "fa-h200-2026-11-21-2",
-        "fa-bwd-h200-2026-11-21",
-        "variants-h200-2026-11-21-2",
-        "fp8-h200-2026-11-21-2",
-        "ladder-d512-h200-2026-11-22",
-        "memory-fwdbwd-h200-2026-11-22-2",
+        "forward/fa-h200",
+        "backward/fa-bwd-h200",
+        "variants/variants-h200",
+        "forward/fp8-h200",
+        "ladder/d512-h200",
+        "memory/memory-fwdbwd-h200",
     ],
 )
 def test_dashboards_can_be_read(name: str) -> None:
@@ -375,7 +375,7 @@ def test_dashboards_can_be_read(name: str) -> None:
 
 
 def test_lengths_can_be_read() -> None:
-    measured = results.load(RESULTS / "fa-h200-2026-11-21-2.json")
+    measured = results.load(RESULTS / "forward/fa-h200.json")
     assert_readable(viz.draw_lengths(measured))
     assert_readable(viz.draw_lengths(measured, "causal"))
     with pytest.raises(ValueError, match="no window case was measured at three lengths"):
@@ -397,8 +397,8 @@ def invoke(line: str) -> tuple[int, str]:
         "tiles --seqlen 512 --arch sm_90a --head-dim 64 --causal",
         "weights --seqlen 8 --seqlen-k 9 --heads 2 --mask window3 --softcap 5 --alibi",
         "softmax --seqlen 32 --row 5 --causal --block-N 8",
-        f"lengths {RESULTS / 'fa-h200-2026-11-21-2.json'} --variant full",
-        f"dashboard {RESULTS / 'heads-h200-2026-11-21-2.json'}",
+        f"lengths {RESULTS / 'forward/fa-h200.json'} --variant full",
+        f"dashboard {RESULTS / 'forward/heads-h200.json'}",
     ],
     ids=lambda line: line.split()[0],
 )
@@ -411,7 +411,7 @@ def test_commands_draw(line: str, tmp_path: Path) -> None:
 
 def test_the_command_knows_which_kernels_visit_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn: list[Figure] = []
-    monkeypatch.setattr("tileattn.viz.command._save", lambda figure, output: drawn.append(figure))
+    monkeypatch.setattr("tileattn.cli.run_viz._save", lambda figure, output: drawn.append(figure))
     for arch in ("sm_80", "gfx942"):
         assert invoke(f"viz tiles --seqlen 3000 --seqlen-k 1000 --causal --arch {arch} -o {tmp_path}/x.png")[0] == 0
     shown = [[t.get_text() for t in figure.legends[0].get_texts()] for figure in drawn]
@@ -436,7 +436,7 @@ def test_the_command_knows_which_kernels_visit_nothing(monkeypatch: pytest.Monke
         ("softmax --seqlen 100000 --block-N 1", "100000 in tiles of block_N=1 are more than 512 tiles"),
         ("softmax --row 128", "row must be one of the 128 queries, got 128"),
         (f"dashboard {ROOT / 'pyproject.toml'}", "is not JSON"),
-        (f"lengths {RESULTS / 'variants-h200-2026-11-20.json'}", "was measured at three lengths"),
+        (f"lengths {RESULTS / 'variants/variants-h200.json'}", "was measured at three lengths"),
         ("tiles -o tiles.jpg", "has the suffix '.jpg'"),
     ],
 )

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from ...call import AttentionCall, BackwardCall, Gradients
-from ...fp8 import FP8, accumulator, dequantize
-from ...inputs import Inputs, Operands
-from ...variant import restore
+from ...call.facts import AttentionCall, BackwardCall, Gradients
+from ...call.fp8 import FP8, accumulator, dequantize
+from ...call.inputs import Inputs, Operands
+from ...variant.key import restore
 from .backward import Needs
 from .backward import backward as torch_backward
 from .forward import forward as torch_forward
@@ -28,7 +28,7 @@ def refusal(call: AttentionCall) -> str | None:
 def prepare(
     call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """See :class:`tileattn.dispatch.Backend`."""
+    """See :class:`tileattn.runtime.dispatch.Backend`."""
 
     def forward(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v, sink, operands, dropout, packed, descales = inputs
@@ -49,7 +49,7 @@ def prepare(
 def prepare_backward(
     call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Callable[..., Gradients]:
-    """See :class:`tileattn.dispatch.Backend`."""
+    """See :class:`tileattn.runtime.dispatch.Backend`."""
 
     def backward(
         inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None

@@ -1,0 +1,177 @@
+"""Gradients: how autograd gets from o and lse back to the tensors of a call.
+
+Two ways lead there, to the same backward pass:
+
+- Eager calls, and torch.func, run a `torch.autograd.Function`, which costs the host a part of what an operator does.
+- What traces sees the operators `tileattn::forward` and `tileattn::backward` of :mod:`tileattn.runtime.operators`,
+  whose formula is registered here.
+
+Kept for the backward pass are q, k, v, o, lse, the sink and the variant's tensors: nothing that grows with
+seqlen_q * seqlen_k but a bias that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..call.inputs import Inputs, Numbers, join, separate
+from . import operators as ops
+from .operators import Options
+
+
+def attend(options: Options, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """o and lse of an eager call, differentiable in q, k, v (bshd), sink and the operands' tensors."""
+    function = _UnderTorchFunc if torch._C._are_functorch_transforms_active() else _Attention
+    numbers, tensors = separate(inputs)
+    o, lse = function.apply(options, numbers, *tensors)
+    return o, lse
+
+
+def _forward(options: Options, numbers: Numbers, *tensors: Any) -> tuple[Tensor, Tensor]:
+    """tensors are as :func:`separate` has them, here and below."""
+    inputs = join(numbers, *tensors)
+    run = ops.trace_forward if ops.is_traced(inputs.q) else ops.run_forward
+    return run(options, inputs)
+
+
+def _backward(
+    options: Options,
+    numbers: Numbers,
+    needs: Sequence[bool],
+    do: Tensor,
+    dlse: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    *tensors: Any,
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k, v, sink and the operands' tensors that `needs` asks for."""
+    run = ops.trace_backward if ops.is_traced(do) else ops.run_backward
+    return tuple(run(options, join(numbers, *tensors), needs, o, lse, do, dlse))
+
+
+def _save(
+    ctx: Any, options: Options, numbers: Numbers, tensors: Sequence[Tensor | None], output: tuple[Tensor, Tensor]
+) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, *tensors)
+    ctx.constants = options, numbers
+
+
+def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
+    """Of q, k, v, sink and the variant's tensors, where `needs` says so."""
+    if do is None and dlse is None:
+        return [None] * len(needs)
+    o, lse, *tensors = ctx.saved_tensors
+    do = torch.zeros_like(o) if do is None else do
+    # Gradients are enabled by create_graph=True, and in torch.func.
+    run: Any = _Backward.apply if torch.is_grad_enabled() and not ops.is_traced(do) else _backward
+    found = iter(run(*ctx.constants, needs, do, dlse, o, lse, *tensors))
+    return [next(found) if need else None for need in needs]
+
+
+# --- Eager calls ------------------------------------------------------------------------------------------------------
+
+
+_BEFORE_Q = 5  # arguments: options, numbers, seed, cu_seqlens_q, cu_seqlens_k
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, options, numbers, *tensors):
+        output = _forward(options, numbers, *tensors)
+        _save(ctx, options, numbers, tensors, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        needs = ctx.needs_input_grad[_BEFORE_Q:]
+        return *[None] * _BEFORE_Q, *_gradients(ctx, do, dlse, needs)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(
+            "tileattn.attention has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad): its "
+            "gradients are those of reverse mode"
+        )
+
+
+class _UnderTorchFunc(_Attention):
+    """The same as torch.func wants it; its arguments take longer to bind."""
+
+    forward = staticmethod(_forward)  # type: ignore[assignment]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        options, numbers, *tensors = inputs
+        _save(ctx, options, numbers, tensors, output)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        _refuse_vmap()
+
+
+class _Backward(torch.autograd.Function):
+    """The backward pass as something that would be differentiated again, were there a formula for it."""
+
+    forward = staticmethod(_backward)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        _refuse_second_derivative()
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        _refuse_vmap()
+
+
+def _refuse_second_derivative(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "tileattn.attention has no second derivatives: its backward pass (create_graph=True, torch.func.hessian) "
+        "cannot be differentiated"
+    )
+
+
+def _refuse_vmap(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "tileattn.attention is not mapped by torch.func.vmap: make the mapped dimension a part of the batch"
+    )
+
+
+# --- The operators ----------------------------------------------------------------------------------------------------
+
+# Places of the arguments of `ops.forward`.
+_SINK, _TENSORS, _INTS, _FLOATS = 3, 5, 6, 7
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, sink, variant, tensors, ints, floats, scale, backend, *_ = inputs
+    *_, deterministic, needs_grad, dropout_p, seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = inputs
+    options = Options(variant, scale, backend, deterministic, needs_grad)
+    numbers = Numbers(ints, floats, dropout_p, max_seqlen_q, max_seqlen_k)
+    _save(ctx, options, numbers, (seed, cu_seqlens_q, cu_seqlens_k, q, k, v, sink, *tensors), output)
+
+
+def _of_arguments(ctx, do, dlse):
+    """Gradients for the arguments of `ops.forward`. Those left at their defaults do not count, says torch.library."""
+    needs = ctx.needs_input_grad
+    found = _gradients(ctx, do, dlse, [*needs[: _SINK + 1], *needs[_TENSORS]])
+    gradients: list[Any] = [None] * len(needs)
+    gradients[: _SINK + 1], gradients[_TENSORS] = found[: _SINK + 1], found[_SINK + 1 :]
+    # It takes an empty list for one of tensors, whose gradient is a list as well.
+    _, numbers = ctx.constants
+    gradients[_INTS], gradients[_FLOATS] = ([] if len(x) == 0 else None for x in (numbers.ints, numbers.floats))
+    return tuple(gradients)
+
+
+ops.forward.register_autograd(_of_arguments, setup_context=_setup_context)
+ops.backward.register_autograd(_refuse_second_derivative)
+ops.forward.register_vmap(_refuse_vmap)
+ops.backward.register_vmap(_refuse_vmap)
