@@ -15,8 +15,9 @@ from torch import Tensor
 
 import tileattn.compat.transformers as door
 from test_transformers import CHUNKED, DEVICES, GENERATIONS, PACKED, Decoding, PackedProblem, Problem, prefill
+from tileattn.call.inputs import Operands
 from tileattn.compat.transformers import attention, packed
-from tileattn.variant.key import Operands, encode, normalize, restore
+from tileattn.variant.key import encode, normalize, restore
 from transformers_models import MODELS
 
 

@@ -18,7 +18,8 @@ from .reading import evaluate
 from .scores import ALiBi, Bias, PackedBias, SoftCap
 
 if TYPE_CHECKING:
-    from .key import Operands, Program
+    from ..call.inputs import Operands
+    from .key import Program
 
 _OF_INTEGERS = (Causal, Documents, KeyPadding, PrefixLM, SlidingWindow)
 _KNOWN = (ALiBi, Bias, PackedBias, SoftCap)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..call.inputs import Operands as Operands
+from ..call.inputs import Operands
 from .evaluated import call, evaluated_mask, evaluated_mods, values_of
 from .expression import Expr, TensorSymbol, symbol
 from .masks import FIRST_POSITION, FunctionMask, Mask

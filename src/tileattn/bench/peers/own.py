@@ -14,10 +14,10 @@ from tileattn.bench.peers.base import OWN, Prepared, tensor_bytes
 from tileattn.bench.problem import Problem
 from tileattn.bench.variants import user_score
 from tileattn.call.facts import Packed
-from tileattn.call.inputs import Inputs
+from tileattn.call.inputs import Inputs, Operands
 from tileattn.runtime import operators as ops
 from tileattn.runtime.dispatch import Backend, select
-from tileattn.variant.key import Operands, encode, normalize, with_alignment
+from tileattn.variant.key import encode, normalize, with_alignment
 
 
 @dataclass(frozen=True)

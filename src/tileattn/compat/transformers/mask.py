@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...variant.key import Operands, encode, restore
+from ...call.inputs import Operands
+from ...variant.key import encode, restore
 from ...variant.masks import Causal, Documents, KeyPadding, Mask, SlidingWindow
 from .patterns import DenseMask, ShiftedWindow
 from .symbols import Pattern, understood

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....call.inputs import Operands
 from ....variant.derivative import float_loads
 from ....variant.expression import Expr, nodes
-from ....variant.key import Operands, program
+from ....variant.key import program
 from ....variant.reading import evaluate
 
 
