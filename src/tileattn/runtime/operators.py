@@ -1,7 +1,7 @@
 """The operators of ``torch.library``: attention as torch.compile, torch.export and fake tensors see it.
 
-Eager calls do not come this way (an operator's own overhead is as long as the launch of a kernel); see
-``api/attention.py`` and ``autograd.py``.
+Eager calls do not come this way (an operator's own overhead is as long as the launch of a kernel); see ``prepared.py``
+and ``autograd.py``. Here alone inputs are flattened: an operator takes tensors and numbers one by one.
 """
 
 from __future__ import annotations
