@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Mutant, mutants
 
-RANGES = ("test_ranges.py",)
+RANGES = ("variant/test_mask_ranges.py",)
 
 MUTANTS: list[Mutant] = [
     *mutants(

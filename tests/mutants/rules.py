@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from .mutant import Mutant, mutants
 
-NUMERICS = ("test_tolerance_bounds.py", "test_numerics.py")
+NUMERICS = ("testing/test_tolerance_bounds.py", "testing/test_numerics.py")
 RULE = "testing/numerics.py"
-KEY = ("test_kernel_key.py",)
+KEY = ("kernels/cache/test_key.py",)
 LAUNCH = "kernels/tilelang/forward/library.py"
-PATTERN = ("test_dropout.py",)
+PATTERN = ("call/test_dropout.py",)
 
 MUTANTS: list[Mutant] = [
     *mutants(
