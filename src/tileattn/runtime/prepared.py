@@ -46,20 +46,21 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o and lse (bshd) of a plain call of :func:`tileattn.attention`, which `layout` is for."""
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    choices = (causal, scale, return_lse, deterministic, backend)
     try:
         key: tuple[Any, ...] = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, layout, grad, choices,
+            q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, layout, grad,
+            causal, scale, return_lse, deterministic, backend,
             type(causal), type(return_lse), type(deterministic),  # 1 == True, which must not find True's forward pass
         )  # fmt: skip
         if descales is not None:
             key += tuple(map(_facts, descales))
         forward = FORWARDS.get(key)
     except (TypeError, RuntimeError):  # an option that cannot be hashed, a tensor without strides: the checks say which
-        _prepare_attention(q, k, v, descales, layout, choices, grad)
+        _prepare_attention(q, k, v, descales, layout, (causal, scale, return_lse, deterministic, backend), grad)
         raise
     if forward is None:
+        choices = (causal, scale, return_lse, deterministic, backend)
         forward = _kept(key, _prepare_attention(q, k, v, descales, layout, choices, grad))
     if layout == "bhsd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -84,21 +85,22 @@ def varlen_forward(
     where their `max_seqlen` is one.
     """
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    choices = (causal, scale, return_lse, deterministic, backend)
     try:
         of_q, of_k, *longest = packed
         key = (
             q.shape[1:], k.shape[1:], v.shape[1:], k.shape[0] == v.shape[0], q.stride(), k.stride(), v.stride(),
             q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, of_q.shape, of_k.shape, of_q.stride(), of_k.stride(),
-            of_q.dtype, of_k.dtype, of_q.device, of_k.device, *longest, *map(type, longest), grad, choices,
+            of_q.dtype, of_k.dtype, of_q.device, of_k.device, *longest, *map(type, longest), grad,
+            causal, scale, return_lse, deterministic, backend,
             type(causal), type(return_lse), type(deterministic),  # 1 == True, which must not find True's forward pass
         )  # fmt: skip
         forward = FORWARDS.get(key)
     except (TypeError, RuntimeError, AttributeError):  # something of another type than it should have: the checks say
-        _prepare_varlen(q, k, v, packed, choices, grad)
+        _prepare_varlen(q, k, v, packed, (causal, scale, return_lse, deterministic, backend), grad)
         raise
     if forward is None:
+        choices = (causal, scale, return_lse, deterministic, backend)
         forward = _kept(key, _prepare_varlen(q, k, v, packed, choices, grad))
     q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     return forward(inputs_of((q, k, v, None, NO_OPERANDS, None, packed, None)))
