@@ -36,17 +36,19 @@ from tileattn.bench.peers.own import TileAttn, TileAttnBf16
 from tileattn.call.facts import AttentionCall, BackwardCall, device_arch
 from tileattn.call.fp8 import FP8
 from tileattn.cli import choices
-from tileattn.kernels.tilelang import backend, buckets
+from tileattn.kernels.tilelang import buckets
 from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward.defaults import MainConfig
-from tileattn.kernels.tilelang.backward.library import kernel_names
-from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, BackwardJob, Done, Job, compile_all
+from tileattn.kernels.tilelang.backward.library import BackwardJob, kernel_names
+from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, Done, compile_all
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import Config
 from tileattn.kernels.tilelang.forward.defaults import LONG, SHORT
+from tileattn.kernels.tilelang.forward.library import Job
 from tileattn.runtime import operators as ops
 from tileattn.testing import Arguments, build, conformance_cases, packed_cases
 from tileattn.tuner.state import forget_prepared
-from tileattn.variant.key import program
+from tileattn.variant.program import program
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -106,7 +108,7 @@ def _pretending(arch: str) -> Iterator[_Found]:
         mock.patch.object(ops, "device_arch", return_value=arch),
         mock.patch.object(ops, "run_forward", _going_on(ops.run_forward, ops.trace_forward)),
         mock.patch.object(ops, "run_backward", _going_on(ops.run_backward, ops.trace_backward)),
-        mock.patch.object(backend, "forward_function", found.ask),
+        mock.patch.object(forward_launch, "forward_function", found.ask),
         mock.patch.object(backward_backend, "backward_kernels", found.ask_backward),
     ):
         yield found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +22,14 @@ from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward import library as backward_launch
 from tileattn.kernels.tilelang.backward.defaults import SHORT, short_default
-from tileattn.kernels.tilelang.build.batch import BackwardJob, compile_job
+from tileattn.kernels.tilelang.backward.library import BackwardJob
+from tileattn.kernels.tilelang.build.batch import compile_job
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.defaults import LONG, Config, default, defaults, for_skewed_lengths
 from tileattn.runtime import operators as ops
 from tileattn.testing import conformance_cases, distinct_calls
-from tileattn.variant.key import program
+from tileattn.variant.program import program
 
 # Its child processes find it by its name.
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -135,7 +138,7 @@ def test_a_bucket_has_one_kernel_for_a_call(monkeypatch: pytest.MonkeyPatch) -> 
     # Packed calls have another where lengths are skewed.
     assert all(job.config in with_skewed(job, LONG) for job in long)
     assert all(job.config in with_skewed(job, 1) for job in forward_jobs("short"))
-    assert backend.default is default
+    assert forward_launch.default is default
 
 
 def with_skewed(job: Job, seqlen: int) -> list[Config]:
@@ -179,7 +182,7 @@ def test_a_backward_job_compiles_its_one_kernel(tmp_path: Path, monkeypatch: pyt
         done = compile_job(BackwardJob(call, name))
         assert done.error is None
         assert not done.was_there
-    assert compiled == [(call, name) for name in ("prepare", "main", "finish")]
+    assert compiled == [(call, name, None) for name in ("prepare", "main", "finish")]
     assert str(BackwardJob(call, "main")) == f"main of {call}"
 
 
@@ -204,7 +207,7 @@ def test_failures_are_named_and_set_the_exit_code(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(launch.shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_a_kernel_is_compiled_where_the_run_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path))
     (done,) = precompile.compile_all(JOBS[:1], 1)

@@ -22,8 +22,10 @@ from tileattn.kernels.tilelang.backward.config import BackwardConfig
 from tileattn.kernels.tilelang.backward.defaults import default as backward_default
 from tileattn.kernels.tilelang.backward.defaults import queries_default
 from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig
-from tileattn.kernels.tilelang.build.batch import BackwardJob, Job
+from tileattn.kernels.tilelang.backward.library import BackwardJob
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.defaults import LONG, default
+from tileattn.kernels.tilelang.forward.library import Job
 from tileattn.runtime import operators as ops
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -227,7 +229,7 @@ def test_launches_say_where_they_are(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(sanitize_cases.tileattn, "attention", attention)
     monkeypatch.setattr(sanitize.Case, "calls", lambda self, device, calls=sanitize.Case.calls: calls(self, "cpu"))
     sanitize.launch_all(sanitize.chosen("(bf16|fp8)-d64-full"), "long", 3)
-    assert backend.multiprocessors(torch.device("cpu")) == 3
+    assert forward_launch.multiprocessors(torch.device("cpu")) == 3
     assert len(made) == len(sanitize.SIZES)
     said = capsys.readouterr().out.splitlines()
     assert said == [

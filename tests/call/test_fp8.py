@@ -18,7 +18,7 @@ from tileattn.call.inputs import Inputs
 from tileattn.kernels.torch import backend as torch_backend
 from tileattn.runtime import prepared
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle, oracle_attention
-from tileattn.testing.oracle import fp8_product
+from tileattn.testing.standard import fp8_product, multiplies_fp8
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS, KV_HEADS, DIM, DIM_V = 2, 5, 7, 4, 2, 16, 32
 LIMIT = torch.finfo(FP8).max
@@ -378,7 +378,7 @@ def test_eager_on_a_gpu_multiplies_as_the_gpu_does(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_cpu_multiplies_exactly() -> None:
-    assert not oracle.multiplies_fp8(torch.device("cpu"))
+    assert not multiplies_fp8(torch.device("cpu"))
 
 
 @pytest.mark.gpu
@@ -386,7 +386,7 @@ def test_a_cpu_multiplies_exactly() -> None:
 def test_the_product_on_a_gpu(dim: int) -> None:
     """Near the exact one: some 13 bits below the largest product of a step are kept."""
     device = torch.device("cuda")
-    if not oracle.multiplies_fp8(device):
+    if not multiplies_fp8(device):
         pytest.skip("its matrix units do not multiply fp8")
     q = random(2, 63, 4, dim).to(FP8).to(device).transpose(1, 2)
     k = random(2, 111, 4, dim, seed=1).to(FP8).to(device).transpose(1, 2)

@@ -25,6 +25,7 @@ from tileattn.cli import info
 from tileattn.cli import run_bench as command
 from tileattn.cli.app import app
 from tileattn.kernels.mma import backend as mma_backend
+from tileattn.kernels.tilelang.backward.library import BackwardJob
 from tileattn.kernels.tilelang.build import batch
 from tileattn.runtime import operators as ops
 from tileattn.runtime.dispatch import BACKENDS, named, select
@@ -363,7 +364,7 @@ def test_info_says_yes_first_where_a_call_runs(arch: str, monkeypatch: pytest.Mo
 
 
 def test_warmup_compiles_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_all(jobs: list[batch.Job], processes: int) -> Iterator[batch.Done]:
+    def compile_all(jobs: list[batch.AnyJob], processes: int) -> Iterator[batch.Done]:
         assert 1 <= processes <= 16
         first, second, *rest = jobs
         yield batch.Done(first, was_there=True)
@@ -414,7 +415,7 @@ def test_warmup_for_training_includes_the_backward_pass(monkeypatch: pytest.Monk
 
 def test_warmup_has_the_backward_kernels_for_short_and_for_long_sequences() -> None:
     (call,) = warmup.backward_calls([(128, 128)], ["causal"], ["bf16"], "sm_90a")
-    jobs = [job for job in warmup.jobs([], [call]) if isinstance(job, batch.BackwardJob) and job.name == "main"]
+    jobs = [job for job in warmup.jobs([], [call]) if isinstance(job, BackwardJob) and job.name == "main"]
     assert [None if job.config is None else job.config.block_M for job in jobs] == [None, 64]
 
 

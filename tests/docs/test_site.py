@@ -66,9 +66,13 @@ def test_the_forward_page_shows_every_line_of_the_kernel() -> None:
         if macro["file"] == file:
             text, first = include.source(file, macro["name"], macro["start"], macro["end"])
             shown |= set(range(first, first + len(text.splitlines())))
-    body, first = include.source(file, "body", "block_M, block_N = config", "T.copy(l, arg.lse")
-    lines = enumerate(body.splitlines(), start=first)
-    assert not [line for number, line in lines if line.strip() and number not in shown]
+    parts = ["facts_of", "alloc_tiles", "enter_head", "add_keys"]
+    for text, first in (
+        include.source(file, "body", "facts = facts_of", "T.copy(w.l, arg.lse"),
+        *(include.source(file, part) for part in parts),
+    ):
+        lines = enumerate(text.splitlines(), start=first)
+        assert not [line for number, line in lines if line.strip() and number not in shown]
 
 
 def test_what_is_included_are_the_lines_of_the_file() -> None:
@@ -78,7 +82,7 @@ def test_what_is_included_are_the_lines_of_the_file() -> None:
     assert text.startswith("@T.macro\ndef rescale(")
     text, first = include.source("variant/masks.py", "Causal.allows")
     assert text == "def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:\n    return k <= q"
-    text, _ = include.source("kernels/tilelang/forward/generic.py", "body.kernel", "m = T.alloc", "l = T.alloc")
+    text, _ = include.source("kernels/tilelang/forward/generic.py", "alloc_tiles", "m = T.alloc", "l = T.alloc")
     assert text == 'm = T.alloc_fragment([block_M], "float32")\nl = T.alloc_fragment([block_M], "float32")'
     assert include.source("kernels/tilelang/tile/softmax.py", "LOG2E")[0] == "LOG2E = math.log2(math.e)"
 

@@ -140,7 +140,7 @@ MUTANTS: list[Mutant] = [
         EMULATED,
         {
             "tilelang: the output is not rescaled": (
-                "                softmax.rescale(acc_o, alpha, block_M, head_dim_v)\n",
+                "        softmax.rescale(w.acc_o, w.alpha, block_M, facts.head_dim_v)\n",
                 "",
             ),
             "tilelang: a sink in natural units": ("sink * softmax.LOG2E", "sink"),
@@ -160,7 +160,10 @@ MUTANTS: list[Mutant] = [
         f"{TILELANG}/forward/generic.py",
         EMULATED,
         {
-            "tilelang: full keys are not clamped": ("(k_lo < full_lo) | (k_lo + block_N > full_hi)", "k_lo < full_lo"),
+            "tilelang: full keys are not clamped": (
+                "(k_lo < keys.full_lo) | (k_lo + block_N > keys.full_hi)",
+                "k_lo < keys.full_lo",
+            ),
             "tilelang: query heads in turn": (
                 "T.truncdiv(h, arg.heads_per_kv_head)",
                 "T.truncmod(h, arg.heads_per_kv_head)",

@@ -91,7 +91,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "kernels/triton/forward/launch.py",
+        "kernels/triton/backward/launch.py",
         INTERPRETED,
         {"triton: dsink with the other sign": ("return -(p * delta).sum", "return (p * delta).sum")},
     ),
@@ -154,7 +154,7 @@ MUTANTS: list[Mutant] = [
             ),
         },
     ),
-    *mutants("kernels/triton/forward/launch.py", INTERPRETED, {}),
+    *mutants("kernels/triton/backward/launch.py", INTERPRETED, {}),
     *mutants(
         f"{TILELANG}/tile.py",
         EMULATED,

@@ -44,13 +44,23 @@ MUTANTS: list[Mutant] = [
                 "{call.dtype} {call.head_dim} {call.head_dim_v} ",
                 "{call.dtype} {call.head_dim} ",
             ),
-            "key: without the variant": ("{program(call.variant)} |", "|"),
+            "key: without the variant": (" | {program(call.variant)}", ""),
             "key: without the configuration": ("forward | {facts} | {text} |", "forward | {facts} |"),
-            "key: without TileLang's version": ("tilelang {_version('tilelang')}, ", ""),
-            "key: without the compiler's version": (", {_device_compiler()}", ""),
-            "key: fp8 values of any architecture": ("{call.head_dim_v} {call.arch} |", "{call.head_dim_v} |"),
-            "key: plans of any architecture": ("sequence_plan | {arch} |", "sequence_plan |"),
+            "key: fp8 values of any architecture": ('{call.head_dim_v} {call.arch}"', '{call.head_dim_v}"'),
         },
+    ),
+    *mutants(
+        "kernels/tilelang/build/library.py",
+        KEY,
+        {
+            "key: without TileLang's version": ("tilelang {version('tilelang')}, ", ""),
+            "key: without the compiler's version": (", {device_compiler()}", ""),
+        },
+    ),
+    *mutants(
+        "kernels/tilelang/packed/library.py",
+        KEY,
+        {"key: plans of any architecture": ("sequence_plan | {arch}", "sequence_plan")},
     ),
     *mutants(
         "call/dropout.py",

@@ -144,8 +144,8 @@ def test_the_files_are_found() -> None:
     assert set(CORE) <= set(FILES)
     assert {"tilelang", "torch"} <= set(BACKENDS)
     assert "variant.masks.FunctionMask" in tileattn_imports(FILES["variant.key"])
-    assert "kernels.cache.store.kernel_cache" in tileattn_imports(FILES["kernels.tilelang.forward.library"])
-    assert "kernels.tilelang.forward.schedules.kernel_of" in tileattn_imports(FILES["kernels.tilelang.forward.library"])
+    assert "kernels.cache.store.kernel_cache" in tileattn_imports(FILES["kernels.tilelang.build.library"])
+    assert "kernels.tilelang.forward.kernel.kernel_of" in tileattn_imports(FILES["kernels.tilelang.forward.library"])
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -160,6 +160,15 @@ def test_a_backend_imports_no_other_and_nothing_above_it(name: str) -> None:
     others = [f"kernels.{backend}" for backend in BACKENDS if backend != mine]
     above = ("runtime", "api", "call.validation", "reference", "testing", "bench")
     assert inside(tileattn_imports(FILES[name]), *others, *above) == set()
+
+
+def test_the_library_imports_no_benchmark() -> None:
+    """What measures for the library, as the tuner does, is in `measure`."""
+    above = ("bench", "cli", "viz", "__main__", "tileattn")  # and the package, whose lazy attribute is viz
+    library = [name for name in FILES if name.split(".")[0] not in above]
+    assert {"measure.timing", "tuner.session", "runtime.dispatch"} <= set(library)
+    for name in library:
+        assert inside(tileattn_imports(FILES[name]), *above[:-1]) == set(), name
 
 
 def test_the_reference_imports_no_backend() -> None:

@@ -43,23 +43,18 @@ LAYERS = [
 # they still move.
 KNOWN_CIRCLES: dict[str, list[set[str]]] = {
     "": [{"bench", "cli", "viz"}],
-    "kernels.tilelang": [{"backward", "build", "forward", "packed", "tile", "tuned"}],
-    "kernels.triton": [{"backend", "backward", "forward", "plans", "tile"}],
     "variant": [{"compiled_tracing", "tracing"}],
 }
 KNOWN_FILE_CIRCLES: list[set[str]] = [
     {"variant.compiled_tracing", "variant.tracing"},
-    {"kernels.triton.backend", "kernels.triton.forward.launch", "kernels.triton.plans"},
     {"bench.plot_ladder", "cli.ladder", "cli.run_bench"},
 ]
 KNOWN_ARROWS_UP: set[tuple[str, str]] = {("bench", "cli")}
-KNOWN_PRIVATE = (
-    "_get_block_size_n _slices _load _toolchain _operand _hoist _product _rewrite _has_no_producer _variable"
-)
+KNOWN_PRIVATE = "_get_block_size_n"
 KNOWN_LONG_FILES = "app keys queries wide cases oracle expression masks"
-KNOWN_LONG_FUNCTIONS = "bench tune body work kernel"
+KNOWN_LONG_FUNCTIONS = "bench tune body work"
 KNOWN_MANY_ARGUMENTS = """
-    _plan load modify times_late apply_score add_gradients backward packed_backward keys_kernel prepare_kernel
+    _plan load modify times_late add_gradients backward packed_backward keys_kernel prepare_kernel
     queries_kernel forward_kernel load_tile flash_attention_2_backward standard_attention flash_attention_1
     flash_attention_2 _backward run _attend eager_attention eager_gradients oracle_attention
     oracle_gradients

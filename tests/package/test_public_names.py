@@ -26,7 +26,7 @@ MOVED = {
     ),
     "masks": (
         "variant.masks",
-        "Mask Causal SlidingWindow PrefixLM Documents KeyPadding FunctionMask And Or Range FIRST_POSITION MAX_SIZE "
+        "Mask Causal SlidingWindow PrefixLM Documents KeyPadding FunctionMask And Or Range FIRST_POSITION "
         "check_key_padding",
     ),
     "scores": ("variant.scores", "ScoreMod SoftCap ALiBi Bias PackedBias for_packed"),

@@ -32,7 +32,8 @@ from tileattn.kernels.mma import backend as mma_backend
 from tileattn.kernels.tilelang.backward import defaults as backward_defaults
 from tileattn.kernels.tilelang.forward import defaults
 from tileattn.runtime.dispatch import BACKENDS, select
-from tileattn.variant.key import encode, program
+from tileattn.variant.key import encode
+from tileattn.variant.program import program
 
 IDS, KEEP = torch.zeros(8, dtype=torch.int32), torch.ones(1, 8, dtype=torch.bool)
 SLOPES, BIAS = torch.ones(8), torch.zeros(1, 8, 8, 8, dtype=torch.bfloat16)

@@ -28,7 +28,8 @@ from tileattn.testing import (
     poisoned_memory,
     similarity,
 )
-from tileattn.testing.cases import LAYOUTS, MASK_ROWS, SCORE_COLUMNS
+from tileattn.testing.cases import MASK_ROWS, SCORE_COLUMNS
+from tileattn.testing.tensors import LAYOUTS
 
 
 def qkv(seqlen_q: int = 63, seqlen_k: int = 111, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,7 @@ from tileattn.call.inputs import Inputs
 from tileattn.runtime import operators as ops
 from tileattn.runtime.dispatch import BACKENDS
 from tileattn.testing import Arguments
-from tileattn.testing.cases import DROPOUT_SEED
+from tileattn.testing.call_arguments import DROPOUT_SEED
 from tileattn.variant.key import encode
 from tileattn.variant.scores import for_packed
 

@@ -27,7 +27,8 @@ from tests.compat.transformers.test_models import (
 from tests.tools.transformers_models import MODELS
 from tileattn.call.inputs import Operands
 from tileattn.compat.transformers import attention, packed
-from tileattn.variant.key import encode, normalize, restore
+from tileattn.variant.key import encode, normalize
+from tileattn.variant.program import restore
 
 
 def calls() -> Iterator[Callable[[], Any]]:

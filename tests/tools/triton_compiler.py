@@ -62,7 +62,9 @@ def compile_call(
     from tileattn.call.facts import AttentionCall, BackwardCall
     from tileattn.kernels.triton import defaults as config
     from tileattn.kernels.triton import launch_cache
-    from tileattn.kernels.triton.forward import launch
+    from tileattn.kernels.triton.backward.launch import Backward
+    from tileattn.kernels.triton.forward.launch import Forward
+    from tileattn.kernels.triton.tile_sizes import Config
     from tileattn.variant.key import encode
 
     key, operands = encode(*_variant(variant))
@@ -86,11 +88,11 @@ def compile_call(
     real = launch_cache.LaunchCache.__call__
     launch_cache.LaunchCache.__call__ = record
     try:
-        with config.overridden(**{name: config.Config(**fields) for name, fields in configs.items()}):
-            launch.Forward(call, q.shape, k.shape, 0.125)(q, k, v, None, operands)
+        with config.overridden(**{name: Config(**fields) for name, fields in configs.items()}):
+            Forward(call, q.shape, k.shape, 0.125)(q, k, v, None, operands)
             if backward:
                 wanted = (dq, True, True, False, *(t.requires_grad for t in operands.tensors))
-                run = launch.Backward(BackwardCall(call, wanted), q.shape, k.shape, 0.125)
+                run = Backward(BackwardCall(call, wanted), q.shape, k.shape, 0.125)
                 run(o, None, q, k, v, o, lse, None, operands)
     finally:
         launch_cache.LaunchCache.__call__ = real
@@ -102,7 +104,9 @@ SEQLEN, HEADS = 512, 8
 
 def _variant(name: str) -> tuple[Any, tuple[Any, ...]]:
     """A mask and modifications as the conformance cases call them, "causal+bias_bh+user"; all gradients are wanted."""
-    from tileattn.testing.cases import ConformanceCase, Shape, Structure, build
+    from tileattn.testing import ConformanceCase, build
+    from tileattn.testing.call_arguments import Structure
+    from tileattn.testing.shapes import Shape
 
     mask, *scores = name.split("+")
     structure = Structure("fp32", 16, 16, mask, tuple(scores), sink=False, aligned=True)

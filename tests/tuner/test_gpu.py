@@ -55,12 +55,12 @@ def test_a_forward_pass_is_tuned_and_stays_right(file: Path, capfd: pytest.Captu
     assert_forward_accurate("after", tileattn.attention(q, k, v, causal=True, return_lse=True), *expected)
     code = (
         "import torch\n"
-        "from tileattn.kernels.tilelang import backend, tuned\n"
+        "from tileattn.kernels.tilelang.forward import launch\n"
         "from tileattn.runtime import operators as ops\n"
         "from tileattn.call.inputs import Inputs\n"
         "q = torch.zeros(2, 500, 4, 64, device='cuda', dtype=torch.bfloat16)\n"
         "call = ops.make_call(Inputs(q, q, q), 'Causal()')\n"
-        "config = backend._chosen(call, q.shape, q.shape)\n"
+        "config = launch._chosen(call, q.shape, q.shape)\n"
         f"assert type(config).__name__ == {result.config['schedule']!r}\n"
         f"assert config.block_N == {result.config['block_N']}\n"
     )

@@ -26,7 +26,9 @@ from tileattn.bench.cases import Case
 from tileattn.call.facts import AttentionCall
 from tileattn.call.inputs import Inputs
 from tileattn.cli.app import app
-from tileattn.kernels.tilelang import backend, tuned
+from tileattn.kernels.tilelang import tuned
+from tileattn.kernels.tilelang.build import batch
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward import space
 from tileattn.kernels.tilelang.forward.config import ForwardConfig, HopperConfig, is_valid
 from tileattn.kernels.tilelang.forward.defaults import default
@@ -670,11 +672,11 @@ def test_candidates_of_short_calls_have_small_tiles() -> None:
 @pytest.mark.parametrize("config", [ForwardConfig(64, 64, 2, 128), HopperConfig(128, 80, two_level=True)])
 def test_a_result_is_used_where_it_is_valid(config: Any) -> None:
     shapes = torch.Size((4, 4096, 16, 128)), torch.Size((4, 4096, 16, 128))
-    assert backend._chosen(H100, *shapes) == default(H100)
+    assert forward_launch._chosen(H100, *shapes) == default(H100)
     results.keep("sm_90a", str(H100), tuned.sizes_of(*shapes), result(config))
-    assert backend._chosen(H100, *shapes) == config
+    assert forward_launch._chosen(H100, *shapes) == config
     shorter = torch.Size((4, 1000, 16, 128))
-    assert backend._chosen(H100, shorter, shorter) == default(H100, 1000)
+    assert forward_launch._chosen(H100, shorter, shorter) == default(H100, 1000)
 
 
 @pytest.mark.parametrize(
@@ -713,8 +715,8 @@ def test_a_result_that_is_not_valid_is_ignored(record: dict[str, Any]) -> None:
     shapes = torch.Size((4, 4096, 16, 128)), torch.Size((4, 4096, 16, 128))
     kept = Result(record, 1.0, 2.0, 9, "", "")
     results.keep("sm_90a", str(H100), tuned.sizes_of(*shapes), kept)
-    assert backend._chosen(H100, *shapes) == default(H100)
-    offered = backend.space(H100, *shapes, scale=1.0)
+    assert forward_launch._chosen(H100, *shapes) == default(H100)
+    offered = forward_launch.space(H100, *shapes, scale=1.0)
     assert offered is not None
     assert not offered.known
 
@@ -739,11 +741,11 @@ def test_a_forward_call_is_tuned(arch: str, monkeypatch: pytest.MonkeyPatch, fil
     """From a call to its result on disk, in each schedule; without compilers and clocks."""
     call = AttentionCall(torch.bfloat16, 64, 64, "Causal()", arch=arch)
     q, k, v = (torch.randn(1, 300, 2, 64).bfloat16() for _ in range(3))
-    monkeypatch.setattr(backend, "forward_function", pretended)
-    monkeypatch.setattr(backend, "tickets", lambda device: torch.zeros(1))
-    monkeypatch.setattr(backend, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(forward_launch, "forward_function", pretended)
+    monkeypatch.setattr(forward_launch, "tickets", lambda device: torch.zeros(1))
+    monkeypatch.setattr(forward_launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(space, "MOST", 12)
-    monkeypatch.setattr(space, "compiled", lambda call, configs: iter([(config, None) for config in configs]))
+    monkeypatch.setattr(tuned, "compiled", lambda jobs: iter([(config, None) for config in jobs]))
 
     def clock(run: Callable[[], object], device: torch.device, calls: int) -> list[float]:
         run()
@@ -761,7 +763,7 @@ def test_a_forward_call_is_tuned(arch: str, monkeypatch: pytest.MonkeyPatch, fil
     assert result.config["block_N"] == min(tried - {32})
     assert result.ms < result.default_ms == 10.0
     assert result.candidates >= 3
-    chosen = backend._chosen(call, q.shape, k.shape)
+    chosen = forward_launch._chosen(call, q.shape, k.shape)
     assert written(chosen) == result.config
     assert ran[-1] == chosen
     dispatch.prepare_forward(call, "tilelang", q.shape, k.shape, 0.125)(Inputs(q, k, v))
@@ -770,9 +772,35 @@ def test_a_forward_call_is_tuned(arch: str, monkeypatch: pytest.MonkeyPatch, fil
     assert o.isfinite().all()
 
 
+@dataclass(frozen=True)
+class Pretended:
+    """A job: of equal keys one is compiled."""
+
+    key: str
+
+    def compile(self) -> None:
+        raise AssertionError("the processes are pretended as well")
+
+
+def test_configurations_are_ready_when_their_last_kernel_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that several have is compiled once, and its error is that of all of them."""
+    began: list[str] = []
+
+    def compile_all(jobs: Sequence[Pretended], processes: int) -> Iterator[batch.Done]:
+        for job in jobs:
+            began.append(job.key)
+            yield batch.Done(job, error="it spills" if job.key == "wide" else None)
+
+    monkeypatch.setattr(batch, "compile_all", compile_all)
+    jobs = {1: "prepare small", 2: "prepare wide", 3: "wide late", 4: "small prepare"}
+    ready = tuned.compiled({config: [Pretended(key) for key in keys.split()] for config, keys in jobs.items()})
+    assert list(ready) == [(1, None), (4, None), (2, "it spills"), (3, "it spills")]
+    assert began == ["prepare", "small", "wide", "late"]
+
+
 def test_calls_of_nothing_have_no_space() -> None:
     shape = torch.Size((4, 0, 16, 128))
-    assert backend.space(H100, shape, shape, 1.0) is None
+    assert forward_launch.space(H100, shape, shape, 1.0) is None
 
 
 def test_the_file_is_json_for_people(file: Path) -> None:

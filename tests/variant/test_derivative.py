@@ -16,7 +16,8 @@ from tileattn import ALiBi, Bias, SoftCap
 from tileattn import math as tm
 from tileattn.variant.derivative import derivative, float_loads
 from tileattn.variant.expression import Expr, TensorSymbol, nodes, symbol, text_of
-from tileattn.variant.key import encode, program
+from tileattn.variant.key import encode
+from tileattn.variant.program import program
 from tileattn.variant.reading import evaluate, parse
 
 Function = Callable[..., Any]  # (score, weight, h, q) -> value; weight an element of a float tensor (h,)
@@ -133,7 +134,7 @@ def test_every_operation(name: str) -> None:
 
 def test_every_operation_has_a_rule() -> None:
     """The operations above are all that there are."""
-    from tileattn.variant.expression import OPS
+    from tileattn.variant.operations import OPS
 
     arguments = (SCORE, WEIGHTS[symbol("h"),], symbol("h"), symbol("q"))
     seen = {node.op for function in OPERATIONS.values() for node in nodes(function(*arguments))}

@@ -25,8 +25,9 @@ from tests.tools.positions import (
 )
 from tileattn import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
 from tileattn import math as tm
-from tileattn.variant.key import encode, program
+from tileattn.variant.key import encode
 from tileattn.variant.masks import FIRST_POSITION
+from tileattn.variant.program import program
 from tileattn.variant.reading import evaluate
 
 examples = settings(deadline=None, derandomize=True)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import tileattn
 from tileattn import Mask
-from tileattn.kernels.triton import backend as triton_backend
 from tileattn.kernels.triton import defaults as config
+from tileattn.kernels.triton.interpreter import interpreted
+from tileattn.kernels.triton.tile_sizes import KERNELS, Config
 from tileattn.math import load
 from tileattn.testing import (
     assert_forward_accurate,
@@ -62,7 +63,7 @@ CASES = [
 def test_heads_with_other_ranges(
     backend: str, seqlen_q: int, seqlen_k: int, left: tuple[int, int], right: tuple[int, int]
 ) -> None:
-    if backend == "triton" and not triton_backend.interpreted():
+    if backend == "triton" and not interpreted():
         pytest.skip("needs Triton's interpreter")
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = (
@@ -72,7 +73,7 @@ def test_heads_with_other_ranges(
     leaves = {"dq": q.requires_grad_(), "dk": k.requires_grad_(), "dv": v.requires_grad_()}
     exact = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
     rest = (mask, (), None, None)
-    small = {name: config.Config(16, 16, 4, 1) for name in config.KERNELS}
+    small = {name: Config(16, 16, 4, 1) for name in KERNELS}
     with config.overridden(**small) if backend == "triton" else contextlib.nullcontext():
         got = tileattn.attention(q, k, v, mask=mask, return_lse=True, backend=backend)
         found = gradients(got, leaves, do, None)

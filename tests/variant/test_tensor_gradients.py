@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tileattn
 from tileattn import Bias, FunctionMask, SlidingWindow, SoftCap
-from tileattn.kernels.triton import backend as triton_backend
+from tileattn.kernels.triton.interpreter import interpreted
 from tileattn.testing import assert_gradients_accurate, eager_gradients, gradients, oracle_gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,7 +60,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize(("backend", "deterministic"), BACKENDS)
 def test_gradient(backend: str, table: str, seqlens: tuple[int, int], deterministic: bool) -> None:
-    if backend == "triton" and DEVICE == "cpu" and not triton_backend.interpreted():
+    if backend == "triton" and DEVICE == "cpu" and not interpreted():
         pytest.skip("needs Triton's interpreter")
     seqlen_q, seqlen_k = seqlens
     make, shape = TABLES[table]
@@ -93,7 +93,7 @@ def test_gradient(backend: str, table: str, seqlens: tuple[int, int], determinis
 @pytest.mark.parametrize("by", ["head", "key"])
 def test_slopes_of_hidden_scores_are_in_no_gradient(backend: str, deterministic: bool, by: str) -> None:
     """Infinite ones: 0 times that is NaN. The oracle and eager take a modification that is finite there."""
-    if backend == "triton" and DEVICE == "cpu" and not triton_backend.interpreted():
+    if backend == "triton" and DEVICE == "cpu" and not interpreted():
         pytest.skip("needs Triton's interpreter")
     leaves = {name: drawn(1, 21, 2, 16, seed=seed) for seed, name in enumerate(("dq", "dk", "dv"))}
     leaves["dt0"] = drawn(2 if by == "head" else 21, seed=3)

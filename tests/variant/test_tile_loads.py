@@ -11,7 +11,8 @@ import torch
 from tileattn import ALiBi, Bias, Causal, Documents, SoftCap
 from tileattn import math as tm
 from tileattn.call.inputs import Operands
-from tileattn.variant.key import Program, encode, program, restore, with_alignment
+from tileattn.variant.key import encode
+from tileattn.variant.program import Program, program, restore, with_alignment
 from tileattn.variant.tile_loads import is_aligned
 
 TABLE = torch.zeros(2, 4, 16, 16)

@@ -34,7 +34,8 @@ from tileattn import (
 from tileattn import math as tm
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 from tileattn.variant.expression import TensorSymbol, dtype_of, symbol, text_of
-from tileattn.variant.key import encode, normalize, program, restore
+from tileattn.variant.key import encode, normalize
+from tileattn.variant.program import program, restore
 from tileattn.variant.reading import evaluate, parse
 
 POSITIONS = ("b", "h", "q", "k")

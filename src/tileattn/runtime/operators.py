@@ -16,7 +16,7 @@ from ..call.facts import AttentionCall, BackwardCall, device_arch, is_aligned, s
 from ..call.fp8 import FP8, accumulator, complete, output_dtype
 from ..call.inputs import Inputs, Numbers, join
 from ..tuner import state
-from ..variant.key import with_alignment
+from ..variant.program import with_alignment
 from .dispatch import prepare_backward, prepare_forward
 
 # As given: of q, k and v, each of any shape that broadcasts to (batch, kv_heads).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 
 from tileattn.call.facts import AttentionCall
 from tileattn.call.fp8 import FP8
+from tileattn.kernels.tilelang.build import library
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.config import ForwardConfig, HopperConfig
 from tileattn.kernels.tilelang.forward.defaults import Config
+from tileattn.kernels.tilelang.packed.library import plan_key
 
 CALL = AttentionCall(torch.bfloat16, 128, 128, arch="sm_90a")
 FP8_CALL = replace(CALL, dtype=FP8)
@@ -49,14 +52,14 @@ def test_facts_of_the_other_kernels() -> None:
     key = launch.transpose_key(FP8_CALL)
     assert key != launch.transpose_key(replace(FP8_CALL, head_dim_v=64))
     assert key != launch.transpose_key(replace(FP8_CALL, arch="sm_100a"))
-    assert launch.plan_key("sm_90a") != launch.plan_key("sm_80")
+    assert plan_key("sm_90a") != plan_key("sm_80")
 
 
 # What makes a key of each kind of kernel.
-KEYS: dict[str, tuple[Any, ...]] = {
-    "cache_key": (CALL, TILES["generic"]),
-    "transpose_key": (FP8_CALL,),
-    "plan_key": ("sm_90a",),
+KEYS: dict[str, Callable[[], str]] = {
+    "forward": lambda: launch.cache_key(CALL, TILES["generic"]),
+    "transpose": lambda: launch.transpose_key(FP8_CALL),
+    "plan": lambda: plan_key("sm_90a"),
 }
 
 
@@ -64,13 +67,13 @@ KEYS: dict[str, tuple[Any, ...]] = {
 def test_each_version_is_in_the_key(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tileattn, of TileLang and of the compiler behind it."""
     versions: dict[str, str] = {}
-    monkeypatch.setattr(launch, "_version", lambda package: versions.get(package, "1"))
-    monkeypatch.setattr(launch, "_device_compiler", lambda: versions.get("cuda", "1"))
+    monkeypatch.setattr(library, "version", lambda package: versions.get(package, "1"))
+    monkeypatch.setattr(library, "device_compiler", lambda: versions.get("cuda", "1"))
     seen = set()
     for changed in ({}, {"tileattn": "2"}, {"tilelang": "2"}, {"cuda": "2"}):
         versions.clear()
         versions.update(changed)
-        launch._toolchain.cache_clear()
-        seen.add(getattr(launch, key)(*KEYS[key]))
-    launch._toolchain.cache_clear()
+        library.toolchain.cache_clear()
+        seen.add(KEYS[key]())
+    library.toolchain.cache_clear()
     assert len(seen) == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from tileattn.kernels.mma import compile as mma
 from tileattn.kernels.tilelang.backward import library as backward_launch
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.defaults import default
+from tileattn.kernels.tilelang.packed import library as packed_library
 
 PACKAGE = Path(tileattn.__file__).parent
 TILELANG = "tileattn.kernels.tilelang"
@@ -30,21 +32,21 @@ CALL = AttentionCall(torch.bfloat16, 64, 64, arch="sm_90a")
 BACKWARD = BackwardCall(replace(CALL, needs_grad=True), (True, True, True, False))
 
 # By kernel: the modules whose closure its key has, some of the files that generate it, and its key.
-COMPILER = "build.compile build.nvcc forward.config"
-TILE = f"{COMPILER} tile.dropout tile.expressions forward.generic tile.mask packed.work_list forward.signature "
-TILE += "tile.simplify tile.softmax packed.dependent_launch packed.ragged"
-HOPPER = "forward.hopper.kernel forward.hopper.plan"
-HOPPER_FORWARD = "forward.hopper.consumer forward.hopper.producer forward.hopper.tasks"
-AMD_FORWARD = "forward.amd.kernel forward.amd.config forward.amd.tensors"
+COMPILER = "build.compile build.nvcc architecture"
+TILE = f"{COMPILER} tile.dropout tile.expressions tile.mask tile.simplify tile.softmax tile.variables tile.assume "
+TILE += "tile.parameters tile.hopper tile.amd packed.work_list packed.dependent_launch packed.ragged"
+FORWARD_TILE = "forward.kernel forward.config forward.generic forward.signature forward.hopper.kernel "
+FORWARD_TILE += "forward.hopper.plan forward.hopper.consumer forward.hopper.producer forward.hopper.tasks packed.tasks "
+FORWARD_TILE += "forward.amd.kernel forward.amd.config"
 BACKWARD_TILE = "backward.config backward.generic backward.hopper.keys backward.hopper.config backward.hopper.queries "
 BACKWARD_TILE += "backward.hopper.wide backward.kernels backward.hopper.layouts backward.operand_gradients "
 BACKWARD_TILE += "backward.hopper.dq_order backward.places backward.prepare backward.finish backward.queries "
-BACKWARD_TILE += "backward.signature backward.slopes backward.operand_stores backward.tile tile.variables "
-BACKWARD_TILE += "backward.visible backward.amd.queries forward.amd.tensors backward.amd.config backward.defaults"
+BACKWARD_TILE += "backward.signature backward.slopes backward.operand_stores backward.tile "
+BACKWARD_TILE += "backward.visible backward.amd.queries backward.amd.config backward.defaults"
 KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
     "forward": (
-        "forward.schedules",
-        f"{TILE} {HOPPER} {HOPPER_FORWARD} forward.kernel packed.tasks {AMD_FORWARD}",
+        "forward.kernel",
+        f"{TILE} {FORWARD_TILE}",
         lambda: launch.cache_key(CALL, default(CALL)),
     ),
     "transpose_fp8": (
@@ -55,10 +57,10 @@ KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
     "sequence_plan": (
         "packed.plan_kernel",
         f"{COMPILER} packed.work_list packed.dependent_launch",
-        lambda: launch.plan_key("sm_90a"),
+        lambda: packed_library.plan_key("sm_90a"),
     ),
     **{
-        name: ("backward.kernels", f"{TILE} {HOPPER} {BACKWARD_TILE}", functools.partial(key, *arguments))
+        name: ("backward.kernels", f"{TILE} {BACKWARD_TILE}", functools.partial(key, *arguments))
         for name, key, *arguments in (
             (f"backward.{which}", backward_launch.cache_key, BACKWARD, which)
             for which in ("prepare", "main", "finish", "queries")
@@ -70,8 +72,9 @@ ABOVE = {"api", "runtime", "call.validation", "call.packed_status", "measure", "
 ABOVE |= {"nn", "compat", "cli", "bench", "viz", "reference", "testing", "parallel", "__main__"}
 # Of TileLang's modules, those that choose, load and launch.
 FOLDERS = ("backward", "backward.amd", "backward.hopper", "build", "forward", "forward.amd", "forward.hopper")
-HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "packed.plan"}
-HOST |= {f"forward.{name}" for name in ("candidates", "defaults", "library", "packed", "queue", "sm90_table", "space")}
+HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "build.library"}
+HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table"}
+HOST |= {f"forward.{name}" for name in ("defaults", "launch", "library", "packed", "queue", "space")}
 HOST |= {f"backward.{name}" for name in ("launch", "library", "space", "workspaces")}
 
 
@@ -239,17 +242,18 @@ def forget() -> None:
 
 # (edited file, kernels whose keys change): among them what no list of files had named.
 EDITS = [
-    ("forward/hopper/plan.py", {"forward", "backward"}),
-    ("forward/hopper/kernel.py", {"forward", "backward"}),
+    ("forward/hopper/plan.py", {"forward"}),
+    ("forward/hopper/kernel.py", {"forward"}),
+    ("tile/hopper.py", {"forward", "backward"}),
     ("backward/hopper/wide.py", {"backward"}),
     ("packed/plan_kernel.py", {"sequence_plan"}),
     ("forward/transpose_fp8.py", {"transpose_fp8"}),
     ("packed/work_list.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
     ("build/nvcc.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
-    ("forward/amd/tensors.py", {"forward", "backward"}),
+    ("tile/amd.py", {"forward", "backward"}),
     ("forward/library.py", set()),
     ("../../runtime/operators.py", set()),
-    ("../../variant/expression.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
+    ("../../variant/expression.py", {"forward", "backward", "transpose_fp8"}),
 ]
 
 
@@ -266,17 +270,17 @@ def test_an_edit_changes_the_keys_of_the_kernels_that_it_generates(copied: Path,
 
 def test_a_new_import_joins_the_closure(copied: Path) -> None:
     """Also one inside a function, of a file that was not there."""
-    before = launch.plan_key("sm_90a")
+    before = packed_library.plan_key("sm_90a")
     folder = copied / "kernels" / "tilelang"
     (folder / "new.py").write_text("x = 1\n")
-    assert launch.plan_key("sm_90a") == before
+    assert packed_library.plan_key("sm_90a") == before
     with (folder / "packed" / "plan_kernel.py").open("a") as file:
         file.write("\n\ndef later():\n    from ..new import x\n\n    return x\n")
     forget()
-    second = launch.plan_key("sm_90a")
+    second = packed_library.plan_key("sm_90a")
     (folder / "new.py").write_text("x = 2\n")
     forget()
-    assert len({before, second, launch.plan_key("sm_90a")}) == 3
+    assert len({before, second, packed_library.plan_key("sm_90a")}) == 3
 
 
 # --- While a kernel is made ---
@@ -288,11 +292,12 @@ from dataclasses import replace
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, SoftCap
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang.build import compile
-from tileattn.kernels.tilelang.forward import defaults, schedules, transpose_fp8
+from tileattn.kernels.tilelang.forward import defaults, kernel, transpose_fp8
 from tileattn.kernels.tilelang.packed import plan_kernel as sequence_plan
 from tileattn.kernels.tilelang.backward import kernels, library as launch
 from tileattn.kernels.tilelang.backward.defaults import default as backward_default
-from tileattn.variant.key import encode, program, with_alignment
+from tileattn.variant.key import encode
+from tileattn.variant.program import program, with_alignment
 
 BIAS, TILES = torch.ones(1, 4, 9, 9), torch.ones(2, 4, 16, 16, dtype=torch.bfloat16)
 VARIANTS = {
@@ -329,7 +334,7 @@ FORWARD = [
 ]
 for each in FORWARD:
     tiles = defaults.default(each)
-    made("forward", lambda: schedules.kernel_of(each, tiles))
+    made("forward", lambda: kernel.kernel_of(each, tiles))
 made("transpose_fp8", lambda: transpose_fp8.transpose_kernel(FORWARD[0]))
 small = made("sequence_plan", lambda: sequence_plan.plan_kernel("sm_90a"))
 made("sequence_plan", lambda: compile.device_source(small, "sm_90a"))
@@ -365,7 +370,7 @@ def traced() -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.skipif(launch.importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
+@pytest.mark.skipif(importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_runs_while_a_kernel_is_made_is_in_its_closure(name: str) -> None:
     ran = traced()[name]

@@ -22,6 +22,7 @@ from tileattn.kernels.triton import backend
 from tileattn.kernels.triton import defaults as config
 from tileattn.kernels.triton import grid as order
 from tileattn.kernels.triton.grid import Programs, Sizes
+from tileattn.kernels.triton.tile_sizes import KERNELS, Config
 from tileattn.nn import NaiveAttention, TritonFlashAttention, get_attention
 from tileattn.runtime.dispatch import BACKENDS, select
 from tileattn.testing import (
@@ -34,7 +35,8 @@ from tileattn.testing import (
     oracle_gradients,
 )
 from tileattn.tuner import state
-from tileattn.variant.key import encode, normalize, program
+from tileattn.variant.key import encode, normalize
+from tileattn.variant.program import program
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,7 +44,7 @@ pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 CALL = AttentionCall(torch.float16, 64, 64, arch="sm_90a")
 
-SMALL = {name: config.Config(16, 16, 4, 1) for name in config.KERNELS}
+SMALL = {name: Config(16, 16, 4, 1) for name in KERNELS}
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
@@ -282,7 +284,7 @@ def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if DEVICE == "cpu":
         from triton.runtime import interpreter
 
-        from tileattn.kernels.triton import plans
+        from tileattn.kernels.triton import plan
 
         builder, real = interpreter.InterpreterBuilder, interpreter.InterpreterBuilder.create_dot
 
@@ -301,16 +303,16 @@ def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(builder, "create_exp2", create_exp2)
         options = interpreter.InterpreterOptions(allowed_dot_input_precisions=("bf16x6", "ieee"))
         monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
-        monkeypatch.setattr(plans, "_precision", lambda call: "bf16x6")
-        forget(plans)
+        monkeypatch.setattr(plan, "_precision", lambda call: "bf16x6")
+        forget(plan)
     yield
     if DEVICE == "cpu":
-        forget(plans)
+        forget(plan)
 
 
-def forget(plans: Any) -> None:
+def forget(plan: Any) -> None:
     """What holds a plan."""
-    plans.make_plan.cache_clear()
+    plan.make_plan.cache_clear()
     state.forget_prepared()
 
 
@@ -447,24 +449,25 @@ def test_gradients_that_are_asked_for(wanted: tuple[int, ...]) -> None:
 def test_descriptors(dims: tuple[int, int], apart: bool, dimensions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Hopper copies by TMA. The interpreter knows descriptors, and what is beyond their ends."""
     from tileattn.call.inputs import Inputs
-    from tileattn.kernels.triton import arguments, plans
-    from tileattn.kernels.triton.forward import launch
+    from tileattn.kernels.triton import arguments, plan
+    from tileattn.kernels.triton.backward.launch import Backward
+    from tileattn.kernels.triton.forward.launch import Forward
 
     def made_up(seqlen: int, head_dim: int, seed: int) -> Tensor:
         x = tensor(2, seqlen, 2, head_dim, seed=seed)
         return x.transpose(1, 2).contiguous().transpose(1, 2) if apart else x
 
-    monkeypatch.setattr(plans, "has_descriptors", lambda arch: True)
+    monkeypatch.setattr(plan, "has_descriptors", lambda arch: True)
     made: list[int] = []
     real = arguments.TensorDescriptor
     monkeypatch.setattr(arguments, "TensorDescriptor", lambda x, *given: made.append(len(given[0])) or real(x, *given))
     q, k, v = made_up(37, dims[0], 0), made_up(45, dims[0], 1), made_up(45, dims[1], 2)
     key = key_of(Causal())
     call = AttentionCall(torch.float16, *dims, key, needs_grad=True, arch="sm_90a" if DEVICE == "cuda" else "cpu")
-    tma = {name: config.Config(16, 16, 4, 1, tma=True) for name in config.KERNELS}
+    tma = {name: Config(16, 16, 4, 1, tma=True) for name in KERNELS}
     with config.overridden(**tma):
-        forward = launch.Forward(call, q.shape, k.shape, dims[0] ** -0.5)
-        backward = launch.Backward(BackwardCall(call, (True, True, True, False)), q.shape, k.shape, dims[0] ** -0.5)
+        forward = Forward(call, q.shape, k.shape, dims[0] ** -0.5)
+        backward = Backward(BackwardCall(call, (True, True, True, False)), q.shape, k.shape, dims[0] ** -0.5)
     inputs = Inputs(q, k, v)
     o, lse = forward(inputs)
     assert made == ([4, 4] if dimensions == 4 else [3, 3, 3, 3])  # k and v; or q, k, v and o
@@ -491,7 +494,7 @@ def test_a_launch_is_worked_out_once() -> None:
             return lambda *arguments, **options: log.append(("compiled", grid, arguments, options)) or Compiled()
 
     def work_out(*arguments: Any) -> Launch:
-        return Launch(Kernel(), grid, config.Config(0, 0, 4, 2), ("last",), {})
+        return Launch(Kernel(), grid, Config(0, 0, 4, 2), ("last",), {})
 
     class Elsewhere(Tensor):
         def get_device(self) -> int:

@@ -17,7 +17,8 @@ from tileattn.call.facts import Packed
 from tileattn.call.inputs import Inputs, Operands
 from tileattn.runtime import operators as ops
 from tileattn.runtime.dispatch import Backend, select
-from tileattn.variant.key import encode, normalize, with_alignment
+from tileattn.variant.key import encode, normalize
+from tileattn.variant.program import with_alignment
 
 
 @dataclass(frozen=True)

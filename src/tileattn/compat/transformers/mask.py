@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...call.inputs import Operands
-from ...variant.key import encode, restore
+from ...variant.key import encode
 from ...variant.masks import Causal, Documents, KeyPadding, Mask, SlidingWindow
+from ...variant.program import restore
 from .patterns import DenseMask, ShiftedWindow
 from .symbols import Pattern, understood
 

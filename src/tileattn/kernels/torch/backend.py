@@ -10,7 +10,7 @@ import torch
 from ...call.facts import AttentionCall, BackwardCall, Gradients
 from ...call.fp8 import FP8, accumulator, dequantize
 from ...call.inputs import Inputs, Operands
-from ...variant.key import restore
+from ...variant.program import restore
 from .backward import Needs
 from .backward import backward as torch_backward
 from .forward import forward as torch_forward

@@ -9,14 +9,11 @@ tests/kernels/triton/test_compile.py sees whether what is compiled fits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ...call.facts import AttentionCall
 from ...variant.expression import nodes
-from ...variant.key import program
-
-if TYPE_CHECKING:
-    from .defaults import Config
+from ...variant.program import program
+from .tile_sizes import Config
 
 HOPPER_BYTES = 227 * 1024
 NVIDIA_BYTES = 99 * 1024  # on the smaller ones

@@ -29,6 +29,7 @@ from tileattn.kernels.tilelang.backward.config import BackwardConfig, read_toget
 from tileattn.kernels.tilelang.backward.defaults import default, queries_default
 from tileattn.kernels.tilelang.backward.kernels import kernel, kernel_of, main_kernel
 from tileattn.kernels.tilelang.build.compile import build_library, device_source
+from tileattn.kernels.tilelang.build.library import load
 
 ARCH, SHARED_BYTES = "gfx942", 65536
 QUICK = ("plain-16",)
@@ -158,7 +159,7 @@ def test_gradients_on_a_gpu(name: str, deterministic: bool, monkeypatch: pytest.
     def loaded(function: Any, kernel_name: str) -> launch.Kernel:
         path = tmp_path / f"{kernel_name}.so"
         build_library(function, arch, path)
-        return launch._load(path)[kernel_name]
+        return load(path)[kernel_name]
 
     # Without stages, as AMD's defaults are: with them TileLang adds a producer on Hopper.
     replaced(monkeypatch, dataclasses.replace(CONFIGS[0], num_stages=0), loaded)

@@ -36,7 +36,7 @@ from tileattn.kernels.tilelang.backward.hopper.dq_order import RegisterOrder
 from tileattn.kernels.tilelang.backward.kernels import kernel
 from tileattn.kernels.tilelang.backward.operand_gradients import ADDED, paths
 from tileattn.kernels.tilelang.build.compile import device_source
-from tileattn.variant.key import program
+from tileattn.variant.program import program
 
 CALLS = {
     "plain-128": backward_of(make_call()),

@@ -26,15 +26,15 @@ from tests.tools.lowering import (
 )
 from tileattn import ALiBi, Bias, Causal, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap
 from tileattn.call.facts import AttentionCall, BackwardCall
+from tileattn.kernels.tilelang.architecture import ARCHITECTURES
 from tileattn.kernels.tilelang.backward import config
 from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
 from tileattn.kernels.tilelang.backward.kernels import kernel, main_kernel, queries_kernel
 from tileattn.kernels.tilelang.build.compile import device_source
 from tileattn.kernels.tilelang.forward import library as forward_launch
-from tileattn.kernels.tilelang.forward.config import ARCHITECTURES
 from tileattn.kernels.tilelang.forward.defaults import default as forward_default
-from tileattn.variant.key import program
+from tileattn.variant.program import program
 
 ASSEMBLED = ("sm_80", "sm_90a")
 SERIALIZED = re.compile(r"C75(?:08|10|12|14)|serializ|setmaxnreg ignored", re.IGNORECASE)
@@ -227,7 +227,7 @@ def test_head_dims_far_apart(name: str) -> None:
 
 # --- Tiles ---
 
-HEAD_DIMS = (16, 32, 48, 64, 96, 128, 192, 256)  # all that `config.padded` leaves
+HEAD_DIMS = (16, 32, 48, 64, 96, 128, 192, 256)  # all that `architecture.padded` leaves
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -13,7 +13,8 @@ from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang.backward.operand_gradients import ADDED, AXES, BY_KEY, SPREAD, STORED, add_up, paths
 from tileattn.kernels.tilelang.backward.slopes import slope_program
 from tileattn.variant.derivative import float_loads
-from tileattn.variant.key import encode, program
+from tileattn.variant.key import encode
+from tileattn.variant.program import program
 from tileattn.variant.reading import evaluate
 
 BATCH, HEADS, QUERIES, KEYS = 2, 4, 5, 7

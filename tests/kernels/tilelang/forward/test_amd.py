@@ -20,8 +20,9 @@ from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWind
 from tileattn.call.dropout import Dropout
 from tileattn.call.facts import AttentionCall
 from tileattn.call.inputs import Inputs, Operands
-from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.architecture import padded
 from tileattn.kernels.tilelang.forward import defaults, space
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.amd.config import (
     AmdConfig,
@@ -31,8 +32,7 @@ from tileattn.kernels.tilelang.forward.amd.config import (
     published_space,
     shared_bytes,
 )
-from tileattn.kernels.tilelang.forward.config import padded
-from tileattn.kernels.tilelang.forward.schedules import kernel_of
+from tileattn.kernels.tilelang.forward.kernel import kernel_of
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 from tileattn.testing.dropout import dropout_mask
 from tileattn.variant.key import encode
@@ -226,9 +226,11 @@ def run(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name) for name in RUNS]
 )
 def test_the_schedule_computes_attention(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(backend, "forward_function", lambda call, config: Kernel(kernel_of(call, config), tmp_path))
+    monkeypatch.setattr(
+        forward_launch, "forward_function", lambda call, config: Kernel(kernel_of(call, config), tmp_path)
+    )
     config, options = RUNS[name]
-    run(config, backend.prepare_with, **options)
+    run(config, forward_launch.prepare_with, **options)
 
 
 @pytest.mark.gpu
@@ -243,7 +245,7 @@ def test_the_schedule_computes_attention_on_a_gpu(name: str) -> None:
     if "mods" in options and name.startswith("bias"):
         options["mods"] = [ALiBi(torch.ones(4).cuda()), Bias(torch.randn(1, 4, 150, 150).cuda())]
     arch = "sm_90a" if torch.cuda.get_device_capability()[0] == 9 else "sm_80"
-    run(config, backend.prepare_with, **options, arch=arch, device="cuda")
+    run(config, forward_launch.prepare_with, **options, arch=arch, device="cuda")
 
 
 def test_defaults_fall_back_to_smaller_tiles() -> None:

@@ -17,7 +17,7 @@ from tests.tools.emulator import ARCH, COMPILER, Kernel
 from tileattn import Causal, Mask, SlidingWindow
 from tileattn.call.facts import AttentionCall
 from tileattn.call.inputs import Inputs
-from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import ForwardConfig
 from tileattn.kernels.tilelang.forward.kernel import forward_kernel
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention, poisoned_memory
@@ -51,9 +51,9 @@ def test_forward(
     variant, operands = encode(mask, ())
     call = AttentionCall(q.dtype, DIM, DIM, variant, sink=sink, arch=ARCH)
     monkeypatch.setattr(
-        backend, "forward_function", lambda call, config: Kernel(forward_kernel(call, config), tmp_path)
+        forward_launch, "forward_function", lambda call, config: Kernel(forward_kernel(call, config), tmp_path)
     )
-    forward: Any = backend.prepare_with(TILE, call, q.shape, k.shape, SCALE)
+    forward: Any = forward_launch.prepare_with(TILE, call, q.shape, k.shape, SCALE)
     with poisoned_memory():
         got = forward(Inputs(q, k, v, logits, operands))
     arguments = (q, k, v, mask, (), logits, SCALE)

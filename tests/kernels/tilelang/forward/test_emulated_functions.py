@@ -15,7 +15,7 @@ from tests.tools.user_functions import HEADS, MASKS, SCORES, SEQLEN_K, SEQLEN_Q
 from tileattn import FunctionMask
 from tileattn.call.facts import AttentionCall
 from tileattn.call.inputs import Inputs
-from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.kernel import forward_kernel
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 from tileattn.variant.key import encode
@@ -41,8 +41,8 @@ def test_functions(kind: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
     variant, operands = encode(mask, mods)
     call = AttentionCall(torch.float16, 16, 16, variant, arch=ARCH)
     monkeypatch.setattr(
-        backend, "forward_function", lambda call, config: Kernel(forward_kernel(call, config), tmp_path)
+        forward_launch, "forward_function", lambda call, config: Kernel(forward_kernel(call, config), tmp_path)
     )
-    o, lse = backend.prepare(call, q.shape, k.shape, 0.25)(Inputs(q, k, v, None, operands))
+    o, lse = forward_launch.prepare(call, q.shape, k.shape, 0.25)(Inputs(q, k, v, None, operands))
     arguments = (q, k, v, mask, mods)
     assert_forward_accurate(name, (o, lse), oracle_attention(*arguments), eager_attention(*arguments))

@@ -13,7 +13,7 @@ from tests.tools.emulator import ARCH, COMPILER, Kernel
 from tests.tools.special_values import HEADS, assert_as_the_formula, call_of
 from tileattn.call.facts import AttentionCall
 from tileattn.call.inputs import Inputs
-from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.kernel import forward_kernel
 from tileattn.variant.key import encode
 
@@ -24,12 +24,12 @@ pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), pytest.m
 @pytest.mark.parametrize("mask", ["full", "causal", "documents"])
 def test_o_and_lse(mask: str, sink: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
-        backend, "forward_function", lambda call, config: Kernel(forward_kernel(call, config), tmp_path)
+        forward_launch, "forward_function", lambda call, config: Kernel(forward_kernel(call, config), tmp_path)
     )
     special = call_of(mask, torch.float16, "cpu", seqlen_q=20)
     variant, operands = encode(special.mask, ())
     call = AttentionCall(torch.float16, 16, 16, variant, arch=ARCH, sink=sink)
     logits = torch.zeros(HEADS) if sink else None
     q, k, v, _ = special
-    got = backend.prepare(call, q.shape, k.shape, 0.25)(Inputs(q, k, v, logits, operands))
+    got = forward_launch.prepare(call, q.shape, k.shape, 0.25)(Inputs(q, k, v, logits, operands))
     assert_as_the_formula((*special, (), logits), got)

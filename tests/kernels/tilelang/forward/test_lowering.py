@@ -31,14 +31,15 @@ from tests.tools.lowering import (
 )
 from tileattn import ALiBi, Bias, Causal, FunctionMask, SlidingWindow, SoftCap
 from tileattn.call.facts import AttentionCall
-from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang import architecture
 from tileattn.kernels.tilelang.forward import config, defaults
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.amd import config as amd_config
 from tileattn.kernels.tilelang.forward.amd.config import AmdConfig
 from tileattn.kernels.tilelang.forward.config import ForwardConfig, HopperConfig
 from tileattn.kernels.tilelang.forward.defaults import Config
-from tileattn.variant.key import program
+from tileattn.variant.program import program
 
 ASSEMBLED = ("sm_80", "sm_90a")
 # Lowering takes 5 to 18 seconds of a core for each, so `make test` has of each architecture what its schedule makes of
@@ -274,7 +275,7 @@ def _check_hint(source: str, bias: torch.Tensor, shared: bool) -> None:
 def test_heads_that_share_a_large_bias_run_side_by_side() -> None:
     def side_by_side(bias: torch.Tensor, seqlen: int) -> int:
         call = make_call(None, Bias(bias))
-        return backend._heads_side_by_side(call, torch.Size((2, seqlen, 4, 128)), seqlen, 4)
+        return forward_launch._heads_side_by_side(call, torch.Size((2, seqlen, 4, 128)), seqlen, 4)
 
     assert side_by_side(TILES, 8192) == 1
     assert side_by_side(TILES[:, :1], 8192) == 8
@@ -351,7 +352,7 @@ HEAD_DIMS = range(16, 257, 8)
 VARIANTS = {"plain": make_call(), "causal": make_call(Causal()), "softcap": make_call(None, SoftCap(3.0))}
 
 
-@pytest.mark.parametrize("arch", config.ARCHITECTURES)
+@pytest.mark.parametrize("arch", architecture.ARCHITECTURES)
 def test_every_default_fits(arch: str) -> None:
     for dim, dim_v, call in itertools.product(HEAD_DIMS, HEAD_DIMS, VARIANTS.values()):
         call = AttentionCall(torch.bfloat16, dim, dim_v, call.variant, arch=arch)
@@ -364,10 +365,10 @@ def test_every_default_fits(arch: str) -> None:
                 head_dim, head_dim_v = config.hopper_dims(call)
                 if not tile.output_apart(call):  # O lies where Q was
                     assert head_dim_v <= head_dim
-                    assert config.panel(head_dim_v) == config.panel(head_dim)
+                    assert architecture.panel(head_dim_v) == architecture.panel(head_dim)
             else:
                 used = config.shared_bytes(call, tile) * tile.blocks_per_sm
-            assert used <= config.ARCHITECTURES[arch].shared_bytes
+            assert used <= architecture.ARCHITECTURES[arch].shared_bytes
 
 
 @pytest.mark.parametrize("name", ["plain-256", "causal-64", pytest.param("causal-192/128", marks=pytest.mark.slow)])
@@ -395,9 +396,9 @@ def test_what_does_not_fit_is_not_valid() -> None:
 def test_padding_is_small() -> None:
     """And leaves the head dims of real models as they are."""
     for dim in HEAD_DIMS:
-        assert dim <= config.padded(dim) < dim + 64
+        assert dim <= architecture.padded(dim) < dim + 64
         assert dim <= config.hopper_dims(make_call(dim=dim))[0] < dim + 32
-    assert [dim for dim in (16, 32, 64, 96, 128, 192, 256) if config.padded(dim) != dim] == []
+    assert [dim for dim in (16, 32, 64, 96, 128, 192, 256) if architecture.padded(dim) != dim] == []
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
@@ -405,11 +406,11 @@ def test_padding_is_small() -> None:
 def test_consumer_registers(threads: int, blocks: int) -> None:
     """What setmaxnreg asks for is there: multiples of 8, within the registers that the launch was given."""
     registers = ForwardConfig(128, 64, 2, threads, blocks_per_sm=blocks).consumer_registers()
-    all_threads = threads + config.PRODUCER_THREADS
+    all_threads = threads + architecture.PRODUCER_THREADS
     given = min(65536 // blocks // all_threads // 8 * 8, 255) * all_threads
     assert registers % 8 == 0
     assert 24 <= registers <= 240
-    assert registers * threads + config.PRODUCER_REGISTERS * config.PRODUCER_THREADS <= given
+    assert registers * threads + architecture.PRODUCER_REGISTERS * architecture.PRODUCER_THREADS <= given
 
 
 @pytest.mark.parametrize("block_M", [64, 128, 192])
@@ -417,7 +418,8 @@ def test_registers_of_the_hopper_schedule(block_M: int) -> None:
     """As above; the launch gives every thread the same, and setmaxnreg moves the producer's to the consumers."""
     tile = HopperConfig(block_M, 128)
     registers, threads = tile.consumer_registers(), tile.consumer_threads()
-    given = min(65536 // (threads + config.PRODUCER_THREADS) // 8 * 8, 255) * (threads + config.PRODUCER_THREADS)
+    all_threads = threads + architecture.PRODUCER_THREADS
+    given = min(65536 // all_threads // 8 * 8, 255) * all_threads
     assert registers % 8 == 0
     assert 24 <= registers <= 240
-    assert registers * threads + tile.producer_registers * config.PRODUCER_THREADS <= given
+    assert registers * threads + tile.producer_registers * architecture.PRODUCER_THREADS <= given

@@ -39,7 +39,7 @@ from tileattn.testing import (
     output_gradients,
     poisoned_memory,
 )
-from tileattn.testing.cases import DROPOUT_SEED, Structure
+from tileattn.testing.call_arguments import DROPOUT_SEED, Structure
 from tileattn.testing.expected import expected_forward, expected_gradients
 from tileattn.testing.packed_cases import packed_cases
 from tileattn.testing.shapes import PackedShape

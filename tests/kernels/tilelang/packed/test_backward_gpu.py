@@ -35,7 +35,7 @@ from tileattn.testing import (
     gradients,
     output_gradients,
 )
-from tileattn.testing.cases import Structure
+from tileattn.testing.call_arguments import Structure
 from tileattn.testing.shapes import PackedShape
 
 pytestmark = pytest.mark.gpu

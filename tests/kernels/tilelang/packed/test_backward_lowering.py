@@ -20,6 +20,7 @@ from tests.kernels.tilelang.tile import test_dropout_lowering as dropped
 from tests.tools.lowering import IDS, MAX_SPILLED, assemble, find_nvcc, make_call, numbers, on, source_and_shared
 from tileattn import Bias, Causal
 from tileattn.call.facts import BackwardCall
+from tileattn.kernels.tilelang.architecture import ARCHITECTURES
 from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.config import (
     BackwardConfig,
@@ -31,7 +32,6 @@ from tileattn.kernels.tilelang.backward.config import (
 from tileattn.kernels.tilelang.backward.defaults import default, prepared, queries_default
 from tileattn.kernels.tilelang.backward.kernels import kernel, main_kernel, queries_kernel
 from tileattn.kernels.tilelang.backward.operand_gradients import paths
-from tileattn.kernels.tilelang.forward.config import ARCHITECTURES
 from tileattn.variant.scores import for_packed
 
 REDUCED = 4 * 256  # bytes for a sum along rows that several warps hold, as the gradient of slopes takes two

@@ -17,6 +17,7 @@ from tileattn.call.dropout import Dropout, draw_seed
 from tileattn.call.facts import Packed, sizes
 from tileattn.call.inputs import Inputs
 from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.kernel import forward_kernel
 from tileattn.kernels.tilelang.packed import plan as packed
 from tileattn.kernels.tilelang.packed.plan_kernel import plan_kernel
@@ -30,7 +31,7 @@ from tileattn.testing import (
     packed_cases,
     poisoned_memory,
 )
-from tileattn.testing.cases import DROPOUT_SEED
+from tileattn.testing.call_arguments import DROPOUT_SEED
 from tileattn.variant.key import encode
 from tileattn.variant.scores import for_packed
 
@@ -81,7 +82,7 @@ def run(arguments: Arguments, given: Packed | None = None) -> tuple[torch.Tensor
     call = replace(ops.make_call(inputs, variant), arch=ARCH, aligned=aligned)
     assert backend.refusal(call) is None
     scale = q.shape[3] ** -0.5 if arguments.scale is None else arguments.scale
-    forward = backend.prepare(call, *sizes(q, k, given), scale)
+    forward = forward_launch.prepare(call, *sizes(q, k, given), scale)
     with poisoned_memory():
         return forward(inputs)
 

@@ -19,7 +19,7 @@ from tileattn import ALiBi, Causal, SlidingWindow, SoftCap
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.packed import work_list as records
 from tileattn.testing import ConformanceCase, assert_forward_accurate, build, expected_forward
-from tileattn.testing.cases import Structure
+from tileattn.testing.call_arguments import Structure
 from tileattn.testing.shapes import PackedShape
 
 pytestmark = pytest.mark.gpu

@@ -26,10 +26,12 @@ from tileattn.call.fp8 import FP8
 from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.build import compile
 from tileattn.kernels.tilelang.forward import defaults
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.config import HopperConfig
-from tileattn.kernels.tilelang.forward.schedules import kernel_of
+from tileattn.kernels.tilelang.forward.kernel import kernel_of
 from tileattn.kernels.tilelang.packed import ragged
+from tileattn.kernels.tilelang.packed.library import plan_key
 
 ASSEMBLED = ("sm_80", "sm_90a")
 NVIDIA = tuple(arch for arch in ARCHITECTURES if arch.startswith("sm_"))
@@ -157,9 +159,9 @@ def test_packed_calls_have_kernels_of_their_own() -> None:
     config = defaults.default(call)
     assert "packed" not in launch.cache_key(call, config)
     assert launch.cache_key(_packed(call), config).split(" | ")[2:4] == launch.cache_key(call, config).split(" | ")[2:4]
-    keys = {launch.cache_key(call, config), launch.cache_key(_packed(call), config), launch.plan_key(call.arch)}
+    keys = {launch.cache_key(call, config), launch.cache_key(_packed(call), config), plan_key(call.arch)}
     assert len(keys) == 3
-    assert launch.plan_key("sm_80") not in keys
+    assert plan_key("sm_80") not in keys
 
 
 def test_blocks_share_keys_where_lengths_are_similar_only() -> None:
@@ -184,4 +186,4 @@ def test_refusals(call: AttentionCall, reason: str) -> None:
 
 def test_the_tuner_leaves_packed_calls_alone() -> None:
     call, shape = _packed(make_call()), torch.Size((2, 300, 4, 128))
-    assert backend.space(call, shape, shape, 1.0) is None
+    assert forward_launch.space(call, shape, shape, 1.0) is None

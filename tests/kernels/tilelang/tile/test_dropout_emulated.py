@@ -18,12 +18,12 @@ from tests.tools.emulator import ARCH, COMPILER, Kernel
 from tileattn.call.dropout import Dropout, draw_seed
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.call.inputs import Inputs, Operands
-from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.backward import defaults
 from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
 from tileattn.kernels.tilelang.backward.kernels import kernel
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import ForwardConfig
 from tileattn.kernels.tilelang.forward.kernel import forward_kernel
 from tileattn.testing import dropout_mask
@@ -60,7 +60,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return compiled_once((call, config), lambda: forward_kernel(call, config))
 
     monkeypatch.setattr(backward_backend, "backward_kernels", kernels)
-    monkeypatch.setattr(backend, "forward_function", forward)
+    monkeypatch.setattr(forward_launch, "forward_function", forward)
 
 
 class Call:
@@ -81,7 +81,7 @@ class Call:
 
     def run(self) -> tuple[Tensor, Tensor]:
         """o and lse."""
-        prepared = backend.prepare(self.forward, self.problem.q.shape, self.problem.k.shape, self.scale)
+        prepared = forward_launch.prepare(self.forward, self.problem.q.shape, self.problem.k.shape, self.scale)
         return prepared(self.inputs)
 
     def gradients(self, deterministic: bool) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ def test_the_pattern_does_not_depend_on_tiles(tiling: str, emulated: None, monke
     """Of both passes, bit by bit."""
     if TILINGS[tiling] is not None:
         forward, main = TILINGS[tiling]  # type: ignore[misc]
-        monkeypatch.setattr(backend, "default", lambda *_: forward)
+        monkeypatch.setattr(forward_launch, "default", lambda *_: forward)
         monkeypatch.setattr("tileattn.kernels.tilelang.backward.kernels.default", lambda _: main)
         monkeypatch.setattr(backward_backend, "default", lambda _: main)
     monkeypatch.setattr(gpu_dropout, "LENGTHS", (70, 61))
@@ -151,7 +151,7 @@ def test_the_pattern_does_not_depend_on_tiles(tiling: str, emulated: None, monke
     class Attend(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            o, lse = backend.prepare(forward_call, q.shape, k.shape, 1.0)(Inputs(q, k, v, dropout=dropout))
+            o, lse = forward_launch.prepare(forward_call, q.shape, k.shape, 1.0)(Inputs(q, k, v, dropout=dropout))
             ctx.save_for_backward(q, k, v, o, lse)
             return o
 

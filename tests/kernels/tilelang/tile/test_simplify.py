@@ -15,7 +15,8 @@ from tileattn import ALiBi, SoftCap
 from tileattn import math as tm
 from tileattn.kernels.tilelang.tile.simplify import LOG2E, ScoreProgram, is_uniform, score_program, step_of_k
 from tileattn.variant.expression import nodes, symbol
-from tileattn.variant.key import encode, program
+from tileattn.variant.key import encode
+from tileattn.variant.program import program
 from tileattn.variant.reading import evaluate
 
 Mod = Callable[..., Any]

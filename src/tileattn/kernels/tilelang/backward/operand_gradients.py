@@ -32,7 +32,7 @@ from ....call.facts import BackwardCall
 from ....call.inputs import Operands
 from ....variant.derivative import float_loads
 from ....variant.expression import Expr, nodes
-from ....variant.key import program
+from ....variant.program import program
 from ....variant.reading import evaluate
 
 BY_KEY, STORED, ADDED, SPREAD = "by key", "stored", "added", "spread"
