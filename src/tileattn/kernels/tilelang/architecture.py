@@ -1,22 +1,22 @@
-"""What bounds tiles on each architecture, and how tiles are padded for its matrix units: of both passes."""
+"""Limits of tiles on each architecture, and their padding for the matrix units; for both passes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The warpgroup that issues TMA copies: TileLang adds it on sm_90, and it needs few registers.
+# The warpgroup that issues TMA copies. TileLang adds it on sm_90; it needs few registers.
 PRODUCER_THREADS, PRODUCER_REGISTERS = 128, 24
-# Keys that a block of transpose_fp8.py takes; its result is padded to a multiple.
+# Keys per block of transpose_fp8.py. Its result is padded to a multiple of this.
 TRANSPOSED_KEYS = 128
-# What a consumer thread needs besides the tiles: rows' maxima and sums, addresses, a tile's coordinates; and what a
-# modification of the score computes with. With these ptxas spills none of SoftCap's or ALiBi's candidates at head dim
-# 128, and none of SoftCap's at 64.
+# Registers of a consumer thread besides the tiles: rows' maxima and sums, addresses and a tile's coordinates; and those
+# that a score modification computes with. With these numbers ptxas spills none of SoftCap's or ALiBi's candidates at
+# head dim 128, and none of SoftCap's at 64.
 OTHER_REGISTERS, SCORE_REGISTERS = 32, 8
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What bounds a configuration: shared memory per block in bytes, threads in a warp."""
+    """Limits of a configuration: shared memory per block in bytes, threads in a warp."""
 
     shared_bytes: int
     warp: int = 32
@@ -38,10 +38,10 @@ ARCHITECTURES = {
 
 
 def padded(head_dim: int, itemsize: int = 2) -> int:
-    """The head dim as tiles hold it; the copy into shared memory fills the padding with zeros.
+    """The head dim of tiles. The copy into shared memory fills the padding with zeros.
 
-    A multiple of 32 bytes, as the matrix units take; of 32 or 64 elements where it is larger, so that rows can be
-    swizzled.
+    It is a multiple of 32 bytes, which the matrix units need. Larger ones are multiples of 32 or 64 elements, so that
+    rows can be swizzled.
     """
     step = 32 // itemsize if head_dim <= 64 else 32 if head_dim <= 128 else 64
     return -(-head_dim // step) * step

@@ -1,4 +1,4 @@
-"""How dispatch reaches the TileLang kernels: what they refuse; the launches are those of forward/ and backward/."""
+"""The TileLang backend as dispatch sees it: its refusals. forward/ and backward/ have the launches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
 
 def refusal(call: AttentionCall) -> str | None:
-    """Why the kernels do not run a call, or None where they do."""
+    """The reason why the kernels do not run a call, or None if they do."""
     if call.arch not in ARCHITECTURES:
         return f"device {call.arch!r} is not one of {', '.join(ARCHITECTURES)}"
     if importlib.util.find_spec("tilelang") is None:

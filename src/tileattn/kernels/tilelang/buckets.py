@@ -1,4 +1,4 @@
-"""The kernels for one bucket of lengths, for calls of any length: tests and tools see all of them at small sizes."""
+"""Selects the kernels of one bucket of lengths for calls of any length, for tests and tools."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .backward import launch as backward_launch
 from .forward import launch as forward_launch
 from .forward.defaults import LONG, Config, default
 
-# By name: a length that the forward pass takes for the shorter sequence, and up to how many queries the backward pass
-# takes sequences for short.
+# By name: the length that the forward pass is told, and the number of queries up to which the backward pass counts
+# sequences as short.
 BUCKETS = {"short": (1, 2**31), "long": (LONG, 0)}
 
 
 @contextmanager
 def only(bucket: str) -> Iterator[None]:
-    """Inside, calls get this bucket's kernels, whatever their lengths are."""
+    """Inside, calls of any length get this bucket's kernels."""
     length, short = BUCKETS[bucket]
 
     def of_bucket(call: AttentionCall, _: int) -> Config:

@@ -1,4 +1,4 @@
-"""What both passes do with a call's tensors and heads before a launch."""
+"""The preparation of a call's tensors before a launch, for both passes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from ...call.dropout import Dropout, threshold, weight_of_kept
 
-# What the heads that run at the same time read should stay in the L2 cache.
+# Bytes of the L2 cache for the data of heads that run at the same time.
 L2_BYTES = 32 * 2**20
 
 
 @functools.lru_cache(maxsize=256)
 def divisors(number: int) -> list[int]:
-    """In ascending order."""
+    """All divisors of a number, in ascending order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
@@ -28,8 +28,8 @@ def one_batch(tensor: torch.Tensor) -> torch.Tensor:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A variant's tensor as kernels take it: booleans as bytes, and never an empty one.
 
-    They read the ends of ranges before they know that there is no key. What they read instead is 0, in rows that begin
-    at multiples of 16 bytes, as a tensor map asks.
+    Kernels read the ends of ranges before they know that there is no key. An empty tensor is replaced by zeros, in rows
+    that begin at multiples of 16 bytes, as tensor maps need.
     """
     tensor = tensor.detach()
     if tensor.numel() == 0:
@@ -39,7 +39,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pattern_arguments(dropout: Dropout | None) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
-    """The tensors and the numbers that a kernel with dropout takes; none for one without."""
+    """The tensors and the numbers that a kernel with dropout takes; empty without dropout."""
     if dropout is None:
         return (), ()
     return (dropout.seed.detach(),), (threshold(dropout.p), weight_of_kept(dropout.p))

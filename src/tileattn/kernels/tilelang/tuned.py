@@ -1,4 +1,4 @@
-"""What the tuner has found for calls of known sizes, and how its candidates are compiled: of both passes."""
+"""The tuner's results for calls of known sizes, and the compilation of its candidates; for both passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .build.batch import AnyJob
 
 Sizes = tuple[int, int, int, int]
-# Each process imports TileLang and runs nvcc: more of them want more memory than they save time.
+# Each process imports TileLang and runs nvcc. More processes cost more memory than they save time.
 MAX_PROCESSES = 16
 LARGEST = 2**20  # of any number in a configuration
 MAY_BE_ZERO = ("num_stages", "ds_buffers", "tile_stages", "gradient_bytes", "rescale_threshold")
@@ -24,7 +24,7 @@ RENAMED = {"patience": "rescale_threshold"}
 
 
 def sizes_of(q_shape: torch.Size, k_shape: torch.Size) -> Sizes:
-    """What results are kept by, of bshd tensors: batch * heads, seqlen_q, seqlen_k, query heads per key/value head."""
+    """The sizes that results are stored by: batch * heads, seqlen_q, seqlen_k, query heads per key/value head."""
     batch, seqlen_q, heads, _ = q_shape
     return batch * heads, seqlen_q, k_shape[1], heads // k_shape[2]
 
@@ -73,8 +73,8 @@ def compiled(jobs: Mapping[Any, Sequence[AnyJob]]) -> Iterator[tuple[Any, str | 
 def restored(record: dict[str, Any], schedules: Mapping[str, Callable[..., Any]]) -> Any:
     """The configuration of a result (see :class:`tileattn.tuner.results.Result`); None if it is not one of these.
 
-    A record comes from a file that anyone may have edited: what is no configuration at all stops here. Whether it suits
-    a call is for the caller to ask.
+    A record comes from a file that anyone may have edited. What is no configuration gives None here; the caller checks
+    whether a configuration suits its call.
     """
     fields = {RENAMED.get(name, name): value for name, value in record.items()}
     name = fields.pop("schedule", None)

@@ -45,7 +45,7 @@ class HopperConfig:
         q_in_registers: whether the first product takes Q from registers rather than from shared memory.
         ping_pong: whether the warpgroups take turns at the tensor cores.
         rescale_threshold: by how much (in powers of two) a row's maximum may grow before O is rescaled.
-        producer_registers: registers per thread of the producer's warpgroup, which consumers do without.
+        producer_registers: registers per thread of the producer's warpgroup; the consumers get the rest.
         two_level: whether each tile's P V is summed apart and added to O in float32 (for fp8, whose matrix units keep
             fewer bits of their sums).
         cluster: how many blocks, on neighbouring tiles of queries, share the loads of K and V: 1 or 2.
@@ -66,7 +66,7 @@ class HopperConfig:
         return self.block_M // 64 * 128
 
     def consumer_registers(self) -> int:
-        """Registers per consumer thread: what the producer leaves (sm_90: setmaxnreg)."""
+        """Registers per consumer thread that the producer leaves (sm_90: setmaxnreg)."""
         threads = self.consumer_threads() + PRODUCER_THREADS
         launch = 65536 // threads // 8 * 8 * threads
         return min((launch - PRODUCER_THREADS * self.producer_registers) // self.consumer_threads() // 8 * 8, 240)

@@ -1,1 +1,1 @@
-"""Packed sequences on the GPU: the plan of which tiles there are, and who takes which."""
+"""Packed sequences on the GPU: the work list of tiles, the kernel that writes it, and the blocks' tasks."""

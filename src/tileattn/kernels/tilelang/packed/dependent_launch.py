@@ -1,10 +1,10 @@
-"""Programmatic dependent launch: the next kernel's blocks start while the kernel in front of them is still at work.
+"""Programmatic dependent launch: a kernel's blocks start while the kernel before it still runs.
 
-They wait where they need its results, so that starting them costs no time of its own. Only GPUs from sm_90 on have it;
-for others nothing is emitted, and kernels follow each other as ever.
+They wait where they need its results, which hides the time that starting them takes. Only GPUs from sm_90 on have this.
+For others nothing is emitted, and kernels run one after another.
 
-The kernel in front must have been launched as ever itself, or have waited in all of its blocks: then whatever came
-before it is done, too.
+The kernel before must have been launched without dependent launch, or have waited in all of its blocks. Then all
+earlier kernels have ended, too.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from tilelang.language.eager.builder import Builder
 
 
 def let_next_start(arch: str) -> None:
-    """The kernel behind this one may start as soon as all of this one's blocks are here."""
+    """Lets the next kernel start as soon as all blocks of this one have reached this line."""
     if has_dependent_launch(arch):
         Builder.current().eval(T.pdl_trigger())
 
 
 def wait_for_previous(arch: str) -> None:
-    """Waits for the end of the kernel in front of this one; makes this one start early."""
+    """Waits for the end of the kernel before this one, and marks this one for dependent launch."""
     if has_dependent_launch(arch):
         Builder.current().eval(T.pdl_sync())
 

@@ -28,5 +28,5 @@ def ensure_plan_compiled(arch: str) -> Path:
 
 
 def plan_key(arch: str) -> str:
-    """All that decides what the compiled planning kernel is: of a call, the architecture alone."""
+    """The cache key of the compiled planning kernel; of a call it depends on the architecture alone."""
     return key_of(f"sequence_plan | {arch}", "packed.plan_kernel")

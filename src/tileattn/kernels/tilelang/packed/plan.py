@@ -1,4 +1,4 @@
-"""Packed sequences before a launch: the work list that the kernels read; imports no TileLang."""
+"""The work lists of packed sequences, which kernels read, made before a launch. Imports no TileLang."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def work_list(
 def work_lists(
     arch: str, packed: Packed, total_q: int, total_k: int, cuts: Sequence[tuple[int, bool]]
 ) -> tuple[torch.Tensor, ...]:
-    """As many lists as there are `cuts`, each a tile and whether it is of keys, of which there are up to `LISTS`.
+    """One list for each of the `cuts`: rows in a tile, and whether tiles are of keys. At most `LISTS`.
 
-    One launch, for which nothing waits; what is wrong with the cumulative lengths is in the device's status
-    (:mod:`tileattn.call.packed_status`). There must be a sequence.
+    One launch, without a host-device synchronisation. Errors in the cumulative lengths go to the device's status
+    (:mod:`tileattn.call.packed_status`). There must be at least one sequence.
 
     Args:
         arch: of the device, as :class:`AttentionCall` spells it.
@@ -64,7 +64,7 @@ def work_lists(
 def _laid_out(
     total_q: int, total_k: int, sequences: int, cuts: tuple[tuple[int, bool], ...]
 ) -> tuple[list[int], tuple[int, ...]]:
-    """The lists' rows, and what the kernel is told of them: tiles, whether these are of keys, and where lists begin."""
+    """The number of rows of each list, and the kernel's arguments: tiles, whether of keys, where each list begins."""
     rows = [1 + capacity(total_k if of_keys else total_q, sequences, tile) for tile, of_keys in cuts]
     tiles, of_keys = zip(*cuts)
     begins = itertools.accumulate(rows[:-1], initial=0)

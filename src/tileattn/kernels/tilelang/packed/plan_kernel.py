@@ -1,14 +1,15 @@
-"""The planning kernel of packed sequences: cumulative lengths, on the device, become a work list (work_list.py).
+"""The planning kernel of packed sequences: makes work lists (work_list.py) from cumulative lengths on the device.
 
-The host knows an upper bound of the list's length, and never waits for the lengths. A kernel that follows takes its
-tiles from the list: tiles of queries, or of keys. One launch writes all lists that a pass needs.
+The host knows an upper bound of a list's length, and does not synchronise with the device to learn the lengths. The
+attention kernels take their tiles from the list: tiles of queries, or of keys. One launch writes all lists of a pass.
 
-In each list one warp for each run: every sequence's, and that of the rows which belong to nobody. It looks at all
-sequences, adds up the tiles of those that come before its own, and writes its records. Sequences with more rows on the
-other side come first, because their tiles take longest: what is left for the end of a launch is short.
+A *run* is the tiles of one sequence, or of the unused tail rows behind the last sequence. Each list has one warp per
+run. The warp reads all sequences, adds up the tiles of those that come before its own, and writes its records.
+Sequences with more rows on the other side come first: their tiles take longest, and short ones fill the end of a
+launch.
 
-Cumulative lengths that are wrong must not lead anybody out of the tensors. If anything is wrong, nobody owns any row:
-the list has one run, of all rows, without other rows, which gives zeros; and a status says what is wrong.
+Wrong cumulative lengths must not lead to an access outside the tensors. If any is wrong, all rows count as unused: the
+list has one run of all rows, without rows on the other side, whose results are zeros. A status says what is wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .dependent_launch import let_next_start
 from .work_list import ALIGNMENT, COUNT, LISTS, NOWHERE, PADDING, WIDTH
 
 WARP = 32
-SOUND = 2**31 - 1  # in place of the number of a sequence of which something wrong is true
+SOUND = 2**31 - 1  # no sequence is wrong: larger than any sequence's number
 
 
 def plan_kernel(arch: str) -> Any:
@@ -58,7 +59,7 @@ def _kernel(arg):
             T.alloc_var("int32", init=_chosen(number, [getattr(arg, f"{name}{n}") for n in range(LISTS)]))
             for name in ("tile", "of_keys", "begin")
         )
-        cost = T.alloc_var("int32", init=-1)  # so nobody's rows come last
+        cost = T.alloc_var("int32", init=-1)  # unused tail rows come last
         if run < sequences:
             cost = _of_role(of_keys, _length(arg.k, run), _length(arg.q, run))
         before = T.alloc_var("int32", init=0)
@@ -109,7 +110,7 @@ def _length(bounds, j):
 
 
 def _of_role(of_keys, queries, keys):
-    """What of queries and keys belongs to the side that is cut into tiles; with both exchanged, to the other side."""
+    """The value of the side that is cut into tiles; with the arguments exchanged, that of the other side."""
     return T.if_then_else(of_keys == 1, keys, queries)
 
 
@@ -128,7 +129,7 @@ def _tiles(rows, tile):
 
 def _record(arg, of_keys, run, sequences, first, start, end, cost):
     """The fields of work_list.py, in order."""
-    # Nobody's rows look like the last sequence's, so that what a mask reads for them is there.
+    # Unused tail rows have the last sequence's number, so that masks read elements that exist.
     sequence = T.min(run, sequences - 1)
     other = T.if_then_else(run < sequences, _of_role(of_keys, arg.k[run], arg.q[run]), NOWHERE)
     q_start, q_len = _of_role(of_keys, start, other), _of_role(of_keys, end - start, T.max(cost, 0))

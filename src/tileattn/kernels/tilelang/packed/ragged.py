@@ -1,9 +1,9 @@
-"""Tensor maps of packed sequences: a tile that TMA loads or stores ends where its sequence ends.
+"""Tensor maps of packed sequences: tiles that TMA loads or stores end where their sequence ends.
 
-A tensor map is made by the host, which does not know where the sequences lie, and it checks indices against the whole
-tensor: a tile that begins near the end of a sequence would hold rows of the next one, and store O over them. So the map
-describes the same memory in another way. Its rows are ROWS, of which a sequence's are the last ones; what is behind
-them is beyond the map, where loads give zeros and stores do nothing. Two more dimensions put the sequence there:
+The host makes a tensor map without knowing where the sequences lie, and the map checks indices against the whole tensor
+only. A tile near the end of a sequence would contain rows of the next one, and O would be stored over them. The map
+therefore describes the same memory in another way. It has ROWS rows, of which the last ones are the sequence's. Rows
+behind them are outside the map, where loads give zeros and stores do nothing. Two more dimensions place the sequence:
 
     index       size      step
     ROWS        MOST      FAR - row     ROWS * FAR elements are a multiple of 2^64 bytes: nothing
@@ -12,8 +12,8 @@ them is beyond the map, where loads give zeros and stores do nothing. Two more d
     head        heads     head
     column      head_dim  1
 
-Together that is the row ``-ROWS + end + (ROWS - length + first)``, which is ``end - length + first``. Addresses wrap
-around at 2^64, as Triton's and flash-attn's maps for ragged tensors have it, too.
+The sum is the row ``-ROWS + end + (ROWS - length + first)``, which is ``end - length + first``. Addresses wrap around
+at 2^64. Triton's and flash-attn's maps for ragged tensors use this as well.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MOST = 2**31 - 1
 
 
 def with_ragged_tensors(arg: SimpleNamespace) -> SimpleNamespace:
-    """A kernel's parameters, with q, k, v and o as maps of packed sequences see them."""
+    """A kernel's parameters, with q, k, v and o in the dimensions of these maps."""
     return SimpleNamespace(**(vars(arg) | {name: ragged(getattr(arg, name)) for name in ("q", "k", "v", "o")}))
 
 
 def ragged(tensor: Any) -> Any:
-    """A tensor (1, total, heads, head_dim) as maps of it see it; total is at most ROWS."""
+    """A tensor (1, total, heads, head_dim) in the dimensions of its map; total is at most ROWS."""
     _, total, heads, head_dim = tensor.shape
     strides = list(tensor.strides) or [total * heads * head_dim, heads * head_dim, head_dim, 1]
     row, head = (tirx.Cast("int64", tirx.convert(stride)) for stride in strides[1:3])

@@ -1,4 +1,4 @@
-"""Packed sequences in a kernel: which task a block has, and where its sequence's rows lie.
+"""A block's task in a kernel for packed sequences, and the rows of its sequence.
 
 A task is a tile of queries of one sequence and head. Tasks' numbers count through the work list (work_list.py): the
 tiles of a sequence, of all heads, then those of the next sequence.
@@ -16,7 +16,7 @@ from .work_list import COUNT, FIRST, K_LEN, K_START, Q_LEN, Q_START, SEQUENCE
 
 
 def task_count(arg: Any) -> Any:
-    """How many tasks there are."""
+    """The number of tasks."""
     return arg.work[0, COUNT] * arg.heads
 
 
@@ -25,8 +25,8 @@ def find_task(arg, number, rows, is_one):
     """The sequence, head and first row (counted in the sequence) of a task, and q_start, q_len, k_start, k_len.
 
     Within a sequence tasks are in the order of the dense kernels: `side_by_side` heads, which divide all heads, begin
-    with their last tiles of `rows` queries. If the number may be too large, `is_one` says whether it is a task's; what
-    is none gets a sequence without rows or keys. Else `is_one` is True.
+    with their last tiles of `rows` queries. `is_one` is True, or says whether the number is that of a task. A number
+    that is none gets a sequence without rows or keys.
     """
     side = arg.side_by_side
     record = T.alloc_var("int32", init=1 + T.truncdiv(number, arg.heads))
@@ -48,7 +48,7 @@ def _if(condition: Any, value: Any) -> Any:
 
 
 def of_sequence(arg: Any, q_start: Any, q_len: Any, k_start: Any, k_len: Any) -> SimpleNamespace:
-    """The kernel's parameters with one sequence's rows in the place of all: a batch of one element.
+    """The kernel's parameters with the rows of one sequence instead of all, as a batch of one element.
 
     Copies that are guarded by a tensor's shape then end with the sequence.
     """

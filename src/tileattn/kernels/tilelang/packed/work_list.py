@@ -4,7 +4,7 @@ The *header* is the list's length, and zeros.
 
 Then comes one *record* for each tile of rows (queries, or keys), in order of decreasing work. All tiles of a sequence,
 a *run*, have equal records, so that reading one tells everything: where its run begins in the list, and where the
-sequence lies. A last run has the rows behind the last sequence, which are nobody's: it has no rows on the other side,
+sequence lies. A last run has the unused tail rows behind the last sequence. It has no rows on the other side,
 which begin at NOWHERE.
 """
 

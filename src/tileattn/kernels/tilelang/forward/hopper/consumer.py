@@ -31,23 +31,23 @@ from .tasks import (
 # Named barriers: 0 is __syncthreads; each consumer warpgroup has one for its turn and one for itself.
 TURN, WITHIN = 1, 4
 
-# Where a warpgroup stands in the stages: those of the next K and the next V, and the parity that says they are ready.
-# Counted along: working them out from a tile's number took 5 % of the loop's instructions at head dim 64.
+# Fields of a warpgroup's state: the stages of the next K and the next V, and the parities of their `ready` barriers.
+# They are counted along. Computing them from a tile's number took 5 % of the loop's instructions at head dim 64.
 K_STAGE, K_PARITY, V_STAGE, V_PARITY = range(4)
 
 
 def scale_of(plan, arg, w):
-    """What products of q and k are multiplied by."""
+    """The factor of the products of q and k."""
     return w.descaled[0] if plan.fp8 else arg.scale
 
 
 def score_unit(plan, arg, w):
-    """What the softmax multiplies scores by to have powers of two."""
+    """The factor that makes scores powers of two in the softmax."""
     return plan.score.log2_unit(w.uniforms) if plan.score is not None else scale_of(plan, arg, w) * softmax.LOG2E
 
 
 def output_factor(plan, arg, w):
-    """What O is multiplied by when it is divided by the row's sum; None for nothing."""
+    """The factor of O, applied when O is divided by the row's sum; None for 1."""
     if not plan.fp8:
         return arg.weight
     return w.descaled[1] * arg.weight if plan.call.dropout else w.descaled[1]
@@ -58,7 +58,7 @@ def sink_of_task(plan, arg, w):
 
 
 def releases(plan, w):
-    """Whether a thread is the one of its warpgroup that says that a stage is free; in a cluster one per block."""
+    """Whether this thread signals for its warpgroup that a stage is free; in a cluster one thread per block does."""
     return w.thread % WARPGROUP < plan.cluster
 
 
@@ -76,12 +76,13 @@ def release(plan, w, barriers, stage):
 
 @T.macro
 def release_after_maximum(plan, w, barriers, stage):
-    """Releases K only now, on a condition that needs the maximum although it always holds: no factor is negative.
+    """Releases K once the maximum is known.
 
-    Otherwise ptxas moves the wait for P V, which follows, up in front of the arithmetic that is meant to run at the
-    same time as P V: it moves waits past arithmetic, but not past an arrival at a barrier. Released at once, P V had
-    only half of the search for the maximum to hide behind; released after all exponentials, the tile after next
-    came too late. On an H200 this was the best of the three at all head dims, by 1 to 4 %.
+    The condition, that no alpha is negative, always holds; it makes the arrival depend on the maximum. The arrival
+    keeps the wait for P V, which follows, behind the arithmetic that is to run at the same time as P V: ptxas moves
+    waits past arithmetic, but not past an arrival at a barrier. If K is released at once, only half of the search for
+    the maximum hides P V. If K is released after all exponentials, the tile after next comes too late. This place was
+    the fastest of the three on an H200 at all head dims, by 1 to 4 %.
     """
     softmax.minimum_alpha(w.alpha, w.min_alpha, plan.consumers)
     # The sign bit rather than a comparison with 0: a NaN must not keep K for ever.
@@ -97,7 +98,7 @@ def first_stages(w):
 
 @T.macro
 def next_k(plan, w):
-    """K, once used, is one tile ahead of V."""
+    """Advances to the next K; V takes the stage that K had."""
     w.stage[V_STAGE] = w.stage[K_STAGE]
     w.stage[V_PARITY] = w.stage[K_PARITY]
     last = w.stage[V_STAGE] == plan.stages - 1
@@ -149,7 +150,7 @@ def wait_for_pv(plan, w):
 
 @T.macro
 def keep_weights(plan, w):
-    """The first operand of the next P V."""
+    """Copies the weights to the first operand of the next P V."""
     # P: [block_M, block_N]
     if plan.fp8:
         softmax.to_fp8_weights(w.acc_s, w.weights, plan.block_M, plan.block_N)
@@ -159,7 +160,7 @@ def keep_weights(plan, w):
 
 @T.macro
 def take_tile(plan, w, stage):
-    """The copied tile to registers, under the product that makes the scores."""
+    """Copies the producer's tile to registers while the tensor cores compute the scores."""
     if plan.copied is not None:
         # [block_M, block_N]
         T.copy(w.tile[stage, :, :], w.tile_registers)
@@ -167,9 +168,12 @@ def take_tile(plan, w, stage):
 
 @T.macro
 def release_tile(plan, w, stage):
-    """On the same condition as K: an arrival does not wait for reads in flight, and TMA would overtake them."""
+    """Releases the copied tile on the same condition as K.
+
+    An arrival does not wait for reads in flight; TMA would overwrite what they read.
+    """
     if plan.copied is not None:
-        T.sync_warp()  # one lane answers for all
+        T.sync_warp()  # one lane arrives for the warp
         if T.shuffle_elect(WARP) & (T.reinterpret(w.min_alpha[w.thread], "int32") >= 0):
             T.barrier_arrive(w.tile_free[stage])
 
@@ -200,7 +204,7 @@ def scores_to_weights(plan, arg, w, first_key, masked):
 
 @T.macro
 def store(plan, arg, w):
-    """O by way of shared memory, each warpgroup its own 64 rows; lse from registers."""
+    """Stores O through shared memory, each warpgroup its own 64 rows, and lse from registers."""
     b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
     group = w.thread // WARPGROUP
     T.tma_store_wait(0)  # the last tile's O has left the buffer
@@ -237,7 +241,7 @@ def store(plan, arg, w):
 
 @T.macro
 def advance(plan, arg, w, k_lo, masked):
-    """Scores of the next tile of keys, under whose softmax the values of the tile before are added to O."""
+    """Computes the scores of the next tile of keys, and adds the values of the tile before to O under the softmax."""
     T.barrier_wait(w.k_ready[w.stage[K_STAGE]], w.stage[K_PARITY])
     wait_for_turn(plan, w)
     multiply_qk(plan, w, w.stage[K_STAGE])
@@ -257,7 +261,7 @@ def advance(plan, arg, w, k_lo, masked):
 
 @T.macro
 def attend(plan, arg, w, turn):
-    """One tile of queries from its first product to the store of O."""
+    """Computes one tile of queries, from its first product to the store of O."""
     begin, end, right, left = w.task[BEGIN], w.task[END], w.task[RIGHT], w.task[LEFT]
     masked = T.max(right + left, 1)
     if plan.fp8:

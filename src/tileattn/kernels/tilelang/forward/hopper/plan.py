@@ -1,4 +1,4 @@
-"""What a kernel of the Hopper schedule is built from: sizes, roles, and what is copied how; see kernel.py."""
+"""The static facts of a Hopper forward kernel: sizes, roles, barriers, and which tiles are copied; see kernel.py."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ class HopperPlan:
         shift: of the softmax's exponents, for fp8.
         masks_inside: whether more than the last tile of keys can be masked (it may end beyond seqlen_k).
         score: the score modification, or None.
-        copied: the tile load whose tiles, such as a bias's, the producer copies with K's, or None; and its dtype.
+        copied, copied_dtype: the tile load whose tiles, such as a bias's, the producer copies with K's, and its dtype;
+            or None.
         batch_first: whether neighbours in the queue are batch elements rather than heads, to share those tiles.
-        copied_once: whether nobody shares them, so that they need not stay in the L2 cache.
+        copied_once: whether each of these tiles is read once, so that it need not stay in the L2 cache.
         panel: columns of O that one TMA store takes.
         cluster, rows: blocks that share keys, and the queries of one task.
         packed: whether sequences are packed.
         recalls: whether consumers read a message once more when its task ends.
         fields, messages: how many integers a message has, and how many messages there are.
-        everyone: mask of the blocks that a load of K or V reaches, or None.
+        everyone: mask of the cluster's blocks, which a load of K or V reaches; None without a cluster.
     """
 
     def __init__(self, call: AttentionCall, config: HopperConfig, traced: Program) -> None:
@@ -68,16 +69,16 @@ class HopperPlan:
         self.rows = self.cluster * self.block_M
         self.packed = call.packed
         self.fields = PACKED_FIELDS if call.packed else FIELDS
-        # With Q in registers where the sequence lies does not fit into them as well: the loop has 12 instructions less.
-        # Elsewhere it had up to 20 more.
+        # With Q in registers, none are left for the sequence's bounds through the loop: reading them again saves 12 of
+        # its instructions. With Q in shared memory it would add up to 20.
         self.recalls = call.packed and config.q_in_registers
-        self.messages = 4 if self.recalls else 2  # those that wait to be recalled must not hold up the producer
+        self.messages = 4 if self.recalls else 2  # messages that are read again must not block the producer
         self.everyone = (1 << self.cluster) - 1 if self.cluster > 1 else None
 
     def alloc_barriers(self) -> dict[str, Barriers]:
         """All barriers, by name, one for each buffer; see kernel.py.
 
-        As few arrays as can be: ptxas works an array's address out anew wherever it is used, in the inner loop too.
+        In as few arrays as possible: ptxas recomputes an array's address wherever it is used, also in the inner loop.
         """
         own = {
             "message_ready": [1] * self.messages,

@@ -27,7 +27,7 @@ from .tasks import (
 
 @T.macro
 def load_tile(plan, arg, w, b, h, row, k_lo, n):
-    """The scores' tile of the tensor; it is awaited together with K. What lies beyond the tensor's edges is 0."""
+    """Copies the tensor's tile for the scores, signalled by K's barrier. Elements beyond the tensor's edges are 0."""
     emit = Emitter(arg.operands)
     outer = [emit(index, b=b, h=h) for index in plan.copied.outer]
     of = sizes_of_task(plan, arg, w)
@@ -44,7 +44,7 @@ def load_tile(plan, arg, w, b, h, row, k_lo, n):
 
 @T.macro
 def announce(plan, arg, w, turn, tile):
-    """Tells all warps, in both blocks, which task comes next."""
+    """Sends the next task to all warps of both blocks."""
     total = task_total(plan, arg, w)
     if w.rank == LEADER:
         T.barrier_wait(w.message_free[turn % plan.messages], ((turn // plan.messages) & 1) ^ 1)
@@ -60,7 +60,7 @@ def announce(plan, arg, w, turn, tile):
 
 @T.macro
 def load(plan, arg, w, turn, step):
-    """Q, K and V of one task, as buffers become free; and, in front of the last V, which task is next."""
+    """Loads Q, K and V of one task as buffers become free, and announces the next task before the last V."""
     b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
     begin, end, right, left = w.task[BEGIN], w.task[END], w.task[RIGHT], w.task[LEFT]
     kv_h = T.alloc_var("int32", init=T.truncdiv(h, arg.heads_per_kv_head))
@@ -73,8 +73,8 @@ def load(plan, arg, w, turn, step):
         k_lo = tile_of_step(plan, j, begin, end, right, left) * plan.block_N
         n = step + j
         if (j == w.task[COUNT] - 1) & (w.rank == LEADER) & (w.thread == plan.consumers):
-            # As late as the answer still comes in time: a block that draws early may keep a tile waiting at the
-            # end while others have none.
+            # Draw as late as the answer can still be in time: a block that draws sooner may hold a tile back at the end
+            # while other blocks have none.
             w.ticket[0] = T.atomic_add(arg.tickets[0], 1, return_prev=True)
         T.barrier_wait(w.k_free[n % plan.stages], ((n // plan.stages) & 1) ^ 1)
         # K: [block_N, head_dim]
@@ -113,7 +113,7 @@ def load(plan, arg, w, turn, step):
 def produce(plan, arg, w):
     turn = T.alloc_var("int32", init=0)
     step = T.alloc_var("int32", init=0)
-    w.ticket[0] = -1  # none drawn yet: the first task is dealt out
+    w.ticket[0] = -1  # none drawn yet: the first task follows from the block's number
     if plan.packed:
         w.total[0] = task_count(arg)
     announce(plan, arg, w, turn, w.block // plan.cluster)

@@ -1,4 +1,4 @@
-"""Tasks of the Hopper schedule: which queries and keys they are, and the message that says so; see kernel.py."""
+"""Tasks of the Hopper schedule: their queries and keys, and the message that describes one; see kernel.py."""
 
 from types import SimpleNamespace
 
@@ -17,12 +17,12 @@ Q_END, Q_LEN, K_END, K_LEN = range(FIELDS, PACKED_FIELDS)
 
 
 def sizes_of_task(plan, arg, w):
-    """What has its seqlen_q and seqlen_k."""
+    """The object that holds this task's seqlen_q and seqlen_k."""
     return SimpleNamespace(seqlen_q=w.task[Q_LEN], seqlen_k=w.task[K_LEN]) if plan.packed else arg
 
 
 def places(plan, arg, w, b):
-    """Where the task's rows lie in q, k and v, for :func:`rows_of`."""
+    """The places of the task's rows in q, k and v, for :func:`rows_of`."""
     if plan.packed:
         of_q, of_k = (w.task[Q_END], w.task[Q_LEN]), (w.task[K_END], w.task[K_LEN])
         return of_q, of_k, of_k
@@ -30,7 +30,7 @@ def places(plan, arg, w, b):
 
 
 def place_of_o(plan, w, b):
-    """The same of o."""
+    """The place of the task's rows in o."""
     return (w.task[Q_END], w.task[Q_LEN]) if plan.packed else b
 
 
@@ -42,12 +42,12 @@ def rows_of(plan, tensor, place, first, rows, head, columns):
 
 
 def task_total(plan, arg, w):
-    """How many tasks there are."""
+    """The number of tasks."""
     return w.total[0] if plan.packed else T.ceildiv(arg.seqlen_q, plan.rows) * arg.batch * arg.heads
 
 
 def tile_of_step(plan, j, begin, end, right, left):
-    """Which tile of keys comes j-th: first those that need the mask, at the right and left ends, then the rest."""
+    """The j-th tile of keys: first those that need the mask, at the right and left ends, then the rest."""
     inner = end - 1 - j + left  # right ones: end - 1 - j; after them `left` steps went elsewhere
     if not plan.masks_inside:
         return end - 1 - j
@@ -56,7 +56,7 @@ def tile_of_step(plan, j, begin, end, right, left):
 
 @T.macro
 def write_message(plan, arg, w, turn, tile):
-    """Which queries and keys the tile-th task is."""
+    """Writes the queries and keys of task number `tile`."""
     emit = Emitter(arg.operands)
     of = arg
     if plan.packed:
@@ -82,8 +82,8 @@ def write_message(plan, arg, w, turn, tile):
     q_hi = T.min(q_lo + plan.rows, of.seqlen_k) - 1
     kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
     full_lo, full_hi = visible.full_range(b, h, q_lo, q_hi)
-    # Tiles of keys [begin, end), of which [full_begin, full_end) are wholly visible. At least one tile, all masked
-    # where nothing is visible.
+    # Tiles of keys [begin, end); those in [full_begin, full_end) are fully visible. There is at least one tile, fully
+    # masked where nothing is visible.
     begin = T.alloc_var("int32", init=T.truncdiv(kv_lo, plan.block_N))
     end = T.alloc_var("int32", init=T.max(T.ceildiv(kv_hi, plan.block_N), begin + 1))
     full_end = T.min(T.max(T.truncdiv(full_hi, plan.block_N), begin), end)
@@ -99,7 +99,7 @@ def write_message(plan, arg, w, turn, tile):
 
 @T.macro
 def send(plan, w, turn):
-    """Hands the message over to all that wait for it in the leader, and to the follower."""
+    """Signals the message to all warps of the leader, and copies it to the follower."""
     T.barrier_arrive(w.message_ready[turn % plan.messages])
     if plan.cluster > 1:
         T.fence_proxy_async()
@@ -121,7 +121,7 @@ def free_message(plan, w, turn):
 
 @T.macro
 def recall(plan, w, turn):
-    """Reads what the end of a task needs once more, so that it need not stay in registers through the loops."""
+    """Reads the fields that the end of a task needs again, which then need no registers in the loops."""
     for field in (HEAD, ROW, Q_END, Q_LEN, K_END):
         w.task[field] = w.message[turn % plan.messages, field]
     w.task[ROW] += w.rank * plan.block_M  # as in read_message
