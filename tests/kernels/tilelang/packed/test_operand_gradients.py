@@ -12,7 +12,7 @@ from torch import Tensor
 from tileattn import ALiBi, Bias
 from tileattn.call.facts import AttentionCall, BackwardCall, Packed
 from tileattn.kernels.tilelang.backward.operand_gradients import BY_KEY, SPREAD, paths, values_of
-from tileattn.kernels.tilelang.backward.workspaces import OfSequences
+from tileattn.kernels.tilelang.backward.workspaces import PackedWorkspaces
 from tileattn.kernels.tilelang.packed import work_list as records
 from tileattn.variant.key import encode
 from tileattn.variant.reading import evaluate
@@ -37,10 +37,10 @@ MODS: dict[str, Any] = {
 }
 
 
-def _space() -> OfSequences:
+def _workspaces() -> PackedWorkspaces:
     call = BackwardCall(AttentionCall(torch.bfloat16, 64, 64, packed=True), (True,) * 4)
     q, k = torch.empty(1, TOTAL_Q, HEADS, 64), torch.empty(1, TOTAL_K, HEADS, 64)
-    return OfSequences(call, q, k, PACKED)
+    return PackedWorkspaces(call, q, k, PACKED)
 
 
 @pytest.mark.parametrize("name", MODS)
@@ -50,8 +50,8 @@ def test_every_part_comes_to_the_element_that_was_read(name: str) -> None:
     forward = AttentionCall(torch.bfloat16, 64, 64, key, packed=True)
     needs = (True, True, True, False, *(x.is_floating_point() for x in operands.tensors))
     (path,) = paths(BackwardCall(forward, needs, deterministic=True))
-    space, tensor = _space(), operands.tensors[path.tensor]
-    parts = torch.rand(space.shapes[path.way])
+    workspaces, tensor = _workspaces(), operands.tensors[path.tensor]
+    parts = torch.rand(workspaces.shapes[path.way])
     expected, kept = torch.zeros(tensor.shape), torch.zeros(parts.shape)
     for b, h in itertools.product(range(SEQUENCES), range(HEADS)):
         first = LENGTHS_K[b] - LENGTHS_Q[b]
@@ -64,16 +64,16 @@ def test_every_part_comes_to_the_element_that_was_read(name: str) -> None:
             if all(0 <= each < size for each, size in zip(index, tensor.shape)):
                 expected[index] += parts[place]
     got = torch.zeros(tensor.shape)
-    space.add_up(got, path, kept, operands)
+    workspaces.add_up(got, path, kept, operands)
     torch.testing.assert_close(got, expected)
 
 
 def test_delta_by_row() -> None:
-    """From each sequence's place in the workspace; where nobody's rows are, anything."""
-    space = _space()
-    delta: Tensor = torch.full(space.q_rows, torch.nan)
+    """From each sequence's place in the workspace; unused tail rows may hold anything."""
+    workspaces = _workspaces()
+    delta: Tensor = torch.full(workspaces.q_rows, torch.nan)
     expected = torch.rand(1, HEADS, ENDS_Q[-1])
     for run, (start, length) in enumerate(zip(ENDS_Q, LENGTHS_Q)):
         first = start // records.ALIGNMENT * records.ALIGNMENT + run * records.PADDING
         delta[..., first : first + length] = expected[..., start : start + length]
-    assert torch.equal(space.by_row(delta)[..., : ENDS_Q[-1]], expected)
+    assert torch.equal(workspaces.by_row(delta)[..., : ENDS_Q[-1]], expected)

@@ -1,4 +1,4 @@
-"""Tile sizes of the backward kernels, and which a call gets."""
+"""Tile sizes of the generic backward kernels, their limits, and the defaults of a call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = 128
 
 @dataclass(frozen=True)
 class Part:
-    """What a block of prepare.py or finish.py takes of a tile.
+    """The part of a tile that a block of prepare.py or finish.py takes.
 
     Attributes:
         rows: of queries, about 64.
@@ -36,7 +36,7 @@ class Part:
 
 
 def part_of(tile: int) -> Part:
-    """Of a packed sequence's tile."""
+    """The part of a packed sequence's tile."""
     return Part(64, tile // 64) if tile % 64 == 0 else Part(tile)
 
 
@@ -75,7 +75,7 @@ class BackwardConfig:
     threads: int
 
     def rows_per_warp(self, arch: str) -> int:
-        """Of a product of which each warp keeps whole rows."""
+        """Rows per warp of a product of which each warp keeps whole rows."""
         return 16 if ARCHITECTURES[arch].warp == 32 else 32
 
     def weights_shared(self, call: AttentionCall) -> bool:
@@ -88,7 +88,7 @@ class BackwardConfig:
 
 
 def column_step(call: AttentionCall, config: BackwardConfig, rows: int) -> int:
-    """What the columns of a product of so many rows must be a multiple of, for warps to share them.
+    """The number that the columns of a product must be a multiple of, so that warps can share them.
 
     A warpgroup's part of a wgmma must be a multiple of 16 columns: of 8 or 24, TileLang 0.1.15 wants the second operand
     in shared memory without a swizzle, and no other product can read it there. Smaller products take 8 columns a warp.
@@ -179,7 +179,7 @@ def kept_derivatives(call: BackwardCall) -> int:
 
 
 def preferences(call: AttentionCall, kept: int) -> Iterator[BackwardConfig]:
-    """Of the main kernel, from the best down; the first that is valid counts."""
+    """Configurations of the main kernel, best first; the first valid one is used."""
     traced, widest = program(call.variant), max(padded(call.head_dim), padded(call.head_dim_v))
     has_wgmma = call.arch.startswith(("sm_90", "sm_100", "sm_103"))
     has_producer = has_wgmma and call.aligned and not call.packed

@@ -1,4 +1,4 @@
-"""Which configuration, and so which schedule, the kernels of a call get."""
+"""The default configuration, and with it the schedule, of each kernel of a backward call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .hopper.config import (
 )
 from .operand_gradients import paths
 
-# Queries, up to which sequences count as short: tiles of 80 queries lose more at their ends, under a causal mask, than
+# Queries up to which sequences count as short. Tiles of 80 queries lose more at their ends, under a causal mask, than
 # they gain elsewhere (H200, D128 causal: 0.88 of 64's speed at 512, 1.07 at 16384; at 4096 ALiBi, which has 64, ran
 # faster than no modification at all, with 80).
 SHORT = 4096
@@ -38,7 +38,7 @@ QueriesConfig = BackwardConfig | HopperQueriesConfig
 
 @functools.lru_cache(maxsize=1024)
 def default(call: BackwardCall) -> MainConfig:
-    """Of the main kernel: the first configuration that fits, of the Hopper schedules, else of the generic one."""
+    """The main kernel's configuration: the first valid one of Hopper, AMD or generic schedules."""
     forward = read_together(call)
     for config in hopper_preferences(forward, paths(call), not call.deterministic):
         if config.is_valid(forward):
@@ -54,7 +54,7 @@ def default(call: BackwardCall) -> MainConfig:
 
 
 def short_default(call: BackwardCall) -> MainConfig | None:
-    """Of the main kernel where sequences are short; None if it is the default."""
+    """The main kernel's configuration for short sequences; None if it is the default."""
     config = default(call)
     if isinstance(config, HopperBackwardConfig) and config.block_M == 80 and call.forward.variant == CAUSAL:
         return dataclasses.replace(config, block_M=64)
@@ -63,7 +63,7 @@ def short_default(call: BackwardCall) -> MainConfig | None:
 
 @functools.lru_cache(maxsize=1024)
 def queries_default(call: BackwardCall) -> QueriesConfig:
-    """Of the kernel for dq alone."""
+    """The configuration of the kernel for dq alone."""
     forward = read_together(call)
     for config in queries_preferences(forward):
         if config.is_valid(forward):

@@ -1,4 +1,4 @@
-"""The TileLang functions of the backward pass."""
+"""The TileLang functions of the backward pass, by kernel name and configuration."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .signature import declare_finish, declare_main, declare_prepare, declare_qu
 
 
 def kernel(call: BackwardCall, name: str) -> Any:
-    """The TileLang function of a call that has this name, with the default tiles."""
+    """The TileLang function of one of a call's kernels, by name, with the default tiles."""
     return kernel_of(call, name, default(call))
 
 
 def kernel_of(call: BackwardCall, name: str, config: MainConfig) -> Any:
-    """The TileLang function of a call that has this name, with a main kernel of this configuration."""
+    """The TileLang function of one of a call's kernels, by name, with this configuration of the main kernel."""
     if name == "main":
         return amd.main_kernel(call, config) if isinstance(config, AmdBackwardConfig) else main_kernel(call, config)
     if name == "queries":

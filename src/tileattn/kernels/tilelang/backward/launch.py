@@ -1,4 +1,4 @@
-"""How dispatch reaches the backward kernels: workspaces, launches, and what is left to PyTorch's operations."""
+"""The launch of the backward pass: workspaces, kernels, and the gradients left to PyTorch's operations."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .library import backward_kernels
 from .operand_gradients import AXES, STORED, Path, paths
 from .space import backward_space as space_with
 from .space import tuned_config
-from .workspaces import OfBatch, OfSequences
+from .workspaces import BatchWorkspaces, PackedWorkspaces
 
-MIN_SIDE_BY_SIDE = 4  # kv heads under a mask, whatever the L2 cache holds: few leave long tiles to the end
+MIN_SIDE_BY_SIDE = 4  # kv heads under a mask, whatever the L2 cache holds: with fewer, long tiles come last
 
 
 def prepare_backward(
@@ -45,7 +45,7 @@ def prepare_backward(
 
 
 def _specialised(call: BackwardCall, scale: float) -> BackwardCall:
-    """The call as its kernels are compiled for it."""
+    """The call that its kernels are compiled for."""
     forward = scaled_first(call.forward, scale)
     return call if forward is call.forward else dataclasses.replace(call, forward=forward)
 
@@ -68,8 +68,8 @@ def prepare_backward_with(
     """The backward pass with a given main kernel, None for the default; `call` is what its kernels are compiled for."""
     heads, kv_heads = q_shape[2], k_shape[2]
     config = default(call) if tuned is None else tuned
-    found = paths(call)
-    leaves = (leaving(config, read_together(call), found) or (None,))[0]
+    operand_paths = paths(call)
+    leaves = (leaving(config, read_together(call), operand_paths) or (None,))[0]
     kernels = backward_kernels(call) if tuned is None else backward_kernels(call, tuned)
     scalars: tuple[float, ...] = (scale, heads // kv_heads)
     dq_dim = padded(call.forward.head_dim) if adds_dq(call) else None
@@ -79,7 +79,7 @@ def prepare_backward_with(
         of_main += (_kv_heads_side_by_side(call, q_shape, kv_heads),)
     if not isinstance(queries_default(call), BackwardConfig):
         of_queries += (_heads_side_by_side(call, q_shape, k_shape),)
-    of_batch = None if call.forward.packed else OfBatch(call, config, q_shape, k_shape)
+    of_batch = None if call.forward.packed else BatchWorkspaces(call, config, q_shape, k_shape)
     tiles = prepared(call).tile, queries_default(call).block_M, finished(call, config).tile
     cuts = tuple(dict.fromkeys([(tiles[0], False), (config.block_N, True), (tiles[1 if dq_dim is None else 2], False)]))
     nothing = _nothing(call)
@@ -88,31 +88,33 @@ def prepare_backward_with(
         q, k, v, sink, operands, dropout, packed, _ = inputs
         if 0 in (q.shape[1], k.shape[1]):
             return nothing(inputs, o, lse, do, dlse)
-        space = OfSequences(call, q, k, packed, cuts) if packed is not None else of_batch
-        assert space is not None
-        lse2, delta = (q.new_empty(space.q_rows, dtype=torch.float32) for _ in range(2))
-        sums = () if dq_dim is None else (q.new_empty((*space.q_rows, dq_dim), dtype=torch.float32),)
+        workspaces = PackedWorkspaces(call, q, k, packed, cuts) if packed is not None else of_batch
+        assert workspaces is not None
+        lse2, delta = (q.new_empty(workspaces.q_rows, dtype=torch.float32) for _ in range(2))
+        sums = () if dq_dim is None else (q.new_empty((*workspaces.q_rows, dq_dim), dtype=torch.float32),)
         of_lse = () if dlse is None else (dlse.contiguous(),)
-        dq, dk, dv = (q.new_empty(shape) for shape in space.gradients)
+        dq, dk, dv = (q.new_empty(shape) for shape in workspaces.gradients)
         q, k, v, o, do = map(one_batch, (q, k, v, o, do))
-        kernels.prepare(*space.work(tiles[0]), o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
+        kernels.prepare(*workspaces.work(tiles[0]), o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
 
-        handed_over = [_workspace(path, space, operands, index == leaves) for index, path in enumerate(found)]
+        handed_over = [
+            _workspace(path, workspaces, operands, number == leaves) for number, path in enumerate(operand_paths)
+        ]
         tensors = [as_bytes(tensor) for tensor in operands.tensors]
         seeds, of_pattern = pattern_arguments(dropout)
         numbers = (*of_pattern, *operands.ints, *operands.floats)
         if own_order:
             sums = tuple(x.view(*x.shape[:2], -1, COLUMNS) for x in sums)
         rows = (q, k, v, do, lse2, delta)
-        work = space.work(config.block_N, of_keys=True)
+        work = workspaces.work(config.block_N, of_keys=True)
         kernels.main(*work, *rows, dk, dv, *sums, *handed_over, *seeds, *tensors, *of_main, *numbers)
         if kernels.queries is not None:
-            kernels.queries(*space.work(tiles[1]), *rows, dq, *seeds, *tensors, *of_queries, *numbers)
+            kernels.queries(*workspaces.work(tiles[1]), *rows, dq, *seeds, *tensors, *of_queries, *numbers)
         if kernels.finish is not None:
-            kernels.finish(*space.work(tiles[2]), dq, *sums, scale)
-        dsink = _sink_gradient(sink, lse, space.by_row(delta)) if sink is not None and call.needs[3] else None
+            kernels.finish(*workspaces.work(tiles[2]), dq, *sums, scale)
+        dsink = _sink_gradient(sink, lse, workspaces.by_row(delta)) if sink is not None and call.needs[3] else None
         dtensors = [
-            _tensor_gradient(index, found, handed_over, operands, space) if need else None
+            _tensor_gradient(index, operand_paths, handed_over, operands, workspaces) if need else None
             for index, need in enumerate(call.needs[4:])
         ]
         wanted = [x if need else None for x, need in zip((dq, dk, dv), call.needs)]
@@ -122,9 +124,9 @@ def prepare_backward_with(
 
 
 def _heads_side_by_side(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> int:
-    """How many heads' tiles of queries run side by side in the kernel for dq alone; see there.
+    """The number of heads whose tiles of queries run side by side in the kernel for dq alone.
 
-    Those of a kv head's group, which read the same keys, and of more groups under a mask.
+    Those are the heads of one kv head's group, which read the same keys; under a mask, of several groups.
     """
     _, _, heads, head_dim = q_shape
     _, seqlen_k, kv_heads, _ = k_shape
@@ -137,11 +139,11 @@ def _heads_side_by_side(call: BackwardCall, q_shape: torch.Size, k_shape: torch.
 
 
 def _kv_heads_side_by_side(call: BackwardCall, q_shape: torch.Size, kv_heads: int) -> int:
-    """How many kv heads' tiles of keys run side by side: a divisor of all, so that no place is empty.
+    """The number of kv heads whose tiles of keys run side by side: a divisor of all, so that the grid has no gaps.
 
-    Without a mask one head after another: what runs together reads the same queries, and adds to the same dq. Under a
-    mask tiles differ, and several heads give a choice of long ones to begin with; but their queries and sums should
-    stay in the L2 cache.
+    Without a mask it is 1: blocks that run together read the same queries and add to the same dq. Under a mask tiles
+    differ in cost, and with several heads long tiles can start first; but the heads' queries and sums should stay in
+    the L2 cache.
     """
     _, seqlen_q, heads, head_dim = q_shape
     if program(call.forward.variant).allows is None:
@@ -152,12 +154,12 @@ def _kv_heads_side_by_side(call: BackwardCall, q_shape: torch.Size, kv_heads: in
 
 
 def _together(call: BackwardCall, q_shape: torch.Size) -> int:
-    """How many batch elements' heads may run side by side: packed sequences, with unequal numbers of tiles, do not."""
+    """Batch elements whose heads may run side by side: all, or 1 for packed sequences."""
     return 1 if call.forward.packed else q_shape[0]
 
 
 def _nothing(call: BackwardCall) -> Callable[..., Gradients]:
-    """Of calls without rows, or without keys: nothing depends on anything, but lse on the sink, which it is."""
+    """The gradients of calls without rows or keys: zeros, except the sink's: lse equals the sink there."""
 
     def backward(inputs: Inputs, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Gradients:
         q, k, v, sink, operands, *_ = inputs
@@ -172,7 +174,7 @@ def _nothing(call: BackwardCall) -> Callable[..., Gradients]:
 
 
 def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Its probability times (0 - delta), summed over batch and rows: its value is zero, and so is its dP.
+    """The sink's probability times (0 - delta), summed over batch and rows: its value vector is zero, and so is its dP.
 
     A sink of -inf has no probability, also in a row that sees no key, where lse is -inf as well.
     """
@@ -180,14 +182,14 @@ def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -torch.where(lse == -torch.inf, 0.0, p * delta).sum(dim=(0, 2)).to(sink.dtype)
 
 
-def _workspace(path: Path, space: OfBatch | OfSequences, operands: Operands, leaves: bool) -> Tensor:
-    """What the main kernel fills for a path: where it does not write, nothing has a gradient.
+def _workspace(path: Path, workspaces: BatchWorkspaces | PackedWorkspaces, operands: Operands, leaves: bool) -> Tensor:
+    """The zeroed workspace that the main kernel writes a path's gradients to.
 
     Args:
-        leaves: whether it does so by TMA, for which rows begin at multiples of 16 bytes.
+        leaves: whether the kernel stores by TMA, for which rows must begin at multiples of 16 bytes.
     """
     tensor = operands.tensors[path.tensor]
-    shape = space.shapes.get(path.way, tensor.shape)
+    shape = workspaces.shapes.get(path.way, tensor.shape)
     dtype = tensor.dtype if path.way == STORED else torch.float32
     if not leaves:
         return tensor.new_zeros(shape, dtype=dtype)
@@ -197,11 +199,15 @@ def _workspace(path: Path, space: OfBatch | OfSequences, operands: Operands, lea
 
 
 def _tensor_gradient(
-    index: int, found: tuple[Path, ...], parts: list[Tensor], operands: Operands, space: OfBatch | OfSequences
+    index: int,
+    operand_paths: tuple[Path, ...],
+    parts: list[Tensor],
+    operands: Operands,
+    workspaces: BatchWorkspaces | PackedWorkspaces,
 ) -> Tensor:
-    """Of one of the variant's tensors, from what the main kernel has handed over for each path."""
+    """The gradient of one of the variant's tensors, from what the main kernel wrote for each path."""
     tensor = operands.tensors[index]
-    its = [(path, part) for path, part in zip(found, parts) if path.tensor == index]
+    its = [(path, part) for path, part in zip(operand_paths, parts) if path.tensor == index]
     whole = [part for path, part in its if path.way not in AXES]
     if len(its) == len(whole) == 1:
         return whole[0].to(tensor.dtype)
@@ -210,5 +216,5 @@ def _tensor_gradient(
         total += part
     for path, part in its:
         if path.way in AXES:
-            space.add_up(total, path, part, operands)
+            workspaces.add_up(total, path, part, operands)
     return total.to(tensor.dtype)

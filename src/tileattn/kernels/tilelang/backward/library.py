@@ -42,7 +42,7 @@ def backward_kernels(call: BackwardCall, config: MainConfig | None = None) -> Ke
 
 
 def kernel_names(call: BackwardCall) -> tuple[str, ...]:
-    """Which kernels a call takes."""
+    """The names of a call's kernels."""
     return ("prepare", "main", "finish" if adds_dq(call) else "queries")
 
 
@@ -58,7 +58,7 @@ def ensure_compiled(call: BackwardCall, name: str, config: MainConfig | None = N
 
 
 def cache_key(call: BackwardCall, name: str, config: MainConfig | None = None) -> str:
-    """All that decides what one of a call's compiled kernels is.
+    """The cache key of one of a call's kernels: all that decides what it is compiled to.
 
     Only the main kernel and that for dq alone depend on the variant; the others serve any.
     """
@@ -96,11 +96,11 @@ class BackwardJob:
 
     @property
     def key(self) -> str:
-        """Of the library in the kernel cache."""
+        """The key of the library in the kernel cache."""
         return cache_key(self.call, self.name, self.config)
 
     def compile(self) -> None:
-        """Into the cache."""
+        """Compiles the kernel into the cache."""
         ensure_compiled(self.call, self.name, self.config)
 
     def __str__(self) -> str:

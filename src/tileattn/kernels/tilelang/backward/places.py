@@ -1,10 +1,10 @@
-"""Where the rows of a block's tile lie: in a batch element, or in one of several packed sequences.
+"""The place of a block's tile: its rows in a batch element, or in one of several packed sequences.
 
-A block asks once (:func:`find`). In a packed call a record of the work list (packed/work_list.py) tells its sequence,
-and the kernel's parameters are replaced by *views* of the tensors, which begin and end with the sequence: copies find
-zeros beyond and store nothing. They look like those of a batch of which every element is this sequence, so that what a
-kernel does with its tile is written once, for dense and packed calls; to masks, the sequence's number is the batch
-element's.
+A block calls :func:`find` once. In a packed call a record of the work list (packed/work_list.py) names its sequence,
+and *views* of the tensors replace the kernel's parameters. A view begins and ends with the sequence: beyond it, loads
+give zeros and stores do nothing. The views look like tensors of a batch in which every element is this sequence.
+Therefore a kernel's work on a tile is written once, for dense and packed calls. Masks get the sequence's number as the
+batch element's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ ANY_NUMBER = 2**31 - 1  # of batch elements
 
 
 def blocks(arg: Any, side: str, rows: int, heads: Any) -> Any:
-    """How many are launched: one for each tile of each head; of packed sequences, for as many tiles as there may be.
+    """The number of blocks: one for each tile of each head; for packed sequences, for the largest possible number of
+    tiles.
 
     Args:
         side: the length that is cut into tiles.
@@ -44,7 +45,7 @@ def blocks(arg: Any, side: str, rows: int, heads: Any) -> Any:
 
 
 def find(arg: Any, block: Any, heads: Any, by_tma: tuple[str, ...] = ()) -> BatchElement | PackedSequence:
-    """Where a block is.
+    """The place of a block's tile.
 
     Args:
         arg: the kernel's parameters.
@@ -56,7 +57,7 @@ def find(arg: Any, block: Any, heads: Any, by_tma: tuple[str, ...] = ()) -> Batc
 
 
 class BatchElement:
-    """Of a dense call.
+    """The place of a tile in a dense call.
 
     Attributes:
         exists: whether there is a tile for the block.
@@ -72,16 +73,16 @@ class BatchElement:
         self.arg, self.block, self.heads = arg, block, heads
 
     def number(self, pair: Any) -> Any:
-        """Of the batch element, given the number of its pair with a head."""
+        """The batch element's number, given the number of its pair with a head."""
         return T.truncdiv(pair, self.heads)
 
     def uniform(self, value: Any) -> Any:
-        """The same value, which ptxas is to know to be the same in all threads of a warp."""
+        """The value, marked for ptxas as equal in all threads of a warp."""
         return value
 
 
 class PackedSequence:
-    """The same of a packed sequence."""
+    """The place of a tile in a packed sequence; attributes as of :class:`BatchElement`."""
 
     least_tiles = 0
 
@@ -91,7 +92,7 @@ class PackedSequence:
         # In a variable: within an index TileLang would divide in 64 bits, which takes longer than reading the record.
         self._run = T.alloc_var("int32", init=T.truncdiv(block, heads))[0]
         if by_tma:
-            # Where registers are short: read from there wherever it is needed.
+            # Registers are short here: the record is read from shared memory at each use.
             self._record = T.alloc_shared([WIDTH + 1], "int32", scope="shared")
             _keep(self._record, arg.work, 1 + self._run)
         self.exists = self._run < (self._record[WIDTH] if by_tma else arg.work[0, COUNT])
@@ -101,7 +102,7 @@ class PackedSequence:
         k_start, seqlen_k = self._field("k_start", K_START), self._field("seqlen_k", K_LEN)
         self._queries, self._keys, self._read = (q_start, seqlen_q), (k_start, seqlen_k), (q_start, seqlen_q)
         if by_tma and "dq" in vars(arg):
-            # Of queries without keys, such as nobody's, there is a tile, all masked; but they are not read.
+            # Queries without keys, such as unused tail rows, have a fully masked tile; they are not read.
             self._read = (q_start, T.if_then_else(seqlen_k > 0, seqlen_q, 0))
         own = {name: self._rows(name, tensor) for name, tensor in vars(arg).items() if _has_rows(name, tensor)}
         own |= {"handed_over": self._handed_over(), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
@@ -119,7 +120,7 @@ class PackedSequence:
         return Builder.current().bind(name, self._arg.work[1 + self._run, index])
 
     def _rows(self, name: str, tensor: Any) -> Any:
-        """What stands for the sequence's rows in the place of a tensor."""
+        """The view of a tensor that has the sequence's rows only."""
         if name in _PADDED:
             return self._padded_rows(name, tensor)
         rows = self._keys if name in _OF_KEYS else self._read if name in ("q", "do") else self._queries
@@ -133,7 +134,7 @@ class PackedSequence:
             first = T.truncdiv(first * self._arg.sum_columns, tensor.shape[3])
         if name in self._by_tma:
             return MovedRows(tensor, first)
-        # Only prepare.py has business behind the last row, where it fills whole tiles.
+        # Only prepare.py accesses rows behind the last one: it fills whole tiles.
         ends = name != "dq_sum" and "lse" not in vars(self._arg)
         return self._view(tensor, 2, (first, self._read[1] if ends else tensor.shape[2] - first))
 
@@ -153,9 +154,9 @@ def _has_rows(name: str, tensor: Any) -> bool:
 
 @T.macro
 def _keep(record, work, number):
-    """A record in shared memory, and behind it how many there are.
+    """Copies a record to shared memory, and behind it the number of records.
 
-    Here is a fence, lest TileLang put one in front of every product and copy, which do not read this.
+    With the fence here, TileLang puts none before every product and copy, which do not read the record.
     """
     thread = T.get_thread_binding()
     if thread < WIDTH:
@@ -167,7 +168,7 @@ def _keep(record, work, number):
 
 
 def view(tensor: Any, axis: int, start: Any, length: Any) -> Any:
-    """Of the one batch element of a tensor, the rows from `start` on, whose dimension is `axis`: as those of any."""
+    """A view of a tensor with one batch element: rows from `start` on along `axis`, the same for any batch index."""
     shape, strides = [ANY_NUMBER, *tensor.shape[1:]], [0, *tensor.strides[1:]]
     shape[axis] = length
     offset = T.cast(start, "int64") * strides[axis]
@@ -176,7 +177,7 @@ def view(tensor: Any, axis: int, start: Any, length: Any) -> Any:
 
 
 class LateView:
-    """A view whose bounds are read from shared memory where it is used."""
+    """A view whose bounds are read from shared memory at each use."""
 
     def __init__(self, tensor: Any, axis: int, start: Any, length: Any) -> None:
         self._tensor, self._axis, self._rows = tensor, axis, (start, length)
@@ -193,7 +194,7 @@ class LateView:
 
 
 class MovedRows:
-    """Of a workspace (1, heads, rows, ..), the rows from `first` on, for copies of whole tiles by TMA."""
+    """The rows from `first` on of a workspace (1, heads, rows, ..), for copies of whole tiles by TMA."""
 
     def __init__(self, tensor: Any, first: Any) -> None:
         self._tensor, self._first = tensor, first
@@ -205,7 +206,7 @@ class MovedRows:
 
 
 class RaggedRows:
-    """Of a tensor (1, total, heads, head_dim), a sequence's rows, for copies of tiles by TMA, which end there."""
+    """A sequence's rows of a tensor (1, total, heads, head_dim), for copies of tiles by TMA that end with it."""
 
     shape = (ANY_NUMBER,)
 

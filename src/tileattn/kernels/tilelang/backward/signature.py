@@ -1,4 +1,4 @@
-"""What the backward kernels take: their parameters, in the order in which ``launch.py`` passes them."""
+"""The parameters of the backward kernels, in the order in which ``launch.py`` passes them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Parameters:
         return self.tensor(name, shape, self.dtype)
 
     def rows(self, name: str) -> Any:
-        """A number for each row of queries, with padding: lse2 or delta."""
+        """lse2 or delta: a number for each row of queries, with padding."""
         return self.tensor(name, [self.sizes.batch, self.sizes.heads, self.sizes.padded_q])
 
     def lse(self, name: str) -> Any:

@@ -1,7 +1,7 @@
-"""What the tuner may choose from for the main kernel of a backward pass, and the kernels of a choice.
+"""The tuner's search space for the main kernel of a backward pass, and the kernels of each configuration.
 
-Only configurations that leave dq where the default does, to the main kernel or to one of its own, take part: so the
-kernel before them is the same for all.
+It holds only configurations that compute dq in the same kernel as the default, the main kernel or one of its own. The
+kernel that runs first is then the same for all.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def tuned_config(call: BackwardCall, sizes: Sizes) -> MainConfig | None:
 
 
 def backward_space(call: BackwardCall, sizes: Sizes, prepare: Callable[[MainConfig], Callable[..., Any]]) -> Space:
-    """The space of a call, of which ``prepare`` makes a function for each configuration."""
+    """The search space of a call; ``prepare`` makes a function of each configuration."""
     present = default(call)
     return Space(
         call=str(call),

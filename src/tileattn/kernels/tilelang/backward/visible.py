@@ -1,4 +1,4 @@
-"""Which queries see a tile of keys: what the forward pass asks of a mask, the other way round."""
+"""The range of queries that see a tile of keys: the transpose of the forward pass's tile/mask.py."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..tile.mask import Visibility
 
 
 class Viewers(Visibility):
-    """The mask of one kernel, asked by a tile of keys. Answers are *rows* of queries, not positions.
+    """The mask of one kernel for tiles of keys. Ranges are *rows* of queries, not positions.
 
     Attributes:
-        rows_end: whether what lies behind the last query need not be hidden: its probabilities are 0 anyhow, or nobody
-            looks at what comes of it. A comparison less, and a register, in each score of a masked tile.
+        rows_end: whether rows behind the last query need no mask, because their probabilities are 0 or their results
+            are unused. This saves a comparison and a register in each score of a masked tile.
     """
 
     def __init__(self, program, emit, seqlen_q, seqlen_k, rows_end=False) -> None:
@@ -35,7 +35,7 @@ class Viewers(Visibility):
         return lo, T.if_then_else(k_hi < self.seqlen_k, hi, 0)
 
     def _rows(self, bounds, b, h, k_lo, k_hi):
-        # Keys beyond the last one are seen by nobody; a mask need not answer for them.
+        # No query sees keys beyond the last one; masks are not evaluated for them.
         last = T.min(k_hi, self.seqlen_k - 1)
         position = {"b": b, "h": h, "k_lo": k_lo, "k_hi": last, "seqlen_k": self.seqlen_k}
         first_position = self.seqlen_k - self.seqlen_q

@@ -1,4 +1,4 @@
-"""What the kernels work in, and what of it belongs to whom: of a batch, or of packed sequences."""
+"""Shapes of the backward pass's workspaces, and how their rows map to rows of the call: dense or packed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .defaults import MainConfig
 from .operand_gradients import BY_KEY, SPREAD, Path, add_anywhere, add_up, symbols_of, values_of
 
 
-class OfBatch:
-    """Of a dense call.
+class BatchWorkspaces:
+    """The workspaces of a dense call.
 
     Attributes:
         q_rows: (batch, heads, padded_q), of lse2 and delta, and of dq's sums without the last dimension.
@@ -31,11 +31,11 @@ class OfBatch:
         self.gradients = (q_shape, k_shape, (*k_shape[:3], call.forward.head_dim_v))
 
     def work(self, tile: int, *, of_keys: bool = False) -> tuple[Tensor, ...]:
-        """The work list that a kernel takes: none."""
+        """The work list as a kernel's argument: none."""
         return ()
 
     def by_row(self, delta: Tensor) -> Tensor:
-        """Delta as lse is, (batch, heads, seqlen_q)."""
+        """Delta in the shape of lse, (batch, heads, seqlen_q)."""
         return delta[:, :, : self.seqlen_q]
 
     def add_up(self, gradient: Tensor, path: Path, parts: Tensor, operands: Operands) -> None:
@@ -44,8 +44,8 @@ class OfBatch:
         add_up(gradient, path, parts, operands, self.seqlen_k - self.seqlen_q, self.seqlen_k)
 
 
-class OfSequences:
-    """The same of packed sequences: one batch element, in which each sequence has whole tiles of q_rows.
+class PackedWorkspaces:
+    """The workspaces of packed sequences: one batch element, in which each sequence has whole tiles of q_rows.
 
     Args:
         cuts: of the work lists that will be asked for, the tile and whether it is of keys.
@@ -84,7 +84,7 @@ class OfSequences:
             (self.total_k, self.packed.max_seqlen_k) if of_keys else (self.total_q, self.packed.max_seqlen_q)
         )
         number, position = self._places(self.packed[of_keys], total)
-        position = position.clamp(0, longest - 1)  # nobody's rows have no gradient, wherever they are thought to be
+        position = position.clamp(0, longest - 1)  # unused tail rows have no gradient, whatever their positions
         if of_keys:
             values = {"b": number, "k": position}
         else:
@@ -96,7 +96,7 @@ class OfSequences:
 
     @staticmethod
     def _places(bounds: Tensor, total: int) -> tuple[Tensor, Tensor]:
-        """Of each row the number of its sequence and its position there; nobody's rows count as the last sequence's."""
+        """For each row its sequence's number and its position there. Unused tail rows count as the last sequence's."""
         rows = torch.arange(total, dtype=bounds.dtype, device=bounds.device)
         number = torch.searchsorted(bounds[1:-1], rows, right=True)
         return number, (rows - bounds[number]).long()

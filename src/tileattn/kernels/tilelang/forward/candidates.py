@@ -34,8 +34,8 @@ def hopper_candidates(call: AttentionCall, short: bool) -> list[HopperConfig]:
 
     Two warpgroups, with Q in shared memory or in registers: the widest tile of keys that fits, and a narrower one, of
     which a mask wastes less. Three warpgroups: the widest. One, for short sequences: up to 128 keys. The first of them
-    also without turns at the tensor cores. Without a mask, for long sequences: the first
-    two also in clusters, which a mask that reaches further for one block than for the other would keep waiting.
+    also without ping-pong. Without a mask, for long sequences: the first two also in clusters. (Under a mask that
+    reaches further for one block of a cluster, the other would wait.)
     """
     configs = []
     for q_in_registers in (False, True):

@@ -1,4 +1,4 @@
-"""Which configuration a call gets unless the caller names one."""
+"""The default configuration of a forward call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fits(call: AttentionCall, config: Config) -> bool:
 
 
 def defaults(call: AttentionCall) -> list[Config]:
-    """All configurations that a call gets, at one length or another."""
+    """The configurations that a call gets at any length."""
     configs = [default(call, 1), default(call, LONG)]
     return list(dict.fromkeys(configs + [for_skewed_lengths(config) for config in configs if call.packed]))
 

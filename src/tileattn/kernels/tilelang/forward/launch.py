@@ -1,4 +1,4 @@
-"""Launches of the forward pass: which kernel a call of known sizes gets, and what the kernel is called with."""
+"""The launch of the forward pass: the kernel for a call of known sizes, and its arguments."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _specialised(call: AttentionCall, scale: float) -> AttentionCall:
 
 
 def _chosen(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) -> Config:
-    """What the tuner has found for these sizes, else the default. Of packed sequences these are the longest."""
+    """The tuner's configuration for these sizes, else the default. Of packed sequences these are the longest."""
     if call.packed:
         return default(call, min(q_shape[1], k_shape[1]))
     return tuned_config(call, sizes_of(q_shape, k_shape)) or default(call, min(q_shape[1], k_shape[1]))

@@ -32,7 +32,7 @@ def forward_function(call: AttentionCall, config: Config | None = None) -> Calla
 def ensure_compiled(call: AttentionCall, config: Config) -> Path:
     """The shared library of a call's forward kernel, compiled if the cache does not hold it.
 
-    For fp8 and packed sequences that of the kernel in front of it as well.
+    For fp8 and packed sequences, the kernel that runs before it is compiled as well.
     """
 
     def kernel() -> Any:
@@ -65,12 +65,12 @@ def ensure_transpose_compiled(call: AttentionCall) -> Path:
 
 
 def transpose_key(call: AttentionCall) -> str:
-    """All that decides what the compiled transposition is: of the call, head_dim_v and the architecture alone."""
+    """The cache key of the compiled transposition; of the call it depends on head_dim_v and the architecture alone."""
     return key_of(f"transpose_fp8 | {call.head_dim_v} {call.arch}", "forward.transpose_fp8")
 
 
 def cache_key(call: AttentionCall, config: Config) -> str:
-    """All that decides what the compiled kernel is."""
+    """The cache key of a kernel: all that decides what it is compiled to."""
     facts = (
         f"{call.dtype} {call.head_dim} {call.head_dim_v} sink={call.sink} lse={call.return_lse} "
         f"aligned={call.aligned} dropout={call.dropout} {call.arch}"
@@ -90,11 +90,11 @@ class Job:
 
     @property
     def key(self) -> str:
-        """Of the library in the kernel cache."""
+        """The key of the library in the kernel cache."""
         return transpose_key(self.call) if self.config is None else cache_key(self.call, self.config)
 
     def compile(self) -> None:
-        """Into the cache."""
+        """Compiles the kernel into the cache."""
         if self.config is None:
             ensure_transpose_compiled(self.call)
         else:

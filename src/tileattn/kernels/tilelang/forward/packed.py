@@ -27,7 +27,7 @@ def packed_forward(
     """The forward pass with a given configuration, for any number of sequences of any lengths.
 
     Args:
-        load: what gives the call's kernel of a configuration.
+        load: returns the call's kernel of a configuration.
         config: of the kernel, where sequences are of similar lengths.
         call: what the kernel is compiled for.
         heads: of queries.
@@ -88,7 +88,7 @@ class Kernel:
         self.rows = self.cluster * config.block_M
 
     def queue(self, device: torch.device, tasks: int) -> tuple[Any, ...]:
-        """What a persistent kernel draws its tasks from, of which there are so many at most, and its blocks."""
+        """A persistent kernel's ticket counter and number of blocks, for at most this many tasks; else empty."""
         if not self.persistent:
             return ()
         return tickets(device), min(tasks, max(multiprocessors(device) // self.cluster, 1)) * self.cluster

@@ -28,5 +28,5 @@ def tickets(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many blocks run at the same time where each takes a whole multiprocessor."""
+    """The number of multiprocessors: of blocks that run at once if each takes a whole one."""
     return torch.cuda.get_device_properties(device).multi_processor_count

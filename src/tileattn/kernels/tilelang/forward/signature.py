@@ -1,4 +1,4 @@
-"""What all forward kernels take: their parameters, in the order in which ``launch.py`` passes them."""
+"""The parameters of all forward kernels, in the order in which ``launch.py`` passes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tuner may choose from for a forward call: configurations that fit, before any is compiled."""
+"""The tuner's search space for a forward call: configurations that fit, before any is compiled."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def forward_space(
     default: Config,
     prepare: Callable[[Config], Callable[..., object]],
 ) -> Space:
-    """The space of a call, of which ``prepare`` makes a function for each configuration."""
+    """The search space of a call; ``prepare`` makes a function of each configuration."""
     return Space(
         call=str(call),
         sizes=sizes,

@@ -1,12 +1,12 @@
 """Values of fp8 for the matrix units: transposed, and with the keys in the order of the weights.
 
-wgmma reads 8-bit operands only along the sum, and P V sums over keys: V must lie with its keys innermost. Within each
-group of 16, keys are exchanged besides, so that each thread can use the weights that it holds as they are
+wgmma reads 8-bit operands only along the sum, and P V sums over keys: keys must be V's innermost dimension. Within each
+group of 16 the keys are permuted, so that each thread can use the weights that it holds as they are
 (``softmax.key_of_column``; the idea is that of Shah et al. 2024, arXiv 2407.08608, section 3.3).
 
 A block takes KEYS keys of one head of ``v`` (batch, seqlen_k, kv_heads, head_dim_v), any strides of 16 bytes, to
-``transposed`` (batch, kv_heads, head_dim_v, padded_k), contiguous; padded_k is the next multiple of KEYS, and what lies
-behind the last key is 0: a weight of 0 times the bits that happened to be there could be NaN.
+``transposed`` (batch, kv_heads, head_dim_v, padded_k), contiguous. padded_k is the next multiple of KEYS. Elements
+behind the last key are 0: a weight of 0 times arbitrary bits could be NaN.
 """
 
 from __future__ import annotations
