@@ -57,9 +57,9 @@ from ..signature import assume_aligned, assume_filled
 from . import places, tile
 from .hopper_config import CONSUMERS, HopperBackwardConfig, leaving
 from .layouts import accumulator_layout
-from .operands import ADDED, BY_KEY, SPREAD, STORED, Path
+from .operands import ADDED, BY_KEY, Path
 from .order import COLUMNS
-from .tensors import add_to_elements, add_to_sums, hand_over_sums, spread, store_elements
+from .tensors import add_to_sums, hand_over_sums, to_elements
 from .visible import Viewers
 
 # Named barriers; 0 is __syncthreads.
@@ -409,88 +409,71 @@ def have_read(w, columns):
 
 
 @T.macro
-def scores_to_probabilities(plan, arg, w, h, row):
-    q_lo = row + arg.seqlen_k - arg.seqlen_q
-    c = arg.scale * softmax.LOG2E if plan.slopes is None else 1.0
+def scores_to_probabilities(plan, w, scores):
+    at = scores.held("q_lo")
+    c = at.scale * softmax.LOG2E if plan.slopes is None else 1.0
     if plan.slopes is not None:
-        tile.modify(
-            w.acc_s, w.early, plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h, q_lo, w.task[KEY],
-            plan.block_N, plan.block_M, True,
-        )  # fmt: skip
-    if (row < w.rows[2]) | (row + plan.block_M > w.rows[3]):
-        tile.hide(w.acc_s, w.visible, w.task[BATCH], h, q_lo, w.task[KEY], plan.block_N, plan.block_M, True)
-    tile.probabilities(w.acc_s, Row(w.lse2, w.at[STAGE]), c, plan.block_N, plan.block_M, True)
+        tile.modify(w.acc_s, w.early, at)
+    if at.masked:
+        tile.hide(w.acc_s, at)
+    tile.probabilities(w.acc_s, Row(w.lse2, w.at[STAGE]), c, at)
     if plan.copied is not None and (plan.tile_in_registers or not plan.tile_is_late):
         release_tile(plan, w, have_read(w, plan.block_M))
-    tile.mark_dropped(w.acc_s, w.pattern, row, w.task[KEY], plan.block_N, plan.block_M, True, True)
-    tile.copy_kept(w.acc_s, w.p, w.pattern, plan.block_N, plan.block_M, True)
+    tile.mark_dropped(w.acc_s, at, True)
+    tile.copy_kept(w.acc_s, w.p, at)
     for index in plan.early:
-        tile.weigh(w.early[index], w.acc_s, plan.block_N, plan.block_M)
+        tile.weigh(w.early[index], w.acc_s, at)
 
 
 @T.macro
-def times_late(plan, arg, w, gradient, late, h, row):
-    """The gradient times a derivative that is computed only now, in the place of dP, which has served."""
-    tile.times_late(
-        w.acc_dp, gradient, late, plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h,
-        row + arg.seqlen_k - arg.seqlen_q, w.task[KEY], plan.block_N, plan.block_M, True,
-    )  # fmt: skip
-
-
-@T.macro
-def tensor_gradients(plan, arg, w, h, row):
+def tensor_gradients(plan, arg, w, scores):
     """Of the tensors that the modification reads."""
-    b, k_lo, q_lo = w.task[BATCH], w.task[KEY], row + arg.seqlen_k - arg.seqlen_q
+    at = scores.held("b", "k_lo", "q_lo")
     for index, path in enumerate(plan.paths):
         if index == plan.leaving:
             continue
         factor = plan.slopes.program.loads[index]
         if factor.late is not None:
-            times_late(plan, arg, w, tile.kept(factor, w.early, w.acc_s), factor.late, h, row)
+            # In the place of dP, which has served.
+            tile.times_late(w.acc_dp, tile.kept(factor, w.early, w.acc_s), factor.late, scores)
         gradient = w.acc_dp if factor.late is not None else tile.kept(factor, w.early, w.acc_s)
         if path.way == BY_KEY:
             add_to_sums(gradient, w.tile_sum, w.sums[plan.sums_by_key[index]], plan.block_N)
-        if path.way == ADDED:
-            add_to_elements(
-                gradient, arg.handed_over[index], path, w.emit, b, h, q_lo, k_lo, plan.block_N, plan.block_M
-            )
-        if path.way == STORED:
-            store_elements(gradient, arg.handed_over[index], path, w.emit, b, h, q_lo, k_lo, plan.block_N, plan.block_M)
-        if path.way == SPREAD:
-            spread(gradient, arg.handed_over[index], b, h, row, k_lo, plan.block_N, plan.block_M)
+        else:
+            to_elements(gradient, arg.handed_over[index], path, at)
 
 
 @T.macro
-def gradients_of_scores(plan, arg, w, h, row):
+def gradients_of_scores(plan, arg, w, scores):
     """dS, of the scaled scores, in 16 bits."""
     delta = Row(w.delta, w.at[STAGE])
-    tile.drop_gradients(w.acc_s, w.acc_dp, w.pattern, plan.block_N, plan.block_M, True)
+    tile.drop_gradients(w.acc_s, w.acc_dp, scores)
     if plan.slopes is None:
         for i, j in T.Parallel(plan.block_N, plan.block_M):
             w.ds[i, j] = w.acc_s[i, j] * (w.acc_dp[i, j] - delta[j])
     else:
         if plan.slopes.probability_is_kept():
-            tile.score_gradients(w.acc_s, w.acc_dp, delta, plan.block_N, plan.block_M, True)
+            tile.score_gradients(w.acc_s, w.acc_dp, delta, scores)
         for index in plan.early:
-            tile.score_gradients(w.early[index], w.acc_dp, delta, plan.block_N, plan.block_M, True)
-        tensor_gradients(plan, arg, w, h, row)
+            tile.score_gradients(w.early[index], w.acc_dp, delta, scores)
+        tensor_gradients(plan, arg, w, scores)
         slope = plan.slopes.program.slope
         if slope.late is not None:
-            times_late(plan, arg, w, tile.kept(slope, w.early, w.acc_s), slope.late, h, row)
+            tile.times_late(w.acc_dp, tile.kept(slope, w.early, w.acc_s), slope.late, scores)
         T.copy(w.acc_dp if slope.late is not None else tile.kept(slope, w.early, w.acc_s), w.ds)
     if plan.tile_is_late and not plan.tile_in_registers and plan.leaving is None:
         release_tile(plan, w)
 
 
 @T.macro
-def hand_over_gradient(plan, arg, w, h, row):
+def hand_over_gradient(plan, w, scores):
     """A tile of the copied tensor's gradient, queries in rows, to the adding warp, once it has taken the last one.
 
     Behind dV's product, which would wait for these stores as it does for those of dS.
     """
     factor = plan.slopes.program.loads[plan.leaving]
     if factor.late is not None:
-        times_late(plan, arg, w, tile.kept(factor, w.early, w.acc_s), factor.late, h, row)
+        tile.times_late(w.acc_dp, tile.kept(factor, w.early, w.acc_s), factor.late, scores)
     gradient = w.acc_dp if factor.late is not None else tile.kept(factor, w.early, w.acc_s)
     group = w.thread // WARPGROUP
     T.barrier_wait(w.gradient_free[group], w.at[DQ_PARITY])
@@ -575,25 +558,37 @@ def next_stage(plan, w):
     w.at[DQ_PARITY] = w.at[DQ_PARITY] ^ 1
 
 
+def scores_at(plan, arg, w, h, row):
+    """The tile of scores of some rows of queries of a head."""
+    return w.scores.at(
+        b=w.task[BATCH],
+        h=h,
+        row=row,
+        k_lo=w.task[KEY],
+        masked=(row < w.rows[2]) | (row + plan.block_M > w.rows[3]),
+    )
+
+
 @T.macro
 def advance(plan, arg, w, h, row):
     """One tile of queries."""
+    scores = scores_at(plan, arg, w, h, row)
     multiply_scores(plan, w)
     if plan.config.late_dp:
         take_tile(plan, w)
         await_product(plan, w.acc_s, 0, plan.block_M)
-        scores_to_probabilities(plan, arg, w, h, row)
+        scores_to_probabilities(plan, w, scores)
         multiply_dp(plan, w)
     else:
         multiply_dp(plan, w)
         take_tile(plan, w)
         await_product(plan, w.acc_s, 1, plan.block_M)
-        scores_to_probabilities(plan, arg, w, h, row)
+        scores_to_probabilities(plan, w, scores)
     await_product(plan, w.acc_dp, 0, plan.block_M)
-    gradients_of_scores(plan, arg, w, h, row)
+    gradients_of_scores(plan, arg, w, scores)
     multiply_dv(plan, w)
     if plan.leaving is not None:
-        hand_over_gradient(plan, arg, w, h, row)
+        hand_over_gradient(plan, w, scores)
     if plan.adds_dq:
         if plan.config.ds_buffers == 1:
             T.sync_threads(DS_READ, CONSUMERS)
@@ -672,9 +667,9 @@ def consume(plan, arg, w):
         h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
         find_rows(plan, w, h)
         if plan.slopes is not None:
-            keep_uniforms(plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h)
+            keep_uniforms(plan.slopes, w.scores.registers, w.emit, arg.scale, w.task[BATCH], h)
         if plan.call.dropout:
-            dropout.enter_head(w.pattern.words, arg, w.task[BATCH], h)
+            dropout.enter_head(w.scores.pattern.words, arg, w.task[BATCH], h)
         for number in plan.sums_by_key.values():
             T.fill(w.sums[number], 0)
         for number in T.serial(w.rows[0], w.rows[1]):
@@ -728,13 +723,14 @@ def body(
             turn, place = T.truncdiv(at.block, side * key_tiles), T.truncmod(at.block, side * key_tiles)
             pair = T.alloc_var("int32", init=turn * side + T.truncmod(place, side))
             emit = tile.TileEmitter(arg.operands)
+            # Behind a sequence's last row lse2 is +inf, and Q is 0; but a modification may be NaN there.
+            visible = Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k, call.packed and plan.slopes is None)
             thread = T.get_thread_binding()
             score_tile = [plan.block_N, plan.block_M]
             w = SimpleNamespace(
                 task=T.alloc_local([3], "int32"),
                 emit=emit,
-                # Behind a sequence's last row lse2 is +inf, and Q is 0; but a modification may be NaN there.
-                visible=Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k, call.packed and plan.slopes is None),
+                visible=visible,
                 k=T.alloc_shared([plan.block_N, plan.head_dim], plan.dtype),
                 v=T.alloc_shared([plan.block_N, plan.head_dim_v], plan.dtype),
                 q=T.alloc_shared([plan.stages, plan.block_M, plan.head_dim], plan.dtype),
@@ -755,8 +751,18 @@ def body(
                 acc_dq=T.alloc_fragment(list(plan.order.shape), "float32") if adds_dq else None,
                 sums=[T.alloc_fragment([plan.block_N], "float32") for _ in plan.sums_by_key],
                 tile_sum=T.alloc_fragment([plan.block_N], "float32"),
-                uniforms=plan.slopes.allocate() if plan.slopes is not None else None,
-                pattern=tile.Pattern(arg, plan.early) if call.dropout else None,
+                scores=tile.ScoreTile(
+                    scale=arg.scale,
+                    emit=emit,
+                    visible=visible,
+                    slopes=plan.slopes,
+                    registers=plan.slopes.allocate() if plan.slopes is not None else None,
+                    pattern=tile.Pattern(arg, plan.early) if call.dropout else None,
+                    rows=plan.block_N,
+                    columns=plan.block_M,
+                    keys_first=True,
+                    lengths=(arg.seqlen_q, arg.seqlen_k),
+                ),
                 eight=T.alloc_local([8], plan.dtype),
                 at=T.alloc_local([4], "int32"),
                 rows=RowsOfHead() if call.packed else T.alloc_local([4], "int32"),

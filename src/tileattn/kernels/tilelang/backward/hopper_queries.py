@@ -212,40 +212,33 @@ def add_dq(plan, w):
 
 
 @T.macro
-def scores_to_probabilities(plan, arg, w, k_lo):
-    b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
-    q_lo = row + arg.seqlen_k - arg.seqlen_q
-    c = arg.scale * softmax.LOG2E if plan.slopes is None else 1.0
+def scores_to_probabilities(plan, w, scores):
+    at = scores.held("b", "h", "row", "q_lo")
+    c = at.scale * softmax.LOG2E if plan.slopes is None else 1.0
     if plan.slopes is not None:
-        tile.modify(
-            w.acc_s, w.early, plan.slopes, w.uniforms, w.emit, arg.scale, b, h, q_lo, k_lo,
-            plan.block_M, plan.block_N, False,
-        )  # fmt: skip
-    if (k_lo < w.full[0]) | (k_lo + plan.block_N > w.full[1]):
-        tile.hide(w.acc_s, w.visible, b, h, q_lo, k_lo, plan.block_M, plan.block_N, False)
-    tile.probabilities(w.acc_s, w.lse2, c, plan.block_M, plan.block_N, False)
+        tile.modify(w.acc_s, w.early, at)
+    if at.masked:
+        tile.hide(w.acc_s, at)
+    tile.probabilities(w.acc_s, w.lse2, c, at)
     release_tile(plan, w)
-    tile.mark_dropped(w.acc_s, w.pattern, row, k_lo, plan.block_M, plan.block_N, False, True)
+    tile.mark_dropped(w.acc_s, at, True)
     for index in plan.early:
-        tile.weigh(w.early[index], w.acc_s, plan.block_M, plan.block_N)
+        tile.weigh(w.early[index], w.acc_s, at)
 
 
 @T.macro
-def gradients_of_scores(plan, arg, w, k_lo):
+def gradients_of_scores(plan, w, scores):
     """dS, of the scaled scores, in 16 bits."""
-    tile.drop_gradients(w.acc_s, w.acc_dp, w.pattern, plan.block_M, plan.block_N, False)
+    tile.drop_gradients(w.acc_s, w.acc_dp, scores)
     if plan.slopes is None:
         for i, j in T.Parallel(plan.block_M, plan.block_N):
             w.ds[i, j] = w.acc_s[i, j] * (w.acc_dp[i, j] - w.delta[i])
     else:
         slope = plan.slopes.program.slope
         gradient = tile.kept(slope, w.early, w.acc_s)
-        tile.score_gradients(gradient, w.acc_dp, w.delta, plan.block_M, plan.block_N, False)
+        tile.score_gradients(gradient, w.acc_dp, w.delta, scores)
         if slope.late is not None:
-            tile.times_late(
-                gradient, gradient, slope.late, plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH],
-                w.task[HEAD], w.task[ROW] + arg.seqlen_k - arg.seqlen_q, k_lo, plan.block_M, plan.block_N, False,
-            )  # fmt: skip
+            tile.times_late(gradient, gradient, slope.late, scores)
         T.copy(gradient, w.ds)
 
 
@@ -264,22 +257,30 @@ def next_stages(plan, w):
         w.at[V_STAGE] = T.if_then_else(last_v, 0, w.at[V_STAGE] + 1)
 
 
+def scores_at(plan, w, k_lo):
+    """The tile of scores of some keys."""
+    masked = (k_lo < w.full[0]) | (k_lo + plan.block_N > w.full[1])
+    return w.scores.at(b=w.task[BATCH], h=w.task[HEAD], row=w.task[ROW], k_lo=k_lo, masked=masked)
+
+
 @T.macro
-def first_tile(plan, arg, w, k_lo):
+def first_tile(plan, w, k_lo):
+    scores = scores_at(plan, w, k_lo)
     multiply_scores(plan, w)
     multiply_dp(plan, w)
     take_tile(plan, w)
     await_product(plan, w.acc_s, 1, plan.block_N)
-    scores_to_probabilities(plan, arg, w, k_lo)
+    scores_to_probabilities(plan, w, scores)
     await_product(plan, w.acc_dp, 0, plan.block_N)
     release(w, w.v_free, w.at[V_STAGE])
-    gradients_of_scores(plan, arg, w, k_lo)
+    gradients_of_scores(plan, w, scores)
     next_stages(plan, w)
 
 
 @T.macro
-def advance(plan, arg, w, k_lo):
+def advance(plan, w, k_lo):
     """dQ from the last tile of keys, and dS of the next."""
+    scores = scores_at(plan, w, k_lo)
     add_dq(plan, w)
     multiply_scores(plan, w)
     multiply_dp(plan, w)
@@ -287,10 +288,10 @@ def advance(plan, arg, w, k_lo):
     await_product(plan, w.acc_dq, 2, plan.head_dim)
     release(w, w.k_free, w.at[LAST])
     await_product(plan, w.acc_s, 1, plan.block_N)
-    scores_to_probabilities(plan, arg, w, k_lo)
+    scores_to_probabilities(plan, w, scores)
     await_product(plan, w.acc_dp, 0, plan.block_N)
     release(w, w.v_free, w.at[V_STAGE])
-    gradients_of_scores(plan, arg, w, k_lo)
+    gradients_of_scores(plan, w, scores)
     next_stages(plan, w)
 
 
@@ -328,14 +329,14 @@ def consume(plan, arg, w):
     for i in T.unroll(5):
         w.at[i] = 0
     if plan.slopes is not None:
-        keep_uniforms(plan.slopes, w.uniforms, w.emit, arg.scale, b, h)
+        keep_uniforms(plan.slopes, w.scores.registers, w.emit, arg.scale, b, h)
     if plan.call.dropout:
-        dropout.enter_head(w.pattern.words, arg, b, h)
+        dropout.enter_head(w.scores.pattern.words, arg, b, h)
     T.barrier_wait(w.q_ready[0], 0)
     T.barrier_wait(w.do_ready[0], 0)
-    first_tile(plan, arg, w, w.task[FIRST] * plan.block_N)
+    first_tile(plan, w, w.task[FIRST] * plan.block_N)
     for j in T.serial(w.task[COUNT] - 1):
-        advance(plan, arg, w, (w.task[FIRST] + 1 + j) * plan.block_N)
+        advance(plan, w, (w.task[FIRST] + 1 + j) * plan.block_N)
     add_dq(plan, w)
     await_product(plan, w.acc_dq, 0, plan.head_dim)
     store(plan, arg, w)
@@ -383,12 +384,13 @@ def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> A
             turn, place = T.truncdiv(at.block, side * query_tiles), T.truncmod(at.block, side * query_tiles)
             pair = T.alloc_var("int32", init=turn * side + T.truncmod(place, side))
             emit = Emitter(arg.operands)
+            visible = Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k, call.packed)
             score_tile = [plan.block_M, plan.block_N]
             thread = T.get_thread_binding()
             w = SimpleNamespace(
                 task=T.alloc_local([5], "int32"),
                 emit=emit,
-                visible=Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k, call.packed),
+                visible=visible,
                 q=T.alloc_shared([plan.block_M, plan.head_dim], plan.dtype),
                 do=T.alloc_shared([plan.block_M, plan.head_dim_v], plan.dtype),
                 k=T.alloc_shared([config.k_stages, plan.block_N, plan.head_dim], plan.dtype),
@@ -400,8 +402,18 @@ def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> A
                 acc_dq=T.alloc_fragment([plan.block_M, plan.head_dim], "float32"),
                 lse2=T.alloc_fragment([plan.block_M], "float32"),
                 delta=T.alloc_fragment([plan.block_M], "float32"),
-                uniforms=plan.slopes.allocate() if plan.slopes is not None else None,
-                pattern=tile.Pattern(arg, plan.early) if call.dropout else None,
+                scores=tile.ScoreTile(
+                    scale=arg.scale,
+                    emit=emit,
+                    visible=visible,
+                    slopes=plan.slopes,
+                    registers=plan.slopes.allocate() if plan.slopes is not None else None,
+                    pattern=tile.Pattern(arg, plan.early) if call.dropout else None,
+                    rows=plan.block_M,
+                    columns=plan.block_N,
+                    keys_first=False,
+                    lengths=(arg.seqlen_q, arg.seqlen_k),
+                ),
                 at=T.alloc_local([5], "int32"),
                 full=T.alloc_local([2], "int32"),
                 thread=thread,

@@ -263,40 +263,34 @@ def scores_to_probabilities(plan, arg, w, group):
     # Position of the tile's row 0: the second warpgroup's begin at row 64.
     q_lo = row + arg.seqlen_k - arg.seqlen_q - group * TILE_ROWS
     c = arg.scale * softmax.LOG2E if plan.slopes is None else 1.0
+    scores = w.scores.at(b=w.task[BATCH], h=h, row=row - group * TILE_ROWS, q_lo=q_lo, k_lo=w.task[KEY])
     if plan.slopes is not None:
-        tile.modify(
-            w.acc_s, w.early, plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h, q_lo, w.task[KEY],
-            2 * TILE_ROWS, TILE_ROWS, False,
-        )  # fmt: skip
+        tile.modify(w.acc_s, w.early, scores)
     if (row < w.full[0]) | (row + TILE_ROWS > w.full[1]):
-        tile.hide(w.acc_s, w.visible, w.task[BATCH], h, q_lo, w.task[KEY], 2 * TILE_ROWS, TILE_ROWS, False)
-    tile.probabilities(w.acc_s, w.lse2, c, 2 * TILE_ROWS, TILE_ROWS, False)
+        tile.hide(w.acc_s, scores)
+    tile.probabilities(w.acc_s, w.lse2, c, scores)
     for index in plan.early:
-        tile.weigh(w.early[index], w.acc_s, 2 * TILE_ROWS, TILE_ROWS)
-    first = row - group * TILE_ROWS
-    tile.mark_dropped(w.acc_s, w.pattern, first, w.task[KEY], 2 * TILE_ROWS, TILE_ROWS, False, True)
-    tile.copy_kept(w.acc_s, w.narrow, w.pattern, 2 * TILE_ROWS, TILE_ROWS, False)
+        tile.weigh(w.early[index], w.acc_s, scores)
+    tile.mark_dropped(w.acc_s, scores, True)
+    tile.copy_kept(w.acc_s, w.narrow, scores)
 
 
 @T.macro
 def gradients_of_scores(plan, arg, w, group):
     """dS, of the scaled scores, in 16 bits."""
-    rows, columns = 2 * TILE_ROWS, TILE_ROWS
-    tile.drop_gradients(w.acc_s, w.acc_dp, w.pattern, rows, columns, False)
+    tile.drop_gradients(w.acc_s, w.acc_dp, w.scores)
     if plan.slopes is None:
-        for i, j in T.Parallel(rows, columns):
+        for i, j in T.Parallel(2 * TILE_ROWS, TILE_ROWS):
             w.narrow[i, j] = w.acc_s[i, j] * (w.acc_dp[i, j] - w.delta[i])
     else:
         slope = plan.slopes.program.slope
         gradient = tile.kept(slope, w.early, w.acc_s)
-        tile.score_gradients(gradient, w.acc_dp, w.delta, rows, columns, False)
+        tile.score_gradients(gradient, w.acc_dp, w.delta, w.scores)
         if slope.late is not None:
             h = w.task[KV_HEAD] * arg.heads_per_kv_head + w.at[GROUP_HEAD]
             q_lo = w.at[TILE] * TILE_ROWS + arg.seqlen_k - arg.seqlen_q - group * TILE_ROWS
-            tile.times_late(
-                gradient, gradient, slope.late, plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h, q_lo,
-                w.task[KEY], rows, columns, False,
-            )  # fmt: skip
+            scores = w.scores.at(b=w.task[BATCH], h=h, q_lo=q_lo, k_lo=w.task[KEY])
+            tile.times_late(gradient, gradient, slope.late, scores)
         T.copy(gradient, w.narrow)
 
 
@@ -344,9 +338,9 @@ def enter_head(plan, arg, w):
     w.at[TILE] = w.uniform(tiles_of_head(plan, w, h)[0])
     w.at[END] = w.uniform(tiles_of_head(plan, w, h)[1])
     if plan.slopes is not None:
-        keep_uniforms(plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH], h)
+        keep_uniforms(plan.slopes, w.scores.registers, w.emit, arg.scale, w.task[BATCH], h)
     if plan.call.dropout:
-        dropout.enter_head(w.pattern.words, arg, w.task[BATCH], h)
+        dropout.enter_head(w.scores.pattern.words, arg, w.task[BATCH], h)
 
 
 @T.macro
@@ -450,12 +444,13 @@ def body(call: AttentionCall, config: HopperWideConfig, traced: Program) -> Any:
             turn, place = T.truncdiv(at.block, side * key_tiles), T.truncmod(at.block, side * key_tiles)
             pair = T.alloc_var("int32", init=turn * side + T.truncmod(place, side))
             emit = Emitter(arg.operands)
+            visible = Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k, call.packed and plan.slopes is None)
             thread = T.get_thread_binding()
             score_tile = [2 * TILE_ROWS, TILE_ROWS]  # of both warpgroups, one below the other
             w = SimpleNamespace(
                 task=T.alloc_local([3], "int32"),
                 emit=emit,
-                visible=Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k, call.packed and plan.slopes is None),
+                visible=visible,
                 keys=T.alloc_shared([2 * TILE_ROWS, plan.head_dim], plan.dtype),  # V, K
                 rows=T.alloc_shared([4 * TILE_ROWS, plan.head_dim], plan.dtype),  # two stages of dO, two of Q
                 weights=T.alloc_shared([2, TILE_ROWS, 2 * TILE_ROWS], plan.dtype),  # P and dS, side by side
@@ -466,8 +461,17 @@ def body(call: AttentionCall, config: HopperWideConfig, traced: Program) -> Any:
                 early=[T.alloc_fragment(score_tile, "float32") for _ in plan.early],
                 narrow=T.alloc_fragment(score_tile, plan.dtype),
                 acc=T.alloc_fragment([2 * TILE_ROWS, plan.head_dim], "float32"),  # dV, dK
-                uniforms=plan.slopes.allocate() if plan.slopes is not None else None,
-                pattern=tile.Pattern(arg, plan.early) if call.dropout else None,
+                scores=tile.ScoreTile(
+                    scale=arg.scale,
+                    emit=emit,
+                    visible=visible,
+                    slopes=plan.slopes,
+                    registers=plan.slopes.allocate() if plan.slopes is not None else None,
+                    pattern=tile.Pattern(arg, plan.early) if call.dropout else None,
+                    rows=2 * TILE_ROWS,
+                    columns=TILE_ROWS,
+                    keys_first=False,
+                ),
                 eight=T.alloc_local([8], plan.dtype),
                 at=T.alloc_local([5], "int32"),
                 full=T.alloc_local([2], "int32"),
