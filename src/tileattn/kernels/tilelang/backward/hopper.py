@@ -42,298 +42,48 @@ from typing import Any
 
 import tilelang
 import tilelang.language as T
-from tilelang.language.eager.builder import Builder
-from tvm import ir
 
 from ....call import AttentionCall
 from ....variant import Program
 from .. import dropout, softmax
-from ..config import padded
 from ..generic import ROWS
-from ..hopper import tile_layout
-from ..hopper_plan import WARP, WARPGROUP, _slices
+from ..hopper_plan import WARP, WARPGROUP
 from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
 from . import places, tile
-from .hopper_config import CONSUMERS, HopperBackwardConfig, leaving
+from .hopper_config import CONSUMERS, HopperBackwardConfig
+from .hopper_copied_tile import (
+    alloc_tile,
+    hand_over_gradient,
+    have_read,
+    load_tiles,
+    release_tile,
+    take_gradients,
+    take_tile,
+)
+from .hopper_dq_sums import add_dq, hand_over_dq, multiply_dq, share_ds
+from .hopper_loads import load, load_keys, tiles_of_head
+from .hopper_plan import (
+    BATCH,
+    CONSUMER_REGISTERS,
+    DQ_PARITY,
+    DS,
+    DS_READ,
+    DS_WRITTEN,
+    KEY,
+    KV_HEAD,
+    PARITY,
+    PRODUCER_REGISTERS,
+    STAGE,
+    Plan,
+    Row,
+    RowsOfHead,
+)
 from .layouts import accumulator_layout
-from .operands import ADDED, BY_KEY, Path
+from .operands import BY_KEY, Path
 from .order import COLUMNS
 from .tensors import add_to_sums, hand_over_sums, to_elements
 from .visible import Viewers
-
-# Named barriers; 0 is __syncthreads.
-DS_WRITTEN, DS_READ = 1, 2
-
-# The block's task: a tile of keys, by its first, of one kv head of one batch element.
-BATCH, KV_HEAD, KEY = range(3)
-
-# Where a warpgroup stands in the stages of Q and dO, in the buffers of dS, and in the uses of dQ's.
-STAGE, PARITY, DS, DQ_PARITY = range(4)
-
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-
-_LDMATRIX = ir.Op.get("tl.ptx_ldmatrix")
-_STMATRIX, _PACK = ir.Op.get("tl.ptx_stmatrix"), ir.Op.get("tl.pack_b16")
-
-
-class Plan:
-    """The static facts of one kernel, from which its macros choose what they emit.
-
-    Attributes:
-        slopes: the score modification and its derivatives, or None.
-        early: indices of the derivatives that are kept beside the scores.
-        paths: to the tensors whose gradients are wanted; `sums_by_key` numbers those that are summed by key.
-        copied: the tile load whose tiles, such as a bias's, are copied, or None; and its dtype.
-        tile_in_registers: whether they are taken to registers: those of 16 bits, which ldmatrix transposes.
-        tile_is_late: whether a derivative that is computed late needs them once more.
-        leaving: index of the path whose gradient leaves by TMA, tile by tile, or None; and the dtype of these tiles.
-        batch_first: whether neighbours in the grid are batch elements rather than heads, to share those tiles.
-        copied_once: whether nobody shares them, so that they need not stay in the L2 cache.
-        adds_dq: whether dq is added up here.
-        order: of dq's sums; `sum_rows`, of 256, are a tile's.
-    """
-
-    def __init__(
-        self, call: AttentionCall, config: HopperBackwardConfig, traced: Program, paths: tuple[Path, ...], adds_dq: bool
-    ) -> None:
-        self.call, self.config, self.traced, self.paths, self.adds_dq = call, config, traced, paths, adds_dq
-        self.block_M, self.block_N, self.stages = config.block_M, config.block_N, config.num_stages
-        self.head_dim, self.head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
-        self.dtype = str(call.dtype).removeprefix("torch.")
-        self.slopes = None
-        if traced.score is not None:
-            self.slopes = tile.Slopes(call, traced, tuple(path.load for path in paths))
-        self.early = tuple(range(len(self.slopes.program.early))) if self.slopes else ()
-        self.copied, self.copied_dtype = config.copied(call) or (None, None)
-        self.tile_in_registers = self.copied is not None and self.copied_dtype.itemsize == 2
-        self.tile_is_late = self.copied is not None and self.slopes.is_late(self.copied.text)
-        self.leaving, self.leaving_dtype = leaving(config, call, paths) or (None, None)
-        by_head, by_batch = (self.copied is not None and self.copied.differs_by(symbol) for symbol in "hb")
-        self.batch_first = by_head and not by_batch and not call.packed
-        self.copied_once = by_head and by_batch
-        by_key = [index for index, path in enumerate(paths) if path.way == BY_KEY]
-        self.sums_by_key = {index: number for number, index in enumerate(by_key)}
-        self.order = config.order(call)
-        self.sum_rows = self.order.size // COLUMNS
-
-    def alloc_barriers(self) -> dict[str, Any]:
-        """All barriers, by name, in one array; see ../hopper_plan.py."""
-        return _slices(
-            T.alloc_barrier,
-            {
-                "kv_ready": [WARP],
-                "q_ready": [WARP] * self.stages,
-                "q_free": [2] * self.stages,
-                "do_ready": [WARP] * self.stages,
-                "do_free": [2] * self.stages,
-                "dq_ready": [WARPGROUP] * 2,
-                "dq_free": [WARP] * 2,
-                "gradient_ready": [WARPGROUP] * 2 if self.leaving is not None else [],
-                "gradient_free": [WARP] * 2 if self.leaving is not None else [],
-                "tile_ready": [WARP] * self.config.tile_stages,
-                "tile_free": [CONSUMERS // WARP] * self.config.tile_stages,
-            },
-        )
-
-
-class Row:
-    """One row of a buffer."""
-
-    def __init__(self, buffer: Any, row: Any) -> None:
-        self._buffer, self._row = buffer, row
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._buffer[self._row, index]
-
-
-class RowsOfHead:
-    """What :func:`find_rows` finds, in a packed call: the last two numbers in shared memory, for want of registers.
-
-    Of a dense call all of them follow from parameters of the kernel, of which ptxas needs to keep nothing.
-    """
-
-    def __init__(self) -> None:
-        self._registers = T.alloc_local([2], "int32")
-        self._shared = T.alloc_shared([2], "int32", scope="shared")
-
-    def __getitem__(self, index: int) -> Any:
-        return self._registers[index] if index < 2 else self._shared[index - 2]
-
-    def __setitem__(self, index: int, value: Any) -> None:
-        # All threads write the same, and each reads what it has written itself.
-        buffer, place = (self._registers, index) if index < 2 else (self._shared, index - 2)
-        T.buffer_store(buffer, value, [place])
-
-
-class TransposedTile:
-    """The copied tile of a warpgroup's stage, by key and query."""
-
-    def __init__(self, plan: Plan, w: Any) -> None:
-        self._plan, self._w = plan, w
-
-    def __getitem__(self, index: tuple[Any, Any]) -> Any:
-        return self._w.tile[tile_stage(self._plan, self._w), index[1], index[0]]
-
-
-# --- The warps of the producer warpgroup, which have few registers ---
-
-
-@T.macro
-def load_keys(plan, arg, w):
-    """K and V, once."""
-    k_b, v_b = (T.min(w.task[BATCH], tensor.shape[0] - 1) for tensor in (arg.k, arg.v))
-    key, kv_h = w.task[KEY], w.task[KV_HEAD]
-    T.tma_copy(arg.k[k_b, key : key + plan.block_N, kv_h, 0 : plan.head_dim], w.k, barrier=w.kv_ready[0])
-    T.tma_copy(arg.v[v_b, key : key + plan.block_N, kv_h, 0 : plan.head_dim_v], w.v, barrier=w.kv_ready[0])
-    T.barrier_arrive(w.kv_ready[0])
-
-
-@T.macro
-def load(plan, arg, w, source, tiles, head_dim, of_rows, rows, ready, free):
-    """Q with lse2, or dO with delta, tile by tile, as stages become free."""
-    b = T.alloc_var("int32", init=T.min(w.task[BATCH], source.shape[0] - 1))
-    stage = T.alloc_var("int32", init=0)
-    parity = T.alloc_var("int32", init=1)  # a fresh barrier lets this parity pass
-    for g in T.serial(arg.heads_per_kv_head):
-        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
-        row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.block_M)
-        count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
-        for _ in T.serial(count):
-            T.barrier_wait(free[stage], parity)
-            T.tma_copy(source[b, row : row + plan.block_M, h, 0:head_dim], tiles[stage, :, :], barrier=ready[stage])
-            T.tma_copy(
-                of_rows[w.task[BATCH], h, row : row + plan.block_M], rows[stage, 0 : plan.block_M], barrier=ready[stage]
-            )
-            T.barrier_arrive(ready[stage])
-            row += plan.block_M
-            parity = T.if_then_else(stage == plan.stages - 1, parity ^ 1, parity)
-            stage = T.if_then_else(stage == plan.stages - 1, 0, stage + 1)
-
-
-@T.macro
-def load_tiles(plan, arg, w):
-    """The scores' tiles of the copied tensor. What lies beyond its edges is 0."""
-    stage = T.alloc_var("int32", init=0)
-    parity = T.alloc_var("int32", init=1)  # a fresh barrier lets this parity pass
-    key = w.task[KEY]
-    for g in T.serial(arg.heads_per_kv_head):
-        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
-        outer = [w.emit(index, b=w.task[BATCH], h=h) for index in plan.copied.outer]
-        first_tile = tiles_of_head(plan, w, h)[0]
-        q_lo = first_tile * plan.block_M + arg.seqlen_k - arg.seqlen_q
-        row = T.alloc_var("int32", init=w.emit(plan.copied.row, b=w.task[BATCH], h=h, q=q_lo))
-        count = T.max(tiles_of_head(plan, w, h)[1] - first_tile, 0)
-        for _ in T.serial(count):
-            T.barrier_wait(w.tile_free[stage], parity)
-            T.tma_copy(
-                arg.operands[plan.copied.name][
-                    (*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N))
-                ],
-                w.tile[stage, :, :],
-                barrier=w.tile_ready[stage],
-                eviction_policy="evict_first" if plan.copied_once else None,
-            )
-            T.barrier_arrive(w.tile_ready[stage])
-            row += plan.block_M
-            parity = T.if_then_else(stage == plan.config.tile_stages - 1, parity ^ 1, parity)
-            stage = T.if_then_else(stage == plan.config.tile_stages - 1, 0, stage + 1)
-
-
-@T.macro
-def take_gradient(plan, arg, w, h, number, group, parity):
-    """A warpgroup's half of a tile of the copied tensor's gradient, to where the tile is from. Beyond lies nothing."""
-    path = plan.paths[plan.leaving]
-    half = plan.block_N // 2
-    q_lo = number * plan.block_M + arg.seqlen_k - arg.seqlen_q
-    outer = [w.emit(index, b=w.task[BATCH], h=h) for index in plan.copied.outer]
-    row = w.emit(plan.copied.row, b=w.task[BATCH], h=h, q=q_lo)
-    key = w.task[KEY] + group * half
-    place = (*outer, slice(row, row + plan.block_M), slice(key, key + half))
-    T.barrier_wait(w.gradient_ready[group], parity)
-    if path.way == ADDED:
-        T.atomic_add(
-            arg.handed_over[plan.leaving][place],
-            w.gradient_tile[0 : plan.block_M, group * half : group * half + half],
-            use_tma=True,
-        )
-    else:
-        T.tma_copy(
-            w.gradient_tile[0 : plan.block_M, group * half : group * half + half],
-            arg.handed_over[plan.leaving][place],
-            leader_scope_threads=WARP,
-        )
-        T.tma_store_wait(0)
-    T.barrier_arrive(w.gradient_free[group])
-
-
-@T.macro
-def take_gradients(plan, arg, w):
-    """As :func:`add_dq`, which there is none of then."""
-    parity = T.alloc_var("int32", init=0)
-    for g in T.serial(arg.heads_per_kv_head):
-        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
-        for number in T.serial(tiles_of_head(plan, w, h)[0], tiles_of_head(plan, w, h)[1]):
-            take_gradient(plan, arg, w, h, number, 0, parity)
-            take_gradient(plan, arg, w, h, number, 1, parity)
-            parity = parity ^ 1
-
-
-@T.macro
-def add_dq(plan, arg, w):
-    """Each warpgroup's half of dQ, as it comes, to the sums in memory."""
-    half = plan.sum_rows // 2
-    parity = T.alloc_var("int32", init=0)
-    for g in T.serial(arg.heads_per_kv_head):
-        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
-        row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.sum_rows)
-        count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
-        for _ in T.serial(count):
-            if plan.leaving is not None:
-                take_gradient(plan, arg, w, h, T.truncdiv(row, plan.sum_rows), 0, parity)
-                take_gradient(plan, arg, w, h, T.truncdiv(row, plan.sum_rows), 1, parity)
-            for group in T.serial(2):
-                T.barrier_wait(w.dq_ready[group], parity)
-                T.atomic_add(
-                    arg.dq_sum[w.task[BATCH], h, row + group * half : row + group * half + half, :],
-                    w.dq_sum[group * half : group * half + half, :],
-                    use_tma=True,
-                )
-                T.barrier_arrive(w.dq_free[group])
-            row += plan.sum_rows
-            parity = parity ^ 1
-
-
-def tiles_of_head(plan, w, h):
-    """Tiles of queries [first, end) that see the block's keys: none, if it is not the case that first < end."""
-    row_lo, row_hi = w.visible.rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + plan.block_N - 1)
-    return T.truncdiv(row_lo, plan.block_M), T.ceildiv(row_hi, plan.block_M)
-
-
-# --- The consumer warpgroups ---
-
-
-def alloc_tile(plan, arg, w):
-    """The copied tile's stages in shared memory, what its elements are emitted as, and its gradient's tile."""
-    assume_aligned(arg.operands[plan.copied.name].strides, itemsize=plan.copied_dtype.itemsize)
-    kind = str(plan.copied_dtype).removeprefix("torch.")
-    w.tile = T.alloc_shared([plan.config.tile_stages, plan.block_M, plan.block_N], kind)
-    layouts = {
-        w.tile: tile_layout(w.tile, plan.block_N * plan.copied_dtype.itemsize),
-        w.acc_s: accumulator_layout(plan.block_N, plan.block_M),  # for single elements of it (:func:`have_read`)
-    }
-    if plan.tile_in_registers:
-        w.tile_registers = T.alloc_fragment([plan.block_N, plan.block_M], kind)
-        w.eight_of_tile = T.alloc_local([8], kind)
-        layouts[w.tile_registers] = accumulator_layout(plan.block_N, plan.block_M)
-    if plan.leaving is not None:
-        kind = str(plan.leaving_dtype).removeprefix("torch.")
-        assume_aligned(arg.handed_over[plan.leaving].strides, itemsize=plan.leaving_dtype.itemsize)
-        w.gradient_tile = T.alloc_shared([plan.block_M, plan.block_N], kind)
-        w.eight_of_gradient = T.alloc_local([8], kind)
-        layouts[w.gradient_tile] = tile_layout(w.gradient_tile, plan.block_N * plan.leaving_dtype.itemsize)
-    w.emit.tiles[plan.copied.text] = w.tile_registers if plan.tile_in_registers else TransposedTile(plan, w)
-    Builder.current().eval(T.annotate_layout(layouts))
 
 
 @T.macro
@@ -360,52 +110,6 @@ def await_product(plan, fragment, in_flight, columns):
     """Until only so many products are in flight; the fragment's registers are then its result."""
     T.wait_wgmma(in_flight)
     T.warpgroup_fence_operand(fragment, num_regs=plan.block_N * columns // CONSUMERS)
-
-
-@T.macro
-def take_tile(plan, w):
-    """The copied tile to registers, if it is of 16 bits, under the product that makes the scores; else only waits.
-
-    Its rows are queries. ldmatrix transposes as stmatrix does in :func:`share_ds`: four matrices of 8 x 8 at a time.
-    Elements of 32 bits are read from shared memory where they are used: a warp's meet no bank conflict as they lie.
-    """
-    if plan.copied is not None:
-        T.barrier_wait(w.tile_ready[tile_stage(plan, w)], tile_parity(plan, w))
-        if plan.tile_in_registers:
-            lane, warp = w.thread % WARP, w.thread // WARP
-            for n in T.unroll(plan.block_M // 16):
-                place = w.tile[tile_stage(plan, w), n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane % 16 // 8 * 8]
-                ends = [T.access_ptr(place, "r", extent=8), T.access_ptr(w.eight_of_tile[0], "w", extent=8)]
-                T.evaluate(T.call_intrin("handle", _LDMATRIX, 1, 4, *ends))
-                for e in T.unroll(8):
-                    key, query = warp * 16 + lane // 4 + e // 2 % 2 * 8, n * 16 + lane % 4 * 2 + e // 4 * 8 + e % 2
-                    w.tile_registers[key, query] = w.eight_of_tile[e]
-
-
-def tile_stage(plan, w):
-    return w.at[STAGE] if plan.config.tile_stages > 1 else 0
-
-
-def tile_parity(plan, w):
-    """With one stage it flips with every tile, as that of dQ's buffer does, which begins with the other one."""
-    return w.at[PARITY] if plan.config.tile_stages > 1 else w.at[DQ_PARITY] ^ 1
-
-
-@T.macro
-def release_tile(plan, w, used=True):
-    T.sync_warp()  # one lane answers for all
-    if T.shuffle_elect(WARP) & used:
-        T.barrier_arrive(w.tile_free[tile_stage(plan, w)])
-
-
-def have_read(w, columns):
-    """A condition that needs all reads of a tile, although it always holds: the last probability is not negative.
-
-    An arrival at a barrier does not wait for reads that are in flight, and the next tile, by TMA, would overtake them:
-    beside two products ldmatrix takes long enough for that. (The sign bit: a NaN must not keep the tile for ever.)
-    """
-    lane, warp = w.thread % WARP, w.thread // WARP
-    return T.reinterpret(w.acc_s[warp * 16 + 8 + lane // 4, columns - 7 + lane % 4 * 2], "int32") >= 0
 
 
 @T.macro
@@ -466,86 +170,8 @@ def gradients_of_scores(plan, arg, w, scores):
 
 
 @T.macro
-def hand_over_gradient(plan, w, scores):
-    """A tile of the copied tensor's gradient, queries in rows, to the adding warp, once it has taken the last one.
-
-    Behind dV's product, which would wait for these stores as it does for those of dS.
-    """
-    factor = plan.slopes.program.loads[plan.leaving]
-    if factor.late is not None:
-        tile.times_late(w.acc_dp, tile.kept(factor, w.early, w.acc_s), factor.late, scores)
-    gradient = w.acc_dp if factor.late is not None else tile.kept(factor, w.early, w.acc_s)
-    group = w.thread // WARPGROUP
-    T.barrier_wait(w.gradient_free[group], w.at[DQ_PARITY])
-    if plan.leaving_dtype.itemsize == 2:
-        lane, warp = w.thread % WARP, w.thread // WARP
-        for n in T.unroll(plan.block_M // 16):
-            for e in T.unroll(8):
-                w.eight_of_gradient[e] = gradient[
-                    warp * 16 + lane // 4 + e // 2 % 2 * 8, n * 16 + lane % 4 * 2 + e // 4 * 8 + e % 2
-                ]
-            place = w.gradient_tile[n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane % 16 // 8 * 8]
-            pairs = [
-                T.call_intrin("int32", _PACK, w.eight_of_gradient[e], w.eight_of_gradient[e + 1]) for e in (0, 2, 4, 6)
-            ]
-            T.evaluate(T.call_intrin("handle", _STMATRIX, 1, 4, T.access_ptr(place, "w", extent=8), *pairs, "m8n8"))
-    else:
-        for i, j in T.Parallel(plan.block_N, plan.block_M):
-            w.gradient_tile[j, i] = gradient[i, j]
-    T.fence_proxy_async()
-    T.barrier_arrive(w.gradient_ready[group])
-    if plan.tile_is_late and not plan.tile_in_registers:
-        release_tile(plan, w)
-
-
-@T.macro
-def share_ds(plan, w):
-    """dS of this warpgroup's keys to shared memory: queries in rows, as dQ's product takes it without conflicts.
-
-    A thread holds elements in rows i, i + 8 and columns j, j + 1, j + 8, j + 9 of each 16 columns: four matrices of
-    8 x 8, which stmatrix stores transposed. (TileLang 0.1.15 uses it by itself for whole buffers only, not for one of
-    several stages.)
-    """
-    lane, warp = w.thread % WARP, w.thread // WARP
-    for n in T.unroll(plan.block_M // 16):
-        for e in T.unroll(8):
-            w.eight[e] = w.ds[warp * 16 + lane // 4 + e // 2 % 2 * 8, n * 16 + lane % 4 * 2 + e // 4 * 8 + e % 2]
-        place = w.shared_ds[w.at[DS], n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane % 16 // 8 * 8]
-        pairs = [T.call_intrin("int32", _PACK, w.eight[e], w.eight[e + 1]) for e in (0, 2, 4, 6)]
-        T.evaluate(T.call_intrin("handle", _STMATRIX, 1, 4, T.access_ptr(place, "w", extent=8), *pairs, "m8n8"))
-
-
-@T.macro
 def multiply_dv(plan, w):
     T.wgmma_gemm(w.p, w.do[w.at[STAGE], :, :], w.acc_dv, policy=ROWS)
-
-
-@T.macro
-def multiply_dq(plan, w):
-    policy = T.GemmWarpPolicy.FullCol if plan.order.shares_columns else ROWS
-    if plan.order.transposed:
-        T.wgmma_gemm(
-            w.k,
-            w.shared_ds[w.at[DS], :, :],
-            w.acc_dq,
-            transpose_A=True,
-            transpose_B=True,
-            clear_accum=True,
-            policy=policy,
-        )
-    else:
-        T.wgmma_gemm(w.shared_ds[w.at[DS], :, :], w.k, w.acc_dq, clear_accum=True, policy=policy)
-
-
-@T.macro
-def hand_over_dq(plan, w):
-    """To the adding warp, once it has taken the last tile's."""
-    group = w.thread // WARPGROUP
-    T.barrier_wait(w.dq_free[group], w.at[DQ_PARITY])
-    for i, j in T.Parallel(*plan.order.shape):
-        w.dq_sum[plan.order.place(i, j)[0], plan.order.place(i, j)[1]] = w.acc_dq[i, j]
-    T.fence_proxy_async()
-    T.barrier_arrive(w.dq_ready[group])
 
 
 @T.macro

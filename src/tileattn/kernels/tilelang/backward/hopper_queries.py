@@ -46,8 +46,10 @@ from ..hopper_plan import WARP, WARPGROUP, _slices
 from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
 from . import places, tile
-from .hopper import CONSUMER_REGISTERS, PRODUCER_REGISTERS, have_read, release
+from .hopper import release
 from .hopper_config import CONSUMERS, HopperQueriesConfig
+from .hopper_copied_tile import have_read
+from .hopper_plan import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from .layouts import accumulator_layout
 from .visible import Viewers
 
@@ -273,7 +275,7 @@ def first_tile(plan, w, k_lo):
     scores_to_probabilities(plan, w, scores)
     await_product(plan, w.acc_dp, 0, plan.block_N)
     release(w, w.v_free, w.at[V_STAGE])
-    gradients_of_scores(plan, w, scores)
+    gradients_of_scores(plan, w, scores.held("k_lo"))
     next_stages(plan, w)
 
 
@@ -291,7 +293,7 @@ def advance(plan, w, k_lo):
     scores_to_probabilities(plan, w, scores)
     await_product(plan, w.acc_dp, 0, plan.block_N)
     release(w, w.v_free, w.at[V_STAGE])
-    gradients_of_scores(plan, w, scores)
+    gradients_of_scores(plan, w, scores.held("k_lo"))
     next_stages(plan, w)
 
 

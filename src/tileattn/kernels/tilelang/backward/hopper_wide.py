@@ -50,8 +50,9 @@ from ..hopper_plan import WARP, WARPGROUP, _slices
 from ..mask import keep_uniforms
 from ..signature import assume_aligned, assume_filled
 from . import places, tile
-from .hopper import release, tiles_of_head
+from .hopper import release
 from .hopper_config import CONSUMERS, HopperWideConfig
+from .hopper_loads import tiles_of_head
 from .layouts import accumulator_layout
 from .visible import Viewers
 
