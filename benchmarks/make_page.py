@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from tileattn.bench import plot_memory, results
 from tileattn.bench.cases import DIRECTIONS
-from tileattn.bench.ceilings import Ceiling, overall
 from tileattn.bench.compare import Standing, best_peer_ms, compare, standings
 from tileattn.bench.cost import costs
 from tileattn.bench.peers.base import OWN, is_own
 from tileattn.bench.plot import COLOURS, FAINT, INK, LABELS, by_length, style
 from tileattn.bench.report import grouped, human_bytes
 from tileattn.bench.results import Results, Row
+from tileattn.measure.ceilings import Ceiling, overall
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

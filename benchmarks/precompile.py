@@ -30,22 +30,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import tileattn
-from tileattn import ops
-from tileattn.bench import choices, passes, problem
+from tileattn.bench import passes, problem
 from tileattn.bench.cases import Case
 from tileattn.bench.peers.own import TileAttn, TileAttnBf16
-from tileattn.call import AttentionCall, BackwardCall, device_arch
-from tileattn.fp8 import FP8
+from tileattn.call.facts import AttentionCall, BackwardCall, device_arch
+from tileattn.call.fp8 import FP8
+from tileattn.cli import choices
 from tileattn.kernels.tilelang import backend, buckets
-from tileattn.kernels.tilelang.backward import backend as backward_backend
+from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward.defaults import MainConfig
-from tileattn.kernels.tilelang.backward.launch import kernel_names
-from tileattn.kernels.tilelang.batch import CORES, AnyJob, BackwardJob, Done, Job, compile_all
-from tileattn.kernels.tilelang.config import Config
-from tileattn.kernels.tilelang.defaults import LONG, SHORT
+from tileattn.kernels.tilelang.backward.library import kernel_names
+from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, BackwardJob, Done, Job, compile_all
+from tileattn.kernels.tilelang.forward.config import Config
+from tileattn.kernels.tilelang.forward.defaults import LONG, SHORT
+from tileattn.runtime import operators as ops
 from tileattn.testing import Arguments, build, conformance_cases, packed_cases
 from tileattn.tuner.state import forget_prepared
-from tileattn.variant import program
+from tileattn.variant.key import program
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 

@@ -23,16 +23,18 @@ from typing import Any
 
 import torch
 
-from tileattn.bench import oracle, problem, rounds, timing
+from tileattn.bench import oracle, problem
 from tileattn.bench.cases import Case, square
 from tileattn.bench.environment import commit, versions
 from tileattn.bench.peers import PEERS
-from tileattn.call import AttentionCall, device_arch
-from tileattn.kernels.tilelang import backend, defaults
-from tileattn.kernels.tilelang.batch import CORES, Job, compile_all
-from tileattn.kernels.tilelang.config import HopperConfig
+from tileattn.call.facts import AttentionCall, device_arch
+from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.build.batch import CORES, Job, compile_all
+from tileattn.kernels.tilelang.forward import defaults
+from tileattn.kernels.tilelang.forward.config import HopperConfig
+from tileattn.measure import rounds, timing
 from tileattn.testing.numerics import row_error
-from tileattn.variant import Operands
+from tileattn.variant.key import Operands
 
 CASES = [
     *(square(b, s, 32, 64, v) for b, s in ((16, 1024), (4, 4096), (1, 16384)) for v in ("full", "causal")),

@@ -37,8 +37,8 @@ import typer
 from sanitize_cases import BATCH, CASES, SIZES, Case
 
 from tileattn.bench import environment
-from tileattn.bench.choices import refuse
-from tileattn.call import device_arch
+from tileattn.call.facts import device_arch
+from tileattn.cli.choices import refuse
 from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.buckets import BUCKETS, only
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn import functional
 
 import tileattn
-from tileattn import ALiBi, Bias, Causal, Documents, Mask, SlidingWindow, SoftCap, ops
-from tileattn.fp8 import FP8, quantize_fp8
-from tileattn.variant import encode
+from tileattn import ALiBi, Bias, Causal, Documents, Mask, SlidingWindow, SoftCap
+from tileattn.call.fp8 import FP8, quantize_fp8
+from tileattn.runtime import operators as ops
+from tileattn.variant.key import encode
 
 BATCH = 2
 # (seqlen_q, seqlen_k), (heads, kv_heads)

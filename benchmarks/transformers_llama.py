@@ -28,8 +28,9 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tileattn.bench import results, timing
-from tileattn.bench.rounds import order
+from tileattn.bench import results
+from tileattn.measure import timing
+from tileattn.measure.rounds import order
 
 # Names of attentions: of transformers' implementation, and PyTorch's kernel for it.
 ATTENTIONS: dict[str, tuple[str, SDPBackend | None]] = {

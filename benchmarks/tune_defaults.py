@@ -4,11 +4,11 @@
     python benchmarks/tune_defaults.py --dims 128/128      # only these head dims; the other rows stay
     python benchmarks/tune_defaults.py --show              # what would be measured; needs no GPU
 
-A row of the table (`src/tileattn/kernels/tilelang/sm90_table.py`) is named by head dims, kind of mask and bucket of
-lengths. Its candidates (`hopper_candidates`, and what the table holds now) are compiled in parallel. A process of its
-own checks each against the oracle on a small shape, then times them in rounds that alternate between them
-(`tileattn.bench.timing`). A candidate that hangs ends that process: another goes on without it. A row changes only
-where the best is more than 1.5 % faster than the present one.
+A row of the table (`src/tileattn/kernels/tilelang/forward/sm90_table.py`) is named by head dims, kind of mask and
+bucket of lengths. Its candidates (`hopper_candidates`, and what the table holds now) are compiled in parallel. A
+process of its own checks each against the oracle on a small shape, then times them in rounds that alternate between
+them (`tileattn.measure.timing`). A candidate that hangs ends that process: another goes on without it. A row changes
+only where the best is more than 1.5 % faster than the present one.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from typing import Any
 import torch
 
 from tileattn import Causal, Mask, SoftCap
-from tileattn.bench.timing import Effort, sample_ms
-from tileattn.call import AttentionCall
-from tileattn.kernels.tilelang import backend, launch, sm90_table
-from tileattn.kernels.tilelang.candidates import hopper_candidates
-from tileattn.kernels.tilelang.config import HopperConfig, is_valid
+from tileattn.call.facts import AttentionCall
+from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.forward import library as launch
+from tileattn.kernels.tilelang.forward import sm90_table
+from tileattn.kernels.tilelang.forward.candidates import hopper_candidates
+from tileattn.kernels.tilelang.forward.config import HopperConfig, is_valid
+from tileattn.measure.timing import Effort, sample_ms
 from tileattn.testing import assert_accurate, eager_attention, oracle_attention
-from tileattn.variant import encode
+from tileattn.variant.key import encode
 
 TABLE_FILE = Path(sm90_table.__file__)
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))

@@ -1,4 +1,4 @@
-"""Times configurations of the Triton kernels on the present GPU; the best ones belong into kernels/triton/config.py.
+"""Times configurations of the Triton kernels on the present GPU; the best ones belong into kernels/triton/defaults.py.
 
     python benchmarks/tune_triton.py                       # D64 and D128, causal and full; a few minutes on an H200
     python benchmarks/tune_triton.py --dims 128 --kernels keys --causal
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tileattn.call import AttentionCall, BackwardCall, device_arch
-from tileattn.kernels.triton.config import Config, default, overridden
-from tileattn.variant import CAUSAL, Operands, encode
+from tileattn.call.facts import AttentionCall, BackwardCall, device_arch
+from tileattn.kernels.triton.defaults import Config, default, overridden
+from tileattn.variant.key import CAUSAL, Operands, encode
 
 SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "forward": {"block_M": (64, 128), "block_N": (64, 128), "num_stages": (2, 3, 4)},
@@ -54,7 +54,7 @@ class Problem(NamedTuple):
 
     def run(self, config: Config | None) -> Any:
         """A function without arguments that runs the kernel on tensors of its own and returns what it computes."""
-        from tileattn.kernels.triton.launch import Backward, Forward
+        from tileattn.kernels.triton.forward.launch import Backward, Forward
 
         heads, scale = CHANNELS // self.head_dim, self.head_dim**-0.5
         shape = (max(TOKENS // self.seqlen, 1), self.seqlen, heads, self.head_dim)

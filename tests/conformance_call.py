@@ -9,12 +9,13 @@ from torch import Tensor
 
 import tileattn
 from support_table import check_refusal, possible
-from tileattn import Causal, ops
-from tileattn.dispatch import BACKENDS
-from tileattn.scores import for_packed
+from tileattn import Causal
+from tileattn.runtime import operators as ops
+from tileattn.runtime.dispatch import BACKENDS
 from tileattn.testing import Arguments
 from tileattn.testing.cases import DROPOUT_SEED
-from tileattn.variant import encode
+from tileattn.variant.key import encode
+from tileattn.variant.scores import for_packed
 
 
 def refusal(arguments: Arguments, name: str, needs_grad: bool) -> str | None:

@@ -16,7 +16,7 @@ import torch
 from tvm import arith, tirx
 from tvm.tirx import stmt_functor
 
-from tileattn.kernels.tilelang.compile import device_source
+from tileattn.kernels.tilelang.build.compile import device_source
 
 ARCH = "sm_80"
 COMPILER = shutil.which("g++")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tileattn.call import AttentionCall
+from tileattn.call.facts import AttentionCall
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 FP8 = torch.float8_e4m3fn

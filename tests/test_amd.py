@@ -17,10 +17,12 @@ import hip
 from emulator import COMPILER, Kernel
 from lowering import CALLS, SLOW_CALLS, lower, make_call, on
 from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap
-from tileattn.call import AttentionCall
-from tileattn.dropout import Dropout
-from tileattn.kernels.tilelang import backend, defaults, launch, space
-from tileattn.kernels.tilelang.amd_config import (
+from tileattn.call.dropout import Dropout
+from tileattn.call.facts import AttentionCall
+from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.forward import defaults, space
+from tileattn.kernels.tilelang.forward import library as launch
+from tileattn.kernels.tilelang.forward.amd.config import (
     AmdConfig,
     amd_candidates,
     amd_preferences,
@@ -28,11 +30,11 @@ from tileattn.kernels.tilelang.amd_config import (
     published_space,
     shared_bytes,
 )
-from tileattn.kernels.tilelang.config import padded
-from tileattn.kernels.tilelang.schedules import kernel_of
+from tileattn.kernels.tilelang.forward.config import padded
+from tileattn.kernels.tilelang.forward.schedules import kernel_of
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 from tileattn.testing.dropout import dropout_mask
-from tileattn.variant import Operands, encode
+from tileattn.variant.key import Operands, encode
 
 ARCH, SHARED_BYTES = "gfx942", 65536
 NARROW, WIDE = make_call(Causal(), dim=64, arch=ARCH), make_call(Causal(), arch=ARCH)

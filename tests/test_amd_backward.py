@@ -19,13 +19,16 @@ from emulator import COMPILER, Kernel
 from test_backward_lowering import CALLS, on
 from test_emulated_backward import emulated, gradients, shortened  # noqa: F401
 from test_gpu_backward import CASES, Problem
-from tileattn.call import BackwardCall
-from tileattn.kernels.tilelang.backward import amd, backend, launch, space
-from tileattn.kernels.tilelang.backward.amd_config import AmdBackwardConfig, is_valid_amd_backward, k_pack_of
+from tileattn.call.facts import BackwardCall
+from tileattn.kernels.tilelang.backward import launch as backend
+from tileattn.kernels.tilelang.backward import library as launch
+from tileattn.kernels.tilelang.backward import space
+from tileattn.kernels.tilelang.backward.amd import queries as amd
+from tileattn.kernels.tilelang.backward.amd.config import AmdBackwardConfig, is_valid_amd_backward, k_pack_of
 from tileattn.kernels.tilelang.backward.config import BackwardConfig, read_together
 from tileattn.kernels.tilelang.backward.defaults import default, queries_default
 from tileattn.kernels.tilelang.backward.kernels import kernel, kernel_of, main_kernel
-from tileattn.kernels.tilelang.compile import build_library, device_source
+from tileattn.kernels.tilelang.build.compile import build_library, device_source
 
 ARCH, SHARED_BYTES = "gfx942", 65536
 QUICK = ("plain-16",)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import tileattn
-from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, PrefixLM, SlidingWindow, SoftCap, api, attention
-from tileattn.dispatch import BACKENDS
+from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, PrefixLM, SlidingWindow, SoftCap, attention
+from tileattn.api import attention as api
+from tileattn.runtime.dispatch import BACKENDS
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS, KV_HEADS, DIM, DIM_V = 2, 5, 7, 4, 2, 8, 16
 

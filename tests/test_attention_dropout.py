@@ -1,4 +1,4 @@
-"""Dropout in `attention`: the pattern of `tileattn.dropout`, in forward and backward pass, wherever they run."""
+"""Dropout in `attention`: the pattern of `tileattn.call.dropout`, in forward and backward pass, wherever they run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tileattn import ALiBi, Bias, Causal, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap, attention, quantize_fp8
-from tileattn.dropout import draw_seed, weight_of_kept
+from tileattn.call.dropout import draw_seed, weight_of_kept
 from tileattn.kernels.torch import backward, loop
 from tileattn.reference import standard_attention
 from tileattn.testing import dropout_mask

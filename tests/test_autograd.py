@@ -22,11 +22,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import tileattn.math as tm
 from compositions import Composition, compositions
-from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap, attention, dispatch, ops
-from tileattn.call import BackwardCall, Gradients
+from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap, attention
+from tileattn.call.facts import BackwardCall, Gradients
 from tileattn.kernels.torch import backward as torch_backward
 from tileattn.kernels.torch import fused
-from tileattn.scores import ScoreMod
+from tileattn.runtime import dispatch
+from tileattn.runtime import operators as ops
 from tileattn.testing import (
     Arguments,
     assert_gradients_accurate,
@@ -34,7 +35,8 @@ from tileattn.testing import (
     gradients,
     oracle_gradients,
 )
-from tileattn.variant import encode
+from tileattn.variant.key import encode
+from tileattn.variant.scores import ScoreMod
 
 HEADS, KV_HEADS = 4, 2
 
@@ -357,7 +359,7 @@ def recorded_backends(
     table = tuple(backend(name, refusal) for name, refusal in {**refusals, "last": lambda call: None}.items())
     caches = (dispatch._select, dispatch._prepare, dispatch._prepare_backward)
     try:
-        with mock.patch.object(dispatch, "BACKENDS", table), mock.patch("tileattn.api._PLANS", {}):
+        with mock.patch.object(dispatch, "BACKENDS", table), mock.patch("tileattn.api.attention._PLANS", {}):
             for cache in caches:
                 cache.cache_clear()
             yield prepared
@@ -456,7 +458,7 @@ def test_selective_checkpointing_sees_the_operator() -> None:
     """With the policy to keep what attention returned, the forward pass is not computed twice."""
     leaves = model_leaves()
     policy = functools.partial(create_selective_checkpoint_contexts, [torch.ops.tileattn.forward.default])
-    with mock.patch("tileattn.dispatch._prepare", wraps=dispatch._prepare) as prepare:
+    with mock.patch("tileattn.runtime.dispatch._prepare", wraps=dispatch._prepare) as prepare:
         total = checkpoint(loss, *leaves, use_reentrant=False, context_fn=policy)
         assert_same(torch.autograd.grad(total, leaves), model_gradients())
     assert prepare.call_count == 1

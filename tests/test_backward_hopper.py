@@ -17,15 +17,15 @@ from lowering import BIAS, IDS, MAX_SPILLED, SLOPES, TILES, WIDE_TILES, assemble
 from test_backward_lowering import SERIALIZED, backward_of
 from test_backward_wide import without_tensors
 from tileattn import ALiBi, Bias, Causal, PrefixLM, SlidingWindow, SoftCap
-from tileattn.call import BackwardCall
+from tileattn.call.facts import BackwardCall
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
 from tileattn.kernels.tilelang.backward.defaults import default
-from tileattn.kernels.tilelang.backward.hopper_config import HopperBackwardConfig
+from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig
+from tileattn.kernels.tilelang.backward.hopper.dq_order import RegisterOrder
 from tileattn.kernels.tilelang.backward.kernels import kernel
-from tileattn.kernels.tilelang.backward.operands import ADDED, paths
-from tileattn.kernels.tilelang.backward.order import RegisterOrder
-from tileattn.kernels.tilelang.compile import device_source
-from tileattn.variant import program
+from tileattn.kernels.tilelang.backward.operand_gradients import ADDED, paths
+from tileattn.kernels.tilelang.build.compile import device_source
+from tileattn.variant.key import program
 
 CALLS = {
     "plain-128": backward_of(make_call()),

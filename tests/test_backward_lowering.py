@@ -14,15 +14,16 @@ pytest.importorskip("tilelang")
 
 from lowering import BIAS, IDS, MAX_SPILLED, SLOPES, TILES, assemble, find_nvcc, make_call, numbers, user_score
 from tileattn import ALiBi, Bias, Causal, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap
-from tileattn.call import AttentionCall, BackwardCall
-from tileattn.kernels.tilelang import launch as forward_launch
-from tileattn.kernels.tilelang.backward import config, launch
+from tileattn.call.facts import AttentionCall, BackwardCall
+from tileattn.kernels.tilelang.backward import config
+from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
 from tileattn.kernels.tilelang.backward.kernels import kernel, main_kernel, queries_kernel
-from tileattn.kernels.tilelang.compile import device_source
-from tileattn.kernels.tilelang.config import ARCHITECTURES
-from tileattn.kernels.tilelang.defaults import default as forward_default
-from tileattn.variant import program
+from tileattn.kernels.tilelang.build.compile import device_source
+from tileattn.kernels.tilelang.forward import library as forward_launch
+from tileattn.kernels.tilelang.forward.config import ARCHITECTURES
+from tileattn.kernels.tilelang.forward.defaults import default as forward_default
+from tileattn.variant.key import program
 
 ASSEMBLED = ("sm_80", "sm_90a")
 SERIALIZED = re.compile(r"C75(?:08|10|12|14)|serializ|setmaxnreg ignored", re.IGNORECASE)

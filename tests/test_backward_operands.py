@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tileattn import ALiBi, Bias, SoftCap, math
-from tileattn.call import AttentionCall, BackwardCall
-from tileattn.derivative import float_loads
-from tileattn.expr_reading import evaluate
-from tileattn.kernels.tilelang.backward.operands import ADDED, AXES, BY_KEY, SPREAD, STORED, add_up, paths
+from tileattn.call.facts import AttentionCall, BackwardCall
+from tileattn.kernels.tilelang.backward.operand_gradients import ADDED, AXES, BY_KEY, SPREAD, STORED, add_up, paths
 from tileattn.kernels.tilelang.backward.slopes import slope_program
-from tileattn.variant import encode, program
+from tileattn.variant.derivative import float_loads
+from tileattn.variant.key import encode, program
+from tileattn.variant.reading import evaluate
 
 BATCH, HEADS, QUERIES, KEYS = 2, 4, 5, 7
 SLOPES, SLOPES_BY_BATCH = torch.rand(HEADS), torch.rand(BATCH, HEADS)

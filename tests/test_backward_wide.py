@@ -28,17 +28,13 @@ from lowering import (
 )
 from test_backward_lowering import SERIALIZED, backward_of
 from tileattn import ALiBi, Bias, Causal, SlidingWindow, SoftCap
-from tileattn.call import BackwardCall
-from tileattn.kernels.tilelang.backward import launch
+from tileattn.call.facts import BackwardCall
+from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
 from tileattn.kernels.tilelang.backward.defaults import default, queries_default
-from tileattn.kernels.tilelang.backward.hopper_config import (
-    HopperBackwardConfig,
-    HopperQueriesConfig,
-    HopperWideConfig,
-)
+from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig
 from tileattn.kernels.tilelang.backward.kernels import kernel
-from tileattn.kernels.tilelang.compile import device_source
+from tileattn.kernels.tilelang.build.compile import device_source
 
 
 def without_tensors(call: BackwardCall) -> BackwardCall:

@@ -18,24 +18,11 @@ from rich.console import Console
 from torch import Tensor
 
 from made_up import made_up
-from tileattn.bench import (
-    cases,
-    ceilings,
-    compare,
-    cost,
-    memory,
-    oracle,
-    plot,
-    problem,
-    report,
-    results,
-    runner,
-    timing,
-    variants,
-)
+from tileattn.bench import cases, compare, cost, oracle, plot, problem, report, results, runner, variants
 from tileattn.bench.cases import Case, square
 from tileattn.bench.peers import PEERS, TileAttn
 from tileattn.bench.peers.base import NO_FP8, OWN, Prepared
+from tileattn.measure import ceilings, memory, timing
 
 CPU = torch.device("cpu")
 QUICK = timing.Effort(warmup_ms=0, measure_ms=0, rounds=2, min_calls=1)

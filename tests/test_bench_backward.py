@@ -18,7 +18,6 @@ from made_up import made_up
 from test_bench import CPU, NAMES, QUICK, SMALL
 from tileattn.bench import (
     cases,
-    ceilings,
     cost,
     gradient_oracle,
     oracle,
@@ -34,8 +33,9 @@ from tileattn.bench import (
 from tileattn.bench.cases import square
 from tileattn.bench.peers import PEERS, TileAttn, flex, own, sdpa
 from tileattn.bench.peers.base import OWN, Implementation, Prepared
+from tileattn.measure import ceilings
 from tileattn.testing import oracle_attention
-from tileattn.variant import normalize
+from tileattn.variant.key import normalize
 
 TRAINED = ("bias-bh+dbias", "bias-b1+dbias", "bias-11+alibi+dbias+sink")
 IMPLEMENTATIONS: dict[str, Implementation] = {OWN: TileAttn(), "eager": PEERS["eager"], "sdpa": PEERS["sdpa"]}

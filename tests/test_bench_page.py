@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from made_up import made_up
-from tileattn.bench import ceilings, results
+from tileattn.bench import results
 from tileattn.bench.peers.base import OWN
+from tileattn.measure import ceilings
 
 ROOT = Path(__file__).parent.parent
 spec = importlib.util.spec_from_file_location("make_page", ROOT / "benchmarks" / "make_page.py")

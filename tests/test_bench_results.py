@@ -15,11 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from made_up import made_up
-from tileattn.bench import ceilings, plot, plot_ladder, plot_memory, results
-from tileattn.bench.choices import LADDER, MEMORY
-from tileattn.bench.cli import app
+from tileattn.bench import plot, plot_ladder, plot_memory, results
 from tileattn.bench.peers.base import OWN
 from tileattn.bench.results import Results
+from tileattn.cli.app import app
+from tileattn.cli.choices import LADDER, MEMORY
+from tileattn.measure import ceilings
 from tileattn.viz import draw_dashboard, draw_lengths
 
 

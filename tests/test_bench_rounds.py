@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from tileattn.bench.rounds import order
+from tileattn.measure.rounds import order
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])

@@ -15,12 +15,13 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from made_up import made_up
-from tileattn.bench import cases, choices, cost, packed_oracle, passes, plot, problem
+from tileattn.bench import cases, cost, packed_oracle, passes, plot, problem
 from tileattn.bench.cases import Case, lengths_of, square
-from tileattn.bench.cli import app
 from tileattn.bench.peers import PEERS, TileAttn
 from tileattn.bench.peers.base import NO_PACKED, OWN
 from tileattn.bench.results import load
+from tileattn.cli import choices
+from tileattn.cli.app import app
 
 CPU = torch.device("cpu")
 SKEWED = replace(square(5, 24, 4, 16, "causal", "fp32"), kv_heads=2, head_dim_v=8, packing="skewed")

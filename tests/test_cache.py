@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tileattn import folders
-from tileattn.kernels.cache import KernelCache, default_folder
+from tileattn.kernels.cache.store import KernelCache, default_folder
 
 KEY = "forward | some call | some config"
 
@@ -310,7 +310,7 @@ def test_other_errors_of_a_build_stay_as_they_are(cache: KernelCache) -> None:
 PROCESS = """
 import sys, time, uuid
 from pathlib import Path
-from tileattn.kernels.cache import KernelCache
+from tileattn.kernels.cache.store import KernelCache
 folder, builds = Path(sys.argv[1]), Path(sys.argv[2])
 def build(path):
     path.write_bytes(b"half")

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tileattn.kernels import cache as cache_module
-from tileattn.kernels import trust
-from tileattn.kernels.cache import KernelCache, default_folder, kernel_cache
+from tileattn.kernels.cache import store as cache_module
+from tileattn.kernels.cache import trust
+from tileattn.kernels.cache.store import KernelCache, default_folder, kernel_cache
 
 KEY, OTHER = "forward | some call", "forward | another call"
 NOBODY, SOMEBODY = 65534, 54321  # users without rights; the second has no entry in the password database

@@ -15,15 +15,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tileattn import ops
-from tileattn.bench import command, info, plot_ladder, problem, warmup
+from tileattn.bench import plot_ladder, problem, warmup
 from tileattn.bench.cases import Case
-from tileattn.bench.cli import app
 from tileattn.bench.peers import own
 from tileattn.bench.peers.base import Prepared
-from tileattn.dispatch import BACKENDS, named, select
+from tileattn.cli import info
+from tileattn.cli import run_bench as command
+from tileattn.cli.app import app
 from tileattn.kernels.mma import backend as mma_backend
-from tileattn.kernels.tilelang import batch
+from tileattn.kernels.tilelang.build import batch
+from tileattn.runtime import operators as ops
+from tileattn.runtime.dispatch import BACKENDS, named, select
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/results"
 TINY = "bench --device cpu --seqlen 16,32 --heads 2 --head-dim 16 --rounds 1"
@@ -469,7 +471,7 @@ def test_the_module_runs_as_the_command_and_help_imports_nothing_slow() -> None:
         "import sys, runpy; sys.argv = ['tileattn', 'bench', '--help']\n"
         "try: runpy.run_module('tileattn', run_name='__main__')\n"
         "except SystemExit as end: assert not end.code\n"
-        "slow = {'tilelang', 'triton', 'matplotlib', 'transformers', 'tileattn.bench.command'} & set(sys.modules)\n"
+        "slow = {'tilelang', 'triton', 'matplotlib', 'transformers', 'tileattn.cli.run_bench'} & set(sys.modules)\n"
         "assert not slow, slow\n"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120)

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import tileattn.math as tm
 from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap, attention, quantize_fp8
-from tileattn.variant import encode
+from tileattn.variant.key import encode
 
 HEADS = 4
 SLOPES, SINK = torch.tensor([0.5, 0.25, 0.125, 0.0625]), torch.tensor([0.0, 1.0, -1.0, 2.0])

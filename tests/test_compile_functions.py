@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tileattn.math as tm
 from tileattn import ALiBi, Causal, FunctionMask, SlidingWindow, SoftCap, attention, nn, varlen_attention
-from tileattn.variant import encode, normalize
+from tileattn.variant.key import encode, normalize
 
 HEADS, SEQLEN_K = 4, 7
 BACKENDS = [

@@ -19,8 +19,8 @@ import tileattn
 from compositions import Composition, compositions
 from conformance_call import refusal, run
 from interpreted import is_for_triton, is_slow_to_interpret
-from tileattn.dispatch import BACKENDS
 from tileattn.reference import flash_attention_1, flash_attention_2, standard_attention
+from tileattn.runtime.dispatch import BACKENDS
 from tileattn.testing import (
     Arguments,
     ConformanceCase,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from conformance_call import refusal, run
 from interpreted import is_for_triton, is_slow_to_interpret
-from tileattn.dispatch import BACKENDS
+from tileattn.runtime.dispatch import BACKENDS
 from tileattn.testing import (
     Arguments,
     ConformanceCase,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tileattn.call import Packed
-from tileattn.cu_seqlens import sequences
+from tileattn.call.facts import Packed
+from tileattn.call.sequences import sequences
 
 RIGHT = [0, 5, 5, 9]
 

@@ -12,9 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 import browser
-from tileattn.bench.cli import app
-from tileattn.demo import measure, page
-from tileattn.demo.form import NAMES, Form
+from tileattn.cli.app import app
+from tileattn.viz.demo import measure, page
+from tileattn.viz.demo.form import NAMES, Form
 
 CPU = torch.device("cpu")
 SMALL = Form(seqlen_q=100, seqlen_k=130, heads=4, kv_heads=2, head_dim=16)

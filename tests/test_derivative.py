@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tileattn import ALiBi, Bias, SoftCap
 from tileattn import math as tm
-from tileattn.derivative import derivative, float_loads
-from tileattn.expr import Expr, TensorSymbol, nodes, symbol, text_of
-from tileattn.expr_reading import evaluate, parse
-from tileattn.variant import encode, program
+from tileattn.variant.derivative import derivative, float_loads
+from tileattn.variant.expression import Expr, TensorSymbol, nodes, symbol, text_of
+from tileattn.variant.key import encode, program
+from tileattn.variant.reading import evaluate, parse
 
 Function = Callable[..., Any]  # (score, weight, h, q) -> value; weight an element of a float tensor (h,)
 
@@ -133,7 +133,7 @@ def test_every_operation(name: str) -> None:
 
 def test_every_operation_has_a_rule() -> None:
     """The operations above are all that there are."""
-    from tileattn.expr import OPS
+    from tileattn.variant.expression import OPS
 
     arguments = (SCORE, WEIGHTS[symbol("h"),], symbol("h"), symbol("q"))
     seen = {node.op for function in OPERATIONS.values() for node in nodes(function(*arguments))}

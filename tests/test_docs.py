@@ -16,9 +16,9 @@ import torch
 
 import tileattn.reference
 import tileattn.testing
-from tileattn import profiling
-from tileattn.bench.info import Example
-from tileattn.dispatch import BACKENDS
+from tileattn.cli.info import Example
+from tileattn.measure import profiling
+from tileattn.runtime.dispatch import BACKENDS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -52,14 +52,15 @@ def test_every_inclusion_resolves(page: Path) -> None:
 
 def test_the_tutorial_includes_the_kernels() -> None:
     included = {m["file"] for page in PAGES for m in include.MACRO.finditer(page.read_text())}
-    for name in ("generic", "softmax", "mask", "hopper", "hopper_producer", "hopper_consumer"):
+    hopper = ("hopper/kernel", "hopper/producer", "hopper/consumer")
+    for name in ("tile/softmax", "tile/mask", "forward/generic", *(f"forward/{each}" for each in hopper)):
         assert f"kernels/tilelang/{name}.py" in included
-    for name in ("prepare", "tile", "generic", "finish", "hopper"):
+    for name in ("prepare", "tile", "generic", "finish", "hopper/keys"):
         assert f"kernels/tilelang/backward/{name}.py" in included
 
 
 def test_the_forward_page_shows_every_line_of_the_kernel() -> None:
-    file = "kernels/tilelang/generic.py"
+    file = "kernels/tilelang/forward/generic.py"
     shown = set()
     for macro in include.MACRO.finditer((DOCS / "tutorial/forward.md").read_text()):
         if macro["file"] == file:
@@ -71,28 +72,28 @@ def test_the_forward_page_shows_every_line_of_the_kernel() -> None:
 
 
 def test_what_is_included_are_the_lines_of_the_file() -> None:
-    text, first = include.source("kernels/tilelang/softmax.py", "rescale")
-    lines = (ROOT / "src/tileattn/kernels/tilelang/softmax.py").read_text().splitlines()
+    text, first = include.source("kernels/tilelang/tile/softmax.py", "rescale")
+    lines = (ROOT / "src/tileattn/kernels/tilelang/tile/softmax.py").read_text().splitlines()
     assert text.splitlines() == lines[first - 1 : first - 1 + len(text.splitlines())]
     assert text.startswith("@T.macro\ndef rescale(")
-    text, first = include.source("masks.py", "Causal.allows")
+    text, first = include.source("variant/masks.py", "Causal.allows")
     assert text == "def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:\n    return k <= q"
-    text, _ = include.source("kernels/tilelang/generic.py", "body.kernel", "m = T.alloc", "l = T.alloc")
+    text, _ = include.source("kernels/tilelang/forward/generic.py", "body.kernel", "m = T.alloc", "l = T.alloc")
     assert text == 'm = T.alloc_fragment([block_M], "float32")\nl = T.alloc_fragment([block_M], "float32")'
-    assert include.source("kernels/tilelang/softmax.py", "LOG2E")[0] == "LOG2E = math.log2(math.e)"
+    assert include.source("kernels/tilelang/tile/softmax.py", "LOG2E")[0] == "LOG2E = math.log2(math.e)"
 
 
 @pytest.mark.parametrize(
     ("macro", "says"),
     [
-        ("{{ source masks.py Causual }}", "there is no 'Causual'"),
-        ("{{ source masks.py Causal.allow }}", "there is no 'allow'"),
-        ('{{ source masks.py Causal from "nothing like this" }}', "contains 'nothing like this'"),
-        ('{{ source masks.py Causal to "class SlidingWindow" }}', "contains 'class SlidingWindow'"),
+        ("{{ source variant/masks.py Causual }}", "there is no 'Causual'"),
+        ("{{ source variant/masks.py Causal.allow }}", "there is no 'allow'"),
+        ('{{ source variant/masks.py Causal from "nothing like this" }}', "contains 'nothing like this'"),
+        ('{{ source variant/masks.py Causal to "class SlidingWindow" }}', "contains 'class SlidingWindow'"),
         ("{{ source nowhere.py x }}", "No such file"),
         ("{{ docstring py.typed }}", "the file has no docstring"),
         ("{{ source }}", "is not understood"),
-        ("see {{ source masks.py Causal }}", "is not understood"),
+        ("see {{ source variant/masks.py Causal }}", "is not understood"),
     ],
 )
 def test_what_does_not_resolve_ends_the_build(macro: str, says: str) -> None:
@@ -133,7 +134,7 @@ def test_no_link_leads_out_of_the_site(page: Path) -> None:
 def test_links_out_of_the_site_become_names() -> None:
     page = DOCS / "page.md"
     assert links.named("the [rule](../src/tileattn/testing)", page) == "the rule (`src/tileattn/testing`)"
-    assert links.named("[`api.py`](../src/tileattn/api.py)", page) == "`src/tileattn/api.py`"
+    assert links.named("[`attention.py`](../src/tileattn/api/attention.py)", page) == "`src/tileattn/api/attention.py`"
     assert links.named("![a](../x.png) [b](design.md)", page) == "![a](../x.png) [b](design.md)"
     with pytest.raises(ValueError, match=r"page.md: .* does not exist"):
         links.named("[gone](../src/gone.py)", page)
@@ -221,5 +222,5 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
         folder = tmp_path / "site" / page.relative_to(DOCS).with_suffix("")
         assert (folder.parent / "index.html" if page.stem == "index" else folder / "index.html").is_file()
     tutorial = (tmp_path / "site/tutorial/forward/index.html").read_text()
-    assert "kernels/tilelang/generic.py" in tutorial
+    assert "kernels/tilelang/forward/generic.py" in tutorial
     assert not (tmp_path / "site/hooks").exists()

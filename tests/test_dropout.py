@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tileattn.dropout import draw_seed, keep_mask, philox2x32, philox4x32, threshold, weight_of_kept
+from tileattn.call.dropout import draw_seed, keep_mask, philox2x32, philox4x32, threshold, weight_of_kept
 from tileattn.testing import dropout_mask
 
 

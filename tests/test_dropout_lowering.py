@@ -18,13 +18,14 @@ from lowering import BIAS, IDS, SLOPES, TILES, assemble, disassemble, find_disas
 from test_backward_lowering import backward_of
 from test_lowering import ASSEMBLED, _check_assembly
 from tileattn import ALiBi, Bias, Causal, SlidingWindow, SoftCap
-from tileattn.call import AttentionCall
-from tileattn.dropout import ROUNDS
-from tileattn.kernels.tilelang import defaults, launch
-from tileattn.kernels.tilelang.backward import launch as backward_launch
+from tileattn.call.dropout import ROUNDS
+from tileattn.call.facts import AttentionCall
+from tileattn.kernels.tilelang.backward import library as backward_launch
 from tileattn.kernels.tilelang.backward.kernels import kernel
-from tileattn.kernels.tilelang.compile import device_source
-from tileattn.kernels.tilelang.config import HopperConfig
+from tileattn.kernels.tilelang.build.compile import device_source
+from tileattn.kernels.tilelang.forward import defaults
+from tileattn.kernels.tilelang.forward import library as launch
+from tileattn.kernels.tilelang.forward.config import HopperConfig
 
 FP8 = torch.float8_e4m3fn
 CALLS = {

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import tileattn
 from tileattn import ALiBi, Bias, Causal, Documents, KeyPadding, PrefixLM
-from tileattn.kernels.tilelang.arguments import as_bytes
+from tileattn.kernels.tilelang.host import as_bytes
 from tileattn.testing import poisoned_memory
-from tileattn.tile_loads import is_aligned
+from tileattn.variant.tile_loads import is_aligned
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 SIZES = {"batch": (0, 5, 7), "queries": (2, 0, 7), "keys": (2, 5, 0), "all": (0, 0, 0)}

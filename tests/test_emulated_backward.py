@@ -15,11 +15,12 @@ import test_gpu_backward as gpu
 from emulator import ARCH, COMPILER, Kernel
 from test_gpu_backward import CASES, Case, Problem
 from tileattn import Causal
-from tileattn.call import AttentionCall, BackwardCall
-from tileattn.kernels.tilelang.backward import backend, launch
+from tileattn.call.facts import AttentionCall, BackwardCall
+from tileattn.kernels.tilelang.backward import launch as backend
+from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.kernels import kernel
 from tileattn.testing import oracle_attention
-from tileattn.variant import Operands, encode
+from tileattn.variant.key import Operands, encode
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 

@@ -15,17 +15,18 @@ import test_gpu_backward as gpu
 import test_gpu_dropout as gpu_dropout
 from emulator import ARCH, COMPILER, Kernel
 from test_gpu_dropout import CASES, LENGTHS, SEED, Problem
-from tileattn.call import AttentionCall, BackwardCall
-from tileattn.dropout import Dropout, draw_seed
+from tileattn.call.dropout import Dropout, draw_seed
+from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang import backend
-from tileattn.kernels.tilelang.backward import backend as backward_backend
-from tileattn.kernels.tilelang.backward import defaults, launch
+from tileattn.kernels.tilelang.backward import defaults
+from tileattn.kernels.tilelang.backward import launch as backward_backend
+from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
 from tileattn.kernels.tilelang.backward.kernels import kernel
-from tileattn.kernels.tilelang.config import ForwardConfig
-from tileattn.kernels.tilelang.forward import forward_kernel
+from tileattn.kernels.tilelang.forward.config import ForwardConfig
+from tileattn.kernels.tilelang.forward.kernel import forward_kernel
 from tileattn.testing import dropout_mask
-from tileattn.variant import Operands, encode
+from tileattn.variant.key import Operands, encode
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 

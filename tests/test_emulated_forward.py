@@ -15,12 +15,12 @@ pytest.importorskip("tilelang")
 
 from emulator import ARCH, COMPILER, Kernel
 from tileattn import Causal, Mask, SlidingWindow
-from tileattn.call import AttentionCall
+from tileattn.call.facts import AttentionCall
 from tileattn.kernels.tilelang import backend
-from tileattn.kernels.tilelang.config import ForwardConfig
-from tileattn.kernels.tilelang.forward import forward_kernel
+from tileattn.kernels.tilelang.forward.config import ForwardConfig
+from tileattn.kernels.tilelang.forward.kernel import forward_kernel
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention, poisoned_memory
-from tileattn.variant import encode
+from tileattn.variant.key import encode
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 

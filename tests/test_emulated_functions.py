@@ -12,11 +12,11 @@ pytest.importorskip("tilelang")
 
 from emulator import ARCH, COMPILER, Kernel
 from tileattn import FunctionMask
-from tileattn.call import AttentionCall
+from tileattn.call.facts import AttentionCall
 from tileattn.kernels.tilelang import backend
-from tileattn.kernels.tilelang.forward import forward_kernel
+from tileattn.kernels.tilelang.forward.kernel import forward_kernel
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
-from tileattn.variant import encode
+from tileattn.variant.key import encode
 from user_functions import HEADS, MASKS, SCORES, SEQLEN_K, SEQLEN_Q
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="needs g++")]

@@ -12,13 +12,14 @@ import torch
 pytest.importorskip("tilelang")
 
 from emulator import ARCH, COMPILER, Kernel
-from tileattn import ops, packed_status
-from tileattn.call import Packed, sizes
-from tileattn.dropout import draw_seed
-from tileattn.kernels.tilelang import backend, packed
-from tileattn.kernels.tilelang.forward import forward_kernel
-from tileattn.kernels.tilelang.sequence_plan import plan_kernel
-from tileattn.scores import for_packed
+from tileattn.call import packed_status
+from tileattn.call.dropout import draw_seed
+from tileattn.call.facts import Packed, sizes
+from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.forward.kernel import forward_kernel
+from tileattn.kernels.tilelang.packed import plan as packed
+from tileattn.kernels.tilelang.packed.plan_kernel import plan_kernel
+from tileattn.runtime import operators as ops
 from tileattn.testing import (
     Arguments,
     ConformanceCase,
@@ -29,7 +30,8 @@ from tileattn.testing import (
     poisoned_memory,
 )
 from tileattn.testing.cases import DROPOUT_SEED
-from tileattn.variant import encode
+from tileattn.variant.key import encode
+from tileattn.variant.scores import for_packed
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 

@@ -11,10 +11,10 @@ pytest.importorskip("tilelang")
 
 from emulator import ARCH, COMPILER, Kernel
 from special_values import HEADS, assert_as_the_formula, call_of
-from tileattn.call import AttentionCall
+from tileattn.call.facts import AttentionCall
 from tileattn.kernels.tilelang import backend
-from tileattn.kernels.tilelang.forward import forward_kernel
-from tileattn.variant import encode
+from tileattn.kernels.tilelang.forward.kernel import forward_kernel
+from tileattn.variant.key import encode
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), pytest.mark.slow]
 

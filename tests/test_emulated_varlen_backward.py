@@ -17,18 +17,19 @@ pytest.importorskip("tilelang")
 from tilelang.language.eager.builder import Builder
 
 from emulator import ARCH, COMPILER, Kernel
-from tileattn.call import AttentionCall, BackwardCall, Packed, sizes
-from tileattn.dropout import Dropout, draw_seed
-from tileattn.kernels.tilelang import packed as packed_launch
-from tileattn.kernels.tilelang import records
-from tileattn.kernels.tilelang.backward import backend, finish, launch, prepare
+from tileattn.call.dropout import Dropout, draw_seed
+from tileattn.call.facts import AttentionCall, BackwardCall, Packed, sizes
+from tileattn.kernels.tilelang.backward import finish, prepare
+from tileattn.kernels.tilelang.backward import launch as backend
+from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.config import Part
+from tileattn.kernels.tilelang.backward.hopper.dq_order import COLUMNS, RegisterOrder
 from tileattn.kernels.tilelang.backward.kernels import kernel
-from tileattn.kernels.tilelang.backward.order import COLUMNS, RegisterOrder
 from tileattn.kernels.tilelang.backward.signature import declare_finish, declare_prepare
-from tileattn.kernels.tilelang.sequence_plan import plan_kernel
-from tileattn.run import scale_or_default
-from tileattn.scores import for_packed
+from tileattn.kernels.tilelang.packed import plan as packed_launch
+from tileattn.kernels.tilelang.packed import work_list as records
+from tileattn.kernels.tilelang.packed.plan_kernel import plan_kernel
+from tileattn.runtime.run import scale_or_default
 from tileattn.testing import (
     Arguments,
     ConformanceCase,
@@ -41,7 +42,8 @@ from tileattn.testing.cases import DROPOUT_SEED, Structure
 from tileattn.testing.expected import expected_forward, expected_gradients
 from tileattn.testing.packed_cases import packed_cases
 from tileattn.testing.shapes import PackedShape
-from tileattn.variant import Operands, encode
+from tileattn.variant.key import Operands, encode
+from tileattn.variant.scores import for_packed
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 

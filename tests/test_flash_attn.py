@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 import tileattn
+from tileattn.call.dropout import draw_seed, weight_of_kept
 from tileattn.compat import flash_attn as compat
 from tileattn.compat.flash_attn import bert_padding
-from tileattn.dropout import draw_seed, weight_of_kept
 from tileattn.testing import dropout_mask
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import tileattn
-from tileattn import ALiBi, Causal, SlidingWindow, api, attention, quantize_fp8
-from tileattn.call import AttentionCall
-from tileattn.fp8 import FP8, Descales, QuantizedFP8, complete, dequantize
+from tileattn import ALiBi, Causal, SlidingWindow, attention, quantize_fp8
+from tileattn.api import attention as api
+from tileattn.call.facts import AttentionCall
+from tileattn.call.fp8 import FP8, Descales, QuantizedFP8, complete, dequantize
 from tileattn.kernels.torch import backend as torch_backend
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle, oracle_attention
 from tileattn.testing.oracle import fp8_product
@@ -184,7 +185,7 @@ def test_backends_get_descales_for_fp8_only(monkeypatch: pytest.MonkeyPatch) -> 
 
         return forward
 
-    for module in ("tileattn.api", "tileattn.run"):
+    for module in ("tileattn.api.attention", "tileattn.runtime.run"):
         monkeypatch.setattr(f"{module}.prepare_forward", prepare)
     x = quantized()
     for options in ({}, {"mask": SlidingWindow(3, 0)}):

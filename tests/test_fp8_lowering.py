@@ -10,13 +10,13 @@ import torch
 
 from lowering import BIAS, IDS, SLOPES, assemble, find_nvcc, lower, make_call
 from tileattn import ALiBi, Bias, Causal, SoftCap
-from tileattn.call import AttentionCall
-from tileattn.fp8 import FP8
+from tileattn.call.facts import AttentionCall
+from tileattn.call.fp8 import FP8
 from tileattn.kernels.tilelang import backend
-from tileattn.kernels.tilelang.compile import device_source
-from tileattn.kernels.tilelang.nvcc import with_own_products
-from tileattn.kernels.tilelang.softmax import key_of_column
-from tileattn.kernels.tilelang.transpose_fp8 import transpose_kernel
+from tileattn.kernels.tilelang.build.compile import device_source
+from tileattn.kernels.tilelang.build.nvcc import with_own_products
+from tileattn.kernels.tilelang.forward.transpose_fp8 import transpose_kernel
+from tileattn.kernels.tilelang.tile.softmax import key_of_column
 
 QUICK = {"plain-64": make_call(dim=64, sink=True, dtype=FP8)}
 SLOW = {

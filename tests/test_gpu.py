@@ -14,8 +14,8 @@ import torch
 
 import tileattn
 from tileattn import Causal, Documents, SlidingWindow, SoftCap
-from tileattn.kernels.tilelang import launch
-from tileattn.kernels.tilelang.defaults import SHORT, defaults
+from tileattn.kernels.tilelang.forward import library as launch
+from tileattn.kernels.tilelang.forward.defaults import SHORT, defaults
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 
 pytestmark = pytest.mark.gpu

@@ -1,6 +1,6 @@
 """Dropout in the TileLang kernels, on a GPU: ``pytest -m gpu tests/test_gpu_dropout.py``.
 
-o and gradients are held to the tolerance rule of `tileattn.testing`, with the pattern of `tileattn.dropout` as a
+o and gradients are held to the tolerance rule of `tileattn.testing`, with the pattern of `tileattn.call.dropout` as a
 matrix; and the pattern of the kernels is read off, bit by bit.
 """
 
@@ -18,7 +18,7 @@ import test_gpu_backward as gpu
 import tileattn
 from test_gpu_backward import FP16, Case
 from tileattn import Causal, SlidingWindow, quantize_fp8
-from tileattn.dropout import draw_seed, weight_of_kept
+from tileattn.call.dropout import draw_seed, weight_of_kept
 from tileattn.testing import assert_forward_accurate, dropout_mask, eager_attention, eager_gradients, oracle_attention
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ import torch
 import tileattn
 import tileattn.testing
 from mma_cases import SHAPES, check, default_kernels, kernels
-from tileattn.call import device_arch
+from tileattn.call.facts import device_arch
 from tileattn.kernels.mma.batch import compile_all
 from tileattn.kernels.mma.rungs import RUNGS, Kernel
 

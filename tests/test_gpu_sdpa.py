@@ -21,8 +21,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 import tileattn
 from tileattn import Causal, Mask, SlidingWindow
+from tileattn.call.dropout import draw_seed, weight_of_kept
 from tileattn.compat import torch_sdpa
-from tileattn.dropout import draw_seed, weight_of_kept
 from tileattn.testing import assert_accurate, dropout_mask, eager_attention, oracle_attention
 
 pytestmark = pytest.mark.gpu

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import tileattn
-from tileattn import dispatch
-from tileattn.kernels.tilelang import space
 from tileattn.kernels.tilelang.backward import space as backward_space
+from tileattn.kernels.tilelang.forward import space
+from tileattn.runtime import dispatch
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 from tileattn.tuner import results, state
 
@@ -56,7 +56,7 @@ def test_a_forward_pass_is_tuned_and_stays_right(file: Path, capfd: pytest.Captu
     code = (
         "import torch\n"
         "from tileattn.kernels.tilelang import backend, tuned\n"
-        "from tileattn import ops\n"
+        "from tileattn.runtime import operators as ops\n"
         "q = torch.zeros(2, 500, 4, 64, device='cuda', dtype=torch.bfloat16)\n"
         "call = ops.make_call(q, q, q, None, 'Causal()')\n"
         "config = backend._chosen(call, q.shape, q.shape)\n"

@@ -16,7 +16,8 @@ from torch import Tensor
 import tileattn
 from conformance_call import run
 from tileattn import ALiBi, Causal, SlidingWindow, SoftCap
-from tileattn.kernels.tilelang import launch, records
+from tileattn.kernels.tilelang.forward import library as launch
+from tileattn.kernels.tilelang.packed import work_list as records
 from tileattn.testing import ConformanceCase, assert_forward_accurate, build, expected_forward
 from tileattn.testing.cases import Structure
 from tileattn.testing.shapes import PackedShape

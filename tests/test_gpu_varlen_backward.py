@@ -17,8 +17,8 @@ import tileattn
 from conformance_call import run
 from test_gpu_varlen import EDGES, LONG_TAIL, SIMILAR, WRONG, Guarded, Packing, cu_seqlens
 from tileattn import ALiBi, Bias, Causal, SlidingWindow, SoftCap
-from tileattn.kernels.tilelang import launch
-from tileattn.kernels.tilelang.backward import launch as backward_launch
+from tileattn.kernels.tilelang.backward import library as backward_launch
+from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.testing import (
     ConformanceCase,
     assert_gradients_accurate,

@@ -31,8 +31,8 @@ STEPS = {
     "torch": "import torch",
     "tileattn": "import tileattn",
     "call": "x = torch.zeros(1, 4, 2, 16); tileattn.attention(x, x, x, causal=True)",
-    "cli": "import tileattn.bench.cli",
-    "pages": "import tileattn.viz, tileattn.profiling, tileattn.demo.measure, tileattn.demo.page",
+    "cli": "import tileattn.cli.app",
+    "pages": "import tileattn.viz, tileattn.measure.profiling, tileattn.viz.demo.measure, tileattn.viz.demo.page",
 }
 
 
@@ -70,8 +70,8 @@ def test_only_the_parts_of_tileattn_that_a_call_needs(added: set[str]) -> None:
         )
         == set()
     )
-    assert not [module for module in added if module.endswith((".tilelang.forward", ".tilelang.compile"))]
-    assert "tileattn.api" in added
+    assert not [module for module in added if module.endswith((".forward.kernel", ".tilelang.build.compile"))]
+    assert "tileattn.api.attention" in added
 
 
 def test_little_is_imported_beside_it(added: set[str]) -> None:
@@ -87,7 +87,7 @@ def test_a_call_on_a_cpu_imports_no_compiler(loaded: dict[str, set[str]]) -> Non
 def test_pictures_and_profiles_import_their_packages_when_they_are_used(loaded: dict[str, set[str]]) -> None:
     """Nor does `tileattn --help` import what its commands do."""
     assert inside(loaded["pages"], "matplotlib", "gradio", "tilelang", "triton") == set()
-    assert inside(loaded["cli"], "tileattn.viz", "tileattn.demo", "tileattn.reference") == set()
+    assert inside(loaded["cli"], "tileattn.viz", "tileattn.reference") == set()
 
 
 def test_every_public_name_is_there() -> None:
@@ -125,28 +125,32 @@ def imports_of(path: Path) -> set[str]:
 
 
 def tileattn_imports(path: Path) -> set[str]:
-    """In names below the package: `masks.Causal`, `kernels.cache.kernel_cache`."""
+    """In names below the package: `variant.masks.Causal`, `kernels.cache.store.kernel_cache`."""
     return {name.removeprefix("tileattn.") for name in imports_of(path) if name.startswith("tileattn.")}
 
 
 FILES = {module_name(path).removeprefix("tileattn."): path for path in sorted(PACKAGE.rglob("*.py"))}
-BACKENDS = sorted(path.name for path in (PACKAGE / "kernels").iterdir() if (path / "__init__.py").is_file())
-KERNELS = [name for name in FILES if name.split(".")[:1] == ["kernels"] and len(name.split(".")) > 1]
-CORE = ["masks", "scores", "expr", "math", "variant", "call"]
+BACKENDS = sorted(path.parent.name for path in (PACKAGE / "kernels").glob("*/backend.py"))
+KERNELS = [
+    name
+    for name in FILES
+    if name.split(".")[:1] == ["kernels"] and name.split(".")[1:2] != ["cache"] and len(name.split(".")) > 1
+]
+CORE = [f"variant.{name}" for name in ("masks", "scores", "expression", "math", "key")] + ["call.facts"]
 
 
 def test_the_files_are_found() -> None:
     """Else the tests below would hold of nothing."""
     assert set(CORE) <= set(FILES)
     assert {"tilelang", "torch"} <= set(BACKENDS)
-    assert "masks.FunctionMask" in tileattn_imports(FILES["variant"])
-    assert "kernels.cache.kernel_cache" in tileattn_imports(FILES["kernels.tilelang.launch"])
-    assert "kernels.tilelang.schedules.kernel_of" in tileattn_imports(FILES["kernels.tilelang.launch"])
+    assert "variant.masks.FunctionMask" in tileattn_imports(FILES["variant.key"])
+    assert "kernels.cache.store.kernel_cache" in tileattn_imports(FILES["kernels.tilelang.forward.library"])
+    assert "kernels.tilelang.forward.schedules.kernel_of" in tileattn_imports(FILES["kernels.tilelang.forward.library"])
 
 
 @pytest.mark.parametrize("name", CORE)
 def test_the_core_knows_nothing_above_it(name: str) -> None:
-    above = ("kernels", "dispatch", "api", "ops", "validation", "reference", "testing", "bench")
+    above = ("kernels", "runtime", "api", "call.validation", "reference", "testing", "bench")
     assert inside(tileattn_imports(FILES[name]), *above) == set()
 
 
@@ -154,7 +158,7 @@ def test_the_core_knows_nothing_above_it(name: str) -> None:
 def test_a_backend_imports_no_other_and_nothing_above_it(name: str) -> None:
     mine = name.split(".")[1]
     others = [f"kernels.{backend}" for backend in BACKENDS if backend != mine]
-    above = ("dispatch", "api", "ops", "validation", "reference", "testing", "bench")
+    above = ("runtime", "api", "call.validation", "reference", "testing", "bench")
     assert inside(tileattn_imports(FILES[name]), *others, *above) == set()
 
 
@@ -162,7 +166,7 @@ def test_the_reference_imports_no_backend() -> None:
     reference = [name for name in FILES if name.split(".")[0] == "reference"]
     assert reference
     for name in reference:
-        assert inside(tileattn_imports(FILES[name]), "kernels", "dispatch", "api", "ops", "testing") == set(), name
+        assert inside(tileattn_imports(FILES[name]), "kernels", "runtime", "api", "testing") == set(), name
 
 
 def test_modules_lie_above_the_api() -> None:
@@ -175,7 +179,9 @@ def test_modules_lie_above_the_api() -> None:
     for name, path in FILES.items():
         if name == "tileattn":
             continue
-        forbidden = ("kernels", "dispatch", "ops", "testing", "bench") if name in modules else ("nn",)
+        forbidden = (
+            ("kernels", "runtime.dispatch", "runtime.operators", "testing", "bench") if name in modules else ("nn",)
+        )
         assert inside(tileattn_imports(path), *forbidden) == set(), name
 
 
@@ -184,12 +190,12 @@ def test_compat_lies_above_the_api() -> None:
     assert any(name.startswith("compat.") for name in FILES)
     for name, path in FILES.items():
         inner = name.split(".")[0] == "compat"
-        forbidden = ("kernels", "dispatch", "testing", "bench", "reference", "nn") if inner else ("compat",)
+        forbidden = ("kernels", "runtime.dispatch", "testing", "bench", "reference", "nn") if inner else ("compat",)
         assert inside(tileattn_imports(path), *forbidden) == set(), name
 
 
 def test_operators_and_dispatch_lie_below_the_api() -> None:
-    for name in ("ops", "dispatch", "validation"):
+    for name in ("runtime.operators", "runtime.dispatch", "call.validation"):
         assert inside(tileattn_imports(FILES[name]), "api") == set(), name
-    assert inside(tileattn_imports(FILES["api"]), "kernels", "reference", "testing", "bench") == set()
-    assert inside(tileattn_imports(FILES["dispatch"]), "ops") == set()
+    assert inside(tileattn_imports(FILES["api.attention"]), "kernels", "reference", "testing", "bench") == set()
+    assert inside(tileattn_imports(FILES["runtime.dispatch"]), "runtime.operators") == set()

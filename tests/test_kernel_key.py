@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tileattn.call import AttentionCall
-from tileattn.fp8 import FP8
-from tileattn.kernels.tilelang import launch
-from tileattn.kernels.tilelang.config import ForwardConfig, HopperConfig
-from tileattn.kernels.tilelang.defaults import Config
+from tileattn.call.facts import AttentionCall
+from tileattn.call.fp8 import FP8
+from tileattn.kernels.tilelang.forward import library as launch
+from tileattn.kernels.tilelang.forward.config import ForwardConfig, HopperConfig
+from tileattn.kernels.tilelang.forward.defaults import Config
 
 CALL = AttentionCall(torch.bfloat16, 128, 128, arch="sm_90a")
 FP8_CALL = replace(CALL, dtype=FP8)

@@ -15,12 +15,13 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tileattn.bench import ladder, results
+from tileattn.bench import results
 from tileattn.bench.cases import square
-from tileattn.bench.cli import app
-from tileattn.bench.ladder import climbed, steps
 from tileattn.bench.plot_ladder import steps_of
 from tileattn.bench.results import Results, Row
+from tileattn.cli import ladder
+from tileattn.cli.app import app
+from tileattn.cli.ladder import climbed, steps
 from tileattn.kernels.mma.backend import parse
 from tileattn.kernels.mma.rungs import HEAD_DIMS, LARGE_HEAD_DIMS
 from tileattn.kernels.mma.tiles import candidates

@@ -30,12 +30,15 @@ from lowering import (
     on,
 )
 from tileattn import ALiBi, Bias, Causal, FunctionMask, SlidingWindow, SoftCap
-from tileattn.call import AttentionCall
-from tileattn.kernels.tilelang import amd_config, backend, config, defaults, launch
-from tileattn.kernels.tilelang.amd_config import AmdConfig
-from tileattn.kernels.tilelang.config import ForwardConfig, HopperConfig
-from tileattn.kernels.tilelang.defaults import Config
-from tileattn.variant import program
+from tileattn.call.facts import AttentionCall
+from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.forward import config, defaults
+from tileattn.kernels.tilelang.forward import library as launch
+from tileattn.kernels.tilelang.forward.amd import config as amd_config
+from tileattn.kernels.tilelang.forward.amd.config import AmdConfig
+from tileattn.kernels.tilelang.forward.config import ForwardConfig, HopperConfig
+from tileattn.kernels.tilelang.forward.defaults import Config
+from tileattn.variant.key import program
 
 ASSEMBLED = ("sm_80", "sm_90a")
 # Lowering takes 5 to 18 seconds of a core for each, so `make test` has of each architecture what its schedule makes of

@@ -13,7 +13,7 @@ from torch import Tensor
 import tileattn
 from tileattn import Mask
 from tileattn.kernels.triton import backend as triton_backend
-from tileattn.kernels.triton import config
+from tileattn.kernels.triton import defaults as config
 from tileattn.math import load
 from tileattn.testing import (
     assert_forward_accurate,

@@ -15,12 +15,13 @@ import torch
 import mma_emulator
 import special_values
 from mma_cases import SHAPES, Shape, check, default_kernels, kernels, keys_of_a_warp
-from tileattn import dispatch, ops
-from tileattn.call import AttentionCall
+from tileattn.call.facts import AttentionCall
 from tileattn.kernels.mma import backend, compile, rungs
 from tileattn.kernels.mma.backend import Choice, parse
 from tileattn.kernels.mma.rungs import HEAD_DIMS, LARGE_HEAD_DIMS, RUNGS, Kernel, Tiles, Variant
 from tileattn.kernels.mma.tiles import candidates
+from tileattn.runtime import dispatch
+from tileattn.runtime import operators as ops
 from tileattn.testing import (
     ConformanceCase,
     assert_forward_accurate,
@@ -30,7 +31,7 @@ from tileattn.testing import (
     fp16_accumulation,
     oracle_attention,
 )
-from tileattn.variant import Operands, encode
+from tileattn.variant.key import Operands, encode
 
 ARCH = "sm_90a"
 CALL = AttentionCall(torch.float16, 64, 64, arch=ARCH)

@@ -26,11 +26,13 @@ def test_names_are_unique_and_there_are_many() -> None:
 
 
 def test_a_mutant_that_does_not_fit_says_so() -> None:
-    mutant = Mutant("wrong", "masks.py", "k <= q", "k < q", ("test_ranges.py::test_ranges_are_sound", "test_none.py"))
-    with pytest.raises(ValueError, match=r"mutant wrong: its old text occurs 2 times in masks.py, not once"):
+    mutant = Mutant(
+        "wrong", "variant/masks.py", "k <= q", "k < q", ("test_ranges.py::test_ranges_are_sound", "test_none.py")
+    )
+    with pytest.raises(ValueError, match=r"mutant wrong: its old text occurs 2 times in variant/masks.py, not once"):
         mutant.applied("k <= q or k <= q")
     with pytest.raises(ValueError, match="it changes nothing"):
-        Mutant("same", "masks.py", "k", "k", ()).applied("k")
+        Mutant("same", "variant/masks.py", "k", "k", ()).applied("k")
     assert missing_tests(mutant) == ["test_none.py"]
     assert missing_tests(Mutant("wrong", "a", "b", "c", ("test_ranges.py::test_none[1]",))) == [
         "test_ranges.py::test_none[1]"

@@ -15,8 +15,8 @@ from torch import Tensor
 import tileattn
 import tileattn.reference.tiled as tiled
 from tileattn import Causal, Documents, PrefixLM, SlidingWindow
-from tileattn.bench.memory import peak_bytes
-from tileattn.dropout import draw_seed, keep_mask
+from tileattn.call.dropout import draw_seed, keep_mask
+from tileattn.measure.memory import peak_bytes
 from tileattn.nn import (
     FlashAttentionV1,
     FlashAttentionV2,
@@ -30,7 +30,7 @@ from tileattn.nn import (
 )
 from tileattn.reference import standard_attention
 from tileattn.testing import assert_accurate
-from tileattn.variant import normalize
+from tileattn.variant.key import normalize
 
 CPU = torch.device("cpu")
 EMBED, HEADS = 32, 4

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from tileattn import Causal, FunctionMask, SlidingWindow, SoftCap
-from tileattn.call import is_aligned
-from tileattn.fp8 import dequantize
+from tileattn.call.facts import is_aligned
+from tileattn.call.fp8 import dequantize
 from tileattn.testing import (
     assert_accurate,
     assert_forward_accurate,

@@ -14,12 +14,12 @@ import tvm_ffi
 from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
 from lowering import find_nvcc, lower
-from tileattn.call import AttentionCall, BackwardCall
-from tileattn.kernels.tilelang import nvcc
+from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang.backward.kernels import kernel
-from tileattn.kernels.tilelang.compile import build_library, device_source
-from tileattn.kernels.tilelang.config import HopperConfig
-from tileattn.kernels.tilelang.sequence_plan import plan_kernel
+from tileattn.kernels.tilelang.build import nvcc
+from tileattn.kernels.tilelang.build.compile import build_library, device_source
+from tileattn.kernels.tilelang.forward.config import HopperConfig
+from tileattn.kernels.tilelang.packed.plan_kernel import plan_kernel
 
 ARCH = "sm_90a"
 KERNEL = 'extern "C" __global__ void kernel(float* x) { x[0] = 1; }\n'

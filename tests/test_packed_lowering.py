@@ -21,11 +21,15 @@ from tvm.tirx import stmt_functor
 from lowering import ARCHITECTURES, CALLS, SLOW_CALLS, assemble, find_nvcc, make_call, on
 from test_lowering import _check_assembly, _check_barriers, _check_queue
 from tileattn import Causal
-from tileattn.call import AttentionCall
-from tileattn.fp8 import FP8
-from tileattn.kernels.tilelang import backend, compile, defaults, launch, ragged
-from tileattn.kernels.tilelang.config import HopperConfig
-from tileattn.kernels.tilelang.schedules import kernel_of
+from tileattn.call.facts import AttentionCall
+from tileattn.call.fp8 import FP8
+from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.build import compile
+from tileattn.kernels.tilelang.forward import defaults
+from tileattn.kernels.tilelang.forward import library as launch
+from tileattn.kernels.tilelang.forward.config import HopperConfig
+from tileattn.kernels.tilelang.forward.schedules import kernel_of
+from tileattn.kernels.tilelang.packed import ragged
 
 ASSEMBLED = ("sm_80", "sm_90a")
 NVIDIA = tuple(arch for arch in ARCHITECTURES if arch.startswith("sm_"))

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tileattn import ALiBi, Bias
-from tileattn.call import AttentionCall, BackwardCall, Packed
-from tileattn.expr_reading import evaluate
-from tileattn.kernels.tilelang import records
-from tileattn.kernels.tilelang.backward.operands import BY_KEY, SPREAD, paths, values_of
+from tileattn.call.facts import AttentionCall, BackwardCall, Packed
+from tileattn.kernels.tilelang.backward.operand_gradients import BY_KEY, SPREAD, paths, values_of
 from tileattn.kernels.tilelang.backward.workspaces import OfSequences
-from tileattn.scores import for_packed
-from tileattn.variant import encode
+from tileattn.kernels.tilelang.packed import work_list as records
+from tileattn.variant.key import encode
+from tileattn.variant.reading import evaluate
+from tileattn.variant.scores import for_packed
 
 LENGTHS_Q, LENGTHS_K, BEHIND, HEADS = (3, 0, 5, 1), (4, 2, 3, 0), 2, 2
 ENDS_Q, ENDS_K = ([0, *itertools.accumulate(lengths)] for lengths in (LENGTHS_Q, LENGTHS_K))

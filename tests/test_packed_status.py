@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import tileattn
-from tileattn import packed_status
-from tileattn.packed_status import check_packed, raise_pending, report, status_of
+from tileattn.call import packed_status
+from tileattn.call.packed_status import check_packed, raise_pending, report, status_of
 
 CPU = torch.device("cpu")
 

@@ -12,19 +12,20 @@ import torch
 from typer.testing import CliRunner
 
 import tileattn
-from tileattn import ops
 from tileattn.bench import cases, warmup
 from tileattn.bench.cases import Case
-from tileattn.call import BackwardCall
-from tileattn.kernels.cache import KernelCache, default_folder
-from tileattn.kernels.tilelang import backend, launch
-from tileattn.kernels.tilelang.backward import backend as backward_backend
-from tileattn.kernels.tilelang.backward import launch as backward_launch
+from tileattn.call.facts import BackwardCall
+from tileattn.kernels.cache.store import KernelCache, default_folder
+from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.backward import launch as backward_backend
+from tileattn.kernels.tilelang.backward import library as backward_launch
 from tileattn.kernels.tilelang.backward.defaults import SHORT, short_default
-from tileattn.kernels.tilelang.batch import BackwardJob, compile_job
-from tileattn.kernels.tilelang.defaults import LONG, Config, default, defaults, for_skewed_lengths
+from tileattn.kernels.tilelang.build.batch import BackwardJob, compile_job
+from tileattn.kernels.tilelang.forward import library as launch
+from tileattn.kernels.tilelang.forward.defaults import LONG, Config, default, defaults, for_skewed_lengths
+from tileattn.runtime import operators as ops
 from tileattn.testing import conformance_cases, distinct_calls
-from tileattn.variant import program
+from tileattn.variant.key import program
 
 # Its child processes find it by its name.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 import tileattn
-from tileattn import profiling
-from tileattn.bench import timing
-from tileattn.bench.ceilings import Ceiling
-from tileattn.bench.timing import Effort
-from tileattn.profiling import Profile
+from tileattn.measure import profiling, timing
+from tileattn.measure.ceilings import Ceiling
+from tileattn.measure.profiling import Profile
+from tileattn.measure.timing import Effort
 
 BRIEF = Effort(warmup_ms=1, measure_ms=4, rounds=2)
 CPU = torch.device("cpu")
@@ -127,7 +126,7 @@ def never(*args: object) -> None:
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_runs() -> None:
-    with pytest.raises(TypeError, match=r"effort must be a tileattn.bench.timing.Effort, got None"):
+    with pytest.raises(TypeError, match=r"effort must be a tileattn.measure.timing.Effort, got None"):
         tileattn.profile(never, effort=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="fns must have names of type str, got 3"):
         tileattn.profile_all({"three": never, 3: never})  # type: ignore[dict-item]

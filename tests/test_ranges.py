@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from positions import BATCH, HEADS, Positions, Side, documents, lengths, paddings, positions, prefixes, windows
 from tileattn import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
 from tileattn import math as tm
-from tileattn.expr_reading import evaluate
-from tileattn.masks import FIRST_POSITION
-from tileattn.variant import encode, program
+from tileattn.variant.key import encode, program
+from tileattn.variant.masks import FIRST_POSITION
+from tileattn.variant.reading import evaluate
 
 examples = settings(deadline=None, derandomize=True)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tileattn import ALiBi, Bias, Causal, Documents, KeyPadding, Mask, PrefixLM, SlidingWindow, SoftCap
-from tileattn.dropout import weight_of_kept
+from tileattn.call.dropout import weight_of_kept
 from tileattn.reference import RowState, flash_attention_1, flash_attention_2, online_softmax, standard_attention
 from tileattn.testing import (
     assert_accurate,

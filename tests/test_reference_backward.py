@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap
-from tileattn.dropout import weight_of_kept
+from tileattn.call.dropout import weight_of_kept
 from tileattn.reference import flash_attention_2, flash_attention_2_backward, standard_attention
 from tileattn.testing import dropout_mask
 

@@ -14,16 +14,16 @@ import torch
 from typer.testing import CliRunner
 
 import tileattn
-from tileattn import ops
-from tileattn.fp8 import FP8
+from tileattn.call.fp8 import FP8
 from tileattn.kernels.tilelang import backend
-from tileattn.kernels.tilelang.backward import backend as backward_backend
+from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
 from tileattn.kernels.tilelang.backward.defaults import default as backward_default
 from tileattn.kernels.tilelang.backward.defaults import queries_default
-from tileattn.kernels.tilelang.backward.hopper_config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig
-from tileattn.kernels.tilelang.batch import BackwardJob, Job
-from tileattn.kernels.tilelang.defaults import LONG, default
+from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig
+from tileattn.kernels.tilelang.build.batch import BackwardJob, Job
+from tileattn.kernels.tilelang.forward.defaults import LONG, default
+from tileattn.runtime import operators as ops
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 

@@ -14,9 +14,9 @@ pytest.importorskip("tilelang")
 
 from lowering import MAX_SPILLED, SLOPES, assemble, disassemble, find_disassembler, find_nvcc, lower, make_call, numbers
 from tileattn import ALiBi, Causal, SoftCap
-from tileattn.call import AttentionCall
-from tileattn.kernels.tilelang import defaults
-from tileattn.kernels.tilelang.config import HopperConfig
+from tileattn.call.facts import AttentionCall
+from tileattn.kernels.tilelang.forward import defaults
+from tileattn.kernels.tilelang.forward.config import HopperConfig
 
 
 def slanted(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:

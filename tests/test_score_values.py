@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tileattn
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, KeyPadding, PrefixLM, SlidingWindow, SoftCap
-from tileattn.scores import for_packed
+from tileattn.variant.scores import for_packed
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 SEQLENS = [(9, 9), (7, 12), (12, 7)]

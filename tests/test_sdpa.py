@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import tileattn
-from tileattn.head_dims import pad
+from tileattn.call.head_dims import pad
 from tileattn.testing import dropout_mask
 
 Shape = tuple[int, ...]
@@ -158,7 +158,7 @@ def test_head_dims_are_padded_for_the_dtype_of_autocast(monkeypatch: pytest.Monk
         dtypes.extend(x.dtype for x in tensors)
         return tensors
 
-    monkeypatch.setattr(tileattn.sdpa, "padded", padded)
+    monkeypatch.setattr(tileattn.api.sdpa, "padded", padded)
     q = torch.randn(2, 3, 9, 17)
     with torch.autocast("cpu", torch.bfloat16):
         tileattn.scaled_dot_product_attention(q, q, q)
@@ -211,7 +211,7 @@ def test_dropout_is_that_of_the_seed() -> None:
     torch.manual_seed(5)
     kept = tileattn.scaled_dot_product_attention(q, q, eye, dropout_p=0.25) != 0
     torch.manual_seed(5)
-    seed = tileattn.dropout.draw_seed("cpu")
+    seed = tileattn.call.dropout.draw_seed("cpu")
     assert torch.equal(kept, dropout_mask(seed, 0.25, 2, 3, 40, 40))
 
 

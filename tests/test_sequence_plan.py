@@ -11,12 +11,12 @@ from torch import Tensor
 pytest.importorskip("tilelang")
 
 from emulator import COMPILER, Kernel
-from tileattn import packed_status
-from tileattn.call import Packed
-from tileattn.kernels.tilelang import packed as packed_launch
-from tileattn.kernels.tilelang import records
-from tileattn.kernels.tilelang.compile import device_source
-from tileattn.kernels.tilelang.sequence_plan import plan_kernel
+from tileattn.call import packed_status
+from tileattn.call.facts import Packed
+from tileattn.kernels.tilelang.build.compile import device_source
+from tileattn.kernels.tilelang.packed import plan as packed_launch
+from tileattn.kernels.tilelang.packed import work_list as records
+from tileattn.kernels.tilelang.packed.plan_kernel import plan_kernel
 
 LENGTHS = {
     "one": ([5], [7]),

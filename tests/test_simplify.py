@@ -13,10 +13,10 @@ import torch
 
 from tileattn import ALiBi, SoftCap
 from tileattn import math as tm
-from tileattn.expr import nodes, symbol
-from tileattn.expr_reading import evaluate
-from tileattn.kernels.tilelang.simplify import LOG2E, ScoreProgram, is_uniform, score_program, step_of_k
-from tileattn.variant import encode, program
+from tileattn.kernels.tilelang.tile.simplify import LOG2E, ScoreProgram, is_uniform, score_program, step_of_k
+from tileattn.variant.expression import nodes, symbol
+from tileattn.variant.key import encode, program
+from tileattn.variant.reading import evaluate
 
 Mod = Callable[..., Any]
 
@@ -174,7 +174,7 @@ def _emitted(expr: Any) -> Any:
     pytest.importorskip("tilelang")
     from tvm import tirx
 
-    from tileattn.kernels.tilelang.expressions import Emitter, Key
+    from tileattn.kernels.tilelang.tile.expressions import Emitter, Key
 
     v = {name: tirx.Var(name, "int32") for name in ("q", "i0", "value", "start", "offset")}
     return Emitter({"i0": v["i0"]})(expr * 1.0, q=v["q"], k=Key(v["value"], v["start"], v["offset"]))

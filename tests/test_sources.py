@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import tileattn
-from tileattn.call import AttentionCall, BackwardCall
-from tileattn.kernels import sources
+from tileattn.call.facts import AttentionCall, BackwardCall
+from tileattn.kernels.cache import sources
 from tileattn.kernels.mma import compile as mma
-from tileattn.kernels.tilelang import launch
-from tileattn.kernels.tilelang.backward import launch as backward_launch
-from tileattn.kernels.tilelang.defaults import default
+from tileattn.kernels.tilelang.backward import library as backward_launch
+from tileattn.kernels.tilelang.forward import library as launch
+from tileattn.kernels.tilelang.forward.defaults import default
 
 PACKAGE = Path(tileattn.__file__).parent
 TILELANG = "tileattn.kernels.tilelang"
@@ -30,22 +30,33 @@ CALL = AttentionCall(torch.bfloat16, 64, 64, arch="sm_90a")
 BACKWARD = BackwardCall(replace(CALL, needs_grad=True), (True, True, True, False))
 
 # By kernel: the modules whose closure its key has, some of the files that generate it, and its key.
-COMPILER = "compile nvcc config"
-TILE = f"{COMPILER} dropout expressions generic mask records signature simplify softmax dependent_launch ragged"
-HOPPER, HOPPER_FORWARD = "hopper hopper_plan", "hopper_consumer hopper_producer hopper_tasks"
-BACKWARD_TILE = "backward.config backward.generic backward.hopper backward.hopper_config backward.hopper_queries "
-BACKWARD_TILE += "backward.hopper_wide backward.kernels backward.layouts backward.operands backward.order "
-BACKWARD_TILE += "backward.places backward.prepare backward.finish backward.queries backward.signature backward.slopes "
-BACKWARD_TILE += "backward.tensors backward.tile backward.variables backward.visible backward.amd amd_tensors "
-BACKWARD_TILE += "backward.amd_config backward.defaults"
+COMPILER = "build.compile build.nvcc forward.config"
+TILE = f"{COMPILER} tile.dropout tile.expressions forward.generic tile.mask packed.work_list forward.signature "
+TILE += "tile.simplify tile.softmax packed.dependent_launch packed.ragged"
+HOPPER = "forward.hopper.kernel forward.hopper.plan"
+HOPPER_FORWARD = "forward.hopper.consumer forward.hopper.producer forward.hopper.tasks"
+AMD_FORWARD = "forward.amd.kernel forward.amd.config forward.amd.tensors"
+BACKWARD_TILE = "backward.config backward.generic backward.hopper.keys backward.hopper.config backward.hopper.queries "
+BACKWARD_TILE += "backward.hopper.wide backward.kernels backward.hopper.layouts backward.operand_gradients "
+BACKWARD_TILE += "backward.hopper.dq_order backward.places backward.prepare backward.finish backward.queries "
+BACKWARD_TILE += "backward.signature backward.slopes backward.operand_stores backward.tile tile.variables "
+BACKWARD_TILE += "backward.visible backward.amd.queries forward.amd.tensors backward.amd.config backward.defaults"
 KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
     "forward": (
-        "schedules",
-        f"{TILE} {HOPPER} {HOPPER_FORWARD} forward sequence_tasks amd amd_config amd_tensors",
+        "forward.schedules",
+        f"{TILE} {HOPPER} {HOPPER_FORWARD} forward.kernel packed.tasks {AMD_FORWARD}",
         lambda: launch.cache_key(CALL, default(CALL)),
     ),
-    "transpose_fp8": ("transpose_fp8", f"{COMPILER} signature softmax", lambda: launch.transpose_key(CALL)),
-    "sequence_plan": ("sequence_plan", f"{COMPILER} records dependent_launch", lambda: launch.plan_key("sm_90a")),
+    "transpose_fp8": (
+        "forward.transpose_fp8",
+        f"{COMPILER} forward.signature tile.softmax",
+        lambda: launch.transpose_key(CALL),
+    ),
+    "sequence_plan": (
+        "packed.plan_kernel",
+        f"{COMPILER} packed.work_list packed.dependent_launch",
+        lambda: launch.plan_key("sm_90a"),
+    ),
     **{
         name: ("backward.kernels", f"{TILE} {HOPPER} {BACKWARD_TILE}", functools.partial(key, *arguments))
         for name, key, *arguments in (
@@ -55,30 +66,17 @@ KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
     },
 }
 # Above what a call and its variant are: what checks, differentiates, dispatches, measures and shows.
-ABOVE = {
-    "api",
-    "varlen",
-    "sdpa",
-    "padding",
-    "run",
-    "validation",
-    "autograd",
-    "ops",
-    "dispatch",
-    "packed_status",
-    "profiling",
-    "folders",
-    "tuner",
-}
-ABOVE |= {"nn", "compat", "bench", "viz", "demo", "reference", "testing", "parallel", "__main__"}
+ABOVE = {"api", "runtime", "call.validation", "call.packed_status", "measure", "folders", "tuner"}
+ABOVE |= {"nn", "compat", "cli", "bench", "viz", "reference", "testing", "parallel", "__main__"}
 # Of TileLang's modules, those that choose, load and launch.
-HOST = {"", "arguments", "backend", "batch", "buckets", "candidates", "defaults", "launch", "packed", "packed_forward"}
-HOST |= {"queue", "sm90_table", "space", "tuned"}
-HOST |= {f"backward{name}" for name in ("", ".backend", ".launch", ".space", ".workspaces")}
+FOLDERS = ("backward", "backward.amd", "backward.hopper", "build", "forward", "forward.amd", "forward.hopper")
+HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "packed.plan"}
+HOST |= {f"forward.{name}" for name in ("candidates", "defaults", "library", "packed", "queue", "sm90_table", "space")}
+HOST |= {f"backward.{name}" for name in ("launch", "library", "space", "workspaces")}
 
 
 def modules(name: str) -> list[str]:
-    return [f"{TILELANG}.{KERNELS[name][0]}", f"{TILELANG}.compile"]
+    return [f"{TILELANG}.{KERNELS[name][0]}", f"{TILELANG}.build.compile"]
 
 
 def module_name(path: Path) -> str:
@@ -125,16 +123,16 @@ def test_imports_are_read_as_pythons_parser_reads_them(name: str) -> None:
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("from . import compile", {"compile"}),
-        ("from .compile import build_library as x, PASSES", {"compile"}),
+        ("from . import backend", {"backend"}),
+        ("from .backend import prepare as x, space", {"backend"}),
         ("def f():\n    from .backward import tile", {"backward.tile"}),
         ("from .backward import (  # (a remark)\n    tile,\n    queries,\n)", {"backward.tile", "backward.queries"}),
         ("from .backward import \\\n    tile", {"backward.tile"}),
-        (f"import {TILELANG}.mask\nimport {TILELANG}.softmax as s, math", {"mask", "softmax"}),
-        (f"import math, {TILELANG}.mask", {"mask"}),
-        (f"from {TILELANG} import mask", {"mask"}),
-        ("try:\n    from . import mask\nexcept ImportError: pass", {"mask"}),
-        ("if TYPE_CHECKING:\n    from .launch import x\n\n    from .batch import y\nfrom . import mask", {"mask"}),
+        (f"import {TILELANG}.host\nimport {TILELANG}.tuned as s, math", {"host", "tuned"}),
+        (f"import math, {TILELANG}.host", {"host"}),
+        (f"from {TILELANG} import host", {"host"}),
+        ("try:\n    from . import host\nexcept ImportError: pass", {"host"}),
+        ("if TYPE_CHECKING:\n    from .forward import x\n\n    from .batch import y\nfrom . import host", {"host"}),
         ("import tilelang\nfrom tileattn_other import x\nfrom typing import Any", set()),
     ],
 )
@@ -159,7 +157,8 @@ def test_a_closure_has_the_files_that_generate_its_kernel(name: str) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_closure_has_nothing_that_launches_or_lies_above(name: str) -> None:
     found = {module.removeprefix("tileattn").lstrip(".") for module in sources.closure(modules(name))}
-    assert not {module.partition(".")[0] for module in found} & {"", *ABOVE}
+    assert "" not in found
+    assert not {module for module in found for above in ABOVE if f"{module}.".startswith(f"{above}.")}
     of_kernels = {module for module in found if module.startswith("kernels")}
     assert all(module.startswith("kernels.tilelang") for module in of_kernels)
     assert not {module.removeprefix("kernels.tilelang").lstrip(".") for module in of_kernels} & HOST
@@ -167,8 +166,7 @@ def test_a_closure_has_nothing_that_launches_or_lies_above(name: str) -> None:
 
 def test_what_lies_above_is_there() -> None:
     """Else the test above would hold of nothing."""
-    there = {name.removeprefix("tileattn.").partition(".")[0] for name in FILES}
-    assert ABOVE - there <= {"parallel"}  # comes with work of its own
+    assert {f"tileattn.{name}" for name in ABOVE} - set(FILES) <= {"tileattn.parallel"}  # comes with work of its own
     assert {f"{TILELANG}.{name}".rstrip(".") for name in HOST} <= set(FILES)
 
 
@@ -212,8 +210,8 @@ def test_each_generating_file_changes_the_digest(name: str) -> None:
 
         return sources.digest_of(sources.closure(modules(name), read))
 
-    assert digest("tileattn.api") == sources.digest_of(before) == sources.digest(*modules(name))
-    assert len({digest(module) for module in before} | {digest("tileattn.api")}) == len(before) + 1
+    assert digest("tileattn.api.attention") == sources.digest_of(before) == sources.digest(*modules(name))
+    assert len({digest(module) for module in before} | {digest("tileattn.api.attention")}) == len(before) + 1
 
 
 def test_a_digest_knows_which_file_has_which_content() -> None:
@@ -241,17 +239,17 @@ def forget() -> None:
 
 # (edited file, kernels whose keys change): among them what no list of files had named.
 EDITS = [
-    ("hopper_plan.py", {"forward", "backward"}),
-    ("hopper.py", {"forward", "backward"}),
-    ("backward/hopper_wide.py", {"backward"}),
-    ("sequence_plan.py", {"sequence_plan"}),
-    ("transpose_fp8.py", {"transpose_fp8"}),
-    ("records.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
-    ("nvcc.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
-    ("amd_tensors.py", {"forward", "backward"}),
-    ("launch.py", set()),
-    ("../../ops.py", set()),
-    ("../../expr.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
+    ("forward/hopper/plan.py", {"forward", "backward"}),
+    ("forward/hopper/kernel.py", {"forward", "backward"}),
+    ("backward/hopper/wide.py", {"backward"}),
+    ("packed/plan_kernel.py", {"sequence_plan"}),
+    ("forward/transpose_fp8.py", {"transpose_fp8"}),
+    ("packed/work_list.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
+    ("build/nvcc.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
+    ("forward/amd/tensors.py", {"forward", "backward"}),
+    ("forward/library.py", set()),
+    ("../../runtime/operators.py", set()),
+    ("../../variant/expression.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
 ]
 
 
@@ -272,8 +270,8 @@ def test_a_new_import_joins_the_closure(copied: Path) -> None:
     folder = copied / "kernels" / "tilelang"
     (folder / "new.py").write_text("x = 1\n")
     assert launch.plan_key("sm_90a") == before
-    with (folder / "sequence_plan.py").open("a") as file:
-        file.write("\n\ndef later():\n    from .new import x\n\n    return x\n")
+    with (folder / "packed" / "plan_kernel.py").open("a") as file:
+        file.write("\n\ndef later():\n    from ..new import x\n\n    return x\n")
     forget()
     second = launch.plan_key("sm_90a")
     (folder / "new.py").write_text("x = 2\n")
@@ -288,11 +286,13 @@ import sys
 import torch
 from dataclasses import replace
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, SoftCap
-from tileattn.call import AttentionCall, BackwardCall
-from tileattn.kernels.tilelang import compile, defaults, schedules, sequence_plan, transpose_fp8
-from tileattn.kernels.tilelang.backward import kernels, launch
+from tileattn.call.facts import AttentionCall, BackwardCall
+from tileattn.kernels.tilelang.build import compile
+from tileattn.kernels.tilelang.forward import defaults, schedules, transpose_fp8
+from tileattn.kernels.tilelang.packed import plan_kernel as sequence_plan
+from tileattn.kernels.tilelang.backward import kernels, library as launch
 from tileattn.kernels.tilelang.backward.defaults import default as backward_default
-from tileattn.variant import encode, program, with_alignment
+from tileattn.variant.key import encode, program, with_alignment
 
 BIAS, TILES = torch.ones(1, 4, 9, 9), torch.ones(2, 4, 16, 16, dtype=torch.bfloat16)
 VARIANTS = {
@@ -376,5 +376,7 @@ def test_what_runs_while_a_kernel_is_made_is_in_its_closure(name: str) -> None:
 def test_the_trace_sees_every_schedule() -> None:
     """Else the test above would hold of little."""
     ran = {module.removeprefix(f"{TILELANG}.") for modules_of in traced().values() for module in modules_of}
-    schedules = "generic hopper amd backward.generic backward.hopper backward.hopper_wide backward.hopper_queries"
-    assert set(f"{schedules} backward.queries backward.amd ragged sequence_tasks hopper_plan compile".split()) <= ran
+    forward = "forward.generic forward.hopper.kernel forward.hopper.plan forward.amd.kernel"
+    backward = "backward.generic backward.hopper.keys backward.hopper.wide backward.hopper.queries backward.queries"
+    others = "backward.amd.queries packed.ragged packed.tasks build.compile"
+    assert set(f"{forward} {backward} {others}".split()) <= ran

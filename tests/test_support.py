@@ -27,12 +27,12 @@ from support_table import (
     possible,
 )
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, KeyPadding, PrefixLM, SlidingWindow, SoftCap
-from tileattn.call import AttentionCall, BackwardCall, is_aligned
-from tileattn.dispatch import BACKENDS, select
+from tileattn.call.facts import AttentionCall, BackwardCall, is_aligned
 from tileattn.kernels.mma import backend as mma_backend
-from tileattn.kernels.tilelang import defaults
 from tileattn.kernels.tilelang.backward import defaults as backward_defaults
-from tileattn.variant import encode, program
+from tileattn.kernels.tilelang.forward import defaults
+from tileattn.runtime.dispatch import BACKENDS, select
+from tileattn.variant.key import encode, program
 
 IDS, KEEP = torch.zeros(8, dtype=torch.int32), torch.ones(1, 8, dtype=torch.bool)
 SLOPES, BIAS = torch.ones(8), torch.zeros(1, 8, 8, 8, dtype=torch.bfloat16)

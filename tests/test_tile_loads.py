@@ -10,8 +10,8 @@ import torch
 
 from tileattn import ALiBi, Bias, Causal, Documents, SoftCap
 from tileattn import math as tm
-from tileattn.tile_loads import is_aligned
-from tileattn.variant import Operands, Program, encode, program, restore, with_alignment
+from tileattn.variant.key import Operands, Program, encode, program, restore, with_alignment
+from tileattn.variant.tile_loads import is_aligned
 
 TABLE = torch.zeros(2, 4, 16, 16)
 COLUMN = torch.zeros(16)

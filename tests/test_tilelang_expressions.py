@@ -12,9 +12,9 @@ import tilelang.language as T
 from tvm import arith
 
 from tileattn import math as tm
-from tileattn.expr import symbol
-from tileattn.expr_functions import fmod, shift_right
-from tileattn.kernels.tilelang.expressions import Emitter
+from tileattn.kernels.tilelang.tile.expressions import Emitter
+from tileattn.variant.expression import symbol
+from tileattn.variant.torch_functions import fmod, shift_right
 
 POSITIONS = (-70000, -65, -7, -3, -1, 0, 1, 2, 5, 64, 70001)
 OPERATIONS = {

@@ -17,8 +17,8 @@ from tileattn.kernels.torch.forward import forward
 from tileattn.kernels.torch.mask import KeyRange, Variant, key_ranges
 from tileattn.kernels.torch.score_gradient import Watched
 from tileattn.math import load
-from tileattn.scores import ScoreMod
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
+from tileattn.variant.scores import ScoreMod
 
 SCALE = 0.25
 FUSED = "aten::_scaled_dot_product_flash_attention_for_cpu"

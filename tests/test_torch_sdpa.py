@@ -23,8 +23,8 @@ from torch.nn.attention import (
 from torch.nn.attention.varlen import varlen_attn
 
 import tileattn
+from tileattn.call.dropout import draw_seed, weight_of_kept
 from tileattn.compat import torch_sdpa
-from tileattn.dropout import draw_seed, weight_of_kept
 from tileattn.testing import dropout_mask
 
 ATEN = torch.ops.aten
@@ -182,9 +182,9 @@ def test_outputs_are_what_pytorch_says_of_them(layout: str) -> None:
 @pytest.mark.usefixtures("on_cpu")
 def test_deterministic_algorithms_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    prepare = tileattn.ops.prepare_backward
+    prepare = tileattn.runtime.operators.prepare_backward
     monkeypatch.setattr(
-        tileattn.ops, "prepare_backward", lambda call, *rest: calls.append(call) or prepare(call, *rest)
+        tileattn.runtime.operators, "prepare_backward", lambda call, *rest: calls.append(call) or prepare(call, *rest)
     )
     leaves = inputs()
     for deterministic in (False, True):

@@ -31,7 +31,7 @@ from tileattn.compat.transformers.attention import attend
 from tileattn.compat.transformers.mask import MaskParts, make_mask
 from tileattn.compat.transformers.patterns import DenseMask, ShiftedWindow
 from tileattn.compat.transformers.symbols import Pattern, understood
-from tileattn.masks import KeyPadding
+from tileattn.variant.masks import KeyPadding
 
 BATCH = 2
 SEQUENCES = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])

@@ -17,11 +17,13 @@ from torch import Tensor
 
 import tileattn
 from tileattn import ALiBi, Bias, Causal, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap
-from tileattn.call import AttentionCall, BackwardCall
-from tileattn.dispatch import BACKENDS, select
-from tileattn.kernels.triton import backend, config, order
-from tileattn.kernels.triton.order import Programs, Sizes
+from tileattn.call.facts import AttentionCall, BackwardCall
+from tileattn.kernels.triton import backend
+from tileattn.kernels.triton import defaults as config
+from tileattn.kernels.triton import grid as order
+from tileattn.kernels.triton.grid import Programs, Sizes
 from tileattn.nn import NaiveAttention, TritonFlashAttention, get_attention
+from tileattn.runtime.dispatch import BACKENDS, select
 from tileattn.testing import (
     assert_forward_accurate,
     assert_gradients_accurate,
@@ -32,7 +34,7 @@ from tileattn.testing import (
     oracle_gradients,
 )
 from tileattn.tuner import state
-from tileattn.variant import encode, normalize, program
+from tileattn.variant.key import encode, normalize, program
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,7 +57,7 @@ def key_of(mask: Any, *mods: Any) -> str:
 
 
 def test_generated_functions_read_like_written_ones() -> None:
-    from tileattn.kernels.triton.expressions import source
+    from tileattn.kernels.triton.tile.expressions import source
 
     text = source(key_of(Causal() & SlidingWindow(512, None), SoftCap(30.0)))
     assert text.startswith('"""And(Causal(),SlidingWindow(i,-))+SoftCap(f)"""\n')
@@ -71,7 +73,7 @@ def test_generated_functions_read_like_written_ones() -> None:
 
 
 def test_variants_that_differ_in_numbers_share_their_code() -> None:
-    from tileattn.kernels.triton.expressions import functions
+    from tileattn.kernels.triton.tile.expressions import functions
 
     assert functions(key_of(SlidingWindow(5, 0))) is functions(key_of(SlidingWindow(7, 9)))
 
@@ -91,7 +93,7 @@ def of_keys(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def test_float32_has_a_tanh_of_its_own() -> None:
-    from tileattn.kernels.triton.expressions import source
+    from tileattn.kernels.triton.tile.expressions import source
 
     key = key_of(None, SoftCap(30.0))
     assert "import clamped, floor_div, floor_mod, floor_mod_float, exact_tanh as tanh\n" in source(key, exact=True)
@@ -128,7 +130,7 @@ class Nothing(Mask):
 )
 def test_loops(mask: Any, of_queries: tuple[bool, ...], of_keys: tuple[bool, ...]) -> None:
     """Where the ranges say that a loop never turns, there is none."""
-    from tileattn.kernels.triton.loops import loops
+    from tileattn.kernels.triton.tile.loops import loops
 
     traced = program(key_of(mask))
     assert (loops(traced, of_keys=False), loops(traced, of_keys=True)) == (of_queries, of_keys)
@@ -384,7 +386,7 @@ def test_tanh_of_small_numbers_in_float32() -> None:
 
 KERNEL_OF_TANH = """import triton
 import triton.language as tl
-from tileattn.kernels.triton.arithmetic import exact_tanh
+from tileattn.kernels.triton.tile.arithmetic import exact_tanh
 
 @triton.jit
 def kernel(x, y, size: tl.constexpr):
@@ -394,7 +396,7 @@ def kernel(x, y, size: tl.constexpr):
 
 
 def test_exact_tanh() -> None:
-    from tileattn.kernels.triton.expressions import load
+    from tileattn.kernels.triton.tile.expressions import load
 
     kernel = load(KERNEL_OF_TANH, "test_exact_tanh")["kernel"]
     ends = torch.tensor([0.0, 1e-30, -1e-7, 1.0, -1.0, 50.0, -50.0, -1e4])
@@ -444,8 +446,9 @@ def test_gradients_that_are_asked_for(wanted: tuple[int, ...]) -> None:
 )
 def test_descriptors(dims: tuple[int, int], apart: bool, dimensions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Hopper copies by TMA. The interpreter knows descriptors, and what is beyond their ends."""
-    from tileattn.kernels.triton import arguments, launch, plans
-    from tileattn.variant import Operands
+    from tileattn.kernels.triton import arguments, plans
+    from tileattn.kernels.triton.forward import launch
+    from tileattn.variant.key import Operands
 
     def made_up(seqlen: int, head_dim: int, seed: int) -> Tensor:
         x = tensor(2, seqlen, 2, head_dim, seed=seed)
@@ -607,7 +610,7 @@ def test_the_order_of_tiles(
     heads: int, side_by_side: int, most: int, from_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each tile of each head once; several heads at a time, and of these all first tiles, or all last ones, first."""
-    from tileattn.kernels.triton.expressions import load
+    from tileattn.kernels.triton.tile.expressions import load
 
     monkeypatch.setattr(order, "MOST", most)
     programs = Programs.of(3, heads, side_by_side)
@@ -622,7 +625,7 @@ def test_the_order_of_tiles(
 
 KERNEL_OF_ORDER = """import triton
 import triton.language as tl
-from tileattn.kernels.triton.tiles import last_tile_and_head, tile_and_head
+from tileattn.kernels.triton.tile.tiles import last_tile_and_head, tile_and_head
 
 @triton.jit(do_not_specialize=["seqlen"])
 def kernel(found, seqlen, folds, from_last: tl.constexpr):

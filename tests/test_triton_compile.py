@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tileattn.kernels.triton.config import KERNELS
+from tileattn.kernels.triton.defaults import KERNELS
 from triton_compiler import SHARED_BYTES, compiled
 
 pytest.importorskip("triton")

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tileattn.call import AttentionCall
-from tileattn.kernels.tilelang import defaults, sm90_table
-from tileattn.kernels.tilelang.candidates import fits_registers, hopper_candidates
-from tileattn.kernels.tilelang.config import HopperConfig, is_valid
+from tileattn.call.facts import AttentionCall
+from tileattn.kernels.tilelang.forward import defaults, sm90_table
+from tileattn.kernels.tilelang.forward.candidates import fits_registers, hopper_candidates
+from tileattn.kernels.tilelang.forward.config import HopperConfig, is_valid
 
 # The script's child processes find it by its name.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))

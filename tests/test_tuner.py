@@ -21,16 +21,17 @@ import torch
 from typer.testing import CliRunner
 
 import tileattn
-from tileattn import dispatch
 from tileattn.bench import problem
-from tileattn.bench import timing as bench_timing
 from tileattn.bench.cases import Case
-from tileattn.bench.cli import app
-from tileattn.call import AttentionCall
-from tileattn.kernels.tilelang import backend, space, tuned
-from tileattn.kernels.tilelang.config import ForwardConfig, HopperConfig, is_valid
-from tileattn.kernels.tilelang.defaults import default
+from tileattn.call.facts import AttentionCall
+from tileattn.cli.app import app
+from tileattn.kernels.tilelang import backend, tuned
+from tileattn.kernels.tilelang.forward import space
+from tileattn.kernels.tilelang.forward.config import ForwardConfig, HopperConfig, is_valid
+from tileattn.kernels.tilelang.forward.defaults import default
+from tileattn.measure import timing as bench_timing
 from tileattn.reference import standard_attention
+from tileattn.runtime import dispatch
 from tileattn.tuner import results, state, timing
 from tileattn.tuner.agreement import disagreement
 from tileattn.tuner.progress import Bar
@@ -38,7 +39,7 @@ from tileattn.tuner.results import Result
 from tileattn.tuner.search import Found, search
 from tileattn.tuner.session import written
 from tileattn.tuner.space import Space
-from tileattn.variant import Operands
+from tileattn.variant.key import Operands
 
 H100 = AttentionCall(torch.bfloat16, 128, 128, arch="sm_90a")
 SIZES = (64, 4096, 4096, 1)
@@ -786,7 +787,7 @@ def test_a_script_without_a_guard_does_not_run_again(tmp_path: Path) -> None:
     """Kernels are compiled in spawned processes, which import a script's main module unless it is hidden from them."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from tileattn.kernels.tilelang.batch import compile_all\n"
+        "from tileattn.kernels.tilelang.build.batch import compile_all\n"
         "print('main', sorted(compile_all([1, 2, 3], 2, work=repr)), __file__ is not None)\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)

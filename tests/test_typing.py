@@ -22,7 +22,7 @@ import torch
 import typing_extensions
 
 import tileattn
-from tileattn import signatures
+from tileattn.api import signatures
 
 ROOT = Path(__file__).parents[1]
 USERS = Path(__file__).parent / "typing_project"

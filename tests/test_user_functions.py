@@ -12,9 +12,6 @@ from torch import Tensor
 
 from tileattn import ALiBi, Bias, FunctionMask, attention, varlen_attention
 from tileattn import math as tm
-from tileattn.expr import symbol
-from tileattn.expr_reading import evaluate
-from tileattn.functions import with_captures
 from tileattn.reference import flash_attention_1, flash_attention_2, flash_attention_2_backward, standard_attention
 from tileattn.testing import (
     assert_forward_accurate,
@@ -25,6 +22,9 @@ from tileattn.testing import (
     oracle_attention,
     oracle_gradients,
 )
+from tileattn.variant.expression import symbol
+from tileattn.variant.reading import evaluate
+from tileattn.variant.tracing import with_captures
 from user_functions import HEADS, MASKS, SCORES, SEQLEN_K, SEQLEN_Q, slopes
 
 Function = Callable[..., Any]

@@ -32,10 +32,10 @@ from tileattn import (
     attention,
 )
 from tileattn import math as tm
-from tileattn.expr import TensorSymbol, dtype_of, symbol, text_of
-from tileattn.expr_reading import evaluate, parse
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
-from tileattn.variant import encode, normalize, program, restore
+from tileattn.variant.expression import TensorSymbol, dtype_of, symbol, text_of
+from tileattn.variant.key import encode, normalize, program, restore
+from tileattn.variant.reading import evaluate, parse
 
 POSITIONS = ("b", "h", "q", "k")
 examples = settings(deadline=None, derandomize=True)

@@ -29,9 +29,9 @@ from tileattn import (
     attention,
     varlen_attention,
 )
-from tileattn.call import AttentionCall
-from tileattn.dispatch import BACKENDS
-from tileattn.variant import encode
+from tileattn.call.facts import AttentionCall
+from tileattn.runtime.dispatch import BACKENDS
+from tileattn.variant.key import encode
 
 HEADS, KV_HEADS, DIM, DIM_V = 4, 2, 8, 16
 LENGTHS_Q, LENGTHS_K = [5, 0, 3, 7, 4], [6, 3, 0, 9, 2]

@@ -19,8 +19,8 @@ import test_dropout_lowering as dropped
 from lowering import IDS, MAX_SPILLED, assemble, find_nvcc, make_call, numbers, on, source_and_shared
 from test_backward_lowering import SERIALIZED, backward_of, generic_tile
 from tileattn import Bias, Causal
-from tileattn.call import BackwardCall
-from tileattn.kernels.tilelang.backward import launch
+from tileattn.call.facts import BackwardCall
+from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.config import (
     BackwardConfig,
     default_queries,
@@ -30,9 +30,9 @@ from tileattn.kernels.tilelang.backward.config import (
 )
 from tileattn.kernels.tilelang.backward.defaults import default, prepared, queries_default
 from tileattn.kernels.tilelang.backward.kernels import kernel, main_kernel, queries_kernel
-from tileattn.kernels.tilelang.backward.operands import paths
-from tileattn.kernels.tilelang.config import ARCHITECTURES
-from tileattn.scores import for_packed
+from tileattn.kernels.tilelang.backward.operand_gradients import paths
+from tileattn.kernels.tilelang.forward.config import ARCHITECTURES
+from tileattn.variant.scores import for_packed
 
 REDUCED = 4 * 256  # bytes for a sum along rows that several warps hold, as the gradient of slopes takes two
 BOUNDS = torch.tensor([0, 4, 9], dtype=torch.int32)

@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 from positions import Positions, documents, lengths, positions, prefixes
 from tileattn import Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap, viz
 from tileattn.bench import results
-from tileattn.bench.cli import app
-from tileattn.call import AttentionCall
-from tileattn.kernels.tilelang.config import HopperConfig
-from tileattn.kernels.tilelang.defaults import default
+from tileattn.call.facts import AttentionCall
+from tileattn.cli.app import app
+from tileattn.kernels.tilelang.forward.config import HopperConfig
+from tileattn.kernels.tilelang.forward.defaults import default
 from tileattn.testing import oracle_attention
 from tileattn.viz.style import LIGHT
 from tileattn.viz.tiles import NAMES, Tile, described
@@ -411,7 +411,7 @@ def test_commands_draw(line: str, tmp_path: Path) -> None:
 
 def test_the_command_knows_which_kernels_visit_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn: list[Figure] = []
-    monkeypatch.setattr("tileattn.viz.command._save", lambda figure, output: drawn.append(figure))
+    monkeypatch.setattr("tileattn.cli.run_viz._save", lambda figure, output: drawn.append(figure))
     for arch in ("sm_80", "gfx942"):
         assert invoke(f"viz tiles --seqlen 3000 --seqlen-k 1000 --causal --arch {arch} -o {tmp_path}/x.png")[0] == 0
     shown = [[t.get_text() for t in figure.legends[0].get_texts()] for figure in drawn]

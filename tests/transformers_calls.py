@@ -16,7 +16,7 @@ from torch import Tensor
 import tileattn.compat.transformers as door
 from test_transformers import CHUNKED, DEVICES, GENERATIONS, PACKED, Decoding, PackedProblem, Problem, prefill
 from tileattn.compat.transformers import attention, packed
-from tileattn.variant import Operands, encode, normalize, restore
+from tileattn.variant.key import Operands, encode, normalize, restore
 from transformers_models import MODELS
 
 

@@ -59,9 +59,11 @@ def compile_call(
     """Facts of each kernel that this call launches: name, bytes of shared memory, registers, spills, instructions."""
     import torch
 
-    from tileattn.call import AttentionCall, BackwardCall
-    from tileattn.kernels.triton import config, launch, launch_cache
-    from tileattn.variant import encode
+    from tileattn.call.facts import AttentionCall, BackwardCall
+    from tileattn.kernels.triton import defaults as config
+    from tileattn.kernels.triton import launch_cache
+    from tileattn.kernels.triton.forward import launch
+    from tileattn.variant.key import encode
 
     key, operands = encode(*_variant(variant))
     call = AttentionCall(

@@ -2,9 +2,9 @@
 
 A line of its own in a page's Markdown:
 
-    {{ source kernels/tilelang/softmax.py update }}                      a function or a class of src/tileattn
-    {{ source kernels/tilelang/generic.py body.kernel from "for step in" to "T.gemm(weights" }}      lines of it
-    {{ docstring kernels/tilelang/hopper.py }}                           a file's docstring
+    {{ source kernels/tilelang/tile/softmax.py update }}                      a function or a class of src/tileattn
+    {{ source kernels/tilelang/forward/generic.py body.kernel from "for step in" to "T.gemm(weights" }}      lines of it
+    {{ docstring kernels/tilelang/forward/hopper/kernel.py }}                           a file's docstring
 
 `from` and `to` name the first lines, at or after one another, that contain a text; both lines are shown. What does not
 resolve ends the build.

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from tileattn.bench.info import Example, examples
-from tileattn.call import AttentionCall
-from tileattn.dispatch import BACKENDS, select
-from tileattn.kernels.tilelang.config import ARCHITECTURES
+from tileattn.call.facts import AttentionCall
+from tileattn.cli.info import Example, examples
+from tileattn.kernels.tilelang.forward.config import ARCHITECTURES
+from tileattn.runtime.dispatch import BACKENDS, select
 
 MACRO = "{{ support }}"
 ARCHS = ("cpu", *ARCHITECTURES)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.attention import register_flash_attention_impl
 
 from . import math as math  # not in __all__: `import *` would put it in the place of Python's
-from .api import attention
-from .fp8 import QuantizedFP8, quantize_fp8
+from .api.attention import attention
+from .api.padding import Unpadded, pad_input, unpad_input
+from .api.sdpa import scaled_dot_product_attention
+from .api.varlen import varlen_attention
+from .call.fp8 import QuantizedFP8, quantize_fp8
+from .call.packed_status import check_packed
 from .masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
-from .packed_status import check_packed
-from .padding import Unpadded, pad_input, unpad_input
 from .scores import ALiBi, Bias, ScoreMod, SoftCap
-from .sdpa import scaled_dot_product_attention
 from .tuner.session import tuning
-from .varlen import varlen_attention
 
 if TYPE_CHECKING:  # at run time `__getattr__` below imports these when they are first used
     from . import nn as nn

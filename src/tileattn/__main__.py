@@ -1,6 +1,6 @@
 """`python -m tileattn`, the same as the command `tileattn`."""
 
-from tileattn.bench.cli import main
+from tileattn.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tileattn.kernels.tilelang.batch import Done, compile_all, compile_job
+from tileattn.kernels.tilelang.build.batch import Done, compile_all, compile_job
 
 from .draw import Draw
 from .spec import Call

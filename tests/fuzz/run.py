@@ -100,7 +100,7 @@ class Run:
     def _compile(self) -> None:
         import torch
 
-        from tileattn.call import device_arch
+        from tileattn.call.facts import device_arch
 
         from . import ahead
 

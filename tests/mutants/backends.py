@@ -21,7 +21,7 @@ INTERPRETED = (
     "test_triton.py::test_in_small_tiles[window]",
 )
 TORCH, TILELANG, TRITON = (f"kernels/{name}" for name in ("torch", "tilelang", "triton"))
-SOFTMAX = f"{TILELANG}/softmax.py"
+SOFTMAX = f"{TILELANG}/tile/softmax.py"
 
 MUTANTS: list[Mutant] = [
     *mutants(
@@ -136,7 +136,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TILELANG}/generic.py",
+        f"{TILELANG}/forward/generic.py",
         EMULATED,
         {
             "tilelang: the output is not rescaled": (
@@ -147,7 +147,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TILELANG}/mask.py",
+        f"{TILELANG}/tile/mask.py",
         EMULATED,
         {
             "tilelang: keys beyond the last": (
@@ -157,7 +157,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TILELANG}/generic.py",
+        f"{TILELANG}/forward/generic.py",
         EMULATED,
         {
             "tilelang: full keys are not clamped": ("(k_lo < full_lo) | (k_lo + block_N > full_hi)", "k_lo < full_lo"),
@@ -172,7 +172,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TRITON}/forward.py",
+        f"{TRITON}/forward/kernel.py",
         INTERPRETED,
         {
             "triton: the sum is not rescaled": ("l = l * alpha + tl.sum(p, 1)", "l = l + tl.sum(p, 1)"),
@@ -187,7 +187,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TRITON}/tiles.py",
+        f"{TRITON}/tile/tiles.py",
         INTERPRETED,
         {
             "triton: keys beyond the last": ("within = within & plan.allows(", "within = plan.allows("),

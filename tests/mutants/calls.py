@@ -13,7 +13,7 @@ FLOAT64 = "if any(tensor.dtype == torch.float64 for tensor in program(call.varia
 
 MUTANTS: list[Mutant] = [
     *mutants(
-        "dispatch.py",
+        "runtime/dispatch.py",
         CHOICE,
         {
             "dispatch: the last backend first": (
@@ -24,7 +24,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "dispatch.py",
+        "runtime/dispatch.py",
         NAMES,
         {
             "dispatch: any options behind a name": (
@@ -34,7 +34,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "dispatch.py",
+        "runtime/dispatch.py",
         ("test_api.py::test_a_named_backend_that_refuses_says_why",),
         {
             "dispatch: a named backend need not accept": (
@@ -118,7 +118,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "call.py",
+        "call/facts.py",
         ALIGNMENT,
         {
             "alignment: heads that repeat": ("if seqlen == 0 or heads == 0 or", "if seqlen == 0 or"),
@@ -129,7 +129,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "run.py",
+        "runtime/run.py",
         ("test_api.py::test_scale_is_by_default_that_of_the_head_dim",),
         {
             "scale: of the head dim, without the root": ("1.0 / math.sqrt(q.shape[3])", "1.0 / q.shape[3]"),

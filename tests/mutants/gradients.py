@@ -7,7 +7,7 @@ from .mutant import Mutant, mutants
 TORCH = "kernels/torch/backward.py"
 LOOP = ("test_autograd.py::test_random_compositions", "test_autograd.py::test_gradcheck")
 DROPOUT = ("test_attention_dropout.py::test_it_is_the_pattern_of_the_seed",)
-TRITON = "kernels/triton/backward.py"
+TRITON = "kernels/triton/backward/kernels.py"
 INTERPRETED = (
     "test_triton.py::test_gradients_that_are_asked_for",
     "test_tensor_gradients.py",
@@ -91,12 +91,12 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "kernels/triton/launch.py",
+        "kernels/triton/forward/launch.py",
         INTERPRETED,
         {"triton: dsink with the other sign": ("return -(p * delta).sum", "return (p * delta).sum")},
     ),
     *mutants(
-        "kernels/triton/gradients.py",
+        "kernels/triton/backward/operand_gradients.py",
         OF_TENSORS,
         {
             "triton: the first query position is dropped": (' + (first_position if axis == "q" else 0)', ""),
@@ -154,7 +154,7 @@ MUTANTS: list[Mutant] = [
             ),
         },
     ),
-    *mutants("kernels/triton/launch.py", INTERPRETED, {}),
+    *mutants("kernels/triton/forward/launch.py", INTERPRETED, {}),
     *mutants(
         f"{TILELANG}/tile.py",
         EMULATED,
@@ -187,7 +187,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TILELANG}/backend.py",
+        f"{TILELANG}/launch.py",
         EMULATED,
         {
             "tilelang: dsink with the other sign": (
@@ -197,14 +197,14 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TILELANG}/operands.py",
+        f"{TILELANG}/operand_gradients.py",
         ("test_backward_operands.py",),
         {
             "tilelang: the first query position is dropped": ('"q": first_position, "k": 0}', '"q": 0, "k": 0}'),
         },
     ),
     *mutants(
-        f"{TILELANG}/operands.py",
+        f"{TILELANG}/operand_gradients.py",
         ("test_backward_operands.py", "test_packed_operands.py"),
         {
             "tilelang: gradients beyond the tensor": (
@@ -214,7 +214,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        f"{TILELANG}/operands.py",
+        f"{TILELANG}/operand_gradients.py",
         ("test_backward_operands.py",),
         {
             "tilelang: windows begin at 0": ("slice(lo - offset, hi - offset)", "slice(0, hi - lo)"),
@@ -231,7 +231,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "kernels/tilelang/dropout.py",
+        "kernels/tilelang/tile/dropout.py",
         PATTERN,
         {
             "tilelang: groups of dropout begin elsewhere": ("return i % 16 >= 8", "return i % 16 > 8"),
@@ -242,7 +242,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "derivative.py",
+        "variant/derivative.py",
         RULES,
         {
             "derivative: tanh": ("_times(1.0 - z * z, dx)", "_times(1.0 - z, dx)"),
@@ -259,7 +259,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "scores.py",
+        "variant/scores.py",
         ("test_score_values.py",),
         {
             "alibi: grows on one side": ("score - slope * abs(q - k)", "score - slope * (q - k)"),
@@ -268,7 +268,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "scores.py",
+        "variant/scores.py",
         OF_TENSORS,
         {
             "bias: read by positions": ("q - (keys - rows), k)", "q, k)"),

@@ -8,7 +8,7 @@ RANGES = ("test_ranges.py",)
 
 MUTANTS: list[Mutant] = [
     *mutants(
-        "masks.py",
+        "variant/masks.py",
         RANGES,
         {
             "causal: hides its own position": ("        return k <= q\n", "        return k < q\n"),

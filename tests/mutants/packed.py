@@ -5,7 +5,7 @@ from __future__ import annotations
 from .mutant import Mutant, mutants
 
 PLAN = ("test_sequence_plan.py",)
-SEQUENCE_PLAN = "kernels/tilelang/sequence_plan.py"
+SEQUENCE_PLAN = "kernels/tilelang/packed/plan_kernel.py"
 CHECKS = ("test_cu_seqlens.py",)
 
 MUTANTS: list[Mutant] = [
@@ -28,14 +28,14 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "kernels/tilelang/records.py",
+        "kernels/tilelang/packed/work_list.py",
         PLAN,
         {
             "plan: a list one record too short": ("total // tile + sequences + 1", "total // tile + sequences"),
         },
     ),
     *mutants(
-        "cu_seqlens.py",
+        "call/sequences.py",
         CHECKS,
         {
             "cu_seqlens: may begin behind 0": ("if ends[0] != 0:", "if ends[0] < 0:"),
@@ -44,7 +44,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "cu_seqlens.py",
+        "call/sequences.py",
         CHECKS,
         {
             "cu_seqlens: one longer than the longest": ("if longest > max_seqlen:", "if longest > max_seqlen + 1:"),
@@ -61,7 +61,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "scores.py",
+        "variant/scores.py",
         ("test_score_values.py::test_a_bias_on_packed_sequences_is_read_by_rows",),
         {
             "packed bias: rows from the wrong side": ("q - load(self.first, b)", "q + load(self.first, b)"),

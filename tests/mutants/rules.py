@@ -7,7 +7,7 @@ from .mutant import Mutant, mutants
 NUMERICS = ("test_tolerance_bounds.py", "test_numerics.py")
 RULE = "testing/numerics.py"
 KEY = ("test_kernel_key.py",)
-LAUNCH = "kernels/tilelang/launch.py"
+LAUNCH = "kernels/tilelang/forward/library.py"
 PATTERN = ("test_dropout.py",)
 
 MUTANTS: list[Mutant] = [
@@ -53,7 +53,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "dropout.py",
+        "call/dropout.py",
         PATTERN,
         {
             "dropout: keeps what it should drop": ("return round(p * NUMBERS)", "return round((1 - p) * NUMBERS)"),

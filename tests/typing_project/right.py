@@ -14,9 +14,9 @@ from torch import Tensor
 from typing_extensions import assert_type
 
 import tileattn
-from tileattn.bench.timing import Effort
+from tileattn.measure.profiling import Profile, Profiles
+from tileattn.measure.timing import Effort
 from tileattn.nn import NaiveAttention, SelfAttention, SlidingWindowAttention, get_attention
-from tileattn.profiling import Profile, Profiles
 
 Pair = tuple[Tensor, Tensor]
 

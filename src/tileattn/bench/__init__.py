@@ -6,9 +6,6 @@ To be read in this order:
     cases         one measurement's shape; its FLOPs; the named suites
     problem       the tensors of a case
     oracle        float64 attention on those tensors, and the error of an output; gradient_oracle: of gradients
-    timing        samples of the time of a call
-    ceilings      what the device reaches at most: a matrix product, a copy
-    memory        peak bytes of a call
     peers         the implementations to compare: tileattn and those beside it
     passes        what is called of them: the forward pass, the backward, or both
     runner        measures every implementation of every case, side by side
@@ -17,5 +14,7 @@ To be read in this order:
     compare       against each peer, and against the best of each case
     cost          what a mask or modification costs beyond its visible tiles
     report, plot  a table and a picture of a result file; plot_memory draws peak bytes
-    cli           the command line: `choices` reads its options, `command`, `info` and `warmup` do what it says
+    warmup        what a run compiles before it measures
+
+Times and memory of a call are in `tileattn.measure`, the command line is in `tileattn.cli`.
 """

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from tileattn.bench.cases import Case
-from tileattn.bench.ceilings import overall
 from tileattn.bench.compare import own_ms
 from tileattn.bench.peers.base import OWN
 from tileattn.bench.results import Results
+from tileattn.measure.ceilings import overall
 
 TILE = 128
 

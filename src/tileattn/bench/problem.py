@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tileattn.bench.cases import Case
-from tileattn.bench.memory import total_bytes
-from tileattn.fp8 import QuantizedFP8, dequantize, quantize_fp8
+from tileattn.call.fp8 import QuantizedFP8, dequantize, quantize_fp8
+from tileattn.measure.memory import total_bytes
 
 
 @dataclass(frozen=True)

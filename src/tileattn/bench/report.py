@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from tileattn.bench.cases import DIRECTIONS
-from tileattn.bench.ceilings import Ceiling, overall
 from tileattn.bench.compare import NOISE, Comparison, Standing, best_peer_ms, compare, standings
 from tileattn.bench.cost import Cost, costs
 from tileattn.bench.peers.base import OWN
 from tileattn.bench.results import Missing, Results, Row
+from tileattn.measure.ceilings import Ceiling, overall
 
 DASH = "—"
 

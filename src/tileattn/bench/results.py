@@ -18,7 +18,7 @@ import torch
 
 from tileattn.bench import environment
 from tileattn.bench.cases import DIRECTIONS, DTYPES, Case
-from tileattn.bench.ceilings import Ceiling
+from tileattn.measure.ceilings import Ceiling
 
 FORMAT = 1
 

@@ -10,10 +10,11 @@ from statistics import median
 
 import torch
 
-from tileattn.bench import ceilings, gradient_oracle, memory, oracle, packed_oracle, passes, problem, rounds, timing
+from tileattn.bench import gradient_oracle, oracle, packed_oracle, passes, problem
 from tileattn.bench.cases import Case
 from tileattn.bench.peers.base import OWN, Implementation, Prepared
 from tileattn.bench.results import Missing, Results, Row
+from tileattn.measure import ceilings, memory, rounds, timing
 
 Expected = oracle.Oracle | gradient_oracle.GradientOracle | packed_oracle.PackedOracle
 

@@ -10,12 +10,12 @@ from tileattn.bench import problem
 from tileattn.bench.cases import DTYPES, Case
 from tileattn.bench.peers.own import needs, variant_key
 from tileattn.bench.problem import Problem
-from tileattn.call import AttentionCall, BackwardCall
-from tileattn.fp8 import FP8
+from tileattn.call.facts import AttentionCall, BackwardCall
+from tileattn.call.fp8 import FP8
 from tileattn.kernels.tilelang.backward.defaults import short_default
-from tileattn.kernels.tilelang.backward.launch import kernel_names
-from tileattn.kernels.tilelang.batch import AnyJob, BackwardJob, Job
-from tileattn.kernels.tilelang.defaults import defaults
+from tileattn.kernels.tilelang.backward.library import kernel_names
+from tileattn.kernels.tilelang.build.batch import AnyJob, BackwardJob, Job
+from tileattn.kernels.tilelang.forward.defaults import defaults
 
 
 def calls(

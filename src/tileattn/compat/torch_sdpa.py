@@ -8,7 +8,7 @@ same way.
 
 The signatures are those of PyTorch's operators, whose optional arguments have grown from 2.11 to 2.13. Operators that
 the running version does not have are left out. Dropout: PyTorch carries the state of a generator from forward to
-backward; here it is tileattn's seed (:mod:`tileattn.dropout`).
+backward; here it is tileattn's seed (:mod:`tileattn.call.dropout`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn.attention import SDPBackend
 
-from .. import ops
-from ..call import Packed
-from ..cu_seqlens import check_metadata
-from ..dropout import draw_seed
-from ..run import requires_grad, scale_or_default
-from ..variant import encode
+from ..call.dropout import draw_seed
+from ..call.facts import Packed
+from ..call.sequences import check_metadata
+from ..runtime import operators as ops
+from ..runtime.run import requires_grad, scale_or_default
+from ..variant.key import encode
 from .windows import window_mask
 
 # What the operators return: o, lse, the generator's state, one unused tensor, and a debug mask.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..masks import MAX_SIZE, Causal, Mask, SlidingWindow
+from ..variant.masks import MAX_SIZE, Causal, Mask, SlidingWindow
 
 
 def window_mask(causal: bool, left: int | None, right: int | None, seqlen_k: Any) -> Mask | None:

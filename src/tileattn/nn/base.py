@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..api import attention
-from ..masks import Mask
-from ..run import autocast_dtype
-from ..scalars import as_float, as_int
-from ..validation import check_flags
-from ..variant import CAUSAL
+from ..api.attention import attention
+from ..call.scalars import as_float, as_int
+from ..call.validation import check_flags
+from ..runtime.run import autocast_dtype
+from ..variant.key import CAUSAL
+from ..variant.masks import Mask
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..run import MaskLike
+from ..runtime.run import MaskLike
 from .base import SelfAttention, check_positive
 from .flash import FlashAttentionV1, FlashAttentionV2
 from .grouped import GroupedQueryAttention, MultiQueryAttention

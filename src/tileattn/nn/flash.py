@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..dropout import draw_seed, keep_mask, weight_of_kept
-from ..fp8 import accumulator
-from ..masks import Mask
+from ..call.dropout import draw_seed, keep_mask, weight_of_kept
+from ..call.fp8 import accumulator
 from ..reference import flash_attention_1, flash_attention_2, flash_attention_2_backward
 from ..reference.tiled import Dropout
+from ..variant.masks import Mask
 from .base import SelfAttention, check_positive
 
 
@@ -69,7 +69,7 @@ class _TiledAttention(torch.autograd.Function):
 
 
 def _dropout(seed: Tensor | None, p: float, q: Tensor) -> Dropout | None:
-    """The pattern of :mod:`tileattn.dropout`, a tile at a time: both passes draw the same from one seed."""
+    """The pattern of :mod:`tileattn.call.dropout`, a tile at a time: both passes draw the same from one seed."""
     if seed is None:
         return None
     batch, heads, weight, dtype = q.shape[0], q.shape[2], weight_of_kept(p), accumulator(q.dtype)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..masks import MAX_SIZE, SlidingWindow
-from ..run import MaskLike
-from ..variant import normalize
+from ..runtime.run import MaskLike
+from ..variant.key import normalize
+from ..variant.masks import MAX_SIZE, SlidingWindow
 from .base import SelfAttention, check_positive
 
 

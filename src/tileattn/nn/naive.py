@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..dropout import draw_seed, keep_mask, weight_of_kept
-from ..masks import Mask
-from ..run import MaskLike
-from ..variant import encode
+from ..call.dropout import draw_seed, keep_mask, weight_of_kept
+from ..runtime.run import MaskLike
+from ..variant.key import encode
+from ..variant.masks import Mask
 from .masked import MaskedAttention
 
 
@@ -47,7 +47,7 @@ class NaiveAttention(MaskedAttention):
 
 
 def _dropped(weights: Tensor, p: float) -> Tensor:
-    """The weights (batch, heads, seqlen, seqlen) after dropout, by the pattern of :mod:`tileattn.dropout`."""
+    """The weights (batch, heads, seqlen, seqlen) after dropout, by the pattern of :mod:`tileattn.call.dropout`."""
     batch, heads, seqlen, _ = weights.shape
     keep = keep_mask(draw_seed(weights.device), p, batch, heads, slice(0, seqlen), slice(0, seqlen))
     return weights * keep * weight_of_kept(p)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..api import attention
-from ..masks import Mask
-from ..variant import CAUSAL
+from ..api.attention import attention
+from ..variant.key import CAUSAL
+from ..variant.masks import Mask
 from .base import SelfAttention
 
 

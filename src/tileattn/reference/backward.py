@@ -29,8 +29,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..masks import Mask
-from ..variant import computed_in, encode, restore
+from ..variant.key import computed_in, encode, restore
+from ..variant.masks import Mask
 from .standard import ScoreFn, dropped, heads_first, modified, positions, tile_scores
 from .tiled import Dropout, blocks, key_ranges, masked, of_tile
 

@@ -30,9 +30,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..fp8 import accumulator, output_dtype
-from ..masks import Mask
-from ..variant import computed_in
+from ..call.fp8 import accumulator, output_dtype
+from ..variant.key import computed_in
+from ..variant.masks import Mask
 
 ScoreFn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 

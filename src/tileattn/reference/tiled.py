@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..fp8 import output_dtype
-from ..masks import Mask
-from ..variant import computed_in
+from ..call.fp8 import output_dtype
+from ..variant.key import computed_in
+from ..variant.masks import Mask
 from .online_softmax import RowState
 from .standard import ScoreFn, heads_first, positions, tile_scores
 
@@ -152,7 +152,7 @@ def masked(scores: Tensor, mask: Mask | None, where: tuple[Tensor, Tensor, Tenso
 
 
 def of_tile(dropout: Dropout | None, rows: slice, keys: slice) -> Tensor | None:
-    """The tile's part of a matrix that a kernel never has: it computes the pattern (:mod:`tileattn.dropout`)."""
+    """The tile's part of a matrix that a kernel never has: it computes the pattern (:mod:`tileattn.call.dropout`)."""
     if isinstance(dropout, Tensor):
         return dropout[:, :, rows, keys]
     return None if dropout is None else dropout(rows, keys)

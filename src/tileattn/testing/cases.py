@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import math as tm
-from ..call import AttentionCall, Packed, is_aligned
-from ..fp8 import FP8, Descales, accumulator, output_dtype, quantize_fp8
-from ..masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
-from ..scores import ALiBi, Bias, SoftCap
-from ..variant import encode, restore, with_alignment
+from ..call.facts import AttentionCall, Packed, is_aligned
+from ..call.fp8 import FP8, Descales, accumulator, output_dtype, quantize_fp8
+from ..variant import math as tm
+from ..variant.key import encode, restore, with_alignment
+from ..variant.masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
+from ..variant.scores import ALiBi, Bias, SoftCap
 from .shapes import PackedShape, Shape
 
 DTYPES = {
@@ -550,7 +550,7 @@ def _extremes() -> list[ConformanceCase]:
     ]
 
 
-# Biases in memory that a kernel may copy tile by tile (tileattn.tile_loads), and one that it may not.
+# Biases in memory that a kernel may copy tile by tile (tileattn.variant.tile_loads), and one that it may not.
 TILE_STRUCTURES = (
     Structure("bf16", 128, 128, "causal", ("bias_tiles_bf16_b",), sink=False, aligned=True),
     Structure("bf16", 64, 64, "none", ("bias_tiles",), sink=False, aligned=True),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dropout import keep_mask
+from ..call.dropout import keep_mask
 
 
 def dropout_mask(seed: int | Tensor, p: float, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -16,7 +16,7 @@ def dropout_mask(seed: int | Tensor, p: float, batch: int, heads: int, seqlen_q:
     To compute what a call with dropout does, draw the seed that the call will draw, and multiply the probabilities by
     the mask and by the weight of those that are kept::
 
-        from tileattn.dropout import draw_seed, weight_of_kept
+        from tileattn.call.dropout import draw_seed, weight_of_kept
 
         torch.manual_seed(0)
         keep = dropout_mask(draw_seed(q.device), p, batch, heads, seqlen_q, seqlen_k)
@@ -25,8 +25,8 @@ def dropout_mask(seed: int | Tensor, p: float, batch: int, heads: int, seqlen_q:
         o = tileattn.attention(q, k, v, dropout_p=p)
 
     Args:
-        seed: what :func:`tileattn.dropout.draw_seed` gave, a tensor (1,) in int64; or an int from -2**63 to 2**63 - 1,
-            for a mask on the CPU.
+        seed: what :func:`tileattn.call.dropout.draw_seed` gave, a tensor (1,) in int64; or an int from -2**63 to
+            2**63 - 1, for a mask on the CPU.
         p: the probability of being dropped, from 0 to 1. It is rounded to a multiple of 2**-16, as in the call; and
             ``weight_of_kept(p)`` is ``1 / (1 - p)`` of the rounded one.
         batch: of the call, 0 or more; of packed sequences, how many there are.
@@ -42,7 +42,7 @@ def dropout_mask(seed: int | Tensor, p: float, batch: int, heads: int, seqlen_q:
         TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted.
 
     Source: Philox, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (SC11), whose implementation is
-    Random123 (github.com/DEShawResearch/random123). Which counters: :mod:`tileattn.dropout`.
+    Random123 (github.com/DEShawResearch/random123). Which counters: :mod:`tileattn.call.dropout`.
     """
     seed = _seed(seed)
     _check_probability(p)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dropout import draw_seed, keep_mask, weight_of_kept
-from ..masks import FunctionMask, Mask
-from ..scores import Bias
+from ..call.dropout import draw_seed, keep_mask, weight_of_kept
+from ..variant.masks import FunctionMask, Mask
+from ..variant.scores import Bias
 from .cases import DROPOUT_SEED, Arguments
 from .oracle import eager_attention, eager_gradients, oracle_attention, oracle_gradients
 

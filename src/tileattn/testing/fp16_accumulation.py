@@ -25,7 +25,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..masks import Mask
+from ..variant.masks import Mask
 
 STEP = 16
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..fp8 import FP8, accumulator
-from ..functions import with_captures
-from ..masks import Mask
-from ..scores import ScoreMod
+from ..call.fp8 import FP8, accumulator
+from ..variant.masks import Mask
+from ..variant.scores import ScoreMod
+from ..variant.tracing import with_captures
 
 
 def oracle_attention(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..call import Packed
+from ..call.facts import Packed
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Session:
             self._tuned.add(name)
 
     def _search(self, space: Space, arch: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        from tileattn.bench import timing
+        from tileattn.measure import timing
 
         from .search import search
 

@@ -1,6 +1,6 @@
 """How long candidates take: a race of several rounds, in which slow ones drop out early.
 
-Times are those of :func:`tileattn.bench.timing.time_calls`: on the user's tensors, with the L2 cache overwritten
+Times are those of :func:`tileattn.measure.timing.time_calls`: on the user's tensors, with the L2 cache overwritten
 before each call.
 """
 

@@ -9,7 +9,7 @@ To be read in this order; each file computes something (in torch, without matplo
     dashboard  a whole result file: speed, share of the ceiling, error and memory of every case
     style      what all pictures share
     checks     what they refuse
-    command    what `tileattn viz` does; `bench.cli_viz` says what it takes
+    demo       `tileattn demo`, a page in the browser
 
 >>> figure = draw_tiles(tile_map(SlidingWindow(256, 0), 1024, 1024, block_M=128, block_N=64))
 >>> figure.savefig("window.png")

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tileattn.call.validation import check_arguments, check_variant
 from tileattn.reference import RowState
 from tileattn.reference.standard import heads_first, positions, tile_scores
 from tileattn.reference.tiled import masked
-from tileattn.validation import check_arguments, check_variant
-from tileattn.variant import normalize
+from tileattn.variant.key import normalize
 from tileattn.viz.checks import check_element, check_sizes, check_tile_count
 from tileattn.viz.style import (
     BLUE,

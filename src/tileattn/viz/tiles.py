@@ -3,7 +3,8 @@
 A kernel asks a mask two questions for each tile of ``block_M`` queries (`masks.py`): which keys can any of them see
 (``kv_range``; tiles of ``block_N`` keys outside are skipped), and which do all of them see (``full_range``; tiles
 inside compute no mask). The ranges here come from the same traced program that the kernels are generated from, and are
-turned into tiles as `kernels/tilelang/generic.py` does; where a mask's answers are too wide, the map shows the cost.
+turned into tiles as `kernels/tilelang/forward/generic.py` does; where a mask's answers are too wide, the map shows the
+cost.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tileattn.call import AttentionCall
-from tileattn.expr import nodes
-from tileattn.expr_reading import evaluate
-from tileattn.kernels.tilelang.config import ARCHITECTURES, HopperConfig
-from tileattn.kernels.tilelang.defaults import default
-from tileattn.masks import And, FunctionMask, Mask, Or
-from tileattn.variant import Operands, Program, encode, normalize, program
+from tileattn.call.facts import AttentionCall
+from tileattn.kernels.tilelang.forward.config import ARCHITECTURES, HopperConfig
+from tileattn.kernels.tilelang.forward.defaults import default
+from tileattn.variant.expression import nodes
+from tileattn.variant.key import Operands, Program, encode, normalize, program
+from tileattn.variant.masks import And, FunctionMask, Mask, Or
+from tileattn.variant.reading import evaluate
 from tileattn.viz.checks import check_sizes, check_tile_count, is_integer
 from tileattn.viz.style import (
     BLUE,

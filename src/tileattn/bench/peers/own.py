@@ -9,24 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from tileattn import (
-    ALiBi,
-    Bias,
-    Causal,
-    Documents,
-    Mask,
-    PrefixLM,
-    SlidingWindow,
-    SoftCap,
-    attention,
-    ops,
-    varlen_attention,
-)
+from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap, attention, varlen_attention
 from tileattn.bench.peers.base import OWN, Prepared, tensor_bytes
 from tileattn.bench.problem import Problem
 from tileattn.bench.variants import user_score
-from tileattn.dispatch import Backend, select
-from tileattn.variant import Operands, encode, normalize, with_alignment
+from tileattn.runtime import operators as ops
+from tileattn.runtime.dispatch import Backend, select
+from tileattn.variant.key import Operands, encode, normalize, with_alignment
 
 
 @dataclass(frozen=True)

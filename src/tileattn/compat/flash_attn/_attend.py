@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...api import attention
-from ...call import Packed
-from ...head_dims import MAX, pad
-from ...masks import Causal, Mask
-from ...scalars import as_float
-from ...scores import ALiBi, ScoreMod, SoftCap
-from ...varlen import varlen_attention
+from ...api.attention import attention
+from ...api.varlen import varlen_attention
+from ...call.facts import Packed
+from ...call.head_dims import MAX, pad
+from ...call.scalars import as_float
+from ...variant.masks import Causal, Mask
+from ...variant.scores import ALiBi, ScoreMod, SoftCap
 from ..windows import window_mask
 from ._probabilities import next_seed, signed_probabilities
 

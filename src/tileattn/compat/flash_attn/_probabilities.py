@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...call import Packed
-from ...dropout import draw_seed, keep_mask
-from ...masks import Mask
+from ...call.dropout import draw_seed, keep_mask
+from ...call.facts import Packed
+from ...variant.masks import Mask
 
 ScoreMods = Sequence[Callable[..., Tensor]]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ... import padding
+from ...api import padding
 from ._absent import NotProvided
 from ._names import renamed
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from ...call import Packed
+from ...call.facts import Packed
 from ._absent import absent_names
 from ._attend import Options, Result, attend, unpacked
 from ._block_sizes import _get_block_size_n as _get_block_size_n

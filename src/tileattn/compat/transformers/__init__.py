@@ -15,7 +15,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from ...api import check_backend
+from ...api.attention import check_backend
 
 NAME = "tileattn"
 OLDEST = (5, 17)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api import attention
-from ...scalars import as_float
-from ...scores import Bias, SoftCap
+from ...api.attention import attention
+from ...call.scalars import as_float
+from ...variant.scores import Bias, SoftCap
 from . import keywords
 from .mask import MaskParts
 from .packed import Length, attend_packed

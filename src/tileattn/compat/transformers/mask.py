@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...masks import Causal, Documents, KeyPadding, Mask, SlidingWindow
-from ...variant import Operands, encode, restore
+from ...variant.key import Operands, encode, restore
+from ...variant.masks import Causal, Documents, KeyPadding, Mask, SlidingWindow
 from .patterns import DenseMask, ShiftedWindow
 from .symbols import Pattern, understood
 

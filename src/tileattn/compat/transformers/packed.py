@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...varlen import varlen_attention
+from ...api.varlen import varlen_attention
 
 Length = int | Tensor | None
 

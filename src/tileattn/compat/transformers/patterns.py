@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...masks import FIRST_POSITION, Mask, Range
-from ...math import load
+from ...variant.masks import FIRST_POSITION, Mask, Range
+from ...variant.math import load
 
 
 @dataclass(frozen=True, eq=False)

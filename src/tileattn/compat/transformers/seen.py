@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...masks import Causal, Mask, SlidingWindow
+from ...variant.masks import Causal, Mask, SlidingWindow
 from .mask import MaskParts
 from .patterns import DenseMask, ShiftedWindow
 

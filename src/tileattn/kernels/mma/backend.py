@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...call import AttentionCall
-from ...variant import Operands
+from ...call.facts import AttentionCall
+from ...variant.key import Operands
 from .compile import INSTALL, has_compiler
 from .launch import launcher
 from .rungs import ACCUMULATIONS, HEAD_DIMS, LARGE_HEAD_DIMS, LAYOUTS, NAME, RUNGS, STAGES, Kernel, Tiles, Variant
@@ -140,7 +140,7 @@ def reservation(choice: Choice, call: AttentionCall) -> str:
 def prepare(
     choice: Choice, call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """See :class:`tileattn.dispatch.Backend`."""
+    """See :class:`tileattn.runtime.dispatch.Backend`."""
     batch, seqlen_q, heads, _ = q_shape
     _, seqlen_k, kv_heads, _ = k_shape
     kernel = choice.kernel(call)

@@ -9,7 +9,7 @@ import io
 import threading
 from pathlib import Path
 
-from ..sources import closure, digest_of
+from ..cache.sources import closure, digest_of
 from .rungs import Kernel
 
 SOURCES = Path(__file__).parent

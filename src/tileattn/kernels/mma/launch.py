@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..cache import kernel_cache
+from ..cache.store import kernel_cache
 from .compile import build_cubin, cache_key
 from .rungs import Kernel
 

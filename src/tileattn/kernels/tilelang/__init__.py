@@ -1,5 +1,5 @@
-"""The TileLang backend. Read in this order: softmax, mask, forward; then config, compile, launch.
+"""The TileLang backend. Read in this order: tile/softmax, tile/mask, forward/generic; then build/compile.
 
-Only ``expressions``, ``softmax``, ``mask``, ``forward`` and ``compile`` import TileLang, and only when a kernel has to
-be compiled: a kernel that is in the cache on disk is loaded and launched without it.
+What generates and compiles kernels imports TileLang, and only when a kernel has to be compiled: one that is in the
+cache on disk is loaded and launched without it.
 """

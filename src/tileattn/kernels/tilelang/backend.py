@@ -9,21 +9,21 @@ from collections.abc import Callable
 
 import torch
 
-from ...call import SMALLEST_SCALE, AttentionCall
-from ...dropout import Dropout
-from ...fp8 import FP8, Descales
+from ...call.dropout import Dropout
+from ...call.facts import SMALLEST_SCALE, AttentionCall
+from ...call.fp8 import FP8, Descales
 from ...tuner.space import Space
-from ...variant import Operands, program
-from .amd_config import AmdConfig
-from .arguments import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
-from .backward.backend import backward_space as backward_space
-from .backward.backend import prepare_backward as prepare_backward
-from .config import ARCHITECTURES, TRANSPOSED_KEYS, HopperConfig
-from .defaults import Config, default
-from .launch import forward_function, transpose_function
-from .packed_forward import packed_forward
-from .queue import multiprocessors, tickets
-from .space import forward_space
+from ...variant.key import Operands, program
+from .backward.launch import backward_space as backward_space
+from .backward.launch import prepare_backward as prepare_backward
+from .forward.amd.config import AmdConfig
+from .forward.config import ARCHITECTURES, TRANSPOSED_KEYS, HopperConfig
+from .forward.defaults import Config, default
+from .forward.library import forward_function, transpose_function
+from .forward.packed import packed_forward
+from .forward.queue import multiprocessors, tickets
+from .forward.space import forward_space
+from .host import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
 from .tuned import found, sizes_of
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
@@ -82,7 +82,7 @@ def _refusal_variant(call: AttentionCall) -> str | None:
 def prepare(
     call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """See :class:`tileattn.dispatch.Backend`."""
+    """See :class:`tileattn.runtime.dispatch.Backend`."""
     batch, seqlen_q, heads, _ = q_shape
     seqlen_k = k_shape[1]
     if not call.packed and (batch == 0 or seqlen_q == 0 or seqlen_k == 0):
@@ -110,7 +110,7 @@ def _chosen(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) -> Co
 
 
 def space(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> Space | None:
-    """See :class:`tileattn.dispatch.Backend`. Packed calls take their defaults."""
+    """See :class:`tileattn.runtime.dispatch.Backend`. Packed calls take their defaults."""
     if call.packed or q_shape[0] == 0 or q_shape[1] == 0 or k_shape[1] == 0:
         return None
     call, sizes = _specialised(call, scale), sizes_of(q_shape, k_shape)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ...call import AttentionCall
+from ...call.facts import AttentionCall
 from . import backend
-from .backward import backend as backward_backend
-from .defaults import LONG, Config, default
+from .backward import launch as backward_backend
+from .forward.defaults import LONG, Config, default
 
 # By name: a length that the forward pass takes for the shorter sequence, and up to how many queries the backward pass
 # takes sequences for short.

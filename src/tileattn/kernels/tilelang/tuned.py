@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ...call import AttentionCall
+from ...call.facts import AttentionCall
 from ...tuner import results
-from .amd_config import AmdConfig
-from .config import ForwardConfig, HopperConfig
-from .defaults import Config, fits
+from .forward.amd.config import AmdConfig
+from .forward.config import ForwardConfig, HopperConfig
+from .forward.defaults import Config, fits
 
 Sizes = tuple[int, int, int, int]
 LARGEST = 2**20  # of any number in a configuration

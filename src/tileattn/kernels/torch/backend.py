@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from ...call import AttentionCall, BackwardCall, Gradients, Packed
-from ...dropout import Dropout
-from ...fp8 import FP8, Descales, accumulator, dequantize
-from ...variant import Operands, restore
+from ...call.dropout import Dropout
+from ...call.facts import AttentionCall, BackwardCall, Gradients, Packed
+from ...call.fp8 import FP8, Descales, accumulator, dequantize
+from ...variant.key import Operands, restore
 from .backward import Needs
 from .backward import backward as torch_backward
 from .forward import forward as torch_forward
@@ -28,7 +28,7 @@ def refusal(call: AttentionCall) -> str | None:
 def prepare(
     call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """See :class:`tileattn.dispatch.Backend`."""
+    """See :class:`tileattn.runtime.dispatch.Backend`."""
 
     def forward(
         q: torch.Tensor,
@@ -58,7 +58,7 @@ def prepare(
 def prepare_backward(
     call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Callable[..., Gradients]:
-    """See :class:`tileattn.dispatch.Backend`."""
+    """See :class:`tileattn.runtime.dispatch.Backend`."""
 
     def backward(
         do: torch.Tensor,

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...call import Gradients
-from ...dropout import Dropout
-from ...masks import Mask
+from ...call.dropout import Dropout
+from ...call.facts import Gradients
+from ...variant.masks import Mask
 from . import fused
 from .mask import KeyRange, ScoreMods, Variant, key_ranges, row_blocks
 from .score_gradient import Watched, add_biases, add_to_gradients, only_biases, recording, through_score_mods

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...dropout import Dropout
-from ...masks import Mask
+from ...call.dropout import Dropout
+from ...variant.masks import Mask
 from . import fused, loop
 from .mask import KeyRange, ScoreMods, Variant, key_ranges, row_blocks
 from .softmax import join_sink

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...call import SMALLEST_SCALE
-from ...masks import Causal
-from ...scores import ALiBi, Bias
+from ...call.facts import SMALLEST_SCALE
+from ...variant.masks import Causal
+from ...variant.scores import ALiBi, Bias
 from .mask import KeyRange, Variant, key_ranges
 from .softmax import merge
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...dropout import Dropout, keep_mask, weight_of_kept
-from ...masks import Mask
-from ...scores import Bias
+from ...call.dropout import Dropout, keep_mask, weight_of_kept
+from ...variant.masks import Mask
+from ...variant.scores import Bias
 
 ScoreMods = Sequence[Callable[..., Tensor]]
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call import Gradients, Packed
-from ...cu_seqlens import Sequence as OneOf
-from ...cu_seqlens import sequences
-from ...dropout import Dropout
-from ...masks import Mask
-from ...scores import Bias, PackedBias
+from ...call.dropout import Dropout
+from ...call.facts import Gradients, Packed
+from ...call.sequences import Sequence as OneOf
+from ...call.sequences import sequences
+from ...variant.masks import Mask
+from ...variant.scores import Bias, PackedBias
 from .backward import Needs, add_gradients
 from .forward import forward
 from .mask import ScoreMods

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...scores import Bias
+from ...variant.scores import Bias
 from .mask import Variant
 
 

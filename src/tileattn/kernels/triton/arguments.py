@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...variant import Operands
+from ...variant.key import Operands
 from .plan import Plan
-from .shared import padded
+from .shared_memory import padded
 
 
 class Described(NamedTuple):
@@ -48,7 +48,7 @@ def strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
 
 
 def of_operands(operands: Operands) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """A variant's operands as expressions.py takes them: (pointer, sizes, strides) of each tensor, and numbers.
+    """A variant's operands as tile/expressions.py takes them: (pointer, sizes, strides) of each tensor, and numbers.
 
     Kernels read the ends of ranges from tensors before they know that there is no key: an empty one becomes one of 0.
     """

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from ...call import AttentionCall, BackwardCall, Gradients
-from ...variant import program
+from ...call.facts import AttentionCall, BackwardCall, Gradients
+from ...variant.key import program
 
 MAX_HEAD_DIM = 256
 INTERPRET = "TRITON_INTERPRET"
@@ -62,8 +62,8 @@ def interpreted() -> bool:
 def prepare(
     call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """See :class:`tileattn.dispatch.Backend`."""
-    from .launch import Forward  # imports Triton
+    """See :class:`tileattn.runtime.dispatch.Backend`."""
+    from .forward.launch import Forward  # imports Triton
 
     return Forward(call, q_shape, k_shape, scale)
 
@@ -71,7 +71,7 @@ def prepare(
 def prepare_backward(
     call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Callable[..., Gradients]:
-    """See :class:`tileattn.dispatch.Backend`."""
-    from .launch import Backward
+    """See :class:`tileattn.runtime.dispatch.Backend`."""
+    from .forward.launch import Backward
 
     return Backward(call, q_shape, k_shape, scale)

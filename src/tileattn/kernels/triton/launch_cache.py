@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .arguments import Described
-from .config import Config
+from .defaults import Config
 
 MOST = 64  # launches of one pass that are kept
 

@@ -19,12 +19,12 @@ class Plan:
         head_dim, head_dim_v: columns of q and k, and of v.
         padded, padded_v: those of tiles: powers of two.
         block_M, block_N: rows of a tile of queries, and of keys.
-        tma: dimensions of the descriptors that tensors come as (tiles.py); 0 if they come as pointers.
+        tma: dimensions of the descriptors that tensors come as (tile/tiles.py); 0 if they come as pointers.
         precision: of products: what ``tl.dot`` calls it, or "interpreted".
         warp_specialize: whether Triton is to give loads a warp of their own.
-        before, within, behind: which loops over tiles there are (loops.py).
-        allows, score, slope, any_range, full_range: the variant's functions (expressions.py). The ranges are of keys
-            or, in the kernel for dk and dv, of queries. allows and score may be None; without score the scale is
+        before, within, behind: which loops over tiles there are (tile/loops.py).
+        allows, score, slope, any_range, full_range: the variant's functions (tile/expressions.py). The ranges are of
+            keys or, in the kernel for dk and dv, of queries. allows and score may be None; without score the scale is
             positive.
         slopes: derivatives with respect to what the score reads from tensors whose gradients are wanted.
         spread: for each of these, whether each score has a place in its workspace.

@@ -7,15 +7,15 @@ import functools
 
 import torch
 
-from ...call import SMALLEST_SCALE, AttentionCall
-from ...variant import program
+from ...call.facts import SMALLEST_SCALE, AttentionCall
+from ...variant.key import program
 from .backend import interpreted
-from .config import Config, has_descriptors
-from .expressions import functions
-from .gradients import paths
-from .loops import loops
+from .backward.operand_gradients import paths
+from .defaults import Config, has_descriptors
 from .plan import Plan
-from .shared import padded
+from .shared_memory import padded
+from .tile.expressions import functions
+from .tile.loops import loops
 
 
 def scaled_variant(call: AttentionCall, scale: float) -> AttentionCall:

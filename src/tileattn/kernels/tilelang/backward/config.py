@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ....call import AttentionCall, BackwardCall
-from ....variant import program
-from ..config import ARCHITECTURES, padded
-from .operands import paths
+from ....call.facts import AttentionCall, BackwardCall
+from ....variant.key import program
+from ..forward.config import ARCHITECTURES, padded
+from .operand_gradients import paths
 from .slopes import slope_program
 
 # Rows of lse and delta, and of dq's sums, are padded to a multiple of this, which tiles of queries divide.

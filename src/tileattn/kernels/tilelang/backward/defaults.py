@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from ....call import BackwardCall
-from ..config import CAUSAL
-from .amd_config import amd_preferences, amd_queries_preferences, is_valid_amd_backward
+from ....call.facts import BackwardCall
+from ..forward.config import CAUSAL
+from .amd.config import amd_preferences, amd_queries_preferences, is_valid_amd_backward
 from .config import (
     BackwardConfig,
     Part,
@@ -19,14 +19,14 @@ from .config import (
     preferences,
     read_together,
 )
-from .hopper_config import (
+from .hopper.config import (
     HopperBackwardConfig,
     HopperQueriesConfig,
     HopperWideConfig,
     hopper_preferences,
     queries_preferences,
 )
-from .operands import paths
+from .operand_gradients import paths
 
 # Queries, up to which sequences count as short: tiles of 80 queries lose more at their ends, under a causal mask, than
 # they gain elsewhere (H200, D128 causal: 0.88 of 64's speed at 512, 1.07 at 16384; at 4096 ALiBi, which has 64, ran

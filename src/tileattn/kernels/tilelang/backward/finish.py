@@ -10,12 +10,12 @@ from typing import Any
 
 import tilelang.language as T
 
-from ....call import AttentionCall
-from ..config import padded
+from ....call.facts import AttentionCall
+from ..forward.config import padded
 from . import places
 from .config import Part, store_options
-from .layouts import product_layout, rows_layout
-from .order import COLUMNS, RegisterOrder
+from .hopper.dq_order import COLUMNS, RegisterOrder
+from .hopper.layouts import product_layout, rows_layout
 
 THREADS = 256
 

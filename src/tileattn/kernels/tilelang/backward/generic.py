@@ -25,18 +25,18 @@ from typing import Any
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
-from ....call import AttentionCall
-from ....variant import Program
-from .. import dropout, softmax
-from ..config import padded
-from ..generic import ROWS
-from ..mask import keep_uniforms
-from ..signature import assume_aligned, assume_filled
+from ....call.facts import AttentionCall
+from ....variant.key import Program
+from ..forward.config import padded
+from ..forward.generic import ROWS
+from ..forward.signature import assume_aligned, assume_filled
+from ..tile import dropout, softmax
+from ..tile.mask import keep_uniforms
+from ..tile.variables import address_holder, holder
 from . import places, tile
 from .config import BackwardConfig, copy_options, store_options, value_columns
-from .operands import BY_KEY, Path
-from .tensors import add_to_sums, hand_over_sums, to_elements
-from .variables import address_holder, holder
+from .operand_gradients import BY_KEY, Path
+from .operand_stores import add_to_sums, hand_over_sums, to_elements
 from .visible import Viewers
 
 

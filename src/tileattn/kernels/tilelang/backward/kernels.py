@@ -7,15 +7,19 @@ from typing import Any
 
 from tilelang.language.eager.builder import Builder
 
-from ....call import BackwardCall
-from ....variant import program
-from ..compile import DESCRIPTORS_IN_LOOPS, OWN_BARRIERS
-from . import amd, finish, generic, hopper, hopper_queries, hopper_wide, prepare, queries
-from .amd_config import AmdBackwardConfig
+from ....call.facts import BackwardCall
+from ....variant.key import program
+from ..build.compile import DESCRIPTORS_IN_LOOPS, OWN_BARRIERS
+from . import finish, generic, prepare, queries
+from .amd import queries as amd
+from .amd.config import AmdBackwardConfig
 from .config import BackwardConfig, read_together
 from .defaults import MainConfig, QueriesConfig, adds_dq, default, finished, prepared, queries_default
-from .hopper_config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig, leaving
-from .operands import paths
+from .hopper import keys as hopper
+from .hopper import queries as hopper_queries
+from .hopper import wide as hopper_wide
+from .hopper.config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig, leaving
+from .operand_gradients import paths
 from .signature import declare_finish, declare_main, declare_prepare, declare_queries
 
 

@@ -1,85 +1,228 @@
-"""Loading the compiled backward kernels; imports neither TileLang nor its compiler."""
+"""How dispatch reaches the backward kernels: workspaces, launches, and what is left to PyTorch's operations."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
-from ....call import BackwardCall
-from ....variant import program
-from ...cache import kernel_cache
-from ..launch import _load, _toolchain, source_digest
-from .config import read_together
-from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default
-from .hopper_config import HopperBackwardConfig
-from .operands import paths
+import torch
+from torch import Tensor
 
-Kernel = Callable[..., None]
+from ....call.dropout import Dropout
+from ....call.facts import SMALLEST_SCALE, BackwardCall, Gradients, Packed
+from ....tuner.space import Space
+from ....variant.key import Operands, program
+from ..forward.config import padded
+from ..host import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
+from ..tuned import sizes_of
+from .config import BackwardConfig, read_together
+from .defaults import SHORT, MainConfig, adds_dq, default, finished, prepared, queries_default, short_default
+from .hopper.config import leaving
+from .hopper.dq_order import COLUMNS
+from .library import backward_kernels
+from .operand_gradients import AXES, STORED, Path, paths
+from .space import backward_space as space_with
+from .space import found as found_by_tuner
+from .workspaces import OfBatch, OfSequences
+
+MIN_SIDE_BY_SIDE = 4  # kv heads under a mask, whatever the L2 cache holds: few leave long tiles to the end
 
 
-class Kernels(NamedTuple):
-    """The kernels of one call; `main` adds up dq, or `queries` computes it."""
+def prepare_backward(
+    call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
+) -> Callable[..., Gradients]:
+    """See :class:`tileattn.runtime.dispatch.Backend`."""
+    if q_shape[0] == 0 or q_shape[1] == 0 or k_shape[1] == 0:
+        return _nothing(call)
+    call = _specialised(call, scale)
+    if call.forward.packed:
+        return prepare_backward_with(None, call, q_shape, k_shape, scale)
+    chosen = found_by_tuner(call, sizes_of(q_shape, k_shape))
+    if chosen is None and q_shape[1] <= SHORT:
+        chosen = short_default(call)
+    return prepare_backward_with(chosen, call, q_shape, k_shape, scale)
 
-    prepare: Kernel
-    main: Kernel
-    finish: Kernel | None
-    queries: Kernel | None
+
+def _specialised(call: BackwardCall, scale: float) -> BackwardCall:
+    """The call as its kernels are compiled for it."""
+    # Hidden scores are -inf before they are scaled, as in the forward pass; with a modification (here the identity)
+    # they are scaled first.
+    if scale < SMALLEST_SCALE and program(call.forward.variant).score is None:
+        forward = dataclasses.replace(call.forward, variant=call.forward.variant + "+{score}")
+        call = dataclasses.replace(call, forward=forward)
+    return call
 
 
-@functools.cache
-def backward_kernels(call: BackwardCall, config: MainConfig | None = None) -> Kernels:
-    """The compiled kernels of a call, from the cache on disk or compiled now (some seconds each).
+def backward_space(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> Space | None:
+    """See :class:`tileattn.runtime.dispatch.Backend`."""
+    if q_shape[0] == 0 or q_shape[1] == 0 or k_shape[1] == 0 or call.forward.packed:
+        return None
+    call = _specialised(call, scale)
+    return space_with(
+        call,
+        sizes_of(q_shape, k_shape),
+        lambda config: prepare_backward_with(config, call, q_shape, k_shape, scale),
+    )
+
+
+def prepare_backward_with(
+    tuned: MainConfig | None, call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
+) -> Callable[..., Gradients]:
+    """The backward pass with a given main kernel, None for the default; `call` is what its kernels are compiled for."""
+    heads, kv_heads = q_shape[2], k_shape[2]
+    config = default(call) if tuned is None else tuned
+    found = paths(call)
+    leaves = (leaving(config, read_together(call), found) or (None,))[0]
+    kernels = backward_kernels(call) if tuned is None else backward_kernels(call, tuned)
+    scalars: tuple[float, ...] = (scale, heads // kv_heads)
+    dq_dim = padded(call.forward.head_dim) if adds_dq(call) else None
+    own_order = not isinstance(config, BackwardConfig)
+    of_main = of_queries = scalars
+    if own_order:
+        of_main += (_kv_heads_side_by_side(call, q_shape, kv_heads),)
+    if not isinstance(queries_default(call), BackwardConfig):
+        of_queries += (_heads_side_by_side(call, q_shape, k_shape),)
+    of_batch = None if call.forward.packed else OfBatch(call, config, q_shape, k_shape)
+    tiles = prepared(call).tile, queries_default(call).block_M, finished(call, config).tile
+    cuts = tuple(dict.fromkeys([(tiles[0], False), (config.block_N, True), (tiles[1 if dq_dim is None else 2], False)]))
+    nothing = _nothing(call)
+
+    def backward(
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        sink: Tensor | None,
+        operands: Operands,
+        *,
+        dropout: Dropout | None = None,
+        packed: Packed | None = None,
+    ) -> Gradients:
+        if 0 in (q.shape[1], k.shape[1]):
+            return nothing(do, dlse, q, k, v, o, lse, sink, operands)
+        space = OfSequences(call, q, k, packed, cuts) if packed is not None else of_batch
+        assert space is not None
+        lse2, delta = (q.new_empty(space.q_rows, dtype=torch.float32) for _ in range(2))
+        sums = () if dq_dim is None else (q.new_empty((*space.q_rows, dq_dim), dtype=torch.float32),)
+        of_lse = () if dlse is None else (dlse.contiguous(),)
+        dq, dk, dv = (q.new_empty(shape) for shape in space.gradients)
+        q, k, v, o, do = map(one_batch, (q, k, v, o, do))
+        kernels.prepare(*space.work(tiles[0]), o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
+
+        handed_over = [_workspace(path, space, operands, index == leaves) for index, path in enumerate(found)]
+        tensors = [as_bytes(tensor) for tensor in operands.tensors]
+        seeds, of_pattern = pattern_arguments(dropout)
+        numbers = (*of_pattern, *operands.ints, *operands.floats)
+        if own_order:
+            sums = tuple(x.view(*x.shape[:2], -1, COLUMNS) for x in sums)
+        rows = (q, k, v, do, lse2, delta)
+        work = space.work(config.block_N, of_keys=True)
+        kernels.main(*work, *rows, dk, dv, *sums, *handed_over, *seeds, *tensors, *of_main, *numbers)
+        if kernels.queries is not None:
+            kernels.queries(*space.work(tiles[1]), *rows, dq, *seeds, *tensors, *of_queries, *numbers)
+        if kernels.finish is not None:
+            kernels.finish(*space.work(tiles[2]), dq, *sums, scale)
+        dsink = _sink_gradient(sink, lse, space.by_row(delta)) if sink is not None and call.needs[3] else None
+        dtensors = [
+            _tensor_gradient(index, found, handed_over, operands, space) if need else None
+            for index, need in enumerate(call.needs[4:])
+        ]
+        wanted = [x if need else None for x, need in zip((dq, dk, dv), call.needs)]
+        return Gradients(*wanted, dsink, tuple(dtensors))
+
+    return backward
+
+
+def _heads_side_by_side(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> int:
+    """How many heads' tiles of queries run side by side in the kernel for dq alone; see there.
+
+    Those of a kv head's group, which read the same keys, and of more groups under a mask.
+    """
+    _, _, heads, head_dim = q_shape
+    _, seqlen_k, kv_heads, _ = k_shape
+    group = heads // kv_heads
+    if program(call.forward.variant).allows is None:
+        return group
+    row_bytes = 2 * (head_dim + call.forward.head_dim_v)  # of k and v
+    fitting = max(L2_BYTES // (row_bytes * seqlen_k), MIN_SIDE_BY_SIDE)
+    return group * max(d for d in divisors(_together(call, q_shape) * kv_heads) if d <= fitting)
+
+
+def _kv_heads_side_by_side(call: BackwardCall, q_shape: torch.Size, kv_heads: int) -> int:
+    """How many kv heads' tiles of keys run side by side: a divisor of all, so that no place is empty.
+
+    Without a mask one head after another: what runs together reads the same queries, and adds to the same dq. Under a
+    mask tiles differ, and several heads give a choice of long ones to begin with; but their queries and sums should
+    stay in the L2 cache.
+    """
+    _, seqlen_q, heads, head_dim = q_shape
+    if program(call.forward.variant).allows is None:
+        return 1
+    row_bytes = 2 * (head_dim + call.forward.head_dim_v) + 4 * head_dim  # of q, do and dq's sums
+    fitting = max(L2_BYTES // (row_bytes * seqlen_q * (heads // kv_heads)), MIN_SIDE_BY_SIDE)
+    return max(d for d in divisors(_together(call, q_shape) * kv_heads) if d <= fitting)
+
+
+def _together(call: BackwardCall, q_shape: torch.Size) -> int:
+    """How many batch elements' heads may run side by side: packed sequences, with unequal numbers of tiles, do not."""
+    return 1 if call.forward.packed else q_shape[0]
+
+
+def _nothing(call: BackwardCall) -> Callable[..., Gradients]:
+    """Of calls without rows, or without keys: nothing depends on anything, but lse on the sink, which it is."""
+
+    def backward(do, dlse, q, k, v, o, lse, sink, operands: Operands, *, dropout=None, packed=None) -> Gradients:
+        zeros = [
+            None if tensor is None or not need else torch.zeros_like(tensor)
+            for tensor, need in zip((q, k, v, sink, *operands.tensors), call.needs, strict=True)
+        ]
+        dsink = zeros[3] if zeros[3] is None or dlse is None else _sink_gradient(sink, lse, -dlse)
+        return Gradients(*zeros[:3], dsink, tuple(zeros[4:]))
+
+    return backward
+
+
+def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Its probability times (0 - delta), summed over batch and rows: its value is zero, and so is its dP.
+
+    A sink of -inf has no probability, also in a row that sees no key, where lse is -inf as well.
+    """
+    p = torch.exp(sink.detach().float()[None, :, None] - lse)
+    return -torch.where(lse == -torch.inf, 0.0, p * delta).sum(dim=(0, 2)).to(sink.dtype)
+
+
+def _workspace(path: Path, space: OfBatch | OfSequences, operands: Operands, leaves: bool) -> Tensor:
+    """What the main kernel fills for a path: where it does not write, nothing has a gradient.
 
     Args:
-        call: the static facts.
-        config: of the main kernel (:mod:`.space`); None takes the default.
+        leaves: whether it does so by TMA, for which rows begin at multiples of 16 bytes.
     """
-    names = kernel_names(call)
-    found = {name: _load(ensure_compiled(call, name, config))[name] for name in names}
-    return Kernels(found["prepare"], found["main"], found.get("finish"), found.get("queries"))
+    tensor = operands.tensors[path.tensor]
+    shape = space.shapes.get(path.way, tensor.shape)
+    dtype = tensor.dtype if path.way == STORED else torch.float32
+    if not leaves:
+        return tensor.new_zeros(shape, dtype=dtype)
+    *outer, columns = shape
+    step = 16 // dtype.itemsize
+    return tensor.new_zeros((*outer, -(-columns // step) * step), dtype=dtype)[..., :columns]
 
 
-def kernel_names(call: BackwardCall) -> tuple[str, ...]:
-    """Which kernels a call takes."""
-    return ("prepare", "main", "finish" if adds_dq(call) else "queries")
-
-
-def ensure_compiled(call: BackwardCall, name: str, config: MainConfig | None = None) -> Path:
-    """The shared library of one of a call's kernels, compiled if the cache does not hold it."""
-
-    def build(path: Path) -> None:
-        from ..compile import build_library
-        from .kernels import kernel_of
-
-        build_library(kernel_of(call, name, config or default(call)), call.forward.arch, path)
-
-    return kernel_cache().find_or_build(cache_key(call, name, config), build)
-
-
-def cache_key(call: BackwardCall, name: str, config: MainConfig | None = None) -> str:
-    """All that decides what one of a call's compiled kernels is.
-
-    Only the main kernel and that for dq alone depend on the variant; the others serve any.
-    """
-    facts = _facts(call, name, config or default(call))
-    return f"backward | {name} | {facts} | {source_digest('backward.kernels')} | {_toolchain()}"
-
-
-def _facts(call: BackwardCall, name: str, main: MainConfig) -> str:
-    forward = read_together(call)
-    shape = f"{forward.dtype} {forward.arch} {forward.head_dim}"
-    if forward.packed:
-        parts = {"prepare": prepared(call), "finish": finished(call, main)}
-        shape = f"packed {parts.get(name, '')} {shape}"
-    if name == "finish":
-        return f"{shape} {main.order(forward) if isinstance(main, HopperBackwardConfig) else 'row by row'}"
-    if name == "prepare":
-        sums = f"dq={adds_dq(call)}"
-        return f"{shape} {forward.head_dim_v} dlse={call.dlse} aligned={call.aligned} {sums}"
-    config = queries_default(call) if name == "queries" else main
-    facts = f"{shape} {forward.head_dim_v} aligned={forward.aligned} dropout={forward.dropout} | {config}"
-    if name == "main":
-        facts += f" | dq={adds_dq(call)} {[(str(path.load), path.way) for path in paths(call)]}"
-    return f"{facts} | {program(forward.variant).backward_text}"
+def _tensor_gradient(
+    index: int, found: tuple[Path, ...], parts: list[Tensor], operands: Operands, space: OfBatch | OfSequences
+) -> Tensor:
+    """Of one of the variant's tensors, from what the main kernel has handed over for each path."""
+    tensor = operands.tensors[index]
+    its = [(path, part) for path, part in zip(found, parts) if path.tensor == index]
+    whole = [part for path, part in its if path.way not in AXES]
+    if len(its) == len(whole) == 1:
+        return whole[0].to(tensor.dtype)
+    total = tensor.new_zeros(tensor.shape, dtype=torch.float32)
+    for part in whole:
+        total += part
+    for path, part in its:
+        if path.way in AXES:
+            space.add_up(total, path, part, operands)
+    return total.to(tensor.dtype)

@@ -1,9 +1,10 @@
 """Where the rows of a block's tile lie: in a batch element, or in one of several packed sequences.
 
-A block asks once (:func:`find`). In a packed call a record of the work list (../records.py) tells its sequence, and the
-kernel's parameters are replaced by *views* of the tensors, which begin and end with the sequence: copies find zeros
-beyond and store nothing. They look like those of a batch of which every element is this sequence, so that what a kernel
-does with its tile is written once, for dense and packed calls; to masks, the sequence's number is the batch element's.
+A block asks once (:func:`find`). In a packed call a record of the work list (packed/work_list.py) tells its sequence,
+and the kernel's parameters are replaced by *views* of the tensors, which begin and end with the sequence: copies find
+zeros beyond and store nothing. They look like those of a batch of which every element is this sequence, so that what a
+kernel does with its tile is written once, for dense and packed calls; to masks, the sequence's number is the batch
+element's.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 from tvm import arith, tirx
 
-from .. import ragged
-from ..dependent_launch import wait_for_previous
-from ..records import COUNT, FIRST, K_LEN, K_START, PADDED_Q, Q_LEN, Q_START, SEQUENCE, WIDTH
-from .operands import BY_KEY, SPREAD
+from ..packed import ragged
+from ..packed.dependent_launch import wait_for_previous
+from ..packed.work_list import COUNT, FIRST, K_LEN, K_START, PADDED_Q, Q_LEN, Q_START, SEQUENCE, WIDTH
+from .operand_gradients import BY_KEY, SPREAD
 
 # Parameters with rows of queries, and of keys, and which of their dimensions these are.
 _OF_QUERIES = {"q": 1, "o": 1, "do": 1, "dq": 1, "lse": 2, "dlse": 2}

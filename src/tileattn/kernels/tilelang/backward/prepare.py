@@ -15,10 +15,10 @@ from typing import Any
 
 import tilelang.language as T
 
-from ....call import AttentionCall
-from .. import softmax
-from ..config import padded
-from ..signature import assume_aligned
+from ....call.facts import AttentionCall
+from ..forward.config import padded
+from ..forward.signature import assume_aligned
+from ..tile import softmax
 from . import places
 from .config import Part
 

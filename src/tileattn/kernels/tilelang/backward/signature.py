@@ -1,4 +1,4 @@
-"""What the backward kernels take: their parameters, in the order in which ``backend.py`` passes them."""
+"""What the backward kernels take: their parameters, in the order in which ``launch.py`` passes them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
-from ....call import AttentionCall
-from ....variant import Program
-from ..config import padded
-from ..records import WIDTH
-from ..signature import SIZES, _operand
-from .operands import BY_KEY, SPREAD, STORED, Path
-from .order import COLUMNS
+from ....call.facts import AttentionCall
+from ....variant.key import Program
+from ..forward.config import padded
+from ..forward.signature import SIZES, _operand
+from ..packed.work_list import WIDTH
+from .hopper.dq_order import COLUMNS
+from .operand_gradients import BY_KEY, SPREAD, STORED, Path
 
 
 class Parameters:
@@ -70,11 +70,11 @@ class Parameters:
         return self.tensor("dq_sum", shape)
 
     def accumulator_rows(self) -> Any:
-        """The same memory in rows of ``COLUMNS``, for a schedule that has an order of its own (order.py)."""
+        """The same memory in rows of ``COLUMNS``, for a schedule that has an order of its own (hopper/dq_order.py)."""
         return self.tensor("dq_sum", [self.sizes.batch, self.sizes.heads, T.dynamic("sum_rows"), COLUMNS])
 
     def work(self) -> Any:
-        """The work list of a packed call (../records.py), None of others."""
+        """The work list of a packed call (packed/work_list.py), None of others."""
         return self.tensor("work", [T.dynamic("records"), WIDTH], "int32") if self.call.packed else None
 
     def tensor(self, name: str, shape: list[Any], dtype: str = "float32") -> Any:
@@ -115,8 +115,8 @@ def declare_main(
     """``([work], q, k, v, do, lse2, delta, dk, dv, [dq_sum], *handed_over, [seed], *tensors, scale, heads_per_kv_head,
     [side_by_side], [threshold, weight], *ints, *floats)``
 
-    ``handed_over`` has one tensor for each path, as operands.py describes; that of the path ``leaving``, whose gradient
-    leaves by TMA, has strides. ``dq`` says whether dq is added up.
+    ``handed_over`` has one tensor for each path, as operand_gradients.py describes; that of the path ``leaving``, whose
+    gradient leaves by TMA, has strides. ``dq`` says whether dq is added up.
     """
     p = Parameters(builder, call)
     arg = SimpleNamespace(work=p.work(), **{name: p.strided(name) for name in ("q", "k", "v", "do")})

@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ....derivative import derivative
-from ....expr import Expr, nodes, symbol
-from ..simplify import LOG2E, _hoist, _product, _rewrite, tanh_by_exp2
+from ....variant.derivative import derivative
+from ....variant.expression import Expr, nodes, symbol
+from ..tile.simplify import LOG2E, _hoist, _product, _rewrite, tanh_by_exp2
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def slope_program(score: Any, loads: tuple[Expr, ...], hardware_tanh: bool) -> S
     Args:
         score: the modification's expression.
         loads: of tensors' elements, with respect to which derivatives are wanted.
-        hardware_tanh: as of :func:`tileattn.kernels.tilelang.simplify.score_program`.
+        hardware_tanh: as of :func:`tileattn.kernels.tilelang.tile.simplify.score_program`.
     """
     uniforms: dict[str, Expr] = {}
     early: dict[str, Any] = {}

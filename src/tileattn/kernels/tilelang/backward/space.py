@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ....call import AttentionCall, BackwardCall
+from ....call.facts import AttentionCall, BackwardCall
 from ....tuner import results
 from ....tuner.space import Space
-from ..candidates import OTHER_REGISTERS, SCORE_REGISTERS
-from ..config import padded
+from ..forward.candidates import OTHER_REGISTERS, SCORE_REGISTERS
+from ..forward.config import padded
 from ..tuned import Sizes, restored
-from .amd_config import AmdBackwardConfig, amd_candidates, is_valid_amd_backward
+from .amd.config import AmdBackwardConfig, amd_candidates, is_valid_amd_backward
 from .config import BackwardConfig, is_valid, kept_derivatives, read_together
 from .defaults import MainConfig, default
-from .hopper_config import HopperBackwardConfig, HopperWideConfig
-from .operands import paths
+from .hopper.config import HopperBackwardConfig, HopperWideConfig
+from .operand_gradients import paths
 
 SCHEDULES = {
     each.__name__: each for each in (BackwardConfig, AmdBackwardConfig, HopperBackwardConfig, HopperWideConfig)
@@ -110,8 +110,8 @@ def registers(call: AttentionCall, config: BackwardConfig, kept: int) -> int:
 
 def compiled(call: BackwardCall, configs: Sequence[MainConfig]) -> Iterator[tuple[MainConfig, str | None]]:
     """Compiles the kernels of all configurations into the cache; see :class:`Space`."""
-    from ..batch import CORES, BackwardJob, compile_all
-    from .launch import kernel_names
+    from ..build.batch import CORES, BackwardJob, compile_all
+    from .library import kernel_names
 
     waiting: dict[MainConfig, set[str]] = {}
     jobs: dict[str, BackwardJob] = {}

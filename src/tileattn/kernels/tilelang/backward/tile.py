@@ -22,10 +22,10 @@ import tilelang.language as T
 import torch
 from tilelang.language.eager.builder import Builder
 
-from ....expr import Expr, dtype_of, nodes
-from .. import dropout
-from ..expressions import Emitter, Key, key_in_tile
-from ..mask import Score, width_of_ints
+from ....variant.expression import Expr, dtype_of, nodes
+from ..tile import dropout
+from ..tile.expressions import Emitter, Key, key_in_tile
+from ..tile.mask import Score, width_of_ints
 from .slopes import slope_program
 
 

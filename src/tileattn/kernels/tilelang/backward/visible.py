@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tilelang.language as T
 
-from ....expr import nodes
-from ....masks import FIRST_POSITION
-from ..mask import Visibility
+from ....variant.expression import nodes
+from ....variant.masks import FIRST_POSITION
+from ..tile.mask import Visibility
 
 
 class Viewers(Visibility):

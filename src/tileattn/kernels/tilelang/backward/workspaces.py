@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....call import BackwardCall, Packed
-from ....variant import Operands
-from ..packed import work_lists
-from ..records import ALIGNMENT, PADDING, padded_rows
+from ....call.facts import BackwardCall, Packed
+from ....variant.key import Operands
+from ..packed.plan import work_lists
+from ..packed.work_list import ALIGNMENT, PADDING, padded_rows
 from .config import ROWS
 from .defaults import MainConfig
-from .operands import BY_KEY, SPREAD, Path, add_anywhere, add_up, symbols_of, values_of
+from .operand_gradients import BY_KEY, SPREAD, Path, add_anywhere, add_up, symbols_of, values_of
 
 
 class OfBatch:

@@ -1,0 +1,1 @@
+"""What users call: attention, packed sequences, PyTorch's signature, padding."""

@@ -1,0 +1,41 @@
+"""The keyword arguments of the attention functions, as types for their overloads.
+
+What an attention function returns depends on `return_lse`, so a type checker needs three signatures of each: for False,
+for True and for a bool. They name the other keyword arguments once, here. At run time nothing uses these classes: the
+functions' own signatures list every argument, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from torch import Tensor
+
+from ..runtime.run import MaskLike, ScoreModLike
+
+
+class SharedOptions(TypedDict, total=False):
+    """Of :func:`tileattn.attention` and :func:`tileattn.varlen_attention`."""
+
+    mask: MaskLike | None
+    score_mod: ScoreModLike | None
+    causal: bool
+    scale: float | None
+    sink: Tensor | None
+    dropout_p: float
+    deterministic: bool
+    backend: str | None
+
+
+class AttentionOptions(SharedOptions, total=False):
+    """Of :func:`tileattn.attention`, without `return_lse`."""
+
+    key_padding_mask: Tensor | None
+    layout: str
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+
+
+class VarlenOptions(SharedOptions, total=False):
+    """Of :func:`tileattn.varlen_attention`, without `return_lse`."""

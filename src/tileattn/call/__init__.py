@@ -1,0 +1,1 @@
+"""What a call is: its facts, its sequences, what is checked about it, dropout and fp8."""

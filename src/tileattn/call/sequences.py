@@ -1,0 +1,93 @@
+"""Where the sequences of a packed call lie: the checks of `cu_seqlens`, and its values on the host.
+
+What the host knows without waiting for the device (:func:`check_metadata`) is always checked. Values are, where
+somebody reads them: the torch backend does (:func:`lengths`); the kernels for GPUs clamp them instead, and report what
+was wrong afterwards (:mod:`tileattn.call.packed_status`).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from .facts import Packed
+
+
+def check_metadata(packed: Packed, device: torch.device) -> None:
+    """Raises TypeError or ValueError where `cu_seqlens` and `max_seqlen` cannot be those of tensors on `device`."""
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        _check_cu_seqlens(name, getattr(packed, name), device)
+    of_q, of_k = packed.cu_seqlens_q.shape[0], packed.cu_seqlens_k.shape[0]
+    if of_q != of_k:
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must be of one number of sequences, got {of_q - 1} and {of_k - 1} "
+            f"(shapes ({of_q},) and ({of_k},))"
+        )
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        _check_max_seqlen(name, getattr(packed, name))
+
+
+def _check_cu_seqlens(name: str, x: Any, device: torch.device) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be an int32 tensor (sequences + 1,), got {type(x).__name__}")
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {x.dtype}; use {name}.int()")
+    if x.ndim != 1 or x.shape[0] == 0:
+        raise ValueError(f"{name} must have shape (sequences + 1,), got {tuple(x.shape)}")
+    if not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got stride {x.stride(0)}; use {name}.contiguous()")
+    if x.device != device:
+        raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
+
+
+def _check_max_seqlen(name: str, size: Any) -> None:
+    if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
+        raise TypeError(f"{name} must be an int that the host knows, got {type(size).__name__} {size!r}")
+    if size < 0:
+        raise ValueError(f"{name} must be at least 0, got {size}")
+
+
+class Sequence(NamedTuple):
+    """One sequence of a packed call."""
+
+    number: int
+    rows: slice
+    """Of q."""
+    keys: slice
+    """Of k and v."""
+
+
+def sequences(packed: Packed, total_q: int, total_k: int) -> list[Sequence]:
+    """The sequences, in order; waits for the device.
+
+    Raises:
+        ValueError: `cu_seqlens` does not start at 0, decreases, or goes beyond the tensors; or a length is larger than
+            `max_seqlen`.
+    """
+    of_q = _spans("q", packed.cu_seqlens_q.tolist(), packed.max_seqlen_q, total_q)
+    of_k = _spans("k", packed.cu_seqlens_k.tolist(), packed.max_seqlen_k, total_k)
+    return [Sequence(number, *spans) for number, spans in enumerate(zip(of_q, of_k, strict=True))]
+
+
+def _spans(which: str, ends: list[int], max_seqlen: int, total: int) -> list[slice]:
+    name = f"cu_seqlens_{which}"
+    if ends[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {ends[0]}")
+    spans = [slice(start, end) for start, end in pairwise(ends)]
+    lengths = [end - start for start, end in pairwise(ends)]
+    for number, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(
+                f"{name} must not decrease, got {ends[number + 1]} after {ends[number]} (sequence {number})"
+            )
+    if ends[-1] > total:
+        raise ValueError(f"the last value of {name} must be at most total_{which} = {total}, got {ends[-1]}")
+    longest = max(lengths, default=0)
+    if longest > max_seqlen:
+        raise ValueError(
+            f"max_seqlen_{which} must be at least the longest length, got {max_seqlen} and a length of {longest} "
+            f"(sequence {lengths.index(longest)})"
+        )
+    return spans

@@ -1,0 +1,232 @@
+"""Checks of the arguments of the public functions: one clear error each, that names what was given and is accepted."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from ..variant.masks import Mask
+from ..variant.scores import ScoreMod
+from .fp8 import FP8
+from .scalars import as_flag
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, FP8)
+
+# How other libraries spell an argument, and what it is here.
+_ELSEWHERE = {
+    "is_causal": "causal=, aligned bottom-right (is_causal=, aligned top-left, belongs to "
+    "tileattn.scaled_dot_product_attention)",
+    "attn_mask": "mask= (for a tensor, tileattn.scaled_dot_product_attention takes attn_mask=)",
+    "block_mask": "mask=, the function that create_block_mask was given",
+    "softmax_scale": "scale=",
+    "softcap": "score_mod=tileattn.SoftCap(cap)",
+    "window_size": "mask=tileattn.SlidingWindow(left, right)",
+    "alibi_slopes": "score_mod=tileattn.ALiBi(slopes)",
+    "enable_gqa": "nothing: k and v may always have fewer heads than q",
+}
+
+
+def without_unknown(function: Function) -> Function:
+    """Leaves ``**unknown``, which only :func:`refuse_unknown` reads, out of the signature that tools show."""
+    signature = inspect.signature(function)
+    shown = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
+
+
+def refuse_unknown(function: Callable[..., Any], unknown: Iterable[str]) -> NoReturn:
+    """Raises TypeError for keyword arguments that `function` does not have, with the right one where it is known."""
+    name = next(iter(unknown))
+    parameters = inspect.signature(function).parameters.values()
+    own = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    near = difflib.get_close_matches(name, own, n=1)
+    instead = _ELSEWHERE.get(name) or (f"{near[0]}=" if near else None)
+    advice = f"use {instead}" if instead else f"keyword arguments are {', '.join(own)}"
+    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {advice}")
+
+
+def check_arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    dropout_p: float,
+    layout: str,
+    scale: float | None,
+) -> None:
+    """Raises TypeError or ValueError unless q, k, v (in `layout`) and the options make one attention call."""
+    if layout != "bshd" and layout != "bhsd":
+        raise ValueError(f'layout must be "bshd" or "bhsd", got {layout!r}')
+    dimensions = (
+        "4 dimensions, (batch, seqlen, heads, head_dim) for layout='bshd', (batch, heads, seqlen, head_dim) for 'bhsd'"
+    )
+    _check_tensors(q, k, v, 4, dimensions)
+    _check_shapes(q, k, v, layout)
+    _check_options(q, q.shape[2 if layout == "bshd" else 1], sink, dropout_p, scale)
+
+
+def check_packed_arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    dropout_p: float,
+    scale: float | None,
+) -> None:
+    """The same of packed sequences: q (total_q, heads, head_dim), k and v (total_k, kv_heads, head_dim)."""
+    _check_tensors(q, k, v, 3, "3 dimensions, (total, heads, head_dim)")
+    if q.dtype == FP8:
+        raise TypeError("q must be float16, bfloat16, float32 or float64: packed sequences are not taken in fp8")
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            f"k and v must have one total and one number of heads, got {k.shape[0]} and {k.shape[1]} in k, "
+            f"{v.shape[0]} and {v.shape[1]} in v"
+        )
+    _check_heads(q.shape[1:], k.shape[1:], v.shape[2])
+    _check_options(q, q.shape[1], sink, dropout_p, scale)
+
+
+def check_flags(**flags: Any) -> tuple[Any, ...]:
+    """These arguments as True or False; raises where one is something else (:func:`tileattn.call.scalars.as_flag`)."""
+    return tuple([as_flag(name, value) for name, value in flags.items()])
+
+
+def _check_tensors(q: Any, k: Any, v: Any, ndim: int, dimensions: str) -> None:
+    """What holds for tensors of any layout."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested:
+            raise TypeError(
+                f"{name} must be a dense tensor, got a nested one; tileattn.varlen_attention takes its parts, "
+                f"{name}.values() and {name}.offsets().int() as cu_seqlens"
+            )
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+        if tensor.ndim != ndim:
+            raise ValueError(f"{name} must have {dimensions}, got shape {tuple(tensor.shape)}")
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(
+                f"{name} must have a contiguous last dimension, got strides {tensor.stride()} for shape "
+                f"{tuple(tensor.shape)}; use {name}.contiguous()"
+            )
+    if q.dtype == torch.float8_e5m2:
+        raise TypeError(
+            "q must not be torch.float8_e5m2, whose 2 bits of mantissa are for gradients; use torch.float8_e4m3fn"
+        )
+    if q.dtype not in _DTYPES:
+        raise TypeError(f"q must be float16, bfloat16, float32, float64 or float8_e4m3fn, got {q.dtype}")
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if k.device != q.device or v.device != q.device:
+        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
+
+
+def _check_options(q: torch.Tensor, heads: int, sink: Any, dropout_p: Any, scale: Any) -> None:
+    if sink is not None:
+        _check_sink(sink, q, heads)
+    _check_dropout(dropout_p)
+    if scale is not None:
+        _check_scale(scale)
+
+
+def _check_dropout(p: Any) -> None:
+    if not isinstance(p, (int, float, torch.SymFloat)) or isinstance(p, bool):
+        raise TypeError(f"dropout_p must be a probability, a number from 0 to 1, got {p!r}")
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout_p must be a probability, a number from 0 to 1, got {p!r}")
+
+
+def _check_scale(scale: Any) -> None:
+    if not isinstance(scale, (int, float, torch.SymFloat)) or isinstance(scale, bool):
+        raise TypeError(f"scale must be a finite number or None, got {scale!r}")
+    if not -math.inf < scale < math.inf:
+        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+    if layout == "bhsd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    batch, _, heads, head_dim = q.shape
+    kv_batch, seqlen_k, kv_heads, head_dim_k = k.shape
+    if kv_batch != batch or v.shape[0] != batch:
+        raise ValueError(f"q, k and v must have one batch size, got {batch}, {kv_batch} and {v.shape[0]}")
+    if v.shape[1] != seqlen_k or v.shape[2] != kv_heads:
+        raise ValueError(
+            f"k and v must have one seqlen and one number of heads, got {seqlen_k} and {kv_heads} in k, "
+            f"{v.shape[1]} and {v.shape[2]} in v (layout={layout!r})"
+        )
+    _check_heads((heads, head_dim), (kv_heads, head_dim_k), v.shape[3], f" (layout={layout!r})")
+
+
+def _check_heads(of_q: Sequence[int], of_k: Sequence[int], head_dim_v: int, where: str = "") -> None:
+    """Heads and head dims."""
+    (heads, head_dim), (kv_heads, head_dim_k) = of_q, of_k
+    if head_dim_k != head_dim:
+        raise ValueError(f"q and k must have one head_dim, got {head_dim} and {head_dim_k}")
+    if head_dim == 0 or head_dim_v == 0:
+        raise ValueError(f"head dims must be at least 1, got {head_dim} for q and k, {head_dim_v} for v")
+    if heads == 0 or kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"the heads of q must be a multiple of the heads of k and v, got {heads} and {kv_heads}{where}"
+        )
+
+
+def _check_sink(sink: Any, q: torch.Tensor, heads: int) -> None:
+    if not isinstance(sink, torch.Tensor) or not sink.dtype.is_floating_point:
+        raise TypeError(f"sink must be a floating-point tensor, got {getattr(sink, 'dtype', type(sink).__name__)}")
+    if tuple(sink.shape) != (heads,):
+        raise ValueError(f"sink must have shape (heads,) = ({heads},), got {tuple(sink.shape)}")
+    if sink.device != q.device:
+        raise ValueError(f"sink must be on q's device {q.device}, got {sink.device}")
+
+
+def check_descales(descales: Sequence[Any], q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raises where one of the descales of q, k and v (None: not given) does not fit q and k (bshd)."""
+    shape = (k.shape[0], k.shape[2])
+    for name, descale in zip(("q_descale", "k_descale", "v_descale"), descales):
+        if descale is None:
+            continue
+        if q.dtype != FP8:
+            raise TypeError(f"{name} is for float8_e4m3fn inputs only, got q, k and v in {q.dtype}")
+        if not isinstance(descale, torch.Tensor) or descale.dtype != torch.float32:
+            got = getattr(descale, "dtype", type(descale).__name__)
+            raise TypeError(f"{name} must be a float32 tensor or None, got {got}")
+        if not _broadcasts(descale.shape, shape):
+            raise ValueError(
+                f"{name} must have shape (batch, kv_heads) = {shape}, or one that broadcasts to it, got "
+                f"{tuple(descale.shape)}"
+            )
+        if descale.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {descale.device}")
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    return len(shape) <= len(to) and all(mine in (1, size) for mine, size in zip(reversed(shape), reversed(to)))
+
+
+def check_variant(
+    mask: Mask | None, mods: Sequence[Callable[..., Any]], batch: int, heads: int, seqlen_q: int, seqlen_k: int
+) -> None:
+    """Raises where a tensor of the mask or of a score modification does not fit a call of these sizes."""
+    if mask is not None:
+        mask.check(batch, heads, seqlen_q, seqlen_k)
+    for mod in mods:
+        if isinstance(mod, ScoreMod):
+            mod.check(batch, heads, seqlen_q, seqlen_k)
+
+
+def check_operand_devices(tensors: Sequence[torch.Tensor], q: torch.Tensor) -> None:
+    """Raises where a tensor that a mask or modification carries is on another device than q."""
+    for tensor in tensors:
+        if tensor.device != q.device:
+            raise ValueError(
+                f"tensors of a mask or score modification must be on q's device {q.device}, got one with shape "
+                f"{tuple(tensor.shape)} on {tensor.device}"
+            )

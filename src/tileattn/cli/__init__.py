@@ -1,0 +1,1 @@
+"""The command line `tileattn`: what each command takes, and what it does."""

@@ -1,0 +1,273 @@
+"""From options to what they ask for: devices, cases, implementations, calls.
+
+A bad value is one error that names the option, what was given and what is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import typer
+
+from tileattn.bench import cases, variants, warmup
+from tileattn.bench.cases import Case
+from tileattn.bench.peers import PEERS, Implementation, TileAttn
+from tileattn.call.facts import device_arch
+from tileattn.kernels.tilelang.build.batch import AnyJob
+from tileattn.runtime.dispatch import BACKENDS, named
+
+DEFAULT_PEERS = {"cuda": "fa2,cudnn", "cpu": "sdpa,eager"}
+# What an fp8 case is compared with: no peer takes fp8.
+FP8_PEERS = "tileattn-bf16"
+# And packed sequences: most peers want a batch of one length.
+PACKED_PEERS = {"cuda": "fa2-varlen,fa4,tileattn-dense", "cpu": "tileattn-dense"}
+DEFAULT_DTYPE = {"cuda": "bf16", "cpu": "fp32"}
+# What `tileattn memory` measures: lengths, by device, and what its result files call their suite.
+MEMORY_LENGTHS = {"cuda": "1024,2048,4096,8192,16384,32768,65536,131072", "cpu": "256,512,1024,2048"}
+MEMORY = "memory"
+# And those of `tileattn ladder`.
+LADDER = "ladder"
+MOST = 2**31 - 1  # of anything that is counted: kernels count positions with 32 bits
+SMALLEST_CAP, LARGEST_CAP = 1e-3, 1e9  # of scores: beyond these float32 has few of its digits left, or all scores are 0
+
+
+@dataclass(frozen=True)
+class ShapeOptions:
+    """Options of one case's shape; None where the user gave none."""
+
+    batch: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    seqlen: str | None = None
+    seqlen_k: int | None = None
+    head_dim: int | None = None
+    head_dim_v: int | None = None
+    packing: str | None = None
+
+
+@dataclass(frozen=True)
+class VariantOptions:
+    """Options of one case's variant; None or False where the user gave none."""
+
+    causal: bool = False
+    mask: str | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    bias: bool = False
+    sink: bool = False
+    variant: str | None = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The cases to run, the name of their suite, "custom" for the user's own, and a key of `cases.DIRECTIONS`."""
+
+    suite: str
+    cases: Sequence[Case]
+    direction: str = "fwd"
+
+
+def refuse(option: str, message: str) -> typer.BadParameter:
+    """The one error that a bad option value gets: what was given and what is accepted is in the message."""
+    return typer.BadParameter(message, param_hint=option)
+
+
+@contextmanager
+def both_names(short: Mapping[str, str]) -> Iterator[None]:
+    """An option that is refused inside is called by its short name as well, which the user may have written."""
+    try:
+        yield
+    except typer.BadParameter as error:
+        hint = error.param_hint
+        if isinstance(hint, str) and hint in short:
+            error.param_hint = f"{hint} / {short[hint]}"
+        raise
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of `--device`."""
+    if name == "auto":
+        return _indexed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    kind, _, index = name.partition(":")
+    accepted = "auto, cpu" + (f", cuda:0 to cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "")
+    known = kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
+    numbered = not index or (kind == "cuda" and index.isdecimal() and int(index) < torch.cuda.device_count())
+    if not (known and numbered):
+        raise refuse("--device", f"{name!r} is not a device here; accepted: {accepted}")
+    return _indexed(torch.device(name))
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Which GPU "cuda" means."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+
+
+def choose_cases(
+    suite: str | None,
+    shape: ShapeOptions,
+    variant: VariantOptions,
+    dtype: str | None,
+    direction: str,
+    device: torch.device,
+) -> Chosen:
+    """A named suite, or the user's own case at each of its lengths."""
+    if direction not in cases.DIRECTIONS:
+        raise refuse("--direction", f"{direction!r} is not known; accepted: {', '.join(cases.DIRECTIONS)}")
+    if suite == "fp8" and dtype not in (None, "fp8"):
+        raise refuse("--dtype", f"the suite fp8 is in fp8, beside bf16; {dtype} is not measured there")
+    dtype = dtype or ("fp8" if suite == "fp8" else DEFAULT_DTYPE[device.type])
+    if dtype not in cases.DTYPES:
+        raise refuse("--dtype", f"{dtype!r} is not known; accepted: {', '.join(cases.DTYPES)}")
+    if dtype == "fp8" and direction != "fwd":
+        raise refuse("--direction", f"{direction!r} is not measured in fp8, which has no backward pass; accepted: fwd")
+    own = shape != ShapeOptions() or variant != VariantOptions()
+    if own and suite is not None:
+        raise refuse("--suite", "a suite brings its own shapes and variants; give either it or the options of one case")
+    if own:
+        name = variant_name(variant)
+        if variants.parse(name).dbias and direction == "fwd":
+            raise refuse("--variant", f"{name!r} asks for the gradient of the bias: give --direction bwd or fwdbwd")
+        if shape.packing is not None:
+            _check_packing(shape, name, dtype)
+        return Chosen("custom", _own_cases(shape, name, dtype), direction)
+    suite = suite or "quick"
+    if suite not in cases.SUITES:
+        raise refuse("--suite", f"{suite!r} is not known; accepted: {', '.join(cases.SUITES)}")
+    return Chosen(suite, cases.suite(suite, dtype, device.type, direction), direction)
+
+
+def _check_packing(shape: ShapeOptions, variant: str, dtype: str) -> None:
+    accepted = cases.PACKINGS[1:]
+    if shape.packing not in accepted:
+        raise refuse("--packing", f"{shape.packing!r} is not known; accepted: {', '.join(accepted)}")
+    if shape.seqlen_k is not None:
+        raise refuse("--packing", "packed sequences have as many keys as queries: leave --seqlen-k out")
+    terms = variants.parse(variant)
+    if dtype == "fp8" or terms.bias is not None or terms.documents is not None:
+        raise refuse("--packing", f"packed sequences are not measured in fp8, with a bias or documents; got {variant}")
+
+
+def choose_memory(shape: ShapeOptions, causal: bool, dtype: str | None, direction: str, device: torch.device) -> Chosen:
+    """What `tileattn memory` measures: one shape at each of its lengths."""
+    shape = replace(shape, seqlen=shape.seqlen or MEMORY_LENGTHS[device.type], head_dim=shape.head_dim or 128)
+    return replace(choose_cases(None, shape, VariantOptions(causal=causal), dtype, direction, device), suite=MEMORY)
+
+
+def at_least_one(option: str, value: int | None) -> None:
+    """Refuses a count below 1, or beyond what anything counts to; None, not given, is fine."""
+    if value is not None and value < 1:
+        raise refuse(option, f"{value} is too few; accepted: an integer of at least 1")
+    if value is not None and value > MOST:
+        raise refuse(option, f"{value} is too many; accepted: an integer of at most {MOST}")
+
+
+def _own_cases(shape: ShapeOptions, variant: str, dtype: str) -> list[Case]:
+    for name in ("batch", "heads", "kv_heads", "seqlen_k", "head_dim", "head_dim_v"):
+        at_least_one(f"--{name.replace('_', '-')}", getattr(shape, name))
+    heads, head_dim = shape.heads or 8, shape.head_dim or 64
+    kv_heads = shape.kv_heads or heads
+    if heads % kv_heads:
+        raise refuse("--kv-heads", f"{kv_heads} does not divide the {heads} heads of q")
+    base = cases.square(shape.batch or 1, 1, heads, head_dim, variant, dtype)
+    base = replace(base, kv_heads=kv_heads, head_dim_v=shape.head_dim_v or head_dim, packing=shape.packing or "")
+    lengths = _lengths(shape.seqlen or "1024")
+    return [replace(base, seqlen_q=length, seqlen_k=shape.seqlen_k or length) for length in lengths]
+
+
+def _lengths(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise refuse("--seqlen", f"{text!r} is not understood; accepted: positive integers with commas between")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def variant_name(options: VariantOptions) -> str:
+    """The variant of `--variant`, or the one that the other options are parts of."""
+    if options.variant is not None:
+        if options != VariantOptions(variant=options.variant):
+            raise refuse("--variant", "it names the whole variant; give either it or --causal, --mask, --softcap, ...")
+        return _known_variant("--variant", options.variant)
+    if options.mask is not None:
+        _check_mask(options.mask)
+    terms = ["causal"] if options.causal else []
+    terms += [options.mask] if options.mask not in (None, "full") else []
+    if options.softcap is not None:
+        if not SMALLEST_CAP <= options.softcap <= LARGEST_CAP:
+            accepted = f"a number from {SMALLEST_CAP:g} to {LARGEST_CAP:.0f}"
+            raise refuse("--softcap", f"{options.softcap:g} is not a cap; accepted: {accepted}")
+        terms.append(f"softcap{variants.written_out(options.softcap)}")
+    terms += [name for name in ("alibi", "bias", "sink") if getattr(options, name)]
+    return _known_variant("--mask", "+".join(terms) or "full")
+
+
+def _check_mask(name: str) -> None:
+    for term in name.split("+"):
+        if not variants.is_mask(term.strip()):
+            raise refuse("--mask", f"{term!r} is no mask; accepted: {variants.ACCEPTED_MASKS}")
+
+
+def _known_variant(option: str, name: str) -> str:
+    try:
+        return variants.parse(name.strip()).name
+    except ValueError as error:
+        raise refuse(option, str(error)) from error
+
+
+def choose_implementations(
+    backend: str | None, peers: str | None, device: torch.device, chosen: Chosen
+) -> list[Implementation]:
+    """tileattn, and the peers beside it."""
+    names = _default_peers(device, chosen.cases) if peers is None else peers
+    wanted = [] if names == "none" else [name.strip() for name in names.split(",")]
+    if unknown := [name for name in wanted if name not in PEERS]:
+        raise refuse("--peers", f"{', '.join(map(repr, unknown))}: not known; accepted: none, {', '.join(PEERS)}")
+    return [own_implementation(backend), *(PEERS[name] for name in dict.fromkeys(wanted))]
+
+
+def _default_peers(device: torch.device, measured: Sequence[Case]) -> str:
+    if all(case.dtype == "fp8" for case in measured):
+        return FP8_PEERS
+    return (PACKED_PEERS if all(case.packing for case in measured) else DEFAULT_PEERS)[device.type]
+
+
+def own_implementation(backend: str | None) -> TileAttn:
+    """tileattn with the backend of `--backend`."""
+    names = [each.name for each in BACKENDS]
+    if backend is not None and backend.partition(":")[0] not in names:
+        raise refuse("--backend", f"{backend!r} is not known; accepted: {', '.join(names)}")
+    try:
+        return TileAttn(None if backend is None else named(backend).name)
+    except ValueError as error:
+        raise refuse("--backend", str(error)) from error
+
+
+def choose_kernels(head_dim: str, variant: str, dtype: str, direction: str, arch: str | None) -> list[AnyJob]:
+    """What `tileattn warmup` compiles."""
+    if direction not in ("fwd", "fwdbwd"):
+        raise refuse("--direction", f"{direction!r} is not known; accepted: fwd, fwdbwd")
+    if arch is None and not torch.cuda.is_available():
+        raise refuse("--arch", "there is no GPU here to compile for; name an architecture, such as sm_90a")
+    arch = arch or device_arch(torch.device("cuda"))
+    dtypes = [name.strip() for name in dtype.split(",")]
+    if unknown := [name for name in dtypes if name not in cases.DTYPES]:
+        raise refuse("--dtype", f"{unknown[0]!r} is not known; accepted: {', '.join(cases.DTYPES)}")
+    names = [_known_variant("--variant", name) for name in variant.split(",")]
+    facts = [_head_dims(part) for part in head_dim.split(",")], names, dtypes, arch
+    wanted = warmup.calls(*facts)
+    backward = warmup.backward_calls(*facts) if direction == "fwdbwd" else []
+    tilelang = next(backend for backend in BACKENDS if backend.name == "tilelang")
+    for call in [*wanted, *(each.forward for each in backward)]:
+        if (reason := tilelang.refusal(call)) is not None:
+            raise typer.BadParameter(f"the TileLang kernels do not run {call}: {reason}")
+    return warmup.jobs(wanted, backward)
+
+
+def _head_dims(text: str) -> tuple[int, int]:
+    """(head_dim, head_dim_v) of "128" or "192/128"."""
+    parts = text.strip().split("/")
+    if len(parts) > 2 or not all(part.isdecimal() for part in parts):
+        raise refuse("--head-dim", f"{text!r} is not understood; accepted: 128, or 192/128 where v has another")
+    return int(parts[0]), int(parts[-1])

@@ -1,0 +1,171 @@
+"""What `tileattn info` prints: this machine, the versions, and what each backend accepts."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, ScoreMod, SlidingWindow, SoftCap
+from tileattn.bench import environment
+from tileattn.call.facts import AttentionCall, device_arch
+from tileattn.cli.choices import refuse
+from tileattn.kernels.cache.store import default_folder
+from tileattn.kernels.tilelang.forward.config import ARCHITECTURES
+from tileattn.runtime.dispatch import BACKENDS, Backend
+from tileattn.variant.key import encode
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call that stands for many, and its name in the table."""
+
+    name: str
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 128
+    head_dim_v: int = 128
+    mask: Mask | None = None
+    score_mods: Sequence[ScoreMod] = ()
+    sink: bool = False
+    aligned: bool = True
+    needs_grad: bool = False
+    packed: bool = False
+
+    def call(self, arch: str) -> AttentionCall:
+        """The facts of this call on an architecture."""
+        variant, _ = encode(self.mask, self.score_mods)
+        return AttentionCall(
+            dtype=self.dtype,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            variant=variant,
+            sink=self.sink,
+            aligned=self.aligned,
+            needs_grad=self.needs_grad,
+            packed=self.packed,
+            arch=arch,
+        )
+
+
+def examples() -> list[Example]:
+    """The calls that the table asks about: dtypes, head dims, masks, modifications, layouts, gradients."""
+    ids = torch.zeros(8, dtype=torch.int32)
+    slopes = torch.ones(8)
+    bias = torch.zeros(1, 8, 8, 8, dtype=torch.bfloat16)
+    return [
+        Example("bf16, head dim 128, full"),
+        Example("fp16", dtype=torch.float16),
+        Example("fp32", dtype=torch.float32),
+        Example("fp64", dtype=torch.float64),
+        Example("fp8 (e4m3)", dtype=torch.float8_e4m3fn),
+        Example("head dim 16", head_dim=16, head_dim_v=16),
+        Example("head dim 80", head_dim=80, head_dim_v=80),
+        Example("head dim 100", head_dim=100, head_dim_v=100),
+        Example("head dim 256", head_dim=256, head_dim_v=256),
+        Example("head dim 512", head_dim=512, head_dim_v=512),
+        Example("head dims 192/128", head_dim=192),
+        Example("Causal", mask=Causal()),
+        Example("SlidingWindow", mask=SlidingWindow(1024, 0)),
+        Example("PrefixLM", mask=PrefixLM(256)),
+        Example("Causal & Documents", mask=Causal() & Documents(ids)),
+        Example("SoftCap", score_mods=(SoftCap(50.0),)),
+        Example("ALiBi", score_mods=(ALiBi(slopes),)),
+        Example("Bias", score_mods=(Bias(bias),)),
+        Example("sink", sink=True),
+        Example("rows not aligned to 16 bytes", aligned=False),
+        Example("gradients", needs_grad=True),
+        Example("packed sequences", packed=True),
+    ]
+
+
+def show(arch: str | None) -> None:
+    """Print it; `arch` asks what backends accept on another architecture than this machine's."""
+    arch = None if arch is None else _named_arch(arch)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    console = Console()
+    console.print(_machine(device))
+    console.print(_matrix(arch or device_arch(device)))
+
+
+def _machine(device: torch.device) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("device", f"{environment.device_name(device)} ({device_arch(device)})")
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        table.add_row("", f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB")
+    for name, found in environment.versions().items():
+        table.add_row(name, found)
+    table.add_row("nvcc", _nvcc())
+    table.add_row("kernels", _cache())
+    return table
+
+
+def _nvcc() -> str:
+    """Release and place of the nvcc that would compile kernels, or that there is none."""
+    path = shutil.which("nvcc")
+    if path is not None:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+        return f"{said.split('release ')[-1].split(',')[0]} ({path})"
+    try:
+        return f"{version('nvidia-cuda-nvcc')} (from pip)"
+    except PackageNotFoundError:
+        return "not found (pip install 'tileattn[cuda]')"
+
+
+def _cache() -> str:
+    """The kernel cache's folder, and how many kernels it holds."""
+    try:
+        folder = default_folder()
+    except FileNotFoundError as error:  # there is no home
+        return str(error)
+    return f"{folder} ({len(list(folder.glob('*.json')))} compiled)"
+
+
+def _matrix(arch: str) -> RenderableType:
+    """Which backend accepts which call on an architecture, from their refusals; the reasons below."""
+    table = Table(box=box.SIMPLE_HEAD, title=f"What runs on {arch}", title_justify="left", pad_edge=False)
+    table.add_column("call", no_wrap=True)
+    for backend in BACKENDS:
+        table.add_column(backend.name, justify="center")
+    reasons: dict[str, int] = {}
+    for example in examples():
+        table.add_row(example.name, *(_cell(backend, example.call(arch), reasons) for backend in BACKENDS))
+    notes = [Text(f"{number}  {reason}") for reason, number in reasons.items()]
+    order = Text(
+        "A call runs on the first backend that says yes, from left to right. One that says by name runs it only where "
+        "backend=... names it.",
+        style="dim",
+    )
+    summaries = [Text(f"{backend.name}: {backend.summary}", style="dim") for backend in BACKENDS]
+    return Group(table, *notes, *summaries, order)
+
+
+def _named_arch(arch: str) -> str:
+    """As :class:`AttentionCall` spells it; those that no backend has kernels for have an answer, too."""
+    if f"{arch}a" in ARCHITECTURES:
+        return f"{arch}a"
+    if re.fullmatch(r"cpu|sm_\d{2,3}a?|gfx[0-9a-f]{3,4}", arch) is None:
+        known = ", ".join(ARCHITECTURES)
+        raise refuse("--arch", f"{arch!r} is no architecture; accepted: cpu, sm_NN and gfxNNN, such as {known}")
+    return arch
+
+
+def _cell(backend: Backend, call: AttentionCall, reasons: dict[str, int]) -> Text:
+    """ "yes", or "no" or "by name" with the number of its reason."""
+    answer, reason, style = "no", backend.refusal(call), "yellow"
+    if reason is None:
+        answer, reason, style = "by name", backend.reservation(call), "cyan"
+    if reason is None:
+        return Text("yes", style="green")
+    return Text(f"{answer} {reasons.setdefault(reason, len(reasons) + 1)}", style=style)

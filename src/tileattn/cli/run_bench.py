@@ -1,0 +1,210 @@
+"""What `tileattn bench`, `memory`, `plot` and `warmup` do, once the command line has been taken apart."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tileattn.bench import report, results
+from tileattn.bench.cases import Case
+from tileattn.bench.peers.base import OWN, Implementation
+from tileattn.bench.progress import reporting
+from tileattn.bench.runner import Run
+from tileattn.cli.choices import LADDER, MEMORY, Chosen, at_least_one, refuse
+from tileattn.kernels.cache.store import default_folder
+from tileattn.kernels.tilelang.build import batch
+from tileattn.measure import timing
+
+RESULTS_FOLDER = Path("bench-results")
+PICTURES = (".png", ".svg", ".pdf")
+# What a shell calls a command that ended by Ctrl-C.
+STOPPED = 130
+# Each imports TileLang and runs nvcc: more of them want more memory than they save time.
+MAX_PROCESSES = 16
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """Where to write, and whether to talk."""
+
+    json: Path | None = None
+    plot: Path | None = None
+    force: bool = False
+    commit: str | None = None
+    quiet: bool = False
+
+
+def bench(
+    chosen: Chosen,
+    implementations: Sequence[Implementation],
+    device: torch.device,
+    rounds: int,
+    files: FileOptions,
+) -> int:
+    """Run, save after every case, print, draw. Returns the exit code: 1 if tileattn failed or was not measured."""
+    at_least_one("--rounds", rounds)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    json, picture = _reserve(chosen, device, files)
+    measured = results.begin(device, files.commit, " ".join(["tileattn", *sys.argv[1:]]), chosen.direction)
+    results.save(measured, json)
+    failures: list[str] = []
+    stopped = False
+    with reporting(len(chosen.cases), files.quiet) as progress:
+
+        def on_case(case: Case) -> None:
+            results.save(measured, json)
+            progress.done(case, measured)
+
+        run = Run(
+            chosen.suite,
+            chosen.cases,
+            implementations,
+            device,
+            measured,
+            effort=replace(timing.DEFAULT, rounds=rounds),
+            progress=progress.say,
+            on_case=on_case,
+            on_failure=failures.append,
+        )
+        try:
+            run()
+        except KeyboardInterrupt:
+            stopped = True
+    results.save(measured, json)
+    if stopped:
+        typer.echo("stopped: what was measured so far is shown and kept", err=True)
+    _show(measured, failures, files.quiet)
+    typer.echo(f"results: {json}")
+    if measured.rows:
+        _draw(measured, picture, asked=files.plot is not None, option="--plot")
+    own_failed = any(entry.backend == OWN for entry in measured.failed)
+    nothing = not any(row.backend == OWN for row in measured.rows)
+    return STOPPED if stopped else int(own_failed or nothing)
+
+
+def redraw(result: Path, picture: Path, force: bool) -> None:
+    """`tileattn plot`."""
+    check_picture("--output", picture, force)
+    try:
+        measured = results.load(result)
+    except ValueError as error:
+        raise refuse("RESULT", str(error)) from error
+    if not measured.rows:
+        raise refuse("RESULT", f"{result} has no measurements to draw")
+    try:
+        _draw(measured, picture, asked=True, option="--output")
+    except ValueError as error:
+        raise refuse("RESULT", f"{result} cannot be drawn: {error}") from error
+
+
+def warm_up(jobs: Sequence[batch.AnyJob]) -> int:
+    """`tileattn warmup`: a line per kernel as it is ready. Returns the exit code: 1 if one could not be compiled."""
+    try:
+        folder = default_folder()
+    except FileNotFoundError as error:  # there is no home
+        typer.echo(error, err=True)
+        return 1
+    failed = False
+    with Console(stderr=True).status(f"compiling {len(jobs)} kernels"):
+        for number, each in enumerate(batch.compile_all(jobs, min(batch.CORES, MAX_PROCESSES)), start=1):
+            took = each.error or ("was in the cache" if each.was_there else f"{each.seconds:.1f} s")
+            typer.echo(f"[{number}/{len(jobs)}] {each.job}: {took}")
+            failed = failed or each.error is not None
+    typer.echo(f"kernels: {folder}")
+    return int(failed)
+
+
+def _reserve(chosen: Chosen, device: torch.device, files: FileOptions) -> tuple[Path, Path]:
+    """The paths of result file and picture; the first is created at once, so that two runs never share it."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    name = chosen.suite if chosen.direction == "fwd" else f"{chosen.suite}-{chosen.direction}"
+    json = files.json or RESULTS_FOLDER / f"{name}-{device.type}-{stamp}.json"
+    picture = files.plot or json.with_suffix(".png")
+    if files.plot is not None:
+        check_picture("--plot", picture, files.force)
+        check_writable("--plot", picture)
+    elif picture.exists() and not files.force:
+        raise refuse("--json", f"{picture}, its picture, exists; give another name, or --force to overwrite it")
+    if json == picture:
+        raise refuse("--json", f"{json} would be its own picture; give the result file another suffix, such as .json")
+    create("--json", json, files.force)
+    return json, picture
+
+
+def create(option: str, path: Path, force: bool) -> None:
+    """Creates a file before anything is measured: two runs never share it, and it is known that it can be written."""
+    with writing(option, path):
+        try:
+            path.open("w" if force else "x").close()
+        except FileExistsError:
+            raise refuse(option, f"{path} exists; give another name, or --force to overwrite it") from None
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Before anything is measured: a file can be written there. What is there stays, and nothing is left."""
+    with writing(option, path):
+        there = path.exists()
+        path.open("ab").close()
+        if not there:
+            path.unlink()
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Makes the folder of a file that is written inside; where that fails, the option is refused."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise refuse(option, f"{path} can't be written: {error.filename} is no folder") from error
+    except OSError as error:
+        raise refuse(option, f"{path} can't be written: {error.strerror}") from error
+    try:
+        yield
+    except OSError as error:
+        raise refuse(option, f"{path} can't be written: {error.strerror or error}") from error
+
+
+def check_picture(option: str, picture: Path, force: bool) -> None:
+    """Before anything is measured: a picture that was asked for can be drawn."""
+    if picture.suffix not in PICTURES:
+        raise refuse(option, f"{picture} has the suffix {picture.suffix!r}; accepted: {', '.join(PICTURES)}")
+    if picture.exists() and not force:
+        raise refuse(option, f"{picture} exists; give another name, or --force to overwrite it")
+    if find_spec("matplotlib") is None:
+        raise refuse(option, "plots need matplotlib: pip install 'tileattn[plot]'")
+
+
+def _draw(measured: results.Results, picture: Path, asked: bool, option: str) -> None:
+    if not asked and find_spec("matplotlib") is None:
+        typer.echo("no picture: plots need matplotlib (pip install 'tileattn[plot]')", err=True)
+        return
+    from tileattn.bench import plot, plot_ladder, plot_memory
+
+    drawn_by = {MEMORY: plot_memory.save, LADDER: plot_ladder.save}
+    with writing(option, picture):
+        drawn_by.get(measured.rows[0].suite, plot.save)(measured, picture)
+    typer.echo(f"picture: {picture}")
+
+
+def _show(measured: results.Results, failures: Sequence[str], quiet: bool) -> None:
+    """The tables on stdout; tracebacks, and if quiet the failures, on stderr."""
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    errors = Console(stderr=True)
+    for failure in failures:
+        errors.print(Text(failure), style="red")
+    if quiet:
+        for entry in measured.failed:
+            errors.print(Text(f"{entry.case}: {entry.backend}: {entry.reason}"), style="red")
+    else:
+        console.print(report.render(measured))

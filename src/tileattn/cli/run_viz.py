@@ -1,0 +1,160 @@
+"""What `tileattn viz` does, once the command line has been taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import typer
+
+from tileattn.bench import problem, results
+from tileattn.bench.cases import square
+from tileattn.bench.peers.own import mask_of, score_mods_of
+from tileattn.bench.problem import Problem
+from tileattn.cli.choices import VariantOptions, at_least_one, refuse, variant_name
+from tileattn.cli.run_bench import check_picture, writing
+from tileattn.viz.checks import check_tile_count
+from tileattn.viz.dashboard import draw_dashboard
+from tileattn.viz.lengths import draw_lengths
+from tileattn.viz.softmax import draw_softmax, row_scores
+from tileattn.viz.tiles import draw_tiles, kernel_tiles, tile_map
+from tileattn.viz.weights import attention_weights, draw_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from matplotlib.figure import Figure
+
+# Where --block-M and --block-N are not given: those of most kernels.
+BLOCK = 128
+# Where --head-dim is not given beside --arch.
+HEAD_DIM = 128
+
+
+def tiles(
+    seqlen: int,
+    seqlen_k: int | None,
+    causal: bool,
+    mask: str | None,
+    block: tuple[int | None, int | None],
+    arch: str | None,
+    head_dim: int | None,
+    output: Path,
+    force: bool,
+) -> None:
+    """`tileattn viz tiles`."""
+    check_picture("--output", output, force)
+    for option, size in (
+        ("--seqlen", seqlen),
+        ("--seqlen-k", seqlen_k),
+        ("--block-M", block[0]),
+        ("--block-N", block[1]),
+    ):
+        at_least_one(option, size)
+    name = variant_name(VariantOptions(causal=causal, mask=mask))
+    given = mask_of(_problem(name, seqlen, seqlen_k or seqlen, heads=1, head_dim=1, seed=0))
+    if arch is not None and block != (None, None):
+        raise refuse("--arch", "it brings its own tiles; give either it or --block-M and --block-N")
+    if arch is None and head_dim is not None:
+        raise refuse("--head-dim", "it is that of the kernel for --arch, which is not given")
+    head_dim = HEAD_DIM if head_dim is None else head_dim
+    with _refused("--arch, --head-dim"):
+        default = (
+            (BLOCK, BLOCK)
+            if arch is None
+            else kernel_tiles(arch, head_dim, given, seqlen=min(seqlen, seqlen_k or seqlen))
+        )
+    with _refused("--seqlen"):
+        sizes = (seqlen, seqlen_k or seqlen, block[0] or default[0], block[1] or default[1])
+        found = tile_map(given, *sizes, arch=arch)
+    title = f"{name}, kernel for {arch}, head dim {head_dim}" if arch is not None else name
+    _save(draw_tiles(found, title), output)
+
+
+def weights(
+    seqlen: int,
+    seqlen_k: int | None,
+    heads: int,
+    head_dim: int,
+    terms: VariantOptions,
+    seed: int,
+    output: Path,
+    force: bool,
+) -> None:
+    """`tileattn viz weights`."""
+    check_picture("--output", output, force)
+    for option, size in (("--seqlen", seqlen), ("--seqlen-k", seqlen_k), ("--heads", heads), ("--head-dim", head_dim)):
+        at_least_one(option, size)
+    name = variant_name(terms)
+    given = _problem(name, seqlen, seqlen_k or seqlen, heads, head_dim, seed)
+    with _refused("--seqlen, --heads"):
+        found = attention_weights(given.q, given.k, **_variant(given))
+        figure = draw_weights(found, f"Attention weights, {name}, random q and k")
+    _save(figure, output)
+
+
+def softmax(
+    seqlen: int, block_n: int, row: int, head_dim: int, terms: VariantOptions, seed: int, output: Path, force: bool
+) -> None:
+    """`tileattn viz softmax`."""
+    check_picture("--output", output, force)
+    for option, size in (("--seqlen", seqlen), ("--block-N", block_n), ("--head-dim", head_dim)):
+        at_least_one(option, size)
+    with _refused("--block-N"):  # before tensors of any length are made
+        check_tile_count(seqlen, "block_N", block_n)
+    name = variant_name(terms)
+    given = _problem(name, seqlen, seqlen, 1, head_dim, seed)
+    with _refused("--row"):
+        scores = row_scores(given.q, given.k, row, **_variant(given))
+    _save(draw_softmax(scores, given.v[0, :, 0], block_n, f"Online softmax along row {row % seqlen}, {name}"), output)
+
+
+def lengths(result: Path, variant: str | None, output: Path, force: bool) -> None:
+    """`tileattn viz lengths`."""
+    if variant not in (None, "full", "causal"):
+        raise refuse("--variant", f"{variant!r} is not drawn by length; accepted: full, causal")
+    _of_results(result, lambda measured: draw_lengths(measured, variant), output, force)
+
+
+def dashboard(result: Path, output: Path, force: bool) -> None:
+    """`tileattn viz dashboard`."""
+    _of_results(result, draw_dashboard, output, force)
+
+
+def _of_results(result: Path, draw: Callable[[results.Results], Figure], output: Path, force: bool) -> None:
+    check_picture("--output", output, force)
+    with _refused("RESULT"):
+        figure = draw(results.load(result))
+    _save(figure, output)
+
+
+def _problem(name: str, seqlen: int, seqlen_k: int, heads: int, head_dim: int, seed: int) -> Problem:
+    """Random tensors, float32 on the CPU, and those of the variant."""
+    case = replace(square(1, seqlen, heads, head_dim, name, "fp32"), seqlen_k=seqlen_k)
+    try:
+        return problem.build(case, torch.device("cpu"), seed)
+    except torch.OutOfMemoryError as error:
+        raise refuse("--seqlen, --heads, --head-dim", str(error)) from error
+
+
+def _variant(given: Problem) -> dict[str, Any]:
+    return {"mask": mask_of(given), "score_mod": score_mods_of(given)}
+
+
+@contextmanager
+def _refused(option: str) -> Iterator[None]:
+    """An argument that viz refuses is an option that the command line refuses."""
+    try:
+        yield
+    except ValueError as error:
+        raise refuse(option, str(error)) from error
+
+
+def _save(figure: Figure, output: Path) -> None:
+    with writing("--output", output):
+        figure.savefig(output, facecolor="white")
+    typer.echo(f"picture: {output}")

@@ -1,0 +1,1 @@
+"""The backward pass on AMD's matrix cores."""

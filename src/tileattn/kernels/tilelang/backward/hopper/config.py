@@ -1,0 +1,315 @@
+"""How the Hopper schedule of the backward pass cuts its work."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from .....call.facts import AttentionCall
+from .....variant.derivative import derivative
+from .....variant.expression import nodes, symbol
+from .....variant.key import program
+from .....variant.tile_loads import TileLoad
+from ...forward.config import ARCHITECTURES, CAUSAL, padded
+from ...tile.simplify import is_uniform
+from ..operand_gradients import ADDED, BY_KEY, STORED, Path
+from ..slopes import slope_program
+from .dq_order import RegisterOrder
+
+CONSUMERS = 256
+BLOCK_N = 128
+# Registers of a consumer thread that products can take; the rest holds addresses and intermediate results.
+MAIN_PRODUCTS, QUERIES_PRODUCTS = 228, 208
+
+
+@dataclass(frozen=True)
+class HopperBackwardConfig:
+    """Tiles of the Hopper schedule.
+
+    Attributes:
+        block_M: rows of Q and dO in a tile.
+        block_N: rows of K and V in a tile: 64 for each of the two consumer warpgroups.
+        num_stages: tiles of Q, and of dO, in flight.
+        ds_buffers: tiles of dS in shared memory: with two, a warpgroup may write one while the other still reads. None
+            at all, 0, leaves dq to another kernel.
+        late_dp: whether dP is multiplied after the probabilities, not beside the scores: registers for modifications.
+        tile_stages: tiles in flight of a tensor that the modification reads tile by tile, such as a bias: 1, or as many
+            as `num_stages`. With 0 each element is fetched where it is used.
+        gradient_bytes: of an element in the tiles in which that tensor's gradient leaves by TMA. With 0 each element is
+            handed over by itself.
+    """
+
+    block_M: int
+    block_N: int = BLOCK_N
+    num_stages: int = 2
+    ds_buffers: int = 2
+    late_dp: bool = False
+    tile_stages: int = 0
+    gradient_bytes: int = 0
+
+    @property
+    def adds_dq(self) -> bool:
+        """Whether the kernel adds up dq as well."""
+        return self.ds_buffers > 0
+
+    def order(self, call: AttentionCall) -> RegisterOrder:
+        """Of dq's sums."""
+        return RegisterOrder(self.block_M, padded(call.head_dim))
+
+    @property
+    def rows_apart(self) -> int:
+        """A stage of lse2 or delta: its rows, in whole 128 bytes, which a copy by TMA begins at."""
+        return -(-self.block_M // 32) * 32
+
+    def copied(self, call: AttentionCall) -> tuple[TileLoad, torch.dtype] | None:
+        """The tile load whose tiles are copied, and its dtype."""
+        return program(call.variant).copied_tile if self.tile_stages else None
+
+    def shared_bytes(self, call: AttentionCall) -> int:
+        """Shared memory of one block: K, V; the stages of Q, dO, lse2, delta; tiles; dS; dq's sums; barriers."""
+        head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+        keys = 2 * self.block_N * (head_dim + head_dim_v)
+        queries = self.num_stages * (2 * self.block_M * (head_dim + head_dim_v) + 8 * self.rows_apart)
+        sums = 4 * self.block_M * head_dim if self.adds_dq else 0
+        copied = self.copied(call)
+        per_score = 0 if copied is None else self.tile_stages * copied[1].itemsize + self.gradient_bytes
+        tiles = self.block_M * self.block_N * per_score
+        return keys + queries + tiles + 2 * self.ds_buffers * self.block_N * self.block_M + sums + 1024
+
+    def products(self, call: AttentionCall) -> int:
+        """Registers per thread for dK and dV, S and dP, and, of 16 bits, P."""
+        columns = 2 * (padded(call.head_dim) + padded(call.head_dim_v)) + 5 * self.block_M
+        return columns * self.block_N // 2 // CONSUMERS
+
+    def is_valid(self, call: AttentionCall) -> bool:
+        """Whether it fits the call: sm_90a, aligned tensors, registers, shared memory."""
+        return (
+            call.arch == "sm_90a"
+            and call.aligned
+            and call.dtype.itemsize == 2
+            and self.products(call) <= MAIN_PRODUCTS
+            and self.block_M % 16 == 0
+            and self.tile_stages in ((0,) if program(call.variant).copied_tile is None else (0, 1, self.num_stages))
+            and (not self.adds_dq or self.order(call).is_valid())
+            and self.shared_bytes(call) <= ARCHITECTURES["sm_90a"].shared_bytes
+        )
+
+
+@dataclass(frozen=True)
+class HopperWideConfig:
+    """The Hopper schedule for dk and dv of wide heads; its tiles are 64 queries by 64 keys.
+
+    Attributes:
+        late_dp: whether dP is multiplied after the probabilities, not beside the scores: registers for modifications.
+    """
+
+    late_dp: bool = False
+    block_M: ClassVar[int] = 64
+    block_N: ClassVar[int] = 64
+    adds_dq: ClassVar[bool] = False
+
+    def head_dim(self, call: AttentionCall) -> int:
+        """Both head dims as tiles hold them: in panels of 64 columns."""
+        return -(-max(call.head_dim, call.head_dim_v) // 64) * 64
+
+    def shared_bytes(self, call: AttentionCall) -> int:
+        """Shared memory of one block: K, V, two stages of Q and dO; P and dS, lse2 and delta of each; barriers."""
+        return 12 * 64 * self.head_dim(call) + 2 * 4 * 64 * 64 + 4 * 4 * 64 + 1024
+
+    def is_valid(self, call: AttentionCall) -> bool:
+        """Whether it fits the call: sm_90a, aligned tensors, equal head dims, shared memory."""
+        return (
+            call.arch == "sm_90a"
+            and call.aligned
+            and call.dtype.itemsize == 2
+            and min(call.head_dim, call.head_dim_v) > self.head_dim(call) - 64
+            and self.shared_bytes(call) <= ARCHITECTURES["sm_90a"].shared_bytes
+        )
+
+
+@dataclass(frozen=True)
+class HopperQueriesConfig:
+    """Tiles of the Hopper schedule for dq alone.
+
+    Attributes:
+        block_N: rows of K and V in a tile.
+        k_stages: tiles of K in flight: it is needed for dq once more, under the next tile's products.
+        v_stages: tiles of V in flight.
+        block_M: rows of Q and dO: 64 for each of the two consumer warpgroups.
+        tile_stages: tiles in flight of a tensor that the modification reads tile by tile, such as a bias: as many as of
+            K, or as of V. With 0 each element is fetched where it is used.
+    """
+
+    block_N: int
+    k_stages: int = 2
+    v_stages: int = 2
+    block_M: int = 128
+    tile_stages: int = 0
+
+    def copied(self, call: AttentionCall) -> tuple[TileLoad, torch.dtype] | None:
+        """The tile load whose tiles are copied, and its dtype."""
+        return program(call.variant).copied_tile if self.tile_stages else None
+
+    def shared_bytes(self, call: AttentionCall) -> int:
+        """Shared memory of one block: Q, dO; the stages of K, V and a tile; barriers."""
+        head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+        queries = 2 * self.block_M * (head_dim + head_dim_v)
+        copied = self.copied(call)
+        tile = 0 if copied is None else self.tile_stages * self.block_M * copied[1].itemsize
+        return queries + self.block_N * (2 * (self.k_stages * head_dim + self.v_stages * head_dim_v) + tile) + 1024
+
+    def products(self, call: AttentionCall, kept: int = 0) -> int:
+        """Registers per thread for dQ, S, dP and, of 16 bits, dS; and for derivatives that are kept beside S."""
+        return (2 * padded(call.head_dim) + (5 + 2 * kept) * self.block_N) * self.block_M // 2 // CONSUMERS
+
+    def is_valid(self, call: AttentionCall) -> bool:
+        """Whether it fits the call: sm_90a, aligned tensors, registers, shared memory."""
+        return (
+            call.arch == "sm_90a"
+            and call.aligned
+            and call.dtype.itemsize == 2
+            and self.products(call) <= QUERIES_PRODUCTS
+            and self.k_stages >= 2
+            and self.tile_stages in (0, self.k_stages, self.v_stages)
+            and (self.tile_stages == 0 or program(call.variant).copied_tile is not None)
+            and self.block_N % 16 == 0
+            and self.shared_bytes(call) <= ARCHITECTURES["sm_90a"].shared_bytes
+        )
+
+
+def leaving(config: Any, call: AttentionCall, paths: tuple[Path, ...]) -> tuple[int, torch.dtype] | None:
+    """Which path's gradient leaves by TMA, and the dtype that it leaves in; None for none, in all other schedules."""
+    if not isinstance(config, HopperBackwardConfig) or not config.gradient_bytes or config.copied(call) is None:
+        return None
+    return path_of_tile(call, paths)
+
+
+def path_of_tile(call: AttentionCall, paths: tuple[Path, ...]) -> tuple[int, torch.dtype] | None:
+    """The path to the tensor whose tiles may be copied, if its gradient can leave tile by tile, and in which dtype."""
+    copied = program(call.variant).copied_tile
+    for index, path in enumerate(paths):
+        if copied is not None and str(path.load) == copied[0].text and path.way in (STORED, ADDED):
+            return index, copied[1] if path.way == STORED else torch.float32
+    return None
+
+
+def hopper_preferences(
+    call: AttentionCall, paths: tuple[Path, ...], adds_dq: bool
+) -> Iterator[HopperBackwardConfig | HopperWideConfig]:
+    """Configurations from the best down; the first that is valid counts.
+
+    Args:
+        call: of the forward pass, aligned if all that the kernel reads is.
+        paths: to the tensors whose gradients are wanted.
+        adds_dq: whether the kernel may add up dq; wide heads leave no registers for it.
+    """
+    if max(padded(call.head_dim), padded(call.head_dim_v)) > 128:
+        yield from _wide(call, paths)
+        return
+    for config in _narrow(call, paths):
+        yield from _with_tiles(call, paths, config if adds_dq else dataclasses.replace(config, ds_buffers=0))
+
+
+def _with_tiles(
+    call: AttentionCall, paths: tuple[Path, ...], config: HopperBackwardConfig
+) -> Iterator[HopperBackwardConfig]:
+    """With as many of a bias's tiles in flight as there is shared memory for, or fewer queries; at last with none."""
+    if program(call.variant).copied_tile is not None:
+        leaves = path_of_tile(call, paths)
+        of_gradient = leaves[1].itemsize if leaves else 0
+        fewer = (block_M for block_M in (48, 32) if block_M < config.block_M)
+        for block_M in (config.block_M, *fewer):
+            for ds_buffers, stages in ((config.ds_buffers, config.num_stages), (config.ds_buffers, 1), (1, 1)):
+                yield dataclasses.replace(
+                    config,
+                    block_M=block_M,
+                    ds_buffers=min(ds_buffers, config.ds_buffers),
+                    tile_stages=stages,
+                    gradient_bytes=of_gradient,
+                )
+    yield config
+
+
+def _wide(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwardConfig | HopperWideConfig]:
+    """None where tensors' gradients are wanted, or a modification keeps more than one derivative beside S and dP."""
+    score = program(call.variant).score
+    kept = _kept(score)
+    if paths or kept > (0 if call.dropout else 1):
+        return
+    if not _reads(score):
+        yield HopperWideConfig(late_dp=kept > 0)
+    yield from _with_tiles(call, paths, HopperBackwardConfig(32, num_stages=4, ds_buffers=0, late_dp=kept > 0))
+
+
+def _narrow(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwardConfig]:
+    widest = max(padded(call.head_dim), padded(call.head_dim_v))
+    score, fetches = program(call.variant).score, _fetches(call)
+    # What is kept beside P, dP, dK and dV leaves registers for fewer queries only, and so does dropout.
+    if call.dropout and widest > 64 and (paths or _bends(score)):
+        yield HopperBackwardConfig(32 if paths and _bends(score) else 48, late_dp=True)
+    if paths and widest > 64:
+        yield HopperBackwardConfig(32 if _bends(score) else 48 if _crowded(call, paths) else 64, late_dp=True)
+    if paths or _bends(score) or fetches:
+        yield HopperBackwardConfig(64, late_dp=bool(paths))
+    elif widest <= 64:
+        yield HopperBackwardConfig(128)
+    elif not call.dropout and (call.variant == "" or (call.variant == CAUSAL and not call.packed)):
+        # Other masks' tests need registers; packed sequences are mostly short (see `short_default`).
+        yield HopperBackwardConfig(80)
+    yield HopperBackwardConfig(64)
+
+
+def queries_preferences(call: AttentionCall) -> Iterator[HopperQueriesConfig]:
+    """The same of the kernel for dq alone: the largest tiles of keys for which there are registers."""
+    score, copied = program(call.variant).score, program(call.variant).copied_tile
+    kept = _kept(score)
+    for tile_stages in (2, 1, 0) if copied is not None else (0,):
+        reads = _reads(score) if tile_stages == 0 else _fetches(call)
+        largest = 128 if score is None else 48 if kept and reads else 64
+        for block_N in range(largest, 0, -16):
+            for v_stages in (2, 1):
+                config = HopperQueriesConfig(block_N, v_stages=v_stages, tile_stages=tile_stages)
+                if config.products(call, kept) <= QUERIES_PRODUCTS:
+                    yield config
+
+
+def _kept(score: Any) -> int:
+    """How many derivatives are kept beside S, if those of tensors are not wanted."""
+    return 0 if score is None else len(_derivatives(score, ()))
+
+
+def _derivatives(score: Any, paths: tuple[Path, ...]) -> tuple[Any, ...]:
+    """Those that are kept beside S."""
+    return slope_program(score, tuple(path.load for path in paths), hardware_tanh=True).early
+
+
+def _crowded(call: AttentionCall, paths: tuple[Path, ...]) -> bool:
+    """Whether more is needed for the tensors' gradients than the scores' gradients as they are.
+
+    Such as a copied tile that multiplies the score: it stays in registers until its slope is asked for.
+    """
+    traced = program(call.variant)
+    multiplies = traced.copied_tile is not None and len(_derivatives(traced.score, paths)) > 0
+    return any(path.way == BY_KEY for path in paths) or len(paths) > 1 or multiplies
+
+
+def _reads(score: Any) -> bool:
+    """Whether a modification reads memory for each score."""
+    return any(node.op == "load" and not is_uniform(node) for node in nodes(score))
+
+
+def _fetches(call: AttentionCall) -> bool:
+    """The same, but for a tensor whose tiles are copied."""
+    traced = program(call.variant)
+    copied = traced.copied_tile[0].text if traced.copied_tile else None
+    return any(node.op == "load" and not is_uniform(node) and str(node) != copied for node in nodes(traced.score))
+
+
+def _bends(score: Any) -> bool:
+    """Whether a modification's slope depends on the score."""
+    slope = derivative(score, symbol("score"))
+    return any(node.op == "symbol" and node.args[0] == "score" for node in nodes(slope))

@@ -1,0 +1,81 @@
+"""dq's sums on Hopper: dS is shared by the warpgroups, and each tile of dQ added up in memory."""
+
+from __future__ import annotations
+
+import tilelang.language as T
+
+from ...forward.generic import ROWS
+from ...forward.hopper.plan import WARP, WARPGROUP
+from .copied_tile import take_gradient
+from .loads import tiles_of_head
+from .plan import _PACK, _STMATRIX, BATCH, DQ_PARITY, DS, KV_HEAD
+
+
+@T.macro
+def add_dq(plan, arg, w):
+    """Each warpgroup's half of dQ, as it comes, to the sums in memory."""
+    half = plan.sum_rows // 2
+    parity = T.alloc_var("int32", init=0)
+    for g in T.serial(arg.heads_per_kv_head):
+        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
+        row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.sum_rows)
+        count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
+        for _ in T.serial(count):
+            if plan.leaving is not None:
+                take_gradient(plan, arg, w, h, T.truncdiv(row, plan.sum_rows), 0, parity)
+                take_gradient(plan, arg, w, h, T.truncdiv(row, plan.sum_rows), 1, parity)
+            for group in T.serial(2):
+                T.barrier_wait(w.dq_ready[group], parity)
+                T.atomic_add(
+                    arg.dq_sum[w.task[BATCH], h, row + group * half : row + group * half + half, :],
+                    w.dq_sum[group * half : group * half + half, :],
+                    use_tma=True,
+                )
+                T.barrier_arrive(w.dq_free[group])
+            row += plan.sum_rows
+            parity = parity ^ 1
+
+
+@T.macro
+def share_ds(plan, w):
+    """dS of this warpgroup's keys to shared memory: queries in rows, as dQ's product takes it without conflicts.
+
+    A thread holds elements in rows i, i + 8 and columns j, j + 1, j + 8, j + 9 of each 16 columns: four matrices of
+    8 x 8, which stmatrix stores transposed. (TileLang 0.1.15 uses it by itself for whole buffers only, not for one of
+    several stages.)
+    """
+    lane, warp = w.thread % WARP, w.thread // WARP
+    for n in T.unroll(plan.block_M // 16):
+        for e in T.unroll(8):
+            w.eight[e] = w.ds[warp * 16 + lane // 4 + e // 2 % 2 * 8, n * 16 + lane % 4 * 2 + e // 4 * 8 + e % 2]
+        place = w.shared_ds[w.at[DS], n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane % 16 // 8 * 8]
+        pairs = [T.call_intrin("int32", _PACK, w.eight[e], w.eight[e + 1]) for e in (0, 2, 4, 6)]
+        T.evaluate(T.call_intrin("handle", _STMATRIX, 1, 4, T.access_ptr(place, "w", extent=8), *pairs, "m8n8"))
+
+
+@T.macro
+def multiply_dq(plan, w):
+    policy = T.GemmWarpPolicy.FullCol if plan.order.shares_columns else ROWS
+    if plan.order.transposed:
+        T.wgmma_gemm(
+            w.k,
+            w.shared_ds[w.at[DS], :, :],
+            w.acc_dq,
+            transpose_A=True,
+            transpose_B=True,
+            clear_accum=True,
+            policy=policy,
+        )
+    else:
+        T.wgmma_gemm(w.shared_ds[w.at[DS], :, :], w.k, w.acc_dq, clear_accum=True, policy=policy)
+
+
+@T.macro
+def hand_over_dq(plan, w):
+    """To the adding warp, once it has taken the last tile's."""
+    group = w.thread // WARPGROUP
+    T.barrier_wait(w.dq_free[group], w.at[DQ_PARITY])
+    for i, j in T.Parallel(*plan.order.shape):
+        w.dq_sum[plan.order.place(i, j)[0], plan.order.place(i, j)[1]] = w.acc_dq[i, j]
+    T.fence_proxy_async()
+    T.barrier_arrive(w.dq_ready[group])

@@ -1,0 +1,414 @@
+"""dk, dv and dq's sums, Hopper schedule: the backward pass of FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608).
+
+Each block owns one tile of 128 keys and values of one kv head, and walks over the query heads of the group and, for
+each, over the tiles of queries that the mask lets see its keys. In a block
+
+    two loading warps        bring, by TMA, K and V and then Q with lse2, tile by tile, and dO with delta;
+    two consumer warpgroups  own 64 keys each: they multiply (wgmma), and keep dK and dV in registers;
+    one adding warp          adds each tile of dQ to the float32 sums in memory, by TMA, which sums in the L2 cache;
+    one more loading warp    brings a bias's tiles, or those of another tensor that a modification reads tile by tile.
+
+One iteration of a consumer warpgroup; the tensor cores are given the next product before the last one's result is used:
+
+    tensor cores  |  S = K Q^T  |  dP = V dO^T  |        |  dV += P dO  |  dQ = dS^T K  |  dK += dS Q  |
+    other units   |             |  P = exp2(S)  |  dS = P (dP - delta)  |               |  dQ to shared memory
+    barriers      ^q_ready      ^do_ready                               ^both have dS   ^do_free       ^q_free
+
+S, P, dP and dS have keys in rows, so that P and dS are first operands as they lie in registers. dQ needs dS of all 128
+keys: both warpgroups write theirs to shared memory, transposed (stmatrix), and wait for each other. With two buffers of
+dS that is the only time they wait.
+
+dQ leaves the registers in the order in which they hold it (dq_order.py), half a tile for each warpgroup, so that
+writing it to shared memory meets no bank conflicts, and one bulk reduction adds it up; finish.py undoes the order.
+
+A bias's tile comes as it lies in memory, queries in rows, swizzled. Of 16 bits it is taken to registers under S = K Q^T
+by ldmatrix, which transposes it; of 32 bits it is read where it is used: either way banks do not collide. Its gradient
+leaves the same way: transposed to shared memory, behind dV's product, from where the adding warp stores it, or adds it
+to float32 sums where heads or batch elements share the bias. Batch elements that share one are neighbours in the grid.
+
+Every buffer has two mbarriers, ``ready`` and ``free``, as in the forward schedule (forward/hopper/kernel.py). Masked
+tiles, and tiles over the ends of queries or keys, take a branch that all threads agree on.
+
+Blocks start with the tiles of keys that a causal mask lets most queries see. All sizes and strides are run-time values.
+Limits: sm_90a, head dims up to 128, tensors whose rows begin at multiples of 16 bytes. Without dq, which
+queries.py then computes, the head dims may be larger if both together are no more than 320: with 192 and 128 the
+warpgroups keep 160 registers of dK and dV, and take 32 queries at a time.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import tilelang
+import tilelang.language as T
+
+from .....call.facts import AttentionCall
+from .....variant.key import Program
+from ...forward.generic import ROWS
+from ...forward.hopper.plan import WARP, WARPGROUP
+from ...forward.signature import assume_aligned, assume_filled
+from ...tile import dropout, softmax
+from ...tile.mask import keep_uniforms
+from .. import places, tile
+from ..operand_gradients import BY_KEY, Path
+from ..operand_stores import add_to_sums, hand_over_sums, to_elements
+from ..visible import Viewers
+from .config import CONSUMERS, HopperBackwardConfig
+from .copied_tile import (
+    alloc_tile,
+    hand_over_gradient,
+    have_read,
+    load_tiles,
+    release_tile,
+    take_gradients,
+    take_tile,
+)
+from .dq_order import COLUMNS
+from .dq_sums import add_dq, hand_over_dq, multiply_dq, share_ds
+from .layouts import accumulator_layout
+from .loads import load, load_keys, tiles_of_head
+from .plan import (
+    BATCH,
+    CONSUMER_REGISTERS,
+    DQ_PARITY,
+    DS,
+    DS_READ,
+    DS_WRITTEN,
+    KEY,
+    KV_HEAD,
+    PARITY,
+    PRODUCER_REGISTERS,
+    STAGE,
+    Plan,
+    Row,
+    RowsOfHead,
+)
+
+
+@T.macro
+def release(w, barriers, stage):
+    """One thread of each warpgroup says that it has read a stage."""
+    if w.thread % WARPGROUP == 0:
+        T.barrier_arrive(barriers[stage])
+
+
+@T.macro
+def multiply_scores(plan, w):
+    T.barrier_wait(w.q_ready[w.at[STAGE]], w.at[PARITY])
+    T.wgmma_gemm(w.k, w.q[w.at[STAGE], :, :], w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
+
+
+@T.macro
+def multiply_dp(plan, w):
+    T.barrier_wait(w.do_ready[w.at[STAGE]], w.at[PARITY])
+    T.wgmma_gemm(w.v, w.do[w.at[STAGE], :, :], w.acc_dp, transpose_B=True, clear_accum=True, policy=ROWS)
+
+
+@T.macro
+def await_product(plan, fragment, in_flight, columns):
+    """Until only so many products are in flight; the fragment's registers are then its result."""
+    T.wait_wgmma(in_flight)
+    T.warpgroup_fence_operand(fragment, num_regs=plan.block_N * columns // CONSUMERS)
+
+
+@T.macro
+def scores_to_probabilities(plan, w, scores):
+    at = scores.held("q_lo")
+    c = at.scale * softmax.LOG2E if plan.slopes is None else 1.0
+    if plan.slopes is not None:
+        tile.modify(w.acc_s, w.early, at)
+    if at.masked:
+        tile.hide(w.acc_s, at)
+    tile.probabilities(w.acc_s, Row(w.lse2, w.at[STAGE]), c, at)
+    if plan.copied is not None and (plan.tile_in_registers or not plan.tile_is_late):
+        release_tile(plan, w, have_read(w, plan.block_M))
+    tile.mark_dropped(w.acc_s, at, True)
+    tile.copy_kept(w.acc_s, w.p, at)
+    for index in plan.early:
+        tile.weigh(w.early[index], w.acc_s, at)
+
+
+@T.macro
+def tensor_gradients(plan, arg, w, scores):
+    """Of the tensors that the modification reads."""
+    at = scores.held("b", "k_lo", "q_lo")
+    for index, path in enumerate(plan.paths):
+        if index == plan.leaving:
+            continue
+        factor = plan.slopes.program.loads[index]
+        if factor.late is not None:
+            # In the place of dP, which has served.
+            tile.times_late(w.acc_dp, tile.kept(factor, w.early, w.acc_s), factor.late, scores)
+        gradient = w.acc_dp if factor.late is not None else tile.kept(factor, w.early, w.acc_s)
+        if path.way == BY_KEY:
+            add_to_sums(gradient, w.tile_sum, w.sums[plan.sums_by_key[index]], plan.block_N)
+        else:
+            to_elements(gradient, arg.handed_over[index], path, at)
+
+
+@T.macro
+def gradients_of_scores(plan, arg, w, scores):
+    """dS, of the scaled scores, in 16 bits."""
+    delta = Row(w.delta, w.at[STAGE])
+    tile.drop_gradients(w.acc_s, w.acc_dp, scores)
+    if plan.slopes is None:
+        for i, j in T.Parallel(plan.block_N, plan.block_M):
+            w.ds[i, j] = w.acc_s[i, j] * (w.acc_dp[i, j] - delta[j])
+    else:
+        if plan.slopes.probability_is_kept():
+            tile.score_gradients(w.acc_s, w.acc_dp, delta, scores)
+        for index in plan.early:
+            tile.score_gradients(w.early[index], w.acc_dp, delta, scores)
+        tensor_gradients(plan, arg, w, scores)
+        slope = plan.slopes.program.slope
+        if slope.late is not None:
+            tile.times_late(w.acc_dp, tile.kept(slope, w.early, w.acc_s), slope.late, scores)
+        T.copy(w.acc_dp if slope.late is not None else tile.kept(slope, w.early, w.acc_s), w.ds)
+    if plan.tile_is_late and not plan.tile_in_registers and plan.leaving is None:
+        release_tile(plan, w)
+
+
+@T.macro
+def multiply_dv(plan, w):
+    T.wgmma_gemm(w.p, w.do[w.at[STAGE], :, :], w.acc_dv, policy=ROWS)
+
+
+@T.macro
+def next_stage(plan, w):
+    last = w.at[STAGE] == plan.stages - 1
+    w.at[PARITY] = T.if_then_else(last, w.at[PARITY] ^ 1, w.at[PARITY])
+    w.at[STAGE] = T.if_then_else(last, 0, w.at[STAGE] + 1)
+    if plan.config.ds_buffers > 1:
+        w.at[DS] = w.at[DS] ^ 1
+    w.at[DQ_PARITY] = w.at[DQ_PARITY] ^ 1
+
+
+def scores_at(plan, arg, w, h, row):
+    """The tile of scores of some rows of queries of a head."""
+    return w.scores.at(
+        b=w.task[BATCH],
+        h=h,
+        row=row,
+        k_lo=w.task[KEY],
+        masked=(row < w.rows[2]) | (row + plan.block_M > w.rows[3]),
+    )
+
+
+@T.macro
+def advance(plan, arg, w, h, row):
+    """One tile of queries."""
+    scores = scores_at(plan, arg, w, h, row)
+    multiply_scores(plan, w)
+    if plan.config.late_dp:
+        take_tile(plan, w)
+        await_product(plan, w.acc_s, 0, plan.block_M)
+        scores_to_probabilities(plan, w, scores)
+        multiply_dp(plan, w)
+    else:
+        multiply_dp(plan, w)
+        take_tile(plan, w)
+        await_product(plan, w.acc_s, 1, plan.block_M)
+        scores_to_probabilities(plan, w, scores)
+    await_product(plan, w.acc_dp, 0, plan.block_M)
+    gradients_of_scores(plan, arg, w, scores)
+    multiply_dv(plan, w)
+    if plan.leaving is not None:
+        hand_over_gradient(plan, w, scores)
+    if plan.adds_dq:
+        if plan.config.ds_buffers == 1:
+            T.sync_threads(DS_READ, CONSUMERS)
+        share_ds(plan, w)
+        T.fence_proxy_async()
+        T.sync_threads(DS_WRITTEN, CONSUMERS)
+        multiply_dq(plan, w)
+        await_product(plan, w.acc_dv, 1, plan.head_dim_v)
+        release(w, w.do_free, w.at[STAGE])
+        T.wgmma_gemm(w.ds, w.q[w.at[STAGE], :, :], w.acc_dk, policy=ROWS)
+        T.wait_wgmma(1)
+        T.warpgroup_fence_operand(w.acc_dq, num_regs=plan.order.size // CONSUMERS)
+        hand_over_dq(plan, w)
+    else:
+        T.wgmma_gemm(w.ds, w.q[w.at[STAGE], :, :], w.acc_dk, policy=ROWS)
+        await_product(plan, w.acc_dv, 1, plan.head_dim_v)
+        release(w, w.do_free, w.at[STAGE])
+    await_product(plan, w.acc_dk, 0, plan.head_dim)
+    release(w, w.q_free, w.at[STAGE])
+    next_stage(plan, w)
+
+
+@T.macro
+def store(plan, arg, w):
+    """dK and dV by way of shared memory, where K and V were."""
+    for i, d in T.Parallel(plan.block_N, plan.head_dim):
+        w.acc_dk[i, d] *= arg.scale
+    if plan.call.dropout:
+        for i, d in T.Parallel(plan.block_N, plan.head_dim_v):
+            w.acc_dv[i, d] *= arg.weight
+    T.sync_threads(DS_WRITTEN, CONSUMERS)  # K and V have been read by both
+    T.copy(w.acc_dv, w.v)
+    T.copy(w.acc_dk, w.k)
+    T.fence_proxy_async()
+    T.sync_threads(DS_WRITTEN, CONSUMERS)
+    group = w.thread // WARPGROUP
+    if group == 0:
+        T.tma_copy(
+            w.v,
+            arg.dv[w.task[BATCH], w.task[KEY] : w.task[KEY] + plan.block_N, w.task[KV_HEAD], 0 : plan.head_dim_v],
+            leader_scope_threads=WARPGROUP,
+        )
+    else:
+        T.tma_copy(
+            w.k,
+            arg.dk[w.task[BATCH], w.task[KEY] : w.task[KEY] + plan.block_N, w.task[KV_HEAD], 0 : plan.head_dim],
+            leader_scope_threads=WARPGROUP,
+        )
+    T.tma_store_wait(0)
+
+
+@T.macro
+def find_rows(plan, w, h):
+    """The head's tiles of queries, begin and end, and the rows that see all keys of the block, which need no mask."""
+    first, end = tiles_of_head(plan, w, h)
+    full_lo, full_hi = w.visible.full_rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + plan.block_N - 1)
+    if plan.call.packed:
+        T.sync_threads(DS_WRITTEN, CONSUMERS)  # nobody looks at the last head's any more
+    w.rows[0] = w.uniform(first)
+    w.rows[1] = w.uniform(T.max(end, first))
+    w.rows[2] = w.uniform(full_lo)
+    w.rows[3] = w.uniform(full_hi)
+    if plan.call.packed:
+        T.fence_proxy_async()  # or TileLang puts one into the loop: they are in shared memory
+
+
+@T.macro
+def consume(plan, arg, w):
+    T.fill(w.acc_dv, 0)
+    T.fill(w.acc_dk, 0)
+    for i in T.unroll(3):
+        w.at[i] = 0
+    w.at[DQ_PARITY] = 1  # a fresh barrier lets this parity pass
+    T.barrier_wait(w.kv_ready[0], 0)
+    for g in T.serial(arg.heads_per_kv_head):
+        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
+        find_rows(plan, w, h)
+        if plan.slopes is not None:
+            keep_uniforms(plan.slopes, w.scores.registers, w.emit, arg.scale, w.task[BATCH], h)
+        if plan.call.dropout:
+            dropout.enter_head(w.scores.pattern.words, arg, w.task[BATCH], h)
+        for number in plan.sums_by_key.values():
+            T.fill(w.sums[number], 0)
+        for number in T.serial(w.rows[0], w.rows[1]):
+            advance(plan, arg, w, h, number * plan.block_M)
+        for index, number in plan.sums_by_key.items():
+            hand_over_sums(w.sums[number], arg.handed_over[index], w.task[BATCH], h, w.task[KEY], plan.block_N)
+    store(plan, arg, w)
+
+
+@T.macro
+def take_part(plan, arg, w):
+    """Each warp in its role."""
+    if w.thread >= CONSUMERS:
+        T.set_max_nreg(PRODUCER_REGISTERS, 0)
+        if w.thread < CONSUMERS + WARP:
+            load_keys(plan, arg, w)
+            load(plan, arg, w, arg.q, w.q, plan.head_dim, arg.lse2, w.lse2, w.q_ready, w.q_free)
+        elif w.thread < CONSUMERS + 2 * WARP:
+            load(plan, arg, w, arg.do, w.do, plan.head_dim_v, arg.delta, w.delta, w.do_ready, w.do_free)
+        elif w.thread < CONSUMERS + 3 * WARP:
+            if plan.adds_dq:
+                add_dq(plan, arg, w)
+            elif plan.leaving is not None:
+                take_gradients(plan, arg, w)
+        elif plan.copied is not None:
+            load_tiles(plan, arg, w)
+    else:
+        T.set_max_nreg(CONSUMER_REGISTERS, 1)
+        consume(plan, arg, w)
+
+
+def body(
+    call: AttentionCall, config: HopperBackwardConfig, traced: Program, paths: tuple[Path, ...], adds_dq: bool
+) -> Any:
+    """The macro that emits the kernel, given its parameters (see signature.py).
+
+    Args: as :func:`generic.body`.
+    """
+    plan = Plan(call, config, traced, paths, adds_dq)
+
+    @T.macro
+    def kernel(arg):
+        grid = places.blocks(arg, "seqlen_k", plan.block_N, arg.kv_heads)
+        with T.Kernel(grid, threads=CONSUMERS + WARPGROUP) as block:
+            assume_filled(arg.operands)
+            assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
+            at = places.find(arg, block, arg.kv_heads, places.BY_TMA)
+            arg = at.arg
+            key_tiles, side = T.ceildiv(arg.seqlen_k, plan.block_N), arg.side_by_side
+            # `side` kv heads side by side, each beginning with its first keys.
+            turn, place = T.truncdiv(at.block, side * key_tiles), T.truncmod(at.block, side * key_tiles)
+            pair = T.alloc_var("int32", init=turn * side + T.truncmod(place, side))
+            emit = tile.TileEmitter(arg.operands)
+            # Behind a sequence's last row lse2 is +inf, and Q is 0; but a modification may be NaN there.
+            visible = Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k, call.packed and plan.slopes is None)
+            thread = T.get_thread_binding()
+            score_tile = [plan.block_N, plan.block_M]
+            w = SimpleNamespace(
+                task=T.alloc_local([3], "int32"),
+                emit=emit,
+                visible=visible,
+                k=T.alloc_shared([plan.block_N, plan.head_dim], plan.dtype),
+                v=T.alloc_shared([plan.block_N, plan.head_dim_v], plan.dtype),
+                q=T.alloc_shared([plan.stages, plan.block_M, plan.head_dim], plan.dtype),
+                do=T.alloc_shared([plan.stages, plan.block_M, plan.head_dim_v], plan.dtype),
+                lse2=T.alloc_shared([plan.stages, config.rows_apart], "float32"),
+                delta=T.alloc_shared([plan.stages, config.rows_apart], "float32"),
+                shared_ds=T.alloc_shared([config.ds_buffers, plan.block_M, plan.block_N], plan.dtype)
+                if adds_dq
+                else None,
+                dq_sum=T.alloc_shared([plan.sum_rows, COLUMNS], "float32") if adds_dq else None,
+                acc_s=T.alloc_fragment(score_tile, "float32"),
+                acc_dp=T.alloc_fragment(score_tile, "float32"),
+                early=[T.alloc_fragment(score_tile, "float32") for _ in plan.early],
+                p=T.alloc_fragment(score_tile, plan.dtype),
+                ds=T.alloc_fragment(score_tile, plan.dtype),
+                acc_dv=T.alloc_fragment([plan.block_N, plan.head_dim_v], "float32"),
+                acc_dk=T.alloc_fragment([plan.block_N, plan.head_dim], "float32"),
+                acc_dq=T.alloc_fragment(list(plan.order.shape), "float32") if adds_dq else None,
+                sums=[T.alloc_fragment([plan.block_N], "float32") for _ in plan.sums_by_key],
+                tile_sum=T.alloc_fragment([plan.block_N], "float32"),
+                scores=tile.ScoreTile(
+                    scale=arg.scale,
+                    emit=emit,
+                    visible=visible,
+                    slopes=plan.slopes,
+                    registers=plan.slopes.allocate() if plan.slopes is not None else None,
+                    pattern=tile.Pattern(arg, plan.early) if call.dropout else None,
+                    rows=plan.block_N,
+                    columns=plan.block_M,
+                    keys_first=True,
+                    lengths=(arg.seqlen_q, arg.seqlen_k),
+                ),
+                eight=T.alloc_local([8], plan.dtype),
+                at=T.alloc_local([4], "int32"),
+                rows=RowsOfHead() if call.packed else T.alloc_local([4], "int32"),
+                thread=thread,
+                uniform=at.uniform,
+                **plan.alloc_barriers(),
+            )
+            if plan.copied is not None:
+                alloc_tile(plan, arg, w)
+            if plan.batch_first:
+                w.task[BATCH] = T.truncmod(pair, arg.batch)
+                w.task[KV_HEAD] = T.truncdiv(pair, arg.batch)
+            else:
+                w.task[BATCH] = at.uniform(at.number(pair))
+                w.task[KV_HEAD] = at.uniform(T.truncmod(pair, arg.kv_heads))
+            w.task[KEY] = at.uniform(T.truncdiv(place, side) * plan.block_N)
+            T.annotate_layout({w.ds: accumulator_layout(plan.block_N, plan.block_M)})
+            if adds_dq:
+                T.annotate_layout({w.dq_sum: tilelang.layout.make_linear_layout(w.dq_sum)})
+            if at.exists:
+                take_part(plan, arg, w)
+
+    return kernel

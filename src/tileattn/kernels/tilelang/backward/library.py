@@ -1,0 +1,85 @@
+"""Loading the compiled backward kernels; imports neither TileLang nor its compiler."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from ....call.facts import BackwardCall
+from ....variant.key import program
+from ...cache.store import kernel_cache
+from ..forward.library import _load, _toolchain, source_digest
+from .config import read_together
+from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default
+from .hopper.config import HopperBackwardConfig
+from .operand_gradients import paths
+
+Kernel = Callable[..., None]
+
+
+class Kernels(NamedTuple):
+    """The kernels of one call; `main` adds up dq, or `queries` computes it."""
+
+    prepare: Kernel
+    main: Kernel
+    finish: Kernel | None
+    queries: Kernel | None
+
+
+@functools.cache
+def backward_kernels(call: BackwardCall, config: MainConfig | None = None) -> Kernels:
+    """The compiled kernels of a call, from the cache on disk or compiled now (some seconds each).
+
+    Args:
+        call: the static facts.
+        config: of the main kernel (:mod:`.space`); None takes the default.
+    """
+    names = kernel_names(call)
+    found = {name: _load(ensure_compiled(call, name, config))[name] for name in names}
+    return Kernels(found["prepare"], found["main"], found.get("finish"), found.get("queries"))
+
+
+def kernel_names(call: BackwardCall) -> tuple[str, ...]:
+    """Which kernels a call takes."""
+    return ("prepare", "main", "finish" if adds_dq(call) else "queries")
+
+
+def ensure_compiled(call: BackwardCall, name: str, config: MainConfig | None = None) -> Path:
+    """The shared library of one of a call's kernels, compiled if the cache does not hold it."""
+
+    def build(path: Path) -> None:
+        from ..build.compile import build_library
+        from .kernels import kernel_of
+
+        build_library(kernel_of(call, name, config or default(call)), call.forward.arch, path)
+
+    return kernel_cache().find_or_build(cache_key(call, name, config), build)
+
+
+def cache_key(call: BackwardCall, name: str, config: MainConfig | None = None) -> str:
+    """All that decides what one of a call's compiled kernels is.
+
+    Only the main kernel and that for dq alone depend on the variant; the others serve any.
+    """
+    facts = _facts(call, name, config or default(call))
+    return f"backward | {name} | {facts} | {source_digest('backward.kernels')} | {_toolchain()}"
+
+
+def _facts(call: BackwardCall, name: str, main: MainConfig) -> str:
+    forward = read_together(call)
+    shape = f"{forward.dtype} {forward.arch} {forward.head_dim}"
+    if forward.packed:
+        parts = {"prepare": prepared(call), "finish": finished(call, main)}
+        shape = f"packed {parts.get(name, '')} {shape}"
+    if name == "finish":
+        return f"{shape} {main.order(forward) if isinstance(main, HopperBackwardConfig) else 'row by row'}"
+    if name == "prepare":
+        sums = f"dq={adds_dq(call)}"
+        return f"{shape} {forward.head_dim_v} dlse={call.dlse} aligned={call.aligned} {sums}"
+    config = queries_default(call) if name == "queries" else main
+    facts = f"{shape} {forward.head_dim_v} aligned={forward.aligned} dropout={forward.dropout} | {config}"
+    if name == "main":
+        facts += f" | dq={adds_dq(call)} {[(str(path.load), path.way) for path in paths(call)]}"
+    return f"{facts} | {program(forward.variant).backward_text}"

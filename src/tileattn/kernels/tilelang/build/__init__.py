@@ -1,0 +1,1 @@
+"""From a TileLang function to a library on disk: compile, nvcc, many at once."""

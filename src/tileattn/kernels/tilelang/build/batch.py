@@ -1,0 +1,155 @@
+"""Many kernels compiled at once, in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from ....call.facts import AttentionCall, BackwardCall
+from ...cache.store import kernel_cache
+from ..backward import library as backward_launch
+from ..backward.defaults import MainConfig
+from ..forward import library as launch
+from ..forward.defaults import Config
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel: the forward kernel of a call, or (config None) the transposition that fp8 calls run before it."""
+
+    call: AttentionCall
+    config: Config | None
+
+    @property
+    def key(self) -> str:
+        """Of the library in the kernel cache."""
+        return launch.transpose_key(self.call) if self.config is None else launch.cache_key(self.call, self.config)
+
+    def compile(self) -> None:
+        """Into the cache."""
+        if self.config is None:
+            launch.ensure_transpose_compiled(self.call)
+        else:
+            launch.ensure_compiled(self.call, self.config)
+
+    def __str__(self) -> str:
+        if self.config is None:
+            return f"transpose_fp8 d{self.call.head_dim_v} {self.call.arch}"
+        return f"{self.call} {self.config}"
+
+
+@dataclass(frozen=True)
+class BackwardJob:
+    """One kernel of a call's backward pass, by its name (:func:`.backward.launch.kernel_names`).
+
+    config: of the main kernel; None is the default.
+    """
+
+    call: BackwardCall
+    name: str
+    config: MainConfig | None = None
+
+    @property
+    def key(self) -> str:
+        """Of the library in the kernel cache."""
+        return backward_launch.cache_key(self.call, self.name, self.config)
+
+    def compile(self) -> None:
+        """Into the cache."""
+        backward_launch.ensure_compiled(self.call, self.name, *(() if self.config is None else (self.config,)))
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.call}"
+
+
+AnyJob = Job | BackwardJob
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of a job: it was in the cache, or took some seconds to compile, or could not be compiled."""
+
+    job: AnyJob
+    seconds: float = 0.0
+    was_there: bool = False
+    error: str | None = None
+
+
+def compile_job(job: AnyJob) -> Done:
+    """In a process of its own; an exception of a compiler need not survive the way back, its text does."""
+    start = time.perf_counter()
+    try:
+        if kernel_cache().find(job.key) is not None:
+            return Done(job, was_there=True)
+        job.compile()
+    except Exception as failure:
+        return Done(job, error=f"{type(failure).__name__}: {failure}")
+    return Done(job, seconds=time.perf_counter() - start)
+
+
+_main_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Inside, processes that start do not import the caller's main module: kernels need nothing of it.
+
+    A script that calls `tileattn.tuning()` at its top level, without a guard, would otherwise run again in each.
+    """
+    main = sys.modules["__main__"]
+    with _main_lock:
+        spec, file = main.__spec__, main.__dict__.pop("__file__", None)
+        main.__spec__ = None
+        try:
+            yield
+        finally:
+            main.__spec__ = spec
+            if file is not None:
+                main.__file__ = file
+
+
+def compile_all(jobs: Sequence[AnyJob], processes: int, work: Callable[[AnyJob], Done] = compile_job) -> Iterator[Done]:
+    """Compile in parallel, in the given order, and yield each as it is ready.
+
+    Each process is a pool of its own: where a compiler kills its process, one job fails, and a new process goes on.
+    Spawned, not forked: TileLang may initialise CUDA when it is imported, which does not survive a fork.
+    """
+    pools: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
+
+    def new_pool() -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+    def one(job: AnyJob) -> Done:
+        pool = pools.get()
+        try:
+            with _main_hidden():
+                waiting = pool.submit(work, job)
+            return waiting.result()
+        except Exception as failure:
+            pool.shutdown(wait=False)
+            pool = new_pool()
+            return Done(job, error=f"its process ended: {type(failure).__name__}: {failure}")
+        finally:
+            pools.put(pool)
+
+    processes = max(1, min(processes, len(jobs)))
+    for _ in range(processes):
+        pools.put(new_pool())
+    try:
+        with ThreadPoolExecutor(processes) as threads:
+            for done in as_completed([threads.submit(one, job) for job in jobs]):
+                yield done.result()
+    finally:
+        # Nobody waits for their ends: one after another, 16 processes took 13 s to let go of what they had imported.
+        while not pools.empty():
+            pools.get().shutdown(wait=False)

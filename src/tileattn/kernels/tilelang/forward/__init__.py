@@ -1,0 +1,1 @@
+"""The forward pass: its kernels, which tiles they get, cache keys and launches."""

@@ -1,0 +1,192 @@
+"""Which configuration a call gets unless the caller names one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from ....call.facts import AttentionCall
+from ....call.fp8 import FP8
+from ....variant.expression import nodes
+from ....variant.key import Program, program
+from ..tile.simplify import is_uniform
+from . import sm90_table
+from .amd.config import AmdConfig, amd_preferences, is_valid_amd
+from .config import CAUSAL, ForwardConfig, HopperConfig, is_valid, padded
+
+SHORT = 1024  # keys; up to here a call counts as short, with narrow heads and a mask up to twice as many
+LONG = 2 * SHORT + 1
+
+Config = ForwardConfig | HopperConfig | AmdConfig
+
+
+def default(call: AttentionCall, seqlen: int = LONG) -> Config:
+    """The configuration that is used unless another was measured to be faster.
+
+    Args:
+        call: the static facts.
+        seqlen: the number of keys; short sequences may have a kernel of their own.
+    """
+    for config in _preferences(call, _is_short(call, seqlen)):
+        if fits(call, config):
+            return config
+    raise NotImplementedError(f"no tile of the forward kernel fits {call}")
+
+
+def fits(call: AttentionCall, config: Config) -> bool:
+    """Whether a configuration of any schedule is valid for a call."""
+    return is_valid_amd(call, config) if isinstance(config, AmdConfig) else is_valid(call, config)
+
+
+def defaults(call: AttentionCall) -> list[Config]:
+    """All configurations that a call gets, at one length or another."""
+    found = [default(call, 1), default(call, LONG)]
+    return list(dict.fromkeys(found + [for_skewed_lengths(config) for config in found if call.packed]))
+
+
+def for_skewed_lengths(config: Config) -> Config:
+    """The configuration for packed sequences of which many are much shorter than the longest.
+
+    Two blocks that share keys take twice as many queries at a time, and waste as many more at the end of a sequence.
+    """
+    return dataclasses.replace(config, cluster=1) if isinstance(config, HopperConfig) else config
+
+
+def _is_short(call: AttentionCall, seqlen: int) -> bool:
+    # Wide tiles of queries, which long sequences get at head dim 64, waste most under a mask; and masks other than the
+    # causal one take registers that three warpgroups do not have (Documents at 4k: 2.3 times as fast without).
+    narrow = max(padded(call.head_dim), padded(call.head_dim_v)) <= 64
+    if narrow and program(call.variant).allows is not None:
+        return seqlen <= 2 * SHORT or not call.variant.startswith(CAUSAL)
+    return seqlen <= SHORT
+
+
+def _preferences(call: AttentionCall, short: bool) -> Iterator[Config]:
+    """Configurations from the best down; the first that is valid counts."""
+    widest = max(padded(call.head_dim), padded(call.head_dim_v))
+    if call.dtype == FP8:
+        yield from _fp8(call)
+    elif call.arch == "sm_90a" and call.aligned:
+        yield from _sm90(call, widest, short)
+    elif call.arch.startswith("gfx"):
+        yield from amd_preferences(call)
+    else:
+        traced = program(call.variant)
+        if widest <= 64 and traced.score is not None:
+            # Half the scores per thread leave registers for the modification, a quarter for several tensors' addresses.
+            yield ForwardConfig(64, 64 if len(traced.tensors) < 2 else 32, 2, 128)
+        if widest <= 128 and call.aligned:
+            yield ForwardConfig(128, 64, 2, 256 if widest > 64 else 128)
+        # Wide heads, and copies of single elements, fill the registers: more than 32 keys at a time would spill.
+        yield ForwardConfig(128, 32, 2, 256)
+        yield ForwardConfig(128, 32, 1, 256)
+
+
+def _sm90(call: AttentionCall, widest: int, short: bool) -> Iterator[Config]:
+    """The Hopper schedule as measured; the generic one for what has no row."""
+    traced = program(call.variant)
+    # Wide heads leave too few registers for other masks and for modifications, and two tensors too few at any width:
+    # the generic schedule, which keeps less in flight. A tensor that is copied tile by tile needs no addresses.
+    tensors = len(traced.tensors) - (traced.copied_tile is not None)
+    if call.dropout:
+        yield from _dropped(call, widest, tensors)
+        return
+    if widest <= 128 and traced.copied_tile is not None:
+        yield from _copied(traced.copied_tile[1].itemsize, tensors + _fetches(traced))
+    if widest <= 128 and _fetches(traced) and tensors < 2:
+        yield _fetched()
+    if (widest <= 128 or call.variant in ("", CAUSAL)) and (traced.score is None or tensors < 2):
+        tuned = tuned_row(call.head_dim, call.head_dim_v, kind(call.variant), short)
+        if tuned is not None:
+            yield tuned
+        # For head dims that differ, where O neither fits beside the tuned tiles nor where Q was.
+        yield from (HopperConfig(128, block_N, ping_pong=True) for block_N in (80, 64, 48))
+    if widest <= 128:
+        yield ForwardConfig(128, 128, 2, 256)
+    if not call.variant:
+        yield ForwardConfig(128, 80, 2, 256)
+    yield ForwardConfig(128, 64, 2, 256)
+
+
+def _dropped(call: AttentionCall, widest: int, tensors: int) -> Iterator[Config]:
+    """With dropout: the pattern is computed beside the scores, in registers that more keys would need.
+
+    With these tiles ptxas spills no more than it does without dropout. They have not been tuned for speed.
+    """
+    traced = program(call.variant)
+    simple = call.variant in ("", CAUSAL)
+    if simple and widest <= (64 if call.variant else 128):
+        tuned = tuned_row(call.head_dim, call.head_dim_v, kind(call.variant), False)
+        if tuned is not None:
+            yield tuned
+    if traced.score is None and (simple or widest <= 128):
+        yield HopperConfig(128, 112 if widest <= 128 else 80 if widest <= 192 else 64, ping_pong=True)
+        yield HopperConfig(128, 64, ping_pong=True)
+    elif widest <= 128 and traced.score is not None and tensors < 2:
+        yield HopperConfig(128, 64 if _fetches(traced) else 96 if traced.copied_tile is None else 80, ping_pong=True)
+        yield HopperConfig(128, 48, ping_pong=True)
+    yield ForwardConfig(128, 64, 2, 256)
+
+
+def _copied(itemsize: int, others: int) -> Iterator[HopperConfig]:
+    """With a bias whose tiles are copied: the widest that fit into shared memory.
+
+    In bfloat16 96, 112 and 128 keys ran within 4 % of each other on an H200. With 128 the bias's rows are multiples of
+    128 bytes, which its copy takes at a time. `others` are tensors whose addresses take registers, as a copied one's do
+    not. (Five of them spill 8 bytes with 64 keys.)
+    """
+    if others == 0:
+        for stages in (3, 2):
+            yield HopperConfig(128, 128, stages, ping_pong=True)
+    if others == 0 and itemsize == 4:
+        yield HopperConfig(128, 96, 2, ping_pong=True)
+    yield HopperConfig(128, 64 if others < 5 else 32, 2, ping_pong=True)
+
+
+def _fetches(traced: Program) -> bool:
+    """Whether the modification reads memory for each score."""
+    copied = traced.copied_tile[0].text if traced.copied_tile else None
+    return any(node.op == "load" and not is_uniform(node) and str(node) != copied for node in nodes(traced.score))
+
+
+def _fetched() -> HopperConfig:
+    """The loads of elements take registers that wider tiles would need."""
+    return HopperConfig(128, 96, ping_pong=True)
+
+
+def kind(variant: str) -> str:
+    """Which rows of the tuned table are a variant's."""
+    traced = program(variant)
+    return "scored" if traced.score is not None else "masked" if traced.allows is not None else "full"
+
+
+def tuned_row(head_dim: int, head_dim_v: int, kind: str, short: bool) -> HopperConfig | None:
+    """The row of the smallest tuned head dims that hold these."""
+    lengths = "short" if short else "long"
+    rows = [
+        (dim + dim_v, config)
+        for (dim, dim_v, of_kind, of_lengths), config in sm90_table.TABLE.items()
+        if (of_kind, of_lengths) == (kind, lengths) and dim >= padded(head_dim) and dim_v >= padded(head_dim_v)
+    ]
+    return min(rows, key=lambda row: row[0])[1] if rows else None
+
+
+def _fp8(call: AttentionCall) -> Iterator[Config]:
+    """Measured on an H200. Weights in e4m3 leave the maximum a patience of 4 (hopper_plan.FP8_SHIFT)."""
+    traced = program(call.variant)
+    widest = max(padded(call.head_dim, 1), padded(call.head_dim_v, 1))
+    simple = call.variant in ("", CAUSAL)
+    if widest <= 64 and traced.score is None:
+        yield HopperConfig(192, 160 if simple else 128, 3, ping_pong=True, patience=4.0)
+    if widest <= 128 and simple:
+        yield HopperConfig(128, 192, 2, ping_pong=True, patience=4.0)
+    if widest > 192 and simple:
+        yield HopperConfig(128, 128, 2, ping_pong=True, patience=4.0, producer_registers=24)
+    tensors = len(traced.tensors)
+    if (widest <= 128 and tensors < 2) or (widest <= 192 and simple):
+        yield HopperConfig(128, 128, 3, ping_pong=True, patience=4.0, producer_registers=48)
+        yield HopperConfig(128, 128, 2, ping_pong=True, patience=4.0, producer_registers=48)
+    # Modifications that read tensors, and wide heads, take the registers that more keys would need.
+    crowded = 0 if traced.score is None else (tensors >= 2) + (tensors >= 1 and widest > 128)
+    for block_N in (96, 64, 32)[crowded:]:
+        yield HopperConfig(128, block_N, 2, ping_pong=True, patience=4.0, producer_registers=48)

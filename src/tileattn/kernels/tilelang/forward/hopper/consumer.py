@@ -1,0 +1,321 @@
+"""The consumer warpgroups of the Hopper schedule: products, softmax, and the store of O; see kernel.py."""
+
+import tilelang.language as T
+
+from ...packed.tasks import lse_of, sink_of
+from ...tile import dropout, softmax
+from ...tile.expressions import Emitter
+from ...tile.mask import Visibility, apply_mask, apply_score, keep_uniforms
+from .plan import WARP, WARPGROUP
+from .tasks import (
+    BATCH,
+    BEGIN,
+    COUNT,
+    END,
+    HEAD,
+    K_END,
+    LEFT,
+    Q_END,
+    Q_LEN,
+    RIGHT,
+    ROW,
+    place_of_o,
+    read_message,
+    recall,
+    rows_of,
+    sizes_of_task,
+    tile_of_step,
+)
+
+ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
+
+# Named barriers: 0 is __syncthreads; each consumer warpgroup has one for its turn and one for itself.
+TURN, WITHIN = 1, 4
+
+# Where a warpgroup stands in the stages: those of the next K and the next V, and the parity that says they are ready.
+# Counted along: working them out from a tile's number took 5 % of the loop's instructions at head dim 64.
+K_STAGE, K_PARITY, V_STAGE, V_PARITY = range(4)
+
+
+def scale_of(plan, arg, w):
+    """What products of q and k are multiplied by."""
+    return w.descaled[0] if plan.fp8 else arg.scale
+
+
+def score_unit(plan, arg, w):
+    """What the softmax multiplies scores by to have powers of two."""
+    return plan.score.log2_unit(w.uniforms) if plan.score is not None else scale_of(plan, arg, w) * softmax.LOG2E
+
+
+def output_factor(plan, arg, w):
+    """What O is multiplied by when it is divided by the row's sum; None for nothing."""
+    if not plan.fp8:
+        return arg.weight
+    return w.descaled[1] * arg.weight if plan.call.dropout else w.descaled[1]
+
+
+def sink_of_task(plan, arg, w):
+    return sink_of(arg, w.task[HEAD], w.task[K_END]) if plan.packed else arg.sink[w.task[HEAD]]
+
+
+def releases(plan, w):
+    """Whether a thread is the one of its warpgroup that says that a stage is free; in a cluster one per block."""
+    return w.thread % WARPGROUP < plan.cluster
+
+
+def arrive_at_producers(plan, w, barriers, stage):
+    if plan.cluster == 1:
+        return T.barrier_arrive(barriers[stage])
+    return T.mbarrier_arrive(barriers[stage], w.thread % WARPGROUP)
+
+
+@T.macro
+def release(plan, w, barriers, stage):
+    if releases(plan, w):
+        arrive_at_producers(plan, w, barriers, stage)
+
+
+@T.macro
+def release_after_maximum(plan, w, barriers, stage):
+    """Releases K only now, on a condition that needs the maximum although it always holds: no factor is negative.
+
+    Otherwise ptxas moves the wait for P V, which follows, up in front of the arithmetic that is meant to run at the
+    same time as P V: it moves waits past arithmetic, but not past an arrival at a barrier. Released at once, P V had
+    only half of the search for the maximum to hide behind; released after all exponentials, the tile after next
+    came too late. On an H200 this was the best of the three at all head dims, by 1 to 4 %.
+    """
+    softmax.lowest_factor(w.alpha, w.lowest, plan.consumers)
+    # The sign bit rather than a comparison with 0: a NaN must not keep K for ever.
+    if releases(plan, w) & (T.reinterpret(w.lowest[w.thread], "int32") >= 0):
+        arrive_at_producers(plan, w, barriers, stage)
+
+
+@T.macro
+def first_stages(w):
+    for i in T.unroll(4):
+        w.at[i] = 0
+
+
+@T.macro
+def next_k(plan, w):
+    """K, once used, is one tile ahead of V."""
+    w.at[V_STAGE] = w.at[K_STAGE]
+    w.at[V_PARITY] = w.at[K_PARITY]
+    last = w.at[V_STAGE] == plan.stages - 1
+    w.at[K_STAGE] = T.if_then_else(last, 0, w.at[V_STAGE] + 1)
+    w.at[K_PARITY] = T.if_then_else(last, w.at[V_PARITY] ^ 1, w.at[V_PARITY])
+
+
+@T.macro
+def wait_for_turn(plan, w):
+    if plan.ping_pong:
+        T.sync_threads(TURN + w.thread // WARPGROUP, 2 * WARPGROUP)
+
+
+@T.macro
+def end_turn(plan, w):
+    if plan.ping_pong:
+        T.named_barrier_arrive(TURN + (w.thread // WARPGROUP + 1) % plan.warpgroups, 2 * WARPGROUP)
+
+
+@T.macro
+def multiply_qk(plan, w, stage):
+    if plan.config.q_in_registers:
+        T.wgmma_gemm(w.q_registers, w.k[stage, :, :], w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
+    else:
+        T.wgmma_gemm(w.q, w.k[stage, :, :], w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
+
+
+@T.macro
+def multiply_pv(plan, w, stage):
+    if plan.fp8 and plan.config.two_level:
+        T.wgmma_gemm(w.weights, w.v[stage, :, :], w.product, transpose_B=True, clear_accum=True, policy=ROWS)
+    elif plan.fp8:
+        T.wgmma_gemm(w.weights, w.v[stage, :, :], w.acc_o, transpose_B=True, policy=ROWS)
+    else:
+        T.wgmma_gemm(w.weights, w.v[stage, :, :], w.acc_o, policy=ROWS)
+
+
+@T.macro
+def wait_for_pv(plan, w):
+    T.wait_wgmma(0)
+    if plan.fp8 and plan.config.two_level:
+        T.warpgroup_fence_operand(w.product, num_regs=plan.block_M * plan.head_dim_v // plan.consumers)
+        softmax.add_product(w.acc_o, w.product, plan.block_M, plan.head_dim_v)
+    else:
+        T.warpgroup_fence_operand(w.acc_o, num_regs=plan.block_M * plan.head_dim_v // plan.consumers)
+
+
+@T.macro
+def keep_weights(plan, w):
+    """The first operand of the next P V."""
+    if plan.fp8:
+        softmax.to_fp8_weights(w.acc_s, w.weights, plan.block_M, plan.block_N)
+    else:
+        T.copy(w.acc_s, w.weights)
+
+
+@T.macro
+def take_tile(plan, w, stage):
+    """The copied tile to registers, under the product that makes the scores."""
+    if plan.copied is not None:
+        T.copy(w.tile[stage, :, :], w.tile_registers)
+
+
+@T.macro
+def release_tile(plan, w, stage):
+    """On the same condition as K: an arrival does not wait for reads in flight, and TMA would overtake them."""
+    if plan.copied is not None:
+        T.sync_warp()  # one lane answers for all
+        if T.shuffle_elect(WARP) & (T.reinterpret(w.lowest[w.thread], "int32") >= 0):
+            T.barrier_arrive(w.tile_free[stage])
+
+
+@T.macro
+def scores_to_weights(plan, arg, w, first_key, masked):
+    k_lo = T.alloc_var("int32", init=first_key)
+    b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
+    emit = Emitter(arg.operands, {} if plan.copied is None else {plan.copied.text: w.tile_registers})
+    of = sizes_of_task(plan, arg, w)
+    visible = Visibility(plan.traced, emit, of.seqlen_k)
+    q_lo = row + of.seqlen_k - of.seqlen_q
+    c = score_unit(plan, arg, w)
+    if plan.traced.score is not None:
+        apply_score(
+            w.acc_s, plan.score, w.uniforms, emit, scale_of(plan, arg, w), b, h, q_lo, k_lo, plan.block_M, plan.block_N
+        )
+    if masked:
+        apply_mask(w.acc_s, visible, b, h, q_lo, k_lo, plan.block_M, plan.block_N)
+    softmax.raise_maximum(w.acc_s, w.m, w.alpha, w.base, c, plan.block_M, plan.config.patience, plan.shift)
+    release_after_maximum(plan, w, w.k_free, w.at[K_STAGE])
+    release_tile(plan, w, w.at[K_STAGE])
+    softmax.exponentials(w.acc_s, w.base, c, plan.block_M, plan.block_N)
+    softmax.add_own_columns(w.acc_s, w.sums, w.alpha, plan.block_M, plan.block_N)
+    if plan.call.dropout:
+        dropout.enter_tile(w.words, row, k_lo)
+        dropout.share_in_warp(w.words)
+        dropout.drop(w.acc_s, w.acc_s, w.words, plan.block_M, plan.block_N)
+
+
+@T.macro
+def store(plan, arg, w):
+    """O by way of shared memory, each warpgroup its own 64 rows; lse from registers."""
+    b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
+    group = w.thread // WARPGROUP
+    T.tma_store_wait(0)  # the last tile's O has left the buffer
+    T.sync_threads(WITHIN + group, WARPGROUP)
+    T.copy(w.acc_o, w.o[0 : plan.block_M, 0 : plan.head_dim_v])
+    T.fence_proxy_async()
+    T.sync_threads(WITHIN + group, WARPGROUP)
+    for p in T.unroll(plan.head_dim_v // plan.panel):
+        T.tma_copy(
+            w.o[group * 64 : group * 64 + 64, p * plan.panel : p * plan.panel + plan.panel],
+            rows_of(
+                plan,
+                arg.o,
+                place_of_o(plan, w, b),
+                row + group * 64,
+                64,
+                h,
+                slice(p * plan.panel, p * plan.panel + plan.panel),
+            ),
+            leader_scope_threads=WARPGROUP,
+        )
+    if plan.call.return_lse:
+        if plan.packed:
+            T.copy(w.l, lse_of(arg.lse, w.task[Q_END] - w.task[Q_LEN], w.task[Q_LEN])[0, h, row : row + plan.block_M])
+        else:
+            T.copy(w.l, arg.lse[b, h, row : row + plan.block_M])
+    if not plan.output_apart:
+        T.tma_store_wait(0)  # O lies where Q was
+        T.barrier_arrive(w.q_free[0])
+
+
+@T.macro
+def advance(plan, arg, w, k_lo, masked):
+    """Scores of the next tile of keys, under whose softmax the values of the tile before are added to O."""
+    T.barrier_wait(w.k_ready[w.at[K_STAGE]], w.at[K_PARITY])
+    wait_for_turn(plan, w)
+    multiply_qk(plan, w, w.at[K_STAGE])
+    T.barrier_wait(w.v_ready[w.at[V_STAGE]], w.at[V_PARITY])
+    multiply_pv(plan, w, w.at[V_STAGE])
+    end_turn(plan, w)
+    take_tile(plan, w, w.at[K_STAGE])
+    T.wait_wgmma(1)
+    T.warpgroup_fence_operand(w.acc_s, num_regs=plan.block_M * plan.block_N // plan.consumers)
+    scores_to_weights(plan, arg, w, k_lo, masked)
+    wait_for_pv(plan, w)
+    release(plan, w, w.v_free, w.at[V_STAGE])
+    keep_weights(plan, w)
+    next_k(plan, w)
+    softmax.rescale_if_needed(w.acc_o, w.alpha, w.lowest, w.thread, plan.block_M, plan.head_dim_v, plan.consumers)
+
+
+@T.macro
+def attend(plan, arg, w, turn):
+    """One tile of queries from its first product to the store of O."""
+    begin, end, right, left = w.task[BEGIN], w.task[END], w.task[RIGHT], w.task[LEFT]
+    masked = T.max(right + left, 1)
+    if plan.fp8:
+        kv_h = T.truncdiv(w.task[HEAD], arg.heads_per_kv_head)
+        w.descaled[0] = arg.scale * (arg.q_descale[w.task[BATCH], kv_h] * arg.k_descale[w.task[BATCH], kv_h])
+        w.descaled[1] = arg.v_descale[w.task[BATCH], kv_h]
+    if plan.traced.score is not None:
+        emit = Emitter(arg.operands)
+        keep_uniforms(plan.score, w.uniforms, emit, scale_of(plan, arg, w), w.task[BATCH], w.task[HEAD])
+    softmax.reset(w.m, w.l, w.acc_o)
+    T.fill(w.sums, 0)
+    T.barrier_wait(w.q_ready[0], turn & 1)
+    if plan.config.q_in_registers:
+        T.copy(w.q, w.q_registers)
+        if plan.output_apart:
+            T.barrier_arrive(w.q_free[0])
+    T.barrier_wait(w.k_ready[w.at[K_STAGE]], w.at[K_PARITY])
+    wait_for_turn(plan, w)
+    multiply_qk(plan, w, w.at[K_STAGE])
+    end_turn(plan, w)
+    take_tile(plan, w, w.at[K_STAGE])
+    if plan.call.dropout:
+        dropout.enter_head(w.words, arg, w.task[BATCH], w.task[HEAD])
+    T.wait_wgmma(0)
+    T.warpgroup_fence_operand(w.acc_s, num_regs=plan.block_M * plan.block_N // plan.consumers)
+    scores_to_weights(plan, arg, w, tile_of_step(plan, 0, begin, end, right, left) * plan.block_N, right + left > 0)
+    keep_weights(plan, w)
+    next_k(plan, w)
+    if plan.masks_inside:
+        for j in T.serial(masked - 1):
+            advance(plan, arg, w, tile_of_step(plan, j + 1, begin, end, right, left) * plan.block_N, True)
+    for j in T.serial(end - begin - masked):
+        # Past the masked tiles; those at the left came before.
+        advance(plan, arg, w, (end - 1 - (masked + j) + left) * plan.block_N, False)
+    if plan.output_apart and not plan.config.q_in_registers:
+        T.barrier_arrive(w.q_free[0])  # the next Q may come under the last product and the store of O
+    T.barrier_wait(w.v_ready[w.at[V_STAGE]], w.at[V_PARITY])
+    multiply_pv(plan, w, w.at[V_STAGE])
+    if plan.recalls:
+        recall(plan, w, turn)
+    T.reduce_sum(w.sums, w.l, dim=1)
+    if plan.call.sink:
+        sink = sink_of_task(plan, arg, w) * softmax.LOG2E
+        softmax.add_sink(w.m, w.l, w.alpha, w.base, sink, score_unit(plan, arg, w), plan.block_M, plan.shift)
+    else:
+        T.fill(w.alpha, 1)
+    wait_for_pv(plan, w)
+    release(plan, w, w.v_free, w.at[V_STAGE])
+    softmax.finish(w.l, w.base, w.alpha, w.acc_o, plan.block_M, plan.head_dim_v, output_factor(plan, arg, w))
+    store(plan, arg, w)
+
+
+@T.macro
+def consume(plan, arg, w):
+    turn = T.alloc_var("int32", init=0)
+    first_stages(w)
+    if plan.ping_pong:
+        if w.thread < WARPGROUP:
+            T.named_barrier_arrive(TURN, 2 * WARPGROUP)
+    read_message(plan, w, turn, plan.recalls)
+    while w.task[COUNT] > 0:
+        attend(plan, arg, w, turn)
+        turn += 1
+        read_message(plan, w, turn, plan.recalls)
+    T.tma_store_wait(0)

@@ -1,0 +1,167 @@
+"""The forward pass, Hopper schedule: FlashAttention-3's warp specialisation (Shah et al. 2024, arXiv 2407.08608).
+
+Persistent blocks, one per multiprocessor, draw tiles of ``block_M`` queries of one head from a common queue. In a block
+
+    one producer warp    draws the next tile, finds out which keys it may see, writes both into a *message*, which all
+                         warps read, and loads Q, then K and V tile by tile, by TMA;
+    consumer warpgroups  own 64 query rows each; they multiply (wgmma), keep the softmax, and store O by TMA.
+
+A bias, or another tensor that a score modification reads tile by tile, is loaded with K and awaited by K's barrier;
+the consumers take each tile to registers under S = Q K^T and then free it.
+
+All warps run ahead as far as the barriers let them: while the consumers still finish one tile, Q and the first K and V
+of the next are on their way, and O is stored under the next tile's arithmetic.
+
+Every shared buffer has two mbarriers, ``ready`` (filled: the producer's 32 lanes and the bytes have arrived; for a
+message its writer) and ``free`` (read: its readers have arrived). A barrier's phase flips each time it completes. The
+n-th use of a buffer (n = 0, 1, ...) waits for ``ready`` with parity ``n % 2`` and for ``free`` with parity
+``(n + 1) % 2``, which a fresh barrier lets pass. K and V have ``num_stages`` buffers each, so their use number n is
+that of stage ``n % num_stages``, turn ``n // num_stages``.
+
+One iteration of a consumer warpgroup, j being the tile of keys before; the tensor cores work under the softmax:
+
+    tensor cores    |  S = Q K_j+1^T  |      O += P V_j       |                     |  S = Q K_j+2^T ...
+    other units     |                 |  softmax of S(j+1)    |  O *= alpha, P = S  |
+    K barriers      ^ready                 ^free, once the maximum is known
+    V barriers          ^ready                                ^free
+
+Visible keys are walked from the last to the first, but tiles that need the mask come before all others, in a loop of
+their own: the main loop holds no mask.
+
+With ``cluster`` = 2, two blocks on neighbouring multiprocessors take neighbouring tiles of queries and share the keys:
+the *leader*'s producer draws the tiles, sends the message to the *follower* too, and loads K and V into the shared
+memory of both (TMA multicast), once both blocks' consumers have freed the stage. Half the bytes leave the L2 cache.
+
+With ``ping_pong`` the warpgroups take turns in issuing their products, by named barriers, so that the softmax of one
+runs under the products of another.
+
+The schedule keeps O's old scale while the row maximum has grown by at most ``patience`` (in powers of two): the weights
+then exceed 1, which the division by their sum at the end undoes exactly as otherwise; and most rescaling is skipped.
+
+With dropout weights are dropped once the row's sum has them, and kept ones gain their weight when O is divided by that
+sum. The pattern (dropout.py) is arithmetic that runs, as the softmax does, under P V; the words of a head are computed
+under a tile's first product.
+
+Packed sequences: the producer looks a ticket's task up in the work list (packed/tasks.py), and the message says where
+the task's sequence lies. Loads and the store of O end with the sequence by their tensor maps (ragged.py).
+
+fp8: both products are taken in e4m3 and summed in float32. The matrix units read 8-bit operands only along the sum, so
+that V comes transposed (transpose_fp8.py), with its keys in the order in which the threads hold the weights. The
+descales of q and k join the scale, that of v the division by the row's sum. Weights are stored 2^4 times as large, and
+the patience is 4 at most: they stay within e4m3's 448, and those down to 2^-13 of a row's largest are not lost.
+
+Layouts: q, o (batch, seqlen_q, heads, .), k, v (batch, seqlen_k, kv_heads, .), strides of 16 bytes; lse (batch, heads,
+seqlen_q). All sizes and strides are run-time values. Limits: sm_90a, head dims up to 256; see ``backend.refusal``.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import tilelang.language as T
+from tilelang.layout import (
+    make_full_bank_swizzled_layout,
+    make_half_bank_swizzled_layout,
+    make_quarter_bank_swizzled_layout,
+)
+
+from .....call.facts import AttentionCall
+from .....variant.key import Program
+from ...packed.dependent_launch import wait_for_previous
+from ...packed.ragged import with_ragged_tensors
+from ...tile import dropout, softmax
+from ..config import HopperConfig
+from ..signature import assume_aligned, assume_filled
+from .consumer import consume
+from .plan import WARP, WARPGROUP, Plan
+from .producer import produce
+
+
+def tile_layout(buffer: Any, row_bytes: int) -> Any:
+    """Swizzled, so that the eight rows of 16 bytes that a warp reads at a time lie in different banks.
+
+    In the widest panels of columns that divide the rows: a copy by TMA asks for one row of a panel at a time.
+    """
+    if row_bytes % 128 == 0:
+        return make_full_bank_swizzled_layout(buffer)
+    return make_half_bank_swizzled_layout(buffer) if row_bytes % 64 == 0 else make_quarter_bank_swizzled_layout(buffer)
+
+
+def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
+    """The macro that emits the kernel, given its parameters (see signature.py)."""
+    plan = Plan(call, config, traced)
+
+    @T.macro
+    def kernel(arg):
+        with T.Kernel(
+            arg.blocks, threads=plan.consumers + WARPGROUP, cluster_dims=plan.cluster if plan.cluster > 1 else None
+        ) as block:
+            assume_filled(arg.operands)
+            assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, itemsize=plan.size)
+            if plan.packed:
+                wait_for_previous(call.arch)
+                arg = with_ragged_tensors(arg)
+            tile_shared, tile_registers = None, None
+            if plan.copied is not None:
+                assume_aligned(arg.operands[plan.copied.name].strides, itemsize=plan.copied_dtype.itemsize)
+                kind = str(plan.copied_dtype).removeprefix("torch.")
+                tile_shared = T.alloc_shared([plan.stages, plan.block_M, plan.block_N], kind)
+                tile_registers = T.alloc_fragment([plan.block_M, plan.block_N], kind)
+            q_shared = T.alloc_shared([plan.block_M, plan.head_dim], plan.dtype)
+            k_shared = T.alloc_shared([plan.stages, plan.block_N, plan.head_dim], plan.dtype)
+            v_shared = T.alloc_shared([plan.stages, *plan.v_tile], plan.dtype)
+            if plan.output_apart:
+                o_shared = T.alloc_shared([plan.block_M, plan.head_dim_v], plan.out_dtype)
+            else:
+                o_shared = q_shared
+            message = T.alloc_shared([plan.messages, plan.fields], "int32")
+            thread = T.get_thread_binding()
+            w = SimpleNamespace(
+                q=q_shared,
+                k=k_shared,
+                v=v_shared,
+                o=o_shared,
+                message=message,
+                task=T.alloc_local([plan.fields], "int32"),
+                ticket=T.alloc_local([1], "int32"),
+                total=T.alloc_local([1], "int32") if plan.packed else None,
+                at=T.alloc_local([4], "int32"),
+                block=block,
+                rank=T.block_rank_in_cluster() if plan.cluster > 1 else 0,
+                thread=thread,
+                **plan.alloc_barriers(),
+                acc_s=T.alloc_fragment([plan.block_M, plan.block_N], "float32"),
+                weights=T.alloc_fragment([plan.block_M, plan.block_N], plan.dtype),
+                acc_o=T.alloc_fragment([plan.block_M, plan.head_dim_v], "float32"),
+                m=T.alloc_fragment([plan.block_M], "float32"),
+                l=T.alloc_fragment([plan.block_M], "float32"),
+                alpha=T.alloc_fragment([plan.block_M], "float32"),
+                base=T.alloc_fragment([plan.block_M], "float32"),
+                sums=T.alloc_fragment([plan.block_M, 4], "float32"),
+                lowest=T.alloc_fragment([plan.consumers], "float32"),
+                q_registers=T.alloc_fragment([plan.block_M, plan.head_dim], plan.dtype),
+                tile=tile_shared,
+                tile_registers=tile_registers,
+                product=T.alloc_fragment([plan.block_M, plan.head_dim_v], "float32") if config.two_level else None,
+                descaled=T.alloc_local([2], "float32") if plan.fp8 else None,
+                uniforms=plan.score.allocate() if plan.score is not None else None,
+                words=dropout.of_call(call),
+            )
+            if config.q_in_registers:
+                T.annotate_layout({w.q: tile_layout(w.q, plan.head_dim * plan.size)})
+            if plan.copied is not None:
+                T.annotate_layout({w.tile: tile_layout(w.tile, plan.block_N * plan.copied_dtype.itemsize)})
+            T.annotate_layout({w.sums: softmax.own_columns_layout(plan.block_M)})
+            T.annotate_layout({w.lowest: softmax.per_thread_layout(plan.consumers)})
+            if thread >= plan.consumers:
+                T.set_max_nreg(config.producer_registers, 0)
+                if thread < plan.consumers + WARP:
+                    produce(plan, arg, w)
+            else:
+                T.set_max_nreg(config.consumer_registers(), 1)
+                consume(plan, arg, w)
+            if plan.cluster > 1:
+                T.cluster_sync()  # a block must not leave while the other may still arrive on its barriers
+
+    return kernel

@@ -1,0 +1,117 @@
+"""What a kernel of the Hopper schedule is built from: sizes, roles, and what is copied how; see kernel.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import tilelang.language as T
+
+from .....call.facts import AttentionCall
+from .....call.fp8 import FP8
+from .....variant.key import Program
+from ...tile.mask import Score
+from ..config import HopperConfig, hopper_dims, panel
+
+WARP, WARPGROUP = 32, 128
+
+# A message's integers (tasks.py).
+FIELDS, PACKED_FIELDS = 8, 12
+
+# A cluster's blocks, by rank: the leader draws tasks and loads K and V for both.
+LEADER, FOLLOWER = 0, 1
+
+# Weights in e4m3 are stored 2^FP8_SHIFT times as large; with `patience` up to 4 they stay below 2^8, the format's 448.
+FP8_SHIFT = 4.0
+
+
+class Plan:
+    """The static facts of one kernel, from which the macros of producer and consumers choose what they emit.
+
+    Attributes:
+        block_M, block_N, stages, head_dim, head_dim_v: sizes of the tiles, as they lie in shared memory.
+        consumers, warpgroups: threads and warpgroups that compute.
+        ping_pong, output_apart: as in :class:`HopperConfig`, where they apply.
+        shift: of the softmax's exponents, for fp8.
+        masks_inside: whether more than the last tile of keys can be masked (it may end beyond seqlen_k).
+        score: the score modification, or None.
+        copied: the tile load whose tiles, such as a bias's, the producer copies with K's, or None; and its dtype.
+        batch_first: whether neighbours in the queue are batch elements rather than heads, to share those tiles.
+        copied_once: whether nobody shares them, so that they need not stay in the L2 cache.
+        panel: columns of O that one TMA store takes.
+        cluster, rows: blocks that share keys, and the queries of one task.
+        packed: whether sequences are packed.
+        recalls: whether consumers read a message once more when its task ends.
+        fields, messages: how many integers a message has, and how many messages there are.
+        everyone: mask of the blocks that a load of K or V reaches, or None.
+    """
+
+    def __init__(self, call: AttentionCall, config: HopperConfig, traced: Program) -> None:
+        self.call, self.config, self.traced = call, config, traced
+        self.block_M, self.block_N, self.stages = config.block_M, config.block_N, config.num_stages
+        self.size = call.dtype.itemsize
+        self.head_dim, self.head_dim_v = hopper_dims(call)
+        self.dtype, self.out_dtype = (str(kind).removeprefix("torch.") for kind in (call.dtype, call.out_dtype))
+        self.fp8 = call.dtype == FP8
+        self.shift = FP8_SHIFT if self.fp8 else 0.0
+        self.v_tile = [self.head_dim_v, self.block_N] if self.fp8 else [self.block_N, self.head_dim_v]
+        self.consumers = config.consumer_threads()
+        self.warpgroups = self.consumers // WARPGROUP
+        self.ping_pong = config.ping_pong and self.warpgroups > 1
+        self.output_apart = config.output_apart(call)
+        self.score = Score(call, traced) if traced.score is not None else None
+        self.masks_inside = traced.allows is not None
+        self.copied, self.copied_dtype = traced.copied_tile or (None, None)
+        by_head, by_batch = (self.copied is not None and self.copied.differs_by(symbol) for symbol in "hb")
+        self.batch_first = by_head and not by_batch
+        self.copied_once = by_head and by_batch
+        self.panel = panel(self.head_dim_v)
+        self.cluster = config.cluster
+        self.rows = self.cluster * self.block_M
+        self.packed = call.packed
+        self.fields = PACKED_FIELDS if call.packed else FIELDS
+        # With Q in registers where the sequence lies does not fit into them as well: the loop has 12 instructions less.
+        # Elsewhere it had up to 20 more.
+        self.recalls = call.packed and config.q_in_registers
+        self.messages = 4 if self.recalls else 2  # those that wait to be recalled must not hold up the producer
+        self.everyone = (1 << self.cluster) - 1 if self.cluster > 1 else None
+
+    def alloc_barriers(self) -> dict[str, Barriers]:
+        """All barriers, by name, one for each buffer; see kernel.py.
+
+        As few arrays as can be: ptxas works an array's address out anew wherever it is used, in the inner loop too.
+        """
+        own = {
+            "message_ready": [1] * self.messages,
+            "q_ready": [WARP],
+            "q_free": [self.consumers],
+            "k_ready": [WARP] * self.stages,
+            "v_ready": [WARP] * self.stages,
+            "tile_free": [self.consumers // WARP] * self.stages if self.copied is not None else [],
+        }
+        # Threads of the cluster's other block arrive on these too. (What it copies arrives on the others as bytes.)
+        common = {
+            "message_free": [self.cluster * (self.consumers + WARP)] * self.messages,
+            "k_free": [self.cluster * self.warpgroups] * self.stages,
+            "v_free": [self.cluster * self.warpgroups] * self.stages,
+        }
+        if self.cluster == 1:
+            return _slices(T.alloc_barrier, own | common)
+        return _slices(T.alloc_barrier, own) | _slices(T.alloc_cluster_barrier, common)
+
+
+class Barriers:
+    """Some of an array's barriers."""
+
+    def __init__(self, array: T.Buffer, first: int) -> None:
+        self._array, self._first = array, first
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._array[self._first + index]
+
+
+def _slices(alloc: Callable[[list[int]], T.Buffer], arrivals: dict[str, list[int]]) -> dict[str, Barriers]:
+    array = alloc([count for counts in arrivals.values() for count in counts])
+    firsts = accumulate([0, *map(len, arrivals.values())])
+    return {name: Barriers(array, first) for name, first in zip(arrivals, firsts, strict=False)}

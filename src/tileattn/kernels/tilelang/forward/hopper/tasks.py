@@ -1,0 +1,139 @@
+"""Tasks of the Hopper schedule: which queries and keys they are, and the message that says so; see kernel.py."""
+
+from types import SimpleNamespace
+
+import tilelang.language as T
+
+from ...packed.ragged import tile as ragged_tile
+from ...packed.tasks import find_task
+from ...tile.expressions import Emitter
+from ...tile.mask import Visibility
+from .plan import FIELDS, FOLLOWER, LEADER, PACKED_FIELDS
+
+# A message's fields. A count of 0 says that no tile is left. Where sequences are packed, BATCH is a sequence's number,
+# and four more say where it lies: the row behind its last in the whole tensor and its length, of queries and of keys.
+BATCH, HEAD, ROW, BEGIN, END, RIGHT, LEFT, COUNT = range(FIELDS)
+Q_END, Q_LEN, K_END, K_LEN = range(FIELDS, PACKED_FIELDS)
+
+
+def sizes_of_task(plan, arg, w):
+    """What has its seqlen_q and seqlen_k."""
+    return SimpleNamespace(seqlen_q=w.task[Q_LEN], seqlen_k=w.task[K_LEN]) if plan.packed else arg
+
+
+def places(plan, arg, w, b):
+    """Where the task's rows lie in q, k and v, for :func:`rows_of`."""
+    if plan.packed:
+        of_q, of_k = (w.task[Q_END], w.task[Q_LEN]), (w.task[K_END], w.task[K_LEN])
+        return of_q, of_k, of_k
+    return tuple(T.min(b, tensor.shape[0] - 1) for tensor in (arg.q, arg.k, arg.v))
+
+
+def place_of_o(plan, w, b):
+    """The same of o."""
+    return (w.task[Q_END], w.task[Q_LEN]) if plan.packed else b
+
+
+def rows_of(plan, tensor, place, first, rows, head, columns):
+    """Rows `first : first + rows` of a batch element, or of a sequence."""
+    if plan.packed:
+        return ragged_tile(tensor, *place, first, rows, head, columns)
+    return tensor[place, first : first + rows, head, columns]
+
+
+def task_total(plan, arg, w):
+    """How many tasks there are."""
+    return w.total[0] if plan.packed else T.ceildiv(arg.seqlen_q, plan.rows) * arg.batch * arg.heads
+
+
+def tile_of_step(plan, j, begin, end, right, left):
+    """Which tile of keys comes j-th: first those that need the mask, at the right and left ends, then the rest."""
+    inner = end - 1 - j + left  # right ones: end - 1 - j; after them `left` steps went elsewhere
+    if not plan.masks_inside:
+        return end - 1 - j
+    return T.if_then_else(j < right, end - 1 - j, T.if_then_else(j < right + left, begin + j - right, inner))
+
+
+@T.macro
+def write_message(plan, arg, w, turn, tile):
+    """Which queries and keys the tile-th task is."""
+    emit = Emitter(arg.operands)
+    of = arg
+    if plan.packed:
+        b, h, row, q_start, q_len, k_start, k_len = find_task(arg, tile, plan.rows, True)
+        w.message[turn % plan.messages, Q_END] = q_start + q_len
+        w.message[turn % plan.messages, Q_LEN] = q_len
+        w.message[turn % plan.messages, K_END] = k_start + k_len
+        w.message[turn % plan.messages, K_LEN] = k_len
+        of = SimpleNamespace(seqlen_q=q_len, seqlen_k=k_len)
+    else:
+        side = arg.side_by_side
+        tiles = T.ceildiv(arg.seqlen_q, plan.rows)
+        # Tiles in the order of the queue: `side_by_side` heads, whose keys and values fit into the L2 cache together,
+        # begin with their last query tiles, which a causal mask makes longest.
+        pair = T.alloc_var(
+            "int32", init=T.truncdiv(tile, side * tiles) * side + T.truncmod(T.truncmod(tile, side * tiles), side)
+        )
+        row = T.alloc_var("int32", init=(tiles - 1 - T.truncdiv(T.truncmod(tile, side * tiles), side)) * plan.rows)
+        b = T.alloc_var("int32", init=T.truncmod(pair, arg.batch) if plan.batch_first else T.truncdiv(pair, arg.heads))
+        h = T.alloc_var("int32", init=T.truncdiv(pair, arg.batch) if plan.batch_first else T.truncmod(pair, arg.heads))
+    visible = Visibility(plan.traced, emit, of.seqlen_k)
+    q_lo = row + of.seqlen_k - of.seqlen_q
+    q_hi = T.min(q_lo + plan.rows, of.seqlen_k) - 1
+    kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
+    full_lo, full_hi = visible.full_range(b, h, q_lo, q_hi)
+    # Tiles of keys [begin, end), of which [full_begin, full_end) are wholly visible. At least one tile, all masked
+    # where nothing is visible.
+    begin = T.alloc_var("int32", init=T.truncdiv(kv_lo, plan.block_N))
+    end = T.alloc_var("int32", init=T.max(T.ceildiv(kv_hi, plan.block_N), begin + 1))
+    full_end = T.min(T.max(T.truncdiv(full_hi, plan.block_N), begin), end)
+    w.message[turn % plan.messages, BATCH] = b
+    w.message[turn % plan.messages, HEAD] = h
+    w.message[turn % plan.messages, ROW] = row
+    w.message[turn % plan.messages, BEGIN] = begin
+    w.message[turn % plan.messages, END] = end
+    w.message[turn % plan.messages, RIGHT] = end - full_end
+    w.message[turn % plan.messages, LEFT] = T.min(T.max(T.ceildiv(full_lo, plan.block_N), begin), full_end) - begin
+    w.message[turn % plan.messages, COUNT] = end - begin
+
+
+@T.macro
+def send(plan, w, turn):
+    """Hands the message over to all that wait for it in the leader, and to the follower."""
+    T.barrier_arrive(w.message_ready[turn % plan.messages])
+    if plan.cluster > 1:
+        T.fence_proxy_async()
+        T.copy_cluster(
+            w.message[turn % plan.messages, 0 : plan.fields],
+            w.message[turn % plan.messages, 0 : plan.fields],
+            dst_block=FOLLOWER,
+            remote_barrier=w.message_ready[turn % plan.messages],
+        )
+
+
+@T.macro
+def free_message(plan, w, turn):
+    if plan.cluster > 1:
+        T.mbarrier_arrive(w.message_free[turn % plan.messages], LEADER)
+    else:
+        T.barrier_arrive(w.message_free[turn % plan.messages])
+
+
+@T.macro
+def recall(plan, w, turn):
+    """Reads what the end of a task needs once more, so that it need not stay in registers through the loops."""
+    for field in (HEAD, ROW, Q_END, Q_LEN, K_END):
+        w.task[field] = w.message[turn % plan.messages, field]
+    w.task[ROW] += w.rank * plan.block_M  # as in read_message
+    free_message(plan, w, turn)
+
+
+@T.macro
+def read_message(plan, w, turn, again=False):
+    """Waits for the next task and keeps it in registers. `again`: whether it will be read again (:func:`recall`)."""
+    T.barrier_wait(w.message_ready[turn % plan.messages], (turn // plan.messages) & 1)
+    for field in T.unroll(plan.fields):
+        w.task[field] = w.message[turn % plan.messages, field]
+    w.task[ROW] += w.rank * plan.block_M
+    if not again:
+        free_message(plan, w, turn)

@@ -1,0 +1,120 @@
+"""The launch of the forward pass on packed sequences: the work list, then the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ....call import packed_status
+from ....call.dropout import Dropout
+from ....call.facts import AttentionCall, Packed
+from ....variant.key import Operands
+from ..host import as_bytes, pattern_arguments
+from ..packed.plan import work_list
+from .config import HopperConfig
+from .defaults import Config, for_skewed_lengths
+from .queue import multiprocessors, tickets
+
+
+def packed_forward(
+    load: Callable[[Config], Callable[..., Any]],
+    config: Config,
+    call: AttentionCall,
+    heads: int,
+    scalars: tuple[float, int, int],
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """The forward pass with a given configuration, for any number of sequences of any lengths.
+
+    Args:
+        load: what gives the call's kernel of a configuration.
+        config: of the kernel, where sequences are of similar lengths.
+        call: what the kernel is compiled for.
+        heads: of queries.
+        scalars: the scale, query heads per kv head, and how many heads run side by side.
+    """
+    kernels: dict[bool, Kernel] = {}
+
+    def kernel_for(skewed: bool) -> Kernel:
+        if skewed not in kernels:
+            chosen = for_skewed_lengths(config) if skewed else config
+            kernels[skewed] = Kernel(load(chosen), chosen)
+        return kernels[skewed]
+
+    def forward(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        operands: Operands,
+        *,
+        packed: Packed,
+        dropout: Dropout | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        packed_status.raise_pending()
+        total_q, total_k = q.shape[1], k.shape[1]
+        if 0 in (packed.cu_seqlens_q.numel() - 1, total_q, total_k):
+            return _without_keys(call, q, sink, packed)
+        o = q.new_empty(1, total_q, heads, call.head_dim_v)
+        lse = q.new_empty(1, heads, total_q, dtype=torch.float32) if call.return_lse else None
+        kernel = kernel_for(_is_skewed(packed, total_q))
+        work = work_list(call.arch, packed, total_q, total_k, kernel.rows)
+        seeds, of_pattern = pattern_arguments(dropout)
+        kernel.function(
+            q,
+            k,
+            v,
+            *((o,) if lse is None else (o, lse)),
+            *(() if sink is None else (sink.detach().float(),)),
+            *seeds,
+            work,
+            *(as_bytes(tensor) for tensor in operands.tensors),
+            *scalars,
+            *of_pattern,
+            *kernel.queue(q.device, (work.shape[0] - 1) * heads),
+            *operands.ints,
+            *operands.floats,
+        )
+        packed_status.report(q.device)
+        return o, lse
+
+    return forward
+
+
+class Kernel:
+    """A loaded kernel and what its configuration says about a launch.
+
+    Attributes:
+        rows: queries of a task.
+    """
+
+    def __init__(self, function: Callable[..., Any], config: Config) -> None:
+        self.function = function
+        self.persistent = isinstance(config, HopperConfig)
+        self.cluster = config.cluster if isinstance(config, HopperConfig) else 1
+        self.rows = self.cluster * config.block_M
+
+    def queue(self, device: torch.device, tasks: int) -> tuple[Any, ...]:
+        """What a persistent kernel draws its tasks from, of which there are so many at most, and its blocks."""
+        if not self.persistent:
+            return ()
+        return tickets(device), min(tasks, max(multiprocessors(device) // self.cluster, 1)) * self.cluster
+
+
+def _is_skewed(packed: Packed, total_q: int) -> bool:
+    """Whether sequences are, on average, less than half as long as the longest may be."""
+    return 2 * total_q < (packed.cu_seqlens_q.numel() - 1) * packed.max_seqlen_q
+
+
+def _without_keys(
+    call: AttentionCall, q: torch.Tensor, sink: torch.Tensor | None, packed: Packed
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nothing to compute: no rows, no keys, or no sequences."""
+    _, total_q, heads, _ = q.shape
+    o = q.new_zeros(1, total_q, heads, call.head_dim_v)
+    lse = q.new_full((1, heads, total_q), -torch.inf, dtype=torch.float32)
+    if sink is not None:
+        row = torch.arange(total_q, device=q.device)
+        lse = torch.where(row < packed.cu_seqlens_q[-1], sink.detach().float()[None, :, None], lse)
+    return o, lse

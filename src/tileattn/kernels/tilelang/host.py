@@ -1,0 +1,45 @@
+"""What both passes do with a call's tensors and heads before a launch."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from ...call.dropout import Dropout, threshold, weight_of_kept
+
+# What the heads that run at the same time read should stay in the L2 cache.
+L2_BYTES = 32 * 2**20
+
+
+@functools.lru_cache(maxsize=256)
+def divisors(number: int) -> list[int]:
+    """In ascending order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def one_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that is expanded over the batch (stride 0, which tensor maps refuse), as its one batch."""
+    return tensor if tensor.stride(0) else tensor[0][None]
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A variant's tensor as kernels take it: booleans as bytes, and never an empty one.
+
+    They read the ends of ranges before they know that there is no key. What they read instead is 0, in rows that begin
+    at multiples of 16 bytes, as a tensor map asks.
+    """
+    tensor = tensor.detach()
+    if tensor.numel() == 0:
+        *outer, last = (max(size, 1) for size in tensor.shape)
+        tensor = tensor.new_zeros(*outer, -(-last // 16) * 16)[..., :last]
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def pattern_arguments(dropout: Dropout | None) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
+    """The tensors and the numbers that a kernel with dropout takes; none for one without."""
+    if dropout is None:
+        return (), ()
+    return (dropout.seed.detach(),), (threshold(dropout.p), weight_of_kept(dropout.p))

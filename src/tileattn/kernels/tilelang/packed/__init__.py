@@ -1,0 +1,1 @@
+"""Packed sequences on the GPU: the plan of which tiles there are, and who takes which."""

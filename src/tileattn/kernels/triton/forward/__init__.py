@@ -1,0 +1,1 @@
+"""The forward pass: its kernel and the launch."""

@@ -1,0 +1,1 @@
+"""A call's way from the API to a backend: run, autograd, operators, dispatch."""

@@ -1,0 +1,114 @@
+"""A checked call: its variant gets a name, and tracing, autograd or neither decide which way it goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..call.dropout import draw_seed
+from ..call.facts import Packed, sizes
+from ..call.fp8 import FP8, complete
+from ..call.scalars import as_float
+from ..call.validation import check_operand_devices, check_variant
+from ..variant.key import encode, normalize
+from ..variant.masks import Mask
+from ..variant.scores import for_packed
+from . import autograd
+from . import operators as ops
+from .dispatch import prepare_forward
+
+MaskLike = Mask | Callable[..., Any]
+ScoreModLike = Callable[..., Any] | Sequence[Callable[..., Any]]
+# As given: of q, k and v, each of any shape that broadcasts to (batch, kv_heads).
+GivenDescales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+NO_DESCALES: GivenDescales = (None, None, None)
+
+
+def autocast(x: Any) -> Any:
+    """What torch.autocast makes of q, k or v: as for PyTorch's own attention, its dtype, but float64 stays."""
+    return x.to(autocast_dtype(x)) if isinstance(x, torch.Tensor) else x
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype that an operation which torch.autocast casts for sees x in."""
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return x.dtype
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return x.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def scale_or_default(scale: float | None, q: torch.Tensor) -> float:
+    """1 / sqrt(head_dim) where none is given."""
+    return 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+
+
+def as_dropout_p(p: Any) -> Any:
+    """A probability as a float; its range is checked with the other arguments."""
+    return as_float("dropout_p", p, "a probability, a number from 0 to 1")
+
+
+def requires_grad(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether a gradient of one of them may be asked for, if gradients are enabled."""
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def is_plain(q: Any, k: Any, v: Any) -> bool:
+    """Whether q, k and v are plain tensors in plain eager execution."""
+    return (
+        not ops.is_traced(q)
+        and type(k) is torch.Tensor
+        and type(v) is torch.Tensor
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: MaskLike | None,
+    score_mod: ScoreModLike | None,
+    causal: bool,
+    scale: float | None,
+    sink: torch.Tensor | None,
+    dropout_p: float,
+    return_lse: bool,
+    deterministic: bool,
+    backend: str | None,
+    *,
+    descales: GivenDescales = NO_DESCALES,
+    packed: Packed | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """o and lse of any call, on checked q, k, v (bshd), sink, numbers and cu_seqlens; the rest as the user gave it."""
+    normal_mask, mods = normalize(mask, score_mod, causal)
+    if packed is not None:
+        mods = for_packed(mods, packed.cu_seqlens_q, packed.cu_seqlens_k)
+    of_q, of_k = sizes(q, k, packed)
+    batch, seqlen_q, heads, _ = of_q
+    check_variant(normal_mask, mods, batch, heads, seqlen_q, of_k[1])
+    variant, operands = encode(normal_mask, mods)
+    check_operand_devices(operands.tensors, q)
+    scale = scale_or_default(scale, q)
+    needs_grad = torch.is_grad_enabled() and requires_grad((q, k, v, sink, *descales, *operands.tensors))
+    seed = draw_seed(q.device) if dropout_p else None
+    traced, transformed = ops.is_traced(q), torch._C._are_functorch_transforms_active()
+    if (needs_grad or (transformed and q.dtype != FP8)) and not traced:
+        options = autograd.Options(variant, scale, backend, deterministic, dropout_p)
+        return autograd.attend(options, q, k, v, sink, operands, seed, packed)
+    if traced or transformed:
+        numbers = (operands.ints, operands.floats, scale)
+        rest = (*descales, deterministic, needs_grad, dropout_p, seed, *(packed or ()))
+        o, lse = ops.forward(q, k, v, sink, variant, operands.tensors, *numbers, backend, *rest)
+        return o, lse
+    flags = {"dropout": seed is not None, "packed": packed is not None}
+    call = ops.make_call(q, k, v, sink, variant, operands.tensors, return_lse=return_lse, **flags)
+    forward = prepare_forward(call, backend, of_q, of_k, scale)
+    given = ops.options(dropout_p, seed, packed)
+    if q.dtype == FP8:
+        given["descales"] = complete(*descales, k)
+    return forward(q, k, v, sink, operands, **given)

@@ -1,0 +1,474 @@
+"""Masks: which query position may see which key position.
+
+A mask is a value that answers five questions, from which every backend works:
+
+- ``allows(b, h, q, k)``: may query position ``q`` see key position ``k``? (batch ``b``, query head ``h``)
+- ``kv_range(b, h, q_lo, q_hi, seqlen_k)``: the keys that *any* query in ``q_lo..q_hi`` can see, as ``(lo, hi)`` with
+  ``hi`` excluded. Tiles outside are never visited. It may be larger than the truth, never smaller.
+- ``full_range(b, h, q_lo, q_hi, seqlen_k)``: keys that *all* of them see; in tiles inside it no mask is computed. It
+  may be smaller than the truth, never larger; ``lo >= hi`` means none.
+- ``q_range`` and ``full_q_range(b, h, k_lo, k_hi, seqlen_k)``: the same of the queries that see *any*, or *all*, of the
+  keys ``k_lo..k_hi``, for the backward pass, whose outer loop is over keys.
+
+Positions are aligned bottom-right, as in flash-attn: row ``i`` of the queries is at ``q = i + seqlen_k - seqlen_q``,
+so that the last query is at the last key; with more queries than keys the first positions are negative. Ranges may
+reach outside ``[0, seqlen_k)``, those of queries outside ``[seqlen_k - seqlen_q, seqlen_k)``: callers clamp them. The
+tiles that callers ask about end with the last query or key.
+
+Masks combine with ``&`` and ``|``. To add one, subclass :class:`Mask` as a frozen dataclass: numbers and tensors among
+its fields are run-time values (another window size compiles nothing); that a field is ``None`` is known at compile
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..call.scalars import as_int
+from .math import load, maximum, minimum, where
+
+Range = tuple[Any, Any]
+
+FIRST_POSITION = -(2**30)  # before all queries; sums with sizes stay within int32
+MAX_SIZE = 2**30 - 1  # of a window or a prefix, likewise
+
+
+class Mask:
+    """Base of all masks; see the module's description."""
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        """True where query position q may see key position k; broadcasts over torch tensors."""
+        raise NotImplementedError
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        """Keys that any query position in q_lo..q_hi (both included) can see."""
+        return 0, seqlen_k
+
+    def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        """Keys that all query positions in q_lo..q_hi (both included) see."""
+        return 0, 0
+
+    def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        """Query positions that can see any key in k_lo..k_hi (both included)."""
+        return FIRST_POSITION, seqlen_k
+
+    def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        """Query positions that see all keys in k_lo..k_hi (both included)."""
+        return 0, 0
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A class that allows something else than its base does not inherit the base's answers about queries.
+
+        The other questions are older than these two: whoever derives from a mask is used to answering those alone.
+        """
+        super().__init_subclass__(**options)
+        if "allows" in vars(cls):
+            for name in ("q_range", "full_q_range"):
+                if name not in vars(cls):
+                    setattr(cls, name, getattr(Mask, name))
+
+    def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+        """Raises ValueError where a tensor of the mask does not fit the call."""
+
+    def __and__(self, other: Mask) -> Mask:
+        return And(self, _as_mask(other))
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(self, _as_mask(other))
+
+
+def _as_mask(value: Any) -> Mask:
+    if not isinstance(value, Mask):
+        raise TypeError(f"masks combine with masks, got {type(value).__name__}; wrap a function in FunctionMask")
+    return value
+
+
+@dataclass(frozen=True, eq=False)
+class Causal(Mask):
+    """A query sees the keys up to its own position."""
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k <= q
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return 0, q_hi + 1
+
+    def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return 0, q_lo + 1
+
+    def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return k_lo, seqlen_k
+
+    def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return k_hi, seqlen_k
+
+
+@dataclass(frozen=True, eq=False)
+class SlidingWindow(Mask):
+    """A query at ``q`` sees the keys from ``q - left`` to ``q + right``, both included, as in flash-attn.
+
+    Args:
+        left: keys seen before the query's own position, 0 or more; None for no bound.
+        right: keys seen after it, 0 or more; None for no bound. Left out, the window is causal, as Mistral's: a query
+            sees ``left + 1`` keys, its own included. ``SlidingWindow(w, w)`` looks as far to both sides.
+    """
+
+    left: int | None
+    right: int | None = 0
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            size = getattr(self, name)
+            if size is not None:
+                object.__setattr__(self, name, _size(f"SlidingWindow: {name}", size, "an int or None"))
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        if self.left is None and self.right is None:
+            return k == k
+        if self.left is None:
+            return k <= q + self.right
+        if self.right is None:
+            return k >= q - self.left
+        return (k >= q - self.left) & (k <= q + self.right)
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        lo = 0 if self.left is None else q_lo - self.left
+        hi = seqlen_k if self.right is None else q_hi + self.right + 1
+        return lo, hi
+
+    def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        lo = 0 if self.left is None else q_hi - self.left
+        hi = seqlen_k if self.right is None else q_lo + self.right + 1
+        return lo, hi
+
+    def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        lo = FIRST_POSITION if self.right is None else k_lo - self.right
+        hi = seqlen_k if self.left is None else k_hi + self.left + 1
+        return lo, hi
+
+    def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        lo = FIRST_POSITION if self.right is None else k_hi - self.right
+        hi = seqlen_k if self.left is None else k_lo + self.left + 1
+        return lo, hi
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixLM(Mask):
+    """Every query sees the first ``prefix`` keys; beyond them the mask is causal.
+
+    Args:
+        prefix: an int, or an integer tensor (batch,) with one length for each sequence, on the queries' device.
+    """
+
+    prefix: int | torch.Tensor
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prefix, torch.Tensor) and self.prefix.ndim:
+            _check_integer("PrefixLM: prefix", self.prefix)
+        else:
+            accepted = "an int or an integer tensor (batch,)"
+            object.__setattr__(self, "prefix", _size("PrefixLM: prefix", self.prefix, accepted))
+
+    def _length(self, b: Any) -> Any:
+        return self.prefix if isinstance(self.prefix, int) or not hasattr(self.prefix, "ndim") else load(self.prefix, b)
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k < self._length(b)) | (k <= q)
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return 0, maximum(self._length(b), q_hi + 1)
+
+    def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return 0, maximum(self._length(b), q_lo + 1)
+
+    def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return where(k_lo < self._length(b), FIRST_POSITION, k_lo), seqlen_k
+
+    def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return where(k_hi < self._length(b), FIRST_POSITION, k_hi), seqlen_k
+
+    def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+        if isinstance(self.prefix, torch.Tensor) and tuple(self.prefix.shape) not in ((batch,), (1,)):
+            raise ValueError(f"PrefixLM: prefix must have shape ({batch},), got {tuple(self.prefix.shape)}")
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Mask):
+    """Queries see the keys of their own document, in sequences packed from several.
+
+    The ids may come in any order; where equal ids are adjacent, as packing leaves them, other documents' tiles are
+    skipped. A position before the first key (seqlen_q > seqlen_k) belongs to no document.
+
+    Args:
+        ids: integer tensor (batch, seqlen_k), or (seqlen_k,) for all batches: the document of each position. Any values
+            of its dtype; those of int64 are renumbered, for kernels compare in 32 bits.
+    """
+
+    ids: torch.Tensor
+    # For each position, bounds that hold for every tile beginning (`first`) or ending (`last`) there ...
+    first: torch.Tensor = field(init=False, repr=False)
+    last: torch.Tensor = field(init=False, repr=False)
+    # ... and the run of adjacent equal ids that it lies in.
+    run_start: torch.Tensor = field(init=False, repr=False)
+    run_end: torch.Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ids, torch.Tensor):
+            raise TypeError(f"Documents: ids must be an integer tensor, got {type(self.ids).__name__}")
+        _check_integer("Documents: ids", self.ids)
+        if self.ids.ndim not in (1, 2):
+            raise ValueError(
+                f"Documents: ids must have shape (batch, seqlen) or (seqlen,), got {tuple(self.ids.shape)}"
+            )
+        ids = self.ids if self.ids.ndim == 2 else self.ids[None]
+        numbers, *bounds = _document_bounds(ids)
+        fields = (ids if ids.dtype != torch.int64 else numbers, *bounds)
+        for name, value in zip(("ids", "first", "last", "run_start", "run_end"), fields):
+            object.__setattr__(self, name, value.to(torch.int32).contiguous())
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= 0) & (load(self.ids, b, maximum(q, 0)) == load(self.ids, b, k))
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return load(self.first, b, maximum(q_lo, 0)), load(self.last, b, maximum(q_hi, 0)) + 1
+
+    def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        start, end = load(self.run_start, b, maximum(q_lo, 0)), load(self.run_end, b, maximum(q_lo, 0)) + 1
+        return start, where((q_lo >= 0) & (q_hi < end), end, start)
+
+    # Who sees whom is mutual, but for queries before the first key, and no key stands there.
+    def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return self.kv_range(b, h, k_lo, k_hi, seqlen_k)
+
+    def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return self.full_range(b, h, k_lo, k_hi, seqlen_k)
+
+    def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+        if self.ids.shape[0] not in (1, batch) or self.ids.shape[1] != seqlen_k:
+            raise ValueError(
+                f"Documents: ids must have shape (batch, seqlen_k) = ({batch}, {seqlen_k}) or ({seqlen_k},), "
+                f"got {tuple(self.ids.shape)}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class KeyPadding(Mask):
+    """Queries see the keys that are no padding; what :func:`tileattn.attention` makes of ``key_padding_mask``.
+
+    Padding may lie anywhere. Tiles before a sequence's first key and behind its last are skipped, and in its longest
+    run of keys, which are all that it has where padding is on one side, no mask is computed. Making it takes some small
+    launches: make it once for all layers.
+
+    Args:
+        keep: bool tensor (batch, seqlen_k), or (1, seqlen_k) for all sequences, on the queries' device: True where a
+            key may be seen. (The ``key_padding_mask`` of ``torch.nn.MultiheadAttention`` has the opposite meaning.)
+    """
+
+    keep: torch.Tensor
+    # Of each sequence, as (begin, end): from the first to the last key; the longest run of keys.
+    begin: torch.Tensor = field(init=False, repr=False)
+    end: torch.Tensor = field(init=False, repr=False)
+    run_begin: torch.Tensor = field(init=False, repr=False)
+    run_end: torch.Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_key_padding("KeyPadding: keep", self.keep)
+        for name, value in zip(("begin", "end", "run_begin", "run_end"), _padding_bounds(self.keep)):
+            object.__setattr__(self, name, value.to(torch.int32))
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return load(self.keep, b, k)
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return load(self.begin, b), load(self.end, b)
+
+    def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return load(self.run_begin, b), load(self.run_end, b)
+
+    def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        some = (k_lo < load(self.end, b)) & (k_hi >= load(self.begin, b))
+        return where(some, FIRST_POSITION, seqlen_k), seqlen_k
+
+    def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        all_of_them = (k_lo >= load(self.run_begin, b)) & (k_hi < load(self.run_end, b))
+        return where(all_of_them, FIRST_POSITION, seqlen_k), seqlen_k
+
+    def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+        if self.keep.shape[0] not in (1, batch) or self.keep.shape[1] != seqlen_k:
+            raise ValueError(
+                f"a key padding mask must have shape (batch, seqlen_k) = ({batch}, {seqlen_k}) or (1, {seqlen_k}), got "
+                f"{tuple(self.keep.shape)}"
+            )
+
+
+def check_key_padding(name: str, keep: Any) -> None:
+    """Raises unless it is a bool tensor (batch, seqlen_k)."""
+    if not isinstance(keep, torch.Tensor) or keep.dtype != torch.bool:
+        given = keep.dtype if isinstance(keep, torch.Tensor) else type(keep).__name__
+        instead = ""
+        if isinstance(keep, torch.Tensor) and not keep.dtype.is_floating_point:
+            instead = "; if it is 1 where a key may be seen, pass mask.bool()"
+        raise TypeError(
+            f"{name} must be a bool tensor (batch, seqlen_k), True where a key may be seen, got {given}{instead}"
+        )
+    if keep.ndim != 2:
+        raise ValueError(f"{name} must have shape (batch, seqlen_k), got {tuple(keep.shape)}")
+
+
+def _padding_bounds(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """begin, end, run_begin, run_end of :class:`KeyPadding`, (batch,); does not wait for the device."""
+    batch, seqlen = keep.shape
+    position = torch.arange(seqlen, device=keep.device).expand(batch, seqlen)
+    if seqlen == 0:
+        nothing = torch.zeros(batch, dtype=torch.int64, device=keep.device)
+        return nothing, nothing, nothing, nothing
+    end = torch.where(keep, position + 1, 0).amax(1)
+    begin = torch.minimum(torch.where(keep, position, seqlen).amin(1), end)
+    # Of each key the length of the run that ends with it.
+    run_start, _ = _runs(keep, position)
+    length, last = torch.where(keep, position - run_start + 1, 0).max(1)
+    return begin, end, last + 1 - length, last + 1
+
+
+def _size(name: str, size: Any, accepted: str) -> Any:
+    """A size as an int; sums of sizes and positions must stay within int32."""
+    size = as_int(size)
+    if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
+        raise TypeError(f"{name} must be {accepted}, got {size!r}")
+    if not 0 <= size <= MAX_SIZE:
+        raise ValueError(f"{name} must lie in 0 .. 2**30 - 1, got {size}")
+    return size
+
+
+def _check_integer(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
+        raise TypeError(f"{name} must be an integer tensor, got {tensor.dtype}")
+
+
+def _document_bounds(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of :class:`Documents` for ids (batch, seqlen), without waiting for the device: first, last, run_start, run_end.
+
+    In front of them a number for each id, as :class:`Documents` may compare instead: the position that has it first.
+    """
+    batch, seqlen = ids.shape
+    position = torch.arange(seqlen, device=ids.device).expand(batch, seqlen)
+    if seqlen == 0:
+        return position, position, position, position, position
+    run_start, run_end = _runs(ids, position)
+    # Bring equal ids together (the sort is stable, so positions ascend within an id): a run of the sorted ids then
+    # begins at the id's first position and ends at its last one.
+    order = torch.sort(ids, dim=1, stable=True).indices
+    start, end = _runs(ids.gather(1, order), position)
+    first = torch.empty_like(order).scatter_(1, order, order.gather(1, start))
+    last = torch.empty_like(order).scatter_(1, order, order.gather(1, end))
+    # The smallest `first` at or after a position, the largest `last` at or before it: bounds for any tile.
+    return first, first.flip(1).cummin(1).values.flip(1), last.cummax(1).values, run_start, run_end
+
+
+def _runs(ids: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Start and end (included) of the run of adjacent equal values around each position."""
+    seqlen = ids.shape[1]
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    ends = torch.ones_like(begins)
+    ends[:, :-1] = begins[:, 1:]
+    start = torch.where(begins, position, 0).cummax(1).values
+    end = torch.where(ends, position, seqlen - 1).flip(1).cummin(1).values.flip(1)
+    return start, end
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionMask(Mask):
+    """A user's own ``mask(b, h, q, k) -> bool``: every tile is visited, and computes the mask.
+
+    To let tiles be skipped, subclass :class:`Mask` and answer the other questions as well. Numbers that the
+    function captures are compile-time constants, tensors that it captures are read at run time.
+    """
+
+    fn: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise TypeError(f"FunctionMask: fn must be a function fn(b, h, q, k) -> bool, got {self.fn!r}")
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.fn(b, h, q, k)
+
+
+@dataclass(frozen=True, eq=False)
+class And(Mask):
+    """Positions that both masks allow; built by ``x & y``."""
+
+    x: Mask
+    y: Mask
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.x.allows(b, h, q, k) & self.y.allows(b, h, q, k)
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return _intersection(*(mask.kv_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y)))
+
+    def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return _intersection(*(mask.full_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y)))
+
+    def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return _intersection(*(mask.q_range(b, h, k_lo, k_hi, seqlen_k) for mask in (self.x, self.y)))
+
+    def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return _intersection(*(mask.full_q_range(b, h, k_lo, k_hi, seqlen_k) for mask in (self.x, self.y)))
+
+    def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+        self.x.check(batch, heads, seqlen_q, seqlen_k)
+        self.y.check(batch, heads, seqlen_q, seqlen_k)
+
+
+@dataclass(frozen=True, eq=False)
+class Or(Mask):
+    """Positions that at least one mask allows; built by ``x | y``."""
+
+    x: Mask
+    y: Mask
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.x.allows(b, h, q, k) | self.y.allows(b, h, q, k)
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return _hull(*(mask.kv_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y)))
+
+    def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        ranges = (mask.full_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y))
+        return _joined((0, seqlen_k), *ranges)
+
+    def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return _hull(*(mask.q_range(b, h, k_lo, k_hi, seqlen_k) for mask in (self.x, self.y)))
+
+    def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        ranges = (mask.full_q_range(b, h, k_lo, k_hi, seqlen_k) for mask in (self.x, self.y))
+        return _joined((FIRST_POSITION, seqlen_k), *ranges)
+
+    def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+        self.x.check(batch, heads, seqlen_q, seqlen_k)
+        self.y.check(batch, heads, seqlen_q, seqlen_k)
+
+
+def _intersection(x: Range, y: Range) -> Range:
+    return maximum(x[0], y[0]), minimum(x[1], y[1])
+
+
+def _hull(x: Range, y: Range) -> Range:
+    return minimum(x[0], y[0]), maximum(x[1], y[1])
+
+
+def _joined(within: Range, x: Range, y: Range) -> Range:
+    """A range that lies in the union of two, and within a third."""
+    (x_lo, x_hi), (y_lo, y_hi) = (_intersection(each, within) for each in (x, y))
+    # Two ranges that touch are one; of two that do not, the longer counts (the other computes its mask).
+    touching = (maximum(x_lo, y_lo) <= minimum(x_hi, y_hi)) & (x_lo < x_hi) & (y_lo < y_hi)
+    x_longer = x_hi - x_lo >= y_hi - y_lo
+    lo = where(touching, minimum(x_lo, y_lo), where(x_longer, x_lo, y_lo))
+    hi = where(touching, maximum(x_hi, y_hi), where(x_longer, x_hi, y_hi))
+    return lo, hi

@@ -1,0 +1,167 @@
+"""Functions for masks and score modifications, beside Python's operators.
+
+Each works on torch tensors, on plain numbers and on the traced values of :mod:`tileattn.variant.expression`, so that
+one Python function serves the CPU, the reference and the kernels. FlexAttention's ``torch.where``, ``torch.tanh``, ...
+and the methods of tensors (``score.clamp(max=30.0)``) are traced as well; these functions are for code that also
+runs on plain numbers. Floats are computed in float32 at least.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import torch_functions as _functions
+from .expression import Expr, TensorSymbol, apply
+from .reading import element, on_tensors, widened
+
+__all__ = [
+    "abs",
+    "clamp",
+    "cos",
+    "exp",
+    "exp2",
+    "load",
+    "log",
+    "log2",
+    "maximum",
+    "minimum",
+    "relu",
+    "sigmoid",
+    "silu",
+    "sin",
+    "softplus",
+    "sqrt",
+    "square",
+    "tanh",
+    "where",
+]
+
+
+def _unary(op: str, x: Any) -> Any:
+    return _on_tensors(op, x) if isinstance(x, torch.Tensor) else apply(op, x)
+
+
+def tanh(x: Any) -> Any:
+    """Hyperbolic tangent."""
+    return _unary("tanh", x)
+
+
+def sigmoid(x: Any) -> Any:
+    """``1 / (1 + exp(-x))``, without overflow."""
+    return _unary("sigmoid", x)
+
+
+def softplus(x: Any) -> Any:
+    """``log(1 + exp(x))``, without overflow."""
+    return torch.nn.functional.softplus(x) if isinstance(x, torch.Tensor) else _functions.softplus(x)
+
+
+def silu(x: Any) -> Any:
+    """``x * sigmoid(x)``."""
+    return torch.nn.functional.silu(x) if isinstance(x, torch.Tensor) else _functions.silu(x)
+
+
+def relu(x: Any) -> Any:
+    """X where it is positive, 0 elsewhere."""
+    return torch.relu(x) if isinstance(x, torch.Tensor) else _functions.relu(x)
+
+
+def square(x: Any) -> Any:
+    """``x * x``."""
+    return x * x
+
+
+def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    """X, or the bound that it lies beyond; None is no bound."""
+    return torch.clamp(x, min, max) if isinstance(x, torch.Tensor) else _functions.clamp(x, min, max)
+
+
+def exp(x: Any) -> Any:
+    """E to the power x."""
+    return _unary("exp", x)
+
+
+def exp2(x: Any) -> Any:
+    """2 to the power x."""
+    return _unary("exp2", x)
+
+
+def log(x: Any) -> Any:
+    """Natural logarithm; -inf at 0."""
+    return _unary("log", x)
+
+
+def log2(x: Any) -> Any:
+    """Logarithm to base 2; -inf at 0."""
+    return _unary("log2", x)
+
+
+def sqrt(x: Any) -> Any:
+    """Square root."""
+    return _unary("sqrt", x)
+
+
+def sin(x: Any) -> Any:
+    """Sine of x radians."""
+    return _unary("sin", x)
+
+
+def cos(x: Any) -> Any:
+    """Cosine of x radians."""
+    return _unary("cos", x)
+
+
+def abs(x: Any) -> Any:
+    """Absolute value."""
+    return _unary("abs", x)
+
+
+def minimum(x: Any, y: Any) -> Any:
+    """The smaller of x and y, elementwise."""
+    return _extremum("min", x, y)
+
+
+def maximum(x: Any, y: Any) -> Any:
+    """The larger of x and y, elementwise."""
+    return _extremum("max", x, y)
+
+
+def _extremum(op: str, x: Any, y: Any) -> Any:
+    tensors = isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor)
+    return _on_tensors(op, x, y) if tensors else apply(op, x, y)
+
+
+def _on_tensors(op: str, *args: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling() and _traced(args):
+        return getattr(torch, {"min": "minimum", "max": "maximum"}.get(op, op))(*args)
+    return on_tensors(op, [*args], torch.float32)
+
+
+def _traced(values: Any) -> bool:
+    """Whether some are symbols of compiled_tracing.py, whose operations torch must see as they are."""
+    return True in [isinstance(value, torch.Tensor) and value.is_meta for value in values]
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    """X where the condition holds, y elsewhere; both are evaluated everywhere."""
+    if isinstance(condition, torch.Tensor):
+        return _on_tensors("where", condition, x, y)
+    if isinstance(condition, Expr):
+        return apply("where", condition, x, y)
+    return x if condition else y
+
+
+def load(tensor: Any, *index: Any) -> Any:
+    """The element ``tensor[index]``, one position for each dimension; a dimension of size 1 is broadcast.
+
+    An index beyond the tensor, negative ones among them, reads something of the tensor or zero, which of these depends
+    on the backend: it is for positions that a mask hides, where it makes no difference.
+    """
+    if isinstance(tensor, (TensorSymbol, Expr)):  # of one without dimensions, an Expr
+        return tensor[index]
+    if torch.compiler.is_dynamo_compiling() and not tensor.is_meta and _traced(index):
+        return tensor[index]
+    found = element(tensor, [0 if size == 1 else i for i, size in zip(index, tensor.shape)])
+    return widened(found, torch.float32)
