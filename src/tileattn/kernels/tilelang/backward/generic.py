@@ -286,17 +286,8 @@ def work(plan, arg, at):
     for number in plan.sums_by_key.values():
         T.fill(w.sums[number], 0)
     c = arg.scale * softmax.LOG2E
-    kernel_scores = tile.ScoreTile(
-        scale=arg.scale,
-        emit=task.emit,
-        visible=task.visible,
-        slopes=plan.slopes,
-        registers=plan.slopes.allocate() if plan.slopes is not None else None,
-        pattern=tile.Pattern(arg, plan.early) if plan.call.dropout else None,
-        rows=plan.block_N,
-        columns=plan.block_M,
-        keys_first=True,
-    )
+    shape = [plan.block_N, plan.block_M]
+    kernel_scores = tile.score_tile(plan, arg, task.emit, task.visible, shape, keys_first=True)
     for step in T.Pipelined(task.tiles * arg.heads_per_kv_head, num_stages=plan.config.num_stages):
         h = task.first_head + T.truncdiv(step, task.tiles)
         row = (task.first + T.truncmod(step, task.tiles)) * plan.block_M

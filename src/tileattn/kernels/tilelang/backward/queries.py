@@ -162,23 +162,12 @@ def work(plan, arg, at):
     T.copy(arg.lse2[task.b, task.h, rows], w.lse2)
     T.copy(arg.delta[task.b, task.h, rows], w.delta)
     T.fill(w.acc_dq, 0)
-    registers = plan.slopes.allocate() if plan.slopes is not None else None
+    shape = [plan.block_M, plan.block_N]
+    kernel_scores = tile.score_tile(plan, arg, task.emit, task.visible, shape, keys_first=False)
     if plan.slopes is not None:
-        keep_uniforms(plan.slopes, registers, task.emit, arg.scale, task.b, task.h)
-    pattern = tile.Pattern(arg, plan.early) if plan.call.dropout else None
+        keep_uniforms(plan.slopes, kernel_scores.registers, task.emit, arg.scale, task.b, task.h)
     if plan.call.dropout:
-        dropout.enter_head(pattern.words, arg, task.b, task.h)
-    kernel_scores = tile.ScoreTile(
-        scale=arg.scale,
-        emit=task.emit,
-        visible=task.visible,
-        slopes=plan.slopes,
-        registers=registers,
-        pattern=pattern,
-        rows=plan.block_M,
-        columns=plan.block_N,
-        keys_first=False,
-    )
+        dropout.enter_head(kernel_scores.pattern.words, arg, task.b, task.h)
     c = arg.scale * softmax.LOG2E
     for step in T.Pipelined(task.count, num_stages=plan.config.num_stages):
         k_lo = (task.first + step) * plan.block_N

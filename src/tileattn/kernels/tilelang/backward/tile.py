@@ -15,6 +15,7 @@ its modification is: it may be infinite or NaN where nobody looks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,6 +143,24 @@ class ScoreTile:
     def of_query(self, values: Any, i: Any, j: Any) -> Any:
         """The element for the query of row i and column j, of values that have one for each query."""
         return values[j] if self.keys_first else values[i]
+
+
+def score_tile(
+    plan: Any, arg: Any, emit: Any, visible: Any, shape: Sequence[int], keys_first: bool, lengths: Any = None
+) -> ScoreTile:
+    """A kernel's tile of scores, at no place yet, with registers for what all tiles of a head share.
+
+    Args:
+        plan: the kernel's static facts.
+        arg: its parameters.
+        emit, visible, keys_first, lengths: as of :class:`ScoreTile`.
+        shape: rows and columns.
+    """
+    registers = plan.slopes.allocate() if plan.slopes is not None else None
+    pattern = Pattern(arg, plan.early) if plan.call.dropout else None
+    return ScoreTile(
+        arg.scale, emit, visible, plan.slopes, registers, pattern, *shape, keys_first=keys_first, lengths=lengths
+    )
 
 
 @T.macro

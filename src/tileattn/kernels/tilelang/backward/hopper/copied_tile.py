@@ -14,47 +14,77 @@ from .. import tile
 from ..operand_gradients import ADDED
 from .layouts import accumulator_layout
 from .loads import tiles_of_head
-from .plan import _LDMATRIX, _PACK, _STMATRIX, BATCH, DQ_PARITY, KEY, KV_HEAD, PARITY, STAGE, Plan
+from .matrices import load_transposed, store_matrices, transposed
+from .plan import BATCH, DQ_PARITY, KEY, KV_HEAD, KeysPlan, TilePlan
+from .stages import loading_ring
 
 
 class TransposedTile:
     """The copied tile of a warpgroup's stage, by key and query."""
 
-    def __init__(self, plan: Plan, w: Any) -> None:
+    def __init__(self, plan: KeysPlan, w: Any) -> None:
         self._plan, self._w = plan, w
 
     def __getitem__(self, index: tuple[Any, Any]) -> Any:
         return self._w.tile[tile_stage(self._plan, self._w), index[1], index[0]]
 
 
-def alloc_tile(plan, arg, w):
-    """The copied tile's stages in shared memory, what its elements are emitted as, and its gradient's tile."""
+def alloc_tile(plan: TilePlan, arg: Any, w: Any) -> dict[Any, Any]:
+    """The copied tile's stages in shared memory, and what its elements are emitted as; returns the buffers' layouts."""
     assume_aligned(arg.operands[plan.copied.name].strides, itemsize=plan.copied_dtype.itemsize)
     kind = str(plan.copied_dtype).removeprefix("torch.")
+    # [stages, block_M, block_N]
     w.tile = T.alloc_shared([plan.config.tile_stages, plan.block_M, plan.block_N], kind)
     layouts = {
         w.tile: tile_layout(w.tile, plan.block_N * plan.copied_dtype.itemsize),
-        w.acc_s: accumulator_layout(plan.block_N, plan.block_M),  # for single elements of it (:func:`have_read`)
+        w.acc_s: accumulator_layout(*plan.score_tile),  # for single elements of it (:func:`have_read`)
     }
     if plan.tile_in_registers:
-        w.tile_registers = T.alloc_fragment([plan.block_N, plan.block_M], kind)
-        w.eight_of_tile = T.alloc_local([8], kind)
+        w.tile_registers = T.alloc_fragment(plan.score_tile, kind)
+        w.emit.tiles[plan.copied.text] = w.tile_registers
+    return layouts
+
+
+def annotate(layouts: dict[Any, Any]) -> None:
+    """Tells TileLang the buffers' layouts."""
+    Builder.current().eval(T.annotate_layout(layouts))
+
+
+def alloc_transposed_tile(plan: KeysPlan, arg: Any, w: Any) -> None:
+    """The same for scores with keys in rows, and its gradient's tile."""
+    layouts = alloc_tile(plan, arg, w)
+    if plan.tile_in_registers:
+        w.eight_of_tile = T.alloc_local([8], str(plan.copied_dtype).removeprefix("torch."))
         layouts[w.tile_registers] = accumulator_layout(plan.block_N, plan.block_M)
+    else:
+        w.emit.tiles[plan.copied.text] = TransposedTile(plan, w)
     if plan.leaving is not None:
         kind = str(plan.leaving_dtype).removeprefix("torch.")
         assume_aligned(arg.handed_over[plan.leaving].strides, itemsize=plan.leaving_dtype.itemsize)
+        # [block_M, block_N]
         w.gradient_tile = T.alloc_shared([plan.block_M, plan.block_N], kind)
         w.eight_of_gradient = T.alloc_local([8], kind)
         layouts[w.gradient_tile] = tile_layout(w.gradient_tile, plan.block_N * plan.leaving_dtype.itemsize)
-    w.emit.tiles[plan.copied.text] = w.tile_registers if plan.tile_in_registers else TransposedTile(plan, w)
-    Builder.current().eval(T.annotate_layout(layouts))
+    annotate(layouts)
+
+
+@T.macro
+def load_tile(plan, arg, w, ring, place):
+    """One tile of the copied tensor, as its stage becomes free. What lies beyond the tensor's edges is 0."""
+    T.barrier_wait(w.tile_free[ring.stage], ring.parity)
+    T.tma_copy(
+        arg.operands[plan.copied.name][place],
+        w.tile[ring.stage, :, :],
+        barrier=w.tile_ready[ring.stage],
+        eviction_policy="evict_first" if plan.copied_once else None,
+    )
+    T.barrier_arrive(w.tile_ready[ring.stage])
 
 
 @T.macro
 def load_tiles(plan, arg, w):
-    """The scores' tiles of the copied tensor. What lies beyond its edges is 0."""
-    stage = T.alloc_var("int32", init=0)
-    parity = T.alloc_var("int32", init=1)  # a fresh barrier lets this parity pass
+    """The tiles of the copied tensor that a block of keys needs."""
+    ring = loading_ring(plan.config.tile_stages)
     key = w.task[KEY]
     for g in T.serial(arg.heads_per_kv_head):
         h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
@@ -64,48 +94,32 @@ def load_tiles(plan, arg, w):
         row = T.alloc_var("int32", init=w.emit(plan.copied.row, b=w.task[BATCH], h=h, q=q_lo))
         count = T.max(tiles_of_head(plan, w, h)[1] - first_tile, 0)
         for _ in T.serial(count):
-            T.barrier_wait(w.tile_free[stage], parity)
-            T.tma_copy(
-                arg.operands[plan.copied.name][
-                    (*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N))
-                ],
-                w.tile[stage, :, :],
-                barrier=w.tile_ready[stage],
-                eviction_policy="evict_first" if plan.copied_once else None,
-            )
-            T.barrier_arrive(w.tile_ready[stage])
+            load_tile(plan, arg, w, ring, (*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N)))
             row += plan.block_M
-            parity = T.if_then_else(stage == plan.config.tile_stages - 1, parity ^ 1, parity)
-            stage = T.if_then_else(stage == plan.config.tile_stages - 1, 0, stage + 1)
+            ring.advance()
 
 
 @T.macro
 def take_tile(plan, w):
     """The copied tile to registers, if it is of 16 bits, under the product that makes the scores; else only waits.
 
-    Its rows are queries. ldmatrix transposes as stmatrix does in :func:`share_ds`: four matrices of 8 x 8 at a time.
-    Elements of 32 bits are read from shared memory where they are used: a warp's meet no bank conflict as they lie.
+    Its rows are queries; ldmatrix transposes them. Elements of 32 bits are read from shared memory where they are used:
+    a warp's meet no bank conflict as they lie.
     """
     if plan.copied is not None:
         T.barrier_wait(w.tile_ready[tile_stage(plan, w)], tile_parity(plan, w))
         if plan.tile_in_registers:
-            lane, warp = w.thread % WARP, w.thread // WARP
-            for n in T.unroll(plan.block_M // 16):
-                place = w.tile[tile_stage(plan, w), n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane % 16 // 8 * 8]
-                ends = [T.access_ptr(place, "r", extent=8), T.access_ptr(w.eight_of_tile[0], "w", extent=8)]
-                T.evaluate(T.call_intrin("handle", _LDMATRIX, 1, 4, *ends))
-                for e in T.unroll(8):
-                    key, query = warp * 16 + lane // 4 + e // 2 % 2 * 8, n * 16 + lane % 4 * 2 + e // 4 * 8 + e % 2
-                    w.tile_registers[key, query] = w.eight_of_tile[e]
+            place_of = transposed(w.tile, tile_stage(plan, w))
+            load_transposed(w.tile_registers, w.eight_of_tile, plan.block_M, place_of, w.thread)
 
 
 def tile_stage(plan, w):
-    return w.at[STAGE] if plan.config.tile_stages > 1 else 0
+    return w.ring.stage if plan.config.tile_stages > 1 else 0
 
 
 def tile_parity(plan, w):
     """With one stage it flips with every tile, as that of dQ's buffer does, which begins with the other one."""
-    return w.at[PARITY] if plan.config.tile_stages > 1 else w.at[DQ_PARITY] ^ 1
+    return w.ring.parity if plan.config.tile_stages > 1 else w.at[DQ_PARITY] ^ 1
 
 
 @T.macro
@@ -177,17 +191,8 @@ def hand_over_gradient(plan, w, scores):
     group = w.thread // WARPGROUP
     T.barrier_wait(w.gradient_free[group], w.at[DQ_PARITY])
     if plan.leaving_dtype.itemsize == 2:
-        lane, warp = w.thread % WARP, w.thread // WARP
-        for n in T.unroll(plan.block_M // 16):
-            for e in T.unroll(8):
-                w.eight_of_gradient[e] = gradient[
-                    warp * 16 + lane // 4 + e // 2 % 2 * 8, n * 16 + lane % 4 * 2 + e // 4 * 8 + e % 2
-                ]
-            place = w.gradient_tile[n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane % 16 // 8 * 8]
-            pairs = [
-                T.call_intrin("int32", _PACK, w.eight_of_gradient[e], w.eight_of_gradient[e + 1]) for e in (0, 2, 4, 6)
-            ]
-            T.evaluate(T.call_intrin("handle", _STMATRIX, 1, 4, T.access_ptr(place, "w", extent=8), *pairs, "m8n8"))
+        place_of = transposed(w.gradient_tile)
+        store_matrices(gradient, w.eight_of_gradient, plan.block_M, place_of, True, w.thread)
     else:
         for i, j in T.Parallel(plan.block_N, plan.block_M):
             w.gradient_tile[j, i] = gradient[i, j]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import tilelang.language as T
 
 from ...forward.generic import ROWS
-from ...forward.hopper.plan import WARP, WARPGROUP
+from ...forward.hopper.plan import WARPGROUP
 from .copied_tile import take_gradient
 from .loads import tiles_of_head
-from .plan import _PACK, _STMATRIX, BATCH, DQ_PARITY, DS, KV_HEAD
+from .matrices import store_matrices, transposed
+from .plan import BATCH, DQ_PARITY, DS, KV_HEAD
 
 
 @T.macro
@@ -38,19 +39,9 @@ def add_dq(plan, arg, w):
 
 @T.macro
 def share_ds(plan, w):
-    """dS of this warpgroup's keys to shared memory: queries in rows, as dQ's product takes it without conflicts.
-
-    A thread holds elements in rows i, i + 8 and columns j, j + 1, j + 8, j + 9 of each 16 columns: four matrices of
-    8 x 8, which stmatrix stores transposed. (TileLang 0.1.15 uses it by itself for whole buffers only, not for one of
-    several stages.)
-    """
-    lane, warp = w.thread % WARP, w.thread // WARP
-    for n in T.unroll(plan.block_M // 16):
-        for e in T.unroll(8):
-            w.eight[e] = w.ds[warp * 16 + lane // 4 + e // 2 % 2 * 8, n * 16 + lane % 4 * 2 + e // 4 * 8 + e % 2]
-        place = w.shared_ds[w.at[DS], n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane % 16 // 8 * 8]
-        pairs = [T.call_intrin("int32", _PACK, w.eight[e], w.eight[e + 1]) for e in (0, 2, 4, 6)]
-        T.evaluate(T.call_intrin("handle", _STMATRIX, 1, 4, T.access_ptr(place, "w", extent=8), *pairs, "m8n8"))
+    """dS of this warpgroup's keys to shared memory: queries in rows, as dQ's product takes it without conflicts."""
+    place_of = transposed(w.shared_ds, w.at[DS])
+    store_matrices(w.ds, w.eight, plan.block_M, place_of, True, w.thread)
 
 
 @T.macro

@@ -37,7 +37,6 @@ warpgroups keep 160 registers of dK and dV, and take 32 queries at a time.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import tilelang
@@ -48,15 +47,14 @@ from .....variant.key import Program
 from ...forward.generic import ROWS
 from ...forward.hopper.plan import WARP, WARPGROUP
 from ...forward.signature import assume_aligned, assume_filled
-from ...tile import dropout, softmax
+from ...tile import dropout
 from ...tile.mask import keep_uniforms
 from .. import places, tile
 from ..operand_gradients import BY_KEY, Path
 from ..operand_stores import add_to_sums, hand_over_sums, to_elements
-from ..visible import Viewers
 from .config import CONSUMERS, HopperBackwardConfig
 from .copied_tile import (
-    alloc_tile,
+    alloc_transposed_tile,
     hand_over_gradient,
     have_read,
     load_tiles,
@@ -64,63 +62,49 @@ from .copied_tile import (
     take_gradients,
     take_tile,
 )
-from .dq_order import COLUMNS
 from .dq_sums import add_dq, hand_over_dq, multiply_dq, share_ds
 from .layouts import accumulator_layout
-from .loads import load, load_keys, tiles_of_head
-from .plan import (
-    BATCH,
-    CONSUMER_REGISTERS,
-    DQ_PARITY,
-    DS,
-    DS_READ,
-    DS_WRITTEN,
-    KEY,
-    KV_HEAD,
-    PARITY,
-    PRODUCER_REGISTERS,
-    STAGE,
-    Plan,
-    Row,
-    RowsOfHead,
-)
+from .loads import load_keys, load_rows, tiles_of_head
+from .plan import BATCH, DQ_PARITY, DS, DS_READ, DS_WRITTEN, KEY, KV_HEAD, KeysPlan, Row, allocate
+from .products import await_product, multiply_transposed
+from .roles import CONSUMER_REGISTERS, PRODUCER_REGISTERS, place_of, take_part
+from .scores import gradients_of_scores, scores_to_probabilities
+from .stages import release
+
+# --- The warps of the producer warpgroup, which have few registers ---
 
 
 @T.macro
-def release(w, barriers, stage):
-    """One thread of each warpgroup says that it has read a stage."""
-    if w.thread % WARPGROUP == 0:
-        T.barrier_arrive(barriers[stage])
+def copy_keys(plan, arg, w, k_b, v_b):
+    """K and V."""
+    key, kv_h = w.task[KEY], w.task[KV_HEAD]
+    T.tma_copy(arg.k[k_b, key : key + plan.block_N, kv_h, 0 : plan.head_dim], w.k, barrier=w.kv_ready[0])
+    T.tma_copy(arg.v[v_b, key : key + plan.block_N, kv_h, 0 : plan.head_dim_v], w.v, barrier=w.kv_ready[0])
 
 
 @T.macro
-def multiply_scores(plan, w):
-    T.barrier_wait(w.q_ready[w.at[STAGE]], w.at[PARITY])
-    T.wgmma_gemm(w.k, w.q[w.at[STAGE], :, :], w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
+def copy_rows(plan, w, source, tiles, head_dim, of_rows, rows, ready, at):
+    """A tile of Q with lse2, or of dO with delta."""
+    T.tma_copy(
+        source[at.b, at.row : at.row + plan.block_M, at.h, 0:head_dim],
+        tiles[at.stage, :, :],
+        barrier=ready[at.stage],
+    )
+    T.tma_copy(
+        of_rows[w.task[BATCH], at.h, at.row : at.row + plan.block_M],
+        rows[at.stage, 0 : plan.block_M],
+        barrier=ready[at.stage],
+    )
+
+
+# --- The consumer warpgroups ---
 
 
 @T.macro
-def multiply_dp(plan, w):
-    T.barrier_wait(w.do_ready[w.at[STAGE]], w.at[PARITY])
-    T.wgmma_gemm(w.v, w.do[w.at[STAGE], :, :], w.acc_dp, transpose_B=True, clear_accum=True, policy=ROWS)
-
-
-@T.macro
-def await_product(plan, fragment, in_flight, columns):
-    """Until only so many products are in flight; the fragment's registers are then its result."""
-    T.wait_wgmma(in_flight)
-    T.warpgroup_fence_operand(fragment, num_regs=plan.block_N * columns // CONSUMERS)
-
-
-@T.macro
-def scores_to_probabilities(plan, w, scores):
+def probabilities(plan, w, scores):
+    """P, and what dV takes of it."""
     at = scores.held("q_lo")
-    c = at.scale * softmax.LOG2E if plan.slopes is None else 1.0
-    if plan.slopes is not None:
-        tile.modify(w.acc_s, w.early, at)
-    if at.masked:
-        tile.hide(w.acc_s, at)
-    tile.probabilities(w.acc_s, Row(w.lse2, w.at[STAGE]), c, at)
+    scores_to_probabilities(plan, w, at, Row(w.lse2, w.ring.stage))
     if plan.copied is not None and (plan.tile_in_registers or not plan.tile_is_late):
         release_tile(plan, w, have_read(w, plan.block_M))
     tile.mark_dropped(w.acc_s, at, True)
@@ -148,37 +132,18 @@ def tensor_gradients(plan, arg, w, scores):
 
 
 @T.macro
-def gradients_of_scores(plan, arg, w, scores):
-    """dS, of the scaled scores, in 16 bits."""
-    delta = Row(w.delta, w.at[STAGE])
-    tile.drop_gradients(w.acc_s, w.acc_dp, scores)
-    if plan.slopes is None:
-        for i, j in T.Parallel(plan.block_N, plan.block_M):
-            w.ds[i, j] = w.acc_s[i, j] * (w.acc_dp[i, j] - delta[j])
-    else:
-        if plan.slopes.probability_is_kept():
-            tile.score_gradients(w.acc_s, w.acc_dp, delta, scores)
-        for index in plan.early:
-            tile.score_gradients(w.early[index], w.acc_dp, delta, scores)
-        tensor_gradients(plan, arg, w, scores)
-        slope = plan.slopes.program.slope
-        if slope.late is not None:
-            tile.times_late(w.acc_dp, tile.kept(slope, w.early, w.acc_s), slope.late, scores)
-        T.copy(w.acc_dp if slope.late is not None else tile.kept(slope, w.early, w.acc_s), w.ds)
-    if plan.tile_is_late and not plan.tile_in_registers and plan.leaving is None:
-        release_tile(plan, w)
-
-
-@T.macro
-def multiply_dv(plan, w):
-    T.wgmma_gemm(w.p, w.do[w.at[STAGE], :, :], w.acc_dv, policy=ROWS)
+def times_slope(plan, arg, w, scores):
+    """The gradients of tensors, and then dS of the scaled scores, from that of the modified ones."""
+    tensor_gradients(plan, arg, w, scores)
+    slope = plan.slopes.program.slope
+    if slope.late is not None:
+        tile.times_late(w.acc_dp, tile.kept(slope, w.early, w.acc_s), slope.late, scores)
+    T.copy(w.acc_dp if slope.late is not None else tile.kept(slope, w.early, w.acc_s), w.ds)
 
 
 @T.macro
 def next_stage(plan, w):
-    last = w.at[STAGE] == plan.stages - 1
-    w.at[PARITY] = T.if_then_else(last, w.at[PARITY] ^ 1, w.at[PARITY])
-    w.at[STAGE] = T.if_then_else(last, 0, w.at[STAGE] + 1)
+    w.ring.advance()
     if plan.config.ds_buffers > 1:
         w.at[DS] = w.at[DS] ^ 1
     w.at[DQ_PARITY] = w.at[DQ_PARITY] ^ 1
@@ -199,20 +164,23 @@ def scores_at(plan, arg, w, h, row):
 def advance(plan, arg, w, h, row):
     """One tile of queries."""
     scores = scores_at(plan, arg, w, h, row)
-    multiply_scores(plan, w)
+    multiply_transposed(w.q_ready, w.ring, w.k, w.q[w.ring.stage, :, :], w.acc_s)
     if plan.config.late_dp:
         take_tile(plan, w)
-        await_product(plan, w.acc_s, 0, plan.block_M)
-        scores_to_probabilities(plan, w, scores)
-        multiply_dp(plan, w)
+        await_product(w.acc_s, 0)
+        probabilities(plan, w, scores)
+        multiply_transposed(w.do_ready, w.ring, w.v, w.do[w.ring.stage, :, :], w.acc_dp)
     else:
-        multiply_dp(plan, w)
+        multiply_transposed(w.do_ready, w.ring, w.v, w.do[w.ring.stage, :, :], w.acc_dp)
         take_tile(plan, w)
-        await_product(plan, w.acc_s, 1, plan.block_M)
-        scores_to_probabilities(plan, w, scores)
-    await_product(plan, w.acc_dp, 0, plan.block_M)
-    gradients_of_scores(plan, arg, w, scores)
-    multiply_dv(plan, w)
+        await_product(w.acc_s, 1)
+        probabilities(plan, w, scores)
+    await_product(w.acc_dp, 0)
+    delta = Row(w.delta, w.ring.stage)
+    gradients_of_scores(plan, w, scores, delta, w.ds, lambda: times_slope(plan, arg, w, scores))
+    if plan.tile_is_late and not plan.tile_in_registers and plan.leaving is None:
+        release_tile(plan, w)
+    T.wgmma_gemm(w.p, w.do[w.ring.stage, :, :], w.acc_dv, policy=ROWS)
     if plan.leaving is not None:
         hand_over_gradient(plan, w, scores)
     if plan.adds_dq:
@@ -222,18 +190,17 @@ def advance(plan, arg, w, h, row):
         T.fence_proxy_async()
         T.sync_threads(DS_WRITTEN, CONSUMERS)
         multiply_dq(plan, w)
-        await_product(plan, w.acc_dv, 1, plan.head_dim_v)
-        release(w, w.do_free, w.at[STAGE])
-        T.wgmma_gemm(w.ds, w.q[w.at[STAGE], :, :], w.acc_dk, policy=ROWS)
-        T.wait_wgmma(1)
-        T.warpgroup_fence_operand(w.acc_dq, num_regs=plan.order.size // CONSUMERS)
+        await_product(w.acc_dv, 1)
+        release(w, w.do_free, w.ring.stage)
+        T.wgmma_gemm(w.ds, w.q[w.ring.stage, :, :], w.acc_dk, policy=ROWS)
+        await_product(w.acc_dq, 1)
         hand_over_dq(plan, w)
     else:
-        T.wgmma_gemm(w.ds, w.q[w.at[STAGE], :, :], w.acc_dk, policy=ROWS)
-        await_product(plan, w.acc_dv, 1, plan.head_dim_v)
-        release(w, w.do_free, w.at[STAGE])
-    await_product(plan, w.acc_dk, 0, plan.head_dim)
-    release(w, w.q_free, w.at[STAGE])
+        T.wgmma_gemm(w.ds, w.q[w.ring.stage, :, :], w.acc_dk, policy=ROWS)
+        await_product(w.acc_dv, 1)
+        release(w, w.do_free, w.ring.stage)
+    await_product(w.acc_dk, 0)
+    release(w, w.q_free, w.ring.stage)
     next_stage(plan, w)
 
 
@@ -306,25 +273,41 @@ def consume(plan, arg, w):
 
 
 @T.macro
-def take_part(plan, arg, w):
+def other_warps(plan, arg, w):
+    """The adding warp, and the one that loads the copied tensor's tiles."""
+    if w.thread < CONSUMERS + 3 * WARP:
+        if plan.adds_dq:
+            add_dq(plan, arg, w)
+        elif plan.leaving is not None:
+            take_gradients(plan, arg, w)
+    elif plan.copied is not None:
+        load_tiles(plan, arg, w)
+
+
+def take_parts(plan: KeysPlan, arg: Any, w: Any) -> None:
     """Each warp in its role."""
-    if w.thread >= CONSUMERS:
-        T.set_max_nreg(PRODUCER_REGISTERS, 0)
-        if w.thread < CONSUMERS + WARP:
-            load_keys(plan, arg, w)
-            load(plan, arg, w, arg.q, w.q, plan.head_dim, arg.lse2, w.lse2, w.q_ready, w.q_free)
-        elif w.thread < CONSUMERS + 2 * WARP:
-            load(plan, arg, w, arg.do, w.do, plan.head_dim_v, arg.delta, w.delta, w.do_ready, w.do_free)
-        elif w.thread < CONSUMERS + 3 * WARP:
-            if plan.adds_dq:
-                add_dq(plan, arg, w)
-            elif plan.leaving is not None:
-                take_gradients(plan, arg, w)
-        elif plan.copied is not None:
-            load_tiles(plan, arg, w)
-    else:
-        T.set_max_nreg(CONSUMER_REGISTERS, 1)
+
+    def copy_queries(at: Any) -> None:
+        copy_rows(plan, w, arg.q, w.q, plan.head_dim, arg.lse2, w.lse2, w.q_ready, at)
+
+    def copy_gradients(at: Any) -> None:
+        copy_rows(plan, w, arg.do, w.do, plan.head_dim_v, arg.delta, w.delta, w.do_ready, at)
+
+    def load_first() -> None:
+        load_keys(arg, w, lambda k_b, v_b: copy_keys(plan, arg, w, k_b, v_b))
+        load_rows(plan, arg, w, arg.q, w.q_ready, w.q_free, copy_queries, plan.stages)
+
+    def load_second() -> None:
+        load_rows(plan, arg, w, arg.do, w.do_ready, w.do_free, copy_gradients, plan.stages)
+
+    def others() -> None:
+        other_warps(plan, arg, w)
+
+    def consumers() -> None:
         consume(plan, arg, w)
+
+    registers = (PRODUCER_REGISTERS, CONSUMER_REGISTERS)
+    take_part(w, registers, load_first, load_second, consumers, beside=others)
 
 
 def body(
@@ -334,7 +317,7 @@ def body(
 
     Args: as :func:`generic.body`.
     """
-    plan = Plan(call, config, traced, paths, adds_dq)
+    plan = KeysPlan(call, config, traced, paths, adds_dq)
 
     @T.macro
     def kernel(arg):
@@ -344,71 +327,22 @@ def body(
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
             at = places.find(arg, block, arg.kv_heads, places.BY_TMA)
             arg = at.arg
-            key_tiles, side = T.ceildiv(arg.seqlen_k, plan.block_N), arg.side_by_side
-            # `side` kv heads side by side, each beginning with its first keys.
-            turn, place = T.truncdiv(at.block, side * key_tiles), T.truncmod(at.block, side * key_tiles)
-            pair = T.alloc_var("int32", init=turn * side + T.truncmod(place, side))
-            emit = tile.TileEmitter(arg.operands)
-            # Behind a sequence's last row lse2 is +inf, and Q is 0; but a modification may be NaN there.
-            visible = Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k, call.packed and plan.slopes is None)
+            mine = place_of(arg, at, "key_tiles", T.ceildiv(arg.seqlen_k, plan.block_N))
             thread = T.get_thread_binding()
-            score_tile = [plan.block_N, plan.block_M]
-            w = SimpleNamespace(
-                task=T.alloc_local([3], "int32"),
-                emit=emit,
-                visible=visible,
-                k=T.alloc_shared([plan.block_N, plan.head_dim], plan.dtype),
-                v=T.alloc_shared([plan.block_N, plan.head_dim_v], plan.dtype),
-                q=T.alloc_shared([plan.stages, plan.block_M, plan.head_dim], plan.dtype),
-                do=T.alloc_shared([plan.stages, plan.block_M, plan.head_dim_v], plan.dtype),
-                lse2=T.alloc_shared([plan.stages, config.rows_apart], "float32"),
-                delta=T.alloc_shared([plan.stages, config.rows_apart], "float32"),
-                shared_ds=T.alloc_shared([config.ds_buffers, plan.block_M, plan.block_N], plan.dtype)
-                if adds_dq
-                else None,
-                dq_sum=T.alloc_shared([plan.sum_rows, COLUMNS], "float32") if adds_dq else None,
-                acc_s=T.alloc_fragment(score_tile, "float32"),
-                acc_dp=T.alloc_fragment(score_tile, "float32"),
-                early=[T.alloc_fragment(score_tile, "float32") for _ in plan.early],
-                p=T.alloc_fragment(score_tile, plan.dtype),
-                ds=T.alloc_fragment(score_tile, plan.dtype),
-                acc_dv=T.alloc_fragment([plan.block_N, plan.head_dim_v], "float32"),
-                acc_dk=T.alloc_fragment([plan.block_N, plan.head_dim], "float32"),
-                acc_dq=T.alloc_fragment(list(plan.order.shape), "float32") if adds_dq else None,
-                sums=[T.alloc_fragment([plan.block_N], "float32") for _ in plan.sums_by_key],
-                tile_sum=T.alloc_fragment([plan.block_N], "float32"),
-                scores=tile.ScoreTile(
-                    scale=arg.scale,
-                    emit=emit,
-                    visible=visible,
-                    slopes=plan.slopes,
-                    registers=plan.slopes.allocate() if plan.slopes is not None else None,
-                    pattern=tile.Pattern(arg, plan.early) if call.dropout else None,
-                    rows=plan.block_N,
-                    columns=plan.block_M,
-                    keys_first=True,
-                    lengths=(arg.seqlen_q, arg.seqlen_k),
-                ),
-                eight=T.alloc_local([8], plan.dtype),
-                at=T.alloc_local([4], "int32"),
-                rows=RowsOfHead() if call.packed else T.alloc_local([4], "int32"),
-                thread=thread,
-                uniform=at.uniform,
-                **plan.alloc_barriers(),
-            )
+            w = allocate(plan, arg, at, thread)
             if plan.copied is not None:
-                alloc_tile(plan, arg, w)
+                alloc_transposed_tile(plan, arg, w)
             if plan.batch_first:
-                w.task[BATCH] = T.truncmod(pair, arg.batch)
-                w.task[KV_HEAD] = T.truncdiv(pair, arg.batch)
+                w.task[BATCH] = T.truncmod(mine.pair, arg.batch)
+                w.task[KV_HEAD] = T.truncdiv(mine.pair, arg.batch)
             else:
-                w.task[BATCH] = at.uniform(at.number(pair))
-                w.task[KV_HEAD] = at.uniform(T.truncmod(pair, arg.kv_heads))
-            w.task[KEY] = at.uniform(T.truncdiv(place, side) * plan.block_N)
+                w.task[BATCH] = at.uniform(at.number(mine.pair))
+                w.task[KV_HEAD] = at.uniform(T.truncmod(mine.pair, arg.kv_heads))
+            w.task[KEY] = at.uniform(T.truncdiv(mine.place, mine.side) * plan.block_N)
             T.annotate_layout({w.ds: accumulator_layout(plan.block_N, plan.block_M)})
             if adds_dq:
                 T.annotate_layout({w.dq_sum: tilelang.layout.make_linear_layout(w.dq_sum)})
             if at.exists:
-                take_part(plan, arg, w)
+                take_parts(plan, arg, w)
 
     return kernel

@@ -1,42 +1,46 @@
-"""Loads of the kernel for dk, dv and dq's sums on Hopper: K and V once, then Q and dO tile by tile."""
+"""Loads of the kernels for dk and dv on Hopper: K and V once, then Q and dO tile by tile."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import tilelang.language as T
 
 from .plan import BATCH, KEY, KV_HEAD
+from .stages import Ring, loading_ring
 
 
 @T.macro
-def load_keys(plan, arg, w):
-    """K and V, once."""
+def load_keys(arg, w, copy):
+    """K and V, once. `copy` brings them, given their batch elements."""
     k_b, v_b = (T.min(w.task[BATCH], tensor.shape[0] - 1) for tensor in (arg.k, arg.v))
-    key, kv_h = w.task[KEY], w.task[KV_HEAD]
-    T.tma_copy(arg.k[k_b, key : key + plan.block_N, kv_h, 0 : plan.head_dim], w.k, barrier=w.kv_ready[0])
-    T.tma_copy(arg.v[v_b, key : key + plan.block_N, kv_h, 0 : plan.head_dim_v], w.v, barrier=w.kv_ready[0])
+    copy(k_b, v_b)
     T.barrier_arrive(w.kv_ready[0])
 
 
 @T.macro
-def load(plan, arg, w, source, tiles, head_dim, of_rows, rows, ready, free):
-    """Q with lse2, or dO with delta, tile by tile, as stages become free."""
+def load_rows(plan, arg, w, source, ready, free, copy, stages, kind=Ring):
+    """Q or dO with what belongs to its rows, tile by tile, as stages become free.
+
+    Args:
+        source: the tensor.
+        ready, free: the barriers of its stages.
+        copy: brings a tile, given its batch element `b`, head `h`, first `row` and `stage`.
+        stages: how many there are.
+        kind: of the arithmetic of stages.
+    """
     b = T.alloc_var("int32", init=T.min(w.task[BATCH], source.shape[0] - 1))
-    stage = T.alloc_var("int32", init=0)
-    parity = T.alloc_var("int32", init=1)  # a fresh barrier lets this parity pass
+    ring = loading_ring(stages, kind)
     for g in T.serial(arg.heads_per_kv_head):
         h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
         row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.block_M)
         count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
         for _ in T.serial(count):
-            T.barrier_wait(free[stage], parity)
-            T.tma_copy(source[b, row : row + plan.block_M, h, 0:head_dim], tiles[stage, :, :], barrier=ready[stage])
-            T.tma_copy(
-                of_rows[w.task[BATCH], h, row : row + plan.block_M], rows[stage, 0 : plan.block_M], barrier=ready[stage]
-            )
-            T.barrier_arrive(ready[stage])
+            T.barrier_wait(free[ring.stage], ring.parity)
+            copy(SimpleNamespace(b=b, h=h, row=row, stage=ring.stage))
+            T.barrier_arrive(ready[ring.stage])
             row += plan.block_M
-            parity = T.if_then_else(stage == plan.stages - 1, parity ^ 1, parity)
-            stage = T.if_then_else(stage == plan.stages - 1, 0, stage + 1)
+            ring.advance()
 
 
 def tiles_of_head(plan, w, h):

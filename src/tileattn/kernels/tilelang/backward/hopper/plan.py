@@ -1,14 +1,11 @@
-"""What the kernel for dk, dv and dq's sums on Hopper is built from: its static facts, and where a block stands.
-
-See hopper.py for the algorithm.
-"""
+"""What the kernels for Hopper are built from: their static facts, and where a block of the kernel for keys stands."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
-from tvm import ir
 
 from .....call.facts import AttentionCall
 from .....variant.key import Program
@@ -16,22 +13,19 @@ from ...forward.config import padded
 from ...forward.hopper.plan import WARP, WARPGROUP, _slices
 from .. import tile
 from ..operand_gradients import BY_KEY, Path
+from ..visible import Viewers
 from .config import CONSUMERS, HopperBackwardConfig, leaving
 from .dq_order import COLUMNS
+from .stages import Ring
 
-# Named barriers; 0 is __syncthreads.
+# Named barriers of the kernel for keys; 0 is __syncthreads.
 DS_WRITTEN, DS_READ = 1, 2
 
-# The block's task: a tile of keys, by its first, of one kv head of one batch element.
+# The task of a block that owns keys: a tile of them, by its first, of one kv head of one batch element.
 BATCH, KV_HEAD, KEY = range(3)
 
 # Where a warpgroup stands in the stages of Q and dO, in the buffers of dS, and in the uses of dQ's.
 STAGE, PARITY, DS, DQ_PARITY = range(4)
-
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-
-_LDMATRIX = ir.Op.get("tl.ptx_ldmatrix")
-_STMATRIX, _PACK = ir.Op.get("tl.ptx_stmatrix"), ir.Op.get("tl.pack_b16")
 
 
 class Plan:
@@ -40,35 +34,67 @@ class Plan:
     Attributes:
         slopes: the score modification and its derivatives, or None.
         early: indices of the derivatives that are kept beside the scores.
-        paths: to the tensors whose gradients are wanted; `sums_by_key` numbers those that are summed by key.
-        copied: the tile load whose tiles, such as a bias's, are copied, or None; and its dtype.
-        tile_in_registers: whether they are taken to registers: those of 16 bits, which ldmatrix transposes.
-        tile_is_late: whether a derivative that is computed late needs them once more.
-        leaving: index of the path whose gradient leaves by TMA, tile by tile, or None; and the dtype of these tiles.
-        batch_first: whether neighbours in the grid are batch elements rather than heads, to share those tiles.
-        copied_once: whether nobody shares them, so that they need not stay in the L2 cache.
-        adds_dq: whether dq is added up here.
-        order: of dq's sums; `sum_rows`, of 256, are a tile's.
     """
 
-    def __init__(
-        self, call: AttentionCall, config: HopperBackwardConfig, traced: Program, paths: tuple[Path, ...], adds_dq: bool
-    ) -> None:
-        self.call, self.config, self.traced, self.paths, self.adds_dq = call, config, traced, paths, adds_dq
-        self.block_M, self.block_N, self.stages = config.block_M, config.block_N, config.num_stages
-        self.head_dim, self.head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+    def __init__(self, call: AttentionCall, config: Any, traced: Program, paths: tuple[Path, ...] = ()) -> None:
+        self.call, self.config, self.traced = call, config, traced
         self.dtype = str(call.dtype).removeprefix("torch.")
         self.slopes = None
         if traced.score is not None:
             self.slopes = tile.Slopes(call, traced, tuple(path.load for path in paths))
         self.early = tuple(range(len(self.slopes.program.early))) if self.slopes else ()
+
+
+class TilePlan(Plan):
+    """The same of a kernel that may copy tiles of a tensor that the modification reads.
+
+    Attributes:
+        copied: the tile load whose tiles, such as a bias's, are copied, or None; and its dtype.
+        copied_once: whether nobody else reads these tiles, so that they need not stay in the L2 cache.
+        tile_in_registers: whether they are taken to registers.
+    """
+
+    keys_first: bool  # whether rows of a tile of scores are keys
+
+    def __init__(self, call: AttentionCall, config: Any, traced: Program, paths: tuple[Path, ...] = ()) -> None:
+        super().__init__(call, config, traced, paths)
+        self.block_M, self.block_N = config.block_M, config.block_N
+        self.head_dim, self.head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
         self.copied, self.copied_dtype = config.copied(call) or (None, None)
+        self.copied_once = self.copied is not None and all(map(self.copied.differs_by, "hb"))
+        self.tile_in_registers = self.copied is not None
+
+    @property
+    def score_tile(self) -> list[int]:
+        """The shape of a tile of scores."""
+        return [self.block_N, self.block_M] if self.keys_first else [self.block_M, self.block_N]
+
+
+class KeysPlan(TilePlan):
+    """The same of the kernel for dk, dv and dq's sums.
+
+    Attributes:
+        paths: to the tensors whose gradients are wanted; `sums_by_key` numbers those that are summed by key.
+        tile_in_registers: here those of 16 bits, which ldmatrix transposes.
+        tile_is_late: whether a derivative that is computed late needs them once more.
+        leaving: index of the path whose gradient leaves by TMA, tile by tile, or None; and the dtype of these tiles.
+        batch_first: whether neighbours in the grid are batch elements rather than heads, to share those tiles.
+        adds_dq: whether dq is added up here.
+        order: of dq's sums; `sum_rows`, of 256, are a tile's.
+    """
+
+    keys_first = True
+
+    def __init__(
+        self, call: AttentionCall, config: HopperBackwardConfig, traced: Program, paths: tuple[Path, ...], adds_dq: bool
+    ) -> None:
+        super().__init__(call, config, traced, paths)
+        self.paths, self.adds_dq, self.stages = paths, adds_dq, config.num_stages
         self.tile_in_registers = self.copied is not None and self.copied_dtype.itemsize == 2
         self.tile_is_late = self.copied is not None and self.slopes.is_late(self.copied.text)
         self.leaving, self.leaving_dtype = leaving(config, call, paths) or (None, None)
         by_head, by_batch = (self.copied is not None and self.copied.differs_by(symbol) for symbol in "hb")
         self.batch_first = by_head and not by_batch and not call.packed
-        self.copied_once = by_head and by_batch
         by_key = [index for index, path in enumerate(paths) if path.way == BY_KEY]
         self.sums_by_key = {index: number for number, index in enumerate(by_key)}
         self.order = config.order(call)
@@ -121,3 +147,58 @@ class RowsOfHead:
         # All threads write the same, and each reads what it has written itself.
         buffer, place = (self._registers, index) if index < 2 else (self._shared, index - 2)
         T.buffer_store(buffer, value, [place])
+
+
+def allocate(plan: KeysPlan, arg: Any, at: Any, thread: Any) -> SimpleNamespace:
+    """A block's tiles, barriers and numbers."""
+    emit = tile.TileEmitter(arg.operands)
+    # Behind a sequence's last row lse2 is +inf, and Q is 0; but a modification may be NaN there.
+    rows_end = plan.call.packed and plan.slopes is None
+    visible = Viewers(plan.traced, emit, arg.seqlen_q, arg.seqlen_k, rows_end)
+    dq_sums = plan.adds_dq
+    w = SimpleNamespace(
+        task=T.alloc_local([3], "int32"),
+        emit=emit,
+        visible=visible,
+        # [block_N, head_dim]
+        k=T.alloc_shared([plan.block_N, plan.head_dim], plan.dtype),
+        # [block_N, head_dim_v]
+        v=T.alloc_shared([plan.block_N, plan.head_dim_v], plan.dtype),
+        # [stages, block_M, head_dim]
+        q=T.alloc_shared([plan.stages, plan.block_M, plan.head_dim], plan.dtype),
+        # [stages, block_M, head_dim_v]
+        do=T.alloc_shared([plan.stages, plan.block_M, plan.head_dim_v], plan.dtype),
+        # [stages, block_M], of which the rows may lie further apart
+        lse2=T.alloc_shared([plan.stages, plan.config.rows_apart], "float32"),
+        delta=T.alloc_shared([plan.stages, plan.config.rows_apart], "float32"),
+        # [ds_buffers, block_M, block_N]
+        shared_ds=T.alloc_shared([plan.config.ds_buffers, plan.block_M, plan.block_N], plan.dtype) if dq_sums else None,
+        # [block_M * head_dim / 256, 256], in the order of dq_order.py
+        dq_sum=T.alloc_shared([plan.sum_rows, COLUMNS], "float32") if dq_sums else None,
+        # [block_N, block_M]
+        acc_s=T.alloc_fragment(plan.score_tile, "float32"),
+        acc_dp=T.alloc_fragment(plan.score_tile, "float32"),
+        early=[T.alloc_fragment(plan.score_tile, "float32") for _ in plan.early],
+        p=T.alloc_fragment(plan.score_tile, plan.dtype),
+        ds=T.alloc_fragment(plan.score_tile, plan.dtype),
+        # [block_N, head_dim_v]
+        acc_dv=T.alloc_fragment([plan.block_N, plan.head_dim_v], "float32"),
+        # [block_N, head_dim]
+        acc_dk=T.alloc_fragment([plan.block_N, plan.head_dim], "float32"),
+        # [block_M, head_dim], or transposed
+        acc_dq=T.alloc_fragment(list(plan.order.shape), "float32") if dq_sums else None,
+        # [block_N]
+        sums=[T.alloc_fragment([plan.block_N], "float32") for _ in plan.sums_by_key],
+        tile_sum=T.alloc_fragment([plan.block_N], "float32"),
+        scores=tile.score_tile(
+            plan, arg, emit, visible, plan.score_tile, keys_first=True, lengths=(arg.seqlen_q, arg.seqlen_k)
+        ),
+        eight=T.alloc_local([8], plan.dtype),
+        at=T.alloc_local([4], "int32"),
+        rows=RowsOfHead() if plan.call.packed else T.alloc_local([4], "int32"),
+        thread=thread,
+        uniform=at.uniform,
+        **plan.alloc_barriers(),
+    )
+    w.ring = Ring((w.at, STAGE), (w.at, PARITY), plan.stages, "last")
+    return w
