@@ -37,16 +37,14 @@ from . import places, tile
 from .config import BackwardConfig, copy_options, store_options, value_columns
 from .operand_gradients import BY_KEY, Path
 from .operand_stores import add_to_sums, hand_over_sums, to_elements
+from .plan import Plan
 from .visible import Viewers
 
 
-class Plan:
+class GenericPlan(Plan):
     """The static facts of one kernel, from which its macros choose what they emit.
 
     Attributes:
-        slopes: the score modification and its derivatives, or None.
-        early: indices of the derivatives that are kept beside the scores. (Of Python's tuples: a loop over one is
-            unrolled while the kernel is traced, one over a range is a loop of its own.)
         paths: to the tensors whose gradients are wanted; `sums_by_key` numbers those that are summed by key.
         adds_dq: whether dq is added up here.
         copy, store: how tiles are read and written.
@@ -57,15 +55,11 @@ class Plan:
     def __init__(
         self, call: AttentionCall, config: BackwardConfig, traced: Program, paths: tuple[Path, ...], adds_dq: bool
     ) -> None:
-        self.call, self.config, self.traced, self.paths, self.adds_dq = call, config, traced, paths, adds_dq
+        super().__init__(call, config, traced, paths)
+        self.paths, self.adds_dq = paths, adds_dq
         self.block_M, self.block_N = config.block_M, config.block_N
-        self.dtype = str(call.dtype).removeprefix("torch.")
         self.head_dim, self.head_dim_v = padded(call.head_dim), value_columns(call, config)
         self.copy, self.store = copy_options(call), store_options(call)
-        self.slopes = None
-        if traced.score is not None:
-            self.slopes = tile.Slopes(call, traced, tuple(path.load for path in paths))
-        self.early = tuple(range(len(self.slopes.program.early))) if self.slopes else ()
         by_key = [index for index, path in enumerate(paths) if path.way == BY_KEY]
         self.sums_by_key = {index: number for number, index in enumerate(by_key)}
         self.shared = config.weights_shared(call)
@@ -157,7 +151,7 @@ def find_task(plan, arg, at):
     )  # fmt: skip
 
 
-def is_masked(plan: Plan, task: Any, scores: tile.ScoreTile) -> Any:
+def is_masked(plan: GenericPlan, task: Any, scores: tile.ScoreTile) -> Any:
     """Whether some query of a tile does not see all keys of the block."""
     full_lo, full_hi = task.full_rows or (
         Builder.current().bind(name, bound)
@@ -309,7 +303,7 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
         paths: to the tensors whose gradients are wanted.
         adds_dq: whether dq is added up here.
     """
-    plan = Plan(call, config, traced, paths, adds_dq)
+    plan = GenericPlan(call, config, traced, paths, adds_dq)
 
     @T.macro
     def kernel(arg):

@@ -26,27 +26,23 @@ from ..tile.mask import keep_uniforms
 from ..tile.variables import address_holder, holder
 from . import places, tile
 from .config import BackwardConfig, copy_options, store_options
+from .plan import Plan
 from .visible import Viewers
 
 
-class Plan:
+class QueriesPlan(Plan):
     """The static facts of one kernel, from which its macros choose what they emit.
 
     Attributes:
-        slopes: the score modification and its slope, or None.
-        early: indices of the derivatives that are kept beside the scores.
         copy, store: how tiles are read and written.
         held, held_address: hold a number in a variable.
     """
 
     def __init__(self, call: AttentionCall, config: BackwardConfig, traced: Program) -> None:
-        self.call, self.config, self.traced = call, config, traced
+        super().__init__(call, config, traced)
         self.block_M, self.block_N = config.block_M, config.block_N
-        self.dtype = str(call.dtype).removeprefix("torch.")
         self.head_dim, self.head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
         self.copy, self.store = copy_options(call), store_options(call)
-        self.slopes = tile.Slopes(call, traced, ()) if traced.score is not None else None
-        self.early = tuple(range(len(self.slopes.program.early))) if self.slopes else ()
         self.held, self.held_address = holder(call), address_holder(call)
 
 
@@ -108,7 +104,7 @@ def find_task(plan, arg, at):
     )  # fmt: skip
 
 
-def is_masked(plan: Plan, arg: Any, task: Any, k_lo: Any) -> Any:
+def is_masked(plan: QueriesPlan, arg: Any, task: Any, k_lo: Any) -> Any:
     """Whether some query of the block does not see all keys of a tile, or is none."""
     past_end = task.row + plan.block_M > arg.seqlen_q
     return (k_lo < task.full_lo) | (k_lo + plan.block_N > task.full_hi) | past_end
@@ -184,7 +180,7 @@ def work(plan, arg, at):
 
 def body(call: AttentionCall, config: BackwardConfig, traced: Program) -> Any:
     """The macro that emits the kernel, given its parameters (see ``signature.declare_queries``)."""
-    plan = Plan(call, config, traced)
+    plan = QueriesPlan(call, config, traced)
 
     @T.macro
     def kernel(arg):

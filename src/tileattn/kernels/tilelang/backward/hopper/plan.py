@@ -13,6 +13,7 @@ from ...forward.config import padded
 from ...forward.hopper.plan import WARP, WARPGROUP, _slices
 from .. import tile
 from ..operand_gradients import BY_KEY, Path
+from ..plan import Plan
 from ..visible import Viewers
 from .config import CONSUMERS, HopperBackwardConfig, leaving
 from .dq_order import COLUMNS
@@ -28,25 +29,8 @@ BATCH, KV_HEAD, KEY = range(3)
 STAGE, PARITY, DS, DQ_PARITY = range(4)
 
 
-class Plan:
-    """The static facts of one kernel, from which its macros choose what they emit.
-
-    Attributes:
-        slopes: the score modification and its derivatives, or None.
-        early: indices of the derivatives that are kept beside the scores.
-    """
-
-    def __init__(self, call: AttentionCall, config: Any, traced: Program, paths: tuple[Path, ...] = ()) -> None:
-        self.call, self.config, self.traced = call, config, traced
-        self.dtype = str(call.dtype).removeprefix("torch.")
-        self.slopes = None
-        if traced.score is not None:
-            self.slopes = tile.Slopes(call, traced, tuple(path.load for path in paths))
-        self.early = tuple(range(len(self.slopes.program.early))) if self.slopes else ()
-
-
 class TilePlan(Plan):
-    """The same of a kernel that may copy tiles of a tensor that the modification reads.
+    """The static facts of a kernel that may copy tiles of a tensor that the modification reads.
 
     Attributes:
         copied: the tile load whose tiles, such as a bias's, are copied, or None; and its dtype.

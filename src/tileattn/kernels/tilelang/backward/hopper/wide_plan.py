@@ -12,9 +12,9 @@ from .....variant.key import Program
 from ...forward.hopper.plan import WARP, WARPGROUP, _slices
 from ...tile.expressions import Emitter
 from .. import tile
+from ..plan import Plan
 from ..visible import Viewers
 from .config import HopperWideConfig
-from .plan import Plan
 
 # Where a warpgroup stands: its next tile of queries, of how many in this head; which of the group's heads; and the
 # parities that say that its own stage, and the other one, are ready.
