@@ -273,9 +273,13 @@ def consume(plan, arg, w):
 
 
 @T.macro
-def other_warps(plan, arg, w):
-    """The adding warp, and the one that loads the copied tensor's tiles."""
-    if w.thread < CONSUMERS + 3 * WARP:
+def produce(plan, arg, w, load_first, load_second):
+    """Each producer warp in its role: two load, one adds, and one loads the copied tensor's tiles."""
+    if w.thread < CONSUMERS + WARP:
+        load_first()
+    elif w.thread < CONSUMERS + 2 * WARP:
+        load_second()
+    elif w.thread < CONSUMERS + 3 * WARP:
         if plan.adds_dq:
             add_dq(plan, arg, w)
         elif plan.leaving is not None:
@@ -300,14 +304,13 @@ def take_parts(plan: KeysPlan, arg: Any, w: Any) -> None:
     def load_second() -> None:
         load_rows(plan, arg, w, arg.do, w.do_ready, w.do_free, copy_gradients, plan.stages)
 
-    def others() -> None:
-        other_warps(plan, arg, w)
+    def producers() -> None:
+        produce(plan, arg, w, load_first, load_second)
 
     def consumers() -> None:
         consume(plan, arg, w)
 
-    registers = (PRODUCER_REGISTERS, CONSUMER_REGISTERS)
-    take_part(w, registers, load_first, load_second, consumers, beside=others)
+    take_part(w, (PRODUCER_REGISTERS, CONSUMER_REGISTERS), producers, consumers)
 
 
 def body(

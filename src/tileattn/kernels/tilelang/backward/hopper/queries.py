@@ -50,7 +50,7 @@ from .copied_tile import alloc_tile, annotate, have_read, load_tile
 from .layouts import accumulator_layout
 from .plan import TilePlan
 from .products import await_product, multiply_transposed
-from .roles import CONSUMER_REGISTERS, PRODUCER_REGISTERS, place_of, take_part
+from .roles import CONSUMER_REGISTERS, PRODUCER_REGISTERS, load_in_two_warps, place_of, take_part
 from .scores import gradients_of_scores, scores_to_probabilities, times_slope_in_place
 from .stages import OneStage, Ring, loading_ring, release
 
@@ -258,11 +258,14 @@ def consume(plan, arg, w):
 
 
 @T.macro
-def load_tiles_by_one_warp(plan, arg, w):
-    # Two conditions, for TileLang counts a branch's threads, of which one copies, by single ones.
-    if w.thread >= CONSUMERS + 2 * WARP:
-        if w.thread < CONSUMERS + 3 * WARP:
-            load_tiles(plan, arg, w)
+def produce(plan, arg, w, load_first, load_second):
+    """Each producer warp in its role: two load, and one more the copied tensor's tiles."""
+    load_in_two_warps(w, load_first, load_second)
+    if plan.copied is not None:
+        # Two conditions, for TileLang counts a branch's threads, of which one copies, by single ones.
+        if w.thread >= CONSUMERS + 2 * WARP:
+            if w.thread < CONSUMERS + 3 * WARP:
+                load_tiles(plan, arg, w)
 
 
 def take_parts(plan: QueriesPlan, arg: Any, w: Any) -> None:
@@ -280,14 +283,13 @@ def take_parts(plan: QueriesPlan, arg: Any, w: Any) -> None:
     def load_second() -> None:
         load(plan, arg, w, arg.do, w.do, w.do_ready, v)
 
-    def others() -> None:
-        load_tiles_by_one_warp(plan, arg, w)
+    def producers() -> None:
+        produce(plan, arg, w, load_first, load_second)
 
     def consumers() -> None:
         consume(plan, arg, w)
 
-    registers = (PRODUCER_REGISTERS, CONSUMER_REGISTERS)
-    take_part(w, registers, load_first, load_second, consumers, behind=others if plan.copied is not None else None)
+    take_part(w, (PRODUCER_REGISTERS, CONSUMER_REGISTERS), producers, consumers)
 
 
 def allocate(plan: QueriesPlan, arg: Any, at: Any, thread: Any) -> SimpleNamespace:

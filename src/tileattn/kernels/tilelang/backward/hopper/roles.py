@@ -35,26 +35,25 @@ def place_of(arg: Any, at: Any, name: str, tiles: Any) -> SimpleNamespace:
 
 
 @T.macro
-def take_part(w, registers, load_first, load_second, consume, beside=None, behind=None):
-    """Each warp in its role.
+def take_part(w, registers, produce, consume):
+    """Each warpgroup in its role.
 
     Args:
         registers: of a thread of the producer warpgroup, and of one of a consumer warpgroup.
-        load_first, load_second: what the first two producer warps do.
-        consume: what the consumer warpgroups do.
-        beside: what the other two do, or None.
-        behind: the same, as a branch of its own.
+        produce, consume: what these do.
     """
     if w.thread >= CONSUMERS:
         T.set_max_nreg(registers[0], 0)
-        if w.thread < CONSUMERS + WARP:
-            load_first()
-        elif w.thread < CONSUMERS + 2 * WARP:
-            load_second()
-        elif beside is not None:
-            beside()
-        if behind is not None:
-            behind()
+        produce()
     else:
         T.set_max_nreg(registers[1], 1)
         consume()
+
+
+@T.macro
+def load_in_two_warps(w, load_first, load_second):
+    """What the first two producer warps do. (Without an `else`: with an empty one TileLang emits other code.)"""
+    if w.thread < CONSUMERS + WARP:
+        load_first()
+    elif w.thread < CONSUMERS + 2 * WARP:
+        load_second()

@@ -54,7 +54,7 @@ from .loads import load_keys, load_rows, tiles_of_head
 from .matrices import store_matrices
 from .plan import BATCH, KEY, KV_HEAD
 from .products import await_product, multiply_transposed
-from .roles import place_of, take_part
+from .roles import load_in_two_warps, place_of, take_part
 from .scores import gradients_of_scores, scores_to_probabilities, times_slope_in_place
 from .stages import TwoStages, release
 from .wide_loads import copy_keys, copy_rows, copy_sums
@@ -303,10 +303,13 @@ def take_parts(plan: WidePlan, arg: Any, w: Any) -> None:
     def load_second() -> None:
         load_rows(plan, arg, w, arg.do, w.do_ready, w.do_free, copy_gradients, 2, TwoStages)
 
+    def producers() -> None:
+        load_in_two_warps(w, load_first, load_second)
+
     def consumers() -> None:
         consume(plan, arg, w)
 
-    take_part(w, (PRODUCER_REGISTERS, CONSUMER_REGISTERS), load_first, load_second, consumers)
+    take_part(w, (PRODUCER_REGISTERS, CONSUMER_REGISTERS), producers, consumers)
 
 
 def body(call: AttentionCall, config: HopperWideConfig, traced: Program) -> Any:
