@@ -5,7 +5,7 @@
 Nothing is measured here. What lies between `<!-- code FILE PART -->`, `<!-- rung RUNG -->` or `<!-- gains -->` and
 `<!-- end -->` is replaced: by the lines between `// [PART]` and `// [/PART]` of a file of src/tileattn/kernels/mma, by
 what a rung gains over the one before it in `SOURCES`, and by all of their tables. A test holds the committed page to
-what this script makes of it.
+what this script makes of it. Its pictures are drawn by make_pictures.py.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tileattn.bench import plot_ladder, results
+from tileattn.bench import results
+from tileattn.bench.climb import Climbed, climbed
 from tileattn.bench.plot_ladder import steps_of
 from tileattn.bench.results import Results
-from tileattn.cli.ladder import Climbed, climbed
 from tileattn.kernels.mma.backend import parse
 from tileattn.kernels.mma.rungs import ACCUMULATIONS, NAME, RUNGS
 
@@ -31,10 +31,10 @@ PICTURES = ROOT / "docs" / "ladder"
 # Result files of `tileattn ladder --json`, in the order of the page. A measurement is named here when its file is
 # committed to benchmarks/results.
 SOURCES: tuple[str, ...] = (
-    "ladder-d64-h200-2026-11-22-4.json",
-    "ladder-d64-h48-h200-2026-11-22-4.json",
-    "ladder-d128-h200-2026-11-22-4.json",
-    "ladder-d512-h200-2026-11-22-4.json",
+    "ladder/d64-h200.json",
+    "ladder/d64-h48-h200.json",
+    "ladder/d128-h200.json",
+    "ladder/d512-h200.json",
 )
 
 BEFORE = dict(zip(RUNGS[1:-1], RUNGS))  # the last one, for large head dims, has none
@@ -44,12 +44,8 @@ NOT_MEASURED = "Not measured yet.\n"
 
 
 def main() -> None:
-    """Write the page and its pictures."""
-    measured = load(SOURCES)
-    PAGE.write_text(filled(PAGE.read_text(), measured))
-    for name, each in measured.items():
-        PICTURES.mkdir(exist_ok=True)
-        plot_ladder.save(each, picture(name))
+    """Write the page."""
+    PAGE.write_text(filled(PAGE.read_text(), load(SOURCES)))
 
 
 def load(names: Sequence[str]) -> dict[str, Results]:

@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md and its pictures from committed result files.
+"""Writes docs/benchmarks.md from committed result files. Its pictures are drawn by make_pictures.py.
 
     python benchmarks/make_page.py
 
@@ -11,47 +11,43 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tileattn.bench import plot_memory, results
+from tileattn.bench import results
 from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.compare import Standing, best_peer_ms, compare, standings
 from tileattn.bench.cost import costs
 from tileattn.bench.peers.base import OWN, is_own
-from tileattn.bench.plot import COLOURS, FAINT, INK, LABELS, by_length, style
-from tileattn.bench.report import grouped, human_bytes
+from tileattn.bench.plot import LABELS, by_length
+from tileattn.bench.report import grouped
 from tileattn.bench.results import Results, Row
 from tileattn.measure.ceilings import Ceiling, overall
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from tileattn.measure.units import human_bytes
 
 # The result file of each suite that the page shows; None where there is none yet. A newer measurement is named here
 # when its file is committed. The key is what the files' names begin with: the suite, and the direction unless forward.
 SOURCES: dict[str, str | None] = {
-    "fa": "fa-h200-2026-11-21-2.json",
-    "variants": "variants-h200-2026-11-22.json",
-    "heads": "heads-h200-2026-11-21-2.json",
-    "fp8": "fp8-h200-2026-11-21-2.json",
-    "fa-bwd": "fa-bwd-h200-2026-11-22.json",
-    "variants-bwd": "variants-bwd-h200-2026-11-22-4.json",
+    "fa": "forward/fa-h200.json",
+    "variants": "variants/variants-h200.json",
+    "heads": "forward/heads-h200.json",
+    "fp8": "forward/fp8-h200.json",
+    "fa-bwd": "backward/fa-bwd-h200.json",
+    "variants-bwd": "variants/variants-bwd-h200.json",
     "heads-bwd": None,
-    "memory-fwdbwd": "memory-fwdbwd-h200-2026-11-22-2.json",
-    "varlen": "varlen-h200-2026-11-22-3.json",
-    "varlen-bwd": "varlen-bwd-h200-2026-11-22-2.json",
-    "triton-d64": "triton-d64-h200-2026-11-23.json",
-    "triton-full-d64": "triton-full-d64-h200-2026-11-23.json",
-    "triton-d128": "triton-d128-h200-2026-11-23.json",
-    "triton-full-d128": "triton-full-d128-h200-2026-11-23.json",
-    "triton-bwd-d64": "triton-bwd-d64-h200-2026-11-23.json",
-    "triton-full-bwd-d64": "triton-full-bwd-d64-h200-2026-11-23.json",
-    "triton-bwd-d128": "triton-bwd-d128-h200-2026-11-23.json",
-    "triton-full-bwd-d128": "triton-full-bwd-d128-h200-2026-11-23.json",
-    "triton-fp32-d64": "triton-fp32-d64-h200-2026-11-23.json",
-    "triton-fp32-d128": "triton-fp32-d128-h200-2026-11-23.json",
-    "triton-fp32-bwd-d64": "triton-fp32-bwd-d64-h200-2026-11-22-2.json",
-    "triton-fp32-bwd-d128": "triton-fp32-bwd-d128-h200-2026-11-22-2.json",
+    "memory-fwdbwd": "memory/memory-fwdbwd-h200.json",
+    "varlen": "packed/varlen-h200.json",
+    "varlen-bwd": "packed/varlen-bwd-h200.json",
+    "triton-d64": "triton/fwd-d64-causal-fp16-h200.json",
+    "triton-full-d64": "triton/fwd-d64-full-fp16-h200.json",
+    "triton-d128": "triton/fwd-d128-causal-fp16-h200.json",
+    "triton-full-d128": "triton/fwd-d128-full-fp16-h200.json",
+    "triton-bwd-d64": "triton/bwd-d64-causal-fp16-h200.json",
+    "triton-full-bwd-d64": "triton/bwd-d64-full-fp16-h200.json",
+    "triton-bwd-d128": "triton/bwd-d128-causal-fp16-h200.json",
+    "triton-full-bwd-d128": "triton/bwd-d128-full-fp16-h200.json",
+    "triton-fp32-d64": "triton/fwd-d64-causal-fp32-h200.json",
+    "triton-fp32-d128": "triton/fwd-d128-causal-fp32-h200.json",
+    "triton-fp32-bwd-d64": "triton/bwd-d64-causal-fp32-h200.json",
+    "triton-fp32-bwd-d128": "triton/bwd-d128-causal-fp32-h200.json",
 }
 # Nothing is said of these as long as nothing has been measured.
 OPTIONAL = tuple(key for key in SOURCES if key not in ("fa", "variants", "heads", "fp8"))
@@ -64,44 +60,48 @@ _SLOW_BACKWARD = (
     "The machine's host was slow in this run: the row of 1024 tokens is the host's time. In the [run "
     "before](../benchmarks/results/{file}) it had {before} ms, {ratio} times as fast as FA-2{more}. Kernels changed "
     "little in between: in turns with those of 6f002c6, without the host, [the rows of 1024, 4096 and 16384 tokens "
-    "took {turns} of the time](../benchmarks/results/triton-grid-h200-2026-11-23.txt)."
+    "took {turns} of the time](../benchmarks/results/triton/grid-h200.txt)."
 )
 _SLOW_TUTORIAL = (
     "The machine's host was slow in this run: the tutorial's {ms} ms for 1024 tokens are the host's. In the [run "
     "before](../benchmarks/results/{file}) they were {before} ms."
 )
 REMARKS = {
-    "triton-d64-h200-2026-11-23.json": _SLOW_TUTORIAL.format(
-        ms=0.096, before=0.068, file="triton-d64-h200-2026-11-22-3.json"
+    "triton/fwd-d64-causal-fp16-h200.json": _SLOW_TUTORIAL.format(
+        ms=0.096, before=0.068, file="triton/fwd-d64-causal-fp16-before-h200.json"
     ),
-    "triton-d128-h200-2026-11-23.json": _SLOW_TUTORIAL.format(
-        ms="0.190", before=0.069, file="triton-d128-h200-2026-11-22-5.json"
+    "triton/fwd-d128-causal-fp16-h200.json": _SLOW_TUTORIAL.format(
+        ms="0.190", before=0.069, file="triton/fwd-d128-causal-fp16-before-h200.json"
     ),
-    "triton-bwd-d64-h200-2026-11-23.json": _SLOW_BACKWARD.format(
-        file="triton-bwd-d64-h200-2026-11-22-2.json",
+    "triton/bwd-d64-causal-fp16-h200.json": _SLOW_BACKWARD.format(
+        file="triton/bwd-d64-causal-fp16-before-h200.json",
         before=0.188,
         ratio=1.4,
         more=", and the one of 16384 tokens had 31.6 ms, 1.03 times as fast as the tutorial; why not here is unknown",
         turns="0.98, 0.98 and 1.00",
     ),
-    "triton-bwd-d128-h200-2026-11-23.json": _SLOW_BACKWARD.format(
-        file="triton-bwd-d128-h200-2026-11-22-3.json", before=0.236, ratio=1.08, more="", turns="0.99, 0.98 and 1.00"
+    "triton/bwd-d128-causal-fp16-h200.json": _SLOW_BACKWARD.format(
+        file="triton/bwd-d128-causal-fp16-before-h200.json",
+        before=0.236,
+        ratio=1.08,
+        more="",
+        turns="0.99, 0.98 and 1.00",
     ),
-    "fa-bwd-h200-2026-11-22.json": (
+    "backward/fa-bwd-h200.json": (
         "`tileattn, deterministic` is `deterministic=True`: over the rows of a head dim it takes 1.23 times as long "
         "at 64 (1.09 to 1.30), 1.22 times at 128 (1.09 to 1.33), and as long at 256 and 192/128, where dq has a "
         "kernel of its own anyway."
     ),
-    "varlen-h200-2026-11-22-3.json": (
+    "packed/varlen-h200.json": (
         f"`D128 causal (32,512,16) uniform` is the host's time, not the GPU's; {_SLOW_HOST}. Since then a call's "
-        "launch of the plan costs the host less. [Before](../benchmarks/results/varlen-h200-2026-11-22-2.json) the "
+        "launch of the plan costs the host less. [Before](../benchmarks/results/packed/varlen-before-h200.json) the "
         "row had 0.095 ms, 0.936 of dense; it was not measured again."
     ),
-    "varlen-bwd-h200-2026-11-22-2.json": (
+    "packed/varlen-bwd-h200.json": (
         "The rows of 512 tokens at head dim 64, and `D128 causal` among them, are the host's time, as in the forward "
         "pass. In the next commit [D128 "
-        "causal](../benchmarks/results/varlen-d128-causal-512-bwd-h200-2026-11-22.json) took 0.381 ms and dense "
-        "0.381; [D64 full](../benchmarks/results/varlen-d64-full-512-bwd-h200-2026-11-22.json) took 0.561 ms and "
+        "causal](../benchmarks/results/packed/varlen-bwd-512-d128-causal-h200.json) took 0.381 ms and dense "
+        "0.381; [D64 full](../benchmarks/results/packed/varlen-bwd-512-d64-full-h200.json) took 0.561 ms and "
         "dense 0.531."
     ),
 }
@@ -117,37 +117,38 @@ BF16 = f"{OWN}-bf16"
 METHOD = """\
 # Benchmarks
 
-How fast {passes}, beside its peers and beside what the GPU can do at most. This page is written by
-[`benchmarks/make_page.py`](../benchmarks/make_page.py) from the result files that it names; to change a figure, measure
-it. The files' format is described [beside them](../benchmarks/results/README.md).
+This page shows how fast {passes}, beside other implementations (the
+*baselines*) and beside the most that the GPU reaches. [`benchmarks/make_page.py`](../benchmarks/make_page.py) writes it
+from the result files that it names; to change a figure, measure it. [The index of the
+files](../benchmarks/results/README.md) describes their format.
 
 ## Method
 
 - **Work.** TFLOPS count `2 * batch * heads * (head_dim + head_dim_v)` for each visible (query, key) pair: two per
   multiply-add of QKᵀ and PV, nothing for the softmax. A square causal mask counts as exactly half of all pairs, as in
   the FlashAttention papers; any other mask is counted pair by pair.
-- **Time.** The median time of a call between two CUDA events on its stream. Before each call 256 MiB are overwritten,
-  so that no call finds its inputs in the L2 cache. That takes longer than a launch, so the host's time is not in it.
+- **Time** is the median time of a call between two CUDA events on its stream. Before each call 256 MiB are overwritten,
+  so that no call finds its inputs in the L2 cache. That takes longer than a launch, so the host's time is not included.
   What a user does once (compiling, block masks, dense masks) is done ahead.
-- **Peers.** All implementations of a row run in one process on the same tensors, in rounds: each round measures all of
-  them for 40 ms, in another order: over the rounds each follows each other one equally often (a Williams square), as
-  after a kernel that draws little power the next runs at a higher clock. "Against best" is the time of the
-  fastest peer of that row over ours: above 1 we are ahead, and where we are behind it is bold. Runs differ by up to
-  2 %: less than that is a tie.
+- **Baselines.** All implementations of a row run in one process on the same tensors, in rounds. Each round measures all
+  of them for 40 ms, in another order. Over the rounds each follows each other one equally often (a Williams square),
+  because after a kernel that draws little power the next runs at a higher clock. "Against best" is the time of the
+  fastest baseline of that row over ours: above 1 we are ahead; where we are behind it is bold. Runs differ by up to
+  2 %, so a smaller difference is a tie.
 - **Ceilings.** The same method measures a cuBLAS product (bf16, 8192 x 8192 x 8192) and a copy on the device (1 GiB,
   counting bytes read and bytes written) before the first row and after the last; the mean of both is shown.
-- **Error.** Standard normal inputs; the largest relative error of a row of the output against float64 on the same
-  inputs. A result of ours that breaks the tolerance rule (at most twice the error of PyTorch's eager attention in the
+- **Error** is the largest relative error of a row of the output against float64 on the same inputs, which are standard
+  normal. A result of ours that breaks the tolerance rule (at most twice the error of PyTorch's eager attention in the
   same dtype, plus a rounding) is a failure and has no time.
 """
 
 METHOD_BACKWARD = """\
-Measured as the forward pass is, of gradients: what is timed is `torch.autograd.grad(o, (q, k, v), do)`, of all
-implementations alike, so that what runs before and after the main kernel is in it. The forward has run before, and is
-not; gradients are added to nothing. TFLOPS count the five products, QKᵀ again, dO·Vᵀ, Pᵀ·dO, dS·K and dSᵀ·Q:
+The backward pass is measured like the forward pass. What is timed is `torch.autograd.grad(o, (q, k, v), do)`, for all
+implementations alike, so kernels before and after the main one are included. The forward pass has run before and is not
+included; gradients are not accumulated. TFLOPS count the five products, QKᵀ again, dO·Vᵀ, Pᵀ·dO, dS·K and dSᵀ·Q:
 `2 * batch * heads * (3 * head_dim + 2 * head_dim_v)` for each visible pair, 2.5 times the forward where the head dims
-are equal. The error is the largest of dq, dk and dv, of a row as above, but that rows smaller than the median row are
-measured by that one: in them large terms cancel. Memory is that of forward and backward."""
+are equal. The error is the largest of dq, dk and dv, of a row as above, except that rows smaller than the median row
+are measured by that one, because large terms cancel in them. Memory is that of forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -159,17 +160,8 @@ class Source:
 
 
 def main() -> None:
-    """Write the page and its pictures."""
-    sources = load()
-    PICTURES.mkdir(exist_ok=True)
-    PAGE.write_text(page(sources))
-    for key in ("fa", "fa-bwd"):
-        if key in sources:
-            measured = sources[key].results
-            for dim in head_dims(measured):
-                figure(measured, dim).savefig(picture(measured.direction, dim), dpi=160, facecolor="white")
-    if "memory-fwdbwd" in sources:
-        plot_memory.save(sources["memory-fwdbwd"].results, MEMORY_PICTURE)
+    """Write the page."""
+    PAGE.write_text(page(load()))
 
 
 def load() -> dict[str, Source]:
@@ -227,7 +219,7 @@ def _summary(measured: Results) -> str:
     parts = [
         "Our speed over the rows that both ran:",
         _table(["against", "rows", "geometric mean", "lowest", "at"], per_peer, left=(0, 4)),
-        "Against the best peer of each row:",
+        "Against the best baseline of each row:",
         _standings(standings(measured)),
     ]
     return _joined(parts).rstrip("\n")
@@ -260,7 +252,9 @@ def _speed_table(measured: Results, rows: Sequence[Row]) -> str:
     backends, ceiling = measured.backends(), overall(measured.ceilings)
     peers = len(backends) > 1
     headings = ["case", *map(_label, backends)]
-    headings += ["against best"] * peers + ["of cuBLAS"] * (ceiling is not None) + ["error"] + ["peers' error"] * peers
+    headings += (
+        ["against best"] * peers + ["of cuBLAS"] * (ceiling is not None) + ["error"] + ["baselines' error"] * peers
+    )
     table = []
     for each in rows:
         cells = [each.case, *(_tflops(measured.row(each.case, backend)) for backend in backends)]
@@ -303,12 +297,13 @@ def _variants(source: Source) -> str:
         by_shape.setdefault(row.case.replace(f" {row.variant} ", " "), []).append(row)
     intro = (
         "**Cost** is our time over what the row's visible tiles of 128 x 128 cost without the modification, in our own "
-        "plain kernel in the same run. The baseline is named behind it: the causal or full kernel; a share of the full "
-        "kernel's tiles; or, where that takes longer, reading the bias once at the copy's speed. Times in ms."
+        "plain kernel in the same run. What it is compared with stands beside it: the causal or full kernel; a share "
+        "of the full kernel's tiles; or, where that takes longer, reading the bias once at the copy's speed. Times in "
+        "ms."
     )
     trained = (
-        "`dbias`: the gradient of the bias is computed too, and its baseline includes writing it once. Other tensors "
-        "of modifications have no gradient here."
+        "`dbias`: the gradient of the bias is computed too, and what it is compared with includes writing it once. "
+        "Other tensors of modifications have no gradient here."
     )
     tables = [
         f"### {_backward_of(measured, shape)}\n\n{_variants_table(measured, rows)}" for shape, rows in by_shape.items()
@@ -330,7 +325,7 @@ def _variants_table(measured: Results, rows: Sequence[Row]) -> str:
         cells += [f"{cost.ratio:.2f}×", cost.baseline] if cost is not None else [MISSING, MISSING]
         table.append([*cells, _errors(measured, each.case)[0]])
     headings = ["variant", *map(_label, backends), "TFLOPS"]
-    headings += ["against best"] * peers + ["cost", "baseline", "error"]
+    headings += ["against best"] * peers + ["cost", "compared with", "error"]
     return _table(headings, table)
 
 
@@ -420,8 +415,8 @@ def _memory(source: Source) -> str:
         for case in measured.cases()
     ]
     intro = (
-        "The most that forward and backward allocate at one time beyond q, k, v and do: o, the gradients, and what is "
-        "kept or made between."
+        "The most that forward and backward allocate at one time beyond q, k, v and do: o, the gradients, and "
+        "intermediate tensors."
     )
     alt = "Peak memory of forward and backward against the sequence length"
     parts = ["## Memory", _provenance(source), intro, f"![{alt}](benchmarks/{MEMORY_PICTURE.name})"]
@@ -441,7 +436,7 @@ def _packed(source: Source) -> str:
     intro = (
         "`varlen_attention`. `uniform`: sequences of one length, beside our own kernel on the same tokens as a batch "
         '("of dense": its time over ours). `skewed`: 64 sequences of a log-normal distribution with that mean. Times '
-        "in ms; ratios are a peer's time over ours, bold where we are behind."
+        "in ms; ratios are a baseline's time over ours, bold where we are behind."
     )
     headings = ["case", OWN, *map(_label, [*peers, DENSE]), *(f"against {_label(peer)}" for peer in peers), "of dense"]
     table = []
@@ -536,59 +531,6 @@ def picture(direction: str, head_dim: int) -> Path:
 def head_dims(measured: Results) -> list[int]:
     """Those with enough lengths for a picture."""
     return sorted({head_dim for _, head_dim in by_length(measured.rows)})
-
-
-def figure(measured: Results, head_dim: int) -> Figure:
-    """TFLOPS against the sequence length, full beside causal: a line for each implementation, and the ceiling."""
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    panels = by_length(measured.rows)
-    variants = [variant for variant in ("full", "causal") if (variant, head_dim) in panels]
-    drawn = Figure(figsize=(4.8 * len(variants), 3.9), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06))
-    shared: Axes | None = None
-    for index, variant in enumerate(variants):
-        axes = drawn.add_subplot(1, len(variants), index + 1, sharey=shared)
-        shared = shared or axes
-        _lines(axes, measured, panels[variant, head_dim].groups)
-        axes.set_title(variant, fontsize=10.5, color=INK, loc="left")
-        if index == 0:
-            axes.set_ylabel("TFLOPS", fontsize=9, color=FAINT)
-    # Ours is drawn last and named first.
-    named = dict(zip(*reversed(drawn.axes[0].get_legend_handles_labels()), strict=True))
-    labels = [label for backend in measured.backends() if (label := _label(backend)) in named]
-    labels += [label for label in named if label not in labels]
-    dtypes = ", ".join(dict.fromkeys(row.dtype for row in measured.rows))
-    title = f"{DIRECTIONS[measured.direction].capitalize()}, head dim {head_dim}, {dtypes}, {measured.gpu}"
-    drawn.legend(
-        [named[label] for label in labels],
-        labels,
-        title=title,
-        title_fontsize=12,
-        loc="outside upper center",
-        ncols=len(labels),
-        frameon=False,
-        fontsize=9,
-    )
-    return drawn
-
-
-def _lines(axes: Axes, measured: Results, groups: Sequence[tuple[str, str]]) -> None:
-    """groups: the label of each length and its case."""
-    for backend in reversed(measured.backends()):  # ours is drawn last, above the others
-        points = [(x, row.tflops) for x, (_, case) in enumerate(groups) if (row := measured.row(case, backend))]
-        ours = backend == OWN
-        axes.plot(
-            [x for x, _ in points], [tflops for _, tflops in points], color=COLOURS[backend], label=_label(backend),
-            marker="o", markersize=5 if ours else 3.5, linewidth=2.4 if ours else 1.4, zorder=3,
-        )  # fmt: skip
-    ceiling = overall(measured.ceilings)
-    if ceiling is not None:
-        axes.axhline(ceiling.matmul_tflops, color=FAINT, linestyle="--", linewidth=1.1, label="cuBLAS bf16", zorder=2)
-    axes.set_xticks(range(len(groups)), [label for label, _ in groups])
-    axes.set_xlabel("sequence length (16384 tokens in all)", fontsize=9, color=FAINT)
-    style(axes)
-    axes.set_ylim(bottom=0)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from tileattn.bench import results
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TEXT = Path(__file__).parent / "data" / "sonnets.txt"
 PROMPT = "Shall I compare thee to"
@@ -145,8 +149,17 @@ def learning_rate(step: int, settings: Settings) -> float:
     return settings.rate * (0.55 + 0.45 * math.cos(math.pi * (step - warmup) / (settings.steps - warmup)))
 
 
-def train(text: Text, settings: Settings, backend: Backend) -> tuple[Training, list[float]]:
-    """The trained model, and the loss of every step."""
+@dataclass(frozen=True)
+class Losses:
+    """Of one training: after every step on what it trained on, at its end on the text that was held out."""
+
+    attention: str
+    losses: list[float]
+    held_out: float
+
+
+def train(text: Text, settings: Settings, backend: Backend) -> tuple[Training, Losses]:
+    """The trained model, and its losses."""
     training, losses = Training(len(text.characters), settings, backend), []
     generator = torch.Generator().manual_seed(settings.seed)  # all backends see the same pieces of the text
     with Progress(*Progress.get_default_columns(), "{task.fields[note]}", console=console) as progress:
@@ -160,24 +173,30 @@ def train(text: Text, settings: Settings, backend: Backend) -> tuple[Training, l
         pieces = text.held_out.unfold(0, settings.seqlen + 1, settings.seqlen).to(settings.device)
         held_out = training.loss(training.model, pieces[:, :-1], pieces[:, 1:]).item()
     console.print(f"{backend.value}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, on held-out text {held_out:.3f}")
-    return training, losses
+    return training, Losses(backend.value, losses, held_out)
 
 
 # --- What a run shows ---
 
 
-def draw(curves: dict[Backend, list[float]], path: Path) -> None:
+def draw(curves: list[Losses], path: Path) -> None:
+    """A picture of the losses; its suffix chooses the format."""
+    figure(curves).savefig(path, dpi=150)
+
+
+def figure(curves: list[Losses]) -> Figure:
     """The losses over the steps; below, if there are two curves, how far they are apart."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5 if len(curves) == 1 else 6), layout="constrained")
-    axes = figure.subplots(len(curves), sharex=True, squeeze=False, height_ratios=[3, 1.2][: len(curves)])[:, 0]
-    for (backend, losses), style in zip(curves.items(), ("-", "--"), strict=False):
-        axes[0].plot(losses, style, color=COLOURS.get(backend, "#0072B2"), linewidth=1.2, label=backend.value)
+    drawn = Figure(figsize=(8, 4.5 if len(curves) == 1 else 6), layout="constrained")
+    axes = drawn.subplots(len(curves), sharex=True, squeeze=False, height_ratios=[3, 1.2][: len(curves)])[:, 0]
+    for curve, style in zip(curves, ("-", "--"), strict=False):
+        colour = COLOURS.get(Backend(curve.attention), "#0072B2")
+        axes[0].plot(curve.losses, style, color=colour, linewidth=1.2, label=curve.attention)
     axes[0].set_ylabel("loss (nats per character)")
     axes[0].legend(frameon=False)
     if len(curves) == 2:
-        apart = differences(*curves.values())
+        apart = differences(*(curve.losses for curve in curves))
         axes[1].plot(apart, ".", color="#222222", markersize=3)
         axes[1].set_yscale("symlog", linthresh=1e-8)  # logarithmic above 1e-8; equal losses are at 0
         axes[1].set_ylim(-3e-9, max(1e-5, 2 * max(apart)))
@@ -187,7 +206,7 @@ def draw(curves: dict[Backend, list[float]], path: Path) -> None:
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_title("A small GPT learns Shakespeare's sonnets", loc="left", fontsize=10)
     axes[-1].set_xlabel("step")
-    figure.savefig(path, dpi=150)
+    return drawn
 
 
 def differences(a: list[float], b: list[float]) -> list[float]:
@@ -232,11 +251,11 @@ def table(speeds: list[Speed]) -> Table:
     return shown
 
 
-def save(speeds: list[Speed], settings: Settings, commit: str | None, path: Path) -> None:
-    """The speeds, and where they come from: device, versions, commit, date, as in files of `tileattn bench`."""
+def save(rows: Sequence[Speed | Losses], settings: Settings, commit: str | None, path: Path) -> None:
+    """What was measured, and where: device, versions, commit, date, as in files of `tileattn bench`."""
     run = results.begin(torch.device(settings.device), commit, " ".join(["train_gpt.py", *sys.argv[1:]]))
     origin = {key: getattr(run, key) for key in ("gpu", "versions", "commit", "date", "command")}
-    content = {**origin, "settings": asdict(settings), "rows": [asdict(each) for each in speeds]}
+    content = {**origin, "settings": asdict(settings), "rows": [asdict(each) for each in rows]}
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -265,8 +284,12 @@ def main(
     json: Annotated[
         Path | None, typer.Option(help="With --benchmark: where the speeds go, too.", show_default=False)
     ] = None,
+    losses: Annotated[
+        Path | None, typer.Option(help="Where the loss of every step goes, as JSON.", show_default=False)
+    ] = None,
     commit: Annotated[
-        str | None, typer.Option(help="To record in --json, instead of what git says of the code.", show_default=False)
+        str | None,
+        typer.Option(help="To record in --json or --losses, instead of what git says of the code.", show_default=False),
     ] = None,
 ) -> None:
     """Train a small GPT on Shakespeare's sonnets and print what it writes."""
@@ -286,11 +309,15 @@ def main(
         raise typer.BadParameter("--benchmark on a GPU needs --dtype bfloat16, as FlashAttention-2 and cuDNN do")
     if json is not None and (not measure or json.exists()):
         raise typer.BadParameter(f"--json {json} exists" if measure else "--json is for the speeds of --benchmark")
+    if losses is not None and (measure or losses.exists()):
+        raise typer.BadParameter("--losses is for training" if measure else f"--losses {losses} exists")
     out = out if out.suffix else out.with_suffix(".png")
     if not measure:
         check_picture(out)
     if json is not None:
         check_writable("--json", json)
+    if losses is not None:
+        check_writable("--losses", losses)
     check_device(device)
     settings = Settings(steps, seqlen, batch, layers, heads, dim, rate, device, dtype, compile, seed)
     check_attention(backend, settings)
@@ -302,16 +329,18 @@ def main(
             save(speeds, settings, commit, json)
             console.print(f"The speeds are in {json}.")
         return
-    training, losses = train(text, settings, backend)
-    curves = {backend: losses}
+    training, curve = train(text, settings, backend)
+    curves = [curve]
     if compare:
-        curves[Backend.sdpa] = train(text, settings, Backend.sdpa)[1]
-        apart = differences(*curves.values())
+        curves.append(train(text, settings, Backend.sdpa)[1])
+        apart = differences(*(each.losses for each in curves))
         console.print(f"losses differ by at most {max(apart):.2g}, by {sum(apart) / len(apart):.2g} on average")
     tokens = text.encode(PROMPT)[None].to(device)
     with training.autocast():
         written = training.model.continued(tokens, 400, torch.Generator().manual_seed(seed))
     console.print(text.decode(written[0]), markup=False, highlight=False)
+    if losses is not None:
+        save(curves, settings, commit, losses)
     draw(curves, out)
     console.print(f"The losses are drawn in {out}.")
 

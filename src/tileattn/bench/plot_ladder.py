@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tileattn.bench.climb import Climbed, Step, climbed
 from tileattn.bench.plot import COLOURS, FAINT, INK, LABELS, literal, style
 from tileattn.bench.results import Results
-from tileattn.cli.ladder import Climbed, Step, climbed
 from tileattn.kernels.mma.rungs import NAME
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 BARS = {"fp32": "#D55E00", "fp16": "#E69F00"}
@@ -23,44 +25,63 @@ def save(measured: Results, path: Path) -> None:
 
 
 def draw(measured: Results) -> Figure:
-    """Bars from the lowest rung to the highest, those that were the best so far in full colour."""
+    """Bars from the lowest rung, above, to the highest; those that were the best so far in full colour."""
     if not measured.rows:
         raise ValueError("nothing was measured, so there is nothing to draw")
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    ladder = steps_of(measured)
-    found = climbed(measured, ladder)
-    figure = Figure(figsize=(max(7.0, 1.5 + 0.36 * len(found)), 5.2), layout=ConstrainedLayoutEngine())
-    axes = figure.add_subplot()
-    best: dict[str, float] = {}
-    for x, each in enumerate(found):
-        acc = _accumulation(each)
-        ahead = each.row.tflops > best.get(acc, 0.0)
-        best[acc] = max(best.get(acc, 0.0), each.row.tflops)
-        label = f"accumulation in {acc}" if x == 0 or _accumulation(found[x - 1]) != acc else None
-        bars = axes.bar(
-            [x], [each.row.tflops], 0.82, color=BARS[acc], alpha=1.0 if ahead else 0.45, label=label, zorder=2
-        )
-        axes.bar_label(bars, [f"{each.row.tflops:.0f}"], fontsize=6.5, color=INK, padding=2)
+    found = climbed(measured, steps_of(measured))
+    panels = {acc: [each for each in found if _accumulation(each) == acc] for acc in BARS}
+    panels = {acc: climb for acc, climb in panels.items() if climb}
+    longest = max(map(len, panels.values()), default=0)
+    figure = Figure(
+        figsize=(5.4 * max(1, len(panels)), 1.7 + 0.23 * longest), layout=ConstrainedLayoutEngine(h_pad=0.1)
+    )
+    fastest = max(row.tflops for row in measured.rows)
+    for index, (acc, climb) in enumerate(panels.items()):
+        axes = figure.add_subplot(1, len(panels), index + 1)
+        _beside(axes, measured)
+        _bars(axes, climb, BARS[acc])
+        axes.set_title(f"accumulation in {acc}", fontsize=10, color=INK, loc="left")
+        axes.set_xlim(0, 1.08 * fastest)
+    row = measured.rows[0]
+    handles, labels = figure.axes[0].get_legend_handles_labels() if figure.axes else ([], [])
+    figure.legend(
+        handles, labels, title=f"{row.case} (batch,seqlen,heads), {row.dtype}, {measured.gpu}", title_fontsize=10.5,
+        loc="outside upper center", ncols=max(1, len(labels)), frameon=False, fontsize=9,
+    )  # fmt: skip
+    return literal(figure)
+
+
+def _bars(axes: Axes, climb: Sequence[Climbed], colour: str) -> None:
+    """A bar for each step, with its speed behind it."""
+    best = 0.0
+    for y, each in enumerate(climb):
+        speed = each.row.tflops
+        bars = axes.barh([y], [speed], 0.8, color=colour, alpha=1.0 if speed > best else 0.45, zorder=2)
+        best = max(best, speed)
+        (label,) = axes.bar_label(bars, [f"{speed:.0f}"], fontsize=8, color=INK, padding=2)
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.6})  # the lines end at it
+        label.set_zorder(4)
+    axes.set_yticks(range(len(climb)), [each.label.replace(f" acc={_accumulation(each)}", "") for each in climb])
+    axes.set_xlabel("TFLOPS (full colour: best so far)", fontsize=9, color=FAINT)
+    style(axes)
+    axes.grid(visible=False, axis="y")
+    axes.grid(axis="x", color="#E3E3E3", linewidth=0.6, zorder=0)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set_ylim(len(climb) - 0.4, -0.6)
+
+
+def _beside(axes: Axes, measured: Results) -> None:
+    """A line for each other implementation."""
     for row in measured.rows:
         if not row.backend.startswith(NAME):
             colour = LINES.get(row.backend, COLOURS.get(row.backend, FAINT))
             name = LABELS.get(row.backend, row.backend)
-            axes.axhline(
-                row.tflops, color=colour, linestyle="--", linewidth=1.3, label=f"{name}, {row.tflops:.0f}", zorder=3
+            axes.axvline(
+                row.tflops, color=colour, linestyle="--", linewidth=1.3, label=f"{name}, {row.tflops:.0f}", zorder=1
             )
-    axes.set_xticks(range(len(found)), [each.label.replace(" acc=fp32", "").replace(" acc=fp16", "") for each in found])
-    axes.tick_params(axis="x", labelrotation=90)
-    axes.set_ylabel("TFLOPS (full colour: best so far)", fontsize=9, color=FAINT)
-    style(axes)
-    axes.tick_params(axis="x", labelsize=6.5)
-    row = measured.rows[0]
-    axes.set_title(
-        f"{row.case} (batch,seqlen,heads), {row.dtype}, {measured.gpu}", fontsize=10.5, color=INK, loc="left"
-    )
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    return literal(figure)
 
 
 def steps_of(measured: Results) -> list[Step]:

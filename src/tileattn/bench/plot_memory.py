@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tileattn.bench.cases import DIRECTIONS, DTYPES
 from tileattn.bench.peers.base import OWN
 from tileattn.bench.plot import FAINT, INK, LABELS, colours_of, length_label, literal, style
-from tileattn.bench.report import human_bytes
 from tileattn.bench.results import Results, Row
+from tileattn.measure.units import human_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +34,7 @@ def draw(results: Results) -> Figure:
     axes = figure.add_subplot()
     lengths = sorted({row.seqlen_q for row in results.rows})
     _outputs(axes, results)
-    for backend in reversed(results.backends()):  # ours is drawn last, above the others
+    for backend in reversed(results.backends()):
         _line(axes, results, backend)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
@@ -60,33 +61,51 @@ def _rows(results: Results, backend: str) -> list[Row]:
 
 
 def _line(axes: Axes, results: Results, backend: str) -> None:
-    """One implementation."""
+    """One implementation; ours is a broad line below the others, which may lie on it."""
     rows = _rows(results, backend)
     if not rows:
         return
     ours = backend == OWN
     axes.plot(
         [row.seqlen_q for row in rows], [row.peak_bytes for row in rows], color=colours_of(results.backends())[backend],
-        label=LABELS.get(backend, backend), marker="o", markersize=5 if ours else 3.5, linewidth=2.4 if ours else 1.4,
-        zorder=4 if ours else 3,
+        label=LABELS.get(backend, backend), marker="o", markersize=8 if ours else 3.5, linewidth=5.0 if ours else 1.4,
+        zorder=3 if ours else 4,
     )  # fmt: skip
 
 
 def _ends(axes: Axes, results: Results, last: int) -> None:
-    """What each line ends at: beside the last length, one above the other; earlier, that it does not go on."""
-    ends = [rows[-1] for backend in results.backends() if (rows := _rows(results, backend))]
+    """What each line ends at: beside the last length, one above the other; earlier, that it does not go on.
+
+    Lines that end at the same number lie on each other, so it has their names.
+    """
     low, high = axes.get_ylim()
     apart = (high / low) ** CLOSEST
     free = low
-    for end in sorted(ends, key=lambda row: row.peak_bytes):
-        says, height = human_bytes(end.peak_bytes), float(end.peak_bytes)
+    for (says, _), ends in _by_number(results).items():
+        end, height = ends[0], float(ends[0].peak_bytes)
         place: dict[str, Any] = {"xytext": (-4, 5), "ha": "right"}
         if end.seqlen_q == last:
-            place, height = {"xytext": (8, 0), "ha": "left", "va": "center"}, max(height, free)
-            free = height * apart
-        elif any("OutOfMemory" in entry.reason for entry in results.failed if entry.backend == end.backend):
+            names = [LABELS.get(row.backend, row.backend) for row in ends] if len(ends) > 1 else []
+            says, half = "\n".join([says, *names]), apart ** ((1 + len(names)) / 2)
+            height, place = max(height, free * half), {"xytext": (8, 0), "ha": "left", "va": "center"}
+            free = height * half
+        elif _out_of_memory(results, [row.backend for row in ends]):
             says += ", then out of memory"
         axes.annotate(says, (end.seqlen_q, height), textcoords="offset points", fontsize=8, color=INK, **place)
+
+
+def _out_of_memory(results: Results, backends: Sequence[str]) -> bool:
+    """Whether one of them did not go on for want of memory."""
+    return any("OutOfMemory" in entry.reason for entry in results.failed if entry.backend in backends)
+
+
+def _by_number(results: Results) -> dict[tuple[str, int], list[Row]]:
+    """The last row of each implementation, the least memory first, by what is written there and its length."""
+    ends = [rows[-1] for backend in results.backends() if (rows := _rows(results, backend))]
+    found: dict[tuple[str, int], list[Row]] = {}
+    for end in sorted(ends, key=lambda row: row.peak_bytes):
+        found.setdefault((human_bytes(end.peak_bytes), end.seqlen_q), []).append(end)
+    return found
 
 
 def _outputs(axes: Axes, results: Results) -> None:

@@ -19,6 +19,9 @@ The loop is that of FlashAttention-2 (Dao 2023, algorithm 2): **K/V outside, Q i
 stay in registers; dQ is added to in memory, by all tiles of keys. Tiles that the mask hides are not visited.
 FlashAttention's (2022, algorithm 4) is the same loop: it keeps the maximum and the sum of a row where this keeps their
 lse, computes delta anew in every tile, and runs the tiles of keys of a head one after another.
+
+`flash_attention_2_backward` has 15 positional arguments, as its signature is public: those of the forward pass, what it
+returned, and the gradients of that.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..variant.key import computed_in, encode, restore
+from ..variant.key import encode
 from ..variant.masks import Mask
+from ..variant.program import computed_in, restore
 from .standard import ScoreFn, dropped, heads_first, modified, positions, tile_scores
 from .tiled import Dropout, blocks, key_ranges, masked, of_tile
 

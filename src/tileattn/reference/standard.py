@@ -21,6 +21,8 @@ exp overflows float32 at 89. So the maximum m[i] of the row is taken out first, 
 This is attention as in Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1. The N x S matrix of scores is what
 FlashAttention does away with: at 16384 tokens it is half a gigabyte for each head in 16-bit floats, and a GPU spends
 its time moving it, not multiplying.
+
+`standard_attention` has 11 positional arguments: its signature is public, and shows each tensor by its name.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ import torch
 from torch import Tensor
 
 from ..call.fp8 import accumulator, output_dtype
-from ..variant.key import computed_in
 from ..variant.masks import Mask
+from ..variant.program import computed_in
 
 ScoreFn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -17,6 +17,8 @@ The mask tells the second which tiles to visit. Of a block of queries at positio
     full_range is seen by all of them: tiles inside compute no mask.
 
 For a causal mask half the tiles are skipped, and only those on the diagonal compute it.
+
+Both functions have 13 positional arguments: those of `standard_attention`, and the sizes of tiles.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ import torch
 from torch import Tensor
 
 from ..call.fp8 import output_dtype
-from ..variant.key import computed_in
 from ..variant.masks import Mask
+from ..variant.program import computed_in
 from .online_softmax import RowState
 from .standard import ScoreFn, heads_first, positions, tile_scores
 

@@ -21,7 +21,8 @@ PACKAGE = __name__.partition(".")[0]
 ROOT = Path(__file__).parents[2]
 
 # Python's parser takes ten times as long for all of a file (90 ms for a backward kernel's closure) as for its imports
-# alone; tests/test_sources.py compares the two. They begin a line, and may go on between parentheses or behind a "\\".
+# alone; tests/kernels/cache/test_sources.py compares the two. They begin a line, and may go on between parentheses or
+# behind a "\\".
 _STATEMENTS = re.compile(
     rb"^[ \t]*((?:from[ \t]+(?:\.|%b\b)|import[ \t]+[^\n]*\b%b\b)(?:[^\n(\\]|\\\n)*(?:\((?:[^)#]|#[^\n]*)*\))?)"
     % ((PACKAGE.encode(),) * 2),

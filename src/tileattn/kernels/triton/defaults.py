@@ -1,35 +1,20 @@
 """Sizes of tiles, and which call gets which: a small table, nothing is tuned unasked.
 
 They are chosen by what compiles without spilling registers. On Hopper, those of plain calls at head dims 64 and 128
-are the fastest that benchmarks/tune_triton.py found on an H200 (8192 tokens; causal, and in the forward pass full).
+are the fastest that benchmarks/tune_triton.py found on an H200 (8192 tokens; causal, and in the forward pass full): see
+benchmarks/results/triton/bwd-tiles-h200.txt and benchmarks/results/triton/fwd-tiles-d128-h200.txt.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from ...call.facts import AttentionCall
-from ...variant.key import CAUSAL, program
+from ...variant.key import CAUSAL
+from ...variant.program import program
 from .shared_memory import fitting, padded
-
-KERNELS = ("forward", "keys", "queries")
-
-
-class Config(NamedTuple):
-    """How a kernel is cut and compiled; names as in Triton.
-
-    ``tma``: whether tensors are copied by the hardware from descriptors, where they are aligned (sm_90 and later).
-    """
-
-    block_M: int
-    block_N: int
-    num_warps: int
-    num_stages: int
-    tma: bool = False
-    warp_specialize: bool = False
-
+from .tile_sizes import Config
 
 # By kernel, then by the larger head dim, padded; for 16 bits. They hardly spill where neither mask nor modification is
 # more than causal (docs/design.md has figures).
@@ -70,8 +55,8 @@ _AMD = {
 # Few steps, which are what takes the interpreter its time.
 _INTERPRETER = Config(64, 64, 4, 1)
 
-# float32 on NVIDIA's GPUs: six products of 16 bits each (plans.py), whose factors take registers. The fastest of those
-# measured on an H200 (benchmarks/results/triton-fp32-tiles-h200-2026-11-22.txt; at 256 in the backward pass the fastest
+# float32 on NVIDIA's GPUs: six products of 16 bits each (plan.py), whose factors take registers. The fastest of those
+# measured on an H200 (benchmarks/results/triton/fp32-tiles-h200.txt; at 256 in the backward pass the fastest
 # with a bias); elsewhere small ones, without wgmma.
 _HOPPER_FLOAT32 = {
     "forward": {64: Config(64, 64, 4, 1), 128: Config(64, 32, 4, 2), 256: Config(128, 16, 8, 1)},
@@ -89,7 +74,7 @@ _overrides: dict[str, Config] = {}
 
 
 def default(kernel: str, call: AttentionCall, seqlen_k: int = 0) -> Config:
-    """The configuration of one of :data:`KERNELS`."""
+    """The configuration of one of :data:`.tile_sizes.KERNELS`."""
     if kernel in _overrides:
         return _overrides[kernel]
     if call.arch == "cpu":
@@ -114,11 +99,6 @@ def _float32(kernel: str, call: AttentionCall, width: int) -> Config:
         return _AMD_FLOAT32[width]
     table = _HOPPER_FLOAT32 if call.arch == "sm_90a" else _NVIDIA_FLOAT32
     return fitting(kernel, call, table[kernel][width])
-
-
-def has_descriptors(arch: str) -> bool:
-    """Whether the hardware copies from tensor descriptors."""
-    return arch.startswith("sm_") and int(arch.removeprefix("sm_").rstrip("a")) >= 90
 
 
 @contextlib.contextmanager

@@ -3,9 +3,9 @@
 With all tiles of a head behind one another the last heads' long tiles ended alone. Side by side, and with one kernel
 less, a backward pass of 4096 causal tokens took 4 to 10 % less time on an H200, one of 1024 6 to 15 %. A forward pass
 of 1024 tokens took 4 to 8 % less, longer ones as long as before. With twice or four times as many bytes long sequences
-took longer (benchmarks/results/triton-order-h200-2026-11-22.txt). The grid has three dimensions so that a program finds
+took longer (benchmarks/results/triton/order-h200.txt). The grid has three dimensions so that a program finds
 its tile without divisions: a backward pass takes up to 4 % less, a forward pass as long as before, or 2 % less (1024
-tokens, head dim 64; benchmarks/results/triton-grid-h200-2026-11-23.txt).
+tokens, head dim 64; benchmarks/results/triton/grid-h200.txt).
 """
 
 from __future__ import annotations

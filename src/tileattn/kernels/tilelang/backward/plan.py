@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....call.facts import AttentionCall
-from ....variant.key import Program
+from ....variant.program import Program
 from . import tile
 from .operand_gradients import Path
 

@@ -7,9 +7,8 @@ from typing import Any
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
-from ...forward.hopper.kernel import tile_layout
-from ...forward.hopper.plan import WARP, WARPGROUP
-from ...forward.signature import assume_aligned
+from ...tile.assume import assume_aligned
+from ...tile.hopper import WARP, WARPGROUP, tile_layout
 from .. import tile
 from ..operand_gradients import ADDED
 from .layouts import accumulator_layout

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tilelang.language as T
 
-from ...forward.generic import ROWS
-from ...forward.hopper.plan import WARPGROUP
+from ...tile.hopper import WARPGROUP
+from ...tile.softmax import ROWS
 from .copied_tile import take_gradient
 from .loads import tiles_of_head
 from .matrices import store_matrices, transposed

@@ -43,12 +43,12 @@ import tilelang
 import tilelang.language as T
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program
-from ...forward.generic import ROWS
-from ...forward.hopper.plan import WARP, WARPGROUP
-from ...forward.signature import assume_aligned, assume_filled
+from .....variant.program import Program
 from ...tile import dropout
+from ...tile.assume import assume_aligned, assume_filled
+from ...tile.hopper import WARP, WARPGROUP
 from ...tile.mask import keep_uniforms
+from ...tile.softmax import ROWS
 from .. import places, tile
 from ..operand_gradients import BY_KEY, Path
 from ..operand_stores import add_to_sums, hand_over_sums, to_elements

@@ -12,7 +12,7 @@ from typing import Any
 import tilelang.language as T
 from tvm import ir
 
-from ...forward.hopper.plan import WARP
+from ...tile.hopper import WARP
 
 _LDMATRIX, _STMATRIX = ir.Op.get("tl.ptx_ldmatrix"), ir.Op.get("tl.ptx_stmatrix")
 _PACK = ir.Op.get("tl.pack_b16")

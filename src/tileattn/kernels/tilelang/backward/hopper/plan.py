@@ -8,9 +8,9 @@ from typing import Any
 import tilelang.language as T
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program
-from ...forward.config import padded
-from ...forward.hopper.plan import WARP, WARPGROUP, _slices
+from .....variant.program import Program
+from ...architecture import padded
+from ...tile.hopper import WARP, WARPGROUP, slices
 from .. import tile
 from ..operand_gradients import BY_KEY, Path
 from ..plan import Plan
@@ -85,8 +85,8 @@ class KeysPlan(TilePlan):
         self.sum_rows = self.order.size // COLUMNS
 
     def alloc_barriers(self) -> dict[str, Any]:
-        """All barriers, by name, in one array; see forward/hopper/plan.py."""
-        return _slices(
+        """All barriers, by name, in one array; see tile/hopper.py."""
+        return slices(
             T.alloc_barrier,
             {
                 "kv_ready": [WARP],

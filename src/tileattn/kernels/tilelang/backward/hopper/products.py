@@ -7,7 +7,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from ...forward.generic import ROWS
+from ...tile.softmax import ROWS
 from .config import CONSUMERS
 
 

@@ -35,14 +35,14 @@ from typing import Any
 import tilelang.language as T
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program
-from ...forward.config import panel
-from ...forward.generic import ROWS
-from ...forward.hopper.plan import WARP, WARPGROUP, _slices
-from ...forward.signature import assume_aligned, assume_filled
+from .....variant.program import Program
+from ...architecture import panel
 from ...tile import dropout
+from ...tile.assume import assume_aligned, assume_filled
 from ...tile.expressions import Emitter
+from ...tile.hopper import WARP, WARPGROUP, slices
 from ...tile.mask import keep_uniforms
+from ...tile.softmax import ROWS
 from .. import places, tile
 from ..visible import Viewers
 from .config import CONSUMERS, HopperQueriesConfig
@@ -78,8 +78,8 @@ class QueriesPlan(TilePlan):
         self.panel = panel(self.head_dim)
 
     def alloc_barriers(self) -> dict[str, Any]:
-        """All barriers, by name, in one array; see forward/hopper/plan.py."""
-        return _slices(
+        """All barriers, by name, in one array; see tile/hopper.py."""
+        return slices(
             T.alloc_barrier,
             {
                 "q_ready": [WARP],

@@ -8,7 +8,7 @@ from typing import Any
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
-from ...forward.hopper.plan import WARP
+from ...tile.hopper import WARP
 from .config import CONSUMERS
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240

@@ -12,7 +12,7 @@ from typing import Any
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
-from ...forward.hopper.plan import WARPGROUP
+from ...tile.hopper import WARPGROUP
 
 
 @dataclass(frozen=True, eq=False)

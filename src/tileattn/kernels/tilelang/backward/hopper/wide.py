@@ -41,12 +41,12 @@ from typing import Any
 import tilelang.language as T
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program
-from ...forward.generic import ROWS
-from ...forward.hopper.plan import WARPGROUP
-from ...forward.signature import assume_aligned, assume_filled
+from .....variant.program import Program
 from ...tile import dropout
+from ...tile.assume import assume_aligned, assume_filled
+from ...tile.hopper import WARPGROUP
 from ...tile.mask import keep_uniforms
+from ...tile.softmax import ROWS
 from .. import places, tile
 from .config import CONSUMERS, HopperWideConfig
 from .layouts import accumulator_layout

@@ -8,9 +8,9 @@ from typing import Any
 import tilelang.language as T
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program
-from ...forward.hopper.plan import WARP, WARPGROUP, _slices
+from .....variant.program import Program
 from ...tile.expressions import Emitter
+from ...tile.hopper import WARP, WARPGROUP, slices
 from .. import tile
 from ..plan import Plan
 from ..visible import Viewers
@@ -41,11 +41,11 @@ class WidePlan(Plan):
         self.head_dim = config.head_dim(call)
 
     def alloc_barriers(self) -> dict[str, Any]:
-        """All barriers, by name, in one array; see forward/hopper/plan.py.
+        """All barriers, by name, in one array; see tile/hopper.py.
 
         dO of odd tiles has two readers of which neither waits for the other. Of the others the last reader speaks.
         """
-        return _slices(
+        return slices(
             T.alloc_barrier,
             {
                 "kv_ready": [WARP],

@@ -1,0 +1,202 @@
+"""Draws all pictures that the README and the pages in docs/ show.
+
+    python benchmarks/make_pictures.py      # or: make pictures
+
+Nothing is measured here: figures come from benchmarks/results, and the tutorial's from tensors made on the spot. Each
+picture carries the data that it shows (`drawn.py`). A test draws all of them again and compares these data.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import drawn
+import make_ladder
+import make_page
+import torch
+from make_page import LABELS, OWN, RESULTS, ROOT
+
+from tileattn import Causal, Documents, SlidingWindow, viz
+from tileattn.bench import plot, plot_ladder, plot_memory
+from tileattn.bench.cases import DIRECTIONS
+from tileattn.bench.plot import COLOURS, FAINT, INK, by_length, style
+from tileattn.bench.results import Results
+from tileattn.measure.ceilings import overall
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DOCS = ROOT / "docs"
+LOSSES = RESULTS / "training" / "train-gpt-losses-cpu.json"
+
+
+def main() -> None:
+    """Write all pictures."""
+    for path, draw in pictures().items():
+        drawn.save(draw(), path)
+        print(path.relative_to(ROOT))
+
+
+def pictures() -> dict[Path, Callable[[], Figure]]:
+    """What draws each picture, by its path."""
+    return {**of_readme(), **of_benchmarks(), **of_ladder(), **of_training(), **of_tutorial()}
+
+
+# Measured
+
+
+def of_readme() -> dict[Path, Callable[[], Figure]]:
+    """All rows of the forward pass."""
+    return {DOCS / "benchmarks" / "forward.png": lambda: plot.draw(make_page.load()["fa"].results)}
+
+
+def of_benchmarks() -> dict[Path, Callable[[], Figure]]:
+    """For docs/benchmarks.md."""
+    sources = make_page.load()
+    plain = [sources[key].results for key in ("fa", "fa-bwd")]
+    speeds = {
+        make_page.picture(each.direction, head_dim): partial(speed_by_length, each, head_dim)
+        for each in plain
+        for head_dim in make_page.head_dims(each)
+    }
+    return {**speeds, make_page.MEMORY_PICTURE: lambda: plot_memory.draw(sources["memory-fwdbwd"].results)}
+
+
+def of_ladder() -> dict[Path, Callable[[], Figure]]:
+    """For docs/ladder.md."""
+    climbs = make_ladder.load(make_ladder.SOURCES)
+    return {make_ladder.picture(name): partial(plot_ladder.draw, each) for name, each in climbs.items()}
+
+
+def of_training() -> dict[Path, Callable[[], Figure]]:
+    """For docs/training.md."""
+    return {DOCS / "training" / "train_gpt.png": training_losses}
+
+
+def training_losses() -> Figure:
+    """As examples/train_gpt.py draws them."""
+    examples = str(ROOT / "examples")
+    if examples not in sys.path:
+        sys.path.append(examples)
+    import train_gpt  # type: ignore[import-not-found]
+
+    figure: Figure = train_gpt.figure([train_gpt.Losses(**row) for row in json.loads(LOSSES.read_text())["rows"]])
+    return figure
+
+
+def speed_by_length(measured: Results, head_dim: int) -> Figure:
+    """TFLOPS against the sequence length, full beside causal: a line for each implementation, and the ceiling."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    panels = by_length(measured.rows)
+    variants = [variant for variant in ("full", "causal") if (variant, head_dim) in panels]
+    figure = Figure(figsize=(4.8 * len(variants), 3.9), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06))
+    shared: Axes | None = None
+    for index, variant in enumerate(variants):
+        axes = figure.add_subplot(1, len(variants), index + 1, sharey=shared)
+        shared = shared or axes
+        _lines(axes, measured, panels[variant, head_dim].groups)
+        axes.set_title(variant, fontsize=10.5, color=INK, loc="left")
+        if index == 0:
+            axes.set_ylabel("TFLOPS", fontsize=9, color=FAINT)
+    _legend(figure, measured, head_dim)
+    return figure
+
+
+def _lines(axes: Axes, measured: Results, groups: Sequence[tuple[str, str]]) -> None:
+    """groups: the label of each length and its case."""
+    for backend in reversed(measured.backends()):  # ours is drawn last, above the others
+        points = [(x, row.tflops) for x, (_, case) in enumerate(groups) if (row := measured.row(case, backend))]
+        ours = backend == OWN
+        axes.plot(
+            [x for x, _ in points], [tflops for _, tflops in points], color=COLOURS[backend],
+            label=LABELS.get(backend, backend), marker="o", markersize=5 if ours else 3.5,
+            linewidth=2.4 if ours else 1.4, zorder=3,
+        )  # fmt: skip
+    ceiling = overall(measured.ceilings)
+    if ceiling is not None:
+        axes.axhline(ceiling.matmul_tflops, color=FAINT, linestyle="--", linewidth=1.1, label="cuBLAS bf16", zorder=2)
+    axes.set_xticks(range(len(groups)), [label for label, _ in groups])
+    axes.set_xlabel("sequence length (16384 tokens in all)", fontsize=9, color=FAINT)
+    style(axes)
+    axes.set_ylim(bottom=0)
+
+
+def _legend(figure: Figure, measured: Results, head_dim: int) -> None:
+    """Ours is drawn last and named first."""
+    named = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels()), strict=True))
+    labels = [label for backend in measured.backends() if (label := LABELS.get(backend, backend)) in named]
+    labels += [label for label in named if label not in labels]
+    dtypes = ", ".join(dict.fromkeys(row.dtype for row in measured.rows))
+    title = f"{DIRECTIONS[measured.direction].capitalize()}, head dim {head_dim}, {dtypes}, {measured.gpu}"
+    figure.legend(
+        [named[label] for label in labels],
+        labels,
+        title=title,
+        title_fontsize=12,
+        loc="outside upper center",
+        ncols=plot.legend_columns(labels, figure.get_figwidth()),
+        frameon=False,
+        fontsize=9,
+    )
+
+
+# The tutorial's
+
+
+def of_tutorial() -> dict[Path, Callable[[], Figure]]:
+    """For docs/tutorial and docs/method.md."""
+    figures = (tiles_causal, tiles_window, tiles_documents, softmax, weights, lengths, dashboard)
+    return {DOCS / "figures" / f"{draw.__name__.replace('_', '-')}.png": draw for draw in figures}
+
+
+def tiles_causal() -> Figure:
+    """Which tiles a causal kernel visits."""
+    return viz.draw_tiles(viz.tile_map(Causal(), 1024, 1024, 128, 64))
+
+
+def tiles_window() -> Figure:
+    """... and one with a sliding window."""
+    return viz.draw_tiles(viz.tile_map(SlidingWindow(300, 0), 1024, 1024, 128, 64))
+
+
+def tiles_documents() -> Figure:
+    """... and one with documents of different lengths."""
+    lengths = torch.tensor([300, 150, 450, 124])
+    ids = torch.arange(4, dtype=torch.int32).repeat_interleave(lengths)
+    return viz.draw_tiles(viz.tile_map(Causal() & Documents(ids), 1024, 1024, 128, 64))
+
+
+def softmax() -> Figure:
+    """The online softmax of a row of random scores, tile by tile."""
+    generator = torch.Generator().manual_seed(2)
+    scores = 1.5 * torch.randn(64, generator=generator) + torch.linspace(-2, 3, 64)
+    return viz.draw_softmax(scores, torch.randn(64, 16, generator=generator), 8)
+
+
+def weights() -> Figure:
+    """Attention weights of random q and k."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 24, 2, 16, generator=generator) for _ in range(2))
+    return viz.draw_weights(viz.attention_weights(1.5 * q, k, causal=True), "Attention weights, causal, random q and k")
+
+
+def lengths() -> Figure:
+    """Time and memory of the forward pass by length."""
+    return viz.draw_lengths(make_page.load()["fa"].results, "causal")
+
+
+def dashboard() -> Figure:
+    """A result file at a glance."""
+    return viz.draw_dashboard(make_page.load()["fa"].results)
+
+
+if __name__ == "__main__":
+    main()
