@@ -2,7 +2,9 @@
 #
 #   make bench                        the main job: attention on this machine's device, beside PyTorch's own
 #   make bench ARGS="--suite fa"      the same with arguments of `tileattn bench`
-#   make test                         lint, types and tests (ARGS goes to pytest)
+#   make check                        what a commit needs, in under a minute: lint, types, tests of the tree's structure
+#   make test                         lint, types and tests
+#   make test ARGS=tests/api          a part of the tests: a folder, a file, or any arguments of pytest
 #   make test-all                     the tests marked slow as well
 #   make mutants                      named wrong edits, each of which some test must see (by hand, some 20 minutes)
 #   make fuzz                         random calls beside an independent oracle, ten minutes (ARGS: CONTRIBUTING.md)
@@ -20,7 +22,7 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help bench test test-all mutants fuzz docs pictures lint format clean
+.PHONY: help bench check test test-all mutants fuzz docs pictures lint format clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python -m
@@ -47,6 +49,12 @@ bench: $(VENV)/.installed-plot$(AND_EXTRAS)
 
 # One worker per core, so one thread per worker. The time limit ends a kernel that hangs.
 PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -n logical --maxprocesses 8 --dist worksteal --timeout 600
+
+# What another file's name or import can break: the tests of imports, packaging, documents and mutants.
+STRUCTURE = tests/package tests/docs tests/mutants
+
+check: lint
+	$(PYTEST) -m "not slow" $(STRUCTURE) $(ARGS)
 
 test: lint
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -18,9 +18,10 @@ from tileattn.bench.compare import Standing, best_peer_ms, compare, standings
 from tileattn.bench.cost import costs
 from tileattn.bench.peers.base import OWN, is_own
 from tileattn.bench.plot import LABELS, by_length
-from tileattn.bench.report import grouped, human_bytes
+from tileattn.bench.report import grouped
 from tileattn.bench.results import Results, Row
 from tileattn.measure.ceilings import Ceiling, overall
+from tileattn.measure.units import human_bytes
 
 # The result file of each suite that the page shows; None where there is none yet. A newer measurement is named here
 # when its file is committed. The key is what the files' names begin with: the suite, and the direction unless forward.

@@ -4,7 +4,7 @@
     python benchmarks/precompile.py suites fa --direction bwd              # the same with --direction bwd
     python benchmarks/precompile.py conformance                            # of `pytest -m gpu`
     python benchmarks/precompile.py conformance --kernels long --jobs 16   # of `pytest -m gpu --kernels long`
-    python benchmarks/precompile.py transformers                           # of its tests/test_transformers.py
+    python benchmarks/precompile.py transformers                           # of tests/compat/transformers/test_models.py
     python benchmarks/precompile.py suites fa --arch sm_90a --list         # what would be compiled; needs no GPU
 
 Each call is really made, by the code that the run makes it with, on tensors without memory (device "meta"), and stopped
@@ -36,19 +36,21 @@ from tileattn.bench.peers.own import TileAttn, TileAttnBf16
 from tileattn.call.facts import AttentionCall, BackwardCall, device_arch
 from tileattn.call.fp8 import FP8
 from tileattn.cli import choices
-from tileattn.kernels.tilelang import backend, buckets
+from tileattn.kernels.tilelang import buckets
 from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward.defaults import MainConfig
-from tileattn.kernels.tilelang.backward.library import kernel_names
-from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, BackwardJob, Done, Job, compile_all
+from tileattn.kernels.tilelang.backward.library import BackwardJob, kernel_names
+from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, Done, compile_all
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import Config
 from tileattn.kernels.tilelang.forward.defaults import LONG, SHORT
+from tileattn.kernels.tilelang.forward.library import Job
 from tileattn.runtime import operators as ops
 from tileattn.testing import Arguments, build, conformance_cases, packed_cases
 from tileattn.tuner.state import forget_prepared
-from tileattn.variant.key import program
+from tileattn.variant.program import program
 
-TESTS = Path(__file__).resolve().parent.parent / "tests"
+ROOT = Path(__file__).resolve().parent.parent
 
 Attempt = Callable[[], Any]  # makes one call to attention
 
@@ -106,7 +108,7 @@ def _pretending(arch: str) -> Iterator[_Found]:
         mock.patch.object(ops, "device_arch", return_value=arch),
         mock.patch.object(ops, "run_forward", _going_on(ops.run_forward, ops.forward)),
         mock.patch.object(ops, "run_backward", _going_on(ops.run_backward, ops.backward)),
-        mock.patch.object(backend, "forward_function", found.ask),
+        mock.patch.object(forward_launch, "forward_function", found.ask),
         mock.patch.object(backward_backend, "backward_kernels", found.ask_backward),
     ):
         yield found
@@ -168,14 +170,14 @@ def _case_attempts(case: Case, direction: str) -> Iterator[Attempt]:
 
 def conformance_attempts() -> Iterator[Attempt]:
     """What the tests for a GPU call: of the forward pass and, from the same cases, of the backward pass."""
-    import conformance_call
-    import test_flash_attn
-    import test_gpu
-    import test_gpu_backward
-    import test_gpu_dropout
-    import test_gpu_sdpa
-    import test_gpu_varlen
-    import test_gpu_varlen_backward
+    from tests.compat import test_torch_sdpa_gpu as test_gpu_sdpa
+    from tests.compat.flash_attn import test_functions as test_flash_attn
+    from tests.kernels.tilelang.backward import test_gpu as test_gpu_backward
+    from tests.kernels.tilelang.forward import test_gpu
+    from tests.kernels.tilelang.packed import test_backward_gpu as test_gpu_varlen_backward
+    from tests.kernels.tilelang.packed import test_forward_gpu as test_gpu_varlen
+    from tests.kernels.tilelang.tile import test_dropout_gpu as test_gpu_dropout
+    from tests.tools import conformance_call
 
     for case in conformance_cases("full") + packed_cases("full"):
         arguments = build(case, "meta")
@@ -208,7 +210,7 @@ def conformance_attempts() -> Iterator[Attempt]:
 
 def transformers_attempts() -> Iterator[Attempt]:
     """What the tests of transformers' models call on a GPU; needs transformers."""
-    import transformers_calls
+    from tests.tools import transformers_calls
 
     yield from transformers_calls.calls()
 
@@ -227,7 +229,7 @@ def _attention(return_lse: bool, *tensors: torch.Tensor, **named: Any) -> Attemp
 
 def conformance_jobs(kernels: str | None, arch: str) -> list[AnyJob]:
     """The kernels of the tests for a GPU; `kernels` as `pytest --kernels`."""
-    sys.path.insert(0, str(TESTS))
+    sys.path.insert(0, str(ROOT))
     with nullcontext() if kernels is None else buckets.only(kernels):
         return jobs_of(conformance_attempts(), arch)
 
@@ -278,7 +280,7 @@ def conformance(
 @app.command()
 def transformers(jobs: Jobs = CORES, arch: Arch = None, only_list: List = False) -> None:
     """The kernels of the tests with models of transformers, which `conformance` leaves out."""
-    sys.path.insert(0, str(TESTS))
+    sys.path.insert(0, str(ROOT))
     raise typer.Exit(run(jobs_of(transformers_attempts(), _arch(arch)), jobs, only_list))
 
 

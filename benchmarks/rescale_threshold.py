@@ -28,10 +28,11 @@ from tileattn.bench.cases import Case, square
 from tileattn.bench.environment import commit, versions
 from tileattn.bench.peers import PEERS
 from tileattn.call.facts import AttentionCall, device_arch
-from tileattn.kernels.tilelang import backend
-from tileattn.kernels.tilelang.build.batch import CORES, Job, compile_all
+from tileattn.kernels.tilelang.build.batch import CORES, compile_all
 from tileattn.kernels.tilelang.forward import defaults
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import HopperConfig
+from tileattn.kernels.tilelang.forward.library import Job
 from tileattn.measure import rounds, timing
 from tileattn.testing.numerics import row_error
 from tileattn.variant.key import Operands
@@ -64,7 +65,7 @@ def job(case: Case, threshold: float | None) -> Job:
 def with_threshold(given: problem.Problem, threshold: float | None) -> Callable[[], torch.Tensor]:
     """The call, ready to be timed."""
     chosen = job(given.case, threshold)
-    forward = backend.prepare_with(chosen.config, chosen.call, given.q.shape, given.k.shape, given.scale)
+    forward = forward_launch.prepare_with(chosen.config, chosen.call, given.q.shape, given.k.shape, given.scale)
     return lambda: forward(given.q, given.k, given.v, None, Operands())[0]
 
 

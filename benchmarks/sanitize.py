@@ -39,8 +39,8 @@ from sanitize_cases import BATCH, CASES, SIZES, Case
 from tileattn.bench import environment
 from tileattn.call.facts import device_arch
 from tileattn.cli.choices import refuse
-from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.buckets import BUCKETS, only
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 ON_DEMAND = ("initcheck",)  # it may not know of every way in which Hopper's kernels write: read what it says with care
@@ -67,7 +67,7 @@ def chosen(pattern: str, direction: str = "fwd") -> list[Case]:
 
 def launch_all(cases: Sequence[Case], bucket: str, blocks: int) -> None:
     """Each case on the GPU, on the kernels of a bucket of lengths; says of each that it has begun and ended."""
-    backend.multiprocessors = lambda device: blocks  # type: ignore[assignment]
+    forward_launch.multiprocessors = lambda device: blocks  # type: ignore[assignment]
     for case in cases:
         print(f"begin {case.name}", flush=True)
         try:

@@ -32,7 +32,7 @@ import torch
 
 from tileattn import Causal, Mask, SoftCap
 from tileattn.call.facts import AttentionCall
-from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward import sm90_table
 from tileattn.kernels.tilelang.forward.candidates import hopper_candidates
@@ -207,7 +207,7 @@ def runner(
 ) -> Callable[[], Any]:
     """A function that runs one configuration on these tensors."""
     q, k, v = qkv
-    forward = backend.prepare_with(config, call, q.shape, k.shape, call.head_dim**-0.5)
+    forward = forward_launch.prepare_with(config, call, q.shape, k.shape, call.head_dim**-0.5)
     return functools.partial(forward, q, k, v, None, operands)
 
 

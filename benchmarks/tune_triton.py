@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tileattn.call.facts import AttentionCall, BackwardCall, device_arch
-from tileattn.kernels.triton.defaults import Config, default, overridden
+from tileattn.kernels.triton.defaults import default, overridden
+from tileattn.kernels.triton.tile_sizes import Config
 from tileattn.variant.key import CAUSAL, Operands, encode
 
 SPACE: dict[str, dict[str, tuple[int, ...]]] = {
@@ -54,7 +55,8 @@ class Problem(NamedTuple):
 
     def run(self, config: Config | None) -> Any:
         """A function without arguments that runs the kernel on tensors of its own and returns what it computes."""
-        from tileattn.kernels.triton.forward.launch import Backward, Forward
+        from tileattn.kernels.triton.backward.launch import Backward
+        from tileattn.kernels.triton.forward.launch import Forward
 
         heads, scale = CHANNELS // self.head_dim, self.head_dim**-0.5
         shape = (max(TOKENS // self.seqlen, 1), self.seqlen, heads, self.head_dim)

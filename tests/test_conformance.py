@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 
 import tileattn
-from compositions import Composition, compositions
-from conformance_call import refusal, run
-from interpreted import is_for_triton, is_slow_to_interpret
+from tests.tools.compositions import Composition, compositions
+from tests.tools.conformance_call import refusal, run
+from tests.tools.interpreted import is_for_triton, is_slow_to_interpret
 from tileattn.reference import flash_attention_1, flash_attention_2, standard_attention
 from tileattn.runtime.dispatch import BACKENDS
 from tileattn.testing import (

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance_call import refusal, run
-from interpreted import is_for_triton, is_slow_to_interpret
+from tests.tools.conformance_call import refusal, run
+from tests.tools.interpreted import is_for_triton, is_slow_to_interpret
 from tileattn.runtime.dispatch import BACKENDS
 from tileattn.testing import (
     Arguments,

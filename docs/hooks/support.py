@@ -10,7 +10,7 @@ import torch
 
 from tileattn.call.facts import AttentionCall
 from tileattn.cli.info import Example, examples
-from tileattn.kernels.tilelang.forward.config import ARCHITECTURES
+from tileattn.kernels.tilelang.architecture import ARCHITECTURES
 from tileattn.runtime.dispatch import BACKENDS, select
 
 MACRO = "{{ support }}"

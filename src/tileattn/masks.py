@@ -1,8 +1,8 @@
 """The masks, as users import them; the code is in variant/masks.py."""
 
+from .variant.mask_bounds import Range
 from .variant.masks import (
     FIRST_POSITION,
-    MAX_SIZE,
     And,
     Causal,
     Documents,
@@ -11,7 +11,6 @@ from .variant.masks import (
     Mask,
     Or,
     PrefixLM,
-    Range,
     SlidingWindow,
     check_key_padding,
 )
@@ -28,6 +27,5 @@ __all__ = [
     "Or",
     "Range",
     "FIRST_POSITION",
-    "MAX_SIZE",
     "check_key_padding",
 ]

@@ -1,6 +1,6 @@
 """Forward passes: online softmax, masks on tiles, positions, query heads and their keys, sinks and lse.
 
-The kernels of TileLang run on the CPU by tests/emulator.py, those of Triton in its interpreter.
+The kernels of TileLang run on the CPU by tests/tools/emulator.py, those of Triton in its interpreter.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 from .mutant import Mutant, mutants
 
 LOOP = (
-    "test_torch_backend.py::test_the_loop_is_right_where_the_fused_attention_would_run",
-    "test_autograd.py::test_random_compositions",
+    "kernels/torch/test_backend.py::test_the_loop_is_right_where_the_fused_attention_would_run",
+    "runtime/test_autograd.py::test_random_compositions",
     "test_conformance.py::test_random_compositions",
 )
-REFERENCE = ("test_reference.py::test_lengths", "test_reference.py::test_tiles_of_any_size")
-EMULATED = ("test_emulated_forward.py",)
+REFERENCE = ("reference/test_forward.py::test_lengths", "reference/test_forward.py::test_tiles_of_any_size")
+EMULATED = ("kernels/tilelang/forward/test_emulated.py",)
 INTERPRETED = (
-    "test_tensor_gradients.py",
-    "test_triton.py::test_gradients_that_are_asked_for",
-    "test_triton.py::test_rows_without_keys",
-    "test_triton.py::test_in_small_tiles[window]",
+    "variant/test_tensor_gradients.py",
+    "kernels/triton/test_backend.py::test_gradients_that_are_asked_for",
+    "kernels/triton/test_backend.py::test_rows_without_keys",
+    "kernels/triton/test_backend.py::test_in_small_tiles[window]",
 )
 TORCH, TILELANG, TRITON = (f"kernels/{name}" for name in ("torch", "tilelang", "triton"))
 SOFTMAX = f"{TILELANG}/tile/softmax.py"
@@ -44,7 +44,7 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         f"{TORCH}/mask.py",
-        ("test_masks_by_head.py::test_heads_with_other_ranges",),
+        ("variant/test_masks_by_head.py::test_heads_with_other_ranges",),
         {
             "torch: what one head sees as a whole": (
                 "bounds(seen_by_all[0]).amax(1)",
@@ -79,7 +79,7 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         f"{TORCH}/loop.py",
-        ("test_attention_dropout.py::test_it_is_the_pattern_of_the_seed",),
+        ("api/test_dropout.py::test_it_is_the_pattern_of_the_seed",),
         {
             "torch: kept weights stay as they are": ("(o * variant.weight_of_kept)", "o"),
             "torch: the sum without what is dropped": (
@@ -91,11 +91,11 @@ MUTANTS: list[Mutant] = [
     *mutants(
         f"{TORCH}/fused.py",
         (
-            "test_torch_backend.py::test_plain_attention_is_one_fused_call_without_a_mask",
-            "test_numerics.py::test_positions_are_aligned_bottom_right",
-            "test_autograd.py::test_the_loop_is_right_where_pytorchs_fused_backward_runs",
-            "test_torch_backend.py::test_the_loop_is_right_where_the_fused_attention_would_run",
-            "test_autograd.py::test_random_compositions",
+            "kernels/torch/test_backend.py::test_plain_attention_is_one_fused_call_without_a_mask",
+            "testing/test_numerics.py::test_positions_are_aligned_bottom_right",
+            "runtime/test_autograd.py::test_the_loop_is_right_where_pytorchs_fused_backward_runs",
+            "kernels/torch/test_backend.py::test_the_loop_is_right_where_the_fused_attention_would_run",
+            "runtime/test_autograd.py::test_random_compositions",
             "test_conformance.py::test_random_compositions",
         ),
         {
@@ -140,7 +140,7 @@ MUTANTS: list[Mutant] = [
         EMULATED,
         {
             "tilelang: the output is not rescaled": (
-                "                softmax.rescale(acc_o, alpha, block_M, head_dim_v)\n",
+                "        softmax.rescale(w.acc_o, w.alpha, block_M, facts.head_dim_v)\n",
                 "",
             ),
             "tilelang: a sink in natural units": ("sink * softmax.LOG2E", "sink"),
@@ -160,7 +160,10 @@ MUTANTS: list[Mutant] = [
         f"{TILELANG}/forward/generic.py",
         EMULATED,
         {
-            "tilelang: full keys are not clamped": ("(k_lo < full_lo) | (k_lo + block_N > full_hi)", "k_lo < full_lo"),
+            "tilelang: full keys are not clamped": (
+                "(k_lo < keys.full_lo) | (k_lo + block_N > keys.full_hi)",
+                "k_lo < keys.full_lo",
+            ),
             "tilelang: query heads in turn": (
                 "T.truncdiv(h, arg.heads_per_kv_head)",
                 "T.truncmod(h, arg.heads_per_kv_head)",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .mutant import Mutant, mutants
 
-SUPPORT = ("test_support.py::test_a_backend_runs_what_it_must_and_nothing_else",)
-CHOICE = ("test_support.py::test_dispatch_chooses_the_first_that_must_run",)
-ALIGNMENT = ("test_support.py::test_alignment",)
-NAMES = ("test_support.py::test_options_behind_a_name_that_takes_none",)
+SUPPORT = ("runtime/test_dispatch.py::test_a_backend_runs_what_it_must_and_nothing_else",)
+CHOICE = ("runtime/test_dispatch.py::test_dispatch_chooses_the_first_that_must_run",)
+ALIGNMENT = ("runtime/test_dispatch.py::test_alignment",)
+NAMES = ("runtime/test_dispatch.py::test_options_behind_a_name_that_takes_none",)
 TILELANG, TRITON, MMA = (f"kernels/{name}/backend.py" for name in ("tilelang", "triton", "mma"))
 FLOAT64 = "if any(tensor.dtype == torch.float64 for tensor in program(call.variant).tensors):"
 
@@ -35,7 +35,7 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         "runtime/dispatch.py",
-        ("test_api.py::test_a_named_backend_that_refuses_says_why",),
+        ("api/test_attention.py::test_a_named_backend_that_refuses_says_why",),
         {
             "dispatch: a named backend need not accept": (
                 "reason = reason or candidate.refusal(call)",
@@ -130,7 +130,7 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         "runtime/run.py",
-        ("test_api.py::test_scale_is_by_default_that_of_the_head_dim",),
+        ("api/test_attention.py::test_scale_is_by_default_that_of_the_head_dim",),
         {
             "scale: of the head dim, without the root": ("1.0 / math.sqrt(q.shape[3])", "1.0 / q.shape[3]"),
         },

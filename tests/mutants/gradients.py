@@ -5,19 +5,19 @@ from __future__ import annotations
 from .mutant import Mutant, mutants
 
 TORCH = "kernels/torch/backward.py"
-LOOP = ("test_autograd.py::test_random_compositions", "test_autograd.py::test_gradcheck")
-DROPOUT = ("test_attention_dropout.py::test_it_is_the_pattern_of_the_seed",)
+LOOP = ("runtime/test_autograd.py::test_random_compositions", "runtime/test_autograd.py::test_gradcheck")
+DROPOUT = ("api/test_dropout.py::test_it_is_the_pattern_of_the_seed",)
 TRITON = "kernels/triton/backward/kernels.py"
 INTERPRETED = (
-    "test_triton.py::test_gradients_that_are_asked_for",
-    "test_tensor_gradients.py",
-    "test_triton.py::test_in_small_tiles[window]",
+    "kernels/triton/test_backend.py::test_gradients_that_are_asked_for",
+    "variant/test_tensor_gradients.py",
+    "kernels/triton/test_backend.py::test_in_small_tiles[window]",
 )
-OF_TENSORS = ("test_tensor_gradients.py",)
+OF_TENSORS = ("variant/test_tensor_gradients.py",)
 TILELANG = "kernels/tilelang/backward"
-EMULATED = ("test_emulated_varlen_backward.py::test_gradients",)
-PATTERN = ("test_emulated_dropout.py::test_both_passes",)
-RULES = ("test_derivative.py",)
+EMULATED = ("kernels/tilelang/packed/test_backward_emulated.py::test_gradients",)
+PATTERN = ("kernels/tilelang/tile/test_dropout_emulated.py::test_both_passes",)
+RULES = ("variant/test_derivative.py",)
 
 MUTANTS: list[Mutant] = [
     *mutants(
@@ -42,7 +42,7 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         TORCH,
-        ("test_autograd.py::test_a_modification_may_be_nan_where_the_mask_forbids",),
+        ("runtime/test_autograd.py::test_a_modification_may_be_nan_where_the_mask_forbids",),
         {
             "torch: slopes where the mask hides": (
                 "through if forbidden is None else through.masked_fill(forbidden, 0.0)",
@@ -78,20 +78,20 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         TORCH,
-        ("test_autograd.py::test_the_loop_is_right_where_pytorchs_fused_backward_runs",),
+        ("runtime/test_autograd.py::test_the_loop_is_right_where_pytorchs_fused_backward_runs",),
         {
             "torch: one call for any lengths, backward": ("elif dlse is None and fused", "elif fused"),
         },
     ),
     *mutants(
         "reference/backward.py",
-        ("test_reference_backward.py::test_gradients_are_those_of_autograd",),
+        ("reference/test_backward.py::test_gradients_are_those_of_autograd",),
         {
             "reference: dlse with the other sign": ("delta - dlse", "delta + dlse"),
         },
     ),
     *mutants(
-        "kernels/triton/forward/launch.py",
+        "kernels/triton/backward/launch.py",
         INTERPRETED,
         {"triton: dsink with the other sign": ("return -(p * delta).sum", "return (p * delta).sum")},
     ),
@@ -126,7 +126,7 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         TRITON,
-        ("test_triton.py::test_rows_without_keys",),
+        ("kernels/triton/test_backend.py::test_rows_without_keys",),
         {
             "triton: rows without keys have probabilities": (
                 'tl.where(values == -float("inf"), float("inf"), values * LOG2E)',
@@ -154,7 +154,7 @@ MUTANTS: list[Mutant] = [
             ),
         },
     ),
-    *mutants("kernels/triton/forward/launch.py", INTERPRETED, {}),
+    *mutants("kernels/triton/backward/launch.py", INTERPRETED, {}),
     *mutants(
         f"{TILELANG}/tile.py",
         EMULATED,
@@ -167,7 +167,7 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         f"{TILELANG}/prepare.py",
-        ("test_emulated_varlen_backward.py::test_what_is_prepared_for_hopper",),
+        ("kernels/tilelang/packed/test_backward_emulated.py::test_what_is_prepared_for_hopper",),
         {
             "tilelang: lse in natural units, backward": (
                 "arg.lse[b, h, row + i] * softmax.LOG2E",
@@ -198,14 +198,14 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         f"{TILELANG}/operand_gradients.py",
-        ("test_backward_operands.py",),
+        ("kernels/tilelang/backward/test_operand_gradients.py",),
         {
             "tilelang: the first query position is dropped": ('"q": first_position, "k": 0}', '"q": 0, "k": 0}'),
         },
     ),
     *mutants(
         f"{TILELANG}/operand_gradients.py",
-        ("test_backward_operands.py", "test_packed_operands.py"),
+        ("kernels/tilelang/backward/test_operand_gradients.py", "kernels/tilelang/packed/test_operand_gradients.py"),
         {
             "tilelang: gradients beyond the tensor": (
                 "torch.where(within, parts, 0.0), accumulate",
@@ -215,14 +215,14 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         f"{TILELANG}/operand_gradients.py",
-        ("test_backward_operands.py",),
+        ("kernels/tilelang/backward/test_operand_gradients.py",),
         {
             "tilelang: windows begin at 0": ("slice(lo - offset, hi - offset)", "slice(0, hi - lo)"),
         },
     ),
     *mutants(
         f"{TILELANG}/slopes.py",
-        ("test_backward_operands.py",),
+        ("kernels/tilelang/backward/test_operand_gradients.py",),
         {
             "tilelang: the derivative of another load": (
                 "split(derivative(score, load)) for load in loads",
@@ -260,7 +260,7 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         "variant/scores.py",
-        ("test_score_values.py",),
+        ("variant/test_scores.py",),
         {
             "alibi: grows on one side": ("score - slope * abs(q - k)", "score - slope * (q - k)"),
             "alibi: with the other sign": ("score - slope * abs(q - k)", "score + slope * abs(q - k)"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Mutant, mutants
 
-RANGES = ("test_ranges.py",)
+RANGES = ("variant/test_mask_ranges.py",)
 
 MUTANTS: list[Mutant] = [
     *mutants(
@@ -42,11 +42,6 @@ MUTANTS: list[Mutant] = [
             ),
             "documents: full before the first key": ("where((q_lo >= 0) & (q_hi < end)", "where((q_hi < end)"),
             "documents: full by the first query": ("(q_lo >= 0) & (q_hi < end)", "(q_lo >= 0) & (q_lo < end)"),
-            "documents: first keys of one tile alone": (
-                "first.flip(1).cummin(1).values.flip(1), last",
-                "first, last",
-            ),
-            "documents: last keys of one tile alone": ("last.cummax(1).values, run_start", "last, run_start"),
             "padding: keys begin with the longest run": (
                 "load(self.begin, b), load(self.end, b)",
                 "load(self.run_begin, b), load(self.end, b)",
@@ -60,11 +55,22 @@ MUTANTS: list[Mutant] = [
                 "(k_hi < load(self.run_end, b))",
                 "(k_lo < load(self.run_end, b))",
             ),
-            "and: full keys of either": ("_intersection(*(mask.full_range(", "_hull(*(mask.full_range("),
-            "and: full queries of either": ("_intersection(*(mask.full_q_range(", "_hull(*(mask.full_q_range("),
+            "and: full keys of either": ("intersection(*(mask.full_range(", "hull(*(mask.full_range("),
+            "and: full queries of either": ("intersection(*(mask.full_q_range(", "hull(*(mask.full_q_range("),
             "or: not where both": ("self.x.allows(b, h, q, k) | self", "self.x.allows(b, h, q, k) ^ self"),
-            "or: keys of both alone": ("_hull(*(mask.kv_range(", "_intersection(*(mask.kv_range("),
-            "or: queries of both alone": ("_hull(*(mask.q_range(", "_intersection(*(mask.q_range("),
+            "or: keys of both alone": ("hull(*(mask.kv_range(", "intersection(*(mask.kv_range("),
+            "or: queries of both alone": ("hull(*(mask.q_range(", "intersection(*(mask.q_range("),
+        },
+    ),
+    *mutants(
+        "variant/mask_bounds.py",
+        RANGES,
+        {
+            "documents: first keys of one tile alone": (
+                "first.flip(1).cummin(1).values.flip(1), last",
+                "first, last",
+            ),
+            "documents: last keys of one tile alone": ("last.cummax(1).values, run_start", "last, run_start"),
             "or: joins ranges that are apart": ("(maximum(x_lo, y_lo) <= minimum(x_hi, y_hi)) & ", ""),
             "or: joins ranges one apart": (
                 "maximum(x_lo, y_lo) <= minimum(x_hi, y_hi)",

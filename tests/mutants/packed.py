@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from .mutant import Mutant, mutants
 
-PLAN = ("test_sequence_plan.py",)
+PLAN = ("kernels/tilelang/packed/test_plan_kernel.py",)
 SEQUENCE_PLAN = "kernels/tilelang/packed/plan_kernel.py"
-CHECKS = ("test_cu_seqlens.py",)
+CHECKS = ("call/test_sequences.py",)
 
 MUTANTS: list[Mutant] = [
     *mutants(
@@ -52,7 +52,10 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         "kernels/torch/packed.py",
-        ("test_varlen.py::test_each_sequence_by_itself", "test_varlen.py::test_dropout_does_not_depend_on_the_packing"),
+        (
+            "api/test_varlen.py::test_each_sequence_by_itself",
+            "api/test_varlen.py::test_dropout_does_not_depend_on_the_packing",
+        ),
         {
             "packed: all sequences have the first one's number": (
                 "sink, scale, dropout, number\n        )",
@@ -62,7 +65,7 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         "variant/scores.py",
-        ("test_score_values.py::test_a_bias_on_packed_sequences_is_read_by_rows",),
+        ("variant/test_scores.py::test_a_bias_on_packed_sequences_is_read_by_rows",),
         {
             "packed bias: rows from the wrong side": ("q - load(self.first, b)", "q + load(self.first, b)"),
         },

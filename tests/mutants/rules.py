@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from .mutant import Mutant, mutants
 
-NUMERICS = ("test_tolerance_bounds.py", "test_numerics.py")
+NUMERICS = ("testing/test_tolerance_bounds.py", "testing/test_numerics.py")
 RULE = "testing/numerics.py"
-KEY = ("test_kernel_key.py",)
+KEY = ("kernels/cache/test_key.py",)
 LAUNCH = "kernels/tilelang/forward/library.py"
-PATTERN = ("test_dropout.py",)
+PATTERN = ("call/test_dropout.py",)
 
 MUTANTS: list[Mutant] = [
     *mutants(
@@ -44,13 +44,23 @@ MUTANTS: list[Mutant] = [
                 "{call.dtype} {call.head_dim} {call.head_dim_v} ",
                 "{call.dtype} {call.head_dim} ",
             ),
-            "key: without the variant": ("{program(call.variant)} |", "|"),
+            "key: without the variant": (" | {program(call.variant)}", ""),
             "key: without the configuration": ("forward | {facts} | {text} |", "forward | {facts} |"),
-            "key: without TileLang's version": ("tilelang {_version('tilelang')}, ", ""),
-            "key: without the compiler's version": (", {_device_compiler()}", ""),
-            "key: fp8 values of any architecture": ("{call.head_dim_v} {call.arch} |", "{call.head_dim_v} |"),
-            "key: plans of any architecture": ("sequence_plan | {arch} |", "sequence_plan |"),
+            "key: fp8 values of any architecture": ('{call.head_dim_v} {call.arch}"', '{call.head_dim_v}"'),
         },
+    ),
+    *mutants(
+        "kernels/tilelang/build/library.py",
+        KEY,
+        {
+            "key: without TileLang's version": ("tilelang {version('tilelang')}, ", ""),
+            "key: without the compiler's version": (", {device_compiler()}", ""),
+        },
+    ),
+    *mutants(
+        "kernels/tilelang/packed/library.py",
+        KEY,
+        {"key: plans of any architecture": ("sequence_plan | {arch}", "sequence_plan")},
     ),
     *mutants(
         "call/dropout.py",

@@ -27,10 +27,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import cast
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from mutants import all_mutants
-from mutants.mutant import ROOT, Mutant
+from tests.mutants import all_mutants
+from tests.mutants.mutant import ROOT, Mutant
 
 LIMIT = 300  # seconds for the tests of one mutant
 COPIED = ("src", "tests", "benchmarks", "examples", "docs", "pyproject.toml", "README.md")

@@ -18,7 +18,7 @@ from typing import Any
 IMPORTED_ONCE = ("torch", "torch.testing", "pytest")
 # The first is what is edited. The second looks at the environment, which tests/conftest.py sets, when it is imported.
 IMPORTED_BY_TESTS = ("tileattn", "triton")
-OPTIONS = ("-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "mutants.first_failure", "-m", "not slow")
+OPTIONS = ("-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "tests.mutants.first_failure", "-m", "not slow")
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def _run(tree: Path, tests: list[str]) -> int:
     for stream in (1, 2):
         os.dup2(output, stream)
     os.chdir(tree)
-    paths = [str(tree / name) for name in ("src", "tests")]
+    paths = [str(tree / name) for name in ("src", ".")]
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # of processes that tests start
     try:

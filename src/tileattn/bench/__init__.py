@@ -14,6 +14,7 @@ To be read in this order:
     compare       against each peer, and against the best of each case
     cost          what a mask or modification costs beyond its visible tiles
     report, plot  a table and a picture of a result file; plot_memory draws peak bytes
+    climb         the steps of the mma ladder and what each gains; plot_ladder draws them
     warmup        what a run compiles before it measures
 
 Times and memory of a call are in `tileattn.measure`, the command line is in `tileattn.cli`.

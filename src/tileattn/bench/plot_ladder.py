@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tileattn.bench.climb import Climbed, Step, climbed
 from tileattn.bench.plot import COLOURS, FAINT, INK, LABELS, literal, style
 from tileattn.bench.results import Results
-from tileattn.cli.ladder import Climbed, Step, climbed
 from tileattn.kernels.mma.rungs import NAME
 
 if TYPE_CHECKING:

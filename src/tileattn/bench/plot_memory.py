@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from tileattn.bench.cases import DIRECTIONS, DTYPES
 from tileattn.bench.peers.base import OWN
 from tileattn.bench.plot import FAINT, INK, LABELS, colours_of, length_label, literal, style
-from tileattn.bench.report import human_bytes
 from tileattn.bench.results import Results, Row
+from tileattn.measure.units import human_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

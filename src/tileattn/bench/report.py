@@ -15,6 +15,7 @@ from tileattn.bench.cost import Cost, costs
 from tileattn.bench.peers.base import OWN
 from tileattn.bench.results import Missing, Results, Row
 from tileattn.measure.ceilings import Ceiling, overall
+from tileattn.measure.units import human_bytes
 
 DASH = "—"
 
@@ -103,15 +104,6 @@ def _ms(ms: float) -> str:
 
 def _tflops(tflops: float) -> str:
     return f"{tflops:.0f}" if tflops >= 10 else f"{tflops:.3f}"
-
-
-def human_bytes(count: float) -> str:
-    """Bytes with a binary unit: 512 B, 1.5 KiB, 64.0 MiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
 
 
 def grouped(missing: Sequence[Missing]) -> list[str]:

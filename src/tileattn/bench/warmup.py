@@ -13,9 +13,10 @@ from tileattn.bench.problem import Problem
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.call.fp8 import FP8
 from tileattn.kernels.tilelang.backward.defaults import short_default
-from tileattn.kernels.tilelang.backward.library import kernel_names
-from tileattn.kernels.tilelang.build.batch import AnyJob, BackwardJob, Job
+from tileattn.kernels.tilelang.backward.library import BackwardJob, kernel_names
+from tileattn.kernels.tilelang.build.batch import AnyJob
 from tileattn.kernels.tilelang.forward.defaults import defaults
+from tileattn.kernels.tilelang.forward.library import Job
 
 
 def calls(

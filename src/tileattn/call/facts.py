@@ -13,6 +13,7 @@ from .fp8 import output_dtype
 
 # Smaller scales are negative, or may be flushed to 0 in float32: hidden scores of -inf times those are not -inf.
 SMALLEST_SCALE = 2.0**-126
+CAUSAL = "Causal()"  # the variant of a causal mask and nothing else
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from ..variant.masks import Mask
-from ..variant.scores import ScoreMod
 from .fp8 import FP8
 from .scalars import as_flag
 
@@ -209,24 +207,3 @@ def check_descales(descales: Sequence[Any], q: torch.Tensor, k: torch.Tensor) ->
 
 def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     return len(shape) <= len(to) and all(mine in (1, size) for mine, size in zip(reversed(shape), reversed(to)))
-
-
-def check_variant(
-    mask: Mask | None, mods: Sequence[Callable[..., Any]], batch: int, heads: int, seqlen_q: int, seqlen_k: int
-) -> None:
-    """Raises where a tensor of the mask or of a score modification does not fit a call of these sizes."""
-    if mask is not None:
-        mask.check(batch, heads, seqlen_q, seqlen_k)
-    for mod in mods:
-        if isinstance(mod, ScoreMod):
-            mod.check(batch, heads, seqlen_q, seqlen_k)
-
-
-def check_operand_devices(tensors: Sequence[torch.Tensor], q: torch.Tensor) -> None:
-    """Raises where a tensor that a mask or modification carries is on another device than q."""
-    for tensor in tensors:
-        if tensor.device != q.device:
-            raise ValueError(
-                f"tensors of a mask or score modification must be on q's device {q.device}, got one with shape "
-                f"{tuple(tensor.shape)} on {tensor.device}"
-            )

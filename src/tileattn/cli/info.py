@@ -20,7 +20,7 @@ from tileattn.bench import environment
 from tileattn.call.facts import AttentionCall, device_arch
 from tileattn.cli.choices import refuse
 from tileattn.kernels.cache.store import default_folder
-from tileattn.kernels.tilelang.forward.config import ARCHITECTURES
+from tileattn.kernels.tilelang.architecture import ARCHITECTURES
 from tileattn.runtime.dispatch import BACKENDS, Backend
 from tileattn.variant.key import encode
 

@@ -1,15 +1,13 @@
 """`tileattn ladder`: the rungs of `backend="mma"` one by one, with what each gains, FlashAttention-2 beside them.
 
-A step is a rung with its options. The gain of a step is its speed over the best before it, among those with the same
-accumulation: what an option gives depends on what was there before.
+The ladder's steps and their gains are in :mod:`tileattn.bench.climb`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -21,6 +19,7 @@ from rich.text import Text
 
 from tileattn.bench import problem, report, results
 from tileattn.bench.cases import Case
+from tileattn.bench.climb import BESIDE, TILELANG, Climbed, Step, climbed, steps
 from tileattn.bench.peers import PEERS, Implementation, TileAttn
 from tileattn.bench.progress import reporting
 from tileattn.bench.results import Results, Row
@@ -30,55 +29,11 @@ from tileattn.cli import run_bench as command
 from tileattn.cli.choices import LADDER, at_least_one, refuse
 from tileattn.kernels.mma.backend import parse
 from tileattn.kernels.mma.batch import compile_all
-from tileattn.kernels.mma.rungs import (
-    ACCUMULATIONS,
-    HEAD_DIMS,
-    LARGE_HEAD_DIMS,
-    LAYOUTS,
-    NAME,
-    RUNGS,
-    STAGES,
-    RungOptions,
-)
-from tileattn.kernels.mma.tiles import candidates
+from tileattn.kernels.mma.rungs import ACCUMULATIONS, HEAD_DIMS, LARGE_HEAD_DIMS, NAME
 from tileattn.measure import timing
 
-BESIDE = ("fa2", "efficient")
-TILELANG = "tilelang"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ROUNDS = 3
-
-
-@dataclass(frozen=True)
-class Step:
-    """One line of the ladder: its name in the table, and the backend's."""
-
-    label: str
-    backend: str
-
-
-def steps(head_dim: int, dtype: str, all_tiles: bool) -> list[Step]:
-    """From the lowest rung to the highest; first in float32, then in float16 where the inputs are.
-
-    all_tiles: every candidate of the tiles, in the options that are fastest by their construction.
-    """
-    found = []
-    for acc in ACCUMULATIONS if dtype == "fp16" else ACCUMULATIONS[:1]:
-        for rung, smem, stages in product(_rungs(head_dim), LAYOUTS, STAGES):
-            options = RungOptions(rung, stages, acc, smem)
-            label = f"{rung} stages={stages} {smem} acc={acc}"
-            if not all_tiles:
-                found.append(Step(label, str(options)))
-            elif stages == STAGES[-1] and smem == LAYOUTS[-1]:
-                found += [
-                    Step(f"{rung} {tiles} acc={acc}", f"{options},tiles={tiles}")
-                    for tiles in candidates(options, head_dim)
-                ]
-    return found
-
-
-def _rungs(head_dim: int) -> tuple[str, ...]:
-    return tuple(rung for rung in RUNGS if candidates(RungOptions(rung), head_dim))
 
 
 def climb(case: Case, iters: int, all_tiles: bool, json: Path | None, plot: Path | None, force: bool) -> int:
@@ -192,29 +147,6 @@ def _measure(
         run()
     for failure in failures:
         Console(stderr=True).print(Text(failure), style="red")
-
-
-@dataclass(frozen=True)
-class Climbed:
-    """A measured step: its gain over the best before it, None for the first and for those that are not better."""
-
-    label: str
-    row: Row
-    gain: float | None
-
-
-def climbed(measured: Results, ladder: Sequence[Step]) -> list[Climbed]:
-    """The steps in their order, with their gains."""
-    found, best = [], dict.fromkeys(ACCUMULATIONS, 0.0)
-    for step in ladder:
-        row = next((row for row in measured.rows if row.backend == step.backend), None)
-        if row is None:
-            continue
-        acc = parse(step.backend.removeprefix(f"{NAME}:")).acc
-        before = best[acc]
-        found.append(Climbed(step.label, row, row.tflops / before - 1 if 0 < before < row.tflops else None))
-        best[acc] = max(before, row.tflops)
-    return found
 
 
 def render(measured: Results, ladder: Sequence[Step], first: dict[str, list[float]]) -> RenderableType:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..variant.masks import MAX_SIZE, Causal, Mask, SlidingWindow
+from ..variant.mask_bounds import MAX_SIZE
+from ..variant.masks import Causal, Mask, SlidingWindow
 
 
 def window_mask(causal: bool, left: int | None, right: int | None, seqlen_k: Any) -> Mask | None:

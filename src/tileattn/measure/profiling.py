@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tileattn.bench.report import human_bytes
 from tileattn.measure import ceilings, memory, rounds, timing
 from tileattn.measure.ceilings import Ceiling
+from tileattn.measure.units import human_bytes
 
 DASH = "—"
 # Longer names are folded in a table, so that the numbers beside them stay on a screen.

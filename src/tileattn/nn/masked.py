@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..runtime.run import MaskLike
 from ..variant.key import normalize
-from ..variant.masks import MAX_SIZE, SlidingWindow
+from ..variant.mask_bounds import MAX_SIZE
+from ..variant.masks import SlidingWindow
 from .base import SelfAttention, check_positive
 
 

@@ -19,6 +19,9 @@ The loop is that of FlashAttention-2 (Dao 2023, algorithm 2): **K/V outside, Q i
 stay in registers. dQ is in memory; each tile of keys adds its part. Fully masked tiles are skipped. FlashAttention
 (2022, algorithm 4) uses the same loop with three differences: it saves the maximum and the sum of each row instead of
 lse, it recomputes delta in every tile, and it runs the tiles of keys of a head one after another.
+
+`flash_attention_2_backward` has 15 positional arguments because its signature is public: the arguments and results of
+the forward pass, and the gradients of the results.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..variant.key import computed_in, encode, restore
+from ..variant.key import encode
 from ..variant.masks import Mask
+from ..variant.program import computed_in, restore
 from .standard import ScoreFn, dropped, heads_first, modified, positions, tile_scores
 from .tiled import Dropout, blocks, key_ranges, masked, of_tile
 

@@ -21,6 +21,8 @@ exp overflows float32 at 89. Therefore the maximum m[i] of the row is subtracted
 Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1. FlashAttention avoids the N x S matrix of scores: at
 16384 tokens it is half a gigabyte for each head in 16-bit floats, and a GPU spends its time on moving the matrix, not
 on multiplying.
+
+`standard_attention` has 11 positional arguments because its signature is public and names each tensor.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ import torch
 from torch import Tensor
 
 from ..call.fp8 import accumulator, output_dtype
-from ..variant.key import computed_in
 from ..variant.masks import Mask
+from ..variant.program import computed_in
 
 ScoreFn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 

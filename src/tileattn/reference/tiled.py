@@ -17,6 +17,8 @@ In the second loop the mask decides which tiles are visited. For a block of quer
     full_range contains only keys that all of the queries see: in tiles inside it the mask is not evaluated.
 
 A causal mask skips half the tiles and is evaluated only in tiles on the diagonal.
+
+Both functions have 13 positional arguments: those of `standard_attention`, and the sizes of the tiles.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ import torch
 from torch import Tensor
 
 from ..call.fp8 import output_dtype
-from ..variant.key import computed_in
 from ..variant.masks import Mask
+from ..variant.program import computed_in
 from .online_softmax import RowState
 from .standard import ScoreFn, heads_first, positions, tile_scores
 

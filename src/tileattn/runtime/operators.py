@@ -15,7 +15,8 @@ from ..call.dropout import Dropout
 from ..call.facts import AttentionCall, BackwardCall, Packed, device_arch, is_aligned, sizes
 from ..call.fp8 import FP8, accumulator, complete, output_dtype
 from ..tuner import state
-from ..variant.key import Operands, with_alignment
+from ..variant.key import Operands
+from ..variant.program import with_alignment
 from .dispatch import prepare_backward, prepare_forward
 
 

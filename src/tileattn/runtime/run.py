@@ -12,10 +12,10 @@ from ..call.dropout import draw_seed
 from ..call.facts import Packed, sizes
 from ..call.fp8 import FP8, complete
 from ..call.scalars import as_float
-from ..call.validation import check_operand_devices, check_variant
 from ..variant.key import encode, normalize
 from ..variant.masks import Mask
 from ..variant.scores import for_packed
+from ..variant.validation import check_operand_devices, check_variant
 from . import autograd
 from . import operators as ops
 from .dispatch import prepare_forward

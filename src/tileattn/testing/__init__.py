@@ -5,7 +5,9 @@
 >>> assert_forward_accurate("mine", got, oracle_attention(*arguments), eager_attention(*arguments))
 """
 
-from .cases import Arguments, ConformanceCase, build, conformance_cases, distinct_calls, output_gradients
+from .build import build, output_gradients
+from .call_arguments import Arguments, ConformanceCase
+from .cases import conformance_cases, distinct_calls
 from .dropout import dropout_mask
 from .expected import expected_forward, expected_gradients
 from .likeness import dissimilarity, similarity

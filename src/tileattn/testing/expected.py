@@ -17,7 +17,7 @@ from torch import Tensor
 from ..call.dropout import draw_seed, keep_mask, weight_of_kept
 from ..variant.masks import FunctionMask, Mask
 from ..variant.scores import Bias
-from .cases import DROPOUT_SEED, Arguments
+from .call_arguments import DROPOUT_SEED, Arguments
 from .oracle import eager_attention, eager_gradients, oracle_attention, oracle_gradients
 
 Forward = tuple[tuple[Tensor, Tensor], tuple[list[Tensor], list[Tensor]]]

@@ -2,22 +2,39 @@
 
 Both are standard attention, written here once and for themselves: independent of `tileattn.reference`, of every backend
 and of the masks' tile ranges. Only `Mask.allows` and the score modifications, as functions on tensors, are shared.
+
+The four public functions have 11 positional arguments: those of a call, in the order in which cases hold them
+(`Arguments.positional`), and what goes with them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..call.fp8 import FP8, accumulator
+from ..variant.eager_tracing import with_captures
 from ..variant.masks import Mask
 from ..variant.scores import ScoreMod
-from ..variant.tracing import with_captures
+from .standard import (
+    Attended,
+    AttentionInputs,
+    attend,
+    folded,
+    multiplies_fp8,
+    natural,
+    random_signs,
+    reverse,
+    scores_product,
+    scores_product_in_fp8,
+    shuffled,
+    times,
+    weighted_sum,
+    weighted_sum_in_fp8,
+)
 
 
 def oracle_attention(
@@ -53,26 +70,15 @@ def oracle_attention(
         o (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q), float64. A row without keys has o = 0
         and lse = -inf, or lse = sink.
     """
-    found = _exactly(q, k, v, mask, score_mods, sink, scale, (q_descale, k_descale, v_descale), dropout)
+    descales = (q_descale, k_descale, v_descale)
+    found = _exactly(AttentionInputs(q, k, v, mask, score_mods, sink, scale, descales, dropout))
     return found.o, found.lse
 
 
-def _exactly(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None,
-    score_mods: Sequence[Callable[..., Tensor]],
-    sink: Tensor | None,
-    scale: float | None,
-    descales: Sequence[Tensor | None] = (None,) * 3,
-    dropout: Tensor | None = None,
-) -> _Attended:
-    score_mods = [_on_doubles(mod) for mod in score_mods]
+def _exactly(inputs: AttentionInputs) -> Attended:
+    score_mods = [_on_doubles(mod) for mod in inputs.score_mods]
     # The sums are not in their natural order, which is eager's: in float64 its error would seem to be 0.
-    return _attend(
-        torch.float64, q, k, v, mask, score_mods, sink, scale, descales, _reversed, _product, _weighted, dropout
-    )
+    return attend(inputs._replace(score_mods=score_mods), torch.float64, reverse)
 
 
 def _on_doubles(mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -119,15 +125,12 @@ def eager_attention(
     Returns:
         The o and the lse of the three runs.
     """
-    dtype, product, weighted = q.dtype, _product, _weighted
+    dtype, product, weighted = q.dtype, scores_product, weighted_sum
     if q.dtype == FP8:
-        dtype, weighted = accumulator(FP8), _weighted_in_fp8
-        product = _product_in_fp8 if multiplies_fp8(q.device) else _product
-    descales = (q_descale, k_descale, v_descale)
-    runs = [
-        _attend(dtype, q, k, v, mask, score_mods, sink, scale, descales, order, product, weighted, dropout)
-        for order in (_natural, _shuffled, _reversed)
-    ]
+        dtype, weighted = accumulator(FP8), weighted_sum_in_fp8
+        product = scores_product_in_fp8 if multiplies_fp8(q.device) else scores_product
+    inputs = AttentionInputs(q, k, v, mask, score_mods, sink, scale, (q_descale, k_descale, v_descale), dropout)
+    runs = [attend(inputs, dtype, order, product, weighted) for order in (natural, shuffled, reverse)]
     return [run.o for run in runs], [run.lse for run in runs]
 
 
@@ -187,11 +190,9 @@ def eager_gradients(
         scale: see there.
         dropout: see there.
     """
-    orders = (_natural, _shuffled, _reversed, _folded) if q.dtype == torch.float64 else (_natural, _shuffled)
-    runs = [
-        _attend(q.dtype, q, k, v, mask, score_mods, sink, scale, (None,) * 3, order, _product, _weighted, dropout)
-        for order in orders
-    ]
+    orders = (natural, shuffled, reverse, folded) if q.dtype == torch.float64 else (natural, shuffled)
+    inputs = AttentionInputs(q, k, v, mask, score_mods, sink, scale, dropout=dropout)
+    runs = [attend(inputs, q.dtype, order) for order in orders]
     found = [gradients((run.o, run.lse), leaves, do, dlse) for run in runs]
     return found + [_by_formula(x, y, leaves, do, dlse) for x, y in zip(runs, runs[1:] + runs[:1])]
 
@@ -222,12 +223,12 @@ def oracle_gradients(
     Returns:
         Two tensors for each leaf, of its shape, float64.
     """
-    run = _exactly(q, k, v, mask, score_mods, sink, scale, dropout=dropout)
+    run = _exactly(AttentionInputs(q, k, v, mask, score_mods, sink, scale, dropout=dropout))
     return gradients((run.o, run.lse), leaves, do, dlse), _sizes(run, leaves, do, dlse)
 
 
 def _sizes(
-    run: _Attended, leaves: Mapping[str, Tensor], do: Tensor, dlse: Tensor | None, draws: int = 4
+    run: Attended, leaves: Mapping[str, Tensor], do: Tensor, dlse: Tensor | None, draws: int = 4
 ) -> dict[str, Tensor]:
     """See `oracle_gradients`."""
     with torch.no_grad():
@@ -235,7 +236,7 @@ def _sizes(
         p, dp, delta = _formula(run, run, do, dlse, size=True)
         ds = p * (dp + delta[..., None])
     squares = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    for signs in _signs((draws, *run.empty.shape, 1), do.device):
+    for signs in random_signs((draws, *run.empty.shape, 1), do.device):
         found = _by_parts(run, p, signs * ds, signs * do, leaves)
         for name, gradient in found.items():
             squares[name] += gradient**2 / draws
@@ -243,7 +244,7 @@ def _sizes(
 
 
 def _formula(
-    run: _Attended, forward: _Attended, do: Tensor, dlse: Tensor | None, size: bool = False
+    run: Attended, forward: Attended, do: Tensor, dlse: Tensor | None, size: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """P, dO V^T (0 for the sink) and delta, in do's dtype; do is (batch, heads, seqlen_q, head_dim_v).
 
@@ -258,13 +259,13 @@ def _formula(
         dp, delta = (do**2 @ (v**2).mT).sqrt(), (do**2 * o**2).sum(dim=-1).sqrt() + dlse.abs()
     else:
         dp, delta = do @ v.mT, (do * o).sum(dim=-1) + dlse
-    dp = _times(dp, run.dropout)
+    dp = times(dp, run.dropout)
     dp = torch.cat([dp, dp.new_zeros(*dp.shape[:3], p.shape[3] - dp.shape[3])], dim=-1)
     return p, dp, delta.to(do.dtype)
 
 
 def _by_formula(
-    run: _Attended, forward: _Attended, leaves: Mapping[str, Tensor], do: Tensor, dlse: Tensor | None
+    run: Attended, forward: Attended, leaves: Mapping[str, Tensor], do: Tensor, dlse: Tensor | None
 ) -> dict[str, Tensor]:
     """Autograd leads from the scores and from v back to the leaves; what lies between is written out."""
     with torch.no_grad():
@@ -274,9 +275,9 @@ def _by_formula(
     return _by_parts(run, p, ds, do, leaves)
 
 
-def _by_parts(run: _Attended, p: Tensor, ds: Tensor, do: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _by_parts(run: Attended, p: Tensor, ds: Tensor, do: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """From dS and dV = P^T dO."""
-    return _by_autograd([run.logits, run.v], [ds, _times(p[..., : run.v.shape[2]], run.dropout).mT @ do], leaves)
+    return _by_autograd([run.logits, run.v], [ds, times(p[..., : run.v.shape[2]], run.dropout).mT @ do], leaves)
 
 
 def _by_autograd(ys: Sequence[Tensor], dys: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -286,182 +287,3 @@ def _by_autograd(ys: Sequence[Tensor], dys: Sequence[Tensor], leaves: Mapping[st
         ys, list(leaves.values()), dys, allow_unused=True, retain_graph=True
     )
     return {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in zip(leaves.items(), found)}
-
-
-# Orders of sums: a tensor with one dimension in that order. Their gradients need no sorting, as that of indexing would.
-
-
-def _natural(x: Tensor, dim: int) -> Tensor:
-    return x
-
-
-def _reversed(x: Tensor, dim: int) -> Tensor:
-    return x.flip(dim)
-
-
-def _folded(x: Tensor, dim: int) -> Tensor:
-    """Every second element, then the others."""
-    at = torch.arange(x.shape[dim], device=x.device)
-    return x.index_select(dim, torch.cat([at[::2], at[1::2]]))
-
-
-def _shuffled(x: Tensor, dim: int) -> Tensor:
-    return x.index_select(dim, _permutation(x.shape[dim], x.device))
-
-
-@functools.lru_cache(maxsize=256)
-def _permutation(size: int, device: torch.device) -> Tensor:
-    return torch.randperm(size, generator=torch.Generator().manual_seed(size)).to(device)
-
-
-@functools.lru_cache(maxsize=32)
-def _signs(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """1 and -1 at random, float64; the same for the same shape."""
-    drawn = torch.randint(2, shape, generator=torch.Generator().manual_seed(0))
-    return (2.0 * drawn.double() - 1.0).to(device)
-
-
-class _Attended(NamedTuple):
-    """o (bshd), lse, and of autograd's graph what a backward pass computes with, in the order of the sums."""
-
-    o: Tensor
-    lse: Tensor
-    logits: Tensor
-    """(batch, heads, seqlen_q, keys, or keys and a sink); 0 in rows without keys."""
-    v: Tensor
-    """(batch, heads, keys, head_dim_v): repeated for grouped heads."""
-    empty: Tensor
-    """(batch, heads, seqlen_q): rows without keys."""
-    dropout: Tensor | None
-    """(batch, heads, seqlen_q, keys): what probabilities are multiplied by."""
-
-
-def _attend(
-    dtype: torch.dtype,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None,
-    score_mods: Sequence[Callable[..., Tensor]],
-    sink: Tensor | None,
-    scale: float | None,
-    descales: Sequence[Tensor | None],
-    order: Callable[[Tensor, int], Tensor],
-    product: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor],
-    weighted: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-    dropout: Tensor | None = None,
-) -> _Attended:
-    """Attention, computed in `dtype`, with the sums over head_dim and over keys in the given order.
-
-    `product(q, k, q_descale, k_descale)` is the scores before the scale, of q and k (batch, heads, seqlen, head_dim)
-    and descales that broadcast to them. `weighted(logits, v, dropout)` is the sum of values, weighted by the softmax of
-    logits (.., keys, or keys and a sink), times dropout.
-    """
-    group = q.shape[2] // k.shape[2]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    keys = order(torch.arange(k.shape[1], device=k.device), 0)
-    q = order(q.to(dtype), 3).transpose(1, 2)
-    k = order(order(k.to(dtype), 1), 3).transpose(1, 2).repeat_interleave(group, dim=1)
-    v = order(v.to(dtype), 1).transpose(1, 2).repeat_interleave(group, dim=1)
-    q_descale, k_descale, v_descale = (
-        None if descale is None else descale.to(dtype).repeat_interleave(group, dim=1)[:, :, None, None]
-        for descale in descales
-    )
-
-    v = _times(v, v_descale)
-    scores = product(q, k, q_descale, k_descale) * scale
-    index = _indices(scores, keys)
-    for score_mod in score_mods:
-        scores = score_mod(scores, *index).to(dtype).expand(scores.shape)
-    if mask is not None:
-        scores = scores.masked_fill(~mask.allows(*index), -torch.inf)
-    logits = scores
-    if sink is not None:
-        logits = torch.cat([scores, sink.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
-    # A row without keys has no softmax. It gets some other scores first, so that autograd meets no NaN there.
-    empty = (logits == -torch.inf).all(dim=-1)
-    logits = logits.masked_fill(empty[..., None], 0.0)
-    dropout = None if dropout is None else dropout.to(dtype)[..., keys]
-    o = weighted(logits, v, dropout).masked_fill(empty[..., None], 0.0)
-    lse = torch.logsumexp(logits.to(torch.promote_types(dtype, torch.float32)), dim=-1)
-    return _Attended(o.transpose(1, 2), lse.masked_fill(empty, -torch.inf), logits, v, empty, dropout)
-
-
-def _times(x: Tensor, factor: Tensor | None) -> Tensor:
-    return x if factor is None else x * factor
-
-
-def _product(q: Tensor, k: Tensor, q_descale: Tensor | None, k_descale: Tensor | None) -> Tensor:
-    """``(q_descale * q) @ (k_descale * k)^T`` in the dtype of q and k."""
-    return _times(q, q_descale) @ _times(k, k_descale).mT
-
-
-def _product_in_fp8(q: Tensor, k: Tensor, q_descale: Tensor | None, k_descale: Tensor | None) -> Tensor:
-    """The same, of q and k in float32 whose values are those of fp8 elements, multiplied as fp8."""
-    return _times(_times(fp8_product(q.to(FP8), k.to(FP8)), q_descale), k_descale)
-
-
-def multiplies_fp8(device: torch.device) -> bool:
-    """Whether `fp8_product` runs on the matrix units of a device: NVIDIA's from compute capability 8.9 on."""
-    # AMD's first units for fp8 take another format (fnuz).
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def fp8_product(q: Tensor, k: Tensor) -> Tensor:
-    """``q @ k^T`` in float32 by PyTorch's own product of fp8 matrices, `torch._scaled_mm`.
-
-    Args:
-        q: (batch, heads, seqlen_q, head_dim), float8_e4m3fn, any strides.
-        k: (batch, heads, seqlen_k, head_dim).
-
-    Returns:
-        (batch, heads, seqlen_q, seqlen_k).
-    """
-    batch, heads, seqlen_q, _ = q.shape
-    seqlen_k = k.shape[2]
-    if q.numel() == 0 or k.numel() == 0:
-        return q.float() @ k.float().mT
-    q, k = _padded(q), _padded(k)
-    scores = q.new_empty((batch, heads, q.shape[2], k.shape[2]), dtype=torch.float32)
-    one = torch.ones((), dtype=torch.float32, device=q.device)
-    for b in range(batch):
-        for h in range(heads):
-            # With fast accumulation the whole sum over head_dim stays in the matrix unit, which keeps some 13 bits
-            # below the largest product: what a fused kernel's scores are. Without, cuBLAS adds up partial sums in
-            # float32 beside it.
-            scores[b, h] = torch._scaled_mm(
-                q[b, h], k[b, h].mT, scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True
-            )
-    return scores[:, :, :seqlen_q, :seqlen_k]
-
-
-def _padded(x: Tensor) -> Tensor:
-    """Contiguous, with zeros behind the last two dimensions up to multiples of 16: `torch._scaled_mm` takes no others.
-
-    So the first matrix has its rows contiguous, and the second, transposed, its columns, which is asked for as well.
-    """
-    *others, rows, dim = x.shape
-    padded = x.new_zeros((*others, -(-rows // 16) * 16, -(-dim // 16) * 16))
-    padded[..., :rows, :dim] = x
-    return padded
-
-
-def _weighted(logits: Tensor, v: Tensor, dropout: Tensor | None) -> Tensor:
-    """(softmax(logits) * dropout) @ v."""
-    return _times(torch.softmax(logits, dim=-1)[..., : v.shape[2]], dropout) @ v
-
-
-def _weighted_in_fp8(logits: Tensor, v: Tensor, dropout: Tensor | None) -> Tensor:
-    """The same from probabilities that are rounded to fp8 before they meet v, and divided by their sum after it."""
-    if logits.shape[-1] == 0:  # a maximum of nothing
-        return _weighted(logits, v, dropout).bfloat16()
-    p = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
-    rounded = p[..., : v.shape[2]].to(FP8).to(p.dtype)
-    return (_times(rounded, dropout) @ v / p.sum(dim=-1, keepdim=True)).bfloat16()
-
-
-def _indices(scores: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """b, h, q, k for (batch, heads, seqlen_q, seqlen_k) scores; q is a position, aligned bottom-right."""
-    b, h, row = (torch.arange(size, device=scores.device) for size in scores.shape[:3])
-    q = row + (scores.shape[3] - scores.shape[2])
-    return b[:, None, None, None], h[:, None, None], q[:, None], keys

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from .cases import ConformanceCase, Structure, has_tensors, scores_are_exact
+from .call_arguments import ConformanceCase, Structure
+from .cases import has_tensors, scores_are_exact
 from .shapes import PackedShape
 
 # As drawn from a log-normal distribution: most are short, few are long.

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from .session import Session
+from .space import Space
+
+
+class Session(Protocol):
+    """What others ask of the session that is open; it is :class:`tileattn.tuner.session.Session`."""
+
+    @property
+    def tuned(self) -> bool: ...
+    def without_candidates(self, backend: str, arch: str) -> None: ...
+    def tunes(self, space: Space, arch: str, prepare: Callable[[], Callable[..., Any]]) -> Callable[..., Any]: ...
+
 
 # The session of `with tileattn.tuning():`, for all threads: autograd runs backward passes in threads of its own.
 session: Session | None = None

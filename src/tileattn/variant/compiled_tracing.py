@@ -26,8 +26,9 @@ from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_s
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
 
+from .eager_tracing import run_eagerly
 from .expression import Expr, TensorSymbol, symbol
-from .tracing import run_eagerly
+from .operations import OPERATORS
 
 _DTYPES = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
 
@@ -185,29 +186,16 @@ class _Named:
 
 # What torch calls Python's operators. Those whose name Expr has (`__rsub__`) are not listed.
 _OPERATORS: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": operator.truediv,
+    **OPERATORS,
     "true_divide": operator.truediv,
     "truediv": operator.truediv,
     "__div__": operator.truediv,
     "__rdiv__": lambda x, y: y / x,
     "floor_divide": operator.floordiv,
-    "floordiv": operator.floordiv,
     "remainder": operator.mod,
-    "mod": operator.mod,
     "pow": operator.pow,
     "neg": Expr.__neg__,
     "pos": lambda x: x,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "and": operator.and_,
-    "or": operator.or_,
     "bitwise_and": operator.and_,
     "bitwise_or": operator.or_,
     "bitwise_not": Expr.__invert__,

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .masks import And, Causal, Documents, KeyPadding, Mask, Or, PrefixLM, Range, SlidingWindow
+from .mask_bounds import Range
+from .masks import And, Causal, Documents, KeyPadding, Mask, Or, PrefixLM, SlidingWindow
 from .reading import evaluate
 from .scores import ALiBi, Bias, PackedBias, SoftCap
 
 if TYPE_CHECKING:
-    from .key import Operands, Program
+    from .key import Operands
+    from .program import Program
 
 _OF_INTEGERS = (Causal, Documents, KeyPadding, PrefixLM, SlidingWindow)
 _KNOWN = (ALiBi, Bias, PackedBias, SoftCap)

@@ -12,24 +12,19 @@ from that line (:mod:`tileattn.variant.reading`), so that an operator of ``torch
 
 from __future__ import annotations
 
-import math as _math
-import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
 
+from .operations import COMPARISONS, FLOAT_OPS, KEEP_BOOL, LOGIC_OPS, OPS
 from .torch_methods import FUNCTIONS, TensorMethods, call_of_torch
 
 Number = bool | int | float
 
 Operand: TypeAlias = "Expr | Number"
 
-_COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
-LOGIC_OPS = {"and": "&", "or": "|", "not": "~"}
-_KEEP_BOOL = {"where", *LOGIC_OPS}
-FLOAT_OPS = {"div", "tanh", "sigmoid", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos", "float"}
 _INT_SYMBOLS = re.compile(r"b|h|q|k|q_lo|q_hi|k_lo|k_hi|seqlen_k|i\d+")
 _FLOAT_SYMBOLS = re.compile(r"score|f\d+")
 
@@ -332,14 +327,14 @@ def _simplify(op: str, args: tuple[Operand, ...]) -> Operand | None:
 
 
 def _result_dtype(op: str, args: tuple[Operand, ...]) -> str:
-    if op in _COMPARISONS:
+    if op in COMPARISONS:
         return "bool"
     if op in FLOAT_OPS:
         return "float"
     if op == "int":
         return "int"
     kinds = [dtype_of(arg) for arg in (args[1:] if op == "where" else args)]
-    return "float" if "float" in kinds else "int" if "int" in kinds or op not in _KEEP_BOOL else "bool"
+    return "float" if "float" in kinds else "int" if "int" in kinds or op not in KEEP_BOOL else "bool"
 
 
 def dtype_of(value: Operand) -> str:
@@ -347,58 +342,6 @@ def dtype_of(value: Operand) -> str:
     if isinstance(value, Expr):
         return value.dtype
     return "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
-
-
-def _sigmoid(x: float) -> float:
-    e = _math.exp(-abs(x))
-    return (1.0 if x >= 0 else e) / (1.0 + e)
-
-
-def _to_power(power: Callable[[float], float]) -> Callable[[float], float]:
-    """Infinite where Python refuses."""
-
-    def computed(x: float) -> float:
-        try:
-            return power(x)
-        except OverflowError:
-            return _math.inf
-
-    return computed
-
-
-# The operations that backends know, and what they make of numbers.
-OPS: dict[str, Callable[..., Any]] = {
-    "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
-    "mul": lambda x, y: x * y,
-    "div": lambda x, y: x / y,
-    "floordiv": lambda x, y: x // y,
-    "mod": lambda x, y: x % y,
-    "lt": lambda x, y: x < y,
-    "le": lambda x, y: x <= y,
-    "gt": lambda x, y: x > y,
-    "ge": lambda x, y: x >= y,
-    "eq": lambda x, y: x == y,
-    "ne": lambda x, y: x != y,
-    "and": operator.and_,
-    "or": operator.or_,
-    "not": lambda x: not x,
-    "min": min,
-    "max": max,
-    "where": lambda c, x, y: x if c else y,
-    "abs": abs,
-    "tanh": _math.tanh,
-    "sigmoid": _sigmoid,
-    "exp": _to_power(_math.exp),
-    "exp2": _to_power(lambda x: 2.0**x),
-    "log": lambda x: _math.log(x) if x > 0 else -_math.inf,
-    "log2": lambda x: _math.log2(x) if x > 0 else -_math.inf,
-    "sqrt": _math.sqrt,
-    "sin": _math.sin,
-    "cos": _math.cos,
-    "float": float,
-    "int": int,
-}
 
 
 def nodes(expr: Any) -> Iterator[Expr]:

@@ -28,13 +28,10 @@ from typing import Any
 
 import torch
 
-from ..call.scalars import as_int
-from .math import load, maximum, minimum, where
-
-Range = tuple[Any, Any]
+from .mask_bounds import Range, checked_size, document_bounds, hull, intersection, joined, padding_bounds
+from .math import load, maximum, where
 
 FIRST_POSITION = -(2**30)  # before all queries; sums with sizes stay within int32
-MAX_SIZE = 2**30 - 1  # of a window or a prefix, likewise
 
 
 class Mask:
@@ -124,7 +121,7 @@ class SlidingWindow(Mask):
         for name in ("left", "right"):
             size = getattr(self, name)
             if size is not None:
-                object.__setattr__(self, name, _size(f"SlidingWindow: {name}", size, "an int or None"))
+                object.__setattr__(self, name, checked_size(f"SlidingWindow: {name}", size, "an int or None"))
 
     def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
         if self.left is None and self.right is None:
@@ -171,7 +168,7 @@ class PrefixLM(Mask):
             _check_integer("PrefixLM: prefix", self.prefix)
         else:
             accepted = "an int or an integer tensor (batch,)"
-            object.__setattr__(self, "prefix", _size("PrefixLM: prefix", self.prefix, accepted))
+            object.__setattr__(self, "prefix", checked_size("PrefixLM: prefix", self.prefix, accepted))
 
     def _length(self, b: Any) -> Any:
         return self.prefix if isinstance(self.prefix, int) or not hasattr(self.prefix, "ndim") else load(self.prefix, b)
@@ -225,7 +222,7 @@ class Documents(Mask):
                 f"Documents: ids must have shape (batch, seqlen) or (seqlen,), got {tuple(self.ids.shape)}"
             )
         ids = self.ids if self.ids.ndim == 2 else self.ids[None]
-        numbers, *bounds = _document_bounds(ids)
+        numbers, *bounds = document_bounds(ids)
         fields = (ids if ids.dtype != torch.int64 else numbers, *bounds)
         for name, value in zip(("ids", "first", "last", "run_start", "run_end"), fields):
             object.__setattr__(self, name, value.to(torch.int32).contiguous())
@@ -277,7 +274,7 @@ class KeyPadding(Mask):
 
     def __post_init__(self) -> None:
         check_key_padding("KeyPadding: keep", self.keep)
-        for name, value in zip(("begin", "end", "run_begin", "run_end"), _padding_bounds(self.keep)):
+        for name, value in zip(("begin", "end", "run_begin", "run_end"), padding_bounds(self.keep)):
             object.__setattr__(self, name, value.to(torch.int32))
 
     def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -319,66 +316,9 @@ def check_key_padding(name: str, keep: Any) -> None:
         raise ValueError(f"{name} must have shape (batch, seqlen_k), got {tuple(keep.shape)}")
 
 
-def _padding_bounds(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """begin, end, run_begin, run_end of :class:`KeyPadding`, (batch,); does not wait for the device."""
-    batch, seqlen = keep.shape
-    position = torch.arange(seqlen, device=keep.device).expand(batch, seqlen)
-    if seqlen == 0:
-        nothing = torch.zeros(batch, dtype=torch.int64, device=keep.device)
-        return nothing, nothing, nothing, nothing
-    end = torch.where(keep, position + 1, 0).amax(1)
-    begin = torch.minimum(torch.where(keep, position, seqlen).amin(1), end)
-    # Of each key the length of the run that ends with it.
-    run_start, _ = _runs(keep, position)
-    length, last = torch.where(keep, position - run_start + 1, 0).max(1)
-    return begin, end, last + 1 - length, last + 1
-
-
-def _size(name: str, size: Any, accepted: str) -> Any:
-    """A size as an int; sums of sizes and positions must stay within int32."""
-    size = as_int(size)
-    if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
-        raise TypeError(f"{name} must be {accepted}, got {size!r}")
-    if not 0 <= size <= MAX_SIZE:
-        raise ValueError(f"{name} must lie in 0 .. 2**30 - 1, got {size}")
-    return size
-
-
 def _check_integer(name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
         raise TypeError(f"{name} must be an integer tensor, got {tensor.dtype}")
-
-
-def _document_bounds(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of :class:`Documents` for ids (batch, seqlen), without waiting for the device: first, last, run_start, run_end.
-
-    In front of them a number for each id, as :class:`Documents` may compare instead: the position that has it first.
-    """
-    batch, seqlen = ids.shape
-    position = torch.arange(seqlen, device=ids.device).expand(batch, seqlen)
-    if seqlen == 0:
-        return position, position, position, position, position
-    run_start, run_end = _runs(ids, position)
-    # Bring equal ids together (the sort is stable, so positions ascend within an id): a run of the sorted ids then
-    # begins at the id's first position and ends at its last one.
-    order = torch.sort(ids, dim=1, stable=True).indices
-    start, end = _runs(ids.gather(1, order), position)
-    first = torch.empty_like(order).scatter_(1, order, order.gather(1, start))
-    last = torch.empty_like(order).scatter_(1, order, order.gather(1, end))
-    # The smallest `first` at or after a position, the largest `last` at or before it: bounds for any tile.
-    return first, first.flip(1).cummin(1).values.flip(1), last.cummax(1).values, run_start, run_end
-
-
-def _runs(ids: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Start and end (included) of the run of adjacent equal values around each position."""
-    seqlen = ids.shape[1]
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    ends = torch.ones_like(begins)
-    ends[:, :-1] = begins[:, 1:]
-    start = torch.where(begins, position, 0).cummax(1).values
-    end = torch.where(ends, position, seqlen - 1).flip(1).cummin(1).values.flip(1)
-    return start, end
 
 
 @dataclass(frozen=True, eq=False)
@@ -410,16 +350,16 @@ class And(Mask):
         return self.x.allows(b, h, q, k) & self.y.allows(b, h, q, k)
 
     def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
-        return _intersection(*(mask.kv_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y)))
+        return intersection(*(mask.kv_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y)))
 
     def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
-        return _intersection(*(mask.full_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y)))
+        return intersection(*(mask.full_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y)))
 
     def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
-        return _intersection(*(mask.q_range(b, h, k_lo, k_hi, seqlen_k) for mask in (self.x, self.y)))
+        return intersection(*(mask.q_range(b, h, k_lo, k_hi, seqlen_k) for mask in (self.x, self.y)))
 
     def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
-        return _intersection(*(mask.full_q_range(b, h, k_lo, k_hi, seqlen_k) for mask in (self.x, self.y)))
+        return intersection(*(mask.full_q_range(b, h, k_lo, k_hi, seqlen_k) for mask in (self.x, self.y)))
 
     def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
         self.x.check(batch, heads, seqlen_q, seqlen_k)
@@ -437,38 +377,19 @@ class Or(Mask):
         return self.x.allows(b, h, q, k) | self.y.allows(b, h, q, k)
 
     def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
-        return _hull(*(mask.kv_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y)))
+        return hull(*(mask.kv_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y)))
 
     def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
         ranges = (mask.full_range(b, h, q_lo, q_hi, seqlen_k) for mask in (self.x, self.y))
-        return _joined((0, seqlen_k), *ranges)
+        return joined((0, seqlen_k), *ranges)
 
     def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
-        return _hull(*(mask.q_range(b, h, k_lo, k_hi, seqlen_k) for mask in (self.x, self.y)))
+        return hull(*(mask.q_range(b, h, k_lo, k_hi, seqlen_k) for mask in (self.x, self.y)))
 
     def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
         ranges = (mask.full_q_range(b, h, k_lo, k_hi, seqlen_k) for mask in (self.x, self.y))
-        return _joined((FIRST_POSITION, seqlen_k), *ranges)
+        return joined((FIRST_POSITION, seqlen_k), *ranges)
 
     def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
         self.x.check(batch, heads, seqlen_q, seqlen_k)
         self.y.check(batch, heads, seqlen_q, seqlen_k)
-
-
-def _intersection(x: Range, y: Range) -> Range:
-    return maximum(x[0], y[0]), minimum(x[1], y[1])
-
-
-def _hull(x: Range, y: Range) -> Range:
-    return minimum(x[0], y[0]), maximum(x[1], y[1])
-
-
-def _joined(within: Range, x: Range, y: Range) -> Range:
-    """A range that lies in the union of two, and within a third."""
-    (x_lo, x_hi), (y_lo, y_hi) = (_intersection(each, within) for each in (x, y))
-    # Two ranges that touch are one; of two that do not, the longer counts (the other computes its mask).
-    touching = (maximum(x_lo, y_lo) <= minimum(x_hi, y_hi)) & (x_lo < x_hi) & (y_lo < y_hi)
-    x_longer = x_hi - x_lo >= y_hi - y_lo
-    lo = where(touching, minimum(x_lo, y_lo), where(x_longer, x_lo, y_lo))
-    hi = where(touching, maximum(x_hi, y_hi), where(x_longer, x_hi, y_hi))
-    return lo, hi

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from .expression import FLOAT_OPS, OPS, Expr, Operand, TensorSymbol, apply, dtype_of, symbol
+from .expression import Expr, Operand, TensorSymbol, apply, dtype_of, symbol
+from .operations import FLOAT_OPS, OPERATORS, OPS
 
 _TOKEN = re.compile(r"[()]|[^\s()]+")
 
@@ -184,23 +185,7 @@ _NUMBER: dict[torch.dtype, Callable[[Any], Any]] = {
 # Of conditions they count: True is 1.
 _ARITHMETIC = {"add", "sub", "mul", "floordiv", "mod", "min", "max", "abs", "int"}
 
-_PYTHON: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": operator.truediv,
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "and": operator.and_,
-    "or": operator.or_,
-    "not": operator.invert,
-}
+_PYTHON: dict[str, Callable[..., Any]] = {**OPERATORS, "not": operator.invert}
 
 _TORCH: dict[str, Callable[..., Any]] = {
     "min": torch.minimum,

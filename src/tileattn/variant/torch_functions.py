@@ -1,7 +1,7 @@
 """What masks and score modifications call: the functions of torch, as compositions of the few operations of kernels.
 
 ``torch.clamp(score, max=30.0)``, ``score.clamp(max=30.0)`` and ``tileattn.math.clamp(score, max=30.0)`` are one
-function here. It takes traced values and numbers. What backends must know is :data:`tileattn.variant.expression.OPS`;
+function here. It takes traced values and numbers. What backends must know is :data:`tileattn.variant.operations.OPS`;
 derivatives come from those as well, and are torch's, also where a function has a kink: 0 for ``relu`` at 0, 1 for
 ``clamp`` at its bounds.
 """
@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from .expression import OPS, Expr, apply, dtype_of
+from .expression import Expr, apply, dtype_of
+from .operations import OPS
 from .torch_methods import FUNCTIONS, TORCH_NAMES
 
 _TRACED = "a mask or score modification"

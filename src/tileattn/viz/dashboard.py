@@ -10,9 +10,10 @@ from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.compare import best_peer_ms, compare
 from tileattn.bench.peers.base import OWN
 from tileattn.bench.plot import FAINT, INK, LABELS, colours_of, legend_columns, literal
-from tileattn.bench.report import ceiling_text, human_bytes
+from tileattn.bench.report import ceiling_text
 from tileattn.bench.results import Results, Row
 from tileattn.measure.ceilings import overall
+from tileattn.measure.units import human_bytes
 from tileattn.viz.style import empty_figure, powers, titled
 
 if TYPE_CHECKING:

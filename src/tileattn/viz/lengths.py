@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.peers.base import OWN
 from tileattn.bench.plot import LABELS, Panel, by_length, colours_of, legend_columns, length_label, literal
-from tileattn.bench.report import human_bytes
 from tileattn.bench.results import Results, Row
+from tileattn.measure.units import human_bytes
 from tileattn.viz.style import empty_figure, heading, powers, titled
 
 if TYPE_CHECKING:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tileattn.call.validation import check_arguments, check_variant
+from tileattn.call.validation import check_arguments
 from tileattn.reference import RowState
 from tileattn.reference.standard import heads_first, positions, tile_scores
 from tileattn.reference.tiled import masked
 from tileattn.variant.key import normalize
+from tileattn.variant.validation import check_variant
 from tileattn.viz.checks import check_element, check_sizes, check_tile_count
 from tileattn.viz.style import (
     BLUE,

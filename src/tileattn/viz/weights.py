@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tileattn.call.validation import check_arguments, check_variant
+from tileattn.call.validation import check_arguments
 from tileattn.reference import standard_attention
 from tileattn.variant.key import normalize
+from tileattn.variant.validation import check_variant
 from tileattn.viz.checks import check_element
 from tileattn.viz.style import LIGHT, SEQUENTIAL, counted, empty_figure, heading, integer_ticks, titled
 

@@ -15,7 +15,8 @@ from tileattn.bench.problem import Problem
 from tileattn.bench.variants import user_score
 from tileattn.runtime import operators as ops
 from tileattn.runtime.dispatch import Backend, select
-from tileattn.variant.key import Operands, encode, normalize, with_alignment
+from tileattn.variant.key import Operands, encode, normalize
+from tileattn.variant.program import with_alignment
 
 
 @dataclass(frozen=True)

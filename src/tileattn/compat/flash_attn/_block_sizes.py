@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def _get_block_size_n(device: torch.device | str | int, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+def get_block_size_n(device: torch.device | str | int, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
     """Keys in a tile of the forward kernel that flash-attn 2.8 selects, which is unrelated to tileattn's tiles.
 
     tileattn's ``S_dmask`` holds probabilities, so its readers do not need the tiles.

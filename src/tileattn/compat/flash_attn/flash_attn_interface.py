@@ -13,8 +13,10 @@ from torch import Tensor
 from ...call.facts import Packed
 from ._absent import absent_names
 from ._attend import Options, Result, attend, unpacked
-from ._block_sizes import _get_block_size_n as _get_block_size_n
+from ._block_sizes import get_block_size_n
 from ._names import renamed
+
+_get_block_size_n = get_block_size_n  # under the name by which flash-attn has it
 
 _NO_WINDOW = (-1, -1)
 # With q, k and v in one tensor, one argument stands for both `_q` and `_k`: errors then name it without the suffix.

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...variant.key import Operands, encode, restore
+from ...variant.key import Operands, encode
 from ...variant.masks import Causal, Documents, KeyPadding, Mask, SlidingWindow
+from ...variant.program import restore
 from .patterns import DenseMask, ShiftedWindow
 from .symbols import Pattern, understood
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ...variant.masks import FIRST_POSITION, Mask, Range
+from ...variant.mask_bounds import Range
+from ...variant.masks import FIRST_POSITION, Mask
 from ...variant.math import load
 
 

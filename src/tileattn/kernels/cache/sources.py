@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 # Matches import statements of tileattn. They begin a line and may continue in parentheses or after a "\\". Parsing only
 # the imports takes a tenth of the time of parsing whole files (90 ms for a backward kernel's closure);
-# tests/test_sources.py checks that both find the same imports.
+# tests/kernels/cache/test_sources.py checks that both find the same imports.
 _STATEMENTS = re.compile(
     rb"^[ \t]*((?:from[ \t]+(?:\.|%b\b)|import[ \t]+[^\n]*\b%b\b)(?:[^\n(\\]|\\\n)*(?:\((?:[^)#]|#[^\n]*)*\))?)"
     % ((PACKAGE.encode(),) * 2),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...call.facts import AttentionCall
+from ...call.facts import CAUSAL, AttentionCall
 from ...variant.key import Operands
 from .compile import INSTALL, has_compiler
 from .launch import launcher
@@ -16,7 +16,6 @@ from .rungs import ACCUMULATIONS, HEAD_DIMS, LARGE_HEAD_DIMS, LAYOUTS, NAME, RUN
 from .tiles import candidates
 
 DTYPES = (torch.float16, torch.bfloat16)
-CAUSAL = "Causal()"
 # KiB of shared memory that a thread block may use, by compute capability; unknown ones count as the smallest.
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 ACCEPTED = (

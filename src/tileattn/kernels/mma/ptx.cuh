@@ -1,7 +1,7 @@
 // The instructions of sm_80 and later that the ladder is built of, each as one function; nothing else is in assembly.
 //
 // 16-bit values travel in pairs, as 32-bit words; BF16 says which kind they are. Addresses in shared memory are numbers
-// of 32 bits. tests/mma_emulator.h has the same functions for a CPU.
+// of 32 bits. tests/tools/mma_emulator.h has the same functions for a CPU.
 #ifndef TILEATTN_PTX
 #define TILEATTN_PTX
 

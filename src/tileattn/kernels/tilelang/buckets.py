@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...call.facts import AttentionCall
-from . import backend
-from .backward import launch as backward_backend
+from .backward import launch as backward_launch
+from .forward import launch as forward_launch
 from .forward.defaults import LONG, Config, default
 
 # By name: a length that the forward pass takes for the shorter sequence, and up to how many queries the backward pass
@@ -23,9 +23,9 @@ def only(bucket: str) -> Iterator[None]:
     def of_bucket(call: AttentionCall, _: int) -> Config:
         return default(call, length)
 
-    before = backend.default, backward_backend.SHORT
-    backend.default, backward_backend.SHORT = of_bucket, short  # type: ignore[assignment]
+    before = forward_launch.default, backward_launch.SHORT
+    forward_launch.default, backward_launch.SHORT = of_bucket, short  # type: ignore[assignment]
     try:
         yield
     finally:
-        backend.default, backward_backend.SHORT = before
+        forward_launch.default, backward_launch.SHORT = before

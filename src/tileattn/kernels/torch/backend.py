@@ -10,7 +10,8 @@ import torch
 from ...call.dropout import Dropout
 from ...call.facts import AttentionCall, BackwardCall, Gradients, Packed
 from ...call.fp8 import FP8, Descales, accumulator, dequantize
-from ...variant.key import Operands, restore
+from ...variant.key import Operands
+from ...variant.program import restore
 from .backward import Needs
 from .backward import backward as torch_backward
 from .forward import forward as torch_forward

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from collections.abc import Callable
 
 import torch
 
 from ...call.facts import AttentionCall, BackwardCall, Gradients
-from ...variant.key import program
+from ...variant.program import program
+from .interpreter import INTERPRET, interpreted
 
 MAX_HEAD_DIM = 256
-INTERPRET = "TRITON_INTERPRET"
 
 
 def refusal(call: AttentionCall) -> str | None:
@@ -54,11 +53,6 @@ def _refusal_call(call: AttentionCall) -> str | None:
     return None
 
 
-def interpreted() -> bool:
-    """Whether Triton interprets kernels instead of compiling them; it looks once, when it is imported."""
-    return os.environ.get(INTERPRET, "").lower() in ("1", "true", "on", "yes", "y")
-
-
 def prepare(
     call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
@@ -72,6 +66,6 @@ def prepare_backward(
     call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Callable[..., Gradients]:
     """See :class:`tileattn.runtime.dispatch.Backend`."""
-    from .forward.launch import Backward
+    from .backward.launch import Backward
 
     return Backward(call, q_shape, k_shape, scale)

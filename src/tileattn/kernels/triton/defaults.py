@@ -9,28 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from ...call.facts import AttentionCall
-from ...variant.key import CAUSAL, program
+from ...variant.key import CAUSAL
+from ...variant.program import program
 from .shared_memory import fitting, padded
-
-KERNELS = ("forward", "keys", "queries")
-
-
-class Config(NamedTuple):
-    """How a kernel is cut and compiled; names as in Triton.
-
-    ``tma``: whether tensors are copied by the hardware from descriptors, where they are aligned (sm_90 and later).
-    """
-
-    block_M: int
-    block_N: int
-    num_warps: int
-    num_stages: int
-    tma: bool = False
-    warp_specialize: bool = False
-
+from .tile_sizes import Config
 
 # By kernel, then by the larger head dim, padded; for 16 bits. They hardly spill where neither mask nor modification is
 # more than causal (docs/design.md has figures).
@@ -71,7 +55,7 @@ _AMD = {
 # Few steps, which are what takes the interpreter its time.
 _INTERPRETER = Config(64, 64, 4, 1)
 
-# float32 on NVIDIA's GPUs: six products of 16 bits each (plans.py), whose factors take registers. The fastest of those
+# float32 on NVIDIA's GPUs: six products of 16 bits each (plan.py), whose factors take registers. The fastest of those
 # measured on an H200 (benchmarks/results/triton/fp32-tiles-h200.txt; at 256 in the backward pass the fastest
 # with a bias); elsewhere small ones, without wgmma.
 _HOPPER_FLOAT32 = {
@@ -90,7 +74,7 @@ _overrides: dict[str, Config] = {}
 
 
 def default(kernel: str, call: AttentionCall, seqlen_k: int = 0) -> Config:
-    """The configuration of one of :data:`KERNELS`."""
+    """The configuration of one of :data:`.tile_sizes.KERNELS`."""
     if kernel in _overrides:
         return _overrides[kernel]
     if call.arch == "cpu":
@@ -115,11 +99,6 @@ def _float32(kernel: str, call: AttentionCall, width: int) -> Config:
         return _AMD_FLOAT32[width]
     table = _HOPPER_FLOAT32 if call.arch == "sm_90a" else _NVIDIA_FLOAT32
     return fitting(kernel, call, table[kernel][width])
-
-
-def has_descriptors(arch: str) -> bool:
-    """Whether the hardware copies from tensor descriptors."""
-    return arch.startswith("sm_") and int(arch.removeprefix("sm_").rstrip("a")) >= 90
 
 
 @contextlib.contextmanager

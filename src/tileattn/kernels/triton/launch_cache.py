@@ -7,13 +7,15 @@ kernel included, for tensors that look the same. Triton's settings (``triton.kno
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .arguments import Described
-from .defaults import Config
+from .tile_sizes import Config
 
 MOST = 64  # launches of one pass that are kept
 
@@ -97,3 +99,8 @@ def _kind(number: float) -> Any:
     if isinstance(number, int) and not -(2**31) <= number < 2**31:
         return number
     return type(number)
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

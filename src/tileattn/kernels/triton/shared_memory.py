@@ -3,20 +3,17 @@
 Triton's pipeliner treats such a load like those of K and V: it copies ahead, for which it buffers num_stages - 1 tiles,
 block_M x block_N elements each. What the tables of defaults.py leave free does not hold several tiles of float32. The
 sizes here were read off what Triton 3.6 allots on Hopper; elsewhere they are estimates, and
-tests/test_triton_compile.py sees whether what is compiled fits.
+tests/kernels/triton/test_compile.py sees whether what is compiled fits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ...call.facts import AttentionCall
 from ...variant.expression import nodes
-from ...variant.key import program
-
-if TYPE_CHECKING:
-    from .defaults import Config
+from ...variant.program import program
+from .tile_sizes import Config
 
 HOPPER_BYTES = 227 * 1024
 NVIDIA_BYTES = 99 * 1024  # on the smaller ones

@@ -13,12 +13,12 @@ from tileattn.bench.peers import PEERS, TileAttn
 from tileattn.bench.peers.base import OWN
 from tileattn.bench.peers.own import mask_of
 from tileattn.bench.plot import LABELS
-from tileattn.bench.report import human_bytes
 from tileattn.bench.results import Results, Row
 from tileattn.bench.runner import Run
 from tileattn.bench.variants import written_out
 from tileattn.measure import timing
 from tileattn.measure.profiling import current, rate_text
+from tileattn.measure.units import human_bytes
 from tileattn.viz.tiles import draw_tiles, tile_map
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from ....call.facts import BackwardCall
-from ..forward.config import CAUSAL
+from ....call.facts import CAUSAL, BackwardCall
 from .amd.config import amd_preferences, amd_queries_preferences, is_valid_amd_backward
 from .config import (
     BackwardConfig,

@@ -11,7 +11,7 @@ from typing import Any
 import tilelang.language as T
 
 from ....call.facts import AttentionCall
-from ..forward.config import padded
+from ..architecture import padded
 from . import places
 from .config import Part, store_options
 from .hopper.dq_order import COLUMNS, RegisterOrder

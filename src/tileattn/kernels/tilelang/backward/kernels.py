@@ -8,7 +8,7 @@ from typing import Any
 from tilelang.language.eager.builder import Builder
 
 from ....call.facts import BackwardCall
-from ....variant.key import program
+from ....variant.program import program
 from ..build.compile import DESCRIPTORS_IN_LOOPS, OWN_BARRIERS
 from . import finish, generic, prepare, queries
 from .amd import queries as amd

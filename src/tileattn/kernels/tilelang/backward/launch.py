@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ....call.dropout import Dropout
-from ....call.facts import SMALLEST_SCALE, BackwardCall, Gradients, Packed
+from ....call.facts import BackwardCall, Gradients, Packed
 from ....tuner.space import Space
-from ....variant.key import Operands, program
-from ..forward.config import padded
+from ....variant.key import Operands
+from ....variant.program import program
+from ...scale import scaled_first
+from ..architecture import padded
 from ..host import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
 from ..tuned import sizes_of
 from .config import BackwardConfig, read_together
@@ -45,12 +47,8 @@ def prepare_backward(
 
 def _specialised(call: BackwardCall, scale: float) -> BackwardCall:
     """The call as its kernels are compiled for it."""
-    # Hidden scores are -inf before they are scaled, as in the forward pass; with a modification (here the identity)
-    # they are scaled first.
-    if scale < SMALLEST_SCALE and program(call.forward.variant).score is None:
-        forward = dataclasses.replace(call.forward, variant=call.forward.variant + "+{score}")
-        call = dataclasses.replace(call, forward=forward)
-    return call
+    forward = scaled_first(call.forward, scale)
+    return call if forward is call.forward else dataclasses.replace(call, forward=forward)
 
 
 def backward_space(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> Space | None:

@@ -1,16 +1,16 @@
-"""Loading the compiled backward kernels; imports neither TileLang nor its compiler."""
+"""The compiled backward kernels: keys, libraries, jobs. Imports neither TileLang nor its compiler."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ....call.facts import BackwardCall
-from ....variant.key import program
-from ...cache.store import kernel_cache
-from ..forward.library import _load, _toolchain, source_digest
+from ....variant.program import program
+from ..build.library import find_or_compile, key_of, load
 from .config import read_together
 from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default
 from .hopper.config import HopperBackwardConfig
@@ -37,7 +37,7 @@ def backward_kernels(call: BackwardCall, config: MainConfig | None = None) -> Ke
         config: of the main kernel (:mod:`.space`); None takes the default.
     """
     names = kernel_names(call)
-    found = {name: _load(ensure_compiled(call, name, config))[name] for name in names}
+    found = {name: load(ensure_compiled(call, name, config))[name] for name in names}
     return Kernels(found["prepare"], found["main"], found.get("finish"), found.get("queries"))
 
 
@@ -49,13 +49,12 @@ def kernel_names(call: BackwardCall) -> tuple[str, ...]:
 def ensure_compiled(call: BackwardCall, name: str, config: MainConfig | None = None) -> Path:
     """The shared library of one of a call's kernels, compiled if the cache does not hold it."""
 
-    def build(path: Path) -> None:
-        from ..build.compile import build_library
+    def kernel() -> Any:
         from .kernels import kernel_of
 
-        build_library(kernel_of(call, name, config or default(call)), call.forward.arch, path)
+        return kernel_of(call, name, config or default(call))
 
-    return kernel_cache().find_or_build(cache_key(call, name, config), build)
+    return find_or_compile(cache_key(call, name, config), kernel, call.forward.arch)
 
 
 def cache_key(call: BackwardCall, name: str, config: MainConfig | None = None) -> str:
@@ -63,8 +62,7 @@ def cache_key(call: BackwardCall, name: str, config: MainConfig | None = None) -
 
     Only the main kernel and that for dq alone depend on the variant; the others serve any.
     """
-    facts = _facts(call, name, config or default(call))
-    return f"backward | {name} | {facts} | {source_digest('backward.kernels')} | {_toolchain()}"
+    return key_of(f"backward | {name} | {_facts(call, name, config or default(call))}", "backward.kernels")
 
 
 def _facts(call: BackwardCall, name: str, main: MainConfig) -> str:
@@ -83,3 +81,27 @@ def _facts(call: BackwardCall, name: str, main: MainConfig) -> str:
     if name == "main":
         facts += f" | dq={adds_dq(call)} {[(str(path.load), path.way) for path in paths(call)]}"
     return f"{facts} | {program(forward.variant).backward_text}"
+
+
+@dataclass(frozen=True)
+class BackwardJob:
+    """One kernel of a call's backward pass, by its name (:func:`kernel_names`).
+
+    config: of the main kernel; None is the default.
+    """
+
+    call: BackwardCall
+    name: str
+    config: MainConfig | None = None
+
+    @property
+    def key(self) -> str:
+        """Of the library in the kernel cache."""
+        return cache_key(self.call, self.name, self.config)
+
+    def compile(self) -> None:
+        """Into the cache."""
+        ensure_compiled(self.call, self.name, self.config)
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.call}"

@@ -31,7 +31,8 @@ from torch import Tensor
 from ....call.facts import BackwardCall
 from ....variant.derivative import float_loads
 from ....variant.expression import Expr, nodes
-from ....variant.key import Operands, program
+from ....variant.key import Operands
+from ....variant.program import program
 from ....variant.reading import evaluate
 
 BY_KEY, STORED, ADDED, SPREAD = "by key", "stored", "added", "spread"

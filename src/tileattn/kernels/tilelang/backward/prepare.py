@@ -16,9 +16,9 @@ from typing import Any
 import tilelang.language as T
 
 from ....call.facts import AttentionCall
-from ..forward.config import padded
-from ..forward.signature import assume_aligned
+from ..architecture import padded
 from ..tile import softmax
+from ..tile.assume import assume_aligned
 from . import places
 from .config import Part
 

@@ -16,12 +16,12 @@ from typing import Any
 import tilelang.language as T
 
 from ....call.facts import AttentionCall
-from ....variant.key import Program
-from ..forward.config import padded
-from ..forward.generic import ROWS
-from ..forward.signature import assume_aligned, assume_filled
+from ....variant.program import Program
+from ..architecture import padded
 from ..tile import dropout, softmax
+from ..tile.assume import assume_aligned, assume_filled
 from ..tile.mask import keep_uniforms
+from ..tile.softmax import ROWS
 from ..tile.variables import address_holder, holder
 from . import places, tile
 from .config import BackwardConfig, copy_options, store_options

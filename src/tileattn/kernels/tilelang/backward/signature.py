@@ -9,10 +9,10 @@ import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
 from ....call.facts import AttentionCall
-from ....variant.key import Program
-from ..forward.config import padded
-from ..forward.signature import SIZES, _operand
+from ....variant.program import Program
+from ..architecture import padded
 from ..packed.work_list import WIDTH
+from ..tile.parameters import SIZES, operand
 from .hopper.dq_order import COLUMNS
 from .operand_gradients import BY_KEY, SPREAD, STORED, Path
 
@@ -158,7 +158,7 @@ def _handed_over(p: Parameters, index: int, path: Path, traced: Program, leaving
 
 def _declare_variant(p: Parameters, arg: Any, traced: Program, side_by_side: bool = False) -> None:
     arg.seed = p.tensor("seed", [1], "int64") if p.call.dropout else None
-    arg.operands = {symbol.name: p.builder.prim_func_arg(symbol.name, _operand(symbol)) for symbol in traced.tensors}
+    arg.operands = {symbol.name: p.builder.prim_func_arg(symbol.name, operand(symbol)) for symbol in traced.tensors}
     arg.scale, arg.heads_per_kv_head = p.scalar("scale", "float"), p.scalar("heads_per_kv_head", "int")
     if side_by_side:
         arg.side_by_side = p.scalar("side_by_side", "int")

@@ -15,7 +15,7 @@ from typing import Any
 
 from ....variant.derivative import derivative
 from ....variant.expression import Expr, nodes, symbol
-from ..tile.simplify import LOG2E, _hoist, _product, _rewrite, tanh_by_exp2
+from ..tile.simplify import LOG2E, hoist, product, rewrite, tanh_by_exp2
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ def slope_program(score: Any, loads: tuple[Expr, ...], hardware_tanh: bool) -> S
     early: dict[str, Any] = {}
 
     def emitted(expr: Any, factor: float = 1.0) -> Any:
-        rewritten = _rewrite(expr) if factor == 1.0 else _product(_rewrite(expr), factor)
-        return _hoist(rewritten if hardware_tanh else tanh_by_exp2(rewritten), uniforms)
+        rewritten = rewrite(expr) if factor == 1.0 else product(rewrite(expr), factor)
+        return hoist(rewritten if hardware_tanh else tanh_by_exp2(rewritten), uniforms)
 
     def split(expr: Any) -> Factor:
         if not any(node.op == "symbol" and node.args[0] == "score" for node in nodes(expr)):

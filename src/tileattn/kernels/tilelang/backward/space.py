@@ -13,21 +13,20 @@ from dataclasses import replace
 from typing import Any
 
 from ....call.facts import AttentionCall, BackwardCall
-from ....tuner import results
 from ....tuner.space import Space
-from ..forward.candidates import OTHER_REGISTERS, SCORE_REGISTERS
-from ..forward.config import padded
-from ..tuned import Sizes, restored
+from .. import tuned
+from ..architecture import OTHER_REGISTERS, SCORE_REGISTERS, padded
+from ..tuned import Sizes
 from .amd.config import AmdBackwardConfig, amd_candidates, is_valid_amd_backward
 from .config import BackwardConfig, is_valid, kept_derivatives, read_together
 from .defaults import MainConfig, default
 from .hopper.config import HopperBackwardConfig, HopperWideConfig
+from .library import BackwardJob, kernel_names
 from .operand_gradients import paths
 
 SCHEDULES = {
     each.__name__: each for each in (BackwardConfig, AmdBackwardConfig, HopperBackwardConfig, HopperWideConfig)
 }
-MAX_PROCESSES = 16
 
 
 def fits(call: BackwardCall, config: MainConfig) -> bool:
@@ -42,9 +41,7 @@ def fits(call: BackwardCall, config: MainConfig) -> bool:
 
 def found(call: BackwardCall, sizes: Sizes) -> MainConfig | None:
     """The tuner's result for a call; None where there is none, or it is not valid (any more)."""
-    record = results.find(call.forward.arch, str(call), sizes)
-    config = None if record is None else restored(record, SCHEDULES)
-    return config if config is not None and fits(call, config) else None
+    return tuned.found(call.forward.arch, call, sizes, SCHEDULES, functools.partial(fits, call))
 
 
 def backward_space(call: BackwardCall, sizes: Sizes, prepare: Callable[[MainConfig], Callable[..., Any]]) -> Space:
@@ -55,7 +52,7 @@ def backward_space(call: BackwardCall, sizes: Sizes, prepare: Callable[[MainConf
         sizes=sizes,
         default=present,
         candidates=lambda: [config for config in candidates(call) if config != present],
-        compile=functools.partial(compiled, call),
+        compile=lambda configs: tuned.compiled(jobs(call, configs)),
         prepare=prepare,
         known=found(call, sizes) is not None,
         gradients=True,
@@ -108,23 +105,6 @@ def registers(call: AttentionCall, config: BackwardConfig, kept: int) -> int:
     return elements // config.threads + OTHER_REGISTERS + SCORE_REGISTERS * (kept > 0)
 
 
-def compiled(call: BackwardCall, configs: Sequence[MainConfig]) -> Iterator[tuple[MainConfig, str | None]]:
-    """Compiles the kernels of all configurations into the cache; see :class:`Space`."""
-    from ..build.batch import CORES, BackwardJob, compile_all
-    from .library import kernel_names
-
-    waiting: dict[MainConfig, set[str]] = {}
-    jobs: dict[str, BackwardJob] = {}
-    for config, name in itertools.product(configs, kernel_names(call)):
-        job = BackwardJob(call, name, config)
-        waiting.setdefault(config, set()).add(job.key)
-        jobs.setdefault(job.key, job)
-    errors: dict[MainConfig, str] = {}
-    for done in compile_all(list(jobs.values()), min(CORES, MAX_PROCESSES)):
-        for config, keys in list(waiting.items()):
-            if done.job.key in keys:
-                keys.remove(done.job.key)
-                if done.error is not None:
-                    errors[config] = done.error
-                if not keys:
-                    yield config, errors.get(config)
+def jobs(call: BackwardCall, configs: Sequence[MainConfig]) -> dict[MainConfig, list[BackwardJob]]:
+    """The kernels of each configuration."""
+    return {config: [BackwardJob(call, name, config) for name in kernel_names(call)] for config in configs}

@@ -1,1 +1,1 @@
-"""From a TileLang function to a library on disk: compile, nvcc, many at once."""
+"""From a TileLang function to a library on disk and a loaded one: compile, nvcc, library; batch for many at once."""

@@ -12,67 +12,24 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Protocol
 
-from ....call.facts import AttentionCall, BackwardCall
 from ...cache.store import kernel_cache
-from ..backward import library as backward_launch
-from ..backward.defaults import MainConfig
-from ..forward import library as launch
-from ..forward.defaults import Config
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@dataclass(frozen=True)
-class Job:
-    """One kernel: the forward kernel of a call, or (config None) the transposition that fp8 calls run before it."""
-
-    call: AttentionCall
-    config: Config | None
+class AnyJob(Protocol):
+    """One kernel to compile: a value, which is sent to another process."""
 
     @property
     def key(self) -> str:
         """Of the library in the kernel cache."""
-        return launch.transpose_key(self.call) if self.config is None else launch.cache_key(self.call, self.config)
+        ...
 
     def compile(self) -> None:
         """Into the cache."""
-        if self.config is None:
-            launch.ensure_transpose_compiled(self.call)
-        else:
-            launch.ensure_compiled(self.call, self.config)
-
-    def __str__(self) -> str:
-        if self.config is None:
-            return f"transpose_fp8 d{self.call.head_dim_v} {self.call.arch}"
-        return f"{self.call} {self.config}"
-
-
-@dataclass(frozen=True)
-class BackwardJob:
-    """One kernel of a call's backward pass, by its name (:func:`.backward.launch.kernel_names`).
-
-    config: of the main kernel; None is the default.
-    """
-
-    call: BackwardCall
-    name: str
-    config: MainConfig | None = None
-
-    @property
-    def key(self) -> str:
-        """Of the library in the kernel cache."""
-        return backward_launch.cache_key(self.call, self.name, self.config)
-
-    def compile(self) -> None:
-        """Into the cache."""
-        backward_launch.ensure_compiled(self.call, self.name, *(() if self.config is None else (self.config,)))
-
-    def __str__(self) -> str:
-        return f"{self.name} of {self.call}"
-
-
-AnyJob = Job | BackwardJob
+        ...
 
 
 @dataclass(frozen=True)

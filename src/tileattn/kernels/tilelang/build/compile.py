@@ -19,7 +19,7 @@ from tvm import arith, ir, runtime, tirx
 from tvm.target import Target
 from tvm.tirx import stmt_functor
 
-from ..forward.config import PRODUCER_THREADS
+from ..architecture import PRODUCER_THREADS
 from . import nvcc
 
 WARP, WARPGROUP = 32, 128

@@ -1,7 +1,7 @@
 """From the CUDA that TileLang generates to a cubin: the command that TileLang runs, with less for nvcc to read.
 
 Of the 2.6 seconds that nvcc took for a kernel, 2 went into headers. What is left out here leaves every instruction as
-it is (tests/test_nvcc.py) and takes 1 second less:
+it is (tests/kernels/tilelang/build/test_nvcc.py) and takes 1 second less:
 
 - C++17 instead of C++20, in which the same headers draw in more of the C++ library;
 - wgmma: TileLang's header defines each shape and type of it that there is, on top of two headers of CUTLASS. The kernel

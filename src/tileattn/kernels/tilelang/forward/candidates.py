@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ....call.facts import AttentionCall
-from ....variant.key import program
+from ....variant.program import program
+from ..architecture import OTHER_REGISTERS, SCORE_REGISTERS
 from .config import HopperConfig, hopper_dims, is_valid
 
-# What a consumer thread needs besides the tiles: rows' maxima and sums, addresses, a tile's coordinates; and what a
-# modification of the score computes with. With these ptxas spills none of SoftCap's or ALiBi's candidates at head dim
-# 128, and none of SoftCap's at 64.
-OTHER_REGISTERS, SCORE_REGISTERS = 32, 8
 MAX_KEYS, MIN_KEYS = 192, 64
 CLUSTER_REGISTERS = 48  # of the producer, which has more to do in a cluster; with 40 ptxas spills 12 bytes
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from ....call.facts import AttentionCall
+from ....call.facts import CAUSAL, AttentionCall
 from ....call.fp8 import FP8
 from ....variant.expression import nodes
-from ....variant.key import Program, program
+from ....variant.program import Program, program
+from ..architecture import padded
 from ..tile.simplify import is_uniform
 from . import sm90_table
 from .amd.config import AmdConfig, amd_preferences, is_valid_amd
-from .config import CAUSAL, ForwardConfig, HopperConfig, is_valid, padded
+from .config import ForwardConfig, HopperConfig, is_valid
 
 SHORT = 1024  # keys; up to here a call counts as short, with narrow heads and a mask up to twice as many
 LONG = 2 * SHORT + 1

@@ -21,51 +21,70 @@ All sizes and strides are run-time values. Limits: head dims up to 256; see ``ba
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import tilelang.language as T
 
 from ....call.facts import AttentionCall
-from ....variant.key import Program
+from ....variant.program import Program
+from ..architecture import PRODUCER_REGISTERS, padded
 from ..packed.dependent_launch import wait_for_previous
 from ..packed.tasks import find_task, of_sequence, sink_of, task_count
 from ..tile import dropout, softmax
+from ..tile.assume import assume_aligned, assume_filled
 from ..tile.expressions import Emitter
 from ..tile.mask import Score, Visibility, apply_mask, apply_score, keep_uniforms
-from .config import PRODUCER_REGISTERS, ForwardConfig, padded
-from .signature import assume_aligned, assume_filled
+from ..tile.softmax import ROWS
+from ..tile.variables import address_holder
+from .config import ForwardConfig
 
-ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
-
-
-def _has_no_producer(call: AttentionCall) -> bool:
-    """Whether all warps run the same code; else TileLang gives the copies by TMA to a warpgroup of their own."""
-    no_tma = call.arch.startswith("gfx") or call.arch in ("sm_80", "sm_86", "sm_87", "sm_89")
-    return not call.aligned or call.packed or no_tma
+if TYPE_CHECKING:
+    from .amd.config import AmdConfig
 
 
-def _variable(value: Any) -> Any:
-    """Holds an integer in a variable.
+@dataclass(frozen=True)
+class Facts:
+    """The static facts of one kernel, from which its macros choose what they emit.
 
-    The compiler inlines other values wherever they are used. Addresses that contain divisions take its prover most of
-    the time, and the kernel registers.
+    Attributes:
+        score: the score modification, or None.
+        qk_copy, v_copy: options of the copies of Q and K, and of V, to shared memory.
+        qk_product: options of Q K^T.
+        head_dim, head_dim_v: as tiles hold them.
     """
-    return T.alloc_var("int32", init=value)
+
+    call: AttentionCall
+    config: ForwardConfig | AmdConfig
+    score: Score | None
+    qk_copy: dict[str, Any]
+    v_copy: dict[str, Any]
+    qk_product: dict[str, Any]
+
+    @property
+    def head_dim(self) -> int:
+        return padded(self.call.head_dim)
+
+    @property
+    def head_dim_v(self) -> int:
+        return padded(self.call.head_dim_v)
 
 
-def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
-    """The macro that emits the kernel, given its parameters (see signature.py)."""
-    block_M, block_N = config.block_M, config.block_N
-    dtype = str(call.dtype).removeprefix("torch.")
-    head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+def facts_of(call: AttentionCall, config: ForwardConfig, traced: Program) -> Facts:
+    """The generic schedule's."""
     # TileLang 0.1.15 cannot generate a guarded copy of more than four elements at once for AMD.
     width = {"coalesced_width": 4} if call.arch.startswith("gfx") else {}
     # Tensor maps are made by the host, which does not know where sequences end.
     copy = {"disable_tma": not call.aligned or call.packed} | width
-    store = {"disable_tma": True} if call.packed else {}
+    return Facts(call, config, Score(call, traced) if traced.score is not None else None, copy, copy, {})
 
-    score = Score(call, traced) if traced.score is not None else None
-    held = _variable if _has_no_producer(call) else (lambda value: value)
+
+def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
+    """The macro that emits the kernel, given its parameters (see signature.py)."""
+    facts = facts_of(call, config, traced)
+    block_M, block_N, head_dim, head_dim_v = config.block_M, config.block_N, facts.head_dim, facts.head_dim_v
+    held = address_holder(call)
 
     def element(b, tensor=None):
         """Of o and lse, or of a tensor that may be expanded. A sequence's rows are a batch of one."""
@@ -84,19 +103,7 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
         if call.packed:
             grid = ((arg.work.shape[0] - 1) * heads,)  # of the longest list that there can be
         with T.Kernel(*grid, threads=config.threads) as block:
-            q_shared = T.alloc_shared([block_M, head_dim], dtype)
-            k_shared = T.alloc_shared([block_N, head_dim], dtype)
-            v_shared = T.alloc_shared([block_N, head_dim_v], dtype)
-            o_shared = T.alloc_shared([block_M, head_dim_v], dtype)
-            acc_s = T.alloc_fragment([block_M, block_N], "float32")
-            weights = T.alloc_fragment([block_M, block_N], dtype)
-            acc_o = T.alloc_fragment([block_M, head_dim_v], "float32")
-            m = T.alloc_fragment([block_M], "float32")
-            l = T.alloc_fragment([block_M], "float32")
-            alpha = T.alloc_fragment([block_M], "float32")
-            base = T.alloc_fragment([block_M], "float32")
-            row_sum = T.alloc_fragment([block_M], "float32")
-
+            w = alloc_tiles(facts, True)
             if config.blocks_per_sm > 1:
                 T.annotate_min_blocks_per_sm(config.blocks_per_sm)
                 T.annotate_producer_reg_dealloc(PRODUCER_REGISTERS)
@@ -129,42 +136,103 @@ def body(call: AttentionCall, config: ForwardConfig, traced: Program) -> Any:
             count = T.max(T.ceildiv(kv_hi, block_N) - first, 1)
 
             q_b, k_b, v_b = (element(b, tensor) for tensor in (arg.q, arg.k, arg.v))
-            T.copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], q_shared, **copy)
-            softmax.reset(m, l, acc_o)
-            c = arg.scale * softmax.LOG2E  # scores are scaled within the softmax's exponent
-            if traced.score is not None:
-                uniforms = score.allocate()
-                keep_uniforms(score, uniforms, emit, arg.scale, b, h)
-                c = score.log2_unit(uniforms)
-            words = dropout.of_call(call)
-            if call.dropout:
-                dropout.enter_head(words, arg, b, h)
-            for step in T.Pipelined(count, num_stages=config.num_stages):
-                k_lo = (first + step) * block_N
-                T.copy(arg.k[k_b, k_lo : k_lo + block_N, kv_h, 0:head_dim], k_shared, **copy)
-                T.gemm(q_shared, k_shared, acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
-                if traced.score is not None:
-                    apply_score(acc_s, score, uniforms, emit, arg.scale, b, h, q_lo, k_lo, block_M, block_N)
-                if (k_lo < full_lo) | (k_lo + block_N > full_hi):
-                    apply_mask(acc_s, visible, b, h, q_lo, k_lo, block_M, block_N)
-                softmax.update(acc_s, m, l, alpha, base, row_sum, c, block_M, block_N)
-                if call.dropout:
-                    dropout.enter_tile(words, row, k_lo)
-                    dropout.drop(acc_s, acc_s, words, block_M, block_N)
-                T.copy(acc_s, weights)
-                softmax.rescale(acc_o, alpha, block_M, head_dim_v)
-                T.copy(arg.v[v_b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v], v_shared, **copy)
-                T.gemm(weights, v_shared, acc_o, policy=ROWS)
+            # Q: [block_M, head_dim]
+            T.copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], w.q, **facts.qk_copy)
+            softmax.reset(w.m, w.l, w.acc_o)
+            head = enter_head(facts, arg, SimpleNamespace(b=b, h=h, emit=emit))
+            keys = SimpleNamespace(
+                b=b, h=h, row=row, q_lo=q_lo, visible=visible, k_b=k_b, v_b=v_b, kv_h=kv_h,
+                first=first, count=count, full_lo=full_lo, full_hi=full_hi,
+            )  # fmt: skip
+            add_keys(facts, arg, w, head, keys)
 
             if call.sink:
                 sink = sink_of(arg, h, k_start + seqlen_k) if call.packed else arg.sink[h]
-                softmax.add_sink(m, l, alpha, base, sink * softmax.LOG2E, c, block_M)
+                softmax.add_sink(w.m, w.l, w.alpha, w.base, sink * softmax.LOG2E, head.c, block_M)
             else:
-                T.fill(alpha, 1)
-            softmax.finish(l, base, alpha, acc_o, block_M, head_dim_v, arg.weight)
-            T.copy(acc_o, o_shared)
-            T.copy(o_shared, arg.o[element(b), row : row + block_M, h, 0:head_dim_v], **store)
+                T.fill(w.alpha, 1)
+            softmax.finish(w.l, w.base, w.alpha, w.acc_o, block_M, head_dim_v, arg.weight)
+            # O: [block_M, head_dim_v]
+            T.copy(w.acc_o, w.o)
+            store = {"disable_tma": True} if call.packed else {}
+            T.copy(w.o, arg.o[element(b), row : row + block_M, h, 0:head_dim_v], **store)
             if call.return_lse:
-                T.copy(l, arg.lse[element(b), h, row : row + block_M])
+                # lse: [block_M]
+                T.copy(w.l, arg.lse[element(b), h, row : row + block_M])
 
     return kernel
+
+
+@T.macro
+def alloc_tiles(facts, o_in_shared):
+    """A block's tiles, and a number for each of its rows of queries."""
+    block_M, block_N = facts.config.block_M, facts.config.block_N
+    head_dim, head_dim_v = facts.head_dim, facts.head_dim_v
+    dtype = str(facts.call.dtype).removeprefix("torch.")
+    q_shared = T.alloc_shared([block_M, head_dim], dtype)
+    k_shared = T.alloc_shared([block_N, head_dim], dtype)
+    v_shared = T.alloc_shared([block_N, head_dim_v], dtype)
+    o_shared = None
+    if o_in_shared:
+        o_shared = T.alloc_shared([block_M, head_dim_v], dtype)
+    acc_s = T.alloc_fragment([block_M, block_N], "float32")
+    weights = T.alloc_fragment([block_M, block_N], dtype)
+    acc_o = T.alloc_fragment([block_M, head_dim_v], "float32")
+    m = T.alloc_fragment([block_M], "float32")
+    l = T.alloc_fragment([block_M], "float32")
+    alpha = T.alloc_fragment([block_M], "float32")
+    base = T.alloc_fragment([block_M], "float32")
+    row_sum = T.alloc_fragment([block_M], "float32")
+    return SimpleNamespace(
+        q=q_shared, k=k_shared, v=v_shared, o=o_shared, acc_s=acc_s, weights=weights, acc_o=acc_o,
+        m=m, l=l, alpha=alpha, base=base, row_sum=row_sum,
+    )  # fmt: skip
+
+
+@T.macro
+def enter_head(facts, arg, task):
+    """What the scores of a head share: uniform values of a modification, and the words of dropout.
+
+    c: what the softmax multiplies scores by, within its exponent, to have powers of two.
+    """
+    c = arg.scale * softmax.LOG2E
+    uniforms = None
+    if facts.score is not None:
+        uniforms = facts.score.allocate()
+        keep_uniforms(facts.score, uniforms, task.emit, arg.scale, task.b, task.h)
+        c = facts.score.log2_unit(uniforms)
+    words = dropout.of_call(facts.call)
+    if facts.call.dropout:
+        dropout.enter_head(words, arg, task.b, task.h)
+    return SimpleNamespace(emit=task.emit, uniforms=uniforms, words=words, c=c)
+
+
+@T.macro
+def add_keys(facts, arg, w, head, keys):
+    """Adds the values of all tiles of keys that a tile of queries may see to O, and their weights to l.
+
+    ``keys``: where both lie (b, h, row, q_lo; k_b, v_b, kv_h), the tiles [first, first + count), and the keys
+    [full_lo, full_hi) that all queries see.
+    """
+    call, block_M, block_N = facts.call, facts.config.block_M, facts.config.block_N
+    for step in T.Pipelined(keys.count, num_stages=facts.config.num_stages):
+        k_lo = (keys.first + step) * block_N
+        # K: [block_N, head_dim]
+        T.copy(arg.k[keys.k_b, k_lo : k_lo + block_N, keys.kv_h, 0 : facts.head_dim], w.k, **facts.qk_copy)
+        # S = Q K^T: [block_M, block_N]
+        T.gemm(w.q, w.k, w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS, **facts.qk_product)
+        if facts.score is not None:
+            apply_score(w.acc_s, facts.score, head.uniforms, head.emit, arg.scale, keys.b, keys.h, keys.q_lo, k_lo)
+        if (k_lo < keys.full_lo) | (k_lo + block_N > keys.full_hi):
+            apply_mask(w.acc_s, keys.visible, keys.b, keys.h, keys.q_lo, k_lo)
+        softmax.update(w.acc_s, w.m, w.l, w.alpha, w.base, w.row_sum, head.c, block_M, block_N)
+        if call.dropout:
+            dropout.enter_tile(head.words, keys.row, k_lo)
+            dropout.drop(w.acc_s, w.acc_s, head.words, block_M, block_N)
+        # P: [block_M, block_N]
+        T.copy(w.acc_s, w.weights)
+        softmax.rescale(w.acc_o, w.alpha, block_M, facts.head_dim_v)
+        # V: [block_N, head_dim_v]
+        T.copy(arg.v[keys.v_b, k_lo : k_lo + block_N, keys.kv_h, 0 : facts.head_dim_v], w.v, **facts.v_copy)
+        # O += P V: [block_M, head_dim_v]
+        T.gemm(w.weights, w.v, w.acc_o, policy=ROWS)

@@ -7,12 +7,19 @@ from typing import Any
 from tilelang.language.eager.builder import Builder
 
 from ....call.facts import AttentionCall
-from ....variant.key import program
+from ....variant.program import program
 from ..build.compile import DESCRIPTORS_IN_LOOPS, OWN_BARRIERS
 from . import generic
+from .amd.config import AmdConfig
+from .amd.kernel import amd_kernel
 from .config import Config, HopperConfig
 from .hopper import kernel as hopper
 from .signature import declare
+
+
+def kernel_of(call: AttentionCall, config: Config | AmdConfig) -> Any:
+    """The TileLang function ``forward``: of the generic or the Hopper schedule, or of AMD's."""
+    return amd_kernel(call, config) if isinstance(config, AmdConfig) else forward_kernel(call, config)
 
 
 def forward_kernel(call: AttentionCall, config: Config) -> Any:

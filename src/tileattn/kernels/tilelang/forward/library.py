@@ -1,27 +1,20 @@
-"""Loading compiled kernels and calling them; imports neither TileLang nor its compiler."""
+"""The compiled forward kernels: keys, libraries, jobs. Imports neither TileLang nor its compiler."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import importlib.metadata
-import importlib.util
-import json
-import os
-import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ....call.facts import AttentionCall
 from ....call.fp8 import FP8
-from ....variant.key import program
-from ...cache.sources import digest
-from ...cache.store import kernel_cache
+from ....variant.program import program
+from ..build.library import find_or_compile, key_of, load
+from ..packed.library import ensure_plan_compiled
 from .amd.config import AmdConfig
 from .defaults import Config, default
-
-TILELANG = __package__.rpartition(".")[0]
 
 
 @functools.cache
@@ -33,7 +26,7 @@ def forward_function(call: AttentionCall, config: Config | None = None) -> Calla
         config: tile sizes; None takes the default.
     """
     path = ensure_compiled(call, config or default(call))
-    return _load(path)["forward"]
+    return load(path)["forward"]
 
 
 def ensure_compiled(call: AttentionCall, config: Config) -> Path:
@@ -42,63 +35,38 @@ def ensure_compiled(call: AttentionCall, config: Config) -> Path:
     For fp8 and packed sequences that of the kernel in front of it as well.
     """
 
-    def build(path: Path) -> None:
-        from ..build.compile import build_library
-        from .schedules import kernel_of
+    def kernel() -> Any:
+        from .kernel import kernel_of
 
-        build_library(kernel_of(call, config), call.arch, path)
+        return kernel_of(call, config)
 
     if call.dtype == FP8:
         ensure_transpose_compiled(call)
     if call.packed:
         ensure_plan_compiled(call.arch)
-    return kernel_cache().find_or_build(cache_key(call, config), build)
+    return find_or_compile(cache_key(call, config), kernel, call.arch)
 
 
 @functools.cache
 def transpose_function(call: AttentionCall) -> Callable[..., Any]:
     """The compiled kernel that lays out fp8 values for the forward kernel: ``transpose(v, transposed)``."""
-    return _load(ensure_transpose_compiled(call))["transpose"]
+    return load(ensure_transpose_compiled(call))["transpose"]
 
 
 def ensure_transpose_compiled(call: AttentionCall) -> Path:
     """The shared library of :func:`transpose_function`."""
 
-    def build(path: Path) -> None:
-        from ..build.compile import build_library
+    def kernel() -> Any:
         from .transpose_fp8 import transpose_kernel
 
-        build_library(transpose_kernel(call), call.arch, path)
+        return transpose_kernel(call)
 
-    return kernel_cache().find_or_build(transpose_key(call), build)
+    return find_or_compile(transpose_key(call), kernel, call.arch)
 
 
 def transpose_key(call: AttentionCall) -> str:
     """All that decides what the compiled transposition is: of the call, head_dim_v and the architecture alone."""
-    return f"transpose_fp8 | {call.head_dim_v} {call.arch} | {source_digest('forward.transpose_fp8')} | {_toolchain()}"
-
-
-@functools.cache
-def plan_function(arch: str) -> Callable[..., Any]:
-    """The compiled planning kernel of packed sequences (plan_kernel.py), from the cache on disk or compiled now."""
-    return _load(ensure_plan_compiled(arch))["plan"]
-
-
-def ensure_plan_compiled(arch: str) -> Path:
-    """The shared library of :func:`plan_function`."""
-
-    def build(path: Path) -> None:
-        from ..build.compile import build_library
-        from ..packed.plan_kernel import plan_kernel
-
-        build_library(plan_kernel(arch), arch, path)
-
-    return kernel_cache().find_or_build(plan_key(arch), build)
-
-
-def plan_key(arch: str) -> str:
-    """All that decides what the compiled planning kernel is: of a call, the architecture alone."""
-    return f"sequence_plan | {arch} | {source_digest('packed.plan_kernel')} | {_toolchain()}"
+    return key_of(f"transpose_fp8 | {call.head_dim_v} {call.arch}", "forward.transpose_fp8")
 
 
 def cache_key(call: AttentionCall, config: Config) -> str:
@@ -110,54 +78,29 @@ def cache_key(call: AttentionCall, config: Config) -> str:
     if call.packed:
         facts += " packed"
     text = config.kernel_text if isinstance(config, AmdConfig) else str(config)
-    source = source_digest("forward.schedules")
-    return f"forward | {facts} | {text} | {program(call.variant)} | {source} | {_toolchain()}"
+    return key_of(f"forward | {facts} | {text} | {program(call.variant)}", "forward.kernel")
 
 
-def source_digest(module: str) -> str:
-    """Of the code that generates the kernels of a module of this package, so that editing it recompiles them.
+@dataclass(frozen=True)
+class Job:
+    """One kernel: the forward kernel of a call, or (config None) the transposition that fp8 calls run before it."""
 
-    Args:
-        module: its name below this package: the one that holds the function that returns the TileLang function.
-    """
-    return digest(f"{TILELANG}.{module}", f"{TILELANG}.build.compile")
+    call: AttentionCall
+    config: Config | None
 
+    @property
+    def key(self) -> str:
+        """Of the library in the kernel cache."""
+        return transpose_key(self.call) if self.config is None else cache_key(self.call, self.config)
 
-@functools.cache
-def _toolchain() -> str:
-    """Versions of TileLang and of the CUDA toolkit (or HIP) that compile the kernels."""
-    return f"tileattn {_version('tileattn')}, tilelang {_version('tilelang')}, {_device_compiler()}"
+    def compile(self) -> None:
+        """Into the cache."""
+        if self.config is None:
+            ensure_transpose_compiled(self.call)
+        else:
+            ensure_compiled(self.call, self.config)
 
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _device_compiler() -> str:
-    """The toolkit's version file, read without starting the compiler."""
-    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or (nvcc and str(Path(nvcc).resolve().parents[1]))
-    if home and (Path(home) / "version.json").is_file():
-        versions = json.loads((Path(home) / "version.json").read_text())
-        return f"cuda {versions.get('cuda_nvcc', versions.get('cuda', {})).get('version')}"
-    return f"cuda {_version('nvidia-cuda-nvcc')}"
-
-
-@functools.cache
-def _runtime() -> Any:
-    """TVM's runtime and TileLang's additions to it (tensor maps), without TileLang's Python package."""
-    import tvm_ffi
-
-    spec = importlib.util.find_spec("tilelang")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("tilelang is not installed: pip install tilelang")
-    for name in ("libtvm_runtime.so", "libtilelang.so"):
-        ctypes.CDLL(str(Path(spec.origin).parent / "lib" / name), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
-    return tvm_ffi
-
-
-def _load(path: Path) -> Any:
-    return _runtime().load_module(str(path))
+    def __str__(self) -> str:
+        if self.config is None:
+            return f"transpose_fp8 d{self.call.head_dim_v} {self.call.arch}"
+        return f"{self.call} {self.config}"

@@ -6,15 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
-import torch
 from tilelang.language.eager.builder import Builder
 
 from ....call.facts import AttentionCall
 from ....call.fp8 import FP8
-from ....variant.key import Program
+from ....variant.program import Program
 from ..packed.work_list import WIDTH
-
-SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads")
+from ..tile.parameters import SIZES, operand
 
 
 def declare(builder: Builder, call: AttentionCall, traced: Program, persistent: bool) -> SimpleNamespace:
@@ -55,7 +53,7 @@ def declare(builder: Builder, call: AttentionCall, traced: Program, persistent: 
     sink = builder.prim_func_arg("sink", T.Tensor([s.heads], "float32")) if call.sink else None
     seed = builder.prim_func_arg("seed", T.Tensor([1], "int64")) if call.dropout else None
     work = builder.prim_func_arg("work", T.Tensor([T.dynamic("rows"), WIDTH], "int32")) if call.packed else None
-    operands = {symbol.name: builder.prim_func_arg(symbol.name, _operand(symbol)) for symbol in traced.tensors}
+    operands = {symbol.name: builder.prim_func_arg(symbol.name, operand(symbol)) for symbol in traced.tensors}
     scale = scalar("scale", "float")
     heads_per_kv_head, side_by_side = scalar("heads_per_kv_head", "int"), scalar("side_by_side", "int")
     threshold, weight = (scalar("threshold", "int"), scalar("weight", "float")) if call.dropout else (None, None)
@@ -74,34 +72,3 @@ def declare(builder: Builder, call: AttentionCall, traced: Program, persistent: 
 def transposed_values(call: AttentionCall, kv_heads: Any) -> Any:
     """The scratch tensor that holds fp8 values for the matrix units: contiguous, keys innermost (transpose_fp8.py)."""
     return T.Tensor([T.dynamic("v_batch"), kv_heads, call.head_dim_v, T.dynamic("padded_k")], "float8_e4m3fn")
-
-
-def _operand(symbol: Any) -> Any:
-    """A tensor that the variant carries: any strides; sizes of 1 are broadcast and known, the others are not.
-
-    Of an aligned one the last dimension is contiguous.
-    """
-    shape = [1 if one else T.dynamic(f"{symbol.name}_size{axis}") for axis, one in enumerate(symbol.ones)]
-    strides = [T.dynamic(f"{symbol.name}_stride{axis}", "int64") for axis in range(symbol.ndim)]
-    if symbol.aligned:
-        strides[-1] = 1
-    dtype = "uint8" if symbol.dtype is torch.bool else str(symbol.dtype).removeprefix("torch.")
-    return T.StridedTensor(shape, strides, dtype)
-
-
-def assume_filled(operands: dict[str, Any]) -> None:
-    """Tells the compiler that a variant's tensors have elements, so that it need not ask before each load."""
-    for operand in operands.values():
-        for size in getattr(operand, "shape", ()):
-            if not isinstance(size, int):
-                Builder.current().eval(T.assume(size > 0))
-
-
-def assume_aligned(*strides: Any, itemsize: int = 2) -> None:
-    """Tells the compiler that rows begin at multiples of 16 bytes, so that it copies 16 bytes at a time.
-
-    Emitted by hand: outside a macro ``T.assume`` only returns the expression.
-    """
-    for axes in strides:
-        for stride in axes[:-1]:
-            Builder.current().eval(T.assume(stride % (16 // itemsize) == 0))

@@ -8,19 +8,27 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ....call.facts import AttentionCall
 from ....tuner.space import Space
-from ....variant.key import program
+from ....variant.program import program
+from .. import tuned
+from ..architecture import ARCHITECTURES, OTHER_REGISTERS, SCORE_REGISTERS, padded
 from ..tuned import Sizes
-from .amd.config import amd_candidates
-from .candidates import CLUSTER_REGISTERS, OTHER_REGISTERS, SCORE_REGISTERS, fits_registers, hopper_candidates
-from .config import ARCHITECTURES, ForwardConfig, HopperConfig, is_valid, padded, shared_bytes
-from .defaults import SHORT, Config
+from .amd.config import AmdConfig, amd_candidates
+from .candidates import CLUSTER_REGISTERS, fits_registers, hopper_candidates
+from .config import ForwardConfig, HopperConfig, is_valid, shared_bytes
+from .defaults import SHORT, Config, fits
+from .library import Job
+
+SCHEDULES = {each.__name__: each for each in (ForwardConfig, HopperConfig, AmdConfig)}
 
 # As many as sixteen cores compile within a minute.
 MOST = 108
-# Each process imports TileLang and runs nvcc: more of them want more memory than they save time.
-MAX_PROCESSES = 16
 # Of a multiprocessor: registers of 32 bits, and warps below which its schedulers idle; and registers of a thread.
 REGISTERS, FEWEST_WARPS, MAX_REGISTERS = 65536, 4, 255
+
+
+def found(call: AttentionCall, sizes: Sizes) -> Config | None:
+    """The tuner's result for a call; None where there is none, or it is not valid (any more)."""
+    return tuned.found(call.arch, call, sizes, SCHEDULES, functools.partial(fits, call))
 
 
 def forward_space(
@@ -28,7 +36,6 @@ def forward_space(
     sizes: Sizes,
     default: Config,
     prepare: Callable[[Config], Callable[..., object]],
-    known: bool,
 ) -> Space:
     """The space of a call, of which ``prepare`` makes a function for each configuration."""
     return Space(
@@ -36,29 +43,21 @@ def forward_space(
         sizes=sizes,
         default=default,
         candidates=lambda: [config for config in candidates(call, sizes) if config != default],
-        compile=functools.partial(compiled, call),
+        compile=lambda configs: tuned.compiled(jobs(call, configs)),
         prepare=prepare,
-        known=known,
+        known=found(call, sizes) is not None,
     )
 
 
-def compiled(call: AttentionCall, configs: Sequence[Config]) -> Iterator[tuple[Config, str | None]]:
-    """Compiles the kernels of all configurations into the cache; see :class:`Space`."""
-    from ..build.batch import CORES, Job, compile_all
+def jobs(call: AttentionCall, configs: Sequence[Config]) -> dict[Config, list[Job]]:
+    """The kernel of each configuration.
 
-    by_key: dict[str, list[Config]] = {}
-    jobs = {}
-    for config in configs:
-        job = Job(call, config)
-        by_key.setdefault(job.key, []).append(config)
-        jobs.setdefault(job.key, job)
-    # The default first, with which the others are compared; then large tiles, which take longest, so that no process
-    # begins one when the others are done.
-    first, *rest = jobs.values()
-    rest.sort(key=lambda job: job.config.block_M * job.config.block_N, reverse=True)
-    for done in compile_all([first, *rest], min(CORES, MAX_PROCESSES)):
-        for config in by_key[done.job.key]:
-            yield config, done.error
+    The default first, with which the others are compared; then large tiles, which take longest, so that no process
+    begins one when the others are done.
+    """
+    first, *rest = configs
+    rest.sort(key=lambda config: config.block_M * config.block_N, reverse=True)
+    return {config: [Job(call, config)] for config in (first, *rest)}
 
 
 def candidates(call: AttentionCall, sizes: Sizes) -> list[Config]:

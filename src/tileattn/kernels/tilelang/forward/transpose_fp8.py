@@ -17,11 +17,12 @@ import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
 from ....call.facts import AttentionCall
+from ..architecture import TRANSPOSED_KEYS as KEYS
+from ..architecture import padded
 from ..build.compile import OWN_BARRIERS
 from ..tile import softmax
-from .config import TRANSPOSED_KEYS as KEYS
-from .config import padded
-from .signature import assume_aligned, transposed_values
+from ..tile.assume import assume_aligned
+from .signature import transposed_values
 
 THREADS = 128
 
@@ -50,6 +51,7 @@ def _body(head_dim_v: int) -> Any:
             k_lo = T.truncmod(block, tiles) * KEYS
             pair = T.truncdiv(block, tiles)
             b, h = T.truncdiv(pair, v.shape[2]), T.truncmod(pair, v.shape[2])
+            # [KEYS, head_dim_v]
             T.copy(v[b, k_lo : k_lo + KEYS, h, 0:head_dim_v], rows)
             T.sync_threads()
             # Neighbouring threads read neighbouring bytes of a row; each writes 16 keys of a column of V at a time.
@@ -63,6 +65,7 @@ def _body(head_dim_v: int) -> Any:
                     columns[d, j + i] = sixteen[i]
             T.fence_proxy_async()
             T.sync_threads()
+            # [head_dim_v, KEYS]
             T.copy(columns, transposed[b, h, 0:head_dim_v, k_lo : k_lo + KEYS])
 
     return kernel

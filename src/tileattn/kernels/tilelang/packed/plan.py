@@ -10,7 +10,7 @@ import torch
 
 from ....call import packed_status
 from ....call.facts import Packed
-from ..forward.library import plan_function
+from .library import plan_function
 from .work_list import LISTS, WIDTH, capacity
 
 

@@ -2,8 +2,9 @@
 
 Each element asks for the words of its group, ten rounds of Philox. In the layouts of NVIDIA's matrix units the four
 elements of a group are in one thread, in registers whose numbers are known when the loop is unrolled; there their
-groups' numbers are the same expression, and nvcc computes the words once. (tests/test_dropout_lowering.py counts the
-multiplications.) On AMD GPUs, whose layouts are others, each element computes them anew.
+groups' numbers are the same expression, and nvcc computes the words once.
+(tests/kernels/tilelang/tile/test_dropout_lowering.py counts the multiplications.) On AMD GPUs, whose layouts are
+others, each element computes them anew.
 
 What all elements of a tile share are six words in registers: of the head KEY, ROW and COLUMN, which are ``k0``, ``x0``
 and ``x1``; the threshold; the first groups of the tile's rows and keys. Numbers of 16 bits are compared in the upper

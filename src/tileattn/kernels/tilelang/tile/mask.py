@@ -54,8 +54,9 @@ def _is_causal(allows):
 
 
 @T.macro
-def apply_mask(acc_s, visible, b, h, q_lo, k_lo, block_M, block_N):
+def apply_mask(acc_s, visible, b, h, q_lo, k_lo):
     """s[i, j] = -inf where the mask forbids it."""
+    block_M, block_N = acc_s.shape
     for i, j in T.Parallel(block_M, block_N):
         acc_s[i, j] = T.if_then_else(visible.allows(b, h, q_lo + i, k_lo + j), acc_s[i, j], -T.infinity("float32"))
 
@@ -107,8 +108,9 @@ def keep_uniforms(score, registers, emit, scale, b, h):
 
 
 @T.macro
-def apply_score(acc_s, score, registers, emit, scale, b, h, q_lo, k_lo, block_M, block_N):
+def apply_score(acc_s, score, registers, emit, scale, b, h, q_lo, k_lo):
     """s[i, j] = score_mod(scale * s[i, j]), in the unit that :meth:`Score.log2_unit` tells."""
+    block_M, block_N = acc_s.shape
     for i, j in T.Parallel(block_M, block_N):
         acc_s[i, j] = T.cast(
             emit(

@@ -53,11 +53,11 @@ def score_program(score: Any, hardware_tanh: bool) -> ScoreProgram:
         score: the expression.
         hardware_tanh: whether tanh may err by 2^-11 of itself; otherwise it is exact to some 2^-22 of 1.
     """
-    rewritten, unit = _without_cap(_rewrite(score))
+    rewritten, unit = _without_cap(rewrite(score))
     if not hardware_tanh:
         rewritten, unit = tanh_by_exp2(rewritten), tanh_by_exp2(unit)
     uniforms: dict[str, Expr] = {}
-    score, unit = _hoist(rewritten, uniforms), _hoist(_times(unit, LOG2E), uniforms)
+    score, unit = hoist(rewritten, uniforms), hoist(_times(unit, LOG2E), uniforms)
     return ScoreProgram(score, tuple(uniforms.values()), unit)
 
 
@@ -92,16 +92,16 @@ def step_of_k(expr: Any) -> int | None:
 # --- Factors ---
 
 
-def _rewrite(expr: Any) -> Any:
+def rewrite(expr: Any) -> Any:
     if not isinstance(expr, Expr) or expr.op in ("size", "load"):
         return expr
     if expr.op == "symbol":
         return apply("mul", RAW, SCALE) if expr.args[0] == "score" else expr
-    args = [_rewrite(arg) for arg in expr.args]
+    args = [rewrite(arg) for arg in expr.args]
     if expr.op == "div" and is_uniform(args[1]) and not is_uniform(args[0]) and args[1] is not False:
-        return _product(args[0], _reciprocal(args[1]))
+        return product(args[0], _reciprocal(args[1]))
     if expr.op == "mul" and expr.dtype == "float" and "bool" not in map(dtype_of, args):
-        return _product(*args)
+        return product(*args)
     return apply(expr.op, *args)
 
 
@@ -111,7 +111,7 @@ def _reciprocal(x: Any) -> Any:
     return 1.0 / x if x != 0 else math.copysign(math.inf, x)
 
 
-def _product(x: Any, y: Any) -> Any:
+def product(x: Any, y: Any) -> Any:
     """x * y; if one of them is uniform, as (the varying factor) * (the uniform factors)."""
     if not is_uniform(x) and not is_uniform(y):
         return _times(x, y)
@@ -159,7 +159,7 @@ def _without_cap(expr: Any) -> tuple[Any, Any]:
     tanh, cap = expr.args
     sign = apply("where", cap < 0.0, -1.0, 1.0) if isinstance(cap, Expr) else math.copysign(1.0, cap)
     size = apply("where", abs(cap) < TINY, TINY, abs(cap)) if isinstance(cap, Expr) else max(abs(cap), TINY)
-    return apply("tanh", _product(tanh.args[0], sign)), size
+    return apply("tanh", product(tanh.args[0], sign)), size
 
 
 def tanh_by_exp2(expr: Any) -> Any:
@@ -171,7 +171,7 @@ def tanh_by_exp2(expr: Any) -> Any:
         expr, factor = expr.args[0], tanh_by_exp2(expr.args[1])
     if expr.op != "tanh":
         return apply(expr.op, *map(tanh_by_exp2, expr.args))
-    power = apply("exp2", _product(tanh_by_exp2(expr.args[0]), TWO_LOG2E))
+    power = apply("exp2", product(tanh_by_exp2(expr.args[0]), TWO_LOG2E))
     weight = apply("div", 1.0, apply("add", power, 1.0))
     return apply("sub", factor, apply("mul", weight, _times(factor, 2.0)))
 
@@ -179,7 +179,7 @@ def tanh_by_exp2(expr: Any) -> Any:
 # --- Uniform values ---
 
 
-def _hoist(expr: Any, found: dict[str, Expr]) -> Any:
+def hoist(expr: Any, found: dict[str, Expr]) -> Any:
     """`expr` with symbols in place of what is uniform and takes more than one instruction to have."""
     if not isinstance(expr, Expr) or expr.op in ("symbol", "size"):
         return expr
@@ -190,4 +190,4 @@ def _hoist(expr: Any, found: dict[str, Expr]) -> Any:
             found[text] = expr
             names.append(text)
         return Expr("symbol", (f"uniform{names.index(text)}",), expr.dtype)
-    return Expr(expr.op, tuple(_hoist(arg, found) for arg in expr.args), expr.dtype)
+    return Expr(expr.op, tuple(hoist(arg, found) for arg in expr.args), expr.dtype)

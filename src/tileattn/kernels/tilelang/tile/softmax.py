@@ -17,6 +17,7 @@ import tilelang.language as T
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
+ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
 
 
 @T.macro

@@ -9,7 +9,21 @@ import tilelang.language as T
 from tvm import tirx
 
 from ....call.facts import AttentionCall
-from ..forward.generic import _has_no_producer, _variable
+
+
+def has_no_producer(call: AttentionCall) -> bool:
+    """Whether all warps run the same code; else TileLang gives the copies by TMA to a warpgroup of their own."""
+    no_tma = call.arch.startswith("gfx") or call.arch in ("sm_80", "sm_86", "sm_87", "sm_89")
+    return not call.aligned or call.packed or no_tma
+
+
+def variable(value: Any) -> Any:
+    """Holds an integer in a variable.
+
+    The compiler inlines other values wherever they are used. Addresses that contain divisions take its prover most of
+    the time, and the kernel registers.
+    """
+    return T.alloc_var("int32", init=value)
 
 
 def holder(call: AttentionCall) -> Callable[[Any], Any]:
@@ -22,7 +36,7 @@ def holder(call: AttentionCall) -> Callable[[Any], Any]:
     A producer warpgroup may not write to variables (``compile._one_producer_warp``). There the value goes through a
     shuffle, which no pass looks through; besides, ptxas then knows it to be the same in all threads of a warp.
     """
-    return _variable if _has_no_producer(call) else _shared
+    return variable if has_no_producer(call) else _shared
 
 
 def _shared(value: Any) -> Any:
@@ -30,5 +44,5 @@ def _shared(value: Any) -> Any:
 
 
 def address_holder(call: AttentionCall) -> Callable[[Any], Any]:
-    """A function that holds a part of an address, if that is worth a variable: see :func:`_variable`."""
-    return _variable if _has_no_producer(call) else (lambda value: value)
+    """A function that holds a part of an address, if that is worth a variable: see :func:`variable`."""
+    return variable if has_no_producer(call) else (lambda value: value)

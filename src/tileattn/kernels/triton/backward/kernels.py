@@ -11,13 +11,15 @@ its own prepares them where dq is not wanted, and in float32, in which the sum o
 
 Adding up dq in the kernel for dk and dv, by atomic operations, saves two products of seven, yet took 15 to 26 % longer
 than both kernels on an H200 (benchmarks/results/triton/bwd-tiles-h200.txt).
+
+Kernels have more than ten arguments: Triton launches a kernel with each pointer and each size by itself.
 """
 
 import triton
 import triton.language as tl
 
-from ..forward.kernel import LOG2E
 from ..tile.tiles import (
+    LOG2E,
     add_product,
     last_tile_and_head,
     load_rows,
@@ -74,7 +76,7 @@ def probabilities(exponent, precision: tl.constexpr):
     """2^exponent; in float32 LIFT times that.
 
     All probabilities of a key may be next to float32's smallest numbers: of one far away, under ALiBi. A GPU's exp2 has
-    nothing below 2^-126, and the least of the three parts of a factor (plans.py) is 2^-24 of it. What is added to an
+    nothing below 2^-126, and the least of the three parts of a factor (plan.py) is 2^-24 of it. What is added to an
     exponent near 0 would cost it digits, so larger probabilities are multiplied.
     """
     if precision == "bf16x6" or precision == "ieee":

@@ -6,14 +6,25 @@ so that exp is exp2, it keeps for each row the maximum m, the sum l and the outp
     m' = max(m, max(S)),   P = exp2(S - m'),   l' = exp2(m - m') l + sum(P),   O' = exp2(m - m') O + P V
 
 Tiles that all queries see run in a loop of their own, which computes no mask.
+
+The kernel has more than ten arguments: Triton launches a kernel with each pointer and each size by itself.
 """
 
 import triton
 import triton.language as tl
 
-from ..tile.tiles import add_product, last_tile_and_head, load_tile, phases, product, store_rows, store_tile, visible
+from ..tile.tiles import (
+    LOG2E,
+    add_product,
+    last_tile_and_head,
+    load_tile,
+    phases,
+    product,
+    store_rows,
+    store_tile,
+    visible,
+)
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 

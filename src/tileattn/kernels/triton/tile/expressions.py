@@ -33,8 +33,8 @@ import torch
 from ....variant.derivative import derivative
 from ....variant.expression import Expr, dtype_of, nodes, symbol
 from ....variant.int32_range import leaves_int32
-from ....variant.key import Program, program
-from ..backward.operand_gradients import paths
+from ....variant.program import Program, program
+from .paths import paths
 
 _HEADER = """import triton
 import triton.language as tl
@@ -53,7 +53,7 @@ def functions(key: str, wanted: tuple[bool, ...] = (), exact: bool = False) -> S
 
     ``allows``, ``score``, ``kv_range``, ``full_range``, ``q_range``, ``full_q_range``; ``slope``, the derivative of the
     modified score with respect to the score; and ``slopes``, a tuple: with respect to each path that
-    ``paths`` of backward/operand_gradients.py names for the `wanted` tensors. `exact`: for results in float32.
+    ``paths`` of paths.py names for the `wanted` tensors. `exact`: for results in float32.
     """
     found = load(source(key, wanted, exact), f"variant {key!r} {wanted} {exact}")
     names = ("allows", "score", "slope", "kv_range", "full_range", "q_range", "full_q_range")

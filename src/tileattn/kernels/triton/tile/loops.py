@@ -10,8 +10,8 @@ import math
 from typing import Any, NamedTuple
 
 from ....variant.expression import Expr
-from ....variant.key import Program
 from ....variant.masks import FIRST_POSITION
+from ....variant.program import Program
 
 
 class Loops(NamedTuple):

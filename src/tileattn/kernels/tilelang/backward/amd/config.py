@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .....call.facts import AttentionCall
-from ...forward.config import ARCHITECTURES, padded
+from ...architecture import ARCHITECTURES, padded
 from ..config import BackwardConfig, is_valid
 
 

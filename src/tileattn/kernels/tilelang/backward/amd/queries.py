@@ -1,5 +1,5 @@
 """The backward pass for AMD's CDNA 3 (gfx942: MI300X): the generic schedule's kernels, with packed products and wide
-copies (see forward/amd/tensors.py). It has not run on an MI300X; see docs/mi300x.md."""
+copies (see tile/amd.py). It has not run on an MI300X; see docs/mi300x.md."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from tilelang.language.eager.builder import Builder
 
 from .....call.facts import BackwardCall
-from .....variant.key import program
-from ...forward.amd.tensors import aligned_rows, copied_by, packed
+from .....variant.program import program
+from ...tile.amd import aligned_rows, copied_by, packed
 from .. import generic, queries
 from ..config import read_together
 from ..operand_gradients import paths

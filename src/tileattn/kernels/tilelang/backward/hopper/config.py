@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from .....call.facts import AttentionCall
+from .....call.facts import CAUSAL, AttentionCall
 from .....variant.derivative import derivative
 from .....variant.expression import nodes, symbol
-from .....variant.key import program
+from .....variant.program import program
 from .....variant.tile_loads import TileLoad
-from ...forward.config import ARCHITECTURES, CAUSAL, padded
+from ...architecture import ARCHITECTURES, padded
 from ...tile.simplify import is_uniform
 from ..operand_gradients import ADDED, BY_KEY, STORED, Path
 from ..slopes import slope_program

@@ -46,14 +46,13 @@ from tilelang.language.eager.builder import Builder
 from tvm import ir
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program
-from ...forward.config import padded
-from ...forward.generic import ROWS
-from ...forward.hopper.kernel import tile_layout
-from ...forward.hopper.plan import WARP, WARPGROUP, _slices
-from ...forward.signature import assume_aligned, assume_filled
+from .....variant.program import Program
+from ...architecture import padded
 from ...tile import dropout, softmax
+from ...tile.assume import assume_aligned, assume_filled
+from ...tile.hopper import WARP, WARPGROUP, slices, tile_layout
 from ...tile.mask import keep_uniforms
+from ...tile.softmax import ROWS
 from .. import places, tile
 from ..operand_gradients import ADDED, BY_KEY, SPREAD, STORED, Path
 from ..operand_stores import add_to_elements, add_to_sums, hand_over_sums, spread, store_elements
@@ -119,7 +118,7 @@ class Plan:
 
     def alloc_barriers(self) -> dict[str, Any]:
         """All barriers, by name, in one array; see forward/hopper/plan.py."""
-        return _slices(
+        return slices(
             T.alloc_barrier,
             {
                 "kv_ready": [WARP],

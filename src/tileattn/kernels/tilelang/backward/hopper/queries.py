@@ -36,15 +36,14 @@ import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program
-from ...forward.config import padded, panel
-from ...forward.generic import ROWS
-from ...forward.hopper.kernel import tile_layout
-from ...forward.hopper.plan import WARP, WARPGROUP, _slices
-from ...forward.signature import assume_aligned, assume_filled
+from .....variant.program import Program
+from ...architecture import padded, panel
 from ...tile import dropout, softmax
+from ...tile.assume import assume_aligned, assume_filled
 from ...tile.expressions import Emitter
+from ...tile.hopper import WARP, WARPGROUP, slices, tile_layout
 from ...tile.mask import keep_uniforms
+from ...tile.softmax import ROWS
 from .. import places, tile
 from ..visible import Viewers
 from .config import CONSUMERS, HopperQueriesConfig
@@ -85,7 +84,7 @@ class Plan:
 
     def alloc_barriers(self) -> dict[str, Any]:
         """All barriers, by name, in one array; see forward/hopper/plan.py."""
-        return _slices(
+        return slices(
             T.alloc_barrier,
             {
                 "q_ready": [WARP],

@@ -42,13 +42,13 @@ import tilelang.language as T
 from tvm import ir
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program
-from ...forward.generic import ROWS
-from ...forward.hopper.plan import WARP, WARPGROUP, _slices
-from ...forward.signature import assume_aligned, assume_filled
+from .....variant.program import Program
 from ...tile import dropout, softmax
+from ...tile.assume import assume_aligned, assume_filled
 from ...tile.expressions import Emitter
+from ...tile.hopper import WARP, WARPGROUP, slices
 from ...tile.mask import keep_uniforms
+from ...tile.softmax import ROWS
 from .. import places, tile
 from ..visible import Viewers
 from .config import CONSUMERS, HopperWideConfig
@@ -100,7 +100,7 @@ class Plan:
 
         dO of odd tiles has two readers of which neither waits for the other. Of the others the last reader speaks.
         """
-        return _slices(
+        return slices(
             T.alloc_barrier,
             {
                 "kv_ready": [WARP],

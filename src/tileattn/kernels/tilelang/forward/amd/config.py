@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .....call.facts import AttentionCall
-from .....variant.key import program
-from ..config import ARCHITECTURES, padded
+from .....variant.program import program
+from ...architecture import ARCHITECTURES, padded
 
 WAVE = 64
 # Of a thread. There are as many again for accumulators, but the softmax cannot reach those: with an estimate of 304

@@ -9,7 +9,7 @@ differs is how the work is laid out:
                        together on the dies that share an L2 cache
     packed products    ``k_pack`` steps along the head dim are read from shared memory at a time
     no tile of O       in shared memory, which on this machine is small: it is stored from registers
-    wide copies        8 elements of a row at a time, for aligned tensors (see tensors.py)
+    wide copies        8 elements of a row at a time, for aligned tensors (see tile/amd.py)
 
 The k-th turn of a block takes tile ``tiles - 1 - (split + k * num_split_q)``: the last, which a causal mask makes
 longest, come first.
@@ -19,21 +19,23 @@ It has not run on an MI300X; see docs/mi300x.md. The same kernel is lowered for 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program, program
-from ...tile import dropout, softmax
+from .....variant.program import Program, program
+from ...tile import softmax
+from ...tile.amd import aligned_rows
+from ...tile.assume import assume_filled
 from ...tile.expressions import Emitter
-from ...tile.mask import Score, Visibility, apply_mask, apply_score, keep_uniforms
-from ..config import padded
-from ..generic import ROWS
-from ..signature import assume_filled, declare
+from ...tile.mask import Score, Visibility
+from ...tile.variables import variable
+from ..generic import Facts, add_keys, alloc_tiles, enter_head
+from ..signature import declare
 from .config import AmdConfig
-from .tensors import aligned_rows
 
 
 def amd_kernel(call: AttentionCall, config: AmdConfig) -> Any:
@@ -54,19 +56,13 @@ def _copy(call: AttentionCall, width: int) -> dict[str, Any]:
     return {"disable_tma": True, "coalesced_width": width if call.aligned else 1}
 
 
-def _variable(value: Any) -> Any:
-    """Held in a variable: addresses that contain divisions take the compiler's prover most of its time."""
-    return T.alloc_var("int32", init=value)
-
-
 def body(call: AttentionCall, config: AmdConfig, traced: Program) -> Any:
     """The macro that emits the kernel, given its parameters."""
-    block_M, block_N = config.block_M, config.block_N
-    dtype = str(call.dtype).removeprefix("torch.")
-    head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
-    qk_copy, v_copy = _copy(call, config.qk_coalesced_width), _copy(call, config.v_coalesced_width)
     packed = {"annotations": {"k_pack": config.k_pack}} if call.arch.startswith("gfx") and config.k_pack > 1 else {}
     score = Score(call, traced) if traced.score is not None else None
+    qk_copy, v_copy = _copy(call, config.qk_coalesced_width), _copy(call, config.v_coalesced_width)
+    facts = Facts(call, config, score, qk_copy, v_copy, packed)
+    block_M, block_N, head_dim, head_dim_v = config.block_M, config.block_N, facts.head_dim, facts.head_dim_v
 
     @T.macro
     def kernel(arg):
@@ -76,71 +72,44 @@ def body(call: AttentionCall, config: AmdConfig, traced: Program) -> Any:
         # The pairs fill the second dimension; the third takes over where there are more than it holds.
         with T.Kernel(splits, side, T.truncdiv(batch * heads, side), threads=config.threads) as (split, by, bz):
             T.use_swizzle(config.panel_size, enable=config.enable_rasterization)
-            q_shared = T.alloc_shared([block_M, head_dim], dtype)
-            k_shared = T.alloc_shared([block_N, head_dim], dtype)
-            v_shared = T.alloc_shared([block_N, head_dim_v], dtype)
-            acc_s = T.alloc_fragment([block_M, block_N], "float32")
-            weights = T.alloc_fragment([block_M, block_N], dtype)
-            acc_o = T.alloc_fragment([block_M, head_dim_v], "float32")
-            m = T.alloc_fragment([block_M], "float32")
-            l = T.alloc_fragment([block_M], "float32")
-            alpha = T.alloc_fragment([block_M], "float32")
-            base = T.alloc_fragment([block_M], "float32")
-            row_sum = T.alloc_fragment([block_M], "float32")
-
+            w = alloc_tiles(facts, False)
             assume_filled(arg.operands)
-            h = _variable(T.truncmod(bz * side + by, heads))
-            b = _variable(T.truncdiv(bz * side + by, heads))
-            kv_h = _variable(T.truncdiv(h, arg.heads_per_kv_head))
-            q_b, k_b, v_b = (_variable(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v))
+            h = variable(T.truncmod(bz * side + by, heads))
+            b = variable(T.truncdiv(bz * side + by, heads))
+            kv_h = variable(T.truncdiv(h, arg.heads_per_kv_head))
+            q_b, k_b, v_b = (variable(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v))
             emit = Emitter(arg.operands)
             visible = Visibility(traced, emit, seqlen_k)
-            c = arg.scale * softmax.LOG2E  # scores are scaled within the softmax's exponent
-            if traced.score is not None:
-                uniforms = score.allocate()
-                keep_uniforms(score, uniforms, emit, arg.scale, b, h)
-                c = score.log2_unit(uniforms)
+            head = enter_head(facts, arg, SimpleNamespace(b=b, h=h, emit=emit))
 
-            words = dropout.of_call(call)
-            if call.dropout:
-                dropout.enter_head(words, arg, b, h)
-
-            turns = _variable(T.truncdiv(tiles - split + splits - 1, splits))
+            turns = variable(T.truncdiv(tiles - split + splits - 1, splits))
             for turn in T.serial(turns):
-                row = _variable((tiles - 1 - split - turn * splits) * block_M)
+                row = variable((tiles - 1 - split - turn * splits) * block_M)
                 q_lo = row + seqlen_k - seqlen_q
                 q_hi = T.min(q_lo + block_M, seqlen_k) - 1
                 kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
                 full_lo, full_hi = visible.full_range(b, h, q_lo, q_hi)
-                first = _variable(T.truncdiv(kv_lo, block_N))
-                count = _variable(T.max(T.ceildiv(kv_hi, block_N) - first, 0))
-                T.copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], q_shared, **qk_copy)
-                softmax.reset(m, l, acc_o)
-                for step in T.Pipelined(count, num_stages=config.num_stages):
-                    k_lo = (first + step) * block_N
-                    T.copy(arg.k[k_b, k_lo : k_lo + block_N, kv_h, 0:head_dim], k_shared, **qk_copy)
-                    T.gemm(q_shared, k_shared, acc_s, transpose_B=True, clear_accum=True, policy=ROWS, **packed)
-                    if traced.score is not None:
-                        apply_score(acc_s, score, uniforms, emit, arg.scale, b, h, q_lo, k_lo, block_M, block_N)
-                    if (k_lo < full_lo) | (k_lo + block_N > full_hi):
-                        apply_mask(acc_s, visible, b, h, q_lo, k_lo, block_M, block_N)
-                    softmax.update(acc_s, m, l, alpha, base, row_sum, c, block_M, block_N)
-                    if call.dropout:
-                        dropout.enter_tile(words, row, k_lo)
-                        dropout.drop(acc_s, acc_s, words, block_M, block_N)
-                    T.copy(acc_s, weights)
-                    softmax.rescale(acc_o, alpha, block_M, head_dim_v)
-                    T.copy(arg.v[v_b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v], v_shared, **v_copy)
-                    T.gemm(weights, v_shared, acc_o, policy=ROWS)
+                first = variable(T.truncdiv(kv_lo, block_N))
+                count = variable(T.max(T.ceildiv(kv_hi, block_N) - first, 0))
+                # Q: [block_M, head_dim]
+                T.copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], w.q, **qk_copy)
+                softmax.reset(w.m, w.l, w.acc_o)
+                keys = SimpleNamespace(
+                    b=b, h=h, row=row, q_lo=q_lo, visible=visible, k_b=k_b, v_b=v_b, kv_h=kv_h,
+                    first=first, count=count, full_lo=full_lo, full_hi=full_hi,
+                )  # fmt: skip
+                add_keys(facts, arg, w, head, keys)
 
                 if call.sink:
-                    softmax.add_sink(m, l, alpha, base, arg.sink[h] * softmax.LOG2E, c, block_M)
+                    softmax.add_sink(w.m, w.l, w.alpha, w.base, arg.sink[h] * softmax.LOG2E, head.c, block_M)
                 else:
-                    T.fill(alpha, 1)
-                softmax.finish(l, base, alpha, acc_o, block_M, head_dim_v, arg.weight)
+                    T.fill(w.alpha, 1)
+                softmax.finish(w.l, w.base, w.alpha, w.acc_o, block_M, head_dim_v, arg.weight)
                 # A thread of the matrix cores holds four neighbouring columns: stored as they are.
-                T.copy(acc_o, arg.o[b, row : row + block_M, h, 0:head_dim_v], disable_tma=True)
+                # O: [block_M, head_dim_v]
+                T.copy(w.acc_o, arg.o[b, row : row + block_M, h, 0:head_dim_v], disable_tma=True)
                 if call.return_lse:
-                    T.copy(l, arg.lse[b, h, row : row + block_M])
+                    # lse: [block_M]
+                    T.copy(w.l, arg.lse[b, h, row : row + block_M])
 
     return kernel

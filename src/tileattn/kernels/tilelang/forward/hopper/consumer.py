@@ -5,8 +5,9 @@ import tilelang.language as T
 from ...packed.tasks import lse_of, sink_of
 from ...tile import dropout, softmax
 from ...tile.expressions import Emitter
+from ...tile.hopper import WARP, WARPGROUP
 from ...tile.mask import Visibility, apply_mask, apply_score, keep_uniforms
-from .plan import WARP, WARPGROUP
+from ...tile.softmax import ROWS
 from .tasks import (
     BATCH,
     BEGIN,
@@ -26,8 +27,6 @@ from .tasks import (
     sizes_of_task,
     tile_of_step,
 )
-
-ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
 
 # Named barriers: 0 is __syncthreads; each consumer warpgroup has one for its turn and one for itself.
 TURN, WITHIN = 1, 4
@@ -120,6 +119,7 @@ def end_turn(plan, w):
 
 @T.macro
 def multiply_qk(plan, w, stage):
+    # S = Q K^T: [block_M, block_N]
     if plan.config.q_in_registers:
         T.wgmma_gemm(w.q_registers, w.k[stage, :, :], w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
     else:
@@ -128,6 +128,7 @@ def multiply_qk(plan, w, stage):
 
 @T.macro
 def multiply_pv(plan, w, stage):
+    # O += P V: [block_M, head_dim_v]
     if plan.fp8 and plan.config.two_level:
         T.wgmma_gemm(w.weights, w.v[stage, :, :], w.product, transpose_B=True, clear_accum=True, policy=ROWS)
     elif plan.fp8:
@@ -149,6 +150,7 @@ def wait_for_pv(plan, w):
 @T.macro
 def keep_weights(plan, w):
     """The first operand of the next P V."""
+    # P: [block_M, block_N]
     if plan.fp8:
         softmax.to_fp8_weights(w.acc_s, w.weights, plan.block_M, plan.block_N)
     else:
@@ -159,6 +161,7 @@ def keep_weights(plan, w):
 def take_tile(plan, w, stage):
     """The copied tile to registers, under the product that makes the scores."""
     if plan.copied is not None:
+        # [block_M, block_N]
         T.copy(w.tile[stage, :, :], w.tile_registers)
 
 
@@ -181,11 +184,9 @@ def scores_to_weights(plan, arg, w, first_key, masked):
     q_lo = row + of.seqlen_k - of.seqlen_q
     c = score_unit(plan, arg, w)
     if plan.traced.score is not None:
-        apply_score(
-            w.acc_s, plan.score, w.uniforms, emit, scale_of(plan, arg, w), b, h, q_lo, k_lo, plan.block_M, plan.block_N
-        )
+        apply_score(w.acc_s, plan.score, w.uniforms, emit, scale_of(plan, arg, w), b, h, q_lo, k_lo)
     if masked:
-        apply_mask(w.acc_s, visible, b, h, q_lo, k_lo, plan.block_M, plan.block_N)
+        apply_mask(w.acc_s, visible, b, h, q_lo, k_lo)
     softmax.raise_maximum(w.acc_s, w.m, w.alpha, w.base, c, plan.block_M, plan.config.patience, plan.shift)
     release_after_maximum(plan, w, w.k_free, w.at[K_STAGE])
     release_tile(plan, w, w.at[K_STAGE])
@@ -204,10 +205,12 @@ def store(plan, arg, w):
     group = w.thread // WARPGROUP
     T.tma_store_wait(0)  # the last tile's O has left the buffer
     T.sync_threads(WITHIN + group, WARPGROUP)
+    # O: [block_M, head_dim_v]
     T.copy(w.acc_o, w.o[0 : plan.block_M, 0 : plan.head_dim_v])
     T.fence_proxy_async()
     T.sync_threads(WITHIN + group, WARPGROUP)
     for p in T.unroll(plan.head_dim_v // plan.panel):
+        # O of the warpgroup: [64, panel]
         T.tma_copy(
             w.o[group * 64 : group * 64 + 64, p * plan.panel : p * plan.panel + plan.panel],
             rows_of(
@@ -222,6 +225,7 @@ def store(plan, arg, w):
             leader_scope_threads=WARPGROUP,
         )
     if plan.call.return_lse:
+        # lse: [block_M]
         if plan.packed:
             T.copy(w.l, lse_of(arg.lse, w.task[Q_END] - w.task[Q_LEN], w.task[Q_LEN])[0, h, row : row + plan.block_M])
         else:
@@ -267,6 +271,7 @@ def attend(plan, arg, w, turn):
     T.fill(w.sums, 0)
     T.barrier_wait(w.q_ready[0], turn & 1)
     if plan.config.q_in_registers:
+        # Q: [block_M, head_dim]
         T.copy(w.q, w.q_registers)
         if plan.output_apart:
             T.barrier_arrive(w.q_free[0])
@@ -294,6 +299,7 @@ def attend(plan, arg, w, turn):
     multiply_pv(plan, w, w.at[V_STAGE])
     if plan.recalls:
         recall(plan, w, turn)
+    # l: [block_M], of sums [block_M, 4]
     T.reduce_sum(w.sums, w.l, dim=1)
     if plan.call.sink:
         sink = sink_of_task(plan, arg, w) * softmax.LOG2E

@@ -60,32 +60,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
-from tilelang.layout import (
-    make_full_bank_swizzled_layout,
-    make_half_bank_swizzled_layout,
-    make_quarter_bank_swizzled_layout,
-)
 
 from .....call.facts import AttentionCall
-from .....variant.key import Program
+from .....variant.program import Program
 from ...packed.dependent_launch import wait_for_previous
 from ...packed.ragged import with_ragged_tensors
 from ...tile import dropout, softmax
+from ...tile.assume import assume_aligned, assume_filled
+from ...tile.hopper import WARP, WARPGROUP, tile_layout
 from ..config import HopperConfig
-from ..signature import assume_aligned, assume_filled
 from .consumer import consume
-from .plan import WARP, WARPGROUP, Plan
+from .plan import Plan
 from .producer import produce
-
-
-def tile_layout(buffer: Any, row_bytes: int) -> Any:
-    """Swizzled, so that the eight rows of 16 bytes that a warp reads at a time lie in different banks.
-
-    In the widest panels of columns that divide the rows: a copy by TMA asks for one row of a panel at a time.
-    """
-    if row_bytes % 128 == 0:
-        return make_full_bank_swizzled_layout(buffer)
-    return make_half_bank_swizzled_layout(buffer) if row_bytes % 64 == 0 else make_quarter_bank_swizzled_layout(buffer)
 
 
 def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import accumulate
-from typing import Any
-
 import tilelang.language as T
 
 from .....call.facts import AttentionCall
 from .....call.fp8 import FP8
-from .....variant.key import Program
+from .....variant.program import Program
+from ...architecture import panel
+from ...tile.hopper import WARP, WARPGROUP, Barriers, slices
 from ...tile.mask import Score
-from ..config import HopperConfig, hopper_dims, panel
-
-WARP, WARPGROUP = 32, 128
+from ..config import HopperConfig, hopper_dims
 
 # A message's integers (tasks.py).
 FIELDS, PACKED_FIELDS = 8, 12
@@ -97,21 +93,5 @@ class Plan:
             "v_free": [self.cluster * self.warpgroups] * self.stages,
         }
         if self.cluster == 1:
-            return _slices(T.alloc_barrier, own | common)
-        return _slices(T.alloc_barrier, own) | _slices(T.alloc_cluster_barrier, common)
-
-
-class Barriers:
-    """Some of an array's barriers."""
-
-    def __init__(self, array: T.Buffer, first: int) -> None:
-        self._array, self._first = array, first
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._array[self._first + index]
-
-
-def _slices(alloc: Callable[[list[int]], T.Buffer], arrivals: dict[str, list[int]]) -> dict[str, Barriers]:
-    array = alloc([count for counts in arrivals.values() for count in counts])
-    firsts = accumulate([0, *map(len, arrivals.values())])
-    return {name: Barriers(array, first) for name, first in zip(arrivals, firsts, strict=False)}
+            return slices(T.alloc_barrier, own | common)
+        return slices(T.alloc_barrier, own) | slices(T.alloc_cluster_barrier, common)

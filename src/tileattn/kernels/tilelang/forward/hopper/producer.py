@@ -33,6 +33,7 @@ def load_tile(plan, arg, w, b, h, row, k_lo, n):
     of = sizes_of_task(plan, arg, w)
     first = emit(plan.copied.row, b=b, h=h, q=row + of.seqlen_k - of.seqlen_q)
     T.barrier_wait(w.tile_free[n % plan.stages], ((n // plan.stages) & 1) ^ 1)
+    # [block_M, block_N]
     T.tma_copy(
         arg.operands[plan.copied.name][(*outer, slice(first, first + plan.block_M), slice(k_lo, k_lo + plan.block_N))],
         w.tile[n % plan.stages, :, :],
@@ -65,6 +66,7 @@ def load(plan, arg, w, turn, step):
     kv_h = T.alloc_var("int32", init=T.truncdiv(h, arg.heads_per_kv_head))
     q_b, k_b, v_b = places(plan, arg, w, b)
     T.barrier_wait(w.q_free[0], (turn & 1) ^ 1)
+    # Q: [block_M, head_dim]
     T.tma_copy(rows_of(plan, arg.q, q_b, row, plan.block_M, h, slice(0, plan.head_dim)), w.q, barrier=w.q_ready[0])
     T.barrier_arrive(w.q_ready[0])
     for j in T.serial(w.task[COUNT]):
@@ -75,6 +77,7 @@ def load(plan, arg, w, turn, step):
             # end while others have none.
             w.ticket[0] = T.atomic_add(arg.tickets[0], 1, return_prev=True)
         T.barrier_wait(w.k_free[n % plan.stages], ((n // plan.stages) & 1) ^ 1)
+        # K: [block_N, head_dim]
         T.tma_copy(
             rows_of(plan, arg.k, k_b, k_lo, plan.block_N, kv_h, slice(0, plan.head_dim)),
             w.k[n % plan.stages, :, :],
@@ -88,6 +91,7 @@ def load(plan, arg, w, turn, step):
             # Before the last V, whose stage is freed later than K's: Q of the next task then follows without delay.
             announce(plan, arg, w, turn + 1, w.ticket[0] + arg.blocks // plan.cluster)
         T.barrier_wait(w.v_free[n % plan.stages], ((n // plan.stages) & 1) ^ 1)
+        # V: [block_N, head_dim_v], in fp8 [head_dim_v, block_N]
         if plan.fp8:
             T.tma_copy(
                 arg.v[v_b, kv_h, 0 : plan.head_dim_v, k_lo : k_lo + plan.block_N],

@@ -1,0 +1,74 @@
+"""The climb of the mma ladder as data: its steps, and what a measurement of them says.
+
+A step is a rung with its options. The gain of a step is its speed over the best before it, among those with the same
+accumulation: what an option gives depends on what was there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from tileattn.bench.results import Results, Row
+from tileattn.kernels.mma.backend import parse
+from tileattn.kernels.mma.rungs import ACCUMULATIONS, LAYOUTS, NAME, RUNGS, STAGES, RungOptions
+from tileattn.kernels.mma.tiles import candidates
+
+BESIDE = ("fa2", "efficient")
+TILELANG = "tilelang"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of the ladder: its name in the table, and the backend's."""
+
+    label: str
+    backend: str
+
+
+def steps(head_dim: int, dtype: str, all_tiles: bool) -> list[Step]:
+    """From the lowest rung to the highest; first in float32, then in float16 where the inputs are.
+
+    all_tiles: every candidate of the tiles, in the options that are fastest by their construction.
+    """
+    found = []
+    for acc in ACCUMULATIONS if dtype == "fp16" else ACCUMULATIONS[:1]:
+        for rung, smem, stages in product(_rungs(head_dim), LAYOUTS, STAGES):
+            options = RungOptions(rung, stages, acc, smem)
+            label = f"{rung} stages={stages} {smem} acc={acc}"
+            if not all_tiles:
+                found.append(Step(label, str(options)))
+            elif stages == STAGES[-1] and smem == LAYOUTS[-1]:
+                found += [
+                    Step(f"{rung} {tiles} acc={acc}", f"{options},tiles={tiles}")
+                    for tiles in candidates(options, head_dim)
+                ]
+    return found
+
+
+def _rungs(head_dim: int) -> tuple[str, ...]:
+    return tuple(rung for rung in RUNGS if candidates(RungOptions(rung), head_dim))
+
+
+@dataclass(frozen=True)
+class Climbed:
+    """A measured step: its gain over the best before it, None for the first and for those that are not better."""
+
+    label: str
+    row: Row
+    gain: float | None
+
+
+def climbed(measured: Results, ladder: Sequence[Step]) -> list[Climbed]:
+    """The steps in their order, with their gains."""
+    found, best = [], dict.fromkeys(ACCUMULATIONS, 0.0)
+    for step in ladder:
+        row = next((row for row in measured.rows if row.backend == step.backend), None)
+        if row is None:
+            continue
+        acc = parse(step.backend.removeprefix(f"{NAME}:")).acc
+        before = best[acc]
+        found.append(Climbed(step.label, row, row.tflops / before - 1 if 0 < before < row.tflops else None))
+        best[acc] = max(before, row.tflops)
+    return found

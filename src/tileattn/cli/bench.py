@@ -1,0 +1,253 @@
+"""`tileattn bench` and `tileattn memory`: what they take. What they do is in run_bench.py.
+
+A command has more positional arguments than other functions: one for each option that typer is to read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SHAPE, VARIANT, COMPARE, OUTPUT = "One case: its shape", "One case: its variant", "What is compared", "What is written"
+
+BENCH_EXAMPLES = (
+    "[dim]Examples[/dim]\n\n"
+    "  tileattn bench\n\n"
+    "  tileattn bench --suite fa --peers fa2,cudnn --plot speed.png\n\n"
+    "  tileattn bench --suite fa --direction bwd\n\n"
+    "  tileattn bench --batch 4 --heads 32 --kv-heads 8 --seqlen 1024,4096,16384 --head-dim 128 --causal\n\n"
+    "  tileattn bench --seqlen 16384 --mask window1024 --softcap 50 --peers flex"
+)
+MEMORY_EXAMPLES = (
+    "[dim]Examples[/dim]\n\n"
+    "  tileattn memory\n\n"
+    "  tileattn memory --seqlen 1024,8192,65536 --causal --peers eager,efficient --plot memory.png"
+)
+
+# The options of `tileattn bench`: in a signature they would hide the arguments.
+Suite = Annotated[
+    str | None,
+    typer.Option(
+        help="A named set of cases: [b]quick[/b] (default; a few shapes sized by the device), [b]fa[/b] (the "
+        "FlashAttention papers' grid), [b]variants[/b] (every mask and score modification), [b]varlen[/b] (packed "
+        "sequences), [b]fp8[/b] (fp8 beside bf16).",
+        show_default=False,
+    ),
+]
+Batch = Annotated[int | None, typer.Option(metavar="N", help="Default 1.", rich_help_panel=SHAPE)]
+Heads = Annotated[int | None, typer.Option(metavar="N", help="Heads of q. Default 8.", rich_help_panel=SHAPE)]
+KvHeads = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Heads of k and v. Default: as many as q.", rich_help_panel=SHAPE),
+]
+Seqlen = Annotated[
+    str | None,
+    typer.Option(help="Length of q; several with commas. Default 1024.", metavar="N,...", rich_help_panel=SHAPE),
+]
+SeqlenK = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Length of k and v. Default: that of q.", rich_help_panel=SHAPE),
+]
+HeadDim = Annotated[int | None, typer.Option(metavar="N", help="Default 64.", rich_help_panel=SHAPE)]
+HeadDimV = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Head dim of v. Default: that of q and k.", rich_help_panel=SHAPE),
+]
+Packing = Annotated[
+    str | None,
+    typer.Option(
+        help="Packed sequences, as many as --batch says: [b]uniform[/b], all of --seqlen, or [b]skewed[/b], "
+        "log-normal with that mean.",
+        metavar="NAME",
+        show_default=False,
+        rich_help_panel=SHAPE,
+    ),
+]
+Causal = Annotated[
+    bool, typer.Option("--causal", help="A query sees keys up to its own position.", rich_help_panel=VARIANT)
+]
+Mask = Annotated[
+    str | None,
+    typer.Option(
+        help="[b]window<L>[/b] (causal window), [b]window<L>-<R>[/b], [b]prefix<N>[/b] or [b]documents<N>[/b]; "
+        "several joined with + hold at once.",
+        rich_help_panel=VARIANT,
+    ),
+]
+Softcap = Annotated[float | None, typer.Option(help="cap * tanh(score / cap).", metavar="CAP", rich_help_panel=VARIANT)]
+Alibi = Annotated[bool, typer.Option("--alibi", help="ALiBi.", rich_help_panel=VARIANT)]
+Bias = Annotated[bool, typer.Option("--bias", help="A bias per head, q, k.", rich_help_panel=VARIANT)]
+Sink = Annotated[bool, typer.Option("--sink", help="A sink per head.", rich_help_panel=VARIANT)]
+Variant = Annotated[
+    str | None,
+    typer.Option(
+        help="The variant by its name in tables, instead of the above: [b]causal+bias-b1[/b], [b]userscore[/b], "
+        "[b]bias+dbias[/b] (with the bias's gradient).",
+        metavar="NAME",
+        show_default=False,
+        rich_help_panel=VARIANT,
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="bf16, fp16, fp32 or fp8. Default: bf16 on a GPU, fp32 on a CPU.", show_default=False),
+]
+Direction = Annotated[
+    str,
+    typer.Option(
+        help="What is measured: [b]fwd[/b]; [b]bwd[/b], the gradients of q, k and v by autograd, without the "
+        "forward; or [b]fwdbwd[/b], both."
+    ),
+]
+Device = Annotated[
+    str, typer.Option(help="cpu, cuda or cuda:N; auto takes the GPU if there is one.", rich_help_panel=COMPARE)
+]
+Backend = Annotated[
+    str | None,
+    typer.Option(help="tileattn's backend. Default: its own choice per case.", rich_help_panel=COMPARE),
+]
+Peers = Annotated[
+    str | None,
+    typer.Option(
+        help="Implementations beside tileattn, with commas: eager, sdpa (PyTorch's choice), fa2, cudnn, efficient "
+        "(SDPA's kernels), fa4, flex, tileattn-bf16 (beside fp8), tileattn-deterministic (of gradients), triton "
+        "(tileattn's), triton-tutorial (the file that TILEATTN_TRITON_TUTORIAL names); of packed sequences "
+        "fa2-varlen (PyTorch's), fa4 and tileattn-dense; or none. Default: fa2,cudnn on a GPU, sdpa,eager on a "
+        "CPU, tileattn-bf16 for fp8; fa2-varlen,fa4,tileattn-dense for packed sequences.",
+        metavar="NAME,...",
+        show_default=False,
+        rich_help_panel=COMPARE,
+    ),
+]
+Rounds = Annotated[
+    int,
+    typer.Option(metavar="N", help="Rounds of timing, all implementations in each.", rich_help_panel=COMPARE),
+]
+Json = Annotated[
+    Path | None,
+    typer.Option(
+        help="Result file. Default: a new one in ./bench-results.", show_default=False, rich_help_panel=OUTPUT
+    ),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        help="Picture: .png, .svg or .pdf. Default: beside the result file.",
+        show_default=False,
+        rich_help_panel=OUTPUT,
+    ),
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="Overwrite the files of --json and --plot.", rich_help_panel=OUTPUT)
+]
+Commit = Annotated[
+    str | None,
+    typer.Option(help="Commit to record, instead of what git says of the code.", rich_help_panel=OUTPUT),
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Only failures and the files' names.", rich_help_panel=OUTPUT)
+]
+
+
+def bench(
+    suite: Suite = None,
+    batch: Batch = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    seqlen: Seqlen = None,
+    seqlen_k: SeqlenK = None,
+    head_dim: HeadDim = None,
+    head_dim_v: HeadDimV = None,
+    packing: Packing = None,
+    causal: Causal = False,
+    mask: Mask = None,
+    softcap: Softcap = None,
+    alibi: Alibi = False,
+    bias: Bias = False,
+    sink: Sink = False,
+    variant: Variant = None,
+    dtype: Dtype = None,
+    direction: Direction = "fwd",
+    device: Device = "auto",
+    backend: Backend = None,
+    peers: Peers = None,
+    rounds: Rounds = 5,
+    json: Json = None,
+    plot: Plot = None,
+    force: Force = False,
+    commit: Commit = None,
+    quiet: Quiet = False,
+) -> None:
+    """Measure speed, memory and error of attention on this machine, beside PyTorch's own.
+
+    Without options: a few representative shapes on the GPU, or on the CPU in about a minute.
+
+    Prints a table, and saves a result file and a picture in ./bench-results.
+    """
+    from tileattn.cli import choices
+    from tileattn.cli import run_bench as command
+
+    shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, seqlen_k, head_dim, head_dim_v, packing)
+    terms = choices.VariantOptions(causal, mask, softcap, alibi, bias, sink, variant)
+    files = command.FileOptions(json, plot, force, commit, quiet)
+    where = choices.resolve_device(device)
+    chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where)
+    implementations = choices.choose_implementations(backend, peers, where, chosen)
+    raise typer.Exit(command.bench(chosen, implementations, where, rounds, files))
+
+
+def memory(
+    seqlen: Annotated[
+        str | None,
+        typer.Option(
+            help="Lengths, with commas. Default: 1024 to 131072 on a GPU, 256 to 2048 on a CPU.",
+            metavar="N,...",
+            show_default=False,
+        ),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", help="Default 1.", show_default=False)] = None,
+    heads: Annotated[int | None, typer.Option(metavar="N", help="Heads. Default 8.", show_default=False)] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(metavar="N", help="Heads of k and v. Default: as many as q.", show_default=False)
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(metavar="N", help="Default 128.", show_default=False)] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="A query sees keys up to its own position.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 on a GPU, fp32 on a CPU.", show_default=False)
+    ] = None,
+    direction: Annotated[str, typer.Option(help="What is measured: fwd or fwdbwd, forward and backward.")] = "fwdbwd",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes the GPU if there is one.")] = "auto",
+    backend: Annotated[
+        str | None, typer.Option(help="tileattn's backend. Default: its own choice.", show_default=False)
+    ] = None,
+    peers: Annotated[
+        str, typer.Option(help="Beside tileattn, as for [b]tileattn bench[/b]; or none.", metavar="NAME,...")
+    ] = "eager",
+    json: Annotated[
+        Path | None, typer.Option(help="Result file. Default: a new one in ./bench-results.", show_default=False)
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Picture: .png, .svg or .pdf. Default: beside the result file.", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the files of --json and --plot.")] = False,
+    commit: Annotated[
+        str | None, typer.Option(help="Commit to record, instead of what git says of the code.", show_default=False)
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only failures and the files' names.")] = False,
+) -> None:
+    """Measure the peak memory of forward and backward against the sequence length, beside naive attention.
+
+    Prints the table of [b]tileattn bench[/b], and saves a result file and a picture in ./bench-results.
+    """
+    from tileattn.cli import choices
+    from tileattn.cli import run_bench as command
+
+    where = choices.resolve_device(device)
+    shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, None, head_dim)
+    chosen = choices.choose_memory(shape, causal, dtype, direction, where)
+    implementations = choices.choose_implementations(backend, peers, where, chosen)
+    files = command.FileOptions(json, plot, force, commit, quiet)
+    raise typer.Exit(command.bench(chosen, implementations, where, 1, files))

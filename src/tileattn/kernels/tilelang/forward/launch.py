@@ -1,0 +1,194 @@
+"""Launches of the forward pass: which kernel a call of known sizes gets, and what the kernel is called with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import torch
+
+from ....call.dropout import Dropout
+from ....call.facts import AttentionCall
+from ....call.fp8 import FP8, Descales
+from ....tuner.space import Space
+from ....variant.key import Operands
+from ....variant.program import program
+from ...scale import scaled_first
+from ..architecture import TRANSPOSED_KEYS
+from ..host import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
+from ..tuned import sizes_of
+from .amd.config import AmdConfig
+from .config import HopperConfig
+from .defaults import Config, default
+from .library import forward_function, transpose_function
+from .packed import packed_forward
+from .queue import multiprocessors, tickets
+from .space import forward_space, found
+
+ONE_AFTER_ANOTHER_BYTES = 2**20  # of keys and values: beyond it heads run one after another where tiles cost the same
+MAX_GRID = 65535  # blocks in the grid's second and third dimension
+
+
+def prepare(
+    call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """See :class:`tileattn.runtime.dispatch.Backend`."""
+    batch, seqlen_q, heads, _ = q_shape
+    seqlen_k = k_shape[1]
+    if not call.packed and (batch == 0 or seqlen_q == 0 or seqlen_k == 0):
+        return functools.partial(
+            _without_keys, (batch, seqlen_q, heads, call.head_dim_v), (batch, heads, seqlen_q), call.out_dtype
+        )
+    call = _specialised(call, scale)
+    return prepare_with(_chosen(call, q_shape, k_shape), call, q_shape, k_shape, scale)
+
+
+def _specialised(call: AttentionCall, scale: float) -> AttentionCall:
+    """The call as its kernel is compiled for it."""
+    return dataclasses.replace(scaled_first(call, scale), needs_grad=False)
+
+
+def _chosen(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) -> Config:
+    """What the tuner has found for these sizes, else the default. Of packed sequences these are the longest."""
+    if call.packed:
+        return default(call, min(q_shape[1], k_shape[1]))
+    return found(call, sizes_of(q_shape, k_shape)) or default(call, min(q_shape[1], k_shape[1]))
+
+
+def space(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float) -> Space | None:
+    """See :class:`tileattn.runtime.dispatch.Backend`. Packed calls take their defaults."""
+    if call.packed or q_shape[0] == 0 or q_shape[1] == 0 or k_shape[1] == 0:
+        return None
+    call, sizes = _specialised(call, scale), sizes_of(q_shape, k_shape)
+    return forward_space(
+        call,
+        sizes,
+        default(call, min(q_shape[1], k_shape[1])),
+        lambda config: prepare_with(config, call, q_shape, k_shape, scale),
+    )
+
+
+def prepare_with(
+    config: Config, call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The forward pass with a given configuration; `call` is what its kernel is compiled for."""
+    batch, seqlen_q, heads, _ = q_shape
+    _, seqlen_k, kv_heads, _ = k_shape
+    if call.packed:
+        side = _heads_side_by_side(call, torch.Size((1, *q_shape[1:])), seqlen_k, kv_heads)
+        scalars = (scale, heads // kv_heads, side)
+        return packed_forward(lambda config: forward_function(call, config), config, call, heads, scalars)
+    o_shape, lse_shape = (batch, seqlen_q, heads, call.head_dim_v), (batch, heads, seqlen_q)
+    kernel = forward_function(call, config)
+    transpose = transpose_function(call) if call.dtype == FP8 else None
+    padded_k = -(-seqlen_k // TRANSPOSED_KEYS) * TRANSPOSED_KEYS
+    scalars = (scale, heads // kv_heads, _heads_side_by_side(call, q_shape, seqlen_k, kv_heads))
+    splits: tuple[int, ...] = ()
+    if isinstance(config, AmdConfig):
+        scalars = (scale, heads // kv_heads, max(d for d in divisors(batch * heads) if d <= MAX_GRID))
+        splits = (min(config.num_split_q, -(-seqlen_q // config.block_M)),)
+    persistent = isinstance(config, HopperConfig)
+    cluster = config.cluster if isinstance(config, HopperConfig) else 1
+    tasks = -(-seqlen_q // (cluster * config.block_M)) * batch * heads
+    has_arguments = bool(
+        call.dtype == FP8 or call.sink or call.dropout or (call.variant and program(call.variant).operands)
+    )
+
+    def forward(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        operands: Operands,
+        *,
+        descales: Descales | None = None,
+        dropout: Dropout | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        o = q.new_empty(o_shape, dtype=call.out_dtype)
+        lse = q.new_empty(lse_shape, dtype=torch.float32) if call.return_lse else None
+        q, k, v = one_batch(q), one_batch(k), one_batch(v)
+        outputs = (o,) if lse is None else (o, lse)
+        queue = (
+            (tickets(q.device), min(tasks, max(multiprocessors(q.device) // cluster, 1)) * cluster)
+            if persistent
+            else ()
+        )
+        if transpose is not None:
+            transposed = v.new_empty(v.shape[0], kv_heads, call.head_dim_v, padded_k)
+            transpose(v, transposed)
+            v = transposed
+        if has_arguments:
+            tensors = [as_bytes(tensor) for tensor in operands.tensors]
+            sinks = () if sink is None else (sink.detach().float(),)
+            seeds, of_pattern = pattern_arguments(dropout)
+            kernel(
+                q,
+                k,
+                v,
+                *outputs,
+                *(descales or ()),
+                *sinks,
+                *seeds,
+                *tensors,
+                *scalars,
+                *of_pattern,
+                *queue,
+                *operands.ints,
+                *operands.floats,
+                *splits,
+            )
+        else:
+            kernel(q, k, v, *outputs, *scalars, *queue, *splits)
+        return o, lse
+
+    return forward
+
+
+def _without_keys(
+    o_shape: tuple[int, ...],
+    lse_shape: tuple[int, ...],
+    out_dtype: torch.dtype,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    operands: Operands,
+    *,
+    descales: Descales | None = None,
+    dropout: Dropout | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nothing to compute: no rows, or rows that see no key."""
+    o, lse = q.new_zeros(o_shape, dtype=out_dtype), q.new_full(lse_shape, -torch.inf, dtype=torch.float32)
+    if sink is not None:
+        lse.copy_(sink[None, :, None].expand_as(lse))
+    return o, lse
+
+
+def _heads_side_by_side(call: AttentionCall, q_shape: torch.Size, seqlen_k: int, kv_heads: int) -> int:
+    """How many (batch, head) pairs to run side by side.
+
+    Tiles of equal cost run best one head after another, as far as there are enough tiles to fill the GPU: what runs
+    together reads the same keys. Under a mask tiles differ; several heads then give a choice of long tiles to begin
+    with, but their keys and values should stay in the L2 cache (measured on an H200; docs/design.md). So do several
+    heads that share a bias too large for it: what one reads is then there for the others.
+
+    A divisor of all pairs, so that the grid has no gaps, and large enough for the grid's limit in the other direction.
+    """
+    batch, seqlen_q, heads, _ = q_shape
+    pairs = batch * heads
+    bytes_per_kv_head = call.dtype.itemsize * max(seqlen_k, 1) * (call.head_dim + call.head_dim_v)
+    if program(call.variant).allows is None and _shared_bytes_per_score(call) * seqlen_q * seqlen_k <= L2_BYTES:
+        fitting = max(ONE_AFTER_ANOTHER_BYTES // bytes_per_kv_head, 1)
+    else:
+        fitting = min(max(L2_BYTES // bytes_per_kv_head, 4), 16)
+    allowed = [d for d in divisors(pairs) if pairs // d <= MAX_GRID]
+    return max((d for d in allowed if d <= fitting * (heads // kv_heads)), default=allowed[0])
+
+
+def _shared_bytes_per_score(call: AttentionCall) -> int:
+    """Of a bias of which heads or batch elements read the same tiles; else 0."""
+    copied = program(call.variant).copied_tile
+    if copied is None or (copied[0].differs_by("b") and copied[0].differs_by("h")):
+        return 0
+    return copied[1].itemsize

@@ -1,0 +1,23 @@
+"""What kernels of both passes have among their parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads")
+
+
+def operand(symbol: Any) -> Any:
+    """A tensor that the variant carries: any strides; sizes of 1 are broadcast and known, the others are not.
+
+    Of an aligned one the last dimension is contiguous.
+    """
+    shape = [1 if one else T.dynamic(f"{symbol.name}_size{axis}") for axis, one in enumerate(symbol.ones)]
+    strides = [T.dynamic(f"{symbol.name}_stride{axis}", "int64") for axis in range(symbol.ndim)]
+    if symbol.aligned:
+        strides[-1] = 1
+    dtype = "uint8" if symbol.dtype is torch.bool else str(symbol.dtype).removeprefix("torch.")
+    return T.StridedTensor(shape, strides, dtype)

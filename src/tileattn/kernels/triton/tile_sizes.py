@@ -1,0 +1,26 @@
+"""What a configuration of a kernel says: sizes of tiles, and how Triton compiles it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+KERNELS = ("forward", "keys", "queries")
+
+
+class Config(NamedTuple):
+    """How a kernel is cut and compiled; names as in Triton.
+
+    ``tma``: whether tensors are copied by the hardware from descriptors, where they are aligned (sm_90 and later).
+    """
+
+    block_M: int
+    block_N: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+    warp_specialize: bool = False
+
+
+def has_descriptors(arch: str) -> bool:
+    """Whether the hardware copies from tensor descriptors."""
+    return arch.startswith("sm_") and int(arch.removeprefix("sm_").rstrip("a")) >= 90

@@ -1,0 +1,139 @@
+"""Masks and score modifications of conformance cases, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..variant import math as tm
+from ..variant.masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
+from ..variant.scores import ALiBi, Bias, SoftCap
+from .call_arguments import AnyShape, ScoreFn
+from .tensors import Draw
+
+
+def _window(draw: Draw, shape: AnyShape) -> Mask:
+    sizes = ((0, 0), (37, 0), (16, 50), (200, 5), (3, 300))
+    return SlidingWindow(*sizes[(shape.seqlen_q + shape.seqlen_k) % len(sizes)])
+
+
+def _prefix(draw: Draw, shape: AnyShape) -> Mask:
+    return PrefixLM(shape.seqlen_k // 3)
+
+
+def _documents(draw: Draw, batch: tuple[int, ...], shape: AnyShape) -> Documents:
+    """About four documents to a sequence, of any lengths."""
+    begins = draw.integers(max(1, shape.seqlen_k // 4), *batch, shape.seqlen_k) == 0
+    return Documents(begins.cumsum(-1).to(torch.int32))
+
+
+def _padding(draw: Draw, shape: AnyShape) -> KeyPadding:
+    """On the right, on the left and, in every third batch element, between; a second one has no key at all."""
+    if draw.device.type == "meta":
+        return KeyPadding(torch.empty((shape.batch, shape.seqlen_k), dtype=torch.bool, device="meta"))
+    length = draw.integers(shape.seqlen_k + 1, shape.batch, 1)
+    length[3:4] = 0
+    places = torch.arange(shape.seqlen_k, device=draw.device)
+    kinds = [places < length, places >= length, draw.integers(3, shape.batch, shape.seqlen_k) > 0]
+    return KeyPadding(torch.stack([kinds[i % 3][i] for i in range(shape.batch)]))
+
+
+def _function(draw: Draw, shape: AnyShape) -> Mask:
+    return FunctionMask(lambda b, h, q, k: ((h % 2 == 0) & (k <= q)) | (k % 3 == b % 2))
+
+
+def _function_of_tensor(draw: Draw, shape: AnyShape) -> Mask:
+    keep = draw.integers(4, shape.seqlen_k)
+    return FunctionMask(lambda b, h, q, k: (keep[k] > 0) & (k <= q + 5))
+
+
+def _function_empty_rows(draw: Draw, shape: AnyShape) -> Mask:
+    return FunctionMask(lambda b, h, q, k: (q % 2 == 0) & (k <= q))
+
+
+MASKS: dict[str, Callable[[Draw, AnyShape], Mask | None]] = {
+    "none": lambda draw, shape: None,
+    "causal": lambda draw, shape: Causal(),
+    "window": _window,
+    "window_left": lambda draw, shape: SlidingWindow(29, None),
+    "window_right": lambda draw, shape: SlidingWindow(None, 31),
+    "prefix": _prefix,
+    "prefix_b": lambda draw, shape: PrefixLM(draw.integers(shape.seqlen_k + 1, shape.batch).to(torch.int32)),
+    "documents": lambda draw, shape: _documents(draw, (shape.batch,), shape),
+    "causal&documents": lambda draw, shape: Causal() & _documents(draw, (), shape),
+    "padding": _padding,
+    "causal&padding": lambda draw, shape: Causal() & _padding(draw, shape),
+    "prefix|window": lambda draw, shape: _prefix(draw, shape) | _window(draw, shape),
+    "function": _function,
+    "function_tensor": _function_of_tensor,
+    "function_empty_rows": _function_empty_rows,
+}
+
+
+def _bias(draw: Draw, shape: AnyShape, batch: int, heads: int, rows: int) -> ScoreFn:
+    """Rows with a gap behind them: a bias has any strides, too."""
+    return Bias(draw.normal(batch, heads, rows, shape.seqlen_k + 3)[..., : shape.seqlen_k])
+
+
+def _rows(draw: Draw, dtype: torch.dtype, begin: int, *shape: int) -> Tensor:
+    """Standard normal, in rows of a multiple of 16 elements of memory, from element `begin` on; NaN where none is."""
+    memory = torch.full((*shape[:-1], (begin + shape[-1] + 15) // 16 * 16), torch.nan, dtype=dtype, device=draw.device)
+    rows = memory[..., begin : begin + shape[-1]]
+    return rows.copy_(draw.normal(*shape))
+
+
+def _bias_in_rows(
+    draw: Draw, shape: AnyShape, batch: int, heads: int, dtype: torch.dtype = torch.float32, begin: int = 0
+) -> ScoreFn:
+    """Rows that begin at multiples of 32 bytes, or, with another `begin`, one or more elements behind."""
+    return Bias(_rows(draw, dtype, begin, batch, heads, shape.seqlen_q, shape.seqlen_k))
+
+
+def _user_in_rows(draw: Draw, shape: AnyShape) -> ScoreFn:
+    """A modification of the user's that reads a table as a bias does."""
+    table = _rows(draw, torch.float16, 0, shape.heads, shape.seqlen_q, shape.seqlen_k)
+
+    def gate(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        x = table[h, q - (table.shape[2] - table.shape[1]), k]
+        return tm.where(x > 0, tm.tanh(score), score * x)
+
+    return gate
+
+
+def _user(draw: Draw, shape: AnyShape) -> ScoreFn:
+    def shift(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score + 0.125 * (h + b) + tm.where((q - k) % 3 == 0, 0.5, -0.25)
+
+    return shift
+
+
+def _user_of_tensor(draw: Draw, shape: AnyShape) -> ScoreFn:
+    table = draw.normal(shape.heads, shape.seqlen_k)
+
+    def gate(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return tm.minimum(score, 2.0) * tm.tanh(table[h, k])
+
+    return gate
+
+
+SCORES: dict[str, Callable[[Draw, AnyShape], ScoreFn]] = {
+    "softcap": lambda draw, shape: SoftCap(2.0 if shape.seqlen_k % 2 else 30.0),
+    "alibi": lambda draw, shape: ALiBi(draw.normal(shape.heads).abs() / 16),
+    "alibi_b": lambda draw, shape: ALiBi(draw.normal(shape.batch, shape.heads).abs() / 16),
+    "bias": lambda draw, shape: _bias(draw, shape, 1, shape.heads, shape.seqlen_q),
+    "bias_1": lambda draw, shape: _bias(draw, shape, 1, 1, shape.seqlen_q),
+    "bias_b": lambda draw, shape: _bias(draw, shape, shape.batch, 1, shape.seqlen_q),
+    "bias_bh": lambda draw, shape: _bias(draw, shape, shape.batch, shape.heads, shape.seqlen_q),
+    "bias_bhk": lambda draw, shape: _bias(draw, shape, shape.batch, shape.heads, 1),
+    "bias_tiles": lambda draw, shape: _bias_in_rows(draw, shape, 1, shape.heads),
+    "bias_tiles_1": lambda draw, shape: _bias_in_rows(draw, shape, 1, 1),
+    "bias_tiles_bf16_b": lambda draw, shape: _bias_in_rows(draw, shape, shape.batch, 1, torch.bfloat16),
+    "bias_tiles_fp16_bh": lambda draw, shape: _bias_in_rows(draw, shape, shape.batch, shape.heads, torch.float16),
+    "bias_unaligned": lambda draw, shape: _bias_in_rows(draw, shape, 1, shape.heads, torch.bfloat16, 1),
+    "user_tiles_tensor": _user_in_rows,
+    "user": _user,
+    "user_tensor": _user_of_tensor,
+}

@@ -1,0 +1,93 @@
+"""Bounds of masks: of their sizes, of two ranges together, and of their tensors.
+
+A mask that holds a tensor computes bounds of it once, when it is made; its answers about tiles then read these (see
+:mod:`tileattn.masks`). Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..call.scalars import as_int
+from .math import maximum, minimum, where
+
+Range = tuple[Any, Any]
+MAX_SIZE = 2**30 - 1  # of a window or a prefix; sums with positions stay within int32
+
+
+def checked_size(name: str, size: Any, accepted: str) -> Any:
+    """A size as an int; sums of sizes and positions must stay within int32."""
+    size = as_int(size)
+    if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
+        raise TypeError(f"{name} must be {accepted}, got {size!r}")
+    if not 0 <= size <= MAX_SIZE:
+        raise ValueError(f"{name} must lie in 0 .. 2**30 - 1, got {size}")
+    return size
+
+
+def intersection(x: Range, y: Range) -> Range:
+    return maximum(x[0], y[0]), minimum(x[1], y[1])
+
+
+def hull(x: Range, y: Range) -> Range:
+    return minimum(x[0], y[0]), maximum(x[1], y[1])
+
+
+def joined(within: Range, x: Range, y: Range) -> Range:
+    """A range that lies in the union of two, and within a third."""
+    (x_lo, x_hi), (y_lo, y_hi) = (intersection(each, within) for each in (x, y))
+    # Two ranges that touch are one; of two that do not, the longer counts (the other computes its mask).
+    touching = (maximum(x_lo, y_lo) <= minimum(x_hi, y_hi)) & (x_lo < x_hi) & (y_lo < y_hi)
+    x_longer = x_hi - x_lo >= y_hi - y_lo
+    lo = where(touching, minimum(x_lo, y_lo), where(x_longer, x_lo, y_lo))
+    hi = where(touching, maximum(x_hi, y_hi), where(x_longer, x_hi, y_hi))
+    return lo, hi
+
+
+def padding_bounds(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """begin, end, run_begin, run_end of `KeyPadding`, (batch,); does not wait for the device."""
+    batch, seqlen = keep.shape
+    position = torch.arange(seqlen, device=keep.device).expand(batch, seqlen)
+    if seqlen == 0:
+        nothing = torch.zeros(batch, dtype=torch.int64, device=keep.device)
+        return nothing, nothing, nothing, nothing
+    end = torch.where(keep, position + 1, 0).amax(1)
+    begin = torch.minimum(torch.where(keep, position, seqlen).amin(1), end)
+    # Of each key the length of the run that ends with it.
+    run_start, _ = _runs(keep, position)
+    length, last = torch.where(keep, position - run_start + 1, 0).max(1)
+    return begin, end, last + 1 - length, last + 1
+
+
+def document_bounds(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """first, last, run_start, run_end of `Documents` for ids (batch, seqlen), without waiting for the device.
+
+    In front of them a number for each id, as `Documents` may compare instead: the position that has it first.
+    """
+    batch, seqlen = ids.shape
+    position = torch.arange(seqlen, device=ids.device).expand(batch, seqlen)
+    if seqlen == 0:
+        return position, position, position, position, position
+    run_start, run_end = _runs(ids, position)
+    # Bring equal ids together (the sort is stable, so positions ascend within an id): a run of the sorted ids then
+    # begins at the id's first position and ends at its last one.
+    order = torch.sort(ids, dim=1, stable=True).indices
+    start, end = _runs(ids.gather(1, order), position)
+    first = torch.empty_like(order).scatter_(1, order, order.gather(1, start))
+    last = torch.empty_like(order).scatter_(1, order, order.gather(1, end))
+    # The smallest `first` at or after a position, the largest `last` at or before it: bounds for any tile.
+    return first, first.flip(1).cummin(1).values.flip(1), last.cummax(1).values, run_start, run_end
+
+
+def _runs(ids: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Start and end (included) of the run of adjacent equal values around each position."""
+    seqlen = ids.shape[1]
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    ends = torch.ones_like(begins)
+    ends[:, :-1] = begins[:, 1:]
+    start = torch.where(begins, position, 0).cummax(1).values
+    end = torch.where(ends, position, seqlen - 1).flip(1).cummin(1).values.flip(1)
+    return start, end

@@ -1,0 +1,236 @@
+"""What a key means: the traced expressions of a variant, and the mask and modifications that it was made of.
+
+:func:`program` turns a key into expressions, for a backend to generate code from. :func:`restore` turns a key and
+operands into a mask and modifications that run on tensors. :func:`with_alignment` adds to a key what only tensors in
+memory can tell.
+
+    >>> str(program("Causal()").allows)
+    '(le k q)'
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .evaluated import call, evaluated_mask, evaluated_mods, values_of
+from .expression import Expr, TensorSymbol, symbol
+from .key import CLASSES, DTYPES, TENSOR, Operands, encode, field_names
+from .masks import FIRST_POSITION, Mask
+from .reading import evaluate, parse
+from .tile_loads import TileLoad, find, is_aligned
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a variant computes, as expressions over ``b h q k``, ``score``, the ends of tiles and its operands.
+
+    ``allows`` is None without a mask and ``score`` None without a modification. The ranges are pairs of expressions:
+    ``kv_range`` and ``full_range`` over ``q_lo q_hi seqlen_k``, ``q_range`` and ``full_q_range`` over ``k_lo k_hi
+    seqlen_k``. Operands are called ``i0 i1 ...`` (int32), ``f0 ...`` (float32) and ``t0 ...`` (tensors).
+    """
+
+    allows: Expr | bool | None
+    kv_range: tuple[Any, Any]
+    full_range: tuple[Any, Any]
+    q_range: tuple[Any, Any]
+    full_q_range: tuple[Any, Any]
+    score: Expr | float | None
+    tensors: tuple[TensorSymbol, ...]
+    ints: int
+    floats: int
+
+    @property
+    def operands(self) -> int:
+        """How many operands there are."""
+        return len(self.tensors) + self.ints + self.floats
+
+    def __str__(self) -> str:
+        """The canonical text: equal texts mean equal kernels, in any process.
+
+        Of the forward pass, that is, which does not ask for ranges of queries.
+        """
+        tensors = (f"{t.name}:{t.dtype}:{t.ones}{':aligned' * t.aligned}" for t in self.tensors)
+        operands = " ".join(tensors) + f" i{self.ints} f{self.floats}"
+        return f"{self.allows} | {self.kv_range} | {self.full_range} | {self.score} | {operands}"
+
+    @property
+    def backward_text(self) -> str:
+        """The canonical text of the backward pass, which asks for all."""
+        return f"{self} | {self.q_range} | {self.full_q_range}"
+
+    @functools.cached_property
+    def tile_loads(self) -> tuple[TileLoad, ...]:
+        """What the modification reads tile by tile, whether or not its tensor is aligned."""
+        return tuple(find(self.score))
+
+    @functools.cached_property
+    def copied_tile(self) -> tuple[TileLoad, torch.dtype] | None:
+        """The tile load whose tensor a kernel may copy by TMA, the first if there are several, and its dtype."""
+        dtypes = {tensor.name: tensor.dtype for tensor in self.tensors if tensor.aligned}
+        return next(((load, dtypes[load.name]) for load in self.tile_loads if load.name in dtypes), None)
+
+
+@functools.lru_cache(maxsize=1024)
+def program(key: str) -> Program:
+    """Traces the variant that `key` describes."""
+    reader = _Reader(key)
+    mask, mods = reader.variant()
+    b, h, q, k, score, seqlen_k = map(symbol, ("b", "h", "q", "k", "score", "seqlen_k"))
+    queries = (b, h, symbol("q_lo"), symbol("q_hi"), seqlen_k)
+    keys = (b, h, symbol("k_lo"), symbol("k_hi"), seqlen_k)
+    result: Any = score
+    for mod in mods:
+        result = mod(result, b, h, q, k)
+    return Program(
+        allows=None if mask is None else mask.allows(b, h, q, k),
+        kv_range=(0, seqlen_k) if mask is None else mask.kv_range(*queries),
+        full_range=(0, seqlen_k) if mask is None else mask.full_range(*queries),
+        q_range=(FIRST_POSITION, seqlen_k) if mask is None else mask.q_range(*keys),
+        full_q_range=(FIRST_POSITION, seqlen_k) if mask is None else mask.full_q_range(*keys),
+        score=result if mods else None,
+        tensors=tuple(reader.tensors),
+        ints=reader.ints,
+        floats=reader.floats,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _scores(key: str) -> tuple[Any, ...]:
+    """The expression of each modification by itself."""
+    _, mods = _Reader(key).variant()
+    arguments = tuple(map(symbol, ("score", "b", "h", "q", "k")))
+    return tuple(mod(*arguments) for mod in mods)
+
+
+def restore(
+    key: str, operands: Operands, dtype: torch.dtype = torch.float32
+) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
+    """The inverse of :func:`encode`: the mask and the modifications, on the operands' values.
+
+    What users wrote computes floats in `dtype` at least (float32 or float64): see :mod:`tileattn.variant.evaluated`.
+    """
+    if not operands.tensors and not operands.ints and not operands.floats:
+        return _restored_without_operands(key, dtype)
+    return _restored(key, operands, dtype)
+
+
+def _restored(key: str, operands: Operands, dtype: torch.dtype) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
+    mask, mods = _Reader(key, operands).variant()
+    values = values_of(operands)
+    return evaluated_mask(mask, program(key), values, dtype), tuple(evaluated_mods(mods, _scores(key), values, dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def _restored_without_operands(key: str, dtype: torch.dtype) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
+    return _restored(key, Operands(), dtype)
+
+
+def computed_in(
+    dtype: torch.dtype, mask: Mask | None, score_mods: Sequence[Callable[..., Any]]
+) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
+    """The same mask and modifications, computing floats in `dtype` at least."""
+    return restore(*encode(mask, score_mods), dtype)
+
+
+def with_alignment(key: str, tensors: Sequence[torch.Tensor]) -> str:
+    """The key with a mark at each tensor that is read tile by tile and is aligned for that.
+
+    Not part of :func:`encode`, for it asks for addresses, which tensors that are being traced do not have: the operator
+    adds it when it runs.
+    """
+    names = {load.name for load in program(key).tile_loads}
+    if not names:
+        return key
+    return _marked(key, tuple(f"t{i}" in names and is_aligned(tensor) for i, tensor in enumerate(tensors)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _marked(key: str, aligned: tuple[bool, ...]) -> str:
+    marks = iter(aligned)
+    return TENSOR.sub(lambda match: f"t:{match[1]}:{match[2]}{':aligned' * next(marks)}", key)
+
+
+class _Reader:
+    """Reads a key back into masks and modifications, on symbols or, where operands are given, on their values."""
+
+    def __init__(self, key: str, operands: Operands | None = None) -> None:
+        self.rest = key
+        self.operands = operands
+        self.tensors: list[TensorSymbol] = []
+        self.ints = 0
+        self.floats = 0
+
+    def variant(self) -> tuple[Any, list[Any]]:
+        mask = self._value() if self.rest and not self.rest.startswith("+") else None
+        mods = []
+        while self.rest:
+            self._take("+")
+            mods.append(self._value())
+        return mask, mods
+
+    def _take(self, text: str) -> None:
+        if not self.rest.startswith(text):
+            raise ValueError(f"variant key: expected {text!r} at {self.rest!r}")
+        self.rest = self.rest[len(text) :]
+
+    def _value(self) -> Any:
+        if match := re.match(r"(\w+)\(", self.rest):
+            return self._instance(match[1])
+        if self.rest.startswith("{"):
+            return self._function()
+        if self.rest.startswith("t:"):
+            return self._tensor()
+        kind, self.rest = self.rest[0], self.rest[1:]
+        if kind == "-":
+            return None
+        if kind == "i":
+            self.ints += 1
+            return self.operands.ints[self.ints - 1] if self.operands else symbol(f"i{self.ints - 1}")
+        self.floats += 1
+        return self.operands.floats[self.floats - 1] if self.operands else symbol(f"f{self.floats - 1}")
+
+    def _instance(self, name: str) -> Any:
+        self._take(name + "(")
+        cls = CLASSES[name]
+        instance: Any = object.__new__(cls)
+        for index, field in enumerate(field_names(cls)):
+            if index:
+                self._take(",")
+            object.__setattr__(instance, field, self._value())
+        self._take(")")
+        return instance
+
+    def _tensor(self) -> TensorSymbol | Expr | torch.Tensor:
+        match = TENSOR.match(self.rest)
+        assert match is not None
+        self.rest = self.rest[match.end() :]
+        ones = tuple(one == "1" for one in match[2])
+        tensor = TensorSymbol(f"t{len(self.tensors)}", DTYPES[match[1]], ones, aligned=match[3] is not None)
+        self.tensors.append(tensor)
+        if self.operands:
+            return self.operands.tensors[len(self.tensors) - 1]
+        return tensor if tensor.ndim else tensor.whole()
+
+    def _function(self) -> Callable[..., Any]:
+        self._take("{")
+        first = len(self.tensors)
+        # The function's own t0, t1, ... are the variant's t<first>, ..., and so are its i0, ... and f0, ...
+        values: dict[str, Any] = {}
+        counts = {"i": 0, "f": 0}
+        while match := re.match(r"(i|f);|t:", self.rest):
+            if kind := match[1]:
+                values[f"{kind}{counts[kind]}"] = self._value()
+                counts[kind] += 1
+            else:
+                self._tensor()
+            self._take(";")
+        text, self.rest = self.rest.split("}", 1)
+        tensors = {f"t{index}": tensor for index, tensor in enumerate(self.tensors[first:])}
+        expr = parse(text, tensors)
+        return functools.partial(call, evaluate(expr, values) if values else expr, {}, torch.float32)

@@ -1,0 +1,118 @@
+"""The README's example runs, and its figures are those of the result file that it names."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+import torch
+
+from tests.tools import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_example_runs() -> None:
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert code is not None
+    scope: dict[str, object] = {}
+    exec(code[1], scope)
+    assert isinstance(scope["o"], torch.Tensor)
+    assert scope["o"].isfinite().all()
+
+
+def test_the_table_is_the_result_files() -> None:
+    rows = _rows()
+    measured = {(row["case"], row["backend"]): row["tflops"] for row in rows}
+    table = re.findall(
+        r"^\| \((\d+), (\d+), (\d+)(?: over (\d+))?\), (\d+), (full|causal) "
+        r"\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([\d.]+)×",
+        README,
+        re.M,
+    )
+    assert len(table) == 7
+    for batch, seqlen, heads, kv_heads, head_dim, variant, ours, fa2, cudnn, fa4, ratio in table:
+        case = f"D{head_dim} {variant} ({batch},{seqlen},{heads}{f'/{kv_heads}' if kv_heads else ''})"
+        figures = [measured[case, backend] for backend in ("tileattn", "fa2", "cudnn", "fa4")]
+        assert [round(figure) for figure in figures] == [int(ours), int(fa2), int(cudnn), int(fa4)]
+        assert abs(figures[0] / figures[1] - float(ratio)) <= 0.01
+
+
+def test_the_totals_are_the_result_files() -> None:
+    rows = _rows()
+    ms: dict[str, dict[str, float]] = {}
+    for row in rows:
+        ms.setdefault(row["case"], {})[row["backend"]] = row["ms"]
+
+    def speed_against(peer: str) -> list[float]:
+        return [of[peer] / of["tileattn"] for of in ms.values() if peer in of]
+
+    def speed_against_best(short: bool) -> list[float]:
+        lengths = {row["case"]: row["seqlen_q"] for row in rows}
+        chosen = [of for case, of in ms.items() if (lengths[case] < 2048) == short]
+        return [min(t for name, t in of.items() if name != "tileattn") / of["tileattn"] for of in chosen]
+
+    fa2, cudnn, fa4 = speed_against("fa2"), speed_against("cudnn"), speed_against("fa4")
+    text = " ".join(README.split())
+    assert f"all {len(fa2)} rows that FA-2 runs" in text
+    # The lowest is cut, not rounded: 1.295 is no 1.30.
+    totals = f"{_geometric_mean(fa2):.2f}× (geometric mean), {math.floor(min(fa2) * 100) / 100}× to {max(fa2):.2f}×"
+    assert totals in text
+    assert f"Over all {len(cudnn)} rows the geometric mean is {_geometric_mean(cudnn):.2f}× against cuDNN" in text
+    assert f"{_geometric_mean(fa4):.2f}× against FA-4" in text
+    short, long = (_geometric_mean(speed_against_best(short)) for short in (True, False))
+    assert f"{short:.2f}× below 2048 tokens and {long:.2f}× from there on" in text
+    close = sum(ratio > 0.98 for short in (True, False) for ratio in speed_against_best(short))
+    assert f"({close} of {len(ms)} rows are ahead, or behind by less than 2 %)" in text
+
+
+def test_the_ranges_are_the_result_files() -> None:
+    """Of gradients, variants and float32: speed beside others, cut to two digits behind the point."""
+    text = " ".join(README.split())
+    flex = [_speeds(f"variants/{name}-h200.json", ["flex"]) for name in ("variants", "variants-bwd")]
+    assert [_cut(min(speeds)) for speeds in flex] == ["1.26", "1.26"]
+    assert [f"{max(speeds):.1f}" for speeds in flex] == ["3.5", "2.9"]
+    assert "at 1.26 to 3.5 times FlexAttention's speed forward, and at 1.26 to 2.9 times backward" in text
+    fa2 = _speeds("backward/fa-bwd-h200.json", ["fa2"])
+    assert f"plain attention is at {_cut(min(fa2))} to {_cut(max(fa2))} times FA-2" in text
+    best = _speeds("backward/fa-bwd-h200.json", ["fa2", "cudnn", "fa4"])
+    assert f"{_geometric_mean(best):.2f} times the best of the three in each row" in text
+    assert f"(geometric means of {len(best)} rows; {min(best):.2f} to {max(best):.2f})" in text
+    fp32 = {
+        (way, dim): _speeds(f"triton/{way}-d{dim}-causal-fp32-h200.json", ["efficient"])
+        for way in ("fwd", "bwd")
+        for dim in (64, 128)
+    }
+    forward = fp32["fwd", 64] + fp32["fwd", 128]
+    ranges = [f"{_cut(min(each))} to {_cut(max(each))}" for each in (forward, fp32["bwd", 64], fp32["bwd", 128])]
+    assert (
+        f"forward at {ranges[0]} times PyTorch's efficient kernel, gradients at {ranges[1]} and {ranges[2]} times"
+        in text
+    )
+
+
+def _speeds(name: str, peers: list[str]) -> list[float]:
+    """tileattn's speed beside the fastest of these, in each row that one of them runs."""
+    ms: dict[str, dict[str, float]] = {}
+    for row in json.loads((ROOT / "benchmarks/results" / name).read_text())["rows"]:
+        ms.setdefault(row["case"], {})[row["backend"]] = row["ms"]
+    beside = [([of[peer] for peer in peers if peer in of], of["tileattn"]) for of in ms.values()]
+    return [min(theirs) / ours for theirs, ours in beside if theirs]
+
+
+def _cut(ratio: float) -> str:
+    return f"{math.floor(ratio * 100) / 100:.2f}"
+
+
+def _rows() -> list[dict[str, Any]]:
+    """Of the result file that the README names."""
+    name = re.search(r"\((benchmarks/results/[^)]*\.json)\)", README)
+    assert name is not None
+    rows: list[dict[str, Any]] = json.loads((ROOT / name[1]).read_text())["rows"]
+    return rows
+
+
+def _geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))

@@ -1,0 +1,224 @@
+"""The site: every line of code that a page includes is there, its links lead somewhere, and its examples run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import tileattn.reference
+import tileattn.testing
+from tests.tools import ROOT
+from tileattn.cli.info import Example
+from tileattn.measure import profiling
+from tileattn.runtime.dispatch import BACKENDS
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+
+
+def hook(name: str) -> ModuleType:
+    """A file of docs/hooks, which is no package: mkdocs loads them one by one."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"hooks/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+include, links, nav, support = map(hook, ("include", "links", "nav", "support"))
+
+
+# --- Code that is included ---
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_every_inclusion_resolves(page: Path) -> None:
+    text = page.read_text()
+    expanded = include.expand(text, page.name)
+    assert expanded.count("```") - text.count("```") == 2 * len(include.MACRO.findall(text))
+    assert "{{ source" not in expanded
+    assert "{{ docstring" not in expanded
+
+
+def test_the_tutorial_includes_the_kernels() -> None:
+    included = {m["file"] for page in PAGES for m in include.MACRO.finditer(page.read_text())}
+    hopper = ("hopper/kernel", "hopper/producer", "hopper/consumer")
+    for name in ("tile/softmax", "tile/mask", "forward/generic", *(f"forward/{each}" for each in hopper)):
+        assert f"kernels/tilelang/{name}.py" in included
+    for name in ("prepare", "tile", "generic", "finish", "hopper/keys"):
+        assert f"kernels/tilelang/backward/{name}.py" in included
+
+
+def test_the_forward_page_shows_every_line_of_the_kernel() -> None:
+    file = "kernels/tilelang/forward/generic.py"
+    shown = set()
+    for macro in include.MACRO.finditer((DOCS / "tutorial/forward.md").read_text()):
+        if macro["file"] == file:
+            text, first = include.source(file, macro["name"], macro["start"], macro["end"])
+            shown |= set(range(first, first + len(text.splitlines())))
+    parts = ["facts_of", "alloc_tiles", "enter_head", "add_keys"]
+    for text, first in (
+        include.source(file, "body", "facts = facts_of", "T.copy(w.l, arg.lse"),
+        *(include.source(file, part) for part in parts),
+    ):
+        lines = enumerate(text.splitlines(), start=first)
+        assert not [line for number, line in lines if line.strip() and number not in shown]
+
+
+def test_what_is_included_are_the_lines_of_the_file() -> None:
+    text, first = include.source("kernels/tilelang/tile/softmax.py", "rescale")
+    lines = (ROOT / "src/tileattn/kernels/tilelang/tile/softmax.py").read_text().splitlines()
+    assert text.splitlines() == lines[first - 1 : first - 1 + len(text.splitlines())]
+    assert text.startswith("@T.macro\ndef rescale(")
+    text, first = include.source("variant/masks.py", "Causal.allows")
+    assert text == "def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:\n    return k <= q"
+    text, _ = include.source("kernels/tilelang/forward/generic.py", "alloc_tiles", "m = T.alloc", "l = T.alloc")
+    assert text == 'm = T.alloc_fragment([block_M], "float32")\nl = T.alloc_fragment([block_M], "float32")'
+    assert include.source("kernels/tilelang/tile/softmax.py", "LOG2E")[0] == "LOG2E = math.log2(math.e)"
+
+
+@pytest.mark.parametrize(
+    ("macro", "says"),
+    [
+        ("{{ source variant/masks.py Causual }}", "there is no 'Causual'"),
+        ("{{ source variant/masks.py Causal.allow }}", "there is no 'allow'"),
+        ('{{ source variant/masks.py Causal from "nothing like this" }}', "contains 'nothing like this'"),
+        ('{{ source variant/masks.py Causal to "class SlidingWindow" }}', "contains 'class SlidingWindow'"),
+        ("{{ source nowhere.py x }}", "No such file"),
+        ("{{ docstring py.typed }}", "the file has no docstring"),
+        ("{{ source }}", "is not understood"),
+        ("see {{ source variant/masks.py Causal }}", "is not understood"),
+    ],
+)
+def test_what_does_not_resolve_ends_the_build(macro: str, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        include.expand(f"# A page\n\n{macro}\n", "page.md")
+
+
+# --- The API page ---
+
+
+def api_names() -> set[str]:
+    """What the page names: identifiers of their own, and members of modules."""
+    text = (DOCS / "api.md").read_text()
+    members = ", ".join(re.findall(r"members: \[([^\]]+)\]", text))
+    return {*re.findall(r"^::: tileattn\.(\w+)$", text, re.MULTILINE), *members.split(", ")}
+
+
+def test_every_public_name_is_on_the_api_page() -> None:
+    assert not set(tileattn.__all__) - api_names()
+
+
+def test_no_function_of_the_api_page_has_the_name_of_a_submodule() -> None:
+    """The page would not show it: its collector finds the module under the same name."""
+    for package in (tileattn.testing, tileattn.viz, tileattn.reference, tileattn.nn):
+        modules = {path.stem for path in Path(package.__path__[0]).glob("*.py")}
+        assert not modules & set(package.__all__) & api_names(), package.__name__
+
+
+# --- Links and navigation ---
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_no_link_leads_out_of_the_site(page: Path) -> None:
+    left = [m["target"] for m in links.LINK.finditer(links.named(page.read_text(), page))]
+    assert all((page.parent / target.split("#")[0]).resolve().is_relative_to(DOCS) for target in left)
+
+
+def test_links_out_of_the_site_become_names() -> None:
+    page = DOCS / "page.md"
+    assert links.named("the [rule](../src/tileattn/testing)", page) == "the rule (`src/tileattn/testing`)"
+    assert links.named("[`attention.py`](../src/tileattn/api/attention.py)", page) == "`src/tileattn/api/attention.py`"
+    assert links.named("![a](../x.png) [b](design.md)", page) == "![a](../x.png) [b](design.md)"
+    with pytest.raises(ValueError, match=r"page.md: .* does not exist"):
+        links.named("[gone](../src/gone.py)", page)
+
+
+def entries(navigation: list[Any]) -> list[str]:
+    """The files of a navigation."""
+    values = [value for entry in navigation for value in entry.values()]
+    return [name for value in values for name in (entries(value) if isinstance(value, list) else [value])]
+
+
+def test_the_navigation_has_all_pages_and_no_other() -> None:
+    yaml = pytest.importorskip("yaml")
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert set(nav.OPTIONAL) <= set(entries(navigation))
+    assert sorted(entries(nav.present(navigation, DOCS))) == [page.relative_to(DOCS).as_posix() for page in PAGES]
+
+
+def test_optional_pages_come_once_they_are_there(tmp_path: Path) -> None:
+    given = [{"A": "a.md"}, {"B": [{"Ladder": "ladder.md"}]}]
+    assert nav.present(given, tmp_path) == [{"A": "a.md"}, {"B": []}]
+    (tmp_path / "ladder.md").touch()
+    assert nav.present(given, tmp_path) == given
+
+
+# --- What is generated ---
+
+
+def test_the_support_matrix_says_what_the_backends_say() -> None:
+    text = support.matrix()
+    tables = [[line.strip("| ").split(" | ") for line in part.splitlines()] for part in text.split("\n\n")[:3]]
+    for (head, _, *rows), names in zip(tables, (None, support.HEAD_DIMS, None)):
+        if names is not None:
+            assert [row[0] for row in rows] == [str(name) for name in names]
+        columns = [title.split(", ") for title in head[1:]]
+        assert sorted(arch for column in columns for arch in column) == sorted(support.ARCHS)
+    head, _, *rows = tables[1]
+    for row in rows:
+        for title, cell in zip(head[1:], row[1:]):
+            call = Example("", head_dim=int(row[0]), head_dim_v=int(row[0])).call(title.split(", ")[0])
+            accepting = [backend.name for backend in BACKENDS if backend.refusal(call) is None]
+            assert re.findall(r"\*\*(\w+)\*\*", cell) == accepting
+    # Each number stands for a reason below.
+    numbers = {int(number) for number in re.findall(r"~~ (\d+)", text)}
+    assert numbers == set(range(1, len(numbers) + 1))
+    assert all(f"\n{number}. " in text for number in numbers)
+
+
+def test_every_figure_that_a_page_shows_is_there() -> None:
+    for page in PAGES:
+        for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text()):
+            assert (page.parent / target).resolve().relative_to(DOCS)
+            assert (page.parent / target).is_file(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("name", ["index", "numerics", "tools"])
+def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    # What the machine reaches is not asked here.
+    monkeypatch.setattr(profiling, "CPU_MATMUL_SIZE", 64)
+    monkeypatch.setattr(profiling, "CPU_COPIED_BYTES", 2**16)
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{name}.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block, {})
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    for package in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(package, reason=f"needs {package}: pip install 'tileattn[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    for page in PAGES:
+        folder = tmp_path / "site" / page.relative_to(DOCS).with_suffix("")
+        assert (folder.parent / "index.html" if page.stem == "index" else folder / "index.html").is_file()
+    tutorial = (tmp_path / "site/tutorial/forward/index.html").read_text()
+    assert "kernels/tilelang/forward/generic.py" in tutorial
+    assert not (tmp_path / "site/hooks").exists()

@@ -1,0 +1,257 @@
+"""The schedule for AMD's MI300X, without one: its space, its HIP source, code objects, and its results elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("tilelang")
+
+from tests.tools import hip
+from tests.tools.emulator import COMPILER, Kernel
+from tests.tools.lowering import CALLS, SLOW_CALLS, lower, make_call, on
+from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap
+from tileattn.call.dropout import Dropout
+from tileattn.call.facts import AttentionCall
+from tileattn.kernels.tilelang.architecture import padded
+from tileattn.kernels.tilelang.forward import defaults, space
+from tileattn.kernels.tilelang.forward import launch as forward_launch
+from tileattn.kernels.tilelang.forward import library as launch
+from tileattn.kernels.tilelang.forward.amd.config import (
+    AmdConfig,
+    amd_candidates,
+    amd_preferences,
+    is_valid_amd,
+    published_space,
+    shared_bytes,
+)
+from tileattn.kernels.tilelang.forward.kernel import kernel_of
+from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
+from tileattn.testing.dropout import dropout_mask
+from tileattn.variant.key import Operands, encode
+
+ARCH, SHARED_BYTES = "gfx942", 65536
+NARROW, WIDE = make_call(Causal(), dim=64, arch=ARCH), make_call(Causal(), arch=ARCH)
+
+
+# --- The space ---
+
+
+def test_the_published_space_has_108_configurations() -> None:
+    found = list(published_space())
+    assert len(set(found)) == 108
+    assert len({config.kernel_text for config in found}) == 36  # num_split_q is a number at run time
+
+
+@pytest.mark.parametrize(("dim", "count"), [(16, 78), (64, 48), (128, 12), (256, 0)])
+def test_those_that_fit_into_shared_memory_and_registers_are_valid(dim: int, count: int) -> None:
+    call = make_call(dim=dim, arch=ARCH)
+    k_pack = 2 if dim % 32 == 0 else 1
+    valid = [config for config in published_space() if is_valid_amd(call, dataclasses.replace(config, k_pack=k_pack))]
+    assert len(valid) == count
+
+
+@pytest.mark.parametrize("name", [*CALLS, *SLOW_CALLS])
+def test_every_call_has_a_default_and_candidates(name: str) -> None:
+    call = on(ARCH, (CALLS | SLOW_CALLS)[name])
+    config = defaults.default(call)
+    assert isinstance(config, AmdConfig)
+    assert shared_bytes(call, config) <= SHARED_BYTES
+    found = space.candidates(call, (64, 4096, 4096, 1))
+    assert len(found) >= 10
+    assert all(is_valid_amd(call, config) for config in found)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_M": 32},  # four waves of 16 rows
+        {"block_N": 24},
+        {"block_N": 256},  # 66 KiB
+        {"k_pack": 3},
+        {"num_split_q": 0},
+        {"qk_coalesced_width": 16},
+        {"v_coalesced_width": 2},
+        {"num_stages": 3},
+        {"threads": 96},
+        {"panel_size": 0},
+    ],
+)
+def test_what_does_not_fit_is_not_valid(wrong: dict[str, int]) -> None:
+    right = AmdConfig(64, 64)
+    assert is_valid_amd(WIDE, right)
+    assert not is_valid_amd(WIDE, dataclasses.replace(right, **wrong))
+
+
+def test_splits_share_a_kernel_and_nothing_else_does() -> None:
+    config = AmdConfig(64, 64)
+    key = launch.cache_key(WIDE, config)
+    assert launch.cache_key(WIDE, dataclasses.replace(config, num_split_q=7)) == key
+    for other in ({"block_M": 128}, {"panel_size": 7}, {"k_pack": 1}, {"enable_rasterization": False}):
+        assert launch.cache_key(WIDE, dataclasses.replace(config, **other)) != key
+
+
+# --- HIP source and code objects ---
+
+
+def check(call: AttentionCall, config: AmdConfig, folder: Path) -> None:
+    """What is asked of the source; and of the code object, where a compiler is there."""
+    source = lower(call, config)
+    instruction = {torch.bfloat16: "bf16", torch.float16: "f16"}[call.dtype]
+    assert f"__builtin_amdgcn_mfma_f32_16x16x16{instruction}" in source
+    steps = padded(call.head_dim) // (16 * config.k_pack)
+    assert steps == 1 or f"ki < {steps};" in source
+    assert ("tl::rasterization2DRow<" in source) == config.enable_rasterization
+    assert int(re.search(r"__launch_bounds__\((\d+)\)", source)[1]) == config.threads  # type: ignore[index]
+    # Rows are read as wide as the configuration says, not element by element.
+    if call.aligned:
+        assert "longlong4" not in source
+        loads = re.findall(r"= \*\((uint[24])\*\)\((?:q|k|v) \+", source)
+        widths = {4: "uint2", 8: "uint4"}
+        expected = {widths[config.qk_coalesced_width], widths[config.v_coalesced_width]}
+        assert set(loads) == expected, loads
+    places = re.findall(r"\(char\*\)buf_dyn_shmem \+ (\d+)", source)
+    least = 2 * config.block_N * min(padded(call.head_dim), padded(call.head_dim_v))  # bytes of the last of them
+    assert max(map(int, places)) + min(least, 4 * config.threads) <= shared_bytes(call, config) <= SHARED_BYTES
+    if not hip.MISSING:
+        usage = hip.compile_hip(source, folder)
+        # Vector registers are spilled to accumulators, scalar ones to vector registers, for which scratch is set apart.
+        assert usage.scratch == 0 or (usage.scalars_spilled > 0 and usage.spilled == 0), (usage, str(config))
+
+
+def test_a_kernel_becomes_hip_source(tmp_path: Path) -> None:
+    check(WIDE, defaults.default(WIDE), tmp_path)  # type: ignore[arg-type]
+
+
+# Head dims of which every candidate is lowered.
+WALKED = {"64": NARROW, "128": WIDE, "192/128": make_call(Causal(), dim=192, dim_v=128, arch=ARCH)} | {
+    str(dim): make_call(Causal(), dim=dim, arch=ARCH) for dim in (16, 40, 96, 192, 256)
+}
+
+
+def _valid() -> Iterator[Any]:
+    """One configuration for each kernel of the space; the published ones, and what the tuner adds."""
+    for name, call in WALKED.items():
+        kernels = {config.kernel_text: config for config in amd_candidates(call)}
+        for config in kernels.values():
+            swizzled = f"p{config.panel_size}" if config.enable_rasterization else "p0"
+            sizes = f"{config.block_M}x{config.block_N}-t{config.threads}-s{config.num_stages}"
+            yield pytest.param(call, config, id=f"{name}-{sizes}-{swizzled}-v{config.v_coalesced_width}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("call", "config"), list(_valid()))
+def test_every_valid_configuration(call: AttentionCall, config: AmdConfig, tmp_path: Path) -> None:
+    check(call, config, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CALLS, *SLOW_CALLS])
+def test_every_feature(name: str, tmp_path: Path) -> None:
+    call = on(ARCH, (CALLS | SLOW_CALLS)[name])
+    config = defaults.default(call)
+    assert isinstance(config, AmdConfig)
+    check(call, config, tmp_path)
+
+
+# --- The same schedule, lowered for NVIDIA's sm_80 and run on the CPU by emulator.py ---
+
+IDS = Documents(torch.arange(150) // 40)
+RUNS: dict[str, tuple[AmdConfig, dict[str, Any]]] = {
+    "causal": (AmdConfig(64, 32, 2, 128, panel_size=2), {"mask": Causal()}),
+    "full": (AmdConfig(64, 64, 1, 128, num_stages=1), {}),
+    "window": (AmdConfig(32, 32, 3, 64, panel_size=3), {"mask": SlidingWindow(20, 3), "lengths": (150, 131)}),
+    "more splits than tiles": (AmdConfig(64, 32, 99, 128), {"mask": Causal(), "lengths": (40, 150)}),
+    "unordered": (AmdConfig(64, 32, 2, 128, enable_rasterization=False), {"mask": IDS & Causal()}),
+    "documents, sink": (AmdConfig(64, 32, 2, 128), {"mask": IDS, "sink": True}),
+    "rows without keys": (AmdConfig(64, 32, 2, 128), {"mask": Causal(), "lengths": (150, 60)}),
+    "softcap": (AmdConfig(64, 32, 2, 128), {"mask": PrefixLM(9), "mods": [SoftCap(5.0)]}),
+    "bias, alibi": (AmdConfig(64, 32, 2, 128), {"mods": [ALiBi(torch.ones(4)), Bias(torch.randn(1, 4, 150, 150))]}),
+    "head dims differ": (AmdConfig(64, 32, 2, 128, k_pack=1), {"mask": Causal(), "dims": (40, 72)}),
+    "two stages": (AmdConfig(64, 32, 2, 128, num_stages=2), {"mask": Causal(), "dtype": torch.bfloat16}),
+    "dropout": (AmdConfig(64, 32, 2, 128), {"mask": Causal(), "p": 0.3}),
+    "wide": (AmdConfig(64, 16, 2, 128), {"mask": Causal(), "dims": (256, 256)}),
+    "unaligned": (AmdConfig(64, 32, 2, 128), {"mask": Causal(), "aligned": False}),
+    "four warps, one row of 16 each": (AmdConfig(64, 32, 2, 128, v_coalesced_width=8), {"lengths": (150, 33)}),
+}
+QUICK = ("causal",)
+
+
+def run(
+    config: AmdConfig,
+    prepare: Any,
+    *,
+    mask: Mask | None = None,
+    mods: Any = (),
+    lengths: tuple[int, int] = (150, 150),
+    dims: tuple[int, int] = (64, 64),
+    dtype: torch.dtype = torch.float16,
+    sink: bool = False,
+    p: float = 0.0,
+    aligned: bool = True,
+    arch: str = "sm_80",
+    device: str = "cpu",
+) -> None:
+    """One call, against the oracle; two query heads share a key head."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(length: int, heads: int, dim: int) -> torch.Tensor:
+        x = torch.randn(2, length, heads, dim + (0 if aligned else 3), device=device, generator=generator)
+        return x.to(dtype)[..., :dim]
+
+    q, k, v = random(lengths[0], 4, dims[0]), random(lengths[1], 2, dims[0]), random(lengths[1], 2, dims[1])
+    sinks = torch.randn(4, device=device, generator=generator) if sink else None
+    variant, operands = encode(mask, mods)
+    call = AttentionCall(dtype, *dims, variant, sink=sink, aligned=aligned, arch=arch, dropout=p > 0)
+    assert is_valid_amd(call, config)
+    forward = prepare(config, call, q.shape, k.shape, dims[0] ** -0.5)
+    seed = torch.tensor([7], dtype=torch.int64, device=device)
+    options = {"dropout": Dropout(p, seed)} if p else {}
+    moved = Operands([x.to(device) for x in operands.tensors], operands.ints, operands.floats)
+    got = forward(q, k, v, sinks, moved, **options)
+    dropped = dropout_mask(seed, p, 2, 4, *lengths) / (1 - p) if p else None
+    arguments = (q, k, v, mask, mods, sinks)
+    expected = oracle_attention(*arguments, dropout=dropped), eager_attention(*arguments, dropout=dropped)
+    assert_forward_accurate("amd", got, *expected)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name) for name in RUNS]
+)
+def test_the_schedule_computes_attention(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(
+        forward_launch, "forward_function", lambda call, config: Kernel(kernel_of(call, config), tmp_path)
+    )
+    config, options = RUNS[name]
+    run(config, forward_launch.prepare_with, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RUNS)
+def test_the_schedule_computes_attention_on_a_gpu(name: str) -> None:
+    config, options = RUNS[name]
+    options = dict(options)
+    if name == "documents, sink":
+        options["mask"] = Documents((torch.arange(150) // 40).cuda())
+    if name == "unordered":
+        options["mask"] = Documents((torch.arange(150) // 40).cuda()) & Causal()
+    if "mods" in options and name.startswith("bias"):
+        options["mods"] = [ALiBi(torch.ones(4).cuda()), Bias(torch.randn(1, 4, 150, 150).cuda())]
+    arch = "sm_90a" if torch.cuda.get_device_capability()[0] == 9 else "sm_80"
+    run(config, forward_launch.prepare_with, **options, arch=arch, device="cuda")
+
+
+def test_defaults_fall_back_to_smaller_tiles() -> None:
+    sizes = {dim: defaults.default(make_call(dim=dim, arch=ARCH)) for dim in (64, 128, 192, 256)}
+    areas = [config.block_M * config.block_N for config in sizes.values()]
+    assert areas == sorted(areas, reverse=True)
+    for dim in sizes:
+        call = make_call(dim=dim, arch=ARCH)
+        assert any(is_valid_amd(call, config) for config in amd_preferences(call))

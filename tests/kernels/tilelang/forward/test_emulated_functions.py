@@ -1,0 +1,47 @@
+"""Users' functions in TileLang's generated code for sm_80, run on the CPU by emulator.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("tilelang")
+
+from tests.tools.emulator import ARCH, COMPILER, Kernel
+from tests.tools.user_functions import HEADS, MASKS, SCORES, SEQLEN_K, SEQLEN_Q
+from tileattn import FunctionMask
+from tileattn.call.facts import AttentionCall
+from tileattn.kernels.tilelang.forward import launch as forward_launch
+from tileattn.kernels.tilelang.forward.kernel import forward_kernel
+from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
+from tileattn.variant.key import encode
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="needs g++")]
+
+
+def _cases() -> list[Any]:
+    return [
+        pytest.param(kind, name, id=f"{kind}-{name}")
+        for kind, functions in (("score", SCORES), ("mask", MASKS))
+        for name in functions
+    ]
+
+
+@pytest.mark.parametrize(("kind", "name"), _cases())
+def test_functions(kind: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, SEQLEN_Q, HEADS, 16), (1, SEQLEN_K, HEADS, 16), (1, SEQLEN_K, HEADS, 16))
+    q, k, v = (torch.randn(shape, generator=generator).half() for shape in shapes)
+    mask = FunctionMask(MASKS[name]) if kind == "mask" else None
+    mods = (SCORES[name],) if kind == "score" else ()
+    variant, operands = encode(mask, mods)
+    call = AttentionCall(torch.float16, 16, 16, variant, arch=ARCH)
+    monkeypatch.setattr(
+        forward_launch, "forward_function", lambda call, config: Kernel(forward_kernel(call, config), tmp_path)
+    )
+    o, lse = forward_launch.prepare(call, q.shape, k.shape, 0.25)(q, k, v, None, operands)
+    arguments = (q, k, v, mask, mods)
+    assert_forward_accurate(name, (o, lse), oracle_attention(*arguments), eager_attention(*arguments))

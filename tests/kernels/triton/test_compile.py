@@ -1,0 +1,138 @@
+"""Triton's kernels, compiled for GPUs that are not there: they fit into shared memory, and hardly spill on Hopper."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from tests.tools.triton_compiler import SHARED_BYTES, compiled
+from tileattn.kernels.triton.tile_sizes import KERNELS
+
+pytest.importorskip("triton")
+
+
+# The calls that tests below look at, each architecture's compiled in one process.
+QUICK: dict[str, dict[str, dict[str, Any]]] = {
+    "sm_90a": {
+        "causal": {"head_dim": 128, "variant": "causal"},
+        "without dq": {"head_dim": 32, "dq": False},
+        "float32": {"head_dim": 64, "dtype": "float32"},
+        "empty loop": {"head_dim": 128, "variant": "function_empty_rows", "backward": False},
+        "tiles": {"head_dim": 64, "variant": "none+bias+bias_tiles_1", "backward": False},
+    },
+    "sm_80": {
+        "forward": {"head_dim": 64, "backward": False},
+        "without dq": {"head_dim": 32, "dq": False},
+    },
+    "gfx942": {
+        "forward": {"head_dim": 64, "backward": False},
+        "without dq": {"head_dim": 32, "dq": False},
+    },
+}
+
+
+@functools.cache
+def quick(arch: str) -> dict[str, list[dict[str, Any]]]:
+    """The reports of an architecture's calls, by their names: a forward kernel begins those of each."""
+    every, found = compiled(arch, list(QUICK[arch].values())), {}
+    begins = [at for at, report in enumerate(every) if report["kernel"] == "forward_kernel"]
+    for name, begin, end in zip(QUICK[arch], begins, [*begins[1:], len(every)], strict=True):
+        found[name] = every[begin:end]
+    return found
+
+
+def check(arch: str, name: str) -> list[dict[str, Any]]:
+    """All kernels of a call."""
+    reports, call = quick(arch)[name], QUICK[arch][name]
+    backward = ORDER if call.get("dq", True) else ("prepare", "keys")
+    names = ("forward", *backward) if call.get("backward", True) else ("forward",)
+    assert [report["kernel"] for report in reports] == [f"{name}_kernel" for name in names]
+    for report in reports:
+        assert report["shared"] <= SHARED_BYTES[arch], report
+        if arch == "sm_90a":
+            assert report["spills"] <= SPILLED_BYTES, report
+    return reports
+
+
+ORDER = ("queries", "keys")
+SPILLED_BYTES = 64  # by a version of Triton other than the one that the configurations were chosen with
+
+
+def test_the_order_names_all_kernels() -> None:
+    assert {"forward", *ORDER} == set(KERNELS)
+
+
+def test_hopper_multiplies_warpgroups_and_copies_by_tma() -> None:
+    for report in check("sm_90a", "causal"):
+        assert report["wgmma"] > 0, report
+        assert report["tma"] > 0, report
+        assert report["mma"] == 0, report
+
+
+def test_ampere_copies_asynchronously() -> None:
+    for report in check("sm_80", "forward"):
+        assert report["mma"] > 0, report
+        assert report["cp_async"] > 0, report
+
+
+def test_amd_has_matrix_instructions() -> None:
+    for report in check("gfx942", "forward"):
+        assert report["mma"] > 0, report
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "gfx942"])
+def test_without_dq(arch: str) -> None:
+    """What the kernel for dq prepares has a kernel of its own then."""
+    check(arch, "without dq")
+
+
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90a"])
+def test_float32_is_multiplied_by_the_tensor_cores(arch: str) -> None:
+    call = {"head_dim": 64, "dtype": "float32"}
+    reports = quick(arch)["float32"] if call in QUICK[arch].values() else compiled(arch, [call])
+    assert [report["kernel"] for report in reports] == [f"{name}_kernel" for name in ("forward", "prepare", *ORDER)]
+    forward, prepare, queries, keys = reports
+    instruction = "wgmma" if arch == "sm_90a" else "mma"
+    assert all(report[instruction] > 0 for report in (forward, queries, keys)), reports
+    # The kernel for dk and dv spills more; with the rows prepared in it, the one for dq did, too.
+    assert all(report["spills"] <= SPILLED_BYTES for report in (prepare, queries)), reports
+
+
+def test_a_loop_that_never_turns_does_not_kill_the_assembler() -> None:
+    check("sm_90a", "empty loop")
+
+
+def test_tiles_that_scores_are_read_from_fit() -> None:
+    check("sm_90a", "tiles")
+
+
+SLOW = [
+    (arch, call)
+    for arch in ("sm_90a", "sm_80", "gfx942")
+    for call in (
+        {"head_dim": 64, "variant": "causal"},
+        {"head_dim": 64, "variant": "prefix|window+alibi+softcap", "group": 4},
+        {"head_dim": 128, "variant": "documents+bias_tiles_fp16_bh", "dtype": "bfloat16"},
+        {"head_dim": 192, "head_dim_v": 128, "variant": "causal"},
+        {"head_dim": 256, "variant": "causal"},
+        {"head_dim": 80, "aligned": False},
+        {"head_dim": 128, "dtype": "float32"},
+        {"head_dim": 256, "dtype": "float32", "variant": "causal+bias"},
+        {"head_dim": 64, "variant": "function_empty_rows+bias+bias_tiles_1"},
+        {"head_dim": 128, "variant": "function+bias_bh+user"},
+        {"head_dim": 256, "variant": "causal&documents+bias_b+bias_tiles"},
+        {"head_dim": 248, "variant": "function_tensor+softcap", "aligned": False},
+        {"head_dim": 64, "head_dim_v": 128, "variant": "function_empty_rows+user_tensor"},
+        {"head_dim": 128, "variant": "window_left+user_tiles_tensor"},
+    )
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "call"), SLOW, ids=lambda value: value if isinstance(value, str) else str(value))
+def test_other_calls(arch: str, call: dict[str, Any]) -> None:
+    """In shared memory, that is; where scores are modified, and in float32, registers may spill."""
+    for report in compiled(arch, [call]):
+        assert report["shared"] <= SHARED_BYTES[arch], report

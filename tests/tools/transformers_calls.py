@@ -1,0 +1,105 @@
+"""The calls of attention that compat/transformers/test_models.py makes on a GPU, for benchmarks/precompile.py.
+
+Its models are run on the CPU, in the GPU's size and dtype, with zeros in place of attention; each call is recorded, and
+made on tensors without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import tileattn.compat.transformers as door
+from tests.compat.transformers.test_models import (
+    CHUNKED,
+    DEVICES,
+    GENERATIONS,
+    PACKED,
+    Decoding,
+    PackedProblem,
+    Problem,
+    prefill,
+)
+from tests.tools.transformers_models import MODELS
+from tileattn.compat.transformers import attention, packed
+from tileattn.variant.key import Operands, encode, normalize
+from tileattn.variant.program import restore
+
+
+def calls() -> Iterator[Callable[[], Any]]:
+    """Each call that the tests make, as a function that makes it on "meta", with its backward pass if there is one."""
+    found: list[Callable[[], Any]] = []
+
+    def recording(function: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options: Any) -> Tensor:
+            found.append(_on_meta(function, (q, k, v, *arguments), options))
+            return q.new_zeros(*q.shape[:-1], v.shape[-1])
+
+        return recorded
+
+    door.register()
+    with (
+        mock.patch.object(attention, "attention", recording(attention.attention)),
+        mock.patch.object(packed, "varlen_attention", recording(packed.varlen_attention)),
+    ):
+        for run in _runs():
+            with torch.enable_grad():
+                run()
+            yield from found
+            found.clear()
+
+
+def _runs() -> Iterator[Callable[[], Any]]:
+    """What the tests run of tileattn."""
+    _, dtype, size = DEVICES[1].values[0]
+    device = ("cpu", dtype, size)
+    for name, kind in MODELS.items():
+        for pad in ("none", "left"):  # to the kernels, right is as left
+            yield lambda kind=kind, pad=pad: Problem(kind, device, pad).run("tileattn")  # type: ignore[misc]
+        for how in (how for packed_name, how in PACKED if packed_name == name):
+            yield lambda kind=kind, how=how: PackedProblem(kind, device, how).run("tileattn")  # type: ignore[misc]
+    for name, cache in GENERATIONS:
+        yield lambda name=name, cache=cache: Decoding(name, device).generate(  # type: ignore[misc]
+            "tileattn", cache_implementation=cache
+        )
+    for name in CHUNKED:
+        for cache in ("dynamic", "static"):
+            for pad in ("none", "left"):
+                yield lambda name=name, cache=cache, pad=pad: _prefill(  # type: ignore[misc]
+                    Problem(MODELS[name], device, pad), cache
+                )
+
+
+def _prefill(problem: Problem, cache: str) -> Tensor:
+    places = torch.arange(problem.counts.shape[1]).expand_as(problem.counts)
+    return prefill(problem, places, cache)
+
+
+def _on_meta(function: Callable[..., Any], arguments: Any, options: dict[str, Any]) -> Callable[[], Any]:
+    """The same call on "meta"."""
+    grad = torch.is_grad_enabled()
+    moved = [_moved(x) for x in arguments]
+    mask, mods = normalize(options["mask"], options["score_mod"], False)
+    key, operands = encode(mask, mods)
+    tensors = [_moved(x) for x in operands.tensors]
+    mask, mods = restore(key, Operands(tensors, operands.ints, operands.floats))
+    named = {name: _moved(value) for name, value in options.items()} | {"mask": mask, "score_mod": mods or None}
+    leaves = [x for x in (*moved, *tensors, *named.values()) if isinstance(x, Tensor) and x.requires_grad]
+
+    def attempt() -> None:
+        with torch.set_grad_enabled(grad):
+            o = function(*moved, **named)
+            if grad and leaves:
+                torch.autograd.grad(o, leaves, torch.ones_like(o))
+
+    return attempt
+
+
+def _moved(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to("meta").requires_grad_(value.requires_grad)
