@@ -1,13 +1,14 @@
-"""The backward pass of the torch backend: FlashAttention-2's (Dao 2023, arXiv 2307.08691), in plain operations.
+"""The backward pass of the torch backend: FlashAttention-2's (Dao 2023, arXiv 2307.08691), in PyTorch operations.
 
-The mathematics is that of `tileattn.reference.backward`. The probabilities of a tile are computed again from lse; only
-tiles that the mask lets some row see are visited, and the mask is computed only where not all rows see all keys. No
-tensor grows with seqlen_q * seqlen_k, but for gradients of tensors that do, such as a bias.
+`tileattn.reference.backward` explains the mathematics. The probabilities of a tile are recomputed from lse. Fully
+masked tiles are skipped, and the mask is evaluated only in tiles that it cuts through. No tensor grows with
+seqlen_q * seqlen_k, except gradients of tensors that do, such as a bias.
 
-Rows are the outer loop, as in the forward pass: dq of a block of rows is complete after its keys, while dk and dv are
-added to in memory. The queries of a group of heads are rows of their kv head, which sums dk and dv over the group.
+The outer loop is over blocks of rows, as in the forward pass: dq of a block is complete after the loop over its keys,
+and dk and dv are summed in memory. The queries of a group of heads are treated as rows of their kv head; so dk and dv
+are summed over the group.
 
-On a CPU, PyTorch's fused backward pass runs what it expresses without a mask of floats (`fused.py`).
+On a CPU, PyTorch's fused backward pass computes the calls that it can without a floating-point mask (`fused.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from . import fused
 from .mask import KeyRange, ScoreMods, Variant, key_ranges, row_blocks
 from .score_gradient import Watched, add_biases, add_to_gradients, only_biases, recording, through_score_mods
 
-# Rows and keys of a tile, and the elements of a tile of all heads: two of them should stay in a CPU's cache.
+# Rows and keys of a tile, and the most elements of a tile of all heads: two such tiles fit into a CPU's cache.
 BLOCK_M = 128
 BLOCK_N = 256
 MAX_TILE = 2**19
@@ -107,19 +108,19 @@ def add_gradients(
 
 
 def _delta(do: Tensor, dlse: Tensor | None, o: Tensor, dtype: torch.dtype) -> Tensor:
-    """rowsum(dO * O) - dlse, (batch, heads, seqlen_q)."""
+    """delta = rowsum(dO * O) - dlse, (batch, heads, seqlen_q)."""
     delta = (do.to(dtype) * o.to(dtype)).sum(dim=-1).transpose(1, 2)
     return delta if dlse is None else delta - dlse
 
 
 def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Of a key whose value is zero: its probability times (0 - delta), summed over batch and rows."""
+    """The sink's probability times (0 - delta), summed over batch and rows; a sink is a key whose value is zero."""
     p = torch.exp(sink.to(lse.dtype)[:, None] - _finite(lse))
     return -(p * delta).sum(dim=(0, 2))
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """lse with 0 in rows without keys: their probabilities exp(-inf - 0) are 0, and not NaN."""
+    """lse with 0 in place of -inf: rows without keys then have probabilities exp(-inf - 0) = 0, not NaN."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
@@ -138,7 +139,7 @@ def _by_blocks(
     needs: Needs,
     scale: float,
 ) -> tuple[Tensor | None, ...]:
-    """dq, dk and dv, contiguous, where they are wanted."""
+    """dq, dk and dv, contiguous, or None where `needs` is False."""
     dq, dk, dv = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if need else None for x, need in zip((q, k, v), needs)
     )
@@ -158,7 +159,10 @@ def _by_blocks(
 
 
 def _batches(variant: Variant, block_M: int) -> Iterator[tuple[slice, list[KeyRange]]]:
-    """Batch elements that are computed at once, as many as a tile may hold, and the ranges of their blocks of rows."""
+    """Splits the batch into slices that are computed at once, with the key ranges of their blocks of rows.
+
+    A slice has as many elements as MAX_TILE allows; elements with different ranges are computed one by one.
+    """
     ranges, batch = key_ranges(variant, block_M), variant.batch.stop
     if len(ranges) > 1:
         yield from ((slice(element, element + 1), of_element) for element, of_element in enumerate(ranges))
@@ -169,10 +173,10 @@ def _batches(variant: Variant, block_M: int) -> Iterator[tuple[slice, list[KeyRa
 
 
 class _Tiles:
-    """All tiles of some batch elements: what they share, and dk and dv, which all rows add to.
+    """Computes the tiles of some batch elements, and sums their dk and dv.
 
-    Products are of matrices (batch * kv_heads, group * rows, dim): the queries of a group of heads are rows of one. The
-    same tile by head is (batch, heads, rows, keys).
+    Matrix products use the shape (batch * kv_heads, group * rows, dim), in which the queries of a group of heads are
+    rows of one matrix. `by_head` gives a tile the shape (batch, heads, rows, keys).
     """
 
     def __init__(
@@ -187,16 +191,16 @@ class _Tiles:
         self.needs_ds = needs.q or needs.k or bool(watched)
         size = self.batch * variant.heads * block_M * min(BLOCK_N, self.seqlen_k)
         scores, p, ds = (torch.empty(size, dtype=variant.dtype, device=variant.device) for _ in range(3))
-        # Scores that autograd does not need become probabilities in place.
+        # If autograd does not need the scores, they become probabilities in place.
         self.memory = (p if self.only_biases else scores, p, ds)
 
     def folded(self, x: Tensor) -> Tensor:
-        """(batch, rows, heads, dim) -> (batch * kv_heads, group * rows, dim), contiguous, in the dtype of sums."""
+        """(batch, rows, heads, dim) -> (batch * kv_heads, group * rows, dim), contiguous, in the accumulation dtype."""
         x = x.to(self.variant.dtype).unflatten(2, (self.kv_heads, -1)).permute(0, 2, 3, 1, 4)
         return x.contiguous().flatten(2, 3).flatten(0, 1)
 
     def unfolded(self, x: Tensor, rows: int) -> Tensor:
-        """The inverse: (batch, rows, heads, dim), a view."""
+        """The inverse of `folded`: (batch, rows, heads, dim), a view."""
         return x.view(self.batch, self.kv_heads, -1, rows, x.shape[-1]).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
     def by_head(self, tile: Tensor) -> Tensor:
@@ -206,12 +210,12 @@ class _Tiles:
     def visit(
         self, do: Tensor, delta: Tensor, q: Tensor, lse: Tensor, rows: slice, seen: KeyRange, scale: float
     ) -> Tensor | None:
-        """Adds to dk, dv and the watched tensors what a block of rows gives; returns its dq (batch, rows, heads, dim).
+        """Adds a block of rows' parts to dk, dv and the watched tensors; returns its dq (batch, rows, heads, dim).
 
-        do, q (batch, rows, heads, dim), delta, lse (batch, heads, rows) are of those rows.
+        do, q (batch, rows, heads, dim), delta, lse (batch, heads, rows) are those of the block.
         """
         variant = self.variant
-        # Kept probabilities are multiplied by their weight only where they meet dO.
+        # The dropout factor of kept probabilities is applied to dO, with which they are multiplied.
         q, do = self.folded(q) * scale, self.folded(do) * variant.weight_of_kept
         lse, delta = lse[..., None], delta[..., None]
         dq = torch.zeros_like(q) if self.needs.q else None
@@ -249,12 +253,12 @@ class _Tiles:
         return None if dq is None else self.unfolded(dq.mul_(scale), rows.stop - rows.start)
 
     def tiles(self, rows: int, keys: int) -> tuple[Tensor, ...]:
-        """Memory for scores, probabilities and dS of a tile: (batch * kv_heads, group * rows, keys)."""
+        """Views of `memory` for a tile's scores, probabilities and dS: (batch * kv_heads, group * rows, keys)."""
         shape = (self.k.shape[0], rows, keys)
         return tuple(memory[: math.prod(shape)].view(shape) for memory in self.memory)
 
     def modified(self, scores: Tensor, rows: slice, keys: slice, masked: bool) -> tuple[Tensor, Tensor]:
-        """The scores of a tile, by head, and the modified ones: in place, or as a function of them for autograd."""
+        """A tile's scores by head and the modified scores: the same tensor, or a function of it for autograd."""
         if self.only_biases:
             add_biases(self.variant, rows, keys, scores)
             return scores, scores
@@ -267,9 +271,9 @@ class _Tiles:
     def through_score_mods(
         self, scores: Tensor, modified: Tensor, ds: Tensor, rows: slice, keys: slice, forbidden: Tensor | None
     ) -> Tensor | None:
-        """dS before the modifications (batch * kv_heads, group * rows, keys), None for 0, given dS after them, by head.
+        """The gradient of the scores (batch * kv_heads, group * rows, keys), None for 0; adds to the watched tensors.
 
-        Adds to the gradients of the watched tensors.
+        ds: the gradient of the modified scores, by head.
         """
         if self.only_biases:
             add_to_gradients(self.variant, rows, keys, ds)
@@ -277,6 +281,6 @@ class _Tiles:
             through = through_score_mods(scores, modified, ds, self.watched, forbidden)
             if through is None:
                 return None
-            # A modification may be NaN where the mask forbids, and so may its slope.
+            # Where the mask hides a key, a modification and its derivative may be NaN.
             ds = through if forbidden is None else through.masked_fill(forbidden, 0.0)
         return ds.reshape(self.k.shape[0], -1, ds.shape[-1])

@@ -1,9 +1,9 @@
 """The forward pass of the torch backend.
 
-On a CPU, PyTorch's fused attention computes each block of rows, where it expresses the variant (`fused.py`); else the
-loop of FlashAttention-2 (Dao 2023, arXiv 2307.08691) does, in plain operations (`loop.py`). Both visit only the keys
-that the mask lets a block of rows see, and compute the mask only outside those that all its rows see. No tensor grows
-with seqlen_q * seqlen_k. Autograd sees none of it: the backward pass is `backward.py`.
+On a CPU, PyTorch's fused attention computes each block of rows if it supports the mask and score modifications
+(`fused.py`). Otherwise FlashAttention-2's loop (Dao 2023, arXiv 2307.08691) runs in PyTorch operations (`loop.py`).
+Both skip keys that no row of the block sees, and evaluate the mask only for keys that not all rows see. No tensor grows
+with seqlen_q * seqlen_k. Autograd records nothing; `backward.py` is the backward pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import fused, loop
 from .mask import KeyRange, ScoreMods, Variant, key_ranges, row_blocks
 from .softmax import join_sink
 
-# (q of some rows, all k, all v, variant, rows, their keys, scale) -> o, lse of the rows.
+# (q of a block of rows, all k, all v, variant, rows, their range of keys, scale) -> o and lse of the rows.
 Attend = Callable[[Tensor, Tensor, Tensor, Variant, slice, KeyRange, float], tuple[Tensor, Tensor]]
 
 
@@ -46,8 +46,8 @@ def forward(
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
         o, lse = loop.without_keys(q, v, dtype)
     else:
-        found = _fused(q, k, v, variant, scale) if fused.expresses(variant) else None
-        o, lse = _looped(q, k, v, variant, scale) if found is None else found
+        result = _fused(q, k, v, variant, scale) if fused.expresses(variant) else None
+        o, lse = _looped(q, k, v, variant, scale) if result is None else result
     if sink is not None:
         o, lse = join_sink(o, lse, sink)
     return o.contiguous(), lse.contiguous()
@@ -59,7 +59,7 @@ def _looped(q: Tensor, k: Tensor, v: Tensor, variant: Variant, scale: float) -> 
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, variant: Variant, scale: float) -> tuple[Tensor, Tensor] | None:
-    """None where not all scores are finite, which PyTorch's operator does not tell from rows without keys."""
+    """o and lse by PyTorch's operator, or None if scores are not finite, which it confuses with masked rows."""
     surely_finite = fused.are_few(q, k) and not fused.may_overflow(q, k, scale)
     if not surely_finite and fused.has_infinite(q, k, scale):
         return None
@@ -85,7 +85,7 @@ def _by_blocks(
     ranges: Sequence[Sequence[KeyRange]],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of all rows, a block at a time; all batch elements at once if they have the same ranges."""
+    """Attention of all rows, a block at a time. Batch elements with the same key ranges are computed at once."""
     elements = []
     for element, of_element in enumerate(ranges):
         batch = slice(element, element + 1) if len(ranges) > 1 else variant.batch

@@ -1,6 +1,6 @@
-"""FlashAttention-2's loop over the keys of one block of rows, in plain operations: any device, dtype and variant.
+"""FlashAttention-2's loop over the keys of one block of rows, in PyTorch operations for any device, dtype and variant.
 
-Source: Dao 2023 (arXiv 2307.08691), algorithm 1. Scores and sums are float32, or float64 for float64 inputs.
+Scores and sums are float32, or float64 for float64 inputs. Source: Dao 2023 (arXiv 2307.08691), algorithm 1.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from .mask import KeyRange, Variant
 from .softmax import RowState, exp_scores, finish, join
 
-# Rows and keys of a tile: large enough for a matrix product to be efficient, and for Python to be negligible.
+# Rows and keys of a tile: large enough for efficient matrix products and negligible Python overhead.
 BLOCK_M = 256
 BLOCK_N = 512
 # Elements of the largest tile of scores: 128 MiB in float32.
@@ -19,7 +19,7 @@ MAX_TILE = 2**25
 
 
 def block_rows(variant: Variant) -> int:
-    """Rows of a block: fewer than usual where there are so many heads that a tile would be too large."""
+    """Rows of a block: BLOCK_M, or fewer if a tile of all heads would exceed MAX_TILE."""
     heads = variant.heads * (variant.batch.stop - variant.batch.start)
     return max(16, min(BLOCK_M, MAX_TILE // (BLOCK_N * heads)))
 

@@ -1,6 +1,6 @@
-"""Packed sequences on the torch backend: one after the other, each as a call of one batch element.
+"""Packed sequences on the torch backend: a loop over the sequences, each a call with one batch element.
 
-The lengths are read to the host. What lies behind the last sequence is not read at all.
+The lengths are copied to the host. Unused tail rows, after the last sequence, are not read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def packed_forward(
     packed: Packed,
     dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o (1, total_q, heads, head_dim_v) in q's dtype and lse (1, heads, total_q); 0 and -inf where no sequence is."""
+    """o (1, total_q, heads, head_dim_v) in q's dtype and lse (1, heads, total_q); unused rows have 0 and -inf."""
     _, total_q, heads, _ = q.shape
     o = q.new_zeros(1, total_q, heads, v.shape[3])
     lse = q.new_full((1, heads, total_q), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -101,7 +101,7 @@ def packed_backward(
 
 
 def _of_sequence(mod: Any, sequence: OneOf) -> Any:
-    """A modification as the sequence has it by itself."""
+    """A score modification for one sequence: a packed bias becomes the sequence's part of it."""
     if not isinstance(mod, PackedBias):
         return mod
     index = mod.part(sequence.number, *(side.stop - side.start for side in sequence[1:]))
@@ -110,6 +110,6 @@ def _of_sequence(mod: Any, sequence: OneOf) -> Any:
 
 
 def _watched_in(mods: ScoreMods, watched: Sequence[Watched | None]) -> list[Watched]:
-    """What the modifications of one sequence read: parts of biases beside the tensors that all sequences share."""
+    """The watched tensors of one sequence: parts of biases, and the tensors that all sequences share."""
     parts = [mod.tensor for mod in mods if isinstance(mod, Bias) and isinstance(mod.tensor, Watched)]
     return [x for x in watched if x is not None] + parts
