@@ -1,4 +1,4 @@
-"""Scales that are negative, 0, or next to it: as right as others, through every door."""
+"""Scales that are negative, 0 or close to 0: results are correct through every public function and adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ladder's kernels are tested with: on a GPU by test_gpu.py of kernels/mma, on a CPU by mma_emulator.py."""
+"""Test cases of the ladder's kernels, on a GPU (kernels/mma/test_gpu.py) and on a CPU (mma_emulator.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The torch backend beyond the conformance suite: tiles, memory, layouts, and which way it goes."""
+"""The torch backend beyond the conformance suite: tiles, memory, layouts, and the choice of fused attention or loop."""
 
 from __future__ import annotations
 
