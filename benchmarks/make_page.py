@@ -117,37 +117,38 @@ BF16 = f"{OWN}-bf16"
 METHOD = """\
 # Benchmarks
 
-How fast {passes}, beside its peers and beside what the GPU can do at most. This page is written by
-[`benchmarks/make_page.py`](../benchmarks/make_page.py) from the result files that it names; to change a figure, measure
-it. The files' format is described [beside them](../benchmarks/results/README.md).
+This page shows how fast {passes}, beside other implementations (the
+*baselines*) and beside the most that the GPU reaches. [`benchmarks/make_page.py`](../benchmarks/make_page.py) writes it
+from the result files that it names; to change a figure, measure it. [The index of the
+files](../benchmarks/results/README.md) describes their format.
 
 ## Method
 
 - **Work.** TFLOPS count `2 * batch * heads * (head_dim + head_dim_v)` for each visible (query, key) pair: two per
   multiply-add of QKᵀ and PV, nothing for the softmax. A square causal mask counts as exactly half of all pairs, as in
   the FlashAttention papers; any other mask is counted pair by pair.
-- **Time.** The median time of a call between two CUDA events on its stream. Before each call 256 MiB are overwritten,
-  so that no call finds its inputs in the L2 cache. That takes longer than a launch, so the host's time is not in it.
+- **Time** is the median time of a call between two CUDA events on its stream. Before each call 256 MiB are overwritten,
+  so that no call finds its inputs in the L2 cache. That takes longer than a launch, so the host's time is not included.
   What a user does once (compiling, block masks, dense masks) is done ahead.
-- **Peers.** All implementations of a row run in one process on the same tensors, in rounds: each round measures all of
-  them for 40 ms, in another order: over the rounds each follows each other one equally often (a Williams square), as
-  after a kernel that draws little power the next runs at a higher clock. "Against best" is the time of the
-  fastest peer of that row over ours: above 1 we are ahead, and where we are behind it is bold. Runs differ by up to
-  2 %: less than that is a tie.
+- **Baselines.** All implementations of a row run in one process on the same tensors, in rounds. Each round measures all
+  of them for 40 ms, in another order. Over the rounds each follows each other one equally often (a Williams square),
+  because after a kernel that draws little power the next runs at a higher clock. "Against best" is the time of the
+  fastest baseline of that row over ours: above 1 we are ahead; where we are behind it is bold. Runs differ by up to
+  2 %, so a smaller difference is a tie.
 - **Ceilings.** The same method measures a cuBLAS product (bf16, 8192 x 8192 x 8192) and a copy on the device (1 GiB,
   counting bytes read and bytes written) before the first row and after the last; the mean of both is shown.
-- **Error.** Standard normal inputs; the largest relative error of a row of the output against float64 on the same
-  inputs. A result of ours that breaks the tolerance rule (at most twice the error of PyTorch's eager attention in the
+- **Error** is the largest relative error of a row of the output against float64 on the same inputs, which are standard
+  normal. A result of ours that breaks the tolerance rule (at most twice the error of PyTorch's eager attention in the
   same dtype, plus a rounding) is a failure and has no time.
 """
 
 METHOD_BACKWARD = """\
-Measured as the forward pass is, of gradients: what is timed is `torch.autograd.grad(o, (q, k, v), do)`, of all
-implementations alike, so that what runs before and after the main kernel is in it. The forward has run before, and is
-not; gradients are added to nothing. TFLOPS count the five products, QKᵀ again, dO·Vᵀ, Pᵀ·dO, dS·K and dSᵀ·Q:
+The backward pass is measured like the forward pass. What is timed is `torch.autograd.grad(o, (q, k, v), do)`, for all
+implementations alike, so kernels before and after the main one are included. The forward pass has run before and is not
+included; gradients are not accumulated. TFLOPS count the five products, QKᵀ again, dO·Vᵀ, Pᵀ·dO, dS·K and dSᵀ·Q:
 `2 * batch * heads * (3 * head_dim + 2 * head_dim_v)` for each visible pair, 2.5 times the forward where the head dims
-are equal. The error is the largest of dq, dk and dv, of a row as above, but that rows smaller than the median row are
-measured by that one: in them large terms cancel. Memory is that of forward and backward."""
+are equal. The error is the largest of dq, dk and dv, of a row as above, except that rows smaller than the median row
+are measured by that one, because large terms cancel in them. Memory is that of forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ def _summary(measured: Results) -> str:
     parts = [
         "Our speed over the rows that both ran:",
         _table(["against", "rows", "geometric mean", "lowest", "at"], per_peer, left=(0, 4)),
-        "Against the best peer of each row:",
+        "Against the best baseline of each row:",
         _standings(standings(measured)),
     ]
     return _joined(parts).rstrip("\n")
@@ -251,7 +252,9 @@ def _speed_table(measured: Results, rows: Sequence[Row]) -> str:
     backends, ceiling = measured.backends(), overall(measured.ceilings)
     peers = len(backends) > 1
     headings = ["case", *map(_label, backends)]
-    headings += ["against best"] * peers + ["of cuBLAS"] * (ceiling is not None) + ["error"] + ["peers' error"] * peers
+    headings += (
+        ["against best"] * peers + ["of cuBLAS"] * (ceiling is not None) + ["error"] + ["baselines' error"] * peers
+    )
     table = []
     for each in rows:
         cells = [each.case, *(_tflops(measured.row(each.case, backend)) for backend in backends)]
@@ -294,12 +297,13 @@ def _variants(source: Source) -> str:
         by_shape.setdefault(row.case.replace(f" {row.variant} ", " "), []).append(row)
     intro = (
         "**Cost** is our time over what the row's visible tiles of 128 x 128 cost without the modification, in our own "
-        "plain kernel in the same run. The baseline is named behind it: the causal or full kernel; a share of the full "
-        "kernel's tiles; or, where that takes longer, reading the bias once at the copy's speed. Times in ms."
+        "plain kernel in the same run. What it is compared with stands beside it: the causal or full kernel; a share "
+        "of the full kernel's tiles; or, where that takes longer, reading the bias once at the copy's speed. Times in "
+        "ms."
     )
     trained = (
-        "`dbias`: the gradient of the bias is computed too, and its baseline includes writing it once. Other tensors "
-        "of modifications have no gradient here."
+        "`dbias`: the gradient of the bias is computed too, and what it is compared with includes writing it once. "
+        "Other tensors of modifications have no gradient here."
     )
     tables = [
         f"### {_backward_of(measured, shape)}\n\n{_variants_table(measured, rows)}" for shape, rows in by_shape.items()
@@ -321,7 +325,7 @@ def _variants_table(measured: Results, rows: Sequence[Row]) -> str:
         cells += [f"{cost.ratio:.2f}×", cost.baseline] if cost is not None else [MISSING, MISSING]
         table.append([*cells, _errors(measured, each.case)[0]])
     headings = ["variant", *map(_label, backends), "TFLOPS"]
-    headings += ["against best"] * peers + ["cost", "baseline", "error"]
+    headings += ["against best"] * peers + ["cost", "compared with", "error"]
     return _table(headings, table)
 
 
@@ -411,8 +415,8 @@ def _memory(source: Source) -> str:
         for case in measured.cases()
     ]
     intro = (
-        "The most that forward and backward allocate at one time beyond q, k, v and do: o, the gradients, and what is "
-        "kept or made between."
+        "The most that forward and backward allocate at one time beyond q, k, v and do: o, the gradients, and "
+        "intermediate tensors."
     )
     alt = "Peak memory of forward and backward against the sequence length"
     parts = ["## Memory", _provenance(source), intro, f"![{alt}](benchmarks/{MEMORY_PICTURE.name})"]
@@ -432,7 +436,7 @@ def _packed(source: Source) -> str:
     intro = (
         "`varlen_attention`. `uniform`: sequences of one length, beside our own kernel on the same tokens as a batch "
         '("of dense": its time over ours). `skewed`: 64 sequences of a log-normal distribution with that mean. Times '
-        "in ms; ratios are a peer's time over ours, bold where we are behind."
+        "in ms; ratios are a baseline's time over ours, bold where we are behind."
     )
     headings = ["case", OWN, *map(_label, [*peers, DENSE]), *(f"against {_label(peer)}" for peer in peers), "of dense"]
     table = []

@@ -129,7 +129,7 @@ def test_the_backward_pass_has_sections_of_its_own() -> None:
     assert re.findall(r"^## (.*)", text, re.M) == sections
     headings = re.findall(r"^#+ (.*)", text, re.M)
     assert len(set(headings)) == len(headings), "their anchors would clash"
-    assert "How fast forward and backward passes are, beside its peers" in text
+    assert "how fast forward and backward passes are, beside other implementations" in text
     # 2.5 times the forward's FLOPs in the same 1 ms, of 750 TFLOPS.
     row = re.findall(r"^\| D128 full \(2,8192,16\) .*", text, re.M)[1]
     assert row == "| D128 full (2,8192,16) | 2749 | 2499 | 1.10× | 367% | 2.0e-03 | 2.0e-03 |"

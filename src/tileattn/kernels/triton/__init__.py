@@ -1,1 +1,1 @@
-"""Triton kernels, for every GPU that Triton targets: forward and backward (docs/design.md, "The Triton kernels")."""
+"""Triton kernels, for every GPU that Triton targets: forward and backward (docs/design/triton.md)."""

@@ -170,8 +170,8 @@ def _heads_side_by_side(call: AttentionCall, q_shape: torch.Size, seqlen_k: int,
 
     Tiles of equal cost run best one head after another, as far as there are enough tiles to fill the GPU: what runs
     together reads the same keys. Under a mask tiles differ; several heads then give a choice of long tiles to begin
-    with, but their keys and values should stay in the L2 cache (measured on an H200; docs/design.md). So do several
-    heads that share a bias too large for it: what one reads is then there for the others.
+    with, but their keys and values should stay in the L2 cache (measured on an H200: docs/design/lessons.md). So do
+    several heads that share a bias too large for it: what one reads is then there for the others.
 
     A divisor of all pairs, so that the grid has no gaps, and large enough for the grid's limit in the other direction.
     """
