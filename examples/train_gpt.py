@@ -243,7 +243,7 @@ def benchmark(text: Text, settings: Settings, backends: list[Backend], rounds: i
 
 
 def table(speeds: list[Speed]) -> Table:
-    """Prints the speeds as a table; the others are compared with the first."""
+    """A table of the speeds, each compared with the first."""
     shown = Table("attention", "ms per step", "tokens/s", f"speed against {speeds[0].attention}")
     for each in speeds:
         ratio = each.tokens_per_s / speeds[0].tokens_per_s
@@ -252,7 +252,7 @@ def table(speeds: list[Speed]) -> Table:
 
 
 def save(rows: Sequence[Speed | Losses], settings: Settings, commit: str | None, path: Path) -> None:
-    """The settings of the measurement, and device, versions, commit and date as in files of `tileattn bench`."""
+    """Writes the rows with their settings, device, versions, commit and date, as in files of `tileattn bench`."""
     run = results.begin(torch.device(settings.device), commit, " ".join(["train_gpt.py", *sys.argv[1:]]))
     origin = {key: getattr(run, key) for key in ("gpu", "versions", "commit", "date", "command")}
     content = {**origin, "settings": asdict(settings), "rows": [asdict(each) for each in rows]}
