@@ -202,7 +202,7 @@ def test_backward_launches_are_calls(case: sanitize_cases.BackwardCase, monkeypa
     """On the torch backend they give a finite gradient for each tensor that has one."""
     run_backward = ops.run_backward
     monkeypatch.setattr(
-        ops, "run_backward", lambda *given, **named: run_backward(*given, **named | {"backend": "torch"})
+        ops, "run_backward", lambda options, *given: run_backward(options._replace(backend="torch"), *given)
     )
     tensors = sum(term in ("dalibi", "dbias", "sink") for term in case.terms)
     launches = list(case.launches("cpu"))
