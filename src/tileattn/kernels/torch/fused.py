@@ -19,7 +19,7 @@ from torch import Tensor
 from ...call.facts import SMALLEST_SCALE
 from ...variant.masks import Causal
 from ...variant.scores import ALiBi, Bias
-from .mask import KeyRange, Variant, key_ranges
+from .mask import KeyRange, ScoreMatrix, key_ranges
 from .softmax import merge
 
 # The most elements of a floating-point mask: 64 MiB in float32.
@@ -32,25 +32,25 @@ BLOCKS_M = (64, 128, 256, 512)
 CALL_COST = 4e6
 
 
-def expresses(variant: Variant) -> bool:
-    """Whether the operator supports the variant: any mask, score modifications that only add, no dropout, on a CPU."""
-    if variant.device.type != "cpu" or variant.dropout is not None:
+def expresses(matrix: ScoreMatrix) -> bool:
+    """Whether the operator supports the matrix: any mask, score modifications that only add, no dropout, on a CPU."""
+    if matrix.device.type != "cpu" or matrix.dropout is not None:
         return False
-    return all(isinstance(mod, (Bias, ALiBi)) for mod in variant.score_mods)
+    return all(isinstance(mod, (Bias, ALiBi)) for mod in matrix.score_mods)
 
 
-def in_one_call(variant: Variant, scale: float) -> bool:
+def in_one_call(matrix: ScoreMatrix, scale: float) -> bool:
     """Whether one call of the operator suffices, without a floating-point mask.
 
     That is so without a mask, and for a causal mask with seqlen_q = seqlen_k: the operator's causal mask is aligned
     top-left. The operator multiplies its causal mask by the scale, so a scale that is not positive would turn -inf into
     NaN or +inf.
     """
-    if variant.score_mods:
+    if matrix.score_mods:
         return False
-    if variant.mask is None:
+    if matrix.mask is None:
         return True
-    return type(variant.mask) is Causal and variant.seqlen_q == variant.seqlen_k and scale >= SMALLEST_SCALE
+    return type(matrix.mask) is Causal and matrix.seqlen_q == matrix.seqlen_k and scale >= SMALLEST_SCALE
 
 
 def are_few(q: Tensor, k: Tensor) -> bool:
@@ -112,9 +112,9 @@ def one_call_backward(
     return dq[..., :head_dim].contiguous(), dk[..., :head_dim].contiguous(), dv[..., :head_dim_v].contiguous()
 
 
-def cheapest_blocks(variant: Variant, head_dim: int) -> tuple[int, list[list[KeyRange]]]:
+def cheapest_blocks(matrix: ScoreMatrix, head_dim: int) -> tuple[int, list[list[KeyRange]]]:
     """The cheapest block_M and its key ranges. Smaller blocks compute fewer masked scores, but need more calls."""
-    heads = variant.heads * (variant.batch.stop - variant.batch.start)
+    heads = matrix.heads * (matrix.batch.stop - matrix.batch.start)
     cost_of_score = heads * 2 * head_dim
 
     def cost(block_M: int, ranges: list[list[KeyRange]]) -> float:
@@ -122,26 +122,26 @@ def cheapest_blocks(variant: Variant, head_dim: int) -> tuple[int, list[list[Key
         return keys * block_M * cost_of_score + CALL_COST * sum(map(len, ranges))
 
     candidates = BLOCKS_M
-    if variant.seqlen_q * variant.seqlen_k * cost_of_score < 4 * CALL_COST:
+    if matrix.seqlen_q * matrix.seqlen_k * cost_of_score < 4 * CALL_COST:
         candidates = BLOCKS_M[-1:]  # the problem is so small that smaller blocks save nothing
-    return min(((block_M, key_ranges(variant, block_M)) for block_M in candidates), key=lambda choice: cost(*choice))
+    return min(((block_M, key_ranges(matrix, block_M)) for block_M in candidates), key=lambda choice: cost(*choice))
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, variant: Variant, rows: slice, seen: KeyRange, scale: float
+    q: Tensor, k: Tensor, v: Tensor, matrix: ScoreMatrix, rows: slice, seen: KeyRange, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of a block of rows: o (batch, rows, heads, dim) in q's dtype, lse (batch, heads, rows).
 
     q (batch, rows, heads, dim) are those rows; k, v (batch, seqlen_k, kv_heads, dim) all keys; dims are equal.
     """
     if seen.lo == seen.hi:
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=variant.dtype)
+        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=matrix.dtype)
         return torch.zeros_like(q), lse
-    step = _keys_at_once(variant, rows, seen)
+    step = _keys_at_once(matrix, rows, seen)
     parts = []
     for lo in range(seen.lo, seen.hi, step):
         keys = slice(lo, min(lo + step, seen.hi))
-        added = _added(variant, rows, keys, seen)
+        added = _added(matrix, rows, keys, seen)
         o, lse = _call(q, k[:, keys], v[:, keys], scale, added, causal=False)
         if added is not None:
             top = added.amax(dim=-1)
@@ -152,35 +152,35 @@ def attend(
     return merge(parts)
 
 
-def _keys_at_once(variant: Variant, rows: slice, seen: KeyRange) -> int:
+def _keys_at_once(matrix: ScoreMatrix, rows: slice, seen: KeyRange) -> int:
     """The number of keys for which the added tensor has at most `MAX_MASK` elements."""
-    count, heads = rows.stop - rows.start, variant.heads * (variant.batch.stop - variant.batch.start)
+    count, heads = rows.stop - rows.start, matrix.heads * (matrix.batch.stop - matrix.batch.start)
     if count * (seen.hi - seen.lo) * heads <= MAX_MASK:
         return seen.hi - seen.lo
     # Most masks are the same for all heads and batch elements; the shape for one key shows whether this one is.
-    added = _added(variant, rows, slice(seen.lo, seen.lo + 1), KeyRange(seen.lo, seen.hi, seen.hi, seen.hi))
+    added = _added(matrix, rows, slice(seen.lo, seen.lo + 1), KeyRange(seen.lo, seen.hi, seen.hi, seen.hi))
     copies = 1 if added is None else added.shape[0] * added.shape[1]
     return max(1024, MAX_MASK // (count * copies))
 
 
-def _added(variant: Variant, rows: slice, keys: slice, seen: KeyRange) -> Tensor | None:
+def _added(matrix: ScoreMatrix, rows: slice, keys: slice, seen: KeyRange) -> Tensor | None:
     """The tensor to add to a tile of scores, (batch | 1, heads | 1, rows, keys): modifications, -inf for masked keys.
 
     None if there is nothing to add.
     """
     partial, shape = seen.partial(keys), (rows.stop - rows.start, keys.stop - keys.start)
-    if not variant.score_mods and not partial:
+    if not matrix.score_mods and not partial:
         return None
-    first = variant.score_mods[0] if variant.score_mods else None
-    if isinstance(first, Bias) and first.tensor.dtype == variant.dtype:
+    first = matrix.score_mods[0] if matrix.score_mods else None
+    if isinstance(first, Bias) and first.tensor.dtype == matrix.dtype:
         # A view of the bias: it is copied only if more is added to it.
-        added = variant.cut(first.tensor, rows, keys)
+        added = matrix.cut(first.tensor, rows, keys)
         added = added.expand(*added.shape[:2], *shape)
-        variant = dataclasses.replace(variant, score_mods=variant.score_mods[1:])
+        matrix = dataclasses.replace(matrix, score_mods=matrix.score_mods[1:])
     else:
-        added = torch.zeros(1, 1, *shape, dtype=variant.dtype)
-    added = variant.modified(added, rows, keys)
-    return added.masked_fill(variant.forbidden(rows, keys), -torch.inf) if partial else added
+        added = torch.zeros(1, 1, *shape, dtype=matrix.dtype)
+    added = matrix.modified(added, rows, keys)
+    return added.masked_fill(matrix.forbidden(rows, keys), -torch.inf) if partial else added
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, scale: float, added: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:

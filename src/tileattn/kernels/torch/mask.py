@@ -19,11 +19,11 @@ ScoreMods = Sequence[Callable[..., Tensor]]
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What is done to scores and probabilities, and the shape of their matrix, which is never materialised.
+class ScoreMatrix:
+    """The matrix of scores (batch, heads, seqlen_q, seqlen_k), which is never stored: its sizes and what applies to it.
 
-    batch is a slice of the batch elements that there are, of which the first has the number `first`: 0, but for one of
-    several sequences of a packed call. dtype is that of scores and softmax: float32, or float64 for float64 inputs.
+    batch: the slice of the batch elements that are computed. dtype: of scores and softmax, float32, or float64 for
+    float64 inputs. first: the number of batch element 0: the sequence's number in a packed call, else 0.
     """
 
     mask: Mask | None
@@ -40,15 +40,15 @@ class Variant:
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, mask: Mask | None, score_mods: ScoreMods, dropout: Dropout | None, first: int = 0
-    ) -> Variant:
-        """That of all batch elements of q and k (bshd), of which the first has the number `first`."""
+    ) -> ScoreMatrix:
+        """The matrix of all batch elements of q and k (bshd); `first` is the number of batch element 0."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         batch, seqlen_q, heads, _ = q.shape
         return cls(mask, score_mods, slice(0, batch), heads, seqlen_q, k.shape[1], dtype, q.device, dropout, first)
 
     @property
     def numbers(self) -> slice:
-        """Of the batch elements: what masks and modifications get as `b`."""
+        """The numbers of the batch elements, which masks and modifications get as `b`."""
         return slice(self.first + self.batch.start, self.first + self.batch.stop)
 
     def arange(self, size: slice) -> Tensor:
@@ -116,17 +116,17 @@ def row_blocks(seqlen_q: int, block_M: int) -> list[slice]:
     return [slice(row, min(row + block_M, seqlen_q)) for row in range(0, seqlen_q, block_M)]
 
 
-def key_ranges(variant: Variant, block_M: int) -> list[list[KeyRange]]:
+def key_ranges(matrix: ScoreMatrix, block_M: int) -> list[list[KeyRange]]:
     """The key range of each block of rows: one list for all batch elements, or a list for each if they differ."""
-    seqlen_k, count = variant.seqlen_k, -(-variant.seqlen_q // block_M)
-    if variant.mask is None:
+    seqlen_k, count = matrix.seqlen_k, -(-matrix.seqlen_q // block_M)
+    if matrix.mask is None:
         return [[KeyRange(0, seqlen_k, 0, seqlen_k)] * count]
-    q_lo = variant.arange(slice(0, count)) * block_M
-    q_hi = (q_lo + (block_M - 1)).clamp(max=variant.seqlen_q - 1)
-    offset = seqlen_k - variant.seqlen_q
-    b, h = variant.arange(variant.numbers)[:, None, None], variant.arange(slice(0, variant.heads))[:, None]
-    seen = variant.mask.kv_range(b, h, q_lo + offset, q_hi + offset, seqlen_k)
-    seen_by_all = variant.mask.full_range(b, h, q_lo + offset, q_hi + offset, seqlen_k)
+    q_lo = matrix.arange(slice(0, count)) * block_M
+    q_hi = (q_lo + (block_M - 1)).clamp(max=matrix.seqlen_q - 1)
+    offset = seqlen_k - matrix.seqlen_q
+    b, h = matrix.arange(matrix.numbers)[:, None, None], matrix.arange(slice(0, matrix.heads))[:, None]
+    seen = matrix.mask.kv_range(b, h, q_lo + offset, q_hi + offset, seqlen_k)
+    seen_by_all = matrix.mask.full_range(b, h, q_lo + offset, q_hi + offset, seqlen_k)
 
     def bounds(value: int | Tensor) -> Tensor:
         """(batch or 1, heads or 1, blocks), within the keys."""

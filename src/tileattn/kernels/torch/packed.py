@@ -20,7 +20,7 @@ from ...variant.masks import Mask
 from ...variant.scores import Bias, PackedBias
 from .backward import Needs, add_gradients
 from .forward import forward
-from .mask import ScoreMods, Variant
+from .mask import ScoreMatrix, ScoreMods
 from .score_gradient import Watched
 
 
@@ -72,9 +72,9 @@ def packed_backward(
         number, rows, keys = each
         mods = [_of_sequence(mod, each) for mod in score_mods]
         of_sequence = Inputs(q[:, rows], k[:, keys], v[:, keys], sink)
-        variant = Variant.of(of_sequence.q, of_sequence.k, mask, mods, dropout, number)
+        matrix = ScoreMatrix.of(of_sequence.q, of_sequence.k, mask, mods, dropout, number)
         outputs = (o[:, rows], lse[..., rows], do[:, rows], None if dlse is None else dlse[..., rows])
-        *found, of_sink = add_gradients(of_sequence, *outputs, variant, _watched_in(mods, watched), needs, scale)
+        *found, of_sink = add_gradients(of_sequence, *outputs, matrix, _watched_in(mods, watched), needs, scale)
         for total, part, place in zip((dq, dk, dv), found, (rows, keys, keys)):
             if total is not None:
                 total[:, place] = part

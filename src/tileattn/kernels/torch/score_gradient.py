@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...variant.scores import Bias
-from .mask import Variant
+from .mask import ScoreMatrix
 
 
 class Watched:
@@ -95,22 +95,22 @@ def recording() -> Iterator[None]:
         yield
 
 
-def only_biases(variant: Variant) -> bool:
+def only_biases(matrix: ScoreMatrix) -> bool:
     """Whether the modifications only add biases, so that autograd is not needed."""
-    return all(isinstance(mod, Bias) for mod in variant.score_mods)
+    return all(isinstance(mod, Bias) for mod in matrix.score_mods)
 
 
-def add_biases(variant: Variant, rows: slice, keys: slice, scores: Tensor) -> None:
+def add_biases(matrix: ScoreMatrix, rows: slice, keys: slice, scores: Tensor) -> None:
     """Adds the biases to a tile of scores (batch, heads, rows, keys), in place."""
-    for mod in variant.score_mods:
-        scores += variant.cut(mod.tensor.tensor if isinstance(mod.tensor, Watched) else mod.tensor, rows, keys)
+    for mod in matrix.score_mods:
+        scores += matrix.cut(mod.tensor.tensor if isinstance(mod.tensor, Watched) else mod.tensor, rows, keys)
 
 
-def add_to_gradients(variant: Variant, rows: slice, keys: slice, ds: Tensor) -> None:
+def add_to_gradients(matrix: ScoreMatrix, rows: slice, keys: slice, ds: Tensor) -> None:
     """Adds the gradient of a tile of scores, ds (batch, heads, rows, keys), to the biases' gradients."""
-    for mod in variant.score_mods:
+    for mod in matrix.score_mods:
         if isinstance(mod.tensor, Watched):
-            total = variant.cut(mod.tensor.total, rows, keys)
+            total = matrix.cut(mod.tensor.total, rows, keys)
             total += ds.sum_to_size(total.shape)
 
 
