@@ -14,7 +14,7 @@ from torch import Tensor
 from ...call.dropout import Dropout
 from ...call.facts import Gradients, Packed
 from ...call.inputs import Inputs
-from ...call.sequences import Sequence as OneOf
+from ...call.sequences import Sequence as PackedSequence
 from ...call.sequences import sequences
 from ...variant.masks import Mask
 from ...variant.scores import Bias, PackedBias
@@ -60,7 +60,7 @@ def packed_backward(
     needs: Needs,
     scale: float,
 ) -> Gradients:
-    """The gradients, as `backward` has them, of a packed call; 0 where no sequence is."""
+    """The gradients of a packed call, as `backward` returns them; unused rows have 0."""
     q, k, v, sink, _, dropout, packed, _ = inputs
     assert packed is not None
     dq, dk, dv = (
@@ -74,10 +74,10 @@ def packed_backward(
         of_sequence = Inputs(q[:, rows], k[:, keys], v[:, keys], sink)
         matrix = ScoreMatrix.of(of_sequence.q, of_sequence.k, mask, mods, dropout, number)
         outputs = (o[:, rows], lse[..., rows], do[:, rows], None if dlse is None else dlse[..., rows])
-        *found, of_sink = add_gradients(of_sequence, *outputs, matrix, _watched_in(mods, watched), needs, scale)
-        for total, part, place in zip((dq, dk, dv), found, (rows, keys, keys)):
+        *parts, of_sink = add_gradients(of_sequence, *outputs, matrix, _watched_in(mods, watched), needs, scale)
+        for total, part, tokens in zip((dq, dk, dv), parts, (rows, keys, keys)):
             if total is not None:
-                total[:, place] = part
+                total[:, tokens] = part
         if of_sink is not None:
             dsink = of_sink if dsink is None else dsink + of_sink
     if sink is not None and needs.sink:
@@ -85,7 +85,7 @@ def packed_backward(
     return Gradients(dq, dk, dv, dsink, tuple(None if x is None else x.gradient() for x in watched))
 
 
-def _of_sequence(mod: Any, sequence: OneOf) -> Any:
+def _of_sequence(mod: Any, sequence: PackedSequence) -> Any:
     """A score modification for one sequence: a packed bias becomes the sequence's part of it."""
     if not isinstance(mod, PackedBias):
         return mod
