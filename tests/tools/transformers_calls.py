@@ -1,7 +1,7 @@
 """The calls of attention that compat/transformers/test_models.py makes on a GPU, for benchmarks/precompile.py.
 
-Its models are run on the CPU, in the GPU's size and dtype, with zeros in place of attention; each call is recorded, and
-made on tensors without memory.
+The models run on the CPU in the GPU's size and dtype, with zeros in place of attention. Each call is recorded and made
+on tensors without memory.
 """
 
 from __future__ import annotations
