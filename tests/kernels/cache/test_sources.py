@@ -1,4 +1,4 @@
-"""Which source files a kernel's key in the cache depends on: all that generate it, and few others."""
+"""The source files on which a kernel's cache key depends: all that generate the kernel, and few others."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ FORWARD_TILE += "forward.hopper.plan forward.hopper.consumer forward.hopper.prod
 FORWARD_TILE += "forward.amd.kernel forward.amd.config"
 BACKWARD_TILE = "backward.config backward.generic backward.hopper.keys backward.hopper.config backward.hopper.queries "
 BACKWARD_TILE += "backward.hopper.wide backward.kernels backward.hopper.layouts backward.operand_gradients "
+BACKWARD_TILE += "backward.plan backward.hopper.plan backward.hopper.wide_plan backward.hopper.roles "
+BACKWARD_TILE += "backward.hopper.loads backward.hopper.wide_loads backward.hopper.products backward.hopper.scores "
+BACKWARD_TILE += "backward.hopper.stages backward.hopper.matrices backward.hopper.copied_tile backward.hopper.dq_sums "
 BACKWARD_TILE += "backward.hopper.dq_order backward.places backward.prepare backward.finish backward.queries "
 BACKWARD_TILE += "backward.signature backward.slopes backward.operand_stores backward.tile "
 BACKWARD_TILE += "backward.visible backward.amd.queries backward.amd.config backward.defaults"

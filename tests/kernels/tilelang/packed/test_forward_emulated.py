@@ -61,7 +61,9 @@ def statuses(monkeypatch: pytest.MonkeyPatch, once: Once) -> list[list[int]]:
     """Tensors are on the CPU, and kernels run there; the statuses that calls report."""
     found: list[list[int]] = []
     monkeypatch.setattr(
-        backend, "forward_function", lambda call, config: once((call, config), lambda: forward_kernel(call, config))
+        forward_launch,
+        "forward_function",
+        lambda call, config: once((call, config), lambda: forward_kernel(call, config)),
     )
     monkeypatch.setattr(packed, "plan_function", lambda arch: once(arch, lambda: plan_kernel("sm_80")))
     monkeypatch.setattr(packed_status, "_statuses", {})
