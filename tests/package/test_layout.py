@@ -54,7 +54,7 @@ KNOWN_PRIVATE = "_get_block_size_n"
 KNOWN_LONG_FILES = "app keys queries wide cases oracle expression masks"
 KNOWN_LONG_FUNCTIONS = "bench tune body work"
 KNOWN_MANY_ARGUMENTS = """
-    _plan load modify times_late add_gradients backward packed_backward keys_kernel prepare_kernel
+    _plan load modify times_recomputed add_gradients backward packed_backward keys_kernel prepare_kernel
     queries_kernel forward_kernel load_tile flash_attention_2_backward standard_attention flash_attention_1
     flash_attention_2 _backward run _attend eager_attention eager_gradients oracle_attention
     oracle_gradients

@@ -1,4 +1,4 @@
-"""What the backward kernels make of score modifications, and what PyTorch does with what they hand over."""
+"""What the backward kernels make of score modifications, and what PyTorch does with what they write out."""
 
 from __future__ import annotations
 
@@ -124,9 +124,9 @@ def test_scores_and_derivatives_as_they_are_emitted(name: str, capped: bool, har
     torch.testing.assert_close(got.double(), expected.detach().double() * math.log2(math.exp(1.0)))
 
     def factor_of(factor: Any) -> torch.Tensor:
-        early = 1.0 if factor.early is None else evaluate(emitted.early[factor.early], of_kernel)
-        late = 1.0 if factor.late is None else evaluate(factor.late, of_kernel)
-        return torch.as_tensor(early * late, dtype=torch.float64).expand(sizes)
+        kept = 1.0 if factor.kept is None else evaluate(emitted.kept[factor.kept], of_kernel)
+        recomputed = 1.0 if factor.recomputed is None else evaluate(factor.recomputed, of_kernel)
+        return torch.as_tensor(kept * recomputed, dtype=torch.float64).expand(sizes)
 
     slope = torch.autograd.grad(expected.sum(), scaled)[0] if expected.requires_grad else torch.zeros(sizes)
     torch.testing.assert_close(factor_of(emitted.slope), slope.double())
@@ -149,7 +149,7 @@ def test_what_depends_on_the_score_is_kept_once() -> None:
     def kept(*mods: ScoreMod) -> tuple[int, list[int | None]]:
         score = program(encode(None, mods)[0]).score
         emitted = slope_program(score, float_loads(score), True)
-        return len(emitted.early), [factor.early for factor in (emitted.slope, *emitted.loads)]
+        return len(emitted.kept), [factor.kept for factor in (emitted.slope, *emitted.loads)]
 
     assert kept(ALiBi(SLOPES)) == (0, [None, None])
     assert kept(Bias(BIAS)) == (0, [None, None])

@@ -58,7 +58,7 @@ def test_every_part_comes_to_the_element_that_was_read(name: str) -> None:
         rows = range(LENGTHS_Q[b]) if path.way == SPREAD else [0]
         for row, k in itertools.product(rows, range(LENGTHS_K[b])):
             place = (0, h, ENDS_K[b] + k) if path.way == BY_KEY else (0, h, ENDS_Q[b] + row, k)
-            kept[place] = parts[place]  # where no score is, nothing is handed over
+            kept[place] = parts[place]  # where no score is, nothing is written out
             values = values_of(operands) | {"b": b, "h": h, "q": row + first, "k": k}
             index = tuple(int(evaluate(each, values)) for each in path.load.args[1:])
             if all(0 <= each < size for each, size in zip(index, tensor.shape)):

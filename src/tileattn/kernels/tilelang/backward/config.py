@@ -175,7 +175,7 @@ def kept_derivatives(call: BackwardCall) -> int:
     score = program(call.forward.variant).score
     if score is None:
         return 0
-    return len(slope_program(score, tuple(path.load for path in paths(call)), hardware_tanh=True).early)
+    return len(slope_program(score, tuple(path.load for path in paths(call)), hardware_tanh=True).kept)
 
 
 def preferences(call: AttentionCall, kept: int) -> Iterator[BackwardConfig]:

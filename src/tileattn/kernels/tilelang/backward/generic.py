@@ -36,12 +36,12 @@ from ..tile.variables import address_holder, holder
 from . import places, tile
 from .config import BackwardConfig, copy_options, store_options, value_columns
 from .operand_gradients import BY_KEY, Path
-from .operand_stores import add_to_sums, hand_over_sums, to_elements
-from .plan import Plan
+from .operand_stores import add_to_sums, to_elements, write_out_sums
+from .plan import BackwardPlan
 from .visible import Viewers
 
 
-class GenericPlan(Plan):
+class GenericKeysPlan(BackwardPlan):
     """The static facts of one kernel, from which its macros choose what they emit.
 
     Attributes:
@@ -90,7 +90,7 @@ def allocate(plan):
     # [block_N, block_M]
     acc_s = T.alloc_fragment([plan.block_N, plan.block_M], "float32")
     acc_dp = T.alloc_fragment([plan.block_N, plan.block_M], "float32")
-    early = [T.alloc_fragment([plan.block_N, plan.block_M], "float32") for _ in plan.early]
+    kept = [T.alloc_fragment([plan.block_N, plan.block_M], "float32") for _ in plan.kept]
     # [block_N, head_dim]
     acc_dk = T.alloc_fragment([plan.block_N, plan.head_dim], "float32")
     # [block_N, head_dim_v]
@@ -110,7 +110,7 @@ def allocate(plan):
     return SimpleNamespace(
         k_shared=k_shared, v_shared=v_shared, q_shared=q_shared, do_shared=do_shared, lse2_shared=lse2_shared,
         delta_shared=delta_shared, ds_shared=ds_shared, dk_shared=dk_shared, dv_shared=dv_shared, acc_s=acc_s,
-        acc_dp=acc_dp, early=early, acc_dk=acc_dk, acc_dv=acc_dv, acc_dq=acc_dq, sums=sums, tile_sum=tile_sum, p=p,
+        acc_dp=acc_dp, kept=kept, acc_dk=acc_dk, acc_dv=acc_dv, acc_dq=acc_dq, sums=sums, tile_sum=tile_sum, p=p,
         ds=ds,
     )  # fmt: skip
 
@@ -151,7 +151,7 @@ def find_task(plan, arg, at):
     )  # fmt: skip
 
 
-def is_masked(plan: GenericPlan, task: Any, scores: tile.ScoreTile) -> Any:
+def is_masked(plan: GenericKeysPlan, task: Any, scores: tile.ScoreTile) -> Any:
     """Whether some query of a tile does not see all keys of the block."""
     full_lo, full_hi = task.full_rows or (
         Builder.current().bind(name, bound)
@@ -173,7 +173,7 @@ def compute_probabilities(plan, arg, w, task, c, scores):
     T.copy(arg.lse2[scores.b, scores.h, scores.row : scores.row + plan.block_M], w.lse2_shared, **plan.copy)
     if plan.slopes is not None:
         keep_uniforms(plan.slopes, scores.registers, scores.emit, arg.scale, scores.b, scores.h)
-        tile.modify(w.acc_s, w.early, scores)
+        tile.modify(w.acc_s, w.kept, scores)
     if is_masked(plan, task, scores):
         tile.hide(w.acc_s, scores)
     tile.probabilities(w.acc_s, w.lse2_shared, c if plan.slopes is None else 1.0, scores)
@@ -182,8 +182,8 @@ def compute_probabilities(plan, arg, w, task, c, scores):
         dropout.enter_head(scores.pattern.words, arg, scores.b, scores.h)
     tile.mark_dropped(w.acc_s, scores, False)
     tile.copy_kept(w.acc_s, w.p, scores)
-    for index in plan.early:
-        tile.weigh(w.early[index], w.acc_s, scores)
+    for index in plan.kept:
+        tile.weigh(w.kept[index], w.acc_s, scores)
     T.copy(
         arg.do[task.do_b, scores.row : scores.row + plan.block_M, scores.h, 0 : plan.head_dim_v],
         w.do_shared,
@@ -201,16 +201,16 @@ def compute_gradients(plan, arg, w, scores, is_last):
     tile.drop_gradients(w.acc_s, w.acc_dp, scores)
     if plan.slopes is None or plan.slopes.probability_is_kept():
         tile.score_gradients(w.acc_s, w.acc_dp, w.delta_shared, scores)
-    for index in plan.early:
-        tile.score_gradients(w.early[index], w.acc_dp, w.delta_shared, scores)
+    for index in plan.kept:
+        tile.score_gradients(w.kept[index], w.acc_dp, w.delta_shared, scores)
     for index, path in enumerate(plan.paths):
         tensor_gradient(plan, arg, w, index, path, scores, is_last)
     if plan.slopes is None:
         T.copy(w.acc_s, w.ds)
     else:
-        gradient = tile.kept(plan.slopes.program.slope, w.early, w.acc_s)
-        if plan.slopes.program.slope.late is not None:
-            tile.times_late(w.acc_dp, gradient, plan.slopes.program.slope.late, scores)
+        gradient = tile.kept_product(plan.slopes.program.slope, w.kept, w.acc_s)
+        if plan.slopes.program.slope.recomputed is not None:
+            tile.times_recomputed(w.acc_dp, gradient, plan.slopes.program.slope.recomputed, scores)
             gradient = w.acc_dp
         T.copy(gradient, w.ds)
     if not plan.shared:
@@ -221,17 +221,17 @@ def compute_gradients(plan, arg, w, scores, is_last):
 def tensor_gradient(plan, arg, w, index, path, scores, is_last):
     """Of a tensor that the modification reads; `is_last` tells whether the head's last tile is at hand."""
     factor = plan.slopes.program.loads[index]
-    if factor.late is not None:
-        tile.times_late(w.acc_dp, tile.kept(factor, w.early, w.acc_s), factor.late, scores)
-    gradient = w.acc_dp if factor.late is not None else tile.kept(factor, w.early, w.acc_s)
+    if factor.recomputed is not None:
+        tile.times_recomputed(w.acc_dp, tile.kept_product(factor, w.kept, w.acc_s), factor.recomputed, scores)
+    gradient = w.acc_dp if factor.recomputed is not None else tile.kept_product(factor, w.kept, w.acc_s)
     if path.way == BY_KEY:
         add_to_sums(gradient, w.tile_sum, w.sums[plan.sums_by_key[index]], plan.block_N)
         if is_last():
-            hand_over_sums(
-                w.sums[plan.sums_by_key[index]], arg.handed_over[index], scores.b, scores.h, scores.k_lo, plan.block_N
+            write_out_sums(
+                w.sums[plan.sums_by_key[index]], arg.written_out[index], scores.b, scores.h, scores.k_lo, plan.block_N
             )
     else:
-        to_elements(gradient, arg.handed_over[index], path, scores)
+        to_elements(gradient, arg.written_out[index], path, scores)
 
 
 @T.macro
@@ -303,7 +303,7 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
         paths: to the tensors whose gradients are wanted.
         adds_dq: whether dq is added up here.
     """
-    plan = GenericPlan(call, config, traced, paths, adds_dq)
+    plan = GenericKeysPlan(call, config, traced, paths, adds_dq)
 
     @T.macro
     def kernel(arg):

@@ -97,7 +97,7 @@ def prepare_backward_with(
         q, k, v, o, do = map(one_batch, (q, k, v, o, do))
         kernels.prepare(*workspaces.work(tiles[0]), o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
 
-        handed_over = [
+        written_out = [
             _workspace(path, workspaces, operands, number == leaves) for number, path in enumerate(operand_paths)
         ]
         tensors = [as_bytes(tensor) for tensor in operands.tensors]
@@ -107,14 +107,14 @@ def prepare_backward_with(
             sums = tuple(x.view(*x.shape[:2], -1, COLUMNS) for x in sums)
         rows = (q, k, v, do, lse2, delta)
         work = workspaces.work(config.block_N, of_keys=True)
-        kernels.main(*work, *rows, dk, dv, *sums, *handed_over, *seeds, *tensors, *of_main, *numbers)
+        kernels.main(*work, *rows, dk, dv, *sums, *written_out, *seeds, *tensors, *of_main, *numbers)
         if kernels.queries is not None:
             kernels.queries(*workspaces.work(tiles[1]), *rows, dq, *seeds, *tensors, *of_queries, *numbers)
         if kernels.finish is not None:
             kernels.finish(*workspaces.work(tiles[2]), dq, *sums, scale)
         dsink = _sink_gradient(sink, lse, workspaces.by_row(delta)) if sink is not None and call.needs[3] else None
         dtensors = [
-            _tensor_gradient(index, operand_paths, handed_over, operands, workspaces) if need else None
+            _tensor_gradient(index, operand_paths, written_out, operands, workspaces) if need else None
             for index, need in enumerate(call.needs[4:])
         ]
         wanted = [x if need else None for x, need in zip((dq, dk, dv), call.needs)]

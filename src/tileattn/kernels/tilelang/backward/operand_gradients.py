@@ -47,7 +47,7 @@ class Path:
     Attributes:
         load: the node ``(load name *indices)``.
         tensor: which of the variant's tensors it reads.
-        way: how its gradient is handed over.
+        way: how its gradient is written out.
     """
 
     load: Expr

@@ -16,7 +16,7 @@ def add_to_sums(gradient, tile_sum, sums, block_N):
 
 
 @T.macro
-def hand_over_sums(sums, workspace, b, h, k_lo, block_N):
+def write_out_sums(sums, workspace, b, h, k_lo, block_N):
     """After the last tile of a head."""
     T.copy(sums, workspace[b, h, k_lo : k_lo + block_N])
     T.fill(sums, 0)

@@ -105,7 +105,7 @@ class PackedSequence:
             # Queries without keys, such as unused tail rows, have a fully masked tile; they are not read.
             self._read = (q_start, T.if_then_else(seqlen_k > 0, seqlen_q, 0))
         own = {name: self._rows(name, tensor) for name, tensor in vars(arg).items() if _has_rows(name, tensor)}
-        own |= {"handed_over": self._handed_over(), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        own |= {"written_out": self._written_out(), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
         self.arg = SimpleNamespace(**(vars(arg) | own))
 
     def number(self, pair: Any) -> Any:
@@ -138,10 +138,10 @@ class PackedSequence:
         ends = name != "dq_sum" and "lse" not in vars(self._arg)
         return self._view(tensor, 2, (first, self._read[1] if ends else tensor.shape[2] - first))
 
-    def _handed_over(self) -> list[Any]:
+    def _written_out(self) -> list[Any]:
         """The workspaces of gradients of a modification's tensors."""
         rows = {BY_KEY: self._keys, SPREAD: self._queries}
-        pairs = zip(getattr(self._arg, "handed_over", ()), getattr(self._arg, "paths", ()))
+        pairs = zip(getattr(self._arg, "written_out", ()), getattr(self._arg, "paths", ()))
         return [self._view(x, 2, rows[path.way]) if path.way in rows else x for x, path in pairs]
 
     def _view(self, tensor: Any, axis: int, rows: tuple[Any, Any]) -> Any:

@@ -10,12 +10,12 @@ from . import tile
 from .operand_gradients import Path
 
 
-class Plan:
+class BackwardPlan:
     """The static facts of one kernel, from which its macros choose what they emit.
 
     Attributes:
         slopes: the score modification and its derivatives, or None.
-        early: indices of the derivatives that are kept beside the scores. (A tuple: a loop over one is unrolled while
+        kept: indices of the derivatives that are kept beside the scores. (A tuple: a loop over one is unrolled while
             the kernel is traced, one over a range is a loop of its own.)
     """
 
@@ -25,4 +25,4 @@ class Plan:
         self.slopes = None
         if traced.score is not None:
             self.slopes = tile.Slopes(call, traced, tuple(path.load for path in paths))
-        self.early = tuple(range(len(self.slopes.program.early))) if self.slopes else ()
+        self.kept = tuple(range(len(self.slopes.program.kept))) if self.slopes else ()

@@ -26,11 +26,11 @@ from ..tile.softmax import ROWS
 from ..tile.variables import address_holder, holder
 from . import places, tile
 from .config import BackwardConfig, copy_options, store_options
-from .plan import Plan
+from .plan import BackwardPlan
 from .visible import Viewers
 
 
-class QueriesPlan(Plan):
+class GenericQueriesPlan(BackwardPlan):
     """The static facts of one kernel, from which its macros choose what they emit.
 
     Attributes:
@@ -62,7 +62,7 @@ def allocate(plan):
     # [block_M, block_N]
     acc_s = T.alloc_fragment([plan.block_M, plan.block_N], "float32")
     acc_dp = T.alloc_fragment([plan.block_M, plan.block_N], "float32")
-    early = [T.alloc_fragment([plan.block_M, plan.block_N], "float32") for _ in plan.early]
+    kept = [T.alloc_fragment([plan.block_M, plan.block_N], "float32") for _ in plan.kept]
     ds = T.alloc_fragment([plan.block_M, plan.block_N], plan.dtype)
     # [block_M, head_dim]
     acc_dq = T.alloc_fragment([plan.block_M, plan.head_dim], "float32")
@@ -71,7 +71,7 @@ def allocate(plan):
     delta = T.alloc_fragment([plan.block_M], "float32")
     return SimpleNamespace(
         q_shared=q_shared, do_shared=do_shared, k_shared=k_shared, v_shared=v_shared, dq_shared=dq_shared, acc_s=acc_s,
-        acc_dp=acc_dp, early=early, ds=ds, acc_dq=acc_dq, lse2=lse2, delta=delta,
+        acc_dp=acc_dp, kept=kept, ds=ds, acc_dq=acc_dq, lse2=lse2, delta=delta,
     )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def find_task(plan, arg, at):
     )  # fmt: skip
 
 
-def is_masked(plan: QueriesPlan, arg: Any, task: Any, k_lo: Any) -> Any:
+def is_masked(plan: GenericQueriesPlan, arg: Any, task: Any, k_lo: Any) -> Any:
     """Whether some query of the block does not see all keys of a tile, or is none."""
     past_end = task.row + plan.block_M > arg.seqlen_q
     return (k_lo < task.full_lo) | (k_lo + plan.block_N > task.full_hi) | past_end
@@ -120,13 +120,13 @@ def compute_probabilities(plan, arg, w, task, c, scores):
     )
     T.gemm(w.q_shared, w.k_shared, w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
     if plan.slopes is not None:
-        tile.modify(w.acc_s, w.early, scores)
+        tile.modify(w.acc_s, w.kept, scores)
     if scores.masked:
         tile.hide(w.acc_s, scores)
     tile.probabilities(w.acc_s, w.lse2, c if plan.slopes is None else 1.0, scores)
     tile.mark_dropped(w.acc_s, scores, False)
-    for index in plan.early:
-        tile.weigh(w.early[index], w.acc_s, scores)
+    for index in plan.kept:
+        tile.weigh(w.kept[index], w.acc_s, scores)
 
 
 @T.macro
@@ -139,10 +139,10 @@ def add_dq(plan, arg, w, task, scores):
     )
     T.gemm(w.do_shared, w.v_shared, w.acc_dp, transpose_B=True, clear_accum=True, policy=ROWS)
     tile.drop_gradients(w.acc_s, w.acc_dp, scores)
-    gradient = w.acc_s if plan.slopes is None else tile.kept(plan.slopes.program.slope, w.early, w.acc_s)
+    gradient = w.acc_s if plan.slopes is None else tile.kept_product(plan.slopes.program.slope, w.kept, w.acc_s)
     tile.score_gradients(gradient, w.acc_dp, w.delta, scores)
-    if plan.slopes is not None and plan.slopes.program.slope.late is not None:
-        tile.times_late(gradient, gradient, plan.slopes.program.slope.late, scores)
+    if plan.slopes is not None and plan.slopes.program.slope.recomputed is not None:
+        tile.times_recomputed(gradient, gradient, plan.slopes.program.slope.recomputed, scores)
     T.copy(gradient, w.ds)
     T.gemm(w.ds, w.k_shared, w.acc_dq, policy=ROWS)
 
@@ -180,7 +180,7 @@ def work(plan, arg, at):
 
 def body(call: AttentionCall, config: BackwardConfig, traced: Program) -> Any:
     """The macro that emits the kernel, given its parameters (see ``signature.declare_queries``)."""
-    plan = QueriesPlan(call, config, traced)
+    plan = GenericQueriesPlan(call, config, traced)
 
     @T.macro
     def kernel(arg):

@@ -112,10 +112,10 @@ def declare_main(
     hopper: bool = False,
     leaving: int | None = None,
 ) -> Any:
-    """``([work], q, k, v, do, lse2, delta, dk, dv, [dq_sum], *handed_over, [seed], *tensors, scale, heads_per_kv_head,
+    """``([work], q, k, v, do, lse2, delta, dk, dv, [dq_sum], *written_out, [seed], *tensors, scale, heads_per_kv_head,
     [side_by_side], [threshold, weight], *ints, *floats)``
 
-    ``handed_over`` has one tensor for each path, as operand_gradients.py describes; that of the path ``leaving``, whose
+    ``written_out`` has one tensor for each path, as operand_gradients.py describes; that of the path ``leaving``, whose
     gradient leaves by TMA, has strides. ``dq`` says whether dq is added up.
     """
     p = Parameters(builder, call)
@@ -123,7 +123,7 @@ def declare_main(
     arg.lse2, arg.delta = p.rows("lse2"), p.rows("delta")
     arg.dk, arg.dv = p.gradient("dk"), p.gradient("dv")
     arg.dq_sum = (p.accumulator_rows() if hopper else p.accumulator()) if dq else None
-    arg.handed_over = [_handed_over(p, index, path, traced, index == leaving) for index, path in enumerate(paths)]
+    arg.written_out = [_written_out(p, index, path, traced, index == leaving) for index, path in enumerate(paths)]
     arg.paths = paths
     _declare_variant(p, arg, traced, hopper)
     return _with_sizes(p, arg)
@@ -140,7 +140,7 @@ def declare_queries(builder: Builder, call: AttentionCall, traced: Program, hopp
     return _with_sizes(p, arg)
 
 
-def _handed_over(p: Parameters, index: int, path: Path, traced: Program, leaving: bool) -> Any:
+def _written_out(p: Parameters, index: int, path: Path, traced: Program, leaving: bool) -> Any:
     sizes, name = p.sizes, f"path{index}"
     if path.way == BY_KEY:
         return p.tensor(name, [sizes.batch, sizes.heads, sizes.padded_k])

@@ -4,8 +4,8 @@ The backward kernel computes a tile's modified scores once more, and the derivat
 (its *slope*) and to the elements that it reads of tensors whose gradients are wanted. What both have in common, such as
 the tanh of a soft cap, is written the same way in both, so that the compiler computes it once.
 
-A derivative that depends on the score is evaluated *early*, beside the modified score, and kept; the tile of scores is
-overwritten after that. One that does not, such as ``-|q - k|`` or 1, is evaluated *late*, where it is used.
+A derivative that depends on the score is *kept*: it is evaluated beside the modified score, before the tile of scores
+is overwritten. One that does not, such as ``-|q - k|`` or 1, is *recomputed* where it is used.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ..tile.simplify import LOG2E, hoist, product, rewrite, tanh_by_exp2
 
 @dataclass(frozen=True)
 class Factor:
-    """A derivative as the product of one evaluated early (its index) and one evaluated late; None stands for 1."""
+    """A derivative as the product of a kept one (its index) and a recomputed one; None stands for 1."""
 
-    early: int | None
-    late: Any
+    kept: int | None
+    recomputed: Any
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class SlopeProgram:
 
     Attributes:
         score: the modified score in powers of two.
-        early: derivatives that depend on the score.
+        kept: derivatives that depend on the score.
         slope: the derivative of the modified score with respect to the (scaled) score.
         loads: the same with respect to each of the loads that were asked for.
         uniforms: what ``uniform0``, ``uniform1``, ... stand for (see simplify.py).
     """
 
     score: Any
-    early: tuple[Any, ...]
+    kept: tuple[Any, ...]
     slope: Factor
     loads: tuple[Factor, ...]
     uniforms: tuple[Expr, ...]
@@ -54,7 +54,7 @@ def slope_program(score: Any, loads: tuple[Expr, ...], hardware_tanh: bool) -> S
         hardware_tanh: as of :func:`tileattn.kernels.tilelang.tile.simplify.score_program`.
     """
     uniforms: dict[str, Expr] = {}
-    early: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
 
     def emitted(expr: Any, factor: float = 1.0) -> Any:
         rewritten = rewrite(expr) if factor == 1.0 else product(rewrite(expr), factor)
@@ -64,11 +64,11 @@ def slope_program(score: Any, loads: tuple[Expr, ...], hardware_tanh: bool) -> S
         if not any(node.op == "symbol" and node.args[0] == "score" for node in nodes(expr)):
             return Factor(None, None if isinstance(expr, float) and expr == 1.0 else emitted(expr))
         text = str(expr)
-        if text not in early:
-            early[text] = emitted(expr)
-        return Factor(list(early).index(text), None)
+        if text not in kept:
+            kept[text] = emitted(expr)
+        return Factor(list(kept).index(text), None)
 
     value = emitted(score, LOG2E)
     slope = split(derivative(score, symbol("score")))
     factors = tuple(split(derivative(score, load)) for load in loads)
-    return SlopeProgram(value, tuple(early.values()), slope, factors, tuple(uniforms.values()))
+    return SlopeProgram(value, tuple(kept.values()), slope, factors, tuple(uniforms.values()))

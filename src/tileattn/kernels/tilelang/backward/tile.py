@@ -39,19 +39,19 @@ class Slopes(Score):
         self.program = slope_program(traced.score, loads, hardware_tanh)
         self.ints = width_of_ints(traced)
 
-    def is_late(self, load: str) -> bool:
-        """Whether a derivative that is computed late reads the load of this text."""
+    def is_recomputed(self, load: str) -> bool:
+        """Whether a derivative that is recomputed reads the load of this text."""
         factors = (self.program.slope, *self.program.loads)
-        return any(str(node) == load for factor in factors for node in nodes(factor.late))
+        return any(str(node) == load for factor in factors for node in nodes(factor.recomputed))
 
     def probability_is_kept(self) -> bool:
-        """Whether some derivative has no early factor, so that P itself is needed."""
-        return any(factor.early is None for factor in (self.program.slope, *self.program.loads))
+        """Whether some derivative has no kept factor, so that P itself is needed."""
+        return any(factor.kept is None for factor in (self.program.slope, *self.program.loads))
 
 
-def kept(factor, early, acc_s):
-    """The fragment that holds P, or what comes of it, times a derivative's early factor."""
-    return acc_s if factor.early is None else early[factor.early]
+def kept_product(factor, kept, acc_s):
+    """The fragment that holds P, or what comes of it, times a derivative's kept factor."""
+    return acc_s if factor.kept is None else kept[factor.kept]
 
 
 class TileEmitter(Emitter):
@@ -157,19 +157,19 @@ def score_tile(
         shape: rows and columns.
     """
     registers = plan.slopes.allocate() if plan.slopes is not None else None
-    pattern = Pattern(arg, plan.early) if plan.call.dropout else None
+    pattern = Pattern(arg, plan.kept) if plan.call.dropout else None
     return ScoreTile(
         arg.scale, emit, visible, plan.slopes, registers, pattern, *shape, keys_first=keys_first, lengths=lengths
     )
 
 
 @T.macro
-def modify(acc_s, early, scores):
-    """Raw scores become modified ones, in powers of two; the early derivatives are kept."""
+def modify(acc_s, kept, scores):
+    """Raw scores become modified ones, in powers of two; derivatives that depend on them are kept."""
     at = scores.held("b", "h", "q_lo", "k_lo")
     for i, j in T.Parallel(at.rows, at.columns):
-        for index, expr in enumerate(at.slopes.program.early):
-            early[index][i, j] = at.emitted(expr, i, j, raw=acc_s[i, j])
+        for index, expr in enumerate(at.slopes.program.kept):
+            kept[index][i, j] = at.emitted(expr, i, j, raw=acc_s[i, j])
         acc_s[i, j] = at.emitted(at.slopes.program.score, i, j, raw=acc_s[i, j])
 
 
@@ -190,11 +190,11 @@ def probabilities(acc_s, lse2, c, scores):
 
 
 @T.macro
-def weigh(early, acc_s, scores):
-    """An early derivative times p."""
+def weigh(kept, acc_s, scores):
+    """A kept derivative times p."""
     for i, j in T.Parallel(scores.rows, scores.columns):
         # NaN == 0 is false: a probability that is NaN stays.
-        early[i, j] = T.if_then_else(acc_s[i, j] == 0.0, 0.0, acc_s[i, j] * early[i, j])
+        kept[i, j] = T.if_then_else(acc_s[i, j] == 0.0, 0.0, acc_s[i, j] * kept[i, j])
 
 
 @T.macro
@@ -205,19 +205,19 @@ def score_gradients(weights, acc_dp, delta, scores):
 
 
 @T.macro
-def times_late(result, gradient, late, scores):
-    """result = gradient times a late derivative, 0 where the gradient is."""
+def times_recomputed(result, gradient, recomputed, scores):
+    """result = gradient times a recomputed derivative, 0 where the gradient is."""
     at = scores.held("b", "h", "q_lo", "k_lo")
     for i, j in T.Parallel(at.rows, at.columns):
-        factor = at.emitted(late, i, j)
+        factor = at.emitted(recomputed, i, j)
         result[i, j] = T.if_then_else(gradient[i, j] == 0.0, 0.0, gradient[i, j] * factor)
 
 
 class Pattern:
     """Dropout of one kernel: the words of a head and a tile, and whether the pattern is kept as P's sign."""
 
-    def __init__(self, arg, early) -> None:
-        self.words, self.weight, self.is_marked = dropout.allocate(), arg.weight, not early
+    def __init__(self, arg, kept) -> None:
+        self.words, self.weight, self.is_marked = dropout.allocate(), arg.weight, not kept
 
 
 @T.macro

@@ -40,7 +40,7 @@ class HopperBackwardConfig:
         tile_stages: tiles in flight of a tensor that the modification reads tile by tile, such as a bias: 1, or as many
             as `num_stages`. With 0 each element is fetched where it is used.
         gradient_bytes: of an element in the tiles in which that tensor's gradient leaves by TMA. With 0 each element is
-            handed over by itself.
+            written out by itself.
     """
 
     block_M: int
@@ -284,7 +284,7 @@ def _kept(score: Any) -> int:
 
 def _derivatives(score: Any, paths: tuple[Path, ...]) -> tuple[Any, ...]:
     """Those that are kept beside S."""
-    return slope_program(score, tuple(path.load for path in paths), hardware_tanh=True).early
+    return slope_program(score, tuple(path.load for path in paths), hardware_tanh=True).kept
 
 
 def _crowded(call: AttentionCall, paths: tuple[Path, ...]) -> bool:

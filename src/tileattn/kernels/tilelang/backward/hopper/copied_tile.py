@@ -1,4 +1,4 @@
-"""The copied tile on Hopper, such as a bias's, and its gradient: loaded, read and handed over tile by tile."""
+"""The copied tile on Hopper, such as a bias's, and its gradient: loaded, read and written out tile by tile."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def alloc_transposed_tile(plan: KeysPlan, arg: Any, w: Any) -> None:
         w.emit.tiles[plan.copied.text] = TransposedTile(plan, w)
     if plan.leaving is not None:
         kind = str(plan.leaving_dtype).removeprefix("torch.")
-        assume_aligned(arg.handed_over[plan.leaving].strides, itemsize=plan.leaving_dtype.itemsize)
+        assume_aligned(arg.written_out[plan.leaving].strides, itemsize=plan.leaving_dtype.itemsize)
         # [block_M, block_N]
         w.gradient_tile = T.alloc_shared([plan.block_M, plan.block_N], kind)
         w.eight_of_gradient = T.alloc_local([8], kind)
@@ -151,14 +151,14 @@ def take_gradient(plan, arg, w, h, number, group, parity):
     T.barrier_wait(w.gradient_ready[group], parity)
     if path.way == ADDED:
         T.atomic_add(
-            arg.handed_over[plan.leaving][place],
+            arg.written_out[plan.leaving][place],
             w.gradient_tile[0 : plan.block_M, group * half : group * half + half],
             use_tma=True,
         )
     else:
         T.tma_copy(
             w.gradient_tile[0 : plan.block_M, group * half : group * half + half],
-            arg.handed_over[plan.leaving][place],
+            arg.written_out[plan.leaving][place],
             leader_scope_threads=WARP,
         )
         T.tma_store_wait(0)
@@ -178,15 +178,15 @@ def take_gradients(plan, arg, w):
 
 
 @T.macro
-def hand_over_gradient(plan, w, scores):
+def write_out_gradient(plan, w, scores):
     """A tile of the copied tensor's gradient, queries in rows, to the adding warp, once it has taken the last one.
 
     Behind dV's product, which would wait for these stores as it does for those of dS.
     """
     factor = plan.slopes.program.loads[plan.leaving]
-    if factor.late is not None:
-        tile.times_late(w.acc_dp, tile.kept(factor, w.early, w.acc_s), factor.late, scores)
-    gradient = w.acc_dp if factor.late is not None else tile.kept(factor, w.early, w.acc_s)
+    if factor.recomputed is not None:
+        tile.times_recomputed(w.acc_dp, tile.kept_product(factor, w.kept, w.acc_s), factor.recomputed, scores)
+    gradient = w.acc_dp if factor.recomputed is not None else tile.kept_product(factor, w.kept, w.acc_s)
     group = w.thread // WARPGROUP
     T.barrier_wait(w.gradient_free[group], w.at[DQ_PARITY])
     if plan.leaving_dtype.itemsize == 2:
@@ -197,5 +197,5 @@ def hand_over_gradient(plan, w, scores):
             w.gradient_tile[j, i] = gradient[i, j]
     T.fence_proxy_async()
     T.barrier_arrive(w.gradient_ready[group])
-    if plan.tile_is_late and not plan.tile_in_registers:
+    if plan.tile_is_recomputed and not plan.tile_in_registers:
         release_tile(plan, w)

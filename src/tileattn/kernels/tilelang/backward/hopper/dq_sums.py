@@ -62,7 +62,7 @@ def multiply_dq(plan, w):
 
 
 @T.macro
-def hand_over_dq(plan, w):
+def write_out_dq(plan, w):
     """To the adding warp, once it has taken the last tile's."""
     group = w.thread // WARPGROUP
     T.barrier_wait(w.dq_free[group], w.at[DQ_PARITY])

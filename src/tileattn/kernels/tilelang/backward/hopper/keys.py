@@ -51,18 +51,18 @@ from ...tile.mask import keep_uniforms
 from ...tile.softmax import ROWS
 from .. import places, tile
 from ..operand_gradients import BY_KEY, Path
-from ..operand_stores import add_to_sums, hand_over_sums, to_elements
+from ..operand_stores import add_to_sums, to_elements, write_out_sums
 from .config import CONSUMERS, HopperBackwardConfig
 from .copied_tile import (
     alloc_transposed_tile,
-    hand_over_gradient,
     have_read,
     load_tiles,
     release_tile,
     take_gradients,
     take_tile,
+    write_out_gradient,
 )
-from .dq_sums import add_dq, hand_over_dq, multiply_dq, share_ds
+from .dq_sums import add_dq, multiply_dq, share_ds, write_out_dq
 from .layouts import accumulator_layout
 from .loads import load_keys, load_rows, tiles_of_head
 from .plan import BATCH, DQ_PARITY, DS, DS_READ, DS_WRITTEN, KEY, KV_HEAD, KeysPlan, Row, allocate
@@ -105,12 +105,12 @@ def probabilities(plan, w, scores):
     """P, and what dV takes of it."""
     at = scores.held("q_lo")
     scores_to_probabilities(plan, w, at, Row(w.lse2, w.ring.stage))
-    if plan.copied is not None and (plan.tile_in_registers or not plan.tile_is_late):
+    if plan.copied is not None and (plan.tile_in_registers or not plan.tile_is_recomputed):
         release_tile(plan, w, have_read(w, plan.block_M))
     tile.mark_dropped(w.acc_s, at, True)
     tile.copy_kept(w.acc_s, w.p, at)
-    for index in plan.early:
-        tile.weigh(w.early[index], w.acc_s, at)
+    for index in plan.kept:
+        tile.weigh(w.kept[index], w.acc_s, at)
 
 
 @T.macro
@@ -121,14 +121,14 @@ def tensor_gradients(plan, arg, w, scores):
         if index == plan.leaving:
             continue
         factor = plan.slopes.program.loads[index]
-        if factor.late is not None:
+        if factor.recomputed is not None:
             # In the place of dP, which has served.
-            tile.times_late(w.acc_dp, tile.kept(factor, w.early, w.acc_s), factor.late, scores)
-        gradient = w.acc_dp if factor.late is not None else tile.kept(factor, w.early, w.acc_s)
+            tile.times_recomputed(w.acc_dp, tile.kept_product(factor, w.kept, w.acc_s), factor.recomputed, scores)
+        gradient = w.acc_dp if factor.recomputed is not None else tile.kept_product(factor, w.kept, w.acc_s)
         if path.way == BY_KEY:
             add_to_sums(gradient, w.tile_sum, w.sums[plan.sums_by_key[index]], plan.block_N)
         else:
-            to_elements(gradient, arg.handed_over[index], path, at)
+            to_elements(gradient, arg.written_out[index], path, at)
 
 
 @T.macro
@@ -136,9 +136,9 @@ def times_slope(plan, arg, w, scores):
     """The gradients of tensors, and then dS of the scaled scores, from that of the modified ones."""
     tensor_gradients(plan, arg, w, scores)
     slope = plan.slopes.program.slope
-    if slope.late is not None:
-        tile.times_late(w.acc_dp, tile.kept(slope, w.early, w.acc_s), slope.late, scores)
-    T.copy(w.acc_dp if slope.late is not None else tile.kept(slope, w.early, w.acc_s), w.ds)
+    if slope.recomputed is not None:
+        tile.times_recomputed(w.acc_dp, tile.kept_product(slope, w.kept, w.acc_s), slope.recomputed, scores)
+    T.copy(w.acc_dp if slope.recomputed is not None else tile.kept_product(slope, w.kept, w.acc_s), w.ds)
 
 
 @T.macro
@@ -178,11 +178,11 @@ def advance(plan, arg, w, h, row):
     await_product(w.acc_dp, 0)
     delta = Row(w.delta, w.ring.stage)
     gradients_of_scores(plan, w, scores, delta, w.ds, lambda: times_slope(plan, arg, w, scores))
-    if plan.tile_is_late and not plan.tile_in_registers and plan.leaving is None:
+    if plan.tile_is_recomputed and not plan.tile_in_registers and plan.leaving is None:
         release_tile(plan, w)
     T.wgmma_gemm(w.p, w.do[w.ring.stage, :, :], w.acc_dv, policy=ROWS)
     if plan.leaving is not None:
-        hand_over_gradient(plan, w, scores)
+        write_out_gradient(plan, w, scores)
     if plan.adds_dq:
         if plan.config.ds_buffers == 1:
             T.sync_threads(DS_READ, CONSUMERS)
@@ -194,7 +194,7 @@ def advance(plan, arg, w, h, row):
         release(w, w.do_free, w.ring.stage)
         T.wgmma_gemm(w.ds, w.q[w.ring.stage, :, :], w.acc_dk, policy=ROWS)
         await_product(w.acc_dq, 1)
-        hand_over_dq(plan, w)
+        write_out_dq(plan, w)
     else:
         T.wgmma_gemm(w.ds, w.q[w.ring.stage, :, :], w.acc_dk, policy=ROWS)
         await_product(w.acc_dv, 1)
@@ -268,7 +268,7 @@ def consume(plan, arg, w):
         for number in T.serial(w.rows[0], w.rows[1]):
             advance(plan, arg, w, h, number * plan.block_M)
         for index, number in plan.sums_by_key.items():
-            hand_over_sums(w.sums[number], arg.handed_over[index], w.task[BATCH], h, w.task[KEY], plan.block_N)
+            write_out_sums(w.sums[number], arg.written_out[index], w.task[BATCH], h, w.task[KEY], plan.block_N)
     store(plan, arg, w)
 
 

@@ -13,7 +13,7 @@ from ...architecture import padded
 from ...tile.hopper import WARP, WARPGROUP, slices
 from .. import tile
 from ..operand_gradients import BY_KEY, Path
-from ..plan import Plan
+from ..plan import BackwardPlan
 from ..visible import Viewers
 from .config import CONSUMERS, HopperBackwardConfig, leaving
 from .dq_order import COLUMNS
@@ -29,7 +29,7 @@ BATCH, KV_HEAD, KEY = range(3)
 STAGE, PARITY, DS, DQ_PARITY = range(4)
 
 
-class TilePlan(Plan):
+class TilePlan(BackwardPlan):
     """The static facts of a kernel that may copy tiles of a tensor that the modification reads.
 
     Attributes:
@@ -60,7 +60,7 @@ class KeysPlan(TilePlan):
     Attributes:
         paths: to the tensors whose gradients are wanted; `sums_by_key` numbers those that are summed by key.
         tile_in_registers: here those of 16 bits, which ldmatrix transposes.
-        tile_is_late: whether a derivative that is computed late needs them once more.
+        tile_is_recomputed: whether a derivative that is recomputed needs them once more.
         leaving: index of the path whose gradient leaves by TMA, tile by tile, or None; and the dtype of these tiles.
         batch_first: whether neighbours in the grid are batch elements rather than heads, to share those tiles.
         adds_dq: whether dq is added up here.
@@ -75,7 +75,7 @@ class KeysPlan(TilePlan):
         super().__init__(call, config, traced, paths)
         self.paths, self.adds_dq, self.stages = paths, adds_dq, config.num_stages
         self.tile_in_registers = self.copied is not None and self.copied_dtype.itemsize == 2
-        self.tile_is_late = self.copied is not None and self.slopes.is_late(self.copied.text)
+        self.tile_is_recomputed = self.copied is not None and self.slopes.is_recomputed(self.copied.text)
         self.leaving, self.leaving_dtype = leaving(config, call, paths) or (None, None)
         by_head, by_batch = (self.copied is not None and self.copied.differs_by(symbol) for symbol in "hb")
         self.batch_first = by_head and not by_batch and not call.packed
@@ -162,7 +162,7 @@ def allocate(plan: KeysPlan, arg: Any, at: Any, thread: Any) -> SimpleNamespace:
         # [block_N, block_M]
         acc_s=T.alloc_fragment(plan.score_tile, "float32"),
         acc_dp=T.alloc_fragment(plan.score_tile, "float32"),
-        early=[T.alloc_fragment(plan.score_tile, "float32") for _ in plan.early],
+        kept=[T.alloc_fragment(plan.score_tile, "float32") for _ in plan.kept],
         p=T.alloc_fragment(plan.score_tile, plan.dtype),
         ds=T.alloc_fragment(plan.score_tile, plan.dtype),
         # [block_N, head_dim_v]

@@ -177,8 +177,8 @@ def probabilities(plan, w, scores):
     scores_to_probabilities(plan, w, at, w.lse2)
     release_tile(plan, w)
     tile.mark_dropped(w.acc_s, at, True)
-    for index in plan.early:
-        tile.weigh(w.early[index], w.acc_s, at)
+    for index in plan.kept:
+        tile.weigh(w.kept[index], w.acc_s, at)
 
 
 def scores_at(plan, w, k_lo):
@@ -311,7 +311,7 @@ def allocate(plan: QueriesPlan, arg: Any, at: Any, thread: Any) -> SimpleNamespa
         # [block_M, block_N]
         acc_s=T.alloc_fragment(plan.score_tile, "float32"),
         acc_dp=T.alloc_fragment(plan.score_tile, "float32"),
-        early=[T.alloc_fragment(plan.score_tile, "float32") for _ in plan.early],
+        kept=[T.alloc_fragment(plan.score_tile, "float32") for _ in plan.kept],
         ds=T.alloc_fragment(plan.score_tile, plan.dtype),
         # [block_M, head_dim]
         acc_dq=T.alloc_fragment([plan.block_M, plan.head_dim], "float32"),

@@ -17,7 +17,7 @@ def scores_to_probabilities(plan, w, scores, lse2):
     """P, in the place of S."""
     c = scores.scale * softmax.LOG2E if plan.slopes is None else 1.0
     if plan.slopes is not None:
-        tile.modify(w.acc_s, w.early, scores)
+        tile.modify(w.acc_s, w.kept, scores)
     if scores.masked:
         tile.hide(w.acc_s, scores)
     tile.probabilities(w.acc_s, lse2, c, scores)
@@ -39,8 +39,8 @@ def gradients_of_scores(plan, w, scores, delta, ds, times_slope):
     else:
         if plan.slopes.probability_is_kept():
             tile.score_gradients(w.acc_s, w.acc_dp, delta, scores)
-        for index in plan.early:
-            tile.score_gradients(w.early[index], w.acc_dp, delta, scores)
+        for index in plan.kept:
+            tile.score_gradients(w.kept[index], w.acc_dp, delta, scores)
         times_slope()
 
 
@@ -48,7 +48,7 @@ def gradients_of_scores(plan, w, scores, delta, ds, times_slope):
 def times_slope_in_place(plan, w, scores, ds):
     """dS of the scaled scores, from that of the modified ones."""
     slope = plan.slopes.program.slope
-    gradient = tile.kept(slope, w.early, w.acc_s)
-    if slope.late is not None:
-        tile.times_late(gradient, gradient, slope.late, scores)
+    gradient = tile.kept_product(slope, w.kept, w.acc_s)
+    if slope.recomputed is not None:
+        tile.times_recomputed(gradient, gradient, slope.recomputed, scores)
     T.copy(gradient, ds)

@@ -70,7 +70,7 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 32, 232
 # --- The consumer warpgroups. `group` is which of them a macro is emitted for, and so the stage that it owns. ---
 
 
-def handed_over(w, group):
+def written_out(w, group):
     """The barriers of what the warpgroup multiplies: P or dS."""
     return w.p_ready if group == OF_V else w.ds_ready
 
@@ -108,8 +108,8 @@ def multiply(plan, w, ready, group, kind, result):
 
 @T.macro
 def add_product(plan, w, group, stage, parity):
-    """To dV or dK, whichever is the warpgroup's, from a tile of which P and dS have been handed over."""
-    T.barrier_wait(handed_over(w, group)[stage], parity)
+    """To dV or dK, whichever is the warpgroup's, from a tile of which P and dS have been written out."""
+    T.barrier_wait(written_out(w, group)[stage], parity)
     T.barrier_wait(loaded(w, group)[stage], parity)
     first = (2 * group + stage) * TILE_ROWS
     T.wgmma_gemm(
@@ -128,7 +128,7 @@ def weights_of(w, group, kind):
 
 
 @T.macro
-def hand_over(w, group, kind, ready):
+def write_out(w, group, kind, ready):
     """P or dS of the warpgroup's tile, in 16 bits, to shared memory: for the first operand of a product."""
     store_matrices(w.narrow, w.eight, TILE_ROWS, weights_of(w, group, kind), False, w.thread)
     T.fence_proxy_async()
@@ -150,8 +150,8 @@ def probabilities(plan, arg, w, group):
         masked=(row < w.full[0]) | (row + TILE_ROWS > w.full[1]),
     )
     scores_to_probabilities(plan, w, scores, w.lse2)
-    for index in plan.early:
-        tile.weigh(w.early[index], w.acc_s, scores)
+    for index in plan.kept:
+        tile.weigh(w.kept[index], w.acc_s, scores)
     tile.mark_dropped(w.acc_s, scores, True)
     tile.copy_kept(w.acc_s, w.narrow, scores)
 
@@ -160,7 +160,7 @@ def probabilities(plan, arg, w, group):
 def times_slope(plan, arg, w, group):
     """dS of the scaled scores, from that of the modified ones."""
     scores = w.scores
-    if plan.slopes.program.slope.late is not None:
+    if plan.slopes.program.slope.recomputed is not None:
         h = w.task[KV_HEAD] * arg.heads_per_kv_head + w.at[GROUP_HEAD]
         q_lo = w.at[TILE] * TILE_ROWS + arg.seqlen_k - arg.seqlen_q - group * TILE_ROWS
         scores = w.scores.at(b=w.task[BATCH], h=h, q_lo=q_lo, k_lo=w.task[KEY])
@@ -184,7 +184,7 @@ def own_tile(plan, arg, w, group, follows):
     probabilities(plan, arg, w, group)
     if plan.config.late_dp:
         T.barrier_wait(w.do_ready[group], w.at[OWN_PARITY])  # when dO is there, P's place has been read
-    hand_over(w, group, OF_V, w.p_ready)
+    write_out(w, group, OF_V, w.p_ready)
     if plan.config.late_dp:
         multiply(plan, w, w.do_ready, group, OF_V, w.acc_dp)
     if group == OF_V:
@@ -193,7 +193,7 @@ def own_tile(plan, arg, w, group, follows):
     if group == OF_K:
         release(w, w.do_free, group)
     gradients_of_scores(plan, w, w.scores, w.delta, w.narrow, lambda: times_slope(plan, arg, w, group))
-    hand_over(w, group, OF_K, w.ds_ready)
+    write_out(w, group, OF_K, w.ds_ready)
     if group == OF_K:
         add_product(plan, w, group, group, w.at[OWN_PARITY])
     await_product(w.acc, 0)

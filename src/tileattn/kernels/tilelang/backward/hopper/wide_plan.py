@@ -12,7 +12,7 @@ from .....variant.program import Program
 from ...tile.expressions import Emitter
 from ...tile.hopper import WARP, WARPGROUP, slices
 from .. import tile
-from ..plan import Plan
+from ..plan import BackwardPlan
 from ..visible import Viewers
 from .config import HopperWideConfig
 
@@ -27,7 +27,7 @@ OF_V, OF_K = 0, 1
 TILE_ROWS, PANEL = 64, 64
 
 
-class WidePlan(Plan):
+class WidePlan(BackwardPlan):
     """The static facts of the kernel, from which its macros choose what they emit.
 
     Attributes:
@@ -81,7 +81,7 @@ def allocate(plan: WidePlan, arg: Any, at: Any, thread: Any) -> SimpleNamespace:
         # [2 * 64, 64]
         acc_s=T.alloc_fragment(score_tile, "float32"),
         acc_dp=T.alloc_fragment(score_tile, "float32"),
-        early=[T.alloc_fragment(score_tile, "float32") for _ in plan.early],
+        kept=[T.alloc_fragment(score_tile, "float32") for _ in plan.kept],
         narrow=T.alloc_fragment(score_tile, plan.dtype),
         # [2 * 64, head_dim]: dV, dK
         acc=T.alloc_fragment([2 * TILE_ROWS, plan.head_dim], "float32"),
