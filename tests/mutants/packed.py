@@ -20,7 +20,7 @@ MUTANTS: list[Mutant] = [
             "plan: leaves the last tile out": ("rows + (tile - 1)", "rows"),
             "plan: lengths of q up to those of k": ("q_len > arg.max_seqlen_q", "q_len > arg.max_seqlen_k"),
             "plan: wrong lengths keep their rows": ("start = T.if_then_else(run < sequences, end, 0)", "start = 0"),
-            "plan: nobody's rows have keys": (
+            "plan: unused tail rows have keys": (
                 "_of_role(of_keys, arg.k[run], arg.q[run]), NOWHERE)",
                 "_of_role(of_keys, arg.k[run], arg.q[run]), 0)",
             ),

@@ -1,4 +1,4 @@
-"""How tensors reach the kernels: as pointers with strides, or as descriptors of what the hardware copies (TMA)."""
+"""Kernel arguments of tensors: pointers with strides, or descriptors from which the hardware copies (TMA)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .shared_memory import padded
 
 
 class Described(NamedTuple):
-    """What a descriptor says of a tensor and its tiles; the arguments of Triton's TensorDescriptor."""
+    """The arguments of Triton's TensorDescriptor: a tensor's shape and strides, and the shape of its tiles."""
 
     shape: list[int]
     strides: list[int]

@@ -1,4 +1,4 @@
-"""How dispatch reaches the Triton kernels: what they refuse, and what they are prepared for."""
+"""The Triton backend as dispatch sees it: its refusals, and the preparation of both passes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_HEAD_DIM = 256
 
 
 def refusal(call: AttentionCall) -> str | None:
-    """Why the kernels do not run a call, or None where they do."""
+    """The reason why the kernels do not run a call, or None if they do."""
     return _refusal_device(call.arch) or _refusal_call(call)
 
 

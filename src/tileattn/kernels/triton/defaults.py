@@ -1,8 +1,8 @@
-"""Sizes of tiles, and which call gets which: a small table, nothing is tuned unasked.
+"""The default configurations: small tables. Nothing is tuned unless asked.
 
-They are chosen by what compiles without spilling registers. On Hopper, those of plain calls at head dims 64 and 128
-are the fastest that benchmarks/tune_triton.py found on an H200 (8192 tokens; causal, and in the forward pass full): see
-benchmarks/results/triton/bwd-tiles-h200.txt and benchmarks/results/triton/fwd-tiles-d128-h200.txt.
+Sizes are chosen so that kernels compile without spilling registers. On Hopper, those of plain calls at head dims 64 and
+128 are the fastest that benchmarks/tune_triton.py found on an H200 (8192 tokens; causal, and in the forward pass full):
+see benchmarks/results/triton/bwd-tiles-h200.txt and benchmarks/results/triton/fwd-tiles-d128-h200.txt.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def default(kernel: str, call: AttentionCall, seqlen_k: int = 0) -> Config:
 
 
 def _float32(kernel: str, call: AttentionCall, width: int) -> Config:
-    """That of `default`, in float32."""
+    """The default configuration in float32."""
     if call.arch.startswith("gfx"):
         return _AMD_FLOAT32[width]
     table = _HOPPER_FLOAT32 if call.arch == "sm_90a" else _NVIDIA_FLOAT32

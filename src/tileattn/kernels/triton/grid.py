@@ -1,11 +1,11 @@
-"""A kernel's grid: in which order tiles of which heads are worked on (``tile_and_head`` in tile/tiles.py).
+"""A kernel's grid: the order of tiles and heads (``tile_and_head`` in tile/tiles.py).
 
-With all tiles of a head behind one another the last heads' long tiles ended alone. Side by side, and with one kernel
-less, a backward pass of 4096 causal tokens took 4 to 10 % less time on an H200, one of 1024 6 to 15 %. A forward pass
-of 1024 tokens took 4 to 8 % less, longer ones as long as before. With twice or four times as many bytes long sequences
-took longer (benchmarks/results/triton/order-h200.txt). The grid has three dimensions so that a program finds
-its tile without divisions: a backward pass takes up to 4 % less, a forward pass as long as before, or 2 % less (1024
-tokens, head dim 64; benchmarks/results/triton/grid-h200.txt).
+If all tiles of a head come one after another, the last heads' long tiles end alone. With heads side by side, and with
+one kernel less, a backward pass of 4096 causal tokens took 4 to 10 % less time on an H200, one of 1024 6 to 15 %. A
+forward pass of 1024 tokens took 4 to 8 % less, longer ones as long as before. With twice or four times as many bytes
+long sequences took longer (benchmarks/results/triton/order-h200.txt). The grid has three dimensions so that a program
+finds its tile without divisions: a backward pass takes up to 4 % less, a forward pass as long as before, or 2 % less
+(1024 tokens, head dim 64; benchmarks/results/triton/grid-h200.txt).
 """
 
 from __future__ import annotations

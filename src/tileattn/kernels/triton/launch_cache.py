@@ -1,8 +1,8 @@
-"""Launches that are worked out once, and then repeated with other tensors.
+"""A cache of launches: each is prepared once and repeated with other tensors.
 
-Triton finds the compiled kernel of a launch by looking at every argument, which takes longer than the launch. A pass
-over tensors of one shape launches the same again and again: what it needs besides tensors is kept here, the compiled
-kernel included, for tensors that look the same. Triton's settings (``triton.knobs``) and hooks are as they were then.
+Triton finds the compiled kernel of a launch by inspecting every argument, which takes longer than the launch. A pass
+over tensors of one shape repeats the same launches. Everything but the tensors is kept here, including the compiled
+kernel, for tensors with the same properties. Triton's settings (``triton.knobs``) and hooks are as they were then.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LaunchCache:
     def __call__(
         self, work_out: Callable[..., Launch], *arguments: Any, numbers: tuple[float, ...] | None = None
     ) -> None:
-        """Launches on the current device what ``work_out(*arguments)`` says; it is asked the first time only.
+        """Launches ``work_out(*arguments)`` on the current device; ``work_out`` is called the first time only.
 
         arguments: the kernel's first ones: tensors, sizes, None, and tuples of them.
         numbers: the next argument, unless it is None: numbers of which the kernel is compiled for any value.
@@ -83,7 +83,7 @@ class _Known:
 
 
 def _look(argument: Any) -> Any:
-    """What Triton tells compiled kernels apart by, and what launches depend on.
+    """The properties of an argument by which Triton tells compiled kernels apart, and on which launches depend.
 
     On AMD Triton looks at the size of a tensor's storage as well, which bounds no more than shape and strides do.
     """
@@ -95,7 +95,7 @@ def _look(argument: Any) -> Any:
 
 
 def _kind(number: float) -> Any:
-    """What Triton sees of a number that it does not compile for."""
+    """The property by which Triton tells apart numbers that it does not specialise on."""
     if isinstance(number, int) and not -(2**31) <= number < 2**31:
         return number
     return type(number)

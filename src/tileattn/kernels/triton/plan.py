@@ -1,4 +1,4 @@
-"""What a Triton kernel is compiled for, as one constant that its code reads: ``plan.block_M``, ``plan.score``."""
+"""The static facts of a Triton kernel, as one constant that its code reads: ``plan.block_M``, ``plan.score``."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ class TritonPlan:
 
     @property
     def wanted(self) -> tl.constexpr:
-        """How many slopes there are."""
+        """The number of slopes."""
         return tl.constexpr(len(self.slopes))
 
     @functools.cached_property
     def cache_key(self) -> str:
-        """All that it says, functions' sources included, in a few letters: Triton's caches tell kernels apart by it."""
+        """A short hash of all fields, functions' sources included, by which Triton's caches tell kernels apart."""
         values = [getattr(self, field.name) for field in dataclasses.fields(self)]
         text = repr([_key(value) for value in values])
         return "plan_" + hashlib.sha256(text.encode()).hexdigest()[:24]
@@ -93,7 +93,7 @@ def _key(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def make_plan(call: AttentionCall, config: Config, kernel: str, tma: int, wanted: tuple[bool, ...] = ()) -> TritonPlan:
-    """The plan of one of the kernels "forward", "keys" and "queries"; `wanted`: which tensors' gradients are.
+    """The plan of one of the kernels "forward", "keys" and "queries"; `wanted`: whether each tensor has a gradient.
 
     tma: how many dimensions the tensors' descriptors would have; 0 for none.
     """
@@ -122,7 +122,7 @@ def make_plan(call: AttentionCall, config: Config, kernel: str, tma: int, wanted
 
 
 def _precision(call: AttentionCall) -> str:
-    """What is multiplied: 16 bits as they are ("tf32" says nothing about them), or float32.
+    """The precision of products: of 16 bits as they are ("tf32" does not apply to them), or of float32.
 
     "bf16x6" writes each number of float32 as the sum of three of bfloat16, which has all its bits, and leaves out the
     three smallest of the nine products. The tensor cores sum the others, with less error over a tensor than eager

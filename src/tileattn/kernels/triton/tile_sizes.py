@@ -1,4 +1,4 @@
-"""What a configuration of a kernel says: sizes of tiles, and how Triton compiles it."""
+"""The configuration of a kernel: sizes of tiles, and Triton's compile options."""
 
 from __future__ import annotations
 

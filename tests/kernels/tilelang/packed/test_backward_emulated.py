@@ -161,7 +161,7 @@ WRONG = {"not from zero": (0, 1), "decreases": (2, 4), "negative": (2, -3), "bey
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("which", [0, 1], ids=["q", "k"])
 @pytest.mark.parametrize("name", WRONG)
-def test_rows_of_wrong_lengths_are_nobodys(name: str, which: int) -> None:
+def test_rows_of_wrong_lengths_are_unused(name: str, which: int) -> None:
     """On a GPU the host learns of them later: all gradients are 0, and nothing else is touched."""
     index, value = WRONG[name]
     arguments = build(QUICK, "cpu")
@@ -196,7 +196,7 @@ def _places(plan: Kernel, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, list
 
 
 def test_what_is_prepared_for_hopper(plan: Kernel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """lse2, delta and zeros for whole tiles of each sequence, and of nobody's rows, and nothing elsewhere."""
+    """lse2, delta and zeros for whole tiles of each sequence, and of unused tail rows, and nothing elsewhere."""
     work, places, padded = _places(plan, monkeypatch)
     total = sum(LENGTHS_Q) + BEHIND
     call = AttentionCall(torch.bfloat16, DIM, DIM, arch=ARCH, packed=True)

@@ -410,7 +410,7 @@ def test_nothing_waits_for_the_device(name: str) -> None:
 @pytest.mark.parametrize("training", ["causal", "generic"])
 @pytest.mark.parametrize("which", ["cu_seqlens_q", "cu_seqlens_k"])
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_lengths_are_nobodys(name: str, which: str, training: str, guarded: Guarded) -> None:
+def test_rows_of_wrong_lengths_are_unused(name: str, which: str, training: str, guarded: Guarded) -> None:
     """Nothing is touched but what is the call's, and all gradients are 0."""
     change, says = WRONG[name]
     arguments, outputs = TRAININGS[training].arguments(), TRAININGS[training].outputs_gradients()

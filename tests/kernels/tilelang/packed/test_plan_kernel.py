@@ -111,21 +111,21 @@ WRONG = {
 @pytest.mark.parametrize("keys_wrong", [False, True], ids=["wrong-q", "wrong-k"])
 @pytest.mark.parametrize("case", WRONG.values(), ids=WRONG)
 def test_wrong(case: tuple[list[int], int], keys_wrong: bool, of_keys: bool) -> None:
-    """All rows are nobody's, and the status tells why."""
+    """All rows are unused, and the status says why."""
     given, sequence = case
     right, wrong = torch.arange(len(given), dtype=torch.int32), torch.tensor(given, dtype=torch.int32)
     packed = Packed(*((right, wrong) if keys_wrong else (wrong, right)), 2**31 - 1, 2**31 - 1)
     status = [0, sequence + 1, 0, 0] if keys_wrong else [sequence + 1, 0, 0, 0]
-    _check_nobodys(packed, of_keys, status)
+    _check_unused(packed, of_keys, status)
 
 
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
 def test_too_long(of_keys: bool) -> None:
     bounds = torch.tensor([0, 2, 10, 10], dtype=torch.int32)
-    _check_nobodys(Packed(bounds, bounds, 7, 8), of_keys, [0, 0, 2, 0])
-    _check_nobodys(Packed(bounds, bounds, 8, 7), of_keys, [0, 0, 0, 2])
-    _check_nobodys(Packed(bounds, bounds + 3, 7, 1), of_keys, [0, 1, 2, 1])
+    _check_unused(Packed(bounds, bounds, 7, 8), of_keys, [0, 0, 2, 0])
+    _check_unused(Packed(bounds, bounds, 8, 7), of_keys, [0, 0, 0, 2])
+    _check_unused(Packed(bounds, bounds + 3, 7, 1), of_keys, [0, 1, 2, 1])
 
 
 @pytest.mark.usefixtures("launched")
@@ -141,7 +141,7 @@ def test_lengths_far_beyond_write_nothing_behind_the_list(
 
     monkeypatch.setattr(packed_launch, "plan_function", lambda arch: guarded)
     wrong = torch.tensor([0, 5000, 9000], dtype=torch.int32)
-    _check_nobodys(Packed(wrong, wrong, 2**31 - 1, 2**31 - 1), of_keys, [2, 2, 0, 0])
+    _check_unused(Packed(wrong, wrong, 2**31 - 1, 2**31 - 1), of_keys, [2, 2, 0, 0])
 
 
 @pytest.mark.usefixtures("launched")
@@ -153,7 +153,7 @@ def test_one_status_serves_all_calls(status: Tensor) -> None:
     assert status.tolist() == [0, 0, 2, 0]
 
 
-def _check_nobodys(packed: Packed, of_keys: bool, status: list[int]) -> None:
+def _check_unused(packed: Packed, of_keys: bool, status: list[int]) -> None:
     found = packed_status.status_of(packed.cu_seqlens_q.device).zero_()
     work = packed_launch.work_list("sm_80", packed, 10, 10, 4, of_keys=of_keys)
     assert work[0].tolist() == [3, *[0] * 7]

@@ -1,1 +1,1 @@
-"""From a TileLang function to a library on disk and a loaded one: compile, nvcc, library; batch for many at once."""
+"""Builds a TileLang function into a library in the cache and loads it; batch.py compiles many at once."""

@@ -1,4 +1,4 @@
-"""Many kernels compiled at once, in processes of their own."""
+"""Compiles many kernels at once, in separate processes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class AnyJob(Protocol):
 
     @property
     def key(self) -> str:
-        """Of the library in the kernel cache."""
+        """The key of the library in the kernel cache."""
         ...
 
     def compile(self) -> None:
-        """Into the cache."""
+        """Compiles the kernel into the cache."""
         ...
 
 
 @dataclass(frozen=True)
 class Done:
-    """What became of a job: it was in the cache, or took some seconds to compile, or could not be compiled."""
+    """The result of a job: it was in the cache, took some seconds to compile, or failed."""
 
     job: AnyJob
     seconds: float = 0.0
@@ -43,7 +43,7 @@ class Done:
 
 
 def compile_job(job: AnyJob) -> Done:
-    """In a process of its own; an exception of a compiler need not survive the way back, its text does."""
+    """Compiles a job in a process of its own. Of an exception only the text is returned: not all can be pickled."""
     start = time.perf_counter()
     try:
         if kernel_cache().find(job.key) is not None:
@@ -78,7 +78,7 @@ def _main_hidden() -> Iterator[None]:
 def compile_all(jobs: Sequence[AnyJob], processes: int, work: Callable[[AnyJob], Done] = compile_job) -> Iterator[Done]:
     """Compile in parallel, in the given order, and yield each as it is ready.
 
-    Each process is a pool of its own: where a compiler kills its process, one job fails, and a new process goes on.
+    Each process is a pool of its own: if a compiler kills its process, one job fails and a new process replaces it.
     Spawned, not forked: TileLang may initialise CUDA when it is imported, which does not survive a fork.
     """
     pools: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
@@ -107,6 +107,6 @@ def compile_all(jobs: Sequence[AnyJob], processes: int, work: Callable[[AnyJob],
             for done in as_completed([threads.submit(one, job) for job in jobs]):
                 yield done.result()
     finally:
-        # Nobody waits for their ends: one after another, 16 processes took 13 s to let go of what they had imported.
+        # Do not join: 16 workers took 13 s to exit one by one.
         while not pools.empty():
             pools.get().shutdown(wait=False)

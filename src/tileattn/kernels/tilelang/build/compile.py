@@ -1,4 +1,4 @@
-"""From a TileLang function to a shared library: lowering, two repairs, a hint to ptxas, and the export."""
+"""Compiles a TileLang function to a shared library: lowering, two repairs, hints to ptxas, and the export."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def _lower(function: Any, context: BackendContext) -> tuple[Any, Any]:
 def _one_producer_warp(kernel: Any) -> Any:
     """Leaves the waiting and copying to the first warp of the producer warpgroup.
 
-    TileLang 0.1.15 lets all four warps wait for a free stage although only the first one issues copies. Nobody waits
-    for the other three: one that falls two turns behind takes the parity of a later turn for its own, misses it, and in
-    the end waits for a turn that never comes. Two blocks on one multiprocessor are enough to hang (seen on an H200).
-    All four warps still give back their registers, as setmaxnreg asks.
+    TileLang 0.1.15 lets all four warps wait for a free stage although only the first one issues copies. No barrier
+    waits for the other three: a warp that falls two turns behind takes the parity of a later turn for its own, misses
+    its turn, and at last waits for a turn that never comes. Two blocks on one multiprocessor are enough to hang (seen
+    on an H200). All four warps still give back their registers, as setmaxnreg asks.
     """
     return kernel.with_body(stmt_functor.ir_transform(kernel.body, None, _rewrite_producer, ["tirx.IfThenElse"]))
 
@@ -102,8 +102,8 @@ def _rewrite_producer(branch: Any) -> Any:
 def _uniform_warpgroups(kernel: Any) -> Any:
     """Tells ptxas that ``thread // 128``, the warpgroup's number, is the same in all threads of a warp.
 
-    What follows from a shuffle's result it keeps in uniform registers. Without, each descriptor of a first operand in
-    shared memory took two vector registers, and two ``R2UR`` before each product: 32 of 232
+    ptxas keeps values derived from a shuffle's result in uniform registers. Without this, each descriptor of a first
+    operand in shared memory took two vector registers, and two ``R2UR`` before each product: 32 of 232
     registers at head dim 256.
     """
     if not _calls(kernel.body, "ptx_wgmma_ss"):
@@ -127,7 +127,7 @@ def _uniform_warpgroups(kernel: Any) -> Any:
 
 
 def _descriptors_in_loops(kernel: Any) -> Any:
-    """Has the descriptors of matrices in shared memory computed where they are used.
+    """Makes nvcc compute the descriptors of matrices in shared memory where they are used.
 
     Otherwise nvcc computes those that do not change once, in front of the loop: one for each 16 columns of each
     operand, in registers, or in local memory (440 bytes per thread for dq at head dim 256). Here each has a zero added

@@ -1,4 +1,4 @@
-"""Compiled kernels as libraries: their keys in the cache, and loading. Imports neither TileLang nor its compiler."""
+"""Libraries of compiled kernels: their cache keys, and loading. Imports neither TileLang nor its compiler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TILELANG = __package__.rpartition(".")[0]
 
 
 def key_of(facts: str, module: str) -> str:
-    """A kernel's key in the cache: all that decides what it is compiled to.
+    """A kernel's key in the cache, from all that decides what it is compiled to.
 
     Args:
         facts: of the kernel, which name it, too.
@@ -54,7 +54,7 @@ def toolchain() -> str:
 
 
 def version(package: str) -> str:
-    """Of an installed package."""
+    """The version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

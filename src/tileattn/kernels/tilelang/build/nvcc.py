@@ -1,7 +1,7 @@
-"""From the CUDA that TileLang generates to a cubin: the command that TileLang runs, with less for nvcc to read.
+"""Compiles the CUDA that TileLang generates to a cubin: TileLang's nvcc command, with fewer headers to read.
 
-Of the 2.6 seconds that nvcc took for a kernel, 2 went into headers. What is left out here leaves every instruction as
-it is (tests/kernels/tilelang/build/test_nvcc.py) and takes 1 second less:
+Of the 2.6 seconds that nvcc takes for a kernel, 2 go into headers. The changes here save 1 second and leave every
+instruction as it is (tests/kernels/tilelang/build/test_nvcc.py):
 
 - C++17 instead of C++20, in which the same headers draw in more of the C++ library;
 - wgmma: TileLang's header defines each shape and type of it that there is, on top of two headers of CUTLASS. The kernel
@@ -26,7 +26,7 @@ from tilelang.contrib.nvcc import get_cplus_compiler, get_nvcc_compiler, get_nvc
 from tilelang.cuda.backend import tilelang_callback_cuda_compile
 from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
-CALLBACK = "tilelang_callback_cuda_compile"  # whom TileLang asks for a cubin
+CALLBACK = "tilelang_callback_cuda_compile"  # the function that TileLang calls for a cubin
 OPTIONS = ("--cubin", "-O3", "-std=c++17", "--use_fast_math")
 
 HEADER = "#include <tl_templates/cuda/instruction/wgmma.h>\n"
@@ -51,9 +51,9 @@ FIRST = {"ss": "uint64_t a", "rs": "const uint32_t *a"}
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Inside, TileLang has its CUDA compiled here; afterwards by itself again, as it sets for each kernel.
+    """Inside, TileLang calls this module to compile CUDA; afterwards its own function again.
 
-    Of two threads at a time one may have its kernel compiled by TileLang: that is the same machine code.
+    With two threads at a time, TileLang may compile the kernel of one: the machine code is the same.
     """
     tvm_ffi.register_global_func(CALLBACK, _compile, override=True)
     try:

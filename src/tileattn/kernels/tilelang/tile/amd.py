@@ -1,8 +1,8 @@
-"""How AMD's kernels read the caller's tensors, and how their products and copies are told what TileLang's do not ask.
+"""AMD's kernels: strides of the caller's tensors, and options of products and copies that TileLang does not offer.
 
-TileLang 0.1.15 writes a copy of several elements as one only where it can see that its address is a multiple of them.
-It cannot of strides that are numbers at run time: it then loads element by element, and eight at a time not at all.
-Here strides are written as multiples of eight, which those of aligned tensors are.
+TileLang 0.1.15 copies several elements at once only where it can prove that the address is a multiple of their size. It
+cannot prove that for run-time strides, and then loads element by element. Here strides are written as multiples of
+eight, which those of aligned tensors are.
 """
 
 from __future__ import annotations

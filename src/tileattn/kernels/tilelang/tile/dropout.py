@@ -1,12 +1,12 @@
 """The pattern of :mod:`tileattn.call.dropout` on fragments: shared by all schedules of both passes.
 
-Each element asks for the words of its group, ten rounds of Philox. In the layouts of NVIDIA's matrix units the four
-elements of a group are in one thread, in registers whose numbers are known when the loop is unrolled; there their
-groups' numbers are the same expression, and nvcc computes the words once.
-(tests/kernels/tilelang/tile/test_dropout_lowering.py counts the multiplications.) On AMD GPUs, whose layouts are
-others, each element computes them anew.
+Each element needs the words of its group: ten rounds of Philox. In the layouts of NVIDIA's matrix units the four
+elements of a group are in one thread, in registers whose numbers are known when the loop is unrolled. Their groups'
+numbers are then the same expression, and nvcc computes the words once.
+(tests/kernels/tilelang/tile/test_dropout_lowering.py counts the multiplications.) AMD GPUs have
+other layouts, and each element recomputes the words.
 
-What all elements of a tile share are six words in registers: of the head KEY, ROW and COLUMN, which are ``k0``, ``x0``
+All elements of a tile share six words in registers: of the head KEY, ROW and COLUMN, which are ``k0``, ``x0``
 and ``x1``; the threshold; the first groups of the tile's rows and keys. Numbers of 16 bits are compared in the upper
 half of a word, where one of the two in a word is already.
 """

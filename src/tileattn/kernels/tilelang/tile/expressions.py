@@ -1,4 +1,4 @@
-"""Traced expressions, turned into TileLang's."""
+"""Emits traced expressions as TileLang expressions."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Key(NamedTuple):
 def key_in_tile(k_lo: Any, j: Any) -> Key:
     """Column j of a tile that begins at key k_lo, where a thread holds columns 2t and 2t + 1 of each eight.
 
-    So the matrix units of NVIDIA leave scores (see ``softmax.own_columns_layout``); elsewhere it is right as well, but
-    ``start`` takes several values in a thread.
+    This is the layout of scores in NVIDIA's matrix units (see ``softmax.own_columns_layout``). On others the result is
+    correct too, but ``start`` has several values in a thread.
     """
     return Key(k_lo + j, k_lo + j % 8 // 2 * 2, j // 8 * 8 + j % 2)
 
@@ -55,7 +55,7 @@ class Emitter:
     def __call__(self, expr: Any, /, **symbols: Any) -> Any:
         """The TileLang expression of `expr`, with the given values of its symbols (``q=...``, ``k=...``).
 
-        An integer is int32: one that was computed in int64 comes as the nearest.
+        Integers are int32; one computed in int64 is clamped.
         """
         value = self.exact(expr, **symbols)
         if dtype_of(expr) != "int" or str(getattr(value, "dtype", "")) != "int64":

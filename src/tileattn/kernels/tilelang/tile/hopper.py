@@ -17,7 +17,7 @@ WARP, WARPGROUP = 32, 128
 
 
 class Barriers:
-    """Some of an array's barriers."""
+    """A range of an array's barriers."""
 
     def __init__(self, array: T.Buffer, first: int) -> None:
         self._array, self._first = array, first
@@ -36,7 +36,7 @@ def slices(alloc: Callable[[list[int]], T.Buffer], arrivals: dict[str, list[int]
 def tile_layout(buffer: Any, row_bytes: int) -> Any:
     """Swizzled, so that the eight rows of 16 bytes that a warp reads at a time lie in different banks.
 
-    In the widest panels of columns that divide the rows: a copy by TMA asks for one row of a panel at a time.
+    The layout has the widest panels of columns that divide the rows: TMA copies one row of a panel at a time.
     """
     if row_bytes % 128 == 0:
         return make_full_bank_swizzled_layout(buffer)

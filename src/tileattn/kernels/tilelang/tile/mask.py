@@ -1,4 +1,4 @@
-"""Where a query tile looks, and what it may see there: shared by all schedules."""
+"""The mask and the score modification on a tile of scores, for all schedules."""
 
 import tilelang.language as T
 import torch
@@ -9,7 +9,7 @@ from .simplify import score_program, tanh_by_exp2
 
 
 class Visibility:
-    """The mask of one kernel, asked about tiles and about elements.
+    """The mask of one kernel: key ranges of tiles, and visibility of elements.
 
     Positions are bottom-right aligned; ``emit`` turns the program's expressions into TileLang's.
     """
@@ -36,8 +36,8 @@ class Visibility:
     def allows(self, b, h, q, k):
         """May position q see position k? False beyond the last key, where a tile holds zeros.
 
-        No query of the call is beyond the last key, so that a causal mask need not ask. (Rows of a tile that are beyond
-        the last query see zeros then, and are not stored.)
+        No query position is beyond the last key, so that a causal mask needs no comparison with seqlen_k. (Rows of a
+        tile beyond the last query then see zeros, and are not stored.)
         """
         within = k < self.seqlen_k
         if self.program.allows is None:
@@ -62,7 +62,7 @@ def apply_mask(acc_s, visible, b, h, q_lo, k_lo):
 
 
 def width_of_ints(program):
-    """Of the registers for integers: wide where the variant reads some that are."""
+    """The dtype of registers for integers: int64 if the variant reads int64 tensors, else int32."""
     return "int64" if any(tensor.dtype == torch.int64 for tensor in program.tensors) else "int32"
 
 
@@ -86,7 +86,7 @@ class Score:
         return {self.kind(uniform) for uniform in self.program.uniforms}
 
     def kind(self, uniform):
-        """Of the register that keeps a uniform value."""
+        """The dtype of the register that keeps a uniform value."""
         return self.ints if uniform.dtype == "int" else "float32"
 
     def values(self, registers):
@@ -95,14 +95,14 @@ class Score:
         return {f"uniform{index}": registers[self.kind(uniform)][index] for index, uniform in uniforms}
 
     def log2_unit(self, registers):
-        """What modified scores, as they are emitted, are multiplied by to be powers of two."""
+        """The factor that makes emitted scores powers of two."""
         unit = self.program.log2_unit
         return self.values(registers)[unit.args[0]] if isinstance(unit, Expr) else unit
 
 
 @T.macro
 def keep_uniforms(score, registers, emit, scale, b, h):
-    """Computes what all scores of a head share."""
+    """Computes the values that all scores of a head share."""
     for index, uniform in enumerate(score.program.uniforms):
         registers[score.kind(uniform)][index] = T.cast(emit.exact(uniform, scale=scale, b=b, h=h), score.kind(uniform))
 

@@ -1,4 +1,4 @@
-"""What kernels of both passes have among their parameters."""
+"""Parameters that kernels of both passes have: sizes, and the variant's tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Score modifications, rewritten so that little is left to do for each score.
+"""Rewrites score modifications, so that the inner loop has few operations for each score.
 
-A program's text is what the user wrote, and names the kernel. What is emitted computes the same with fewer operations
-in the inner loop:
+A program's text is what the user wrote; it is part of the kernel's key. The emitted expression computes the same with
+fewer operations in the inner loop:
 
 - ``score`` is written out, as ``raw * scale``, so that the scale joins other factors.
 - What is the same for all scores of a head, having no ``score``, ``q`` or ``k`` in it, is *uniform*, and computed once
@@ -10,9 +10,9 @@ in the inner loop:
 - ``tanh`` is the hardware's, or written out in exp2, whose constants join the factors.
 - The last factor of a soft cap, ``cap * tanh(..)``, is left to the softmax, which multiplies scores by log2(e) anyway.
 
-So factors are taken in another order: results differ by roundings of float32, also in conditions and in `//` and `%`
-of quotients. Two varying factors stay as they are: `(x * u) * (y * u)` is not made `(x * y) * (u * u)`, which may leave
-the range of float32 where the former does not.
+Factors are therefore multiplied in another order: results differ by roundings of float32, also in conditions and in
+`//` and `%` of quotients. Two varying factors stay as they are: `(x * u) * (y * u)` is not made `(x * y) * (u * u)`,
+which may leave the range of float32 where the former does not.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def reset(m, l, acc_o):
 
 @T.macro
 def update(acc_s, m, l, alpha, base, row_sum, c, block_M, block_N):
-    """Takes in one tile: scores in ``acc_s`` become weights; ``alpha`` says by how much ``acc_o`` must shrink."""
+    """Adds one tile: scores in ``acc_s`` become weights; ``alpha`` is the factor that rescales ``acc_o``."""
     raise_maximum(acc_s, m, alpha, base, c, block_M, 0)
     exponentials(acc_s, base, c, block_M, block_N)
     # l = alpha * l + sum_j p_j
@@ -91,7 +91,7 @@ def per_thread_layout(threads):
 
 @T.macro
 def add_own_columns(acc_s, sums, alpha, block_M, block_N):
-    """Each thread adds the weights that it holds; the four threads of a row add their sums after the last tile."""
+    """Adds each thread's own weights; the four threads of a row add their sums after the last tile."""
     for i, t in T.Parallel(block_M, 4):
         sums[i, t] = sums[i, t] * alpha[i]
         for j in T.serial(block_N // 4):
@@ -100,7 +100,7 @@ def add_own_columns(acc_s, sums, alpha, block_M, block_N):
 
 @T.macro
 def minimum_alpha(alpha, min_alpha, threads):
-    """The smaller factor of the two rows, eight apart, that each thread holds."""
+    """The smaller alpha of the two rows, eight apart, that each thread holds."""
     for t in T.Parallel(threads):
         min_alpha[t] = alpha[t // 32 * 16 + t % 32 // 4]
     for t in T.Parallel(threads):
@@ -117,7 +117,7 @@ def rescale_if_needed(acc_o, alpha, min_alpha, thread, block_M, head_dim_v, thre
 
 @T.macro
 def to_fp8_weights(acc_s, weights, block_M, block_N):
-    """The weights in fp8, each thread's own: as the matrix units take them, with the keys in another order.
+    """Converts each thread's own weights to fp8, in the matrix units' operand layout, with the keys permuted.
 
     A thread holds columns 2t, 2t + 1 of each eight of an accumulator, but takes 4t .. 4t + 3 of each sixteen of an
     operand. It takes those of two eights; the values' keys are in the same order (transpose_fp8.py).
@@ -127,7 +127,7 @@ def to_fp8_weights(acc_s, weights, block_M, block_N):
 
 
 def key_of_column(j):
-    """Which key of a tile column j of the fp8 weights, and of the transposed values, stands for."""
+    """The key that column j of the fp8 weights, and of the transposed values, stands for."""
     return j // 16 * 16 + j % 4 // 2 * 8 + j % 16 // 4 * 2 + j % 2
 
 

@@ -1,4 +1,4 @@
-"""Integers held in variables, so that the compiler does not repeat what they stand for wherever they are used."""
+"""Holds integers in variables, so that the compiler does not recompute them at each use."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def has_no_producer(call: AttentionCall) -> bool:
 def variable(value: Any) -> Any:
     """Holds an integer in a variable.
 
-    The compiler inlines other values wherever they are used. Addresses that contain divisions take its prover most of
-    the time, and the kernel registers.
+    The compiler inlines other values at each use. Addresses that contain divisions then cost most of the compile time,
+    in its prover, and registers of the kernel.
     """
     return T.alloc_var("int32", init=value)
 

@@ -1,4 +1,4 @@
-"""The backward pass: outputs, workspaces, and which kernels are launched with what."""
+"""The launch of the backward pass: outputs, workspaces, and the kernels' arguments."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Gradients of the tensors that score modifications read.
 
 Each load of a tensor in the expression, such as ``slopes[h]``, is a *path* by which the gradients of scores reach its
-elements. The kernel for dk and dv hands over what went along a path in a workspace of its own:
+elements. The kernel for dk and dv writes the gradients of each path to a workspace of its own:
 
 - where none of the load's indices depends on ``q``, one sum for each key of each head, (batch, heads, seqlen_k): a
   program visits all queries of its keys;

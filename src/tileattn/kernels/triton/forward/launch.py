@@ -1,4 +1,4 @@
-"""The forward pass: outputs, and what its kernel is launched with."""
+"""The launch of the forward pass: outputs, and the kernel's arguments."""
 
 from __future__ import annotations
 

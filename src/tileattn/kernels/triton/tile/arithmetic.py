@@ -1,4 +1,4 @@
-"""What masks and score modifications compute with, where Triton's own operation is another or there is none."""
+"""Operations of masks and score modifications that Triton lacks, or defines differently."""
 
 import triton
 import triton.language as tl
@@ -8,13 +8,13 @@ TWO_LOG2E = tl.constexpr(2.8853900817779268)
 
 @triton.jit
 def tanh(x):
-    """Exact to some 2^-22 of 1, saturating at both ends; Triton has none that runs everywhere."""
+    """tanh with an error of some 2^-22, saturating at both ends; Triton has none that runs everywhere."""
     return 1.0 - 2.0 / (tl.exp2(x * TWO_LOG2E) + 1.0)
 
 
 @triton.jit
 def exact_tanh(x):
-    """Exact to some 2^-23 of itself: what is small is not the difference of two that are not.
+    """tanh with a relative error of some 2^-23: small results are not differences of larger numbers.
 
     Near 0 an odd polynomial, fitted for the least relative error in -1 .. 1, which is below 2^-27.
     """

@@ -1,4 +1,4 @@
-"""Traced expressions, written as Triton functions.
+"""Writes traced expressions as Triton functions.
 
 A variant's program becomes a small module of text, which Triton then compiles (or interprets) like one that a person
 has written. Under ``mask=Causal() & SlidingWindow(512, None), score_mod=SoftCap(30.0)`` it holds

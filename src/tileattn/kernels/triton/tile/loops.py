@@ -1,7 +1,7 @@
-"""Which loops over tiles a kernel has: before, within and behind the range of tiles that are seen as a whole.
+"""The loops over tiles of a kernel: before, within and behind the range of fully visible tiles.
 
-A loop that never turns is left out here, not by the compiler: where LLVM sees that it does not turn, the wait for its
-asynchronous products remains, of which there are none then, and ptxas 12.8 dies of that.
+A loop without iterations is left out here, not by the compiler. LLVM would remove the loop but keep the wait for its
+asynchronous products, and ptxas 12.8 crashes on that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all kernels do with tiles: loads, stores, products, and which of them need a mask.
+"""Operations on tiles in all kernels: loads, stores, products, and the ranges that need a mask.
 
 A tensor (batch, seqlen, heads, head_dim) reaches a kernel as a pointer with its strides or, on NVIDIA GPUs from Hopper
 on, as a tensor descriptor, from which the hardware copies (TMA). A tile has a power of two of columns; those beyond
@@ -135,7 +135,7 @@ def add_product(x, y, total, precision: tl.constexpr):
 def phases(any_range, full_range, origin, seqlen, block: tl.constexpr):
     """Where a loop over tiles has to compute the mask: (start, full_start, full_end, end).
 
-    Not in tiles from full_start to full_end, which are seen as a whole; in those before and behind. The ranges are
+    Tiles from full_start to full_end are fully visible; those before and behind need the mask. The ranges are
     counted from `origin` and clamped to 0 .. seqlen; tiles begin at multiples of `block`.
     """
     lo, end = tl.maximum(any_range[0] - origin, 0), tl.minimum(any_range[1] - origin, seqlen)
