@@ -13,10 +13,10 @@ from math import floor
 from pathlib import Path
 
 from tileattn.bench import results
+from tileattn.bench.baselines.base import OWN, is_own
 from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.compare import Standing, best_peer_ms, compare, standings
 from tileattn.bench.cost import costs
-from tileattn.bench.peers.base import OWN, is_own
 from tileattn.bench.plot import LABELS, by_length
 from tileattn.bench.report import grouped
 from tileattn.bench.results import Results, Row

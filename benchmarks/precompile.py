@@ -31,8 +31,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import tileattn
 from tileattn.bench import passes, problem
+from tileattn.bench.baselines.own import TileAttn, TileAttnBf16
 from tileattn.bench.cases import Case
-from tileattn.bench.peers.own import TileAttn, TileAttnBf16
 from tileattn.call.facts import AttentionCall, BackwardCall, device_arch
 from tileattn.call.fp8 import FP8
 from tileattn.cli import choices

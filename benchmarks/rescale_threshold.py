@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from tileattn.bench import oracle, problem
+from tileattn.bench.baselines import PEERS
 from tileattn.bench.cases import Case, square
 from tileattn.bench.environment import commit, versions
-from tileattn.bench.peers import PEERS
 from tileattn.call.facts import AttentionCall, device_arch
 from tileattn.kernels.tilelang.build.batch import CORES, compile_all
 from tileattn.kernels.tilelang.forward import defaults

@@ -30,9 +30,9 @@ from tileattn.bench import (
     runner,
     variants,
 )
+from tileattn.bench.baselines import PEERS, TileAttn, flex, own, sdpa
+from tileattn.bench.baselines.base import OWN, Implementation, Prepared
 from tileattn.bench.cases import square
-from tileattn.bench.peers import PEERS, TileAttn, flex, own, sdpa
-from tileattn.bench.peers.base import OWN, Implementation, Prepared
 from tileattn.measure import ceilings
 from tileattn.testing import oracle_attention
 from tileattn.variant.key import normalize

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tests.tools.made_up import made_up
 from tileattn.bench import cases, compare, cost, oracle, plot, problem, report, results, runner, variants
+from tileattn.bench.baselines import PEERS, TileAttn
+from tileattn.bench.baselines.base import NO_FP8, OWN, Prepared
 from tileattn.bench.cases import Case, square
-from tileattn.bench.peers import PEERS, TileAttn
-from tileattn.bench.peers.base import NO_FP8, OWN, Prepared
 from tileattn.measure import ceilings, memory, timing, units
 
 CPU = torch.device("cpu")
@@ -761,7 +761,7 @@ def test_nothing_measured_is_nothing_to_draw(tmp_path: Path) -> None:
 
 def test_the_tutorial_runs_from_a_copy_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the file: what is measured is found, called as the tutorial calls it, and differentiable."""
-    from tileattn.bench.peers.triton_tutorial import FILE, TritonTutorial
+    from tileattn.bench.baselines.triton_tutorial import FILE, TritonTutorial
 
     file = tmp_path / "tutorial.py"
     file.write_text(

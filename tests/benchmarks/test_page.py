@@ -12,7 +12,7 @@ import pytest
 from tests.tools import ROOT
 from tests.tools.made_up import made_up
 from tileattn.bench import results
-from tileattn.bench.peers.base import OWN
+from tileattn.bench.baselines.base import OWN
 from tileattn.measure import ceilings
 
 spec = importlib.util.spec_from_file_location("make_page", ROOT / "benchmarks" / "make_page.py")

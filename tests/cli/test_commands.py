@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from tests.tools import ROOT
 from tileattn.bench import plot_ladder, problem, warmup
+from tileattn.bench.baselines import own
+from tileattn.bench.baselines.base import Prepared
 from tileattn.bench.cases import Case
-from tileattn.bench.peers import own
-from tileattn.bench.peers.base import Prepared
 from tileattn.cli import info
 from tileattn.cli import run_bench as command
 from tileattn.cli.app import app

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp, log
 
-from tileattn.bench.peers.base import OWN, is_own
+from tileattn.bench.baselines.base import OWN, is_own
 from tileattn.bench.results import Results, Row
 
 # Less than this is the noise between two runs: behind by less is called a tie.

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tileattn.bench.baselines.base import OWN
 from tileattn.bench.cases import Case
 from tileattn.bench.compare import own_ms
-from tileattn.bench.peers.base import OWN
 from tileattn.bench.results import Results
 from tileattn.measure.ceilings import overall
 

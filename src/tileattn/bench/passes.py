@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tileattn.bench.peers.base import Prepared
+from tileattn.bench.baselines.base import Prepared
 from tileattn.bench.problem import Problem
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tileattn.bench.baselines.base import OWN
 from tileattn.bench.cases import DIRECTIONS, DTYPES
-from tileattn.bench.peers.base import OWN
 from tileattn.bench.plot import FAINT, INK, LABELS, colours_of, length_label, literal, style
 from tileattn.bench.results import Results, Row
 from tileattn.measure.units import human_bytes

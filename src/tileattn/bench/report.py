@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tileattn.bench.baselines.base import OWN
 from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.compare import NOISE, Comparison, Standing, best_peer_ms, compare, standings
 from tileattn.bench.cost import Cost, costs
-from tileattn.bench.peers.base import OWN
 from tileattn.bench.results import Missing, Results, Row
 from tileattn.measure.ceilings import Ceiling, overall
 from tileattn.measure.units import human_bytes

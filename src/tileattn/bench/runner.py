@@ -11,8 +11,8 @@ from statistics import median
 import torch
 
 from tileattn.bench import gradient_oracle, oracle, packed_oracle, passes, problem
+from tileattn.bench.baselines.base import OWN, Implementation, Prepared
 from tileattn.bench.cases import Case
-from tileattn.bench.peers.base import OWN, Implementation, Prepared
 from tileattn.bench.results import Missing, Results, Row
 from tileattn.measure import ceilings, memory, rounds, timing
 

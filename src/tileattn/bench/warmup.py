@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import product
 
 from tileattn.bench import problem
+from tileattn.bench.baselines.own import needs, variant_key
 from tileattn.bench.cases import DTYPES, Case
-from tileattn.bench.peers.own import needs, variant_key
 from tileattn.bench.problem import Problem
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.call.fp8 import FP8

@@ -13,8 +13,8 @@ import torch
 import typer
 
 from tileattn.bench import cases, variants, warmup
+from tileattn.bench.baselines import PEERS, Implementation, TileAttn
 from tileattn.bench.cases import Case
-from tileattn.bench.peers import PEERS, Implementation, TileAttn
 from tileattn.call.facts import device_arch
 from tileattn.kernels.tilelang.build.batch import AnyJob
 from tileattn.runtime.dispatch import BACKENDS, named

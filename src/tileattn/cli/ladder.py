@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tileattn.bench import problem, report, results
+from tileattn.bench.baselines import PEERS, Implementation, TileAttn
 from tileattn.bench.cases import Case
 from tileattn.bench.climb import BESIDE, TILELANG, Climbed, Step, climbed, steps
-from tileattn.bench.peers import PEERS, Implementation, TileAttn
 from tileattn.bench.progress import reporting
 from tileattn.bench.results import Results, Row
 from tileattn.bench.runner import Run

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 from tileattn.bench import report, results
+from tileattn.bench.baselines.base import OWN, Implementation
 from tileattn.bench.cases import Case
-from tileattn.bench.peers.base import OWN, Implementation
 from tileattn.bench.progress import reporting
 from tileattn.bench.runner import Run
 from tileattn.cli.choices import LADDER, MEMORY, Chosen, at_least_one, refuse

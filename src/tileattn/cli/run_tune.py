@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tileattn.bench import passes, problem
+from tileattn.bench.baselines import TileAttn
 from tileattn.bench.cases import Case
-from tileattn.bench.peers import TileAttn
 from tileattn.cli.choices import Chosen
 from tileattn.tuner import results, state
 from tileattn.tuner.session import tuning

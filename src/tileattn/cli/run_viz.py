@@ -12,8 +12,8 @@ import torch
 import typer
 
 from tileattn.bench import problem, results
+from tileattn.bench.baselines.own import mask_of, score_mods_of
 from tileattn.bench.cases import square
-from tileattn.bench.peers.own import mask_of, score_mods_of
 from tileattn.bench.problem import Problem
 from tileattn.cli.choices import VariantOptions, at_least_one, refuse, variant_name
 from tileattn.cli.run_bench import check_picture, writing

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tileattn.bench.baselines.base import OWN
 from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.compare import best_peer_ms, compare
-from tileattn.bench.peers.base import OWN
 from tileattn.bench.plot import FAINT, INK, LABELS, colours_of, legend_columns, literal
 from tileattn.bench.report import ceiling_text
 from tileattn.bench.results import Results, Row

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from tileattn.bench import problem, results
+from tileattn.bench.baselines import PEERS, TileAttn
+from tileattn.bench.baselines.base import OWN
+from tileattn.bench.baselines.own import mask_of
 from tileattn.bench.cases import Case
-from tileattn.bench.peers import PEERS, TileAttn
-from tileattn.bench.peers.base import OWN
-from tileattn.bench.peers.own import mask_of
 from tileattn.bench.plot import LABELS
 from tileattn.bench.results import Results, Row
 from tileattn.bench.runner import Run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tileattn.bench.peers.base import Prepared
+from tileattn.bench.baselines.base import Prepared
 from tileattn.bench.problem import Problem
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tileattn.bench.peers.base import OWN, Implementation, Prepared
-from tileattn.bench.peers.eager import Eager
-from tileattn.bench.peers.flash_cute import FlashCute
-from tileattn.bench.peers.flash_varlen import FlashVarlen
-from tileattn.bench.peers.flex import Flex
-from tileattn.bench.peers.own import TileAttn, TileAttnBf16, TileAttnDense
-from tileattn.bench.peers.sdpa import Sdpa, sdpa_peers
-from tileattn.bench.peers.triton_tutorial import TritonTutorial
+from tileattn.bench.baselines.base import OWN, Implementation, Prepared
+from tileattn.bench.baselines.eager import Eager
+from tileattn.bench.baselines.flash_cute import FlashCute
+from tileattn.bench.baselines.flash_varlen import FlashVarlen
+from tileattn.bench.baselines.flex import Flex
+from tileattn.bench.baselines.own import TileAttn, TileAttnBf16, TileAttnDense
+from tileattn.bench.baselines.sdpa import Sdpa, sdpa_peers
+from tileattn.bench.baselines.triton_tutorial import TritonTutorial
 
 _ALL: tuple[Implementation, ...] = (
     Eager(),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from tileattn.bench.peers.base import Prepared, tensor_bytes, unusual
+from tileattn.bench.baselines.base import Prepared, tensor_bytes, unusual
 from tileattn.bench.problem import Problem
 from tileattn.bench.variants import user_score
 

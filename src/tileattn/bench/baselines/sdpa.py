@@ -17,7 +17,7 @@ from torch.backends.cuda import SDPAParams
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from tileattn.bench.peers.base import Prepared, tensor_bytes, unusual
+from tileattn.bench.baselines.base import Prepared, tensor_bytes, unusual
 from tileattn.bench.problem import Problem
 
 

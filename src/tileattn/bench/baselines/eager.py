@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tileattn.bench.peers.base import Prepared, tensor_bytes, unusual
+from tileattn.bench.baselines.base import Prepared, tensor_bytes, unusual
 from tileattn.bench.problem import Problem
 from tileattn.bench.variants import user_score
 

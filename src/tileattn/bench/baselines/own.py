@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap, attention, varlen_attention
-from tileattn.bench.peers.base import OWN, Prepared, tensor_bytes
+from tileattn.bench.baselines.base import OWN, Prepared, tensor_bytes
 from tileattn.bench.problem import Problem
 from tileattn.bench.variants import user_score
 from tileattn.runtime import operators as ops

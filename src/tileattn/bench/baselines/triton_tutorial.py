@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tileattn.bench.peers.base import Prepared, unusual
+from tileattn.bench.baselines.base import Prepared, unusual
 from tileattn.bench.problem import Problem
 
 FILE = "TILEATTN_TRITON_TUTORIAL"  # the environment variable that names the file

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tileattn.bench.peers.base import NO_FP8, Prepared
+from tileattn.bench.baselines.base import NO_FP8, Prepared
 from tileattn.bench.problem import Problem
 
 
