@@ -322,8 +322,8 @@ def main(
     settings = Settings(steps, seqlen, batch, layers, heads, dim, rate, device, dtype, compile, seed)
     check_attention(backend, settings)
     if measure:
-        peers = [Backend.fa2, Backend.cudnn] if on_gpu else [Backend.sdpa]
-        speeds = benchmark(text, settings, list(dict.fromkeys((backend, *peers))))
+        baselines = [Backend.fa2, Backend.cudnn] if on_gpu else [Backend.sdpa]
+        speeds = benchmark(text, settings, list(dict.fromkeys((backend, *baselines))))
         console.print(table(speeds))
         if json is not None:
             save(speeds, settings, commit, json)

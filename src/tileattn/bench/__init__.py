@@ -6,12 +6,12 @@ To be read in this order:
     cases         one measurement's shape; its FLOPs; the named suites
     problem       the tensors of a case
     oracle        float64 attention on those tensors, and the error of an output; gradient_oracle: of gradients
-    peers         the implementations to compare: tileattn and those beside it
+    baselines     the implementations to compare: tileattn and those beside it
     passes        what is called of them: the forward pass, the backward, or both
     runner        measures every implementation of every case, side by side
     results       the result file
     environment   device, versions and commit, as the result file records them
-    compare       against each peer, and against the best of each case
+    compare       against each baseline, and against the best of each case
     cost          what a mask or modification costs beyond its visible tiles
     report, plot  a table and a picture of a result file; plot_memory draws peak bytes
     climb         the steps of the mma ladder and what each gains; plot_ladder draws them

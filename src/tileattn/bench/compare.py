@@ -1,4 +1,4 @@
-"""tileattn beside its peers: against each of them, and against the best of each case."""
+"""tileattn beside its baselines: against each of them, and against the best of each case."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SHORT = 2048
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many times faster tileattn is than a peer, over the `cases` cases that both ran."""
+    """How many times faster tileattn is than a baseline, over the `cases` cases that both ran."""
 
-    peer: str
+    baseline: str
     cases: int
     geometric_mean: float
     lowest: float
@@ -27,28 +27,30 @@ class Comparison:
 
 
 def compare(results: Results) -> list[Comparison]:
-    """tileattn against each peer, over the cases that both ran."""
+    """tileattn against each baseline, over the cases that both ran."""
     own = own_ms(results)
     found = []
-    for peer in results.backends():
-        times = {row.case: row.ms for row in results.rows if row.backend == peer}
+    for baseline in results.backends():
+        times = {row.case: row.ms for row in results.rows if row.backend == baseline}
         ratios = {case: times[case] / own[case] for case in own if case in times}
-        if peer != OWN and ratios:
-            found.append(_comparison(peer, ratios))
+        if baseline != OWN and ratios:
+            found.append(_comparison(baseline, ratios))
     return found
 
 
-def _comparison(peer: str, ratios: dict[str, float]) -> Comparison:
+def _comparison(baseline: str, ratios: dict[str, float]) -> Comparison:
     lowest_case = min(ratios, key=ratios.__getitem__)
-    return Comparison(peer, len(ratios), geometric_mean(list(ratios.values())), ratios[lowest_case], lowest_case)
+    return Comparison(baseline, len(ratios), geometric_mean(list(ratios.values())), ratios[lowest_case], lowest_case)
 
 
 @dataclass(frozen=True)
 class Standing:
-    """tileattn against the best peer of each row.
+    """tileattn against the best baseline of each row.
 
-    rows: how many have a peer. at_or_ahead: in how many no peer is faster. geometric_mean: of (time of the best peer /
-    our time). behind: the other rows, (name, that ratio), the worst first.
+    rows: Number of rows that have a baseline.
+    at_or_ahead: Number of these in which no baseline is faster.
+    geometric_mean: Mean of (time of the best baseline / time of tileattn).
+    behind: The other rows as (name, that ratio), the slowest first.
     """
 
     rows: int
@@ -75,7 +77,7 @@ def _standing(results: Results, chosen: Callable[[Row], bool]) -> Standing | Non
     ratios = {
         row.case: best / row.ms
         for row in results.rows
-        if row.backend == OWN and chosen(row) and (best := best_peer_ms(results, row.case)) is not None
+        if row.backend == OWN and chosen(row) and (best := best_baseline_ms(results, row.case)) is not None
     }
     if not ratios:
         return None
@@ -88,14 +90,14 @@ def own_ms(results: Results) -> dict[str, float]:
     return {row.case: row.ms for row in results.rows if row.backend == OWN}
 
 
-def best_peer_ms(results: Results, case: str) -> float | None:
-    """Milliseconds of the fastest peer of a case; None without one.
+def best_baseline_ms(results: Results, case: str) -> float | None:
+    """Milliseconds of the fastest baseline of a case; None without one.
 
-    Other ways to run tileattn count as peers only where nobody else ran.
+    Other ways to run tileattn count as baselines only where nobody else ran.
     """
     others = [row for row in results.rows if row.case == case and row.backend != OWN]
-    peers = [row for row in others if not is_own(row.backend)]
-    return min((row.ms for row in peers or others), default=None)
+    baselines = [row for row in others if not is_own(row.backend)]
+    return min((row.ms for row in baselines or others), default=None)
 
 
 def geometric_mean(values: list[float]) -> float:

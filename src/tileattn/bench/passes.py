@@ -1,8 +1,8 @@
 """What a direction calls: the forward pass, the backward, or both.
 
-A backward pass is called through PyTorch's autograd, ours and the peers' alike, so that everything a user pays for is
-in it: what is computed before and after the main kernel too. `torch.autograd.grad` returns the gradients and adds them
-to nothing. Where the backward is measured alone the forward has run before, once, and its graph is kept.
+All implementations run their backward pass through PyTorch's autograd. Its time therefore includes everything that a
+user pays for, also the kernels before and after the main one. `torch.autograd.grad` returns the gradients without
+accumulating them. For the backward pass alone, the forward pass runs once beforehand and its graph is kept.
 """
 
 from __future__ import annotations

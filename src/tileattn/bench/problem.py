@@ -91,7 +91,7 @@ class Problem:
         return torch.arange(self.case.seqlen_q, device=self.q.device) + offset
 
     def allowed(self) -> Tensor:
-        """The dense mask, bool (seqlen_q, seqlen_k): for peers that know no other form."""
+        """The dense mask, bool (seqlen_q, seqlen_k): for baselines that know no other form."""
         lo, hi = self.case.terms.key_range(self.q_pos(), self.case.seqlen_k)
         keys = torch.arange(self.case.seqlen_k, device=self.q.device)
         return (keys >= lo[:, None]) & (keys < hi[:, None])
@@ -139,7 +139,7 @@ def build(case: Case, device: torch.device | str, seed: int = 0, direction: str 
         v=v,
         bias=normal(*_bias_shape(case)) if terms.bias is not None else None,
         slopes=_alibi_slopes(case.heads, device) if terms.alibi else None,
-        # Through the case's dtype, so that a peer that wants the sink in 16 bits is given the same value.
+        # Through the case's dtype, so that a baseline that wants the sink in 16 bits is given the same value.
         sink=normal(case.heads).float() if terms.sink else None,
         document_ids=_document_ids(case.seqlen_k, terms.documents, device) if terms.documents else None,
         fp8=quantize_fp8(q, k, v) if case.dtype == "fp8" else None,

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tileattn.bench.baselines.base import OWN
 from tileattn.bench.cases import DIRECTIONS
-from tileattn.bench.compare import NOISE, Comparison, Standing, best_peer_ms, compare, standings
+from tileattn.bench.compare import NOISE, Comparison, Standing, best_baseline_ms, compare, standings
 from tileattn.bench.cost import Cost, costs
 from tileattn.bench.results import Missing, Results, Row
 from tileattn.measure.ceilings import Ceiling, overall
@@ -51,7 +51,7 @@ def measurements(results: Results) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     of, whole = ("o", "") if results.direction == "fwd" else ("dq, dk and dv", ", forward and backward")
     table.caption = (
-        f"speed: × the fastest peer's. error: largest relative error of a row of {of} against float64. "
+        f"speed: × the fastest baseline's. error: largest relative error of a row of {of} against float64. "
         f"memory: peak beyond the inputs{whole}."
     )
     table.caption_justify = "left"
@@ -59,7 +59,7 @@ def measurements(results: Results) -> Table:
         table.add_row(Text(case, style="bold"))
         for backend in results.backends():
             row = results.row(case, backend)
-            cells = _cells(row, best_peer_ms(results, case)) if row else _blank(results, case, backend)
+            cells = _cells(row, best_baseline_ms(results, case)) if row else _blank(results, case, backend)
             if cells:
                 table.add_row(_label(results, case, backend), *cells)
     return table
@@ -84,8 +84,8 @@ def _label(results: Results, case: str, backend: str) -> Text:
     return Text(f"  {OWN} ({chosen})" if chosen else f"  {OWN}", style="cyan")
 
 
-def _cells(row: Row, best_peer_ms: float | None) -> tuple[str, ...]:
-    speed = f"{best_peer_ms / row.ms:.2f}×" if best_peer_ms else DASH
+def _cells(row: Row, best_baseline_ms: float | None) -> tuple[str, ...]:
+    speed = f"{best_baseline_ms / row.ms:.2f}×" if best_baseline_ms else DASH
     return _ms(row.ms), _tflops(row.tflops), speed, f"{row.error:.1e}", human_bytes(row.peak_bytes)
 
 
@@ -127,12 +127,12 @@ def _summary(comparisons: Sequence[Comparison]) -> Table:
     table.add_column("at", no_wrap=True)
     for each in comparisons:
         cells = (str(each.cases), f"{each.geometric_mean:.2f}×", f"{each.lowest:.2f}×")
-        table.add_row(each.peer, *cells, each.lowest_case)
+        table.add_row(each.baseline, *cells, each.lowest_case)
     return table
 
 
 def _standings(named: Mapping[str, Standing]) -> Table:
-    table = _table("against the best peer of each row")
+    table = _table("against the best baseline of each row")
     table.add_column("rows of", no_wrap=True)
     for heading in ("rows", "at or ahead", "geometric mean"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -142,7 +142,7 @@ def _standings(named: Mapping[str, Standing]) -> Table:
 
 
 def behind_lines(named: Mapping[str, Standing]) -> list[str]:
-    """For each group but "all", its rows that are behind the best peer, the worst first."""
+    """For each group but "all", its rows that are behind the best baseline, the worst first."""
     lines = []
     for name, standing in named.items():
         if name == "all" or not standing.behind:

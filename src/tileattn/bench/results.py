@@ -114,7 +114,7 @@ class Results:
         return list(dict.fromkeys(entry.case for entry in self._entries()))
 
     def backends(self) -> list[str]:
-        """Names of the backends: tileattn first, then the peers as they were run."""
+        """Names of the backends: tileattn first, then the baselines as they were run."""
         names = dict.fromkeys(entry.backend for entry in self._entries())
         return sorted(names, key=lambda name: name != "tileattn")
 

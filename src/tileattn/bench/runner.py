@@ -70,7 +70,7 @@ class Run:
         try:
             self.results.ceilings.append(ceilings.measure(when, self.device, self.effort))
             torch.cuda.empty_cache()
-        except RuntimeError as failure:  # a peer that broke CUDA, say: what was measured is kept
+        except RuntimeError as failure:  # a baseline that broke CUDA, say: what was measured is kept
             self.on_failure("".join(traceback.format_exception(failure)))
 
     def _case(self, case: Case) -> None:
@@ -101,7 +101,7 @@ class Run:
             with prepared.context():
                 result = passes.start(direction, prepared, given)()
                 error = expected.error(result)
-                # The tolerance rule is ours to keep; a peer's error is shown as it is, if it is a number.
+                # The tolerance rule is ours to keep; a baseline's error is shown as it is, if it is a number.
                 if each.name == OWN or not math.isfinite(error):
                     expected.check(result)
                 del result

@@ -18,7 +18,7 @@ A name is made of terms joined with "+" (all masks hold at once; score modificat
     userscore           score -> user_score(score, ...), a plain function as a user writes one
     sink                one logit per head joins the softmax's denominator
 
-Every mask here is an interval of keys per query: that is what FLOPs, the oracle and the peers' dense masks are made of.
+Every mask here is an interval of keys per query. FLOPs, the oracle and the baselines' dense masks are computed from it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from tileattn.cli.bench import BENCH_EXAMPLES, MEMORY_EXAMPLES, bench, memory
+from tileattn.cli.bench import BASELINES_ALSO_PEERS, BENCH_EXAMPLES, MEMORY_EXAMPLES, bench, memory
 from tileattn.cli.ladder_options import LADDER_EXAMPLES, ladder
 from tileattn.cli.tune import TUNE_EXAMPLES, tune
 from tileattn.cli.viz import app as viz
@@ -62,8 +62,8 @@ def info(
     info.show(arch)
 
 
-app.command(epilog=BENCH_EXAMPLES)(bench)
-app.command(epilog=MEMORY_EXAMPLES)(memory)
+app.command(epilog=BENCH_EXAMPLES, context_settings=BASELINES_ALSO_PEERS)(bench)
+app.command(epilog=MEMORY_EXAMPLES, context_settings=BASELINES_ALSO_PEERS)(memory)
 app.command(epilog=LADDER_EXAMPLES)(ladder)
 
 

@@ -13,17 +13,17 @@ import torch
 import typer
 
 from tileattn.bench import cases, variants, warmup
-from tileattn.bench.baselines import PEERS, Implementation, TileAttn
+from tileattn.bench.baselines import BASELINES, Implementation, TileAttn
 from tileattn.bench.cases import Case
 from tileattn.call.facts import device_arch
 from tileattn.kernels.tilelang.build.batch import AnyJob
 from tileattn.runtime.dispatch import BACKENDS, named
 
-DEFAULT_PEERS = {"cuda": "fa2,cudnn", "cpu": "sdpa,eager"}
-# What an fp8 case is compared with: no peer takes fp8.
-FP8_PEERS = "tileattn-bf16"
-# And packed sequences: most peers want a batch of one length.
-PACKED_PEERS = {"cuda": "fa2-varlen,fa4,tileattn-dense", "cpu": "tileattn-dense"}
+DEFAULT_BASELINES = {"cuda": "fa2,cudnn", "cpu": "sdpa,eager"}
+# What an fp8 case is compared with: no baseline takes fp8.
+FP8_BASELINES = "tileattn-bf16"
+# And packed sequences: most baselines want a batch of one length.
+PACKED_BASELINES = {"cuda": "fa2-varlen,fa4,tileattn-dense", "cpu": "tileattn-dense"}
 DEFAULT_DTYPE = {"cuda": "bf16", "cpu": "fp32"}
 # What `tileattn memory` measures: lengths, by device, and what its result files call their suite.
 MEMORY_LENGTHS = {"cuda": "1024,2048,4096,8192,16384,32768,65536,131072", "cpu": "256,512,1024,2048"}
@@ -217,20 +217,22 @@ def _known_variant(option: str, name: str) -> str:
 
 
 def choose_implementations(
-    backend: str | None, peers: str | None, device: torch.device, chosen: Chosen
+    backend: str | None, baselines: str | None, device: torch.device, chosen: Chosen
 ) -> list[Implementation]:
-    """tileattn, and the peers beside it."""
-    names = _default_peers(device, chosen.cases) if peers is None else peers
+    """tileattn, and the baselines beside it."""
+    names = _default_baselines(device, chosen.cases) if baselines is None else baselines
     wanted = [] if names == "none" else [name.strip() for name in names.split(",")]
-    if unknown := [name for name in wanted if name not in PEERS]:
-        raise refuse("--peers", f"{', '.join(map(repr, unknown))}: not known; accepted: none, {', '.join(PEERS)}")
-    return [own_implementation(backend), *(PEERS[name] for name in dict.fromkeys(wanted))]
+    if unknown := [name for name in wanted if name not in BASELINES]:
+        raise refuse(
+            "--baselines", f"{', '.join(map(repr, unknown))}: not known; accepted: none, {', '.join(BASELINES)}"
+        )
+    return [own_implementation(backend), *(BASELINES[name] for name in dict.fromkeys(wanted))]
 
 
-def _default_peers(device: torch.device, measured: Sequence[Case]) -> str:
+def _default_baselines(device: torch.device, measured: Sequence[Case]) -> str:
     if all(case.dtype == "fp8" for case in measured):
-        return FP8_PEERS
-    return (PACKED_PEERS if all(case.packing for case in measured) else DEFAULT_PEERS)[device.type]
+        return FP8_BASELINES
+    return (PACKED_BASELINES if all(case.packing for case in measured) else DEFAULT_BASELINES)[device.type]
 
 
 def own_implementation(backend: str | None) -> TileAttn:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tileattn.bench import problem, report, results
-from tileattn.bench.baselines import PEERS, Implementation, TileAttn
+from tileattn.bench.baselines import BASELINES, Implementation, TileAttn
 from tileattn.bench.cases import Case
 from tileattn.bench.climb import BESIDE, TILELANG, Climbed, Step, climbed, steps
 from tileattn.bench.progress import reporting
@@ -48,7 +48,7 @@ def climb(case: Case, iters: int, all_tiles: bool, json: Path | None, plot: Path
     _compile(ladder, case, device)
     given = problem.build(case, device)
     implementations: list[Implementation] = [TileAttn(step.backend, step.backend) for step in ladder]
-    implementations += [*(PEERS[name] for name in BESIDE), TileAttn(TILELANG, TILELANG)]
+    implementations += [*(BASELINES[name] for name in BESIDE), TileAttn(TILELANG, TILELANG)]
     first = _first_values(implementations, given)
     _measure(measured, case, implementations, device, iters)
     console = Console(width=None if Console().is_terminal else 130)

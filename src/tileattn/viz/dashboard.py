@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tileattn.bench.baselines.base import OWN
 from tileattn.bench.cases import DIRECTIONS
-from tileattn.bench.compare import best_peer_ms, compare
+from tileattn.bench.compare import best_baseline_ms, compare
 from tileattn.bench.plot import FAINT, INK, LABELS, colours_of, legend_columns, literal
 from tileattn.bench.report import ceiling_text
 from tileattn.bench.results import Results, Row
@@ -40,7 +40,7 @@ class Column:
 
 
 def draw_dashboard(results: Results) -> Figure:
-    """Speed against the best peer, share of the measured ceiling, error and memory of every case of a result file.
+    """Speed against the best baseline, share of the measured ceiling, error and memory of every case of a result file.
 
     Args:
         results: of `tileattn.bench.results.load`.
@@ -88,13 +88,13 @@ def _places(backends: list[str]) -> dict[str, float]:
 
 
 def _columns(results: Results) -> list[Column]:
-    """The questions that this file answers: not every run has peers, and a CPU's has no ceilings."""
+    """The questions that this file answers: not every run has baselines, and a CPU's has no ceilings."""
     cases = {row.case for row in results.rows}
-    fastest = {case: ms for case in cases if (ms := best_peer_ms(results, case)) is not None}
+    fastest = {case: ms for case in cases if (ms := best_baseline_ms(results, case)) is not None}
     found = []
     if fastest:
         found.append(
-            Column("speed, best peer = 1", lambda row: fastest[row.case] / row.ms if row.case in fastest else None)
+            Column("speed, best baseline = 1", lambda row: fastest[row.case] / row.ms if row.case in fastest else None)
         )
     ceiling = overall(results.ceilings)
     if ceiling is not None:
@@ -148,7 +148,7 @@ def _words(results: Results) -> str:
     shown = ("tileattn", "tilelang", "torch", "cuda")
     versions = " · ".join(f"{name} {results.versions[name]}" for name in shown if name in results.versions)
     lines = [f"Attention {DIRECTIONS[results.direction]}, {dtypes}, {results.gpu}, {results.date[:10]} · {versions}"]
-    means = [f"{each.geometric_mean:.2f}× {LABELS.get(each.peer, each.peer)}" for each in compare(results)]
+    means = [f"{each.geometric_mean:.2f}× {LABELS.get(each.baseline, each.baseline)}" for each in compare(results)]
     if means:
         lines.append("tileattn's speed, geometric mean: " + ", ".join(means))
     if (ceiling := overall(results.ceilings)) is not None:

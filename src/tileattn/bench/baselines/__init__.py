@@ -1,4 +1,4 @@
-"""The implementations that a benchmark compares, by the name that `--peers` and the result file use."""
+"""The implementations that a benchmark compares, by the names that `--baselines` and the result file use."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tileattn.bench.baselines.flash_cute import FlashCute
 from tileattn.bench.baselines.flash_varlen import FlashVarlen
 from tileattn.bench.baselines.flex import Flex
 from tileattn.bench.baselines.own import TileAttn, TileAttnBf16, TileAttnDense
-from tileattn.bench.baselines.sdpa import Sdpa, sdpa_peers
+from tileattn.bench.baselines.sdpa import Sdpa, restricted_sdpas
 from tileattn.bench.baselines.triton_tutorial import TritonTutorial
 
 _ALL: tuple[Implementation, ...] = (
     Eager(),
     Sdpa(),
-    *sdpa_peers(),
+    *restricted_sdpas(),
     FlashVarlen(),
     FlashCute(),
     Flex(),
@@ -24,6 +24,6 @@ _ALL: tuple[Implementation, ...] = (
     TileAttn("triton", name="triton"),
     TritonTutorial(),
 )
-PEERS = {peer.name: peer for peer in _ALL}
+BASELINES = {baseline.name: baseline for baseline in _ALL}
 
-__all__ = ["PEERS", "Implementation", "Prepared", "TileAttn"]
+__all__ = ["BASELINES", "Implementation", "Prepared", "TileAttn"]

@@ -13,7 +13,7 @@ from tileattn.bench.problem import Problem
 
 # tileattn's own name among the implementations.
 OWN = "tileattn"
-# The refusals of the peers that have no fp8, and that want a batch of one length.
+# The refusals of the baselines that have no fp8, and that want a batch of one length.
 NO_FP8 = "it does not take fp8"
 NO_PACKED = "it does not take packed sequences"
 

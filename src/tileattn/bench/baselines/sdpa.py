@@ -72,7 +72,7 @@ class RestrictedSdpa:
         return _prepare(problem, only_this_kernel)
 
 
-def sdpa_peers() -> tuple[RestrictedSdpa, ...]:
+def restricted_sdpas() -> tuple[RestrictedSdpa, ...]:
     """SDPA's three CUDA kernels under the names that the tables use: FlashAttention-2, cuDNN, memory-efficient."""
     cuda = torch.backends.cuda
     return (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tileattn.bench import problem, results
-from tileattn.bench.baselines import PEERS, TileAttn
+from tileattn.bench.baselines import BASELINES, TileAttn
 from tileattn.bench.baselines.base import OWN
 from tileattn.bench.baselines.own import mask_of
 from tileattn.bench.cases import Case
@@ -51,7 +51,7 @@ def run(case: Case, device: torch.device) -> Answer:
     measured = results.begin(device, None, "tileattn demo")
     names = BESIDE.get(case.dtype, ("sdpa", "eager"))
     with current(device):  # gradio calls this in a thread of its own
-        Run("demo", [case], [TileAttn(), *(PEERS[name] for name in names)], device, measured, EFFORT)()
+        Run("demo", [case], [TileAttn(), *(BASELINES[name] for name in names)], device, measured, EFFORT)()
     failed = [entry for entry in measured.failed if entry.backend == OWN]
     if failed:
         raise RuntimeError(failed[0].reason)
