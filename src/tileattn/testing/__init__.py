@@ -10,11 +10,11 @@ from .call_arguments import Arguments, ConformanceCase
 from .cases import conformance_cases, distinct_calls
 from .dropout import dropout_mask
 from .expected import expected_forward, expected_gradients
-from .likeness import dissimilarity, similarity
 from .numerics import assert_accurate, assert_forward_accurate, assert_gradients_accurate
 from .oracle import eager_attention, eager_gradients, gradients, oracle_attention, oracle_gradients
 from .packed_cases import packed_cases
 from .poison import poisoned_memory
+from .similarity import dissimilarity, similarity
 
 __all__ = [
     "assert_accurate",

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .likeness import dissimilarity
+from .similarity import dissimilarity
 
 EAGER_FACTOR = 2.0
 LSE_SHARE = 1 / 8
