@@ -83,16 +83,16 @@ class _Found:
         raise _Asked
 
 
-def _going_on(run: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:
+def _going_on(run: Callable[..., Any], trace: Callable[..., Any]) -> Callable[..., Any]:
     """One half of a call with gradients, which asks for its kernel and then returns tensors that hold nothing.
 
     Operators on "meta" compute shapes alone.
     """
 
-    def both(*arguments: Any, **named: Any) -> Any:
+    def both(*arguments: Any) -> Any:
         with suppress(_Asked):
-            run(*arguments, **named)
-        return operator(*arguments, **named)
+            run(*arguments)
+        return trace(*arguments)
 
     return both
 
@@ -106,8 +106,8 @@ def _pretending(arch: str) -> Iterator[_Found]:
         mock.patch.object(ops, "_has_no_values", return_value=False),
         mock.patch.object(ops, "_asks_for_alignment", return_value=True),
         mock.patch.object(ops, "device_arch", return_value=arch),
-        mock.patch.object(ops, "run_forward", _going_on(ops.run_forward, ops.forward)),
-        mock.patch.object(ops, "run_backward", _going_on(ops.run_backward, ops.backward)),
+        mock.patch.object(ops, "run_forward", _going_on(ops.run_forward, ops.trace_forward)),
+        mock.patch.object(ops, "run_backward", _going_on(ops.run_backward, ops.trace_backward)),
         mock.patch.object(forward_launch, "forward_function", found.ask),
         mock.patch.object(backward_backend, "backward_kernels", found.ask_backward),
     ):

@@ -28,6 +28,7 @@ from tileattn.bench.baselines import BASELINES
 from tileattn.bench.cases import Case, square
 from tileattn.bench.environment import commit, versions
 from tileattn.call.facts import AttentionCall, device_arch
+from tileattn.call.inputs import Inputs
 from tileattn.kernels.tilelang.build.batch import CORES, compile_all
 from tileattn.kernels.tilelang.forward import defaults
 from tileattn.kernels.tilelang.forward import launch as forward_launch
@@ -35,7 +36,6 @@ from tileattn.kernels.tilelang.forward.config import HopperConfig
 from tileattn.kernels.tilelang.forward.library import Job
 from tileattn.measure import rounds, timing
 from tileattn.testing.numerics import row_error
-from tileattn.variant.key import Operands
 
 CASES = [
     *(square(b, s, 32, 64, v) for b, s in ((16, 1024), (4, 4096), (1, 16384)) for v in ("full", "causal")),
@@ -66,7 +66,7 @@ def with_threshold(given: problem.Problem, threshold: float | None) -> Callable[
     """The call, ready to be timed."""
     chosen = job(given.case, threshold)
     forward = forward_launch.prepare_with(chosen.config, chosen.call, given.q.shape, given.k.shape, given.scale)
-    return lambda: forward(given.q, given.k, given.v, None, Operands())[0]
+    return lambda: forward(Inputs(given.q, given.k, given.v))[0]
 
 
 def measured(case: Case) -> list[dict[str, Any]]:

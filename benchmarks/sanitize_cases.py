@@ -20,6 +20,7 @@ from torch.nn import functional
 import tileattn
 from tileattn import ALiBi, Bias, Causal, Documents, Mask, SlidingWindow, SoftCap
 from tileattn.call.fp8 import FP8, quantize_fp8
+from tileattn.call.inputs import Inputs, Operands
 from tileattn.runtime import operators as ops
 from tileattn.variant.key import encode
 
@@ -180,13 +181,10 @@ class BackwardCase(Case):
         of_tensors = [wanted and x.dtype.is_floating_point for x in operands.tensors]
         do, q, k, v, o = (self._placed(x, device) for x in (do, q, k, v, o))
         dlse, lse, sink, *tensors = (x if x is None else x.to(device) for x in (dlse, lse, sink, *operands.tensors))
-        return lambda: ops.run_backward(
-            *(do, dlse, q, k, v, o, lse, sink, variant, tensors, operands.ints, operands.floats),
-            scale=q.shape[3] ** -0.5,
-            backend="tilelang",
-            deterministic="deterministic" in self.terms,
-            needs=(True, True, True, sink is not None, *of_tensors),
-        )
+        options = ops.Options(variant, q.shape[3] ** -0.5, "tilelang", deterministic="deterministic" in self.terms)
+        inputs = Inputs(q, k, v, sink, Operands(tensors, operands.ints, operands.floats))
+        needs = (True, True, True, sink is not None, *of_tensors)
+        return lambda: ops.run_backward(options, inputs, needs, o, lse, do, dlse)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ import torch
 
 from tileattn import Causal, Mask, SoftCap
 from tileattn.call.facts import AttentionCall
+from tileattn.call.inputs import Inputs
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward import sm90_table
@@ -208,7 +209,7 @@ def runner(
     """A function that runs one configuration on these tensors."""
     q, k, v = qkv
     forward = forward_launch.prepare_with(config, call, q.shape, k.shape, call.head_dim**-0.5)
-    return functools.partial(forward, q, k, v, None, operands)
+    return functools.partial(forward, Inputs(q, k, v, None, operands))
 
 
 def measure_row(row: Row, report: Callable[..., None]) -> Times:

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 import torch
 
 from tileattn.call.facts import AttentionCall, BackwardCall, device_arch
+from tileattn.call.inputs import Inputs
 from tileattn.kernels.triton.defaults import default, overridden
 from tileattn.kernels.triton.tile_sizes import Config
-from tileattn.variant.key import CAUSAL, Operands, encode
+from tileattn.variant.key import CAUSAL, encode
 
 SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "forward": {"block_M": (64, 128), "block_N": (64, 128), "num_stages": (2, 3, 4)},
@@ -69,12 +70,12 @@ class Problem(NamedTuple):
             wants = (self.kernel == "queries", self.kernel == "keys", self.kernel == "keys", False)
             backward = Backward(BackwardCall(call, wants), q.shape, k.shape, scale)
         if self.kernel == "forward":
-            return lambda: forward(q, k, v, None, Operands())[0]
-        o, lse = forward(q, k, v, None, Operands())
+            return lambda: forward(Inputs(q, k, v))[0]
+        o, lse = forward(Inputs(q, k, v))
         assert lse is not None  # the call asks for it
 
         def gradients() -> torch.Tensor:
-            found = backward(do, None, q, k, v, o, lse, None, Operands())
+            found = backward(Inputs(q, k, v), o, lse, do, None)
             return torch.cat([x for x in found[:3] if x is not None])
 
         return gradients

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tileattn
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, PrefixLM, SlidingWindow, SoftCap, attention
-from tileattn.api import attention as api
+from tileattn.runtime import prepared
 from tileattn.runtime.dispatch import BACKENDS
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS, KV_HEADS, DIM, DIM_V = 2, 5, 7, 4, 2, 8, 16
@@ -393,9 +393,9 @@ def test_a_changed_call_never_meets_another_calls_plan(monkeypatch: pytest.Monke
     calls = {"as it is": (tensors, {}), **changed(tensors)}
     expected = {}
     for name, (arguments, options) in calls.items():
-        monkeypatch.setattr(api, "_PLANS", {})
+        monkeypatch.setattr(prepared, "FORWARDS", {})
         expected[name] = attention(*arguments, **options)
-    monkeypatch.setattr(api, "_PLANS", {})
+    monkeypatch.setattr(prepared, "FORWARDS", {})
     for _ in range(2):
         for name, (arguments, options) in calls.items():
             got = attention(*arguments, **options)
@@ -403,11 +403,11 @@ def test_a_changed_call_never_meets_another_calls_plan(monkeypatch: pytest.Monke
                 assert torch.equal(x, y), name
                 assert x.requires_grad == y.requires_grad, name
                 assert x.dtype == y.dtype, name
-    assert len(api._PLANS) == len(calls)
+    assert len(prepared.FORWARDS) == len(calls)
 
 
 def test_no_grad_and_grad_are_two_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_PLANS", {})
+    monkeypatch.setattr(prepared, "FORWARDS", {})
     q = operands()["q"].requires_grad_()
     for _ in range(2):
         with torch.no_grad():
@@ -418,12 +418,12 @@ def test_no_grad_and_grad_are_two_plans(monkeypatch: pytest.MonkeyPatch) -> None
 def test_bad_calls_are_refused_after_good_ones() -> None:
     """... and leave no plan behind."""
     call()
-    plans = dict(api._PLANS)
+    plans = dict(prepared.FORWARDS)
     for bad in ({"scale": float("nan")}, {"layout": "x"}, {"backend": "x"}, {"dropout_p": 1.5}):
         for _ in range(2):
             with pytest.raises((ValueError, NotImplementedError)):
                 call(**bad)
-    assert plans == api._PLANS
+    assert plans == prepared.FORWARDS
 
 
 def test_strides_are_checked_again_where_shapes_are_known() -> None:
@@ -434,12 +434,12 @@ def test_strides_are_checked_again_where_shapes_are_known() -> None:
 
 
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_PLANS", {})
-    monkeypatch.setattr(api, "_MAX_PLANS", 8)
+    monkeypatch.setattr(prepared, "FORWARDS", {})
+    monkeypatch.setattr(prepared, "MOST", 8)
     for seqlen in range(1, 30):
         o = call(q=random(*shape_of("q", seqlen=seqlen)))
         assert o.shape[1] == seqlen
-        assert len(api._PLANS) <= 8
+        assert len(prepared.FORWARDS) <= 8
 
 
 # --- Gradients ---

@@ -202,7 +202,7 @@ def test_backward_launches_are_calls(case: sanitize_cases.BackwardCase, monkeypa
     """On the torch backend they give a finite gradient for each tensor that has one."""
     run_backward = ops.run_backward
     monkeypatch.setattr(
-        ops, "run_backward", lambda *given, **named: run_backward(*given, **named | {"backend": "torch"})
+        ops, "run_backward", lambda options, *given: run_backward(options._replace(backend="torch"), *given)
     )
     tensors = sum(term in ("dalibi", "dbias", "sink") for term in case.terms)
     launches = list(case.launches("cpu"))
@@ -224,7 +224,7 @@ def test_launches_say_where_they_are(monkeypatch: pytest.MonkeyPatch, capsys: py
         return q, q.new_zeros(3)
 
     # They are set, and must be as before after this test.
-    for module, name in ((backend, "default"), (backend, "multiprocessors"), (backward_backend, "SHORT")):
+    for module, name in ((forward_launch, "default"), (forward_launch, "multiprocessors"), (backward_backend, "SHORT")):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(sanitize_cases.tileattn, "attention", attention)
     monkeypatch.setattr(sanitize.Case, "calls", lambda self, device, calls=sanitize.Case.calls: calls(self, "cpu"))

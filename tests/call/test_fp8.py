@@ -12,10 +12,11 @@ from torch import Tensor
 
 import tileattn
 from tileattn import ALiBi, Causal, SlidingWindow, attention, quantize_fp8
-from tileattn.api import attention as api
 from tileattn.call.facts import AttentionCall
 from tileattn.call.fp8 import FP8, Descales, QuantizedFP8, complete, dequantize
+from tileattn.call.inputs import Inputs
 from tileattn.kernels.torch import backend as torch_backend
+from tileattn.runtime import prepared
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle, oracle_attention
 from tileattn.testing.standard import fp8_product, multiplies_fp8
 
@@ -176,41 +177,41 @@ def test_complete_descales_are_not_copied() -> None:
 
 def test_backends_get_descales_for_fp8_only(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(api, "_PLANS", {})
+    monkeypatch.setattr(prepared, "FORWARDS", {})
 
     def prepare(call: AttentionCall, backend: Any, q_shape: Any, k_shape: Any, scale: float) -> Any:
-        def forward(*arguments: Any, **named: Any) -> Any:
-            seen.append(named)
-            return torch_backend.prepare(call, q_shape, k_shape, scale)(*arguments, **named)
+        def forward(inputs: Inputs) -> Any:
+            seen.append(inputs.descales)
+            return torch_backend.prepare(call, q_shape, k_shape, scale)(inputs)
 
         return forward
 
-    for module in ("tileattn.api.attention", "tileattn.runtime.run"):
+    for module in ("tileattn.runtime.prepared", "tileattn.runtime.run"):
         monkeypatch.setattr(f"{module}.prepare_forward", prepare)
     x = quantized()
     for options in ({}, {"mask": SlidingWindow(3, 0)}):
         attention(*qkv(), **options)
-        assert seen.pop() == {}
+        assert seen.pop() is None
         for given in ({}, {"v_descale": x.v_descale}, dict(zip(NAMES, x[3:]))):
             attention(*x[:3], **given, **options)
-            (named,) = seen.pop().values()
-            assert isinstance(named, Descales)
-            assert all(d.shape == (BATCH, KV_HEADS) and d.is_contiguous() for d in named)
+            descales = seen.pop()
+            assert isinstance(descales, Descales)
+            assert all(d.shape == (BATCH, KV_HEADS) and d.is_contiguous() for d in descales)
 
 
 def test_descales_that_change_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_PLANS", {})
+    monkeypatch.setattr(prepared, "FORWARDS", {})
     q, k, v = quantized()[:3]
     for value in (0.5, 0.25):
         for descale in (torch.full((BATCH, KV_HEADS), value), torch.tensor(value)):
             one = attention(q, k, v, v_descale=torch.ones(BATCH, KV_HEADS))
             assert same(attention(q, k, v, v_descale=descale), one * value)
-    assert len(api._PLANS) == 2
+    assert len(prepared.FORWARDS) == 2
 
 
 def test_plain_calls_of_each_kind_have_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """... and a call with descales never meets the plan of one without, which would ignore them."""
-    monkeypatch.setattr(api, "_PLANS", {})
+    monkeypatch.setattr(prepared, "FORWARDS", {})
     x = quantized()
     half = [tensor.half() for tensor in qkv()]
     for _ in range(2):

@@ -20,6 +20,7 @@ from tileattn.bench import plot_ladder, problem, warmup
 from tileattn.bench.baselines import own
 from tileattn.bench.baselines.base import Prepared
 from tileattn.bench.cases import Case
+from tileattn.call.inputs import Inputs
 from tileattn.cli import info
 from tileattn.cli import run_bench as command
 from tileattn.cli.app import app
@@ -442,7 +443,7 @@ def test_a_warmed_backward_pass_is_the_one_that_a_call_wants(variant: str, monke
 def test_a_warmed_kernel_is_the_one_that_a_call_wants(variant: str) -> None:
     given = problem.build(Case(3, 40, 40, 6, 2, 32, 32, variant, "bf16"), "cpu")
     key = own.variant_key(given)
-    real = [ops.make_call(given.q, given.k, given.v, given.sink, key, return_lse=lse) for lse in (False, True)]
+    real = [ops.make_call(Inputs(given.q, given.k, given.v, given.sink), key, return_lse=lse) for lse in (False, True)]
     assert warmup.calls([(32, 32)], [variant], ["bf16"], "cpu") == real
 
 

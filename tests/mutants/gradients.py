@@ -160,8 +160,8 @@ MUTANTS: list[Mutant] = [
         EMULATED,
         {
             "tilelang: ds with delta's other sign": (
-                "(acc_dp[i, j] - _of_query(delta, i, j, keys_first))",
-                "(acc_dp[i, j] + _of_query(delta, i, j, keys_first))",
+                "(acc_dp[i, j] - scores.of_query(delta, i, j))",
+                "(acc_dp[i, j] + scores.of_query(delta, i, j))",
             ),
         },
     ),
@@ -181,8 +181,8 @@ MUTANTS: list[Mutant] = [
         EMULATED,
         {
             "tilelang: hidden scores have probabilities": (
-                "seen = visible.sees(b, h, q_lo + j, k_lo + i)",
-                "seen = visible.sees(b, h, q_lo + j, 0 * k_lo + i)",
+                "self.visible.sees(self.b, self.h, self.q_lo + q, self.k_lo + k)",
+                "self.visible.sees(self.b, self.h, self.q_lo + q, 0 * self.k_lo + k)",
             ),
         },
     ),

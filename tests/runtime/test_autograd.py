@@ -359,7 +359,7 @@ def recorded_backends(
     table = tuple(backend(name, refusal) for name, refusal in {**refusals, "last": lambda call: None}.items())
     caches = (dispatch._select, dispatch._prepare, dispatch._prepare_backward)
     try:
-        with mock.patch.object(dispatch, "BACKENDS", table), mock.patch("tileattn.api.attention._PLANS", {}):
+        with mock.patch.object(dispatch, "BACKENDS", table), mock.patch("tileattn.runtime.prepared.FORWARDS", {}):
             for cache in caches:
                 cache.cache_clear()
             yield prepared

@@ -10,6 +10,8 @@ from torch import Tensor
 import tileattn
 from tests.tools.support_table import check_refusal, possible
 from tileattn import Causal
+from tileattn.call.dropout import Dropout
+from tileattn.call.inputs import Inputs
 from tileattn.runtime import operators as ops
 from tileattn.runtime.dispatch import BACKENDS
 from tileattn.testing import Arguments
@@ -28,8 +30,9 @@ def refusal(arguments: Arguments, name: str, needs_grad: bool) -> str | None:
     q, k, v, mask, score_mods, sink, *_ = arguments.positional
     if arguments.packed is not None:
         score_mods = for_packed(score_mods, *arguments.packed[:2])
-    flags = {"dropout": arguments.dropout_p > 0, "packed": arguments.packed is not None}
-    call = ops.make_call(q, k, v, sink, encode(mask, score_mods)[0], needs_grad=needs_grad, **flags)
+    dropout = Dropout(arguments.dropout_p, torch.zeros(1, dtype=torch.int64)) if arguments.dropout_p else None
+    inputs = Inputs(q, k, v, sink, dropout=dropout, packed=arguments.packed)
+    call = ops.make_call(inputs, encode(mask, score_mods)[0], needs_grad=needs_grad)
     reason = next(backend for backend in BACKENDS if backend.name == name).refusal(call)
     if possible(name, call.arch):
         check_refusal(name, call, reason)

@@ -25,8 +25,9 @@ from tests.compat.transformers.test_models import (
     prefill,
 )
 from tests.tools.transformers_models import MODELS
+from tileattn.call.inputs import Operands
 from tileattn.compat.transformers import attention, packed
-from tileattn.variant.key import Operands, encode, normalize
+from tileattn.variant.key import encode, normalize
 from tileattn.variant.program import restore
 
 

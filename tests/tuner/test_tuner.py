@@ -24,6 +24,7 @@ import tileattn
 from tileattn.bench import problem
 from tileattn.bench.cases import Case
 from tileattn.call.facts import AttentionCall
+from tileattn.call.inputs import Inputs
 from tileattn.cli.app import app
 from tileattn.kernels.tilelang import tuned
 from tileattn.kernels.tilelang.build import batch
@@ -41,7 +42,6 @@ from tileattn.tuner.results import Result
 from tileattn.tuner.search import Found, search
 from tileattn.tuner.session import written
 from tileattn.tuner.space import Space
-from tileattn.variant.key import Operands
 
 H100 = AttentionCall(torch.bfloat16, 128, 128, arch="sm_90a")
 SIZES = (64, 4096, 4096, 1)
@@ -756,7 +756,7 @@ def test_a_forward_call_is_tuned(arch: str, monkeypatch: pytest.MonkeyPatch, fil
     monkeypatch.setattr(dispatch, "_select", lambda call, name: tilelang)
     with tileattn.tuning(quiet=True):
         forward = dispatch.prepare_forward(call, "tilelang", q.shape, k.shape, 0.125)
-        o, lse = forward(q, k, v, None, Operands())
+        o, lse = forward(Inputs(q, k, v))
     ((_, kept, bucket, result),) = results.entries(results.read(file))
     assert (kept, bucket) == (str(call), "p2 q512 k512 g1")
     tried = {config.block_N for config in space.candidates(call, (2, 300, 300, 1)) if config != default(call, 300)}
@@ -766,7 +766,7 @@ def test_a_forward_call_is_tuned(arch: str, monkeypatch: pytest.MonkeyPatch, fil
     chosen = forward_launch._chosen(call, q.shape, k.shape)
     assert written(chosen) == result.config
     assert ran[-1] == chosen
-    dispatch.prepare_forward(call, "tilelang", q.shape, k.shape, 0.125)(q, k, v, None, Operands())
+    dispatch.prepare_forward(call, "tilelang", q.shape, k.shape, 0.125)(Inputs(q, k, v))
     assert ran[-1] == chosen
     assert lse is not None
     assert o.isfinite().all()

@@ -10,7 +10,8 @@ import torch
 
 from tileattn import ALiBi, Bias, Causal, Documents, SoftCap
 from tileattn import math as tm
-from tileattn.variant.key import Operands, encode
+from tileattn.call.inputs import Operands
+from tileattn.variant.key import encode
 from tileattn.variant.program import Program, program, restore, with_alignment
 from tileattn.variant.tile_loads import is_aligned
 

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from ..call.fp8 import FP8, complete
 from ..call.scalars import as_float
-from ..call.validation import check_arguments, check_descales, check_flags, refuse_unknown, without_unknown
-from ..runtime import autograd
-from ..runtime import operators as ops
-from ..runtime.dispatch import Forward, named, prepare_forward, select
-from ..runtime.run import (
-    NO_DESCALES,
-    GivenDescales,
-    MaskLike,
-    ScoreModLike,
-    as_dropout_p,
-    autocast,
-    is_plain,
-    requires_grad,
-    run,
-    scale_or_default,
-)
-from ..tuner import state
-from ..variant.key import Operands, encode, normalize
+from ..call.validation import check_arguments, check_descales, refuse_unknown, without_unknown
+from ..runtime.dispatch import named
+from ..runtime.operators import NO_DESCALES
+from ..runtime.prepared import attention_forward
+from ..runtime.run import MaskLike, ScoreModLike, as_bshd, as_dropout_p, autocast, checked_choices, is_plain, run
+from ..variant.key import normalize
 from ..variant.masks import KeyPadding, Mask, check_key_padding
 
 if TYPE_CHECKING:
@@ -142,17 +128,15 @@ def attention(
         mask = _with_padding(mask, key_padding_mask)
     descales = None if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
     if mask is None and score_mod is None and sink is None and dropout_p == 0.0 and is_plain(q, k, v):
-        o, lse = _plain_forward(q, k, v, descales, causal, scale, layout, return_lse, deterministic, backend)
+        o, lse = attention_forward(q, k, v, descales, layout, causal, scale, return_lse, deterministic, backend)
     else:
         check_arguments(q, k, v, sink, dropout_p, layout, scale)
-        causal, return_lse, deterministic = check_flags(
-            causal=causal, return_lse=return_lse, deterministic=deterministic
-        )
-        q, k, v = _as_bshd(layout, q, k, v)
+        choices = checked_choices(causal, scale, return_lse, deterministic, backend)
+        return_lse = choices.return_lse
+        q, k, v = as_bshd(layout, q, k, v)
         descales = NO_DESCALES if descales is None else descales
         check_descales(descales, q, k)
-        options = (mask, score_mod, causal, scale, sink, dropout_p, return_lse, deterministic, backend)
-        o, lse = run(q, k, v, *options, descales=descales)
+        o, lse = run(q, k, v, sink, mask, score_mod, dropout_p, choices, descales=descales)
     if layout == "bhsd":
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o  # type: ignore[return-value]
@@ -172,101 +156,3 @@ def _with_padding(mask: MaskLike | None, key_padding_mask: torch.Tensor) -> Mask
     check_key_padding("key_padding_mask", key_padding_mask)
     padding, (given, _) = KeyPadding(key_padding_mask), normalize(mask, None, False)
     return padding if given is None else given & padding
-
-
-def _as_bshd(layout: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (q, k, v) if layout == "bshd" else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-
-
-# Prepared forward passes of plain calls (no mask but causal, no modification, no sink), by all that they depend on.
-_PLANS: dict[tuple[Any, ...], Forward] = {}
-_MAX_PLANS = 4096
-state.forgets(_PLANS.clear)  # a result of the tuner changes them
-_NO_OPERANDS = Operands()
-
-
-def _plain_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    descales: GivenDescales | None,
-    causal: bool,
-    scale: float | None,
-    layout: str,
-    return_lse: bool,
-    deterministic: bool,
-    backend: str | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A plain eager call. Checks and choices are made once for equal metadata: a launch should cost the host little."""
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    try:
-        key = (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
-            causal, scale, layout, return_lse, deterministic, backend, grad,
-            type(causal), type(return_lse), type(deterministic),  # 1 == True, which must not find True's plan
-        )  # fmt: skip
-        if descales is not None:
-            key += tuple(map(_facts, descales))
-        forward = _PLANS.get(key)
-    except (TypeError, RuntimeError):  # an option that cannot be hashed, a tensor without strides: the checks say which
-        _plan(q, k, v, descales, causal, scale, layout, return_lse, deterministic, backend, grad)
-        raise
-    if forward is None:
-        forward = _plan(q, k, v, descales, causal, scale, layout, return_lse, deterministic, backend, grad)
-        if len(_PLANS) >= _MAX_PLANS:  # sizes may vary without end
-            _PLANS.clear()
-        _PLANS[key] = forward
-    q, k, v = _as_bshd(layout, q, k, v)
-    if descales is None:
-        return forward(q, k, v, None, _NO_OPERANDS)
-    return forward(q, k, v, None, _NO_OPERANDS, descales=complete(*descales, k))
-
-
-def _facts(descale: Any) -> tuple[Any, ...] | None:
-    """What of a descale its checks depend on."""
-    if isinstance(descale, torch.Tensor):
-        return descale.shape, descale.dtype, descale.device, descale.requires_grad and torch.is_grad_enabled()
-    return None if descale is None else (type(descale),)
-
-
-def _plan(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    descales: GivenDescales | None,
-    causal: bool,
-    scale: float | None,
-    layout: str,
-    return_lse: bool,
-    deterministic: bool,
-    backend: str | None,
-    needs_grad: bool,
-) -> Forward:
-    check_arguments(q, k, v, None, 0.0, layout, scale)
-    causal, return_lse, deterministic = check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic)
-    q, k, v = _as_bshd(layout, q, k, v)
-    if descales is not None:
-        check_descales(descales, q, k)
-        needs_grad |= torch.is_grad_enabled() and requires_grad(descales)
-    variant, _ = encode(normalize(None, None, causal)[0], ())
-    scale = scale_or_default(scale, q)
-    call = ops.make_call(q, k, v, None, variant, needs_grad=needs_grad, return_lse=return_lse)
-    if needs_grad:
-        select(call, backend)  # refuses here; its kernel is another than this call's, for it always returns lse
-        return functools.partial(autograd.attend, autograd.Options(variant, scale, backend, deterministic))
-    forward = prepare_forward(call, backend, q.shape, k.shape, scale)
-    # Here and not where it is called, so that other dtypes pay nothing for the question.
-    return functools.partial(_without_descales, forward) if descales is None and q.dtype == FP8 else forward
-
-
-def _without_descales(
-    forward: Forward,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
-    operands: Operands,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """An fp8 call whose descales were not given."""
-    return forward(q, k, v, sink, operands, descales=complete(*NO_DESCALES, k))

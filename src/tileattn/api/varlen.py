@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from ..call.facts import Packed, sizes
+from ..call.facts import Packed
 from ..call.scalars import as_float, as_int
 from ..call.sequences import check_metadata
-from ..call.validation import check_flags, check_packed_arguments, refuse_unknown, without_unknown
-from ..runtime import autograd
-from ..runtime import operators as ops
-from ..runtime.dispatch import Forward, prepare_forward, select
-from ..runtime.run import MaskLike, ScoreModLike, as_dropout_p, autocast, is_plain, run, scale_or_default
-from ..tuner import state
-from ..variant.key import Operands, encode, normalize
+from ..call.validation import check_packed_arguments, refuse_unknown, without_unknown
+from ..runtime.prepared import varlen_forward
+from ..runtime.run import MaskLike, ScoreModLike, as_dropout_p, autocast, checked_choices, is_plain, run
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -137,85 +132,15 @@ def varlen_attention(
         scale = as_float("scale", scale)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k))
     if mask is None and score_mod is None and sink is None and dropout_p == 0.0 and is_plain(q, k, v):
-        o, lse = _plain_forward(q, k, v, packed, causal, scale, return_lse, deterministic, backend)
+        o, lse = varlen_forward(q, k, v, packed, causal, scale, return_lse, deterministic, backend)
     else:
         check_packed_arguments(q, k, v, sink, dropout_p, scale)
-        causal, return_lse, deterministic = check_flags(
-            causal=causal, return_lse=return_lse, deterministic=deterministic
-        )
+        choices = checked_choices(causal, scale, return_lse, deterministic, backend)
+        return_lse = choices.return_lse
         check_metadata(packed, q.device)
-        options = (mask, score_mod, causal, scale, sink, dropout_p, return_lse, deterministic, backend)
-        o, lse = run(q[None], k[None], v[None], *options, packed=packed)
+        o, lse = run(q[None], k[None], v[None], sink, mask, score_mod, dropout_p, choices, packed=packed)
     o = o.squeeze(0)  # whose derivative is a view, as o[0]'s is not
     if not return_lse:
         return o
     assert lse is not None
     return o, lse.squeeze(0)
-
-
-# Prepared forward passes of plain calls (no mask but causal, no modification, no sink), by all that they depend on: not
-# how many rows the tensors have, so that the batches of a training run share them where their `max_seqlen` is one.
-_PLANS: dict[tuple[Any, ...], Forward] = {}
-_MAX_PLANS = 4096
-state.forgets(_PLANS.clear)  # a result of the tuner changes them
-_NO_OPERANDS = Operands()
-
-
-def _plain_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    packed: Packed,
-    causal: bool,
-    scale: float | None,
-    return_lse: bool,
-    deterministic: bool,
-    backend: str | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A plain eager call. Checks and choices are made once for equal metadata: a launch should cost the host little."""
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    options = (causal, scale, return_lse, deterministic, backend, grad)
-    try:
-        of_q, of_k, *longest = packed
-        key = (
-            q.shape[1:], k.shape[1:], v.shape[1:], k.shape[0] == v.shape[0], q.stride(), k.stride(), v.stride(),
-            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, of_q.shape, of_k.shape, of_q.stride(), of_k.stride(),
-            of_q.dtype, of_k.dtype, of_q.device, of_k.device, *longest, *map(type, longest), *options,
-            type(causal), type(return_lse), type(deterministic),  # 1 == True, which must not find True's plan
-        )  # fmt: skip
-        forward = _PLANS.get(key)
-    except (TypeError, RuntimeError, AttributeError):  # something of another type than it should have: the checks say
-        _plan(q, k, v, packed, *options)
-        raise
-    if forward is None:
-        forward = _plan(q, k, v, packed, *options)
-        if len(_PLANS) >= _MAX_PLANS:  # lengths may vary without end
-            _PLANS.clear()
-        _PLANS[key] = forward
-    return forward(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, _NO_OPERANDS, packed=packed)
-
-
-def _plan(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    packed: Packed,
-    causal: bool,
-    scale: float | None,
-    return_lse: bool,
-    deterministic: bool,
-    backend: str | None,
-    needs_grad: bool,
-) -> Forward:
-    check_packed_arguments(q, k, v, None, 0.0, scale)
-    causal, return_lse, deterministic = check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic)
-    check_metadata(packed, q.device)
-    q, k, v = q[None], k[None], v[None]
-    variant, _ = encode(normalize(None, None, causal)[0], ())
-    scale = scale_or_default(scale, q)
-    call = ops.make_call(q, k, v, None, variant, needs_grad=needs_grad, return_lse=return_lse, packed=True)
-    if needs_grad:
-        select(call, backend)  # refuses here; its kernel is another than this call's, for it always returns lse
-        return functools.partial(autograd.attend, autograd.Options(variant, scale, backend, deterministic))
-    return prepare_forward(call, backend, *sizes(q, k, packed), scale)

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn.attention import SDPBackend
 
-from ..call.dropout import draw_seed
+from ..call.dropout import Dropout, draw_seed
 from ..call.facts import Packed
+from ..call.inputs import Inputs
 from ..call.sequences import check_metadata
 from ..runtime import operators as ops
 from ..runtime.run import requires_grad, scale_or_default
@@ -93,12 +94,11 @@ def flash_attention_forward(
 ) -> FlashOutput:
     """``aten::_flash_attention_forward``; keys are never split, whatever num_splits is."""
     _refuse(return_debug_mask, seqused_k, alibi_slopes, block_table)
-    tensors, call = _call(
-        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window_size_left, window_size_right, scale
-    )
+    packed = _packed(cum_seq_q, cum_seq_k, max_q, max_k, query.device)
+    options, inputs = _call(query, key, value, packed, (is_causal, window_size_left, window_size_right), scale)
     seed = draw_seed(query.device) if dropout_p > 0 else None
     needs_grad = torch.is_grad_enabled() and requires_grad((query, key, value))
-    o, lse = ops.run_forward(*tensors, None, **call, needs_grad=needs_grad, dropout_p=dropout_p, seed=seed)
+    o, lse = ops.run_forward(options._replace(needs_grad=needs_grad), _dropping(inputs, dropout_p, seed))
     o, lse = (o, lse) if cum_seq_q is None else (o[0], lse[0])
     state = _state(seed, query.device)
     return _laid_out_as(o, query), lse, state, torch.empty_like(state.reshape(-1)[0]), query.new_empty(0)
@@ -132,18 +132,14 @@ def flash_attention_backward(
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
     """``aten::_flash_attention_backward``: the gradients of query, key and value."""
-    tensors, call = _call(
-        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window_size_left, window_size_right, scale
-    )
-    q, k, v = tensors
+    packed = _packed(cum_seq_q, cum_seq_k, max_q, max_k, query.device)
+    options, inputs = _call(query, key, value, packed, (is_causal, window_size_left, window_size_right), scale)
     if cum_seq_q is not None:
         grad_out, out, logsumexp = grad_out[None], out[None], logsumexp[None]
     needs = (True, True, True, False)
     seed = _seed(rng_state) if dropout_p > 0 else None
-    found = ops.run_backward(
-        grad_out, None, q, k, v, _rows(out), logsumexp, None, **call, deterministic=False, needs=needs,
-        dropout_p=dropout_p, seed=seed,
-    )  # fmt: skip
+    inputs = _dropping(inputs, dropout_p, seed)
+    found = ops.run_backward(options, inputs, needs, _rows(out), logsumexp, grad_out, None)
     found = found if cum_seq_q is None else [gradient[0] for gradient in found]
     return tuple(_laid_out_as(gradient, x) for gradient, x in zip(found, (query, key, value)))
 
@@ -190,34 +186,46 @@ KERNELS: dict[str, Callable[..., Any]] = {
 # --- What they share ---
 
 
+def _packed(
+    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, device: torch.device
+) -> Packed | None:
+    """Where sequences lie, checked; None for a call that is not packed."""
+    if (cum_seq_q is None) != (cum_seq_k is None):
+        raise ValueError("cum_seq_q and cum_seq_k must be given together, or neither")
+    if cum_seq_q is None or cum_seq_k is None:
+        return None
+    packed = Packed(cum_seq_q, cum_seq_k, max_q, max_k)
+    check_metadata(packed, device)
+    return packed
+
+
 def _call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    is_causal: bool,
-    left: int | None,
-    right: int | None,
+    packed: Packed | None,
+    window: tuple[bool, int | None, int | None],
     scale: float | None,
-) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """A call in tileattn's terms: q, k and v (bshd), and what both passes of `ops` are given by name."""
+) -> tuple[ops.Options, Inputs]:
+    """A call in tileattn's terms, without dropout.
+
+    Args:
+        query: as PyTorch gives it, and so are key and value.
+        key: see there.
+        value: see there.
+        packed: where sequences lie, or None.
+        window: whether the call is causal, and how far a query sees to the left and to the right.
+        scale: of the scores, or None.
+    """
     q, k, v = _rows(query), _rows(key), _rows(value)
-    packed: dict[str, Any] = {}
-    if (cum_seq_q is None) != (cum_seq_k is None):
-        raise ValueError("cum_seq_q and cum_seq_k must be given together, or neither")
-    if cum_seq_q is not None and cum_seq_k is not None:
-        check_metadata(Packed(cum_seq_q, cum_seq_k, max_q, max_k), query.device)
+    if packed is not None:
         q, k, v = q[None], k[None], v[None]
-        lengths = {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
-        packed = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, **lengths}
-    variant, operands = encode(window_mask(is_causal, left, right, max_k if packed else key.shape[1]), ())
-    numbers = {"tensors": operands.tensors, "ints": operands.ints, "floats": operands.floats}
-    return (q, k, v), {
-        "variant": variant, **numbers, "scale": scale_or_default(scale, q), "backend": None, **packed,
-    }  # fmt: skip
+    variant, operands = encode(window_mask(*window, key.shape[1] if packed is None else packed.max_seqlen_k), ())
+    return ops.Options(variant, scale_or_default(scale, q), None), Inputs(q, k, v, None, operands, None, packed)
+
+
+def _dropping(inputs: Inputs, p: float, seed: Tensor | None) -> Inputs:
+    return inputs if seed is None else inputs._replace(dropout=Dropout(p, seed))
 
 
 def _refuse(return_debug_mask: bool, seqused_k: Any, alibi_slopes: Any, block_table: Any) -> None:

@@ -13,124 +13,52 @@ seqlen_q * seqlen_k but a bias that does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..call.facts import Packed
-from ..variant.key import Operands
+from ..call.inputs import Inputs, Numbers, join, separate
 from . import operators as ops
+from .operators import Options
 
 
-class Options(NamedTuple):
-    """What a call with gradients is told besides tensors and numbers of its variant, as operators.py has it."""
-
-    variant: str
-    scale: float
-    backend: str | None
-    deterministic: bool
-    dropout_p: float = 0.0
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
-
-
-def attend(
-    options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    operands: Operands,
-    seed: Tensor | None = None,
-    packed: Packed | None = None,
-) -> tuple[Tensor, Tensor]:
+def attend(options: Options, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """o and lse of an eager call, differentiable in q, k, v (bshd), sink and the operands' tensors."""
     function = _UnderTorchFunc if torch._C._are_functorch_transforms_active() else _Attention
-    cu_seqlens_q = cu_seqlens_k = None
-    if packed is not None:
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed
-        options = options._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    constants = (options, operands.ints, operands.floats, seed, cu_seqlens_q, cu_seqlens_k)
-    o, lse = function.apply(*constants, q, k, v, sink, *operands.tensors)
+    numbers, tensors = separate(inputs)
+    o, lse = function.apply(options, numbers, *tensors)
     return o, lse
 
 
-def _forward(
-    options: Options,
-    ints: Sequence[int],
-    floats: Sequence[float],
-    seed: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    *tensors: Tensor,
-) -> tuple[Tensor, Tensor]:
-    variant, scale, backend, deterministic, dropout_p, max_seqlen_q, max_seqlen_k = options
-    run = ops.forward if ops.is_traced(q) else ops.run_forward
-    return run(
-        q,
-        k,
-        v,
-        sink,
-        variant,
-        tensors,
-        ints,
-        floats,
-        scale,
-        backend,
-        deterministic=deterministic,
-        needs_grad=True,
-        dropout_p=dropout_p,
-        seed=seed,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-    )
+def _forward(options: Options, numbers: Numbers, *tensors: Any) -> tuple[Tensor, Tensor]:
+    """tensors are as :func:`separate` has them, here and below."""
+    inputs = join(numbers, *tensors)
+    run = ops.trace_forward if ops.is_traced(inputs.q) else ops.run_forward
+    return run(options, inputs)
 
 
 def _backward(
     options: Options,
-    ints: Sequence[int],
-    floats: Sequence[float],
+    numbers: Numbers,
     needs: Sequence[bool],
     do: Tensor,
     dlse: Tensor | None,
     o: Tensor,
     lse: Tensor,
-    seed: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    *tensors: Tensor,
+    *tensors: Any,
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v, sink and tensors that `needs` asks for."""
-    variant, scale, backend, deterministic, dropout_p, max_seqlen_q, max_seqlen_k = options
-    run = ops.backward if ops.is_traced(do) else ops.run_backward
-    constants = (ints, floats, scale, backend, deterministic, needs, dropout_p)
-    state = (seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return tuple(run(do, dlse, q, k, v, o, lse, sink, variant, tensors, *constants, *state))
+    """The gradients of q, k, v, sink and the operands' tensors that `needs` asks for."""
+    run = ops.trace_backward if ops.is_traced(do) else ops.run_backward
+    return tuple(run(options, join(numbers, *tensors), needs, o, lse, do, dlse))
 
 
 def _save(
-    ctx: Any,
-    options: Options,
-    ints: Sequence[int],
-    floats: Sequence[float],
-    tensors: Sequence[Tensor | None],
-    output: tuple[Tensor, Tensor],
+    ctx: Any, options: Options, numbers: Numbers, tensors: Sequence[Tensor | None], output: tuple[Tensor, Tensor]
 ) -> None:
-    """tensors are seed, cu_seqlens_q, cu_seqlens_k, q, k, v, sink and the variant's."""
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *tensors)
-    ctx.constants = options, ints, floats
+    ctx.constants = options, numbers
 
 
 def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
@@ -148,20 +76,20 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: Sequence
 # --- Eager calls ------------------------------------------------------------------------------------------------------
 
 
-_CONSTANTS = 6  # arguments before q: options, ints, floats, seed, cu_seqlens_q, cu_seqlens_k
+_BEFORE_Q = 5  # arguments: options, numbers, seed, cu_seqlens_q, cu_seqlens_k
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, options, ints, floats, *tensors):
-        output = _forward(options, ints, floats, *tensors)
-        _save(ctx, options, ints, floats, tensors, output)
+    def forward(ctx, options, numbers, *tensors):
+        output = _forward(options, numbers, *tensors)
+        _save(ctx, options, numbers, tensors, output)
         return output
 
     @staticmethod
     def backward(ctx, do, dlse):
-        constants, needs = [None] * _CONSTANTS, ctx.needs_input_grad[_CONSTANTS:]
-        return *constants, *_gradients(ctx, do, dlse, needs)
+        needs = ctx.needs_input_grad[_BEFORE_Q:]
+        return *[None] * _BEFORE_Q, *_gradients(ctx, do, dlse, needs)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -178,8 +106,8 @@ class _UnderTorchFunc(_Attention):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        options, ints, floats, *tensors = inputs
-        _save(ctx, options, ints, floats, tensors, output)
+        options, numbers, *tensors = inputs
+        _save(ctx, options, numbers, tensors, output)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
@@ -225,9 +153,10 @@ _SINK, _TENSORS, _INTS, _FLOATS = 3, 5, 6, 7
 
 def _setup_context(ctx, inputs, output):
     q, k, v, sink, variant, tensors, ints, floats, scale, backend, *_ = inputs
-    *_, deterministic, _needs_grad, dropout_p, seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = inputs
-    options = Options(variant, scale, backend, deterministic, dropout_p, max_seqlen_q, max_seqlen_k)
-    _save(ctx, options, ints, floats, (seed, cu_seqlens_q, cu_seqlens_k, q, k, v, sink, *tensors), output)
+    *_, deterministic, needs_grad, dropout_p, seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = inputs
+    options = Options(variant, scale, backend, deterministic, needs_grad)
+    numbers = Numbers(ints, floats, dropout_p, max_seqlen_q, max_seqlen_k)
+    _save(ctx, options, numbers, (seed, cu_seqlens_q, cu_seqlens_k, q, k, v, sink, *tensors), output)
 
 
 def _of_arguments(ctx, do, dlse):
@@ -237,8 +166,8 @@ def _of_arguments(ctx, do, dlse):
     gradients: list[Any] = [None] * len(needs)
     gradients[: _SINK + 1], gradients[_TENSORS] = found[: _SINK + 1], found[_SINK + 1 :]
     # It takes an empty list for one of tensors, whose gradient is a list as well.
-    _, ints, floats = ctx.constants
-    gradients[_INTS], gradients[_FLOATS] = ([] if len(numbers) == 0 else None for numbers in (ints, floats))
+    _, numbers = ctx.constants
+    gradients[_INTS], gradients[_FLOATS] = ([] if len(x) == 0 else None for x in (numbers.ints, numbers.floats))
     return tuple(gradients)
 
 

@@ -9,38 +9,25 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from ..call.dropout import Dropout
-from ..call.facts import AttentionCall, BackwardCall, Gradients, Packed
-from ..call.fp8 import Descales
+from ..call.facts import AttentionCall, BackwardCall, Gradients
+from ..call.inputs import Inputs
 from ..kernels.mma import backend as mma_backend
 from ..kernels.tilelang import backend as tilelang_backend
 from ..kernels.torch import backend as torch_backend
 from ..kernels.triton import backend as triton_backend
 from ..tuner import state
 from ..tuner.space import Space
-from ..variant.key import Operands
 
 
 class Forward(Protocol):
     """The forward pass of a backend, prepared for tensors of one shape."""
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink: torch.Tensor | None,
-        operands: Operands,
-        *,
-        descales: Descales | None = None,
-        dropout: Dropout | None = None,
-        packed: Packed | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """O (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q) for bshd tensors of any strides.
+    def __call__(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """O (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q), for the inputs of a call.
 
-        o has the call's `out_dtype`. lse may be None where the call does not ask for it. `descales` is passed for fp8
-        calls, always and with all three, and for no other: a backend that refuses fp8 need not know of it. So it is
-        with `dropout`, and with `packed`.
+        o has the call's `out_dtype`. lse may be None where the call does not ask for it. Descales are there for fp8
+        calls, always, and for no other: a backend that refuses fp8 need not know of them. So it is with dropout, and
+        with packed.
         """
         ...
 
@@ -49,25 +36,13 @@ class Backward(Protocol):
     """The backward pass of a backend, prepared for tensors of one shape."""
 
     def __call__(
-        self,
-        do: torch.Tensor,
-        dlse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        sink: torch.Tensor | None,
-        operands: Operands,
-        *,
-        dropout: Dropout | None = None,
-        packed: Packed | None = None,
+        self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None
     ) -> Gradients:
         """The gradients that the call wants.
 
-        do, q, k, v and o are bshd tensors of any strides (the last dimension is contiguous), o and lse what the forward
-        pass returned. dlse, (batch, heads, seqlen_q), is given where the call says so, and so are dropout and packed,
-        as they were in the forward pass.
+        inputs are those of the forward pass, o and lse what it returned, do and dlse their gradients. o and do are bshd
+        tensors of any strides (the last dimension is contiguous), as q, k and v are. dlse, (batch, heads, seqlen_q), is
+        given where the call says so.
         """
         ...
 

@@ -1,73 +1,69 @@
 """The operators of ``torch.library``: attention as torch.compile, torch.export and fake tensors see it.
 
-Eager calls do not come this way (an operator's own overhead is as long as the launch of a kernel); see
-``api/attention.py`` and ``autograd.py``.
+Eager calls do not come this way (an operator's own overhead is as long as the launch of a kernel); see ``prepared.py``
+and ``autograd.py``. Here alone inputs are flattened: an operator takes tensors and numbers one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from ..call.dropout import Dropout
-from ..call.facts import AttentionCall, BackwardCall, Packed, device_arch, is_aligned, sizes
+from ..call.facts import AttentionCall, BackwardCall, device_arch, is_aligned, sizes
 from ..call.fp8 import FP8, accumulator, complete, output_dtype
+from ..call.inputs import Inputs, Numbers, join
 from ..tuner import state
-from ..variant.key import Operands
 from ..variant.program import with_alignment
 from .dispatch import prepare_backward, prepare_forward
 
+# As given: of q, k and v, each of any shape that broadcasts to (batch, kv_heads).
+GivenDescales = tuple[Tensor | None, Tensor | None, Tensor | None]
+NO_DESCALES: GivenDescales = (None, None, None)
 
-def make_call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
-    variant: str,
-    tensors: Sequence[torch.Tensor] = (),
-    *,
-    needs_grad: bool = False,
-    return_lse: bool = True,
-    dropout: bool = False,
-    packed: bool = False,
-) -> AttentionCall:
-    """The static facts of a call with these tensors (bshd); `tensors` are the variant's."""
+
+class Options(NamedTuple):
+    """What both passes of a call are told besides its inputs.
+
+    Attributes:
+        variant: the key of the mask and the score modifications (:mod:`tileattn.variant.key`).
+        scale: of the scores.
+        backend: a name of :data:`tileattn.runtime.dispatch.BACKENDS`, or None.
+        deterministic: whether gradients must be bitwise equal from run to run.
+        needs_grad: whether a gradient will be asked for, which decides about the backend.
+    """
+
+    variant: str
+    scale: float
+    backend: str | None
+    deterministic: bool = False
+    needs_grad: bool = False
+
+
+def make_call(inputs: Inputs, variant: str, *, needs_grad: bool = False, return_lse: bool = True) -> AttentionCall:
+    """The static facts of a call with these inputs."""
+    q, k, v, sink, operands, dropout, packed, _ = inputs
     look = _asks_for_alignment(q)
     return AttentionCall(
         dtype=q.dtype,
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
-        variant=with_alignment(variant, tensors) if look and tensors else variant,
+        variant=with_alignment(variant, operands.tensors) if look and operands.tensors else variant,
         sink=sink is not None,
         aligned=not look or (is_aligned(q) and is_aligned(k) and is_aligned(v)),
         needs_grad=needs_grad,
         return_lse=return_lse,
         arch=device_arch(q.device),
-        dropout=dropout,
-        packed=packed,
+        dropout=dropout is not None,
+        packed=packed is not None,
     )
 
 
 def _asks_for_alignment(q: torch.Tensor) -> bool:
     """Only GPU kernels do; and tensors that are being traced have no memory to look at."""
     return q.is_cuda and not torch.compiler.is_compiling()
-
-
-def options(p: float, seed: torch.Tensor | None, packed: Packed | None) -> dict[str, Any]:
-    """The keywords of a call that drops probabilities, and of a packed one; other calls do not have them."""
-    found: dict[str, Any] = {} if seed is None else {"dropout": Dropout(p, seed)}
-    return found if packed is None else found | {"packed": packed}
-
-
-def as_packed(
-    cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None, max_seqlen_q: int, max_seqlen_k: int
-) -> Packed | None:
-    """What the operators' arguments mean: None where there are none."""
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        return None
-    return Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
 
 
 def is_traced(tensor: Any) -> bool:
@@ -87,76 +83,71 @@ def _has_no_values(tensor: torch.Tensor) -> bool:
     return tensor.is_meta
 
 
-def run_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
+# --- The forward pass ---
+
+
+def run_forward(options: Options, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """o (batch, seqlen_q, heads, head_dim_v), contiguous, and lse (batch, heads, seqlen_q), by a backend."""
+    variant, scale, backend, _, needs_grad = options
+    call = make_call(inputs, variant, needs_grad=needs_grad)
+    run = prepare_forward(call, backend, *sizes(inputs.q, inputs.k, inputs.packed), scale)
+    o, lse = run(inputs)
+    assert lse is not None
+    return o, lse
+
+
+def trace_forward(options: Options, inputs: Inputs, descales: GivenDescales = NO_DESCALES) -> tuple[Tensor, Tensor]:
+    """The same by the operator. Descales are not of the inputs here: the operator completes what was given."""
+    q, k, v, sink, operands, dropout, packed, _ = inputs
+    variant, scale, backend, deterministic, needs_grad = options
+    numbers = (operands.ints, operands.floats, scale)
+    flags = (deterministic, needs_grad, *(dropout or (0.0, None)), *(packed or ()))
+    o, lse = forward(q, k, v, sink, variant, operands.tensors, *numbers, backend, *descales, *flags)
+    return o, lse
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
     variant: str,
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     ints: Sequence[int],
     floats: Sequence[float],
     scale: float,
     backend: str | None,
-    q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     deterministic: bool = False,
     needs_grad: bool = False,
     dropout_p: float = 0.0,
-    seed: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
+    seed: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """o (batch, seqlen_q, heads, head_dim_v), contiguous, and lse (batch, heads, seqlen_q).
+) -> tuple[Tensor, Tensor]:
+    """The operator: :func:`run_forward` of inputs that are taken apart.
 
     o has q's dtype, or bfloat16 for fp8; descales, broadcastable to (batch, kv_heads), are for fp8 only. Differentiable
     in q, k, v, sink and tensors; deterministic says how. A compiled graph does not know whether a gradient will be
     asked for, which decides about the backend: needs_grad says so. With a seed (:mod:`tileattn.call.dropout`)
     probabilities are dropped. With cu_seqlens the call is packed (:class:`tileattn.call.facts.Packed`).
     """
-    packed = as_packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    flags = {"dropout": seed is not None, "packed": packed is not None}
-    call = make_call(q, k, v, sink, variant, tensors, needs_grad=needs_grad, **flags)
-    operands = Operands(list(tensors), list(ints), list(floats))
-    run = prepare_forward(call, backend, *sizes(q, k, packed), scale)
-    given = options(dropout_p, seed, packed)
-    if call.dtype == FP8:
-        given["descales"] = complete(q_descale, k_descale, v_descale, k)
-    o, lse = run(q, k, v, sink, operands, **given)
-    assert lse is not None
-    return o, lse
+    numbers = Numbers(list(ints), list(floats), dropout_p, max_seqlen_q, max_seqlen_k)
+    inputs = join(numbers, seed, cu_seqlens_q, cu_seqlens_k, q, k, v, sink, *tensors)
+    if q.dtype == FP8:
+        inputs = inputs._replace(descales=complete(q_descale, k_descale, v_descale, k))
+    return run_forward(Options(variant, scale, backend, deterministic, needs_grad), inputs)
 
 
-forward = torch.library.custom_op("tileattn::forward", run_forward, mutates_args=())
+forward = torch.library.custom_op("tileattn::forward", _forward, mutates_args=())
 
 
 @forward.register_fake
-def _(
-    q,
-    k,
-    v,
-    sink,
-    variant,
-    tensors,
-    ints,
-    floats,
-    scale,
-    backend,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    deterministic=False,
-    needs_grad=False,
-    dropout_p=0.0,
-    seed=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    max_seqlen_q=0,
-    max_seqlen_k=0,
-):
+def _(q, k, v, *_):
     state.refuse_tracing()
     batch, seqlen_q, heads, _ = q.shape
     return (
@@ -165,7 +156,42 @@ def _(
     )
 
 
-def _readable(do: torch.Tensor) -> torch.Tensor:
+# --- The backward pass ---
+
+
+def run_backward(
+    options: Options, inputs: Inputs, needs: Sequence[bool], o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
+) -> list[Tensor]:
+    """The gradients of q, k, v, sink and the operands' tensors, those that `needs` asks for, contiguous.
+
+    do and dlse are the gradients of o and lse, which the forward pass returned; options and inputs are as they were.
+    """
+    do = _readable(do)
+    variant, scale, backend, deterministic, _ = options
+    call = BackwardCall(
+        make_call(inputs, variant, needs_grad=True),
+        needs=tuple(needs),
+        dlse=dlse is not None,
+        deterministic=deterministic or _deterministic(),
+        aligned=not _asks_for_alignment(inputs.q) or (is_aligned(o) and is_aligned(do)),
+    )
+    run = prepare_backward(call, backend, *sizes(inputs.q, inputs.k, inputs.packed), scale)
+    *found, of_tensors = run(inputs, o, lse, do, dlse)
+    return [x.contiguous() for x in (*found, *of_tensors) if x is not None]
+
+
+def trace_backward(
+    options: Options, inputs: Inputs, needs: Sequence[bool], o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
+) -> list[Tensor]:
+    """The same by the operator."""
+    q, k, v, sink, operands, dropout, packed, _ = inputs
+    variant, scale, backend, deterministic, _ = options
+    numbers = (operands.ints, operands.floats, scale)
+    flags = (deterministic, needs, *(dropout or (0.0, None)), *(packed or ()))
+    return backward(do, dlse, q, k, v, o, lse, sink, variant, operands.tensors, *numbers, backend, *flags)
+
+
+def _readable(do: Tensor) -> Tensor:
     """A gradient may have any strides, such as 0 where o was summed: copied where no kernel could read it well."""
     reads = do.stride(3) == 1 and 0 not in do.stride() and (is_aligned(do) or not _asks_for_alignment(do))
     return do if reads else do.contiguous()
@@ -176,17 +202,17 @@ def _deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def run_backward(
-    do: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    sink: torch.Tensor | None,
+def _backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    sink: Tensor | None,
     variant: str,
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     ints: Sequence[int],
     floats: Sequence[float],
     scale: float,
@@ -194,58 +220,23 @@ def run_backward(
     deterministic: bool,
     needs: Sequence[bool],
     dropout_p: float = 0.0,
-    seed: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
+    seed: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
-) -> list[torch.Tensor]:
-    """The gradients of q, k, v, sink and tensors, in this order: those that `needs` asks for, contiguous.
-
-    do and dlse are the gradients of o and lse, which the forward pass returned; its other arguments are as they were.
-    """
-    do = _readable(do)
-    packed = as_packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    flags = {"dropout": seed is not None, "packed": packed is not None}
-    call = BackwardCall(
-        make_call(q, k, v, sink, variant, tensors, needs_grad=True, **flags),
-        needs=tuple(needs),
-        dlse=dlse is not None,
-        deterministic=deterministic or _deterministic(),
-        aligned=not _asks_for_alignment(q) or (is_aligned(o) and is_aligned(do)),
-    )
-    operands = Operands(list(tensors), list(ints), list(floats))
-    run = prepare_backward(call, backend, *sizes(q, k, packed), scale)
-    *found, of_tensors = run(do, dlse, q, k, v, o, lse, sink, operands, **options(dropout_p, seed, packed))
-    return [x.contiguous() for x in (*found, *of_tensors) if x is not None]
+) -> list[Tensor]:
+    """The operator: :func:`run_backward` of inputs that are taken apart."""
+    numbers = Numbers(list(ints), list(floats), dropout_p, max_seqlen_q, max_seqlen_k)
+    inputs = join(numbers, seed, cu_seqlens_q, cu_seqlens_k, q, k, v, sink, *tensors)
+    options = Options(variant, scale, backend, deterministic, needs_grad=True)
+    return run_backward(options, inputs, needs, o, lse, do, dlse)
 
 
-backward = torch.library.custom_op("tileattn::backward", run_backward, mutates_args=())
+backward = torch.library.custom_op("tileattn::backward", _backward, mutates_args=())
 
 
 @backward.register_fake
-def _(
-    do,
-    dlse,
-    q,
-    k,
-    v,
-    o,
-    lse,
-    sink,
-    variant,
-    tensors,
-    ints,
-    floats,
-    scale,
-    backend,
-    deterministic,
-    needs,
-    dropout_p=0.0,
-    seed=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    max_seqlen_q=0,
-    max_seqlen_k=0,
-):
+def _(do, dlse, q, k, v, o, lse, sink, variant, tensors, *others):
+    needs = others[5]  # behind ints, floats, scale, backend and deterministic
     return [x.new_empty(x.shape) for x, need in zip((q, k, v, sink, *tensors), needs) if need]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..call.dropout import draw_seed
+from ..call.dropout import Dropout, draw_seed
 from ..call.facts import Packed, sizes
 from ..call.fp8 import FP8, complete
+from ..call.inputs import Inputs
 from ..call.scalars import as_float
+from ..call.validation import check_flags
 from ..variant.key import encode, normalize
 from ..variant.masks import Mask
 from ..variant.scores import for_packed
@@ -19,12 +21,28 @@ from ..variant.validation import check_operand_devices, check_variant
 from . import autograd
 from . import operators as ops
 from .dispatch import prepare_forward
+from .operators import NO_DESCALES, GivenDescales, Options
 
 MaskLike = Mask | Callable[..., Any]
 ScoreModLike = Callable[..., Any] | Sequence[Callable[..., Any]]
-# As given: of q, k and v, each of any shape that broadcasts to (batch, kv_heads).
-GivenDescales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-NO_DESCALES: GivenDescales = (None, None, None)
+
+
+class Choices(NamedTuple):
+    """What every call may be told, whatever its variant."""
+
+    causal: bool
+    scale: float | None
+    return_lse: bool
+    deterministic: bool
+    backend: str | None
+
+
+def checked_choices(
+    causal: bool, scale: float | None, return_lse: bool, deterministic: bool, backend: str | None
+) -> Choices:
+    """Choices as the user gave them, with flags that are True or False; raises where one is something else."""
+    causal, return_lse, deterministic = check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic)
+    return Choices(causal, scale, return_lse, deterministic, backend)
 
 
 def autocast(x: Any) -> Any:
@@ -40,6 +58,11 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype:
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return x.dtype
     return torch.get_autocast_dtype(device)
+
+
+def as_bshd(layout: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k and v of a layout as bshd."""
+    return (q, k, v) if layout == "bshd" else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
 
 
 def scale_or_default(scale: float | None, q: torch.Tensor) -> float:
@@ -71,20 +94,17 @@ def run(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sink: torch.Tensor | None,
     mask: MaskLike | None,
     score_mod: ScoreModLike | None,
-    causal: bool,
-    scale: float | None,
-    sink: torch.Tensor | None,
     dropout_p: float,
-    return_lse: bool,
-    deterministic: bool,
-    backend: str | None,
+    choices: Choices,
     *,
     descales: GivenDescales = NO_DESCALES,
     packed: Packed | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o and lse of any call, on checked q, k, v (bshd), sink, numbers and cu_seqlens; the rest as the user gave it."""
+    causal, scale, return_lse, deterministic, backend = choices
     normal_mask, mods = normalize(mask, score_mod, causal)
     if packed is not None:
         mods = for_packed(mods, packed.cu_seqlens_q, packed.cu_seqlens_k)
@@ -95,20 +115,14 @@ def run(
     check_operand_devices(operands.tensors, q)
     scale = scale_or_default(scale, q)
     needs_grad = torch.is_grad_enabled() and requires_grad((q, k, v, sink, *descales, *operands.tensors))
-    seed = draw_seed(q.device) if dropout_p else None
+    dropout = Dropout(dropout_p, draw_seed(q.device)) if dropout_p else None
+    inputs = Inputs(q, k, v, sink, operands, dropout, packed)
     traced, transformed = ops.is_traced(q), torch._C._are_functorch_transforms_active()
     if (needs_grad or (transformed and q.dtype != FP8)) and not traced:
-        options = autograd.Options(variant, scale, backend, deterministic, dropout_p)
-        return autograd.attend(options, q, k, v, sink, operands, seed, packed)
+        return autograd.attend(Options(variant, scale, backend, deterministic, True), inputs)
     if traced or transformed:
-        numbers = (operands.ints, operands.floats, scale)
-        rest = (*descales, deterministic, needs_grad, dropout_p, seed, *(packed or ()))
-        o, lse = ops.forward(q, k, v, sink, variant, operands.tensors, *numbers, backend, *rest)
-        return o, lse
-    flags = {"dropout": seed is not None, "packed": packed is not None}
-    call = ops.make_call(q, k, v, sink, variant, operands.tensors, return_lse=return_lse, **flags)
-    forward = prepare_forward(call, backend, of_q, of_k, scale)
-    given = ops.options(dropout_p, seed, packed)
+        return ops.trace_forward(Options(variant, scale, backend, deterministic, needs_grad), inputs, descales)
     if q.dtype == FP8:
-        given["descales"] = complete(*descales, k)
-    return forward(q, k, v, sink, operands, **given)
+        inputs = inputs._replace(descales=complete(*descales, k))
+    call = ops.make_call(inputs, variant, return_lse=return_lse)
+    return prepare_forward(call, backend, of_q, of_k, scale)(inputs)

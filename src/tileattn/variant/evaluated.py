@@ -19,7 +19,7 @@ from .reading import evaluate
 from .scores import ALiBi, Bias, PackedBias, SoftCap
 
 if TYPE_CHECKING:
-    from .key import Operands
+    from ..call.inputs import Operands
     from .program import Program
 
 _OF_INTEGERS = (Causal, Documents, KeyPadding, PrefixLM, SlidingWindow)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..call.inputs import Operands
 from .masks import FunctionMask, Mask
 from .scores import ScoreMod
 from .tracing import trace
@@ -42,15 +43,6 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 
 
 _KNOWN_DTYPES = frozenset(DTYPES.values())
-
-
-@dataclasses.dataclass
-class Operands:
-    """The run-time values of a variant, in the order of their appearance, by kind."""
-
-    tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    ints: list[int] = dataclasses.field(default_factory=list)
-    floats: list[float] = dataclasses.field(default_factory=list)
 
 
 def normalize(mask: Any, score_mod: Any, causal: bool) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:

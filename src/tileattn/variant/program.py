@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from ..call.inputs import Operands
 from .evaluated import call, evaluated_mask, evaluated_mods, values_of
 from .expression import Expr, TensorSymbol, symbol
-from .key import CLASSES, DTYPES, TENSOR, Operands, encode, field_names
+from .key import CLASSES, DTYPES, TENSOR, encode, field_names
 from .masks import FIRST_POSITION, Mask
 from .reading import evaluate, parse
 from .tile_loads import TileLoad, find, is_aligned

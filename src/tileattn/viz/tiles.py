@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from tileattn.call.facts import AttentionCall
+from tileattn.call.inputs import Operands
 from tileattn.kernels.tilelang.architecture import ARCHITECTURES
 from tileattn.kernels.tilelang.forward.config import HopperConfig
 from tileattn.kernels.tilelang.forward.defaults import default
 from tileattn.variant.expression import nodes
-from tileattn.variant.key import Operands, encode, normalize
+from tileattn.variant.key import encode, normalize
 from tileattn.variant.masks import And, FunctionMask, Mask, Or
 from tileattn.variant.program import Program, program
 from tileattn.variant.reading import evaluate

@@ -15,6 +15,7 @@ import torch
 from tests.tools import mma_emulator, special_values
 from tests.tools.mma_cases import SHAPES, Shape, check, default_kernels, kernels, keys_of_a_warp
 from tileattn.call.facts import AttentionCall
+from tileattn.call.inputs import Inputs
 from tileattn.kernels.mma import backend, compile, rungs
 from tileattn.kernels.mma.backend import Choice, parse
 from tileattn.kernels.mma.rungs import HEAD_DIMS, LARGE_HEAD_DIMS, RUNGS, Kernel, Tiles, Variant
@@ -30,7 +31,7 @@ from tileattn.testing import (
     fp16_accumulation,
     oracle_attention,
 )
-from tileattn.variant.key import Operands, encode
+from tileattn.variant.key import encode
 
 ARCH = "sm_90a"
 CALL = AttentionCall(torch.float16, 64, 64, arch=ARCH)
@@ -247,7 +248,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Run:
             patch.setattr(backend, "launcher", launcher)
             patch.setattr(backend, "has_compiler", lambda: True)
             assert backend.refusal(choice, call) is None
-            return backend.prepare(choice, call, q.shape, k.shape, scale)(q, k, v, None, Operands())
+            return backend.prepare(choice, call, q.shape, k.shape, scale)(Inputs(q, k, v))
 
     return run
 
@@ -334,7 +335,7 @@ def _runs(case: ConformanceCase) -> bool:
 def test_conformance_emulated(emulated: Run, case: ConformanceCase) -> None:
     arguments = build(case, "cpu")
     q, k, v, mask, score_mods, sink, scale, *_ = arguments.positional
-    assert ops.make_call(q, k, v, sink, encode(mask, score_mods)[0]).variant in ("", backend.CAUSAL)
+    assert ops.make_call(Inputs(q, k, v, sink), encode(mask, score_mods)[0]).variant in ("", backend.CAUSAL)
     got = emulated(Choice(), q, k, v, mask is not None, case.structure.head_dim**-0.5 if scale is None else scale)
     assert_forward_accurate(
         case.id, got, oracle_attention(*arguments.positional), eager_attention(*arguments.positional)

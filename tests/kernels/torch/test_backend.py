@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap, attention
+from tileattn.call.inputs import Inputs
 from tileattn.kernels.torch import fused, loop
 from tileattn.kernels.torch.backward import MAX_TILE, Needs, backward
 from tileattn.kernels.torch.forward import forward
@@ -145,7 +146,7 @@ def test_nor_does_one_in_the_backward_pass(mask: Mask | None, mod: ScoreMod | No
     mods = [ALiBi(slopes) if isinstance(mod, ALiBi) else mod] * (mod is not None) + [Bias(keys)]  # type: ignore[arg-type]
     with recorded() as operators:
         found = backward(
-            do, dlse, q, k, v, o, lse, None, mask, mods, [slopes, keys], Needs(True, True, True, False), 0.1
+            Inputs(q, k, v), o, lse, do, dlse, mask, mods, [slopes, keys], Needs(True, True, True, False), 0.1
         )  # type: ignore[arg-type]
     assert all(x is not None for x in (*found[:3], *found.tensors))
     # A tile, and no more.

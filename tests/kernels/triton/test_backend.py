@@ -448,10 +448,10 @@ def test_gradients_that_are_asked_for(wanted: tuple[int, ...]) -> None:
 )
 def test_descriptors(dims: tuple[int, int], apart: bool, dimensions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Hopper copies by TMA. The interpreter knows descriptors, and what is beyond their ends."""
+    from tileattn.call.inputs import Inputs
     from tileattn.kernels.triton import arguments, plan
     from tileattn.kernels.triton.backward.launch import Backward
     from tileattn.kernels.triton.forward.launch import Forward
-    from tileattn.variant.key import Operands
 
     def made_up(seqlen: int, head_dim: int, seed: int) -> Tensor:
         x = tensor(2, seqlen, 2, head_dim, seed=seed)
@@ -468,11 +468,12 @@ def test_descriptors(dims: tuple[int, int], apart: bool, dimensions: int, monkey
     with config.overridden(**tma):
         forward = Forward(call, q.shape, k.shape, dims[0] ** -0.5)
         backward = Backward(BackwardCall(call, (True, True, True, False)), q.shape, k.shape, dims[0] ** -0.5)
-    o, lse = forward(q, k, v, None, Operands())
+    inputs = Inputs(q, k, v)
+    o, lse = forward(inputs)
     assert made == ([4, 4] if dimensions == 4 else [3, 3, 3, 3])  # k and v; or q, k, v and o
     made.clear()
     do = made_up(37, dims[1], 3)
-    found = backward(do, None, q, k, v, o, lse, None, Operands())
+    found = backward(inputs, o, lse, do, None)
     assert made == [dimensions, dimensions, 4, 4]  # k and v for dq, q and do for dk and dv
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = tileattn.attention(*leaves, causal=True, backend="torch")

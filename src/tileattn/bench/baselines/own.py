@@ -13,9 +13,11 @@ from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWind
 from tileattn.bench.baselines.base import OWN, Prepared, tensor_bytes
 from tileattn.bench.problem import Problem
 from tileattn.bench.variants import user_score
+from tileattn.call.facts import Packed
+from tileattn.call.inputs import Inputs, Operands
 from tileattn.runtime import operators as ops
 from tileattn.runtime.dispatch import Backend, select
-from tileattn.variant.key import Operands, encode, normalize
+from tileattn.variant.key import encode, normalize
 from tileattn.variant.program import with_alignment
 
 
@@ -124,11 +126,13 @@ def _encoded(problem: Problem) -> tuple[str, Operands]:
 def _selected(problem: Problem, backend: str | None) -> Backend:
     """The backend that `attention` will choose for the problem, or be told to use."""
     tensors = problem if problem.fp8 is None else problem.fp8
-    packed = problem.cu_seqlens is not None
-    q, k, v = (x[None] if packed else x for x in (tensors.q, tensors.k, tensors.v))
-    needs_grad = problem.do is not None
-    call = ops.make_call(q, k, v, problem.sink, variant_key(problem), needs_grad=needs_grad, packed=packed)
-    return select(call, backend)
+    ends, packed = problem.cu_seqlens, None
+    if ends is not None:
+        longest = max(problem.case.lengths)
+        packed = Packed(ends, ends, longest, longest)
+    q, k, v = (x if packed is None else x[None] for x in (tensors.q, tensors.k, tensors.v))
+    inputs = Inputs(q, k, v, problem.sink, packed=packed)
+    return select(ops.make_call(inputs, variant_key(problem), needs_grad=problem.do is not None), backend)
 
 
 def _held_bytes(mask: Mask | None, score_mods: list[Callable[..., Any]] | None, problem: Problem) -> int:

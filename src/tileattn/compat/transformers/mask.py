@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...variant.key import Operands, encode
+from ...call.inputs import Operands
+from ...variant.key import encode
 from ...variant.masks import Causal, Documents, KeyPadding, Mask, SlidingWindow
 from ...variant.program import restore
 from .patterns import DenseMask, ShiftedWindow

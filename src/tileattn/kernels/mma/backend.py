@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...call.facts import CAUSAL, AttentionCall
-from ...variant.key import Operands
+from ...call.inputs import Inputs
 from .compile import INSTALL, has_compiler
 from .launch import launcher
 from .rungs import ACCUMULATIONS, HEAD_DIMS, LARGE_HEAD_DIMS, LAYOUTS, NAME, RUNGS, STAGES, Kernel, Tiles, Variant
@@ -146,9 +146,8 @@ def prepare(
     blocks = -(-seqlen_q // kernel.tiles.block_M) * heads * batch
     sizes = (int(call.variant == CAUSAL), seqlen_q, seqlen_k, heads, heads // kv_heads)
 
-    def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, operands: Operands
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q, k, v, *_ = inputs
         if blocks == 0 or seqlen_k == 0:
             return torch.zeros_like(q, memory_format=torch.contiguous_format), q.new_full(
                 (batch, heads, seqlen_q), -torch.inf, dtype=torch.float32

@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from ...call.dropout import Dropout
-from ...call.facts import AttentionCall, BackwardCall, Gradients, Packed
-from ...call.fp8 import FP8, Descales, accumulator, dequantize
-from ...variant.key import Operands
+from ...call.facts import AttentionCall, BackwardCall, Gradients
+from ...call.fp8 import FP8, accumulator, dequantize
+from ...call.inputs import Inputs, Operands
 from ...variant.program import restore
 from .backward import Needs
 from .backward import backward as torch_backward
@@ -31,17 +30,8 @@ def prepare(
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """See :class:`tileattn.runtime.dispatch.Backend`."""
 
-    def forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink: torch.Tensor | None,
-        operands: Operands,
-        *,
-        descales: Descales | None = None,
-        dropout: Dropout | None = None,
-        packed: Packed | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, sink, operands, dropout, packed, descales = inputs
         mask, score_mods = restore(call.variant, operands, accumulator(call.dtype))
         with _no_autocast(q.device):
             if descales is not None:
@@ -62,19 +52,9 @@ def prepare_backward(
     """See :class:`tileattn.runtime.dispatch.Backend`."""
 
     def backward(
-        do: torch.Tensor,
-        dlse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        sink: torch.Tensor | None,
-        operands: Operands,
-        *,
-        dropout: Dropout | None = None,
-        packed: Packed | None = None,
+        inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None
     ) -> Gradients:
+        operands = inputs.operands
         dtype = accumulator(call.forward.dtype)
         mask, _ = restore(call.forward.variant, operands, dtype)
         watched = [
@@ -82,11 +62,9 @@ def prepare_backward(
         ]
         read = [x if watch is None else watch for x, watch in zip(operands.tensors, watched)]
         _, score_mods = restore(call.forward.variant, Operands(read, operands.ints, operands.floats), dtype)
-        given = (do, dlse, q, k, v, o, lse, sink, mask, score_mods, watched, Needs(*call.needs[:4]), scale)
-        with _no_autocast(q.device):
-            if packed is None:
-                return torch_backward(*given, dropout)
-            return packed_backward(*given, packed, dropout)
+        run = torch_backward if inputs.packed is None else packed_backward
+        with _no_autocast(inputs.q.device):
+            return run(inputs, o, lse, do, dlse, mask, score_mods, watched, Needs(*call.needs[:4]), scale)
 
     return backward
 

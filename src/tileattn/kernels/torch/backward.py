@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...call.dropout import Dropout
 from ...call.facts import Gradients
+from ...call.inputs import Inputs
 from ...variant.masks import Mask
 from . import fused
 from .mask import KeyRange, ScoreMods, Variant, key_ranges, row_blocks
@@ -43,57 +43,48 @@ class Needs(NamedTuple):
 
 
 def backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: Inputs,
     o: Tensor,
     lse: Tensor,
-    sink: Tensor | None,
+    do: Tensor,
+    dlse: Tensor | None,
     mask: Mask | None,
     score_mods: ScoreMods,
     watched: Sequence[Watched | None],
     needs: Needs,
     scale: float,
-    dropout: Dropout | None = None,
 ) -> Gradients:
     """The gradients of attention; arguments as those of `add_gradients`.
 
+    mask, score_mods: the variant, restored.
     watched: of each tensor of the variant, what the score modifications hold in its place if its gradient is wanted.
     """
+    variant, sink = Variant.of(inputs.q, inputs.k, mask, score_mods, inputs.dropout), inputs.sink
     wanted = [x for x in watched if x is not None]
-    dq, dk, dv, dsink = add_gradients(do, dlse, q, k, v, o, lse, sink, mask, score_mods, wanted, needs, scale, dropout)
+    dq, dk, dv, dsink = add_gradients(inputs, o, lse, do, dlse, variant, wanted, needs, scale)
     dsink = None if dsink is None or sink is None else dsink.to(sink.dtype)
     return Gradients(dq, dk, dv, dsink, tuple(None if x is None else x.gradient() for x in watched))
 
 
 @torch.no_grad()
 def add_gradients(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: Inputs,
     o: Tensor,
     lse: Tensor,
-    sink: Tensor | None,
-    mask: Mask | None,
-    score_mods: ScoreMods,
+    do: Tensor,
+    dlse: Tensor | None,
+    variant: Variant,
     watched: Sequence[Watched],
     needs: Needs,
     scale: float,
-    dropout: Dropout | None = None,
-    first: int = 0,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """dq, dk, dv and dsink, None where not wanted; all tensors bshd, of any strides. Adds to the watched tensors.
 
     do (batch, seqlen_q, heads, head_dim_v) and dlse (batch, heads, seqlen_q) are the gradients of o and lse, which the
-    forward pass returned. dsink is in the dtype of sums. `first` is the number of the first batch element.
+    forward pass returned. dsink is in the dtype of sums. Of the inputs q, k, v and sink are read.
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    batch, heads = slice(0, q.shape[0]), q.shape[2]
-    variant = Variant(mask, score_mods, batch, heads, q.shape[1], k.shape[1], dtype, q.device, dropout, first)
+    q, k, v, sink, *_ = inputs
+    dtype, mask = variant.dtype, variant.mask
     delta = _delta(do, dlse, o, dtype)
     dsink = _sink_gradient(sink, lse, delta) if sink is not None and needs.sink else None
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):

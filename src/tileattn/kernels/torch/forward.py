@@ -40,11 +40,9 @@ def forward(
     q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads,
     head_dim_v), any strides; sink (heads,). `first` is the number of the first batch element.
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    batch, heads = slice(0, q.shape[0]), q.shape[2]
-    variant = Variant(mask, score_mods, batch, heads, q.shape[1], k.shape[1], dtype, q.device, dropout, first)
+    variant = Variant.of(q, k, mask, score_mods, dropout, first)
     if 0 in (q.shape[0], q.shape[1], k.shape[1]):
-        o, lse = loop.without_keys(q, v, dtype)
+        o, lse = loop.without_keys(q, v, variant.dtype)
     else:
         found = _fused(q, k, v, variant, scale) if fused.expresses(variant) else None
         o, lse = _looped(q, k, v, variant, scale) if found is None else found

@@ -37,6 +37,15 @@ class Variant:
     dropout: Dropout | None = None
     first: int = 0
 
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, mask: Mask | None, score_mods: ScoreMods, dropout: Dropout | None, first: int = 0
+    ) -> Variant:
+        """That of all batch elements of q and k (bshd), of which the first has the number `first`."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        batch, seqlen_q, heads, _ = q.shape
+        return cls(mask, score_mods, slice(0, batch), heads, seqlen_q, k.shape[1], dtype, q.device, dropout, first)
+
     @property
     def numbers(self) -> slice:
         """Of the batch elements: what masks and modifications get as `b`."""

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from ...call.dropout import Dropout
 from ...call.facts import Gradients, Packed
+from ...call.inputs import Inputs
 from ...call.sequences import Sequence as OneOf
 from ...call.sequences import sequences
 from ...variant.masks import Mask
 from ...variant.scores import Bias, PackedBias
 from .backward import Needs, add_gradients
 from .forward import forward
-from .mask import ScoreMods
+from .mask import ScoreMods, Variant
 from .score_gradient import Watched
 
 
@@ -48,23 +49,20 @@ def packed_forward(
 
 
 def packed_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: Inputs,
     o: Tensor,
     lse: Tensor,
-    sink: Tensor | None,
+    do: Tensor,
+    dlse: Tensor | None,
     mask: Mask | None,
     score_mods: ScoreMods,
     watched: Sequence[Watched | None],
     needs: Needs,
     scale: float,
-    packed: Packed,
-    dropout: Dropout | None = None,
 ) -> Gradients:
     """The gradients, as `backward` has them, of a packed call; 0 where no sequence is."""
+    q, k, v, sink, _, dropout, packed, _ = inputs
+    assert packed is not None
     dq, dk, dv = (
         torch.zeros_like(x, memory_format=torch.contiguous_format) if need else None
         for x, need in zip((q, k, v), needs)
@@ -73,23 +71,10 @@ def packed_backward(
     for each in sequences(packed, q.shape[1], k.shape[1]):
         number, rows, keys = each
         mods = [_of_sequence(mod, each) for mod in score_mods]
-        *found, of_sink = add_gradients(
-            do[:, rows],
-            None if dlse is None else dlse[..., rows],
-            q[:, rows],
-            k[:, keys],
-            v[:, keys],
-            o[:, rows],
-            lse[..., rows],
-            sink,
-            mask,
-            mods,
-            _watched_in(mods, watched),
-            needs,
-            scale,
-            dropout,
-            number,
-        )
+        of_sequence = Inputs(q[:, rows], k[:, keys], v[:, keys], sink)
+        variant = Variant.of(of_sequence.q, of_sequence.k, mask, mods, dropout, number)
+        outputs = (o[:, rows], lse[..., rows], do[:, rows], None if dlse is None else dlse[..., rows])
+        *found, of_sink = add_gradients(of_sequence, *outputs, variant, _watched_in(mods, watched), needs, scale)
         for total, part, place in zip((dq, dk, dv), found, (rows, keys, keys)):
             if total is not None:
                 total[:, place] = part

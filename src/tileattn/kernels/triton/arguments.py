@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...variant.key import Operands
+from ...call.inputs import Operands
 from .plan import Plan
 from .shared_memory import padded
 

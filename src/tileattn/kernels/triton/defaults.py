@@ -17,7 +17,7 @@ from .shared_memory import fitting, padded
 from .tile_sizes import Config
 
 # By kernel, then by the larger head dim, padded; for 16 bits. They hardly spill where neither mask nor modification is
-# more than causal (docs/design.md has figures).
+# more than causal (docs/design/triton.md has figures).
 _HOPPER = {
     "forward": {
         64: Config(128, 128, 8, 3, tma=True),

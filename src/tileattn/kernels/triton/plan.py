@@ -126,7 +126,7 @@ def _precision(call: AttentionCall) -> str:
 
     "bf16x6" writes each number of float32 as the sum of three of bfloat16, which has all its bits, and leaves out the
     three smallest of the nine products. The tensor cores sum the others, with less error over a tensor than eager
-    PyTorch's, two to five times as fast as the best tiles with products of float32 (docs/design.md).
+    PyTorch's, two to five times as fast as the best tiles with products of float32 (docs/design/lessons.md).
     """
     if call.dtype == torch.bfloat16 and interpreted():
         return "interpreted"

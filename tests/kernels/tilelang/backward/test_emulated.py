@@ -16,11 +16,12 @@ from tests.kernels.tilelang.backward.test_gpu import CASES, Case, Problem
 from tests.tools.emulator import ARCH, COMPILER, Kernel
 from tileattn import Causal
 from tileattn.call.facts import AttentionCall, BackwardCall
+from tileattn.call.inputs import Inputs, Operands
 from tileattn.kernels.tilelang.backward import launch as backend
 from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.kernels import kernel
 from tileattn.testing import oracle_attention
-from tileattn.variant.key import Operands, encode
+from tileattn.variant.key import encode
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -67,9 +68,8 @@ def gradients(problem: Problem, deterministic: bool) -> dict[str, Tensor]:
     run = backend.prepare_backward(call, problem.q.shape, problem.k.shape, scale)
     detached = Operands([tensor.detach() for tensor in operands.tensors], operands.ints, operands.floats)
     inputs: list[Any] = [leaves[name].detach() if name in leaves else None for name in ("q", "k", "v", "sink")]
-    *found, tensors = run(
-        problem.do, dlse, *inputs[:3], o.to(case.dtype).contiguous(), lse.float(), inputs[3], detached
-    )
+    given = Inputs(*inputs, detached)
+    *found, tensors = run(given, o.to(case.dtype).contiguous(), lse.float(), problem.do, dlse)
     named = dict(zip(("q", "k", "v", "sink"), found))
     # The variant holds its tensors in another order than the case made them.
     named |= {

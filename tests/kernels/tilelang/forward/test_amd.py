@@ -19,6 +19,7 @@ from tests.tools.lowering import CALLS, SLOW_CALLS, lower, make_call, on
 from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap
 from tileattn.call.dropout import Dropout
 from tileattn.call.facts import AttentionCall
+from tileattn.call.inputs import Inputs, Operands
 from tileattn.kernels.tilelang.architecture import padded
 from tileattn.kernels.tilelang.forward import defaults, space
 from tileattn.kernels.tilelang.forward import launch as forward_launch
@@ -34,7 +35,7 @@ from tileattn.kernels.tilelang.forward.amd.config import (
 from tileattn.kernels.tilelang.forward.kernel import kernel_of
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 from tileattn.testing.dropout import dropout_mask
-from tileattn.variant.key import Operands, encode
+from tileattn.variant.key import encode
 
 ARCH, SHARED_BYTES = "gfx942", 65536
 NARROW, WIDE = make_call(Causal(), dim=64, arch=ARCH), make_call(Causal(), arch=ARCH)
@@ -212,9 +213,8 @@ def run(
     assert is_valid_amd(call, config)
     forward = prepare(config, call, q.shape, k.shape, dims[0] ** -0.5)
     seed = torch.tensor([7], dtype=torch.int64, device=device)
-    options = {"dropout": Dropout(p, seed)} if p else {}
     moved = Operands([x.to(device) for x in operands.tensors], operands.ints, operands.floats)
-    got = forward(q, k, v, sinks, moved, **options)
+    got = forward(Inputs(q, k, v, sinks, moved, Dropout(p, seed) if p else None))
     dropped = dropout_mask(seed, p, 2, 4, *lengths) / (1 - p) if p else None
     arguments = (q, k, v, mask, mods, sinks)
     expected = oracle_attention(*arguments, dropout=dropped), eager_attention(*arguments, dropout=dropped)

@@ -16,6 +16,7 @@ pytest.importorskip("tilelang")
 from tests.tools.emulator import ARCH, COMPILER, Kernel
 from tileattn import Causal, Mask, SlidingWindow
 from tileattn.call.facts import AttentionCall
+from tileattn.call.inputs import Inputs
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import ForwardConfig
 from tileattn.kernels.tilelang.forward.kernel import forward_kernel
@@ -54,6 +55,6 @@ def test_forward(
     )
     forward: Any = forward_launch.prepare_with(TILE, call, q.shape, k.shape, SCALE)
     with poisoned_memory():
-        got = forward(q, k, v, logits, operands)
+        got = forward(Inputs(q, k, v, logits, operands))
     arguments = (q, k, v, mask, (), logits, SCALE)
     assert_forward_accurate("emulated", got, oracle_attention(*arguments), eager_attention(*arguments))

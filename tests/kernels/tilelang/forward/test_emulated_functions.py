@@ -14,6 +14,7 @@ from tests.tools.emulator import ARCH, COMPILER, Kernel
 from tests.tools.user_functions import HEADS, MASKS, SCORES, SEQLEN_K, SEQLEN_Q
 from tileattn import FunctionMask
 from tileattn.call.facts import AttentionCall
+from tileattn.call.inputs import Inputs
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.kernel import forward_kernel
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
@@ -42,6 +43,6 @@ def test_functions(kind: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(
         forward_launch, "forward_function", lambda call, config: Kernel(forward_kernel(call, config), tmp_path)
     )
-    o, lse = forward_launch.prepare(call, q.shape, k.shape, 0.25)(q, k, v, None, operands)
+    o, lse = forward_launch.prepare(call, q.shape, k.shape, 0.25)(Inputs(q, k, v, None, operands))
     arguments = (q, k, v, mask, mods)
     assert_forward_accurate(name, (o, lse), oracle_attention(*arguments), eager_attention(*arguments))

@@ -12,6 +12,7 @@ pytest.importorskip("tilelang")
 from tests.tools.emulator import ARCH, COMPILER, Kernel
 from tests.tools.special_values import HEADS, assert_as_the_formula, call_of
 from tileattn.call.facts import AttentionCall
+from tileattn.call.inputs import Inputs
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.kernel import forward_kernel
 from tileattn.variant.key import encode
@@ -30,5 +31,5 @@ def test_o_and_lse(mask: str, sink: bool, monkeypatch: pytest.MonkeyPatch, tmp_p
     call = AttentionCall(torch.float16, 16, 16, variant, arch=ARCH, sink=sink)
     logits = torch.zeros(HEADS) if sink else None
     q, k, v, _ = special
-    got = forward_launch.prepare(call, q.shape, k.shape, 0.25)(q, k, v, logits, operands)
+    got = forward_launch.prepare(call, q.shape, k.shape, 0.25)(Inputs(q, k, v, logits, operands))
     assert_as_the_formula((*special, (), logits), got)

@@ -19,6 +19,7 @@ from tilelang.language.eager.builder import Builder
 from tests.tools.emulator import ARCH, COMPILER, Kernel
 from tileattn.call.dropout import Dropout, draw_seed
 from tileattn.call.facts import AttentionCall, BackwardCall, Packed, sizes
+from tileattn.call.inputs import Inputs, Operands
 from tileattn.kernels.tilelang.backward import finish, prepare
 from tileattn.kernels.tilelang.backward import launch as backend
 from tileattn.kernels.tilelang.backward import library as launch
@@ -42,7 +43,7 @@ from tileattn.testing.call_arguments import DROPOUT_SEED, Structure
 from tileattn.testing.expected import expected_forward, expected_gradients
 from tileattn.testing.packed_cases import packed_cases
 from tileattn.testing.shapes import PackedShape
-from tileattn.variant.key import Operands, encode
+from tileattn.variant.key import encode
 from tileattn.variant.scores import for_packed
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -122,12 +123,12 @@ def run(
     call = BackwardCall(forward, needs, dlse is not None, deterministic)
     backward = backend.prepare_backward(call, *sizes(q, k, packed), scale_or_default(arguments.scale, q))
     torch.manual_seed(DROPOUT_SEED)
-    pattern = {"dropout": Dropout(arguments.dropout_p, draw_seed(q.device))} if forward.dropout else {}
-    given = (do, dlse, q, k, v, o.to(case.dtype), lse.float(), arguments.sink)
-    inputs = [x if x is None else x.detach() for x in given]
+    dropout = Dropout(arguments.dropout_p, draw_seed(q.device)) if forward.dropout else None
+    given = [x if x is None else x.detach() for x in (q, k, v, arguments.sink)]
     detached = Operands([tensor.detach() for tensor in operands.tensors], operands.ints, operands.floats)
+    outputs = [x if x is None else x.detach() for x in (o.to(case.dtype), lse.float(), do, dlse)]
     with poisoned_memory():
-        *found, tensors = backward(*inputs, detached, packed=packed, **pattern)
+        *found, tensors = backward(Inputs(*given, detached, dropout, packed), *outputs)
     named = dict(zip(("dq", "dk", "dv", "dsink"), found))
     # The variant holds its tensors in another order than the case's leaves.
     of_tensors = {id(tensor): gradient for tensor, gradient in zip(operands.tensors, tensors)}

@@ -13,8 +13,9 @@ pytest.importorskip("tilelang")
 
 from tests.tools.emulator import ARCH, COMPILER, Kernel
 from tileattn.call import packed_status
-from tileattn.call.dropout import draw_seed
+from tileattn.call.dropout import Dropout, draw_seed
 from tileattn.call.facts import Packed, sizes
+from tileattn.call.inputs import Inputs
 from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.kernel import forward_kernel
@@ -60,7 +61,9 @@ def statuses(monkeypatch: pytest.MonkeyPatch, once: Once) -> list[list[int]]:
     """Tensors are on the CPU, and kernels run there; the statuses that calls report."""
     found: list[list[int]] = []
     monkeypatch.setattr(
-        backend, "forward_function", lambda call, config: once((call, config), lambda: forward_kernel(call, config))
+        forward_launch,
+        "forward_function",
+        lambda call, config: once((call, config), lambda: forward_kernel(call, config)),
     )
     monkeypatch.setattr(packed, "plan_function", lambda arch: once(arch, lambda: plan_kernel("sm_80")))
     monkeypatch.setattr(packed_status, "_statuses", {})
@@ -75,15 +78,15 @@ def run(arguments: Arguments, given: Packed | None = None) -> tuple[torch.Tensor
     assert given is not None
     variant, operands = encode(mask, for_packed(mods, *given[:2]))
     aligned = arguments.layout != "unaligned"
-    flags = {"dropout": arguments.dropout_p > 0, "packed": True}
-    call = replace(ops.make_call(q, k, v, sink, variant, **flags), arch=ARCH, aligned=aligned)
+    torch.manual_seed(DROPOUT_SEED)
+    dropout = Dropout(arguments.dropout_p, draw_seed("cpu")) if arguments.dropout_p else None
+    inputs = Inputs(q, k, v, sink, operands, dropout, given)
+    call = replace(ops.make_call(inputs, variant), arch=ARCH, aligned=aligned)
     assert backend.refusal(call) is None
     scale = q.shape[3] ** -0.5 if arguments.scale is None else arguments.scale
-    torch.manual_seed(DROPOUT_SEED)
-    seed = draw_seed("cpu") if arguments.dropout_p else None
     forward = forward_launch.prepare(call, *sizes(q, k, given), scale)
     with poisoned_memory():
-        return forward(q, k, v, sink, operands, **ops.options(arguments.dropout_p, seed, given))
+        return forward(inputs)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tests.kernels.tilelang.tile.test_dropout_gpu import CASES, LENGTHS, SEED, P
 from tests.tools.emulator import ARCH, COMPILER, Kernel
 from tileattn.call.dropout import Dropout, draw_seed
 from tileattn.call.facts import AttentionCall, BackwardCall
+from tileattn.call.inputs import Inputs, Operands
 from tileattn.kernels.tilelang.backward import defaults
 from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward import library as launch
@@ -26,7 +27,7 @@ from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import ForwardConfig
 from tileattn.kernels.tilelang.forward.kernel import forward_kernel
 from tileattn.testing import dropout_mask
-from tileattn.variant.key import Operands, encode
+from tileattn.variant.key import encode
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -75,13 +76,13 @@ class Call:
             dropout=True,
         )  # fmt: skip
         self.scale = case.head_dims[0] ** -0.5 if case.scale is None else case.scale
-        self.given = [None if x is None else x.detach() for x in (problem.q, problem.k, problem.v, problem.sink)]
-        self.dropout = Dropout(problem.p, problem.seed())
+        given = [None if x is None else x.detach() for x in (problem.q, problem.k, problem.v, problem.sink)]
+        self.inputs = Inputs(*given, self.operands, Dropout(problem.p, problem.seed()))
 
     def run(self) -> tuple[Tensor, Tensor]:
         """o and lse."""
         prepared = forward_launch.prepare(self.forward, self.problem.q.shape, self.problem.k.shape, self.scale)
-        return prepared(*self.given, self.operands, dropout=self.dropout)
+        return prepared(self.inputs)
 
     def gradients(self, deterministic: bool) -> dict[str, Tensor]:
         problem = self.problem
@@ -90,8 +91,7 @@ class Call:
         needs = (True, True, True, problem.case.sink, *(tensor.requires_grad for tensor in self.leaves))
         call = BackwardCall(self.forward, needs, dlse=dlse is not None, deterministic=deterministic)
         run = backward_backend.prepare_backward(call, problem.q.shape, problem.k.shape, self.scale)
-        *inputs, sink = self.given
-        *found, tensors = run(problem.do, dlse, *inputs, o, lse, sink, self.operands, dropout=self.dropout)
+        *found, tensors = run(self.inputs, o, lse, problem.do, dlse)
         named = dict(zip(("q", "k", "v", "sink"), found))
         # The variant holds its tensors in another order than the case made them.
         return named | {
@@ -151,9 +151,7 @@ def test_the_pattern_does_not_depend_on_tiles(tiling: str, emulated: None, monke
     class Attend(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            o, lse = forward_launch.prepare(forward_call, q.shape, k.shape, 1.0)(
-                q, k, v, None, Operands(), dropout=dropout
-            )
+            o, lse = forward_launch.prepare(forward_call, q.shape, k.shape, 1.0)(Inputs(q, k, v, dropout=dropout))
             ctx.save_for_backward(q, k, v, o, lse)
             return o
 
@@ -161,7 +159,7 @@ def test_the_pattern_does_not_depend_on_tiles(tiling: str, emulated: None, monke
         def backward(ctx: Any, do: Tensor) -> Any:
             q, k, v, o, lse = ctx.saved_tensors
             run = backward_backend.prepare_backward(call, q.shape, k.shape, 1.0)
-            return None, None, run(do, None, q, k, v, o, lse, None, Operands(), dropout=dropout).v
+            return None, None, run(Inputs(q, k, v, dropout=dropout), o, lse, do, None).v
 
     def run(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
         return Attend.apply(q, k, v)

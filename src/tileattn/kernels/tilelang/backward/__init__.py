@@ -8,14 +8,14 @@ queries.py            2b. dq alone, in a fixed order, where the main kernel leav
 hopper/queries.py        ... sm_90a
 finish.py             3. dq in 16 bits from its sums
 
+plan.py               static facts of a kernel, from which its macros choose what they emit
 places.py             where a block's tile lies: in a batch element, or in a packed sequence
 tile.py               what 2 and 2b do with a tile of scores: probabilities and the gradients of scores
 slopes.py             score modifications and their derivatives, rewritten for the inner loop
 visible.py            which queries a tile of keys is seen by
 operand_gradients.py  gradients of the tensors that score modifications read
 operand_stores.py     ... what a kernel does for them
-hopper/dq_order.py    how the Hopper schedules keep dq's sums in memory
-hopper/layouts.py     ... and products in registers
+hopper/               the Hopper schedules' kernels and their parts
 
 config.py             tiles of the generic schedule, and which fit
 hopper/config.py      ... of the Hopper schedules

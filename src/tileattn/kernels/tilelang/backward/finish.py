@@ -38,14 +38,17 @@ def body(call: AttentionCall, order: RegisterOrder | None, part: Part) -> Any:
         tile = T.alloc_var("int32", init=T.truncmod(at.block, tiles))
         h = T.alloc_var("int32", init=T.truncmod(T.truncdiv(at.block, tiles), heads))
         b = T.alloc_var("int32", init=at.number(T.truncdiv(at.block, tiles)))
+        # [rows, head_dim]
         rounded = T.alloc_fragment([rows, head_dim], dtype)
         dq_shared = T.alloc_shared([rows, head_dim], dtype)
         if order is None:
+            # [rows, head_dim]
             sums = T.alloc_fragment([rows, head_dim], "float32")
             T.copy(arg.dq_sum[b, h, tile * rows : tile * rows + rows, 0:head_dim], sums)
             for i, d in T.Parallel(rows, head_dim):
                 rounded[i, d] = sums[i, d] * arg.scale
         else:
+            # [block_M, head_dim], or transposed
             products = T.alloc_fragment(list(order.shape), "float32")
             T.annotate_layout({products: product_layout(order), rounded: rows_layout(order)})
             first = tile * (order.size // COLUMNS)

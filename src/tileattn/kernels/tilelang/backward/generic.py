@@ -19,9 +19,11 @@ are the same for each head; where the mask's answer depends on the head, all til
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
+from tilelang.language.eager.builder import Builder
 
 from ....call.facts import AttentionCall
 from ....variant.program import Program
@@ -33,9 +35,262 @@ from ..tile.softmax import ROWS
 from ..tile.variables import address_holder, holder
 from . import places, tile
 from .config import BackwardConfig, copy_options, store_options, value_columns
-from .operand_gradients import ADDED, BY_KEY, SPREAD, STORED, Path
-from .operand_stores import add_to_elements, add_to_sums, hand_over_sums, spread, store_elements
+from .operand_gradients import BY_KEY, Path
+from .operand_stores import add_to_sums, hand_over_sums, to_elements
+from .plan import Plan
 from .visible import Viewers
+
+
+class GenericPlan(Plan):
+    """The static facts of one kernel, from which its macros choose what they emit.
+
+    Attributes:
+        paths: to the tensors whose gradients are wanted; `sums_by_key` numbers those that are summed by key.
+        adds_dq: whether dq is added up here.
+        copy, store: how tiles are read and written.
+        shared, policy: whether P and dS go through shared memory, and how the warps share their products.
+        held, held_address: hold a number in a variable.
+    """
+
+    def __init__(
+        self, call: AttentionCall, config: BackwardConfig, traced: Program, paths: tuple[Path, ...], adds_dq: bool
+    ) -> None:
+        super().__init__(call, config, traced, paths)
+        self.paths, self.adds_dq = paths, adds_dq
+        self.block_M, self.block_N = config.block_M, config.block_N
+        self.head_dim, self.head_dim_v = padded(call.head_dim), value_columns(call, config)
+        self.copy, self.store = copy_options(call), store_options(call)
+        by_key = [index for index, path in enumerate(paths) if path.way == BY_KEY]
+        self.sums_by_key = {index: number for number, index in enumerate(by_key)}
+        self.shared = config.weights_shared(call)
+        self.policy = T.GemmWarpPolicy.Square if self.shared else ROWS
+        self.held, self.held_address = holder(call), address_holder(call)
+
+
+@T.macro
+def allocate(plan):
+    """The tiles: those with a name on `_shared` lie in shared memory, the others in registers."""
+    # [block_N, head_dim]
+    k_shared = T.alloc_shared([plan.block_N, plan.head_dim], plan.dtype)
+    # [block_N, head_dim_v]
+    v_shared = T.alloc_shared([plan.block_N, plan.head_dim_v], plan.dtype)
+    # [block_M, head_dim]
+    q_shared = T.alloc_shared([plan.block_M, plan.head_dim], plan.dtype)
+    # [block_M, head_dim_v]
+    do_shared = T.alloc_shared([plan.block_M, plan.head_dim_v], plan.dtype)
+    # [block_M]
+    lse2_shared = T.alloc_shared([plan.block_M], "float32")
+    delta_shared = T.alloc_shared([plan.block_M], "float32")
+    # [block_N, block_M]
+    ds_shared = T.alloc_shared([plan.block_N, plan.block_M], plan.dtype)
+    # [block_N, head_dim]
+    dk_shared = T.alloc_shared([plan.block_N, plan.head_dim], plan.dtype)
+    # [block_N, head_dim_v]
+    dv_shared = T.alloc_shared([plan.block_N, plan.head_dim_v], plan.dtype)
+    # [block_N, block_M]
+    acc_s = T.alloc_fragment([plan.block_N, plan.block_M], "float32")
+    acc_dp = T.alloc_fragment([plan.block_N, plan.block_M], "float32")
+    early = [T.alloc_fragment([plan.block_N, plan.block_M], "float32") for _ in plan.early]
+    # [block_N, head_dim]
+    acc_dk = T.alloc_fragment([plan.block_N, plan.head_dim], "float32")
+    # [block_N, head_dim_v]
+    acc_dv = T.alloc_fragment([plan.block_N, plan.head_dim_v], "float32")
+    # [block_M, head_dim]
+    acc_dq = T.alloc_fragment([plan.block_M, plan.head_dim], "float32")
+    # [block_N]
+    sums = [T.alloc_fragment([plan.block_N], "float32") for _ in plan.sums_by_key]
+    tile_sum = T.alloc_fragment([plan.block_N], "float32")
+    # [block_N, block_M]
+    if plan.shared:
+        p = T.alloc_shared([plan.block_N, plan.block_M], plan.dtype)
+        ds = ds_shared
+    else:
+        p = T.alloc_fragment([plan.block_N, plan.block_M], plan.dtype)
+        ds = T.alloc_fragment([plan.block_N, plan.block_M], plan.dtype)
+    return SimpleNamespace(
+        k_shared=k_shared, v_shared=v_shared, q_shared=q_shared, do_shared=do_shared, lse2_shared=lse2_shared,
+        delta_shared=delta_shared, ds_shared=ds_shared, dk_shared=dk_shared, dv_shared=dv_shared, acc_s=acc_s,
+        acc_dp=acc_dp, early=early, acc_dk=acc_dk, acc_dv=acc_dv, acc_dq=acc_dq, sums=sums, tile_sum=tile_sum, p=p,
+        ds=ds,
+    )  # fmt: skip
+
+
+@T.macro
+def find_task(plan, arg, at):
+    """The block's tile of keys, and which tiles of queries it walks over."""
+    seqlen_q, seqlen_k, kv_heads = arg.seqlen_q, arg.seqlen_k, arg.kv_heads
+    key_tiles = T.ceildiv(seqlen_k, plan.block_N)
+    assume_filled(arg.operands)
+    if plan.call.aligned:
+        assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
+    # Held in variables: inlined wherever they are used, divisions would take the compiler most of its time.
+    k_lo = T.alloc_var("int32", init=T.truncmod(at.block, key_tiles) * plan.block_N)
+    kv_h = T.alloc_var("int32", init=T.truncmod(T.truncdiv(at.block, key_tiles), kv_heads))
+    b = T.alloc_var("int32", init=at.number(T.truncdiv(at.block, key_tiles)))
+    q_b, k_b, v_b, do_b = (plan.held_address(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v, arg.do))
+    emit = tile.TileEmitter(arg.operands)
+    visible = Viewers(plan.traced, emit, seqlen_q, seqlen_k)
+    k_hi = k_lo + plan.block_N - 1
+    first_head = kv_h * arg.heads_per_kv_head
+    row_lo, row_hi = visible.rows(b, first_head, k_lo, k_hi)
+    if visible.differ_by_head:
+        # One loop for all heads of the group: their tiles must be the same.
+        alone = arg.heads_per_kv_head == 1
+        row_lo, row_hi = T.if_then_else(alone, row_lo, 0), T.if_then_else(alone, row_hi, seqlen_q)
+    # By TMA at least one tile, all masked where nobody looks: the loads of K and V are waited for inside the loop.
+    first = plan.held(T.truncdiv(T.min(row_lo, seqlen_q - 1), plan.block_M))
+    tiles = plan.held(T.max(T.ceildiv(row_hi, plan.block_M) - first, at.least_tiles))
+    first_position = seqlen_k - seqlen_q
+    full_rows = None
+    if not visible.differ_by_head:
+        full_lo, full_hi = (plan.held(bound) for bound in visible.full_rows(b, first_head, k_lo, k_hi))
+        full_rows = (full_lo, full_hi)
+    return SimpleNamespace(
+        b=b, kv_h=kv_h, k_lo=k_lo, k_hi=k_hi, q_b=q_b, k_b=k_b, v_b=v_b, do_b=do_b, first_head=first_head, first=first,
+        tiles=tiles, first_position=first_position, full_rows=full_rows, emit=emit, visible=visible,
+    )  # fmt: skip
+
+
+def is_masked(plan: GenericPlan, task: Any, scores: tile.ScoreTile) -> Any:
+    """Whether some query of a tile does not see all keys of the block."""
+    full_lo, full_hi = task.full_rows or (
+        Builder.current().bind(name, bound)
+        for name, bound in zip(
+            ("full_lo", "full_hi"), scores.visible.full_rows(scores.b, scores.h, scores.k_lo, task.k_hi), strict=True
+        )
+    )
+    return (scores.row < full_lo) | (scores.row + plan.block_M > full_hi)
+
+
+@T.macro
+def compute_probabilities(plan, arg, w, task, c, scores):
+    """S and P of a tile, and what dV takes of it."""
+    # --- S, P
+    T.copy(
+        arg.q[task.q_b, scores.row : scores.row + plan.block_M, scores.h, 0 : plan.head_dim], w.q_shared, **plan.copy
+    )
+    T.gemm(w.k_shared, w.q_shared, w.acc_s, transpose_B=True, clear_accum=True, policy=plan.policy)
+    T.copy(arg.lse2[scores.b, scores.h, scores.row : scores.row + plan.block_M], w.lse2_shared, **plan.copy)
+    if plan.slopes is not None:
+        keep_uniforms(plan.slopes, scores.registers, scores.emit, arg.scale, scores.b, scores.h)
+        tile.modify(w.acc_s, w.early, scores)
+    if is_masked(plan, task, scores):
+        tile.hide(w.acc_s, scores)
+    tile.probabilities(w.acc_s, w.lse2_shared, c if plan.slopes is None else 1.0, scores)
+    # --- dV
+    if plan.call.dropout:
+        dropout.enter_head(scores.pattern.words, arg, scores.b, scores.h)
+    tile.mark_dropped(w.acc_s, scores, False)
+    tile.copy_kept(w.acc_s, w.p, scores)
+    for index in plan.early:
+        tile.weigh(w.early[index], w.acc_s, scores)
+    T.copy(
+        arg.do[task.do_b, scores.row : scores.row + plan.block_M, scores.h, 0 : plan.head_dim_v],
+        w.do_shared,
+        **plan.copy,
+    )
+    T.gemm(w.p, w.do_shared, w.acc_dv, policy=plan.policy)
+
+
+@T.macro
+def compute_gradients(plan, arg, w, scores, is_last):
+    """dP and dS of a tile. acc_dp, once it has served, takes what is needed for a moment only."""
+    # --- dP, dS
+    T.gemm(w.v_shared, w.do_shared, w.acc_dp, transpose_B=True, clear_accum=True, policy=plan.policy)
+    T.copy(arg.delta[scores.b, scores.h, scores.row : scores.row + plan.block_M], w.delta_shared, **plan.copy)
+    tile.drop_gradients(w.acc_s, w.acc_dp, scores)
+    if plan.slopes is None or plan.slopes.probability_is_kept():
+        tile.score_gradients(w.acc_s, w.acc_dp, w.delta_shared, scores)
+    for index in plan.early:
+        tile.score_gradients(w.early[index], w.acc_dp, w.delta_shared, scores)
+    for index, path in enumerate(plan.paths):
+        tensor_gradient(plan, arg, w, index, path, scores, is_last)
+    if plan.slopes is None:
+        T.copy(w.acc_s, w.ds)
+    else:
+        gradient = tile.kept(plan.slopes.program.slope, w.early, w.acc_s)
+        if plan.slopes.program.slope.late is not None:
+            tile.times_late(w.acc_dp, gradient, plan.slopes.program.slope.late, scores)
+            gradient = w.acc_dp
+        T.copy(gradient, w.ds)
+    if not plan.shared:
+        T.copy(w.ds, w.ds_shared)
+
+
+@T.macro
+def tensor_gradient(plan, arg, w, index, path, scores, is_last):
+    """Of a tensor that the modification reads; `is_last` tells whether the head's last tile is at hand."""
+    factor = plan.slopes.program.loads[index]
+    if factor.late is not None:
+        tile.times_late(w.acc_dp, tile.kept(factor, w.early, w.acc_s), factor.late, scores)
+    gradient = w.acc_dp if factor.late is not None else tile.kept(factor, w.early, w.acc_s)
+    if path.way == BY_KEY:
+        add_to_sums(gradient, w.tile_sum, w.sums[plan.sums_by_key[index]], plan.block_N)
+        if is_last():
+            hand_over_sums(
+                w.sums[plan.sums_by_key[index]], arg.handed_over[index], scores.b, scores.h, scores.k_lo, plan.block_N
+            )
+    else:
+        to_elements(gradient, arg.handed_over[index], path, scores)
+
+
+@T.macro
+def add_products(plan, arg, w, scores):
+    """What dK and dQ take of a tile."""
+    # --- dK, dQ
+    T.gemm(w.ds, w.q_shared, w.acc_dk, policy=plan.policy)
+    if plan.adds_dq:
+        T.gemm(w.ds_shared, w.k_shared, w.acc_dq, transpose_A=True, clear_accum=True)
+        for i, d in T.Parallel(plan.block_M, plan.head_dim):
+            T.atomic_add(arg.dq_sum[scores.b, scores.h, scores.row + i, d], w.acc_dq[i, d])
+
+
+@T.macro
+def store(plan, arg, w, task):
+    """dK and dV."""
+    for i, d in T.Parallel(plan.block_N, plan.head_dim):
+        w.acc_dk[i, d] *= arg.scale
+    if plan.call.dropout:
+        for i, d in T.Parallel(plan.block_N, plan.head_dim_v):
+            w.acc_dv[i, d] *= arg.weight
+    T.copy(w.acc_dk, w.dk_shared)
+    T.copy(
+        w.dk_shared,
+        arg.dk[task.b, task.k_lo : task.k_lo + plan.block_N, task.kv_h, 0 : plan.head_dim],
+        **plan.store,
+    )
+    T.copy(w.acc_dv, w.dv_shared)
+    T.copy(
+        w.dv_shared,
+        arg.dv[task.b, task.k_lo : task.k_lo + plan.block_N, task.kv_h, 0 : plan.head_dim_v],
+        **plan.store,
+    )
+
+
+@T.macro
+def work(plan, arg, at):
+    """One block's."""
+    w = allocate(plan)
+    task = find_task(plan, arg, at)
+    keys = slice(task.k_lo, task.k_lo + plan.block_N)
+    T.copy(arg.k[task.k_b, keys, task.kv_h, 0 : plan.head_dim], w.k_shared, **plan.copy)
+    T.copy(arg.v[task.v_b, keys, task.kv_h, 0 : plan.head_dim_v], w.v_shared, **plan.copy)
+    T.fill(w.acc_dk, 0)
+    T.fill(w.acc_dv, 0)
+    for number in plan.sums_by_key.values():
+        T.fill(w.sums[number], 0)
+    c = arg.scale * softmax.LOG2E
+    shape = [plan.block_N, plan.block_M]
+    kernel_scores = tile.score_tile(plan, arg, task.emit, task.visible, shape, keys_first=True)
+    for step in T.Pipelined(task.tiles * arg.heads_per_kv_head, num_stages=plan.config.num_stages):
+        h = task.first_head + T.truncdiv(step, task.tiles)
+        row = (task.first + T.truncmod(step, task.tiles)) * plan.block_M
+        q_lo = row + task.first_position
+        scores = kernel_scores.at(b=task.b, h=h, row=row, q_lo=q_lo, k_lo=task.k_lo)
+        compute_probabilities(plan, arg, w, task, c, scores)
+        compute_gradients(plan, arg, w, scores, lambda: T.truncmod(step, task.tiles) == task.tiles - 1)
+        add_products(plan, arg, w, scores)
+    store(plan, arg, w, task)
 
 
 def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tuple[Path, ...], adds_dq: bool) -> Any:
@@ -48,168 +303,13 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
         paths: to the tensors whose gradients are wanted.
         adds_dq: whether dq is added up here.
     """
-    block_M, block_N = config.block_M, config.block_N
-    dtype = str(call.dtype).removeprefix("torch.")
-    head_dim, head_dim_v = padded(call.head_dim), value_columns(call, config)
-    copy, store = copy_options(call), store_options(call)
-    slopes = tile.Slopes(call, traced, tuple(path.load for path in paths)) if traced.score is not None else None
-    # Python's tuples: a loop over them is unrolled while the kernel is traced, one over a range is a loop of its own.
-    early_ones = tuple(range(len(slopes.program.early))) if slopes else ()
-    sums_by_key = {
-        index: number for number, index in enumerate(i for i, path in enumerate(paths) if path.way == BY_KEY)
-    }
-    shared = config.weights_shared(call)
-    policy = T.GemmWarpPolicy.Square if shared else ROWS
-    held, held_address = holder(call), address_holder(call)
-
-    @T.macro
-    def work(arg, at):
-        seqlen_q, seqlen_k, kv_heads = arg.seqlen_q, arg.seqlen_k, arg.kv_heads
-        key_tiles = T.ceildiv(seqlen_k, block_N)
-        k_shared = T.alloc_shared([block_N, head_dim], dtype)
-        v_shared = T.alloc_shared([block_N, head_dim_v], dtype)
-        q_shared = T.alloc_shared([block_M, head_dim], dtype)
-        do_shared = T.alloc_shared([block_M, head_dim_v], dtype)
-        lse2_shared = T.alloc_shared([block_M], "float32")
-        delta_shared = T.alloc_shared([block_M], "float32")
-        ds_shared = T.alloc_shared([block_N, block_M], dtype)
-        dk_shared = T.alloc_shared([block_N, head_dim], dtype)
-        dv_shared = T.alloc_shared([block_N, head_dim_v], dtype)
-        acc_s = T.alloc_fragment([block_N, block_M], "float32")
-        acc_dp = T.alloc_fragment([block_N, block_M], "float32")
-        early = [T.alloc_fragment([block_N, block_M], "float32") for _ in early_ones]
-        acc_dk = T.alloc_fragment([block_N, head_dim], "float32")
-        acc_dv = T.alloc_fragment([block_N, head_dim_v], "float32")
-        acc_dq = T.alloc_fragment([block_M, head_dim], "float32")
-        sums = [T.alloc_fragment([block_N], "float32") for _ in sums_by_key]
-        tile_sum = T.alloc_fragment([block_N], "float32")
-        if shared:
-            p = T.alloc_shared([block_N, block_M], dtype)
-            ds = ds_shared
-        else:
-            p = T.alloc_fragment([block_N, block_M], dtype)
-            ds = T.alloc_fragment([block_N, block_M], dtype)
-
-        assume_filled(arg.operands)
-        if call.aligned:
-            assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
-        # Held in variables: inlined wherever they are used, divisions would take the compiler most of its time.
-        k_lo = T.alloc_var("int32", init=T.truncmod(at.block, key_tiles) * block_N)
-        kv_h = T.alloc_var("int32", init=T.truncmod(T.truncdiv(at.block, key_tiles), kv_heads))
-        b = T.alloc_var("int32", init=at.number(T.truncdiv(at.block, key_tiles)))
-        q_b, k_b, v_b, do_b = (held_address(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v, arg.do))
-        emit = tile.TileEmitter(arg.operands)
-        visible = Viewers(traced, emit, seqlen_q, seqlen_k)
-        k_hi = k_lo + block_N - 1
-        first_head = kv_h * arg.heads_per_kv_head
-        row_lo, row_hi = visible.rows(b, first_head, k_lo, k_hi)
-        if visible.differ_by_head:
-            # One loop for all heads of the group: their tiles must be the same.
-            alone = arg.heads_per_kv_head == 1
-            row_lo, row_hi = T.if_then_else(alone, row_lo, 0), T.if_then_else(alone, row_hi, seqlen_q)
-        # By TMA at least one tile, all masked where nobody looks: the loads of K and V are waited for inside the loop.
-        first = held(T.truncdiv(T.min(row_lo, seqlen_q - 1), block_M))
-        tiles = held(T.max(T.ceildiv(row_hi, block_M) - first, at.least_tiles))
-        first_position = seqlen_k - seqlen_q
-        if not visible.differ_by_head:
-            full_lo, full_hi = (held(bound) for bound in visible.full_rows(b, first_head, k_lo, k_hi))
-
-        T.copy(arg.k[k_b, k_lo : k_lo + block_N, kv_h, 0:head_dim], k_shared, **copy)
-        T.copy(arg.v[v_b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v], v_shared, **copy)
-        T.fill(acc_dk, 0)
-        T.fill(acc_dv, 0)
-        for number in sums_by_key.values():
-            T.fill(sums[number], 0)
-        c = arg.scale * softmax.LOG2E
-        registers = slopes.allocate() if slopes is not None else None
-        pattern = tile.Pattern(arg, early_ones) if call.dropout else None
-        for step in T.Pipelined(tiles * arg.heads_per_kv_head, num_stages=config.num_stages):
-            h = first_head + T.truncdiv(step, tiles)
-            row = (first + T.truncmod(step, tiles)) * block_M
-            q_lo = row + first_position
-            # --- S, P
-            T.copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], q_shared, **copy)
-            T.gemm(k_shared, q_shared, acc_s, transpose_B=True, clear_accum=True, policy=policy)
-            T.copy(arg.lse2[b, h, row : row + block_M], lse2_shared, **copy)
-            if slopes is not None:
-                keep_uniforms(slopes, registers, emit, arg.scale, b, h)
-                tile.modify(acc_s, early, slopes, registers, emit, arg.scale, b, h, q_lo, k_lo, block_N, block_M, True)
-            if visible.differ_by_head:
-                full_lo, full_hi = visible.full_rows(b, h, k_lo, k_hi)
-            if (row < full_lo) | (row + block_M > full_hi):
-                tile.hide(acc_s, visible, b, h, q_lo, k_lo, block_N, block_M, True)
-            tile.probabilities(acc_s, lse2_shared, c if slopes is None else 1.0, block_N, block_M, True)
-            # --- dV
-            if call.dropout:
-                dropout.enter_head(pattern.words, arg, b, h)
-            tile.mark_dropped(acc_s, pattern, row, k_lo, block_N, block_M, True, False)
-            tile.copy_kept(acc_s, p, pattern, block_N, block_M, True)
-            for index in early_ones:
-                tile.weigh(early[index], acc_s, block_N, block_M)
-            T.copy(arg.do[do_b, row : row + block_M, h, 0:head_dim_v], do_shared, **copy)
-            T.gemm(p, do_shared, acc_dv, policy=policy)
-            # --- dP, dS
-            T.gemm(v_shared, do_shared, acc_dp, transpose_B=True, clear_accum=True, policy=policy)
-            T.copy(arg.delta[b, h, row : row + block_M], delta_shared, **copy)
-            tile.drop_gradients(acc_s, acc_dp, pattern, block_N, block_M, True)
-            if slopes is None or slopes.probability_is_kept():
-                tile.score_gradients(acc_s, acc_dp, delta_shared, block_N, block_M, True)
-            for index in early_ones:
-                tile.score_gradients(early[index], acc_dp, delta_shared, block_N, block_M, True)
-            # acc_dp has served and takes what is needed for a moment only.
-            for index, path in enumerate(paths):
-                factor = slopes.program.loads[index]
-                if factor.late is not None:
-                    tile.times_late(
-                        acc_dp, tile.kept(factor, early, acc_s), factor.late, slopes, registers, emit, arg.scale, b,
-                        h, q_lo, k_lo, block_N, block_M, True
-                    )  # fmt: skip
-                gradient = acc_dp if factor.late is not None else tile.kept(factor, early, acc_s)
-                if path.way == BY_KEY:
-                    add_to_sums(gradient, tile_sum, sums[sums_by_key[index]], block_N)
-                    if T.truncmod(step, tiles) == tiles - 1:
-                        hand_over_sums(sums[sums_by_key[index]], arg.handed_over[index], b, h, k_lo, block_N)
-                if path.way == ADDED:
-                    add_to_elements(gradient, arg.handed_over[index], path, emit, b, h, q_lo, k_lo, block_N, block_M)
-                if path.way == STORED:
-                    store_elements(gradient, arg.handed_over[index], path, emit, b, h, q_lo, k_lo, block_N, block_M)
-                if path.way == SPREAD:
-                    spread(gradient, arg.handed_over[index], b, h, row, k_lo, block_N, block_M)
-            if slopes is None:
-                T.copy(acc_s, ds)
-            else:
-                gradient = tile.kept(slopes.program.slope, early, acc_s)
-                if slopes.program.slope.late is not None:
-                    tile.times_late(
-                        acc_dp, gradient, slopes.program.slope.late, slopes, registers, emit, arg.scale, b, h,
-                        q_lo, k_lo, block_N, block_M, True
-                    )  # fmt: skip
-                    gradient = acc_dp
-                T.copy(gradient, ds)
-            if not shared:
-                T.copy(ds, ds_shared)
-            # --- dK, dQ
-            T.gemm(ds, q_shared, acc_dk, policy=policy)
-            if adds_dq:
-                T.gemm(ds_shared, k_shared, acc_dq, transpose_A=True, clear_accum=True)
-                for i, d in T.Parallel(block_M, head_dim):
-                    T.atomic_add(arg.dq_sum[b, h, row + i, d], acc_dq[i, d])
-
-        for i, d in T.Parallel(block_N, head_dim):
-            acc_dk[i, d] *= arg.scale
-        if call.dropout:
-            for i, d in T.Parallel(block_N, head_dim_v):
-                acc_dv[i, d] *= arg.weight
-        T.copy(acc_dk, dk_shared)
-        T.copy(dk_shared, arg.dk[b, k_lo : k_lo + block_N, kv_h, 0:head_dim], **store)
-        T.copy(acc_dv, dv_shared)
-        T.copy(dv_shared, arg.dv[b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v], **store)
+    plan = GenericPlan(call, config, traced, paths, adds_dq)
 
     @T.macro
     def kernel(arg):
-        with T.Kernel(places.blocks(arg, "seqlen_k", block_N, arg.kv_heads), threads=config.threads) as block:
+        with T.Kernel(places.blocks(arg, "seqlen_k", plan.block_N, arg.kv_heads), threads=config.threads) as block:
             at = places.find(arg, block, arg.kv_heads)
             if at.exists:
-                work(at.arg, at)
+                work(plan, at.arg, at)
 
     return kernel

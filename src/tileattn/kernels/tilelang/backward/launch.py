@@ -8,10 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....call.dropout import Dropout
-from ....call.facts import BackwardCall, Gradients, Packed
+from ....call.facts import BackwardCall, Gradients
+from ....call.inputs import Inputs, Operands
 from ....tuner.space import Space
-from ....variant.key import Operands
 from ....variant.program import program
 from ...scale import scaled_first
 from ..architecture import padded
@@ -85,22 +84,10 @@ def prepare_backward_with(
     cuts = tuple(dict.fromkeys([(tiles[0], False), (config.block_N, True), (tiles[1 if dq_dim is None else 2], False)]))
     nothing = _nothing(call)
 
-    def backward(
-        do: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        sink: Tensor | None,
-        operands: Operands,
-        *,
-        dropout: Dropout | None = None,
-        packed: Packed | None = None,
-    ) -> Gradients:
+    def backward(inputs: Inputs, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Gradients:
+        q, k, v, sink, operands, dropout, packed, _ = inputs
         if 0 in (q.shape[1], k.shape[1]):
-            return nothing(do, dlse, q, k, v, o, lse, sink, operands)
+            return nothing(inputs, o, lse, do, dlse)
         space = OfSequences(call, q, k, packed, cuts) if packed is not None else of_batch
         assert space is not None
         lse2, delta = (q.new_empty(space.q_rows, dtype=torch.float32) for _ in range(2))
@@ -172,7 +159,8 @@ def _together(call: BackwardCall, q_shape: torch.Size) -> int:
 def _nothing(call: BackwardCall) -> Callable[..., Gradients]:
     """Of calls without rows, or without keys: nothing depends on anything, but lse on the sink, which it is."""
 
-    def backward(do, dlse, q, k, v, o, lse, sink, operands: Operands, *, dropout=None, packed=None) -> Gradients:
+    def backward(inputs: Inputs, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Gradients:
+        q, k, v, sink, operands, *_ = inputs
         zeros = [
             None if tensor is None or not need else torch.zeros_like(tensor)
             for tensor, need in zip((q, k, v, sink, *operands.tensors), call.needs, strict=True)

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from ....call.facts import BackwardCall
+from ....call.inputs import Operands
 from ....variant.derivative import float_loads
 from ....variant.expression import Expr, nodes
-from ....variant.key import Operands
 from ....variant.program import program
 from ....variant.reading import evaluate
 

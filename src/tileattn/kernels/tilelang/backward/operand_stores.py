@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tilelang.language as T
 
+from .operand_gradients import ADDED, SPREAD, STORED
+
 
 @T.macro
 def add_to_sums(gradient, tile_sum, sums, block_N):
@@ -21,22 +23,36 @@ def hand_over_sums(sums, workspace, b, h, k_lo, block_N):
 
 
 @T.macro
-def add_to_elements(gradient, buffer, path, emit, b, h, q_lo, k_lo, block_N, block_M):
+def add_to_elements(gradient, buffer, path, scores):
     """Each score's gradient to the element that it read. Exact zeros, such as those of hidden scores, add nothing."""
-    for i, j in T.Parallel(block_N, block_M):
+    at = scores.held("b", "h", "q_lo", "k_lo")
+    for i, j in T.Parallel(at.rows, at.columns):
         if gradient[i, j] != 0.0:
-            T.atomic_add(buffer[path.indices(emit, b=b, h=h, q=q_lo + j, k=k_lo + i)], gradient[i, j])
+            T.atomic_add(buffer[path.indices(at.emit, b=at.b, h=at.h, q=at.q_lo + j, k=at.k_lo + i)], gradient[i, j])
 
 
 @T.macro
-def store_elements(gradient, buffer, path, emit, b, h, q_lo, k_lo, block_N, block_M):
+def store_elements(gradient, buffer, path, scores):
     """Each score's gradient to the element that it alone has read."""
-    for i, j in T.Parallel(block_N, block_M):
-        buffer[path.indices(emit, b=b, h=h, q=q_lo + j, k=k_lo + i)] = gradient[i, j]
+    at = scores.held("b", "h", "q_lo", "k_lo")
+    for i, j in T.Parallel(at.rows, at.columns):
+        buffer[path.indices(at.emit, b=at.b, h=at.h, q=at.q_lo + j, k=at.k_lo + i)] = gradient[i, j]
 
 
 @T.macro
-def spread(gradient, workspace, b, h, row, k_lo, block_N, block_M):
+def spread(gradient, workspace, scores):
     """Each score's gradient to a place of its own."""
-    for i, j in T.Parallel(block_N, block_M):
-        workspace[b, h, row + j, k_lo + i] = gradient[i, j]
+    at = scores.held("b", "h", "row", "k_lo")
+    for i, j in T.Parallel(at.rows, at.columns):
+        workspace[at.b, at.h, at.row + j, at.k_lo + i] = gradient[i, j]
+
+
+@T.macro
+def to_elements(gradient, buffer, path, scores):
+    """A tile's gradients, keys in rows, on the path's way, unless that sums them by key (:func:`add_to_sums`)."""
+    if path.way == ADDED:
+        add_to_elements(gradient, buffer, path, scores)
+    if path.way == STORED:
+        store_elements(gradient, buffer, path, scores)
+    if path.way == SPREAD:
+        spread(gradient, buffer, scores)

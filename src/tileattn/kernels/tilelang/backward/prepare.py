@@ -47,9 +47,11 @@ def body(call: AttentionCall, has_dlse: bool, clears: bool, part: Part) -> Any:
         tiles = T.truncdiv(arg.padded_q, rows)
         if call.packed:
             tiles = T.ceildiv(seqlen_q, part.tile) * part.parts
+        # [rows, columns]
         o = T.alloc_fragment([rows, columns], dtype)
         do = T.alloc_fragment([rows, columns], dtype)
         products = T.alloc_fragment([rows, columns], "float32")
+        # [rows]
         delta = T.alloc_fragment([rows], "float32")
         lse2 = T.alloc_fragment([rows], "float32")
         if call.aligned:

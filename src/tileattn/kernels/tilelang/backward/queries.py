@@ -11,6 +11,7 @@ S and dP are computed here once more: seven products instead of five in all.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
@@ -25,102 +26,167 @@ from ..tile.softmax import ROWS
 from ..tile.variables import address_holder, holder
 from . import places, tile
 from .config import BackwardConfig, copy_options, store_options
+from .plan import Plan
 from .visible import Viewers
+
+
+class QueriesPlan(Plan):
+    """The static facts of one kernel, from which its macros choose what they emit.
+
+    Attributes:
+        copy, store: how tiles are read and written.
+        held, held_address: hold a number in a variable.
+    """
+
+    def __init__(self, call: AttentionCall, config: BackwardConfig, traced: Program) -> None:
+        super().__init__(call, config, traced)
+        self.block_M, self.block_N = config.block_M, config.block_N
+        self.head_dim, self.head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+        self.copy, self.store = copy_options(call), store_options(call)
+        self.held, self.held_address = holder(call), address_holder(call)
+
+
+@T.macro
+def allocate(plan):
+    """The tiles: those with a name on `_shared` lie in shared memory, the others in registers."""
+    # [block_M, head_dim]
+    q_shared = T.alloc_shared([plan.block_M, plan.head_dim], plan.dtype)
+    # [block_M, head_dim_v]
+    do_shared = T.alloc_shared([plan.block_M, plan.head_dim_v], plan.dtype)
+    # [block_N, head_dim]
+    k_shared = T.alloc_shared([plan.block_N, plan.head_dim], plan.dtype)
+    # [block_N, head_dim_v]
+    v_shared = T.alloc_shared([plan.block_N, plan.head_dim_v], plan.dtype)
+    # [block_M, head_dim]
+    dq_shared = T.alloc_shared([plan.block_M, plan.head_dim], plan.dtype)
+    # [block_M, block_N]
+    acc_s = T.alloc_fragment([plan.block_M, plan.block_N], "float32")
+    acc_dp = T.alloc_fragment([plan.block_M, plan.block_N], "float32")
+    early = [T.alloc_fragment([plan.block_M, plan.block_N], "float32") for _ in plan.early]
+    ds = T.alloc_fragment([plan.block_M, plan.block_N], plan.dtype)
+    # [block_M, head_dim]
+    acc_dq = T.alloc_fragment([plan.block_M, plan.head_dim], "float32")
+    # [block_M]
+    lse2 = T.alloc_fragment([plan.block_M], "float32")
+    delta = T.alloc_fragment([plan.block_M], "float32")
+    return SimpleNamespace(
+        q_shared=q_shared, do_shared=do_shared, k_shared=k_shared, v_shared=v_shared, dq_shared=dq_shared, acc_s=acc_s,
+        acc_dp=acc_dp, early=early, ds=ds, acc_dq=acc_dq, lse2=lse2, delta=delta,
+    )  # fmt: skip
+
+
+@T.macro
+def find_task(plan, arg, at):
+    """The block's tile of queries, and which tiles of keys it walks over."""
+    seqlen_q, seqlen_k, heads = arg.seqlen_q, arg.seqlen_k, arg.heads
+    query_tiles = T.ceildiv(seqlen_q, plan.block_M)
+    assume_filled(arg.operands)
+    if plan.call.aligned:
+        assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
+    # The last tile, which a causal mask makes longest, first.
+    row = T.alloc_var("int32", init=(query_tiles - 1 - T.truncmod(at.block, query_tiles)) * plan.block_M)
+    h = T.alloc_var("int32", init=T.truncmod(T.truncdiv(at.block, query_tiles), heads))
+    b = T.alloc_var("int32", init=at.number(T.truncdiv(at.block, query_tiles)))
+    kv_h = plan.held_address(T.truncdiv(h, arg.heads_per_kv_head))
+    q_b, k_b, v_b, do_b = (plan.held_address(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v, arg.do))
+    q_lo = row + seqlen_k - seqlen_q
+    q_hi = T.min(q_lo + plan.block_M, seqlen_k) - 1
+    emit = tile.TileEmitter(arg.operands)
+    visible = Viewers(plan.traced, emit, seqlen_q, seqlen_k)
+    kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
+    full_lo, full_hi = (plan.held(bound) for bound in visible.full_range(b, h, q_lo, q_hi))
+    first = plan.held(T.truncdiv(kv_lo, plan.block_N))
+    # By TMA at least one tile, all masked where nothing is visible: the loads of Q are waited for inside the loop.
+    count = plan.held(T.max(T.ceildiv(kv_hi, plan.block_N) - first, at.least_tiles))
+    return SimpleNamespace(
+        row=row, h=h, b=b, kv_h=kv_h, q_b=q_b, k_b=k_b, v_b=v_b, do_b=do_b, q_lo=q_lo, emit=emit, visible=visible,
+        full_lo=full_lo, full_hi=full_hi, first=first, count=count,
+    )  # fmt: skip
+
+
+def is_masked(plan: QueriesPlan, arg: Any, task: Any, k_lo: Any) -> Any:
+    """Whether some query of the block does not see all keys of a tile, or is none."""
+    past_end = task.row + plan.block_M > arg.seqlen_q
+    return (k_lo < task.full_lo) | (k_lo + plan.block_N > task.full_hi) | past_end
+
+
+@T.macro
+def compute_probabilities(plan, arg, w, task, c, scores):
+    """S and P of a tile."""
+    T.copy(
+        arg.k[task.k_b, scores.k_lo : scores.k_lo + plan.block_N, task.kv_h, 0 : plan.head_dim],
+        w.k_shared,
+        **plan.copy,
+    )
+    T.gemm(w.q_shared, w.k_shared, w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
+    if plan.slopes is not None:
+        tile.modify(w.acc_s, w.early, scores)
+    if scores.masked:
+        tile.hide(w.acc_s, scores)
+    tile.probabilities(w.acc_s, w.lse2, c if plan.slopes is None else 1.0, scores)
+    tile.mark_dropped(w.acc_s, scores, False)
+    for index in plan.early:
+        tile.weigh(w.early[index], w.acc_s, scores)
+
+
+@T.macro
+def add_dq(plan, arg, w, task, scores):
+    """dP and dS of a tile, and what dQ takes of it."""
+    T.copy(
+        arg.v[task.v_b, scores.k_lo : scores.k_lo + plan.block_N, task.kv_h, 0 : plan.head_dim_v],
+        w.v_shared,
+        **plan.copy,
+    )
+    T.gemm(w.do_shared, w.v_shared, w.acc_dp, transpose_B=True, clear_accum=True, policy=ROWS)
+    tile.drop_gradients(w.acc_s, w.acc_dp, scores)
+    gradient = w.acc_s if plan.slopes is None else tile.kept(plan.slopes.program.slope, w.early, w.acc_s)
+    tile.score_gradients(gradient, w.acc_dp, w.delta, scores)
+    if plan.slopes is not None and plan.slopes.program.slope.late is not None:
+        tile.times_late(gradient, gradient, plan.slopes.program.slope.late, scores)
+    T.copy(gradient, w.ds)
+    T.gemm(w.ds, w.k_shared, w.acc_dq, policy=ROWS)
+
+
+@T.macro
+def work(plan, arg, at):
+    """One block's."""
+    w = allocate(plan)
+    task = find_task(plan, arg, at)
+    rows = slice(task.row, task.row + plan.block_M)
+    T.copy(arg.q[task.q_b, rows, task.h, 0 : plan.head_dim], w.q_shared, **plan.copy)
+    T.copy(arg.do[task.do_b, rows, task.h, 0 : plan.head_dim_v], w.do_shared, **plan.copy)
+    T.copy(arg.lse2[task.b, task.h, rows], w.lse2)
+    T.copy(arg.delta[task.b, task.h, rows], w.delta)
+    T.fill(w.acc_dq, 0)
+    shape = [plan.block_M, plan.block_N]
+    kernel_scores = tile.score_tile(plan, arg, task.emit, task.visible, shape, keys_first=False)
+    if plan.slopes is not None:
+        keep_uniforms(plan.slopes, kernel_scores.registers, task.emit, arg.scale, task.b, task.h)
+    if plan.call.dropout:
+        dropout.enter_head(kernel_scores.pattern.words, arg, task.b, task.h)
+    c = arg.scale * softmax.LOG2E
+    for step in T.Pipelined(task.count, num_stages=plan.config.num_stages):
+        k_lo = (task.first + step) * plan.block_N
+        scores = kernel_scores.at(
+            b=task.b, h=task.h, row=task.row, q_lo=task.q_lo, k_lo=k_lo, masked=is_masked(plan, arg, task, k_lo)
+        )
+        compute_probabilities(plan, arg, w, task, c, scores)
+        add_dq(plan, arg, w, task, scores)
+    for i, d in T.Parallel(plan.block_M, plan.head_dim):
+        w.acc_dq[i, d] *= arg.scale
+    T.copy(w.acc_dq, w.dq_shared)
+    T.copy(w.dq_shared, arg.dq[task.b, rows, task.h, 0 : plan.head_dim], **plan.store)
 
 
 def body(call: AttentionCall, config: BackwardConfig, traced: Program) -> Any:
     """The macro that emits the kernel, given its parameters (see ``signature.declare_queries``)."""
-    block_M, block_N = config.block_M, config.block_N
-    dtype = str(call.dtype).removeprefix("torch.")
-    head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
-    copy, store = copy_options(call), store_options(call)
-    slopes = tile.Slopes(call, traced, ()) if traced.score is not None else None
-    early_ones = tuple(range(len(slopes.program.early))) if slopes else ()
-    held, held_address = holder(call), address_holder(call)
-
-    @T.macro
-    def work(arg, at):
-        seqlen_q, seqlen_k, heads = arg.seqlen_q, arg.seqlen_k, arg.heads
-        query_tiles = T.ceildiv(seqlen_q, block_M)
-        q_shared = T.alloc_shared([block_M, head_dim], dtype)
-        do_shared = T.alloc_shared([block_M, head_dim_v], dtype)
-        k_shared = T.alloc_shared([block_N, head_dim], dtype)
-        v_shared = T.alloc_shared([block_N, head_dim_v], dtype)
-        dq_shared = T.alloc_shared([block_M, head_dim], dtype)
-        acc_s = T.alloc_fragment([block_M, block_N], "float32")
-        acc_dp = T.alloc_fragment([block_M, block_N], "float32")
-        early = [T.alloc_fragment([block_M, block_N], "float32") for _ in early_ones]
-        ds = T.alloc_fragment([block_M, block_N], dtype)
-        acc_dq = T.alloc_fragment([block_M, head_dim], "float32")
-        lse2 = T.alloc_fragment([block_M], "float32")
-        delta = T.alloc_fragment([block_M], "float32")
-
-        assume_filled(arg.operands)
-        if call.aligned:
-            assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
-        # The last tile, which a causal mask makes longest, first.
-        row = T.alloc_var("int32", init=(query_tiles - 1 - T.truncmod(at.block, query_tiles)) * block_M)
-        h = T.alloc_var("int32", init=T.truncmod(T.truncdiv(at.block, query_tiles), heads))
-        b = T.alloc_var("int32", init=at.number(T.truncdiv(at.block, query_tiles)))
-        kv_h = held_address(T.truncdiv(h, arg.heads_per_kv_head))
-        q_b, k_b, v_b, do_b = (held_address(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v, arg.do))
-        q_lo = row + seqlen_k - seqlen_q
-        q_hi = T.min(q_lo + block_M, seqlen_k) - 1
-        emit = tile.TileEmitter(arg.operands)
-        visible = Viewers(traced, emit, seqlen_q, seqlen_k)
-        kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
-        full_lo, full_hi = (held(bound) for bound in visible.full_range(b, h, q_lo, q_hi))
-        first = held(T.truncdiv(kv_lo, block_N))
-        # By TMA at least one tile, all masked where nothing is visible: the loads of Q are waited for inside the loop.
-        count = held(T.max(T.ceildiv(kv_hi, block_N) - first, at.least_tiles))
-
-        T.copy(arg.q[q_b, row : row + block_M, h, 0:head_dim], q_shared, **copy)
-        T.copy(arg.do[do_b, row : row + block_M, h, 0:head_dim_v], do_shared, **copy)
-        T.copy(arg.lse2[b, h, row : row + block_M], lse2)
-        T.copy(arg.delta[b, h, row : row + block_M], delta)
-        T.fill(acc_dq, 0)
-        registers = slopes.allocate() if slopes is not None else None
-        if slopes is not None:
-            keep_uniforms(slopes, registers, emit, arg.scale, b, h)
-        pattern = tile.Pattern(arg, early_ones) if call.dropout else None
-        if call.dropout:
-            dropout.enter_head(pattern.words, arg, b, h)
-        c = arg.scale * softmax.LOG2E
-        for step in T.Pipelined(count, num_stages=config.num_stages):
-            k_lo = (first + step) * block_N
-            T.copy(arg.k[k_b, k_lo : k_lo + block_N, kv_h, 0:head_dim], k_shared, **copy)
-            T.gemm(q_shared, k_shared, acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
-            if slopes is not None:
-                tile.modify(acc_s, early, slopes, registers, emit, arg.scale, b, h, q_lo, k_lo, block_M, block_N, False)
-            if (k_lo < full_lo) | (k_lo + block_N > full_hi) | (row + block_M > seqlen_q):
-                tile.hide(acc_s, visible, b, h, q_lo, k_lo, block_M, block_N, False)
-            tile.probabilities(acc_s, lse2, c if slopes is None else 1.0, block_M, block_N, False)
-            tile.mark_dropped(acc_s, pattern, row, k_lo, block_M, block_N, False, False)
-            for index in early_ones:
-                tile.weigh(early[index], acc_s, block_M, block_N)
-            T.copy(arg.v[v_b, k_lo : k_lo + block_N, kv_h, 0:head_dim_v], v_shared, **copy)
-            T.gemm(do_shared, v_shared, acc_dp, transpose_B=True, clear_accum=True, policy=ROWS)
-            tile.drop_gradients(acc_s, acc_dp, pattern, block_M, block_N, False)
-            gradient = acc_s if slopes is None else tile.kept(slopes.program.slope, early, acc_s)
-            tile.score_gradients(gradient, acc_dp, delta, block_M, block_N, False)
-            if slopes is not None and slopes.program.slope.late is not None:
-                tile.times_late(
-                    gradient, gradient, slopes.program.slope.late, slopes, registers, emit, arg.scale, b, h,
-                    q_lo, k_lo, block_M, block_N, False
-                )  # fmt: skip
-            T.copy(gradient, ds)
-            T.gemm(ds, k_shared, acc_dq, policy=ROWS)
-
-        for i, d in T.Parallel(block_M, head_dim):
-            acc_dq[i, d] *= arg.scale
-        T.copy(acc_dq, dq_shared)
-        T.copy(dq_shared, arg.dq[b, row : row + block_M, h, 0:head_dim], **store)
+    plan = QueriesPlan(call, config, traced)
 
     @T.macro
     def kernel(arg):
-        with T.Kernel(places.blocks(arg, "seqlen_q", block_M, arg.heads), threads=config.threads) as block:
+        with T.Kernel(places.blocks(arg, "seqlen_q", plan.block_M, arg.heads), threads=config.threads) as block:
             at = places.find(arg, block, arg.heads)
             if at.exists:
-                work(at.arg, at)
+                work(plan, at.arg, at)
 
     return kernel

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ....call.facts import BackwardCall, Packed
-from ....variant.key import Operands
+from ....call.inputs import Operands
 from ..packed.plan import work_lists
 from ..packed.work_list import ALIGNMENT, PADDING, padded_rows
 from .config import ROWS

@@ -8,11 +8,10 @@ from collections.abc import Callable
 
 import torch
 
-from ....call.dropout import Dropout
 from ....call.facts import AttentionCall
-from ....call.fp8 import FP8, Descales
+from ....call.fp8 import FP8
+from ....call.inputs import Inputs
 from ....tuner.space import Space
-from ....variant.key import Operands
 from ....variant.program import program
 from ...scale import scaled_first
 from ..architecture import TRANSPOSED_KEYS
@@ -95,16 +94,8 @@ def prepare_with(
         call.dtype == FP8 or call.sink or call.dropout or (call.variant and program(call.variant).operands)
     )
 
-    def forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink: torch.Tensor | None,
-        operands: Operands,
-        *,
-        descales: Descales | None = None,
-        dropout: Dropout | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q, k, v, sink, operands, dropout, _, descales = inputs
         o = q.new_empty(o_shape, dtype=call.out_dtype)
         lse = q.new_empty(lse_shape, dtype=torch.float32) if call.return_lse else None
         q, k, v = one_batch(q), one_batch(k), one_batch(v)
@@ -146,19 +137,10 @@ def prepare_with(
 
 
 def _without_keys(
-    o_shape: tuple[int, ...],
-    lse_shape: tuple[int, ...],
-    out_dtype: torch.dtype,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
-    operands: Operands,
-    *,
-    descales: Descales | None = None,
-    dropout: Dropout | None = None,
+    o_shape: tuple[int, ...], lse_shape: tuple[int, ...], out_dtype: torch.dtype, inputs: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Nothing to compute: no rows, or rows that see no key."""
+    q, sink = inputs.q, inputs.sink
     o, lse = q.new_zeros(o_shape, dtype=out_dtype), q.new_full(lse_shape, -torch.inf, dtype=torch.float32)
     if sink is not None:
         lse.copy_(sink[None, :, None].expand_as(lse))
@@ -170,8 +152,8 @@ def _heads_side_by_side(call: AttentionCall, q_shape: torch.Size, seqlen_k: int,
 
     Tiles of equal cost run best one head after another, as far as there are enough tiles to fill the GPU: what runs
     together reads the same keys. Under a mask tiles differ; several heads then give a choice of long tiles to begin
-    with, but their keys and values should stay in the L2 cache (measured on an H200; docs/design.md). So do several
-    heads that share a bias too large for it: what one reads is then there for the others.
+    with, but their keys and values should stay in the L2 cache (measured on an H200: docs/design/lessons.md). So do
+    several heads that share a bias too large for it: what one reads is then there for the others.
 
     A divisor of all pairs, so that the grid has no gaps, and large enough for the grid's limit in the other direction.
     """

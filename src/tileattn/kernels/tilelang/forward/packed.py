@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from ....call import packed_status
-from ....call.dropout import Dropout
 from ....call.facts import AttentionCall, Packed
-from ....variant.key import Operands
+from ....call.inputs import Inputs
 from ..host import as_bytes, pattern_arguments
 from ..packed.plan import work_list
 from .config import HopperConfig
@@ -42,16 +41,9 @@ def packed_forward(
             kernels[skewed] = Kernel(load(chosen), chosen)
         return kernels[skewed]
 
-    def forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink: torch.Tensor | None,
-        operands: Operands,
-        *,
-        packed: Packed,
-        dropout: Dropout | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q, k, v, sink, operands, dropout, packed, _ = inputs
+        assert packed is not None
         packed_status.raise_pending()
         total_q, total_k = q.shape[1], k.shape[1]
         if 0 in (packed.cu_seqlens_q.numel() - 1, total_q, total_k):

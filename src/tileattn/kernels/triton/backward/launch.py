@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....call.facts import BackwardCall, Gradients
-from ....variant.key import Operands
+from ....call.inputs import Inputs
 from ...scale import scaled_first
 from ..arguments import described, dimensions, of_operands, strides
 from ..defaults import default
@@ -38,18 +38,8 @@ class Backward:
         self.wants_keys = call.needs[1] or call.needs[2] or bool(self.paths)
         self.launch = LaunchCache()
 
-    def __call__(
-        self,
-        do: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        sink: Tensor | None,
-        operands: Operands,
-    ) -> Gradients:
+    def __call__(self, inputs: Inputs, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Gradients:
+        q, k, v, sink, operands, *_ = inputs
         needs = self.call.needs
         lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
         lse2, delta = torch.empty_like(lse), torch.empty_like(lse)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....variant.key import Operands
+from ....call.inputs import Operands
 from ....variant.reading import evaluate
 from ..tile.paths import Path
 

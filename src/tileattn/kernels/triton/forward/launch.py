@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....call.facts import AttentionCall
-from ....variant.key import Operands
+from ....call.inputs import Inputs
 from ...scale import scaled_first
 from ..arguments import described, dimensions, of_operands, strides
 from ..defaults import default
@@ -27,9 +27,8 @@ class Forward:
         self.config = default("forward", self.call, self.sizes.seqlen_k)
         self.launch = LaunchCache()
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, operands: Operands
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        q, k, v, sink, operands, *_ = inputs
         batch, seqlen_q, heads, _ = q.shape
         o = q.new_empty(batch, seqlen_q, heads, self.call.head_dim_v)
         lse = q.new_empty(batch, heads, seqlen_q, dtype=torch.float32) if self.call.return_lse else None

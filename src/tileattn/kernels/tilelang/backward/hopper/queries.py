@@ -33,22 +33,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
-from tilelang.language.eager.builder import Builder
 
 from .....call.facts import AttentionCall
 from .....variant.program import Program
-from ...architecture import padded, panel
-from ...tile import dropout, softmax
+from ...architecture import panel
+from ...tile import dropout
 from ...tile.assume import assume_aligned, assume_filled
 from ...tile.expressions import Emitter
-from ...tile.hopper import WARP, WARPGROUP, slices, tile_layout
+from ...tile.hopper import WARP, WARPGROUP, slices
 from ...tile.mask import keep_uniforms
 from ...tile.softmax import ROWS
 from .. import places, tile
 from ..visible import Viewers
 from .config import CONSUMERS, HopperQueriesConfig
-from .keys import CONSUMER_REGISTERS, PRODUCER_REGISTERS, have_read, release
+from .copied_tile import alloc_tile, annotate, have_read, load_tile
 from .layouts import accumulator_layout
+from .plan import TilePlan
+from .products import await_product, multiply_transposed
+from .roles import CONSUMER_REGISTERS, PRODUCER_REGISTERS, load_in_two_warps, place_of, take_part
+from .scores import gradients_of_scores, scores_to_probabilities, times_slope_in_place
+from .stages import OneStage, Ring, loading_ring, release
 
 # Named barriers; 0 is __syncthreads. Each warpgroup has one for itself.
 WITHIN = 1
@@ -60,30 +64,21 @@ BATCH, HEAD, ROW, FIRST, COUNT = range(5)
 K_STAGE, K_PARITY, LAST, V_STAGE, V_PARITY = range(5)
 
 
-class Plan:
-    """The static facts of one kernel, from which its macros choose what they emit.
+class QueriesPlan(TilePlan):
+    """The static facts of the kernel, from which its macros choose what they emit.
 
     Attributes:
-        slopes: the score modification and its slope, or None.
-        early: indices of the derivatives that are kept beside the scores.
-        copied: the tile load whose tiles, such as a bias's, are copied, or None; and its dtype.
-        copied_once: whether nobody else reads these tiles, so that they need not stay in the L2 cache.
         panel: columns of dQ that one TMA store takes.
     """
 
+    keys_first = False
+
     def __init__(self, call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> None:
-        self.call, self.config, self.traced = call, config, traced
-        self.block_M, self.block_N = config.block_M, config.block_N
-        self.head_dim, self.head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
-        self.dtype = str(call.dtype).removeprefix("torch.")
-        self.slopes = tile.Slopes(call, traced, ()) if traced.score is not None else None
-        self.early = tuple(range(len(self.slopes.program.early))) if self.slopes else ()
-        self.copied, self.copied_dtype = config.copied(call) or (None, None)
-        self.copied_once = self.copied is not None and all(map(self.copied.differs_by, "hb"))
+        super().__init__(call, config, traced)
         self.panel = panel(self.head_dim)
 
     def alloc_barriers(self) -> dict[str, Any]:
-        """All barriers, by name, in one array; see forward/hopper/plan.py."""
+        """All barriers, by name, in one array; see tile/hopper.py."""
         return slices(
             T.alloc_barrier,
             {
@@ -98,84 +93,68 @@ class Plan:
             },
         )
 
+    def rings(self, at: Any) -> tuple[Ring, Ring, Ring]:
+        """Where a warpgroup stands in the stages of K, V and the copied tile, which goes with K, or with V."""
+        k = Ring((at, K_STAGE), (at, K_PARITY), self.config.k_stages, "last", before=(at, LAST))
+        kind = OneStage if self.config.v_stages == 1 else Ring
+        v = kind((at, V_STAGE), (at, V_PARITY), self.config.v_stages, "last_v")
+        return k, v, k if self.config.tile_stages == self.config.k_stages else v
+
 
 # --- The warps of the producer warpgroup, which have few registers ---
 
 
 @T.macro
-def load(plan, arg, w, rows, rows_shared, rows_ready, keys, tiles, stages, head_dim, ready, free):
-    """Q, then K tile by tile as stages become free; or dO, then V."""
-    rows_b, keys_b = (T.alloc_var("int32", init=T.min(w.task[BATCH], x.shape[0] - 1)) for x in (rows, keys))
+def load(plan, arg, w, rows, rows_shared, rows_ready, keys):
+    """Q, then K tile by tile as stages become free; or dO, then V.
+
+    Args:
+        rows, rows_shared, rows_ready: of Q, the tensor, its tile and the tile's barriers.
+        keys: of K, the `source`, its `tiles`, how many `stages` they have, and their barriers `ready` and `free`.
+    """
+    rows_b, keys_b = (T.alloc_var("int32", init=T.min(w.task[BATCH], x.shape[0] - 1)) for x in (rows, keys.source))
     kv_h = T.alloc_var("int32", init=T.truncdiv(w.task[HEAD], arg.heads_per_kv_head))
     row, h = w.task[ROW], w.task[HEAD]
-    T.tma_copy(rows[rows_b, row : row + plan.block_M, h, 0:head_dim], rows_shared, barrier=rows_ready[0])
+    T.tma_copy(rows[rows_b, row : row + plan.block_M, h, 0 : keys.head_dim], rows_shared, barrier=rows_ready[0])
     T.barrier_arrive(rows_ready[0])
     key = T.alloc_var("int32", init=w.task[FIRST] * plan.block_N)
-    stage = T.alloc_var("int32", init=0)
-    parity = T.alloc_var("int32", init=1)  # a fresh barrier lets this parity pass
+    ring = loading_ring(keys.stages)
     for _ in T.serial(w.task[COUNT]):
-        T.barrier_wait(free[stage], parity)
-        T.tma_copy(keys[keys_b, key : key + plan.block_N, kv_h, 0:head_dim], tiles[stage, :, :], barrier=ready[stage])
-        T.barrier_arrive(ready[stage])
+        T.barrier_wait(keys.free[ring.stage], ring.parity)
+        T.tma_copy(
+            keys.source[keys_b, key : key + plan.block_N, kv_h, 0 : keys.head_dim],
+            keys.tiles[ring.stage, :, :],
+            barrier=keys.ready[ring.stage],
+        )
+        T.barrier_arrive(keys.ready[ring.stage])
         key += plan.block_N
-        parity = T.if_then_else(stage == stages - 1, parity ^ 1, parity)
-        stage = T.if_then_else(stage == stages - 1, 0, stage + 1)
+        ring.advance()
 
 
 @T.macro
 def load_tiles(plan, arg, w):
-    """The scores' tiles of the copied tensor. What lies beyond its edges is 0."""
+    """The tiles of the copied tensor that a block of queries needs."""
     b, h = w.task[BATCH], w.task[HEAD]
     outer = [w.emit(index, b=b, h=h) for index in plan.copied.outer]
     row = T.alloc_var("int32", init=w.emit(plan.copied.row, b=b, h=h, q=w.task[ROW] + arg.seqlen_k - arg.seqlen_q))
     key = T.alloc_var("int32", init=w.task[FIRST] * plan.block_N)
-    stage = T.alloc_var("int32", init=0)
-    parity = T.alloc_var("int32", init=1)  # a fresh barrier lets this parity pass
-    last = plan.config.tile_stages - 1
+    ring = loading_ring(plan.config.tile_stages)
     for _ in T.serial(w.task[COUNT]):
-        T.barrier_wait(w.tile_free[stage], parity)
-        T.tma_copy(
-            arg.operands[plan.copied.name][(*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N))],
-            w.tile[stage, :, :],
-            barrier=w.tile_ready[stage],
-            eviction_policy="evict_first" if plan.copied_once else None,
-        )
-        T.barrier_arrive(w.tile_ready[stage])
+        load_tile(plan, arg, w, ring, (*outer, slice(row, row + plan.block_M), slice(key, key + plan.block_N)))
         key += plan.block_N
-        parity = T.if_then_else(stage == last, parity ^ 1, parity)
-        stage = T.if_then_else(stage == last, 0, stage + 1)
+        ring.advance()
 
 
 # --- The consumer warpgroups ---
-
-
-def alloc_tile(plan, arg, w):
-    """The copied tile's stages in shared memory, and its elements in registers."""
-    assume_aligned(arg.operands[plan.copied.name].strides, itemsize=plan.copied_dtype.itemsize)
-    kind = str(plan.copied_dtype).removeprefix("torch.")
-    w.tile = T.alloc_shared([plan.config.tile_stages, plan.block_M, plan.block_N], kind)
-    w.tile_registers = T.alloc_fragment([plan.block_M, plan.block_N], kind)
-    w.emit.tiles[plan.copied.text] = w.tile_registers
-    layouts = {
-        w.tile: tile_layout(w.tile, plan.block_N * plan.copied_dtype.itemsize),
-        w.acc_s: accumulator_layout(plan.block_M, plan.block_N),  # for single elements of it (`have_read`)
-    }
-    Builder.current().eval(T.annotate_layout(layouts))
 
 
 @T.macro
 def take_tile(plan, w):
     """The copied tile to registers, under the products."""
     if plan.copied is not None:
-        stage, parity = tile_stage(plan, w)
+        stage, parity = w.tile_ring.stage, w.tile_ring.parity
         T.barrier_wait(w.tile_ready[stage], parity)
         T.copy(w.tile[stage, :, :], w.tile_registers)
-
-
-def tile_stage(plan, w):
-    """Of the copied tile, and the parity of its use: it goes with K, or with V."""
-    with_k = plan.config.tile_stages == plan.config.k_stages
-    return (w.at[K_STAGE], w.at[K_PARITY]) if with_k else (w.at[V_STAGE], w.at[V_PARITY])
 
 
 @T.macro
@@ -183,114 +162,52 @@ def release_tile(plan, w):
     if plan.copied is not None:
         T.sync_warp()  # one lane answers for all
         if T.shuffle_elect(WARP) & have_read(w, plan.block_N):
-            T.barrier_arrive(w.tile_free[tile_stage(plan, w)[0]])
+            T.barrier_arrive(w.tile_free[w.tile_ring.stage])
 
 
 @T.macro
-def await_product(plan, fragment, in_flight, columns):
-    """Until only so many products are in flight; the fragment's registers are then its result."""
-    T.wait_wgmma(in_flight)
-    T.warpgroup_fence_operand(fragment, num_regs=plan.block_M * columns // CONSUMERS)
-
-
-@T.macro
-def multiply_scores(plan, w):
-    T.barrier_wait(w.k_ready[w.at[K_STAGE]], w.at[K_PARITY])
-    T.wgmma_gemm(w.q, w.k[w.at[K_STAGE], :, :], w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
-
-
-@T.macro
-def multiply_dp(plan, w):
-    T.barrier_wait(w.v_ready[w.at[V_STAGE]], w.at[V_PARITY])
-    T.wgmma_gemm(w.do, w.v[w.at[V_STAGE], :, :], w.acc_dp, transpose_B=True, clear_accum=True, policy=ROWS)
-
-
-@T.macro
-def add_dq(plan, w):
+def add_dq(w):
     T.wgmma_gemm(w.ds, w.k[w.at[LAST], :, :], w.acc_dq, policy=ROWS)
 
 
 @T.macro
-def scores_to_probabilities(plan, arg, w, k_lo):
-    b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
-    q_lo = row + arg.seqlen_k - arg.seqlen_q
-    c = arg.scale * softmax.LOG2E if plan.slopes is None else 1.0
-    if plan.slopes is not None:
-        tile.modify(
-            w.acc_s, w.early, plan.slopes, w.uniforms, w.emit, arg.scale, b, h, q_lo, k_lo,
-            plan.block_M, plan.block_N, False,
-        )  # fmt: skip
-    if (k_lo < w.full[0]) | (k_lo + plan.block_N > w.full[1]):
-        tile.hide(w.acc_s, w.visible, b, h, q_lo, k_lo, plan.block_M, plan.block_N, False)
-    tile.probabilities(w.acc_s, w.lse2, c, plan.block_M, plan.block_N, False)
+def probabilities(plan, w, scores):
+    """P."""
+    at = scores.held("b", "h", "row", "q_lo")
+    scores_to_probabilities(plan, w, at, w.lse2)
     release_tile(plan, w)
-    tile.mark_dropped(w.acc_s, w.pattern, row, k_lo, plan.block_M, plan.block_N, False, True)
+    tile.mark_dropped(w.acc_s, at, True)
     for index in plan.early:
-        tile.weigh(w.early[index], w.acc_s, plan.block_M, plan.block_N)
+        tile.weigh(w.early[index], w.acc_s, at)
+
+
+def scores_at(plan, w, k_lo):
+    """The tile of scores of some keys."""
+    masked = (k_lo < w.full[0]) | (k_lo + plan.block_N > w.full[1])
+    return w.scores.at(b=w.task[BATCH], h=w.task[HEAD], row=w.task[ROW], k_lo=k_lo, masked=masked)
 
 
 @T.macro
-def gradients_of_scores(plan, arg, w, k_lo):
-    """dS, of the scaled scores, in 16 bits."""
-    tile.drop_gradients(w.acc_s, w.acc_dp, w.pattern, plan.block_M, plan.block_N, False)
-    if plan.slopes is None:
-        for i, j in T.Parallel(plan.block_M, plan.block_N):
-            w.ds[i, j] = w.acc_s[i, j] * (w.acc_dp[i, j] - w.delta[i])
-    else:
-        slope = plan.slopes.program.slope
-        gradient = tile.kept(slope, w.early, w.acc_s)
-        tile.score_gradients(gradient, w.acc_dp, w.delta, plan.block_M, plan.block_N, False)
-        if slope.late is not None:
-            tile.times_late(
-                gradient, gradient, slope.late, plan.slopes, w.uniforms, w.emit, arg.scale, w.task[BATCH],
-                w.task[HEAD], w.task[ROW] + arg.seqlen_k - arg.seqlen_q, k_lo, plan.block_M, plan.block_N, False,
-            )  # fmt: skip
-        T.copy(gradient, w.ds)
-
-
-@T.macro
-def next_stages(plan, w):
-    """K, once used, is one tile ahead of dQ."""
-    w.at[LAST] = w.at[K_STAGE]
-    last = w.at[LAST] == plan.config.k_stages - 1
-    w.at[K_PARITY] = T.if_then_else(last, w.at[K_PARITY] ^ 1, w.at[K_PARITY])
-    w.at[K_STAGE] = T.if_then_else(last, 0, w.at[LAST] + 1)
-    if plan.config.v_stages == 1:
-        w.at[V_PARITY] = w.at[V_PARITY] ^ 1
-    else:
-        last_v = w.at[V_STAGE] == plan.config.v_stages - 1
-        w.at[V_PARITY] = T.if_then_else(last_v, w.at[V_PARITY] ^ 1, w.at[V_PARITY])
-        w.at[V_STAGE] = T.if_then_else(last_v, 0, w.at[V_STAGE] + 1)
-
-
-@T.macro
-def first_tile(plan, arg, w, k_lo):
-    multiply_scores(plan, w)
-    multiply_dp(plan, w)
+def advance(plan, w, k_lo, follows):
+    """dQ from the last tile of keys, if the next one `follows` another, and dS of the next."""
+    scores = scores_at(plan, w, k_lo)
+    if follows:
+        add_dq(w)
+    multiply_transposed(w.k_ready, w.k_ring, w.q, w.k[w.k_ring.stage, :, :], w.acc_s)
+    multiply_transposed(w.v_ready, w.v_ring, w.do, w.v[w.v_ring.stage, :, :], w.acc_dp)
     take_tile(plan, w)
-    await_product(plan, w.acc_s, 1, plan.block_N)
-    scores_to_probabilities(plan, arg, w, k_lo)
-    await_product(plan, w.acc_dp, 0, plan.block_N)
-    release(w, w.v_free, w.at[V_STAGE])
-    gradients_of_scores(plan, arg, w, k_lo)
-    next_stages(plan, w)
-
-
-@T.macro
-def advance(plan, arg, w, k_lo):
-    """dQ from the last tile of keys, and dS of the next."""
-    add_dq(plan, w)
-    multiply_scores(plan, w)
-    multiply_dp(plan, w)
-    take_tile(plan, w)
-    await_product(plan, w.acc_dq, 2, plan.head_dim)
-    release(w, w.k_free, w.at[LAST])
-    await_product(plan, w.acc_s, 1, plan.block_N)
-    scores_to_probabilities(plan, arg, w, k_lo)
-    await_product(plan, w.acc_dp, 0, plan.block_N)
-    release(w, w.v_free, w.at[V_STAGE])
-    gradients_of_scores(plan, arg, w, k_lo)
-    next_stages(plan, w)
+    if follows:
+        await_product(w.acc_dq, 2)
+        release(w, w.k_free, w.at[LAST])
+    await_product(w.acc_s, 1)
+    probabilities(plan, w, scores)
+    await_product(w.acc_dp, 0)
+    release(w, w.v_free, w.v_ring.stage)
+    at = scores.held("k_lo")
+    gradients_of_scores(plan, w, at, w.delta, w.ds, lambda: times_slope_in_place(plan, w, at, w.ds))
+    # K, once used, is one tile ahead of dQ.
+    w.k_ring.advance()
+    w.v_ring.advance()
 
 
 @T.macro
@@ -327,47 +244,110 @@ def consume(plan, arg, w):
     for i in T.unroll(5):
         w.at[i] = 0
     if plan.slopes is not None:
-        keep_uniforms(plan.slopes, w.uniforms, w.emit, arg.scale, b, h)
+        keep_uniforms(plan.slopes, w.scores.registers, w.emit, arg.scale, b, h)
     if plan.call.dropout:
-        dropout.enter_head(w.pattern.words, arg, b, h)
+        dropout.enter_head(w.scores.pattern.words, arg, b, h)
     T.barrier_wait(w.q_ready[0], 0)
     T.barrier_wait(w.do_ready[0], 0)
-    first_tile(plan, arg, w, w.task[FIRST] * plan.block_N)
+    advance(plan, w, w.task[FIRST] * plan.block_N, False)
     for j in T.serial(w.task[COUNT] - 1):
-        advance(plan, arg, w, (w.task[FIRST] + 1 + j) * plan.block_N)
-    add_dq(plan, w)
-    await_product(plan, w.acc_dq, 0, plan.head_dim)
+        advance(plan, w, (w.task[FIRST] + 1 + j) * plan.block_N, True)
+    add_dq(w)
+    await_product(w.acc_dq, 0)
     store(plan, arg, w)
 
 
 @T.macro
-def take_part(plan, arg, w):
+def produce(plan, arg, w, load_first, load_second):
+    """Each producer warp in its role: two load, and one more the copied tensor's tiles."""
+    load_in_two_warps(w, load_first, load_second)
+    if plan.copied is not None:
+        # Two conditions, for TileLang counts a branch's threads, of which one copies, by single ones.
+        if w.thread >= CONSUMERS + 2 * WARP:
+            if w.thread < CONSUMERS + 3 * WARP:
+                load_tiles(plan, arg, w)
+
+
+def take_parts(plan: QueriesPlan, arg: Any, w: Any) -> None:
     """Each warp in its role."""
-    if w.thread >= CONSUMERS:
-        T.set_max_nreg(PRODUCER_REGISTERS, 0)
-        if w.thread < CONSUMERS + WARP:
-            load(
-                plan, arg, w, arg.q, w.q, w.q_ready,
-                arg.k, w.k, plan.config.k_stages, plan.head_dim, w.k_ready, w.k_free,
-            )  # fmt: skip
-        elif w.thread < CONSUMERS + 2 * WARP:
-            load(
-                plan, arg, w, arg.do, w.do, w.do_ready,
-                arg.v, w.v, plan.config.v_stages, plan.head_dim_v, w.v_ready, w.v_free,
-            )  # fmt: skip
-        if plan.copied is not None:
-            # Two conditions, for TileLang counts a branch's threads, of which one copies, by single ones.
-            if w.thread >= CONSUMERS + 2 * WARP:
-                if w.thread < CONSUMERS + 3 * WARP:
-                    load_tiles(plan, arg, w)
-    else:
-        T.set_max_nreg(CONSUMER_REGISTERS, 1)
+    k = SimpleNamespace(
+        source=arg.k, tiles=w.k, stages=plan.config.k_stages, head_dim=plan.head_dim, ready=w.k_ready, free=w.k_free
+    )
+    v = SimpleNamespace(
+        source=arg.v, tiles=w.v, stages=plan.config.v_stages, head_dim=plan.head_dim_v, ready=w.v_ready, free=w.v_free
+    )
+
+    def load_first() -> None:
+        load(plan, arg, w, arg.q, w.q, w.q_ready, k)
+
+    def load_second() -> None:
+        load(plan, arg, w, arg.do, w.do, w.do_ready, v)
+
+    def producers() -> None:
+        produce(plan, arg, w, load_first, load_second)
+
+    def consumers() -> None:
         consume(plan, arg, w)
+
+    take_part(w, (PRODUCER_REGISTERS, CONSUMER_REGISTERS), producers, consumers)
+
+
+def allocate(plan: QueriesPlan, arg: Any, at: Any, thread: Any) -> SimpleNamespace:
+    """A block's tiles, barriers and numbers."""
+    emit = Emitter(arg.operands)
+    visible = Viewers(plan.traced, emit, arg.seqlen_q, arg.seqlen_k, plan.call.packed)
+    w = SimpleNamespace(
+        task=T.alloc_local([5], "int32"),
+        emit=emit,
+        visible=visible,
+        # [block_M, head_dim]
+        q=T.alloc_shared([plan.block_M, plan.head_dim], plan.dtype),
+        # [block_M, head_dim_v]
+        do=T.alloc_shared([plan.block_M, plan.head_dim_v], plan.dtype),
+        # [k_stages, block_N, head_dim]
+        k=T.alloc_shared([plan.config.k_stages, plan.block_N, plan.head_dim], plan.dtype),
+        # [v_stages, block_N, head_dim_v]
+        v=T.alloc_shared([plan.config.v_stages, plan.block_N, plan.head_dim_v], plan.dtype),
+        # [block_M, block_N]
+        acc_s=T.alloc_fragment(plan.score_tile, "float32"),
+        acc_dp=T.alloc_fragment(plan.score_tile, "float32"),
+        early=[T.alloc_fragment(plan.score_tile, "float32") for _ in plan.early],
+        ds=T.alloc_fragment(plan.score_tile, plan.dtype),
+        # [block_M, head_dim]
+        acc_dq=T.alloc_fragment([plan.block_M, plan.head_dim], "float32"),
+        # [block_M]
+        lse2=T.alloc_fragment([plan.block_M], "float32"),
+        delta=T.alloc_fragment([plan.block_M], "float32"),
+        scores=tile.score_tile(
+            plan, arg, emit, visible, plan.score_tile, keys_first=False, lengths=(arg.seqlen_q, arg.seqlen_k)
+        ),
+        at=T.alloc_local([5], "int32"),
+        full=T.alloc_local([2], "int32"),
+        thread=thread,
+        uniform=at.uniform,
+        **plan.alloc_barriers(),
+    )
+    w.k_ring, w.v_ring, w.tile_ring = plan.rings(w.at)
+    return w
+
+
+@T.macro
+def find_task(plan, arg, at, mine, w):
+    """The block's tile of queries, and which tiles of keys it walks over."""
+    w.task[BATCH] = at.uniform(at.number(mine.pair))
+    w.task[HEAD] = at.uniform(T.truncmod(mine.pair, arg.heads))
+    w.task[ROW] = at.uniform((mine.tiles - 1 - T.truncdiv(mine.place, mine.side)) * plan.block_M)
+    q_lo = w.task[ROW] + arg.seqlen_k - arg.seqlen_q
+    q_hi = T.min(q_lo + plan.block_M, arg.seqlen_k) - 1
+    kv_lo, kv_hi = w.visible.kv_range(w.task[BATCH], w.task[HEAD], q_lo, q_hi)
+    w.task[FIRST] = at.uniform(T.truncdiv(kv_lo, plan.block_N))
+    # At least one tile, all masked where nothing is visible.
+    w.task[COUNT] = at.uniform(T.max(T.ceildiv(kv_hi, plan.block_N) - w.task[FIRST], 1))
 
 
 def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> Any:
     """The macro that emits the kernel, given its parameters (see ``signature.declare_queries``)."""
-    plan = Plan(call, config, traced)
+    plan = QueriesPlan(call, config, traced)
 
     @T.macro
     def kernel(arg):
@@ -377,49 +357,15 @@ def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> A
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
             at = places.find(arg, block, arg.heads, places.ROWS_BY_TMA)
             arg = at.arg
-            query_tiles, side = T.ceildiv(arg.seqlen_q, plan.block_M), arg.side_by_side
-            # `side` heads side by side, each beginning with its last queries.
-            turn, place = T.truncdiv(at.block, side * query_tiles), T.truncmod(at.block, side * query_tiles)
-            pair = T.alloc_var("int32", init=turn * side + T.truncmod(place, side))
-            emit = Emitter(arg.operands)
-            score_tile = [plan.block_M, plan.block_N]
+            # Each head begins with its last queries.
+            mine = place_of(arg, at, "query_tiles", T.ceildiv(arg.seqlen_q, plan.block_M))
             thread = T.get_thread_binding()
-            w = SimpleNamespace(
-                task=T.alloc_local([5], "int32"),
-                emit=emit,
-                visible=Viewers(traced, emit, arg.seqlen_q, arg.seqlen_k, call.packed),
-                q=T.alloc_shared([plan.block_M, plan.head_dim], plan.dtype),
-                do=T.alloc_shared([plan.block_M, plan.head_dim_v], plan.dtype),
-                k=T.alloc_shared([config.k_stages, plan.block_N, plan.head_dim], plan.dtype),
-                v=T.alloc_shared([config.v_stages, plan.block_N, plan.head_dim_v], plan.dtype),
-                acc_s=T.alloc_fragment(score_tile, "float32"),
-                acc_dp=T.alloc_fragment(score_tile, "float32"),
-                early=[T.alloc_fragment(score_tile, "float32") for _ in plan.early],
-                ds=T.alloc_fragment(score_tile, plan.dtype),
-                acc_dq=T.alloc_fragment([plan.block_M, plan.head_dim], "float32"),
-                lse2=T.alloc_fragment([plan.block_M], "float32"),
-                delta=T.alloc_fragment([plan.block_M], "float32"),
-                uniforms=plan.slopes.allocate() if plan.slopes is not None else None,
-                pattern=tile.Pattern(arg, plan.early) if call.dropout else None,
-                at=T.alloc_local([5], "int32"),
-                full=T.alloc_local([2], "int32"),
-                thread=thread,
-                uniform=at.uniform,
-                **plan.alloc_barriers(),
-            )
-            w.task[BATCH] = at.uniform(at.number(pair))
-            w.task[HEAD] = at.uniform(T.truncmod(pair, arg.heads))
-            w.task[ROW] = at.uniform((query_tiles - 1 - T.truncdiv(place, side)) * plan.block_M)
-            q_lo = w.task[ROW] + arg.seqlen_k - arg.seqlen_q
-            q_hi = T.min(q_lo + plan.block_M, arg.seqlen_k) - 1
-            kv_lo, kv_hi = w.visible.kv_range(w.task[BATCH], w.task[HEAD], q_lo, q_hi)
-            w.task[FIRST] = at.uniform(T.truncdiv(kv_lo, plan.block_N))
-            # At least one tile, all masked where nothing is visible.
-            w.task[COUNT] = at.uniform(T.max(T.ceildiv(kv_hi, plan.block_N) - w.task[FIRST], 1))
+            w = allocate(plan, arg, at, thread)
+            find_task(plan, arg, at, mine, w)
             if plan.copied is not None:
-                alloc_tile(plan, arg, w)
+                annotate(alloc_tile(plan, arg, w))
             T.annotate_layout({w.ds: accumulator_layout(plan.block_M, plan.block_N)})
             if at.exists:
-                take_part(plan, arg, w)
+                take_parts(plan, arg, w)
 
     return kernel

@@ -1,0 +1,72 @@
+"""dq's sums on Hopper: dS is shared by the warpgroups, and each tile of dQ added up in memory."""
+
+from __future__ import annotations
+
+import tilelang.language as T
+
+from ...tile.hopper import WARPGROUP
+from ...tile.softmax import ROWS
+from .copied_tile import take_gradient
+from .loads import tiles_of_head
+from .matrices import store_matrices, transposed
+from .plan import BATCH, DQ_PARITY, DS, KV_HEAD
+
+
+@T.macro
+def add_dq(plan, arg, w):
+    """Each warpgroup's half of dQ, as it comes, to the sums in memory."""
+    half = plan.sum_rows // 2
+    parity = T.alloc_var("int32", init=0)
+    for g in T.serial(arg.heads_per_kv_head):
+        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
+        row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.sum_rows)
+        count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
+        for _ in T.serial(count):
+            if plan.leaving is not None:
+                take_gradient(plan, arg, w, h, T.truncdiv(row, plan.sum_rows), 0, parity)
+                take_gradient(plan, arg, w, h, T.truncdiv(row, plan.sum_rows), 1, parity)
+            for group in T.serial(2):
+                T.barrier_wait(w.dq_ready[group], parity)
+                T.atomic_add(
+                    arg.dq_sum[w.task[BATCH], h, row + group * half : row + group * half + half, :],
+                    w.dq_sum[group * half : group * half + half, :],
+                    use_tma=True,
+                )
+                T.barrier_arrive(w.dq_free[group])
+            row += plan.sum_rows
+            parity = parity ^ 1
+
+
+@T.macro
+def share_ds(plan, w):
+    """dS of this warpgroup's keys to shared memory: queries in rows, as dQ's product takes it without conflicts."""
+    place_of = transposed(w.shared_ds, w.at[DS])
+    store_matrices(w.ds, w.eight, plan.block_M, place_of, True, w.thread)
+
+
+@T.macro
+def multiply_dq(plan, w):
+    policy = T.GemmWarpPolicy.FullCol if plan.order.shares_columns else ROWS
+    if plan.order.transposed:
+        T.wgmma_gemm(
+            w.k,
+            w.shared_ds[w.at[DS], :, :],
+            w.acc_dq,
+            transpose_A=True,
+            transpose_B=True,
+            clear_accum=True,
+            policy=policy,
+        )
+    else:
+        T.wgmma_gemm(w.shared_ds[w.at[DS], :, :], w.k, w.acc_dq, clear_accum=True, policy=policy)
+
+
+@T.macro
+def hand_over_dq(plan, w):
+    """To the adding warp, once it has taken the last tile's."""
+    group = w.thread // WARPGROUP
+    T.barrier_wait(w.dq_free[group], w.at[DQ_PARITY])
+    for i, j in T.Parallel(*plan.order.shape):
+        w.dq_sum[plan.order.place(i, j)[0], plan.order.place(i, j)[1]] = w.acc_dq[i, j]
+    T.fence_proxy_async()
+    T.barrier_arrive(w.dq_ready[group])

@@ -1,0 +1,49 @@
+"""Loads of the kernels for dk and dv on Hopper: K and V once, then Q and dO tile by tile."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import tilelang.language as T
+
+from .plan import BATCH, KEY, KV_HEAD
+from .stages import Ring, loading_ring
+
+
+@T.macro
+def load_keys(arg, w, copy):
+    """K and V, once. `copy` brings them, given their batch elements."""
+    k_b, v_b = (T.min(w.task[BATCH], tensor.shape[0] - 1) for tensor in (arg.k, arg.v))
+    copy(k_b, v_b)
+    T.barrier_arrive(w.kv_ready[0])
+
+
+@T.macro
+def load_rows(plan, arg, w, source, ready, free, copy, stages, kind=Ring):
+    """Q or dO with what belongs to its rows, tile by tile, as stages become free.
+
+    Args:
+        source: the tensor.
+        ready, free: the barriers of its stages.
+        copy: brings a tile, given its batch element `b`, head `h`, first `row` and `stage`.
+        stages: how many there are.
+        kind: of the arithmetic of stages.
+    """
+    b = T.alloc_var("int32", init=T.min(w.task[BATCH], source.shape[0] - 1))
+    ring = loading_ring(stages, kind)
+    for g in T.serial(arg.heads_per_kv_head):
+        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
+        row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.block_M)
+        count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
+        for _ in T.serial(count):
+            T.barrier_wait(free[ring.stage], ring.parity)
+            copy(SimpleNamespace(b=b, h=h, row=row, stage=ring.stage))
+            T.barrier_arrive(ready[ring.stage])
+            row += plan.block_M
+            ring.advance()
+
+
+def tiles_of_head(plan, w, h):
+    """Tiles of queries [first, end) that see the block's keys: none, if it is not the case that first < end."""
+    row_lo, row_hi = w.visible.rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + plan.block_N - 1)
+    return T.truncdiv(row_lo, plan.block_M), T.ceildiv(row_hi, plan.block_M)

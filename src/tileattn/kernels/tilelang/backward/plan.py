@@ -1,0 +1,28 @@
+"""The static facts of a backward kernel that all schedules share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....call.facts import AttentionCall
+from ....variant.program import Program
+from . import tile
+from .operand_gradients import Path
+
+
+class Plan:
+    """The static facts of one kernel, from which its macros choose what they emit.
+
+    Attributes:
+        slopes: the score modification and its derivatives, or None.
+        early: indices of the derivatives that are kept beside the scores. (A tuple: a loop over one is unrolled while
+            the kernel is traced, one over a range is a loop of its own.)
+    """
+
+    def __init__(self, call: AttentionCall, config: Any, traced: Program, paths: tuple[Path, ...] = ()) -> None:
+        self.call, self.config, self.traced = call, config, traced
+        self.dtype = str(call.dtype).removeprefix("torch.")
+        self.slopes = None
+        if traced.score is not None:
+            self.slopes = tile.Slopes(call, traced, tuple(path.load for path in paths))
+        self.early = tuple(range(len(self.slopes.program.early))) if self.slopes else ()
