@@ -321,7 +321,7 @@ def _variants_table(measured: Results, rows: Sequence[Row]) -> str:
         cost = found.get(each.case)
         cells = [each.variant, *(_ms(measured.row(each.case, backend)) for backend in backends)]
         cells += [_tflops(measured.row(each.case, OWN))] + [_against_best(measured, each.case)] * compared
-        cells += [f"{cost.ratio:.2f}×", cost.baseline] if cost is not None else [MISSING, MISSING]
+        cells += [f"{cost.ratio:.2f}×", cost.compared_with] if cost is not None else [MISSING, MISSING]
         table.append([*cells, _errors(measured, each.case)[0]])
     headings = ["variant", *map(_label, backends), "TFLOPS"]
     headings += ["against best"] * compared + ["cost", "compared with", "error"]

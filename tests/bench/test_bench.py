@@ -673,17 +673,17 @@ def test_costs_are_beside_the_plain_kernel_of_the_run() -> None:
     found = {each.case: each for each in cost.costs(measured)}
     shape = "(1,16384,16)"
     assert found[f"D128 causal+softcap50 {shape}"].ratio == pytest.approx(1.1)
-    assert found[f"D128 causal+sink {shape}"].baseline == "causal"
+    assert found[f"D128 causal+sink {shape}"].compared_with == "causal"
     # 128 rows of tiles see 9 tiles each, but for the first 8, which see 1 to 8.
     window = found[f"D128 window1024 {shape}"]
-    assert window.baseline_ms == pytest.approx(3.0 * (120 * 9 + 36) / 128**2)
-    assert window.baseline == "6.8% of full"
-    assert found[f"D128 documents1024 {shape}"].baseline_ms == pytest.approx(3.0 * 8 / 128)
+    assert window.plain_ms == pytest.approx(3.0 * (120 * 9 + 36) / 128**2)
+    assert window.compared_with == "6.8% of full"
+    assert found[f"D128 documents1024 {shape}"].plain_ms == pytest.approx(3.0 * 8 / 128)
     # 16 heads' causal tiles of 16384 x 16384 in bf16, at 4.2 TB/s; one head's are no more than what the kernel needs.
     bias = found[f"D128 causal+bias {shape}"]
-    assert bias.baseline_ms == pytest.approx(16 * 128 * 129 / 2 * 128 * 128 * 2 / 4.2e9)
-    assert bias.baseline == "bias from memory"
-    assert found[f"D128 causal+bias-11 {shape}"].baseline == "causal"
+    assert bias.plain_ms == pytest.approx(16 * 128 * 129 / 2 * 128 * 128 * 2 / 4.2e9)
+    assert bias.compared_with == "bias from memory"
+    assert found[f"D128 causal+bias-11 {shape}"].compared_with == "causal"
     assert not {"D128 full (1,16384,16)", "D128 causal (1,16384,16)"} & found.keys()
     text = rendered(measured, 100)
     assert "what a modification costs" in text
@@ -695,7 +695,7 @@ def test_without_the_plain_kernel_there_is_no_cost() -> None:
     measured.rows = [row for row in measured.rows if row.variant != "causal"]
     found = cost.costs(measured)
     assert {each.case.split()[1] for each in found} == {"window1024", "documents1024", "prefix1024"}
-    assert all(each.baseline.endswith("of full") for each in found)
+    assert all(each.compared_with.endswith("of full") for each in found)
     measured.rows = [row for row in measured.rows if row.variant != "full"]
     assert cost.costs(measured) == []
 

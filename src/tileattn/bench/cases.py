@@ -319,5 +319,5 @@ def suite(name: str, dtype: str, device_type: str, direction: str = "fwd") -> li
     """
     if name not in SUITES:
         raise ValueError(f"suite {name!r} is not known; accepted: {', '.join(SUITES)}")
-    found = _BUILDERS[name, device_type == "cuda"](dtype)
-    return [case for case in found if direction != "fwd" or not case.terms.dbias]
+    all_cases = _BUILDERS[name, device_type == "cuda"](dtype)
+    return [case for case in all_cases if direction != "fwd" or not case.terms.dbias]

@@ -32,19 +32,19 @@ def steps(head_dim: int, dtype: str, all_tiles: bool) -> list[Step]:
 
     all_tiles: every candidate of the tiles, in the options that are fastest by their construction.
     """
-    found = []
+    ladder = []
     for acc in ACCUMULATIONS if dtype == "fp16" else ACCUMULATIONS[:1]:
         for rung, smem, stages in product(_rungs(head_dim), LAYOUTS, STAGES):
             variant = Variant(rung, stages, acc, smem)
             label = f"{rung} stages={stages} {smem} acc={acc}"
             if not all_tiles:
-                found.append(Step(label, str(variant)))
+                ladder.append(Step(label, str(variant)))
             elif stages == STAGES[-1] and smem == LAYOUTS[-1]:
-                found += [
+                ladder += [
                     Step(f"{rung} {tiles} acc={acc}", f"{variant},tiles={tiles}")
                     for tiles in candidates(variant, head_dim)
                 ]
-    return found
+    return ladder
 
 
 def _rungs(head_dim: int) -> tuple[str, ...]:
@@ -62,13 +62,13 @@ class Climbed:
 
 def climbed(measured: Results, ladder: Sequence[Step]) -> list[Climbed]:
     """The steps in their order, with their gains."""
-    found, best = [], dict.fromkeys(ACCUMULATIONS, 0.0)
+    measured_steps, best = [], dict.fromkeys(ACCUMULATIONS, 0.0)
     for step in ladder:
         row = next((row for row in measured.rows if row.backend == step.backend), None)
         if row is None:
             continue
         acc = parse(step.backend.removeprefix(f"{NAME}:")).acc
         before = best[acc]
-        found.append(Climbed(step.label, row, row.tflops / before - 1 if 0 < before < row.tflops else None))
+        measured_steps.append(Climbed(step.label, row, row.tflops / before - 1 if 0 < before < row.tflops else None))
         best[acc] = max(before, row.tflops)
-    return found
+    return measured_steps

@@ -29,13 +29,13 @@ class Comparison:
 def compare(results: Results) -> list[Comparison]:
     """tileattn against each baseline, over the cases that both ran."""
     own = own_ms(results)
-    found = []
+    comparisons = []
     for baseline in results.backends():
         times = {row.case: row.ms for row in results.rows if row.backend == baseline}
         ratios = {case: times[case] / own[case] for case in own if case in times}
         if baseline != OWN and ratios:
-            found.append(_comparison(baseline, ratios))
-    return found
+            comparisons.append(_comparison(baseline, ratios))
+    return comparisons
 
 
 def _comparison(baseline: str, ratios: dict[str, float]) -> Comparison:

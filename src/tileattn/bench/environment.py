@@ -33,17 +33,17 @@ def _cpu_name() -> str:
 
 def versions() -> dict[str, str]:
     """Versions by name: tileattn, torch, Python, what is installed of `PACKAGES`, and torch's CUDA and cuDNN."""
-    found = {"tileattn": tileattn.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    by_name = {"tileattn": tileattn.__version__, "torch": torch.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            by_name[package] = version(package)
         except PackageNotFoundError:
             continue
     if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
+        by_name["cuda"] = torch.version.cuda
     if torch.backends.cudnn.is_available():
-        found["cudnn"] = str(torch.backends.cudnn.version())
-    return found
+        by_name["cudnn"] = str(torch.backends.cudnn.version())
+    return by_name
 
 
 def commit() -> str | None:

@@ -53,8 +53,8 @@ class GradientOracle:
 
         gradients: in the order and the shapes of `Problem.inputs`. NaN if any checked value is NaN.
         """
-        found = self.sampled(gradients)
-        errors = [row_error(found[name], self.expected[name], gradient=True).worst_row for name in found]
+        checked = self.sampled(gradients)
+        errors = [row_error(checked[name], self.expected[name], gradient=True).worst_row for name in checked]
         # Not `max`, which loses a NaN that is not the first.
         return float(torch.tensor(errors, dtype=torch.float64).max())
 
@@ -67,14 +67,14 @@ class GradientOracle:
         """What is checked of the gradients, laid out as what is expected."""
         case, heads = self.problem.case, self.sample.heads
         kv_heads = _kv_heads(case, heads)
-        found = dict(zip(self.problem.inputs(), gradients, strict=True))
+        given = dict(zip(self.problem.inputs(), gradients, strict=True))
         picked = {
-            name: torch.stack([oracle.take(found[name][b], of) for b in self.sample.batches])
+            name: torch.stack([oracle.take(given[name][b], of) for b in self.sample.batches])
             for name, of in (("dq", heads), ("dk", kv_heads), ("dv", kv_heads))
         }
-        if "dbias" in found:
+        if "dbias" in given:
             for_batches, for_heads = _of_bias(self.problem, self.sample)
-            picked["dbias"] = found["dbias"][list(for_batches)][:, list(for_heads)]
+            picked["dbias"] = given["dbias"][list(for_batches)][:, list(for_heads)]
         return picked
 
 
@@ -144,13 +144,13 @@ class _Way:
 
 def _gradients(problem: Problem, chosen: Sample, way: _Way) -> dict[str, Tensor]:
     """The sampled gradients."""
-    found: dict[str, list[Tensor]] = {"dq": [], "dk": [], "dv": []}
+    by_name: dict[str, list[Tensor]] = {"dq": [], "dk": [], "dv": []}
     dbias = _no_dbias(problem, chosen, way.sums)
     for place, b in enumerate(chosen.batches):
         into = None if dbias is None else dbias[place if len(dbias) > 1 else 0]
-        for name, gradient in zip(found, _of_batch_element(problem, chosen, b, way, into), strict=True):
-            found[name].append(gradient)
-    gradients = {name: torch.stack(parts) for name, parts in found.items()}
+        for name, gradient in zip(by_name, _of_batch_element(problem, chosen, b, way, into), strict=True):
+            by_name[name].append(gradient)
+    gradients = {name: torch.stack(parts) for name, parts in by_name.items()}
     return gradients if dbias is None else {**gradients, "dbias": dbias.to(way.dtype)}
 
 

@@ -31,8 +31,8 @@ def draw(measured: Results) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    found = climbed(measured, steps_of(measured))
-    panels = {acc: [each for each in found if _accumulation(each) == acc] for acc in BARS}
+    ladder = climbed(measured, steps_of(measured))
+    panels = {acc: [each for each in ladder if _accumulation(each) == acc] for acc in BARS}
     panels = {acc: climb for acc, climb in panels.items() if climb}
     longest = max(map(len, panels.values()), default=0)
     figure = Figure(

@@ -102,10 +102,10 @@ def _out_of_memory(results: Results, backends: Sequence[str]) -> bool:
 def _by_number(results: Results) -> dict[tuple[str, int], list[Row]]:
     """The last row of each implementation, the least memory first, by what is written there and its length."""
     ends = [rows[-1] for backend in results.backends() if (rows := _rows(results, backend))]
-    found: dict[tuple[str, int], list[Row]] = {}
+    ends_of: dict[tuple[str, int], list[Row]] = {}
     for end in sorted(ends, key=lambda row: row.peak_bytes):
-        found.setdefault((human_bytes(end.peak_bytes), end.seqlen_q), []).append(end)
-    return found
+        ends_of.setdefault((human_bytes(end.peak_bytes), end.seqlen_q), []).append(end)
+    return ends_of
 
 
 def _outputs(axes: Axes, results: Results) -> None:

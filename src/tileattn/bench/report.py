@@ -29,8 +29,8 @@ def render(results: Results) -> RenderableType:
         parts.append(Text(notes, style="dim"))
     if (ceiling := overall(results.ceilings)) is not None:
         parts.append(Text(f"{ceiling_text(ceiling)}, {ceiling.when} the cases"))
-    if found := costs(results):
-        parts.append(_costs(found))
+    if measured_costs := costs(results):
+        parts.append(_costs(measured_costs))
     if comparisons := compare(results):
         parts.append(_summary(comparisons))
     if named := standings(results):
@@ -153,14 +153,14 @@ def behind_lines(named: Mapping[str, Standing]) -> list[str]:
     return lines
 
 
-def _costs(found: Sequence[Cost]) -> Table:
+def _costs(measured_costs: Sequence[Cost]) -> Table:
     table = _table("what a modification costs")
     table.add_column("case", no_wrap=True)
     for heading in ("ms", "baseline", "cost"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("the baseline is", no_wrap=True)
-    for each in found:
-        table.add_row(each.case, _ms(each.ms), _ms(each.baseline_ms), f"{each.ratio:.2f}×", each.baseline)
+    for each in measured_costs:
+        table.add_row(each.case, _ms(each.ms), _ms(each.plain_ms), f"{each.ratio:.2f}×", each.compared_with)
     table.caption = "baseline: what the visible tiles of 128 x 128 cost in the plain kernel of the same run."
     table.caption_justify = "left"
     return table

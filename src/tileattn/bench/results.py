@@ -157,26 +157,26 @@ def load(path: Path) -> Results:
     # Files written before there were ceilings lack that key.
     content.setdefault("ceilings", [])
     try:
-        found: Results = _made(Results, content, "it")
+        results: Results = _made(Results, content, "it")
         for key, kind in (("rows", Row), ("refused", Missing), ("failed", Missing), ("ceilings", Ceiling)):
             entries = [_made(kind, given, f"{key}[{i}]") for i, given in enumerate(content[key])]
-            setattr(found, key, entries)
-        _check_values(found)
+            setattr(results, key, entries)
+        _check_values(results)
     except ValueError as error:
         raise ValueError(f"{path} is not a tileattn result file: {error}") from error
-    _move_overflowed(found, path)
-    return found
+    _move_overflowed(results, path)
+    return results
 
 
-def _move_overflowed(found: Results, path: Path) -> None:
+def _move_overflowed(results: Results, path: Path) -> None:
     """A speed at which no numbers came out is compared with none."""
-    overflowed = [row for row in found.rows if not math.isfinite(row.error)]
+    overflowed = [row for row in results.rows if not math.isfinite(row.error)]
     if not overflowed:
         return
     named = ", ".join(f"{row.backend} in {row.case}" for row in overflowed)
     warnings.warn(f"{path}: left out is what has no finite error: {named}", stacklevel=3)
-    found.rows = [row for row in found.rows if math.isfinite(row.error)]
-    found.failed += [Missing(row.case, row.backend, f"its error is {row.error}") for row in overflowed]
+    results.rows = [row for row in results.rows if math.isfinite(row.error)]
+    results.failed += [Missing(row.case, row.backend, f"its error is {row.error}") for row in overflowed]
 
 
 def _made(kind: Any, given: Any, where: str) -> Any:
@@ -212,9 +212,9 @@ def _is_a(value: Any, wanted: Any) -> bool:
     return isinstance(value, get_origin(wanted) or wanted)
 
 
-def _check_values(found: Results) -> None:
+def _check_values(results: Results) -> None:
     """What tables and pictures look up, divide by, or draw."""
-    for i, row in enumerate(found.rows):
+    for i, row in enumerate(results.rows):
         where = f"rows[{i}]"
         _check_bounds(where, row, ("ms",), MILLISECONDS, "no time")
         _check_bounds(where, row, ("tflops",), TFLOPS, "no speed")
@@ -224,10 +224,10 @@ def _check_values(found: Results) -> None:
             _check_bounds(where, row, ("error",), ERROR, "neither 0 nor an error")
         if row.dtype not in DTYPES:
             raise ValueError(f"{where} has 'dtype' = {row.dtype!r}; known are {', '.join(DTYPES)}")
-    for i, ceiling in enumerate(found.ceilings):
+    for i, ceiling in enumerate(results.ceilings):
         _check_bounds(f"ceilings[{i}]", ceiling, ("matmul_tflops", "copy_tbps"), CEILING, "no speed")
-    if found.direction not in DIRECTIONS:
-        raise ValueError(f"it has 'direction' = {found.direction!r}; known are {', '.join(DIRECTIONS)}")
+    if results.direction not in DIRECTIONS:
+        raise ValueError(f"it has 'direction' = {results.direction!r}; known are {', '.join(DIRECTIONS)}")
 
 
 def _check_bounds(where: str, of: Row | Ceiling, names: Sequence[str], bounds: tuple[float, float], what: str) -> None:

@@ -44,13 +44,13 @@ def backward_calls(
     head_dims: Sequence[tuple[int, int]], variants: Sequence[str], dtypes: Sequence[str], arch: str
 ) -> list[BackwardCall]:
     """The backward passes of the same: for the gradients of q, k and v, of a sink, and of a bias with "dbias"."""
-    found = []
+    wanted = []
     for variant in variants:
         q, k, v, _, *tensors = needs(_small(variant))
         for call in calls(head_dims, [variant], dtypes, arch):
             if call.return_lse:
-                found.append(BackwardCall(replace(call, needs_grad=True), (q, k, v, call.sink, *tensors)))
-    return found
+                wanted.append(BackwardCall(replace(call, needs_grad=True), (q, k, v, call.sink, *tensors)))
+    return wanted
 
 
 def _small(variant: str) -> Problem:

@@ -104,8 +104,8 @@ def _machine(device: torch.device) -> Table:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         table.add_row("", f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB")
-    for name, found in environment.versions().items():
-        table.add_row(name, found)
+    for name, number in environment.versions().items():
+        table.add_row(name, number)
     table.add_row("nvcc", _nvcc())
     table.add_row("kernels", _cache())
     return table

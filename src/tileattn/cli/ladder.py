@@ -114,7 +114,7 @@ def _compile(ladder: Sequence[Step], case: Case, device: torch.device) -> None:
 
 def _first_values(implementations: Sequence[Implementation], given: problem.Problem) -> dict[str, list[float]]:
     """The first two values of each output and its last, by implementation; not of those that fail."""
-    found = {}
+    values_of = {}
     for each in implementations:
         try:
             if each.refusal(given) is not None:
@@ -124,8 +124,8 @@ def _first_values(implementations: Sequence[Implementation], given: problem.Prob
                 o = prepared.call().flatten()
         except Exception:  # it will be reported when it is measured
             continue
-        found[each.name] = [float(o[0]), float(o[1]), float(o[-1])]
-    return found
+        values_of[each.name] = [float(o[0]), float(o[1]), float(o[-1])]
+    return values_of
 
 
 def _measure(
@@ -170,8 +170,8 @@ def render(measured: Results, ladder: Sequence[Step], first: dict[str, list[floa
 
 
 def _best(measured: Results, ladder: Sequence[Step], acc: str) -> Climbed | None:
-    found = [each for each in climbed(measured, ladder) if f"acc={acc}" in each.row.backend]
-    return max(found, key=lambda each: each.row.tflops, default=None)
+    reached = [each for each in climbed(measured, ladder) if f"acc={acc}" in each.row.backend]
+    return max(reached, key=lambda each: each.row.tflops, default=None)
 
 
 def _title(measured: Results) -> str:

@@ -70,9 +70,9 @@ def tiles(
         )
     with _refused("--seqlen"):
         sizes = (seqlen, seqlen_k or seqlen, block[0] or default[0], block[1] or default[1])
-        found = tile_map(given, *sizes, arch=arch)
+        map_of_tiles = tile_map(given, *sizes, arch=arch)
     title = f"{name}, kernel for {arch}, head dim {head_dim}" if arch is not None else name
-    _save(draw_tiles(found, title), output)
+    _save(draw_tiles(map_of_tiles, title), output)
 
 
 def weights(
@@ -92,8 +92,8 @@ def weights(
     name = variant_name(terms)
     given = _problem(name, seqlen, seqlen_k or seqlen, heads, head_dim, seed)
     with _refused("--seqlen, --heads"):
-        found = attention_weights(given.q, given.k, **_variant(given))
-        figure = draw_weights(found, f"Attention weights, {name}, random q and k")
+        weights_of_rows = attention_weights(given.q, given.k, **_variant(given))
+        figure = draw_weights(weights_of_rows, f"Attention weights, {name}, random q and k")
     _save(figure, output)
 
 

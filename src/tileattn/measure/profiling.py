@@ -177,8 +177,8 @@ def profile(
     """
     if not callable(fn):
         raise TypeError(f"fn must be callable, got {fn!r}")
-    (found,) = profile_all({_name(fn): fn}, *args, flops=flops, bytes=bytes, device=device, effort=effort)
-    return found
+    (one,) = profile_all({_name(fn): fn}, *args, flops=flops, bytes=bytes, device=device, effort=effort)
+    return one
 
 
 def profile_all(
@@ -231,10 +231,10 @@ def machine_ceiling(device: torch.device | str, dtype: torch.dtype = torch.bfloa
 def _machine_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
     sizes = {} if device.type == "cuda" else {"size": CPU_MATMUL_SIZE, "copied": CPU_COPIED_BYTES}
     with torch.no_grad(), current(device):
-        found = ceilings.measure(str(dtype).removeprefix("torch."), device, CEILING_EFFORT, dtype=dtype, **sizes)
+        ceiling = ceilings.measure(str(dtype).removeprefix("torch."), device, CEILING_EFFORT, dtype=dtype, **sizes)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return replace(found, when="beside the calls")
+    return replace(ceiling, when="beside the calls")
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
@@ -289,15 +289,15 @@ def _device(args: Sequence[Any], device: torch.device | str | None) -> torch.dev
 def _known_device(device: torch.device | str, name: str = "device") -> torch.device:
     """The CPU or a GPU that is there."""
     try:
-        found = torch.device(device)
+        known = torch.device(device)
     except (RuntimeError, TypeError):
-        found = None
+        known = None
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    here = found is not None and (found.index or 0) < {"cpu": 1, "cuda": count}.get(found.type, 0)
-    if found is None or not here:
+    here = known is not None and (known.index or 0) < {"cpu": 1, "cuda": count}.get(known.type, 0)
+    if known is None or not here:
         accepted = "cpu" + (f", cuda, cuda:0 to cuda:{count - 1}" if count else " (PyTorch finds no GPU here)")
         raise ValueError(f"{name} must be one of this machine, got {str(device)!r}; accepted: {accepted}")
-    return _indexed(found)
+    return _indexed(known)
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -312,11 +312,11 @@ def _dtype(args: Sequence[Any]) -> torch.dtype:
 
 def _samples(calls: Sequence[Callable[[], object]], device: torch.device, effort: timing.Effort) -> list[list[float]]:
     """Milliseconds of each callable, which take turns."""
-    found: list[list[float]] = [[] for _ in calls]
+    samples: list[list[float]] = [[] for _ in calls]
     for number in range(effort.rounds):
         for index in rounds.order(len(calls), number):
-            found[index] += timing.sample_ms(calls[index], device, effort)
-    return found
+            samples[index] += timing.sample_ms(calls[index], device, effort)
+    return samples
 
 
 def _quartiles(ms: Sequence[float]) -> tuple[float, float]:

@@ -110,12 +110,12 @@ class Arguments:
 
     def double(self) -> tuple[Arguments, dict[str, Tensor]]:
         """The same call in float64, for the oracle, and its leaves."""
-        found = {name: x.detach().double().requires_grad_() for name, x in self.leaves().items()}
+        doubles = {name: x.detach().double().requires_grad_() for name, x in self.leaves().items()}
         key, operands = encode(None, self.score_mods)
-        operands.tensors = [found.get(f"dt{i}", x) for i, x in enumerate(operands.tensors)]
+        operands.tensors = [doubles.get(f"dt{i}", x) for i, x in enumerate(operands.tensors)]
         _, score_mods = restore(key, operands, torch.float64)
-        q, k, v = found["dq"], found["dk"], found["dv"]
-        return replace(self, q=q, k=k, v=v, sink=found.get("dsink"), score_mods=score_mods), found
+        q, k, v = doubles["dq"], doubles["dk"], doubles["dv"]
+        return replace(self, q=q, k=k, v=v, sink=doubles.get("dsink"), score_mods=score_mods), doubles
 
     @property
     def positional(self) -> tuple[Any, ...]:

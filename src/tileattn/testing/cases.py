@@ -224,16 +224,16 @@ def conformance_cases(selection: str = "quick") -> list[ConformanceCase]:
     """
     half, single, double = ("bf16", "fp16"), ("fp32",), ("fp64",)
     structures = _table(half) + _plain(half)
-    found = _cases_of(structures, 8 if selection == "full" else 2) + _extremes()
-    found += _cases_of(list(TILE_STRUCTURES), 8 if selection == "full" else 2)
-    found += _cases_of(list(PADDING_STRUCTURES), 8 if selection == "full" else 2)
-    found += _cases_of(_table(single), 1) + _cases_of(_plain(single, ("causal",)), 1)
-    found += _cases_of(_table(double)[::7], 1)
-    found += _fp8_cases(8 if selection == "full" else 2)
-    found = _with_smoke({case.id: case for case in found}.values())
+    cases = _cases_of(structures, 8 if selection == "full" else 2) + _extremes()
+    cases += _cases_of(list(TILE_STRUCTURES), 8 if selection == "full" else 2)
+    cases += _cases_of(list(PADDING_STRUCTURES), 8 if selection == "full" else 2)
+    cases += _cases_of(_table(single), 1) + _cases_of(_plain(single, ("causal",)), 1)
+    cases += _cases_of(_table(double)[::7], 1)
+    cases += _fp8_cases(8 if selection == "full" else 2)
+    cases = _with_smoke({case.id: case for case in cases}.values())
     if selection not in ("smoke", "quick", "full"):
         raise ValueError(f'selection must be "smoke", "quick" or "full", got {selection!r}')
-    return [case for case in found if case.smoke or selection != "smoke"]
+    return [case for case in cases if case.smoke or selection != "smoke"]
 
 
 def _with_smoke(cases: Iterable[ConformanceCase]) -> list[ConformanceCase]:

@@ -93,9 +93,9 @@ class _Sequence:
         self.forward = (*one.positional, dropout)
         self.backward = (*one.positional[:7], dropout)
 
-    def add(self, totals: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    def add(self, totals: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
         """Adds gradients of this sequence to those of the whole call."""
-        for name, gradient in found.items():
+        for name, gradient in gradients.items():
             place = self.places.get(name)
             part = totals[name] if place is None else totals[name][:, place]
             part += gradient

@@ -140,10 +140,10 @@ class _Output:
         flags = [self.got.isnan().any(), ill_posed, (_infinities(self.got) != infinite).any()]
         flags.append(self.misplaced().any() if self.nothing_in else torch.zeros_like(ill_posed))
         measure, rounding = self.measure()
-        found = [measure.errors(_finite(self.got), rounding)]
-        found += [measure.errors(_finite(run)) for run in self.eager]
+        errors_of_runs = [measure.errors(_finite(self.got), rounding)]
+        errors_of_runs += [measure.errors(_finite(run)) for run in self.eager]
         nothing = torch.zeros(2, dtype=torch.float64, device=self.got.device)
-        errors = [torch.stack([by_row.max(), whole]) if by_row.numel() else nothing for by_row, whole in found]
+        errors = [torch.stack([by_row.max(), whole]) if by_row.numel() else nothing for by_row, whole in errors_of_runs]
         return torch.cat([torch.stack(flags).double(), *errors])
 
     def measure(self) -> tuple[_RowMeasure | _LseMeasure, float]:
@@ -166,7 +166,7 @@ class _Output:
         return max(torch.finfo(dtype).eps for dtype in (self.got.dtype, self.call_dtype or self.got.dtype))
 
     def judge(self, numbers: Sequence[float]) -> None:
-        """The rule, on what `numbers` has found."""
+        """Asserts the rule on the values of `numbers`."""
         (is_nan, ill_posed, wrongly_infinite, misplaced), errors = numbers[:4], numbers[4:]
         got, name = self.got, self.name
         assert not is_nan, f"{name}: {_first(got.isnan())} of {got.numel()} values are NaN"
@@ -177,10 +177,10 @@ class _Output:
             f"not, or the reverse"
         )
         for place, what in enumerate(("worst row", "whole")):
-            found, *of_eager = errors[place::2]
+            of_got, *of_eager = errors[place::2]
             allowed = EAGER_FACTOR * max(of_eager) + self.band
-            assert found <= allowed, (
-                f"{name}: error {found:.3g} ({what}), allowed {allowed:.3g} "
+            assert of_got <= allowed, (
+                f"{name}: error {of_got:.3g} ({what}), allowed {allowed:.3g} "
                 f"= {EAGER_FACTOR:g} x {max(of_eager):.3g} (eager) + {self.band:.3g} (rounding)\n{self.worst()}"
             )
         assert not misplaced, f"{name}: {_first(self.misplaced())} values are not 0 in rows without {self.nothing_in}"

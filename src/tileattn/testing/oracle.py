@@ -71,8 +71,8 @@ def oracle_attention(
         and lse = -inf, or lse = sink.
     """
     descales = (q_descale, k_descale, v_descale)
-    found = _exactly(AttentionInputs(q, k, v, mask, score_mods, sink, scale, descales, dropout))
-    return found.o, found.lse
+    exact = _exactly(AttentionInputs(q, k, v, mask, score_mods, sink, scale, descales, dropout))
+    return exact.o, exact.lse
 
 
 def _exactly(inputs: AttentionInputs) -> Attended:
@@ -193,8 +193,8 @@ def eager_gradients(
     orders = (natural, shuffled, reverse, folded) if q.dtype == torch.float64 else (natural, shuffled)
     inputs = AttentionInputs(q, k, v, mask, score_mods, sink, scale, dropout=dropout)
     runs = [attend(inputs, q.dtype, order) for order in orders]
-    found = [gradients((run.o, run.lse), leaves, do, dlse) for run in runs]
-    return found + [_by_formula(x, y, leaves, do, dlse) for x, y in zip(runs, runs[1:] + runs[:1])]
+    runs_of_autograd = [gradients((run.o, run.lse), leaves, do, dlse) for run in runs]
+    return runs_of_autograd + [_by_formula(x, y, leaves, do, dlse) for x, y in zip(runs, runs[1:] + runs[:1])]
 
 
 def oracle_gradients(
@@ -237,8 +237,8 @@ def _sizes(
         ds = p * (dp + delta[..., None])
     squares = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
     for signs in random_signs((draws, *run.empty.shape, 1), do.device):
-        found = _by_parts(run, p, signs * ds, signs * do, leaves)
-        for name, gradient in found.items():
+        parts = _by_parts(run, p, signs * ds, signs * do, leaves)
+        for name, gradient in parts.items():
             squares[name] += gradient**2 / draws
     return {name: square.sqrt() for name, square in squares.items()}
 
@@ -283,7 +283,10 @@ def _by_parts(run: Attended, p: Tensor, ds: Tensor, do: Tensor, leaves: Mapping[
 def _by_autograd(ys: Sequence[Tensor], dys: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The gradients of the leaves, given those of ys, which may be of another dtype; the graph is kept."""
     dys = [dy.to(y.dtype) for y, dy in zip(ys, dys)]
-    found: Sequence[Tensor | None] = torch.autograd.grad(
+    gradients_of_leaves: Sequence[Tensor | None] = torch.autograd.grad(
         ys, list(leaves.values()), dys, allow_unused=True, retain_graph=True
     )
-    return {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in zip(leaves.items(), found)}
+    return {
+        name: torch.zeros_like(leaf) if grad is None else grad
+        for (name, leaf), grad in zip(leaves.items(), gradients_of_leaves)
+    }

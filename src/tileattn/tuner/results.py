@@ -141,11 +141,11 @@ def _load(path: Path) -> Devices:
     """
     try:
         # Before it is opened: a pipe would be waited for.
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise _UnusableError(path, "it is no regular file")
-        if found.st_size > MOST_BYTES:
-            raise _UnusableError(path, f"it has {found.st_size} bytes; the most that are read are {MOST_BYTES}")
+        if status.st_size > MOST_BYTES:
+            raise _UnusableError(path, f"it has {status.st_size} bytes; the most that are read are {MOST_BYTES}")
         content = path.read_bytes()
     except FileNotFoundError:
         return {}

@@ -26,8 +26,8 @@ class Report(Protocol):
 
 
 @dataclass
-class Found:
-    """What a search found.
+class SearchResult:
+    """The outcome of a search: the fastest configuration, and what was rejected.
 
     Attributes:
         best: the fastest configuration, which may be the default.
@@ -51,7 +51,7 @@ def search(
     report: Report,
     dtype: torch.dtype,
     gradients: bool = False,
-) -> Found:
+) -> SearchResult:
     """Compiles, checks and times the candidates of a call.
 
     Args:
@@ -111,4 +111,4 @@ def search(
     best = min(times, key=times.__getitem__)
     if times[space.default] <= KEEP_WITHIN * times[best]:
         best = space.default
-    return Found(best, times[best], times[space.default], len(runs), rejected)
+    return SearchResult(best, times[best], times[space.default], len(runs), rejected)

@@ -116,7 +116,7 @@ class Session:
         q = arguments[0].q  # of the inputs, which come first in both passes
         bar, began = self._bar(), time.monotonic()
         try:
-            found = search(
+            result = search(
                 space,
                 lambda prepared: flat(prepared(*arguments, **options)),
                 lambda run, calls: timing.time_calls(run, q.device, calls),
@@ -128,9 +128,9 @@ class Session:
             bar.end()
             timing.release()
         entry = results.Result(
-            written(found.best), found.ms, found.default_ms, found.measured, str(datetime.date.today()), versions()
+            written(result.best), result.ms, result.default_ms, result.measured, str(datetime.date.today()), versions()
         )
-        bar.found(found, time.monotonic() - began)  # first: where it cannot be kept, it is at least seen
+        bar.finished(result, time.monotonic() - began)  # first: where it cannot be kept, it is at least seen
         results.keep(arch, space.call, space.sizes, entry)
 
     def _bar(self) -> Any:
@@ -151,8 +151,8 @@ def written(config: Any) -> dict[str, Any]:
 
 def versions() -> str:
     """Of what a result was measured with."""
-    found = [f"torch {torch.__version__}"]
+    parts = [f"torch {torch.__version__}"]
     for package in ("tileattn", "tilelang"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{package} {importlib.metadata.version(package)}")
-    return ", ".join(found)
+            parts.append(f"{package} {importlib.metadata.version(package)}")
+    return ", ".join(parts)
