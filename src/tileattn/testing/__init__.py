@@ -1,4 +1,4 @@
-"""Testing: the tolerance rule, the oracle, dropout's pattern, and the cases that tests, tuner and benchmark share.
+"""Tools for tests: the tolerance rule, the oracle, dropout's mask, and the conformance cases.
 
 >>> arguments = (q, k, v, Causal(), (), None, None)
 >>> got = attention(q, k, v, causal=True, return_lse=True)

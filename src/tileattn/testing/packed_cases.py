@@ -1,4 +1,4 @@
-"""The conformance cases of packed sequences, in the form of the others (see `cases.py`)."""
+"""The conformance cases of packed sequences; `cases.py` has the dense ones."""
 
 from __future__ import annotations
 
