@@ -1,7 +1,7 @@
 """The command line `tileattn`: its commands, in the order in which `tileattn --help` lists them.
 
-What `bench`, `memory`, `tune`, `ladder` and `viz` take is in bench.py, tune.py, ladder_options.py and viz.py. What the
-commands do is in run_bench.py, run_tune.py, ladder.py, run_viz.py, run_demo.py and info.py. Everything slow is imported
+The options of `bench`, `memory`, `tune`, `ladder` and `viz` are in bench.py, tune.py, ladder_options.py and viz.py. The
+code of the commands is in run_bench.py, run_tune.py, ladder.py, run_viz.py, run_demo.py and info.py. Slow imports are
 inside the commands, so that `tileattn --help` answers at once.
 """
 

@@ -1,6 +1,6 @@
-"""`tileattn bench` and `tileattn memory`: what they take. What they do is in run_bench.py.
+"""The options of `tileattn bench` and `tileattn memory`; run_bench.py has their code.
 
-A command has more positional arguments than other functions: one for each option that typer is to read.
+A command has one positional argument for each option, because typer reads the options from its signature.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`tileattn ladder`: the rungs of `backend="mma"` one by one, with what each gains, FlashAttention-2 beside them.
+"""`tileattn ladder`: measures the rungs of `backend="mma"`, the gain of each, and FlashAttention-2 for comparison.
 
 The ladder's steps and their gains are in :mod:`tileattn.bench.climb`.
 """
@@ -37,7 +37,7 @@ ROUNDS = 3
 
 
 def climb(case: Case, iters: int, all_tiles: bool, json: Path | None, plot: Path | None, force: bool) -> int:
-    """Measures all steps on this machine's GPU, prints them, and writes what is asked for. Returns the exit code."""
+    """Measures all steps on this machine's GPU, prints them, and writes the requested files. Returns the exit code."""
     at_least_one("--iters", iters)
     if plot is not None:
         command.check_picture("--plot", plot, force)
@@ -58,7 +58,7 @@ def climb(case: Case, iters: int, all_tiles: bool, json: Path | None, plot: Path
 
 
 def _reserve(measured: Results, json: Path | None, plot: Path | None, force: bool) -> None:
-    """Before anything is measured: what is asked for can be written."""
+    """Checks before any measurement that the requested files can be written."""
     if plot is not None:
         command.check_writable("--plot", plot)
     if json is not None:
@@ -87,7 +87,7 @@ def _gpu() -> torch.device:
 
 
 def case_of(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool, dtype: str) -> Case:
-    """The case of the command line; refuses what no rung runs."""
+    """The case of the command line. Refuses cases that no rung runs."""
     for option, value in (("--B", batch), ("--H", heads), ("--N", seqlen)):
         at_least_one(option, value)
     if head_dim not in HEAD_DIMS + LARGE_HEAD_DIMS:
@@ -104,7 +104,7 @@ def _listed(values: Iterable[object]) -> str:
 
 
 def _compile(ladder: Sequence[Step], case: Case, device: torch.device) -> None:
-    """All kernels at once, so that nobody waits for them one by one; a failure shows where the kernel is measured."""
+    """Compiles all kernels in parallel. A failure is reported later, where the kernel is measured."""
     arch = device_arch(device)
     call = AttentionCall(DTYPES[case.dtype], case.head_dim, case.head_dim, arch=arch)
     kernels = [parse(step.backend.removeprefix(f"{NAME}:")).kernel(call) for step in ladder]
@@ -113,7 +113,7 @@ def _compile(ladder: Sequence[Step], case: Case, device: torch.device) -> None:
 
 
 def _first_values(implementations: Sequence[Implementation], given: problem.Problem) -> dict[str, list[float]]:
-    """The first two values of each output and its last, by implementation; not of those that fail."""
+    """The first two values and the last of each output, by implementation. Implementations that fail are left out."""
     values_of = {}
     for each in implementations:
         try:
@@ -150,7 +150,7 @@ def _measure(
 
 
 def render(measured: Results, ladder: Sequence[Step], first: dict[str, list[float]]) -> RenderableType:
-    """The table, and what is missing below it."""
+    """The table, with missing measurements below it."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=_title(measured), title_justify="left")
     table.add_column("step", no_wrap=True)
     for heading in ("first values, last", "ms", "TFLOPS", "gain", "× FA-2", "error"):

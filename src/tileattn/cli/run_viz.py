@@ -1,4 +1,4 @@
-"""What `tileattn viz` does, once the command line has been taken apart."""
+"""The code of `tileattn viz`, called with parsed options."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tiles(
     output: Path,
     force: bool,
 ) -> None:
-    """`tileattn viz tiles`."""
+    """The code of `tileattn viz tiles`."""
     check_picture("--output", output, force)
     for option, size in (
         ("--seqlen", seqlen),
@@ -85,7 +85,7 @@ def weights(
     output: Path,
     force: bool,
 ) -> None:
-    """`tileattn viz weights`."""
+    """The code of `tileattn viz weights`."""
     check_picture("--output", output, force)
     for option, size in (("--seqlen", seqlen), ("--seqlen-k", seqlen_k), ("--heads", heads), ("--head-dim", head_dim)):
         at_least_one(option, size)
@@ -100,7 +100,7 @@ def weights(
 def softmax(
     seqlen: int, block_n: int, row: int, head_dim: int, terms: VariantOptions, seed: int, output: Path, force: bool
 ) -> None:
-    """`tileattn viz softmax`."""
+    """The code of `tileattn viz softmax`."""
     check_picture("--output", output, force)
     for option, size in (("--seqlen", seqlen), ("--block-N", block_n), ("--head-dim", head_dim)):
         at_least_one(option, size)
@@ -114,14 +114,14 @@ def softmax(
 
 
 def lengths(result: Path, variant: str | None, output: Path, force: bool) -> None:
-    """`tileattn viz lengths`."""
+    """The code of `tileattn viz lengths`."""
     if variant not in (None, "full", "causal"):
         raise refuse("--variant", f"{variant!r} is not drawn by length; accepted: full, causal")
     _of_results(result, lambda measured: draw_lengths(measured, variant), output, force)
 
 
 def dashboard(result: Path, output: Path, force: bool) -> None:
-    """`tileattn viz dashboard`."""
+    """The code of `tileattn viz dashboard`."""
     _of_results(result, draw_dashboard, output, force)
 
 
@@ -133,7 +133,7 @@ def _of_results(result: Path, draw: Callable[[results.Results], Figure], output:
 
 
 def _problem(name: str, seqlen: int, seqlen_k: int, heads: int, head_dim: int, seed: int) -> Problem:
-    """Random tensors, float32 on the CPU, and those of the variant."""
+    """The tensors of the case, random, in float32 on the CPU."""
     case = replace(square(1, seqlen, heads, head_dim, name, "fp32"), seqlen_k=seqlen_k)
     try:
         return problem.build(case, torch.device("cpu"), seed)
@@ -147,7 +147,7 @@ def _variant(given: Problem) -> dict[str, Any]:
 
 @contextmanager
 def _refused(option: str) -> Iterator[None]:
-    """An argument that viz refuses is an option that the command line refuses."""
+    """Turns an argument that viz refuses into a refused option."""
     try:
         yield
     except ValueError as error:
