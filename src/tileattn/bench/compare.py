@@ -1,4 +1,4 @@
-"""tileattn beside its baselines: against each of them, and against the best of each case."""
+"""The speed of tileattn relative to each baseline, and to the best baseline of each case."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHORT = 2048
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many times faster tileattn is than a baseline, over the `cases` cases that both ran."""
+    """The speed of tileattn relative to one baseline, over the `cases` cases that both ran."""
 
     baseline: str
     cases: int
@@ -27,7 +27,7 @@ class Comparison:
 
 
 def compare(results: Results) -> list[Comparison]:
-    """tileattn against each baseline, over the cases that both ran."""
+    """The comparison with each baseline, over the cases that both ran."""
     own = own_ms(results)
     comparisons = []
     for baseline in results.backends():
@@ -45,7 +45,7 @@ def _comparison(baseline: str, ratios: dict[str, float]) -> Comparison:
 
 @dataclass(frozen=True)
 class Standing:
-    """tileattn against the best baseline of each row.
+    """The comparison of tileattn with the best baseline of each row.
 
     rows: Number of rows that have a baseline.
     at_or_ahead: Number of these in which no baseline is faster.
@@ -60,12 +60,12 @@ class Standing:
 
     @property
     def ties(self) -> int:
-        """How many of the rows behind are so by less than the noise."""
+        """Number of rows that are behind by less than the noise."""
         return sum(ratio > 1 - NOISE for _, ratio in self.behind)
 
 
 def standings(results: Results) -> dict[str, Standing]:
-    """By length of the keys: "2048 tokens and more", "under 2048 tokens", and "all" where there are both."""
+    """The standings by seqlen_k: "2048 tokens and more", "under 2048 tokens", and "all" where there are both."""
     long = _standing(results, lambda row: row.seqlen_k >= SHORT)
     short = _standing(results, lambda row: row.seqlen_k < SHORT)
     every = _standing(results, lambda row: True) if long and short else None
@@ -93,7 +93,7 @@ def own_ms(results: Results) -> dict[str, float]:
 def best_baseline_ms(results: Results, case: str) -> float | None:
     """Milliseconds of the fastest baseline of a case; None without one.
 
-    Other ways to run tileattn count as baselines only where nobody else ran.
+    Other ways to run tileattn count as baselines only where no other implementation ran.
     """
     others = [row for row in results.rows if row.case == case and row.backend != OWN]
     baselines = [row for row in others if not is_own(row.backend)]
@@ -101,5 +101,5 @@ def best_baseline_ms(results: Results, case: str) -> float | None:
 
 
 def geometric_mean(values: list[float]) -> float:
-    """Of positive numbers, at least one."""
+    """The geometric mean of one or more positive numbers."""
     return exp(sum(map(log, values)) / len(values))

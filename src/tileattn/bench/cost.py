@@ -1,4 +1,4 @@
-"""What a mask or a score modification costs: its time beside what its visible tiles cost without it.
+"""The cost of a mask or score modification: its time relative to that of its visible tiles without it.
 
 That cost is taken from our own plain kernel at the same shape in the same run:
 
@@ -45,7 +45,7 @@ class Cost:
 
 
 def costs(results: Results) -> list[Cost]:
-    """Of all dense cases with a mask (but causal) or a modification whose plain kernel was measured in the same run."""
+    """The costs of dense cases with a mask (except causal) or a modification, if the run has the plain kernel."""
     times = own_ms(results)
     ceiling = overall(results.ceilings)
     cases = [row.as_case() for row in results.rows if row.backend == OWN]
@@ -66,7 +66,7 @@ def costs(results: Results) -> list[Cost]:
 
 
 def _tiles_ms(case: Case, times: dict[str, float]) -> tuple[float, str] | None:
-    """What the tiles that the case's mask lets through cost in the plain kernel; None if that was not measured."""
+    """The time of the visible tiles in the plain kernel, and how it came about; None if that was not measured."""
     mask = case.terms.mask.name
     if mask == "causal":
         ms = times.get(replace(case, variant="causal").name)
@@ -96,7 +96,7 @@ def _all_tiles(case: Case) -> int:
 
 
 def _times_moved(case: Case, direction: str) -> int:
-    """How often a bias is read, and its gradient written."""
+    """How often a pass reads a bias and writes its gradient."""
     return {"fwd": 1, "bwd": 1, "fwdbwd": 2}[direction] + (case.terms.dbias and direction != "fwd")
 
 

@@ -1,4 +1,4 @@
-"""A run's results as tables for the terminal."""
+"""The results of a run as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DASH = "—"
 
 
 def render(results: Results) -> RenderableType:
-    """Everything to be said of a run: measurements, what is missing and why, and the summary."""
+    """The full report of a run: measurements, missing ones with reasons, and the summary."""
     parts: list[RenderableType] = [Text(_title(results), style="bold"), measurements(results)]
     parts += [Text.assemble((f"{DASH} refused: ", "yellow"), line) for line in grouped(results.refused)]
     parts += [Text.assemble(("✗ failed: ", "bold red"), line) for line in grouped(results.failed)]
@@ -39,12 +39,12 @@ def render(results: Results) -> RenderableType:
 
 
 def ceiling_text(ceiling: Ceiling) -> str:
-    """Both ceilings in words."""
+    """The ceilings as text."""
     return f"ceilings: cuBLAS bf16 {ceiling.matmul_tflops:.0f} TFLOPS, copy {ceiling.copy_tbps:.2f} TB/s"
 
 
 def measurements(results: Results) -> Table:
-    """A heading per case, and a line per backend under it; narrow enough for a terminal of 80 columns."""
+    """The table of measurements: a heading per case, and a line per backend; fits 80 columns."""
     table = _table()
     table.add_column("case (batch,seqlen,heads)", no_wrap=True)
     for heading in ("ms", "TFLOPS", "speed", "error", "memory"):
@@ -90,7 +90,7 @@ def _cells(row: Row, best_baseline_ms: float | None) -> tuple[str, ...]:
 
 
 def _blank(results: Results, case: str, backend: str) -> tuple[str, ...] | None:
-    """Dashes for a refusal, "failed" for a failure, nothing for what was not asked for."""
+    """The cells of a missing row: dashes for a refusal, "failed" for a failure, else nothing."""
     if any((entry.case, entry.backend) == (case, backend) for entry in results.failed):
         return ("[red]failed[/red]", DASH, DASH, DASH, DASH)
     if any((entry.case, entry.backend) == (case, backend) for entry in results.refused):
@@ -107,7 +107,7 @@ def _tflops(tflops: float) -> str:
 
 
 def grouped(missing: Sequence[Missing]) -> list[str]:
-    """One line per backend and reason, naming its cases."""
+    """One line per backend and reason, with the names of its cases."""
     groups: dict[tuple[str, str], list[str]] = {}
     for entry in missing:
         groups.setdefault((entry.backend, entry.reason), []).append(entry.case)
@@ -142,7 +142,7 @@ def _standings(named: Mapping[str, Standing]) -> Table:
 
 
 def behind_lines(named: Mapping[str, Standing]) -> list[str]:
-    """For each group but "all", its rows that are behind the best baseline, the worst first."""
+    """The rows behind the best baseline, the slowest first, for each group except "all"."""
     lines = []
     for name, standing in named.items():
         if name == "all" or not standing.behind:

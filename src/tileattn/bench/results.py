@@ -35,13 +35,16 @@ SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "head
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation's measurement of one case; the fields are the keys of a JSON row, no more and no fewer.
+    """The measurement of one implementation on one case; its fields are exactly the keys of a JSON row.
 
-    direction: a key of `cases.DIRECTIONS`. ms: median milliseconds of a call. tflops: the case's FLOPs (`Case.flops`)
-    over that time. error: largest relative error of a checked row, of o (`Oracle.error`) or the gradients
-    (`GradientOracle.error`). peak_bytes: allocated at most beyond the inputs (`memory.peak_bytes`), the forward pass
-    included, and what was built ahead. gpu: the device's name, a CPU's too. date: UTC, ISO 8601. packing: a name of
-    `cases.PACKINGS`; older files lack it.
+    direction: A key of `cases.DIRECTIONS`.
+    ms: Median milliseconds of a call.
+    tflops: The case's FLOPs (`Case.flops`) over that time.
+    error: Largest relative error of a checked row, of o (`Oracle.error`) or the gradients (`GradientOracle.error`).
+    peak_bytes: Peak memory beyond the inputs (`memory.peak_bytes`), with the forward pass and `Prepared.held_bytes`.
+    gpu: Name of the device, also of a CPU.
+    date: UTC, ISO 8601.
+    packing: A name of `cases.PACKINGS`; older files lack it.
     """
 
     suite: str
@@ -75,7 +78,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Missing:
-    """A measurement that is not there, and why: refused by the implementation, or failed while it ran."""
+    """A missing measurement and its reason: the implementation refused the case, or failed."""
 
     case: str
     backend: str
@@ -86,9 +89,8 @@ class Missing:
 class Results:
     """One run of the benchmark. `device` is "cuda" or "cpu"; `implementation` is the backend inside tileattn.
 
-    direction: of all rows, a key of `cases.DIRECTIONS`; older files lack it and are of the forward pass.
-
-    ceilings: what the GPU reached before the first case and after the last; empty on a CPU and in older files.
+    direction: The direction of all rows, a key of `cases.DIRECTIONS`; older files lack it and are of the forward pass.
+    ceilings: The GPU's ceilings before the first case and after the last; empty on a CPU and in older files.
     """
 
     device: str
@@ -136,17 +138,16 @@ def begin(device: torch.device, commit: str | None, command: str, direction: str
 
 
 def save(results: Results, path: Path) -> None:
-    """Write the file whole or not at all: a run that is killed leaves the last complete one."""
+    """Writes the file atomically, so that a killed run leaves the last complete one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(json.dumps({"format": FORMAT, **asdict(results)}, indent=1) + "\n")
     draft.replace(path)
 
 
 def load(path: Path) -> Results:
-    """Read a result file; `ValueError` says what is wrong with a file that is none.
+    """Reads a result file; raises `ValueError` if the file is not one.
 
-    Rows whose error is not finite are not among `rows`, but among `failed`, where a run of ours has them; a warning
-    names them.
+    Rows with an error that is not finite are moved from `rows` to `failed`, with a warning.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -169,7 +170,7 @@ def load(path: Path) -> Results:
 
 
 def _move_overflowed(results: Results, path: Path) -> None:
-    """A speed at which no numbers came out is compared with none."""
+    """Moves rows without a finite error to `failed`: their speed means nothing."""
     overflowed = [row for row in results.rows if not math.isfinite(row.error)]
     if not overflowed:
         return
@@ -180,7 +181,7 @@ def _move_overflowed(results: Results, path: Path) -> None:
 
 
 def _made(kind: Any, given: Any, where: str) -> Any:
-    """A dataclass of an object's keys and values; `ValueError` says which is missing, unknown or of another type."""
+    """A dataclass from a JSON object; `ValueError` names a key that is missing, unknown or of another type."""
     if not isinstance(given, dict):
         raise ValueError(f"{where} is {reprlib.repr(given)}, not an object")
     # Defaults are for those who begin results, and for keys that older files lack.
@@ -204,7 +205,7 @@ def _is_needed(kind: Any, each: Field[Any]) -> bool:
 
 
 def _is_a(value: Any, wanted: Any) -> bool:
-    """Whether a value of JSON is of an annotated type; what lists and dicts hold is not looked at."""
+    """Whether a JSON value has an annotated type; elements of lists and dicts are not checked."""
     if isinstance(wanted, UnionType):
         return any(_is_a(value, each) for each in wanted.__args__)
     if wanted in (int, float):
@@ -213,7 +214,7 @@ def _is_a(value: Any, wanted: Any) -> bool:
 
 
 def _check_values(results: Results) -> None:
-    """What tables and pictures look up, divide by, or draw."""
+    """Checks the values that tables and pictures look up, divide by, or draw."""
     for i, row in enumerate(results.rows):
         where = f"rows[{i}]"
         _check_bounds(where, row, ("ms",), MILLISECONDS, "no time")

@@ -1,4 +1,4 @@
-"""`tileattn warmup`: which kernels to compile into the cache ahead of the first call."""
+"""The kernels that `tileattn warmup` compiles into the cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def calls(
 ) -> list[AttentionCall]:
     """All combinations of (head_dim, head_dim_v), variant names and dtype names (`cases.DTYPES`).
 
-    Each twice: kernels that return lse are others than those that do not.
+    Each occurs twice: with and without lse, which are different kernels.
     """
     return [
         AttentionCall(
@@ -43,7 +43,7 @@ def calls(
 def backward_calls(
     head_dims: Sequence[tuple[int, int]], variants: Sequence[str], dtypes: Sequence[str], arch: str
 ) -> list[BackwardCall]:
-    """The backward passes of the same: for the gradients of q, k and v, of a sink, and of a bias with "dbias"."""
+    """The backward passes of the same: the gradients of q, k and v, of a sink, and of a bias with "dbias"."""
     wanted = []
     for variant in variants:
         q, k, v, _, *tensors = needs(_small(variant))
