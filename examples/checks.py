@@ -1,4 +1,4 @@
-"""What an example checks before it trains: with one line instead of a traceback, and before a long run is lost."""
+"""Checks of the examples' options. A wrong option gives a one-line error before training starts, not a traceback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_device(name: str) -> None:
-    """Raises unless a tensor can be made, and read, on the device of this name."""
+    """Raises unless a tensor can be created and read on the device of this name."""
     try:
         torch.zeros(1, device=name).item()
     except (AssertionError, ImportError, RuntimeError) as error:  # AssertionError: a PyTorch without CUDA
@@ -28,7 +28,7 @@ def check_rate(rate: float) -> None:
 
 
 def check_picture(path: Path) -> None:
-    """Raises unless a picture can be drawn and written to `path`; makes the folder."""
+    """Raises unless a picture can be drawn and written to `path`; creates the folder."""
     if path.suffix not in PICTURES:
         raise BadParameter(f"--out must end in {', '.join(PICTURES)}, got {path}")
     check_writable("--out", path)
@@ -39,7 +39,7 @@ def check_picture(path: Path) -> None:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raises unless a file can be written to `path`; makes the folder."""
+    """Raises unless a file can be written to `path`; creates the folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,6 +1,7 @@
-"""A small encoder, as one finds it in code that uses flash-attn: it knows nothing of tileattn.
+"""A small encoder that uses flash-attn, as an example of existing code. It does not mention tileattn.
 
-Sequences of different lengths come padded, are packed, go through the layers without padding, and are padded again.
+The input is a padded batch of sequences of different lengths. The encoder packs it, runs the layers without padding,
+and pads the output again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Tokens (batch, seqlen) and a mask of those that are there -> logits (batch, seqlen, classes)."""
+    """Maps tokens (batch, seqlen) and a mask, False for padding, to logits (batch, seqlen, classes)."""
 
     def __init__(self, tokens: int, classes: int, dim: int = 64, heads: int = 4, layers: int = 2) -> None:
         super().__init__()

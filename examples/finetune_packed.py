@@ -1,16 +1,15 @@
-"""Fine-tunes a causal language model of transformers on passages of Shakespeare's sonnets, packed: without padding.
+"""Fine-tunes a causal language model of transformers on packed passages of Shakespeare's sonnets, without padding.
 
     python examples/finetune_packed.py                          # a tiny Llama with random weights; half a CPU minute
-    python examples/finetune_packed.py --compare                # and once more, padded, through PyTorch's attention
+    python examples/finetune_packed.py --compare                # also trains on padded batches with PyTorch's attention
     python examples/finetune_packed.py --model ~/models/llama --device cuda --steps 200
 
-Passages have one to fourteen lines. A step takes some of them, one behind the other in one row, and tells the model
-where each begins (`cu_seq_lens`): tileattn computes attention within each, and nothing between them. Losses and
-gradients are those of a padded batch. All that makes the model use tileattn is `register()` and
-`attn_implementation="tileattn"`.
+Passages have one to fourteen lines. A step puts several passages into one row, one after another, and passes their
+boundaries to the model (`cu_seq_lens`): each passage attends only to itself. Losses and gradients equal those of a
+padded batch. Two things make the model use tileattn: `register()` and `attn_implementation="tileattn"`.
 
-On a GPU the model computes in bfloat16 (autocast), and the first step of the first run may take a minute: it compiles
-five kernels, one after another, which are kept on disk.
+On a GPU the model computes in bfloat16 (autocast). The first step of the first run may take a minute: it compiles five
+kernels, one after another, and caches them on disk.
 
 It needs transformers and matplotlib: `pip install "tileattn[transformers,plot]"`.
 """
@@ -42,7 +41,7 @@ console = Console()
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a run depends on, but for how sequences are batched."""
+    """The settings of a run, except how sequences are batched."""
 
     steps: int = 60
     batch: int = 8
@@ -57,14 +56,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Language:
-    """How a text becomes tokens, and back."""
+    """The conversion of text to tokens and back."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
 
 
 def tiny(text: str) -> tuple[nn.Module, Language]:
-    """A Llama of 0.6 million random parameters, whose tokens are the characters of the text."""
+    """A Llama with 0.6 million random parameters. Its tokens are the characters of the text."""
     characters = sorted(set(text))
     ids = {character: i for i, character in enumerate(characters)}
     config = transformers.LlamaConfig(
@@ -83,20 +82,20 @@ def pretrained(folder: Path) -> tuple[nn.Module, Language]:
 
 
 def passages(text: str, language: Language, settings: Settings) -> list[list[int]]:
-    """The tokens of some lines each: the sonnets, cut at random between their lines."""
+    """The tokens of each passage: the sonnets, split at random between lines."""
     generator = torch.Generator().manual_seed(settings.seed)
-    found = []
+    sequences = []
     for sonnet in re.split(r"^[IVXLC]+$", text, flags=re.M)[1:]:
         lines = sonnet.strip().splitlines(keepends=True)
         while lines:
             count = int(torch.randint(1, 15, (), generator=generator))
-            found.append(language.encode("".join(lines[:count]))[: settings.longest])
+            sequences.append(language.encode("".join(lines[:count]))[: settings.longest])
             lines = lines[count:]
-    return found
+    return sequences
 
 
 def chosen(sequences: list[list[int]], settings: Settings) -> Iterator[list[list[int]]]:
-    """The sequences of one step after another, without end."""
+    """Yields the sequences of each step, endlessly."""
     generator = torch.Generator().manual_seed(settings.seed)
     while True:
         order = torch.randperm(len(sequences), generator=generator).tolist()
@@ -108,17 +107,17 @@ def chosen(sequences: list[list[int]], settings: Settings) -> Iterator[list[list
 
 
 def packed(sequences: list[list[int]]) -> dict[str, Any]:
-    """One row of all tokens, (1, total); where each sequence begins, and how long the longest is."""
+    """A packed batch: one row of all tokens, (1, total), cu_seq_lens and the longest length."""
     collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     return dict(collate([{"input_ids": sequence} for sequence in sequences]))
 
 
 def padded(sequences: list[list[int]]) -> dict[str, Any]:
-    """A row for each sequence, (batch, longest), and a mask that says what is padding."""
+    """A padded batch: one row per sequence, (batch, longest), and a mask that is 0 for padding."""
     longest = max(map(len, sequences))
     ids = torch.tensor([sequence + [0] * (longest - len(sequence)) for sequence in sequences])
-    seen = torch.tensor([[1] * len(sequence) + [0] * (longest - len(sequence)) for sequence in sequences])
-    return {"input_ids": ids, "attention_mask": seen, "labels": ids.masked_fill(seen == 0, -100)}
+    mask = torch.tensor([[1] * len(sequence) + [0] * (longest - len(sequence)) for sequence in sequences])
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
 WAYS: dict[str, tuple[Callable[[list[list[int]]], dict[str, Any]], str]] = {
@@ -131,12 +130,12 @@ WAYS: dict[str, tuple[Callable[[list[list[int]]], dict[str, Any]], str]] = {
 
 
 def precision(device: torch.device) -> torch.autocast:
-    """What models compute in: bfloat16 on a GPU, which tileattn's kernels are for, and float32 on a CPU."""
+    """The dtype of the computation: bfloat16 on a GPU, since tileattn's GPU kernels need 16 bits; float32 on a CPU."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
 
 
 def train(model: Any, sequences: list[list[int]], settings: Settings, way: str) -> list[float]:
-    """The loss of every step, in nats per token."""
+    """Trains the model; returns the loss of every step, in nats per token."""
     collate, attention = WAYS[way]
     model.set_attn_implementation(attention)
     model.train()
@@ -174,19 +173,19 @@ def train(model: Any, sequences: list[list[int]], settings: Settings, way: str) 
 
 @torch.no_grad()
 def written(model: Any, language: Language, settings: Settings, count: int) -> str:
-    """What the model writes behind the prompt, from a cache of keys and values."""
+    """The prompt and `count` tokens that the model generates after it, with a KV cache."""
     model.eval()
     model.set_attn_implementation("tileattn")
     torch.manual_seed(settings.seed)
     prompt = torch.tensor([language.encode(PROMPT)], device=settings.device)
     options = {"max_new_tokens": count, "do_sample": True, "temperature": 0.8, "pad_token_id": 0}
     with precision(prompt.device):
-        found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-    return language.decode(found[0].tolist())
+        tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    return language.decode(tokens[0].tolist())
 
 
 def draw(curves: dict[str, list[float]], path: Path) -> None:
-    """The losses over the steps."""
+    """Draws the losses over the steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""A small GPT whose attention is chosen by name: tileattn's or PyTorch's. `train_gpt.py` trains it."""
+"""A small GPT with a choice of attention implementations, tileattn's or PyTorch's. `train_gpt.py` trains it."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, kernel: SDPBackend | None = None) -> Tensor:
-    """PyTorch's own, which wants heads before seqlen; any of its kernels, or the one that is named."""
+    """PyTorch's attention, which takes (batch, heads, seqlen, head_dim), by the given kernel or PyTorch's choice."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with nullcontext() if kernel is None else sdpa_kernel(kernel):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 class Backend(str, Enum):
-    """Which attention the model computes with."""
+    """The attention implementation of the model."""
 
     tileattn = "tileattn"  # the first of tileattn's backends that accepts the call
-    tilelang = "tilelang"  # its GPU kernels, or an error
-    torch = "torch"  # its PyTorch operations
+    tilelang = "tilelang"  # tileattn's TileLang kernels; an error if they refuse the call
+    torch = "torch"  # tileattn's PyTorch operations
     sdpa = "sdpa"  # PyTorch's attention
-    fa2 = "fa2"  # ... with FlashAttention-2, on a GPU
-    cudnn = "cudnn"  # ... with cuDNN, on a GPU
+    fa2 = "fa2"  # PyTorch's attention with FlashAttention-2, on a GPU
+    cudnn = "cudnn"  # PyTorch's attention with cuDNN, on a GPU
 
 
 ATTEND: dict[Backend, Attend] = {
@@ -52,10 +52,10 @@ ATTEND: dict[Backend, Attend] = {
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Queries or keys (batch, seqlen, heads, head_dim) turned by their position, pair by pair of their elements.
+    """Rotary position embedding: rotates pairs of elements of queries or keys by angles of their position.
 
-    A score then depends on how far apart query and key are: rotary position embedding, Su et al. 2021 (arXiv
-    2104.09864). It is what lets a model as small as this one learn words within a minute.
+    x: (batch, seqlen, heads, head_dim). A score then depends on the distance between query and key. This lets even a
+    small model learn words within a minute. Source: Su et al. 2021 (arXiv 2104.09864).
     """
     seqlen, head_dim = x.shape[1], x.shape[3]
     frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, device=x.device) / head_dim)
@@ -76,14 +76,14 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seqlen, dim) to the same."""
+        """Maps (batch, seqlen, dim) to the same shape."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(dim=2)
         x = x + self.proj(self.attend(rotated(q), rotated(k), v).flatten(2))
         return x + self.mlp(self.norm2(x))
 
 
 class GPT(nn.Module):
-    """Tokens (batch, seqlen) to logits of the token that follows each, (batch, seqlen, vocabulary)."""
+    """Maps tokens (batch, seqlen) to logits of each next token, (batch, seqlen, vocabulary)."""
 
     def __init__(self, vocabulary: int, seqlen: int, layers: int, heads: int, dim: int, attend: Attend) -> None:
         super().__init__()
@@ -93,18 +93,18 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                # 2 * layers terms are added to the residual stream: smaller ones, so that their sum keeps its size.
+                # 2 * layers terms are added to the residual stream; smaller weights keep the sum's variance constant.
                 into_residual = name.endswith(("proj.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * layers) if into_residual else 1))
-        self.head.weight = self.token.weight  # tied: one matrix reads tokens and scores them
+        self.head.weight = self.token.weight  # tied weights: one matrix embeds tokens and computes logits
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens are int64; the model is trained on `seqlen` of them."""
+        """Logits of each next token. tokens: (batch, seqlen), int64; training uses the model's `seqlen`."""
         return self.head(self.norm(self.blocks(self.token(tokens))))
 
     @torch.no_grad()
     def continued(self, tokens: Tensor, count: int, generator: torch.Generator, temperature: float = 0.7) -> Tensor:
-        """The tokens (1, n) and `count` more, each drawn from what the model expects after the last `seqlen`."""
+        """The tokens (1, n) followed by `count` tokens, each sampled from the model's prediction."""
         for _ in range(count):
             logits = self(tokens[:, -self.seqlen :])[:, -1].float().cpu()
             drawn = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)

@@ -1,9 +1,10 @@
-"""Existing flash-attn code on tileattn, in two lines: those under `main`'s first comment.
+"""Runs existing flash-attn code on tileattn with two extra lines: those under `main`'s first comment.
 
     python examples/replace_flash_attn.py
 
-`encoder.py` is the existing code. It learns to say of each token whether it occurs a second time in its sequence, which
-takes attention, in less than ten seconds of a CPU core, half of them imports; `--device cuda` trains it in bfloat16.
+`encoder.py` is the existing code. The encoder learns to tell for each token whether it occurs again in its sequence,
+which needs attention. Training takes less than ten seconds on one CPU core, half of it imports. `--device cuda` trains
+in bfloat16.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ TOKENS = 12
 
 
 def batch_of(sequences: int, seqlen: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens (sequences, seqlen), which of them are there (lengths differ), and which occur again in their sequence."""
+    """A random batch: tokens (sequences, seqlen), a mask that is False for padding, and which tokens occur again."""
     tokens = torch.randint(TOKENS, (sequences, seqlen), generator=generator)
     lengths = torch.randint(2, seqlen + 1, (sequences, 1), generator=generator)
     mask = torch.arange(seqlen) < lengths
@@ -33,7 +34,7 @@ def main(
     seqlen: Annotated[int, typer.Option(help="length of the longest")] = 12,
 ) -> None:
     """Train the encoder on tileattn's attention."""
-    # These two lines, before anything imports flash_attn:
+    # Run these two lines before anything imports flash_attn:
     import tileattn.compat.flash_attn
 
     tileattn.compat.flash_attn.install()
@@ -44,7 +45,7 @@ def main(
     generator = torch.Generator().manual_seed(0)
     model = Encoder(TOKENS, 2).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    # flash-attn's functions take 16 bits only on a GPU, and so do these
+    # On a GPU, flash-attn's functions accept only 16-bit dtypes; tileattn's replacements do the same.
     autocast = torch.autocast(device, torch.bfloat16, enabled=device != "cpu")
     for step in range(steps):
         tokens, mask, target = (x.to(device) for x in batch_of(sequences, seqlen, generator))
@@ -62,5 +63,5 @@ def main(
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # tensors as small as these take longer on several
+    torch.set_num_threads(1)  # these tensors are so small that more threads are slower
     typer.run(main)

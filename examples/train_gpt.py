@@ -1,7 +1,7 @@
 """Trains a small GPT (gpt.py) on Shakespeare's sonnets, character by character, with tileattn's attention.
 
     python examples/train_gpt.py                       # about a minute on two cores; draws train_gpt.png
-    python examples/train_gpt.py --compare             # and once more through PyTorch's attention, in one picture
+    python examples/train_gpt.py --compare             # also trains with PyTorch's attention, for one picture
     python examples/train_gpt.py --device cuda --compile
     python examples/train_gpt.py --device cuda --benchmark --seqlen 8192 --dim 1024 --heads 8
 
@@ -43,7 +43,7 @@ console = Console()
 
 
 class Dtype(str, Enum):
-    """Of the matrix products; parameters and their updates are float32."""
+    """The dtype of matrix products; parameters and optimizer updates are float32."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -51,7 +51,7 @@ class Dtype(str, Enum):
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a run depends on, but for the attention."""
+    """The settings of a run, except the attention."""
 
     steps: int = 600
     seqlen: int = 128
@@ -70,7 +70,7 @@ class Settings:
 
 
 class Text:
-    """A text as token ids, one for each different character; its last tenth is held out."""
+    """A text as token ids, one per distinct character; the last tenth is held out for validation."""
 
     def __init__(self, text: str) -> None:
         self.characters = sorted(set(text))
@@ -85,7 +85,7 @@ class Text:
         return "".join(self.characters[i] for i in tokens.tolist())
 
     def batch(self, settings: Settings, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Random pieces of the text, (batch, seqlen), and the same one character later: what is to be predicted."""
+        """Random pieces of the text, (batch, seqlen), and their targets: the same pieces, shifted by one character."""
         starts = torch.randint(len(self.train) - settings.seqlen, (settings.batch, 1), generator=generator)
         pieces = self.train[starts + torch.arange(settings.seqlen + 1)].to(settings.device)
         return pieces[:, :-1], pieces[:, 1:]
@@ -95,7 +95,7 @@ class Text:
 
 
 def check_attention(backend: Backend, settings: Settings) -> None:
-    """Raises unless this attention computes what the model will ask of it: it may be for other devices, or dtypes."""
+    """Raises unless this attention supports the model's shape, dtype and device."""
     shape = (settings.batch, settings.seqlen, settings.heads, settings.dim // settings.heads)
     dtype = getattr(torch, settings.dtype.value)
     q = torch.zeros(shape, dtype=dtype, device=settings.device, requires_grad=True)
@@ -115,12 +115,12 @@ class Training:
         self.model = GPT(vocabulary, *shape, ATTEND[backend]).to(settings.device)
         self.compiled = torch.compile(self.model) if settings.compile else self.model
         matrices = [p for p in self.model.parameters() if p.ndim == 2]
-        vectors = [p for p in self.model.parameters() if p.ndim < 2]  # of norms, and biases: they should not decay
+        vectors = [p for p in self.model.parameters() if p.ndim < 2]  # biases and norms: without weight decay
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95))
 
     def autocast(self) -> torch.autocast:
-        """Products in the dtype that was asked for."""
+        """The context in which matrix products have the chosen dtype."""
         dtype = getattr(torch, self.settings.dtype.value)
         return torch.autocast(torch.device(self.settings.device).type, dtype=dtype, enabled=dtype != torch.float32)
 
@@ -142,7 +142,7 @@ class Training:
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """Up linearly over the first tenth of the steps, then down to a tenth along a cosine."""
+    """The learning rate: linear warm-up over the first tenth of the steps, then cosine decay to a tenth."""
     warmup = max(1, settings.steps // 10)
     if step < warmup:
         return settings.rate * (step + 1) / warmup
@@ -151,7 +151,7 @@ def learning_rate(step: int, settings: Settings) -> float:
 
 @dataclass(frozen=True)
 class Losses:
-    """Of one training: after every step on what it trained on, at its end on the text that was held out."""
+    """The losses of one training: after every step on the training batch, and at the end on the held-out text."""
 
     attention: str
     losses: list[float]
@@ -159,7 +159,7 @@ class Losses:
 
 
 def train(text: Text, settings: Settings, backend: Backend) -> tuple[Training, Losses]:
-    """The trained model, and its losses."""
+    """Trains a model; returns it and its losses."""
     training, losses = Training(len(text.characters), settings, backend), []
     generator = torch.Generator().manual_seed(settings.seed)  # all backends see the same pieces of the text
     with Progress(*Progress.get_default_columns(), "{task.fields[note]}", console=console) as progress:
@@ -180,12 +180,12 @@ def train(text: Text, settings: Settings, backend: Backend) -> tuple[Training, L
 
 
 def draw(curves: list[Losses], path: Path) -> None:
-    """A picture of the losses; its suffix chooses the format."""
+    """Writes a picture of the losses; the path's suffix chooses the format."""
     figure(curves).savefig(path, dpi=150)
 
 
 def figure(curves: list[Losses]) -> Figure:
-    """The losses over the steps; below, if there are two curves, how far they are apart."""
+    """Draws the losses over the steps and, for two curves, their difference below."""
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(8, 4.5 if len(curves) == 1 else 6), layout="constrained")
@@ -215,7 +215,7 @@ def differences(a: list[float], b: list[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of training with one attention: the median of the rounds."""
+    """The speed of training with one attention: the median of the rounds."""
 
     attention: str
     ms_per_step: float
@@ -223,7 +223,7 @@ class Speed:
 
 
 def benchmark(text: Text, settings: Settings, backends: list[Backend], rounds: int = 5, steps: int = 4) -> list[Speed]:
-    """Training speed of several attentions in one process, in turns."""
+    """Measures the training speed of several attentions in one process, in alternating rounds."""
     on_gpu = settings.device.startswith("cuda")
     tokens, targets = text.batch(settings, torch.Generator().manual_seed(settings.seed))
     trainings = {backend: Training(len(text.characters), settings, backend) for backend in backends}
@@ -238,12 +238,12 @@ def benchmark(text: Text, settings: Settings, backends: list[Backend], rounds: i
             if turn > 0:  # the first compiles and warms up
                 seconds[backend].append((time.perf_counter() - start) / steps)
     tokens_per_step = settings.batch * settings.seqlen
-    medians = {backend: median(found) for backend, found in seconds.items()}
+    medians = {backend: median(times) for backend, times in seconds.items()}
     return [Speed(backend.value, 1e3 * s, tokens_per_step / s) for backend, s in medians.items()]
 
 
 def table(speeds: list[Speed]) -> Table:
-    """For people; the first is what the others are compared with."""
+    """A table of the speeds, each compared with the first."""
     shown = Table("attention", "ms per step", "tokens/s", f"speed against {speeds[0].attention}")
     for each in speeds:
         ratio = each.tokens_per_s / speeds[0].tokens_per_s
@@ -252,7 +252,7 @@ def table(speeds: list[Speed]) -> Table:
 
 
 def save(rows: Sequence[Speed | Losses], settings: Settings, commit: str | None, path: Path) -> None:
-    """What was measured, and where: device, versions, commit, date, as in files of `tileattn bench`."""
+    """Writes the rows with their settings, device, versions, commit and date, as in files of `tileattn bench`."""
     run = results.begin(torch.device(settings.device), commit, " ".join(["train_gpt.py", *sys.argv[1:]]))
     origin = {key: getattr(run, key) for key in ("gpu", "versions", "commit", "date", "command")}
     content = {**origin, "settings": asdict(settings), "rows": [asdict(each) for each in rows]}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.attention import register_flash_attention_impl
 
-from . import math as math  # not in __all__: `import *` would put it in the place of Python's
+from . import math as math  # not in __all__: `import *` would hide Python's `math`
 from .api.attention import attention
 from .api.padding import Unpadded, pad_input, unpad_input
 from .api.sdpa import scaled_dot_product_attention
@@ -52,21 +52,21 @@ __all__ = [
 
 
 def _activate_flash_attention() -> Any:
-    """What `torch.nn.attention.activate_flash_attention_impl("tileattn")` calls; it keeps what this returns."""
+    """Called by `torch.nn.attention.activate_flash_attention_impl("tileattn")`, which keeps the returned handle."""
     return importlib.import_module(".compat.torch_sdpa", __name__).Handle()
 
 
-# Known to PyTorch from here on, and not active.
+# This makes the name known to PyTorch; the user activates the implementation.
 register_flash_attention_impl("tileattn", register_fn=_activate_flash_attention)
 
 
-if not TYPE_CHECKING:  # to a type checker it would make every misspelt name an Any
+if not TYPE_CHECKING:  # with a `__getattr__`, a type checker would accept every misspelt name
 
     def __getattr__(name: str) -> Any:
-        """Imports at first use what only some need: `tileattn.nn`, `tileattn.viz`, `tileattn.profile`."""
+        """Imports `nn`, `viz`, `profile` and `profile_all` at their first use, so that `import tileattn` stays fast."""
         if name in ("nn", "viz"):
             return importlib.import_module(f".{name}", __name__)
         if name in ("profile", "profile_all"):
-            # The module is not called "profile": importing a module sets the package's attribute of its name.
+            # Importing a module sets the package's attribute of that name, so the module is not called "profile".
             return getattr(importlib.import_module(".profiling", __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Where tileattn keeps files of a user: compiled kernels, and what the tuner has found."""
+"""The folders in which tileattn keeps a user's files: compiled kernels and the tuner's results."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import platformdirs
 
 
 def named_by(variable: str) -> Path | None:
-    """The path that an environment variable names, with ``~`` as the shell reads it; None where it is unset or empty.
+    """The path in an environment variable, with ``~`` expanded as in a shell; None if it is unset or empty.
 
     Raises:
-        FileNotFoundError: it begins with the home directory of a user who has none.
+        FileNotFoundError: the path begins with a home directory that is not known.
     """
     value = os.environ.get(variable)
     if not value:
@@ -27,10 +27,10 @@ def named_by(variable: str) -> Path | None:
 
 
 def user_cache(variable: str) -> Path:
-    """The platform's folder for files of tileattn that can be made again.
+    """The platform's cache folder for tileattn: for files that can be made again.
 
     Args:
-        variable: the environment variable that names another, for the error.
+        variable: the environment variable that sets another folder; used in the error message.
 
     Raises:
         FileNotFoundError: the user has no home directory; the message names the variable.
@@ -39,16 +39,16 @@ def user_cache(variable: str) -> Path:
 
 
 def user_data(variable: str) -> Path:
-    """As :func:`user_cache`, for files that cannot."""
+    """The platform's data folder for tileattn: for files to keep. Arguments and errors as :func:`user_cache`."""
     return _platforms(platformdirs.user_data_path, variable, "the tuner's results")
 
 
-def _platforms(find: Callable[[str], Path], variable: str, what: str) -> Path:
+def _platforms(path_of: Callable[[str], Path], variable: str, what: str) -> Path:
     try:
-        path = find("tileattn")
+        path = path_of("tileattn")
     except (RuntimeError, KeyError, OSError) as error:
         raise _homeless(variable, what) from error
-    # Where nothing says what "~" is, versions of platformdirs leave it as it is: a folder of this name would be made.
+    # Without a home directory, some versions of platformdirs return a path with "~" in it, a relative path.
     if not path.is_absolute():
         raise _homeless(variable, what)
     return path

@@ -1,4 +1,4 @@
-"""The public function: what it refuses, in which words, and the facts of what it returns. Values: see the conformance
+"""`attention`: its errors, and the shapes, dtypes and layouts of its results. Values: see the conformance
 suite."""
 
 from __future__ import annotations

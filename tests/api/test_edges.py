@@ -1,4 +1,4 @@
-"""Strange arguments, each decided once for all public functions: a result, or one clear error."""
+"""Unusual arguments: all public functions treat each in the same way, with a result or one clear error."""
 
 from __future__ import annotations
 

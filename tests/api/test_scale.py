@@ -1,4 +1,4 @@
-"""Scales that are negative, 0, or next to it: as right as others, through every entry point."""
+"""Scales that are negative, 0 or close to 0: results are correct through every public function and adapter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tileattn
 from tileattn import Causal, Mask, SlidingWindow
 from tileattn.compat.flash_attn import flash_attn_func
 from tileattn.kernels.torch import fused
-from tileattn.kernels.torch.mask import Variant
+from tileattn.kernels.torch.mask import ScoreMatrix
 from tileattn.testing import (
     assert_accurate,
     assert_forward_accurate,
@@ -112,9 +112,9 @@ def test_the_fused_operator_runs_no_causal_call_that_it_gets_wrong(scale: float)
     """With a mask of floats, which it adds to scaled scores, it is right."""
     q, k, v = (x.transpose(1, 2) for x in qkv(torch.float32))
     o, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
-    variant = Variant(Causal(), (), slice(0, 2), HEADS, SEQLEN, SEQLEN, torch.float32, q.device)
-    assert fused.in_one_call(variant, 0.25)
+    matrix = ScoreMatrix(Causal(), (), slice(0, 2), HEADS, SEQLEN, SEQLEN, torch.float32, q.device)
+    assert fused.in_one_call(matrix, 0.25)
     if o.isnan().any():
-        assert not fused.in_one_call(variant, scale)
+        assert not fused.in_one_call(matrix, scale)
     else:
         assert scale > 0

@@ -1,4 +1,4 @@
-"""NaN and infinities: what eager PyTorch computes of them comes out, and what nobody sees has no effect."""
+"""NaN and infinities: results equal eager PyTorch's, and values that no query sees have no effect."""
 
 from __future__ import annotations
 

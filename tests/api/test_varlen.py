@@ -1,6 +1,6 @@
-"""`varlen_attention`: what it refuses, in which words, and that it is `attention` of each sequence by itself.
+"""`varlen_attention`: its errors, and that it equals `attention` of each sequence.
 
-Values by the tolerance rule: see the conformance suites.
+The conformance suites check values by the tolerance rule.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def test_steps_are_backends_that_exist(head_dim: int, dtype: str, all_tiles: boo
     assert len({step.backend for step in found}) == len({step.label for step in found}) == len(found) > 0
     for step in found:
         choice = parse(step.backend.removeprefix("mma:"))
-        tiles = candidates(choice.variant(head_dim), head_dim)
+        tiles = candidates(choice.options(head_dim), head_dim)
         assert tiles if choice.tiles is None else choice.tiles in tiles
         assert choice.acc == "fp32" or dtype == "fp16"
 

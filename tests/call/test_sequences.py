@@ -1,4 +1,4 @@
-"""Cumulative lengths that the host reads: what is just right, and what is wrong by one."""
+"""Cumulative lengths that the host reads: values just within the limits pass, values off by one raise."""
 
 from __future__ import annotations
 

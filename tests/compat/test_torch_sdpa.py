@@ -1,7 +1,7 @@
-"""PyTorch's flash operators by tileattn, on a CPU: registered for CPU tensors, which have no such operators otherwise.
+"""PyTorch's flash operators by tileattn, on a CPU: registered for CPU tensors, for which PyTorch has no such operators.
 
-So PyTorch's own formulas of derivatives, and its functions above the operators, are what runs. What SDPA chooses is
-seen on a GPU only (compat/test_torch_sdpa_gpu.py).
+PyTorch's derivative formulas and its functions above the operators run unchanged. Only a GPU shows which backend SDPA
+chooses (compat/test_torch_sdpa_gpu.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """PyTorch's attention by tileattn on a GPU: ``pytest -m gpu tests/compat/test_torch_sdpa_gpu.py``.
 
-`tileattn.scaled_dot_product_attention`, and PyTorch's own function while tileattn is its flash implementation. Held to
-the tolerance rule of `tileattn.testing`. Which calls arrive is counted at the operators' functions.
+It tests `tileattn.scaled_dot_product_attention`, and PyTorch's own function while tileattn is its flash implementation,
+by the tolerance rule of `tileattn.testing`. Counters in the operators' functions show which calls reach tileattn.
 """
 
 from __future__ import annotations

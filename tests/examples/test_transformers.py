@@ -1,4 +1,4 @@
-"""What fine-tunes and measures models of transformers: in small, in this process."""
+"""The scripts that fine-tune and measure models of transformers, run on tiny models in this process."""
 
 from __future__ import annotations
 

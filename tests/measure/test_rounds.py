@@ -1,4 +1,4 @@
-"""The orders of rounds: everyone is measured in each, and follows everyone else equally often."""
+"""The orders of rounds: each implementation is measured in every round, and follows each other one equally often."""
 
 from collections import Counter
 from itertools import pairwise

@@ -81,10 +81,10 @@ MUTANTS: list[Mutant] = [
         f"{TORCH}/loop.py",
         ("api/test_dropout.py::test_it_is_the_pattern_of_the_seed",),
         {
-            "torch: kept weights stay as they are": ("(o * variant.weight_of_kept)", "o"),
+            "torch: kept weights stay as they are": ("(o * matrix.weight_of_kept)", "o"),
             "torch: the sum without what is dropped": (
-                "p = p.masked_fill(variant.dropped(rows, keys), 0.0)",
-                "p = p.masked_fill(variant.dropped(rows, keys), 0.0); l = p.sum(-1)",
+                "p = p.masked_fill(matrix.dropped(rows, keys), 0.0)",
+                "p = p.masked_fill(matrix.dropped(rows, keys), 0.0); l = p.sum(-1)",
             ),
         },
     ),
@@ -100,7 +100,7 @@ MUTANTS: list[Mutant] = [
         ),
         {
             "torch: causal in one call for any lengths": (
-                "is Causal and variant.seqlen_q == variant.seqlen_k",
+                "is Causal and matrix.seqlen_q == matrix.seqlen_k",
                 "is Causal",
             ),
         },

@@ -57,7 +57,7 @@ MUTANTS: list[Mutant] = [
             "torch: ds of what is dropped": ("ds_by_head.masked_fill_(dropped, 0.0)", "pass"),
             "torch: dv of what is dropped": ("p_by_head.masked_fill_(dropped, 0.0)", "pass"),
             "torch: kept weights stay as they are, backward": (
-                "self.folded(do) * variant.weight_of_kept",
+                "self.folded(do) * matrix.weight_of_kept",
                 "self.folded(do)",
             ),
         },

@@ -1,4 +1,4 @@
-"""The modules of tileattn.nn: all against the textbook's with the same parameters, in outputs and gradients."""
+"""The modules of tileattn.nn: outputs and gradients equal those of textbook attention with the same parameters."""
 
 from __future__ import annotations
 

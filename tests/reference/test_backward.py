@@ -1,4 +1,4 @@
-"""The reference's backward pass: against autograd through standard attention, and by differences."""
+"""The reference's backward pass, compared with autograd through standard attention and with finite differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The executable specification: right by the tolerance rule, gradients included, and doing what its text says."""
+"""The reference's forward passes: correct by the tolerance rule, gradients included, and as their docstrings say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which conformance cases the Triton backend runs: its kernels are compiled, or interpreted, while a test waits."""
+"""The conformance cases of the Triton backend: a selection, because its kernels compile or are interpreted in tests."""
 
 from __future__ import annotations
 

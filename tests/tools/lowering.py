@@ -1,4 +1,4 @@
-"""Lowers and assembles kernels for GPUs that are not here; shared by the tests of generated code."""
+"""Lowers and assembles kernels for GPUs that this machine does not have; shared by the tests of generated code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results that nobody measured, to test how results are shown."""
+"""Invented results, to test how results are shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ladder's kernels are tested with: on a GPU by test_gpu.py of kernels/mma, on a CPU by mma_emulator.py."""
+"""Test cases of the ladder's kernels, on a GPU (kernels/mma/test_gpu.py) and on a CPU (mma_emulator.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tileattn.kernels.mma.rungs import (
     RUNGS,
     STAGES,
     Kernel,
-    Variant,
+    RungOptions,
 )
 from tileattn.kernels.mma.tiles import candidates
 from tileattn.testing import eager_attention, oracle_attention
@@ -68,7 +68,7 @@ def check(name: str, kernel: Kernel, shape: Shape, tensors: list[Tensor], got: t
     mask = Causal() if shape.causal else None
     arguments = (*tensors, mask, (), None, scale)
     eager_o, eager_lse = eager_attention(*arguments)
-    if kernel.variant.acc == "fp16":
+    if kernel.options.acc == "fp16":
         q, k, v = tensors
         o, lse = eager_fp16_accumulation(-q if scale < 0 else q, k, v, mask, abs(scale), keys_of_a_warp(kernel))
         eager_o, eager_lse = [*eager_o, o], [*eager_lse, lse]
@@ -78,7 +78,7 @@ def check(name: str, kernel: Kernel, shape: Shape, tensors: list[Tensor], got: t
 def keys_of_a_warp(kernel: Kernel) -> int:
     """Of a tile; a warp adds up their probabilities in one sum."""
     sharing = {"split_kv": kernel.tiles.warps, "tiled_d": kernel.head_dim // 128}
-    return kernel.tiles.block_N // sharing.get(kernel.variant.rung, 1)
+    return kernel.tiles.block_N // sharing.get(kernel.options.rung, 1)
 
 
 def kernels(all_dims: bool) -> Iterator[Kernel]:
@@ -92,8 +92,8 @@ def kernels(all_dims: bool) -> Iterator[Kernel]:
 def _options(rung: str, head_dim: int) -> Iterator[Kernel]:
     for stages, acc, smem, dtype in product(STAGES, ACCUMULATIONS, LAYOUTS, (torch.float16, torch.bfloat16)):
         if acc == "fp32" or dtype == torch.float16:
-            variant = Variant(rung, stages, acc, smem)
-            yield Kernel(variant, dtype, head_dim, candidates(variant, head_dim)[0])
+            options = RungOptions(rung, stages, acc, smem)
+            yield Kernel(options, dtype, head_dim, candidates(options, head_dim)[0])
 
 
 def default_kernels() -> Iterator[Kernel]:
@@ -102,5 +102,5 @@ def default_kernels() -> Iterator[Kernel]:
         for head_dim, dtype in product(
             LARGE_HEAD_DIMS if rung == "tiled_d" else HEAD_DIMS, (torch.float16, torch.bfloat16)
         ):
-            variant = Variant(rung)
-            yield Kernel(variant, dtype, head_dim, candidates(variant, head_dim)[0])
+            options = RungOptions(rung)
+            yield Kernel(options, dtype, head_dim, candidates(options, head_dim)[0])

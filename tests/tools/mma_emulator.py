@@ -28,7 +28,7 @@ class Kernel:
         kinds = ["const Element*"] * 3 + ["Element*", "float*"] + ["long long"] * NUMBERS + ["double"]
         declared = ", ".join(f"{kind} {name}" for kind, name in zip(kinds, names, strict=True))
         program = f"""{macros}#include "{HERE / "mma_emulator.h"}"
-#include "{SOURCES / kernel.variant.rung}.cu"
+#include "{SOURCES / kernel.options.rung}.cu"
 extern "C" void launch({declared}, long long blocks) {{
   thread_count = THREADS;
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) run_block([&] {{ attention({", ".join(names)}); }});

@@ -1,7 +1,7 @@
 """The calls of attention that compat/transformers/test_models.py makes on a GPU, for benchmarks/precompile.py.
 
-Its models are run on the CPU, in the GPU's size and dtype, with zeros in place of attention; each call is recorded, and
-made on tensors without memory.
+The models run on the CPU in the GPU's size and dtype, with zeros in place of attention. Each call is recorded and made
+on tensors without memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.tools.transformers_models import MODELS
 from tileattn.call.inputs import Operands
 from tileattn.compat.transformers import attention, packed
 from tileattn.variant.key import encode, normalize
-from tileattn.variant.program import restore
+from tileattn.variant.program import decode
 
 
 def calls() -> Iterator[Callable[[], Any]]:
@@ -87,7 +87,7 @@ def _on_meta(function: Callable[..., Any], arguments: Any, options: dict[str, An
     mask, mods = normalize(options["mask"], options["score_mod"], False)
     key, operands = encode(mask, mods)
     tensors = [_moved(x) for x in operands.tensors]
-    mask, mods = restore(key, Operands(tensors, operands.ints, operands.floats))
+    mask, mods = decode(key, Operands(tensors, operands.ints, operands.floats))
     named = {name: _moved(value) for name, value in options.items()} | {"mask": mask, "score_mod": mods or None}
     leaves = [x for x in (*moved, *tensors, *named.values()) if isinstance(x, Tensor) and x.requires_grad]
 

@@ -1,6 +1,7 @@
-"""Models of transformers, tiny and with random weights, and what they are run on.
+"""Tiny models of transformers with random weights, and their inputs.
 
-Each is a real class, made from its configuration: with what transformers' models ask of attention among them.
+Each is one of transformers' classes, made from a configuration. Together they use every feature of attention that
+transformers' models need.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Compiles Triton kernels for GPUs that are not there: what a call would launch, recorded and given to the compiler.
+"""Compiles the Triton kernels that a call would launch, for GPUs that this machine does not have.
 
     python tests/tools/triton_compiler.py '<a list of calls as JSON>'
 
-prints one line of JSON for each kernel. A process of its own, as Triton decides at its import whether it compiles or
+prints one line of JSON for each kernel. It runs in its own process: Triton decides at import whether it compiles or
 interprets, and the tests interpret.
 """
 

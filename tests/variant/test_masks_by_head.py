@@ -1,4 +1,4 @@
-"""A mask whose ranges differ from head to head: who visits keys for several heads at once takes them together."""
+"""Masks whose key ranges differ by head: code that visits keys for several heads takes the union of their ranges."""
 
 from __future__ import annotations
 

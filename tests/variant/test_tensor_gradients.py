@@ -1,6 +1,6 @@
-"""Gradients of the tensors that score modifications read, where there are more keys than queries, or fewer.
+"""Gradients of the tensors that score modifications read, with seqlen_q and seqlen_k different.
 
-Positions then do not begin at 0: whoever adds up a gradient by rows, or by positions, must know where they begin.
+Query positions then do not begin at 0, so code that sums a gradient by rows or by positions must add the offset.
 """
 
 from __future__ import annotations

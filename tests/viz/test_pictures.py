@@ -1,4 +1,4 @@
-"""What the pictures show is computed right, and they can be read: all text is inside, and no label covers another."""
+"""The pictures' data are correct, and the pictures are readable: all text is inside, and no labels overlap."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from itertools import product
 
 from tileattn.bench.results import Results, Row
 from tileattn.kernels.mma.backend import parse
-from tileattn.kernels.mma.rungs import ACCUMULATIONS, LAYOUTS, NAME, RUNGS, STAGES, Variant
+from tileattn.kernels.mma.rungs import ACCUMULATIONS, LAYOUTS, NAME, RUNGS, STAGES, RungOptions
 from tileattn.kernels.mma.tiles import candidates
 
 BESIDE = ("fa2", "efficient")
@@ -35,20 +35,20 @@ def steps(head_dim: int, dtype: str, all_tiles: bool) -> list[Step]:
     ladder = []
     for acc in ACCUMULATIONS if dtype == "fp16" else ACCUMULATIONS[:1]:
         for rung, smem, stages in product(_rungs(head_dim), LAYOUTS, STAGES):
-            variant = Variant(rung, stages, acc, smem)
+            options = RungOptions(rung, stages, acc, smem)
             label = f"{rung} stages={stages} {smem} acc={acc}"
             if not all_tiles:
-                ladder.append(Step(label, str(variant)))
+                ladder.append(Step(label, str(options)))
             elif stages == STAGES[-1] and smem == LAYOUTS[-1]:
                 ladder += [
-                    Step(f"{rung} {tiles} acc={acc}", f"{variant},tiles={tiles}")
-                    for tiles in candidates(variant, head_dim)
+                    Step(f"{rung} {tiles} acc={acc}", f"{options},tiles={tiles}")
+                    for tiles in candidates(options, head_dim)
                 ]
     return ladder
 
 
 def _rungs(head_dim: int) -> tuple[str, ...]:
-    return tuple(rung for rung in RUNGS if candidates(Variant(rung), head_dim))
+    return tuple(rung for rung in RUNGS if candidates(RungOptions(rung), head_dim))
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
-"""PyTorch's flash operators by tileattn: what ``activate_flash_attention_impl("tileattn")`` puts in their place.
+"""Implements PyTorch's flash operators: ``activate_flash_attention_impl("tileattn")`` registers these kernels.
 
-``torch.nn.functional.scaled_dot_product_attention`` chooses among fused operators. This registers kernels for those
-called flash, forward and backward, on CUDA devices (ROCm's go by that name, too), and puts flash first in the order of
-choice. So existing calls run here that flash attention takes: no attn_mask, 16 bits, equal head dims up to 256, causal
-only for L = S. All others go where they went. The packed form, ``torch.nn.attention.varlen.varlen_attn``, comes the
-same way.
+``torch.nn.functional.scaled_dot_product_attention`` chooses among fused operators. :class:`Handle` registers kernels
+for the flash operators, forward and backward, on CUDA devices (ROCm's have the same name), and puts flash first in
+PyTorch's order of choice. Existing calls that flash attention supports then run on tileattn: no attn_mask, 16 bits,
+equal head dims up to 256, causal only for L = S. Other calls use PyTorch's other operators, as without tileattn. The
+packed function ``torch.nn.attention.varlen.varlen_attn`` uses the same operators.
 
-The signatures are those of PyTorch's operators, whose optional arguments have grown from 2.11 to 2.13. Operators that
-the running version does not have are left out. Dropout: PyTorch carries the state of a generator from forward to
-backward; here it is tileattn's seed (:mod:`tileattn.call.dropout`).
+The signatures are those of PyTorch's operators; versions 2.11 to 2.13 differ in optional arguments. Operators that the
+running version does not have are not registered. PyTorch passes a generator's state from the forward to the backward
+pass; here that state holds tileattn's dropout seed (:mod:`tileattn.call.dropout`).
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ FlashOutput = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Handle:
-    """Keeps the kernels registered, until `remove`; PyTorch's registry holds it while the implementation is active."""
+    """Keeps the kernels registered until `remove`. PyTorch's registry holds it while the implementation is active."""
 
     def __init__(self, dispatch_key: str = "CUDA") -> None:
         self._library: Library | None = register_kernels(dispatch_key)
         self._order = _put_flash_first()
 
     def remove(self) -> None:
-        """Gives the operators back to the kernels that they had, and the backends their order."""
+        """Restores the operators' previous kernels and the previous order of PyTorch's backends."""
         if self._library is not None:
             self._library = None
             torch._C._set_sdp_priority_order(self._order)
 
 
 def register_kernels(dispatch_key: str) -> Library:
-    """Registers the operators for one kind of device, for as long as the library that is returned lives."""
+    """Registers the operators' kernels for a dispatch key, for the lifetime of the returned library."""
     library = Library("aten", "IMPL", dispatch_key)
     for name, kernel in KERNELS.items():
         if hasattr(torch.ops.aten, name):
@@ -58,9 +58,9 @@ def register_kernels(dispatch_key: str) -> Library:
 
 
 def _put_flash_first() -> list[int]:
-    """The order in which PyTorch tries its backends of attention becomes one with flash first; the order before."""
+    """Puts flash first in PyTorch's order of attention backends; returns the previous order."""
     if torch.cuda.is_available():
-        # PyTorch sets an order of its own (with cuDNN first on some GPUs) when it makes its first choice: let it.
+        # PyTorch sets its own order (with cuDNN first on some GPUs) at its first choice; this call triggers it.
         x = torch.empty(1, 1, 1, 16, dtype=torch.float16, device="cuda")
         torch._fused_sdp_choice(x, x, x)
     before = list(torch._C._get_sdp_priority_order())
@@ -105,7 +105,7 @@ def flash_attention_forward(
 
 
 def flash_attention_forward_no_dropout_inplace(out: Tensor, query: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """``aten::_flash_attention_forward_no_dropout_inplace`` (PyTorch 2.13): into `out`; returns lse."""
+    """``aten::_flash_attention_forward_no_dropout_inplace`` (PyTorch 2.13): writes o to `out` and returns lse."""
     o, lse, *_ = flash_attention_forward(query, *arguments, **options)
     out.copy_(o)
     return lse
@@ -244,16 +244,16 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _laid_out_as(x: Tensor, like: Tensor) -> Tensor:
-    """With the strides that PyTorch says it has, which graphs of torch.compile rely on: those of ``empty_like(like)``.
+    """Gives x the strides of ``empty_like(like)``, which PyTorch reports and graphs of torch.compile rely on.
 
-    A copy only for queries that lie in memory as (batch, heads, seqlen, head_dim).
+    x is copied only if the queries are stored as (batch, heads, seqlen, head_dim).
     """
     expected = torch.empty_like(like)
     return x if x.stride() == expected.stride() else expected.copy_(x)
 
 
 def _state(seed: Tensor | None, device: torch.device) -> Tensor:
-    """The seed in the form in which PyTorch carries a generator's state: two words, on ROCm one."""
+    """The seed in the form of PyTorch's generator state: two words, on ROCm one."""
     if torch.version.hip is not None:
         return torch.empty((), dtype=torch.int64, device=device) if seed is None else seed.reshape(())
     if seed is None:

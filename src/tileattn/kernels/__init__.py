@@ -1,1 +1,4 @@
-"""Kernels: a matrix of backend x phase, with the same file names in each folder. No backend imports another."""
+"""The backends: one folder each, with the same module names (`backend`, `forward`, `backward`). None imports another.
+
+`cache`, which the backends share, keeps compiled kernels on disk.
+"""

@@ -1,15 +1,17 @@
-"""Self-attention as torch.nn modules, with projections: ``forward(x)`` returns ``(output, weights or None)``.
+"""Self-attention as torch.nn modules with projections.
+
+``forward(x)`` returns ``(output, weights)``; the weights are None for all but :class:`NaiveAttention`.
 
 | class | name | |
 |---|---|---|
-| :class:`NaiveAttention` | naive | the textbook's, with its weights; memory quadratic in the length |
-| :class:`FlashAttentionV1` | flash_v1 | FlashAttention's loop in plain PyTorch, to be read |
-| :class:`FlashAttentionV2` | flash_v2 | FlashAttention-2's |
-| :class:`SlidingWindowAttention` | sliding_window | positions less than `window_size` away |
-| :class:`GroupedQueryAttention` | gqa, grouped_query | query heads share key/value heads |
-| :class:`MultiQueryAttention` | mqa, multi_query | all share one |
-| :class:`MaskedAttention` | masked | any mask of tileattn, or a function; without one, plain multi-head attention |
-| :class:`TritonFlashAttention` | triton | FlashAttention-2's kernels in Triton, on GPUs |
+| :class:`NaiveAttention` | naive | textbook attention; returns the weights; memory quadratic in seqlen |
+| :class:`FlashAttentionV1` | flash_v1 | FlashAttention's loop in plain PyTorch, meant to be read |
+| :class:`FlashAttentionV2` | flash_v2 | FlashAttention-2's loop in plain PyTorch, meant to be read |
+| :class:`SlidingWindowAttention` | sliding_window | a position sees positions less than `window_size` away |
+| :class:`GroupedQueryAttention` | gqa, grouped_query | groups of query heads share a key/value head |
+| :class:`MultiQueryAttention` | mqa, multi_query | all query heads share one key/value head |
+| :class:`MaskedAttention` | masked | any mask of tileattn or a function; without a mask, multi-head attention |
+| :class:`TritonFlashAttention` | triton | FlashAttention-2 by Triton kernels, on GPUs |
 
 The last five run :func:`tileattn.attention`, so on a GPU they run its kernels.
 """

@@ -1,4 +1,4 @@
-"""What the attention modules share: projections, heads, the mask, and one clear error for each wrong argument."""
+"""Base class of the attention modules: projections, heads, the causal mask and the checks of arguments."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class SelfAttention(nn.Module):
-    """Base of the modules: projections around an attention that a subclass chooses by overriding `attend`.
+    """Self-attention with projections. A subclass chooses the attention by overriding `attend`.
 
-    The projections are one layer, `qkv_proj`, where queries, keys and values have as many heads, else `q_proj`,
-    `k_proj` and `v_proj`; then `out_proj`. So modules with equal `embed_dim`, `num_heads`, `num_kv_heads` and `bias`
-    read each other's state dicts, whatever else they differ in.
+    With num_kv_heads equal to num_heads, one layer `qkv_proj` projects to queries, keys and values. Otherwise there
+    are three: `q_proj`, `k_proj` and `v_proj`. The last layer is `out_proj`. Modules of any class with equal
+    `embed_dim`, `num_heads`, `num_kv_heads` and `bias` can load each other's state dicts.
 
     Args:
-        embed_dim: width of x and of the output, a multiple of num_heads; a head has ``embed_dim // num_heads``.
+        embed_dim: width of x and of the output, a multiple of num_heads; head_dim is ``embed_dim // num_heads``.
         num_heads: heads of the queries.
         num_kv_heads: heads of keys and values, a divisor of num_heads; None: num_heads. Query head ``h`` uses
             key/value head ``h // (num_heads // num_kv_heads)``.
-        dropout: probability of dropping an attention weight in training, at least 0 and less than 1; those kept are
-            scaled by ``1 / (1 - dropout)``.
+        dropout: probability of dropping an attention weight in training, at least 0 and less than 1; kept weights
+            are scaled by ``1 / (1 - dropout)``.
         bias: whether the projections add a bias.
-        causal: whether a position sees itself and those before it only (in PyTorch ``is_causal``).
+        causal: whether a position sees only itself and earlier positions (in PyTorch ``is_causal``).
         device, dtype: of the parameters, as in torch.nn.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted.
+        TypeError, ValueError: an argument is wrong; the message names the argument, its value and what is accepted.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class SelfAttention(nn.Module):
             self.v_proj = linear(num_kv_heads * self.head_dim)
         self.out_proj = linear(embed_dim)
 
-    if TYPE_CHECKING:  # nn.Module's is untyped
+    if TYPE_CHECKING:  # nn.Module.__call__ is untyped
 
         def __call__(self, x: Tensor) -> tuple[Tensor, Tensor | None]: ...
 
@@ -93,34 +93,37 @@ class SelfAttention(nn.Module):
             x: (batch, seqlen, embed_dim), in the parameters' dtype or under autocast.
 
         Returns:
-            The output, like x, and None: only :class:`NaiveAttention` has weights to return.
+            The output, with x's shape, and None in place of the weights, which only :class:`NaiveAttention` returns.
 
         Raises:
-            TypeError, ValueError: x is no tensor, or has another shape or dtype.
+            TypeError, ValueError: x is not a tensor, or has a wrong shape or dtype.
         """
         return self._forward(x, CAUSAL if self.causal else None)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor | None]:
-        """o, like q, and the weights or None: :func:`tileattn.attention`.
+        """Attention of the projected heads, by :func:`tileattn.attention`.
 
         Args:
             q: (batch, seqlen, num_heads, head_dim).
             k: (batch, seqlen, num_kv_heads, head_dim).
-            v: like k.
-            mask: which positions see which, with `causal` in it; None: all see all.
+            v: shaped as k.
+            mask: which keys each query sees; it includes `causal`. None: every query sees all keys.
+
+        Returns:
+            o, shaped as q, and the weights or None.
         """
-        # `causal=True` and no other mask is the call that costs the host least.
+        # `causal=True` without `mask` is the call with the least host overhead.
         causal = mask is CAUSAL
         o = attention(q, k, v, mask=None if causal else mask, causal=causal, dropout_p=self.dropout_p)
         return o, None
 
     @property
     def dropout_p(self) -> float:
-        """The probability that holds now: 0 outside training."""
+        """The dropout probability in the module's current mode: `dropout` in training, else 0."""
         return self.dropout if self.training else 0.0
 
     def extra_repr(self) -> str:
-        """The arguments, those at their defaults left out."""
+        """The arguments that differ from their defaults."""
         shown = [f"{self.embed_dim}, {self.num_heads}"]
         if self.num_kv_heads != self.num_heads:
             shown.append(f"num_kv_heads={self.num_kv_heads}")
@@ -140,7 +143,8 @@ class SelfAttention(nn.Module):
         try:
             q, k, v = self._heads(x)
         except RuntimeError:
-            # Asked only now: what replaces a projection (quantized, say) may take x in other dtypes than its weight's.
+            # Check the dtype only after a failure: a quantized projection may accept x in a dtype other than its
+            # weight's.
             self._check_dtype(x)
             raise
         o, weights = self.attend(q, k, v, mask)
@@ -155,18 +159,23 @@ class SelfAttention(nn.Module):
             )
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of x: q (batch, seqlen, num_heads, head_dim), k and v (batch, seqlen, num_kv_heads, head_dim)."""
+        """Projects x to q (batch, seqlen, num_heads, head_dim), k and v (batch, seqlen, num_kv_heads, head_dim)."""
         if self.num_kv_heads == self.num_heads:
             q, k, v = self.qkv_proj(x).chunk(3, dim=-1)
         else:
             q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        # -1 would be undecidable for a tensor without elements.
+        # Both sizes are explicit: in a tensor without elements, PyTorch cannot infer a size of -1.
         q_heads, kv_heads = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
         return q.unflatten(-1, q_heads), k.unflatten(-1, kv_heads), v.unflatten(-1, kv_heads)
 
 
 def check_positive(name: str, value: Any) -> int:
-    """`value`, the argument `name`, as an int of at least 1; raises where it is something else."""
+    """The argument `name` as a positive int.
+
+    Raises:
+        TypeError: `value` is not an int.
+        ValueError: `value` is less than 1.
+    """
     value = as_int(value)
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be a positive int, got {value!r}")

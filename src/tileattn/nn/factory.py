@@ -1,4 +1,4 @@
-"""Modules by name, for configuration files and command lines."""
+"""`get_attention`: an attention module by its name, for configuration files and command lines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def get_attention(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> SelfAttention:
-    """The attention module called `name`, with these arguments.
+    """Creates the attention module called `name`.
 
     Args:
         name: "naive", "flash_v1", "flash_v2", "sliding_window", "gqa" or "grouped_query", "mqa" or "multi_query",
@@ -52,18 +52,18 @@ def get_attention(
         embed_dim: width of x and of the output.
         num_heads: heads of the queries.
         num_kv_heads: heads of keys and values; None: num_heads. "gqa" needs it; "mqa" has 1.
-        block_size: rows in a tile; None: 64. Of "flash_v1" and "flash_v2".
-        dropout: probability of dropping a weight in training; 0 for "triton".
+        block_size: rows in a tile; None: 64. Only for "flash_v1" and "flash_v2".
+        dropout: probability of dropping an attention weight in training; must be 0 for "triton".
         bias: whether the projections add a bias.
-        causal: whether a position sees itself and those before it only.
-        window_size: positions less than this far away are seen. Of "sliding_window", which needs it.
-        mask: a tileattn mask or a function. Of "masked" and "naive".
+        causal: whether a position sees only itself and earlier positions.
+        window_size: a position sees positions less than this far away. Only for "sliding_window", which needs it.
+        mask: a mask of :mod:`tileattn.masks` or a function. Only for "masked" and "naive".
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
-        TypeError, ValueError: there is no such name; the message lists those that there are.
-        TypeError, ValueError: an argument is wrong, missing, or none of this module's.
+        TypeError, ValueError: no module has this name; the message lists the names.
+        TypeError, ValueError: an argument is wrong, missing, or not one of this module.
     """
     cls = _class(name)
     if cls is MultiQueryAttention and num_kv_heads is not None:

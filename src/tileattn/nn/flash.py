@@ -1,8 +1,8 @@
-"""FlashAttention 1 and 2 as modules around the readable reference, in plain PyTorch: to be read.
+"""FlashAttention 1 and 2 as modules that run :mod:`tileattn.reference`: plain PyTorch, meant to be read.
 
-Both passes are linear in memory: the forward keeps q, k, v, o and one number (lse) for each row, and the backward
-computes the probabilities from them again, a tile at a time. For speed take any other module of this package: they run
-:func:`tileattn.attention`, which has kernels of the same algorithm.
+The memory of both passes is linear in seqlen. The forward pass saves q, k, v, o and one number per row, lse. From
+these the backward pass recomputes the probabilities, a tile at a time. For speed, take a module that runs
+:func:`tileattn.attention`: its kernels compute the same algorithm.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class _Loop(Protocol):
 
 
 class _TiledAttention(torch.autograd.Function):
-    """A forward loop, and the backward loop that FlashAttention 1 and 2 share (see :mod:`tileattn.reference.backward`).
+    """Runs one of the two forward loops, and the one backward loop (:mod:`tileattn.reference.backward`).
 
-    Autograd does not look into `forward`, so that no tile outlives its turn.
+    Autograd does not record inside `forward`, so each tile is freed after its iteration.
     """
 
     @staticmethod
@@ -49,7 +49,7 @@ class _TiledAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.mask, ctx.dropout_p, ctx.block_size = mask, dropout_p, block_size
         seed = draw_seed(q.device) if dropout_p else None
-        # The loops compute in float32 on purpose; autocast would make their products 16 bits again.
+        # The loops compute in float32; autocast would cast their matrix products to 16 bits.
         with torch.autocast(q.device.type, enabled=False):
             dropout = _dropout(seed, dropout_p, q)
             o, lse = loop(q, k, v, mask, dropout=dropout, block_M=block_size, block_N=block_size)
@@ -69,7 +69,7 @@ class _TiledAttention(torch.autograd.Function):
 
 
 def _dropout(seed: Tensor | None, p: float, q: Tensor) -> Dropout | None:
-    """The pattern of :mod:`tileattn.call.dropout`, a tile at a time: both passes draw the same from one seed."""
+    """The factors of a tile's probabilities, by :mod:`tileattn.call.dropout`: one seed gives both passes the same."""
     if seed is None:
         return None
     batch, heads, weight, dtype = q.shape[0], q.shape[2], weight_of_kept(p), accumulator(q.dtype)
@@ -77,7 +77,7 @@ def _dropout(seed: Tensor | None, p: float, q: Tensor) -> Dropout | None:
 
 
 class _FlashAttention(SelfAttention):
-    """What the two versions share: the size of their tiles.
+    """Base class of the two modules: it adds the size of the tiles.
 
     Args:
         embed_dim, num_heads, num_kv_heads, dropout, bias, causal, device, dtype: as :class:`SelfAttention`.
@@ -121,7 +121,7 @@ class _FlashAttention(SelfAttention):
 
 
 class FlashAttentionV1(_FlashAttention):
-    """FlashAttention: K/V tiles in the outer loop, Q tiles in the inner one; visits every tile, causal or not.
+    """FlashAttention: K/V tiles in the outer loop, Q tiles in the inner loop. Visits every tile, masked or not.
 
     Args:
         embed_dim, num_heads, num_kv_heads, dropout, bias, causal, device, dtype: as :class:`SelfAttention`.
@@ -134,19 +134,22 @@ class FlashAttentionV1(_FlashAttention):
 
 
 class CausalEfficiency(NamedTuple):
-    """Tiles of scores in a causal forward pass; see :meth:`FlashAttentionV2.get_causal_efficiency`."""
+    """Number of tiles in a causal forward pass; see :meth:`FlashAttentionV2.get_causal_efficiency`.
+
+    visited: tiles that the loop computes. total: tiles of the whole matrix of scores.
+    """
 
     visited: int
     total: int
 
     @property
     def saving(self) -> float:
-        """The fraction of tiles that are skipped: 0 with a single tile, towards 1/2 with many. 0 without tiles."""
+        """The fraction of tiles that are skipped: 0 with no tile or one, approaching 1/2 with many."""
         return 1 - self.visited / self.total if self.total else 0.0
 
 
 class FlashAttentionV2(_FlashAttention):
-    """FlashAttention-2: Q tiles in the outer loop, K/V tiles in the inner one, of which hidden ones are skipped.
+    """FlashAttention-2: Q tiles in the outer loop, K/V tiles in the inner loop. Fully masked tiles are skipped.
 
     Args:
         embed_dim, num_heads, num_kv_heads, dropout, bias, causal, device, dtype: as :class:`SelfAttention`.
@@ -158,15 +161,15 @@ class FlashAttentionV2(_FlashAttention):
     loop = staticmethod(flash_attention_2)
 
     def get_causal_efficiency(self, seqlen: int) -> CausalEfficiency:
-        """How many tiles causal attention over `seqlen` positions visits, of how many there are.
+        """The number of tiles that causal attention over `seqlen` positions visits, and the number of all tiles.
 
-        With ``n = ceil(seqlen / block_size)`` blocks there are ``n * n`` tiles for each head. The i-th block of
-        queries (from 1) sees the first i blocks of keys, so ``n * (n + 1) / 2`` are visited, whether or not this
-        module is causal. `saving` is the fraction of the time of full attention that is saved, as far as every tile
-        takes as long: ``(1 - 1 / n) / 2``.
+        The ``n = ceil(seqlen / block_size)`` blocks give ``n * n`` tiles per head. The i-th block of queries (counted
+        from 1) sees the first i blocks of keys, so a causal pass visits ``n * (n + 1) / 2`` tiles. The numbers are
+        those of a causal pass also where this module is not causal. `saving` is ``(1 - 1 / n) / 2``; if every tile
+        takes equally long, it is the fraction of the time that causal attention saves.
 
         Raises:
-            TypeError, ValueError: seqlen is no positive int.
+            TypeError, ValueError: seqlen is not a positive int.
         """
         seqlen = check_positive("seqlen", seqlen)
         blocks = -(-seqlen // self.block_size)

@@ -1,4 +1,4 @@
-"""Attention in which several query heads share a head of keys and values, so that fewer of these need be kept."""
+"""Grouped-query and multi-query attention: query heads share key/value heads, which makes a KV cache smaller."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from .base import SelfAttention, check_positive
 
 
 class KVCacheSize(NamedTuple):
-    """Bytes of a cache of keys and values; see :meth:`GroupedQueryAttention.get_memory_usage`."""
+    """Bytes of a KV cache; see :meth:`GroupedQueryAttention.get_memory_usage`.
+
+    bytes: with num_kv_heads heads. multi_head_bytes: with num_heads heads, as multi-head attention needs.
+    """
 
     bytes: int
     multi_head_bytes: int
 
     @property
     def reduction(self) -> float:
-        """How many times smaller than with a key/value head for each query head: num_heads / num_kv_heads."""
+        """The factor by which sharing heads shrinks the cache: num_heads / num_kv_heads."""
         return self.multi_head_bytes / self.bytes
 
 
 class GroupedQueryAttention(SelfAttention):
-    """Grouped-query attention: query heads share key/value heads, which are never repeated in memory.
+    """Grouped-query attention: groups of query heads share a key/value head. K and V are not repeated in memory.
 
     Args:
         embed_dim, num_heads, dropout, bias, causal, device, dtype: as :class:`SelfAttention`.
-        num_kv_heads: heads of keys and values, a divisor of num_heads. With num_heads of them it is multi-head
-            attention, with 1 multi-query attention.
+        num_kv_heads: heads of keys and values, a divisor of num_heads. num_heads gives multi-head attention, 1 gives
+            multi-query attention.
 
     Source: Ainslie et al. 2023 (arXiv 2305.13245).
     """
@@ -57,18 +60,18 @@ class GroupedQueryAttention(SelfAttention):
         )
 
     def get_memory_usage(self, batch: int, seqlen: int, dtype: torch.dtype | None = None) -> KVCacheSize:
-        """What a cache of this layer's keys and values takes while text is generated.
+        """The size of this layer's KV cache during generation.
 
-        That is ``2 * batch * seqlen * num_kv_heads * head_dim`` elements; beside it stands the same with num_heads, as
-        multi-head attention would need. What a call itself allocates is not in it.
+        The cache has ``2 * batch * seqlen * num_kv_heads * head_dim`` elements. For comparison, the result also has
+        the size with num_heads heads. Memory that `forward` allocates is not counted.
 
         Args:
             batch: sequences, 1 or more.
             seqlen: cached positions in each, 1 or more.
-            dtype: of the cache; None: the parameters'.
+            dtype: of the cache; None: the parameters' dtype.
 
         Raises:
-            TypeError, ValueError: batch or seqlen is no positive int, or dtype no torch.dtype.
+            TypeError, ValueError: batch or seqlen is not a positive int, or dtype is not a torch.dtype.
         """
         batch, seqlen = check_positive("batch", batch), check_positive("seqlen", seqlen)
         dtype = self.out_proj.weight.dtype if dtype is None else dtype
@@ -79,7 +82,7 @@ class GroupedQueryAttention(SelfAttention):
 
 
 class MultiQueryAttention(GroupedQueryAttention):
-    """Multi-query attention: all query heads share one head of keys and values.
+    """Multi-query attention: all query heads share one key/value head.
 
     Args:
         embed_dim, num_heads, dropout, bias, causal, device, dtype: as :class:`SelfAttention`.

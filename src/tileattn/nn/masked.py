@@ -1,4 +1,4 @@
-"""Attention under any mask: a sliding window, or whatever the user brings."""
+"""Attention under a mask: a mask of tileattn, a user's function, or a sliding window."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .base import SelfAttention, check_positive
 
 
 class MaskedAttention(SelfAttention):
-    """Self-attention in which a mask says which positions see which.
+    """Self-attention in which a mask says which keys each query sees.
 
     Args:
         embed_dim, num_heads, num_kv_heads, dropout, bias, causal, device, dtype: as :class:`SelfAttention`.
-        mask: a mask of :mod:`tileattn.masks` or a function ``mask(b, h, q, k) -> bool``; None: no restriction. A mask
-            that carries tensors keeps them where they are: they are no part of the state dict, and `to` does not move
-            them. What changes from batch to batch, such as :class:`tileattn.Documents`, belongs to `forward`.
+        mask: a mask of :mod:`tileattn.masks` or a function ``mask(b, h, q, k) -> bool``; None: no restriction. The
+            tensors of a mask are not in the state dict, and `to` does not move them. Pass a mask that changes from
+            batch to batch, such as :class:`tileattn.Documents`, to `forward`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class MaskedAttention(SelfAttention):
         def __call__(self, x: Tensor, mask: MaskLike | None = None) -> tuple[Tensor, Tensor | None]: ...
 
     def forward(self, x: Tensor, mask: MaskLike | None = None) -> tuple[Tensor, Tensor | None]:
-        """As :class:`SelfAttention`; of this mask, the constructor's and `causal`, all that are given hold."""
+        """As :meth:`SelfAttention.forward`; a query sees the keys that `mask`, the module's mask and `causal` allow."""
         mask, _ = normalize(mask, None, self.causal)
         if self.mask is not None:
             mask = self.mask if mask is None else self.mask & mask
@@ -65,14 +65,16 @@ class MaskedAttention(SelfAttention):
 
 
 class SlidingWindowAttention(SelfAttention):
-    """Each position sees those less than `window_size` away; time and memory are linear in the length.
+    """Sliding-window attention: each position sees positions less than `window_size` away.
 
-    With `causal` that is itself and the ``window_size - 1`` before it (Mistral's window; Longformer, Beltagy et al.
-    2020, arXiv 2004.05150), else as many after it as well.
+    With `causal` a position sees itself and the ``window_size - 1`` before it (Mistral's window); otherwise also the
+    ``window_size - 1`` after it. Time and memory are linear in seqlen.
 
     Args:
         embed_dim, num_heads, num_kv_heads, dropout, bias, causal, device, dtype: as :class:`SelfAttention`.
-        window_size: 1 or more. It may be changed later: no kernel is compiled for another.
+        window_size: 1 or more. The attribute may be changed later; a new size compiles no new kernel.
+
+    Source: Longformer, Beltagy et al. 2020 (arXiv 2004.05150).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Attention as the textbook writes it, with the matrix of weights in memory: to look at, and to compare with."""
+"""Textbook attention with the matrix of weights in memory, for inspection and comparison."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from .masked import MaskedAttention
 
 
 class NaiveAttention(MaskedAttention):
-    """``softmax(q k^T / sqrt(head_dim)) v`` in four lines; the one module that returns the weights.
+    """Attention by its definition, ``softmax(q k^T / sqrt(head_dim)) v``; the only module that returns the weights.
 
-    Memory grows with the square of the length, in both passes. Arguments as :class:`MaskedAttention`; `forward`
-    returns the weights (batch, num_heads, seqlen, seqlen) as its second value, after dropout, which drops those that
-    the other modules drop for the same seed. A position that sees no other has weights of 0, and so has an attention
-    of 0.
+    The memory of both passes grows with the square of seqlen. Arguments are those of :class:`MaskedAttention`. The
+    second value of `forward` is the weights (batch, num_heads, seqlen, seqlen), after dropout; for one seed, dropout
+    drops the same weights in all modules. A row that sees no key has weights and attention of 0.
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1.
     """
@@ -38,7 +37,7 @@ class NaiveAttention(MaskedAttention):
             weights = torch.softmax(scores, dim=-1)
         else:
             hidden = ~_allowed(mask, scores)
-            # Not -inf: the softmax of a row in which nothing is seen would be NaN, and so would its gradient.
+            # Not -inf: the softmax of a row without visible keys would be NaN, and so would its gradient.
             weights = torch.softmax(scores.masked_fill(hidden, torch.finfo(scores.dtype).min), dim=-1)
             weights = weights.masked_fill(hidden, 0.0)
         if self.dropout_p:
@@ -47,18 +46,18 @@ class NaiveAttention(MaskedAttention):
 
 
 def _dropped(weights: Tensor, p: float) -> Tensor:
-    """The weights (batch, heads, seqlen, seqlen) after dropout, by the pattern of :mod:`tileattn.call.dropout`."""
+    """The weights (batch, heads, seqlen, seqlen) after dropout by :mod:`tileattn.call.dropout`."""
     batch, heads, seqlen, _ = weights.shape
     keep = keep_mask(draw_seed(weights.device), p, batch, heads, slice(0, seqlen), slice(0, seqlen))
     return weights * keep * weight_of_kept(p)
 
 
 def _allowed(mask: Mask, scores: Tensor) -> Tensor:
-    """Which positions see which: bool, broadcastable to scores (batch, heads, seqlen, seqlen)."""
+    """Where the mask allows a key: bool, broadcastable to scores (batch, heads, seqlen, seqlen)."""
     batch, heads, seqlen, _ = scores.shape
     mask.check(batch, heads, seqlen, seqlen)
-    if not torch.compiler.is_compiling():  # torch.compile traces the mask itself, below, and says what it cannot
-        encode(mask, ())  # raises what attention() would of a user's function
+    if not torch.compiler.is_compiling():  # torch.compile traces `allows` below and reports errors itself
+        encode(mask, ())  # raises the errors that attention() raises for a user's function
     b, h, i = (torch.arange(size, device=scores.device) for size in (batch, heads, seqlen))
     allowed = mask.allows(b[:, None, None, None], h[:, None, None], i[:, None], i)
     return torch.as_tensor(allowed, device=scores.device)  # a function may return True

@@ -1,4 +1,4 @@
-"""Attention by the Triton kernels, forward and backward."""
+"""FlashAttention-2 by the Triton kernels, forward and backward."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .base import SelfAttention
 class TritonFlashAttention(SelfAttention):
     """FlashAttention-2 in Triton: :func:`tileattn.attention` with ``backend="triton"``.
 
-    It runs on GPUs that Triton targets and, where ``TRITON_INTERPRET=1`` is set before Python starts, in Triton's
-    interpreter on a CPU, for tests. Elsewhere `forward` raises NotImplementedError with the reason; no other backend
-    takes over.
+    It runs on GPUs that Triton targets. For tests it also runs on a CPU in Triton's interpreter, if
+    ``TRITON_INTERPRET=1`` is set before Python starts. Elsewhere `forward` raises NotImplementedError with the reason:
+    there is no fallback to another backend.
 
     Args:
         embed_dim, num_heads, num_kv_heads, bias, causal, device, dtype: as :class:`SelfAttention`.
-        dropout: 0; the kernels have none.
+        dropout: must be 0; the kernels have no dropout.
 
     Raises:
         ValueError: dropout is not 0.

@@ -1,16 +1,15 @@
-"""The executable specification: what tileattn's kernels compute, in plain PyTorch that is meant to be read.
+"""The executable specification of tileattn's kernels, in plain PyTorch that is meant to be read.
 
-Read it in this order; each file adds one idea to the one before:
+Read the files in this order; each adds one idea:
 
-1. :mod:`~tileattn.reference.standard`: attention as the textbook writes it, with the matrix of scores in memory.
-2. :mod:`~tileattn.reference.online_softmax`: the softmax of a row whose scores arrive a few at a time.
-3. :mod:`~tileattn.reference.tiled`: FlashAttention, which puts that inside a loop over tiles, so that the matrix of
-   scores never exists. In the loop orders of FlashAttention 1 and of FlashAttention 2.
+1. :mod:`~tileattn.reference.standard`: attention by its definition, with the matrix of scores in memory.
+2. :mod:`~tileattn.reference.online_softmax`: the softmax of a row whose scores arrive in parts.
+3. :mod:`~tileattn.reference.tiled`: FlashAttention. A loop over tiles runs the online softmax, so the matrix of scores
+   is never stored. Both loop orders: FlashAttention's and FlashAttention-2's.
+4. :mod:`~tileattn.reference.backward`: the gradients, from probabilities that are recomputed tile by tile.
 
-4. :mod:`~tileattn.reference.backward`: its gradients, from probabilities that are computed again tile by tile.
-
-The forward passes are differentiable by autograd, and all run on any device. No backend imports this package; the tests
-hold both to the same oracle.
+Autograd can differentiate the forward passes. All functions run on any device. No backend imports this package; tests
+compare the reference and the backends with the same oracle.
 """
 
 from .backward import Gradients, flash_attention_2_backward

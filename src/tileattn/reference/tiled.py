@@ -1,24 +1,24 @@
-"""FlashAttention: the online softmax inside a loop over tiles, so that the matrix of scores never exists.
+"""FlashAttention: the online softmax inside a loop over tiles. The matrix of scores is never stored.
 
-Q is cut into blocks of `block_M` rows, K and V into blocks of `block_N` rows. A tile of scores, (block_M, block_N), is
-all that is alive at a time; on a GPU it lives in registers, and Q, K and V tiles in shared memory. Two loops visit all
-tiles, and the two papers differ in which is the outer one:
+Q is divided into blocks of `block_M` rows, K and V into blocks of `block_N` rows. Only one tile of scores,
+(block_M, block_N), exists at a time. On a GPU it is in registers, and the Q, K and V tiles are in shared memory. Two
+nested loops visit the tiles. The two papers differ in which loop is the outer one:
 
-- FlashAttention (Dao et al. 2022, arXiv 2205.14135, algorithm 1): **K/V outside, Q inside**. A K/V tile is loaded once
-  and meets all queries. o, m and l of every row therefore live in memory, and are read, updated and written once for
-  each K/V tile; o is kept divided by l, so that it is a proper output at any time.
-- FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 1): **Q outside, K/V inside**. The row's state never leaves
-  registers, o is divided by l once at the end, and the blocks of Q are independent: one thread block for each. This is
-  the loop of all kernels since.
+- FlashAttention (Dao et al. 2022, arXiv 2205.14135, algorithm 1): **K/V outside, Q inside**. Each K/V tile is loaded
+  once and used for all queries. Therefore o, m and l of every row are in memory and are read, updated and written once
+  for each K/V tile. o is always divided by l, so it is a valid output after every tile.
+- FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 1): **Q outside, K/V inside**. The row's state stays in
+  registers, and o is divided by l once at the end. The blocks of Q are independent: each has its own thread block.
+  Later kernels, tileattn's among them, use this loop.
 
-The mask tells the second which tiles to visit. Of a block of queries at positions q_lo..q_hi,
+In the second loop the mask decides which tiles are visited. For a block of queries at positions q_lo..q_hi,
 
-    kv_range   contains every key that any of them sees: tiles outside are skipped,
-    full_range is seen by all of them: tiles inside compute no mask.
+    kv_range   contains every key that any of the queries sees: tiles outside it are skipped,
+    full_range contains only keys that all of the queries see: in tiles inside it the mask is not evaluated.
 
-For a causal mask half the tiles are skipped, and only those on the diagonal compute it.
+A causal mask skips half the tiles and is evaluated only in tiles on the diagonal.
 
-Both functions have 13 positional arguments: those of `standard_attention`, and the sizes of tiles.
+Both functions have 13 positional arguments: those of `standard_attention`, and the sizes of the tiles.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from ..variant.program import computed_in
 from .online_softmax import RowState
 from .standard import ScoreFn, heads_first, positions, tile_scores
 
-# The matrix of `standard_attention`, or a function of a tile's rows and keys that computes its part of it.
+# Factors of the probabilities: the matrix that `standard_attention` takes, or a function of a tile's rows and keys that
+# computes the tile of that matrix.
 Dropout = Tensor | Callable[[slice, slice], Tensor]
 
 
@@ -55,12 +56,13 @@ def flash_attention_1(
 ) -> tuple[Tensor, Tensor]:
     """Tiled attention, K/V outside and Q inside; arguments and results as `standard_attention`.
 
-    Dropout may also be a function of a tile's rows and keys, so that there is no matrix of it either.
+    dropout may also be a function (rows, keys) -> factors of the tile, so that its matrix is not stored either.
     """
     dtype, seqlen_q, seqlen_k = output_dtype(q.dtype), q.shape[1], k.shape[1]
     q, k, v = heads_first(q, k, v, (q_descale, k_descale, v_descale))
     mask, score_mods = computed_in(q.dtype, mask, score_mods)
-    # "In memory": one entry for each block of queries, rewritten for each K/V tile. Here o is divided by l.
+    # One entry per block of queries, rewritten for each K/V tile: on a GPU this list is in global memory. Its o is
+    # divided by l.
     memory = [before_tiles(q, k, v, rows, score_mods, scale) for rows in blocks(0, seqlen_q, block_M)]
     for keys in blocks(0, seqlen_k, block_N):
         for i, rows in enumerate(blocks(0, seqlen_q, block_M)):
@@ -68,7 +70,7 @@ def flash_attention_1(
             scores = masked(scores, mask, positions(q, k, rows, keys))
             m, l, o = memory[i]
             m, l, o = RowState(m, l, o * l[..., None]).update(scores, v[:, :, keys], of_tile(dropout, rows, keys))
-            # Divided again before it goes back; a row that has seen no key yet keeps its zero.
+            # o is divided by l before it is written back; in a row that has seen no key, l = 0 and o stays 0.
             memory[i] = RowState(m, l, o / torch.where(l > 0, l, 1.0)[..., None])
     if not memory:
         memory = [before_tiles(q, k, v, slice(0, 0), score_mods, scale)]
@@ -91,15 +93,15 @@ def flash_attention_2(
     block_M: int = 64,
     block_N: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """Tiled attention, Q outside and K/V inside, visiting only the mask's tiles; as `flash_attention_1`."""
+    """Tiled attention, Q outside and K/V inside. Fully masked tiles are skipped. Arguments as `flash_attention_1`."""
     dtype, seqlen_q = output_dtype(q.dtype), q.shape[1]
     q, k, v = heads_first(q, k, v, (q_descale, k_descale, v_descale))
     mask, score_mods = computed_in(q.dtype, mask, score_mods)
     finished = []
-    for rows in blocks(0, seqlen_q, block_M):  # on a GPU: a thread block for each
+    for rows in blocks(0, seqlen_q, block_M):  # on a GPU, one thread block per iteration
         state = before_tiles(q, k, v, rows, score_mods, scale)
         (lo, hi), (full_lo, full_hi) = key_ranges(q, k, rows, mask)
-        # Tiles begin at multiples of block_N, whatever lo is, so that they are aligned in memory.
+        # Tiles begin at multiples of block_N for any lo, so that they are aligned in memory.
         for keys in blocks(lo - lo % block_N, hi, block_N):
             scores = tile_scores(q, k, rows, keys, score_mods, scale)
             if keys.start < full_lo or keys.stop > full_hi:
@@ -112,16 +114,16 @@ def flash_attention_2(
 
 
 def blocks(start: int, stop: int, size: int) -> Iterator[slice]:
-    """start..stop in slices of `size`; the last may be shorter."""
+    """Slices of length `size` that cover start..stop; the last may be shorter."""
     return (slice(lo, min(lo + size, stop)) for lo in range(start, stop, size))
 
 
 def before_tiles(
     q: Tensor, k: Tensor, v: Tensor, rows: slice, score_mods: Sequence[ScoreFn], scale: float | None
 ) -> RowState:
-    """The rows' state before any tile: that of a tile without keys.
+    """The rows' state before the first tile, computed as the state of a tile without keys.
 
-    So it depends on the tensors, and rows that meet no tile give them gradients, which are 0.
+    So the state depends on q, k and v in autograd's graph. Rows that visit no tile then have gradients of 0, not None.
     """
     scores = tile_scores(q, k, rows, slice(0, 0), score_mods, scale)
     m = scores.new_full(scores.shape[:-1], -torch.inf)
@@ -129,13 +131,13 @@ def before_tiles(
 
 
 def key_ranges(q: Tensor, k: Tensor, rows: slice, mask: Mask | None) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The keys that any of the rows sees, and those that all see: half-open, within 0..seqlen_k.
+    """The range of keys that any of the rows sees, and the range that all rows see: half-open, within 0..seqlen_k.
 
-    Where the mask depends on the batch element or the head, the first is the union and the second the intersection: a
-    kernel, whose thread block works on one head of one batch element, knows them more closely.
+    If the mask depends on the batch element or the head, the first is the union of their ranges and the second the
+    intersection. A kernel has tighter ranges: its thread block computes one head of one batch element.
     """
     seqlen_k = k.shape[2]
-    if mask is None or k.numel() == 0:  # a mask's tensors have no element to read where there is no key
+    if mask is None or k.numel() == 0:  # without keys, a mask's tensors may have no element to read
         return (0, seqlen_k), (0, seqlen_k)
     b, h, q_pos, _ = positions(q, k, rows, slice(0, 0))
     lo, hi = mask.kv_range(b, h, q_pos[..., :1, :], q_pos[..., -1:, :], seqlen_k)
@@ -149,12 +151,12 @@ def key_ranges(q: Tensor, k: Tensor, rows: slice, mask: Mask | None) -> tuple[tu
 
 
 def masked(scores: Tensor, mask: Mask | None, where: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Scores with -inf where the mask forbids: exp of it is 0, which is how little the key weighs."""
+    """Scores with -inf where the mask forbids the key, so that its probability exp(-inf) is 0."""
     return scores if mask is None else scores.masked_fill(~mask.allows(*where), -torch.inf)
 
 
 def of_tile(dropout: Dropout | None, rows: slice, keys: slice) -> Tensor | None:
-    """The tile's part of a matrix that a kernel never has: it computes the pattern (:mod:`tileattn.call.dropout`)."""
+    """Dropout factors of one tile. A kernel computes them from the seed (:mod:`tileattn.call.dropout`)."""
     if isinstance(dropout, Tensor):
         return dropout[:, :, rows, keys]
     return None if dropout is None else dropout(rows, keys)
@@ -166,6 +168,9 @@ def per_row(sink: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def joined(finished: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """o (batch, seqlen_q, heads, head_dim_v) in `dtype` and lse (batch, heads, seqlen_q), from those of the blocks."""
+    """Joins the blocks' results: o (batch, seqlen_q, heads, head_dim_v) in `dtype` and lse (batch, heads, seqlen_q).
+
+    finished: o (batch, heads, rows, head_dim_v) and lse (batch, heads, rows) of each block.
+    """
     o, lse = (torch.cat(parts, dim=2) for parts in zip(*finished))
     return o.transpose(1, 2).to(dtype), lse

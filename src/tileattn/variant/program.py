@@ -109,10 +109,16 @@ def _scores(key: str) -> tuple[Any, ...]:
     return tuple(mod(*arguments) for mod in mods)
 
 
+def decode(key: str, operands: Operands) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
+    """The inverse of :func:`encode`: the mask and the modifications, as they can be given to a call again."""
+    mask, mods = _Reader(key, operands).variant()
+    return mask, tuple(mods)
+
+
 def restore(
     key: str, operands: Operands, dtype: torch.dtype = torch.float32
 ) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
-    """The inverse of :func:`encode`: the mask and the modifications, on the operands' values.
+    """The mask and the modifications on the operands' values, to compute with.
 
     What users wrote computes floats in `dtype` at least (float32 or float64): see :mod:`tileattn.variant.evaluated`.
     """
@@ -122,7 +128,7 @@ def restore(
 
 
 def _restored(key: str, operands: Operands, dtype: torch.dtype) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
-    mask, mods = _Reader(key, operands).variant()
+    mask, mods = decode(key, operands)
     values = values_of(operands)
     return evaluated_mask(mask, program(key), values, dtype), tuple(evaluated_mods(mods, _scores(key), values, dtype))
 

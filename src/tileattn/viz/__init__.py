@@ -1,14 +1,14 @@
-"""Pictures of attention: what a mask visits, what attention attends to, how the online softmax gets there, its cost.
+"""Pictures of attention: the tiles that a mask visits, attention weights, the online softmax, time and memory.
 
-To be read in this order; each file computes something (in torch, without matplotlib) and draws it:
+Each of the first five files computes data (in torch, without matplotlib) and draws it. Read them in this order:
 
-    tiles      which tiles of keys a kernel visits for each tile of queries: full, partial, skipped
+    tiles      which tiles of scores a kernel visits under a mask: full, partial, skipped
     weights    the attention weights of small inputs
-    softmax    the online softmax's m, l and the scale of o along a row, tile by tile
+    softmax    the online softmax's m, l, alpha and o along a row, tile by tile
     lengths    time and memory against the sequence length, from a result file of the benchmark
     dashboard  a whole result file: speed, share of the ceiling, error and memory of every case
-    style      what all pictures share
-    checks     what they refuse
+    style      figures, colours and titles that all pictures share
+    checks     checks of arguments
     demo       `tileattn demo`, a page in the browser
 
 >>> figure = draw_tiles(tile_map(SlidingWindow(256, 0), 1024, 1024, block_M=128, block_N=64))

@@ -1,16 +1,16 @@
-"""What the pictures refuse, in one clear sentence each."""
+"""Checks of the pictures' arguments; each failure is one clear error."""
 
 from __future__ import annotations
 
 from numbers import Integral
 from typing import Any
 
-# More tiles than these on a side are thinner than a pixel, and say no more than fewer do.
+# The most tiles on a side of a picture: more would be thinner than a pixel.
 MOST_TILES = 512
 
 
 def is_integer(value: Any) -> bool:
-    """Python's and numpy's integers; True and False are none here."""
+    """Whether `value` is an integer of Python or numpy; False for bools."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -22,13 +22,16 @@ def check_sizes(**sizes: Any) -> None:
 
 
 def check_element(name: str, index: Any, count: int, of: str) -> None:
-    """Raises ValueError unless it is an index, negative ones included, of something that has so many."""
+    """Raises ValueError unless the argument `name` is a valid index, negative ones included, of `count` elements.
+
+    of: the name of the elements, for the message.
+    """
     if not is_integer(index) or not -count <= index < count:
         raise ValueError(f"{name} must be one of the {count} {of}, got {index!r}")
 
 
 def check_tile_count(length: int, name: str, block: int) -> None:
-    """Raises ValueError where a picture cannot show all tiles of the argument `name`."""
+    """Raises ValueError if `length` has more tiles of `block` than a picture shows; `name` names the argument."""
     if -(-length // block) > MOST_TILES:
         raise ValueError(
             f"{length} in tiles of {name}={block} are more than {MOST_TILES} tiles, which no picture shows; take "

@@ -1,4 +1,4 @@
-"""A whole result file at a glance: a line for each case, a dot for each implementation, a column for each question."""
+"""A picture of a whole result file: a line per case, a dot per implementation, a column per quantity."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-MOST_ON_A_LINE = 10  # dots of a case
-MOST_TICKS = 5  # of a logarithmic axis: more labels of memory do not fit
+MOST_ON_A_LINE = 10  # dots of a case that are drawn on one line; more are spread vertically
+MOST_TICKS = 5  # on a logarithmic axis: more labels of memory do not fit
 
 
 @dataclass(frozen=True)
 class Column:
-    """One question.
+    """One column of the picture.
 
-    title: what is asked. answer: for a row; None: there is none. log: the base of a logarithmic axis, 0 for a linear
-    one. label: how an answer is written.
+    title: of the column. value: the quantity of a row; None: the row has none. log: the base of a logarithmic axis, 0
+    for a linear axis. label: formats a value.
     """
 
     title: str
-    answer: Callable[[Row], float | None]
+    value: Callable[[Row], float | None]
     log: int = 0
     label: Callable[[float], str] = "{:g}".format
 
 
 def draw_dashboard(results: Results) -> Figure:
-    """Speed against the best baseline, share of the measured ceiling, error and memory of every case of a result file.
+    """Draws speed against the best baseline, share of the measured ceiling, error and memory of every case.
 
     Args:
-        results: of `tileattn.bench.results.load`.
+        results: a result file, from `tileattn.bench.results.load`.
 
     Raises:
         ValueError: the file has no measurement.
@@ -65,7 +65,7 @@ def draw_dashboard(results: Results) -> Figure:
     figure.legend(
         handles,
         labels,
-        title=_words(results),
+        title=_description(results),
         title_fontsize=10,
         loc="outside upper center",
         ncols=ncols,
@@ -76,61 +76,61 @@ def draw_dashboard(results: Results) -> Figure:
 
 
 def _lines_of_a_case(backends: int) -> float:
-    """How high a case is, in lines: more dots than can lie on one are spread."""
+    """The height of a case, in lines: more dots than fit on one line are spread vertically."""
     return 1.0 if backends <= MOST_ON_A_LINE else backends / 2
 
 
-def _places(backends: list[str]) -> dict[str, float]:
-    """How far below the middle of its case a backend's dots are: nowhere, where all of them may lie on one line."""
+def _offsets(backends: list[str]) -> dict[str, float]:
+    """The vertical offset of each backend's dots from the middle of their case; 0 if all dots fit on one line."""
     if len(backends) <= MOST_ON_A_LINE:
         return dict.fromkeys(backends, 0.0)
     return {backend: 0.9 * (index + 0.5) / len(backends) - 0.45 for index, backend in enumerate(backends)}
 
 
 def _columns(results: Results) -> list[Column]:
-    """The questions that this file answers: not every run has baselines, and a CPU's has no ceilings."""
+    """The columns that this file has data for: not every run has baselines, and a CPU's run has no ceilings."""
     cases = {row.case for row in results.rows}
     fastest = {case: ms for case in cases if (ms := best_baseline_ms(results, case)) is not None}
-    found = []
+    columns = []
     if fastest:
-        found.append(
+        columns.append(
             Column("speed, best baseline = 1", lambda row: fastest[row.case] / row.ms if row.case in fastest else None)
         )
     ceiling = overall(results.ceilings)
     if ceiling is not None:
-        found.append(
+        columns.append(
             Column("FLOP rate, cuBLAS = 100 %", lambda row: row.tflops / ceiling.matmul_tflops, label="{:.0%}".format)
         )
     else:
         unit, factor = ("TFLOPS", 1.0) if results.device == "cuda" else ("GFLOPS", 1e3)
-        found.append(Column(unit, lambda row: row.tflops * factor))
-    found.append(
+        columns.append(Column(unit, lambda row: row.tflops * factor))
+    columns.append(
         Column("largest error of a row", lambda row: row.error if row.error > 0 else None, 10, "{:.0e}".format)
     )
-    # A forward pass in 16 bits may need nothing beyond its output.
-    found.append(Column("peak memory", lambda row: row.peak_bytes or None, 2, human_bytes))
-    return found
+    # 0 bytes have no place on a logarithmic axis: a forward pass may allocate nothing beyond its output.
+    columns.append(Column("peak memory", lambda row: row.peak_bytes or None, 2, human_bytes))
+    return columns
 
 
 def _dots(axes: Axes, column: Column, results: Results, cases: list[str]) -> None:
     titled(axes, column.title)
-    colours, places = colours_of(results.backends()), _places(results.backends())
-    for backend in results.backends():  # ours is drawn first and large, so that dots upon it can be seen
+    colours, offsets = colours_of(results.backends()), _offsets(results.backends())
+    for backend in results.backends():  # tileattn's dots are large and below the others, so that all can be seen
         ours = backend == OWN
-        found = [
-            (value, cases.index(row.case) + places[backend])
+        dots = [
+            (value, cases.index(row.case) + offsets[backend])
             for row in results.rows
-            if row.backend == backend and (value := column.answer(row)) is not None
+            if row.backend == backend and (value := column.value(row)) is not None
         ]
         axes.plot(
-            [value for value, _ in found], [place for _, place in found], linestyle="", marker="D" if ours else "o",
+            [value for value, _ in dots], [line for _, line in dots], linestyle="", marker="D" if ours else "o",
             markersize=8 if ours else 5, color=colours[backend], label=LABELS.get(backend, backend),
             markeredgecolor="white", markeredgewidth=0.5, zorder=3 if ours else 4,
         )  # fmt: skip
     if column.log:
-        answers = [value for row in results.rows if (value := column.answer(row)) is not None]
-        if answers:
-            powers(axes, "x", column.log, min(answers), max(answers), MOST_TICKS)
+        values = [value for row in results.rows if (value := column.value(row)) is not None]
+        if values:
+            powers(axes, "x", column.log, min(values), max(values), MOST_TICKS)
     else:
         axes.margins(x=0.06)
         axes.set_xlim(left=0)
@@ -142,8 +142,8 @@ def _dots(axes: Axes, column: Column, results: Results, cases: list[str]) -> Non
     axes.tick_params(axis="x", colors=FAINT)
 
 
-def _words(results: Results) -> str:
-    """What was measured on what, and the means that the table of `tileattn bench` ends with."""
+def _description(results: Results) -> str:
+    """What was measured, on which device, with which versions; and the means of `tileattn bench`'s table."""
     dtypes = ", ".join(sorted({row.dtype for row in results.rows}))
     shown = ("tileattn", "tilelang", "torch", "cuda")
     versions = " · ".join(f"{name} {results.versions[name]}" for name in shown if name in results.versions)

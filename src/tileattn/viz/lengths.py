@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def draw_lengths(results: Results, variant: str | None = None) -> Figure:
-    """A column for each head dim and variant that was measured at three lengths or more: time above memory.
+    """Draws a column per head dim and variant that was measured at three lengths or more: time above memory.
 
-    All axes are logarithmic: a straight line that doubles with the length is linear, one that quadruples quadratic.
+    All axes are logarithmic. A line of slope 1 means linear growth with the length, slope 2 quadratic growth.
 
     Args:
-        results: of `tileattn.bench.results.load`.
-        variant: "full" or "causal" alone; None: both.
+        results: a result file, from `tileattn.bench.results.load`.
+        variant: "full" or "causal"; None: both.
 
     Raises:
         ValueError: no such case was measured at three lengths.
@@ -67,7 +67,7 @@ def _rows(results: Results, panel: Panel) -> list[Row]:
 
 def _lines(axes: Axes, results: Results, rows: list[Row], value: Callable[[Row], float]) -> None:
     colours = colours_of(results.backends())
-    for backend in results.backends():  # ours is drawn first and broad, so that lines upon it can be seen
+    for backend in results.backends():  # tileattn's line is broad and below the others, so that all can be seen
         own = [row for row in rows if row.backend == backend]
         ours = backend == OWN
         axes.plot(

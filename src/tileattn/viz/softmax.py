@@ -1,7 +1,7 @@
-"""The online softmax along one row: what is known of it after each tile of keys.
+"""The online softmax along one row: its state after each tile of keys.
 
-The states are those of `tileattn.reference.online_softmax`, which explains them: m is the largest score so far, l the
-sum of exp(score - m), o the sum of exp(score - m) v. A tile that raises the maximum shrinks what was there by alpha.
+`tileattn.reference.online_softmax` explains the state: m is the largest score so far, l the sum of exp(score - m), o
+the sum of exp(score - m) v. A tile that raises the maximum multiplies l and o by alpha, which is less than 1.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class SoftmaxStep:
     """The state of one row after a tile of keys.
 
     Attributes:
-        keys: how many keys have been seen.
-        m, l: largest score, and sum of exp(score - m).
-        alpha: exp(m before - m), by which l and o shrank when the tile came; 1 where the maximum stayed. 0 for the
-            first keys that are seen at all.
-        o: sum of exp(score - m) v, not divided by l: (head_dim_v,).
+        keys: the number of keys up to the end of the tile.
+        m, l: the largest score, and the sum of exp(score - m).
+        alpha: exp(m before the tile - m), the factor of the old l and o; 1 if the maximum did not change, 0 for the
+            first tile with a visible key.
+        o: the sum of exp(score - m) v, not divided by l: (head_dim_v,).
     """
 
     keys: int
@@ -58,7 +58,7 @@ class SoftmaxStep:
 
 
 def softmax_steps(scores: Tensor, v: Tensor, block_N: int) -> list[SoftmaxStep]:
-    """The states of a row, one for each tile.
+    """The state of a row after each tile.
 
     Args:
         scores: (seqlen_k,) of one row, -inf where the mask hides a key.
@@ -66,7 +66,7 @@ def softmax_steps(scores: Tensor, v: Tensor, block_N: int) -> list[SoftmaxStep]:
         block_N: keys in a tile.
 
     Raises:
-        ValueError: shapes that do not fit each other, a block_N below 1, or a score that is NaN or +inf.
+        ValueError: the shapes do not match, block_N is below 1, or a score is NaN or +inf.
     """
     if scores.ndim != 1 or v.ndim != 2 or len(scores) != len(v) or len(v) < 1:
         raise ValueError(
@@ -74,7 +74,7 @@ def softmax_steps(scores: Tensor, v: Tensor, block_N: int) -> list[SoftmaxStep]:
             f"{tuple(scores.shape)} and {tuple(v.shape)}"
         )
     check_sizes(block_N=block_N)
-    if not bool((scores < torch.inf).all()):  # NaN is not smaller either
+    if not bool((scores < torch.inf).all()):  # a comparison with NaN is False
         raise ValueError("scores must be finite, or -inf where the mask hides a key, got NaN or +inf")
     row, values = scores.detach().double()[None], v.detach().double()
     state = RowState.empty(row, values.shape[1])
@@ -82,7 +82,7 @@ def softmax_steps(scores: Tensor, v: Tensor, block_N: int) -> list[SoftmaxStep]:
     for lo in range(0, len(values), block_N):
         before = state.m
         state = state.update(row[:, lo : lo + block_N], values[lo : lo + block_N])
-        # Where nothing has been seen yet, l and o are 0 and are multiplied by nothing.
+        # Before the first visible key m stays -inf, and exp(-inf - -inf) would be NaN.
         alpha = 1.0 if bool(state.m == before) else float(torch.exp(before - state.m))
         keys = min(lo + block_N, len(values))
         steps.append(SoftmaxStep(keys, float(state.m), float(state.l), alpha, state.o[0]))
@@ -102,16 +102,16 @@ def row_scores(
     b: int = 0,
     h: int = 0,
 ) -> Tensor:
-    """The scores of one row of one head, as the softmax gets them: (seqlen_k,), float64, -inf where masked.
+    """The inputs of one row's softmax: the scores of one query and head, (seqlen_k,), float64, -inf where masked.
 
     Args:
         q, k: (batch, seqlen, heads, head_dim) as `tileattn.attention` takes them.
-        row: which query, from 0; negative ones count from the end.
+        row: the index of the query; a negative index counts from the end.
         mask, score_mod, causal, scale: as `tileattn.attention` takes them.
-        b, h: the batch element and the query head; negative ones count from the end.
+        b, h: the batch element and the query head; a negative index counts from the end.
 
     Raises:
-        ValueError: there is no such row, batch element or head, or the arguments do not fit each other.
+        ValueError: there is no such row, batch element or head, or arguments are inconsistent.
     """
     check_arguments(q, k, k, None, 0.0, "bshd", scale)
     check_element("row", row, q.shape[1], "queries")
@@ -126,13 +126,14 @@ def row_scores(
 
 
 def draw_softmax(scores: Tensor, v: Tensor, block_N: int, title: str = "Online softmax along a row") -> Figure:
-    """The scores with the running maximum; the factor alpha; l; and the size of o before and after the division.
+    """Draws the scores with the running maximum, alpha, l, and the norm of o before and after the division by l.
 
     Args:
         scores, v, block_N: as `softmax_steps` takes them; at most 512 tiles.
+        title: of the figure.
 
     Raises:
-        ValueError: more than 512 tiles, or what `softmax_steps` refuses.
+        ValueError: there are more than 512 tiles, or `softmax_steps` raises.
     """
     check_sizes(block_N=block_N)
     check_tile_count(len(scores), "block_N", block_N)
@@ -140,14 +141,14 @@ def draw_softmax(scores: Tensor, v: Tensor, block_N: int, title: str = "Online s
     figure = empty_figure(7.6, 7.4)
     panels = figure.subplots(4, 1, sharex=True, height_ratios=(2.2, 1, 1, 1.3))
     _scores(panels[0], scores.detach().double().cpu(), steps)
-    seen = [step for step in steps if step.l > 0]
+    with_keys = [step for step in steps if step.l > 0]
     _steps(
-        panels[1], steps, [step.alpha for step in steps], "alpha = exp(m before - m): what was there shrinks", ORANGE
+        panels[1], steps, [step.alpha for step in steps], "alpha = exp(m before - m): factor of the old l and o", ORANGE
     )
     panels[1].set_ylim(0, 1.1)
     _steps(panels[2], steps, [step.l for step in steps], "l = sum of exp(score - m)", BLUE)
     sizes = [float(step.o.norm()) for step in steps]
-    _steps(panels[3], steps, sizes, "size of o: in units of exp(m), and divided by l", BLUE, label="|o|")
+    _steps(panels[3], steps, sizes, "norm of o: relative to exp(m), and divided by l", BLUE, label="|o|")
     divided = [float(step.o.norm()) / step.l if step.l > 0 else 0.0 for step in steps]
     _steps(panels[3], steps, divided, None, GREEN, label="|o / l|", dashed=True)
     _legend(panels[3])
@@ -157,7 +158,10 @@ def draw_softmax(scores: Tensor, v: Tensor, block_N: int, title: str = "Online s
         for step in steps[:-1] if len(steps) <= MOST_LINES else ():
             axes.axvline(step.keys, color=LIGHT, linewidth=1.0, zorder=0)
         axes.set_xlim(0, len(scores))
-    lse = f"lse = m + log l = {seen[-1].m + torch.tensor(seen[-1].l).log().item():.3f}" if seen else "no key is visible"
+    lse = "no key is visible"
+    if with_keys:
+        m, l = with_keys[-1].m, with_keys[-1].l
+        lse = f"lse = m + log l = {m + torch.tensor(l).log().item():.3f}"
     grown = sum(0 < step.alpha < 1 for step in steps)
     keys = f"{counted(len(scores), 'key')} in tiles of {block_N}"
     heading(figure, title, f"{keys}; the maximum grows {counted(grown, 'time')}; at the end {lse}")
@@ -167,14 +171,14 @@ def draw_softmax(scores: Tensor, v: Tensor, block_N: int, title: str = "Online s
 def _scores(axes: Axes, scores: Tensor, steps: list[SoftmaxStep]) -> None:
     visible = scores.isfinite()
     keys = torch.arange(len(scores)) + 0.5
-    titled(axes, "scores, and m, the largest so far", "", "score")
+    titled(axes, "scores, and m, the running maximum", "", "score")
     axes.plot(keys[visible], scores[visible], ".", color=BLUE, markersize=4, label="score", zorder=2)
     _line(axes, steps, [step.m if step.l > 0 else float("nan") for step in steps], RED, "m")
     _legend(axes)
 
 
 def _legend(axes: Axes) -> None:
-    """Beside the title, where no line is."""
+    """Puts the legend beside the panel's title, where it hides no line."""
     axes.legend(frameon=False, fontsize=8.5, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 0.98))
 
 
@@ -196,7 +200,7 @@ def _steps(
 def _line(
     axes: Axes, steps: list[SoftmaxStep], values: list[float], colour: str, label: str, dashed: bool = False
 ) -> None:
-    """A level for each tile, over its keys."""
+    """Draws a horizontal line for each tile, over the tile's keys."""
     edges = [0, *(step.keys for step in steps)]
     axes.stairs(
         values, edges, baseline=None, color=colour, linewidth=1.8, label=label, linestyle="--" if dashed else "-"

@@ -1,4 +1,4 @@
-"""What all pictures share: an empty figure, colours, titles. The benchmark's pictures have the same style."""
+"""Figures, colours, titles and axes that all pictures share. The benchmark's pictures use the same style."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, safe for colour-blind readers; the three also differ in lightness, for a print in grey.
+# Okabe and Ito's palette, which colour-blind readers can tell apart. BLUE, ORANGE and LIGHT also differ in grey prints.
 BLUE, ORANGE, LIGHT, RED, GREEN = "#0072B2", "#E69F00", "#EDEDED", "#D55E00", "#009E73"
-# From dark to light without turning back, and the same to a colour-blind reader.
+# Lightness grows steadily, and colour-blind readers see the same order.
 SEQUENTIAL = "cividis"
 MOST_TICKS = 9
-# Up to so many tiles on a side, lines between them can be told apart.
+# The most tiles on a side between which lines are drawn; with more, the lines would merge.
 MOST_LINES = 64
 
 
 def empty_figure(width: float, height: float) -> Figure:
-    """A figure without pyplot: no display is needed and no global state is left behind. Sizes in inches."""
+    """An empty figure without pyplot, so that it needs no display and leaves no global state. Sizes in inches."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -33,7 +33,7 @@ def empty_figure(width: float, height: float) -> Figure:
 
 
 def titled(axes: Axes, title: str, xlabel: str = "", ylabel: str = "") -> None:
-    """Title and labels of a panel, and the frame that all panels have."""
+    """Sets a panel's title, labels and frame."""
     style(axes)
     axes.set_title(title, fontsize=10.5, color=INK, loc="left")
     axes.set_xlabel(xlabel, fontsize=9, color=FAINT)
@@ -41,18 +41,18 @@ def titled(axes: Axes, title: str, xlabel: str = "", ylabel: str = "") -> None:
 
 
 def heading(figure: Figure, title: str, below: str = "") -> None:
-    """The figure's title, and in smaller letters what it is of."""
-    # One text, for the layout makes room for no more; the second size is that of the smaller lines.
+    """Sets the figure's title and, on the lines below it, a description."""
+    # One text, because the layout makes room for one only.
     figure.suptitle(f"{title}\n{below}" if below else title, fontsize=10, color=INK)
 
 
 def counted(count: int, one: str, many: str = "") -> str:
-    """As in "1 key" and "2 keys"; `many` is the plural where it takes more than an s."""
+    """A count with its noun, such as "1 key" or "2 keys"; `many` is the plural, by default `one` with an s."""
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def integer_ticks(*axes: Axis) -> None:
-    """Ticks at whole numbers, as many as have room, be it one alone: there is no query 2.5."""
+    """Puts ticks at integers only, at least one: keys and queries have no fractions."""
     from matplotlib.ticker import MaxNLocator
 
     for axis in axes:
@@ -60,23 +60,26 @@ def integer_ticks(*axes: Axis) -> None:
 
 
 def powers(axes: Axes, which: str, base: int, low: float, high: float, most: int = MOST_TICKS) -> None:
-    """A logarithmic axis ("x" or "y") from low to high; ticks at powers of 2, or at 1, 2 and 5 times those of 10."""
+    """Makes an axis ("x" or "y") logarithmic, from low to high.
+
+    base: 2 puts ticks at powers of 2; 10 puts them at 1, 2 and 5 times powers of 10. most: the largest number of ticks.
+    """
     ticks = _ticks(base, low, high, most)
     getattr(axes, f"set_{which}scale")("log", base=base)
     getattr(axes, f"set_{which}ticks")(ticks)
     axes.minorticks_off()
-    # A little beyond the outermost ticks, where dots would be cut.
+    # The limits are a little beyond the outermost ticks, so that dots there are not cut.
     getattr(axes, f"set_{which}lim")(ticks[0] * 0.93, ticks[-1] * 1.07)
 
 
 def _ticks(base: int, low: float, high: float, most: int) -> list[float]:
-    """At most so many that enclose low and high, and at least two, as far from each other as all their neighbours."""
+    """Two to `most` ticks that enclose low and high: every n-th of the possible ticks."""
     steps = (1.0,) if base == 2 else (1.0, 2.0, 5.0)
     first, last = math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1
-    # Some beyond: where not every power has a tick, the last one may be higher than it need be.
-    found = [step * float(base) ** power for power in range(first, 2 * last - first + most) for step in steps]
-    begin = max(i for i, tick in enumerate(found) if tick <= low)
-    end = min(i for i, tick in enumerate(found) if tick >= high and i > begin)
+    # The list goes on above `high`: with n > 1 the last tick may be higher than needed.
+    possible = [step * float(base) ** power for power in range(first, 2 * last - first + most) for step in steps]
+    begin = max(i for i, tick in enumerate(possible) if tick <= low)
+    end = min(i for i, tick in enumerate(possible) if tick >= high and i > begin)
     every = -(-(end - begin) // (most - 1))
     count = -(-(end - begin) // every)
-    return found[begin : begin + count * every + 1 : every]
+    return possible[begin : begin + count * every + 1 : every]

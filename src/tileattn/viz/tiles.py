@@ -1,10 +1,10 @@
 """Which tiles of the score matrix a kernel computes under a mask.
 
-A kernel asks a mask two questions for each tile of ``block_M`` queries (`masks.py`): which keys can any of them see
-(``kv_range``; tiles of ``block_N`` keys outside are skipped), and which do all of them see (``full_range``; tiles
-inside compute no mask). The ranges here come from the same traced program that the kernels are generated from, and are
-turned into tiles as `kernels/tilelang/forward/generic.py` does; where a mask's answers are too wide, the map shows the
-cost.
+For each block of ``block_M`` queries a mask gives a kernel two ranges of keys (`variant/masks.py`). ``kv_range``
+contains every key that any of the queries sees: tiles of ``block_N`` keys outside it are skipped. ``full_range``
+contains keys that all of the queries see: in tiles inside it the mask is not evaluated. The ranges here come from the
+traced program that kernels are generated from, and are converted to tiles as in `kernels/tilelang/forward/generic.py`.
+If a mask's ranges are wider than necessary, the map shows the extra tiles.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ COLOURS = {Tile.FULL: BLUE, Tile.PARTIAL: ORANGE, Tile.SKIPPED: LIGHT}
 
 @dataclass(frozen=True)
 class TileMap:
-    """What happens to each tile of the scores of one head.
+    """What a kernel does with each tile of one head's scores.
 
-    tiles: int8 (ceil(seqlen_q / block_M), ceil(seqlen_k / block_N)), values of `Tile`. name: the mask's, for a title.
+    tiles: int8 (ceil(seqlen_q / block_M), ceil(seqlen_k / block_N)), values of `Tile`. name: of the mask, for a title.
     """
 
     tiles: Tensor
@@ -72,11 +72,11 @@ class TileMap:
     name: str
 
     def count(self, kind: Tile) -> int:
-        """How many tiles are of a kind."""
+        """The number of tiles of a kind."""
         return int((self.tiles == kind).sum())
 
     def share(self, kind: Tile) -> float:
-        """The part of all tiles that is of a kind, 0 to 1."""
+        """The fraction of tiles of a kind, 0 to 1."""
         return self.count(kind) / self.tiles.numel()
 
 
@@ -97,14 +97,14 @@ def tile_map(
     Args:
         mask, causal: as `tileattn.attention` takes them.
         seqlen_q, seqlen_k: lengths, 1 or more.
-        block_M, block_N: rows of Q, and of K and V, in a tile; `kernel_tiles` says those of a kernel.
-        b, h: the batch element and the query head to look at, from 0, for masks that depend on them.
-        arch: "sm_80", "gfx942", ...: whose kernel. Where rows of queries see nothing, gfx942's visits no tile, others
-            visit one.
+        block_M, block_N: rows of Q, and of K and V, in a tile; `kernel_tiles` returns those of a kernel.
+        b, h: the batch element and the query head, from 0, for masks that depend on them.
+        arch: the kernel's architecture, such as "sm_80" or "gfx942". For a block of queries that sees no key, gfx942's
+            kernel visits no tile; other kernels visit one.
 
     Raises:
-        ValueError: a size is no integer of at least 1, there are more than 512 tiles on a side, the mask's tensors have
-            no such b or h, or there is no kernel for the architecture.
+        ValueError: a size is not an integer of at least 1, there are more than 512 tiles on a side, the mask's tensors
+            have no such b or h, or there is no kernel for the architecture.
     """
     check_sizes(seqlen_q=seqlen_q, seqlen_k=seqlen_k, block_M=block_M, block_N=block_N)
     check_tile_count(seqlen_q, "block_M", block_M)
@@ -123,17 +123,17 @@ def tile_map(
     q_lo = torch.arange(0, seqlen_q, block_M) + seqlen_k - seqlen_q
     values |= {"q_lo": q_lo, "q_hi": (q_lo + block_M).clamp(max=seqlen_k) - 1}
 
-    def asked(bounds: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
+    def evaluated(bounds: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
         lo, hi = (torch.as_tensor(evaluate(bound, values)).expand(len(q_lo))[:, None] for bound in bounds)
         return lo.clamp(min=0), hi.clamp(max=seqlen_k)
 
-    (kv_lo, kv_hi), (full_lo, full_hi) = asked(traced.kv_range), asked(traced.full_range)
+    (kv_lo, kv_hi), (full_lo, full_hi) = evaluated(traced.kv_range), evaluated(traced.full_range)
     tile = torch.arange(-(-seqlen_k // block_N))[None]
     k_lo = tile * block_N
     first = kv_lo // block_N
     end = -(-kv_hi // block_N)
     if arch is None or not arch.startswith("gfx"):
-        # At least one tile, all masked where nothing is visible: the loads of Q are waited for inside the loop.
+        # These kernels wait for the load of Q inside the loop, so they visit at least one tile, even if fully masked.
         end = torch.maximum(end, first + 1)
     visited = (tile >= first) & (tile < end)
     full = visited & (k_lo >= full_lo) & (k_lo + block_N <= full_hi)
@@ -142,7 +142,7 @@ def tile_map(
 
 
 def described(mask: Mask | None) -> str:
-    """A mask as it is written in Python; tensors and functions without what is in them."""
+    """A mask as it is written in Python, with "..." for tensors and the names of functions."""
     if mask is None:
         return "full"
     if isinstance(mask, (And, Or)):
@@ -159,17 +159,17 @@ def described(mask: Mask | None) -> str:
 
 
 def _count(letter: str, index: Any, what: str, traced: Program, operands: Operands) -> int:
-    """How many batch elements ("b") or heads ("h") the mask's tensors have; as many as there must be without any."""
+    """The number of batch elements ("b") or heads ("h") of the mask's tensors; without such tensors, index + 1."""
     names = [tensor.name for tensor in traced.tensors]
     sizes = {
         operands.tensors[names.index(node.args[0])].shape[axis]
         for expr in (traced.allows, *traced.kv_range, *traced.full_range)
         for node in nodes(expr)
         if node.op == "load"
-        for axis, at in enumerate(node.args[1:])
-        if str(at) == letter
+        for axis, subscript in enumerate(node.args[1:])
+        if str(subscript) == letter
     }
-    # Tensors that disagree with each other are what the mask's own check is about.
+    # If tensors disagree, the mask's own `check` raises.
     count = max(sizes, default=None)
     if not is_integer(index) or index < 0 or (count is not None and index >= count):
         accepted = "an integer of 0 or more" if count is None else f"one of the mask's {count} {what}, from 0"
@@ -185,18 +185,19 @@ def _check_arch(arch: str) -> None:
 def kernel_tiles(
     arch: str, head_dim: int, mask: Mask | Any | None = None, *, causal: bool = False, seqlen: int = 4096
 ) -> tuple[int, int]:
-    """block_M and block_N of the TileLang forward kernel (bfloat16) that an architecture gets by default.
+    """block_M and block_N of an architecture's default TileLang forward kernel for bfloat16.
 
-    Two blocks of threads that share their loads (a cluster) visit the tiles of both: their rows count together.
+    The thread blocks of a cluster share their loads and visit the tiles of all of them, so block_M counts their rows
+    together.
 
     Args:
         arch: "sm_80", "sm_90a", ...
         head_dim: of q, k and v: a multiple of 8 from 16 to 256.
         mask, causal: as `tileattn.attention` takes them.
-        seqlen: the shorter of both lengths; short and long calls get other kernels.
+        seqlen: the smaller of seqlen_q and seqlen_k; short and long sequences have different kernels.
 
     Raises:
-        ValueError: an architecture or a head dim that there is no kernel for, or a seqlen below 1.
+        ValueError: there is no kernel for the architecture or head dim, or seqlen is below 1.
     """
     _check_arch(arch)
     check_sizes(seqlen=seqlen)
@@ -208,13 +209,13 @@ def kernel_tiles(
 
 
 def draw_tiles(tiles: TileMap, title: str | None = None) -> Figure:
-    """The map of a head: queries downwards, keys to the right, a colour for what happens to a tile.
+    """Draws a head's map: queries downwards, keys to the right, a colour for each kind of tile.
 
     Args:
-        tiles: of `tile_map`.
-        title: what to call the mask; by default as `described` does.
+        tiles: from `tile_map`.
+        title: of the figure; None: the mask's name.
     """
-    # As high as the map, which is drawn to scale unless one side is far longer.
+    # The figure's height follows the map's, which is drawn to scale unless one side is far longer.
     ratio = tiles.seqlen_q / tiles.seqlen_k
     figure = empty_figure(5.6, 1.6 + 4.6 * min(max(ratio if _to_scale(tiles) else 1.0, 0.3), 1.5))
     fill_tiles(figure.add_subplot(), tiles)
@@ -235,7 +236,7 @@ def draw_tiles(tiles: TileMap, title: str | None = None) -> Figure:
 
 
 def fill_tiles(axes: Axes, tiles: TileMap) -> None:
-    """Draw a map into a panel, at its lengths: a tile that ends beyond the last key is cut there."""
+    """Draws a map into a panel. Tiles that extend beyond the last query or key are cut off there."""
     from matplotlib.colors import ListedColormap
 
     rows, columns = tiles.tiles.shape

@@ -1,4 +1,4 @@
-"""The attention weights of small inputs: what FlashAttention never writes down."""
+"""The attention weights of small inputs: the matrix that FlashAttention never stores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tileattn.viz.style import LIGHT, SEQUENTIAL, counted, empty_figure, heading
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# A larger matrix has more elements than a picture has pixels, and is what attention is made to avoid.
+# The most tokens and heads of a picture: a larger matrix has more elements than the picture has pixels.
 MOST_TOKENS = 1024
 MOST_HEADS = 16
 
@@ -33,16 +33,16 @@ def attention_weights(
     scale: float | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """The weights by which values are summed: (batch, heads, seqlen_q, seqlen_k), float64.
+    """The attention weights, the softmax of the scores: (batch, heads, seqlen_q, seqlen_k), float64.
 
-    A row sums to 1; to less with a sink, and to 0 where a query sees no key.
+    A row sums to 1, with a sink to less than 1, and to 0 if its query sees no key.
 
     Args:
         q, k: (batch, seqlen, heads, head_dim) as `tileattn.attention` takes them; at most 1024 tokens.
         mask, score_mod, causal, scale, sink: as `tileattn.attention` takes them.
 
     Raises:
-        ValueError: q or k has more than 1024 tokens, or the arguments do not fit each other.
+        ValueError: q or k has more than 1024 tokens, or arguments are inconsistent.
     """
     check_arguments(q, k, k, sink, 0.0, "bshd", scale)
     for name, tensor in (("q", q), ("k", k)):
@@ -51,7 +51,7 @@ def attention_weights(
     masks, mods = normalize(mask, score_mod, causal)
     batch, seqlen_k, kv_heads, _ = k.shape
     check_variant(masks, mods, batch, q.shape[2], q.shape[1], seqlen_k)
-    # The value of key j is the j-th unit vector: the weighted sum of values is then the weights themselves.
+    # The value of key j is the j-th unit vector, so that the weighted sum of the values is the row of weights.
     one_hot = torch.eye(seqlen_k, dtype=torch.float64, device=k.device)[None, :, None]
     o, _ = standard_attention(
         q.double(), k.double(), one_hot.expand(batch, seqlen_k, kv_heads, seqlen_k), masks, mods, sink, scale
@@ -60,14 +60,15 @@ def attention_weights(
 
 
 def draw_weights(weights: Tensor, title: str = "Attention weights", b: int = 0) -> Figure:
-    """A panel for each head of a batch element; grey where the weight is exactly 0, as where a mask hides the key.
+    """Draws a panel per head of a batch element. Weights of exactly 0, such as those of masked keys, are grey.
 
     Args:
-        weights: (batch, heads, seqlen_q, seqlen_k), of `attention_weights`; at most 16 heads.
+        weights: (batch, heads, seqlen_q, seqlen_k), from `attention_weights`; at most 16 heads.
+        title: the figure's title.
         b: the batch element.
 
     Raises:
-        ValueError: weights has another shape, or b is none of its elements.
+        ValueError: weights has a wrong shape, or there is no batch element b.
     """
     if weights.ndim != 4 or not 1 <= weights.shape[1] <= MOST_HEADS or 0 in weights.shape:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What existing code imports from flash-attn: it is there, or one error says what to use in its place."""
+"""Imports of flash-attn's modules and names: each works, or raises an error that names an alternative."""
 
 from __future__ import annotations
 

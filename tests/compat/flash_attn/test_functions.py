@@ -1,9 +1,9 @@
 """`tileattn.compat.flash_attn` by flash-attn's documentation, argument by argument.
 
-By flash-attn's own rule (its tests/test_flash_attn.py, 2.8): the largest error of an output, against PyTorch in a wider
-dtype, is at most twice that of PyTorch in the same dtype, plus 1e-5. There gradients are allowed three times as much.
-Here all outputs are allowed one rounding of their largest element, for PyTorch's error may be small by luck, which is
-also why the larger one of two orders of operations counts.
+The tolerance is flash-attn's (its tests/test_flash_attn.py, 2.8): the largest error of an output, against PyTorch in a
+wider dtype, is at most twice that of PyTorch in the same dtype, plus 1e-5; flash-attn allows gradients three times as
+much. PyTorch's error may be small by chance. Therefore these tests also allow one rounding of the output's largest
+element, and take the larger of PyTorch's errors in two orders of operations.
 
 The same functions run on a CPU, and on a GPU by ``pytest -m gpu``.
 """

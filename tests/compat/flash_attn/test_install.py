@@ -1,4 +1,4 @@
-"""`import flash_attn` after `tileattn.compat.flash_attn.install()`: what it finds, and what it finds afterwards."""
+"""`import flash_attn` after `tileattn.compat.flash_attn.install()`, and after `uninstall()`."""
 
 from __future__ import annotations
 

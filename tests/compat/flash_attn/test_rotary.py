@@ -1,6 +1,6 @@
-"""`flash_attn.layers.rotary` and `flash_attn.ops.triton.rotary` beside rotation as it is defined: by complex numbers.
+"""`flash_attn.layers.rotary` and `flash_attn.ops.triton.rotary`, compared with multiplication of complex numbers.
 
-A pair (a, b) is a + bi, and position p turns it by cos[p] + i sin[p], here in float64.
+A pair (a, b) is a + bi. Position p multiplies it by cos[p] + i sin[p], in float64.
 """
 
 from __future__ import annotations

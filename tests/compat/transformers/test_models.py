@@ -1,4 +1,4 @@
-"""Models of transformers with attn_implementation="tileattn", beside transformers' own "eager"."""
+"""Models of transformers with attn_implementation="tileattn", compared with transformers' own "eager"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel cache on disk: built once by whoever comes first, and never half a file."""
+"""The kernel cache on disk: concurrent processes build a kernel once, and no process reads a partial file."""
 
 from __future__ import annotations
 

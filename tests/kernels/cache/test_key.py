@@ -1,4 +1,4 @@
-"""What is in the key under which a compiled TileLang kernel is kept: each fact of a call, each version, by itself."""
+"""The cache key of a compiled TileLang kernel: it depends on each fact of a call and on each version."""
 
 from __future__ import annotations
 

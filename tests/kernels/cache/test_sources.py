@@ -1,4 +1,4 @@
-"""Which source files a kernel's key in the cache depends on: all that generate it, and few others."""
+"""The source files on which a kernel's cache key depends: all that generate the kernel, and few others."""
 
 from __future__ import annotations
 

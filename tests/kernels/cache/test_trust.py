@@ -1,4 +1,4 @@
-"""Who may have written what is loaded from the kernel cache, and caches that are read only."""
+"""The kernel cache loads no file that another user could have written, and works with read-only folders."""
 
 from __future__ import annotations
 

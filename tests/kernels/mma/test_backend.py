@@ -18,7 +18,7 @@ from tileattn.call.facts import AttentionCall
 from tileattn.call.inputs import Inputs
 from tileattn.kernels.mma import backend, compile, rungs
 from tileattn.kernels.mma.backend import Choice, parse
-from tileattn.kernels.mma.rungs import HEAD_DIMS, LARGE_HEAD_DIMS, RUNGS, Kernel, Tiles, Variant
+from tileattn.kernels.mma.rungs import HEAD_DIMS, LARGE_HEAD_DIMS, RUNGS, Kernel, RungOptions, Tiles
 from tileattn.kernels.mma.tiles import candidates
 from tileattn.runtime import dispatch
 from tileattn.runtime import operators as ops
@@ -67,13 +67,13 @@ def test_a_wrong_name_is_one_error_that_says_what_is_accepted(options: str) -> N
 
 
 @pytest.mark.parametrize("rung", RUNGS)
-def test_a_variants_name_names_it(rung: str) -> None:
+def test_the_name_of_options_parses_to_them(rung: str) -> None:
     head_dim = 512 if rung == "tiled_d" else 64
     for stages, acc, smem in ((1, "fp16", "padded"), (2, "fp32", "swizzle")):
-        variant = Variant(rung, stages, acc, smem)
-        assert parse(str(variant).removeprefix("mma:")).variant(head_dim) == variant
-        for tiles in candidates(variant, head_dim):
-            assert parse(f"{variant},tiles={tiles}".removeprefix("mma:")).tiles == tiles
+        options = RungOptions(rung, stages, acc, smem)
+        assert parse(str(options).removeprefix("mma:")).options(head_dim) == options
+        for tiles in candidates(options, head_dim):
+            assert parse(f"{options},tiles={tiles}".removeprefix("mma:")).tiles == tiles
 
 
 # --- Refusals ---
@@ -147,8 +147,8 @@ def test_it_never_runs_unasked() -> None:
 
 def test_every_head_dim_has_tiles_that_fit() -> None:
     for kernel in kernels(all_dims=True):
-        for tiles in candidates(kernel.variant, kernel.head_dim):
-            fitting = Kernel(kernel.variant, kernel.dtype, kernel.head_dim, tiles)
+        for tiles in candidates(kernel.options, kernel.head_dim):
+            fitting = Kernel(kernel.options, kernel.dtype, kernel.head_dim, tiles)
             assert fitting.shared_memory() * tiles.blocks <= 227 * 1024 - 1024 * (tiles.blocks - 1), fitting
 
 
@@ -162,7 +162,7 @@ def assembled(kernel: Kernel, folder: Path) -> str:
     if mma_emulator.NVCC is None:
         pytest.skip("needs cuda-core or nvcc")
     macros = [f"-D{name}={value}" for name, value in kernel.macros().items()]
-    source = str(compile.SOURCES / f"{kernel.variant.rung}.cu")
+    source = str(compile.SOURCES / f"{kernel.options.rung}.cu")
     command = [
         mma_emulator.NVCC,
         f"-arch={ARCH}",
@@ -202,8 +202,8 @@ def test_nothing_spills(options: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", list(kernels(all_dims=True)), ids=str)
 def test_no_default_spills(kernel: Kernel, tmp_path: Path) -> None:
-    variant = kernel.variant
-    best = variant.stages == 2 and variant.smem == "swizzle"
+    options = kernel.options
+    best = options.stages == 2 and options.smem == "swizzle"
     assert spilled_bytes(kernel, tmp_path) <= (0 if best else FEW_BYTES)
 
 
@@ -211,11 +211,11 @@ def test_no_default_spills(kernel: Kernel, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kernel",
     [
-        Kernel(Variant(rung, acc=acc), torch.float16, head_dim, tiles)
+        Kernel(RungOptions(rung, acc=acc), torch.float16, head_dim, tiles)
         for rung in RUNGS
         for head_dim in (LARGE_HEAD_DIMS if rung == "tiled_d" else HEAD_DIMS)
         for acc in rungs.ACCUMULATIONS
-        for tiles in candidates(Variant(rung, acc=acc), head_dim)[1:]
+        for tiles in candidates(RungOptions(rung, acc=acc), head_dim)[1:]
     ],
     ids=str,
 )
@@ -254,8 +254,8 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def choice_of(kernel: Kernel) -> Choice:
-    variant = kernel.variant
-    return Choice(variant.rung, variant.stages, variant.acc, variant.smem, kernel.tiles)
+    options = kernel.options
+    return Choice(options.rung, options.stages, options.acc, options.smem, kernel.tiles)
 
 
 def emulate(run: Run, kernel: Kernel, shape: Shape, name: str) -> None:
@@ -349,8 +349,8 @@ def test_many_kernels_compile_in_threads(tmp_path: Path, monkeypatch: pytest.Mon
     code = (
         "import torch; from tileattn.kernels.mma import batch, rungs, tiles\n"
         "batch.os.cpu_count = lambda: 4\n"
-        "variants = [rungs.Variant(rung, 1) for rung in rungs.RUNGS[:4]]\n"
-        "made = [rungs.Kernel(v, torch.float16, 32, tiles.candidates(v, 32)[0]) for v in variants]\n"
+        "options = [rungs.RungOptions(rung, 1) for rung in rungs.RUNGS[:4]]\n"
+        "made = [rungs.Kernel(x, torch.float16, 32, tiles.candidates(x, 32)[0]) for x in options]\n"
         f"assert batch.compile_all(made, {ARCH!r}) == [None] * 4\n"
     )
     monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path))

@@ -36,7 +36,7 @@ def test_every_option(kernel: Kernel) -> None:
         tensors = shape.tensors(kernel.head_dim, kernel.dtype, "cuda")
         with tileattn.testing.poisoned_memory():
             got = tileattn.attention(
-                *tensors, causal=shape.causal, scale=shape.scale, return_lse=True, backend=str(kernel.variant)
+                *tensors, causal=shape.causal, scale=shape.scale, return_lse=True, backend=str(kernel.options)
             )
         check(name, kernel, shape, tensors, got)
 

@@ -1,4 +1,4 @@
-"""The torch backend beyond the conformance suite: tiles, memory, layouts, and which way it goes."""
+"""The torch backend beyond the conformance suite: tiles, memory, layouts, and the choice of fused attention or loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tileattn.call.inputs import Inputs
 from tileattn.kernels.torch import fused, loop
 from tileattn.kernels.torch.backward import MAX_TILE, Needs, backward
 from tileattn.kernels.torch.forward import forward
-from tileattn.kernels.torch.mask import KeyRange, Variant, key_ranges
+from tileattn.kernels.torch.mask import KeyRange, ScoreMatrix, key_ranges
 from tileattn.kernels.torch.score_gradient import Watched
 from tileattn.math import load
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
@@ -108,7 +108,7 @@ def test_the_loop_is_right_where_the_fused_attention_would_run(
     block_M: int, block_N: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is what CUDA tensors get."""
-    monkeypatch.setattr(fused, "expresses", lambda variant: False)
+    monkeypatch.setattr(fused, "expresses", lambda matrix: False)
     monkeypatch.setattr(loop, "BLOCK_M", block_M)
     monkeypatch.setattr(loop, "BLOCK_N", block_N)
     for mask in MASKS.values():
@@ -174,29 +174,29 @@ def test_grouped_queries_do_not_expand_keys_and_values(seqlen_q: int) -> None:
 # --- Tiles ---
 
 
-def variant(mask: Mask | None, seqlen_q: int, seqlen_k: int) -> Variant:
-    return Variant(mask, (), slice(0, 2), 3, seqlen_q, seqlen_k, torch.float32, torch.device("cpu"))
+def matrix(mask: Mask | None, seqlen_q: int, seqlen_k: int) -> ScoreMatrix:
+    return ScoreMatrix(mask, (), slice(0, 2), 3, seqlen_q, seqlen_k, torch.float32, torch.device("cpu"))
 
 
 def test_key_ranges() -> None:
     full = KeyRange(0, 100, 0, 100)
-    assert key_ranges(variant(None, 64, 100), 32) == [[full, full]]
+    assert key_ranges(matrix(None, 64, 100), 32) == [[full, full]]
     # Rows 0..31 stand at positions 36..67.
-    assert key_ranges(variant(Causal(), 64, 100), 32) == [[KeyRange(0, 68, 0, 37), KeyRange(0, 100, 0, 69)]]
+    assert key_ranges(matrix(Causal(), 64, 100), 32) == [[KeyRange(0, 68, 0, 37), KeyRange(0, 100, 0, 69)]]
     # The first 36 rows stand before the first key.
-    assert key_ranges(variant(Causal(), 100, 64), 36)[0][0] == KeyRange(0, 0, 0, 0)
+    assert key_ranges(matrix(Causal(), 100, 64), 36)[0][0] == KeyRange(0, 0, 0, 0)
     # No key is seen by all rows of a block that is longer than the window.
-    assert key_ranges(variant(SlidingWindow(4, 0), 64, 64), 32) == [[KeyRange(0, 32, 32, 32), KeyRange(28, 64, 64, 64)]]
+    assert key_ranges(matrix(SlidingWindow(4, 0), 64, 64), 32) == [[KeyRange(0, 32, 32, 32), KeyRange(28, 64, 64, 64)]]
 
 
 def test_key_ranges_of_batch_elements_that_differ() -> None:
-    first, second = key_ranges(variant(PrefixLM(torch.tensor([10, 50])), 64, 64), 64)
+    first, second = key_ranges(matrix(PrefixLM(torch.tensor([10, 50])), 64, 64), 64)
     assert (first, second) == ([KeyRange(0, 64, 0, 10)], [KeyRange(0, 64, 0, 50)])
-    assert len(key_ranges(variant(PrefixLM(torch.tensor([10, 10])), 64, 64), 64)) == 1
+    assert len(key_ranges(matrix(PrefixLM(torch.tensor([10, 10])), 64, 64), 64)) == 1
 
 
 def test_a_window_visits_few_keys() -> None:
-    block_M, (ranges,) = fused.cheapest_blocks(variant(SlidingWindow(100, 0), 8192, 8192), head_dim=64)
+    block_M, (ranges,) = fused.cheapest_blocks(matrix(SlidingWindow(100, 0), 8192, 8192), head_dim=64)
     assert sum((seen.hi - seen.lo) * block_M for seen in ranges) < 8192 * 8192 / 10
 
 

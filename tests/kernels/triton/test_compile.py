@@ -1,4 +1,4 @@
-"""Triton's kernels, compiled for GPUs that are not there: they fit into shared memory, and hardly spill on Hopper."""
+"""Triton's kernels, compiled for GPUs that this machine does not have: they fit into shared memory and hardly spill."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""The functions of flash-attn 2.8, with its names, argument order, defaults and return values, by tileattn's kernels.
+"""The functions of flash-attn 2.8 by tileattn's kernels, with flash-attn's names, argument order, defaults and results.
 
-Existing code needs one line before its own ``import flash_attn``::
+Existing code needs these lines before its own ``import flash_attn``::
 
     import tileattn.compat.flash_attn as flash_attn_compat
 
     flash_attn_compat.install()
 
-What differs from flash-attn is listed in docs/compat.md. ``flash_attn_with_kvcache`` and ``block_table`` raise
-NotImplementedError: they come with decoding. So do imports of flash-attn's other modules; the error is an ImportError
-as well, and names what to use.
+docs/compat.md lists the differences from flash-attn. ``flash_attn_with_kvcache`` and ``block_table`` raise
+NotImplementedError: they need decoding, which tileattn does not have. Importing another module of flash-attn also
+raises NotImplementedError; that error is an ImportError too, and its message names an alternative.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What flash-attn has and this package does not: one error, which names what to use in its place."""
+"""The error for modules and names of flash-attn that this package does not have; its message names an alternative."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NoReturn
 
 
 class NotProvided(ModuleNotFoundError, NotImplementedError):
-    """A module or a name of flash-attn that is not here.
+    """Raised for a module or a name of flash-attn that this package does not have.
 
-    It is an ImportError too, because code asks with ``try: import ... except ImportError`` whether a part of flash-attn
-    is there, and then does without it.
+    It is an ImportError too, because code tests for an optional part of flash-attn with
+    ``try: import ... except ImportError``.
     """
 
 
-# Modules by their names, with what their users can write. A module's entry holds for those below it as well.
+# The alternative to each module of flash-attn. An entry also applies to the module's submodules.
 _MODULES = {
     "flash_attn": "the functions of flash_attn, and its modules flash_attn_interface, bert_padding, layers.rotary, "
     "modules.mha and ops.triton.rotary, which are here",
@@ -42,7 +42,7 @@ _MODULES = {
 
 
 def absent_module(name: str) -> NotProvided:
-    """The error of ``import name``."""
+    """The error to raise for ``import name``."""
     known = name
     while known not in _MODULES:
         known = known.rpartition(".")[0]
@@ -50,7 +50,12 @@ def absent_module(name: str) -> NotProvided:
 
 
 def absent_names(module: str, alternatives: Mapping[str, str]) -> Callable[[str], NoReturn]:
-    """A module's ``__getattr__``: for these names an error that says what to use, for others the usual one."""
+    """A ``__getattr__`` for a module: :class:`NotProvided` for the names in `alternatives`, else AttributeError.
+
+    Args:
+        module: the module's full name.
+        alternatives: names that the module does not have, with the text that says what to use instead.
+    """
     shown = "flash_attn" + module.removeprefix(__name__.rpartition(".")[0])
 
     def find(name: str) -> NoReturn:

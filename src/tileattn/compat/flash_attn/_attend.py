@@ -1,4 +1,4 @@
-"""What all functions of the interface share: flash-attn's options, said in tileattn's terms."""
+"""Implements all functions of `flash_attn_interface`: it translates flash-attn's options to tileattn's arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
 class Options(NamedTuple):
-    """The arguments behind the tensors, in flash-attn's order."""
+    """The arguments that follow the tensors, in flash-attn's order."""
 
     dropout_p: float
     softmax_scale: float | None
@@ -35,7 +35,7 @@ class Options(NamedTuple):
     return_attn_probs: bool
 
     def with_numbers(self) -> Options:
-        """With Python's numbers: flash-attn takes numpy's, and tensors of one element, as well."""
+        """The options with Python's numbers; flash-attn also accepts numpy's numbers and tensors of one element."""
         scale = None if self.softmax_scale is None else as_float("softmax_scale", self.softmax_scale)
         dropout_p = as_float("dropout_p", self.dropout_p, "a probability, a number from 0 to 1")
         softcap = as_float("softcap", self.softcap, "a positive finite number, or 0 for no cap")
@@ -44,17 +44,17 @@ class Options(NamedTuple):
         return self._replace(softmax_scale=scale, dropout_p=dropout_p, softcap=softcap)
 
     def mask(self, seqlen_k: int) -> Mask | None:
-        """Of a call with at most this many keys."""
+        """The mask of a call with at most `seqlen_k` keys."""
         return window_mask(self.causal, *_window(self.window_size), seqlen_k)
 
     def score_mods(self) -> list[ScoreMod]:
-        """The cap comes before the bias, as in flash-attn."""
+        """The score modifications, the cap before the bias as in flash-attn."""
         caps: list[ScoreMod] = [SoftCap(float(self.softcap))] if self.softcap > 0 else []
         return caps if self.alibi_slopes is None else [*caps, ALiBi(self.alibi_slopes)]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | None = None) -> Result:
-    """Attention on (batch, seqlen, heads, head_dim), or on packed sequences, (total, heads, head_dim)."""
+    """Attention of padded batches (batch, seqlen, heads, head_dim) or of packed sequences (total, heads, head_dim)."""
     _check(q, k, v, 4 if packed is None else 3)
     options = options.with_numbers()
     mask, mods = options.mask(k.shape[1] if packed is None else packed.max_seqlen_k), options.score_mods()
@@ -72,12 +72,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | N
     padded_q, padded_k, padded_v = (pad(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k, v))
     with _without_autocast(q.device.type):
         if packed is None:
-            found = attention(padded_q, padded_k, padded_v, **keywords)
+            result = attention(padded_q, padded_k, padded_v, **keywords)
         else:
-            found = varlen_attention(padded_q, padded_k, padded_v, *packed, **keywords)
-        if isinstance(found, Tensor):
-            return found[..., : v.shape[-1]]
-        o, lse = found
+            result = varlen_attention(padded_q, padded_k, padded_v, *packed, **keywords)
+        if isinstance(result, Tensor):
+            return result[..., : v.shape[-1]]
+        o, lse = result
         probabilities = q.new_empty(0)
         if seed is not None:
             of_call = (lse, packed, mask, mods, keywords["scale"], options.dropout_p, seed)
@@ -86,14 +86,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | N
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    """flash-attn computes in the dtype that it is given, and so must the inner matrix products of its test results."""
+    """A context without autocast: flash-attn computes in its inputs' dtype, and so must the products of S_dmask."""
     if torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
 
 
 def _window(window_size: Any) -> tuple[Any, Any]:
-    """Left and right; numbers may come as tensors of one element, which flash-attn takes as well."""
+    """(left, right) as ints; flash-attn also accepts tensors of one element."""
     try:
         sizes: list[Any] = [s if isinstance(s, torch.SymInt) else operator.index(s) for s in window_size]
         left, right = sizes
@@ -105,7 +105,7 @@ def _window(window_size: Any) -> tuple[Any, Any]:
 
 
 def _check(q: Any, k: Any, v: Any, ndim: int) -> None:
-    """What flash-attn asks for and `attention` does not; all else is checked there."""
+    """Checks the requirements of flash-attn that `attention` does not have; `attention` checks all others."""
     shape = "(batch, seqlen, heads, head_dim)" if ndim == 4 else "(total, heads, head_dim)"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
@@ -119,7 +119,10 @@ def _check(q: Any, k: Any, v: Any, ndim: int) -> None:
 
 
 def unpacked(name: str, x: Any, dim: int, count: int) -> tuple[Tensor, ...]:
-    """The `count` tensors that lie beside each other in dimension `dim`, as views; their gradients are made one."""
+    """The `count` tensors of the argument `name`, stacked in dimension `dim`, as views.
+
+    dim: 2 for (batch, seqlen, count, heads, head_dim), 1 for packed (total, count, heads, head_dim).
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.ndim != dim + 3 or x.shape[dim] != count:

@@ -1,4 +1,4 @@
-"""How many keys a tile of flash-attn's forward kernel has: its tests ask, to read the ``S_dmask`` that it returns."""
+"""The number of keys in a tile of flash-attn's forward kernel. flash-attn's tests need it to read its ``S_dmask``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 
 def get_block_size_n(device: torch.device | str | int, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """Keys in a tile of the forward kernel that flash-attn 2.8 takes. It says nothing of tileattn's kernels.
+    """Keys in a tile of the forward kernel that flash-attn 2.8 selects, which is unrelated to tileattn's tiles.
 
-    The ``S_dmask`` returned here needs no conversion by these tiles: it holds probabilities.
+    tileattn's ``S_dmask`` holds probabilities, so its readers do not need the tiles.
 
     Args:
-        device: where the call runs; a device that is no CUDA device counts as sm_80.
+        device: where the call runs; a device other than CUDA counts as sm_80.
         head_dim: 1 to 256.
         is_dropout: whether dropout_p is above 0.
         is_causal: whether the call is causal.
@@ -26,7 +26,7 @@ def get_block_size_n(device: torch.device | str | int, head_dim: int, is_dropout
     if head_dim <= 64:
         return 64 if is_dropout else 128
     if 96 < head_dim <= 128:
-        # Kernels of sm_86 and sm_89, which have less shared memory, take larger tiles only where half are skipped.
+        # sm_86 and sm_89 have less shared memory: there flash-attn uses large tiles only for causal calls.
         large = not is_dropout and (is_causal or not _has_little_shared_memory(device))
         return 64 if large else 32
     return 64

@@ -1,10 +1,10 @@
-"""Makes ``import flash_attn`` find this package, for the process that asks for it.
+"""`install` makes ``import flash_attn`` import this package, in the current process.
 
-Code that asks whether flash-attn is there does so in three ways, and all are answered: it imports it, it asks
-``importlib.util.find_spec``, or it asks ``importlib.metadata`` for the distribution ``flash-attn`` and its version
-(transformers asks all three). A flash-attn on disk that has not been imported is hidden. Importing one of its modules
-that is not here (``ops.fused_dense``, ``cute``, ...) raises :class:`._absent.NotProvided`, which is an ImportError and
-a NotImplementedError and says what to use; ``find_spec`` answers None for it.
+Code tests for flash-attn in three ways: it imports it, it calls ``importlib.util.find_spec``, or it asks
+``importlib.metadata`` for the version of the distribution ``flash-attn`` (transformers does all three). After
+`install` all three find this package. A flash-attn on disk is hidden. Importing a module that this package does not
+have (``ops.fused_dense``, ``cute``, ...) raises :class:`._absent.NotProvided`, an ImportError and NotImplementedError
+whose message names an alternative; ``find_spec`` returns None for such a module.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _MODULES = (
 
 
 def install() -> None:
-    """From here on ``import flash_attn`` gives tileattn's package, and so do imports of the modules that it has.
+    """Makes ``import flash_attn`` import tileattn's replacement.
 
-    These are flash_attn_interface, bert_padding, layers.rotary, modules.mha and ops.triton.rotary.
-
-    Call it before anything imports flash_attn or asks whether it is there. A second call does nothing.
+    The replacement has the modules flash_attn_interface, bert_padding, layers.rotary, modules.mha and
+    ops.triton.rotary. Call install() before anything imports flash_attn or tests for it. A second call does nothing.
 
     Raises:
-        RuntimeError: another flash_attn has been imported already; whoever did would keep its functions.
+        RuntimeError: another flash_attn is already imported. Names imported from it would keep pointing to its
+            functions.
     """
     others = sorted(name for name, module in _imported().items() if not _is_ours(module))
     if others:
@@ -64,7 +64,7 @@ def install() -> None:
 def uninstall() -> None:
     """Undoes :func:`install`: the next ``import flash_attn`` looks for the package on disk.
 
-    Modules that have imported functions from it keep them.
+    Names imported earlier keep pointing to tileattn's functions.
     """
     for name, module in _imported().items():
         if _is_ours(module):
@@ -82,7 +82,7 @@ def _is_ours(module: ModuleType | None) -> bool:
 
 
 class _FlashAttn(Distribution):
-    """What ``importlib.metadata`` says of the distribution ``flash-attn``."""
+    """The distribution ``flash-attn``, as ``importlib.metadata`` reports it after `install`."""
 
     def read_text(self, filename: Any) -> str | None:
         texts = {
@@ -96,12 +96,15 @@ class _FlashAttn(Distribution):
 
 
 class _Finder(MetaPathFinder):
-    """On ``sys.meta_path`` for the metadata, and for modules that are not here; the others are in ``sys.modules``."""
+    """An entry of ``sys.meta_path`` that provides the metadata and refuses modules that this package does not have.
+
+    The modules that it does have are in ``sys.modules``, so that Python does not ask a finder for them.
+    """
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Raises the error of an import; ``importlib.util.find_spec``, which only asks, gets None."""
+        """Raises :class:`NotProvided` for an import of an absent module; ``importlib.util.find_spec`` gets None."""
         name = fullname
-        if fullname.startswith(f"{_HERE}."):  # what `from flash_attn import cute` looks for
+        if fullname.startswith(f"{_HERE}."):  # `from flash_attn import cute` looks for this name
             if target is not None or PathFinder.find_spec(fullname, path) is not None:
                 return
             name = f"flash_attn{fullname.removeprefix(_HERE)}"
@@ -114,9 +117,9 @@ class _Finder(MetaPathFinder):
 
 
 def _is_asked() -> bool:
-    """Whether ``importlib.util.find_spec`` called the finder, and not an import.
+    """Whether ``importlib.util.find_spec`` called the finder, rather than an import.
 
-    Both call it in one way, through a function of importlib's own; the caller of that function tells them apart.
+    Both call the finder through the same function of importlib, so the caller of that function is examined.
     """
     caller = sys._getframe(2).f_back
     return caller is not None and caller.f_globals.get("__name__") == "importlib.util"

@@ -1,4 +1,4 @@
-"""Errors of tileattn's functions, in the names that flash-attn's arguments have."""
+"""Translates the argument names in error messages from tileattn's to flash-attn's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from collections.abc import Mapping
 
 
 def renamed(error: TypeError | ValueError, names: Mapping[str, str]) -> Exception:
-    """The same error, in whose message each word among `names` is another."""
-    message = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], str(error))
+    """A copy of the error, with the keys of `names` in its message replaced by their values."""
+    message = re.sub(rf"\b({'|'.join(names)})\b", lambda match: names[match[0]], str(error))
     return type(error)(message)

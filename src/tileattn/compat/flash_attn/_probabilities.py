@@ -1,6 +1,6 @@
-"""``S_dmask``: flash-attn's third result, the matrix of probabilities, in which a sign says what was dropped.
+"""``S_dmask``, flash-attn's third result: the matrix of probabilities, negative where dropout dropped the weight.
 
-For tests, as there: it takes memory quadratic in the lengths.
+It is for tests, as in flash-attn: its memory is proportional to seqlen_q * seqlen_k.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ScoreMods = Sequence[Callable[..., Tensor]]
 
 
 def next_seed(device: torch.device) -> Tensor:
-    """The seed that the next call with dropout on this device draws; the generator stays as it is."""
+    """The seed that the next call with dropout on this device will draw; the generator's state does not change."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         return draw_seed(device)
 
@@ -35,15 +35,16 @@ def signed_probabilities(
     p: float,
     seed: Tensor,
 ) -> Tensor:
-    """(batch, heads, seqlen_q, seqlen_k) in q's dtype: the softmax, negative where the weight was dropped.
+    """The softmax (batch, heads, seqlen_q, seqlen_k) in q's dtype, negative where the weight was dropped.
 
-    Of packed sequences (batch, heads, max_seqlen_q, max_seqlen_k), each in its upper left corner, with zeros beyond.
+    For packed sequences (batch, heads, max_seqlen_q, max_seqlen_k): each sequence's matrix is in the upper left corner,
+    and the rest is 0.
     """
-    if packed is None and not len(q):  # nothing to stack
+    if packed is None and not len(q):  # torch.stack needs at least one tensor
         return q.new_empty(0, q.shape[2], q.shape[1], k.shape[1])
     if packed is None:
-        found = [_of_sequence(b, *each, mask, mods, scale, p, seed) for b, each in enumerate(zip(q, k, lse))]
-        return torch.stack(found)
+        elements = [_of_sequence(b, *each, mask, mods, scale, p, seed) for b, each in enumerate(zip(q, k, lse))]
+        return torch.stack(elements)
     heads, batch = q.shape[1], packed.cu_seqlens_q.shape[0] - 1
     result = q.new_zeros(batch, heads, packed.max_seqlen_q, packed.max_seqlen_k)
     starts_q, starts_k = packed.cu_seqlens_q.tolist(), packed.cu_seqlens_k.tolist()
@@ -57,7 +58,10 @@ def signed_probabilities(
 def _of_sequence(
     b: int, q: Tensor, k: Tensor, lse: Tensor, mask: Mask | None, mods: ScoreMods, scale: float, p: float, seed: Tensor
 ) -> Tensor:
-    """(heads, seqlen_q, seqlen_k), from q and k (seqlen, heads, head_dim) and lse (heads, seqlen_q)."""
+    """One sequence's matrix (heads, seqlen_q, seqlen_k), from q and k (seqlen, heads, head_dim), lse (heads, seqlen_q).
+
+    b: the number of the sequence or batch element.
+    """
     seqlen_q, seqlen_k, heads = q.shape[0], k.shape[0], q.shape[1]
     k = k.repeat_interleave(heads // k.shape[1], dim=1)
     scores = torch.einsum("qhd,khd->hqk", q.to(lse.dtype), k.to(lse.dtype)) * scale

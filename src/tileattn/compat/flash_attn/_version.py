@@ -1,3 +1,3 @@
-"""Which flash-attn this stands in for. A plain release number: consumers compare it, and some split it at the dots."""
+"""The version of flash-attn that this package replaces: a plain release number, since some users split it at dots."""
 
 __version__ = "2.8.3"

@@ -1,7 +1,7 @@
-"""``flash_attn.bert_padding``: between padded batches and packed sequences; what the functions of that name return.
+"""``flash_attn.bert_padding``: conversion between padded batches and packed sequences, with flash-attn's results.
 
-A padded batch is (batch, seqlen, ...) with a mask (batch, seqlen) of the tokens that are there; packed are those alone,
-(total, ...), one sequence behind the other, as the varlen functions take them.
+A padded batch is (batch, seqlen, ...) with a mask (batch, seqlen) that is not 0 for tokens and 0 for padding. Packed
+sequences are the tokens alone, (total, ...), one sequence after another, as the varlen functions take them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAMES = {"x": "hidden_states", "mask": "attention_mask"}
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Gives einops' `rearrange` and `repeat`: existing code imports them from here, as flash-attn's module does."""
+        """Returns einops' `rearrange` and `repeat`, which existing code imports from flash-attn's module."""
         if name not in ("rearrange", "repeat"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
@@ -37,15 +37,15 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """(first_axis_dim, ...) with the rows of values (n, ...) at indices (n,), and zeros elsewhere. Differentiable."""
+    """Zeros (first_axis_dim, ...) with the rows of values (n, ...) written at indices (n,). Differentiable."""
     return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices.long(), values)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """``input[indices]`` (n, ...), and the input itself (rows, ...), for a residual connection.
+    """``input[indices]`` (n, ...), and the input itself (rows, ...) for a residual connection.
 
-    The second shares the input's memory and is no view to autograd, so that it may be changed in place; the gradients
-    of both add up in the input's.
+    The second result shares the input's memory, but autograd does not treat it as a view, so it may be changed in
+    place. The input's gradient is the sum of both results' gradients.
     """
     return IndexFirstAxisResidual.apply(input, indices)  # type: ignore[no-any-return]
 
@@ -53,7 +53,7 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
 class IndexFirstAxis(torch.autograd.Function):
     """:func:`index_first_axis` as an autograd function, for code that calls ``IndexFirstAxis.apply(input, indices)``.
 
-    Gradients of a row that is taken several times add up.
+    The gradient of a row that occurs several times in `indices` is a sum.
     """
 
     @staticmethod
@@ -83,7 +83,7 @@ class IndexPutFirstAxis(torch.autograd.Function):
 
 
 class IndexFirstAxisResidual(torch.autograd.Function):
-    """:func:`index_first_axis_residual` as an autograd function: the rows' gradient is added to the residual's."""
+    """:func:`index_first_axis_residual` as an autograd function: ``apply(input, indices)``."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,16 +100,16 @@ class IndexFirstAxisResidual(torch.autograd.Function):
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """:func:`tileattn.unpad_input`.
+    """Packs a padded batch, by :func:`tileattn.unpad_input`.
 
     Args:
         hidden_states: (batch, seqlen, ...).
-        attention_mask: (batch, seqlen), bool or int; not 0 where a token is.
-        unused_mask: the same of places that are kept in the result although no token is there.
+        attention_mask: (batch, seqlen), bool or int; not 0 for tokens, 0 for padding.
+        unused_mask: (batch, seqlen), bool or int; not 0 for padding that stays in the packed sequences.
 
     Returns:
-        hidden_states (total, ...) of the tokens; their indices (total,) in the flattened batch; cu_seqlens
-        (batch + 1,), int32; the longest length; and the lengths without unused places (batch,), int32.
+        hidden_states (total, ...) of the packed positions; their indices (total,) in the flattened batch; cu_seqlens
+        (batch + 1,), int32; the longest length; and the numbers of tokens without unused positions (batch,), int32.
     """
     try:
         return padding.unpad_input(hidden_states, attention_mask, unused_mask)
@@ -120,26 +120,30 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The same for rows that hold several sequences one behind the other, each to be attended to by itself.
+    """Packs a padded batch whose rows each contain several sequences, one after another.
 
     Args:
         hidden_states: (batch, seqlen, ...).
-        attention_mask_in_length: (batch, seqlen), int: the lengths of a row's sequences, in order; 0 for no sequence.
+        attention_mask_in_length: (batch, seqlen), int: the lengths of a row's sequences, in order, then zeros.
 
     Returns:
-        hidden_states (total, ...), indices (total,), cu_seqlens (sequences + 1,), int32, and the longest length.
+        hidden_states (total, ...) of the tokens; their indices (total,) in the flattened batch; cu_seqlens
+        (sequences + 1,), int32; and the longest length.
     """
     seqlen = attention_mask_in_length.shape[-1]
     tokens_of_row = attention_mask_in_length.sum(dim=-1, keepdim=True)
-    there = torch.arange(seqlen, device=tokens_of_row.device) < tokens_of_row
-    tokens, indices, *_ = padding.unpad_input(hidden_states, there)
+    is_token = torch.arange(seqlen, device=tokens_of_row.device) < tokens_of_row
+    tokens, indices, *_ = padding.unpad_input(hidden_states, is_token)
     lengths = attention_mask_in_length[attention_mask_in_length != 0]
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return tokens, indices, cu_seqlens, int(lengths.max()) if len(lengths) else 0
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """:func:`tileattn.pad_input`: tokens (total, ...) back where they were, (batch, seqlen, ...), zeros elsewhere."""
+    """The inverse of `unpad_input`, by :func:`tileattn.pad_input`: (total, ...) -> (batch, seqlen, ...), padding is 0.
+
+    indices: (total,), from `unpad_input`.
+    """
     try:
         return padding.pad_input(hidden_states, indices, batch, seqlen)
     except (TypeError, ValueError) as error:

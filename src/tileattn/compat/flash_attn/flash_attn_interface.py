@@ -1,6 +1,6 @@
-"""``flash_attn.flash_attn_interface``: flash-attn's functions, each in terms of tileattn's.
+"""``flash_attn.flash_attn_interface``: flash-attn's functions by tileattn's kernels.
 
-Shapes and arguments are common to all, and described at :func:`flash_attn_func` and :func:`flash_attn_varlen_func`.
+:func:`flash_attn_func` and :func:`flash_attn_varlen_func` describe the shapes and arguments of all functions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ._names import renamed
 _get_block_size_n = get_block_size_n  # under the name by which flash-attn has it
 
 _NO_WINDOW = (-1, -1)
-# What is one argument where queries and keys lie in one tensor.
+# With q, k and v in one tensor, one argument stands for both `_q` and `_k`: errors then name it without the suffix.
 _OF_BOTH = {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen", "total") for side in "qk"}
 
 if not TYPE_CHECKING:
@@ -53,29 +53,29 @@ def flash_attn_func(
     """Attention on padded batches.
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim), float16 or bfloat16 on a GPU; on a CPU float32 and float64 as well. Any
-            head_dim up to 256: those that kernels do not take are padded with zeros.
+        q: (batch, seqlen_q, heads, head_dim), float16 or bfloat16 on a GPU; on a CPU also float32 and float64. Any
+            head_dim up to 256; one that the kernels do not support is padded with zeros.
         k: (batch, seqlen_k, kv_heads, head_dim), where kv_heads divides heads.
         v: (batch, seqlen_k, kv_heads, head_dim).
-        dropout_p: the probability of being dropped, in every call where it is not 0.
-        softmax_scale: of the scores; None means ``head_dim ** -0.5``.
-        causal: query ``i`` sees the keys up to ``i + seqlen_k - seqlen_q``.
-        window_size: (left, right): it sees those from that position minus left up to it plus right; -1 is no bound.
-            With causal, right is 0.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; 0 for no cap.
+        dropout_p: the probability of dropping a weight; it applies whenever it is not 0, in training or not.
+        softmax_scale: factor of the inner products; None means ``head_dim ** -0.5``.
+        causal: query ``i`` sees the keys up to position ``i + seqlen_k - seqlen_q``.
+        window_size: (left, right): query ``i`` sees the keys from that position minus left to that position plus
+            right; -1 means no bound. With causal, right is 0.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; 0 means no cap.
         alibi_slopes: (heads,) or (batch, heads): ``-slope * |i + seqlen_k - seqlen_q - j|`` is added to the scores.
-        deterministic: ask for gradients that are bitwise equal from run to run.
-        return_attn_probs: return ``(out, softmax_lse, S_dmask)``.
+        deterministic: whether gradients must be bitwise equal from run to run.
+        return_attn_probs: whether to return ``(out, softmax_lse, S_dmask)``.
 
     Returns:
-        out (batch, seqlen_q, heads, head_dim). softmax_lse (batch, heads, seqlen_q), float32: the scores' log-sum-exp,
-        in natural logarithm. S_dmask is empty without dropout, as in flash-attn. With dropout it is (batch, heads,
-        seqlen_q, seqlen_k) in q's dtype, without a gradient: the probabilities of the softmax, before dropout, with a
-        minus sign where the weight was dropped.
+        out (batch, seqlen_q, heads, head_dim). softmax_lse (batch, heads, seqlen_q), float32: the log-sum-exp of the
+        scores, natural logarithm. S_dmask is empty without dropout, as in flash-attn. With dropout it is (batch, heads,
+        seqlen_q, seqlen_k) in q's dtype, without a gradient: the probabilities before dropout, negative where dropout
+        dropped the weight.
 
-        This S_dmask differs from flash-attn's, which is padded to multiples of 128 and holds unnormalised numbers: each
-        block of keys is relative to a running maximum of its own, so that its readers, such as flash-attn's tests,
-        normalise it block by block (`_get_block_size_n`). Skip that step here: these are probabilities already.
+        flash-attn's S_dmask differs: it is padded to multiples of 128, and each block of keys holds unnormalised
+        numbers, relative to a running maximum. Code that reads it, such as flash-attn's tests, normalises it block by
+        block (`_get_block_size_n`). Skip that step here: tileattn's S_dmask holds probabilities.
     """
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -114,7 +114,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """:func:`flash_attn_func` with all in one tensor: qkv (batch, seqlen, 3, heads, head_dim)."""
+    """:func:`flash_attn_func` with q, k and v in one tensor: qkv (batch, seqlen, 3, heads, head_dim)."""
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -140,30 +140,30 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Any = None,
 ) -> Result:
-    """Attention on packed sequences: those of a batch one behind the other, each attended to by itself.
+    """Attention on packed sequences: the batch's sequences are one after another, and each attends only to itself.
 
     Args:
         q: (total_q, heads, head_dim).
         k: (total_k, kv_heads, head_dim).
         v: (total_k, kv_heads, head_dim).
-        cu_seqlens_q: int32 (batch + 1,): sequence ``b`` has the rows ``cu_seqlens_q[b] : cu_seqlens_q[b + 1]``.
-        cu_seqlens_k: the same of keys and values.
-        max_seqlen_q: an upper bound of the lengths.
-        max_seqlen_k: the same of keys and values.
-        dropout_p: as for :func:`flash_attn_func`, and so are the following.
-        softmax_scale: see there.
-        causal: see there; aligned by each sequence's own lengths.
-        window_size: see there.
-        softcap: see there.
-        alibi_slopes: see there.
-        deterministic: see there.
-        return_attn_probs: see there.
-        block_table: paged keys and values, which tileattn does not have yet: must be None.
+        cu_seqlens_q: int32 (batch + 1,): sequence ``b`` has the rows ``cu_seqlens_q[b] : cu_seqlens_q[b + 1]`` of q.
+        cu_seqlens_k: int32 (batch + 1,): the same for k and v.
+        max_seqlen_q: an upper bound of the sequences' numbers of queries.
+        max_seqlen_k: an upper bound of the sequences' numbers of keys.
+        dropout_p: as for :func:`flash_attn_func`.
+        softmax_scale: as for :func:`flash_attn_func`.
+        causal: as for :func:`flash_attn_func`, aligned bottom-right in each sequence.
+        window_size: as for :func:`flash_attn_func`, aligned bottom-right in each sequence.
+        softcap: as for :func:`flash_attn_func`.
+        alibi_slopes: as for :func:`flash_attn_func`.
+        deterministic: as for :func:`flash_attn_func`.
+        return_attn_probs: as for :func:`flash_attn_func`.
+        block_table: paged keys and values, which tileattn does not support: must be None.
 
     Returns:
-        out (total_q, heads, head_dim). softmax_lse (heads, total_q). S_dmask, with dropout, (batch, heads,
-        max_seqlen_q, max_seqlen_k): of each sequence the probabilities in the upper left corner, zeros elsewhere.
-        :func:`flash_attn_func` describes their signs, and how they differ from flash-attn's.
+        out (total_q, heads, head_dim). softmax_lse (heads, total_q). S_dmask, empty without dropout, else (batch,
+        heads, max_seqlen_q, max_seqlen_k): each sequence's probabilities are in the upper left corner, the rest is 0.
+        :func:`flash_attn_func` describes their signs and the difference from flash-attn's S_dmask.
 
     Raises:
         NotImplementedError: a block_table is given.
@@ -218,7 +218,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """:func:`flash_attn_varlen_func` with all in one tensor: qkv (total, 3, heads, head_dim)."""
+    """:func:`flash_attn_varlen_func` with q, k and v in one tensor: qkv (total, 3, heads, head_dim)."""
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -250,10 +250,10 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> NoReturn:
-    """Decoding with a cache of keys and values, which tileattn does not have yet.
+    """Decoding with a KV cache, which tileattn does not support.
 
     Raises:
-        NotImplementedError: always; the message says what to call.
+        NotImplementedError: always; the message names functions to call instead.
     """
     raise NotImplementedError(
         "flash_attn_with_kvcache: tileattn has no decoding with a cache yet; write the new keys and values to the "
@@ -269,7 +269,7 @@ def _packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Any, max_s
 
 
 def _longest(name: str, size: Any) -> Any:
-    """It may come as a tensor of one element, which flash-attn takes as well."""
+    """The argument `name` as an int; flash-attn also accepts a tensor of one element."""
     if not isinstance(size, Tensor):
         return size
     if size.numel() != 1 or size.dtype == torch.bool or size.is_floating_point() or size.is_complex():

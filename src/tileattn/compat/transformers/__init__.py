@@ -1,12 +1,14 @@
 """tileattn as an attention implementation of Hugging Face transformers.
 
+`register` makes ``attn_implementation="tileattn"`` available::
+
     import tileattn.compat.transformers
     from transformers import AutoModelForCausalLM
 
     tileattn.compat.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="tileattn")
 
-See docs/transformers.md.
+docs/transformers.md lists the supported models and masks.
 """
 
 from __future__ import annotations
@@ -24,19 +26,19 @@ __all__ = ["register"]
 
 
 def register(*, backend: str | None = None, ignore: Iterable[str] = ()) -> None:
-    """Makes ``attn_implementation="tileattn"`` known to transformers, for all models from now on.
+    """Registers ``attn_implementation="tileattn"`` with transformers, for all models.
 
-    Registered are an attention function and the function that makes its masks, without which transformers would leave
-    masks out. May be called again, with other arguments.
+    It registers an attention function and a function that makes its masks; without the second, transformers would pass
+    no mask. A later call replaces the arguments of an earlier one.
 
     Args:
-        backend: as of :func:`tileattn.attention`; None takes the first that accepts the call.
-        ignore: names of keyword arguments, of a model or a training loop of your own, that reach the attention and are
-            not meant for it. Others that tileattn does not know are an error.
+        backend: as for :func:`tileattn.attention`; None takes the first backend that accepts the call.
+        ignore: names of keyword arguments that your model or training loop passes to the attention although they do
+            not concern it. Other keyword arguments that tileattn does not know raise an error.
 
     Raises:
         ImportError: transformers is not installed, or is older than 5.17.
-        TypeError: ignore is no iterable of names, such as a single name.
+        TypeError: ignore is not an iterable of names (a single name is not one).
         ValueError: no backend has that name, or its options are wrong.
     """
     check_backend(backend)

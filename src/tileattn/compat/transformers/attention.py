@@ -1,4 +1,4 @@
-"""The attention function that transformers' models call in each layer."""
+"""`attend`: the attention function that transformers' models call in each layer."""
 
 from __future__ import annotations
 
@@ -39,30 +39,31 @@ def attend(
     ignored: frozenset[str] = frozenset(),
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers asks for it.
+    """Attention with the arguments of transformers' attention functions.
 
     Args:
-        module: the layer; its ``is_causal`` counts where neither a mask nor the argument says it.
+        module: the layer; its ``is_causal`` is used if there is neither a mask nor the argument is_causal.
         query: (batch, heads, q_length, head_dim).
         key: (batch, kv_heads, kv_length, head_dim).
         value: (batch, kv_heads, kv_length, head_dim_v).
-        attention_mask: as :func:`.mask.make_mask` makes it; or a user's own tensor (batch or 1, heads or 1, queries or
-            1, kv_length), bool (True: seen) or float (added to the scores); or None.
-        dropout: of the probabilities; 0 when not training.
-        scaling: of the scores; None: ``head_dim ** -0.5``.
-        is_causal: where there is no mask.
-        sliding_window: how many keys a query sees, itself included, where there is no mask.
+        attention_mask: the result of :func:`.mask.make_mask`; or a user's tensor (batch or 1, heads or 1, queries or 1,
+            kv_length), bool (True: visible) or float (added to the scores); or None.
+        dropout: probability of dropping a weight; 0 outside training.
+        scaling: factor of the inner products; None: ``head_dim ** -0.5``.
+        is_causal: whether attention is causal; used only without a mask.
+        sliding_window: the number of keys that a query sees, its own position included; used only without a mask.
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
-        s_aux: attention sinks, one logit for each head (gpt-oss).
+        s_aux: attention sinks, one logit per head (gpt-oss).
         position_bias: added to the scores after the cap, (batch or 1, heads or 1, queries or 1, kv_length) (T5).
-        cu_seq_lens_q: (sequences + 1,), where packed sequences begin and end; the batch elements are one row of them.
-        cu_seq_lens_k: the same of the keys.
-        max_length_q: the longest sequence's length, or more; a tensor on a GPU is not asked.
-        max_length_k: the same of the keys.
-        deterministic: ask for bitwise equal gradients.
-        backend: of tileattn's attention.
-        ignored: keyword arguments that may be there and do not matter.
-        others: other keyword arguments, see :mod:`.keywords`.
+        cu_seq_lens_q: (sequences + 1,), the boundaries of packed sequences in the queries; the batch elements, one
+            after another, are one row of packed tokens.
+        cu_seq_lens_k: (sequences + 1,), the boundaries in the keys.
+        max_length_q: an upper bound of the sequences' numbers of queries. A tensor on a GPU is not read.
+        max_length_k: an upper bound of the sequences' numbers of keys. A tensor on a GPU is not read.
+        deterministic: whether gradients must be bitwise equal from run to run.
+        backend: as for :func:`tileattn.attention`.
+        ignored: names of keyword arguments to ignore.
+        others: other keyword arguments; :mod:`.keywords` checks them.
 
     Returns:
         o (batch, q_length, heads, head_dim_v), and None in place of the weights.

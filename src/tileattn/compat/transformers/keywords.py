@@ -1,8 +1,8 @@
-"""Keyword arguments that reach an attention function of transformers, and what they mean for its result.
+"""Checks the keyword arguments that reach an attention function of transformers.
 
-A model hands on what it does not know itself, down to the attention, so that much arrives that is meant for others.
-What changes the result is an argument of :func:`.attention.attend` or refused here; what is on neither list is refused
-as well, for it might.
+A model passes keyword arguments that it does not use down to its attention layers, so the attention receives arguments
+that are meant for other code. Arguments that change the result are arguments of :func:`.attention.attend` or are
+refused here. Unknown arguments are refused too, because they might change the result.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Meant for other parts of a model, for its outputs or its loss, or for other implementations of attention.
+# Arguments for other parts of a model, for its outputs or loss, or for other implementations of attention.
 HARMLESS = frozenset({
     "attention_interface", "cache_position", "inputs_embeds", "kernel_options", "logits_to_keep", "max_seqlen",
     "num_items_in_batch", "output_hidden_states", "output_router_logits", "past_key_value", "past_key_values",
@@ -28,11 +28,11 @@ REFUSED = {
 
 
 def check(keywords: Mapping[str, Any], ignored: frozenset[str]) -> None:
-    """Raises for the first keyword argument that would have to change the result.
+    """Raises for the first keyword argument that changes, or might change, the result.
 
     Raises:
-        NotImplementedError: it is known, and tileattn does not do it.
-        TypeError: it is not known.
+        NotImplementedError: the argument is known, and tileattn does not support it.
+        TypeError: the argument is unknown.
     """
     for name, value in keywords.items():
         if value is None or value is False or name in HARMLESS or name in ignored:

@@ -1,7 +1,7 @@
-"""Attention masks between transformers and tileattn: what they are made of, instead of (batch, 1, queries, keys) bools.
+"""transformers' attention masks as tileattn's masks, instead of a bool tensor (batch, 1, queries, keys).
 
-transformers makes a model's masks once for all layers, through the function that is registered for an attention
-implementation (:func:`make_mask`), and hands what it returns to each layer's attention.
+transformers calls :func:`make_mask`, the function registered for the attention implementation, once for all layers of
+a model and passes the result, a :class:`MaskParts`, to each layer's attention.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .symbols import Pattern, understood
 
 @dataclass(frozen=True, eq=False)
 class MaskParts:
-    """A boolean mask (batch, 1, q_length, kv_length), held as what it is made of, for tileattn's attention to read.
+    """A boolean mask (batch, 1, q_length, kv_length) as the conjunction of tileattn's masks.
 
-    It is no tensor. A model that computes with its mask, instead of handing it on to its attention, gets an error: what
-    it would do depends on whether it expects bools or numbers to be added, which tileattn cannot know.
+    It is not a tensor. If a model computes with its mask instead of only passing it to its attention, it gets an error:
+    the result would depend on whether the model expects bools or numbers to add, which tileattn cannot know.
 
     Attributes:
-        shape: as above.
-        device: where its tensors are.
-        keys: how many of the keys, from the first on, any query may see; the parts know no others.
-        window: which keys are near enough, or None for all.
-        sequences: which keys are of the same packed sequence, or None.
-        padding: which keys are no padding, or None.
-        dense: a mask that none of the other parts can say, or None.
+        shape: (batch, 1, q_length, kv_length).
+        device: the device of the parts' tensors.
+        keys: no query sees a key from this index on; the parts describe only the keys before it.
+        window: allows keys by their distance from the query; None: all.
+        sequences: allows keys of the query's packed sequence; None: all.
+        padding: allows keys that are not padding; None: all.
+        dense: a mask in memory, for masks that the other parts cannot express; None: all.
     """
 
     shape: tuple[int, int, int, int]
@@ -54,12 +54,12 @@ class MaskParts:
 
     @property
     def parts(self) -> tuple[Mask, ...]:
-        """The parts that there are."""
+        """The parts that are not None."""
         parts = (self.window, self.sequences, self.padding, self.dense)
         return tuple(part for part in parts if part is not None)
 
     def tensor(self) -> Tensor:
-        """The mask itself: bool (batch, 1, q_length, kv_length)."""
+        """The mask as a bool tensor (batch, 1, q_length, kv_length)."""
         batch, _, q_length, kv_length = self.shape
         b, q, k = (torch.arange(size, device=self.device) for size in (batch, q_length, self.keys))
         index = (b[:, None, None, None], 0, (q + (self.keys - q_length))[:, None], k)
@@ -67,7 +67,7 @@ class MaskParts:
         return F.pad(reduce(and_, (part.allows(*index) for part in self.parts), everything), (0, kv_length - self.keys))
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> MaskParts:
-        """On another device, as where a model's layers are on several."""
+        """A copy on another device, for models whose layers are on several devices."""
         if isinstance(device, torch.dtype):
             raise _is_no_tensor(f"to({device})")
         device = torch.device(device)
@@ -77,7 +77,7 @@ class MaskParts:
         return replace(self, device=device, window=window, sequences=sequences, padding=padding, dense=dense)
 
     def contiguous(self) -> MaskParts:
-        """Itself: newer versions of transformers ask every mask for it."""
+        """Returns self; newer versions of transformers call this method of every mask."""
         return self
 
     @classmethod
@@ -117,16 +117,16 @@ def make_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> MaskParts:
-    """What transformers calls to make a mask; arguments as of its ``sdpa_mask``, of which those for others are ignored.
+    """The function that transformers calls to make a mask; the arguments are those of its ``sdpa_mask``.
 
-    Nothing waits for the device: whether a padding mask hides anything is not asked.
+    There is no host-device synchronisation: a padding mask is kept even if it hides nothing.
 
     Raises:
-        ValueError: attention_mask is not (batch, keys).
+        ValueError: attention_mask does not have shape (batch, keys).
     """
     from transformers.masking_utils import causal_mask_function
 
-    if isinstance(attention_mask, MaskParts):  # made ahead, as `generate` does with a static cache
+    if isinstance(attention_mask, MaskParts):  # `generate` with a static cache makes the mask before the model runs
         return attention_mask
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(
@@ -136,15 +136,15 @@ def make_mask(
     device = torch.device(device)
     shape = (batch_size, 1, q_length, kv_length)
     mask_function = mask_function or causal_mask_function
-    # A function of the user's own (use_vmap) may do with positions what the symbols cannot tell.
+    # A user's function (use_vmap) may compute with positions in ways that the symbols do not support.
     pattern = None if use_vmap else understood(mask_function)
     shift = q_offset - kv_offset - (kv_length - q_length)
     aligned = not isinstance(shift, Tensor) and shift == 0
     stop = kv_offset + kv_length
-    in_one_place = pattern is not None and (
+    expressible = pattern is not None and (
         pattern.sequences is None or (aligned and pattern.sequences.shape[1] >= stop)
     )
-    if pattern is None or not in_one_place:
+    if pattern is None or not expressible:
         dense = _dense(shape, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device)
         return MaskParts(shape, device, kv_length, dense=dense)
     keys, window = _window(pattern, q_length, kv_length, shift, device)
@@ -156,18 +156,20 @@ def make_mask(
 def _window(
     pattern: Pattern, q_length: int, kv_length: int, shift: int | Tensor, device: torch.device
 ) -> tuple[int, Mask | None]:
-    """How many keys can be seen at all, and the window. The last query stands `shift` behind the last key."""
+    """The number of keys that any query can see, and the window.
+
+    shift: the last query's position in the sequence minus the last key's.
+    """
     left, right, keys = pattern.left, pattern.right, kv_length
     if left is None and right is None:
         return keys, None
     if isinstance(shift, Tensor):
         return keys, ShiftedWindow(left, right, shift.reshape(1).to(torch.int32))
     if shift < 0 and right == 0 and q_length > 1:
-        keys, shift = kv_length + shift, 0  # nobody sees the unused slots behind the last query
+        keys, shift = kv_length + shift, 0  # no query sees the unused cache slots after the last query
     if shift != 0:
-        # On the device, so that a compiled step of a generation is the same for all places.
-        place = torch.full((1,), shift, dtype=torch.int32, device=device)
-        return keys, ShiftedWindow(left, right, place)
+        # A tensor, so that torch.compile does not compile a generation step again for each shift.
+        return keys, ShiftedWindow(left, right, torch.full((1,), shift, dtype=torch.int32, device=device))
     left = None if left is None or left >= keys - 1 else left
     right = None if right is None or right >= q_length - 1 else right
     if left is None and right == 0:
@@ -176,7 +178,7 @@ def _window(
 
 
 def _padding(attention_mask: Tensor, kv_offset: int, keys: int) -> Mask:
-    """What a padding mask from position 0 on says of some keys; those beyond it are not there yet."""
+    """The padding mask of `keys` keys from kv_offset on. Keys after the end of attention_mask are unused and hidden."""
     missing = kv_offset + keys - attention_mask.shape[1]
     if missing > 0:
         attention_mask = F.pad(attention_mask, (0, missing))
@@ -192,10 +194,11 @@ def _dense(
     use_vmap: bool,
     device: torch.device,
 ) -> Mask:
+    """The mask as a tensor in memory, made by transformers' `sdpa_mask`."""
     from transformers.masking_utils import sdpa_mask
 
     batch_size, _, q_length, kv_length = shape
-    seen = sdpa_mask(
+    visible = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -207,4 +210,4 @@ def _dense(
         use_vmap=use_vmap,
         device=device,
     )
-    return DenseMask(seen)
+    return DenseMask(visible)

@@ -1,4 +1,4 @@
-"""Packed sequences, as transformers describes them to FlashAttention."""
+"""Attention of packed sequences with transformers' arguments for FlashAttention (``cu_seq_lens_q``, ...)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,21 @@ def attend_packed(
     max_lengths: tuple[Length, Length],
     **options: Any,
 ) -> Tensor:
-    """Attention of packed sequences; q, k and v (bshd) are rows of them, one batch element behind the other.
+    """Attention of packed sequences.
+
+    Args:
+        q: (batch, seqlen, heads, head_dim); the batch elements, one after another, are one row of packed tokens.
+        k: (batch, seqlen, kv_heads, head_dim).
+        v: (batch, seqlen, kv_heads, head_dim_v).
+        cu_seqlens: of the queries and of the keys, (sequences + 1,).
+        max_lengths: upper bounds of the sequences' numbers of queries and of keys; None: the number of tokens.
+        options: keyword arguments of :func:`tileattn.varlen_attention`.
+
+    Returns:
+        o (batch, seqlen, heads, head_dim_v).
 
     Raises:
-        ValueError: only the queries' or only the keys' cu_seq_lens are given.
+        ValueError: only one of the two cu_seqlens is given.
     """
     cu_seqlens_q, cu_seqlens_k = cu_seqlens
     if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -39,7 +50,7 @@ def attend_packed(
 
 
 def _bound(length: Length, rows: Tensor) -> int:
-    """An upper bound of the sequences' lengths. A tensor on another device is not asked: that would wait for it."""
+    """An upper bound of the sequences' lengths. A tensor on a GPU is not read: that would synchronise with the GPU."""
     if isinstance(length, Tensor):
         length = int(length) if length.device.type == "cpu" else None
     return rows.shape[0] if length is None else length

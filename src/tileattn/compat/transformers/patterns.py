@@ -1,4 +1,4 @@
-"""Masks that transformers' models need beside those of :mod:`tileattn.masks`."""
+"""Masks of transformers' models that :mod:`tileattn.masks` does not have."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from ...variant.math import load
 
 @dataclass(frozen=True, eq=False)
 class ShiftedWindow(Mask):
-    """Keys from ``q + shift - left`` to ``q + shift + right``: queries that do not stand at the last keys.
+    """A sliding window that is not aligned bottom-right: the keys from ``q + shift - left`` to ``q + shift + right``.
 
-    So it is in a static cache, whose last slots are not used yet: the queries stand before them, and only the device
-    knows where.
+    A static cache needs it: its last slots are unused, and the last query's position is before them. The shift may be
+    known only on the device.
 
     Args:
-        left: keys seen before the query's place; None for no bound.
-        right: keys seen after it; None for no bound.
-        shift: how far a query's place is from its position; an int, or an integer tensor (1,) on the queries' device.
+        left: number of visible keys before position ``q + shift``; None for no bound.
+        right: number of visible keys after position ``q + shift``; None for no bound.
+        shift: added to a query's bottom-right aligned position; an int, or an integer tensor (1,) on the queries'
+            device.
     """
 
     left: int | None
@@ -69,7 +70,7 @@ class ShiftedWindow(Mask):
 
 @dataclass(frozen=True, eq=False)
 class DenseMask(Mask):
-    """A mask in memory, read tile by tile: every tile is visited.
+    """A mask in memory. Kernels read it tile by tile and visit every tile.
 
     Args:
         seen: bool tensor (batch or 1, heads or 1, seqlen_q or 1, seqlen_k): True where a query sees a key.

@@ -1,4 +1,4 @@
-"""Which keys a query of a layer may see: from what transformers hands to an attention function."""
+"""Which keys a query sees, from the arguments that transformers passes to an attention function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from .patterns import DenseMask, ShiftedWindow
 
 @dataclass(frozen=True)
 class Seen:
-    """What to ask :func:`tileattn.attention` for: the first `keys` of the keys, a mask, and a bias of the scores."""
+    """The visible keys, as arguments of :func:`tileattn.attention`.
+
+    keys: how many keys to pass, from the first. causal, mask: as for `attention`. bias: added to the scores, or None.
+    """
 
     keys: int
     causal: bool = False
@@ -31,13 +34,12 @@ def seen(
     is_causal: bool | None,
     sliding_window: int | None,
 ) -> Seen:
-    """For queries and keys that are not packed; arguments as of :func:`.attention.attend`.
+    """The visible keys of a call that is not packed; arguments as for :func:`.attention.attend`.
 
-    A mask has the last word, as in transformers' own eager attention; without one, ``is_causal`` and
-    ``sliding_window`` have.
+    A mask alone decides, as in transformers' eager attention. Without a mask, `is_causal` and `sliding_window` decide.
 
     Raises:
-        TypeError, ValueError: they contradict each other, or do not say which keys are meant.
+        TypeError, ValueError: the arguments contradict each other, or leave open which keys are visible.
     """
     if isinstance(mask, MaskParts):
         _check_agreement(module, mask.window, is_causal)
@@ -65,19 +67,20 @@ def seen_when_packed(
     is_causal: bool | None,
     sliding_window: int | None,
 ) -> Seen:
-    """For sequences that cu_seq_lens packs: what a query sees of its own sequence.
+    """The visible keys of a query's own sequence in a call with cu_seq_lens; arguments as for `seen`.
 
-    Which keys are of its sequence the mask may say as well, where position_ids told it; cu_seq_lens says it here.
+    The mask may also contain the sequences, which transformers reads from position_ids. That part is not used:
+    cu_seq_lens gives the sequences.
 
     Raises:
-        NotImplementedError: the mask asks for more than the sequences and a window.
+        NotImplementedError: the mask contains more than the sequences and a window.
     """
     if mask is None:
-        # Lengths are equal within each sequence: not asked, for they are on the device.
+        # Each sequence is taken to have as many keys as queries: checking would read lengths from the device.
         return Seen(kv_length, *_without_mask(module, q_length, q_length, is_causal, sliding_window))
     if not isinstance(mask, MaskParts):
         raise _not_packed("a mask of your own: leave attention_mask out")
-    if mask.dense is not None:  # padding, if there is any, is part of it
+    if mask.dense is not None:  # a dense mask includes the padding
         raise _not_packed(
             "a mask that is no window, such as the chunks of Llama 4 or a function of your own: this model cannot be "
             "packed by cu_seq_lens; use position_ids that begin anew with each sequence"
@@ -95,7 +98,7 @@ def _not_packed(reason: str) -> NotImplementedError:
 
 
 def _joined(mask: MaskParts, keys: int) -> Seen:
-    """The parts; a causal mask apart from the others, so that a plain causal call is one."""
+    """The conjunction of the parts. A causal part becomes `causal`, so that a plain causal call has no other mask."""
     causal = isinstance(mask.window, Causal)
     rest: Any = None
     for part in mask.parts:
@@ -105,7 +108,7 @@ def _joined(mask: MaskParts, keys: int) -> Seen:
 
 
 def _check_agreement(module: torch.nn.Module, window: Mask | None, is_causal: bool | None) -> None:
-    """A model's caller may pass is_causal=False, which reaches the layers but not the function that makes masks."""
+    """Raises if a caller passes is_causal=False to a causal model: layers receive it, but `make_mask` does not."""
     causal = isinstance(window, Causal) or getattr(window, "right", None) == 0
     if causal and is_causal is False and getattr(module, "is_causal", False):
         raise ValueError(
@@ -115,7 +118,7 @@ def _check_agreement(module: torch.nn.Module, window: Mask | None, is_causal: bo
 
 
 def _given(mask: Tensor, kv_length: int) -> Seen:
-    """A user's own mask."""
+    """The visible keys under a user's mask: a tensor of bools, or of numbers to add to the scores."""
     if mask.ndim != 4:
         raise ValueError(
             f"attention_mask must have shape (batch or 1, heads or 1, queries or 1, keys), got {tuple(mask.shape)}"
@@ -133,7 +136,7 @@ def _given(mask: Tensor, kv_length: int) -> Seen:
 def _without_mask(
     module: torch.nn.Module, q_length: int, kv_length: int, is_causal: bool | None, sliding_window: int | None
 ) -> tuple[bool, Mask | None]:
-    """(causal, mask) of a layer without a mask: its model did not ask for one, which only is_causal can mean."""
+    """(causal, mask) of a layer whose model made no mask, from is_causal and sliding_window."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", None)
     if is_causal is None:

@@ -1,9 +1,9 @@
-"""What a mask function of transformers says, found by running it on symbols.
+"""Symbolic execution of transformers' mask functions, so that tiles can be skipped.
 
-transformers describes a mask as a function ``(batch, head, query, key) -> bool`` of positions, put together from a few
-small ones: causal, sliding window, packed sequences, and so on. :func:`understood` runs it once on the symbols of this
-module and hands back what it allows in a form from which tiles can be skipped; of a function that does anything else
-with positions it hands back None. It looks at what a function does, not at its name, and torch.compile can trace it.
+transformers describes a mask as a function ``(batch, head, query, key) -> bool`` of positions, composed of small
+functions: causal, sliding window, packed sequences, and so on. :func:`understood` runs the function once on the symbols
+of this module and returns the :class:`Pattern` that it allows, or None if the function does anything else with
+positions. It depends on what the function computes, not on its name. torch.compile can trace it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 
 
 class NotUnderstood(Exception):
-    """The function does something with positions that is none of the known patterns."""
+    """The function does something with positions that no :class:`Pattern` expresses."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Keys from ``q - left`` to ``q + right`` (None: no bound) with the same number as the query in `sequences`.
+    """The keys from ``q - left`` to ``q + right`` (None: no bound) that have the query's number in `sequences`.
 
-    sequences: integer tensor (batch, positions), which sequence each position belongs to; None: all to one.
-    numbered: whether the window counts positions as a tensor numbers them. Newer versions of transformers number those
-        of packed sequences, each from 0: within one sequence such a window is the same as one of places.
+    sequences: integer tensor (batch, positions), the number of each position's sequence; None: one sequence.
+    numbered: whether the window compares position numbers read from a tensor. Newer versions of transformers number the
+        positions of each packed sequence from 0; within one sequence, such a window equals a window of positions.
     """
 
     left: int | None = None
@@ -44,7 +44,7 @@ class Pattern:
     def __bool__(self) -> bool:
         raise NotUnderstood
 
-    # transformers' conjunction moves each part to the device of the first.
+    # transformers' conjunction reads the first part's device and moves the others to it.
     device = None
 
     def to(self, device: Any) -> Pattern:
@@ -55,7 +55,7 @@ def understood(mask_function: Callable[..., Any]) -> Pattern | None:
     """The pattern that a mask function describes, or None."""
     try:
         pattern = mask_function(Index(), Index(), Query(), Key())
-    except (NotUnderstood, TypeError, AttributeError):  # the last two: operations that the symbols do not have
+    except (NotUnderstood, TypeError, AttributeError):  # TypeError, AttributeError: an operation the symbols lack
         return None
     if not isinstance(pattern, Pattern) or (pattern.numbered and pattern.sequences is None):
         return None
@@ -65,11 +65,11 @@ def understood(mask_function: Callable[..., Any]) -> Pattern | None:
 
 
 class Index:
-    """A batch element or a head; below, also a position."""
+    """A batch element or a head; the subclass :class:`Position` is a position."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``tensor[b, q]``: a number of each position."""
+        """Handles ``tensor[b, position]``, which reads a number for each position."""
         if getattr(func, "__name__", "") != "__getitem__" or len(args[1]) != 2:
             raise NotUnderstood
         batch, position = args[1]
@@ -80,14 +80,14 @@ class Index:
 
 @dataclass(frozen=True, eq=False)
 class Position(Index):
-    """A position, or what a tensor (batch, positions) says of it, plus a number."""
+    """A position, or with `numbers` (batch, positions) that tensor's entry for the position; plus `offset`."""
 
     offset: int = 0
     numbers: Tensor | None = None
 
     @property
     def plain(self) -> bool:
-        """Whether it is the position itself."""
+        """Whether this is the position itself, without a table and an offset."""
         return self.numbers is None and self.offset == 0
 
     def __add__(self, number: int) -> Position:
@@ -99,7 +99,7 @@ class Position(Index):
         return type(self)(self.offset - _number(other), self.numbers)
 
     def new_ones(self, shape: tuple[()], dtype: torch.dtype) -> Pattern:
-        """What transformers' conjunction begins with: True."""
+        """A pattern that allows all keys: transformers' conjunction starts with ``q.new_ones((), dtype=bool)``."""
         return Pattern()
 
     def __eq__(self, other: Any) -> Any:
@@ -135,21 +135,21 @@ class Position(Index):
         return Pattern(left=distance, numbered=numbered)
 
     def comparable_with(self, other: Any) -> bool:
-        """Whether one is of a query, the other of a key, and both are counted in the same way."""
+        """Whether one is a query's and the other a key's position, and both use the same table of numbers."""
         return isinstance(other, Position) and type(self) is not type(other) and self.numbers is other.numbers
 
 
 class Query(Position):
-    """Of a query."""
+    """A query's position."""
 
 
 class Key(Position):
-    """Of a key."""
+    """A key's position."""
 
 
 @dataclass(frozen=True, eq=False)
 class Distance:
-    """Of a query from a key, or the reverse."""
+    """The difference ``of - to`` of two positions, one a query's and one a key's; its absolute value if `absolute`."""
 
     of: Position
     to: Position

@@ -1,1 +1,1 @@
-"""Compiled kernels on disk: where they lie, who may write them, and which sources their keys digest."""
+"""The cache of compiled kernels on disk: its files (`store`), who may write them (`trust`), its keys (`sources`)."""

@@ -1,4 +1,4 @@
-"""A disk that is full while a kernel is compiled: one error that says where, how much is needed, and what to set."""
+"""The error for a full disk during compilation: it names the folder, the bytes needed and the variables to set."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# What the compilers that run as programs of their own print.
+# Messages of compilers that run as subprocesses.
 TEXTS = ("No space left on device", "Disk quota exceeded", *map(os.strerror, FULL))
-# Of one kernel, with room to spare: while it is compiled, in the system's folder for temporary files (5.3 MiB were seen
-# at head dim 256), and of what is kept (0.1 MiB).
+# Upper estimates for one kernel: temporary files during compilation (5.3 MiB measured at head dim 256), and the file in
+# the cache (0.1 MiB measured).
 COMPILING_BYTES, KEPT_BYTES = 16 * 2**20, 2**20
 
 
 class FullDiskError(OSError):
-    """There is no space left for a kernel."""
+    """The disk has no space left for a kernel."""
 
 
 @contextlib.contextmanager
 def explained(folder: Path, variable: str) -> Iterator[None]:
-    """Inside, an error that a full disk has caused becomes a :class:`FullDiskError`.
+    """A context that turns errors caused by a full disk into :class:`FullDiskError`.
 
     Args:
-        folder: where the compiled kernel is to be kept.
-        variable: the environment variable that names another.
+        folder: the folder for the compiled kernel.
+        variable: the environment variable that sets another folder.
     """
     try:
         yield
@@ -54,7 +54,7 @@ def _is_full(error: BaseException) -> bool:
 
 
 def _free(folder: Path) -> str:
-    """Of the folder or, before it is made, of the one above."""
+    """The free bytes on the folder's disk, as text; if the folder does not exist, its first parent that does counts."""
     for each in (folder, *folder.parents):
         with contextlib.suppress(OSError):
             return _mib(shutil.disk_usage(each).free)

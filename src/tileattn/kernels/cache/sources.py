@@ -1,11 +1,12 @@
-"""Which files of tileattn generate a kernel, and a digest of them for the kernel's key in the cache.
+"""The source files that generate a kernel, and a digest of them for the kernel's key in the cache.
 
-They are the *import closure* of the module that generates it: the module, what it imports from tileattn, what that
-imports, and so on. Imports inside functions count, those for type checkers alone do not. The closure is read from the
-sources; nothing is imported, so that a kernel that is in the cache is found without its compiler.
+These files are the *import closure* of the module that generates the kernel: the module itself, the modules of tileattn
+that it imports, their imports, and so on. Imports inside functions count; imports for type checkers only do not. The
+closure is read from the source text without importing anything, so that looking up a cached kernel does not import its
+compiler.
 
-A package's ``__init__.py`` counts where a name is taken from it. That Python runs it on the way to a module in the
-package gives this module nothing.
+A package's ``__init__.py`` is in the closure only if a name is imported from it. That Python also runs it before a
+module of the package does not count.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from pathlib import Path
 PACKAGE = __name__.partition(".")[0]
 ROOT = Path(__file__).parents[2]
 
-# Python's parser takes ten times as long for all of a file (90 ms for a backward kernel's closure) as for its imports
-# alone; tests/kernels/cache/test_sources.py compares the two. They begin a line, and may go on between parentheses or
-# behind a "\\".
+# Matches import statements of tileattn. They begin a line and may continue in parentheses or after a "\\". Parsing only
+# the imports takes a tenth of the time of parsing whole files (90 ms for a backward kernel's closure);
+# tests/kernels/cache/test_sources.py checks that both find the same imports.
 _STATEMENTS = re.compile(
     rb"^[ \t]*((?:from[ \t]+(?:\.|%b\b)|import[ \t]+[^\n]*\b%b\b)(?:[^\n(\\]|\\\n)*(?:\((?:[^)#]|#[^\n]*)*\))?)"
     % ((PACKAGE.encode(),) * 2),
@@ -35,58 +36,58 @@ Read = Callable[[Path], bytes]
 
 @functools.cache
 def digest(*modules: str) -> str:
-    """Of the sources of these modules and of all that they import from tileattn; read once a process.
+    """The digest of the import closure of these modules. The files are read once per process.
 
     Args:
-        modules: their full names, such as "tileattn.kernels.tilelang.forward.kernel".
+        modules: full names, such as "tileattn.kernels.tilelang.forward.kernel".
     """
     return digest_of(closure(modules))
 
 
 def digest_of(sources: dict[str, bytes]) -> str:
-    """Of modules by their names, in any order: 16 hexadecimal digits."""
-    together = hashlib.sha256()
+    """The digest of names and contents, in any order: 16 hexadecimal digits."""
+    sha256 = hashlib.sha256()
     for name in sorted(sources):
-        together.update(f"{name} {len(sources[name])}\n".encode() + sources[name])
-    return together.hexdigest()[:16]
+        sha256.update(f"{name} {len(sources[name])}\n".encode() + sources[name])
+    return sha256.hexdigest()[:16]
 
 
 def closure(modules: Iterable[str], read: Read = Path.read_bytes) -> dict[str, bytes]:
-    """The sources of modules and of all that they import from tileattn, by their full names.
+    """The import closure of modules: the contents of their files by full name.
 
     Args:
         modules: full names.
-        read: takes the path of a file and returns its content.
+        read: returns the content of the file at a path.
 
     Raises:
-        ModuleNotFoundError: one of them is not a file of tileattn.
+        ModuleNotFoundError: a name is not a module of tileattn.
     """
-    found: dict[str, bytes] = {}
+    sources: dict[str, bytes] = {}
     waiting = list(modules)
     while waiting:
         name = waiting.pop()
-        if name in found:
+        if name in sources:
             continue
         file = _file(name)
         if file is None:
             raise ModuleNotFoundError(f"{name} is not a module of {ROOT}")
-        found[name] = read(file)
-        waiting += imports(found[name], name if file.name == "__init__.py" else name.rpartition(".")[0])
-    return found
+        sources[name] = read(file)
+        waiting += imports(sources[name], name if file.name == "__init__.py" else name.rpartition(".")[0])
+    return sources
 
 
 def imports(source: bytes, package: str) -> set[str]:
-    """The modules of tileattn that a file imports by itself.
+    """The modules of tileattn that a file imports directly.
 
     Args:
         source: the file's content.
-        package: the full name of the package that the file is in, or is.
+        package: the full name of the file's package; for an ``__init__.py``, of the package itself.
     """
-    found: set[str] = set()
+    modules: set[str] = set()
     for statement in _STATEMENTS.findall(_FOR_TYPE_CHECKERS.sub(b"", source)):
         for node in ast.parse(statement).body:
-            found.update(_modules(node, package))
-    return found
+            modules.update(_modules(node, package))
+    return modules
 
 
 def _modules(node: ast.stmt, package: str) -> Iterator[str]:
@@ -102,7 +103,7 @@ def _modules(node: ast.stmt, package: str) -> Iterator[str]:
 
 @functools.cache
 def _file(name: str) -> Path | None:
-    """The file of a module or, of a package, its ``__init__.py``."""
+    """The file of a module, which is ``__init__.py`` for a package; None if there is no such module."""
     path = ROOT.joinpath(*name.split(".")[1:])
     files = (path / "__init__.py", path.with_name(f"{path.name}.py"))
     return next((file for file in files if file.is_file()), None)

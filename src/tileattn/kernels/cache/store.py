@@ -1,10 +1,9 @@
-"""Compiled kernels, kept on disk.
+"""`KernelCache`: compiled kernels on disk, one library per key, by default in the user's cache folder.
 
-One library a key, in the user's cache folder. A library is written to a temporary file and then renamed, under a
-lock, so that concurrent processes compile a kernel once and never see half of it; its checksum is kept beside it, so
-that a truncated or foreign file is compiled over instead of loaded. Nothing is loaded that another user could have
-written (trust.py). A folder that can be read and not written, such as one in an image, is loaded from; what it lacks is
-built in the user's own.
+A library is written to a temporary file and then renamed, under a lock: concurrent processes compile a kernel once and
+never read a partial file. A record beside the library has its checksum; a truncated or foreign file is not loaded but
+compiled again. A file that another user could have written is not loaded (`trust`). A read-only folder, such as one in
+a container image, is read; kernels that it lacks are built in the user's own folder.
 """
 
 from __future__ import annotations
@@ -32,27 +31,28 @@ from .full_disk import FullDiskError
 VARIABLE = "TILEATTN_CACHE_DIR"
 LOCK_TIMEOUT_S = 600.0
 MOST_RECORD_BYTES = 2**24
-# Folders of builds, with the hash of their key or, of older versions, without; and when one is surely left over.
+# Names of build folders: with the hash of their key, or without it in older versions of tileattn. A build folder
+# of this age is a leftover of a killed process.
 BUILD_FOLDER = re.compile(r"\.build-([0-9a-f]{32}-)?\w{8}")
 LEFT_OVER_S = 24 * 3600.0
 
 
 def default_folder() -> Path:
-    """Where kernels are looked for first: ``$TILEATTN_CACHE_DIR``, or the user's own folder.
+    """The folder that is searched first: ``$TILEATTN_CACHE_DIR``, or else the user's own folder.
 
     Raises:
-        FileNotFoundError: neither is known; the message says what to set.
+        FileNotFoundError: there is neither; the message names the variables to set.
     """
     return folders.named_by(VARIABLE) or user_folder()
 
 
 def user_folder() -> Path:
-    """The user's own: in the platform's cache folder for tileattn."""
+    """The user's own folder for kernels, in the platform's cache folder for tileattn."""
     return folders.user_cache(VARIABLE) / "kernels"
 
 
 def kernel_cache(suffix: str = ".so") -> KernelCache:
-    """The cache in :func:`default_folder`, beside which the user's own folder has what it lacks and cannot take."""
+    """The cache in :func:`default_folder`. If that folder is read-only, new kernels go to the user's own folder."""
     named = folders.named_by(VARIABLE)
     return (
         KernelCache(user_folder(), suffix, repairs=True) if named is None else KernelCache(named, suffix, user_folder)
@@ -63,11 +63,11 @@ class KernelCache:
     """A folder of compiled kernels.
 
     Args:
-        folder: created when the first kernel is written, for this user alone.
+        folder: created with the first kernel, accessible to this user only.
         suffix: of the files' names.
-        own: says which folder is used beside one that exists and cannot be written.
-        repairs: whether `folder` is made private where it is this user's and others can write it. Otherwise it is
-            refused.
+        own: returns the folder for kernels that `folder` lacks, if `folder` exists and cannot be written.
+        repairs: what to do if others can write to `folder`: True makes it private if it belongs to this user; otherwise
+            reading raises PermissionError.
     """
 
     def __init__(
@@ -79,30 +79,34 @@ class KernelCache:
         self.repairs = repairs
 
     def path(self, key: str) -> Path:
-        """Where the library of a key is, or would be."""
+        """The path of a key's library, which need not exist."""
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}{self.suffix}"
 
     def find(self, key: str) -> Path | None:
-        """The library of a key, if it is there and whole; nothing is written.
+        """The path of a key's library if it exists and is intact, else None. Writes nothing.
 
         Raises:
-            PermissionError: the folder, or the library, could have been written by others, or cannot be read.
+            PermissionError: others could have written the folder or the library, or this user cannot read them.
         """
         path, _ = self._look(key)
         beside = self._beside() if path is None else None
         return path if beside is None else beside.find(key)
 
     def find_or_build(self, key: str, build: Callable[[Path], None]) -> Path:
-        """The library of a key; where it is missing or damaged, ``build(path)`` has to write it to a path.
+        """The path of a key's library, which is built first if it is missing or damaged.
+
+        Args:
+            key: all facts that determine the library.
+            build: ``build(path)`` compiles the library and writes it to `path`.
 
         Raises:
             PermissionError: as in :meth:`find`.
-            OSError: the folder cannot be written, or the disk is full; the message names the folder and how to choose
-                another.
+            OSError: the folder cannot be written, or the disk is full; the message names the folder and the variable
+                that sets another.
         """
-        found, _ = self._look(key)
-        if found is not None:
-            return found
+        library, _ = self._look(key)
+        if library is not None:
+            return library
         beside = self._beside()
         if beside is not None:
             return beside.find_or_build(key, build)
@@ -113,15 +117,15 @@ class KernelCache:
             lock.acquire()
         try:
             # Another process may have built it while this one waited.
-            found, damage = self._look(key)
+            library, damage = self._look(key)
             if damage is not None:
                 warnings.warn(f"tileattn: the kernel {path} is compiled again: {damage}", stacklevel=2)
-            return found or self._build(key, path, build)
+            return library or self._build(key, path, build)
         finally:
             lock.release()
 
     def _beside(self) -> KernelCache | None:
-        """The user's own cache, if this one is there and cannot be written."""
+        """The user's own cache if this folder exists and cannot be written, else None."""
         if self.own is None or not self.folder.is_dir() or trust.is_written_by(self.folder):
             return None
         folder = self.own()
@@ -130,7 +134,7 @@ class KernelCache:
     # --- Reading ---
 
     def _look(self, key: str) -> tuple[Path | None, str | None]:
-        """The library of a key, or else what is wrong with what is in its place; None and None where nothing is."""
+        """(path of a key's library, None), (None, what is wrong with its file), or (None, None) if there is no file."""
         path = self.path(key)
         record = path.with_suffix(".json")
         try:
@@ -144,7 +148,7 @@ class KernelCache:
         except (FileNotFoundError, NotADirectoryError):
             return None, None
         except PermissionError as error:
-            if error.errno is None:  # of trust.py
+            if error.errno is None:  # raised by trust.check
                 raise
             raise PermissionError(
                 error.errno,
@@ -181,24 +185,24 @@ class KernelCache:
         return path
 
     def _remove_leftovers(self, path: Path) -> None:
-        """Folders of builds that were killed: of this key, whose lock is held, and of any that are a day old."""
+        """Removes the folders of killed builds: those of this key, whose lock is held, and any that are a day old."""
         for folder in self.folder.glob(".build-*"):
-            named = BUILD_FOLDER.fullmatch(folder.name)
-            with contextlib.suppress(OSError):  # it is gone, or not ours
+            name = BUILD_FOLDER.fullmatch(folder.name)
+            with contextlib.suppress(OSError):  # another process has removed the folder, or another user owns it
                 old = time.time() - folder.stat().st_mtime > LEFT_OVER_S
-                if named and (old or named[1] == f"{path.stem}-"):
+                if name and (old or name[1] == f"{path.stem}-"):
                     shutil.rmtree(folder)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Says of an error while the folder is written which folder it is, and how to choose another."""
+        """A context for writing: errors name the folder and the variable that sets another."""
         try:
             with full_disk.explained(self.folder, VARIABLE):
                 yield
         except (filelock.Timeout, FullDiskError):
             raise
         except OSError as error:
-            # OSError chooses its subclass (PermissionError, ...) by the number.
+            # OSError's constructor returns the subclass for the number (PermissionError, ...).
             raise OSError(
                 error.errno,
                 f"the kernel cache {self.folder} cannot be written ({error}); set {VARIABLE} to another folder",
@@ -206,13 +210,13 @@ class KernelCache:
 
 
 class _DamagedError(Exception):
-    """A record is there, and is not what is written here."""
+    """A record exists, but `_build` did not write it like this."""
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    # Before it is opened: a pipe would be waited for.
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_RECORD_BYTES:
+    # Check the kind of file before opening it: opening a pipe would block.
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_RECORD_BYTES:
         raise _DamagedError(f"{path} is no record of it")
     try:
         record = json.loads(path.read_bytes())
@@ -224,11 +228,11 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def _make_private(folder: Path) -> None:
-    """Creates a folder, and those above that are missing, for this user alone, whatever the umask."""
+    """Creates a folder and its missing parents, accessible to this user only, independent of the umask."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     for each in reversed(missing):
         each.mkdir(mode=0o700, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)  # an error if it is there, but no folder
+    folder.mkdir(mode=0o700, exist_ok=True)  # raises if the path exists and is not a folder
 
 
 def _checksum(path: Path) -> str:

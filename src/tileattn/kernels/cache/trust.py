@@ -1,10 +1,10 @@
-"""Whether compiled kernels that lie somewhere may be loaded: a library runs with all rights of the process.
+"""Checks that only this user or root can write a compiled kernel: a loaded library has all rights of the process.
 
-So whoever can write it, or the folder that it is in, must be this user or root. The folder of the cache, the library
-and its record are checked, and where one is a symbolic link, what it leads to and the folder of that. Folders above are
-not: who can rename those can put a folder of theirs in its place, but it belongs to them, and is refused.
+Three paths are checked: the cache's folder, the library and its record. For a symbolic link, the target and the
+target's folder are checked. Parent folders are not: a user who can rename them could substitute a folder, but that
+folder would belong to that user and be refused.
 
-On Windows there are neither owners nor modes to look at, and nothing is checked; a user's folders are private there.
+Windows has no owners and modes of this kind, so nothing is checked there; a user's folders are private on Windows.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import os
 import stat
 from pathlib import Path
 
-# Python has these on every platform but Windows.
+# Whether files have owners and modes: on every platform but Windows.
 HAS_OWNERS = hasattr(os, "geteuid")
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def check(path: Path, repairs: bool = False) -> None:
-    """That a folder or file is written by this user or root alone.
+    """Checks that only this user or root can write a folder or file.
 
     Args:
         path: must exist; symbolic links are followed.
-        repairs: whether to take the right to write from group and others, where it is this user's.
+        repairs: whether to make the path private (mode 700) if it belongs to this user and others can write it.
 
     Raises:
-        PermissionError: others can write it; the message says what to do.
+        PermissionError: others can write the path; the message says what to do.
     """
     if not HAS_OWNERS:
         return
@@ -37,27 +37,27 @@ def check(path: Path, repairs: bool = False) -> None:
 
 
 def is_written_by(path: Path) -> bool:
-    """Whether this process may make files in a folder."""
+    """Whether this process may create files in a folder."""
     effective = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
     return os.access(path, os.W_OK | os.X_OK, **effective)
 
 
 def keep_others_out(path: Path) -> None:
-    """Takes the right to write a new file from group and others, whatever the umask."""
+    """Removes the permission of group and others to write a file, independent of the umask."""
     if HAS_OWNERS:
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~OTHERS_WRITE)
 
 
 def _check(real: Path, repairs: bool) -> None:
-    found = real.stat()
-    if found.st_uid not in (0, os.geteuid()):
-        raise _refused(real, f"belongs to {_user(found.st_uid)}, and this is {_user(os.geteuid())}", "have root own it")
-    if not found.st_mode & OTHERS_WRITE:
+    owner, permissions = real.stat().st_uid, real.stat().st_mode
+    if owner not in (0, os.geteuid()):
+        raise _refused(real, f"belongs to {_user(owner)}, and this is {_user(os.geteuid())}", "have root own it")
+    if not permissions & OTHERS_WRITE:
         return
-    if repairs and found.st_uid == os.geteuid():
+    if repairs and owner == os.geteuid():
         real.chmod(0o700)
         return
-    mode = f"{stat.S_IMODE(found.st_mode):o}"
+    mode = f"{stat.S_IMODE(permissions):o}"
     raise _refused(real, f"can be written by other users (its mode is {mode})", f"chmod go-w {real}")
 
 

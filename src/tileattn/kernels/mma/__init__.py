@@ -1,1 +1,1 @@
-"""The ladder of CUDA C++ kernels with ``mma.sync``: one .cu file per rung, compiled at run time by NVRTC."""
+"""The ladder: CUDA C++ kernels with ``mma.sync``, one .cu file per rung (step), compiled at run time by NVRTC."""

@@ -1,4 +1,4 @@
-"""How dispatch reaches the ladder: what its names mean, what its rungs refuse, and the launch."""
+"""The ladder's interface to dispatch: it parses backend names, refuses calls with a reason, and launches kernels."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ...call.facts import CAUSAL, AttentionCall
 from ...call.inputs import Inputs
 from .compile import INSTALL, has_compiler
 from .launch import launcher
-from .rungs import ACCUMULATIONS, HEAD_DIMS, LARGE_HEAD_DIMS, LAYOUTS, NAME, RUNGS, STAGES, Kernel, Tiles, Variant
+from .rungs import ACCUMULATIONS, HEAD_DIMS, LARGE_HEAD_DIMS, LAYOUTS, NAME, RUNGS, STAGES, Kernel, RungOptions, Tiles
 from .tiles import candidates
 
 DTYPES = (torch.float16, torch.bfloat16)
-# KiB of shared memory that a block may take, by compute capability; elsewhere as little as on any of them.
+# KiB of shared memory that a thread block may use, by compute capability; unknown ones count as the smallest.
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 ACCEPTED = (
     f"{NAME!r} or '{NAME}:RUNG,stages=N,acc=A,smem=L,tiles=T', each part optional, with RUNG one of "
@@ -27,7 +27,7 @@ ACCEPTED = (
 
 @dataclass(frozen=True)
 class Choice:
-    """What a name asks for; None leaves it to the call."""
+    """The options in a backend's name. None: chosen by the call's head dim."""
 
     rung: str | None = None
     stages: int = 2
@@ -35,21 +35,21 @@ class Choice:
     smem: str = "swizzle"
     tiles: Tiles | None = None
 
-    def variant(self, head_dim: int) -> Variant:
-        """The kernel's rung and options for a head dim."""
-        return Variant(self.rung or best_rung(head_dim, self.acc), self.stages, self.acc, self.smem)
+    def options(self, head_dim: int) -> RungOptions:
+        """The rung and its options for a head dim."""
+        return RungOptions(self.rung or best_rung(head_dim, self.acc), self.stages, self.acc, self.smem)
 
     def kernel(self, call: AttentionCall) -> Kernel:
-        """Of a call that is not refused."""
-        variant = self.variant(call.head_dim)
-        return Kernel(variant, call.dtype, call.head_dim, self.tiles or candidates(variant, call.head_dim)[0])
+        """The kernel for a call that `refusal` accepts."""
+        options = self.options(call.head_dim)
+        return Kernel(options, call.dtype, call.head_dim, self.tiles or candidates(options, call.head_dim)[0])
 
 
 def best_rung(head_dim: int, acc: str) -> str:
-    """Which one is fastest on an H200, at head dims 64, 128 and 512 by measurement (docs/ladder.md).
+    """The fastest rung on an H200; measured at head dims 64, 128 and 512 (docs/ladder.md).
 
-    Q in registers pays only where sums in float16 leave room for it beside O and S; the next tile's scores, too, only
-    where the head dim is small as well.
+    Keeping Q in registers (shared_qkv) is faster only if float16 sums leave registers for Q beside O and S. Computing
+    the next tile's scores ahead (pipelined) is faster only if the head dim is small as well.
     """
     if head_dim > HEAD_DIMS[-1]:
         return "tiled_d"
@@ -59,25 +59,25 @@ def best_rung(head_dim: int, acc: str) -> str:
 
 
 def parse(options: str) -> Choice:
-    """What follows "mma:" in a backend's name.
+    """Parses the part of a backend's name after "mma:".
 
     Raises:
-        ValueError: it is not of that form; the message says which form that is.
+        ValueError: the part is malformed; the message shows the accepted form.
     """
     choice = Choice()
-    seen: set[str] = set()
+    given: set[str] = set()
     for part in options.split(",") if options else ():
         name, _, value = part.partition("=") if "=" in part else ("rung", "", part)
         parsed = _parse_one(name, value)
-        if parsed is None or name in seen:
+        if parsed is None or name in given:
             raise ValueError(f"backend must be {ACCEPTED}; got {part!r} in {f'{NAME}:{options}'!r}")
-        seen.add(name)
+        given.add(name)
         choice = dataclasses.replace(choice, **{name: parsed})
     return choice
 
 
 def _parse_one(name: str, value: str) -> str | int | Tiles | None:
-    """The value of an option; None if there is no such."""
+    """The value of an option; None if the option does not exist or does not have this value."""
     choices = {"rung": RUNGS, "stages": STAGES, "acc": ACCUMULATIONS, "smem": LAYOUTS}
     if name == "tiles":
         sizes = value.split("x")
@@ -86,7 +86,7 @@ def _parse_one(name: str, value: str) -> str | int | Tiles | None:
 
 
 def refusal(choice: Choice, call: AttentionCall) -> str | None:
-    """Why the ladder does not run a call, or None where it does."""
+    """The reason why the ladder cannot run a call; None if it can."""
     if not (call.arch.startswith("sm_") and int(call.arch[3:].rstrip("af")) >= 80):
         return f"device {call.arch!r} is no NVIDIA GPU from sm_80 on"
     if not has_compiler():
@@ -117,13 +117,13 @@ def _refusal_sizes(choice: Choice, call: AttentionCall) -> str | None:
             return f"{name} must be one of {', '.join(map(str, dims))}, not {size}"
     if call.head_dim != call.head_dim_v:
         return f"head_dim and head_dim_v must be equal, not {call.head_dim} and {call.head_dim_v}"
-    variant = choice.variant(call.head_dim)
-    tiles = candidates(variant, call.head_dim)
+    options = choice.options(call.head_dim)
+    tiles = candidates(options, call.head_dim)
     if choice.tiles is not None and choice.tiles not in tiles:
-        return f"tiles of {variant} at head_dim {call.head_dim} must be one of {', '.join(map(str, tiles))}"
-    needed, there = choice.kernel(call).shared_memory(), _shared_memory(call.arch)
-    if needed > there:
-        return f"a block needs {needed} bytes of shared memory, and has {there} on {call.arch}"
+        return f"tiles of {options} at head_dim {call.head_dim} must be one of {', '.join(map(str, tiles))}"
+    needed, available = choice.kernel(call).shared_memory(), _shared_memory(call.arch)
+    if needed > available:
+        return f"a block needs {needed} bytes of shared memory, and has {available} on {call.arch}"
     return None
 
 
@@ -132,7 +132,7 @@ def _shared_memory(arch: str) -> int:
 
 
 def reservation(choice: Choice, call: AttentionCall) -> str:
-    """The ladder runs nothing unasked."""
+    """The reason why the ladder runs only calls that name it."""
     return f"it is there to learn from: name it, backend={NAME!r}"
 
 

@@ -1,4 +1,4 @@
-"""Many kernels of the ladder at once, in threads: NVRTC runs without Python's lock."""
+"""Compiles many kernels of the ladder in parallel threads; NVRTC releases Python's global lock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_THREADS = 16
 
 
 def compile_all(kernels: Sequence[Kernel], arch: str) -> list[Exception | None]:
-    """Compiles what the cache does not hold. Returns what went wrong, kernel by kernel."""
+    """Compiles the kernels that are not in the cache. Returns the exception of each kernel, or None."""
 
     def attempt(kernel: Kernel) -> Exception | None:
         try:

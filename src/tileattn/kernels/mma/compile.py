@@ -1,4 +1,4 @@
-"""From a rung's source to a cubin, by NVRTC through cuda-core."""
+"""Compiles a rung's source to a cubin with NVRTC, through cuda-core."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .rungs import Kernel
 
 SOURCES = Path(__file__).parent
 INSTALL = "pip install 'tileattn[mma]'"
-_IMPORTING = threading.Lock()  # cuda.core 1.2 cannot be imported by two threads at a time
+_IMPORTING = threading.Lock()  # two threads cannot import cuda.core 1.2 at the same time
 
 
 @functools.cache
@@ -22,17 +22,17 @@ def has_compiler() -> bool:
     """Whether cuda-core is installed."""
     try:
         return importlib.util.find_spec("cuda.core") is not None
-    except ModuleNotFoundError:  # not even the package `cuda`
+    except ModuleNotFoundError:  # the package `cuda` is not installed
         return False
 
 
 def build_cubin(kernel: Kernel, arch: str, path: Path) -> str:
-    """Compiles a kernel for an architecture into `path`; needs no GPU. Returns what the assembler says of it."""
+    """Compiles a kernel for an architecture and writes the cubin to `path`. Needs no GPU. Returns ptxas' log."""
     with _IMPORTING:
         from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
-        name=f"{kernel.variant.rung}.cu",
+        name=f"{kernel.options.rung}.cu",
         arch=arch,
         std="c++17",
         define_macro=[(name, str(value)) for name, value in kernel.macros().items()],
@@ -40,19 +40,19 @@ def build_cubin(kernel: Kernel, arch: str, path: Path) -> str:
         ptxas_options=["-v"],
     )
     log = io.StringIO()
-    cubin = Program((SOURCES / f"{kernel.variant.rung}.cu").read_text(), "c++", options).compile("cubin", logs=log)
+    cubin = Program((SOURCES / f"{kernel.options.rung}.cu").read_text(), "c++", options).compile("cubin", logs=log)
     path.write_bytes(cubin.code)
     return log.getvalue()
 
 
 def cache_key(kernel: Kernel, arch: str) -> str:
-    """All that decides what the compiled kernel is."""
+    """The cubin's key in the cache: everything that the cubin depends on."""
     return f"mma | {kernel} | {arch} | {_source_digest()} | {_toolchain()}"
 
 
 @functools.cache
 def _source_digest() -> str:
-    """Of the device code and of what compiles it, so that editing them compiles anew."""
+    """The digest of the device code and of the modules that compile it: after an edit, kernels are compiled again."""
     device = {file.name: file.read_bytes() for file in (*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh"))}
     return digest_of(device | closure([__name__]))
 
@@ -65,9 +65,9 @@ def _toolchain() -> str:
 
 
 def _nvrtc() -> str:
-    """Which NVRTC compiles: pip's package, or else the release of the one that the loader finds."""
-    if (found := _version("nvidia-cuda-nvrtc")) is not None:
-        return f"nvrtc {found}"
+    """NVRTC's version: of pip's package or, without it, of the library that the loader finds."""
+    if (version := _version("nvidia-cuda-nvrtc")) is not None:
+        return f"nvrtc {version}"
     from cuda.bindings import nvrtc
 
     _, major, minor = nvrtc.nvrtcVersion()

@@ -1,4 +1,4 @@
-// O / l and lse to global memory: store_results().
+// store_results(): writes O / l and lse to global memory.
 #pragma once
 #include "problem.cuh"
 #include "softmax.cuh"
@@ -21,7 +21,7 @@ DEVICE void transpose_among_four(unsigned (&x)[4]) {
   }
 }
 
-// A row of 4 * 8 columns, of which this lane has two of each 8: collected by shuffles, so that a lane stores 16 bytes.
+// Stores a row of 4 * 8 columns, of which this lane has two of each 8. Shuffles give each lane 16 bytes to store.
 DEVICE void store_columns(Element* row, const float (&pairs)[4][2], bool there) {
   unsigned x[4];
 #pragma unroll
@@ -30,7 +30,7 @@ DEVICE void store_columns(Element* row, const float (&pairs)[4][2], bool there) 
   if (there) store_global_16(row + lane_index() % 4 * 8, x);
 }
 
-// A warp's rows of O, from the block's query `first` on, in columns from `column` on.
+// Stores a warp's rows of O, from the block's query `first` on, in columns from `column` on.
 template <int M, int N>
 DEVICE void store_output(const Output& output, const Softmax<M>& softmax, const Sums (&o)[M][N], int first, int column) {
 #pragma unroll
@@ -64,8 +64,8 @@ DEVICE void store_lse(const Output& output, const Softmax<M>& softmax, int first
     }
 }
 
-// What a warp has after the last tile: O in the block's rows from `first` on, and in columns from `column` on. Of warps
-// that share rows, the one with the first columns stores lse.
+// Stores a warp's results after the last tile: O in the block's rows from `first` on and columns from `column` on. If
+// several warps share rows, the warp with the first columns stores lse.
 template <int M, int N>
 DEVICE void store_results(const Problem& problem, const Softmax<M>& softmax, const Sums (&o)[M][N], int first,
                           int column = 0) {

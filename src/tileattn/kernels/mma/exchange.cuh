@@ -1,4 +1,4 @@
-// Numbers of rows that several warps hold parts of, exchanged through shared memory.
+// Maxima and sums of rows that are shared among several warps, reduced through shared memory.
 #pragma once
 #include "ptx.cuh"
 

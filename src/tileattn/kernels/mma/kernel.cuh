@@ -1,6 +1,7 @@
-// The kernel around a rung, which has defined `void attend(const Problem&)` and how much shared memory it takes.
+// The kernel's entry point. A rung includes this file last, after it has defined `void attend(const Problem&)` and
+// SHARED_BYTES.
 //
-// All sizes are 64 bits wide and the scale is a double, because that is how cuda-core passes Python's numbers.
+// All sizes are 64 bits wide and the scale is a double, because cuda-core passes Python's numbers so.
 #pragma once
 #include "problem.cuh"
 

@@ -1,4 +1,4 @@
-"""Loading the ladder's kernels and launching them, by cuda-core."""
+"""Loads and launches the ladder's kernels, by cuda-core."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .rungs import Kernel
 
 
 def ensure_compiled(kernel: Kernel, arch: str) -> Path:
-    """The cubin of a kernel, from the cache on disk or compiled now (a second or two)."""
+    """The path of a kernel's cubin, which is compiled first if the cache lacks it (one or two seconds)."""
 
     def build(path: Path) -> None:
         build_cubin(kernel, arch, path)
@@ -23,11 +23,11 @@ def ensure_compiled(kernel: Kernel, arch: str) -> Path:
 
 
 class Launcher:
-    """A kernel, loaded onto one device.
+    """A kernel loaded onto one device; a call launches it.
 
     Args:
-        kernel: which.
-        arch: of the device.
+        kernel: the kernel to load.
+        arch: of the device, such as "sm_90a".
         index: of the device.
     """
 
@@ -42,7 +42,7 @@ class Launcher:
             self._device.set_current()
             self._code = ObjectCode.from_cubin(str(ensure_compiled(kernel, arch)))
             self._kernel = self._code.get_kernel("attention")
-            # A block gets more than 48 KiB only where it is asked for.
+            # A block may use more than 48 KiB of shared memory only after this call.
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             (error,) = driver.cuKernelSetAttribute(attribute, self._shared, self._kernel.handle, driver.CUdevice(index))
         if error != driver.CUresult.CUDA_SUCCESS:
@@ -51,15 +51,15 @@ class Launcher:
             )
 
     def __call__(self, blocks: int, *arguments: int | float) -> None:
-        """Launches on the current stream. Integers, and addresses, reach the kernel as 64 bits, floats as double."""
+        """Launches on the current stream. Integers and addresses are passed as 64 bits, floats as double."""
         config = self._config(grid=blocks, block=self._threads, shmem_size=self._shared)
         with torch.cuda.device(self._device.device_id):
-            self._device.set_current()  # a thread that has launched nothing yet has no context
+            self._device.set_current()  # a thread has no CUDA context before its first launch
             stream = self._stream(torch.cuda.current_stream().cuda_stream)
             self._launch(stream, config, self._kernel, *arguments)
 
 
 @functools.cache
 def launcher(kernel: Kernel, arch: str, index: int) -> Any:
-    """The kernel on a device, compiled and loaded once."""
+    """The kernel on a device; it is compiled and loaded once per process."""
     return Launcher(kernel, arch, index)

@@ -1,8 +1,8 @@
-// How tiles of K and V come into shared memory.
+// Pipelines that copy tiles of K and V into shared memory.
 //
-// All pipelines walk over the tiles of keys from the last to the first, where nothing is hidden any more. Each has
-// start(), then for each tile k() and v(), which wait until the tile is there and say where (in the last pipeline next()
-// does the waiting).
+// All pipelines visit the tiles of keys from the last to the first, so tiles that the mask cuts through come first.
+// A pipeline has start(), then for each tile k() and v(), which wait for the tile and return its address (in the last
+// pipeline next() waits).
 #pragma once
 #include "problem.cuh"
 
@@ -40,9 +40,9 @@ struct Pipeline {
   DEVICE KeyTile place(int index) const { return {address + index * KeyTile::BYTES}; }
 };
 
-// K and V each have places of their own, STAGES of each.
-//   1 stage:  a tile is copied when the one before has been used up; V arrives while K is multiplied.
-//   2 stages: the next tile is copied while this one is multiplied, and one barrier per tile is enough.
+// K and V have separate places in shared memory, STAGES of each.
+//   1 stage:  a tile is copied after the previous tile has been used; V arrives while K is multiplied.
+//   2 stages: the next tile is copied while this one is multiplied; one barrier per tile is enough.
 struct OwnPlaces : Pipeline {
   static constexpr int BYTES = 2 * STAGES * KeyTile::BYTES;
   int stage = 0;

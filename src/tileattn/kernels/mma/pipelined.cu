@@ -1,10 +1,10 @@
-// Rung 5, pipelined: the scores of the next tile are multiplied while this one's exponentials are computed.
+// Rung 5, pipelined: the scores of the next tile are computed together with the exponentials of this tile.
 //
-// In the other rungs the softmax of a step waits for S, and the product with V for the softmax: matrix units and those
-// for exponentials take turns, unless another warp happens to be elsewhere. Here each step has the next tile's S, too,
-// which depends on nothing in it, so that the compiler mixes its instructions with the exponentials. (The idea is
-// FlashAttention-3's, whose products run beside the softmax by themselves.) K and V have places of their own, because K
-// is a tile ahead; Q is in registers.
+// In the other rungs the softmax of a step waits for S, and the product with V waits for the softmax. Matrix units and
+// exponential units then take turns, unless another warp is at another step. Here each step also computes the next
+// tile's S, which depends on nothing else in the step, so the compiler interleaves its instructions with the
+// exponentials. The idea is FlashAttention-3's, where the products run asynchronously. K and V have separate places,
+// because K is one tile ahead. Q is in registers.
 #include "rows.cuh"
 
 // [shared memory]
@@ -37,7 +37,7 @@ DEVICE void attend(const Problem& problem) {
     Probabilities<M, BLOCK_N / 8> p;
     softmax.probabilities(p, s);
     clear(s);
-    add_scores<HEAD_DIM>(s, q, 0, keys.k(), 0);  // after the last tile of one that is not there, which nobody reads
+    add_scores<HEAD_DIM>(s, q, 0, keys.k(), 0);  // after the last tile there is no next one; this result is not read
     add_values<BLOCK_N>(o, p, 0, keys.v(), 0, 0);
   });
   // [/tile]

@@ -1,4 +1,4 @@
-// One block's share of the work: a tile of queries of one head, and the tiles of keys that it sees.
+// The work of one thread block: a tile of queries of one head, and the tiles of keys that these queries see.
 #pragma once
 #include "tile.cuh"
 
@@ -14,7 +14,7 @@ struct Arguments {
   double scale;
 };
 
-// Which tile of queries this block has.
+// The batch element, head and tile of queries of this block.
 struct Place {
   long long batch, head, first;  // first: of the tile's queries
   DEVICE explicit Place(const Arguments& arguments) {
@@ -25,7 +25,7 @@ struct Place {
   }
 };
 
-// Where a block's results go. Made when they are there, so that nothing of it takes registers before.
+// The addresses of a block's results. Constructed after the loop over the keys, so that it takes no registers before.
 struct Output {
   Element* o;        // this head's, from the block's first query on
   float* lse;        // likewise, or null
@@ -70,7 +70,7 @@ struct Problem {
     full = seen_by_all / BLOCK_N;
   }
 
-  // All tiles, from the last to the first: tile(index, whether something in it is hidden).
+  // Calls tile(index, whether the mask cuts through the tile) for all tiles, from the last to the first.
   template <class TILE>
   DEVICE void walk(const TILE& tile) const {
     int j = tiles - 1;
@@ -78,7 +78,7 @@ struct Problem {
     for (; j >= 0; --j) tile(j, false);
   }
 
-  // Hides what the mask hides, of scores whose first row is the block's query `row`, first column the key `key`.
+  // Applies the mask to scores whose first row is the block's query `row` and whose first column is the key `key`.
   template <class SOFTMAX, class SCORES>
   DEVICE void hide(SCORES& s, int row, int key) const {
     SOFTMAX::hide(s, key, limit + row, keys - 1, arguments.causal);

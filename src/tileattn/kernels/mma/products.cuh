@@ -1,4 +1,4 @@
-// The two products of attention, by a warp that has M * 16 rows of queries.
+// The two matrix products of attention, computed by a warp with M * 16 rows of queries.
 #pragma once
 #include "tile.cuh"
 

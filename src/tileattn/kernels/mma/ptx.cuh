@@ -1,7 +1,7 @@
-// The instructions of sm_80 and later that the ladder is built of, each as one function; nothing else is in assembly.
+// The PTX instructions of sm_80 and later that the ladder uses, one function each. No other file contains assembly.
 //
-// 16-bit values travel in pairs, as 32-bit words; BF16 says which kind they are. Addresses in shared memory are numbers
-// of 32 bits. tests/tools/mma_emulator.h has the same functions for a CPU.
+// 16-bit values are in pairs, as 32-bit words; BF16 tells bfloat16 from float16. Addresses in shared memory are 32-bit
+// numbers. tests/tools/mma_emulator.h has the same functions for a CPU.
 #ifndef TILEATTN_PTX
 #define TILEATTN_PTX
 
@@ -15,7 +15,7 @@ DEVICE unsigned shared_memory() { return static_cast<unsigned>(__cvta_generic_to
 
 // --- Copies ---
 
-// 16 bytes from global to shared memory while the thread goes on; zeros where there is nothing to read. Past L1 (.cg).
+// Copies 16 bytes from global to shared memory asynchronously, bypassing L1 (.cg); writes zeros if not `there`.
 DEVICE void cp_async_16(unsigned to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }

@@ -1,6 +1,6 @@
-// What the rungs that split the queries share: a warp has rows of Q of its own, and all keys of a tile.
+// The loop of the rungs that split the queries among warps: a warp has its own rows of Q, and all keys of a tile.
 //
-// They differ in where Q is read from and in how K and V take turns, which is what a rung's own file says.
+// A rung's own file chooses where Q is read from and how K and V share memory.
 #pragma once
 #include "epilogue.cuh"
 #include "pipeline.cuh"
@@ -9,7 +9,7 @@ constexpr int ROW_TILES = BLOCK_M / WARPS / 16;  // of 16 queries each, that a w
 
 DEVICE int first_row() { return warp_index() * ROW_TILES * 16; }
 
-// From the first tile of keys to the store of O. `keys` is one of the pipelines; its first copies begin here.
+// Computes and stores O and lse of a warp's rows. `keys` is one of the pipelines; its first copies begin here.
 template <class QUERIES, class KEYS>
 DEVICE void attend_rows(const Problem& problem, const QUERIES& q, KEYS& keys) {
   constexpr int M = ROW_TILES;

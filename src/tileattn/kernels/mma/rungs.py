@@ -1,4 +1,4 @@
-"""The rungs of the ladder, their options and their tiles: which are valid, and which is chosen."""
+"""The names and values of the ladder: rungs, their options, tile sizes, and the kernel that they describe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 NAME = "mma"
-# As the ladder is climbed: each changes one thing of the one before. The last one is for large head dims.
+# In the ladder's order: each rung changes one thing of the rung before. The last rung is for large head dims.
 RUNGS = ("split_kv", "split_q", "shared_kv", "shared_qkv", "pipelined", "tiled_d")
 HEAD_DIMS = (32, 64, 96, 128)
 LARGE_HEAD_DIMS = tuple(range(256, 1025, 128))
@@ -18,14 +18,14 @@ STAGES = (1, 2)
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One kernel of the ladder, but for its tiles: a rung and its options.
+class RungOptions:
+    """A rung and its options. Together with tiles, dtype and head dim they make a :class:`Kernel`.
 
     Attributes:
         rung: one of `RUNGS`.
-        stages: tiles of K and V in flight: 1, or 2 by cp.async.
-        acc: in which the matrix units add up: "fp32" or "fp16".
-        smem: how tiles lie in shared memory without bank conflicts: "padded" or "swizzle".
+        stages: the number of K and V tiles in flight: 1, or 2 with cp.async.
+        acc: the dtype in which matrix products are accumulated: "fp32" or "fp16".
+        smem: the layout of tiles in shared memory that avoids bank conflicts: "padded" or "swizzle".
     """
 
     rung: str
@@ -39,14 +39,14 @@ class Variant:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a kernel is cut: compile-time sizes.
+    """The compile-time sizes of a kernel.
 
     Attributes:
-        block_M: queries of a block.
+        block_M: queries of a thread block.
         block_N: keys of a tile.
-        warps: of a block.
-        blocks: of a multiprocessor, as many as registers must suffice for.
-        slice: in tiled_d, columns of K that are copied at a time, and four times the rows of V; elsewhere 0.
+        warps: warps of a thread block.
+        blocks: thread blocks per multiprocessor for which the compiler limits the registers.
+        slice: in tiled_d, the columns of K in a slice, which is also four times the rows of V in a slice; 0 elsewhere.
     """
 
     block_M: int
@@ -60,30 +60,30 @@ class Tiles:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a thread block."""
         return 32 * self.warps
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """All that decides what is compiled, but the architecture."""
+    """Everything that determines the compiled code, except the architecture."""
 
-    variant: Variant
+    options: RungOptions
     dtype: torch.dtype
     head_dim: int
     tiles: Tiles
 
     def __str__(self) -> str:
-        return f"{self.variant},tiles={self.tiles} {str(self.dtype).removeprefix('torch.')} d{self.head_dim}"
+        return f"{self.options},tiles={self.tiles} {str(self.dtype).removeprefix('torch.')} d{self.head_dim}"
 
     def macros(self) -> dict[str, int]:
-        """The constants that the sources want."""
+        """The macros that the sources need."""
         return {
             "HEAD_DIM": self.head_dim,
             "BF16": int(self.dtype == torch.bfloat16),
-            "STAGES": self.variant.stages,
-            "ACC_FP16": int(self.variant.acc == "fp16"),
-            "SWIZZLE": int(self.variant.smem == "swizzle"),
+            "STAGES": self.options.stages,
+            "ACC_FP16": int(self.options.acc == "fp16"),
+            "SWIZZLE": int(self.options.smem == "swizzle"),
             "BLOCK_M": self.tiles.block_M,
             "BLOCK_N": self.tiles.block_N,
             "WARPS": self.tiles.warps,
@@ -93,19 +93,20 @@ class Kernel:
         }
 
     def shared_memory(self) -> int:
-        """Bytes that a block takes; the sources count the same, and a kernel in which they differ does not compile."""
-        block_M, block_N, stages = self.tiles.block_M, self.tiles.block_N, self.variant.stages
+        """Bytes of shared memory of a thread block. The sources count them, too, and assert the same number."""
+        block_M, block_N, stages = self.tiles.block_M, self.tiles.block_N, self.options.stages
+        rung = self.options.rung
         q, k = self._tile(block_M, self.head_dim), self._tile(block_N, self.head_dim)
-        if self.variant.rung == "split_kv":
+        if rung == "split_kv":
             statistics, output = 4 * self.tiles.warps * block_M, 4 * self.tiles.warps * block_M * self.head_dim
             return statistics + max(q + 2 * stages * k, output)
-        if self.variant.rung == "split_q":
+        if rung == "split_q":
             return q + 2 * stages * k
-        if self.variant.rung == "shared_kv":
+        if rung == "shared_kv":
             return q + stages * k
-        if self.variant.rung == "shared_qkv":
+        if rung == "shared_qkv":
             return max(q, stages * k)
-        if self.variant.rung == "pipelined":
+        if rung == "pipelined":
             return max(q, 2 * stages * k)
         # tiled_d
         slice_k, slice_v = self._tile(block_N, self.tiles.slice), self._tile(self.tiles.slice // 4, self.head_dim)
@@ -113,4 +114,4 @@ class Kernel:
         return q + self._tile(block_M, block_N) + statistics + stages * max(slice_k, slice_v)
 
     def _tile(self, rows: int, columns: int) -> int:
-        return rows * (2 * columns + (0 if self.variant.smem == "swizzle" else 16))
+        return rows * (2 * columns + (0 if self.options.smem == "swizzle" else 16))

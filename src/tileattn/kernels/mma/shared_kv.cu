@@ -1,8 +1,8 @@
-// Rung 3, shared KV: split-Q, with K and V in one place of shared memory.
+// Rung 3, shared KV: split-Q, with K and V in the same place of shared memory.
 //
-// K of a tile is not needed any more when its V is, so they can take turns in the same memory. With two places V
-// arrives while K is multiplied, and the next K while V is. Half the memory leaves room for larger tiles, or for more
-// blocks on a multiprocessor, which hide each other's waiting.
+// A tile's K is used before its V, so both can use the same memory, one after the other. With two places, V arrives
+// while K is multiplied, and the next K while V is multiplied. Half the memory allows larger tiles, or more blocks per
+// multiprocessor, which hide each other's waiting.
 #include "rows.cuh"
 
 // [shared memory]

@@ -1,7 +1,7 @@
-// Rung 4, shared QKV: Q comes through the same place of shared memory as K and V, and stays in registers.
+// Rung 4, shared QKV: Q is loaded through the same place of shared memory as K and V, and stays in registers.
 //
-// Q is needed in all products, but its fragments are always the same: read once, they need neither their place in
-// shared memory nor its bandwidth, which is what K and V are read with.
+// All products use the same fragments of Q. Reading them once saves Q's place in shared memory, and leaves its
+// bandwidth to K and V.
 #include "rows.cuh"
 
 // [shared memory]

@@ -3,9 +3,9 @@
 //   m' = max(m, max_j s_j)        p_j = 2^(c s_j - c m')        f = 2^(c m - c m')        c = scale * log2(e)
 //   l' = f l + sum_j p_j          o' = f o + sum_j p_j v_j
 //
-// A thread has two rows of each 16, and a quarter of their columns; maxima are shared by the four lanes of a row in
-// every step, sums only at the end. m is kept times c. Where a row has seen no key m is -inf, and 0 takes its place; so
-// it does for +inf, where l = inf and o = NaN are to come of it. Maxima leave NaN out, but sums have it.
+// A thread has two rows of each 16, and a quarter of their columns. The four lanes of a row exchange maxima in every
+// step, sums only at the end. The product c m is stored instead of m. A row without keys has m = -inf, and 0 is
+// subtracted instead; so it is for m = +inf, which gives l = inf and o = NaN. Maxima ignore NaN, but sums become NaN.
 #pragma once
 #include "products.cuh"
 

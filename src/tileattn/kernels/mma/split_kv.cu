@@ -1,8 +1,8 @@
 // Rung 1, split-KV: the warps of a block share the keys, as in FlashAttention-1.
 //
-// Each warp has all of the block's queries and its part of a tile's keys. So what belongs to one row is spread over the
-// warps: in every tile they exchange maxima through shared memory, and wait for each other; in the end they add up
-// their parts of l and of O, again through shared memory.
+// Each warp has all of the block's queries and its part of a tile's keys, so a row's scores are spread over the warps.
+// In every tile the warps exchange maxima through shared memory, and wait for each other. At the end they add up their
+// parts of l and O, again through shared memory.
 #include "epilogue.cuh"
 #include "exchange.cuh"
 #include "pipeline.cuh"

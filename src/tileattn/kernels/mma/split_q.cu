@@ -1,7 +1,7 @@
 // Rung 2, split-Q: the warps of a block share the queries, as in FlashAttention-2.
 //
-// Each warp has rows of Q of its own and all keys of a tile. So a row's softmax stays within a warp, its four lanes
-// even, and nothing but barriers passes between warps. Q lies in shared memory, and each product reads it again.
+// Each warp has its own rows of Q and all keys of a tile. A row's softmax stays within four lanes of one warp, and
+// warps share only barriers. Q is in shared memory, and each product reads it again.
 #include "rows.cuh"
 
 // [shared memory]

@@ -1,10 +1,10 @@
-// Tiles of 16-bit elements in shared memory: where they lie, how they come there, how warps read them.
+// Tiles of 16-bit elements in shared memory: their layout, their copies from global memory, and their reads by warps.
 //
-// ldmatrix reads 8 rows of 16 bytes at a time. If rows are 128 bytes apart, or a multiple, all 8 come from the same four
-// banks, one after another. Two ways out, chosen by SWIZZLE:
-//   0  padded:   each row is 16 bytes longer, so that the next begins four banks further;
-//   1  swizzled: 16-byte chunk c of row r lies where chunk c ^ r would, with as many bits as a row's chunks have.
-// Swizzling takes no room, and rows stay aligned to their own size.
+// ldmatrix reads 8 rows of 16 bytes at a time. If rows are a multiple of 128 bytes apart, all 8 rows are in the same
+// four banks and are read one after another: a bank conflict. SWIZZLE chooses one of two remedies:
+//   0  padded:   each row is 16 bytes longer, so that the next row begins four banks further;
+//   1  swizzled: 16-byte chunk c of row r is stored where chunk c ^ r would be, with enough bits for a row's chunks.
+// Swizzling needs no extra memory, and rows stay aligned to their own size.
 #pragma once
 #include "ptx.cuh"
 

@@ -1,11 +1,11 @@
 // Rung 6, tiled D: fine-grained tiles over the head dim, for head dims of 256 to 1024.
 //
-// Neither a tile of K nor the rows of O that a warp had so far would fit. So K comes in slices of its columns, V in
-// slices of its rows, through the same places of shared memory, and a block's warps form a grid: WARPS_M parts of the
-// queries by WARPS_D parts of O's columns. Both products are shared by all:
-//   S = Q K^T  a warp has its queries and one part of the keys, and adds up over the slices of the head dim;
-//   O += P V   a warp has its queries, all keys, and its columns of O. It needs the P of its neighbours, which therefore
-//              goes through shared memory; and, as in split-KV, maxima do, too.
+// At these head dims a tile of K does not fit into shared memory, and a warp's rows of O do not fit into registers. So
+// K is loaded in slices of its columns and V in slices of its rows, through the same places of shared memory. A
+// block's warps form a grid: WARPS_M parts of the queries by WARPS_D parts of O's columns. They share both products:
+//   S = Q K^T  a warp computes its queries by one part of the keys, and sums over the slices of the head dim;
+//   O += P V   a warp computes its queries by its columns of O, over all keys. It needs the P of its neighbours, so P
+//              goes through shared memory, and so do maxima, as in split-KV.
 #include "epilogue.cuh"
 #include "exchange.cuh"
 #include "pipeline.cuh"
@@ -24,7 +24,7 @@ static_assert(BLOCK_M * WARPS_D == WARPS * M * 16 && KEYS * WARPS_D == BLOCK_N &
               "sizes that do not divide");
 
 // [slices]
-// All slices of all tiles in the order in which they are used: those of K, then those of V.
+// Copies the slices of all tiles in the order of their use: those of K, then those of V.
 struct Slices {
   static constexpr int OF_K = HEAD_DIM / SLICE, OF_V = BLOCK_N / SLICE_KEYS;
   const Problem& problem;

@@ -1,18 +1,20 @@
-"""Tile sizes: which ones a kernel of the ladder may have, the first of them its default.
+"""The candidate tile sizes of the ladder's kernels; the first candidate is the default.
 
-Reasons for the order. A multiprocessor has 65536 registers, so 128 threads of 255 fit twice, of 168 three times, of 128
-four times. One ldmatrix of 16 x 16 elements takes 4 cycles of shared memory and feeds two products for each 16 rows of
-a warp: with 16 rows a warp waits for shared memory, with 32 for the matrix units. Blocks that share a multiprocessor
-hide each other's softmax and barriers. `tileattn ladder --tiles` measures all candidates of a head dim in one call; the
-order at head dims 64, 128 and 512 is what it found on an H200 (8192, 4096 and 8192 tokens, full).
+The order has three reasons. A multiprocessor has 65536 registers: two blocks of 128 threads fit with 255 registers per
+thread, three with 168, four with 128. One ldmatrix of 16 x 16 elements takes 4 cycles of shared memory and feeds two
+matrix products for each 16 rows of a warp: a warp with 16 rows waits for shared memory, a warp with 32 rows for the
+matrix units. Blocks on the same multiprocessor hide each other's softmax and barriers.
+
+`tileattn ladder --tiles` measures all candidates of a head dim in one call. At head dims 64, 128 and 512 the order is
+the measured one on an H200 (8192, 4096 and 8192 tokens, full).
 """
 
 from __future__ import annotations
 
-from .rungs import Tiles, Variant
+from .rungs import RungOptions, Tiles
 
-# (block_M, block_N, warps, blocks per multiprocessor), by rung, then head dim and accumulation ("" for both). In
-# tiled_d also the columns of a slice of K, and block_M * head_dim = 32 * 128 * warps.
+# (block_M, block_N, warps, blocks per multiprocessor), by rung, then head dim and accumulation ("" for both). tiled_d
+# has a fifth number: the columns of a slice of K. There block_M * head_dim = 32 * 128 * warps.
 _CANDIDATES: dict[str, dict[tuple[int, str], tuple[tuple[int, ...], ...]]] = {
     "split_kv": {
         (32, ""): ((32, 64, 4, 4), (32, 128, 4, 3)),
@@ -61,8 +63,8 @@ _CANDIDATES: dict[str, dict[tuple[int, str], tuple[tuple[int, ...], ...]]] = {
 }
 
 
-def candidates(variant: Variant, head_dim: int) -> tuple[Tiles, ...]:
-    """All that are worth measuring, the default first; none where the rung has no kernel for the head dim."""
-    table = _CANDIDATES.get(variant.rung, {})
-    found = table.get((head_dim, variant.acc), table.get((head_dim, ""), ()))
-    return tuple(Tiles(*sizes) for sizes in found)
+def candidates(options: RungOptions, head_dim: int) -> tuple[Tiles, ...]:
+    """The tiles worth measuring, the default first; empty if the rung has no kernel for the head dim."""
+    table = _CANDIDATES.get(options.rung, {})
+    rows = table.get((head_dim, options.acc), table.get((head_dim, ""), ()))
+    return tuple(Tiles(*sizes) for sizes in rows)

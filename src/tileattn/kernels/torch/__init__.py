@@ -1,1 +1,1 @@
-"""The torch backend: PyTorch operations, for any device and floating-point dtype; the default without a GPU."""
+"""The torch backend: PyTorch operations for any device and floating-point dtype. It is the default without a GPU."""

@@ -1,4 +1,4 @@
-"""How dispatch reaches the torch backend."""
+"""The torch backend's interface to dispatch: `refusal`, `prepare` and `prepare_backward`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .score_gradient import Watched
 
 
 def refusal(call: AttentionCall) -> str | None:
-    """None, but for one thing: PyTorch operations run every call."""
+    """The reason why the backend cannot run a call; None if it can. It refuses only gradients of float8 inputs."""
     if call.dtype == FP8 and call.needs_grad:
         return "float8_e4m3fn has no backward pass (an input requires grad): use 16 bits, or torch.no_grad()"
     return None
@@ -35,7 +35,7 @@ def prepare(
         mask, score_mods = restore(call.variant, operands, accumulator(call.dtype))
         with _no_autocast(q.device):
             if descales is not None:
-                # To float32, in which the values are exact to its rounding; in 16 bits they would be rounded once more.
+                # Dequantize to float32: 16 bits would round the values again.
                 q, k, v = (dequantize(x, descale) for x, descale in zip((q, k, v), descales))
             if packed is None:
                 o, lse = torch_forward(q, k, v, mask, score_mods, sink, scale, dropout)
@@ -70,7 +70,7 @@ def prepare_backward(
 
 
 def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Inside, products are in the dtype of their factors: autocast has cast q, k and v, and is not to cast scores."""
+    """A context without autocast, which has already cast q, k and v and must not cast the scores."""
     if torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()

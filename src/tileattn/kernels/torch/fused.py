@@ -1,9 +1,10 @@
 """PyTorch's fused attention for CPUs, on one block of rows.
 
-`aten::_scaled_dot_product_flash_attention_for_cpu` is what `F.scaled_dot_product_attention` runs; called directly, it
-also returns lse. It wants equal head dims, at least one query and one key, reads K/V heads in groups without expanding
-them, and takes a mask of floats that it adds to the scores. Rows without keys come back with lse = 0, and so do rows
-whose scores are NaN: its results count only where all scores are finite (`has_infinite`, `has_failed`).
+`F.scaled_dot_product_attention` runs `aten::_scaled_dot_product_flash_attention_for_cpu` on a CPU. Called directly, the
+operator also returns lse. It needs equal head dims and at least one query and one key. It supports GQA without
+expanding K and V, and a floating-point mask that it adds to the scores. It returns lse = 0 for rows without keys and
+for rows whose scores are NaN. Therefore its results are used only if all scores are finite (`has_infinite`,
+`has_failed`).
 """
 
 from __future__ import annotations
@@ -18,59 +19,61 @@ from torch import Tensor
 from ...call.facts import SMALLEST_SCALE
 from ...variant.masks import Causal
 from ...variant.scores import ALiBi, Bias
-from .mask import KeyRange, Variant, key_ranges
+from .mask import KeyRange, ScoreMatrix, key_ranges
 from .softmax import merge
 
-# Elements of the largest mask that is made at once: 64 MiB in float32.
+# The most elements of a floating-point mask: 64 MiB in float32.
 MAX_MASK = 2**24
-# The operator's own blocks have 32 rows or more; where a head has fewer, the heads of a group share a block.
+# The operator's blocks have 32 rows or more. With fewer rows per head, the heads of a group share a block.
 FOLDED_ROWS = 32
 
-# Candidates for the rows of a block, and what a call costs besides its multiply-adds, in multiply-adds.
+# Candidates for the rows of a block, and the overhead of a call, in multiply-adds.
 BLOCKS_M = (64, 128, 256, 512)
 CALL_COST = 4e6
 
 
-def expresses(variant: Variant) -> bool:
-    """Whether the operator computes this variant: any mask, and score modifications that only add something."""
-    if variant.device.type != "cpu" or variant.dropout is not None:
+def expresses(matrix: ScoreMatrix) -> bool:
+    """Whether the operator supports the matrix: any mask, score modifications that only add, no dropout, on a CPU."""
+    if matrix.device.type != "cpu" or matrix.dropout is not None:
         return False
-    return all(isinstance(mod, (Bias, ALiBi)) for mod in variant.score_mods)
+    return all(isinstance(mod, (Bias, ALiBi)) for mod in matrix.score_mods)
 
 
-def in_one_call(variant: Variant, scale: float) -> bool:
-    """Whether it needs no mask of floats: everything, or causal with as many queries as keys (its own is top-left).
+def in_one_call(matrix: ScoreMatrix, scale: float) -> bool:
+    """Whether one call of the operator suffices, without a floating-point mask.
 
-    The operator's own causal mask is multiplied by the scale: -inf becomes NaN or +inf if the scale is not positive.
+    That is so without a mask, and for a causal mask with seqlen_q = seqlen_k: the operator's causal mask is aligned
+    top-left. The operator multiplies its causal mask by the scale, so a scale that is not positive would turn -inf into
+    NaN or +inf.
     """
-    if variant.score_mods:
+    if matrix.score_mods:
         return False
-    if variant.mask is None:
+    if matrix.mask is None:
         return True
-    return type(variant.mask) is Causal and variant.seqlen_q == variant.seqlen_k and scale >= SMALLEST_SCALE
+    return type(matrix.mask) is Causal and matrix.seqlen_q == matrix.seqlen_k and scale >= SMALLEST_SCALE
 
 
 def are_few(q: Tensor, k: Tensor) -> bool:
-    """Whether a norm of q and k takes no longer than the call of an operator: it then spares the look at lse."""
+    """Whether the norms of q and k cost no more than calling an operator; they may make `has_failed` unnecessary."""
     return q.numel() + k.numel() <= 2**14
 
 
 def may_overflow(q: Tensor, k: Tensor, scale: float) -> bool:
-    """Whether a score may be NaN or infinite. False where |q| |k|, which no inner product exceeds, is small enough."""
+    """Whether a score may be NaN or infinite: False if the bound |q| |k| of all inner products is small enough."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     size = math.prod(float(torch.linalg.vector_norm(x, dtype=dtype)) for x in (q, k))
     return not size * max(abs(scale), 1.0) < torch.finfo(dtype).max / 2
 
 
 def has_infinite(q: Tensor, k: Tensor, scale: float) -> bool:
-    """Whether q or k holds NaN or Inf. Their sums, which cost half as much as norms, say so unless they overflow."""
+    """Whether q or k may contain NaN or Inf. Their sums, half as expensive as norms, are checked first."""
     return not math.isfinite(float(q.sum() + k.sum())) and may_overflow(q, k, scale)
 
 
 def has_failed(lse: Tensor, q: Tensor, k: Tensor, scale: float) -> bool:
-    """Whether the operator's result does not count: a score was NaN or +inf, or all of a row's overflowed to -inf.
+    """Whether the operator's result may be wrong: a score was NaN or +inf, or all scores of a row overflowed to -inf.
 
-    In the last case lse is 0, which it may also be by right.
+    In the last case the operator returns lse = 0, which may also be a correct value.
     """
     smallest, largest = (float(x) for x in torch.aminmax(lse.abs()))
     if math.isnan(largest) or (math.isinf(largest) and bool((lse == torch.inf).any())):
@@ -79,7 +82,7 @@ def has_failed(lse: Tensor, q: Tensor, k: Tensor, scale: float) -> bool:
 
 
 def equal_head_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v padded with zeros to one head dim, where they differ: scores stay, o gets columns of 0."""
+    """q, k and v padded with zeros to the larger head dim: the scores do not change, o gets columns of 0."""
     more_v = v.shape[3] - q.shape[3]
     if more_v > 0:
         return F.pad(q, (0, more_v)), F.pad(k, (0, more_v)), v
@@ -94,9 +97,9 @@ def one_call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tup
 def one_call_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of what `one_call` computes, also after a sink has joined o and lse; all bshd, contiguous.
+    """dq, dk and dv of `one_call`; all tensors are bshd, the results contiguous. o and lse may include a sink.
 
-    lse (batch, heads, rows) is finite. Its own gradient, or that of a mask of floats, the operator does not know.
+    lse (batch, heads, rows) must be finite. The operator supports neither a gradient of lse nor one of a mask.
     """
     head_dim, head_dim_v = q.shape[3], v.shape[3]
     q, k, v = equal_head_dims(q, k, v)
@@ -109,9 +112,9 @@ def one_call_backward(
     return dq[..., :head_dim].contiguous(), dk[..., :head_dim].contiguous(), dv[..., :head_dim_v].contiguous()
 
 
-def cheapest_blocks(variant: Variant, head_dim: int) -> tuple[int, list[list[KeyRange]]]:
-    """block_M and its ranges: smaller blocks visit fewer keys that not all their rows see, in more calls."""
-    heads = variant.heads * (variant.batch.stop - variant.batch.start)
+def cheapest_blocks(matrix: ScoreMatrix, head_dim: int) -> tuple[int, list[list[KeyRange]]]:
+    """The cheapest block_M and its key ranges. Smaller blocks compute fewer masked scores, but need more calls."""
+    heads = matrix.heads * (matrix.batch.stop - matrix.batch.start)
     cost_of_score = heads * 2 * head_dim
 
     def cost(block_M: int, ranges: list[list[KeyRange]]) -> float:
@@ -119,71 +122,74 @@ def cheapest_blocks(variant: Variant, head_dim: int) -> tuple[int, list[list[Key
         return keys * block_M * cost_of_score + CALL_COST * sum(map(len, ranges))
 
     candidates = BLOCKS_M
-    if variant.seqlen_q * variant.seqlen_k * cost_of_score < 4 * CALL_COST:
-        candidates = BLOCKS_M[-1:]  # so small that there is nothing to win
-    return min(((block_M, key_ranges(variant, block_M)) for block_M in candidates), key=lambda choice: cost(*choice))
+    if matrix.seqlen_q * matrix.seqlen_k * cost_of_score < 4 * CALL_COST:
+        candidates = BLOCKS_M[-1:]  # the problem is so small that smaller blocks save nothing
+    return min(((block_M, key_ranges(matrix, block_M)) for block_M in candidates), key=lambda choice: cost(*choice))
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, variant: Variant, rows: slice, seen: KeyRange, scale: float
+    q: Tensor, k: Tensor, v: Tensor, matrix: ScoreMatrix, rows: slice, seen: KeyRange, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of a block of rows: o (batch, rows, heads, dim) in q's dtype, lse (batch, heads, rows).
 
     q (batch, rows, heads, dim) are those rows; k, v (batch, seqlen_k, kv_heads, dim) all keys; dims are equal.
     """
     if seen.lo == seen.hi:
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=variant.dtype)
+        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=matrix.dtype)
         return torch.zeros_like(q), lse
-    step = _keys_at_once(variant, rows, seen)
+    step = _keys_at_once(matrix, rows, seen)
     parts = []
     for lo in range(seen.lo, seen.hi, step):
         keys = slice(lo, min(lo + step, seen.hi))
-        added = _added(variant, rows, keys, seen)
+        added = _added(matrix, rows, keys, seen)
         o, lse = _call(q, k[:, keys], v[:, keys], scale, added, causal=False)
         if added is not None:
             top = added.amax(dim=-1)
             lse = lse.masked_fill(top == -torch.inf, -torch.inf)
-            # What is added may be NaN or +inf, too: `has_failed` is to see it.
+            # The added tensor may contain NaN or +inf; lse = NaN reports it to `has_failed`.
             lse = lse.masked_fill(~(top < torch.inf), torch.nan)
         parts.append((o, lse))
     return merge(parts)
 
 
-def _keys_at_once(variant: Variant, rows: slice, seen: KeyRange) -> int:
-    """Keys of a tile whose mask of floats is not larger than `MAX_MASK`."""
-    count, heads = rows.stop - rows.start, variant.heads * (variant.batch.stop - variant.batch.start)
+def _keys_at_once(matrix: ScoreMatrix, rows: slice, seen: KeyRange) -> int:
+    """The number of keys for which the added tensor has at most `MAX_MASK` elements."""
+    count, heads = rows.stop - rows.start, matrix.heads * (matrix.batch.stop - matrix.batch.start)
     if count * (seen.hi - seen.lo) * heads <= MAX_MASK:
         return seen.hi - seen.lo
-    # Most masks are the same for all heads and batch elements: one key tells.
-    added = _added(variant, rows, slice(seen.lo, seen.lo + 1), KeyRange(seen.lo, seen.hi, seen.hi, seen.hi))
+    # Most masks are the same for all heads and batch elements; the shape for one key shows whether this one is.
+    added = _added(matrix, rows, slice(seen.lo, seen.lo + 1), KeyRange(seen.lo, seen.hi, seen.hi, seen.hi))
     copies = 1 if added is None else added.shape[0] * added.shape[1]
     return max(1024, MAX_MASK // (count * copies))
 
 
-def _added(variant: Variant, rows: slice, keys: slice, seen: KeyRange) -> Tensor | None:
-    """What is added to a tile of scores, (batch | 1, heads | 1, rows, keys): modifications, -inf where forbidden."""
+def _added(matrix: ScoreMatrix, rows: slice, keys: slice, seen: KeyRange) -> Tensor | None:
+    """The tensor to add to a tile of scores, (batch | 1, heads | 1, rows, keys): modifications, -inf for masked keys.
+
+    None if there is nothing to add.
+    """
     partial, shape = seen.partial(keys), (rows.stop - rows.start, keys.stop - keys.start)
-    if not variant.score_mods and not partial:
+    if not matrix.score_mods and not partial:
         return None
-    first = variant.score_mods[0] if variant.score_mods else None
-    if isinstance(first, Bias) and first.tensor.dtype == variant.dtype:
-        # As it lies in memory: where nothing else is added, it is not copied.
-        added = variant.cut(first.tensor, rows, keys)
+    first = matrix.score_mods[0] if matrix.score_mods else None
+    if isinstance(first, Bias) and first.tensor.dtype == matrix.dtype:
+        # A view of the bias: it is copied only if more is added to it.
+        added = matrix.cut(first.tensor, rows, keys)
         added = added.expand(*added.shape[:2], *shape)
-        variant = dataclasses.replace(variant, score_mods=variant.score_mods[1:])
+        matrix = dataclasses.replace(matrix, score_mods=matrix.score_mods[1:])
     else:
-        added = torch.zeros(1, 1, *shape, dtype=variant.dtype)
-    added = variant.modified(added, rows, keys)
-    return added.masked_fill(variant.forbidden(rows, keys), -torch.inf) if partial else added
+        added = torch.zeros(1, 1, *shape, dtype=matrix.dtype)
+    added = matrix.modified(added, rows, keys)
+    return added.masked_fill(matrix.forbidden(rows, keys), -torch.inf) if partial else added
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, scale: float, added: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """The operator on bshd tensors, with o in bshd and lse (batch, heads, rows)."""
+    """Calls the operator on bshd tensors; returns o in bshd and lse (batch, heads, rows)."""
     batch, rows, heads, dim = q.shape
     kv_heads = k.shape[2]
     fold = heads > kv_heads and rows < FOLDED_ROWS and not causal
     if fold:
-        # The queries of a group of heads become rows of one head, so that K and V are read once for all of them.
+        # The queries of a group of heads become rows of one head, so that K and V are read once for the group.
         q = q.unflatten(2, (kv_heads, -1)).transpose(2, 3).reshape(batch, -1, kv_heads, dim)
         added = None if added is None else _folded(added, heads // kv_heads, kv_heads)
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -198,7 +204,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, scale: float, added: Tensor | None, c
 
 
 def _folded(added: Tensor, group: int, kv_heads: int) -> Tensor:
-    """(batch, heads | 1, rows, keys) -> (batch, kv_heads | 1, rows * group, keys), as the queries are folded."""
+    """(batch, heads | 1, rows, keys) -> (batch, kv_heads | 1, rows * group, keys), ordered like the folded queries."""
     if added.shape[1] == 1:
         return added.repeat_interleave(group, dim=2)
     return added.unflatten(1, (kv_heads, group)).transpose(2, 3).flatten(2, 3)

@@ -1,6 +1,6 @@
-"""Masks and score modifications on tiles of scores.
+"""Applies masks, score modifications and dropout to tiles of scores, and finds the keys that a mask lets rows see.
 
-A tile is some rows (queries) times some keys; its scores are (batch, heads, rows, keys).
+A tile is the block of scores between some rows (queries) and some keys: (batch, heads, rows, keys).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ ScoreMods = Sequence[Callable[..., Tensor]]
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What is done to scores and probabilities, and the shape of their matrix, which is never materialised.
+class ScoreMatrix:
+    """The matrix of scores (batch, heads, seqlen_q, seqlen_k), which is never stored: its sizes and what applies to it.
 
-    batch is a slice of the batch elements that there are, of which the first has the number `first`: 0, but for one of
-    several sequences of a packed call. dtype is that of scores and softmax: float32, or float64 for float64 inputs.
+    batch: the slice of the batch elements that are computed. dtype: of scores and softmax, float32, or float64 for
+    float64 inputs. first: the number of batch element 0: the sequence's number in a packed call, else 0.
     """
 
     mask: Mask | None
@@ -40,23 +40,23 @@ class Variant:
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, mask: Mask | None, score_mods: ScoreMods, dropout: Dropout | None, first: int = 0
-    ) -> Variant:
-        """That of all batch elements of q and k (bshd), of which the first has the number `first`."""
+    ) -> ScoreMatrix:
+        """The matrix of all batch elements of q and k (bshd); `first` is the number of batch element 0."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         batch, seqlen_q, heads, _ = q.shape
         return cls(mask, score_mods, slice(0, batch), heads, seqlen_q, k.shape[1], dtype, q.device, dropout, first)
 
     @property
     def numbers(self) -> slice:
-        """Of the batch elements: what masks and modifications get as `b`."""
+        """The numbers of the batch elements, which masks and modifications get as `b`."""
         return slice(self.first + self.batch.start, self.first + self.batch.stop)
 
     def arange(self, size: slice) -> Tensor:
-        """The integers of a slice, int64."""
+        """The integers of a slice as an int64 tensor."""
         return torch.arange(size.start, size.stop, device=self.device)
 
     def indices(self, rows: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """b, h, q, k of a tile, int64, broadcastable to it; q are positions, aligned bottom-right."""
+        """b, h, q and k of a tile: int64, broadcastable to the tile. q are positions, aligned bottom-right."""
         b, h = self.arange(self.numbers), self.arange(slice(0, self.heads))
         q = self.arange(rows) + (self.seqlen_k - self.seqlen_q)
         return b[:, None, None, None], h[:, None, None], q[:, None], self.arange(keys)
@@ -65,7 +65,7 @@ class Variant:
         """A tile of scores after the score modifications, in order."""
         for score_mod in self.score_mods:
             if isinstance(score_mod, Bias):
-                # What `Bias` does by gathering elements, as a slice: much faster, and its gradient too.
+                # Adding a slice is much faster than `Bias`, which gathers elements; so is its gradient.
                 tile = tile + self.cut(score_mod.tensor, rows, keys).to(self.dtype)
             else:
                 modified = torch.as_tensor(score_mod(tile, *self.indices(rows, keys)), device=self.device)
@@ -73,32 +73,32 @@ class Variant:
         return tile
 
     def cut(self, bias: Tensor, rows: slice, keys: slice) -> Tensor:
-        """The tile of a bias (batch | 1, heads | 1, seqlen_q | 1, seqlen_k)."""
+        """The tile of a bias (batch | 1, heads | 1, seqlen_q | 1, seqlen_k), as a view."""
         everything = slice(None)
         batch = everything if bias.shape[0] == 1 else self.batch
         return bias[batch, :, everything if bias.shape[2] == 1 else rows, keys]
 
     def forbidden(self, rows: slice, keys: slice) -> Tensor:
-        """Where a tile of scores must be -inf: bool, broadcastable to the tile. There must be a mask."""
+        """Where the mask hides a key of the tile: bool, broadcastable to the tile. Needs a mask."""
         assert self.mask is not None
         return ~torch.as_tensor(self.mask.allows(*self.indices(rows, keys)), device=self.device)
 
     def dropped(self, rows: slice, keys: slice) -> Tensor:
-        """Which probabilities of a tile are dropped: bool (batch, heads, rows, keys). There must be dropout."""
+        """Which probabilities of a tile are dropped: bool (batch, heads, rows, keys). Needs dropout."""
         assert self.dropout is not None
         return ~keep_mask(self.dropout.seed, self.dropout.p, self.numbers, self.heads, rows, keys)
 
     @property
     def weight_of_kept(self) -> float:
-        """What probabilities that are not dropped are multiplied by."""
+        """The factor of probabilities that are kept: 1 / (1 - p)."""
         return 1.0 if self.dropout is None else weight_of_kept(self.dropout.p)
 
 
 @dataclass(frozen=True)
 class KeyRange:
-    """Of a block of rows: keys `lo..hi` (excluded) that some row may see, and `full_lo..full_hi` that all rows see.
+    """The keys of a block of rows, half-open: `lo..hi` that any row may see, `full_lo..full_hi` that all rows see.
 
-    0 <= lo <= full_lo <= full_hi <= hi <= seqlen_k; where all rows see no common key, full_lo = full_hi = hi.
+    0 <= lo <= full_lo <= full_hi <= hi <= seqlen_k; if no key is seen by all rows, full_lo = full_hi = hi.
     """
 
     lo: int
@@ -107,26 +107,26 @@ class KeyRange:
     full_hi: int
 
     def partial(self, keys: slice) -> bool:
-        """Whether the mask has to be computed in a tile of these keys."""
+        """Whether the mask must be evaluated in a tile of these keys."""
         return keys.start < self.full_lo or keys.stop > self.full_hi
 
 
 def row_blocks(seqlen_q: int, block_M: int) -> list[slice]:
-    """The rows, in blocks."""
+    """Slices of block_M rows that cover seqlen_q; the last may be shorter."""
     return [slice(row, min(row + block_M, seqlen_q)) for row in range(0, seqlen_q, block_M)]
 
 
-def key_ranges(variant: Variant, block_M: int) -> list[list[KeyRange]]:
-    """The range of each block of rows: one list for all batch elements, or one for each where they differ."""
-    seqlen_k, count = variant.seqlen_k, -(-variant.seqlen_q // block_M)
-    if variant.mask is None:
+def key_ranges(matrix: ScoreMatrix, block_M: int) -> list[list[KeyRange]]:
+    """The key range of each block of rows: one list for all batch elements, or a list for each if they differ."""
+    seqlen_k, count = matrix.seqlen_k, -(-matrix.seqlen_q // block_M)
+    if matrix.mask is None:
         return [[KeyRange(0, seqlen_k, 0, seqlen_k)] * count]
-    q_lo = variant.arange(slice(0, count)) * block_M
-    q_hi = (q_lo + (block_M - 1)).clamp(max=variant.seqlen_q - 1)
-    offset = seqlen_k - variant.seqlen_q
-    b, h = variant.arange(variant.numbers)[:, None, None], variant.arange(slice(0, variant.heads))[:, None]
-    seen = variant.mask.kv_range(b, h, q_lo + offset, q_hi + offset, seqlen_k)
-    seen_by_all = variant.mask.full_range(b, h, q_lo + offset, q_hi + offset, seqlen_k)
+    q_lo = matrix.arange(slice(0, count)) * block_M
+    q_hi = (q_lo + (block_M - 1)).clamp(max=matrix.seqlen_q - 1)
+    offset = seqlen_k - matrix.seqlen_q
+    b, h = matrix.arange(matrix.numbers)[:, None, None], matrix.arange(slice(0, matrix.heads))[:, None]
+    seen = matrix.mask.kv_range(b, h, q_lo + offset, q_hi + offset, seqlen_k)
+    seen_by_all = matrix.mask.full_range(b, h, q_lo + offset, q_hi + offset, seqlen_k)
 
     def bounds(value: int | Tensor) -> Tensor:
         """(batch or 1, heads or 1, blocks), within the keys."""

@@ -1,6 +1,6 @@
-"""Packed sequences on the torch backend: one after the other, each as a call of one batch element.
+"""Packed sequences on the torch backend: a loop over the sequences, each a call with one batch element.
 
-The lengths are read to the host. What lies behind the last sequence is not read at all.
+The lengths are copied to the host. Unused tail rows, after the last sequence, are not read.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 from ...call.dropout import Dropout
 from ...call.facts import Gradients, Packed
 from ...call.inputs import Inputs
-from ...call.sequences import Sequence as OneOf
+from ...call.sequences import Sequence as PackedSequence
 from ...call.sequences import sequences
 from ...variant.masks import Mask
 from ...variant.scores import Bias, PackedBias
 from .backward import Needs, add_gradients
 from .forward import forward
-from .mask import ScoreMods, Variant
+from .mask import ScoreMatrix, ScoreMods
 from .score_gradient import Watched
 
 
@@ -35,7 +35,7 @@ def packed_forward(
     packed: Packed,
     dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o (1, total_q, heads, head_dim_v) in q's dtype and lse (1, heads, total_q); 0 and -inf where no sequence is."""
+    """o (1, total_q, heads, head_dim_v) in q's dtype and lse (1, heads, total_q); unused rows have 0 and -inf."""
     _, total_q, heads, _ = q.shape
     o = q.new_zeros(1, total_q, heads, v.shape[3])
     lse = q.new_full((1, heads, total_q), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -60,7 +60,7 @@ def packed_backward(
     needs: Needs,
     scale: float,
 ) -> Gradients:
-    """The gradients, as `backward` has them, of a packed call; 0 where no sequence is."""
+    """The gradients of a packed call, as `backward` returns them; unused rows have 0."""
     q, k, v, sink, _, dropout, packed, _ = inputs
     assert packed is not None
     dq, dk, dv = (
@@ -72,12 +72,12 @@ def packed_backward(
         number, rows, keys = each
         mods = [_of_sequence(mod, each) for mod in score_mods]
         of_sequence = Inputs(q[:, rows], k[:, keys], v[:, keys], sink)
-        variant = Variant.of(of_sequence.q, of_sequence.k, mask, mods, dropout, number)
+        matrix = ScoreMatrix.of(of_sequence.q, of_sequence.k, mask, mods, dropout, number)
         outputs = (o[:, rows], lse[..., rows], do[:, rows], None if dlse is None else dlse[..., rows])
-        *found, of_sink = add_gradients(of_sequence, *outputs, variant, _watched_in(mods, watched), needs, scale)
-        for total, part, place in zip((dq, dk, dv), found, (rows, keys, keys)):
+        *parts, of_sink = add_gradients(of_sequence, *outputs, matrix, _watched_in(mods, watched), needs, scale)
+        for total, part, tokens in zip((dq, dk, dv), parts, (rows, keys, keys)):
             if total is not None:
-                total[:, place] = part
+                total[:, tokens] = part
         if of_sink is not None:
             dsink = of_sink if dsink is None else dsink + of_sink
     if sink is not None and needs.sink:
@@ -85,8 +85,8 @@ def packed_backward(
     return Gradients(dq, dk, dv, dsink, tuple(None if x is None else x.gradient() for x in watched))
 
 
-def _of_sequence(mod: Any, sequence: OneOf) -> Any:
-    """A modification as the sequence has it by itself."""
+def _of_sequence(mod: Any, sequence: PackedSequence) -> Any:
+    """A score modification for one sequence: a packed bias becomes the sequence's part of it."""
     if not isinstance(mod, PackedBias):
         return mod
     index = mod.part(sequence.number, *(side.stop - side.start for side in sequence[1:]))
@@ -95,6 +95,6 @@ def _of_sequence(mod: Any, sequence: OneOf) -> Any:
 
 
 def _watched_in(mods: ScoreMods, watched: Sequence[Watched | None]) -> list[Watched]:
-    """What the modifications of one sequence read: parts of biases beside the tensors that all sequences share."""
+    """The watched tensors of one sequence: parts of biases, and the tensors that all sequences share."""
     parts = [mod.tensor for mod in mods if isinstance(mod, Bias) and isinstance(mod.tensor, Watched)]
     return [x for x in watched if x is not None] + parts

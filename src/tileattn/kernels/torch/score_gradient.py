@@ -1,8 +1,8 @@
 """Gradients through the score modifications, on one tile of scores.
 
-Autograd differentiates the modifications of a tile, and nothing else. A tensor that they read and whose gradient is
-wanted is given to them as a :class:`Watched`: what a tile reads of it becomes a leaf of the tile's graph, so that a
-tile costs what it reads, and not a gradient of the tensor's full size.
+Autograd differentiates only the score modifications, one tile at a time. A tensor that they read and that needs a
+gradient is replaced by a :class:`Watched`. The elements that a tile reads become leaves of the tile's graph, so that a
+tile's cost depends on the elements it reads, not on the size of the tensor.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ...variant.scores import Bias
-from .mask import Variant
+from .mask import ScoreMatrix
 
 
 class Watched:
-    """A tensor that score modifications index, as they index a tensor, and the sum of its gradients so far.
+    """Stands for a tensor in score modifications: it records the elements they read and sums their gradients.
 
-    dtype: of a call's scores. The sum is in this, or in the tensor's if that is wider, and so are the elements that are
-    read: the gradient of one that several scores read would be rounded before it is added up.
+    dtype: of the call's scores. The sum and the elements read are in this dtype, or in the tensor's dtype if that is
+    wider. In a narrower dtype, gradients of elements that several scores read would be rounded before summation.
     """
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype, total: Tensor | None = None) -> None:
@@ -30,10 +30,11 @@ class Watched:
         if total is None:
             total = torch.zeros(tensor.shape, dtype=torch.promote_types(tensor.dtype, dtype), device=tensor.device)
         self.total = total
-        # What has been read for the present tile: index, the elements' shape, elements.
+        # The reads of the current tile: index, the elements' shape, the elements.
         self.reads: list[tuple[Any, torch.Size, Tensor]] = []
-        # The shape of a tile that a mask cuts through: elements are expanded to it, so that each score has a gradient
-        # of its own. A slope may be infinite where the mask hides a score, and 0 times that is NaN in a sum.
+        # The shape of a tile that the mask cuts through; None for other tiles. Elements are expanded to it: each
+        # score then has its own gradient. Where the mask hides a score, the derivative may be infinite, and
+        # 0 * inf = NaN must not enter a sum.
         self.tile: torch.Size | None = None
 
     @property
@@ -67,11 +68,11 @@ class Watched:
         )
 
     def part(self, index: Any) -> Watched:
-        """A view of the tensor, whose gradients are added to this one's."""
+        """A part of the tensor; its gradients are added to this tensor's."""
         return Watched(self.tensor[index], self.total.dtype, self.total[index])
 
     def add(self, index: Any, gradient: Tensor) -> None:
-        """Adds the gradient of the elements at an index, which may name an element several times."""
+        """Adds the gradient of the elements at an index, in which an element may occur several times."""
         index = index if isinstance(index, tuple) else (index,)
         if any(isinstance(i, Tensor) for i in index):
             index = tuple(torch.as_tensor(i, device=self.total.device) for i in index)
@@ -80,13 +81,13 @@ class Watched:
             self.total[index] += gradient
 
     def gradient(self) -> Tensor:
-        """In the tensor's dtype."""
+        """The sum of the gradients, in the tensor's dtype."""
         return self.total.to(self.tensor.dtype)
 
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Autograd records inside: also in the body of an operator of torch.library, below which it is shut out."""
+    """A context in which autograd records, even inside a torch.library operator, where it is otherwise disabled."""
     with (
         torch.enable_grad(),
         torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False),
@@ -94,22 +95,22 @@ def recording() -> Iterator[None]:
         yield
 
 
-def only_biases(variant: Variant) -> bool:
-    """Whether the modifications only add biases, so that nothing has to be differentiated."""
-    return all(isinstance(mod, Bias) for mod in variant.score_mods)
+def only_biases(matrix: ScoreMatrix) -> bool:
+    """Whether the modifications only add biases, so that autograd is not needed."""
+    return all(isinstance(mod, Bias) for mod in matrix.score_mods)
 
 
-def add_biases(variant: Variant, rows: slice, keys: slice, scores: Tensor) -> None:
+def add_biases(matrix: ScoreMatrix, rows: slice, keys: slice, scores: Tensor) -> None:
     """Adds the biases to a tile of scores (batch, heads, rows, keys), in place."""
-    for mod in variant.score_mods:
-        scores += variant.cut(mod.tensor.tensor if isinstance(mod.tensor, Watched) else mod.tensor, rows, keys)
+    for mod in matrix.score_mods:
+        scores += matrix.cut(mod.tensor.tensor if isinstance(mod.tensor, Watched) else mod.tensor, rows, keys)
 
 
-def add_to_gradients(variant: Variant, rows: slice, keys: slice, ds: Tensor) -> None:
-    """Adds to the biases' gradients that of a tile of scores, ds (batch, heads, rows, keys)."""
-    for mod in variant.score_mods:
+def add_to_gradients(matrix: ScoreMatrix, rows: slice, keys: slice, ds: Tensor) -> None:
+    """Adds the gradient of a tile of scores, ds (batch, heads, rows, keys), to the biases' gradients."""
+    for mod in matrix.score_mods:
         if isinstance(mod.tensor, Watched):
-            total = variant.cut(mod.tensor.total, rows, keys)
+            total = matrix.cut(mod.tensor.total, rows, keys)
             total += ds.sum_to_size(total.shape)
 
 
@@ -120,9 +121,17 @@ def _broadcasts(shape: torch.Size, tile: torch.Size) -> bool:
 def through_score_mods(
     scores: Tensor, modified: Tensor, ds: Tensor, watched: Sequence[Watched], forbidden: Tensor | None
 ) -> Tensor | None:
-    """The gradient of a tile of scores, given `ds`, that of the modified ones; adds to those of the watched tensors.
+    """The gradient of a tile of scores; adds to the gradients of the watched tensors.
 
-    None where the modified scores do not depend on the scores.
+    Args:
+        scores: a leaf of autograd's graph.
+        modified: the modified scores, as a function of `scores` and the watched tensors.
+        ds: the gradient of `modified`.
+        watched: the tensors that the modifications read.
+        forbidden: where the mask hides keys, or None.
+
+    Returns:
+        The gradient, or None if `modified` does not depend on `scores`.
     """
     reads = [(tensor, *read) for tensor in watched for read in tensor.reads]
     for tensor in watched:

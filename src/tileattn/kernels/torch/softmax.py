@@ -1,7 +1,9 @@
-"""The online softmax: rows whose scores arrive a tile at a time, and parts that are joined afterwards.
+"""The online softmax: joins the states of tiles, and merges the results of parts of the keys.
 
-Source: Milakov and Gimelshein 2018 (arXiv 1805.02867), Dao 2023 (arXiv 2307.08691). Rows without keys have m = -inf,
-and 0 is subtracted there, for -inf - (-inf) is NaN. So it is where a score is +inf: then l = inf, lse = inf, o = NaN.
+Rows without keys have m = -inf. There 0 is subtracted instead of m, because -inf - (-inf) is NaN. Rows with a score of
++inf subtract 0, too, which gives l = inf, lse = inf and o = NaN.
+
+Source: Milakov and Gimelshein 2018 (arXiv 1805.02867), Dao 2023 (arXiv 2307.08691).
 """
 
 from __future__ import annotations
@@ -14,7 +16,11 @@ from torch import Tensor
 
 
 class RowState(NamedTuple):
-    """Of some rows: maximum m and sum l of exp(score - m), both (..., rows); o (..., rows, head_dim_v), not divided."""
+    """The state of some rows after some of their keys.
+
+    m: the maximum of the scores, (..., rows). l: the sum of exp(score - m), (..., rows). o: the sum of
+    exp(score - m) * v, (..., rows, head_dim_v), not divided by l.
+    """
 
     m: Tensor
     l: Tensor
@@ -29,7 +35,7 @@ def exp_scores(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def join(x: RowState, y: RowState) -> RowState:
-    """The state after the scores of both: each in units of exp(its m), brought to the larger unit."""
+    """The state after the scores of both x and y: l and o of each are made relative to the larger m, then added."""
     m = torch.maximum(x.m, y.m)
     in_x, in_y = torch.exp(x.m - _finite(m)), torch.exp(y.m - _finite(m))
     return RowState(m, in_x * x.l + in_y * y.l, in_x[..., None] * x.o + in_y[..., None] * y.o)
@@ -39,14 +45,14 @@ def finish(state: RowState) -> tuple[Tensor, Tensor]:
     """o = o / l and lse = m + log(l); 0 and -inf in rows without keys, NaN in rows with a score that is NaN."""
     m, l, o = state
     l = l.masked_fill(l == 0, 1.0)
-    # With l = inf o may be finite if dropout has taken out all scores of +inf.
+    # With l = inf, o may be finite if dropout has dropped all scores of +inf.
     return o / l.masked_fill(l == torch.inf, torch.nan)[..., None], m + torch.log(l)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """(o, lse) over the keys of all parts, from those of each; o (batch, rows, heads, dim), lse (batch, heads, rows).
+    """Merges (o, lse) of parts of the keys; o is (batch, rows, heads, dim) and lse (batch, heads, rows).
 
-    o = sum of exp(lse_part - lse) * o_part, in lse's dtype; the result has o's.
+    o = sum of exp(lse_part - lse) * o_part, computed in lse's dtype and returned in o's.
     """
     if len(parts) == 1:
         return parts[0]
@@ -56,9 +62,9 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def join_sink(o: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """o and lse after one more score without a value, `sink` (heads,), has joined the denominator."""
+    """o and lse after adding `sink` (heads,), a score without a value, to the softmax's denominator."""
     with_sink = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-    # Also a sink of +inf makes o NaN.
+    # A sink of +inf makes o NaN, like a score of +inf.
     weight = torch.exp(lse - _finite(with_sink)).masked_fill(with_sink == torch.inf, torch.nan)
     return (o * weight.transpose(1, 2)[..., None]).to(o.dtype), with_sink
 

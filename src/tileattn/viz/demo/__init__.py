@@ -1,6 +1,6 @@
-"""`tileattn demo`: a page on this machine where a variant and a shape are chosen, and run.
+"""`tileattn demo`: a page on this machine that runs attention with a chosen variant and shape.
 
-form       what the page asks for; a bad value is one error that names the field and what is accepted
-measure    runs what was asked for beside PyTorch's own attention: the benchmark's runner, on one case
-page       the page, in gradio; the only file that imports it (pip install 'tileattn[demo]')
+form       the fields of the page and their limits; a bad value raises one error that names the field
+measure    runs the chosen case and PyTorch's own attention, by the benchmark's runner
+page       the page, in gradio; the only file that imports gradio (pip install 'tileattn[demo]')
 """

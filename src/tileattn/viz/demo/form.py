@@ -1,4 +1,4 @@
-"""What the page asks for, and the limits that keep an answer a matter of seconds."""
+"""The fields of the page, and limits on them so that a run takes seconds."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tileattn.bench.cases import DTYPES, Case
 from tileattn.bench.variants import written_out
 
 MASKS = ("none", "causal", "sliding window", "prefix", "documents")
-# The dtypes that are offered, the device's natural one first.
+# The dtypes offered on each device, the default first.
 OFFERED = {"cpu": ("fp32", "bf16", "fp16"), "cuda": ("bf16", "fp16", "fp32", "fp8")}
 LONGEST, MOST_HEADS, WIDEST = 131072, 256, 512
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What a page may ask of a device.
+    """The largest call that the page runs on a device.
 
-    flops: of one call; the slowest implementation is called about ten times. scores: elements of the score matrix of
-    all heads, which PyTorch's eager attention has in memory. elements: of q, k and v together.
+    flops: floating-point operations of one call; the slowest implementation is called about ten times. scores: elements
+    of the score matrix of all heads, which PyTorch's eager attention stores. elements: of q, k and v together.
     """
 
     flops: float
@@ -36,7 +36,7 @@ LIMITS = {"cpu": Limit(1.2e10, 2**26, 2**26), "cuda": Limit(4e12, 2**31, 2**30)}
 
 @dataclass(frozen=True)
 class Form:
-    """The fields of the page, in its order; numbers are None where a field was left empty."""
+    """The values of the page's fields, in the page's order; an empty number field is None."""
 
     batch: Any = 1
     seqlen_q: Any = 1024
@@ -54,10 +54,10 @@ class Form:
     sink: Any = False
 
     def case(self, device: torch.device) -> Case:
-        """The case that was asked for.
+        """The benchmark case that the fields describe.
 
         Raises:
-            ValueError: a field that cannot be, or more than this device does in a few seconds; for the page to show.
+            ValueError: a field is wrong, or the call exceeds the device's limits; the page shows the message.
         """
         sizes = {
             "batch": _whole("batch", self.batch, 1, 64),
@@ -105,7 +105,7 @@ NAMES = tuple(field.name for field in fields(Form))
 
 
 def read(values: Sequence[Any]) -> Form:
-    """The form of the page's values, in the order of its fields."""
+    """A form from the page's values, in the order of `NAMES`."""
     return Form(**dict(zip(NAMES, values, strict=True)))
 
 
@@ -124,7 +124,7 @@ def _whole(name: str, value: Any, low: int, high: int) -> int:
 
 
 def _check_limits(case: Case, limit: Limit, device: torch.device) -> None:
-    """Before anything is allocated."""
+    """Raises if the case exceeds the device's limits, before anything is allocated."""
     where = "this GPU" if device.type == "cuda" else "a CPU"
     elements = case.batch * case.head_dim * (case.seqlen_q * case.heads + 2 * case.seqlen_k * case.kv_heads)
     scores = case.batch * case.heads * case.seqlen_q * case.seqlen_k

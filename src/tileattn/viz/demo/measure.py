@@ -1,4 +1,4 @@
-"""Runs one case beside PyTorch's own attention: the benchmark's runner, its oracle and its tolerance rule."""
+"""Measures one case, and PyTorch's own attention on it, with the benchmark's runner, oracle and tolerance rule."""
 
 from __future__ import annotations
 
@@ -25,16 +25,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEADINGS = ("implementation", "ms", "rate", "error", "memory")
-# A page should answer soon; the benchmark measures longer.
+# Shorter than the benchmark's measurements, so that the page answers soon.
 EFFORT = timing.Effort(warmup_ms=5.0, measure_ms=20.0, rounds=2)
-# Beside fp8, which no other takes, the same values in bf16.
+# The baselines of a dtype that PyTorch's attention does not support: for fp8, tileattn on the same values in bf16.
 BESIDE = {"fp8": ("tileattn-bf16",)}
 MOST_TILES = 256
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the page shows: measurements by `HEADINGS`, what is missing and why, the call in Python, the tile map."""
+    """The result of a run.
+
+    table: measurements, with the columns of `HEADINGS`. notes: what was checked, and which implementations are missing,
+    with the reasons. code: the call in Python. figure: the tile map.
+    """
 
     table: list[list[str]]
     notes: list[str]
@@ -43,14 +47,14 @@ class Answer:
 
 
 def run(case: Case, device: torch.device) -> Answer:
-    """Measures a case and draws its tiles.
+    """Measures a case and draws its tile map.
 
     Raises:
-        RuntimeError: tileattn itself failed, or broke the tolerance rule; the message says why.
+        RuntimeError: tileattn failed, or its error exceeds the tolerance; the message gives the reason.
     """
     measured = results.begin(device, None, "tileattn demo")
     names = BESIDE.get(case.dtype, ("sdpa", "eager"))
-    with current(device):  # gradio calls this in a thread of its own
+    with current(device):  # gradio calls this function in another thread, which has its own current device
         Run("demo", [case], [TileAttn(), *(BASELINES[name] for name in names)], device, measured, EFFORT)()
     failed = [entry for entry in measured.failed if entry.backend == OWN]
     if failed:
@@ -69,14 +73,14 @@ def _table(measured: Results) -> list[list[str]]:
 
 
 def _notes(measured: Results, case: Case) -> list[str]:
-    found = [f"error over {measured.checked[case.name]} against float64; tileattn's keeps the tolerance rule"]
-    found += [f"{LABELS.get(entry.backend, entry.backend)} is missing: {entry.reason}" for entry in measured.refused]
-    found += [f"{LABELS.get(entry.backend, entry.backend)} failed: {entry.reason}" for entry in measured.failed]
-    return found
+    notes = [f"error over {measured.checked[case.name]} against float64; tileattn's keeps the tolerance rule"]
+    notes += [f"{LABELS.get(entry.backend, entry.backend)} is missing: {entry.reason}" for entry in measured.refused]
+    notes += [f"{LABELS.get(entry.backend, entry.backend)} failed: {entry.reason}" for entry in measured.failed]
+    return notes
 
 
 def draw(case: Case) -> Figure:
-    """The tiles of the case's mask, of 128 x 128, or of as many powers of two more as a picture can show."""
+    """Draws the tile map of the case's mask with tiles of 128 x 128, or larger ones if there would be too many."""
     block = 128
     while max(case.seqlen_q, case.seqlen_k) > block * MOST_TILES:
         block *= 2
@@ -86,7 +90,7 @@ def draw(case: Case) -> Figure:
 
 
 def code(case: Case) -> str:
-    """The call in Python, as a user writes it."""
+    """The case as a call of `tileattn.attention` in Python."""
     terms = case.terms
     masks = [f"SlidingWindow{terms.window}"] if terms.window else []
     masks += [f"PrefixLM({terms.prefix})"] if terms.prefix is not None else []

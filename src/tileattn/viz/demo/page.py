@@ -1,4 +1,4 @@
-"""The page, in gradio. What it shows is computed in `measure`; what may be asked is in `form`."""
+"""The page, in gradio. `form` has its fields and their limits; `measure` computes what it shows."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ READY = "Nothing has been run yet."
 
 
 def answer(device: torch.device, *values: Any) -> tuple[str, Any, list[list[str]] | None, str]:
-    """What the page shows for its fields' values: a message, the tile map, the table's rows, and the call in Python.
+    """The contents of the page for its fields' values: a message, the tile map, the table's rows, the call in Python.
 
-    What cannot be run is a message, not an exception: nothing else is shown then.
+    If the case cannot be run, the message gives the reason and the rest is empty.
     """
     try:
         case = form.read(values).case(device)
-        found = measure.run(case, device)
+        result = measure.run(case, device)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         return f"**Not run.** {error}", None, None, ""
-    return "\n\n".join([f"**{case.name}**", *found.notes]), found.figure, found.table, found.code
+    return "\n\n".join([f"**{case.name}**", *result.notes]), result.figure, result.table, result.code
 
 
 def page(device: torch.device) -> gradio.Blocks:
@@ -41,7 +41,7 @@ def page(device: torch.device) -> gradio.Blocks:
     Raises:
         ModuleNotFoundError: gradio is not installed.
     """
-    # A page on this machine says nothing to anybody else; gradio reads this when it is imported.
+    # Disables gradio's telemetry; gradio reads the variable when it is imported.
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     try:
         import gradio as gr
@@ -62,7 +62,7 @@ def page(device: torch.device) -> gradio.Blocks:
                 )
                 code = gr.Code(language="python", label="The call", elem_id="code", interactive=False)
                 tiles = gr.Plot(show_label=False, format="png", elem_id="tiles")
-        # One at a time: two that run at once would measure each other.
+        # One run at a time: concurrent runs would slow each other down and falsify the measurements.
         run.click(_bound(device), fields, [message, tiles, table, code], concurrency_limit=1, api_name="run")
     return blocks
 
@@ -75,7 +75,7 @@ def _bound(device: torch.device) -> Callable[..., Any]:
 
 
 def _fields(gr: Any, dtypes: tuple[str, ...]) -> list[Any]:
-    """In the order of `form.NAMES`."""
+    """The page's fields, in the order of `form.NAMES`."""
     usual = form.Form()
 
     def number(label: str, value: Any, info: str | None = None, name: str = "") -> Any:
@@ -103,18 +103,21 @@ def _fields(gr: Any, dtypes: tuple[str, ...]) -> list[Any]:
 
 
 def serve(device: torch.device, port: int | None = None, open_browser: bool = True, wait: bool = True) -> str:
-    """Shows the page at an address of this machine only; returns the address if it does not wait.
+    """Serves the page at an address that only this machine can reach.
 
     Args:
-        device: on which to run.
-        port: None: the first free one from 7860 on.
-        open_browser: whether to open it in the user's browser.
-        wait: whether to stay until Ctrl-C.
+        device: where the cases run.
+        port: of the address; None: the first free port from 7860 on.
+        open_browser: whether to open the page in the user's browser.
+        wait: whether to return only after Ctrl-C.
+
+    Returns:
+        The address.
     """
     blocks = page(device)
     import gradio as gr
 
-    # Fonts of the system: the default theme's come from another machine.
+    # Fonts of the system: the default theme would download its fonts.
     theme = gr.themes.Soft(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
     _, address, _ = blocks.queue(default_concurrency_limit=1, max_size=8).launch(
         server_name="127.0.0.1",

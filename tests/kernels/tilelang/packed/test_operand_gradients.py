@@ -1,4 +1,4 @@
-"""What PyTorch does with what the backward kernels leave of packed sequences: delta by row, tensors' gradients."""
+"""PyTorch's part of the packed backward pass: delta for each row, and the gradients of the variant's tensors."""
 
 from __future__ import annotations
 

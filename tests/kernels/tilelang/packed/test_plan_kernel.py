@@ -1,4 +1,4 @@
-"""The planning kernel of packed sequences, run on the CPU by emulator.py, beside the same in Python."""
+"""The planning kernel of packed sequences, run on the CPU by emulator.py and compared with the same plan in Python."""
 
 from __future__ import annotations
 

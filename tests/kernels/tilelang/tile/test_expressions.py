@@ -1,4 +1,4 @@
-"""What TileLang's expressions are worth, integer by integer: of constants they fold to one."""
+"""The integer values of TileLang's expressions: with constant operands they fold to a constant."""
 
 from __future__ import annotations
 

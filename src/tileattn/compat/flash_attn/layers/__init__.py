@@ -1,1 +1,1 @@
-"""``flash_attn.layers``: of its modules only :mod:`rotary` is here."""
+"""``flash_attn.layers``, of which tileattn provides only :mod:`rotary`."""

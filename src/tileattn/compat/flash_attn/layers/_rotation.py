@@ -1,4 +1,4 @@
-"""The autograd function of all of :mod:`rotary`: it rotates parts of a tensor, each by its own tables."""
+"""The autograd function behind :mod:`rotary`: it rotates parts of a tensor, each by its own tables of cos and sin."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 from ..ops.triton.rotary import check, rotate
 
-# Part of a tensor behind its first two dimensions, and its tables: (slices, cos, sin).
+# A part of a tensor and its tables: (slices of the dimensions after the first two, cos, sin).
 Place = tuple[slice, ...]
 Part = tuple[Place, Tensor, Tensor]
 
 
 class Rotation(torch.autograd.Function):
-    """Rotates parts of x; the gradient is rotated the other way.
+    """Rotates parts of x; the backward pass rotates the gradient in the opposite direction.
 
-    In place, x is not marked as written to: autograd would refuse a leaf that requires a gradient, and flash-attn's
-    functions take one. They take one of several views of a tensor as well, such as q of ``q, k, v = qkv.unbind(2)``,
-    after which autograd would refuse the others; so a view is written to without autograd's notice.
+    An in-place rotation does not mark x as modified, for two reasons. flash-attn's functions accept a leaf that needs a
+    gradient, and autograd refuses to modify one. They also accept one of several views of a tensor, such as q of
+    ``q, k, v = qkv.unbind(2)``; if autograd saw the write, it would refuse to use the other views.
     """
 
     @staticmethod
@@ -37,8 +37,8 @@ class Rotation(torch.autograd.Function):
         ctx.places, ctx.interleaved, ctx.offsets = places, interleaved, None if is_tensor else offsets
         ctx.save_for_backward(cu_seqlens, offsets if is_tensor else None, *tables)
         result = x if inplace else x.clone()
-        unnoticed = inplace and not torch.compiler.is_compiling() and x._is_view()
-        _rotate_parts(x, x.data if unnoticed else result, places, tables, offsets, cu_seqlens, interleaved, False)
+        hides_write = inplace and not torch.compiler.is_compiling() and x._is_view()
+        _rotate_parts(x, x.data if hides_write else result, places, tables, offsets, cu_seqlens, interleaved, False)
         return result
 
     @staticmethod
@@ -74,6 +74,7 @@ def rotated(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
+    """Rotates parts of x; the other arguments are those of :func:`..ops.triton.rotary.apply_rotary`."""
     offsets: Any = seqlen_offsets
     for _, cos, sin in parts:
         offsets = check(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)

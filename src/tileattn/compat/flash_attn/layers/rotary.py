@@ -1,8 +1,8 @@
 """``flash_attn.layers.rotary``: rotary position embeddings, with gradients.
 
-Arguments that all functions share are described at :func:`flash_attn.ops.triton.rotary.apply_rotary`. Gradients are
-those in x, qkv and kv; cos and sin get none, as in flash-attn. The functions that write to their input return it, and
-take a leaf that requires a gradient as well.
+:func:`flash_attn.ops.triton.rotary.apply_rotary` describes the arguments that the functions share. x, qkv and kv have
+gradients; cos and sin have none, as in flash-attn. Functions that write to their input return it. Their input may be a
+leaf that requires a gradient.
 
 Source: Su et al. 2021 (RoFormer, arXiv 2104.09864).
 """
@@ -38,7 +38,7 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Rotates x (batch, seqlen, heads, head_dim), or with cu_seqlens (total, heads, head_dim)."""
+    """Rotates x: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cu_seqlens."""
     if cu_seqlens is None:
         _check("x", x, 4, "(batch, seqlen, heads, head_dim)")
     else:
@@ -46,7 +46,7 @@ def apply_rotary_emb(
     return rotated(x, [((), cos, sin)], interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)
 
 
-apply_rotary_emb_func = apply_rotary_emb  # its name in earlier versions
+apply_rotary_emb_func = apply_rotary_emb  # the name in earlier versions of flash-attn
 
 
 def apply_rotary_emb_qkv_(
@@ -64,13 +64,13 @@ def apply_rotary_emb_qkv_(
     Args:
         qkv: (batch, seqlen, 3, heads, head_dim), or with num_heads_q (batch, seqlen, num_heads_q + 2 * kv_heads,
             head_dim).
-        cos: (rows, rotary_dim / 2), of the queries, and of the keys where cos_k is None.
-        sin: like cos.
-        cos_k: of the keys.
-        sin_k: of the keys.
-        interleaved: which elements are a pair.
-        seqlen_offsets: what is added to positions.
-        num_heads_q: how many of the heads are queries'.
+        cos: (rows, rotary_dim / 2), for the queries, and for the keys if cos_k is None.
+        sin: (rows, rotary_dim / 2), for the queries, and for the keys if sin_k is None.
+        cos_k: (rows, rotary_dim / 2), for the keys.
+        sin_k: (rows, rotary_dim / 2), for the keys.
+        interleaved: whether pairs are neighbours (GPT-J); else the elements of two halves (GPT-NeoX).
+        seqlen_offsets: added to the positions: an int, or a tensor (batch,).
+        num_heads_q: the number of query heads in qkv.
     """
     of_q, of_k = _query_and_key(qkv, num_heads_q)
     parts: list[Part]
@@ -102,7 +102,7 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
-    """Each pair ``(a, b)`` of the last dimension, all of it, by a right angle: ``(-b, a)``."""
+    """Rotates each pair ``(a, b)`` of the last dimension by a right angle, to ``(-b, a)``."""
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     a, b = x.chunk(2, -1)
@@ -110,7 +110,7 @@ def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
 
 
 def _query_and_key(qkv: Any, num_heads_q: int | None) -> tuple[slice, slice]:
-    """Which of dimension 2 are queries, and which keys."""
+    """The slices of dimension 2 that hold queries and keys."""
     if num_heads_q is None:
         _check("qkv", qkv, 5, "(batch, seqlen, 3, heads, head_dim)", 3)
         return slice(0, 1), slice(1, 2)
@@ -130,15 +130,15 @@ def _check(name: str, x: Any, ndim: int, shape: str, parts: int | None = None) -
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Rotates the queries and keys of an attention layer, in place; keeps the tables of cos and sin that it has made.
+    """Rotates the queries and keys of an attention layer in place; caches its tables of cos and sin.
 
-    Angles are computed in float32, whatever dtype the module was moved to, and the tables are in the tensors' dtype.
+    Angles are computed in float32, also if the module was moved to another dtype. The tables have the tensors' dtype.
 
     Args:
-        dim: how many elements of a head are rotated, an even number.
-        base: pair ``i`` turns by ``base ** (-2 i / dim)`` from one position to the next.
-        interleaved: pairs are neighbours (GPT-J), not an element of each half (GPT-NeoX).
-        scale_base: xPos: scores also decay with distance, the more slowly the larger this is. None: they do not.
+        dim: the number of elements of a head that are rotated; even.
+        base: pair ``i`` rotates by ``base ** (-2 i / dim)`` from one position to the next.
+        interleaved: whether pairs are neighbours (GPT-J); else the elements of two halves (GPT-NeoX).
+        scale_base: scores decay with distance (xPos), more slowly for a larger scale_base. None: no decay.
         device: of the buffers.
 
     Source: Su et al. 2021 (arXiv 2104.09864); xPos, Sun et al. 2022 (arXiv 2212.10554).
@@ -174,20 +174,20 @@ class RotaryEmbedding(torch.nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Rotates qkv, or with kv the queries q and kv, in place.
+        """Rotates queries and keys in place.
 
         Args:
-            qkv: as for :func:`apply_rotary_emb_qkv_`; with kv the queries alone, (batch, seqlen, heads, head_dim).
-            kv: (batch, seqlen, 2, heads, head_dim).
-            seqlen_offset: what is added to positions: an int, or of each sequence (batch,).
-            max_seqlen: how many positions the tables need; to be given where seqlen_offset is a tensor.
+            qkv: as for :func:`apply_rotary_emb_qkv_`; with kv only the queries, (batch, seqlen, heads, head_dim).
+            kv: (batch, seqlen, 2, heads, head_dim), or None.
+            seqlen_offset: added to the positions: an int, or a tensor (batch,).
+            max_seqlen: the number of positions that the tables must have; needed if seqlen_offset is a tensor.
             num_heads_q: as for :func:`apply_rotary_emb_qkv_`.
 
         Returns:
-            qkv, or with kv ``(q, kv)``.
+            qkv; with kv, ``(q, kv)``.
 
         Raises:
-            ValueError: seqlen_offset is a tensor, and there are no tables yet, and no max_seqlen.
+            ValueError: seqlen_offset is a tensor, max_seqlen is None, and no tables are cached.
         """
         if max_seqlen is not None:
             self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
@@ -215,11 +215,11 @@ class RotaryEmbedding(torch.nn.Module):
     def _update_cos_sin_cache(
         self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Makes tables of at least `seqlen` positions, on this device and in this dtype, unless they are there."""
+        """Computes tables of at least `seqlen` positions in this dtype, on this device, unless they are cached."""
         if self._has_tables(seqlen, device, dtype):
             return
         inv_freq = self.inv_freq
-        if inv_freq.dtype != torch.float32:  # rounded, when the module was moved to another dtype
+        if inv_freq.dtype != torch.float32:  # moving the module to another dtype has rounded the buffer
             inv_freq = self._compute_inv_freq(device)
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
         angles = torch.outer(positions, inv_freq.to(positions.device))
@@ -228,7 +228,7 @@ class RotaryEmbedding(torch.nn.Module):
         if self.scale is None or self.scale_base is None:
             self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
             return
-        # From the middle of the table, so that neither factor overflows; only their ratios count.
+        # Exponents count from the middle of the table, so that neither factor overflows; only ratios matter.
         exponents = (positions - seqlen // 2) / self.scale_base
         scale = self.scale.to(positions) ** exponents[:, None]
         self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)

@@ -1,1 +1,1 @@
-"""``flash_attn.modules``: of its modules only :mod:`mha` is here."""
+"""``flash_attn.modules``, of which tileattn provides only :mod:`mha`."""

@@ -1,4 +1,4 @@
-"""``flash_attn.modules.mha``: attention without projections as modules, and the slopes of ALiBi."""
+"""``flash_attn.modules.mha``: modules that run attention without projections, and ALiBi's slopes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if not TYPE_CHECKING:
 def get_alibi_slopes(nheads: int) -> list[float]:
     """The slope of each head, for ``alibi_slopes=``.
 
-    For a power of two they are ``2 ** (-8 i / nheads)``, ``i = 1 .. nheads``. Other numbers of heads take those of the
-    next lower power of two, then every other one of twice that power.
+    If nheads is a power of two, the slopes are ``2 ** (-8 i / nheads)``, ``i = 1 .. nheads``. Otherwise they are the
+    slopes of the next lower power of two, followed by every other slope of twice that power.
 
     Raises:
         ValueError: nheads is less than 1.
@@ -43,7 +43,7 @@ def get_alibi_slopes(nheads: int) -> list[float]:
 
 
 class _Attention(nn.Module):
-    """The options of a call, kept."""
+    """Base class of the modules: it stores the options of a call."""
 
     alibi_slopes: Tensor | None
 
@@ -70,22 +70,22 @@ class _Attention(nn.Module):
             "softmax_scale": self.softmax_scale,
             "causal": self.causal if causal is None else causal,
             "window_size": self.window_size,
-            # `module.half()` has taken this buffer along; the functions want float32.
+            # `module.half()` converts this buffer, too; the functions need float32.
             "alibi_slopes": None if self.alibi_slopes is None else self.alibi_slopes.float(),
             "deterministic": self.deterministic,
         }
 
 
 class FlashSelfAttention(_Attention):
-    """Attention of qkv; the options are those of :func:`flash_attn.flash_attn_func`.
+    """Self-attention of qkv, by :func:`flash_attn.flash_attn_func`.
 
     Args:
-        causal: used by calls that give none.
+        causal: the default of `forward`.
         softmax_scale: None means ``head_dim ** -0.5``.
-        attention_dropout: dropout_p in training; otherwise it is 0.
-        window_size: (left, right); -1 is no bound.
-        alibi_slopes: a buffer, which is not in the state dict.
-        deterministic: ask for gradients that are bitwise equal from run to run.
+        attention_dropout: dropout_p in training; otherwise dropout_p is 0.
+        window_size: (left, right); -1 means no bound.
+        alibi_slopes: (heads,) or (batch, heads); registered as a buffer that is not in the state dict.
+        deterministic: whether gradients must be bitwise equal from run to run.
     """
 
     def forward(
@@ -95,11 +95,11 @@ class FlashSelfAttention(_Attention):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Attention on padded batches, or with cu_seqlens on packed sequences.
+        """Attention on a padded batch or, with cu_seqlens, on packed sequences.
 
         Args:
             qkv: (batch, seqlen, 3, heads, head_dim), or with cu_seqlens (total, 3, heads, head_dim).
-            causal: None: as the module was made.
+            causal: None: the module's `causal`.
             cu_seqlens: int32 (batch + 1,).
             max_seqlen: the longest length; needed with cu_seqlens.
 
@@ -116,7 +116,7 @@ class FlashSelfAttention(_Attention):
 
 
 class FlashCrossAttention(_Attention):
-    """Attention of q to kv; arguments as :class:`FlashSelfAttention`."""
+    """Cross-attention of q to kv; arguments as :class:`FlashSelfAttention`."""
 
     def forward(
         self,
@@ -128,19 +128,19 @@ class FlashCrossAttention(_Attention):
         cu_seqlens_k: Tensor | None = None,
         max_seqlen_k: int | None = None,
     ) -> Tensor:
-        """Attention on padded batches, or with cu_seqlens on packed sequences.
+        """Attention on a padded batch or, with cu_seqlens, on packed sequences.
 
         Args:
             q: (batch, seqlen_q, heads, head_dim), or with cu_seqlens (total_q, heads, head_dim).
             kv: (batch, seqlen_k, 2, kv_heads, head_dim), or with cu_seqlens (total_k, 2, kv_heads, head_dim).
-            causal: None: as the module was made.
+            causal: None: the module's `causal`.
             cu_seqlens: int32 (batch + 1,), of the queries.
-            max_seqlen: the longest of the queries' lengths; needed with cu_seqlens.
-            cu_seqlens_k: the same of the keys; needed with cu_seqlens.
-            max_seqlen_k: the same of the keys; needed with cu_seqlens.
+            max_seqlen: the largest number of queries in a sequence; needed with cu_seqlens.
+            cu_seqlens_k: int32 (batch + 1,), of the keys; needed with cu_seqlens.
+            max_seqlen_k: the largest number of keys in a sequence; needed with cu_seqlens.
 
         Returns:
-            Like q.
+            The output, with q's shape.
         """
         options = self._options(causal)
         if cu_seqlens is None:

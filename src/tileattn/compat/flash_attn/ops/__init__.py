@@ -1,1 +1,1 @@
-"""``flash_attn.ops``: of its modules only :mod:`triton.rotary` is here."""
+"""``flash_attn.ops``, of which tileattn provides only :mod:`triton.rotary`."""

@@ -1,1 +1,1 @@
-"""``flash_attn.ops.triton``: of its modules only :mod:`rotary` is here."""
+"""``flash_attn.ops.triton``, of which tileattn provides only :mod:`rotary`."""

@@ -1,4 +1,4 @@
-"""``flash_attn.ops.triton.rotary``: rotary embeddings of one tensor, by PyTorch's operations on any device."""
+"""``flash_attn.ops.triton.rotary``: rotary embeddings of one tensor, in PyTorch operations for any device."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """Rotates pairs of the first ``rotary_dim`` elements of each head by the angles of its position.
+    """Rotates pairs of the first ``rotary_dim`` elements of each head by the angles of the row's position.
 
     A pair ``(a, b)`` becomes ``(a cos - b sin, a sin + b cos)``, computed in float32 (float64 for float64 tensors).
 
     Args:
         x: (batch, seqlen, heads, head_dim), or with cu_seqlens (total, heads, head_dim).
-        cos: (rows, rotary_dim / 2), of the angles at positions 0, 1, ...; any floating-point dtype.
-        sin: like cos.
-        seqlen_offsets: what is added to positions: an int, or int32 or int64 (batch,) for each sequence. The host does
-            not read a tensor: rows whose position has no row in cos are left as they are.
-        cu_seqlens: int32 (batch + 1,): packed sequences, as for :func:`flash_attn.flash_attn_varlen_func`. Rows behind
-            the last sequence are left as they are.
-        max_seqlen: the longest of the packed sequences, which must have its rows in cos; None: not checked.
-        interleaved: pairs are neighbours (GPT-J); else ``i`` and ``i + rotary_dim / 2`` are a pair (GPT-NeoX).
-        inplace: write to x, and return it.
-        conjugate: rotate the other way, as the gradient does.
+        cos: (rows, rotary_dim / 2): row ``p`` has the cosines at position ``p``; any floating-point dtype.
+        sin: (rows, rotary_dim / 2): the sines.
+        seqlen_offsets: added to the positions: an int, or a tensor (batch,) of int32 or int64, one for each sequence. A
+            tensor is not read on the host; therefore rows of x whose position has no row in cos are left unchanged.
+        cu_seqlens: int32 (batch + 1,): packed sequences, as for :func:`flash_attn.flash_attn_varlen_func`. Unused tail
+            rows, after the last sequence, are left unchanged.
+        max_seqlen: the longest packed sequence; cos must have rows for it. None: not checked.
+        interleaved: whether pairs are neighbours (GPT-J); else ``i`` and ``i + rotary_dim / 2`` are a pair (GPT-NeoX).
+        inplace: whether to write to x and return x.
+        conjugate: whether to rotate in the opposite direction, as for the gradient.
 
     Returns:
-        Like x.
+        The rotated tensor, with x's shape and dtype.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted.
+        TypeError, ValueError: an argument is wrong; the message names the argument, its value and what is accepted.
     """
     _check_tensor("x", x)
     ndim, shape = (4, "(batch, seqlen, heads, head_dim)") if cu_seqlens is None else (3, "(total, heads, head_dim)")
@@ -61,7 +61,7 @@ def apply_rotary(
 def check(
     x: Tensor, cos: Any, sin: Any, seqlen_offsets: Any, cu_seqlens: Any, max_seqlen: int | None
 ) -> int | torch.SymInt | Tensor:
-    """Raises unless `rotate` can take these; returns the offsets, of numpy's ints Python's."""
+    """Checks the arguments of `rotate`. Returns the offsets, with numpy's ints converted to Python's."""
     _check_tensor("cos", cos)
     _check_tensor("sin", sin)
     if cos.ndim != 2 or sin.shape != cos.shape:
@@ -100,7 +100,7 @@ def rotate(
     interleaved: bool,
     conjugate: bool,
 ) -> None:
-    """Writes x, rotated, to `result`, which holds x's other elements already and may be x.
+    """Writes the rotated pairs of x to `result`, a copy of x or x itself; other elements of `result` do not change.
 
     x is (batch, seqlen, ..., head_dim) or (total, ..., head_dim), with any dimensions for the heads.
     """
@@ -111,7 +111,7 @@ def rotate(
     cos, sin = cos.reshape(over_heads), sin.reshape(over_heads)
     sin = -sin if conjugate else sin
     a, b = (half.to(dtype) for half in _pairs(x, rotary_dim, interleaved))
-    rotated = a * cos - b * sin, a * sin + b * cos  # both, before one is written where the other is read
+    rotated = a * cos - b * sin, a * sin + b * cos  # compute both before writing: `result` may be x
     for half, values in zip(_pairs(result, rotary_dim, interleaved), rotated):
         half.copy_(values)
 
@@ -126,24 +126,27 @@ def _pairs(x: Tensor, rotary_dim: int, interleaved: bool) -> tuple[Tensor, Tenso
 def _of_rows(
     rows: torch.Size, cos: Tensor, sin: Tensor, offsets: int | torch.SymInt | Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The tables at the positions of x's rows: (seqlen, rotary_dim / 2), or that with a batch, or (total, ...)."""
+    """The tables cos and sin at the positions of x's rows: ([batch,] seqlen, rotary_dim / 2), or (total, ...).
+
+    Rows without a position in the tables get cos = 1 and sin = 0.
+    """
     if cu_seqlens is None and not isinstance(offsets, Tensor):
         of_rows = slice(offsets, offsets + rows[1])
         return cos[of_rows], sin[of_rows]
     if cu_seqlens is None:
         positions = torch.arange(rows[1], device=cos.device) + offsets[:, None]  # type: ignore[index]
-        there = positions < cos.shape[0]
+        in_table = positions < cos.shape[0]
     else:
         row, cu_seqlens = torch.arange(rows[0], device=cos.device), cu_seqlens.long()
         sequence = torch.searchsorted(cu_seqlens, row, right=True) - 1
-        there = sequence < cu_seqlens.shape[0] - 1
-        sequence = torch.where(there, sequence, 0)
+        in_table = sequence < cu_seqlens.shape[0] - 1
+        sequence = torch.where(in_table, sequence, 0)
         positions = row - cu_seqlens[sequence] + (offsets[sequence] if isinstance(offsets, Tensor) else offsets)
-        there &= positions < cos.shape[0]
-    there &= positions >= 0
-    positions = torch.where(there, positions, 0)
-    there = there.unsqueeze(-1)
-    return torch.where(there, cos[positions], 1.0), torch.where(there, sin[positions], 0.0)
+        in_table &= positions < cos.shape[0]
+    in_table &= positions >= 0
+    positions = torch.where(in_table, positions, 0)
+    in_table = in_table.unsqueeze(-1)
+    return torch.where(in_table, cos[positions], 1.0), torch.where(in_table, sin[positions], 0.0)
 
 
 def _check_tensor(name: str, x: Any) -> None:
@@ -153,9 +156,9 @@ def _check_tensor(name: str, x: Any) -> None:
 
 def _offset(offset: Any) -> int | torch.SymInt:
     try:
-        found = offset if isinstance(offset, (int, torch.SymInt)) else operator.index(offset)
+        number = offset if isinstance(offset, (int, torch.SymInt)) else operator.index(offset)
     except TypeError:
         raise TypeError(f"seqlen_offsets must be an int or a tensor of ints (batch,), got {offset!r}") from None
-    if found < 0:
-        raise ValueError(f"seqlen_offsets must be at least 0, got {found}")
-    return found
+    if number < 0:
+        raise ValueError(f"seqlen_offsets must be at least 0, got {number}")
+    return number
