@@ -14,7 +14,7 @@ from .numerics import assert_accurate, assert_forward_accurate, assert_gradients
 from .oracle import eager_attention, eager_gradients, gradients, oracle_attention, oracle_gradients
 from .packed_cases import packed_cases
 from .poison import poisoned_memory
-from .similarity import dissimilarity, similarity
+from .similarity_measures import dissimilarity, similarity
 
 __all__ = [
     "assert_accurate",

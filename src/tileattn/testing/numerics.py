@@ -38,7 +38,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .similarity import dissimilarity
+from .similarity_measures import dissimilarity
 
 EAGER_FACTOR = 2.0
 LSE_SHARE = 1 / 8
