@@ -13,10 +13,10 @@ from math import floor
 from pathlib import Path
 
 from tileattn.bench import results
+from tileattn.bench.baselines.base import OWN, is_own
 from tileattn.bench.cases import DIRECTIONS
-from tileattn.bench.compare import Standing, best_peer_ms, compare, standings
+from tileattn.bench.compare import Standing, best_baseline_ms, compare, standings
 from tileattn.bench.cost import costs
-from tileattn.bench.peers.base import OWN, is_own
 from tileattn.bench.plot import LABELS, by_length
 from tileattn.bench.report import grouped
 from tileattn.bench.results import Results, Row
@@ -211,14 +211,14 @@ def _plain(source: Source) -> str:
 
 
 def _summary(measured: Results) -> str:
-    """tileattn against each peer over all rows, and against the best peer of each row."""
-    per_peer = [
-        [_label(each.peer), str(each.cases), f"{each.geometric_mean:.2f}×", _ratio(each.lowest), each.lowest_case]
+    """tileattn against each baseline over all rows, and against the best baseline of each row."""
+    per_baseline = [
+        [_label(each.baseline), str(each.cases), f"{each.geometric_mean:.2f}×", _ratio(each.lowest), each.lowest_case]
         for each in compare(measured)
     ]
     parts = [
         "Our speed over the rows that both ran:",
-        _table(["against", "rows", "geometric mean", "lowest", "at"], per_peer, left=(0, 4)),
+        _table(["against", "rows", "geometric mean", "lowest", "at"], per_baseline, left=(0, 4)),
         "Against the best baseline of each row:",
         _standings(standings(measured)),
     ]
@@ -234,7 +234,7 @@ def _standings(named: Mapping[str, Standing]) -> str:
 
 
 def _sections(measured: Results) -> dict[str, list[Row]]:
-    """Our rows and those of which only peers have a time, under the headings of the page."""
+    """Our rows and those of which only baselines have a time, under the headings of the page."""
     in_grid = {case for panel in by_length(measured.rows).values() for _, case in panel.groups}
     sections: dict[str, list[Row]] = {}
     for row in {row.case: row for row in reversed(measured.rows)}.values():
@@ -250,22 +250,21 @@ def _first(measured: Results, rows: Sequence[Row]) -> int:
 def _speed_table(measured: Results, rows: Sequence[Row]) -> str:
     """TFLOPS of every implementation in each row; the ratio is in bold where we are behind."""
     backends, ceiling = measured.backends(), overall(measured.ceilings)
-    peers = len(backends) > 1
+    compared = len(backends) > 1
     headings = ["case", *map(_label, backends)]
-    headings += (
-        ["against best"] * peers + ["of cuBLAS"] * (ceiling is not None) + ["error"] + ["baselines' error"] * peers
-    )
+    headings += ["against best"] * compared + ["of cuBLAS"] * (ceiling is not None)
+    headings += ["error"] + ["baselines' error"] * compared
     table = []
     for each in rows:
         cells = [each.case, *(_tflops(measured.row(each.case, backend)) for backend in backends)]
-        cells += [_against_best(measured, each.case)] * peers
+        cells += [_against_best(measured, each.case)] * compared
         cells += [_of_ceiling(measured.row(each.case, OWN), ceiling)] if ceiling is not None else []
-        table.append([*cells, *_errors(measured, each.case)[: 1 + peers]])
+        table.append([*cells, *_errors(measured, each.case)[: 1 + compared]])
     return _table(headings, table)
 
 
 def _against_best(measured: Results, case: str) -> str:
-    return _times_faster(measured.row(case, OWN), best_peer_ms(measured, case))
+    return _times_faster(measured.row(case, OWN), best_baseline_ms(measured, case))
 
 
 def _times_faster(ours: Row | None, ms: float | None) -> str:
@@ -281,10 +280,10 @@ def _of_ceiling(row: Row | None, ceiling: Ceiling) -> str:
 
 
 def _errors(measured: Results, case: str) -> list[str]:
-    """Our error and the least of the peers'."""
+    """Our error and the least of the baselines'."""
     ours = measured.row(case, OWN)
-    peers = [row.error for row in measured.rows if row.case == case and not is_own(row.backend)]
-    return [f"{ours.error:.1e}" if ours else MISSING, f"{min(peers):.1e}" if peers else MISSING]
+    baselines = [row.error for row in measured.rows if row.case == case and not is_own(row.backend)]
+    return [f"{ours.error:.1e}" if ours else MISSING, f"{min(baselines):.1e}" if baselines else MISSING]
 
 
 # Variants
@@ -315,17 +314,17 @@ def _variants(source: Source) -> str:
 
 def _variants_table(measured: Results, rows: Sequence[Row]) -> str:
     backends = measured.backends()
-    peers = len(backends) > 1
+    compared = len(backends) > 1
     found = {each.case: each for each in costs(measured)}
     table = []
     for each in rows:
         cost = found.get(each.case)
         cells = [each.variant, *(_ms(measured.row(each.case, backend)) for backend in backends)]
-        cells += [_tflops(measured.row(each.case, OWN))] + [_against_best(measured, each.case)] * peers
-        cells += [f"{cost.ratio:.2f}×", cost.baseline] if cost is not None else [MISSING, MISSING]
+        cells += [_tflops(measured.row(each.case, OWN))] + [_against_best(measured, each.case)] * compared
+        cells += [f"{cost.ratio:.2f}×", cost.compared_with] if cost is not None else [MISSING, MISSING]
         table.append([*cells, _errors(measured, each.case)[0]])
     headings = ["variant", *map(_label, backends), "TFLOPS"]
-    headings += ["against best"] * peers + ["cost", "compared with", "error"]
+    headings += ["against best"] * compared + ["cost", "compared with", "error"]
     return _table(headings, table)
 
 
@@ -432,16 +431,22 @@ DENSE = f"{OWN}-dense"
 def _packed(source: Source) -> str:
     """Of one length beside the dense kernel, and of skewed lengths; ratios are those of times."""
     measured = source.results
-    peers = [backend for backend in measured.backends() if backend not in (OWN, DENSE)]
+    baselines = [backend for backend in measured.backends() if backend not in (OWN, DENSE)]
     intro = (
         "`varlen_attention`. `uniform`: sequences of one length, beside our own kernel on the same tokens as a batch "
         '("of dense": its time over ours). `skewed`: 64 sequences of a log-normal distribution with that mean. Times '
         "in ms; ratios are a baseline's time over ours, bold where we are behind."
     )
-    headings = ["case", OWN, *map(_label, [*peers, DENSE]), *(f"against {_label(peer)}" for peer in peers), "of dense"]
+    headings = [
+        "case",
+        OWN,
+        *map(_label, [*baselines, DENSE]),
+        *(f"against {_label(baseline)}" for baseline in baselines),
+        "of dense",
+    ]
     table = []
     for row in (row for row in measured.rows if row.backend == OWN):
-        others = [measured.row(row.case, backend) for backend in (*peers, DENSE)]
+        others = [measured.row(row.case, backend) for backend in (*baselines, DENSE)]
         ratios = [_times_faster(row, other.ms if other else None) for other in others]
         table.append([row.case, _ms(row), *map(_ms, others), *ratios, f"{row.error:.1e}"])
     title = f"## {_backward_of(measured, 'Packed sequences')}"

@@ -31,8 +31,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import tileattn
 from tileattn.bench import passes, problem
+from tileattn.bench.baselines.own import TileAttn, TileAttnBf16
 from tileattn.bench.cases import Case
-from tileattn.bench.peers.own import TileAttn, TileAttnBf16
 from tileattn.call.facts import AttentionCall, BackwardCall, device_arch
 from tileattn.call.fp8 import FP8
 from tileattn.cli import choices
@@ -62,7 +62,7 @@ class _Asked(Exception):
     """A call has come as far as its kernels."""
 
 
-class _Found:
+class _Requested:
     """The kernels that were asked for, each once."""
 
     def __init__(self) -> None:
@@ -98,9 +98,9 @@ def _going_on(run: Callable[..., Any], trace: Callable[..., Any]) -> Callable[..
 
 
 @contextmanager
-def _pretending(arch: str) -> Iterator[_Found]:
+def _pretending(arch: str) -> Iterator[_Requested]:
     """Inside, tensors on "meta" are taken for tensors on a GPU of this architecture."""
-    found = _Found()
+    requested = _Requested()
     forget_prepared()  # packed calls are prepared before they ask for a kernel
     with (
         mock.patch.object(ops, "_has_no_values", return_value=False),
@@ -108,10 +108,10 @@ def _pretending(arch: str) -> Iterator[_Found]:
         mock.patch.object(ops, "device_arch", return_value=arch),
         mock.patch.object(ops, "run_forward", _going_on(ops.run_forward, ops.trace_forward)),
         mock.patch.object(ops, "run_backward", _going_on(ops.run_backward, ops.trace_backward)),
-        mock.patch.object(forward_launch, "forward_function", found.ask),
-        mock.patch.object(backward_backend, "backward_kernels", found.ask_backward),
+        mock.patch.object(forward_launch, "forward_function", requested.ask),
+        mock.patch.object(backward_backend, "backward_kernels", requested.ask_backward),
     ):
-        yield found
+        yield requested
     forget_prepared()  # those of "meta" would outlive another `default`
 
 
@@ -120,11 +120,11 @@ def jobs_of(attempts: Iterable[Attempt], arch: str) -> list[AnyJob]:
 
     Calls that the kernels refuse, and calls with nothing to compute, need none.
     """
-    with _pretending(arch) as found, torch.no_grad():
+    with _pretending(arch) as requested, torch.no_grad():
         for attempt in attempts:
             with suppress(NotImplementedError, _Asked):
                 attempt()
-    return sorted(found.jobs.values(), key=_weight, reverse=True)
+    return sorted(requested.jobs.values(), key=_weight, reverse=True)
 
 
 def _weight(job: AnyJob) -> float:

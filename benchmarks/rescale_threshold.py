@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from tileattn.bench import oracle, problem
+from tileattn.bench.baselines import BASELINES
 from tileattn.bench.cases import Case, square
 from tileattn.bench.environment import commit, versions
-from tileattn.bench.peers import PEERS
 from tileattn.call.facts import AttentionCall, device_arch
 from tileattn.call.inputs import Inputs
 from tileattn.kernels.tilelang.build.batch import CORES, compile_all
@@ -75,8 +75,8 @@ def measured(case: Case) -> list[dict[str, Any]]:
     given = problem.build(case, device)
     expected = oracle.build(given)
     calls = {"default": with_threshold(given, None), "threshold 0": with_threshold(given, 0.0)}
-    calls |= {name: PEERS[name].prepare(given).call for name in ("fa2", "cudnn")}
-    contexts = {name: PEERS[name].prepare(given).context for name in ("fa2", "cudnn")}
+    calls |= {name: BASELINES[name].prepare(given).call for name in ("fa2", "cudnn")}
+    contexts = {name: BASELINES[name].prepare(given).context for name in ("fa2", "cudnn")}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(EFFORT.rounds):
         for name in (list(calls)[i] for i in rounds.order(len(calls), number)):

@@ -49,7 +49,7 @@ def as_pytorch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     )
 
 
-DOORS: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
+ENTRY_POINTS: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
     "attention": lambda q, k, v, scale: tileattn.attention(q, k, v, causal=True, scale=scale),
     "mask": lambda q, k, v, scale: tileattn.attention(q, k, v, mask=Causal(), scale=scale),
     "bhsd": lambda q, k, v, scale: tileattn.attention(
@@ -66,12 +66,12 @@ DOORS: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS.keys())
-def test_causal_through_every_door(door: Callable[..., Tensor], scale: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS.values(), ids=ENTRY_POINTS.keys())
+def test_causal_through_every_entry_point(entry_point: Callable[..., Tensor], scale: float, dtype: torch.dtype) -> None:
     q, k, v = qkv(dtype)
     arguments = (q, k, v, Causal(), (), None, scale)
     (oracle, _), (eager, _) = oracle_attention(*arguments), eager_attention(*arguments)
-    assert_accurate("o", door(q, k, v, scale), oracle, eager)
+    assert_accurate("o", entry_point(q, k, v, scale), oracle, eager)
 
 
 MASKS = {"full": None, "causal": Causal(), "window": SlidingWindow(9, 3)}

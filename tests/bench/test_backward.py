@@ -30,15 +30,15 @@ from tileattn.bench import (
     runner,
     variants,
 )
+from tileattn.bench.baselines import BASELINES, TileAttn, flex, own, sdpa
+from tileattn.bench.baselines.base import OWN, Implementation, Prepared
 from tileattn.bench.cases import square
-from tileattn.bench.peers import PEERS, TileAttn, flex, own, sdpa
-from tileattn.bench.peers.base import OWN, Implementation, Prepared
 from tileattn.measure import ceilings
 from tileattn.testing import oracle_attention
 from tileattn.variant.key import normalize
 
 TRAINED = ("bias-bh+dbias", "bias-b1+dbias", "bias-11+alibi+dbias+sink")
-IMPLEMENTATIONS: dict[str, Implementation] = {OWN: TileAttn(), "eager": PEERS["eager"], "sdpa": PEERS["sdpa"]}
+IMPLEMENTATIONS: dict[str, Implementation] = {OWN: TileAttn(), "eager": BASELINES["eager"], "sdpa": BASELINES["sdpa"]}
 
 
 def built(**changes: object) -> problem.Problem:
@@ -130,7 +130,7 @@ def test_implementations_have_the_gradients_of_the_variants_that_they_accept(nam
 def test_the_error_sees_one_wrong_row_of_any_gradient_and_nan() -> None:
     given = built(variant="causal+bias+dbias", dtype="bf16")
     expected = gradient_oracle.build(given)
-    right = gradients(PEERS["eager"], given)
+    right = gradients(BASELINES["eager"], given)
     before = expected.error(right)
     assert before < 0.03
     places = {"dq": (1, 30, 3), "dk": (0, 5, 1), "dv": (1, 46, 0), "dbias": (0, 2, 32)}
@@ -147,7 +147,7 @@ def test_the_error_sees_one_wrong_row_of_any_gradient_and_nan() -> None:
 @pytest.mark.parametrize("swapped", [(0, 1), (1, 2)])
 def test_gradients_in_another_order_are_wrong(swapped: tuple[int, int]) -> None:
     given = problem.build(square(1, 32, 2, 16, "causal", "fp32"), CPU, direction="bwd")
-    found = list(gradients(PEERS["eager"], given))
+    found = list(gradients(BASELINES["eager"], given))
     i, j = swapped
     found[i], found[j] = found[j], found[i]
     with pytest.raises(AssertionError, match="error"):
@@ -174,7 +174,7 @@ def test_large_cases_are_sampled_by_groups_of_heads(
     expected = gradient_oracle.build(given)
     assert (expected.sample.batches, expected.sample.heads) == (batches, heads)
     assert ("all rows of" in expected.sample.text) == (len(batches) * len(heads) < 32)
-    found = [x.clone() for x in gradients(PEERS["eager"], given)]
+    found = [x.clone() for x in gradients(BASELINES["eager"], given)]
     expected.check(found)
     if heads != tuple(range(8)):
         found[1][0, 0, 1] = math.nan  # of a kv head that is not looked at
@@ -235,15 +235,15 @@ def test_calls_can_be_repeated_in_every_direction(label: str, name: str) -> None
 
 def test_a_trained_bias_joins_sdpas_mask_in_every_call() -> None:
     ahead, trained = (built(variant=name) for name in ("causal+bias", "causal+bias+dbias"))
-    held = [PEERS["sdpa"].prepare(given).held_bytes for given in (ahead, trained)]
+    held = [BASELINES["sdpa"].prepare(given).held_bytes for given in (ahead, trained)]
     assert held == [4 * 33 * 47 * 4, 33 * 47]
-    assert PEERS["sdpa"].prepare(built(variant="bias+dbias")).held_bytes == 0
+    assert BASELINES["sdpa"].prepare(built(variant="bias+dbias")).held_bytes == 0
 
 
-def test_peers_say_what_has_no_gradient() -> None:
+def test_baselines_say_what_has_no_gradient() -> None:
     trained = built(variant="bias+dbias")
-    assert PEERS["flex"].refusal(trained) == "FlexAttention has no backward pass on a CPU"
-    cudnn = PEERS["cudnn"]
+    assert BASELINES["flex"].refusal(trained) == "FlexAttention has no backward pass on a CPU"
+    cudnn = BASELINES["cudnn"]
     assert isinstance(cudnn, sdpa.RestrictedSdpa)
     assert cudnn._kernel_refusal(trained) == "PyTorch has no gradient of a bias through cuDNN"
 
@@ -252,8 +252,8 @@ def test_flex_may_run_one_graph_again_and_again() -> None:
     from torch._functorch import config
 
     assert config.donated_buffer
-    assert PEERS["flex"].prepare(built()).context is flex._kept_graphs
-    assert PEERS["flex"].prepare(problem.build(SMALL, CPU)).context is not flex._kept_graphs
+    assert BASELINES["flex"].prepare(built()).context is flex._kept_graphs
+    assert BASELINES["flex"].prepare(problem.build(SMALL, CPU)).context is not flex._kept_graphs
     with flex._kept_graphs():
         assert not config.donated_buffer
     assert config.donated_buffer
@@ -273,7 +273,7 @@ class Scaled:
         return None
 
     def prepare(self, given: problem.Problem) -> Prepared:
-        inner = PEERS["sdpa"].prepare(given)
+        inner = BASELINES["sdpa"].prepare(given)
 
         def call() -> Tensor:
             o = inner.call()
@@ -293,7 +293,7 @@ def run(direction: str, *implementations: Implementation) -> results.Results:
 
 @pytest.mark.parametrize("direction", cases.DIRECTIONS)
 def test_the_runner_measures_a_direction(direction: str) -> None:
-    measured = run(direction, Scaled(OWN), PEERS["eager"])
+    measured = run(direction, Scaled(OWN), BASELINES["eager"])
     assert not measured.failed
     assert [(row.case, row.backend, row.direction) for row in measured.rows] == [
         (case, backend, direction) for case in measured.cases() for backend in (OWN, "eager")
@@ -304,7 +304,7 @@ def test_the_runner_measures_a_direction(direction: str) -> None:
 
 
 def test_memory_of_a_backward_pass_is_that_of_forward_and_backward() -> None:
-    forward, alone, both = (run(direction, TileAttn(), PEERS["eager"]) for direction in ("fwd", "bwd", "fwdbwd"))
+    forward, alone, both = (run(direction, TileAttn(), BASELINES["eager"]) for direction in ("fwd", "bwd", "fwdbwd"))
     for case in both.cases():
         for backend in (OWN, "eager"):
             peaks = [found.row(case, backend) for found in (forward, alone, both)]
@@ -312,13 +312,13 @@ def test_memory_of_a_backward_pass_is_that_of_forward_and_backward() -> None:
             assert bytes_[0] < bytes_[1] == bytes_[2]
 
 
-def test_a_wrong_gradient_of_ours_is_a_failure_and_a_peers_is_shown() -> None:
-    measured = run("bwd", Scaled(OWN, 1.25), Scaled("peer", 1.25), Scaled("other", math.nan))
+def test_a_wrong_gradient_of_ours_is_a_failure_and_a_baselines_is_shown() -> None:
+    measured = run("bwd", Scaled(OWN, 1.25), Scaled("baseline", 1.25), Scaled("other", math.nan))
     failed = {entry.backend: entry.reason for entry in measured.failed}
     assert failed.keys() == {OWN, "other"}
     assert "AssertionError: dq: error 0.25" in failed[OWN]
     assert "values are NaN" in failed["other"]
-    assert measured.rows[0].backend == "peer"
+    assert measured.rows[0].backend == "baseline"
     assert measured.rows[0].error == pytest.approx(0.25, rel=0.05)
 
 
@@ -342,7 +342,7 @@ def test_a_bias_that_is_trained_is_read_and_its_gradient_written() -> None:
         measured = replace(
             made_up("variants", "cuda", OWN, direction=direction), ceilings=[ceilings.Ceiling("before", 700, 0.1)]
         )
-        found[direction] = {each.case: each.baseline_ms for each in cost.costs(measured)}
+        found[direction] = {each.case: each.plain_ms for each in cost.costs(measured)}
     once = 16 * 32 * 33 / 2 * 128 * 128 * 2 / 0.1e9
     for direction, times in {"bwd": (1, 2), "fwdbwd": (2, 3)}.items():
         for name, expected in zip(("causal+bias", "causal+bias+dbias"), times, strict=True):
@@ -394,7 +394,7 @@ def test_numbers_at_the_end_of_lines_that_are_close_stand_apart() -> None:
     """In points on the page; and every line has a name that is whole."""
     measured = of_memory(lambda backend, seqlen: seqlen * (2048 if backend == OWN else 2060))
     measured.rows += [
-        replace(row, backend=peer) for row in measured.rows if row.backend == OWN for peer in ("fa2", "cudnn")
+        replace(row, backend=baseline) for row in measured.rows if row.backend == OWN for baseline in ("fa2", "cudnn")
     ]
     measured.rows += [
         replace(row, backend="fa4", peak_bytes=row.seqlen_q * 2056) for row in measured.rows if row.backend == OWN
@@ -413,11 +413,11 @@ def test_numbers_at_the_end_of_lines_that_are_close_stand_apart() -> None:
         assert box.x1 <= inside.x1
 
 
-def test_deterministic_gradients_are_a_peer_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    peer, asked = PEERS["tileattn-deterministic"], []
-    assert "for gradients" in str(peer.refusal(problem.build(built().case, torch.device("cpu"))))
+def test_deterministic_gradients_are_a_baseline_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    baseline, asked = BASELINES["tileattn-deterministic"], []
+    assert "for gradients" in str(baseline.refusal(problem.build(built().case, torch.device("cpu"))))
     attention = own.attention
     monkeypatch.setattr(own, "attention", lambda **given: asked.append(given["deterministic"]) or attention(**given))
-    assert peer.refusal(built()) is None
-    assert all(x.isfinite().all() for x in gradients(peer, built()))
+    assert baseline.refusal(built()) is None
+    assert all(x.isfinite().all() for x in gradients(baseline, built()))
     assert asked == [True]

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tests.tools.made_up import made_up
 from tileattn.bench import cases, compare, cost, oracle, plot, problem, report, results, runner, variants
+from tileattn.bench.baselines import BASELINES, TileAttn
+from tileattn.bench.baselines.base import NO_FP8, OWN, Prepared
 from tileattn.bench.cases import Case, square
-from tileattn.bench.peers import PEERS, TileAttn
-from tileattn.bench.peers.base import NO_FP8, OWN, Prepared
 from tileattn.measure import ceilings, memory, timing, units
 
 CPU = torch.device("cpu")
@@ -211,8 +211,8 @@ def test_flex_is_given_no_bias_that_it_would_read_beyond() -> None:
     given = problem.build(replace(SMALL, variant="bias-11"), CPU)
     assert given.bias is not None
     on_gpu = replace(given, q=given.q.to("meta"), bias=given.bias[..., :1, :1].expand(1, 16, 16384, 16384))
-    assert "in 32 bits" in str(PEERS["flex"].refusal(on_gpu))
-    assert PEERS["flex"].refusal(replace(on_gpu, bias=given.bias)) is None
+    assert "in 32 bits" in str(BASELINES["flex"].refusal(on_gpu))
+    assert BASELINES["flex"].refusal(replace(on_gpu, bias=given.bias)) is None
 
 
 def test_the_quick_suite_fits_a_laptop() -> None:
@@ -229,15 +229,15 @@ def test_an_unknown_suite_is_one_error() -> None:
         cases.suite("fb", "bf16", "cuda")
 
 
-# Oracle and peers
+# Oracle and baselines
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("peer", ["eager", "sdpa"])
-def test_peers_compute_the_variants_that_they_accept(peer: str, name: str) -> None:
+@pytest.mark.parametrize("baseline", ["eager", "sdpa"])
+def test_baselines_compute_the_variants_that_they_accept(baseline: str, name: str) -> None:
     given = problem.build(replace(SMALL, variant=name), CPU)
     expected = oracle.build(given)
-    implementation = PEERS[peer]
+    implementation = BASELINES[baseline]
     if implementation.refusal(given) is not None:
         terms = given.case.terms
         assert terms.softcap is not None or terms.userscore or terms.sink
@@ -249,14 +249,14 @@ def test_peers_compute_the_variants_that_they_accept(peer: str, name: str) -> No
 
 def test_square_causal_is_sdpas_own_and_others_its_mask() -> None:
     wide, tall = (problem.build(replace(SMALL, variant="causal", seqlen_q=q), CPU) for q in (47, 50))
-    assert PEERS["sdpa"].prepare(wide).held_bytes == 0
-    assert PEERS["sdpa"].prepare(tall).held_bytes == 50 * 47
-    assert "without keys" in str(PEERS["eager"].refusal(tall))
+    assert BASELINES["sdpa"].prepare(wide).held_bytes == 0
+    assert BASELINES["sdpa"].prepare(tall).held_bytes == 50 * 47
+    assert "without keys" in str(BASELINES["eager"].refusal(tall))
 
 
-def test_cuda_peers_say_why_they_are_absent_on_a_cpu() -> None:
+def test_cuda_baselines_say_why_they_are_absent_on_a_cpu() -> None:
     given = problem.build(SMALL, CPU)
-    assert {PEERS[name].refusal(given) for name in ("fa2", "cudnn", "efficient", "fa4")} == {"runs on CUDA only"}
+    assert {BASELINES[name].refusal(given) for name in ("fa2", "cudnn", "efficient", "fa4")} == {"runs on CUDA only"}
 
 
 def test_problems_are_the_same_for_the_same_seed() -> None:
@@ -276,7 +276,7 @@ def test_problems_are_the_same_for_the_same_seed() -> None:
 def test_the_error_sees_one_wrong_row_and_nan() -> None:
     given = problem.build(replace(SMALL, variant="causal", dtype="bf16"), CPU)
     expected = oracle.build(given)
-    o = PEERS["sdpa"].prepare(given).call().clone()
+    o = BASELINES["sdpa"].prepare(given).call().clone()
     expected.check(o)
     before = expected.error(o)
     o[1, 30, 3] *= 1.2
@@ -290,7 +290,7 @@ def test_the_error_sees_one_wrong_row_and_nan() -> None:
 def test_rows_without_keys_must_be_zero() -> None:
     given = problem.build(replace(SMALL, variant="causal", seqlen_q=50), CPU)
     expected = oracle.build(given)
-    o = PEERS["sdpa"].prepare(given).call().clone()
+    o = BASELINES["sdpa"].prepare(given).call().clone()
     expected.check(o)
     o[0, 0] = 1.0
     with pytest.raises(AssertionError, match="o: error"):
@@ -306,7 +306,7 @@ def test_large_cases_are_sampled_from_end_to_end(scores: float, monkeypatch: pyt
     chosen = expected.sample
     assert (chosen.batches[-1], chosen.heads[-1], int(chosen.rows[0]), int(chosen.rows[-1])) == (1, 3, 0, 32)
     assert (chosen.text == "all rows") == (scores >= 2 * 4 * 33 * 47)
-    expected.check(PEERS["eager"].prepare(given).call())
+    expected.check(BASELINES["eager"].prepare(given).call())
 
 
 def test_sampled_rows_are_blocks_spread_over_the_length() -> None:
@@ -328,7 +328,7 @@ def test_fp8_is_measured_against_the_values_before_quantisation(name: str) -> No
     assert 0 < (left.k.float() - fp8.k.float()).norm() / fp8.k.float().norm() < 0.04
     # What is left of the values, computed in bfloat16, is what fp8 is held to.
     expected = oracle.build(fp8)
-    o = PEERS["eager"].prepare(left).call()
+    o = BASELINES["eager"].prepare(left).call()
     assert 0.01 < expected.error(o) < 0.2
     expected.check(o)
     with pytest.raises(AssertionError, match="o: error"):
@@ -337,8 +337,10 @@ def test_fp8_is_measured_against_the_values_before_quantisation(name: str) -> No
 
 def test_fp8_is_ours_in_fp8_beside_ours_in_bf16() -> None:
     fp8 = problem.build(replace(SMALL, dtype="fp8"), CPU)
-    beside = PEERS["tileattn-bf16"]
-    assert {peer.refusal(fp8) for name, peer in PEERS.items() if name in ("eager", "sdpa", "flex")} == {NO_FP8}
+    beside = BASELINES["tileattn-bf16"]
+    assert {baseline.refusal(fp8) for name, baseline in BASELINES.items() if name in ("eager", "sdpa", "flex")} == {
+        NO_FP8
+    }
     assert beside.refusal(fp8) is None
     assert beside.refusal(fp8.unquantised()) is not None
     expected = oracle.build(fp8)
@@ -398,7 +400,7 @@ class Scripted:
         return self.refuses
 
     def prepare(self, given: problem.Problem) -> Prepared:
-        inner, calls = PEERS["sdpa"].prepare(given), []
+        inner, calls = BASELINES["sdpa"].prepare(given), []
 
         def call() -> Tensor:
             calls.append(1)
@@ -419,11 +421,11 @@ def run(*implementations: Scripted) -> tuple[results.Results, list[str]]:
 
 
 def test_the_runner_measures_all_side_by_side() -> None:
-    measured, failures = run(Scripted(OWN), Scripted("peer"))
+    measured, failures = run(Scripted(OWN), Scripted("baseline"))
     assert not failures
     assert not measured.failed
     assert [(row.case, row.backend) for row in measured.rows] == [
-        (case, backend) for case in measured.cases() for backend in (OWN, "peer")
+        (case, backend) for case in measured.cases() for backend in (OWN, "baseline")
     ]
     assert set(measured.implementation.values()) == {"inner"}
     for row in measured.rows:
@@ -448,29 +450,29 @@ def test_ceilings_are_taken_before_and_after_the_cases_on_a_gpu(monkeypatch: pyt
     assert run(Scripted(OWN))[0].ceilings == []
 
 
-def test_a_peer_that_refuses_is_listed_with_its_reason() -> None:
-    measured, failures = run(Scripted(OWN), Scripted("peer", refuses="not today"))
+def test_a_baseline_that_refuses_is_listed_with_its_reason() -> None:
+    measured, failures = run(Scripted(OWN), Scripted("baseline", refuses="not today"))
     assert not failures
     assert {entry.reason for entry in measured.refused} == {"not today"}
     assert {row.backend for row in measured.rows} == {OWN}
 
 
 @pytest.mark.parametrize("step", ["refusal", "call", "timing"])
-def test_a_peer_that_raises_does_not_end_the_run(step: str) -> None:
-    measured, failures = run(Scripted("peer", raises_in=step), Scripted(OWN))
+def test_a_baseline_that_raises_does_not_end_the_run(step: str) -> None:
+    measured, failures = run(Scripted("baseline", raises_in=step), Scripted(OWN))
     assert [entry.reason for entry in measured.failed] == [f"RuntimeError: {step} broke"] * 2
     assert len(failures) == 2
     assert "Traceback" in failures[0]
     assert [row.backend for row in measured.rows] == [OWN, OWN]
 
 
-def test_a_wrong_result_of_ours_is_a_failure_and_a_peers_is_shown() -> None:
-    measured, _ = run(Scripted(OWN, factor=1.01), Scripted("peer", factor=1.01), Scripted("other", factor=math.nan))
+def test_a_wrong_result_of_ours_is_a_failure_and_a_baselines_is_shown() -> None:
+    measured, _ = run(Scripted(OWN, factor=1.01), Scripted("baseline", factor=1.01), Scripted("other", factor=math.nan))
     failed = {entry.backend: entry.reason for entry in measured.failed}
     assert failed.keys() == {OWN, "other"}
     assert "AssertionError: o: error 0.01" in failed[OWN]
     assert "values are NaN" in failed["other"]
-    assert {row.backend for row in measured.rows} == {"peer"}
+    assert {row.backend for row in measured.rows} == {"baseline"}
     assert measured.rows[0].error == pytest.approx(0.01, rel=1e-2)
 
 
@@ -478,7 +480,7 @@ def test_a_wrong_result_of_ours_is_a_failure_and_a_peers_is_shown() -> None:
 
 
 def test_a_row_has_exactly_the_keys_of_the_format(tmp_path: Path) -> None:
-    measured, _ = run(Scripted(OWN), Scripted("peer", refuses="no"))
+    measured, _ = run(Scripted(OWN), Scripted("baseline", refuses="no"))
     results.save(measured, tmp_path / "r.json")
     content = json.loads((tmp_path / "r.json").read_text())
     keys = (
@@ -561,14 +563,14 @@ def rendered(measured: results.Results, width: int = 80) -> str:
 def test_the_table_shows_every_backend_and_reason() -> None:
     text = rendered(made_up("fa", "cuda", OWN, "fa2", "cudnn"))
     assert text.count("  tileattn ") == 40
-    assert text.count("1.10×") > 38  # tileattn, where fa2 is the fastest peer
+    assert text.count("1.10×") > 38  # tileattn, where fa2 is the fastest baseline
     assert "0.91×" in text  # cudnn there
     assert "needs [one] head dim [D192/128 causal (4,4096,16), D192/128 full (2,8192,16)]" in " ".join(text.split())
     assert "…" not in text
 
 
 def test_failures_are_shown_in_the_table() -> None:
-    measured, _ = run(Scripted(OWN), Scripted("peer", raises_in="call"))
+    measured, _ = run(Scripted(OWN), Scripted("baseline", raises_in="call"))
     text = rendered(measured)
     assert "failed" in text
     assert "RuntimeError: call broke" in text
@@ -576,13 +578,13 @@ def test_failures_are_shown_in_the_table() -> None:
 
 def test_comparisons_are_geometric_means() -> None:
     fa2, cudnn = compare.compare(made_up("fa", "cuda", OWN, "fa2", "cudnn"))
-    assert (fa2.peer, fa2.cases) == ("fa2", 38)
+    assert (fa2.baseline, fa2.cases) == ("fa2", 38)
     assert fa2.geometric_mean == pytest.approx(1.1)
-    assert (cudnn.peer, cudnn.cases) == ("cudnn", 40)
+    assert (cudnn.baseline, cudnn.cases) == ("cudnn", 40)
     assert cudnn.lowest == pytest.approx(1.21)
 
 
-def test_standings_are_against_the_best_peer_by_length() -> None:
+def test_standings_are_against_the_best_baseline_by_length() -> None:
     measured = made_up("fa", "cuda", OWN, "fa2", "cudnn")
     long, short, every = compare.standings(measured).values()
     assert list(compare.standings(measured)) == ["2048 tokens and more", "under 2048 tokens", "all"]
@@ -592,24 +594,24 @@ def test_standings_are_against_the_best_peer_by_length() -> None:
     assert long.geometric_mean == pytest.approx(1.1 * 1.1 ** (2 / 28))
     assert short.geometric_mean == pytest.approx(1.1)
     text = rendered(measured)
-    assert "against the best peer of each row" in text
+    assert "against the best baseline of each row" in text
     assert "behind" not in text
 
 
-def test_own_ways_to_run_are_no_peers_beside_others() -> None:
+def test_own_ways_to_run_are_no_baselines_beside_others() -> None:
     """tileattn-deterministic, say, is much like tileattn; nobody is compared with it but where there is nobody else."""
     case = made_up("fa", "cuda", OWN).rows[0].case
-    with_peer = made_up("fa", "cuda", OWN, "fa2", "tileattn-deterministic")
-    with_peer.rows = [
-        replace(row, ms=row.ms / 10) if row.backend == "tileattn-deterministic" else row for row in with_peer.rows
+    with_baseline = made_up("fa", "cuda", OWN, "fa2", "tileattn-deterministic")
+    with_baseline.rows = [
+        replace(row, ms=row.ms / 10) if row.backend == "tileattn-deterministic" else row for row in with_baseline.rows
     ]
-    peer = with_peer.row(case, "fa2")
-    assert peer is not None
-    assert compare.best_peer_ms(with_peer, case) == peer.ms
+    baseline = with_baseline.row(case, "fa2")
+    assert baseline is not None
+    assert compare.best_baseline_ms(with_baseline, case) == baseline.ms
     alone = made_up("fa", "cuda", OWN, "tileattn-deterministic")
     other = alone.row(case, "tileattn-deterministic")
     assert other is not None
-    assert compare.best_peer_ms(alone, case) == other.ms
+    assert compare.best_baseline_ms(alone, case) == other.ms
 
 
 def test_rows_behind_are_named_the_worst_first() -> None:
@@ -626,7 +628,7 @@ def test_rows_behind_are_named_the_worst_first() -> None:
     assert "under 2048 tokens, 1 behind, 1 by less than 2%: D64 full (32,512,32) 0.982×" in rendered(measured, 120)
 
 
-def test_without_peers_there_is_no_standing() -> None:
+def test_without_baselines_there_is_no_standing() -> None:
     assert compare.standings(made_up("fa", "cuda", OWN)) == {}
 
 
@@ -671,17 +673,17 @@ def test_costs_are_beside_the_plain_kernel_of_the_run() -> None:
     found = {each.case: each for each in cost.costs(measured)}
     shape = "(1,16384,16)"
     assert found[f"D128 causal+softcap50 {shape}"].ratio == pytest.approx(1.1)
-    assert found[f"D128 causal+sink {shape}"].baseline == "causal"
+    assert found[f"D128 causal+sink {shape}"].compared_with == "causal"
     # 128 rows of tiles see 9 tiles each, but for the first 8, which see 1 to 8.
     window = found[f"D128 window1024 {shape}"]
-    assert window.baseline_ms == pytest.approx(3.0 * (120 * 9 + 36) / 128**2)
-    assert window.baseline == "6.8% of full"
-    assert found[f"D128 documents1024 {shape}"].baseline_ms == pytest.approx(3.0 * 8 / 128)
+    assert window.plain_ms == pytest.approx(3.0 * (120 * 9 + 36) / 128**2)
+    assert window.compared_with == "6.8% of full"
+    assert found[f"D128 documents1024 {shape}"].plain_ms == pytest.approx(3.0 * 8 / 128)
     # 16 heads' causal tiles of 16384 x 16384 in bf16, at 4.2 TB/s; one head's are no more than what the kernel needs.
     bias = found[f"D128 causal+bias {shape}"]
-    assert bias.baseline_ms == pytest.approx(16 * 128 * 129 / 2 * 128 * 128 * 2 / 4.2e9)
-    assert bias.baseline == "bias from memory"
-    assert found[f"D128 causal+bias-11 {shape}"].baseline == "causal"
+    assert bias.plain_ms == pytest.approx(16 * 128 * 129 / 2 * 128 * 128 * 2 / 4.2e9)
+    assert bias.compared_with == "bias from memory"
+    assert found[f"D128 causal+bias-11 {shape}"].compared_with == "causal"
     assert not {"D128 full (1,16384,16)", "D128 causal (1,16384,16)"} & found.keys()
     text = rendered(measured, 100)
     assert "what a modification costs" in text
@@ -693,7 +695,7 @@ def test_without_the_plain_kernel_there_is_no_cost() -> None:
     measured.rows = [row for row in measured.rows if row.variant != "causal"]
     found = cost.costs(measured)
     assert {each.case.split()[1] for each in found} == {"window1024", "documents1024", "prefix1024"}
-    assert all(each.baseline.endswith("of full") for each in found)
+    assert all(each.compared_with.endswith("of full") for each in found)
     measured.rows = [row for row in measured.rows if row.variant != "full"]
     assert cost.costs(measured) == []
 
@@ -732,7 +734,7 @@ def test_pictures_show_every_measurement(suite: str, device: str, tmp_path: Path
 
 
 def test_every_backend_has_its_own_colour() -> None:
-    assert set(plot.COLOURS) == {OWN, *PEERS}
+    assert set(plot.COLOURS) == {OWN, *BASELINES}
     assert len(set(plot.COLOURS.values())) == len(plot.COLOURS)
 
 
@@ -761,7 +763,7 @@ def test_nothing_measured_is_nothing_to_draw(tmp_path: Path) -> None:
 
 def test_the_tutorial_runs_from_a_copy_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the file: what is measured is found, called as the tutorial calls it, and differentiable."""
-    from tileattn.bench.peers.triton_tutorial import FILE, TritonTutorial
+    from tileattn.bench.baselines.triton_tutorial import FILE, TritonTutorial
 
     file = tmp_path / "tutorial.py"
     file.write_text(

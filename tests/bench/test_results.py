@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from tests.tools.made_up import made_up
 from tileattn.bench import plot, plot_ladder, plot_memory, results
-from tileattn.bench.peers.base import OWN
+from tileattn.bench.baselines.base import OWN
 from tileattn.bench.results import Results
 from tileattn.cli.app import app
 from tileattn.cli.choices import LADDER, MEMORY

@@ -1,4 +1,4 @@
-"""Packed sequences in the benchmark: their lengths and FLOPs, the peers, the oracle, the command line."""
+"""Packed sequences in the benchmark: their lengths and FLOPs, the baselines, the oracle, the command line."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from tests.tools.made_up import made_up
 from tileattn.bench import cases, cost, packed_oracle, passes, plot, problem
+from tileattn.bench.baselines import BASELINES, TileAttn
+from tileattn.bench.baselines.base import NO_PACKED, OWN
 from tileattn.bench.cases import Case, lengths_of, square
-from tileattn.bench.peers import PEERS, TileAttn
-from tileattn.bench.peers.base import NO_PACKED, OWN
 from tileattn.bench.results import load
 from tileattn.cli import choices
 from tileattn.cli.app import app
@@ -95,7 +95,7 @@ def test_the_suite_has_what_the_issue_asks_for() -> None:
     assert all(case.name.endswith((" skewed", " uniform")) for case in suite)
 
 
-# --- Problems and peers ---
+# --- Problems and baselines ---
 
 
 def test_a_uniform_problem_is_the_dense_one_laid_out_otherwise() -> None:
@@ -160,16 +160,16 @@ def test_of_many_sequences_some_of_all_lengths_are_checked() -> None:
     assert packed_oracle.build(problem.build(SKEWED, CPU)).sample.text == "all rows"
 
 
-def test_dense_peers_refuse_packed_sequences() -> None:
+def test_dense_baselines_refuse_packed_sequences() -> None:
     given = problem.build(SKEWED, CPU)
-    assert {PEERS[name].refusal(given) for name in ("eager", "sdpa", "flex")} == {NO_PACKED}
-    assert PEERS["triton-tutorial"].refusal(given) is not None
-    assert PEERS["triton"].refusal(given) is not None
+    assert {BASELINES[name].refusal(given) for name in ("eager", "sdpa", "flex")} == {NO_PACKED}
+    assert BASELINES["triton-tutorial"].refusal(given) is not None
+    assert BASELINES["triton"].refusal(given) is not None
 
 
-def test_peers_for_packed_sequences_say_why_they_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_for_packed_sequences_say_why_they_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem.build(SKEWED, CPU)
-    assert {PEERS[name].refusal(given) for name in ("fa2-varlen", "fa4")} == {"runs on CUDA only"}
+    assert {BASELINES[name].refusal(given) for name in ("fa2-varlen", "fa4")} == {"runs on CUDA only"}
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     for change, says in (
         ({"packing": ""}, "it is there for packed sequences"),
@@ -179,11 +179,11 @@ def test_peers_for_packed_sequences_say_why_they_are_absent(monkeypatch: pytest.
         ({"head_dim_v": 16, "variant": "prefix3"}, "causal masks and windows only"),
         ({"head_dim_v": 16, "variant": "sink"}, "causal masks and windows only"),
     ):
-        refusal = PEERS["fa2-varlen"].refusal(on_gpu(replace(SKEWED, **({"dtype": "bf16"} | change))))
+        refusal = BASELINES["fa2-varlen"].refusal(on_gpu(replace(SKEWED, **({"dtype": "bf16"} | change))))
         assert says in str(refusal)
     for variant in ("full", "causal", "window7", "window3-5"):
         case = replace(SKEWED, dtype="bf16", head_dim_v=16, variant=variant)
-        assert PEERS["fa2-varlen"].refusal(on_gpu(case)) is None
+        assert BASELINES["fa2-varlen"].refusal(on_gpu(case)) is None
 
 
 def on_gpu(case: Case) -> problem.Problem:
@@ -197,7 +197,7 @@ def test_fa2_is_called_as_its_operator_wants_it(variant: str) -> None:
     """On "meta": the operator checks its arguments' kinds, knows the gradient and computes shapes alone."""
     case = replace(SKEWED, dtype="bf16", head_dim_v=16, variant=variant)
     given = problem.build(case, "meta", direction="bwd")
-    o = PEERS["fa2-varlen"].prepare(given).call()
+    o = BASELINES["fa2-varlen"].prepare(given).call()
     assert o.shape == given.q.shape
     gradients = torch.autograd.grad(o, (given.q, given.k, given.v), given.do)
     assert [x.shape for x in gradients] == [given.q.shape, given.k.shape, given.v.shape]
@@ -232,12 +232,12 @@ def _stand_in_for_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_stand_in_for_fa4")
 def test_fa4_is_told_where_the_sequences_lie() -> None:
     given = problem.build(SKEWED, CPU)
-    packed_oracle.build(given).check(PEERS["fa4"].prepare(given).call())
+    packed_oracle.build(given).check(BASELINES["fa4"].prepare(given).call())
 
 
 @pytest.mark.parametrize("direction", cases.DIRECTIONS)
-def test_our_dense_kernel_is_a_peer_where_lengths_are_equal(direction: str) -> None:
-    dense = PEERS["tileattn-dense"]
+def test_our_dense_kernel_is_a_baseline_where_lengths_are_equal(direction: str) -> None:
+    dense = BASELINES["tileattn-dense"]
     assert "of one length" in str(dense.refusal(problem.build(SKEWED, CPU)))
     assert "of one length" in str(dense.refusal(problem.build(replace(UNIFORM, packing=""), CPU)))
     given = problem.build(UNIFORM, CPU, direction=direction)
@@ -259,7 +259,7 @@ def test_packed_rows_are_in_no_panel_of_dense_ones() -> None:
     assert cost.costs(measured) == []
 
 
-def test_the_default_peers_are_those_that_take_packed_sequences() -> None:
+def test_the_default_baselines_are_those_that_take_packed_sequences() -> None:
     for device, wanted in ((CPU, ["tileattn-dense"]), (torch.device("cuda"), ["fa2-varlen", "fa4", "tileattn-dense"])):
         chosen = choices.Chosen("varlen", cases.suite("varlen", "bf16", device.type))
         found = choices.choose_implementations(None, None, device, chosen)
@@ -296,7 +296,7 @@ def test_bad_options_are_one_error(options: str, says: str, tmp_path: Path) -> N
 
 
 def test_a_file_without_packing_is_of_dense_cases(tmp_path: Path) -> None:
-    result = invoke("bench --seqlen 16 --head-dim 16 --heads 2 --peers none --rounds 1", tmp_path)
+    result = invoke("bench --seqlen 16 --head-dim 16 --heads 2 --baselines none --rounds 1", tmp_path)
     assert result.exit_code == 0, result.output
     content = json.loads((tmp_path / "r.json").read_text())
     for row in content["rows"]:

@@ -12,7 +12,7 @@ import pytest
 from tests.tools import ROOT
 from tests.tools.made_up import made_up
 from tileattn.bench import results
-from tileattn.bench.peers.base import OWN
+from tileattn.bench.baselines.base import OWN
 from tileattn.measure import ceilings
 
 spec = importlib.util.spec_from_file_location("make_page", ROOT / "benchmarks" / "make_page.py")
@@ -85,7 +85,7 @@ def test_every_suite_has_its_section() -> None:
         *("D128 (4,4096,16)", "D128 (1,16384,16)", "D64 (4,4096,32)"),
     ]
     assert "cuBLAS reached 750 TFLOPS, a copy 4.20 TB/s (before and after)." in text
-    # 2 * 2 * 16 * 8192^2 * 256 FLOPs in 1 ms, of 750 TFLOPS; the peers are 1.1, 1.21 and 1.331 times slower.
+    # 2 * 2 * 16 * 8192^2 * 256 FLOPs in 1 ms, of 750 TFLOPS; the baselines are 1.1, 1.21 and 1.331 times slower.
     row, of_fp8 = re.findall(r"^\| D128 full \(2,8192,16\) .*", text, re.M)
     assert row == "| D128 full (2,8192,16) | 1100 | 1000 | 909 | 826 | 1.10× | 147% | 2.0e-03 | 2.0e-03 |"
     assert "| causal+softcap50 | 1.000 | 1.100 | 275 | 1.10× | 1.00× | causal | 2.0e-03 |" in text
@@ -108,7 +108,7 @@ def test_rows_behind_are_bold_and_what_is_absent_is_said() -> None:
     assert "Not measured yet\n\nThe suites `variants` and `heads` and `fp8`." in text
 
 
-def test_a_case_that_only_a_peer_ran_has_dashes() -> None:
+def test_a_case_that_only_a_baseline_ran_has_dashes() -> None:
     fa = made_up("fa", "cuda", OWN, "cudnn")
     fa.rows = [row for row in fa.rows if (row.backend, row.case) != (OWN, "D128 full (2,8192,16)")]
     assert "| D128 full (2,8192,16) | – | 1000 | – | – | 2.0e-03 |" in made_up_page(fa=fa)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.tools import ROOT
 from tests.tools.made_up import made_up
-from tileattn.bench.peers.base import OWN
+from tileattn.bench.baselines.base import OWN
 from tileattn.measure import ceilings
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from tests.tools import ROOT
 from tileattn.bench import plot_ladder, problem, warmup
+from tileattn.bench.baselines import own
+from tileattn.bench.baselines.base import Prepared
 from tileattn.bench.cases import Case
-from tileattn.bench.peers import own
-from tileattn.bench.peers.base import Prepared
 from tileattn.call.inputs import Inputs
 from tileattn.cli import info
 from tileattn.cli import run_bench as command
@@ -82,24 +82,24 @@ def test_bench_prints_a_table_and_saves_a_result_and_a_picture() -> None:
 def test_bench_takes_a_case_apart() -> None:
     shape = "--batch 2 --heads 4 --kv-heads 2 --seqlen 12 --seqlen-k 20 --head-dim 24 --head-dim-v 16"
     variant = "--causal --mask window6 --softcap 20 --alibi --bias --sink"
-    result = invoke(f"bench {shape} {variant} --device cpu --peers eager --rounds 1 --json r.json")
+    result = invoke(f"bench {shape} {variant} --device cpu --baselines eager --rounds 1 --json r.json")
     assert result.exit_code == 0, result.output
-    ours, peer = rows(Path("r.json"))
-    assert (ours["backend"], peer["backend"]) == ("tileattn", "eager")
+    ours, baseline = rows(Path("r.json"))
+    assert (ours["backend"], baseline["backend"]) == ("tileattn", "eager")
     assert ours["case"] == "D24/16 causal+window6+softcap20+alibi+bias+sink (2,12x20,4/2)"
     assert (ours["suite"], ours["direction"], ours["dtype"], ours["causal"]) == ("custom", "fwd", "fp32", True)
     assert Path("r.png").exists()
 
 
 def test_bench_takes_a_variant_by_name() -> None:
-    result = invoke(f"{TINY} --variant userscore+causal+bias-b1 --batch 2 --peers eager,sdpa --json r.json")
+    result = invoke(f"{TINY} --variant userscore+causal+bias-b1 --batch 2 --baselines eager,sdpa --json r.json")
     assert result.exit_code == 0, result.output
     assert {row["variant"] for row in rows(Path("r.json"))} == {"causal+bias-b1+userscore"}
     assert "refused: sdpa: SDPA has no score modification" in result.output
 
 
-def test_bench_without_peers_and_quiet() -> None:
-    result = invoke(f"{TINY} --peers none --quiet --json r.json --plot p.svg")
+def test_bench_without_baselines_and_quiet() -> None:
+    result = invoke(f"{TINY} --baselines none --quiet --json r.json --plot p.svg")
     assert result.exit_code == 0, result.output
     assert result.output.splitlines() == ["results: r.json", "picture: p.svg"]
     assert {row["backend"] for row in rows(Path("r.json"))} == {"tileattn"}
@@ -117,14 +117,14 @@ def test_the_fp8_suite_is_beside_bf16() -> None:
 
 
 def test_a_named_backend_is_the_one_that_runs() -> None:
-    result = invoke(f"{TINY} --peers none --backend torch --json r.json")
+    result = invoke(f"{TINY} --baselines none --backend torch --json r.json")
     assert result.exit_code == 0, result.output
     assert set(json.loads(Path("r.json").read_text())["implementation"].values()) == {"torch"}
 
 
 @pytest.mark.parametrize("direction", ["bwd", "fwdbwd"])
 def test_bench_measures_the_backward_pass(direction: str) -> None:
-    result = invoke(f"{TINY} --kv-heads 1 --causal --dtype bf16 --direction {direction} --peers sdpa,eager,flex")
+    result = invoke(f"{TINY} --kv-heads 1 --causal --dtype bf16 --direction {direction} --baselines sdpa,eager,flex")
     assert result.exit_code == 0, result.output
     (saved,) = Path("bench-results").glob(f"custom-{direction}-cpu-*.json")
     assert {(row["backend"], row["direction"]) for row in rows(saved)} == {
@@ -137,7 +137,9 @@ def test_bench_measures_the_backward_pass(direction: str) -> None:
 
 
 def test_bench_trains_a_bias() -> None:
-    result = invoke(f"{TINY} --variant causal+bias-b1+dbias --dtype bf16 --direction bwd --peers eager --json r.json")
+    result = invoke(
+        f"{TINY} --variant causal+bias-b1+dbias --dtype bf16 --direction bwd --baselines eager --json r.json"
+    )
     assert result.exit_code == 0, result.output
     assert [(row["variant"], row["backend"]) for row in rows(Path("r.json"))] == [
         ("causal+bias-b1+dbias", backend) for _ in range(2) for backend in ("tileattn", "eager")
@@ -159,8 +161,8 @@ def test_memory_is_drawn_against_the_length() -> None:
     assert Path("again.png").stat().st_size > 10_000
 
 
-def test_a_peer_that_cannot_is_a_dash_with_its_reason() -> None:
-    result = invoke(f"{TINY} --softcap 30 --peers sdpa,fa2,eager")
+def test_a_baseline_that_cannot_is_a_dash_with_its_reason() -> None:
+    result = invoke(f"{TINY} --softcap 30 --baselines sdpa,fa2,eager")
     assert result.exit_code == 0, result.output
     assert "refused: sdpa: SDPA has no softcap" in result.output
     assert "refused: fa2: runs on CUDA only" in result.output
@@ -172,17 +174,17 @@ def test_results_are_never_overwritten_unless_asked() -> None:
     assert result.exit_code == 2
     assert "Invalid value for --json: r.json exists; give another name, or --force" in words(result.output)
     assert Path("r.json").read_text() == "mine"
-    result = invoke(f"{TINY} --json r.json --peers none --force")
+    result = invoke(f"{TINY} --json r.json --baselines none --force")
     assert result.exit_code == 0, result.output
     assert len(rows(Path("r.json"))) == 2
 
 
 def test_without_matplotlib_there_is_no_picture_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None)
-    result = invoke(f"{TINY} --peers none --json r.json")
+    result = invoke(f"{TINY} --baselines none --json r.json")
     assert result.exit_code == 0, result.output
     assert "no picture: plots need matplotlib (pip install 'tileattn[plot]')" in result.output
-    result = invoke(f"{TINY} --peers none --json s.json --plot s.png")
+    result = invoke(f"{TINY} --baselines none --json s.json --plot s.png")
     assert result.exit_code == 2
     assert "Invalid value for --plot: plots need matplotlib: pip install 'tileattn[plot]'" in words(result.output)
     assert not Path("s.json").exists()
@@ -199,7 +201,7 @@ def test_a_run_that_is_stopped_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch
         return real(self, given)
 
     monkeypatch.setattr(own.TileAttn, "prepare", prepare)
-    result = invoke(f"{TINY} --peers none --json r.json")
+    result = invoke(f"{TINY} --baselines none --json r.json")
     assert result.exit_code == 130
     assert "stopped: what was measured so far is shown and kept" in result.output
     assert [row["seqlen_q"] for row in rows(Path("r.json"))] == [16]
@@ -210,7 +212,7 @@ def test_a_failure_of_ours_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("broken today")
 
     monkeypatch.setattr(own.TileAttn, "prepare", prepare)
-    result = invoke(f"{TINY} --peers sdpa --json r.json")
+    result = invoke(f"{TINY} --baselines sdpa --json r.json")
     assert result.exit_code == 1
     assert "failed: tileattn: RuntimeError: broken today" in words(result.output)
     assert {row["backend"] for row in rows(Path("r.json"))} == {"sdpa"}
@@ -236,7 +238,10 @@ def test_a_failure_of_ours_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> 
         ),
         ("--device tpu", "Invalid value for --device: 'tpu' is not a device here; accepted: auto, cpu"),
         ("--device cpu:x", "Invalid value for --device: 'cpu:x' is not a device here; accepted: auto, cpu"),
-        ("--peers sdpa,fa3", "Invalid value for --peers: 'fa3': not known; accepted: none, eager, sdpa, fa2, cudnn"),
+        (
+            "--baselines sdpa,fa3",
+            "Invalid value for --baselines: 'fa3': not known; accepted: none, eager, sdpa, fa2, cudnn",
+        ),
         ("--backend cutlass", "Invalid value for --backend: 'cutlass' is not known; accepted: "),
         ("--seqlen 128,x", "Invalid value for --seqlen: '128,x' is not understood; accepted: positive integers"),
         ("--seqlen 0", "Invalid value for --seqlen: '0' is not understood"),
@@ -262,7 +267,7 @@ def test_a_bad_value_is_one_error_that_names_option_value_and_choice(arguments: 
 
 
 def test_plot_draws_a_result_file_again() -> None:
-    assert invoke(f"{TINY} --peers none --json r.json").exit_code == 0
+    assert invoke(f"{TINY} --baselines none --json r.json").exit_code == 0
     result = invoke("plot r.json -o again.svg")
     assert result.exit_code == 0, result.output
     assert "<svg" in Path("again.svg").read_text()
@@ -465,8 +470,22 @@ def test_help_reads_well() -> None:
         assert result.exit_code == 0
         assert "Usage:" in result.output
     text = words(invoke("bench --help").output)
-    for shown in ("--suite", "--peers", "tileattn bench --suite fa --peers fa2,cudnn --plot speed.png"):
+    for shown in ("--suite", "--baselines", "tileattn bench --suite fa --baselines fa2,cudnn --plot speed.png"):
         assert shown in text
+    assert "--baselines" in invoke("memory --help").output
+
+
+@pytest.mark.parametrize("command", ["bench", "memory"])
+def test_peers_is_a_spelling_of_baselines_that_help_leaves_out(command: str) -> None:
+    assert "--peers" not in invoke(f"{command} --help").output
+    refused = [
+        invoke(f"{command} --device cpu {option}") for option in ("--baselines fa3", "--peers fa3", "--peers=fa3")
+    ]
+    assert {result.exit_code for result in refused} == {2}
+    assert all("Invalid value for --baselines: 'fa3'" in words(result.output) for result in refused)
+    result = invoke(f"{command} --seqlen 16 --head-dim 16 --heads 2 --device cpu --peers sdpa --json {command}.json")
+    assert result.exit_code == 0
+    assert [row["backend"] for row in rows(Path(f"{command}.json"))] == ["tileattn", "sdpa"]
 
 
 def test_the_module_runs_as_the_command_and_help_imports_nothing_slow() -> None:

@@ -46,8 +46,8 @@ def test_the_totals_are_the_result_files() -> None:
     for row in rows:
         ms.setdefault(row["case"], {})[row["backend"]] = row["ms"]
 
-    def speed_against(peer: str) -> list[float]:
-        return [of[peer] / of["tileattn"] for of in ms.values() if peer in of]
+    def speed_against(baseline: str) -> list[float]:
+        return [of[baseline] / of["tileattn"] for of in ms.values() if baseline in of]
 
     def speed_against_best(short: bool) -> list[float]:
         lengths = {row["case"]: row["seqlen_q"] for row in rows}
@@ -93,12 +93,12 @@ def test_the_ranges_are_the_result_files() -> None:
     )
 
 
-def _speeds(name: str, peers: list[str]) -> list[float]:
+def _speeds(name: str, baselines: list[str]) -> list[float]:
     """tileattn's speed beside the fastest of these, in each row that one of them runs."""
     ms: dict[str, dict[str, float]] = {}
     for row in json.loads((ROOT / "benchmarks/results" / name).read_text())["rows"]:
         ms.setdefault(row["case"], {})[row["backend"]] = row["ms"]
-    beside = [([of[peer] for peer in peers if peer in of], of["tileattn"]) for of in ms.values()]
+    beside = [([of[baseline] for baseline in baselines if baseline in of], of["tileattn"]) for of in ms.values()]
     return [min(theirs) / ours for theirs, ours in beside if theirs]
 
 

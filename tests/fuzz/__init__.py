@@ -5,7 +5,7 @@
 1. :mod:`fuzz.spec`: a call as a value, which JSON holds.
 2. :mod:`fuzz.draw`: random structures (what kernels are compiled for), then random sizes and values of a structure.
 3. :mod:`fuzz.values`: the call's tensors.
-4. :mod:`fuzz.doors`: the call itself, by the function of tileattn that it names.
+4. :mod:`fuzz.adapters`: the call itself, by the function of tileattn that it names.
 5. :mod:`fuzz.variants` and :mod:`fuzz.oracle`: what is right, in float64, and how far rounding may lead away from it.
 6. :mod:`fuzz.compare`: the verdict.
 7. :mod:`fuzz.shrink`: the smallest call that still fails.

@@ -88,17 +88,17 @@ def jobs_of(structure: Structure) -> list:  # type: ignore[type-arg]
 
 
 def _attempt(call: Call):  # type: ignore[no-untyped-def]
-    """The call on tensors without memory; by another door where its own reads them."""
-    from . import doors, values
+    """The call on tensors without memory; by another adapter where its own reads them."""
+    from . import adapters, values
 
     call = call.replace(poisoned=False)
-    if call.door == "padded":
-        call = call.replace(door="varlen")
-    if call.door == "torch_sdpa":
-        call = call.replace(door="attention", lse=True)
+    if call.adapter == "padded":
+        call = call.replace(adapter="varlen")
+    if call.adapter == "torch_sdpa":
+        call = call.replace(adapter="attention", lse=True)
 
     def attempt() -> None:
         t = values.make(call, "meta")
-        doors.run(call, doors.quantized(call, t)[0] if call.dtype == "fp8" else t)
+        adapters.run(call, adapters.quantized(call, t)[0] if call.dtype == "fp8" else t)
 
     return attempt

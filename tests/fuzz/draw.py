@@ -6,11 +6,11 @@ import random
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from .spec import PACKED_DOORS, Call, mod_tensor, terms
+from .spec import PACKED_ADAPTERS, Call, mod_tensor, terms
 
 T = TypeVar("T")
 
-DOORS = {
+ADAPTERS = {
     "attention": 44, "varlen": 18, "sdpa": 8, "fa": 4, "fa_kv": 2, "fa_qkv": 2, "fa_varlen": 4, "fa_varlen_kv": 2,
     "fa_varlen_qkv": 2, "padded": 3, "nn": 5, "torch_sdpa": 2, "reference": 4,
 }  # fmt: skip
@@ -45,66 +45,66 @@ class Draw:
     # --- Structures ---
 
     def structure(self) -> Call:
-        door = self._door()
-        call = Call(door=door, backend=self._named(door))
-        call = call.replace(dtype=self._dtype(door))
+        adapter = self._adapter()
+        call = Call(adapter=adapter, backend=self._named(adapter))
+        call = call.replace(dtype=self._dtype(adapter))
         call = call.replace(**self._head_dims(call))
-        if door == "nn":
+        if adapter == "nn":
             call = call.replace(module=self._module(call))
-        if door == "reference":
+        if adapter == "reference":
             call = call.replace(module=self.one(("standard_attention", "flash_attention_1", "flash_attention_2")))
         call = call.replace(**self._variant(call))
-        takes_sink = door in ("attention", "varlen", "padded", "reference") and self.backend != "mma"
+        takes_sink = adapter in ("attention", "varlen", "padded", "reference") and self.backend != "mma"
         if takes_sink and self.chance(0.2):
             call = call.replace(sink=self.one(("fp32", "fp32", call.dtype if call.dtype != "fp8" else "bf16")))
-        if call.door in ("attention", "varlen", "sdpa") and self.chance(0.06) and self._drops(call):
+        if call.adapter in ("attention", "varlen", "sdpa") and self.chance(0.06) and self._drops(call):
             call = call.replace(dropout=self.one((0.1, 0.5, 0.9, 1.0)))
         call = call.replace(scale=self._scale_sign(call))
-        if self.chance(0.03) and door in ("attention", "varlen", "sdpa") and call.dtype in ("fp16", "bf16"):
+        if self.chance(0.03) and adapter in ("attention", "varlen", "sdpa") and call.dtype in ("fp16", "bf16"):
             call = call.replace(autocast=not self.gpu)
         call = call.replace(bias_aligned=self.chance(0.6))
         if self.gpu and self.backend != "mma" and call.dtype != "fp8" and self.chance(0.15):
             call = call.replace(strides=("odd", "dense", "dense"))
         return self._outputs(call)
 
-    def _named(self, door: str) -> str | None:
-        """Backends are named where a door takes a name; what dispatch would take as well, in one of five calls."""
-        if door not in ("attention", "varlen"):
+    def _named(self, adapter: str) -> str | None:
+        """Backends are named where an adapter takes a name; what dispatch would take as well, in one of five calls."""
+        if adapter not in ("attention", "varlen"):
             return None
         if self.backend is None and self.chance(0.2):
             return "tilelang" if self.gpu else "torch"
         return self.backend
 
-    def _door(self) -> str:
+    def _adapter(self) -> str:
         if self.backend in ("triton", "mma"):
             return "attention"
         if self.gpu and self.backend == "torch":
             return self.one(("attention", "varlen"))
-        doors = dict(DOORS)
+        adapters = dict(ADAPTERS)
         if self.gpu:
-            del doors["reference"]
-        return self.weighted(doors)
+            del adapters["reference"]
+        return self.weighted(adapters)
 
-    def _dtype(self, door: str) -> str:
-        flash = door[:2] == "fa" or door == "torch_sdpa"
+    def _dtype(self, adapter: str) -> str:
+        flash = adapter[:2] == "fa" or adapter == "torch_sdpa"
         if self.backend == "mma" or (self.gpu and (flash or self.backend in (None, "tilelang"))):
-            is_8_bit = door == "attention" and self.backend is None and self.chance(0.08)
+            is_8_bit = adapter == "attention" and self.backend is None and self.chance(0.08)
             return "fp8" if is_8_bit else self.one(("bf16", "bf16", "fp16"))
         if self.backend == "triton":
             return self.one(("bf16", "fp16", "fp32", "fp32"))
-        if door == "attention" and self.chance(0.04):
+        if adapter == "attention" and self.chance(0.04):
             return "fp8"
         return self.weighted({"bf16": 33, "fp16": 20, "fp32": 37, "fp64": 10})
 
     def _head_dims(self, call: Call) -> dict[str, int]:
         if self.backend == "mma":
             return dict.fromkeys(("head_dim", "head_dim_v"), self.one((64, 128)))
-        pads = call.door == "sdpa" or call.door[:2] == "fa"
+        pads = call.adapter == "sdpa" or call.adapter[:2] == "fa"
         by_eight = self.gpu and self.backend in (None, "tilelang") and not pads
         if self.gpu and call.dtype == "fp8":
             return {"head_dim": 16 * self.random.randint(1, 16), "head_dim_v": 16 * self.random.randint(1, 16)}
         head_dim = self._head_dim(by_eight)
-        same = call.door[:2] == "fa" or call.door in ("nn", "torch_sdpa") or self.chance(0.75)
+        same = call.adapter[:2] == "fa" or call.adapter in ("nn", "torch_sdpa") or self.chance(0.75)
         return {"head_dim": head_dim, "head_dim_v": head_dim if same else self._head_dim(by_eight)}
 
     def _head_dim(self, by_eight: bool) -> int:
@@ -125,22 +125,22 @@ class Draw:
         return self.backend in (None, "torch", "tilelang") and call.dtype != "fp8"
 
     def _scale_sign(self, call: Call) -> float | None:
-        if call.door in ("nn",) or self.chance(0.5):
+        if call.adapter in ("nn",) or self.chance(0.5):
             return None
         return self.weighted({1.0: 8, -1.0: 1, 0.0: 1})
 
     def _variant(self, call: Call) -> dict[str, Any]:
-        door = call.door
+        adapter = call.adapter
         causal = self.chance(0.3)
         if self.backend == "mma":
             return {"causal": causal}
-        if door == "nn":
+        if adapter == "nn":
             return self._module_variant(call, causal)
-        if door == "torch_sdpa":
+        if adapter == "torch_sdpa":
             return {"causal": causal, "top": True}
-        if door == "sdpa":
+        if adapter == "sdpa":
             return self._sdpa_variant(call, causal)
-        if door[:2] == "fa":
+        if adapter[:2] == "fa":
             mods = [["softcap", 15.0]] if self.chance(0.2) else []
             mods += [["alibi", self.one(("h", "bh")), "fp32"]] if self.chance(0.2) else []
             mask = ["window", self._bound(), self._bound()] if self.chance(0.4) else None
@@ -149,7 +149,7 @@ class Draw:
             return {"causal": causal, "mask": mask, "mods": tuple(mods)}
         mask = self._mask() if self.chance(0.55) else None
         mods = () if self.chance(0.5) else tuple(self._mod(call) for _ in range(self.one((1, 1, 1, 2))))
-        key_padding = door == "attention" and self.chance(0.1)
+        key_padding = adapter == "attention" and self.chance(0.1)
         return {"causal": causal, "mask": mask, "mods": mods, "key_padding": key_padding}
 
     def _bound(self) -> int | None:
@@ -202,8 +202,8 @@ class Draw:
 
     def _outputs(self, call: Call) -> Call:
         """What is returned, and which gradients are asked for."""
-        has_lse = call.door in ("attention", "varlen", "padded", "reference") or call.door[:2] == "fa"
-        lse = has_lse and (call.door == "reference" or self.chance(0.5))
+        has_lse = call.adapter in ("attention", "varlen", "padded", "reference") or call.adapter[:2] == "fa"
+        lse = has_lse and (call.adapter == "reference" or self.chance(0.5))
         names = ["q", "k", "v"] + ["sink"] * (call.sink is not None)
         # A factor of a score of -inf has the slope -inf, and 0 times that is NaN in PyTorch's own gradient as well.
         hiding = next((number for number, mod in enumerate(call.mods) if mod[:2] == ["fn", "hidden"]), len(call.mods))
@@ -211,12 +211,12 @@ class Draw:
         grads: list[str] = []
         if call.dtype != "fp8" and self.backend != "mma" and not self.chance(0.2):
             grads = names
-            if self.chance(0.35) and call.door not in ("torch_sdpa",):
+            if self.chance(0.35) and call.adapter not in ("torch_sdpa",):
                 grads = [name for name in names if self.chance(0.5)] or [self.one(names)]
-        flash_probs = call.door[:2] == "fa" and call.dropout
+        flash_probs = call.adapter[:2] == "fa" and call.dropout
         dlse = lse and bool(grads) and grads != ["v"] and self.chance(0.5) and not flash_probs
-        flags = {"deterministic": self.chance(0.1) and call.door in ("attention", "varlen", "fa")}
-        layout = "bhsd" if call.door == "attention" and self.chance(0.3) else "bshd"
+        flags = {"deterministic": self.chance(0.1) and call.adapter in ("attention", "varlen", "fa")}
+        layout = "bhsd" if call.adapter == "attention" and self.chance(0.3) else "bshd"
         return call.replace(lse=lse, grads=tuple(grads), dlse=dlse, layout=layout, **flags)
 
     # --- Sizes and values ---
@@ -237,19 +237,19 @@ class Draw:
         self.least = 2 if self.gpu and has_tensors(structure) else 0
         if call.heads < self.least:
             call = call.replace(kv_heads=2)
-        if call.door in PACKED_DOORS:
+        if call.adapter in PACKED_ADAPTERS:
             call = call.replace(**self._lengths(call, budget))
         else:
             call = call.replace(**self._dense(call, budget))
         call = call.replace(**self._numbers(call))
         call = call.replace(strides=self._strides(call))
-        plain = call.door in ("attention", "varlen", "sdpa") and call.backend != "triton" and call.dtype != "fp8"
+        plain = call.adapter in ("attention", "varlen", "sdpa") and call.backend != "triton" and call.dtype != "fp8"
         if not self.gpu and plain and not call.dropout and not call.autocast and self.chance(0.01):
             call = call.replace(compiled=True, poisoned=False)  # seconds each
         return call
 
     def _group(self, call: Call) -> int:
-        if call.door in ("fa_qkv", "fa_varlen_qkv") or call.module in ("flash_v1", "flash_v2"):
+        if call.adapter in ("fa_qkv", "fa_varlen_qkv") or call.module in ("flash_v1", "flash_v2"):
             return 1
         return self.one(GROUPS)
 
@@ -261,24 +261,24 @@ class Draw:
     def _dense(self, call: Call, budget: int) -> dict[str, Any]:
         batch = (
             0
-            if self.chance(0.01) and call.door != "torch_sdpa"
+            if self.chance(0.01) and call.adapter != "torch_sdpa"
             else self.random.randint(max(self.least, 1), 3 if self.gpu or self.backend != "triton" else 2)
         )
-        same = call.door in ("nn", "fa_qkv") or (call.door == "torch_sdpa" and call.causal) or self.chance(0.4)
+        same = call.adapter in ("nn", "fa_qkv") or (call.adapter == "torch_sdpa" and call.causal) or self.chance(0.4)
         most = int((budget / max(batch * call.heads, 1)) ** 0.5)
         seqlen_q = self._size(max(most, 1))
         seqlen_k = seqlen_q if same else self._size(max(most, 1))
-        if call.door in ("nn", "torch_sdpa"):
+        if call.adapter in ("nn", "torch_sdpa"):
             seqlen_q, seqlen_k = max(seqlen_q, 1), max(seqlen_k, 1)
         return {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
 
     def _lengths(self, call: Call, budget: int) -> dict[str, Any]:
-        count = 0 if self.chance(0.01) and call.door != "padded" else self.random.randint(max(self.least, 1), 5)
-        same = call.door in ("fa_varlen_qkv", "padded") or self.chance(0.4)
+        count = 0 if self.chance(0.01) and call.adapter != "padded" else self.random.randint(max(self.least, 1), 5)
+        same = call.adapter in ("fa_varlen_qkv", "padded") or self.chance(0.4)
         most = max(1, int((budget / max(count * call.heads, 1)) ** 0.5))
         of_q = tuple(self._size(most) for _ in range(count))
         of_k = of_q if same else tuple(self._size(most) for _ in range(count))
-        loose = call.door != "padded"
+        loose = call.adapter != "padded"
         tail = self.one((0, 0, 0, 1, 17)) * loose
         slack = self.one((0, 0, 0, 1, 40)) * loose
         if min(max(of_q, default=2), max(of_k, default=2)) + slack == 1 == self.least - 1:
@@ -303,11 +303,11 @@ class Draw:
             return [mask[0], self._numbered(mask[1], longest, call), self._numbered(mask[2], longest, call)]
         if mask[0] == "window":
             left, right = (None if bound is None else self.one(WINDOWS[1:]) for bound in mask[1:])
-            if left is not None and self.gpu and call.door[:2] == "fa":
+            if left is not None and self.gpu and call.adapter[:2] == "fa":
                 left = min(left, max(longest - 1, 0))  # beyond it is no window, and another kernel
             if call.module == "sliding_window":
                 return ["window", left, 0 if call.causal else left]
-            return ["window", left, 0 if call.causal and call.door[:2] == "fa" and right is not None else right]
+            return ["window", left, 0 if call.causal and call.adapter[:2] == "fa" and right is not None else right]
         if mask[0] in ("prefix", "prefixes"):
             return [mask[0], self.random.randint(0, longest + 5)]
         return mask

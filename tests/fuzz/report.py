@@ -42,11 +42,11 @@ def sketch(call: Call) -> str:
         sizes = f"batch={call.batch}, seqlen={call.seqlen_q}/{call.seqlen_k}, heads={call.heads}/{call.kv_heads}"
     dims = f"head_dim={call.head_dim}" + (f"/{call.head_dim_v}" if call.head_dim_v != call.head_dim else "")
     skipped = {
-        "seed", "door", "dtype", "batch", "seqlen_q", "seqlen_k", "kv_heads", "group", "head_dim", "head_dim_v",
+        "seed", "adapter", "dtype", "batch", "seqlen_q", "seqlen_k", "kv_heads", "group", "head_dim", "head_dim_v",
         "lengths_q", "lengths_k",
     }  # fmt: skip
     options = [f"{name}={_shown(value)}" for name, value in call.changed().items() if name not in skipped]
-    return f"{call.door}({call.dtype}, {sizes}, {dims}{''.join(', ' + option for option in options)})"
+    return f"{call.adapter}({call.dtype}, {sizes}, {dims}{''.join(', ' + option for option in options)})"
 
 
 def _shown(value: Any) -> str:

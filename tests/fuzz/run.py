@@ -248,7 +248,7 @@ class Run:
         kinds: dict[str, list[str]] = collections.defaultdict(list)
         for name, count in sorted(self.counts.items()):
             first, _, rest = name.partition(" ")
-            if rest and first in ("backend", "door", "dtype"):
+            if rest and first in ("backend", "adapter", "dtype"):
                 kinds[first].append(f"{rest} {count}")
         for kind, parts in kinds.items():
             print(f"by {kind}: {', '.join(parts)}")

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .spec import PACKED_DOORS, Call, mod_tensor
+from .spec import PACKED_ADAPTERS, Call, mod_tensor
 
 PLAIN = Call()
 # Fields in the order in which they are dropped: first what changes the call most.
 DROPPED = (
     "compiled", "autocast", "poisoned", "deterministic", "bucket", "dropout", "sink", "key_padding", "dlse", "lse",
     "layout", "scale", "causal", "tail", "slack", "values", "q_size", "v_size", "strides", "bias_aligned", "dtype",
-    "door",
+    "adapter",
 )  # fmt: skip
 SIZES = ("batch", "seqlen_q", "seqlen_k", "kv_heads", "group", "head_dim", "head_dim_v")
 
@@ -57,16 +57,16 @@ def _without_options(call: Call) -> Iterator[Call]:
                 yield call.replace(grads=tuple(other for other in call.grads if other != name))
     if call.packed and call.elements:
         lengths = {"seqlen_q": max(call.lengths_q), "seqlen_k": max(call.lengths_k), "batch": call.elements}
-        yield call.replace(door="attention", lengths_q=None, lengths_k=None, tail=0, slack=0, **lengths)
+        yield call.replace(adapter="attention", lengths_q=None, lengths_k=None, tail=0, slack=0, **lengths)
     for name in DROPPED:
-        if getattr(call, name) == getattr(PLAIN, name) or (name == "door" and call.packed):
+        if getattr(call, name) == getattr(PLAIN, name) or (name == "adapter" and call.packed):
             continue
         changes: dict[str, Any] = {name: getattr(PLAIN, name)}
         if name == "lse":
             changes["dlse"] = False
         if name == "sink":
             changes["grads"] = tuple(each for each in call.grads if each != "sink")
-        if name == "door":
+        if name == "adapter":
             changes |= {"module": None, "top": False}
         yield call.replace(**changes)
     for place, stride in enumerate(call.strides):
@@ -116,15 +116,15 @@ def _lengths(call: Call) -> Iterator[Call]:
 
 
 def _is_call(call: Call) -> bool:
-    """Whether the call is one that its door takes: what is drawn always is."""
+    """Whether the call is one that its adapter takes: what is drawn always is."""
     same = call.seqlen_q == call.seqlen_k and (not call.packed or call.lengths_q == call.lengths_k)
-    if call.door in ("nn", "fa_qkv", "fa_varlen_qkv", "padded") and not same:
+    if call.adapter in ("nn", "fa_qkv", "fa_varlen_qkv", "padded") and not same:
         return False
-    if call.door == "torch_sdpa" and call.causal and not same:
+    if call.adapter == "torch_sdpa" and call.causal and not same:
         return False
-    if (call.door in ("nn", "torch_sdpa") or call.door[:2] == "fa") and call.head_dim != call.head_dim_v:
+    if (call.adapter in ("nn", "torch_sdpa") or call.adapter[:2] == "fa") and call.head_dim != call.head_dim_v:
         return False
-    if call.door in ("fa_qkv", "fa_varlen_qkv") and call.group > 1:
+    if call.adapter in ("fa_qkv", "fa_varlen_qkv") and call.group > 1:
         return False
-    needs_module = call.door in ("nn", "reference")
-    return needs_module == (call.module is not None) and call.packed == (call.door in PACKED_DOORS)
+    needs_module = call.adapter in ("nn", "reference")
+    return needs_module == (call.module is not None) and call.packed == (call.adapter in PACKED_ADAPTERS)

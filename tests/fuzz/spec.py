@@ -24,7 +24,7 @@ DTYPES = {
     "fp64": torch.float64,
     "fp8": torch.float8_e4m3fn,
 }
-PACKED_DOORS = ("varlen", "fa_varlen", "fa_varlen_kv", "fa_varlen_qkv", "padded")
+PACKED_ADAPTERS = ("varlen", "fa_varlen", "fa_varlen_kv", "fa_varlen_qkv", "padded")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Call:
 
     Attributes:
         seed: of the values.
-        door: the function that is called; see :mod:`fuzz.doors`.
+        adapter: the function that is called; see :mod:`fuzz.adapters`.
         backend: as `attention` takes it.
         dtype: of q, k and v, a name of `DTYPES`; under `autocast` what they are cast to.
         batch, seqlen_q, seqlen_k, kv_heads, group: sizes; `group` query heads share one of `kv_heads`.
@@ -46,13 +46,13 @@ class Call:
         bias_aligned: whether a bias's rows begin at multiples of 16 bytes.
         grads: names of the tensors whose gradients are asked for.
         lse: lse is returned; dlse: it has a gradient.
-        module: the class of `nn` (door "nn"), or the function of `reference` (door "reference").
+        module: the class of `nn` (adapter "nn"), or the function of `reference` (adapter "reference").
         compiled: under torch.compile. poisoned: memory that nobody wrote is NaN.
         bucket: on a GPU, "long" for the kernels of long sequences at any length.
     """
 
     seed: int = 0
-    door: str = "attention"
+    adapter: str = "attention"
     backend: str | None = None
     dtype: str = "fp32"
     head_dim: int = 16

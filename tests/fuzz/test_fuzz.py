@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tileattn
-from tests.fuzz import ahead, compare, doors, run, trial, values, worker
+from tests.fuzz import adapters, ahead, compare, run, trial, values, worker
 from tests.fuzz.draw import Draw
 from tests.fuzz.oracle import _places, truths
 from tests.fuzz.packing import Padding
@@ -26,7 +26,7 @@ from tests.fuzz.variants import allowed
 from tests.fuzz.worker import Plan, draw_call
 from tileattn.kernels.tilelang import backend as tilelang_backend
 
-FUZZ = Path(doors.__file__).parent
+FUZZ = Path(adapters.__file__).parent
 OWN = ("spec", "draw", "values", "packing", "variants", "oracle", "compare", "shrink", "report")
 WRONG = Call(dtype="bf16", batch=2, seqlen_q=7, seqlen_k=12, kv_heads=2, group=2, grads=("q", "k", "v"), lse=True)
 
@@ -95,7 +95,7 @@ def test_the_oracles_positions_by_hand() -> None:
     t = values.make(call, "cpu")
     seen = allowed(call, t, _places(call, Padding(call, t)))[0, 0]
     assert seen.int().tolist() == [[0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
-    call = Call(door="varlen", lengths_q=(2, 1), lengths_k=(1, 3), causal=True)
+    call = Call(adapter="varlen", lengths_q=(2, 1), lengths_k=(1, 3), causal=True)
     t = values.make(call, "cpu")
     seen = allowed(call, t, _places(call, Padding(call, t)))
     assert seen[0, 0].int().tolist() == [[0, 0, 0], [1, 0, 0]]
@@ -138,8 +138,8 @@ def test_what_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch, what: str, spoil
 
 
 def test_one_gradient_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = doors.run
-    monkeypatch.setattr(doors, "run", lambda call, t: (found := right(call, t)) | {"k": found["k"].roll(1, dims=1)})
+    right = adapters.run
+    monkeypatch.setattr(adapters, "run", lambda call, t: (found := right(call, t)) | {"k": found["k"].roll(1, dims=1)})
     wrong = trial.failure(WRONG, "cpu")
     assert wrong is not None
     assert wrong.startswith("k is off by")
@@ -166,14 +166,14 @@ STEEP = Call(
 
 def worst(call: Call, name: str, got: torch.Tensor) -> float:
     t = values.make(call, "cpu")
-    truth = truths(call, doors.quantized(call, t)[1] if call.dtype == "fp8" else t)
+    truth = truths(call, adapters.quantized(call, t)[1] if call.dtype == "fp8" else t)
     return float(compare.ratios(call, t, {name: got}, truth)[name])
 
 
 def scores_of(call: Call) -> tuple[torch.Tensor, ...]:
     """Scaled scores of one head, and k, v and do, (rows, .), in float64."""
     t = values.make(call, "cpu")
-    exact = doors.quantized(call, t)[1] if call.dtype == "fp8" else t
+    exact = adapters.quantized(call, t)[1] if call.dtype == "fp8" else t
     q, k, v, do = (x[0, :, 0].double() for x in (exact["q"], exact["k"], exact["v"], t["do"]))
     return call.scale_value * (q @ k.T), k, v, do
 
@@ -258,7 +258,7 @@ def test_a_failure_is_shrunk_to_what_it_needs(monkeypatch: pytest.MonkeyPatch) -
 def test_the_share_of_dropped_weights_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     call = WRONG.replace(dropout=0.5, seqlen_k=100)
     assert trial.failure(call, "cpu") is None
-    monkeypatch.setattr(doors, "kept_weights", lambda call, device: torch.full((2, 4, 7, 100), 2.0).double())
+    monkeypatch.setattr(adapters, "kept_weights", lambda call, device: torch.full((2, 4, 7, 100), 2.0).double())
     wrong = trial.failure(call, "cpu")
     assert wrong is not None
     assert "dropout's share is off" in wrong

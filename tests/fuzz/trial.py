@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import compare, doors, values
+from . import adapters, compare, values
 from .oracle import Truth, truths
 from .spec import Call
 
@@ -22,15 +22,15 @@ def trial(call: Call, device: str) -> dict[str, Tensor]:
 
 def _both(call: Call, device: str) -> tuple[dict[str, Tensor], dict[str, Truth], dict[str, Tensor], dict[str, Tensor]]:
     t = values.make(call, device)
-    given, exact = doors.quantized(call, t) if call.dtype == "fp8" else (t, t)
+    given, exact = adapters.quantized(call, t) if call.dtype == "fp8" else (t, t)
     more = {}
     with torch.no_grad():
         kept = None
         if call.dropout:
-            kept = doors.kept_weights(call, device)
+            kept = adapters.kept_weights(call, device)
             more["dropout's share"] = _share(kept, call.dropout)
         truth = truths(call, exact, kept)
-    got = doors.run(call, given)
+    got = adapters.run(call, given)
     wrong = compare.wrong_form(call, t, got, truth)
     if wrong is not None:
         raise WrongFormError(wrong)

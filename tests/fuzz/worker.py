@@ -78,7 +78,7 @@ def work(plan: Plan, connection: Any, progress: Any) -> None:
     torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:
         if plan.bucket:
-            from .doors import bucket
+            from .adapters import bucket
 
             stack.enter_context(bucket(plan.bucket))
         worker = _Worker(plan, connection, progress)
@@ -212,5 +212,5 @@ def _kinds(call: Call) -> Iterator[str]:
     if call.grads:
         yield "with gradients"
     yield f"backend {call.backend or 'chosen'}"
-    yield f"door {call.door}"
+    yield f"adapter {call.adapter}"
     yield f"dtype {call.dtype}"

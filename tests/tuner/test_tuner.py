@@ -39,7 +39,7 @@ from tileattn.tuner import results, state, timing
 from tileattn.tuner.agreement import disagreement
 from tileattn.tuner.progress import Bar
 from tileattn.tuner.results import Result
-from tileattn.tuner.search import Found, search
+from tileattn.tuner.search import SearchResult, search
 from tileattn.tuner.session import written
 from tileattn.tuner.space import Space
 
@@ -926,7 +926,7 @@ def test_names_are_shown_as_they_are(
     bar.begin(f"call {HOSTILE}", 3)
     assert str(bar.progress.columns[-1](bar.progress.tasks[0])) == f"compiling and checking: call {HOSTILE}"
     bar.end()
-    bar.found(Found(HOSTILE, 1.0, 2.0, 3, {HOSTILE: "[/why]"}), 1.0)
+    bar.finished(SearchResult(HOSTILE, 1.0, 2.0, 3, {HOSTILE: "[/why]"}), 1.0)
     bar.say(HOSTILE)
     said = capfd.readouterr().err
     for shown in (f"tuned call {HOSTILE} in", f"speed: {HOSTILE}", f"left out: {HOSTILE}: [/why]", f"\n{HOSTILE}\n"):

@@ -1,21 +1,22 @@
-"""Benchmarks of attention: what is measured, how, against whom, and how it is shown.
+"""Benchmarks of attention: cases, measurement, comparison with baselines, and presentation.
 
-To be read in this order:
+The modules, in reading order:
 
-    variants      what a query may see and what is done to its score, by name ("causal+softcap50")
-    cases         one measurement's shape; its FLOPs; the named suites
+    variants      masks and score modifications by name ("causal+softcap50")
+    cases         the shape of a measurement and its FLOPs; the named suites
     problem       the tensors of a case
-    oracle        float64 attention on those tensors, and the error of an output; gradient_oracle: of gradients
-    peers         the implementations to compare: tileattn and those beside it
-    passes        what is called of them: the forward pass, the backward, or both
-    runner        measures every implementation of every case, side by side
+    oracle        float64 attention on those tensors, and the error of an output; gradient_oracle: of gradients;
+                  packed_oracle: of packed sequences
+    baselines     the implementations to compare: tileattn and its baselines
+    passes        the timed call: the forward pass, the backward, or both
+    runner        measures every implementation on every case
     results       the result file
     environment   device, versions and commit, as the result file records them
-    compare       against each peer, and against the best of each case
-    cost          what a mask or modification costs beyond its visible tiles
+    compare       speed relative to each baseline, and to the best of each case
+    cost          the time of a mask or modification beyond that of its visible tiles
     report, plot  a table and a picture of a result file; plot_memory draws peak bytes
-    climb         the steps of the mma ladder and what each gains; plot_ladder draws them
-    warmup        what a run compiles before it measures
+    climb         the steps of the mma ladder and the gain of each; plot_ladder draws them
+    warmup        the kernels that a run compiles before it measures
 
-Times and memory of a call are in `tileattn.measure`, the command line is in `tileattn.cli`.
+`tileattn.measure` has time and memory of a call, `tileattn.cli` the command line.
 """

@@ -1,4 +1,4 @@
-"""What is measured: the shape of one measurement, its FLOPs, and the named suites."""
+"""The cases of the benchmark: the shape of a measurement, its FLOPs, and the named suites."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ PRODUCTS = {"fwd": (1, 1), "bwd": (3, 2), "fwdbwd": (4, 3)}
 class Case:
     """One measurement: sizes, variant (a name of `tileattn.bench.variants`) and dtype (a key of `DTYPES`).
 
-    packing: one of `PACKINGS`. Of a packed case `batch` is the number of sequences, and seqlen_q, like seqlen_k, their
-    mean length: it has as many tokens as the dense case.
+    packing: One of `PACKINGS`. In a packed case `batch` is the number of sequences, and seqlen_q and seqlen_k are their
+    mean length, so that it has as many tokens as the dense case.
     """
 
     batch: int
@@ -63,17 +63,17 @@ class Case:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Of the sequences of a packed case."""
+        """The lengths of a packed case's sequences."""
         return lengths_of(self.packing, self.batch, self.seqlen_q)
 
     @cached_property
     def terms(self) -> variants.Variant:
-        """The variant, taken apart."""
+        """The parsed variant."""
         return variants.parse(self.variant)
 
     @property
     def value_dtype(self) -> torch.dtype:
-        """In which the values of q, k and v are drawn: bfloat16 for fp8, whose tensors are quantised from these."""
+        """The dtype of q, k and v before quantisation: bfloat16 for fp8, else the case's."""
         return torch.bfloat16 if self.dtype == "fp8" else DTYPES[self.dtype]
 
     @property
@@ -83,7 +83,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As HOPPER.md and the papers write it: "D128 causal (4,4096,32/8)" is (batch, seqlen, heads/kv_heads)."""
+        """The name as papers write it: "D128 causal (4,4096,32/8)" is (batch, seqlen, heads/kv_heads)."""
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         seqlen = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
@@ -92,8 +92,8 @@ class Case:
     def visible_pairs(self) -> float:
         """(query, key) pairs that the mask lets through, per batch and head; of packed sequences, the mean.
 
-        A square causal mask counts as exactly half, diagonal or not, as in the FlashAttention papers and in
-        flash-attn's benchmarks, so that figures compare; every other mask is counted pair by pair.
+        A square causal mask counts as exactly half of all pairs, as in the FlashAttention papers and in flash-attn's
+        benchmarks, so that figures are comparable. Every other mask is counted pair by pair.
         """
         if self.packing:
             return sum(self.of_sequence(length).visible_pairs() for length in self.lengths) / self.batch
@@ -107,7 +107,7 @@ class Case:
         return int((hi - lo).clamp(min=0).sum())
 
     def of_sequence(self, length: int) -> Case:
-        """One sequence of a packed case, as a dense one."""
+        """One sequence of a packed case, as a dense case."""
         return replace(self, batch=1, seqlen_q=length, seqlen_k=length, packing="")
 
     def flops(self, direction: str = "fwd") -> float:
@@ -126,10 +126,10 @@ SPREAD = 1.0  # of the logarithm of a skewed length
 
 
 def lengths_of(packing: str, sequences: int, mean: int) -> tuple[int, ...]:
-    """The lengths of packed sequences, `sequences * mean` together, each at least 1; the same for the same arguments.
+    """The lengths of packed sequences, each at least 1, with the sum `sequences * mean`. Deterministic.
 
-    "uniform": all of them the mean. "skewed": drawn from a log-normal distribution, as documents and conversations are:
-    most are short and few are long.
+    "uniform": all are the mean. "skewed": drawn from a log-normal distribution, like documents and conversations: many
+    are short and few are long.
     """
     if packing != "skewed":
         return (mean,) * sequences
@@ -319,5 +319,5 @@ def suite(name: str, dtype: str, device_type: str, direction: str = "fwd") -> li
     """
     if name not in SUITES:
         raise ValueError(f"suite {name!r} is not known; accepted: {', '.join(SUITES)}")
-    found = _BUILDERS[name, device_type == "cuda"](dtype)
-    return [case for case in found if direction != "fwd" or not case.terms.dbias]
+    all_cases = _BUILDERS[name, device_type == "cuda"](dtype)
+    return [case for case in all_cases if direction != "fwd" or not case.terms.dbias]

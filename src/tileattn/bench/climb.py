@@ -1,7 +1,7 @@
-"""The climb of the mma ladder as data: its steps, and what a measurement of them says.
+"""The steps of the mma ladder and the gain of each, computed from a result file.
 
-A step is a rung with its options. The gain of a step is its speed over the best before it, among those with the same
-accumulation: what an option gives depends on what was there before.
+A step is a rung with its options. The gain of a step is its speed relative to the best earlier step with the same
+accumulation, because the gain of an option depends on the options before it.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ TILELANG = "tilelang"
 
 @dataclass(frozen=True)
 class Step:
-    """One line of the ladder: its name in the table, and the backend's."""
+    """One line of the ladder: its label in the table, and the name of its backend."""
 
     label: str
     backend: str
 
 
 def steps(head_dim: int, dtype: str, all_tiles: bool) -> list[Step]:
-    """From the lowest rung to the highest; first in float32, then in float16 where the inputs are.
+    """The steps from the lowest rung to the highest: accumulating in float32, then also in float16 for float16 inputs.
 
-    all_tiles: every candidate of the tiles, in the options that are fastest by their construction.
+    all_tiles: Every candidate of the tile sizes, with the options that are fastest by construction.
     """
-    found = []
+    ladder = []
     for acc in ACCUMULATIONS if dtype == "fp16" else ACCUMULATIONS[:1]:
         for rung, smem, stages in product(_rungs(head_dim), LAYOUTS, STAGES):
             options = RungOptions(rung, stages, acc, smem)
             label = f"{rung} stages={stages} {smem} acc={acc}"
             if not all_tiles:
-                found.append(Step(label, str(options)))
+                ladder.append(Step(label, str(options)))
             elif stages == STAGES[-1] and smem == LAYOUTS[-1]:
-                found += [
+                ladder += [
                     Step(f"{rung} {tiles} acc={acc}", f"{options},tiles={tiles}")
                     for tiles in candidates(options, head_dim)
                 ]
-    return found
+    return ladder
 
 
 def _rungs(head_dim: int) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ def _rungs(head_dim: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Climbed:
-    """A measured step: its gain over the best before it, None for the first and for those that are not better."""
+    """A measured step with its gain over the best earlier one; None for the first, and for slower steps."""
 
     label: str
     row: Row
@@ -62,13 +62,13 @@ class Climbed:
 
 def climbed(measured: Results, ladder: Sequence[Step]) -> list[Climbed]:
     """The steps in their order, with their gains."""
-    found, best = [], dict.fromkeys(ACCUMULATIONS, 0.0)
+    measured_steps, best = [], dict.fromkeys(ACCUMULATIONS, 0.0)
     for step in ladder:
         row = next((row for row in measured.rows if row.backend == step.backend), None)
         if row is None:
             continue
         acc = parse(step.backend.removeprefix(f"{NAME}:")).acc
         before = best[acc]
-        found.append(Climbed(step.label, row, row.tflops / before - 1 if 0 < before < row.tflops else None))
+        measured_steps.append(Climbed(step.label, row, row.tflops / before - 1 if 0 < before < row.tflops else None))
         best[acc] = max(before, row.tflops)
-    return found
+    return measured_steps

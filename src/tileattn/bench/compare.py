@@ -1,4 +1,4 @@
-"""tileattn beside its peers: against each of them, and against the best of each case."""
+"""The speed of tileattn relative to each baseline, and to the best baseline of each case."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp, log
 
-from tileattn.bench.peers.base import OWN, is_own
+from tileattn.bench.baselines.base import OWN, is_own
 from tileattn.bench.results import Results, Row
 
 # Less than this is the noise between two runs: behind by less is called a tie.
@@ -17,9 +17,9 @@ SHORT = 2048
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many times faster tileattn is than a peer, over the `cases` cases that both ran."""
+    """The speed of tileattn relative to one baseline, over the `cases` cases that both ran."""
 
-    peer: str
+    baseline: str
     cases: int
     geometric_mean: float
     lowest: float
@@ -27,28 +27,30 @@ class Comparison:
 
 
 def compare(results: Results) -> list[Comparison]:
-    """tileattn against each peer, over the cases that both ran."""
+    """The comparison with each baseline, over the cases that both ran."""
     own = own_ms(results)
-    found = []
-    for peer in results.backends():
-        times = {row.case: row.ms for row in results.rows if row.backend == peer}
+    comparisons = []
+    for baseline in results.backends():
+        times = {row.case: row.ms for row in results.rows if row.backend == baseline}
         ratios = {case: times[case] / own[case] for case in own if case in times}
-        if peer != OWN and ratios:
-            found.append(_comparison(peer, ratios))
-    return found
+        if baseline != OWN and ratios:
+            comparisons.append(_comparison(baseline, ratios))
+    return comparisons
 
 
-def _comparison(peer: str, ratios: dict[str, float]) -> Comparison:
+def _comparison(baseline: str, ratios: dict[str, float]) -> Comparison:
     lowest_case = min(ratios, key=ratios.__getitem__)
-    return Comparison(peer, len(ratios), geometric_mean(list(ratios.values())), ratios[lowest_case], lowest_case)
+    return Comparison(baseline, len(ratios), geometric_mean(list(ratios.values())), ratios[lowest_case], lowest_case)
 
 
 @dataclass(frozen=True)
 class Standing:
-    """tileattn against the best peer of each row.
+    """The comparison of tileattn with the best baseline of each row.
 
-    rows: how many have a peer. at_or_ahead: in how many no peer is faster. geometric_mean: of (time of the best peer /
-    our time). behind: the other rows, (name, that ratio), the worst first.
+    rows: Number of rows that have a baseline.
+    at_or_ahead: Number of these in which no baseline is faster.
+    geometric_mean: Mean of (time of the best baseline / time of tileattn).
+    behind: The other rows as (name, that ratio), the slowest first.
     """
 
     rows: int
@@ -58,12 +60,12 @@ class Standing:
 
     @property
     def ties(self) -> int:
-        """How many of the rows behind are so by less than the noise."""
+        """Number of rows that are behind by less than the noise."""
         return sum(ratio > 1 - NOISE for _, ratio in self.behind)
 
 
 def standings(results: Results) -> dict[str, Standing]:
-    """By length of the keys: "2048 tokens and more", "under 2048 tokens", and "all" where there are both."""
+    """The standings by seqlen_k: "2048 tokens and more", "under 2048 tokens", and "all" where there are both."""
     long = _standing(results, lambda row: row.seqlen_k >= SHORT)
     short = _standing(results, lambda row: row.seqlen_k < SHORT)
     every = _standing(results, lambda row: True) if long and short else None
@@ -75,7 +77,7 @@ def _standing(results: Results, chosen: Callable[[Row], bool]) -> Standing | Non
     ratios = {
         row.case: best / row.ms
         for row in results.rows
-        if row.backend == OWN and chosen(row) and (best := best_peer_ms(results, row.case)) is not None
+        if row.backend == OWN and chosen(row) and (best := best_baseline_ms(results, row.case)) is not None
     }
     if not ratios:
         return None
@@ -88,16 +90,16 @@ def own_ms(results: Results) -> dict[str, float]:
     return {row.case: row.ms for row in results.rows if row.backend == OWN}
 
 
-def best_peer_ms(results: Results, case: str) -> float | None:
-    """Milliseconds of the fastest peer of a case; None without one.
+def best_baseline_ms(results: Results, case: str) -> float | None:
+    """Milliseconds of the fastest baseline of a case; None without one.
 
-    Other ways to run tileattn count as peers only where nobody else ran.
+    Other ways to run tileattn count as baselines only where no other implementation ran.
     """
     others = [row for row in results.rows if row.case == case and row.backend != OWN]
-    peers = [row for row in others if not is_own(row.backend)]
-    return min((row.ms for row in peers or others), default=None)
+    baselines = [row for row in others if not is_own(row.backend)]
+    return min((row.ms for row in baselines or others), default=None)
 
 
 def geometric_mean(values: list[float]) -> float:
-    """Of positive numbers, at least one."""
+    """The geometric mean of one or more positive numbers."""
     return exp(sum(map(log, values)) / len(values))

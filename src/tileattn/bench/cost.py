@@ -1,15 +1,15 @@
-"""What a mask or a score modification costs: its time beside what its visible tiles cost without it.
+"""The cost of a mask or score modification: its time relative to that of its visible tiles without it.
 
-The baseline comes from our own plain kernel at the same shape in the same run:
+That cost is taken from our own plain kernel at the same shape in the same run:
 
     causal+softcap50    the time of causal
     softcap50           the time of full
     window1024          the time of full x (tiles of 128 x 128 that the mask lets any score of through / all tiles)
     causal+bias         the time of causal, or that of copying the visible tiles of the bias, if it is longer
 
-The last, because a bias must come from memory, whatever the kernel does. Each of its elements is counted once, also
-where it is broadcast and every head reads it again (from the L2 cache, at best): the baseline is a bound from below.
-All times are of one direction. In each pass the bias is read, and its gradient, where one is wanted, is written.
+Every kernel must read a bias from memory, hence the last line. Each element of the bias counts once, also where it is
+broadcast and every head reads it again (from the L2 cache, at best): the cost is a lower bound. All times are of one
+direction. Each pass reads the bias, and writes its gradient where one is wanted.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tileattn.bench.baselines.base import OWN
 from tileattn.bench.cases import Case
 from tileattn.bench.compare import own_ms
-from tileattn.bench.peers.base import OWN
 from tileattn.bench.results import Results
 from tileattn.measure.ceilings import overall
 
@@ -31,42 +31,42 @@ TILE = 128
 class Cost:
     """A case of ours, its time, and the time that its visible tiles cost without the modification, in milliseconds.
 
-    baseline: how the latter came about, in words.
+    compared_with: How the latter came about, in words.
     """
 
     case: str
     ms: float
-    baseline_ms: float
-    baseline: str
+    plain_ms: float
+    compared_with: str
 
     @property
     def ratio(self) -> float:
-        return self.ms / self.baseline_ms
+        return self.ms / self.plain_ms
 
 
 def costs(results: Results) -> list[Cost]:
-    """Of all dense cases with a mask (but causal) or a modification whose plain kernel was measured in the same run."""
+    """The costs of dense cases with a mask (except causal) or a modification, if the run has the plain kernel."""
     times = own_ms(results)
     ceiling = overall(results.ceilings)
     cases = [row.as_case() for row in results.rows if row.backend == OWN]
-    found = []
+    measured_costs = []
     for case in cases:
         if case.terms.plain or case.packing:
             continue
         of_tiles = _tiles_ms(case, times)
         if of_tiles is None:
             continue
-        baseline_ms, baseline = of_tiles
+        plain_ms, compared_with = of_tiles
         if case.terms.bias is not None and ceiling is not None:
             traffic_ms = _times_moved(case, results.direction) * bias_bytes(case) / ceiling.copy_tbps / 1e9
-            if traffic_ms > baseline_ms:
-                baseline_ms, baseline = traffic_ms, "bias from memory"
-        found.append(Cost(case.name, times[case.name], baseline_ms, baseline))
-    return found
+            if traffic_ms > plain_ms:
+                plain_ms, compared_with = traffic_ms, "bias from memory"
+        measured_costs.append(Cost(case.name, times[case.name], plain_ms, compared_with))
+    return measured_costs
 
 
 def _tiles_ms(case: Case, times: dict[str, float]) -> tuple[float, str] | None:
-    """What the tiles that the case's mask lets through cost in the plain kernel; None if that was not measured."""
+    """The time of the visible tiles in the plain kernel, and how it came about; None if that was not measured."""
     mask = case.terms.mask.name
     if mask == "causal":
         ms = times.get(replace(case, variant="causal").name)
@@ -96,7 +96,7 @@ def _all_tiles(case: Case) -> int:
 
 
 def _times_moved(case: Case, direction: str) -> int:
-    """How often a bias is read, and its gradient written."""
+    """How often a pass reads a bias and writes its gradient."""
     return {"fwd": 1, "bwd": 1, "fwdbwd": 2}[direction] + (case.terms.dbias and direction != "fwd")
 
 

@@ -1,4 +1,4 @@
-"""Where a figure comes from: the device, the versions of what took part, and the commit of the code."""
+"""The provenance of a result: the device, the versions of the packages, and the commit of the code."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def _cpu_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions by name: tileattn, torch, Python, what is installed of `PACKAGES`, and torch's CUDA and cuDNN."""
-    found = {"tileattn": tileattn.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    """Versions by name: tileattn, torch, Python, the installed `PACKAGES`, and torch's CUDA and cuDNN."""
+    by_name = {"tileattn": tileattn.__version__, "torch": torch.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            by_name[package] = version(package)
         except PackageNotFoundError:
             continue
     if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
+        by_name["cuda"] = torch.version.cuda
     if torch.backends.cudnn.is_available():
-        found["cudnn"] = str(torch.backends.cudnn.version())
-    return found
+        by_name["cudnn"] = str(torch.backends.cudnn.version())
+    return by_name
 
 
 def commit() -> str | None:
@@ -55,7 +55,7 @@ def commit() -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of the checkout that this file is tracked in; None if it is in none, or git is not installed."""
+    """The output of git in the checkout that tracks this file; None outside a checkout, or without git."""
     here = Path(__file__)
     git = ["git", "-C", str(here.parent)]
     try:

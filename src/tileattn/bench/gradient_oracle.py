@@ -1,19 +1,19 @@
-"""How wrong gradients are: float64's on the quantised inputs, for all heads or a stated sample of them.
+"""The error of gradients: float64 gradients on the quantised inputs, for all heads or a sample of them.
 
 With S the modified and masked scores, P = softmax(S) and O = P V, for one head:
 
     dV = P^T dO,    dP = dO V^T,    dS from dP,    dQ = scale dS K,    dK = scale dS^T Q
 
-dS, by way of the softmax and the score modifications, is autograd's, and so is the gradient of a bias. The query rows
-are taken in chunks, and what a sample leaves out is whole heads: dK and dV of a key come from all query rows, and from
-all query heads that share it.
+Autograd computes dS, through the softmax and the score modifications, and the gradient of a bias. Query rows are taken
+in chunks. A sample leaves out whole heads, because dK and dV of a key sum over all query rows and over all query heads
+that share it.
 
 As in `oracle`, the same code in the inputs' own dtype is eager PyTorch: it rounds what eager rounds (scores,
-probabilities, dP, dS, and each query head's dK and dV). Its error is luck to a degree, so there are four runs, and the
-worst counts: with the sums over head dims forwards and backwards, and with dS in two ways. Autograd takes
-rowsum(P * dP) from a rounded dP; every fused kernel takes rowsum(dO * O), the same number, from a rounded O, and does
-not round dP. They differ where dQ is what is left of large numbers, in rows that see few keys: in the first row of a
-causal mask, where it is zero, autograd's way is exact and the other is not.
+probabilities, dP, dS, and each query head's dK and dV). Its error varies by chance, so there are four runs, and the
+worst counts: with sums over head dims forwards and backwards, and with dS in two ways. Autograd computes rowsum(P * dP)
+from a rounded dP. Fused kernels compute rowsum(dO * O), mathematically the same, from a rounded O, and do not round dP.
+The two differ in rows that see few keys, where large numbers cancel in dQ. In the first row of a causal mask dQ is
+zero: autograd's way is exact there, the other is not.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ COST = 4
 
 @dataclass(frozen=True)
 class GradientOracle:
-    """What the sampled heads of a problem's gradients must be (float64), and what runs of eager PyTorch make of it.
+    """The expected gradients of the sampled heads in float64, and those of several runs of eager PyTorch.
 
-    All by name and in the order of `Problem.inputs`: dq (batches, heads, seqlen_q, head_dim), dk and dv (batches,
+    Both are by name in the order of `Problem.inputs`: dq (batches, heads, seqlen_q, head_dim), dk and dv (batches,
     kv_heads, seqlen_k, head_dim or head_dim_v), dbias (batches or 1, heads or 1, seqlen_q, seqlen_k).
     """
 
@@ -49,38 +49,38 @@ class GradientOracle:
     eager: Sequence[dict[str, Tensor]]
 
     def error(self, gradients: Sequence[Tensor]) -> float:
-        """The worst gradient's largest relative error of a row, as `testing.numerics` measures those of gradients.
+        """The largest relative error of a row over all gradients, as `testing.numerics` measures it.
 
-        gradients: in the order and the shapes of `Problem.inputs`. NaN if any checked value is NaN.
+        gradients: In the order and the shapes of `Problem.inputs`. NaN if any checked value is NaN.
         """
-        found = self.sampled(gradients)
-        errors = [row_error(found[name], self.expected[name], gradient=True).worst_row for name in found]
+        checked = self.sampled(gradients)
+        errors = [row_error(checked[name], self.expected[name], gradient=True).worst_row for name in checked]
         # Not `max`, which loses a NaN that is not the first.
         return float(torch.tensor(errors, dtype=torch.float64).max())
 
     def check(self, gradients: Sequence[Tensor]) -> None:
-        """The tolerance rule; `AssertionError` says what is wrong."""
+        """Asserts the tolerance rule."""
         for name, got in self.sampled(gradients).items():
             assert_accurate(name, got, self.expected[name], [run[name] for run in self.eager], gradient=True)
 
     def sampled(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
-        """What is checked of the gradients, laid out as what is expected."""
+        """The checked part of the gradients, in the shapes of the expected ones."""
         case, heads = self.problem.case, self.sample.heads
         kv_heads = _kv_heads(case, heads)
-        found = dict(zip(self.problem.inputs(), gradients, strict=True))
+        given = dict(zip(self.problem.inputs(), gradients, strict=True))
         picked = {
-            name: torch.stack([oracle.take(found[name][b], of) for b in self.sample.batches])
+            name: torch.stack([oracle.take(given[name][b], of) for b in self.sample.batches])
             for name, of in (("dq", heads), ("dk", kv_heads), ("dv", kv_heads))
         }
-        if "dbias" in found:
+        if "dbias" in given:
             for_batches, for_heads = _of_bias(self.problem, self.sample)
-            picked["dbias"] = found["dbias"][list(for_batches)][:, list(for_heads)]
+            picked["dbias"] = given["dbias"][list(for_batches)][:, list(for_heads)]
         return picked
 
 
 @torch.no_grad()
 def build(problem: Problem) -> GradientOracle:
-    """The gradients of a problem that are checked, in float64 and in its own dtype."""
+    """Computes the checked gradients of a problem, in float64 and in its own dtype."""
     chosen = sample(problem.case, problem.q.device)
     exact = _gradients(problem, chosen, _Way(torch.float64, _plainly))
     ways = [_Way(problem.q.dtype, *way) for way in product((_plainly, _by_delta), (False, True))]
@@ -88,9 +88,9 @@ def build(problem: Problem) -> GradientOracle:
 
 
 def sample(case: Case, device: torch.device) -> Sample:
-    """All heads where that is affordable; else the first and last batch element, then the first and last kv head.
+    """The heads to check: all if affordable, else the first and last batch element, then the first and last kv head.
 
-    The gradient of a bias that batch elements or heads share is a sum over all of them, so that none is left out.
+    If batch elements or heads share a bias, its gradient sums over all of them, so none is left out.
     """
     batches, kv_heads = tuple(range(case.batch)), tuple(range(case.kv_heads))
     group = case.heads // case.kv_heads
@@ -109,12 +109,12 @@ def sample(case: Case, device: torch.device) -> Sample:
 
 
 def _kv_heads(case: Case, heads: Sequence[int]) -> tuple[int, ...]:
-    """Those that these query heads share, each once."""
+    """The kv heads of these query heads, each once."""
     return tuple(dict.fromkeys(h // (case.heads // case.kv_heads) for h in heads))
 
 
 def _of_bias(problem: Problem, chosen: Sample) -> tuple[Sequence[int], Sequence[int]]:
-    """Which of the bias's batch elements and heads are checked."""
+    """The checked batch elements and heads of the bias."""
     assert problem.bias is not None
     batch, heads = problem.bias.shape[:2]
     return (chosen.batches if batch > 1 else (0,)), (chosen.heads if heads > 1 else (0,))
@@ -122,7 +122,7 @@ def _of_bias(problem: Problem, chosen: Sample) -> tuple[Sequence[int], Sequence[
 
 @dataclass(frozen=True)
 class _Way:
-    """How gradients are computed: in which dtype, and whether sums over the head dims run backwards.
+    """One way to compute gradients: the dtype, and whether sums over the head dims run backwards.
 
     softmax: from logits, probabilities, dO and V of some rows to the gradient of the logits.
     """
@@ -144,13 +144,13 @@ class _Way:
 
 def _gradients(problem: Problem, chosen: Sample, way: _Way) -> dict[str, Tensor]:
     """The sampled gradients."""
-    found: dict[str, list[Tensor]] = {"dq": [], "dk": [], "dv": []}
+    by_name: dict[str, list[Tensor]] = {"dq": [], "dk": [], "dv": []}
     dbias = _no_dbias(problem, chosen, way.sums)
     for place, b in enumerate(chosen.batches):
         into = None if dbias is None else dbias[place if len(dbias) > 1 else 0]
-        for name, gradient in zip(found, _of_batch_element(problem, chosen, b, way, into), strict=True):
-            found[name].append(gradient)
-    gradients = {name: torch.stack(parts) for name, parts in found.items()}
+        for name, gradient in zip(by_name, _of_batch_element(problem, chosen, b, way, into), strict=True):
+            by_name[name].append(gradient)
+    gradients = {name: torch.stack(parts) for name, parts in by_name.items()}
     return gradients if dbias is None else {**gradients, "dbias": dbias.to(way.dtype)}
 
 
@@ -209,6 +209,6 @@ def _by_delta(logits: Tensor, p: Tensor, do: Tensor, v: Tensor) -> Tensor:
     p = p.detach()
     o, do, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (p @ v, do, v))
     delta = (do * o).sum(dim=-1, keepdim=True)
-    dlogits = torch.zeros_like(logits)  # a sink's stays zero: nobody asks for it
+    dlogits = torch.zeros_like(logits)  # a sink's stays zero: its gradient is not checked
     dlogits[..., : p.shape[-1]] = p * (do @ v.mT - delta)
     return dlogits

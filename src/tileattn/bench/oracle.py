@@ -1,8 +1,9 @@
-"""How wrong an output is: float64 attention on the quantised inputs, for all rows or a stated sample of them.
+"""The error of an output: float64 attention on the quantised inputs, for all rows or a sample of them.
 
-`tileattn.testing.oracle` holds all scores at once, which a benchmark's sizes do not allow: here they are made in chunks
-of query rows. The masks come from `Variant.key_range`, not from `tileattn.masks`, so that a mistake there shows. The
-same code in the inputs' own dtype is the eager attention of the tolerance rule (`tileattn.testing.numerics`).
+`tileattn.testing.oracle` holds all scores at once, which is too much for the sizes of a benchmark. Here the scores are
+computed in chunks of query rows. The masks come from `Variant.key_range`, not from `tileattn.masks`, so that a mistake
+there shows. The same code in the inputs' own dtype is the eager attention of the tolerance rule
+(`tileattn.testing.numerics`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SCORES_PER_CHUNK = 2**25
 
 @dataclass(frozen=True)
 class Sample:
-    """The rows of the output that are checked: batch elements x heads x query indices."""
+    """The checked rows of an output: batch elements x heads x query indices."""
 
     batches: tuple[int, ...]
     heads: tuple[int, ...]
@@ -35,7 +36,7 @@ class Sample:
 
 
 def sample(case: Case, device: torch.device) -> Sample:
-    """All rows where that is affordable; else the first and last batch element, then head, then blocks of 64 rows."""
+    """The checked rows: all if affordable, else the first and last batch element, then head, then blocks of 64 rows."""
     batches, heads = tuple(range(case.batch)), tuple(range(case.heads))
     rows = torch.arange(case.seqlen_q, device=device)
     left = SCORES_CHECKED[device.type] // (case.seqlen_q * case.seqlen_k)
@@ -71,7 +72,7 @@ def _blocks(seqlen: int, count: int, device: torch.device, block: int = 64) -> T
 
 @dataclass(frozen=True)
 class Oracle:
-    """What the sampled rows of a problem's output must be (float64), and what eager PyTorch makes of them.
+    """The expected output of the sampled rows in float64, and that of eager PyTorch.
 
     Both are (batches, heads, rows, head_dim_v).
     """
@@ -83,13 +84,13 @@ class Oracle:
     def error(self, o: Tensor) -> float:
         """Largest relative error of a checked row: `max over rows of |o - expected|_2 / |expected|_2`.
 
-        By row, because early causal rows are tens of times larger than late ones and would hide them in any error
-        over the whole tensor. NaN if any checked value is NaN. o is (batch, seqlen_q, heads, head_dim_v).
+        The error is by row, because early causal rows are tens of times larger than late ones and would dominate an
+        error over the whole tensor. NaN if any checked value is NaN. o is (batch, seqlen_q, heads, head_dim_v).
         """
         return row_error(self.sampled(o), self.expected).worst_row
 
     def check(self, o: Tensor) -> None:
-        """The tolerance rule; `AssertionError` says what is wrong."""
+        """Asserts the tolerance rule."""
         assert_accurate("o", self.sampled(o), self.expected, [self.eager])
 
     def sampled(self, o: Tensor) -> Tensor:
@@ -99,9 +100,9 @@ class Oracle:
 
 @torch.no_grad()
 def build(problem: Problem) -> Oracle:
-    """The rows of a problem that are checked, in float64 and in its own dtype.
+    """Computes the checked rows of a problem, in float64 and in its own dtype.
 
-    fp8, in which PyTorch has no eager attention, is held to bfloat16 on the values that the quantisation leaves.
+    PyTorch has no eager attention in fp8: eager is then bfloat16 attention on the quantised values.
     """
     chosen = sample(problem.case, problem.q.device)
     left = problem.dequantised()
@@ -141,7 +142,7 @@ def _rows(problem: Problem, b: int, chosen: Sample, q: Tensor, k: Tensor, v: Ten
 def logits(
     problem: Problem, scores: Tensor, b: int, heads: Sequence[int], rows: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What goes into the softmax, and which rows see no key.
+    """The inputs of the softmax, and the rows that see no key.
 
     scores: the scaled scores (heads, rows, seqlen_k) of some heads and query indices of batch element b. bias: of these
     heads and rows, see `bias_rows`. The logits are the modified scores, -inf where the mask hides a key, and the sink

@@ -1,7 +1,7 @@
-"""How wrong o and gradients of packed sequences are: those of some sequences, each as a dense problem by itself.
+"""The error of o and gradients of packed sequences: some sequences are checked, each as a dense problem.
 
-A few sequences of all lengths are checked, from the shortest to the longest; within each what `oracle` and
-`gradient_oracle` sample. Their rows are judged together: eager's error on a few rows alone is luck.
+The checked sequences have lengths from the shortest to the longest; within each, `oracle` and `gradient_oracle` choose
+a sample. The rule is applied to the rows of all of them together, because eager's error on a few rows varies by chance.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHECKED = 8  # sequences
 
 
 class Compared(NamedTuple):
-    """Rows (rows, dim) of one tensor, from all sequences that are checked."""
+    """The rows (rows, dim) of one tensor, from all checked sequences."""
 
     got: Tensor
     expected: Tensor
@@ -32,14 +32,14 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedOracle:
-    """What o, or the gradients, of some sequences must be: an oracle for each of these spans of tokens."""
+    """The expected o, or gradients, of some sequences: an oracle for each of their spans of tokens."""
 
     sample: Sample
     spans: Sequence[slice]
     parts: Sequence[Oracle | GradientOracle]
 
     def error(self, result: Tensor | Sequence[Tensor]) -> float:
-        """The worst error of a row of o or, where a problem asks for gradients, of these; NaN if any is."""
+        """The largest error of a row of o or, where a problem has gradients, of these; NaN if any is NaN."""
         gradient = not isinstance(result, Tensor)
         errors = [
             row_error(each.got, each.expected, gradient=gradient).worst_row for each in self._compared(result).values()
@@ -47,7 +47,7 @@ class PackedOracle:
         return float(torch.tensor(errors, dtype=torch.float64).max())
 
     def check(self, result: Tensor | Sequence[Tensor]) -> None:
-        """The tolerance rule; `AssertionError` says what is wrong."""
+        """Asserts the tolerance rule."""
         gradient = not isinstance(result, Tensor)
         for name, each in self._compared(result).items():
             assert_accurate(name, each.got, each.expected, each.eager, gradient=gradient)
@@ -58,7 +58,7 @@ class PackedOracle:
 
 
 def _compare(part: Oracle | GradientOracle, span: slice, result: Tensor | Sequence[Tensor]) -> dict[str, Compared]:
-    """What is checked of one sequence, by name."""
+    """The checked tensors of one sequence, by name."""
     if isinstance(part, Oracle):
         assert isinstance(result, Tensor)
         return {"o": Compared(part.sampled(result[None, span]), part.expected, [part.eager])}
@@ -77,7 +77,7 @@ def _rows(tensors: Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def build(problem: Problem) -> PackedOracle:
-    """The oracle of a packed problem: of its gradients where it asks for these, else of o."""
+    """The oracle of a packed problem: of its gradients where it has any, else of o."""
     spans = chosen(problem)
     build_one: Callable[[Problem], Oracle | GradientOracle] = (
         oracle.build if problem.do is None else gradient_oracle.build
@@ -87,7 +87,7 @@ def build(problem: Problem) -> PackedOracle:
 
 
 def chosen(problem: Problem) -> list[slice]:
-    """All sequences, or `CHECKED` of them, evenly spaced in the order of their lengths."""
+    """The sequences to check: all, or `CHECKED` of them, evenly spaced in the order of their lengths."""
     spans = problem.spans()
     if len(spans) <= CHECKED:
         return spans
@@ -96,7 +96,7 @@ def chosen(problem: Problem) -> list[slice]:
 
 
 def _sample(problem: Problem, spans: Sequence[slice], samples: Sequence[Sample]) -> Sample:
-    """In words: the rest of a sample is each sequence's own."""
+    """The sample in words."""
     whole = all(sample.text == "all rows" for sample in samples)
     text = "all rows" if whole else "some rows"
     if len(spans) < len(problem.case.lengths):

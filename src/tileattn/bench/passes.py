@@ -1,8 +1,8 @@
-"""What a direction calls: the forward pass, the backward, or both.
+"""The timed call of a direction: the forward pass, the backward pass, or both.
 
-A backward pass is called through PyTorch's autograd, ours and the peers' alike, so that everything a user pays for is
-in it: what is computed before and after the main kernel too. `torch.autograd.grad` returns the gradients and adds them
-to nothing. Where the backward is measured alone the forward has run before, once, and its graph is kept.
+All implementations run their backward pass through PyTorch's autograd. Its time therefore includes everything that a
+user pays for, also the kernels before and after the main one. `torch.autograd.grad` returns the gradients without
+accumulating them. For the backward pass alone, the forward pass runs once beforehand and its graph is kept.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tileattn.bench.peers.base import Prepared
+from tileattn.bench.baselines.base import Prepared
 from tileattn.bench.problem import Problem
 
 
 def start(direction: str, prepared: Prepared, given: Problem) -> Callable[[], Any]:
-    """A call to be timed; what comes before it runs here.
+    """Runs what precedes the timed call, and returns that call.
 
-    direction: a key of `cases.DIRECTIONS`. The call returns o for "fwd", else the gradients in the order of
+    direction: A key of `cases.DIRECTIONS`. The call returns o for "fwd", else the gradients in the order of
     `Problem.inputs`; these directions need grad mode, here and around the call.
     """
     if direction == "fwd":
@@ -32,11 +32,11 @@ def start(direction: str, prepared: Prepared, given: Problem) -> Callable[[], An
 
 
 def whole(direction: str, prepared: Prepared, given: Problem) -> Callable[[], Any]:
-    """The call whose memory counts: with a backward pass goes its forward, for what that keeps is part of the price."""
+    """The call whose memory is measured. A backward pass includes its forward pass, whose saved tensors count."""
     return prepared.call if direction == "fwd" else _step(prepared, given)
 
 
 def _step(prepared: Prepared, given: Problem) -> Callable[[], tuple[Tensor, ...]]:
-    """Forward and backward."""
+    """A call of forward and backward."""
     inputs = tuple(given.inputs().values())
     return lambda: torch.autograd.grad(prepared.call(), inputs, given.do)

@@ -1,8 +1,8 @@
-"""A picture of a result file: speed in bars, one colour per backend in every picture.
+"""The picture of a result file: speed as bars, with the same colour for a backend in every picture.
 
-Panels: full and causal by head dim, over sequence lengths, where a run has at least three lengths; then one per shape
-with at least three variants; then one for all cases that are left. Speed is FLOPs per second (`Case.flops` over the
-median time), on a GPU and a CPU alike: unlike milliseconds it compares across lengths on one linear axis.
+Panels: full and causal by head dim, over sequence lengths, where a run has at least three lengths; then one for each
+shape with at least three variants; then one for all other cases. Speed is in FLOPs per second (`Case.flops` over the
+median time), on a GPU and a CPU alike. Unlike milliseconds, it can be compared across lengths on one linear axis.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ MOST_GROUPS_PER_COLUMN = 5
 
 
 def colours_of(backends: Sequence[str]) -> dict[str, str]:
-    """The colour of each backend of a file: those of `COLOURS`, and of others, such as the ladder's rungs, made up."""
-    found = {name: COLOURS[name] for name in backends if name in COLOURS}
-    for index, name in enumerate(sorted(set(backends) - set(found))):
+    """The colour of each backend of a file: that of `COLOURS`, or a generated one, such as for the ladder's rungs."""
+    colours = {name: COLOURS[name] for name in backends if name in COLOURS}
+    for index, name in enumerate(sorted(set(backends) - set(colours))):
         # Light, middling and dark in turns, for hues alone tell few apart.
         rgb = colorsys.hls_to_rgb(index * GOLDEN % 1, (0.42, 0.65, 0.28)[index % 3], 0.75)
-        found[name] = "#" + "".join(f"{round(255 * part):02X}" for part in rgb)
-    return found
+        colours[name] = "#" + "".join(f"{round(255 * part):02X}" for part in rgb)
+    return colours
 
 
 def legend_columns(labels: Sequence[str], width: float) -> int:
-    """How many names may stand beside each other in a legend as wide as a figure: all of them where they fit."""
+    """The number of columns of a legend as wide as a figure: one for each name where they fit."""
     inches = [0.5 + 0.085 * len(label) for label in labels]
     return len(labels) if sum(inches) <= width else max(1, int(width / max(inches)))
 
@@ -90,7 +90,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Layout:
-    """Lines of panels that share a scale (full above causal, or side by side), then panels on lines of their own."""
+    """Rows of panels that share a scale (full above causal, or side by side), then panels in rows of their own."""
 
     grid: list[list[Panel]]
     wide: list[Panel]
@@ -103,7 +103,7 @@ class Layout:
 
 
 def save(results: Results, path: Path) -> None:
-    """Draw the results into a file; its suffix (.png, .svg, .pdf) chooses the format."""
+    """Draws the results into a file; its suffix (.png, .svg, .pdf) chooses the format."""
     if not results.rows:
         raise ValueError("nothing was measured, so there is nothing to draw")
     draw(results).savefig(path, dpi=160, facecolor="white")
@@ -139,7 +139,7 @@ def draw(results: Results) -> Figure:
 
 
 def literal(figure: Figure) -> Figure:
-    """The figure, with all names as they are: matplotlib takes what is between two "$" for mathematics."""
+    """The figure with "$" in names taken literally, which matplotlib would read as mathematics."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
@@ -148,7 +148,7 @@ def literal(figure: Figure) -> Figure:
 
 
 def layout(results: Results) -> Layout:
-    """Which case is shown where."""
+    """The layout of a result file's cases."""
     rows = {row.case: row for row in results.rows}
     lengths = by_length(rows.values())
     shown = {case for panel in lengths.values() for _, case in panel.groups}
@@ -164,28 +164,28 @@ def layout(results: Results) -> Layout:
 
 def by_length(rows: Iterable[Row]) -> dict[tuple[str, int], Panel]:
     """Panels of plain self-attention over lengths, by (variant, head dim); the first case of a length stands for it."""
-    found: dict[tuple[str, int], dict[int, str]] = {}
+    lengths_of: dict[tuple[str, int], dict[int, str]] = {}
     for row in rows:
         square = row.seqlen_q == row.seqlen_k and row.heads == row.kv_heads and row.head_dim == row.head_dim_v
         if square and not row.packing and row.variant in ("full", "causal"):
-            found.setdefault((row.variant, row.head_dim), {}).setdefault(row.seqlen_q, row.case)
+            lengths_of.setdefault((row.variant, row.head_dim), {}).setdefault(row.seqlen_q, row.case)
     return {
         (variant, head_dim): Panel(
             f"head dim {head_dim}, {variant}",
             "sequence length",
             tuple((length_label(seqlen), case) for seqlen, case in sorted(lengths.items())),
         )
-        for (variant, head_dim), lengths in found.items()
+        for (variant, head_dim), lengths in lengths_of.items()
         if len(lengths) >= ENOUGH_FOR_A_PANEL
     }
 
 
 def _by_shape(rows: Iterable[Row]) -> list[Panel]:
     """Panels of the variants of one shape."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    groups_of: dict[str, list[tuple[str, str]]] = {}
     for row in rows:
-        found.setdefault(_shape(row), []).append((_in_lines(row.variant), row.case))
-    panels = [Panel(title, "", tuple(groups)) for title, groups in found.items()]
+        groups_of.setdefault(_shape(row), []).append((_in_lines(row.variant), row.case))
+    panels = [Panel(title, "", tuple(groups)) for title, groups in groups_of.items()]
     return [panel for panel in panels if len(panel.groups) >= ENOUGH_FOR_A_PANEL]
 
 
@@ -216,9 +216,9 @@ def _panel(axes: Axes, panel: Panel, results: Results, slots: int, first: bool) 
     width = 0.84 / len(backends)
     for index, backend in enumerate(backends):
         offset = (index - (len(backends) - 1) / 2) * width
-        found = [(x + offset, results.row(case, backend)) for x, (_, case) in enumerate(panel.groups)]
+        bars = [(x + offset, results.row(case, backend)) for x, (_, case) in enumerate(panel.groups)]
         _bars(
-            axes, [(x, row.tflops * per_unit) for x, row in found if row is not None], width, backend, colours[backend]
+            axes, [(x, row.tflops * per_unit) for x, row in bars if row is not None], width, backend, colours[backend]
         )
     axes.set_xlim(-0.5, slots - 0.5)
     axes.set_xticks(range(len(panel.groups)), [label for label, _ in panel.groups])

@@ -1,4 +1,4 @@
-"""A picture of the climb: the speed of each step of `tileattn ladder`, with what stands beside as lines."""
+"""The picture of `tileattn ladder`: the speed of each step as bars, other implementations as lines."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ LINES = {"tilelang": "#D55E00"}
 
 
 def save(measured: Results, path: Path) -> None:
-    """Draws a file; its suffix (.png, .svg, .pdf) chooses the format."""
+    """Draws the results into a file; its suffix (.png, .svg, .pdf) chooses the format."""
     draw(measured).savefig(path, dpi=160, facecolor="white")
 
 
 def draw(measured: Results) -> Figure:
-    """Bars from the lowest rung, above, to the highest; those that were the best so far in full colour."""
+    """The figure: bars from the lowest rung (top) to the highest. Steps that are the best so far have full colour."""
     if not measured.rows:
         raise ValueError("nothing was measured, so there is nothing to draw")
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    found = climbed(measured, steps_of(measured))
-    panels = {acc: [each for each in found if _accumulation(each) == acc] for acc in BARS}
+    ladder = climbed(measured, steps_of(measured))
+    panels = {acc: [each for each in ladder if _accumulation(each) == acc] for acc in BARS}
     panels = {acc: climb for acc, climb in panels.items() if climb}
     longest = max(map(len, panels.values()), default=0)
     figure = Figure(

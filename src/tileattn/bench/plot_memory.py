@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tileattn.bench.baselines.base import OWN
 from tileattn.bench.cases import DIRECTIONS, DTYPES
-from tileattn.bench.peers.base import OWN
 from tileattn.bench.plot import FAINT, INK, LABELS, colours_of, length_label, literal, style
 from tileattn.bench.results import Results, Row
 from tileattn.measure.units import human_bytes
@@ -21,12 +21,12 @@ CLOSEST = 1 / 18  # of the height: how close two numbers may be to each other
 
 
 def save(results: Results, path: Path) -> None:
-    """Draw the results into a file; its suffix (.png, .svg, .pdf) chooses the format."""
+    """Draws the results into a file; its suffix (.png, .svg, .pdf) chooses the format."""
     draw(results).savefig(path, dpi=160, facecolor="white")
 
 
 def draw(results: Results) -> Figure:
-    """Both axes are logarithmic, so that what is linear in the length is parallel to the line of the outputs."""
+    """The figure. Its axes are logarithmic, so that linear memory is parallel to the line of the outputs."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -56,12 +56,12 @@ def draw(results: Results) -> Figure:
 
 
 def _rows(results: Results, backend: str) -> list[Row]:
-    """Of one implementation, by length."""
+    """The rows of one implementation, by length."""
     return sorted((row for row in results.rows if row.backend == backend), key=lambda row: row.seqlen_q)
 
 
 def _line(axes: Axes, results: Results, backend: str) -> None:
-    """One implementation; ours is a broad line below the others, which may lie on it."""
+    """Draws one implementation. tileattn has a broad line below the others, which may overlap it."""
     rows = _rows(results, backend)
     if not rows:
         return
@@ -102,14 +102,14 @@ def _out_of_memory(results: Results, backends: Sequence[str]) -> bool:
 def _by_number(results: Results) -> dict[tuple[str, int], list[Row]]:
     """The last row of each implementation, the least memory first, by what is written there and its length."""
     ends = [rows[-1] for backend in results.backends() if (rows := _rows(results, backend))]
-    found: dict[tuple[str, int], list[Row]] = {}
+    ends_of: dict[tuple[str, int], list[Row]] = {}
     for end in sorted(ends, key=lambda row: row.peak_bytes):
-        found.setdefault((human_bytes(end.peak_bytes), end.seqlen_q), []).append(end)
-    return found
+        ends_of.setdefault((human_bytes(end.peak_bytes), end.seqlen_q), []).append(end)
+    return ends_of
 
 
 def _outputs(axes: Axes, results: Results) -> None:
-    """The least that there can be: what is returned. It is linear in the length, to compare the slopes with."""
+    """Draws the bytes of the outputs, a lower bound. They are linear in the length, for comparing slopes."""
     rows = {row.seqlen_q: row for row in results.rows}
     lengths = sorted(rows)
     what = "o" if results.direction == "fwd" else "o, dq, dk and dv"

@@ -1,4 +1,4 @@
-"""The tensors of a case: built once, seeded, and given to every implementation alike."""
+"""The tensors of a case: built once from a seed, and shared by all implementations."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Problem:
     `bias` (batch or 1, heads or 1, seqlen_q, seqlen_k); `slopes` of ALiBi and `sink`, (heads,) float32;
     `document_ids`, (seqlen_k,) int32.
 
-    cu_seqlens: of a packed case, int32 (sequences + 1,), for queries and keys. Its q, k, v and do are (tokens, heads,
+    cu_seqlens: For a packed case, int32 (sequences + 1,), for queries and keys. Its q, k, v and do are (tokens, heads,
     head_dim).
 
-    do: for a backward pass, the gradient of o (batch, seqlen_q, heads, head_dim_v), in the same dtype. Then q, k and v
+    do: For a backward pass, the gradient of o (batch, seqlen_q, heads, head_dim_v), in the same dtype. Then q, k and v
     require grad, and so does the bias where the variant says so.
 
-    fp8: for a case in fp8, q, k and v quantised, and their descales. What is expected is float64's result on q, k and v
-    themselves, so that an error includes that of the quantisation.
+    fp8: For a case in fp8, the quantised q, k and v, and their descales. The expected result is computed in float64
+    from the unquantised q, k and v, so that an error includes that of the quantisation.
     """
 
     case: Case
@@ -60,7 +60,7 @@ class Problem:
         return replace(self, case=replace(self.case, dtype="bf16"), fp8=None)
 
     def dequantised(self) -> Problem:
-        """What is left of the values after the quantisation, as a problem in bfloat16; itself where there is none."""
+        """The values after quantisation, as a problem in bfloat16; the problem itself if it is not in fp8."""
         if self.fp8 is None:
             return self
         pairs = ((self.fp8.q, self.fp8.q_descale), (self.fp8.k, self.fp8.k_descale), (self.fp8.v, self.fp8.v_descale))
@@ -91,7 +91,7 @@ class Problem:
         return torch.arange(self.case.seqlen_q, device=self.q.device) + offset
 
     def allowed(self) -> Tensor:
-        """The dense mask, bool (seqlen_q, seqlen_k): for peers that know no other form."""
+        """The dense mask, bool (seqlen_q, seqlen_k), for baselines that take no other form."""
         lo, hi = self.case.terms.key_range(self.q_pos(), self.case.seqlen_k)
         keys = torch.arange(self.case.seqlen_k, device=self.q.device)
         return (keys >= lo[:, None]) & (keys < hi[:, None])
@@ -110,14 +110,14 @@ class Problem:
 
 
 def build(case: Case, device: torch.device | str, seed: int = 0, direction: str = "fwd") -> Problem:
-    """Random tensors for a case: standard normal, rounded to the case's dtype once, the same for the same seed.
+    """Random tensors of a case: standard normal, rounded to the case's dtype once, determined by the seed.
 
-    direction: a key of `cases.DIRECTIONS`; those with a backward pass get `do`, and inputs that require grad.
+    direction: A key of `cases.DIRECTIONS`. Those with a backward pass get `do`, and inputs that require grad.
 
-    On the device "meta" nothing is drawn and no memory is taken: what a call is can be asked of any size.
+    On the device "meta" nothing is drawn or allocated, so that the facts of a call of any size can be computed.
 
     Raises:
-        torch.OutOfMemoryError: the device never has the memory for them.
+        torch.OutOfMemoryError: The tensors exceed the total memory of the device.
     """
     meta = torch.device(device).type == "meta"  # which has no generators
     if not meta:
@@ -139,7 +139,7 @@ def build(case: Case, device: torch.device | str, seed: int = 0, direction: str 
         v=v,
         bias=normal(*_bias_shape(case)) if terms.bias is not None else None,
         slopes=_alibi_slopes(case.heads, device) if terms.alibi else None,
-        # Through the case's dtype, so that a peer that wants the sink in 16 bits is given the same value.
+        # Through the case's dtype, so that a baseline that wants the sink in 16 bits is given the same value.
         sink=normal(case.heads).float() if terms.sink else None,
         document_ids=_document_ids(case.seqlen_k, terms.documents, device) if terms.documents else None,
         fp8=quantize_fp8(q, k, v) if case.dtype == "fp8" else None,
@@ -163,7 +163,7 @@ def _packed(given: Problem) -> Problem:
 
 
 def _check_memory(case: Case, device: torch.device) -> None:
-    """Before gigabytes are drawn, and before a size is more than PyTorch can count."""
+    """Checks the total size before tensors are drawn, and before a size exceeds PyTorch's integers."""
     of_q = case.batch * case.heads * case.seqlen_q * case.head_dim
     of_k_and_v = case.batch * case.kv_heads * case.seqlen_k * (case.head_dim + case.head_dim_v)
     of_bias = prod(_bias_shape(case)) if case.terms.bias is not None else 0

@@ -1,4 +1,4 @@
-"""How far a run is, on stderr."""
+"""The progress of a run, on stderr."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tileattn.bench.results import Results
 
 @dataclass(frozen=True)
 class Reporter:
-    """Tells how far the run is: a bar on a terminal, a line per case elsewhere, nothing if quiet."""
+    """Shows the progress: a bar on a terminal, a line per case elsewhere, nothing if quiet."""
 
     bar: Progress
     total: int
     quiet: bool
 
     def say(self, text: str) -> None:
-        """What is being done now."""
+        """Shows the current activity."""
         self.bar.update(self.bar.task_ids[0], description=text)
 
     def done(self, case: Case, measured: Results) -> None:
-        """A case is measured."""
+        """Counts a measured case."""
         self.bar.advance(self.bar.task_ids[0])
         if self.quiet or self.bar.console.is_terminal:
             return
@@ -38,7 +38,7 @@ class Reporter:
 
 @contextmanager
 def reporting(total: int, quiet: bool) -> Iterator[Reporter]:
-    """A reporter for a run of `total` cases; its bar goes when the run ends."""
+    """A reporter for a run of `total` cases; its bar is removed when the run ends."""
     console = Console(stderr=True)
     columns = (
         SpinnerColumn(),

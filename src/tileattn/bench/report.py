@@ -1,4 +1,4 @@
-"""A run's results as tables for the terminal."""
+"""The results of a run as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tileattn.bench.baselines.base import OWN
 from tileattn.bench.cases import DIRECTIONS
-from tileattn.bench.compare import NOISE, Comparison, Standing, best_peer_ms, compare, standings
+from tileattn.bench.compare import NOISE, Comparison, Standing, best_baseline_ms, compare, standings
 from tileattn.bench.cost import Cost, costs
-from tileattn.bench.peers.base import OWN
 from tileattn.bench.results import Missing, Results, Row
 from tileattn.measure.ceilings import Ceiling, overall
 from tileattn.measure.units import human_bytes
@@ -21,7 +21,7 @@ DASH = "—"
 
 
 def render(results: Results) -> RenderableType:
-    """Everything to be said of a run: measurements, what is missing and why, and the summary."""
+    """The full report of a run: measurements, missing ones with reasons, and the summary."""
     parts: list[RenderableType] = [Text(_title(results), style="bold"), measurements(results)]
     parts += [Text.assemble((f"{DASH} refused: ", "yellow"), line) for line in grouped(results.refused)]
     parts += [Text.assemble(("✗ failed: ", "bold red"), line) for line in grouped(results.failed)]
@@ -29,8 +29,8 @@ def render(results: Results) -> RenderableType:
         parts.append(Text(notes, style="dim"))
     if (ceiling := overall(results.ceilings)) is not None:
         parts.append(Text(f"{ceiling_text(ceiling)}, {ceiling.when} the cases"))
-    if found := costs(results):
-        parts.append(_costs(found))
+    if measured_costs := costs(results):
+        parts.append(_costs(measured_costs))
     if comparisons := compare(results):
         parts.append(_summary(comparisons))
     if named := standings(results):
@@ -39,19 +39,19 @@ def render(results: Results) -> RenderableType:
 
 
 def ceiling_text(ceiling: Ceiling) -> str:
-    """Both ceilings in words."""
+    """The ceilings as text."""
     return f"ceilings: cuBLAS bf16 {ceiling.matmul_tflops:.0f} TFLOPS, copy {ceiling.copy_tbps:.2f} TB/s"
 
 
 def measurements(results: Results) -> Table:
-    """A heading per case, and a line per backend under it; narrow enough for a terminal of 80 columns."""
+    """The table of measurements: a heading per case, and a line per backend; fits 80 columns."""
     table = _table()
     table.add_column("case (batch,seqlen,heads)", no_wrap=True)
     for heading in ("ms", "TFLOPS", "speed", "error", "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
     of, whole = ("o", "") if results.direction == "fwd" else ("dq, dk and dv", ", forward and backward")
     table.caption = (
-        f"speed: × the fastest peer's. error: largest relative error of a row of {of} against float64. "
+        f"speed: × the fastest baseline's. error: largest relative error of a row of {of} against float64. "
         f"memory: peak beyond the inputs{whole}."
     )
     table.caption_justify = "left"
@@ -59,7 +59,7 @@ def measurements(results: Results) -> Table:
         table.add_row(Text(case, style="bold"))
         for backend in results.backends():
             row = results.row(case, backend)
-            cells = _cells(row, best_peer_ms(results, case)) if row else _blank(results, case, backend)
+            cells = _cells(row, best_baseline_ms(results, case)) if row else _blank(results, case, backend)
             if cells:
                 table.add_row(_label(results, case, backend), *cells)
     return table
@@ -84,13 +84,13 @@ def _label(results: Results, case: str, backend: str) -> Text:
     return Text(f"  {OWN} ({chosen})" if chosen else f"  {OWN}", style="cyan")
 
 
-def _cells(row: Row, best_peer_ms: float | None) -> tuple[str, ...]:
-    speed = f"{best_peer_ms / row.ms:.2f}×" if best_peer_ms else DASH
+def _cells(row: Row, best_baseline_ms: float | None) -> tuple[str, ...]:
+    speed = f"{best_baseline_ms / row.ms:.2f}×" if best_baseline_ms else DASH
     return _ms(row.ms), _tflops(row.tflops), speed, f"{row.error:.1e}", human_bytes(row.peak_bytes)
 
 
 def _blank(results: Results, case: str, backend: str) -> tuple[str, ...] | None:
-    """Dashes for a refusal, "failed" for a failure, nothing for what was not asked for."""
+    """The cells of a missing row: dashes for a refusal, "failed" for a failure, else nothing."""
     if any((entry.case, entry.backend) == (case, backend) for entry in results.failed):
         return ("[red]failed[/red]", DASH, DASH, DASH, DASH)
     if any((entry.case, entry.backend) == (case, backend) for entry in results.refused):
@@ -107,7 +107,7 @@ def _tflops(tflops: float) -> str:
 
 
 def grouped(missing: Sequence[Missing]) -> list[str]:
-    """One line per backend and reason, naming its cases."""
+    """One line per backend and reason, with the names of its cases."""
     groups: dict[tuple[str, str], list[str]] = {}
     for entry in missing:
         groups.setdefault((entry.backend, entry.reason), []).append(entry.case)
@@ -127,12 +127,12 @@ def _summary(comparisons: Sequence[Comparison]) -> Table:
     table.add_column("at", no_wrap=True)
     for each in comparisons:
         cells = (str(each.cases), f"{each.geometric_mean:.2f}×", f"{each.lowest:.2f}×")
-        table.add_row(each.peer, *cells, each.lowest_case)
+        table.add_row(each.baseline, *cells, each.lowest_case)
     return table
 
 
 def _standings(named: Mapping[str, Standing]) -> Table:
-    table = _table("against the best peer of each row")
+    table = _table("against the best baseline of each row")
     table.add_column("rows of", no_wrap=True)
     for heading in ("rows", "at or ahead", "geometric mean"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -142,7 +142,7 @@ def _standings(named: Mapping[str, Standing]) -> Table:
 
 
 def behind_lines(named: Mapping[str, Standing]) -> list[str]:
-    """For each group but "all", its rows that are behind the best peer, the worst first."""
+    """The rows behind the best baseline, the slowest first, for each group except "all"."""
     lines = []
     for name, standing in named.items():
         if name == "all" or not standing.behind:
@@ -153,14 +153,14 @@ def behind_lines(named: Mapping[str, Standing]) -> list[str]:
     return lines
 
 
-def _costs(found: Sequence[Cost]) -> Table:
+def _costs(measured_costs: Sequence[Cost]) -> Table:
     table = _table("what a modification costs")
     table.add_column("case", no_wrap=True)
     for heading in ("ms", "baseline", "cost"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("the baseline is", no_wrap=True)
-    for each in found:
-        table.add_row(each.case, _ms(each.ms), _ms(each.baseline_ms), f"{each.ratio:.2f}×", each.baseline)
+    for each in measured_costs:
+        table.add_row(each.case, _ms(each.ms), _ms(each.plain_ms), f"{each.ratio:.2f}×", each.compared_with)
     table.caption = "baseline: what the visible tiles of 128 x 128 cost in the plain kernel of the same run."
     table.caption_justify = "left"
     return table

@@ -35,13 +35,16 @@ SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "head
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation's measurement of one case; the fields are the keys of a JSON row, no more and no fewer.
+    """The measurement of one implementation on one case; its fields are exactly the keys of a JSON row.
 
-    direction: a key of `cases.DIRECTIONS`. ms: median milliseconds of a call. tflops: the case's FLOPs (`Case.flops`)
-    over that time. error: largest relative error of a checked row, of o (`Oracle.error`) or the gradients
-    (`GradientOracle.error`). peak_bytes: allocated at most beyond the inputs (`memory.peak_bytes`), the forward pass
-    included, and what was built ahead. gpu: the device's name, a CPU's too. date: UTC, ISO 8601. packing: a name of
-    `cases.PACKINGS`; older files lack it.
+    direction: A key of `cases.DIRECTIONS`.
+    ms: Median milliseconds of a call.
+    tflops: The case's FLOPs (`Case.flops`) over that time.
+    error: Largest relative error of a checked row, of o (`Oracle.error`) or the gradients (`GradientOracle.error`).
+    peak_bytes: Peak memory beyond the inputs (`memory.peak_bytes`), with the forward pass and `Prepared.held_bytes`.
+    gpu: Name of the device, also of a CPU.
+    date: UTC, ISO 8601.
+    packing: A name of `cases.PACKINGS`; older files lack it.
     """
 
     suite: str
@@ -75,7 +78,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Missing:
-    """A measurement that is not there, and why: refused by the implementation, or failed while it ran."""
+    """A missing measurement and its reason: the implementation refused the case, or failed."""
 
     case: str
     backend: str
@@ -86,9 +89,8 @@ class Missing:
 class Results:
     """One run of the benchmark. `device` is "cuda" or "cpu"; `implementation` is the backend inside tileattn.
 
-    direction: of all rows, a key of `cases.DIRECTIONS`; older files lack it and are of the forward pass.
-
-    ceilings: what the GPU reached before the first case and after the last; empty on a CPU and in older files.
+    direction: The direction of all rows, a key of `cases.DIRECTIONS`; older files lack it and are of the forward pass.
+    ceilings: The GPU's ceilings before the first case and after the last; empty on a CPU and in older files.
     """
 
     device: str
@@ -114,7 +116,7 @@ class Results:
         return list(dict.fromkeys(entry.case for entry in self._entries()))
 
     def backends(self) -> list[str]:
-        """Names of the backends: tileattn first, then the peers as they were run."""
+        """Names of the backends: tileattn first, then the baselines as they were run."""
         names = dict.fromkeys(entry.backend for entry in self._entries())
         return sorted(names, key=lambda name: name != "tileattn")
 
@@ -136,17 +138,16 @@ def begin(device: torch.device, commit: str | None, command: str, direction: str
 
 
 def save(results: Results, path: Path) -> None:
-    """Write the file whole or not at all: a run that is killed leaves the last complete one."""
+    """Writes the file atomically, so that a killed run leaves the last complete one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(json.dumps({"format": FORMAT, **asdict(results)}, indent=1) + "\n")
     draft.replace(path)
 
 
 def load(path: Path) -> Results:
-    """Read a result file; `ValueError` says what is wrong with a file that is none.
+    """Reads a result file; raises `ValueError` if the file is not one.
 
-    Rows whose error is not finite are not among `rows`, but among `failed`, where a run of ours has them; a warning
-    names them.
+    Rows with an error that is not finite are moved from `rows` to `failed`, with a warning.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -157,30 +158,30 @@ def load(path: Path) -> Results:
     # Files written before there were ceilings lack that key.
     content.setdefault("ceilings", [])
     try:
-        found: Results = _made(Results, content, "it")
+        results: Results = _made(Results, content, "it")
         for key, kind in (("rows", Row), ("refused", Missing), ("failed", Missing), ("ceilings", Ceiling)):
             entries = [_made(kind, given, f"{key}[{i}]") for i, given in enumerate(content[key])]
-            setattr(found, key, entries)
-        _check_values(found)
+            setattr(results, key, entries)
+        _check_values(results)
     except ValueError as error:
         raise ValueError(f"{path} is not a tileattn result file: {error}") from error
-    _move_overflowed(found, path)
-    return found
+    _move_overflowed(results, path)
+    return results
 
 
-def _move_overflowed(found: Results, path: Path) -> None:
-    """A speed at which no numbers came out is compared with none."""
-    overflowed = [row for row in found.rows if not math.isfinite(row.error)]
+def _move_overflowed(results: Results, path: Path) -> None:
+    """Moves rows without a finite error to `failed`: their speed means nothing."""
+    overflowed = [row for row in results.rows if not math.isfinite(row.error)]
     if not overflowed:
         return
     named = ", ".join(f"{row.backend} in {row.case}" for row in overflowed)
     warnings.warn(f"{path}: left out is what has no finite error: {named}", stacklevel=3)
-    found.rows = [row for row in found.rows if math.isfinite(row.error)]
-    found.failed += [Missing(row.case, row.backend, f"its error is {row.error}") for row in overflowed]
+    results.rows = [row for row in results.rows if math.isfinite(row.error)]
+    results.failed += [Missing(row.case, row.backend, f"its error is {row.error}") for row in overflowed]
 
 
 def _made(kind: Any, given: Any, where: str) -> Any:
-    """A dataclass of an object's keys and values; `ValueError` says which is missing, unknown or of another type."""
+    """A dataclass from a JSON object; `ValueError` names a key that is missing, unknown or of another type."""
     if not isinstance(given, dict):
         raise ValueError(f"{where} is {reprlib.repr(given)}, not an object")
     # Defaults are for those who begin results, and for keys that older files lack.
@@ -204,7 +205,7 @@ def _is_needed(kind: Any, each: Field[Any]) -> bool:
 
 
 def _is_a(value: Any, wanted: Any) -> bool:
-    """Whether a value of JSON is of an annotated type; what lists and dicts hold is not looked at."""
+    """Whether a JSON value has an annotated type; elements of lists and dicts are not checked."""
     if isinstance(wanted, UnionType):
         return any(_is_a(value, each) for each in wanted.__args__)
     if wanted in (int, float):
@@ -212,9 +213,9 @@ def _is_a(value: Any, wanted: Any) -> bool:
     return isinstance(value, get_origin(wanted) or wanted)
 
 
-def _check_values(found: Results) -> None:
-    """What tables and pictures look up, divide by, or draw."""
-    for i, row in enumerate(found.rows):
+def _check_values(results: Results) -> None:
+    """Checks the values that tables and pictures look up, divide by, or draw."""
+    for i, row in enumerate(results.rows):
         where = f"rows[{i}]"
         _check_bounds(where, row, ("ms",), MILLISECONDS, "no time")
         _check_bounds(where, row, ("tflops",), TFLOPS, "no speed")
@@ -224,10 +225,10 @@ def _check_values(found: Results) -> None:
             _check_bounds(where, row, ("error",), ERROR, "neither 0 nor an error")
         if row.dtype not in DTYPES:
             raise ValueError(f"{where} has 'dtype' = {row.dtype!r}; known are {', '.join(DTYPES)}")
-    for i, ceiling in enumerate(found.ceilings):
+    for i, ceiling in enumerate(results.ceilings):
         _check_bounds(f"ceilings[{i}]", ceiling, ("matmul_tflops", "copy_tbps"), CEILING, "no speed")
-    if found.direction not in DIRECTIONS:
-        raise ValueError(f"it has 'direction' = {found.direction!r}; known are {', '.join(DIRECTIONS)}")
+    if results.direction not in DIRECTIONS:
+        raise ValueError(f"it has 'direction' = {results.direction!r}; known are {', '.join(DIRECTIONS)}")
 
 
 def _check_bounds(where: str, of: Row | Ceiling, names: Sequence[str], bounds: tuple[float, float], what: str) -> None:

@@ -1,4 +1,4 @@
-"""Measures every implementation of every case, side by side, on the same tensors."""
+"""The runner: measures all implementations on every case, in turns and on the same tensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from statistics import median
 import torch
 
 from tileattn.bench import gradient_oracle, oracle, packed_oracle, passes, problem
+from tileattn.bench.baselines.base import OWN, Implementation, Prepared
 from tileattn.bench.cases import Case
-from tileattn.bench.peers.base import OWN, Implementation, Prepared
 from tileattn.bench.results import Missing, Results, Row
 from tileattn.measure import ceilings, memory, rounds, timing
 
@@ -21,7 +21,7 @@ Expected = oracle.Oracle | gradient_oracle.GradientOracle | packed_oracle.Packed
 
 @dataclass
 class Measurement:
-    """What is known of one implementation of the case at hand."""
+    """The state of one implementation on the current case."""
 
     implementation: Implementation
     given: problem.Problem
@@ -35,10 +35,11 @@ class Measurement:
 class Run:
     """A suite of cases, the implementations to compare, and where results and progress go.
 
-    What is measured is the direction of the results, a key of `cases.DIRECTIONS`.
+    The direction of the results, a key of `cases.DIRECTIONS`, is measured.
 
-    progress: called with what is being done, such as "D64 causal (4,4096,32): fa2". on_case: called after each case.
-    on_failure: called with the traceback of each failure.
+    progress: Called with the current activity, such as "D64 causal (4,4096,32): fa2".
+    on_case: Called after each case.
+    on_failure: Called with the traceback of each failure.
     """
 
     suite: str
@@ -53,7 +54,7 @@ class Run:
     on_failure: Callable[[str], None] = lambda text: None
 
     def __call__(self) -> Results:
-        """Run all cases. What an implementation raises becomes an entry of `failed`, and the run goes on."""
+        """Runs all cases. An exception of an implementation becomes an entry of `failed`, and the run goes on."""
         with torch.set_grad_enabled(self.results.direction != "fwd"):
             self._ceiling("before")
             for case in self.cases:
@@ -63,14 +64,14 @@ class Run:
         return self.results
 
     def _ceiling(self, when: str) -> None:
-        """What the GPU reaches at most, before the first case and after the last."""
+        """Measures the GPU's ceilings, before the first case or after the last."""
         if self.device.type != "cuda":
             return
         self.progress(f"cuBLAS and a copy, {when} the cases")
         try:
             self.results.ceilings.append(ceilings.measure(when, self.device, self.effort))
             torch.cuda.empty_cache()
-        except RuntimeError as failure:  # a peer that broke CUDA, say: what was measured is kept
+        except RuntimeError as failure:  # a baseline that broke CUDA, say: what was measured is kept
             self.on_failure("".join(traceback.format_exception(failure)))
 
     def _case(self, case: Case) -> None:
@@ -90,7 +91,7 @@ class Run:
             torch.cuda.empty_cache()
 
     def _check(self, each: Implementation, given: problem.Problem, expected: Expected) -> Measurement | None:
-        """Prepare and call it once; its error and peak memory. None if it refuses or fails."""
+        """Prepares and calls an implementation once, for error and peak memory. None if it refuses or fails."""
         case, direction = given.case, self.results.direction
         self.progress(f"{case.name}: {each.name}")
         try:
@@ -101,7 +102,7 @@ class Run:
             with prepared.context():
                 result = passes.start(direction, prepared, given)()
                 error = expected.error(result)
-                # The tolerance rule is ours to keep; a peer's error is shown as it is, if it is a number.
+                # The tolerance rule is ours to keep; a baseline's error is shown as it is, if it is a number.
                 if each.name == OWN or not math.isfinite(error):
                     expected.check(result)
                 del result
@@ -114,7 +115,7 @@ class Run:
         return Measurement(each, given, prepared, error, prepared.held_bytes + peak)
 
     def _time(self, case: Case, measurements: list[Measurement]) -> None:
-        """Rounds over all implementations, in orders that let drift and heat meet all alike (rounds.py)."""
+        """Times all implementations in rounds, in orders by which drift and heat affect all alike (rounds.py)."""
         for number in range(self.effort.rounds):
             for measurement in [measurements[i] for i in rounds.order(len(measurements), number)]:
                 self.progress(f"{case.name}: {measurement.implementation.name}, round {number + 1}")
@@ -127,7 +128,7 @@ class Run:
                     measurement.samples_ms += samples
 
     def _samples(self, measurement: Measurement) -> list[float]:
-        """One round. A forward pass whose graph is kept runs anew in each, so that only one graph is kept at a time."""
+        """The times of one round. A forward pass runs again in each, so that only one graph is kept at a time."""
         with measurement.prepared.context():
             call = passes.start(self.results.direction, measurement.prepared, measurement.given)
             return timing.sample_ms(call, self.device, self.effort)

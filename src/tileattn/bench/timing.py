@@ -1,4 +1,4 @@
-"""Times of a call, by the path that `tileattn.profile` has shown; the code is in measure/timing.py."""
+"""Alias of `tileattn.measure.timing`, for users who import this path."""
 
 from tileattn.measure.timing import DEFAULT, Effort, sample_ms, time_calls
 

@@ -1,6 +1,6 @@
-"""A variant of attention by name: which keys a query may see, and what is done to the scores.
+"""The variants of attention by name: masks, score modifications and the sink.
 
-A name is made of terms joined with "+" (all masks hold at once; score modifications apply in the order of `TERMS`):
+A name consists of terms joined with "+". All masks hold at once; score modifications apply in the order of `TERMS`.
 
     full                every query sees every key
     causal              a query sees keys up to its own position
@@ -14,11 +14,11 @@ A name is made of terms joined with "+" (all masks hold at once; score modificat
     bias-bh             score -> score + bias[batch, head, q, k]
     bias-b1             score -> score + bias[batch, q, k], the same for every head
     bias-11             score -> score + bias[q, k], the same for every batch element and head
-    dbias               beside a bias: its gradient is wanted too, which no other tensor's but q's, k's and v's is
-    userscore           score -> user_score(score, ...), a plain function as a user writes one
+    dbias               with a bias: its gradient is wanted too, in addition to those of q, k and v
+    userscore           score -> user_score(score, ...), a plain Python function
     sink                one logit per head joins the softmax's denominator
 
-Every mask here is an interval of keys per query: that is what FLOPs, the oracle and the peers' dense masks are made of.
+Every mask here is an interval of keys per query. FLOPs, the oracle and the baselines' dense masks are computed from it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ACCEPTED = (
 
 
 def user_score(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    """A score modification that is none of the package's: the farther a key, the less its score counts.
+    """A score modification of a user: the farther a key, the smaller the factor of its score.
 
     The factor falls from 1 to a half over 16384 positions. The same function is given to tileattn, which traces it, to
     FlexAttention, which compiles it, and to plain PyTorch: it takes numbers, traced values and tensors alike.
@@ -64,8 +64,8 @@ def user_score(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 class Variant:
     """Masks (`causal`, `window` as (left, right), `prefix`, `documents`), score modifications, and a sink.
 
-    bias: None, or which of (batch, heads) the bias has: "1h" is (1, heads, seqlen_q, seqlen_k), and so on.
-    dbias: whether a backward pass computes the gradient of the bias.
+    bias: None, or the dimensions (batch, heads) that the bias has: "1h" is (1, heads, seqlen_q, seqlen_k), and so on.
+    dbias: Whether a backward pass computes the gradient of the bias.
     """
 
     causal: bool = False
@@ -102,12 +102,12 @@ class Variant:
 
     @property
     def plain(self) -> bool:
-        """Full or causal and nothing else: what every implementation of attention knows."""
+        """Whether it is full or causal and nothing else, which every implementation supports."""
         return self.name in ("full", "causal")
 
     @property
     def masked(self) -> bool:
-        """Whether some query may be kept from some key."""
+        """Whether a mask may hide some key from some query."""
         return self.causal or self.window is not None or self.prefix is not None or self.documents is not None
 
     @property
@@ -159,12 +159,12 @@ def parse(name: str) -> Variant:
 
 
 def is_mask(term: str) -> bool:
-    """Whether a term says which keys a query sees, and nothing of their scores."""
+    """Whether a term is a mask."""
     return term == "full" or _match(term)[0] in MASKS
 
 
 def written_out(number: float) -> str:
-    """A positive number in decimal digits, all that it takes to read it back: names have no exponents."""
+    """A positive number in decimal digits that reads back exactly, without an exponent."""
     text = f"{Decimal(repr(float(number))):f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 

@@ -1,4 +1,4 @@
-"""`tileattn warmup`: which kernels to compile into the cache ahead of the first call."""
+"""The kernels that `tileattn warmup` compiles into the cache."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import product
 
 from tileattn.bench import problem
+from tileattn.bench.baselines.own import needs, variant_key
 from tileattn.bench.cases import DTYPES, Case
-from tileattn.bench.peers.own import needs, variant_key
 from tileattn.bench.problem import Problem
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.call.fp8 import FP8
@@ -24,7 +24,7 @@ def calls(
 ) -> list[AttentionCall]:
     """All combinations of (head_dim, head_dim_v), variant names and dtype names (`cases.DTYPES`).
 
-    Each twice: kernels that return lse are others than those that do not.
+    Each occurs twice: with and without lse, which are different kernels.
     """
     return [
         AttentionCall(
@@ -43,14 +43,14 @@ def calls(
 def backward_calls(
     head_dims: Sequence[tuple[int, int]], variants: Sequence[str], dtypes: Sequence[str], arch: str
 ) -> list[BackwardCall]:
-    """The backward passes of the same: for the gradients of q, k and v, of a sink, and of a bias with "dbias"."""
-    found = []
+    """The backward passes of the same: the gradients of q, k and v, of a sink, and of a bias with "dbias"."""
+    wanted = []
     for variant in variants:
         q, k, v, _, *tensors = needs(_small(variant))
         for call in calls(head_dims, [variant], dtypes, arch):
             if call.return_lse:
-                found.append(BackwardCall(replace(call, needs_grad=True), (q, k, v, call.sink, *tensors)))
-    return found
+                wanted.append(BackwardCall(replace(call, needs_grad=True), (q, k, v, call.sink, *tensors)))
+    return wanted
 
 
 def _small(variant: str) -> Problem:

@@ -1,1 +1,1 @@
-"""The command line `tileattn`: what each command takes, and what it does."""
+"""The command line `tileattn`: its commands, their options, and their code."""

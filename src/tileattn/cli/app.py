@@ -1,7 +1,7 @@
 """The command line `tileattn`: its commands, in the order in which `tileattn --help` lists them.
 
-What `bench`, `memory`, `tune`, `ladder` and `viz` take is in bench.py, tune.py, ladder_options.py and viz.py. What the
-commands do is in run_bench.py, run_tune.py, ladder.py, run_viz.py, run_demo.py and info.py. Everything slow is imported
+The options of `bench`, `memory`, `tune`, `ladder` and `viz` are in bench.py, tune.py, ladder_options.py and viz.py. The
+code of the commands is in run_bench.py, run_tune.py, ladder.py, run_viz.py, run_demo.py and info.py. Slow imports are
 inside the commands, so that `tileattn --help` answers at once.
 """
 
@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from tileattn.cli.bench import BENCH_EXAMPLES, MEMORY_EXAMPLES, bench, memory
+from tileattn.cli.bench import BASELINES_ALSO_PEERS, BENCH_EXAMPLES, MEMORY_EXAMPLES, bench, memory
 from tileattn.cli.ladder_options import LADDER_EXAMPLES, ladder
 from tileattn.cli.tune import TUNE_EXAMPLES, tune
 from tileattn.cli.viz import app as viz
@@ -62,8 +62,8 @@ def info(
     info.show(arch)
 
 
-app.command(epilog=BENCH_EXAMPLES)(bench)
-app.command(epilog=MEMORY_EXAMPLES)(memory)
+app.command(epilog=BENCH_EXAMPLES, context_settings=BASELINES_ALSO_PEERS)(bench)
+app.command(epilog=MEMORY_EXAMPLES, context_settings=BASELINES_ALSO_PEERS)(memory)
 app.command(epilog=LADDER_EXAMPLES)(ladder)
 
 

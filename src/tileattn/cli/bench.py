@@ -1,6 +1,6 @@
-"""`tileattn bench` and `tileattn memory`: what they take. What they do is in run_bench.py.
+"""The options of `tileattn bench` and `tileattn memory`; run_bench.py has their code.
 
-A command has more positional arguments than other functions: one for each option that typer is to read.
+A command has one positional argument for each option, because typer reads the options from its signature.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ SHAPE, VARIANT, COMPARE, OUTPUT = "One case: its shape", "One case: its variant"
 BENCH_EXAMPLES = (
     "[dim]Examples[/dim]\n\n"
     "  tileattn bench\n\n"
-    "  tileattn bench --suite fa --peers fa2,cudnn --plot speed.png\n\n"
+    "  tileattn bench --suite fa --baselines fa2,cudnn --plot speed.png\n\n"
     "  tileattn bench --suite fa --direction bwd\n\n"
     "  tileattn bench --batch 4 --heads 32 --kv-heads 8 --seqlen 1024,4096,16384 --head-dim 128 --causal\n\n"
-    "  tileattn bench --seqlen 16384 --mask window1024 --softcap 50 --peers flex"
+    "  tileattn bench --seqlen 16384 --mask window1024 --softcap 50 --baselines flex"
 )
 MEMORY_EXAMPLES = (
     "[dim]Examples[/dim]\n\n"
     "  tileattn memory\n\n"
-    "  tileattn memory --seqlen 1024,8192,65536 --causal --peers eager,efficient --plot memory.png"
+    "  tileattn memory --seqlen 1024,8192,65536 --causal --baselines eager,efficient --plot memory.png"
 )
+
+# `--peers`, which recorded commands use, is read as `--baselines`.
+BASELINES_ALSO_PEERS = {"token_normalize_func": lambda name: "baselines" if name == "peers" else name}
 
 # The options of `tileattn bench`: in a signature they would hide the arguments.
 Suite = Annotated[
@@ -108,7 +111,7 @@ Backend = Annotated[
     str | None,
     typer.Option(help="tileattn's backend. Default: its own choice per case.", rich_help_panel=COMPARE),
 ]
-Peers = Annotated[
+Baselines = Annotated[
     str | None,
     typer.Option(
         help="Implementations beside tileattn, with commas: eager, sdpa (PyTorch's choice), fa2, cudnn, efficient "
@@ -172,7 +175,7 @@ def bench(
     direction: Direction = "fwd",
     device: Device = "auto",
     backend: Backend = None,
-    peers: Peers = None,
+    baselines: Baselines = None,
     rounds: Rounds = 5,
     json: Json = None,
     plot: Plot = None,
@@ -194,7 +197,7 @@ def bench(
     files = command.FileOptions(json, plot, force, commit, quiet)
     where = choices.resolve_device(device)
     chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where)
-    implementations = choices.choose_implementations(backend, peers, where, chosen)
+    implementations = choices.choose_implementations(backend, baselines, where, chosen)
     raise typer.Exit(command.bench(chosen, implementations, where, rounds, files))
 
 
@@ -222,7 +225,7 @@ def memory(
     backend: Annotated[
         str | None, typer.Option(help="tileattn's backend. Default: its own choice.", show_default=False)
     ] = None,
-    peers: Annotated[
+    baselines: Annotated[
         str, typer.Option(help="Beside tileattn, as for [b]tileattn bench[/b]; or none.", metavar="NAME,...")
     ] = "eager",
     json: Annotated[
@@ -248,6 +251,6 @@ def memory(
     where = choices.resolve_device(device)
     shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, None, head_dim)
     chosen = choices.choose_memory(shape, causal, dtype, direction, where)
-    implementations = choices.choose_implementations(backend, peers, where, chosen)
+    implementations = choices.choose_implementations(backend, baselines, where, chosen)
     files = command.FileOptions(json, plot, force, commit, quiet)
     raise typer.Exit(command.bench(chosen, implementations, where, 1, files))

@@ -1,6 +1,6 @@
-"""From options to what they ask for: devices, cases, implementations, calls.
+"""Parses options into devices, cases, implementations and calls.
 
-A bad value is one error that names the option, what was given and what is accepted.
+A bad value raises one error. It names the option, the given value and the accepted values.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 import typer
 
 from tileattn.bench import cases, variants, warmup
+from tileattn.bench.baselines import BASELINES, Implementation, TileAttn
 from tileattn.bench.cases import Case
-from tileattn.bench.peers import PEERS, Implementation, TileAttn
 from tileattn.call.facts import device_arch
 from tileattn.kernels.tilelang.build.batch import AnyJob
 from tileattn.runtime.dispatch import BACKENDS, named
 
-DEFAULT_PEERS = {"cuda": "fa2,cudnn", "cpu": "sdpa,eager"}
-# What an fp8 case is compared with: no peer takes fp8.
-FP8_PEERS = "tileattn-bf16"
-# And packed sequences: most peers want a batch of one length.
-PACKED_PEERS = {"cuda": "fa2-varlen,fa4,tileattn-dense", "cpu": "tileattn-dense"}
+DEFAULT_BASELINES = {"cuda": "fa2,cudnn", "cpu": "sdpa,eager"}
+# What an fp8 case is compared with: no baseline takes fp8.
+FP8_BASELINES = "tileattn-bf16"
+# And packed sequences: most baselines want a batch of one length.
+PACKED_BASELINES = {"cuda": "fa2-varlen,fa4,tileattn-dense", "cpu": "tileattn-dense"}
 DEFAULT_DTYPE = {"cuda": "bf16", "cpu": "fp32"}
 # What `tileattn memory` measures: lengths, by device, and what its result files call their suite.
 MEMORY_LENGTHS = {"cuda": "1024,2048,4096,8192,16384,32768,65536,131072", "cpu": "256,512,1024,2048"}
@@ -36,7 +36,7 @@ SMALLEST_CAP, LARGEST_CAP = 1e-3, 1e9  # of scores: beyond these float32 has few
 
 @dataclass(frozen=True)
 class ShapeOptions:
-    """Options of one case's shape; None where the user gave none."""
+    """The options of one case's shape; None for an option that was not given."""
 
     batch: int | None = None
     heads: int | None = None
@@ -50,7 +50,7 @@ class ShapeOptions:
 
 @dataclass(frozen=True)
 class VariantOptions:
-    """Options of one case's variant; None or False where the user gave none."""
+    """The options of one case's variant; None or False for an option that was not given."""
 
     causal: bool = False
     mask: str | None = None
@@ -63,7 +63,7 @@ class VariantOptions:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The cases to run, the name of their suite, "custom" for the user's own, and a key of `cases.DIRECTIONS`."""
+    """The cases to run, the name of their suite ("custom" for a case from options), and a key of `cases.DIRECTIONS`."""
 
     suite: str
     cases: Sequence[Case]
@@ -71,13 +71,13 @@ class Chosen:
 
 
 def refuse(option: str, message: str) -> typer.BadParameter:
-    """The one error that a bad option value gets: what was given and what is accepted is in the message."""
+    """The error of a bad option value. The message names the given value and the accepted ones."""
     return typer.BadParameter(message, param_hint=option)
 
 
 @contextmanager
 def both_names(short: Mapping[str, str]) -> Iterator[None]:
-    """An option that is refused inside is called by its short name as well, which the user may have written."""
+    """Adds the short name of an option to errors raised inside, because the user may have written that."""
     try:
         yield
     except typer.BadParameter as error:
@@ -101,7 +101,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """Which GPU "cuda" means."""
+    """The device with its index: "cuda" is the current GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
@@ -113,7 +113,7 @@ def choose_cases(
     direction: str,
     device: torch.device,
 ) -> Chosen:
-    """A named suite, or the user's own case at each of its lengths."""
+    """The cases of a named suite, or one case from options at each of its lengths."""
     if direction not in cases.DIRECTIONS:
         raise refuse("--direction", f"{direction!r} is not known; accepted: {', '.join(cases.DIRECTIONS)}")
     if suite == "fp8" and dtype not in (None, "fp8"):
@@ -151,13 +151,13 @@ def _check_packing(shape: ShapeOptions, variant: str, dtype: str) -> None:
 
 
 def choose_memory(shape: ShapeOptions, causal: bool, dtype: str | None, direction: str, device: torch.device) -> Chosen:
-    """What `tileattn memory` measures: one shape at each of its lengths."""
+    """The cases of `tileattn memory`: one shape at each of its lengths."""
     shape = replace(shape, seqlen=shape.seqlen or MEMORY_LENGTHS[device.type], head_dim=shape.head_dim or 128)
     return replace(choose_cases(None, shape, VariantOptions(causal=causal), dtype, direction, device), suite=MEMORY)
 
 
 def at_least_one(option: str, value: int | None) -> None:
-    """Refuses a count below 1, or beyond what anything counts to; None, not given, is fine."""
+    """Refuses a count below 1 or above `MOST`; accepts None, an option that was not given."""
     if value is not None and value < 1:
         raise refuse(option, f"{value} is too few; accepted: an integer of at least 1")
     if value is not None and value > MOST:
@@ -185,7 +185,7 @@ def _lengths(text: str) -> list[int]:
 
 
 def variant_name(options: VariantOptions) -> str:
-    """The variant of `--variant`, or the one that the other options are parts of."""
+    """The name of the variant: of `--variant`, or composed from the other options."""
     if options.variant is not None:
         if options != VariantOptions(variant=options.variant):
             raise refuse("--variant", "it names the whole variant; give either it or --causal, --mask, --softcap, ...")
@@ -217,24 +217,26 @@ def _known_variant(option: str, name: str) -> str:
 
 
 def choose_implementations(
-    backend: str | None, peers: str | None, device: torch.device, chosen: Chosen
+    backend: str | None, baselines: str | None, device: torch.device, chosen: Chosen
 ) -> list[Implementation]:
-    """tileattn, and the peers beside it."""
-    names = _default_peers(device, chosen.cases) if peers is None else peers
+    """The implementations to measure: tileattn, then the baselines."""
+    names = _default_baselines(device, chosen.cases) if baselines is None else baselines
     wanted = [] if names == "none" else [name.strip() for name in names.split(",")]
-    if unknown := [name for name in wanted if name not in PEERS]:
-        raise refuse("--peers", f"{', '.join(map(repr, unknown))}: not known; accepted: none, {', '.join(PEERS)}")
-    return [own_implementation(backend), *(PEERS[name] for name in dict.fromkeys(wanted))]
+    if unknown := [name for name in wanted if name not in BASELINES]:
+        raise refuse(
+            "--baselines", f"{', '.join(map(repr, unknown))}: not known; accepted: none, {', '.join(BASELINES)}"
+        )
+    return [own_implementation(backend), *(BASELINES[name] for name in dict.fromkeys(wanted))]
 
 
-def _default_peers(device: torch.device, measured: Sequence[Case]) -> str:
+def _default_baselines(device: torch.device, measured: Sequence[Case]) -> str:
     if all(case.dtype == "fp8" for case in measured):
-        return FP8_PEERS
-    return (PACKED_PEERS if all(case.packing for case in measured) else DEFAULT_PEERS)[device.type]
+        return FP8_BASELINES
+    return (PACKED_BASELINES if all(case.packing for case in measured) else DEFAULT_BASELINES)[device.type]
 
 
 def own_implementation(backend: str | None) -> TileAttn:
-    """tileattn with the backend of `--backend`."""
+    """The implementation of tileattn, with the backend of `--backend`."""
     names = [each.name for each in BACKENDS]
     if backend is not None and backend.partition(":")[0] not in names:
         raise refuse("--backend", f"{backend!r} is not known; accepted: {', '.join(names)}")
@@ -245,7 +247,7 @@ def own_implementation(backend: str | None) -> TileAttn:
 
 
 def choose_kernels(head_dim: str, variant: str, dtype: str, direction: str, arch: str | None) -> list[AnyJob]:
-    """What `tileattn warmup` compiles."""
+    """The kernels that `tileattn warmup` compiles."""
     if direction not in ("fwd", "fwdbwd"):
         raise refuse("--direction", f"{direction!r} is not known; accepted: fwd, fwdbwd")
     if arch is None and not torch.cuda.is_available():

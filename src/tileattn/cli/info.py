@@ -1,4 +1,4 @@
-"""What `tileattn info` prints: this machine, the versions, and what each backend accepts."""
+"""`tileattn info`: prints this machine, the versions, and the calls that each backend accepts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tileattn.variant.key import encode
 
 @dataclass(frozen=True)
 class Example:
-    """A call that stands for many, and its name in the table."""
+    """A representative call, and its name in the table."""
 
     name: str
     dtype: torch.dtype = torch.bfloat16
@@ -57,7 +57,7 @@ class Example:
 
 
 def examples() -> list[Example]:
-    """The calls that the table asks about: dtypes, head dims, masks, modifications, layouts, gradients."""
+    """The calls of the table: dtypes, head dims, masks, modifications, layouts, gradients."""
     ids = torch.zeros(8, dtype=torch.int32)
     slopes = torch.ones(8)
     bias = torch.zeros(1, 8, 8, 8, dtype=torch.bfloat16)
@@ -88,7 +88,7 @@ def examples() -> list[Example]:
 
 
 def show(arch: str | None) -> None:
-    """Print it; `arch` asks what backends accept on another architecture than this machine's."""
+    """Prints everything; `arch` asks about another architecture than this machine's."""
     arch = None if arch is None else _named_arch(arch)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console = Console()
@@ -104,15 +104,15 @@ def _machine(device: torch.device) -> Table:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         table.add_row("", f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB")
-    for name, found in environment.versions().items():
-        table.add_row(name, found)
+    for name, number in environment.versions().items():
+        table.add_row(name, number)
     table.add_row("nvcc", _nvcc())
     table.add_row("kernels", _cache())
     return table
 
 
 def _nvcc() -> str:
-    """Release and place of the nvcc that would compile kernels, or that there is none."""
+    """Release and path of the nvcc that compiles kernels, or that there is none."""
     path = shutil.which("nvcc")
     if path is not None:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
@@ -124,7 +124,7 @@ def _nvcc() -> str:
 
 
 def _cache() -> str:
-    """The kernel cache's folder, and how many kernels it holds."""
+    """Folder of the kernel cache, and the number of kernels in it."""
     try:
         folder = default_folder()
     except FileNotFoundError as error:  # there is no home
@@ -133,7 +133,7 @@ def _cache() -> str:
 
 
 def _matrix(arch: str) -> RenderableType:
-    """Which backend accepts which call on an architecture, from their refusals; the reasons below."""
+    """The table of backends and calls on an architecture, with the reasons of refusals below."""
     table = Table(box=box.SIMPLE_HEAD, title=f"What runs on {arch}", title_justify="left", pad_edge=False)
     table.add_column("call", no_wrap=True)
     for backend in BACKENDS:
@@ -152,7 +152,7 @@ def _matrix(arch: str) -> RenderableType:
 
 
 def _named_arch(arch: str) -> str:
-    """As :class:`AttentionCall` spells it; those that no backend has kernels for have an answer, too."""
+    """The name of an architecture as :class:`AttentionCall` spells it, also if no backend has kernels for it."""
     if f"{arch}a" in ARCHITECTURES:
         return f"{arch}a"
     if re.fullmatch(r"cpu|sm_\d{2,3}a?|gfx[0-9a-f]{3,4}", arch) is None:

@@ -1,4 +1,4 @@
-"""`tileattn ladder`: the rungs of `backend="mma"` one by one, with what each gains, FlashAttention-2 beside them.
+"""`tileattn ladder`: measures the rungs of `backend="mma"`, the gain of each, and FlashAttention-2 for comparison.
 
 The ladder's steps and their gains are in :mod:`tileattn.bench.climb`.
 """
@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tileattn.bench import problem, report, results
+from tileattn.bench.baselines import BASELINES, Implementation, TileAttn
 from tileattn.bench.cases import Case
 from tileattn.bench.climb import BESIDE, TILELANG, Climbed, Step, climbed, steps
-from tileattn.bench.peers import PEERS, Implementation, TileAttn
 from tileattn.bench.progress import reporting
 from tileattn.bench.results import Results, Row
 from tileattn.bench.runner import Run
@@ -37,7 +37,7 @@ ROUNDS = 3
 
 
 def climb(case: Case, iters: int, all_tiles: bool, json: Path | None, plot: Path | None, force: bool) -> int:
-    """Measures all steps on this machine's GPU, prints them, and writes what is asked for. Returns the exit code."""
+    """Measures all steps on this machine's GPU, prints them, and writes the requested files. Returns the exit code."""
     at_least_one("--iters", iters)
     if plot is not None:
         command.check_picture("--plot", plot, force)
@@ -48,7 +48,7 @@ def climb(case: Case, iters: int, all_tiles: bool, json: Path | None, plot: Path
     _compile(ladder, case, device)
     given = problem.build(case, device)
     implementations: list[Implementation] = [TileAttn(step.backend, step.backend) for step in ladder]
-    implementations += [*(PEERS[name] for name in BESIDE), TileAttn(TILELANG, TILELANG)]
+    implementations += [*(BASELINES[name] for name in BESIDE), TileAttn(TILELANG, TILELANG)]
     first = _first_values(implementations, given)
     _measure(measured, case, implementations, device, iters)
     console = Console(width=None if Console().is_terminal else 130)
@@ -58,7 +58,7 @@ def climb(case: Case, iters: int, all_tiles: bool, json: Path | None, plot: Path
 
 
 def _reserve(measured: Results, json: Path | None, plot: Path | None, force: bool) -> None:
-    """Before anything is measured: what is asked for can be written."""
+    """Checks before any measurement that the requested files can be written."""
     if plot is not None:
         command.check_writable("--plot", plot)
     if json is not None:
@@ -87,7 +87,7 @@ def _gpu() -> torch.device:
 
 
 def case_of(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool, dtype: str) -> Case:
-    """The case of the command line; refuses what no rung runs."""
+    """The case of the command line. Refuses cases that no rung runs."""
     for option, value in (("--B", batch), ("--H", heads), ("--N", seqlen)):
         at_least_one(option, value)
     if head_dim not in HEAD_DIMS + LARGE_HEAD_DIMS:
@@ -104,7 +104,7 @@ def _listed(values: Iterable[object]) -> str:
 
 
 def _compile(ladder: Sequence[Step], case: Case, device: torch.device) -> None:
-    """All kernels at once, so that nobody waits for them one by one; a failure shows where the kernel is measured."""
+    """Compiles all kernels in parallel. A failure is reported later, where the kernel is measured."""
     arch = device_arch(device)
     call = AttentionCall(DTYPES[case.dtype], case.head_dim, case.head_dim, arch=arch)
     kernels = [parse(step.backend.removeprefix(f"{NAME}:")).kernel(call) for step in ladder]
@@ -113,8 +113,8 @@ def _compile(ladder: Sequence[Step], case: Case, device: torch.device) -> None:
 
 
 def _first_values(implementations: Sequence[Implementation], given: problem.Problem) -> dict[str, list[float]]:
-    """The first two values of each output and its last, by implementation; not of those that fail."""
-    found = {}
+    """The first two values and the last of each output, by implementation. Implementations that fail are left out."""
+    values_of = {}
     for each in implementations:
         try:
             if each.refusal(given) is not None:
@@ -124,8 +124,8 @@ def _first_values(implementations: Sequence[Implementation], given: problem.Prob
                 o = prepared.call().flatten()
         except Exception:  # it will be reported when it is measured
             continue
-        found[each.name] = [float(o[0]), float(o[1]), float(o[-1])]
-    return found
+        values_of[each.name] = [float(o[0]), float(o[1]), float(o[-1])]
+    return values_of
 
 
 def _measure(
@@ -150,7 +150,7 @@ def _measure(
 
 
 def render(measured: Results, ladder: Sequence[Step], first: dict[str, list[float]]) -> RenderableType:
-    """The table, and what is missing below it."""
+    """The table, with missing measurements below it."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=_title(measured), title_justify="left")
     table.add_column("step", no_wrap=True)
     for heading in ("first values, last", "ms", "TFLOPS", "gain", "× FA-2", "error"):
@@ -170,8 +170,8 @@ def render(measured: Results, ladder: Sequence[Step], first: dict[str, list[floa
 
 
 def _best(measured: Results, ladder: Sequence[Step], acc: str) -> Climbed | None:
-    found = [each for each in climbed(measured, ladder) if f"acc={acc}" in each.row.backend]
-    return max(found, key=lambda each: each.row.tflops, default=None)
+    reached = [each for each in climbed(measured, ladder) if f"acc={acc}" in each.row.backend]
+    return max(reached, key=lambda each: each.row.tflops, default=None)
 
 
 def _title(measured: Results) -> str:

@@ -1,6 +1,6 @@
-"""`tileattn ladder`: what it takes. What it does is in ladder.py.
+"""The options of `tileattn ladder`; ladder.py has its code.
 
-A command has more positional arguments than other functions: one for each option that typer is to read.
+A command has one positional argument for each option, because typer reads the options from its signature.
 """
 
 from __future__ import annotations

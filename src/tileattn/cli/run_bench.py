@@ -1,4 +1,4 @@
-"""What `tileattn bench`, `memory`, `plot` and `warmup` do, once the command line has been taken apart."""
+"""The code of `tileattn bench`, `memory`, `plot` and `warmup`, called with parsed options."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 from tileattn.bench import report, results
+from tileattn.bench.baselines.base import OWN, Implementation
 from tileattn.bench.cases import Case
-from tileattn.bench.peers.base import OWN, Implementation
 from tileattn.bench.progress import reporting
 from tileattn.bench.runner import Run
 from tileattn.cli.choices import LADDER, MEMORY, Chosen, at_least_one, refuse
@@ -35,7 +35,7 @@ MAX_PROCESSES = 16
 
 @dataclass(frozen=True)
 class FileOptions:
-    """Where to write, and whether to talk."""
+    """The options for output: files to write, and whether to print progress."""
 
     json: Path | None = None
     plot: Path | None = None
@@ -51,7 +51,7 @@ def bench(
     rounds: int,
     files: FileOptions,
 ) -> int:
-    """Run, save after every case, print, draw. Returns the exit code: 1 if tileattn failed or was not measured."""
+    """Runs the cases, saves after each, prints and draws. Returns the exit code: 1 if tileattn failed or never ran."""
     at_least_one("--rounds", rounds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -94,7 +94,7 @@ def bench(
 
 
 def redraw(result: Path, picture: Path, force: bool) -> None:
-    """`tileattn plot`."""
+    """The code of `tileattn plot`."""
     check_picture("--output", picture, force)
     try:
         measured = results.load(result)
@@ -109,7 +109,7 @@ def redraw(result: Path, picture: Path, force: bool) -> None:
 
 
 def warm_up(jobs: Sequence[batch.AnyJob]) -> int:
-    """`tileattn warmup`: a line per kernel as it is ready. Returns the exit code: 1 if one could not be compiled."""
+    """The code of `tileattn warmup`: prints a line per compiled kernel. Returns the exit code: 1 if one failed."""
     try:
         folder = default_folder()
     except FileNotFoundError as error:  # there is no home
@@ -126,7 +126,7 @@ def warm_up(jobs: Sequence[batch.AnyJob]) -> int:
 
 
 def _reserve(chosen: Chosen, device: torch.device, files: FileOptions) -> tuple[Path, Path]:
-    """The paths of result file and picture; the first is created at once, so that two runs never share it."""
+    """The paths of result file and picture. The result file is created at once, so that two runs never share it."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     name = chosen.suite if chosen.direction == "fwd" else f"{chosen.suite}-{chosen.direction}"
     json = files.json or RESULTS_FOLDER / f"{name}-{device.type}-{stamp}.json"
@@ -143,7 +143,7 @@ def _reserve(chosen: Chosen, device: torch.device, files: FileOptions) -> tuple[
 
 
 def create(option: str, path: Path, force: bool) -> None:
-    """Creates a file before anything is measured: two runs never share it, and it is known that it can be written."""
+    """Creates a file before any measurement. So it is known to be writable, and two runs never share it."""
     with writing(option, path):
         try:
             path.open("w" if force else "x").close()
@@ -152,7 +152,7 @@ def create(option: str, path: Path, force: bool) -> None:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Before anything is measured: a file can be written there. What is there stays, and nothing is left."""
+    """Checks before any measurement that a path can be written. Leaves an existing file as it is, and no new one."""
     with writing(option, path):
         there = path.exists()
         path.open("ab").close()
@@ -162,7 +162,7 @@ def check_writable(option: str, path: Path) -> None:
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Makes the folder of a file that is written inside; where that fails, the option is refused."""
+    """Makes the folder of a file that is written inside. If making or writing fails, refuses the option."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -176,7 +176,7 @@ def writing(option: str, path: Path) -> Iterator[None]:
 
 
 def check_picture(option: str, picture: Path, force: bool) -> None:
-    """Before anything is measured: a picture that was asked for can be drawn."""
+    """Checks before any measurement that the requested picture can be drawn."""
     if picture.suffix not in PICTURES:
         raise refuse(option, f"{picture} has the suffix {picture.suffix!r}; accepted: {', '.join(PICTURES)}")
     if picture.exists() and not force:
@@ -198,7 +198,7 @@ def _draw(measured: results.Results, picture: Path, asked: bool, option: str) ->
 
 
 def _show(measured: results.Results, failures: Sequence[str], quiet: bool) -> None:
-    """The tables on stdout; tracebacks, and if quiet the failures, on stderr."""
+    """Prints the tables on stdout; tracebacks, and if quiet the failures, on stderr."""
     console = Console(width=None if sys.stdout.isatty() else 100)
     errors = Console(stderr=True)
     for failure in failures:

@@ -1,4 +1,4 @@
-"""What `tileattn demo` does, once the command line has been taken apart."""
+"""The code of `tileattn demo`, called with parsed options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tileattn.cli.choices import refuse
 
 
 def demo(device: torch.device, port: int | None, browser: bool) -> None:
-    """Serve the page until Ctrl-C."""
+    """Serves the page until Ctrl-C."""
     if port is not None:
         _check_port(port)
     for package in ("gradio", "matplotlib"):
@@ -27,7 +27,7 @@ def demo(device: torch.device, port: int | None, browser: bool) -> None:
 
 
 def _check_port(port: int) -> None:
-    """Before gradio tries: its advice is for programmers, and does not say why a port cannot be had."""
+    """Checks the port before gradio does, whose message does not say why a port is unavailable."""
     if not 1 <= port <= 65535:
         raise refuse("--port", f"{port} is no port; accepted: 1 to 65535")
     with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""What `tileattn tune` does: tunes cases, shows what is kept, and removes it."""
+"""The code of `tileattn tune`: tunes cases, shows results, and removes them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tileattn.bench import passes, problem
+from tileattn.bench.baselines import TileAttn
 from tileattn.bench.cases import Case
-from tileattn.bench.peers import TileAttn
 from tileattn.cli.choices import Chosen
 from tileattn.tuner import results, state
 from tileattn.tuner.session import tuning
@@ -23,7 +23,7 @@ UNFOLDED = 10_000  # columns; wider than any table
 
 
 def tune(chosen: Chosen, own: TileAttn, device: torch.device, again: bool, quiet: bool) -> int:
-    """Tune each case; returns the exit code: 1 if one could not be run, or nothing can be kept."""
+    """Tunes each case. Returns the exit code: 1 if a case could not be run, or results cannot be stored."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     failed = False
@@ -47,7 +47,7 @@ def tune(chosen: Chosen, own: TileAttn, device: torch.device, again: bool, quiet
 
 
 def _tune_case(case: Case, own: TileAttn, device: torch.device, direction: str) -> str | None:
-    """Why it could not be run, or None. Its tensors are gone before those of the next are there."""
+    """Tunes one case; returns why it could not be run, or None. Its tensors are freed on return."""
     try:
         given = problem.build(case, device, direction=direction)
         if (reason := own.refusal(given)) is not None:
@@ -60,7 +60,7 @@ def _tune_case(case: Case, own: TileAttn, device: torch.device, direction: str) 
 
 
 def show() -> None:
-    """`tileattn tune --show`."""
+    """The code of `tileattn tune --show`."""
     kept = list(results.entries(results.read(_file())))
     # Words are folded to fit a terminal only: what is piped is read by programs.
     console = Console(width=None if sys.stdout.isatty() else UNFOLDED)
@@ -101,7 +101,7 @@ def _config(result: results.Result) -> str:
 
 
 def clear(sure: bool) -> None:
-    """`tileattn tune --clear`: asks first, unless the user has said yes already."""
+    """The code of `tileattn tune --clear`: asks first, unless --yes was given."""
     path = _file()
     count = len(list(results.entries(results.read(path))))
     if count == 0:

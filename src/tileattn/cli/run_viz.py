@@ -1,4 +1,4 @@
-"""What `tileattn viz` does, once the command line has been taken apart."""
+"""The code of `tileattn viz`, called with parsed options."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 import typer
 
 from tileattn.bench import problem, results
+from tileattn.bench.baselines.own import mask_of, score_mods_of
 from tileattn.bench.cases import square
-from tileattn.bench.peers.own import mask_of, score_mods_of
 from tileattn.bench.problem import Problem
 from tileattn.cli.choices import VariantOptions, at_least_one, refuse, variant_name
 from tileattn.cli.run_bench import check_picture, writing
@@ -46,7 +46,7 @@ def tiles(
     output: Path,
     force: bool,
 ) -> None:
-    """`tileattn viz tiles`."""
+    """The code of `tileattn viz tiles`."""
     check_picture("--output", output, force)
     for option, size in (
         ("--seqlen", seqlen),
@@ -70,9 +70,9 @@ def tiles(
         )
     with _refused("--seqlen"):
         sizes = (seqlen, seqlen_k or seqlen, block[0] or default[0], block[1] or default[1])
-        found = tile_map(given, *sizes, arch=arch)
+        map_of_tiles = tile_map(given, *sizes, arch=arch)
     title = f"{name}, kernel for {arch}, head dim {head_dim}" if arch is not None else name
-    _save(draw_tiles(found, title), output)
+    _save(draw_tiles(map_of_tiles, title), output)
 
 
 def weights(
@@ -85,22 +85,22 @@ def weights(
     output: Path,
     force: bool,
 ) -> None:
-    """`tileattn viz weights`."""
+    """The code of `tileattn viz weights`."""
     check_picture("--output", output, force)
     for option, size in (("--seqlen", seqlen), ("--seqlen-k", seqlen_k), ("--heads", heads), ("--head-dim", head_dim)):
         at_least_one(option, size)
     name = variant_name(terms)
     given = _problem(name, seqlen, seqlen_k or seqlen, heads, head_dim, seed)
     with _refused("--seqlen, --heads"):
-        found = attention_weights(given.q, given.k, **_variant(given))
-        figure = draw_weights(found, f"Attention weights, {name}, random q and k")
+        weights_of_rows = attention_weights(given.q, given.k, **_variant(given))
+        figure = draw_weights(weights_of_rows, f"Attention weights, {name}, random q and k")
     _save(figure, output)
 
 
 def softmax(
     seqlen: int, block_n: int, row: int, head_dim: int, terms: VariantOptions, seed: int, output: Path, force: bool
 ) -> None:
-    """`tileattn viz softmax`."""
+    """The code of `tileattn viz softmax`."""
     check_picture("--output", output, force)
     for option, size in (("--seqlen", seqlen), ("--block-N", block_n), ("--head-dim", head_dim)):
         at_least_one(option, size)
@@ -114,14 +114,14 @@ def softmax(
 
 
 def lengths(result: Path, variant: str | None, output: Path, force: bool) -> None:
-    """`tileattn viz lengths`."""
+    """The code of `tileattn viz lengths`."""
     if variant not in (None, "full", "causal"):
         raise refuse("--variant", f"{variant!r} is not drawn by length; accepted: full, causal")
     _of_results(result, lambda measured: draw_lengths(measured, variant), output, force)
 
 
 def dashboard(result: Path, output: Path, force: bool) -> None:
-    """`tileattn viz dashboard`."""
+    """The code of `tileattn viz dashboard`."""
     _of_results(result, draw_dashboard, output, force)
 
 
@@ -133,7 +133,7 @@ def _of_results(result: Path, draw: Callable[[results.Results], Figure], output:
 
 
 def _problem(name: str, seqlen: int, seqlen_k: int, heads: int, head_dim: int, seed: int) -> Problem:
-    """Random tensors, float32 on the CPU, and those of the variant."""
+    """The tensors of the case, random, in float32 on the CPU."""
     case = replace(square(1, seqlen, heads, head_dim, name, "fp32"), seqlen_k=seqlen_k)
     try:
         return problem.build(case, torch.device("cpu"), seed)
@@ -147,7 +147,7 @@ def _variant(given: Problem) -> dict[str, Any]:
 
 @contextmanager
 def _refused(option: str) -> Iterator[None]:
-    """An argument that viz refuses is an option that the command line refuses."""
+    """Turns an argument that viz refuses into a refused option."""
     try:
         yield
     except ValueError as error:

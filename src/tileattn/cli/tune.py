@@ -1,6 +1,6 @@
-"""`tileattn tune`: what it takes. What it does is in run_tune.py.
+"""The options of `tileattn tune`; run_tune.py has its code.
 
-A command has more positional arguments than other functions: one for each option that typer is to read.
+A command has one positional argument for each option, because typer reads the options from its signature.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def tune(
 
 
 def _show_or_clear(ctx: typer.Context, show: bool, clear: bool, yes: bool) -> None:
-    """What --show and --clear ask for, each without another option."""
+    """Runs --show or --clear, each of which allows no other option."""
     from tileattn.cli import choices
     from tileattn.cli import run_tune as command
 
@@ -152,6 +152,6 @@ def _show_or_clear(ctx: typer.Context, show: bool, clear: bool, yes: bool) -> No
 
 
 def _given(ctx: typer.Context) -> list[str]:
-    """The options that were written, by their first names."""
+    """The options that the user gave, by their first names."""
     sources = {each.opts[0]: ctx.get_parameter_source(each.name or "") for each in ctx.command.params}
     return [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

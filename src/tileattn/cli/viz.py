@@ -1,4 +1,4 @@
-"""`tileattn viz`: what each command takes. What they do is in run_viz.py; slow imports are inside, as in app.py."""
+"""The commands of `tileattn viz` and their options; run_viz.py has their code. Slow imports are inside the commands."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How long a call takes, how much memory, and what this machine could do: for the library, the benchmark and users."""
+"""Measurements of a call, for the library, the benchmark and users: time, memory, and the ceilings of the machine."""

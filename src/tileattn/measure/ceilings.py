@@ -1,6 +1,6 @@
-"""What the device reaches at most, measured in the same run as attention: a matrix product and a copy.
+"""The ceilings of a device: the speeds of a matrix product and of a copy, measured in the same run as attention.
 
-Attention's speed is to be read against these, because one GPU is not another of its kind, nor itself when it is hot.
+They put attention's speed in relation: GPUs of one model differ, and one GPU is slower when it is hot.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ COPIED_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Ceiling:
-    """One measurement. when: "before" the first case or "after" the last.
+    """One measurement of both ceilings.
 
-    matmul_tflops: cuBLAS, bfloat16, 8192 x 8192 by 8192 x 8192, 10^12 FLOPs per second. copy_tbps: a copy of 1 GiB on
-    the device, bytes read and bytes written together, 10^12 per second.
+    when: "before" the first case or "after" the last.
+    matmul_tflops: cuBLAS, bfloat16, 8192 x 8192 by 8192 x 8192, in 10^12 FLOPs per second.
+    copy_tbps: A copy of 1 GiB on the device, in 10^12 bytes per second, read and written bytes added up.
     """
 
     when: str
@@ -38,7 +39,10 @@ def measure(
     copied: int = COPIED_BYTES,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Ceiling:
-    """Time both as calls of attention are timed. size, dtype: of the matrices. copied: bytes of the copy's source."""
+    """Times a matrix product and a copy by the method for attention.
+
+    size, dtype: Of the matrices. copied: Bytes of the copy's source.
+    """
     # Random values: zeros take less power than real ones, and the clock would be higher.
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     product = torch.empty_like(a)
@@ -53,7 +57,7 @@ def measure(
 
 
 def overall(ceilings: Sequence[Ceiling]) -> Ceiling | None:
-    """The median of a run's measurements, which is the mean of before and after; None where there is none."""
+    """The median of a run's measurements (with two, the mean of before and after); None if there is none."""
     if not ceilings:
         return None
     return replace(

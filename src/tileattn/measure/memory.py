@@ -1,4 +1,4 @@
-"""Peak bytes of a call: the most that is allocated at one time beyond what was there before, outputs included.
+"""Peak memory of a call: the largest number of bytes allocated at one time above the level before, with outputs.
 
 CUDA: the caching allocator's own peak (`torch.cuda.max_memory_allocated`) above its level before the call; what other
 libraries take from the driver directly is not seen. CPU: PyTorch's profiler reports every allocation and release of
@@ -17,14 +17,14 @@ import torch
 
 
 def total_bytes(device: torch.device) -> int:
-    """What a device has, whoever uses it now."""
+    """Total memory of a device, used or not."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
-    """Peak bytes of one call that has run before, so that lazily made workspaces are not counted."""
+    """Peak bytes of one call. It must have run before, so that lazily created workspaces are not counted."""
     return _peak_cuda(call, device) if device.type == "cuda" else _peak_cpu(call)
 
 

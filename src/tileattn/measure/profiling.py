@@ -1,13 +1,13 @@
-"""How fast is a call, how much memory does it take, and how far is it from what this machine can do?
+"""`tileattn.profile`: speed and peak memory of a call, and the share of the machine's ceilings that it reaches.
 
 >>> q, k, v = (torch.randn(4, 4096, 16, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
 >>> flops = 4 * 4 * 16 * 4096**2 * 128
 >>> print(tileattn.profile(tileattn.attention, q, k, v, flops=flops))
 >>> print(tileattn.profile_all({"tileattn": tileattn.attention, "naive": naive}, q, k, v, flops=flops))
 
-The methods are the benchmark's: `tileattn.measure.timing` (on a GPU events around each call, behind an overwritten L2
-cache; on a CPU the wall clock), `memory` (peak bytes beyond what was there before), `ceilings` (a matrix product and a
-copy, measured on this machine) and `rounds` (several callables take turns, so that heat and drift meet all alike).
+The benchmark uses the same methods: `tileattn.measure.timing` (on a GPU events around each call after the L2 cache has
+been overwritten; on a CPU the wall clock), `memory` (peak bytes above the level before the call), `ceilings` (a matrix
+product and a copy on this machine) and `rounds` (callables take turns, so that heat and drift affect all alike).
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ CEILING_EFFORT = timing.Effort(warmup_ms=20.0, measure_ms=40.0, rounds=3)
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of one callable.
+    """The measurements of one callable.
 
     Attributes:
-        name: of the callable.
+        name: Name of the callable.
         device: "cuda:0", "cpu", ...
-        ms: median milliseconds of a call.
-        spread_ms: quartiles: a quarter of the calls was faster than the first, a quarter slower than the second.
-        calls: how many were timed.
-        peak_bytes: most memory allocated at one time beyond what was there before, the result included.
-        flops, bytes: what a call computes, and reads and writes, as the caller said; None if it did not.
-        ceiling: what this machine reaches in a matrix product and a copy; None where nothing is compared with it.
+        ms: Median milliseconds of a call.
+        spread_ms: First and third quartile, in milliseconds.
+        calls: Number of timed calls.
+        peak_bytes: Most memory allocated at one time above the level before the call, with the result.
+        flops, bytes: Floating-point operations and memory traffic of a call, as the caller gave them; else None.
+        ceiling: Speeds of a matrix product and a copy on this machine; None where nothing is compared with them.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Profiles:
-    """Several callables side by side, in the order in which they were given; `print` shows a table."""
+    """The profiles of several callables, in the given order; `print` shows a table."""
 
     profiles: tuple[Profile, ...]
 
@@ -161,24 +161,24 @@ def profile(
     """Measures ``fn(*args)``.
 
     Args:
-        fn: any callable; for keyword arguments, a lambda or `functools.partial`. It is called many times: what it
-            writes must not disturb the next call.
-        *args: its arguments.
-        flops: floating-point operations of a call, for the fraction of the ceiling. A product of (m, k) and (k, n)
+        fn: Any callable; for keyword arguments, a lambda or `functools.partial`. It is called many times, so a call
+            must not disturb the next one.
+        *args: Its arguments.
+        flops: Floating-point operations of a call, for the fraction of the ceiling. A product of (m, k) and (k, n)
             has 2 m n k.
-        bytes: what a call must read and write at least, for the fraction of the ceiling.
-        device: where it runs. Default: the device of the first tensor among the arguments; the CPU without a GPU.
-        effort: for how long it is measured.
+        bytes: The least number of bytes that a call reads and writes, for the fraction of the ceiling.
+        device: The device it runs on. Default: that of the first tensor among the arguments; the CPU without a GPU.
+        effort: How long it is measured.
 
     Raises:
-        TypeError: fn cannot be called, flops or bytes is no number, or effort no Effort.
-        ValueError: flops or bytes is not positive and finite, there is no such device, or no argument is a tensor and
+        TypeError: fn cannot be called, flops or bytes is not a number, or effort is not an Effort.
+        ValueError: flops or bytes is not positive and finite, the device does not exist, or no argument is a tensor and
             `device` is not given on a machine with a GPU.
     """
     if not callable(fn):
         raise TypeError(f"fn must be callable, got {fn!r}")
-    (found,) = profile_all({_name(fn): fn}, *args, flops=flops, bytes=bytes, device=device, effort=effort)
-    return found
+    (one,) = profile_all({_name(fn): fn}, *args, flops=flops, bytes=bytes, device=device, effort=effort)
+    return one
 
 
 def profile_all(
@@ -192,12 +192,12 @@ def profile_all(
     """Measures several callables on the same arguments, in turns.
 
     Args:
-        fns: the callables by the names that they have in the table.
-        *args: the arguments of all of them.
-        flops: floating-point operations of a call, as for `profile`.
-        bytes: what a call must read and write at least, as for `profile`.
-        device: where they run, as for `profile`.
-        effort: for how long each is measured.
+        fns: The callables by their names in the table.
+        *args: The arguments of all of them.
+        flops: Floating-point operations of a call, as for `profile`.
+        bytes: The least number of bytes that a call reads and writes, as for `profile`.
+        device: The device they run on, as for `profile`.
+        effort: How long each is measured.
     """
     _check(fns, flops, bytes, effort)
     where = _device(args, device)
@@ -218,11 +218,11 @@ def profile_all(
 
 
 def machine_ceiling(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> Ceiling:
-    """What a device reaches at most, in a matrix product of this dtype and in a copy; measured once per process.
+    """Speeds of a matrix product of this dtype and of a copy on a device, measured once per process.
 
     Args:
         device: "cuda:0", "cpu", ...
-        dtype: float16, bfloat16, float32 or float64; another counts as bfloat16.
+        dtype: float16, bfloat16, float32 or float64; any other is replaced by bfloat16.
     """
     return _machine_ceiling(_known_device(device), dtype if dtype in CEILING_DTYPES else torch.bfloat16)
 
@@ -231,14 +231,14 @@ def machine_ceiling(device: torch.device | str, dtype: torch.dtype = torch.bfloa
 def _machine_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
     sizes = {} if device.type == "cuda" else {"size": CPU_MATMUL_SIZE, "copied": CPU_COPIED_BYTES}
     with torch.no_grad(), current(device):
-        found = ceilings.measure(str(dtype).removeprefix("torch."), device, CEILING_EFFORT, dtype=dtype, **sizes)
+        ceiling = ceilings.measure(str(dtype).removeprefix("torch."), device, CEILING_EFFORT, dtype=dtype, **sizes)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return replace(found, when="beside the calls")
+    return replace(ceiling, when="beside the calls")
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU the current one: events are recorded on its stream."""
+    """Makes a GPU the current device, so that events are recorded on its stream."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -289,15 +289,15 @@ def _device(args: Sequence[Any], device: torch.device | str | None) -> torch.dev
 def _known_device(device: torch.device | str, name: str = "device") -> torch.device:
     """The CPU or a GPU that is there."""
     try:
-        found = torch.device(device)
+        known = torch.device(device)
     except (RuntimeError, TypeError):
-        found = None
+        known = None
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    here = found is not None and (found.index or 0) < {"cpu": 1, "cuda": count}.get(found.type, 0)
-    if found is None or not here:
+    here = known is not None and (known.index or 0) < {"cpu": 1, "cuda": count}.get(known.type, 0)
+    if known is None or not here:
         accepted = "cpu" + (f", cuda, cuda:0 to cuda:{count - 1}" if count else " (PyTorch finds no GPU here)")
         raise ValueError(f"{name} must be one of this machine, got {str(device)!r}; accepted: {accepted}")
-    return _indexed(found)
+    return _indexed(known)
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -305,18 +305,18 @@ def _indexed(device: torch.device) -> torch.device:
 
 
 def _dtype(args: Sequence[Any]) -> torch.dtype:
-    """Of the first tensor of floats among the arguments."""
+    """Dtype of the first floating-point tensor among the arguments."""
     floats = (each.dtype for each in args if isinstance(each, torch.Tensor) and each.is_floating_point())
     return next(floats, torch.float32)
 
 
 def _samples(calls: Sequence[Callable[[], object]], device: torch.device, effort: timing.Effort) -> list[list[float]]:
     """Milliseconds of each callable, which take turns."""
-    found: list[list[float]] = [[] for _ in calls]
+    samples: list[list[float]] = [[] for _ in calls]
     for number in range(effort.rounds):
         for index in rounds.order(len(calls), number):
-            found[index] += timing.sample_ms(calls[index], device, effort)
-    return found
+            samples[index] += timing.sample_ms(calls[index], device, effort)
+    return samples
 
 
 def _quartiles(ms: Sequence[float]) -> tuple[float, float]:

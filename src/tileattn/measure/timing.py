@@ -1,10 +1,12 @@
-"""How long a call takes: samples in milliseconds, of which the caller takes the median.
+"""Times of a call: samples in milliseconds, of which the caller takes the median.
 
-CUDA: each call between two events on the stream, after the L2 cache has been overwritten, so that no call finds its
-inputs there; overwriting takes tens of microseconds, behind which the host's launch time hides. A host that needs more,
-as autograd does for a backward pass, is hidden as long as overwriting and call together take the GPU longer: it is then
-ahead by several calls. This is the method of `triton.testing.do_bench`, written out so that the benchmark needs no
-Triton. CPU: the wall clock around each call.
+CUDA: each call runs between two events on the stream. The L2 cache is overwritten before it, so that no call reads its
+inputs from there. Overwriting takes tens of microseconds, which hides the host's launch time. A longer time of the
+host, such as autograd's in a backward pass, is hidden as long as overwriting and call together take the GPU longer: the
+host is then several calls ahead. This is the method of `triton.testing.do_bench`, written out so that the benchmark
+needs no Triton.
+
+CPU: the wall clock around each call.
 """
 
 from __future__ import annotations
@@ -49,19 +51,19 @@ DEFAULT = Effort()
 
 
 def sample_ms(call: Callable[[], object], device: torch.device, effort: Effort) -> list[float]:
-    """One round of measured times of `call`, in milliseconds. The call has run before: nothing compiles here."""
+    """Milliseconds of the calls of one round. The call must have run before, so that nothing compiles here."""
     return _sample_cuda(call, device, effort) if device.type == "cuda" else _sample_cpu(call, effort)
 
 
 def time_calls(call: Callable[[], object], device: torch.device, calls: int) -> list[float]:
-    """Milliseconds of so many calls, one after another, without an estimate and a warm-up before them."""
+    """Milliseconds of the given number of calls, without an estimate or warm-up before them."""
     if device.type == "cuda":
         return _timed_cuda(call, _flush_buffer(device), calls)
     return [_timed_cpu(call) for _ in range(calls)]
 
 
 def release() -> None:
-    """Gives back the memory with which the cache is overwritten."""
+    """Frees the memory with which the L2 cache is overwritten."""
     _flush_buffer.cache_clear()
 
 

@@ -1,4 +1,4 @@
-"""Testing: the tolerance rule, the oracle, dropout's pattern, and the cases that tests, tuner and benchmark share.
+"""Tools for tests: the tolerance rule, the oracle, dropout's mask, and the conformance cases.
 
 >>> arguments = (q, k, v, Causal(), (), None, None)
 >>> got = attention(q, k, v, causal=True, return_lse=True)
@@ -10,11 +10,11 @@ from .call_arguments import Arguments, ConformanceCase
 from .cases import conformance_cases, distinct_calls
 from .dropout import dropout_mask
 from .expected import expected_forward, expected_gradients
-from .likeness import dissimilarity, similarity
 from .numerics import assert_accurate, assert_forward_accurate, assert_gradients_accurate
 from .oracle import eager_attention, eager_gradients, gradients, oracle_attention, oracle_gradients
 from .packed_cases import packed_cases
 from .poison import poisoned_memory
+from .similarity_measures import dissimilarity, similarity
 
 __all__ = [
     "assert_accurate",

@@ -1,4 +1,4 @@
-"""The arguments of a conformance case's call, and gradients of its outputs."""
+"""Builds the tensors of a conformance case: the arguments of its call, and gradients of its outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .variants import MASKS, SCORES
 
 
 def build(case: ConformanceCase, device: torch.device | str = "cpu") -> Arguments:
-    """The tensors, mask and score modifications of a case on a device, "meta" included; the same for the same id."""
+    """The tensors, mask and score modifications of a case on a device, also "meta"; the id determines the values."""
     structure, shape, device = case.structure, case.shape, torch.device(device)
     draw = Draw(torch.Generator().manual_seed(zlib.crc32(case.id.encode())), device)
     keys = (*shape.of_k, shape.kv_heads)
@@ -47,7 +47,7 @@ def build(case: ConformanceCase, device: torch.device | str = "cpu") -> Argument
 
 
 def output_gradients(case: ConformanceCase, arguments: Arguments) -> tuple[Tensor, Tensor | None]:
-    """do, in the memory layout of the case, and dlse, for every third case; the same for the same id."""
+    """Gradients of o and lse: do in the case's memory layout, and dlse for every third case; set by the id."""
     shape, device = case.shape, arguments.q.device
     seed = zlib.crc32(f"gradients of {case.id}".encode())
     generator = torch.Generator().manual_seed(seed)

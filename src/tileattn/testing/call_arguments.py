@@ -1,4 +1,4 @@
-"""What a conformance case is, and the arguments of its call."""
+"""The types of conformance cases: `Structure`, `ConformanceCase`, and the `Arguments` of a case's call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DROPOUT_SEED = 5
 
 @dataclass(frozen=True)
 class Structure:
-    """What a kernel is compiled for. `mask` is a name of `MASKS`, `scores` are names of `SCORES`."""
+    """The static facts of a case, for which a kernel is compiled: `mask` is a name of `MASKS`, `scores` of `SCORES`."""
 
     dtype: str
     head_dim: int
@@ -50,7 +50,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class ConformanceCase:
-    """One call to attention. `smoke` cases are a small subset that still meets every feature once."""
+    """One call to attention. The `smoke` cases are a small subset in which every feature occurs."""
 
     structure: Structure
     shape: AnyShape
@@ -74,7 +74,7 @@ class ConformanceCase:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a case's call. q, k, v are bshd views of whatever memory the case's layout has."""
+    """The arguments of a case's call. q, k, v are bshd views; their memory has the case's layout."""
 
     q: Tensor
     k: Tensor
@@ -94,14 +94,14 @@ class Arguments:
 
     @property
     def named_descales(self) -> dict[str, Tensor]:
-        """As keyword arguments; none but for fp8."""
+        """The descales as keyword arguments; empty except for fp8."""
         return {} if self.descales is None else {f"{name}_descale": x for name, x in self.descales._asdict().items()}
 
     def leaves(self) -> dict[str, Tensor]:
-        """What has a gradient, as leaves of autograd's graph, by the names of their gradients.
+        """The tensors with gradients, as leaves of autograd's graph, by the names of their gradients.
 
-        These are q, k, v, the sink, and what the score modifications carry in floating point. They require grad
-        from now on.
+        These are q, k, v, the sink, and the floating-point tensors of the score modifications. This call makes them
+        require grad.
         """
         _, operands = encode(None, self.score_mods)
         named = {"dq": self.q, "dk": self.k, "dv": self.v, "dsink": self.sink}
@@ -110,12 +110,12 @@ class Arguments:
 
     def double(self) -> tuple[Arguments, dict[str, Tensor]]:
         """The same call in float64, for the oracle, and its leaves."""
-        found = {name: x.detach().double().requires_grad_() for name, x in self.leaves().items()}
+        doubles = {name: x.detach().double().requires_grad_() for name, x in self.leaves().items()}
         key, operands = encode(None, self.score_mods)
-        operands.tensors = [found.get(f"dt{i}", x) for i, x in enumerate(operands.tensors)]
+        operands.tensors = [doubles.get(f"dt{i}", x) for i, x in enumerate(operands.tensors)]
         _, score_mods = restore(key, operands, torch.float64)
-        q, k, v = found["dq"], found["dk"], found["dv"]
-        return replace(self, q=q, k=k, v=v, sink=found.get("dsink"), score_mods=score_mods), found
+        q, k, v = doubles["dq"], doubles["dk"], doubles["dv"]
+        return replace(self, q=q, k=k, v=v, sink=doubles.get("dsink"), score_mods=score_mods), doubles
 
     @property
     def positional(self) -> tuple[Any, ...]:

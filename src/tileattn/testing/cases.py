@@ -1,13 +1,15 @@
-"""The conformance cases: one selection of calls that every backend runs or refuses.
+"""The conformance cases: one set of calls, each of which every backend runs or refuses.
 
 A case has two halves:
 
-- a **structure**: dtype, head dims, code of mask and score modifications, sink, alignment. A kernel is compiled for it,
-  in seconds, so there are few: every mask with every score modification, every head dim with every mask kind in turn.
-- a **shape**: batch, heads, lengths, memory layout, magnitude of the values, scale. They cost nothing, and vary freely.
+- a **structure**: dtype, head dims, code of mask and score modifications, sink, alignment. Each needs a kernel of its
+  own, which takes seconds to compile. So there are few: every mask with every score modification, and every head dim
+  with each kind of mask in turn.
+- a **shape**: batch, heads, lengths, memory layout, magnitude of the values, scale. Shapes need no compilation and vary
+  freely.
 
-Every structure meets several shapes, and every shape many structures, in a fixed order without randomness. Values are
-drawn from a generator seeded by the case's id, on the CPU, so that a case is the same everywhere.
+Every structure is combined with several shapes, and every shape with many structures, in a fixed order. The values are
+drawn on the CPU from a generator seeded by the case's id, so that a case is the same on every machine.
 """
 
 from __future__ import annotations
@@ -219,21 +221,21 @@ def conformance_cases(selection: str = "quick") -> list[ConformanceCase]:
     """The cases, without repetition.
 
     Args:
-        selection: "smoke", a few dozen that meet every feature once; "quick", every structure with two shapes, and
-            float32 and float64; "full", every structure of 16 or 8 bits with eight shapes as well, for a GPU.
+        selection: "smoke": a few dozen cases in which every feature occurs. "quick": every structure with two shapes,
+            and float32 and float64. "full": every structure of 16 or 8 bits with eight shapes, for a GPU.
     """
     half, single, double = ("bf16", "fp16"), ("fp32",), ("fp64",)
     structures = _table(half) + _plain(half)
-    found = _cases_of(structures, 8 if selection == "full" else 2) + _extremes()
-    found += _cases_of(list(TILE_STRUCTURES), 8 if selection == "full" else 2)
-    found += _cases_of(list(PADDING_STRUCTURES), 8 if selection == "full" else 2)
-    found += _cases_of(_table(single), 1) + _cases_of(_plain(single, ("causal",)), 1)
-    found += _cases_of(_table(double)[::7], 1)
-    found += _fp8_cases(8 if selection == "full" else 2)
-    found = _with_smoke({case.id: case for case in found}.values())
+    cases = _cases_of(structures, 8 if selection == "full" else 2) + _extremes()
+    cases += _cases_of(list(TILE_STRUCTURES), 8 if selection == "full" else 2)
+    cases += _cases_of(list(PADDING_STRUCTURES), 8 if selection == "full" else 2)
+    cases += _cases_of(_table(single), 1) + _cases_of(_plain(single, ("causal",)), 1)
+    cases += _cases_of(_table(double)[::7], 1)
+    cases += _fp8_cases(8 if selection == "full" else 2)
+    cases = _with_smoke({case.id: case for case in cases}.values())
     if selection not in ("smoke", "quick", "full"):
         raise ValueError(f'selection must be "smoke", "quick" or "full", got {selection!r}')
-    return [case for case in found if case.smoke or selection != "smoke"]
+    return [case for case in cases if case.smoke or selection != "smoke"]
 
 
 def _with_smoke(cases: Iterable[ConformanceCase]) -> list[ConformanceCase]:
@@ -255,9 +257,9 @@ def _with_smoke(cases: Iterable[ConformanceCase]) -> list[ConformanceCase]:
 
 
 def distinct_calls(cases: Iterable[ConformanceCase], arch: str = "cpu") -> dict[AttentionCall, ConformanceCase]:
-    """One case for each distinct `AttentionCall` among them: what there is to compile, for an architecture.
+    """One case for each distinct `AttentionCall` on an architecture: the kernels to compile.
 
-    Every case is built on the "meta" device: nothing is computed.
+    Cases are built on the "meta" device; nothing is computed.
     """
     calls: dict[AttentionCall, ConformanceCase] = {}
     for case in cases:

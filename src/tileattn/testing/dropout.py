@@ -1,4 +1,4 @@
-"""The pattern of dropout, as a matrix."""
+"""The mask of dropout as a matrix: which probabilities a call keeps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..call.dropout import keep_mask
 
 
 def dropout_mask(seed: int | Tensor, p: float, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Which probabilities a call of these sizes keeps.
+    """The probabilities that a call of these sizes keeps.
 
-    To compute what a call with dropout does, draw the seed that the call will draw, and multiply the probabilities by
-    the mask and by the weight of those that are kept::
+    To reproduce a call with dropout, draw the seed that the call will draw. Then multiply the probabilities by the mask
+    and by the weight of the kept ones::
 
         from tileattn.call.dropout import draw_seed, weight_of_kept
 

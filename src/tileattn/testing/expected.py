@@ -1,7 +1,7 @@
-"""What a conformance case must give: the oracle's and eager's o, lse and gradients, dense or packed.
+"""The expected results of a conformance case, dense or packed: o, lse and gradients of the oracle and of eager.
 
-Packed sequences are computed one by one, as dense calls of one batch element; what belongs to no sequence is 0, and
-lse is -inf there.
+Packed sequences are computed one by one, as dense calls with one batch element. In rows that belong to no sequence, o
+and gradients are 0 and lse is -inf.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class _Sequence:
         self.forward = (*one.positional, dropout)
         self.backward = (*one.positional[:7], dropout)
 
-    def add(self, totals: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    def add(self, totals: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
         """Adds gradients of this sequence to those of the whole call."""
-        for name, gradient in found.items():
+        for name, gradient in gradients.items():
             place = self.places.get(name)
             part = totals[name] if place is None else totals[name][:, place]
             part += gradient

@@ -1,9 +1,9 @@
-"""Attention whose matrix products add up in float16: what the tolerance rule may excuse where a kernel does that.
+"""Eager attention that accumulates in float16: one more reference of the tolerance rule, for kernels that do so.
 
-The rule (:mod:`tileattn.testing.numerics`) allows twice the error of eager PyTorch, which adds up in float32. A kernel
-that adds up in float16 errs more, by design; but only by what its instructions round. So its rule has one more eager
-run, this one: the same rounding after each 16 terms, as ``mma.m16n8k16`` with float16 sums does, and nothing else that
-a kernel might do wrong.
+The rule (:mod:`tileattn.testing.numerics`) allows twice the error of eager PyTorch, which accumulates in float32. A
+kernel that accumulates in float16 has a larger error by design, but only from the rounding of its instructions. For
+such a kernel the rule gets this additional eager run. It rounds after each 16 terms, as ``mma.m16n8k16`` with float16
+sums does, and has no other error.
 
 - S is rounded after each 16 elements of the head dim: relative to the sum so far, 2^-11.
 - ``scale * log2(e)``, the row's maximum times that, and their difference are float16: a score that is 8 below the
@@ -15,7 +15,7 @@ a kernel might do wrong.
   sums are added up in float32. Where no few keys dominate, as with a small scale, lse errs by this more than by all
   else: one rounding of l = 16.6 moves it by up to 2^-7 / 16.6 = 0.0005.
 
-The maximum is the final one, while a kernel raises it step by step; the rule's factor of 2 is left for that.
+This run uses the final maximum, whereas a kernel raises it step by step. The rule's factor of 2 covers that.
 """
 
 from __future__ import annotations

@@ -1,33 +1,33 @@
-"""The one tolerance rule.
+"""The tolerance rule, the same for all outputs and backends.
 
 Inputs are quantised once. The oracle is float64 on those inputs; eager is PyTorch in the inputs' own dtype, the worst
 of three runs that sum in different orders (for fp8 see `eager_attention`). For every output,
 
     error <= 2 x error of eager + a rounding of the output's dtype          (`torch.finfo(dtype).eps`)
 
-so that no test holds a tolerance: where the problem is badly conditioned eager is worse, and so may we be; where it is
-not, only a rounding is left. Errors are relative, and taken in two ways that must both hold:
+No test has a tolerance of its own. In a badly conditioned problem eager has a large error, and the kernel may have
+one too; otherwise only a rounding is allowed. Errors are relative. The rule must hold for two of them:
 
 - of the **worst row** (vectors along the last dimension): ``|got - oracle| / |oracle|``, its largest value. The rows of
-  an output differ in size by orders of magnitude; a row that is wrong must not hide behind larger ones.
-- of the **whole** tensor, so that one badly conditioned row of eager's does not excuse all others.
+  an output differ in size by orders of magnitude, and a wrong row must not be hidden by larger ones.
+- of the **whole** tensor, so that one badly conditioned row of eager does not excuse all others.
 
-Infinities must stand where the oracle's are, with their sign; o must be exactly zero in a row without keys, and so must
-be gradients that are sums of nothing; NaN never passes.
+Infinities must be at the same places as the oracle's, with the same signs. o must be exactly zero in a row without
+keys, and so must gradients that sum no terms. NaN never passes.
 
 A row of a **gradient** may be small because large terms cancel in it, as in dq of a query that sees few keys, or in the
-gradient of a sink, which sums over all queries: its error is that of the terms. So a row is measured by the size of its
-terms where that is larger (`oracle_gradients`); where it is not known, by the median row where that is larger. And a
-gradient in a wider dtype than that of the call, such as a float32 sink's in bfloat16, is allowed a rounding of the
-call's: a backward pass starts from the o of the forward pass, which has been rounded to that.
+gradient of a sink, which sums over all queries. Its error is that of the terms. So its error is relative to the size of
+its terms where that is larger (`oracle_gradients`), or, if the size is unknown, to the median row where that is larger.
+A gradient in a wider dtype than the call's, such as a float32 sink's in bfloat16, is allowed a rounding in the call's
+dtype, because the backward pass starts from an o that was rounded to it.
 
-For **lse**, which is a logarithm, an absolute error is what matters: it is the relative error of all probabilities of
-its row. What is allowed besides twice eager's is a rounding of lse itself (of 1, if that is larger), and an eighth of a
-rounding of 1 in the inputs' dtype (bfloat16 for fp8): to that the probabilities are rounded before they meet V, and a
-fast kernel's exp is not more exact than it need be (PyTorch's own for CPUs and 16 bits errs by 5e-5).
+For **lse**, a logarithm, the absolute error counts: it is the relative error of all probabilities of its row. Besides
+twice eager's error, the rule allows a rounding of lse (of 1, if that is larger) and an eighth of a rounding of 1 in the
+inputs' dtype (bfloat16 for fp8). Probabilities are rounded to that dtype before they are multiplied by V, and the exp
+of a fast kernel is no more exact than needed (PyTorch's own for CPUs and 16 bits has an error of 5e-5).
 
-All numbers of a call's outputs are fetched from the device at once: where several processes share a GPU, as tests do,
-it is what they wait for each other at.
+All errors of a call's outputs are fetched from the device in one transfer, because processes that share a GPU, as tests
+do, wait for each other at each transfer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .likeness import dissimilarity
+from .similarity_measures import dissimilarity
 
 EAGER_FACTOR = 2.0
 LSE_SHARE = 1 / 8
@@ -140,10 +140,10 @@ class _Output:
         flags = [self.got.isnan().any(), ill_posed, (_infinities(self.got) != infinite).any()]
         flags.append(self.misplaced().any() if self.nothing_in else torch.zeros_like(ill_posed))
         measure, rounding = self.measure()
-        found = [measure.errors(_finite(self.got), rounding)]
-        found += [measure.errors(_finite(run)) for run in self.eager]
+        errors_of_runs = [measure.errors(_finite(self.got), rounding)]
+        errors_of_runs += [measure.errors(_finite(run)) for run in self.eager]
         nothing = torch.zeros(2, dtype=torch.float64, device=self.got.device)
-        errors = [torch.stack([by_row.max(), whole]) if by_row.numel() else nothing for by_row, whole in found]
+        errors = [torch.stack([by_row.max(), whole]) if by_row.numel() else nothing for by_row, whole in errors_of_runs]
         return torch.cat([torch.stack(flags).double(), *errors])
 
     def measure(self) -> tuple[_RowMeasure | _LseMeasure, float]:
@@ -166,7 +166,7 @@ class _Output:
         return max(torch.finfo(dtype).eps for dtype in (self.got.dtype, self.call_dtype or self.got.dtype))
 
     def judge(self, numbers: Sequence[float]) -> None:
-        """The rule, on what `numbers` has found."""
+        """Asserts the rule on the values of `numbers`."""
         (is_nan, ill_posed, wrongly_infinite, misplaced), errors = numbers[:4], numbers[4:]
         got, name = self.got, self.name
         assert not is_nan, f"{name}: {_first(got.isnan())} of {got.numel()} values are NaN"
@@ -177,10 +177,10 @@ class _Output:
             f"not, or the reverse"
         )
         for place, what in enumerate(("worst row", "whole")):
-            found, *of_eager = errors[place::2]
+            of_got, *of_eager = errors[place::2]
             allowed = EAGER_FACTOR * max(of_eager) + self.band
-            assert found <= allowed, (
-                f"{name}: error {found:.3g} ({what}), allowed {allowed:.3g} "
+            assert of_got <= allowed, (
+                f"{name}: error {of_got:.3g} ({what}), allowed {allowed:.3g} "
                 f"= {EAGER_FACTOR:g} x {max(of_eager):.3g} (eager) + {self.band:.3g} (rounding)\n{self.worst()}"
             )
         assert not misplaced, f"{name}: {_first(self.misplaced())} values are not 0 in rows without {self.nothing_in}"
@@ -220,18 +220,18 @@ def assert_accurate(
     """Asserts the rule for one output, or fails with both errors and the worst row.
 
     Args:
-        name: what the output is called in the message.
-        got: the output; its dtype says what a rounding is.
-        oracle: what it should be, float64, of the same shape.
-        eager: the same computed by `eager_attention`, in the inputs' dtype: one or more runs; the worst counts.
-        gradient: whether this output is a gradient.
-        size: of a gradient, the size of its terms, as `oracle_gradients` finds it; None if that is not known.
-        call_dtype: of a gradient, the dtype of q, k and v, if a rounding of that is allowed.
-        lse_of: the dtype of the inputs (of o, for fp8) if this output is lse, else None.
+        name: Name of the output in the message.
+        got: The output; its dtype determines the size of a rounding.
+        oracle: The expected output, float64, of the same shape.
+        eager: The output of `eager_attention` in the inputs' dtype, from one or more runs; the largest error counts.
+        gradient: Whether this output is a gradient.
+        size: For a gradient, the size of its terms, as `oracle_gradients` returns it; None if unknown.
+        call_dtype: For a gradient, the dtype of q, k and v, if a rounding in that is allowed.
+        lse_of: The dtype of the inputs (of o, for fp8) if this output is lse, else None.
 
     Raises:
-        AssertionError: got is wrong.
-        ValueError: eager or the oracle is NaN or infinite where it must not be, so that the rule says nothing.
+        AssertionError: got violates the rule.
+        ValueError: The oracle is NaN, or eager is infinite where the oracle is not: the rule does not apply.
     """
     _judge([_Output(name, got, oracle, eager, gradient, size, call_dtype, lse_of)])
 
@@ -242,7 +242,7 @@ def assert_forward_accurate(
     oracle: tuple[Tensor, Tensor],
     eager: tuple[Sequence[Tensor], Sequence[Tensor]],
 ) -> None:
-    """Asserts the rule for o and lse of a forward pass; the oracle's and eager's are as their functions return them."""
+    """Asserts the rule for o and lse, against what `oracle_attention` and `eager_attention` return."""
     (o, lse), (oracle_o, oracle_lse), (eager_o, eager_lse) = got, oracle, eager
     # lse first: where it is wrong the softmax is, and o's message would only say so less clearly.
     of_lse = _Output(f"lse of {name}", lse, oracle_lse, eager_lse, lse_of=o.dtype)
@@ -260,12 +260,12 @@ def assert_gradients_accurate(
     """Asserts the rule for the gradients of a call, by their names.
 
     Args:
-        name: what the call is called in the message.
-        got: the gradients.
-        oracle: the first of `oracle_gradients`.
-        eager: by `eager_gradients`.
-        sizes: the second.
-        dtype: of q, k and v.
+        name: Name of the call in the message.
+        got: The gradients.
+        oracle: The gradients of `oracle_gradients`.
+        eager: The gradients of `eager_gradients`.
+        sizes: The sizes of `oracle_gradients`.
+        dtype: Dtype of q, k and v.
     """
     assert got.keys() == oracle.keys(), f"{name}: gradients {list(got)}, the oracle's are {list(oracle)}"
     _judge(

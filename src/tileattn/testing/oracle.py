@@ -1,10 +1,10 @@
 """The oracle (float64) and eager PyTorch (the inputs' own dtype): the two sides of the tolerance rule.
 
-Both are standard attention, written here once and for themselves: independent of `tileattn.reference`, of every backend
-and of the masks' tile ranges. Only `Mask.allows` and the score modifications, as functions on tensors, are shared.
+Both run the standard attention of `standard.py`, independent of `tileattn.reference`, of every backend and of the
+masks' tile ranges. Only `Mask.allows` and the score modifications, as functions on tensors, are shared.
 
-The four public functions have 11 positional arguments: those of a call, in the order in which cases hold them
-(`Arguments.positional`), and what goes with them.
+The four public functions have 11 positional arguments: those of a call, in the order of `Arguments.positional`, and
+dropout.
 """
 
 from __future__ import annotations
@@ -50,29 +50,29 @@ def oracle_attention(
     v_descale: Tensor | None = None,
     dropout: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Standard attention in float64 on the inputs as they are, that is as quantised. Differentiable.
+    """Standard attention in float64 on the quantised inputs. Differentiable.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), any floating-point dtype and strides.
         k: (batch, seqlen_k, kv_heads, head_dim).
         v: (batch, seqlen_k, kv_heads, head_dim_v).
-        mask: which keys a query sees; None: all.
-        score_mods: functions (score, b, h, q, k) -> score, applied in order to the scaled score.
+        mask: The keys that a query sees; None: all.
+        score_mods: Functions (score, b, h, q, k) -> score, applied in order to the scaled score.
         sink: (heads,), joins the denominator of the softmax.
-        scale: factor of the inner product; None: 1 / sqrt(head_dim).
-        q_descale: (batch, kv_heads), what the elements of q are multiplied by; None: 1. For fp8.
-        k_descale: the same for k.
-        v_descale: the same for v.
-        dropout: (batch, heads, seqlen_q, seqlen_k), what each probability is multiplied by once the softmax has been
-            taken: 0 or 1 / (1 - p); None: 1. See :func:`tileattn.testing.dropout_mask`.
+        scale: Factor of the inner product; None: 1 / sqrt(head_dim).
+        q_descale: (batch, kv_heads), factor of the elements of q, for fp8; None: 1.
+        k_descale: The same for k.
+        v_descale: The same for v.
+        dropout: (batch, heads, seqlen_q, seqlen_k), factor of each probability after the softmax: 0 or 1 / (1 - p);
+            None: 1. See :func:`tileattn.testing.dropout_mask`.
 
     Returns:
         o (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q), float64. A row without keys has o = 0
         and lse = -inf, or lse = sink.
     """
     descales = (q_descale, k_descale, v_descale)
-    found = _exactly(AttentionInputs(q, k, v, mask, score_mods, sink, scale, descales, dropout))
-    return found.o, found.lse
+    exact = _exactly(AttentionInputs(q, k, v, mask, score_mods, sink, scale, descales, dropout))
+    return exact.o, exact.lse
 
 
 def _exactly(inputs: AttentionInputs) -> Attended:
@@ -109,18 +109,18 @@ def eager_attention(
     v_descale: Tensor | None = None,
     dropout: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Standard attention in the inputs' dtype, as one writes it in PyTorch without a fused kernel: three runs.
+    """Standard attention in the inputs' dtype, as plain PyTorch without a fused kernel computes it: three runs.
 
     Arguments as `oracle_attention`. Each operation rounds its result to the dtype: scores, probabilities, output. lse
     is reduced from the rounded scores in float32 or better. Differentiable.
 
-    fp8 is a dtype to multiply in, not to compute in. There eager does what attention in fp8 cannot do without: scores
-    from PyTorch's own product of fp8 matrices where the device has one (:func:`fp8_product`), kept in float32, float32
-    sums, probabilities ``exp(score - row's maximum)`` rounded to fp8 for their product with v, the softmax's
-    denominator from the probabilities that are not rounded, and an output in bfloat16.
+    Only the matrix products use fp8. Scores come from PyTorch's own product of fp8 matrices where the device
+    has one (:func:`fp8_product`) and stay in float32, as do sums. Probabilities ``exp(score - row's maximum)`` are
+    rounded to fp8 for their product with v; the softmax's denominator is the sum before that rounding. The output is
+    in bfloat16.
 
-    Its error is luck to a degree: it depends on the order in which sums are computed. So there are three runs, with
-    head_dim and keys in their own order, shuffled and reversed, and the rule takes the largest error.
+    The error depends on the order of summation. So there are three runs, with head_dim and keys in their own order,
+    shuffled and reversed, and the rule takes the largest error.
 
     Returns:
         The o and the lse of the three runs.
@@ -141,9 +141,9 @@ def gradients(
 
     Args:
         outputs: o and lse, as the oracle or `attention` returned them.
-        leaves: tensors that they depend on, by the names of their gradients.
-        do: the gradient of o, any floating-point dtype.
-        dlse: the gradient of lse, or None.
+        leaves: Tensors that the outputs depend on, by the names of their gradients.
+        do: The gradient of o, any floating-point dtype.
+        dlse: The gradient of lse, or None.
 
     Returns:
         A gradient for each leaf, in its shape and dtype; zeros where the outputs do not depend on it.
@@ -167,34 +167,34 @@ def eager_gradients(
 ) -> list[dict[str, Tensor]]:
     """The gradients of `eager_attention`, in the inputs' dtype: four runs, in float64 eight.
 
-    Each of two orders (in float64 of four, for there the oracle is as rough as what it judges) in two ways. One is
-    autograd, which has kept the probabilities. The other is the formula by which a backward pass goes that does not
-    keep them (Dao et al. 2022, arXiv 2205.14135): from o and lse, as rounded,
+    There are two orders of summation (in float64 four, since the oracle is no more exact than eager there), each in two
+    ways. One is autograd, which keeps the probabilities. The other is the formula of a backward pass that recomputes
+    them (Dao et al. 2022, arXiv 2205.14135), from the rounded o and lse:
 
         P = exp(S - lse),  delta = rowsum(dO * O) - dlse,  dV = P^T dO,  dS = P * (dO V^T - delta)
 
     with dropout Z: dV = (P * Z)^T dO, dS = P * (Z * dO V^T - delta).
-    S is computed anew, with sums in another order than lse's. Where a row's softmax is at one key, autograd is exact by
-    luck: P is 1, and what is subtracted is the same number. The formula shows how large the roundings are.
+    S is recomputed with sums in another order than lse's. Where one key has all of a row's weight, autograd happens to
+    be exact: P is 1, and two equal numbers are subtracted. The formula shows how large the roundings are.
 
     Args:
-        leaves: those of the tensors whose gradients are wanted, by the names of the gradients.
-        do: as for `gradients`.
-        dlse: as for `gradients`.
-        q: as for `eager_attention`, and so are the following; not fp8.
-        k: see there.
-        v: see there.
-        mask: see there.
-        score_mods: see there.
-        sink: see there.
-        scale: see there.
-        dropout: see there.
+        leaves: The tensors whose gradients are wanted, by the names of the gradients.
+        do: As for `gradients`.
+        dlse: As for `gradients`.
+        q: As for `eager_attention`, like the following arguments; not fp8.
+        k: As there.
+        v: As there.
+        mask: As there.
+        score_mods: As there.
+        sink: As there.
+        scale: As there.
+        dropout: As there.
     """
     orders = (natural, shuffled, reverse, folded) if q.dtype == torch.float64 else (natural, shuffled)
     inputs = AttentionInputs(q, k, v, mask, score_mods, sink, scale, dropout=dropout)
     runs = [attend(inputs, q.dtype, order) for order in orders]
-    found = [gradients((run.o, run.lse), leaves, do, dlse) for run in runs]
-    return found + [_by_formula(x, y, leaves, do, dlse) for x, y in zip(runs, runs[1:] + runs[:1])]
+    runs_of_autograd = [gradients((run.o, run.lse), leaves, do, dlse) for run in runs]
+    return runs_of_autograd + [_by_formula(x, y, leaves, do, dlse) for x, y in zip(runs, runs[1:] + runs[:1])]
 
 
 def oracle_gradients(
@@ -210,9 +210,9 @@ def oracle_gradients(
     scale: float | None = None,
     dropout: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What the gradients must be, and how large the terms are that they are sums of.
+    """The exact gradients, and the size of the terms that each gradient sums.
 
-    The first are those of `oracle_attention` by autograd. The second are, roughly, the root of the sum of the squares
+    The gradients are those of `oracle_attention` by autograd. The size is, roughly, the root of the sum of the squares
     of the terms. In dS = P * (dO V^T - delta) the two inner products are replaced by the size of their terms, which do
     not cancel, and each row (query) gets one sign. So, times a rounding, this is the error of a gradient where the rows
     of dS are each off by a rounding of what they are computed from, upwards or downwards. It is estimated from four
@@ -237,8 +237,8 @@ def _sizes(
         ds = p * (dp + delta[..., None])
     squares = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
     for signs in random_signs((draws, *run.empty.shape, 1), do.device):
-        found = _by_parts(run, p, signs * ds, signs * do, leaves)
-        for name, gradient in found.items():
+        parts = _by_parts(run, p, signs * ds, signs * do, leaves)
+        for name, gradient in parts.items():
             squares[name] += gradient**2 / draws
     return {name: square.sqrt() for name, square in squares.items()}
 
@@ -283,7 +283,10 @@ def _by_parts(run: Attended, p: Tensor, ds: Tensor, do: Tensor, leaves: Mapping[
 def _by_autograd(ys: Sequence[Tensor], dys: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The gradients of the leaves, given those of ys, which may be of another dtype; the graph is kept."""
     dys = [dy.to(y.dtype) for y, dy in zip(ys, dys)]
-    found: Sequence[Tensor | None] = torch.autograd.grad(
+    gradients_of_leaves: Sequence[Tensor | None] = torch.autograd.grad(
         ys, list(leaves.values()), dys, allow_unused=True, retain_graph=True
     )
-    return {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in zip(leaves.items(), found)}
+    return {
+        name: torch.zeros_like(leaf) if grad is None else grad
+        for (name, leaf), grad in zip(leaves.items(), gradients_of_leaves)
+    }

@@ -1,4 +1,4 @@
-"""The conformance cases of packed sequences, in the form of the others (see `cases.py`)."""
+"""The conformance cases of packed sequences; `cases.py` has the dense ones."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def packed_cases(selection: str = "quick") -> list[ConformanceCase]:
     if selection not in ("smoke", "quick", "full"):
         raise ValueError(f'selection must be "smoke", "quick" or "full", got {selection!r}')
     each = 6 if selection == "full" else 1
-    found = _cases_of(PACKED_STRUCTURES, each) + _cases_of(DROPPED_STRUCTURES, min(each, 3), DROPOUT_P)
-    found += [ConformanceCase(PACKED_STRUCTURES[i], shape) for i, shape in enumerate(EMPTY_SHAPES)]
-    marked = _with_smoke(found)
+    cases = _cases_of(PACKED_STRUCTURES, each) + _cases_of(DROPPED_STRUCTURES, min(each, 3), DROPOUT_P)
+    cases += [ConformanceCase(PACKED_STRUCTURES[i], shape) for i, shape in enumerate(EMPTY_SHAPES)]
+    marked = _with_smoke(cases)
     return [case for case in marked if case.smoke or selection != "smoke"]
 
 

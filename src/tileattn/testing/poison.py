@@ -1,4 +1,4 @@
-"""Memory that nobody wrote is NaN, so that a result which depends on it is seen."""
+"""Fills uninitialised memory with NaN, so that results that depend on it become visible."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.utils.deterministic as deterministic
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Inside, every new tensor of PyTorch that is not initialised is filled: NaN for floats, the largest integer.
+    """Fills every uninitialised tensor that PyTorch makes inside: floats with NaN, integers with their maximum.
 
-    That holds for `torch.empty`, `empty_like`, `new_empty`, `empty_strided` and the scratch memory of PyTorch's own
-    operators, on CPU and CUDA: outputs that a kernel forgets to write, and padding that it should not read, become NaN.
-    It is PyTorch's switch for deterministic algorithms, which may choose slower algorithms; so only for tests.
+    It covers `torch.empty`, `empty_like`, `new_empty`, `empty_strided` and the scratch memory of PyTorch's own
+    operators, on CPU and CUDA. Outputs that a kernel does not write, and padding that it must not read, become NaN. For
+    tests only: it turns on PyTorch's deterministic algorithms, which may be slower.
     """
     mode = torch.get_deterministic_debug_mode()
     fills = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]

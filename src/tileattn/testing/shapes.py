@@ -1,4 +1,4 @@
-"""What a kernel is called with, beside what it is compiled for: of dense and of packed conformance cases."""
+"""The shapes of conformance cases, dense and packed: the run-time facts of a call."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..call.facts import Packed
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is called with.
+    """The run-time facts of a dense case: sizes, memory layout, magnitude of the values, scale.
 
     values: "normal": standard normal. "large": scores of up to a thousand. "negative": scores far below 0, where a
-        padded score of 0 would outweigh them all. The last two are made of small integers times powers of two, so that
-        scores are exact in every dtype, and eager is not worse for their size.
-    scale: of the scores; None: 1 / sqrt(head_dim).
+        padded score of 0 would dominate. The last two are small integers times powers of two, so that scores are exact
+        in every dtype and eager has no larger error.
+    scale: Scale of the scores; None: 1 / sqrt(head_dim).
     """
 
     batch: int
@@ -36,7 +36,7 @@ class Shape:
 
     @property
     def of_k(self) -> tuple[int, int]:
-        """The same of k and v."""
+        """The first dimensions of k and v."""
         return self.batch, self.seqlen_k
 
     @property
@@ -50,13 +50,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class PackedShape:
-    """The same of packed sequences, which are to masks and modifications what batch elements are.
+    """The run-time facts of a packed case. To masks and modifications a sequence is a batch element.
 
-    label: its name.
-    lengths_q, lengths_k: of each sequence.
-    behind: rows of q, k and v that belong to no sequence, and hold NaN.
-    slack: by how much max_seqlen_q and max_seqlen_k are larger than they need be.
-    layout, values, scale: as in `Shape`; a layout is that of one batch element.
+    label: Name of the shape.
+    lengths_q, lengths_k: Lengths of the sequences.
+    behind: Number of unused tail rows of q, k and v; they hold NaN.
+    slack: Difference between max_seqlen_q (max_seqlen_k) and the longest length.
+    layout, values, scale: As in `Shape`; the layout is that of one batch element.
     """
 
     label: str
@@ -73,17 +73,17 @@ class PackedShape:
 
     @property
     def batch(self) -> int:
-        """How many sequences."""
+        """Number of sequences."""
         return len(self.lengths_q)
 
     @property
     def seqlen_q(self) -> int:
-        """What is given as max_seqlen_q."""
+        """The argument max_seqlen_q."""
         return max(self.lengths_q, default=0) + self.slack[0]
 
     @property
     def seqlen_k(self) -> int:
-        """What is given as max_seqlen_k."""
+        """The argument max_seqlen_k."""
         return max(self.lengths_k, default=0) + self.slack[1]
 
     @property
@@ -93,7 +93,7 @@ class PackedShape:
 
     @property
     def of_k(self) -> tuple[int, int]:
-        """The same of k and v."""
+        """The first dimensions of k and v."""
         return 1, sum(self.lengths_k) + self.behind
 
     @property
@@ -105,7 +105,7 @@ class PackedShape:
         return "-".join(parts + ([f"dropout{self.dropout_p:g}"] if self.dropout_p else []))
 
     def packed(self, device: torch.device) -> Packed:
-        """As a backend is given it."""
+        """The lengths as a backend receives them."""
         ends = [[0, *itertools.accumulate(lengths)] for lengths in (self.lengths_q, self.lengths_k)]
         cu_seqlens_q, cu_seqlens_k = (torch.tensor(each, dtype=torch.int32, device=device) for each in ends)
         return Packed(cu_seqlens_q, cu_seqlens_k, self.seqlen_q, self.seqlen_k)

@@ -1,4 +1,4 @@
-"""Standard attention, all scores at once, in any dtype, its sums in any order: what the oracle and eager run.
+"""Standard attention with all scores at once, in any dtype and order of summation; the oracle and eager run it.
 
 It is independent of `tileattn.reference`, of every backend and of the masks' tile ranges. Only `Mask.allows` and the
 score modifications, as functions on tensors, are shared.
@@ -18,7 +18,7 @@ from ..variant.masks import Mask
 
 
 class Attended(NamedTuple):
-    """o (bshd), lse, and of autograd's graph what a backward pass computes with, in the order of the sums."""
+    """o (bshd), lse, and the tensors of autograd's graph that a backward pass uses, in the order of summation."""
 
     o: Tensor
     lse: Tensor
@@ -33,7 +33,7 @@ class Attended(NamedTuple):
 
 
 def times(x: Tensor, factor: Tensor | None) -> Tensor:
-    """X itself where there is no factor."""
+    """The product of x and the factor; x itself if that is None."""
     return x if factor is None else x * factor
 
 
@@ -43,7 +43,7 @@ def scores_product(q: Tensor, k: Tensor, q_descale: Tensor | None, k_descale: Te
 
 
 def scores_product_in_fp8(q: Tensor, k: Tensor, q_descale: Tensor | None, k_descale: Tensor | None) -> Tensor:
-    """The same, of q and k in float32 whose values are those of fp8 elements, multiplied as fp8."""
+    """The same product computed in fp8; q and k are float32 and hold values of fp8."""
     return times(times(fp8_product(q.to(FP8), k.to(FP8)), q_descale), k_descale)
 
 
@@ -98,7 +98,7 @@ def weighted_sum(logits: Tensor, v: Tensor, dropout: Tensor | None) -> Tensor:
 
 
 def weighted_sum_in_fp8(logits: Tensor, v: Tensor, dropout: Tensor | None) -> Tensor:
-    """The same from probabilities that are rounded to fp8 before they meet v, and divided by their sum after it."""
+    """The same with probabilities that are rounded to fp8 before they meet v, and divided by their sum after it."""
     if logits.shape[-1] == 0:  # a maximum of nothing
         return weighted_sum(logits, v, dropout).bfloat16()
     p = torch.exp(logits - logits.amax(dim=-1, keepdim=True))

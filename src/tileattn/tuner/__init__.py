@@ -1,12 +1,12 @@
-"""The tuner: measures a backend's configurations for a call, and keeps the fastest for later calls and processes.
+"""The tuner: it times all configurations of a kernel for a call and stores the fastest on disk.
 
-    state.py     whether `tuning()` is open, and who must forget what it prepared when a result changes
-    results.py   what was measured, by device, call and sizes; the file that keeps it
-    space.py     what a backend tells about the configurations of a call
-    search.py    from candidates to the fastest one that is right
-    timing.py    how long candidates take, hopeless ones not for long
-    session.py   `tileattn.tuning()`: tunes the calls that are made inside
-    progress.py  how far a search is, on stderr
+    state.py     the open session, if any, and the tables of prepared calls to empty when a result changes
+    results.py   the results by device, call and sizes, and the file that stores them
+    space.py     the configurations of a call, as a backend describes them
+    search.py    compiles, checks and times the candidates
+    timing.py    the race: rounds of timing in which slow candidates drop out
+    session.py   `tileattn.tuning()`: tunes the calls made inside it
+    progress.py  the progress of a search, on stderr
 
-Backends read `results` and describe their `space`; the rest lies above dispatch. Nothing is tuned unasked.
+Backends read `results` and describe their `space`. Dispatch knows only `state`. Tuning happens only inside `tuning()`.
 """

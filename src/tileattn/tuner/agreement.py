@@ -1,9 +1,9 @@
-"""Whether a candidate computes the same as the default configuration, on a user's tensors.
+"""Compares the outputs of a candidate with those of the default configuration, on the user's tensors.
 
-Both are exact attention; they differ by roundings alone. Of a row (a vector along the last dimension, as in
-:mod:`tileattn.testing.numerics`) these are the rounding of the output and those of the weights, which are rounded to
-the inputs' dtype relative to another maximum: a few of the dtype's `eps`. What a wrong tile does is a hundred times
-that. The absolute error of lse is measured, as there.
+Both compute exact attention, so they differ only by rounding: of the output, and of the weights, which the two round to
+the inputs' dtype relative to different maxima. The relative difference of a row (a vector along the last dimension, as
+in :mod:`tileattn.testing.numerics`) is then a few `eps` of the dtype. A wrong tile causes a hundred times that. For
+lse the absolute difference counts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ FP8 = torch.float8_e4m3fn
 def disagreement(
     got: Sequence[Tensor | None], expected: Sequence[Tensor | None], dtype: torch.dtype, gradients: bool = False
 ) -> str | None:
-    """What is wrong with a candidate's outputs, or None.
+    """A description of how a candidate's outputs differ from the default's, or None if they agree.
 
     Args:
-        got: o and lse, or gradients; None where there is none.
-        expected: the same of the default configuration.
+        got: The candidate's o and lse, or its gradients; None where an output is absent.
+        expected: The outputs of the default configuration.
         dtype: of q, k and v, to which weights and their gradients are rounded, whatever the output's is.
         gradients: whether these are gradients; else the second output is lse.
     """
@@ -57,7 +57,7 @@ def _difference(got: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None
 
 
 def _worst(batches: Iterable[tuple[Tensor, Tensor]], allowed: float, absolute: bool) -> str | None:
-    """By batch elements, so that float32 copies of them stay small beside the outputs."""
+    """The largest error over the batch elements; one at a time, so that float32 copies stay small."""
     for mine, its in batches:
         mine, its = mine.float(), its.float()
         finite = its.isfinite()

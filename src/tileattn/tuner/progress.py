@@ -1,4 +1,4 @@
-"""How far a search is: a bar on a terminal, a line per call elsewhere, nothing if quiet; on stderr."""
+"""The progress of a search on stderr: a bar on a terminal, a line per call elsewhere, nothing if quiet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from .search import Found
+from .search import SearchResult
 from .space import AnyConfig
 from .timing import ROUNDS
 
@@ -44,19 +44,19 @@ class Bar:
         self.progress.update(self.task, description=f"timing, round {number + 1} of {len(ROUNDS)}: {config}")
 
     def end(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         self.progress.stop()
 
-    def found(self, found: Found, seconds: float) -> None:
-        """The result, in a line."""
-        gain = found.default_ms / found.ms
-        what = "the default stays" if gain == 1.0 else f"{gain:.2f} times the default's speed: {found.best}"
-        text = f"tuned {self.call} in {seconds:.0f} s, {found.measured} candidates: {found.ms:.4g} ms, {what}"
+    def finished(self, result: SearchResult, seconds: float) -> None:
+        """Prints the result as one line."""
+        gain = result.default_ms / result.ms
+        what = "the default stays" if gain == 1.0 else f"{gain:.2f} times the default's speed: {result.best}"
+        text = f"tuned {self.call} in {seconds:.0f} s, {result.measured} candidates: {result.ms:.4g} ms, {what}"
         self.console.print(Text(text), soft_wrap=True)
-        for config, why in found.rejected.items():
+        for config, why in result.rejected.items():
             self.console.print(Text(f"  left out: {config}: {why.strip()[-200:]}", style="dim"))
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Prints one line."""
         self.console.print(Text(text), soft_wrap=True)
         sys.stderr.flush()

@@ -1,8 +1,8 @@
-"""What the tuner has found, by device, call and sizes; kept in one JSON file in the user's data folder.
+"""The tuner's results by device, call and sizes, in one JSON file in the user's data folder.
 
-The file is read once per process. It is written under a lock, to another file that then takes its name, and holds what
-other processes have added in the meantime. Reading changes nothing; a damaged file is renamed, not lost, when a result
-is about to take its place, and what is no file of ours, or a newer tileattn's, is never replaced.
+The file is read once per process. A new result is merged with the file under a lock and written to a temporary file,
+which then replaces it. Reading changes nothing. A damaged file is renamed before a new one replaces it. Files that are
+not tileattn's, or that a newer tileattn wrote, are never replaced.
 
     {"version": 1, "devices": {"NVIDIA H200 (sm_90a)": {CALL: {"p64 q4096 k4096 g1": {"config": {...}, "ms": ...}}}}}
 """
@@ -44,12 +44,12 @@ class Result:
     """The fastest configuration of a call.
 
     Attributes:
-        config: its fields, and under "schedule" the name of its class.
-        ms: its time, in milliseconds.
-        default_ms: that of the default configuration on the same tensors.
-        candidates: how many were measured.
-        when: the date, as YYYY-MM-DD.
-        versions: of what compiled and ran it.
+        config: The configuration's fields, and under "schedule" the name of its class.
+        ms: Its time, in milliseconds.
+        default_ms: The time of the default configuration on the same tensors.
+        candidates: Number of candidates that were measured.
+        when: The date, as YYYY-MM-DD.
+        versions: Versions of the packages that compiled and ran it.
     """
 
     config: dict[str, Any]
@@ -61,21 +61,21 @@ class Result:
 
 
 def default_file() -> Path:
-    """Where results are kept: ``$TILEATTN_TUNING_FILE``, or ``tuning.json`` in the platform's data folder.
+    """The path of the results: ``$TILEATTN_TUNING_FILE``, or ``tuning.json`` in the platform's data folder.
 
     Raises:
-        FileNotFoundError: neither is known: the user has no home directory.
+        FileNotFoundError: Neither is known, because the user has no home directory.
     """
     return folders.named_by(VARIABLE) or folders.user_data(VARIABLE) / "tuning.json"
 
 
 def device_name(arch: str) -> str:
-    """The present GPU and its architecture, as results name it."""
+    """Name and architecture of the current GPU, as a key of the results."""
     return f"{torch.cuda.get_device_name()} ({arch})" if torch.cuda.is_available() else f"no GPU ({arch})"
 
 
 def bucket(sizes: tuple[int, int, int, int]) -> str:
-    """Sizes that share a result: each rounded up to a power of two, lengths to 64 at least.
+    """The key of sizes that share a result: each is rounded up to a power of two, lengths to at least 64.
 
     Args:
         sizes: batch * heads, seqlen_q, seqlen_k, query heads per key/value head.
@@ -92,7 +92,7 @@ def _up(number: int) -> int:
 
 
 def find(arch: str, call: str, sizes: tuple[int, int, int, int]) -> dict[str, Any] | None:
-    """The configuration that was found to be the fastest, as :attr:`Result.config`, or None."""
+    """The fastest configuration of a call, as :attr:`Result.config`; None if the call was never tuned."""
     devices = _devices()
     if not devices:
         return None
@@ -102,7 +102,7 @@ def find(arch: str, call: str, sizes: tuple[int, int, int, int]) -> dict[str, An
 
 @functools.cache
 def _devices() -> Devices:
-    """All results, as they were when the process first asked (or last kept one)."""
+    """All results, as read when this process first asked or last stored one."""
     try:
         path = default_file()
     except FileNotFoundError as error:
@@ -113,7 +113,7 @@ def _devices() -> Devices:
 
 
 def read(path: Path) -> Devices:
-    """The results of a file; none where it is missing. What cannot be used stays as it is, and a warning says why."""
+    """The results of a file, empty if it is missing. An unusable file is left as it is, with a warning."""
     try:
         return _load(path)
     except _UnusableError as error:
@@ -122,7 +122,7 @@ def read(path: Path) -> Devices:
 
 
 class _UnusableError(Exception):
-    """No results can be had from a file: it is somebody else's, or of no use to this process alone."""
+    """The file cannot be used and must not be replaced: another program's, unreadable, or a newer tileattn's."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"the tuner's results in {path} cannot be used ({why})")
@@ -133,19 +133,19 @@ class _DamagedError(_UnusableError):
 
 
 def _load(path: Path) -> Devices:
-    """The results of a file; none where it is missing.
+    """The results of a file, empty if it is missing.
 
     Raises:
-        _UnusableError: there is something else there, it cannot be read now, or a newer tileattn wrote it.
-        _DamagedError: it holds no results.
+        _UnusableError: The path is no regular file, cannot be read now, or was written by a newer tileattn.
+        _DamagedError: The file holds no results.
     """
     try:
         # Before it is opened: a pipe would be waited for.
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise _UnusableError(path, "it is no regular file")
-        if found.st_size > MOST_BYTES:
-            raise _UnusableError(path, f"it has {found.st_size} bytes; the most that are read are {MOST_BYTES}")
+        if status.st_size > MOST_BYTES:
+            raise _UnusableError(path, f"it has {status.st_size} bytes; the most that are read are {MOST_BYTES}")
         content = path.read_bytes()
     except FileNotFoundError:
         return {}
@@ -164,7 +164,7 @@ def _load(path: Path) -> Devices:
 
 
 def _is_whole(devices: Any) -> bool:
-    """Whether it is what :func:`keep` writes."""
+    """Whether the content has the structure that :func:`keep` writes."""
 
     def of_dicts(value: Any, depth: int) -> bool:
         if depth == 0:
@@ -175,7 +175,7 @@ def _is_whole(devices: Any) -> bool:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether it is a :class:`Result`, field by field."""
+    """Whether a JSON object has the fields of a :class:`Result`, with their types."""
     if not isinstance(entry, dict) or set(entry) != {field.name for field in dataclasses.fields(Result)}:
         return False
     times = [entry["ms"], entry["default_ms"]]
@@ -190,7 +190,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _is_shallow(value: Any) -> bool:
-    """Whether it can be shown and written again; what is no configuration is ignored by the backend it is for."""
+    """Whether a value can be shown and written again. Backends ignore values that are no configuration."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return not any(isinstance(each, (dict, list)) for each in inner)
 
@@ -199,10 +199,10 @@ def _is_shallow(value: Any) -> bool:
 
 
 def check_writable() -> None:
-    """That results can be kept, before anything is measured. What is there stays as it is, damaged or not.
+    """Checks before any measurement that results can be written. The file is not changed, even if damaged.
 
     Raises:
-        OSError: they cannot; the message names the file and how to choose another.
+        OSError: They cannot. The message names the file and how to choose another.
     """
     path = default_file()
     with _locked(path):
@@ -215,7 +215,7 @@ def check_writable() -> None:
 
 
 def keep(arch: str, call: str, sizes: tuple[int, int, int, int], result: Result) -> None:
-    """Adds a result, or replaces it; the next calls of this process use it, and those of later processes."""
+    """Adds or replaces a result. Later calls of this and of other processes use it."""
     path = default_file()
     with _locked(path):
         devices = _load_to_replace(path)
@@ -226,10 +226,10 @@ def keep(arch: str, call: str, sizes: tuple[int, int, int, int], result: Result)
 
 
 def _load_to_replace(path: Path) -> Devices:
-    """The results of a file that is about to be written anew; a damaged one is kept under another name.
+    """The results of a file that will be replaced. A damaged file is renamed.
 
     Raises:
-        OSError: what is there must not be replaced.
+        OSError: The file must not be replaced.
     """
     try:
         return _load_unless_foreign(path)
@@ -241,11 +241,11 @@ def _load_to_replace(path: Path) -> Devices:
 
 
 def _load_unless_foreign(path: Path) -> Devices:
-    """As :func:`_load`, for who is about to write.
+    """As :func:`_load`, for a caller that will replace the file.
 
     Raises:
-        OSError: what is there must not be replaced.
-        _DamagedError: it holds no results.
+        OSError: The file must not be replaced.
+        _DamagedError: The file holds no results.
     """
     try:
         return _load(path)
@@ -256,7 +256,7 @@ def _load_unless_foreign(path: Path) -> Devices:
 
 
 def clear() -> int:
-    """Removes all results; how many there were. What holds none that can be read stays."""
+    """Removes all results and returns their number. A file without readable results is left as it is."""
     path = default_file()
     with _locked(path):
         count = sum(1 for _ in entries(read(path)))
@@ -290,7 +290,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, devices: Devices) -> None:
-    """Whole or not at all."""
+    """Writes the file atomically."""
     text = json.dumps({"version": VERSION, "devices": devices}, indent=1)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:

@@ -1,4 +1,4 @@
-"""From the candidates of a call to the fastest one that is right."""
+"""The search: compiles, checks and times the candidates of a call, and returns the fastest correct one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEEP_WITHIN = 1.015
 
 
 class Report(Protocol):
-    """Who is told how far a search is."""
+    """Receives the progress of a search."""
 
     def begin(self, call: str, candidates: int) -> None: ...
     def checked(self, config: AnyConfig, error: str | None) -> None: ...
@@ -26,15 +26,15 @@ class Report(Protocol):
 
 
 @dataclass
-class Found:
-    """What a search found.
+class SearchResult:
+    """The outcome of a search: the fastest configuration, and what was rejected.
 
     Attributes:
-        best: the fastest configuration, which may be the default.
-        ms: its time.
-        default_ms: that of the default.
-        measured: how many candidates were right, the default among them.
-        rejected: those that did not compile, or computed something else, and why.
+        best: The fastest configuration, which may be the default.
+        ms: Its time, in milliseconds.
+        default_ms: The time of the default.
+        measured: Number of correct candidates, including the default.
+        rejected: Candidates that did not compile or computed something else, with the reason.
     """
 
     best: AnyConfig
@@ -51,19 +51,19 @@ def search(
     report: Report,
     dtype: torch.dtype,
     gradients: bool = False,
-) -> Found:
+) -> SearchResult:
     """Compiles, checks and times the candidates of a call.
 
     Args:
-        space: the call's.
-        call: calls a prepared function with the user's tensors; its outputs as a flat sequence.
-        timer: measures calls.
-        report: is told how far it is.
-        dtype: of q, k and v.
-        gradients: whether the outputs are gradients.
+        space: The configurations of the call.
+        call: Runs a prepared function on the user's tensors and returns its outputs as a flat sequence.
+        timer: Measures calls.
+        report: Receives the progress.
+        dtype: Dtype of q, k and v.
+        gradients: Whether the outputs are gradients.
 
     Raises:
-        RuntimeError: the default configuration itself does not compile.
+        RuntimeError: The default configuration does not compile.
     """
     configs = [space.default, *space.candidates()]
     report.begin(space.call, len(configs))
@@ -74,7 +74,7 @@ def search(
     early: list[AnyConfig] = []  # compiled before the default, with which they are to be compared
 
     def measure(config: AnyConfig) -> str | None:
-        """A first time, if it is right; else what is wrong."""
+        """Checks a configuration and estimates its time; returns what is wrong, or None."""
         prepared = space.prepare(config)
         wrong = None if config == space.default else disagreement(call(prepared), expected or (), dtype, gradients)
         if wrong is None:
@@ -111,4 +111,4 @@ def search(
     best = min(times, key=times.__getitem__)
     if times[space.default] <= KEEP_WITHIN * times[best]:
         best = space.default
-    return Found(best, times[best], times[space.default], len(runs), rejected)
+    return SearchResult(best, times[best], times[space.default], len(runs), rejected)

@@ -24,21 +24,21 @@ Prepare = Callable[[], Callable[..., Any]]
 def tuning(*, quiet: bool = False, again: bool = False) -> Iterator[None]:
     """Tunes the calls that are made inside, forward and backward, on their own tensors.
 
-    The first call of each kind (its static facts, and its sizes rounded up to powers of two) compiles and times the
-    configurations that its backend has for it, some tens of seconds long. The fastest one that computes what the
-    default does is kept on disk, per GPU, and used by this call, by later ones and by later processes. Calls that have
-    a result already are not measured again.
+    Calls with the same static facts, and the same sizes rounded up to powers of two, share a result. The first of them
+    compiles and times the configurations of its backend, which takes some tens of seconds. The fastest configuration
+    whose outputs agree with the default's is stored on disk, per GPU. This call, later calls and later processes use
+    it. Calls that have a result are not measured again.
 
-    Process-wide: calls from all threads are tuned while it is open.
+    It is process-wide: calls from all threads are tuned while it is open.
 
     Args:
-        quiet: show neither progress nor results on stderr.
-        again: measure calls that have a result already, too.
+        quiet: Show neither progress nor results on stderr.
+        again: Also measure calls that have a result already.
 
     Raises:
-        RuntimeError: it is open already; or a call inside is traced (torch.compile) or captured (a CUDA graph).
-        OSError: the results cannot be written, which is tried before anything is measured; the message names the file
-            and how to choose another.
+        RuntimeError: It is open already, or a call inside is traced (torch.compile) or captured (a CUDA graph).
+        OSError: The results cannot be written. This is checked before any measurement; the message names the file and
+            how to choose another.
     """
     if state.session is not None:
         raise RuntimeError("tileattn.tuning() is open already, and cannot be opened inside itself")
@@ -53,7 +53,7 @@ def tuning(*, quiet: bool = False, again: bool = False) -> Iterator[None]:
 
 
 class Session:
-    """What is open between the beginning and the end of `tuning()`."""
+    """The state of an open `tuning()`: the calls that it has tuned."""
 
     def __init__(self, quiet: bool, again: bool) -> None:
         self.quiet, self.again = quiet, again
@@ -63,11 +63,11 @@ class Session:
 
     @property
     def tuned(self) -> bool:
-        """Whether a call had something to tune, now or before."""
+        """Whether any call had candidates to tune."""
         return bool(self._tuned)
 
     def without_candidates(self, backend: str, arch: str) -> None:
-        """A backend has nothing to tune: said once."""
+        """Reports once that a backend has nothing to tune."""
         with self._lock:
             if backend in self._said:
                 return
@@ -76,12 +76,12 @@ class Session:
             self._bar().say(f"tuning: the {backend} backend has nothing to tune on {arch}; its calls run as they are")
 
     def tunes(self, space: Space, arch: str, prepare: Prepare) -> Callable[..., Any]:
-        """A function for a call that tunes it the first time, and then runs it.
+        """A function that tunes the call at its first run, and then only runs it.
 
         Args:
-            space: the call's configurations.
-            arch: of its device.
-            prepare: the call as its backend prepares it, with the result if there is one.
+            space: The call's configurations.
+            arch: Architecture of the device.
+            prepare: Returns the backend's function for the call, with the stored result if there is one.
         """
         ready: list[Callable[..., Any]] = []
 
@@ -95,7 +95,7 @@ class Session:
         return run
 
     def _tune(self, space: Space, arch: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Once for each call and bucket, whichever thread comes first; the others wait."""
+        """Tunes each call and bucket once: the first thread does it, the others wait."""
         with self._lock:
             name = space.call, results.bucket(space.sizes)
             if name in self._tuned:
@@ -116,7 +116,7 @@ class Session:
         q = arguments[0].q  # of the inputs, which come first in both passes
         bar, began = self._bar(), time.monotonic()
         try:
-            found = search(
+            result = search(
                 space,
                 lambda prepared: flat(prepared(*arguments, **options)),
                 lambda run, calls: timing.time_calls(run, q.device, calls),
@@ -128,9 +128,9 @@ class Session:
             bar.end()
             timing.release()
         entry = results.Result(
-            written(found.best), found.ms, found.default_ms, found.measured, str(datetime.date.today()), versions()
+            written(result.best), result.ms, result.default_ms, result.measured, str(datetime.date.today()), versions()
         )
-        bar.found(found, time.monotonic() - began)  # first: where it cannot be kept, it is at least seen
+        bar.finished(result, time.monotonic() - began)  # first: where it cannot be kept, it is at least seen
         results.keep(arch, space.call, space.sizes, entry)
 
     def _bar(self) -> Any:
@@ -140,19 +140,19 @@ class Session:
 
 
 def flat(outputs: Any) -> list[Tensor | None]:
-    """o and lse, or the gradients of q, k, v, the sink and the variant's tensors."""
+    """The outputs as a flat sequence: o and lse, or the gradients of q, k, v, the sink and the variant's tensors."""
     return [y for x in outputs for y in (x if isinstance(x, tuple) else (x,))]
 
 
 def written(config: Any) -> dict[str, Any]:
-    """A configuration as JSON has it: the name of its class, and its fields."""
+    """A configuration as a JSON object: the name of its class, and its fields."""
     return {"schedule": type(config).__name__, **dataclasses.asdict(config)}
 
 
 def versions() -> str:
-    """Of what a result was measured with."""
-    found = [f"torch {torch.__version__}"]
+    """Of the packages that a result was measured with."""
+    parts = [f"torch {torch.__version__}"]
     for package in ("tileattn", "tilelang"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{package} {importlib.metadata.version(package)}")
-    return ", ".join(found)
+            parts.append(f"{package} {importlib.metadata.version(package)}")
+    return ", ".join(parts)

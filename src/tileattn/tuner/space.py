@@ -1,4 +1,4 @@
-"""What a backend tells the tuner about the configurations of a call."""
+"""The configurations of a call, as a backend describes them to the tuner."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Space:
     """The configurations of one call with tensors of known sizes.
 
     Attributes:
-        call: the call's text, by which results are kept; all of its static facts and nothing else.
+        call: All static facts of the call as text: the key of its results.
         sizes: batch * heads, seqlen_q, seqlen_k, query heads per key/value head.
-        default: what the call gets without a result.
-        candidates: what is worth measuring, without the default; each is valid and fits shared memory and registers.
-            A function, for few who ask for a space go on to search it.
-        compile: ``compile(configs)`` compiles them in parallel and yields each, as it is ready, with the error or None.
-        prepare: ``prepare(config)`` is the backend's function for the call with a configuration, loaded and ready.
-        gradients: whether the function returns gradients, rather than o and lse.
-        known: whether there is a result already, which is valid.
+        default: The configuration without a result.
+        candidates: Returns the configurations to measure, without the default. Each is valid and fits shared memory and
+            registers. Lazy: most callers never search.
+        compile: ``compile(configs)`` compiles them in parallel and yields each with its error or None when it is ready.
+        prepare: ``prepare(config)`` returns the backend's loaded function for the call with a configuration.
+        gradients: Whether the function returns gradients, rather than o and lse.
+        known: Whether there is a valid result already.
     """
 
     call: str

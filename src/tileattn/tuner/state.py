@@ -1,4 +1,4 @@
-"""Whether calls are being tuned at present; the smallest module that dispatch and the session both know."""
+"""The open tuning session, if any. Dispatch and the session both import this small module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .space import Space
 
 
 class Session(Protocol):
-    """What others ask of the session that is open; it is :class:`tileattn.tuner.session.Session`."""
+    """The interface of the open session, :class:`tileattn.tuner.session.Session`."""
 
     @property
     def tuned(self) -> bool: ...
@@ -30,13 +30,13 @@ def forgets(forget: Callable[[], object]) -> None:
 
 
 def forget_prepared() -> None:
-    """Empties all of them: the next calls ask anew which configuration they get."""
+    """Empties all tables of prepared calls, so that the next calls look up their configuration again."""
     for forget in _forgetful:
         forget()
 
 
 def refuse_tracing() -> None:
-    """Raises while `tuning()` is open: what is traced has no values to be timed on."""
+    """Raises while `tuning()` is open: a traced call has no values and cannot be timed."""
     if session is not None:
         raise RuntimeError(
             "tileattn.tuning() is open while a call is traced (torch.compile, torch.export, fake tensors): there is "

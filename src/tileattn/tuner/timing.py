@@ -1,4 +1,4 @@
-"""How long candidates take: a race of several rounds, in which slow ones drop out early.
+"""The times of candidates: a race of several rounds, in which slow candidates drop out early.
 
 Times are those of :func:`tileattn.measure.timing.time_calls`: on the user's tensors, with the L2 cache overwritten
 before each call.
@@ -18,13 +18,13 @@ Timer = Callable[[Callable[[], object], int], list[float]]
 
 @dataclass(frozen=True)
 class Round:
-    """What a round measures, and who stays for the next.
+    """The length of a round of the race, and which candidates stay for the next.
 
     Attributes:
-        ms: of calls for each candidate.
-        most: calls, at most.
-        within: how much slower than the fastest a candidate may be to stay.
-        places: how many stay at most.
+        ms: Milliseconds of calls for each candidate.
+        most: Largest number of calls.
+        within: How much slower than the fastest a candidate may be to stay.
+        places: Largest number of candidates that stay.
     """
 
     ms: float
@@ -49,14 +49,14 @@ def race(
     timer: Timer,
     said: Callable[[int, Name], None] = lambda number, name: None,
 ) -> dict[Name, float]:
-    """Milliseconds of those that came to the last round; `keep` always does.
+    """Milliseconds of the candidates that reach the last round, always including `keep`.
 
     Args:
-        runs: the candidates.
-        estimates: of their times, by :func:`quick`.
-        keep: who is measured to the end however slow it is: the present configuration.
-        timer: measures calls.
-        said: is told the round's number and whose turn it is.
+        runs: The candidates.
+        estimates: Their estimated times, by :func:`quick`.
+        keep: The configuration that stays to the end however slow it is: the default.
+        timer: Measures calls.
+        said: Called with the round's number and the candidate that is measured next.
     """
     times = _stay(dict(estimates), 2.0, len(estimates), keep)
     for number, each in enumerate(ROUNDS):
@@ -72,7 +72,7 @@ def race(
 
 
 def _stay(times: dict[Name, float], within: float, places: int, keep: Name) -> dict[Name, float]:
-    """The fastest of them, and `keep`."""
+    """The candidates that stay: the fastest ones, and `keep`."""
     limit = within * min(times.values())
     fast = [name for name in sorted(times, key=times.__getitem__) if times[name] <= limit][:places]
     return {name: times[name] for name in times if name in fast or name == keep}

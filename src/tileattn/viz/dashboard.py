@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tileattn.bench.baselines.base import OWN
 from tileattn.bench.cases import DIRECTIONS
-from tileattn.bench.compare import best_peer_ms, compare
-from tileattn.bench.peers.base import OWN
+from tileattn.bench.compare import best_baseline_ms, compare
 from tileattn.bench.plot import FAINT, INK, LABELS, colours_of, legend_columns, literal
 from tileattn.bench.report import ceiling_text
 from tileattn.bench.results import Results, Row
@@ -90,7 +90,7 @@ def _offsets(backends: list[str]) -> dict[str, float]:
 def _columns(results: Results) -> list[Column]:
     """The columns that this file has data for: not every run has baselines, and a CPU's run has no ceilings."""
     cases = {row.case for row in results.rows}
-    fastest = {case: ms for case in cases if (ms := best_peer_ms(results, case)) is not None}
+    fastest = {case: ms for case in cases if (ms := best_baseline_ms(results, case)) is not None}
     columns = []
     if fastest:
         columns.append(
@@ -148,7 +148,7 @@ def _description(results: Results) -> str:
     shown = ("tileattn", "tilelang", "torch", "cuda")
     versions = " · ".join(f"{name} {results.versions[name]}" for name in shown if name in results.versions)
     lines = [f"Attention {DIRECTIONS[results.direction]}, {dtypes}, {results.gpu}, {results.date[:10]} · {versions}"]
-    means = [f"{each.geometric_mean:.2f}× {LABELS.get(each.peer, each.peer)}" for each in compare(results)]
+    means = [f"{each.geometric_mean:.2f}× {LABELS.get(each.baseline, each.baseline)}" for each in compare(results)]
     if means:
         lines.append("tileattn's speed, geometric mean: " + ", ".join(means))
     if (ceiling := overall(results.ceilings)) is not None:

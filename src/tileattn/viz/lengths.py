@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tileattn.bench.baselines.base import OWN
 from tileattn.bench.cases import DIRECTIONS
-from tileattn.bench.peers.base import OWN
 from tileattn.bench.plot import LABELS, Panel, by_length, colours_of, legend_columns, length_label, literal
 from tileattn.bench.results import Results, Row
 from tileattn.measure.units import human_bytes

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from tileattn.bench import problem, results
+from tileattn.bench.baselines import BASELINES, TileAttn
+from tileattn.bench.baselines.base import OWN
+from tileattn.bench.baselines.own import mask_of
 from tileattn.bench.cases import Case
-from tileattn.bench.peers import PEERS, TileAttn
-from tileattn.bench.peers.base import OWN
-from tileattn.bench.peers.own import mask_of
 from tileattn.bench.plot import LABELS
 from tileattn.bench.results import Results, Row
 from tileattn.bench.runner import Run
@@ -55,7 +55,7 @@ def run(case: Case, device: torch.device) -> Answer:
     measured = results.begin(device, None, "tileattn demo")
     names = BESIDE.get(case.dtype, ("sdpa", "eager"))
     with current(device):  # gradio calls this function in another thread, which has its own current device
-        Run("demo", [case], [TileAttn(), *(PEERS[name] for name in names)], device, measured, EFFORT)()
+        Run("demo", [case], [TileAttn(), *(BASELINES[name] for name in names)], device, measured, EFFORT)()
     failed = [entry for entry in measured.failed if entry.backend == OWN]
     if failed:
         raise RuntimeError(failed[0].reason)

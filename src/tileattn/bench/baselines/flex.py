@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from tileattn.bench.peers.base import Prepared, tensor_bytes, unusual
+from tileattn.bench.baselines.base import Prepared, tensor_bytes, unusual
 from tileattn.bench.problem import Problem
 from tileattn.bench.variants import user_score
 
@@ -54,10 +54,10 @@ class Flex:
 
 @contextmanager
 def _kept_graphs() -> Iterator[None]:
-    """Inside, a compiled backward pass may be called again and again.
+    """Allows repeated calls of a compiled backward pass inside.
 
-    Otherwise the compiler has it overwrite what the forward has kept, and refuses `retain_graph`. Its setting is one of
-    the thread's, so autograd has to stay in this one.
+    By default it overwrites the tensors saved by the forward pass, and refuses `retain_graph`. The setting belongs to
+    the thread, so autograd must stay in this one.
     """
     from torch._functorch import config
 

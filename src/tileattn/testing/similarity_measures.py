@@ -1,4 +1,7 @@
-"""A diagnostic of similarity, as TileLang's posts use. It describes; the rule that decides is in `numerics`."""
+"""Similarity of two tensors as one number, as in TileLang's posts.
+
+It only describes. Tests decide by the tolerance rule in `numerics`.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tileattn.bench.peers.base import NO_FP8, Prepared
+from tileattn.bench.baselines.base import NO_FP8, Prepared
 from tileattn.bench.problem import Problem
 
 
@@ -52,7 +52,7 @@ class FlashCute:
 
 
 def _where(problem: Problem) -> dict[str, Any]:
-    """Where packed sequences lie. By name: versions differ in the arguments' order."""
+    """The arguments of packed sequences, by name because their order differs between versions."""
     if problem.cu_seqlens is None:
         return {}
     ends, longest = problem.cu_seqlens, max(problem.case.lengths)
@@ -64,7 +64,7 @@ def _installed() -> bool:
 
 
 def _unspeakable(problem: Problem) -> str | None:
-    """What no argument of `flash_attn_func` says; its CuTe mask_mod and score_mod are not measured here."""
+    """The parts of the variant that `flash_attn_func` has no argument for; CuTe mask_mod and score_mod are not used."""
     terms = problem.case.terms
     absent = {
         "prefix masks": terms.prefix is not None,

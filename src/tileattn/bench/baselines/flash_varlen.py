@@ -1,18 +1,18 @@
-"""FlashAttention-2 on packed sequences, as PyTorch has it."""
+"""PyTorch's FlashAttention-2 on packed sequences."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tileattn.bench.peers.base import Prepared
+from tileattn.bench.baselines.base import Prepared
 from tileattn.bench.problem import Problem
 
 
 class FlashVarlen:
     """`aten::_flash_attention_forward` with cu_seqlens: what `torch.nn.attention.varlen.varlen_attn` calls.
 
-    Called directly, so that no time of that function's operator around it counts; PyTorch differentiates it itself.
+    It is called directly, without the overhead of that function's operator. PyTorch differentiates it.
     """
 
     name = "fa2-varlen"

@@ -1,11 +1,11 @@
-"""Attention as one writes it down: softmax(QK^T)V in plain PyTorch, with the whole score matrix in memory."""
+"""Eager attention: softmax(QK^T)V in plain PyTorch, with the whole score matrix in memory."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tileattn.bench.peers.base import Prepared, tensor_bytes, unusual
+from tileattn.bench.baselines.base import Prepared, tensor_bytes, unusual
 from tileattn.bench.problem import Problem
 from tileattn.bench.variants import user_score
 
@@ -54,7 +54,7 @@ def _attention(problem: Problem, hidden: Tensor | None, alibi: Tensor | None) ->
 
 
 def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
-    """The probabilities of the keys; the sink takes its share as one more column, then leaves."""
+    """The probabilities of the keys. The sink is one more column of the softmax, dropped afterwards."""
     if sink is None:
         return scores.softmax(dim=-1)
     column = sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)

@@ -1,7 +1,7 @@
-"""PyTorch's `scaled_dot_product_attention`: as it chooses itself, and restricted to one of its kernels.
+"""PyTorch's `scaled_dot_product_attention`: with its own choice of kernel, and restricted to one.
 
-Its `is_causal` is aligned top-left, so it is used for square cases only; other masks and biases that are sums are
-given as a dense `attn_mask`, built ahead, as a user of SDPA would.
+`is_causal` is aligned top-left, so it is used for square cases only. Other masks and additive biases become a dense
+`attn_mask`, built beforehand, as a user of SDPA would do.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.backends.cuda import SDPAParams
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from tileattn.bench.peers.base import Prepared, tensor_bytes, unusual
+from tileattn.bench.baselines.base import Prepared, tensor_bytes, unusual
 from tileattn.bench.problem import Problem
 
 
 class Sdpa:
-    """SDPA as PyTorch dispatches it."""
+    """SDPA with PyTorch's choice of kernel."""
 
     name = "sdpa"
 
@@ -72,7 +72,7 @@ class RestrictedSdpa:
         return _prepare(problem, only_this_kernel)
 
 
-def sdpa_peers() -> tuple[RestrictedSdpa, ...]:
+def restricted_sdpas() -> tuple[RestrictedSdpa, ...]:
     """SDPA's three CUDA kernels under the names that the tables use: FlashAttention-2, cuDNN, memory-efficient."""
     cuda = torch.backends.cuda
     return (
@@ -87,7 +87,7 @@ def _takes_dense_mask(kernel: SDPBackend) -> bool:
 
 
 def _unspeakable(problem: Problem) -> str | None:
-    """What no argument of SDPA can say."""
+    """The reason why SDPA has no arguments for the problem, or None."""
     if (reason := unusual(problem)) is not None:
         return reason
     if problem.case.terms.softcap is not None:
@@ -134,9 +134,10 @@ def _prepare(problem: Problem, context: Callable[[], AbstractContextManager[None
 
 
 def _mask_of_a_call(problem: Problem) -> tuple[Tensor | None, Callable[[], Tensor | None]]:
-    """What is built ahead, and a call's `attn_mask`: the same, but where the gradient of a bias is wanted.
+    """The tensor built beforehand, and a function for each call's `attn_mask`.
 
-    Then the bias is another one at every step of a training, and is added to the rest in every call.
+    They are the same, unless the gradient of a bias is wanted. Such a bias changes at every training step, so each call
+    adds it to the rest.
     """
     bias = problem.bias
     if bias is None or not problem.case.terms.dbias:

@@ -1,7 +1,7 @@
 """The call itself: each public function of tileattn by its name, with the arguments that a `Call` means.
 
-A door returns o and lse (None where it was not asked for), both as (batch, seqlen, ...) or (total, ...), and is given
-leaves: the tensors that gradients may be asked for, as :func:`run` made them from the call's.
+An adapter takes leaves: the tensors that gradients may be asked for, as :func:`run` made them from the call's. It
+returns o and lse (None where it was not asked for), both as (batch, seqlen, ...) or (total, ...).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def run(call: Call, t: Tensors) -> Tensors:
     """Makes the call on its tensors: outputs and the gradients that it asks for, by name."""
     with _settings(call, t["q"].device.type):
         leaves = {name: _leaf(x, name in call.grads) for name, x in t.items()}
-        door = _compiled(DOORS[call.door]) if call.compiled else DOORS[call.door]
-        o, lse = door(call, leaves)
+        adapter = _compiled(ADAPTERS[call.adapter]) if call.compiled else ADAPTERS[call.adapter]
+        o, lse = adapter(call, leaves)
         found = {"o": o.detach()}
         if call.lse:
             assert lse is not None
@@ -54,9 +54,9 @@ def _leaf(x: Tensor, wanted: bool) -> Tensor:
     return x.detach().requires_grad_() if wanted else x
 
 
-def _compiled(door: Callable[..., Output]) -> Callable[..., Output]:
+def _compiled(adapter: Callable[..., Output]) -> Callable[..., Output]:
     torch._dynamo.reset()
-    return torch.compile(door, backend="aot_eager")  # type: ignore[no-any-return]
+    return torch.compile(adapter, backend="aot_eager")  # type: ignore[no-any-return]
 
 
 def quantized(call: Call, t: Tensors) -> tuple[Tensors, Tensors]:
@@ -103,7 +103,7 @@ def _settings(call: Call, device: str) -> Iterator[None]:
             stack.enter_context(torch.autocast(device, dtype=call.torch_dtype))
         if call.bucket and call.bucket not in _inside:
             stack.enter_context(bucket(call.bucket))
-        if call.door == "torch_sdpa" and device == "cuda":
+        if call.adapter == "torch_sdpa" and device == "cuda":
             stack.enter_context(_activated())
         if call.dropout:
             torch.manual_seed(call.seed)
@@ -135,7 +135,7 @@ def bucket(name: str) -> Iterator[None]:
 _inside: list[str] = []
 
 
-# --- What the doors share ---
+# --- What the adapters share ---
 
 
 def mask_of(call: Call, t: Tensors) -> Any:
@@ -314,16 +314,16 @@ def _flash_options(call: Call, t: Tensors) -> dict[str, Any]:
 def _flash(call: Call, t: Tensors) -> Output:
     options, (q, k, v) = _flash_options(call, t), (t[name] for name in OF_INPUTS)
     dim = -3
-    if call.door == "fa":
+    if call.adapter == "fa":
         return _pair(flash_attn.flash_attn_func(q, k, v, **options))
-    if call.door == "fa_kv":
+    if call.adapter == "fa_kv":
         return _pair(flash_attn.flash_attn_kvpacked_func(q, torch.stack([k, v], dim), **options))
-    if call.door == "fa_qkv":
+    if call.adapter == "fa_qkv":
         return _pair(flash_attn.flash_attn_qkvpacked_func(torch.stack([q, k, v], dim), **options))
     lengths = (t["cu_q"], t["cu_k"], call.rows, call.keys)
-    if call.door == "fa_varlen":
+    if call.adapter == "fa_varlen":
         return _pair(flash_attn.flash_attn_varlen_func(q, k, v, *lengths, **options))
-    if call.door == "fa_varlen_kv":
+    if call.adapter == "fa_varlen_kv":
         return _pair(flash_attn.flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], dim), *lengths, **options))
     qkv = torch.stack([q, k, v], dim)
     return _pair(flash_attn.flash_attn_varlen_qkvpacked_func(qkv, t["cu_q"], call.rows, **options))
@@ -382,7 +382,7 @@ def _reference(call: Call, t: Tensors) -> Output:
     return _pair(function(t["q"], t["k"], t["v"], mask, mods_of(call, t), t.get("sink"), call.scale))
 
 
-DOORS: dict[str, Callable[[Call, Tensors], Output]] = {
+ADAPTERS: dict[str, Callable[[Call, Tensors], Output]] = {
     "attention": _attention,
     "varlen": _varlen,
     "padded": _padded,

@@ -1,4 +1,4 @@
-"""tileattn itself, called as a user calls it."""
+"""tileattn itself, called through its public functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap, attention, varlen_attention
-from tileattn.bench.peers.base import OWN, Prepared, tensor_bytes
+from tileattn.bench.baselines.base import OWN, Prepared, tensor_bytes
 from tileattn.bench.problem import Problem
 from tileattn.bench.variants import user_score
 from tileattn.call.facts import Packed
@@ -96,7 +96,7 @@ class TileAttnDense:
 
 
 def _varlen(cu_seqlens: Tensor, longest: int) -> Callable[..., Any]:
-    """`tileattn.varlen_attention` of q, k and v whose sequences end at the same places."""
+    """`tileattn.varlen_attention` for q, k and v with the same cu_seqlens."""
     return functools.partial(
         varlen_attention,
         cu_seqlens_q=cu_seqlens,
@@ -124,7 +124,7 @@ def _encoded(problem: Problem) -> tuple[str, Operands]:
 
 
 def _selected(problem: Problem, backend: str | None) -> Backend:
-    """The backend that `attention` will choose for the problem, or be told to use."""
+    """The backend that `attention` chooses for the problem, or the named one."""
     tensors = problem if problem.fp8 is None else problem.fp8
     ends, packed = problem.cu_seqlens, None
     if ends is not None:
@@ -136,7 +136,7 @@ def _selected(problem: Problem, backend: str | None) -> Backend:
 
 
 def _held_bytes(mask: Mask | None, score_mods: list[Callable[..., Any]] | None, problem: Problem) -> int:
-    """Bytes of the tensors that masks and modifications made for themselves, such as the bounds of documents."""
+    """Bytes of the tensors that masks and modifications allocate, such as the bounds of documents."""
     _, operands = encode(*normalize(mask, score_mods, causal=False))
     given = {x.data_ptr() for x in (problem.bias, problem.slopes, problem.document_ids) if x is not None}
     return tensor_bytes(*(tensor for tensor in operands.tensors if tensor.data_ptr() not in given))
@@ -161,7 +161,7 @@ def mask_of(problem: Problem) -> Mask | None:
 
 
 def score_mods_of(problem: Problem) -> list[Callable[..., Any]] | None:
-    """In the order that `variants` promises: softcap, ALiBi, bias, the user's function."""
+    """The score modifications in the order of `variants`: softcap, ALiBi, bias, the user's function."""
     softcap = problem.case.terms.softcap
     mods: list[Callable[..., Any]] = [SoftCap(softcap)] if softcap is not None else []
     if problem.slopes is not None:

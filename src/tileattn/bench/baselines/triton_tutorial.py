@@ -1,4 +1,4 @@
-"""The fused attention of Triton's tutorials, from a copy of its file: no package has it."""
+"""The fused attention of Triton's tutorials, loaded from a copy of its file, since no package contains it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tileattn.bench.peers.base import Prepared, unusual
+from tileattn.bench.baselines.base import Prepared, unusual
 from tileattn.bench.problem import Problem
 
 FILE = "TILEATTN_TRITON_TUTORIAL"  # the environment variable that names the file
@@ -22,9 +22,9 @@ BLOCK = 128  # its kernels take whole tiles only
 class TritonTutorial:
     """`attention` of python/tutorials/06-fused-attention.py in the sources of Triton, of the version that is installed.
 
-    It wants contiguous tensors (batch, heads, seqlen, head_dim). Where gradients are measured they are copied within
-    the call, and their gradients copied back: some per cent of a backward pass on long sequences. In some versions the
-    backward pass is causal whatever is asked for; the errors that the benchmark reports tell.
+    It takes contiguous tensors (batch, heads, seqlen, head_dim). Where gradients are measured, the call copies the
+    tensors, and copies their gradients back: a few per cent of a backward pass on long sequences. In some versions the
+    backward pass is always causal; the errors in the report show it.
     """
 
     name = "triton-tutorial"

@@ -1,4 +1,4 @@
-"""What the runner asks of an implementation of attention."""
+"""The interface of an implementation of attention, as the runner uses it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tileattn.bench.problem import Problem
 
 # tileattn's own name among the implementations.
 OWN = "tileattn"
-# The refusals of the peers that have no fp8, and that want a batch of one length.
+# The refusals of the baselines that have no fp8, and that want a batch of one length.
 NO_FP8 = "it does not take fp8"
 NO_PACKED = "it does not take packed sequences"
 
 
 def is_own(name: str) -> bool:
-    """Whether an implementation is tileattn, or another way to run it, such as "tileattn-dense"."""
+    """Whether a name is tileattn, or another way to run it, such as "tileattn-dense"."""
     return name.partition("-")[0] == OWN
 
 
@@ -27,12 +27,12 @@ def is_own(name: str) -> bool:
 class Prepared:
     """A call ready to be timed: `call()` returns o (batch, seqlen_q, heads, head_dim_v), or (tokens, ..) where packed.
 
-    Where the problem asks for gradients, which grad mode must then allow for, o is differentiable (see `bench.passes`).
+    If the problem has gradients, o is differentiable in grad mode (see `bench.passes`).
 
-    held_bytes: what was built ahead for it beyond the problem's tensors (a dense mask, a block mask). It is not timed,
-    but counts as memory. context: entered around many calls, for settings that are no part of a call's time. chosen:
-    what the implementation chose to run, where that is its own choice. dtype: in which it computes (a key of
-    `cases.DTYPES`), where that is not the case's.
+    held_bytes: Bytes built ahead beyond the problem's tensors (a dense mask, a block mask); not timed, but counted.
+    context: Entered around many calls, for settings that are not part of a call's time.
+    chosen: Name of the backend that the implementation chose, if it has a choice.
+    dtype: The dtype in which it computes (a key of `cases.DTYPES`), if not the case's.
     """
 
     call: Callable[[], Tensor]
@@ -49,14 +49,14 @@ class Implementation(Protocol):
     def name(self) -> str: ...
 
     def refusal(self, problem: Problem) -> str | None:
-        """Why it can't run this problem, in a few words for a reader of the table; None if it can."""
+        """A short reason why it cannot run this problem; None if it can."""
 
     def prepare(self, problem: Problem) -> Prepared:
-        """Everything that a user would do once, ahead of many calls."""
+        """Does the work that a user would do once before many calls."""
 
 
 def unusual(problem: Problem) -> str | None:
-    """The refusal of who knows dense batches in 16 or 32 bits, or None."""
+    """The refusal of an implementation that takes only dense batches in 16 or 32 bits, or None."""
     if problem.fp8 is not None:
         return NO_FP8
     return NO_PACKED if problem.cu_seqlens is not None else None
