@@ -1,1 +1,1 @@
-"""What users call: attention, packed sequences, PyTorch's signature, padding."""
+"""The public functions: attention, packed sequences, PyTorch's signature, padding."""

@@ -1,4 +1,8 @@
-"""The public functions: they check arguments, name the variant, choose a backend and run it."""
+"""The public function :func:`attention`.
+
+It normalises and checks the arguments. A plain call (no mask but causal, no score modification, sink or dropout) then
+takes the short path of :mod:`tileattn.runtime.prepared`; any other call goes through :mod:`tileattn.runtime.run`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
     from .signatures import AttentionOptions
 
 
-# Only type checkers see the overloads: return_lse decides what is returned. The full signature follows them.
+# The overloads are for type checkers: the return type depends on return_lse. The full signature follows them.
 @overload
 def attention(
     q: torch.Tensor,
@@ -64,55 +68,59 @@ def attention(
     """Exact attention: ``softmax(score_mod(scale * q k^T) + mask) v``, without the matrix of scores in memory.
 
     Args:
-        q: queries (batch, seqlen_q, heads, head_dim); float16 or bfloat16 for the GPU kernels, float32 as well for
-            Triton's, float8_e4m3fn for those of sm_90a, float64 on the torch backend; k and v in the same. Any strides
-            with a contiguous last dimension, here and below; nothing is copied, but for v in float8_e4m3fn.
-        k: keys (batch, seqlen_k, kv_heads, head_dim). ``heads % kv_heads == 0``: grouped-query attention, in which
-            query head ``h`` uses key/value head ``h // (heads // kv_heads)``.
+        q: queries (batch, seqlen_q, heads, head_dim). GPU kernels take float16 and bfloat16; Triton's also take
+            float32, those of sm_90a also float8_e4m3fn. The torch backend also takes float64. k and v have q's dtype.
+            q, k and v may have any strides with a contiguous last dimension. Inputs are not copied, except v in
+            float8_e4m3fn.
+        k: keys (batch, seqlen_k, kv_heads, head_dim). ``heads`` must be a multiple of ``kv_heads`` (grouped-query
+            attention): query head ``h`` uses key/value head ``h // (heads // kv_heads)``.
         v: values (batch, seqlen_k, kv_heads, head_dim_v); head_dim_v may differ from head_dim.
         mask: a mask of :mod:`tileattn.masks` or a function ``mask(b, h, q, k) -> bool``; None sees all keys.
-        key_padding_mask: bool tensor (batch, seqlen_k), True where a key may be seen: the opposite of what
-            ``torch.nn.MultiheadAttention`` takes by this name. Joins with ``mask`` and ``causal``; short for
-            :class:`tileattn.KeyPadding`, which one makes once for several calls.
+        key_padding_mask: bool tensor (batch, seqlen_k), True where a key may be seen.
+            ``torch.nn.MultiheadAttention`` uses the same name for the opposite. The padding mask is combined with
+            ``mask`` and ``causal`` by "and". It is short for :class:`tileattn.KeyPadding`, which can be built once and
+            used in several calls.
         score_mod: a function ``score_mod(score, b, h, q, k)``, a modification of :mod:`tileattn.scores`, or a
             sequence of them, applied in order to the scaled scores.
-        causal: short for ``mask=Causal()``; with a mask, both hold. Aligned bottom-right: the last query sees the
-            last key. (PyTorch's ``is_causal``, which is aligned top-left, is an argument of
+        causal: short for ``mask=Causal()``; with a mask, both hold. Causal masks are aligned bottom-right: the last
+            query sees the last key. (PyTorch's ``is_causal``, which is aligned top-left, is an argument of
             :func:`tileattn.scaled_dot_product_attention`.)
-        scale: of the scores, finite; None means ``head_dim ** -0.5``. Wherever a number is taken, it may be Python's or
-            numpy's, or a tensor without dimensions on the CPU and without a gradient. A bool is no number.
+        scale: finite factor of the scores; None means ``head_dim ** -0.5``. Each numeric argument may be a Python
+            number, a numpy number, or a 0-dim CPU tensor without a gradient. A bool is not accepted as a number.
         sink: float tensor (heads,): one logit per head that joins the softmax's denominator only.
-        dropout_p: the probability, from 0 to 1, with which each weight of the softmax is dropped; those kept are
-            divided by ``1 - dropout_p``. In every call where it is not 0: pass 0 when not training. The seed comes from
-            torch's generator of the device, and decides alone which are dropped (:mod:`tileattn.call.dropout`); lse
-            does not see it. Inductor, the default of ``torch.compile``, has a generator of its own: after the same
-            ``torch.manual_seed`` compiled code drops other weights than eager code.
+        dropout_p: the probability, from 0 to 1, with which each softmax weight is dropped; kept weights are divided
+            by ``1 - dropout_p``. Dropout applies in every call with a nonzero dropout_p: pass 0 when not training. A
+            seed from torch's generator of the device determines which weights are dropped
+            (:mod:`tileattn.call.dropout`). lse is computed without dropout. Inductor, the default backend of
+            ``torch.compile``, has its own generator: after the same ``torch.manual_seed``, compiled code drops other
+            weights than eager code.
         layout: "bshd" as above, or "bhsd" for tensors (batch, heads, seqlen, head_dim), o included.
-        return_lse: also return the log-sum-exp of the scores, sink included, in natural logarithm.
-        deterministic: ask for bitwise equal gradients from run to run, as ``torch.use_deterministic_algorithms(True)``
-            does; the forward pass always gives equal results.
-        backend: "tilelang", "triton", "torch" or "mma" (with a rung and options, as in "mma:split_q,stages=1":
-            docs/ladder.md) to run there or raise; None takes the first that accepts the call.
-        q_descale: for float8_e4m3fn only: float32 (batch, kv_heads), or broadcastable to it, positive; None is 1. An
-            element of q stands for ``float(x) * descale``; the query heads of a group share theirs. See
+        return_lse: whether to also return the log-sum-exp (natural logarithm) of the scores, sink included.
+        deterministic: whether gradients must be bitwise equal from run to run, as with
+            ``torch.use_deterministic_algorithms(True)``. The forward pass is always deterministic.
+        backend: "tilelang", "triton", "torch" or "mma". The named backend runs the call or raises; None takes the
+            first that accepts the call. "mma" may be followed by a rung and options, as in "mma:split_q,stages=1"
+            (docs/ladder.md).
+        q_descale: for float8_e4m3fn only: positive float32 tensor that broadcasts to (batch, kv_heads); None is 1. An
+            element x of q stands for ``float(x) * descale``. The query heads of a group share one descale. See
             :func:`tileattn.quantize_fp8`.
         k_descale: the same for k.
         v_descale: the same for v.
-        **unknown: nothing; any other name raises a TypeError that says which one is meant.
+        **unknown: not accepted. Any other name raises a TypeError that suggests the right argument.
 
     Returns:
-        o (batch, seqlen_q, heads, head_dim_v) in q's dtype, or bfloat16 for float8_e4m3fn; with return_lse,
-        ``(o, lse)`` with lse (batch, heads, seqlen_q) in float32 (float64 for float64 inputs). A row that
-        sees no key has ``o = 0`` and ``lse = -inf``. NaN and infinities in q, and in keys and values that a row sees,
-        give what eager PyTorch gives; values that a mask hides must be finite (docs/numerics.md).
+        o (batch, seqlen_q, heads, head_dim_v) in q's dtype, or in bfloat16 for float8_e4m3fn. With return_lse,
+        ``(o, lse)``, where lse is (batch, heads, seqlen_q) in float32 (float64 for float64 inputs). A row that
+        sees no key has ``o = 0`` and ``lse = -inf`` (or the sink). NaN and infinities in q, and in keys and values
+        that a row sees, give what eager PyTorch gives. Values that a mask hides must be finite (docs/numerics.md).
 
-        Differentiable, once, in q, k, v, sink and the floating-point tensors of score modifications, through o and lse;
-        not in float8_e4m3fn. The backward pass computes the probabilities again, and memory stays linear in the
-        lengths. Under ``torch.autocast`` q, k and v are cast, as for PyTorch's own attention.
+        o and lse are differentiable once, in q, k, v, sink and the floating-point tensors of score modifications;
+        calls in float8_e4m3fn are not. The backward pass recomputes the probabilities, so memory stays linear in the
+        lengths. Under ``torch.autocast``, q, k and v are cast, as for PyTorch's own attention.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted.
-        NotImplementedError: no backend (or not the named one) runs the call; the message says why.
+        NotImplementedError: no backend, or not the named one, runs the call; the message says why.
 
     Algorithm: FlashAttention-2 (Dao 2023, arXiv 2307.08691).
     """
@@ -143,10 +151,10 @@ def attention(
 
 
 def check_backend(backend: str | None) -> None:
-    """For those who take a backend's name ahead of calls.
+    """Validates a backend name before any call.
 
     Raises:
-        ValueError: there is no backend of that name, or its options are wrong.
+        ValueError: no backend has that name, or its options are wrong.
     """
     if backend is not None:
         named(backend)

@@ -1,4 +1,4 @@
-"""From padded batches to packed sequences and back, as flash-attn's ``bert_padding`` does."""
+"""Conversion between padded batches and packed sequences, as in flash-attn's ``bert_padding``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch.nn.functional as F
 
 
 class Unpadded(NamedTuple):
-    """What :func:`unpad_input` returns.
+    """The result of :func:`unpad_input`.
 
     Attributes:
-        x: (total, ...), the tokens of all sequences, one behind the other.
-        indices: int64 (total,), where they were: of the flattened (batch * seqlen).
-        cu_seqlens: int32 (batch + 1,), for :func:`tileattn.varlen_attention`.
-        max_seqlen: the longest length.
-        seqused: int32 (batch,), of each sequence how many of its tokens are used.
+        x: (total, ...), the tokens of all sequences, one sequence after the other.
+        indices: int64 (total,), the position of each token in the flattened (batch * seqlen) input.
+        cu_seqlens: int32 (batch + 1,), the cumulative lengths for :func:`tileattn.varlen_attention`.
+        max_seqlen: the length of the longest sequence.
+        seqused: int32 (batch,), the number of used tokens in each sequence.
     """
 
     x: torch.Tensor
@@ -28,14 +28,15 @@ class Unpadded(NamedTuple):
 
 
 def unpad_input(x: torch.Tensor, mask: torch.Tensor, unused_mask: torch.Tensor | None = None) -> Unpadded:
-    """Takes the tokens out of a padded batch.
+    """Packs the tokens of a padded batch, without the padding.
 
-    Waits for the device, to learn how many there are. Differentiable in x: padding gets a gradient of 0.
+    The host waits for the device, because the number of tokens decides the result's shape. The result is
+    differentiable in x: padding gets a gradient of 0.
 
     Args:
         x: (batch, seqlen, ...), any dtype.
-        mask: bool, or integers of which 0 is padding, (batch, seqlen), on x's device.
-        unused_mask: the same of tokens that get room and are not used.
+        mask: bool or integer tensor (batch, seqlen) on x's device; False or 0 marks padding.
+        unused_mask: tensor like mask, True for tokens that are packed but do not count in ``seqused``.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted.
@@ -74,17 +75,19 @@ def _as_bool(name: str, mask: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def pad_input(x: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
-    """The inverse of :func:`unpad_input`: (batch, seqlen, ...), zeros where there is padding. Differentiable in x.
+    """The inverse of :func:`unpad_input`: a padded batch (batch, seqlen, ...) with zeros in the padding.
+
+    The result is differentiable in x.
 
     Args:
         x: (total, ...), any dtype.
-        indices: int64 (total,), as :func:`unpad_input` returned them; int32 as well. On x's device.
-        batch: of the padded tensor.
-        seqlen: of the padded tensor.
+        indices: int64 or int32 (total,) on x's device, as returned by :func:`unpad_input`.
+        batch: the batch size of the padded tensor.
+        seqlen: the sequence length of the padded tensor.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted. The
-            *values* of indices are checked on a CPU only; on a GPU nothing waits for them.
+            *values* of indices are checked on a CPU only: on a GPU, reading them would synchronise.
     """
     _check_tensor("x", x)
     _check_tensor("indices", indices)
@@ -107,7 +110,7 @@ def pad_input(x: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -
 
 
 def _size(name: str, size: Any) -> Any:
-    """Integers of numpy are taken, and tensors of one, as by :func:`operator.index`."""
+    """The size as an int. numpy integers and one-element tensors are accepted, as by :func:`operator.index`."""
     try:
         found = size if isinstance(size, (int, torch.SymInt)) else operator.index(size)
     except TypeError:

@@ -1,8 +1,12 @@
 """``torch.nn.functional.scaled_dot_product_attention`` by tileattn: the same arguments, shapes and alignment.
 
-PyTorch's conventions differ from those of :func:`tileattn.attention` in three ways, which are dealt with here: tensors
-are (..., heads, seqlen, head_dim) with leading dimensions that broadcast, ``is_causal`` is aligned top-left, and a mask
-is a tensor. To send a model's own calls of PyTorch's function through tileattn see :mod:`tileattn.compat.torch_sdpa`.
+PyTorch's conventions differ from those of :func:`tileattn.attention` in three ways, and this module translates them:
+
+- Tensors are (..., heads, seqlen, head_dim), with leading dimensions that broadcast.
+- ``is_causal`` is aligned top-left.
+- A mask is a tensor.
+
+:mod:`tileattn.compat.torch_sdpa` redirects a model's own calls of PyTorch's function to tileattn.
 """
 
 from __future__ import annotations
@@ -37,26 +41,27 @@ def scaled_dot_product_attention(
     """``softmax(scale * query key^T + attn_mask) value``, with the signature and the semantics of PyTorch's function.
 
     Args:
-        query: (..., heads, L, E); 2 dimensions, or any number above. Dtypes as for :func:`tileattn.attention`.
-        key: (..., heads, S, E). The leading dimensions of the three, heads included, broadcast.
+        query: (..., heads, L, E), with at least 2 dimensions. Dtypes as for :func:`tileattn.attention`.
+        key: (..., heads, S, E). The leading dimensions of query, key and value, heads included, broadcast.
         value: (..., heads, S, Ev).
-        attn_mask: broadcastable to (..., heads, L, S). Boolean: True where a query sees a key. Floating-point, in
-            float32 or query's dtype: added to the scores, differentiable; fastest on sm_90a with rows that begin at
-            multiples of 16 bytes. A query that sees no key gives 0. Or a ``torch.nn.attention.bias.CausalBias`` for
-            L and S: causal, aligned top-left or bottom-right as it says.
-        dropout_p: the probability of being dropped, applied in every call where it is not 0.
-        is_causal: query ``i`` sees the keys up to ``i``: aligned top-left, also where L and S differ. Not with a mask.
-            (In :func:`tileattn.attention` it is ``causal``, and aligned bottom-right.)
-        scale: of the scores; None means ``E ** -0.5``.
-        enable_gqa: key and value may have fewer heads, dividing those of query.
+        attn_mask: tensor that broadcasts to (..., heads, L, S). A boolean mask is True where a query sees a key. A
+            floating-point mask, in float32 or query's dtype, is added to the scores and is differentiable; it is
+            fastest on sm_90a if its rows begin at multiples of 16 bytes. A query that sees no key gives 0. A
+            ``torch.nn.attention.bias.CausalBias`` for L and S is accepted too; it is aligned top-left or bottom-right,
+            as its variant says.
+        dropout_p: the probability with which each softmax weight is dropped, in every call where it is not 0.
+        is_causal: whether query ``i`` sees only the keys up to ``i``. This is aligned top-left, also if L and S
+            differ, and excludes attn_mask. (``causal`` of :func:`tileattn.attention` is aligned bottom-right.)
+        scale: factor of the scores; None means ``E ** -0.5``.
+        enable_gqa: whether key and value may have fewer heads than query; their head counts must divide query's.
 
     Returns:
-        (..., heads, L, Ev), in query's dtype; differentiable in query, key, value and attn_mask. Under
-        ``torch.autocast`` query, key and value are cast first, as by PyTorch's function.
+        (..., heads, L, Ev) in query's dtype, differentiable in query, key, value and attn_mask. Under
+        ``torch.autocast``, query, key and value are cast first, as by PyTorch's function.
 
     Raises:
         TypeError, ValueError, NotImplementedError: an argument is wrong, as in :func:`tileattn.attention`.
-        RuntimeError: both attn_mask and is_causal, as in PyTorch.
+        RuntimeError: both attn_mask and is_causal are given, as in PyTorch.
     """
     query, key, value = autocast(query), autocast(key), autocast(value)  # first: dtypes decide what follows
     _check(query, key, value)
@@ -74,9 +79,9 @@ def scaled_dot_product_attention(
     query = query if query.shape[-3] == heads else query.expand(*query.shape[:-3], heads, *query.shape[-2:])
     q, k, v = (_one_batch(x, batch) for x in (query, *_kv_heads(key, value, heads)))
 
-    # Queries behind the last key, if aligned top-left: what is asked for below is aligned bottom-right.
+    # The number of queries after the last key under top-left alignment. `attention` aligns bottom-right.
     surplus = 0 if bottom_right else q.shape[-2] - k.shape[-2]
-    if causal and surplus < 0:  # nobody sees the keys behind the last query's
+    if causal and surplus < 0:  # no query sees the keys after the last query's position
         k, v = (x[..., : q.shape[-2], :] for x in (k, v))
     o = attention(
         *padded(q, k, v),
@@ -103,19 +108,20 @@ def _check(query: Any, key: Any, value: Any) -> None:
 
 
 def _is_causal_bias(attn_mask: Any) -> bool:
-    """Whether it is PyTorch's name for a causal mask: a Tensor by class, but nobody has written its memory.
+    """Whether attn_mask is PyTorch's CausalBias: a Tensor subclass whose memory is uninitialised.
 
-    Its module is not imported here, for that takes Dynamo along, and seconds; whoever has one has imported it.
+    The module of CausalBias is not imported here: the import takes seconds, because it imports Dynamo. A caller that
+    has a CausalBias has imported the module.
     """
     bias: Any = sys.modules.get("torch.nn.attention.bias")
     return bias is not None and isinstance(attn_mask, bias.CausalBias)
 
 
 def _is_bottom_right(attn_mask: Any, seqlen_q: int, seqlen_k: int) -> bool:
-    """How a CausalBias is aligned.
+    """Whether a CausalBias is aligned bottom-right.
 
     Raises:
-        ValueError: it was made for other lengths.
+        ValueError: the CausalBias was made for other lengths.
     """
     lengths = attn_mask.seq_len_q, attn_mask.seq_len_kv
     if lengths != (seqlen_q, seqlen_k):
@@ -139,7 +145,7 @@ def _broadcast(what: str, *shapes: torch.Size) -> torch.Size:
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> int:
-    """How many heads the result has."""
+    """The number of heads of the result."""
     heads, *of_kv = (x.shape[-3] for x in (query, key, value))
     if enable_gqa:
         if any(count == 0 or heads % count for count in of_kv):
@@ -153,7 +159,7 @@ def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> int:
 
 
 def _kv_heads(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """With one number of heads, which `attention` shares among the queries': repeated only where they differ."""
+    """Equalises the head counts of key and value, by repeating them to `heads` only if the counts differ."""
     if key.shape[-3] == value.shape[-3]:
         return key, value
     key, value = (x.repeat_interleave(heads // x.shape[-3], dim=-3) for x in (key, value))
@@ -161,16 +167,16 @@ def _kv_heads(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 
 def _one_batch(x: Tensor, batch: torch.Size) -> Tensor:
-    """(batch, heads, seqlen, head_dim), with a contiguous last dimension; copied only where it must be."""
+    """The tensor as (batch, heads, seqlen, head_dim) with a contiguous last dimension; copied only if necessary."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     x = x if x.shape[:-3] == batch else x.expand(*batch, *x.shape[-3:])
     return x if x.ndim == 4 else x.flatten(0, -4)
 
 
 def _bias(attn_mask: Any, query: Tensor, scores: tuple[int, ...]) -> Tensor:
-    """What is added to the scores (..., heads, L, S): (batch or 1, heads or 1, L or 1, S)."""
+    """The mask as a bias (batch or 1, heads or 1, L or 1, S), which is added to the scores (..., heads, L, S)."""
     if getattr(attn_mask, "dtype", None) in (torch.float16, torch.bfloat16):
-        attn_mask = autocast(attn_mask)  # as query was; float32 is taken beside any dtype, and says more
+        attn_mask = autocast(attn_mask)  # like query; float32 is accepted beside any dtype and is more precise
     if not isinstance(attn_mask, Tensor) or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         got = getattr(attn_mask, "dtype", type(attn_mask).__name__)
         raise TypeError(f"attn_mask must be a tensor in bool, float32 or query's {query.dtype}, got {got}")
@@ -187,9 +193,10 @@ def _bias(attn_mask: Any, query: Tensor, scores: tuple[int, ...]) -> Tensor:
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a boolean mask is True, -inf elsewhere. Not one byte for each element, but kernels copy it in tiles.
+    """A boolean mask as a bias: 0 where the mask is True, -inf elsewhere.
 
-    For that, rows begin at multiples of 16 bytes.
+    The bias takes more memory than the mask, but kernels can copy it in tiles, because its rows begin at multiples of
+    16 bytes.
     """
     *others, keys = mask.shape
     rows = torch.zeros(*others, -(-keys // 8) * 8, dtype=dtype, device=mask.device)

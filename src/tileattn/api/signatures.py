@@ -1,8 +1,8 @@
 """The keyword arguments of the attention functions, as types for their overloads.
 
-What an attention function returns depends on `return_lse`, so a type checker needs three signatures of each: for False,
-for True and for a bool. They name the other keyword arguments once, here. At run time nothing uses these classes: the
-functions' own signatures list every argument, and a test compares the two.
+The return type of an attention function depends on `return_lse`. A type checker therefore needs three signatures of
+each function: for False, for True and for a bool. The classes here list the other keyword arguments once for all three.
+Nothing uses the classes at run time: the functions' own signatures list every argument, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..runtime.run import MaskLike, ScoreModLike
 
 
 class SharedOptions(TypedDict, total=False):
-    """Of :func:`tileattn.attention` and :func:`tileattn.varlen_attention`."""
+    """Keyword arguments of both :func:`tileattn.attention` and :func:`tileattn.varlen_attention`."""
 
     mask: MaskLike | None
     score_mod: ScoreModLike | None
@@ -28,7 +28,7 @@ class SharedOptions(TypedDict, total=False):
 
 
 class AttentionOptions(SharedOptions, total=False):
-    """Of :func:`tileattn.attention`, without `return_lse`."""
+    """Keyword arguments of :func:`tileattn.attention`, without `return_lse`."""
 
     key_padding_mask: Tensor | None
     layout: str
@@ -38,4 +38,4 @@ class AttentionOptions(SharedOptions, total=False):
 
 
 class VarlenOptions(SharedOptions, total=False):
-    """Of :func:`tileattn.varlen_attention`, without `return_lse`."""
+    """Keyword arguments of :func:`tileattn.varlen_attention`, without `return_lse`."""

@@ -1,4 +1,4 @@
-"""Attention of sequences of different lengths, packed one behind the other without padding."""
+"""Attention within sequences of different lengths, which are packed one after the other without padding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .signatures import VarlenOptions
 
 
-# Only type checkers see the overloads: return_lse decides what is returned. The full signature follows them.
+# The overloads are for type checkers: the return type depends on return_lse. The full signature follows them.
 @overload
 def varlen_attention(
     q: torch.Tensor,
@@ -80,47 +80,51 @@ def varlen_attention(
     backend: str | None = None,
     **unknown: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention within each of several packed sequences: :func:`tileattn.attention` of each by itself.
+    """Exact attention within each of several packed sequences: :func:`tileattn.attention` of each sequence by itself.
 
     Sequence ``i`` has the rows ``cu_seqlens_q[i] : cu_seqlens_q[i + 1]`` of q and ``cu_seqlens_k[i] :
-    cu_seqlens_k[i + 1]`` of k and v. To masks and score modifications the sequences are the batch: ``b`` is a
-    sequence's number, positions count within it and are aligned bottom-right by its own lengths; so that of their
-    tensors a dimension for the batch has the size ``sequences``, one for rows or keys ``max_seqlen_q`` or
-    ``max_seqlen_k`` (a :class:`tileattn.Bias` may have more). Lengths may be 0, on either side.
+    cu_seqlens_k[i + 1]`` of k and v. Its lengths may be 0, in q or in k and v.
+
+    Masks and score modifications see the sequences as the batch: ``b`` is a sequence's number. Positions count within
+    the sequence and are aligned bottom-right by its own lengths. In the tensors of masks and modifications, a batch
+    dimension has size ``sequences``, a row dimension ``max_seqlen_q`` and a key dimension ``max_seqlen_k`` (those of a
+    :class:`tileattn.Bias` may be larger).
 
     Args:
-        q: queries (total_q, heads, head_dim); dtypes as in :func:`tileattn.attention`, but for float8_e4m3fn. Any
-            strides with a contiguous last dimension, here and below.
-        k: keys (total_k, kv_heads, head_dim), ``heads % kv_heads == 0``.
+        q: queries (total_q, heads, head_dim). Dtypes as in :func:`tileattn.attention`, except float8_e4m3fn. q, k and v
+            may have any strides with a contiguous last dimension.
+        k: keys (total_k, kv_heads, head_dim); ``heads`` must be a multiple of ``kv_heads``.
         v: values (total_k, kv_heads, head_dim_v).
-        cu_seqlens_q: int32 (sequences + 1,), contiguous, on q's device: 0, then the sums of the lengths so far. The
-            last value may be less than total_q: rows behind it belong to no sequence, whatever they hold.
-        cu_seqlens_k: the same of k and v.
-        max_seqlen_q: the longest length, or any upper bound of it, as an int, so that nothing waits for the device.
-        max_seqlen_k: the same of k and v.
-        mask: as in :func:`tileattn.attention`, and so are the following.
-        score_mod: see there.
-        causal: see there; aligned bottom-right in each sequence. There is no ``is_causal``.
-        scale: see there.
-        sink: see there.
-        dropout_p: see there. What is dropped depends on the seed, and on the sequence's number and the places within
-            it, not on where it lies.
-        return_lse: see there.
-        deterministic: see there.
-        backend: see there.
-        **unknown: nothing; any other name raises a TypeError that says which one is meant.
+        cu_seqlens_q: int32 (sequences + 1,), contiguous, on q's device: 0, then the cumulative lengths. The last value
+            may be less than total_q: the rows from there on belong to no sequence, and their contents do not matter.
+        cu_seqlens_k: the same for k and v.
+        max_seqlen_q: an int, the longest length or any upper bound of it. It is passed by the host to avoid a
+            host-device synchronisation.
+        max_seqlen_k: the same for k and v.
+        mask: as in :func:`tileattn.attention`; so are the arguments below.
+        score_mod: see :func:`tileattn.attention`.
+        causal: see :func:`tileattn.attention`; aligned bottom-right in each sequence. There is no ``is_causal``.
+        scale: see :func:`tileattn.attention`.
+        sink: see :func:`tileattn.attention`.
+        dropout_p: see :func:`tileattn.attention`. Whether a weight is dropped depends on the seed, the sequence's
+            number and the row and key within the sequence, not on where the sequence lies in q and k.
+        return_lse: see :func:`tileattn.attention`.
+        deterministic: see :func:`tileattn.attention`.
+        backend: see :func:`tileattn.attention`.
+        **unknown: not accepted. Any other name raises a TypeError that suggests the right argument.
 
     Returns:
-        o (total_q, heads, head_dim_v) in q's dtype; with return_lse, ``(o, lse)`` with lse (heads, total_q) in float32
-        (float64 for float64 inputs). Rows that see no key have ``o = 0`` and ``lse = -inf`` (or the sink); rows of no
-        sequence ``o = 0``, ``lse = -inf`` and gradients of 0. Differentiable as :func:`tileattn.attention` is.
+        o (total_q, heads, head_dim_v) in q's dtype. With return_lse, ``(o, lse)``, where lse is (heads, total_q) in
+        float32 (float64 for float64 inputs). A row that sees no key has ``o = 0`` and ``lse = -inf`` (or the sink). A
+        row of no sequence has ``o = 0``, ``lse = -inf`` and gradients of 0. The result is differentiable as that of
+        :func:`tileattn.attention`.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted. The
-            *values* of cu_seqlens are checked at once where the host can read them, on a CPU. On a GPU nothing waits
-            for them: if one is wrong, nothing outside of the tensors is touched, and a later call on packed sequences,
-            or :func:`tileattn.check_packed`, raises.
-        NotImplementedError: no backend (or not the named one) runs the call; the message says why.
+        TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted. On a
+            CPU the *values* of cu_seqlens are checked at once. On a GPU that would take a synchronisation: if a value
+            is wrong, kernels touch nothing outside of the tensors, and a later call on packed sequences, or
+            :func:`tileattn.check_packed`, raises.
+        NotImplementedError: no backend, or not the named one, runs the call; the message says why.
     """
     if unknown:
         refuse_unknown(varlen_attention, unknown)
@@ -139,7 +143,7 @@ def varlen_attention(
         return_lse = choices.return_lse
         check_metadata(packed, q.device)
         o, lse = run(q[None], k[None], v[None], sink, mask, score_mod, dropout_p, choices, packed=packed)
-    o = o.squeeze(0)  # whose derivative is a view, as o[0]'s is not
+    o = o.squeeze(0)  # not o[0]: the derivative of squeeze is a view
     if not return_lse:
         return o
     assert lse is not None

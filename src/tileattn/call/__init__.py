@@ -1,1 +1,1 @@
-"""What a call is: its facts, its sequences, what is checked about it, dropout and fp8."""
+"""The parts of a call: its facts, inputs and packed sequences, the checks of its arguments, dropout and fp8."""

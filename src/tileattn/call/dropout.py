@@ -1,19 +1,21 @@
-"""Dropout: which probabilities are dropped, as a function of the seed and of the element's place alone.
+"""Dropout: which probabilities are dropped, as a function of the seed and the element's indices alone.
 
-The pattern is nowhere in memory, and does not depend on how the matrix of probabilities is cut into tiles: forward and
-backward pass, and every backend, compute the same. The generator is Philox with 10 rounds, which turns a counter into
-random bits under a key (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+The dropout pattern is not stored. It does not depend on how the matrix of probabilities is cut into tiles, so the
+forward pass, the backward pass and every backend compute the same pattern. The generator is Philox with 10 rounds,
+which turns a counter into random bits under a key (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
     words of a head:   k0, x0, x1, _ = philox4x32(counter=(b * heads + h, 0, 0, 0), key=seed)
     words of a group:  w0, w1        = philox2x32(counter=(i ^ x0, j ^ x1), key=k0)
 
-A group is the four elements at rows {q, q + 8} and keys {k, k + 8}, where ``q % 16 < 8`` and ``k % 16 < 8``. It is
-group ``i = q // 16 * 8 + q % 8`` of the rows and ``j``, likewise, of the keys. (Rows are counted from 0, whatever their
-position.) Its words are four numbers of 16 bits: w0 holds those of the first row, w1 those of the second, the lower
-half that of the first key. An element is kept where its number is at least ``threshold(p)``.
+A group is the four elements at rows {q, q + 8} and keys {k, k + 8}, where ``q % 16 < 8`` and ``k % 16 < 8``. Its row
+index is ``i = q // 16 * 8 + q % 8``; its key index ``j`` is computed likewise from k. (Rows are counted from 0, not by
+position.) The two words of a group hold four 16-bit numbers, one for each element. w0 holds those of the first row, w1
+those of the second; the lower half belongs to the first key. An element is kept if its number is at least
+``threshold(p)``.
 
-Why these groups: the matrix units of NVIDIA leave rows r, r + 8 and columns c, c + 1, c + 8, c + 9, ... in one thread,
-whether rows are queries, as in the forward pass, or keys, as in the backward pass.
+The groups match the register layout of NVIDIA's tensor cores: one thread holds rows r, r + 8 and columns c, c + 1,
+c + 8, c + 9, ... of a result. This holds both if rows are queries, as in the forward pass, and if they are keys, as in
+the backward pass.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NUMBERS = 2**16  # the values that an element's number has
+NUMBERS = 2**16  # how many values an element's random number can take
 
-# Of Philox.
+# Constants of Philox.
 ROUNDS = 10
 _WORD = 2**32 - 1
 M2 = 0xD256D193
@@ -34,23 +36,23 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 class Dropout(NamedTuple):
-    """What is dropped in one call."""
+    """The dropout of one call."""
 
     p: float
-    """The probability of being dropped."""
+    """The probability with which an element is dropped."""
     seed: Tensor
     """(1,), int64, on the device of q."""
 
 
 def threshold(p: float) -> int:
-    """Below which an element's number drops it: ``p`` in steps of 2**-16."""
+    """``p`` in steps of 2**-16. An element is dropped if its number is below the threshold."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout: the probability must lie in 0 .. 1, got {p}")
     return round(p * NUMBERS)
 
 
 def weight_of_kept(p: float) -> float:
-    """What kept probabilities are multiplied by, so that the expectation of the sum stays; 0 where all are dropped."""
+    """The factor of kept probabilities, which preserves the expectation of their sum; 0 if all are dropped."""
     kept = NUMBERS - threshold(p)
     return NUMBERS / kept if kept else 0.0
 
@@ -58,20 +60,21 @@ def weight_of_kept(p: float) -> float:
 def draw_seed(device: torch.device | str) -> Tensor:
     """A seed (1,), int64, from the default generator of the device.
 
-    It stays on the device: nothing waits for it, a CUDA graph draws another at each replay, and recomputation under
-    activation checkpointing, which restores the generator, the same.
+    The seed stays on the device, so no host-device synchronisation is needed. A CUDA graph draws another seed at each
+    replay. Activation checkpointing restores the generator, so recomputation draws the same seed.
     """
     return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 def keep_mask(seed: Tensor, p: float, batch: int | slice, heads: int, rows: slice, keys: slice) -> Tensor:
-    """Which elements of a tile of probabilities are kept.
+    """The mask of a tile of probabilities that is True where an element is kept.
 
     Args:
         seed: (1,), int64.
-        p: the probability of being dropped.
-        batch, heads: of the queries; a slice of the batch, from start to stop, for some of its elements.
-        rows, keys: the tile's, from start to stop: rows of the queries, from 0, and keys.
+        p: the probability with which an element is dropped.
+        batch: the batch size, or a slice with start and stop for some batch elements.
+        heads: the number of query heads.
+        rows, keys: the tile's rows of the queries, counted from 0, and its keys, as slices with start and stop.
 
     Returns:
         (batch, heads, rows, keys), bool, on the seed's device.
@@ -89,12 +92,12 @@ def keep_mask(seed: Tensor, p: float, batch: int | slice, heads: int, rows: slic
 
 
 def _groups(side: slice, device: torch.device) -> Tensor:
-    """The groups that a tile's rows, or keys, lie in."""
+    """The group indices of a tile's rows or keys."""
     return torch.arange(side.start // 16 * 8, (side.stop + 15) // 16 * 8, device=device)
 
 
 def _words_of_heads(seed: Tensor, batch: slice, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """k0, x0, x1 of each head of each of these batch elements, (batch * heads,)."""
+    """k0, x0 and x1, each (batch * heads,), for the heads of these batch elements."""
     head = torch.arange(batch.start * heads, batch.stop * heads, device=seed.device)
     zero = torch.zeros_like(head)
     return philox4x32((head, zero, zero, zero), (seed & _WORD, (seed >> 32) & _WORD))[:3]
@@ -104,7 +107,7 @@ def _words_of_heads(seed: Tensor, batch: slice, heads: int) -> tuple[Tensor, Ten
 
 
 def philox2x32(counter: tuple[Tensor, Tensor], key: Tensor) -> tuple[Tensor, Tensor]:
-    """Two random words from a counter of two words, under a key of one."""
+    """Two random words from a counter of two words, under a key of one word."""
     x, y = counter
     for index in range(ROUNDS):
         high, low = _product(x, M2)
@@ -115,7 +118,7 @@ def philox2x32(counter: tuple[Tensor, Tensor], key: Tensor) -> tuple[Tensor, Ten
 def philox4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four random words from a counter of four words, under a key of two."""
+    """Four random words from a counter of four words, under a key of two words."""
     x, y, z, w = counter
     for index in range(ROUNDS):
         (x_high, x_low), (z_high, z_low) = _product(x, M4[0]), _product(z, M4[1])
@@ -129,9 +132,10 @@ def _round_key(key: Tensor, index: int, which: int) -> Tensor:
 
 
 def _product(x: Tensor, odd: int) -> tuple[Tensor, Tensor]:
-    """The high and the low word of ``x * odd``, two words' product, which may not fit into int64.
+    """The high and the low word of ``x * odd``, a product of two words that may not fit into int64.
 
-    ``(x - 2**31) * odd`` does. What it lacks, ``2**31 * odd``, is ``odd // 2`` high words and 2**31, as odd is odd.
+    ``(x - 2**31) * odd`` fits. The difference, ``2**31 * odd``, equals ``odd // 2 * 2**32 + 2**31``, because odd is
+    odd.
     """
     rest = (x - 2**31) * odd + 2**31
     return (rest >> 32) + odd // 2, rest & _WORD

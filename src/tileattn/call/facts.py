@@ -1,4 +1,4 @@
-"""The facts of an attention call on which a kernel is specialised, and nothing else."""
+"""The static facts of an attention call: exactly the facts that kernels are specialised on."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from torch import Tensor
 
 from .fp8 import output_dtype
 
-# Smaller scales are negative, or may be flushed to 0 in float32: hidden scores of -inf times those are not -inf.
+# Scales below this are negative, 0, or may be flushed to 0 in float32. Masked scores of -inf times such a scale would
+# not be -inf.
 SMALLEST_SCALE = 2.0**-126
-CAUSAL = "Causal()"  # the variant of a causal mask and nothing else
+CAUSAL = "Causal()"  # the variant key of a causal mask without score modifications
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Static facts of one call. Batch, lengths, head counts, strides and scalars are run-time values of a kernel.
+    """The static facts of one call. Batch, lengths, head counts, strides and scalars are run-time values of a kernel.
 
     Attributes:
-        dtype: of q, k and v.
+        dtype: the dtype of q, k and v.
         head_dim: elements per head of q and k.
         head_dim_v: elements per head of v and o.
         variant: the key of the mask and the score modifications (see :mod:`tileattn.variant.key`), ``""`` for none.
         sink: whether a sink logit per head joins the softmax.
-        aligned: whether q, k and v begin at, and step by, multiples of 16 bytes.
-        needs_grad: whether a gradient will be asked for. A backend that refuses no such call has a backward pass.
+        aligned: whether the addresses and strides of q, k and v are multiples of 16 bytes.
+        needs_grad: whether gradients may be asked for. A backend that accepts such a call must have a backward pass.
         return_lse: whether lse is written.
-        dropout: whether probabilities are dropped.
-        packed: whether sequences lie one behind the other in one batch element, as :class:`Packed` says.
         arch: ``"cpu"``, or a GPU architecture in the compiler's spelling: ``"sm_80"``, ``"sm_90a"``, ``"gfx942"``, ...
+        dropout: whether probabilities are dropped.
+        packed: whether several sequences are packed into one batch element (see :class:`Packed`).
     """
 
     dtype: torch.dtype
@@ -48,7 +49,7 @@ class AttentionCall:
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Of o: that of q, k and v, but bfloat16 for fp8."""
+        """The dtype of o: that of q, k and v, or bfloat16 for fp8."""
         return output_dtype(self.dtype)
 
     def __str__(self) -> str:
@@ -60,17 +61,17 @@ class AttentionCall:
 
 
 class Packed(NamedTuple):
-    """Where the sequences of a packed call lie: sequence ``i`` has the rows ``cu_seqlens[i] : cu_seqlens[i + 1]``.
+    """The sequences of a packed call: sequence ``i`` has the rows ``cu_seqlens[i] : cu_seqlens[i + 1]``.
 
-    A packed call's q, k, v and o have one batch element, (1, total, heads, head_dim), its lse is (1, heads, total_q).
-    To masks and modifications the sequences are the batch: ``b`` is the number of a sequence, and positions count
-    within it.
+    In a packed call, q, k, v and o have one batch element, (1, total, heads, head_dim), and lse is (1, heads, total_q).
+    Masks and modifications see the sequences as the batch: ``b`` is the number of a sequence, and positions count
+    within the sequence.
 
     Attributes:
-        cu_seqlens_q: int32 (sequences + 1,), contiguous, on q's device, from 0 upwards; of the queries.
-        cu_seqlens_k: the same of keys and values.
-        max_seqlen_q: an upper bound of the lengths, known to the host.
-        max_seqlen_k: the same of keys and values.
+        cu_seqlens_q: int32 (sequences + 1,), contiguous, on q's device: 0, then the cumulative lengths of the queries.
+        cu_seqlens_k: the same for keys and values.
+        max_seqlen_q: an upper bound of the queries' lengths, as an int on the host.
+        max_seqlen_k: the same for keys and values.
     """
 
     cu_seqlens_q: Tensor
@@ -80,9 +81,9 @@ class Packed(NamedTuple):
 
 
 def sizes(q: Tensor, k: Tensor, packed: Packed | None) -> tuple[torch.Size, torch.Size]:
-    """What a backend is prepared for: (batch, seqlen, heads, head_dim) of the queries and of the keys (bshd).
+    """The shapes of the queries and the keys that a backend is prepared for: (batch, seqlen, heads, head_dim).
 
-    Of a packed call: (sequences, max_seqlen, heads, head_dim).
+    For a packed call they are (sequences, max_seqlen, heads, head_dim).
     """
     if packed is None:
         return q.shape, k.shape
@@ -93,14 +94,15 @@ def sizes(q: Tensor, k: Tensor, packed: Packed | None) -> tuple[torch.Size, torc
 
 @dataclass(frozen=True)
 class BackwardCall:
-    """Static facts of one backward pass.
+    """The static facts of one backward pass.
 
     Attributes:
-        forward: of the forward pass, with `needs_grad` and `return_lse`.
-        needs: which gradients are wanted: of q, k, v, the sink, then the variant's tensors in the operands' order.
+        forward: the facts of the forward pass, with `needs_grad` and `return_lse`.
+        needs: whether each gradient is wanted: those of q, k, v, the sink, then the variant's tensors in the operands'
+            order.
         dlse: whether lse has a gradient.
         deterministic: whether the gradients must be bitwise equal from run to run.
-        aligned: whether o and its gradient are aligned, too, as :func:`is_aligned` says.
+        aligned: whether o and its gradient are aligned (see :func:`is_aligned`).
     """
 
     forward: AttentionCall
@@ -118,19 +120,19 @@ class BackwardCall:
 
 
 class Gradients(NamedTuple):
-    """What a backward pass returns: each in its tensor's shape and dtype, None where it is not wanted."""
+    """The result of a backward pass. Each gradient has its tensor's shape and dtype; None if it is not wanted."""
 
     q: Tensor | None
     k: Tensor | None
     v: Tensor | None
     sink: Tensor | None
     tensors: tuple[Tensor | None, ...]
-    """Of the variant's tensors, in the operands' order."""
+    """The gradients of the variant's tensors, in the operands' order."""
 
 
 @functools.cache
 def device_arch(device: torch.device) -> str:
-    """The architecture of a device, as :class:`AttentionCall` spells it."""
+    """The architecture of a device, in the spelling of :class:`AttentionCall`."""
     if device.type != "cuda":
         return device.type
     if torch.version.hip is not None:
@@ -140,9 +142,9 @@ def device_arch(device: torch.device) -> str:
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether rows (bshd) begin at multiples of 16 bytes, as 128-bit and TMA copies need, and none repeats another.
+    """Whether each row of a bshd tensor begins at a multiple of 16 bytes, as 128-bit and TMA copies need.
 
-    Only the batch may be expanded (stride 0).
+    False, too, if seqlen or heads are expanded (stride 0). The batch may be.
     """
     step = 16 // tensor.element_size()
     batch, seqlen, heads, _ = tensor.stride()

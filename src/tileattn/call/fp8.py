@@ -1,9 +1,9 @@
-"""8-bit floating-point inputs: the descales that belong to them, and a quantisation that makes both.
+"""8-bit floating-point inputs: their descales, and the quantisation that produces both.
 
-A tensor of :data:`FP8` elements holds a value divided by a *descale*, so that the 8 bits are spent on the values that
-occur: an element stands for ``float(x) * descale``. There is one descale for each batch element and kv head, of q as
-well (the query heads of a group share it). Names and granularity are those of FlashAttention-3 (Shah et al. 2024, arXiv
-2407.08608); its block quantisation, with a descale for each tile, is finer.
+A tensor of :data:`FP8` elements holds values divided by a *descale*: an element x stands for ``float(x) * descale``.
+The descale adapts the range of the 8-bit format to the values that occur. There is one descale for each batch element
+and kv head, for q as well: the query heads of a group share one. Names and granularity are those of FlashAttention-3
+(Shah et al. 2024, arXiv 2407.08608). The paper's block quantisation, with a descale for each tile, is finer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class Descales(NamedTuple):
-    """What the elements of fp8 q, k and v are multiplied by: (batch, kv_heads) each, float32, contiguous."""
+    """The factors of the elements of fp8 q, k and v: (batch, kv_heads) each, float32, contiguous."""
 
     q: Tensor
     k: Tensor
@@ -25,9 +25,9 @@ class Descales(NamedTuple):
 
 
 class QuantizedFP8(NamedTuple):
-    """fp8 tensors and their descales, under the names that :func:`tileattn.attention` gives its arguments.
+    """The result of :func:`quantize_fp8`. Field names are argument names of :func:`tileattn.attention`.
 
-    q, k, v: float8_e4m3fn, contiguous, of the shapes that were quantised.
+    q, k, v: float8_e4m3fn, contiguous, in the shapes of the tensors that were quantised.
     q_descale, k_descale, v_descale: (batch, kv_heads), float32.
     """
 
@@ -40,26 +40,26 @@ class QuantizedFP8(NamedTuple):
 
 
 def quantize_fp8(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd") -> QuantizedFP8:
-    """q, k and v in float8_e4m3fn, and the descales that turn them back: what ``attention`` takes.
+    """Quantises q, k and v to float8_e4m3fn, with the descales that :func:`tileattn.attention` needs.
 
-    Each head of each batch element is divided by its largest magnitude and multiplied by 448, the largest that the
-    format holds; the query heads of a group count as one head. An element is off by at most 1/16 of its magnitude, or
-    by 2^-18 of that largest magnitude where this is more. Nothing is synchronised with the host.
+    Each head of each batch element is divided by its largest magnitude and multiplied by 448, the largest finite value
+    of the format. The query heads of a group are quantised as one head. The error of an element is at most 1/16 of its
+    magnitude or 2^-18 of the head's largest magnitude, whichever is larger. There is no host-device synchronisation.
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64, finite; any strides, here and
-            below.
-        k: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
+        q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64, finite. q, k and v may have any
+            strides.
+        k: (batch, seqlen_k, kv_heads, head_dim); ``heads`` must be a multiple of ``kv_heads``.
         v: (batch, seqlen_k, kv_heads, head_dim_v).
         layout: "bshd" as above, or "bhsd" for tensors (batch, heads, seqlen, head_dim), results included.
 
     Returns:
         ``(q, k, v, q_descale, k_descale, v_descale)``, a named tuple: ``attention(**quantize_fp8(q, k, v)._asdict())``.
-        The descale of a head without a value other than 0 is 1. The results carry no gradient.
+        A head that is all zeros has descale 1. The results carry no gradient.
 
     Raises:
-        TypeError: a tensor is not floating-point, or is of 8 bits already.
-        ValueError: the layout is unknown, a tensor has not 4 dimensions, or kv_heads does not divide heads.
+        TypeError: a tensor is not floating-point, or already has 8 bits.
+        ValueError: the layout is unknown, a tensor does not have 4 dimensions, or the numbers of heads do not fit.
     """
     if layout != "bshd" and layout != "bhsd":
         raise ValueError(f'layout must be "bshd" or "bhsd", got {layout!r}')
@@ -82,23 +82,23 @@ def quantize_fp8(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd") -> Qu
 
 def _quantize(x: Tensor, heads_dim: int, kv_heads: int) -> tuple[Tensor, Tensor]:
     """One tensor in fp8, and its descales (batch, kv_heads)."""
-    # Query heads of a group become a dimension of their own, which the maximum runs over.
+    # The query heads of a group become a separate dimension; the maximum is taken over it too.
     groups = x.float().unflatten(heads_dim, (kv_heads, -1))
     others = [dim for dim in range(1, 5) if dim != heads_dim]
     amax = groups.abs().amax(others) if x.numel() else groups.new_zeros(x.shape[0], kv_heads)
-    # The smallest normal number, where dividing by 448 would underflow; 1, where there is nothing to divide.
+    # The clamp keeps the quotient by 448 from underflowing. The descale is 1 where all values are 0.
     smallest = torch.finfo(torch.float32).tiny
     descale = torch.where(amax > 0, (amax / torch.finfo(FP8).max).clamp(min=smallest), 1.0)
     shape = [x.shape[0], 1, 1, 1, 1]
     shape[heads_dim] = kv_heads
-    # Clamped, because a quotient may be a rounding above 448; some devices turn what does not fit into NaN.
+    # A rounded quotient may exceed 448, which some devices convert to NaN.
     limit = torch.finfo(FP8).max
     scaled = (groups / descale.view(shape)).clamp(-limit, limit).flatten(heads_dim, heads_dim + 1)
     return scaled.to(FP8, memory_format=torch.contiguous_format), descale
 
 
 def output_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of o for inputs of `dtype`: theirs, but bfloat16 for fp8."""
+    """The dtype of o for inputs of `dtype`: the same, or bfloat16 for fp8."""
     return torch.bfloat16 if dtype == FP8 else dtype
 
 
@@ -108,7 +108,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def complete(q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, k: Tensor) -> Descales:
-    """Descales as backends get them, of those that were given: None is 1, and sizes that are missing are filled in.
+    """The descales that backends get: None becomes ones, and the others are expanded to (batch, kv_heads).
 
     Args:
         q_descale, k_descale, v_descale: float32, broadcastable to (batch, kv_heads), on k's device; or None.
@@ -118,9 +118,9 @@ def complete(q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tens
     given = (q_descale, k_descale, v_descale)
     ones = None
     if q_descale is None or k_descale is None or v_descale is None:
-        # Made for every call: a tensor that is kept could be one that a CUDA graph only writes when it is replayed.
+        # Not cached: a tensor that was created during the capture of a CUDA graph is only written when it is replayed.
         ones = torch.ones(shape, dtype=torch.float32, device=k.device)
-    # What is complete already is passed on as it is, without a copy.
+    # A descale that already has this shape is not copied.
     return Descales(*(ones if x is None else x.expand(shape).contiguous() for x in given))  # type: ignore[arg-type]
 
 

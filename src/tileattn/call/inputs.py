@@ -1,8 +1,8 @@
-"""The run-time values of a call: one value from the public functions to a backend.
+"""The run-time values of a call, as one object that is passed from the public functions to a backend.
 
-An :class:`tileattn.call.facts.AttentionCall` says what a kernel is specialised on. :class:`Inputs` hold the tensors and
-numbers that the kernel is then launched on. What must see tensors one by one (autograd, ``torch.library``) takes inputs
-apart with :func:`separate` and puts them together with :func:`join`.
+An :class:`tileattn.call.facts.AttentionCall` holds the facts that a kernel is specialised on. :class:`Inputs` hold the
+tensors and numbers that the kernel is launched on. Autograd and ``torch.library`` take tensors as separate arguments:
+:func:`separate` takes inputs apart, and :func:`join` puts them together again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .fp8 import Descales
 
 @dataclass
 class Operands:
-    """The run-time values of a variant, in the order of their appearance, by kind."""
+    """The run-time values of a variant, by kind, each kind in the order in which the key names them."""
 
     tensors: list[Tensor] = field(default_factory=list)
     ints: list[int] = field(default_factory=list)
@@ -34,12 +34,12 @@ class Inputs(NamedTuple):
     """The tensors and numbers of one call.
 
     Attributes:
-        q, k, v: bshd, of any strides with a contiguous last dimension.
+        q, k, v: bshd tensors of any strides with a contiguous last dimension.
         sink: (heads,), one logit per head, or None.
-        operands: of the mask and the score modifications.
-        dropout: what is dropped, or None.
-        packed: where the sequences of a packed call lie, or None.
-        descales: of an fp8 call, all three; None for any other.
+        operands: the numbers and tensors of the mask and the score modifications.
+        dropout: the dropout probability and the seed, or None.
+        packed: the sequences of a packed call, or None.
+        descales: all three descales of an fp8 call; None for any other call.
     """
 
     q: Tensor
@@ -52,12 +52,15 @@ class Inputs(NamedTuple):
     descales: Descales | None = None
 
 
-# Inputs(*...) of a tuple of all of them, in a third of the time: a launch should cost the host little.
+# Inputs(*fields) for a tuple of all fields, in a third of the time, to keep the host's latency low.
 inputs_of = partial(tuple.__new__, Inputs)
 
 
 class Numbers(NamedTuple):
-    """What is not a tensor in :class:`Inputs`; dropout_p without a seed and lengths without cu_seqlens mean nothing."""
+    """The values in :class:`Inputs` that are not tensors.
+
+    dropout_p has no meaning without a seed; max_seqlen_q and max_seqlen_k have none without cu_seqlens.
+    """
 
     ints: list[int]
     floats: list[float]
@@ -67,7 +70,10 @@ class Numbers(NamedTuple):
 
 
 def separate(inputs: Inputs) -> tuple[Numbers, tuple[Tensor | None, ...]]:
-    """Numbers, and as tensors: seed, cu_seqlens_q, cu_seqlens_k, q, k, v, sink, and the variant's. Without descales."""
+    """The numbers and the tensors of inputs, without descales.
+
+    The tensors are seed, cu_seqlens_q, cu_seqlens_k, q, k, v, sink, then those of the variant.
+    """
     q, k, v, sink, operands, dropout, packed, _ = inputs
     p, seed = dropout or (0.0, None)
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed or (None, None, 0, 0)

@@ -1,18 +1,20 @@
-"""What was wrong with packed calls on a GPU, told later, so that nobody waits for the device.
+"""Deferred errors of packed calls on a GPU; they avoid a host-device synchronisation.
 
-The kernel that plans a packed call reads `cu_seqlens` on the device, leaves out what is wrong, so that nothing outside
-of the tensors is touched, and says so in the device's *status*: int32 (4,), zeros as long as all is well. Each field
-names one sequence, its number plus 1, of which it holds that (any of them, where there are several: plain stores do)
+The kernel that plans a packed call reads `cu_seqlens` on the device. It leaves out what is wrong, so that nothing
+outside of the tensors is touched, and records the error in the device's *status*: int32 (4,), zeros while there is no
+error. A nonzero field holds the number of a wrong sequence, plus 1. If several sequences are wrong, it is any of them,
+because plain stores write the field.
 
-    status[0]   cu_seqlens_q does not start at 0 there, decreases, or goes beyond total_q
-    status[1]   the same of cu_seqlens_k and total_k
-    status[2]   its length in q is larger than max_seqlen_q
+    status[0]   cu_seqlens_q does not start at 0, decreases, or goes beyond total_q at this sequence
+    status[1]   the same for cu_seqlens_k and total_k
+    status[2]   the sequence's length in q is larger than max_seqlen_q
     status[3]   the same in k
 
-A kernel writes what is wrong and nothing else, so that one status serves all calls, those of replayed CUDA graphs as
-well. Who launches it calls :func:`raise_pending` at the start of a packed call and :func:`report` at its end, which
-starts a copy to the host unless one is under way: a copy for each call would cost more than the planning. So it is the
-next call that raises, or a later one, as soon as a copy has come to the host; :func:`check_packed` waits.
+A kernel writes to the status only if there is an error, so one status serves all calls, including those of replayed
+CUDA graphs. The launcher calls :func:`raise_pending` at the start of a packed call and :func:`report` at its end.
+:func:`report` starts a copy of the status to the host, unless one is under way; a copy for each call would cost more
+than the planning. An error is therefore raised by the first later call that finds a finished copy. :func:`check_packed`
+waits instead.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _WRONG = (
 
 
 class _Copy:
-    """A status on its way to the host: pinned memory, and an event behind the copy."""
+    """An asynchronous copy of a status to the host: pinned memory, and an event recorded after the copy."""
 
     def __init__(self) -> None:
         self.values = torch.empty(len(_WRONG), dtype=torch.int32, pin_memory=True)
@@ -46,7 +48,7 @@ class _Copy:
 
 
 class _Status:
-    """That of one device."""
+    """The status of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros(len(_WRONG), dtype=torch.int32, device=device)
@@ -60,14 +62,14 @@ class _Status:
             self.under_way = True
 
     def take(self) -> ValueError | None:
-        """What a copy says that has arrived."""
+        """The error in a copy that has arrived, or None."""
         if not self.under_way or self.copy is None or not self.copy.has_arrived():
             return None
         self.under_way = False
         return self._error(self.copy.values)
 
     def wait(self) -> ValueError | None:
-        """What the status says when all calls so far have written theirs."""
+        """The error in the status after all calls so far have finished, or None. Waits for the device."""
         if self.tensor.is_cuda:
             torch.cuda.synchronize(self.tensor.device)
         self.under_way = False
@@ -89,21 +91,23 @@ _lock = threading.Lock()
 
 
 def status_of(device: torch.device) -> Tensor:
-    """A device's status, int32 (4,), for a planning kernel to write to."""
+    """A device's status, int32 (4,), which a planning kernel writes to."""
     found = _statuses.get(device)
     if found is not None:
         return found.tensor
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # A graph's memory must not serve other calls. Who warms up before a capture, as PyTorch asks, never comes here.
+        # A graph's memory must not serve other calls. After a warm-up before the capture, as PyTorch asks for, the
+        # status exists, and this line is not reached.
         return torch.zeros(len(_WRONG), dtype=torch.int32, device=device)
     with _lock:
         return _statuses.setdefault(device, _Status(device)).tensor
 
 
 def report(device: torch.device) -> None:
-    """Sends a device's status to the host, behind the work of the current stream; does not wait.
+    """Starts a copy of a device's status to the host, on the current stream, without waiting for it.
 
-    Not while a CUDA graph is captured: what its replays write is found by calls outside, and by :func:`check_packed`.
+    Does nothing during the capture of a CUDA graph. Errors of its replays are found by calls outside of the graph and
+    by :func:`check_packed`.
     """
     if torch.cuda.is_current_stream_capturing() or device not in _statuses:
         return
@@ -112,8 +116,8 @@ def report(device: torch.device) -> None:
 
 
 def raise_pending() -> None:
-    """Raises ValueError if an earlier call is known to have been wrong; does not wait."""
-    # A capture allows no questions about events.
+    """Raises ValueError if the error of an earlier call has arrived on the host; does not wait."""
+    # Events cannot be queried during a capture.
     if not any(status.under_way for status in _statuses.values()) or torch.cuda.is_current_stream_capturing():
         return
     with _lock:
@@ -122,14 +126,14 @@ def raise_pending() -> None:
 
 
 def check_packed() -> None:
-    """Waits until all packed calls so far have looked at their `cu_seqlens` on the GPU, and raises if one was wrong.
+    """Waits until the GPU has checked the `cu_seqlens` of all packed calls so far, and raises if one was wrong.
 
-    :func:`tileattn.varlen_attention` does not wait for values on a GPU: without this function a later call on packed
-    sequences raises.
+    :func:`tileattn.varlen_attention` does not wait for values on a GPU. Without check_packed, a later call on packed
+    sequences raises the error.
 
     Raises:
         ValueError: the `cu_seqlens` of a call did not start at 0, decreased, or went beyond its tensor; or a length was
-            larger than its `max_seqlen`. What was wrong with several calls since the last error is told once.
+            larger than its `max_seqlen`. Errors of several calls since the last ValueError are raised as one.
     """
     with _lock:
         errors = [status.wait() for status in _statuses.values()]

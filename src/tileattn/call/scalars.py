@@ -1,4 +1,4 @@
-"""Numbers as callers of existing code have them: Python's, numpy's, or in a tensor."""
+"""Conversion of numeric arguments: Python numbers, numpy numbers and 0-dim CPU tensors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 
 def as_int(x: Any) -> Any:
-    """An int of numpy's integers and of 0-dim integer tensors on the host; all else as it is, for checks to name.
+    """Converts numpy integers and 0-dim integer tensors on the CPU to an int.
 
-    A bool is no number; a tensor on a GPU is not read, for its value would have to be waited for.
+    Any other value is returned unchanged, and later checks refuse it by name. A tensor on a GPU is not read, because
+    that would synchronise.
     """
     if isinstance(x, (int, torch.SymInt)):
         return x
@@ -26,13 +27,13 @@ def as_int(x: Any) -> Any:
 
 
 def as_float(name: str, x: Any, accepted: str = "a finite number or None") -> Any:
-    """A float of Python's numbers, of numpy's, and of 0-dim tensors on the host without a gradient.
+    """Converts Python numbers, numpy numbers and 0-dim CPU tensors without a gradient to a float.
 
-    A bool is no number. A tensor on a GPU is refused, for its value would have to be waited for; one with a gradient,
-    for it would be lost.
+    A bool is refused. A tensor on a GPU is refused, because reading it would synchronise. A tensor with a gradient is
+    refused, because the gradient would be lost.
 
     Raises:
-        TypeError: x is none of these.
+        TypeError: x is none of the accepted kinds.
         ValueError: x is an int beyond the range of floats.
     """
     if isinstance(x, (float, torch.SymInt, torch.SymFloat)):
@@ -52,10 +53,10 @@ def as_float(name: str, x: Any, accepted: str = "a finite number or None") -> An
 
 
 def as_flag(name: str, x: Any) -> Any:
-    """True or False, also of numpy: any other string than "" would silently mean True.
+    """Converts Python and numpy bools to a bool. Other values are refused: any non-empty string would count as True.
 
     Raises:
-        TypeError: x is something else.
+        TypeError: x is not a bool.
     """
     if isinstance(x, (bool, torch.SymBool)):
         return x

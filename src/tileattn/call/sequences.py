@@ -1,8 +1,8 @@
-"""Where the sequences of a packed call lie: the checks of `cu_seqlens`, and its values on the host.
+"""The sequences of a packed call: the checks of `cu_seqlens`, and its values on the host.
 
-What the host knows without waiting for the device (:func:`check_metadata`) is always checked. Values are, where
-somebody reads them: the torch backend does (:func:`lengths`); the kernels for GPUs clamp them instead, and report what
-was wrong afterwards (:mod:`tileattn.call.packed_status`).
+:func:`check_metadata` checks what the host knows without a synchronisation; it runs for every packed call.
+:func:`sequences` reads and checks the values; the torch backend uses it. GPU kernels clamp wrong values instead, and
+report them afterwards (:mod:`tileattn.call.packed_status`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from .facts import Packed
 
 
 def check_metadata(packed: Packed, device: torch.device) -> None:
-    """Raises TypeError or ValueError where `cu_seqlens` and `max_seqlen` cannot be those of tensors on `device`."""
+    """Raises TypeError or ValueError if `cu_seqlens` or `max_seqlen` have a wrong type, dtype, shape or device.
+
+    `device` is that of q. The values of `cu_seqlens` are not read.
+    """
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         _check_cu_seqlens(name, getattr(packed, name), device)
     of_q, of_k = packed.cu_seqlens_q.shape[0], packed.cu_seqlens_k.shape[0]
@@ -54,13 +57,13 @@ class Sequence(NamedTuple):
 
     number: int
     rows: slice
-    """Of q."""
+    """The sequence's rows of q."""
     keys: slice
-    """Of k and v."""
+    """The sequence's rows of k and v."""
 
 
 def sequences(packed: Packed, total_q: int, total_k: int) -> list[Sequence]:
-    """The sequences, in order; waits for the device.
+    """The sequences of a packed call, in order. Waits for the device.
 
     Raises:
         ValueError: `cu_seqlens` does not start at 0, decreases, or goes beyond the tensors; or a length is larger than

@@ -1,4 +1,4 @@
-"""Checks of the arguments of the public functions: one clear error each, that names what was given and is accepted."""
+"""Checks of the arguments of the public functions. Each error names what was given and what is accepted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .scalars import as_flag
 Function = TypeVar("Function", bound=Callable[..., Any])
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, FP8)
 
-# How other libraries spell an argument, and what it is here.
+# Argument names of other libraries, and what to pass to tileattn instead.
 _ELSEWHERE = {
     "is_causal": "causal=, aligned bottom-right (is_causal=, aligned top-left, belongs to "
     "tileattn.scaled_dot_product_attention)",
@@ -31,7 +31,7 @@ _ELSEWHERE = {
 
 
 def without_unknown(function: Function) -> Function:
-    """Leaves ``**unknown``, which only :func:`refuse_unknown` reads, out of the signature that tools show."""
+    """Removes ``**unknown``, which only :func:`refuse_unknown` reads, from the signature that tools show."""
     signature = inspect.signature(function)
     shown = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
@@ -39,7 +39,7 @@ def without_unknown(function: Function) -> Function:
 
 
 def refuse_unknown(function: Callable[..., Any], unknown: Iterable[str]) -> NoReturn:
-    """Raises TypeError for keyword arguments that `function` does not have, with the right one where it is known."""
+    """Raises TypeError for the first unknown keyword argument, and suggests the right one if it is known."""
     name = next(iter(unknown))
     parameters = inspect.signature(function).parameters.values()
     own = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
@@ -77,7 +77,7 @@ def check_packed_arguments(
     dropout_p: float,
     scale: float | None,
 ) -> None:
-    """The same of packed sequences: q (total_q, heads, head_dim), k and v (total_k, kv_heads, head_dim)."""
+    """The same for packed sequences: q (total_q, heads, head_dim), k and v (total_k, kv_heads, head_dim)."""
     _check_tensors(q, k, v, 3, "3 dimensions, (total, heads, head_dim)")
     if q.dtype == FP8:
         raise TypeError("q must be float16, bfloat16, float32 or float64: packed sequences are not taken in fp8")
@@ -91,12 +91,12 @@ def check_packed_arguments(
 
 
 def check_flags(**flags: Any) -> tuple[Any, ...]:
-    """These arguments as True or False; raises where one is something else (:func:`tileattn.call.scalars.as_flag`)."""
+    """The flags as bools, in order. Raises TypeError if one is not a bool (:func:`tileattn.call.scalars.as_flag`)."""
     return tuple([as_flag(name, value) for name, value in flags.items()])
 
 
 def _check_tensors(q: Any, k: Any, v: Any, ndim: int, dimensions: str) -> None:
-    """What holds for tensors of any layout."""
+    """The checks of tensors that do not depend on the layout."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -164,7 +164,7 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
 
 
 def _check_heads(of_q: Sequence[int], of_k: Sequence[int], head_dim_v: int, where: str = "") -> None:
-    """Heads and head dims."""
+    """Checks (heads, head_dim) of q and of k, and head_dim_v."""
     (heads, head_dim), (kv_heads, head_dim_k) = of_q, of_k
     if head_dim_k != head_dim:
         raise ValueError(f"q and k must have one head_dim, got {head_dim} and {head_dim_k}")
@@ -186,7 +186,7 @@ def _check_sink(sink: Any, q: torch.Tensor, heads: int) -> None:
 
 
 def check_descales(descales: Sequence[Any], q: torch.Tensor, k: torch.Tensor) -> None:
-    """Raises where one of the descales of q, k and v (None: not given) does not fit q and k (bshd)."""
+    """Raises TypeError or ValueError if a descale of q, k or v does not fit q and k (bshd). None means not given."""
     shape = (k.shape[0], k.shape[2])
     for name, descale in zip(("q_descale", "k_descale", "v_descale"), descales):
         if descale is None:

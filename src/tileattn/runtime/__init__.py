@@ -1,1 +1,1 @@
-"""A call's way from the API to a backend: run, autograd, operators, dispatch."""
+"""The steps of a call between the public functions and a backend: run, autograd, operators, dispatch."""

@@ -1,13 +1,13 @@
-"""Gradients: how autograd gets from o and lse back to the tensors of a call.
+"""Autograd: the gradients of o and lse with respect to the tensors of a call.
 
-Two ways lead there, to the same backward pass:
+There are two implementations, which run the same backward pass:
 
-- Eager calls, and torch.func, run a `torch.autograd.Function`, which costs the host a part of what an operator does.
-- What traces sees the operators `tileattn::forward` and `tileattn::backward` of :mod:`tileattn.runtime.operators`,
-  whose formula is registered here.
+- Eager calls and torch.func use a `torch.autograd.Function`, which has less host overhead than an operator.
+- Tracers see the operators `tileattn::forward` and `tileattn::backward` of :mod:`tileattn.runtime.operators`. Their
+  autograd formula is registered here.
 
-Kept for the backward pass are q, k, v, o, lse, the sink and the variant's tensors: nothing that grows with
-seqlen_q * seqlen_k but a bias that does.
+q, k, v, o, lse, the sink, the variant's tensors, the dropout seed and cu_seqlens are saved for the backward pass. None
+of them grows with seqlen_q * seqlen_k, except a bias of that size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def attend(options: Options, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _forward(options: Options, numbers: Numbers, *tensors: Any) -> tuple[Tensor, Tensor]:
-    """tensors are as :func:`separate` has them, here and below."""
+    """The forward pass. Here and below, `tensors` are those that :func:`separate` returns."""
     inputs = join(numbers, *tensors)
     run = ops.trace_forward if ops.is_traced(inputs.q) else ops.run_forward
     return run(options, inputs)
@@ -48,7 +48,7 @@ def _backward(
     lse: Tensor,
     *tensors: Any,
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v, sink and the operands' tensors that `needs` asks for."""
+    """The gradients that `needs` asks for, of q, k, v, sink and the operands' tensors."""
     run = ops.trace_backward if ops.is_traced(do) else ops.run_backward
     return tuple(run(options, join(numbers, *tensors), needs, o, lse, do, dlse))
 
@@ -62,12 +62,12 @@ def _save(
 
 
 def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
-    """Of q, k, v, sink and the variant's tensors, where `needs` says so."""
+    """The gradients of q, k, v, sink and the variant's tensors; None where `needs` is False."""
     if do is None and dlse is None:
         return [None] * len(needs)
     o, lse, *tensors = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
-    # Gradients are enabled by create_graph=True, and in torch.func.
+    # Gradients are enabled here only by create_graph=True and by torch.func.
     run: Any = _Backward.apply if torch.is_grad_enabled() and not ops.is_traced(do) else _backward
     found = iter(run(*ctx.constants, needs, do, dlse, o, lse, *tensors))
     return [next(found) if need else None for need in needs]
@@ -100,7 +100,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _UnderTorchFunc(_Attention):
-    """The same as torch.func wants it; its arguments take longer to bind."""
+    """The same Function in the form that torch.func needs. Its arguments take longer to bind."""
 
     forward = staticmethod(_forward)  # type: ignore[assignment]
 
@@ -115,7 +115,7 @@ class _UnderTorchFunc(_Attention):
 
 
 class _Backward(torch.autograd.Function):
-    """The backward pass as something that would be differentiated again, were there a formula for it."""
+    """The backward pass as a Function, so that a second derivative raises a clear error."""
 
     forward = staticmethod(_backward)
 
@@ -147,7 +147,7 @@ def _refuse_vmap(*_: Any) -> NoReturn:
 
 # --- The operators ----------------------------------------------------------------------------------------------------
 
-# Places of the arguments of `ops.forward`.
+# Argument positions in `ops.forward`.
 _SINK, _TENSORS, _INTS, _FLOATS = 3, 5, 6, 7
 
 
@@ -160,12 +160,12 @@ def _setup_context(ctx, inputs, output):
 
 
 def _of_arguments(ctx, do, dlse):
-    """Gradients for the arguments of `ops.forward`. Those left at their defaults do not count, says torch.library."""
+    """Gradients for the arguments of `ops.forward`. torch.library leaves out arguments that have their defaults."""
     needs = ctx.needs_input_grad
     found = _gradients(ctx, do, dlse, [*needs[: _SINK + 1], *needs[_TENSORS]])
     gradients: list[Any] = [None] * len(needs)
     gradients[: _SINK + 1], gradients[_TENSORS] = found[: _SINK + 1], found[_SINK + 1 :]
-    # It takes an empty list for one of tensors, whose gradient is a list as well.
+    # torch.library takes an empty list of numbers for a list of tensors, whose gradient must be a list.
     _, numbers = ctx.constants
     gradients[_INTS], gradients[_FLOATS] = ([] if len(x) == 0 else None for x in (numbers.ints, numbers.floats))
     return tuple(gradients)

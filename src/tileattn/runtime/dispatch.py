@@ -1,4 +1,7 @@
-"""Which backend runs a call: one ordered table, and refusals that say why not."""
+"""Dispatch: the ordered table of backends, and the choice of the backend that runs a call.
+
+A backend refuses a call with a reason. If every candidate refuses, the error lists the reasons.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,10 @@ class Forward(Protocol):
     """The forward pass of a backend, prepared for tensors of one shape."""
 
     def __call__(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """O (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q), for the inputs of a call.
+        """Returns o (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q) for the inputs of a call.
 
-        o has the call's `out_dtype`. lse may be None where the call does not ask for it. Descales are there for fp8
-        calls, always, and for no other: a backend that refuses fp8 need not know of them. So it is with dropout, and
-        with packed.
+        o has the call's `out_dtype`. lse may be None if the call does not ask for it. Inputs have descales if and only
+        if the call is in fp8, so a backend that refuses fp8 can ignore them. The same holds for dropout and packed.
         """
         ...
 
@@ -38,11 +40,11 @@ class Backward(Protocol):
     def __call__(
         self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None
     ) -> Gradients:
-        """The gradients that the call wants.
+        """Returns the gradients that the call asks for.
 
-        inputs are those of the forward pass, o and lse what it returned, do and dlse their gradients. o and do are bshd
-        tensors of any strides (the last dimension is contiguous), as q, k and v are. dlse, (batch, heads, seqlen_q), is
-        given where the call says so.
+        inputs are those of the forward pass. o and lse are its results; do and dlse are their gradients. o and do are
+        bshd tensors of any strides with a contiguous last dimension, like q, k and v. dlse (batch, heads, seqlen_q) is
+        None unless the call has `dlse`.
         """
         ...
 
@@ -52,19 +54,20 @@ class Backend:
     """One implementation of attention.
 
     Attributes:
-        name: what ``attention(backend=...)`` takes.
-        summary: one line for people.
-        refusal: why it does not run a call, or None where it does.
-        reservation: why it runs a call only where it is named, or None.
-        prepare: ``prepare(call, q.shape, k.shape, scale)`` is the forward pass for bshd tensors of these shapes; what
-            depends on sizes alone (which kernel, how it is launched) is decided here, once. For a packed call the
-            shapes are (sequences, max_seqlen, heads, head_dim).
-        prepare_backward: ``prepare_backward(call, q.shape, k.shape, scale)``, the same for the backward pass of a call
-            that it did not refuse and that needs gradients. None for a backend that refuses all of these.
-        space: ``space(call, q.shape, k.shape, scale)`` is what the tuner may choose from for such a call; None where it
-            has no choice. None, too, for a backend that is never tuned.
+        name: the value of ``attention(backend=...)``.
+        summary: a one-line description.
+        refusal: ``refusal(call)`` says why the backend does not run a call; None if it does.
+        reservation: ``reservation(call)`` says why the backend runs a call only if it is named; None otherwise.
+        prepare: ``prepare(call, q.shape, k.shape, scale)`` returns the forward pass for bshd tensors of these shapes.
+            It makes, once, all decisions that depend on sizes alone (which kernel, how it is launched). For a packed
+            call the shapes are (sequences, max_seqlen, heads, head_dim).
+        prepare_backward: ``prepare_backward(call, q.shape, k.shape, scale)`` returns the backward pass of a call that
+            needs gradients and is not refused. None for a backend that refuses all calls that need gradients.
+        space: ``space(call, q.shape, k.shape, scale)`` returns the tuner's search space for the forward pass, or None
+            if there is nothing to choose. The attribute is None for a backend that is never tuned.
         backward_space: the same for the backward pass.
-        configured: ``configured(options)`` is the backend with the options that may follow its name and a colon.
+        configured: ``configured(options)`` returns the backend with the options that follow its name and a colon. None
+            for a backend without options.
     """
 
     name: str
@@ -80,7 +83,7 @@ class Backend:
 
 @functools.lru_cache(maxsize=256)
 def _mma(options: str) -> Backend:
-    """The ladder, or one rung of it with these options."""
+    """The mma backend: the ladder, or one rung of the ladder with these options."""
     choice = mma_backend.parse(options)
     return Backend(
         "mma" + ":" * bool(options) + options,
@@ -93,7 +96,7 @@ def _mma(options: str) -> Backend:
     )
 
 
-# In order of preference: the first that accepts a call runs it.
+# The backends in order of preference: the first one that accepts a call runs it.
 BACKENDS: tuple[Backend, ...] = (
     Backend(
         "tilelang",
@@ -126,12 +129,12 @@ BACKENDS: tuple[Backend, ...] = (
 
 
 def select(call: AttentionCall, backend: str | None = None) -> Backend:
-    """The backend that runs a call.
+    """Selects the backend that runs a call.
 
     Args:
         call: the call's static facts.
-        backend: a name of :data:`BACKENDS`, which then runs the call or raises; None takes the first that accepts. The
-            ladder's may name a rung and options, as in ``"mma:split_q,stages=1"``.
+        backend: the name of one of :data:`BACKENDS`; None selects the first that accepts the call. "mma" may be
+            followed by a rung and options, as in ``"mma:split_q,stages=1"``.
 
     Raises:
         ValueError: no backend has that name, or its options are wrong.
@@ -150,10 +153,10 @@ def _check_name(backend: str | None) -> None:
 
 
 def named(name: str) -> Backend:
-    """The backend of a name, with the options in it.
+    """The backend with this name, configured with the options that follow the name.
 
     Raises:
-        ValueError: there is none, or its options are wrong.
+        ValueError: no backend has that name, or its options are wrong.
     """
     first, colon, options = str(name).partition(":")
     found = next((candidate for candidate in BACKENDS if candidate.name == first), None)
@@ -180,7 +183,7 @@ def _select(call: AttentionCall, backend: str | None) -> Backend:
 def prepare_forward(
     call: AttentionCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Forward:
-    """The forward pass of the backend that runs a call, for bshd tensors of these shapes; raises as :func:`select`."""
+    """The forward pass of the backend that runs a call, for bshd tensors of these shapes. Raises as :func:`select`."""
     _check_name(backend)
     if state.session is not None:
         chosen = _select(call, backend)
@@ -198,7 +201,7 @@ def _prepare(
 def prepare_backward(
     call: BackwardCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Backward:
-    """The backward pass of the backend that runs the call's forward pass; raises as :func:`select`."""
+    """The backward pass of the backend that runs the call's forward pass. Raises as :func:`select`."""
     _check_name(backend)
     if state.session is not None:
         chosen = _select(call.forward, backend)
@@ -228,7 +231,7 @@ def _tuned(
     arch: str,
     sizes: tuple[torch.Size, torch.Size, float],
 ) -> Prepared:
-    """A pass inside `tileattn.tuning()`: its first call is tuned."""
+    """A prepared pass inside `tileattn.tuning()`, whose first call is tuned."""
     session = state.session
     assert session is not None
     found = None if space is None else space(call, *sizes)
@@ -239,6 +242,6 @@ def _tuned(
     return cast(Prepared, session.tunes(found, arch, lambda: prepare(call, *sizes)))
 
 
-# What was prepared depends on the tuner's results.
+# Prepared passes depend on the tuner's results.
 state.forgets(_prepare.cache_clear)
 state.forgets(_prepare_backward.cache_clear)

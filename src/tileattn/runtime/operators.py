@@ -1,7 +1,7 @@
-"""The operators of ``torch.library``: attention as torch.compile, torch.export and fake tensors see it.
+"""The ``torch.library`` operators that torch.compile, torch.export and fake tensors see, and their implementation.
 
-Eager calls do not come this way (an operator's own overhead is as long as the launch of a kernel); see ``prepared.py``
-and ``autograd.py``. Here alone inputs are flattened: an operator takes tensors and numbers one by one.
+Eager calls bypass the operators, whose overhead is as long as a kernel launch: see ``prepared.py`` and ``autograd.py``.
+An operator takes tensors and numbers as separate arguments, so this module flattens :class:`Inputs` for them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ..tuner import state
 from ..variant.program import with_alignment
 from .dispatch import prepare_backward, prepare_forward
 
-# As given: of q, k and v, each of any shape that broadcasts to (batch, kv_heads).
+# The descales of q, k and v as the user gave them, each of any shape that broadcasts to (batch, kv_heads).
 GivenDescales = tuple[Tensor | None, Tensor | None, Tensor | None]
 NO_DESCALES: GivenDescales = (None, None, None)
 
 
 class Options(NamedTuple):
-    """What both passes of a call are told besides its inputs.
+    """The options of a call that its forward and backward pass share.
 
     Attributes:
         variant: the key of the mask and the score modifications (:mod:`tileattn.variant.key`).
-        scale: of the scores.
-        backend: a name of :data:`tileattn.runtime.dispatch.BACKENDS`, or None.
+        scale: the factor of the scores.
+        backend: the name of one of :data:`tileattn.runtime.dispatch.BACKENDS`, or None.
         deterministic: whether gradients must be bitwise equal from run to run.
-        needs_grad: whether a gradient will be asked for, which decides about the backend.
+        needs_grad: whether gradients may be asked for. The choice of the backend depends on it.
     """
 
     variant: str
@@ -62,15 +62,15 @@ def make_call(inputs: Inputs, variant: str, *, needs_grad: bool = False, return_
 
 
 def _asks_for_alignment(q: torch.Tensor) -> bool:
-    """Only GPU kernels do; and tensors that are being traced have no memory to look at."""
+    """Whether the call asks for alignment: only GPU kernels need it, and traced tensors have no address."""
     return q.is_cuda and not torch.compiler.is_compiling()
 
 
 def is_traced(tensor: Any) -> bool:
-    """Whether an operator is to be seen: by torch.compile, export, a dispatch mode or a subclass.
+    """Whether the call must use the operator, for torch.compile, export, a dispatch mode or a tensor subclass.
 
-    Meta tensors, which have shapes and no values, take the operator as well: its fake computes shapes.
-    torch.func does not: its transforms are over once its wrapped tensors are unwrapped. Ask again then.
+    Meta tensors have shapes and no values; they use the operator, whose fake implementation computes shapes. Under
+    torch.func the answer is False, as its tensors are wrapped; it is asked again after they are unwrapped.
     """
     return torch.compiler.is_compiling() or (
         (type(tensor) is not torch.Tensor or torch._C._len_torch_dispatch_stack() > 0 or _has_no_values(tensor))
@@ -79,7 +79,7 @@ def is_traced(tensor: Any) -> bool:
 
 
 def _has_no_values(tensor: torch.Tensor) -> bool:
-    """A function of its own for benchmarks/precompile.py, which takes meta tensors for a GPU's."""
+    """Whether it is a meta tensor. benchmarks/precompile.py replaces this function to pass meta tensors for a GPU's."""
     return tensor.is_meta
 
 
@@ -87,7 +87,7 @@ def _has_no_values(tensor: torch.Tensor) -> bool:
 
 
 def run_forward(options: Options, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """o (batch, seqlen_q, heads, head_dim_v), contiguous, and lse (batch, heads, seqlen_q), by a backend."""
+    """Runs a backend: o (batch, seqlen_q, heads, head_dim_v), contiguous, and lse (batch, heads, seqlen_q)."""
     variant, scale, backend, _, needs_grad = options
     call = make_call(inputs, variant, needs_grad=needs_grad)
     run = prepare_forward(call, backend, *sizes(inputs.q, inputs.k, inputs.packed), scale)
@@ -97,7 +97,10 @@ def run_forward(options: Options, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def trace_forward(options: Options, inputs: Inputs, descales: GivenDescales = NO_DESCALES) -> tuple[Tensor, Tensor]:
-    """The same by the operator. Descales are not of the inputs here: the operator completes what was given."""
+    """The same as :func:`run_forward`, by the operator.
+
+    Descales are a separate argument here, as the user gave them: the operator completes them.
+    """
     q, k, v, sink, operands, dropout, packed, _ = inputs
     variant, scale, backend, deterministic, needs_grad = options
     numbers = (operands.ints, operands.floats, scale)
@@ -129,12 +132,13 @@ def _forward(
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The operator: :func:`run_forward` of inputs that are taken apart.
+    """The forward operator: :func:`run_forward` with inputs as separate arguments.
 
-    o has q's dtype, or bfloat16 for fp8; descales, broadcastable to (batch, kv_heads), are for fp8 only. Differentiable
-    in q, k, v, sink and tensors; deterministic says how. A compiled graph does not know whether a gradient will be
-    asked for, which decides about the backend: needs_grad says so. With a seed (:mod:`tileattn.call.dropout`)
-    probabilities are dropped. With cu_seqlens the call is packed (:class:`tileattn.call.facts.Packed`).
+    o has q's dtype, or bfloat16 for fp8. Descales must broadcast to (batch, kv_heads) and are for fp8 only. The
+    operator is differentiable in q, k, v, sink and tensors. `deterministic` asks for bitwise equal gradients.
+    `needs_grad` says whether gradients may be asked for: a compiled graph does not know this itself, and the choice of
+    the backend depends on it. With a seed, probabilities are dropped (:mod:`tileattn.call.dropout`). With cu_seqlens,
+    the call is packed (:class:`tileattn.call.facts.Packed`).
     """
     numbers = Numbers(list(ints), list(floats), dropout_p, max_seqlen_q, max_seqlen_k)
     inputs = join(numbers, seed, cu_seqlens_q, cu_seqlens_k, q, k, v, sink, *tensors)
@@ -162,9 +166,10 @@ def _(q, k, v, *_):
 def run_backward(
     options: Options, inputs: Inputs, needs: Sequence[bool], o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 ) -> list[Tensor]:
-    """The gradients of q, k, v, sink and the operands' tensors, those that `needs` asks for, contiguous.
+    """The gradients that `needs` asks for, of q, k, v, sink and the operands' tensors, contiguous.
 
-    do and dlse are the gradients of o and lse, which the forward pass returned; options and inputs are as they were.
+    do and dlse are the gradients of o and lse, the results of the forward pass. options and inputs are those of the
+    forward pass.
     """
     do = _readable(do)
     variant, scale, backend, deterministic, _ = options
@@ -183,7 +188,7 @@ def run_backward(
 def trace_backward(
     options: Options, inputs: Inputs, needs: Sequence[bool], o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 ) -> list[Tensor]:
-    """The same by the operator."""
+    """The same as :func:`run_backward`, by the operator."""
     q, k, v, sink, operands, dropout, packed, _ = inputs
     variant, scale, backend, deterministic, _ = options
     numbers = (operands.ints, operands.floats, scale)
@@ -192,13 +197,16 @@ def trace_backward(
 
 
 def _readable(do: Tensor) -> Tensor:
-    """A gradient may have any strides, such as 0 where o was summed: copied where no kernel could read it well."""
+    """The gradient of o with strides that kernels can read; copied if necessary.
+
+    Autograd may give it any strides, such as 0 if o was summed.
+    """
     reads = do.stride(3) == 1 and 0 not in do.stride() and (is_aligned(do) or not _asks_for_alignment(do))
     return do if reads else do.contiguous()
 
 
 def _deterministic() -> bool:
-    """Whether `torch.use_deterministic_algorithms` asks for it; where it only warns, it does not."""
+    """Whether `torch.use_deterministic_algorithms` is on and not in its mode that only warns."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
@@ -226,7 +234,7 @@ def _backward(
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
 ) -> list[Tensor]:
-    """The operator: :func:`run_backward` of inputs that are taken apart."""
+    """The backward operator: :func:`run_backward` with inputs as separate arguments."""
     numbers = Numbers(list(ints), list(floats), dropout_p, max_seqlen_q, max_seqlen_k)
     inputs = join(numbers, seed, cu_seqlens_q, cu_seqlens_k, q, k, v, sink, *tensors)
     options = Options(variant, scale, backend, deterministic, needs_grad=True)
@@ -238,5 +246,5 @@ backward = torch.library.custom_op("tileattn::backward", _backward, mutates_args
 
 @backward.register_fake
 def _(do, dlse, q, k, v, o, lse, sink, variant, tensors, *others):
-    needs = others[5]  # behind ints, floats, scale, backend and deterministic
+    needs = others[5]  # after ints, floats, scale, backend and deterministic
     return [x.new_empty(x.shape) for x, need in zip((q, k, v, sink, *tensors), needs) if need]

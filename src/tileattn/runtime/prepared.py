@@ -1,7 +1,8 @@
-"""Prepared forward passes: what checks and choices have led to for a plain call, kept for the next one like it.
+"""Prepared forward passes: a cache of checked and dispatched plain calls, which keeps the host's latency low.
 
-A call is plain that is eager and has no mask but causal, no modification, no sink and no dropout. Its checks and
-choices are made once for equal metadata: a launch should cost the host little.
+A plain call is eager and has no mask but causal, no score modification, no sink and no dropout. Its arguments are
+checked and its backend is chosen once for each combination of tensor metadata and options. Later calls with equal
+metadata and options reuse the prepared forward pass.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from .dispatch import Forward, prepare_forward, select
 from .operators import NO_DESCALES, GivenDescales, Options
 from .run import Choices, as_bshd, checked_choices, requires_grad, scale_or_default
 
-GivenChoices = tuple[bool, float | None, bool, bool, str | None]  # what Choices hold, unchecked
+GivenChoices = tuple[bool, float | None, bool, bool, str | None]  # the fields of Choices, unchecked
 
-# By all that they depend on: metadata of tensors, and options.
+# Prepared forward passes by tensor metadata and options.
 FORWARDS: dict[tuple[Any, ...], Forward] = {}
-MOST = 4096  # that are kept: sizes may vary without end
-state.forgets(FORWARDS.clear)  # a result of the tuner changes them
+MOST = 4096  # forward passes in the cache; the bound is for programs whose sizes always vary
+state.forgets(FORWARDS.clear)  # prepared passes depend on the tuner's results
 
 
 def attention_forward(
@@ -44,7 +45,7 @@ def attention_forward(
     deterministic: bool,
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """o and lse (bshd) of a plain call of :func:`tileattn.attention`, which `layout` is for."""
+    """o (bshd) and lse of a plain call of :func:`tileattn.attention`, with q, k and v in `layout`."""
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     try:
         key: tuple[Any, ...] = (
@@ -81,8 +82,8 @@ def varlen_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o and lse, with one batch element, of a plain call of :func:`tileattn.varlen_attention`.
 
-    Its forward pass does not depend on how many rows the tensors have, so that the batches of a training run share one
-    where their `max_seqlen` is one.
+    The prepared forward pass does not depend on the number of rows of the tensors. The batches of a training run
+    therefore share one if their `max_seqlen` and number of sequences are equal.
     """
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     try:
@@ -107,7 +108,7 @@ def varlen_forward(
 
 
 def _facts(descale: Any) -> tuple[Any, ...] | None:
-    """What of a descale its checks depend on."""
+    """The metadata of a descale that is checked."""
     if isinstance(descale, torch.Tensor):
         return descale.shape, descale.dtype, descale.device, descale.requires_grad and torch.is_grad_enabled()
     return None if descale is None else (type(descale),)
@@ -136,7 +137,7 @@ def _prepare_attention(
         check_descales(descales, q, k)
         needs_grad |= torch.is_grad_enabled() and requires_grad(descales)
     forward = _prepare(Inputs(q, k, v), choices, needs_grad)
-    # Here and not where it is called, so that other dtypes pay nothing for the question.
+    # The dtype is tested here, at preparation, so that calls in other dtypes have no overhead.
     return functools.partial(_without_descales, forward) if descales is None and q.dtype == FP8 else forward
 
 
@@ -155,11 +156,11 @@ def _prepare(inputs: Inputs, choices: Choices, needs_grad: bool) -> Forward:
     scale = scale_or_default(scale, inputs.q)
     call = ops.make_call(inputs, variant, needs_grad=needs_grad, return_lse=return_lse)
     if needs_grad:
-        select(call, backend)  # refuses here; its kernel is another than this call's, for it always returns lse
+        select(call, backend)  # only to raise a refusal here: `attend` prepares its own call, which returns lse
         return functools.partial(autograd.attend, Options(variant, scale, backend, deterministic, needs_grad))
     return prepare_forward(call, backend, *sizes(inputs.q, inputs.k, inputs.packed), scale)
 
 
 def _without_descales(forward: Forward, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """An fp8 call whose descales were not given."""
+    """Runs an fp8 call without descales: those of q, k and v are ones."""
     return forward(inputs._replace(descales=complete(*NO_DESCALES, inputs.k)))

@@ -1,4 +1,8 @@
-"""A checked call: its variant gets a name, and tracing, autograd or neither decide which way it goes."""
+"""The general path of a call whose arguments are checked.
+
+:func:`run` encodes the mask and the score modifications as a variant key. It then calls the operator if the call is
+traced, autograd if it needs gradients or is under torch.func, and otherwise the backend.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ ScoreModLike = Callable[..., Any] | Sequence[Callable[..., Any]]
 
 
 class Choices(NamedTuple):
-    """What every call may be told, whatever its variant."""
+    """The options of a call that do not depend on its variant."""
 
     causal: bool
     scale: float | None
@@ -40,18 +44,18 @@ class Choices(NamedTuple):
 def checked_choices(
     causal: bool, scale: float | None, return_lse: bool, deterministic: bool, backend: str | None
 ) -> Choices:
-    """Choices as the user gave them, with flags that are True or False; raises where one is something else."""
+    """The user's choices, with flags converted to bool. Raises TypeError if a flag is not a bool."""
     causal, return_lse, deterministic = check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic)
     return Choices(causal, scale, return_lse, deterministic, backend)
 
 
 def autocast(x: Any) -> Any:
-    """What torch.autocast makes of q, k or v: as for PyTorch's own attention, its dtype, but float64 stays."""
+    """q, k or v cast to the dtype of torch.autocast, as for PyTorch's own attention; float64 stays."""
     return x.to(autocast_dtype(x)) if isinstance(x, torch.Tensor) else x
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype that an operation which torch.autocast casts for sees x in."""
+    """The dtype that torch.autocast casts x to: its own if autocast is off or x is not float16, bfloat16 or float32."""
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return x.dtype
     device = x.device.type
@@ -61,27 +65,27 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def as_bshd(layout: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, k and v of a layout as bshd."""
+    """q, k and v, given in `layout`, as bshd tensors."""
     return (q, k, v) if layout == "bshd" else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
 
 
 def scale_or_default(scale: float | None, q: torch.Tensor) -> float:
-    """1 / sqrt(head_dim) where none is given."""
+    """The scale, or 1 / sqrt(head_dim) if it is None."""
     return 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
 
 
 def as_dropout_p(p: Any) -> Any:
-    """A probability as a float; its range is checked with the other arguments."""
+    """The dropout probability as a float. Its range is checked with the other arguments."""
     return as_float("dropout_p", p, "a probability, a number from 0 to 1")
 
 
 def requires_grad(tensors: Sequence[torch.Tensor | None]) -> bool:
-    """Whether a gradient of one of them may be asked for, if gradients are enabled."""
+    """Whether one of the tensors requires a gradient."""
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def is_plain(q: Any, k: Any, v: Any) -> bool:
-    """Whether q, k and v are plain tensors in plain eager execution."""
+    """Whether q, k and v are plain torch.Tensors in eager execution, outside of torch.func."""
     return (
         not ops.is_traced(q)
         and type(k) is torch.Tensor
@@ -103,7 +107,11 @@ def run(
     descales: GivenDescales = NO_DESCALES,
     packed: Packed | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """o and lse of any call, on checked q, k, v (bshd), sink, numbers and cu_seqlens; the rest as the user gave it."""
+    """o and lse of any call.
+
+    q, k, v (bshd), sink, numbers, descales and cu_seqlens must be checked. mask and score_mod are as the user gave
+    them.
+    """
     causal, scale, return_lse, deterministic, backend = choices
     normal_mask, mods = normalize(mask, score_mod, causal)
     if packed is not None:

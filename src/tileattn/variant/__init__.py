@@ -1,1 +1,1 @@
-"""What is computed: masks, score modifications, the expressions they are traced to, and the key that names them."""
+"""Variants: masks, score modifications, the expressions they are traced to, and the key that names them."""

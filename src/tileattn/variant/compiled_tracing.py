@@ -1,15 +1,15 @@
-"""A user's function under torch.compile: Dynamo traces it on tensors that stand for positions and scores.
+"""Tracing of a user's function under torch.compile: Dynamo runs it on tensors that stand for positions and scores.
 
-Each symbol is a tensor without dimensions on the device "meta". A torch function mode sees every operation on them,
-computes the expression in its place, and returns another such tensor. Dynamo traces the mode, too: its guards hold for
-all that the function captures, and the graph keeps only tensors that nothing uses.
+Each symbol is a 0-dim tensor on the device "meta". A torch function mode intercepts every operation on symbols,
+computes the expression instead, and returns another such tensor. Dynamo traces the mode as well, so its guards cover
+everything that the function captures. The tensors that remain in the graph are not used by anything.
 
-Symbols are not objects of :class:`tileattn.variant.expression.Expr` here, because Dynamo compares these wrongly with a
-number that it does not take for a constant (``q - k == w`` is False), and because it does not see them in an index
+Symbols are not :class:`tileattn.variant.expression.Expr` objects here, for two reasons. Dynamo compares an Expr wrongly
+with a number that it does not treat as a constant (``q - k == w`` is False). It also does not see an Expr in an index
 (``bias[h, k]``).
 
-An operation that the mode does not see returns a tensor on "meta" that has no expression. Python's ``abs`` is one in
-torch 2.13, and is looked up in the graph. All others are errors.
+An operation that the mode does not intercept returns a tensor on "meta" without an expression. In torch 2.13 Python's
+``abs`` is such an operation; it is looked up in the graph. All other such operations raise an error.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _DTYPES = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
 
 
 def run(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Any:
-    """What `fn` computes of the symbols called `arguments`: an expression or a number."""
-    if not torch.compiler.is_dynamo_compiling():  # Dynamo could not trace this, and calls it outside of a graph
+    """The expression or number that `fn` returns for the symbols called `arguments`."""
+    if not torch.compiler.is_dynamo_compiling():  # Dynamo could not trace this and calls it outside of a graph
         return _run_eagerly(fn, arguments)
     tracing = _Tracing()
     symbols = [tracing.stand_in(symbol(name)) for name in arguments]
-    # Within a checkpoint Dynamo refuses the first change of the modes, but not those that follow.
+    # Within a checkpoint Dynamo refuses the first change of the mode stack, but not later changes.
     _unchecked(_enter_and_leave, tracing)
     with tracing:
         result = fn(*symbols)
     return tracing.value(result)
 
 
-# Dynamo traces `run` as a part of its caller or not at all: not from the middle of the user's function on, nor the
-# function by itself on objects of Expr.
+# Dynamo traces `run` either as a part of its caller or not at all. Otherwise it could resume in the middle of the
+# user's function, or trace that function alone on Expr objects.
 skip_code(run.__code__)
 _run_eagerly = torch._dynamo.disable(run_eagerly)
 
@@ -58,7 +58,7 @@ def _enter_and_leave(mode: TorchFunctionMode) -> None:
 
 
 class _Tracing(TorchFunctionMode):
-    """Computes expressions where torch would compute tensors."""
+    """The torch function mode that computes expressions instead of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class _Tracing(TorchFunctionMode):
         self.numbers = 0
 
     def stand_in(self, value: Any) -> Any:
-        """The tensor that stands for an expression; a number as it is."""
+        """The tensor that stands for an expression. A number is returned unchanged."""
         if not isinstance(value, Expr):
             return value
         tensor = torch.empty((), dtype=_DTYPES[value.dtype], device="meta")
@@ -77,7 +77,7 @@ class _Tracing(TorchFunctionMode):
         return tensor
 
     def value(self, value: Any) -> Any:
-        """The inverse of :meth:`stand_in`, in which other tensors and numbers of changing value are operands."""
+        """The inverse of :meth:`stand_in`. Other tensors, and numbers that may change, become operands."""
         if isinstance(value, torch.Tensor):
             known = self._expression(value)
             if known is None and value.is_meta:
@@ -92,7 +92,7 @@ class _Tracing(TorchFunctionMode):
         return None
 
     def _hidden(self, tensor: torch.Tensor) -> Any:
-        """The expression of a tensor that Dynamo made of a symbol, unseen by the mode."""
+        """The expression of a tensor that Dynamo computed from a symbol without the mode."""
         comptime(_look)
         name, place = _seen()
         if name == "abs" and place is not None:
@@ -126,7 +126,7 @@ class _Tracing(TorchFunctionMode):
         kwargs = kwargs or {}
         name = f"{func.__name__}"  # a string; Dynamo takes func.__name__ itself for something unknown
         if name in ("as_tensor", "asarray") and isinstance(args[0], (bool, int, float)):
-            return args[0]  # a number will do, and does not lie on a device
+            return args[0]  # a number suffices, and has no device
         if name == "__get__" or not self._is_symbol([*args, *kwargs.values()]):
             return func(*args, **kwargs)
         if name == "as_tensor":
@@ -145,7 +145,7 @@ class _Tracing(TorchFunctionMode):
         values = [self.value(arg) for arg in args]
         options = {key: self.value(arg) for key, arg in kwargs.items()}
         if name.endswith("_") and not name.startswith("_"):
-            name = name[:-1]  # in place of a symbol, which is nobody else's
+            name = name[:-1]  # an in-place operation; nothing else refers to the symbol
         if name in _OPERATORS:
             return _OPERATORS[name](*values, **options)
         if name != "where" and hasattr(Expr, name):
@@ -153,18 +153,18 @@ class _Tracing(TorchFunctionMode):
         return Expr.__torch_function__(_Named(name), (), tuple(values), options)
 
 
-# What functions that run while Dynamo traces tell each other: the target and the symbol's place of a node of the graph.
+# Set by `_look` and read by `_seen`, which run while Dynamo traces: a graph node's target and its symbol's index.
 _SEEN = threading.local()
 
 
 def _mark(context: Any) -> None:
-    """Notes at the node of the local `tensor`, a new symbol, its `place`."""
+    """Stores the local `place` in the graph node of the local `tensor`, a new symbol."""
     node = context.get_local("tensor").as_proxy().node
     node.meta["tileattn_place"] = context.get_local("place").as_python_constant()
 
 
 def _look(context: Any) -> None:
-    """Looks up how the graph computes the local `tensor`."""
+    """Looks up in the graph how the local `tensor` is computed."""
     node = context.get_local("tensor").as_proxy().node
     of = node.args[0] if len(node.args) == 1 else None
     _SEEN.value = getattr(node.target, "__name__", str(node.target)), getattr(of, "meta", {}).get("tileattn_place")
@@ -178,13 +178,13 @@ _seen._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while
 
 
 class _Named:
-    """A function of torch, of which no more is asked than its name."""
+    """Stands for a torch function of which only the name is needed."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
 
 
-# What torch calls Python's operators. Those whose name Expr has (`__rsub__`) are not listed.
+# torch's names of Python's operators, except names that are methods of Expr (`__rsub__`).
 _OPERATORS: dict[str, Callable[..., Any]] = {
     **OPERATORS,
     "true_divide": operator.truediv,

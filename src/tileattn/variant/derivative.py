@@ -1,14 +1,16 @@
-"""Derivatives of traced score modifications: what the backward pass multiplies the gradients of the scores by.
+"""Derivatives of traced score modifications. The backward pass multiplies the gradients of the scores by them.
 
-A user writes no backward. The expression is run once more, on dual numbers: every node yields its value, which is the
-node itself, and its tangent, the derivative of that value (Griewank and Walther 2008, chapter 3).
+Users do not write a backward pass. The derivative is computed by forward-mode differentiation with dual numbers: each
+node of the expression has a value, which is the node itself, and a tangent, the derivative of that value (Griewank and
+Walther 2008, chapter 3).
 
     >>> score, cap = symbol("score"), symbol("f0")
     >>> str(derivative(cap * tanh(score / cap), score))
     '(mul f0 (mul (sub 1.0 (mul (tanh (div score f0)) (tanh (div score f0)))) (div 1.0 f0)))'
 
-Values within a tangent are the expression's own nodes, so that a compiler finds what it has computed already. Tangents
-are float numbers or float expressions: integers that become factors are converted, as their products may leave int32.
+Values within a tangent are the expression's own nodes, so that a compiler can reuse values that it has computed.
+Tangents are float numbers or float expressions. Integer factors are converted to floats, because integer products may
+leave int32.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ from .expression import Expr, apply, dtype_of, nodes
 
 
 def derivative(expr: Any, wrt: Expr) -> Expr | float:
-    """d expr / d wrt.
+    """The derivative d expr / d wrt.
 
-    Where a function has no derivative the answer is PyTorch's: 0 for ``abs`` at 0, and half of each where the arguments
-    of ``min`` or ``max`` are equal. Conditions, positions and ``//`` have none either, and count as constant. A zero
-    tangent vanishes, whatever it would be multiplied by.
+    Where a function is not differentiable, the result is that of PyTorch: 0 for ``abs`` at 0, and half of each tangent
+    if the arguments of ``min`` or ``max`` are equal. Conditions, positions and ``//`` count as constants. A product
+    with a zero tangent is 0, whatever the other factor is.
 
     Args:
         expr: a float expression, such as ``Program.score``, or a number.
-        wrt: a float symbol, such as ``symbol("score")``, or the load of a float tensor's element. All loads of the same
-            text are that element; others are constant.
+        wrt: a float symbol, such as ``symbol("score")``, or the load of a float tensor's element. All loads with the
+            same text are that element; other loads are constants.
 
     Returns:
         An expression over the same symbols and tensors, or a number: ``0.0`` where `expr` does not depend on `wrt`.
@@ -44,13 +46,13 @@ def derivative(expr: Any, wrt: Expr) -> Expr | float:
 
 
 def float_loads(expr: Any) -> tuple[Expr, ...]:
-    """The loads of float tensors' elements in whose values `expr` has a derivative other than 0; each text once."""
+    """The loads of float tensors' elements for which `expr` has a nonzero derivative; each text once."""
     loads = {str(node): node for node in nodes(expr) if node.op == "load" and node.dtype == "float"}
     return tuple(load for load in loads.values() if not _is(derivative(expr, load), 0.0))
 
 
 class _Tangents:
-    """The tangents of nodes with respect to one of them; those that a tree holds twice are computed once."""
+    """The tangents of nodes with respect to one node. The tangent of a shared node is computed once."""
 
     def __init__(self, wrt: Expr) -> None:
         self.op, self.text = wrt.op, str(wrt)
@@ -70,7 +72,7 @@ class _Tangents:
         return 0.0 if all(_is(dx, 0.0) for dx in tangents) else _RULES[node.op](node, *node.args, *tangents)
 
 
-# --- Arithmetic of tangents: zeros vanish, and ones are no factors ---
+# --- Arithmetic of tangents: zero terms and factors of one are left out ---
 
 
 def _is(x: Any, number: float) -> bool:
@@ -120,7 +122,7 @@ def _where(condition: Any, dx: Any, dy: Any) -> Any:
 
 
 def _extremum(first: Any, x: Any, y: Any, dx: Any, dy: Any) -> Any:
-    """Of min and max: `first` tells where the result is x."""
+    """The tangent of min or max. The condition `first` holds where the result is x and x != y."""
     return _where(first, dx, _where(apply("eq", x, y), _times(0.5, _plus(dx, dy)), dy))
 
 

@@ -1,7 +1,7 @@
-"""A user's function, run on symbols: what it computes becomes an expression.
+"""Tracing of a user's function in eager mode: the function runs on symbols and returns an expression.
 
-:mod:`tileattn.variant.tracing` calls this directly, and :mod:`tileattn.variant.compiled_tracing` where Dynamo could
-not trace the function.
+:mod:`tileattn.variant.tracing` uses this module directly. :mod:`tileattn.variant.compiled_tracing` uses it if Dynamo
+could not trace the function.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from .expression import captured, symbol
 
 
 def run_eagerly(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Any:
-    """What `fn` computes of the symbols called `arguments`: an expression or a number."""
+    """The expression or number that `fn` returns for the symbols called `arguments`."""
     symbols = [symbol(name) for name in arguments]
     try:
         result = with_captures(fn, _stand_in)(*symbols)
     except (TypeError, AttributeError):
         _check_takes(fn, arguments)
-        result = fn(*symbols)  # on the tensors themselves, with which it may compute: `(2 * slopes)[h]`
+        result = fn(*symbols)  # with the tensors themselves, so that it may compute with them: `(2 * slopes)[h]`
     return _stand_in(result)
 
 
 def _check_takes(fn: Callable[..., Any], arguments: tuple[str, ...]) -> None:
-    """Raises unless the function can be called with these arguments; asked only once it has failed."""
+    """Raises TypeError unless the function can be called with these arguments. Called after the function has failed."""
     try:
         signature = inspect.signature(fn)
     except ValueError:  # some builtins have none
@@ -50,10 +50,10 @@ def _stand_in(value: Any) -> Any:
 
 
 def with_captures(fn: Callable[..., Any], replace: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The function, with each tensor that its closure, globals or defaults hold replaced.
+    """A copy of the function in which each tensor in its closure, globals or defaults is replaced.
 
-    A tensor that it reaches in another way meets a symbol as it is, which does as well, but for its sizes: those of a
-    stand-in are run-time values, those of a tensor are constants of the text.
+    Tensors that the function reaches in another way are not replaced. They can be traced as well, but their sizes
+    become constants of the text; the sizes of a replaced tensor are run-time values.
     """
     if isinstance(fn, functools.partial):
         keywords = {name: replace(value) for name, value in fn.keywords.items()}

@@ -1,8 +1,8 @@
-"""A variant on the values of its operands, as PyTorch operations compute it (the torch backend, the reference).
+"""Variants evaluated with PyTorch operations, for the torch backend and the reference.
 
-What users write runs by its traced expression, so that it computes what kernels compute: floats in float32 at least,
-whatever the dtype of tensors and of ``torch.get_default_dtype()``. The masks of the package, which compute with
-integers, and its modifications, which backends know, stay the instances that they are.
+A user's mask or modification is evaluated by its traced expression. The result is therefore the same as in kernels:
+floats are computed in float32 or wider, whatever the dtype of the tensors and ``torch.get_default_dtype()``. The
+package's own masks compute with integers, and its modifications are known to backends, so both are used unchanged.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ _KNOWN = (ALiBi, Bias, PackedBias, SoftCap)
 
 
 def values_of(operands: Operands) -> dict[str, Any]:
-    """The operands by the names that expressions have for them."""
+    """The operands by their names in expressions (``t0``, ``i0``, ``f0``, ...)."""
     kinds = (("t", operands.tensors), ("i", operands.ints), ("f", operands.floats))
     return {f"{kind}{index}": value for kind, values in kinds for index, value in enumerate(values)}
 
 
 def evaluated_mask(mask: Mask | None, program: Program, values: dict[str, Any], dtype: torch.dtype) -> Mask | None:
-    """The mask, of which floats are computed in `dtype`."""
+    """The mask, with floats computed in `dtype` or wider."""
     return mask if mask is None or _is_of_integers(mask) else EvaluatedMask(program, values, dtype)
 
 
 def evaluated_mods(
     mods: Sequence[Callable[..., Any]], exprs: Sequence[Any], values: dict[str, Any], dtype: torch.dtype
 ) -> list[Callable[..., Any]]:
-    """The modifications, whose expressions `exprs` are; floats are computed in `dtype` at least."""
+    """The modifications, which have the expressions `exprs`, with floats computed in `dtype` or wider."""
     return [
         mod if type(mod) in _KNOWN else functools.partial(call, expr, values, dtype) for mod, expr in zip(mods, exprs)
     ]
 
 
 def call(expr: Any, values: dict[str, Any], dtype: torch.dtype, *arguments: Any) -> Any:
-    """Runs a traced function: ``(b, h, q, k)`` of a mask, or ``(score, b, h, q, k)`` of a modification."""
+    """Evaluates a traced function on ``(b, h, q, k)`` for a mask, or ``(score, b, h, q, k)`` for a modification."""
     names = ("b", "h", "q", "k") if len(arguments) == 4 else ("score", "b", "h", "q", "k")
     return evaluate(expr, {**values, **dict(zip(names, arguments))}, dtype)
 
@@ -59,7 +59,7 @@ def _is_of_integers(mask: Mask) -> bool:
 
 
 class EvaluatedMask(Mask):
-    """A mask by its program."""
+    """A mask that evaluates the expressions of a program."""
 
     def __init__(self, program: Program, values: dict[str, Any], dtype: torch.dtype) -> None:
         self.program, self.values, self.dtype = program, values, dtype

@@ -1,9 +1,10 @@
-"""Expressions: what a mask or a score modification computes, held as a value.
+"""Expressions: the computation of a mask or a score modification as a tree.
 
-A variant is written once, as Python code over ``b, h, q, k`` (and ``score``). On torch tensors that code simply runs.
-For a kernel it is run once on the symbols of this module instead, which yields an :class:`Expr`: a small tree that a
-backend turns into its own language, that prints to one canonical line (the kernel cache's key), and that reads back
-from that line (:mod:`tileattn.variant.reading`), so that an operator of ``torch.library`` can carry it as a string.
+A variant is written once, as Python code over ``b, h, q, k`` (and ``score``). The code runs directly on torch tensors.
+For a kernel it runs once on the symbols of this module and returns an :class:`Expr`, the root of a small tree. A
+backend generates code in its own language from the tree. The tree prints as one canonical line, which is a part of the
+kernel cache's key. :mod:`tileattn.variant.reading` parses that line, so a ``torch.library`` operator can take it as a
+string.
 
     >>> q, k = symbol("q"), symbol("k")
     >>> str((k <= q) & (q - k < 128))
@@ -33,8 +34,8 @@ class Expr(TensorMethods):
     """One node: an operation and its arguments (nodes, numbers, or the names of symbols and tensors).
 
     ``dtype`` is ``"float"``, ``"int"`` or ``"bool"``. Floats are computed in float32, or float64 in a float64 call,
-    whatever the dtype of the tensors that they are read from. Integers are int64 on a CPU; kernels take int32 for
-    positions and whatever cannot leave it (see ``int32_range.py``).
+    whatever the dtype of the tensors that they are read from. Integers are int64 on a CPU. Kernels use int32 for
+    positions and for all values that fit (see ``int32_range.py``).
     """
 
     __slots__ = ("args", "dtype", "op")
@@ -166,7 +167,7 @@ class Expr(TensorMethods):
         return FUNCTIONS[name](self, *others)
 
     def __getitem__(self, index: Any) -> Expr:
-        """A captured tensor without dimensions is one number, which ``[()]`` and ``[...]`` leave as it is."""
+        """Supports ``[()]`` and ``[...]``, which return a captured 0-dim tensor, one number, unchanged."""
         if index == () or index is Ellipsis:
             return self
         raise TypeError("a traced score or position is one number, and cannot be indexed")
@@ -179,7 +180,7 @@ class Expr(TensorMethods):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Lets functions written for FlexAttention (``torch.where``, ``torch.tanh``, ...) be traced as they are."""
+        """Traces torch functions such as ``torch.where`` and ``torch.tanh``, as code for FlexAttention uses them."""
         name = str(getattr(func, "__name__", func))
         if name == "__getitem__":
             return captured(args[0])[args[1]]
@@ -189,9 +190,9 @@ class Expr(TensorMethods):
 class TensorSymbol:
     """Stands for a captured tensor while a variant is traced: indexing it with positions yields a value.
 
-    ``ones`` says for each dimension whether its size is 1, in which case it is broadcast. ``dtype`` is the element's
-    torch dtype. ``aligned`` is what ``tile_loads.is_aligned`` says, where a kernel may make use of it. ``tensor`` is
-    the tensor itself while a user's function is traced, at whose end it gets a name (:mod:`tileattn.variant.tracing`).
+    ``dtype`` is the elements' torch dtype. ``ones`` says for each dimension whether its size is 1, in which case it is
+    broadcast. ``aligned`` is the result of ``tile_loads.is_aligned`` if a kernel may make use of it. ``tensor`` is the
+    tensor itself while a user's function is traced; the name is assigned afterwards (:mod:`tileattn.variant.tracing`).
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class TensorSymbol:
         return self.name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # protocols of Python, which ask whether there is such a method
+        if name.startswith("__"):  # a Python protocol that tests whether the method exists
             raise AttributeError(name)
         raise TypeError(
             f"a mask or score modification must read its tensors element by element (`tensor[h, k]`, "
@@ -221,7 +222,7 @@ class TensorSymbol:
 
     @property
     def _reference(self) -> Any:
-        """What stands for the tensor in an expression: its name, or itself where the name is not yet known."""
+        """The tensor's argument in an expression: its name, or this object if the name is not yet assigned."""
         return self.name if self.tensor is None else self
 
     @property
@@ -230,7 +231,7 @@ class TensorSymbol:
 
     @property
     def shape(self) -> tuple[Operand, ...]:
-        """Sizes: 1 where the size is known to be 1, a run-time value elsewhere."""
+        """The sizes: 1 if the size is known to be 1, else a run-time value."""
         return tuple(1 if one else Expr("size", (self._reference, axis), "int") for axis, one in enumerate(self.ones))
 
     def __getitem__(self, index: Any) -> Expr:
@@ -246,7 +247,7 @@ class TensorSymbol:
         return Expr("load", (self._reference, *index), kind)
 
     def whole(self) -> Expr:
-        """The number that a tensor without dimensions is."""
+        """The number in a 0-dim tensor."""
         if self.ndim:
             raise TypeError(
                 f"a mask or score modification computed with a captured tensor of {self.ndim} dimensions as a whole: "
@@ -256,7 +257,7 @@ class TensorSymbol:
 
 
 def captured(tensor: Any) -> TensorSymbol:
-    """Stands for a tensor that a user's function reads while it is traced."""
+    """A symbol for a tensor that a user's function reads while it is traced."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError("a traced score or position is one number, which cannot be indexed")
     return TensorSymbol(f"t{id(tensor)}", tensor.dtype, tuple(size == 1 for size in tensor.shape), tensor=tensor)
@@ -272,7 +273,7 @@ def symbol(name: str) -> Expr:
 
 
 def apply(op: str, *operands: Operand | TensorSymbol) -> Any:
-    """The node ``op(operands)``, or its value where all of them are numbers."""
+    """The node ``op(operands)``, or its value if all operands are numbers."""
     args = tuple(arg if isinstance(arg, (Expr, bool, int, float)) else _number(arg) for arg in operands)
     if not any(isinstance(arg, Expr) for arg in args):
         return OPS[op](*args)
@@ -283,7 +284,7 @@ def apply(op: str, *operands: Operand | TensorSymbol) -> Any:
 
 
 def _number(arg: Any) -> Any:
-    """What else counts as one number: a tensor without dimensions, a number of numpy or one that is being traced."""
+    """Converts a 0-dim tensor, a numpy number or a symbolic number of torch to an operand."""
     if isinstance(arg, TensorSymbol):
         return arg.whole()
     if isinstance(arg, torch.Tensor):
@@ -301,7 +302,7 @@ def _number(arg: Any) -> Any:
 
 
 def _check_logic(op: str, args: tuple[Operand, ...]) -> None:
-    """`&` and `|` join conditions, or the bits of integers; `~` negates a condition."""
+    """Raises TypeError unless `&` and `|` join conditions or integers, and `~` negates a condition."""
     kinds = {dtype_of(arg) for arg in args}
     if kinds != {"bool"} and (kinds != {"int"} or op == "not"):
         raise TypeError(
@@ -311,10 +312,10 @@ def _check_logic(op: str, args: tuple[Operand, ...]) -> None:
 
 
 def _simplify(op: str, args: tuple[Operand, ...]) -> Operand | None:
-    """Identities that composed masks produce; they keep keys short and generated code readable."""
+    """The operand that the operation reduces to, or None. Keeps keys short and generated code readable."""
     if op in ("and", "or"):
         for value, other in (args, args[::-1]):
-            # Not to a bare False or True where that is the result: Python's `~True` is -2.
+            # Only the neutral element is simplified, never to a bare False or True: Python's `~True` is -2.
             if isinstance(value, bool) and value == (op == "and"):
                 return other
     if op in ("min", "max") and str(args[0]) == str(args[1]):
@@ -338,7 +339,7 @@ def _result_dtype(op: str, args: tuple[Operand, ...]) -> str:
 
 
 def dtype_of(value: Operand) -> str:
-    """``"float"``, ``"int"`` or ``"bool"``."""
+    """The kind of a value: ``"float"``, ``"int"`` or ``"bool"``."""
     if isinstance(value, Expr):
         return value.dtype
     return "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
@@ -353,8 +354,8 @@ def nodes(expr: Any) -> Iterator[Expr]:
 
 
 def text_of(arg: Any) -> str:
-    """One line that :func:`parse` reads back."""
+    """The argument as text that :func:`tileattn.variant.reading.parse` reads back."""
     if isinstance(arg, bool):
         return "true" if arg else "false"
-    # NumPy's floats and enumerations are floats and ints with a repr of their own.
+    # numpy floats and enumerations are subclasses of float and int with another repr.
     return repr(float(arg)) if isinstance(arg, float) else str(int(arg)) if isinstance(arg, int) else str(arg)

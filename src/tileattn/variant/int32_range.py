@@ -1,7 +1,8 @@
-"""Which products of integers may leave int32: kernels compute these in int64, as PyTorch does.
+"""The range of integer expressions: which products may leave int32.
 
-Positions, and what grows with them, are int32 in kernels, where int64 takes several instructions. Lengths are taken
-to be below 2^24 here, sizes of windows below 2^30. Sums stay within int32 (see ``masks.FIRST_POSITION``).
+Kernels compute with int32 positions, because int64 arithmetic takes several instructions. Products that may leave int32
+are computed in int64, as in PyTorch. The bounds assume lengths below 2^24 and window sizes below 2^30. Sums stay within
+int32 (see ``masks.FIRST_POSITION``).
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ _ANY_BITS = 31
 
 
 def leaves_int32(expr: Expr) -> bool:
-    """Whether it is a product of integers that may be 2^31 or more."""
+    """Whether the expression is a product of integers that may be 2^31 or more."""
     return expr.op == "mul" and expr.dtype == "int" and sum(map(_bits, expr.args)) > _ANY_BITS
 
 
 def _bits(value: Any) -> int:
-    """The magnitude of an integer is at most two to this power."""
+    """A number of bits such that the integer's magnitude is at most two to this power."""
     if not isinstance(value, Expr):
         return max(abs(int(value)) - 1, 0).bit_length()
     if value.dtype == "bool":

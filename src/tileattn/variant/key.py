@@ -1,13 +1,13 @@
-"""Variants: a mask and score modifications, taken apart into code and operands.
+"""Variant keys: a mask and score modifications, split into code and operands.
 
 Kernels are compiled for the *code* of a variant and called with its *operands*: the numbers and tensors that its
-masks and modifications carry. :func:`encode` takes a variant apart into a key, one line of text that says all about the
-code, and :class:`Operands`. :mod:`tileattn.variant.program` goes back, from a key to what it means.
+masks and modifications carry. :func:`encode` splits a variant into a key, one line of text that determines the code,
+and :class:`Operands`. :mod:`tileattn.variant.program` turns a key back into expressions and objects.
 
     >>> encode(Causal() & SlidingWindow(512, None), ())
     ('And(Causal(),SlidingWindow(i,-))', Operands(tensors=[], ints=[512], floats=[]))
 
-The key of a user's function holds its traced expression, so that two functions that compute the same share a kernel.
+The key of a user's function contains its traced expression, so two functions with equal expressions share a kernel.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _KNOWN_DTYPES = frozenset(DTYPES.values())
 
 
 def normalize(mask: Any, score_mod: Any, causal: bool) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
-    """The mask and the tuple of score modifications that a user's arguments mean."""
+    """The mask (None for none) and the tuple of score modifications for a user's arguments."""
     if mask is not None and not isinstance(mask, Mask):
         if not callable(mask) or isinstance(mask, (type, ScoreMod)):
             instead = (
@@ -74,14 +74,14 @@ def normalize(mask: Any, score_mod: Any, causal: bool) -> tuple[Mask | None, tup
 
 
 def _described(value: Any) -> str:
-    """The type of a wrong argument, or the class that was given in place of an instance."""
+    """The type of a wrong argument, or the class itself if a class was given instead of an instance."""
     return f"the class {value.__name__} (not an instance)" if isinstance(value, type) else type(value).__name__
 
 
 def encode(mask: Mask | None, score_mods: Sequence[Callable[..., Any]]) -> tuple[str, Operands]:
-    """Takes a variant apart into its key and its operands.
+    """Splits a variant into its key and its operands.
 
-    Written so that torch.compile can trace it: its guards then hold for all that masks and modifications carry.
+    torch.compile can trace this function, so its guards cover all numbers and tensors of masks and modifications.
     """
     operands = Operands()
     parts = [] if mask is None else [_encode(mask, operands)]
@@ -132,7 +132,7 @@ TENSOR = re.compile(r"t:(\w+):([1n]*)(:aligned)?")
 
 @_constant_under_compile
 def field_names(cls: type) -> tuple[str, ...]:
-    """The operands' names of a class of masks or modifications."""
+    """The field names of a class of masks or modifications. Each field holds an operand."""
     return _registered_fields(cls)
 
 

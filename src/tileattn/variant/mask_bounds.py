@@ -1,7 +1,7 @@
-"""Bounds of masks: of their sizes, of two ranges together, and of their tensors.
+"""Bounds for masks: checks of sizes, operations on ranges, and bounds computed from tensors.
 
-A mask that holds a tensor computes bounds of it once, when it is made; its answers about tiles then read these (see
-:mod:`tileattn.masks`). Nothing here waits for the device.
+A mask that holds a tensor computes bounds from it once, at construction. Its range methods then read these bounds (see
+:mod:`tileattn.masks`). No function here waits for the device.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ..call.scalars import as_int
 from .math import maximum, minimum, where
 
 Range = tuple[Any, Any]
-MAX_SIZE = 2**30 - 1  # of a window or a prefix; sums with positions stay within int32
+MAX_SIZE = 2**30 - 1  # the largest window or prefix; sums with positions stay within int32
 
 
 def checked_size(name: str, size: Any, accepted: str) -> Any:
-    """A size as an int; sums of sizes and positions must stay within int32."""
+    """The size as an int from 0 to MAX_SIZE. Raises TypeError or ValueError for any other value."""
     size = as_int(size)
     if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
         raise TypeError(f"{name} must be {accepted}, got {size!r}")
@@ -36,9 +36,9 @@ def hull(x: Range, y: Range) -> Range:
 
 
 def joined(within: Range, x: Range, y: Range) -> Range:
-    """A range that lies in the union of two, and within a third."""
+    """A range that lies in the union of x and y and within a third range."""
     (x_lo, x_hi), (y_lo, y_hi) = (intersection(each, within) for each in (x, y))
-    # Two ranges that touch are one; of two that do not, the longer counts (the other computes its mask).
+    # Two ranges that touch are joined. Otherwise the longer range is taken, and the mask is evaluated in the other.
     touching = (maximum(x_lo, y_lo) <= minimum(x_hi, y_hi)) & (x_lo < x_hi) & (y_lo < y_hi)
     x_longer = x_hi - x_lo >= y_hi - y_lo
     lo = where(touching, minimum(x_lo, y_lo), where(x_longer, x_lo, y_lo))
@@ -47,7 +47,7 @@ def joined(within: Range, x: Range, y: Range) -> Range:
 
 
 def padding_bounds(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """begin, end, run_begin, run_end of `KeyPadding`, (batch,); does not wait for the device."""
+    """begin, end, run_begin and run_end of `KeyPadding`, each (batch,). Does not wait for the device."""
     batch, seqlen = keep.shape
     position = torch.arange(seqlen, device=keep.device).expand(batch, seqlen)
     if seqlen == 0:
@@ -55,24 +55,24 @@ def padding_bounds(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
         return nothing, nothing, nothing, nothing
     end = torch.where(keep, position + 1, 0).amax(1)
     begin = torch.minimum(torch.where(keep, position, seqlen).amin(1), end)
-    # Of each key the length of the run that ends with it.
+    # For each key, the length of the run that ends with it.
     run_start, _ = _runs(keep, position)
     length, last = torch.where(keep, position - run_start + 1, 0).max(1)
     return begin, end, last + 1 - length, last + 1
 
 
 def document_bounds(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """first, last, run_start, run_end of `Documents` for ids (batch, seqlen), without waiting for the device.
+    """(numbers, first, last, run_start, run_end) of `Documents` for ids (batch, seqlen). Does not wait for the device.
 
-    In front of them a number for each id, as `Documents` may compare instead: the position that has it first.
+    `numbers` renumbers the ids: each id becomes the first position that has it, which `Documents` can compare instead.
     """
     batch, seqlen = ids.shape
     position = torch.arange(seqlen, device=ids.device).expand(batch, seqlen)
     if seqlen == 0:
         return position, position, position, position, position
     run_start, run_end = _runs(ids, position)
-    # Bring equal ids together (the sort is stable, so positions ascend within an id): a run of the sorted ids then
-    # begins at the id's first position and ends at its last one.
+    # Sort equal ids together. The sort is stable, so positions ascend within an id: a run of the sorted ids begins at
+    # the id's first position and ends at its last one.
     order = torch.sort(ids, dim=1, stable=True).indices
     start, end = _runs(ids.gather(1, order), position)
     first = torch.empty_like(order).scatter_(1, order, order.gather(1, start))

@@ -1,23 +1,23 @@
 """Masks: which query position may see which key position.
 
-A mask is a value that answers five questions, from which every backend works:
+A mask is an object with five methods, which every backend uses:
 
-- ``allows(b, h, q, k)``: may query position ``q`` see key position ``k``? (batch ``b``, query head ``h``)
+- ``allows(b, h, q, k)``: whether query position ``q`` may see key position ``k`` (batch ``b``, query head ``h``).
 - ``kv_range(b, h, q_lo, q_hi, seqlen_k)``: the keys that *any* query in ``q_lo..q_hi`` can see, as ``(lo, hi)`` with
-  ``hi`` excluded. Tiles outside are never visited. It may be larger than the truth, never smaller.
-- ``full_range(b, h, q_lo, q_hi, seqlen_k)``: keys that *all* of them see; in tiles inside it no mask is computed. It
-  may be smaller than the truth, never larger; ``lo >= hi`` means none.
-- ``q_range`` and ``full_q_range(b, h, k_lo, k_hi, seqlen_k)``: the same of the queries that see *any*, or *all*, of the
-  keys ``k_lo..k_hi``, for the backward pass, whose outer loop is over keys.
+  ``hi`` excluded. Tiles outside are skipped. The range may be too large, never too small.
+- ``full_range(b, h, q_lo, q_hi, seqlen_k)``: the keys that *all* queries in ``q_lo..q_hi`` see. In tiles inside the
+  mask is not evaluated. The range may be too small, never too large; ``lo >= hi`` means no keys.
+- ``q_range`` and ``full_q_range(b, h, k_lo, k_hi, seqlen_k)``: the queries that see *any*, or *all*, of the keys
+  ``k_lo..k_hi``. The backward pass needs them, because its outer loop is over keys.
 
 Positions are aligned bottom-right, as in flash-attn: row ``i`` of the queries is at ``q = i + seqlen_k - seqlen_q``,
-so that the last query is at the last key; with more queries than keys the first positions are negative. Ranges may
-reach outside ``[0, seqlen_k)``, those of queries outside ``[seqlen_k - seqlen_q, seqlen_k)``: callers clamp them. The
-tiles that callers ask about end with the last query or key.
+so the last query is at the last key. With more queries than keys the first positions are negative. Ranges of keys may
+reach outside ``[0, seqlen_k)``, ranges of queries outside ``[seqlen_k - seqlen_q, seqlen_k)``: callers clamp them. The
+tiles that callers ask about end at the last query or key at the latest.
 
-Masks combine with ``&`` and ``|``. To add one, subclass :class:`Mask` as a frozen dataclass: numbers and tensors among
-its fields are run-time values (another window size compiles nothing); that a field is ``None`` is known at compile
-time.
+Masks combine with ``&`` and ``|``. A new mask is a frozen dataclass that subclasses :class:`Mask`. Numbers and tensors
+among its fields are run-time values: another window size recompiles nothing. Whether a field is ``None`` is known at
+compile time.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ import torch
 from .mask_bounds import Range, checked_size, document_bounds, hull, intersection, joined, padding_bounds
 from .math import load, maximum, where
 
-FIRST_POSITION = -(2**30)  # before all queries; sums with sizes stay within int32
+FIRST_POSITION = -(2**30)  # less than all query positions; sums with sizes stay within int32
 
 
 class Mask:
-    """Base of all masks; see the module's description."""
+    """Base class of all masks. The module's description explains its methods."""
 
     def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
-        """True where query position q may see key position k; broadcasts over torch tensors."""
+        """Whether query position q may see key position k. Broadcasts over torch tensors."""
         raise NotImplementedError
 
     def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
@@ -58,9 +58,9 @@ class Mask:
         return 0, 0
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A class that allows something else than its base does not inherit the base's answers about queries.
+        """Resets q_range and full_q_range to the defaults of :class:`Mask` in a class that redefines ``allows``.
 
-        The other questions are older than these two: whoever derives from a mask is used to answering those alone.
+        Ranges that the class itself defines stay. Inherited ranges may be wrong for the new ``allows``.
         """
         super().__init_subclass__(**options)
         if "allows" in vars(cls):
@@ -69,7 +69,7 @@ class Mask:
                     setattr(cls, name, getattr(Mask, name))
 
     def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
-        """Raises ValueError where a tensor of the mask does not fit the call."""
+        """Raises ValueError if a tensor of the mask does not fit the call."""
 
     def __and__(self, other: Mask) -> Mask:
         return And(self, _as_mask(other))
@@ -109,9 +109,10 @@ class SlidingWindow(Mask):
     """A query at ``q`` sees the keys from ``q - left`` to ``q + right``, both included, as in flash-attn.
 
     Args:
-        left: keys seen before the query's own position, 0 or more; None for no bound.
-        right: keys seen after it, 0 or more; None for no bound. Left out, the window is causal, as Mistral's: a query
-            sees ``left + 1`` keys, its own included. ``SlidingWindow(w, w)`` looks as far to both sides.
+        left: the number of keys seen before the query's own position, 0 or more; None for no bound.
+        right: the number of keys seen after it, 0 or more; None for no bound. By default it is 0, which makes the
+            window causal, as in Mistral: a query sees ``left + 1`` keys, its own included. ``SlidingWindow(w, w)`` is
+            symmetric.
     """
 
     left: int | None
@@ -155,7 +156,7 @@ class SlidingWindow(Mask):
 
 @dataclass(frozen=True, eq=False)
 class PrefixLM(Mask):
-    """Every query sees the first ``prefix`` keys; beyond them the mask is causal.
+    """A query sees the first ``prefix`` keys and the keys up to its own position.
 
     Args:
         prefix: an int, or an integer tensor (batch,) with one length for each sequence, on the queries' device.
@@ -195,21 +196,21 @@ class PrefixLM(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Documents(Mask):
-    """Queries see the keys of their own document, in sequences packed from several.
+    """A query sees the keys of its own document, in sequences that hold several documents.
 
-    The ids may come in any order; where equal ids are adjacent, as packing leaves them, other documents' tiles are
-    skipped. A position before the first key (seqlen_q > seqlen_k) belongs to no document.
+    The ids may be in any order. If equal ids are adjacent, as after packing, the tiles of other documents are skipped.
+    A position before the first key (seqlen_q > seqlen_k) belongs to no document.
 
     Args:
-        ids: integer tensor (batch, seqlen_k), or (seqlen_k,) for all batches: the document of each position. Any values
-            of its dtype; those of int64 are renumbered, for kernels compare in 32 bits.
+        ids: integer tensor (batch, seqlen_k), or (seqlen_k,) for all batch elements: the document of each position.
+            Any values are allowed. int64 ids are renumbered, because kernels compare in 32 bits.
     """
 
     ids: torch.Tensor
-    # For each position, bounds that hold for every tile beginning (`first`) or ending (`last`) there ...
+    # For each position, bounds that hold for every tile that begins (`first`) or ends (`last`) at the position.
     first: torch.Tensor = field(init=False, repr=False)
     last: torch.Tensor = field(init=False, repr=False)
-    # ... and the run of adjacent equal ids that it lies in.
+    # For each position, the run of adjacent equal ids around it.
     run_start: torch.Tensor = field(init=False, repr=False)
     run_end: torch.Tensor = field(init=False, repr=False)
 
@@ -237,7 +238,7 @@ class Documents(Mask):
         start, end = load(self.run_start, b, maximum(q_lo, 0)), load(self.run_end, b, maximum(q_lo, 0)) + 1
         return start, where((q_lo >= 0) & (q_hi < end), end, start)
 
-    # Who sees whom is mutual, but for queries before the first key, and no key stands there.
+    # Visibility is symmetric, except for queries before the first key.
     def q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
         return self.kv_range(b, h, k_lo, k_hi, seqlen_k)
 
@@ -254,11 +255,11 @@ class Documents(Mask):
 
 @dataclass(frozen=True, eq=False)
 class KeyPadding(Mask):
-    """Queries see the keys that are no padding; what :func:`tileattn.attention` makes of ``key_padding_mask``.
+    """A query sees the keys that are not padding. ``key_padding_mask`` of :func:`tileattn.attention` becomes one.
 
-    Padding may lie anywhere. Tiles before a sequence's first key and behind its last are skipped, and in its longest
-    run of keys, which are all that it has where padding is on one side, no mask is computed. Making it takes some small
-    launches: make it once for all layers.
+    Padding may lie anywhere. Tiles before a sequence's first kept key and after its last are skipped. Within the
+    longest run of kept keys the mask is not evaluated; with padding on one side only, that run holds all kept keys.
+    Construction launches several small kernels, so build one KeyPadding for all layers.
 
     Args:
         keep: bool tensor (batch, seqlen_k), or (1, seqlen_k) for all sequences, on the queries' device: True where a
@@ -266,7 +267,7 @@ class KeyPadding(Mask):
     """
 
     keep: torch.Tensor
-    # Of each sequence, as (begin, end): from the first to the last key; the longest run of keys.
+    # For each sequence: the span from the first to the last kept key, and the longest run of kept keys; ends excluded.
     begin: torch.Tensor = field(init=False, repr=False)
     end: torch.Tensor = field(init=False, repr=False)
     run_begin: torch.Tensor = field(init=False, repr=False)
@@ -303,7 +304,7 @@ class KeyPadding(Mask):
 
 
 def check_key_padding(name: str, keep: Any) -> None:
-    """Raises unless it is a bool tensor (batch, seqlen_k)."""
+    """Raises TypeError or ValueError unless keep is a bool tensor (batch, seqlen_k)."""
     if not isinstance(keep, torch.Tensor) or keep.dtype != torch.bool:
         given = keep.dtype if isinstance(keep, torch.Tensor) else type(keep).__name__
         instead = ""
@@ -323,10 +324,10 @@ def _check_integer(name: str, tensor: torch.Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class FunctionMask(Mask):
-    """A user's own ``mask(b, h, q, k) -> bool``: every tile is visited, and computes the mask.
+    """A user's own function ``mask(b, h, q, k) -> bool``, evaluated in every tile.
 
-    To let tiles be skipped, subclass :class:`Mask` and answer the other questions as well. Numbers that the
-    function captures are compile-time constants, tensors that it captures are read at run time.
+    A subclass of :class:`Mask` that also defines the ranges lets tiles be skipped. Numbers that the function captures
+    are compile-time constants. Tensors that it captures are read at run time.
     """
 
     fn: Callable[..., Any]
@@ -341,7 +342,7 @@ class FunctionMask(Mask):
 
 @dataclass(frozen=True, eq=False)
 class And(Mask):
-    """Positions that both masks allow; built by ``x & y``."""
+    """A query sees the keys that both masks allow. Built by ``x & y``."""
 
     x: Mask
     y: Mask
@@ -368,7 +369,7 @@ class And(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Or(Mask):
-    """Positions that at least one mask allows; built by ``x | y``."""
+    """A query sees the keys that at least one mask allows. Built by ``x | y``."""
 
     x: Mask
     y: Mask

@@ -1,9 +1,9 @@
-"""Functions for masks and score modifications, beside Python's operators.
+"""Functions for masks and score modifications, in addition to Python's operators.
 
-Each works on torch tensors, on plain numbers and on the traced values of :mod:`tileattn.variant.expression`, so that
-one Python function serves the CPU, the reference and the kernels. FlexAttention's ``torch.where``, ``torch.tanh``, ...
-and the methods of tensors (``score.clamp(max=30.0)``) are traced as well; these functions are for code that also
-runs on plain numbers. Floats are computed in float32 at least.
+Each function accepts torch tensors, plain numbers and the traced values of :mod:`tileattn.variant.expression`, so one
+Python function serves the CPU, the reference and the kernels. Functions of torch, as FlexAttention uses them
+(``torch.where``, ``torch.tanh``, ...), and methods of tensors (``score.clamp(max=30.0)``) can be traced as well. The
+functions here also accept plain numbers. Floats are computed in float32 or wider.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def silu(x: Any) -> Any:
 
 
 def relu(x: Any) -> Any:
-    """X where it is positive, 0 elsewhere."""
+    """The value x where it is positive, 0 elsewhere."""
     return torch.relu(x) if isinstance(x, torch.Tensor) else _functions.relu(x)
 
 
@@ -74,17 +74,17 @@ def square(x: Any) -> Any:
 
 
 def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
-    """X, or the bound that it lies beyond; None is no bound."""
+    """The value x limited to the range from min to max; None means no bound."""
     return torch.clamp(x, min, max) if isinstance(x, torch.Tensor) else _functions.clamp(x, min, max)
 
 
 def exp(x: Any) -> Any:
-    """E to the power x."""
+    """The exponential ``e ** x``."""
     return _unary("exp", x)
 
 
 def exp2(x: Any) -> Any:
-    """2 to the power x."""
+    """The power ``2 ** x``."""
     return _unary("exp2", x)
 
 
@@ -140,12 +140,12 @@ def _on_tensors(op: str, *args: Any) -> Any:
 
 
 def _traced(values: Any) -> bool:
-    """Whether some are symbols of compiled_tracing.py, whose operations torch must see as they are."""
+    """Whether a value is a symbol of compiled_tracing.py. torch must see the operations on symbols unchanged."""
     return True in [isinstance(value, torch.Tensor) and value.is_meta for value in values]
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
-    """X where the condition holds, y elsewhere; both are evaluated everywhere."""
+    """The value x where the condition holds, y elsewhere. Both are evaluated everywhere."""
     if isinstance(condition, torch.Tensor):
         return _on_tensors("where", condition, x, y)
     if isinstance(condition, Expr):
@@ -154,12 +154,13 @@ def where(condition: Any, x: Any, y: Any) -> Any:
 
 
 def load(tensor: Any, *index: Any) -> Any:
-    """The element ``tensor[index]``, one position for each dimension; a dimension of size 1 is broadcast.
+    """The element ``tensor[index]``, with one index for each dimension. A dimension of size 1 is broadcast.
 
-    An index beyond the tensor, negative ones among them, reads something of the tensor or zero, which of these depends
-    on the backend: it is for positions that a mask hides, where it makes no difference.
+    An index out of range, negative indices included, is not an error: the result is some element of the tensor or
+    zero, depending on the backend. This allows such an index at positions that a mask hides, where the result is not
+    used.
     """
-    if isinstance(tensor, (TensorSymbol, Expr)):  # of one without dimensions, an Expr
+    if isinstance(tensor, (TensorSymbol, Expr)):  # an Expr stands for a 0-dim tensor
         return tensor[index]
     if torch.compiler.is_dynamo_compiling() and not tensor.is_meta and _traced(index):
         return tensor[index]

@@ -1,4 +1,4 @@
-"""The operations that expressions consist of, and what they make of numbers."""
+"""The operations of expressions, and their implementations for plain numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _sigmoid(x: float) -> float:
 
 
 def _to_power(power: Callable[[float], float]) -> Callable[[float], float]:
-    """Infinite where Python refuses."""
+    """The function, with infinity as the result where Python raises OverflowError."""
 
     def computed(x: float) -> float:
         try:
@@ -30,7 +30,7 @@ def _to_power(power: Callable[[float], float]) -> Callable[[float], float]:
     return computed
 
 
-# Those that Python has an operator for, which numbers, tensors and expressions all take.
+# Operations with a Python operator, which works on numbers, tensors and expressions.
 OPERATORS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
@@ -48,7 +48,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "or": operator.or_,
 }
 
-# The operations that backends know, and what they make of numbers.
+# All operations that backends implement, with their implementations for plain numbers.
 OPS: dict[str, Callable[..., Any]] = {
     **OPERATORS,
     "not": lambda x: not x,

@@ -1,8 +1,8 @@
-"""What a key means: the traced expressions of a variant, and the mask and modifications that it was made of.
+"""Programs: the traced expressions of a variant, and the way back from a key to a mask and modifications.
 
-:func:`program` turns a key into expressions, for a backend to generate code from. :func:`restore` turns a key and
-operands into a mask and modifications that run on tensors. :func:`with_alignment` adds to a key what only tensors in
-memory can tell.
+:func:`program` turns a key into expressions, from which a backend generates code. :func:`restore` turns a key and
+operands into a mask and modifications that run on tensors. :func:`with_alignment` adds the alignment of tensors in
+memory to a key.
 
     >>> str(program("Causal()").allows)
     '(le k q)'
@@ -29,7 +29,7 @@ from .tile_loads import TileLoad, find, is_aligned
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a variant computes, as expressions over ``b h q k``, ``score``, the ends of tiles and its operands.
+    """The expressions of a variant, over ``b h q k``, ``score``, the ends of tiles and the variant's operands.
 
     ``allows`` is None without a mask and ``score`` None without a modification. The ranges are pairs of expressions:
     ``kv_range`` and ``full_range`` over ``q_lo q_hi seqlen_k``, ``q_range`` and ``full_q_range`` over ``k_lo k_hi
@@ -48,13 +48,13 @@ class Program:
 
     @property
     def operands(self) -> int:
-        """How many operands there are."""
+        """The number of operands."""
         return len(self.tensors) + self.ints + self.floats
 
     def __str__(self) -> str:
-        """The canonical text: equal texts mean equal kernels, in any process.
+        """The canonical text of the forward pass: equal texts mean equal kernels, in any process.
 
-        Of the forward pass, that is, which does not ask for ranges of queries.
+        It leaves out the ranges of queries, which the forward pass does not use.
         """
         tensors = (f"{t.name}:{t.dtype}:{t.ones}{':aligned' * t.aligned}" for t in self.tensors)
         operands = " ".join(tensors) + f" i{self.ints} f{self.floats}"
@@ -62,17 +62,17 @@ class Program:
 
     @property
     def backward_text(self) -> str:
-        """The canonical text of the backward pass, which asks for all."""
+        """The canonical text of the backward pass, which uses all ranges."""
         return f"{self} | {self.q_range} | {self.full_q_range}"
 
     @functools.cached_property
     def tile_loads(self) -> tuple[TileLoad, ...]:
-        """What the modification reads tile by tile, whether or not its tensor is aligned."""
+        """The tile loads of the modification, whether or not their tensors are aligned."""
         return tuple(find(self.score))
 
     @functools.cached_property
     def copied_tile(self) -> tuple[TileLoad, torch.dtype] | None:
-        """The tile load whose tensor a kernel may copy by TMA, the first if there are several, and its dtype."""
+        """The first tile load whose tensor a kernel may copy by TMA, and the tensor's dtype; None if there is none."""
         dtypes = {tensor.name: tensor.dtype for tensor in self.tensors if tensor.aligned}
         return next(((load, dtypes[load.name]) for load in self.tile_loads if load.name in dtypes), None)
 
@@ -120,7 +120,7 @@ def restore(
 ) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
     """The mask and the modifications on the operands' values, to compute with.
 
-    What users wrote computes floats in `dtype` at least (float32 or float64): see :mod:`tileattn.variant.evaluated`.
+    Users' functions compute floats in `dtype` (float32 or float64) or wider: see :mod:`tileattn.variant.evaluated`.
     """
     if not operands.tensors and not operands.ints and not operands.floats:
         return _restored_without_operands(key, dtype)
@@ -141,15 +141,15 @@ def _restored_without_operands(key: str, dtype: torch.dtype) -> tuple[Mask | Non
 def computed_in(
     dtype: torch.dtype, mask: Mask | None, score_mods: Sequence[Callable[..., Any]]
 ) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
-    """The same mask and modifications, computing floats in `dtype` at least."""
+    """The same mask and modifications, with floats computed in `dtype` or wider."""
     return restore(*encode(mask, score_mods), dtype)
 
 
 def with_alignment(key: str, tensors: Sequence[torch.Tensor]) -> str:
-    """The key with a mark at each tensor that is read tile by tile and is aligned for that.
+    """The key with a mark at each tensor that is read tile by tile and is aligned for it.
 
-    Not part of :func:`encode`, for it asks for addresses, which tensors that are being traced do not have: the operator
-    adds it when it runs.
+    Not a part of :func:`encode`, because it needs addresses, which traced tensors do not have. The operator adds the
+    marks when it runs.
     """
     names = {load.name for load in program(key).tile_loads}
     if not names:
@@ -164,7 +164,7 @@ def _marked(key: str, aligned: tuple[bool, ...]) -> str:
 
 
 class _Reader:
-    """Reads a key back into masks and modifications, on symbols or, where operands are given, on their values."""
+    """Reads a key back into masks and modifications: on the operands' values if given, else on symbols."""
 
     def __init__(self, key: str, operands: Operands | None = None) -> None:
         self.rest = key

@@ -1,7 +1,7 @@
-"""What becomes of traced expressions: read back from their text, and evaluated on tensors.
+"""Parsing of expressions from their text, and their evaluation on tensors.
 
-Evaluation keeps the promise that kernels keep: floats are float32 at least (float64 in a float64 call), whatever
-the dtype of the tensors that are read and whatever ``torch.set_default_dtype`` says; integers are int64.
+Evaluation has the same precision as kernels: floats are float32 or wider (float64 in a float64 call), whatever the
+dtype of the tensors that are read and whatever ``torch.set_default_dtype`` says. Integers are int64.
 
     >>> evaluate(parse("(mul 0.5 k)", {}), {"k": torch.arange(3)})
     tensor([0.0000, 0.5000, 1.0000])
@@ -24,9 +24,9 @@ _TOKEN = re.compile(r"[()]|[^\s()]+")
 
 
 def parse(text: str, tensors: dict[str, TensorSymbol]) -> Any:
-    """Reads back what ``str(expr)`` wrote; `tensors` says which tensor each of its names (``t0``) now means.
+    """Parses the text that ``str(expr)`` returns. `tensors` maps tensor names (``t0``) to tensors.
 
-    What occurs several times in the text becomes one node.
+    A subexpression that occurs several times in the text becomes one node.
     """
     tokens = _TOKEN.findall(text)
     value, rest = _parse(tokens, 0, tensors, {})
@@ -57,7 +57,7 @@ def _parse(tokens: list[str], at: int, tensors: dict[str, TensorSymbol], known: 
 
 
 def _named(arg: Any) -> Any:
-    """By what an argument is known again: a node that is the same one, a symbol, a number."""
+    """The identity of an argument in a lookup: the id of a node; a symbol or number itself."""
     return id(arg) if isinstance(arg, Expr) and arg.op != "symbol" else arg
 
 
@@ -76,12 +76,13 @@ def _leaf(token: str) -> Operand:
 
 
 def evaluate(expr: Any, values: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
-    """The expression's value where symbols (and tensors) have these values: torch tensors, numbers or expressions.
+    """The value of an expression for given values of its symbols and tensors.
 
     Args:
         expr: an expression, or a number.
-        values: by the names of symbols and tensors; what has none stays symbolic.
-        dtype: float32 or float64, in which floats are computed; those that are wider stay so.
+        values: torch tensors, numbers or expressions by the names of symbols and tensors. Names without a value stay
+            symbolic.
+        dtype: float32 or float64, the dtype in which floats are computed; wider floats stay wider.
     """
     return _evaluated(expr, values, dtype, {})
 
@@ -109,10 +110,10 @@ def _value_of(expr: Expr, values: dict[str, Any], dtype: torch.dtype, known: dic
 
 
 def element(tensor: Any, index: Sequence[Any]) -> Any:
-    """``tensor[index]``, or the nearest element where the index lies beyond the tensor.
+    """``tensor[index]``, or the nearest element if the index is out of range.
 
-    A function is evaluated at all positions of a tile, those that a mask hides as well, where ``table[q - k]`` may be
-    beyond the table.
+    A function is evaluated at all positions of a tile, including those that a mask hides. There the index of
+    ``table[q - k]`` may be out of range.
     """
     return tensor[tuple(_within(i, size) for i, size in zip(index, tensor.shape))]
 
@@ -124,14 +125,14 @@ def _within(index: Any, size: int) -> Any:
 
 
 def widened(value: Any, dtype: torch.dtype) -> Any:
-    """A tensor's values as they are computed with: floats in `dtype` at least, integers in int64."""
+    """A tensor converted for computation: floats to `dtype` or wider, integers to int64. Others are unchanged."""
     if not isinstance(value, torch.Tensor) or value.dtype == torch.bool:
         return value
     return value.to(torch.promote_types(value.dtype, dtype) if value.dtype.is_floating_point else torch.int64)
 
 
 def on_tensors(op: str, args: list[Any], dtype: torch.dtype) -> torch.Tensor:
-    """One operation, of which some arguments are tensors, on values as :func:`widened` gives them."""
+    """One operation with at least one tensor argument. Tensors are as :func:`widened` returns them."""
     condition, numbers = (args[:1], args[1:]) if op == "where" else ([], args)
     kinds = {_kind(number) for number in numbers}
     if "float" in kinds or op in FLOAT_OPS:
@@ -142,7 +143,7 @@ def on_tensors(op: str, args: list[Any], dtype: torch.dtype) -> torch.Tensor:
         dtype = torch.bool if kinds == {"bool"} and op not in _ARITHMETIC else torch.int64
     numbers = [_tensor_in(number, dtype) if _is(number) else _NUMBER[dtype](number) for number in numbers]
     if op in ("floordiv", "mod") and _is(numbers[1]) and dtype == torch.int64:
-        # Where a mask hides the position it does not matter, and elsewhere kernels do not stop either.
+        # Avoids an error for integer division by 0: masked positions do not matter, and kernels raise none either.
         numbers[1] = numbers[1].masked_fill(numbers[1] == 0, 1)
     if op == "floordiv" and dtype.is_floating_point:
         return torch.floor(numbers[0] / numbers[1])  # torch's own has no derivative, not even 0
@@ -166,12 +167,12 @@ def _kind(value: Any) -> str:
 
 
 def _tensor_in(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Integers and conditions in `dtype`; floats of another are promoted by the operation."""
+    """Integers and conditions converted to `dtype`. Floats are unchanged; the operation promotes them."""
     return value if value.dtype.is_floating_point else value.to(dtype)
 
 
 def _filled(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A number as a tensor, filled in on the device: copying it there would wait."""
+    """A number as a tensor, filled in on the device, because a copy from the host would synchronise."""
     return value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=dtype, device=device)
 
 
@@ -182,7 +183,7 @@ _NUMBER: dict[torch.dtype, Callable[[Any], Any]] = {
     torch.float64: float,
 }
 
-# Of conditions they count: True is 1.
+# Operations that treat conditions as integers: True is 1.
 _ARITHMETIC = {"add", "sub", "mul", "floordiv", "mod", "min", "max", "abs", "int"}
 
 _PYTHON: dict[str, Callable[..., Any]] = {**OPERATORS, "not": operator.invert}

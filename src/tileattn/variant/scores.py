@@ -1,9 +1,10 @@
 """Score modifications: functions of one attention score, applied before the softmax.
 
-A modification is a function ``score_mod(score, b, h, q, k) -> score`` of the scaled score ``scale * <q, k>`` at batch
-``b``, query head ``h``, query position ``q`` and key position ``k`` (positions as in :mod:`tileattn.masks`). A user's
-plain function is taken as it is; those that carry numbers or tensors are the frozen dataclasses below. Several compose
-in the order given: ``score_mod=[ALiBi(slopes), SoftCap(30.0)]``.
+A modification is a function ``score_mod(score, b, h, q, k) -> score``. Its first argument is the scaled score
+``scale * <q, k>`` at batch ``b``, query head ``h``, query position ``q`` and key position ``k`` (positions as in
+:mod:`tileattn.masks`). A modification is either a user's plain function or an instance of a frozen dataclass such as
+those below, which carries numbers and tensors as run-time values. Several modifications are applied in the order
+given: ``score_mod=[ALiBi(slopes), SoftCap(30.0)]``.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class ScoreMod:
-    """Base of the score modifications that carry operands; subclass it as a frozen dataclass to add one."""
+    """Base class of the score modifications that carry numbers or tensors.
+
+    A new one is a frozen dataclass that subclasses ScoreMod.
+    """
 
     def __call__(self, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        """The new score; broadcasts over torch tensors."""
+        """The new score. Broadcasts over torch tensors."""
         raise NotImplementedError
 
     def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
-        """Raises ValueError where a tensor of the modification does not fit the call."""
+        """Raises ValueError if a tensor of the modification does not fit the call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +40,7 @@ class SoftCap(ScoreMod):
     """``cap * tanh(score / cap)``: keeps scores within ``-cap .. cap`` (Gemma 2).
 
     Args:
-        cap: a positive number.
+        cap: a positive finite number.
     """
 
     cap: float
@@ -65,7 +69,7 @@ class ALiBi(ScoreMod):
     def __call__(self, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         slope = load(self.slopes, h) if self.slopes.ndim == 1 else load(self.slopes, b, h)
         if isinstance(score, torch.Tensor):
-            slope = slope.to(torch.promote_types(slope.dtype, score.dtype))  # float64 beside scores in float64
+            slope = slope.to(torch.promote_types(slope.dtype, score.dtype))  # float64 for scores in float64
         return score - slope * abs(q - k)
 
     def check(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
@@ -83,7 +87,8 @@ class Bias(ScoreMod):
 
     Args:
         tensor: float tensor (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), any strides, on the queries' device.
-            Fastest on sm_90a with rows that begin at multiples of 16 bytes: pad an odd number of keys.
+            Fastest on sm_90a if its rows begin at multiples of 16 bytes. For an odd number of keys, pad the rows in
+            memory and pass a slice.
     """
 
     tensor: torch.Tensor
@@ -106,7 +111,7 @@ class Bias(ScoreMod):
 
 @dataclass(frozen=True, eq=False)
 class PackedBias(ScoreMod):
-    """What a `Bias` is on packed sequences: which row a position is depends on the lengths of its sequence.
+    """A `Bias` on packed sequences, where the row of a position depends on the lengths of its sequence.
 
     Args:
         tensor: float tensor (sequences or 1, heads or 1, max_seqlen_q or 1, max_seqlen_k), or larger.
@@ -131,7 +136,7 @@ class PackedBias(ScoreMod):
             )
 
     def part(self, sequence: int, seqlen_q: int, seqlen_k: int) -> tuple[slice, ...]:
-        """Where the bias of one sequence lies in the tensor: (1, heads or 1, seqlen_q or 1, seqlen_k) of it."""
+        """The slices of the tensor that hold one sequence's bias (1, heads or 1, seqlen_q or 1, seqlen_k)."""
         batch = 0 if self.tensor.shape[0] == 1 else sequence
         rows = 1 if self.tensor.shape[2] == 1 else seqlen_q
         return slice(batch, batch + 1), slice(None), slice(0, rows), slice(0, seqlen_k)
@@ -140,7 +145,7 @@ class PackedBias(ScoreMod):
 def for_packed(
     mods: Sequence[Callable[..., Any]], cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor
 ) -> tuple[Callable[..., Any], ...]:
-    """The modifications as a packed call has them; does not wait for the device."""
+    """The modifications for a packed call: each Bias becomes a PackedBias. Does not wait for the device."""
     if not any(type(mod) is Bias for mod in mods):
         return tuple(mods)
     first = cu_seqlens_k.diff() - cu_seqlens_q.diff()

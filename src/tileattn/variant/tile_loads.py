@@ -1,8 +1,9 @@
-"""Loads of whole tiles: elements of a captured tensor that follow the matrix of scores, row by row, key by key.
+"""Tile loads: loads that read a tile of a captured tensor for each tile of scores.
 
-``bias[b, h, q, k]`` and :class:`tileattn.Bias` read, for a tile of scores, a tile of their tensor. A kernel may copy it
-at once, as it does with keys, instead of fetching each element where it is used. What such a copy asks of the tensor's
-memory (:func:`is_aligned`) becomes part of the variant's key: see ``variant.with_alignment``.
+``bias[b, h, q, k]`` and :class:`tileattn.Bias` are such loads: rows of the tensor follow queries, its last dimension
+follows keys. A kernel may copy the whole tile at once, as it does with keys, instead of loading each element where it
+is used. Such a copy requires alignment (:func:`is_aligned`), which becomes a part of the variant's key: see
+:func:`tileattn.variant.program.with_alignment`.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ import torch
 from .expression import Expr, nodes
 
 _COPIED = (torch.float16, torch.bfloat16, torch.float32)
-_MAX_NDIM = 5  # of a tensor map
+_MAX_NDIM = 5  # the most dimensions of a TMA tensor map
 _VARYING = ("q", "k", "score")
 
 
 @dataclass(frozen=True)
 class TileLoad:
-    """A node ``(load name *outer row k)`` of an expression, `row` being ``q`` plus what is the same in all of a tile.
+    """A node ``(load name *outer row k)`` of an expression, where `row` is ``q`` plus a value constant within a tile.
 
     Attributes:
-        text: of the node, by which it is found again.
-        name: the tensor's.
-        outer: the indices in front of the last two, the same in all of a tile.
-        row: the index of the tile's first row, if ``q`` is the position of its first query.
+        text: the node's text, which identifies the node.
+        name: the tensor's name.
+        outer: the indices before the last two; they are constant within a tile.
+        row: the row index as an expression of ``q``. At the tile's first query it gives the tile's first row.
     """
 
     text: str
@@ -37,7 +38,7 @@ class TileLoad:
     row: Any
 
     def differs_by(self, symbol: str) -> bool:
-        """Whether each batch element (``b``), or head (``h``), has a tile of its own; else they share one."""
+        """Whether the tile differs between batch elements (``"b"``) or heads (``"h"``); if not, they share one."""
         return any(node.op == "symbol" and node.args[0] == symbol for index in self.outer for node in nodes(index))
 
 
@@ -51,7 +52,7 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     """Whether a tile of the tensor's last two dimensions can be copied by TMA: rows begin at multiples of 16 bytes."""
     step = 16 // tensor.element_size() if tensor.dtype in _COPIED else 0
     *outer, last = tensor.stride()
-    # A size of 1 counts as well: its stride is in the tensor map, although nobody steps by it.
+    # The stride of a dimension of size 1 counts as well: it is not used, but it is in the tensor map.
     return step > 0 and last == 1 and tensor.data_ptr() % 16 == 0 and not any(s == 0 or s % step for s in outer)
 
 
@@ -65,7 +66,7 @@ def _as_tile_load(node: Expr) -> TileLoad | None:
 
 
 def _steps_with_q(index: Any) -> bool:
-    """Whether the index is ``q`` plus or minus something that is the same in all of a tile."""
+    """Whether the index is ``q`` plus or minus a value that is constant within a tile."""
     if not isinstance(index, Expr) or index.op not in ("symbol", "add", "sub"):
         return False
     if index.op == "symbol":
@@ -75,5 +76,5 @@ def _steps_with_q(index: Any) -> bool:
 
 
 def _varies(index: Any) -> bool:
-    """Whether the value differs within a tile, or has to be read from memory itself."""
+    """Whether the value may differ within a tile. A value that is loaded from memory counts as different."""
     return any(node.op == "load" or (node.op == "symbol" and node.args[0] in _VARYING) for node in nodes(index))

@@ -1,9 +1,9 @@
-"""What masks and score modifications call: the functions of torch, as compositions of the few operations of kernels.
+"""torch's functions on traced values, composed of the few operations that kernels implement.
 
-``torch.clamp(score, max=30.0)``, ``score.clamp(max=30.0)`` and ``tileattn.math.clamp(score, max=30.0)`` are one
-function here. It takes traced values and numbers. What backends must know is :data:`tileattn.variant.operations.OPS`;
-derivatives come from those as well, and are torch's, also where a function has a kink: 0 for ``relu`` at 0, 1 for
-``clamp`` at its bounds.
+``torch.clamp(score, max=30.0)``, ``score.clamp(max=30.0)`` and ``tileattn.math.clamp(score, max=30.0)`` all call the
+same function of this module. The functions take traced values and numbers. Backends only implement
+:data:`tileattn.variant.operations.OPS`, from which derivatives are computed too. The derivatives are those of torch,
+also where a function has a kink: 0 for ``relu`` at 0, 1 for ``clamp`` at its bounds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TRACED = "a mask or score modification"
 
 
 def floated(x: Any) -> Any:
-    """As a float."""
+    """The value converted to a float."""
     kind = dtype_of(x)
     if not isinstance(x, Expr):
         return float(x)
@@ -75,7 +75,7 @@ def leaky_relu(x: Any, negative_slope: float = 0.01) -> Any:
 
 def elu(x: Any, alpha: float = 1.0) -> Any:
     above = apply("gt", x, 0)
-    # Where x is large exp(x) would be infinite, and 0 times its slope NaN.
+    # For large x, exp(x) would be infinite, and its derivative times 0 would be NaN.
     return apply("where", above, x, apply("mul", alpha, expm1(apply("where", above, 0.0, x))))
 
 
@@ -114,7 +114,7 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
     if not floats:
         x = x if min is None else apply("max", x, min)
         return x if max is None else apply("min", x, max)
-    # Not the smaller and the larger: at a bound, the derivative of these is half.
+    # Not min and max, whose derivative at a bound would be 1/2.
     x = floated(x)
     x = x if min is None else apply("where", apply("lt", x, min), floated(min), x)
     return x if max is None else apply("where", apply("gt", x, max), floated(max), x)
@@ -268,8 +268,8 @@ def _operation(op: str) -> Callable[..., Any]:
     return lambda *operands: apply(op, *operands)
 
 
-# By the names of torch. `FUNCTIONS` are called by the methods of traced values, by torch's functions and by
-# tileattn.math; they stand in torch_methods.py, for expression.py cannot import this module.
+# The functions by torch's names. The methods of traced values, torch's functions and tileattn.math call them. The
+# dictionary is defined in torch_methods.py, because expression.py cannot import this module.
 FUNCTIONS.update({op: _operation(op) for op in OPS})
 FUNCTIONS.update({
     "minimum": _operation("min"), "maximum": _operation("max"), "floor_divide": _operation("floordiv"),
@@ -282,7 +282,7 @@ FUNCTIONS.update({
     "zeros_like": zeros_like, "ones_like": ones_like, "full_like": full_like, "convert": convert,
 })  # fmt: skip
 
-# Names under which torch calls them: `torch.absolute(x)`, and `tensor & x`, in which the tensor comes first.
+# Other names under which torch calls them, as in `torch.absolute(x)` and in `tensor & x`, where the tensor is first.
 TORCH_NAMES.update(
     {name: name for name in FUNCTIONS if name not in ("select", "convert", "floordiv", "mod", "float", "int")}
 )

@@ -1,7 +1,7 @@
-"""What traced values have of torch: methods, as ``(q - k).abs()``, and functions, as ``torch.clamp(score, max=9)``.
+"""torch's methods and functions for traced values, such as ``(q - k).abs()`` and ``torch.clamp(score, max=9)``.
 
-Both lead to :mod:`tileattn.variant.torch_functions`, by name. The methods are written out one by one, for torch.compile
-to follow.
+Both call the functions of :mod:`tileattn.variant.torch_functions` by name. The methods are written out one by one, so
+that torch.compile can trace them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ TORCH_NAMES: dict[str, str] = {}
 
 
 def call_of_torch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch's function `name` gives, some of its arguments being traced values.
+    """The result of torch's function `name` if some of its arguments are traced values.
 
     Raises:
-        TypeError: it cannot be traced; the message says what to write.
+        TypeError: the function cannot be traced; the message says what to write instead.
     """
     plain = name.strip("_")
     if plain != name and plain not in TORCH_NAMES and plain[1:] in TORCH_NAMES:  # __rsub__
@@ -55,12 +55,12 @@ _INSTEAD = {
 
 
 class TensorMethods:
-    """Base of :class:`tileattn.variant.expression.Expr`."""
+    """Base class of :class:`tileattn.variant.expression.Expr`: torch's methods of one traced value."""
 
     __slots__ = ()
 
     def _call(self, name: str, *others: Any) -> Any:
-        """The function `name` of this value and others."""
+        """The result of the function `name` on this value and `others`."""
         raise NotImplementedError
 
     # --- Of one value ---
@@ -241,5 +241,5 @@ class TensorMethods:
         return self._call("convert", other)
 
     def item(self) -> Any:
-        """A captured tensor without dimensions is one number already."""
+        """Returns the value itself: a captured 0-dim tensor is already one number."""
         return self

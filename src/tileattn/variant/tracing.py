@@ -1,14 +1,14 @@
-"""A user's mask or score function as an expression: the function runs once, on symbols.
+"""Tracing: a user's mask or score function runs once on symbols and becomes an expression.
 
-What it computes becomes one line of text. A captured tensor that meets a symbol becomes an operand (``t0``, ``t1``, ...
-in the order of the text). A captured number becomes a constant of the text.
+The expression is written as one line of text. A captured tensor in it becomes an operand (``t0``, ``t1``, ... in the
+order of the text). A captured number becomes a constant of the text.
 
     >>> slopes = torch.ones(4)
     >>> trace(lambda score, b, h, q, k: score + 2 * slopes[h], ("score", "b", "h", "q", "k")).text
     '(add score (mul 2 (load t0 h)))'
 
-Under torch.compile, Dynamo traces the function together with the code around it, and its guards hold for all that the
-function captures (:mod:`tileattn.variant.compiled_tracing`). A number that Dynamo does not take for a constant
+Under torch.compile, Dynamo traces the function together with the code around it, and its guards cover everything that
+the function captures (:mod:`tileattn.variant.compiled_tracing`). A number that Dynamo does not treat as a constant
 becomes an operand (``i0``, ``f0``, ...).
 """
 
@@ -26,7 +26,7 @@ from .expression import Expr, TensorSymbol, dtype_of, text_of
 
 @dataclass
 class Traced:
-    """A function's text, and the values of the operands that the text names ``t0 ...``, ``i0 ...`` and ``f0 ...``."""
+    """A function's text, and the values of its operands ``t0 ...``, ``i0 ...`` and ``f0 ...``."""
 
     text: str = ""
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Traced:
     floats: list[float] = field(default_factory=list)
 
     def write(self, value: Any) -> str:
-        """The text of an expression, in which operands are numbered as they come."""
+        """The text of an expression. Operands are numbered in the order in which they occur."""
         if not isinstance(value, Expr):
             return text_of(value)
         if value.op == "symbol":
@@ -63,8 +63,8 @@ def trace(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Traced:
     """Runs `fn` on the symbols called `arguments`: ``b h q k`` for a mask, ``score b h q k`` for a modification.
 
     Raises:
-        TypeError: the function does something that no kernel can, or returns something else than a mask or a
-            modification must; the message says what to write.
+        TypeError: the function uses an operation that cannot be traced, or returns a value of the wrong kind. The
+            message says what to write instead.
     """
     if torch.compiler.is_dynamo_compiling():
         from .compiled_tracing import run

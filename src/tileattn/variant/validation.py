@@ -1,4 +1,4 @@
-"""Checks of a mask and of score modifications against a call: whether their tensors fit it, and are on its device."""
+"""Checks of a mask and score modifications against a call: the shapes and the device of their tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .scores import ScoreMod
 def check_variant(
     mask: Mask | None, mods: Sequence[Callable[..., Any]], batch: int, heads: int, seqlen_q: int, seqlen_k: int
 ) -> None:
-    """Raises where a tensor of the mask or of a score modification does not fit a call of these sizes."""
+    """Raises TypeError or ValueError if a tensor of the mask or a modification does not fit a call of these sizes."""
     if mask is not None:
         mask.check(batch, heads, seqlen_q, seqlen_k)
     for mod in mods:
@@ -23,7 +23,7 @@ def check_variant(
 
 
 def check_operand_devices(tensors: Sequence[torch.Tensor], q: torch.Tensor) -> None:
-    """Raises where a tensor that a mask or modification carries is on another device than q."""
+    """Raises ValueError if a tensor of a mask or modification is on another device than q."""
     for tensor in tensors:
         if tensor.device != q.device:
             raise ValueError(
