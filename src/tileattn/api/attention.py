@@ -130,7 +130,7 @@ def attention(
         q, k, v = autocast(q), autocast(k), autocast(v)
     if type(dropout_p) is not float:  # False == 0.0
         dropout_p = as_dropout_p(dropout_p)
-    if scale is not None and type(scale) is not float:  # True == 1.0, which may have a plan
+    if scale is not None and type(scale) is not float:  # True == 1.0, which may have a prepared pass
         scale = as_float("scale", scale)
     if key_padding_mask is not None:
         mask = _with_padding(mask, key_padding_mask)

@@ -63,7 +63,7 @@ def scaled_dot_product_attention(
         TypeError, ValueError, NotImplementedError: an argument is wrong, as in :func:`tileattn.attention`.
         RuntimeError: both attn_mask and is_causal are given, as in PyTorch.
     """
-    query, key, value = autocast(query), autocast(key), autocast(value)  # first: dtypes decide what follows
+    query, key, value = autocast(query), autocast(key), autocast(value)  # first, because the checks depend on dtypes
     _check(query, key, value)
     is_causal, enable_gqa = check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if attn_mask is not None and is_causal:

@@ -132,7 +132,7 @@ def varlen_attention(
         q, k, v = autocast(q), autocast(k), autocast(v)
     if type(dropout_p) is not float:  # False == 0.0
         dropout_p = as_dropout_p(dropout_p)
-    if scale is not None and type(scale) is not float:  # True == 1.0, which may have a plan
+    if scale is not None and type(scale) is not float:  # True == 1.0, which may have a prepared pass
         scale = as_float("scale", scale)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k))
     if mask is None and score_mod is None and sink is None and dropout_p == 0.0 and is_plain(q, k, v):

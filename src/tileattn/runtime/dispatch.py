@@ -206,7 +206,7 @@ def prepare_backward(
     if state.session is not None:
         chosen = _select(call.forward, backend)
         sizes, arch = (q_shape, k_shape, scale), call.forward.arch
-        assert chosen.prepare_backward is not None  # who has none refuses calls that need gradients
+        assert chosen.prepare_backward is not None  # a backend without one refuses calls that need gradients
         return _tuned(chosen.name, chosen.backward_space, chosen.prepare_backward, call, arch, sizes)
     return _prepare_backward(call, backend, q_shape, k_shape, scale)
 
@@ -216,7 +216,7 @@ def _prepare_backward(
     call: BackwardCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Backward:
     prepare = _select(call.forward, backend).prepare_backward
-    assert prepare is not None  # who has none refuses calls that need gradients
+    assert prepare is not None  # a backend without one refuses calls that need gradients
     return prepare(call, q_shape, k_shape, scale)
 
 

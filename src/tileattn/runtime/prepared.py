@@ -52,12 +52,12 @@ def attention_forward(
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, layout, grad,
             causal, scale, return_lse, deterministic, backend,
-            type(causal), type(return_lse), type(deterministic),  # 1 == True, which must not find True's forward pass
+            type(causal), type(return_lse), type(deterministic),  # 1 == True, but must not find its forward pass
         )  # fmt: skip
         if descales is not None:
             key += tuple(map(_facts, descales))
         forward = FORWARDS.get(key)
-    except (TypeError, RuntimeError):  # an option that cannot be hashed, a tensor without strides: the checks say which
+    except (TypeError, RuntimeError):  # an unhashable option or a tensor without strides: the checks raise
         _prepare_attention(q, k, v, descales, layout, (causal, scale, return_lse, deterministic, backend), grad)
         raise
     if forward is None:
@@ -94,10 +94,10 @@ def varlen_forward(
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, of_q.shape, of_k.shape, of_q.stride(), of_k.stride(),
             of_q.dtype, of_k.dtype, of_q.device, of_k.device, *longest, *map(type, longest), grad,
             causal, scale, return_lse, deterministic, backend,
-            type(causal), type(return_lse), type(deterministic),  # 1 == True, which must not find True's forward pass
+            type(causal), type(return_lse), type(deterministic),  # 1 == True, but must not find its forward pass
         )  # fmt: skip
         forward = FORWARDS.get(key)
-    except (TypeError, RuntimeError, AttributeError):  # something of another type than it should have: the checks say
+    except (TypeError, RuntimeError, AttributeError):  # an argument of a wrong type: the checks raise
         _prepare_varlen(q, k, v, packed, (causal, scale, return_lse, deterministic, backend), grad)
         raise
     if forward is None:
