@@ -60,6 +60,7 @@ def compile_call(
     import torch
 
     from tileattn.call.facts import AttentionCall, BackwardCall
+    from tileattn.call.inputs import Inputs
     from tileattn.kernels.triton import defaults as config
     from tileattn.kernels.triton import launch_cache
     from tileattn.kernels.triton.backward.launch import Backward
@@ -89,11 +90,12 @@ def compile_call(
     launch_cache.LaunchCache.__call__ = record
     try:
         with config.overridden(**{name: Config(**fields) for name, fields in configs.items()}):
-            Forward(call, q.shape, k.shape, 0.125)(q, k, v, None, operands)
+            inputs = Inputs(q, k, v, operands=operands)
+            Forward(call, q.shape, k.shape, 0.125)(inputs)
             if backward:
                 wanted = (dq, True, True, False, *(t.requires_grad for t in operands.tensors))
                 run = Backward(BackwardCall(call, wanted), q.shape, k.shape, 0.125)
-                run(o, None, q, k, v, o, lse, None, operands)
+                run(inputs, o, lse, o, None)
     finally:
         launch_cache.LaunchCache.__call__ = real
     return [_compile(arch, *each) for each in found]
