@@ -200,3 +200,17 @@ def test_gradients(attention: Callable[..., tuple[Tensor, Tensor]]) -> None:
     assert len(got) == 6
     for name, mine, exact, *runs in zip(("dq", "dk", "dv", "dsink", "dbias", "dslopes"), got, oracle, *eager):
         assert_accurate(name, mine, exact, runs, gradient=True)
+
+
+@pytest.mark.parametrize("attention", TILED)
+def test_gradients_of_a_tensor_are_rounded_once(attention: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """Not once a tile: the gradient of bfloat16 slopes is that of float32 slopes, rounded."""
+    q, k, v = qkv(73, 75)
+    weights = random(*attention(q, k, v)[0].shape)
+    slopes = random(2, 4).bfloat16()
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaf = slopes.to(dtype).requires_grad_()
+        o, _ = attention(q, k, v, score_mods=(ALiBi(leaf),), block_M=8, block_N=8)
+        gradients.append(torch.autograd.grad((o * weights).sum(), leaf)[0])
+    assert torch.equal(gradients[0], gradients[1].bfloat16())

@@ -141,8 +141,13 @@ def _restored_without_operands(key: str, dtype: torch.dtype) -> tuple[Mask | Non
 def computed_in(
     dtype: torch.dtype, mask: Mask | None, score_mods: Sequence[Callable[..., Any]]
 ) -> tuple[Mask | None, tuple[Callable[..., Any], ...]]:
-    """The same mask and modifications, with floats computed in `dtype` or wider."""
-    return restore(*encode(mask, score_mods), dtype)
+    """The same mask and modifications, with floats computed in `dtype` or wider.
+
+    Tensors are converted once, so that their gradients are summed over all tiles before they are rounded.
+    """
+    key, operands = encode(mask, score_mods)
+    tensors = [x.to(torch.promote_types(x.dtype, dtype)) if x.is_floating_point() else x for x in operands.tensors]
+    return restore(key, dataclasses.replace(operands, tensors=tensors), dtype)
 
 
 def with_alignment(key: str, tensors: Sequence[torch.Tensor]) -> str:
