@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
+from ..call.decoding import DecodeCall, DecodeInputs, DecodeSizes, Splits
 from ..call.facts import AttentionCall, BackwardCall, Gradients
 from ..call.inputs import Inputs
 from ..kernels.mma import backend as mma_backend
@@ -49,6 +50,42 @@ class Backward(Protocol):
         ...
 
 
+class Decode(Protocol):
+    """The decode phase of a backend, prepared for a call of known sizes."""
+
+    def plan(self, inputs: DecodeInputs) -> torch.Tensor | None:
+        """Deals the call's work to blocks, on the device, without a synchronisation; None where nothing is dealt.
+
+        Depends on seqlens_k, cu_seqlens_q and the operands that say which keys a mask can reach; not on the values of
+        q and the caches.
+        """
+        ...
+
+    def __call__(self, inputs: DecodeInputs, plan: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """O (batch, q_len, heads, head_dim_v), or packed (1, total_q, ...), and lse (batch, heads, q_len), packed
+        (1, heads, total_q), in float32 (float64 for float64).
+
+        plan: what :meth:`plan` returned for the same lengths, or None, which makes the call plan for itself. lse may be
+        None if the call does not ask for it. With ``inputs.out``, o is that tensor.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DecodePhase:
+    """What a backend has for :func:`tileattn.decode`.
+
+    Attributes:
+        refusal: ``refusal(call)`` says why the backend does not run a decode call; None if it does.
+        reservation: ``reservation(call)`` says why it runs the call only if it is named; None otherwise.
+        prepare: ``prepare(call, sizes, scale, splits)`` decides, once, all that depends on sizes alone.
+    """
+
+    refusal: Callable[[DecodeCall], str | None]
+    reservation: Callable[[DecodeCall], str | None]
+    prepare: Callable[[DecodeCall, DecodeSizes, float, Splits], Decode]
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of attention.
@@ -66,6 +103,7 @@ class Backend:
         space: ``space(call, q.shape, k.shape, scale)`` returns the tuner's search space for the forward pass, or None
             if there is nothing to choose. The attribute is None for a backend that is never tuned.
         backward_space: the same for the backward pass.
+        decode: the decode phase, or None.
         configured: ``configured(options)`` returns the backend with the options that follow its name and a colon. None
             for a backend without options.
     """
@@ -78,6 +116,7 @@ class Backend:
     prepare_backward: Callable[[BackwardCall, torch.Size, torch.Size, float], Backward] | None
     space: Callable[[AttentionCall, torch.Size, torch.Size, float], Space | None] | None = None
     backward_space: Callable[[BackwardCall, torch.Size, torch.Size, float], Space | None] | None = None
+    decode: DecodePhase | None = None
     configured: Callable[[str], Backend] | None = None
 
 
