@@ -62,11 +62,12 @@ class Decode(Protocol):
         ...
 
     def __call__(self, inputs: DecodeInputs, plan: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """O (batch, q_len, heads, head_dim_v), or packed (1, total_q, ...), and lse (batch, heads, q_len), packed
-        (1, heads, total_q), in float32 (float64 for float64).
+        """Returns o and lse.
 
-        plan: what :meth:`plan` returned for the same lengths, or None, which makes the call plan for itself. lse may be
-        None if the call does not ask for it. With ``inputs.out``, o is that tensor.
+        o is (batch, q_len, heads, head_dim_v), or packed (1, total_q, heads, head_dim_v); with ``inputs.out`` it is
+        that tensor. lse is (batch, heads, q_len), or packed (1, heads, total_q), in float32 (float64 for float64); it
+        may be None if the call does not ask for it. plan is what :meth:`plan` returned for the same lengths, or None,
+        which makes the call plan for itself.
         """
         ...
 
