@@ -4,6 +4,7 @@ Kernels are compiled for the *code* of a variant and called with its *operands*:
 masks and modifications carry. :func:`encode` splits a variant into a key, one line of text that determines the code,
 and :class:`Operands`. :mod:`tileattn.variant.program` turns a key back into expressions and objects.
 
+    >>> from tileattn import Causal, SlidingWindow
     >>> encode(Causal() & SlidingWindow(512, None), ())
     ('And(Causal(),SlidingWindow(i,-))', Operands(tensors=[], ints=[512], floats=[]))
 
