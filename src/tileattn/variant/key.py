@@ -155,11 +155,11 @@ def _encode_function(fn: Callable[..., Any], arguments: tuple[str, ...], operand
 
 
 def _subclasses(cls: type) -> dict[str, type]:
-    found: dict[str, type] = {}
+    by_name: dict[str, type] = {}
     sub: type
     for sub in cls.__subclasses__():
-        found |= {sub.__name__: sub} | _subclasses(sub)
-    return found
+        by_name |= {sub.__name__: sub} | _subclasses(sub)
+    return by_name
 
 
 CLASSES: dict[str, type] = _subclasses(Mask) | _subclasses(ScoreMod)
