@@ -426,6 +426,21 @@ def test_rows_without_keys() -> None:
     assert dk.isfinite().all()
 
 
+def test_nan_in_rows_without_keys_reaches_the_gradients_of_the_torch_backend() -> None:
+    """Also that of a sink of -inf, which has no probability."""
+    q, k, v = (tensor(1, rows, 2, 16, seed=rows) for rows in (21, 17, 17))
+    sink, do = torch.tensor([-math.inf, 0.5], device=DEVICE), tensor(1, 21, 2, 16, seed=4)
+    do[:, 0, 0] = math.nan
+    patterns = []
+    for name in ("triton", "torch"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, sink)]
+        o = tileattn.attention(*leaves[:3], sink=leaves[3], causal=True, backend=name)
+        patterns.append([x.isnan() for x in torch.autograd.grad(o, leaves, do)])
+    for got, expected in zip(*patterns):
+        assert torch.equal(got, expected)
+    assert patterns[0][3].tolist() == [True, False]
+
+
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 3), (1, 3)], ids=str)
 def test_gradients_that_are_asked_for(wanted: tuple[int, ...]) -> None:
     """Of q, k, v and the sink. What the kernel for dq prepares for others has a kernel of its own where dq is not."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("tilelang")
 
+import tileattn
 from tests.kernels.tilelang.backward import test_gpu as gpu
 from tests.kernels.tilelang.backward.test_gpu import CASES, Case, Problem
 from tests.tools.emulator import ARCH, COMPILER, Kernel
@@ -92,6 +93,22 @@ def test_gradients(problem: Problem, request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize("problem", _cases(gpu.DETERMINISTIC), indirect=True)
 def test_deterministic_gradients(problem: Problem, request: pytest.FixtureRequest) -> None:
     gpu.check(request.node.name, problem, gradients(problem, deterministic=True))
+
+
+@pytest.mark.parametrize("seqlen_k", [17, 0])
+def test_nan_in_rows_without_keys_reaches_the_sinks_gradient(seqlen_k: int, emulated: None) -> None:
+    """Also that of a sink of -inf, which has no probability, as in the torch backend."""
+    problem = Problem(Case((21, seqlen_k), (4, 2), mask=Causal(), sink=True))
+    assert problem.sink is not None
+    with torch.no_grad():
+        problem.sink[:2] = -torch.inf
+    problem.do[:, 0, ::2] = torch.nan
+    o, lse = tileattn.attention(
+        problem.q, problem.k, problem.v, causal=True, sink=problem.sink, return_lse=True, backend="torch"
+    )
+    expected = problem.gradients(o, lse)["sink"].isnan()
+    assert expected.tolist() == [True, False] * 2
+    assert torch.equal(gradients(problem, deterministic=False)["sink"].isnan(), expected)
 
 
 @pytest.mark.slow
