@@ -162,6 +162,11 @@ STEEP = Call(
     seed=1648752370, head_dim=210, head_dim_v=211, batch=2, seqlen_q=55, seqlen_k=111, group=2,
     mods=(["alibi", "bh", "fp16"],), grads=("alibi0",), values="integers", v_size=30.0,
 )  # fmt: skip
+# Equal values: dS is 0, and all roundings of a row's dP are one. The reference once gave their sum to a single key.
+EQUAL_VALUES = Call(
+    seed=677459068, adapter="reference", head_dim=1, seqlen_k=127, kv_heads=2, strides=("dense", "dense", "seq0"),
+    grads=("k",), module="standard_attention",
+)  # fmt: skip
 
 
 def worst(call: Call, name: str, got: torch.Tensor) -> float:
@@ -231,6 +236,27 @@ def test_a_gradient_beyond_its_dtype_is_infinite_and_no_other_is() -> None:
     assert worst(STEEP, "alibi0", half) > 1
     smaller = STEEP.replace(v_size=STEEP.v_size / 2)
     assert worst(smaller, "alibi0", rounded) > 1
+
+
+@pytest.mark.parametrize("module", ["standard_attention", "flash_attention_1", "flash_attention_2"])
+def test_gradients_of_equal_values_are_right(module: str) -> None:
+    assert trial.failure(EQUAL_VALUES.replace(module=module), "cpu") is None
+
+
+@pytest.mark.parametrize("strides", [EQUAL_VALUES.strides, ("dense", "dense", "dense")], ids=["equal", "unequal"])
+def test_one_wrong_gradient_is_seen_also_where_values_are_equal(strides: tuple[str, ...]) -> None:
+    """-inf, NaN, half of it where it is not 0, and three times what is allowed, in one element."""
+    call = EQUAL_VALUES.replace(strides=strides)
+    dk, variance = truths(call, values.make(call, "cpu"))["k"]
+    bound = compare.FACTOR * variance[0, 97, 1, 0].sqrt()
+    wrong = [-torch.inf, torch.nan, dk[0, 97, 1, 0] - 3 * bound, dk[0, 97, 1, 0] + 3 * bound]
+    if strides != EQUAL_VALUES.strides:
+        wrong.append(dk[0, 97, 1, 0] / 2)
+    assert worst(call, "k", dk.float()) <= 1
+    for value in wrong:
+        spoilt = dk.clone()
+        spoilt[0, 97, 1, 0] = value
+        assert worst(call, "k", spoilt.float()) > 1
 
 
 def test_a_failure_is_shrunk_to_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
