@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 
-from tileattn.bench import oracle, problem
+from tileattn.bench import problem
 from tileattn.bench.baselines import BASELINES
 from tileattn.bench.cases import Case, square
 from tileattn.bench.environment import commit, versions
+from tileattn.bench.oracle import output as oracle
 from tileattn.call.facts import AttentionCall, device_arch
 from tileattn.call.inputs import Inputs
 from tileattn.kernels.tilelang.build.batch import CORES, compile_all

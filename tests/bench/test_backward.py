@@ -19,8 +19,6 @@ from tests.tools.made_up import made_up
 from tileattn.bench import (
     cases,
     cost,
-    gradient_oracle,
-    oracle,
     passes,
     plot,
     plot_memory,
@@ -33,6 +31,8 @@ from tileattn.bench import (
 from tileattn.bench.baselines import BASELINES, TileAttn, flex, own, sdpa
 from tileattn.bench.baselines.base import OWN, Implementation, Prepared
 from tileattn.bench.cases import square
+from tileattn.bench.oracle import gradients as gradient_oracle
+from tileattn.bench.oracle import output as oracle
 from tileattn.measure import ceilings
 from tileattn.testing import oracle_attention
 from tileattn.variant.key import normalize

@@ -18,10 +18,11 @@ from rich.console import Console
 from torch import Tensor
 
 from tests.tools.made_up import made_up
-from tileattn.bench import cases, compare, cost, oracle, plot, problem, report, results, runner, variants
+from tileattn.bench import cases, compare, cost, plot, problem, report, results, runner, variants
 from tileattn.bench.baselines import BASELINES, TileAttn
 from tileattn.bench.baselines.base import NO_FP8, OWN, Prepared
 from tileattn.bench.cases import Case, square
+from tileattn.bench.oracle import output as oracle
 from tileattn.measure import ceilings, memory, timing, units
 
 CPU = torch.device("cpu")

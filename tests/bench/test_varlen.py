@@ -15,10 +15,11 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from tests.tools.made_up import made_up
-from tileattn.bench import cases, cost, packed_oracle, passes, plot, problem
+from tileattn.bench import cases, cost, passes, plot, problem
 from tileattn.bench.baselines import BASELINES, TileAttn
 from tileattn.bench.baselines.base import NO_PACKED, OWN
 from tileattn.bench.cases import Case, lengths_of, square
+from tileattn.bench.oracle import packed as packed_oracle
 from tileattn.bench.results import load
 from tileattn.cli import choices
 from tileattn.cli.app import app
