@@ -59,7 +59,7 @@ def _of_axes(axes: Axes) -> dict[str, Any]:
     steps = [each for each in axes.patches if isinstance(each, StepPatch)]
     arrays = [each.get_array() for each in (*axes.images, *axes.collections)]
     legend = axes.get_legend()
-    found = {
+    data = {
         "titles": [text for place in ("left", "center") if (text := axes.get_title(loc=place))],
         "labels": [axes.get_xlabel(), axes.get_ylabel()],
         "ticks": [_named_ticks(axis) for axis in (axes.xaxis, axes.yaxis)],
@@ -82,7 +82,7 @@ def _of_axes(axes: Axes) -> dict[str, Any]:
         "texts": [text.get_text() for text in axes.texts],
         "legend": _legend(legend) if legend else [],
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in data.items() if value}
 
 
 def _legend(legend: Legend) -> list[str]:

@@ -71,10 +71,10 @@ def code(file: str, part: str) -> str:
     """A part of a rung's source, as a block of Markdown."""
     source = (KERNELS / file).read_text()
     part_of_it = rf"^ *// \[{re.escape(part)}\]\n(.*?)^ *// \[/{re.escape(part)}\]\n"
-    found = re.search(part_of_it, source, re.DOTALL | re.MULTILINE)
-    if found is None:
+    match = re.search(part_of_it, source, re.DOTALL | re.MULTILINE)
+    if match is None:
         raise ValueError(f"{file} has no part // [{part}] ... // [/{part}]")
-    return f"```cpp\n{textwrap.dedent(found[1])}```\n"
+    return f"```cpp\n{textwrap.dedent(match[1])}```\n"
 
 
 def gains(measured: dict[str, Results]) -> str:
@@ -101,12 +101,12 @@ def rung(name: str, measured: Iterable[Results]) -> str:
 
 def _best(measured: Results, name: str) -> dict[str, float]:
     """TFLOPS of a rung's fastest options, by accumulation."""
-    found: dict[str, float] = {}
+    best: dict[str, float] = {}
     for row in measured.rows:
         prefix, _, options = row.backend.partition(":")
         if prefix == NAME and (variant := parse(options)).rung == name:
-            found[variant.acc] = max(found.get(variant.acc, 0.0), row.tflops)
-    return found
+            best[variant.acc] = max(best.get(variant.acc, 0.0), row.tflops)
+    return best
 
 
 def _reached(here: float | None, there: float | None) -> tuple[str, str]:
@@ -122,7 +122,7 @@ def picture(name: str) -> Path:
 
 def _section(name: str, measured: Results) -> str:
     row = measured.rows[0]
-    found = climbed(measured, steps_of(measured))
+    all_steps = climbed(measured, steps_of(measured))
     fa2 = next((each.tflops for each in measured.rows if each.backend == "fa2"), None)
     beside = [each for each in measured.rows if not each.backend.startswith(NAME)]
     lines = [
@@ -136,7 +136,7 @@ def _section(name: str, measured: Results) -> str:
         "",
         "| step | ms | TFLOPS | gain over the best so far | against FA-2 | error |",
         "|---|---:|---:|---:|---:|---:|",
-        *(_line(each, fa2) for each in found),
+        *(_line(each, fa2) for each in all_steps),
     ]
     return "\n".join(lines) + "\n"
 

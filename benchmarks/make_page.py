@@ -315,10 +315,10 @@ def _variants(source: Source) -> str:
 def _variants_table(measured: Results, rows: Sequence[Row]) -> str:
     backends = measured.backends()
     compared = len(backends) > 1
-    found = {each.case: each for each in costs(measured)}
+    cost_of = {each.case: each for each in costs(measured)}
     table = []
     for each in rows:
-        cost = found.get(each.case)
+        cost = cost_of.get(each.case)
         cells = [each.variant, *(_ms(measured.row(each.case, backend)) for backend in backends)]
         cells += [_tflops(measured.row(each.case, OWN))] + [_against_best(measured, each.case)] * compared
         cells += [f"{cost.ratio:.2f}×", cost.compared_with] if cost is not None else [MISSING, MISSING]

@@ -315,16 +315,16 @@ def _with_progress(jobs: Sequence[AnyJob], processes: int) -> list[Done]:
     """A bar on a terminal, a line per kernel elsewhere."""
     console = Console(stderr=True)
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    found = []
+    compiled = []
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("compiling", total=len(jobs))
         for done in compile_all(jobs, processes):
-            found.append(done)
+            compiled.append(done)
             bar.update(task, advance=1, description=str(done.job))
             if not console.is_terminal:
                 what = "FAILED" if done.error else "was in the cache" if done.was_there else f"{done.seconds:.1f} s"
-                typer.echo(f"[{len(found)}/{len(jobs)}] {done.job}: {what}", err=True)
-    return found
+                typer.echo(f"[{len(compiled)}/{len(jobs)}] {done.job}: {what}", err=True)
+    return compiled
 
 
 if __name__ == "__main__":

@@ -83,12 +83,12 @@ def measured(case: Case) -> list[dict[str, Any]]:
         for name in (list(calls)[i] for i in rounds.order(len(calls), number)):
             with contexts[name]() if name in contexts else torch.no_grad():
                 samples[name] += timing.sample_ms(calls[name], device, EFFORT)
-    found = []
+    rows = []
     for name, call in calls.items():
         with contexts[name]() if name in contexts else torch.no_grad():
             error = row_error(expected.sampled(call()), expected.expected)
         ms = median(samples[name])
-        found.append(
+        rows.append(
             {
                 "case": case.name,
                 "implementation": name,
@@ -99,7 +99,7 @@ def measured(case: Case) -> list[dict[str, Any]]:
                 "checked": expected.sample.text,
             }
         )
-    return found
+    return rows
 
 
 def main() -> None:

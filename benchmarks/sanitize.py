@@ -57,12 +57,12 @@ def chosen(pattern: str, direction: str = "fwd") -> list[Case]:
     """The cases of a direction whose name matches a regular expression somewhere."""
     cases = CASES[direction]
     try:
-        found = [case for case in cases if re.search(pattern, case.name)]
+        matching = [case for case in cases if re.search(pattern, case.name)]
     except re.error as error:
         raise refuse("--cases", f"{pattern!r} is not a regular expression: {error}") from error
-    if not found:
+    if not matching:
         raise refuse("--cases", f"{pattern!r} matches none of {', '.join(case.name for case in cases)}")
-    return found
+    return matching
 
 
 def launch_all(cases: Sequence[Case], bucket: str, blocks: int) -> None:
@@ -83,11 +83,11 @@ def launch_all(cases: Sequence[Case], bucket: str, blocks: int) -> None:
 def jobs(cases: Sequence[Case], buckets: Sequence[str], arch: str) -> list[precompile.AnyJob]:
     """The kernels of these launches."""
     attempts = [run for case in cases for run in case.launches("meta")]
-    found: dict[str, precompile.AnyJob] = {}
+    by_key: dict[str, precompile.AnyJob] = {}
     for bucket in buckets:
         with only(bucket):
-            found |= {job.key: job for job in precompile.jobs_of(attempts, arch)}
-    return list(found.values())
+            by_key |= {job.key: job for job in precompile.jobs_of(attempts, arch)}
+    return list(by_key.values())
 
 
 # --- The sanitizer ---
@@ -185,16 +185,16 @@ def report_of(tool: str, bucket: str, code: int | None, output: str, seconds: fl
 
 def _summary(output: str) -> tuple[int | None, int]:
     """(errors, warnings) of a tool's summaries, one for each process; errors is None where there is no summary."""
-    found = re.findall(r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\)", output)
-    found += [(errors, 0) for errors in re.findall(r"ERROR SUMMARY: (\d+) errors?", output)]
-    return (sum(int(errors) for errors, _ in found) if found else None), sum(int(warnings) for _, warnings in found)
+    counts = re.findall(r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\)", output)
+    counts += [(errors, 0) for errors in re.findall(r"ERROR SUMMARY: (\d+) errors?", output)]
+    return (sum(int(errors) for errors, _ in counts) if counts else None), sum(int(warnings) for _, warnings in counts)
 
 
 def sanitizer_version(sanitizer: Path) -> str:
     """Its own words."""
     text = subprocess.run([str(sanitizer), "--version"], capture_output=True, text=True, timeout=60).stdout
-    found = re.search(r"[Vv]ersion\s+(\S+)", text)
-    return found[1] if found else "unknown"
+    match = re.search(r"[Vv]ersion\s+(\S+)", text)
+    return match[1] if match else "unknown"
 
 
 def write(path: Path, reports: Sequence[Report], sanitizer: Path, blocks: int, direction: str) -> None:

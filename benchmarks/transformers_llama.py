@@ -124,9 +124,9 @@ class Stack:
         self.optimizer.zero_grad()
 
     def output(self, **options: Any) -> Tensor:
-        found = self.model(inputs_embeds=self.x, **options).last_hidden_state
-        assert isinstance(found, Tensor)
-        return found
+        hidden = self.model(inputs_embeds=self.x, **options).last_hidden_state
+        assert isinstance(hidden, Tensor)
+        return hidden
 
 
 # --- Measurement ---
@@ -155,7 +155,7 @@ def measure(settings: Settings, attentions: list[str]) -> list[Row]:
                     samples[name, attentions[index]] += _sample(stack, attentions[index], call, settings.calls)
                     progress.advance(bar)
     tokens = settings.batch * settings.seqlen
-    medians = {key: median(found) for key, found in samples.items()}
+    medians = {key: median(samples_ms) for key, samples_ms in samples.items()}
     return [Row(name, a, ms, tokens / ms * 1e3, differences[a]) for (name, a), ms in medians.items()]
 
 

@@ -253,10 +253,10 @@ def measure_here(rows: Sequence[Row], connection: Connection) -> None:
 def measure(rows: Sequence[Row], target: Callable[..., None] = measure_here) -> dict[Name, Times]:
     """Times of all rows, without candidates that crash or whose turn takes longer than `HANGS_AFTER_S`."""
     context = multiprocessing.get_context("spawn")
-    found: dict[Name, Times] = {}
+    times: dict[Name, Times] = {}
     left_out: list[tuple[Name, HopperConfig]] = []
     while True:
-        pending = [row.without(left_out) for row in rows if row.name not in found]
+        pending = [row.without(left_out) for row in rows if row.name not in times]
         here, there = context.Pipe(duplex=False)
         child = context.Process(target=target, args=(pending, there), daemon=True)
         child.start()
@@ -267,9 +267,9 @@ def measure(rows: Sequence[Row], target: Callable[..., None] = measure_here) -> 
             while here.poll(HANGS_AFTER_S if turn else 120.0):
                 what, *rest = here.recv()
                 if what == "end":
-                    return found
+                    return times
                 if what == "row":
-                    found[rest[0]] = rest[1]
+                    times[rest[0]] = rest[1]
                 elif what == "wrong":
                     print(f"  wrong: {rest[0]} {written(rest[1])}: {rest[2]}", flush=True)
                 else:
@@ -305,16 +305,16 @@ def main() -> None:
     times = measure([row.without(failed) for row in rows])
     print(f"measured in {time.monotonic() - began:.0f} s")
     table = dict(sm90_table.TABLE)
-    for name, found in times.items():
-        if not found:
+    for name, measured in times.items():
+        if not measured:
             print(f"{name}: no candidate runs")
             continue
         present = table.get(name)
-        table[name] = choose(found, present)
+        table[name] = choose(measured, present)
         print(*name)
-        for config in sorted(found, key=lambda config: geometric_mean(found[config])):
+        for config in sorted(measured, key=lambda config: geometric_mean(measured[config])):
             marks = " present" * (config == present) + " chosen" * (config == table[name])
-            print(f"    {' '.join(f'{ms:8.4f}' for ms in found[config])} ms  {written(config)}{marks}")
+            print(f"    {' '.join(f'{ms:8.4f}' for ms in measured[config])} ms  {written(config)}{marks}")
     order = {name: number for number, name in enumerate(names())}
     options.output.write_text(
         render(dict(sorted(table.items(), key=lambda row: order.get(row[0], len(order)))), origin())

@@ -75,8 +75,8 @@ class Problem(NamedTuple):
         assert lse is not None  # the call asks for it
 
         def gradients() -> torch.Tensor:
-            found = backward(Inputs(q, k, v), o, lse, do, None)
-            return torch.cat([x for x in found[:3] if x is not None])
+            parts = backward(Inputs(q, k, v), o, lse, do, None)
+            return torch.cat([x for x in parts[:3] if x is not None])
 
         return gradients
 
@@ -95,13 +95,13 @@ def candidates(problem: Problem, arch: str, pointers: bool, warp_specialize: boo
     copies = (False,) if exact else (True, False) if pointers else (True,)
     key, _ = encode(CAUSAL if problem.causal else None, ())
     call = AttentionCall(problem.dtype, problem.head_dim, problem.head_dim, key, arch=arch)
-    found = [default(problem.kernel, call, problem.seqlen)]
+    configs = [default(problem.kernel, call, problem.seqlen)]
     special = (False, True) if warp_specialize else (False,)
     for M, N, stages in itertools.product(*space.values()):
         for warps, tma, specialized in itertools.product((4, 8), copies, special):
             if tma or not specialized:
-                found.append(Config(M, N, warps, stages, tma, specialized))
-    return list(dict.fromkeys(found))
+                configs.append(Config(M, N, warps, stages, tma, specialized))
+    return list(dict.fromkeys(configs))
 
 
 def compiles(problem: Problem, config: Config) -> str | None:

@@ -29,10 +29,10 @@ PACKED = {  # lengths_q, lengths_k, rows behind the last sequence
 
 def _backends(*names: str) -> list[object]:
     """(backend, device)."""
-    found: list[object] = [("torch", "cpu")]
+    backends: list[object] = [("torch", "cpu")]
     if not torch.cuda.is_available():
-        return found + [("triton", "cpu")] * ("triton" in names)
-    return found + [pytest.param((name, "cuda"), marks=pytest.mark.gpu) for name in names]
+        return backends + [("triton", "cpu")] * ("triton" in names)
+    return backends + [pytest.param((name, "cuda"), marks=pytest.mark.gpu) for name in names]
 
 
 Variant = Callable[[int, int, int, str], dict[str, Any]]
@@ -79,10 +79,10 @@ def _check(outputs: tuple[Tensor, Tensor], leaves: dict[str, Tensor], expected_l
 
 
 def _leaves(variant: dict[str, Any], *tensors: Tensor | None) -> dict[str, Tensor]:
-    found = {f"tensor {i}": tensor for i, tensor in enumerate(tensors) if tensor is not None}
+    leaves = {f"tensor {i}": tensor for i, tensor in enumerate(tensors) if tensor is not None}
     mod = variant.get("score_mod")
     own = getattr(mod, "tensor", getattr(mod, "slopes", None))
-    return found if own is None else {**found, "of the modification": own}
+    return leaves if own is None else {**leaves, "of the modification": own}
 
 
 def _qkv(*shapes: tuple[int, ...], device: str) -> list[Tensor]:

@@ -74,9 +74,9 @@ def test_values_and_gradients(seqlen_q: int, causal: bool) -> None:
     assert not got[0][3].any()
     assert (got[1][3] == -torch.inf).all()
     do = random(*got[0].shape, seed=5)
-    found, wanted = (torch.autograd.grad(o, leaves, do) for o in (got[0], expected[0]))
-    torch.testing.assert_close(found, wanted)
-    dk, dv = found[1:]
+    gradients, wanted = (torch.autograd.grad(o, leaves, do) for o in (got[0], expected[0]))
+    torch.testing.assert_close(gradients, wanted)
+    dk, dv = gradients[1:]
     assert not dk[~KEEP].any()
     assert not dv[~KEEP].any()
 
@@ -191,8 +191,8 @@ def test_packed_attention_is_attention_with_padding() -> None:
     got = varlen_attention(of_q.x, of_k.x, of_v.x, *sizes)
     torch.testing.assert_close(got, expected)
     do = random(*got.shape, seed=7)
-    found, wanted = (torch.autograd.grad(o, (q, k, v), do) for o in (got, expected))
-    torch.testing.assert_close(found, wanted)
+    gradients, wanted = (torch.autograd.grad(o, (q, k, v), do) for o in (got, expected))
+    torch.testing.assert_close(gradients, wanted)
 
 
 @pytest.mark.parametrize("batch", [0, 2])

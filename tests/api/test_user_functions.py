@@ -208,8 +208,8 @@ def test_gradients_of_tensors_in_16_bits_in_the_reference() -> None:
     def gradient(short: Tensor, *arguments: Tensor) -> Tensor:
         mods = (lambda s, b, h, q, k: s * short[h],)
         o, lse = flash_attention_2(*arguments, None, mods)
-        found = flash_attention_2_backward(do.to(o.dtype), *arguments, o, lse, None, mods, tensors=(short,))
-        return found.tensors[0]
+        grads = flash_attention_2_backward(do.to(o.dtype), *arguments, o, lse, None, mods, tensors=(short,))
+        return grads.tensors[0]
 
     short = slopes.bfloat16()
     exact, got = gradient(short.double(), q.double(), k.double(), v.double()), gradient(short, q, k, v)

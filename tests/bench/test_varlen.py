@@ -263,8 +263,8 @@ def test_packed_rows_are_in_no_panel_of_dense_ones() -> None:
 def test_the_default_baselines_are_those_that_take_packed_sequences() -> None:
     for device, wanted in ((CPU, ["tileattn-dense"]), (torch.device("cuda"), ["fa2-varlen", "fa4", "tileattn-dense"])):
         chosen = choices.Chosen("varlen", cases.suite("varlen", "bf16", device.type))
-        found = choices.choose_implementations(None, None, device, chosen)
-        assert [each.name for each in found] == [OWN, *wanted]
+        implementations = choices.choose_implementations(None, None, device, chosen)
+        assert [each.name for each in implementations] == [OWN, *wanted]
 
 
 def invoke(arguments: str, tmp_path: Path) -> Any:

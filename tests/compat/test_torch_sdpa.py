@@ -167,11 +167,11 @@ def test_outputs_are_what_pytorch_says_of_them(layout: str) -> None:
         q, k, v = torch.randn(2, 9, 3, 4, 16, requires_grad=True).permute(2, 0, 3, 1, 4)
 
     def run(*tensors: Tensor) -> list[Any]:
-        found = list(ATEN._scaled_dot_product_flash_attention(*tensors, 0.2, True))
-        return [*found, *torch.autograd.grad(found[0], tensors, torch.ones_like(found[0]))]
+        outputs = list(ATEN._scaled_dot_product_flash_attention(*tensors, 0.2, True))
+        return [*outputs, *torch.autograd.grad(outputs[0], tensors, torch.ones_like(outputs[0]))]
 
-    found, expected = run(q, k, v), run(*(x.detach().to("meta").requires_grad_() for x in (q, k, v)))
-    for mine, theirs in zip(found, expected, strict=True):
+    outputs, expected = run(q, k, v), run(*(x.detach().to("meta").requires_grad_() for x in (q, k, v)))
+    for mine, theirs in zip(outputs, expected, strict=True):
         assert isinstance(mine, Tensor) == isinstance(theirs, Tensor)
         if isinstance(mine, Tensor):
             assert (mine.shape, mine.stride(), mine.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)

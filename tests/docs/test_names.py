@@ -81,10 +81,10 @@ def files() -> frozenset[str]:
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )
     if listed.returncode:  # a copy without its repository
-        found = {path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file()}
+        paths = {path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file()}
     else:
-        found = {Path(line) for line in listed.stdout.splitlines() if (ROOT / line).is_file()}
-    return frozenset(each.as_posix() for path in found for each in (path, *path.parents))
+        paths = {Path(line) for line in listed.stdout.splitlines() if (ROOT / line).is_file()}
+    return frozenset(each.as_posix() for path in paths for each in (path, *path.parents))
 
 
 @functools.cache

@@ -38,14 +38,14 @@ def wrong_form(call: Call, t: dict[str, Tensor], got: dict[str, Tensor], truth: 
 def ratios(call: Call, t: dict[str, Tensor], got: dict[str, Tensor], truth: dict[str, Truth]) -> dict[str, Tensor]:
     """For each output a number on the device; above 1 it is wrong."""
     padding = Padding(call, t)
-    found = {}
+    by_name = {}
     for name, x in got.items():
         value, variance = truth[name]
         if name == "lse":
-            found[name] = _of_lse(call, padding, x, value, variance)
+            by_name[name] = _of_lse(call, padding, x, value, variance)
         else:
-            found[name] = _of_rows(padding, name, x, value, variance)
-    return found
+            by_name[name] = _of_rows(padding, name, x, value, variance)
+    return by_name
 
 
 def _of_rows(padding: Padding, name: str, x: Tensor, value: Tensor, variance: Tensor) -> Tensor:

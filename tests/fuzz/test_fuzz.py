@@ -76,9 +76,9 @@ def test_the_oracles_gradients_are_the_derivatives_of_its_outputs(mods: tuple[li
     truth = truths(call, t)
 
     def loss(changed: dict[str, torch.Tensor]) -> float:
-        found = truths(call.replace(grads=()), changed)
-        seen = found["lse"].value != -torch.inf
-        return float((found["o"].value * t["do"]).sum() + (found["lse"].value[seen] * t["dlse"][seen]).sum())
+        by_name = truths(call.replace(grads=()), changed)
+        seen = by_name["lse"].value != -torch.inf
+        return float((by_name["o"].value * t["do"]).sum() + (by_name["lse"].value[seen] * t["dlse"][seen]).sum())
 
     step = 1e-5
     for name in call.grads:
@@ -120,12 +120,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, spoil: object) -> None:
 @pytest.mark.parametrize(
     ("what", "spoil"),
     [
-        ("o", lambda found: (found[0] * (1 + 2**-4), found[1])),
-        ("o", lambda found: (found[0].masked_fill(torch.arange(7)[:, None, None] == 3, torch.nan), found[1])),
-        ("lse", lambda found: (found[0], found[1] + 0.01)),
-        ("o", lambda found: (found[0].roll(1, dims=2), found[1])),
-        ("WrongFormError", lambda found: (found[0].float(), found[1])),
-        ("WrongFormError", lambda found: (found[0][:, :-1], found[1])),
+        ("o", lambda outputs: (outputs[0] * (1 + 2**-4), outputs[1])),
+        ("o", lambda outputs: (outputs[0].masked_fill(torch.arange(7)[:, None, None] == 3, torch.nan), outputs[1])),
+        ("lse", lambda outputs: (outputs[0], outputs[1] + 0.01)),
+        ("o", lambda outputs: (outputs[0].roll(1, dims=2), outputs[1])),
+        ("WrongFormError", lambda outputs: (outputs[0].float(), outputs[1])),
+        ("WrongFormError", lambda outputs: (outputs[0][:, :-1], outputs[1])),
     ],
 )
 def test_what_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch, what: str, spoil: object) -> None:
@@ -139,7 +139,9 @@ def test_what_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch, what: str, spoil
 
 def test_one_gradient_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = adapters.run
-    monkeypatch.setattr(adapters, "run", lambda call, t: (found := right(call, t)) | {"k": found["k"].roll(1, dims=1)})
+    monkeypatch.setattr(
+        adapters, "run", lambda call, t: (outputs := right(call, t)) | {"k": outputs["k"].roll(1, dims=1)}
+    )
     wrong = trial.failure(WRONG, "cpu")
     assert wrong is not None
     assert wrong.startswith("k is off by")
@@ -292,8 +294,8 @@ def test_the_share_of_dropped_weights_is_checked(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(tilelang_backend.importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
 def test_kernels_of_a_structure_are_found_ahead() -> None:
-    found = [each for each in ahead.structures(1, 12, "sm_90a") if each.compiles]
-    jobs = [ahead.jobs_of(structure) for structure in found[:3]]
+    compiled = [each for each in ahead.structures(1, 12, "sm_90a") if each.compiles]
+    jobs = [ahead.jobs_of(structure) for structure in compiled[:3]]
     assert all(jobs)
     assert all(job.call.forward.arch == "sm_90a" for each in jobs for job in each if hasattr(job.call, "forward"))
 
@@ -330,9 +332,9 @@ def test_a_process_that_dies_is_told_with_its_call(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run, "work", dies_at_its_fourth_call)
     leg = run.Run(1, "cpu", [None], time.time() + 120, 1, structures=3, state=None, most_failures=1)
     assert leg.run() == 1
-    (found,) = leg.failures
-    assert found.wrong == "the process died (exit status 9)"
-    assert found.seed == "1 0 0 3"
+    (failure,) = leg.failures
+    assert failure.wrong == "the process died (exit status 9)"
+    assert failure.seed == "1 0 0 3"
     assert leg.deaths == 2
 
 
@@ -350,8 +352,8 @@ def test_the_command(tmp_path: Path, more: list[str]) -> None:
     ]
     counts = []
     for leg in (1, 2):
-        found = subprocess.run([*command, *more], cwd=FUZZ.parent, capture_output=True, text=True, timeout=300)
-        assert found.returncode == 0, found.stdout + found.stderr
+        done = subprocess.run([*command, *more], cwd=FUZZ.parent, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
         kept = json.loads(state.read_text())
         assert (kept["seed"], kept["legs"]) == (2, leg)
         counts.append(kept["counts"]["calls"])

@@ -174,13 +174,13 @@ class _Worker:
 
     def _make(self, call: Call, place: int) -> None:
         try:
-            found = trial(call, self.plan.device)
+            ratios = trial(call, self.plan.device)
         except torch.AcceleratorError:
             raise
         except Exception:
             self.worst[place] = torch.inf  # told when it is made again
             return
-        self.worst[place] = torch.stack(list(found.values())).amax()
+        self.worst[place] = torch.stack(list(ratios.values())).amax()
 
     def _report(self, call: Call, number: int, structure: int) -> None:
         self.progress[0] = time.time() + SHRINK_SECONDS[self.plan.device]  # it may take so long

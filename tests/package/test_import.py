@@ -112,16 +112,16 @@ def module_name(path: Path) -> str:
 
 def imports_of(path: Path) -> set[str]:
     """All that a file imports, inside functions as well; absolute names, of tileattn's modules and their members."""
-    found = set()
+    imported = set()
     package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
             source = ".".join(filter(None, (base, node.module)))
-            found |= {f"{source}.{alias.name}" for alias in node.names}
-    return found
+            imported |= {f"{source}.{alias.name}" for alias in node.names}
+    return imported
 
 
 def tileattn_imports(path: Path) -> set[str]:

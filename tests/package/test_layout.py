@@ -63,14 +63,14 @@ def imports(name: str) -> Iterator[tuple[str, str]]:
     package = ["tileattn", *name.split(".")[:-1]]
     for node in runs(tree_of(name)):
         if isinstance(node, ast.Import):
-            found = [(alias.name, "") for alias in node.names]
+            imported = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else []
             source = ".".join([*above, *([node.module] if node.module else [])])
-            found = [(source, alias.name) for alias in node.names]
+            imported = [(source, alias.name) for alias in node.names]
         else:
             continue
-        for source, member in found:
+        for source, member in imported:
             if source.partition(".")[0] == "tileattn":
                 below = source.removeprefix("tileattn").lstrip(".")
                 whole = f"{below}.{member}".strip(".")
@@ -102,14 +102,16 @@ def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
     """Groups of which each member reaches every other."""
     reached: dict[str, set[str]] = {}
     for start in arrows:
-        found, waiting = set(), [start]
+        reachable, waiting = set(), [start]
         while waiting:
             for target in arrows.get(waiting.pop(), ()):
-                if target not in found:
-                    found.add(target)
+                if target not in reachable:
+                    reachable.add(target)
                     waiting.append(target)
-        reached[start] = found
-    groups = {frozenset(each for each in found if start in reached.get(each, ())) for start, found in reached.items()}
+        reached[start] = reachable
+    groups = {
+        frozenset(each for each in reachable if start in reached.get(each, ())) for start, reachable in reached.items()
+    }
     return [set(group) for group in groups if group]
 
 
@@ -194,16 +196,16 @@ def test_functions_are_short() -> None:
 @functools.cache
 def registered() -> set[str]:
     """Functions that are handed to `torch.library.custom_op` or, as `app.command()(function)`, to the command line."""
-    found = set()
+    operators = set()
     for name in FILES:
         for node in ast.walk(tree_of(name)):
             if not isinstance(node, ast.Call):
                 continue
             if ast.unparse(node.func).endswith("custom_op"):
-                found.add(ast.unparse(node.args[1]))
+                operators.add(ast.unparse(node.args[1]))
             elif isinstance(node.func, ast.Call) and ast.unparse(node.func.func).endswith(".command"):
-                found.update(map(ast.unparse, node.args))
-    return found
+                operators.update(map(ast.unparse, node.args))
+    return operators
 
 
 def has_a_signature_of_others(name: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

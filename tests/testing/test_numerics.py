@@ -139,16 +139,16 @@ def gradient_problem(dtype: torch.dtype, dlse: bool = True) -> tuple[Gradients, 
     generator = torch.Generator().manual_seed(1)
     do, dl = torch.randn(2, 63, 4, 24, generator=generator).to(dtype), torch.randn(2, 4, 63, generator=generator)
     dl = dl if dlse else None
-    found = []
+    results = []
     for leaf_dtype in (torch.float32, torch.float64, dtype):
         tensors = [x.detach().to(leaf_dtype).requires_grad_() for x in (q, k, v)]
         leaves = dict(zip(("dq", "dk", "dv"), tensors)) | {"dsink": sink.detach().clone().requires_grad_()}
         arguments = (*tensors, Causal(), (SoftCap(5.0),), leaves["dsink"], None)
         if leaf_dtype == dtype:
-            found.append(eager_gradients(leaves, do, dl, *arguments))
+            results.append(eager_gradients(leaves, do, dl, *arguments))
             continue
-        found.append(gradients(oracle_attention(*arguments), leaves, do, dl))
-    exact, oracle, eager = found
+        results.append(gradients(oracle_attention(*arguments), leaves, do, dl))
+    exact, oracle, eager = results
     got = {name: x if name == "dsink" else x.to(dtype) for name, x in exact.items()}
     leaves = {"dq": q, "dk": k, "dv": v, "dsink": sink}
     leaves = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}

@@ -65,11 +65,11 @@ class Kernel:
 
 
 def _bind(declared: Any, given: Any, values: dict[str, Any]) -> None:
-    for expected, found in zip(declared, given, strict=True):
+    for expected, actual in zip(declared, given, strict=True):
         if isinstance(expected, tirx.Var):
-            assert values.setdefault(expected.name, found) == found, expected
+            assert values.setdefault(expected.name, actual) == actual, expected
         elif isinstance(expected, tirx.IntImm):
-            assert int(expected) == found, (declared, given)
+            assert int(expected) == actual, (declared, given)
 
 
 def _type_and_name(parameter: str) -> tuple[str, str]:
@@ -128,13 +128,13 @@ class Grid:
         return [1 if extent is None else self._evaluated(extent, numbers) for extent in extents]
 
     def _evaluated(self, expr: Any, numbers: dict[str, int]) -> int:
-        found = {}
+        constants = {}
 
         def visit(node: Any) -> None:
             if isinstance(node, tirx.Var):
                 known = node.name in numbers
                 value = numbers[node.name] if known else self._evaluated(self.variables[node.name], numbers)
-                found[node] = tirx.IntImm(str(node.dtype), value)
+                constants[node] = tirx.IntImm(str(node.dtype), value)
 
         stmt_functor.post_order_visit(tirx.Evaluate(expr), visit)
-        return int(arith.Analyzer().simplify(stmt_functor.substitute(expr, found)))
+        return int(arith.Analyzer().simplify(stmt_functor.substitute(expr, constants)))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import tilelang
 
-CLANG = next((found for name in ("clang-19", "clang-20", "clang-18", "clang") if (found := shutil.which(name))), None)
+CLANG = next((path for name in ("clang-19", "clang-20", "clang-18", "clang") if (path := shutil.which(name))), None)
 HEADERS = Path("/usr/include/hip/hip_runtime.h")
 DEVICE_LIBRARIES = Path("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode")
 MISSING = CLANG is None or not HEADERS.is_file() or not DEVICE_LIBRARIES.is_dir()
@@ -55,9 +55,9 @@ def compile_hip(source: str, folder: Path) -> Usage:
     assert (folder / "kernel.co").read_bytes()[:4] == b"\x7fELF"
 
     def number(name: str) -> int:
-        found = re.search(rf"remark: +{re.escape(name)}: (\d+)", result.stderr)
-        assert found is not None, (name, result.stderr)
-        return int(found[1])
+        match = re.search(rf"remark: +{re.escape(name)}: (\d+)", result.stderr)
+        assert match is not None, (name, result.stderr)
+        return int(match[1])
 
     return Usage(
         number("VGPRs"),

@@ -39,15 +39,15 @@ class Shape(NamedTuple):
     def tensors(self, head_dim: int, dtype: torch.dtype, device: str) -> list[Tensor]:
         """q, k and v, the same on every device; NaN lies around packed ones."""
         generator = torch.Generator().manual_seed(0)
-        found = []
+        inputs = []
         for length, heads in zip((self.lengths[0], self.lengths[1], self.lengths[1]), (*self.heads, self.heads[1])):
             x = torch.randn(self.batch, length, heads, head_dim, generator=generator).to(device, dtype)
             if self.packed:
                 whole = torch.full((self.batch, length, heads + 2, head_dim), torch.nan, dtype=dtype, device=device)
                 whole[:, :, 1:-1] = x
                 x = whole[:, :, 1:-1]
-            found.append(x)
-        return found
+            inputs.append(x)
+        return inputs
 
 
 SHAPES = {

@@ -162,8 +162,8 @@ def assert_as_the_formula(arguments: Sequence[Any], got: tuple[Tensor, Tensor]) 
 
 
 def _assert_alike(name: str, got: Tensor, oracle: Tensor, eager: list[Tensor], lse_of: torch.dtype | None) -> None:
-    for what, found in {"NaN": torch.isnan, "+inf": torch.isposinf, "-inf": torch.isneginf}.items():
-        wrong = found(got) != found(oracle)
+    for what, is_value in {"NaN": torch.isnan, "+inf": torch.isposinf, "-inf": torch.isneginf}.items():
+        wrong = is_value(got) != is_value(oracle)
         assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} values are wrongly {what}, or not"
     finite = oracle.isfinite()
     got, oracle, *eager = (torch.where(finite, x, 0.0).to(x.dtype) for x in (got, oracle, *eager))

@@ -165,8 +165,8 @@ def test_a_damaged_file_stays_until_a_result_takes_its_place(file: Path, content
     file.parent.mkdir()
     file.write_text(content)
     with pytest.warns(UserWarning, match="cannot be used") as caught:
-        found = [results.find("sm_90a", "call", SIZES) for _ in range(2)]
-    assert found == [None, None]
+        lookups = [results.find("sm_90a", "call", SIZES) for _ in range(2)]
+    assert lookups == [None, None]
     assert len(caught) == 1
     assert [each.name for each in file.parent.iterdir()] == [file.name]
     assert file.read_text() == content
@@ -421,9 +421,9 @@ def test_the_fastest_that_is_right_is_found() -> None:
     outputs = {Tile(3): right + 0.5, Tile(4): torch.full_like(right, torch.nan)}
     space = space_of([Tile(index) for index in range(1, 6)], lambda tile: outputs.get(tile, right), {Tile(5): "no"})
     times = {Tile(0): 3.0, Tile(1): 2.0, Tile(2): 2.5, Tile(3): 1.0, Tile(4): 1.0}
-    found = found_with(space, times)
-    assert (found.best, found.ms, found.default_ms, found.measured) == (Tile(1), 2.0, 3.0, 3)
-    assert set(found.rejected) == {Tile(3), Tile(4), Tile(5)}
+    outcome = found_with(space, times)
+    assert (outcome.best, outcome.ms, outcome.default_ms, outcome.measured) == (Tile(1), 2.0, 3.0, 3)
+    assert set(outcome.rejected) == {Tile(3), Tile(4), Tile(5)}
 
 
 def test_a_candidate_that_cannot_be_launched_is_left_out() -> None:
@@ -432,15 +432,15 @@ def test_a_candidate_that_cannot_be_launched_is_left_out() -> None:
             raise ValueError("too much shared memory")
         return torch.ones(1, 2, 1, 16)
 
-    found = found_with(space_of([Tile(1), Tile(2)], output), {Tile(0): 2.0, Tile(2): 1.0})
-    assert found.best == Tile(2)
-    assert found.rejected == {Tile(1): "ValueError: too much shared memory"}
+    outcome = found_with(space_of([Tile(1), Tile(2)], output), {Tile(0): 2.0, Tile(2): 1.0})
+    assert outcome.best == Tile(2)
+    assert outcome.rejected == {Tile(1): "ValueError: too much shared memory"}
 
 
 def test_the_default_stays_within_the_noise() -> None:
     right = torch.ones(1, 2, 1, 16)
-    found = found_with(space_of([Tile(1)], lambda tile: right), {Tile(0): 1.01, Tile(1): 1.0})
-    assert found.best == Tile(0)
+    outcome = found_with(space_of([Tile(1)], lambda tile: right), {Tile(0): 1.01, Tile(1): 1.0})
+    assert outcome.best == Tile(0)
 
 
 def test_a_default_that_does_not_compile_is_an_error() -> None:
@@ -658,10 +658,10 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_candidates_fit_and_are_at_most_108(name: str) -> None:
-    found = space.candidates(CALLS[name], SIZES)
-    assert 3 <= len(found) <= space.MOST
-    assert len(set(found)) == len(found)
-    assert all(is_valid(CALLS[name], config) for config in found)
+    candidates = space.candidates(CALLS[name], SIZES)
+    assert 3 <= len(candidates) <= space.MOST
+    assert len(set(candidates)) == len(candidates)
+    assert all(is_valid(CALLS[name], config) for config in candidates)
 
 
 def test_candidates_of_short_calls_have_small_tiles() -> None:

@@ -27,10 +27,10 @@ REFERENCE = {f.__name__: f for f in (standard_attention, flash_attention_1, flas
 
 
 def _backends() -> list[object]:
-    found: list[object] = [(name, "cpu") for name in (*REFERENCE, "torch")]
+    backends: list[object] = [(name, "cpu") for name in (*REFERENCE, "torch")]
     if not torch.cuda.is_available():
-        return [*found, ("triton", "cpu")]
-    return found + [pytest.param((name, "cuda"), marks=pytest.mark.gpu) for name in ("tilelang", "triton", "torch")]
+        return [*backends, ("triton", "cpu")]
+    return backends + [pytest.param((name, "cuda"), marks=pytest.mark.gpu) for name in ("tilelang", "triton", "torch")]
 
 
 def _ids(kinds: Tensor, adjacent: bool) -> Tensor:

@@ -102,8 +102,8 @@ def test_find_spec_below_an_absent_package_is_an_import_error() -> None:
 
 def test_other_names_are_missed_in_the_usual_way() -> None:
     for module in ("flash_attn_interface", "bert_padding", "layers.rotary", "modules.mha", "ops.triton.rotary"):
-        found = importlib.import_module(f"flash_attn.{module}")
-        assert not hasattr(found, "no_such_name")
+        imported = importlib.import_module(f"flash_attn.{module}")
+        assert not hasattr(imported, "no_such_name")
         with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
             exec(f"from flash_attn.{module} import no_such_name", {})
 
@@ -132,6 +132,6 @@ def test_einops_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=f"bert_padding.{name} is einops.{name}: pip install einops"):
         exec(f"from flash_attn.bert_padding import {name}", {})
     given = type(sys)("einops")
-    setattr(given, name, found := object())
+    setattr(given, name, function := object())
     monkeypatch.setitem(sys.modules, "einops", given)
-    assert getattr(importlib.import_module("flash_attn.bert_padding"), name) is found
+    assert getattr(importlib.import_module("flash_attn.bert_padding"), name) is function

@@ -82,11 +82,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Pattern | None]] = {
 @pytest.mark.parametrize("name", list(FUNCTIONS))
 def test_functions_are_understood_or_not(name: str) -> None:
     function, pattern = FUNCTIONS[name]
-    found = understood(function)
-    assert (found is None) == (pattern is None)
-    if found is not None and pattern is not None:
-        assert (found.left, found.right) == (pattern.left, pattern.right)
-        assert found.sequences is pattern.sequences
+    window = understood(function)
+    assert (window is None) == (pattern is None)
+    if window is not None and pattern is not None:
+        assert (window.left, window.right) == (pattern.left, pattern.right)
+        assert window.sequences is pattern.sequences
 
 
 PLACES: dict[str, tuple[int, int, int | Tensor, int]] = {  # q_length, kv_length, q_offset, kv_offset

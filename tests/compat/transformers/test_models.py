@@ -49,15 +49,15 @@ class Calls(list[dict[str, Any]]):
 def calls() -> Iterator[Calls]:
     """tileattn is registered, and calls of its attention are recorded."""
     door.register()
-    found, attend = Calls(), transformers.AttentionInterface._global_mapping[door.NAME]
+    recorded_calls, attend = Calls(), transformers.AttentionInterface._global_mapping[door.NAME]
 
     def recorded(*arguments: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling():
-            found.append(named)
+            recorded_calls.append(named)
         return attend(*arguments, **named)
 
     transformers.AttentionInterface.register(door.NAME, recorded)
-    yield found
+    yield recorded_calls
     transformers.AttentionInterface._global_mapping.pop(door.NAME)
     transformers.AttentionMaskInterface._global_mapping.pop(door.NAME)
 
@@ -220,8 +220,8 @@ class Decoding:
         model = with_attention(self.model, implementation)
         options = {"disable_compile": True, "max_new_tokens": NEW, "do_sample": False, **options}
         options |= {"output_logits": True, "return_dict_in_generate": True}
-        found = model.generate(self.ids, attention_mask=self.mask, **options)
-        return found.sequences[:, -NEW:], torch.stack(found.logits, dim=1).to(self.dtype)
+        generated = model.generate(self.ids, attention_mask=self.mask, **options)
+        return generated.sequences[:, -NEW:], torch.stack(generated.logits, dim=1).to(self.dtype)
 
     @torch.no_grad()
     def at_once(self, model: nn.Module, new: Tensor) -> Tensor:

@@ -436,16 +436,16 @@ def literal_home(*names: str) -> Path:
     return Path("~", ".cache", *names)
 
 
-@pytest.mark.parametrize("found", [None, no_home, literal_home])
+@pytest.mark.parametrize("stand_in", [None, no_home, literal_home])
 def test_without_a_home_the_error_says_what_to_set(
-    monkeypatch: pytest.MonkeyPatch, found: Callable[..., Path] | None
+    monkeypatch: pytest.MonkeyPatch, stand_in: Callable[..., Path] | None
 ) -> None:
     """What `~` is is not known, neither by HOME nor by the password database; versions of platformdirs differ."""
     for variable in ("TILEATTN_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda text: text)
-    if found is not None:
-        monkeypatch.setattr(folders.platformdirs, "user_cache_path", found)
+    if stand_in is not None:
+        monkeypatch.setattr(folders.platformdirs, "user_cache_path", stand_in)
     with pytest.raises(FileNotFoundError, match=r"has no home directory, .* Set TILEATTN_CACHE_DIR \(or HOME\)"):
         default_folder()
     monkeypatch.setenv("TILEATTN_CACHE_DIR", "/somewhere")

@@ -46,9 +46,9 @@ def umask() -> Iterator[None]:
 @pytest.fixture
 def cache(tmp_path: Path) -> KernelCache:
     """One that holds a kernel."""
-    found = KernelCache(tmp_path / "kernels")
-    found.find_or_build(KEY, library)
-    return found
+    filled = KernelCache(tmp_path / "kernels")
+    filled.find_or_build(KEY, library)
+    return filled
 
 
 def files(cache: KernelCache) -> tuple[Path, Path]:
@@ -122,13 +122,13 @@ def owned(monkeypatch: pytest.MonkeyPatch, path: Path, user: int) -> None:
     """As if a path belonged to a user."""
     real, place = Path.stat, os.path.realpath(path)
 
-    def found(self: Path, **options: bool) -> os.stat_result | SimpleNamespace:
+    def stat(self: Path, **options: bool) -> os.stat_result | SimpleNamespace:
         facts = real(self, **options)
         if os.path.realpath(self) != place:
             return facts
         return SimpleNamespace(st_uid=user, st_mode=facts.st_mode, st_size=facts.st_size)
 
-    monkeypatch.setattr(Path, "stat", found)
+    monkeypatch.setattr(Path, "stat", stat)
 
 
 @pytest.mark.parametrize("place", ["folder", "library", "record"])

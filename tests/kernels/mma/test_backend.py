@@ -186,9 +186,9 @@ FEW_BYTES = 24  # what a tile's loop reads back once: next to nothing beside its
 def spilled_bytes(kernel: Kernel, folder: Path) -> int:
     """Of a thread's stack."""
     log = assembled(kernel, folder)
-    found = re.search(r"(\d+) bytes stack frame", log)
-    assert found is not None, log
-    return int(found[1])
+    match = re.search(r"(\d+) bytes stack frame", log)
+    assert match is not None, log
+    return int(match[1])
 
 
 QUICK = ("shared_qkv,acc=fp32", "shared_kv,acc=fp16")

@@ -36,11 +36,11 @@ QUICK: dict[str, dict[str, dict[str, Any]]] = {
 @functools.cache
 def quick(arch: str) -> dict[str, list[dict[str, Any]]]:
     """The reports of an architecture's calls, by their names: a forward kernel begins those of each."""
-    every, found = compiled(arch, list(QUICK[arch].values())), {}
+    every, by_name = compiled(arch, list(QUICK[arch].values())), {}
     begins = [at for at, report in enumerate(every) if report["kernel"] == "forward_kernel"]
     for name, begin, end in zip(QUICK[arch], begins, [*begins[1:], len(every)], strict=True):
-        found[name] = every[begin:end]
-    return found
+        by_name[name] = every[begin:end]
+    return by_name
 
 
 def check(arch: str, name: str) -> list[dict[str, Any]]:

@@ -226,8 +226,8 @@ class Problem:
         return None
 
     def oracle(self) -> dict[str, Tensor]:
-        found = oracle_attention(*self.standard(), dropout=self.dropout())
-        return {name: grad.double() for name, grad in self.gradients(*found).items()}
+        outputs = oracle_attention(*self.standard(), dropout=self.dropout())
+        return {name: grad.double() for name, grad in self.gradients(*outputs).items()}
 
     def eager(self) -> list[dict[str, Tensor]]:
         runs = eager_attention(*self.standard(), dropout=self.dropout())
@@ -381,14 +381,14 @@ def test_two_streams_at_the_same_time(deterministic: bool) -> None:
     expected = [problem.ours(deterministic=deterministic) for problem in both]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
-    found: list[list[dict[str, Tensor]]] = [[], []]
+    runs: list[list[dict[str, Tensor]]] = [[], []]
     for _ in range(25):
         for index, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found[index].append(both[index].ours(deterministic=deterministic))
+                runs[index].append(both[index].ours(deterministic=deterministic))
     torch.cuda.synchronize()
     for index in range(2):
-        for again in found[index]:
+        for again in runs[index]:
             assert_same(again, expected[index], deterministic)
 
 

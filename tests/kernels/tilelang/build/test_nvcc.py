@@ -43,12 +43,12 @@ def sections(cubin: bytes) -> dict[str, bytes]:
     size, count, index_of_names = struct.unpack_from("<HHH", cubin, 58)
     headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
     start = headers[index_of_names][4]
-    found = {}
+    by_name = {}
     for name, _, _, _, offset, length in headers:
         text = cubin[start + name : cubin.index(b"\0", start + name)].decode()
         if text.startswith((".text.", ".nv.constant0.")):
-            found[text] = cubin[offset : offset + length]
-    return found
+            by_name[text] = cubin[offset : offset + length]
+    return by_name
 
 
 def as_tilelang_does(code: str, folder: Path) -> bytes:

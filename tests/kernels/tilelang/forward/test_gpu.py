@@ -186,14 +186,14 @@ def test_two_streams_at_the_same_time() -> None:
     expected = [tileattn.attention(**arguments) for arguments in both]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
-    found: list[list[torch.Tensor]] = [[], []]
+    outputs: list[list[torch.Tensor]] = [[], []]
     for _ in range(50):
         for index, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found[index].append(tileattn.attention(**both[index]))
+                outputs[index].append(tileattn.attention(**both[index]))
     torch.cuda.synchronize()
     for index in range(2):
-        assert all(torch.equal(o, expected[index]) for o in found[index])
+        assert all(torch.equal(o, expected[index]) for o in outputs[index])
 
 
 def test_a_graph_replays_on_another_stream_beside_eager_calls() -> None:

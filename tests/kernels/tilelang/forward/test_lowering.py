@@ -61,7 +61,7 @@ SERIALIZED = re.compile(r"C75(?:08|10|12|14)|serializ|setmaxnreg ignored", re.IG
 
 def _kernels() -> list[object]:
     """(call, configuration) of every kernel that a call gets at one length or another, unless two of them coincide."""
-    found = []
+    parameters = []
     for arch in ARCHITECTURES:
         for name, call in (CALLS | SLOW_CALLS).items():
             quick, call = name in QUICK[arch], on(arch, call)
@@ -69,8 +69,8 @@ def _kernels() -> list[object]:
                 # Of several kernels the one that `lower` makes for the tests below: it is not lowered again.
                 marks = [] if quick and tile == defaults.default(call) else [pytest.mark.slow]
                 suffix = f"-{number}" if number else ""
-                found.append(pytest.param(call, tile, id=f"{arch}-{name}{suffix}", marks=marks))
-    return found
+                parameters.append(pytest.param(call, tile, id=f"{arch}-{name}{suffix}", marks=marks))
+    return parameters
 
 
 @pytest.mark.parametrize(("call", "tile"), _kernels())

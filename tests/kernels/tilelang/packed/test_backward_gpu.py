@@ -250,9 +250,9 @@ class GuardedShapes(Guarded):
 
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> Guarded:
-    found = GuardedShapes()
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *size, **named: found(self, *size, **named))
-    return found
+    shapes = GuardedShapes()
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *size, **named: shapes(self, *size, **named))
+    return shapes
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
@@ -317,9 +317,9 @@ def test_hundred_launches_give_the_same_gradients(name: str) -> None:
     o, lse = forward.attend(**arguments)
     wanted = leaves(arguments)
     outputs, grads = ((o,), (do,)) if dlse is None else ((o, lse), (do, dlse))
-    found = [torch.autograd.grad(outputs, list(wanted.values()), grads, retain_graph=True) for _ in range(100)]
-    first = dict(zip(wanted, found[0]))
-    for again in found[1:]:
+    runs = [torch.autograd.grad(outputs, list(wanted.values()), grads, retain_graph=True) for _ in range(100)]
+    first = dict(zip(wanted, runs[0]))
+    for again in runs[1:]:
         assert_same(dict(zip(wanted, again)), first, False)
 
 
@@ -379,14 +379,14 @@ def test_two_streams_at_the_same_time(deterministic: bool) -> None:
     expected = [train(*given, deterministic=deterministic) for given in both]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
-    found: list[list[Grads]] = [[], []]
+    runs: list[list[Grads]] = [[], []]
     for _ in range(20):
         for index, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found[index].append(train(*both[index], deterministic=deterministic))
+                runs[index].append(train(*both[index], deterministic=deterministic))
     torch.cuda.synchronize()
     for index in range(2):
-        for again in found[index]:
+        for again in runs[index]:
             assert_same(again, expected[index], deterministic)
 
 

@@ -200,9 +200,9 @@ class Guarded:
 
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> Guarded:
-    found = Guarded()
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *size, **named: found(self, *size, **named))
-    return found
+    guards = Guarded()
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *size, **named: guards(self, *size, **named))
+    return guards
 
 
 @pytest.mark.parametrize("name", PACKINGS)
@@ -293,14 +293,14 @@ def test_two_streams_at_the_same_time() -> None:
     expected = [attend(**arguments)[0] for arguments in both]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
-    found: list[list[Tensor]] = [[], []]
+    outputs: list[list[Tensor]] = [[], []]
     for _ in range(50):
         for index, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found[index].append(attend(**both[index])[0])
+                outputs[index].append(attend(**both[index])[0])
     torch.cuda.synchronize()
     for index in range(2):
-        assert all(torch.equal(o, expected[index]) for o in found[index])
+        assert all(torch.equal(o, expected[index]) for o in outputs[index])
 
 
 def test_nothing_waits_for_the_device() -> None:

@@ -43,7 +43,7 @@ def _packed(call: AttentionCall) -> AttentionCall:
 
 
 def _kernels() -> list[object]:
-    found = []
+    parameters = []
     for arch in NVIDIA:
         for name, call in (CALLS | SLOW_CALLS).items():
             if arch not in ASSEMBLED and name not in CALLS:
@@ -52,8 +52,8 @@ def _kernels() -> list[object]:
             for number, tile in enumerate(defaults.defaults(call)):
                 label = f"{arch}-{name}" + f"-{number}" * (number > 0)
                 marks = [] if label in QUICK else [pytest.mark.slow]
-                found.append(pytest.param(call, tile, id=label, marks=marks))
-    return found
+                parameters.append(pytest.param(call, tile, id=label, marks=marks))
+    return parameters
 
 
 def _lower(call: AttentionCall, tile: defaults.Config) -> tuple[Any, str]:

@@ -54,12 +54,12 @@ def model(q_lengths: list[int], k_lengths: list[int], total_q: int, total_k: int
     count = len(q_lengths)
     cu_q, cu_k = bounds(q_lengths).tolist(), bounds(k_lengths).tolist()
     rows, others = (k_lengths, q_lengths) if of_keys else (q_lengths, k_lengths)
-    found: list[list[int]] = []
+    work_list: list[list[int]] = []
 
     def add(sequence: int, q_start: int, q_len: int, k_start: int, k_len: int) -> None:
         padded = [(max(x, 0) + sequence * 144) // 16 * 16 for x in (q_start, k_start)]
-        record = [min(sequence, count - 1), len(found), q_start, q_len, k_start, k_len, *padded]
-        found.extend([record] * -(-(k_len if of_keys else q_len) // tile))
+        record = [min(sequence, count - 1), len(work_list), q_start, q_len, k_start, k_len, *padded]
+        work_list.extend([record] * -(-(k_len if of_keys else q_len) // tile))
 
     for i in sorted(range(count), key=lambda i: -others[i]):
         if rows[i]:
@@ -68,7 +68,7 @@ def model(q_lengths: list[int], k_lengths: list[int], total_q: int, total_k: int
         add(count, -1, 0, cu_k[-1], total_k - cu_k[-1])
     else:
         add(count, cu_q[-1], total_q - cu_q[-1], -1, 0)
-    return torch.tensor(found, dtype=torch.int32).reshape(-1, records.WIDTH)
+    return torch.tensor(work_list, dtype=torch.int32).reshape(-1, records.WIDTH)
 
 
 @pytest.mark.usefixtures("launched")
@@ -154,10 +154,10 @@ def test_one_status_serves_all_calls(status: Tensor) -> None:
 
 
 def _check_unused(packed: Packed, of_keys: bool, status: list[int]) -> None:
-    found = packed_status.status_of(packed.cu_seqlens_q.device).zero_()
+    words = packed_status.status_of(packed.cu_seqlens_q.device).zero_()
     work = packed_launch.work_list("sm_80", packed, 10, 10, 4, of_keys=of_keys)
     assert work[0].tolist() == [3, *[0] * 7]
-    assert found.tolist() == status
+    assert words.tolist() == status
     last = packed.cu_seqlens_q.numel() - 1
     start = [-1, 0, 0, 10] if of_keys else [0, 10, -1, 0]
     assert work[1:4].tolist() == [[last - 1, 0, *start, last * 144, last * 144]] * 3

@@ -185,9 +185,9 @@ def _names(tree: Any) -> set[str]:
     from tvm import tirx
     from tvm.tirx import stmt_functor
 
-    found: set[str] = set()
-    stmt_functor.post_order_visit(tree, lambda node: found.add(node.name) if isinstance(node, tirx.Var) else None)
-    return found
+    names: set[str] = set()
+    stmt_functor.post_order_visit(tree, lambda node: names.add(node.name) if isinstance(node, tirx.Var) else None)
+    return names
 
 
 @pytest.mark.parametrize("expr", [K - Q, abs(Q - K), tm.minimum(K, Q + 5), tm.where(Q < 3, Q - K, K), 7 * K - I0])
