@@ -39,7 +39,7 @@ def data_in(path: Path) -> Any:
 
 
 def data_of(figure: Figure) -> dict[str, Any]:
-    """The data of all axes, the legends and the figure's own texts, as JSON knows them."""
+    """The data of all axes, of the legends and of the figure's own texts, as JSON values."""
     from matplotlib.text import Text
 
     return {
@@ -90,7 +90,7 @@ def _legend(legend: Legend) -> list[str]:
 
 
 def _named_ticks(axis: Axis) -> list[str]:
-    """The names of ticks that were set one by one; where matplotlib chooses them, they are its own affair."""
+    """The names of ticks that were set one by one; those that matplotlib chooses depend on its version."""
     from matplotlib.ticker import FixedLocator
 
     if not isinstance(axis.get_major_locator(), FixedLocator):

@@ -2,10 +2,13 @@
 
     python benchmarks/make_ladder.py
 
-Nothing is measured here. What lies between `<!-- code FILE PART -->`, `<!-- rung RUNG -->` or `<!-- gains -->` and
-`<!-- end -->` is replaced: by the lines between `// [PART]` and `// [/PART]` of a file of src/tileattn/kernels/mma, by
-what a rung gains over the one before it in `SOURCES`, and by all of their tables. A test holds the committed page to
-what this script makes of it. Its pictures are drawn by make_pictures.py.
+Nothing is measured here. Each marker is followed by text that this script replaces, up to `<!-- end -->`:
+
+    <!-- code FILE PART -->    the lines between `// [PART]` and `// [/PART]` of a file of src/tileattn/kernels/mma
+    <!-- rung RUNG -->         the gain of a rung over the one before it, from the result files in `SOURCES`
+    <!-- gains -->             a table for each of these files
+
+A test checks that the committed page is what this script writes. make_pictures.py draws its pictures.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ def main() -> None:
 
 
 def load(names: Sequence[str]) -> dict[str, Results]:
-    """By their names."""
+    """The result files of `SOURCES`, by their names."""
     return {name: results.load(RESULTS / name) for name in names}
 
 
@@ -83,7 +86,7 @@ def gains(measured: dict[str, Results]) -> str:
 
 
 def rung(name: str, measured: Iterable[Results]) -> str:
-    """What a rung reaches with its best options, and how much faster that is than the rung before it."""
+    """The speed of a rung with its best options, and its gain over the rung before it."""
     before = BEFORE.get(name, "")
     lines = []
     for each in measured:

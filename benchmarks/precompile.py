@@ -1,4 +1,4 @@
-"""Compiles the kernels of a whole run in parallel, so that no GPU waits for them one by one.
+"""Compiles the kernels of a whole run ahead of it, in parallel, so that no GPU waits for a compiler.
 
     python benchmarks/precompile.py suites fa fp8 variants                 # of `tileattn bench --suite fa`, ...
     python benchmarks/precompile.py suites fa --direction bwd              # the same with --direction bwd
@@ -7,9 +7,9 @@
     python benchmarks/precompile.py transformers                           # of tests/compat/transformers/test_models.py
     python benchmarks/precompile.py suites fa --arch sm_90a --list         # what would be compiled; needs no GPU
 
-Each call is really made, by the code that the run makes it with, on tensors without memory (device "meta"), and stopped
-where it asks for its kernel. So what is compiled is what the run will ask for, and nothing is allocated or launched. A
-forward pass that is differentiated goes on behind that place, to the backward pass and what that asks for.
+The run's own code makes each call, on tensors without memory (device "meta"), and is stopped where it asks for its
+kernel. Therefore exactly the kernels of the run are compiled, and nothing is allocated or launched. A forward pass that
+is differentiated goes on to its backward pass, and is stopped where that asks for its kernels.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Attempt = Callable[[], Any]  # makes one call to attention
 
 
 class _Asked(Exception):
-    """A call has come as far as its kernels."""
+    """Raised where a call asks for its kernels."""
 
 
 class _Requested:
@@ -128,7 +128,7 @@ def jobs_of(attempts: Iterable[Attempt], arch: str) -> list[AnyJob]:
 
 
 def _weight(job: AnyJob) -> float:
-    """Larger for what takes longer to compile; a transposition, which others wait for, comes first."""
+    """Larger for a kernel that takes longer to compile; largest for a transposition, which others wait for."""
     if isinstance(job, Job) and job.config is None:
         return float("inf")
     if isinstance(job, BackwardJob):
@@ -291,7 +291,7 @@ def _arch(name: str | None) -> str:
 
 
 def run(jobs: Sequence[AnyJob], processes: int, only_list: bool) -> int:
-    """Print or compile; returns the exit code: 1 if a kernel could not be compiled."""
+    """Print or compile the kernels; the exit code is 1 if one could not be compiled."""
     if only_list:
         for job in jobs:
             typer.echo(str(job))

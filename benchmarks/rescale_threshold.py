@@ -1,4 +1,4 @@
-"""What the rescale threshold costs in error and gains in speed, on a Hopper GPU.
+"""Measures what the rescale threshold costs in error and gains in speed, on a Hopper GPU.
 
     python benchmarks/rescale_threshold.py --out rescale.json      # about a minute on an H200, compilation included
 
@@ -6,7 +6,7 @@ The Hopper schedule keeps a row's old maximum while it has grown by at most the 
 (`HopperConfig.rescale_threshold`), and does not rescale O. The weight of the largest score is exactly 1 where the
 maximum is exact. With an old maximum it is some number above 1, which is rounded to 16 bits like all others. A row that
 one key dominates shows this rounding. The script runs the default configuration with its threshold and with 0, beside
-FlashAttention-2 and cuDNN, on all rows of an output where that is affordable, against float64.
+FlashAttention-2 and cuDNN. It compares all rows of an output with float64, or a sample where there are too many.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Every backend, on every case: right by the tolerance rule, or refused with the reason that it gives.
+"""Every backend on every case: its results are right by the tolerance rule, or it refuses the case with a reason.
 
 On a CPU: the torch backend on the "quick" selection, the reference and the others on "smoke", where Triton interprets.
-On a GPU (`pytest -m gpu`): TileLang on the "full" selection, Triton on a part of it, and the ladder on what is full or
-causal in it. A refused case counts as skipped, after its refusal has been checked: its text, and that the table of what
+On a GPU (`pytest -m gpu`): TileLang on the "full" selection, Triton on a part of it, and the ladder on its full and
+causal cases. A refused case counts as skipped after its refusal has been checked: the text, and that the table of what
 must run (support_table.py) allows it.
 """
 

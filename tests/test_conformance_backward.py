@@ -1,4 +1,4 @@
-"""Gradients of every backend, on the conformance cases: right by the tolerance rule, or refused with the reason.
+"""Gradients of every backend on the conformance cases: right by the tolerance rule, or refused with a reason.
 
 On a CPU: the torch backend on a part of the "quick" selection, Triton in its interpreter on a part of "smoke". On a GPU
 (`pytest -m gpu`): TileLang on "full", Triton on a part of it. What may be refused: support_table.py.

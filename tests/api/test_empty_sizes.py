@@ -17,12 +17,12 @@ from tileattn.variant.tile_loads import is_aligned
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 SIZES = {"batch": (0, 5, 7), "queries": (2, 0, 7), "keys": (2, 5, 0), "all": (0, 0, 0)}
-PACKED = {  # lengths_q, lengths_k, rows behind the last sequence
+PACKED = {  # lengths_q, lengths_k, unused rows at the end
     "no sequences": ((), (), 0),
-    "nobody's rows": ((), (), 3),
+    "unused rows": ((), (), 3),
     "all empty": ((0, 0), (0, 0), 0),
     "without keys": ((3, 2), (0, 0), 0),
-    "without keys, nobody's": ((3, 0), (0, 0), 2),
+    "without keys, unused rows": ((3, 0), (0, 0), 2),
     "without queries": ((0, 0), (3, 4), 0),
 }
 

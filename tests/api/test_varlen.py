@@ -257,7 +257,7 @@ def one_by_one(tensors: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_sequence_by_itself(variant: str, dtype: torch.dtype) -> None:
-    """Bit for bit: whatever the rows of nobody hold."""
+    """Bit for bit, whatever the unused rows at the end hold."""
     tensors = qkv(dtype=dtype)
     for x in tensors.values():
         x[-BEHIND:] = torch.nan
@@ -299,7 +299,7 @@ def test_gradients_of_each_sequence_by_itself(variant: str) -> None:
         assert not gradient[-BEHIND:].any()
 
 
-def test_what_belongs_to_nobody_gets_into_no_gradient() -> None:
+def test_unused_rows_reach_no_gradient() -> None:
     tensors = qkv()
     for x in tensors.values():
         x[-BEHIND:] = torch.nan
@@ -323,7 +323,7 @@ def test_only_what_is_wanted_has_a_gradient() -> None:
 
 @pytest.mark.parametrize("sequences", [0, 3])
 def test_nothing_to_do(sequences: int) -> None:
-    """No sequence, or only empty ones; with rows of nobody, or none."""
+    """No sequence, or only empty ones; with unused rows at the end, or none."""
     nothing = torch.zeros(sequences + 1, dtype=torch.int32)
     for total in (0, 4):
         q, k = random(total, HEADS, DIM).requires_grad_(), random(total, KV_HEADS, DIM)

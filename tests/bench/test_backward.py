@@ -1,4 +1,4 @@
-"""The benchmark of the backward pass: what is called, how gradients are checked, what is recorded and shown."""
+"""The benchmark of the backward pass: its timed calls, its check of gradients, its records and pictures."""
 
 from __future__ import annotations
 

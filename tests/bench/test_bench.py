@@ -600,7 +600,7 @@ def test_standings_are_against_the_best_baseline_by_length() -> None:
 
 
 def test_own_ways_to_run_are_no_baselines_beside_others() -> None:
-    """tileattn-deterministic, say, is much like tileattn; nobody is compared with it but where there is nobody else."""
+    """Such as tileattn-deterministic: it is a baseline only where there is no other."""
     case = made_up("fa", "cuda", OWN).rows[0].case
     with_baseline = made_up("fa", "cuda", OWN, "fa2", "tileattn-deterministic")
     with_baseline.rows = [

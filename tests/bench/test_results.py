@@ -1,4 +1,4 @@
-"""Result files with values that cannot be right, or that pictures have to bear."""
+"""Result files with wrong values, and with names that pictures must draw as they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md is what its script makes of the committed result files, and the script shows what there is."""
+"""docs/benchmarks.md is what its script writes from the committed result files, and the script shows all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/precompile.py: that it finds all kernels of a run, and that one that fails does not end it."""
+"""benchmarks/precompile.py: it finds all kernels of a run, and goes on when one does not compile."""
 
 from __future__ import annotations
 

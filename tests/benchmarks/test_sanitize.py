@@ -1,4 +1,4 @@
-"""benchmarks/sanitize.py with a stand-in for compute-sanitizer: what is run, and what is made of what it says."""
+"""benchmarks/sanitize.py with a stand-in for compute-sanitizer: its launches, and how it reads the tool's output."""
 
 from __future__ import annotations
 

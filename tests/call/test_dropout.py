@@ -1,4 +1,4 @@
-"""The pattern of dropout: its generator, its statistics, and that tiles do not show in it."""
+"""The pattern of dropout: its generator, its statistics, and its independence of tiles."""
 
 from __future__ import annotations
 

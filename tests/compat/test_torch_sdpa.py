@@ -1,4 +1,4 @@
-"""PyTorch's flash operators by tileattn, on a CPU: registered for CPU tensors, for which PyTorch has no such operators.
+"""tileattn's versions of PyTorch's flash operators, registered for CPU tensors, where PyTorch has no such operators.
 
 PyTorch's derivative formulas and its functions above the operators run unchanged. Only a GPU shows which backend SDPA
 chooses (compat/test_torch_sdpa_gpu.py).

@@ -1,4 +1,4 @@
-"""PyTorch's attention by tileattn on a GPU: ``pytest -m gpu tests/compat/test_torch_sdpa_gpu.py``.
+"""tileattn's versions of PyTorch's attention, on a GPU: ``pytest -m gpu tests/compat/test_torch_sdpa_gpu.py``.
 
 It tests `tileattn.scaled_dot_product_attention`, and PyTorch's own function while tileattn is its flash implementation,
 by the tolerance rule of `tileattn.testing`. Counters in the operators' functions show which calls reach tileattn.

@@ -1,7 +1,7 @@
 """What the documents name exists: files, names of the package, commands, options, make targets.
 
-Looked at are words in backticks and blocks of shell commands. Each kind of name has a function that returns those of a
-text that do not exist, so that a test can try it with wrong ones.
+The tests read words in backticks and blocks of shell commands. Each kind of name has a function that returns the names
+of a text that do not exist, so that a test can try it with wrong names.
 """
 
 from __future__ import annotations

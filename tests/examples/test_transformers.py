@@ -18,7 +18,7 @@ from tests.tools import ROOT
 pytest.importorskip("transformers", reason="needs transformers: pip install 'tileattn[transformers]'")
 
 from tileattn.bench import environment
-from tileattn.compat import transformers as door
+from tileattn.compat import transformers as adapter
 
 TINY = ("--steps", "4", "--batch", "3", "--longest", "60", "--write", "9")
 SHAPE = ("--hidden", "32", "--intermediate", "48", "--heads", "4", "--kv-heads", "2", "--layers", "1", "--seqlen", "24")
@@ -74,7 +74,7 @@ def test_packed_trains_as_padded(example: ModuleType, tmp_path: Path) -> None:
 
 def test_both_ways_have_one_loss(example: ModuleType) -> None:
     """Of the same passages, with the model's own loss."""
-    door.register()
+    adapter.register()
     text = example.TEXT.read_text()
     model, language = example.tiny(text)
     sequences = example.passages(text, language, example.Settings(longest=50))[:5]

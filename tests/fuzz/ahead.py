@@ -1,7 +1,7 @@
 """Structures for a GPU, and their kernels compiled ahead of the calls, several structures at once.
 
-Which kernels a structure needs is found as benchmarks/precompile.py finds it: calls of the structure are made on
-tensors without memory, and stopped where they ask for a kernel.
+The kernels of a structure are determined as in benchmarks/precompile.py: calls of the structure are made on tensors
+without memory, and stopped where they ask for a kernel.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The verdict on a call: each output's error over what is allowed, as one number on the device. Imports no tileattn.
+"""The verdict on a call: each output's error over its bound, as one number on the device. Imports no tileattn.
 
 A row (along the last dimension) may be off by `FACTOR` standard deviations of its error; a whole tensor by
-`WHOLE_FACTOR` of its own. lse is compared element by element, and allowed in addition an eighth of a rounding in the
-inputs' dtype, because GPUs' exp is no more exact than it need be. Infinities stand where the oracle's are, or where the
-output's dtype ends: a number beyond it is as good as its largest. What belongs to no sequence is 0 (-inf in lse). NaN
-never passes: a number that is NaN counts as infinite.
+`WHOLE_FACTOR` of its own. lse is compared element by element. Its bound has in addition an eighth of a rounding in the
+inputs' dtype, because the exp of GPUs is approximate. Infinities must be where the oracle's are, except that a number
+beyond the output dtype's largest may be infinite. Rows of no sequence are 0 (-inf in lse). NaN never passes: it counts
+as an infinite error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random calls: first a structure, all that a kernel is compiled for, then sizes, strides, values of it."""
+"""Draws random calls: first a structure (all that a kernel is compiled for), then its sizes, strides and values."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""What is right, in float64, and how far rounding may lead away from it. Imports nothing of tileattn.
+"""The right outputs in float64, and the variance of their rounding error. Imports nothing of tileattn.
 
 Attention and its gradients are written out by hand on whole matrices, (elements, heads, rows, keys); packed sequences
-are padded first. Beside each output stands the **variance** of its error: what results if each quantity that a kernel
-rounds is off by a random part of one rounding, numbers that are equal by the same part. This rule of tolerance needs no
-second implementation: the weights P and the gradients dS are rounded to the inputs' dtype before they are multiplied, o
-and the gradients when they are written, and scores and sums are computed in float32 (float64 for float64). A sum of n
-terms in that precision is off by sqrt(n) roundings of its terms' root of squares. Where there is no term, no error is
-allowed.
+are padded first. Each output comes with the **variance** of its error. The model: each quantity that a kernel rounds is
+off by a random part of one rounding, and equal numbers by the same part. This rule of tolerance needs no second
+implementation. Kernels round the weights P and the gradients dS to the inputs' dtype before they multiply them, and o
+and the gradients when they write them. They compute scores and sums in float32 (float64 for float64). A sum of n terms
+is then off by sqrt(n) roundings of the root of its terms' sum of squares. Where there is no term, no error is allowed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parent: starts processes that make calls, ends those that hang, and adds up what they say."""
+"""The parent process: starts processes that make calls, ends those that hang, and adds up their counts and failures."""
 
 from __future__ import annotations
 

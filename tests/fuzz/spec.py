@@ -47,7 +47,7 @@ class Call:
         grads: names of the tensors whose gradients are asked for.
         lse: lse is returned; dlse: it has a gradient.
         module: the class of `nn` (adapter "nn"), or the function of `reference` (adapter "reference").
-        compiled: under torch.compile. poisoned: memory that nobody wrote is NaN.
+        compiled: under torch.compile. poisoned: memory that was not written is NaN.
         bucket: on a GPU, "long" for the kernels of long sequences at any length.
     """
 

@@ -1,4 +1,4 @@
-"""The fuzzer itself: that its oracle is right and its own, and that it sees, shrinks and reports what is wrong."""
+"""The fuzzer itself: its oracle is right and shares no code; wrong results are seen, shrunk and reported."""
 
 from __future__ import annotations
 

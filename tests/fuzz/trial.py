@@ -1,4 +1,4 @@
-"""One call beside the oracle: for each output its error over what is allowed, as numbers on the device."""
+"""One call compared with the oracle: each output's error over its bound, as numbers on the device."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Masks and score modifications by their definitions, on whole matrices in float64. Imports nothing of tileattn.
 
-Written a second time, apart from the functions that :mod:`fuzz.adapters` passes to tileattn.
+These are independent of the functions that :mod:`fuzz.adapters` passes to tileattn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`tileattn.profile`: what it measures is what was done."""
+"""`tileattn.profile`: its time, memory, rates and table."""
 
 from __future__ import annotations
 

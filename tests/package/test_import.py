@@ -1,4 +1,4 @@
-"""What importing tileattn costs, and that arrows between its modules point down."""
+"""The cost of importing tileattn, and the direction of imports between its modules: they point down."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The layout of src/tileattn: no import circles, arrows that point down, and files and functions of a size to read.
 
 Imports under TYPE_CHECKING do not count, those inside functions do. A package's `__init__.py` is no part of a circle:
-it hands on names of the files beside it.
+it re-exports names of the files beside it.
 """
 
 from __future__ import annotations

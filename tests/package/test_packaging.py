@@ -1,4 +1,4 @@
-"""What a user installs: the declared ranges, the pins, the wheel's contents, and what the documents say of them."""
+"""The installed package: the declared ranges, the pins, the wheel's contents, and the documents about them."""
 
 import importlib
 import importlib.metadata

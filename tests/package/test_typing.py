@@ -1,4 +1,4 @@
-"""What a type checker knows of tileattn: mypy on a small user's project, tests/package/typing_project.
+"""The types that a type checker sees: mypy on a user's small project, tests/package/typing_project.
 
 mypy's cache is the project's own, .mypy_cache, which `make lint` has filled: without it mypy first reads all of torch.
 """

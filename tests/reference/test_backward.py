@@ -144,7 +144,7 @@ def test_a_sink_that_is_shut_off_has_no_gradient() -> None:
 
 
 def test_hidden_tiles_are_not_visited() -> None:
-    """NaN in keys that nobody sees must not get into the gradients of the others."""
+    """NaN in keys that no query sees must not get into the gradients of the others."""
     q, k, v = qkv(16, 64)
     window = SlidingWindow(8, 0)  # of the 64 keys the first 40 are before every query's window
     o, lse = flash_attention_2(q, k, v, window)

@@ -171,7 +171,7 @@ def test_flash_attention_2_computes_the_mask_on_the_diagonal_only(monkeypatch: p
     assert tiles == [(0, 0), (16, 16), (32, 32), (48, 48)]
 
 
-def test_flash_attention_2_does_not_read_keys_that_nobody_sees() -> None:
+def test_flash_attention_2_does_not_read_hidden_keys() -> None:
     """Not even NaN in their values gets through; a mask alone would multiply it by 0."""
     q, k, v = qkv(64, 128)
     v[:, :32] = math.nan

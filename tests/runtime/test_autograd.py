@@ -1,4 +1,4 @@
-"""Gradients beyond the conformance suite: how autograd, torch.func, checkpointing, autocast and torch.compile see them.
+"""Gradients beyond the conformance suite: under autograd, torch.func, checkpointing, autocast and torch.compile.
 
 Where two ways lead to the same kernels, gradients must be equal bit for bit.
 """

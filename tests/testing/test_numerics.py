@@ -1,4 +1,4 @@
-"""The tolerance rule, the oracle it rests on, and the cases: what they must let pass, and what they must not."""
+"""The tolerance rule, its oracle and the conformance cases: right results pass, and wrong results fail."""
 
 from __future__ import annotations
 

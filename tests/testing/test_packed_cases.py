@@ -1,4 +1,4 @@
-"""The conformance cases of packed sequences: they are what they say, and can be failed."""
+"""The conformance cases of packed sequences: they have the sizes that they name, and wrong results fail them."""
 
 from __future__ import annotations
 

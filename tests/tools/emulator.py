@@ -1,6 +1,6 @@
 """Runs kernels that TileLang generates for sm_80 on a CPU, compiled with g++ against emulator.h.
 
-It is slow, and shows no races; but it is the generated code itself, with its layouts, masks and ends of tiles.
+It is slow and shows no races, but it runs the generated code itself, with its layouts, masks and ends of tiles.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Compiles HIP source for gfx942 to a code object, with a clang that knows it and ROCm's headers; runs nothing.
+"""Compiles HIP source for gfx942 to a code object, with clang and ROCm's headers; runs nothing.
 
-On Debian: ``apt-get install clang-19 lld-19 rocm-device-libs libamdhip64-dev``. Its HIP is 5.2, older than what
-TileLang asks for: the header for bfloat16 has another name there, rocWMMA's is missing, of which nothing is used, and
-the device library for gfx942 is that of gfx940, its predecessor with the same instructions.
+On Debian: ``apt-get install clang-19 lld-19 rocm-device-libs libamdhip64-dev``. Debian's HIP is 5.2, older than
+TileLang requires. Its header for bfloat16 has another name. The header of rocWMMA is missing, but nothing of it is
+used. The device library for gfx942 is that of gfx940, its predecessor with the same instructions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Calls with NaN and infinities, each kind in a head of its own; for the tests of every backend.
 
-What o and lse must be is what the formula gives, in float64 on the same inputs, with PyTorch's own softmax and
-logsumexp. NaN must be where it is, infinities too, and the rest must be right by the tolerance rule.
+The expected o and lse are those of the formula, in float64 on the same inputs, with PyTorch's softmax and logsumexp.
+NaN and infinities must be in the same places, and finite values must be right by the tolerance rule.
 """
 
 from __future__ import annotations

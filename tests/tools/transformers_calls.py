@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import tileattn.compat.transformers as door
+import tileattn.compat.transformers as adapter
 from tests.compat.transformers.test_models import (
     CHUNKED,
     DEVICES,
@@ -42,7 +42,7 @@ def calls() -> Iterator[Callable[[], Any]]:
 
         return recorded
 
-    door.register()
+    adapter.register()
     with (
         mock.patch.object(attention, "attention", recording(attention.attention)),
         mock.patch.object(packed, "varlen_attention", recording(packed.varlen_attention)),

@@ -2,8 +2,8 @@
 
     python tests/tools/triton_compiler.py '<a list of calls as JSON>'
 
-prints one line of JSON for each kernel. It runs in its own process: Triton decides at import whether it compiles or
-interprets, and the tests interpret.
+prints one line of JSON for each kernel. It runs in its own process, because Triton decides at import whether it
+compiles or interprets, and the tests interpret.
 """
 
 from __future__ import annotations

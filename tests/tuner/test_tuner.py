@@ -1,4 +1,4 @@
-"""The tuner: its file, its race, its session, and what the TileLang backend offers it; without a GPU."""
+"""The tuner without a GPU: its file, its rounds, its session, and the spaces that the TileLang backend offers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which loads a kernel may copy tile by tile, and how a key says that a tensor is fit for it."""
+"""The loads that a kernel may copy tile by tile, and the part of a key that says whether a tensor allows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pictures' data are correct, and the pictures are readable: all text is inside, and no labels overlap."""
+"""Pictures: their data are correct, all text is inside, and no labels overlap."""
 
 from __future__ import annotations
 

@@ -128,8 +128,8 @@ def test_packed_sequences(interleaved: bool, offsets: str, device: str) -> None:
 
 def test_no_sequences() -> None:
     cos, sin = made_tables()
-    nobody, none = torch.zeros(1, dtype=torch.int32), torch.randn(0, HEADS, DIM)
-    assert rotary.apply_rotary_emb(none, cos, sin, cu_seqlens=nobody, max_seqlen=0).shape == none.shape
+    cu_seqlens, none = torch.zeros(1, dtype=torch.int32), torch.randn(0, HEADS, DIM)
+    assert rotary.apply_rotary_emb(none, cos, sin, cu_seqlens=cu_seqlens, max_seqlen=0).shape == none.shape
     assert rotary.apply_rotary_emb(torch.randn(0, SEQLEN, HEADS, DIM), cos, sin).shape == (0, SEQLEN, HEADS, DIM)
     assert rotary.apply_rotary_emb(torch.randn(2, 0, HEADS, DIM), cos[:0], sin[:0]).shape == (2, 0, HEADS, DIM)
 

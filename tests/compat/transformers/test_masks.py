@@ -1,4 +1,4 @@
-"""tileattn.compat.transformers without a model: masks as their parts, the attention function, refusals."""
+"""tileattn.compat.transformers without a model: the parts of a mask, the attention function, refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import transformers
 from transformers import masking_utils as theirs
 
 import tileattn
-import tileattn.compat.transformers as door
+import tileattn.compat.transformers as adapter
 from tests.package.test_import import inside, modules_after
 from tests.tools.positions import Positions
 from tests.variant.test_mask_ranges import assert_sound, assert_tight
@@ -167,8 +167,8 @@ def test_a_mask_that_was_made_ahead_stays() -> None:
     parts = make_mask(BATCH, 4, 11)
     assert make_mask(BATCH, 4, 4, attention_mask=parts) is parts
     config = transformers.LlamaConfig()
-    config._attn_implementation = door.NAME
-    door.register()
+    config._attn_implementation = adapter.NAME
+    adapter.register()
     embeds = torch.empty(BATCH, 4, 0)
     assert theirs.create_causal_mask(config, embeds, parts, None) is parts
 
@@ -379,8 +379,8 @@ def test_importing_it_imports_no_transformers() -> None:
 @pytest.fixture
 def registered() -> Iterator[None]:
     yield
-    transformers.AttentionInterface._global_mapping.pop(door.NAME, None)
-    transformers.AttentionMaskInterface._global_mapping.pop(door.NAME, None)
+    transformers.AttentionInterface._global_mapping.pop(adapter.NAME, None)
+    transformers.AttentionMaskInterface._global_mapping.pop(adapter.NAME, None)
 
 
 class Layer(nn.Module):
@@ -399,26 +399,26 @@ class Layer(nn.Module):
 )
 def test_register_refuses_at_once(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        door.register(**arguments)
+        adapter.register(**arguments)
 
 
 @pytest.mark.usefixtures("registered")
 def test_register_registers_both() -> None:
-    door.register(backend="mma", ignore=["novelty"])
+    adapter.register(backend="mma", ignore=["novelty"])
     q, k, v = tensors()
-    call = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(door.NAME, None)
+    call = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(adapter.NAME, None)
     with pytest.raises(NotImplementedError, match="backend='mma'"):
         call(Layer(), q, k, v, None, novelty=3)
-    assert theirs.ALL_MASK_ATTENTION_FUNCTIONS[door.NAME] is make_mask
-    door.register()
-    call = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(door.NAME, None)
+    assert theirs.ALL_MASK_ATTENTION_FUNCTIONS[adapter.NAME] is make_mask
+    adapter.register()
+    call = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(adapter.NAME, None)
     assert torch.equal(call(Layer(), q, k, v, None)[0], own(q, k, v, causal=True))
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"pip install 'tileattn\[transformers\]'"):
-        door.register()
+        adapter.register()
 
 
 def test_with_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,4 +426,4 @@ def test_with_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
     old.__version__ = "5.2.0"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transformers", old)
     with pytest.raises(ImportError, match=r"5\.17 or newer, got 5\.2\.0"):
-        door.register()
+        adapter.register()

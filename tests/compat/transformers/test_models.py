@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'til
 
 import transformers
 
-import tileattn.compat.transformers as door
+import tileattn.compat.transformers as adapter
 from tests.tools.transformers_models import (
     CPU,
     GPU,
@@ -48,18 +48,18 @@ class Calls(list[dict[str, Any]]):
 @pytest.fixture(autouse=True)
 def calls() -> Iterator[Calls]:
     """tileattn is registered, and calls of its attention are recorded."""
-    door.register()
-    recorded_calls, attend = Calls(), transformers.AttentionInterface._global_mapping[door.NAME]
+    adapter.register()
+    recorded_calls, attend = Calls(), transformers.AttentionInterface._global_mapping[adapter.NAME]
 
     def recorded(*arguments: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling():
             recorded_calls.append(named)
         return attend(*arguments, **named)
 
-    transformers.AttentionInterface.register(door.NAME, recorded)
+    transformers.AttentionInterface.register(adapter.NAME, recorded)
     yield recorded_calls
-    transformers.AttentionInterface._global_mapping.pop(door.NAME)
-    transformers.AttentionMaskInterface._global_mapping.pop(door.NAME)
+    transformers.AttentionInterface._global_mapping.pop(adapter.NAME)
+    transformers.AttentionMaskInterface._global_mapping.pop(adapter.NAME)
 
 
 # --- Logits and gradients ---
@@ -164,7 +164,7 @@ class PackedProblem(Problem):
         return other.run("eager")
 
     def outcome(self, model: nn.Module) -> Outcome:
-        if model.config._attn_implementation == door.NAME:
+        if model.config._attn_implementation == adapter.NAME:
             self.inputs = self.packed()
             return super().outcome(model)
         ids, d_logits = (x.split(self.lengths, dim=1) for x in (self.ids, self.d_logits))

@@ -221,7 +221,7 @@ def test_permission_denied_by_the_system(cache: KernelCache, monkeypatch: pytest
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs Linux's /proc")
-def test_a_folder_that_nobody_can_make() -> None:
+def test_a_folder_that_cannot_be_made() -> None:
     with pytest.raises(OSError, match="the kernel cache /proc/self/kernels cannot be written"):
         KernelCache(Path("/proc/self/kernels")).find_or_build(KEY, never)
 

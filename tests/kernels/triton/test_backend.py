@@ -1,6 +1,6 @@
 """The Triton backend: the code that it generates, what it refuses, and its kernels in Triton's interpreter.
 
-On a machine with a GPU the kernels run there. The conformance suite and tests/kernels/triton/test_compile.py say more.
+On a machine with a GPU the kernels run there. More tests: the conformance suite, tests/kernels/triton/test_compile.py.
 """
 
 from __future__ import annotations

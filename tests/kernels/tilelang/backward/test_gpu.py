@@ -1,7 +1,7 @@
 """What only a GPU can show of the TileLang backward pass: ``pytest -m gpu tests/kernels/tilelang/backward``.
 
-Gradients are held to the tolerance rule of `tileattn.testing`: the oracle is autograd through standard attention in
-float64, eager the same in the inputs' dtype.
+Gradients are compared by the tolerance rule of `tileattn.testing`. The oracle is autograd through standard attention in
+float64; eager is the same in the inputs' dtype.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The Hopper schedule of the backward pass, head dims up to 128: which calls get it, and the code that they become.
+"""The Hopper schedule of the backward pass, head dims up to 128: the calls that use it, and its generated code.
 
-What runs without a GPU: lowering and ptxas.
+The tests lower and assemble; they need no GPU.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ def test_what_does_not_matter_shares_a_kernel() -> None:
 # --- What is skipped ---
 
 
-def test_tiles_that_nobody_sees_are_skipped() -> None:
+def test_fully_masked_tiles_are_skipped() -> None:
     """The producer's loop runs over the rows that the mask says; without a mask over all."""
 
     def loop(mask: Mask | None) -> str:

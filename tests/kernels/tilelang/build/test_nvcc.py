@@ -1,4 +1,4 @@
-"""nvcc gets less to read than TileLang would give it, and makes the same machine code of it."""
+"""The shortened source that nvcc gets in place of TileLang's: nvcc makes the same machine code of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schedule for AMD's MI300X, without one: its space, its HIP source, code objects, and its results elsewhere."""
+"""The schedule for AMD's MI300X, without one: its space, HIP source, code objects, and results on the CPU."""
 
 from __future__ import annotations
 

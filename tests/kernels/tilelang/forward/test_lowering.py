@@ -178,7 +178,7 @@ def _ranges(source: str) -> tuple[str, str]:
     return begin, end
 
 
-def test_tiles_that_nobody_sees_are_skipped() -> None:
+def test_fully_masked_tiles_are_skipped() -> None:
     full, causal, window = (_ranges(lower(CALLS[name])) for name in ("plain", "causal-64", "window-96"))
     # `row` is the tile's first query, and q_lo its position: without a mask the range does not depend on it.
     assert not re.search(r"\brow\b|q_lo|blockIdx", "".join(full))
@@ -260,11 +260,11 @@ def test_any_other_bias_is_fetched(bias: torch.Tensor) -> None:
     ("bias", "shared"),
     [(TILES[:1], True), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((TILES, False), (TILES[:, :1], True)))],
 )
-def test_tiles_of_a_bias_that_nobody_shares_leave_the_cache_first(bias: torch.Tensor, shared: bool) -> None:
+def test_tiles_of_a_bias_that_are_read_once_leave_the_cache_first(bias: torch.Tensor, shared: bool) -> None:
     _check_hint(lower(make_call(None, Bias(bias), dim=64)), bias, shared)
 
 
-def test_tiles_of_a_causal_bias_that_nobody_shares_leave_the_cache_first() -> None:
+def test_tiles_of_a_causal_bias_that_are_read_once_leave_the_cache_first() -> None:
     _check_hint(lower(CALLS["bias-tiles"]), TILES, shared=False)
 
 

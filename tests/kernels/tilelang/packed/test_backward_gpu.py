@@ -97,7 +97,7 @@ def _slopes(packing: Packing) -> ALiBi:
 
 
 def _bias(packing: Packing, sequences: int) -> Bias:
-    """NaN behind the ends of each sequence, where nobody may look; of all of them together finite."""
+    """NaN behind the ends of each sequence, where nothing is read. One bias for all sequences is finite."""
     longest = max(packing.lengths_q), max(packing.lengths_k)
     shape = (sequences, packing.heads[0], *longest)
     bias = torch.linspace(-2, 2, sequences * packing.heads[0] * longest[0] * longest[1], device=forward.DEVICE)

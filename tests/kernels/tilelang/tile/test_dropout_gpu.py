@@ -1,7 +1,7 @@
 """Dropout in the TileLang kernels, on a GPU: ``pytest -m gpu tests/kernels/tilelang/tile/test_dropout_gpu.py``.
 
-o and gradients are held to the tolerance rule of `tileattn.testing`, with the pattern of `tileattn.call.dropout` as a
-matrix; and the pattern of the kernels is read off, bit by bit.
+o and gradients are compared by the tolerance rule of `tileattn.testing`, with the pattern of `tileattn.call.dropout` as
+a matrix. The pattern of the kernels is read from their outputs, bit by bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Score modifications as they are emitted: they compute what was written, and convert integers where it is exact."""
+"""Emitted score modifications: they compute what was written, and convert integers only where that is exact."""
 
 from __future__ import annotations
 
