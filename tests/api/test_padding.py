@@ -183,7 +183,7 @@ def test_gradients_go_there_and_back() -> None:
 
 
 def test_packed_attention_is_attention_with_padding() -> None:
-    """Of queries and keys that are padded alike: without a mask the same rows, wherever the padding lies."""
+    """Queries and keys are padded alike. Without a mask the rows are the same wherever the padding is."""
     q, k, v = (x.requires_grad_() for x in qkv())
     expected = attention(q, k, v, key_padding_mask=KEEP)[KEEP]
     of_q, of_k, of_v = (unpad_input(x, KEEP) for x in (q, k, v))

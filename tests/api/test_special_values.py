@@ -65,7 +65,7 @@ def test_o_and_lse(backend: str, device: str, dtype: str, mask: str) -> None:
 @pytest.mark.parametrize("backend", ["tilelang", "triton", "mma"])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_long_sequences(backend: str, mask: str, head_dim: int) -> None:
-    """Those of many tiles, in which maxima are stale and rescaling is skipped."""
+    """With many tiles, maxima become stale and rescaling is skipped."""
     call = call_of(mask, torch.bfloat16, "cuda", 700, 1400, head_dim)
     assert_as_the_formula(call, attend(call, backend))
 
@@ -119,7 +119,7 @@ QUERIES, KEYS = (37, 60, 75), (70, 45, 130)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("on", _backends("tilelang", "torch"), ids="-".join)
 def test_packed_sequences_do_not_reach_each_other(on: tuple[str, str], causal: bool, sink: bool) -> None:
-    """Nor do rows behind the last one: outputs and gradients are the same bits as without NaN there."""
+    """Outputs and gradients are the same bits with and without NaN in another sequence and in unused rows."""
     backend, device = on
     ends = [[0, *torch.tensor(lengths).cumsum(0).tolist()] for lengths in (QUERIES, KEYS)]
     cu_seqlens = [torch.tensor(each, dtype=torch.int32, device=device) for each in ends]

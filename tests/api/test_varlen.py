@@ -257,7 +257,7 @@ def one_by_one(tensors: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_sequence_by_itself(variant: str, dtype: torch.dtype) -> None:
-    """Bit for bit, whatever the unused rows at the end hold."""
+    """Equal bit for bit, whatever the unused rows at the end hold."""
     tensors = qkv(dtype=dtype)
     for x in tensors.values():
         x[-BEHIND:] = torch.nan
@@ -377,7 +377,7 @@ def test_dropout_does_not_depend_on_the_packing() -> None:
 
 
 def test_dropout_is_that_of_a_dense_call() -> None:
-    """Of equal lengths: the same probabilities are dropped, also in the backward pass."""
+    """Sequences of equal length drop the same probabilities as a batch, also in the backward pass."""
     shapes = ((2, 9, HEADS, DIM), (2, 11, KV_HEADS, DIM), (2, 11, KV_HEADS, DIM))
     q, k, v = (random(*shape, seed=i, dtype=torch.float64) for i, shape in enumerate(shapes))
     runs = []

@@ -94,7 +94,7 @@ def test_a_problem_with_gradients_has_the_forwards_values() -> None:
 @pytest.mark.parametrize("seqlen_q", [33, 50])
 @pytest.mark.parametrize("name", [*NAMES, *TRAINED])
 def test_expected_gradients_are_autograds(name: str, seqlen_q: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the tests' oracle, which shares no code with the benchmark's. Of 50 rows some see no key."""
+    """The tests' oracle shares no code with the benchmark's. Some of the 50 rows see no key."""
     monkeypatch.setattr(oracle, "SCORES_PER_CHUNK", 2000)
     given = built(variant=name, seqlen_q=seqlen_q)
     expected = gradient_oracle.build(given).expected
@@ -168,7 +168,7 @@ def test_gradients_in_another_order_are_wrong(swapped: tuple[int, int]) -> None:
 def test_large_cases_are_sampled_by_groups_of_heads(
     name: str, batches: tuple[int, ...], heads: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But a sum over all heads, or over the batch, is taken over all of them."""
+    """A sum over all heads, or over the batch, still takes all of them."""
     monkeypatch.setitem(oracle.SCORES_CHECKED, "cpu", 0)
     given = built(variant=name, batch=4, heads=8, kv_heads=4)
     expected = gradient_oracle.build(given)

@@ -113,7 +113,7 @@ def test_values_that_are_rare_are_drawn(fields: dict[str, Any], command: str, tm
     ],
 )
 def test_names_are_drawn_as_they_are(suite: str, save: Callable[[Results, Path], None], tmp_path: Path) -> None:
-    """Not as mathematics, of which matplotlib refuses what it cannot read."""
+    """Names are not parsed as mathematics; matplotlib would raise on malformed formulas."""
     hostile = r"$\foo$ $\frac{$"
     hostile_run = measured()
     hostile_run.gpu, hostile_run.versions, hostile_run.date = hostile, {"torch": hostile}, hostile

@@ -47,7 +47,7 @@ def invoke(arguments: str) -> tuple[int, str]:
 
 
 def expected_key(case: Case, dtype: str) -> str:
-    """By way of `tileattn warmup`, which knows nothing of this script."""
+    """The key by way of `tileattn warmup`, which is independent of this script."""
     call, _ = warmup.calls([(case.head_dim, case.head_dim_v)], [case.variant], [dtype], ARCH)
     return launch.cache_key(call, default(call, min(case.seqlen_q, case.seqlen_k)))
 
@@ -112,7 +112,7 @@ def test_each_kernel_once() -> None:
 
 
 def test_every_conformance_call_has_its_kernel() -> None:
-    """But those with nothing to compute; and there are those whose scale is not positive."""
+    """Except calls with nothing to compute. Calls with a scale of 0 or less are among them."""
     todo = [case for case in conformance_cases("full") if 0 not in vars(case.shape).values() or case.shape.scale == 0]
     wanted = {call for call in distinct_calls(todo, ARCH) if backend.refusal(call) is None}
     jobs = forward_jobs(None)

@@ -180,7 +180,7 @@ PACKED = [case for case in sanitize.CASES["bwd"] if isinstance(case, sanitize_ca
     [pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.head_dim > 64 else []) for case in PACKED],
 )
 def test_packed_launches_are_calls(case: sanitize_cases.PackedBackwardCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those with right lengths give finite gradients on the torch backend; the others are refused there at once."""
+    """Right lengths give finite gradients on the torch backend; it refuses wrong lengths at once."""
     varlen = tileattn.varlen_attention
     monkeypatch.setattr(
         tileattn, "varlen_attention", lambda *given, **named: varlen(*given, **named | {"backend": "torch"})

@@ -142,7 +142,7 @@ def test_all_or_nothing() -> None:
 
 
 def test_a_number_at_the_threshold_is_kept() -> None:
-    """Of a million numbers some sixteen are 0, and some are the largest."""
+    """Among a million numbers some sixteen are 0, and some are the largest."""
     seed, tile = seed_of(3), (1, 1, slice(0, 1024), slice(0, 1024))
     assert keep_mask(seed, 0.0, *tile).all()
     assert keep_mask(seed, 1 - 1 / 65536, *tile).any()

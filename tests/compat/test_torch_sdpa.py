@@ -199,7 +199,7 @@ def test_deterministic_algorithms_are_asked_for(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", torch_sdpa.KERNELS)
 def test_signatures_are_those_of_the_operators(name: str) -> None:
-    """Of the running version; a keyword that only newer ones have may be there as well."""
+    """The operators are those of the running version of PyTorch; keywords of newer versions are allowed."""
     if not hasattr(ATEN, name):
         pytest.skip("not in this PyTorch")
     arguments = getattr(ATEN, name).default._schema.arguments

@@ -187,7 +187,7 @@ DEFINED_IN = re.compile(r"((?:`[\w.]+(?:\([^`]*\))?`(?:\sand\s)?)+),?\s(?:in|of)
 
 
 def missing_definitions(text: str) -> list[str]:
-    """Of "`file.py`, `name` and `name`", and of "`name` in `file.py`": names that the file does not define."""
+    """Names that a file does not define, in "`file.py`, `name` and `name`" and "`name` in `file.py`"."""
     named = [*DEFINITIONS.findall(text), *((path, names) for names, path in DEFINED_IN.findall(text))]
     missing = []
     for path, names in named:
@@ -236,7 +236,7 @@ def missing_targets(text: str) -> list[str]:
 
 
 def missing_variables(text: str) -> list[str]:
-    """Of the environment."""
+    """Environment variables that no source file of the package names."""
     named = {name for each in (*spans(text), *blocks(text, "sh")) for name in re.findall(r"\bTILEATTN_\w+", each)}
     sources = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     return sorted(name for name in named if name not in sources)
@@ -310,6 +310,6 @@ def test_pages_that_the_code_names_exist() -> None:
 
 @pytest.mark.parametrize("page", TOP, ids=lambda page: page.name)
 def test_links_to_files_lead_somewhere(page: Path) -> None:
-    """Those of the site's pages are followed when it is built."""
+    """Links of the site's pages are followed when the site is built."""
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", FENCE.sub("", page.read_text()))
     assert not [target for target in targets if "://" not in target and not (ROOT / target).exists()]

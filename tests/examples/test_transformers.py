@@ -73,7 +73,7 @@ def test_packed_trains_as_padded(example: ModuleType, tmp_path: Path) -> None:
 
 
 def test_both_ways_have_one_loss(example: ModuleType) -> None:
-    """Of the same passages, with the model's own loss."""
+    """Both ways compute the model's own loss of the same passages."""
     adapter.register()
     text = example.TEXT.read_text()
     model, language = example.tiny(text)
@@ -226,7 +226,7 @@ def test_the_pages_python_runs() -> None:
 
 @pytest.mark.slow
 def test_the_kernels_of_the_tests_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all that the models ask of attention, with and without gradients."""
+    """Every kernel that the models need, with and without gradients."""
     pytest.importorskip("tilelang")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import precompile  # type: ignore[import-not-found]

@@ -266,7 +266,7 @@ def _of_sink(f: Forward, delta: Tensor, delta2: Tensor, r: Rounding) -> Truth:
 
 
 def _of_tensor(ds: Tensor, own2: Tensor, p: Tensor, delta2: Tensor, by: Tensor, dims: str, r: Rounding) -> Truth:
-    """Of a tensor that a modification reads: dS times the derivative by it, summed over what it is broadcast over."""
+    """The gradient of a modification's tensor: dS times the derivative by it, summed over broadcast dimensions."""
     value, variance = ds * by, own2 * by.square()
     over = [axis for axis, dim in enumerate("bhqk") if dim not in dims]
     if "k" in dims:

@@ -328,7 +328,7 @@ def dies_at_its_fourth_call(plan: Plan, connection: Any, progress: Any) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_dies_is_told_with_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its block is made again, one call after another, in a process that dies of the same one."""
+    """Another process makes the calls of the block one by one, and dies at the same call."""
     monkeypatch.setattr(run, "work", dies_at_its_fourth_call)
     leg = run.Run(1, "cpu", [None], time.time() + 120, 1, structures=3, state=None, most_failures=1)
     assert leg.run() == 1

@@ -100,7 +100,7 @@ def _run(wanted: Sequence[Mutant], jobs: int, check: bool, folder: Path) -> int:
 
 
 def _survivors(wanted: Sequence[Mutant], workers: queue.Queue[Worker], jobs: int) -> list[str]:
-    """Those that were not killed, and how they ended."""
+    """The mutants that were not killed, and how their tests ended."""
     wrong = []
     with ThreadPoolExecutor(jobs) as pool:
         running = {pool.submit(_verdict, mutant, workers): mutant for mutant in wanted}

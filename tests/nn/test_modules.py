@@ -249,7 +249,7 @@ def growth(module: SelfAttention, seqlen: int) -> float:
 
 
 def test_memory_of_the_textbooks_is_quadratic() -> None:
-    """So that the tests below would see it."""
+    """Otherwise the tests below would check nothing."""
     assert growth(NaiveAttention(EMBED, HEADS), 256) > 12
 
 

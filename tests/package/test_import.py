@@ -85,7 +85,7 @@ def test_a_call_on_a_cpu_imports_no_compiler(loaded: dict[str, set[str]]) -> Non
 
 
 def test_pictures_and_profiles_import_their_packages_when_they_are_used(loaded: dict[str, set[str]]) -> None:
-    """Nor does `tileattn --help` import what its commands do."""
+    """`tileattn --help` does not import what its commands import, either."""
     assert inside(loaded["pages"], "matplotlib", "gradio", "tilelang", "triton") == set()
     assert inside(loaded["cli"], "tileattn.viz", "tileattn.reference") == set()
 
@@ -140,7 +140,7 @@ CORE = [f"variant.{name}" for name in ("masks", "scores", "expression", "math", 
 
 
 def test_the_files_are_found() -> None:
-    """Else the tests below would hold of nothing."""
+    """Otherwise the tests below would check nothing."""
     assert set(CORE) <= set(FILES)
     assert {"tilelang", "torch"} <= set(BACKENDS)
     assert "variant.masks.FunctionMask" in tileattn_imports(FILES["variant.key"])

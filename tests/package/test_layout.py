@@ -127,7 +127,7 @@ def header(name: str) -> str:
 
 
 def test_circles_are_found() -> None:
-    """Else the tests below would hold of nothing."""
+    """Otherwise the tests below would check nothing."""
     arrows = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e"}}
     assert sorted(circles(arrows), key=len) == [{"e"}, {"b", "c"}]
     assert {"variant.masks", "call.facts", "kernels.cache.store"} <= MODULES
@@ -209,7 +209,7 @@ def registered() -> set[str]:
 
 
 def has_a_signature_of_others(name: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Those of other libraries, of operators of `torch.library`, and of commands."""
+    """Signatures that other libraries fix, and those of `torch.library` operators and of commands."""
     decorators = " ".join(map(ast.unparse, function.decorator_list))
     others = name.partition(".")[0] == "compat" or "register_fake" in decorators or ".command(" in decorators
     return others or function.name in registered()

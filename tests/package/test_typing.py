@@ -46,7 +46,7 @@ def errors(output: str) -> set[tuple[str, int, str]]:
 
 
 def marked() -> set[tuple[str, int, str]]:
-    """Those that the project's files announce in comments."""
+    """The errors that comments in the project's files announce."""
     marks = set()
     for path in USERS.glob("*.py"):
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -99,7 +99,7 @@ def test_the_project_runs() -> None:
 
 
 def overloads(function: Callable[..., Any]) -> list[ast.FunctionDef]:
-    """Its overloads' definitions, from the source: before Python 3.11 nothing keeps them at run time."""
+    """The definitions of a function's overloads, from the source: Python 3.10 does not keep them at run time."""
     tree = ast.parse(Path(inspect.getfile(function)).read_text())
     *definitions, _ = (
         node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function.__name__

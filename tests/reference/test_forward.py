@@ -182,7 +182,7 @@ def test_flash_attention_2_does_not_read_hidden_keys() -> None:
 
 @pytest.mark.parametrize("attention", ALL)
 def test_gradients(attention: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """Of o and lse, with respect to everything, with rows that see no key."""
+    """The gradients of o and lse with respect to all inputs, with rows that see no key."""
 
     def gradients(run: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype) -> list[Tensor]:
         tensors = [*qkv(91, 77), random(4), random(1, 4, 91, 77), random(4).abs()]

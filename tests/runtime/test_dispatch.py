@@ -184,7 +184,7 @@ def test_alignment(layout: str) -> None:
 
 
 def promised(arch: str, gradients: bool) -> list[AttentionCall]:
-    """Of masks and modifications those that read most."""
+    """The calls that TileLang must run, with the masks and modifications that read most."""
     few = {encode(mask, mods)[0] for mask in (None, MASKS["composed"]) for mods in ((), MODIFICATIONS["two"])}
     runnable = [call for call in calls(arch) if call.variant in few and must_run("tilelang", call)]
     return [call for call in runnable if call.needs_grad is gradients]

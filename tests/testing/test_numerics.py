@@ -357,7 +357,7 @@ def test_a_case_is_what_its_id_says(case) -> None:  # type: ignore[no-untyped-de
 
 
 def test_large_scores_are_exact_in_16_bits() -> None:
-    """So that the rule is as sharp there as elsewhere: eager rounds none of them. Also where the inputs have 8 bits."""
+    """Eager rounds none of them, so the rule is as strict as elsewhere; also for 8-bit inputs."""
     for case in conformance_cases("quick"):
         if case.shape.values != "normal" and not case.structure.scores and 0 not in case.shape.__dict__.values():
             arguments = build(case)

@@ -84,7 +84,7 @@ def test_uniform_lengths_are_a_dense_call() -> None:
 
 
 def expected(arguments: Arguments) -> list[tuple[Tensor, Tensor]]:
-    """Of the oracle and of eager's first run."""
+    """The results of the oracle and of eager's first run."""
     oracle, (eager_o, eager_lse) = expected_forward(arguments)
     return [oracle, (eager_o[0], eager_lse[0])]
 

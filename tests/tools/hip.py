@@ -26,7 +26,7 @@ UNUSED = re.compile(r"^#include <tl_templates/hip/(gemm|debug)\.h>$", re.MULTILI
 
 @dataclass(frozen=True)
 class Usage:
-    """Of a compute unit: registers of a thread, bytes of memory set apart for it, registers that are spilled."""
+    """What a thread of a kernel uses: registers, bytes of scratch memory, and registers that are spilled."""
 
     vgprs: int
     agprs: int

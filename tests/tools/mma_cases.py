@@ -76,7 +76,7 @@ def check(name: str, kernel: Kernel, shape: Shape, tensors: list[Tensor], got: t
 
 
 def keys_of_a_warp(kernel: Kernel) -> int:
-    """Of a tile; a warp adds up their probabilities in one sum."""
+    """The keys of a tile whose probabilities a warp adds up in one sum."""
     sharing = {"split_kv": kernel.tiles.warps, "tiled_d": kernel.head_dim // 128}
     return kernel.tiles.block_N // sharing.get(kernel.options.rung, 1)
 

@@ -247,7 +247,7 @@ def test_that_nothing_can_be_kept_is_found_out_before_anything_is_measured(
 
 
 def test_a_folder_that_takes_no_new_file_is_found_out(fake: Fake, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the lock is there already; tests may run as root, who may write everywhere."""
+    """Also where the lock exists already. Tests may run as root, who may write everywhere."""
     results.keep("sm_90a", "call", SIZES, result(HopperConfig(128, 96)))
 
     def mkstemp(**options: Any) -> Any:
@@ -913,7 +913,7 @@ HOSTILE = "f[bold]loat[/red] :x: [link=a]"
 def test_names_are_shown_as_they_are(
     file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Not as rich's markup, which would swallow brackets, or raise, and draw emoji."""
+    """rich's markup would drop brackets, raise, or draw emoji."""
     monkeypatch.setattr(results, "device_name", lambda arch: HOSTILE)
     monkeypatch.setenv("TILEATTN_TUNING_FILE", str(tmp_path / "[b]x[/i]" / "t.json"))
     assert invoke("tune --show")[1] == f"no results in {tmp_path}/[b]x[/i]/t.json"

@@ -38,7 +38,7 @@ blocks = st.integers(1, 4)
 
 
 def allowed_in_tiles(case: Positions, map_: viz.TileMap) -> list[tuple[Tile, Tensor, bool]]:
-    """Of each tile, what the map says, the dense mask in it, and whether it ends with the keys or before."""
+    """For each tile: its kind in the map, the dense mask in it, and whether it lies within the keys."""
     tiles = []
     rows, columns = map_.tiles.shape
     for i, j in itertools.product(range(rows), range(columns)):
@@ -50,7 +50,7 @@ def allowed_in_tiles(case: Positions, map_: viz.TileMap) -> list[tuple[Tile, Ten
 
 
 def map_of(case: Positions, block_M: int, block_N: int) -> viz.TileMap:
-    """Of the last head of the last batch element, so that masks that depend on them are seen to."""
+    """The map of the last head of the last batch element, for masks that depend on them."""
     return viz.tile_map(case.mask, case.seqlen_q, case.seqlen_k, block_M, block_N, b=1, h=1)
 
 
@@ -140,7 +140,7 @@ def test_numpys_integers_are_sizes() -> None:
 
 
 def documents_of_two() -> Documents:
-    """Of 4 and 4 tokens in the first batch element, of 8 in the second."""
+    """Documents of 4 and 4 tokens in the first batch element, and of 8 in the second."""
     return Documents(torch.tensor([[0] * 4 + [1] * 4, [0] * 8]))
 
 

@@ -89,7 +89,7 @@ def test_other_imports_say_what_to_use(statement: str) -> None:
 
 @pytest.mark.parametrize("name", ["flash_attn.cute", "flash_attn.ops.fused_dense", "flash_attn.losses"])
 def test_find_spec_finds_nothing_and_raises_nothing(name: str) -> None:
-    """So asks `torch._inductor` for flash_attn.cute."""
+    """`torch._inductor` asks for flash_attn.cute in this way."""
     assert importlib.util.find_spec(name) is None
     assert name not in sys.modules
 

@@ -338,7 +338,7 @@ def test_packed_tensors_of_packed_sequences(device: str, dim: int) -> None:
 
 
 def same(x: list[Tensor], y: list[Tensor], device: str) -> None:
-    """Bit for bit; on a GPU dq is a sum in any order, and strides may choose another kernel."""
+    """Equal bit for bit; on a GPU dq is summed in any order, and strides may select another kernel."""
     for mine, theirs in zip(x, y, strict=True):
         if device == "cpu":
             assert torch.equal(mine, theirs)
@@ -389,7 +389,7 @@ def test_only_out_is_returned_unless_more_is_asked_for() -> None:
 
 
 def test_return_attn_probs_changes_no_numbers() -> None:
-    """Though it looks ahead at the seed."""
+    """The probabilities are drawn with the seed of the next call, and the generator's state is restored."""
     q = torch.randn(2, 30, 2, 16)
     torch.manual_seed(1)
     expected = compat.flash_attn_func(q, q, q, 0.3), torch.rand(3)
@@ -413,7 +413,7 @@ def test_wider_dtypes_run_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.2])
 def test_autocast_changes_nothing(p: float) -> None:
-    """Nor does it in flash-attn: no cast to float16, in which these values overflow."""
+    """As in flash-attn, nothing is cast to float16, in which these values overflow."""
     torch.manual_seed(0)
     q = (torch.randn(1, 6, 2, 20) * 1e5).bfloat16()
     ends = torch.tensor([0, 6], dtype=torch.int32)

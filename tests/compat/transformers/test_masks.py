@@ -371,7 +371,7 @@ def test_a_model_that_computes_with_its_mask_is_told(compute: Callable[[MaskPart
 
 
 def test_importing_it_imports_no_transformers() -> None:
-    """Who does not register it does not pay for it."""
+    """Users who do not register it need not wait for the import of transformers."""
     (loaded,) = modules_after("import tileattn.compat.transformers")
     assert inside(loaded, "transformers") == set()
 

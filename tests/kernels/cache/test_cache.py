@@ -210,7 +210,7 @@ def test_a_folder_without_permission(tmp_path: Path) -> None:
 
 
 def test_permission_denied_by_the_system(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As above, for tests that run as root."""
+    """The same as the test above, for tests that run as root."""
 
     def denied(*arguments: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied")

@@ -171,7 +171,7 @@ def test_a_closure_has_nothing_that_launches_or_lies_above(name: str) -> None:
 
 
 def test_what_lies_above_is_there() -> None:
-    """Else the test above would hold of nothing."""
+    """Otherwise the test above would check nothing."""
     assert {f"tileattn.{name}" for name in ABOVE} - set(FILES) <= {"tileattn.parallel"}  # comes with work of its own
     assert {f"{TILELANG}.{name}".rstrip(".") for name in HOST} <= set(FILES)
 
@@ -272,7 +272,7 @@ def test_an_edit_changes_the_keys_of_the_kernels_that_it_generates(copied: Path,
 
 
 def test_a_new_import_joins_the_closure(copied: Path) -> None:
-    """Also one inside a function, of a file that was not there."""
+    """An import inside a function, of a new file, counts as well."""
     before = packed_library.plan_key("sm_90a")
     folder = copied / "kernels" / "tilelang"
     (folder / "new.py").write_text("x = 1\n")
@@ -382,7 +382,7 @@ def test_what_runs_while_a_kernel_is_made_is_in_its_closure(name: str) -> None:
 
 
 def test_the_trace_sees_every_schedule() -> None:
-    """Else the test above would hold of little."""
+    """Otherwise the test above would check too little."""
     ran = {module.removeprefix(f"{TILELANG}.") for modules_of in traced().values() for module in modules_of}
     forward = "forward.generic forward.hopper.kernel forward.hopper.plan forward.amd.kernel"
     backward = "backward.generic backward.hopper.keys backward.hopper.wide backward.hopper.queries backward.queries"

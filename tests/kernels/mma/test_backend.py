@@ -184,7 +184,7 @@ FEW_BYTES = 24  # what a tile's loop reads back once: next to nothing beside its
 
 
 def spilled_bytes(kernel: Kernel, folder: Path) -> int:
-    """Of a thread's stack."""
+    """Bytes of a thread's stack."""
     log = assembled(kernel, folder)
     match = re.search(r"(\d+) bytes stack frame", log)
     assert match is not None, log

@@ -263,7 +263,7 @@ def check(
     ids=["window", "causal-window-softcap", "causal-alibi-softcap-negative", "user", "scale0"],
 )
 def test_in_small_tiles(mask: Any, mods: tuple[Any, ...], scale: float | None) -> None:
-    """So small that short sequences have tiles of each kind; odd sizes, GQA, and keys that are shared by the batch."""
+    """Tiles so small that short sequences have tiles of each kind; odd sizes, GQA, keys shared by the batch."""
     mods = tuple(ALiBi(mod.slopes.to(DEVICE)) if isinstance(mod, ALiBi) else mod for mod in mods)
     q, k = tensor(2, 51, 2, 20), tensor(1, 45, 1, 20, seed=1).expand(2, -1, -1, -1)
     v = tensor(2, 1, 45, 12, seed=2).transpose(1, 2)
@@ -428,7 +428,7 @@ def test_rows_without_keys() -> None:
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 3), (1, 3)], ids=str)
 def test_gradients_that_are_asked_for(wanted: tuple[int, ...]) -> None:
-    """Of q, k, v and the sink. What the kernel for dq prepares for others has a kernel of its own where dq is not."""
+    """Subsets of q, k, v and sink. Without dq, a kernel of its own prepares what the kernel for dq prepares."""
     q, k, v = (tensor(2, rows, 2, 16, seed=rows) for rows in (21, 37, 37))
     inputs = [q, k, v, tensor(2, dtype=torch.float32)]
     do, dlse = tensor(2, 21, 2, 16, seed=4), tensor(2, 2, 21, dtype=torch.float32)

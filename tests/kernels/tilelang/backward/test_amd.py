@@ -36,7 +36,7 @@ QUICK = ("plain-16",)
 
 
 def calls() -> dict[str, BackwardCall]:
-    """Of the lowering tests, with dq by the main kernel, and by one of its own."""
+    """The calls of the lowering tests, with dq by the main kernel and by a kernel of its own."""
     by_name = {}
     for name, call in CALLS.items():
         by_name[name] = on(ARCH, call)

@@ -64,12 +64,12 @@ def _narrow_shared_bias(case: Case, random: Callable[..., Tensor]) -> list[Any]:
 
 
 def _padded_bias(case: Case, random: Callable[..., Tensor]) -> list[Any]:
-    """Its rows begin at multiples of 16 bytes, and so must its gradient's, whose length is none."""
+    """A bias whose rows begin at multiples of 16 bytes, though their length is none; so must its gradient's."""
     return [Bias(random(case.batch, case.heads[0], *case.lengths, dtype=case.dtype, padding=-case.lengths[1] % 8))]
 
 
 def _factor(case: Case, random: Callable[..., Tensor]) -> list[Any]:
-    """Its derivatives are each other's factor."""
+    """Score times factor: each is the derivative by the other."""
     factor = random(case.batch, case.heads[0], *case.lengths, dtype=case.dtype)
     return [lambda score, b, h, q, k: score * factor[b, h, q - (case.lengths[1] - case.lengths[0]), k]]
 
@@ -210,7 +210,7 @@ class Problem:
         return o.transpose(1, 2) if case.layout == "bhsd" else o, lse
 
     def gradients(self, o: Tensor, lse: Tensor) -> dict[str, Tensor]:
-        """Of o and lse, where it has one."""
+        """The gradients of o, and of lse where it has one."""
         outputs, grads = [o], [self.do.to(o.dtype)]
         if self.dlse is not None:
             seen = (lse != -torch.inf).expand_as(lse)  # -inf has no gradient

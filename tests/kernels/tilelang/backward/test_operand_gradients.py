@@ -66,7 +66,7 @@ def test_what_is_not_wanted_has_no_path() -> None:
 
 @pytest.mark.parametrize("name", [name for name, (_, ways) in MODS.items() if ways != (STORED,)])
 def test_what_a_workspace_holds_comes_to_its_elements(name: str) -> None:
-    """... as autograd brings it; elements beyond the tensor, which kernels read as 0, get nothing."""
+    """The sums equal autograd's. Elements beyond the tensor, which kernels read as 0, get nothing."""
     call, operands = _call(MODS[name][0], deterministic=True)
     sizes, generator = (BATCH, HEADS, QUERIES, KEYS), torch.Generator().manual_seed(0)
     b, h, q, k = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
@@ -100,7 +100,7 @@ SCORES: dict[str, ScoreMod] = {
 @pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_and_derivatives_as_they_are_emitted(name: str, capped: bool, hardware_tanh: bool) -> None:
-    """... are those that autograd finds."""
+    """They equal autograd's."""
     mods = (SCORES[name], SoftCap(2.0)) if capped else (SCORES[name],)
     key, operands = encode(None, mods)
     score = program(key).score

@@ -91,7 +91,7 @@ def test_every_product_is_defined_once(q_in_registers: bool) -> None:
 
 
 def test_what_is_not_understood_stays() -> None:
-    """And products of fp8 (test_fp8_lowering.py)."""
+    """Sources with unknown products stay as they are. For those of fp8 see test_fp8_lowering.py."""
     assert nvcc.with_own_products(KERNEL) == KERNEL
     known = forward_source(False)
     unknown = known + "// tl::wgmma_sp<1>\n"

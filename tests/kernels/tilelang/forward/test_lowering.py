@@ -396,7 +396,7 @@ def test_what_does_not_fit_is_not_valid() -> None:
 
 
 def test_padding_is_small() -> None:
-    """And leaves the head dims of real models as they are."""
+    """The head dims of real models are not padded."""
     for dim in HEAD_DIMS:
         assert dim <= architecture.padded(dim) < dim + 64
         assert dim <= config.hopper_dims(make_call(dim=dim))[0] < dim + 32
@@ -417,7 +417,7 @@ def test_consumer_registers(threads: int, blocks: int) -> None:
 
 @pytest.mark.parametrize("block_M", [64, 128, 192])
 def test_registers_of_the_hopper_schedule(block_M: int) -> None:
-    """As above; the launch gives every thread the same, and setmaxnreg moves the producer's to the consumers."""
+    """The launch gives all threads the same number; setmaxnreg moves registers of the producer to the consumers."""
     tile = HopperConfig(block_M, 128)
     registers, threads = tile.consumer_registers(), tile.consumer_threads()
     all_threads = threads + architecture.PRODUCER_THREADS

@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def kernels(folder: Path) -> Callable[[BackwardCall], launch.Kernels]:
-    """Those of a call, for the CPU."""
+    """The kernels of a call, compiled for the CPU."""
 
     @functools.cache
     def compiled(call: BackwardCall) -> launch.Kernels:

@@ -52,7 +52,7 @@ class Training(NamedTuple):
     dropout_p: float = 0.0
 
     def arguments(self, seed: int = 0) -> dict[str, Any]:
-        """Of `varlen_attention`: q, k, v and a sink require grad."""
+        """The arguments of `varlen_attention`: q, k, v and a sink require grad."""
         arguments = self.packing.arguments(seed)
         for name in ("q", "k", "v", "sink"):
             if arguments[name] is not None:
@@ -196,7 +196,7 @@ def test_sequences_that_end_where_tiles_do(case: ConformanceCase) -> None:
 
 
 def _owner(lengths: tuple[int, ...]) -> Tensor:
-    """Of each row the number of its sequence."""
+    """The number of the sequence of each row."""
     numbers = torch.arange(len(lengths), device=forward.DEVICE)
     return torch.repeat_interleave(numbers, torch.tensor(lengths, device=forward.DEVICE))
 

@@ -102,7 +102,7 @@ def test_case(case: ConformanceCase, statuses: list[list[int]]) -> None:
 
 
 def test_wrong_lengths_give_nothing(statuses: list[list[int]]) -> None:
-    """And touch nothing: what the cumulative lengths would lead to is not there."""
+    """No memory is touched where the wrong cumulative lengths lead."""
     arguments = build(QUICK)
     assert arguments.packed is not None
     cu_seqlens_q, cu_seqlens_k, *longest = arguments.packed

@@ -45,7 +45,7 @@ class Packing(NamedTuple):
     longest: int | None = None  # instead of the longest lengths
 
     def arguments(self, seed: int = 0) -> dict[str, Any]:
-        """Of `varlen_attention`; what is behind the last sequence is NaN."""
+        """The arguments of `varlen_attention`; unused tail rows are NaN."""
         generator = None if DEVICE == "meta" else torch.Generator(DEVICE).manual_seed(seed)
 
         def rows(lengths: Sequence[int], heads: int, head_dim: int) -> Tensor:

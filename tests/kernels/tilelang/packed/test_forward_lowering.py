@@ -140,7 +140,7 @@ def _value(expr: Any, given: dict[str, int]) -> int:
 
 
 def test_a_tile_is_where_its_map_says() -> None:
-    """And one of a run without rows on that side is nowhere."""
+    """A tile of a run without rows on that side lies outside the tensor."""
     tensor = tirx.decl_buffer([1, 50, 2, 16], "float16", "x")
     region = ragged.tile(ragged.ragged(tensor), 30, 10, 4, 8, 1, slice(0, 16))
     begins, extents = ([int(getattr(side, name)) for side in region.region] for name in ("min", "extent"))

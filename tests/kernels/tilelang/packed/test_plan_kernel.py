@@ -165,7 +165,7 @@ def _check_unused(packed: Packed, of_keys: bool, status: list[int]) -> None:
 
 @pytest.mark.usefixtures("launched")
 def test_lists_of_one_launch() -> None:
-    """Of queries and keys in tiles of different sizes: each as it is alone."""
+    """Lists of queries and of keys, in tiles of different sizes, equal those of separate launches."""
     q_lengths, k_lengths = LENGTHS["skewed"]
     total_q, total_k = sum(q_lengths) + 3, sum(k_lengths)
     packed = Packed(bounds(q_lengths), bounds(k_lengths), 300, 300)

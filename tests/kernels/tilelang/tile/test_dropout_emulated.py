@@ -133,7 +133,7 @@ TILINGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_the_pattern_does_not_depend_on_tiles(tiling: str, emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both passes, bit by bit."""
+    """The pattern of both passes is equal bit by bit."""
     if TILINGS[tiling] is not None:
         forward, main = TILINGS[tiling]  # type: ignore[misc]
         monkeypatch.setattr(forward_launch, "default", lambda *_: forward)

@@ -77,7 +77,7 @@ class Problem(gpu.Problem):
         return kept.double() * weight_of_kept(self.p)
 
     def eager(self) -> list[dict[str, Tensor]]:
-        """Also by the formula: where one key is kept of a row, autograd's error is 0 by luck."""
+        """Eager, also by the formula: in a row of which one key is kept, autograd's error is 0 by chance."""
         dlse = self.dlse
         if dlse is not None:
             lse = oracle_attention(*self.standard(), dropout=self.dropout())[1]

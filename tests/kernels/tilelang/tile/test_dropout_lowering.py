@@ -66,7 +66,7 @@ QUICK = {("plain-64", "sm_90a", "main")}
 
 
 def source_of(call: AttentionCall, which: str) -> str:
-    """Of the forward kernel, or of one of the backward pass's, in the schedule that the call gets."""
+    """The source of the forward kernel, or of a kernel of the backward pass, in the schedule of the call."""
     if which == "forward":
         return lower(call)
     return device_source(kernel(replace(backward_of(call), deterministic=which == "queries"), which), call.arch)
