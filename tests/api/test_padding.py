@@ -66,7 +66,7 @@ def test_the_argument_is_named() -> None:
 @pytest.mark.parametrize("seqlen_q", [SEQLEN, 3, 14])
 @pytest.mark.parametrize("causal", [False, True])
 def test_values_and_gradients(seqlen_q: int, causal: bool) -> None:
-    """In float64, against the oracle; the last sequence has no key at all."""
+    """Compared with the oracle, in float64; the last sequence has no key at all."""
     leaves = [x.requires_grad_() for x in qkv(seqlen_q)]
     expected = oracle_attention(*leaves, SeesKept(causal))  # type: ignore[arg-type]
     got = attention(*leaves, causal=causal, key_padding_mask=KEEP, return_lse=True)
@@ -159,7 +159,7 @@ def test_unpad_and_pad(dtype: torch.dtype) -> None:
 
 
 def test_unused_tokens_get_room() -> None:
-    """As in flash-attn: they are in the packed tensor and in cu_seqlens, not in seqused."""
+    """As in flash-attn, unused tokens are in the packed tensor and in cu_seqlens, not in seqused."""
     unused = torch.zeros_like(KEEP)
     unused[0, 6:8] = unused[3, 0] = True
     x = random(BATCH, SEQLEN)

@@ -109,7 +109,7 @@ def test_gradients(scale: float, dtype: torch.dtype, mask: Mask | None, with_dls
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_the_fused_operator_runs_no_causal_call_that_it_gets_wrong(scale: float) -> None:
-    """With a mask of floats, which it adds to scaled scores, it is right."""
+    """The operator is right with a mask of floats, which it adds to scaled scores."""
     q, k, v = (x.transpose(1, 2) for x in qkv(torch.float32))
     o, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
     matrix = ScoreMatrix(Causal(), (), slice(0, 2), HEADS, SEQLEN, SEQLEN, torch.float32, q.device)

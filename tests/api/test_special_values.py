@@ -81,7 +81,7 @@ def test_the_ladder(rung: str, mask: str) -> None:
 @pytest.mark.parametrize("mask", ["causal", "window", "documents", "padding"])
 @each_backend
 def test_keys_that_only_the_mask_hides(on: tuple[str, str], mask: str) -> None:
-    """They reach no o and no lse of the rows that do not see them."""
+    """NaN in them reaches no o and no lse of the rows that do not see them."""
     backend, device = on
     poisoned, clean = hidden_call(mask, torch.float16, device)
     got = attend(poisoned, backend)
@@ -181,7 +181,7 @@ VARIANTS: dict[str, Callable[[str], dict[str, Any]]] = {
 @pytest.mark.parametrize("variant", VARIANTS)
 @each_backend
 def test_modifications(on: tuple[str, str], variant: str) -> None:
-    """They get infinite scores, which a soft cap makes finite."""
+    """Modifications get infinite scores, which a soft cap makes finite."""
     backend, device = on
     call, options = call_of("causal", torch.float16, device), VARIANTS[variant](device)
     mod, sink = options.get("score_mod"), options.get("sink")

@@ -391,7 +391,7 @@ def test_the_picture_of_memory_has_a_line_for_each_implementation_and_the_output
 
 
 def test_numbers_at_the_end_of_lines_that_are_close_stand_apart() -> None:
-    """In points on the page; and every line has a name that is whole."""
+    """Distances are in points on the page. Every line has its whole name."""
     measured = of_memory(lambda backend, seqlen: seqlen * (2048 if backend == OWN else 2060))
     measured.rows += [
         replace(row, backend=baseline) for row in measured.rows if row.backend == OWN for baseline in ("fa2", "cudnn")

@@ -195,7 +195,7 @@ def on_gpu(case: Case) -> problem.Problem:
 
 @pytest.mark.parametrize("variant", ["full", "causal", "window7", "causal+window9-4"])
 def test_fa2_is_called_as_its_operator_wants_it(variant: str) -> None:
-    """On "meta": the operator checks its arguments' kinds, knows the gradient and computes shapes alone."""
+    """Tensors are on "meta": the operator checks its arguments' kinds, has a gradient, and computes only shapes."""
     case = replace(SKEWED, dtype="bf16", head_dim_v=16, variant=variant)
     given = problem.build(case, "meta", direction="bwd")
     o = BASELINES["fa2-varlen"].prepare(given).call()

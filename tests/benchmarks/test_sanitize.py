@@ -199,7 +199,7 @@ def test_packed_launches_are_calls(case: sanitize_cases.PackedBackwardCase, monk
 
 @pytest.mark.parametrize("case", DENSE, ids=lambda case: case.name)
 def test_backward_launches_are_calls(case: sanitize_cases.BackwardCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the torch backend they give a finite gradient for each tensor that has one."""
+    """On the torch backend the launches give a finite gradient for each tensor that has one."""
     run_backward = ops.run_backward
     monkeypatch.setattr(
         ops, "run_backward", lambda options, *given: run_backward(options._replace(backend="torch"), *given)

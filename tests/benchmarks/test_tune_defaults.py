@@ -92,7 +92,7 @@ HANGS, CRASHES, WRONG = HopperConfig(128, 64), HopperConfig(128, 80), HopperConf
 
 
 def pretend_to_measure(rows: Sequence[Row], connection: Connection) -> None:
-    """In place of the process with the GPU."""
+    """A stand-in for the process that measures on the GPU."""
     for row in rows:
         times = {}
         for config in row.candidates:

@@ -284,7 +284,7 @@ def test_activating_it_again_is_as_once() -> None:
 
 @pytest.mark.usefixtures("nothing_active")
 def test_flash_comes_first_while_it_is_active() -> None:
-    """On GPUs where PyTorch prefers cuDNN no call would reach it otherwise."""
+    """Otherwise no call would reach it on GPUs where PyTorch prefers cuDNN."""
     before = list(torch._C._get_sdp_priority_order())
     cudnn_first = [3, 1, 2, 0, 4]
     torch._C._set_sdp_priority_order(cudnn_first)

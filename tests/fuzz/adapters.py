@@ -362,7 +362,7 @@ def _module(call: Call, t: Tensors) -> Output:
 
 
 class _Given(torch.nn.Module):
-    """In place of a projection: returns what it was given."""
+    """A stand-in for a projection: it returns the tensor that it was given."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()

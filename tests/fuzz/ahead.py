@@ -35,7 +35,7 @@ class Structure(NamedTuple):
 
 
 def structures(seed: int, count: int, arch: str) -> list[Structure]:
-    """The structures of a run; the same for the same seed, whoever asks."""
+    """The structures of a run; the same for the same seed, in every process."""
     drawn = []
     for number in range(count):
         device = "cpu" if arch == "cpu" else "cuda"

@@ -313,7 +313,7 @@ class Draw:
         return mask
 
     def _strides(self, call: Call) -> tuple[str, ...]:
-        """On a GPU as the structure is: aligned, or with q's rows at odd addresses."""
+        """The strides of q, k and v; on a GPU the structure decides: aligned, or q's rows at odd addresses."""
         kinds = {"dense": 5, "heads": 2, "slice": 3, "odd": 2, "batch0": 1, "seq0": 1, "heads0": 1}
         aligned = {kind: kinds[kind] for kind in ("dense", "heads", "slice", "batch0")}
         if not self.gpu:

@@ -213,7 +213,7 @@ def test_gradients_rounded_behind_a_soft_cap_are_right_and_no_more() -> None:
 
 @pytest.mark.parametrize("base", [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 1.9])
 def test_equal_weights_that_are_rounded_equally_are_right_and_no_more(base: float) -> None:
-    """By float8 weights that begin at some power of two; o twice as far off as one rounding is wrong."""
+    """Weights are rounded to float8, from several first values. An error of o of twice one rounding is wrong."""
     scores, _, v, _ = scores_of(EQUAL)
     distance = (torch.arange(127) - torch.tensor([[125], [126]])).abs()
     scores = scores + 2 * torch.exp2(-0.25 * distance.double())
@@ -301,7 +301,7 @@ def test_kernels_of_a_structure_are_found_ahead() -> None:
 
 
 def test_verdicts_wait_for_nothing() -> None:
-    """On a GPU a number of each output stays on the device: the verdict reads no value."""
+    """On a GPU the verdict leaves one number of each output on the device, and reads no value."""
     tree = ast.parse((FUZZ / "compare.py").read_text()), ast.parse((FUZZ / "oracle.py").read_text())
     called = {
         each.func.attr
@@ -314,7 +314,7 @@ def test_verdicts_wait_for_nothing() -> None:
 
 
 def dies_at_its_fourth_call(plan: Plan, connection: Any, progress: Any) -> None:
-    """In place of `worker.work`."""
+    """A stand-in for `worker.work`."""
     right = worker.draw_call
 
     def draw(plan: Plan, number: int, structure: Call | None) -> Call:

@@ -64,7 +64,7 @@ def test_mypy_accepts_what_is_right_and_finds_what_is_wrong() -> None:
 
 @pytest.mark.slow
 def test_the_installed_wheel_is_typed(tmp_path: Path) -> None:
-    """With mypy's own strict mode, from a site-packages folder: mypy reads a package there only if it has py.typed."""
+    """mypy's strict mode, on a site-packages folder: there mypy reads a package only if it has py.typed."""
     wheel = pytest.importorskip("hatchling.builders.wheel")
     (built,) = wheel.WheelBuilder(str(ROOT)).build(directory=str(tmp_path / "dist"), versions=["standard"])
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)

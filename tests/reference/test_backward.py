@@ -155,7 +155,7 @@ def test_hidden_tiles_are_not_visited() -> None:
 
 
 def test_gradcheck() -> None:
-    """By differences, of a call with everything."""
+    """Compared with finite differences, for a call with all options."""
     mask, mods = SlidingWindow(4, 1), [SoftCap(2.0)]
 
     class Attention(torch.autograd.Function):

@@ -139,7 +139,7 @@ MODS: dict[str, Callable[[list[Tensor]], list[Any]]] = {
 @pytest.mark.parametrize("mods", MODS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradcheck(mask: str, mods: str) -> None:
-    """By differences, in float64; in tiles so small that there are many."""
+    """Compared with finite differences, in float64 and in many small tiles."""
     made = [random(HEADS).abs() / 8, random(1, HEADS, 9, 7), random(2, 1, 1, 7, seed=5), random(HEADS, 7, seed=6)]
     leaves = leaves_of(*(x.double() for x in (*qkv(), random(HEADS), *made)))
 
@@ -203,7 +203,7 @@ def test_a_modification_may_be_nan_where_the_mask_forbids() -> None:
 
 @pytest.mark.parametrize(("batch", "seqlen_q", "seqlen_k"), [(0, 5, 7), (2, 0, 7), (2, 5, 0), (2, 5, 1)])
 def test_gradients_of_nothing_are_zero(batch: int, seqlen_q: int, seqlen_k: int) -> None:
-    """With SlidingWindow(0, 0) the last row alone sees the only key, and its softmax is constant."""
+    """Under SlidingWindow(0, 0) only the last row sees the only key, and its softmax is constant."""
     leaves = leaves_of(*(x[:batch] for x in qkv(seqlen_q, seqlen_k)), random(HEADS), random(1, HEADS, 1, seqlen_k))
     q, k, v, sink, bias = leaves
     o, lse = attention(q, k, v, mask=SlidingWindow(0, 0), score_mod=Bias(bias), return_lse=True)
@@ -455,7 +455,7 @@ def test_checkpointing(reentrant: bool) -> None:
 
 
 def test_selective_checkpointing_sees_the_operator() -> None:
-    """With the policy to keep what attention returned, the forward pass is not computed twice."""
+    """If the policy keeps what attention returned, the forward pass is not computed twice."""
     leaves = model_leaves()
     policy = functools.partial(create_selective_checkpoint_contexts, [torch.ops.tileattn.forward.default])
     with mock.patch("tileattn.runtime.dispatch._prepare", wraps=dispatch._prepare) as prepare:

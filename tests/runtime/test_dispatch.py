@@ -96,7 +96,7 @@ def calls(arch: str) -> tuple[AttentionCall, ...]:
 
 @pytest.fixture(autouse=True)
 def with_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if cuda-core were installed: what the ladder runs does not depend on it otherwise."""
+    """Makes cuda-core look installed; apart from that, the ladder's refusals do not depend on it."""
     monkeypatch.setattr(mma_backend, "has_compiler", lambda: True)
 
 

@@ -325,7 +325,7 @@ def test_every_feature_is_in(selection: str) -> None:
 
 
 def test_a_gpu_compiles_few_kernels_for_the_full_selection() -> None:
-    """They take some ten seconds each, on one core."""
+    """Each kernel takes some ten seconds on one core."""
     half = [case for case in conformance_cases("full") if case.structure.dtype in ("fp16", "bf16")]
     calls = distinct_calls(half, "sm_90a")
     assert len(half) > 800

@@ -93,7 +93,7 @@ CASE = next(case for case in CASES if case.structure.scores == ("alibi_b",))
 
 
 def test_a_boundary_that_is_off_by_one_is_seen() -> None:
-    """In o and lse, and in gradients."""
+    """The error shows in o and lse, and in the gradients."""
     arguments = build(CASE)
     assert arguments.packed is not None
     moved = arguments.packed.cu_seqlens_k.clone()

@@ -47,7 +47,7 @@ class Kernel:
         self.launch(*passed, *map(ctypes.c_int, self.grid.sizes(numbers)))
 
     def _values(self, arguments: tuple[Any, ...]) -> dict[str, Any]:
-        """By the parameters' names, with sizes and strides as the tensors have them; those that are fixed must fit."""
+        """Values by the parameters' names; sizes and strides are the tensors', and must equal those that are fixed."""
         values: dict[str, Any] = {}
         for parameter, argument in zip(self.function.params, arguments, strict=True):
             if not isinstance(argument, torch.Tensor):
@@ -123,7 +123,7 @@ class Grid:
             self.extents[node.thread_binding.thread_tag] = node.extent
 
     def sizes(self, numbers: dict[str, int]) -> list[int]:
-        """In x, y and z, for the parameters' values."""
+        """The numbers of blocks in x, y and z for these values of the parameters."""
         extents = (self.extents.get(f"blockIdx.{axis}") for axis in "xyz")
         return [1 if extent is None else self._evaluated(extent, numbers) for extent in extents]
 

@@ -141,7 +141,7 @@ def hidden_call(mask: str, dtype: torch.dtype, device: str) -> tuple[Call, Call]
 
 
 def _moved(x: Tensor, device: str) -> Tensor:
-    """With the memory around it."""
+    """A tensor on a device, with the memory around it."""
     whole = x._base
     assert whole is not None
     moved = whole.clone().to(device)

@@ -54,7 +54,7 @@ class Model:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, size: Size, **more: Any) -> nn.Module:
-        """With random weights, equal for equal arguments; attn_implementation "eager"."""
+        """A model with random weights, equal for equal arguments; its attn_implementation is "eager"."""
         arguments = {**self.arguments(size), **self.settings, **more}
         config = getattr(transformers, self.config)(vocab_size=VOCABULARY, pad_token_id=0, **arguments)
         config._attn_implementation = "eager"

@@ -129,7 +129,7 @@ def _with(**fields: Any) -> str:
 
 
 def test_a_whole_file_is_read(file: Path) -> None:
-    """As the damaged ones below are not."""
+    """Unlike the damaged files below."""
     file.parent.mkdir()
     file.write_text(_with())
     assert len(list(results.entries(results.read(file)))) == 1
@@ -739,7 +739,7 @@ def test_a_record_with_an_old_name_of_a_field_is_used() -> None:
 
 
 def pretended(call: AttentionCall, config: Any) -> Callable[..., None]:
-    """In place of a compiled kernel: PyTorch's result in the kernel's tensors; one configuration is wrong."""
+    """A stand-in for a compiled kernel: it writes PyTorch's result; one configuration is wrong."""
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, *_: Any) -> None:
         ran.append(config)
@@ -755,7 +755,7 @@ ran: list[Any] = []
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "gfx942"])
 def test_a_forward_call_is_tuned(arch: str, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    """From a call to its result on disk, in each schedule; without compilers and clocks."""
+    """From a call to its result on disk, in each schedule, without compilers and clocks."""
     call = AttentionCall(torch.bfloat16, 64, 64, "Causal()", arch=arch)
     q, k, v = (torch.randn(1, 300, 2, 64).bfloat16() for _ in range(3))
     monkeypatch.setattr(forward_launch, "forward_function", pretended)

@@ -288,7 +288,7 @@ def test_what_is_not_there_costs_nothing() -> None:
 
 
 def test_integers_that_become_factors_are_floats() -> None:
-    """In int32, q * q * k would leave its range at 1300 tokens."""
+    """In int32, q * q * k would overflow at 1300 tokens."""
     q, k = symbol("q"), symbol("k")
     assert str(derivative(SCORE * q * q * k, SCORE)) == "(mul (float k) (mul (float q) (float q)))"
 

@@ -92,7 +92,7 @@ def test_the_numbers_themselves() -> None:
 
 
 def test_a_row_of_tiles_without_a_visible_key_still_visits_one() -> None:
-    """As the kernels do: 64 queries before the first key."""
+    """As in the kernels: 64 queries are before the first key."""
     tile_map = viz.tile_map(Causal(), 128, 64, 32, 32)
     assert tile_map.tiles[:2].tolist() == [[1, 0], [1, 0]]
     assert viz.tile_map(Causal(), 128, 64, 32, 32, arch="sm_90a").tiles.equal(tile_map.tiles)

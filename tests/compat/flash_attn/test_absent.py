@@ -95,7 +95,7 @@ def test_find_spec_finds_nothing_and_raises_nothing(name: str) -> None:
 
 
 def test_find_spec_below_an_absent_package_is_an_import_error() -> None:
-    """As of any package that is not there."""
+    """`find_spec` does the same for any package that is not installed."""
     with pytest.raises(ModuleNotFoundError):
         importlib.util.find_spec("flash_attn.losses.cross_entropy")
 

@@ -42,7 +42,7 @@ def oracle(x: Tensor, cos: Tensor, sin: Tensor, positions: Any, interleaved: boo
 
 
 def eager(x: Tensor, cos: Tensor, sin: Tensor, positions: Any, interleaved: bool, conjugate: bool = False) -> Tensor:
-    """In x's dtype."""
+    """The rotation in x's dtype."""
     rotary_dim = 2 * cos.shape[1]
     c, s = (table.to(x.dtype)[positions].unsqueeze(-2) for table in (cos, sin))
     s = -s if conjugate else s
@@ -322,7 +322,7 @@ def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -
 
 
 def angles(rows: int, dim: int, base: float) -> Tensor:
-    """As in the paper, in float64."""
+    """The paper's angles, in float64."""
     return torch.arange(rows, dtype=torch.float64)[:, None] / base ** (torch.arange(0, dim, 2).double() / dim)
 
 
@@ -363,7 +363,7 @@ def test_its_other_forms() -> None:
 
 
 def test_scores_depend_on_distances_only() -> None:
-    """With xPos as well, whose scores decay with the distance."""
+    """Also with xPos, whose scores decay with the distance."""
     for scale_base in (None, 16.0):
         module = RotaryEmbedding(8, scale_base=scale_base)
         qkv = torch.ones(1, 12, 3, 1, 8, dtype=torch.float64)

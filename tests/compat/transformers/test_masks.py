@@ -146,7 +146,7 @@ def test_known_masks_are_no_tensors() -> None:
 
 
 def test_a_users_function_is_not_interpreted() -> None:
-    """It may do anything: transformers runs it under vmap, where only tensors meet it."""
+    """The function may do anything. transformers runs it under vmap, where it gets tensors only."""
     parts = make_mask(BATCH, 11, 11, mask_function=theirs.causal_mask_function, use_vmap=True)
     assert [type(part) for part in parts.parts] == [DenseMask]
     assert torch.equal(parts.tensor(), make_mask(BATCH, 11, 11).tensor())

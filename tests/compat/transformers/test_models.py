@@ -85,7 +85,7 @@ class Problem:
         self.d_logits = d_logits * self.counts[..., None]
 
     def run(self, implementation: str) -> Outcome:
-        """In the model's dtype."""
+        """The outcome in the model's dtype."""
         return self.outcome(with_attention(self.model, implementation))
 
     def exactly(self) -> Outcome:
@@ -327,7 +327,7 @@ def test_it_reaches_the_attention_and_is_refused(asked: dict[str, Any], error: A
 
 @torch.no_grad()
 def test_a_decoder_may_be_bidirectional() -> None:
-    """By an argument, with which transformers makes another mask."""
+    """An argument makes transformers build another mask."""
     problem = Problem(MODELS["llama"], DEVICES[0].values[0])
     inputs = {**problem.inputs, "is_causal": False, "use_cache": False}
     got = with_attention(problem.model, "tileattn")(**inputs).logits

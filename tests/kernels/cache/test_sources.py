@@ -195,7 +195,7 @@ OTHER_FACTS: dict[str, Any] = {
 
 
 def test_every_fact_of_a_call_that_a_kernel_depends_on_is_in_its_key() -> None:
-    """With one configuration: the defaults of calls that differ may differ anyway."""
+    """The configuration is fixed: the defaults of different calls may differ anyway."""
     config = default(CALL)
     keys = {name: launch.cache_key(replace(CALL, **{name: value}), config) for name, value in OTHER_FACTS.items()}
     assert set(keys) == {field.name for field in dataclasses.fields(AttentionCall)} - {"needs_grad"}
@@ -357,7 +357,7 @@ for forward, deterministic in BACKWARD:
 
 @functools.cache
 def traced() -> dict[str, set[str]]:
-    """By kernel: modules of tileattn that were imported, or of which a function ran, while its function was made."""
+    """For each kernel, the modules of tileattn that were imported, or ran a function, while it was generated."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", TRACED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     modules_by_text: dict[str, set[str]] = {}

@@ -119,7 +119,7 @@ def test_a_file_that_others_write_is_refused(cache: KernelCache, which: int, rep
 
 
 def owned(monkeypatch: pytest.MonkeyPatch, path: Path, user: int) -> None:
-    """As if a path belonged to a user."""
+    """Makes a path look as if it belonged to this user."""
     real, place = Path.stat, os.path.realpath(path)
 
     def stat(self: Path, **options: bool) -> os.stat_result | SimpleNamespace:
@@ -142,7 +142,7 @@ def test_what_belongs_to_another_user_is_refused(
 
 
 def test_what_belongs_to_root_is_loaded(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By any user."""
+    """Any user may load it."""
     for path in (cache.folder, *files(cache)):
         owned(monkeypatch, path, 0)
     monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY)
@@ -171,7 +171,7 @@ def test_a_linked_library_is_judged_with_its_folder(cache: KernelCache, tmp_path
 
 
 def test_without_owners_nothing_is_checked(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Windows."""
+    """Windows has no owners."""
     cache.folder.chmod(0o777)
     monkeypatch.setattr(trust, "HAS_OWNERS", False)
     assert cache.find_or_build(KEY, never) == cache.path(KEY)

@@ -359,7 +359,7 @@ def test_gradients_beside_a_large_sink_in_float32(logit: float, like_a_gpu: None
 
 
 def test_gradient_of_a_bias_in_float32(like_a_gpu: None) -> None:
-    """With a derivative behind it, a gradient of lse, and query heads that share keys."""
+    """A soft cap follows the bias, lse has a gradient, and query heads share keys."""
     inputs = [tensor(1, 44, heads, 16, dtype=torch.float32, seed=heads + i) for i, heads in enumerate((4, 2, 2))]
     inputs.append(tensor(1, 4, 44, 44, dtype=torch.float32, seed=9))
     runs = []

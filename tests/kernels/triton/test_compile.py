@@ -84,7 +84,7 @@ def test_amd_has_matrix_instructions() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "gfx942"])
 def test_without_dq(arch: str) -> None:
-    """What the kernel for dq prepares has a kernel of its own then."""
+    """A kernel of its own then prepares what the kernel for dq would prepare."""
     check(arch, "without dq")
 
 
@@ -133,6 +133,6 @@ SLOW = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "call"), SLOW, ids=lambda value: value if isinstance(value, str) else str(value))
 def test_other_calls(arch: str, call: dict[str, Any]) -> None:
-    """In shared memory, that is; where scores are modified, and in float32, registers may spill."""
+    """They fit into shared memory. Registers may spill in float32, and where scores are modified."""
     for report in compiled(arch, [call]):
         assert report["shared"] <= SHARED_BYTES[arch], report

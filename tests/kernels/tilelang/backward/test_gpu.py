@@ -367,7 +367,7 @@ BIASED = list(itertools.product((64, 128), (1, 32), (False, True)))
 def test_tiles_of_a_bias_are_read_before_the_next_ones_come(
     head_dim: int, heads_of_bias: int, deterministic: bool
 ) -> None:
-    """On a busy multiprocessor a read may take longer than the next tile needs to come."""
+    """On a busy multiprocessor, reading a tile may take longer than the next tile takes to arrive."""
     call = Biased(head_dim, heads_of_bias)
     first = call.run(deterministic)
     for _ in range(8):

@@ -162,7 +162,7 @@ WRONG = {"not from zero": (0, 1), "decreases": (2, 4), "negative": (2, -3), "bey
 @pytest.mark.parametrize("which", [0, 1], ids=["q", "k"])
 @pytest.mark.parametrize("name", WRONG)
 def test_rows_of_wrong_lengths_are_unused(name: str, which: int) -> None:
-    """On a GPU the host learns of them later: all gradients are 0, and nothing else is touched."""
+    """On a GPU the host learns of wrong lengths later. All gradients are 0, and no other memory is touched."""
     index, value = WRONG[name]
     arguments = build(QUICK, "cpu")
     assert arguments.packed is not None

@@ -174,7 +174,7 @@ def test_nothing_leaks_from_a_sequence_into_its_neighbours(name: str) -> None:
 
 
 class Guarded:
-    """In place of `Tensor.new_empty`: memory between two margins that must stay untouched."""
+    """A stand-in for `Tensor.new_empty`: memory between two margins that must stay untouched."""
 
     MARGIN, CANARY = 2**16, 123.0
 

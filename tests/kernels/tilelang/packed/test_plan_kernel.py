@@ -181,7 +181,7 @@ def test_lists_of_one_launch() -> None:
 
 
 def test_next_kernel_starts_early() -> None:
-    """From sm_90 on; older GPUs have no such instruction."""
+    """The instruction exists from sm_90 on."""
     early = "cudaTriggerProgrammaticLaunchCompletion"
     assert early in device_source(plan_kernel("sm_90a"), "sm_90a")
     assert early not in device_source(plan_kernel("sm_80"), "sm_80")

@@ -55,7 +55,7 @@ def rewritten(mod: Mod, hardware_tanh: bool) -> tuple[Any, ScoreProgram, dict[st
 
 
 def modified(emitted: ScoreProgram, values: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
-    """The scores that a kernel comes to."""
+    """The scores that a kernel computes."""
     computed = functools.partial(evaluate, dtype=dtype)
     values = values | {f"uniform{i}": computed(expr, values) for i, expr in enumerate(emitted.uniforms)}
     unit = computed(emitted.log2_unit, values) / LOG2E
@@ -89,7 +89,7 @@ def test_what_is_in_range_stays_in_range() -> None:
 
 @pytest.mark.parametrize("x", [0.0, 1e-30, 300.0, -300.0, math.inf, -math.inf, math.nan])
 def test_tanh_by_exp2_at_the_ends(x: float) -> None:
-    """In float32, in which exp2 overflows there."""
+    """exp2 overflows there in float32."""
     _, emitted, _ = rewritten(lambda score, b, h, q, k: 2.0 * tm.tanh(score), hardware_tanh=False)
     got = modified(emitted, {"raw": torch.tensor(x), "scale": torch.tensor(1.0)})
     torch.testing.assert_close(got, 2 * torch.tanh(torch.tensor(x)), equal_nan=True)
