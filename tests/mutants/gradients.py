@@ -91,6 +91,11 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
+        "reference/standard.py",
+        ("fuzz/test_fuzz.py::test_gradients_of_equal_values_are_right",),
+        {"reference: a gradient through the row maximum": ("logits.detach().amax(", "logits.amax(")},
+    ),
+    *mutants(
         "kernels/triton/backward/launch.py",
         INTERPRETED,
         {"triton: dsink with the other sign": ("return -(p * delta).sum", "return (p * delta).sum")},
