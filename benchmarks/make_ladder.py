@@ -119,7 +119,7 @@ def _reached(here: float | None, there: float | None) -> tuple[str, str]:
 
 
 def picture(name: str) -> Path:
-    """Where the picture of a result file is."""
+    """The path of the picture of a result file."""
     return PICTURES / Path(name).with_suffix(".png").name
 
 

@@ -358,7 +358,7 @@ def _heads(source: Source) -> str:
 
 
 def _ungrouped(row: Row, rows: Iterable[Row]) -> Row | None:
-    """The row that differs in kv_heads alone, and has one for each query head."""
+    """The row that differs only in kv_heads, with a kv head for each query head."""
     facts = (row.head_dim, row.heads, row.heads, row.seqlen_q, row.batch)
     return next((x for x in rows if (x.head_dim, x.heads, x.kv_heads, x.seqlen_q, x.batch) == facts), None)
 
@@ -429,7 +429,7 @@ DENSE = f"{OWN}-dense"
 
 
 def _packed(source: Source) -> str:
-    """Of one length beside the dense kernel, and of skewed lengths; ratios are those of times."""
+    """Sequences of one length, compared with the dense kernel, and of skewed lengths; ratios are those of times."""
     measured = source.results
     baselines = [backend for backend in measured.backends() if backend not in (OWN, DENSE)]
     intro = (
@@ -529,7 +529,7 @@ def _joined(parts: Iterable[str]) -> str:
 
 
 def picture(direction: str, head_dim: int) -> Path:
-    """Where the picture of a head dim is."""
+    """The path of the picture of a head dim."""
     return PICTURES / f"{DIRECTIONS[direction]}-d{head_dim}.png"
 
 

@@ -69,12 +69,12 @@ class _Requested:
         self.jobs: dict[str, AnyJob] = {}
 
     def ask(self, call: AttentionCall, config: Config) -> Any:
-        """In place of `forward_function`."""
+        """A stand-in for `forward_function`."""
         # For fp8 the forward kernel is asked for before the other.
         self._add(Job(call, config), *[Job(call, None)] * (call.dtype == FP8))
 
     def ask_backward(self, call: BackwardCall, config: MainConfig | None = None) -> Any:
-        """In place of `backward_kernels`."""
+        """A stand-in for `backward_kernels`."""
         self._add(*(BackwardJob(call, name, config) for name in kernel_names(call)))
 
     def _add(self, *jobs: AnyJob) -> NoReturn:
@@ -99,7 +99,7 @@ def _going_on(run: Callable[..., Any], trace: Callable[..., Any]) -> Callable[..
 
 @contextmanager
 def _pretending(arch: str) -> Iterator[_Requested]:
-    """Inside, tensors on "meta" are taken for tensors on a GPU of this architecture."""
+    """Inside, tensors on "meta" count as tensors on a GPU of this architecture."""
     requested = _Requested()
     forget_prepared()  # packed calls are prepared before they ask for a kernel
     with (
@@ -144,7 +144,7 @@ def _weight(job: AnyJob) -> float:
 
 
 def suite_attempts(names: Sequence[str], direction: str = "fwd") -> Iterator[Attempt]:
-    """What `tileattn bench --suite NAME --direction DIRECTION` calls of tileattn's own on a GPU."""
+    """The calls of tileattn that `tileattn bench --suite NAME --direction DIRECTION` makes on a GPU."""
     for name in names:
         chosen = choices.choose_cases(
             name, choices.ShapeOptions(), choices.VariantOptions(), None, direction, torch.device("cuda")
@@ -169,7 +169,7 @@ def _case_attempts(case: Case, direction: str) -> Iterator[Attempt]:
 
 
 def conformance_attempts() -> Iterator[Attempt]:
-    """What the tests for a GPU call: of the forward pass and, from the same cases, of the backward pass."""
+    """The calls that the tests for a GPU make: forward passes and, from the same cases, backward passes."""
     from tests.compat import test_torch_sdpa_gpu as test_gpu_sdpa
     from tests.compat.flash_attn import test_functions as test_flash_attn
     from tests.kernels.tilelang.backward import test_gpu as test_gpu_backward
@@ -209,7 +209,7 @@ def conformance_attempts() -> Iterator[Attempt]:
 
 
 def transformers_attempts() -> Iterator[Attempt]:
-    """What the tests of transformers' models call on a GPU; needs transformers."""
+    """The calls that the tests of transformers' models make on a GPU; needs transformers."""
     from tests.tools import transformers_calls
 
     yield from transformers_calls.calls()
@@ -312,7 +312,7 @@ def run(jobs: Sequence[AnyJob], processes: int, only_list: bool) -> int:
 
 
 def _with_progress(jobs: Sequence[AnyJob], processes: int) -> list[Done]:
-    """A bar on a terminal, a line per kernel elsewhere."""
+    """Compiles, with a bar on a terminal and a line for each kernel elsewhere."""
     console = Console(stderr=True)
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     compiled = []

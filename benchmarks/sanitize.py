@@ -128,7 +128,7 @@ def _of_cuda_home() -> Path | None:
 
 
 def run_tool(sanitizer: Path, tool: str, bucket: str, launches: Sequence[str], limit_s: float) -> Report:
-    """One tool over one bucket of kernels. launches: the command that runs under it."""
+    """Runs one tool over one bucket of kernels. launches: the command that runs under it."""
     # PyTorch asks the driver for functions that it may not have. Those errors are no fault of a kernel.
     command = [str(sanitizer), "--tool", tool, "--error-exitcode", str(FOUND), "--report-api-errors", "no"]
     # Every tensor is an allocation of its own, so that memcheck knows where it ends.
@@ -197,7 +197,7 @@ def sanitizer_version(sanitizer: Path) -> str:
 
 
 def write(path: Path, reports: Sequence[Report], sanitizer: Path, blocks: int, direction: str) -> None:
-    """The summary: the machine, the versions, the date, and what each tool said."""
+    """Writes the summary: the machine, the versions, the date, and the reports of the tools."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     summary = {
         "gpu": environment.device_name(device),
@@ -269,7 +269,7 @@ def check(
 
 
 def show(report: Report) -> None:
-    """Prints a line, and some of the output where something is wrong."""
+    """Prints a line for the report, and some of the output where something is wrong."""
     counted = f"{report.errors} errors, {report.warnings} warnings"
     last = f", in {report.last}" if report.last else ""
     typer.echo(
@@ -287,7 +287,7 @@ def launch(
     kernels: Kernels = None,
     blocks: Blocks = 4,
 ) -> None:
-    """Only the launches: what runs under the sanitizer."""
+    """Only the launches, which `check` runs under the sanitizer."""
     for bucket in _buckets(direction, kernels):
         launch_all(chosen(cases, direction), bucket, blocks)
 

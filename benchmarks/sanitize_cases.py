@@ -112,7 +112,7 @@ class Case:
 
 @dataclass(frozen=True)
 class PackedCase(Case):
-    """The kernels of packed sequences' forward pass, also with lengths that lead out of the tensors."""
+    """The kernels of packed sequences' forward pass, also with cumulative lengths that lead outside the tensors."""
 
     @property
     def name(self) -> str:

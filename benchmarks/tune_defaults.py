@@ -170,7 +170,7 @@ def origin() -> str:
 
 
 def compile_one(job: tuple[AttentionCall, HopperConfig]) -> str | None:
-    """Why a candidate does not compile, or None."""
+    """None if the candidate compiles, else the reason why it does not."""
     try:
         launch.ensure_compiled(*job)
     except Exception as error:  # any candidate may fail in the compiler; it is left out, and said so
@@ -244,7 +244,7 @@ def measure_row(row: Row, report: Callable[..., None]) -> Times:
 
 
 def measure_here(rows: Sequence[Row], connection: Connection) -> None:
-    """The child process."""
+    """Runs in the child process: measures rows and sends the results."""
     for row in rows:
         connection.send(("row", row.name, measure_row(row, lambda *message: connection.send(message))))
     connection.send(("end",))
