@@ -96,6 +96,11 @@ MUTANTS: list[Mutant] = [
         {"dsink with the other sign": ("return -(p * delta).sum", "return (p * delta).sum")},
     ),
     *mutants(
+        "reference/standard.py",
+        ("fuzz/test_fuzz.py::test_gradients_of_equal_values_are_right",),
+        {"reference: a gradient through the row maximum": ("logits.detach().amax(", "logits.amax(")},
+    ),
+    *mutants(
         "kernels/triton/backward/operand_gradients.py",
         OF_TENSORS,
         {

@@ -37,8 +37,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
 
     def kernels(call: BackwardCall) -> launch.Kernels:
-        found = {name: Kernel(kernel(call, name), tmp_path) for name in launch.kernel_names(call)}
-        return launch.Kernels(found["prepare"], found["main"], found.get("finish"), found.get("queries"))
+        by_name = {name: Kernel(kernel(call, name), tmp_path) for name in launch.kernel_names(call)}
+        return launch.Kernels(by_name["prepare"], by_name["main"], by_name.get("finish"), by_name.get("queries"))
 
     monkeypatch.setattr(backend, "backward_kernels", kernels)
 
@@ -70,8 +70,8 @@ def gradients(problem: Problem, deterministic: bool) -> dict[str, Tensor]:
     detached = Operands([tensor.detach() for tensor in operands.tensors], operands.ints, operands.floats)
     inputs: list[Any] = [leaves[name].detach() if name in leaves else None for name in ("q", "k", "v", "sink")]
     given = Inputs(*inputs, detached)
-    *found, tensors = run(given, o.to(case.dtype).contiguous(), lse.float(), problem.do, dlse)
-    named = dict(zip(("q", "k", "v", "sink"), found))
+    *grads, tensors = run(given, o.to(case.dtype).contiguous(), lse.float(), problem.do, dlse)
+    named = dict(zip(("q", "k", "v", "sink"), grads))
     # The variant holds its tensors in another order than the case made them.
     named |= {
         name: next(grad for tensor, grad in zip(operands.tensors, tensors) if tensor is leaf)
