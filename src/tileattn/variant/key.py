@@ -162,5 +162,13 @@ def _subclasses(cls: type) -> dict[str, type]:
     return by_name
 
 
+def class_named(name: str) -> type:
+    """The class of masks or modifications that a key names. Raises KeyError if its module is not imported."""
+    if name not in CLASSES:
+        for defined, cls in (_subclasses(Mask) | _subclasses(ScoreMod)).items():
+            CLASSES.setdefault(defined, cls)
+    return CLASSES[name]
+
+
 CLASSES: dict[str, type] = _subclasses(Mask) | _subclasses(ScoreMod)
 CAUSAL = CLASSES["Causal"]()
