@@ -2,8 +2,8 @@
 
     python tests/tools/triton_compiler.py '<a list of calls as JSON>'
 
-prints one line of JSON for each kernel. It runs in its own process: Triton decides at import whether it compiles or
-interprets, and the tests interpret.
+prints one line of JSON for each kernel. It runs in its own process, because Triton decides at import whether it
+compiles or interprets, and the tests interpret.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ def compile_call(
     k = torch.empty(2, seqlen, heads // group, head_dim, dtype=call.dtype)
     v, o = (torch.empty(2, seqlen, n, call.head_dim_v, dtype=call.dtype) for n in (heads // group, heads))
     lse = torch.empty(2, heads, seqlen)
-    found: list[Any] = []
+    launches: list[Any] = []
 
     def record(_: Any, work_out: Any, *arguments: Any, numbers: Any = None) -> None:
         launch = work_out(*arguments)
         given = [*arguments, *([] if numbers is None else [numbers])]
         for place, facts in launch.described.items():
             given[place] = facts.of(given[place])
-        found.append((launch.kernel, launch.config, (*given, *launch.constants)))
+        launches.append((launch.kernel, launch.config, (*given, *launch.constants)))
 
     real = launch_cache.LaunchCache.__call__
     launch_cache.LaunchCache.__call__ = record
@@ -98,7 +98,7 @@ def compile_call(
                 run(inputs, o, lse, o, None)
     finally:
         launch_cache.LaunchCache.__call__ = real
-    return [_compile(arch, *each) for each in found]
+    return [_compile(arch, *each) for each in launches]
 
 
 SEQLEN, HEADS = 512, 8
@@ -126,8 +126,10 @@ def _compile(arch: str, kernel: Any, config: Any, arguments: tuple[Any, ...]) ->
     backend = make_backend(GPUTarget(*TARGETS[arch]))
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    bound, specialization, found = bind(*arguments, **options)
-    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, found)
+    bound, specialization, launch_options = bind(*arguments, **options)
+    parsed, signature, constants, attributes = kernel._pack_args(
+        backend, options, bound, specialization, launch_options
+    )
     source = ASTSource(kernel, signature, constants, attributes)
     binary = triton.compile(source, target=GPUTarget(*TARGETS[arch]), options=parsed.__dict__)
     facts = {"kernel": kernel.__name__, "shared": binary.metadata.shared, "config": str(config)}

@@ -92,9 +92,9 @@ _lock = threading.Lock()
 
 def status_of(device: torch.device) -> Tensor:
     """A device's status, int32 (4,), which a planning kernel writes to."""
-    found = _statuses.get(device)
-    if found is not None:
-        return found.tensor
+    status = _statuses.get(device)
+    if status is not None:
+        return status.tensor
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # A graph's memory must not serve other calls. After a warm-up before the capture, as PyTorch asks for, the
         # status exists, and this line is not reached.
@@ -106,8 +106,8 @@ def status_of(device: torch.device) -> Tensor:
 def report(device: torch.device) -> None:
     """Starts a copy of a device's status to the host, on the current stream, without waiting for it.
 
-    Does nothing during the capture of a CUDA graph. Errors of its replays are found by calls outside of the graph and
-    by :func:`check_packed`.
+    Does nothing during the capture of a CUDA graph. Calls outside of the graph and :func:`check_packed` report errors
+    of its replays.
     """
     if torch.cuda.is_current_stream_capturing() or device not in _statuses:
         return
