@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.attention import register_flash_attention_impl
 
 from . import math as math  # not in __all__: `import *` would hide Python's `math`
+from .api.append import append_kv
 from .api.attention import attention
 from .api.padding import Unpadded, pad_input, unpad_input
 from .api.sdpa import scaled_dot_product_attention
 from .api.varlen import varlen_attention
+from .call.cache_status import check_caches
 from .call.fp8 import QuantizedFP8, quantize_fp8
 from .call.packed_status import check_packed
 from .masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
@@ -40,7 +42,9 @@ __all__ = [
     "SlidingWindow",
     "SoftCap",
     "Unpadded",
+    "append_kv",
     "attention",
+    "check_caches",
     "check_packed",
     "pad_input",
     "quantize_fp8",
