@@ -133,7 +133,7 @@ def decode(
         TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted. On a CPU
             the *values* of seqlens_k, cu_seqlens_q and page_table are checked at once. On a GPU that would take a
             synchronisation: kernels touch nothing outside of the tensors, and a later call, or
-            :func:`tileattn.check_packed`, raises.
+            :func:`tileattn.check_caches`, raises.
         NotImplementedError: a tensor requires grad (and grad mode is on): decode has no gradients. Or no backend, or
             not the named one, runs the call. Caches in float8 and latent caches (MLA) are not taken yet.
 
