@@ -51,6 +51,8 @@ PATHS = {
     "bench.results": "load begin",
 }
 OPERATORS = {
+    "decode": "q k_cache v_cache seqlens_k page_table cu_seqlens_q sink variant tensors ints floats scale max_seqlen_q "
+    "splits fixed return_lse backend plan made_for",
     "forward": "q k v sink variant tensors ints floats scale backend q_descale k_descale v_descale deterministic "
     "needs_grad dropout_p seed cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
     "backward": "do dlse q k v o lse sink variant tensors ints floats scale backend deterministic needs dropout_p seed "

@@ -88,6 +88,8 @@ def test_the_project_runs() -> None:
     x, mask = torch.randn(2, 8, 4, 8), torch.ones(2, 8, dtype=torch.bool)
     assert names["attention"](x, x, x, True).shape == x.shape
     assert names["varlen"](x[0], torch.tensor([0, 4, 8], dtype=torch.int32), False).shape == ()
+    assert names["decoding"](x, torch.tensor([8, 3], dtype=torch.int32), False).shape == x.shape
+    assert names["cached"](x).shape == x.shape
     assert names["sdpa"](x, mask[0, :4]).shape == x.shape
     assert names["modules"](x.flatten(2)).shape == (2, 8, 32)
     assert names["profiles"](x) > 0
@@ -112,6 +114,7 @@ def overloads(function: Callable[..., Any]) -> list[ast.FunctionDef]:
     [
         (tileattn.attention, signatures.AttentionOptions),
         (tileattn.varlen_attention, signatures.VarlenOptions),
+        (tileattn.decode, signatures.DecodeKeywords),
     ],
 )
 def test_overloads_have_the_functions_parameters(function: Callable[..., Any], options: Any) -> None:
@@ -143,7 +146,7 @@ def test_overloads_have_the_functions_parameters(function: Callable[..., Any], o
 
 def test_the_function_that_runs_is_the_one_that_is_documented() -> None:
     """`overload` puts nothing around it."""
-    for function in (tileattn.attention, tileattn.varlen_attention):
+    for function in (tileattn.attention, tileattn.varlen_attention, tileattn.decode):
         assert not hasattr(function, "__wrapped__")
         assert "**" not in str(inspect.signature(function))
         assert (function.__doc__ or "").count("Args:") == 1

@@ -26,6 +26,7 @@ from ..call.inputs import Operands
 from .masks import FunctionMask, Mask
 from .scores import ScoreMod
 from .tracing import trace
+from .tree_mask import TreeMask
 
 
 def _constant_under_compile(fn: Any) -> Any:
@@ -170,5 +171,6 @@ def class_named(name: str) -> type:
     return CLASSES[name]
 
 
-CLASSES: dict[str, type] = _subclasses(Mask) | _subclasses(ScoreMod)
+# Keys are also read in processes that have encoded nothing, so all classes of the package must be known here.
+CLASSES: dict[str, type] = {TreeMask.__name__: TreeMask} | _subclasses(Mask) | _subclasses(ScoreMod)
 CAUSAL = CLASSES["Causal"]()
