@@ -19,6 +19,7 @@ from ..kernels.mma import backend as mma_backend
 from ..kernels.tilelang import backend as tilelang_backend
 from ..kernels.torch import backend as torch_backend
 from ..kernels.triton import backend as triton_backend
+from ..kernels.triton.decode import backend as triton_decode
 from ..tuner import state
 from ..tuner.space import Space
 
@@ -155,6 +156,7 @@ BACKENDS: tuple[Backend, ...] = (
         triton_backend.reservation,
         triton_backend.prepare,
         triton_backend.prepare_backward,
+        decode=DecodePhase(triton_decode.refusal, triton_decode.reservation, triton_decode.prepare),
     ),
     _mma(""),
     Backend(
