@@ -9,9 +9,11 @@ from torch.nn.attention import register_flash_attention_impl
 
 from . import math as math  # not in __all__: `import *` would hide Python's `math`
 from .api.attention import attention
+from .api.decode import decode, decode_plan
 from .api.padding import Unpadded, pad_input, unpad_input
 from .api.sdpa import scaled_dot_product_attention
 from .api.varlen import varlen_attention
+from .call.decoding import DecodePlan, FixedSplit
 from .call.fp8 import QuantizedFP8, quantize_fp8
 from .call.packed_status import check_packed
 from .masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
@@ -30,7 +32,9 @@ __all__ = [
     "ALiBi",
     "Bias",
     "Causal",
+    "DecodePlan",
     "Documents",
+    "FixedSplit",
     "FunctionMask",
     "KeyPadding",
     "Mask",
@@ -42,6 +46,8 @@ __all__ = [
     "Unpadded",
     "attention",
     "check_packed",
+    "decode",
+    "decode_plan",
     "pad_input",
     "quantize_fp8",
     "scaled_dot_product_attention",

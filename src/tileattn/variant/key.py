@@ -25,6 +25,7 @@ from ..call.inputs import Operands
 from .masks import FunctionMask, Mask
 from .scores import ScoreMod
 from .tracing import trace
+from .tree_mask import TreeMask
 
 
 def _constant_under_compile(fn: Any) -> Any:
@@ -161,5 +162,6 @@ def _subclasses(cls: type) -> dict[str, type]:
     return found
 
 
-CLASSES: dict[str, type] = _subclasses(Mask) | _subclasses(ScoreMod)
+# Keys are also read in processes that have encoded nothing, so all classes of the package must be known here.
+CLASSES: dict[str, type] = {TreeMask.__name__: TreeMask} | _subclasses(Mask) | _subclasses(ScoreMod)
 CAUSAL = CLASSES["Causal"]()
