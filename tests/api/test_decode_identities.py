@@ -1,4 +1,4 @@
-"""What decode must equal: attention of the whole, its own steps and parts, and causal attention where a tree is a chain."""
+"""What decode equals: attention of the whole, its own steps and parts, and causal attention if a tree is a chain."""
 
 from __future__ import annotations
 

@@ -51,7 +51,9 @@ SCENES = {
     "group of 128": Scene(128, 1, 64, 64, BF16, 300, 128),
     "head dims": Scene(6, 2, 192, 128, BF16, 500, 256),
     "256": Scene(4, 2, 256, 256, FP16, 513, 128),
-    "window": Scene(8, 2, 128, 128, BF16, 700, 128, lambda device: {"mask": SlidingWindow(300, 0), "score_mod": SoftCap(5.0)}),
+    "window": Scene(
+        8, 2, 128, 128, BF16, 700, 128, lambda device: {"mask": SlidingWindow(300, 0), "score_mod": SoftCap(5.0)}
+    ),
     "sink": Scene(
         8, 2, 64, 64, FP16, 640, 128,
         lambda device: {

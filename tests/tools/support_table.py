@@ -180,6 +180,12 @@ def default_backend(call: AttentionCall) -> str | None:
     return next((name for name in order if must_run(name, call)), None)
 
 
+def default_decode_backend(call: DecodeCall) -> str | None:
+    """The same as :func:`default_backend` of a decode call."""
+    order = ("torch",) if call.arch == "cpu" else ("tilelang", "triton", "torch")
+    return next((name for name in order if must_decode(name, call)), None)
+
+
 def check_refusal(backend: str, call: AttentionCall, reason: str | None) -> None:
     """Raises AssertionError where a refusal (or that there is none) contradicts the table.
 
