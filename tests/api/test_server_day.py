@@ -10,12 +10,12 @@ import torch
 
 import tileattn
 from tests.tools.cached_sequences import Heads
-from tests.tools.server_day import Day, Server
+from tests.tools.server_day import Counts, Day, Server
 from tileattn import FixedSplit
 
 SMALL = Day(
     Heads(4, 2, 16, 24, torch.bfloat16, "cpu"),
-    backend="torch", steps=100, page_size=4, pages=60, running=5, capacity=90, prompt=40, chunk=20,
+    backend="torch", steps=120, page_size=4, pages=44, running=5, capacity=90, prompt=40, chunk=20,
 )  # fmt: skip
 LARGE = Day(
     Heads(8, 2, 64, 64, torch.bfloat16, "cuda"),
@@ -23,25 +23,28 @@ LARGE = Day(
 )  # fmt: skip
 DAYS = {
     "plain": {},
+    "crowded": {"pages": 25, "seed": 6},
     "window": {"window": 23, "seed": 1},
     "fixed": {"splits": FixedSplit(128), "seed": 2},
-    "pages of 1": {"page_size": 1, "pages": 230, "seed": 3},
-    "pages of 3": {"page_size": 3, "pages": 80, "seed": 4},
+    "pages of 1": {"page_size": 1, "pages": 170, "seed": 3},
+    "pages of 3": {"page_size": 3, "pages": 60, "seed": 4},
 }
 
 
-def check_the_day(day: Day) -> None:
+def check_the_day(day: Day) -> Counts:
     """Runs a day; it must have had everything in it."""
     counts = Server(day).run()
-    assert min(counts.arrivals, counts.ends, counts.shared, counts.reused, counts.rejected, counts.dense) > 3, counts
+    assert min(counts.arrivals, counts.ends, counts.shared, counts.reused, counts.rejected, counts.dense) > 2, counts
     assert counts.packed > day.steps // 3, counts
     assert counts.longest > day.capacity // 2, counts
     assert counts.given_back > 3 or day.window is None, counts
+    return counts
 
 
 @pytest.mark.parametrize("name", DAYS)
 def test_a_day_on_a_cpu(name: str) -> None:
-    check_the_day(replace(SMALL, **DAYS[name]))
+    counts = check_the_day(replace(SMALL, **DAYS[name]))
+    assert counts.preempted > 2 or name != "crowded"
 
 
 @pytest.mark.slow  # some minutes: Triton's interpreter
@@ -81,8 +84,8 @@ def test_ten_thousand_steps(backend: str, window: int | None) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda table: table.roll(1, 0).clamp(0, 59), "lse of step|are NaN|written token changed"),
-        (lambda table: table.clamp(min=0) % 60, None),
+        (lambda table: table.roll(1, 0).clamp(0, 43), "lse of step|are NaN|written token changed"),
+        (lambda table: table.clamp(min=0) % 44, None),
     ],
     ids=["other pages", "entries that are not followed"],
 )
