@@ -97,7 +97,7 @@ def arguments_of(wanted: Seq[Rows], cache: Cache) -> tuple[tuple[Tensor, ...], d
     named: dict[str, Any] = {} if table is None else {"page_table": table.to(device)}
     if cache.packed:
         counts = [rows.count for rows in wanted]
-        behind = torch.full_like(wanted[0].q[:1].expand(3, -1, -1), torch.nan)
+        behind = torch.full_like(wanted[0].sequence.q[:1].expand(3, -1, -1), torch.nan)
         q = torch.cat([*(rows.q for rows in wanted), behind])
         named |= {"cu_seqlens_q": int32([0, *accumulate(counts)], device), "max_seqlen_q": max(counts)}
     else:
