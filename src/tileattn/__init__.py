@@ -12,6 +12,7 @@ from .api.attention import attention
 from .api.padding import Unpadded, pad_input, unpad_input
 from .api.sdpa import scaled_dot_product_attention
 from .api.varlen import varlen_attention
+from .call.cache_status import check_caches
 from .call.fp8 import QuantizedFP8, quantize_fp8
 from .call.packed_status import check_packed
 from .masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
@@ -41,6 +42,7 @@ __all__ = [
     "SoftCap",
     "Unpadded",
     "attention",
+    "check_caches",
     "check_packed",
     "pad_input",
     "quantize_fp8",
