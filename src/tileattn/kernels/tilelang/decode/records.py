@@ -12,8 +12,17 @@ The plan is int32 (rows, WIDTH). Row p says where worker p begins, and so where 
     FIRST      where TILE is not 0: the worker that has the job's first part
     PARTS      where TILE is not 0: the number of the job's parts, which lie in the workers from FIRST on
 
-FIRST and PARTS hold where work is dealt freely. Behind row `workers` lie counters of the parts that have arrived. They
-are 0 before and after each attention kernel.
+FIRST and PARTS hold where work is dealt freely. Behind row `workers` lie counters of the parts that have arrived, eight
+a row. They are 0 before and after each attention kernel, so that kernels that share a plan must follow each other.
+
+Then come the sequence records, two a row, checked and clamped: with these the attention kernels need no lengths.
+
+    Q_START    packed queries: the sequence's first row; else 0
+    Q_LEN      its number of queries
+    SEQLEN     its number of keys
+    ITEMS      its number of items, with those without rows (:func:`packed_items`)
+
+Packed queries have one more, number `batch`: of the unused rows behind the last sequence. They have no keys.
 """
 
 from __future__ import annotations
@@ -22,6 +31,7 @@ from typing import NamedTuple
 
 WIDTH = 8
 JOB, SEQUENCE, Q_TILE, KV_HEAD, TILE, FIRST, PARTS = range(7)
+Q_START, Q_LEN, SEQLEN, ITEMS = range(4)
 
 # Columns of a part's row behind those of O: the base of its exponents, in powers of two, and the sum of its weights.
 # Rows stay multiples of 16 bytes.
@@ -67,10 +77,22 @@ def packed_items(batch: int, total_rows: int, block_M: int) -> int:
     return total_rows // block_M + batch + 1
 
 
-def plan_rows(deal: Deal, kv_heads: int) -> int:
+def most_parts(rule: int, capacity: int, block_N: int) -> int:
+    """The most parts that a job can have under a rule; 0 for FREE."""
+    if rule > 0:
+        return max(-(-capacity // (rule * block_N)), 1)
+    return -rule
+
+
+def counter_rows(deal: Deal, kv_heads: int) -> int:
+    """Rows of the plan that hold counters."""
+    shared = deal.workers if deal.rule == FREE else deal.items * kv_heads * (deal.most_parts > 1)
+    return -(-shared // WIDTH)
+
+
+def plan_rows(deal: Deal, kv_heads: int, batch: int) -> int:
     """Rows of the plan."""
-    counters = deal.workers if deal.rule == FREE else deal.items * kv_heads
-    return deal.workers + 1 + -(-counters // WIDTH)
+    return deal.workers + 1 + counter_rows(deal, kv_heads) + batch // 2 + 1
 
 
 def slots(deal: Deal, kv_heads: int) -> int:
