@@ -13,6 +13,7 @@ from .api.decode import decode, decode_plan
 from .api.padding import Unpadded, pad_input, unpad_input
 from .api.sdpa import scaled_dot_product_attention
 from .api.varlen import varlen_attention
+from .call.cache_status import check_caches
 from .call.decoding import DecodePlan, FixedSplit
 from .call.fp8 import QuantizedFP8, quantize_fp8
 from .call.packed_status import check_packed
@@ -45,6 +46,7 @@ __all__ = [
     "SoftCap",
     "Unpadded",
     "attention",
+    "check_caches",
     "check_packed",
     "decode",
     "decode_plan",

@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 import tileattn
-from tileattn.call import packed_status
+from tileattn.call import deferred_status, packed_status
 from tileattn.call.packed_status import check_packed, raise_pending, report, status_of
 
 CPU = torch.device("cpu")
 
 
-class FakeCopy(packed_status._Copy):
+class FakeCopy(deferred_status.Copy):
     """Arrives when it is told to."""
 
     made: list[FakeCopy] = []  # noqa: RUF012
 
-    def __init__(self) -> None:
-        self.values = torch.full((4,), -1, dtype=torch.int32)
+    def __init__(self, fields: int) -> None:
+        self.values = torch.full((fields,), -1, dtype=torch.int32)
         self.arrived, self.started = False, 0
         self.made.append(self)
 
@@ -38,8 +38,8 @@ class FakeCopy(packed_status._Copy):
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[FakeCopy]:
     FakeCopy.made = []
-    monkeypatch.setattr(packed_status, "_Copy", FakeCopy)
-    monkeypatch.setattr(packed_status, "_statuses", {})
+    monkeypatch.setattr(deferred_status, "Copy", FakeCopy)
+    monkeypatch.setattr(packed_status.STATUS, "devices", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return FakeCopy.made
 

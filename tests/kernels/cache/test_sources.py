@@ -71,7 +71,8 @@ KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
     },
 }
 # Above what a call and its variant are: what checks, differentiates, dispatches, measures and shows.
-ABOVE = {"api", "runtime", "call.validation", "call.packed_status", "measure", "folders", "tuner"}
+ABOVE = {"api", "runtime", "call.validation", "measure", "folders", "tuner"}
+ABOVE |= {"call.deferred_status", "call.packed_status", "call.cache_status"}
 ABOVE |= {"nn", "compat", "cli", "bench", "viz", "reference", "testing", "parallel", "__main__"}
 # Of TileLang's modules, those that choose, load and launch.
 FOLDERS = ("backward", "backward.amd", "backward.hopper", "build", "forward", "forward.amd", "forward.hopper")

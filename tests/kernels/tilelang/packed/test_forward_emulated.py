@@ -66,7 +66,7 @@ def statuses(monkeypatch: pytest.MonkeyPatch, once: Once) -> list[list[int]]:
         lambda call, config: once((call, config), lambda: forward_kernel(call, config)),
     )
     monkeypatch.setattr(packed, "plan_function", lambda arch: once(arch, lambda: plan_kernel("sm_80")))
-    monkeypatch.setattr(packed_status, "_statuses", {})
+    monkeypatch.setattr(packed_status.STATUS, "devices", {})
     monkeypatch.setattr(packed_status, "report", lambda device: found.append(packed_status.status_of(device).tolist()))
     return found
 

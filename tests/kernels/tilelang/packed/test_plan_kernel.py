@@ -37,7 +37,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
 @pytest.fixture
 def launched(emulated: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_launch, "plan_function", lambda arch: emulated)
-    monkeypatch.setattr(packed_status, "_statuses", {})
+    monkeypatch.setattr(packed_status.STATUS, "devices", {})
 
 
 @pytest.fixture
