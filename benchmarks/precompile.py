@@ -41,12 +41,15 @@ from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward.defaults import MainConfig
 from tileattn.kernels.tilelang.backward.library import BackwardJob, kernel_names
 from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, Done, compile_all
+from tileattn.kernels.tilelang.decode.job import DecodeJob
+from tileattn.kernels.tilelang.decode.launch import Decoding
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import Config
 from tileattn.kernels.tilelang.forward.defaults import LONG, SHORT
 from tileattn.kernels.tilelang.forward.library import Job
+from tileattn.runtime import decoding
 from tileattn.runtime import operators as ops
-from tileattn.testing import Arguments, build, conformance_cases, packed_cases
+from tileattn.testing import Arguments, build, build_decode, conformance_cases, decode_cases, packed_cases
 from tileattn.tuner.state import forget_prepared
 from tileattn.variant.program import program
 
@@ -76,6 +79,11 @@ class _Requested:
     def ask_backward(self, call: BackwardCall, config: MainConfig | None = None) -> Any:
         """In place of `backward_kernels`."""
         self._add(*(BackwardJob(call, name, config) for name in kernel_names(call)))
+
+    def ask_decode(self, phase: Decoding, *_: Any) -> Any:
+        """In place of the methods of `Decoding`, which ask for both kernels, or for none."""
+        jobs = () if phase.empty else (DecodeJob(phase.call, phase.config), DecodeJob(phase.call, None))
+        self._add(*jobs)
 
     def _add(self, *jobs: AnyJob) -> NoReturn:
         for job in jobs:
@@ -110,6 +118,10 @@ def _pretending(arch: str) -> Iterator[_Requested]:
         mock.patch.object(ops, "run_backward", _going_on(ops.run_backward, ops.trace_backward)),
         mock.patch.object(forward_launch, "forward_function", requested.ask),
         mock.patch.object(backward_backend, "backward_kernels", requested.ask_backward),
+        mock.patch.object(decoding, "_asks_for_alignment", return_value=True),
+        mock.patch.object(decoding, "device_arch", return_value=arch),
+        mock.patch.object(Decoding, "plan", lambda *arguments: requested.ask_decode(*arguments)),
+        mock.patch.object(Decoding, "__call__", lambda *arguments: requested.ask_decode(*arguments)),
     ):
         yield requested
     forget_prepared()  # those of "meta" would outlive another `default`
@@ -131,7 +143,10 @@ def _weight(job: AnyJob) -> float:
     """Larger for what takes longer to compile; a transposition, which others wait for, comes first."""
     if isinstance(job, Job) and job.config is None:
         return float("inf")
-    if isinstance(job, BackwardJob):
+    if isinstance(job, DecodeJob):
+        call, config = job.call, job.config  # those of a plan are small
+        tile = 0 if config is None else config.block_M * (config.block_N + job.call.head_dim_v)
+    elif isinstance(job, BackwardJob):
         call = job.call.forward
         # Small kernels that read and write, and kernels of up to five products.
         tile = 0 if job.name in ("prepare", "finish") else 2 * 128 * (128 + call.head_dim + call.head_dim_v)
@@ -170,6 +185,7 @@ def _case_attempts(case: Case, direction: str) -> Iterator[Attempt]:
 
 def conformance_attempts() -> Iterator[Attempt]:
     """What the tests for a GPU call: of the forward pass and, from the same cases, of the backward pass."""
+    from tests.api import test_decode_gpu, test_decode_identities, test_decode_invariance, test_server_day
     from tests.compat import test_torch_sdpa_gpu as test_gpu_sdpa
     from tests.compat.flash_attn import test_functions as test_flash_attn
     from tests.kernels.tilelang.backward import test_gpu as test_gpu_backward
@@ -177,12 +193,19 @@ def conformance_attempts() -> Iterator[Attempt]:
     from tests.kernels.tilelang.packed import test_backward_gpu as test_gpu_varlen_backward
     from tests.kernels.tilelang.packed import test_forward_gpu as test_gpu_varlen
     from tests.kernels.tilelang.tile import test_dropout_gpu as test_gpu_dropout
-    from tests.tools import conformance_call
+    from tests.tools import conformance_call, decode_call
 
     for case in conformance_cases("full") + packed_cases("full"):
         arguments = build(case, "meta")
         yield lambda arguments=arguments: conformance_call.run(arguments, "tilelang")  # type: ignore[misc]
         yield functools.partial(_training, arguments, conformance_call.run)
+    for decode_case in decode_cases("full"):
+        of_decode = build_decode(decode_case, "meta")
+        yield lambda of_decode=of_decode: decode_call.run_decode(of_decode, "tilelang")  # type: ignore[misc]
+    with mock.patch.object(test_decode_gpu, "DEVICE", "meta"):
+        yield from test_decode_gpu.calls()
+    for module in (test_decode_invariance, test_decode_identities, test_server_day):
+        yield from module.calls()
     for shape in (test_gpu.SHAPES | test_gpu.DIFFERING).values():
         for return_lse in (False, True):
             yield _attention(return_lse, **shape.tensors(device="meta"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -190,3 +193,25 @@ def test_special_values_go_where_attention_has_them(backend: str, device: str) -
     o, lse = decoded([Rows(sequence, 69, 1)], Cache(16), mask=SlidingWindow(20, 0), backend=backend)[0]
     assert o.isfinite().all()
     assert lse.isfinite().all()
+
+
+def calls() -> Iterator[Callable[[], Any]]:
+    """Calls whose kernels these tests need on a GPU, for benchmarks/precompile.py."""
+
+    def of(sizes: Heads, q_len: int, cache: Cache, **options: Any) -> Callable[[], Any]:
+        rows = [Rows(draw(sizes, 40, seed), 3, q_len) for seed in (0, 1)]
+        return functools.partial(decoded, rows, cache, **options, backend="tilelang")
+
+    for page, q_len in itertools.product((0, 1, 16, 64), (1, 2, 5, 33)):
+        yield of(plain("meta"), q_len, Cache(page))
+        yield of(plain("meta"), q_len, Cache(page, packed=True))
+    for page in (0, 16):
+        chain = torch.ones(2, 6, 6, dtype=torch.bool, device="meta")
+        for options in ({"splits": 1}, {"splits": FixedSplit(128)}):
+            yield of(plain("meta"), 6, Cache(page), **options)
+            yield of(plain("meta"), 6, Cache(page), tree_mask=chain, **options)
+    yield of(plain("meta"), 6, Cache(16, packed=True), tree_mask=chain)
+    yield of(plain("meta"), 3, Cache(), causal=False)
+    slopes = ALiBi(torch.ones(12, device="meta"))
+    yield of(plain("meta", 12, 3), 7, Cache(), causal=False, mask=SlidingWindow(50, 3), score_mod=slopes)
+    yield of(plain("meta", 2, 1), 1, Cache(16), mask=SlidingWindow(20, 0))

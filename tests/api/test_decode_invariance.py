@@ -6,6 +6,7 @@ capacities, q_len, packing, a prefill beside it and a plan made ahead must not c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -149,3 +150,15 @@ def test_a_change_of_a_bit_is_seen() -> None:
     seven, _ = decoded([Rows(mine, last, 1)], Cache(), splits=7, **options)[0]
     lse = [decoded([Rows(mine, last, 1)], Cache(), splits=splits, **options)[0][1] for splits in (1, 2, 3, 5, 7)]
     assert not torch.equal(one, seven) or any(not torch.equal(lse[0], each) for each in lse)
+
+
+def calls() -> Iterator[Callable[[], Any]]:
+    """Calls whose kernels these tests need on a GPU, for benchmarks/precompile.py."""
+    for scene in SCENES.values():
+        sizes = Heads(scene.heads, scene.kv_heads, scene.head_dim, scene.head_dim_v, scene.dtype, "meta")
+        rows = [Rows(draw(sizes, 20, seed), 4, QUERIES) for seed in (0, 1)]
+        options = {"splits": FixedSplit(scene.keys), "backend": "tilelang", **scene.options("meta")}
+        for page, packed in ((0, False), (1, False), (16, False), (64, False), (0, True), (16, True), (64, True)):
+            yield functools.partial(decoded, rows, Cache(page, packed), **options)
+        positional, named = arguments_of(rows, Cache(16))
+        yield functools.partial(tileattn.decode, *positional, **named, **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +11,9 @@ import pytest
 import torch
 
 import tileattn
-from tests.tools.cached_sequences import Heads
+from tests.tools.cached_sequences import Cache, Heads, Rows, decoded, draw
 from tests.tools.server_day import Counts, Day, Server
-from tileattn import FixedSplit
+from tileattn import FixedSplit, SlidingWindow
 
 SMALL = Day(
     Heads(4, 2, 16, 24, torch.bfloat16, "cpu"),
@@ -112,3 +114,15 @@ def test_a_stray_write_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     server.k_cache[server.free[0], 0, 0, 0] = 0.0
     with pytest.raises(AssertionError, match="a page of nobody was written"):
         server.check_cache()
+
+
+def calls() -> Iterator[Callable[[], Any]]:
+    """Calls whose kernels these tests need on a GPU, for benchmarks/precompile.py."""
+    for changes in (*OF_GPUS.values(), {"window": 300}):
+        day = replace(LARGE, **changes)
+        sizes = replace(day.sizes, device="meta")
+        mask = None if day.window is None else SlidingWindow(day.window, 0)
+        for packed, q_len in ((False, 1), (True, 3), (True, day.chunk)):
+            rows = [Rows(draw(sizes, 150, seed), 4, q_len) for seed in (0, 1)]
+            cache = Cache(day.page_size, packed)
+            yield functools.partial(decoded, rows, cache, mask=mask, splits=day.splits, backend="tilelang")

@@ -23,6 +23,7 @@ from tileattn.kernels.tilelang.backward.defaults import default as backward_defa
 from tileattn.kernels.tilelang.backward.defaults import queries_default
 from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig
 from tileattn.kernels.tilelang.backward.library import BackwardJob
+from tileattn.kernels.tilelang.decode.job import DecodeJob
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.defaults import LONG, default
 from tileattn.kernels.tilelang.forward.library import Job
@@ -130,6 +131,29 @@ def test_what_is_covered() -> None:
         assert {f"bf16-packed-d{dim}-full", f"bf16-packed-d{dim}-causal"} <= set(names)
 
 
+def test_what_is_covered_of_decode() -> None:
+    cases = sanitize.CASES["decode"]
+    assert len({case.name for case in cases}) == len(cases)
+    assert {case.page for case in cases} >= {0, 1, 3, 16, 48, 64}
+    assert {case.structure.head_dim for case in cases} >= {64, 128, 192, 256}
+    for flag in ("packed", "fixed", "sink", "tree"):
+        assert any(getattr(case.structure, flag) for case in cases), flag
+    assert all(len(case.sizes) == len(list(case.launches("meta"))) for case in cases)
+
+
+def test_calls_of_decode_are_sound_where_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the torch backend; what is wrong raises there, and names what it is."""
+    real = tileattn.decode
+    monkeypatch.setattr(tileattn, "decode", lambda *a, **named: real(*a, **{**named, "backend": "torch"}))
+    for case in sanitize.CASES["decode"][::5]:
+        for size, run in zip(case.sizes, case.launches("cpu")):
+            if "beyond" in size:
+                with pytest.raises(ValueError, match=r"seqlens_k|cu_seqlens_q|page_table"):
+                    run()
+            else:
+                assert case.is_sound(*run()), (case.name, size)
+
+
 needs_tilelang = pytest.mark.skipif(backend.importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
 
 
@@ -143,6 +167,15 @@ def test_the_kernels_of_all_cases() -> None:
     assert all((call, default(call, seqlen)) in forward for call in calls for seqlen in (1, LONG))
     assert {call.dtype for call in calls} == {torch.bfloat16, torch.float16, FP8}
     assert len([job for job in jobs if job.config is None]) == 3
+
+
+@needs_tilelang
+def test_the_decode_kernels_of_all_cases() -> None:
+    """No case is refused; each has an attention kernel and a plan."""
+    for case in sanitize.CASES["decode"]:
+        jobs = sanitize.jobs([case], ["short"], "sm_90a")
+        assert {type(job) for job in jobs} == {DecodeJob}, case.name
+        assert {job.config is None for job in jobs} == {False, True}, case.name
 
 
 @needs_tilelang

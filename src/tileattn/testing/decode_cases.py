@@ -183,7 +183,8 @@ def _cases_of(structures: Sequence[DecodeStructure], each: int) -> list[DecodeCa
 def _shape(structure: DecodeStructure, turn: int) -> DecodeShape:
     """The shape of a structure at a turn. The numbers of lengths, heads, splits and layouts have no common factor."""
     if structure.packed:
-        lengths, lengths_q, lengths_k = PACKED_LENGTHS[turn % len(PACKED_LENGTHS)]
+        packings = [each for each in PACKED_LENGTHS if _suits(structure, (each[0], max(each[1]), each[2]))]
+        lengths, lengths_q, lengths_k = packings[turn % len(packings)]
     else:
         dense = [each for each in DENSE_LENGTHS if _suits(structure, each)]
         lengths, rows, lengths_k = dense[turn % len(dense)]
@@ -236,8 +237,14 @@ def _empty() -> list[DecodeCase]:
     packed, dense = (
         next(x for x in PLAIN if x.packed == packed and x.pages == pages) for packed, pages in ((True, 16), (False, 0))
     )
-    sink = _structure("bf16", 128, 0, sink=True)
-    return [DecodeCase(packed if shape.packed else dense, shape) for shape in EMPTY] + [DecodeCase(sink, EMPTY[2])]
+    sink, packed_sink = _structure("bf16", 128, 0, sink=True), _structure("fp16", 64, 16, packed=True, sink=True)
+    found = [DecodeCase(packed if shape.packed else dense, shape) for shape in EMPTY]
+    return [
+        *found,
+        DecodeCase(sink, EMPTY[2]),
+        DecodeCase(packed_sink, EMPTY[4]),
+        DecodeCase(packed_sink, replace(EMPTY[5], behind=9)),
+    ]
 
 
 def _with_smoke(cases: Iterable[DecodeCase]) -> list[DecodeCase]:
