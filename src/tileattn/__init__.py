@@ -10,6 +10,7 @@ from torch.nn.attention import register_flash_attention_impl
 from . import math as math  # not in __all__: `import *` would hide Python's `math`
 from .api.attention import attention
 from .api.decode import decode, decode_plan
+from .api.merge import merge
 from .api.padding import Unpadded, pad_input, unpad_input
 from .api.sdpa import scaled_dot_product_attention
 from .api.varlen import varlen_attention
@@ -50,6 +51,7 @@ __all__ = [
     "check_packed",
     "decode",
     "decode_plan",
+    "merge",
     "pad_input",
     "quantize_fp8",
     "scaled_dot_product_attention",

@@ -8,11 +8,13 @@ import torch
 
 from ..call.decode_validation import check_decode_arguments, check_decode_options, check_plan, check_tree_mask
 from ..call.decoding import DecodeInputs, DecodePlan, Splits
+from ..call.inputs import NO_OPERANDS
 from ..call.scalars import as_flag, as_float, as_int
 from ..call.validation import check_dense, refuse_unknown, without_unknown
-from ..runtime.decoding import DecodeOptions, make_plan, with_variant
+from ..runtime import prepared_decode
+from ..runtime.decoding import DecodeOptions, make_plan, prepared, run_phase, with_variant
 from ..runtime.decoding import run as run_decode
-from ..runtime.run import MaskLike, ScoreModLike, autocast, scale_or_default
+from ..runtime.run import MaskLike, ScoreModLike, autocast, is_plain, scale_or_default
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -141,13 +143,27 @@ def decode(
     if unknown:
         refuse_unknown(decode, unknown)
     check_plan(plan)
-    return_lse = as_flag("return_lse", return_lse)
-    tensors = (q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, sink, out)
-    inputs, options = _checked(
-        tensors, max_seqlen_q, causal, mask, score_mod, tree_mask, scale, splits, return_lse, backend
-    )
-    o, lse = run_decode(inputs, options, plan)
-    if inputs.cu_seqlens_q is not None:
+    if torch._C._is_any_autocast_enabled():
+        q = autocast(q)  # not the caches: they would be copied
+    key = None
+    if mask is score_mod is tree_mask is sink is out is None and is_plain(q, k_cache, v_cache):
+        given = (max_seqlen_q, causal, scale, splits, return_lse, backend)
+        key = prepared_decode.key_of(q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, given)
+    phase = None if key is None else prepared_decode.PHASES.get(key)
+    if phase is not None:
+        row = q if cu_seqlens_q is None else q[None]
+        fields = (row, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, None, NO_OPERANDS, None)
+        o, lse = run_phase(phase, prepared_decode.inputs_of(fields), plan)
+    else:
+        return_lse = as_flag("return_lse", return_lse)
+        tensors = (q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, sink, out)
+        inputs, options = _checked(
+            tensors, max_seqlen_q, causal, mask, score_mod, tree_mask, scale, splits, return_lse, backend
+        )
+        o, lse = run_decode(inputs, options, plan)
+        if key is not None:
+            prepared_decode.keep(key, prepared(inputs, options))
+    if cu_seqlens_q is not None:
         o = o.squeeze(0)
         lse = None if lse is None else lse.squeeze(0)
     if out is not None:
@@ -213,6 +229,8 @@ def decode_plan(
     """
     if unknown:
         refuse_unknown(decode_plan, unknown)
+    if torch._C._is_any_autocast_enabled():
+        q = autocast(q)
     return_lse = as_flag("return_lse", return_lse)
     tensors = (q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, sink, None)
     inputs, options = _checked(
@@ -235,8 +253,6 @@ def _checked(
 ) -> tuple[DecodeInputs, DecodeOptions]:
     """The inputs and options of a call, or an error that says what is wrong with them."""
     q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, sink, out = tensors
-    if torch._C._is_any_autocast_enabled():
-        q = autocast(q)  # not the caches: they would be copied
     max_seqlen_q = as_int(max_seqlen_q)
     check_decode_arguments(q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, max_seqlen_q)
     scale = None if scale is None else as_float("scale", scale)

@@ -128,9 +128,13 @@ def run(inputs: DecodeInputs, options: DecodeOptions, plan: DecodePlan | None) -
     check_no_gradient((inputs.q, inputs.k_cache, inputs.v_cache, inputs.sink, *inputs.operands.tensors))
     if inputs.out is not None:
         check_out(inputs.out, inputs)
-    if ops.is_traced(inputs.q):
-        return _trace(inputs, options, plan)
-    phase = prepared(inputs, options)
+    return (
+        _trace(inputs, options, plan) if ops.is_traced(inputs.q) else run_phase(prepared(inputs, options), inputs, plan)
+    )
+
+
+def run_phase(phase: PreparedDecode, inputs: DecodeInputs, plan: DecodePlan | None) -> tuple[Tensor, Tensor | None]:
+    """o and lse by a prepared phase, with the plan if there is one."""
     if plan is None:
         return phase.run(inputs, None)
     check_made_for(plan.made_for, phase.made_for)

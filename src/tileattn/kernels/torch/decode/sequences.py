@@ -24,8 +24,10 @@ from ..softmax import RowState, finish, join, join_sink
 from .cache import Keys, sequences
 from .cache import Sequence as CachedSequence
 
-# Keys of a tile: K and V of 8 heads with 128 elements are 4 MiB each in float32.
-BLOCK_N = 1024
+# Elements of the keys of a tile. A tile that is gathered from pages or converted to float32 is read again: it must stay
+# in the processor's cache.
+TILE = 2**21
+COPIED_TILE = 2**19
 # From this many queries on, PyTorch's fused attention is faster than the loop.
 MANY_QUERIES = 32
 
@@ -99,12 +101,14 @@ def _over_keys(
     """Attention over the keys that are seen, in parts that are merged in their order."""
     if seen.lo == seen.hi:
         return loop.without_keys(q, keys.v, matrix.dtype)
+    tile = COPIED_TILE if keys.table is not None or q.dtype != matrix.dtype else TILE
+    block_N = max(tile // (keys.k.shape[2] * keys.k.shape[3]), 16)
     length = -(-matrix.seqlen_k // splits)
     state: RowState | None = None
     for begin in range(0, matrix.seqlen_k, length):
         lo, hi = max(begin, seen.lo), min(begin + length, seen.hi)
         if lo < hi:
-            tiles = [slice(start, min(start + BLOCK_N, hi)) for start in range(lo, hi, BLOCK_N)]
+            tiles = [slice(start, min(start + block_N, hi)) for start in range(lo, hi, block_N)]
             part = loop.states(q, keys, tiles, matrix, slice(0, matrix.seqlen_q), seen, scale)
             state = part if state is None else join(state, part)
     assert state is not None
