@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.attention import register_flash_attention_impl
 
 from . import math as math  # not in __all__: `import *` would hide Python's `math`
+from .api.append import append_kv
 from .api.attention import attention
 from .api.decode import decode, decode_plan
 from .api.merge import merge
@@ -46,6 +47,7 @@ __all__ = [
     "SlidingWindow",
     "SoftCap",
     "Unpadded",
+    "append_kv",
     "attention",
     "check_caches",
     "check_packed",

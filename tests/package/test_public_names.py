@@ -55,6 +55,8 @@ OPERATORS = {
     "needs_grad dropout_p seed cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
     "backward": "do dlse q k v o lse sink variant tensors ints floats scale backend deterministic needs dropout_p seed "
     "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
+    "append_kv": "k v k_cache v_cache seqlens_k page_table cu_seqlens_q cos sin interleaved positions q q_positions "
+    "backend",
 }
 COMMANDS = {
     "info": "--arch",

@@ -182,6 +182,7 @@ struct __half2 { half_t x, y; };
 typedef __half2 half2;
 static inline int2 make_int2(int x, int y) { return {x, y}; }
 static inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+static inline uint1 make_uint1(uint x) { return {x}; }
 static inline uint2 make_uint2(uint x, uint y) { return {x, y}; }
 static inline uint4 make_uint4(uint x, uint y, uint z, uint w) { return {x, y, z, w}; }
 static inline ushort2 make_ushort2(ushort x, ushort y) { return {x, y}; }

@@ -18,9 +18,11 @@ import pytest
 import torch
 
 import tileattn
+from tileattn.call.appending import AppendCall
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.cache import sources
 from tileattn.kernels.mma import compile as mma
+from tileattn.kernels.tilelang.append import library as append_library
 from tileattn.kernels.tilelang.backward import library as backward_launch
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.defaults import default
@@ -29,6 +31,7 @@ from tileattn.kernels.tilelang.packed import library as packed_library
 PACKAGE = Path(tileattn.__file__).parent
 TILELANG = "tileattn.kernels.tilelang"
 CALL = AttentionCall(torch.bfloat16, 64, 64, arch="sm_90a")
+APPEND = AppendCall(torch.bfloat16, 64, 64, arch="sm_90a")
 BACKWARD = BackwardCall(replace(CALL, needs_grad=True), (True, True, True, False))
 
 # By kernel: the modules whose closure its key has, some of the files that generate it, and its key.
@@ -62,6 +65,11 @@ KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
         f"{COMPILER} packed.work_list packed.dependent_launch",
         lambda: packed_library.plan_key("sm_90a"),
     ),
+    "append": (
+        "append.kernel",
+        f"{COMPILER} append.elements append.pieces append.place packed.dependent_launch tile.assume",
+        lambda: append_library.append_key(APPEND),
+    ),
     **{
         name: ("backward.kernels", f"{TILE} {BACKWARD_TILE}", functools.partial(key, *arguments))
         for name, key, *arguments in (
@@ -77,6 +85,7 @@ ABOVE |= {"nn", "compat", "cli", "bench", "viz", "reference", "testing", "parall
 # Of TileLang's modules, those that choose, load and launch.
 FOLDERS = ("backward", "backward.amd", "backward.hopper", "build", "forward", "forward.amd", "forward.hopper")
 HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "build.library"}
+HOST |= {"append", "append.backend", "append.library"}
 HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table"}
 HOST |= {f"forward.{name}" for name in ("defaults", "launch", "library", "packed", "queue", "space")}
 HOST |= {f"backward.{name}" for name in ("launch", "library", "space", "workspaces")}
@@ -253,7 +262,8 @@ EDITS = [
     ("packed/plan_kernel.py", {"sequence_plan"}),
     ("forward/transpose_fp8.py", {"transpose_fp8"}),
     ("packed/work_list.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
-    ("build/nvcc.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
+    ("build/nvcc.py", {"append", "forward", "backward", "sequence_plan", "transpose_fp8"}),
+    ("append/place.py", {"append"}),
     ("tile/amd.py", {"forward", "backward"}),
     ("forward/library.py", set()),
     ("../../runtime/operators.py", set()),
@@ -294,9 +304,12 @@ import sys
 import torch
 from dataclasses import replace
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, SoftCap
+from tileattn.call.appending import AppendCall
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.tilelang.build import compile
 from tileattn.kernels.tilelang.forward import defaults, kernel, transpose_fp8
+from tileattn.call.appending import AppendCall
+from tileattn.kernels.tilelang.append.kernel import append_kernel
 from tileattn.kernels.tilelang.packed import plan_kernel as sequence_plan
 from tileattn.kernels.tilelang.backward import kernels, library as launch
 from tileattn.kernels.tilelang.backward.defaults import default as backward_default
@@ -342,6 +355,8 @@ for each in FORWARD:
 made("transpose_fp8", lambda: transpose_fp8.transpose_kernel(FORWARD[0]))
 small = made("sequence_plan", lambda: sequence_plan.plan_kernel("sm_90a"))
 made("sequence_plan", lambda: compile.device_source(small, "sm_90a"))
+new = AppendCall(torch.bfloat16, 64, 64, 64, table_dtype=torch.float32, paged=True, packed=True, arch="sm_90a")
+made("append", lambda: append_kernel(new))
 BACKWARD = [
     (call("plain", 64, "sm_90a"), True), (call("composed", 64, "sm_90a"), False), (call("plain", 256, "sm_90a"), True),
     (call("composed", 64, "sm_80"), True), (call("plain", 64, "gfx942"), True),
