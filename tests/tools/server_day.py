@@ -130,6 +130,7 @@ class Server:
             if number % 16 == 0:
                 self.check_cache()
         self.check_cache()
+        tileattn.check_caches()
         return self.counts
 
     # --- Arrivals, ends and pages ---
