@@ -33,10 +33,14 @@ import tileattn
 from tileattn.bench import passes, problem
 from tileattn.bench.baselines.own import TileAttn, TileAttnBf16
 from tileattn.bench.cases import Case
+from tileattn.call import appending
+from tileattn.call.appending import AppendCall
 from tileattn.call.facts import AttentionCall, BackwardCall, device_arch
 from tileattn.call.fp8 import FP8
 from tileattn.cli import choices
 from tileattn.kernels.tilelang import buckets
+from tileattn.kernels.tilelang.append import backend as append_backend
+from tileattn.kernels.tilelang.append.job import AppendJob
 from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward.defaults import MainConfig
 from tileattn.kernels.tilelang.backward.library import BackwardJob, kernel_names
@@ -47,6 +51,7 @@ from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import Config
 from tileattn.kernels.tilelang.forward.defaults import LONG, SHORT
 from tileattn.kernels.tilelang.forward.library import Job
+from tileattn.runtime import append as append_runtime
 from tileattn.runtime import decoding
 from tileattn.runtime import operators as ops
 from tileattn.testing import Arguments, build, build_decode, conformance_cases, decode_cases, packed_cases
@@ -85,6 +90,10 @@ class _Requested:
         jobs = () if phase.empty else (DecodeJob(phase.call, phase.config), DecodeJob(phase.call, None))
         self._add(*jobs)
 
+    def ask_append(self, call: AppendCall) -> Any:
+        """In place of `append_function`."""
+        self._add(AppendJob(call))
+
     def _add(self, *jobs: AnyJob) -> NoReturn:
         for job in jobs:
             self.jobs.setdefault(job.key, job)
@@ -105,6 +114,9 @@ def _going_on(run: Callable[..., Any], trace: Callable[..., Any]) -> Callable[..
     return both
 
 
+_append_call = appending.make_append_call
+
+
 @contextmanager
 def _pretending(arch: str) -> Iterator[_Requested]:
     """Inside, tensors on "meta" are taken for tensors on a GPU of this architecture."""
@@ -118,6 +130,10 @@ def _pretending(arch: str) -> Iterator[_Requested]:
         mock.patch.object(ops, "run_backward", _going_on(ops.run_backward, ops.trace_backward)),
         mock.patch.object(forward_launch, "forward_function", requested.ask),
         mock.patch.object(backward_backend, "backward_kernels", requested.ask_backward),
+        mock.patch.object(append_backend, "append_function", requested.ask_append),
+        mock.patch.object(append_runtime, "make_append_call", functools.partial(_append_call, on_gpu=True)),
+        mock.patch.object(appending, "device_arch", return_value=arch),
+        mock.patch.object(append_runtime, "check_overlap"),  # by addresses, which are all 0
         mock.patch.object(decoding, "_asks_for_alignment", return_value=True),
         mock.patch.object(decoding, "device_arch", return_value=arch),
         mock.patch.object(Decoding, "plan", lambda *arguments: requested.ask_decode(*arguments)),
@@ -143,6 +159,8 @@ def _weight(job: AnyJob) -> float:
     """Larger for what takes longer to compile; a transposition, which others wait for, comes first."""
     if isinstance(job, Job) and job.config is None:
         return float("inf")
+    if isinstance(job, AppendJob):
+        return 1.0
     if isinstance(job, DecodeJob):
         call, config = job.call, job.config  # those of a plan are small
         tile = 0 if config is None else config.block_M * (config.block_N + job.call.head_dim_v)

@@ -2,7 +2,7 @@
 
     python benchmarks/sanitize.py check --out sanitize.json            # all tools; exit code 1 if one finds anything
     python benchmarks/sanitize.py check --direction bwd                # the kernels of the backward pass
-    python benchmarks/sanitize.py check --direction decode             # plan, attention and combine of decode
+    python benchmarks/sanitize.py check --direction decode             # append, plan, attention and combine
     python benchmarks/sanitize.py check --tool racecheck --cases d64   # one tool, cases whose name matches
     python benchmarks/sanitize.py launch                               # the launches alone, without the sanitizer
 
@@ -37,7 +37,7 @@ import torch
 import typer
 from sanitize_cases import BATCH, SIZES, Case
 from sanitize_cases import CASES as OF_PASSES
-from sanitize_decode import DECODE, DecodeLaunches
+from sanitize_decode import DECODE, AppendLaunches, DecodeLaunches
 
 from tileattn.bench import environment
 from tileattn.call.facts import device_arch
@@ -46,7 +46,7 @@ from tileattn.kernels.tilelang.buckets import BUCKETS, only
 from tileattn.kernels.tilelang.decode import launch as decode_launch
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 
-AnyCase = Case | DecodeLaunches
+AnyCase = Case | DecodeLaunches | AppendLaunches
 CASES: dict[str, tuple[AnyCase, ...]] = {**OF_PASSES, "decode": DECODE}
 TOOLS = ("memcheck", "racecheck", "synccheck")
 ON_DEMAND = ("initcheck",)  # it may not know of every way in which Hopper's kernels write: read what it says with care

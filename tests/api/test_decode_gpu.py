@@ -6,6 +6,7 @@ host does not see.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -482,6 +483,14 @@ def calls() -> Iterator[Callable[[], Any]]:
     for page, q_len, dim in itertools.product((0, 1, 16, 64), (1, 2, 3, 4), (64, 128)):
         arguments = random_call((3, 2), q_len, page, dim=dim, capacity=64)
         yield lambda arguments=arguments: attend(arguments, "tilelang")  # type: ignore[misc]
+    for packed, page, dim, new in ((False, 16, 64, 1), (False, 16, 128, 4), (True, 16, 64, 1), (True, 16, 128, 1)):
+        arguments = random_call((3, 2, 4), new, page, dim=dim, capacity=64)
+        of_new = torch.zeros(3 * new, 2, dim, device=DEVICE, dtype=BF16)
+        options = {"page_table": arguments.page_table, "backend": "tilelang"}
+        if packed:
+            options["cu_seqlens_q"] = int32((0, 1, 2, 3), DEVICE)
+        k = of_new if packed else of_new.view(3, new, 2, dim)
+        yield functools.partial(tileattn.append_kv, k, k, *arguments.positional[1:], **options)
     for name in VARIANTS:
         arguments = random_call((3, 2, 4, 1), 4, capacity=1024)
         options = variants(4, 4, 1024)[name]

@@ -76,16 +76,16 @@ MUTANTS: list[Mutant] = [
                 "range(seen.lo // length * length, seen.hi, length)",
                 "range(seen.lo, seen.hi, length)",
             ),
-            "fixed split: a tensor of the keys that are there": (
-                "k = torch.empty(kv_heads, length,",
-                "length = min(length, matrix.seqlen_k)\n    k = torch.empty(kv_heads, length,",
-            ),
         },
     ),
     *mutants(
         f"{TORCH}/batch_invariant.py",
         CASES,
         {
+            "fixed split: parts begin before the keys that are seen": (
+                "part = KeyRange(max(begin, seen.lo),",
+                "part = KeyRange(begin,",
+            ),
             "fixed split: keys behind the last": (
                 "hidden = (position < part.lo) | (position >= part.hi)",
                 "hidden = position < part.lo",
