@@ -22,6 +22,7 @@ from ..kernels.tilelang.decode import backend as tilelang_decode
 from ..kernels.torch import backend as torch_backend
 from ..kernels.torch.decode import backend as torch_decode
 from ..kernels.triton import backend as triton_backend
+from ..kernels.triton.decode import backend as triton_decode
 from ..tuner import state
 from ..tuner.space import Space
 
@@ -159,6 +160,7 @@ BACKENDS: tuple[Backend, ...] = (
         triton_backend.reservation,
         triton_backend.prepare,
         triton_backend.prepare_backward,
+        decode=DecodePhase(triton_decode.refusal, triton_decode.reservation, triton_decode.prepare),
     ),
     _mma(""),
     Backend(

@@ -303,7 +303,7 @@ def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(builder, "create_exp2", create_exp2)
         options = interpreter.InterpreterOptions(allowed_dot_input_precisions=("bf16x6", "ieee"))
         monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
-        monkeypatch.setattr(plan, "_precision", lambda call: "bf16x6")
+        monkeypatch.setattr(plan, "precision_of", lambda call: "bf16x6")
         forget(plan)
     yield
     if DEVICE == "cpu":
