@@ -26,7 +26,7 @@ from tileattn.testing import (
 )
 
 TORCH_STEP = 5  # on a GPU torch decodes over the whole capacity: one case in so many
-INTERPRETED_SCORES = 40_000  # what Triton's interpreter takes a second for
+INTERPRETED_SCORES, INTERPRETED_PARTS = 40_000, 100  # what Triton's interpreter takes a second for
 
 
 def _parameters() -> list[object]:
@@ -45,10 +45,12 @@ def _parameters() -> list[object]:
 
 
 def _is_slow_to_interpret(case: DecodeCase) -> bool:
-    """Whether it has many scores; where it is refused, none are computed."""
+    """Whether it has many scores, or many parts; where it is refused, none are computed."""
     shape = case.shape
     if case.structure.dtype == "fp64":
         return False
+    if isinstance(shape.splits, int) and shape.splits * shape.kv_heads * shape.batch > INTERPRETED_PARTS:
+        return True
     return sum(rows * keys for rows, keys in zip(shape.lengths_q, shape.lengths_k)) * shape.heads > INTERPRETED_SCORES
 
 
