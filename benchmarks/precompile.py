@@ -4,6 +4,7 @@
     python benchmarks/precompile.py suites fa --direction bwd              # the same with --direction bwd
     python benchmarks/precompile.py conformance                            # of `pytest -m gpu`
     python benchmarks/precompile.py conformance --kernels long --jobs 16   # of `pytest -m gpu --kernels long`
+    python benchmarks/precompile.py conformance --match 'decode|append'    # of the tests of decode alone
     python benchmarks/precompile.py transformers                           # of tests/compat/transformers/test_models.py
     python benchmarks/precompile.py suites fa --arch sm_90a --list         # what would be compiled; needs no GPU
 
@@ -15,6 +16,7 @@ forward pass that is differentiated goes on behind that place, to the backward p
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -308,14 +310,16 @@ def conformance(
     kernels: Annotated[
         str | None, typer.Option(help="long or short, as [b]pytest --kernels[/b].", show_default=False)
     ] = None,
+    match: Annotated[str, typer.Option(help="Only kernels whose line of --list this regular expression matches.")] = "",
     jobs: Jobs = CORES,
     arch: Arch = None,
     only_list: List = False,
 ) -> None:
-    """The kernels of the tests for a GPU: test_conformance.py and the test_gpu files."""
+    """The kernels of the tests for a GPU: test_conformance.py, test_conformance_decode.py and the test_gpu files."""
     if kernels not in (None, "long", "short"):
         raise choices.refuse("--kernels", f"{kernels!r} is not known; accepted: long, short")
-    raise typer.Exit(run(conformance_jobs(kernels, _arch(arch)), jobs, only_list))
+    found = [job for job in conformance_jobs(kernels, _arch(arch)) if re.search(match, str(job))]
+    raise typer.Exit(run(found, jobs, only_list))
 
 
 @app.command()
