@@ -11,6 +11,7 @@ from . import math as math  # not in __all__: `import *` would hide Python's `ma
 from .api.append import append_kv
 from .api.attention import attention
 from .api.decode import decode, decode_plan
+from .api.kv_cache import PagedKVCache
 from .api.merge import merge
 from .api.padding import Unpadded, pad_input, unpad_input
 from .api.sdpa import scaled_dot_product_attention
@@ -41,6 +42,7 @@ __all__ = [
     "FunctionMask",
     "KeyPadding",
     "Mask",
+    "PagedKVCache",
     "PrefixLM",
     "QuantizedFP8",
     "ScoreMod",

@@ -133,7 +133,7 @@ def decode(
         TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted. On a CPU
             the *values* of seqlens_k, cu_seqlens_q and page_table are checked at once. On a GPU that would take a
             synchronisation: kernels touch nothing outside of the tensors, and a later call, or
-            :func:`tileattn.check_packed`, raises.
+            :func:`tileattn.check_caches`, raises.
         NotImplementedError: a tensor requires grad (and grad mode is on): decode has no gradients. Or no backend, or
             not the named one, runs the call. Caches in float8 and latent caches (MLA) are not taken yet.
 
@@ -146,7 +146,8 @@ def decode(
     if torch._C._is_any_autocast_enabled():
         q = autocast(q)  # not the caches: they would be copied
     key = None
-    if mask is score_mod is tree_mask is sink is out is None and is_plain(q, k_cache, v_cache):
+    varied = not (mask is None and score_mod is None and tree_mask is None and sink is None and out is None)
+    if not varied and is_plain(q, k_cache, v_cache):
         given = (max_seqlen_q, causal, scale, splits, return_lse, backend)
         key = prepared_decode.key_of(q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, given)
     phase = None if key is None else prepared_decode.PHASES.get(key)
