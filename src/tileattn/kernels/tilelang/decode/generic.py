@@ -104,11 +104,11 @@ def _kernel(plan, arg):
                 _add_keys(plan, arg, w, head, job, part)
                 if part.parts > 1:
                     store_part(plan, arg, job, part, w.acc_o, w.base, w.l)
+                if part.parts == 1:
+                    _write(plan, arg, w, head, job)
                 last = arrive(arg, part, w.flag, w.thread, T.sync_threads)
                 if last == 1:
                     combine(plan, arg, job, part, w.thread, plan.config.threads)
-                if part.parts == 1:
-                    _write(plan, arg, w, head, job)
             next_job(arg, worker)
 
 
@@ -202,9 +202,20 @@ def _place(plan, arg, job, key):
 @T.macro
 def _load(plan, arg, job, k_lo, cache, tile):
     """Rows of a cache: [block_N, head_dim]; zeros where the job sees no key."""
-    for i, d in T.Parallel(*tile.shape):
-        row, token = _place(plan, arg, job, k_lo + i)
-        tile[i, d] = cache[row, token, job.kv_head, d]
+    block_N, head_dim = tile.shape
+    rows = rows_at_once(plan.config.threads, block_N, head_dim)
+    for group in T.unroll(block_N // rows, unroll_factor=1):
+        for i, d in T.Parallel(rows, head_dim):
+            row, token = _place(plan, arg, job, k_lo + group * rows + i)
+            tile[group * rows + i, d] = cache[row, token, job.kv_head, d]
+
+
+def rows_at_once(threads: int, block_N: int, head_dim: int) -> int:
+    """Rows whose addresses threads compute together: each has some eight, in registers, of 16 bytes each."""
+    rows = block_N
+    while rows * head_dim > 64 * threads and rows > 8:
+        rows //= 2
+    return rows
 
 
 @T.macro
