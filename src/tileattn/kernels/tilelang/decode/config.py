@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ....call.decoding import DecodeCall
 from ..architecture import ARCHITECTURES, padded
 
+LEAST_KEYS = 64  # of a worker: smaller parts take longer to merge than to compute
 THREADS_PER_SM = 128  # that compute: the matrix units of a multiprocessor are four
 KEYS_OF_FIXED_SPLIT = 128  # FixedSplit.keys is a multiple of this, and so of all block_N
 
@@ -48,6 +49,11 @@ def default(call: DecodeCall, q_rows: int) -> GenericConfig:
         q_rows: the packed rows that a sequence has at most. With FixedSplit they do not count, for a row's result must
             not depend on how many queries there are.
     """
+    return generic_default(call, q_rows)
+
+
+def generic_default(call: DecodeCall, q_rows: int) -> GenericConfig:
+    """The same, of the generic schedule."""
     rows = 64 if call.fixed or q_rows > 32 else 32 if q_rows > 16 else 16
     tiles = [GenericConfig(rows, *tile) for tile in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))]
     fitting = [tile for tile in tiles if tile.shared_bytes(call) <= ARCHITECTURES[call.arch].shared_bytes]
