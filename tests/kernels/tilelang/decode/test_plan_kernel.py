@@ -18,7 +18,7 @@ from tests.tools.emulator import COMPILER, Kernel
 from tileattn.call import cache_fields as fields
 from tileattn.kernels.tilelang.build.compile import device_source
 from tileattn.kernels.tilelang.decode import records
-from tileattn.kernels.tilelang.decode.plan_kernel import LEAST, OVERHEAD, plan_kernel
+from tileattn.kernels.tilelang.decode.plan_kernel import OVERHEAD, plan_kernel
 from tileattn.kernels.tilelang.decode.records import FREE, Deal
 from tileattn.variant.program import program
 
@@ -51,7 +51,7 @@ def planned(
         q_len, total = longest or max(q_lens), total_q or ends[-1]
     KERNELS[packed](
         *tensors, plan, status, q_len, total, group, kv_heads, capacity, deal.block_M, deal.block_N, deal.workers,
-        deal.rule, deal.items, records.counter_rows(deal, kv_heads), *window,
+        deal.rule, deal.items, records.counter_rows(deal, kv_heads), deal.least, *window,
     )  # fmt: skip
     return plan, status.tolist()
 
@@ -84,13 +84,14 @@ def problems(draw: st.DrawFn):  # type: ignore[no-untyped-def]
     rule = draw(st.sampled_from([FREE, -1, -2, -7, 1, 3, 8]))
     window = draw(st.sampled_from([(2**30, 0), (100, 0), (30, 5), (0, 0)]))
     rest = draw(st.sampled_from([0, 1, 40])) if packed else 0
-    return lengths, q_lens, group, kv_heads, block_M, block_N, workers, rule, window, rest
+    least = draw(st.sampled_from([1, 3]))
+    return lengths, q_lens, group, kv_heads, block_M, block_N, workers, rule, window, rest, least
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(problems())
 def test_every_tile_is_dealt_once(problem) -> None:  # type: ignore[no-untyped-def]
-    lengths, q_lens, group, kv_heads, block_M, block_N, workers, rule, window, rest = problem
+    lengths, q_lens, group, kv_heads, block_M, block_N, workers, rule, window, rest, least = problem
     batch, packed = len(lengths), not isinstance(q_lens, int)
     each = list(q_lens) if packed else [q_lens] * batch
     total_q = sum(each) + rest
@@ -101,7 +102,7 @@ def test_every_tile_is_dealt_once(problem) -> None:  # type: ignore[no-untyped-d
         if packed
         else records.dense_items(batch, q_lens * group, block_M)
     )
-    deal = Deal(block_M, block_N, workers, rule, items, records.most_parts(rule, max(lengths), block_N), block_M)
+    deal = Deal(block_M, block_N, workers, rule, items, records.most_parts(rule, max(lengths), block_N), block_M, least)
     plan, status = planned(lengths, q_lens, deal, group, kv_heads, window, total_q)
     assert status == [0] * fields.FIELDS
     counters = plan[workers + 1 : workers + 1 + records.counter_rows(deal, kv_heads)]
@@ -127,7 +128,8 @@ def _check(parts: list[Part], tiles: dict[tuple[int, int], tuple[int, int]], dea
         first, end = tiles[job[:2]]
         assert [part.number for part in its] == list(range(len(its)))
         assert {part.parts for part in its} == {len(its)}
-        assert its[0].lo == first and its[-1].hi == end
+        assert its[0].lo == first
+        assert its[-1].hi == end
         assert all(part.hi == following.lo for part, following in itertools.pairwise(its))
         assert all(part.lo < part.hi for part in its) or len(its) == 1
         if len(its) > 1:
@@ -146,7 +148,7 @@ def _check(parts: list[Part], tiles: dict[tuple[int, int], tuple[int, int]], dea
         for part in parts:
             loads[part.worker] += max(part.hi - part.lo, 1) + OVERHEAD * (part.number == 0)
         total = sum(loads)
-        active = max(min(deal.workers, total // (OVERHEAD + LEAST)), 1)
+        active = max(min(deal.workers, total // (OVERHEAD + deal.least)), 1)
         assert max(loads) <= -(-total // active) + OVERHEAD + 1
         assert all(len([part for part in parts if part.worker == w and part.parts > 1]) <= 2 for w in range(active))
 

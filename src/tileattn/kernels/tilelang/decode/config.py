@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from ....call.decoding import DecodeCall
 from ..architecture import ARCHITECTURES, padded
 
+LEAST_KEYS = 64  # of a worker: smaller parts take longer to merge than to compute
+THREADS_PER_SM = 128  # that compute: the matrix units of a multiprocessor are four
 KEYS_OF_FIXED_SPLIT = 128  # FixedSplit.keys is a multiple of this, and so of all block_N
 
 
@@ -34,7 +36,7 @@ class GenericConfig:
         return 2 * (self.block_M * head_dim + self.num_stages * self.block_N * (head_dim + head_dim_v)) + 1024
 
     def blocks_per_sm(self, call: DecodeCall) -> int:
-        """How many blocks a multiprocessor is given: as many as its shared memory holds, within what registers allow."""
+        """How many blocks a multiprocessor is given: as many as its shared memory and its registers hold."""
         shared = ARCHITECTURES[call.arch].shared_bytes
         return max(min(shared // self.shared_bytes(call), 256 // self.threads), 1)
 
@@ -47,10 +49,17 @@ def default(call: DecodeCall, q_rows: int) -> GenericConfig:
         q_rows: the packed rows that a sequence has at most. With FixedSplit they do not count, for a row's result must
             not depend on how many queries there are.
     """
+    return generic_default(call, q_rows)
+
+
+def generic_default(call: DecodeCall, q_rows: int) -> GenericConfig:
+    """The same, of the generic schedule."""
     rows = 64 if call.fixed or q_rows > 32 else 32 if q_rows > 16 else 16
-    for num_stages in (3, 2, 1):
-        for block_N in (64, 32, 16):
-            config = GenericConfig(rows, block_N, num_stages)
-            if config.shared_bytes(call) <= ARCHITECTURES[call.arch].shared_bytes:
-                return config
+    tiles = [GenericConfig(rows, *tile) for tile in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))]
+    fitting = [tile for tile in tiles if tile.shared_bytes(call) <= ARCHITECTURES[call.arch].shared_bytes]
+    for config in fitting:
+        if config.blocks_per_sm(call) * config.threads >= THREADS_PER_SM:
+            return config
+    if fitting:
+        return max(fitting, key=lambda config: config.blocks_per_sm(call))
     raise NotImplementedError(f"no tile of the decode kernel fits {call}")

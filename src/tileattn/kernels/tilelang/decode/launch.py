@@ -15,7 +15,7 @@ from ....variant.program import program
 from ..forward.queue import multiprocessors
 from ..host import as_bytes
 from . import records
-from .config import GenericConfig, default
+from .config import LEAST_KEYS, GenericConfig, default
 from .library import decode_function, plan_function
 from .ranges import names_in_range, numbers_in_range
 from .records import Deal
@@ -43,6 +43,7 @@ def deal_of(call: DecodeCall, config: GenericConfig, sizes: DecodeSizes, splits:
         config.block_M, config.block_N, workers, rule, items,
         min(records.most_parts(rule, sizes.capacity, config.block_N), tiles),
         min(config.block_M, group * sizes.max_seqlen_q),
+        max(LEAST_KEYS // config.block_N, 1),
     )  # fmt: skip
 
 
@@ -66,10 +67,14 @@ class Decoding:
         self.numbers_of_range = [(name[0], int(name[1:])) for name, _ in numbers_in_range(traced)]
 
     @functools.cached_property
+    def multiprocessors(self) -> int:
+        """Of the current device."""
+        return multiprocessors(torch.device("cuda", torch.cuda.current_device()))
+
+    @functools.cached_property
     def deal(self) -> Deal:
-        """How the work is dealt, on the current device."""
-        device = torch.device("cuda", torch.cuda.current_device())
-        return deal_of(self.call, self.config, self.sizes, self.splits, multiprocessors(device))
+        """How the work is dealt."""
+        return deal_of(self.call, self.config, self.sizes, self.splits, self.multiprocessors)
 
     @functools.cached_property
     def counter_rows(self) -> int:
@@ -116,6 +121,7 @@ class Decoding:
             deal.rule,
             deal.items,
             self.counter_rows,
+            deal.least,
             *(numbers[kind][i] for kind, i in self.numbers_of_range),
         )
         return plan
@@ -129,7 +135,7 @@ class Decoding:
         own = out is None or not _is_aligned(out)
         o = q.new_empty(q_batch, total_q, sizes.heads, call.head_dim_v) if own else out
         if deal is None:
-            return _without_keys(o if out is None else out, lse, sink)
+            return _without_keys(o if out is None else out, lse, sink, inputs.cu_seqlens_q)
         cache_status.raise_pending()
         if plan is None:
             plan = self._planned(inputs)
@@ -168,11 +174,14 @@ def _is_aligned(out: Tensor) -> bool:
     return out.data_ptr() % 16 == 0 and all(stride % (16 // out.element_size()) == 0 for stride in out.stride()[:-1])
 
 
-def _without_keys(o: Tensor, lse: Tensor | None, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Nothing to compute: no rows, or a cache without tokens."""
+def _without_keys(
+    o: Tensor, lse: Tensor | None, sink: Tensor | None, bounds: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Nothing to compute: no rows, or a cache without tokens. Unused rows of packed queries have no sink."""
     o.zero_()
     if lse is not None:
         lse.fill_(-torch.inf)
         if sink is not None:
-            lse.copy_(sink[None, :, None].expand_as(lse))
+            used = True if bounds is None else torch.arange(lse.shape[2], device=lse.device) < bounds[-1]
+            lse.copy_(torch.where(torch.as_tensor(used, device=lse.device), sink[:, None], lse))
     return o, lse

@@ -9,7 +9,7 @@ Items, at most THREADS at a time, are one per thread. Their costs are summed by 
 item that it begins in by a binary search. The first pass only computes the total.
 
 `seqlens_k` and `cu_seqlens_q` are checked here, and only the sequence records have them afterwards: lengths are clamped
-to the cache; wrong cumulative lengths make all rows of q unused ones. A status says what is wrong (call/cache_status.py).
+to the cache; wrong cumulative lengths make all rows of q unused ones. A status says what is wrong (cache_status.py).
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from .records import FIRST, ITEMS, JOB, KV_HEAD, PARTS, Q_LEN, Q_START, Q_TILE, 
 THREADS, WARP = 256, 32
 WARPS = THREADS // WARP
 OVERHEAD = 1  # of a job, in tiles
-LEAST = 1  # tiles of a worker, at least; else fewer workers have work
 
 SIZES = (
     "q_len", "total_q", "group", "kv_heads", "capacity", "block_M", "block_N", "workers", "rule", "items",
-    "counter_rows",
+    "counter_rows", "least",
 )  # fmt: skip
 
 
@@ -93,8 +92,8 @@ def _kernel(arg):
         for chunk in T.serial(chunks):
             mine += _cost(arg, w, chunk * THREADS + thread)
         total = T.alloc_var("int32", init=_sum_before(w, mine, False))
-        # Workers with work: each has at least a job's overhead and LEAST tiles, so that no two begin at the same tile.
-        active = T.alloc_var("int32", init=T.max(T.min(arg.workers, T.truncdiv(total, OVERHEAD + LEAST)), 1))
+        # Workers with work: each has at least a job's overhead and a tile, so that no two begin at the same tile.
+        active = T.alloc_var("int32", init=T.max(T.min(arg.workers, T.truncdiv(total, OVERHEAD + arg.least)), 1))
         share = T.alloc_var("int32", init=T.truncdiv(total, active))
         longer = T.alloc_var("int32", init=T.truncmod(total, active))
         w = SimpleNamespace(**vars(w), share=share, longer=longer)

@@ -52,6 +52,7 @@ class Deal(NamedTuple):
         items: the most items that there can be.
         most_parts: the most parts of a job, where rule is not FREE.
         slot_rows: rows that a part in a slot has.
+        least: tiles of a worker, at least 1; where there are fewer, fewer workers have work.
     """
 
     block_M: int
@@ -61,6 +62,7 @@ class Deal(NamedTuple):
     items: int
     most_parts: int
     slot_rows: int
+    least: int = 1
 
 
 def dense_items(batch: int, q_rows: int, block_M: int) -> int:
