@@ -2,6 +2,7 @@
 
     python benchmarks/sanitize.py check --out sanitize.json            # all tools; exit code 1 if one finds anything
     python benchmarks/sanitize.py check --direction bwd                # the kernels of the backward pass
+    python benchmarks/sanitize.py check --direction decode             # append, plan, attention and combine
     python benchmarks/sanitize.py check --tool racecheck --cases d64   # one tool, cases whose name matches
     python benchmarks/sanitize.py launch                               # the launches alone, without the sanitizer
 
@@ -33,14 +34,19 @@ from typing import Annotated
 import precompile
 import torch
 import typer
-from sanitize_cases import BATCH, CASES, SIZES, Case
+from sanitize_cases import BATCH, SIZES, Case
+from sanitize_cases import CASES as OF_PASSES
+from sanitize_decode import DECODE, AppendLaunches, DecodeLaunches
 
 from tileattn.bench import environment
 from tileattn.call.facts import device_arch
 from tileattn.cli.choices import refuse
 from tileattn.kernels.tilelang.buckets import BUCKETS, only
+from tileattn.kernels.tilelang.decode import launch as decode_launch
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 
+AnyCase = Case | DecodeLaunches | AppendLaunches
+CASES: dict[str, tuple[AnyCase, ...]] = {**OF_PASSES, "decode": DECODE}
 TOOLS = ("memcheck", "racecheck", "synccheck")
 ON_DEMAND = ("initcheck",)  # it may not know of every way in which Hopper's kernels write: read what it says with care
 SHOWN_LINES = 40
@@ -52,7 +58,7 @@ FOUND = 86
 # --- The launches ---
 
 
-def chosen(pattern: str, direction: str = "fwd") -> list[Case]:
+def chosen(pattern: str, direction: str = "fwd") -> list[AnyCase]:
     """The cases of a direction whose name matches a regular expression somewhere."""
     cases = CASES[direction]
     try:
@@ -64,9 +70,10 @@ def chosen(pattern: str, direction: str = "fwd") -> list[Case]:
     return matching
 
 
-def launch_all(cases: Sequence[Case], bucket: str, blocks: int) -> None:
+def launch_all(cases: Sequence[AnyCase], bucket: str, blocks: int) -> None:
     """Runs each case on the GPU, on the kernels of a bucket of lengths, and prints where it begins and ends."""
-    forward_launch.multiprocessors = lambda device: blocks  # type: ignore[assignment]
+    for module in (forward_launch, decode_launch):
+        module.multiprocessors = lambda device: blocks  # type: ignore[assignment]
     for case in cases:
         print(f"begin {case.name}", flush=True)
         try:
@@ -79,7 +86,7 @@ def launch_all(cases: Sequence[Case], bucket: str, blocks: int) -> None:
             print(f"end {case.name}", flush=True)
 
 
-def jobs(cases: Sequence[Case], buckets: Sequence[str], arch: str) -> list[precompile.AnyJob]:
+def jobs(cases: Sequence[AnyCase], buckets: Sequence[str], arch: str) -> list[precompile.AnyJob]:
     """The kernels of these launches."""
     attempts = [run for case in cases for run in case.launches("meta")]
     by_key: dict[str, precompile.AnyJob] = {}
@@ -222,7 +229,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Direction = Annotated[str, typer.Option(help="fwd or bwd: the kernels of which pass.")]
+Direction = Annotated[str, typer.Option(help="fwd, bwd or decode: the kernels of which pass.")]
 Cases = Annotated[str, typer.Option(help="Regular expression: only cases whose name it matches somewhere.")]
 Kernels = Annotated[
     str | None,
@@ -298,6 +305,8 @@ def _buckets(direction: str, kernels: str | None) -> list[str]:
         raise refuse("--direction", f"{direction!r} is not known; accepted: {', '.join(CASES)}")
     if kernels not in (None, *BUCKETS):
         raise refuse("--kernels", f"{kernels!r} is not known; accepted: {', '.join(BUCKETS)}")
+    if direction == "decode":  # whose kernels do not depend on them
+        return ["short"] if kernels is None else [kernels]
     return ["long", "short"] if kernels is None else [kernels]
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import tileattn
 from tests.tools import ROOT
+from tests.tools.decode_call import run_decode
 from tileattn.bench import cases, warmup
 from tileattn.bench.cases import Case
 from tileattn.call.facts import BackwardCall
@@ -24,11 +25,12 @@ from tileattn.kernels.tilelang.backward import library as backward_launch
 from tileattn.kernels.tilelang.backward.defaults import SHORT, short_default
 from tileattn.kernels.tilelang.backward.library import BackwardJob
 from tileattn.kernels.tilelang.build.batch import compile_job
+from tileattn.kernels.tilelang.decode.job import DecodeJob
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.defaults import LONG, Config, default, defaults, for_skewed_lengths
 from tileattn.runtime import operators as ops
-from tileattn.testing import conformance_cases, distinct_calls
+from tileattn.testing import build_decode, conformance_cases, decode_cases, distinct_calls
 from tileattn.variant.program import program
 
 # Its child processes find it by its name.
@@ -123,6 +125,24 @@ def test_every_conformance_call_has_its_kernel() -> None:
     assert {call.aligned for call in calls} == {True, False}
     for call in wanted:
         assert {job.config for job in jobs if job.call == call} <= set(defaults(call))
+
+
+def test_every_case_of_decode_has_its_kernels() -> None:
+    """An attention kernel and a plan, but for cases with nothing to compute."""
+    for case in decode_cases("full")[::9]:
+        sizes = case.shape.batch, case.shape.seqlen_q, case.shape.seqlen_k
+        if case.structure.dtype not in ("bf16", "fp16") or 0 in sizes:
+            continue
+        arguments = build_decode(case, "meta")
+        jobs = precompile.jobs_of([lambda arguments=arguments: run_decode(arguments, "tilelang")], ARCH)  # type: ignore[misc]
+        assert {type(job) for job in jobs} == {DecodeJob}, case.id
+        attention, plan = sorted(jobs, key=lambda job: job.config is None)
+        assert attention.config is not None
+        assert plan.config is None
+        call, structure = attention.call, case.structure
+        assert (call.head_dim, call.head_dim_v) == (structure.head_dim, structure.head_dim_v)
+        assert (call.packed, call.fixed, call.page_rows) == (structure.packed, structure.fixed, structure.pages)
+        assert (call.sink, call.aligned, call.arch) == (structure.sink, structure.aligned, ARCH)
 
 
 def forward_jobs(kernels: str | None) -> list[Job]:

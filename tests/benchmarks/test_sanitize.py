@@ -17,12 +17,14 @@ import tileattn
 from tests.tools import ROOT
 from tileattn.call.fp8 import FP8
 from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.append.job import AppendJob
 from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
 from tileattn.kernels.tilelang.backward.defaults import default as backward_default
 from tileattn.kernels.tilelang.backward.defaults import queries_default
 from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig
 from tileattn.kernels.tilelang.backward.library import BackwardJob
+from tileattn.kernels.tilelang.decode.job import DecodeJob
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.defaults import LONG, default
 from tileattn.kernels.tilelang.forward.library import Job
@@ -32,6 +34,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import sanitize
 import sanitize_cases
+from sanitize_decode import AppendLaunches
 
 CLEAN = "========= COMPUTE-SANITIZER\nbegin a\nend a\nbegin b\nend b\n========= ERROR SUMMARY: 0 errors\n"
 NO_RACE = "begin a\nend a\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
@@ -130,6 +133,35 @@ def test_what_is_covered() -> None:
         assert {f"bf16-packed-d{dim}-full", f"bf16-packed-d{dim}-causal"} <= set(names)
 
 
+APPEND = [case for case in sanitize.CASES["decode"] if isinstance(case, AppendLaunches)]
+
+
+def test_what_is_covered_of_decode() -> None:
+    cases = sanitize.CASES["decode"]
+    assert len({case.name for case in cases}) == len(cases)
+    assert all(len(case.sizes) == len(list(case.launches("meta"))) for case in cases)
+    assert {case.page for case in APPEND} >= {0, 1, 3, 16}
+    cases = [case for case in cases if case not in APPEND]
+    assert {case.page for case in cases} >= {0, 1, 3, 16, 48, 64}
+    assert {case.structure.head_dim for case in cases} >= {64, 128, 192, 256}
+    for flag in ("packed", "fixed", "sink", "tree"):
+        assert any(getattr(case.structure, flag) for case in cases), flag
+
+
+def test_calls_of_decode_are_sound_where_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the torch backend; what is wrong raises there, and names what it is."""
+    for name in ("decode", "append_kv"):
+        real = getattr(tileattn, name)
+        monkeypatch.setattr(tileattn, name, lambda *a, real=real, **named: real(*a, **{**named, "backend": "torch"}))
+    for case in sanitize.CASES["decode"][::5]:
+        for size, run in zip(case.sizes, case.launches("cpu")):
+            if "beyond" in size and not ("pages" in size and case.page == 0):
+                with pytest.raises(ValueError, match=r"seqlens_k|cu_seqlens_q|page_table"):
+                    run()
+            else:
+                assert case.is_sound(*run()), (case.name, size)
+
+
 needs_tilelang = pytest.mark.skipif(backend.importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
 
 
@@ -143,6 +175,18 @@ def test_the_kernels_of_all_cases() -> None:
     assert all((call, default(call, seqlen)) in forward for call in calls for seqlen in (1, LONG))
     assert {call.dtype for call in calls} == {torch.bfloat16, torch.float16, FP8}
     assert len([job for job in jobs if job.config is None]) == 3
+
+
+@needs_tilelang
+def test_the_decode_kernels_of_all_cases() -> None:
+    """No case is refused; each has an attention kernel and a plan."""
+    for case in sanitize.CASES["decode"]:
+        jobs = sanitize.jobs([case], ["short"], "sm_90a")
+        if case in APPEND:
+            assert [type(job) for job in jobs] == [AppendJob], case.name
+            continue
+        assert {type(job) for job in jobs} == {DecodeJob}, case.name
+        assert {job.config is None for job in jobs} == {False, True}, case.name
 
 
 @needs_tilelang

@@ -19,11 +19,14 @@ import torch
 
 import tileattn
 from tileattn.call.appending import AppendCall
+from tileattn.call.decoding import DecodeCall
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.cache import sources
 from tileattn.kernels.mma import compile as mma
 from tileattn.kernels.tilelang.append import library as append_library
 from tileattn.kernels.tilelang.backward import library as backward_launch
+from tileattn.kernels.tilelang.decode import library as decode_library
+from tileattn.kernels.tilelang.decode.config import default as decode_default
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.defaults import default
 from tileattn.kernels.tilelang.packed import library as packed_library
@@ -32,6 +35,7 @@ PACKAGE = Path(tileattn.__file__).parent
 TILELANG = "tileattn.kernels.tilelang"
 CALL = AttentionCall(torch.bfloat16, 64, 64, arch="sm_90a")
 APPEND = AppendCall(torch.bfloat16, 64, 64, arch="sm_90a")
+DECODE = DecodeCall(torch.bfloat16, 64, 64, arch="sm_90a")
 BACKWARD = BackwardCall(replace(CALL, needs_grad=True), (True, True, True, False))
 
 # By kernel: the modules whose closure its key has, some of the files that generate it, and its key.
@@ -41,6 +45,8 @@ TILE += "tile.parameters tile.hopper tile.amd packed.work_list packed.dependent_
 FORWARD_TILE = "forward.kernel forward.config forward.generic forward.signature forward.hopper.kernel "
 FORWARD_TILE += "forward.hopper.plan forward.hopper.consumer forward.hopper.producer forward.hopper.tasks packed.tasks "
 FORWARD_TILE += "forward.amd.kernel forward.amd.config"
+DECODE_TILE = "decode.kernel decode.config decode.generic decode.combine decode.walk decode.jobs decode.ranges "
+DECODE_TILE += "decode.records decode.signature decode.packed_rows"
 BACKWARD_TILE = "backward.config backward.generic backward.hopper.keys backward.hopper.config backward.hopper.queries "
 BACKWARD_TILE += "backward.hopper.wide backward.kernels backward.hopper.layouts backward.operand_gradients "
 BACKWARD_TILE += "backward.plan backward.hopper.plan backward.hopper.wide_plan backward.hopper.roles "
@@ -70,6 +76,16 @@ KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
         f"{COMPILER} append.elements append.pieces append.place packed.dependent_launch tile.assume",
         lambda: append_library.append_key(APPEND),
     ),
+    "decode": (
+        "decode.kernel",
+        f"{COMPILER} tile.softmax tile.mask tile.simplify tile.expressions packed.dependent_launch {DECODE_TILE}",
+        lambda: decode_library.decode_key(DECODE, decode_default(DECODE, 16)),
+    ),
+    "decode_plan": (
+        "decode.plan_kernel",
+        f"{COMPILER} tile.mask tile.expressions packed.dependent_launch decode.jobs decode.ranges decode.records",
+        lambda: decode_library.plan_key("sm_90a", False, ""),
+    ),
     **{
         name: ("backward.kernels", f"{TILE} {BACKWARD_TILE}", functools.partial(key, *arguments))
         for name, key, *arguments in (
@@ -83,11 +99,12 @@ ABOVE = {"api", "runtime", "call.validation", "measure", "folders", "tuner"}
 ABOVE |= {"call.deferred_status", "call.packed_status", "call.cache_status"}
 ABOVE |= {"nn", "compat", "cli", "bench", "viz", "reference", "testing", "parallel", "__main__"}
 # Of TileLang's modules, those that choose, load and launch.
-FOLDERS = ("backward", "backward.amd", "backward.hopper", "build", "forward", "forward.amd", "forward.hopper")
+FOLDERS = ("backward", "backward.amd", "backward.hopper", "build", "decode", "forward", "forward.amd", "forward.hopper")
 HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "build.library"}
-HOST |= {"append", "append.backend", "append.library"}
+HOST |= {"append", "append.backend", "append.job", "append.library"}
 HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table"}
 HOST |= {f"forward.{name}" for name in ("defaults", "launch", "library", "packed", "queue", "space")}
+HOST |= {f"decode.{name}" for name in ("backend", "job", "launch", "library")}
 HOST |= {f"backward.{name}" for name in ("launch", "library", "space", "workspaces")}
 
 
@@ -262,12 +279,15 @@ EDITS = [
     ("packed/plan_kernel.py", {"sequence_plan"}),
     ("forward/transpose_fp8.py", {"transpose_fp8"}),
     ("packed/work_list.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
-    ("build/nvcc.py", {"append", "forward", "backward", "sequence_plan", "transpose_fp8"}),
+    ("build/nvcc.py", {"append", "forward", "backward", "sequence_plan", "transpose_fp8", "decode", "decode_plan"}),
     ("append/place.py", {"append"}),
+    ("decode/jobs.py", {"decode", "decode_plan"}),
+    ("decode/combine.py", {"decode"}),
+    ("decode/launch.py", set()),
     ("tile/amd.py", {"forward", "backward"}),
     ("forward/library.py", set()),
     ("../../runtime/operators.py", set()),
-    ("../../variant/expression.py", {"forward", "backward", "transpose_fp8"}),
+    ("../../variant/expression.py", {"forward", "backward", "transpose_fp8", "decode", "decode_plan"}),
 ]
 
 
@@ -306,7 +326,10 @@ from dataclasses import replace
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, SoftCap
 from tileattn.call.appending import AppendCall
 from tileattn.call.facts import AttentionCall, BackwardCall
+from tileattn.call.decoding import DecodeCall
 from tileattn.kernels.tilelang.build import compile
+from tileattn.kernels.tilelang.decode import config as decode_config, kernel as decode_kernels
+from tileattn.kernels.tilelang.decode import plan_kernel as decode_plan
 from tileattn.kernels.tilelang.forward import defaults, kernel, transpose_fp8
 from tileattn.call.appending import AppendCall
 from tileattn.kernels.tilelang.append.kernel import append_kernel
@@ -357,6 +380,12 @@ small = made("sequence_plan", lambda: sequence_plan.plan_kernel("sm_90a"))
 made("sequence_plan", lambda: compile.device_source(small, "sm_90a"))
 new = AppendCall(torch.bfloat16, 64, 64, 64, table_dtype=torch.float32, paged=True, packed=True, arch="sm_90a")
 made("append", lambda: append_kernel(new))
+for variant in VARIANTS:
+    text = call(variant, 64, "sm_80").variant
+    for arch, flags in (("sm_80", dict(page_rows=16, sink=True)), ("sm_90a", dict(packed=True))):
+        each = DecodeCall(torch.bfloat16, 64, 64, text, arch=arch, **flags)
+        made("decode", lambda: decode_kernels.decode_kernel(each, decode_config.default(each, 16)))
+    made("decode_plan", lambda: decode_plan.plan_kernel("sm_90a", variant == "plain", program(text)))
 BACKWARD = [
     (call("plain", 64, "sm_90a"), True), (call("composed", 64, "sm_90a"), False), (call("plain", 256, "sm_90a"), True),
     (call("composed", 64, "sm_80"), True), (call("plain", 64, "gfx942"), True),
