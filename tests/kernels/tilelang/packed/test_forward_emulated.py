@@ -67,7 +67,9 @@ def statuses(monkeypatch: pytest.MonkeyPatch, once: Once) -> list[list[int]]:
     )
     monkeypatch.setattr(packed, "plan_function", lambda arch: once(arch, lambda: plan_kernel("sm_80")))
     monkeypatch.setattr(packed_status.STATUS, "devices", {})
-    monkeypatch.setattr(packed_status, "report", lambda device: reported.append(packed_status.status_of(device).tolist()))
+    monkeypatch.setattr(
+        packed_status, "report", lambda device: reported.append(packed_status.status_of(device).tolist())
+    )
     return reported
 
 
