@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import tileattn
 from tileattn.call.dropout import draw_seed, weight_of_kept
 from tileattn.compat import flash_attn as compat
 from tileattn.compat.flash_attn import bert_padding
@@ -574,11 +572,6 @@ QKV = torch.stack([PACKED] * 3, dim=1)
         ),
         (lambda: bert_padding.unpad_input(Q, Q), TypeError, "attention_mask must be a tensor of bool or integers"),
         (lambda: bert_padding.pad_input([1], ENDS, 3, 5), TypeError, "hidden_states must be a torch.Tensor, got list"),
-        (
-            lambda: compat.flash_attn_with_kvcache(Q, Q, Q),
-            NotImplementedError,
-            "flash_attn_with_kvcache: tileattn has no decoding with a cache yet",
-        ),
     ],
 )
 def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:
@@ -671,19 +664,3 @@ def test_the_autograd_classes() -> None:
         torch.testing.assert_close(apply(x, *arguments), function(x, *arguments))
         assert torch.autograd.gradcheck(lambda x: apply(x, *arguments), x)  # noqa: B023
         assert torch.autograd.gradgradcheck(lambda x: apply(x, *arguments), x)  # noqa: B023
-
-
-def test_decoding_as_the_error_advises() -> None:
-    q, k_cache, v_cache = torch.randn(2, 1, 4, 16), torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 16)
-    cache_seqlens = torch.tensor([9, 4])
-    with pytest.raises(NotImplementedError) as raised:
-        compat.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens)
-    names = {"torch": torch, "tileattn": tileattn, "flash_attn_func": compat.flash_attn_func, "q": q}
-    names |= {"k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
-    of_one, of_each = re.findall(r"flash_attn_func\(.*?\)|tileattn\.attention\(.*\]\)", str(raised.value))
-    o = eval(of_each, names)
-    for b, n in enumerate(cache_seqlens):
-        alone = eval(
-            of_one, names | {"n": n, "q": q[b, None], "k_cache": k_cache[b, None], "v_cache": v_cache[b, None]}
-        )
-        torch.testing.assert_close(o[b, None], alone)

@@ -70,7 +70,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | N
         "return_lse": bool(options.return_attn_probs),
     }
     padded_q, padded_k, padded_v = (pad(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k, v))
-    with _without_autocast(q.device.type):
+    with without_autocast(q.device.type):
         if packed is None:
             result = attention(padded_q, padded_k, padded_v, **keywords)
         else:
@@ -85,7 +85,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | N
     return o[..., : v.shape[-1]], lse, probabilities
 
 
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
+def without_autocast(device: str) -> AbstractContextManager[Any]:
     """A context without autocast: flash-attn computes in its inputs' dtype, and so must the products of S_dmask."""
     if torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(device):
         return torch.autocast(device, enabled=False)
@@ -102,6 +102,17 @@ def _window(window_size: Any) -> tuple[Any, Any]:
     except (TypeError, ValueError):
         raise TypeError(f"window_size must be two ints, (left, right), -1 for no bound, got {window_size!r}") from None
     return left, right
+
+
+def is_window(window_size: Any) -> bool:
+    """Whether window_size bounds the keys of a query on any side."""
+    left, right = _window(window_size)
+    return bool(left >= 0 or right >= 0)
+
+
+def check_queries(q: Any) -> None:
+    """Checks q (batch, q_len, heads, head_dim) of a call that reads a cache; the caches are checked elsewhere."""
+    _check(q, q, q, 4)
 
 
 def _check(q: Any, k: Any, v: Any, ndim: int) -> None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ...call.facts import Packed
 from ._absent import absent_names
 from ._attend import Options, Result, attend, unpacked
 from ._block_sizes import get_block_size_n
+from ._kv_cache import Cache, NewKeys, attend_cache
 from ._names import renamed
 
 _get_block_size_n = get_block_size_n  # under the name by which flash-attn has it
@@ -249,18 +250,58 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> NoReturn:
-    """Decoding with a KV cache, which tileattn does not support.
+    *,
+    page_table: Tensor | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention to a cache of keys and values, to which new ones are first appended in place.
+
+    There is no host-device synchronisation. There are no gradients: a backward pass through the result raises.
+
+    Args:
+        q: (batch, q_len, heads, head_dim), dtypes and head dims as for :func:`flash_attn_func`.
+        k_cache: (batch_cache, seqlen_cache, kv_heads, head_dim); with block_table pages (pages, page_size, kv_heads,
+            head_dim) of any page size. Any strides with a contiguous last dimension.
+        v_cache: the same for values.
+        k: new keys (batch, new, kv_heads, head_dim), written to the cache from position cache_seqlens on; or None.
+        v: new values, the same.
+        rotary_cos: (positions, rotary_dim / 2), at least as many positions as are used. Key ``i`` of the new ones is
+            rotated to position cache_seqlens + i. With causal or a window, so is query ``i``; else all queries are
+            rotated to position cache_seqlens. Any even rotary_dim up to head_dim. It needs k and v.
+        rotary_sin: the sines, the same.
+        cache_seqlens: int, or int32 (batch,): the keys of each sequence before the new ones. None: all keys of the
+            cache count; with k and v it must be given.
+        cache_batch_idx: int32 (batch,): the row of the cache that each sequence has. None: its number in the batch.
+        cache_leftpad: int32 (batch,): the position of each sequence's first key; those before it are not seen.
+        block_table: int32 (batch, pages_per_sequence): key ``j`` of sequence ``b`` is token ``j % page_size`` of page
+            ``block_table[b, j // page_size]``. Entries past a sequence's length may be anything.
+        softmax_scale: as for :func:`flash_attn_func`.
+        causal: query ``i`` sees the keys up to position ``i + seqlen_k - q_len``, where seqlen_k counts the new keys.
+        window_size: as for :func:`flash_attn_func`, with that seqlen_k.
+        softcap: as for :func:`flash_attn_func`.
+        rotary_interleaved: whether elements 2 i and 2 i + 1 are rotated together, else i and i + rotary_dim / 2.
+        alibi_slopes: as for :func:`flash_attn_func`, with that seqlen_k.
+        num_splits: in how many parts the keys of a sequence are computed; 0 leaves it to tileattn.
+        return_softmax_lse: whether to return ``(out, softmax_lse)``.
+        page_table: FlashAttention-3's name of block_table.
+        s_aux: FlashAttention-3's sink, (heads,): a logit per head that joins the softmax's denominator only.
+
+    Returns:
+        out (batch, q_len, heads, head_dim). softmax_lse (batch, heads, q_len), float32; a query without keys has
+        out = 0 and ``-inf``.
 
     Raises:
-        NotImplementedError: always; the message names functions to call instead.
+        TypeError, ValueError: an argument is wrong, or two exclude each other. That cache_seqlens and a table's values
+            are right is checked at once on a CPU, and on a GPU with a later call, or by
+            :func:`tileattn.check_caches`.
     """
-    raise NotImplementedError(
-        "flash_attn_with_kvcache: tileattn has no decoding with a cache yet; write the new keys and values to the "
-        "cache and call flash_attn_func(q, k_cache[:, :n], v_cache[:, :n], causal=True) where each sequence has n of "
-        "them, or tileattn.attention(q, k_cache, v_cache, key_padding_mask=torch.arange(k_cache.shape[1], "
-        "device=q.device) < cache_seqlens[:, None]) for one query each of sequences with different lengths"
-    )
+    if block_table is not None and page_table is not None:
+        raise ValueError("block_table and page_table are two names of one argument, got both")
+    options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, return_softmax_lse)
+    new = NewKeys(k, v, rotary_cos, rotary_sin, rotary_interleaved)
+    table = page_table if block_table is None else block_table
+    cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, table)
+    return attend_cache(q, new, cache, options, num_splits, s_aux)
 
 
 def _packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Any, max_seqlen_k: Any) -> Packed:
