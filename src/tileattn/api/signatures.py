@@ -41,6 +41,9 @@ class AttentionOptions(SharedOptions, total=False):
 class VarlenOptions(SharedOptions, total=False):
     """Keyword arguments of :func:`tileattn.varlen_attention`, without `return_lse`."""
 
+    seqused_k: Tensor | None
+    block_table: Tensor | None
+
 
 class DecodeKeywords(TypedDict, total=False):
     """Keyword arguments of :func:`tileattn.decode`, without `return_lse`."""

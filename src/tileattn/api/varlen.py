@@ -12,6 +12,7 @@ from ..call.sequences import check_metadata
 from ..call.validation import check_packed_arguments, refuse_unknown, without_unknown
 from ..runtime.prepared import varlen_forward
 from ..runtime.run import MaskLike, ScoreModLike, as_dropout_p, autocast, checked_choices, is_plain, run
+from .varlen_cache import UsedKeys, attend_used
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,7 +27,7 @@ def varlen_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
@@ -39,7 +40,7 @@ def varlen_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
@@ -52,7 +53,7 @@ def varlen_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
@@ -65,7 +66,7 @@ def varlen_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
@@ -77,6 +78,8 @@ def varlen_attention(
     dropout_p: float = 0.0,
     return_lse: bool = False,
     deterministic: bool = False,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
     backend: str | None = None,
     **unknown: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -110,6 +113,14 @@ def varlen_attention(
             number and the row and key within the sequence, not on where the sequence lies in q and k.
         return_lse: see :func:`tileattn.attention`.
         deterministic: see :func:`tileattn.attention`.
+        seqused_k: int32 (sequences,), on q's device: sequence ``i`` has only the first ``seqused_k[i]`` of its keys,
+            and its queries stand at the last of these. There are then no gradients and no dropout, and
+            :func:`tileattn.decode` computes the call.
+        block_table: int32 (sequences, pages_per_sequence), on q's device: k and v are then pages (pages, page_size,
+            kv_heads, head_dim), and key ``j`` of sequence ``i`` is token ``j % page_size`` of page ``block_table[i, j
+            // page_size]``. The lengths are those of seqused_k or, without it, of cu_seqlens_k; cu_seqlens_k may be
+            None with seqused_k. In the tensors of masks and modifications a key dimension has size ``pages_per_sequence
+            * page_size``. No gradients and no dropout, as with seqused_k.
         backend: see :func:`tileattn.attention`.
         **unknown: not accepted. Any other name raises a TypeError that suggests the right argument.
 
@@ -124,17 +135,28 @@ def varlen_attention(
             CPU the *values* of cu_seqlens are checked at once. On a GPU that would take a synchronisation: if a value
             is wrong, kernels touch nothing outside of the tensors, and a later call on packed sequences, or
             :func:`tileattn.check_packed`, raises.
-        NotImplementedError: no backend, or not the named one, runs the call; the message says why.
+        NotImplementedError: no backend, or not the named one, runs the call; the message says why. Or a tensor requires
+            grad, grad mode is on and seqused_k or block_table is given.
     """
     if unknown:
         refuse_unknown(varlen_attention, unknown)
+    if seqused_k is not None or block_table is not None:
+        if as_dropout_p(dropout_p):
+            raise ValueError(f"dropout_p must be 0 with seqused_k or block_table, got {dropout_p}")
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = autocast(q), autocast(k), autocast(v)
+        used = UsedKeys(cu_seqlens_k, max_seqlen_k, seqused_k, block_table)
+        options: dict[str, Any] = {"mask": mask, "score_mod": score_mod, "causal": causal, "scale": scale, "sink": sink}
+        options |= {"return_lse": return_lse, "backend": backend}
+        return attend_used(q, k, v, cu_seqlens_q, max_seqlen_q, used, **options)
     if torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q), autocast(k), autocast(v)
     if type(dropout_p) is not float:  # False == 0.0
         dropout_p = as_dropout_p(dropout_p)
     if scale is not None and type(scale) is not float:  # True == 1.0, which may have a prepared pass
         scale = as_float("scale", scale)
-    packed = Packed(cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k))
+    ends_k: Any = cu_seqlens_k  # checked with the rest
+    packed = Packed(cu_seqlens_q, ends_k, as_int(max_seqlen_q), as_int(max_seqlen_k))
     if mask is None and score_mod is None and sink is None and dropout_p == 0.0 and is_plain(q, k, v):
         o, lse = varlen_forward(q, k, v, packed, causal, scale, return_lse, deterministic, backend)
     else:

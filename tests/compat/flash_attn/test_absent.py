@@ -112,11 +112,11 @@ def test_modules_that_are_there_load_once_and_load_again(monkeypatch: pytest.Mon
     import flash_attn.layers.rotary
 
     assert importlib.import_module("tileattn.compat.flash_attn.layers.rotary") is flash_attn.layers.rotary
-    names = importlib.import_module("tileattn.compat.flash_attn._names")
-    assert importlib.reload(names) is names
-    monkeypatch.setattr(compat, "_names", names)  # and so put back, here and below
-    monkeypatch.delitem(sys.modules, names.__name__)
-    assert importlib.import_module(names.__name__) is not names
+    sizes = importlib.import_module("tileattn.compat.flash_attn._block_sizes")
+    assert importlib.reload(sizes) is sizes
+    monkeypatch.setattr(compat, "_block_sizes", sizes)  # and so put back, here and below
+    monkeypatch.delitem(sys.modules, sizes.__name__)
+    assert importlib.import_module(sizes.__name__) is not sizes
 
 
 def test_after_uninstalling_the_usual_error_is_back() -> None:

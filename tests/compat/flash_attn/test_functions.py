@@ -562,8 +562,8 @@ QKV = torch.stack([PACKED] * 3, dim=1)
         ),
         (
             lambda: compat.flash_attn_varlen_func(*[PACKED] * 3, ENDS, ENDS, 5, 5, block_table=ENDS),
-            NotImplementedError,
-            "block_table: tileattn has no paged keys and values yet",
+            ValueError,
+            r"k must have 4 dimensions, \(pages, page_size, kv_heads, head_dim\) with block_table",
         ),
         (
             lambda: bert_padding.unpad_input([1], ENDS),

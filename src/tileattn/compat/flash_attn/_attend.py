@@ -17,6 +17,7 @@ from ...call.scalars import as_float
 from ...variant.masks import Causal, Mask
 from ...variant.scores import ALiBi, ScoreMod, SoftCap
 from ..windows import window_mask
+from ._forward_only import forward_only
 from ._probabilities import next_seed, signed_probabilities
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -51,6 +52,35 @@ class Options(NamedTuple):
         """The score modifications, the cap before the bias as in flash-attn."""
         caps: list[ScoreMod] = [SoftCap(float(self.softcap))] if self.softcap > 0 else []
         return caps if self.alibi_slopes is None else [*caps, ALiBi(self.alibi_slopes)]
+
+
+def attend_pages(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed, block_table: Any
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Attention of packed queries (total, heads, head_dim) to pages (pages, page_size, kv_heads, head_dim)."""
+    _check(q, q, q, 3)
+    options = options.with_numbers()
+    if options.dropout_p:
+        raise ValueError(f"dropout_p must be 0 with block_table, got {options.dropout_p}")
+    mask, given = options.mask(packed.max_seqlen_k), (q, k, v, options.alibi_slopes)
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    with torch.no_grad(), without_autocast(q.device.type):
+        result = varlen_attention(
+            q,
+            k,
+            v,
+            *packed,
+            block_table=block_table,
+            mask=None if isinstance(mask, Causal) else mask,
+            causal=isinstance(mask, Causal),
+            score_mod=options.score_mods() or None,
+            scale=q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale,
+            return_lse=bool(options.return_attn_probs),
+        )
+    if isinstance(result, Tensor):
+        return forward_only("flash_attn_varlen_func with block_table", result, given)
+    o, lse = result
+    return forward_only("flash_attn_varlen_func with block_table", o, given), lse, q.new_empty(0)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | None = None) -> Result:

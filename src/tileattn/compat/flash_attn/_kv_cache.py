@@ -19,13 +19,13 @@ from torch import Tensor
 
 from ...api.append import append_kv
 from ...api.decode import decode
+from ...call.argument_names import renamed
 from ...call.scalars import as_int
 from ...variant.mask_bounds import Range
 from ...variant.masks import Causal, Mask
 from ...variant.math import load
 from ._attend import Options, check_queries, is_window, without_autocast
 from ._forward_only import forward_only
-from ._names import renamed
 
 
 @dataclass(frozen=True, eq=False)

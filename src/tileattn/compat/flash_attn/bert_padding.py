@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...api import padding
+from ...call.argument_names import renamed
 from ._absent import NotProvided
-from ._names import renamed
 
 _NAMES = {"x": "hidden_states", "mask": "attention_mask"}
 

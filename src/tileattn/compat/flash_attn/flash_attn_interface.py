@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...call.argument_names import renamed
 from ...call.facts import Packed
 from ._absent import absent_names
-from ._attend import Options, Result, attend, unpacked
+from ._attend import Options, Result, attend, attend_pages, unpacked
 from ._block_sizes import get_block_size_n
 from ._kv_cache import Cache, NewKeys, attend_cache
-from ._names import renamed
 
 _get_block_size_n = get_block_size_n  # under the name by which flash-attn has it
 
@@ -159,25 +159,22 @@ def flash_attn_varlen_func(
         alibi_slopes: as for :func:`flash_attn_func`.
         deterministic: as for :func:`flash_attn_func`.
         return_attn_probs: as for :func:`flash_attn_func`.
-        block_table: paged keys and values, which tileattn does not support: must be None.
+        block_table: int32 (batch, pages_per_sequence): k and v are then pages (pages, page_size, kv_heads, head_dim) of
+            any page size, and key ``j`` of sequence ``b`` is token ``j % page_size`` of page ``block_table[b, j //
+            page_size]``; the differences of cu_seqlens_k are the lengths. Without dropout. There are no gradients: a
+            backward pass through the result raises.
 
     Returns:
         out (total_q, heads, head_dim). softmax_lse (heads, total_q). S_dmask, empty without dropout, else (batch,
         heads, max_seqlen_q, max_seqlen_k): each sequence's probabilities are in the upper left corner, the rest is 0.
         :func:`flash_attn_func` describes their signs and the difference from flash-attn's S_dmask.
-
-    Raises:
-        NotImplementedError: a block_table is given.
     """
-    if block_table is not None:
-        raise NotImplementedError(
-            "block_table: tileattn has no paged keys and values yet, they come with decoding; gather each sequence's "
-            "keys and values into k and v (total_k, kv_heads, head_dim)"
-        )
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if block_table is not None:
+        return attend_pages(q, k, v, options, packed, block_table)
     return attend(q, k, v, options, packed)
 
 
