@@ -17,6 +17,7 @@ from ..call.facts import AttentionCall, BackwardCall, Gradients
 from ..call.inputs import Inputs
 from ..kernels.mma import backend as mma_backend
 from ..kernels.tilelang import backend as tilelang_backend
+from ..kernels.tilelang.decode import backend as tilelang_decode
 from ..kernels.torch import backend as torch_backend
 from ..kernels.triton import backend as triton_backend
 from ..tuner import state
@@ -147,6 +148,7 @@ BACKENDS: tuple[Backend, ...] = (
         tilelang_backend.prepare_backward,
         space=tilelang_backend.space,
         backward_space=tilelang_backend.backward_space,
+        decode=DecodePhase(tilelang_decode.refusal, tilelang_decode.reservation, tilelang_decode.prepare),
     ),
     Backend(
         "triton",

@@ -43,16 +43,15 @@ def arrive(arg, part, flag, thread, sync):
     """
     sync()
     if thread == 0:
-        flag[0] = 0
+        last = T.alloc_var("int32", init=0)
         if part.parts > 1:
             T.call_extern("handle", "__threadfence")
             row = arg.workers + 1 + T.truncdiv(part.counter, WIDTH)
-            arrived = T.alloc_var("int32", init=0)
-            arrived = T.atomic_add(arg.plan[row, T.truncmod(part.counter, WIDTH)], 1, return_prev=True)
-            if arrived == part.parts - 1:
+            if T.atomic_add(arg.plan[row, T.truncmod(part.counter, WIDTH)], 1, return_prev=True) == part.parts - 1:
                 arg.plan[row, T.truncmod(part.counter, WIDTH)] = 0
-                flag[0] = 1
-                T.call_extern("handle", "__threadfence")
+                last = 1
+            T.call_extern("handle", "__threadfence")
+        flag[0] = last
     sync()
     return flag[0]
 

@@ -37,8 +37,8 @@ from ..tile.mask import Visibility
 from ..tile.softmax import ROWS
 from .combine import arrive, combine, place_of_query, sink_of, store_part
 from .config import GenericConfig
-from .jobs import differs_by_head
 from .packed_rows import RowScore, apply_row_mask, apply_row_score, keep_row_uniforms, locate_rows
+from .ranges import differs_by_head
 from .signature import declare
 from .walk import begin_worker, enter_job, enter_part, next_job
 
@@ -178,9 +178,7 @@ def _check_pages(plan, arg, job, part, thread):
         for step in T.serial(T.truncdiv(T.max(hi - lo, 0) + (plan.config.threads - 1), plan.config.threads)):
             page = lo + step * plan.config.threads + thread
             if page < hi:
-                if (arg.page_table[job.sequence, page] < 0) | (
-                    arg.page_table[job.sequence, page] >= arg.k.shape[0]
-                ):
+                if (arg.page_table[job.sequence, page] < 0) | (arg.page_table[job.sequence, page] >= arg.k.shape[0]):
                     arg.status[cache_fields.PAGE_TABLE] = job.sequence + 1
 
 

@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import tilelang.language as T
 
-from ....variant.expression import Expr, nodes
-from ....variant.program import Program
 from ..tile.expressions import Emitter
 from ..tile.mask import Visibility
-
-
-def differs_by_head(bound: Any) -> bool:
-    """Whether an end of a range is another one for each head."""
-    return isinstance(bound, Expr) and any(node.op == "symbol" and node.args[0] == "h" for node in nodes(bound))
-
-
-def names_in_range(traced: Program) -> set[str]:
-    """The names of the symbols and tensors that the range of a job's keys is computed from; empty for all keys."""
-    names = {
-        str(node.args[0])
-        for bound in traced.kv_range
-        if isinstance(bound, Expr)
-        for node in nodes(bound)
-        if node.op in ("symbol", "load", "size")
-    }
-    # A job has several heads. Where their ranges differ, all of them visit all keys.
-    return set() if "h" in names else names
+from .ranges import names_in_range
 
 
 @T.macro

@@ -24,7 +24,8 @@ from ....call import cache_fields as fields
 from ....variant.program import Program
 from ..packed.dependent_launch import let_next_start, wait_for_previous
 from ..tile.parameters import operand
-from .jobs import keys_of_rows, names_in_range
+from .jobs import keys_of_rows
+from .ranges import names_in_range, numbers_in_range
 from .records import FIRST, ITEMS, JOB, KV_HEAD, PARTS, Q_LEN, Q_START, Q_TILE, SEQLEN, SEQUENCE, TILE, WIDTH
 
 THREADS, WARP = 256, 32
@@ -54,7 +55,7 @@ def plan_kernel(arch: str, packed: bool, traced: Program) -> Any:
         names = names_in_range(traced)
         operands = {t.name: builder.prim_func_arg(t.name, operand(t)) for t in traced.tensors if t.name in names}
         sizes = {name: builder.prim_func_arg(name, T.int32()) for name in SIZES}
-        for name, kind in number_operands(traced):
+        for name, kind in numbers_in_range(traced):
             operands[name] = builder.prim_func_arg(name, T.int32() if kind == "int" else T.float32())
         _kernel(
             SimpleNamespace(
@@ -63,13 +64,6 @@ def plan_kernel(arch: str, packed: bool, traced: Program) -> Any:
             )
         )  # fmt: skip
     return builder.get()
-
-
-def number_operands(traced: Program) -> list[tuple[str, str]]:
-    """The names and kinds of the variant's numbers that the plan takes, in their order."""
-    names = names_in_range(traced)
-    numbers = [(f"i{i}", "int") for i in range(traced.ints)] + [(f"f{i}", "float") for i in range(traced.floats)]
-    return [each for each in numbers if each[0] in names]
 
 
 @T.macro

@@ -133,6 +133,9 @@ def next_job(arg, worker):
     if at[KV_HEAD] == arg.kv_heads:
         at[KV_HEAD] = 0
         at[Q_TILE] += 1
-        if at[Q_TILE] == arg.plan[arg.first_record + T.truncdiv(at[SEQUENCE], 2), T.truncmod(at[SEQUENCE], 2) * 4 + ITEMS]:
+        if (
+            at[Q_TILE]
+            == arg.plan[arg.first_record + T.truncdiv(at[SEQUENCE], 2), T.truncmod(at[SEQUENCE], 2) * 4 + ITEMS]
+        ):
             at[Q_TILE] = 0
             at[SEQUENCE] += 1
