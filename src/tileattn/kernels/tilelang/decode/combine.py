@@ -70,7 +70,7 @@ def combine(f, arg, job, part, thread, threads):
         element = T.alloc_var("int32", init=round * threads + thread)
         if element < job.rows * quads:
             row = T.alloc_var("int32", init=T.truncdiv(element, quads))
-            column = T.alloc_var("int32", init=T.truncmod(element, quads) * 4)
+            quad = T.alloc_var("int32", init=T.truncmod(element, quads))
             # B = max over parts with keys of base
             highest = T.alloc_var("float32", init=-T.infinity("float32"))
             for turn in T.serial(turns):
@@ -92,14 +92,14 @@ def combine(f, arg, job, part, thread, threads):
                         turn * AT_ONCE + i < part.parts, arg.parts[slot, row, columns + SUM], 0.0
                     )  # fmt: skip
                     for j in T.vectorized(4):
-                        values[i, j] = arg.parts[slot, row, column + j]
+                        values[i, j] = arg.parts[slot, row, quad * 4 + j]
                 for i in T.unroll(AT_ONCE):
                     if total[i] != 0.0:
                         base[i] = T.exp2(base[i] - highest)
                         l += base[i] * total[i]
                         for j in T.unroll(4):
                             sums[j] += base[i] * values[i, j]
-            _write_row(f, arg, job, row, column, highest, l, sums)
+            _write_row(f, arg, job, row, quad * 4, highest, l, sums)
 
 
 @T.macro

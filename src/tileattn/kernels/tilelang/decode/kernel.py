@@ -7,8 +7,12 @@ from typing import Any
 from ....call.decoding import DecodeCall
 from .config import GenericConfig
 from .generic import generic_kernel
+from .hopper.config import HopperDecodeConfig
+from .hopper.kernel import hopper_kernel
 
 
-def decode_kernel(call: DecodeCall, config: GenericConfig) -> Any:
+def decode_kernel(call: DecodeCall, config: GenericConfig | HopperDecodeConfig) -> Any:
     """The TileLang function ``decode``; its parameters are those of :func:`signature.declare`."""
+    if isinstance(config, HopperDecodeConfig):
+        return hopper_kernel(call, config)
     return generic_kernel(call, config)

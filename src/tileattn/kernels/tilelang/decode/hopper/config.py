@@ -24,7 +24,7 @@ class HopperDecodeConfig:
     Attributes:
         block_N: keys in a tile.
         num_stages: tiles of K and V in flight, in each block.
-        blocks_per_sm: blocks that share a multiprocessor; a second one computes while the first one waits.
+        blocks: that share a multiprocessor; a second one computes while the first one waits.
         gather: whether K and V are copied row by row (cp.async) rather than in boxes (TMA).
         q_in_registers: whether the first product takes Q from registers rather than from shared memory.
         rescale_threshold: by how much (in powers of two) a row's maximum may grow before O is rescaled.
@@ -32,7 +32,7 @@ class HopperDecodeConfig:
 
     block_N: int = 64
     num_stages: int = 3
-    blocks_per_sm: int = 2
+    blocks: int = 2
     gather: bool = False
     q_in_registers: bool = False
     rescale_threshold: float = 8.0
@@ -43,9 +43,18 @@ class HopperDecodeConfig:
         return self.block_N // KEYS_OF_GATHERING_WARP if self.gather else 1
 
     @property
+    def block_M(self) -> int:
+        """Packed query rows of a tile: one warpgroup's."""
+        return BLOCK_M
+
+    @property
     def threads(self) -> int:
         """Of a block: one consumer warpgroup, and the producer's warps."""
         return CONSUMERS + WARP * self.producer_warps
+
+    def blocks_per_sm(self, call: DecodeCall) -> int:
+        """How many blocks a multiprocessor is given."""
+        return self.blocks
 
 
 def shared_bytes(call: DecodeCall, config: HopperDecodeConfig) -> int:
@@ -62,13 +71,13 @@ def box_rows(call: DecodeCall, config: HopperDecodeConfig) -> int:
 
 def is_valid(call: DecodeCall, config: HopperDecodeConfig) -> bool:
     """Whether the configuration can run the call: boxes of whole swizzle atoms, shared memory."""
-    of_sm = config.blocks_per_sm * (shared_bytes(call, config) + RESERVED_BYTES)
+    of_sm = config.blocks * (shared_bytes(call, config) + RESERVED_BYTES)
     return (
         call.arch == "sm_90a"
         and call.aligned
         and config.block_N in (32, 64, 96, 128)
         and config.num_stages >= 1
-        and config.blocks_per_sm >= 1
+        and config.blocks >= 1
         and (config.gather or box_rows(call, config) >= MIN_BOX_ROWS)
         and (config.gather or config.block_N % box_rows(call, config) == 0)
         and shared_bytes(call, config) <= ARCHITECTURES["sm_90a"].shared_bytes

@@ -36,8 +36,8 @@ def hopper_kernel(call: DecodeCall, config: HopperDecodeConfig) -> Any:
 @T.macro
 def _kernel(plan, arg):
     with T.Kernel(arg.workers, threads=plan.threads) as block:
-        if plan.config.blocks_per_sm > 1:
-            T.annotate_min_blocks_per_sm(plan.config.blocks_per_sm)
+        if plan.config.blocks > 1:
+            T.annotate_min_blocks_per_sm(plan.config.blocks)
         assume_filled(arg.operands)
         assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides)
         thread = T.get_thread_binding()
