@@ -12,7 +12,7 @@ CONSUMERS, WARP = 128, 32
 REGISTERS = 65536  # of a multiprocessor
 SHARED_BYTES_OF_SM = 228 * 1024
 RESERVED_BYTES = 1024  # of each block, by the driver
-OTHER_BYTES = 512  # barriers, the combine's flag
+OTHER_BYTES = 1024  # barriers and the flag of the combine, aligned as the tiles are
 MIN_BOX_ROWS = 8  # a TMA box must be whole swizzle atoms, of eight rows
 KEYS_OF_GATHERING_WARP = 32  # each lane follows the page table for one key
 
