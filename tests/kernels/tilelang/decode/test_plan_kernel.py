@@ -127,7 +127,8 @@ def _check(parts: list[Part], tiles: dict[tuple[int, int], tuple[int, int]], dea
         first, end = tiles[job[:2]]
         assert [part.number for part in its] == list(range(len(its)))
         assert {part.parts for part in its} == {len(its)}
-        assert its[0].lo == first and its[-1].hi == end
+        assert its[0].lo == first
+        assert its[-1].hi == end
         assert all(part.hi == following.lo for part, following in itertools.pairwise(its))
         assert all(part.lo < part.hi for part in its) or len(its) == 1
         if len(its) > 1:

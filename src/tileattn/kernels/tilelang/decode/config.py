@@ -34,7 +34,7 @@ class GenericConfig:
         return 2 * (self.block_M * head_dim + self.num_stages * self.block_N * (head_dim + head_dim_v)) + 1024
 
     def blocks_per_sm(self, call: DecodeCall) -> int:
-        """How many blocks a multiprocessor is given: as many as its shared memory holds, within what registers allow."""
+        """How many blocks a multiprocessor is given: as many as its shared memory and its registers hold."""
         shared = ARCHITECTURES[call.arch].shared_bytes
         return max(min(shared // self.shared_bytes(call), 256 // self.threads), 1)
 

@@ -42,6 +42,8 @@ from .ranges import differs_by_head
 from .signature import declare
 from .walk import begin_worker, enter_job, enter_part, next_job
 
+FAR = 2**30  # tokens: beyond any cache
+
 
 @dataclass(frozen=True)
 class GenericPlan:
@@ -102,11 +104,11 @@ def _kernel(plan, arg):
                 _add_keys(plan, arg, w, head, job, part)
                 if part.parts > 1:
                     store_part(plan, arg, job, part, w.acc_o, w.base, w.l)
+                if part.parts == 1:
+                    _write(plan, arg, w, head, job)
                 last = arrive(arg, part, w.flag, w.thread, T.sync_threads)
                 if last == 1:
                     combine(plan, arg, job, part, w.thread, plan.config.threads)
-                if part.parts == 1:
-                    _write(plan, arg, w, head, job)
             next_job(arg, worker)
 
 
@@ -183,23 +185,37 @@ def _check_pages(plan, arg, job, part, thread):
 
 
 def _place(plan, arg, job, key):
-    """The row and the token of a key in the caches. An entry that is no page counts as the nearest that is one."""
+    """The row and the token of a key in the caches: a token far beyond them for a key that the job does not see.
+
+    TileLang guards loads by the tensor's shape, and fills up with zeros. A condition of our own around the load would
+    keep TileLang from making an asynchronous copy of it. A page table's entry that is no page counts as the nearest
+    that is one.
+    """
+    outside = T.cast((key < job.kv_lo) | (key >= job.kv_hi), "int32") * FAR
     if not plan.call.paged:
-        return job.sequence, key
-    page = arg.page_table[job.sequence, T.truncdiv(key, arg.page_size)]
-    return T.max(T.min(page, arg.k.shape[0] - 1), 0), T.truncmod(key, arg.page_size)
+        return job.sequence, key + outside
+    near = T.max(T.min(key, job.kv_hi - 1), 0)
+    page = arg.page_table[job.sequence, T.truncdiv(near, arg.page_size)]
+    return T.max(T.min(page, arg.k.shape[0] - 1), 0), T.truncmod(near, arg.page_size) + outside
 
 
 @T.macro
-def _load(plan, arg, job, k_lo, cache, tile, head_dim):
+def _load(plan, arg, job, k_lo, cache, tile):
     """Rows of a cache: [block_N, head_dim]; zeros where the job sees no key."""
-    for i, d in T.Parallel(*tile.shape):
-        key = k_lo + i
-        row, token = _place(plan, arg, job, key)
-        within = (key >= job.kv_lo) & (key < job.kv_hi)
-        if head_dim != tile.shape[1]:
-            within = within & (d < head_dim)
-        tile[i, d] = T.if_then_else(within, cache[row, token, job.kv_head, d], 0)
+    block_N, head_dim = tile.shape
+    rows = rows_at_once(plan.config.threads, block_N, head_dim)
+    for group in T.unroll(block_N // rows, unroll_factor=1):
+        for i, d in T.Parallel(rows, head_dim):
+            row, token = _place(plan, arg, job, k_lo + group * rows + i)
+            tile[group * rows + i, d] = cache[row, token, job.kv_head, d]
+
+
+def rows_at_once(threads: int, block_N: int, head_dim: int) -> int:
+    """Rows whose addresses threads compute together: each has some eight, in registers, of 16 bytes each."""
+    rows = block_N
+    while rows * head_dim > 64 * threads and rows > 8:
+        rows //= 2
+    return rows
 
 
 @T.macro
@@ -210,7 +226,7 @@ def _add_keys(plan, arg, w, head, job, part):
     # At least one tile, all masked where there is none, so that base is set.
     for step in T.Pipelined(T.max(part.hi - part.lo, 1), num_stages=plan.config.num_stages):
         k_lo = (part.lo + step) * block_N
-        _load(plan, arg, job, k_lo, arg.k, w.k, plan.call.head_dim)
+        _load(plan, arg, job, k_lo, arg.k, w.k)
         # S = Q K^T: [block_M, block_N]
         T.gemm(w.q, w.k, w.acc_s, transpose_B=True, clear_accum=True, policy=ROWS)
         if plan.score is not None:
@@ -224,7 +240,7 @@ def _add_keys(plan, arg, w, head, job, part):
         # P: [block_M, block_N]
         T.copy(w.acc_s, w.weights)
         softmax.rescale(w.acc_o, w.alpha, block_M, plan.head_dim_v)
-        _load(plan, arg, job, k_lo, arg.v, w.v, plan.call.head_dim_v)
+        _load(plan, arg, job, k_lo, arg.v, w.v)
         # O += P V: [block_M, head_dim_v]
         T.gemm(w.weights, w.v, w.acc_o, policy=ROWS)
 

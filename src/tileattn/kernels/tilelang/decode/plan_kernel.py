@@ -9,7 +9,7 @@ Items, at most THREADS at a time, are one per thread. Their costs are summed by 
 item that it begins in by a binary search. The first pass only computes the total.
 
 `seqlens_k` and `cu_seqlens_q` are checked here, and only the sequence records have them afterwards: lengths are clamped
-to the cache; wrong cumulative lengths make all rows of q unused ones. A status says what is wrong (call/cache_status.py).
+to the cache; wrong cumulative lengths make all rows of q unused ones. A status says what is wrong (cache_status.py).
 """
 
 from __future__ import annotations
