@@ -8,19 +8,16 @@ Rows without keys of the mask's range are filled with zeros.
 import tilelang.language as T
 
 from ...tile.hopper import WARP
-from .pages import NEXT_PAGE, NO_PAGE, PAGE, ROW, find_page, take_next
+from .pages import NO_ROW, PAGE, ROW, read_ahead, take_next
 from .stages import PARITY, STAGE, next_stage, stage_of
 
 CHUNK = 8  # elements of 16 bytes
 
 
 @T.macro
-def follow_key(plan, arg, w, job, part, tile):
-    """The page and the row in it of this lane's key in a tile; -1: no key of the mask's range."""
-    key = T.alloc_var("int32", init=tile * plan.block_N + w.producer)
-    w.entry[NEXT_PAGE] = NO_PAGE
-    if (key >= job.kv_lo) & (key < T.min(job.kv_hi, part.hi * plan.block_N)):
-        find_page(arg, w, job, key, NEXT_PAGE)
+def read_key_ahead(plan, arg, w, job, part, tile):
+    """Reads the page table for this lane's key of a tile."""
+    read_ahead(arg, w, job, tile * plan.block_N + w.producer, 1, part.hi * plan.block_N)
 
 
 @T.macro
@@ -34,19 +31,19 @@ def gather_rows(plan, w, job, tensor, tiles, columns, width):
         of_row = T.alloc_var("int32", init=T.shfl_sync(w.entry[ROW], r))
         T.ptx_cp_async(
             T.access_ptr(tiles[stage_of(plan, w), w.producer // WARP * WARP + r, c], "w", CHUNK),
-            T.access_ptr(tensor[T.max(of_page, 0), of_row, job.kv_head, T.min(c, width - CHUNK)], "r", CHUNK),
+            T.access_ptr(tensor[of_page, T.max(of_row, 0), job.kv_head, T.min(c, width - CHUNK)], "r", CHUNK),
             CHUNK,
-            (of_page >= 0) & (c < width),
+            (of_row != NO_ROW) & (c < width),
         )
 
 
 @T.macro
 def gather_tiles(plan, arg, w, job, part):
     """A part's tiles, as stages become free."""
-    follow_key(plan, arg, w, job, part, part.lo)
+    read_key_ahead(plan, arg, w, job, part, part.lo)
     for j in T.serial(part.hi - part.lo):
-        take_next(w)
-        follow_key(plan, arg, w, job, part, part.lo + j + 1)
+        take_next(arg, w, job)
+        read_key_ahead(plan, arg, w, job, part, part.lo + j + 1)
         T.barrier_wait(w.k_free[w.at[STAGE]], w.at[PARITY])
         gather_rows(plan, w, job, arg.k, w.k, plan.head_dim, plan.call.head_dim)
         T.cp_async_barrier_noinc(w.k_ready[w.at[STAGE]])

@@ -9,17 +9,15 @@ import tilelang.language as T
 from ...tile.hopper import WARP
 from ..walk import begin_worker, enter_job, enter_part, next_job
 from .gather import gather_tiles
-from .pages import NEXT_PAGE, NO_PAGE, PAGE, ROW, find_page, take_next
+from .pages import NO_ROW, PAGE, ROW, read_ahead, take_next
 from .stages import PARITY, STAGE, next_stage, stage_of
 
 
 @T.macro
-def follow_table(plan, arg, w, job, part, first_box, at):
-    """The page and the row in it of box ``first_box`` + lane of a part; -1: a box without keys of the mask's range."""
-    key = T.alloc_var("int32", init=part.lo * plan.block_N + (first_box + w.lane) * plan.box_rows)
-    w.entry[at] = NO_PAGE
-    if (key + plan.box_rows > job.kv_lo) & (key < T.min(job.kv_hi, part.hi * plan.block_N)):
-        find_page(arg, w, job, key, at)
+def read_boxes_ahead(plan, arg, w, job, part, first_box):
+    """Reads the page table for the boxes of a part from ``first_box`` on, one for each lane."""
+    key = (part.lo * plan.block_N) + (first_box + w.lane) * plan.box_rows
+    read_ahead(arg, w, job, key, plan.box_rows, part.hi * plan.block_N)
 
 
 @T.macro
@@ -27,7 +25,7 @@ def load_box(plan, arg, w, job, tensor, tiles, ready, columns, panel, k_lo):
     """One tile of K, or of V."""
     if plan.call.paged:
         for box in T.unroll(plan.boxes):
-            if w.pages[box] >= 0:
+            if w.rows[box] != NO_ROW:
                 for p in T.unroll(columns // panel):
                     # [box_rows, panel]
                     T.tma_copy(
@@ -60,14 +58,13 @@ def load_box(plan, arg, w, job, tensor, tiles, ready, columns, panel, k_lo):
 def load_boxes(plan, arg, w, job, part):
     """A part's tiles, as stages become free. The table is read 32 boxes ahead."""
     if plan.call.paged:
-        follow_table(plan, arg, w, job, part, 0, PAGE)
-        follow_table(plan, arg, w, job, part, WARP, NEXT_PAGE)
+        read_boxes_ahead(plan, arg, w, job, part, 0)
     for j in T.serial(part.hi - part.lo):
         k_lo = (part.lo + j) * plan.block_N
         if plan.call.paged:
-            if (j > 0) & (j * plan.boxes % WARP == 0):
-                take_next(w)
-                follow_table(plan, arg, w, job, part, j * plan.boxes + WARP, NEXT_PAGE)
+            if j * plan.boxes % WARP == 0:
+                take_next(arg, w, job)
+                read_boxes_ahead(plan, arg, w, job, part, j * plan.boxes + WARP)
             # Before the copies, which one lane issues.
             for box in T.unroll(plan.boxes):
                 w.pages[box] = T.shfl_sync(w.entry[PAGE], (j * plan.boxes + box) % WARP)
