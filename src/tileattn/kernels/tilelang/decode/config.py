@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from ....call.decoding import DecodeCall
 from ..architecture import ARCHITECTURES, padded
+from .hopper.config import HopperDecodeConfig
+from .hopper.config import default as hopper_default
 
 KEYS_OF_FIXED_SPLIT = 128  # FixedSplit.keys is a multiple of this, and so of all block_N
 
@@ -39,14 +41,20 @@ class GenericConfig:
         return max(min(shared // self.shared_bytes(call), 256 // self.threads), 1)
 
 
-def default(call: DecodeCall, q_rows: int) -> GenericConfig:
-    """The configuration of a call.
+Config = GenericConfig | HopperDecodeConfig
+
+
+def default(call: DecodeCall, q_rows: int) -> Config:
+    """The configuration of a call: of the Hopper schedule where it runs the call, else of the generic one.
 
     Args:
         call: the static facts.
         q_rows: the packed rows that a sequence has at most. With FixedSplit they do not count, for a row's result must
             not depend on how many queries there are.
     """
+    on_hopper = hopper_default(call)
+    if on_hopper is not None:
+        return on_hopper
     rows = 64 if call.fixed or q_rows > 32 else 32 if q_rows > 16 else 16
     for num_stages in (3, 2, 1):
         for block_N in (64, 32, 16):

@@ -14,6 +14,7 @@ SHARED_BYTES_OF_SM = 228 * 1024
 RESERVED_BYTES = 1024  # of each block, by the driver
 OTHER_BYTES = 1024  # barriers and the flag of the combine, aligned as the tiles are
 MIN_BOX_ROWS = 8  # a TMA box must be whole swizzle atoms, of eight rows
+TMA_ROWS = 16  # of a box, from which on boxes are faster than rows
 KEYS_OF_GATHERING_WARP = 32  # each lane follows the page table for one key
 
 
@@ -26,15 +27,13 @@ class HopperDecodeConfig:
         num_stages: tiles of K and V in flight, in each block.
         blocks: that share a multiprocessor; a second one computes while the first one waits.
         gather: whether K and V are copied row by row (cp.async) rather than in boxes (TMA).
-        q_in_registers: whether the first product takes Q from registers rather than from shared memory.
         rescale_threshold: by how much (in powers of two) a row's maximum may grow before O is rescaled.
     """
 
-    block_N: int = 64
-    num_stages: int = 3
-    blocks: int = 2
+    block_N: int
+    num_stages: int
+    blocks: int
     gather: bool = False
-    q_in_registers: bool = False
     rescale_threshold: float = 8.0
 
     @property
@@ -83,3 +82,17 @@ def is_valid(call: DecodeCall, config: HopperDecodeConfig) -> bool:
         and shared_bytes(call, config) <= ARCHITECTURES["sm_90a"].shared_bytes
         and of_sm <= SHARED_BYTES_OF_SM
     )
+
+
+def default(call: DecodeCall) -> HopperDecodeConfig | None:
+    """The configuration of a call, or None if none fits.
+
+    Tiles of 64 keys, whatever the pages are (see kernel.py about bits); two blocks where their registers and stages
+    suffice.
+    """
+    for blocks in (2, 1) if padded(call.head_dim_v) <= 128 else (1,):
+        for num_stages in (12, 8, 6, 5, 4, 3, 2):
+            config = HopperDecodeConfig(64, num_stages, blocks, gather=call.paged and call.page_rows < TMA_ROWS)
+            if is_valid(call, config):
+                return config
+    return None

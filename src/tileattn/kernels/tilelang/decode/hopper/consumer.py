@@ -4,7 +4,6 @@ import tilelang.language as T
 
 from ...tile import softmax
 from ...tile.expressions import Emitter
-from ...tile.hopper import WARPGROUP
 from ...tile.mask import Visibility
 from ...tile.softmax import ROWS
 from ..combine import arrive, combine, place_of_query, sink_of, store_part

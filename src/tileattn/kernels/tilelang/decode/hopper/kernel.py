@@ -1,4 +1,40 @@
-"""Decoding, Hopper schedule: what the memory's bandwidth allows, by keeping loads in flight at all times.
+"""The decode phase, Hopper schedule: split keys and packed query rows, at the speed of the memory.
+
+Few queries read all keys and values once, so bytes in flight decide. Persistent blocks, one or two per multiprocessor,
+walk over the parts of jobs that the plan deals to them (walk.py). In a block
+
+    the producer      loads K and V tile by tile into `num_stages` stages: one warp by TMA, in boxes (the tile of a
+                      contiguous cache, or what is sure to lie in one page), or some warps row by row (gather.py);
+    one warpgroup     loads Q of a job, the 64 packed rows of one kv head, multiplies (wgmma), keeps the softmax, and
+                      stores O; of a job that is cut, its part, which the last block to arrive merges (combine.py).
+
+Producer and consumers read the plan by themselves, so that no message passes between them. The producer runs ahead,
+also into the next job, as far as stages are free.
+
+A stage of K, and one of V, has two mbarriers. ``ready``: the 32 lanes of the producer have arrived, and the bytes of
+the boxes that they have announced; or, row by row, all threads of the producer, each with its copies
+(cp.async.mbarrier.arrive.noinc). ``free``: one thread of the consumers has arrived, after the product that read the
+stage. The n-th use of a stage waits for ``ready`` with parity ``n % 2``, and for ``free`` with parity ``(n + 1) % 2``,
+which a fresh barrier lets pass. Both sides count stage and parity along (stages.py), over all parts of all jobs:
+
+    producer    wait k_free | copy K -> k_ready | wait v_free | copy V -> v_ready
+    consumers   wait k_ready | S = Q K^T, wait | k_free | softmax | wait v_ready | O += P V, wait | v_free
+
+Within the consumers one named barrier, 128 threads: around the writing of Q, of cleared rows of V, and in the combine.
+
+Rows of a tile without a key that the job sees may hold anything. Boxes without such keys are not loaded, and their
+entries of the page table not followed; what the stage held remains. The scores there are replaced by -inf. Rows of V
+are cleared before the product, for 0 * NaN is NaN: in shared memory by the consumers, in the first and the last tile of
+a job's keys; row by row the producer copies zeros.
+
+Programmatic dependent launch: a kernel's blocks start as those of the kernel before end, and wait before they read.
+
+Bits: tiles lie at absolute multiples of block_N and are taken in ascending order, whatever the pages are; each row's
+result depends on its own scores only. So with FixedSplit neither page size nor batch nor q_len change a bit, as long as
+block_N is the same, which config.default decides by head dims alone.
+
+Layouts: q, o (., ., heads, .), k, v (rows, tokens, kv_heads, .), strides of 16 bytes. All sizes and strides are
+run-time values. Limits: sm_90a, head dims up to 256, 16-byte alignment.
 """
 
 from __future__ import annotations

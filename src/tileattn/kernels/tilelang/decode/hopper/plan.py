@@ -8,8 +8,8 @@ from .....call.decoding import DecodeCall
 from .....variant.program import Program
 from ...architecture import padded, panel
 from ...tile.hopper import WARP, Barriers, slices
-from ..ranges import differs_by_head
 from ..packed_rows import RowScore
+from ..ranges import differs_by_head
 from .config import BLOCK_M, CONSUMERS, HopperDecodeConfig, box_rows
 
 
