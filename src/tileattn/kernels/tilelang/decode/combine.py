@@ -7,7 +7,10 @@ nothing. The part of a job that arrives last merges all of them, in their order.
 
 from __future__ import annotations
 
+import math
+
 import tilelang.language as T
+from tvm import tirx
 
 from ..tile.softmax import LN2, LOG2E
 from .records import BASE, SUM, WIDTH
@@ -70,7 +73,7 @@ def combine(f, arg, job, part, thread, threads):
         element = T.alloc_var("int32", init=round * threads + thread)
         if element < job.rows * quads:
             row = T.alloc_var("int32", init=T.truncdiv(element, quads))
-            quad = T.alloc_var("int32", init=T.truncmod(element, quads))
+            column = T.alloc_var("int32", init=T.truncmod(element, quads) * 4)
             # B = max over parts with keys of base
             highest = T.alloc_var("float32", init=-T.infinity("float32"))
             for turn in T.serial(turns):
@@ -92,14 +95,14 @@ def combine(f, arg, job, part, thread, threads):
                         turn * AT_ONCE + i < part.parts, arg.parts[slot, row, columns + SUM], 0.0
                     )  # fmt: skip
                     for j in T.vectorized(4):
-                        values[i, j] = arg.parts[slot, row, quad * 4 + j]
+                        values[i, j] = quads_of(arg.parts)[slot, row, T.truncdiv(column, 4), j]
                 for i in T.unroll(AT_ONCE):
                     if total[i] != 0.0:
                         base[i] = T.exp2(base[i] - highest)
                         l += base[i] * total[i]
                         for j in T.unroll(4):
                             sums[j] += base[i] * values[i, j]
-            _write_row(f, arg, job, row, quad * 4, highest, l, sums)
+            _write_row(f, arg, job, row, column, highest, l, sums)
 
 
 @T.macro
@@ -119,11 +122,20 @@ def _write_row(f, arg, job, row, column, highest, l, sums):
     alpha = T.if_then_else(l == 0.0, 0.0, alpha / l)
     alpha = T.if_then_else(l == T.infinity("float32"), T.log2(-l), alpha)  # NaN
     b, q = place_of_query(f, job, query)
-    for j in T.unroll(4):
-        arg.o[b, q, head, column + j] = T.cast(sums[j] * alpha, arg.o.dtype)
+    for j in T.vectorized(4):
+        quads_of(arg.o)[b, q, head, T.truncdiv(column, 4), j] = T.cast(sums[j] * alpha, arg.o.dtype)
     if f.call.return_lse:
         if column == 0:
             arg.lse[b, head, q] = (T.log2(l) + base) * LN2
+
+
+def quads_of(tensor):
+    """A tensor with its last dimension in fours: TileLang's guards are then the same for all four."""
+    *outer, columns = tensor.shape
+    strides = list(tensor.strides) or [math.prod(tensor.shape[axis + 1 :]) for axis in range(len(outer))] + [1]
+    return tirx.decl_buffer(
+        [*outer, columns // 4, 4], tensor.dtype, tensor.name, tensor.data, [*strides[:-1], 4, 1]
+    )  # fmt: skip
 
 
 def sink_of(arg, job, head):

@@ -9,6 +9,7 @@ from ..architecture import ARCHITECTURES, padded
 from .hopper.config import HopperDecodeConfig
 from .hopper.config import default as hopper_default
 
+THREADS_PER_SM = 128  # that compute: the matrix units of a multiprocessor are four
 KEYS_OF_FIXED_SPLIT = 128  # FixedSplit.keys is a multiple of this, and so of all block_N
 
 
@@ -56,9 +57,11 @@ def default(call: DecodeCall, q_rows: int) -> Config:
     if on_hopper is not None:
         return on_hopper
     rows = 64 if call.fixed or q_rows > 32 else 32 if q_rows > 16 else 16
-    for num_stages in (3, 2, 1):
-        for block_N in (64, 32, 16):
-            config = GenericConfig(rows, block_N, num_stages)
-            if config.shared_bytes(call) <= ARCHITECTURES[call.arch].shared_bytes:
-                return config
+    tiles = [GenericConfig(rows, *tile) for tile in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))]
+    fitting = [tile for tile in tiles if tile.shared_bytes(call) <= ARCHITECTURES[call.arch].shared_bytes]
+    for config in fitting:
+        if config.blocks_per_sm(call) * config.threads >= THREADS_PER_SM:
+            return config
+    if fitting:
+        return max(fitting, key=lambda config: config.blocks_per_sm(call))
     raise NotImplementedError(f"no tile of the decode kernel fits {call}")

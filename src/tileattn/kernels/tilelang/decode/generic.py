@@ -93,6 +93,7 @@ def _kernel(plan, arg):
         assume_filled(arg.operands)
         if plan.call.aligned:
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides)
+        assume_aligned(arg.o.strides)
         wait_for_previous(plan.call.arch)
         worker = begin_worker(arg, block)
         for _ in T.serial(worker.steps):
