@@ -42,8 +42,8 @@ def arrive(arg, part, flag, thread, sync):
     A job of one part has none to wait for, and no last.
 
     The barriers order the stores of all threads before the first thread's addition, and that before their loads; an
-    addition that releases and acquires orders them between blocks. (A fence on each side of it takes longer: __threadfence
-    is sequentially consistent.)
+    addition that releases and acquires orders them between blocks. (__threadfence on each side of it takes longer, for
+    it is sequentially consistent.)
     """
     sync()
     if thread == 0:
