@@ -20,7 +20,7 @@ from typing import Any
 import tilelang.language as T
 
 from .jobs import keys_of_rows
-from .records import FIRST, ITEMS, JOB, KV_HEAD, PARTS, Q_LEN, Q_START, Q_TILE, SEQLEN, SEQUENCE, TILE
+from .records import FIRST, GROUP, ITEMS, JOB, KV_HEAD, PARTS, Q_LEN, Q_START, Q_TILE, SEQLEN, SEQUENCE, TILE
 
 # Behind the fields of the worker's own record: where its work ends, and its number; INSIDE: whether it begins within
 # its current job.
@@ -89,7 +89,10 @@ def enter_job(f, arg, worker):
 
 @T.macro
 def enter_part(arg, worker, job, index):
-    """A part of a job: its tiles [lo, hi), its number among the job's `parts`, its counter and its slots."""
+    """A part of a job: its tiles [lo, hi), its number among the job's `parts`, the job's counter and slots.
+
+    shift: how many parts the job's first group lacks. With a rule of absolute keys groups are absolute too.
+    """
     at = worker.at
     inside = at[INSIDE] > 0
     lo = T.alloc_var("int32", init=job.lo)
@@ -107,6 +110,9 @@ def enter_part(arg, worker, job, index):
     counter = T.alloc_var("int32", init=begin)
     slots = T.alloc_var("int32", init=2 * begin)
     step = T.alloc_var("int32", init=2)
+    shift = T.alloc_var("int32", init=0)
+    if arg.rule > 0:
+        shift = T.truncmod(T.truncdiv(job.origin, arg.rule), GROUP)
     if arg.rule != 0:
         number = T.truncdiv(job.lo - job.origin, job.unit) + index
         lo = T.max(job.origin + number * job.unit, job.first)
@@ -115,12 +121,20 @@ def enter_part(arg, worker, job, index):
         counter = job.number
         slots = job.number * arg.most_parts
         step = 1
-    return SimpleNamespace(lo=lo, hi=hi, number=number, parts=parts, counter=counter, slots=slots, step=step)
+    return SimpleNamespace(
+        lo=lo, hi=hi, number=number, parts=parts, counter=counter, slots=slots, step=step, shift=shift
+    )  # fmt: skip
 
 
 def slot_of(part: Any, number: Any) -> Any:
     """The slot of one of a job's parts. Where work is dealt freely, a worker has two: 2w + 1 is for its last job."""
     return part.slots + number * part.step + T.if_then_else(number == 0, part.step - 1, 0)
+
+
+def group_of(arg: Any, part: Any, number: Any) -> Any:
+    """The number, among all groups, of a job's group number `number`: where work is dealt freely, its first part's."""
+    first = T.max(number * GROUP - part.shift, 0)
+    return T.if_then_else(arg.rule == 0, slot_of(part, first), part.counter * arg.most_groups + number)
 
 
 @T.macro
