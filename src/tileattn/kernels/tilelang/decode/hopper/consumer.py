@@ -130,7 +130,10 @@ def store(plan, arg, w, job):
     if plan.call.sink:
         for i in T.Parallel(plan.block_M):
             w.sinks[i] = sink_of(arg, job, w.row_head[i]) * softmax.LOG2E
-        softmax.add_sink(w.m, w.l, w.alpha, w.base, w.sinks, score_unit(plan, arg, w), plan.block_M)
+        # From the base, which is m in powers of two: bit for bit as where parts are merged.
+        for i in T.Parallel(plan.block_M):
+            w.m[i] = T.if_then_else(w.l[i] == 0.0, -T.infinity("float32"), w.base[i])
+        softmax.add_sink(w.m, w.l, w.alpha, w.base, w.sinks, 1.0, plan.block_M)
     else:
         T.fill(w.alpha, 1)
     softmax.finish(w.l, w.base, w.alpha, w.acc_o, plan.block_M, plan.head_dim_v)
