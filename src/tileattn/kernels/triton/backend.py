@@ -17,17 +17,23 @@ MAX_HEAD_DIM = 256
 
 def refusal(call: AttentionCall) -> str | None:
     """The reason why the kernels do not run a call, or None if they do."""
-    return _refusal_device(call.arch) or _refusal_call(call)
+    return refusal_device(call.arch) or _refusal_call(call)
 
 
 def reservation(call: AttentionCall) -> str | None:
     """Why the kernels run a call only where they are named, or None."""
-    if call.arch == "cpu":
+    return reservation_device(call.arch)
+
+
+def reservation_device(arch: str) -> str | None:
+    """Why the kernels run on a device only where they are named, or None."""
+    if arch == "cpu":
         return "Triton's interpreter is there for tests: name it, backend='triton'"
     return None
 
 
-def _refusal_device(arch: str) -> str | None:
+def refusal_device(arch: str) -> str | None:
+    """The reason why the kernels do not run on a device, or None if they do."""
     if arch == "cpu" and not interpreted():
         return f"it needs a GPU; on a CPU Triton's interpreter runs it, where {INTERPRET}=1 is set before Python starts"
     nvidia = re.fullmatch(r"sm_(\d+)a?", arch)
