@@ -44,6 +44,11 @@ def merge_parts(f, arg, job, part, flag, thread, threads, sync):
     ``flag``: int32 (1,) in shared memory; None: the barrier of all threads of a block tells them. ``thread``: counted
     from 0, of `threads`. ``sync()``: waits for all threads that take part.
     """
+    # How many parts the job's first group lacks: with a rule of absolute keys groups are absolute too.
+    shift = T.alloc_var("int32", init=0)
+    if arg.rule > 0:
+        shift = T.truncmod(T.truncdiv(job.origin, arg.rule), GROUP)
+    part = SimpleNamespace(**vars(part), shift=shift)
     if part.parts <= FLAT:
         last = arrive(arg, part.counter, part.parts, flag, thread, sync)
         if last == 1:
@@ -159,12 +164,12 @@ def _alloc():
 
 @T.macro
 def _load(f, arg, w, slot, row, quad, i, within):
-    """The i-th state and four columns of O; zeros where it is none."""
+    """The i-th state and four columns of O; with a sum of 0 where it is none."""
     columns = f.call.head_dim_v
-    w.base[i] = T.if_then_else(within, arg.parts[slot, row, columns + BASE], 0.0)
+    w.base[i] = arg.parts[slot, row, columns + BASE]
     w.total[i] = T.if_then_else(within, arg.parts[slot, row, columns + SUM], 0.0)
     for j in T.vectorized(4):
-        w.values[i, j] = T.if_then_else(within, quads_of(arg.parts)[slot, row, quad, j], 0.0)
+        w.values[i, j] = quads_of(arg.parts)[slot, row, quad, j]
 
 
 @T.macro

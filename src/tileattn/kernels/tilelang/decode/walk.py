@@ -89,10 +89,7 @@ def enter_job(f, arg, worker):
 
 @T.macro
 def enter_part(arg, worker, job, index):
-    """A part of a job: its tiles [lo, hi), its number among the job's `parts`, the job's counter and slots.
-
-    shift: how many parts the job's first group lacks. With a rule of absolute keys groups are absolute too.
-    """
+    """A part of a job: its tiles [lo, hi), its number among the job's `parts`, the job's counter and slots."""
     at = worker.at
     inside = at[INSIDE] > 0
     lo = T.alloc_var("int32", init=job.lo)
@@ -110,9 +107,6 @@ def enter_part(arg, worker, job, index):
     counter = T.alloc_var("int32", init=begin)
     slots = T.alloc_var("int32", init=2 * begin)
     step = T.alloc_var("int32", init=2)
-    shift = T.alloc_var("int32", init=0)
-    if arg.rule > 0:
-        shift = T.truncmod(T.truncdiv(job.origin, arg.rule), GROUP)
     if arg.rule != 0:
         number = T.truncdiv(job.lo - job.origin, job.unit) + index
         lo = T.max(job.origin + number * job.unit, job.first)
@@ -121,9 +115,7 @@ def enter_part(arg, worker, job, index):
         counter = job.number
         slots = job.number * arg.most_parts
         step = 1
-    return SimpleNamespace(
-        lo=lo, hi=hi, number=number, parts=parts, counter=counter, slots=slots, step=step, shift=shift
-    )  # fmt: skip
+    return SimpleNamespace(lo=lo, hi=hi, number=number, parts=parts, counter=counter, slots=slots, step=step)
 
 
 def slot_of(part: Any, number: Any) -> Any:
