@@ -33,18 +33,17 @@ def release(w, barriers):
 
 @T.macro
 def load_queries(plan, arg, w, job):
-    """Q of a job to shared memory; rows behind the last one that exists repeat it."""
+    """Q of a job to shared memory; zeros in rows that do not exist, which need no address then."""
     synchronize(plan)  # all have read the job before
-    last_row = job.row0 + job.rows - 1
     # Q: [block_M, head_dim]
     for i, d in T.Parallel(plan.block_M, plan.head_dim):
-        row = T.min(job.row0 + i, last_row)
-        b, q = place_of_query(plan, job, T.truncdiv(row, arg.group))
-        h = job.kv_head * arg.group + T.truncmod(row, arg.group)
-        if plan.head_dim == plan.call.head_dim:
-            w.q[i, d] = arg.q[b, q, h, d]
-        else:
-            w.q[i, d] = T.if_then_else(d < plan.call.head_dim, arg.q[b, q, h, d], 0)
+        query = T.truncdiv(job.row0 + i, arg.group)
+        h = job.kv_head * arg.group + job.row0 + i - query * arg.group
+        b, q = place_of_query(plan, job, query)
+        exists = i < job.rows
+        if plan.head_dim != plan.call.head_dim:
+            exists = exists & (d < plan.call.head_dim)
+        w.q[i, d] = T.if_then_else(exists, arg.q[b, q, h, d], 0)
     T.fence_proxy_async()
     synchronize(plan)
 
