@@ -109,7 +109,7 @@ def test_what_the_package_exports_are_the_same_objects() -> None:
 
 
 def test_paths_are_there_whatever_is_imported_first() -> None:
-    """Also as attributes of the package, where they were attributes before."""
+    """Modules that are attributes of the package need no import of their own."""
     code = "import tileattn; tileattn.math.tanh(0.5), tileattn.masks.Causal, tileattn.scores.ALiBi, tileattn.nn"
     for statement in (code, *(f"import tileattn.{path}" for path in ("math", "profiling"))):
         subprocess.run([sys.executable, "-W", "ignore", "-c", statement], check=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tileattn.call.appending import AppendInputs
 from tileattn.testing import assert_accurate
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -105,7 +106,7 @@ class Built:
         self.q = self.values((*q_leading, case.heads, dim), dtype) if case.with_q and case.rotary_dim else None
         self.seqlens_k = self.ints(case.seqlens)
         self.table = self.page_table() if case.page else None
-        rows = len(counts) if self.table is None else int(self.table.max()) + 3
+        rows = len(counts) if self.table is None else self.pages
         self.k_cache, self.v_cache = self.caches(rows, case.page or max(case.seqlens) + 2, dim, dim_v)
         self.k_before, self.v_before = self.k_cache.clone(), self.v_cache.clone()
         angles = self.values((max(*case.seqlens, 1) + 9, max(case.rotary_dim // 2, 1)), FP64) * 3
@@ -145,16 +146,14 @@ class Built:
         needed = [-(-seqlen // page) for seqlen in seqlens]
         table = torch.full((max(needed) + 1, len(seqlens)), -1, dtype=torch.int32).T
         table[:, -1] = 2**31 - 1
-        pages = torch.randperm(sum(needed) + 4, generator=self.random)[: sum(needed)].tolist()
+        self.pages = sum(needed) + 6
+        pages = torch.randperm(self.pages - 1, generator=self.random)[: sum(needed)].tolist()
         for b, count in enumerate(needed):
             table[b, :count] = torch.tensor([pages.pop() for _ in range(count)], dtype=torch.int32)
-        self.most_page = max([int(table[b, :count].max()) for b, count in enumerate(needed) if count], default=0)
         return table.to(self.device)
 
     def caches(self, rows: int, tokens: int, dim: int, dim_v: int) -> tuple[Tensor, Tensor]:
         case, heads = self.case, self.case.kv_heads
-        if self.table is not None:
-            rows = self.most_page + 3
         options: dict[str, Any] = {"dtype": case.dtype, "device": self.device}
         if case.memory == "one buffer":
             assert dim == dim_v
@@ -181,6 +180,17 @@ class Built:
         }
         given = {name: value for name, value in options.items() if value is not None}
         return (self.k, self.v, self.k_cache, self.v_cache, self.seqlens_k), given
+
+
+def inputs_of(built: Built) -> tuple[AppendInputs, bool]:
+    """The inputs as backends get them, packed ones with a batch element; and whether pairs are interleaved."""
+    places, options = built.arguments
+    interleaved = options.pop("interleaved")
+    inputs = AppendInputs(*places, **options)
+    if built.case.packed:
+        rows = {name: getattr(inputs, name) for name in ("k", "v", "q", "positions", "q_positions")}
+        inputs = inputs._replace(**{name: x[None] for name, x in rows.items() if x is not None})
+    return inputs, interleaved
 
 
 def check(built: Built, rotated: Tensor | None) -> None:

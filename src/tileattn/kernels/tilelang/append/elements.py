@@ -15,15 +15,15 @@ def load(pieces, x, b, i, h, piece, low, high):
     if pieces.rotated > 0:
         if piece < pieces.rotated:
             if pieces.interleaved:
-                _load_run(x, b, i, h, piece * (2 * pieces.pairs), 2 * pieces.pairs, pieces.wide, low)
+                _load_run(x, b, i, h, piece * (2 * pieces.pairs), 2 * pieces.pairs, pieces.step, low)
             else:
-                _load_run(x, b, i, h, piece * pieces.pairs, pieces.pairs, pieces.wide, low)
+                _load_run(x, b, i, h, piece * pieces.pairs, pieces.pairs, pieces.step, low)
                 second = pieces.rotary_dim // 2 + piece * pieces.pairs
-                _load_run(x, b, i, h, second, pieces.pairs, pieces.wide, high)
+                _load_run(x, b, i, h, second, pieces.pairs, pieces.step, high)
     if pieces.plain > 0:
         if piece >= pieces.rotated:
             first = pieces.rotary_dim + (piece - pieces.rotated) * pieces.width
-            _load_run(x, b, i, h, first, pieces.width, pieces.wide, low)
+            _load_run(x, b, i, h, first, pieces.width, pieces.step, low)
 
 
 @T.macro
@@ -32,15 +32,15 @@ def store(pieces, x, b, i, h, piece, low, high):
     if pieces.rotated > 0:
         if piece < pieces.rotated:
             if pieces.interleaved:
-                _store_run(x, b, i, h, piece * (2 * pieces.pairs), 2 * pieces.pairs, pieces.wide, low)
+                _store_run(x, b, i, h, piece * (2 * pieces.pairs), 2 * pieces.pairs, pieces.step, low)
             else:
-                _store_run(x, b, i, h, piece * pieces.pairs, pieces.pairs, pieces.wide, low)
+                _store_run(x, b, i, h, piece * pieces.pairs, pieces.pairs, pieces.step, low)
                 second = pieces.rotary_dim // 2 + piece * pieces.pairs
-                _store_run(x, b, i, h, second, pieces.pairs, pieces.wide, high)
+                _store_run(x, b, i, h, second, pieces.pairs, pieces.step, high)
     if pieces.plain > 0:
         if piece >= pieces.rotated:
             first = pieces.rotary_dim + (piece - pieces.rotated) * pieces.width
-            _store_run(x, b, i, h, first, pieces.width, pieces.wide, low)
+            _store_run(x, b, i, h, first, pieces.width, pieces.step, low)
 
 
 @T.macro
@@ -70,28 +70,24 @@ def _turn(first, at_first, second, at_second, c, s, j):
 
 
 @T.macro
-def _load_run(x, b, i, h, first, count, wide, registers):
-    if wide:
-        for e in T.vectorized(count):
-            registers[e] = x[b, i, h, first + e]
-    else:
-        for e in T.unroll(count):
-            registers[e] = x[b, i, h, first + e]
+def _load_run(x, b, i, h, first, count, step, registers):
+    at_once = min(count, step)
+    for n in T.unroll(count // at_once):
+        for e in T.vectorized(at_once):
+            registers[n * at_once + e] = x[b, i, h, first + n * at_once + e]
 
 
 @T.macro
-def _store_run(x, b, i, h, first, count, wide, registers):
-    if wide:
-        for e in T.vectorized(count):
-            x[b, i, h, first + e] = registers[e]
-    else:
-        for e in T.unroll(count):
-            x[b, i, h, first + e] = registers[e]
+def _store_run(x, b, i, h, first, count, step, registers):
+    at_once = min(count, step)
+    for n in T.unroll(count // at_once):
+        for e in T.vectorized(at_once):
+            x[b, i, h, first + n * at_once + e] = registers[n * at_once + e]
 
 
 @T.macro
 def _load_angles(pieces, table, position, piece, registers):
-    step = min(pieces.pairs, 16 // pieces.table_itemsize) if pieces.wide_tables else 1
-    for n in T.unroll(pieces.pairs // step):
-        for e in T.vectorized(step):
-            registers[n * step + e] = table[position, piece * pieces.pairs + n * step + e]
+    at_once = min(pieces.pairs, pieces.table_step)
+    for n in T.unroll(pieces.pairs // at_once):
+        for e in T.vectorized(at_once):
+            registers[n * at_once + e] = table[position, piece * pieces.pairs + n * at_once + e]

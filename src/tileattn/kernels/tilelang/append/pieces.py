@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
 from ....call.appending import AppendCall
 
 
@@ -23,9 +25,8 @@ class Pieces:
         plain: the number of plain pieces.
         interleaved: whether the elements of a pair are neighbours.
         rotary_dim: elements of the head that are rotated.
-        wide: whether runs are copied at once, not element by element.
-        wide_tables: the same for cos and sin.
-        table_itemsize: bytes of an element of cos and sin.
+        step: the most elements of a run that are copied at once.
+        table_step: the same of cos and sin.
     """
 
     pairs: int
@@ -34,9 +35,8 @@ class Pieces:
     plain: int
     interleaved: bool
     rotary_dim: int
-    wide: bool
-    wide_tables: bool
-    table_itemsize: int
+    step: int
+    table_step: int
 
     @property
     def count(self) -> int:
@@ -56,7 +56,11 @@ def pieces_of(call: AppendCall, head_dim: int, rotary_dim: int) -> Pieces:
         plain=rest // width,
         interleaved=call.interleaved,
         rotary_dim=rotary_dim,
-        wide=call.aligned,
-        wide_tables=call.aligned_tables,
-        table_itemsize=call.table_dtype.itemsize if call.table_dtype is not None else 0,
+        step=_at_once(call, call.dtype) if call.aligned else 1,
+        table_step=_at_once(call, call.table_dtype) if call.aligned_tables and call.table_dtype is not None else 1,
     )
+
+
+def _at_once(call: AppendCall, dtype: torch.dtype) -> int:
+    """The elements of 16 bytes; on AMD at most 4, as TileLang 0.1.15 cannot guard longer loads there."""
+    return min(16 // dtype.itemsize, 4) if call.arch.startswith("gfx") else 16 // dtype.itemsize
