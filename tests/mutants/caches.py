@@ -41,7 +41,6 @@ MUTANTS: list[Mutant] = [
         "call/memory.py",
         ("call/test_memory.py",),
         {
-            "overlap: neighbours": ("if x_end <= y_begin or", "if x_end < y_begin or"),
             "overlap: the last byte does not count": ("or x_begin < end <= x_end)", "or False)"),
             "overlap: gaps do not matter": ("return without_gaps and (", "return ("),
             "overlap: one index too far": ("min(highest, most_x) + 1)", "min(highest, most_x + 1) + 1)"),
