@@ -26,6 +26,21 @@ def test_case(case: AppendCase) -> None:
     check(built, append_kv(*places, **options))
 
 
+def test_rotation_is_rounded_once() -> None:
+    """Computed in float32, whatever the dtypes of rows and tables."""
+    built = Built(replace(BY_ID["tables-bf16"], seqlens=(40, 40)))
+    places, options = built.arguments
+    rotated = append_kv(*places, **options)
+    assert rotated is not None
+    assert built.q is not None
+    assert built.cos is not None
+    assert built.sin is not None
+    cos, sin = built.cos[39].float(), built.sin[39].float()
+    first, second = built.q[..., :24].float(), built.q[..., 24:48].float()
+    assert torch.equal(rotated[..., :24], (first * cos - second * sin).bfloat16())
+    assert torch.equal(rotated[..., 24:48], (first * sin + second * cos).bfloat16())
+
+
 def test_steps_give_what_one_call_gives() -> None:
     """Each token is rotated by its own position, whichever call brings it."""
     whole = Built(replace(PAGED, seqlens=(5, 9, 7), new=5))
