@@ -46,7 +46,10 @@ MUTANTS: list[Mutant] = [
         "kernels/triton/append/kernel.py",
         INTERPRETED,
         {
-            "append: triton's pages may be any": ("wrong = (page < 0) | (page >= pages)", "wrong = page < 0"),
+            "append: triton's pages may be any": (
+                "mask=reports & exists & wrong)",
+                "mask=reports & exists & (page < 0))",
+            ),
             "append: triton's first element of a pair": (
                 "first, second = 2 * j, 2 * j + 1",
                 "first, second = j, 2 * j + 1",

@@ -85,7 +85,7 @@ ABOVE |= {"nn", "compat", "cli", "bench", "viz", "reference", "testing", "parall
 # Of TileLang's modules, those that choose, load and launch.
 FOLDERS = ("backward", "backward.amd", "backward.hopper", "build", "forward", "forward.amd", "forward.hopper")
 HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "build.library"}
-HOST |= {"append", "append.backend", "append.library"}
+HOST |= {"append", "append.backend", "append.job", "append.library"}
 HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table"}
 HOST |= {f"forward.{name}" for name in ("defaults", "launch", "library", "packed", "queue", "space")}
 HOST |= {f"backward.{name}" for name in ("launch", "library", "space", "workspaces")}
