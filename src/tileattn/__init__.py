@@ -10,10 +10,14 @@ from torch.nn.attention import register_flash_attention_impl
 from . import math as math  # not in __all__: `import *` would hide Python's `math`
 from .api.append import append_kv
 from .api.attention import attention
+from .api.decode import decode, decode_plan
+from .api.kv_cache import PagedKVCache
+from .api.merge import merge
 from .api.padding import Unpadded, pad_input, unpad_input
 from .api.sdpa import scaled_dot_product_attention
 from .api.varlen import varlen_attention
 from .call.cache_status import check_caches
+from .call.decoding import DecodePlan, FixedSplit
 from .call.fp8 import QuantizedFP8, quantize_fp8
 from .call.packed_status import check_packed
 from .masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
@@ -32,10 +36,13 @@ __all__ = [
     "ALiBi",
     "Bias",
     "Causal",
+    "DecodePlan",
     "Documents",
+    "FixedSplit",
     "FunctionMask",
     "KeyPadding",
     "Mask",
+    "PagedKVCache",
     "PrefixLM",
     "QuantizedFP8",
     "ScoreMod",
@@ -46,6 +53,9 @@ __all__ = [
     "attention",
     "check_caches",
     "check_packed",
+    "decode",
+    "decode_plan",
+    "merge",
     "pad_input",
     "quantize_fp8",
     "scaled_dot_product_attention",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-from . import appending, backends, calls, gradients, masks, packed, rules
+from . import appending, backends, calls, decode, gradients, masks, packed, rules
 from .mutant import Mutant
 
 
 def all_mutants() -> list[Mutant]:
     """Every mutant, by area."""
-    areas = (gradients, backends, calls, rules, packed, appending, masks)  # those that take longest first
+    areas = (gradients, decode, backends, calls, rules, packed, appending, masks)  # those that take longest first
     return list(itertools.chain.from_iterable(area.MUTANTS for area in areas))

@@ -178,15 +178,21 @@ MUTANTS: list[Mutant] = [
         f"{TRITON}/forward/kernel.py",
         INTERPRETED,
         {
-            "triton: the sum is not rescaled": ("l = l * alpha + tl.sum(p, 1)", "l = l + tl.sum(p, 1)"),
             "triton: the output is not rescaled": ("acc = acc * alpha[:, None]\n        # V:", "# V:"),
+            "triton: query heads in turn": ("h_kv = h // heads_per_kv_head", "h_kv = h % heads_per_kv_head"),
+        },
+    ),
+    *mutants(
+        f"{TRITON}/tile/softmax.py",
+        INTERPRETED,
+        {
+            "triton: the sum is not rescaled": ("l = l * alpha + tl.sum(p, 1)", "l = l + tl.sum(p, 1)"),
             "triton: rows without keys have a maximum": ('float("inf"), 0.0, m)', 'float("inf"), m, m)'),
             "triton: lse in powers of two": ("(m + tl.log2(l)) * LN2", "(m + tl.log2(l))"),
             "triton: the sum beside a sink": (
                 "l = l * alpha + tl.exp2(logit - m_new)",
                 "l = l + tl.exp2(logit - m_new)",
             ),
-            "triton: query heads in turn": ("h_kv = h // heads_per_kv_head", "h_kv = h % heads_per_kv_head"),
         },
     ),
     *mutants(

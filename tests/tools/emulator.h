@@ -80,9 +80,36 @@ static inline void with_warp(Action&& action) {
   warp_meetings[warp()].join(LANES, action);
 }
 
+static inline int __shfl_up_sync(unsigned, int x, int distance, int) {
+  static int given[MAX_THREADS / LANES][LANES];
+  given[warp()][lane()] = x;
+  with_warp([] {});
+  int found = given[warp()][lane() < distance ? lane() : lane() - distance];
+  with_warp([] {});
+  return found;
+}
+static inline int __syncthreads_or(int x) {
+  static int any;
+  any = 0;
+  __syncthreads();
+  any |= x != 0;
+  __syncthreads();
+  int found = any;
+  __syncthreads();
+  return found;
+}
+
+// Blocks follow each other: the last to arrive finds what all others have stored.
+static inline void __threadfence() {}
+static inline int AtomicAddRet(int* target, int x) {
+  int before = *target;
+  *target += x;
+  return before;
+}
+
 static void run_block(const std::function<void()>& body) {
   kernel_body = &body;
-  memset(shared_memory, 0xff, sizeof shared_memory);  // NaN where nobody has written
+  memset(shared_memory, 0xff, sizeof shared_memory);  // NaN where nothing has been written
   for (int t = 0; t < thread_count; ++t) {
     if (!stacks[t]) stacks[t] = (char*)malloc(STACK_BYTES);
     threads[t] = {t, 0, 0};

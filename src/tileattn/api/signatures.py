@@ -11,6 +11,7 @@ from typing import TypedDict
 
 from torch import Tensor
 
+from ..call.decoding import DecodePlan, Splits
 from ..runtime.run import MaskLike, ScoreModLike
 
 
@@ -39,3 +40,21 @@ class AttentionOptions(SharedOptions, total=False):
 
 class VarlenOptions(SharedOptions, total=False):
     """Keyword arguments of :func:`tileattn.varlen_attention`, without `return_lse`."""
+
+
+class DecodeKeywords(TypedDict, total=False):
+    """Keyword arguments of :func:`tileattn.decode`, without `return_lse`."""
+
+    page_table: Tensor | None
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int | None
+    causal: bool
+    mask: MaskLike | None
+    score_mod: ScoreModLike | None
+    tree_mask: Tensor | None
+    sink: Tensor | None
+    scale: float | None
+    splits: Splits
+    plan: DecodePlan | None
+    out: Tensor | None
+    backend: str | None

@@ -11,12 +11,13 @@ only the device knows (`seqlens_k`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .inputs import NO_OPERANDS, Operands
+from .scalars import as_int
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,16 @@ class FixedSplit:
 
     keys: int
 
+    def __post_init__(self) -> None:
+        keys = as_int(self.keys)
+        if not isinstance(keys, int) or isinstance(keys, bool):
+            raise TypeError(f"FixedSplit: keys must be an int, a positive multiple of 128, got {self.keys!r}")
+        if keys <= 0 or keys % 128:
+            raise ValueError(f"FixedSplit: keys must be a positive multiple of 128, got {keys}")
+        object.__setattr__(self, "keys", keys)
 
-Splits: TypeAlias = "int | FixedSplit | None"  # a number of parts for each sequence; at fixed keys; or None, for speed
+
+Splits: TypeAlias = int | FixedSplit | None  # a number of parts for each sequence; at fixed keys; or None, for speed
 
 
 @dataclass(frozen=True)
@@ -141,8 +150,9 @@ class DecodePlan:
 
     Attributes:
         tensor: what the planning kernel wrote; None for a backend that needs no plan.
-        made_for: the backend's name, the call's facts, its sizes and splits; compared with those of the call.
+        made_for: the backend's name, the call's facts, its sizes and splits, as one text; compared with that of the
+            call.
     """
 
     tensor: Tensor | None
-    made_for: tuple[Any, ...]
+    made_for: str

@@ -21,7 +21,7 @@ def check_metadata(packed: Packed, device: torch.device) -> None:
     `device` is that of q. The values of `cu_seqlens` are not read.
     """
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        _check_cu_seqlens(name, getattr(packed, name), device)
+        check_cu_seqlens(name, getattr(packed, name), device)
     of_q, of_k = packed.cu_seqlens_q.shape[0], packed.cu_seqlens_k.shape[0]
     if of_q != of_k:
         raise ValueError(
@@ -29,10 +29,11 @@ def check_metadata(packed: Packed, device: torch.device) -> None:
             f"(shapes ({of_q},) and ({of_k},))"
         )
     for name in ("max_seqlen_q", "max_seqlen_k"):
-        _check_max_seqlen(name, getattr(packed, name))
+        check_max_seqlen(name, getattr(packed, name))
 
 
-def _check_cu_seqlens(name: str, x: Any, device: torch.device) -> None:
+def check_cu_seqlens(name: str, x: Any, device: torch.device) -> None:
+    """Raises TypeError or ValueError unless x is int32 (sequences + 1,), contiguous, on the device."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be an int32 tensor (sequences + 1,), got {type(x).__name__}")
     if x.dtype != torch.int32:
@@ -45,15 +46,16 @@ def _check_cu_seqlens(name: str, x: Any, device: torch.device) -> None:
         raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
 
 
-def _check_max_seqlen(name: str, size: Any) -> None:
+def check_max_seqlen(name: str, size: Any) -> None:
+    """Raises TypeError or ValueError unless the size is an int of at least 0."""
     if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
         raise TypeError(f"{name} must be an int that the host knows, got {type(size).__name__} {size!r}")
     if size < 0:
         raise ValueError(f"{name} must be at least 0, got {size}")
 
 
-class Sequence(NamedTuple):
-    """One sequence of a packed call."""
+class SequenceSlices(NamedTuple):
+    """The slices of one sequence of a packed call in its tensors."""
 
     number: int
     rows: slice
@@ -62,19 +64,20 @@ class Sequence(NamedTuple):
     """The sequence's rows of k and v."""
 
 
-def sequences(packed: Packed, total_q: int, total_k: int) -> list[Sequence]:
+def sequences(packed: Packed, total_q: int, total_k: int) -> list[SequenceSlices]:
     """The sequences of a packed call, in order. Waits for the device.
 
     Raises:
         ValueError: `cu_seqlens` does not start at 0, decreases, or goes beyond the tensors; or a length is larger than
             `max_seqlen`.
     """
-    of_q = _spans("q", packed.cu_seqlens_q.tolist(), packed.max_seqlen_q, total_q)
-    of_k = _spans("k", packed.cu_seqlens_k.tolist(), packed.max_seqlen_k, total_k)
-    return [Sequence(number, *spans) for number, spans in enumerate(zip(of_q, of_k, strict=True))]
+    of_q = spans_of("q", packed.cu_seqlens_q.tolist(), packed.max_seqlen_q, total_q)
+    of_k = spans_of("k", packed.cu_seqlens_k.tolist(), packed.max_seqlen_k, total_k)
+    return [SequenceSlices(number, *spans) for number, spans in enumerate(zip(of_q, of_k, strict=True))]
 
 
-def _spans(which: str, ends: list[int], max_seqlen: int, total: int) -> list[slice]:
+def spans_of(which: str, ends: list[int], max_seqlen: int, total: int) -> list[slice]:
+    """The rows of each sequence, of the values of `cu_seqlens` on the host. Raises as :func:`sequences`."""
     name = f"cu_seqlens_{which}"
     if ends[0] != 0:
         raise ValueError(f"{name} must start at 0, got {ends[0]}")

@@ -26,6 +26,9 @@ _ELSEWHERE = {
     "softcap": "score_mod=tileattn.SoftCap(cap)",
     "window_size": "mask=tileattn.SlidingWindow(left, right)",
     "alibi_slopes": "score_mod=tileattn.ALiBi(slopes)",
+    "block_table": "page_table= of tileattn.decode",
+    "cache_seqlens": "seqlens_k of tileattn.decode",
+    "num_splits": "splits= of tileattn.decode",
     "enable_gqa": "nothing: k and v may always have fewer heads than q",
 }
 
@@ -86,7 +89,7 @@ def check_packed_arguments(
             f"k and v must have one total and one number of heads, got {k.shape[0]} and {k.shape[1]} in k, "
             f"{v.shape[0]} and {v.shape[1]} in v"
         )
-    _check_heads(q.shape[1:], k.shape[1:], v.shape[2])
+    check_heads(q.shape[1:], k.shape[1:], v.shape[2])
     _check_options(q, q.shape[1], sink, dropout_p, scale)
 
 
@@ -98,22 +101,7 @@ def check_flags(**flags: Any) -> tuple[Any, ...]:
 def _check_tensors(q: Any, k: Any, v: Any, ndim: int, dimensions: str) -> None:
     """The checks of tensors that do not depend on the layout."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.is_nested:
-            raise TypeError(
-                f"{name} must be a dense tensor, got a nested one; tileattn.varlen_attention takes its parts, "
-                f"{name}.values() and {name}.offsets().int() as cu_seqlens"
-            )
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
-        if tensor.ndim != ndim:
-            raise ValueError(f"{name} must have {dimensions}, got shape {tuple(tensor.shape)}")
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ValueError(
-                f"{name} must have a contiguous last dimension, got strides {tensor.stride()} for shape "
-                f"{tuple(tensor.shape)}; use {name}.contiguous()"
-            )
+        check_dense(name, tensor, ndim, dimensions)
     if q.dtype == torch.float8_e5m2:
         raise TypeError(
             "q must not be torch.float8_e5m2, whose 2 bits of mantissa are for gradients; use torch.float8_e4m3fn"
@@ -126,12 +114,32 @@ def _check_tensors(q: Any, k: Any, v: Any, ndim: int, dimensions: str) -> None:
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
 
 
+def check_dense(name: str, tensor: Any, ndim: int, dimensions: str) -> None:
+    """Raises TypeError or ValueError unless it is a dense tensor of `ndim` dimensions, the last one contiguous."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise TypeError(
+            f"{name} must be a dense tensor, got a nested one; tileattn.varlen_attention takes its parts, "
+            f"{name}.values() and {name}.offsets().int() as cu_seqlens"
+        )
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    if tensor.ndim != ndim:
+        raise ValueError(f"{name} must have {dimensions}, got shape {tuple(tensor.shape)}")
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(
+            f"{name} must have a contiguous last dimension, got strides {tensor.stride()} for shape "
+            f"{tuple(tensor.shape)}; use {name}.contiguous()"
+        )
+
+
 def _check_options(q: torch.Tensor, heads: int, sink: Any, dropout_p: Any, scale: Any) -> None:
     if sink is not None:
-        _check_sink(sink, q, heads)
+        check_sink(sink, q, heads)
     _check_dropout(dropout_p)
     if scale is not None:
-        _check_scale(scale)
+        check_scale(scale)
 
 
 def _check_dropout(p: Any) -> None:
@@ -141,7 +149,7 @@ def _check_dropout(p: Any) -> None:
         raise ValueError(f"dropout_p must be a probability, a number from 0 to 1, got {p!r}")
 
 
-def _check_scale(scale: Any) -> None:
+def check_scale(scale: Any) -> None:
     if not isinstance(scale, (int, float, torch.SymFloat)) or isinstance(scale, bool):
         raise TypeError(f"scale must be a finite number or None, got {scale!r}")
     if not -math.inf < scale < math.inf:
@@ -160,10 +168,10 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
             f"k and v must have one seqlen and one number of heads, got {seqlen_k} and {kv_heads} in k, "
             f"{v.shape[1]} and {v.shape[2]} in v (layout={layout!r})"
         )
-    _check_heads((heads, head_dim), (kv_heads, head_dim_k), v.shape[3], f" (layout={layout!r})")
+    check_heads((heads, head_dim), (kv_heads, head_dim_k), v.shape[3], f" (layout={layout!r})")
 
 
-def _check_heads(of_q: Sequence[int], of_k: Sequence[int], head_dim_v: int, where: str = "") -> None:
+def check_heads(of_q: Sequence[int], of_k: Sequence[int], head_dim_v: int, where: str = "") -> None:
     """Checks (heads, head_dim) of q and of k, and head_dim_v."""
     (heads, head_dim), (kv_heads, head_dim_k) = of_q, of_k
     if head_dim_k != head_dim:
@@ -176,7 +184,7 @@ def _check_heads(of_q: Sequence[int], of_k: Sequence[int], head_dim_v: int, wher
         )
 
 
-def _check_sink(sink: Any, q: torch.Tensor, heads: int) -> None:
+def check_sink(sink: Any, q: torch.Tensor, heads: int) -> None:
     if not isinstance(sink, torch.Tensor) or not sink.dtype.is_floating_point:
         raise TypeError(f"sink must be a floating-point tensor, got {getattr(sink, 'dtype', type(sink).__name__)}")
     if tuple(sink.shape) != (heads,):

@@ -5,10 +5,11 @@ A backend refuses a call with a reason. If every candidate refuses, the error li
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
@@ -17,8 +18,11 @@ from ..call.facts import AttentionCall, BackwardCall, Gradients
 from ..call.inputs import Inputs
 from ..kernels.mma import backend as mma_backend
 from ..kernels.tilelang import backend as tilelang_backend
+from ..kernels.tilelang.decode import backend as tilelang_decode
 from ..kernels.torch import backend as torch_backend
+from ..kernels.torch.decode import backend as torch_decode
 from ..kernels.triton import backend as triton_backend
+from ..kernels.triton.decode import backend as triton_decode
 from ..tuner import state
 from ..tuner.space import Space
 
@@ -147,6 +151,7 @@ BACKENDS: tuple[Backend, ...] = (
         tilelang_backend.prepare_backward,
         space=tilelang_backend.space,
         backward_space=tilelang_backend.backward_space,
+        decode=DecodePhase(tilelang_decode.refusal, tilelang_decode.reservation, tilelang_decode.prepare),
     ),
     Backend(
         "triton",
@@ -155,6 +160,7 @@ BACKENDS: tuple[Backend, ...] = (
         triton_backend.reservation,
         triton_backend.prepare,
         triton_backend.prepare_backward,
+        decode=DecodePhase(triton_decode.refusal, triton_decode.reservation, triton_decode.prepare),
     ),
     _mma(""),
     Backend(
@@ -164,6 +170,7 @@ BACKENDS: tuple[Backend, ...] = (
         lambda call: None,
         torch_backend.prepare,
         torch_backend.prepare_backward,
+        decode=DecodePhase(torch_decode.refusal, lambda call: None, torch_decode.prepare),
     ),
 )
 
@@ -199,25 +206,84 @@ def named(name: str) -> Backend:
         ValueError: no backend has that name, or its options are wrong.
     """
     first, colon, options = str(name).partition(":")
-    found = next((candidate for candidate in BACKENDS if candidate.name == first), None)
-    if found is None or (colon and found.configured is None):
+    backend = next((candidate for candidate in BACKENDS if candidate.name == first), None)
+    if backend is None or (colon and backend.configured is None):
         raise ValueError(f"backend must be one of {', '.join(map(repr, _NAMES))} or None, got {name!r}")
-    if found.configured is None or not colon:
-        return found
-    return found.configured(options)
+    if backend.configured is None or not colon:
+        return backend
+    return backend.configured(options)
 
 
 @functools.lru_cache(maxsize=4096)
 def _select(call: AttentionCall, backend: str | None) -> Backend:
+    return _first_that_accepts(call, backend, lambda candidate: (candidate.reservation, candidate.refusal))
+
+
+Call = TypeVar("Call", AttentionCall, DecodeCall)
+Answers = tuple[Callable[[Call], "str | None"], Callable[[Call], "str | None"]]  # a reservation and a refusal
+
+
+def _first_that_accepts(call: Call, backend: str | None, answers_of: Callable[[Backend], Answers[Call]]) -> Backend:
+    """The first backend, or the named one, if it accepts the call. `answers_of` gives its reservation and refusal."""
     reasons = []
     for candidate in BACKENDS if backend is None else (named(backend),):
-        reason = candidate.reservation(call) if backend is None else None
-        reason = reason or candidate.refusal(call)
+        reservation, refusal = answers_of(candidate)
+        reason = reservation(call) if backend is None else None
+        reason = reason or refusal(call)
         if reason is None:
             return candidate
         reasons.append(f"{candidate.name}: {reason}")
     who = "no backend runs" if backend is None else f"backend={backend!r} does not run"
     raise NotImplementedError(f"{who} this call ({call}): " + "; ".join(reasons))
+
+
+class PreparedDecode(NamedTuple):
+    """The decode phase of the backend that runs a call.
+
+    Attributes:
+        run: the backend's phase for calls of these sizes.
+        made_for: what a plan of it is made for (:class:`tileattn.call.decoding.DecodePlan`).
+    """
+
+    run: Decode
+    made_for: str
+
+
+def select_decode(call: DecodeCall, backend: str | None = None) -> Backend:
+    """Selects the backend that runs a decode call. Raises as :func:`select`."""
+    _check_name(backend)
+    return _select_decode(call, backend)
+
+
+@functools.lru_cache(maxsize=4096)
+def _select_decode(call: DecodeCall, backend: str | None) -> Backend:
+    return _first_that_accepts(call, backend, _answers_for_decode)
+
+
+def _answers_for_decode(candidate: Backend) -> Answers[DecodeCall]:
+    phase = candidate.decode
+    if phase is None:
+        return (lambda call: None), (lambda call: "it does not decode")
+    return phase.reservation, phase.refusal
+
+
+def prepare_decode(
+    call: DecodeCall, backend: str | None, sizes: DecodeSizes, scale: float, splits: Splits
+) -> PreparedDecode:
+    """The decode phase of the backend that runs a call of these sizes. Raises as :func:`select`."""
+    _check_name(backend)
+    return _prepare_decode(call, backend, sizes, scale, splits)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare_decode(
+    call: DecodeCall, backend: str | None, sizes: DecodeSizes, scale: float, splits: Splits
+) -> PreparedDecode:
+    chosen = _select_decode(call, backend)
+    assert chosen.decode is not None  # a backend without a decode phase refuses
+    of_plan = dataclasses.replace(call, return_lse=True)  # whether lse is written changes no plan
+    made_for = f"{chosen.name}: {of_plan}, {sizes}, splits={splits}"
+    return PreparedDecode(chosen.decode.prepare(call, sizes, scale, splits), made_for)
 
 
 def prepare_forward(
@@ -274,14 +340,15 @@ def _tuned(
     """A prepared pass inside `tileattn.tuning()`, whose first call is tuned."""
     session = state.session
     assert session is not None
-    found = None if space is None else space(call, *sizes)
-    if found is None:
+    configurations = None if space is None else space(call, *sizes)
+    if configurations is None:
         if space is None:
             session.without_candidates(name, arch)
         return prepare(call, *sizes)
-    return cast(Prepared, session.tunes(found, arch, lambda: prepare(call, *sizes)))
+    return cast(Prepared, session.tunes(configurations, arch, lambda: prepare(call, *sizes)))
 
 
 # Prepared passes depend on the tuner's results.
 state.forgets(_prepare.cache_clear)
 state.forgets(_prepare_backward.cache_clear)
+state.forgets(_prepare_decode.cache_clear)

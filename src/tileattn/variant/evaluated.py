@@ -17,12 +17,13 @@ from .mask_bounds import Range
 from .masks import And, Causal, Documents, KeyPadding, Mask, Or, PrefixLM, SlidingWindow
 from .reading import evaluate
 from .scores import ALiBi, Bias, PackedBias, SoftCap
+from .tree_mask import TreeMask
 
 if TYPE_CHECKING:
     from ..call.inputs import Operands
     from .program import Program
 
-_OF_INTEGERS = (Causal, Documents, KeyPadding, PrefixLM, SlidingWindow)
+_OF_INTEGERS = (Causal, Documents, KeyPadding, PrefixLM, SlidingWindow, TreeMask)
 _KNOWN = (ALiBi, Bias, PackedBias, SoftCap)
 
 

@@ -146,10 +146,15 @@ def for_packed(
     mods: Sequence[Callable[..., Any]], cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor
 ) -> tuple[Callable[..., Any], ...]:
     """The modifications for a packed call: each Bias becomes a PackedBias. Does not wait for the device."""
+    return with_first(mods, lambda: cu_seqlens_k.diff() - cu_seqlens_q.diff())
+
+
+def with_first(mods: Sequence[Callable[..., Any]], first: Callable[[], torch.Tensor]) -> tuple[Callable[..., Any], ...]:
+    """The modifications for sequences whose first queries are at the positions `first()`: as :func:`for_packed`."""
     if not any(type(mod) is Bias for mod in mods):
         return tuple(mods)
-    first = cu_seqlens_k.diff() - cu_seqlens_q.diff()
-    return tuple(PackedBias(mod.tensor, first) if type(mod) is Bias else mod for mod in mods)
+    positions = first()
+    return tuple(PackedBias(mod.tensor, positions) if type(mod) is Bias else mod for mod in mods)
 
 
 def _check_float(name: str, tensor: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import torch
@@ -11,6 +10,7 @@ from ...call.facts import AttentionCall, BackwardCall, Gradients
 from ...call.fp8 import FP8, accumulator, dequantize
 from ...call.inputs import Inputs, Operands
 from ...variant.program import restore
+from .autocast import no_autocast
 from .backward import Needs
 from .backward import backward as torch_backward
 from .forward import forward as torch_forward
@@ -33,7 +33,7 @@ def prepare(
     def forward(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v, sink, operands, dropout, packed, descales = inputs
         mask, score_mods = restore(call.variant, operands, accumulator(call.dtype))
-        with _no_autocast(q.device):
+        with no_autocast(q.device):
             if descales is not None:
                 # Dequantize to float32: 16 bits would round the values again.
                 q, k, v = (dequantize(x, descale) for x, descale in zip((q, k, v), descales))
@@ -63,14 +63,7 @@ def prepare_backward(
         read = [x if watch is None else watch for x, watch in zip(operands.tensors, watched)]
         _, score_mods = restore(call.forward.variant, Operands(read, operands.ints, operands.floats), dtype)
         run = torch_backward if inputs.packed is None else packed_backward
-        with _no_autocast(inputs.q.device):
+        with no_autocast(inputs.q.device):
             return run(inputs, o, lse, do, dlse, mask, score_mods, watched, Needs(*call.needs[:4]), scale)
 
     return backward
-
-
-def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """A context without autocast, which has already cast q, k and v and must not cast the scores."""
-    if torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()

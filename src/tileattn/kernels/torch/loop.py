@@ -5,6 +5,8 @@ Scores and sums are float32, or float64 for float64 inputs. Source: Dao 2023 (ar
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,14 +35,33 @@ def attend(
     """
     if seen.lo == seen.hi:
         return without_keys(q, v, matrix.dtype)
+    tiles = [slice(lo, min(lo + BLOCK_N, seen.hi)) for lo in range(seen.lo, seen.hi, BLOCK_N)]
+    state = states(q, lambda keys: (k[:, keys], v[:, keys]), tiles, matrix, rows, seen, scale)
+    o, lse = finish(state)
+    return (o * matrix.weight_of_kept).transpose(1, 2).to(q.dtype), lse
+
+
+def states(
+    q: Tensor,
+    keys_of: Callable[[slice], tuple[Tensor, Tensor]],
+    tiles: Sequence[slice],
+    matrix: ScoreMatrix,
+    rows: slice,
+    seen: KeyRange,
+    scale: float,
+) -> RowState:
+    """The state of a block of rows after some tiles of keys, at least one, in their order.
+
+    keys_of: the keys and values of a tile, each (batch, keys, kv_heads, dim).
+    """
     batch, count, heads, _ = q.shape
-    kv_heads = k.shape[2]
-    # The queries of a group of heads become rows of their kv head: (batch, kv_heads, group * rows, head_dim).
-    scaled = (q.to(matrix.dtype) * scale).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    state = None
-    for lo in range(seen.lo, seen.hi, BLOCK_N):
-        keys = slice(lo, min(lo + BLOCK_N, seen.hi))
-        k_tile, v_tile = (x[:, keys].transpose(1, 2).to(matrix.dtype) for x in (k, v))
+    state, scaled = None, None
+    for keys in tiles:
+        k_tile, v_tile = (x.transpose(1, 2).to(matrix.dtype) for x in keys_of(keys))
+        kv_heads = k_tile.shape[1]
+        if scaled is None:
+            # The queries of a group of heads become rows of their kv head: (batch, kv_heads, group * rows, head_dim).
+            scaled = (q.to(matrix.dtype) * scale).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         # S = scale * Q K^T
         scores = (scaled @ k_tile.mT).view(batch, heads, count, -1)
         scores = matrix.modified(scores, rows, keys)
@@ -54,8 +75,7 @@ def attend(
         tile = RowState(m, l, o)
         state = tile if state is None else join(state, tile)
     assert state is not None
-    o, lse = finish(state)
-    return (o * matrix.weight_of_kept).transpose(1, 2).to(q.dtype), lse
+    return state
 
 
 def without_keys(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from ...call.decoding import DecodeCall
 from ...call.facts import AttentionCall
 from ...variant.program import program
 from .interpreter import interpreted
@@ -108,7 +109,7 @@ def make_plan(call: AttentionCall, config: Config, kernel: str, tma: int, wanted
         block_M=config.block_M,
         block_N=config.block_N,
         tma=tma,
-        precision=_precision(call),
+        precision=precision_of(call),
         warp_specialize=config.warp_specialize,
         **loops(traced, of_keys)._asdict(),
         allows=of.allows,
@@ -121,7 +122,7 @@ def make_plan(call: AttentionCall, config: Config, kernel: str, tma: int, wanted
     )
 
 
-def _precision(call: AttentionCall) -> str:
+def precision_of(call: AttentionCall | DecodeCall) -> str:
     """The precision of products: of 16 bits as they are ("tf32" does not apply to them), or of float32.
 
     "bf16x6" writes each number of float32 as the sum of three of bfloat16, which has all its bits, and leaves out the

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ...call.decoding import DecodeCall
 from ...call.facts import AttentionCall
 from ...variant.expression import nodes
 from ...variant.program import program
@@ -26,7 +27,7 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def fitting(kernel: str, call: AttentionCall, config: Config) -> Config:
+def fitting(kernel: str, call: AttentionCall | DecodeCall, config: Config) -> Config:
     """`config`, or what is left of it where the tiles that scores are read from would not fit."""
     limit = HOPPER_BYTES if call.arch == "sm_90a" else NVIDIA_BYTES
 
@@ -56,12 +57,15 @@ def _smaller(kernel: str, config: Config) -> Iterator[Config]:
     yield config._replace(num_stages=1)
 
 
-def _read_bytes(call: AttentionCall, config: Config) -> int:
-    """Buffers of the loads that differ from score to score."""
+def _read_bytes(call: AttentionCall | DecodeCall, config: Config) -> int:
+    """Buffers of the loads that differ from score to score; in a decode call rows differ in the head as well."""
+    of_rows = {"q", "h"} if isinstance(call, DecodeCall) else {"q"}
     traced = program(call.variant)
     sizes = {tensor.name: tensor.dtype.itemsize for tensor in traced.tensors if tensor.dtype.itemsize >= COPIED}
     loads = {str(node): node for part in (traced.allows, traced.score) for node in nodes(part) if node.op == "load"}
-    widths = [sizes.get(load.args[0], 0) for load in loads.values() if {"q", "k"} <= _symbols(load)]
+    symbols = {text: _symbols(load) for text, load in loads.items()}
+    tiles = [load for text, load in loads.items() if "k" in symbols[text] and symbols[text] & of_rows]
+    widths = [sizes.get(load.args[0], 0) for load in tiles]
     return (config.num_stages - 1) * config.block_M * config.block_N * sum(widths)
 
 
@@ -69,7 +73,7 @@ def _symbols(load: object) -> set[object]:
     return {node.args[0] for node in nodes(load) if node.op == "symbol"}
 
 
-def _other_bytes(kernel: str, call: AttentionCall, config: Config) -> int:
+def _other_bytes(kernel: str, call: AttentionCall | DecodeCall, config: Config) -> int:
     """At most what the kernel takes without these: its operands' tiles, and what registers are exchanged through.
 
     Less than that in float32 with one stage; there nothing is copied ahead, and :func:`fitting` asks no more.
@@ -79,7 +83,7 @@ def _other_bytes(kernel: str, call: AttentionCall, config: Config) -> int:
         rows, walked = walked, rows
     d, dv = padded(call.head_dim), padded(call.head_dim_v)
     hopper = call.arch == "sm_90a"
-    staying = rows * (d if kernel == "forward" else d + dv)
+    staying = rows * (d + dv if kernel in ("keys", "queries") else d)
     buffers = config.num_stages if hopper else config.num_stages - 1  # wgmma reads one while the next is filled
     exchanged = (6 if call.dtype.itemsize == 2 else 8) * 1024 if hopper else 4 * config.block_M * config.block_N + 1024
     return call.dtype.itemsize * (staying + buffers * walked * (d + dv)) + exchanged

@@ -1,1 +1,1 @@
-"""The decode phase of the Triton backend: few queries per sequence, and a contiguous or paged cache."""
+"""The decode phase: few queries per sequence over caches of keys, which several programs share; then a merge."""

@@ -13,6 +13,7 @@ The kernel has more than ten arguments: Triton launches a kernel with each point
 import triton
 import triton.language as tl
 
+from ..tile.softmax import add_sink, divisor, natural_lse, weights
 from ..tile.tiles import (
     LOG2E,
     add_product,
@@ -24,8 +25,6 @@ from ..tile.tiles import (
     store_tile,
     visible,
 )
-
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit(do_not_specialize=["numbers", "seqlen_q", "seqlen_k", "heads", "all_heads"])
@@ -88,16 +87,10 @@ def forward_kernel(
         acc, m, l = attend(acc, m, l, q_tile, q_positions, full_end, end, keys, plan, True)
 
     if sink is not None:
-        logit = tl.load(sink + h).to(tl.float32) * LOG2E
-        m_new = finite(tl.maximum(m, logit))
-        alpha = tl.exp2(m - m_new)
-        l = l * alpha + tl.exp2(logit - m_new)
-        acc = acc * alpha[:, None]
-        m = m_new
+        acc, m, l = add_sink(acc, m, l, tl.load(sink + h).to(tl.float32) * LOG2E)
     if lse is not None:
-        store_rows(lse, (m + tl.log2(l)) * LN2, bh, seqlen_q, first, plan.block_M)
-    # l = 0: a row without keys, whose o is 0. l = inf: o is NaN, also where an infinite sink has made acc finite.
-    acc = acc / tl.where(l == 0, 1.0, tl.where(l == float("inf"), float("nan"), l))[:, None]
+        store_rows(lse, natural_lse(m, l), bh, seqlen_q, first, plan.block_M)
+    acc = acc / divisor(l)[:, None]
     if plan.tma_q:
         o.store([b, first, h * plan.padded_v], acc.to(o.dtype).reshape([1, plan.block_M, plan.padded_v]))
     else:
@@ -125,11 +118,7 @@ def attend(acc, m, l, q_tile, q_positions, start, end, keys, plan: tl.constexpr,
             s = plan.score(s * scale, b, h, q_positions, k_positions, tensors, numbers)
         if masked:
             s = tl.where(visible(plan, b, h, q_positions, k_positions, seqlen_k, tensors, numbers), s, -float("inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * unit)
-        shift = finite(m_new)
-        p = tl.exp2(s * unit - shift[:, None])
-        alpha = tl.exp2(m - shift)
-        l = l * alpha + tl.sum(p, 1)
+        p, alpha, m, l = weights(s, m, l, unit)
         acc = acc * alpha[:, None]
         # V: [block_N, padded_v]
         v_tile = load_tile(
@@ -137,14 +126,4 @@ def attend(acc, m, l, q_tile, q_positions, start, end, keys, plan: tl.constexpr,
         )
         # O += P V: [block_M, padded_v]
         acc = add_product(p, v_tile, acc, plan.precision)
-        m = m_new
     return acc, m, l
-
-
-@triton.jit
-def finite(m):
-    """The maximum, or 0 where it is infinite.
-
-    With 0, a row that has seen no key has exponentials of 0, and a row with a score of +inf has l = inf, not NaN.
-    """
-    return tl.where(tl.abs(m) == float("inf"), 0.0, m)
