@@ -1,20 +1,22 @@
-"""Compiles the kernels of a whole run in parallel, so that no GPU waits for them one by one.
+"""Compiles the kernels of a whole run ahead of it, in parallel, so that no GPU waits for a compiler.
 
     python benchmarks/precompile.py suites fa fp8 variants                 # of `tileattn bench --suite fa`, ...
     python benchmarks/precompile.py suites fa --direction bwd              # the same with --direction bwd
     python benchmarks/precompile.py conformance                            # of `pytest -m gpu`
     python benchmarks/precompile.py conformance --kernels long --jobs 16   # of `pytest -m gpu --kernels long`
+    python benchmarks/precompile.py conformance --match 'decode|append'    # of the tests of decode alone
     python benchmarks/precompile.py transformers                           # of tests/compat/transformers/test_models.py
     python benchmarks/precompile.py suites fa --arch sm_90a --list         # what would be compiled; needs no GPU
 
-Each call is really made, by the code that the run makes it with, on tensors without memory (device "meta"), and stopped
-where it asks for its kernel. So what is compiled is what the run will ask for, and nothing is allocated or launched. A
-forward pass that is differentiated goes on behind that place, to the backward pass and what that asks for.
+The run's own code makes each call, on tensors without memory (device "meta"), and is stopped where it asks for its
+kernel. Therefore exactly the kernels of the run are compiled, and nothing is allocated or launched. A forward pass that
+is differentiated goes on to its backward pass, and is stopped where that asks for its kernels.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,20 +35,28 @@ import tileattn
 from tileattn.bench import passes, problem
 from tileattn.bench.baselines.own import TileAttn, TileAttnBf16
 from tileattn.bench.cases import Case
+from tileattn.call import appending
+from tileattn.call.appending import AppendCall
 from tileattn.call.facts import AttentionCall, BackwardCall, device_arch
 from tileattn.call.fp8 import FP8
 from tileattn.cli import choices
 from tileattn.kernels.tilelang import buckets
+from tileattn.kernels.tilelang.append import backend as append_backend
+from tileattn.kernels.tilelang.append.job import AppendJob
 from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward.defaults import MainConfig
 from tileattn.kernels.tilelang.backward.library import BackwardJob, kernel_names
 from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, Done, compile_all
+from tileattn.kernels.tilelang.decode.job import DecodeJob
+from tileattn.kernels.tilelang.decode.launch import Decoding
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import Config
 from tileattn.kernels.tilelang.forward.defaults import LONG, SHORT
 from tileattn.kernels.tilelang.forward.library import Job
+from tileattn.runtime import append as append_runtime
+from tileattn.runtime import decoding
 from tileattn.runtime import operators as ops
-from tileattn.testing import Arguments, build, conformance_cases, packed_cases
+from tileattn.testing import Arguments, build, build_decode, conformance_cases, decode_cases, packed_cases
 from tileattn.tuner.state import forget_prepared
 from tileattn.variant.program import program
 
@@ -59,7 +69,7 @@ Attempt = Callable[[], Any]  # makes one call to attention
 
 
 class _Asked(Exception):
-    """A call has come as far as its kernels."""
+    """Raised where a call asks for its kernels."""
 
 
 class _Requested:
@@ -69,13 +79,22 @@ class _Requested:
         self.jobs: dict[str, AnyJob] = {}
 
     def ask(self, call: AttentionCall, config: Config) -> Any:
-        """In place of `forward_function`."""
+        """A stand-in for `forward_function`."""
         # For fp8 the forward kernel is asked for before the other.
         self._add(Job(call, config), *[Job(call, None)] * (call.dtype == FP8))
 
     def ask_backward(self, call: BackwardCall, config: MainConfig | None = None) -> Any:
-        """In place of `backward_kernels`."""
+        """A stand-in for `backward_kernels`."""
         self._add(*(BackwardJob(call, name, config) for name in kernel_names(call)))
+
+    def ask_decode(self, phase: Decoding, *_: Any) -> Any:
+        """In place of the methods of `Decoding`, which ask for both kernels, or for none."""
+        jobs = () if phase.empty else (DecodeJob(phase.call, phase.config), DecodeJob(phase.call, None))
+        self._add(*jobs)
+
+    def ask_append(self, call: AppendCall) -> Any:
+        """In place of `append_function`."""
+        self._add(AppendJob(call))
 
     def _add(self, *jobs: AnyJob) -> NoReturn:
         for job in jobs:
@@ -97,9 +116,12 @@ def _going_on(run: Callable[..., Any], trace: Callable[..., Any]) -> Callable[..
     return both
 
 
+_append_call = appending.make_append_call
+
+
 @contextmanager
 def _pretending(arch: str) -> Iterator[_Requested]:
-    """Inside, tensors on "meta" are taken for tensors on a GPU of this architecture."""
+    """Inside, tensors on "meta" count as tensors on a GPU of this architecture."""
     requested = _Requested()
     forget_prepared()  # packed calls are prepared before they ask for a kernel
     with (
@@ -110,6 +132,14 @@ def _pretending(arch: str) -> Iterator[_Requested]:
         mock.patch.object(ops, "run_backward", _going_on(ops.run_backward, ops.trace_backward)),
         mock.patch.object(forward_launch, "forward_function", requested.ask),
         mock.patch.object(backward_backend, "backward_kernels", requested.ask_backward),
+        mock.patch.object(append_backend, "append_function", requested.ask_append),
+        mock.patch.object(append_runtime, "make_append_call", functools.partial(_append_call, on_gpu=True)),
+        mock.patch.object(appending, "device_arch", return_value=arch),
+        mock.patch.object(append_runtime, "check_overlap"),  # by addresses, which are all 0
+        mock.patch.object(decoding, "_asks_for_alignment", return_value=True),
+        mock.patch.object(decoding, "device_arch", return_value=arch),
+        mock.patch.object(Decoding, "plan", lambda *arguments: requested.ask_decode(*arguments)),
+        mock.patch.object(Decoding, "__call__", lambda *arguments: requested.ask_decode(*arguments)),
     ):
         yield requested
     forget_prepared()  # those of "meta" would outlive another `default`
@@ -128,10 +158,15 @@ def jobs_of(attempts: Iterable[Attempt], arch: str) -> list[AnyJob]:
 
 
 def _weight(job: AnyJob) -> float:
-    """Larger for what takes longer to compile; a transposition, which others wait for, comes first."""
+    """Larger for a kernel that takes longer to compile; largest for a transposition, which others wait for."""
     if isinstance(job, Job) and job.config is None:
         return float("inf")
-    if isinstance(job, BackwardJob):
+    if isinstance(job, AppendJob):
+        return 1.0
+    if isinstance(job, DecodeJob):
+        call, config = job.call, job.config  # those of a plan are small
+        tile = 0 if config is None else config.block_M * (config.block_N + job.call.head_dim_v)
+    elif isinstance(job, BackwardJob):
         call = job.call.forward
         # Small kernels that read and write, and kernels of up to five products.
         tile = 0 if job.name in ("prepare", "finish") else 2 * 128 * (128 + call.head_dim + call.head_dim_v)
@@ -144,7 +179,7 @@ def _weight(job: AnyJob) -> float:
 
 
 def suite_attempts(names: Sequence[str], direction: str = "fwd") -> Iterator[Attempt]:
-    """What `tileattn bench --suite NAME --direction DIRECTION` calls of tileattn's own on a GPU."""
+    """The calls of tileattn that `tileattn bench --suite NAME --direction DIRECTION` makes on a GPU."""
     for name in names:
         chosen = choices.choose_cases(
             name, choices.ShapeOptions(), choices.VariantOptions(), None, direction, torch.device("cuda")
@@ -169,7 +204,8 @@ def _case_attempts(case: Case, direction: str) -> Iterator[Attempt]:
 
 
 def conformance_attempts() -> Iterator[Attempt]:
-    """What the tests for a GPU call: of the forward pass and, from the same cases, of the backward pass."""
+    """The calls that the tests for a GPU make: forward passes and, from the same cases, backward passes."""
+    from tests.api import test_decode_gpu, test_decode_identities, test_decode_invariance, test_server_day
     from tests.compat import test_torch_sdpa_gpu as test_gpu_sdpa
     from tests.compat.flash_attn import test_functions as test_flash_attn
     from tests.kernels.tilelang.backward import test_gpu as test_gpu_backward
@@ -177,12 +213,19 @@ def conformance_attempts() -> Iterator[Attempt]:
     from tests.kernels.tilelang.packed import test_backward_gpu as test_gpu_varlen_backward
     from tests.kernels.tilelang.packed import test_forward_gpu as test_gpu_varlen
     from tests.kernels.tilelang.tile import test_dropout_gpu as test_gpu_dropout
-    from tests.tools import conformance_call
+    from tests.tools import conformance_call, decode_call
 
     for case in conformance_cases("full") + packed_cases("full"):
         arguments = build(case, "meta")
         yield lambda arguments=arguments: conformance_call.run(arguments, "tilelang")  # type: ignore[misc]
         yield functools.partial(_training, arguments, conformance_call.run)
+    for decode_case in decode_cases("full"):
+        of_decode = build_decode(decode_case, "meta")
+        yield lambda of_decode=of_decode: decode_call.run_decode(of_decode, "tilelang")  # type: ignore[misc]
+    with mock.patch.object(test_decode_gpu, "DEVICE", "meta"):
+        yield from test_decode_gpu.calls()
+    for module in (test_decode_invariance, test_decode_identities, test_server_day):
+        yield from module.calls()
     for shape in (test_gpu.SHAPES | test_gpu.DIFFERING).values():
         for return_lse in (False, True):
             yield _attention(return_lse, **shape.tensors(device="meta"))
@@ -209,7 +252,7 @@ def conformance_attempts() -> Iterator[Attempt]:
 
 
 def transformers_attempts() -> Iterator[Attempt]:
-    """What the tests of transformers' models call on a GPU; needs transformers."""
+    """The calls that the tests of transformers' models make on a GPU; needs transformers."""
     from tests.tools import transformers_calls
 
     yield from transformers_calls.calls()
@@ -267,14 +310,16 @@ def conformance(
     kernels: Annotated[
         str | None, typer.Option(help="long or short, as [b]pytest --kernels[/b].", show_default=False)
     ] = None,
+    match: Annotated[str, typer.Option(help="Only kernels whose line of --list this regular expression matches.")] = "",
     jobs: Jobs = CORES,
     arch: Arch = None,
     only_list: List = False,
 ) -> None:
-    """The kernels of the tests for a GPU: test_conformance.py and the test_gpu files."""
+    """The kernels of the tests for a GPU: test_conformance.py, test_conformance_decode.py and the test_gpu files."""
     if kernels not in (None, "long", "short"):
         raise choices.refuse("--kernels", f"{kernels!r} is not known; accepted: long, short")
-    raise typer.Exit(run(conformance_jobs(kernels, _arch(arch)), jobs, only_list))
+    found = [job for job in conformance_jobs(kernels, _arch(arch)) if re.search(match, str(job))]
+    raise typer.Exit(run(found, jobs, only_list))
 
 
 @app.command()
@@ -291,7 +336,7 @@ def _arch(name: str | None) -> str:
 
 
 def run(jobs: Sequence[AnyJob], processes: int, only_list: bool) -> int:
-    """Print or compile; returns the exit code: 1 if a kernel could not be compiled."""
+    """Print or compile the kernels; the exit code is 1 if one could not be compiled."""
     if only_list:
         for job in jobs:
             typer.echo(str(job))
@@ -312,19 +357,19 @@ def run(jobs: Sequence[AnyJob], processes: int, only_list: bool) -> int:
 
 
 def _with_progress(jobs: Sequence[AnyJob], processes: int) -> list[Done]:
-    """A bar on a terminal, a line per kernel elsewhere."""
+    """Compiles, with a bar on a terminal and a line for each kernel elsewhere."""
     console = Console(stderr=True)
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    found = []
+    compiled = []
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("compiling", total=len(jobs))
         for done in compile_all(jobs, processes):
-            found.append(done)
+            compiled.append(done)
             bar.update(task, advance=1, description=str(done.job))
             if not console.is_terminal:
                 what = "FAILED" if done.error else "was in the cache" if done.was_there else f"{done.seconds:.1f} s"
-                typer.echo(f"[{len(found)}/{len(jobs)}] {done.job}: {what}", err=True)
-    return found
+                typer.echo(f"[{len(compiled)}/{len(jobs)}] {done.job}: {what}", err=True)
+    return compiled
 
 
 if __name__ == "__main__":

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.attention import register_flash_attention_impl
 
 from . import math as math  # not in __all__: `import *` would hide Python's `math`
+from .api.append import append_kv
 from .api.attention import attention
 from .api.decode import decode, decode_plan
+from .api.kv_cache import PagedKVCache
+from .api.merge import merge
 from .api.padding import Unpadded, pad_input, unpad_input
 from .api.sdpa import scaled_dot_product_attention
 from .api.varlen import varlen_attention
@@ -39,17 +42,20 @@ __all__ = [
     "FunctionMask",
     "KeyPadding",
     "Mask",
+    "PagedKVCache",
     "PrefixLM",
     "QuantizedFP8",
     "ScoreMod",
     "SlidingWindow",
     "SoftCap",
     "Unpadded",
+    "append_kv",
     "attention",
     "check_caches",
     "check_packed",
     "decode",
     "decode_plan",
+    "merge",
     "pad_input",
     "quantize_fp8",
     "scaled_dot_product_attention",

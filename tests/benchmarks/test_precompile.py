@@ -1,4 +1,4 @@
-"""benchmarks/precompile.py: that it finds all kernels of a run, and that one that fails does not end it."""
+"""benchmarks/precompile.py: it finds all kernels of a run, and goes on when one does not compile."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import tileattn
 from tests.tools import ROOT
+from tests.tools.decode_call import run_decode
 from tileattn.bench import cases, warmup
 from tileattn.bench.cases import Case
 from tileattn.call.facts import BackwardCall
@@ -24,11 +25,12 @@ from tileattn.kernels.tilelang.backward import library as backward_launch
 from tileattn.kernels.tilelang.backward.defaults import SHORT, short_default
 from tileattn.kernels.tilelang.backward.library import BackwardJob
 from tileattn.kernels.tilelang.build.batch import compile_job
+from tileattn.kernels.tilelang.decode.job import DecodeJob
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.defaults import LONG, Config, default, defaults, for_skewed_lengths
 from tileattn.runtime import operators as ops
-from tileattn.testing import conformance_cases, distinct_calls
+from tileattn.testing import build_decode, conformance_cases, decode_cases, distinct_calls
 from tileattn.variant.program import program
 
 # Its child processes find it by its name.
@@ -47,21 +49,21 @@ def invoke(arguments: str) -> tuple[int, str]:
 
 
 def expected_key(case: Case, dtype: str) -> str:
-    """By way of `tileattn warmup`, which knows nothing of this script."""
+    """The key by way of `tileattn warmup`, which is independent of this script."""
     call, _ = warmup.calls([(case.head_dim, case.head_dim_v)], [case.variant], [dtype], ARCH)
     return launch.cache_key(call, default(call, min(case.seqlen_q, case.seqlen_k)))
 
 
 @pytest.mark.parametrize(("suite", "dtype"), [("fa", "bf16"), ("variants", "bf16"), ("quick", "bf16"), ("fp8", "fp8")])
 def test_a_suite_is_found_whole(suite: str, dtype: str) -> None:
-    found = {job.key for job in precompile.jobs_of(precompile.suite_attempts([suite]), ARCH) if job.config}
+    keys = {job.key for job in precompile.jobs_of(precompile.suite_attempts([suite]), ARCH) if job.config}
     wanted = cases.suite(suite, dtype, "cuda")
     plain = [("causal" if case.terms.causal else "full", case) for case in wanted if not case.terms.plain]
     twins = [Case(**{**vars_of(case), "variant": variant}) for variant, case in plain]
     expected = {expected_key(case, dtype) for case in [*wanted, *twins]}
     if suite == "fp8":
         expected |= {expected_key(case, "bf16") for case in wanted}
-    assert found == expected
+    assert keys == expected
 
 
 def vars_of(case: Case) -> dict[str, object]:
@@ -72,7 +74,7 @@ def vars_of(case: Case) -> dict[str, object]:
 @pytest.mark.parametrize("suite", ["fa", "variants"])
 def test_a_suite_of_the_backward_pass_is_found_whole(suite: str, direction: str) -> None:
     """Forward kernels, which then return lse, and all kernels of the backward passes."""
-    found = precompile.jobs_of(precompile.suite_attempts([suite], direction), ARCH)
+    jobs = precompile.jobs_of(precompile.suite_attempts([suite], direction), ARCH)
     wanted = cases.suite(suite, "bf16", "cuda", direction)
     expected = set()
     for case in wanted:  # the plain twins of variants are in their suite
@@ -83,10 +85,10 @@ def test_a_suite_of_the_backward_pass_is_found_whole(suite: str, direction: str)
         expected.add(launch.cache_key(call, default(call, min(case.seqlen_q, case.seqlen_k))))
         main = short_default(backward) if case.seqlen_q <= SHORT else None
         expected |= {backward_launch.cache_key(backward, name, main) for name in backward_launch.kernel_names(backward)}
-    assert {job.key for job in found} == expected
-    assert {type(job) for job in found} == {Job, BackwardJob}
+    assert {job.key for job in jobs} == expected
+    assert {type(job) for job in jobs} == {Job, BackwardJob}
     # What takes longest first: the small kernels come last.
-    assert all(isinstance(job, BackwardJob) and job.name in ("prepare", "finish") for job in found[-3:])
+    assert all(isinstance(job, BackwardJob) and job.name in ("prepare", "finish") for job in jobs[-3:])
 
 
 def test_pretending_leaves_nothing_behind() -> None:
@@ -112,17 +114,35 @@ def test_each_kernel_once() -> None:
 
 
 def test_every_conformance_call_has_its_kernel() -> None:
-    """But those with nothing to compute; and there are those whose scale is not positive."""
+    """Except calls with nothing to compute. Calls with a scale of 0 or less are among them."""
     todo = [case for case in conformance_cases("full") if 0 not in vars(case.shape).values() or case.shape.scale == 0]
     wanted = {call for call in distinct_calls(todo, ARCH) if backend.refusal(call) is None}
-    found = forward_jobs(None)
-    calls = {job.call for job in found}
+    jobs = forward_jobs(None)
+    calls = {job.call for job in jobs}
     assert len(wanted) > 100
     assert wanted <= calls
     assert any(call.variant.endswith("{score}") for call in calls - wanted)
     assert {call.aligned for call in calls} == {True, False}
     for call in wanted:
-        assert {job.config for job in found if job.call == call} <= set(defaults(call))
+        assert {job.config for job in jobs if job.call == call} <= set(defaults(call))
+
+
+def test_every_case_of_decode_has_its_kernels() -> None:
+    """An attention kernel and a plan, but for cases with nothing to compute."""
+    for case in decode_cases("full")[::9]:
+        sizes = case.shape.batch, case.shape.seqlen_q, case.shape.seqlen_k
+        if case.structure.dtype not in ("bf16", "fp16") or 0 in sizes:
+            continue
+        arguments = build_decode(case, "meta")
+        jobs = precompile.jobs_of([lambda arguments=arguments: run_decode(arguments, "tilelang")], ARCH)  # type: ignore[misc]
+        assert {type(job) for job in jobs} == {DecodeJob}, case.id
+        attention, plan = sorted(jobs, key=lambda job: job.config is None)
+        assert attention.config is not None
+        assert plan.config is None
+        call, structure = attention.call, case.structure
+        assert (call.head_dim, call.head_dim_v) == (structure.head_dim, structure.head_dim_v)
+        assert (call.packed, call.fixed, call.page_rows) == (structure.packed, structure.fixed, structure.pages)
+        assert (call.sink, call.aligned, call.arch) == (structure.sink, structure.aligned, ARCH)
 
 
 def forward_jobs(kernels: str | None) -> list[Job]:

@@ -1,4 +1,4 @@
-"""benchmarks/sanitize.py with a stand-in for compute-sanitizer: what is run, and what is made of what it says."""
+"""benchmarks/sanitize.py with a stand-in for compute-sanitizer: its launches, and how it reads the tool's output."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ import tileattn
 from tests.tools import ROOT
 from tileattn.call.fp8 import FP8
 from tileattn.kernels.tilelang import backend
+from tileattn.kernels.tilelang.append.job import AppendJob
 from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
 from tileattn.kernels.tilelang.backward.defaults import default as backward_default
 from tileattn.kernels.tilelang.backward.defaults import queries_default
 from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig, HopperQueriesConfig, HopperWideConfig
 from tileattn.kernels.tilelang.backward.library import BackwardJob
+from tileattn.kernels.tilelang.decode.job import DecodeJob
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.defaults import LONG, default
 from tileattn.kernels.tilelang.forward.library import Job
@@ -32,6 +34,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import sanitize
 import sanitize_cases
+from sanitize_decode import AppendLaunches
 
 CLEAN = "========= COMPUTE-SANITIZER\nbegin a\nend a\nbegin b\nend b\n========= ERROR SUMMARY: 0 errors\n"
 NO_RACE = "begin a\nend a\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
@@ -130,6 +133,35 @@ def test_what_is_covered() -> None:
         assert {f"bf16-packed-d{dim}-full", f"bf16-packed-d{dim}-causal"} <= set(names)
 
 
+APPEND = [case for case in sanitize.CASES["decode"] if isinstance(case, AppendLaunches)]
+
+
+def test_what_is_covered_of_decode() -> None:
+    cases = sanitize.CASES["decode"]
+    assert len({case.name for case in cases}) == len(cases)
+    assert all(len(case.sizes) == len(list(case.launches("meta"))) for case in cases)
+    assert {case.page for case in APPEND} >= {0, 1, 3, 16}
+    cases = [case for case in cases if case not in APPEND]
+    assert {case.page for case in cases} >= {0, 1, 3, 16, 48, 64}
+    assert {case.structure.head_dim for case in cases} >= {64, 128, 192, 256}
+    for flag in ("packed", "fixed", "sink", "tree"):
+        assert any(getattr(case.structure, flag) for case in cases), flag
+
+
+def test_calls_of_decode_are_sound_where_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the torch backend; what is wrong raises there, and names what it is."""
+    for name in ("decode", "append_kv"):
+        real = getattr(tileattn, name)
+        monkeypatch.setattr(tileattn, name, lambda *a, real=real, **named: real(*a, **{**named, "backend": "torch"}))
+    for case in sanitize.CASES["decode"][::5]:
+        for size, run in zip(case.sizes, case.launches("cpu")):
+            if "beyond" in size and not ("pages" in size and case.page == 0):
+                with pytest.raises(ValueError, match=r"seqlens_k|cu_seqlens_q|page_table"):
+                    run()
+            else:
+                assert case.is_sound(*run()), (case.name, size)
+
+
 needs_tilelang = pytest.mark.skipif(backend.importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
 
 
@@ -146,13 +178,25 @@ def test_the_kernels_of_all_cases() -> None:
 
 
 @needs_tilelang
+def test_the_decode_kernels_of_all_cases() -> None:
+    """No case is refused; each has an attention kernel and a plan."""
+    for case in sanitize.CASES["decode"]:
+        jobs = sanitize.jobs([case], ["short"], "sm_90a")
+        if case in APPEND:
+            assert [type(job) for job in jobs] == [AppendJob], case.name
+            continue
+        assert {type(job) for job in jobs} == {DecodeJob}, case.name
+        assert {job.config is None for job in jobs} == {False, True}, case.name
+
+
+@needs_tilelang
 def test_the_backward_kernels_of_all_cases() -> None:
     """No case is refused, only packed ones ask for forward kernels, and every schedule is there."""
     by_case = {case: sanitize.jobs([case], ["short"], "sm_90a") for case in sanitize.CASES["bwd"]}
     assert all(by_case.values())
-    for case, found in by_case.items():
-        assert isinstance(case, sanitize_cases.PackedCase) == any(isinstance(job, Job) for job in found)
-    jobs = [job for found in by_case.values() for job in found if isinstance(job, BackwardJob)]
+    for case, kernels in by_case.items():
+        assert isinstance(case, sanitize_cases.PackedCase) == any(isinstance(job, Job) for job in kernels)
+    jobs = [job for kernels in by_case.values() for job in kernels if isinstance(job, BackwardJob)]
     assert {job.name for job in jobs} == {"prepare", "main", "finish", "queries"}
     schedules = (BackwardConfig, HopperBackwardConfig, HopperWideConfig)
     assert {type(backward_default(job.call)) for job in jobs if job.name == "main"} == set(schedules)
@@ -180,7 +224,7 @@ PACKED = [case for case in sanitize.CASES["bwd"] if isinstance(case, sanitize_ca
     [pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.head_dim > 64 else []) for case in PACKED],
 )
 def test_packed_launches_are_calls(case: sanitize_cases.PackedBackwardCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those with right lengths give finite gradients on the torch backend; the others are refused there at once."""
+    """Right lengths give finite gradients on the torch backend; it refuses wrong lengths at once."""
     varlen = tileattn.varlen_attention
     monkeypatch.setattr(
         tileattn, "varlen_attention", lambda *given, **named: varlen(*given, **named | {"backend": "torch"})
@@ -192,14 +236,14 @@ def test_packed_launches_are_calls(case: sanitize_cases.PackedBackwardCase, monk
             with pytest.raises(ValueError, match="cu_seqlens"):
                 launch()
         else:
-            found = launch()
-            assert len(found) == 3 + ("dalibi" in case.terms)
-            assert case.is_sound(*found)
+            outputs = launch()
+            assert len(outputs) == 3 + ("dalibi" in case.terms)
+            assert case.is_sound(*outputs)
 
 
 @pytest.mark.parametrize("case", DENSE, ids=lambda case: case.name)
 def test_backward_launches_are_calls(case: sanitize_cases.BackwardCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the torch backend they give a finite gradient for each tensor that has one."""
+    """On the torch backend the launches give a finite gradient for each tensor that has one."""
     run_backward = ops.run_backward
     monkeypatch.setattr(
         ops, "run_backward", lambda options, *given: run_backward(options._replace(backend="torch"), *given)
@@ -208,10 +252,10 @@ def test_backward_launches_are_calls(case: sanitize_cases.BackwardCase, monkeypa
     launches = list(case.launches("cpu"))
     assert len(launches) == len(case.sizes)
     for launch in launches:
-        found = launch()
-        assert len(found) == 3 + tensors
-        assert case.is_sound(*found)
-        assert not case.is_sound(*found[1:], found[0] * torch.nan)
+        outputs = launch()
+        assert len(outputs) == 3 + tensors
+        assert case.is_sound(*outputs)
+        assert not case.is_sound(*outputs[1:], outputs[0] * torch.nan)
 
 
 def test_launches_say_where_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

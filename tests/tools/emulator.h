@@ -80,9 +80,36 @@ static inline void with_warp(Action&& action) {
   warp_meetings[warp()].join(LANES, action);
 }
 
+static inline int __shfl_up_sync(unsigned, int x, int distance, int) {
+  static int given[MAX_THREADS / LANES][LANES];
+  given[warp()][lane()] = x;
+  with_warp([] {});
+  int found = given[warp()][lane() < distance ? lane() : lane() - distance];
+  with_warp([] {});
+  return found;
+}
+static inline int __syncthreads_or(int x) {
+  static int any;
+  any = 0;
+  __syncthreads();
+  any |= x != 0;
+  __syncthreads();
+  int found = any;
+  __syncthreads();
+  return found;
+}
+
+// Blocks follow each other: the last to arrive finds what all others have stored.
+static inline void __threadfence() {}
+static inline int AtomicAddRet(int* target, int x) {
+  int before = *target;
+  *target += x;
+  return before;
+}
+
 static void run_block(const std::function<void()>& body) {
   kernel_body = &body;
-  memset(shared_memory, 0xff, sizeof shared_memory);  // NaN where nobody has written
+  memset(shared_memory, 0xff, sizeof shared_memory);  // NaN where nothing has been written
   for (int t = 0; t < thread_count; ++t) {
     if (!stacks[t]) stacks[t] = (char*)malloc(STACK_BYTES);
     threads[t] = {t, 0, 0};
@@ -155,6 +182,7 @@ struct __half2 { half_t x, y; };
 typedef __half2 half2;
 static inline int2 make_int2(int x, int y) { return {x, y}; }
 static inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+static inline uint1 make_uint1(uint x) { return {x}; }
 static inline uint2 make_uint2(uint x, uint y) { return {x, y}; }
 static inline uint4 make_uint4(uint x, uint y, uint z, uint w) { return {x, y, z, w}; }
 static inline ushort2 make_ushort2(ushort x, ushort y) { return {x, y}; }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tileattn.call.decoding import DecodeCall
 from tileattn.call.facts import AttentionCall
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -111,6 +112,53 @@ TABLE: dict[str, tuple[Row, ...]] = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class DecodeRow:
+    """Calls of `decode` that a backend must run: those that have all of these.
+
+    Attributes: as those of :class:`Row`. Any page size, packed or not, with or without a sink, any splits: but `fixed`
+    says whether a FixedSplit runs, too.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    head_dims: range
+    archs: tuple[str, ...]
+    unaligned: bool = True
+    fixed: bool = True
+    float64_tensors: bool = True
+
+    def contains(self, call: DecodeCall) -> bool:
+        """Whether the row promises this call."""
+        return (
+            call.dtype in self.dtypes
+            and call.arch in self.archs
+            and call.head_dim in self.head_dims
+            and call.head_dim_v in self.head_dims
+            and (self.unaligned or call.aligned)
+            and (self.fixed or not call.fixed)
+            and (self.float64_tensors or "t:float64" not in call.variant)
+        )
+
+
+DECODE_TABLE: dict[str, tuple[DecodeRow, ...]] = {
+    # "float16 and bfloat16, head dims 16 to 256 in multiples of 8"
+    "tilelang": (DecodeRow((FP16, BF16), range(16, 257, 8), NVIDIA, float64_tensors=False),),
+    # As forward.
+    "triton": (DecodeRow((FP16, BF16, FP32), range(1, 257), (*NVIDIA, *AMD, "cpu"), float64_tensors=False),),
+    "mma": (),
+    # "any device, float16 to float64, any head dim"; on a GPU PyTorch's products depend on the batch.
+    "torch": (
+        DecodeRow((FP16, BF16, FP32, FP64), range(1, 2**16), ("cpu",)),
+        DecodeRow((FP16, BF16, FP32, FP64), range(1, 2**16), ANY, fixed=False),
+    ),
+}
+
+
+def must_decode(backend: str, call: DecodeCall) -> bool:
+    """Whether the backend of this name must run a decode call, where what it needs is installed."""
+    return any(row.contains(call) for row in DECODE_TABLE[backend])
+
+
 def must_run(backend: str, call: AttentionCall) -> bool:
     """Whether the backend of this name must run a call, where what it needs is installed."""
     return any(row.contains(call) for row in TABLE[backend])
@@ -127,9 +175,15 @@ def possible(backend: str, arch: str) -> bool:
 
 
 def default_backend(call: AttentionCall) -> str | None:
-    """Who must run a call that names no backend; None where everyone refuses."""
+    """The backend that must run a call that names none; None where all refuse."""
     order = ("torch",) if call.arch == "cpu" else ("tilelang", "triton", "torch")
     return next((name for name in order if must_run(name, call)), None)
+
+
+def default_decode_backend(call: DecodeCall) -> str | None:
+    """The same as :func:`default_backend` of a decode call."""
+    order = ("torch",) if call.arch == "cpu" else ("tilelang", "triton", "torch")
+    return next((name for name in order if must_decode(name, call)), None)
 
 
 def check_refusal(backend: str, call: AttentionCall, reason: str | None) -> None:
@@ -140,7 +194,16 @@ def check_refusal(backend: str, call: AttentionCall, reason: str | None) -> None
         call: what it was asked.
         reason: what it said; None if it runs the call.
     """
-    if must_run(backend, call):
+    _check(backend, call, reason, must_run(backend, call))
+
+
+def check_decode_refusal(backend: str, call: DecodeCall, reason: str | None) -> None:
+    """The same as :func:`check_refusal` of a decode call; "it does not decode" is a refusal."""
+    _check(backend, call, reason, must_decode(backend, call))
+
+
+def _check(backend: str, call: AttentionCall | DecodeCall, reason: str | None, must: bool) -> None:
+    if must:
         assert reason is None, f"{backend} must run this call and refuses it: {reason} ({call})"
     else:
         assert reason is not None, f"{backend} must refuse this call and accepts it ({call})"

@@ -8,11 +8,13 @@ import torch
 
 from ..call.decode_validation import check_decode_arguments, check_decode_options, check_plan, check_tree_mask
 from ..call.decoding import DecodeInputs, DecodePlan, Splits
+from ..call.inputs import NO_OPERANDS
 from ..call.scalars import as_flag, as_float, as_int
 from ..call.validation import check_dense, refuse_unknown, without_unknown
-from ..runtime.decoding import DecodeOptions, make_plan, with_variant
+from ..runtime import prepared_decode
+from ..runtime.decoding import DecodeOptions, make_plan, prepared, run_phase, with_variant
 from ..runtime.decoding import run as run_decode
-from ..runtime.run import MaskLike, ScoreModLike, autocast, scale_or_default
+from ..runtime.run import MaskLike, ScoreModLike, autocast, is_plain, scale_or_default
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -131,7 +133,7 @@ def decode(
         TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted. On a CPU
             the *values* of seqlens_k, cu_seqlens_q and page_table are checked at once. On a GPU that would take a
             synchronisation: kernels touch nothing outside of the tensors, and a later call, or
-            :func:`tileattn.check_packed`, raises.
+            :func:`tileattn.check_caches`, raises.
         NotImplementedError: a tensor requires grad (and grad mode is on): decode has no gradients. Or no backend, or
             not the named one, runs the call. Caches in float8 and latent caches (MLA) are not taken yet.
 
@@ -141,13 +143,28 @@ def decode(
     if unknown:
         refuse_unknown(decode, unknown)
     check_plan(plan)
-    return_lse = as_flag("return_lse", return_lse)
-    tensors = (q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, sink, out)
-    inputs, options = _checked(
-        tensors, max_seqlen_q, causal, mask, score_mod, tree_mask, scale, splits, return_lse, backend
-    )
-    o, lse = run_decode(inputs, options, plan)
-    if inputs.cu_seqlens_q is not None:
+    if torch._C._is_any_autocast_enabled():
+        q = autocast(q)  # not the caches: they would be copied
+    key = None
+    varied = not (mask is None and score_mod is None and tree_mask is None and sink is None and out is None)
+    if not varied and is_plain(q, k_cache, v_cache):
+        given = (max_seqlen_q, causal, scale, splits, return_lse, backend)
+        key = prepared_decode.key_of(q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, given)
+    phase = None if key is None else prepared_decode.PHASES.get(key)
+    if phase is not None:
+        row = q if cu_seqlens_q is None else q[None]
+        fields = (row, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, None, NO_OPERANDS, None)
+        o, lse = run_phase(phase, prepared_decode.inputs_of(fields), plan)
+    else:
+        return_lse = as_flag("return_lse", return_lse)
+        tensors = (q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, sink, out)
+        inputs, options = _checked(
+            tensors, max_seqlen_q, causal, mask, score_mod, tree_mask, scale, splits, return_lse, backend
+        )
+        o, lse = run_decode(inputs, options, plan)
+        if key is not None:
+            prepared_decode.keep(key, prepared(inputs, options))
+    if cu_seqlens_q is not None:
         o = o.squeeze(0)
         lse = None if lse is None else lse.squeeze(0)
     if out is not None:
@@ -158,7 +175,6 @@ def decode(
     return o, lse
 
 
-@without_unknown
 def decode_plan(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -177,7 +193,6 @@ def decode_plan(
     splits: Splits = None,
     return_lse: bool = False,
     backend: str | None = None,
-    **unknown: Any,
 ) -> DecodePlan:
     """Deals the work of :func:`tileattn.decode` to the GPU's blocks, on the device, for all layers of a step.
 
@@ -203,16 +218,16 @@ def decode_plan(
         splits: see :func:`tileattn.decode`.
         return_lse: see :func:`tileattn.decode`; a plan serves calls with and without.
         backend: see :func:`tileattn.decode`.
-        **unknown: not accepted. Any other name raises a TypeError that suggests the right argument.
 
     Returns:
         A plan for ``decode(..., plan=)``. Its tensor is None for a backend that needs no plan.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as :func:`tileattn.decode`.
+        TypeError, ValueError, NotImplementedError: as :func:`tileattn.decode`. NotImplementedError also under
+            torch.compile: the plan is made outside of the graph, and is an argument of it.
     """
-    if unknown:
-        refuse_unknown(decode_plan, unknown)
+    if torch._C._is_any_autocast_enabled():
+        q = autocast(q)
     return_lse = as_flag("return_lse", return_lse)
     tensors = (q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, sink, None)
     inputs, options = _checked(
@@ -235,8 +250,6 @@ def _checked(
 ) -> tuple[DecodeInputs, DecodeOptions]:
     """The inputs and options of a call, or an error that says what is wrong with them."""
     q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, sink, out = tensors
-    if torch._C._is_any_autocast_enabled():
-        q = autocast(q)  # not the caches: they would be copied
     max_seqlen_q = as_int(max_seqlen_q)
     check_decode_arguments(q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, max_seqlen_q)
     scale = None if scale is None else as_float("scale", scale)

@@ -2,7 +2,7 @@
 
 All checks here read metadata only: shapes, dtypes, devices, strides and addresses. The values of `seqlens_k`,
 `cu_seqlens_q` and the page table are on the device. Kernels clamp them and report wrong ones afterwards
-(:mod:`tileattn.call.packed_status`); the torch backend checks them at once on a CPU.
+(:mod:`tileattn.call.cache_status`); the torch backend checks them at once on a CPU.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def sizes_of(inputs: DecodeInputs, max_seqlen_q: int) -> DecodeSizes:
 def make_decode_call(inputs: DecodeInputs, options: DecodeOptions) -> DecodeCall:
     """The static facts of a call."""
     q, k_cache, v_cache, tensors = inputs.q, inputs.k_cache, inputs.v_cache, inputs.operands.tensors
-    look = q.is_cuda  # only GPU kernels ask for alignment
+    look = _asks_for_alignment(q)
     splits, page_size = options.splits, 0 if inputs.page_table is None else k_cache.shape[1]
     return DecodeCall(
         dtype=q.dtype,
@@ -84,6 +84,11 @@ def make_decode_call(inputs: DecodeInputs, options: DecodeOptions) -> DecodeCall
         page_rows=min(MOST_PAGE_ROWS, page_size & -page_size),  # the largest power of two that divides the page size
         fixed=splits.keys if isinstance(splits, FixedSplit) else 0,
     )
+
+
+def _asks_for_alignment(q: Tensor) -> bool:
+    """Whether the call asks for alignment, as only GPU kernels do. benchmarks/precompile.py replaces this function."""
+    return q.is_cuda
 
 
 def with_variant(
@@ -123,9 +128,13 @@ def run(inputs: DecodeInputs, options: DecodeOptions, plan: DecodePlan | None) -
     check_no_gradient((inputs.q, inputs.k_cache, inputs.v_cache, inputs.sink, *inputs.operands.tensors))
     if inputs.out is not None:
         check_out(inputs.out, inputs)
-    if ops.is_traced(inputs.q):
-        return _trace(inputs, options, plan)
-    phase = prepared(inputs, options)
+    return (
+        _trace(inputs, options, plan) if ops.is_traced(inputs.q) else run_phase(prepared(inputs, options), inputs, plan)
+    )
+
+
+def run_phase(phase: PreparedDecode, inputs: DecodeInputs, plan: DecodePlan | None) -> tuple[Tensor, Tensor | None]:
+    """o and lse by a prepared phase, with the plan if there is one."""
     if plan is None:
         return phase.run(inputs, None)
     check_made_for(plan.made_for, phase.made_for)
@@ -133,7 +142,15 @@ def run(inputs: DecodeInputs, options: DecodeOptions, plan: DecodePlan | None) -
 
 
 def make_plan(inputs: DecodeInputs, options: DecodeOptions) -> DecodePlan:
-    """The plan of a call."""
+    """The plan of a call.
+
+    Raises:
+        NotImplementedError: the call is traced: the size of a plan is known when its backend has been chosen.
+    """
+    if ops.is_traced(inputs.q):
+        raise NotImplementedError(
+            "decode_plan is not traced: make the plan outside of torch.compile and torch.export, and pass it to decode"
+        )
     phase = prepared(inputs, options)
     return DecodePlan(phase.run.plan(inputs), phase.made_for)
 

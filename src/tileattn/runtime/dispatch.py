@@ -18,6 +18,7 @@ from ..call.facts import AttentionCall, BackwardCall, Gradients
 from ..call.inputs import Inputs
 from ..kernels.mma import backend as mma_backend
 from ..kernels.tilelang import backend as tilelang_backend
+from ..kernels.tilelang.decode import backend as tilelang_decode
 from ..kernels.torch import backend as torch_backend
 from ..kernels.torch.decode import backend as torch_decode
 from ..kernels.triton import backend as triton_backend
@@ -150,6 +151,7 @@ BACKENDS: tuple[Backend, ...] = (
         tilelang_backend.prepare_backward,
         space=tilelang_backend.space,
         backward_space=tilelang_backend.backward_space,
+        decode=DecodePhase(tilelang_decode.refusal, tilelang_decode.reservation, tilelang_decode.prepare),
     ),
     Backend(
         "triton",
@@ -204,12 +206,12 @@ def named(name: str) -> Backend:
         ValueError: no backend has that name, or its options are wrong.
     """
     first, colon, options = str(name).partition(":")
-    found = next((candidate for candidate in BACKENDS if candidate.name == first), None)
-    if found is None or (colon and found.configured is None):
+    backend = next((candidate for candidate in BACKENDS if candidate.name == first), None)
+    if backend is None or (colon and backend.configured is None):
         raise ValueError(f"backend must be one of {', '.join(map(repr, _NAMES))} or None, got {name!r}")
-    if found.configured is None or not colon:
-        return found
-    return found.configured(options)
+    if backend.configured is None or not colon:
+        return backend
+    return backend.configured(options)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -338,12 +340,12 @@ def _tuned(
     """A prepared pass inside `tileattn.tuning()`, whose first call is tuned."""
     session = state.session
     assert session is not None
-    found = None if space is None else space(call, *sizes)
-    if found is None:
+    configurations = None if space is None else space(call, *sizes)
+    if configurations is None:
         if space is None:
             session.without_candidates(name, arch)
         return prepare(call, *sizes)
-    return cast(Prepared, session.tunes(found, arch, lambda: prepare(call, *sizes)))
+    return cast(Prepared, session.tunes(configurations, arch, lambda: prepare(call, *sizes)))
 
 
 # Prepared passes depend on the tuner's results.

@@ -8,6 +8,10 @@
 from .build import build, output_gradients
 from .call_arguments import Arguments, ConformanceCase
 from .cases import conformance_cases, distinct_calls
+from .decode_arguments import DecodeArguments, DecodeCase
+from .decode_build import build_decode
+from .decode_cases import decode_cases
+from .decode_oracle import expected_decode
 from .dropout import dropout_mask
 from .expected import expected_forward, expected_gradients
 from .numerics import assert_accurate, assert_forward_accurate, assert_gradients_accurate
@@ -34,6 +38,11 @@ __all__ = [
     "build",
     "conformance_cases",
     "packed_cases",
+    "DecodeCase",
+    "DecodeArguments",
+    "build_decode",
+    "decode_cases",
+    "expected_decode",
     "expected_forward",
     "expected_gradients",
     "output_gradients",

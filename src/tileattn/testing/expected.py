@@ -85,7 +85,7 @@ class _Sequence:
             k=own["dk"],
             v=own["dv"],
             mask=None if arguments.mask is None else _numbered(arguments.mask, number),
-            score_mods=tuple(_of_sequence(mod, number, *lengths) for mod in arguments.score_mods),
+            score_mods=tuple(of_sequence(mod, number, *lengths) for mod in arguments.score_mods),
             packed=None,
         )
         dropout = _dropout(arguments, number, *lengths) if arguments.dropout_p else None
@@ -114,7 +114,7 @@ def _numbered(mask: Mask, number: int) -> Mask:
     return FunctionMask(lambda b, h, q, k: mask.allows(b + number, h, q, k))
 
 
-def _of_sequence(mod: Callable[..., Any], number: int, rows: int, keys: int) -> Callable[..., Any]:
+def of_sequence(mod: Callable[..., Any], number: int, rows: int, keys: int) -> Callable[..., Any]:
     """A modification as that of one sequence."""
     if isinstance(mod, Bias):
         batch = 0 if mod.tensor.shape[0] == 1 else number

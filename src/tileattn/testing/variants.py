@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,26 +11,46 @@ from torch import Tensor
 from ..variant import math as tm
 from ..variant.masks import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow
 from ..variant.scores import ALiBi, Bias, SoftCap
-from .call_arguments import AnyShape, ScoreFn
+from .call_arguments import ScoreFn
 from .tensors import Draw
 
 
-def _window(draw: Draw, shape: AnyShape) -> Mask:
+class Sizes(Protocol):
+    """What masks and modifications of a shape, of whichever kind, are sized by."""
+
+    @property
+    def batch(self) -> int:
+        """Number of batch elements, or of sequences."""
+
+    @property
+    def heads(self) -> int:
+        """Of the queries."""
+
+    @property
+    def seqlen_q(self) -> int:
+        """Of the longest sequence."""
+
+    @property
+    def seqlen_k(self) -> int:
+        """Of the longest sequence; of `decode`, the capacity."""
+
+
+def _window(draw: Draw, shape: Sizes) -> Mask:
     sizes = ((0, 0), (37, 0), (16, 50), (200, 5), (3, 300))
     return SlidingWindow(*sizes[(shape.seqlen_q + shape.seqlen_k) % len(sizes)])
 
 
-def _prefix(draw: Draw, shape: AnyShape) -> Mask:
+def _prefix(draw: Draw, shape: Sizes) -> Mask:
     return PrefixLM(shape.seqlen_k // 3)
 
 
-def _documents(draw: Draw, batch: tuple[int, ...], shape: AnyShape) -> Documents:
+def _documents(draw: Draw, batch: tuple[int, ...], shape: Sizes) -> Documents:
     """About four documents to a sequence, of any lengths."""
     begins = draw.integers(max(1, shape.seqlen_k // 4), *batch, shape.seqlen_k) == 0
     return Documents(begins.cumsum(-1).to(torch.int32))
 
 
-def _padding(draw: Draw, shape: AnyShape) -> KeyPadding:
+def _padding(draw: Draw, shape: Sizes) -> KeyPadding:
     """On the right, on the left and, in every third batch element, between; a second one has no key at all."""
     if draw.device.type == "meta":
         return KeyPadding(torch.empty((shape.batch, shape.seqlen_k), dtype=torch.bool, device="meta"))
@@ -41,20 +61,20 @@ def _padding(draw: Draw, shape: AnyShape) -> KeyPadding:
     return KeyPadding(torch.stack([kinds[i % 3][i] for i in range(shape.batch)]))
 
 
-def _function(draw: Draw, shape: AnyShape) -> Mask:
+def _function(draw: Draw, shape: Sizes) -> Mask:
     return FunctionMask(lambda b, h, q, k: ((h % 2 == 0) & (k <= q)) | (k % 3 == b % 2))
 
 
-def _function_of_tensor(draw: Draw, shape: AnyShape) -> Mask:
+def _function_of_tensor(draw: Draw, shape: Sizes) -> Mask:
     keep = draw.integers(4, shape.seqlen_k)
     return FunctionMask(lambda b, h, q, k: (keep[k] > 0) & (k <= q + 5))
 
 
-def _function_empty_rows(draw: Draw, shape: AnyShape) -> Mask:
+def _function_empty_rows(draw: Draw, shape: Sizes) -> Mask:
     return FunctionMask(lambda b, h, q, k: (q % 2 == 0) & (k <= q))
 
 
-MASKS: dict[str, Callable[[Draw, AnyShape], Mask | None]] = {
+MASKS: dict[str, Callable[[Draw, Sizes], Mask | None]] = {
     "none": lambda draw, shape: None,
     "causal": lambda draw, shape: Causal(),
     "window": _window,
@@ -73,7 +93,7 @@ MASKS: dict[str, Callable[[Draw, AnyShape], Mask | None]] = {
 }
 
 
-def _bias(draw: Draw, shape: AnyShape, batch: int, heads: int, rows: int) -> ScoreFn:
+def _bias(draw: Draw, shape: Sizes, batch: int, heads: int, rows: int) -> ScoreFn:
     """Rows with a gap behind them: a bias has any strides, too."""
     return Bias(draw.normal(batch, heads, rows, shape.seqlen_k + 3)[..., : shape.seqlen_k])
 
@@ -86,13 +106,13 @@ def _rows(draw: Draw, dtype: torch.dtype, begin: int, *shape: int) -> Tensor:
 
 
 def _bias_in_rows(
-    draw: Draw, shape: AnyShape, batch: int, heads: int, dtype: torch.dtype = torch.float32, begin: int = 0
+    draw: Draw, shape: Sizes, batch: int, heads: int, dtype: torch.dtype = torch.float32, begin: int = 0
 ) -> ScoreFn:
     """Rows that begin at multiples of 32 bytes, or, with another `begin`, one or more elements behind."""
     return Bias(_rows(draw, dtype, begin, batch, heads, shape.seqlen_q, shape.seqlen_k))
 
 
-def _user_in_rows(draw: Draw, shape: AnyShape) -> ScoreFn:
+def _user_in_rows(draw: Draw, shape: Sizes) -> ScoreFn:
     """A modification of the user's that reads a table as a bias does."""
     table = _rows(draw, torch.float16, 0, shape.heads, shape.seqlen_q, shape.seqlen_k)
 
@@ -103,14 +123,14 @@ def _user_in_rows(draw: Draw, shape: AnyShape) -> ScoreFn:
     return gate
 
 
-def _user(draw: Draw, shape: AnyShape) -> ScoreFn:
+def _user(draw: Draw, shape: Sizes) -> ScoreFn:
     def shift(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return score + 0.125 * (h + b) + tm.where((q - k) % 3 == 0, 0.5, -0.25)
 
     return shift
 
 
-def _user_of_tensor(draw: Draw, shape: AnyShape) -> ScoreFn:
+def _user_of_tensor(draw: Draw, shape: Sizes) -> ScoreFn:
     table = draw.normal(shape.heads, shape.seqlen_k)
 
     def gate(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -119,7 +139,7 @@ def _user_of_tensor(draw: Draw, shape: AnyShape) -> ScoreFn:
     return gate
 
 
-SCORES: dict[str, Callable[[Draw, AnyShape], ScoreFn]] = {
+SCORES: dict[str, Callable[[Draw, Sizes], ScoreFn]] = {
     "softcap": lambda draw, shape: SoftCap(2.0 if shape.seqlen_k % 2 else 30.0),
     "alibi": lambda draw, shape: ALiBi(draw.normal(shape.heads).abs() / 16),
     "alibi_b": lambda draw, shape: ALiBi(draw.normal(shape.batch, shape.heads).abs() / 16),

@@ -18,10 +18,15 @@ import pytest
 import torch
 
 import tileattn
+from tileattn.call.appending import AppendCall
+from tileattn.call.decoding import DecodeCall
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.cache import sources
 from tileattn.kernels.mma import compile as mma
+from tileattn.kernels.tilelang.append import library as append_library
 from tileattn.kernels.tilelang.backward import library as backward_launch
+from tileattn.kernels.tilelang.decode import library as decode_library
+from tileattn.kernels.tilelang.decode.config import default as decode_default
 from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.defaults import default
 from tileattn.kernels.tilelang.packed import library as packed_library
@@ -29,6 +34,8 @@ from tileattn.kernels.tilelang.packed import library as packed_library
 PACKAGE = Path(tileattn.__file__).parent
 TILELANG = "tileattn.kernels.tilelang"
 CALL = AttentionCall(torch.bfloat16, 64, 64, arch="sm_90a")
+APPEND = AppendCall(torch.bfloat16, 64, 64, arch="sm_90a")
+DECODE = DecodeCall(torch.bfloat16, 64, 64, arch="sm_90a")
 BACKWARD = BackwardCall(replace(CALL, needs_grad=True), (True, True, True, False))
 
 # By kernel: the modules whose closure its key has, some of the files that generate it, and its key.
@@ -38,6 +45,8 @@ TILE += "tile.parameters tile.hopper tile.amd packed.work_list packed.dependent_
 FORWARD_TILE = "forward.kernel forward.config forward.generic forward.signature forward.hopper.kernel "
 FORWARD_TILE += "forward.hopper.plan forward.hopper.consumer forward.hopper.producer forward.hopper.tasks packed.tasks "
 FORWARD_TILE += "forward.amd.kernel forward.amd.config"
+DECODE_TILE = "decode.kernel decode.config decode.generic decode.combine decode.walk decode.jobs decode.ranges "
+DECODE_TILE += "decode.records decode.signature decode.packed_rows"
 BACKWARD_TILE = "backward.config backward.generic backward.hopper.keys backward.hopper.config backward.hopper.queries "
 BACKWARD_TILE += "backward.hopper.wide backward.kernels backward.hopper.layouts backward.operand_gradients "
 BACKWARD_TILE += "backward.plan backward.hopper.plan backward.hopper.wide_plan backward.hopper.roles "
@@ -62,6 +71,21 @@ KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
         f"{COMPILER} packed.work_list packed.dependent_launch",
         lambda: packed_library.plan_key("sm_90a"),
     ),
+    "append": (
+        "append.kernel",
+        f"{COMPILER} append.elements append.pieces append.place packed.dependent_launch tile.assume",
+        lambda: append_library.append_key(APPEND),
+    ),
+    "decode": (
+        "decode.kernel",
+        f"{COMPILER} tile.softmax tile.mask tile.simplify tile.expressions packed.dependent_launch {DECODE_TILE}",
+        lambda: decode_library.decode_key(DECODE, decode_default(DECODE, 16)),
+    ),
+    "decode_plan": (
+        "decode.plan_kernel",
+        f"{COMPILER} tile.mask tile.expressions packed.dependent_launch decode.jobs decode.ranges decode.records",
+        lambda: decode_library.plan_key("sm_90a", False, ""),
+    ),
     **{
         name: ("backward.kernels", f"{TILE} {BACKWARD_TILE}", functools.partial(key, *arguments))
         for name, key, *arguments in (
@@ -75,10 +99,12 @@ ABOVE = {"api", "runtime", "call.validation", "measure", "folders", "tuner"}
 ABOVE |= {"call.deferred_status", "call.packed_status", "call.cache_status"}
 ABOVE |= {"nn", "compat", "cli", "bench", "viz", "reference", "testing", "parallel", "__main__"}
 # Of TileLang's modules, those that choose, load and launch.
-FOLDERS = ("backward", "backward.amd", "backward.hopper", "build", "forward", "forward.amd", "forward.hopper")
+FOLDERS = ("backward", "backward.amd", "backward.hopper", "build", "decode", "forward", "forward.amd", "forward.hopper")
 HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "build.library"}
+HOST |= {"append", "append.backend", "append.job", "append.library"}
 HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table"}
 HOST |= {f"forward.{name}" for name in ("defaults", "launch", "library", "packed", "queue", "space")}
+HOST |= {f"decode.{name}" for name in ("backend", "job", "launch", "library")}
 HOST |= {f"backward.{name}" for name in ("launch", "library", "space", "workspaces")}
 
 
@@ -105,30 +131,30 @@ def by_ast(path: Path) -> set[str]:
             node.body = [ast.Pass()]
     name = module_name(path)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found = set()
+    imported = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
             source = ".".join([*base, *filter(None, [node.module])])
             members = [f"{source}.{alias.name}" for alias in node.names]
-            found |= {member if member in FILES else source for member in members}
-    return {module for module in found if module in FILES}
+            imported |= {member if member in FILES else source for member in members}
+    return {module for module in imported if module in FILES}
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_imports_are_read_as_pythons_parser_reads_them(name: str) -> None:
     path = FILES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found = sources.imports(path.read_bytes(), package)
-    assert by_ast(path) <= found
+    imported = sources.imports(path.read_bytes(), package)
+    assert by_ast(path) <= imported
     if name.startswith((TILELANG, "tileattn.kernels.mma")):  # text in strings counts as well: there is none here
-        assert found == by_ast(path)
+        assert imported == by_ast(path)
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "imported"),
     [
         ("from . import backend", {"backend"}),
         ("from .backend import prepare as x, space", {"backend"}),
@@ -143,8 +169,8 @@ def test_imports_are_read_as_pythons_parser_reads_them(name: str) -> None:
         ("import tilelang\nfrom tileattn_other import x\nfrom typing import Any", set()),
     ],
 )
-def test_imports_in_every_form(source: str, found: set[str]) -> None:
-    assert sources.imports(source.encode(), TILELANG) == {f"{TILELANG}.{name}" for name in found}
+def test_imports_in_every_form(source: str, imported: set[str]) -> None:
+    assert sources.imports(source.encode(), TILELANG) == {f"{TILELANG}.{name}" for name in imported}
 
 
 def test_a_module_that_is_not_there_is_an_error() -> None:
@@ -157,22 +183,22 @@ def test_a_module_that_is_not_there_is_an_error() -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_closure_has_the_files_that_generate_its_kernel(name: str) -> None:
-    found = set(sources.closure(modules(name)))
-    assert {f"{TILELANG}.{file}" for file in KERNELS[name][1].split()} <= found
+    closure = set(sources.closure(modules(name)))
+    assert {f"{TILELANG}.{file}" for file in KERNELS[name][1].split()} <= closure
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_closure_has_nothing_that_launches_or_lies_above(name: str) -> None:
-    found = {module.removeprefix("tileattn").lstrip(".") for module in sources.closure(modules(name))}
-    assert "" not in found
-    assert not {module for module in found for above in ABOVE if f"{module}.".startswith(f"{above}.")}
-    of_kernels = {module for module in found if module.startswith("kernels")}
+    closure = {module.removeprefix("tileattn").lstrip(".") for module in sources.closure(modules(name))}
+    assert "" not in closure
+    assert not {module for module in closure for above in ABOVE if f"{module}.".startswith(f"{above}.")}
+    of_kernels = {module for module in closure if module.startswith("kernels")}
     assert all(module.startswith("kernels.tilelang") for module in of_kernels)
     assert not {module.removeprefix("kernels.tilelang").lstrip(".") for module in of_kernels} & HOST
 
 
 def test_what_lies_above_is_there() -> None:
-    """Else the test above would hold of nothing."""
+    """Otherwise the test above would check nothing."""
     assert {f"tileattn.{name}" for name in ABOVE} - set(FILES) <= {"tileattn.parallel"}  # comes with work of its own
     assert {f"{TILELANG}.{name}".rstrip(".") for name in HOST} <= set(FILES)
 
@@ -196,7 +222,7 @@ OTHER_FACTS: dict[str, Any] = {
 
 
 def test_every_fact_of_a_call_that_a_kernel_depends_on_is_in_its_key() -> None:
-    """With one configuration: the defaults of calls that differ may differ anyway."""
+    """The configuration is fixed: the defaults of different calls may differ anyway."""
     config = default(CALL)
     keys = {name: launch.cache_key(replace(CALL, **{name: value}), config) for name, value in OTHER_FACTS.items()}
     assert set(keys) == {field.name for field in dataclasses.fields(AttentionCall)} - {"needs_grad"}
@@ -253,11 +279,15 @@ EDITS = [
     ("packed/plan_kernel.py", {"sequence_plan"}),
     ("forward/transpose_fp8.py", {"transpose_fp8"}),
     ("packed/work_list.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
-    ("build/nvcc.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
+    ("build/nvcc.py", {"append", "forward", "backward", "sequence_plan", "transpose_fp8", "decode", "decode_plan"}),
+    ("append/place.py", {"append"}),
+    ("decode/jobs.py", {"decode", "decode_plan"}),
+    ("decode/combine.py", {"decode"}),
+    ("decode/launch.py", set()),
     ("tile/amd.py", {"forward", "backward"}),
     ("forward/library.py", set()),
     ("../../runtime/operators.py", set()),
-    ("../../variant/expression.py", {"forward", "backward", "transpose_fp8"}),
+    ("../../variant/expression.py", {"forward", "backward", "transpose_fp8", "decode", "decode_plan"}),
 ]
 
 
@@ -273,7 +303,7 @@ def test_an_edit_changes_the_keys_of_the_kernels_that_it_generates(copied: Path,
 
 
 def test_a_new_import_joins_the_closure(copied: Path) -> None:
-    """Also one inside a function, of a file that was not there."""
+    """An import inside a function, of a new file, counts as well."""
     before = packed_library.plan_key("sm_90a")
     folder = copied / "kernels" / "tilelang"
     (folder / "new.py").write_text("x = 1\n")
@@ -294,9 +324,15 @@ import sys
 import torch
 from dataclasses import replace
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, SoftCap
+from tileattn.call.appending import AppendCall
 from tileattn.call.facts import AttentionCall, BackwardCall
+from tileattn.call.decoding import DecodeCall
 from tileattn.kernels.tilelang.build import compile
+from tileattn.kernels.tilelang.decode import config as decode_config, kernel as decode_kernels
+from tileattn.kernels.tilelang.decode import plan_kernel as decode_plan
 from tileattn.kernels.tilelang.forward import defaults, kernel, transpose_fp8
+from tileattn.call.appending import AppendCall
+from tileattn.kernels.tilelang.append.kernel import append_kernel
 from tileattn.kernels.tilelang.packed import plan_kernel as sequence_plan
 from tileattn.kernels.tilelang.backward import kernels, library as launch
 from tileattn.kernels.tilelang.backward.defaults import default as backward_default
@@ -342,6 +378,14 @@ for each in FORWARD:
 made("transpose_fp8", lambda: transpose_fp8.transpose_kernel(FORWARD[0]))
 small = made("sequence_plan", lambda: sequence_plan.plan_kernel("sm_90a"))
 made("sequence_plan", lambda: compile.device_source(small, "sm_90a"))
+new = AppendCall(torch.bfloat16, 64, 64, 64, table_dtype=torch.float32, paged=True, packed=True, arch="sm_90a")
+made("append", lambda: append_kernel(new))
+for variant in VARIANTS:
+    text = call(variant, 64, "sm_80").variant
+    for arch, flags in (("sm_80", dict(page_rows=16, sink=True)), ("sm_90a", dict(packed=True))):
+        each = DecodeCall(torch.bfloat16, 64, 64, text, arch=arch, **flags)
+        made("decode", lambda: decode_kernels.decode_kernel(each, decode_config.default(each, 16)))
+    made("decode_plan", lambda: decode_plan.plan_kernel("sm_90a", variant == "plain", program(text)))
 BACKWARD = [
     (call("plain", 64, "sm_90a"), True), (call("composed", 64, "sm_90a"), False), (call("plain", 256, "sm_90a"), True),
     (call("composed", 64, "sm_80"), True), (call("plain", 64, "gfx942"), True),
@@ -358,20 +402,20 @@ for forward, deterministic in BACKWARD:
 
 @functools.cache
 def traced() -> dict[str, set[str]]:
-    """By kernel: modules of tileattn that were imported, or of which a function ran, while its function was made."""
+    """For each kernel, the modules of tileattn that were imported, or ran a function, while it was generated."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", TRACED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, set[str]] = {}
+    modules_by_text: dict[str, set[str]] = {}
     names = {str(path): name for name, path in FILES.items()}
     for line in done.stdout.splitlines():
         kind, _, text = line.partition(" ")
         if kind == "kernel":
-            current = found.setdefault(text, set())
+            current = modules_by_text.setdefault(text, set())
         elif kind == "file" and text in names:
             current.add(names[text])
         elif kind == "module" and text in FILES:
             current.add(text)
-    return found
+    return modules_by_text
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
@@ -383,7 +427,7 @@ def test_what_runs_while_a_kernel_is_made_is_in_its_closure(name: str) -> None:
 
 
 def test_the_trace_sees_every_schedule() -> None:
-    """Else the test above would hold of little."""
+    """Otherwise the test above would check too little."""
     ran = {module.removeprefix(f"{TILELANG}.") for modules_of in traced().values() for module in modules_of}
     forward = "forward.generic forward.hopper.kernel forward.hopper.plan forward.amd.kernel"
     backward = "backward.generic backward.hopper.keys backward.hopper.wide backward.hopper.queries backward.queries"

@@ -14,6 +14,7 @@ Fragments, float32: ``acc_s`` (block_M, block_N), ``acc_o`` (block_M, head_dim_v
 import math
 
 import tilelang.language as T
+from tvm import tirx
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -149,11 +150,12 @@ def rescale(acc_o, alpha, block_M, head_dim_v):
 def add_sink(m, l, alpha, base, sink_log2, c, block_M, shift=0.0):
     """The sink joins the denominator as one more score (in log2 units) that has no value vector.
 
-    Leaves ``base`` as the exponents' base and ``alpha`` as the factor for ``acc_o``, like :func:`update`.
+    ``sink_log2`` is the rows' common sink, or a fragment (block_M,) of their own. Leaves ``base`` as the exponents'
+    base and ``alpha`` as the factor for ``acc_o``, like :func:`update`.
     ``shift``: see :func:`raise_maximum`.
     """
     for i in T.Parallel(block_M):
-        base[i] = T.max(m[i] * c, sink_log2)
+        base[i] = T.max(m[i] * c, _of_row(sink_log2, i))
     for i in T.Parallel(block_M):
         base[i] = T.if_then_else(T.abs(base[i]) == T.infinity("float32"), 0.0, base[i])
     for i in T.Parallel(block_M):
@@ -162,7 +164,12 @@ def add_sink(m, l, alpha, base, sink_log2, c, block_M, shift=0.0):
         else:
             alpha[i] = T.exp2(m[i] * c - base[i])
     for i in T.Parallel(block_M):
-        l[i] = l[i] * alpha[i] + T.exp2(sink_log2 - base[i])
+        l[i] = l[i] * alpha[i] + T.exp2(_of_row(sink_log2, i) - base[i])
+
+
+def _of_row(value, i):
+    """A row's element of a fragment, or the value of all rows."""
+    return value[i] if isinstance(value, tirx.Buffer) else value
 
 
 @T.macro

@@ -1,0 +1,187 @@
+"""The launch of the decode phase: the plan and the attention kernel of a call of known sizes, and their arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor
+
+from ....call import cache_status
+from ....call.decoding import DecodeCall, DecodeInputs, DecodeSizes, FixedSplit, Splits
+from ....call.facts import SMALLEST_SCALE
+from ....variant.program import program
+from ..forward.queue import multiprocessors
+from ..host import as_bytes
+from . import records
+from .config import LEAST_KEYS, GenericConfig, default
+from .library import decode_function, plan_function
+from .ranges import names_in_range, numbers_in_range
+from .records import Deal
+
+
+def prepare(call: DecodeCall, sizes: DecodeSizes, scale: float, splits: Splits) -> Decoding:
+    """See :class:`tileattn.runtime.dispatch.DecodePhase`."""
+    if scale < SMALLEST_SCALE and program(call.variant).score is None:
+        # As kernels/scale.py: with a score modification (the identity) kernels scale first.
+        call = dataclasses.replace(call, variant=call.variant + "+{score}")
+    return Decoding(call, sizes, scale, splits)
+
+
+def deal_of(call: DecodeCall, config: GenericConfig, sizes: DecodeSizes, splits: Splits, multiprocessors: int) -> Deal:
+    """How the work of a call is dealt."""
+    group = sizes.heads // sizes.kv_heads
+    if call.packed:
+        items = records.packed_items(sizes.batch, sizes.total_q * group, config.block_M)
+    else:
+        items = records.dense_items(sizes.batch, sizes.max_seqlen_q * group, config.block_M)
+    tiles = max(-(-sizes.capacity // config.block_N), 1)
+    workers = min(multiprocessors * config.blocks_per_sm(call), items * sizes.kv_heads * tiles)
+    rule = rule_of(splits, config.block_N)
+    return Deal(
+        config.block_M, config.block_N, workers, rule, items,
+        min(records.most_parts(rule, sizes.capacity, config.block_N), tiles),
+        min(config.block_M, group * sizes.max_seqlen_q),
+        max(LEAST_KEYS // config.block_N, 1),
+    )  # fmt: skip
+
+
+def rule_of(splits: Splits, block_N: int) -> int:
+    """The rule of parts; see records.py."""
+    if splits is None:
+        return records.FREE
+    return splits.keys // block_N if isinstance(splits, FixedSplit) else -splits
+
+
+class Decoding:
+    """The decode phase, prepared for a call of known sizes; see :class:`tileattn.runtime.dispatch.Decode`."""
+
+    def __init__(self, call: DecodeCall, sizes: DecodeSizes, scale: float, splits: Splits) -> None:
+        self.call, self.sizes, self.scale, self.splits = call, sizes, scale, splits
+        self.config = default(call, sizes.heads // max(sizes.kv_heads, 1) * sizes.max_seqlen_q)
+        self.empty = 0 in (sizes.batch, sizes.total_q, sizes.heads, sizes.max_seqlen_q, sizes.capacity)
+        traced = program(call.variant)
+        names = names_in_range(traced)
+        self.tensors_of_range = [i for i, tensor in enumerate(traced.tensors) if tensor.name in names]
+        self.numbers_of_range = [(name[0], int(name[1:])) for name, _ in numbers_in_range(traced)]
+
+    @functools.cached_property
+    def multiprocessors(self) -> int:
+        """Of the current device."""
+        return multiprocessors(torch.device("cuda", torch.cuda.current_device()))
+
+    @functools.cached_property
+    def deal(self) -> Deal:
+        """How the work is dealt."""
+        return deal_of(self.call, self.config, self.sizes, self.splits, self.multiprocessors)
+
+    @functools.cached_property
+    def counter_rows(self) -> int:
+        return records.counter_rows(self.deal, self.sizes.kv_heads)
+
+    @functools.cached_property
+    def plan_rows(self) -> int:
+        return records.plan_rows(self.deal, self.sizes.kv_heads, self.sizes.batch)
+
+    @functools.cached_property
+    def slots(self) -> tuple[int, int, int]:
+        """The shape of the workspace for parts."""
+        slots = max(records.slots(self.deal, self.sizes.kv_heads), 1)
+        return slots, self.deal.slot_rows, self.call.head_dim_v + records.STATE_COLUMNS
+
+    def plan(self, inputs: DecodeInputs) -> Tensor | None:
+        """See :class:`tileattn.runtime.dispatch.Decode`."""
+        if self.empty:
+            return None
+        cache_status.raise_pending()
+        plan = self._planned(inputs)
+        cache_status.report(plan.device)
+        return plan
+
+    def _planned(self, inputs: DecodeInputs) -> Tensor:
+        call, sizes, deal = self.call, self.sizes, self.deal
+        lengths, bounds, operands = inputs.seqlens_k, inputs.cu_seqlens_q, inputs.operands
+        plan = lengths.new_empty(self.plan_rows, records.WIDTH)
+        numbers = {"i": operands.ints, "f": operands.floats}
+        plan_function(call.arch, call.packed, call.variant)(
+            lengths,
+            *(() if bounds is None else (bounds,)),
+            plan,
+            cache_status.status_of(plan.device),
+            *(as_bytes(operands.tensors[i]) for i in self.tensors_of_range),
+            sizes.max_seqlen_q,
+            sizes.total_q,
+            sizes.heads // sizes.kv_heads,
+            sizes.kv_heads,
+            sizes.capacity,
+            deal.block_M,
+            deal.block_N,
+            deal.workers,
+            deal.rule,
+            deal.items,
+            self.counter_rows,
+            deal.least,
+            *(numbers[kind][i] for kind, i in self.numbers_of_range),
+        )
+        return plan
+
+    def __call__(self, inputs: DecodeInputs, plan: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See :class:`tileattn.runtime.dispatch.Decode`."""
+        q, k, v, _, table, _, sink, operands, out = inputs
+        call, sizes, deal = self.call, self.sizes, None if self.empty else self.deal
+        q_batch, total_q = q.shape[:2]
+        lse = q.new_empty(q_batch, sizes.heads, total_q, dtype=torch.float32) if call.return_lse else None
+        own = out is None or not _is_aligned(out)
+        o = q.new_empty(q_batch, total_q, sizes.heads, call.head_dim_v) if own else out
+        if deal is None:
+            return _without_keys(o if out is None else out, lse, sink, inputs.cu_seqlens_q)
+        cache_status.raise_pending()
+        if plan is None:
+            plan = self._planned(inputs)
+        kernel = decode_function(call, self.config)
+        kernel(
+            q,
+            k,
+            v,
+            o,
+            *(() if lse is None else (lse,)),
+            *(() if table is None else (table,)),
+            plan,
+            q.new_empty(self.slots, dtype=torch.float32),
+            cache_status.status_of(plan.device),
+            *(() if sink is None else (sink.detach().float(),)),
+            *(as_bytes(tensor) for tensor in operands.tensors),
+            self.scale,
+            sizes.heads // sizes.kv_heads,
+            sizes.page_size,
+            deal.rule,
+            deal.most_parts,
+            deal.workers,
+            deal.workers + 1 + self.counter_rows,
+            sizes.batch,
+            *operands.ints,
+            *operands.floats,
+        )
+        cache_status.report(plan.device)
+        if out is not None and own:
+            out.copy_(o)
+        return o if out is None else out, lse
+
+
+def _is_aligned(out: Tensor) -> bool:
+    """Whether rows begin at multiples of 16 bytes, as the kernels store them."""
+    return out.data_ptr() % 16 == 0 and all(stride % (16 // out.element_size()) == 0 for stride in out.stride()[:-1])
+
+
+def _without_keys(
+    o: Tensor, lse: Tensor | None, sink: Tensor | None, bounds: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Nothing to compute: no rows, or a cache without tokens. Unused rows of packed queries have no sink."""
+    o.zero_()
+    if lse is not None:
+        lse.fill_(-torch.inf)
+        if sink is not None:
+            used = True if bounds is None else torch.arange(lse.shape[2], device=lse.device) < bounds[-1]
+            lse.copy_(torch.where(torch.as_tensor(used, device=lse.device), sink[:, None], lse))
+    return o, lse

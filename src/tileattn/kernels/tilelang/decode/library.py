@@ -1,0 +1,68 @@
+"""The compiled kernels of the decode phase and their cache keys; imports neither TileLang nor its compiler."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ....call.decoding import DecodeCall
+from ....variant.program import program
+from ..build.library import find_or_compile, key_of, load
+from .config import GenericConfig
+from .ranges import text_of_range
+
+
+@functools.cache
+def decode_function(call: DecodeCall, config: GenericConfig) -> Callable[..., Any]:
+    """The compiled attention kernel of a call, from the cache on disk or compiled now (some seconds)."""
+    return load(ensure_decode_compiled(call, config))["decode"]
+
+
+@functools.cache
+def plan_function(arch: str, packed: bool, variant: str) -> Callable[..., Any]:
+    """The compiled planning kernel (plan_kernel.py) of calls with a mask."""
+    return load(ensure_plan_compiled(arch, packed, variant))["plan"]
+
+
+def ensure_compiled(call: DecodeCall, config: GenericConfig) -> Path:
+    """The shared library of a call's attention kernel. Its planning kernel is compiled as well."""
+    ensure_plan_compiled(call.arch, call.packed, call.variant)
+    return ensure_decode_compiled(call, config)
+
+
+def ensure_decode_compiled(call: DecodeCall, config: GenericConfig) -> Path:
+    """The shared library of :func:`decode_function`."""
+
+    def kernel() -> Any:
+        from .kernel import decode_kernel
+
+        return decode_kernel(call, config)
+
+    return find_or_compile(decode_key(call, config), kernel, call.arch)
+
+
+def ensure_plan_compiled(arch: str, packed: bool, variant: str) -> Path:
+    """The shared library of :func:`plan_function`."""
+
+    def kernel() -> Any:
+        from .plan_kernel import plan_kernel
+
+        return plan_kernel(arch, packed, program(variant))
+
+    return find_or_compile(plan_key(arch, packed, variant), kernel, arch)
+
+
+def decode_key(call: DecodeCall, config: GenericConfig) -> str:
+    """The cache key of an attention kernel: all that decides what it is compiled to."""
+    facts = (
+        f"{call.dtype} {call.head_dim} {call.head_dim_v} sink={call.sink} lse={call.return_lse} "
+        f"aligned={call.aligned} packed={call.packed} page_rows={call.page_rows} {call.arch}"
+    )
+    return key_of(f"decode | {facts} | {config} | {program(call.variant)}", "decode.kernel")
+
+
+def plan_key(arch: str, packed: bool, variant: str) -> str:
+    """The cache key of a planning kernel; of a variant it depends on the range of keys alone."""
+    return key_of(f"decode_plan | packed={packed} {arch} | {text_of_range(program(variant))}", "decode.plan_kernel")

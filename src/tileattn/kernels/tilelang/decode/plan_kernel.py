@@ -1,0 +1,314 @@
+"""The planning kernel of a decode call: deals its work to the blocks of the attention kernel (records.py).
+
+One block. The cost of a job is the number of its tiles of keys, at least one, and OVERHEAD for beginning and ending it.
+All costs are summed in the order of the jobs, and worker p of P gets those from ``total * p / P`` on, as FlashMLA
+(DeepSeek) deals decoding work. So all workers end at about the same time, and each has at most two parts of jobs that
+it shares with others. A worker may begin at any tile; with a rule of parts, at the next part.
+
+Items, at most THREADS at a time, are one per thread. Their costs are summed by shuffles; each worker then finds the
+item that it begins in by a binary search. The first pass only computes the total.
+
+`seqlens_k` and `cu_seqlens_q` are checked here, and only the sequence records have them afterwards: lengths are clamped
+to the cache; wrong cumulative lengths make all rows of q unused ones. A status says what is wrong (cache_status.py).
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import tilelang.language as T
+from tilelang.language.eager.builder import Builder
+
+from ....call import cache_fields as fields
+from ....variant.program import Program
+from ..packed.dependent_launch import let_next_start, wait_for_previous
+from ..tile.parameters import operand
+from .jobs import keys_of_rows
+from .ranges import names_in_range, numbers_in_range
+from .records import FIRST, ITEMS, JOB, KV_HEAD, PARTS, Q_LEN, Q_START, Q_TILE, SEQLEN, SEQUENCE, TILE, WIDTH
+
+THREADS, WARP = 256, 32
+WARPS = THREADS // WARP
+OVERHEAD = 1  # of a job, in tiles
+
+SIZES = (
+    "q_len", "total_q", "group", "kv_heads", "capacity", "block_M", "block_N", "workers", "rule", "items",
+    "counter_rows", "least",
+)  # fmt: skip
+
+
+def plan_kernel(arch: str, packed: bool, traced: Program) -> Any:
+    """The TileLang function ``plan(seqlens_k, [cu_seqlens_q], plan, status, *tensors, *SIZES, *ints, *floats)``
+
+    ``q_len`` is the longest of packed sequences. Of the variant's operands it takes those that the range of a job's
+    keys is computed from.
+    """
+    builder = Builder()
+    with builder.prim_func("plan"):
+        batch = T.dynamic("batch")
+        seqlens_k = builder.prim_func_arg("seqlens_k", T.Tensor([batch], "int32"))
+        bounds = builder.prim_func_arg("cu_seqlens_q", T.Tensor([batch + 1], "int32")) if packed else None
+        plan = builder.prim_func_arg("plan", T.Tensor([T.dynamic("rows"), WIDTH], "int32"))
+        status = builder.prim_func_arg("status", T.Tensor([fields.FIELDS], "int32"))
+        names = names_in_range(traced)
+        operands = {t.name: builder.prim_func_arg(t.name, operand(t)) for t in traced.tensors if t.name in names}
+        sizes = {name: builder.prim_func_arg(name, T.int32()) for name in SIZES}
+        for name, kind in numbers_in_range(traced):
+            operands[name] = builder.prim_func_arg(name, T.int32() if kind == "int" else T.float32())
+        _kernel(
+            SimpleNamespace(
+                arch=arch, traced=traced, batch=batch, seqlens_k=seqlens_k, bounds=bounds, plan=plan, status=status,
+                operands=operands, **sizes,
+            )
+        )  # fmt: skip
+    return builder.get()
+
+
+@T.macro
+def _kernel(arg):
+    with T.Kernel(1, threads=THREADS):
+        wait_for_previous(arg.arch)
+        let_next_start(arg.arch)
+        thread = T.get_thread_binding()
+        sums = T.alloc_shared([WARPS], "int32")
+        starts = T.alloc_shared([THREADS], "int32")
+        q_tiles = T.alloc_var("int32", init=T.truncdiv(arg.q_len * arg.group + (arg.block_M - 1), arg.block_M))
+        wrong = T.alloc_var("int32", init=0)
+        if arg.bounds is not None:
+            for step in T.serial(T.truncdiv(arg.batch + (THREADS - 1), THREADS)):
+                b = step * THREADS + thread
+                if b < arg.batch:
+                    wrong = T.max(wrong, _check_queries(arg, b))
+            wrong = T.syncthreads_or(wrong)
+        w = SimpleNamespace(thread=thread, sums=sums, starts=starts, q_tiles=q_tiles, wrong=wrong)
+        _write_sequences(arg, w)
+        for step in T.serial(T.truncdiv(arg.counter_rows * WIDTH + (THREADS - 1), THREADS)):
+            number = step * THREADS + thread
+            if number < arg.counter_rows * WIDTH:
+                arg.plan[arg.workers + 1 + T.truncdiv(number, WIDTH), T.truncmod(number, WIDTH)] = 0
+        chunks = T.alloc_var("int32", init=T.truncdiv(arg.items + (THREADS - 1), THREADS))
+        mine = T.alloc_var("int32", init=0)
+        for chunk in T.serial(chunks):
+            mine += _cost(arg, w, chunk * THREADS + thread)
+        total = T.alloc_var("int32", init=_sum_before(w, mine, False))
+        # Workers with work: each has at least a job's overhead and a tile, so that no two begin at the same tile.
+        active = T.alloc_var("int32", init=T.max(T.min(arg.workers, T.truncdiv(total, OVERHEAD + arg.least)), 1))
+        share = T.alloc_var("int32", init=T.truncdiv(total, active))
+        longer = T.alloc_var("int32", init=T.truncmod(total, active))
+        w = SimpleNamespace(**vars(w), share=share, longer=longer)
+        before = T.alloc_var("int32", init=0)
+        for chunk in T.serial(chunks):
+            cost = T.alloc_var("int32", init=_cost(arg, w, chunk * THREADS + thread))
+            start = T.alloc_var("int32", init=before + _sum_before(w, cost, True))
+            starts[thread] = start
+            T.sync_threads()
+            # The sum up to the last thread, for all threads.
+            end = T.alloc_var("int32", init=before + _sum_of_warps(w))
+            for turn in T.serial(T.truncdiv(active + (THREADS - 1), THREADS)):
+                worker = turn * THREADS + thread
+                if worker < active:
+                    place = T.alloc_var("int32", init=worker * share + T.min(worker, longer))
+                    if (before <= place) & (place < end):
+                        _begin(arg, w, worker, place, chunk)
+            before = end
+            T.sync_threads()
+        for turn in T.serial(T.truncdiv(arg.workers + THREADS, THREADS)):
+            worker = turn * THREADS + thread
+            if (worker >= active) & (worker <= arg.workers):
+                _write(arg, worker, [arg.items * arg.kv_heads, arg.batch, 0, 0, 0, 0, 0])
+
+
+@T.macro
+def _check_queries(arg, b):
+    """Reports wrong cumulative lengths and sequences that are too long, and returns 1."""
+    wrong = T.alloc_var("int32", init=0)
+    start, end = arg.bounds[b], arg.bounds[b + 1]
+    if ((b == 0) & (start != 0)) | (end < start) | ((b == arg.batch - 1) & (end > arg.total_q)):
+        arg.status[fields.CU_SEQLENS_Q] = b + 1
+        wrong = 1
+    else:
+        if end - start > arg.q_len:
+            arg.status[fields.MAX_SEQLEN_Q] = b + 1
+            wrong = 1
+    return wrong
+
+
+@T.macro
+def _write_sequences(arg, w):
+    """Writes the sequence records; the last one is that of the unused rows of packed queries."""
+    for step in T.serial(T.truncdiv(arg.batch + THREADS, THREADS)):
+        b = step * THREADS + w.thread
+        if b <= arg.batch:
+            row = arg.workers + 1 + arg.counter_rows + T.truncdiv(b, 2)
+            column = T.truncmod(b, 2) * 4
+            arg.plan[row, column + Q_START] = _q_start(arg, w, b)
+            arg.plan[row, column + Q_LEN] = _q_len(arg, w, b)
+            arg.plan[row, column + SEQLEN] = _seqlen(arg, b)
+            arg.plan[row, column + ITEMS] = _items(arg, w, b)
+            if b < arg.batch:
+                if (arg.seqlens_k[b] < 0) | (arg.seqlens_k[b] > arg.capacity):
+                    arg.status[fields.SEQLENS_K] = b + 1
+
+
+def _bound(arg: Any, w: Any, b: Any) -> Any:
+    """Packed queries: the row at which sequence b begins; b may be batch + 1. If lengths are wrong, no row has one."""
+    last = T.if_then_else(b > arg.batch, arg.total_q, arg.bounds[T.min(b, arg.batch)])
+    return T.if_then_else(w.wrong != 0, T.if_then_else(b > arg.batch, arg.total_q, 0), last)
+
+
+def _q_start(arg: Any, w: Any, b: Any) -> Any:
+    return 0 if arg.bounds is None else _bound(arg, w, b)
+
+
+def _q_len(arg: Any, w: Any, b: Any) -> Any:
+    if arg.bounds is None:
+        return T.if_then_else(b < arg.batch, arg.q_len, 0)
+    return _bound(arg, w, b + 1) - _bound(arg, w, b)
+
+
+def _seqlen(arg: Any, b: Any) -> Any:
+    """The keys of sequence b, within the cache; unused rows have none."""
+    return T.if_then_else(
+        b < arg.batch, T.max(T.min(arg.seqlens_k[T.min(b, arg.batch - 1)], arg.capacity), 0), 0
+    )  # fmt: skip
+
+
+def _first_item(arg: Any, w: Any, b: Any) -> Any:
+    """Packed queries: the number of the first item of sequence b; see records.packed_items."""
+    return T.truncdiv(_bound(arg, w, b) * arg.group, arg.block_M) + b
+
+
+def _items(arg: Any, w: Any, b: Any) -> Any:
+    if arg.bounds is None:
+        return T.if_then_else(b < arg.batch, w.q_tiles, 0)
+    return _first_item(arg, w, b + 1) - _first_item(arg, w, b)
+
+
+@T.macro
+def _item(arg, w, item):
+    """The sequence b and the tile of an item, and its keys; rows: how many it has, 0 for one that is none."""
+    b = T.alloc_var("int32", init=0)
+    q_tile = T.alloc_var("int32", init=0)
+    if arg.bounds is None:
+        b = T.truncdiv(item, w.q_tiles)
+        q_tile = item - b * w.q_tiles
+    else:
+        # The last sequence whose first item is not behind this one.
+        high = T.alloc_var("int32", init=arg.batch)
+        while b < high:
+            middle = T.alloc_var("int32", init=T.truncdiv(b + high + 1, 2))
+            if _first_item(arg, w, middle) <= item:
+                b = middle
+            else:
+                high = middle - 1
+        q_tile = item - _first_item(arg, w, b)
+    q_len = T.alloc_var("int32", init=_q_len(arg, w, b))
+    seqlen = T.alloc_var("int32", init=_seqlen(arg, b))
+    rows = T.alloc_var("int32", init=T.min(q_len * arg.group - q_tile * arg.block_M, arg.block_M))
+    keys = keys_of_rows(
+        arg.traced, arg.operands, arg.block_N, T.min(b, arg.batch - 1), q_tile * arg.block_M, T.max(rows, 1),
+        arg.group, q_len, seqlen,
+    )  # fmt: skip
+    return SimpleNamespace(b=b, q_tile=q_tile, rows=rows, first=keys.first, end=keys.end)
+
+
+@T.macro
+def _cost(arg, w, item):
+    """The cost of an item's jobs; 0 for a number that is none."""
+    cost = T.alloc_var("int32", init=0)
+    if item < arg.items:
+        it = _item(arg, w, item)
+        if it.rows > 0:
+            cost = arg.kv_heads * (T.max(it.end - it.first, 1) + OVERHEAD)
+    return cost
+
+
+@T.macro
+def _sum_before(w, value, before):
+    """The sum of the values of the threads before this one (`before`), or of all threads. Waits for all threads."""
+    lane = w.thread % WARP
+    inclusive = T.alloc_var("int32", init=value)
+    for step in T.unroll(5):
+        other = T.alloc_var("int32", init=T.shfl_up(inclusive, 1 << step))
+        if lane >= (1 << step):
+            inclusive += other
+    T.sync_threads()
+    if lane == WARP - 1:
+        w.sums[w.thread // WARP] = inclusive
+    T.sync_threads()
+    found = T.alloc_var("int32", init=0)
+    for warp in T.unroll(WARPS):
+        if (not before) | (warp < w.thread // WARP):
+            found += w.sums[warp]
+    if before:
+        found += inclusive - value
+    return found
+
+
+@T.macro
+def _sum_of_warps(w):
+    found = T.alloc_var("int32", init=0)
+    for warp in T.unroll(WARPS):
+        found += w.sums[warp]
+    return found
+
+
+@T.macro
+def _begin(arg, w, worker, place, chunk):
+    """Writes where a worker begins whose share of the costs begins at `place`, in this chunk of items."""
+    low = T.alloc_var("int32", init=0)
+    high = T.alloc_var("int32", init=THREADS - 1)
+    # The last item that does not begin behind the place: items that cost nothing come before it.
+    while low < high:
+        middle = T.alloc_var("int32", init=T.truncdiv(low + high + 1, 2))
+        if w.starts[middle] <= place:
+            low = middle
+        else:
+            high = middle - 1
+    it = _item(arg, w, chunk * THREADS + low)
+    tiles = T.alloc_var("int32", init=T.max(it.end - it.first, 1))
+    kv_head = T.alloc_var("int32", init=T.truncdiv(place - w.starts[low], tiles + OVERHEAD))
+    start = T.alloc_var("int32", init=w.starts[low] + kv_head * (tiles + OVERHEAD))  # of the job's costs
+    tile = T.alloc_var("int32", init=T.max(place - start - OVERHEAD, 0))  # counted from the job's first
+    job = T.alloc_var("int32", init=(chunk * THREADS + low) * arg.kv_heads + kv_head)
+    b = T.alloc_var("int32", init=it.b)
+    q_tile = T.alloc_var("int32", init=it.q_tile)
+    if arg.rule > 0:
+        if tile > 0:
+            tile = T.truncdiv(it.first + tile + (arg.rule - 1), arg.rule) * arg.rule - it.first
+    if arg.rule < 0:
+        unit = T.truncdiv(tiles - 1 - arg.rule, -arg.rule)
+        tile = T.truncdiv(tile + unit - 1, unit) * unit
+    if tile >= tiles:
+        # The next part is the next job's first.
+        tile = 0
+        job += 1
+        kv_head += 1
+        if kv_head == arg.kv_heads:
+            kv_head = 0
+            q_tile += 1
+            if q_tile == _items(arg, w, b):
+                q_tile = 0
+                b += 1
+    first = T.alloc_var("int32", init=worker)
+    parts = T.alloc_var("int32", init=1)
+    if tile > 0:
+        tile += it.first
+        first = _worker_of(w, start + OVERHEAD)
+        parts = _worker_of(w, start + OVERHEAD + tiles - 1) - first + 1
+    _write(arg, worker, [job, b, q_tile, kv_head, tile, first, parts])
+
+
+def _worker_of(w: Any, place: Any) -> Any:
+    """The worker in whose share of the costs a place lies."""
+    longer = w.longer * (w.share + 1)
+    return T.if_then_else(
+        place < longer, T.truncdiv(place, w.share + 1), w.longer + T.truncdiv(place - longer, w.share)
+    )
+
+
+@T.macro
+def _write(arg, worker, values):
+    for field, value in zip((JOB, SEQUENCE, Q_TILE, KV_HEAD, TILE, FIRST, PARTS), values, strict=True):
+        arg.plan[worker, field] = value

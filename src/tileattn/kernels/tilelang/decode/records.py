@@ -1,0 +1,104 @@
+"""What the planning kernel writes for a decode call, and the sizes of a call's workspaces. Imports no TileLang.
+
+A *job* is a tile of query rows of one sequence, and one kv head. The query rows of a sequence are packed: row r is
+query r // group of head ``kv_head * group + r % group``, with group = heads // kv_heads. A job's keys are cut into
+tiles of block_N at absolute multiples of block_N. A *part* is a run of tiles of one job, which one worker computes.
+
+The plan is int32 (rows, WIDTH). Row p says where worker p begins, and so where worker p - 1 ends:
+
+    JOB        the number of its first job, ``item * kv_heads + kv_head``; an item is a sequence's tile of query rows
+    SEQUENCE, Q_TILE, KV_HEAD    which job that is
+    TILE       the tile of keys at which the worker begins; 0: at the job's first tile
+    FIRST      where TILE is not 0: the worker that has the job's first part
+    PARTS      where TILE is not 0: the number of the job's parts, which lie in the workers from FIRST on
+
+FIRST and PARTS hold where work is dealt freely. Behind row `workers` lie counters of the parts that have arrived, eight
+a row. They are 0 before and after each attention kernel, so that kernels that share a plan must follow each other.
+
+Then come the sequence records, two a row, checked and clamped: with these the attention kernels need no lengths.
+
+    Q_START    packed queries: the sequence's first row; else 0
+    Q_LEN      its number of queries
+    SEQLEN     its number of keys
+    ITEMS      its number of items, with those without rows (:func:`packed_items`)
+
+Packed queries have one more, number `batch`: of the unused rows behind the last sequence. They have no keys.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+WIDTH = 8
+JOB, SEQUENCE, Q_TILE, KV_HEAD, TILE, FIRST, PARTS = range(7)
+Q_START, Q_LEN, SEQLEN, ITEMS = range(4)
+
+# Columns of a part's row behind those of O: the base of its exponents, in powers of two, and the sum of its weights.
+# Rows stay multiples of 16 bytes.
+STATE_COLUMNS = 4
+BASE, SUM = 0, 1
+
+FREE = 0  # the rule of parts where work is dealt freely
+
+
+class Deal(NamedTuple):
+    """The sizes that a call's work is dealt by; all known on the host.
+
+    Attributes:
+        block_M: packed query rows of a job.
+        block_N: keys of a tile.
+        workers: blocks of the attention kernel.
+        rule: FREE; n > 0: parts are cut at the absolute multiples of n tiles; -s: each job has s equal parts.
+        items: the most items that there can be.
+        most_parts: the most parts of a job, where rule is not FREE.
+        slot_rows: rows that a part in a slot has.
+        least: tiles of a worker, at least 1; where there are fewer, fewer workers have work.
+    """
+
+    block_M: int
+    block_N: int
+    workers: int
+    rule: int
+    items: int
+    most_parts: int
+    slot_rows: int
+    least: int = 1
+
+
+def dense_items(batch: int, q_rows: int, block_M: int) -> int:
+    """Items of sequences that have `q_rows` packed rows each."""
+    return batch * -(-q_rows // block_M)
+
+
+def packed_items(batch: int, total_rows: int, block_M: int) -> int:
+    """The most items of packed sequences, with those of the unused rows behind the last sequence.
+
+    Sequence b has the items from ``cu_seqlens_q[b] * group // block_M + b`` on, so that no sum over sequences is
+    needed. One at its end may have no rows.
+    """
+    return total_rows // block_M + batch + 1
+
+
+def most_parts(rule: int, capacity: int, block_N: int) -> int:
+    """The most parts that a job can have under a rule; 0 for FREE."""
+    if rule > 0:
+        return max(-(-capacity // (rule * block_N)), 1)
+    return -rule
+
+
+def counter_rows(deal: Deal, kv_heads: int) -> int:
+    """Rows of the plan that hold counters."""
+    shared = deal.workers if deal.rule == FREE else deal.items * kv_heads * (deal.most_parts > 1)
+    return -(-shared // WIDTH)
+
+
+def plan_rows(deal: Deal, kv_heads: int, batch: int) -> int:
+    """Rows of the plan."""
+    return deal.workers + 1 + counter_rows(deal, kv_heads) + batch // 2 + 1
+
+
+def slots(deal: Deal, kv_heads: int) -> int:
+    """Partial results that a call may have at the same time."""
+    if deal.rule == FREE:
+        return 2 * deal.workers
+    return deal.items * kv_heads * deal.most_parts if deal.most_parts > 1 else 0

@@ -1,0 +1,1 @@
+"""append_kv for GPUs on which the TileLang kernel does not run."""

@@ -1,0 +1,139 @@
+"""The way of an append call: checks, the choice of a backend, the operator ``tileattn::append_kv``.
+
+Eager calls look up a prepared function by the call's metadata, so that arguments are checked once for each combination
+of metadata; only addresses and the tensors' values differ between calls that share one. Traced calls (torch.compile,
+torch.export, fake tensors) use the operator, which declares that it mutates the caches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.append_validation import check_append, check_overlap, extent
+from ..call.appending import AppendInputs, make_append_call
+from ..call.scalars import as_flag
+from .append_dispatch import Append, prepare_append
+from .operators import is_traced
+
+MOST = 4096  # prepared functions that are kept; the bound is for programs whose sizes always vary
+_PREPARED: dict[tuple[Any, ...], _Prepared] = {}
+
+
+def run_append(inputs: AppendInputs, interleaved: bool, backend: str | None) -> Tensor | None:
+    """Writes into the caches and returns the rotated q, or None; the arguments are as the user gave them."""
+    if not _is_plain(inputs):
+        check_append(inputs)
+        rotated = append_kv(*inputs[:9], as_flag("interleaved", interleaved), *inputs[9:], backend)
+        return None if inputs.q is None else rotated
+    return _run(inputs, interleaved, backend)
+
+
+def _run(inputs: AppendInputs, interleaved: bool, backend: str | None) -> Tensor | None:
+    grad = torch.is_grad_enabled()
+    try:
+        addresses = [0 if x is None else x.data_ptr() for x in inputs]
+        facts = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in inputs]
+        aligned = tuple(address % 16 for address in addresses)
+        key = (*facts, aligned, interleaved, type(interleaved), backend, grad)
+        prepared = _PREPARED.get(key)
+    except (TypeError, RuntimeError, AttributeError):  # an argument of a wrong type: the checks raise
+        check_append(inputs)
+        raise
+    if prepared is None:
+        check_append(inputs)
+        prepared = _Prepared(inputs, as_flag("interleaved", interleaved), backend)
+        if len(_PREPARED) >= MOST:
+            _PREPARED.clear()
+        _PREPARED[key] = prepared
+    return prepared(inputs, addresses)
+
+
+def _is_plain(inputs: AppendInputs) -> bool:
+    """Whether all tensors are plain ones in eager execution, outside of torch.func."""
+    if is_traced(inputs.k) or torch._C._are_functorch_transforms_active():
+        return False
+    return all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in inputs)
+
+
+class _Prepared:
+    """A checked call, for tensors with the same metadata."""
+
+    def __init__(self, inputs: AppendInputs, interleaved: bool, backend: str | None) -> None:
+        self.packed = inputs.cu_seqlens_q is not None
+        self.detaches = any(x is not None and x.requires_grad for x in inputs)  # kernels take no such tensors
+        inputs = self._with_batch(inputs)
+        self.append: Append = prepare_append(make_append_call(inputs, interleaved), backend)
+        self.extents = [0 if x is None else extent(x) for x in inputs]
+        self.known_distances: set[int] = set()  # between caches that share no element
+
+    def __call__(self, inputs: AppendInputs, addresses: list[int]) -> Tensor | None:
+        if self._may_overlap(addresses):
+            check_overlap(inputs)
+            self.known_distances.add(addresses[3] - addresses[2])
+        if self.detaches:
+            inputs = AppendInputs._make(None if x is None else x.detach() for x in inputs)
+        rotated = self.append(self._with_batch(inputs))
+        for cache in (inputs.k_cache, inputs.v_cache):
+            if not cache.is_inference():  # tensors made in inference mode have no version
+                torch.autograd.graph.increment_version(cache)
+        return rotated.squeeze(0) if self.packed and rotated is not None else rotated
+
+    def _may_overlap(self, addresses: list[int]) -> bool:
+        """Whether the ranges of addresses of a cache and another tensor meet, unless the distance is known."""
+        places = AppendInputs._fields.index
+        k_cache, v_cache = places("k_cache"), places("v_cache")
+        if self._meet(addresses, k_cache, v_cache) and addresses[3] - addresses[2] not in self.known_distances:
+            return True
+        others = [places(name) for name in ("k", "v", "q")]
+        return any(self._meet(addresses, cache, other) for cache in (k_cache, v_cache) for other in others)
+
+    def _meet(self, addresses: list[int], one: int, other: int) -> bool:
+        first, second = addresses[one], addresses[other]
+        return first < second + self.extents[other] and second < first + self.extents[one]
+
+    def _with_batch(self, inputs: AppendInputs) -> AppendInputs:
+        """Packed tensors with one batch element."""
+        if not self.packed:
+            return inputs
+        names = ("k", "v", "q", "positions", "q_positions")
+        given = {name: getattr(inputs, name) for name in names}
+        return inputs._replace(**{name: x.unsqueeze(0) for name, x in given.items() if x is not None})
+
+
+# --- The operator ---
+
+
+def _append_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seqlens_k: Tensor,
+    page_table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
+    positions: Tensor | None,
+    q: Tensor | None,
+    q_positions: Tensor | None,
+    backend: str | None,
+) -> Tensor:
+    """The operator: :func:`tileattn.append_kv` with all arguments by place; without q the result is an empty tensor."""
+    inputs = AppendInputs(
+        k, v, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, cos, sin, positions, q, q_positions
+    )
+    with torch.no_grad():
+        rotated = _run(inputs, interleaved, backend)
+    return k.new_empty(0) if rotated is None else rotated
+
+
+append_kv = torch.library.custom_op("tileattn::append_kv", _append_kv, mutates_args=("k_cache", "v_cache"))
+
+
+@append_kv.register_fake
+def _(k, v, k_cache, v_cache, seqlens_k, page_table, cu, cos, sin, interleaved, positions, q, *_):
+    return k.new_empty(0) if q is None else q.new_empty(q.shape)

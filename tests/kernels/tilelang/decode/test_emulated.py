@@ -1,0 +1,93 @@
+"""Decode calls on the generic schedule: the generated code of all its kernels, run on the CPU by emulator.py."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("tilelang")
+
+from tests.kernels.tilelang.decode.cases import SCALE, Case, Tensors
+from tests.tools.emulator import COMPILER, Kernel
+from tileattn import ALiBi, SlidingWindow, SoftCap
+from tileattn.call import cache_fields as fields
+from tileattn.call import cache_status
+from tileattn.call.decoding import DecodeInputs, FixedSplit
+from tileattn.kernels.tilelang.decode import launch
+from tileattn.kernels.tilelang.decode.config import GenericConfig
+from tileattn.kernels.tilelang.decode.kernel import decode_kernel
+from tileattn.kernels.tilelang.decode.plan_kernel import plan_kernel
+from tileattn.testing import poisoned_memory
+from tileattn.variant.program import program
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+TILE = GenericConfig(16, 16, 2)
+CASES = {
+    "free": Case([0, 1, 63, 100], 1, 4, 2, page=3),
+    "fixed": Case([0, 1, 63, 300], 1, 4, 2, page=3, splits=FixedSplit(128)),
+    "splits": Case([5, 40, 0, 90], 7, 5, 1, page=0, splits=2, mods=(SoftCap(2.0),), sink=True),
+    "window-alibi": Case(
+        [5, 40, 0, 90], 7, 5, 1, page=0, workers=6, mask=SlidingWindow(20, 0), mods=(ALiBi(torch.rand(5)),), sink=True
+    ),
+    "packed": Case([30, 50, 0, 90], [30, 1, 0, 9], 3, 2, page=1, workers=9, sink=True, rest=5),
+}
+SLOW = {"fixed", "splits"}
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kernels run on the CPU, with few workers."""
+    numbers = itertools.count()
+
+    def folder() -> Path:
+        path = tmp_path / str(next(numbers))
+        path.mkdir()
+        return path
+
+    monkeypatch.setattr(launch, "decode_function", lambda call, config: Kernel(decode_kernel(call, config), folder()))
+    monkeypatch.setattr(
+        launch, "plan_function", lambda arch, packed, key: Kernel(plan_kernel(arch, packed, program(key)), folder())
+    )
+    monkeypatch.setattr(launch, "default", lambda call, rows: TILE)
+    monkeypatch.setattr(GenericConfig, "blocks_per_sm", lambda self, call: 1)
+    monkeypatch.setattr(cache_status.STATUS, "devices", {})
+    monkeypatch.setattr(cache_status, "report", lambda device: None)
+
+
+def prepared(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> tuple[launch.Decoding, DecodeInputs]:
+    monkeypatch.setattr(launch.Decoding, "multiprocessors", tensors.case.workers)
+    call, sizes, inputs = tensors.inputs()
+    return launch.prepare(call, sizes, SCALE, tensors.case.splits), inputs
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in CASES.items()]
+)
+def test_decode(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = Tensors(case)
+    decoding, inputs = prepared(tensors, monkeypatch)
+    plan = decoding.plan(inputs)
+    with poisoned_memory():
+        o, lse = decoding(inputs, plan)
+    tensors.check(o, lse)
+    # Counters are back at 0: the plan serves the next layer.
+    with poisoned_memory():
+        again = decoding(inputs, plan)
+    assert torch.equal(again[0], o)
+    assert not cache_status.status_of(o.device).any()
+
+
+def test_pages_out_of_range_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = Tensors(Case([5, 40], 1, 2, 1, page=4))
+    assert tensors.table is not None
+    tensors.table[1, 3] = len(tensors.k)
+    tensors.lengths[0] = tensors.capacity + 1
+    decoding, inputs = prepared(tensors, monkeypatch)
+    decoding(inputs, None)
+    status = cache_status.status_of(tensors.q.device)
+    assert status[fields.PAGE_TABLE] > 0
+    assert status[fields.SEQLENS_K] == 1
