@@ -8,12 +8,14 @@ interprets, and the tests interpret.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,11 @@ def compiled(arch: str, calls: list[dict[str, Any]], configs: dict[str, Any] | N
 def main(request: str) -> None:
     facts = json.loads(request)
     for call in facts["calls"]:
-        for report in compile_call(facts["arch"], facts["configs"], **call):
+        if call.pop("decode", False):
+            reports = compile_decode(facts["arch"], **call)
+        else:
+            reports = compile_call(facts["arch"], facts["configs"], **call)
+        for report in reports:
             print(json.dumps(report), flush=True)
 
 
@@ -62,7 +68,6 @@ def compile_call(
     from tileattn.call.facts import AttentionCall, BackwardCall
     from tileattn.call.inputs import Inputs
     from tileattn.kernels.triton import defaults as config
-    from tileattn.kernels.triton import launch_cache
     from tileattn.kernels.triton.backward.launch import Backward
     from tileattn.kernels.triton.forward.launch import Forward
     from tileattn.kernels.triton.tile_sizes import Config
@@ -77,6 +82,59 @@ def compile_call(
     k = torch.empty(2, seqlen, heads // group, head_dim, dtype=call.dtype)
     v, o = (torch.empty(2, seqlen, n, call.head_dim_v, dtype=call.dtype) for n in (heads // group, heads))
     lse = torch.empty(2, heads, seqlen)
+    with _launches() as found, config.overridden(**{name: Config(**fields) for name, fields in configs.items()}):
+        inputs = Inputs(q, k, v, operands=operands)
+        Forward(call, q.shape, k.shape, 0.125)(inputs)
+        if backward:
+            wanted = (dq, True, True, False, *(t.requires_grad for t in operands.tensors))
+            run = Backward(BackwardCall(call, wanted), q.shape, k.shape, 0.125)
+            run(inputs, o, lse, o, None)
+    return [_compile(arch, *each) for each in found]
+
+
+def compile_decode(
+    arch: str,
+    *,
+    dtype: str = "float16",
+    head_dim: int = 64,
+    head_dim_v: int | None = None,
+    variant: str = "causal",
+    page: int = 0,
+    packed: bool = False,
+    fixed: int = 0,
+    q_len: int = 1,
+    aligned: bool = True,
+) -> list[dict[str, Any]]:
+    """The same of a decode call over caches of 4096 tokens."""
+    import torch
+
+    from tileattn.call.decoding import DecodeCall, DecodeInputs, DecodeSizes, FixedSplit
+    from tileattn.kernels.triton.decode.launch import Decode
+    from tileattn.variant.key import encode
+
+    key, operands = encode(*_variant(variant))
+    call = DecodeCall(
+        getattr(torch, dtype), head_dim, head_dim_v or head_dim, key, aligned=aligned, arch=arch, packed=packed,
+        page_rows=min(page & -page, 64), fixed=fixed,
+    )  # fmt: skip
+    capacity = -(-4096 // page) * page if page else 4096
+    rows = (capacity // page + 7, page) if page else (2, capacity)
+    q = torch.empty(*((1, 2 * q_len) if packed else (2, q_len)), HEADS, head_dim, dtype=call.dtype)
+    k, v = (torch.empty(*rows, 2, dim, dtype=call.dtype) for dim in (head_dim, call.head_dim_v))
+    table = torch.zeros(2, capacity // page, dtype=torch.int32) if page else None
+    ends = torch.zeros(3, dtype=torch.int32) if packed else None
+    sizes = DecodeSizes(2, q_len, 2 * q_len, HEADS, 2, capacity, page)
+    with _launches() as found:
+        inputs = DecodeInputs(q, k, v, torch.zeros(2, dtype=torch.int32), table, ends, operands=operands)
+        Decode(call, sizes, 0.125, FixedSplit(fixed) if fixed else 4)(inputs, None)
+    return [_compile(arch, *each) for each in found]
+
+
+@contextlib.contextmanager
+def _launches() -> Iterator[list[Any]]:
+    """The kernel, configuration and arguments of each launch within it; nothing runs."""
+    from tileattn.kernels.triton import launch_cache
+
     found: list[Any] = []
 
     def record(_: Any, work_out: Any, *arguments: Any, numbers: Any = None) -> None:
@@ -89,16 +147,9 @@ def compile_call(
     real = launch_cache.LaunchCache.__call__
     launch_cache.LaunchCache.__call__ = record
     try:
-        with config.overridden(**{name: Config(**fields) for name, fields in configs.items()}):
-            inputs = Inputs(q, k, v, operands=operands)
-            Forward(call, q.shape, k.shape, 0.125)(inputs)
-            if backward:
-                wanted = (dq, True, True, False, *(t.requires_grad for t in operands.tensors))
-                run = Backward(BackwardCall(call, wanted), q.shape, k.shape, 0.125)
-                run(inputs, o, lse, o, None)
+        yield found
     finally:
         launch_cache.LaunchCache.__call__ = real
-    return [_compile(arch, *each) for each in found]
 
 
 SEQLEN, HEADS = 512, 8
