@@ -39,7 +39,7 @@ def data_in(path: Path) -> Any:
 
 
 def data_of(figure: Figure) -> dict[str, Any]:
-    """The data of all axes, the legends and the figure's own texts, as JSON knows them."""
+    """The data of all axes, of the legends and of the figure's own texts, as JSON values."""
     from matplotlib.text import Text
 
     return {
@@ -59,7 +59,7 @@ def _of_axes(axes: Axes) -> dict[str, Any]:
     steps = [each for each in axes.patches if isinstance(each, StepPatch)]
     arrays = [each.get_array() for each in (*axes.images, *axes.collections)]
     legend = axes.get_legend()
-    found = {
+    data = {
         "titles": [text for place in ("left", "center") if (text := axes.get_title(loc=place))],
         "labels": [axes.get_xlabel(), axes.get_ylabel()],
         "ticks": [_named_ticks(axis) for axis in (axes.xaxis, axes.yaxis)],
@@ -82,7 +82,7 @@ def _of_axes(axes: Axes) -> dict[str, Any]:
         "texts": [text.get_text() for text in axes.texts],
         "legend": _legend(legend) if legend else [],
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in data.items() if value}
 
 
 def _legend(legend: Legend) -> list[str]:
@@ -90,7 +90,7 @@ def _legend(legend: Legend) -> list[str]:
 
 
 def _named_ticks(axis: Axis) -> list[str]:
-    """The names of ticks that were set one by one; where matplotlib chooses them, they are its own affair."""
+    """The names of ticks that were set one by one; those that matplotlib chooses depend on its version."""
     from matplotlib.ticker import FixedLocator
 
     if not isinstance(axis.get_major_locator(), FixedLocator):

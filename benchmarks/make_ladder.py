@@ -2,10 +2,13 @@
 
     python benchmarks/make_ladder.py
 
-Nothing is measured here. What lies between `<!-- code FILE PART -->`, `<!-- rung RUNG -->` or `<!-- gains -->` and
-`<!-- end -->` is replaced: by the lines between `// [PART]` and `// [/PART]` of a file of src/tileattn/kernels/mma, by
-what a rung gains over the one before it in `SOURCES`, and by all of their tables. A test holds the committed page to
-what this script makes of it. Its pictures are drawn by make_pictures.py.
+Nothing is measured here. Each marker is followed by text that this script replaces, up to `<!-- end -->`:
+
+    <!-- code FILE PART -->    the lines between `// [PART]` and `// [/PART]` of a file of src/tileattn/kernels/mma
+    <!-- rung RUNG -->         the gain of a rung over the one before it, from the result files in `SOURCES`
+    <!-- gains -->             a table for each of these files
+
+A test checks that the committed page is what this script writes. make_pictures.py draws its pictures.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ def main() -> None:
 
 
 def load(names: Sequence[str]) -> dict[str, Results]:
-    """By their names."""
+    """The result files of `SOURCES`, by their names."""
     return {name: results.load(RESULTS / name) for name in names}
 
 
@@ -71,10 +74,10 @@ def code(file: str, part: str) -> str:
     """A part of a rung's source, as a block of Markdown."""
     source = (KERNELS / file).read_text()
     part_of_it = rf"^ *// \[{re.escape(part)}\]\n(.*?)^ *// \[/{re.escape(part)}\]\n"
-    found = re.search(part_of_it, source, re.DOTALL | re.MULTILINE)
-    if found is None:
+    match = re.search(part_of_it, source, re.DOTALL | re.MULTILINE)
+    if match is None:
         raise ValueError(f"{file} has no part // [{part}] ... // [/{part}]")
-    return f"```cpp\n{textwrap.dedent(found[1])}```\n"
+    return f"```cpp\n{textwrap.dedent(match[1])}```\n"
 
 
 def gains(measured: dict[str, Results]) -> str:
@@ -83,7 +86,7 @@ def gains(measured: dict[str, Results]) -> str:
 
 
 def rung(name: str, measured: Iterable[Results]) -> str:
-    """What a rung reaches with its best options, and how much faster that is than the rung before it."""
+    """The speed of a rung with its best options, and its gain over the rung before it."""
     before = BEFORE.get(name, "")
     lines = []
     for each in measured:
@@ -101,12 +104,12 @@ def rung(name: str, measured: Iterable[Results]) -> str:
 
 def _best(measured: Results, name: str) -> dict[str, float]:
     """TFLOPS of a rung's fastest options, by accumulation."""
-    found: dict[str, float] = {}
+    best: dict[str, float] = {}
     for row in measured.rows:
         prefix, _, options = row.backend.partition(":")
         if prefix == NAME and (variant := parse(options)).rung == name:
-            found[variant.acc] = max(found.get(variant.acc, 0.0), row.tflops)
-    return found
+            best[variant.acc] = max(best.get(variant.acc, 0.0), row.tflops)
+    return best
 
 
 def _reached(here: float | None, there: float | None) -> tuple[str, str]:
@@ -116,13 +119,13 @@ def _reached(here: float | None, there: float | None) -> tuple[str, str]:
 
 
 def picture(name: str) -> Path:
-    """Where the picture of a result file is."""
+    """The path of the picture of a result file."""
     return PICTURES / Path(name).with_suffix(".png").name
 
 
 def _section(name: str, measured: Results) -> str:
     row = measured.rows[0]
-    found = climbed(measured, steps_of(measured))
+    all_steps = climbed(measured, steps_of(measured))
     fa2 = next((each.tflops for each in measured.rows if each.backend == "fa2"), None)
     beside = [each for each in measured.rows if not each.backend.startswith(NAME)]
     lines = [
@@ -136,7 +139,7 @@ def _section(name: str, measured: Results) -> str:
         "",
         "| step | ms | TFLOPS | gain over the best so far | against FA-2 | error |",
         "|---|---:|---:|---:|---:|---:|",
-        *(_line(each, fa2) for each in found),
+        *(_line(each, fa2) for each in all_steps),
     ]
     return "\n".join(lines) + "\n"
 

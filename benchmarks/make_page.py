@@ -1,8 +1,8 @@
-"""Writes docs/benchmarks.md from committed result files. Its pictures are drawn by make_pictures.py.
+"""Writes docs/benchmarks.md from committed result files. make_pictures.py draws its pictures.
 
     python benchmarks/make_page.py
 
-Nothing is measured here. A test holds the committed page to what this script makes of `SOURCES`.
+Nothing is measured here. A test checks that the committed page is what this script writes from `SOURCES`.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def _against_best(measured: Results, case: str) -> str:
 
 
 def _times_faster(ours: Row | None, ms: float | None) -> str:
-    """Somebody else's milliseconds over ours, in bold where we are behind."""
+    """A baseline's milliseconds over ours, in bold where we are behind."""
     if ours is None or ms is None:
         return MISSING
     ratio = ms / ours.ms
@@ -280,7 +280,7 @@ def _of_ceiling(row: Row | None, ceiling: Ceiling) -> str:
 
 
 def _errors(measured: Results, case: str) -> list[str]:
-    """Our error and the least of the baselines'."""
+    """Our error and the smallest of the baselines' errors."""
     ours = measured.row(case, OWN)
     baselines = [row.error for row in measured.rows if row.case == case and not is_own(row.backend)]
     return [f"{ours.error:.1e}" if ours else MISSING, f"{min(baselines):.1e}" if baselines else MISSING]
@@ -315,10 +315,10 @@ def _variants(source: Source) -> str:
 def _variants_table(measured: Results, rows: Sequence[Row]) -> str:
     backends = measured.backends()
     compared = len(backends) > 1
-    found = {each.case: each for each in costs(measured)}
+    cost_of = {each.case: each for each in costs(measured)}
     table = []
     for each in rows:
-        cost = found.get(each.case)
+        cost = cost_of.get(each.case)
         cells = [each.variant, *(_ms(measured.row(each.case, backend)) for backend in backends)]
         cells += [_tflops(measured.row(each.case, OWN))] + [_against_best(measured, each.case)] * compared
         cells += [f"{cost.ratio:.2f}×", cost.compared_with] if cost is not None else [MISSING, MISSING]
@@ -358,13 +358,13 @@ def _heads(source: Source) -> str:
 
 
 def _ungrouped(row: Row, rows: Iterable[Row]) -> Row | None:
-    """The row that differs in kv_heads alone, and has one for each query head."""
+    """The row that differs only in kv_heads, with a kv head for each query head."""
     facts = (row.head_dim, row.heads, row.heads, row.seqlen_q, row.batch)
     return next((x for x in rows if (x.head_dim, x.heads, x.kv_heads, x.seqlen_q, x.batch) == facts), None)
 
 
 def _shares(rows: Sequence[Row]) -> list[list[str]]:
-    """Of head dims other than the main ones."""
+    """The speed of other head dims than the main ones, as a share of that of the next larger tuned head dims."""
     by_dims = {(row.head_dim, row.head_dim_v): row for row in rows}
     lines = []
     for (dim, dim_v), row in by_dims.items():
@@ -429,7 +429,7 @@ DENSE = f"{OWN}-dense"
 
 
 def _packed(source: Source) -> str:
-    """Of one length beside the dense kernel, and of skewed lengths; ratios are those of times."""
+    """Sequences of one length, compared with the dense kernel, and of skewed lengths; ratios are those of times."""
     measured = source.results
     baselines = [backend for backend in measured.backends() if backend not in (OWN, DENSE)]
     intro = (
@@ -469,7 +469,7 @@ def _triton(source: Source) -> str:
 
 
 def _backward_of(measured: Results, title: str) -> str:
-    """A title that no section of the forward pass has."""
+    """The title of a section of the backward pass, which no section of the forward pass has."""
     return title if measured.direction == "fwd" else f"{title}, backward"
 
 
@@ -529,12 +529,12 @@ def _joined(parts: Iterable[str]) -> str:
 
 
 def picture(direction: str, head_dim: int) -> Path:
-    """Where the picture of a head dim is."""
+    """The path of the picture of a head dim."""
     return PICTURES / f"{DIRECTIONS[direction]}-d{head_dim}.png"
 
 
 def head_dims(measured: Results) -> list[int]:
-    """Those with enough lengths for a picture."""
+    """The head dims with enough lengths for a picture."""
     return sorted({head_dim for _, head_dim in by_length(measured.rows)})
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/make_pictures.py      # or: make pictures
 
-Nothing is measured here: figures come from benchmarks/results, and the tutorial's from tensors made on the spot. Each
-picture carries the data that it shows (`drawn.py`). A test draws all of them again and compares these data.
+Nothing is measured here. Measured pictures are drawn from benchmarks/results, the tutorial's from tensors made here.
+Each picture carries the data that it shows (`drawn.py`). A test draws all of them again and compares these data.
 """
 
 from __future__ import annotations
@@ -163,12 +163,12 @@ def tiles_causal() -> Figure:
 
 
 def tiles_window() -> Figure:
-    """... and one with a sliding window."""
+    """Which tiles a kernel visits under a sliding window."""
     return viz.draw_tiles(viz.tile_map(SlidingWindow(300, 0), 1024, 1024, 128, 64))
 
 
 def tiles_documents() -> Figure:
-    """... and one with documents of different lengths."""
+    """Which tiles a kernel visits under documents of different lengths."""
     lengths = torch.tensor([300, 150, 450, 124])
     ids = torch.arange(4, dtype=torch.int32).repeat_interleave(lengths)
     return viz.draw_tiles(viz.tile_map(Causal() & Documents(ids), 1024, 1024, 128, 64))

@@ -1,4 +1,4 @@
-"""Compiles the kernels of a whole run in parallel, so that no GPU waits for them one by one.
+"""Compiles the kernels of a whole run ahead of it, in parallel, so that no GPU waits for a compiler.
 
     python benchmarks/precompile.py suites fa fp8 variants                 # of `tileattn bench --suite fa`, ...
     python benchmarks/precompile.py suites fa --direction bwd              # the same with --direction bwd
@@ -8,9 +8,9 @@
     python benchmarks/precompile.py transformers                           # of tests/compat/transformers/test_models.py
     python benchmarks/precompile.py suites fa --arch sm_90a --list         # what would be compiled; needs no GPU
 
-Each call is really made, by the code that the run makes it with, on tensors without memory (device "meta"), and stopped
-where it asks for its kernel. So what is compiled is what the run will ask for, and nothing is allocated or launched. A
-forward pass that is differentiated goes on behind that place, to the backward pass and what that asks for.
+The run's own code makes each call, on tensors without memory (device "meta"), and is stopped where it asks for its
+kernel. Therefore exactly the kernels of the run are compiled, and nothing is allocated or launched. A forward pass that
+is differentiated goes on to its backward pass, and is stopped where that asks for its kernels.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ Attempt = Callable[[], Any]  # makes one call to attention
 
 
 class _Asked(Exception):
-    """A call has come as far as its kernels."""
+    """Raised where a call asks for its kernels."""
 
 
 class _Requested:
@@ -79,12 +79,12 @@ class _Requested:
         self.jobs: dict[str, AnyJob] = {}
 
     def ask(self, call: AttentionCall, config: Config) -> Any:
-        """In place of `forward_function`."""
+        """A stand-in for `forward_function`."""
         # For fp8 the forward kernel is asked for before the other.
         self._add(Job(call, config), *[Job(call, None)] * (call.dtype == FP8))
 
     def ask_backward(self, call: BackwardCall, config: MainConfig | None = None) -> Any:
-        """In place of `backward_kernels`."""
+        """A stand-in for `backward_kernels`."""
         self._add(*(BackwardJob(call, name, config) for name in kernel_names(call)))
 
     def ask_decode(self, phase: Decoding, *_: Any) -> Any:
@@ -121,7 +121,7 @@ _append_call = appending.make_append_call
 
 @contextmanager
 def _pretending(arch: str) -> Iterator[_Requested]:
-    """Inside, tensors on "meta" are taken for tensors on a GPU of this architecture."""
+    """Inside, tensors on "meta" count as tensors on a GPU of this architecture."""
     requested = _Requested()
     forget_prepared()  # packed calls are prepared before they ask for a kernel
     with (
@@ -158,7 +158,7 @@ def jobs_of(attempts: Iterable[Attempt], arch: str) -> list[AnyJob]:
 
 
 def _weight(job: AnyJob) -> float:
-    """Larger for what takes longer to compile; a transposition, which others wait for, comes first."""
+    """Larger for a kernel that takes longer to compile; largest for a transposition, which others wait for."""
     if isinstance(job, Job) and job.config is None:
         return float("inf")
     if isinstance(job, AppendJob):
@@ -179,7 +179,7 @@ def _weight(job: AnyJob) -> float:
 
 
 def suite_attempts(names: Sequence[str], direction: str = "fwd") -> Iterator[Attempt]:
-    """What `tileattn bench --suite NAME --direction DIRECTION` calls of tileattn's own on a GPU."""
+    """The calls of tileattn that `tileattn bench --suite NAME --direction DIRECTION` makes on a GPU."""
     for name in names:
         chosen = choices.choose_cases(
             name, choices.ShapeOptions(), choices.VariantOptions(), None, direction, torch.device("cuda")
@@ -204,7 +204,7 @@ def _case_attempts(case: Case, direction: str) -> Iterator[Attempt]:
 
 
 def conformance_attempts() -> Iterator[Attempt]:
-    """What the tests for a GPU call: of the forward pass and, from the same cases, of the backward pass."""
+    """The calls that the tests for a GPU make: forward passes and, from the same cases, backward passes."""
     from tests.api import test_decode_gpu, test_decode_identities, test_decode_invariance, test_server_day
     from tests.compat import test_torch_sdpa_gpu as test_gpu_sdpa
     from tests.compat.flash_attn import test_functions as test_flash_attn
@@ -252,7 +252,7 @@ def conformance_attempts() -> Iterator[Attempt]:
 
 
 def transformers_attempts() -> Iterator[Attempt]:
-    """What the tests of transformers' models call on a GPU; needs transformers."""
+    """The calls that the tests of transformers' models make on a GPU; needs transformers."""
     from tests.tools import transformers_calls
 
     yield from transformers_calls.calls()
@@ -336,7 +336,7 @@ def _arch(name: str | None) -> str:
 
 
 def run(jobs: Sequence[AnyJob], processes: int, only_list: bool) -> int:
-    """Print or compile; returns the exit code: 1 if a kernel could not be compiled."""
+    """Print or compile the kernels; the exit code is 1 if one could not be compiled."""
     if only_list:
         for job in jobs:
             typer.echo(str(job))
@@ -357,19 +357,19 @@ def run(jobs: Sequence[AnyJob], processes: int, only_list: bool) -> int:
 
 
 def _with_progress(jobs: Sequence[AnyJob], processes: int) -> list[Done]:
-    """A bar on a terminal, a line per kernel elsewhere."""
+    """Compiles, with a bar on a terminal and a line for each kernel elsewhere."""
     console = Console(stderr=True)
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    found = []
+    compiled = []
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("compiling", total=len(jobs))
         for done in compile_all(jobs, processes):
-            found.append(done)
+            compiled.append(done)
             bar.update(task, advance=1, description=str(done.job))
             if not console.is_terminal:
                 what = "FAILED" if done.error else "was in the cache" if done.was_there else f"{done.seconds:.1f} s"
-                typer.echo(f"[{len(found)}/{len(jobs)}] {done.job}: {what}", err=True)
-    return found
+                typer.echo(f"[{len(compiled)}/{len(jobs)}] {done.job}: {what}", err=True)
+    return compiled
 
 
 if __name__ == "__main__":

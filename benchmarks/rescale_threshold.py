@@ -1,4 +1,4 @@
-"""What the rescale threshold costs in error and gains in speed, on a Hopper GPU.
+"""Measures what the rescale threshold costs in error and gains in speed, on a Hopper GPU.
 
     python benchmarks/rescale_threshold.py --out rescale.json      # about a minute on an H200, compilation included
 
@@ -6,7 +6,7 @@ The Hopper schedule keeps a row's old maximum while it has grown by at most the 
 (`HopperConfig.rescale_threshold`), and does not rescale O. The weight of the largest score is exactly 1 where the
 maximum is exact. With an old maximum it is some number above 1, which is rounded to 16 bits like all others. A row that
 one key dominates shows this rounding. The script runs the default configuration with its threshold and with 0, beside
-FlashAttention-2 and cuDNN, on all rows of an output where that is affordable, against float64.
+FlashAttention-2 and cuDNN. It compares all rows of an output with float64, or a sample where there are too many.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 
-from tileattn.bench import oracle, problem
+from tileattn.bench import problem
 from tileattn.bench.baselines import BASELINES
 from tileattn.bench.cases import Case, square
 from tileattn.bench.environment import commit, versions
+from tileattn.bench.oracle import output as oracle
 from tileattn.call.facts import AttentionCall, device_arch
 from tileattn.call.inputs import Inputs
 from tileattn.kernels.tilelang.build.batch import CORES, compile_all
@@ -82,12 +83,12 @@ def measured(case: Case) -> list[dict[str, Any]]:
         for name in (list(calls)[i] for i in rounds.order(len(calls), number)):
             with contexts[name]() if name in contexts else torch.no_grad():
                 samples[name] += timing.sample_ms(calls[name], device, EFFORT)
-    found = []
+    rows = []
     for name, call in calls.items():
         with contexts[name]() if name in contexts else torch.no_grad():
             error = row_error(expected.sampled(call()), expected.expected)
         ms = median(samples[name])
-        found.append(
+        rows.append(
             {
                 "case": case.name,
                 "implementation": name,
@@ -98,7 +99,7 @@ def measured(case: Case) -> list[dict[str, Any]]:
                 "checked": expected.sample.text,
             }
         )
-    return found
+    return rows
 
 
 def main() -> None:

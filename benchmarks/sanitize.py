@@ -1,4 +1,4 @@
-"""compute-sanitizer on small shapes of the kernels: addresses, races in shared memory, barriers.
+"""Runs compute-sanitizer on small shapes of the kernels: addresses, races in shared memory, barriers.
 
     python benchmarks/sanitize.py check --out sanitize.json            # all tools; exit code 1 if one finds anything
     python benchmarks/sanitize.py check --direction bwd                # the kernels of the backward pass
@@ -9,9 +9,8 @@
 `check` compiles the kernels first, in parallel, so that the sanitizer sees only launches. Then each tool runs, with a
 time limit, over the kernels for long sequences and over those for short ones, each in a process of its own.
 
-Whether the results are right is what the tests ask (`pytest -m gpu`); here outputs must be finite. The forward pass's
-persistent kernels run with few blocks (`--blocks`), so that even small shapes use the queue of tiles. What is run is in
-`sanitize_cases.py`.
+Outputs must be finite; the tests check that they are right (`pytest -m gpu`). The forward pass's persistent kernels run
+with few blocks (`--blocks`), so that even small shapes use the queue of tiles. `sanitize_cases.py` has the calls.
 """
 
 from __future__ import annotations
@@ -63,16 +62,16 @@ def chosen(pattern: str, direction: str = "fwd") -> list[AnyCase]:
     """The cases of a direction whose name matches a regular expression somewhere."""
     cases = CASES[direction]
     try:
-        found = [case for case in cases if re.search(pattern, case.name)]
+        matching = [case for case in cases if re.search(pattern, case.name)]
     except re.error as error:
         raise refuse("--cases", f"{pattern!r} is not a regular expression: {error}") from error
-    if not found:
+    if not matching:
         raise refuse("--cases", f"{pattern!r} matches none of {', '.join(case.name for case in cases)}")
-    return found
+    return matching
 
 
 def launch_all(cases: Sequence[AnyCase], bucket: str, blocks: int) -> None:
-    """Each case on the GPU, on the kernels of a bucket of lengths; says of each that it has begun and ended."""
+    """Runs each case on the GPU, on the kernels of a bucket of lengths, and prints where it begins and ends."""
     for module in (forward_launch, decode_launch):
         module.multiprocessors = lambda device: blocks  # type: ignore[assignment]
     for case in cases:
@@ -90,11 +89,11 @@ def launch_all(cases: Sequence[AnyCase], bucket: str, blocks: int) -> None:
 def jobs(cases: Sequence[AnyCase], buckets: Sequence[str], arch: str) -> list[precompile.AnyJob]:
     """The kernels of these launches."""
     attempts = [run for case in cases for run in case.launches("meta")]
-    found: dict[str, precompile.AnyJob] = {}
+    by_key: dict[str, precompile.AnyJob] = {}
     for bucket in buckets:
         with only(bucket):
-            found |= {job.key: job for job in precompile.jobs_of(attempts, arch)}
-    return list(found.values())
+            by_key |= {job.key: job for job in precompile.jobs_of(attempts, arch)}
+    return list(by_key.values())
 
 
 # --- The sanitizer ---
@@ -121,7 +120,7 @@ class Report:
 
 
 def find_sanitizer(given: Path | None) -> Path:
-    """The one that was named, or on PATH, or of the CUDA toolkit."""
+    """The path of the sanitizer: the one that was named, or that on PATH, or that of the CUDA toolkit."""
     on_path = shutil.which("compute-sanitizer")
     candidates = [given] if given else [*([Path(on_path)] if on_path else []), _of_cuda_home(), TOOLKIT]
     for candidate in candidates:
@@ -136,8 +135,8 @@ def _of_cuda_home() -> Path | None:
 
 
 def run_tool(sanitizer: Path, tool: str, bucket: str, launches: Sequence[str], limit_s: float) -> Report:
-    """One tool over one bucket of kernels. launches: the command that runs under it."""
-    # PyTorch asks the driver for functions that it may not have: those errors are no one's.
+    """Runs one tool over one bucket of kernels. launches: the command that runs under it."""
+    # PyTorch asks the driver for functions that it may not have. Those errors are no fault of a kernel.
     command = [str(sanitizer), "--tool", tool, "--error-exitcode", str(FOUND), "--report-api-errors", "no"]
     # Every tensor is an allocation of its own, so that memcheck knows where it ends.
     variables = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -157,14 +156,14 @@ def run_tool(sanitizer: Path, tool: str, bucket: str, launches: Sequence[str], l
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The sanitizer and the program under it, which is a process of its own and may hang on the GPU."""
+    """Ends the sanitizer and the program under it, which is a process of its own and may hang on the GPU."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def report_of(tool: str, bucket: str, code: int | None, output: str, seconds: float) -> Report:
-    """What the output and the exit code (None: the time limit) of a tool say."""
+    """The report of a tool from its output and its exit code (None: it reached the time limit)."""
     lines = output.splitlines()
     said = [re.match(r"(begin|end|refused) ([^\s:]+)", line) for line in lines]
     by_word: dict[str, list[str]] = {"begin": [], "end": [], "refused": []}
@@ -192,20 +191,20 @@ def report_of(tool: str, bucket: str, code: int | None, output: str, seconds: fl
 
 def _summary(output: str) -> tuple[int | None, int]:
     """(errors, warnings) of a tool's summaries, one for each process; errors is None where there is no summary."""
-    found = re.findall(r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\)", output)
-    found += [(errors, 0) for errors in re.findall(r"ERROR SUMMARY: (\d+) errors?", output)]
-    return (sum(int(errors) for errors, _ in found) if found else None), sum(int(warnings) for _, warnings in found)
+    counts = re.findall(r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\)", output)
+    counts += [(errors, 0) for errors in re.findall(r"ERROR SUMMARY: (\d+) errors?", output)]
+    return (sum(int(errors) for errors, _ in counts) if counts else None), sum(int(warnings) for _, warnings in counts)
 
 
 def sanitizer_version(sanitizer: Path) -> str:
-    """Its own words."""
+    """The version that the sanitizer prints of itself."""
     text = subprocess.run([str(sanitizer), "--version"], capture_output=True, text=True, timeout=60).stdout
-    found = re.search(r"[Vv]ersion\s+(\S+)", text)
-    return found[1] if found else "unknown"
+    match = re.search(r"[Vv]ersion\s+(\S+)", text)
+    return match[1] if match else "unknown"
 
 
 def write(path: Path, reports: Sequence[Report], sanitizer: Path, blocks: int, direction: str) -> None:
-    """The summary: the machine, the versions, the date, and what each tool said."""
+    """Writes the summary: the machine, the versions, the date, and the reports of the tools."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     summary = {
         "gpu": environment.device_name(device),
@@ -277,7 +276,7 @@ def check(
 
 
 def show(report: Report) -> None:
-    """A line, and some of the output where something is wrong."""
+    """Prints a line for the report, and some of the output where something is wrong."""
     counted = f"{report.errors} errors, {report.warnings} warnings"
     last = f", in {report.last}" if report.last else ""
     typer.echo(
@@ -295,13 +294,13 @@ def launch(
     kernels: Kernels = None,
     blocks: Blocks = 4,
 ) -> None:
-    """Only the launches: what runs under the sanitizer."""
+    """Only the launches, which `check` runs under the sanitizer."""
     for bucket in _buckets(direction, kernels):
         launch_all(chosen(cases, direction), bucket, blocks)
 
 
 def _buckets(direction: str, kernels: str | None) -> list[str]:
-    """For which lengths: what is run in one process."""
+    """The buckets of lengths; each is run in a process of its own."""
     if direction not in CASES:
         raise refuse("--direction", f"{direction!r} is not known; accepted: {', '.join(CASES)}")
     if kernels not in (None, *BUCKETS):

@@ -1,7 +1,7 @@
-"""What `sanitize.py` launches: calls of the forward pass and of the backward pass, each at all of some small sizes.
+"""The calls that `sanitize.py` launches: forward and backward passes, each at several small sizes.
 
-Inputs are made on the CPU: under the sanitizer each kernel of PyTorch's own costs seconds. For the same reason what a
-backward pass is given by its forward pass, o and lse, comes from the torch backend there.
+Inputs are made on the CPU, because each of PyTorch's own kernels takes seconds under the sanitizer. For the same reason
+the o and lse of a backward pass are computed by the torch backend on the CPU.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What `--cases` is matched with."""
+        """The name that `--cases` is matched with."""
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
         short = {BF16: "bf16", FP16: "fp16", FP8: "fp8"}[self.dtype]
         return f"{short}-{dims}-{self.kind}"
 
     @property
     def sizes(self) -> tuple[Size, ...]:
-        """At which it is run."""
+        """The sizes at which the case is run."""
         return SIZES
 
     @property
     def terms(self) -> list[str]:
-        """Of its kind."""
+        """The terms of the case's kind."""
         return self.kind.split("+")
 
     def calls(self, device: str) -> Iterator[dict[str, Any]]:
@@ -94,7 +94,7 @@ class Case:
             }
 
     def launches(self, device: str) -> Iterator[Launch]:
-        """What is run, one for each of the sizes."""
+        """The launches of the case, one for each of its sizes."""
         for arguments in self.calls(device):
             yield lambda arguments=arguments: tileattn.attention(  # type: ignore[misc]
                 **arguments, return_lse=True, backend="tilelang"
@@ -106,13 +106,13 @@ class Case:
         return bool(o.isfinite().all() and (lse < torch.inf).all())
 
     def _placed(self, x: Tensor, device: str) -> Tensor:
-        """On the device; if unaligned, in rows that begin at odd elements."""
+        """The tensor on the device; if unaligned, in rows that begin at odd elements."""
         return functional.pad(x, (1, 0)).to(device)[..., 1:] if "unaligned" in self.terms else x.to(device)
 
 
 @dataclass(frozen=True)
 class PackedCase(Case):
-    """The kernels of packed sequences' forward pass, also with lengths that lead out of the tensors."""
+    """The kernels of packed sequences' forward pass, also with cumulative lengths that lead outside the tensors."""
 
     @property
     def name(self) -> str:

@@ -1,12 +1,12 @@
-"""Prefill and training step of Llama-8B's layers in transformers: tileattn beside FlashAttention-2 and cuDNN.
+"""Times prefill and a training step of Llama-8B's layers in transformers: tileattn, FlashAttention-2 and cuDNN.
 
     python benchmarks/transformers_llama.py --json llama.json      # 4 layers, 8192 tokens, bfloat16; a GPU
     python benchmarks/transformers_llama.py --seqlen 32768 --layers 2 --attentions tileattn,fa2
     python benchmarks/transformers_llama.py --hidden 64 --intermediate 96 --heads 4 --kv-heads 2 --layers 1 --seqlen 64
 
-The whole layers are timed, projections, norms and MLPs included, so that their attention is a part of it: what a user
-of transformers gets. There is one model, with random weights; attentions take turns, in one process. `fa2` and `cudnn`
-are transformers' "sdpa" with PyTorch's kernel of that name forced.
+Whole layers are timed, with projections, norms and MLPs, because that is the time that a user of transformers sees.
+There is one model, with random weights; the attentions take turns, in one process. `fa2` and `cudnn` are transformers'
+"sdpa" with PyTorch's kernel of that name forced.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ class Stack:
         self.optimizer.zero_grad()
 
     def output(self, **options: Any) -> Tensor:
-        found = self.model(inputs_embeds=self.x, **options).last_hidden_state
-        assert isinstance(found, Tensor)
-        return found
+        hidden = self.model(inputs_embeds=self.x, **options).last_hidden_state
+        assert isinstance(hidden, Tensor)
+        return hidden
 
 
 # --- Measurement ---
@@ -155,7 +155,7 @@ def measure(settings: Settings, attentions: list[str]) -> list[Row]:
                     samples[name, attentions[index]] += _sample(stack, attentions[index], call, settings.calls)
                     progress.advance(bar)
     tokens = settings.batch * settings.seqlen
-    medians = {key: median(found) for key, found in samples.items()}
+    medians = {key: median(samples_ms) for key, samples_ms in samples.items()}
     return [Row(name, a, ms, tokens / ms * 1e3, differences[a]) for (name, a), ms in medians.items()]
 
 
@@ -169,7 +169,7 @@ def _sample(stack: Stack, attention: str, call: Callable[[], object], calls: int
 
 
 def table(rows: list[Row]) -> Table:
-    """For people: each attention's speed, and the first one's over it."""
+    """A table for the terminal: each attention's speed, and the speed of the first relative to it."""
     shown = Table("", "attention", "ms", "tokens/s", f"{rows[0].attention}'s speed over it", "difference")
     first = {row.work: row for row in reversed(rows)}
     for row in rows:
@@ -181,7 +181,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def save(rows: list[Row], settings: Settings, commit: str | None, path: Path) -> None:
-    """The rows, and where they come from: device, versions, commit, date, as in files of `tileattn bench`."""
+    """Writes the rows with device, versions, commit and date, as in files of `tileattn bench`."""
     import transformers
 
     run = results.begin(torch.device(settings.device), commit, " ".join(["transformers_llama.py", *sys.argv[1:]]))

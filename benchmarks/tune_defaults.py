@@ -1,14 +1,14 @@
-"""Measures configurations of the Hopper schedule on the present GPU and writes the table of defaults.
+"""Measures configurations of the Hopper schedule on this machine's GPU and writes the table of defaults.
 
     python benchmarks/tune_defaults.py                     # all rows; about two minutes on an H200 with 16 cores
     python benchmarks/tune_defaults.py --dims 128/128      # only these head dims; the other rows stay
     python benchmarks/tune_defaults.py --show              # what would be measured; needs no GPU
 
 A row of the table (`src/tileattn/kernels/tilelang/forward/sm90_table.py`) is named by head dims, kind of mask and
-bucket of lengths. Its candidates (`hopper_candidates`, and what the table holds now) are compiled in parallel. A
-process of its own checks each against the oracle on a small shape, then times them in rounds that alternate between
-them (`tileattn.measure.timing`). A candidate that hangs ends that process: another goes on without it. A row changes
-only where the best is more than 1.5 % faster than the present one.
+bucket of lengths. Its candidates (`hopper_candidates`, and the row's present configuration) are compiled in parallel. A
+child process checks each against the oracle on a small shape, then times them in rounds that alternate between them
+(`tileattn.measure.timing`). If a candidate hangs, the process is ended, and another goes on without that candidate. A
+row changes only where the best is more than 1.5 % faster than the present configuration.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Times = dict[HopperConfig, list[float]]  # milliseconds, one for each length
 
 @dataclass(frozen=True)
 class Row:
-    """What is measured for one row of the table; the present configuration comes first among the candidates."""
+    """The measurement of one row of the table; the present configuration is the first candidate."""
 
     name: Name
     candidates: tuple[HopperConfig, ...]
@@ -88,7 +88,7 @@ def call_of(name: Name) -> AttentionCall:
 
 
 def names(dims: Iterable[tuple[int, int]] = DIMS) -> list[Name]:
-    """All rows that the table has."""
+    """The names of all rows of the table."""
     return [
         (head_dim, head_dim_v, kind, lengths)
         for head_dim, head_dim_v in dims
@@ -113,7 +113,7 @@ def geometric_mean(times: Sequence[float]) -> float:
 
 
 def choose(times: Times, present: HopperConfig | None) -> HopperConfig:
-    """The fastest; but the present one where it is within 1.5 % of it."""
+    """The fastest configuration, or the present one where it is at most 1.5 % slower."""
     best = min(times, key=lambda config: geometric_mean(times[config]))
     if present in times and geometric_mean(times[present]) <= KEEP_WITHIN * geometric_mean(times[best]):
         return present
@@ -121,7 +121,7 @@ def choose(times: Times, present: HopperConfig | None) -> HopperConfig:
 
 
 def written(config: HopperConfig) -> str:
-    """As code: the tile's two sizes, then what differs from the dataclass's defaults."""
+    """A configuration as code: the tile's two sizes, then the fields that differ from the dataclass's defaults."""
     others = [
         f"{field.name}={getattr(config, field.name)!r}"
         for field in fields(config)[2:]
@@ -170,7 +170,7 @@ def origin() -> str:
 
 
 def compile_one(job: tuple[AttentionCall, HopperConfig]) -> str | None:
-    """Why a candidate does not compile, or None."""
+    """None if the candidate compiles, else the reason why it does not."""
     try:
         launch.ensure_compiled(*job)
     except Exception as error:  # any candidate may fail in the compiler; it is left out, and said so
@@ -179,7 +179,7 @@ def compile_one(job: tuple[AttentionCall, HopperConfig]) -> str | None:
 
 
 def compile_all(rows: Sequence[Row], processes: int) -> list[tuple[Name, HopperConfig]]:
-    """Fills the kernel cache; returns the candidates that do not compile."""
+    """Compiles all candidates into the kernel cache; returns those that do not compile."""
     jobs = list(dict.fromkeys((row.call, config) for row in rows for config in row.candidates))
     began = time.monotonic()
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -213,7 +213,7 @@ def runner(
 
 
 def measure_row(row: Row, report: Callable[..., None]) -> Times:
-    """Milliseconds of each candidate that is right. `report` says before each step whose turn it is."""
+    """Milliseconds of each candidate that is right. `report` is called before each step with its candidate."""
     call, (mask, mods) = row.call, KINDS[row.name[2]]
     _, operands = encode(mask, mods)
     small = tensors(call, 2, 333, 2)
@@ -244,7 +244,7 @@ def measure_row(row: Row, report: Callable[..., None]) -> Times:
 
 
 def measure_here(rows: Sequence[Row], connection: Connection) -> None:
-    """The child process."""
+    """Runs in the child process: measures rows and sends the results."""
     for row in rows:
         connection.send(("row", row.name, measure_row(row, lambda *message: connection.send(message))))
     connection.send(("end",))
@@ -253,10 +253,10 @@ def measure_here(rows: Sequence[Row], connection: Connection) -> None:
 def measure(rows: Sequence[Row], target: Callable[..., None] = measure_here) -> dict[Name, Times]:
     """Times of all rows, without candidates that crash or whose turn takes longer than `HANGS_AFTER_S`."""
     context = multiprocessing.get_context("spawn")
-    found: dict[Name, Times] = {}
+    times: dict[Name, Times] = {}
     left_out: list[tuple[Name, HopperConfig]] = []
     while True:
-        pending = [row.without(left_out) for row in rows if row.name not in found]
+        pending = [row.without(left_out) for row in rows if row.name not in times]
         here, there = context.Pipe(duplex=False)
         child = context.Process(target=target, args=(pending, there), daemon=True)
         child.start()
@@ -267,9 +267,9 @@ def measure(rows: Sequence[Row], target: Callable[..., None] = measure_here) -> 
             while here.poll(HANGS_AFTER_S if turn else 120.0):
                 what, *rest = here.recv()
                 if what == "end":
-                    return found
+                    return times
                 if what == "row":
-                    found[rest[0]] = rest[1]
+                    times[rest[0]] = rest[1]
                 elif what == "wrong":
                     print(f"  wrong: {rest[0]} {written(rest[1])}: {rest[2]}", flush=True)
                 else:
@@ -305,16 +305,16 @@ def main() -> None:
     times = measure([row.without(failed) for row in rows])
     print(f"measured in {time.monotonic() - began:.0f} s")
     table = dict(sm90_table.TABLE)
-    for name, found in times.items():
-        if not found:
+    for name, measured in times.items():
+        if not measured:
             print(f"{name}: no candidate runs")
             continue
         present = table.get(name)
-        table[name] = choose(found, present)
+        table[name] = choose(measured, present)
         print(*name)
-        for config in sorted(found, key=lambda config: geometric_mean(found[config])):
+        for config in sorted(measured, key=lambda config: geometric_mean(measured[config])):
             marks = " present" * (config == present) + " chosen" * (config == table[name])
-            print(f"    {' '.join(f'{ms:8.4f}' for ms in found[config])} ms  {written(config)}{marks}")
+            print(f"    {' '.join(f'{ms:8.4f}' for ms in measured[config])} ms  {written(config)}{marks}")
     order = {name: number for number, name in enumerate(names())}
     options.output.write_text(
         render(dict(sorted(table.items(), key=lambda row: order.get(row[0], len(order)))), origin())

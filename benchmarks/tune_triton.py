@@ -1,4 +1,4 @@
-"""Times configurations of the Triton kernels on the present GPU; the best ones belong into kernels/triton/defaults.py.
+"""Times configurations of the Triton kernels on this machine's GPU; the best belong into kernels/triton/defaults.py.
 
     python benchmarks/tune_triton.py                       # D64 and D128, causal and full; a few minutes on an H200
     python benchmarks/tune_triton.py --dims 128 --kernels keys --causal
@@ -6,9 +6,9 @@
     python benchmarks/tune_triton.py --dtype float32 --seqlen 2048
     python benchmarks/tune_triton.py --show                # what would be measured; needs no GPU
 
-Candidates are compiled in processes of their own first, which fill Triton's cache; one that does not compile, or hangs
-there, is left out. Then each is checked against the default's result and timed. "queries" prepares what "keys" needs;
-alone, "keys" has a kernel for that, which is in its time.
+Candidates are first compiled in processes of their own, which fill Triton's cache. One that does not compile, or hangs,
+is left out. Then each is checked against the default's result and timed. The kernel "queries" prepares what "keys"
+needs. "keys" alone needs another kernel for that, whose time is included.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WORST_ERROR = 0.02  # beside the default's result: a wrong kernel is far beyond 
 
 
 class Problem(NamedTuple):
-    """What a kernel is timed on: causal or full attention of so many tokens."""
+    """The call that a kernel is timed on: causal or full attention of a number of tokens."""
 
     kernel: str
     dtype: torch.dtype
@@ -75,13 +75,13 @@ class Problem(NamedTuple):
         assert lse is not None  # the call asks for it
 
         def gradients() -> torch.Tensor:
-            found = backward(Inputs(q, k, v), o, lse, do, None)
-            return torch.cat([x for x in found[:3] if x is not None])
+            parts = backward(Inputs(q, k, v), o, lse, do, None)
+            return torch.cat([x for x in parts[:3] if x is not None])
 
         return gradients
 
     def tflops(self, ms: float) -> float:
-        """Of the work that the kernel does, scores computed anew included."""
+        """TFLOPS of the kernel's work, recomputed scores included."""
         products = {"forward": 2, "keys": 4, "queries": 3}[self.kernel]
         heads = max(TOKENS // self.seqlen, 1) * (CHANNELS // self.head_dim)
         scores = heads * self.seqlen**2 * (0.5 if self.causal else 1.0)
@@ -89,23 +89,23 @@ class Problem(NamedTuple):
 
 
 def candidates(problem: Problem, arch: str, pointers: bool, warp_specialize: bool) -> list[Config]:
-    """What is measured: the default first."""
+    """The configurations that are measured, the default first."""
     exact = problem.dtype == torch.float32
     space = (SPACE_FLOAT32 if exact else SPACE)[problem.kernel]
     copies = (False,) if exact else (True, False) if pointers else (True,)
     key, _ = encode(CAUSAL if problem.causal else None, ())
     call = AttentionCall(problem.dtype, problem.head_dim, problem.head_dim, key, arch=arch)
-    found = [default(problem.kernel, call, problem.seqlen)]
+    configs = [default(problem.kernel, call, problem.seqlen)]
     special = (False, True) if warp_specialize else (False,)
     for M, N, stages in itertools.product(*space.values()):
         for warps, tma, specialized in itertools.product((4, 8), copies, special):
             if tma or not specialized:
-                found.append(Config(M, N, warps, stages, tma, specialized))
-    return list(dict.fromkeys(found))
+                configs.append(Config(M, N, warps, stages, tma, specialized))
+    return list(dict.fromkeys(configs))
 
 
 def compiles(problem: Problem, config: Config) -> str | None:
-    """None, or what went wrong."""
+    """None if the configuration compiles, else the reason why it does not."""
     try:
         problem.run(config)()
         torch.cuda.synchronize()

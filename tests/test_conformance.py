@@ -1,8 +1,8 @@
-"""Every backend, on every case: right by the tolerance rule, or refused with the reason that it gives.
+"""Every backend on every case: its results are right by the tolerance rule, or it refuses the case with a reason.
 
 On a CPU: the torch backend on the "quick" selection, the reference and the others on "smoke", where Triton interprets.
-On a GPU (`pytest -m gpu`): TileLang on the "full" selection, Triton on a part of it, and the ladder on what is full or
-causal in it. A refused case counts as skipped, after its refusal has been checked: its text, and that the table of what
+On a GPU (`pytest -m gpu`): TileLang on the "full" selection, Triton on a part of it, and the ladder on its full and
+causal cases. A refused case counts as skipped after its refusal has been checked: the text, and that the table of what
 must run (support_table.py) allows it.
 """
 
@@ -41,18 +41,18 @@ REFERENCE = {f.__name__: f for f in (standard_attention, flash_attention_1, flas
 def _parameters() -> list[object]:
     """(case, backend, device); those of one case stand together, because they share its oracle."""
     names = [backend.name for backend in BACKENDS]
-    found = []
+    parameters = []
     for case in conformance_cases("quick") + packed_cases("quick"):
         reference = [] if isinstance(case.shape, PackedShape) else REFERENCE
         for name in [*reference, *names] if case.smoke else ["torch"]:
             marks = [pytest.mark.slow] if name == "triton" and is_slow_to_interpret(case) else []
-            found.append(pytest.param(case, name, "cpu", id=f"{case.id}-{name}", marks=marks))
+            parameters.append(pytest.param(case, name, "cpu", id=f"{case.id}-{name}", marks=marks))
     if torch.cuda.is_available():
         for i, case in enumerate(conformance_cases("full") + packed_cases("full")):
             others = ["triton"] * is_for_triton(i, case) + ["mma"] * _plain(case)
             for name in names if case.smoke else ["tilelang", *others]:
-                found.append(pytest.param(case, name, "cuda", id=f"{case.id}-{name}-cuda", marks=pytest.mark.gpu))
-    return found
+                parameters.append(pytest.param(case, name, "cuda", id=f"{case.id}-{name}-cuda", marks=pytest.mark.gpu))
+    return parameters
 
 
 def _plain(case: ConformanceCase) -> bool:

@@ -1,4 +1,4 @@
-"""Gradients of every backend, on the conformance cases: right by the tolerance rule, or refused with the reason.
+"""Gradients of every backend on the conformance cases: right by the tolerance rule, or refused with a reason.
 
 On a CPU: the torch backend on a part of the "quick" selection, Triton in its interpreter on a part of "smoke". On a GPU
 (`pytest -m gpu`): TileLang on "full", Triton on a part of it. What may be refused: support_table.py.
@@ -39,7 +39,7 @@ def _parameters() -> list[object]:
     """(case, backend, device); those of one case stand together, because they share its oracle."""
     names = [backend.name for backend in BACKENDS]
     quick = conformance_cases("quick")
-    found = []
+    parameters = []
     for i, case in enumerate(quick + packed_cases("quick")):
         many = case.shape.seqlen_q * case.shape.seqlen_k >= MANY_SCORES
         left_out = i < len(quick) and i % CPU_STEP and not case.smoke
@@ -47,12 +47,12 @@ def _parameters() -> list[object]:
             continue
         for name in names if case.smoke else ["torch"]:
             marks = [pytest.mark.slow] if name == "triton" and is_slow_to_interpret(case, backward=True) else []
-            found.append(pytest.param(case, name, "cpu", id=f"{case.id}-{name}", marks=marks))
+            parameters.append(pytest.param(case, name, "cpu", id=f"{case.id}-{name}", marks=marks))
     if torch.cuda.is_available():
         for i, case in enumerate(conformance_cases("full") + packed_cases("full")):
             for name in names if case.smoke else ["tilelang", "triton"] if is_for_triton(i, case) else ["tilelang"]:
-                found.append(pytest.param(case, name, "cuda", id=f"{case.id}-{name}-cuda", marks=pytest.mark.gpu))
-    return found
+                parameters.append(pytest.param(case, name, "cuda", id=f"{case.id}-{name}-cuda", marks=pytest.mark.gpu))
+    return parameters
 
 
 @functools.lru_cache(maxsize=2)

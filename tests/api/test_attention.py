@@ -27,7 +27,7 @@ def zeros(*shape: int, **options: Any) -> Tensor:
 
 
 def shape_of(name: str, layout: str = "bshd", **sizes: int) -> tuple[int, ...]:
-    """Of q, k or v; `sizes` replace batch, seqlen, heads or dim."""
+    """The shape of q, k or v; `sizes` replace batch, seqlen, heads or dim."""
     seqlen, heads = (SEQLEN_Q, HEADS) if name == "q" else (SEQLEN_K, KV_HEADS)
     facts = {"batch": BATCH, "seqlen": seqlen, "heads": heads, "dim": DIM_V if name == "v" else DIM} | sizes
     order = ("batch", "seqlen", "heads", "dim") if layout == "bshd" else ("batch", "heads", "seqlen", "dim")
@@ -416,7 +416,7 @@ def test_no_grad_and_grad_are_two_plans(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_bad_calls_are_refused_after_good_ones() -> None:
-    """... and leave no plan behind."""
+    """A refused call leaves no prepared call behind."""
     call()
     plans = dict(prepared.FORWARDS)
     for bad in ({"scale": float("nan")}, {"layout": "x"}, {"backend": "x"}, {"dropout_p": 1.5}):
@@ -447,7 +447,7 @@ def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_gradients(layout: str) -> None:
-    """Of everything that carries one, rows without keys included (seqlen_q > seqlen_k)."""
+    """All tensors that carry a gradient have one, rows without keys included (seqlen_q > seqlen_k)."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, slopes: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
         mods = [Bias(bias), ALiBi(slopes), SoftCap(2.0)]

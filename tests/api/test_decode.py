@@ -136,17 +136,24 @@ def assert_same(x: Any, y: Any) -> None:
         ({"tree_mask": torch.ones(4, 3, 3)}, TypeError, ("tree_mask must be a bool tensor", "torch.float32")),
         ({"tree_mask": torch.ones(4, 3, 2).bool()}, ValueError, ("(4 or 1, 3, 3), got (4, 3, 2)",)),
         ({"tree_mask": torch.ones(1, 3, 3, device="meta").bool()}, ValueError, ("tree_mask must be on q's device",)),
-        ({"caual": True}, TypeError, ("unexpected keyword argument 'caual'; use causal=",)),
-        ({"softcap": 3.0}, TypeError, ("use score_mod=tileattn.SoftCap(cap)",)),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )  # fmt: skip
 def test_wrong_arguments(changes: dict[str, Any], error: Any, says: tuple[str, ...]) -> None:
     with pytest.raises(error, match=message(*says)):
         decode(**(contiguous() | changes))
-    if "plan" not in changes and "must lie in 0 .. 11" not in says[0]:  # a plan reads no values on a CPU
+    if "plan" not in changes and "must lie in 0 .. 11" not in says[0]:  # a plan reads no values
         with pytest.raises(error, match=message(*says)):
             decode_plan(**(contiguous() | changes))
+
+
+def test_unknown_keywords() -> None:
+    for name, instead in (("caual", "causal="), ("softcap", "score_mod="), ("block_table", "page_table=")):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; use {instead}"):
+            decode(**contiguous(), **{name: 3})
+    for name in ("out", "plan"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            decode_plan(**contiguous(), **{name: None})
 
 
 @pytest.mark.parametrize(

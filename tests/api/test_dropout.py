@@ -76,9 +76,9 @@ def test_it_is_the_pattern_of_the_seed(mask: str, p: float, tiles: tuple[int, in
         got = attention(
             q, k, v, mask=MASKS[mask], score_mod=mods_of(slopes, bias), sink=sink, dropout_p=p, return_lse=True
         )
-        found = torch.autograd.grad(got, given, (do, dlse))  # type: ignore[arg-type]
+        grads = torch.autograd.grad(got, given, (do, dlse))  # type: ignore[arg-type]
     torch.testing.assert_close(got, (o, lse))
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(grads, expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"score_mod": SoftCap(2.0)}], ids=str)

@@ -89,7 +89,7 @@ NUMBERS = [np.float32, np.float64, np.float16, torch.tensor, lambda value: torch
 @functions
 @pytest.mark.parametrize("value", [True, False], ids=str)
 def test_a_bool_is_no_number(function: Callable[..., Any], value: bool) -> None:
-    """Also once 1.0 == True and 0.0 == False have been seen."""
+    """A bool is refused also after a call with the equal number: 1.0 == True and 0.0 == False."""
     function(scale=float(value), dropout_p=0.0)
     with pytest.raises(TypeError, match=rf"scale must be a finite number or None, got {value}"):
         function(scale=value)

@@ -17,22 +17,22 @@ from tileattn.variant.tile_loads import is_aligned
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 SIZES = {"batch": (0, 5, 7), "queries": (2, 0, 7), "keys": (2, 5, 0), "all": (0, 0, 0)}
-PACKED = {  # lengths_q, lengths_k, rows behind the last sequence
+PACKED = {  # lengths_q, lengths_k, unused rows at the end
     "no sequences": ((), (), 0),
-    "nobody's rows": ((), (), 3),
+    "unused rows": ((), (), 3),
     "all empty": ((0, 0), (0, 0), 0),
     "without keys": ((3, 2), (0, 0), 0),
-    "without keys, nobody's": ((3, 0), (0, 0), 2),
+    "without keys, unused rows": ((3, 0), (0, 0), 2),
     "without queries": ((0, 0), (3, 4), 0),
 }
 
 
 def _backends(*names: str) -> list[object]:
     """(backend, device)."""
-    found: list[object] = [("torch", "cpu")]
+    backends: list[object] = [("torch", "cpu")]
     if not torch.cuda.is_available():
-        return found + [("triton", "cpu")] * ("triton" in names)
-    return found + [pytest.param((name, "cuda"), marks=pytest.mark.gpu) for name in names]
+        return backends + [("triton", "cpu")] * ("triton" in names)
+    return backends + [pytest.param((name, "cuda"), marks=pytest.mark.gpu) for name in names]
 
 
 Variant = Callable[[int, int, int, str], dict[str, Any]]
@@ -79,10 +79,10 @@ def _check(outputs: tuple[Tensor, Tensor], leaves: dict[str, Tensor], expected_l
 
 
 def _leaves(variant: dict[str, Any], *tensors: Tensor | None) -> dict[str, Tensor]:
-    found = {f"tensor {i}": tensor for i, tensor in enumerate(tensors) if tensor is not None}
+    leaves = {f"tensor {i}": tensor for i, tensor in enumerate(tensors) if tensor is not None}
     mod = variant.get("score_mod")
     own = getattr(mod, "tensor", getattr(mod, "slopes", None))
-    return found if own is None else {**found, "of the modification": own}
+    return leaves if own is None else {**leaves, "of the modification": own}
 
 
 def _qkv(*shapes: tuple[int, ...], device: str) -> list[Tensor]:

@@ -66,7 +66,7 @@ def test_the_argument_is_named() -> None:
 @pytest.mark.parametrize("seqlen_q", [SEQLEN, 3, 14])
 @pytest.mark.parametrize("causal", [False, True])
 def test_values_and_gradients(seqlen_q: int, causal: bool) -> None:
-    """In float64, against the oracle; the last sequence has no key at all."""
+    """Compared with the oracle, in float64; the last sequence has no key at all."""
     leaves = [x.requires_grad_() for x in qkv(seqlen_q)]
     expected = oracle_attention(*leaves, SeesKept(causal))  # type: ignore[arg-type]
     got = attention(*leaves, causal=causal, key_padding_mask=KEEP, return_lse=True)
@@ -74,9 +74,9 @@ def test_values_and_gradients(seqlen_q: int, causal: bool) -> None:
     assert not got[0][3].any()
     assert (got[1][3] == -torch.inf).all()
     do = random(*got[0].shape, seed=5)
-    found, wanted = (torch.autograd.grad(o, leaves, do) for o in (got[0], expected[0]))
-    torch.testing.assert_close(found, wanted)
-    dk, dv = found[1:]
+    gradients, wanted = (torch.autograd.grad(o, leaves, do) for o in (got[0], expected[0]))
+    torch.testing.assert_close(gradients, wanted)
+    dk, dv = gradients[1:]
     assert not dk[~KEEP].any()
     assert not dv[~KEEP].any()
 
@@ -159,7 +159,7 @@ def test_unpad_and_pad(dtype: torch.dtype) -> None:
 
 
 def test_unused_tokens_get_room() -> None:
-    """As in flash-attn: they are in the packed tensor and in cu_seqlens, not in seqused."""
+    """As in flash-attn, unused tokens are in the packed tensor and in cu_seqlens, not in seqused."""
     unused = torch.zeros_like(KEEP)
     unused[0, 6:8] = unused[3, 0] = True
     x = random(BATCH, SEQLEN)
@@ -183,7 +183,7 @@ def test_gradients_go_there_and_back() -> None:
 
 
 def test_packed_attention_is_attention_with_padding() -> None:
-    """Of queries and keys that are padded alike: without a mask the same rows, wherever the padding lies."""
+    """Queries and keys are padded alike. Without a mask the rows are the same wherever the padding is."""
     q, k, v = (x.requires_grad_() for x in qkv())
     expected = attention(q, k, v, key_padding_mask=KEEP)[KEEP]
     of_q, of_k, of_v = (unpad_input(x, KEEP) for x in (q, k, v))
@@ -191,8 +191,8 @@ def test_packed_attention_is_attention_with_padding() -> None:
     got = varlen_attention(of_q.x, of_k.x, of_v.x, *sizes)
     torch.testing.assert_close(got, expected)
     do = random(*got.shape, seed=7)
-    found, wanted = (torch.autograd.grad(o, (q, k, v), do) for o in (got, expected))
-    torch.testing.assert_close(found, wanted)
+    gradients, wanted = (torch.autograd.grad(o, (q, k, v), do) for o in (got, expected))
+    torch.testing.assert_close(gradients, wanted)
 
 
 @pytest.mark.parametrize("batch", [0, 2])

@@ -99,17 +99,17 @@ def test_gradients(scale: float, dtype: torch.dtype, mask: Mask | None, with_dls
     outputs = tileattn.attention(q, k, v, mask=mask, scale=scale, return_lse=True)
     do = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     dlse = torch.ones_like(outputs[1]) if with_dlse else None
-    found = gradients(outputs, leaves, do, dlse)
+    grads = gradients(outputs, leaves, do, dlse)
     exact = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
     options = (mask, (), None, scale)
     oracle, sizes = oracle_gradients(exact, do, dlse, *exact.values(), *options)
     eager = eager_gradients(leaves, do, dlse, q, k, v, *options)
-    assert_gradients_accurate("backward", found, oracle, eager, sizes, dtype)
+    assert_gradients_accurate("backward", grads, oracle, eager, sizes, dtype)
 
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_the_fused_operator_runs_no_causal_call_that_it_gets_wrong(scale: float) -> None:
-    """With a mask of floats, which it adds to scaled scores, it is right."""
+    """The operator is right with a mask of floats, which it adds to scaled scores."""
     q, k, v = (x.transpose(1, 2) for x in qkv(torch.float32))
     o, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
     matrix = ScoreMatrix(Causal(), (), slice(0, 2), HEADS, SEQLEN, SEQLEN, torch.float32, q.device)

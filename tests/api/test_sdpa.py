@@ -112,7 +112,7 @@ def test_as_pytorchs(name: str) -> None:
 
 
 def test_its_signature_is_pytorchs() -> None:
-    """Which is a builtin: its names and defaults are in its first line of documentation, who is keyword-only below."""
+    """PyTorch's function is a builtin: names and defaults are read from the first line of its documentation."""
     parameters = inspect.signature(tileattn.scaled_dot_product_attention).parameters
     given = ", ".join(name if p.default is p.empty else f"{name}={p.default}" for name, p in parameters.items())
     documented = (TORCH.__doc__ or "").strip().partition(") ->")[0]
@@ -141,7 +141,7 @@ def test_a_mask_in_float32_beside_16_bits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_mask_under_autocast(dtype: torch.dtype) -> None:
-    """Of a dtype that query gets, or had."""
+    """The mask may have query's dtype after the cast, or the one before it."""
     torch.manual_seed(0)
     q, mask = torch.randn(2, 3, 9, 16), torch.randn(9, 9)
     mask = mask > 0 if dtype == torch.bool else mask.to(dtype)
@@ -180,7 +180,7 @@ def test_minus_infinity_in_a_float_mask_hides() -> None:
 @pytest.mark.parametrize("lengths", [(3, 5), (5, 3), (4, 4)])
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
 def test_pytorchs_causal_bias(bias: Any, lengths: tuple[int, int]) -> None:
-    """Whose memory is not written: its tensor is what it says it stands for."""
+    """A causal bias is a tensor whose memory is not written; it stands for the mask that its attributes name."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, lengths[place], 16, dtype=torch.float64) for place in (0, 1, 1))
     mask = bias(*lengths)

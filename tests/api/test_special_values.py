@@ -22,10 +22,10 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, 
 
 def _backends(*names: str, reference: bool = False) -> list[object]:
     """(backend, device): on a CPU PyTorch's, the reference and Triton's, interpreted; on a GPU those named."""
-    found: list[object] = [(name, "cpu") for name in (*(REFERENCE if reference else ()), "torch")]
+    backends: list[object] = [(name, "cpu") for name in (*(REFERENCE if reference else ()), "torch")]
     if not torch.cuda.is_available():
-        return found + [("triton", "cpu")] * ("triton" in names)
-    return found + [pytest.param((name, "cuda"), marks=pytest.mark.gpu) for name in names]
+        return backends + [("triton", "cpu")] * ("triton" in names)
+    return backends + [pytest.param((name, "cuda"), marks=pytest.mark.gpu) for name in names]
 
 
 each_backend = pytest.mark.parametrize("on", _backends("tilelang", "triton", "torch"), ids="-".join)
@@ -34,15 +34,15 @@ TAKES = {"torch": tuple(DTYPES), "tilelang": ("fp16", "bf16"), "triton": ("fp16"
 
 def _cases() -> list[object]:
     """(backend, device, dtype, mask); of the reference, and of Triton's interpreter, which takes long, a part."""
-    found = []
+    parameters = []
     for on in _backends("tilelang", "triton", "torch", reference=True):
         (backend, device), marks = (on.values[0], on.marks) if hasattr(on, "values") else (on, ())  # type: ignore[misc]
         interpreted = (backend, device) == ("triton", "cpu")
         dtypes = ("fp16",) if interpreted else TAKES.get(backend, ("fp16", "fp32"))
         for mask in ("full", "causal", "documents") if interpreted else MASKS:
             names = [(backend, device, dtype, mask) for dtype in dtypes]
-            found += [pytest.param(*name, marks=marks, id="-".join(name)) for name in names]
-    return found
+            parameters += [pytest.param(*name, marks=marks, id="-".join(name)) for name in names]
+    return parameters
 
 
 def attend(call: Call, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ def test_o_and_lse(backend: str, device: str, dtype: str, mask: str) -> None:
 @pytest.mark.parametrize("backend", ["tilelang", "triton", "mma"])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_long_sequences(backend: str, mask: str, head_dim: int) -> None:
-    """Those of many tiles, in which maxima are stale and rescaling is skipped."""
+    """With many tiles, maxima become stale and rescaling is skipped."""
     call = call_of(mask, torch.bfloat16, "cuda", 700, 1400, head_dim)
     assert_as_the_formula(call, attend(call, backend))
 
@@ -81,7 +81,7 @@ def test_the_ladder(rung: str, mask: str) -> None:
 @pytest.mark.parametrize("mask", ["causal", "window", "documents", "padding"])
 @each_backend
 def test_keys_that_only_the_mask_hides(on: tuple[str, str], mask: str) -> None:
-    """They reach no o and no lse of the rows that do not see them."""
+    """NaN in them reaches no o and no lse of the rows that do not see them."""
     backend, device = on
     poisoned, clean = hidden_call(mask, torch.float16, device)
     got = attend(poisoned, backend)
@@ -98,7 +98,7 @@ def test_keys_that_only_the_mask_hides(on: tuple[str, str], mask: str) -> None:
 def _packed(device: str, poisoned: bool) -> dict[str, Tensor]:
     """q, k, v and do of three sequences, of which the second is NaN, and rows of NaN behind the last."""
     generator = torch.Generator().manual_seed(0)
-    found = {}
+    tensors = {}
     for name, lengths in (("q", QUERIES), ("k", KEYS), ("v", KEYS), ("do", QUERIES)):
         x = within_nan((1, sum(lengths), 2, 16), torch.float16, generator)
         whole = x._base
@@ -108,8 +108,8 @@ def _packed(device: str, poisoned: bool) -> dict[str, Tensor]:
             x[:, lengths[0] : lengths[0] + lengths[1]] = NAN
         else:
             x[:, sum(lengths) :] = 0
-        found[name] = x[0].to(device).detach()
-    return found
+        tensors[name] = x[0].to(device).detach()
+    return tensors
 
 
 QUERIES, KEYS = (37, 60, 75), (70, 45, 130)
@@ -119,12 +119,12 @@ QUERIES, KEYS = (37, 60, 75), (70, 45, 130)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("on", _backends("tilelang", "torch"), ids="-".join)
 def test_packed_sequences_do_not_reach_each_other(on: tuple[str, str], causal: bool, sink: bool) -> None:
-    """Nor do rows behind the last one: outputs and gradients are the same bits as without NaN there."""
+    """Outputs and gradients are the same bits with and without NaN in another sequence and in unused rows."""
     backend, device = on
     ends = [[0, *torch.tensor(lengths).cumsum(0).tolist()] for lengths in (QUERIES, KEYS)]
     cu_seqlens = [torch.tensor(each, dtype=torch.int32, device=device) for each in ends]
     logits = torch.ones(2, device=device) if sink else None
-    found = []
+    runs = []
     for poisoned in (True, False):
         given = _packed(device, poisoned)
         q, k, v = (given[name].requires_grad_() for name in "qkv")
@@ -134,12 +134,12 @@ def test_packed_sequences_do_not_reach_each_other(on: tuple[str, str], causal: b
         )  # fmt: skip
         gradients = torch.autograd.grad(o, (q, k, v), given["do"])
         of_q, of_k = [o, lse.mT, gradients[0]], gradients[1:]
-        found.append([(x, QUERIES) for x in of_q] + [(x, KEYS) for x in of_k])
-    for (got, lengths), (expected, _) in zip(*found):
+        runs.append([(x, QUERIES) for x in of_q] + [(x, KEYS) for x in of_k])
+    for (got, lengths), (expected, _) in zip(*runs):
         first, last = slice(0, lengths[0]), slice(lengths[0] + lengths[1], sum(lengths))
         for rows in (first, last):
             assert torch.equal(got[rows], expected[rows])
-    o, lse = found[0][0][0], found[0][1][0]
+    o, lse = runs[0][0][0], runs[0][1][0]
     assert (o[sum(QUERIES) :] == 0).all()
     assert (lse[sum(QUERIES) :] == -INF).all()
 
@@ -181,7 +181,7 @@ VARIANTS: dict[str, Callable[[str], dict[str, Any]]] = {
 @pytest.mark.parametrize("variant", VARIANTS)
 @each_backend
 def test_modifications(on: tuple[str, str], variant: str) -> None:
-    """They get infinite scores, which a soft cap makes finite."""
+    """Modifications get infinite scores, which a soft cap makes finite."""
     backend, device = on
     call, options = call_of("causal", torch.float16, device), VARIANTS[variant](device)
     mod, sink = options.get("score_mod"), options.get("sink")

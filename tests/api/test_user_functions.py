@@ -1,4 +1,4 @@
-"""What users' functions compute is what PyTorch computes from the same lines in float64, in all backends and dtypes."""
+"""Users' functions: each backend and dtype computes what PyTorch computes from the same lines in float64."""
 
 from __future__ import annotations
 
@@ -208,8 +208,8 @@ def test_gradients_of_tensors_in_16_bits_in_the_reference() -> None:
     def gradient(short: Tensor, *arguments: Tensor) -> Tensor:
         mods = (lambda s, b, h, q, k: s * short[h],)
         o, lse = flash_attention_2(*arguments, None, mods)
-        found = flash_attention_2_backward(do.to(o.dtype), *arguments, o, lse, None, mods, tensors=(short,))
-        return found.tensors[0]
+        grads = flash_attention_2_backward(do.to(o.dtype), *arguments, o, lse, None, mods, tensors=(short,))
+        return grads.tensors[0]
 
     short = slopes.bfloat16()
     exact, got = gradient(short.double(), q.double(), k.double(), v.double()), gradient(short, q, k, v)
@@ -225,7 +225,7 @@ def test_integers_of_8_bits_are_not_computed_in_8_bits() -> None:
     torch.testing.assert_close(got, expected)
 
 
-def test_a_divisor_that_is_zero_where_nobody_looks() -> None:
+def test_a_divisor_that_is_zero_in_hidden_scores() -> None:
     arguments = inputs(torch.float32, 9, 9)
     got = attention(*arguments, mask=lambda b, h, q, k: (k > 0) & (q % k == 0))
     _, _, q, k = torch.meshgrid(*(torch.arange(n) for n in (1, HEADS, 9, 9)), indexing="ij")

@@ -242,14 +242,14 @@ def of_sequence(i: int, value: Any) -> Any:
 
 def one_by_one(tensors: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
     """o and lse from dense calls; 0 and -inf behind the last sequence."""
-    (q, k, v), found = tensors.values(), []
+    (q, k, v), outputs = tensors.values(), []
     for i, (rows, keys) in enumerate(zip(itertools.pairwise(Q.tolist()), itertools.pairwise(K.tolist()))):
         given = options | {name: of_sequence(i, options[name]) for name in ("mask", "score_mod") if name in options}
         o, lse = attention(
             q[None, slice(*rows)], k[None, slice(*keys)], v[None, slice(*keys)], return_lse=True, **given
         )
-        found.append((o[0], lse[0]))
-    o, lse = torch.cat([o for o, _ in found]), torch.cat([lse for _, lse in found], dim=1)
+        outputs.append((o[0], lse[0]))
+    o, lse = torch.cat([o for o, _ in outputs]), torch.cat([lse for _, lse in outputs], dim=1)
     behind = o.new_zeros(BEHIND, *o.shape[1:]), lse.new_full((HEADS, BEHIND), -torch.inf)
     return torch.cat([o, behind[0]]), torch.cat([lse, behind[1]], dim=1)
 
@@ -257,7 +257,7 @@ def one_by_one(tensors: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_sequence_by_itself(variant: str, dtype: torch.dtype) -> None:
-    """Bit for bit: whatever the rows of nobody hold."""
+    """Equal bit for bit, whatever the unused rows at the end hold."""
     tensors = qkv(dtype=dtype)
     for x in tensors.values():
         x[-BEHIND:] = torch.nan
@@ -270,7 +270,7 @@ def leaves_of(variant: str) -> tuple[dict[str, Tensor], dict[str, Any], list[Ten
     """q, k, v; the options of the variant with tensors that require grad; and all that do."""
     tensors = {name: x.requires_grad_() for name, x in qkv(dtype=torch.float64).items()}
     options = dict(VARIANTS[variant])
-    wanted, found = list(tensors.values()), []
+    wanted, score_mods = list(tensors.values()), []
     if "sink" in options:
         options["sink"] = options["sink"].double().requires_grad_()
         wanted.append(options["sink"])
@@ -280,8 +280,8 @@ def leaves_of(variant: str) -> tuple[dict[str, Tensor], dict[str, Any], list[Ten
             leaf = (mod.tensor if isinstance(mod, Bias) else mod.slopes).double().requires_grad_()
             wanted.append(leaf)
             mod = type(mod)(leaf)
-        found.append(mod)
-    return tensors, options | ({"score_mod": found} if found else {}), wanted
+        score_mods.append(mod)
+    return tensors, options | ({"score_mod": score_mods} if score_mods else {}), wanted
 
 
 def scalar(o: Tensor, lse: Tensor) -> Tensor:
@@ -299,7 +299,7 @@ def test_gradients_of_each_sequence_by_itself(variant: str) -> None:
         assert not gradient[-BEHIND:].any()
 
 
-def test_what_belongs_to_nobody_gets_into_no_gradient() -> None:
+def test_unused_rows_reach_no_gradient() -> None:
     tensors = qkv()
     for x in tensors.values():
         x[-BEHIND:] = torch.nan
@@ -323,7 +323,7 @@ def test_only_what_is_wanted_has_a_gradient() -> None:
 
 @pytest.mark.parametrize("sequences", [0, 3])
 def test_nothing_to_do(sequences: int) -> None:
-    """No sequence, or only empty ones; with rows of nobody, or none."""
+    """No sequence, or only empty ones; with unused rows at the end, or none."""
     nothing = torch.zeros(sequences + 1, dtype=torch.int32)
     for total in (0, 4):
         q, k = random(total, HEADS, DIM).requires_grad_(), random(total, KV_HEADS, DIM)
@@ -377,10 +377,10 @@ def test_dropout_does_not_depend_on_the_packing() -> None:
 
 
 def test_dropout_is_that_of_a_dense_call() -> None:
-    """Of equal lengths: the same probabilities are dropped, also in the backward pass."""
+    """Sequences of equal length drop the same probabilities as a batch, also in the backward pass."""
     shapes = ((2, 9, HEADS, DIM), (2, 11, KV_HEADS, DIM), (2, 11, KV_HEADS, DIM))
     q, k, v = (random(*shape, seed=i, dtype=torch.float64) for i, shape in enumerate(shapes))
-    found = []
+    runs = []
     for packed in (False, True):
         torch.manual_seed(3)
         leaf = q.clone().requires_grad_()
@@ -390,8 +390,8 @@ def test_dropout_is_that_of_a_dense_call() -> None:
             o = varlen_attention(*flat, *cu, 9, 11, dropout_p=0.3).unflatten(0, (2, 9))
         else:
             o = attention(leaf, k, v, dropout_p=0.3)
-        found.append((o, *torch.autograd.grad(o.square().sum(), leaf)))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
+        runs.append((o, *torch.autograd.grad(o.square().sum(), leaf)))
+    torch.testing.assert_close(runs[1], runs[0], rtol=1e-10, atol=1e-10)
 
 
 # --- What surrounds it ---
@@ -409,12 +409,12 @@ def test_autocast() -> None:
 def test_checkpointing_draws_the_same_dropout() -> None:
     tensors = {name: x.requires_grad_() for name, x in qkv().items()}
     run = functools.partial(call, dropout_p=0.5, **tensors)
-    found = []
+    runs = []
     for recompute in (False, True):
         torch.manual_seed(0)
         o = checkpoint(run, use_reentrant=False) if recompute else run()
-        found.append(torch.autograd.grad(o.square().sum(), list(tensors.values())))
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+        runs.append(torch.autograd.grad(o.square().sum(), list(tensors.values())))
+    torch.testing.assert_close(runs[1], runs[0], rtol=0, atol=0)
 
 
 def test_second_derivatives_are_refused() -> None:

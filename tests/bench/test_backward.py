@@ -1,4 +1,4 @@
-"""The benchmark of the backward pass: what is called, how gradients are checked, what is recorded and shown."""
+"""The benchmark of the backward pass: its timed calls, its check of gradients, its records and pictures."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from tests.tools.made_up import made_up
 from tileattn.bench import (
     cases,
     cost,
-    gradient_oracle,
-    oracle,
     passes,
     plot,
     plot_memory,
@@ -33,6 +31,8 @@ from tileattn.bench import (
 from tileattn.bench.baselines import BASELINES, TileAttn, flex, own, sdpa
 from tileattn.bench.baselines.base import OWN, Implementation, Prepared
 from tileattn.bench.cases import square
+from tileattn.bench.oracle import gradients as gradient_oracle
+from tileattn.bench.oracle import output as oracle
 from tileattn.measure import ceilings
 from tileattn.testing import oracle_attention
 from tileattn.variant.key import normalize
@@ -47,9 +47,9 @@ def built(**changes: object) -> problem.Problem:
 
 
 def gradients(implementation: Implementation, given: problem.Problem) -> tuple[Tensor, ...]:
-    found = passes.start("bwd", implementation.prepare(given), given)()
-    assert isinstance(found, tuple)
-    return found
+    grads = passes.start("bwd", implementation.prepare(given), given)()
+    assert isinstance(grads, tuple)
+    return grads
 
 
 # Cases and problems
@@ -94,7 +94,7 @@ def test_a_problem_with_gradients_has_the_forwards_values() -> None:
 @pytest.mark.parametrize("seqlen_q", [33, 50])
 @pytest.mark.parametrize("name", [*NAMES, *TRAINED])
 def test_expected_gradients_are_autograds(name: str, seqlen_q: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the tests' oracle, which shares no code with the benchmark's. Of 50 rows some see no key."""
+    """The tests' oracle shares no code with the benchmark's. Some of the 50 rows see no key."""
     monkeypatch.setattr(oracle, "SCORES_PER_CHUNK", 2000)
     given = built(variant=name, seqlen_q=seqlen_q)
     expected = gradient_oracle.build(given).expected
@@ -102,9 +102,9 @@ def test_expected_gradients_are_autograds(name: str, seqlen_q: int, monkeypatch:
     o, _ = oracle_attention(given.q, given.k, given.v, mask, score_mods, given.sink)
     assert given.do is not None
     inputs = given.inputs()
-    found = dict(zip(inputs, torch.autograd.grad(o, tuple(inputs.values()), given.do.double()), strict=True))
-    assert expected.keys() == found.keys()
-    for gradient, value in found.items():
+    by_autograd = dict(zip(inputs, torch.autograd.grad(o, tuple(inputs.values()), given.do.double()), strict=True))
+    assert expected.keys() == by_autograd.keys()
+    for gradient, value in by_autograd.items():
         value = value if gradient == "dbias" else value.transpose(1, 2)
         # Autograd returns float32: the inputs' dtype.
         torch.testing.assert_close(value, expected[gradient].float(), rtol=1e-5, atol=1e-6, msg=gradient)
@@ -118,11 +118,11 @@ def test_implementations_have_the_gradients_of_the_variants_that_they_accept(nam
     checked = []
     for label, implementation in IMPLEMENTATIONS.items():
         if implementation.refusal(given) is None:
-            found = gradients(implementation, given)
-            assert [x.shape for x in found] == [x.shape for x in given.inputs().values()]
-            assert 0 < expected.error(found) < (1e-5 if dtype == "fp32" else 0.05)
+            grads = gradients(implementation, given)
+            assert [x.shape for x in grads] == [x.shape for x in given.inputs().values()]
+            assert 0 < expected.error(grads) < (1e-5 if dtype == "fp32" else 0.05)
             if dtype == "bf16":  # in float32 a rounding is so little that it is luck in what order a CPU adds up
-                expected.check(found)
+                expected.check(grads)
             checked.append(label)
     assert set(checked) >= {OWN, "eager"}
 
@@ -147,11 +147,11 @@ def test_the_error_sees_one_wrong_row_of_any_gradient_and_nan() -> None:
 @pytest.mark.parametrize("swapped", [(0, 1), (1, 2)])
 def test_gradients_in_another_order_are_wrong(swapped: tuple[int, int]) -> None:
     given = problem.build(square(1, 32, 2, 16, "causal", "fp32"), CPU, direction="bwd")
-    found = list(gradients(BASELINES["eager"], given))
+    grads = list(gradients(BASELINES["eager"], given))
     i, j = swapped
-    found[i], found[j] = found[j], found[i]
+    grads[i], grads[j] = grads[j], grads[i]
     with pytest.raises(AssertionError, match="error"):
-        gradient_oracle.build(given).check(found)
+        gradient_oracle.build(given).check(grads)
 
 
 @pytest.mark.parametrize(
@@ -168,20 +168,20 @@ def test_gradients_in_another_order_are_wrong(swapped: tuple[int, int]) -> None:
 def test_large_cases_are_sampled_by_groups_of_heads(
     name: str, batches: tuple[int, ...], heads: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But a sum over all heads, or over the batch, is taken over all of them."""
+    """A sum over all heads, or over the batch, still takes all of them."""
     monkeypatch.setitem(oracle.SCORES_CHECKED, "cpu", 0)
     given = built(variant=name, batch=4, heads=8, kv_heads=4)
     expected = gradient_oracle.build(given)
     assert (expected.sample.batches, expected.sample.heads) == (batches, heads)
     assert ("all rows of" in expected.sample.text) == (len(batches) * len(heads) < 32)
-    found = [x.clone() for x in gradients(BASELINES["eager"], given)]
-    expected.check(found)
+    grads = [x.clone() for x in gradients(BASELINES["eager"], given)]
+    expected.check(grads)
     if heads != tuple(range(8)):
-        found[1][0, 0, 1] = math.nan  # of a kv head that is not looked at
-        expected.check(found)
-    found[1][batches[-1], 0, -1] = math.nan
+        grads[1][0, 0, 1] = math.nan  # of a kv head that is not looked at
+        expected.check(grads)
+    grads[1][batches[-1], 0, -1] = math.nan
     with pytest.raises(AssertionError, match=r"dk: .* NaN"):
-        expected.check(found)
+        expected.check(grads)
 
 
 # What is called
@@ -205,16 +205,16 @@ def test_a_direction_calls_what_it_says(direction: str, forwards: list[int]) -> 
     forward = Counted(given)
     call = passes.start(direction, Prepared(forward), given)
     seen = [forward.calls]
-    found = []
+    outputs = []
     for _ in range(2):
-        found.append(call())
+        outputs.append(call())
         seen.append(forward.calls)
     assert seen == forwards
     assert given.do is not None
     if direction == "fwd":
-        assert torch.equal(found[0], forward())
+        assert torch.equal(outputs[0], forward())
     else:
-        for dq, dk, dv in found:
+        for dq, dk, dv in outputs:
             torch.testing.assert_close(dq[..., :8], 2 * given.q.detach()[..., :8] * given.do)
             assert dk.unique().numel() == dv.unique().numel() == 1
     # Gradients are returned, and added to nothing.
@@ -307,7 +307,7 @@ def test_memory_of_a_backward_pass_is_that_of_forward_and_backward() -> None:
     forward, alone, both = (run(direction, TileAttn(), BASELINES["eager"]) for direction in ("fwd", "bwd", "fwdbwd"))
     for case in both.cases():
         for backend in (OWN, "eager"):
-            peaks = [found.row(case, backend) for found in (forward, alone, both)]
+            peaks = [measured.row(case, backend) for measured in (forward, alone, both)]
             bytes_ = [row.peak_bytes for row in peaks if row is not None]
             assert bytes_[0] < bytes_[1] == bytes_[2]
 
@@ -337,17 +337,17 @@ def test_a_file_without_a_direction_is_of_the_forward_pass(tmp_path: Path) -> No
 
 
 def test_a_bias_that_is_trained_is_read_and_its_gradient_written() -> None:
-    found = {}
+    plain_ms = {}
     for direction in ("bwd", "fwdbwd"):
         measured = replace(
             made_up("variants", "cuda", OWN, direction=direction), ceilings=[ceilings.Ceiling("before", 700, 0.1)]
         )
-        found[direction] = {each.case: each.plain_ms for each in cost.costs(measured)}
+        plain_ms[direction] = {each.case: each.plain_ms for each in cost.costs(measured)}
     once = 16 * 32 * 33 / 2 * 128 * 128 * 2 / 0.1e9
     for direction, times in {"bwd": (1, 2), "fwdbwd": (2, 3)}.items():
         for name, expected in zip(("causal+bias", "causal+bias+dbias"), times, strict=True):
-            assert found[direction][f"D128 {name} (4,4096,16)"] == pytest.approx(expected * once)
-        assert found[direction]["D128 causal+alibi (4,4096,16)"] == 1.0
+            assert plain_ms[direction][f"D128 {name} (4,4096,16)"] == pytest.approx(expected * once)
+        assert plain_ms[direction]["D128 causal+alibi (4,4096,16)"] == 1.0
 
 
 def test_tables_and_pictures_say_the_direction() -> None:
@@ -391,7 +391,7 @@ def test_the_picture_of_memory_has_a_line_for_each_implementation_and_the_output
 
 
 def test_numbers_at_the_end_of_lines_that_are_close_stand_apart() -> None:
-    """In points on the page; and every line has a name that is whole."""
+    """Distances are in points on the page. Every line has its whole name."""
     measured = of_memory(lambda backend, seqlen: seqlen * (2048 if backend == OWN else 2060))
     measured.rows += [
         replace(row, backend=baseline) for row in measured.rows if row.backend == OWN for baseline in ("fa2", "cudnn")

@@ -18,10 +18,11 @@ from rich.console import Console
 from torch import Tensor
 
 from tests.tools.made_up import made_up
-from tileattn.bench import cases, compare, cost, oracle, plot, problem, report, results, runner, variants
+from tileattn.bench import cases, compare, cost, plot, problem, report, results, runner, variants
 from tileattn.bench.baselines import BASELINES, TileAttn
 from tileattn.bench.baselines.base import NO_FP8, OWN, Prepared
 from tileattn.bench.cases import Case, square
+from tileattn.bench.oracle import output as oracle
 from tileattn.measure import ceilings, memory, timing, units
 
 CPU = torch.device("cpu")
@@ -364,14 +365,14 @@ def test_peak_bytes_counts_what_is_alive_together() -> None:
 
 
 def test_ceilings_are_rates_of_a_product_and_a_copy() -> None:
-    found = ceilings.measure("before", CPU, QUICK, size=64, copied=2**20)
-    assert found.when == "before"
-    assert 0 < found.matmul_tflops < 100
-    assert 0 < found.copy_tbps < 10
+    ceiling = ceilings.measure("before", CPU, QUICK, size=64, copied=2**20)
+    assert ceiling.when == "before"
+    assert 0 < ceiling.matmul_tflops < 100
+    assert 0 < ceiling.copy_tbps < 10
     assert ceilings.overall([]) is None
     both = [
-        replace(found, matmul_tflops=700, copy_tbps=4),
-        replace(found, when="after", matmul_tflops=710, copy_tbps=5),
+        replace(ceiling, matmul_tflops=700, copy_tbps=4),
+        replace(ceiling, when="after", matmul_tflops=710, copy_tbps=5),
     ]
     assert ceilings.overall(both) == ceilings.Ceiling("before and after", 705, 4.5)
 
@@ -599,7 +600,7 @@ def test_standings_are_against_the_best_baseline_by_length() -> None:
 
 
 def test_own_ways_to_run_are_no_baselines_beside_others() -> None:
-    """tileattn-deterministic, say, is much like tileattn; nobody is compared with it but where there is nobody else."""
+    """Such as tileattn-deterministic: it is a baseline only where there is no other."""
     case = made_up("fa", "cuda", OWN).rows[0].case
     with_baseline = made_up("fa", "cuda", OWN, "fa2", "tileattn-deterministic")
     with_baseline.rows = [
@@ -670,21 +671,21 @@ def test_costs_are_beside_the_plain_kernel_of_the_run() -> None:
     ms = {"full": 3.0, "causal": 0.8, "window1024": 0.5, "causal+softcap50": 0.88}
     measured.rows = [replace(row, ms=ms.get(row.variant, 2.4)) if row.backend == OWN else row for row in measured.rows]
     measured.ceilings = [ceilings.Ceiling("before", 700, 4.0), ceilings.Ceiling("after", 740, 4.4)]
-    found = {each.case: each for each in cost.costs(measured)}
+    cost_of = {each.case: each for each in cost.costs(measured)}
     shape = "(1,16384,16)"
-    assert found[f"D128 causal+softcap50 {shape}"].ratio == pytest.approx(1.1)
-    assert found[f"D128 causal+sink {shape}"].compared_with == "causal"
+    assert cost_of[f"D128 causal+softcap50 {shape}"].ratio == pytest.approx(1.1)
+    assert cost_of[f"D128 causal+sink {shape}"].compared_with == "causal"
     # 128 rows of tiles see 9 tiles each, but for the first 8, which see 1 to 8.
-    window = found[f"D128 window1024 {shape}"]
+    window = cost_of[f"D128 window1024 {shape}"]
     assert window.plain_ms == pytest.approx(3.0 * (120 * 9 + 36) / 128**2)
     assert window.compared_with == "6.8% of full"
-    assert found[f"D128 documents1024 {shape}"].plain_ms == pytest.approx(3.0 * 8 / 128)
+    assert cost_of[f"D128 documents1024 {shape}"].plain_ms == pytest.approx(3.0 * 8 / 128)
     # 16 heads' causal tiles of 16384 x 16384 in bf16, at 4.2 TB/s; one head's are no more than what the kernel needs.
-    bias = found[f"D128 causal+bias {shape}"]
+    bias = cost_of[f"D128 causal+bias {shape}"]
     assert bias.plain_ms == pytest.approx(16 * 128 * 129 / 2 * 128 * 128 * 2 / 4.2e9)
     assert bias.compared_with == "bias from memory"
-    assert found[f"D128 causal+bias-11 {shape}"].compared_with == "causal"
-    assert not {"D128 full (1,16384,16)", "D128 causal (1,16384,16)"} & found.keys()
+    assert cost_of[f"D128 causal+bias-11 {shape}"].compared_with == "causal"
+    assert not {"D128 full (1,16384,16)", "D128 causal (1,16384,16)"} & cost_of.keys()
     text = rendered(measured, 100)
     assert "what a modification costs" in text
     assert "ceilings: cuBLAS bf16 720 TFLOPS, copy 4.20 TB/s, before and after the cases" in text
@@ -693,9 +694,9 @@ def test_costs_are_beside_the_plain_kernel_of_the_run() -> None:
 def test_without_the_plain_kernel_there_is_no_cost() -> None:
     measured = made_up("variants", "cuda", OWN)
     measured.rows = [row for row in measured.rows if row.variant != "causal"]
-    found = cost.costs(measured)
-    assert {each.case.split()[1] for each in found} == {"window1024", "documents1024", "prefix1024"}
-    assert all(each.compared_with.endswith("of full") for each in found)
+    costs = cost.costs(measured)
+    assert {each.case.split()[1] for each in costs} == {"window1024", "documents1024", "prefix1024"}
+    assert all(each.compared_with.endswith("of full") for each in costs)
     measured.rows = [row for row in measured.rows if row.variant != "full"]
     assert cost.costs(measured) == []
 
@@ -740,11 +741,11 @@ def test_every_backend_has_its_own_colour() -> None:
 
 def test_unknown_backends_have_colours_of_their_own() -> None:
     names = ["tileattn", *(f"mma:rung{number}" for number in range(40)), "tilelang"]
-    found = plot.colours_of(names)
-    assert set(found) == set(names)
-    assert found["tileattn"] == plot.COLOURS["tileattn"]
-    assert len(set(found.values())) == len(names)
-    assert all(re.fullmatch("#[0-9A-F]{6}", colour) for colour in found.values())
+    colours = plot.colours_of(names)
+    assert set(colours) == set(names)
+    assert colours["tileattn"] == plot.COLOURS["tileattn"]
+    assert len(set(colours.values())) == len(names)
+    assert all(re.fullmatch("#[0-9A-F]{6}", colour) for colour in colours.values())
 
 
 def test_a_legend_has_as_many_columns_as_fit() -> None:
@@ -780,6 +781,6 @@ def test_the_tutorial_runs_from_a_copy_of_its_file(tmp_path: Path, monkeypatch: 
     expected = TileAttn().prepare(given).call()
     got = TritonTutorial().prepare(given).call()
     torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
-    found, wanted = (torch.autograd.grad(o, tuple(given.inputs().values()), given.do) for o in (got, expected))
-    for x, y in zip(found, wanted):
+    gradients, wanted = (torch.autograd.grad(o, tuple(given.inputs().values()), given.do) for o in (got, expected))
+    for x, y in zip(gradients, wanted):
         torch.testing.assert_close(x, y, rtol=5e-3, atol=5e-3)

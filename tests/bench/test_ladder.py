@@ -38,15 +38,15 @@ spec.loader.exec_module(make_ladder)
 def measured(speeds: dict[str, float]) -> Results:
     """A result file with these TFLOPS by backend."""
     case = square(1, 8192, 8, 64, "full", "fp16")
-    found = results.begin(torch.device("cpu"), None, "tileattn ladder")
+    made = results.begin(torch.device("cpu"), None, "tileattn ladder")
     for backend, tflops in speeds.items():
         row = Row(
             "ladder", case.name, "fwd", backend, 1, 8192, 8192, 8, 8, 64, 64, False, "full", "fp16",
             ms=case.flops() / tflops / 1e9, tflops=tflops, error=1e-3, peak_bytes=0, gpu="GPU", versions={},
             commit=None, date="2026-11-21",
         )  # fmt: skip
-        found.rows.append(row)
-    return replace(found, gpu="GPU", date="2026-11-21")
+        made.rows.append(row)
+    return replace(made, gpu="GPU", date="2026-11-21")
 
 
 LADDER = steps(64, "fp16", all_tiles=False)
@@ -64,9 +64,9 @@ def climb() -> Results:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("all_tiles", [False, True])
 def test_steps_are_backends_that_exist(head_dim: int, dtype: str, all_tiles: bool) -> None:
-    found = steps(head_dim, dtype, all_tiles)
-    assert len({step.backend for step in found}) == len({step.label for step in found}) == len(found) > 0
-    for step in found:
+    all_steps = steps(head_dim, dtype, all_tiles)
+    assert len({step.backend for step in all_steps}) == len({step.label for step in all_steps}) == len(all_steps) > 0
+    for step in all_steps:
         choice = parse(step.backend.removeprefix("mma:"))
         tiles = candidates(choice.options(head_dim), head_dim)
         assert tiles if choice.tiles is None else choice.tiles in tiles
@@ -81,11 +81,11 @@ def test_the_ladder_has_every_option_of_every_rung() -> None:
 
 
 def test_gains_are_over_the_best_so_far_with_the_same_accumulation(climb: Results) -> None:
-    found = climbed(climb, LADDER)
-    assert [each.gain for each in found[:4]] == [None, pytest.approx(0.1), None, pytest.approx(130 / 110 - 1)]
+    gained = climbed(climb, LADDER)
+    assert [each.gain for each in gained[:4]] == [None, pytest.approx(0.1), None, pytest.approx(130 / 110 - 1)]
     first_fp16 = next(i for i, step in enumerate(LADDER) if "acc=fp16" in step.backend)
-    assert found[first_fp16].gain is None
-    assert found[first_fp16 + 1].gain is not None
+    assert gained[first_fp16].gain is None
+    assert gained[first_fp16 + 1].gain is not None
 
 
 def test_a_step_that_failed_is_left_out(climb: Results) -> None:

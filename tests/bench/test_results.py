@@ -1,4 +1,4 @@
-"""Result files with values that cannot be right, or that pictures have to bear."""
+"""Result files with wrong values, and with names that pictures must draw as they are."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tileattn.viz import draw_dashboard, draw_lengths
 
 
 def measured() -> Results:
-    found = made_up("fa", "cuda", OWN, "fa2")
+    made = made_up("fa", "cuda", OWN, "fa2")
     # One shape by length, as `tileattn memory` measures it too.
-    shown = [row for row in found.rows if (row.head_dim, row.variant, row.heads) == (128, "full", 16)]
+    shown = [row for row in made.rows if (row.head_dim, row.variant, row.heads) == (128, "full", 16)]
     # The same whenever it is made.
-    found.date, found.rows = "2026-11-22", [replace(row, date="2026-11-22") for row in shown]
-    found.ceilings = [ceilings.Ceiling("before", 767.0, 4.29)]
-    return found
+    made.date, made.rows = "2026-11-22", [replace(row, date="2026-11-22") for row in shown]
+    made.ceilings = [ceilings.Ceiling("before", 767.0, 4.29)]
+    return made
 
 
 def written(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
@@ -85,9 +85,9 @@ def test_a_row_whose_error_is_not_finite_is_left_out_and_said(error: float, comm
     before, first = path.read_bytes(), measured().rows[0]
     said = f"left out is what has no finite error: {first.backend} in {first.case}"
     with pytest.warns(UserWarning, match=re.escape(said)):
-        found = results.load(path)
-    assert found.rows == measured().rows[1:]
-    assert found.failed == [*measured().failed, results.Missing(first.case, first.backend, f"its error is {error}")]
+        loaded = results.load(path)
+    assert loaded.rows == measured().rows[1:]
+    assert loaded.failed == [*measured().failed, results.Missing(first.case, first.backend, f"its error is {error}")]
     with pytest.warns(UserWarning, match=re.escape(said)):
         outcome = CliRunner().invoke(app, [*command.split(), str(path), "-o", str(tmp_path / "p.png")])
     assert outcome.exit_code == 0, outcome.output
@@ -108,28 +108,28 @@ def test_values_that_are_rare_are_drawn(fields: dict[str, Any], command: str, tm
         ("fa", plot.save),
         (MEMORY, plot_memory.save),
         (LADDER, plot_ladder.save),
-        ("fa", lambda found, path: draw_dashboard(found).savefig(path)),
-        ("fa", lambda found, path: draw_lengths(found).savefig(path)),
+        ("fa", lambda run, path: draw_dashboard(run).savefig(path)),
+        ("fa", lambda run, path: draw_lengths(run).savefig(path)),
     ],
 )
 def test_names_are_drawn_as_they_are(suite: str, save: Callable[[Results, Path], None], tmp_path: Path) -> None:
-    """Not as mathematics, of which matplotlib refuses what it cannot read."""
+    """Names are not parsed as mathematics; matplotlib would raise on malformed formulas."""
     hostile = r"$\foo$ $\frac{$"
-    found = measured()
-    found.gpu, found.versions, found.date = hostile, {"torch": hostile}, hostile
-    found.rows = [
+    hostile_run = measured()
+    hostile_run.gpu, hostile_run.versions, hostile_run.date = hostile, {"torch": hostile}, hostile
+    hostile_run.rows = [
         replace(row, suite=suite, case=f"{row.case} {hostile}", backend=row.backend.replace("fa2", hostile))
-        for row in found.rows
+        for row in hostile_run.rows
     ]
-    save(found, tmp_path / "p.png")
+    save(hostile_run, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 10_000
 
 
 def test_a_step_of_the_ladder_with_unknown_options_keeps_its_name() -> None:
     names = ["shared_kv,tiles=64x64", "shared_kv,async"]
-    found = measured()
-    found.rows = [replace(row, backend=f"mma:{name}") for row, name in zip(found.rows, names)]
-    assert [step.label for step in plot_ladder.steps_of(found)] == names
+    renamed = measured()
+    renamed.rows = [replace(row, backend=f"mma:{name}") for row, name in zip(renamed.rows, names)]
+    assert [step.label for step in plot_ladder.steps_of(renamed)] == names
 
 
 def test_bars_that_stand_beside_each_other_have_hues_of_their_own() -> None:

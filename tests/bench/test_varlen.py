@@ -15,10 +15,11 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from tests.tools.made_up import made_up
-from tileattn.bench import cases, cost, packed_oracle, passes, plot, problem
+from tileattn.bench import cases, cost, passes, plot, problem
 from tileattn.bench.baselines import BASELINES, TileAttn
 from tileattn.bench.baselines.base import NO_PACKED, OWN
 from tileattn.bench.cases import Case, lengths_of, square
+from tileattn.bench.oracle import packed as packed_oracle
 from tileattn.bench.results import load
 from tileattn.cli import choices
 from tileattn.cli.app import app
@@ -194,7 +195,7 @@ def on_gpu(case: Case) -> problem.Problem:
 
 @pytest.mark.parametrize("variant", ["full", "causal", "window7", "causal+window9-4"])
 def test_fa2_is_called_as_its_operator_wants_it(variant: str) -> None:
-    """On "meta": the operator checks its arguments' kinds, knows the gradient and computes shapes alone."""
+    """Tensors are on "meta": the operator checks its arguments' kinds, has a gradient, and computes only shapes."""
     case = replace(SKEWED, dtype="bf16", head_dim_v=16, variant=variant)
     given = problem.build(case, "meta", direction="bwd")
     o = BASELINES["fa2-varlen"].prepare(given).call()
@@ -262,8 +263,8 @@ def test_packed_rows_are_in_no_panel_of_dense_ones() -> None:
 def test_the_default_baselines_are_those_that_take_packed_sequences() -> None:
     for device, wanted in ((CPU, ["tileattn-dense"]), (torch.device("cuda"), ["fa2-varlen", "fa4", "tileattn-dense"])):
         chosen = choices.Chosen("varlen", cases.suite("varlen", "bf16", device.type))
-        found = choices.choose_implementations(None, None, device, chosen)
-        assert [each.name for each in found] == [OWN, *wanted]
+        implementations = choices.choose_implementations(None, None, device, chosen)
+        assert [each.name for each in implementations] == [OWN, *wanted]
 
 
 def invoke(arguments: str, tmp_path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md is what its script makes of the committed result files, and the script shows what there is."""
+"""docs/benchmarks.md is what its script writes from the committed result files, and the script shows all of them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_every_remark_is_on_the_page() -> None:
 
 
 def made_up_page(**suites: results.Results) -> str:
-    text = make_page.page({suite: make_page.Source(f"{suite}.json", found) for suite, found in suites.items()})
+    text = make_page.page({suite: make_page.Source(f"{suite}.json", measured) for suite, measured in suites.items()})
     assert isinstance(text, str)
     return text
 
@@ -122,7 +122,7 @@ def test_the_backward_pass_has_sections_of_its_own() -> None:
     }
     memory = made_up("fa", "cuda", OWN, "eager", direction="fwdbwd")
     memory.rows = [replace(row, suite="memory") for row in memory.rows if row.head_dim == 128][:12]
-    named = {**{f"{suite}-bwd": found for suite, found in backward.items()}, "memory-fwdbwd": memory}
+    named = {**{f"{suite}-bwd": measured for suite, measured in backward.items()}, "memory-fwdbwd": memory}
     text = made_up_page(fa=fa, **named)
     sections = ["Method", "Forward pass", "Backward pass", "Variants, backward"]
     sections += ["Grouped heads and head dims, backward", "Memory", "Not measured yet"]

@@ -1,4 +1,4 @@
-"""benchmarks/precompile.py: that it finds all kernels of a run, and that one that fails does not end it."""
+"""benchmarks/precompile.py: it finds all kernels of a run, and goes on when one does not compile."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ def invoke(arguments: str) -> tuple[int, str]:
 
 
 def expected_key(case: Case, dtype: str) -> str:
-    """By way of `tileattn warmup`, which knows nothing of this script."""
+    """The key by way of `tileattn warmup`, which is independent of this script."""
     call, _ = warmup.calls([(case.head_dim, case.head_dim_v)], [case.variant], [dtype], ARCH)
     return launch.cache_key(call, default(call, min(case.seqlen_q, case.seqlen_k)))
 
 
 @pytest.mark.parametrize(("suite", "dtype"), [("fa", "bf16"), ("variants", "bf16"), ("quick", "bf16"), ("fp8", "fp8")])
 def test_a_suite_is_found_whole(suite: str, dtype: str) -> None:
-    found = {job.key for job in precompile.jobs_of(precompile.suite_attempts([suite]), ARCH) if job.config}
+    keys = {job.key for job in precompile.jobs_of(precompile.suite_attempts([suite]), ARCH) if job.config}
     wanted = cases.suite(suite, dtype, "cuda")
     plain = [("causal" if case.terms.causal else "full", case) for case in wanted if not case.terms.plain]
     twins = [Case(**{**vars_of(case), "variant": variant}) for variant, case in plain]
     expected = {expected_key(case, dtype) for case in [*wanted, *twins]}
     if suite == "fp8":
         expected |= {expected_key(case, "bf16") for case in wanted}
-    assert found == expected
+    assert keys == expected
 
 
 def vars_of(case: Case) -> dict[str, object]:
@@ -74,7 +74,7 @@ def vars_of(case: Case) -> dict[str, object]:
 @pytest.mark.parametrize("suite", ["fa", "variants"])
 def test_a_suite_of_the_backward_pass_is_found_whole(suite: str, direction: str) -> None:
     """Forward kernels, which then return lse, and all kernels of the backward passes."""
-    found = precompile.jobs_of(precompile.suite_attempts([suite], direction), ARCH)
+    jobs = precompile.jobs_of(precompile.suite_attempts([suite], direction), ARCH)
     wanted = cases.suite(suite, "bf16", "cuda", direction)
     expected = set()
     for case in wanted:  # the plain twins of variants are in their suite
@@ -85,10 +85,10 @@ def test_a_suite_of_the_backward_pass_is_found_whole(suite: str, direction: str)
         expected.add(launch.cache_key(call, default(call, min(case.seqlen_q, case.seqlen_k))))
         main = short_default(backward) if case.seqlen_q <= SHORT else None
         expected |= {backward_launch.cache_key(backward, name, main) for name in backward_launch.kernel_names(backward)}
-    assert {job.key for job in found} == expected
-    assert {type(job) for job in found} == {Job, BackwardJob}
+    assert {job.key for job in jobs} == expected
+    assert {type(job) for job in jobs} == {Job, BackwardJob}
     # What takes longest first: the small kernels come last.
-    assert all(isinstance(job, BackwardJob) and job.name in ("prepare", "finish") for job in found[-3:])
+    assert all(isinstance(job, BackwardJob) and job.name in ("prepare", "finish") for job in jobs[-3:])
 
 
 def test_pretending_leaves_nothing_behind() -> None:
@@ -114,17 +114,17 @@ def test_each_kernel_once() -> None:
 
 
 def test_every_conformance_call_has_its_kernel() -> None:
-    """But those with nothing to compute; and there are those whose scale is not positive."""
+    """Except calls with nothing to compute. Calls with a scale of 0 or less are among them."""
     todo = [case for case in conformance_cases("full") if 0 not in vars(case.shape).values() or case.shape.scale == 0]
     wanted = {call for call in distinct_calls(todo, ARCH) if backend.refusal(call) is None}
-    found = forward_jobs(None)
-    calls = {job.call for job in found}
+    jobs = forward_jobs(None)
+    calls = {job.call for job in jobs}
     assert len(wanted) > 100
     assert wanted <= calls
     assert any(call.variant.endswith("{score}") for call in calls - wanted)
     assert {call.aligned for call in calls} == {True, False}
     for call in wanted:
-        assert {job.config for job in found if job.call == call} <= set(defaults(call))
+        assert {job.config for job in jobs if job.call == call} <= set(defaults(call))
 
 
 def test_every_case_of_decode_has_its_kernels() -> None:

@@ -1,4 +1,4 @@
-"""benchmarks/results/README.md says which claim rests on which file: all files are there, and what it says is so."""
+"""benchmarks/results/README.md, the index of claims and result files: it lists all files, and its facts are right."""
 
 from __future__ import annotations
 

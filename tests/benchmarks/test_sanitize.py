@@ -1,4 +1,4 @@
-"""benchmarks/sanitize.py with a stand-in for compute-sanitizer: what is run, and what is made of what it says."""
+"""benchmarks/sanitize.py with a stand-in for compute-sanitizer: its launches, and how it reads the tool's output."""
 
 from __future__ import annotations
 
@@ -194,9 +194,9 @@ def test_the_backward_kernels_of_all_cases() -> None:
     """No case is refused, only packed ones ask for forward kernels, and every schedule is there."""
     by_case = {case: sanitize.jobs([case], ["short"], "sm_90a") for case in sanitize.CASES["bwd"]}
     assert all(by_case.values())
-    for case, found in by_case.items():
-        assert isinstance(case, sanitize_cases.PackedCase) == any(isinstance(job, Job) for job in found)
-    jobs = [job for found in by_case.values() for job in found if isinstance(job, BackwardJob)]
+    for case, kernels in by_case.items():
+        assert isinstance(case, sanitize_cases.PackedCase) == any(isinstance(job, Job) for job in kernels)
+    jobs = [job for kernels in by_case.values() for job in kernels if isinstance(job, BackwardJob)]
     assert {job.name for job in jobs} == {"prepare", "main", "finish", "queries"}
     schedules = (BackwardConfig, HopperBackwardConfig, HopperWideConfig)
     assert {type(backward_default(job.call)) for job in jobs if job.name == "main"} == set(schedules)
@@ -224,7 +224,7 @@ PACKED = [case for case in sanitize.CASES["bwd"] if isinstance(case, sanitize_ca
     [pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.head_dim > 64 else []) for case in PACKED],
 )
 def test_packed_launches_are_calls(case: sanitize_cases.PackedBackwardCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those with right lengths give finite gradients on the torch backend; the others are refused there at once."""
+    """Right lengths give finite gradients on the torch backend; it refuses wrong lengths at once."""
     varlen = tileattn.varlen_attention
     monkeypatch.setattr(
         tileattn, "varlen_attention", lambda *given, **named: varlen(*given, **named | {"backend": "torch"})
@@ -236,14 +236,14 @@ def test_packed_launches_are_calls(case: sanitize_cases.PackedBackwardCase, monk
             with pytest.raises(ValueError, match="cu_seqlens"):
                 launch()
         else:
-            found = launch()
-            assert len(found) == 3 + ("dalibi" in case.terms)
-            assert case.is_sound(*found)
+            outputs = launch()
+            assert len(outputs) == 3 + ("dalibi" in case.terms)
+            assert case.is_sound(*outputs)
 
 
 @pytest.mark.parametrize("case", DENSE, ids=lambda case: case.name)
 def test_backward_launches_are_calls(case: sanitize_cases.BackwardCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the torch backend they give a finite gradient for each tensor that has one."""
+    """On the torch backend the launches give a finite gradient for each tensor that has one."""
     run_backward = ops.run_backward
     monkeypatch.setattr(
         ops, "run_backward", lambda options, *given: run_backward(options._replace(backend="torch"), *given)
@@ -252,10 +252,10 @@ def test_backward_launches_are_calls(case: sanitize_cases.BackwardCase, monkeypa
     launches = list(case.launches("cpu"))
     assert len(launches) == len(case.sizes)
     for launch in launches:
-        found = launch()
-        assert len(found) == 3 + tensors
-        assert case.is_sound(*found)
-        assert not case.is_sound(*found[1:], found[0] * torch.nan)
+        outputs = launch()
+        assert len(outputs) == 3 + tensors
+        assert case.is_sound(*outputs)
+        assert not case.is_sound(*outputs[1:], outputs[0] * torch.nan)
 
 
 def test_launches_say_where_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

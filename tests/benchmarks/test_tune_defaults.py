@@ -92,7 +92,7 @@ HANGS, CRASHES, WRONG = HopperConfig(128, 64), HopperConfig(128, 80), HopperConf
 
 
 def pretend_to_measure(rows: Sequence[Row], connection: Connection) -> None:
-    """In place of the process with the GPU."""
+    """A stand-in for the process that measures on the GPU."""
     for row in rows:
         times = {}
         for config in row.candidates:
@@ -114,9 +114,9 @@ def test_candidates_that_hang_or_crash_are_left_out(
 ) -> None:
     monkeypatch.setattr(tune_defaults, "HANGS_AFTER_S", 1.0)
     rows = [Row((dim, dim, "full", "long"), (HANGS, CRASHES, WRONG)) for dim in (64, 96, 128)]
-    found = tune_defaults.measure(rows, pretend_to_measure)
+    measured = tune_defaults.measure(rows, pretend_to_measure)
     times = {HANGS: [64.0], CRASHES: [80.0]}
-    assert found == {
+    assert measured == {
         rows[0].name: {CRASHES: [80.0]},
         rows[1].name: {HANGS: [64.0]},
         rows[2].name: times,

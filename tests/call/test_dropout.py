@@ -1,4 +1,4 @@
-"""The pattern of dropout: its generator, its statistics, and that tiles do not show in it."""
+"""The pattern of dropout: its generator, its statistics, and its independence of tiles."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_element_is_found_by_its_place(seed: int) -> None:
 
 
 def philox(counter: list[int], key: list[int]) -> list[int]:
-    """As the paper has it, for any number of words."""
+    """The generator as the paper defines it, for any number of words."""
     multipliers = [0xD2511F53, 0xCD9E8D57] if len(counter) == 4 else [0xD256D193]
     key = list(key)
     for _ in range(10):
@@ -105,7 +105,7 @@ def test_the_share_of_dropped_elements(p: float) -> None:
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
-    """In standard deviations of that of independent elements."""
+    """The correlation in standard deviations of that of independent elements."""
     x, y = ((z.double() - 0.5).flatten() for z in (x, y))
     return float((4 * x * y).mean() * x.numel() ** 0.5)
 
@@ -142,7 +142,7 @@ def test_all_or_nothing() -> None:
 
 
 def test_a_number_at_the_threshold_is_kept() -> None:
-    """Of a million numbers some sixteen are 0, and some are the largest."""
+    """Among a million numbers some sixteen are 0, and some are the largest."""
     seed, tile = seed_of(3), (1, 1, slice(0, 1024), slice(0, 1024))
     assert keep_mask(seed, 0.0, *tile).all()
     assert keep_mask(seed, 1 - 1 / 65536, *tile).any()

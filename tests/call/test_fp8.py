@@ -210,7 +210,7 @@ def test_descales_that_change_are_not_remembered(monkeypatch: pytest.MonkeyPatch
 
 
 def test_plain_calls_of_each_kind_have_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """... and a call with descales never meets the plan of one without, which would ignore them."""
+    """A call with descales never uses the plan of a call without, which would ignore them."""
     monkeypatch.setattr(prepared, "FORWARDS", {})
     x = quantized()
     half = [tensor.half() for tensor in qkv()]
@@ -358,7 +358,7 @@ def test_the_product_of_nothing(shape: tuple[int, ...]) -> None:
 
 
 def test_eager_on_a_gpu_multiplies_as_the_gpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its scores are those of `torch._scaled_mm`, and its error is that of a matrix unit with few bits."""
+    """Eager's scores are those of `torch._scaled_mm`, with the error of a matrix unit with few bits."""
     arguments = in_fp8()
     (o, lse), (exact_o, exact_lse) = oracle_attention(*arguments), eager_attention(*arguments)
     calls: list[tuple[int, ...]] = []
@@ -384,7 +384,7 @@ def test_a_cpu_multiplies_exactly() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [16, 40, 64])
 def test_the_product_on_a_gpu(dim: int) -> None:
-    """Near the exact one: some 13 bits below the largest product of a step are kept."""
+    """The product keeps some 13 bits below the largest term of a step."""
     device = torch.device("cuda")
     if not multiplies_fp8(device):
         pytest.skip("its matrix units do not multiply fp8")

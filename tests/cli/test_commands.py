@@ -151,11 +151,11 @@ def test_memory_is_drawn_against_the_length() -> None:
         "memory --device cpu --seqlen 16,32,64 --heads 2 --head-dim 16 --dtype bf16 --json m.json --plot m.svg"
     )
     assert result.exit_code == 0, result.output
-    found = rows(Path("m.json"))
-    assert [(row["suite"], row["direction"], row["backend"], row["seqlen_q"]) for row in found] == [
+    measured = rows(Path("m.json"))
+    assert [(row["suite"], row["direction"], row["backend"], row["seqlen_q"]) for row in measured] == [
         ("memory", "fwdbwd", backend, seqlen) for seqlen in (16, 32, 64) for backend in ("tileattn", "eager")
     ]
-    assert all(isinstance(row["peak_bytes"], int) and row["peak_bytes"] > 0 for row in found)
+    assert all(isinstance(row["peak_bytes"], int) and row["peak_bytes"] > 0 for row in measured)
     assert "<svg" in Path("m.svg").read_text()
     assert invoke("plot m.json -o again.png").exit_code == 0
     assert Path("again.png").stat().st_size > 10_000
@@ -410,12 +410,12 @@ def test_warmup_for_training_includes_the_backward_pass(monkeypatch: pytest.Monk
     monkeypatch.setattr(batch, "compile_all", lambda jobs, processes: (batch.Done(job, seconds=1.0) for job in jobs))
     result = invoke("warmup --arch sm_90a --head-dim 64,256 --variant full,causal+sink --direction fwdbwd")
     assert result.exit_code == 0
-    found = re.findall(r"(prepare|main|finish|queries) of backward \((.*)\): (.*): 1.0 s", result.output)
-    assert [name for name, _, _ in found] == [
+    kernels = re.findall(r"(prepare|main|finish|queries) of backward \((.*)\): (.*): 1.0 s", result.output)
+    assert [name for name, _, _ in kernels] == [
         *("prepare", "main", "finish"), *("prepare", "main", "queries"), "main", *("main", "queries"),
     ]  # fmt: skip
-    assert found[1] == ("main", "bfloat16 d64 full lse needs_grad sm_90a", "dq dk dv")
-    assert found[6][2] == "dq dk dv dsink"
+    assert kernels[1] == ("main", "bfloat16 d64 full lse needs_grad sm_90a", "dq dk dv")
+    assert kernels[6][2] == "dq dk dv dsink"
 
 
 def test_warmup_has_the_backward_kernels_for_short_and_for_long_sequences() -> None:

@@ -1,4 +1,4 @@
-"""PyTorch's flash operators by tileattn, on a CPU: registered for CPU tensors, for which PyTorch has no such operators.
+"""tileattn's versions of PyTorch's flash operators, registered for CPU tensors, where PyTorch has no such operators.
 
 PyTorch's derivative formulas and its functions above the operators run unchanged. Only a GPU shows which backend SDPA
 chooses (compat/test_torch_sdpa_gpu.py).
@@ -167,11 +167,11 @@ def test_outputs_are_what_pytorch_says_of_them(layout: str) -> None:
         q, k, v = torch.randn(2, 9, 3, 4, 16, requires_grad=True).permute(2, 0, 3, 1, 4)
 
     def run(*tensors: Tensor) -> list[Any]:
-        found = list(ATEN._scaled_dot_product_flash_attention(*tensors, 0.2, True))
-        return [*found, *torch.autograd.grad(found[0], tensors, torch.ones_like(found[0]))]
+        outputs = list(ATEN._scaled_dot_product_flash_attention(*tensors, 0.2, True))
+        return [*outputs, *torch.autograd.grad(outputs[0], tensors, torch.ones_like(outputs[0]))]
 
-    found, expected = run(q, k, v), run(*(x.detach().to("meta").requires_grad_() for x in (q, k, v)))
-    for mine, theirs in zip(found, expected, strict=True):
+    outputs, expected = run(q, k, v), run(*(x.detach().to("meta").requires_grad_() for x in (q, k, v)))
+    for mine, theirs in zip(outputs, expected, strict=True):
         assert isinstance(mine, Tensor) == isinstance(theirs, Tensor)
         if isinstance(mine, Tensor):
             assert (mine.shape, mine.stride(), mine.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
@@ -199,7 +199,7 @@ def test_deterministic_algorithms_are_asked_for(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", torch_sdpa.KERNELS)
 def test_signatures_are_those_of_the_operators(name: str) -> None:
-    """Of the running version; a keyword that only newer ones have may be there as well."""
+    """The operators are those of the running version of PyTorch; keywords of newer versions are allowed."""
     if not hasattr(ATEN, name):
         pytest.skip("not in this PyTorch")
     arguments = getattr(ATEN, name).default._schema.arguments
@@ -284,7 +284,7 @@ def test_activating_it_again_is_as_once() -> None:
 
 @pytest.mark.usefixtures("nothing_active")
 def test_flash_comes_first_while_it_is_active() -> None:
-    """On GPUs where PyTorch prefers cuDNN no call would reach it otherwise."""
+    """Otherwise no call would reach it on GPUs where PyTorch prefers cuDNN."""
     before = list(torch._C._get_sdp_priority_order())
     cudnn_first = [3, 1, 2, 0, 4]
     torch._C._set_sdp_priority_order(cudnn_first)

@@ -1,4 +1,4 @@
-"""PyTorch's attention by tileattn on a GPU: ``pytest -m gpu tests/compat/test_torch_sdpa_gpu.py``.
+"""tileattn's versions of PyTorch's attention, on a GPU: ``pytest -m gpu tests/compat/test_torch_sdpa_gpu.py``.
 
 It tests `tileattn.scaled_dot_product_attention`, and PyTorch's own function while tileattn is its flash implementation,
 by the tolerance rule of `tileattn.testing`. Counters in the operators' functions show which calls reach tileattn.
@@ -111,8 +111,8 @@ class Problem:
     def gradients(self, o: Tensor) -> dict[str, Tensor]:
         leaves = self.leaves()
         # Once for each o: what torch.compile has compiled gives its buffers away.
-        found = torch.autograd.grad(o, list(leaves.values()), self.do.to(o.dtype))
-        return dict(zip(leaves, found))
+        grads = torch.autograd.grad(o, list(leaves.values()), self.do.to(o.dtype))
+        return dict(zip(leaves, grads))
 
     def standard(self) -> dict[str, Any]:
         """The call as the oracle takes it."""
@@ -177,16 +177,16 @@ def packed_with_gradients(mask: Mask | None) -> None:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The passes that arrive at tileattn."""
-    found: list[str] = []
+    names: list[str] = []
     for name in ("run_forward", "run_backward"):
         run = getattr(torch_sdpa.ops, name)
 
         def counted(*arguments: Any, _name: str = name, _run: Any = run, **options: Any) -> Any:
-            found.append(_name)
+            names.append(_name)
             return _run(*arguments, **options)
 
         monkeypatch.setattr(torch_sdpa.ops, name, counted)
-    return found
+    return names
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """What the documents name exists: files, names of the package, commands, options, make targets.
 
-Looked at are words in backticks and blocks of shell commands. Each kind of name has a function that returns those of a
-text that do not exist, so that a test can try it with wrong ones.
+The tests read words in backticks and blocks of shell commands. Each kind of name has a function that returns the names
+of a text that do not exist, so that a test can try it with wrong names.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def files() -> frozenset[str]:
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )
     if listed.returncode:  # a copy without its repository
-        found = {path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file()}
+        paths = {path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file()}
     else:
-        found = {Path(line) for line in listed.stdout.splitlines() if (ROOT / line).is_file()}
-    return frozenset(each.as_posix() for path in found for each in (path, *path.parents))
+        paths = {Path(line) for line in listed.stdout.splitlines() if (ROOT / line).is_file()}
+    return frozenset(each.as_posix() for path in paths for each in (path, *path.parents))
 
 
 @functools.cache
@@ -187,7 +187,7 @@ DEFINED_IN = re.compile(r"((?:`[\w.]+(?:\([^`]*\))?`(?:\sand\s)?)+),?\s(?:in|of)
 
 
 def missing_definitions(text: str) -> list[str]:
-    """Of "`file.py`, `name` and `name`", and of "`name` in `file.py`": names that the file does not define."""
+    """Names that a file does not define, in "`file.py`, `name` and `name`" and "`name` in `file.py`"."""
     named = [*DEFINITIONS.findall(text), *((path, names) for names, path in DEFINED_IN.findall(text))]
     missing = []
     for path, names in named:
@@ -236,7 +236,7 @@ def missing_targets(text: str) -> list[str]:
 
 
 def missing_variables(text: str) -> list[str]:
-    """Of the environment."""
+    """Environment variables that no source file of the package names."""
     named = {name for each in (*spans(text), *blocks(text, "sh")) for name in re.findall(r"\bTILEATTN_\w+", each)}
     sources = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     return sorted(name for name in named if name not in sources)
@@ -310,6 +310,6 @@ def test_pages_that_the_code_names_exist() -> None:
 
 @pytest.mark.parametrize("page", TOP, ids=lambda page: page.name)
 def test_links_to_files_lead_somewhere(page: Path) -> None:
-    """Those of the site's pages are followed when it is built."""
+    """Links of the site's pages are followed when the site is built."""
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", FENCE.sub("", page.read_text()))
     assert not [target for target in targets if "://" not in target and not (ROOT / target).exists()]

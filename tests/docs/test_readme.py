@@ -69,7 +69,7 @@ def test_the_totals_are_the_result_files() -> None:
 
 
 def test_the_ranges_are_the_result_files() -> None:
-    """Of gradients, variants and float32: speed beside others, cut to two digits behind the point."""
+    """Ranges for gradients, variants and float32: relative speed, cut to two decimals."""
     text = " ".join(README.split())
     flex = [_speeds(f"variants/{name}-h200.json", ["flex"]) for name in ("variants", "variants-bwd")]
     assert [_cut(min(speeds)) for speeds in flex] == ["1.26", "1.26"]
@@ -107,7 +107,7 @@ def _cut(ratio: float) -> str:
 
 
 def _rows() -> list[dict[str, Any]]:
-    """Of the result file that the README names."""
+    """The rows of the result file that the README names."""
     name = re.search(r"\((benchmarks/results/[^)]*\.json)\)", README)
     assert name is not None
     rows: list[dict[str, Any]] = json.loads((ROOT / name[1]).read_text())["rows"]

@@ -1,4 +1,4 @@
-"""The site: every line of code that a page includes is there, its links lead somewhere, and its examples run."""
+"""The site: all code that a page includes exists, its links lead somewhere, and its examples run."""
 
 from __future__ import annotations
 

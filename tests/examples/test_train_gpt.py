@@ -41,9 +41,9 @@ def test_it_learns_as_with_pytorchs_attention(example: ModuleType, tmp_path: Pat
     kept = tmp_path / "losses.json"
     result = run(example, "--compare", "--out", str(picture), "--losses", str(kept))
     assert result.exit_code == 0, result.output
-    found = re.findall(r"(tileattn|sdpa): loss ([\d.]+) -> ([\d.]+), on held-out text ([\d.]+)", result.output)
-    assert [name for name, *_ in found] == ["tileattn", "sdpa"]
-    for _, first, last, held_out in found:
+    losses = re.findall(r"(tileattn|sdpa): loss ([\d.]+) -> ([\d.]+), on held-out text ([\d.]+)", result.output)
+    assert [name for name, *_ in losses] == ["tileattn", "sdpa"]
+    for _, first, last, held_out in losses:
         assert float(last) < float(first) - 0.5
         assert float(held_out) < float(first) - 0.5
     apart = re.search(r"losses differ by at most ([\d.e+-]+)", result.output)
@@ -54,7 +54,7 @@ def test_it_learns_as_with_pytorchs_attention(example: ModuleType, tmp_path: Pat
     curves = [example.Losses(**row) for row in json.loads(kept.read_text())["rows"]]
     assert [(each.attention, len(each.losses)) for each in curves] == [("tileattn", 30), ("sdpa", 30)]
     kept_figures = [[f"{x:.3f}" for x in (*each.losses[::29], each.held_out)] for each in curves]
-    assert kept_figures == [figures for _, *figures in found]
+    assert kept_figures == [figures for _, *figures in losses]
 
 
 def test_every_backend_of_this_machine_computes_the_same_loss(example: ModuleType) -> None:

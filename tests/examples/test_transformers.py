@@ -18,7 +18,7 @@ from tests.tools import ROOT
 pytest.importorskip("transformers", reason="needs transformers: pip install 'tileattn[transformers]'")
 
 from tileattn.bench import environment
-from tileattn.compat import transformers as door
+from tileattn.compat import transformers as adapter
 
 TINY = ("--steps", "4", "--batch", "3", "--longest", "60", "--write", "9")
 SHAPE = ("--hidden", "32", "--intermediate", "48", "--heads", "4", "--kv-heads", "2", "--layers", "1", "--seqlen", "24")
@@ -57,11 +57,11 @@ def test_packed_trains_as_padded(example: ModuleType, tmp_path: Path) -> None:
     picture = tmp_path / "loss.png"
     result = run(example, *TINY, "--compare", "--out", str(picture))
     assert result.exit_code == 0, result.output
-    found = re.findall(
+    losses = re.findall(
         r"(packed|padded): loss ([\d.]+) -> ([\d.]+); ([\d,]+) tokens computed for ([\d,]+)", said(result)
     )
-    assert [way for way, *_ in found] == ["packed", "padded"]
-    (_, first, last, computed, real), padded = found
+    assert [way for way, *_ in losses] == ["packed", "padded"]
+    (_, first, last, computed, real), padded = losses
     assert computed == real == padded[4]
     assert int(padded[3].replace(",", "")) > int(real.replace(",", ""))
     assert float(last) < float(first)
@@ -73,8 +73,8 @@ def test_packed_trains_as_padded(example: ModuleType, tmp_path: Path) -> None:
 
 
 def test_both_ways_have_one_loss(example: ModuleType) -> None:
-    """Of the same passages, with the model's own loss."""
-    door.register()
+    """Both ways compute the model's own loss of the same passages."""
+    adapter.register()
     text = example.TEXT.read_text()
     model, language = example.tiny(text)
     sequences = example.passages(text, language, example.Settings(longest=50))[:5]
@@ -88,11 +88,11 @@ def test_both_ways_have_one_loss(example: ModuleType) -> None:
 def test_passages_are_the_text(example: ModuleType) -> None:
     text = example.TEXT.read_text()
     language = example.Language(lambda s: [ord(c) for c in s], lambda tokens: "".join(map(chr, tokens)))
-    found = [language.decode(tokens) for tokens in example.passages(text, language, example.Settings(longest=10**6))]
-    counts = [passage.strip().count("\n") + 1 for passage in found]
+    passages = [language.decode(tokens) for tokens in example.passages(text, language, example.Settings(longest=10**6))]
+    counts = [passage.strip().count("\n") + 1 for passage in passages]
     assert set(counts) <= set(range(1, 16))
     assert len(set(counts)) > 9
-    assert "".join("".join(found).split()) == "".join(re.sub(r"^[IVXLC]+$", "", text, flags=re.M).split())
+    assert "".join("".join(passages).split()) == "".join(re.sub(r"^[IVXLC]+$", "", text, flags=re.M).split())
 
 
 def test_a_model_from_a_folder(example: ModuleType, tmp_path: Path) -> None:
@@ -174,18 +174,20 @@ def test_layers_are_measured(script: ModuleType, tmp_path: Path) -> None:
 
 def test_each_attention_is_the_one_that_it_says(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     stack = script.Stack(script.Settings(1, 1, 8, 32, 48, 4, 2, device="cpu"))
-    found = []
+    enabled = []
     real = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
         torch.nn.functional,
         "scaled_dot_product_attention",
-        lambda *arguments, **named: found.append(torch.backends.cuda.cudnn_sdp_enabled()) or real(*arguments, **named),
+        lambda *arguments, **named: (
+            enabled.append(torch.backends.cuda.cudnn_sdp_enabled()) or real(*arguments, **named)
+        ),
     )
     for attention, expected in (("tileattn", []), ("sdpa", [True]), ("fa2", [False])):
-        found.clear()
+        enabled.clear()
         with stack.attending(attention):
             stack.prefill()
-        assert found == expected, attention
+        assert enabled == expected, attention
 
 
 @pytest.mark.parametrize(
@@ -224,12 +226,12 @@ def test_the_pages_python_runs() -> None:
 
 @pytest.mark.slow
 def test_the_kernels_of_the_tests_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all that the models ask of attention, with and without gradients."""
+    """Every kernel that the models need, with and without gradients."""
     pytest.importorskip("tilelang")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import precompile  # type: ignore[import-not-found]
 
-    found = {str(job) for job in precompile.jobs_of(precompile.transformers_attempts(), "sm_90a")}
+    jobs = {str(job) for job in precompile.jobs_of(precompile.transformers_attempts(), "sm_90a")}
     for part in ("KeyPadding", "Documents", "ShiftedWindow", "DenseMask", "SlidingWindow", "SoftCap", "Bias", "sink"):
-        assert any(part in job for job in found), part
-    assert any("main of backward" in job and "dt0" in job for job in found)  # T5's bias has a gradient
+        assert any(part in job for job in jobs), part
+    assert any("main of backward" in job and "dt0" in job for job in jobs)  # T5's bias has a gradient

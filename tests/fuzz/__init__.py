@@ -1,4 +1,4 @@
-"""Random calls of tileattn's public functions, held to an oracle that shares no code with the package.
+"""Random calls of tileattn's public functions, compared with an oracle that shares no code with the package.
 
 `make fuzz` runs it on the CPU. The files, in the order in which a call passes through them:
 
@@ -6,7 +6,7 @@
 2. :mod:`fuzz.draw`: random structures (what kernels are compiled for), then random sizes and values of a structure.
 3. :mod:`fuzz.values`: the call's tensors.
 4. :mod:`fuzz.adapters`: the call itself, by the function of tileattn that it names.
-5. :mod:`fuzz.variants` and :mod:`fuzz.oracle`: what is right, in float64, and how far rounding may lead away from it.
+5. :mod:`fuzz.variants` and :mod:`fuzz.oracle`: the right outputs in float64, and the variance of their rounding error.
 6. :mod:`fuzz.compare`: the verdict.
 7. :mod:`fuzz.shrink`: the smallest call that still fails.
 

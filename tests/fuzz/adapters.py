@@ -37,17 +37,17 @@ def run(call: Call, t: Tensors) -> Tensors:
         leaves = {name: _leaf(x, name in call.grads) for name, x in t.items()}
         adapter = _compiled(ADAPTERS[call.adapter]) if call.compiled else ADAPTERS[call.adapter]
         o, lse = adapter(call, leaves)
-        found = {"o": o.detach()}
+        outcome = {"o": o.detach()}
         if call.lse:
             assert lse is not None
-            found["lse"] = lse.detach()
+            outcome["lse"] = lse.detach()
         if not call.grads:
-            return found
+            return outcome
         outputs, gradients = [o], [t["do"]]
         if call.dlse and lse is not None:
             outputs, gradients = [*outputs, lse], [*gradients, t["dlse"]]
         wanted = [leaves[name] for name in call.grads]
-        return found | dict(zip(call.grads, torch.autograd.grad(outputs, wanted, gradients)))
+        return outcome | dict(zip(call.grads, torch.autograd.grad(outputs, wanted, gradients)))
 
 
 def _leaf(x: Tensor, wanted: bool) -> Tensor:
@@ -79,7 +79,7 @@ def kept_weights(call: Call, device: str) -> Tensor:
     if 0 in shape:
         return torch.zeros(shape, dtype=torch.float64, device=device)
     q, k = (torch.zeros(call.elements, size, call.heads, 8, device=device) for size in (call.rows, call.keys))
-    found = []
+    parts = []
     for first in range(0, call.keys, 256):
         count = min(256, call.keys - first)
         v = torch.zeros(call.keys, count, device=device)
@@ -88,9 +88,9 @@ def kept_weights(call: Call, device: str) -> Tensor:
         torch.manual_seed(call.seed)
         o = tileattn.attention(q, k, v, dropout_p=call.dropout, backend="torch")
         assert isinstance(o, Tensor)
-        found.append(o.permute(0, 2, 1, 3) != 0)
+        parts.append(o.permute(0, 2, 1, 3) != 0)
     p = round(call.dropout * 2**16) / 2**16
-    return torch.cat(found, dim=-1).double() * (0.0 if p == 1 else 1 / (1 - p))
+    return torch.cat(parts, dim=-1).double() * (0.0 if p == 1 else 1 / (1 - p))
 
 
 @contextlib.contextmanager
@@ -170,19 +170,19 @@ def _as_mask(mask: Any) -> Any:
 
 def mods_of(call: Call, t: Tensors) -> list[Any]:
     """The modifications as tileattn takes them."""
-    found = []
+    mods = []
     for number, mod in enumerate(call.mods):
         name = mod_tensor(number, mod)
         x = None if name is None else t[name]
         if mod[0] == "softcap":
-            found.append(tileattn.SoftCap(mod[1]))
+            mods.append(tileattn.SoftCap(mod[1]))
         elif mod[0] == "alibi":
-            found.append(tileattn.ALiBi(x))
+            mods.append(tileattn.ALiBi(x))
         elif mod[0] == "bias":
-            found.append(tileattn.Bias(x))
+            mods.append(tileattn.Bias(x))
         else:
-            found.append(functions.score(mod[1], x))
-    return found
+            mods.append(functions.score(mod[1], x))
+    return mods
 
 
 def _options(call: Call, t: Tensors) -> dict[str, Any]:
@@ -200,8 +200,8 @@ def _options(call: Call, t: Tensors) -> dict[str, Any]:
     }
 
 
-def _pair(found: Any) -> Output:
-    return (found, None) if isinstance(found, Tensor) else (found[0], found[1])
+def _pair(output: Any) -> Output:
+    return (output, None) if isinstance(output, Tensor) else (output[0], output[1])
 
 
 # --- tileattn's own functions ---
@@ -233,11 +233,11 @@ def _padded(call: Call, t: Tensors) -> Output:
     places = places.to(t["q"].device)
     mask = torch.zeros(call.elements * seqlen, dtype=torch.bool, device=places.device).index_fill(0, places, True)
     mask = mask.view(call.elements, seqlen)
-    found = []
+    packed = []
     for name in OF_INPUTS:
         batch = tileattn.pad_input(t[name], places, call.elements, seqlen)
-        found.append(tileattn.unpad_input(batch, mask))
-    q, k, v = found
+        packed.append(tileattn.unpad_input(batch, mask))
+    q, k, v = packed
     options = _options(call, t)
     lengths = (q.cu_seqlens, k.cu_seqlens, q.max_seqlen, k.max_seqlen)
     o, lse = _pair(tileattn.varlen_attention(q.x, k.x, v.x, *lengths, **options))
@@ -287,10 +287,10 @@ class _Flash(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         call, (cu_q, cu_k, max_q, max_k, state, unused, _) = ctx.rest
         numbers = (cu_q, cu_k, max_q, max_k, 0.0, call.causal, state, unused)
-        found = torch_sdpa.scaled_dot_product_flash_attention_backward(
+        grads = torch_sdpa.scaled_dot_product_flash_attention_backward(
             do, *ctx.saved_tensors, *numbers, scale=call.scale
         )
-        return None, *found
+        return None, *grads
 
 
 # --- flash-attn's functions ---
@@ -362,7 +362,7 @@ def _module(call: Call, t: Tensors) -> Output:
 
 
 class _Given(torch.nn.Module):
-    """In place of a projection: returns what it was given."""
+    """A stand-in for a projection: it returns the tensor that it was given."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()

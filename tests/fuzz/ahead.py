@@ -1,7 +1,7 @@
 """Structures for a GPU, and their kernels compiled ahead of the calls, several structures at once.
 
-Which kernels a structure needs is found as benchmarks/precompile.py finds it: calls of the structure are made on
-tensors without memory, and stopped where they ask for a kernel.
+The kernels of a structure are determined as in benchmarks/precompile.py: calls of the structure are made on tensors
+without memory, and stopped where they ask for a kernel.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Structure(NamedTuple):
 
 
 def structures(seed: int, count: int, arch: str) -> list[Structure]:
-    """The structures of a run; the same for the same seed, whoever asks."""
-    found = []
+    """The structures of a run; the same for the same seed, in every process."""
+    drawn = []
     for number in range(count):
         device = "cpu" if arch == "cpu" else "cuda"
         backend = None if arch == "cpu" else _backend(number)
         call = Draw(f"structure {seed} {number}", device, backend).structure()
         if number % 4 == 3 and call.backend not in SHARES and device == "cuda":
             call = call.replace(bucket="long")
-        found.append(Structure(number, call.to_json(), arch))
-    return found
+        drawn.append(Structure(number, call.to_json(), arch))
+    return drawn
 
 
 def _backend(number: int) -> str | None:
@@ -56,9 +56,9 @@ def _backend(number: int) -> str | None:
     return None
 
 
-def compile_all_of(found: Sequence[Structure], processes: int) -> Iterator[tuple[Structure, str | None]]:
+def compile_all_of(drawn: Sequence[Structure], processes: int) -> Iterator[tuple[Structure, str | None]]:
     """Each structure as its kernels are compiled, and the error if there was one."""
-    jobs = [structure for structure in found if structure.compiles]
+    jobs = [structure for structure in drawn if structure.compiles]
     for done in compile_all(jobs, processes, compile_structure):  # type: ignore[arg-type]
         yield done.job, done.error  # type: ignore[misc]
 

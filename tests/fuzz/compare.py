@@ -1,10 +1,10 @@
-"""The verdict on a call: each output's error over what is allowed, as one number on the device. Imports no tileattn.
+"""The verdict on a call: each output's error over its bound, as one number on the device. Imports no tileattn.
 
 A row (along the last dimension) may be off by `FACTOR` standard deviations of its error; a whole tensor by
-`WHOLE_FACTOR` of its own. lse is compared element by element, and allowed in addition an eighth of a rounding in the
-inputs' dtype, because GPUs' exp is no more exact than it need be. Infinities stand where the oracle's are, or where the
-output's dtype ends: a number beyond it is as good as its largest. What belongs to no sequence is 0 (-inf in lse). NaN
-never passes: a number that is NaN counts as infinite.
+`WHOLE_FACTOR` of its own. lse is compared element by element. Its bound has in addition an eighth of a rounding in the
+inputs' dtype, because the exp of GPUs is approximate. Infinities must be where the oracle's are, except that a number
+beyond the output dtype's largest may be infinite. Rows of no sequence are 0 (-inf in lse). NaN never passes: it counts
+as an infinite error.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def wrong_form(call: Call, t: dict[str, Tensor], got: dict[str, Tensor], truth: 
 def ratios(call: Call, t: dict[str, Tensor], got: dict[str, Tensor], truth: dict[str, Truth]) -> dict[str, Tensor]:
     """For each output a number on the device; above 1 it is wrong."""
     padding = Padding(call, t)
-    found = {}
+    by_name = {}
     for name, x in got.items():
         value, variance = truth[name]
         if name == "lse":
-            found[name] = _of_lse(call, padding, x, value, variance)
+            by_name[name] = _of_lse(call, padding, x, value, variance)
         else:
-            found[name] = _of_rows(padding, name, x, value, variance)
-    return found
+            by_name[name] = _of_rows(padding, name, x, value, variance)
+    return by_name
 
 
 def _of_rows(padding: Padding, name: str, x: Tensor, value: Tensor, variance: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Random calls: first a structure, all that a kernel is compiled for, then sizes, strides, values of it."""
+"""Draws random calls: first a structure (all that a kernel is compiled for), then its sizes, strides and values."""
 
 from __future__ import annotations
 
@@ -117,9 +117,9 @@ class Draw:
     def _module(self, call: Call) -> str:
         if self.gpu:
             return self.one(("masked", "gqa", "mqa", "sliding_window"))
-        found = self.weighted(MODULES)
+        module = self.weighted(MODULES)
         # In 16 bits it rounds its matrix of scores, which is what it is there to show.
-        return "masked" if found == "naive" and call.dtype in ("bf16", "fp16") else found
+        return "masked" if module == "naive" and call.dtype in ("bf16", "fp16") else module
 
     def _drops(self, call: Call) -> bool:
         return self.backend in (None, "torch", "tilelang") and call.dtype != "fp8"
@@ -288,13 +288,13 @@ class Draw:
     def _numbers(self, call: Call) -> dict[str, Any]:
         """Run-time numbers: windows, prefixes, caps, the scale."""
         longest = max(call.keys, 1)
-        found: dict[str, Any] = {"mask": self._numbered(call.mask, longest, call)}
+        numbers: dict[str, Any] = {"mask": self._numbered(call.mask, longest, call)}
         if call.scale is not None and call.scale != 0:
-            found["scale"] = call.scale * self.one((0.05, call.head_dim**-0.5, 0.3, 1.0))
-        found["mods"] = tuple(
+            numbers["scale"] = call.scale * self.one((0.05, call.head_dim**-0.5, 0.3, 1.0))
+        numbers["mods"] = tuple(
             [mod[0], round(self.random.uniform(0.5, 60), 3)] if mod[0] == "softcap" else mod for mod in call.mods
         )
-        return found
+        return numbers
 
     def _numbered(self, mask: Any, longest: int, call: Call) -> Any:
         if mask is None:
@@ -313,7 +313,7 @@ class Draw:
         return mask
 
     def _strides(self, call: Call) -> tuple[str, ...]:
-        """On a GPU as the structure is: aligned, or with q's rows at odd addresses."""
+        """The strides of q, k and v; on a GPU the structure decides: aligned, or q's rows at odd addresses."""
         kinds = {"dense": 5, "heads": 2, "slice": 3, "odd": 2, "batch0": 1, "seq0": 1, "heads0": 1}
         aligned = {kind: kinds[kind] for kind in ("dense", "heads", "slice", "batch0")}
         if not self.gpu:

@@ -1,4 +1,4 @@
-"""User's functions as users write them, for tileattn to trace. :mod:`fuzz.variants` has the same for itself."""
+"""Masks and score functions as users write them, for tileattn to trace. :mod:`fuzz.variants` defines them again."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""What is right, in float64, and how far rounding may lead away from it. Imports nothing of tileattn.
+"""The right outputs in float64, and the variance of their rounding error. Imports nothing of tileattn.
 
 Attention and its gradients are written out by hand on whole matrices, (elements, heads, rows, keys); packed sequences
-are padded first. Beside each output stands the **variance** of its error: what results if each quantity that a kernel
-rounds is off by a random part of one rounding, numbers that are equal by the same part. This rule of tolerance needs no
-second implementation: the weights P and the gradients dS are rounded to the inputs' dtype before they are multiplied, o
-and the gradients when they are written, and scores and sums are computed in float32 (float64 for float64). A sum of n
-terms in that precision is off by sqrt(n) roundings of its terms' root of squares. Where there is no term, no error is
-allowed.
+are padded first. Each output comes with the **variance** of its error. The model: each quantity that a kernel rounds is
+off by a random part of one rounding, and equal numbers by the same part. This rule of tolerance needs no second
+implementation. Kernels round the weights P and the gradients dS to the inputs' dtype before they multiply them, and o
+and the gradients when they write them. They compute scores and sums in float32 (float64 for float64). A sum of n terms
+is then off by sqrt(n) roundings of the root of its terms' sum of squares. Where there is no term, no error is allowed.
 """
 
 from __future__ import annotations
@@ -88,12 +87,12 @@ def truths(call: Call, t: dict[str, Tensor], kept: Tensor | None = None) -> dict
     r = ROUNDINGS[call.dtype]
     padding = Padding(call, t)
     forward = _forward(call, t, padding, kept, r)
-    found = {"o": Truth(forward.o, forward.o_variance)}
+    by_name = {"o": Truth(forward.o, forward.o_variance)}
     if call.lse:
-        found["lse"] = Truth(forward.lse, forward.lse_variance)
+        by_name["lse"] = Truth(forward.lse, forward.lse_variance)
     if call.grads:
-        found |= _gradients(call, t, padding, forward, r)
-    return found
+        by_name |= _gradients(call, t, padding, forward, r)
+    return by_name
 
 
 def _forward(call: Call, t: dict[str, Tensor], padding: Padding, kept: Tensor | None, r: Rounding) -> Forward:
@@ -202,13 +201,13 @@ def _gradients(call: Call, t: dict[str, Tensor], padding: Padding, f: Forward, r
     # joins where it is rounded, after the derivatives of modifications, which do not make it smaller.
     smallest = f.seen.double() * (r.smallest + r.least)
     own2 = ds.square() * (r.inputs**2 + f.p_error2) + p.square() * error2 + (smallest * size) ** 2
-    found: dict[str, Truth] = {}
+    by_name: dict[str, Truth] = {}
     if "sink" in call.grads and f.sink_p is not None:
-        found["sink"] = _of_sink(f, delta[..., 0], delta2[..., 0], _written(t["sink"], r))
+        by_name["sink"] = _of_sink(f, delta[..., 0], delta2[..., 0], _written(t["sink"], r))
     if "v" in call.grads:
         dropped = p if kept is None else p * kept
         weight2 = dropped.square() * (r.weights**2 + f.p_error2) + smallest.square()
-        found["v"] = _product(dropped.mT, weight2.mT, do, call, r)
+        by_name["v"] = _product(dropped.mT, weight2.mT, do, call, r)
     # Back through the modifications, the last one first.
     hidden, weight = ~f.seen, p
     for number, step in reversed(list(enumerate(f.scores.steps))):
@@ -217,7 +216,7 @@ def _gradients(call: Call, t: dict[str, Tensor], padding: Padding, f: Forward, r
             by = step.by_tensor.expand_as(p).masked_fill(hidden, 0.0)
             written = _written(t[step.tensor], r)
             there2 = own2 + smallest.square()
-            found[step.tensor] = _of_tensor(ds, there2, weight, delta2, by, tensor_dims(call.mods[number]), written)
+            by_name[step.tensor] = _of_tensor(ds, there2, weight, delta2, by, tensor_dims(call.mods[number]), written)
         local: Tensor | float = step.derivative
         if isinstance(local, Tensor):
             local = local.expand_as(p).masked_fill(hidden, 0.0)
@@ -226,10 +225,10 @@ def _gradients(call: Call, t: dict[str, Tensor], padding: Padding, f: Forward, r
     own2 = own2 + smallest.square()
     ds, own2, weight = ds * scale, own2 * scale**2, weight * scale
     if "q" in call.grads:
-        found["q"] = _of_q(ds, own2, weight, delta2, f, r)
+        by_name["q"] = _of_q(ds, own2, weight, delta2, f, r)
     if "k" in call.grads:
-        found["k"] = _product(ds.mT, (own2 + weight.square() * delta2).mT, f.q, call, r)
-    return found
+        by_name["k"] = _product(ds.mT, (own2 + weight.square() * delta2).mT, f.q, call, r)
+    return by_name
 
 
 def _of_q(ds: Tensor, own2: Tensor, p: Tensor, delta2: Tensor, f: Forward, r: Rounding) -> Truth:
@@ -267,7 +266,7 @@ def _of_sink(f: Forward, delta: Tensor, delta2: Tensor, r: Rounding) -> Truth:
 
 
 def _of_tensor(ds: Tensor, own2: Tensor, p: Tensor, delta2: Tensor, by: Tensor, dims: str, r: Rounding) -> Truth:
-    """Of a tensor that a modification reads: dS times the derivative by it, summed over what it is broadcast over."""
+    """The gradient of a modification's tensor: dS times the derivative by it, summed over broadcast dimensions."""
     value, variance = ds * by, own2 * by.square()
     over = [axis for axis, dim in enumerate("bhqk") if dim not in dims]
     if "k" in dims:

@@ -1,4 +1,4 @@
-"""From packed sequences to (elements, seqlen, ...), in which the oracle computes and results are compared.
+"""Pads packed sequences to (elements, seqlen, ...), the form in which the oracle computes and results are compared.
 
 Imports nothing of tileattn. Dense tensors pass as they are.
 """

@@ -1,4 +1,4 @@
-"""The parent: starts processes that make calls, ends those that hang, and adds up what they say."""
+"""The parent process: starts processes that make calls, ends those that hang, and adds up their counts and failures."""
 
 from __future__ import annotations
 
@@ -104,15 +104,15 @@ class Run:
 
         from . import ahead
 
-        found = ahead.structures(self.seed, self.count, device_arch(torch.device(self.device)))
-        self.structures = {each.number: each.call for each in found}
-        for each in found:
+        drawn = ahead.structures(self.seed, self.count, device_arch(torch.device(self.device)))
+        self.structures = {each.number: each.call for each in drawn}
+        for each in drawn:
             if not each.compiles:
                 self.compiled[each.number] = each.call
         processes = max(1, (os.cpu_count() or 1) - WHILE_COMPILING)
 
         def compile_them() -> None:
-            for structure, error in ahead.compile_all_of(found, processes):
+            for structure, error in ahead.compile_all_of(drawn, processes):
                 if error is None:
                     self.compiled[structure.number] = structure.call
                 else:

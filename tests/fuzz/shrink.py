@@ -21,14 +21,14 @@ SIZES = ("batch", "seqlen_q", "seqlen_k", "kv_heads", "group", "head_dim", "head
 def shrink(call: Call, fails: Callable[[Call], bool], seconds: float, same_kernels: bool = False) -> Call:
     """The smallest call found within `seconds`; with `same_kernels` only what compiles nothing new is tried."""
     end = time.monotonic() + seconds
-    found = True
-    while found:
-        found = False
+    smaller_fails = True
+    while smaller_fails:
+        smaller_fails = False
         for smaller in _smaller(call, same_kernels):
             if time.monotonic() > end:
                 return call
             if _is_call(smaller) and fails(smaller):
-                call, found = smaller, True
+                call, smaller_fails = smaller, True
                 break
     return call
 

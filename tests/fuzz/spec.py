@@ -47,7 +47,7 @@ class Call:
         grads: names of the tensors whose gradients are asked for.
         lse: lse is returned; dlse: it has a gradient.
         module: the class of `nn` (adapter "nn"), or the function of `reference` (adapter "reference").
-        compiled: under torch.compile. poisoned: memory that nobody wrote is NaN.
+        compiled: under torch.compile. poisoned: memory that was not written is NaN.
         bucket: on a GPU, "long" for the kernels of long sequences at any length.
     """
 
@@ -96,7 +96,7 @@ class Call:
 
     @property
     def leaf_dtype(self) -> torch.dtype:
-        """Of q, k and v as they are given."""
+        """The dtype of q, k and v as they are given."""
         return torch.float32 if self.autocast else self.torch_dtype
 
     @property
@@ -178,5 +178,5 @@ FUNCTION_TENSORS = {"slopes": "h", "keybias": "bk", "gate": "h", "temperature": 
 
 
 def tensor_dims(mod: list[Any]) -> str:
-    """Of the tensor that a modification reads."""
+    """The dimensions of the tensor that a modification reads."""
     return mod[1] if mod[0] in ("alibi", "bias") else FUNCTION_TENSORS[mod[1]]

@@ -1,4 +1,4 @@
-"""The fuzzer itself: that its oracle is right and its own, and that it sees, shrinks and reports what is wrong."""
+"""The fuzzer itself: its oracle is right and shares no code; wrong results are seen, shrunk and reported."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def test_the_oracles_gradients_are_the_derivatives_of_its_outputs(mods: tuple[li
     truth = truths(call, t)
 
     def loss(changed: dict[str, torch.Tensor]) -> float:
-        found = truths(call.replace(grads=()), changed)
-        seen = found["lse"].value != -torch.inf
-        return float((found["o"].value * t["do"]).sum() + (found["lse"].value[seen] * t["dlse"][seen]).sum())
+        by_name = truths(call.replace(grads=()), changed)
+        seen = by_name["lse"].value != -torch.inf
+        return float((by_name["o"].value * t["do"]).sum() + (by_name["lse"].value[seen] * t["dlse"][seen]).sum())
 
     step = 1e-5
     for name in call.grads:
@@ -120,12 +120,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, spoil: object) -> None:
 @pytest.mark.parametrize(
     ("what", "spoil"),
     [
-        ("o", lambda found: (found[0] * (1 + 2**-4), found[1])),
-        ("o", lambda found: (found[0].masked_fill(torch.arange(7)[:, None, None] == 3, torch.nan), found[1])),
-        ("lse", lambda found: (found[0], found[1] + 0.01)),
-        ("o", lambda found: (found[0].roll(1, dims=2), found[1])),
-        ("WrongFormError", lambda found: (found[0].float(), found[1])),
-        ("WrongFormError", lambda found: (found[0][:, :-1], found[1])),
+        ("o", lambda outputs: (outputs[0] * (1 + 2**-4), outputs[1])),
+        ("o", lambda outputs: (outputs[0].masked_fill(torch.arange(7)[:, None, None] == 3, torch.nan), outputs[1])),
+        ("lse", lambda outputs: (outputs[0], outputs[1] + 0.01)),
+        ("o", lambda outputs: (outputs[0].roll(1, dims=2), outputs[1])),
+        ("WrongFormError", lambda outputs: (outputs[0].float(), outputs[1])),
+        ("WrongFormError", lambda outputs: (outputs[0][:, :-1], outputs[1])),
     ],
 )
 def test_what_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch, what: str, spoil: object) -> None:
@@ -139,7 +139,9 @@ def test_what_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch, what: str, spoil
 
 def test_one_gradient_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = adapters.run
-    monkeypatch.setattr(adapters, "run", lambda call, t: (found := right(call, t)) | {"k": found["k"].roll(1, dims=1)})
+    monkeypatch.setattr(
+        adapters, "run", lambda call, t: (outputs := right(call, t)) | {"k": outputs["k"].roll(1, dims=1)}
+    )
     wrong = trial.failure(WRONG, "cpu")
     assert wrong is not None
     assert wrong.startswith("k is off by")
@@ -161,6 +163,11 @@ EQUAL = Call(
 STEEP = Call(
     seed=1648752370, head_dim=210, head_dim_v=211, batch=2, seqlen_q=55, seqlen_k=111, group=2,
     mods=(["alibi", "bh", "fp16"],), grads=("alibi0",), values="integers", v_size=30.0,
+)  # fmt: skip
+# Equal values: dS is 0, and all roundings of a row's dP are one. The reference once gave their sum to a single key.
+EQUAL_VALUES = Call(
+    seed=677459068, adapter="reference", head_dim=1, seqlen_k=127, kv_heads=2, strides=("dense", "dense", "seq0"),
+    grads=("k",), module="standard_attention",
 )  # fmt: skip
 
 
@@ -206,7 +213,7 @@ def test_gradients_rounded_behind_a_soft_cap_are_right_and_no_more() -> None:
 
 @pytest.mark.parametrize("base", [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 1.9])
 def test_equal_weights_that_are_rounded_equally_are_right_and_no_more(base: float) -> None:
-    """By float8 weights that begin at some power of two; o twice as far off as one rounding is wrong."""
+    """Weights are rounded to float8, from several first values. An error of o of twice one rounding is wrong."""
     scores, _, v, _ = scores_of(EQUAL)
     distance = (torch.arange(127) - torch.tensor([[125], [126]])).abs()
     scores = scores + 2 * torch.exp2(-0.25 * distance.double())
@@ -231,6 +238,27 @@ def test_a_gradient_beyond_its_dtype_is_infinite_and_no_other_is() -> None:
     assert worst(STEEP, "alibi0", half) > 1
     smaller = STEEP.replace(v_size=STEEP.v_size / 2)
     assert worst(smaller, "alibi0", rounded) > 1
+
+
+@pytest.mark.parametrize("module", ["standard_attention", "flash_attention_1", "flash_attention_2"])
+def test_gradients_of_equal_values_are_right(module: str) -> None:
+    assert trial.failure(EQUAL_VALUES.replace(module=module), "cpu") is None
+
+
+@pytest.mark.parametrize("strides", [EQUAL_VALUES.strides, ("dense", "dense", "dense")], ids=["equal", "unequal"])
+def test_one_wrong_gradient_is_seen_also_where_values_are_equal(strides: tuple[str, ...]) -> None:
+    """-inf, NaN, half of it where it is not 0, and three times what is allowed, in one element."""
+    call = EQUAL_VALUES.replace(strides=strides)
+    dk, variance = truths(call, values.make(call, "cpu"))["k"]
+    bound = compare.FACTOR * variance[0, 97, 1, 0].sqrt()
+    wrong = [-torch.inf, torch.nan, dk[0, 97, 1, 0] - 3 * bound, dk[0, 97, 1, 0] + 3 * bound]
+    if strides != EQUAL_VALUES.strides:
+        wrong.append(dk[0, 97, 1, 0] / 2)
+    assert worst(call, "k", dk.float()) <= 1
+    for value in wrong:
+        spoilt = dk.clone()
+        spoilt[0, 97, 1, 0] = value
+        assert worst(call, "k", spoilt.float()) > 1
 
 
 def test_a_failure_is_shrunk_to_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,14 +294,14 @@ def test_the_share_of_dropped_weights_is_checked(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(tilelang_backend.importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
 def test_kernels_of_a_structure_are_found_ahead() -> None:
-    found = [each for each in ahead.structures(1, 12, "sm_90a") if each.compiles]
-    jobs = [ahead.jobs_of(structure) for structure in found[:3]]
+    compiled = [each for each in ahead.structures(1, 12, "sm_90a") if each.compiles]
+    jobs = [ahead.jobs_of(structure) for structure in compiled[:3]]
     assert all(jobs)
     assert all(job.call.forward.arch == "sm_90a" for each in jobs for job in each if hasattr(job.call, "forward"))
 
 
 def test_verdicts_wait_for_nothing() -> None:
-    """On a GPU a number of each output stays on the device: the verdict reads no value."""
+    """On a GPU the verdict leaves one number of each output on the device, and reads no value."""
     tree = ast.parse((FUZZ / "compare.py").read_text()), ast.parse((FUZZ / "oracle.py").read_text())
     called = {
         each.func.attr
@@ -286,7 +314,7 @@ def test_verdicts_wait_for_nothing() -> None:
 
 
 def dies_at_its_fourth_call(plan: Plan, connection: Any, progress: Any) -> None:
-    """In place of `worker.work`."""
+    """A stand-in for `worker.work`."""
     right = worker.draw_call
 
     def draw(plan: Plan, number: int, structure: Call | None) -> Call:
@@ -300,13 +328,13 @@ def dies_at_its_fourth_call(plan: Plan, connection: Any, progress: Any) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_dies_is_told_with_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its block is made again, one call after another, in a process that dies of the same one."""
+    """Another process makes the calls of the block one by one, and dies at the same call."""
     monkeypatch.setattr(run, "work", dies_at_its_fourth_call)
     leg = run.Run(1, "cpu", [None], time.time() + 120, 1, structures=3, state=None, most_failures=1)
     assert leg.run() == 1
-    (found,) = leg.failures
-    assert found.wrong == "the process died (exit status 9)"
-    assert found.seed == "1 0 0 3"
+    (failure,) = leg.failures
+    assert failure.wrong == "the process died (exit status 9)"
+    assert failure.seed == "1 0 0 3"
     assert leg.deaths == 2
 
 
@@ -324,8 +352,8 @@ def test_the_command(tmp_path: Path, more: list[str]) -> None:
     ]
     counts = []
     for leg in (1, 2):
-        found = subprocess.run([*command, *more], cwd=FUZZ.parent, capture_output=True, text=True, timeout=300)
-        assert found.returncode == 0, found.stdout + found.stderr
+        done = subprocess.run([*command, *more], cwd=FUZZ.parent, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
         kept = json.loads(state.read_text())
         assert (kept["seed"], kept["legs"]) == (2, leg)
         counts.append(kept["counts"]["calls"])

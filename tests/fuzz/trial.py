@@ -1,4 +1,4 @@
-"""One call beside the oracle: for each output its error over what is allowed, as numbers on the device."""
+"""One call compared with the oracle: each output's error over its bound, as numbers on the device."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def _share(kept: Tensor, p: float) -> Tensor:
 def failure(call: Call, device: str) -> str | None:
     """What is wrong with a call, in words, or None. Waits for the device."""
     try:
-        found = {name: float(ratio) for name, ratio in trial(call, device).items()}
+        ratios = {name: float(ratio) for name, ratio in trial(call, device).items()}
     except torch.AcceleratorError:
         raise  # the process can do nothing more on its device
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    wrong = {name: ratio for name, ratio in found.items() if not ratio <= 1}
+    wrong = {name: ratio for name, ratio in ratios.items() if not ratio <= 1}
     if not wrong:
         return None
     shown = ", ".join(f"{name} is off by {ratio:.3g} times what is allowed" for name, ratio in wrong.items())
-    fine = [name for name in found if name not in wrong]
+    fine = [name for name in ratios if name not in wrong]
     return shown + (f" ({', '.join(fine)}: right)" if fine else "")
 
 
@@ -76,6 +76,6 @@ def detail(call: Call, device: str) -> str:
         if difference.numel() == 0:
             continue
         where = tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
-        found, right = float(rows[where]), float(value[where])
-        lines.append(f"  {name}{list(where)} of {list(value.shape)}: {found:.6g}, right is {right:.6g}")
+        computed, right = float(rows[where]), float(value[where])
+        lines.append(f"  {name}{list(where)} of {list(value.shape)}: {computed:.6g}, right is {right:.6g}")
     return "\n".join(lines)

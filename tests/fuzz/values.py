@@ -52,7 +52,7 @@ class Maker:
 def make(call: Call, device: str) -> Tensors:
     """All tensors of a call by their names; q, k and v bshd, of packed sequences (total, heads, head_dim)."""
     maker = Maker(call.seed, device)
-    found: Tensors = {}
+    tensors: Tensors = {}
     for name, (seqlen, heads, dim), size, stride in zip(
         "qkv", _shapes(call), (call.q_size, call.q_size, call.v_size), call.strides
     ):
@@ -60,28 +60,28 @@ def make(call: Call, device: str) -> Tensors:
         x = maker.kind(call.values, *lead, seqlen, heads, dim) * size
         if call.tail:
             x[seqlen - call.tail :] = torch.nan  # rows of no sequence, whatever they hold
-        found[name] = lay_out(x.to(call.leaf_dtype) if call.dtype != "fp8" else x, stride)
+        tensors[name] = lay_out(x.to(call.leaf_dtype) if call.dtype != "fp8" else x, stride)
     if call.packed:
         for name, lengths in (("cu_q", call.lengths_q), ("cu_k", call.lengths_k)):
             sums = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            found[name] = sums.to(device)
+            tensors[name] = sums.to(device)
     if call.sink is not None:
-        found["sink"] = maker.normal(call.heads).to(DTYPES[call.sink])
+        tensors["sink"] = maker.normal(call.heads).to(DTYPES[call.sink])
     if call.key_padding:
-        found["key_padding"] = _kept(maker, "holes", call)
+        tensors["key_padding"] = _kept(maker, "holes", call)
     for name, term in terms(call.mask):
         made = _of_mask(maker, term, call)
         if made is not None:
-            found[name] = made
+            tensors[name] = made
     for number, mod in enumerate(call.mods):
         name = mod_tensor(number, mod)
         if name is not None:
-            found[name] = _of_mod(maker, mod, call)
+            tensors[name] = _of_mod(maker, mod, call)
     out = call.torch_dtype if call.dtype != "fp8" else torch.bfloat16
-    found["do"] = maker.normal(*_out_shape(call)).to(out)
+    tensors["do"] = maker.normal(*_out_shape(call)).to(out)
     lse_dtype = torch.float64 if call.dtype == "fp64" else torch.float32
-    found["dlse"] = maker.normal(*_lse_shape(call)).to(lse_dtype)
-    return found
+    tensors["dlse"] = maker.normal(*_lse_shape(call)).to(lse_dtype)
+    return tensors
 
 
 def totals(call: Call) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Masks and score modifications by their definitions, on whole matrices in float64. Imports nothing of tileattn.
 
-Written a second time, apart from the functions that :mod:`fuzz.adapters` passes to tileattn.
+These are independent of the functions that :mod:`fuzz.adapters` passes to tileattn.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Step(NamedTuple):
 
 def allowed(call: Call, t: dict[str, Tensor], at: Places) -> Tensor:
     """Which pairs the mask, `causal` and the key padding allow."""
-    found = torch.ones((), dtype=torch.bool, device=at.q.device)
+    seen = torch.ones((), dtype=torch.bool, device=at.q.device)
     if call.causal:
-        found = found & (at.q - at.key >= 0)
+        seen = seen & (at.q - at.key >= 0)
     if call.key_padding:
-        found = found & t["key_padding"][:, None, None, :]
+        seen = seen & t["key_padding"][:, None, None, :]
     if call.mask is not None:
         names = iter([name for name, _ in terms(call.mask)])
-        found = found & _mask(call.mask, names, t, at)
-    return found
+        seen = seen & _mask(call.mask, names, t, at)
+    return seen
 
 
 def _mask(mask: Any, names: Any, t: dict[str, Tensor], at: Places) -> Tensor:

@@ -1,9 +1,9 @@
 """One process that makes calls, one after another, and reads their verdicts in blocks.
 
-On a GPU nothing waits within a block: each call leaves the largest of its outputs' errors (over what is allowed) in a
-tensor, which is read when the block is full. What failed is then made again, shrunk and sent to the parent. What the
-process is at stands in memory that it shares with the parent, which ends a process that hangs and tells which calls it
-was at when it died.
+On a GPU nothing waits within a block: each call leaves the largest of its outputs' errors (over their bounds) in a
+tensor, which is read when the block is full. Calls that failed are then made again, shrunk and sent to the parent. The
+process writes the number of its present call to memory that it shares with the parent. The parent ends a process that
+hangs, and reports the calls of a process that died.
 """
 
 from __future__ import annotations
@@ -174,13 +174,13 @@ class _Worker:
 
     def _make(self, call: Call, place: int) -> None:
         try:
-            found = trial(call, self.plan.device)
+            ratios = trial(call, self.plan.device)
         except torch.AcceleratorError:
             raise
         except Exception:
             self.worst[place] = torch.inf  # told when it is made again
             return
-        self.worst[place] = torch.stack(list(found.values())).amax()
+        self.worst[place] = torch.stack(list(ratios.values())).amax()
 
     def _report(self, call: Call, number: int, structure: int) -> None:
         self.progress[0] = time.time() + SHRINK_SECONDS[self.plan.device]  # it may take so long

@@ -1,4 +1,4 @@
-"""`tileattn.profile`: what it measures is what was done."""
+"""`tileattn.profile`: its time, memory, rates and table."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ def test_time_memory_and_calls_are_those_of_the_callable() -> None:
         time.sleep(0.003)
         return x.repeat(4)
 
-    found = tileattn.profile(slow, torch.zeros(1000), effort=BRIEF)
-    assert (found.name, found.device) == ("slow", "cpu")
-    assert 3.0 <= found.spread_ms[0] <= found.ms <= found.spread_ms[1]
-    assert found.calls >= BRIEF.rounds
-    assert 4 * 4000 <= found.peak_bytes < 5 * 4000
-    assert found.tflops is None
-    assert found.flops_fraction is None
-    assert str(found).startswith("slow on cpu: ")
+    profile = tileattn.profile(slow, torch.zeros(1000), effort=BRIEF)
+    assert (profile.name, profile.device) == ("slow", "cpu")
+    assert 3.0 <= profile.spread_ms[0] <= profile.ms <= profile.spread_ms[1]
+    assert profile.calls >= BRIEF.rounds
+    assert 4 * 4000 <= profile.peak_bytes < 5 * 4000
+    assert profile.tflops is None
+    assert profile.flops_fraction is None
+    assert str(profile).startswith("slow on cpu: ")
 
 
 def test_fractions_are_of_the_machines_ceiling(ceiling: Ceiling) -> None:
     x = torch.ones(64, 64)
-    found = tileattn.profile(torch.matmul, x, x, flops=2 * 64**3, bytes=3 * 4 * 64**2, effort=BRIEF)
-    assert found.tflops == pytest.approx(2 * 64**3 / found.ms / 1e9)
-    assert found.flops_fraction == pytest.approx(found.tflops / 2.0)
-    assert found.bytes_fraction == pytest.approx(12 * 64**2 / found.ms / 1e9 / 0.5)
-    assert "of the matrix product's" in str(found)
+    profile = tileattn.profile(torch.matmul, x, x, flops=2 * 64**3, bytes=3 * 4 * 64**2, effort=BRIEF)
+    assert profile.tflops == pytest.approx(2 * 64**3 / profile.ms / 1e9)
+    assert profile.flops_fraction == pytest.approx(profile.tflops / 2.0)
+    assert profile.bytes_fraction == pytest.approx(12 * 64**2 / profile.ms / 1e9 / 0.5)
+    assert "of the matrix product's" in str(profile)
 
 
 def test_a_table_compares(ceiling: Ceiling) -> None:
@@ -66,16 +66,16 @@ def test_a_table_compares(ceiling: Ceiling) -> None:
         calls.append("twice")
         time.sleep(0.004)
 
-    found = tileattn.profile_all({"once": once, "twice": twice}, torch.zeros(1), flops=1e6, effort=BRIEF)
-    assert [each.name for each in found] == ["once", "twice"]
-    assert found["twice"].ms > found["once"].ms
+    profiles = tileattn.profile_all({"once": once, "twice": twice}, torch.zeros(1), flops=1e6, effort=BRIEF)
+    assert [each.name for each in profiles] == ["once", "twice"]
+    assert profiles["twice"].ms > profiles["once"].ms
     # They take turns: neither has all its calls before the other's.
     assert calls.index("twice") < len(calls) - 1 - calls[::-1].index("once")
-    lines = str(found).splitlines()
+    lines = str(profiles).splitlines()
     assert lines[0].strip() == "on cpu: matrix product 2 TFLOPS, copy 500 GB/s"
     assert any(line.split()[:1] == ["once"] and "1.00×" in line for line in lines)
     with pytest.raises(KeyError, match=r"'thrice' is not one of 'once', 'twice'"):
-        found["thrice"]
+        profiles["thrice"]
 
 
 def test_ceilings_are_measured_once_and_in_a_dtype_that_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,11 +84,11 @@ def test_ceilings_are_measured_once_and_in_a_dtype_that_can_be(monkeypatch: pyte
     monkeypatch.setattr(profiling, "CEILING_EFFORT", BRIEF)
     profiling._machine_ceiling.cache_clear()
     try:
-        found = profiling.machine_ceiling(CPU, torch.float8_e4m3fn)
-        assert found.matmul_tflops > 0
-        assert found.copy_tbps > 0
-        assert profiling.machine_ceiling(CPU, torch.bfloat16) is found
-        assert profiling.machine_ceiling(CPU, torch.float32) is not found
+        of_machine = profiling.machine_ceiling(CPU, torch.float8_e4m3fn)
+        assert of_machine.matmul_tflops > 0
+        assert of_machine.copy_tbps > 0
+        assert profiling.machine_ceiling(CPU, torch.bfloat16) is of_machine
+        assert profiling.machine_ceiling(CPU, torch.float32) is not of_machine
     finally:
         profiling._machine_ceiling.cache_clear()
 
@@ -152,10 +152,10 @@ def test_an_effort_measures_something(wrong: dict[str, Any], says: str) -> None:
 
 def test_calls_of_nanoseconds_come_to_an_end() -> None:
     start = time.perf_counter()
-    found = tileattn.profile(lambda: 1, device="cpu", effort=Effort(measure_ms=10_000, rounds=2))
+    profile = tileattn.profile(lambda: 1, device="cpu", effort=Effort(measure_ms=10_000, rounds=2))
     assert time.perf_counter() - start < 5
-    assert found.calls == 2 * timing.MOST_CALLS
-    assert " 0.000 ms" not in str(found)
+    assert profile.calls == 2 * timing.MOST_CALLS
+    assert " 0.000 ms" not in str(profile)
 
 
 def test_what_the_loop_takes_counts_as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,9 +204,9 @@ def test_the_standard_librarys_profile_is_untouched() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_time_and_memory_are_the_devices() -> None:
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    found: Profile = tileattn.profile(torch.matmul, x, x, flops=2 * 4096**3, effort=BRIEF)
-    assert found.device == "cuda:0"
-    assert found.peak_bytes >= 2 * 4096**2
-    assert found.flops_fraction is not None
+    profile: Profile = tileattn.profile(torch.matmul, x, x, flops=2 * 4096**3, effort=BRIEF)
+    assert profile.device == "cuda:0"
+    assert profile.peak_bytes >= 2 * 4096**2
+    assert profile.flops_fraction is not None
     # The same product as the ceiling's, only smaller.
-    assert 0.3 < found.flops_fraction < 1.3
+    assert 0.3 < profile.flops_fraction < 1.3

@@ -28,8 +28,8 @@ MUTANTS: list[Mutant] = [
         NAMES,
         {
             "dispatch: any options behind a name": (
-                "if found is None or (colon and found.configured is None):",
-                "if found is None:",
+                "if backend is None or (colon and backend.configured is None):",
+                "if backend is None:",
             ),
         },
     ),

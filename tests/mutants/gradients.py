@@ -91,9 +91,14 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "kernels/triton/backward/launch.py",
-        INTERPRETED,
-        {"triton: dsink with the other sign": ("return -(p * delta).sum", "return (p * delta).sum")},
+        "kernels/sink.py",
+        ("kernels/test_sink.py",),
+        {"dsink with the other sign": ("return -(p * delta).sum", "return (p * delta).sum")},
+    ),
+    *mutants(
+        "reference/standard.py",
+        ("fuzz/test_fuzz.py::test_gradients_of_equal_values_are_right",),
+        {"reference: a gradient through the row maximum": ("logits.detach().amax(", "logits.amax(")},
     ),
     *mutants(
         "kernels/triton/backward/operand_gradients.py",
@@ -188,11 +193,11 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         f"{TILELANG}/launch.py",
-        EMULATED,
+        ("kernels/tilelang/packed/test_backward_emulated.py::test_rows_of_wrong_lengths_are_unused",),
         {
-            "tilelang: dsink with the other sign": (
-                "return -torch.where(lse == -torch.inf, 0.0, p * delta)",
-                "return torch.where(lse == -torch.inf, 0.0, p * delta)",
+            "tilelang: dsink of rows of no sequence": (
+                "delta if packed is None else delta.masked_fill",
+                "delta if True else delta.masked_fill",
             ),
         },
     ),

@@ -48,7 +48,7 @@ class Mutant:
 
 
 def missing_tests(mutant: Mutant) -> list[str]:
-    """Those of its tests that are not there: no such file, or no such function in it."""
+    """The mutant's tests whose file or function does not exist."""
     return [test for test in mutant.tests if not _exists(test)]
 
 

@@ -4,9 +4,9 @@
     python tests/mutants/run.py --jobs 1 softcap  # those whose names contain a word
     python tests/mutants/run.py --list
 
-First the tests that will be run pass without any edit; otherwise a failure would say nothing. A mutant is killed if
-tests fail (pytest's exit status 1). It is an error, as a survivor is, if they do not end in time, or end otherwise:
-when a test is not found, say.
+The tests must first pass without any edit; otherwise a failure would say nothing. A mutant is killed if tests fail
+(pytest's exit status 1). It is an error, as a survivor is, if they do not end in time, or end otherwise: a test may be
+missing.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _run(wanted: Sequence[Mutant], jobs: int, check: bool, folder: Path) -> int:
 
 
 def _survivors(wanted: Sequence[Mutant], workers: queue.Queue[Worker], jobs: int) -> list[str]:
-    """Those that were not killed, and how they ended."""
+    """The mutants that were not killed, and how their tests ended."""
     wrong = []
     with ThreadPoolExecutor(jobs) as pool:
         running = {pool.submit(_verdict, mutant, workers): mutant for mutant in wanted}

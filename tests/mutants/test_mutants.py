@@ -20,9 +20,9 @@ def test_a_mutant_edits_one_place_and_names_tests_that_are_there(mutant: Mutant)
 
 
 def test_names_are_unique_and_there_are_many() -> None:
-    found = all_mutants()
-    assert [name for name, count in collections.Counter(mutant.name for mutant in found).items() if count > 1] == []
-    assert len(found) >= 60
+    mutants = all_mutants()
+    assert [name for name, count in collections.Counter(mutant.name for mutant in mutants).items() if count > 1] == []
+    assert len(mutants) >= 60
 
 
 def test_a_mutant_that_does_not_fit_says_so() -> None:

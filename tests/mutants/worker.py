@@ -1,4 +1,4 @@
-"""Runs pytest in forks of a process that has imported torch and more: that alone takes longer than most tests here.
+"""Runs pytest in forks of a process that has imported torch and more, because importing takes longer than most tests.
 
 For each line of JSON that it reads, ``{"tree": folder, "tests": [...], "limit": seconds}``, it writes one: pytest's
 exit status, or null where the tests did not end in time. What they printed is in ``output.txt`` in the folder.

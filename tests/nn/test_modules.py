@@ -143,7 +143,7 @@ def test_other_dtypes(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_a_gpu(case: Case) -> None:
-    """In 16 bits and with a head dim of 32, so that attention() runs its kernels."""
+    """With 16 bits and a head dim of 32, attention() runs its kernels."""
     dtype, embed = torch.bfloat16, 32 * HEADS
     eager, module = (make(embed, dtype=dtype, device="cuda") for make in (case.naive, case.module))
     naive = case.naive(embed, dtype=torch.float64, device="cuda")
@@ -249,7 +249,7 @@ def growth(module: SelfAttention, seqlen: int) -> float:
 
 
 def test_memory_of_the_textbooks_is_quadratic() -> None:
-    """So that the tests below would see it."""
+    """Otherwise the tests below would check nothing."""
     assert growth(NaiveAttention(EMBED, HEADS), 256) > 12
 
 

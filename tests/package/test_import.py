@@ -1,4 +1,4 @@
-"""What importing tileattn costs, and that arrows between its modules point down."""
+"""The cost of importing tileattn, and the direction of imports between its modules: they point down."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_call_on_a_cpu_imports_no_compiler(loaded: dict[str, set[str]]) -> Non
 
 
 def test_pictures_and_profiles_import_their_packages_when_they_are_used(loaded: dict[str, set[str]]) -> None:
-    """Nor does `tileattn --help` import what its commands do."""
+    """`tileattn --help` does not import what its commands import, either."""
     assert inside(loaded["pages"], "matplotlib", "gradio", "tilelang", "triton") == set()
     assert inside(loaded["cli"], "tileattn.viz", "tileattn.reference") == set()
 
@@ -112,16 +112,16 @@ def module_name(path: Path) -> str:
 
 def imports_of(path: Path) -> set[str]:
     """All that a file imports, inside functions as well; absolute names, of tileattn's modules and their members."""
-    found = set()
+    imported = set()
     package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
             source = ".".join(filter(None, (base, node.module)))
-            found |= {f"{source}.{alias.name}" for alias in node.names}
-    return found
+            imported |= {f"{source}.{alias.name}" for alias in node.names}
+    return imported
 
 
 def tileattn_imports(path: Path) -> set[str]:
@@ -140,7 +140,7 @@ CORE = [f"variant.{name}" for name in ("masks", "scores", "expression", "math", 
 
 
 def test_the_files_are_found() -> None:
-    """Else the tests below would hold of nothing."""
+    """Otherwise the tests below would check nothing."""
     assert set(CORE) <= set(FILES)
     assert {"tilelang", "torch"} <= set(BACKENDS)
     assert "variant.masks.FunctionMask" in tileattn_imports(FILES["variant.key"])

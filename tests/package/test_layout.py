@@ -1,7 +1,7 @@
 """The layout of src/tileattn: no import circles, arrows that point down, and files and functions of a size to read.
 
 Imports under TYPE_CHECKING do not count, those inside functions do. A package's `__init__.py` is no part of a circle:
-it hands on names of the files beside it.
+it re-exports names of the files beside it.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def imports(name: str) -> Iterator[tuple[str, str]]:
     package = ["tileattn", *name.split(".")[:-1]]
     for node in runs(tree_of(name)):
         if isinstance(node, ast.Import):
-            found = [(alias.name, "") for alias in node.names]
+            imported = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else []
             source = ".".join([*above, *([node.module] if node.module else [])])
-            found = [(source, alias.name) for alias in node.names]
+            imported = [(source, alias.name) for alias in node.names]
         else:
             continue
-        for source, member in found:
+        for source, member in imported:
             if source.partition(".")[0] == "tileattn":
                 below = source.removeprefix("tileattn").lstrip(".")
                 whole = f"{below}.{member}".strip(".")
@@ -102,14 +102,16 @@ def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
     """Groups of which each member reaches every other."""
     reached: dict[str, set[str]] = {}
     for start in arrows:
-        found, waiting = set(), [start]
+        reachable, waiting = set(), [start]
         while waiting:
             for target in arrows.get(waiting.pop(), ()):
-                if target not in found:
-                    found.add(target)
+                if target not in reachable:
+                    reachable.add(target)
                     waiting.append(target)
-        reached[start] = found
-    groups = {frozenset(each for each in found if start in reached.get(each, ())) for start, found in reached.items()}
+        reached[start] = reachable
+    groups = {
+        frozenset(each for each in reachable if start in reached.get(each, ())) for start, reachable in reached.items()
+    }
     return [set(group) for group in groups if group]
 
 
@@ -125,7 +127,7 @@ def header(name: str) -> str:
 
 
 def test_circles_are_found() -> None:
-    """Else the tests below would hold of nothing."""
+    """Otherwise the tests below would check nothing."""
     arrows = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e"}}
     assert sorted(circles(arrows), key=len) == [{"e"}, {"b", "c"}]
     assert {"variant.masks", "call.facts", "kernels.cache.store"} <= MODULES
@@ -194,20 +196,20 @@ def test_functions_are_short() -> None:
 @functools.cache
 def registered() -> set[str]:
     """Functions that are handed to `torch.library.custom_op` or, as `app.command()(function)`, to the command line."""
-    found = set()
+    operators = set()
     for name in FILES:
         for node in ast.walk(tree_of(name)):
             if not isinstance(node, ast.Call):
                 continue
             if ast.unparse(node.func).endswith("custom_op"):
-                found.add(ast.unparse(node.args[1]))
+                operators.add(ast.unparse(node.args[1]))
             elif isinstance(node.func, ast.Call) and ast.unparse(node.func.func).endswith(".command"):
-                found.update(map(ast.unparse, node.args))
-    return found
+                operators.update(map(ast.unparse, node.args))
+    return operators
 
 
 def has_a_signature_of_others(name: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Those of other libraries, of operators of `torch.library`, and of commands."""
+    """Signatures that other libraries fix, and those of `torch.library` operators and of commands."""
     decorators = " ".join(map(ast.unparse, function.decorator_list))
     others = name.partition(".")[0] == "compat" or "register_fake" in decorators or ".command(" in decorators
     return others or function.name in registered()

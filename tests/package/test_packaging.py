@@ -1,4 +1,4 @@
-"""What a user installs: the declared ranges, the pins, the wheel's contents, and what the documents say of them."""
+"""The installed package: the declared ranges, the pins, the wheel's contents, and the documents about them."""
 
 import importlib
 import importlib.metadata
@@ -38,7 +38,7 @@ def declared() -> Iterator[Requirement]:
 
 def pins(python: str) -> dict[str, Version]:
     """The version of each package that constraints.txt asks for on this Python."""
-    found: dict[str, Version] = {}
+    version_of: dict[str, Version] = {}
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         if not line or line.startswith("#"):
             continue
@@ -46,9 +46,9 @@ def pins(python: str) -> dict[str, Version]:
         (specifier,) = pin.specifier
         assert specifier.operator == "==", f"not a pin: {line}"
         if pin.marker is None or pin.marker.evaluate({"python_version": python}):
-            assert pin.name not in found, f"{pin.name} is pinned twice for Python {python}"
-            found[canonicalize_name(pin.name)] = Version(specifier.version)
-    return found
+            assert pin.name not in version_of, f"{pin.name} is pinned twice for Python {python}"
+            version_of[canonicalize_name(pin.name)] = Version(specifier.version)
+    return version_of
 
 
 @pytest.mark.parametrize("python", PYTHONS)

@@ -1,4 +1,4 @@
-"""What a type checker knows of tileattn: mypy on a small user's project, tests/package/typing_project.
+"""The types that a type checker sees: mypy on a user's small project, tests/package/typing_project.
 
 mypy's cache is the project's own, .mypy_cache, which `make lint` has filled: without it mypy first reads all of torch.
 """
@@ -38,7 +38,7 @@ def mypy(*arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
-def found(output: str) -> set[tuple[str, int, str]]:
+def errors(output: str) -> set[tuple[str, int, str]]:
     """(file, line, code) of each error."""
     matches = [ERROR.fullmatch(line) for line in output.splitlines() if ": error:" in line]
     assert all(matches), output
@@ -46,7 +46,7 @@ def found(output: str) -> set[tuple[str, int, str]]:
 
 
 def marked() -> set[tuple[str, int, str]]:
-    """Those that the project's files announce in comments."""
+    """The errors that comments in the project's files announce."""
     marks = set()
     for path in USERS.glob("*.py"):
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -58,13 +58,13 @@ def marked() -> set[tuple[str, int, str]]:
 def test_mypy_accepts_what_is_right_and_finds_what_is_wrong() -> None:
     files = [str(path) for path in sorted(USERS.glob("*.py"))]
     output = mypy("--config-file", str(ROOT / "pyproject.toml"), *files, cwd=ROOT)
-    assert found(output) == marked(), output
+    assert errors(output) == marked(), output
     assert len(marked()) >= 15
 
 
 @pytest.mark.slow
 def test_the_installed_wheel_is_typed(tmp_path: Path) -> None:
-    """With mypy's own strict mode, from a site-packages folder: mypy reads a package there only if it has py.typed."""
+    """mypy's strict mode, on a site-packages folder: there mypy reads a package only if it has py.typed."""
     wheel = pytest.importorskip("hatchling.builders.wheel")
     (built,) = wheel.WheelBuilder(str(ROOT)).build(directory=str(tmp_path / "dist"), versions=["standard"])
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
@@ -78,7 +78,7 @@ def test_the_installed_wheel_is_typed(tmp_path: Path) -> None:
     for path in USERS.glob("*.py"):
         (own / path.name).write_text(path.read_text())
     output = mypy("--strict", "--config-file=", f"--python-executable={python}", ".", cwd=own)
-    assert found(output) == marked(), output
+    assert errors(output) == marked(), output
 
 
 def test_the_project_runs() -> None:
@@ -88,6 +88,8 @@ def test_the_project_runs() -> None:
     x, mask = torch.randn(2, 8, 4, 8), torch.ones(2, 8, dtype=torch.bool)
     assert names["attention"](x, x, x, True).shape == x.shape
     assert names["varlen"](x[0], torch.tensor([0, 4, 8], dtype=torch.int32), False).shape == ()
+    assert names["decoding"](x, torch.tensor([8, 3], dtype=torch.int32), False).shape == x.shape
+    assert names["cached"](x).shape == x.shape
     assert names["sdpa"](x, mask[0, :4]).shape == x.shape
     assert names["modules"](x.flatten(2)).shape == (2, 8, 32)
     assert names["profiles"](x) > 0
@@ -99,10 +101,12 @@ def test_the_project_runs() -> None:
 
 
 def overloads(function: Callable[..., Any]) -> list[ast.FunctionDef]:
-    """Its overloads' definitions, from the source: before Python 3.11 nothing keeps them at run time."""
+    """The definitions of a function's overloads, from the source: Python 3.10 does not keep them at run time."""
     tree = ast.parse(Path(inspect.getfile(function)).read_text())
-    *found, _ = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function.__name__)
-    return found
+    *definitions, _ = (
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function.__name__
+    )
+    return definitions
 
 
 @pytest.mark.parametrize(
@@ -110,6 +114,7 @@ def overloads(function: Callable[..., Any]) -> list[ast.FunctionDef]:
     [
         (tileattn.attention, signatures.AttentionOptions),
         (tileattn.varlen_attention, signatures.VarlenOptions),
+        (tileattn.decode, signatures.DecodeKeywords),
     ],
 )
 def test_overloads_have_the_functions_parameters(function: Callable[..., Any], options: Any) -> None:
@@ -120,9 +125,9 @@ def test_overloads_have_the_functions_parameters(function: Callable[..., Any], o
     assert len(tensors) + len(keywords) == len(parameters), "no *args, no **kwargs"
     assert typing.get_type_hints(options) == {name: hint for name, hint in keywords.items() if name != "return_lse"}
 
-    found = overloads(function)
+    definitions = overloads(function)
     of_lse = {}
-    for each in found:
+    for each in definitions:
         assert [ast.unparse(decorator) for decorator in each.decorator_list] == ["overload"]
         assert {a.arg: ast.unparse(a.annotation) for a in each.args.args if a.annotation} == tensors
         assert not each.args.defaults
@@ -141,7 +146,7 @@ def test_overloads_have_the_functions_parameters(function: Callable[..., Any], o
 
 def test_the_function_that_runs_is_the_one_that_is_documented() -> None:
     """`overload` puts nothing around it."""
-    for function in (tileattn.attention, tileattn.varlen_attention):
+    for function in (tileattn.attention, tileattn.varlen_attention, tileattn.decode):
         assert not hasattr(function, "__wrapped__")
         assert "**" not in str(inspect.signature(function))
         assert (function.__doc__ or "").count("Args:") == 1

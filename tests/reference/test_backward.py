@@ -66,8 +66,8 @@ def by_autograd(
     o, lse = standard_attention(q, k, v, mask, [mod(tensor)] if mod else [], sink, dropout=dropout)
     seen = torch.isfinite(lse)
     total = (o * do).sum() + (0.0 if dlse is None else (torch.where(seen, lse, 0.0) * dlse).sum())
-    found = torch.autograd.grad(total, leaves, allow_unused=True)
-    return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(found, leaves, strict=True)]
+    grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, leaves, strict=True)]
 
 
 @pytest.mark.parametrize("lengths", [(40, 40), (17, 50), (50, 17), (1, 33)], ids=str)
@@ -77,8 +77,8 @@ def test_gradients_are_those_of_autograd(mask_name: str, mods: str, lengths: tup
     q, k, v = qkv(*lengths)
     mask = MASKS[mask_name](lengths[1])
     mod, tensor = None, slopes()
-    if (found := MODS[mods]) is not None:
-        mod, tensor = found[0], found[1](*lengths)
+    if (maker := MODS[mods]) is not None:
+        mod, tensor = maker[0], maker[1](*lengths)
     sink = torch.linspace(-1.0, 1.0, HEADS, dtype=torch.float64)
     do, dlse = random(BATCH, lengths[0], HEADS, 12, seed=5), random(BATCH, HEADS, lengths[0], seed=6)
     expected = by_autograd((q, k, v, sink, tensor), mask, mod, do, dlse)
@@ -144,7 +144,7 @@ def test_a_sink_that_is_shut_off_has_no_gradient() -> None:
 
 
 def test_hidden_tiles_are_not_visited() -> None:
-    """NaN in keys that nobody sees must not get into the gradients of the others."""
+    """NaN in keys that no query sees must not get into the gradients of the others."""
     q, k, v = qkv(16, 64)
     window = SlidingWindow(8, 0)  # of the 64 keys the first 40 are before every query's window
     o, lse = flash_attention_2(q, k, v, window)
@@ -155,7 +155,7 @@ def test_hidden_tiles_are_not_visited() -> None:
 
 
 def test_gradcheck() -> None:
-    """By differences, of a call with everything."""
+    """Compared with finite differences, for a call with all options."""
     mask, mods = SlidingWindow(4, 1), [SoftCap(2.0)]
 
     class Attention(torch.autograd.Function):
@@ -168,8 +168,10 @@ def test_gradcheck() -> None:
         @staticmethod
         def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
             q, k, v, sink, o, lse = ctx.saved_tensors
-            found = flash_attention_2_backward(do, q, k, v, o, lse, mask, mods, sink, dlse=dlse, block_M=4, block_N=4)
-            return found[:4]
+            gradients = flash_attention_2_backward(
+                do, q, k, v, o, lse, mask, mods, sink, dlse=dlse, block_M=4, block_N=4
+            )
+            return gradients[:4]
 
     q, k, v = random(1, 6, 2, 3), random(1, 9, 1, 3, seed=1), random(1, 9, 1, 2, seed=2)
     leaves = [x.requires_grad_() for x in (q, k, v, torch.zeros(2, dtype=torch.float64))]

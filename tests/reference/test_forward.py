@@ -171,7 +171,7 @@ def test_flash_attention_2_computes_the_mask_on_the_diagonal_only(monkeypatch: p
     assert tiles == [(0, 0), (16, 16), (32, 32), (48, 48)]
 
 
-def test_flash_attention_2_does_not_read_keys_that_nobody_sees() -> None:
+def test_flash_attention_2_does_not_read_hidden_keys() -> None:
     """Not even NaN in their values gets through; a mask alone would multiply it by 0."""
     q, k, v = qkv(64, 128)
     v[:, :32] = math.nan
@@ -182,7 +182,7 @@ def test_flash_attention_2_does_not_read_keys_that_nobody_sees() -> None:
 
 @pytest.mark.parametrize("attention", ALL)
 def test_gradients(attention: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """Of o and lse, with respect to everything, with rows that see no key."""
+    """The gradients of o and lse with respect to all inputs, with rows that see no key."""
 
     def gradients(run: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype) -> list[Tensor]:
         tensors = [*qkv(91, 77), random(4), random(1, 4, 91, 77), random(4).abs()]

@@ -1,4 +1,4 @@
-"""Gradients beyond the conformance suite: how autograd, torch.func, checkpointing, autocast and torch.compile see them.
+"""Gradients beyond the conformance suite: under autograd, torch.func, checkpointing, autocast and torch.compile.
 
 Where two ways lead to the same kernels, gradients must be equal bit for bit.
 """
@@ -139,7 +139,7 @@ MODS: dict[str, Callable[[list[Tensor]], list[Any]]] = {
 @pytest.mark.parametrize("mods", MODS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradcheck(mask: str, mods: str) -> None:
-    """By differences, in float64; in tiles so small that there are many."""
+    """Compared with finite differences, in float64 and in many small tiles."""
     made = [random(HEADS).abs() / 8, random(1, HEADS, 9, 7), random(2, 1, 1, 7, seed=5), random(HEADS, 7, seed=6)]
     leaves = leaves_of(*(x.double() for x in (*qkv(), random(HEADS), *made)))
 
@@ -194,16 +194,16 @@ def test_a_modification_may_be_nan_where_the_mask_forbids() -> None:
     """What is forbidden has no gradient, whatever the slope there."""
     q, k, v = leaves_of(*qkv(7, 7))
     o = attention(q, k, v, causal=True, score_mod=lambda score, b, h, q, k: score * tm.sqrt(q - k + 1.0))
-    found = torch.autograd.grad(o.sum(), (q, k, v))
+    grads = torch.autograd.grad(o.sum(), (q, k, v))
     defined = attention(
         q, k, v, causal=True, score_mod=lambda score, b, h, q, k: score * tm.sqrt(tm.maximum(q - k, 0) + 1.0)
     )
-    assert_same(found, torch.autograd.grad(defined.sum(), (q, k, v)))
+    assert_same(grads, torch.autograd.grad(defined.sum(), (q, k, v)))
 
 
 @pytest.mark.parametrize(("batch", "seqlen_q", "seqlen_k"), [(0, 5, 7), (2, 0, 7), (2, 5, 0), (2, 5, 1)])
 def test_gradients_of_nothing_are_zero(batch: int, seqlen_q: int, seqlen_k: int) -> None:
-    """With SlidingWindow(0, 0) the last row alone sees the only key, and its softmax is constant."""
+    """Under SlidingWindow(0, 0) only the last row sees the only key, and its softmax is constant."""
     leaves = leaves_of(*(x[:batch] for x in qkv(seqlen_q, seqlen_k)), random(HEADS), random(1, HEADS, 1, seqlen_k))
     q, k, v, sink, bias = leaves
     o, lse = attention(q, k, v, mask=SlidingWindow(0, 0), score_mod=Bias(bias), return_lse=True)
@@ -215,10 +215,10 @@ def test_gradients_of_nothing_are_zero(batch: int, seqlen_q: int, seqlen_k: int)
 
 def test_a_sink_of_minus_infinity_has_no_gradient() -> None:
     q, k, v, sink = leaves_of(*qkv(), torch.full((HEADS,), -torch.inf))
-    found = torch.autograd.grad(attention(q, k, v, sink=sink, causal=True).sum(), (q, k, v, sink))
+    grads = torch.autograd.grad(attention(q, k, v, sink=sink, causal=True).sum(), (q, k, v, sink))
     plain = torch.autograd.grad(attention(q, k, v, score_mod=[], causal=True).sum(), (q, k, v))
-    assert torch.equal(found[3], torch.zeros(HEADS))
-    assert_same(found[:3], plain)
+    assert torch.equal(grads[3], torch.zeros(HEADS))
+    assert_same(grads[:3], plain)
 
 
 # --- What is asked for, and what is given ---
@@ -247,8 +247,8 @@ def test_gradients_of_outputs_have_any_strides(layout: str, dense: bool) -> None
 @pytest.mark.parametrize("wanted", range(6))
 def test_one_gradient_alone_is_the_same(wanted: int) -> None:
     leaves = [x.requires_grad_(i == wanted) for i, x in enumerate(x.detach() for x in model_leaves())]
-    (found,) = torch.autograd.grad(loss(*leaves), leaves[wanted])
-    assert_same(found, model_gradients()[wanted])
+    (gradient,) = torch.autograd.grad(loss(*leaves), leaves[wanted])
+    assert_same(gradient, model_gradients()[wanted])
 
 
 def test_only_wanted_gradients_are_computed() -> None:
@@ -256,17 +256,17 @@ def test_only_wanted_gradients_are_computed() -> None:
     with recorded_backends(seen):
         leaves = [x.requires_grad_(i in (1, 4)) for i, x in enumerate(x.detach() for x in model_leaves())]
         loss(*leaves).backward()
-    ((call, found),) = seen
+    ((call, grads),) = seen
     assert call.needs == (False, True, False, False, True, False)
-    assert [x is None for x in (*found[:4], *found.tensors)] == [True, False, True, True, False, True]
+    assert [x is None for x in (*grads[:4], *grads.tensors)] == [True, False, True, True, False, True]
 
 
 def test_lse_alone_has_gradients() -> None:
     leaves = model_leaves()
-    found = torch.autograd.grad(model(*leaves)[1].square().sum(), leaves, retain_graph=True)
+    grads = torch.autograd.grad(model(*leaves)[1].square().sum(), leaves, retain_graph=True)
     o, lse = model(*leaves)
-    assert_same(found, torch.autograd.grad((o, lse), leaves, (torch.zeros_like(o), 2 * lse.detach())))
-    assert torch.equal(found[2], torch.zeros_like(found[2]))
+    assert_same(grads, torch.autograd.grad((o, lse), leaves, (torch.zeros_like(o), 2 * lse.detach())))
+    assert torch.equal(grads[2], torch.zeros_like(grads[2]))
 
 
 def test_gradients_have_their_tensors_dtypes_and_shapes() -> None:
@@ -274,8 +274,8 @@ def test_gradients_have_their_tensors_dtypes_and_shapes() -> None:
     mixed[4], mixed[5] = (x.detach().half().requires_grad_() for x in (mixed[4], mixed[5]))
     expanded = mixed[5].detach()[:, :, :1].expand(1, HEADS, 9, 7).requires_grad_()
     for leaves in (mixed, [*mixed[:5], expanded]):
-        for x, found in zip(leaves, torch.autograd.grad(loss(*leaves), leaves)):
-            assert (found.shape, found.dtype) == (x.shape, x.dtype)
+        for x, gradient in zip(leaves, torch.autograd.grad(loss(*leaves), leaves)):
+            assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
 
 
 def test_saved_is_what_the_backward_pass_reads_and_nothing_quadratic() -> None:
@@ -325,8 +325,8 @@ def test_a_tensor_that_only_a_mask_reads_has_a_gradient_of_zero() -> None:
             return k * 1.0 > tm.load(self.limit, h)
 
     q, k, v, limit = leaves_of(*qkv(), random(HEADS))
-    found = torch.autograd.grad(attention(q, k, v, mask=Above(limit)).sum(), limit)
-    assert torch.equal(found[0], torch.zeros(HEADS))
+    grads = torch.autograd.grad(attention(q, k, v, mask=Above(limit)).sum(), limit)
+    assert torch.equal(grads[0], torch.zeros(HEADS))
 
 
 # --- Which backend ---
@@ -407,10 +407,10 @@ def test_deterministic_reaches_the_backward_pass(plain: bool) -> None:
 
 def test_second_derivatives_are_refused_and_the_first_are_not() -> None:
     leaves = model_leaves()
-    found = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
-    assert_same([x.detach() for x in found], list(model_gradients()))
+    grads = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
+    assert_same([x.detach() for x in grads], list(model_gradients()))
     with pytest.raises(NotImplementedError, match=r"tileattn.attention has no second derivatives"):
-        found[0].sum().backward()
+        grads[0].sum().backward()
 
 
 def test_torch_func() -> None:
@@ -455,7 +455,7 @@ def test_checkpointing(reentrant: bool) -> None:
 
 
 def test_selective_checkpointing_sees_the_operator() -> None:
-    """With the policy to keep what attention returned, the forward pass is not computed twice."""
+    """If the policy keeps what attention returned, the forward pass is not computed twice."""
     leaves = model_leaves()
     policy = functools.partial(create_selective_checkpoint_contexts, [torch.ops.tileattn.forward.default])
     with mock.patch("tileattn.runtime.dispatch._prepare", wraps=dispatch._prepare) as prepare:
@@ -532,10 +532,10 @@ def test_training_compiles_once_for_all_lengths(name: str) -> None:
         q = random(2, seqlen_q, HEADS, 8, seed=1)
         tensors = (q, *qkv()[1:], random(HEADS), random(HEADS).abs() / 8)
         leaves = leaves_of(*tensors, random(1, HEADS, seqlen_q, 7), random(HEADS, 7))
-        found, expected = (
+        grads, expected = (
             torch.autograd.grad(function(*leaves), leaves, allow_unused=True) for function in (compiled, COMPILED[name])
         )
-        assert_same(found, expected)
+        assert_same(grads, expected)
     # Dynamo also compiles an empty graph.
     assert sum(any(node.op == "call_function" for node in graph.graph.nodes) for graph in counter.graphs) == 1
 

@@ -67,7 +67,7 @@ class Compiled:
         return [str(node.target) for node in nodes if "tileattn" in str(node.target)]
 
     def check(self, *arguments: Any) -> None:
-        """Once more, with these arguments; the result is eager's."""
+        """Calls once more with these arguments; the result must equal eager's."""
         assert_same(self.compiled(*arguments), self.function(*arguments))
 
 

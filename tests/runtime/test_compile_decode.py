@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.api.test_decode import BATCH, CALLS, CAPACITY, HEADS, MAX_Q, ROWS, contiguous, ints, paged, random
 from tests.runtime.test_compile import Compiled, assert_same
-from tileattn import Bias, FixedSplit, SlidingWindow, SoftCap, decode, decode_plan
+from tileattn import Bias, DecodePlan, FixedSplit, SlidingWindow, SoftCap, decode, decode_plan
 
 TREE = torch.ones(BATCH, MAX_Q, MAX_Q, dtype=torch.bool).tril()
 
@@ -87,14 +87,24 @@ def test_what_a_users_function_captures_may_change() -> None:
 def test_a_plan_made_outside_serves_a_graph() -> None:
     call = paged()
     plan = decode_plan(**call)
-    compiled = Compiled(lambda q, k, v, lengths, table: decode(q, k, v, lengths, page_table=table, plan=plan))
-    compiled.check(*call.values())
-    wrong = torch.compile(
-        lambda q, k, v, lengths, table: decode(q, k, v, lengths, page_table=table, plan=plan, splits=3),
-        fullgraph=True, backend="aot_eager",
-    )  # fmt: skip
+
+    def function(plan: DecodePlan, splits: int | None, *tensors: Tensor) -> Tensor:
+        return decode(*tensors[:4], page_table=tensors[4], plan=plan, splits=splits)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(plan, None, *call.values()), decode(**call))
     with pytest.raises(ValueError, match="plan was made for another call"):
-        wrong(*call.values())
+        compiled(plan, 3, *call.values())
+
+
+def test_a_plan_is_not_made_in_a_graph() -> None:
+    call = paged()
+    for refused in (
+        lambda: torch.compile(lambda **call: decode_plan(**call), fullgraph=True, backend="aot_eager")(**call),
+        lambda: make_fx(lambda *tensors: decode_plan(*tensors[:4], page_table=tensors[4]))(*call.values()),
+    ):
+        with pytest.raises(Exception, match="decode_plan is not traced: make the plan outside"):
+            refused()
 
 
 def test_out_is_written_by_a_graph() -> None:

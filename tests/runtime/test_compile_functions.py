@@ -296,19 +296,19 @@ def test_gradients_of_captured_tensors(backend: str) -> None:
     run = compiled(function, backend, dynamic=True)
     for seqlen_q in (5, 6):
         inputs = (*qkv(seqlen_q, requires_grad=True), slopes, shift, scores.slopes)
-        found, expected = (torch.autograd.grad(f(*inputs[:3]), inputs) for f in (run, function))
-        torch.testing.assert_close(found, expected)  # Inductor adds in another order
-        assert all(gradient.abs().max() > 0 for gradient in found)
+        gradients, expected = (torch.autograd.grad(f(*inputs[:3]), inputs) for f in (run, function))
+        torch.testing.assert_close(gradients, expected)  # Inductor adds in another order
+        assert all(gradient.abs().max() > 0 for gradient in gradients)
 
 
 def test_a_gradient_of_a_captured_tensor_alone() -> None:
     slopes = SLOPES.clone().requires_grad_()
     mod = lambda s, b, h, i, j: s + slopes[h] * j  # noqa: E731
     run = compiled(lambda q, k, v: attention(q, k, v, score_mod=mod), "aot_eager")
-    found, expected = (
+    gradients, expected = (
         torch.autograd.grad(o.square().sum(), slopes) for o in (run(*qkv()), attention(*qkv(), score_mod=mod))
     )
-    assert_same(found, expected)
+    assert_same(gradients, expected)
 
 
 def test_in_a_checkpoint() -> None:
@@ -318,8 +318,8 @@ def test_in_a_checkpoint() -> None:
         return attention(q, k, v, score_mod=lambda s, b, h, i, j: s + slopes[h] * abs(i - j))
 
     run = compiled(lambda *x: checkpoint(function, *x, use_reentrant=False), "aot_eager")
-    found, expected = (torch.autograd.grad(f(*qkv()).square().sum(), slopes) for f in (run, function))
-    assert_same(found, expected)
+    gradients, expected = (torch.autograd.grad(f(*qkv()).square().sum(), slopes) for f in (run, function))
+    assert_same(gradients, expected)
 
 
 def test_packed_sequences() -> None:

@@ -96,7 +96,7 @@ def calls(arch: str) -> tuple[AttentionCall, ...]:
 
 @pytest.fixture(autouse=True)
 def with_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if cuda-core were installed: what the ladder runs does not depend on it otherwise."""
+    """Makes cuda-core look installed; apart from that, the ladder's refusals do not depend on it."""
     monkeypatch.setattr(mma_backend, "has_compiler", lambda: True)
 
 
@@ -184,18 +184,18 @@ def test_alignment(layout: str) -> None:
 
 
 def promised(arch: str, gradients: bool) -> list[AttentionCall]:
-    """Of masks and modifications those that read most."""
+    """The calls that TileLang must run, with the masks and modifications that read most."""
     few = {encode(mask, mods)[0] for mask in (None, MASKS["composed"]) for mods in ((), MODIFICATIONS["two"])}
-    found = [call for call in calls(arch) if call.variant in few and must_run("tilelang", call)]
-    return [call for call in found if call.needs_grad is gradients]
+    runnable = [call for call in calls(arch) if call.variant in few and must_run("tilelang", call)]
+    return [call for call in runnable if call.needs_grad is gradients]
 
 
 @pytest.mark.parametrize("arch", [*NVIDIA, "gfx942"])
 def test_what_tilelang_must_run_has_a_configuration(arch: str) -> None:
     """`default` raises where nothing fits."""
-    found = promised(arch, gradients=False)
-    assert len(found) > 50
-    for call, seqlen in itertools.product(found, (1, 4096)):
+    required = promised(arch, gradients=False)
+    assert len(required) > 50
+    for call, seqlen in itertools.product(required, (1, 4096)):
         assert defaults.fits(call, defaults.default(call, seqlen)), call
 
 
@@ -203,9 +203,9 @@ def test_what_tilelang_must_run_has_a_configuration(arch: str) -> None:
 @pytest.mark.parametrize("arch", [*NVIDIA, "gfx942"])
 def test_what_tilelang_must_run_has_a_backward_configuration(arch: str, deterministic: bool) -> None:
     """`default` raises where nothing fits. Deterministic gradients are for every call that has gradients."""
-    found = promised(arch, gradients=True)
-    assert len(found) > 20
-    for call in found:
+    required = promised(arch, gradients=True)
+    assert len(required) > 20
+    for call in required:
         needs = (True,) * (4 + len(program(call.variant).tensors))
         backward = BackwardCall(call, needs, deterministic=deterministic)
         assert backward_defaults.default(backward) is not None, backward

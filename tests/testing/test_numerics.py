@@ -1,4 +1,4 @@
-"""The tolerance rule, the oracle it rests on, and the cases: what they must let pass, and what they must not."""
+"""The tolerance rule, its oracle and the conformance cases: right results pass, and wrong results fail."""
 
 from __future__ import annotations
 
@@ -139,16 +139,16 @@ def gradient_problem(dtype: torch.dtype, dlse: bool = True) -> tuple[Gradients, 
     generator = torch.Generator().manual_seed(1)
     do, dl = torch.randn(2, 63, 4, 24, generator=generator).to(dtype), torch.randn(2, 4, 63, generator=generator)
     dl = dl if dlse else None
-    found = []
+    results = []
     for leaf_dtype in (torch.float32, torch.float64, dtype):
         tensors = [x.detach().to(leaf_dtype).requires_grad_() for x in (q, k, v)]
         leaves = dict(zip(("dq", "dk", "dv"), tensors)) | {"dsink": sink.detach().clone().requires_grad_()}
         arguments = (*tensors, Causal(), (SoftCap(5.0),), leaves["dsink"], None)
         if leaf_dtype == dtype:
-            found.append(eager_gradients(leaves, do, dl, *arguments))
+            results.append(eager_gradients(leaves, do, dl, *arguments))
             continue
-        found.append(gradients(oracle_attention(*arguments), leaves, do, dl))
-    exact, oracle, eager = found
+        results.append(gradients(oracle_attention(*arguments), leaves, do, dl))
+    exact, oracle, eager = results
     got = {name: x if name == "dsink" else x.to(dtype) for name, x in exact.items()}
     leaves = {"dq": q, "dk": k, "dv": v, "dsink": sink}
     leaves = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
@@ -325,7 +325,7 @@ def test_every_feature_is_in(selection: str) -> None:
 
 
 def test_a_gpu_compiles_few_kernels_for_the_full_selection() -> None:
-    """They take some ten seconds each, on one core."""
+    """Each kernel takes some ten seconds on one core."""
     half = [case for case in conformance_cases("full") if case.structure.dtype in ("fp16", "bf16")]
     calls = distinct_calls(half, "sm_90a")
     assert len(half) > 800
@@ -357,7 +357,7 @@ def test_a_case_is_what_its_id_says(case) -> None:  # type: ignore[no-untyped-de
 
 
 def test_large_scores_are_exact_in_16_bits() -> None:
-    """So that the rule is as sharp there as elsewhere: eager rounds none of them. Also where the inputs have 8 bits."""
+    """Eager rounds none of them, so the rule is as strict as elsewhere; also for 8-bit inputs."""
     for case in conformance_cases("quick"):
         if case.shape.values != "normal" and not case.structure.scores and 0 not in case.shape.__dict__.values():
             arguments = build(case)

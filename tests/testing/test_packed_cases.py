@@ -1,4 +1,4 @@
-"""The conformance cases of packed sequences: they are what they say, and can be failed."""
+"""The conformance cases of packed sequences: they have the sizes that they name, and wrong results fail them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_uniform_lengths_are_a_dense_call() -> None:
 
 
 def expected(arguments: Arguments) -> list[tuple[Tensor, Tensor]]:
-    """Of the oracle and of eager's first run."""
+    """The results of the oracle and of eager's first run."""
     oracle, (eager_o, eager_lse) = expected_forward(arguments)
     return [oracle, (eager_o[0], eager_lse[0])]
 
@@ -93,7 +93,7 @@ CASE = next(case for case in CASES if case.structure.scores == ("alibi_b",))
 
 
 def test_a_boundary_that_is_off_by_one_is_seen() -> None:
-    """In o and lse, and in gradients."""
+    """The error shows in o and lse, and in the gradients."""
     arguments = build(CASE)
     assert arguments.packed is not None
     moved = arguments.packed.cu_seqlens_k.clone()

@@ -1,4 +1,4 @@
-"""What tests of several folders share."""
+"""Helpers that tests of several folders share."""
 
 from pathlib import Path
 

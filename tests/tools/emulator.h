@@ -109,7 +109,7 @@ static inline int AtomicAddRet(int* target, int x) {
 
 static void run_block(const std::function<void()>& body) {
   kernel_body = &body;
-  memset(shared_memory, 0xff, sizeof shared_memory);  // NaN where nobody has written
+  memset(shared_memory, 0xff, sizeof shared_memory);  // NaN where nothing has been written
   for (int t = 0; t < thread_count; ++t) {
     if (!stacks[t]) stacks[t] = (char*)malloc(STACK_BYTES);
     threads[t] = {t, 0, 0};

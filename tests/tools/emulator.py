@@ -1,6 +1,6 @@
 """Runs kernels that TileLang generates for sm_80 on a CPU, compiled with g++ against emulator.h.
 
-It is slow, and shows no races; but it is the generated code itself, with its layouts, masks and ends of tiles.
+It is slow and shows no races, but it runs the generated code itself, with its layouts, masks and ends of tiles.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Kernel:
         self.launch(*passed, *map(ctypes.c_int, self.grid.sizes(numbers)))
 
     def _values(self, arguments: tuple[Any, ...]) -> dict[str, Any]:
-        """By the parameters' names, with sizes and strides as the tensors have them; those that are fixed must fit."""
+        """Values by the parameters' names; sizes and strides are the tensors', and must equal those that are fixed."""
         values: dict[str, Any] = {}
         for parameter, argument in zip(self.function.params, arguments, strict=True):
             if not isinstance(argument, torch.Tensor):
@@ -65,11 +65,11 @@ class Kernel:
 
 
 def _bind(declared: Any, given: Any, values: dict[str, Any]) -> None:
-    for expected, found in zip(declared, given, strict=True):
+    for expected, actual in zip(declared, given, strict=True):
         if isinstance(expected, tirx.Var):
-            assert values.setdefault(expected.name, found) == found, expected
+            assert values.setdefault(expected.name, actual) == actual, expected
         elif isinstance(expected, tirx.IntImm):
-            assert int(expected) == found, (declared, given)
+            assert int(expected) == actual, (declared, given)
 
 
 def _type_and_name(parameter: str) -> tuple[str, str]:
@@ -123,18 +123,18 @@ class Grid:
             self.extents[node.thread_binding.thread_tag] = node.extent
 
     def sizes(self, numbers: dict[str, int]) -> list[int]:
-        """In x, y and z, for the parameters' values."""
+        """The numbers of blocks in x, y and z for these values of the parameters."""
         extents = (self.extents.get(f"blockIdx.{axis}") for axis in "xyz")
         return [1 if extent is None else self._evaluated(extent, numbers) for extent in extents]
 
     def _evaluated(self, expr: Any, numbers: dict[str, int]) -> int:
-        found = {}
+        constants = {}
 
         def visit(node: Any) -> None:
             if isinstance(node, tirx.Var):
                 known = node.name in numbers
                 value = numbers[node.name] if known else self._evaluated(self.variables[node.name], numbers)
-                found[node] = tirx.IntImm(str(node.dtype), value)
+                constants[node] = tirx.IntImm(str(node.dtype), value)
 
         stmt_functor.post_order_visit(tirx.Evaluate(expr), visit)
-        return int(arith.Analyzer().simplify(stmt_functor.substitute(expr, found)))
+        return int(arith.Analyzer().simplify(stmt_functor.substitute(expr, constants)))

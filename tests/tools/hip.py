@@ -1,8 +1,8 @@
-"""Compiles HIP source for gfx942 to a code object, with a clang that knows it and ROCm's headers; runs nothing.
+"""Compiles HIP source for gfx942 to a code object, with clang and ROCm's headers; runs nothing.
 
-On Debian: ``apt-get install clang-19 lld-19 rocm-device-libs libamdhip64-dev``. Its HIP is 5.2, older than what
-TileLang asks for: the header for bfloat16 has another name there, rocWMMA's is missing, of which nothing is used, and
-the device library for gfx942 is that of gfx940, its predecessor with the same instructions.
+On Debian: ``apt-get install clang-19 lld-19 rocm-device-libs libamdhip64-dev``. Debian's HIP is 5.2, older than
+TileLang requires. Its header for bfloat16 has another name. The header of rocWMMA is missing, but nothing of it is
+used. The device library for gfx942 is that of gfx940, its predecessor with the same instructions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import tilelang
 
-CLANG = next((found for name in ("clang-19", "clang-20", "clang-18", "clang") if (found := shutil.which(name))), None)
+CLANG = next((path for name in ("clang-19", "clang-20", "clang-18", "clang") if (path := shutil.which(name))), None)
 HEADERS = Path("/usr/include/hip/hip_runtime.h")
 DEVICE_LIBRARIES = Path("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode")
 MISSING = CLANG is None or not HEADERS.is_file() or not DEVICE_LIBRARIES.is_dir()
@@ -26,7 +26,7 @@ UNUSED = re.compile(r"^#include <tl_templates/hip/(gemm|debug)\.h>$", re.MULTILI
 
 @dataclass(frozen=True)
 class Usage:
-    """Of a compute unit: registers of a thread, bytes of memory set apart for it, registers that are spilled."""
+    """What a thread of a kernel uses: registers, bytes of scratch memory, and registers that are spilled."""
 
     vgprs: int
     agprs: int
@@ -55,9 +55,9 @@ def compile_hip(source: str, folder: Path) -> Usage:
     assert (folder / "kernel.co").read_bytes()[:4] == b"\x7fELF"
 
     def number(name: str) -> int:
-        found = re.search(rf"remark: +{re.escape(name)}: (\d+)", result.stderr)
-        assert found is not None, (name, result.stderr)
-        return int(found[1])
+        match = re.search(rf"remark: +{re.escape(name)}: (\d+)", result.stderr)
+        assert match is not None, (name, result.stderr)
+        return int(match[1])
 
     return Usage(
         number("VGPRs"),

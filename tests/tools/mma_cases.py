@@ -39,15 +39,15 @@ class Shape(NamedTuple):
     def tensors(self, head_dim: int, dtype: torch.dtype, device: str) -> list[Tensor]:
         """q, k and v, the same on every device; NaN lies around packed ones."""
         generator = torch.Generator().manual_seed(0)
-        found = []
+        inputs = []
         for length, heads in zip((self.lengths[0], self.lengths[1], self.lengths[1]), (*self.heads, self.heads[1])):
             x = torch.randn(self.batch, length, heads, head_dim, generator=generator).to(device, dtype)
             if self.packed:
                 whole = torch.full((self.batch, length, heads + 2, head_dim), torch.nan, dtype=dtype, device=device)
                 whole[:, :, 1:-1] = x
                 x = whole[:, :, 1:-1]
-            found.append(x)
-        return found
+            inputs.append(x)
+        return inputs
 
 
 SHAPES = {
@@ -76,7 +76,7 @@ def check(name: str, kernel: Kernel, shape: Shape, tensors: list[Tensor], got: t
 
 
 def keys_of_a_warp(kernel: Kernel) -> int:
-    """Of a tile; a warp adds up their probabilities in one sum."""
+    """The keys of a tile whose probabilities a warp adds up in one sum."""
     sharing = {"split_kv": kernel.tiles.warps, "tiled_d": kernel.head_dim // 128}
     return kernel.tiles.block_N // sharing.get(kernel.options.rung, 1)
 

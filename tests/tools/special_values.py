@@ -1,7 +1,7 @@
 """Calls with NaN and infinities, each kind in a head of its own; for the tests of every backend.
 
-What o and lse must be is what the formula gives, in float64 on the same inputs, with PyTorch's own softmax and
-logsumexp. NaN must be where it is, infinities too, and the rest must be right by the tolerance rule.
+The expected o and lse are those of the formula, in float64 on the same inputs, with PyTorch's softmax and logsumexp.
+NaN and infinities must be in the same places, and finite values must be right by the tolerance rule.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def hidden_call(mask: str, dtype: torch.dtype, device: str) -> tuple[Call, Call]
 
 
 def _moved(x: Tensor, device: str) -> Tensor:
-    """With the memory around it."""
+    """A tensor on a device, with the memory around it."""
     whole = x._base
     assert whole is not None
     moved = whole.clone().to(device)
@@ -162,8 +162,8 @@ def assert_as_the_formula(arguments: Sequence[Any], got: tuple[Tensor, Tensor]) 
 
 
 def _assert_alike(name: str, got: Tensor, oracle: Tensor, eager: list[Tensor], lse_of: torch.dtype | None) -> None:
-    for what, found in {"NaN": torch.isnan, "+inf": torch.isposinf, "-inf": torch.isneginf}.items():
-        wrong = found(got) != found(oracle)
+    for what, is_value in {"NaN": torch.isnan, "+inf": torch.isposinf, "-inf": torch.isneginf}.items():
+        wrong = is_value(got) != is_value(oracle)
         assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} values are wrongly {what}, or not"
     finite = oracle.isfinite()
     got, oracle, *eager = (torch.where(finite, x, 0.0).to(x.dtype) for x in (got, oracle, *eager))

@@ -175,7 +175,7 @@ def possible(backend: str, arch: str) -> bool:
 
 
 def default_backend(call: AttentionCall) -> str | None:
-    """Who must run a call that names no backend; None where everyone refuses."""
+    """The backend that must run a call that names none; None where all refuse."""
     order = ("torch",) if call.arch == "cpu" else ("tilelang", "triton", "torch")
     return next((name for name in order if must_run(name, call)), None)
 

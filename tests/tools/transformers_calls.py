@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import tileattn.compat.transformers as door
+import tileattn.compat.transformers as adapter
 from tests.compat.transformers.test_models import (
     CHUNKED,
     DEVICES,
@@ -33,16 +33,16 @@ from tileattn.variant.program import decode
 
 def calls() -> Iterator[Callable[[], Any]]:
     """Each call that the tests make, as a function that makes it on "meta", with its backward pass if there is one."""
-    found: list[Callable[[], Any]] = []
+    recorded_calls: list[Callable[[], Any]] = []
 
     def recording(function: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options: Any) -> Tensor:
-            found.append(_on_meta(function, (q, k, v, *arguments), options))
+            recorded_calls.append(_on_meta(function, (q, k, v, *arguments), options))
             return q.new_zeros(*q.shape[:-1], v.shape[-1])
 
         return recorded
 
-    door.register()
+    adapter.register()
     with (
         mock.patch.object(attention, "attention", recording(attention.attention)),
         mock.patch.object(packed, "varlen_attention", recording(packed.varlen_attention)),
@@ -50,8 +50,8 @@ def calls() -> Iterator[Callable[[], Any]]:
         for run in _runs():
             with torch.enable_grad():
                 run()
-            yield from found
-            found.clear()
+            yield from recorded_calls
+            recorded_calls.clear()
 
 
 def _runs() -> Iterator[Callable[[], Any]]:

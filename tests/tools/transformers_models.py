@@ -23,7 +23,7 @@ WINDOW = 12
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model: two query heads to a key/value head."""
+    """The size of a model, with two query heads to a key/value head."""
 
     head_dim: int
     heads: int = 4
@@ -54,7 +54,7 @@ class Model:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, size: Size, **more: Any) -> nn.Module:
-        """With random weights, equal for equal arguments; attn_implementation "eager"."""
+        """A model with random weights, equal for equal arguments; its attn_implementation is "eager"."""
         arguments = {**self.arguments(size), **self.settings, **more}
         config = getattr(transformers, self.config)(vocab_size=VOCABULARY, pad_token_id=0, **arguments)
         config._attn_implementation = "eager"
@@ -79,7 +79,7 @@ def decoder(size: Size) -> dict[str, Any]:
 
 
 def encoder(size: Size) -> dict[str, Any]:
-    """Of encoders, which have no grouped heads."""
+    """Names that most encoders share; they have no grouped heads."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
     return {name: decoder(size)[name] for name in names}
 

@@ -2,8 +2,8 @@
 
     python tests/tools/triton_compiler.py '<a list of calls as JSON>'
 
-prints one line of JSON for each kernel. It runs in its own process: Triton decides at import whether it compiles or
-interprets, and the tests interpret.
+prints one line of JSON for each kernel. It runs in its own process, because Triton decides at import whether it
+compiles or interprets, and the tests interpret.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def compile_call(
     k = torch.empty(2, seqlen, heads // group, head_dim, dtype=call.dtype)
     v, o = (torch.empty(2, seqlen, n, call.head_dim_v, dtype=call.dtype) for n in (heads // group, heads))
     lse = torch.empty(2, heads, seqlen)
-    with _launches() as found, config.overridden(**{name: Config(**fields) for name, fields in configs.items()}):
+    with _launches() as launches, config.overridden(**{name: Config(**fields) for name, fields in configs.items()}):
         inputs = Inputs(q, k, v, operands=operands)
         Forward(call, q.shape, k.shape, 0.125)(inputs)
         if backward:
             wanted = (dq, True, True, False, *(t.requires_grad for t in operands.tensors))
             run = Backward(BackwardCall(call, wanted), q.shape, k.shape, 0.125)
             run(inputs, o, lse, o, None)
-    return [_compile(arch, *each) for each in found]
+    return [_compile(arch, *each) for each in launches]
 
 
 def compile_decode(
@@ -124,10 +124,10 @@ def compile_decode(
     table = torch.zeros(2, capacity // page, dtype=torch.int32) if page else None
     ends = torch.zeros(3, dtype=torch.int32) if packed else None
     sizes = DecodeSizes(2, q_len, 2 * q_len, HEADS, 2, capacity, page)
-    with _launches() as found:
+    with _launches() as launches:
         inputs = DecodeInputs(q, k, v, torch.zeros(2, dtype=torch.int32), table, ends, operands=operands)
         Decode(call, sizes, 0.125, FixedSplit(fixed) if fixed else 4)(inputs, None)
-    return [_compile(arch, *each) for each in found]
+    return [_compile(arch, *each) for each in launches]
 
 
 @contextlib.contextmanager
@@ -135,19 +135,19 @@ def _launches() -> Iterator[list[Any]]:
     """The kernel, configuration and arguments of each launch within it; nothing runs."""
     from tileattn.kernels.triton import launch_cache
 
-    found: list[Any] = []
+    launches: list[Any] = []
 
     def record(_: Any, work_out: Any, *arguments: Any, numbers: Any = None) -> None:
         launch = work_out(*arguments)
         given = [*arguments, *([] if numbers is None else [numbers])]
         for place, facts in launch.described.items():
             given[place] = facts.of(given[place])
-        found.append((launch.kernel, launch.config, (*given, *launch.constants)))
+        launches.append((launch.kernel, launch.config, (*given, *launch.constants)))
 
     real = launch_cache.LaunchCache.__call__
     launch_cache.LaunchCache.__call__ = record
     try:
-        yield found
+        yield launches
     finally:
         launch_cache.LaunchCache.__call__ = real
 
@@ -177,8 +177,10 @@ def _compile(arch: str, kernel: Any, config: Any, arguments: tuple[Any, ...]) ->
     backend = make_backend(GPUTarget(*TARGETS[arch]))
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    bound, specialization, found = bind(*arguments, **options)
-    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, found)
+    bound, specialization, launch_options = bind(*arguments, **options)
+    parsed, signature, constants, attributes = kernel._pack_args(
+        backend, options, bound, specialization, launch_options
+    )
     source = ASTSource(kernel, signature, constants, attributes)
     binary = triton.compile(source, target=GPUTarget(*TARGETS[arch]), options=parsed.__dict__)
     facts = {"kernel": kernel.__name__, "shared": binary.metadata.shared, "config": str(config)}

@@ -1,4 +1,4 @@
-"""The tuner: its file, its race, its session, and what the TileLang backend offers it; without a GPU."""
+"""The tuner without a GPU: its file, its rounds, its session, and the spaces that the TileLang backend offers."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _with(**fields: Any) -> str:
 
 
 def test_a_whole_file_is_read(file: Path) -> None:
-    """As the damaged ones below are not."""
+    """Unlike the damaged files below."""
     file.parent.mkdir()
     file.write_text(_with())
     assert len(list(results.entries(results.read(file)))) == 1
@@ -165,8 +165,8 @@ def test_a_damaged_file_stays_until_a_result_takes_its_place(file: Path, content
     file.parent.mkdir()
     file.write_text(content)
     with pytest.warns(UserWarning, match="cannot be used") as caught:
-        found = [results.find("sm_90a", "call", SIZES) for _ in range(2)]
-    assert found == [None, None]
+        lookups = [results.find("sm_90a", "call", SIZES) for _ in range(2)]
+    assert lookups == [None, None]
     assert len(caught) == 1
     assert [each.name for each in file.parent.iterdir()] == [file.name]
     assert file.read_text() == content
@@ -247,7 +247,7 @@ def test_that_nothing_can_be_kept_is_found_out_before_anything_is_measured(
 
 
 def test_a_folder_that_takes_no_new_file_is_found_out(fake: Fake, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the lock is there already; tests may run as root, who may write everywhere."""
+    """Also where the lock exists already. Tests may run as root, who may write everywhere."""
     results.keep("sm_90a", "call", SIZES, result(HopperConfig(128, 96)))
 
     def mkstemp(**options: Any) -> Any:
@@ -421,9 +421,9 @@ def test_the_fastest_that_is_right_is_found() -> None:
     outputs = {Tile(3): right + 0.5, Tile(4): torch.full_like(right, torch.nan)}
     space = space_of([Tile(index) for index in range(1, 6)], lambda tile: outputs.get(tile, right), {Tile(5): "no"})
     times = {Tile(0): 3.0, Tile(1): 2.0, Tile(2): 2.5, Tile(3): 1.0, Tile(4): 1.0}
-    found = found_with(space, times)
-    assert (found.best, found.ms, found.default_ms, found.measured) == (Tile(1), 2.0, 3.0, 3)
-    assert set(found.rejected) == {Tile(3), Tile(4), Tile(5)}
+    outcome = found_with(space, times)
+    assert (outcome.best, outcome.ms, outcome.default_ms, outcome.measured) == (Tile(1), 2.0, 3.0, 3)
+    assert set(outcome.rejected) == {Tile(3), Tile(4), Tile(5)}
 
 
 def test_a_candidate_that_cannot_be_launched_is_left_out() -> None:
@@ -432,15 +432,15 @@ def test_a_candidate_that_cannot_be_launched_is_left_out() -> None:
             raise ValueError("too much shared memory")
         return torch.ones(1, 2, 1, 16)
 
-    found = found_with(space_of([Tile(1), Tile(2)], output), {Tile(0): 2.0, Tile(2): 1.0})
-    assert found.best == Tile(2)
-    assert found.rejected == {Tile(1): "ValueError: too much shared memory"}
+    outcome = found_with(space_of([Tile(1), Tile(2)], output), {Tile(0): 2.0, Tile(2): 1.0})
+    assert outcome.best == Tile(2)
+    assert outcome.rejected == {Tile(1): "ValueError: too much shared memory"}
 
 
 def test_the_default_stays_within_the_noise() -> None:
     right = torch.ones(1, 2, 1, 16)
-    found = found_with(space_of([Tile(1)], lambda tile: right), {Tile(0): 1.01, Tile(1): 1.0})
-    assert found.best == Tile(0)
+    outcome = found_with(space_of([Tile(1)], lambda tile: right), {Tile(0): 1.01, Tile(1): 1.0})
+    assert outcome.best == Tile(0)
 
 
 def test_a_default_that_does_not_compile_is_an_error() -> None:
@@ -658,10 +658,10 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_candidates_fit_and_are_at_most_108(name: str) -> None:
-    found = space.candidates(CALLS[name], SIZES)
-    assert 3 <= len(found) <= space.MOST
-    assert len(set(found)) == len(found)
-    assert all(is_valid(CALLS[name], config) for config in found)
+    candidates = space.candidates(CALLS[name], SIZES)
+    assert 3 <= len(candidates) <= space.MOST
+    assert len(set(candidates)) == len(candidates)
+    assert all(is_valid(CALLS[name], config) for config in candidates)
 
 
 def test_candidates_of_short_calls_have_small_tiles() -> None:
@@ -739,7 +739,7 @@ def test_a_record_with_an_old_name_of_a_field_is_used() -> None:
 
 
 def pretended(call: AttentionCall, config: Any) -> Callable[..., None]:
-    """In place of a compiled kernel: PyTorch's result in the kernel's tensors; one configuration is wrong."""
+    """A stand-in for a compiled kernel: it writes PyTorch's result; one configuration is wrong."""
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, *_: Any) -> None:
         ran.append(config)
@@ -755,7 +755,7 @@ ran: list[Any] = []
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "gfx942"])
 def test_a_forward_call_is_tuned(arch: str, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    """From a call to its result on disk, in each schedule; without compilers and clocks."""
+    """From a call to its result on disk, in each schedule, without compilers and clocks."""
     call = AttentionCall(torch.bfloat16, 64, 64, "Causal()", arch=arch)
     q, k, v = (torch.randn(1, 300, 2, 64).bfloat16() for _ in range(3))
     monkeypatch.setattr(forward_launch, "forward_function", pretended)
@@ -913,7 +913,7 @@ HOSTILE = "f[bold]loat[/red] :x: [link=a]"
 def test_names_are_shown_as_they_are(
     file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Not as rich's markup, which would swallow brackets, or raise, and draw emoji."""
+    """rich's markup would drop brackets, raise, or draw emoji."""
     monkeypatch.setattr(results, "device_name", lambda arch: HOSTILE)
     monkeypatch.setenv("TILEATTN_TUNING_FILE", str(tmp_path / "[b]x[/i]" / "t.json"))
     assert invoke("tune --show")[1] == f"no results in {tmp_path}/[b]x[/i]/t.json"

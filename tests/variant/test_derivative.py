@@ -267,12 +267,12 @@ def test_programs(name: str) -> None:
     slope = torch.as_tensor(evaluate(derivative(score, SCORE), values))
     torch.testing.assert_close(out * slope, expected[0])
     # Gradients of tensors, as a kernel adds them up: each load's part goes to the element that it has read.
-    found = {f"t{i}": torch.zeros_like(tensor) for i, tensor in enumerate(operands.tensors)}
+    gradients = {f"t{i}": torch.zeros_like(tensor) for i, tensor in enumerate(operands.tensors)}
     for load in float_loads(score):
         name, *index = load.args
         where = [torch.as_tensor(evaluate(i, values)).expand(sizes) for i in index]
-        found[name].index_put_(tuple(where), out * evaluate(derivative(score, load), values), accumulate=True)
-    for got, want in zip(found.values(), expected[1:], strict=True):
+        gradients[name].index_put_(tuple(where), out * evaluate(derivative(score, load), values), accumulate=True)
+    for got, want in zip(gradients.values(), expected[1:], strict=True):
         torch.testing.assert_close(got.detach(), want)
 
 
@@ -288,7 +288,7 @@ def test_what_is_not_there_costs_nothing() -> None:
 
 
 def test_integers_that_become_factors_are_floats() -> None:
-    """In int32, q * q * k would leave its range at 1300 tokens."""
+    """In int32, q * q * k would overflow at 1300 tokens."""
     q, k = symbol("q"), symbol("k")
     assert str(derivative(SCORE * q * q * k, SCORE)) == "(mul (float k) (mul (float q) (float q)))"
 

@@ -27,10 +27,10 @@ REFERENCE = {f.__name__: f for f in (standard_attention, flash_attention_1, flas
 
 
 def _backends() -> list[object]:
-    found: list[object] = [(name, "cpu") for name in (*REFERENCE, "torch")]
+    backends: list[object] = [(name, "cpu") for name in (*REFERENCE, "torch")]
     if not torch.cuda.is_available():
-        return [*found, ("triton", "cpu")]
-    return found + [pytest.param((name, "cuda"), marks=pytest.mark.gpu) for name in ("tilelang", "triton", "torch")]
+        return [*backends, ("triton", "cpu")]
+    return backends + [pytest.param((name, "cuda"), marks=pytest.mark.gpu) for name in ("tilelang", "triton", "torch")]
 
 
 def _ids(kinds: Tensor, adjacent: bool) -> Tensor:
@@ -68,7 +68,7 @@ def test_ids_of_any_dtype(on: tuple[str, str], kinds: Tensor, adjacent: bool) ->
 
 @pytest.mark.parametrize("on", _backends()[len(REFERENCE) :], ids="-".join)
 def test_gradients_stay_within_a_document(on: tuple[str, str]) -> None:
-    """Of one row's output with respect to keys: 0 outside the row's document."""
+    """The gradients of one row's output are 0 for keys outside its document."""
     backend, device = on
     ids = _ids(IDS["int64-far"], adjacent=False).to(device)
     k = torch.ones(2, SEQLEN, HEADS, HEAD_DIM, dtype=torch.float16, device=device, requires_grad=True)
@@ -83,7 +83,7 @@ def test_gradients_stay_within_a_document(on: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])
 def test_numbers_take_the_place_of_int64_ids_only(dtype: torch.dtype) -> None:
-    """In any case 32 bits: what kernels compare."""
+    """Kernels compare 32 bits in any case."""
     ids = torch.tensor([[5, 5, 3, 5, 3]], dtype=dtype)
     mask = Documents(ids)
     assert mask.ids.dtype == torch.int32

@@ -1,4 +1,4 @@
-"""The masks' ranges, by which tiles are skipped: sound for every tile, and tight where a mask is simple."""
+"""The key ranges of masks, by which tiles are skipped: correct for every tile, and tight for simple masks."""
 
 from __future__ import annotations
 

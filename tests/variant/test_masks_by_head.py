@@ -76,8 +76,8 @@ def test_heads_with_other_ranges(
     small = {name: Config(16, 16, 4, 1) for name in KERNELS}
     with config.overridden(**small) if backend == "triton" else contextlib.nullcontext():
         got = tileattn.attention(q, k, v, mask=mask, return_lse=True, backend=backend)
-        found = gradients(got, leaves, do, None)
+        grads = gradients(got, leaves, do, None)
     assert_forward_accurate("o", got, oracle_attention(q, k, v, *rest), eager_attention(q, k, v, *rest))
     expected, sizes = oracle_gradients(exact, do, None, *exact.values(), *rest)
     eager = eager_gradients(leaves, do, None, *leaves.values(), *rest)
-    assert_gradients_accurate("gradients", found, expected, eager, sizes, q.dtype)
+    assert_gradients_accurate("gradients", grads, expected, eager, sizes, q.dtype)

@@ -1,6 +1,6 @@
 """Masks and score modifications beside a textbook softmax written here, in float64.
 
-The oracle of tileattn.testing calls the very masks and modifications that are tested; this one writes them out.
+The oracle of tileattn.testing calls the masks and modifications themselves; this test writes them out.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ def test_gradient(backend: str, table: str, seqlens: tuple[int, int], determinis
     )
     expected, sizes = oracle_gradients(exact, do, dlse, *standard(exact))
     eager = eager_gradients(leaves, do, dlse, *standard(leaves))
-    found = gradients(got, leaves, do, dlse)
-    assert_gradients_accurate(f"{table} {seqlens}", found, expected, eager, sizes, q.dtype)
+    grads = gradients(got, leaves, do, dlse)
+    assert_gradients_accurate(f"{table} {seqlens}", grads, expected, eager, sizes, q.dtype)
 
 
 @pytest.mark.parametrize(("backend", "deterministic"), BACKENDS)

@@ -1,4 +1,4 @@
-"""Which loads a kernel may copy tile by tile, and how a key says that a tensor is fit for it."""
+"""The loads that a kernel may copy tile by tile, and the part of a key that says whether a tensor allows it."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ OTHER_LOADS = {
 
 @pytest.mark.parametrize("name", TILE_LOADS)
 def test_a_load_that_follows_the_scores_is_one_of_tiles(name: str) -> None:
-    found = traced(TILE_LOADS[name])
-    assert len(found.tile_loads) == 1
-    assert found.copied_tile == (found.tile_loads[0], torch.float32)
+    compiled = traced(TILE_LOADS[name])
+    assert len(compiled.tile_loads) == 1
+    assert compiled.copied_tile == (compiled.tile_loads[0], torch.float32)
 
 
 @pytest.mark.parametrize("name", OTHER_LOADS)
 def test_any_other_load_is_not(name: str) -> None:
-    found = traced(OTHER_LOADS[name])
-    assert found.tile_loads == ()
-    assert found.copied_tile is None
-    assert not any(tensor.aligned for tensor in found.tensors)
+    compiled = traced(OTHER_LOADS[name])
+    assert compiled.tile_loads == ()
+    assert compiled.copied_tile is None
+    assert not any(tensor.aligned for tensor in compiled.tensors)
 
 
 def test_a_bias_is_read_by_tiles_unless_one_row_serves_all() -> None:

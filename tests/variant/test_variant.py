@@ -1,4 +1,4 @@
-"""Variants as values: traced expressions and their text, keys and operands, and what users write."""
+"""Variants as values: traced expressions and their text, keys and operands, and users' functions."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_bad_input_is_a_message_and_nothing_else(wrong: dict[str, Any], says: st
 
 
 def test_what_breaks_the_tolerance_rule_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tileattn.bench.oracle import Oracle
+    from tileattn.bench.oracle.output import Oracle
 
     def break_it(self: Oracle, o: torch.Tensor) -> None:
         raise AssertionError("o is wrong")

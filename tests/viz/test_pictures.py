@@ -1,4 +1,4 @@
-"""The pictures' data are correct, and the pictures are readable: all text is inside, and no labels overlap."""
+"""Pictures: their data are correct, all text is inside, and no labels overlap."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ blocks = st.integers(1, 4)
 
 
 def allowed_in_tiles(case: Positions, map_: viz.TileMap) -> list[tuple[Tile, Tensor, bool]]:
-    """Of each tile, what the map says, the dense mask in it, and whether it ends with the keys or before."""
-    found = []
+    """For each tile: its kind in the map, the dense mask in it, and whether it lies within the keys."""
+    tiles = []
     rows, columns = map_.tiles.shape
     for i, j in itertools.product(range(rows), range(columns)):
         queries = slice(i * map_.block_M, (i + 1) * map_.block_M)
         keys = slice(j * map_.block_N, (j + 1) * map_.block_N)
         whole = keys.stop <= case.seqlen_k
-        found.append((Tile(int(map_.tiles[i, j])), case.allowed[1, 1, queries, keys], whole))
-    return found
+        tiles.append((Tile(int(map_.tiles[i, j])), case.allowed[1, 1, queries, keys], whole))
+    return tiles
 
 
 def map_of(case: Positions, block_M: int, block_N: int) -> viz.TileMap:
-    """Of the last head of the last batch element, so that masks that depend on them are seen to."""
+    """The map of the last head of the last batch element, for masks that depend on them."""
     return viz.tile_map(case.mask, case.seqlen_q, case.seqlen_k, block_M, block_N, b=1, h=1)
 
 
@@ -84,23 +84,23 @@ def test_simple_masks_mask_no_tile_in_vain(data: Any, length: int, block_M: int,
 
 def test_the_numbers_themselves() -> None:
     """A causal window over 8 x 8 tiles: two full diagonals less their edge, none above."""
-    found = viz.tile_map(SlidingWindow(31, 0), 128, 128, 16, 16)
+    tile_map = viz.tile_map(SlidingWindow(31, 0), 128, 128, 16, 16)
     first_rows = [[1, 0, 0, 0, 0, 0, 0, 0], [2, 1, 0, 0, 0, 0, 0, 0], [1, 2, 1, 0, 0, 0, 0, 0]]
-    assert found.tiles[:3].tolist() == first_rows
-    assert (found.count(Tile.FULL), found.count(Tile.PARTIAL)) == (7, 8 + 6)
-    assert found.share(Tile.SKIPPED) == (64 - 21) / 64
+    assert tile_map.tiles[:3].tolist() == first_rows
+    assert (tile_map.count(Tile.FULL), tile_map.count(Tile.PARTIAL)) == (7, 8 + 6)
+    assert tile_map.share(Tile.SKIPPED) == (64 - 21) / 64
 
 
 def test_a_row_of_tiles_without_a_visible_key_still_visits_one() -> None:
-    """As the kernels do: 64 queries before the first key."""
-    found = viz.tile_map(Causal(), 128, 64, 32, 32)
-    assert found.tiles[:2].tolist() == [[1, 0], [1, 0]]
-    assert viz.tile_map(Causal(), 128, 64, 32, 32, arch="sm_90a").tiles.equal(found.tiles)
+    """As in the kernels: 64 queries are before the first key."""
+    tile_map = viz.tile_map(Causal(), 128, 64, 32, 32)
+    assert tile_map.tiles[:2].tolist() == [[1, 0], [1, 0]]
+    assert viz.tile_map(Causal(), 128, 64, 32, 32, arch="sm_90a").tiles.equal(tile_map.tiles)
 
 
 def test_amds_kernel_visits_none_there() -> None:
-    found = viz.tile_map(Causal(), 128, 64, 32, 32, arch="gfx942")
-    assert found.tiles.tolist() == [[0, 0], [0, 0], [1, 0], [2, 1]]
+    tile_map = viz.tile_map(Causal(), 128, 64, 32, 32, arch="gfx942")
+    assert tile_map.tiles.tolist() == [[0, 0], [0, 0], [1, 0], [2, 1]]
     with pytest.raises(ValueError, match=r"arch must be one of sm_80, .*, got 'gfx1'"):
         viz.tile_map(Causal(), 128, 64, 32, 32, arch="gfx1")
 
@@ -140,7 +140,7 @@ def test_numpys_integers_are_sizes() -> None:
 
 
 def documents_of_two() -> Documents:
-    """Of 4 and 4 tokens in the first batch element, of 8 in the second."""
+    """Documents of 4 and 4 tokens in the first batch element, and of 8 in the second."""
     return Documents(torch.tensor([[0] * 4 + [1] * 4, [0] * 8]))
 
 
@@ -153,8 +153,8 @@ def test_every_batch_element_has_its_map(mask: Mask) -> None:
 
 def test_every_head_has_its_map() -> None:
     windows = torch.tensor([0, 7])
-    found = viz.tile_map(FunctionMask(lambda b, h, q, k: q - k <= windows[h]), 8, 8, h=1)
-    assert found.count(Tile.PARTIAL) == 1
+    tile_map = viz.tile_map(FunctionMask(lambda b, h, q, k: q - k <= windows[h]), 8, 8, h=1)
+    assert tile_map.count(Tile.PARTIAL) == 1
     with pytest.raises(ValueError, match=r"^h must be one of the mask's 2 heads, from 0, got 2$"):
         viz.tile_map(FunctionMask(lambda b, h, q, k: q - k <= windows[h]), 8, 8, h=2)
 
@@ -327,8 +327,8 @@ def texts(figure: Figure) -> list[Text]:
     for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
         lo, hi = sorted(axis.get_view_interval())
         beyond |= {tick.label1 for tick in axis.get_major_ticks() if not lo <= tick.get_loc() <= hi}
-    found = [text for text in figure.findobj(Text) if isinstance(text, Text) and text.get_visible()]
-    return [text for text in found if text.get_text().strip() and text not in beyond]
+    visible = [text for text in figure.findobj(Text) if isinstance(text, Text) and text.get_visible()]
+    return [text for text in visible if text.get_text().strip() and text not in beyond]
 
 
 def assert_readable(figure: Figure) -> None:
@@ -419,7 +419,7 @@ def test_the_command_knows_which_kernels_visit_nothing(monkeypatch: pytest.Monke
         viz.tile_map(Causal(), 3000, 1000, *viz.kernel_tiles(arch, 128, Causal(), seqlen=1000), arch=arch)
         for arch in ("sm_80", "gfx942")
     ]
-    assert shown == [[f"{NAMES[kind]} ({found.count(kind)})" for kind in NAMES] for found in maps]
+    assert shown == [[f"{NAMES[kind]} ({tile_map.count(kind)})" for kind in NAMES] for tile_map in maps]
     assert maps[1].share(Tile.SKIPPED) > maps[0].share(Tile.SKIPPED)
 
 

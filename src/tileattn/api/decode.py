@@ -175,7 +175,6 @@ def decode(
     return o, lse
 
 
-@without_unknown
 def decode_plan(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -194,7 +193,6 @@ def decode_plan(
     splits: Splits = None,
     return_lse: bool = False,
     backend: str | None = None,
-    **unknown: Any,
 ) -> DecodePlan:
     """Deals the work of :func:`tileattn.decode` to the GPU's blocks, on the device, for all layers of a step.
 
@@ -220,16 +218,14 @@ def decode_plan(
         splits: see :func:`tileattn.decode`.
         return_lse: see :func:`tileattn.decode`; a plan serves calls with and without.
         backend: see :func:`tileattn.decode`.
-        **unknown: not accepted. Any other name raises a TypeError that suggests the right argument.
 
     Returns:
         A plan for ``decode(..., plan=)``. Its tensor is None for a backend that needs no plan.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as :func:`tileattn.decode`.
+        TypeError, ValueError, NotImplementedError: as :func:`tileattn.decode`. NotImplementedError also under
+            torch.compile: the plan is made outside of the graph, and is an argument of it.
     """
-    if unknown:
-        refuse_unknown(decode_plan, unknown)
     if torch._C._is_any_autocast_enabled():
         q = autocast(q)
     return_lse = as_flag("return_lse", return_lse)

@@ -112,9 +112,9 @@ def pad_input(x: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -
 def _size(name: str, size: Any) -> Any:
     """The size as an int. numpy integers and one-element tensors are accepted, as by :func:`operator.index`."""
     try:
-        found = size if isinstance(size, (int, torch.SymInt)) else operator.index(size)
+        value = size if isinstance(size, (int, torch.SymInt)) else operator.index(size)
     except TypeError:
         raise TypeError(f"{name} must be an int, got {size!r}") from None
-    if found < 0:
-        raise ValueError(f"{name} must be at least 0, got {found}")
-    return found
+    if value < 0:
+        raise ValueError(f"{name} must be at least 0, got {value}")
+    return value

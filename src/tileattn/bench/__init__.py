@@ -5,8 +5,7 @@ The modules, in reading order:
     variants      masks and score modifications by name ("causal+softcap50")
     cases         the shape of a measurement and its FLOPs; the named suites
     problem       the tensors of a case
-    oracle        float64 attention on those tensors, and the error of an output; gradient_oracle: of gradients;
-                  packed_oracle: of packed sequences
+    oracle        float64 attention on those tensors, and the error of an output and of gradients
     baselines     the implementations to compare: tileattn and its baselines
     passes        the timed call: the forward pass, the backward, or both
     runner        measures every implementation on every case

@@ -10,9 +10,12 @@ from statistics import median
 
 import torch
 
-from tileattn.bench import gradient_oracle, oracle, packed_oracle, passes, problem
+from tileattn.bench import passes, problem
 from tileattn.bench.baselines.base import OWN, Implementation, Prepared
 from tileattn.bench.cases import Case
+from tileattn.bench.oracle import gradients as gradient_oracle
+from tileattn.bench.oracle import output as oracle
+from tileattn.bench.oracle import packed as packed_oracle
 from tileattn.bench.results import Missing, Results, Row
 from tileattn.measure import ceilings, memory, rounds, timing
 

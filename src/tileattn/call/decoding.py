@@ -42,7 +42,7 @@ class FixedSplit:
         object.__setattr__(self, "keys", keys)
 
 
-Splits: TypeAlias = "int | FixedSplit | None"  # a number of parts for each sequence; at fixed keys; or None, for speed
+Splits: TypeAlias = int | FixedSplit | None  # a number of parts for each sequence; at fixed keys; or None, for speed
 
 
 @dataclass(frozen=True)

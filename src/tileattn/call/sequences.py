@@ -54,8 +54,8 @@ def check_max_seqlen(name: str, size: Any) -> None:
         raise ValueError(f"{name} must be at least 0, got {size}")
 
 
-class Sequence(NamedTuple):
-    """One sequence of a packed call."""
+class SequenceSlices(NamedTuple):
+    """The slices of one sequence of a packed call in its tensors."""
 
     number: int
     rows: slice
@@ -64,7 +64,7 @@ class Sequence(NamedTuple):
     """The sequence's rows of k and v."""
 
 
-def sequences(packed: Packed, total_q: int, total_k: int) -> list[Sequence]:
+def sequences(packed: Packed, total_q: int, total_k: int) -> list[SequenceSlices]:
     """The sequences of a packed call, in order. Waits for the device.
 
     Raises:
@@ -73,7 +73,7 @@ def sequences(packed: Packed, total_q: int, total_k: int) -> list[Sequence]:
     """
     of_q = spans_of("q", packed.cu_seqlens_q.tolist(), packed.max_seqlen_q, total_q)
     of_k = spans_of("k", packed.cu_seqlens_k.tolist(), packed.max_seqlen_k, total_k)
-    return [Sequence(number, *spans) for number, spans in enumerate(zip(of_q, of_k, strict=True))]
+    return [SequenceSlices(number, *spans) for number, spans in enumerate(zip(of_q, of_k, strict=True))]
 
 
 def spans_of(which: str, ends: list[int], max_seqlen: int, total: int) -> list[slice]:

@@ -26,6 +26,9 @@ _ELSEWHERE = {
     "softcap": "score_mod=tileattn.SoftCap(cap)",
     "window_size": "mask=tileattn.SlidingWindow(left, right)",
     "alibi_slopes": "score_mod=tileattn.ALiBi(slopes)",
+    "block_table": "page_table= of tileattn.decode",
+    "cache_seqlens": "seqlens_k of tileattn.decode",
+    "num_splits": "splits= of tileattn.decode",
     "enable_gqa": "nothing: k and v may always have fewer heads than q",
 }
 

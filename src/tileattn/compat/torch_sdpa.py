@@ -139,9 +139,9 @@ def flash_attention_backward(
     needs = (True, True, True, False)
     seed = _seed(rng_state) if dropout_p > 0 else None
     inputs = _dropping(inputs, dropout_p, seed)
-    found = ops.run_backward(options, inputs, needs, _rows(out), logsumexp, grad_out, None)
-    found = found if cum_seq_q is None else [gradient[0] for gradient in found]
-    return tuple(_laid_out_as(gradient, x) for gradient, x in zip(found, (query, key, value)))
+    gradients = ops.run_backward(options, inputs, needs, _rows(out), logsumexp, grad_out, None)
+    gradients = gradients if cum_seq_q is None else [gradient[0] for gradient in gradients]
+    return tuple(_laid_out_as(gradient, x) for gradient, x in zip(gradients, (query, key, value)))
 
 
 # --- The operators on (batch, heads, seqlen, head_dim) ---

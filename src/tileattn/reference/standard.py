@@ -85,7 +85,8 @@ def standard_attention(
         logits = torch.cat([scores, column], dim=-1)
     if logits.shape[-1] == 0:  # amax needs an element; `scores` stays in the graph so that lse depends on the inputs
         logits = torch.cat([scores, scores.new_full((*scores.shape[:3], 1), -torch.inf)], dim=-1)
-    m = logits.amax(dim=-1, keepdim=True)
+    # m cancels in the result. With a gradient, it would give the rounding errors of the whole row to one key.
+    m = logits.detach().amax(dim=-1, keepdim=True)
     # A row that sees no key has m = -inf, and -inf - (-inf) is NaN. Subtract 0 instead: every exp(-inf) is then 0.
     # In a row with a score of +inf, subtracting 0 gives l = lse = inf and o = NaN.
     m = torch.where(m.isinf(), 0.0, m)

@@ -69,8 +69,8 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: Sequence
     do = torch.zeros_like(o) if do is None else do
     # Gradients are enabled here only by create_graph=True and by torch.func.
     run: Any = _Backward.apply if torch.is_grad_enabled() and not ops.is_traced(do) else _backward
-    found = iter(run(*ctx.constants, needs, do, dlse, o, lse, *tensors))
-    return [next(found) if need else None for need in needs]
+    wanted = iter(run(*ctx.constants, needs, do, dlse, o, lse, *tensors))
+    return [next(wanted) if need else None for need in needs]
 
 
 # --- Eager calls ------------------------------------------------------------------------------------------------------
@@ -162,9 +162,9 @@ def _setup_context(ctx, inputs, output):
 def _of_arguments(ctx, do, dlse):
     """Gradients for the arguments of `ops.forward`. torch.library leaves out arguments that have their defaults."""
     needs = ctx.needs_input_grad
-    found = _gradients(ctx, do, dlse, [*needs[: _SINK + 1], *needs[_TENSORS]])
+    of_tensors = _gradients(ctx, do, dlse, [*needs[: _SINK + 1], *needs[_TENSORS]])
     gradients: list[Any] = [None] * len(needs)
-    gradients[: _SINK + 1], gradients[_TENSORS] = found[: _SINK + 1], found[_SINK + 1 :]
+    gradients[: _SINK + 1], gradients[_TENSORS] = of_tensors[: _SINK + 1], of_tensors[_SINK + 1 :]
     # torch.library takes an empty list of numbers for a list of tensors, whose gradient must be a list.
     _, numbers = ctx.constants
     gradients[_INTS], gradients[_FLOATS] = ([] if len(x) == 0 else None for x in (numbers.ints, numbers.floats))

@@ -142,7 +142,15 @@ def run_phase(phase: PreparedDecode, inputs: DecodeInputs, plan: DecodePlan | No
 
 
 def make_plan(inputs: DecodeInputs, options: DecodeOptions) -> DecodePlan:
-    """The plan of a call."""
+    """The plan of a call.
+
+    Raises:
+        NotImplementedError: the call is traced: the size of a plan is known when its backend has been chosen.
+    """
+    if ops.is_traced(inputs.q):
+        raise NotImplementedError(
+            "decode_plan is not traced: make the plan outside of torch.compile and torch.export, and pass it to decode"
+        )
     phase = prepared(inputs, options)
     return DecodePlan(phase.run.plan(inputs), phase.made_for)
 

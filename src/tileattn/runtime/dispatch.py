@@ -206,12 +206,12 @@ def named(name: str) -> Backend:
         ValueError: no backend has that name, or its options are wrong.
     """
     first, colon, options = str(name).partition(":")
-    found = next((candidate for candidate in BACKENDS if candidate.name == first), None)
-    if found is None or (colon and found.configured is None):
+    backend = next((candidate for candidate in BACKENDS if candidate.name == first), None)
+    if backend is None or (colon and backend.configured is None):
         raise ValueError(f"backend must be one of {', '.join(map(repr, _NAMES))} or None, got {name!r}")
-    if found.configured is None or not colon:
-        return found
-    return found.configured(options)
+    if backend.configured is None or not colon:
+        return backend
+    return backend.configured(options)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -340,12 +340,12 @@ def _tuned(
     """A prepared pass inside `tileattn.tuning()`, whose first call is tuned."""
     session = state.session
     assert session is not None
-    found = None if space is None else space(call, *sizes)
-    if found is None:
+    configurations = None if space is None else space(call, *sizes)
+    if configurations is None:
         if space is None:
             session.without_candidates(name, arch)
         return prepare(call, *sizes)
-    return cast(Prepared, session.tunes(found, arch, lambda: prepare(call, *sizes)))
+    return cast(Prepared, session.tunes(configurations, arch, lambda: prepare(call, *sizes)))
 
 
 # Prepared passes depend on the tuner's results.

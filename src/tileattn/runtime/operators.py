@@ -181,8 +181,8 @@ def run_backward(
         aligned=not _asks_for_alignment(inputs.q) or (is_aligned(o) and is_aligned(do)),
     )
     run = prepare_backward(call, backend, *sizes(inputs.q, inputs.k, inputs.packed), scale)
-    *found, of_tensors = run(inputs, o, lse, do, dlse)
-    return [x.contiguous() for x in (*found, *of_tensors) if x is not None]
+    *of_inputs, of_tensors = run(inputs, o, lse, do, dlse)
+    return [x.contiguous() for x in (*of_inputs, *of_tensors) if x is not None]
 
 
 def trace_backward(

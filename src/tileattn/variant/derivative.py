@@ -4,6 +4,8 @@ Users do not write a backward pass. The derivative is computed by forward-mode d
 node of the expression has a value, which is the node itself, and a tangent, the derivative of that value (Griewank and
 Walther 2008, chapter 3).
 
+    >>> from tileattn.math import tanh
+    >>> from tileattn.variant.expression import symbol
     >>> score, cap = symbol("score"), symbol("f0")
     >>> str(derivative(cap * tanh(score / cap), score))
     '(mul f0 (mul (sub 1.0 (mul (tanh (div score f0)) (tanh (div score f0)))) (div 1.0 f0)))'

@@ -4,6 +4,7 @@ Kernels are compiled for the *code* of a variant and called with its *operands*:
 masks and modifications carry. :func:`encode` splits a variant into a key, one line of text that determines the code,
 and :class:`Operands`. :mod:`tileattn.variant.program` turns a key back into expressions and objects.
 
+    >>> from tileattn import Causal, SlidingWindow
     >>> encode(Causal() & SlidingWindow(512, None), ())
     ('And(Causal(),SlidingWindow(i,-))', Operands(tensors=[], ints=[512], floats=[]))
 
@@ -155,11 +156,19 @@ def _encode_function(fn: Callable[..., Any], arguments: tuple[str, ...], operand
 
 
 def _subclasses(cls: type) -> dict[str, type]:
-    found: dict[str, type] = {}
+    by_name: dict[str, type] = {}
     sub: type
     for sub in cls.__subclasses__():
-        found |= {sub.__name__: sub} | _subclasses(sub)
-    return found
+        by_name |= {sub.__name__: sub} | _subclasses(sub)
+    return by_name
+
+
+def class_named(name: str) -> type:
+    """The class of masks or modifications that a key names. Raises KeyError if its module is not imported."""
+    if name not in CLASSES:
+        for defined, cls in (_subclasses(Mask) | _subclasses(ScoreMod)).items():
+            CLASSES.setdefault(defined, cls)
+    return CLASSES[name]
 
 
 # Keys are also read in processes that have encoded nothing, so all classes of the package must be known here.

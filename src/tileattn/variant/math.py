@@ -164,5 +164,5 @@ def load(tensor: Any, *index: Any) -> Any:
         return tensor[index]
     if torch.compiler.is_dynamo_compiling() and not tensor.is_meta and _traced(index):
         return tensor[index]
-    found = element(tensor, [0 if size == 1 else i for i, size in zip(index, tensor.shape)])
-    return widened(found, torch.float32)
+    value = element(tensor, [0 if size == 1 else i for i, size in zip(index, tensor.shape)])
+    return widened(value, torch.float32)

@@ -21,7 +21,7 @@ import torch
 from ..call.inputs import Operands
 from .evaluated import call, evaluated_mask, evaluated_mods, values_of
 from .expression import Expr, TensorSymbol, symbol
-from .key import CLASSES, DTYPES, TENSOR, encode, field_names
+from .key import DTYPES, TENSOR, class_named, encode, field_names
 from .masks import FIRST_POSITION, Mask
 from .reading import evaluate, parse
 from .tile_loads import TileLoad, find, is_aligned
@@ -209,7 +209,7 @@ class _Reader:
 
     def _instance(self, name: str) -> Any:
         self._take(name + "(")
-        cls = CLASSES[name]
+        cls = class_named(name)
         instance: Any = object.__new__(cls)
         for index, field in enumerate(field_names(cls)):
             if index:

@@ -44,8 +44,8 @@ class TileLoad:
 
 def find(expr: Any) -> Iterator[TileLoad]:
     """The tile loads of an expression, each once."""
-    found = {load.text: load for load in map(_as_tile_load, nodes(expr)) if load is not None}
-    yield from found.values()
+    by_text = {load.text: load for load in map(_as_tile_load, nodes(expr)) if load is not None}
+    yield from by_text.values()
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:

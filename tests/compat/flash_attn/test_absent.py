@@ -89,21 +89,21 @@ def test_other_imports_say_what_to_use(statement: str) -> None:
 
 @pytest.mark.parametrize("name", ["flash_attn.cute", "flash_attn.ops.fused_dense", "flash_attn.losses"])
 def test_find_spec_finds_nothing_and_raises_nothing(name: str) -> None:
-    """So asks `torch._inductor` for flash_attn.cute."""
+    """`torch._inductor` asks for flash_attn.cute in this way."""
     assert importlib.util.find_spec(name) is None
     assert name not in sys.modules
 
 
 def test_find_spec_below_an_absent_package_is_an_import_error() -> None:
-    """As of any package that is not there."""
+    """`find_spec` does the same for any package that is not installed."""
     with pytest.raises(ModuleNotFoundError):
         importlib.util.find_spec("flash_attn.losses.cross_entropy")
 
 
 def test_other_names_are_missed_in_the_usual_way() -> None:
     for module in ("flash_attn_interface", "bert_padding", "layers.rotary", "modules.mha", "ops.triton.rotary"):
-        found = importlib.import_module(f"flash_attn.{module}")
-        assert not hasattr(found, "no_such_name")
+        imported = importlib.import_module(f"flash_attn.{module}")
+        assert not hasattr(imported, "no_such_name")
         with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
             exec(f"from flash_attn.{module} import no_such_name", {})
 
@@ -132,6 +132,6 @@ def test_einops_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=f"bert_padding.{name} is einops.{name}: pip install einops"):
         exec(f"from flash_attn.bert_padding import {name}", {})
     given = type(sys)("einops")
-    setattr(given, name, found := object())
+    setattr(given, name, function := object())
     monkeypatch.setitem(sys.modules, "einops", given)
-    assert getattr(importlib.import_module("flash_attn.bert_padding"), name) is found
+    assert getattr(importlib.import_module("flash_attn.bert_padding"), name) is function

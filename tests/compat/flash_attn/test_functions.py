@@ -95,12 +95,12 @@ def hidden(seqlen_q: int, seqlen_k: int, window_size: tuple[int, int], causal: b
     right = 0 if causal else right
     i, j = torch.arange(seqlen_q, device=device)[:, None], torch.arange(seqlen_k, device=device)
     position = i + seqlen_k - seqlen_q
-    found = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    outside = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     if left >= 0:
-        found |= j < position - left
+        outside |= j < position - left
     if right >= 0:
-        found |= j > position + right
-    return found
+        outside |= j > position + right
+    return outside
 
 
 def definition(
@@ -274,12 +274,12 @@ def largest(x: Tensor) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_as_documented(name: str, form: str, device: str) -> None:
     case = CASES[name]
-    problem, found = FORMS[form](case, device)
+    problem, ours = FORMS[form](case, device)
     exact = problem.defined(torch.float64)
     eager = [problem.defined(case.dtype, scaled_first) for scaled_first in (False, True)]
     with_dropout = case.options.get("dropout_p", 0.0) > 0
     for place, what in enumerate(OUTPUTS):
-        got, expected, *theirs = (flat(run, place) for run in (found, exact, *eager))
+        got, expected, *theirs = (flat(run, place) for run in (ours, exact, *eager))
         if what == "S_dmask" and not with_dropout:
             assert got.numel() == 0
             continue
@@ -293,7 +293,7 @@ def test_as_documented(name: str, form: str, device: str) -> None:
         kept = dropout_mask(
             problem.seed(), case.options["dropout_p"], len(problem.lengths), case.heads[0], *case.lengths
         )
-        for b, (each, (n, m)) in enumerate(zip(found, problem.lengths)):
+        for b, (each, (n, m)) in enumerate(zip(ours, problem.lengths)):
             visible = each[2] != 0
             assert torch.equal((each[2] > 0)[visible], kept[b, :, :n, :m][visible])
 
@@ -338,7 +338,7 @@ def test_packed_tensors_of_packed_sequences(device: str, dim: int) -> None:
 
 
 def same(x: list[Tensor], y: list[Tensor], device: str) -> None:
-    """Bit for bit; on a GPU dq is a sum in any order, and strides may choose another kernel."""
+    """Equal bit for bit; on a GPU dq is summed in any order, and strides may select another kernel."""
     for mine, theirs in zip(x, y, strict=True):
         if device == "cpu":
             assert torch.equal(mine, theirs)
@@ -389,7 +389,7 @@ def test_only_out_is_returned_unless_more_is_asked_for() -> None:
 
 
 def test_return_attn_probs_changes_no_numbers() -> None:
-    """Though it looks ahead at the seed."""
+    """The probabilities are drawn with the seed of the next call, and the generator's state is restored."""
     q = torch.randn(2, 30, 2, 16)
     torch.manual_seed(1)
     expected = compat.flash_attn_func(q, q, q, 0.3), torch.rand(3)
@@ -413,7 +413,7 @@ def test_wider_dtypes_run_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.2])
 def test_autocast_changes_nothing(p: float) -> None:
-    """Nor does it in flash-attn: no cast to float16, in which these values overflow."""
+    """As in flash-attn, nothing is cast to float16, in which these values overflow."""
     torch.manual_seed(0)
     q = (torch.randn(1, 6, 2, 20) * 1e5).bfloat16()
     ends = torch.tensor([0, 6], dtype=torch.int32)
@@ -681,9 +681,9 @@ def test_decoding_as_the_error_advises() -> None:
     names = {"torch": torch, "tileattn": tileattn, "flash_attn_func": compat.flash_attn_func, "q": q}
     names |= {"k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
     of_one, of_each = re.findall(r"flash_attn_func\(.*?\)|tileattn\.attention\(.*\]\)", str(raised.value))
-    found = eval(of_each, names)
+    o = eval(of_each, names)
     for b, n in enumerate(cache_seqlens):
         alone = eval(
             of_one, names | {"n": n, "q": q[b, None], "k_cache": k_cache[b, None], "v_cache": v_cache[b, None]}
         )
-        torch.testing.assert_close(found[b, None], alone)
+        torch.testing.assert_close(o[b, None], alone)

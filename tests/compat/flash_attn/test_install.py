@@ -83,7 +83,7 @@ def test_imports_give_tileattns() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_whoever_asks_whether_it_is_there_is_answered() -> None:
-    """In the three ways in which packages ask."""
+    """Packages ask in three ways."""
     assert all(importlib.util.find_spec(name) is not None for name in MODULES)
     assert importlib.metadata.version("flash_attn") == importlib.metadata.version("flash-attn") == compat.__version__
     assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
@@ -172,7 +172,7 @@ assert calls == [5, 5], calls  # packed, in each layer
 
 @pytest.mark.slow
 def test_transformers_flash_attention_2_runs_on_it() -> None:
-    """In a process of its own: transformers asks once, when it is imported."""
+    """Runs in a new process, because transformers asks once, when it is imported."""
     pytest.importorskip("transformers")
     done = subprocess.run([sys.executable, "-c", IN_TRANSFORMERS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

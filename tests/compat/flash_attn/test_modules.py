@@ -26,23 +26,23 @@ def test_modules_call_the_functions(made: bool, given: bool | None, slopes: Tens
     own = FlashSelfAttention(made, alibi_slopes=slopes, **OPTIONS)
     assert torch.equal(own(QKV, given), compat.flash_attn_qkvpacked_func(QKV, **keywords))
     packed = QKV[0]
-    found = own(packed, given, cu_seqlens=CU, max_seqlen=5)
-    assert torch.equal(found, compat.flash_attn_varlen_qkvpacked_func(packed, CU, 5, **keywords))
+    o = own(packed, given, cu_seqlens=CU, max_seqlen=5)
+    assert torch.equal(o, compat.flash_attn_varlen_qkvpacked_func(packed, CU, 5, **keywords))
 
     cross = FlashCrossAttention(made, alibi_slopes=slopes, **OPTIONS)
     q, kv = QKV[:, :7, 0], QKV[:, :, 1:, :2] if slopes is None else QKV[:, :, 1:]
     assert torch.equal(cross(q, kv, given), compat.flash_attn_kvpacked_func(q, kv, **keywords))
     of_q = torch.tensor([0, 2, 7], dtype=torch.int32)
-    found = cross(q[0], kv[0], given, of_q, 5, CU, 5)
-    assert torch.equal(found, compat.flash_attn_varlen_kvpacked_func(q[0], kv[0], of_q, CU, 5, 5, **keywords))
+    o = cross(q[0], kv[0], given, of_q, 5, CU, 5)
+    assert torch.equal(o, compat.flash_attn_varlen_kvpacked_func(q[0], kv[0], of_q, CU, 5, 5, **keywords))
 
 
 def test_dropout_in_training_only() -> None:
     module = FlashSelfAttention(attention_dropout=0.5)
     torch.manual_seed(1)
-    found = module(QKV)
+    o = module(QKV)
     torch.manual_seed(1)
-    assert torch.equal(found, compat.flash_attn_qkvpacked_func(QKV, 0.5))
+    assert torch.equal(o, compat.flash_attn_qkvpacked_func(QKV, 0.5))
     assert torch.equal(module.eval()(QKV), compat.flash_attn_qkvpacked_func(QKV))
 
 

@@ -42,7 +42,7 @@ def oracle(x: Tensor, cos: Tensor, sin: Tensor, positions: Any, interleaved: boo
 
 
 def eager(x: Tensor, cos: Tensor, sin: Tensor, positions: Any, interleaved: bool, conjugate: bool = False) -> Tensor:
-    """In x's dtype."""
+    """The rotation in x's dtype."""
     rotary_dim = 2 * cos.shape[1]
     c, s = (table.to(x.dtype)[positions].unsqueeze(-2) for table in (cos, sin))
     s = -s if conjugate else s
@@ -90,14 +90,14 @@ def test_padded_batches(
     before = x.detach().clone()
     cos, sin = made_tables(rotary_dim, device, dtype)
     shift = OFFSETS[offsets](device)
-    found = rotary.apply_rotary_emb(x, cos, sin, interleaved, inplace, shift)
+    rotated = rotary.apply_rotary_emb(x, cos, sin, interleaved, inplace, shift)
     of_rows = (cos, sin, positions_of(shift).to(device), interleaved)
-    assert_rotated("x", found, before, *of_rows)
-    assert torch.equal(x, found if inplace else before)
-    assert (found.data_ptr() == x.data_ptr()) == inplace
-    do = torch.randn_like(found)
+    assert_rotated("x", rotated, before, *of_rows)
+    assert torch.equal(x, rotated if inplace else before)
+    assert (rotated.data_ptr() == x.data_ptr()) == inplace
+    do = torch.randn_like(rotated)
     given = do.clone()
-    (dx,) = torch.autograd.grad(found, x, do)
+    (dx,) = torch.autograd.grad(rotated, x, do)
     assert_rotated("dx", dx, given, *of_rows, conjugate=True)
     assert torch.equal(do, given), "the gradient that was given belongs to the caller"
 
@@ -112,24 +112,24 @@ def test_packed_sequences(interleaved: bool, offsets: str, device: str) -> None:
     x = torch.randn(total, HEADS, DIM, device=device, requires_grad=True)
     cos, sin = made_tables(8, device)
     shift = OFFSETS[offsets](device)
-    found = rotary.apply_rotary_emb(
+    rotated = rotary.apply_rotary_emb(
         x, cos, sin, interleaved, seqlen_offsets=shift, cu_seqlens=cu_seqlens, max_seqlen=SEQLEN
     )
     positions = [positions_of(shift)[b, :length] for b, length in enumerate(lengths)]
     of_rows = (cos, sin, torch.cat(positions).to(device), interleaved)
     used = sum(lengths)
-    assert_rotated("x", found[:used], x.detach()[:used], *of_rows)
-    assert torch.equal(found[used:], x[used:])
-    do = torch.randn_like(found)
-    (dx,) = torch.autograd.grad(found, x, do)
+    assert_rotated("x", rotated[:used], x.detach()[:used], *of_rows)
+    assert torch.equal(rotated[used:], x[used:])
+    do = torch.randn_like(rotated)
+    (dx,) = torch.autograd.grad(rotated, x, do)
     assert_rotated("dx", dx[:used], do[:used], *of_rows, conjugate=True)
     assert torch.equal(dx[used:], do[used:])
 
 
 def test_no_sequences() -> None:
     cos, sin = made_tables()
-    nobody, none = torch.zeros(1, dtype=torch.int32), torch.randn(0, HEADS, DIM)
-    assert rotary.apply_rotary_emb(none, cos, sin, cu_seqlens=nobody, max_seqlen=0).shape == none.shape
+    cu_seqlens, none = torch.zeros(1, dtype=torch.int32), torch.randn(0, HEADS, DIM)
+    assert rotary.apply_rotary_emb(none, cos, sin, cu_seqlens=cu_seqlens, max_seqlen=0).shape == none.shape
     assert rotary.apply_rotary_emb(torch.randn(0, SEQLEN, HEADS, DIM), cos, sin).shape == (0, SEQLEN, HEADS, DIM)
     assert rotary.apply_rotary_emb(torch.randn(2, 0, HEADS, DIM), cos[:0], sin[:0]).shape == (2, 0, HEADS, DIM)
 
@@ -148,15 +148,15 @@ def test_packed_tensors(form: str, own_k: bool, offsets: str, device: str) -> No
     tables, of_k = made_tables(8, device), made_tables(8, device)
     if form == "kv":
         tables = of_k
-        found = rotary.apply_rotary_emb_kv_(x, *of_k, seqlen_offsets=shift)
+        rotated = rotary.apply_rotary_emb_kv_(x, *of_k, seqlen_offsets=shift)
     else:
         keywords: dict[str, Any] = {"num_heads_q": 4} if form == "gqa" else {}
         keywords |= dict(zip(("cos_k", "sin_k"), of_k)) if own_k else {}
-        found = rotary.apply_rotary_emb_qkv_(x, *tables, seqlen_offsets=shift, **keywords)
+        rotated = rotary.apply_rotary_emb_qkv_(x, *tables, seqlen_offsets=shift, **keywords)
     of_k = of_k if own_k or form == "kv" else tables
-    do = torch.randn_like(found)
-    (dx,) = torch.autograd.grad(found, x, do)
-    assert torch.equal(x, found)
+    do = torch.randn_like(rotated)
+    (dx,) = torch.autograd.grad(rotated, x, do)
+    assert torch.equal(x, rotated)
     places = {
         "qkv": {"q": (0, 1), "k": (1, 2), "v": (2, 3)},
         "gqa": {"q": (0, 4), "k": (4, 6), "v": (6, 8)},
@@ -164,7 +164,7 @@ def test_packed_tensors(form: str, own_k: bool, offsets: str, device: str) -> No
     }[form]
     positions = positions_of(shift).to(device)
     for name, (start, stop) in places.items():
-        parts = [tensor[:, :, start:stop].detach() for tensor in (found, before, dx, do)]
+        parts = [tensor[:, :, start:stop].detach() for tensor in (rotated, before, dx, do)]
         if name == "v":
             assert torch.equal(parts[0], parts[1])
             assert torch.equal(parts[2], parts[3])
@@ -182,12 +182,12 @@ def test_positions_without_a_row_in_the_tables_are_left_alone(interleaved: bool,
     x = torch.randn(2, SEQLEN, HEADS, DIM, device=device)
     cos, sin = made_tables(8, device)
     shift = torch.tensor([ROWS - 2, -3], device=device)
-    found = apply_rotary(x, cos, sin, shift, interleaved=interleaved)
+    rotated = apply_rotary(x, cos, sin, shift, interleaved=interleaved)
     turned = [(0, slice(0, 2), slice(ROWS - 2, ROWS)), (1, slice(3, SEQLEN), slice(0, SEQLEN - 3))]
     for b, rows, positions in turned:
-        assert_rotated("x", found[b, rows], x[b, rows], cos, sin, positions, interleaved)
-    assert torch.equal(found[0, 2:], x[0, 2:])
-    assert torch.equal(found[1, :3], x[1, :3])
+        assert_rotated("x", rotated[b, rows], x[b, rows], cos, sin, positions, interleaved)
+    assert torch.equal(rotated[0, 2:], x[0, 2:])
+    assert torch.equal(rotated[1, :3], x[1, :3])
 
 
 @pytest.mark.gpu
@@ -206,9 +206,9 @@ def test_nothing_waits_for_the_device() -> None:
 
 def test_autograd_notices_that_what_it_saved_is_overwritten() -> None:
     x = torch.randn(2, SEQLEN, HEADS, DIM, requires_grad=True).tanh()  # whose derivative is computed from x
-    found = rotary.apply_rotary_emb(x, *made_tables(8), inplace=True)
+    rotated = rotary.apply_rotary_emb(x, *made_tables(8), inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        found.sum().backward()
+        rotated.sum().backward()
 
 
 def test_there_and_back() -> None:
@@ -227,8 +227,8 @@ def test_the_function_for_tests(interleaved: bool) -> None:
     x = torch.randn(BATCH, SEQLEN, HEADS, DIM, dtype=torch.float64)
     cos, sin = made_tables(8, dtype=torch.float64)
     positions = positions_of(torch.tensor([4, 0, 9]))
-    found = rotary.apply_rotary_emb_torch(x, cos[positions], sin[positions], interleaved)
-    torch.testing.assert_close(found, oracle(x, cos, sin, positions, interleaved))
+    rotated = rotary.apply_rotary_emb_torch(x, cos[positions], sin[positions], interleaved)
+    torch.testing.assert_close(rotated, oracle(x, cos, sin, positions, interleaved))
     alike = rotary.apply_rotary_emb_torch(x, cos[:SEQLEN], sin[:SEQLEN], interleaved)
     torch.testing.assert_close(alike, oracle(x, cos, sin, positions_of(0), interleaved))
     quarter = torch.zeros(SEQLEN, DIM // 2, dtype=torch.float64), torch.ones(SEQLEN, DIM // 2, dtype=torch.float64)
@@ -252,12 +252,12 @@ def test_views_and_any_strides() -> None:
     qkv = leaf * 2
     q, k, v = qkv.unbind(2)
     rotated = [rotary.apply_rotary_emb(x, *tables, inplace=True) for x in (q, k)]
-    found = torch.stack((*rotated, v), 2)
-    assert torch.equal(qkv, found)
-    (d_views,) = torch.autograd.grad(found.square().sum(), leaf)
+    stacked = torch.stack((*rotated, v), 2)
+    assert torch.equal(qkv, stacked)
+    (d_views,) = torch.autograd.grad(stacked.square().sum(), leaf)
     expected = rotary.apply_rotary_emb_qkv_(leaf * 2, *tables)
     (d_whole,) = torch.autograd.grad(expected.square().sum(), leaf)
-    assert torch.equal(found, expected)
+    assert torch.equal(stacked, expected)
     assert torch.equal(d_views, d_whole)
     x = torch.randn(HEADS, SEQLEN, DIM, BATCH).permute(3, 1, 0, 2)
     alike = rotary.apply_rotary_emb(x, *tables)
@@ -322,7 +322,7 @@ def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -
 
 
 def angles(rows: int, dim: int, base: float) -> Tensor:
-    """As in the paper, in float64."""
+    """The paper's angles, in float64."""
     return torch.arange(rows, dtype=torch.float64)[:, None] / base ** (torch.arange(0, dim, 2).double() / dim)
 
 
@@ -332,8 +332,8 @@ def test_embedding(interleaved: bool, dtype: torch.dtype) -> None:
     module = RotaryEmbedding(8, base=500.0, interleaved=interleaved)
     qkv = torch.randn(BATCH, SEQLEN, 3, HEADS, DIM, dtype=dtype)
     before = qkv.clone()
-    found = module(qkv, seqlen_offset=4)
-    assert torch.equal(found, qkv)
+    rotated = module(qkv, seqlen_offset=4)
+    assert torch.equal(rotated, qkv)
     exact = angles(SEQLEN + 4, 8, 500.0)
     assert module._cos_cached is not None
     assert module._sin_cached is not None
@@ -342,8 +342,8 @@ def test_embedding(interleaved: bool, dtype: torch.dtype) -> None:
     assert_accurate("sin", tables[1], exact.sin(), [exact.float().sin().to(dtype)])
     of_rows = (*tables, positions_of(4), interleaved)
     for part in (0, 1):
-        assert_rotated("qk"[part], found[:, :, part], before[:, :, part], *of_rows)
-    assert torch.equal(found[:, :, 2], before[:, :, 2])
+        assert_rotated("qk"[part], rotated[:, :, part], before[:, :, part], *of_rows)
+    assert torch.equal(rotated[:, :, 2], before[:, :, 2])
 
 
 def test_its_other_forms() -> None:
@@ -363,7 +363,7 @@ def test_its_other_forms() -> None:
 
 
 def test_scores_depend_on_distances_only() -> None:
-    """With xPos as well, whose scores decay with the distance."""
+    """Also with xPos, whose scores decay with the distance."""
     for scale_base in (None, 16.0):
         module = RotaryEmbedding(8, scale_base=scale_base)
         qkv = torch.ones(1, 12, 3, 1, 8, dtype=torch.float64)
@@ -435,7 +435,7 @@ def test_a_subclass_as_modernbert_has_it() -> None:
 
     packed = torch.randn(7, 3, HEADS, DIM)
     expected = torch.cat([RotaryEmbedding(DIM)(part[None].clone())[0] for part in packed.split([4, 3])])
-    found = Unpadded(dim=DIM, base=10000.0, device="cpu", interleaved=False)(
+    rotated = Unpadded(dim=DIM, base=10000.0, device="cpu", interleaved=False)(
         packed, torch.tensor([0, 4, 7], dtype=torch.int32), 4
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(rotated, expected)

@@ -1,4 +1,4 @@
-"""tileattn.compat.transformers without a model: masks as their parts, the attention function, refusals."""
+"""tileattn.compat.transformers without a model: the parts of a mask, the attention function, refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import transformers
 from transformers import masking_utils as theirs
 
 import tileattn
-import tileattn.compat.transformers as door
+import tileattn.compat.transformers as adapter
 from tests.package.test_import import inside, modules_after
 from tests.tools.positions import Positions
 from tests.variant.test_mask_ranges import assert_sound, assert_tight
@@ -82,11 +82,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Pattern | None]] = {
 @pytest.mark.parametrize("name", list(FUNCTIONS))
 def test_functions_are_understood_or_not(name: str) -> None:
     function, pattern = FUNCTIONS[name]
-    found = understood(function)
-    assert (found is None) == (pattern is None)
-    if found is not None and pattern is not None:
-        assert (found.left, found.right) == (pattern.left, pattern.right)
-        assert found.sequences is pattern.sequences
+    window = understood(function)
+    assert (window is None) == (pattern is None)
+    if window is not None and pattern is not None:
+        assert (window.left, window.right) == (pattern.left, pattern.right)
+        assert window.sequences is pattern.sequences
 
 
 PLACES: dict[str, tuple[int, int, int | Tensor, int]] = {  # q_length, kv_length, q_offset, kv_offset
@@ -146,7 +146,7 @@ def test_known_masks_are_no_tensors() -> None:
 
 
 def test_a_users_function_is_not_interpreted() -> None:
-    """It may do anything: transformers runs it under vmap, where only tensors meet it."""
+    """The function may do anything. transformers runs it under vmap, where it gets tensors only."""
     parts = make_mask(BATCH, 11, 11, mask_function=theirs.causal_mask_function, use_vmap=True)
     assert [type(part) for part in parts.parts] == [DenseMask]
     assert torch.equal(parts.tensor(), make_mask(BATCH, 11, 11).tensor())
@@ -167,8 +167,8 @@ def test_a_mask_that_was_made_ahead_stays() -> None:
     parts = make_mask(BATCH, 4, 11)
     assert make_mask(BATCH, 4, 4, attention_mask=parts) is parts
     config = transformers.LlamaConfig()
-    config._attn_implementation = door.NAME
-    door.register()
+    config._attn_implementation = adapter.NAME
+    adapter.register()
     embeds = torch.empty(BATCH, 4, 0)
     assert theirs.create_causal_mask(config, embeds, parts, None) is parts
 
@@ -371,7 +371,7 @@ def test_a_model_that_computes_with_its_mask_is_told(compute: Callable[[MaskPart
 
 
 def test_importing_it_imports_no_transformers() -> None:
-    """Who does not register it does not pay for it."""
+    """Users who do not register it need not wait for the import of transformers."""
     (loaded,) = modules_after("import tileattn.compat.transformers")
     assert inside(loaded, "transformers") == set()
 
@@ -379,8 +379,8 @@ def test_importing_it_imports_no_transformers() -> None:
 @pytest.fixture
 def registered() -> Iterator[None]:
     yield
-    transformers.AttentionInterface._global_mapping.pop(door.NAME, None)
-    transformers.AttentionMaskInterface._global_mapping.pop(door.NAME, None)
+    transformers.AttentionInterface._global_mapping.pop(adapter.NAME, None)
+    transformers.AttentionMaskInterface._global_mapping.pop(adapter.NAME, None)
 
 
 class Layer(nn.Module):
@@ -399,26 +399,26 @@ class Layer(nn.Module):
 )
 def test_register_refuses_at_once(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        door.register(**arguments)
+        adapter.register(**arguments)
 
 
 @pytest.mark.usefixtures("registered")
 def test_register_registers_both() -> None:
-    door.register(backend="mma", ignore=["novelty"])
+    adapter.register(backend="mma", ignore=["novelty"])
     q, k, v = tensors()
-    call = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(door.NAME, None)
+    call = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(adapter.NAME, None)
     with pytest.raises(NotImplementedError, match="backend='mma'"):
         call(Layer(), q, k, v, None, novelty=3)
-    assert theirs.ALL_MASK_ATTENTION_FUNCTIONS[door.NAME] is make_mask
-    door.register()
-    call = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(door.NAME, None)
+    assert theirs.ALL_MASK_ATTENTION_FUNCTIONS[adapter.NAME] is make_mask
+    adapter.register()
+    call = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(adapter.NAME, None)
     assert torch.equal(call(Layer(), q, k, v, None)[0], own(q, k, v, causal=True))
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"pip install 'tileattn\[transformers\]'"):
-        door.register()
+        adapter.register()
 
 
 def test_with_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,4 +426,4 @@ def test_with_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
     old.__version__ = "5.2.0"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transformers", old)
     with pytest.raises(ImportError, match=r"5\.17 or newer, got 5\.2\.0"):
-        door.register()
+        adapter.register()

@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'til
 
 import transformers
 
-import tileattn.compat.transformers as door
+import tileattn.compat.transformers as adapter
 from tests.tools.transformers_models import (
     CPU,
     GPU,
@@ -48,18 +48,18 @@ class Calls(list[dict[str, Any]]):
 @pytest.fixture(autouse=True)
 def calls() -> Iterator[Calls]:
     """tileattn is registered, and calls of its attention are recorded."""
-    door.register()
-    found, attend = Calls(), transformers.AttentionInterface._global_mapping[door.NAME]
+    adapter.register()
+    recorded_calls, attend = Calls(), transformers.AttentionInterface._global_mapping[adapter.NAME]
 
     def recorded(*arguments: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling():
-            found.append(named)
+            recorded_calls.append(named)
         return attend(*arguments, **named)
 
-    transformers.AttentionInterface.register(door.NAME, recorded)
-    yield found
-    transformers.AttentionInterface._global_mapping.pop(door.NAME)
-    transformers.AttentionMaskInterface._global_mapping.pop(door.NAME)
+    transformers.AttentionInterface.register(adapter.NAME, recorded)
+    yield recorded_calls
+    transformers.AttentionInterface._global_mapping.pop(adapter.NAME)
+    transformers.AttentionMaskInterface._global_mapping.pop(adapter.NAME)
 
 
 # --- Logits and gradients ---
@@ -85,7 +85,7 @@ class Problem:
         self.d_logits = d_logits * self.counts[..., None]
 
     def run(self, implementation: str) -> Outcome:
-        """In the model's dtype."""
+        """The outcome in the model's dtype."""
         return self.outcome(with_attention(self.model, implementation))
 
     def exactly(self) -> Outcome:
@@ -164,7 +164,7 @@ class PackedProblem(Problem):
         return other.run("eager")
 
     def outcome(self, model: nn.Module) -> Outcome:
-        if model.config._attn_implementation == door.NAME:
+        if model.config._attn_implementation == adapter.NAME:
             self.inputs = self.packed()
             return super().outcome(model)
         ids, d_logits = (x.split(self.lengths, dim=1) for x in (self.ids, self.d_logits))
@@ -220,8 +220,8 @@ class Decoding:
         model = with_attention(self.model, implementation)
         options = {"disable_compile": True, "max_new_tokens": NEW, "do_sample": False, **options}
         options |= {"output_logits": True, "return_dict_in_generate": True}
-        found = model.generate(self.ids, attention_mask=self.mask, **options)
-        return found.sequences[:, -NEW:], torch.stack(found.logits, dim=1).to(self.dtype)
+        generated = model.generate(self.ids, attention_mask=self.mask, **options)
+        return generated.sequences[:, -NEW:], torch.stack(generated.logits, dim=1).to(self.dtype)
 
     @torch.no_grad()
     def at_once(self, model: nn.Module, new: Tensor) -> Tensor:
@@ -327,7 +327,7 @@ def test_it_reaches_the_attention_and_is_refused(asked: dict[str, Any], error: A
 
 @torch.no_grad()
 def test_a_decoder_may_be_bidirectional() -> None:
-    """By an argument, with which transformers makes another mask."""
+    """An argument makes transformers build another mask."""
     problem = Problem(MODELS["llama"], DEVICES[0].values[0])
     inputs = {**problem.inputs, "is_causal": False, "use_cache": False}
     got = with_attention(problem.model, "tileattn")(**inputs).logits

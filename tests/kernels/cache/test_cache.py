@@ -210,7 +210,7 @@ def test_a_folder_without_permission(tmp_path: Path) -> None:
 
 
 def test_permission_denied_by_the_system(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As above, for tests that run as root."""
+    """The same as the test above, for tests that run as root."""
 
     def denied(*arguments: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -221,7 +221,7 @@ def test_permission_denied_by_the_system(cache: KernelCache, monkeypatch: pytest
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs Linux's /proc")
-def test_a_folder_that_nobody_can_make() -> None:
+def test_a_folder_that_cannot_be_made() -> None:
     with pytest.raises(OSError, match="the kernel cache /proc/self/kernels cannot be written"):
         KernelCache(Path("/proc/self/kernels")).find_or_build(KEY, never)
 
@@ -436,16 +436,16 @@ def literal_home(*names: str) -> Path:
     return Path("~", ".cache", *names)
 
 
-@pytest.mark.parametrize("found", [None, no_home, literal_home])
+@pytest.mark.parametrize("stand_in", [None, no_home, literal_home])
 def test_without_a_home_the_error_says_what_to_set(
-    monkeypatch: pytest.MonkeyPatch, found: Callable[..., Path] | None
+    monkeypatch: pytest.MonkeyPatch, stand_in: Callable[..., Path] | None
 ) -> None:
     """What `~` is is not known, neither by HOME nor by the password database; versions of platformdirs differ."""
     for variable in ("TILEATTN_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda text: text)
-    if found is not None:
-        monkeypatch.setattr(folders.platformdirs, "user_cache_path", found)
+    if stand_in is not None:
+        monkeypatch.setattr(folders.platformdirs, "user_cache_path", stand_in)
     with pytest.raises(FileNotFoundError, match=r"has no home directory, .* Set TILEATTN_CACHE_DIR \(or HOME\)"):
         default_folder()
     monkeypatch.setenv("TILEATTN_CACHE_DIR", "/somewhere")

@@ -38,7 +38,7 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.parametrize("fact", CHANGES)
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_each_fact_is_in_the_key(tile: Config, fact: str) -> None:
-    """Of one configuration: the default is often another one where a fact is, and would tell the two calls apart."""
+    """The configuration is fixed: defaults often differ by call, and would make the keys differ anyway."""
     assert launch.cache_key(CALL, tile) != launch.cache_key(replace(CALL, **{fact: CHANGES[fact]}), tile)
 
 
@@ -65,7 +65,7 @@ KEYS: dict[str, Callable[[], str]] = {
 
 @pytest.mark.parametrize("key", KEYS)
 def test_each_version_is_in_the_key(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tileattn, of TileLang and of the compiler behind it."""
+    """The versions of tileattn, of TileLang and of the compiler behind it."""
     versions: dict[str, str] = {}
     monkeypatch.setattr(library, "version", lambda package: versions.get(package, "1"))
     monkeypatch.setattr(library, "device_compiler", lambda: versions.get("cuda", "1"))

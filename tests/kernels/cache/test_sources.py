@@ -131,30 +131,30 @@ def by_ast(path: Path) -> set[str]:
             node.body = [ast.Pass()]
     name = module_name(path)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found = set()
+    imported = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
             source = ".".join([*base, *filter(None, [node.module])])
             members = [f"{source}.{alias.name}" for alias in node.names]
-            found |= {member if member in FILES else source for member in members}
-    return {module for module in found if module in FILES}
+            imported |= {member if member in FILES else source for member in members}
+    return {module for module in imported if module in FILES}
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_imports_are_read_as_pythons_parser_reads_them(name: str) -> None:
     path = FILES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found = sources.imports(path.read_bytes(), package)
-    assert by_ast(path) <= found
+    imported = sources.imports(path.read_bytes(), package)
+    assert by_ast(path) <= imported
     if name.startswith((TILELANG, "tileattn.kernels.mma")):  # text in strings counts as well: there is none here
-        assert found == by_ast(path)
+        assert imported == by_ast(path)
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "imported"),
     [
         ("from . import backend", {"backend"}),
         ("from .backend import prepare as x, space", {"backend"}),
@@ -169,8 +169,8 @@ def test_imports_are_read_as_pythons_parser_reads_them(name: str) -> None:
         ("import tilelang\nfrom tileattn_other import x\nfrom typing import Any", set()),
     ],
 )
-def test_imports_in_every_form(source: str, found: set[str]) -> None:
-    assert sources.imports(source.encode(), TILELANG) == {f"{TILELANG}.{name}" for name in found}
+def test_imports_in_every_form(source: str, imported: set[str]) -> None:
+    assert sources.imports(source.encode(), TILELANG) == {f"{TILELANG}.{name}" for name in imported}
 
 
 def test_a_module_that_is_not_there_is_an_error() -> None:
@@ -183,22 +183,22 @@ def test_a_module_that_is_not_there_is_an_error() -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_closure_has_the_files_that_generate_its_kernel(name: str) -> None:
-    found = set(sources.closure(modules(name)))
-    assert {f"{TILELANG}.{file}" for file in KERNELS[name][1].split()} <= found
+    closure = set(sources.closure(modules(name)))
+    assert {f"{TILELANG}.{file}" for file in KERNELS[name][1].split()} <= closure
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_closure_has_nothing_that_launches_or_lies_above(name: str) -> None:
-    found = {module.removeprefix("tileattn").lstrip(".") for module in sources.closure(modules(name))}
-    assert "" not in found
-    assert not {module for module in found for above in ABOVE if f"{module}.".startswith(f"{above}.")}
-    of_kernels = {module for module in found if module.startswith("kernels")}
+    closure = {module.removeprefix("tileattn").lstrip(".") for module in sources.closure(modules(name))}
+    assert "" not in closure
+    assert not {module for module in closure for above in ABOVE if f"{module}.".startswith(f"{above}.")}
+    of_kernels = {module for module in closure if module.startswith("kernels")}
     assert all(module.startswith("kernels.tilelang") for module in of_kernels)
     assert not {module.removeprefix("kernels.tilelang").lstrip(".") for module in of_kernels} & HOST
 
 
 def test_what_lies_above_is_there() -> None:
-    """Else the test above would hold of nothing."""
+    """Otherwise the test above would check nothing."""
     assert {f"tileattn.{name}" for name in ABOVE} - set(FILES) <= {"tileattn.parallel"}  # comes with work of its own
     assert {f"{TILELANG}.{name}".rstrip(".") for name in HOST} <= set(FILES)
 
@@ -222,7 +222,7 @@ OTHER_FACTS: dict[str, Any] = {
 
 
 def test_every_fact_of_a_call_that_a_kernel_depends_on_is_in_its_key() -> None:
-    """With one configuration: the defaults of calls that differ may differ anyway."""
+    """The configuration is fixed: the defaults of different calls may differ anyway."""
     config = default(CALL)
     keys = {name: launch.cache_key(replace(CALL, **{name: value}), config) for name, value in OTHER_FACTS.items()}
     assert set(keys) == {field.name for field in dataclasses.fields(AttentionCall)} - {"needs_grad"}
@@ -303,7 +303,7 @@ def test_an_edit_changes_the_keys_of_the_kernels_that_it_generates(copied: Path,
 
 
 def test_a_new_import_joins_the_closure(copied: Path) -> None:
-    """Also one inside a function, of a file that was not there."""
+    """An import inside a function, of a new file, counts as well."""
     before = packed_library.plan_key("sm_90a")
     folder = copied / "kernels" / "tilelang"
     (folder / "new.py").write_text("x = 1\n")
@@ -402,20 +402,20 @@ for forward, deterministic in BACKWARD:
 
 @functools.cache
 def traced() -> dict[str, set[str]]:
-    """By kernel: modules of tileattn that were imported, or of which a function ran, while its function was made."""
+    """For each kernel, the modules of tileattn that were imported, or ran a function, while it was generated."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", TRACED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, set[str]] = {}
+    modules_by_text: dict[str, set[str]] = {}
     names = {str(path): name for name, path in FILES.items()}
     for line in done.stdout.splitlines():
         kind, _, text = line.partition(" ")
         if kind == "kernel":
-            current = found.setdefault(text, set())
+            current = modules_by_text.setdefault(text, set())
         elif kind == "file" and text in names:
             current.add(names[text])
         elif kind == "module" and text in FILES:
             current.add(text)
-    return found
+    return modules_by_text
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
@@ -427,7 +427,7 @@ def test_what_runs_while_a_kernel_is_made_is_in_its_closure(name: str) -> None:
 
 
 def test_the_trace_sees_every_schedule() -> None:
-    """Else the test above would hold of little."""
+    """Otherwise the test above would check too little."""
     ran = {module.removeprefix(f"{TILELANG}.") for modules_of in traced().values() for module in modules_of}
     forward = "forward.generic forward.hopper.kernel forward.hopper.plan forward.amd.kernel"
     backward = "backward.generic backward.hopper.keys backward.hopper.wide backward.hopper.queries backward.queries"

@@ -37,7 +37,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def umask() -> Iterator[None]:
-    """None at all: files get every right that they are created with."""
+    """No umask: files get all rights that they are created with."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -46,9 +46,9 @@ def umask() -> Iterator[None]:
 @pytest.fixture
 def cache(tmp_path: Path) -> KernelCache:
     """One that holds a kernel."""
-    found = KernelCache(tmp_path / "kernels")
-    found.find_or_build(KEY, library)
-    return found
+    filled = KernelCache(tmp_path / "kernels")
+    filled.find_or_build(KEY, library)
+    return filled
 
 
 def files(cache: KernelCache) -> tuple[Path, Path]:
@@ -109,7 +109,7 @@ def test_a_folder_that_others_only_read_is_loaded_from(cache: KernelCache, bits:
 @pytest.mark.parametrize("which", [0, 1], ids=["library", "record"])
 @pytest.mark.parametrize("repairs", [False, True])
 def test_a_file_that_others_write_is_refused(cache: KernelCache, which: int, repairs: bool) -> None:
-    """Also in the user's own folder: what is in it may be others' already."""
+    """Also in the user's own folder, where another user may have written the file."""
     file = files(cache)[which]
     file.chmod(0o664)
     with pytest.raises(PermissionError, match=f"{file} can be written by other users .*mode is 664.*Remove it"):
@@ -119,16 +119,16 @@ def test_a_file_that_others_write_is_refused(cache: KernelCache, which: int, rep
 
 
 def owned(monkeypatch: pytest.MonkeyPatch, path: Path, user: int) -> None:
-    """As if a path belonged to a user."""
+    """Makes a path look as if it belonged to this user."""
     real, place = Path.stat, os.path.realpath(path)
 
-    def found(self: Path, **options: bool) -> os.stat_result | SimpleNamespace:
+    def stat(self: Path, **options: bool) -> os.stat_result | SimpleNamespace:
         facts = real(self, **options)
         if os.path.realpath(self) != place:
             return facts
         return SimpleNamespace(st_uid=user, st_mode=facts.st_mode, st_size=facts.st_size)
 
-    monkeypatch.setattr(Path, "stat", found)
+    monkeypatch.setattr(Path, "stat", stat)
 
 
 @pytest.mark.parametrize("place", ["folder", "library", "record"])
@@ -142,7 +142,7 @@ def test_what_belongs_to_another_user_is_refused(
 
 
 def test_what_belongs_to_root_is_loaded(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By any user."""
+    """Any user may load it."""
     for path in (cache.folder, *files(cache)):
         owned(monkeypatch, path, 0)
     monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY)
@@ -171,7 +171,7 @@ def test_a_linked_library_is_judged_with_its_folder(cache: KernelCache, tmp_path
 
 
 def test_without_owners_nothing_is_checked(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Windows."""
+    """Windows has no owners."""
     cache.folder.chmod(0o777)
     monkeypatch.setattr(trust, "HAS_OWNERS", False)
     assert cache.find_or_build(KEY, never) == cache.path(KEY)
@@ -282,7 +282,7 @@ def test_a_user_without_a_home_loads_and_is_told_where_to_build(
 
 @as_root
 def test_a_cache_that_cannot_be_read_is_an_error(shared: KernelCache) -> None:
-    """Or every user would compile all kernels, and nobody would know why."""
+    """Without the error, every user would silently compile all kernels."""
     shared.folder.chmod(0o700)
     said = run_as(NOBODY, lambda: kernel_cache().find_or_build(KEY, never))
     assert said.startswith("PermissionError: ")
@@ -307,7 +307,7 @@ def test_a_folder_of_root_that_others_write_is_refused(shared: KernelCache) -> N
 
 
 def test_a_read_only_cache_without_root(cache: KernelCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As above, on any machine: the system says that the folder cannot be written."""
+    """The same as above on any machine: the system says that the folder cannot be written."""
     monkeypatch.setattr(trust, "is_written_by", lambda path: path != cache.folder)
     before = listing(cache.folder)
     read_only = KernelCache(cache.folder, own=lambda: tmp_path / "own")

@@ -184,11 +184,11 @@ FEW_BYTES = 24  # what a tile's loop reads back once: next to nothing beside its
 
 
 def spilled_bytes(kernel: Kernel, folder: Path) -> int:
-    """Of a thread's stack."""
+    """Bytes of a thread's stack."""
     log = assembled(kernel, folder)
-    found = re.search(r"(\d+) bytes stack frame", log)
-    assert found is not None, log
-    return int(found[1])
+    match = re.search(r"(\d+) bytes stack frame", log)
+    assert match is not None, log
+    return int(match[1])
 
 
 QUICK = ("shared_qkv,acc=fp32", "shared_kv,acc=fp16")
@@ -304,7 +304,7 @@ def test_nan_and_infinities(emulated: Run, options: str, dtype: torch.dtype, hea
 @needs_gpp
 @pytest.mark.parametrize("rung", ["split_kv", "shared_qkv"])
 def test_the_rules_float16_run_rounds_where_kernels_do(emulated: Run, rung: str) -> None:
-    """In one tile, where no maximum is raised, they are the same but where float32 sums of 16 terms are nearly ties."""
+    """In one tile no maximum rises. Both round alike, except where float32 sums of 16 terms are nearly ties."""
     kernel, shape = parse(f"{rung},acc=fp16").kernel(CALL), SHAPES["negative scale"]
     assert shape.scale is not None
     assert shape.lengths[1] <= kernel.tiles.block_N
@@ -343,7 +343,7 @@ def test_conformance_emulated(emulated: Run, case: ConformanceCase) -> None:
 
 
 def test_many_kernels_compile_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a fresh process, where the compiler's package is imported by threads that start at the same time."""
+    """Runs in a new process, where threads that start at the same time import the compiler's package."""
     if not compile.has_compiler():
         pytest.skip("needs cuda-core")
     code = (

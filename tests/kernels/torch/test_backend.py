@@ -145,10 +145,10 @@ def test_nor_does_one_in_the_backward_pass(mask: Mask | None, mod: ScoreMod | No
     slopes, keys = (Watched(x, torch.float32) for x in (random(2).abs(), random(1, 1, 1, seqlen)))
     mods = [ALiBi(slopes) if isinstance(mod, ALiBi) else mod] * (mod is not None) + [Bias(keys)]  # type: ignore[arg-type]
     with recorded() as operators:
-        found = backward(
+        gradients = backward(
             Inputs(q, k, v), o, lse, do, dlse, mask, mods, [slopes, keys], Needs(True, True, True, False), 0.1
         )  # type: ignore[arg-type]
-    assert all(x is not None for x in (*found[:3], *found.tensors))
+    assert all(x is not None for x in (*gradients[:3], *gradients.tensors))
     # A tile, and no more.
     assert operators.largest <= MAX_TILE < seqlen * seqlen
 
@@ -230,8 +230,8 @@ def test_what_a_mask_hides_may_be_read_beyond_a_tensor() -> None:
     bias = torch.where((distance >= 0) & (distance < 9), table[distance.clamp(0, 8)], -torch.inf)
     expected = torch.nn.functional.scaled_dot_product_attention(*[x.squeeze(2)] * 3, bias)
     torch.testing.assert_close(o.squeeze(2), expected)
-    found, wanted = (torch.autograd.grad(each.square().sum(), table)[0] for each in (o, expected))
-    torch.testing.assert_close(found, wanted)
+    gradient, wanted = (torch.autograd.grad(each.square().sum(), table)[0] for each in (o, expected))
+    torch.testing.assert_close(gradient, wanted)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The Triton backend: the code that it generates, what it refuses, and its kernels in Triton's interpreter.
 
-On a machine with a GPU the kernels run there. The conformance suite and tests/kernels/triton/test_compile.py say more.
+On a machine with a GPU the kernels run there. More tests: the conformance suite, tests/kernels/triton/test_compile.py.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def test_tiles_shrink_where_scores_are_read_from_tiles(
 ) -> None:
     """test_triton_compile.py shows that they are small enough."""
     call = dataclasses.replace(CALL, variant=key_of(None, *mods), **changes)
-    found = [config.default(kernel, call) for kernel in ("forward", "keys")]
-    assert [(each.block_M, each.block_N, each.num_stages) for each in found] == [forward, keys]
+    configs = [config.default(kernel, call) for kernel in ("forward", "keys")]
+    assert [(each.block_M, each.block_N, each.num_stages) for each in configs] == [forward, keys]
 
 
 # --- Which calls it runs ---
@@ -263,7 +263,7 @@ def check(
     ids=["window", "causal-window-softcap", "causal-alibi-softcap-negative", "user", "scale0"],
 )
 def test_in_small_tiles(mask: Any, mods: tuple[Any, ...], scale: float | None) -> None:
-    """So small that short sequences have tiles of each kind; odd sizes, GQA, and keys that are shared by the batch."""
+    """Tiles so small that short sequences have tiles of each kind; odd sizes, GQA, keys shared by the batch."""
     mods = tuple(ALiBi(mod.slopes.to(DEVICE)) if isinstance(mod, ALiBi) else mod for mod in mods)
     q, k = tensor(2, 51, 2, 20), tensor(1, 45, 1, 20, seed=1).expand(2, -1, -1, -1)
     v = tensor(2, 1, 45, 12, seed=2).transpose(1, 2)
@@ -292,8 +292,8 @@ def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             if a.dtype.primitive_bitwidth != 32:
                 return real(self, a, b, d, precision, imprecise)
             products = itertools.product(enumerate(bfloat16_parts(a.data)), enumerate(bfloat16_parts(b.data)))
-            found = [(i + j, x @ y) for (i, x), (j, y) in products if i + j < 3]
-            total = sum(each for _, each in sorted(found, key=lambda each: -each[0]))
+            terms = [(i + j, x @ y) for (i, x), (j, y) in products if i + j < 3]
+            total = sum(each for _, each in sorted(terms, key=lambda each: -each[0]))
             return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
 
         def create_exp2(self: Any, x: Any) -> Any:
@@ -323,12 +323,12 @@ def flushed(x: Tensor) -> Tensor:
 
 def bfloat16_parts(x: Any) -> list[Any]:
     """Three of bfloat16, the sum of which is a number of float32."""
-    rest, found = torch.from_numpy(x.copy()), []
+    rest, parts = torch.from_numpy(x.copy()), []
     for _ in range(3):
         part = flushed(rest.bfloat16().float())
         rest = rest - part
-        found.append(part.numpy())
-    return found
+        parts.append(part.numpy())
+    return parts
 
 
 @pytest.mark.parametrize("distance", [1.0, 60.0, 75.0, 80.0, 84.0, 86.0])
@@ -359,16 +359,16 @@ def test_gradients_beside_a_large_sink_in_float32(logit: float, like_a_gpu: None
 
 
 def test_gradient_of_a_bias_in_float32(like_a_gpu: None) -> None:
-    """With a derivative behind it, a gradient of lse, and query heads that share keys."""
+    """A soft cap follows the bias, lse has a gradient, and query heads share keys."""
     inputs = [tensor(1, 44, heads, 16, dtype=torch.float32, seed=heads + i) for i, heads in enumerate((4, 2, 2))]
     inputs.append(tensor(1, 4, 44, 44, dtype=torch.float32, seed=9))
-    found = []
+    runs = []
     for name, dtype in (("triton", torch.float32), ("torch", torch.float64)):
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
         mods = (Bias(leaves[3]), SoftCap(3.0))
         o, lse = tileattn.attention(*leaves[:3], mask=Causal(), score_mod=mods, return_lse=True, backend=name)
-        found.append(torch.autograd.grad(o.square().sum() + 0.3 * lse.sum(), leaves))
-    for got, expected in zip(*found):
+        runs.append(torch.autograd.grad(o.square().sum() + 0.3 * lse.sum(), leaves))
+    for got, expected in zip(*runs):
         torch.testing.assert_close(got, expected.float(), rtol=1e-5, atol=1e-5)
 
 
@@ -426,18 +426,33 @@ def test_rows_without_keys() -> None:
     assert dk.isfinite().all()
 
 
+def test_nan_in_rows_without_keys_reaches_the_gradients_of_the_torch_backend() -> None:
+    """Also that of a sink of -inf, which has no probability."""
+    q, k, v = (tensor(1, rows, 2, 16, seed=rows) for rows in (21, 17, 17))
+    sink, do = torch.tensor([-math.inf, 0.5], device=DEVICE), tensor(1, 21, 2, 16, seed=4)
+    do[:, 0, 0] = math.nan
+    patterns = []
+    for name in ("triton", "torch"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, sink)]
+        o = tileattn.attention(*leaves[:3], sink=leaves[3], causal=True, backend=name)
+        patterns.append([x.isnan() for x in torch.autograd.grad(o, leaves, do)])
+    for got, expected in zip(*patterns):
+        assert torch.equal(got, expected)
+    assert patterns[0][3].tolist() == [True, False]
+
+
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 3), (1, 3)], ids=str)
 def test_gradients_that_are_asked_for(wanted: tuple[int, ...]) -> None:
-    """Of q, k, v and the sink. What the kernel for dq prepares for others has a kernel of its own where dq is not."""
+    """Subsets of q, k, v and sink. Without dq, a kernel of its own prepares what the kernel for dq prepares."""
     q, k, v = (tensor(2, rows, 2, 16, seed=rows) for rows in (21, 37, 37))
     inputs = [q, k, v, tensor(2, dtype=torch.float32)]
     do, dlse = tensor(2, 21, 2, 16, seed=4), tensor(2, 2, 21, dtype=torch.float32)
-    found = []
+    runs = []
     for name in ("triton", "torch"):
         leaves = [x.clone().requires_grad_(place in wanted) for place, x in enumerate(inputs)]
         o, lse = tileattn.attention(*leaves[:3], sink=leaves[3], causal=True, return_lse=True, backend=name)
-        found.append(torch.autograd.grad((o, lse), [leaves[place] for place in wanted], (do, dlse)))
-    for got, expected in zip(*found):
+        runs.append(torch.autograd.grad((o, lse), [leaves[place] for place in wanted], (do, dlse)))
+    for got, expected in zip(*runs):
         torch.testing.assert_close(got, expected, rtol=4e-3, atol=4e-3)
 
 
@@ -473,11 +488,11 @@ def test_descriptors(dims: tuple[int, int], apart: bool, dimensions: int, monkey
     assert made == ([4, 4] if dimensions == 4 else [3, 3, 3, 3])  # k and v; or q, k, v and o
     made.clear()
     do = made_up(37, dims[1], 3)
-    found = backward(inputs, o, lse, do, None)
+    grads = backward(inputs, o, lse, do, None)
     assert made == [dimensions, dimensions, 4, 4]  # k and v for dq, q and do for dk and dv
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = tileattn.attention(*leaves, causal=True, backend="torch")
-    for got, wanted in zip((o, *found[:3]), (expected, *torch.autograd.grad(expected, leaves, do))):
+    for got, wanted in zip((o, *grads[:3]), (expected, *torch.autograd.grad(expected, leaves, do))):
         torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
 
 
@@ -599,12 +614,12 @@ def test_the_grid_of_each_kernel() -> None:
 def test_a_grid_has_every_tile_within_its_bounds(
     tiles: int, heads: int, side_by_side: int, grid: tuple[int, int, int]
 ) -> None:
-    found = Programs.of(tiles, heads, side_by_side)
-    assert found.grid == grid
-    together, of_fold, rest = found.grid
+    programs = Programs.of(tiles, heads, side_by_side)
+    assert programs.grid == grid
+    together, of_fold, rest = programs.grid
     assert max(of_fold, rest) <= order.MOST
-    assert of_fold * found.folds >= tiles
-    assert together * rest // found.folds >= heads
+    assert of_fold * programs.folds >= tiles
+    assert together * rest // programs.folds >= heads
 
 
 @pytest.mark.parametrize("from_last", [False, True])
@@ -618,12 +633,12 @@ def test_the_order_of_tiles(
 
     monkeypatch.setattr(order, "MOST", most)
     programs = Programs.of(3, heads, side_by_side)
-    found = torch.full((math.prod(programs.grid), 2), -1, dtype=torch.int32, device=DEVICE)
-    load(KERNEL_OF_ORDER, "test_order")["kernel"][programs.grid](found, 20, programs.folds, from_last)
+    visited = torch.full((math.prod(programs.grid), 2), -1, dtype=torch.int32, device=DEVICE)
+    load(KERNEL_OF_ORDER, "test_order")["kernel"][programs.grid](visited, 20, programs.folds, from_last)
     together = programs.grid[0]
     groups = [range(first, min(first + together, heads)) for first in range(0, heads, together)]
     tiles = (16, 8, 0) if from_last else (0, 8, 16)
-    each = [[first, head] for first, head in found.tolist() if 0 <= first < 20 and head < heads]
+    each = [[first, head] for first, head in visited.tolist() if 0 <= first < 20 and head < heads]
     assert each == [[tile, head] for group in groups for tile in tiles for head in group]
 
 
@@ -632,14 +647,14 @@ import triton.language as tl
 from tileattn.kernels.triton.tile.tiles import last_tile_and_head, tile_and_head
 
 @triton.jit(do_not_specialize=["seqlen"])
-def kernel(found, seqlen, folds, from_last: tl.constexpr):
+def kernel(visited, seqlen, folds, from_last: tl.constexpr):
     if from_last:
         first, head = last_tile_and_head(seqlen, 8, folds)
     else:
         first, head = tile_and_head(8, folds)
     number = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(found + number * 2, first)
-    tl.store(found + number * 2 + 1, head)
+    tl.store(visited + number * 2, first)
+    tl.store(visited + number * 2 + 1, head)
 """
 
 
@@ -718,14 +733,14 @@ def test_compiles_in_a_graph() -> None:
 
 def test_a_learned_number_has_its_gradient() -> None:
     q, warmth = tensor(1, 5, 2, 16), torch.tensor(0.7, device=DEVICE, requires_grad=True)
-    found = [
+    grads = [
         torch.autograd.grad(
             tileattn.attention(q, q, q, score_mod=lambda s, b, h, i, j: s * warmth, backend=backend).square().sum(),
             warmth,
         )[0]
         for backend in ("triton", "torch")
     ]
-    torch.testing.assert_close(*found, rtol=0.02, atol=0)
+    torch.testing.assert_close(*grads, rtol=0.02, atol=0)
 
 
 @pytest.mark.gpu
@@ -761,14 +776,14 @@ def test_module_equals_the_textbook(causal: bool, kv_heads: int) -> None:
     naive, module = NaiveAttention(32, 4, **options), get_attention("triton", 32, 4, **options)
     assert isinstance(module, TritonFlashAttention)
     module.load_state_dict(naive.state_dict())
-    found = []
+    runs = []
     for each in (module, naive):
         x = tensor(2, 21, 32, dtype=torch.float32).requires_grad_()
         output, weights = each(x)
         output.square().sum().backward()
-        found.append([output, x.grad, *(parameter.grad for parameter in each.parameters())])
+        runs.append([output, x.grad, *(parameter.grad for parameter in each.parameters())])
         assert (weights is None) == (each is module)
-    for got, expected in zip(*found):
+    for got, expected in zip(*runs):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -36,11 +36,11 @@ QUICK: dict[str, dict[str, dict[str, Any]]] = {
 @functools.cache
 def quick(arch: str) -> dict[str, list[dict[str, Any]]]:
     """The reports of an architecture's calls, by their names: a forward kernel begins those of each."""
-    every, found = compiled(arch, list(QUICK[arch].values())), {}
+    every, by_name = compiled(arch, list(QUICK[arch].values())), {}
     begins = [at for at, report in enumerate(every) if report["kernel"] == "forward_kernel"]
     for name, begin, end in zip(QUICK[arch], begins, [*begins[1:], len(every)], strict=True):
-        found[name] = every[begin:end]
-    return found
+        by_name[name] = every[begin:end]
+    return by_name
 
 
 def check(arch: str, name: str) -> list[dict[str, Any]]:
@@ -84,7 +84,7 @@ def test_amd_has_matrix_instructions() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "gfx942"])
 def test_without_dq(arch: str) -> None:
-    """What the kernel for dq prepares has a kernel of its own then."""
+    """A kernel of its own then prepares what the kernel for dq would prepare."""
     check(arch, "without dq")
 
 
@@ -133,6 +133,6 @@ SLOW = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "call"), SLOW, ids=lambda value: value if isinstance(value, str) else str(value))
 def test_other_calls(arch: str, call: dict[str, Any]) -> None:
-    """In shared memory, that is; where scores are modified, and in float32, registers may spill."""
+    """They fit into shared memory. Registers may spill in float32, and where scores are modified."""
     for report in compiled(arch, [call]):
         assert report["shared"] <= SHARED_BYTES[arch], report

@@ -39,6 +39,28 @@ def varlen(x: Tensor, cu_seqlens: Tensor, return_lse: bool) -> Tensor:
     return tileattn.varlen_attention(x, x, x, *packed, mask=tileattn.Causal()).sum()
 
 
+def decoding(x: Tensor, lengths: Tensor, return_lse: bool) -> Tensor:
+    plan = tileattn.decode_plan(x, x, x, lengths, splits=tileattn.FixedSplit(128))
+    assert_type(plan, tileattn.DecodePlan)
+    o = tileattn.decode(x, x, x, lengths, splits=tileattn.FixedSplit(128), plan=plan)
+    assert_type(o, Tensor)
+    part = tileattn.decode(x, x, x, lengths, return_lse=True, mask=tileattn.SlidingWindow(3, 0))
+    assert_type(part, Pair)
+    assert_type(tileattn.decode(x, x, x, lengths, return_lse=return_lse, splits=2), Tensor | Pair)
+    assert_type(tileattn.merge(*part, *part), Pair)
+    return o
+
+
+def cached(x: Tensor) -> Tensor:
+    cache = tileattn.PagedKVCache(x.shape[0], 16, x.shape[2], x.shape[3], dtype=x.dtype)
+    cache.extend(x.shape[1])
+    assert_type(cache.append(x, x, layer=0), Tensor | None)
+    o = tileattn.decode(x, *cache.layer(0), cache.seqlens, page_table=cache.page_table)
+    cache.fork(0, [1], length=3)
+    cache.free(0)
+    return o
+
+
 def sdpa(query: Tensor, mask: Tensor) -> Tensor:
     assert_type(tileattn.scaled_dot_product_attention(query, query, query), Tensor)
     return tileattn.scaled_dot_product_attention(query, query, query, attn_mask=mask, scale=1.0)

@@ -23,6 +23,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> Tensor:
     return tileattn.attention(q, k, v, return_lse=True)  # error: return-value
 
 
+def decoding(x: Tensor, lengths: Tensor) -> None:
+    tileattn.decode(x, x, x, lengths, return_lse=True).shape  # error: attr-defined
+    tileattn.decode(x, x, x)  # error: call-overload
+    tileattn.decode(x, x, x, lengths, block_table=x)  # error: call-overload
+    tileattn.decode(x, x, x, lengths, plan=x)  # error: call-overload
+    tileattn.decode_plan(x, x, x, lengths, out=x)  # error: call-arg
+    tileattn.PagedKVCache(2, 16, 2, 8).append(x)  # error: call-arg
+
+
 def sdpa(query: Tensor) -> None:
     tileattn.scaled_dot_product_attention(query, query, query, causal=True)  # error: call-arg
     tileattn.scaled_dot_product_attention(query, query, query).lse  # error: attr-defined

@@ -37,17 +37,17 @@ struct Slices {
   DEVICE void start() {
     if (STAGES == 2) copy();
   }
-  // Waits for the next slice, and says where it is.
+  // Waits for the next slice and returns its address.
   DEVICE unsigned next() {
     if (STAGES == 2) cp_async_wait<0>();
     __syncthreads();
-    unsigned found = address + (STAGES == 2 ? place ^ 1 : 0) * PLACE;
+    unsigned slice_address = address + (STAGES == 2 ? place ^ 1 : 0) * PLACE;
     copy();
     if (STAGES == 1) {
       cp_async_wait<0>();
       __syncthreads();
     }
-    return found;
+    return slice_address;
   }
 
  private:

@@ -14,8 +14,7 @@ from torch import Tensor
 from ...call.dropout import Dropout
 from ...call.facts import Gradients, Packed
 from ...call.inputs import Inputs
-from ...call.sequences import Sequence as PackedSequence
-from ...call.sequences import sequences
+from ...call.sequences import SequenceSlices, sequences
 from ...variant.masks import Mask
 from ...variant.scores import Bias, PackedBias
 from .backward import Needs, add_gradients
@@ -85,7 +84,7 @@ def packed_backward(
     return Gradients(dq, dk, dv, dsink, tuple(None if x is None else x.gradient() for x in watched))
 
 
-def _of_sequence(mod: Any, sequence: PackedSequence) -> Any:
+def _of_sequence(mod: Any, sequence: SequenceSlices) -> Any:
     """A score modification for one sequence: a packed bias becomes the sequence's part of it."""
     if not isinstance(mod, PackedBias):
         return mod

@@ -36,12 +36,12 @@ QUICK = ("plain-16",)
 
 
 def calls() -> dict[str, BackwardCall]:
-    """Of the lowering tests, with dq by the main kernel, and by one of its own."""
-    found = {}
+    """The calls of the lowering tests, with dq by the main kernel and by a kernel of its own."""
+    by_name = {}
     for name, call in CALLS.items():
-        found[name] = on(ARCH, call)
-        found[f"{name}-deterministic"] = dataclasses.replace(found[name], deterministic=True)
-    return found
+        by_name[name] = on(ARCH, call)
+        by_name[f"{name}-deterministic"] = dataclasses.replace(by_name[name], deterministic=True)
+    return by_name
 
 
 @pytest.mark.parametrize("name", calls())
@@ -49,10 +49,10 @@ def test_every_call_has_a_default_and_candidates(name: str) -> None:
     call = calls()[name]
     assert isinstance(default(call), AmdBackwardConfig)
     assert isinstance(queries_default(call), AmdBackwardConfig)
-    found = space.candidates(call)
-    assert default(call) in found
-    assert len(found) >= 3
-    assert all(space.fits(call, config) for config in found)
+    candidates = space.candidates(call)
+    assert default(call) in candidates
+    assert len(candidates) >= 3
+    assert all(space.fits(call, config) for config in candidates)
 
 
 def check(call: BackwardCall, which: str, config: AmdBackwardConfig, folder: Path) -> None:
@@ -124,8 +124,8 @@ def replaced(monkeypatch: pytest.MonkeyPatch, config: BackwardConfig, loaded: Lo
                 functions["queries"] = amd.queries_kernel(call, tiles)
         else:
             functions["main"] = main_kernel(call, config)
-        found = {name: loaded(function, name) for name, function in functions.items()}
-        return launch.Kernels(found["prepare"], found["main"], found.get("finish"), found.get("queries"))
+        by_name = {name: loaded(function, name) for name, function in functions.items()}
+        return launch.Kernels(by_name["prepare"], by_name["main"], by_name.get("finish"), by_name.get("queries"))
 
     monkeypatch.setattr(backend, "tuned_config", lambda call, sizes: config)
     monkeypatch.setattr(backend, "backward_kernels", kernels)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("tilelang")
 
+import tileattn
 from tests.kernels.tilelang.backward import test_gpu as gpu
 from tests.kernels.tilelang.backward.test_gpu import CASES, Case, Problem
 from tests.tools.emulator import ARCH, COMPILER, Kernel
@@ -36,8 +37,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
 
     def kernels(call: BackwardCall) -> launch.Kernels:
-        found = {name: Kernel(kernel(call, name), tmp_path) for name in launch.kernel_names(call)}
-        return launch.Kernels(found["prepare"], found["main"], found.get("finish"), found.get("queries"))
+        by_name = {name: Kernel(kernel(call, name), tmp_path) for name in launch.kernel_names(call)}
+        return launch.Kernels(by_name["prepare"], by_name["main"], by_name.get("finish"), by_name.get("queries"))
 
     monkeypatch.setattr(backend, "backward_kernels", kernels)
 
@@ -69,8 +70,8 @@ def gradients(problem: Problem, deterministic: bool) -> dict[str, Tensor]:
     detached = Operands([tensor.detach() for tensor in operands.tensors], operands.ints, operands.floats)
     inputs: list[Any] = [leaves[name].detach() if name in leaves else None for name in ("q", "k", "v", "sink")]
     given = Inputs(*inputs, detached)
-    *found, tensors = run(given, o.to(case.dtype).contiguous(), lse.float(), problem.do, dlse)
-    named = dict(zip(("q", "k", "v", "sink"), found))
+    *grads, tensors = run(given, o.to(case.dtype).contiguous(), lse.float(), problem.do, dlse)
+    named = dict(zip(("q", "k", "v", "sink"), grads))
     # The variant holds its tensors in another order than the case made them.
     named |= {
         name: next(grad for tensor, grad in zip(operands.tensors, tensors) if tensor is leaf)
@@ -92,6 +93,22 @@ def test_gradients(problem: Problem, request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize("problem", _cases(gpu.DETERMINISTIC), indirect=True)
 def test_deterministic_gradients(problem: Problem, request: pytest.FixtureRequest) -> None:
     gpu.check(request.node.name, problem, gradients(problem, deterministic=True))
+
+
+@pytest.mark.parametrize("seqlen_k", [17, 0])
+def test_nan_in_rows_without_keys_reaches_the_sinks_gradient(seqlen_k: int, emulated: None) -> None:
+    """Also that of a sink of -inf, which has no probability, as in the torch backend."""
+    problem = Problem(Case((21, seqlen_k), (4, 2), mask=Causal(), sink=True))
+    assert problem.sink is not None
+    with torch.no_grad():
+        problem.sink[:2] = -torch.inf
+    problem.do[:, 0, ::2] = torch.nan
+    o, lse = tileattn.attention(
+        problem.q, problem.k, problem.v, causal=True, sink=problem.sink, return_lse=True, backend="torch"
+    )
+    expected = problem.gradients(o, lse)["sink"].isnan()
+    assert expected.tolist() == [True, False] * 2
+    assert torch.equal(gradients(problem, deterministic=False)["sink"].isnan(), expected)
 
 
 @pytest.mark.slow

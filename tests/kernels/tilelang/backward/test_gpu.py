@@ -1,7 +1,7 @@
 """What only a GPU can show of the TileLang backward pass: ``pytest -m gpu tests/kernels/tilelang/backward``.
 
-Gradients are held to the tolerance rule of `tileattn.testing`: the oracle is autograd through standard attention in
-float64, eager the same in the inputs' dtype.
+Gradients are compared by the tolerance rule of `tileattn.testing`. The oracle is autograd through standard attention in
+float64; eager is the same in the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def _narrow_shared_bias(case: Case, random: Callable[..., Tensor]) -> list[Any]:
 
 
 def _padded_bias(case: Case, random: Callable[..., Tensor]) -> list[Any]:
-    """Its rows begin at multiples of 16 bytes, and so must its gradient's, whose length is none."""
+    """A bias whose rows begin at multiples of 16 bytes, though their length is none; so must its gradient's."""
     return [Bias(random(case.batch, case.heads[0], *case.lengths, dtype=case.dtype, padding=-case.lengths[1] % 8))]
 
 
 def _factor(case: Case, random: Callable[..., Tensor]) -> list[Any]:
-    """Its derivatives are each other's factor."""
+    """Score times factor: each is the derivative by the other."""
     factor = random(case.batch, case.heads[0], *case.lengths, dtype=case.dtype)
     return [lambda score, b, h, q, k: score * factor[b, h, q - (case.lengths[1] - case.lengths[0]), k]]
 
@@ -210,7 +210,7 @@ class Problem:
         return o.transpose(1, 2) if case.layout == "bhsd" else o, lse
 
     def gradients(self, o: Tensor, lse: Tensor) -> dict[str, Tensor]:
-        """Of o and lse, where it has one."""
+        """The gradients of o, and of lse where it has one."""
         outputs, grads = [o], [self.do.to(o.dtype)]
         if self.dlse is not None:
             seen = (lse != -torch.inf).expand_as(lse)  # -inf has no gradient
@@ -226,8 +226,8 @@ class Problem:
         return None
 
     def oracle(self) -> dict[str, Tensor]:
-        found = oracle_attention(*self.standard(), dropout=self.dropout())
-        return {name: grad.double() for name, grad in self.gradients(*found).items()}
+        outputs = oracle_attention(*self.standard(), dropout=self.dropout())
+        return {name: grad.double() for name, grad in self.gradients(*outputs).items()}
 
     def eager(self) -> list[dict[str, Tensor]]:
         runs = eager_attention(*self.standard(), dropout=self.dropout())
@@ -367,7 +367,7 @@ BIASED = list(itertools.product((64, 128), (1, 32), (False, True)))
 def test_tiles_of_a_bias_are_read_before_the_next_ones_come(
     head_dim: int, heads_of_bias: int, deterministic: bool
 ) -> None:
-    """On a busy multiprocessor a read may take longer than the next tile needs to come."""
+    """On a busy multiprocessor, reading a tile may take longer than the next tile takes to arrive."""
     call = Biased(head_dim, heads_of_bias)
     first = call.run(deterministic)
     for _ in range(8):
@@ -381,14 +381,14 @@ def test_two_streams_at_the_same_time(deterministic: bool) -> None:
     expected = [problem.ours(deterministic=deterministic) for problem in both]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
-    found: list[list[dict[str, Tensor]]] = [[], []]
+    runs: list[list[dict[str, Tensor]]] = [[], []]
     for _ in range(25):
         for index, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found[index].append(both[index].ours(deterministic=deterministic))
+                runs[index].append(both[index].ours(deterministic=deterministic))
     torch.cuda.synchronize()
     for index in range(2):
-        for again in found[index]:
+        for again in runs[index]:
             assert_same(again, expected[index], deterministic)
 
 

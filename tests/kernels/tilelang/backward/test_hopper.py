@@ -1,6 +1,6 @@
-"""The Hopper schedule of the backward pass, head dims up to 128: which calls get it, and the code that they become.
+"""The Hopper schedule of the backward pass, head dims up to 128: the calls that use it, and its generated code.
 
-What runs without a GPU: lowering and ptxas.
+The tests lower and assemble; they need no GPU.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ def test_main_kernel(call: BackwardCall, tmp_path: Path) -> None:
 
 def check_tiles(call: BackwardCall, config: HopperBackwardConfig, body: str) -> None:
     """A bias whose rows are aligned is not read element by element, and neither is its gradient written so."""
-    found = program(call.forward.variant).copied_tile
-    assert (found is not None) == (config.tile_stages > 0)
-    if found is None:
+    copied_tile = program(call.forward.variant).copied_tile
+    assert (copied_tile is not None) == (config.tile_stages > 0)
+    if copied_tile is None:
         assert "ldmatrix" not in body
         return
-    load, dtype = found
+    load, dtype = copied_tile
     assert re.search(rf"tma_load.*\({load.name}_desc", body)
     assert "tl_shuffle_elect<128>" not in body.partition("warpgroup_reg_alloc<")[0]  # who copies is of one warp
     assert not re.search(rf"\b{load.name}\[", body)

@@ -1,6 +1,6 @@
-"""The Hopper schedules for dq alone and for wide heads: which calls get them, and the code that they become.
+"""The Hopper schedules for dq alone and for wide heads: the calls that use them, and their generated code.
 
-What runs without a GPU: lowering, ptxas, and the order of the instructions that it leaves.
+The tests lower, assemble and read the order of the instructions; they need no GPU.
 """
 
 from __future__ import annotations

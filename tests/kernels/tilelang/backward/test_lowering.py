@@ -105,7 +105,7 @@ ELSEWHERE = ("plain", "plain-16", "causal-256", "composed", "unaligned")
 
 
 def _kernels() -> list[object]:
-    found = []
+    parameters = []
     for arch, (name, call) in itertools.product(("sm_80", "sm_90a", "sm_120a", "gfx942"), CALLS.items()):
         call = on(arch, call)
         for deterministic, which in ((False, "prepare"), (False, "main"), (False, "finish"), (True, "queries")):
@@ -113,11 +113,11 @@ def _kernels() -> list[object]:
                 continue
             marks = [] if (name, arch, which) in QUICK else [pytest.mark.slow]
             facts = replace(call, deterministic=deterministic)
-            found.append(pytest.param(facts, which, id=f"{arch}-{name}-{which}", marks=marks))
+            parameters.append(pytest.param(facts, which, id=f"{arch}-{name}-{which}", marks=marks))
     for name in ("plain", "shared-bias", "alibi"):  # without dq, and with a place for each score
         facts = replace(CALLS[name], deterministic=True)
-        found.append(pytest.param(facts, "main", id=f"sm_90a-{name}-deterministic", marks=[pytest.mark.slow]))
-    return found
+        parameters.append(pytest.param(facts, "main", id=f"sm_90a-{name}-deterministic", marks=[pytest.mark.slow]))
+    return parameters
 
 
 def on(arch: str, call: BackwardCall) -> BackwardCall:
@@ -176,9 +176,9 @@ def _check_barriers(source: str) -> None:
 def _check_atomics(call: BackwardCall, which: str, source: str) -> None:
     """dq is added up in memory; nothing is where the gradients must be deterministic."""
     body = source.partition("__global__")[2]
-    found = {name for _, name in re.findall(r"[Aa]tomicAdd(x2|x4)?\(\(?&?\(?(\w+)\[", body)}
+    summed = {name for _, name in re.findall(r"[Aa]tomicAdd(x2|x4)?\(\(?&?\(?(\w+)\[", body)}
     ways = {f"path{index}" for index, path in enumerate(launch.paths(call)) if path.way == "added"}
-    assert found == ({"dq_sum"} | ways if which == "main" and not call.deterministic else set())
+    assert summed == ({"dq_sum"} | ways if which == "main" and not call.deterministic else set())
 
 
 def _check_nothing_is_static(which: str, source: str) -> None:
@@ -333,7 +333,7 @@ def test_what_does_not_matter_shares_a_kernel() -> None:
 # --- What is skipped ---
 
 
-def test_tiles_that_nobody_sees_are_skipped() -> None:
+def test_fully_masked_tiles_are_skipped() -> None:
     """The producer's loop runs over the rows that the mask says; without a mask over all."""
 
     def loop(mask: Mask | None) -> str:

@@ -66,7 +66,7 @@ def test_what_is_not_wanted_has_no_path() -> None:
 
 @pytest.mark.parametrize("name", [name for name, (_, ways) in MODS.items() if ways != (STORED,)])
 def test_what_a_workspace_holds_comes_to_its_elements(name: str) -> None:
-    """... as autograd brings it; elements beyond the tensor, which kernels read as 0, get nothing."""
+    """The sums equal autograd's. Elements beyond the tensor, which kernels read as 0, get nothing."""
     call, operands = _call(MODS[name][0], deterministic=True)
     sizes, generator = (BATCH, HEADS, QUERIES, KEYS), torch.Generator().manual_seed(0)
     b, h, q, k = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
@@ -81,10 +81,10 @@ def test_what_a_workspace_holds_comes_to_its_elements(name: str) -> None:
             within = within & (index >= 0) & (index < size)
         read = tensor[tuple(index.clamp(0, size - 1) for index, size in zip(indices, tensor.shape))]
         (ds * torch.where(within, read, 0.0)).sum().backward()
-        found = torch.zeros_like(tensor)
+        gradient = torch.zeros_like(tensor)
         parts = ds.sum(2) if len(AXES[path.way]) == 3 else ds
-        add_up(found.detach(), path, parts, operands, KEYS - QUERIES, KEYS)
-        torch.testing.assert_close(found, tensor.grad)
+        add_up(gradient.detach(), path, parts, operands, KEYS - QUERIES, KEYS)
+        torch.testing.assert_close(gradient, tensor.grad)
 
 
 SCORES: dict[str, ScoreMod] = {
@@ -100,7 +100,7 @@ SCORES: dict[str, ScoreMod] = {
 @pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_and_derivatives_as_they_are_emitted(name: str, capped: bool, hardware_tanh: bool) -> None:
-    """... are those that autograd finds."""
+    """They equal autograd's."""
     mods = (SCORES[name], SoftCap(2.0)) if capped else (SCORES[name],)
     key, operands = encode(None, mods)
     score = program(key).score
@@ -139,8 +139,8 @@ def test_scores_and_derivatives_as_they_are_emitted(name: str, capped: bool, har
         others = [other for other in loads if other.args[0] == load.args[0]]
         if len(others) == 1:
             total = torch.autograd.grad(changed.expand(sizes).sum(), tensor)[0]
-            found = torch.zeros_like(total).index_put_(tuple(places), by_path, accumulate=True)
-            torch.testing.assert_close(found, total)
+            sums = torch.zeros_like(total).index_put_(tuple(places), by_path, accumulate=True)
+            torch.testing.assert_close(sums, total)
 
 
 def test_what_depends_on_the_score_is_kept_once() -> None:

@@ -1,4 +1,4 @@
-"""nvcc gets less to read than TileLang would give it, and makes the same machine code of it."""
+"""The shortened source that nvcc gets in place of TileLang's: nvcc makes the same machine code of it."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def sections(cubin: bytes) -> dict[str, bytes]:
     size, count, index_of_names = struct.unpack_from("<HHH", cubin, 58)
     headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
     start = headers[index_of_names][4]
-    found = {}
+    by_name = {}
     for name, _, _, _, offset, length in headers:
         text = cubin[start + name : cubin.index(b"\0", start + name)].decode()
         if text.startswith((".text.", ".nv.constant0.")):
-            found[text] = cubin[offset : offset + length]
-    return found
+            by_name[text] = cubin[offset : offset + length]
+    return by_name
 
 
 def as_tilelang_does(code: str, folder: Path) -> bytes:
@@ -91,7 +91,7 @@ def test_every_product_is_defined_once(q_in_registers: bool) -> None:
 
 
 def test_what_is_not_understood_stays() -> None:
-    """And products of fp8 (test_fp8_lowering.py)."""
+    """Sources with unknown products stay as they are. For those of fp8 see test_fp8_lowering.py."""
     assert nvcc.with_own_products(KERNEL) == KERNEL
     known = forward_source(False)
     unknown = known + "// tl::wgmma_sp<1>\n"

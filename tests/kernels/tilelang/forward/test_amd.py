@@ -1,4 +1,4 @@
-"""The schedule for AMD's MI300X, without one: its space, its HIP source, code objects, and its results elsewhere."""
+"""The schedule for AMD's MI300X, without one: its space, HIP source, code objects, and results on the CPU."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ NARROW, WIDE = make_call(Causal(), dim=64, arch=ARCH), make_call(Causal(), arch=
 
 
 def test_the_published_space_has_108_configurations() -> None:
-    found = list(published_space())
-    assert len(set(found)) == 108
-    assert len({config.kernel_text for config in found}) == 36  # num_split_q is a number at run time
+    configs = list(published_space())
+    assert len(set(configs)) == 108
+    assert len({config.kernel_text for config in configs}) == 36  # num_split_q is a number at run time
 
 
 @pytest.mark.parametrize(("dim", "count"), [(16, 78), (64, 48), (128, 12), (256, 0)])
@@ -64,9 +64,9 @@ def test_every_call_has_a_default_and_candidates(name: str) -> None:
     config = defaults.default(call)
     assert isinstance(config, AmdConfig)
     assert shared_bytes(call, config) <= SHARED_BYTES
-    found = space.candidates(call, (64, 4096, 4096, 1))
-    assert len(found) >= 10
-    assert all(is_valid_amd(call, config) for config in found)
+    candidates = space.candidates(call, (64, 4096, 4096, 1))
+    assert len(candidates) >= 10
+    assert all(is_valid_amd(call, config) for config in candidates)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""NaN and infinities in the generated code for sm_80, run on the CPU by emulator.py: what no GPU is needed for."""
+"""NaN and infinities in the generated code for sm_80, run on the CPU by emulator.py."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_transposition(dim: int, tmp_path: Path) -> None:
 
 
 def test_threads_hold_the_weights_that_they_take() -> None:
-    """Of a row, a thread holds columns 8g + 2t, + 1 of D, and takes 16g + 4t .. + 3 of A (PTX ISA, wgmma.m64nNk32)."""
+    """A thread holds columns 8g + 2t, + 1 of a row of D, and reads 16g + 4t .. + 3 of A (PTX ISA, wgmma.m64nNk32)."""
     columns = range(64)
     assert sorted(map(key_of_column, columns)) == list(columns)
     for column in columns:

@@ -186,14 +186,14 @@ def test_two_streams_at_the_same_time() -> None:
     expected = [tileattn.attention(**arguments) for arguments in both]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
-    found: list[list[torch.Tensor]] = [[], []]
+    outputs: list[list[torch.Tensor]] = [[], []]
     for _ in range(50):
         for index, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found[index].append(tileattn.attention(**both[index]))
+                outputs[index].append(tileattn.attention(**both[index]))
     torch.cuda.synchronize()
     for index in range(2):
-        assert all(torch.equal(o, expected[index]) for o in found[index])
+        assert all(torch.equal(o, expected[index]) for o in outputs[index])
 
 
 def test_a_graph_replays_on_another_stream_beside_eager_calls() -> None:
@@ -220,7 +220,7 @@ def test_a_graph_replays_on_another_stream_beside_eager_calls() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_nan_stays_in_the_rows_that_see_it(head_dim: int, causal: bool) -> None:
-    """... and hangs nothing: barriers are released at addresses that depend on the sums."""
+    """NaN makes no kernel hang, though barriers are released at addresses that depend on the sums."""
     q, k, v = _tensors(2, 700, 4, head_dim)
     q[0, 300] = torch.nan
     k[1, 500] = torch.nan
@@ -249,7 +249,7 @@ def test_compiled_model_equals_eager() -> None:
 
 
 def test_another_process_takes_the_kernel_from_disk() -> None:
-    """... and does so without importing TileLang, whose import alone would take longer than the load."""
+    """It does not import TileLang, which would take longer than loading the kernel."""
     tileattn.attention(*_tensors(1, 64, 2, 64), causal=True)
     code = (
         "import sys, torch, tileattn\n"

@@ -61,7 +61,7 @@ SERIALIZED = re.compile(r"C75(?:08|10|12|14)|serializ|setmaxnreg ignored", re.IG
 
 def _kernels() -> list[object]:
     """(call, configuration) of every kernel that a call gets at one length or another, unless two of them coincide."""
-    found = []
+    parameters = []
     for arch in ARCHITECTURES:
         for name, call in (CALLS | SLOW_CALLS).items():
             quick, call = name in QUICK[arch], on(arch, call)
@@ -69,8 +69,8 @@ def _kernels() -> list[object]:
                 # Of several kernels the one that `lower` makes for the tests below: it is not lowered again.
                 marks = [] if quick and tile == defaults.default(call) else [pytest.mark.slow]
                 suffix = f"-{number}" if number else ""
-                found.append(pytest.param(call, tile, id=f"{arch}-{name}{suffix}", marks=marks))
-    return found
+                parameters.append(pytest.param(call, tile, id=f"{arch}-{name}{suffix}", marks=marks))
+    return parameters
 
 
 @pytest.mark.parametrize(("call", "tile"), _kernels())
@@ -178,7 +178,7 @@ def _ranges(source: str) -> tuple[str, str]:
     return begin, end
 
 
-def test_tiles_that_nobody_sees_are_skipped() -> None:
+def test_fully_masked_tiles_are_skipped() -> None:
     full, causal, window = (_ranges(lower(CALLS[name])) for name in ("plain", "causal-64", "window-96"))
     # `row` is the tile's first query, and q_lo its position: without a mask the range does not depend on it.
     assert not re.search(r"\brow\b|q_lo|blockIdx", "".join(full))
@@ -260,11 +260,11 @@ def test_any_other_bias_is_fetched(bias: torch.Tensor) -> None:
     ("bias", "shared"),
     [(TILES[:1], True), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((TILES, False), (TILES[:, :1], True)))],
 )
-def test_tiles_of_a_bias_that_nobody_shares_leave_the_cache_first(bias: torch.Tensor, shared: bool) -> None:
+def test_tiles_of_a_bias_that_are_read_once_leave_the_cache_first(bias: torch.Tensor, shared: bool) -> None:
     _check_hint(lower(make_call(None, Bias(bias), dim=64)), bias, shared)
 
 
-def test_tiles_of_a_causal_bias_that_nobody_shares_leave_the_cache_first() -> None:
+def test_tiles_of_a_causal_bias_that_are_read_once_leave_the_cache_first() -> None:
     _check_hint(lower(CALLS["bias-tiles"]), TILES, shared=False)
 
 
@@ -396,7 +396,7 @@ def test_what_does_not_fit_is_not_valid() -> None:
 
 
 def test_padding_is_small() -> None:
-    """And leaves the head dims of real models as they are."""
+    """The head dims of real models are not padded."""
     for dim in HEAD_DIMS:
         assert dim <= architecture.padded(dim) < dim + 64
         assert dim <= config.hopper_dims(make_call(dim=dim))[0] < dim + 32
@@ -417,7 +417,7 @@ def test_consumer_registers(threads: int, blocks: int) -> None:
 
 @pytest.mark.parametrize("block_M", [64, 128, 192])
 def test_registers_of_the_hopper_schedule(block_M: int) -> None:
-    """As above; the launch gives every thread the same, and setmaxnreg moves the producer's to the consumers."""
+    """The launch gives all threads the same number; setmaxnreg moves registers of the producer to the consumers."""
     tile = HopperConfig(block_M, 128)
     registers, threads = tile.consumer_registers(), tile.consumer_threads()
     all_threads = threads + architecture.PRODUCER_THREADS

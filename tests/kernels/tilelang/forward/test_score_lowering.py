@@ -102,9 +102,9 @@ def main_loop(sass: str) -> Counter[str]:
     for line in sass.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(opcodes)
-        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?\s*(\S+)(.*);", line):
-            opcodes.append(found[1] + (" gsb0, 0x1" if "gsb0, 0x1" in found[2] else ""))
-            target = re.search(r"`\((\.L_x_\d+)\)", found[2])
-            if found[1].startswith("BRA") and target and target[1] in labels:
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?\s*(\S+)(.*);", line):
+            opcodes.append(instruction[1] + (" gsb0, 0x1" if "gsb0, 0x1" in instruction[2] else ""))
+            target = re.search(r"`\((\.L_x_\d+)\)", instruction[2])
+            if instruction[1].startswith("BRA") and target and target[1] in labels:
                 loops.append(opcodes[labels[target[1]] :])
     return Counter(min((loop for loop in loops if any("gsb0, 0x1" in opcode for opcode in loop)), key=len))

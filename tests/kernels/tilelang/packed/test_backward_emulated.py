@@ -68,14 +68,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def kernels(folder: Path) -> Callable[[BackwardCall], launch.Kernels]:
-    """Those of a call, for the CPU."""
+    """The kernels of a call, compiled for the CPU."""
 
     @functools.cache
     def compiled(call: BackwardCall) -> launch.Kernels:
         own = folder / str(len(list(folder.iterdir())))
         own.mkdir()
-        found = {name: Kernel(kernel(call, name), own) for name in launch.kernel_names(call)}
-        return launch.Kernels(found["prepare"], found["main"], found.get("finish"), found.get("queries"))
+        by_name = {name: Kernel(kernel(call, name), own) for name in launch.kernel_names(call)}
+        return launch.Kernels(by_name["prepare"], by_name["main"], by_name.get("finish"), by_name.get("queries"))
 
     return compiled
 
@@ -128,20 +128,20 @@ def run(
     detached = Operands([tensor.detach() for tensor in operands.tensors], operands.ints, operands.floats)
     outputs = [x if x is None else x.detach() for x in (o.to(case.dtype), lse.float(), do, dlse)]
     with poisoned_memory():
-        *found, tensors = backward(Inputs(*given, detached, dropout, packed), *outputs)
-    named = dict(zip(("dq", "dk", "dv", "dsink"), found))
+        *grads, tensors = backward(Inputs(*given, detached, dropout, packed), *outputs)
+    named = dict(zip(("dq", "dk", "dv", "dsink"), grads))
     # The variant holds its tensors in another order than the case's leaves.
     of_tensors = {id(tensor): gradient for tensor, gradient in zip(operands.tensors, tensors)}
     return {name: named[name] if name in named else of_tensors[id(leaf)] for name, leaf in leaves.items()}
 
 
 def _parameters() -> list[Any]:
-    found = []
+    parameters = []
     for case, deterministic in itertools.product([QUICK, *CASES], [False, True]):
         marks = [] if case is QUICK and not deterministic else [pytest.mark.slow]
         name = f"{case.id}-deterministic" if deterministic else case.id
-        found.append(pytest.param(case, deterministic, id=name, marks=marks))
-    return found
+        parameters.append(pytest.param(case, deterministic, id=name, marks=marks))
+    return parameters
 
 
 @pytest.mark.usefixtures("emulated")
@@ -162,7 +162,7 @@ WRONG = {"not from zero": (0, 1), "decreases": (2, 4), "negative": (2, -3), "bey
 @pytest.mark.parametrize("which", [0, 1], ids=["q", "k"])
 @pytest.mark.parametrize("name", WRONG)
 def test_rows_of_wrong_lengths_are_unused(name: str, which: int) -> None:
-    """On a GPU the host learns of them later: all gradients are 0, and nothing else is touched."""
+    """On a GPU the host learns of wrong lengths later. All gradients are 0, and no other memory is touched."""
     index, value = WRONG[name]
     arguments = build(QUICK, "cpu")
     assert arguments.packed is not None

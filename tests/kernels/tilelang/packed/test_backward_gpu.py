@@ -52,7 +52,7 @@ class Training(NamedTuple):
     dropout_p: float = 0.0
 
     def arguments(self, seed: int = 0) -> dict[str, Any]:
-        """Of `varlen_attention`: q, k, v and a sink require grad."""
+        """The arguments of `varlen_attention`: q, k, v and a sink require grad."""
         arguments = self.packing.arguments(seed)
         for name in ("q", "k", "v", "sink"):
             if arguments[name] is not None:
@@ -97,7 +97,7 @@ def _slopes(packing: Packing) -> ALiBi:
 
 
 def _bias(packing: Packing, sequences: int) -> Bias:
-    """NaN behind the ends of each sequence, where nobody may look; of all of them together finite."""
+    """NaN behind the ends of each sequence, where nothing is read. One bias for all sequences is finite."""
     longest = max(packing.lengths_q), max(packing.lengths_k)
     shape = (sequences, packing.heads[0], *longest)
     bias = torch.linspace(-2, 2, sequences * packing.heads[0] * longest[0] * longest[1], device=forward.DEVICE)
@@ -196,7 +196,7 @@ def test_sequences_that_end_where_tiles_do(case: ConformanceCase) -> None:
 
 
 def _owner(lengths: tuple[int, ...]) -> Tensor:
-    """Of each row the number of its sequence."""
+    """The number of the sequence of each row."""
     numbers = torch.arange(len(lengths), device=forward.DEVICE)
     return torch.repeat_interleave(numbers, torch.tensor(lengths, device=forward.DEVICE))
 
@@ -250,9 +250,9 @@ class GuardedShapes(Guarded):
 
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> Guarded:
-    found = GuardedShapes()
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *size, **named: found(self, *size, **named))
-    return found
+    shapes = GuardedShapes()
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *size, **named: shapes(self, *size, **named))
+    return shapes
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
@@ -317,9 +317,9 @@ def test_hundred_launches_give_the_same_gradients(name: str) -> None:
     o, lse = forward.attend(**arguments)
     wanted = leaves(arguments)
     outputs, grads = ((o,), (do,)) if dlse is None else ((o, lse), (do, dlse))
-    found = [torch.autograd.grad(outputs, list(wanted.values()), grads, retain_graph=True) for _ in range(100)]
-    first = dict(zip(wanted, found[0]))
-    for again in found[1:]:
+    runs = [torch.autograd.grad(outputs, list(wanted.values()), grads, retain_graph=True) for _ in range(100)]
+    first = dict(zip(wanted, runs[0]))
+    for again in runs[1:]:
         assert_same(dict(zip(wanted, again)), first, False)
 
 
@@ -379,14 +379,14 @@ def test_two_streams_at_the_same_time(deterministic: bool) -> None:
     expected = [train(*given, deterministic=deterministic) for given in both]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
-    found: list[list[Grads]] = [[], []]
+    runs: list[list[Grads]] = [[], []]
     for _ in range(20):
         for index, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found[index].append(train(*both[index], deterministic=deterministic))
+                runs[index].append(train(*both[index], deterministic=deterministic))
     torch.cuda.synchronize()
     for index in range(2):
-        for again in found[index]:
+        for again in runs[index]:
             assert_same(again, expected[index], deterministic)
 
 

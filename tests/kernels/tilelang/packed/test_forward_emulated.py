@@ -59,7 +59,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 @pytest.fixture
 def statuses(monkeypatch: pytest.MonkeyPatch, once: Once) -> list[list[int]]:
     """Tensors are on the CPU, and kernels run there; the statuses that calls report."""
-    found: list[list[int]] = []
+    reported: list[list[int]] = []
     monkeypatch.setattr(
         forward_launch,
         "forward_function",
@@ -67,8 +67,10 @@ def statuses(monkeypatch: pytest.MonkeyPatch, once: Once) -> list[list[int]]:
     )
     monkeypatch.setattr(packed, "plan_function", lambda arch: once(arch, lambda: plan_kernel("sm_80")))
     monkeypatch.setattr(packed_status.STATUS, "devices", {})
-    monkeypatch.setattr(packed_status, "report", lambda device: found.append(packed_status.status_of(device).tolist()))
-    return found
+    monkeypatch.setattr(
+        packed_status, "report", lambda device: reported.append(packed_status.status_of(device).tolist())
+    )
+    return reported
 
 
 def run(arguments: Arguments, given: Packed | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +102,7 @@ def test_case(case: ConformanceCase, statuses: list[list[int]]) -> None:
 
 
 def test_wrong_lengths_give_nothing(statuses: list[list[int]]) -> None:
-    """And touch nothing: what the cumulative lengths would lead to is not there."""
+    """No memory is touched where the wrong cumulative lengths lead."""
     arguments = build(QUICK)
     assert arguments.packed is not None
     cu_seqlens_q, cu_seqlens_k, *longest = arguments.packed

@@ -45,7 +45,7 @@ class Packing(NamedTuple):
     longest: int | None = None  # instead of the longest lengths
 
     def arguments(self, seed: int = 0) -> dict[str, Any]:
-        """Of `varlen_attention`; what is behind the last sequence is NaN."""
+        """The arguments of `varlen_attention`; unused tail rows are NaN."""
         generator = None if DEVICE == "meta" else torch.Generator(DEVICE).manual_seed(seed)
 
         def rows(lengths: Sequence[int], heads: int, head_dim: int) -> Tensor:
@@ -174,7 +174,7 @@ def test_nothing_leaks_from_a_sequence_into_its_neighbours(name: str) -> None:
 
 
 class Guarded:
-    """In place of `Tensor.new_empty`: memory between two margins, which nobody may touch."""
+    """A stand-in for `Tensor.new_empty`: memory between two margins that must stay untouched."""
 
     MARGIN, CANARY = 2**16, 123.0
 
@@ -200,9 +200,9 @@ class Guarded:
 
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> Guarded:
-    found = Guarded()
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *size, **named: found(self, *size, **named))
-    return found
+    guards = Guarded()
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *size, **named: guards(self, *size, **named))
+    return guards
 
 
 @pytest.mark.parametrize("name", PACKINGS)
@@ -293,14 +293,14 @@ def test_two_streams_at_the_same_time() -> None:
     expected = [attend(**arguments)[0] for arguments in both]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
-    found: list[list[Tensor]] = [[], []]
+    outputs: list[list[Tensor]] = [[], []]
     for _ in range(50):
         for index, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found[index].append(attend(**both[index])[0])
+                outputs[index].append(attend(**both[index])[0])
     torch.cuda.synchronize()
     for index in range(2):
-        assert all(torch.equal(o, expected[index]) for o in found[index])
+        assert all(torch.equal(o, expected[index]) for o in outputs[index])
 
 
 def test_nothing_waits_for_the_device() -> None:

@@ -43,7 +43,7 @@ def _packed(call: AttentionCall) -> AttentionCall:
 
 
 def _kernels() -> list[object]:
-    found = []
+    parameters = []
     for arch in NVIDIA:
         for name, call in (CALLS | SLOW_CALLS).items():
             if arch not in ASSEMBLED and name not in CALLS:
@@ -52,8 +52,8 @@ def _kernels() -> list[object]:
             for number, tile in enumerate(defaults.defaults(call)):
                 label = f"{arch}-{name}" + f"-{number}" * (number > 0)
                 marks = [] if label in QUICK else [pytest.mark.slow]
-                found.append(pytest.param(call, tile, id=label, marks=marks))
-    return found
+                parameters.append(pytest.param(call, tile, id=label, marks=marks))
+    return parameters
 
 
 def _lower(call: AttentionCall, tile: defaults.Config) -> tuple[Any, str]:
@@ -140,7 +140,7 @@ def _value(expr: Any, given: dict[str, int]) -> int:
 
 
 def test_a_tile_is_where_its_map_says() -> None:
-    """And one of a run without rows on that side is nowhere."""
+    """A tile of a run without rows on that side lies outside the tensor."""
     tensor = tirx.decl_buffer([1, 50, 2, 16], "float16", "x")
     region = ragged.tile(ragged.ragged(tensor), 30, 10, 4, 8, 1, slice(0, 16))
     begins, extents = ([int(getattr(side, name)) for side in region.region] for name in ("min", "extent"))

@@ -69,7 +69,7 @@ def test_every_part_comes_to_the_element_that_was_read(name: str) -> None:
 
 
 def test_delta_by_row() -> None:
-    """From each sequence's place in the workspace; unused tail rows may hold anything."""
+    """delta is taken from each sequence's place in the workspace; unused tail rows may hold anything."""
     workspaces = _workspaces()
     delta: Tensor = torch.full(workspaces.q_rows, torch.nan)
     expected = torch.rand(1, HEADS, ENDS_Q[-1])

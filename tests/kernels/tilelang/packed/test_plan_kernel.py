@@ -54,12 +54,12 @@ def model(q_lengths: list[int], k_lengths: list[int], total_q: int, total_k: int
     count = len(q_lengths)
     cu_q, cu_k = bounds(q_lengths).tolist(), bounds(k_lengths).tolist()
     rows, others = (k_lengths, q_lengths) if of_keys else (q_lengths, k_lengths)
-    found: list[list[int]] = []
+    work_list: list[list[int]] = []
 
     def add(sequence: int, q_start: int, q_len: int, k_start: int, k_len: int) -> None:
         padded = [(max(x, 0) + sequence * 144) // 16 * 16 for x in (q_start, k_start)]
-        record = [min(sequence, count - 1), len(found), q_start, q_len, k_start, k_len, *padded]
-        found.extend([record] * -(-(k_len if of_keys else q_len) // tile))
+        record = [min(sequence, count - 1), len(work_list), q_start, q_len, k_start, k_len, *padded]
+        work_list.extend([record] * -(-(k_len if of_keys else q_len) // tile))
 
     for i in sorted(range(count), key=lambda i: -others[i]):
         if rows[i]:
@@ -68,7 +68,7 @@ def model(q_lengths: list[int], k_lengths: list[int], total_q: int, total_k: int
         add(count, -1, 0, cu_k[-1], total_k - cu_k[-1])
     else:
         add(count, cu_q[-1], total_q - cu_q[-1], -1, 0)
-    return torch.tensor(found, dtype=torch.int32).reshape(-1, records.WIDTH)
+    return torch.tensor(work_list, dtype=torch.int32).reshape(-1, records.WIDTH)
 
 
 @pytest.mark.usefixtures("launched")
@@ -154,10 +154,10 @@ def test_one_status_serves_all_calls(status: Tensor) -> None:
 
 
 def _check_unused(packed: Packed, of_keys: bool, status: list[int]) -> None:
-    found = packed_status.status_of(packed.cu_seqlens_q.device).zero_()
+    words = packed_status.status_of(packed.cu_seqlens_q.device).zero_()
     work = packed_launch.work_list("sm_80", packed, 10, 10, 4, of_keys=of_keys)
     assert work[0].tolist() == [3, *[0] * 7]
-    assert found.tolist() == status
+    assert words.tolist() == status
     last = packed.cu_seqlens_q.numel() - 1
     start = [-1, 0, 0, 10] if of_keys else [0, 10, -1, 0]
     assert work[1:4].tolist() == [[last - 1, 0, *start, last * 144, last * 144]] * 3
@@ -165,7 +165,7 @@ def _check_unused(packed: Packed, of_keys: bool, status: list[int]) -> None:
 
 @pytest.mark.usefixtures("launched")
 def test_lists_of_one_launch() -> None:
-    """Of queries and keys in tiles of different sizes: each as it is alone."""
+    """Lists of queries and of keys, in tiles of different sizes, equal those of separate launches."""
     q_lengths, k_lengths = LENGTHS["skewed"]
     total_q, total_k = sum(q_lengths) + 3, sum(k_lengths)
     packed = Packed(bounds(q_lengths), bounds(k_lengths), 300, 300)
@@ -181,7 +181,7 @@ def test_lists_of_one_launch() -> None:
 
 
 def test_next_kernel_starts_early() -> None:
-    """From sm_90 on; older GPUs have no such instruction."""
+    """The instruction exists from sm_90 on."""
     early = "cudaTriggerProgrammaticLaunchCompletion"
     assert early in device_source(plan_kernel("sm_90a"), "sm_90a")
     assert early not in device_source(plan_kernel("sm_80"), "sm_80")

@@ -50,11 +50,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     def kernels(call: BackwardCall) -> launch.Kernels:
         config = (defaults.default(call), defaults.queries_default(call))
-        found = {
+        by_name = {
             name: compiled_once((call, name, config), lambda name=name: kernel(call, name))
             for name in launch.kernel_names(call)
         }
-        return launch.Kernels(found["prepare"], found["main"], found.get("finish"), found.get("queries"))
+        return launch.Kernels(by_name["prepare"], by_name["main"], by_name.get("finish"), by_name.get("queries"))
 
     def forward(call: AttentionCall, config: Any) -> Kernel:
         return compiled_once((call, config), lambda: forward_kernel(call, config))
@@ -91,8 +91,8 @@ class Call:
         needs = (True, True, True, problem.case.sink, *(tensor.requires_grad for tensor in self.leaves))
         call = BackwardCall(self.forward, needs, dlse=dlse is not None, deterministic=deterministic)
         run = backward_backend.prepare_backward(call, problem.q.shape, problem.k.shape, self.scale)
-        *found, tensors = run(self.inputs, o, lse, problem.do, dlse)
-        named = dict(zip(("q", "k", "v", "sink"), found))
+        *grads, tensors = run(self.inputs, o, lse, problem.do, dlse)
+        named = dict(zip(("q", "k", "v", "sink"), grads))
         # The variant holds its tensors in another order than the case made them.
         return named | {
             name: next(grad for tensor, grad in zip(self.leaves, tensors) if tensor is leaf)
@@ -133,7 +133,7 @@ TILINGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_the_pattern_does_not_depend_on_tiles(tiling: str, emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both passes, bit by bit."""
+    """The pattern of both passes is equal bit by bit."""
     if TILINGS[tiling] is not None:
         forward, main = TILINGS[tiling]  # type: ignore[misc]
         monkeypatch.setattr(forward_launch, "default", lambda *_: forward)

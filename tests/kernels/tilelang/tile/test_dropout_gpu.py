@@ -1,7 +1,7 @@
 """Dropout in the TileLang kernels, on a GPU: ``pytest -m gpu tests/kernels/tilelang/tile/test_dropout_gpu.py``.
 
-o and gradients are held to the tolerance rule of `tileattn.testing`, with the pattern of `tileattn.call.dropout` as a
-matrix; and the pattern of the kernels is read off, bit by bit.
+o and gradients are compared by the tolerance rule of `tileattn.testing`, with the pattern of `tileattn.call.dropout` as
+a matrix. The pattern of the kernels is read from their outputs, bit by bit.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Problem(gpu.Problem):
         return kept.double() * weight_of_kept(self.p)
 
     def eager(self) -> list[dict[str, Tensor]]:
-        """Also by the formula: where one key is kept of a row, autograd's error is 0 by luck."""
+        """Eager, also by the formula: in a row of which one key is kept, autograd's error is 0 by chance."""
         dlse = self.dlse
         if dlse is not None:
             lse = oracle_attention(*self.standard(), dropout=self.dropout())[1]
@@ -144,26 +144,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
 
 def pattern_forward(run: Attend, head_dim: int, p: float) -> Tensor:
     """Scores are 0, and V holds one unit matrix: o is what is kept of those keys."""
-    found = []
+    parts = []
     for first in range(0, LENGTHS[1], head_dim):
         q, k, v = (torch.zeros(2, n, HEADS, head_dim, dtype=FP16, device=gpu.DEVICE) for n in (*LENGTHS, LENGTHS[1]))
         block = v[:, first : first + head_dim]
         block += torch.eye(head_dim, dtype=FP16, device=gpu.DEVICE)[: block.shape[1], None]
-        found.append(run(q, k, v, p)[..., : block.shape[1]] != 0)
-    return torch.cat(found, dim=-1).transpose(1, 2)
+        parts.append(run(q, k, v, p)[..., : block.shape[1]] != 0)
+    return torch.cat(parts, dim=-1).transpose(1, 2)
 
 
 def pattern_backward(run: Attend, head_dim: int, p: float) -> Tensor:
     """dO holds a unit matrix: dV is, transposed, what is kept of those rows."""
-    found = []
+    parts = []
     for first in range(0, LENGTHS[0], head_dim):
         q, k, v = (torch.zeros(2, n, HEADS, head_dim, dtype=FP16, device=gpu.DEVICE) for n in (*LENGTHS, LENGTHS[1]))
         o = run(q, k, v.requires_grad_(), p)
         do = torch.zeros_like(o)
         block = do[:, first : first + head_dim]
         block += torch.eye(head_dim, dtype=FP16, device=gpu.DEVICE)[: block.shape[1], None]
-        found.append(torch.autograd.grad(o, v, do)[0][..., : block.shape[1]] != 0)
-    return torch.cat(found, dim=-1).permute(0, 2, 3, 1)
+        parts.append(torch.autograd.grad(o, v, do)[0][..., : block.shape[1]] != 0)
+    return torch.cat(parts, dim=-1).permute(0, 2, 3, 1)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
@@ -223,15 +223,15 @@ def test_a_cuda_graph_draws_a_seed_at_each_replay() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         static = step()
-    found = []
+    replays = []
     for _ in range(3):
         graph.replay()
-        found.append([x.clone() for x in static])
-    for name, *runs in zip(("o", "dq", "dk", "dv"), *found):
+        replays.append([x.clone() for x in static])
+    for name, *runs in zip(("o", "dq", "dk", "dv"), *replays):
         assert not torch.equal(runs[0], runs[1]), name
         assert not torch.equal(runs[1], runs[2]), name
     # o is linear in V, and dV the other way round: with one pattern <dO, o> = <dV, V>.
-    for o, _, _, dv in found:
+    for o, _, _, dv in replays:
         left, right = (problem.do.double() * o).sum(), (problem.v.double() * dv).sum()
         torch.testing.assert_close(left, right, rtol=0.02, atol=float(o.double().norm() * problem.do.norm()) * 1e-3)
 

@@ -66,21 +66,21 @@ QUICK = {("plain-64", "sm_90a", "main")}
 
 
 def source_of(call: AttentionCall, which: str) -> str:
-    """Of the forward kernel, or of one of the backward pass's, in the schedule that the call gets."""
+    """The source of the forward kernel, or of a kernel of the backward pass, in the schedule of the call."""
     if which == "forward":
         return lower(call)
     return device_source(kernel(replace(backward_of(call), deterministic=which == "queries"), which), call.arch)
 
 
 def _kernels() -> list[object]:
-    found = []
+    parameters = []
     for (name, call), arch in itertools.product(CALLS.items(), ("sm_90a", "sm_80", "gfx942")):
         if call.dtype == FP8 and arch != "sm_90a":
             continue
         for which in ("forward",) if call.dtype == FP8 else ("forward", "main", "queries"):
             marks = [] if (name, arch, which) in QUICK else [pytest.mark.slow]
-            found.append(pytest.param(on(arch, call), which, id=f"{arch}-{name}-{which}", marks=marks))
-    return found
+            parameters.append(pytest.param(on(arch, call), which, id=f"{arch}-{name}-{which}", marks=marks))
+    return parameters
 
 
 @pytest.mark.parametrize(("call", "which"), _kernels())
@@ -111,11 +111,11 @@ def test_four_elements_share_their_words(arch: str, tmp_path: Path) -> None:
     call = on(arch, CALLS["plain-64"])
     tile = defaults.default(call)
     assemble(nvcc, lower(call, tile), arch, tmp_path)
-    found = disassemble(disassembler, tmp_path / "kernel.cubin").count("IMAD.WIDE.U32")
+    multiplications = disassemble(disassembler, tmp_path / "kernel.cubin").count("IMAD.WIDE.U32")
     threads = tile.consumer_threads() if isinstance(tile, HopperConfig) else tile.threads
     groups = tile.block_M * tile.block_N // threads // 4
     copies = {"sm_90a": 2, "sm_80": 3}[arch]  # a first tile and the loop; a pipeline's loop and its end
-    products = found - 2 * ROUNDS
+    products = multiplications - 2 * ROUNDS
     # In the forward pass a thread's queries are few: their first product is the same for all keys.
     assert (ROUNDS - 1) * groups * copies <= products + ROUNDS <= (ROUNDS + 1) * groups * copies + 2 * ROUNDS
 

@@ -38,7 +38,7 @@ def folded(expr: Any, **positions: int) -> int:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_integers_are_pythons(name: str) -> None:
-    """Also where they are negative, and where products leave int32."""
+    """Values equal Python's, also for negative integers and products beyond int32."""
     function = OPERATIONS[name]
     traced = function(symbol("q"), symbol("k"))
     for q in POSITIONS:

@@ -1,4 +1,4 @@
-"""Score modifications as they are emitted: they compute what was written, and convert integers where it is exact."""
+"""Emitted score modifications: they compute what was written, and convert integers only where that is exact."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rewritten(mod: Mod, hardware_tanh: bool) -> tuple[Any, ScoreProgram, dict[st
 
 
 def modified(emitted: ScoreProgram, values: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
-    """The scores that a kernel comes to."""
+    """The scores that a kernel computes."""
     computed = functools.partial(evaluate, dtype=dtype)
     values = values | {f"uniform{i}": computed(expr, values) for i, expr in enumerate(emitted.uniforms)}
     unit = computed(emitted.log2_unit, values) / LOG2E
@@ -89,7 +89,7 @@ def test_what_is_in_range_stays_in_range() -> None:
 
 @pytest.mark.parametrize("x", [0.0, 1e-30, 300.0, -300.0, math.inf, -math.inf, math.nan])
 def test_tanh_by_exp2_at_the_ends(x: float) -> None:
-    """In float32, in which exp2 overflows there."""
+    """exp2 overflows there in float32."""
     _, emitted, _ = rewritten(lambda score, b, h, q, k: 2.0 * tm.tanh(score), hardware_tanh=False)
     got = modified(emitted, {"raw": torch.tensor(x), "scale": torch.tensor(1.0)})
     torch.testing.assert_close(got, 2 * torch.tanh(torch.tensor(x)), equal_nan=True)
@@ -185,9 +185,9 @@ def _names(tree: Any) -> set[str]:
     from tvm import tirx
     from tvm.tirx import stmt_functor
 
-    found: set[str] = set()
-    stmt_functor.post_order_visit(tree, lambda node: found.add(node.name) if isinstance(node, tirx.Var) else None)
-    return found
+    names: set[str] = set()
+    stmt_functor.post_order_visit(tree, lambda node: names.add(node.name) if isinstance(node, tirx.Var) else None)
+    return names
 
 
 @pytest.mark.parametrize("expr", [K - Q, abs(Q - K), tm.minimum(K, Q + 5), tm.where(Q < 3, Q - K, K), 7 * K - I0])

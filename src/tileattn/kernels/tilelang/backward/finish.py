@@ -1,7 +1,7 @@
-"""dq from its float32 sums: scaled, rounded, and brought into the order of q.
+"""The last kernel: dq from its float32 sums, scaled, rounded, and in the order of q.
 
-Each block of threads takes some 64 rows of one head of one batch element, or of one packed sequence; or one tile of the
-main kernel's.
+Each block of threads takes about 64 rows of one head of one batch element, or of one packed sequence. If the sums are
+in the order of registers (hopper/dq_order.py), it takes one tile of the main kernel.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def body(call: AttentionCall, order: RegisterOrder | None, part: Part) -> Any:
     """The macro that emits the kernel, given its parameters (see ``signature.declare_finish``).
 
     Args:
-        call: of the forward pass.
-        order: how the sums of a tile lie in memory; None is row by row.
-        part: of a tile, that a block takes; with an order, all of it.
+        call: the forward call.
+        order: the order of a tile's sums in memory; None is row by row.
+        part: the part of a tile that a block takes; with an order, the whole tile.
     """
     dtype = str(call.dtype).removeprefix("torch.")
     head_dim = padded(call.head_dim)

@@ -1,8 +1,8 @@
 """dk, dv and dq's sums, generic schedule: FlashAttention-2's backward pass (Dao 2023, arXiv 2307.08691, algorithm 2).
 
-Each block of threads owns one tile of ``block_N`` keys and values of one kv head. It walks over the query heads of the
-group and, for each, over the tiles of ``block_M`` queries that the mask lets see its keys. Tiles of scores are
-transposed, keys in rows, so that P^T and dS^T are first operands as they lie in registers:
+Each block of threads owns one tile of ``block_N`` keys and values of one kv head. It loops over the query heads of the
+group and, for each, over the tiles of ``block_M`` queries that may see its keys. Tiles of scores are transposed, with
+keys in rows: P^T and dS^T can then be first operands straight from registers.
 
     S = K Q^T, P = exp2(..)        see tile.py
     dV += P dO
@@ -10,11 +10,11 @@ transposed, keys in rows, so that P^T and dS^T are first operands as they lie in
     dK += dS Q
     dQ += dS^T K                   added to float32 sums in memory, by atomic operations
 
-The scale joins at the end: dk's when it is stored, dq's in finish.py. dk and dv of a group of heads are summed in
-registers. Where warps outnumber rows of 16 keys (wide heads), P and dS go through shared memory instead.
+The scale is applied at the end: to dk when it is stored, to dq in finish.py. dk and dv of a group of heads are summed
+in registers. Where there are more warps than groups of 16 keys (wide heads), P and dS go through shared memory.
 
-The tiles of all heads of a group make one loop, for a pipelined loop within another would be drained each time. They
-are the same for each head; where the mask's answer depends on the head, all tiles.
+The tiles of all heads of a group are one loop, because a pipelined inner loop would be drained at each end. Every head
+therefore has the same tiles: all of them where the mask's ranges depend on the head.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ class GenericKeysPlan(BackwardPlan):
     """The static facts of one kernel, from which its macros choose what they emit.
 
     Attributes:
-        paths: to the tensors whose gradients are wanted; `sums_by_key` numbers those that are summed by key.
-        adds_dq: whether dq is added up here.
-        copy, store: how tiles are read and written.
+        paths: the paths to the tensors whose gradients are wanted.
+        sums_by_key: numbers the paths whose gradients are summed by key.
+        adds_dq: whether this kernel adds up dq.
+        copy, store: options of copies of tiles, from and to the caller's tensors.
         shared, policy: whether P and dS go through shared memory, and how the warps share their products.
-        held, held_address: hold a number in a variable.
+        held, held_address: store a number in a variable.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class GenericKeysPlan(BackwardPlan):
 
 @T.macro
 def allocate(plan):
-    """The tiles: those with a name on `_shared` lie in shared memory, the others in registers."""
+    """The tiles. Names that end in `_shared` are in shared memory, the others in registers."""
     # [block_N, head_dim]
     k_shared = T.alloc_shared([plan.block_N, plan.head_dim], plan.dtype)
     # [block_N, head_dim_v]
@@ -117,13 +118,13 @@ def allocate(plan):
 
 @T.macro
 def find_task(plan, arg, at):
-    """The block's tile of keys, and which tiles of queries it walks over."""
+    """The block's tile of keys, and the tiles of queries that it loops over."""
     seqlen_q, seqlen_k, kv_heads = arg.seqlen_q, arg.seqlen_k, arg.kv_heads
     key_tiles = T.ceildiv(seqlen_k, plan.block_N)
     assume_filled(arg.operands)
     if plan.call.aligned:
         assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
-    # Held in variables: inlined wherever they are used, divisions would take the compiler most of its time.
+    # Stored in variables: divisions that are inlined at each use would take most of the compilation time.
     k_lo = T.alloc_var("int32", init=T.truncmod(at.block, key_tiles) * plan.block_N)
     kv_h = T.alloc_var("int32", init=T.truncmod(T.truncdiv(at.block, key_tiles), kv_heads))
     b = T.alloc_var("int32", init=at.number(T.truncdiv(at.block, key_tiles)))
@@ -137,7 +138,7 @@ def find_task(plan, arg, at):
         # One loop for all heads of the group: their tiles must be the same.
         alone = arg.heads_per_kv_head == 1
         row_lo, row_hi = T.if_then_else(alone, row_lo, 0), T.if_then_else(alone, row_hi, seqlen_q)
-    # By TMA at least one tile, all masked where nobody looks: the loads of K and V are waited for inside the loop.
+    # With TMA at least one tile, masked as a whole if no query sees the keys: the wait for K and V is in the loop.
     first = plan.held(T.truncdiv(T.min(row_lo, seqlen_q - 1), plan.block_M))
     tiles = plan.held(T.max(T.ceildiv(row_hi, plan.block_M) - first, at.least_tiles))
     first_position = seqlen_k - seqlen_q
@@ -164,7 +165,7 @@ def is_masked(plan: GenericKeysPlan, task: Any, scores: tile.ScoreTile) -> Any:
 
 @T.macro
 def compute_probabilities(plan, arg, w, task, c, scores):
-    """S and P of a tile, and what dV takes of it."""
+    """S and P of a tile, and its part of dV."""
     # --- S, P
     T.copy(
         arg.q[task.q_b, scores.row : scores.row + plan.block_M, scores.h, 0 : plan.head_dim], w.q_shared, **plan.copy
@@ -194,7 +195,7 @@ def compute_probabilities(plan, arg, w, task, c, scores):
 
 @T.macro
 def compute_gradients(plan, arg, w, scores, is_last):
-    """dP and dS of a tile. acc_dp, once it has served, takes what is needed for a moment only."""
+    """dP and dS of a tile. acc_dp is reused for intermediate results when dP is no longer needed."""
     # --- dP, dS
     T.gemm(w.v_shared, w.do_shared, w.acc_dp, transpose_B=True, clear_accum=True, policy=plan.policy)
     T.copy(arg.delta[scores.b, scores.h, scores.row : scores.row + plan.block_M], w.delta_shared, **plan.copy)
@@ -219,7 +220,7 @@ def compute_gradients(plan, arg, w, scores, is_last):
 
 @T.macro
 def tensor_gradient(plan, arg, w, index, path, scores, is_last):
-    """Of a tensor that the modification reads; `is_last` tells whether the head's last tile is at hand."""
+    """The gradient of a tensor that the modification reads. `is_last()`: whether this is the head's last tile."""
     factor = plan.slopes.program.loads[index]
     if factor.recomputed is not None:
         tile.times_recomputed(w.acc_dp, tile.kept_product(factor, w.kept, w.acc_s), factor.recomputed, scores)
@@ -236,7 +237,7 @@ def tensor_gradient(plan, arg, w, index, path, scores, is_last):
 
 @T.macro
 def add_products(plan, arg, w, scores):
-    """What dK and dQ take of a tile."""
+    """A tile's parts of dK and dQ."""
     # --- dK, dQ
     T.gemm(w.ds, w.q_shared, w.acc_dk, policy=plan.policy)
     if plan.adds_dq:
@@ -247,7 +248,7 @@ def add_products(plan, arg, w, scores):
 
 @T.macro
 def store(plan, arg, w, task):
-    """dK and dV."""
+    """Stores dK and dV."""
     for i, d in T.Parallel(plan.block_N, plan.head_dim):
         w.acc_dk[i, d] *= arg.scale
     if plan.call.dropout:
@@ -269,7 +270,7 @@ def store(plan, arg, w, task):
 
 @T.macro
 def work(plan, arg, at):
-    """One block's."""
+    """The work of one block."""
     w = allocate(plan)
     task = find_task(plan, arg, at)
     keys = slice(task.k_lo, task.k_lo + plan.block_N)
@@ -294,14 +295,14 @@ def work(plan, arg, at):
 
 
 def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tuple[Path, ...], adds_dq: bool) -> Any:
-    """The macro that emits the kernel, given its parameters (see signature.py).
+    """The macro that emits the kernel, given its parameters (see ``signature.declare_main``).
 
     Args:
-        call: of the forward pass.
-        config: the tiles.
+        call: the forward call.
+        config: the tile sizes.
         traced: the variant.
-        paths: to the tensors whose gradients are wanted.
-        adds_dq: whether dq is added up here.
+        paths: the paths to the tensors whose gradients are wanted.
+        adds_dq: whether this kernel adds up dq.
     """
     plan = GenericKeysPlan(call, config, traced, paths, adds_dq)
 

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....call.facts import BackwardCall, Gradients
+from ....call.facts import BackwardCall, Gradients, Packed
 from ....call.inputs import Inputs, Operands
 from ....tuner.space import Space
 from ....variant.program import program
 from ...scale import scaled_first
+from ...sink import sink_gradient
 from ..architecture import padded
 from ..host import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
 from ..tuned import sizes_of
@@ -112,7 +113,9 @@ def prepare_backward_with(
             kernels.queries(*workspaces.work(tiles[1]), *rows, dq, *seeds, *tensors, *of_queries, *numbers)
         if kernels.finish is not None:
             kernels.finish(*workspaces.work(tiles[2]), dq, *sums, scale)
-        dsink = _sink_gradient(sink, lse, workspaces.by_row(delta)) if sink is not None and call.needs[3] else None
+        dsink = None
+        if sink is not None and call.needs[3]:
+            dsink = _sink_gradient(sink, lse, workspaces.by_row(delta), packed)
         dtensors = [
             _tensor_gradient(index, operand_paths, written_out, operands, workspaces) if need else None
             for index, need in enumerate(call.needs[4:])
@@ -162,24 +165,24 @@ def _nothing(call: BackwardCall) -> Callable[..., Gradients]:
     """The gradients of calls without rows or keys: zeros, except the sink's: lse equals the sink there."""
 
     def backward(inputs: Inputs, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Gradients:
-        q, k, v, sink, operands, *_ = inputs
+        q, k, v, sink, operands, _, packed, _ = inputs
         zeros = [
             None if tensor is None or not need else torch.zeros_like(tensor)
             for tensor, need in zip((q, k, v, sink, *operands.tensors), call.needs, strict=True)
         ]
-        dsink = zeros[3] if zeros[3] is None or dlse is None else _sink_gradient(sink, lse, -dlse)
+        dsink = zeros[3]
+        if sink is not None and dsink is not None:
+            delta = (do.float() * o.float()).sum(dim=-1).transpose(1, 2)  # 0, or NaN
+            delta = delta if dlse is None else delta - dlse
+            dsink = _sink_gradient(sink, lse, delta, packed)
         return Gradients(*zeros[:3], dsink, tuple(zeros[4:]))
 
     return backward
 
 
-def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """The sink's probability times (0 - delta), summed over batch and rows: its value vector is zero, and so is its dP.
-
-    A sink of -inf has no probability, also in a row that sees no key, where lse is -inf as well.
-    """
-    p = torch.exp(sink.detach().float()[None, :, None] - lse)
-    return -torch.where(lse == -torch.inf, 0.0, p * delta).sum(dim=(0, 2)).to(sink.dtype)
+def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor, packed: Packed | None) -> Tensor:
+    """The sink's gradient. Where lse is -inf in a packed call, the row may belong to no sequence, and delta be NaN."""
+    return sink_gradient(sink, lse, delta if packed is None else delta.masked_fill(lse == -torch.inf, 0.0))
 
 
 def _workspace(path: Path, workspaces: BatchWorkspaces | PackedWorkspaces, operands: Operands, leaves: bool) -> Tensor:

@@ -1,12 +1,12 @@
-"""What the main kernel needs of each row of queries, and where it will add up dq.
+"""The first kernel: two numbers for each row of queries, which the main kernel reads, and zeros in dq's sums.
 
     delta = rowsum(do * o) - dlse      0 in padding
     lse2 = lse * log2(e)               +inf in padding, and for a row that sees no key, whose lse is -inf
     dq_sum = 0
 
-With lse2 = +inf all probabilities of a row, ``exp2(s - lse2)``, are 0, and so is all that comes of them.
+With lse2 = +inf all probabilities of a row, ``exp2(s - lse2)``, are 0, and so are the gradients computed from them.
 
-Each block of threads takes some 64 rows of one head of one batch element, or of one packed sequence.
+Each block of threads takes about 64 rows of one head of one batch element, or of one packed sequence.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def body(call: AttentionCall, has_dlse: bool, clears: bool, part: Part) -> Any:
     """The macro that emits the kernel, given its parameters (see ``signature.declare_prepare``).
 
     Args:
-        call: of the forward pass; ``aligned`` says it of o and do.
+        call: the forward call; its ``aligned`` is that of o and do.
         has_dlse: whether lse has a gradient.
-        clears: whether there is an accumulator to clear.
-        part: of a tile, that a block takes.
+        clears: whether the main kernel adds to dq's sums, which are set to 0 here.
+        part: the part of a tile that a block takes.
     """
     rows = part.rows
     dtype = str(call.dtype).removeprefix("torch.")
     head_dim = padded(call.head_dim)
-    # A power of two, so that the threads can share the rows evenly; the copy fills it up with zeros.
+    # A power of two, so that the threads share the rows evenly; the copy fills the other columns with zeros.
     columns = 1 << (call.head_dim_v - 1).bit_length()
     copy = {"disable_tma": True} | ({"coalesced_width": 4} if call.arch.startswith("gfx") else {})
 

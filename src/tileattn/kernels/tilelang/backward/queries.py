@@ -1,12 +1,13 @@
-"""dq without atomic operations, for ``deterministic=True``: each block of threads owns a tile of queries.
+"""dq alone, generic schedule: without atomic operations, for ``deterministic=True``.
 
-It walks over the tiles of keys that the mask lets it see, as the forward pass does, and keeps dq in registers:
+Each block of threads owns one tile of ``block_M`` queries. It loops over the tiles of keys that they may see, as the
+forward pass does, and keeps dq in registers:
 
     S = Q K^T, P = exp2(..)        see tile.py
     dP = dO V^T, dS = P * (dP - delta) * slope
     dQ += dS K
 
-S and dP are computed here once more: seven products instead of five in all.
+The kernel for dk and dv has computed S and dP already; the backward pass has seven products instead of five this way.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class GenericQueriesPlan(BackwardPlan):
     """The static facts of one kernel, from which its macros choose what they emit.
 
     Attributes:
-        copy, store: how tiles are read and written.
-        held, held_address: hold a number in a variable.
+        copy, store: options of copies of tiles, from and to the caller's tensors.
+        held, held_address: store a number in a variable.
     """
 
     def __init__(self, call: AttentionCall, config: BackwardConfig, traced: Program) -> None:
@@ -48,7 +49,7 @@ class GenericQueriesPlan(BackwardPlan):
 
 @T.macro
 def allocate(plan):
-    """The tiles: those with a name on `_shared` lie in shared memory, the others in registers."""
+    """The tiles. Names that end in `_shared` are in shared memory, the others in registers."""
     # [block_M, head_dim]
     q_shared = T.alloc_shared([plan.block_M, plan.head_dim], plan.dtype)
     # [block_M, head_dim_v]
@@ -77,13 +78,13 @@ def allocate(plan):
 
 @T.macro
 def find_task(plan, arg, at):
-    """The block's tile of queries, and which tiles of keys it walks over."""
+    """The block's tile of queries, and the tiles of keys that it loops over."""
     seqlen_q, seqlen_k, heads = arg.seqlen_q, arg.seqlen_k, arg.heads
     query_tiles = T.ceildiv(seqlen_q, plan.block_M)
     assume_filled(arg.operands)
     if plan.call.aligned:
         assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
-    # The last tile, which a causal mask makes longest, first.
+    # Blocks start with the last tiles: under a causal mask they see the most keys.
     row = T.alloc_var("int32", init=(query_tiles - 1 - T.truncmod(at.block, query_tiles)) * plan.block_M)
     h = T.alloc_var("int32", init=T.truncmod(T.truncdiv(at.block, query_tiles), heads))
     b = T.alloc_var("int32", init=at.number(T.truncdiv(at.block, query_tiles)))
@@ -96,7 +97,7 @@ def find_task(plan, arg, at):
     kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
     full_lo, full_hi = (plan.held(bound) for bound in visible.full_range(b, h, q_lo, q_hi))
     first = plan.held(T.truncdiv(kv_lo, plan.block_N))
-    # By TMA at least one tile, all masked where nothing is visible: the loads of Q are waited for inside the loop.
+    # With TMA at least one tile, masked as a whole if no key is visible: the wait for Q is in the loop.
     count = plan.held(T.max(T.ceildiv(kv_hi, plan.block_N) - first, at.least_tiles))
     return SimpleNamespace(
         row=row, h=h, b=b, kv_h=kv_h, q_b=q_b, k_b=k_b, v_b=v_b, do_b=do_b, q_lo=q_lo, emit=emit, visible=visible,
@@ -105,7 +106,7 @@ def find_task(plan, arg, at):
 
 
 def is_masked(plan: GenericQueriesPlan, arg: Any, task: Any, k_lo: Any) -> Any:
-    """Whether some query of the block does not see all keys of a tile, or is none."""
+    """Whether some row of the block does not see all keys of a tile, or is beyond the last query."""
     past_end = task.row + plan.block_M > arg.seqlen_q
     return (k_lo < task.full_lo) | (k_lo + plan.block_N > task.full_hi) | past_end
 
@@ -131,7 +132,7 @@ def compute_probabilities(plan, arg, w, task, c, scores):
 
 @T.macro
 def add_dq(plan, arg, w, task, scores):
-    """dP and dS of a tile, and what dQ takes of it."""
+    """dP and dS of a tile, and its part of dQ."""
     T.copy(
         arg.v[task.v_b, scores.k_lo : scores.k_lo + plan.block_N, task.kv_h, 0 : plan.head_dim_v],
         w.v_shared,
@@ -149,7 +150,7 @@ def add_dq(plan, arg, w, task, scores):
 
 @T.macro
 def work(plan, arg, at):
-    """One block's."""
+    """The work of one block."""
     w = allocate(plan)
     task = find_task(plan, arg, at)
     rows = slice(task.row, task.row + plan.block_M)

@@ -1,16 +1,16 @@
-"""What happens to a tile of scores on the way back, on fragments: shared by the kernels for dk, dv and for dq alone.
+"""Operations of the backward pass on a tile of scores, on fragments. All backward kernels share them.
 
     P = exp2(c * S - lse2)             lse2 is +inf for a row that sees no key, and in padding: P = 0 there
-    dS = P * (dP - delta)              of the modified scores
-    dS' = dS * slope                   of the scaled ones
+    dS = P * (dP - delta)              gradient of the modified scores
+    dS' = dS * slope                   gradient of the scaled scores
 
-With dropout Z, which is 0 or the weight of what is kept, dV takes Z * P, and dP becomes Z * dP. P as it was is needed
-for dS; so the pattern is computed once, and kept as P's sign until dP has come. Where derivatives are kept beside P, it
-has no register to itself so long: there the pattern is computed again.
+Dropout multiplies by Z, which is 0 for a dropped score and 1 / (1 - p) for a kept one: dV is summed from Z * P, and dP
+becomes Z * dP. dS needs P without Z. Therefore the pattern is computed once and stored in P's sign until dP is there.
+Where derivatives are kept beside P, P does not stay in registers that long, and the pattern is computed again.
 
 A tile has keys in its rows and queries in its columns (``keys_first``), or the other way round. ``lse2`` and ``delta``
-have one element for each query. What a mask hides has P = 0, and then a gradient of exactly 0, whatever the slope of
-its modification is: it may be infinite or NaN where nobody looks.
+have one element for each query. A hidden score has P = 0 and a gradient of exactly 0. The slope of its modification
+does not matter: it may be infinite or NaN.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Slopes(Score):
     """The score modification of one kernel and its derivatives, with their uniform values kept in registers."""
 
     def __init__(self, call, traced, loads) -> None:
-        # As in the forward pass, whose probabilities are to be met.
+        # As in the forward pass: the probabilities must be the same.
         hardware_tanh = call.dtype == torch.bfloat16 and call.arch.startswith("sm_")
         self.program = slope_program(traced.score, loads, hardware_tanh)
         self.ints = width_of_ints(traced)
@@ -50,15 +50,15 @@ class Slopes(Score):
 
 
 def kept_product(factor, kept, acc_s):
-    """The fragment that holds P, or what comes of it, times a derivative's kept factor."""
+    """The fragment with P, or its dS, times a derivative's kept factor."""
     return acc_s if factor.kept is None else kept[factor.kept]
 
 
 class TileEmitter(Emitter):
     """Emits expressions of a tile's positions, whichever of q and k runs along its columns.
 
-    Of integers that become floats the base class takes those apart that grow steadily with k. Where q runs along the
-    columns, the two change their names.
+    The base class converts integers that grow steadily with k, along the columns, to floats in a faster way. Where q
+    runs along the columns, q and k exchange their names, so that this holds for q.
     """
 
     def _float(self, expr, values):
@@ -78,21 +78,21 @@ def _swapped(expr):
 
 @dataclass(frozen=True, eq=False)
 class ScoreTile:
-    """A tile of scores on the way back: what its kernel computes scores with, and where the tile is.
+    """A tile of scores in the backward pass: its kernel's tools for computing scores, and the tile's place.
 
     Attributes:
-        scale: of the scores.
+        scale: the scale of the scores.
         emit: turns the variant's expressions into TileLang's.
         visible: the mask.
         slopes, registers: the score modification with its derivatives, and its uniform values; or None.
-        pattern: dropout's, or None.
-        rows, columns: of the tile.
-        keys_first: whether its rows are keys.
-        b, h: its batch element and query head.
-        row, q_lo: its first query, as a row of q and as a position, which follows from it if there are lengths.
-        k_lo: its first key.
-        masked: whether the mask, or an end of the sequences, hides some of it.
-        lengths: of queries and keys, or None.
+        pattern: the dropout pattern, or None.
+        rows, columns: the tile's shape.
+        keys_first: whether the tile's rows are keys.
+        b, h: batch element and query head.
+        row, q_lo: the first query, as a row of q and as a position; :meth:`at` computes q_lo if `lengths` is set.
+        k_lo: the first key.
+        masked: whether the mask, or an end of the sequences, hides some of the tile.
+        lengths: seqlen_q and seqlen_k, or None.
     """
 
     scale: Any
@@ -113,18 +113,18 @@ class ScoreTile:
     lengths: tuple[Any, Any] | None = None
 
     def at(self, **place: Any) -> ScoreTile:
-        """The same kernel's tile at another place."""
+        """The tile of the same kernel at another place."""
         if "row" in place and "q_lo" not in place and self.lengths is not None:
             seqlen_q, seqlen_k = self.lengths
             place["q_lo"] = place["row"] + seqlen_k - seqlen_q
         return replace(self, **place)
 
     def held(self, *names: str) -> ScoreTile:
-        """The same tile, some numbers of its place held in variables of the kernel, in this order."""
-        found = self
+        """The same tile, with these numbers of its place stored in variables of the kernel, in this order."""
+        tile = self
         for name in names:
-            found = found.at(**{name: Builder.current().bind(name, getattr(found, name))})
-        return found
+            tile = tile.at(**{name: Builder.current().bind(name, getattr(tile, name))})
+        return tile
 
     def emitted(self, expr: Any, i: Any, j: Any, **raw: Any) -> Any:
         """An expression's value for the score in row i and column j."""
@@ -141,19 +141,19 @@ class ScoreTile:
         return self.visible.sees(self.b, self.h, self.q_lo + q, self.k_lo + k)
 
     def of_query(self, values: Any, i: Any, j: Any) -> Any:
-        """The element for the query of row i and column j, of values that have one for each query."""
+        """The element of `values`, which has one for each query, for the query of row i and column j."""
         return values[j] if self.keys_first else values[i]
 
 
 def score_tile(
     plan: Any, arg: Any, emit: Any, visible: Any, shape: Sequence[int], keys_first: bool, lengths: Any = None
 ) -> ScoreTile:
-    """A kernel's tile of scores, at no place yet, with registers for what all tiles of a head share.
+    """A kernel's tile of scores, without a place yet, with registers for what all tiles of a head share.
 
     Args:
         plan: the kernel's static facts.
-        arg: its parameters.
-        emit, visible, keys_first, lengths: as of :class:`ScoreTile`.
+        arg: the kernel's parameters.
+        emit, visible, keys_first, lengths: see :class:`ScoreTile`.
         shape: rows and columns.
     """
     registers = plan.slopes.allocate() if plan.slopes is not None else None
@@ -165,7 +165,7 @@ def score_tile(
 
 @T.macro
 def modify(acc_s, kept, scores):
-    """Raw scores become modified ones, in powers of two; derivatives that depend on them are kept."""
+    """Replaces raw scores by modified ones, in powers of two; keeps the derivatives that depend on raw scores."""
     at = scores.held("b", "h", "q_lo", "k_lo")
     for i, j in T.Parallel(at.rows, at.columns):
         for index, expr in enumerate(at.slopes.program.kept):
@@ -175,7 +175,7 @@ def modify(acc_s, kept, scores):
 
 @T.macro
 def hide(acc_s, scores):
-    """s = -inf where the mask, or the end of the keys or of the queries, forbids it."""
+    """s = -inf where the mask hides the score, or a sequence has ended."""
     at = scores.held("b", "h", "q_lo", "k_lo")
     for i, j in T.Parallel(at.rows, at.columns):
         seen = at.seen(i, j)
@@ -191,9 +191,9 @@ def probabilities(acc_s, lse2, c, scores):
 
 @T.macro
 def weigh(kept, acc_s, scores):
-    """A kept derivative times p."""
+    """kept = p * kept, for a kept derivative; 0 where p is 0."""
     for i, j in T.Parallel(scores.rows, scores.columns):
-        # NaN == 0 is false: a probability that is NaN stays.
+        # NaN == 0 is false, so a probability that is NaN stays NaN.
         kept[i, j] = T.if_then_else(acc_s[i, j] == 0.0, 0.0, acc_s[i, j] * kept[i, j])
 
 
@@ -206,7 +206,7 @@ def score_gradients(weights, acc_dp, delta, scores):
 
 @T.macro
 def times_recomputed(result, gradient, recomputed, scores):
-    """result = gradient times a recomputed derivative, 0 where the gradient is."""
+    """result = gradient * recomputed, for a recomputed derivative; 0 where the gradient is 0."""
     at = scores.held("b", "h", "q_lo", "k_lo")
     for i, j in T.Parallel(at.rows, at.columns):
         factor = at.emitted(recomputed, i, j)
@@ -214,7 +214,7 @@ def times_recomputed(result, gradient, recomputed, scores):
 
 
 class Pattern:
-    """Dropout of one kernel: the words of a head and a tile, and whether the pattern is kept as P's sign."""
+    """Dropout of one kernel: the words of a head and a tile, and whether P's sign stores the pattern."""
 
     def __init__(self, arg, kept) -> None:
         self.words, self.weight, self.is_marked = dropout.allocate(), arg.weight, not kept
@@ -222,7 +222,7 @@ class Pattern:
 
 @T.macro
 def mark_dropped(acc_s, scores, own_warps):
-    """Behind the probabilities, in a call with dropout or without. ``own_warps``: in a Hopper schedule."""
+    """Marks the dropped probabilities, if the call has dropout. ``own_warps``: in a Hopper schedule."""
     at, pattern = scores.held("row", "k_lo"), scores.pattern
     if pattern is not None:
         dropout.enter_tile(pattern.words, at.row, at.k_lo)
@@ -234,7 +234,7 @@ def mark_dropped(acc_s, scores, own_warps):
 
 @T.macro
 def copy_kept(acc_s, p, scores):
-    """What dV is made of, but for the weight."""
+    """p = the kept probabilities, 0 for dropped ones: dV is summed from them and gets its weight at the end."""
     pattern = scores.pattern
     if pattern is None:
         T.copy(acc_s, p)
@@ -247,7 +247,7 @@ def copy_kept(acc_s, p, scores):
 
 @T.macro
 def drop_gradients(acc_s, acc_dp, scores):
-    """dP of the dropped probabilities becomes that of all."""
+    """dP = Z * dP; restores the sign of P."""
     pattern = scores.pattern
     if pattern is not None:
         if pattern.is_marked:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ....call.facts import BackwardCall, Gradients
 from ....call.inputs import Inputs
 from ...scale import scaled_first
+from ...sink import sink_gradient
 from ..arguments import described, dimensions, of_operands, strides
 from ..defaults import default
 from ..grid import Sizes
@@ -62,7 +63,7 @@ class Backward:
             dq,
             dk if needs[1] else None,
             dv if needs[2] else None,
-            _sink_gradient(sink, lse, delta) if sink is not None and needs[3] else None,
+            sink_gradient(sink, lse, delta) if sink is not None and needs[3] else None,
             tuple(
                 add_up(index, self.paths, parts, operands, offset) if need else None
                 for index, need in enumerate(needs[4:])
@@ -94,13 +95,3 @@ class Backward:
         programs = self.sizes.over_queries(self.forward, config.block_N)
         constants = (self.scale, *programs.arguments, *strides(q, k, v, do), plan)
         return Launch(keys_kernel, programs.grid, config, constants, as_tma)
-
-
-def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Its probability times (0 - delta), summed over batch and rows: its value is zero, and so is its dP.
-
-    A sink of -inf has no probability, also in a row that sees no key, where lse is -inf as well.
-    """
-    p = torch.exp(sink.detach().float()[None, :, None] - lse)
-    p = torch.where(lse == -torch.inf, 0.0, p)
-    return -(p * delta).sum(dim=(0, 2)).to(sink.dtype)

@@ -1,4 +1,4 @@
-"""How the backward kernels for AMD's CDNA 3 (gfx942: MI300X) cut their work, and the space of the main kernel."""
+"""Tile sizes of the backward kernels for AMD's CDNA 3 (gfx942: MI300X), their limits, preferences and candidates."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..config import BackwardConfig, is_valid
 
 @dataclass(frozen=True)
 class AmdBackwardConfig(BackwardConfig):
-    """Of the generic schedule's kernels, with what AMD's matrix cores and memory have besides.
+    """The generic schedule's configuration, with options of AMD's matrix cores and memory.
 
     Attributes:
-        k_pack: steps of 16 along the head dim that one read of the operands of S and dP from shared memory takes.
+        k_pack: steps of 16 along the head dim in one read of the operands of S and dP from shared memory.
         coalesced_width: elements of a row of Q, K, V or dO that a thread copies at a time: 4 or 8.
     """
 
@@ -25,12 +25,12 @@ class AmdBackwardConfig(BackwardConfig):
 
 
 def k_pack_of(call: AttentionCall) -> int:
-    """The largest that both head dims are made of."""
+    """The largest `k_pack` of the call: 2 if both head dims are multiples of 32, else 1."""
     return 2 if padded(call.head_dim) % 32 == padded(call.head_dim_v) % 32 == 0 else 1
 
 
 def is_valid_amd_backward(call: AttentionCall, config: AmdBackwardConfig) -> bool:
-    """What the main kernel needs besides what :func:`.config.is_valid` asks: of each product 16 x 16 for each wave."""
+    """Whether the main kernel fits: :func:`.config.is_valid`, and at least 16 x 16 of each product for each wave."""
     waves = config.threads // ARCHITECTURES[call.arch].warp
     narrower = min(padded(call.head_dim), padded(call.head_dim_v))
     of_scores, of_keys = (config.block_N // 16 * (size // 16) for size in (config.block_M, narrower))
@@ -47,19 +47,19 @@ def is_valid_amd_backward(call: AttentionCall, config: AmdBackwardConfig) -> boo
 
 
 def amd_preferences(call: AttentionCall) -> Iterator[AmdBackwardConfig]:
-    """Of the main kernel, from the best down, as far as that can be told without the machine."""
+    """Configurations of the main kernel from the best down, as estimated; none has been measured."""
     for block_M, block_N in ((64, 64), (32, 64), (16, 32)):
         yield AmdBackwardConfig(block_M, block_N, 0, 128, k_pack=k_pack_of(call))
 
 
 def amd_queries_preferences(call: AttentionCall) -> Iterator[AmdBackwardConfig]:
-    """Of the kernel for dq alone."""
+    """The same for the kernel for dq alone."""
     for block_M, block_N, threads in ((64, 32, 128), (32, 16, 64)):
         yield AmdBackwardConfig(block_M, block_N, 0, threads, k_pack=k_pack_of(call))
 
 
 def amd_candidates(call: AttentionCall) -> Iterator[AmdBackwardConfig]:
-    """What the tuner measures of the main kernel, before it is asked what registers there are."""
+    """The main kernel's configurations for the tuner, whether or not they fit into registers."""
     sizes = itertools.product((128, 64, 32, 16), (128, 64, 32), (0, 1), (128, 256))
     for block_M, block_N, num_stages, threads in sizes:
         yield AmdBackwardConfig(block_M, block_N, num_stages, threads, k_pack=k_pack_of(call))

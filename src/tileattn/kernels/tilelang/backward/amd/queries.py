@@ -1,5 +1,8 @@
-"""The backward pass for AMD's CDNA 3 (gfx942: MI300X): the generic schedule's kernels, with packed products and wide
-copies (see tile/amd.py). It has not run on an MI300X; see docs/mi300x.md."""
+"""The backward kernels for AMD's CDNA 3 (gfx942: MI300X): main and queries.
+
+They are the generic schedule's kernels with packed products and wide copies (see tile/amd.py). They have not run on an
+MI300X; see docs/mi300x.md.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ def main_kernel(call: BackwardCall, config: AmdBackwardConfig) -> Any:
     adds_dq = not call.deterministic
     builder = Builder()
     with builder.prim_func("main"):
-        arguments = _wide(declare_main(builder, forward, traced, operand_paths, adds_dq), forward.aligned)
+        arguments = _with_aligned_rows(declare_main(builder, forward, traced, operand_paths, adds_dq), forward.aligned)
         generic.body(forward, config, traced, operand_paths, adds_dq)(arguments)
-    return _told(builder.get(), config, forward.aligned)
+    return _with_options(builder.get(), config, forward.aligned)
 
 
 def queries_kernel(call: BackwardCall, config: AmdBackwardConfig) -> Any:
@@ -33,17 +36,19 @@ def queries_kernel(call: BackwardCall, config: AmdBackwardConfig) -> Any:
     forward, traced = read_together(call), program(call.forward.variant)
     builder = Builder()
     with builder.prim_func("queries"):
-        arguments = _wide(declare_queries(builder, forward, traced), forward.aligned)
+        arguments = _with_aligned_rows(declare_queries(builder, forward, traced), forward.aligned)
         queries.body(forward, config, traced)(arguments)
-    return _told(builder.get(), config, forward.aligned)
+    return _with_options(builder.get(), config, forward.aligned)
 
 
-def _wide(arguments: Any, aligned: bool) -> Any:
+def _with_aligned_rows(arguments: Any, aligned: bool) -> Any:
+    """The kernel's parameters; if they are aligned, with strides that TileLang knows to be multiples of eight."""
     if aligned:
         for name in ("q", "k", "v", "do"):
             setattr(arguments, name, aligned_rows(getattr(arguments, name)))
     return arguments
 
 
-def _told(function: Any, config: AmdBackwardConfig, aligned: bool) -> Any:
+def _with_options(function: Any, config: AmdBackwardConfig, aligned: bool) -> Any:
+    """The function with the configuration's options on its copies and products."""
     return packed(copied_by(function, config.coalesced_width) if aligned else function, config.k_pack)

@@ -1,4 +1,4 @@
-"""How the Hopper schedule of the backward pass cuts its work."""
+"""Tile sizes of the Hopper backward kernels, their limits, and the preferences of a call."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from .dq_order import RegisterOrder
 
 CONSUMERS = 256
 BLOCK_N = 128
-# Registers of a consumer thread that products can take; the rest holds addresses and intermediate results.
+# Registers per consumer thread that products can take; the others hold addresses and intermediate results.
 MAIN_PRODUCTS, QUERIES_PRODUCTS = 228, 208
 
 
 @dataclass(frozen=True)
 class HopperBackwardConfig:
-    """Tiles of the Hopper schedule.
+    """Tile sizes of the Hopper schedule.
 
     Attributes:
         block_M: rows of Q and dO in a tile.
         block_N: rows of K and V in a tile: 64 for each of the two consumer warpgroups.
         num_stages: tiles of Q, and of dO, in flight.
-        ds_buffers: tiles of dS in shared memory: with two, a warpgroup may write one while the other still reads. None
-            at all, 0, leaves dq to another kernel.
-        late_dp: whether dP is multiplied after the probabilities, not beside the scores: registers for modifications.
+        ds_buffers: tiles of dS in shared memory. With 2, a warpgroup may write one while the other warpgroup still
+            reads the other one. With 0, another kernel computes dq.
+        late_dp: whether dP is computed after the probabilities, not along with the scores. This leaves registers for
+            modifications.
         tile_stages: tiles in flight of a tensor that the modification reads tile by tile, such as a bias: 1, or as many
-            as `num_stages`. With 0 each element is fetched where it is used.
-        gradient_bytes: of an element in the tiles in which that tensor's gradient leaves by TMA. With 0 each element is
-            written out by itself.
+            as `num_stages`. With 0 each element is loaded where it is used.
+        gradient_bytes: bytes per element of the tiles in which that tensor's gradient is written out by TMA. With 0
+            each element is written out by itself.
     """
 
     block_M: int
@@ -53,16 +54,16 @@ class HopperBackwardConfig:
 
     @property
     def adds_dq(self) -> bool:
-        """Whether the kernel adds up dq as well."""
+        """Whether the kernel also adds up dq."""
         return self.ds_buffers > 0
 
     def order(self, call: AttentionCall) -> RegisterOrder:
-        """Of dq's sums."""
+        """The order of dq's sums."""
         return RegisterOrder(self.block_M, padded(call.head_dim))
 
     @property
     def rows_apart(self) -> int:
-        """A stage of lse2 or delta: its rows, in whole 128 bytes, which a copy by TMA begins at."""
+        """The rows of a stage of lse2 or delta, in whole 128 bytes: a TMA copy must begin at such a multiple."""
         return -(-self.block_M // 32) * 32
 
     def copied(self, call: AttentionCall) -> tuple[TileLoad, torch.dtype] | None:
@@ -81,7 +82,7 @@ class HopperBackwardConfig:
         return keys + queries + tiles + 2 * self.ds_buffers * self.block_N * self.block_M + sums + 1024
 
     def products(self, call: AttentionCall) -> int:
-        """Registers per thread for dK and dV, S and dP, and, of 16 bits, P."""
+        """Registers per thread for dK, dV, S, dP, and P in 16 bits."""
         columns = 2 * (padded(call.head_dim) + padded(call.head_dim_v)) + 5 * self.block_M
         return columns * self.block_N // 2 // CONSUMERS
 
@@ -101,10 +102,10 @@ class HopperBackwardConfig:
 
 @dataclass(frozen=True)
 class HopperWideConfig:
-    """The Hopper schedule for dk and dv of wide heads; its tiles are 64 queries by 64 keys.
+    """The Hopper schedule for dk and dv of wide heads. Its tiles are 64 queries by 64 keys.
 
     Attributes:
-        late_dp: whether dP is multiplied after the probabilities, not beside the scores: registers for modifications.
+        late_dp: see :class:`HopperBackwardConfig`.
     """
 
     late_dp: bool = False
@@ -113,7 +114,7 @@ class HopperWideConfig:
     adds_dq: ClassVar[bool] = False
 
     def head_dim(self, call: AttentionCall) -> int:
-        """Both head dims as tiles hold them: in panels of 64 columns."""
+        """The columns of tiles, for both head dims: whole panels of 64."""
         return -(-max(call.head_dim, call.head_dim_v) // 64) * 64
 
     def shared_bytes(self, call: AttentionCall) -> int:
@@ -133,15 +134,15 @@ class HopperWideConfig:
 
 @dataclass(frozen=True)
 class HopperQueriesConfig:
-    """Tiles of the Hopper schedule for dq alone.
+    """Tile sizes of the Hopper schedule for dq alone.
 
     Attributes:
         block_N: rows of K and V in a tile.
-        k_stages: tiles of K in flight: it is needed for dq once more, under the next tile's products.
+        k_stages: tiles of K in flight. A tile of K is used again for dq, during the next tile's products.
         v_stages: tiles of V in flight.
         block_M: rows of Q and dO: 64 for each of the two consumer warpgroups.
-        tile_stages: tiles in flight of a tensor that the modification reads tile by tile, such as a bias: as many as of
-            K, or as of V. With 0 each element is fetched where it is used.
+        tile_stages: tiles in flight of a tensor that the modification reads tile by tile, such as a bias: `k_stages` or
+            `v_stages`. With 0 each element is loaded where it is used.
     """
 
     block_N: int
@@ -163,7 +164,7 @@ class HopperQueriesConfig:
         return queries + self.block_N * (2 * (self.k_stages * head_dim + self.v_stages * head_dim_v) + tile) + 1024
 
     def products(self, call: AttentionCall, kept: int = 0) -> int:
-        """Registers per thread for dQ, S, dP and, of 16 bits, dS; and for derivatives that are kept beside S."""
+        """Registers per thread for dQ, S, dP, dS in 16 bits, and `kept` derivatives that are kept beside S."""
         return (2 * padded(call.head_dim) + (5 + 2 * kept) * self.block_N) * self.block_M // 2 // CONSUMERS
 
     def is_valid(self, call: AttentionCall) -> bool:
@@ -182,14 +183,20 @@ class HopperQueriesConfig:
 
 
 def leaving(config: Any, call: AttentionCall, paths: tuple[Path, ...]) -> tuple[int, torch.dtype] | None:
-    """Which path's gradient leaves by TMA, and the dtype that it leaves in; None for none, in all other schedules."""
+    """The path whose gradient is written out by TMA, and the dtype of its tiles; None for none.
+
+    Only :class:`HopperBackwardConfig` has one.
+    """
     if not isinstance(config, HopperBackwardConfig) or not config.gradient_bytes or config.copied(call) is None:
         return None
     return path_of_tile(call, paths)
 
 
 def path_of_tile(call: AttentionCall, paths: tuple[Path, ...]) -> tuple[int, torch.dtype] | None:
-    """The path to the tensor whose tiles may be copied, if its gradient can leave tile by tile, and in which dtype."""
+    """The path to the tensor whose tiles can be copied, and the dtype of its gradient's tiles.
+
+    None if there is no such tensor, or its gradient cannot be written out tile by tile.
+    """
     copied = program(call.variant).copied_tile
     for index, path in enumerate(paths):
         if copied is not None and str(path.load) == copied[0].text and path.way in (STORED, ADDED):
@@ -203,8 +210,8 @@ def hopper_preferences(
     """Configurations from the best down; the first that is valid counts.
 
     Args:
-        call: of the forward pass, aligned if all that the kernel reads is.
-        paths: to the tensors whose gradients are wanted.
+        call: the forward call, aligned if all tensors that the kernel reads are.
+        paths: the paths to the tensors whose gradients are wanted.
         adds_dq: whether the kernel may add up dq; wide heads leave no registers for it.
     """
     if max(padded(call.head_dim), padded(call.head_dim_v)) > 128:
@@ -217,7 +224,7 @@ def hopper_preferences(
 def _with_tiles(
     call: AttentionCall, paths: tuple[Path, ...], config: HopperBackwardConfig
 ) -> Iterator[HopperBackwardConfig]:
-    """With as many of a bias's tiles in flight as there is shared memory for, or fewer queries; at last with none."""
+    """Variants of a configuration with copied tiles, of a bias, say: most tiles in flight first, last with none."""
     if program(call.variant).copied_tile is not None:
         leaves = path_of_tile(call, paths)
         of_gradient = leaves[1].itemsize if leaves else 0
@@ -235,7 +242,7 @@ def _with_tiles(
 
 
 def _wide(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwardConfig | HopperWideConfig]:
-    """None where tensors' gradients are wanted, or a modification keeps more than one derivative beside S and dP."""
+    """Of wide heads: none if tensors' gradients are wanted, or more than one derivative is kept beside S and dP."""
     score = program(call.variant).score
     kept = _kept(score)
     if paths or kept > (0 if call.dropout else 1):
@@ -248,7 +255,7 @@ def _wide(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwa
 def _narrow(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwardConfig]:
     widest = max(padded(call.head_dim), padded(call.head_dim_v))
     score, fetches = program(call.variant).score, _fetches(call)
-    # What is kept beside P, dP, dK and dV leaves registers for fewer queries only, and so does dropout.
+    # Dropout, and derivatives kept beside P, dP, dK and dV, leave registers for fewer queries.
     if call.dropout and widest > 64 and (paths or _bends(score)):
         yield HopperBackwardConfig(32 if paths and _bends(score) else 48, late_dp=True)
     if paths and widest > 64:
@@ -258,13 +265,13 @@ def _narrow(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBack
     elif widest <= 64:
         yield HopperBackwardConfig(128)
     elif not call.dropout and (call.variant == "" or (call.variant == CAUSAL and not call.packed)):
-        # Other masks' tests need registers; packed sequences are mostly short (see `short_default`).
+        # Evaluating other masks takes registers; packed sequences are mostly short (see `short_default`).
         yield HopperBackwardConfig(80)
     yield HopperBackwardConfig(64)
 
 
 def queries_preferences(call: AttentionCall) -> Iterator[HopperQueriesConfig]:
-    """The same of the kernel for dq alone: the largest tiles of keys for which there are registers."""
+    """The same for the kernel for dq alone: the largest tiles of keys whose products fit into registers first."""
     score, copied = program(call.variant).score, program(call.variant).copied_tile
     kept = _kept(score)
     for tile_stages in (2, 1, 0) if copied is not None else (0,):
@@ -278,19 +285,19 @@ def queries_preferences(call: AttentionCall) -> Iterator[HopperQueriesConfig]:
 
 
 def _kept(score: Any) -> int:
-    """How many derivatives are kept beside S, if those of tensors are not wanted."""
+    """The number of derivatives kept beside S if no tensors' gradients are wanted."""
     return 0 if score is None else len(_derivatives(score, ()))
 
 
 def _derivatives(score: Any, paths: tuple[Path, ...]) -> tuple[Any, ...]:
-    """Those that are kept beside S."""
+    """The derivatives that are kept beside S."""
     return slope_program(score, tuple(path.load for path in paths), hardware_tanh=True).kept
 
 
 def _crowded(call: AttentionCall, paths: tuple[Path, ...]) -> bool:
-    """Whether more is needed for the tensors' gradients than the scores' gradients as they are.
+    """Whether the tensors' gradients take more registers than the scores' gradients.
 
-    Such as a copied tile that multiplies the score: it stays in registers until its slope is asked for.
+    For example, a copied tile that multiplies the score stays in registers until the slope is computed.
     """
     traced = program(call.variant)
     multiplies = traced.copied_tile is not None and len(_derivatives(traced.score, paths)) > 0
@@ -303,7 +310,7 @@ def _reads(score: Any) -> bool:
 
 
 def _fetches(call: AttentionCall) -> bool:
-    """The same, but for a tensor whose tiles are copied."""
+    """Whether a modification reads memory for each score, other than the tensor whose tiles are copied."""
     traced = program(call.variant)
     copied = traced.copied_tile[0].text if traced.copied_tile else None
     return any(node.op == "load" and not is_uniform(node) and str(node) != copied for node in nodes(traced.score))

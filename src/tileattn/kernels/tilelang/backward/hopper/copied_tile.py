@@ -1,4 +1,7 @@
-"""The copied tile on Hopper, such as a bias's, and its gradient: loaded, read and written out tile by tile."""
+"""Tiles of a bias, or of another tensor that a modification reads tile by tile, in the Hopper kernels.
+
+Such a *copied tile* is loaded by TMA, read, and its gradient is written out by TMA.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from .stages import loading_ring
 
 
 class TransposedTile:
-    """The copied tile of a warpgroup's stage, by key and query."""
+    """The copied tile of the current stage, indexed by key and query; in memory it has queries in rows."""
 
     def __init__(self, plan: KeysPlan, w: Any) -> None:
         self._plan, self._w = plan, w
@@ -29,14 +32,14 @@ class TransposedTile:
 
 
 def alloc_tile(plan: TilePlan, arg: Any, w: Any) -> dict[Any, Any]:
-    """The copied tile's stages in shared memory, and what its elements are emitted as; returns the buffers' layouts."""
+    """Allocates the copied tile's stages, and registers how its elements are emitted. Returns the buffers' layouts."""
     assume_aligned(arg.operands[plan.copied.name].strides, itemsize=plan.copied_dtype.itemsize)
     kind = str(plan.copied_dtype).removeprefix("torch.")
     # [stages, block_M, block_N]
     w.tile = T.alloc_shared([plan.config.tile_stages, plan.block_M, plan.block_N], kind)
     layouts = {
         w.tile: tile_layout(w.tile, plan.block_N * plan.copied_dtype.itemsize),
-        w.acc_s: accumulator_layout(*plan.score_tile),  # for single elements of it (:func:`have_read`)
+        w.acc_s: accumulator_layout(*plan.score_tile),  # to address single elements (:func:`have_read`)
     }
     if plan.tile_in_registers:
         w.tile_registers = T.alloc_fragment(plan.score_tile, kind)
@@ -50,7 +53,7 @@ def annotate(layouts: dict[Any, Any]) -> None:
 
 
 def alloc_transposed_tile(plan: KeysPlan, arg: Any, w: Any) -> None:
-    """The same for scores with keys in rows, and its gradient's tile."""
+    """As :func:`alloc_tile`, for scores with keys in rows; also allocates the gradient's tile."""
     layouts = alloc_tile(plan, arg, w)
     if plan.tile_in_registers:
         w.eight_of_tile = T.alloc_local([8], str(plan.copied_dtype).removeprefix("torch."))
@@ -69,7 +72,7 @@ def alloc_transposed_tile(plan: KeysPlan, arg: Any, w: Any) -> None:
 
 @T.macro
 def load_tile(plan, arg, w, ring, place):
-    """One tile of the copied tensor, as its stage becomes free. What lies beyond the tensor's edges is 0."""
+    """Loads one tile of the copied tensor when its stage is free. Elements beyond the tensor's edges are 0."""
     T.barrier_wait(w.tile_free[ring.stage], ring.parity)
     T.tma_copy(
         arg.operands[plan.copied.name][place],
@@ -82,7 +85,7 @@ def load_tile(plan, arg, w, ring, place):
 
 @T.macro
 def load_tiles(plan, arg, w):
-    """The tiles of the copied tensor that a block of keys needs."""
+    """Loads the tiles of the copied tensor that a block of keys needs."""
     ring = loading_ring(plan.config.tile_stages)
     key = w.task[KEY]
     for g in T.serial(arg.heads_per_kv_head):
@@ -100,10 +103,10 @@ def load_tiles(plan, arg, w):
 
 @T.macro
 def take_tile(plan, w):
-    """The copied tile to registers, if it is of 16 bits, under the product that makes the scores; else only waits.
+    """Waits for the copied tile. With 16-bit elements, also loads it to registers, while the scores are computed.
 
-    Its rows are queries; ldmatrix transposes them. Elements of 32 bits are read from shared memory where they are used:
-    a warp's meet no bank conflict as they lie.
+    Its rows are queries; ldmatrix transposes them. 32-bit elements are read from shared memory where they are used, by
+    each warp without bank conflicts.
     """
     if plan.copied is not None:
         T.barrier_wait(w.tile_ready[tile_stage(plan, w)], tile_parity(plan, w))
@@ -117,22 +120,22 @@ def tile_stage(plan, w):
 
 
 def tile_parity(plan, w):
-    """With one stage it flips with every tile, as that of dQ's buffer does, which begins with the other one."""
+    """With one stage the parity flips at each tile, as that of dQ's buffer does, but starts with the other value."""
     return w.ring.parity if plan.config.tile_stages > 1 else w.at[DQ_PARITY] ^ 1
 
 
 @T.macro
 def release_tile(plan, w, used=True):
-    T.sync_warp()  # one lane answers for all
+    T.sync_warp()  # one lane arrives for all
     if T.shuffle_elect(WARP) & used:
         T.barrier_arrive(w.tile_free[tile_stage(plan, w)])
 
 
 def have_read(w, columns):
-    """A condition that needs all reads of a tile, although it always holds: the last probability is not negative.
+    """A condition that always holds, but depends on all reads of a tile: the last probability is not negative.
 
-    An arrival at a barrier does not wait for reads that are in flight, and the next tile, by TMA, would overtake them:
-    beside two products ldmatrix takes long enough for that. (The sign bit: a NaN must not keep the tile for ever.)
+    An arrival at a barrier does not wait for reads in flight, so TMA could overwrite the tile before it is read: during
+    two products ldmatrix takes long enough for that. The sign bit is compared, because a NaN must not block the tile.
     """
     lane, warp = w.thread % WARP, w.thread // WARP
     return T.reinterpret(w.acc_s[warp * 16 + 8 + lane // 4, columns - 7 + lane % 4 * 2], "int32") >= 0
@@ -140,7 +143,7 @@ def have_read(w, columns):
 
 @T.macro
 def take_gradient(plan, arg, w, h, number, group, parity):
-    """A warpgroup's half of a tile of the copied tensor's gradient, to where the tile is from. Beyond lies nothing."""
+    """Writes out a warpgroup's half of the gradient of a copied tile. TMA skips elements beyond the tensor's edges."""
     path = plan.paths[plan.leaving]
     half = plan.block_N // 2
     q_lo = number * plan.block_M + arg.seqlen_k - arg.seqlen_q
@@ -167,7 +170,7 @@ def take_gradient(plan, arg, w, h, number, group, parity):
 
 @T.macro
 def take_gradients(plan, arg, w):
-    """As :func:`add_dq`, which there is none of then."""
+    """Writes out the gradients of all copied tiles. If the kernel adds up dq, :func:`add_dq` does this instead."""
     parity = T.alloc_var("int32", init=0)
     for g in T.serial(arg.heads_per_kv_head):
         h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
@@ -179,9 +182,9 @@ def take_gradients(plan, arg, w):
 
 @T.macro
 def write_out_gradient(plan, w, scores):
-    """A tile of the copied tensor's gradient, queries in rows, to the adding warp, once it has taken the last one.
+    """Passes the gradient of a copied tile, with queries in rows, to the adding warp, once the last one is written out.
 
-    Behind dV's product, which would wait for these stores as it does for those of dS.
+    This comes after dV's product, which would otherwise wait for these stores, as it does for those of dS.
     """
     factor = plan.slopes.program.loads[plan.leaving]
     if factor.recomputed is not None:

@@ -1,4 +1,4 @@
-"""dq's sums on Hopper: dS is shared by the warpgroups, and each tile of dQ added up in memory."""
+"""dq's sums on Hopper: the warpgroups exchange dS, multiply, and each tile of dQ is added to the sums in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .plan import BATCH, DQ_PARITY, DS, KV_HEAD
 
 @T.macro
 def add_dq(plan, arg, w):
-    """Each warpgroup's half of dQ, as it comes, to the sums in memory."""
+    """The adding warp: adds each warpgroup's half of each tile of dQ to the sums in memory."""
     half = plan.sum_rows // 2
     parity = T.alloc_var("int32", init=0)
     for g in T.serial(arg.heads_per_kv_head):
@@ -39,7 +39,7 @@ def add_dq(plan, arg, w):
 
 @T.macro
 def share_ds(plan, w):
-    """dS of this warpgroup's keys to shared memory: queries in rows, as dQ's product takes it without conflicts."""
+    """Writes dS of this warpgroup's keys to shared memory, with queries in rows, for dQ's product."""
     place_of = transposed(w.shared_ds, w.at[DS])
     store_matrices(w.ds, w.eight, plan.block_M, place_of, True, w.thread)
 
@@ -63,7 +63,7 @@ def multiply_dq(plan, w):
 
 @T.macro
 def write_out_dq(plan, w):
-    """To the adding warp, once it has taken the last tile's."""
+    """Passes dQ to the adding warp, once the adding warp has finished with the last tile."""
     group = w.thread // WARPGROUP
     T.barrier_wait(w.dq_free[group], w.at[DQ_PARITY])
     for i, j in T.Parallel(*plan.order.shape):

@@ -1,38 +1,39 @@
 """dk, dv and dq's sums, Hopper schedule: the backward pass of FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608).
 
-Each block owns one tile of 128 keys and values of one kv head, and walks over the query heads of the group and, for
-each, over the tiles of queries that the mask lets see its keys. In a block
+Each block owns one tile of 128 keys and values of one kv head. It loops over the query heads of the group and, for
+each, over the tiles of queries that may see its keys. A block has
 
-    two loading warps        bring, by TMA, K and V and then Q with lse2, tile by tile, and dO with delta;
-    two consumer warpgroups  own 64 keys each: they multiply (wgmma), and keep dK and dV in registers;
-    one adding warp          adds each tile of dQ to the float32 sums in memory, by TMA, which sums in the L2 cache;
-    one more loading warp    brings a bias's tiles, or those of another tensor that a modification reads tile by tile.
+    two loading warps        one loads K and V, then Q with lse2 tile by tile; the other dO with delta; all by TMA
+    two consumer warpgroups  own 64 keys each; they multiply (wgmma), and keep dK and dV in registers
+    one adding warp          adds each tile of dQ to the float32 sums in memory, by TMA, which sums in the L2 cache
+    one more loading warp    loads tiles of a bias, or of another tensor that a modification reads tile by tile
 
-One iteration of a consumer warpgroup; the tensor cores are given the next product before the last one's result is used:
+One iteration of a consumer warpgroup; the tensor cores start the next product before the last one's result is used:
 
     tensor cores  |  S = K Q^T  |  dP = V dO^T  |        |  dV += P dO  |  dQ = dS^T K  |  dK += dS Q  |
     other units   |             |  P = exp2(S)  |  dS = P (dP - delta)  |               |  dQ to shared memory
     barriers      ^q_ready      ^do_ready                               ^both have dS   ^do_free       ^q_free
 
-S, P, dP and dS have keys in rows, so that P and dS are first operands as they lie in registers. dQ needs dS of all 128
+S, P, dP and dS have keys in rows, so that P and dS are first operands straight from registers. dQ needs dS of all 128
 keys: both warpgroups write theirs to shared memory, transposed (stmatrix), and wait for each other. With two buffers of
 dS that is the only time they wait.
 
-dQ leaves the registers in the order in which they hold it (dq_order.py), half a tile for each warpgroup, so that
-writing it to shared memory meets no bank conflicts, and one bulk reduction adds it up; finish.py undoes the order.
+dQ is written out in the order of registers (dq_order.py), half a tile by each warpgroup: to shared memory, without bank
+conflicts, and from there by one bulk reduction, which adds it to the sums. finish.py restores the order of q.
 
-A bias's tile comes as it lies in memory, queries in rows, swizzled. Of 16 bits it is taken to registers under S = K Q^T
-by ldmatrix, which transposes it; of 32 bits it is read where it is used: either way banks do not collide. Its gradient
-leaves the same way: transposed to shared memory, behind dV's product, from where the adding warp stores it, or adds it
-to float32 sums where heads or batch elements share the bias. Batch elements that share one are neighbours in the grid.
+A bias's tile has queries in rows, as in memory, and is swizzled. With 16-bit elements it is loaded to registers during
+S = K Q^T by ldmatrix, which transposes it; 32-bit elements are read where they are used. Neither has bank conflicts.
+Its gradient takes the same way back: it is written to shared memory, transposed, after dV's product. The adding warp
+stores it, or adds it to float32 sums if heads or batch elements share the bias. Batch elements that share a bias are
+neighbours in the grid.
 
 Every buffer has two mbarriers, ``ready`` and ``free``, as in the forward schedule (forward/hopper/kernel.py). Masked
-tiles, and tiles over the ends of queries or keys, take a branch that all threads agree on.
+tiles, and tiles at the ends of queries or keys, take a branch that is uniform across threads.
 
-Blocks start with the tiles of keys that a causal mask lets most queries see. All sizes and strides are run-time values.
-Limits: sm_90a, head dims up to 128, tensors whose rows begin at multiples of 16 bytes. Without dq, which
-queries.py then computes, the head dims may be larger if both together are no more than 320: with 192 and 128 the
-warpgroups keep 160 registers of dK and dV, and take 32 queries at a time.
+Blocks start with the tiles of keys that most queries see under a causal mask. All sizes and strides are run-time
+values. Limits: sm_90a, head dims up to 128, tensors whose rows begin at multiples of 16 bytes. Without dq, which
+queries.py then computes, the head dims may be larger if their sum is at most 320: with 192 and 128 the warpgroups keep
+160 registers of dK and dV, and take 32 queries at a time.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ from .stages import release
 
 @T.macro
 def copy_keys(plan, arg, w, k_b, v_b):
-    """K and V."""
+    """Copies K and V."""
     key, kv_h = w.task[KEY], w.task[KV_HEAD]
     T.tma_copy(arg.k[k_b, key : key + plan.block_N, kv_h, 0 : plan.head_dim], w.k, barrier=w.kv_ready[0])
     T.tma_copy(arg.v[v_b, key : key + plan.block_N, kv_h, 0 : plan.head_dim_v], w.v, barrier=w.kv_ready[0])
@@ -84,7 +85,7 @@ def copy_keys(plan, arg, w, k_b, v_b):
 
 @T.macro
 def copy_rows(plan, w, source, tiles, head_dim, of_rows, rows, ready, at):
-    """A tile of Q with lse2, or of dO with delta."""
+    """Copies a tile of Q with lse2, or of dO with delta."""
     T.tma_copy(
         source[at.b, at.row : at.row + plan.block_M, at.h, 0:head_dim],
         tiles[at.stage, :, :],
@@ -102,7 +103,7 @@ def copy_rows(plan, w, source, tiles, head_dim, of_rows, rows, ready, at):
 
 @T.macro
 def probabilities(plan, w, scores):
-    """P, and what dV takes of it."""
+    """P of a tile, and the operand of dV's product."""
     at = scores.held("q_lo")
     scores_to_probabilities(plan, w, at, Row(w.lse2, w.ring.stage))
     if plan.copied is not None and (plan.tile_in_registers or not plan.tile_is_recomputed):
@@ -115,14 +116,14 @@ def probabilities(plan, w, scores):
 
 @T.macro
 def tensor_gradients(plan, arg, w, scores):
-    """Of the tensors that the modification reads."""
+    """The gradients of the tensors that the modification reads."""
     at = scores.held("b", "k_lo", "q_lo")
     for index, path in enumerate(plan.paths):
         if index == plan.leaving:
             continue
         factor = plan.slopes.program.loads[index]
         if factor.recomputed is not None:
-            # In the place of dP, which has served.
+            # In the registers of dP, which is no longer needed.
             tile.times_recomputed(w.acc_dp, tile.kept_product(factor, w.kept, w.acc_s), factor.recomputed, scores)
         gradient = w.acc_dp if factor.recomputed is not None else tile.kept_product(factor, w.kept, w.acc_s)
         if path.way == BY_KEY:
@@ -133,7 +134,7 @@ def tensor_gradients(plan, arg, w, scores):
 
 @T.macro
 def times_slope(plan, arg, w, scores):
-    """The gradients of tensors, and then dS of the scaled scores, from that of the modified ones."""
+    """The gradients of tensors; then dS of the scaled scores, from dS of the modified ones."""
     tensor_gradients(plan, arg, w, scores)
     slope = plan.slopes.program.slope
     if slope.recomputed is not None:
@@ -150,7 +151,7 @@ def next_stage(plan, w):
 
 
 def scores_at(plan, arg, w, h, row):
-    """The tile of scores of some rows of queries of a head."""
+    """The tile of scores of a head's queries from `row` on."""
     return w.scores.at(
         b=w.task[BATCH],
         h=h,
@@ -162,7 +163,7 @@ def scores_at(plan, arg, w, h, row):
 
 @T.macro
 def advance(plan, arg, w, h, row):
-    """One tile of queries."""
+    """One iteration: a tile of queries."""
     scores = scores_at(plan, arg, w, h, row)
     multiply_transposed(w.q_ready, w.ring, w.k, w.q[w.ring.stage, :, :], w.acc_s)
     if plan.config.late_dp:
@@ -206,7 +207,7 @@ def advance(plan, arg, w, h, row):
 
 @T.macro
 def store(plan, arg, w):
-    """dK and dV by way of shared memory, where K and V were."""
+    """Stores dK and dV, through the shared memory of K and V."""
     for i, d in T.Parallel(plan.block_N, plan.head_dim):
         w.acc_dk[i, d] *= arg.scale
     if plan.call.dropout:
@@ -235,17 +236,17 @@ def store(plan, arg, w):
 
 @T.macro
 def find_rows(plan, w, h):
-    """The head's tiles of queries, begin and end, and the rows that see all keys of the block, which need no mask."""
+    """Sets w.rows: the head's tiles of queries, begin and end, and the rows that see all keys and so need no mask."""
     first, end = tiles_of_head(plan, w, h)
     full_lo, full_hi = w.visible.full_rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + plan.block_N - 1)
     if plan.call.packed:
-        T.sync_threads(DS_WRITTEN, CONSUMERS)  # nobody looks at the last head's any more
+        T.sync_threads(DS_WRITTEN, CONSUMERS)  # all have read the last head's numbers
     w.rows[0] = w.uniform(first)
     w.rows[1] = w.uniform(T.max(end, first))
     w.rows[2] = w.uniform(full_lo)
     w.rows[3] = w.uniform(full_hi)
     if plan.call.packed:
-        T.fence_proxy_async()  # or TileLang puts one into the loop: they are in shared memory
+        T.fence_proxy_async()  # else TileLang puts one into the loop, because the numbers are in shared memory
 
 
 @T.macro
@@ -274,7 +275,7 @@ def consume(plan, arg, w):
 
 @T.macro
 def produce(plan, arg, w, load_first, load_second):
-    """Each producer warp in its role: two load, one adds, and one loads the copied tensor's tiles."""
+    """The roles of the producer warps: two load, one adds, and one loads the copied tensor's tiles."""
     if w.thread < CONSUMERS + WARP:
         load_first()
     elif w.thread < CONSUMERS + 2 * WARP:
@@ -289,7 +290,7 @@ def produce(plan, arg, w, load_first, load_second):
 
 
 def take_parts(plan: KeysPlan, arg: Any, w: Any) -> None:
-    """Each warp in its role."""
+    """The roles of all warps."""
 
     def copy_queries(at: Any) -> None:
         copy_rows(plan, w, arg.q, w.q, plan.head_dim, arg.lse2, w.lse2, w.q_ready, at)
@@ -316,9 +317,9 @@ def take_parts(plan: KeysPlan, arg: Any, w: Any) -> None:
 def body(
     call: AttentionCall, config: HopperBackwardConfig, traced: Program, paths: tuple[Path, ...], adds_dq: bool
 ) -> Any:
-    """The macro that emits the kernel, given its parameters (see signature.py).
+    """The macro that emits the kernel, given its parameters (see ``signature.declare_main``).
 
-    Args: as :func:`generic.body`.
+    Args: see :func:`generic.body`.
     """
     plan = KeysPlan(call, config, traced, paths, adds_dq)
 

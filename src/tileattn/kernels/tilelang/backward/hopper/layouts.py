@@ -1,4 +1,4 @@
-"""How threads hold a product, for those places where TileLang cannot find out."""
+"""The layouts of products in registers, for places where TileLang cannot infer them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .dq_order import RegisterOrder
 
 
 def accumulator_layout(rows: int, columns: int) -> Any:
-    """Of a fragment: as wgmma leaves a product, and takes a first operand of 16 bits, 16 rows in each warp."""
+    """The layout in which wgmma leaves a product and reads a 16-bit first operand: 16 rows in each warp."""
     return T.Fragment([rows, columns], forward_thread_fn=_thread, forward_index_fn=_register)
 
 
 def product_layout(order: RegisterOrder) -> Any:
-    """Of dQ's product (or its transpose), on two warpgroups."""
+    """The layout of dQ's product (or its transpose) on two warpgroups."""
     half = order.shape[1] // 2
     if not order.shares_columns:
         return accumulator_layout(*order.shape)
@@ -27,7 +27,7 @@ def product_layout(order: RegisterOrder) -> Any:
 
 
 def rows_layout(order: RegisterOrder) -> Any:
-    """The same, with queries in rows and dims in columns."""
+    """The same layout, of a fragment with queries in rows and dims in columns."""
     if not order.transposed:
         return product_layout(order)
     return T.Fragment(

@@ -12,7 +12,7 @@ from .stages import Ring, loading_ring
 
 @T.macro
 def load_keys(arg, w, copy):
-    """K and V, once. `copy` brings them, given their batch elements."""
+    """Loads K and V, once. `copy` starts the copies, given their batch elements."""
     k_b, v_b = (T.min(w.task[BATCH], tensor.shape[0] - 1) for tensor in (arg.k, arg.v))
     copy(k_b, v_b)
     T.barrier_arrive(w.kv_ready[0])
@@ -20,14 +20,14 @@ def load_keys(arg, w, copy):
 
 @T.macro
 def load_rows(plan, arg, w, source, ready, free, copy, stages, kind=Ring):
-    """Q or dO with what belongs to its rows, tile by tile, as stages become free.
+    """Loads Q with lse2, or dO with delta, tile by tile, as stages become free.
 
     Args:
-        source: the tensor.
+        source: the tensor, q or do.
         ready, free: the barriers of its stages.
-        copy: brings a tile, given its batch element `b`, head `h`, first `row` and `stage`.
-        stages: how many there are.
-        kind: of the arithmetic of stages.
+        copy: starts the copies of a tile, given its batch element `b`, head `h`, first `row` and `stage`.
+        stages: the number of stages.
+        kind: the class of the ring.
     """
     b = T.alloc_var("int32", init=T.min(w.task[BATCH], source.shape[0] - 1))
     ring = loading_ring(stages, kind)
@@ -44,6 +44,6 @@ def load_rows(plan, arg, w, source, ready, free, copy, stages, kind=Ring):
 
 
 def tiles_of_head(plan, w, h):
-    """Tiles of queries [first, end) that see the block's keys: none, if it is not the case that first < end."""
+    """The tiles of queries [first, end) that see the block's keys; none unless first < end."""
     row_lo, row_hi = w.visible.rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + plan.block_N - 1)
     return T.truncdiv(row_lo, plan.block_M), T.ceildiv(row_hi, plan.block_M)

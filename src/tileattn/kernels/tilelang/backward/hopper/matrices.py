@@ -1,7 +1,7 @@
-"""Matrices of 8 x 8 elements of 16 bits between registers and shared memory on Hopper: stmatrix, ldmatrix.
+"""Copies of 8 x 8 matrices of 16-bit elements between registers and shared memory on Hopper: stmatrix, ldmatrix.
 
-Of a product a thread holds elements in rows i, i + 8 and columns j, j + 1, j + 8, j + 9 of each 16 columns: four
-matrices. (TileLang 0.1.15 uses stmatrix by itself for whole buffers only, not for one of several stages.)
+Of each 16 columns of a product, a thread holds the elements in rows i, i + 8 and columns j, j + 1, j + 8, j + 9: those
+are in four matrices. TileLang 0.1.15 generates stmatrix only for whole buffers, not for one of several stages.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ _PACK = ir.Op.get("tl.pack_b16")
 
 
 def element(lane: Any, warp: Any, n: int, e: Any) -> tuple[Any, Any]:
-    """Row and column of the e-th of a thread's eight elements in the n-th 16 columns."""
+    """The row and column of the e-th of a thread's eight elements in the n-th group of 16 columns."""
     return warp * 16 + lane // 4 + e // 2 % 2 * 8, n * 16 + lane % 4 * 2 + e // 4 * 8 + e % 2
 
 
 def transposed(buffer: Any, *stage: Any) -> Callable[[Any, Any, Any], Any]:
-    """Where a thread's matrix row lies in a tile that has the product's columns in rows."""
+    """The place of a thread's matrix row in a tile that has the product's columns in rows."""
     return lambda lane, warp, n: buffer[(*stage, n * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane % 16 // 8 * 8)]
 
 
 @T.macro
 def store_matrices(values, eight, columns, place_of, is_transposed, thread):
-    """Registers to shared memory, in 16 bits.
+    """Stores a product from registers to shared memory, in 16 bits.
 
     Args:
-        values: a product's fragment.
+        values: the product's fragment.
         eight: registers for eight elements.
-        columns: of the product.
-        place_of: where a thread's matrix row lies, given lane, warp and number of the 16 columns.
+        columns: the number of the product's columns.
+        place_of: the place of a thread's matrix row, given lane, warp and the number of the group of 16 columns.
         is_transposed: whether columns become rows.
-        thread: this one.
+        thread: this thread's number.
     """
     lane, warp = thread % WARP, thread // WARP
     for n in T.unroll(columns // 16):
@@ -55,7 +55,7 @@ def store_matrices(values, eight, columns, place_of, is_transposed, thread):
 
 @T.macro
 def load_transposed(values, eight, columns, place_of, thread):
-    """Shared memory to registers; rows become columns. Arguments: as :func:`store_matrices`."""
+    """Loads a fragment from shared memory; rows become columns. Arguments: see :func:`store_matrices`."""
     lane, warp = thread % WARP, thread // WARP
     for n in T.unroll(columns // 16):
         place = place_of(lane, warp, n)

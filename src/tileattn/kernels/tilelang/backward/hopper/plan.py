@@ -1,4 +1,4 @@
-"""What the kernels for Hopper are built from: their static facts, and where a block of the kernel for keys stands."""
+"""Plans of the Hopper kernels (their static facts), and the tiles, barriers and numbers of the kernel for keys."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .stages import Ring
 # Named barriers of the kernel for keys; 0 is __syncthreads.
 DS_WRITTEN, DS_READ = 1, 2
 
-# The task of a block that owns keys: a tile of them, by its first, of one kv head of one batch element.
+# Indices of the task of a block that owns keys: batch element, kv head, and the first key of its tile.
 BATCH, KV_HEAD, KEY = range(3)
 
-# Where a warpgroup stands in the stages of Q and dO, in the buffers of dS, and in the uses of dQ's.
+# Indices of a warpgroup's state: stage and parity of Q and dO, buffer of dS, parity of dQ's buffer.
 STAGE, PARITY, DS, DQ_PARITY = range(4)
 
 
@@ -33,12 +33,12 @@ class TilePlan(BackwardPlan):
     """The static facts of a kernel that may copy tiles of a tensor that the modification reads.
 
     Attributes:
-        copied: the tile load whose tiles, such as a bias's, are copied, or None; and its dtype.
-        copied_once: whether nobody else reads these tiles, so that they need not stay in the L2 cache.
-        tile_in_registers: whether they are taken to registers.
+        copied, copied_dtype: the tile load (of a bias, say) whose tiles are copied, and its dtype; or None.
+        copied_once: whether only one block reads each of these tiles, so that the L2 cache need not keep them.
+        tile_in_registers: whether these tiles are loaded to registers.
     """
 
-    keys_first: bool  # whether rows of a tile of scores are keys
+    keys_first: bool  # whether the rows of a tile of scores are keys
 
     def __init__(self, call: AttentionCall, config: Any, traced: Program, paths: tuple[Path, ...] = ()) -> None:
         super().__init__(call, config, traced, paths)
@@ -55,16 +55,19 @@ class TilePlan(BackwardPlan):
 
 
 class KeysPlan(TilePlan):
-    """The same of the kernel for dk, dv and dq's sums.
+    """The static facts of the kernel for dk, dv and dq's sums.
 
     Attributes:
-        paths: to the tensors whose gradients are wanted; `sums_by_key` numbers those that are summed by key.
-        tile_in_registers: here those of 16 bits, which ldmatrix transposes.
-        tile_is_recomputed: whether a derivative that is recomputed needs them once more.
-        leaving: index of the path whose gradient leaves by TMA, tile by tile, or None; and the dtype of these tiles.
-        batch_first: whether neighbours in the grid are batch elements rather than heads, to share those tiles.
-        adds_dq: whether dq is added up here.
-        order: of dq's sums; `sum_rows`, of 256, are a tile's.
+        paths: the paths to the tensors whose gradients are wanted.
+        sums_by_key: numbers the paths whose gradients are summed by key.
+        tile_in_registers: true for copied tiles of 16-bit elements, which ldmatrix transposes.
+        tile_is_recomputed: whether a derivative that is recomputed reads the copied tile again.
+        leaving, leaving_dtype: the index of the path whose gradient is written out by TMA, tile by tile, and the dtype
+            of its tiles; or None.
+        batch_first: whether neighbours in the grid are batch elements, not heads, so that they share copied tiles.
+        adds_dq: whether this kernel adds up dq.
+        order: the order of dq's sums.
+        sum_rows: the rows of 256 sums in a tile.
     """
 
     keys_first = True
@@ -115,9 +118,9 @@ class Row:
 
 
 class RowsOfHead:
-    """What :func:`find_rows` finds, in a packed call: the last two numbers in shared memory, for want of registers.
+    """The results of :func:`find_rows` in a packed call. The last two are in shared memory, to save registers.
 
-    Of a dense call all of them follow from parameters of the kernel, of which ptxas needs to keep nothing.
+    In a dense call ptxas needs no registers for them: it recomputes them from the kernel's parameters.
     """
 
     def __init__(self) -> None:
@@ -128,7 +131,7 @@ class RowsOfHead:
         return self._registers[index] if index < 2 else self._shared[index - 2]
 
     def __setitem__(self, index: int, value: Any) -> None:
-        # All threads write the same, and each reads what it has written itself.
+        # All threads write the same value, and each reads its own write.
         buffer, place = (self._registers, index) if index < 2 else (self._shared, index - 2)
         T.buffer_store(buffer, value, [place])
 
@@ -136,7 +139,7 @@ class RowsOfHead:
 def allocate(plan: KeysPlan, arg: Any, at: Any, thread: Any) -> SimpleNamespace:
     """A block's tiles, barriers and numbers."""
     emit = tile.TileEmitter(arg.operands)
-    # Behind a sequence's last row lse2 is +inf, and Q is 0; but a modification may be NaN there.
+    # Beyond a sequence's last row lse2 is +inf and Q is 0, so no mask is needed unless a modification may be NaN there.
     rows_end = plan.call.packed and plan.slopes is None
     visible = Viewers(plan.traced, emit, arg.seqlen_q, arg.seqlen_k, rows_end)
     dq_sums = plan.adds_dq
@@ -152,7 +155,7 @@ def allocate(plan: KeysPlan, arg: Any, at: Any, thread: Any) -> SimpleNamespace:
         q=T.alloc_shared([plan.stages, plan.block_M, plan.head_dim], plan.dtype),
         # [stages, block_M, head_dim_v]
         do=T.alloc_shared([plan.stages, plan.block_M, plan.head_dim_v], plan.dtype),
-        # [stages, block_M], of which the rows may lie further apart
+        # [stages, block_M], with padding between the rows
         lse2=T.alloc_shared([plan.stages, plan.config.rows_apart], "float32"),
         delta=T.alloc_shared([plan.stages, plan.config.rows_apart], "float32"),
         # [ds_buffers, block_M, block_N]

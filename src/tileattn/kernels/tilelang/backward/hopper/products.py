@@ -1,4 +1,4 @@
-"""Products of tiles on Hopper's tensor cores, given and awaited."""
+"""Products of tiles on Hopper's tensor cores: started, and awaited."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .config import CONSUMERS
 
 @T.macro
 def multiply_transposed(ready, ring, first, second, result):
-    """result = first second^T, once the ring's stage is ready."""
+    """Starts result = first second^T, once the ring's stage is ready."""
     T.barrier_wait(ready[ring.stage], ring.parity)
     T.wgmma_gemm(first, second, result, transpose_B=True, clear_accum=True, policy=ROWS)
 
 
 @T.macro
 def await_product(fragment, in_flight):
-    """Until only so many products are in flight; the fragment's registers are then its result."""
+    """Waits until at most `in_flight` products are in flight. The fragment then holds its result."""
     T.wait_wgmma(in_flight)
     T.warpgroup_fence_operand(fragment, num_regs=registers(fragment))
 
 
 def registers(fragment: Any) -> int:
-    """Of each thread, that hold a product."""
+    """The number of registers per thread that hold a product."""
     return math.prod(int(size) for size in fragment.shape) // CONSUMERS

@@ -1,30 +1,29 @@
 """dq alone, Hopper schedule: without atomic operations, and so in a fixed order.
 
-For ``deterministic=True``, and for head dims so wide that dk, dv and dq's sums do not fit into one kernel together
-(wide.py). Each block owns one tile of 128 queries of one head, and walks over the tiles of keys that the mask
-lets it see. In a block
+For ``deterministic=True``, and for head dims so wide that one kernel has no room for dk, dv and dq's sums (wide.py).
+Each block owns one tile of 128 queries of one head. It loops over the tiles of keys that they may see. A block has
 
-    two loading warps        bring Q and dO, and then, tile by tile, one warp K and the other V, by TMA;
-    one more loading warp    brings a bias's tiles, or those of another tensor that a modification reads tile by tile;
-    two consumer warpgroups  own 64 queries each: they multiply (wgmma), and keep dQ in registers.
+    two loading warps        one loads Q, then K tile by tile; the other dO, then V; by TMA
+    one more loading warp    loads tiles of a bias, or of another tensor that a modification reads tile by tile
+    two consumer warpgroups  own 64 queries each; they multiply (wgmma), and keep dQ in registers
 
-One iteration of a consumer warpgroup, j being the tile of keys before. dQ comes one tile late, so that the tensor cores
-have work under the exponentials; the other warpgroup's products run under the rest:
+One iteration of a consumer warpgroup, where j is the previous tile of keys. dQ is one tile late, so that the tensor
+cores have work during the exponentials. During the rest they compute the other warpgroup's products:
 
     tensor cores  |  dQ += dS_j K_j  |  S = Q K_j+1^T  |   dP = dO V_j+1^T   |                      |  dQ += ...
     other units   |                  |                 |  P = exp2(S)        |  dS = P (dP - delta) |
     K barriers    |                  ^ready, ^free (j)
     V barriers    |                                    ^ready                ^free
 
-S, P, dP and dS have queries in rows: dS is a first operand as it lies in registers, and lse2 and delta are two numbers
-each in every thread. The warpgroups share nothing but the stages of K and V, and never wait for each other.
+S, P, dP and dS have queries in rows: dS is a first operand straight from registers, and every thread holds two numbers
+of lse2 and two of delta. The warpgroups share only the stages of K and V, and never wait for each other.
 
 Every buffer has two mbarriers, ``ready`` and ``free``, as in the forward schedule (forward/hopper/kernel.py). Masked
-tiles, and tiles over the ends of queries or keys, take a branch that all threads agree on. dQ leaves through shared
-memory, where Q was: each warpgroup reads, and then overwrites, its own rows only.
+tiles, and tiles at the ends of queries or keys, take a branch that is uniform across threads. dQ is stored through the
+shared memory of Q: each warpgroup reads, and then overwrites, only its own rows.
 
-Blocks start with the last tiles of queries, which a causal mask makes longest. All sizes and strides are run-time
-values. Limits: sm_90a, head dims up to 256, tensors whose rows begin at multiples of 16 bytes.
+Blocks start with the last tiles of queries, which see the most keys under a causal mask. All sizes and strides are
+run-time values. Limits: sm_90a, head dims up to 256, tensors whose rows begin at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ from .roles import CONSUMER_REGISTERS, PRODUCER_REGISTERS, load_in_two_warps, pl
 from .scores import gradients_of_scores, scores_to_probabilities, times_slope_in_place
 from .stages import OneStage, Ring, loading_ring, release
 
-# Named barriers; 0 is __syncthreads. Each warpgroup has one for itself.
+# Named barriers; 0 is __syncthreads. Each warpgroup has its own: WITHIN, WITHIN + 1.
 WITHIN = 1
 
-# The block's task: a tile of queries, by its first, of one head of one batch element, and which tiles of keys it sees.
+# Indices of the block's task: batch element, head, first row of its tile; first tile of keys, and how many.
 BATCH, HEAD, ROW, FIRST, COUNT = range(5)
 
-# Where a warpgroup stands in the stages of K and V; LAST is the stage of the K that dQ still needs.
+# Indices of a warpgroup's state: stage and parity of K and of V; LAST is the stage of K that dQ still needs.
 K_STAGE, K_PARITY, LAST, V_STAGE, V_PARITY = range(5)
 
 
@@ -68,7 +67,7 @@ class QueriesPlan(TilePlan):
     """The static facts of the kernel, from which its macros choose what they emit.
 
     Attributes:
-        panel: columns of dQ that one TMA store takes.
+        panel: the columns of dQ in one TMA store.
     """
 
     keys_first = False
@@ -94,7 +93,7 @@ class QueriesPlan(TilePlan):
         )
 
     def rings(self, at: Any) -> tuple[Ring, Ring, Ring]:
-        """Where a warpgroup stands in the stages of K, V and the copied tile, which goes with K, or with V."""
+        """The rings of K, V and the copied tile, which shares the ring of K or of V."""
         k = Ring((at, K_STAGE), (at, K_PARITY), self.config.k_stages, "last", before=(at, LAST))
         kind = OneStage if self.config.v_stages == 1 else Ring
         v = kind((at, V_STAGE), (at, V_PARITY), self.config.v_stages, "last_v")
@@ -106,11 +105,12 @@ class QueriesPlan(TilePlan):
 
 @T.macro
 def load(plan, arg, w, rows, rows_shared, rows_ready, keys):
-    """Q, then K tile by tile as stages become free; or dO, then V.
+    """Loads Q, then K tile by tile as stages become free; or dO, then V.
 
     Args:
-        rows, rows_shared, rows_ready: of Q, the tensor, its tile and the tile's barriers.
-        keys: of K, the `source`, its `tiles`, how many `stages` they have, and their barriers `ready` and `free`.
+        rows, rows_shared, rows_ready: q or do, its tile, and the tile's barriers.
+        keys: for k or v: the `source`, its `tiles`, the number of `stages`, the barriers `ready` and `free`, and the
+            `head_dim`.
     """
     rows_b, keys_b = (T.alloc_var("int32", init=T.min(w.task[BATCH], x.shape[0] - 1)) for x in (rows, keys.source))
     kv_h = T.alloc_var("int32", init=T.truncdiv(w.task[HEAD], arg.heads_per_kv_head))
@@ -133,7 +133,7 @@ def load(plan, arg, w, rows, rows_shared, rows_ready, keys):
 
 @T.macro
 def load_tiles(plan, arg, w):
-    """The tiles of the copied tensor that a block of queries needs."""
+    """Loads the tiles of the copied tensor that a block of queries needs."""
     b, h = w.task[BATCH], w.task[HEAD]
     outer = [w.emit(index, b=b, h=h) for index in plan.copied.outer]
     row = T.alloc_var("int32", init=w.emit(plan.copied.row, b=b, h=h, q=w.task[ROW] + arg.seqlen_k - arg.seqlen_q))
@@ -150,7 +150,7 @@ def load_tiles(plan, arg, w):
 
 @T.macro
 def take_tile(plan, w):
-    """The copied tile to registers, under the products."""
+    """Waits for the copied tile, and loads it to registers during the products."""
     if plan.copied is not None:
         stage, parity = w.tile_ring.stage, w.tile_ring.parity
         T.barrier_wait(w.tile_ready[stage], parity)
@@ -160,7 +160,7 @@ def take_tile(plan, w):
 @T.macro
 def release_tile(plan, w):
     if plan.copied is not None:
-        T.sync_warp()  # one lane answers for all
+        T.sync_warp()  # one lane arrives for all
         if T.shuffle_elect(WARP) & have_read(w, plan.block_N):
             T.barrier_arrive(w.tile_free[w.tile_ring.stage])
 
@@ -172,7 +172,7 @@ def add_dq(w):
 
 @T.macro
 def probabilities(plan, w, scores):
-    """P."""
+    """P of a tile."""
     at = scores.held("b", "h", "row", "q_lo")
     scores_to_probabilities(plan, w, at, w.lse2)
     release_tile(plan, w)
@@ -182,14 +182,14 @@ def probabilities(plan, w, scores):
 
 
 def scores_at(plan, w, k_lo):
-    """The tile of scores of some keys."""
+    """The tile of scores of the keys from `k_lo` on."""
     masked = (k_lo < w.full[0]) | (k_lo + plan.block_N > w.full[1])
     return w.scores.at(b=w.task[BATCH], h=w.task[HEAD], row=w.task[ROW], k_lo=k_lo, masked=masked)
 
 
 @T.macro
 def advance(plan, w, k_lo, follows):
-    """dQ from the last tile of keys, if the next one `follows` another, and dS of the next."""
+    """One iteration: the previous tile's part of dQ, if this tile `follows` another, and dS of this tile."""
     scores = scores_at(plan, w, k_lo)
     if follows:
         add_dq(w)
@@ -205,19 +205,19 @@ def advance(plan, w, k_lo, follows):
     release(w, w.v_free, w.v_ring.stage)
     at = scores.held("k_lo")
     gradients_of_scores(plan, w, at, w.delta, w.ds, lambda: times_slope_in_place(plan, w, at, w.ds))
-    # K, once used, is one tile ahead of dQ.
+    # The ring of K is now one tile ahead of dQ.
     w.k_ring.advance()
     w.v_ring.advance()
 
 
 @T.macro
 def store(plan, arg, w):
-    """dQ by way of shared memory, each warpgroup its own 64 rows."""
+    """Stores dQ through shared memory, each warpgroup its own 64 rows."""
     b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
     group = w.thread // WARPGROUP
     for i, d in T.Parallel(plan.block_M, plan.head_dim):
         w.acc_dq[i, d] *= arg.scale
-    T.sync_threads(WITHIN + group, WARPGROUP)  # all of the warpgroup have done with its rows of Q
+    T.sync_threads(WITHIN + group, WARPGROUP)  # all of the warpgroup have read its rows of Q
     T.copy(w.acc_dq, w.q)
     T.fence_proxy_async()
     T.sync_threads(WITHIN + group, WARPGROUP)
@@ -236,7 +236,7 @@ def consume(plan, arg, w):
     q_lo = row + arg.seqlen_k - arg.seqlen_q
     full_lo, full_hi = w.visible.full_range(b, h, q_lo, T.min(q_lo + plan.block_M, arg.seqlen_k) - 1)
     w.full[0] = w.uniform(full_lo)
-    # Tiles over the last query are masked as a whole: the modification of what lies there may be anything.
+    # If the tile ends beyond the last query, all its scores are masked: the modification may be NaN there.
     w.full[1] = w.uniform(T.if_then_else(row + plan.block_M > arg.seqlen_q, 0, full_hi))
     T.copy(arg.lse2[b, h, row : row + plan.block_M], w.lse2)
     T.copy(arg.delta[b, h, row : row + plan.block_M], w.delta)
@@ -259,17 +259,17 @@ def consume(plan, arg, w):
 
 @T.macro
 def produce(plan, arg, w, load_first, load_second):
-    """Each producer warp in its role: two load, and one more the copied tensor's tiles."""
+    """The roles of the producer warps: two load, and one more loads the copied tensor's tiles."""
     load_in_two_warps(w, load_first, load_second)
     if plan.copied is not None:
-        # Two conditions, for TileLang counts a branch's threads, of which one copies, by single ones.
+        # Two nested conditions: TileLang counts a branch's threads, of which one copies, only by single conditions.
         if w.thread >= CONSUMERS + 2 * WARP:
             if w.thread < CONSUMERS + 3 * WARP:
                 load_tiles(plan, arg, w)
 
 
 def take_parts(plan: QueriesPlan, arg: Any, w: Any) -> None:
-    """Each warp in its role."""
+    """The roles of all warps."""
     k = SimpleNamespace(
         source=arg.k, tiles=w.k, stages=plan.config.k_stages, head_dim=plan.head_dim, ready=w.k_ready, free=w.k_free
     )
@@ -333,7 +333,7 @@ def allocate(plan: QueriesPlan, arg: Any, at: Any, thread: Any) -> SimpleNamespa
 
 @T.macro
 def find_task(plan, arg, at, mine, w):
-    """The block's tile of queries, and which tiles of keys it walks over."""
+    """Sets w.task: the block's tile of queries, and the tiles of keys that it loops over."""
     w.task[BATCH] = at.uniform(at.number(mine.pair))
     w.task[HEAD] = at.uniform(T.truncmod(mine.pair, arg.heads))
     w.task[ROW] = at.uniform((mine.tiles - 1 - T.truncdiv(mine.place, mine.side)) * plan.block_M)
@@ -341,7 +341,7 @@ def find_task(plan, arg, at, mine, w):
     q_hi = T.min(q_lo + plan.block_M, arg.seqlen_k) - 1
     kv_lo, kv_hi = w.visible.kv_range(w.task[BATCH], w.task[HEAD], q_lo, q_hi)
     w.task[FIRST] = at.uniform(T.truncdiv(kv_lo, plan.block_N))
-    # At least one tile, all masked where nothing is visible.
+    # At least one tile, masked as a whole if no key is visible.
     w.task[COUNT] = at.uniform(T.max(T.ceildiv(kv_hi, plan.block_N) - w.task[FIRST], 1))
 
 
@@ -357,7 +357,7 @@ def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> A
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
             at = places.find(arg, block, arg.heads, places.ROWS_BY_TMA)
             arg = at.arg
-            # Each head begins with its last queries.
+            # Each head starts with its last queries.
             mine = place_of(arg, at, "query_tiles", T.ceildiv(arg.seqlen_q, plan.block_M))
             thread = T.get_thread_binding()
             w = allocate(plan, arg, at, thread)

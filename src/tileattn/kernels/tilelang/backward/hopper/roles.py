@@ -1,4 +1,4 @@
-"""How a block of threads of a Hopper kernel finds its place, and each of its warps its part."""
+"""The place of a block of a Hopper kernel in the grid, and the roles of its warps."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 
 
 def place_of(arg: Any, at: Any, name: str, tiles: Any) -> SimpleNamespace:
-    """Which tile a block has, of which pair of a batch element with a head.
+    """The tile of a block, and its pair of a batch element and a head.
 
-    `side` heads stand side by side in the grid, and each begins with its first tiles. Returns the number of the pair,
-    and of the block's place among those of its `side` heads.
+    `side` pairs run side by side in the grid: first the first tile of each, then the second of each, and so on.
 
     Args:
         arg: the kernel's parameters.
-        at: where the block is (places.py).
-        name: of the variable for the number of tiles.
-        tiles: of each head.
+        at: the block's place (places.py).
+        name: the name of the variable for the number of tiles.
+        tiles: the number of tiles of each head.
+
+    Returns:
+        `tiles` and `side` in variables, the number of the `pair`, and the block's `place` among the blocks of its
+        `side` pairs: its tile has the number ``place // side``.
     """
     bind = Builder.current().bind
     tiles, side = bind(name, tiles), bind("side", arg.side_by_side)
@@ -36,11 +39,11 @@ def place_of(arg: Any, at: Any, name: str, tiles: Any) -> SimpleNamespace:
 
 @T.macro
 def take_part(w, registers, produce, consume):
-    """Each warpgroup in its role.
+    """The roles of the warpgroups: the last is the producer, the others are consumers.
 
     Args:
-        registers: of a thread of the producer warpgroup, and of one of a consumer warpgroup.
-        produce, consume: what these do.
+        registers: per thread of the producer warpgroup, and of a consumer warpgroup.
+        produce, consume: emit the work of the producer and of a consumer warpgroup.
     """
     if w.thread >= CONSUMERS:
         T.set_max_nreg(registers[0], 0)
@@ -52,7 +55,7 @@ def take_part(w, registers, produce, consume):
 
 @T.macro
 def load_in_two_warps(w, load_first, load_second):
-    """What the first two producer warps do. (Without an `else`: with an empty one TileLang emits other code.)"""
+    """The roles of the first two producer warps. (There is no `else`: with an empty one TileLang emits other code.)"""
     if w.thread < CONSUMERS + WARP:
         load_first()
     elif w.thread < CONSUMERS + 2 * WARP:

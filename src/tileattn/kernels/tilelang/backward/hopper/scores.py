@@ -1,7 +1,7 @@
-"""What the three kernels for Hopper do with a tile of scores, in registers of the consumer warpgroups.
+"""Operations of the three Hopper kernels on a tile of scores, in registers of the consumer warpgroups.
 
-P = exp2(S)             of the modified and masked scores, in place
-dS = P * (dP - delta)   times the modification's slope, in 16 bits
+P = exp2(S - lse2)              of the modified and masked scores, in place
+dS = P * (dP - delta) * slope   of the scaled scores, in 16 bits
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .. import tile
 
 @T.macro
 def scores_to_probabilities(plan, w, scores, lse2):
-    """P, in the place of S."""
+    """Replaces S by P."""
     c = scores.scale * softmax.LOG2E if plan.slopes is None else 1.0
     if plan.slopes is not None:
         tile.modify(w.acc_s, w.kept, scores)
@@ -25,12 +25,12 @@ def scores_to_probabilities(plan, w, scores, lse2):
 
 @T.macro
 def gradients_of_scores(plan, w, scores, delta, ds, times_slope):
-    """dS, of the scaled scores, in 16 bits.
+    """dS of the scaled scores, in 16 bits.
 
     Args:
-        delta: of the tile's queries.
-        ds: the fragment that takes dS.
-        times_slope: brings dS there, where scores are modified: see :func:`times_slope_in_place`.
+        delta: delta of the tile's queries.
+        ds: the fragment for dS.
+        times_slope: writes dS if scores are modified, such as :func:`times_slope_in_place`.
     """
     tile.drop_gradients(w.acc_s, w.acc_dp, scores)
     if plan.slopes is None:
@@ -46,7 +46,7 @@ def gradients_of_scores(plan, w, scores, delta, ds, times_slope):
 
 @T.macro
 def times_slope_in_place(plan, w, scores, ds):
-    """dS of the scaled scores, from that of the modified ones."""
+    """dS of the scaled scores, from dS of the modified ones."""
     slope = plan.slopes.program.slope
     gradient = tile.kept_product(slope, w.kept, w.acc_s)
     if slope.recomputed is not None:

@@ -1,4 +1,4 @@
-"""Where a warp stands in the stages of a buffer on Hopper.
+"""Stages of buffers on Hopper: which stage a warp uses next, and the parity that it waits for.
 
 A stage's n-th use (n = 0, 1, ...) waits for ``ready`` with parity ``n % 2`` and for ``free`` with the other one, which
 a fresh barrier lets pass; see forward/hopper/kernel.py.
@@ -20,10 +20,10 @@ class Ring:
     """A warp's next stage of several, and the parity that it waits for, in variables of the kernel.
 
     Attributes:
-        stages, parities: buffers and the places in them that hold the two numbers.
-        count: of stages.
-        last: name of the variable that keeps whether this is the last stage, or None for no variable.
-        before: a buffer and the place in it that keeps the stage before, or None.
+        stages, parities: for each of the two numbers, a buffer and the index of the number in it.
+        count: the number of stages.
+        last: the name of a variable for whether this is the last stage, or None for no variable.
+        before: a buffer and an index in it for the previous stage, or None.
     """
 
     stages: tuple[Any, int]
@@ -41,7 +41,7 @@ class Ring:
         return self.parities[0][self.parities[1]]
 
     def advance(self) -> None:
-        """To the next stage. The parity flips behind the last one."""
+        """Moves to the next stage. The parity flips after the last one."""
         stage = self.stage
         if self.before is not None:
             _store(self.before, stage)
@@ -54,14 +54,14 @@ class Ring:
 
 
 class OneStage(Ring):
-    """The same of a single stage."""
+    """The ring of a single stage."""
 
     def advance(self) -> None:
         _store(self.parities, self.parity ^ 1)
 
 
 class TwoStages(Ring):
-    """The same of two stages, without a comparison."""
+    """The ring of two stages, without a comparison."""
 
     def advance(self) -> None:
         _store(self.parities, self.parity ^ self.stage)
@@ -74,7 +74,7 @@ def _store(place: tuple[Any, int], value: Any) -> None:
 
 
 def loading_ring(count: int, kind: type[Ring] = Ring) -> Ring:
-    """A loading warp's, at the first stage: it waits for ``free``."""
+    """The ring of a loading warp, which waits for ``free``, at the first stage."""
     bind = Builder.current().bind
     stage = bind("stage", T.alloc_var("int32", init=0))
     parity = bind("parity", T.alloc_var("int32", init=1))  # a fresh barrier lets this parity pass
@@ -83,6 +83,6 @@ def loading_ring(count: int, kind: type[Ring] = Ring) -> Ring:
 
 @T.macro
 def release(w, barriers, stage):
-    """One thread of each warpgroup says that it has read a stage."""
+    """Signals that the warpgroup has read a stage: one of its threads arrives."""
     if w.thread % WARPGROUP == 0:
         T.barrier_arrive(barriers[stage])

@@ -1,35 +1,35 @@
-"""dk and dv of wide heads, Hopper schedule: head dims over 128, of which 128 keys would not fit into the registers.
+"""dk and dv of wide heads, Hopper schedule: head dims above 128, whose gradients of 128 keys do not fit into registers.
 
-Each block owns one tile of 64 keys and values of one kv head, and walks over the query heads of the group and, for
-each, over the tiles of 64 queries that the mask lets see its keys. In a block
+Each block owns one tile of 64 keys and values of one kv head. It loops over the query heads of the group and, for each,
+over the tiles of 64 queries that may see its keys. A block has
 
-    two loading warps        bring K and V, then, tile by tile, one warp Q with lse2 and delta, the other dO, by TMA;
+    two loading warps        one loads K and V, then Q with lse2 and delta tile by tile; the other dO; all by TMA
     two consumer warpgroups  take turns: one owns the even tiles of queries, the other the odd ones. The owner computes
-                             P and dS and hands them over through shared memory. The first then adds P dO to dV,
-                             the second dS Q to dK, of every tile; so each keeps one gradient whole in its registers.
+                             P and dS and writes them to shared memory. The first warpgroup then adds P dO to dV, the
+                             second dS Q to dK, for every tile. Each keeps one whole gradient in its registers.
 
-dq comes from a kernel of its own (queries.py): here are neither registers nor shared memory left for it.
+Another kernel computes dq (queries.py): neither registers nor shared memory are left for it here.
 
-What the tensor cores are given, tile after tile (their letters: even tiles A, odd ones B):
+The products on the tensor cores, tile after tile (A are even tiles, B odd ones):
 
     first warpgroup   |  S = Q K^T (A)  |  dP = dO V^T (A)  |  dV += P dO (A)  |                  |  dV (B)
     second warpgroup  |                 |                   |                  |  dK += dS Q (A)  |  S (B)  |  dP (B)
     other units       |                 |  P = exp2(S)      |  dS = P (dP - d) |                  |         |  P (B)
     barriers          ^q_ready          ^do_ready           ^p_ready           ^ds_ready, do_free ^q_free
 
-With 64 rows and columns for one warpgroup alone, S and dP read shared memory a third less than if the warpgroups shared
-each tile; and the tile after next has the time of four products to arrive.
+A warpgroup computes S and dP of 64 rows and columns alone. This reads a third less shared memory than if both
+warpgroups shared each tile. The tile after next has the time of four products to arrive.
 
-S, P, dP and dS have queries in rows: lse2 and delta are two numbers each in every thread. P and dS lie in shared memory
-as they come, [64 queries, P of 64 keys and dS of 64 keys], and are transposed by the products that take them.
+S, P, dP and dS have queries in rows: every thread holds two numbers of lse2 and two of delta. P and dS are not
+transposed in shared memory, [64 queries, P of 64 keys and dS of 64 keys]; the products that read them transpose them.
 
-Every buffer has two mbarriers, ``ready`` and ``free``, as in the forward schedule (forward/hopper/kernel.py); a stage
-belongs to the warpgroup that owns its tiles. P and dS need no ``free``: their stage's next owner has waited for the
-next Q and dO, which come when both have served. Masked tiles, and tiles over the ends of queries or keys, take a branch
-that all threads of a warpgroup agree on.
+Every buffer has two mbarriers, ``ready`` and ``free``, as in the forward schedule (forward/hopper/kernel.py). A stage
+belongs to the warpgroup that owns its tiles. P and dS need no ``free``: before the owner overwrites them, it has waited
+for the next Q and dO of the stage, which are loaded when both warpgroups have read the last ones. Masked tiles, and
+tiles at the ends of queries or keys, take a branch that is uniform across the threads of a warpgroup.
 
-Blocks start with the tiles of keys that a causal mask lets most queries see. All sizes and strides are run-time values.
-Limits: sm_90a, equal head dims up to 256, tensors whose rows begin at multiples of 16 bytes, no gradients of a
+Blocks start with the tiles of keys that most queries see under a causal mask. All sizes and strides are run-time
+values. Limits: sm_90a, equal head dims up to 256, tensors whose rows begin at multiples of 16 bytes, no gradients of a
 modification's tensors.
 """
 
@@ -63,25 +63,25 @@ from .wide_plan import END, GROUP_HEAD, OF_K, OF_V, OTHER_PARITY, OWN_PARITY, PA
 # Named barriers; 0 is __syncthreads.
 KEYS_READ = 1
 
-# One more for copies panel by panel: with 24 the loading warps kept addresses in local memory.
+# More than the other kernels' 24: with those, the copies panel by panel kept addresses in local memory.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 32, 232
 
 
-# --- The consumer warpgroups. `group` is which of them a macro is emitted for, and so the stage that it owns. ---
+# --- The consumer warpgroups. `group` is the one that a macro is emitted for, and also the stage that it owns. ---
 
 
 def written_out(w, group):
-    """The barriers of what the warpgroup multiplies: P or dS."""
+    """The barriers of the first operand of the warpgroup's gradient: P or dS."""
     return w.p_ready if group == OF_V else w.ds_ready
 
 
 def loaded(w, group):
-    """The barriers of what it multiplies that with: dO or Q."""
+    """The barriers of the second operand, dO or Q, when it is loaded."""
     return w.do_ready if group == OF_V else w.q_ready
 
 
 def weight_of_values(plan, arg):
-    """What dV is multiplied by in the end."""
+    """The factor of dV at the end."""
     return arg.weight if plan.call.dropout else 1.0
 
 
@@ -90,13 +90,13 @@ def freed(w, group):
 
 
 def own_stage(w, group):
-    """Of Q and dO, the stage that the warpgroup owns, and the parity that says that it is ready."""
+    """The stage of Q and dO that the warpgroup owns, and the parity to wait for."""
     return SimpleNamespace(stage=group, parity=w.at[OWN_PARITY])
 
 
 @T.macro
 def multiply(plan, w, ready, group, kind, result):
-    """S = Q K^T or dP = dO V^T of the warpgroup's own tile: of the 128 rows, each takes the half that is its stage."""
+    """S = Q K^T or dP = dO V^T of the warpgroup's own tile: its stage's half of the 128 rows."""
     multiply_transposed(
         ready,
         own_stage(w, group),
@@ -108,7 +108,7 @@ def multiply(plan, w, ready, group, kind, result):
 
 @T.macro
 def add_product(plan, w, group, stage, parity):
-    """To dV or dK, whichever is the warpgroup's, from a tile of which P and dS have been written out."""
+    """Adds a tile's product to the warpgroup's gradient, dV or dK, once P or dS of the tile is in shared memory."""
     T.barrier_wait(written_out(w, group)[stage], parity)
     T.barrier_wait(loaded(w, group)[stage], parity)
     first = (2 * group + stage) * TILE_ROWS
@@ -122,14 +122,14 @@ def add_product(plan, w, group, stage, parity):
 
 
 def weights_of(w, group, kind):
-    """Where a thread's matrix row lies among P (OF_V) or dS (OF_K) of the warpgroup's stage."""
+    """The place of a thread's matrix row in P (OF_V) or dS (OF_K) of the warpgroup's stage."""
     columns = kind * TILE_ROWS
     return lambda lane, warp, n: w.weights[group, warp % 4 * 16 + lane % 16, columns + n * 16 + lane // 16 * 8]
 
 
 @T.macro
 def write_out(w, group, kind, ready):
-    """P or dS of the warpgroup's tile, in 16 bits, to shared memory: for the first operand of a product."""
+    """Writes P or dS of the warpgroup's tile to shared memory, in 16 bits, as the first operand of a product."""
     store_matrices(w.narrow, w.eight, TILE_ROWS, weights_of(w, group, kind), False, w.thread)
     T.fence_proxy_async()
     T.barrier_arrive(ready[group])
@@ -137,9 +137,9 @@ def write_out(w, group, kind, ready):
 
 @T.macro
 def probabilities(plan, arg, w, group):
-    """P, and what dV takes of it."""
+    """P of a tile, and the operand of dV's product."""
     h, row = w.task[KV_HEAD] * arg.heads_per_kv_head + w.at[GROUP_HEAD], w.at[TILE] * TILE_ROWS
-    # Position of the tile's row 0: the second warpgroup's begin at row 64.
+    # The position of row 0 of the fragment, in which the second warpgroup's rows begin at 64.
     q_lo = row + arg.seqlen_k - arg.seqlen_q - group * TILE_ROWS
     scores = w.scores.at(
         b=w.task[BATCH],
@@ -158,7 +158,7 @@ def probabilities(plan, arg, w, group):
 
 @T.macro
 def times_slope(plan, arg, w, group):
-    """dS of the scaled scores, from that of the modified ones."""
+    """dS of the scaled scores, from dS of the modified ones."""
     scores = w.scores
     if plan.slopes.program.slope.recomputed is not None:
         h = w.task[KV_HEAD] * arg.heads_per_kv_head + w.at[GROUP_HEAD]
@@ -169,10 +169,10 @@ def times_slope(plan, arg, w, group):
 
 @T.macro
 def own_tile(plan, arg, w, group, follows):
-    """P and dS of a tile of the warpgroup's own, and its product with one of them.
+    """P and dS of one of the warpgroup's own tiles, and the product with one of them.
 
     Args:
-        follows: whether the other's tile before is still being added.
+        follows: whether the product of the other warpgroup's previous tile is still in flight.
     """
     multiply(plan, w, w.q_ready, group, OF_K, w.acc_s)
     if not plan.config.late_dp:
@@ -183,7 +183,7 @@ def own_tile(plan, arg, w, group, follows):
     await_product(w.acc_s, 0 if plan.config.late_dp else 1)
     probabilities(plan, arg, w, group)
     if plan.config.late_dp:
-        T.barrier_wait(w.do_ready[group], w.at[OWN_PARITY])  # when dO is there, P's place has been read
+        T.barrier_wait(w.do_ready[group], w.at[OWN_PARITY])  # when dO is there, the stage's last P has been read
     write_out(w, group, OF_V, w.p_ready)
     if plan.config.late_dp:
         multiply(plan, w, w.do_ready, group, OF_V, w.acc_dp)
@@ -203,7 +203,7 @@ def own_tile(plan, arg, w, group, follows):
 
 @T.macro
 def enter_head(plan, arg, w):
-    """What all tiles of a head share."""
+    """Computes the numbers that all tiles of a head share."""
     h = w.task[KV_HEAD] * arg.heads_per_kv_head + w.at[GROUP_HEAD]
     full_lo, full_hi = w.visible.full_rows(w.task[BATCH], h, w.task[KEY], w.task[KEY] + TILE_ROWS - 1)
     w.full[0] = w.uniform(full_lo)
@@ -218,7 +218,7 @@ def enter_head(plan, arg, w):
 
 @T.macro
 def to_next_tile(plan, arg, w):
-    """The next one of this head, or the first of the next head that has one. There must be one."""
+    """Moves to the next tile of this head, or to the first of the next head that has one. There must be one."""
     w.at[TILE] = w.at[TILE] + 1
     while w.at[TILE] >= w.at[END]:
         w.at[GROUP_HEAD] = w.at[GROUP_HEAD] + 1
@@ -227,13 +227,13 @@ def to_next_tile(plan, arg, w):
 
 @T.macro
 def walk(plan, arg, w, group, count):
-    """One warpgroup's way through all tiles of queries: each, its own and the other's, adds to its gradient."""
+    """The loop of one warpgroup over all tiles of queries: its own and the other's both add to its gradient."""
     w.at[GROUP_HEAD] = -1
     w.at[TILE] = -1
     w.at[END] = -1
     w.at[OWN_PARITY] = 0
     w.at[OTHER_PARITY] = 0
-    # The first tile is the first warpgroup's own, before which there is none.
+    # The first tile is the first warpgroup's own: no tile of the other's comes before it.
     for turn in T.serial(T.truncdiv(count + 1 - group, 2)):
         if group + turn > 0:
             to_next_tile(plan, arg, w)
@@ -242,14 +242,14 @@ def walk(plan, arg, w, group, count):
         to_next_tile(plan, arg, w)
         own_tile(plan, arg, w, group, group + turn > 0)
     if (count > 0) & (T.truncmod(count + group, 2) == 0):
-        # The last tile was the other's.
+        # The last tile was the other warpgroup's.
         add_product(plan, w, group, 1 - group, w.at[OTHER_PARITY])
         await_product(w.acc, 0)
 
 
 @T.macro
 def store(plan, arg, w, gradient, group):
-    """dV or dK by way of shared memory, where V and K were."""
+    """Stores dV or dK from the shared memory of V and K."""
     b, key, kv_h = w.task[BATCH], w.task[KEY], w.task[KV_HEAD]
     for p in T.unroll(plan.head_dim // PANEL):
         T.tma_copy(
@@ -287,7 +287,7 @@ def consume(plan, arg, w):
 
 
 def take_parts(plan: WidePlan, arg: Any, w: Any) -> None:
-    """Each warp in its role."""
+    """The roles of all warps."""
 
     def copy_queries(at: Any) -> None:
         copy_rows(plan, w, arg.q, OF_K, w.q_ready, at)
@@ -313,7 +313,7 @@ def take_parts(plan: WidePlan, arg: Any, w: Any) -> None:
 
 
 def body(call: AttentionCall, config: HopperWideConfig, traced: Program) -> Any:
-    """The macro that emits the kernel, given its parameters (see signature.py)."""
+    """The macro that emits the kernel, given its parameters (see ``signature.declare_main``)."""
     plan = WidePlan(call, config, traced)
 
     @T.macro

@@ -1,4 +1,4 @@
-"""Loads of the kernel for dk and dv of wide heads on Hopper, panel by panel; see wide.py."""
+"""Loads of the Hopper kernel for dk and dv of wide heads, panel by panel; see wide.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .wide_plan import OF_K, OF_V, PANEL, TILE_ROWS
 
 @T.macro
 def load_panels(plan, source, b, row, h, tiles, first, ready, stage):
-    """64 rows of all columns. A panel is what one copy by TMA takes: columns that lie together."""
+    """Copies 64 rows of all columns. A panel is 64 columns, which one TMA copy takes."""
     for p in T.unroll(plan.head_dim // PANEL):
         T.tma_copy(
             source[b, row : row + TILE_ROWS, h, p * PANEL : p * PANEL + PANEL],
@@ -21,20 +21,20 @@ def load_panels(plan, source, b, row, h, tiles, first, ready, stage):
 
 @T.macro
 def copy_keys(plan, arg, w, k_b, v_b):
-    """V and K."""
+    """Copies V and K."""
     load_panels(plan, arg.v, v_b, w.task[KEY], w.task[KV_HEAD], w.keys, OF_V * TILE_ROWS, w.kv_ready, 0)
     load_panels(plan, arg.k, k_b, w.task[KEY], w.task[KV_HEAD], w.keys, OF_K * TILE_ROWS, w.kv_ready, 0)
 
 
 @T.macro
 def copy_rows(plan, w, source, kind, ready, at):
-    """A tile of Q or dO."""
+    """Copies a tile of Q or dO."""
     load_panels(plan, source, at.b, at.row, at.h, w.rows, (2 * kind + at.stage) * TILE_ROWS, ready, at.stage)
 
 
 @T.macro
 def copy_sums(arg, w, at):
-    """lse2 and delta of a tile of Q."""
+    """Copies lse2 and delta of a tile of Q."""
     of_tile = at.stage * TILE_ROWS
     T.tma_copy(
         arg.lse2[w.task[BATCH], at.h, at.row : at.row + TILE_ROWS],

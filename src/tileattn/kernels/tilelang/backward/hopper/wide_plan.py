@@ -1,4 +1,4 @@
-"""What the kernel for dk and dv of wide heads on Hopper is built from: its static facts and tiles; see wide.py."""
+"""The plan of the Hopper kernel for dk and dv of wide heads: its static facts, tiles and barriers; see wide.py."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..plan import BackwardPlan
 from ..visible import Viewers
 from .config import HopperWideConfig
 
-# Where a warpgroup stands: its next tile of queries, of how many in this head; which of the group's heads; and the
-# parities that say that its own stage, and the other one, are ready.
+# Indices of a warpgroup's state: its tile of queries, the end of this head's tiles, the head's number in its group, and
+# the parities to wait for at its own stage and at the other one.
 TILE, END, GROUP_HEAD, OWN_PARITY, OTHER_PARITY = range(5)
 
-# The warpgroups, by the gradient that they keep and the rows that it is made of: V's with dO, K's with Q.
+# The warpgroups: the first keeps the gradient of V, which is summed from rows of dO; the second that of K, from Q.
 OF_V, OF_K = 0, 1
 
-# Tiles are 64 rows: of one warpgroup.
+# Rows of a tile, all of one warpgroup; columns of a panel.
 TILE_ROWS, PANEL = 64, 64
 
 
@@ -31,7 +31,7 @@ class WidePlan(BackwardPlan):
     """The static facts of the kernel, from which its macros choose what they emit.
 
     Attributes:
-        head_dim: both, as tiles hold them.
+        head_dim: both head dims, padded to panels.
     """
 
     block_M = block_N = TILE_ROWS
@@ -43,7 +43,8 @@ class WidePlan(BackwardPlan):
     def alloc_barriers(self) -> dict[str, Any]:
         """All barriers, by name, in one array; see tile/hopper.py.
 
-        dO of odd tiles has two readers of which neither waits for the other. Of the others the last reader speaks.
+        ``do_free`` of odd tiles needs two arrivals, as neither reader waits for the other. For all others the last
+        reader arrives alone.
         """
         return slices(
             T.alloc_barrier,
@@ -60,7 +61,7 @@ class WidePlan(BackwardPlan):
 
 
 def allocate(plan: WidePlan, arg: Any, at: Any, thread: Any) -> SimpleNamespace:
-    """A block's tiles, barriers and numbers. Tiles of scores are those of both warpgroups, one below the other."""
+    """A block's tiles, barriers and numbers. A tile of scores has the rows of both warpgroups, one below the other."""
     emit = Emitter(arg.operands)
     rows_end = plan.call.packed and plan.slopes is None
     visible = Viewers(plan.traced, emit, arg.seqlen_q, arg.seqlen_k, rows_end)

@@ -1,4 +1,4 @@
-"""How the forward schedule for AMD's CDNA 3 (gfx942: MI300X) cuts its work; its parameters, validity and space.
+"""Tile sizes of the forward kernel for AMD's CDNA 3 (gfx942: MI300X), their limits, preferences and candidates.
 
 The parameters are those of TileLang's FlashAttention on MI300X (tile-ai/tilelang, examples/amd), which searches 108
 combinations of five of them; see :func:`published_space`.
@@ -16,31 +16,31 @@ from .....variant.program import program
 from ...architecture import ARCHITECTURES, padded
 
 WAVE = 64
-# Of a thread. There are as many again for accumulators, but the softmax cannot reach those: with an estimate of 304
-# clang keeps 272 bytes per thread in scratch memory, with 208 nothing.
+# The largest valid estimate of registers per thread. There are as many again for accumulators, but the softmax cannot
+# use those: at an estimate of 304, clang spills 272 bytes per thread to scratch memory; at 208, nothing.
 MAX_REGISTERS = 256
-# ... of head dims above 128, whose rows take more on their way: estimates of 200 and 224 were too many, 188 was not.
+# ... for head dims above 128, whose copies take more registers: estimates of 200 and 224 spill, 188 does not.
 MAX_REGISTERS_WIDE = 192
-# What a thread needs besides the tiles, as for NVIDIA's kernels.
+# Registers per thread besides the tiles, as for NVIDIA's kernels.
 OTHER_REGISTERS, SCORE_REGISTERS = 48, 8
 
 
 @dataclass(frozen=True)
 class AmdConfig:
-    """How the AMD schedule cuts its work.
+    """Tile sizes and options of the AMD schedule.
 
     Attributes:
         block_M: rows of Q in a tile.
         block_N: rows of K and V in a tile.
-        num_split_q: blocks for each (batch, head) pair; each walks over every num_split_q-th tile of queries. A number
-            at run time: configurations that differ in nothing else share a kernel.
-        threads: per block.
-        num_stages: tiles of K and V in flight; with 0 and 1 they are loaded where they are needed, in one buffer.
+        num_split_q: blocks for each (batch, head) pair. Each takes every num_split_q-th tile of queries. This is a
+            run-time value: configurations that differ in nothing else share a kernel.
+        threads: threads per block.
+        num_stages: tiles of K and V in flight; with 0 and 1 they are loaded where they are needed, into one buffer.
         enable_rasterization: whether blocks are renumbered, so that those that run together share keys in the L2 cache.
-        panel_size: (batch, head) pairs that are renumbered together.
-        k_pack: steps of 16 along the head dim that one read of Q and K from shared memory takes: 1 or 2.
+        panel_size: the number of (batch, head) pairs that are renumbered together.
+        k_pack: steps of 16 along the head dim in one read of Q and K from shared memory: 1 or 2.
         qk_coalesced_width: elements of a row of Q or K that a thread copies at a time: 4 or 8.
-        v_coalesced_width: the same of V.
+        v_coalesced_width: the same for V.
     """
 
     block_M: int
@@ -56,12 +56,12 @@ class AmdConfig:
 
     @property
     def kernel_text(self) -> str:
-        """Of what the kernel is compiled from; without num_split_q."""
+        """The configuration in the kernel's cache key: without num_split_q, which is a run-time value."""
         return str(dataclasses.replace(self, num_split_q=0))
 
 
 def warps(call: AttentionCall, config: AmdConfig) -> int:
-    """Of a block: waves of 64 threads; warps of 32 where the schedule is lowered for NVIDIA's GPUs, to be checked."""
+    """Waves of 64 threads per block; warps of 32 where tests lower the schedule for NVIDIA's GPUs."""
     return config.threads // ARCHITECTURES[call.arch].warp
 
 
@@ -76,13 +76,13 @@ def shared_bytes(call: AttentionCall, config: AmdConfig) -> int:
 
 
 def registers(call: AttentionCall, config: AmdConfig) -> int:
-    """Per thread, estimated: O and scores in float32, weights in 16 bits, and the rest."""
+    """The estimated registers per thread: O and scores in float32, weights in 16 bits, and the rest."""
     tile = config.block_M * (2 * padded(call.head_dim_v) + 3 * config.block_N) // 2 // config.threads
     return tile + OTHER_REGISTERS + SCORE_REGISTERS * (program(call.variant).score is not None)
 
 
 def most_registers(call: AttentionCall) -> int:
-    """Up to which estimate clang keeps everything of a thread in registers."""
+    """The largest estimate at which clang does not spill."""
     wide = max(padded(call.head_dim), padded(call.head_dim_v)) > 128
     return MAX_REGISTERS_WIDE if wide else MAX_REGISTERS
 
@@ -107,16 +107,16 @@ def is_valid_amd(call: AttentionCall, config: AmdConfig) -> bool:
 
 
 def published_space() -> Iterator[AmdConfig]:
-    """The 108 configurations that TileLang's example for MI300X searches (with one panel size); most fit no call."""
+    """The 108 configurations that TileLang's example for MI300X searches, with one panel size. Most fit no call."""
     combinations = itertools.product((64, 128, 256), (64, 128, 256), (64, 128, 256), (128, 256), (0, 1))
     for block_M, block_N, num_split_q, threads, num_stages in combinations:
         yield AmdConfig(block_M, block_N, num_split_q, threads, num_stages)
 
 
 def amd_preferences(call: AttentionCall) -> Iterator[AmdConfig]:
-    """From the best down, as far as that can be told without the machine; the first that is valid counts.
+    """Configurations from the best down, as estimated; none has been measured. The first valid one is the default.
 
-    Tiles of 128 queries in four waves; of keys as many as leave room for a second block beside the first, if any do.
+    Tiles have 128 queries in four waves, and as many keys as leave room for a second block per multiprocessor.
     """
     k_pack = 2 if padded(call.head_dim) % 32 == 0 else 1
     for block_M, block_N, threads in (
@@ -131,7 +131,11 @@ def amd_preferences(call: AttentionCall) -> Iterator[AmdConfig]:
 
 
 def amd_candidates(call: AttentionCall) -> list[AmdConfig]:
-    """What the tuner measures: the published space, smaller tiles for wide heads, and blocks in their own order."""
+    """The valid configurations for the tuner.
+
+    They are the published space, smaller tiles for wide heads, and the preferences without renumbered blocks or with
+    wider copies of V.
+    """
     k_pack = 2 if padded(call.head_dim) % 32 == 0 else 1
     smaller = (
         AmdConfig(block_M, block_N, threads=threads, num_stages=num_stages)

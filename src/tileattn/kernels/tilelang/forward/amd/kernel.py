@@ -1,20 +1,20 @@
 """The forward pass for AMD's CDNA 3 (gfx942: MI300X), after TileLang's FlashAttention on MI300X (examples/amd).
 
-The arithmetic is that of the generic schedule (generic.py), whose softmax, mask and modifications it shares. What
-differs is how the work is laid out:
+The arithmetic, including softmax, mask and score modifications, is the generic schedule's (generic.py). The schedule
+differs:
 
-    persistent tiles   ``num_split_q`` blocks for each (batch, head) pair; each walks over every num_split_q-th tile of
+    persistent tiles   ``num_split_q`` blocks for each (batch, head) pair; each takes every num_split_q-th tile of
                        queries, so that a block starts once and its instructions stay in the cache
     renumbered blocks  ``panel_size`` pairs at a time, so that the blocks of a pair, which read the same keys, run
                        together on the dies that share an L2 cache
     packed products    ``k_pack`` steps along the head dim are read from shared memory at a time
-    no tile of O       in shared memory, which on this machine is small: it is stored from registers
+    no tile of O       in shared memory, which is small on this GPU: O is stored from registers
     wide copies        8 elements of a row at a time, for aligned tensors (see tile/amd.py)
 
-The k-th turn of a block takes tile ``tiles - 1 - (split + k * num_split_q)``: the last, which a causal mask makes
-longest, come first.
+The k-th turn of a block takes tile ``tiles - 1 - (split + k * num_split_q)``. The last tiles come first: under a causal
+mask they see the most keys.
 
-It has not run on an MI300X; see docs/mi300x.md. The same kernel is lowered for NVIDIA's GPUs, too, to be checked there.
+The kernel has not run on an MI300X; see docs/mi300x.md. Tests also lower it for NVIDIA's GPUs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def amd_kernel(call: AttentionCall, config: AmdConfig) -> Any:
 
 
 def _copy(call: AttentionCall, width: int) -> dict[str, Any]:
-    """Elements at a time. Of rows that are not aligned one by one; of padded ones four, each seen to be within."""
+    """Options of a copy: `width` elements at a time for aligned tensors, else one."""
     return {"disable_tma": True, "coalesced_width": width if call.aligned else 1}
 
 
@@ -69,7 +69,7 @@ def body(call: AttentionCall, config: AmdConfig, traced: Program) -> Any:
         seqlen_q, seqlen_k, heads, batch = arg.seqlen_q, arg.seqlen_k, arg.heads, arg.batch
         tiles = T.ceildiv(seqlen_q, block_M)
         side, splits = arg.side_by_side, arg.num_split_q
-        # The pairs fill the second dimension; the third takes over where there are more than it holds.
+        # Pairs are in the second dimension of the grid; the third is for more pairs than the second can hold.
         with T.Kernel(splits, side, T.truncdiv(batch * heads, side), threads=config.threads) as (split, by, bz):
             T.use_swizzle(config.panel_size, enable=config.enable_rasterization)
             w = alloc_tiles(plan, False)
@@ -105,7 +105,7 @@ def body(call: AttentionCall, config: AmdConfig, traced: Program) -> Any:
                 else:
                     T.fill(w.alpha, 1)
                 softmax.finish(w.l, w.base, w.alpha, w.acc_o, block_M, head_dim_v, arg.weight)
-                # A thread of the matrix cores holds four neighbouring columns: stored as they are.
+                # Each thread holds four neighbouring columns of the product, and stores them directly.
                 # O: [block_M, head_dim_v]
                 T.copy(w.acc_o, arg.o[b, row : row + block_M, h, 0:head_dim_v], disable_tma=True)
                 if call.return_lse:

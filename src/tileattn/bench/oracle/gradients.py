@@ -8,7 +8,7 @@ Autograd computes dS, through the softmax and the score modifications, and the g
 in chunks. A sample leaves out whole heads, because dK and dV of a key sum over all query rows and over all query heads
 that share it.
 
-As in `oracle`, the same code in the inputs' own dtype is eager PyTorch: it rounds what eager rounds (scores,
+As in `output`, the same code in the inputs' own dtype is eager PyTorch: it rounds what eager rounds (scores,
 probabilities, dP, dS, and each query head's dK and dV). Its error varies by chance, so there are four runs, and the
 worst counts: with sums over head dims forwards and backwards, and with dS in two ways. Autograd computes rowsum(P * dP)
 from a rounded dP. Fused kernels compute rowsum(dO * O), mathematically the same, from a rounded O, and do not round dP.
@@ -25,9 +25,9 @@ from itertools import chain, product
 import torch
 from torch import Tensor
 
-from tileattn.bench import oracle
 from tileattn.bench.cases import Case
-from tileattn.bench.oracle import Sample
+from tileattn.bench.oracle import output as oracle
+from tileattn.bench.oracle.output import Sample
 from tileattn.bench.problem import Problem
 from tileattn.testing.numerics import assert_accurate, row_error
 

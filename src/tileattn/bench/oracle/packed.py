@@ -1,6 +1,6 @@
 """The error of o and gradients of packed sequences: some sequences are checked, each as a dense problem.
 
-The checked sequences have lengths from the shortest to the longest; within each, `oracle` and `gradient_oracle` choose
+The checked sequences have lengths from the shortest to the longest; within each, `output` and `gradients` choose
 a sample. The rule is applied to the rows of all of them together, because eager's error on a few rows varies by chance.
 """
 
@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tileattn.bench import gradient_oracle, oracle
-from tileattn.bench.gradient_oracle import GradientOracle
-from tileattn.bench.oracle import Oracle, Sample
+from tileattn.bench.oracle import gradients as gradient_oracle
+from tileattn.bench.oracle import output as oracle
+from tileattn.bench.oracle.gradients import GradientOracle
+from tileattn.bench.oracle.output import Oracle, Sample
 from tileattn.bench.problem import Problem
 from tileattn.testing.numerics import assert_accurate, row_error
 
