@@ -1,4 +1,4 @@
-"""Mutants: wrong edits of one line each, which some test must find. See run.py."""
+"""Named mutants: edits of the package that are wrong, each with the tests that see it. See CONTRIBUTING.md."""
 
 from __future__ import annotations
 

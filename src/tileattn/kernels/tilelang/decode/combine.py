@@ -41,19 +41,19 @@ def arrive(arg, part, flag, thread, sync):
     ``flag``: int32 (1,) in shared memory. ``thread``: counted from 0. ``sync()``: waits for all threads that take part.
     A job of one part has none to wait for, and no last.
 
-    The barrier orders the stores of all threads before the first thread's fence, and its second fence before their
-    loads: fences are cumulative.
+    The barriers order the stores of all threads before the first thread's addition, and that before their loads; an
+    addition that releases and acquires orders them between blocks. (__threadfence on each side of it takes longer, for
+    it is sequentially consistent.)
     """
     sync()
     if thread == 0:
         last = T.alloc_var("int32", init=0)
         if part.parts > 1:
-            T.call_extern("handle", "__threadfence")
             row = arg.workers + 1 + T.truncdiv(part.counter, WIDTH)
-            if T.atomic_add(arg.plan[row, T.truncmod(part.counter, WIDTH)], 1, return_prev=True) == part.parts - 1:
+            counter = arg.plan[row, T.truncmod(part.counter, WIDTH)]
+            if T.atomic_add(counter, 1, memory_order="acq_rel", return_prev=True) == part.parts - 1:
                 arg.plan[row, T.truncmod(part.counter, WIDTH)] = 0
                 last = 1
-            T.call_extern("handle", "__threadfence")
         flag[0] = last
     sync()
     return flag[0]
@@ -67,42 +67,60 @@ def combine(f, arg, job, part, thread, threads):
     base = T.alloc_local([AT_ONCE], "float32")
     total = T.alloc_local([AT_ONCE], "float32")
     values = T.alloc_local([AT_ONCE, 4], "float32")
+    later = T.alloc_local([AT_ONCE], "float32")
+    later_total = T.alloc_local([AT_ONCE], "float32")
     sums = T.alloc_local([4], "float32")
     turns = T.truncdiv(part.parts + (AT_ONCE - 1), AT_ONCE)
     for round in T.serial(T.truncdiv(job.rows * quads + (threads - 1), threads)):
         element = T.alloc_var("int32", init=round * threads + thread)
         if element < job.rows * quads:
             row = T.alloc_var("int32", init=T.truncdiv(element, quads))
-            column = T.alloc_var("int32", init=T.truncmod(element, quads) * 4)
+            quad = T.alloc_var("int32", init=T.truncmod(element, quads))
+            # All loads of the first AT_ONCE parts are in flight before any is waited for.
+            _load_states(f, arg, part, row, 0, base, total)
+            _load_values(arg, part, row, quad, 0, values)
             # B = max over parts with keys of base
             highest = T.alloc_var("float32", init=-T.infinity("float32"))
-            for turn in T.serial(turns):
+            for i in T.unroll(AT_ONCE):
+                highest = T.max(highest, T.if_then_else(total[i] == 0.0, highest, base[i]))
+            for turn in T.serial(turns - 1):
+                _load_states(f, arg, part, row, (turn + 1) * AT_ONCE, later, later_total)
                 for i in T.unroll(AT_ONCE):
-                    slot = slot_of(part, T.min(turn * AT_ONCE + i, part.parts - 1))
-                    base[i] = arg.parts[slot, row, columns + BASE]
-                    total[i] = arg.parts[slot, row, columns + SUM]
-                for i in T.unroll(AT_ONCE):
-                    highest = T.max(highest, T.if_then_else(total[i] == 0.0, highest, base[i]))
+                    highest = T.max(highest, T.if_then_else(later_total[i] == 0.0, highest, later[i]))
             # l = sum of exp2(base - B) l_i; O = sum of exp2(base - B) O_i
             l = T.alloc_var("float32", init=0.0)
             for j in T.unroll(4):
                 sums[j] = 0.0
             for turn in T.serial(turns):
-                for i in T.unroll(AT_ONCE):
-                    slot = slot_of(part, T.min(turn * AT_ONCE + i, part.parts - 1))
-                    base[i] = arg.parts[slot, row, columns + BASE]
-                    total[i] = T.if_then_else(
-                        turn * AT_ONCE + i < part.parts, arg.parts[slot, row, columns + SUM], 0.0
-                    )  # fmt: skip
-                    for j in T.vectorized(4):
-                        values[i, j] = quads_of(arg.parts)[slot, row, T.truncdiv(column, 4), j]
+                if turn > 0:
+                    _load_states(f, arg, part, row, turn * AT_ONCE, base, total)
+                    _load_values(arg, part, row, quad, turn * AT_ONCE, values)
                 for i in T.unroll(AT_ONCE):
                     if total[i] != 0.0:
                         base[i] = T.exp2(base[i] - highest)
                         l += base[i] * total[i]
                         for j in T.unroll(4):
                             sums[j] += base[i] * values[i, j]
-            _write_row(f, arg, job, row, column, highest, l, sums)
+            _write_row(f, arg, job, row, quad * 4, highest, l, sums)
+
+
+@T.macro
+def _load_states(f, arg, part, row, first, base, total):
+    """The bases and sums of AT_ONCE parts; behind the last part sums of 0."""
+    columns = f.call.head_dim_v
+    for i in T.unroll(AT_ONCE):
+        slot = slot_of(part, T.min(first + i, part.parts - 1))
+        base[i] = arg.parts[slot, row, columns + BASE]
+        total[i] = T.if_then_else(first + i < part.parts, arg.parts[slot, row, columns + SUM], 0.0)
+
+
+@T.macro
+def _load_values(arg, part, row, quad, first, values):
+    """Four columns of O of AT_ONCE parts."""
+    for i in T.unroll(AT_ONCE):
+        slot = slot_of(part, T.min(first + i, part.parts - 1))
+        for j in T.vectorized(4):
+            values[i, j] = quads_of(arg.parts)[slot, row, quad, j]
 
 
 @T.macro

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from ....call.decoding import DecodeCall
 from ..architecture import ARCHITECTURES, padded
+from .hopper.config import HopperDecodeConfig
+from .hopper.config import default as hopper_default
 
 LEAST_KEYS = 64  # of a worker: smaller parts take longer to merge than to compute
 THREADS_PER_SM = 128  # that compute: the matrix units of a multiprocessor are four
@@ -41,15 +43,19 @@ class GenericConfig:
         return max(min(shared // self.shared_bytes(call), 256 // self.threads), 1)
 
 
-def default(call: DecodeCall, q_rows: int) -> GenericConfig:
-    """The configuration of a call.
+Config = GenericConfig | HopperDecodeConfig
+
+
+def default(call: DecodeCall, q_rows: int) -> Config:
+    """The configuration of a call: of the Hopper schedule where it runs the call, else of the generic one.
 
     Args:
         call: the static facts.
         q_rows: the packed rows that a sequence has at most. With FixedSplit they do not count, for a row's result must
             not depend on how many queries there are.
     """
-    return generic_default(call, q_rows)
+    on_hopper = hopper_default(call)
+    return on_hopper if on_hopper is not None else generic_default(call, q_rows)
 
 
 def generic_default(call: DecodeCall, q_rows: int) -> GenericConfig:

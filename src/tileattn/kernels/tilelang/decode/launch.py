@@ -15,7 +15,7 @@ from ....variant.program import program
 from ..forward.queue import multiprocessors
 from ..host import as_bytes
 from . import records
-from .config import LEAST_KEYS, GenericConfig, default
+from .config import LEAST_KEYS, Config, default
 from .library import decode_function, plan_function
 from .ranges import names_in_range, numbers_in_range
 from .records import Deal
@@ -29,7 +29,7 @@ def prepare(call: DecodeCall, sizes: DecodeSizes, scale: float, splits: Splits) 
     return Decoding(call, sizes, scale, splits)
 
 
-def deal_of(call: DecodeCall, config: GenericConfig, sizes: DecodeSizes, splits: Splits, multiprocessors: int) -> Deal:
+def deal_of(call: DecodeCall, config: Config, sizes: DecodeSizes, splits: Splits, multiprocessors: int) -> Deal:
     """How the work of a call is dealt."""
     group = sizes.heads // sizes.kv_heads
     if call.packed:
