@@ -62,6 +62,8 @@ def generic_default(call: DecodeCall, q_rows: int) -> GenericConfig:
     """The same, of the generic schedule."""
     rows = 64 if call.fixed or q_rows > 32 else 32 if q_rows > 16 else 16
     tiles = [GenericConfig(rows, *tile) for tile in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))]
+    if padded(call.head_dim_v) > 128:
+        tiles = [tile for tile in tiles if tile.block_N < 64]  # O takes the registers of larger tiles of scores
     fitting = [tile for tile in tiles if tile.shared_bytes(call) <= ARCHITECTURES[call.arch].shared_bytes]
     for config in fitting:
         if config.blocks_per_sm(call) * config.threads >= THREADS_PER_SM:

@@ -6,7 +6,7 @@ from ...tile import softmax
 from ...tile.expressions import Emitter
 from ...tile.mask import Visibility
 from ...tile.softmax import ROWS
-from ..combine import arrive, combine, place_of_query, sink_of, store_part
+from ..combine import merge_parts, place_of_query, sink_of, store_part
 from ..packed_rows import apply_row_mask, apply_row_score, keep_row_uniforms, locate_rows
 from ..walk import begin_worker, enter_job, enter_part, next_job
 from .stages import PARITY, STAGE, next_stage, stage_of
@@ -178,7 +178,8 @@ def consume(plan, arg, w):
                     store(plan, arg, w, job)
                 else:
                     store_part(plan, arg, job, part, w.acc_o, w.base, w.l)
-                    last = arrive(arg, part, w.flag, w.thread, lambda: T.sync_threads(WITHIN, plan.consumers))
-                    if last == 1:
-                        combine(plan, arg, job, part, w.thread, plan.consumers)
+                    merge_parts(
+                        plan, arg, job, part, w.flag, w.thread, plan.consumers,
+                        lambda: T.sync_threads(WITHIN, plan.consumers),
+                    )  # fmt: skip
         next_job(arg, worker)
