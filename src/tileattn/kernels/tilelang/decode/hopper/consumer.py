@@ -33,18 +33,17 @@ def release(w, barriers):
 
 @T.macro
 def load_queries(plan, arg, w, job):
-    """Q of a job to shared memory; rows behind the last one that exists repeat it."""
+    """Q of a job to shared memory; zeros in rows that do not exist, which need no address then."""
     synchronize(plan)  # all have read the job before
-    last_row = job.row0 + job.rows - 1
     # Q: [block_M, head_dim]
     for i, d in T.Parallel(plan.block_M, plan.head_dim):
-        row = T.min(job.row0 + i, last_row)
-        b, q = place_of_query(plan, job, T.truncdiv(row, arg.group))
-        h = job.kv_head * arg.group + T.truncmod(row, arg.group)
-        if plan.head_dim == plan.call.head_dim:
-            w.q[i, d] = arg.q[b, q, h, d]
-        else:
-            w.q[i, d] = T.if_then_else(d < plan.call.head_dim, arg.q[b, q, h, d], 0)
+        query = T.truncdiv(job.row0 + i, arg.group)
+        h = job.kv_head * arg.group + job.row0 + i - query * arg.group
+        b, q = place_of_query(plan, job, query)
+        exists = i < job.rows
+        if plan.head_dim != plan.call.head_dim:
+            exists = exists & (d < plan.call.head_dim)
+        w.q[i, d] = T.if_then_else(exists, arg.q[b, q, h, d], 0)
     T.fence_proxy_async()
     synchronize(plan)
 
@@ -130,7 +129,10 @@ def store(plan, arg, w, job):
     if plan.call.sink:
         for i in T.Parallel(plan.block_M):
             w.sinks[i] = sink_of(arg, job, w.row_head[i]) * softmax.LOG2E
-        softmax.add_sink(w.m, w.l, w.alpha, w.base, w.sinks, score_unit(plan, arg, w), plan.block_M)
+        # From the base, which is m in powers of two: bit for bit as where parts are merged.
+        for i in T.Parallel(plan.block_M):
+            w.m[i] = T.if_then_else(w.l[i] == 0.0, -T.infinity("float32"), w.base[i])
+        softmax.add_sink(w.m, w.l, w.alpha, w.base, w.sinks, 1.0, plan.block_M)
     else:
         T.fill(w.alpha, 1)
     softmax.finish(w.l, w.base, w.alpha, w.acc_o, plan.block_M, plan.head_dim_v)

@@ -75,7 +75,7 @@ def _kernel(plan, arg):
         if plan.config.blocks > 1:
             T.annotate_min_blocks_per_sm(plan.config.blocks)
         assume_filled(arg.operands)
-        assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides)
+        assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.o.strides)
         thread = T.get_thread_binding()
         q_shared = T.alloc_shared([plan.block_M, plan.head_dim], plan.dtype)
         k_shared = T.alloc_shared([plan.stages, plan.block_N, plan.head_dim], plan.dtype)
