@@ -55,9 +55,7 @@ def default(call: DecodeCall, q_rows: int) -> Config:
             not depend on how many queries there are.
     """
     on_hopper = hopper_default(call)
-    if on_hopper is not None:
-        return on_hopper
-    return generic_default(call, q_rows)
+    return on_hopper if on_hopper is not None else generic_default(call, q_rows)
 
 
 def generic_default(call: DecodeCall, q_rows: int) -> GenericConfig:
