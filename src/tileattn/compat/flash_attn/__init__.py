@@ -6,9 +6,8 @@ Existing code needs these lines before its own ``import flash_attn``::
 
     flash_attn_compat.install()
 
-docs/compat.md lists the differences from flash-attn. ``flash_attn_with_kvcache`` and ``block_table`` raise
-NotImplementedError: they need decoding, which tileattn does not have. Importing another module of flash-attn also
-raises NotImplementedError; that error is an ImportError too, and its message names an alternative.
+docs/compat.md lists the differences from flash-attn. Importing another module of flash-attn raises NotImplementedError;
+that error is an ImportError too, and its message names an alternative.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ def register(*, backend: str | None = None, ignore: Iterable[str] = ()) -> None:
     """Registers ``attn_implementation="tileattn"`` with transformers, for all models.
 
     It registers an attention function and a function that makes its masks; without the second, transformers would pass
-    no mask. A later call replaces the arguments of an earlier one.
+    no mask. It also registers ``"paged|tileattn"``, which is for continuous batching (``model.generate_batch``). A
+    later call replaces the arguments of an earlier one.
 
     Args:
         backend: as for :func:`tileattn.attention`; None takes the first backend that accepts the call.
@@ -56,9 +57,13 @@ def register(*, backend: str | None = None, ignore: Iterable[str] = ()) -> None:
         )
     from .attention import attend
     from .mask import make_mask
+    from .paged import attend_paged
 
     transformers.AttentionInterface.register(NAME, functools.partial(attend, backend=backend, ignored=ignored))
     transformers.AttentionMaskInterface.register(NAME, make_mask)
+    # Continuous batching asks for this name, and makes no mask for it.
+    paged = functools.partial(attend_paged, backend=backend, ignored=ignored)
+    transformers.AttentionInterface.register(f"paged|{NAME}", paged)
 
 
 def _names(ignore: Any) -> frozenset[str]:
