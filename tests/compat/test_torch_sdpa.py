@@ -218,15 +218,51 @@ def test_signatures_are_those_of_the_operators(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seqused_k": torch.ones(2, dtype=torch.int32)}, "does not take seqused_k: it comes with decoding"),
         ({"alibi_slopes": torch.ones(4)}, r"does not take alibi_slopes: use tileattn.attention with score_mod=ALiBi"),
-        ({"block_table": torch.ones(2, 2, dtype=torch.int32)}, "does not take block_table: paged keys and values"),
     ],
 )
 def test_refusals(options: dict[str, Tensor], message: str) -> None:
     q, k, v = (x.detach().transpose(1, 2) for x in inputs())
     with pytest.raises(NotImplementedError, match=message):
         torch_sdpa.flash_attention_forward(q, k, v, None, None, 9, 9, 0.0, False, False, **options)
+
+
+VARLEN_ATTN = inspect.signature(varlen_attn).parameters
+NEWER = pytest.mark.skipif("block_table" not in VARLEN_ATTN, reason="PyTorch 2.13's varlen_attn takes block_table")
+
+
+@NEWER
+def test_the_names_of_varlen_attn() -> None:
+    """The arguments that PyTorch 2.13 has are those whose way is tested below."""
+    by_name = {name for name, p in VARLEN_ATTN.items() if p.kind is p.KEYWORD_ONLY}
+    assert by_name == {"return_aux", "scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits"}
+    positional = "query key value cu_seq_q cu_seq_k max_q max_k"
+    assert [name for name in VARLEN_ATTN if name not in by_name] == positional.split()
+
+
+@NEWER
+@pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (3, 0)])
+@pytest.mark.parametrize("num_splits", [None, 1])
+def test_varlen_attn_of_a_cache(num_splits: int | None, window_size: tuple[int, int], on_cpu: None) -> None:
+    (q, k, v), cu_seqlens_q, cu_seqlens_k = packed_inputs()
+    seqused_k = torch.tensor([4, 0, 7], dtype=torch.int32)
+    left, right = (None if size < 0 else size for size in window_size)
+    options = {"window_size": window_size, "seqused_k": seqused_k, "num_splits": num_splits, "scale": 0.3}
+    with torch.no_grad():
+        got = varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, 7, 7, **options)
+        kept = [x.split([6, 2, 7])[b][: seqused_k[b]] for x in (k, v) for b in range(3)]
+        alone = torch.cat(kept[:3]), torch.cat(kept[3:])
+        ends = torch.tensor([0, 4, 4, 11], dtype=torch.int32)
+        expected = tileattn.varlen_attention(
+            q, *alone, cu_seqlens_q, ends, 7, 7, mask=tileattn.SlidingWindow(left, right), scale=0.3
+        )
+        torch.testing.assert_close(got, expected)
+        pages = [torch.full((6, 4, 4, 16), torch.nan) for _ in range(2)]
+        table = torch.tensor([[5, -1], [-1, -1], [0, 2]], dtype=torch.int32)
+        for cache, x in zip(pages, alone):
+            cache[5], cache[0], cache[2, :3] = x[:4], x[4:8], x[8:]
+        paged = varlen_attn(q, *pages, cu_seqlens_q, None, 7, 7, block_table=table, **options)
+        torch.testing.assert_close(paged, expected)
 
 
 def test_other_refusals() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn.attention import SDPBackend
 
+from ..api.varlen_cache import UsedKeys, attend_used
 from ..call.dropout import Dropout, draw_seed
 from ..call.facts import Packed
 from ..call.inputs import Inputs
@@ -92,8 +93,23 @@ def flash_attention_forward(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> FlashOutput:
-    """``aten::_flash_attention_forward``; keys are never split, whatever num_splits is."""
-    _refuse(return_debug_mask, seqused_k, alibi_slopes, block_table)
+    """``aten::_flash_attention_forward``; keys are split, by num_splits, with seqused_k or block_table only."""
+    _refuse(return_debug_mask, alibi_slopes)
+    if seqused_k is not None or block_table is not None:
+        if dropout_p > 0:
+            raise ValueError(f"dropout_p must be 0 with seqused_k or block_table, got {dropout_p}")
+        used = UsedKeys(cum_seq_k, max_k, seqused_k, block_table)
+        o, lse = _of_used_keys(
+            (query, key, value),
+            cum_seq_q,
+            max_q,
+            used,
+            (is_causal, window_size_left, window_size_right),
+            scale,
+            num_splits,
+        )
+        state = _state(None, query.device)
+        return _laid_out_as(o, query), lse, state, torch.empty_like(state.reshape(-1)[0]), query.new_empty(0)
     packed = _packed(cum_seq_q, cum_seq_k, max_q, max_k, query.device)
     options, inputs = _call(query, key, value, packed, (is_causal, window_size_left, window_size_right), scale)
     seed = draw_seed(query.device) if dropout_p > 0 else None
@@ -228,12 +244,31 @@ def _dropping(inputs: Inputs, p: float, seed: Tensor | None) -> Inputs:
     return inputs if seed is None else inputs._replace(dropout=Dropout(p, seed))
 
 
-def _refuse(return_debug_mask: bool, seqused_k: Any, alibi_slopes: Any, block_table: Any) -> None:
+def _of_used_keys(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    cum_seq_q: Tensor | None,
+    max_q: int,
+    used: UsedKeys,
+    window: tuple[bool, int | None, int | None],
+    scale: float | None,
+    num_splits: int | None,
+) -> tuple[Tensor, Tensor]:
+    """O (total_q, heads, head_dim) and lse (heads, total_q) of a packed call over a cache; without gradients."""
+    if cum_seq_q is None:
+        raise ValueError("cum_seq_q must be given with seqused_k or block_table: the queries are packed")
+    q, k, v = map(_rows, inputs)
+    table = used.block_table
+    mask = window_mask(*window, used.max_seqlen_k if table is None else table.shape[-1] * k.shape[1])
+    options = {"mask": mask, "causal": False, "scale": scale, "splits": num_splits or None, "return_lse": True}
+    with torch.no_grad():
+        o, lse = attend_used(q, k, v, cum_seq_q, max_q, used, **options)
+    return o, lse
+
+
+def _refuse(return_debug_mask: bool, alibi_slopes: Any) -> None:
     for name, is_given, instead in (
         ("return_debug_mask", return_debug_mask, "tileattn.compat.flash_attn has return_attn_probs"),
-        ("seqused_k", seqused_k is not None, "it comes with decoding"),
         ("alibi_slopes", alibi_slopes is not None, "use tileattn.attention with score_mod=ALiBi(slopes)"),
-        ("block_table", block_table is not None, "paged keys and values come with decoding"),
     ):
         if is_given:
             raise NotImplementedError(f"tileattn as PyTorch's flash attention does not take {name}: {instead}")

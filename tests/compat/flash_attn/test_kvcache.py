@@ -378,6 +378,7 @@ PAGES, TABLE = torch.zeros(5, 4, 3, 16), torch.zeros(2, 3, dtype=torch.int32)
         (PAGES, {"block_table": TABLE, "cache_batch_idx": LENGTHS}, ValueError, "exclude each other"),
         (PAGES, {"block_table": TABLE, "page_table": TABLE}, ValueError, "are two names of one argument"),
         (PAGES, {"block_table": TABLE.long()}, TypeError, "block_table must be int32"),
+        (PAGES, {"block_table": TABLE.tolist()}, TypeError, "block_table must be an int32 tensor, got list"),
         (PAGES, {"block_table": TABLE[:1]}, ValueError, r"block_table must have shape \(batch, pages_per_sequence\)"),
         (PAGES, {"block_table": TABLE + 5}, ValueError, "block_table"),
         (PAGES, {}, ValueError, "k_cache must have one row per sequence, 2, got 5"),

@@ -89,6 +89,8 @@ class Cache(NamedTuple):
             if cache.ndim != 4:
                 shape = "(batch, seqlen, kv_heads, head_dim), with block_table (pages, page_size, kv_heads, head_dim)"
                 raise ValueError(f"{name} must have 4 dimensions, {shape}, got shape {tuple(cache.shape)}")
+        if self.block_table is not None and not isinstance(self.block_table, Tensor):
+            raise TypeError(f"block_table must be an int32 tensor, got {type(self.block_table).__name__}")
         if self.block_table is not None and self.batch_idx is not None:
             raise ValueError("block_table and cache_batch_idx exclude each other: both say where a sequence lies")
         for name, x in (("cache_batch_idx", self.batch_idx), ("cache_leftpad", self.leftpad)):
@@ -105,8 +107,7 @@ class Cache(NamedTuple):
         if self.batch_idx is not None:
             return self.batch_idx.reshape(-1, 1)
         table = self.block_table
-        # A view of several columns may have another stride; kernels take rows with a contiguous last dimension.
-        return table if not isinstance(table, Tensor) or table.stride(-1) == 1 else table.contiguous()
+        return table if table is None or table.stride(-1) == 1 else table.contiguous()
 
     @property
     def capacity(self) -> int:
