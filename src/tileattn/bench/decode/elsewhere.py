@@ -34,6 +34,7 @@ class Elsewhere:
     def __init__(self, device: torch.device, dtype: torch.dtype, rounds: int) -> None:
         self._start = {"device": str(device), "dtype": str(dtype).removeprefix("torch."), "rounds": rounds}
         self._process: subprocess.Popen[str] | None = None
+        self._never_started: ProcessEnded | None = None
         self.versions: dict[str, str] = {}
 
     def __enter__(self) -> Elsewhere:
@@ -63,6 +64,8 @@ class Elsewhere:
         return Measured(rows, missing, answer["failures"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._never_started is not None:  # it would end at its start again
+            raise self._never_started
         if self._process is None:
             environment = {**os.environ, "PYTHONPATH": search_path()}
             self._process = subprocess.Popen(
@@ -72,7 +75,11 @@ class Elsewhere:
                 env=environment,
                 text=True,
             )
-            self.versions = self._exchange(self._start)["versions"]
+            try:
+                self.versions = self._exchange(self._start)["versions"]
+            except ProcessEnded as error:
+                self._never_started = error
+                raise
         return self._exchange(request)
 
     def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
