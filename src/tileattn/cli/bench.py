@@ -228,7 +228,7 @@ def bench(
     terms = choices.VariantOptions(causal, mask, softcap, alibi, bias, sink, variant)
     files = command.FileOptions(json, plot, force, commit, quiet)
     where = choices.resolve_device(device)
-    chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where)
+    chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where, (decode_bench.SUITE,))
     implementations = choices.choose_implementations(backend, baselines, where, chosen)
     raise typer.Exit(command.bench(chosen, implementations, where, rounds, files))
 
