@@ -410,7 +410,7 @@ def test_autocast_casts_the_queries_and_not_the_caches() -> None:
 def test_out_is_written_and_returned(name: str) -> None:
     given = CALLS[name]()
     expected, lse = decode(**given, return_lse=True)
-    for options in ({}, {"splits": FixedSplit(128)}):
+    for options in ({}, {}, {"splits": FixedSplit(128)}):  # the second call is prepared
         wide = torch.full((*expected.shape[:-1], DIM_V + 5), torch.nan)
         out = wide[..., 2 : DIM_V + 2]
         o, lse_too = decode(**given, out=out, return_lse=True, **options)  # type: ignore[arg-type]
@@ -525,6 +525,25 @@ def test_what_is_checked_is_checked_again_where_it_changes() -> None:
     with pytest.raises(ValueError, match="seqlens_k must lie in"):
         decode(**(given | {"seqlens_k": ints(1, 2, 3, 99)}))
     assert len(prepared_decode.PHASES) == 1
+
+
+@pytest.mark.usefixtures("no_phases")
+def test_prepared_calls_look_where_out_lies() -> None:
+    given = contiguous()
+    given["k_cache"] = given["v_cache"] = random(BATCH, CAPACITY, HEADS, DIM)
+    out = torch.empty(BATCH, ROWS, HEADS, DIM)
+    for _ in range(2):
+        assert decode(**given, out=out) is out
+    count = len(prepared_decode.PHASES)
+    assert count == 1
+    with pytest.raises(ValueError, match="out must not share memory with q"):
+        decode(**given, out=given["q"])
+    cached = given["k_cache"].view(BATCH, CAPACITY, HEADS, DIM)[:, :ROWS]
+    with pytest.raises(ValueError, match="out must not share memory with k_cache"):
+        decode(**given, out=cached)
+    with pytest.raises(TypeError, match="out must have q's dtype"):
+        decode(**given, out=out.half())
+    assert len(prepared_decode.PHASES) == count
 
 
 @pytest.mark.usefixtures("no_phases")

@@ -113,12 +113,8 @@ def test_a_day_of_any_methods(seed: int, page: int) -> None:
             done[action] += 1
         except ValueError as error:
             refused.append(str(error))
-            if action == "extend":
-                assert torch.equal(cache.page_table, before[0])
-                assert torch.equal(cache.seqlens, before[1])
-            else:
-                cache.reset()
-                reference.tokens = [[] for _ in range(5)]
+            assert torch.equal(cache.page_table, before[0])
+            assert torch.equal(cache.seqlens, before[1])
         reference.check()
     assert all("pages are needed" in text for text in refused)
     assert min(done.values()) > 5
@@ -180,6 +176,17 @@ def test_full_pages_of_a_fork_are_shared_and_the_last_is_not() -> None:
     reference.check()
 
 
+def test_full_pages_are_never_copied() -> None:
+    cache = cache_of()
+    cache.extend(torch.tensor([8, 0, 0]))
+    cache.fork(0, [1, 2])
+    assert (cache.page_table == cache.page_table[0]).all()
+    cache.truncate(torch.tensor([8, 4, 8]))
+    assert cache.page_table[1].tolist() == [int(cache.page_table[0, 0]), -1, -1, -1, -1]
+    assert len(free_pages(cache)) == cache.pages - 2
+    assert_consistent(cache)
+
+
 def test_a_cut_into_a_shared_page_copies_it() -> None:
     reference = Reference(cache_of())
     reference.extend([8, 0, 0])
@@ -237,6 +244,22 @@ def test_too_many_tokens_and_too_few_pages_change_nothing() -> None:
     assert torch.equal(cache.seqlens, before[1])
     assert_consistent(cache)
     cache.check()
+
+
+def test_a_fork_or_a_cut_that_is_refused_changes_nothing() -> None:
+    cache = cache_of(pages=3)
+    cache.extend(torch.tensor([6, 0, 4]))
+    held = cache.page_table.clone(), cache.seqlens.clone()
+    with pytest.raises(ValueError, match=message("1 pages are needed and 0 are free, of 3 pages")):
+        cache.fork(0, 1)
+    assert torch.equal(cache.page_table, held[0])
+    assert torch.equal(cache.seqlens, held[1])
+    assert_consistent(cache)
+    cache.fork(2, 1)
+    with pytest.raises(ValueError, match="1 pages are needed"):
+        cache.truncate(torch.tensor([6, 4, 3]))
+    assert cache.seqlens.tolist() == [6, 4, 4]
+    assert_consistent(cache)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,9 @@ def test_tensors_without_gaps() -> None:
     assert overlap(x, y)
     assert overlap(y, x)
     assert not overlap(buffer[:40].view(8, 5), buffer[40:].view(4, 5))
+    with_gaps = torch.as_strided(buffer, (2, 2), (20, 1), 18)  # elements 18, 19, 38 and 39
+    for begin, end, answer in ((39, 60, True), (40, 60, False), (0, 19, True), (0, 18, False)):
+        assert overlap(buffer[begin:end], with_gaps) == overlap(with_gaps, buffer[begin:end]) == answer
     assert overlap(buffer, buffer[13:14])
     assert overlap(buffer[:16].view(torch.int32), buffer[15:])
     assert overlap(buffer[:8].view(torch.int16), buffer[7:])

@@ -20,7 +20,7 @@ MUTANTS: list[Mutant] = [
                 "in BACKENDS if backend is None else",
                 "in BACKENDS[::-1] if backend is None else",
             ),
-            "dispatch: reservations do not count": ("candidate.reservation(call) if backend is None else None", "None"),
+            "dispatch: reservations do not count": ("= reservation(call) if backend is None else None", "= None"),
         },
     ),
     *mutants(
@@ -38,8 +38,8 @@ MUTANTS: list[Mutant] = [
         ("api/test_attention.py::test_a_named_backend_that_refuses_says_why",),
         {
             "dispatch: a named backend need not accept": (
-                "reason = reason or candidate.refusal(call)",
-                "reason = reason or (candidate.refusal(call) if backend is None else None)",
+                "reason = reason or refusal(call)",
+                "reason = reason or (refusal(call) if backend is None else None)",
             ),
         },
     ),

@@ -146,14 +146,14 @@ def decode(
     if torch._C._is_any_autocast_enabled():
         q = autocast(q)  # not the caches: they would be copied
     key = None
-    varied = not (mask is None and score_mod is None and tree_mask is None and sink is None and out is None)
+    varied = not (mask is None and score_mod is None and tree_mask is None and sink is None)
     if not varied and is_plain(q, k_cache, v_cache):
         given = (max_seqlen_q, causal, scale, splits, return_lse, backend)
-        key = prepared_decode.key_of(q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, given)
+        key = prepared_decode.key_of(q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, out, given)
     phase = None if key is None else prepared_decode.PHASES.get(key)
     if phase is not None:
-        row = q if cu_seqlens_q is None else q[None]
-        fields = (row, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, None, NO_OPERANDS, None)
+        row, row_out = (q, out) if cu_seqlens_q is None else (q[None], None if out is None else out[None])
+        fields = (row, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, None, NO_OPERANDS, row_out)
         o, lse = run_phase(phase, prepared_decode.inputs_of(fields), plan)
     else:
         return_lse = as_flag("return_lse", return_lse)

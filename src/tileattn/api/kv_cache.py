@@ -7,7 +7,8 @@ refers to it. Sequences may share pages: those of a common prefix, which are ful
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -212,13 +213,14 @@ class PagedKVCache:
             seqlens: an int for all sequences, or an integer tensor (batch,) on the device.
 
         Raises:
-            ValueError: on a CPU, there is no free page for a copy.
+            ValueError: on a CPU, there is no free page for a copy; nothing has changed then.
         """
         lengths = torch.minimum(self.seqlens, self._of_sequences("seqlens", seqlens)).clamp(min=0)
         place = torch.arange(self.page_table.shape[1], device=self.device)
-        self._drop(place >= self._pages_of(lengths)[:, None])
-        self.seqlens.copy_(lengths)
-        self._own_last_pages(torch.ones_like(lengths, dtype=torch.bool))
+        with self._all_or_nothing():
+            self._drop(place >= self._pages_of(lengths)[:, None])
+            self.seqlens.copy_(lengths)
+            self._own_last_pages(torch.ones_like(lengths, dtype=torch.bool))
 
     def fork(self, source: int, targets: Sequences, length: int | None = None) -> None:
         """Makes sequences that begin as another one: they share its full pages; a last page that is not full is copied.
@@ -230,7 +232,7 @@ class PagedKVCache:
             length: how many of the source's tokens, at most; None for all.
 
         Raises:
-            ValueError: a target is the source; or, on a CPU, there is no free page for a copy.
+            ValueError: a target is the source; or, on a CPU, no page is free for a copy. Nothing has changed then.
         """
         rows = self._rows(targets)
         if not 0 <= source < rows.shape[0]:
@@ -240,14 +242,15 @@ class PagedKVCache:
         of_source = self.seqlens[source].clone()
         if length is not None:
             of_source = of_source.clamp(max=_as_size("length", length, at_least=0))
-        self.free(rows)
         place = torch.arange(self.page_table.shape[1], device=self.device)
         shared = rows[:, None] & (place < self._pages_of(of_source))
-        pages = self.page_table[source].expand_as(self.page_table)
-        self.page_table.copy_(torch.where(shared, pages, self.page_table))
-        self._count(self.page_table, shared, 1)
-        self.seqlens.copy_(torch.where(rows, of_source, self.seqlens))
-        self._own_last_pages(rows)
+        with self._all_or_nothing():
+            self.free(rows)
+            pages = self.page_table[source].expand_as(self.page_table)
+            self.page_table.copy_(torch.where(shared, pages, self.page_table))
+            self._count(self.page_table, shared, 1)
+            self.seqlens.copy_(torch.where(rows, of_source, self.seqlens))
+            self._own_last_pages(rows)
 
     def check(self) -> None:
         """Waits for the device, and raises if there were too few pages since the last :meth:`reset` or check.
@@ -263,6 +266,18 @@ class PagedKVCache:
             )
 
     # --- Pages ---
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Restores the table, the lengths and the references if there are too few pages."""
+        counted = (self.page_table, self.seqlens, self._references) if self._is_read_at_once else ()
+        before = [x.clone() for x in counted]
+        try:
+            yield
+        except ValueError:
+            for x, old in zip(counted, before):
+                x.copy_(old)
+            raise
 
     def _pages_of(self, lengths: Tensor) -> Tensor:
         return torch.div(lengths + (self.page_size - 1), self.page_size, rounding_mode="floor")
