@@ -41,17 +41,24 @@ def notes(results: Results) -> list[str]:
         lines.append(
             f"ceilings: copy {copy:.0f} GB/s, read {f'{read:.0f} GB/s' if read else 'not measured (no Triton)'}"
         )
+    lines += missing_lines(results)
+    if below := slow(results):
+        rows = ", ".join(f"{case} {ratio:.2f}×" for case, ratio in below)
+        lines.append(f"below {FLOOR} of the best baseline: {rows}")
+    return lines
+
+
+def missing_lines(results: Results) -> list[str]:
+    """What was refused or failed, with reasons, and the rows left out."""
+    lines = []
     groups: dict[tuple[str, str, str], list[str]] = {}
     for entry in results.missing:
         groups.setdefault((entry.kind, entry.backend, entry.reason), []).append(entry.case)
     for (kind, backend, reason), cases in groups.items():
         named = ", ".join(cases) if len(cases) <= MOST_NAMED else f"{len(cases)} rows"
-        lines.append(f"{'✗ failed' if kind == FAILED else '- refused'}: {backend}: {reason} [{named}]")
+        lines.append(f"{kind}: {backend}: {reason} [{named}]")
     if results.left_out:
         lines.append(f"left out, K and V beyond 64 GiB: {', '.join(results.left_out)}")
-    if below := slow(results):
-        rows = ", ".join(f"{case} {ratio:.2f}×" for case, ratio in below)
-        lines.append(f"below {FLOOR} of the best baseline: {rows}")
     return lines
 
 
