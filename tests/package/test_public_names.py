@@ -78,6 +78,7 @@ COMMANDS = {
     "viz weights": "--seqlen --seqlen-k --heads --head-dim --causal --mask --softcap --alibi --seed --output -o "
     "--force",
     "viz softmax": "--seqlen --block-N --row --head-dim --causal --mask --softcap --alibi --seed --output -o --force",
+    "viz plan": "--lengths --kv-heads --block-N --blocks --output -o --force",
     "viz lengths": "--variant --output -o --force",
     "viz dashboard": "--output -o --force",
 }
