@@ -26,6 +26,21 @@ def test_case(case: AppendCase) -> None:
     check(built, append_kv(*places, **options))
 
 
+def test_rotation_is_rounded_once() -> None:
+    """Computed in float32, whatever the dtypes of rows and tables."""
+    built = Built(replace(BY_ID["tables-bf16"], seqlens=(40, 40)))
+    places, options = built.arguments
+    rotated = append_kv(*places, **options)
+    assert rotated is not None
+    assert built.q is not None
+    assert built.cos is not None
+    assert built.sin is not None
+    cos, sin = built.cos[39].float(), built.sin[39].float()
+    first, second = built.q[..., :24].float(), built.q[..., 24:48].float()
+    assert torch.equal(rotated[..., :24], (first * cos - second * sin).bfloat16())
+    assert torch.equal(rotated[..., 24:48], (first * sin + second * cos).bfloat16())
+
+
 def test_steps_give_what_one_call_gives() -> None:
     """Each token is rotated by its own position, whichever call brings it."""
     whole = Built(replace(PAGED, seqlens=(5, 9, 7), new=5))
@@ -80,11 +95,15 @@ def test_a_cache_without_pages() -> None:
 # --- Ways of a call ---
 
 
-def test_a_write_is_seen_by_autograd() -> None:
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_write_is_seen_by_autograd(backend: str) -> None:
+    """Also that of a kernel, which PyTorch does not see."""
+    if backend == "triton":
+        pytest.importorskip("triton")
     built = Built(CONTIGUOUS)
     places, options = built.arguments
     versions = built.k_cache._version, built.v_cache._version
-    append_kv(*places, **options)
+    append_kv(*places, **options, backend=backend)
     assert built.k_cache._version > versions[0]
     assert built.v_cache._version > versions[1]
 
@@ -316,6 +335,13 @@ def test_new_rows_in_the_cache() -> None:
     for which, k in (("k_cache", cache[:, :1]), ("k_cache", cache[:, 8:]), ("v_cache", v_cache[:, :1])):
         with pytest.raises(ValueError, match=f"k must not lie in the memory of {which}, which is written; use k.clone"):
             append_kv(k, v, cache, v_cache, lengths(3, 3))
+    around = torch.zeros(400)
+    cache = around[8:296].view(2, 9, 2, 8)
+    for first in (0, 290):  # k begins before the cache, or behind its first element
+        k = around[first : first + 32].view(2, 1, 2, 8)
+        with pytest.raises(ValueError, match="k must not lie in the memory of k_cache"):
+            append_kv(k, v, cache, v_cache, lengths(3, 3))
+    append_kv(around[296:328].view(2, 1, 2, 8), v, cache, v_cache, lengths(3, 3))
     with pytest.raises(ValueError, match="v must not lie in the memory of k_cache"):
         append_kv(v, cache[:, :1], cache, v_cache, lengths(3, 3))
 

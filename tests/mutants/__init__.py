@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-from . import backends, caches, calls, decode, gradients, masks, packed, rules
+from . import appending, backends, caches, calls, decode, gradients, masks, packed, rules, triton_decode
 from .mutant import Mutant
 
 
 def all_mutants() -> list[Mutant]:
     """Every mutant, by area."""
-    areas = (gradients, decode, caches, backends, calls, rules, packed, masks)  # those that take longest first
+    # Those that take longest come first.
+    areas = (gradients, decode, caches, backends, calls, rules, packed, appending, masks, triton_decode)
     return list(itertools.chain.from_iterable(area.MUTANTS for area in areas))

@@ -130,8 +130,8 @@ MUTANTS: list[Mutant] = [
             "tilelang: rows without keys have a maximum": ("0.0, m[i] * c)", "m[i] * c, m[i] * c)"),
             "tilelang: lse in powers of two": ("(T.log2(l[i]) + base[i]) * LN2", "T.log2(l[i]) + base[i]"),
             "tilelang: the sum beside a sink": (
-                "l[i] = l[i] * alpha[i] + T.exp2(sink_log2 - base[i])",
-                "l[i] = l[i] + T.exp2(sink_log2 - base[i])",
+                "l[i] = l[i] * alpha[i] + T.exp2(_of_row(sink_log2, i) - base[i])",
+                "l[i] = l[i] + T.exp2(_of_row(sink_log2, i) - base[i])",
             ),
         },
     ),

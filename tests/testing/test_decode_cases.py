@@ -43,7 +43,7 @@ def test_every_feature_is_in(selection: str) -> None:
     assert {shape.heads // shape.kv_heads for shape in shapes} >= {*range(1, 17), 128}
     assert {shape.layout for shape in shapes} == {*CACHE_LAYOUTS}
     assert {getattr(shape.splits, "keys", shape.splits) for shape in shapes} >= {None, 1, 7, 64, 128, 256}
-    assert {shape.seqlen_q for shape in shapes if not shape.packed} >= {1, 2, 3, 4, 5, 7, 8, 16}
+    assert {shape.seqlen_q for shape in shapes if not shape.packed} >= {1, 2, 3, 4, 5, 6, 7, 8, 13, 16}
     assert {shape.values for shape in shapes} == {"normal", "large", "negative"}
     pairs = [pair for shape in shapes for pair in zip(shape.lengths_q, shape.lengths_k)]
     assert {0, 1, 63, 64, 65, 127, 128, 129, 255, 257, 1025} <= {keys for _, keys in pairs}

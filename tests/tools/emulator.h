@@ -100,8 +100,7 @@ static inline int __syncthreads_or(int x) {
 }
 
 // Blocks follow each other: the last to arrive finds what all others have stored.
-static inline void __threadfence() {}
-static inline int AtomicAddRet(int* target, int x) {
+static inline int AtomicAddRet(int* target, int x, int) {
   int before = *target;
   *target += x;
   return before;

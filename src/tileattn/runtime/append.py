@@ -19,6 +19,9 @@ from .append_dispatch import Append, prepare_append
 from .operators import is_traced
 
 MOST = 4096  # prepared functions that are kept; the bound is for programs whose sizes always vary
+_CACHES = (AppendInputs._fields.index("k_cache"), AppendInputs._fields.index("v_cache"))
+_NEW = tuple(map(AppendInputs._fields.index, ("k", "v", "q")))
+_ROWS = ("k", "v", "positions", "q", "q_positions")  # packed, without a batch dimension
 _PREPARED: dict[tuple[Any, ...], _Prepared] = {}
 
 
@@ -68,6 +71,7 @@ class _Prepared:
         self.append: Append = prepare_append(make_append_call(inputs, interleaved), backend)
         self.extents = [0 if x is None else extent(x) for x in inputs]
         self.known_distances: set[int] = set()  # between caches that share no element
+        self.pairs = [(cache, other) for cache in _CACHES for other in _NEW if inputs[other] is not None]
 
     def __call__(self, inputs: AppendInputs, addresses: list[int]) -> Tensor | None:
         if self._may_overlap(addresses):
@@ -82,15 +86,13 @@ class _Prepared:
         return rotated.squeeze(0) if self.packed and rotated is not None else rotated
 
     def _may_overlap(self, addresses: list[int]) -> bool:
-        """Whether the ranges of addresses of a cache and another tensor meet, unless the distance is known."""
-        places = AppendInputs._fields.index
-        k_cache, v_cache = places("k_cache"), places("v_cache")
-        if self._meet(addresses, k_cache, v_cache) and addresses[3] - addresses[2] not in self.known_distances:
+        """Whether the ranges of addresses of a cache and another tensor meet, unless the caches' distance is known."""
+        if self._meet(addresses, _CACHES) and addresses[3] - addresses[2] not in self.known_distances:
             return True
-        others = [places(name) for name in ("k", "v", "q")]
-        return any(self._meet(addresses, cache, other) for cache in (k_cache, v_cache) for other in others)
+        return any(self._meet(addresses, pair) for pair in self.pairs)
 
-    def _meet(self, addresses: list[int], one: int, other: int) -> bool:
+    def _meet(self, addresses: list[int], pair: tuple[int, int]) -> bool:
+        one, other = pair
         first, second = addresses[one], addresses[other]
         return first < second + self.extents[other] and second < first + self.extents[one]
 
@@ -98,8 +100,7 @@ class _Prepared:
         """Packed tensors with one batch element."""
         if not self.packed:
             return inputs
-        names = ("k", "v", "q", "positions", "q_positions")
-        given = {name: getattr(inputs, name) for name in names}
+        given = {name: getattr(inputs, name) for name in _ROWS}
         return inputs._replace(**{name: x.unsqueeze(0) for name, x in given.items() if x is not None})
 
 

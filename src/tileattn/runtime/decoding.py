@@ -77,13 +77,18 @@ def make_decode_call(inputs: DecodeInputs, options: DecodeOptions) -> DecodeCall
         head_dim_v=v_cache.shape[3],
         variant=with_alignment(options.variant, tensors) if look and tensors else options.variant,
         sink=inputs.sink is not None,
-        aligned=not look or (is_aligned(q) and is_aligned(k_cache) and is_aligned(v_cache)),
+        aligned=not look or (is_aligned(q) and _has_aligned_rows(k_cache) and _has_aligned_rows(v_cache)),
         return_lse=options.return_lse,
         arch=device_arch(q.device),
         packed=inputs.cu_seqlens_q is not None,
         page_rows=min(MOST_PAGE_ROWS, page_size & -page_size),  # the largest power of two that divides the page size
         fixed=splits.keys if isinstance(splits, FixedSplit) else 0,
     )
+
+
+def _has_aligned_rows(cache: Tensor) -> bool:
+    """Whether a cache is aligned; one that is expanded over its rows is not, for tensor maps cannot step by 0."""
+    return is_aligned(cache) and (cache.stride(0) != 0 or cache.shape[0] == 1)
 
 
 def _asks_for_alignment(q: Tensor) -> bool:

@@ -24,6 +24,8 @@ DENSE_LENGTHS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
     ("eight", 8, (128, 8, 513)),
     ("five", 5, (321, 191, 1)),
     ("ones", 1, (1, 1, 0, 1)),
+    ("six", 6, (71, 400, 192)),
+    ("thirteen", 13, (13, 250, 66)),
 )
 # Chunks of prefill beside rows that decode, sequences without a query or without a key.
 PACKED_LENGTHS: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = (

@@ -99,7 +99,17 @@ ABOVE = {"api", "runtime", "call.validation", "measure", "folders", "tuner"}
 ABOVE |= {"call.deferred_status", "call.packed_status", "call.cache_status"}
 ABOVE |= {"nn", "compat", "cli", "bench", "viz", "reference", "testing", "parallel", "__main__"}
 # Of TileLang's modules, those that choose, load and launch.
-FOLDERS = ("backward", "backward.amd", "backward.hopper", "build", "decode", "forward", "forward.amd", "forward.hopper")
+FOLDERS = (
+    "backward",
+    "backward.amd",
+    "backward.hopper",
+    "build",
+    "decode",
+    "decode.hopper",
+    "forward",
+    "forward.amd",
+    "forward.hopper",
+)
 HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "build.library"}
 HOST |= {"append", "append.backend", "append.job", "append.library"}
 HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table"}
@@ -274,7 +284,7 @@ def forget() -> None:
 EDITS = [
     ("forward/hopper/plan.py", {"forward"}),
     ("forward/hopper/kernel.py", {"forward"}),
-    ("tile/hopper.py", {"forward", "backward"}),
+    ("tile/hopper.py", {"forward", "backward", "decode"}),
     ("backward/hopper/wide.py", {"backward"}),
     ("packed/plan_kernel.py", {"sequence_plan"}),
     ("forward/transpose_fp8.py", {"transpose_fp8"}),

@@ -519,11 +519,11 @@ def test_a_launch_is_worked_out_once() -> None:
     grid = (5, 2, 1)
     launch = LaunchCache()
     x, y, wide = torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(3, 5)
-    for numbers in ((1, 0.5), (-(2**31), 0.75)):
+    for numbers in ((48, 0.5), (-(2**31), 0.75)):
         launch(work_out, x, None, numbers=numbers)
         launch(work_out, y, None, numbers=numbers)
     assert [entry[0] for entry in log] == ["compiled", "again", "again", "again"]
-    assert log[0][1:] == (grid, (x, None, (1, 0.5), "last"), {"num_warps": 4, "num_stages": 2})
+    assert log[0][1:] == (grid, (x, None, (48, 0.5), "last"), {"num_warps": 4, "num_stages": 2})
     assert log[3][1] == grid
     assert log[3][2][0] is y
     assert log[3][2][1:] == (None, (-(2**31), 0.75), "last")
@@ -533,9 +533,14 @@ def test_a_launch_is_worked_out_once() -> None:
     others = (wide[:, :4], wide[:, 1:], x.half(), x.flatten()[1:5].view(1, 4), elsewhere, None)
     for other in others:
         log.clear()
-        for numbers in ((1, 0.5), (2**31, 0.5), (True, 0.5), (1.0, 0.5), (2, 1.5)):
+        for numbers in ((1, 0.5), (2**31, 0.5), (True, 0.5), (1.0, 0.5), (1, 1.5)):
             launch(work_out, other, None, numbers=numbers)
         assert [entry[0] for entry in log] == [*["compiled"] * 4, "again"]
+    # Triton compiles for the number 1, for multiples of 16, and for others.
+    launch, log[:] = LaunchCache(), []
+    for number in (1, 5, 16, 7, 0, -32, -1, 1):
+        launch(work_out, x, None, numbers=(number,))
+    assert [entry[0] for entry in log] == [*["compiled"] * 3, *["again"] * 5]
     for size in range(2 * MOST):
         launch(work_out, (x, size))
     assert len(launch._known) <= MOST
@@ -549,7 +554,7 @@ def test_a_launch_is_worked_out_once() -> None:
 @pytest.mark.gpu
 def test_a_launch_is_repeated() -> None:
     """The second call's tensors, numbers and stream are used, not the first one's."""
-    for seed, window in ((0, 5), (3, 11)):
+    for seed, window in ((0, 1), (3, 5), (6, 11)):  # Triton compiles for the number 1
         tensors = [tensor(2, 50, 2, 32, seed=seed + each) for each in range(3)]
         do = tensor(2, 50, 2, 32, seed=seed + 9)
         results = []

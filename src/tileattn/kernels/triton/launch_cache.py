@@ -50,7 +50,7 @@ class LaunchCache:
         """Launches ``work_out(*arguments)`` on the current device; ``work_out`` is called the first time only.
 
         arguments: the kernel's first ones: tensors, sizes, None, and tuples of them.
-        numbers: the next argument, unless it is None: numbers of which the kernel is compiled for any value.
+        numbers: the next argument, unless it is None: numbers of which a kernel is compiled for many values.
         """
         key = (work_out.__name__, *map(_look, arguments), *map(_kind, numbers or ()))
         known = self._known.get(key)
@@ -95,10 +95,16 @@ def _look(argument: Any) -> Any:
 
 
 def _kind(number: float) -> Any:
-    """The property by which Triton tells apart numbers that it does not specialise on."""
-    if isinstance(number, int) and not -(2**31) <= number < 2**31:
+    """The property by which Triton tells apart the numbers in a tuple.
+
+    It compiles integers of a tuple for 1, for multiples of 16 and for others (seen in 3.7.1), also where
+    do_not_specialize names the tuple. What it has compiled for 1 is wrong for any other number.
+    """
+    if isinstance(number, bool) or not isinstance(number, int):
+        return type(number)
+    if number == 1 or not -(2**31) <= number < 2**31:
         return number
-    return type(number)
+    return int, number % 16 == 0
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -22,6 +22,7 @@ from tileattn.testing import poisoned_memory
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 CPU = torch.device("cpu")
+QUICK = ("packed", "halves-pages", "unaligned-interleaved")
 PACKED = next(case for case in CASES if case.id == "packed")
 
 
@@ -60,7 +61,10 @@ def append(built: Built) -> Tensor | None:
     return rotated[0] if built.case.packed and rotated is not None else rotated
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case",  # a kernel takes some seconds
+    [pytest.param(case, id=case.id, marks=[] if case.id in QUICK else pytest.mark.slow) for case in CASES],
+)
 def test_case(case: AppendCase) -> None:
     built = Built(case)
     check(built, append(built))

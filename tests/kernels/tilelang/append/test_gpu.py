@@ -14,7 +14,8 @@ from torch import Tensor
 from tests.tools.append_cases import CASES, FLOAT64, AppendCase, Built, check, inputs_of
 from tileattn import append_kv, check_caches
 from tileattn.call.appending import make_append_call
-from tileattn.kernels.tilelang.append.library import AppendJob, append_function
+from tileattn.kernels.tilelang.append.job import AppendJob
+from tileattn.kernels.tilelang.append.library import append_function
 from tileattn.kernels.tilelang.build.batch import CORES, compile_all
 from tileattn.testing import poisoned_memory
 

@@ -16,7 +16,7 @@ from tileattn import ALiBi, SlidingWindow, SoftCap
 from tileattn.call import cache_fields as fields
 from tileattn.call import cache_status
 from tileattn.call.decoding import DecodeInputs, FixedSplit
-from tileattn.kernels.tilelang.decode import launch
+from tileattn.kernels.tilelang.decode import combine, launch, records, walk
 from tileattn.kernels.tilelang.decode.config import GenericConfig
 from tileattn.kernels.tilelang.decode.kernel import decode_kernel
 from tileattn.kernels.tilelang.decode.plan_kernel import plan_kernel
@@ -35,7 +35,14 @@ CASES = {
     ),
     "packed": Case([30, 50, 0, 90], [30, 1, 0, 9], 3, 2, page=1, workers=9, sink=True, rest=5),
 }
-SLOW = {"fixed", "splits"}
+# In groups of 3 parts, merged by several blocks where there are more than 4 parts.
+GROUPED = {
+    "groups": Case([0, 300, 20], 1, 4, 1, page=3, workers=24),
+    "groups-fixed": Case([0, 1500], 2, 4, 1, page=16, splits=FixedSplit(128), mask=SlidingWindow(1000, 0), sink=True),
+    "groups-splits": Case([200, 7], 1, 4, 2, page=0, splits=11),
+}
+CASES |= GROUPED
+SLOW = {"fixed", "splits", "groups-fixed", "groups-splits"}
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +75,11 @@ def prepared(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> tuple[launch.
     "case", [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in CASES.items()]
 )
 def test_decode(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case in GROUPED.values():
+        monkeypatch.setattr(launch, "LEAST_KEYS", 1)
+        for module in (records, walk, combine):
+            for name, value in (("GROUP", 3), ("FLAT", 4)):
+                monkeypatch.setattr(module, name, value, raising=False)
     tensors = Tensors(case)
     decoding, inputs = prepared(tensors, monkeypatch)
     plan = decoding.plan(inputs)

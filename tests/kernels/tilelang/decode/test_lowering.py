@@ -3,6 +3,7 @@ assembles without spills."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,8 @@ def tile_of(call: DecodeCall, q_rows: int) -> GenericConfig:
 def test_lowers(arch: str, name: str) -> None:
     call = on(arch, CALLS[name])
     source = device_source(generic_kernel(call, tile_of(call, 40)), arch)
-    assert source.count("__threadfence()") == 2
-    assert "AtomicAddRet" in source
+    # Of parts, of a group's parts, and of groups; each releases what was stored and acquires what others stored.
+    assert len(re.findall(r"AtomicAddRet\(.*, 1, 4\)", source)) == 3
     # Tiles of keys are on their way under the arithmetic; rows that are not aligned have fewer bytes than a copy.
     assert ("cp_async_gs" in source) == call.aligned
     assert ("cudaGridDependencySynchronize" in source) == (arch in ("sm_90a", "sm_100a", "sm_120a"))

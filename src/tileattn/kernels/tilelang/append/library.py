@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,3 @@ def ensure_append_compiled(call: AppendCall) -> Path:
 def append_key(call: AppendCall) -> str:
     """The cache key of a call's kernel."""
     return key_of(str(call), "append.kernel")
-
-
-@dataclass(frozen=True)
-class AppendJob:
-    """A kernel to compile ahead (``build.batch.compile_all``)."""
-
-    call: AppendCall
-
-    @property
-    def key(self) -> str:
-        """The key in the kernel cache."""
-        return append_key(self.call)
-
-    def compile(self) -> None:
-        """Compiles the kernel into the cache."""
-        ensure_append_compiled(self.call)

@@ -27,6 +27,7 @@ WARP, WARPGROUP = 32, 128
 PASSES = {"tl.enable_fast_math": True, "tl.disable_out_of_bound_warning": True}
 HOST_OPTIONS = ["-x", "c"]  # what TileLang generates for the host is C; g++ takes 0.1 s less than with C++
 OWN_BARRIERS = "tileattn.own_barriers"  # attribute of functions in which TileLang must not place barriers
+OWN_BOUNDS = "tileattn.own_bounds"  # attribute of functions that access no element outside of a tensor
 # Attribute of functions whose loops have more matrix descriptors than there are registers to keep them in.
 DESCRIPTORS_IN_LOOPS = "tileattn.descriptors_in_loops"
 
@@ -58,8 +59,9 @@ def build_library(function: Any, arch: str, path: Path) -> None:
 
 
 def _pass_context(function: Any) -> Any:
-    own_barriers = bool(function.attrs.get(OWN_BARRIERS, False))
-    return tilelang.transform.PassContext(opt_level=3, config=PASSES | {"tl.disable_thread_storage_sync": own_barriers})
+    own_barriers, own_bounds = (bool(function.attrs.get(name, False)) for name in (OWN_BARRIERS, OWN_BOUNDS))
+    own = {"tl.disable_thread_storage_sync": own_barriers, "tl.disable_safe_memory_legalize": own_bounds}
+    return tilelang.transform.PassContext(opt_level=3, config=PASSES | own)
 
 
 def _lower(function: Any, context: BackendContext) -> tuple[Any, Any]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from ....call.decoding import DecodeCall
 from ..architecture import ARCHITECTURES, padded
+from .hopper.config import HopperDecodeConfig
+from .hopper.config import default as hopper_default
 
 LEAST_KEYS = 64  # of a worker: smaller parts take longer to merge than to compute
 THREADS_PER_SM = 128  # that compute: the matrix units of a multiprocessor are four
@@ -41,21 +43,27 @@ class GenericConfig:
         return max(min(shared // self.shared_bytes(call), 256 // self.threads), 1)
 
 
-def default(call: DecodeCall, q_rows: int) -> GenericConfig:
-    """The configuration of a call.
+Config = GenericConfig | HopperDecodeConfig
+
+
+def default(call: DecodeCall, q_rows: int) -> Config:
+    """The configuration of a call: of the Hopper schedule where it runs the call, else of the generic one.
 
     Args:
         call: the static facts.
         q_rows: the packed rows that a sequence has at most. With FixedSplit they do not count, for a row's result must
             not depend on how many queries there are.
     """
-    return generic_default(call, q_rows)
+    on_hopper = hopper_default(call)
+    return on_hopper if on_hopper is not None else generic_default(call, q_rows)
 
 
 def generic_default(call: DecodeCall, q_rows: int) -> GenericConfig:
     """The same, of the generic schedule."""
     rows = 64 if call.fixed or q_rows > 32 else 32 if q_rows > 16 else 16
     tiles = [GenericConfig(rows, *tile) for tile in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))]
+    if padded(call.head_dim_v) > 128:
+        tiles = [tile for tile in tiles if tile.block_N < 64]  # O takes the registers of larger tiles of scores
     fitting = [tile for tile in tiles if tile.shared_bytes(call) <= ARCHITECTURES[call.arch].shared_bytes]
     for config in fitting:
         if config.blocks_per_sm(call) * config.threads >= THREADS_PER_SM:

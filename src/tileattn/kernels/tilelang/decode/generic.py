@@ -35,7 +35,7 @@ from ..tile.assume import assume_aligned, assume_filled
 from ..tile.expressions import Emitter
 from ..tile.mask import Visibility
 from ..tile.softmax import ROWS
-from .combine import arrive, combine, place_of_query, sink_of, store_part
+from .combine import merge_parts, place_of_query, sink_of, store_part
 from .config import GenericConfig
 from .packed_rows import RowScore, apply_row_mask, apply_row_score, keep_row_uniforms, locate_rows
 from .ranges import differs_by_head
@@ -107,9 +107,9 @@ def _kernel(plan, arg):
                     store_part(plan, arg, job, part, w.acc_o, w.base, w.l)
                 if part.parts == 1:
                     _write(plan, arg, w, head, job)
-                last = arrive(arg, part, w.flag, w.thread, T.sync_threads)
-                if last == 1:
-                    combine(plan, arg, job, part, w.thread, plan.config.threads)
+                T.sync_threads()  # before the tiles in shared memory are loaded again
+                if part.parts > 1:
+                    merge_parts(plan, arg, job, part, None, w.thread, plan.config.threads, T.sync_threads)
             next_job(arg, worker)
 
 
@@ -120,7 +120,6 @@ def _alloc(plan):
     q = T.alloc_shared([block_M, plan.head_dim], plan.dtype)
     k = T.alloc_shared([block_N, plan.head_dim], plan.dtype)
     v = T.alloc_shared([block_N, plan.head_dim_v], plan.dtype)
-    flag = T.alloc_shared([1], "int32")
     acc_s = T.alloc_fragment([block_M, block_N], "float32")
     weights = T.alloc_fragment([block_M, block_N], plan.dtype)
     acc_o = T.alloc_fragment([block_M, plan.head_dim_v], "float32")
@@ -133,7 +132,7 @@ def _alloc(plan):
     row_pos = T.alloc_fragment([block_M], "int32")
     thread = T.get_thread_binding()
     return SimpleNamespace(
-        q=q, k=k, v=v, flag=flag, acc_s=acc_s, weights=weights, acc_o=acc_o, m=m, l=l, alpha=alpha, base=base,
+        q=q, k=k, v=v, acc_s=acc_s, weights=weights, acc_o=acc_o, m=m, l=l, alpha=alpha, base=base,
         row_sum=row_sum, row_head=row_head, row_pos=row_pos, thread=thread,
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....call.decoding import DecodeCall
-from .config import GenericConfig
+from .config import Config
 from .library import decode_key, ensure_decode_compiled, ensure_plan_compiled, plan_key
 
 
@@ -14,7 +14,7 @@ class DecodeJob:
     """One kernel: the attention kernel of a call, or (config None) the planning kernel that runs before it."""
 
     call: DecodeCall
-    config: GenericConfig | None
+    config: Config | None
 
     @property
     def key(self) -> str:

@@ -15,7 +15,7 @@ from ....variant.program import program
 from ..forward.queue import multiprocessors
 from ..host import as_bytes
 from . import records
-from .config import LEAST_KEYS, GenericConfig, default
+from .config import LEAST_KEYS, Config, default
 from .library import decode_function, plan_function
 from .ranges import names_in_range, numbers_in_range
 from .records import Deal
@@ -29,7 +29,7 @@ def prepare(call: DecodeCall, sizes: DecodeSizes, scale: float, splits: Splits) 
     return Decoding(call, sizes, scale, splits)
 
 
-def deal_of(call: DecodeCall, config: GenericConfig, sizes: DecodeSizes, splits: Splits, multiprocessors: int) -> Deal:
+def deal_of(call: DecodeCall, config: Config, sizes: DecodeSizes, splits: Splits, multiprocessors: int) -> Deal:
     """How the work of a call is dealt."""
     group = sizes.heads // sizes.kv_heads
     if call.packed:
@@ -39,9 +39,10 @@ def deal_of(call: DecodeCall, config: GenericConfig, sizes: DecodeSizes, splits:
     tiles = max(-(-sizes.capacity // config.block_N), 1)
     workers = min(multiprocessors * config.blocks_per_sm(call), items * sizes.kv_heads * tiles)
     rule = rule_of(splits, config.block_N)
+    most_parts = min(records.most_parts(rule, sizes.capacity, config.block_N), tiles) if rule else 2
     return Deal(
-        config.block_M, config.block_N, workers, rule, items,
-        min(records.most_parts(rule, sizes.capacity, config.block_N), tiles),
+        config.block_M, config.block_N, workers, rule, items, most_parts,
+        records.most_groups(rule, workers, most_parts),
         min(config.block_M, group * sizes.max_seqlen_q),
         max(LEAST_KEYS // config.block_N, 1),
     )  # fmt: skip
@@ -156,7 +157,9 @@ class Decoding:
             sizes.heads // sizes.kv_heads,
             sizes.page_size,
             deal.rule,
+            records.jobs(deal, sizes.kv_heads),
             deal.most_parts,
+            deal.most_groups,
             deal.workers,
             deal.workers + 1 + self.counter_rows,
             sizes.batch,

@@ -10,12 +10,12 @@ from typing import Any
 from ....call.decoding import DecodeCall
 from ....variant.program import program
 from ..build.library import find_or_compile, key_of, load
-from .config import GenericConfig
+from .config import Config
 from .ranges import text_of_range
 
 
 @functools.cache
-def decode_function(call: DecodeCall, config: GenericConfig) -> Callable[..., Any]:
+def decode_function(call: DecodeCall, config: Config) -> Callable[..., Any]:
     """The compiled attention kernel of a call, from the cache on disk or compiled now (some seconds)."""
     return load(ensure_decode_compiled(call, config))["decode"]
 
@@ -26,13 +26,13 @@ def plan_function(arch: str, packed: bool, variant: str) -> Callable[..., Any]:
     return load(ensure_plan_compiled(arch, packed, variant))["plan"]
 
 
-def ensure_compiled(call: DecodeCall, config: GenericConfig) -> Path:
+def ensure_compiled(call: DecodeCall, config: Config) -> Path:
     """The shared library of a call's attention kernel. Its planning kernel is compiled as well."""
     ensure_plan_compiled(call.arch, call.packed, call.variant)
     return ensure_decode_compiled(call, config)
 
 
-def ensure_decode_compiled(call: DecodeCall, config: GenericConfig) -> Path:
+def ensure_decode_compiled(call: DecodeCall, config: Config) -> Path:
     """The shared library of :func:`decode_function`."""
 
     def kernel() -> Any:
@@ -54,7 +54,7 @@ def ensure_plan_compiled(arch: str, packed: bool, variant: str) -> Path:
     return find_or_compile(plan_key(arch, packed, variant), kernel, arch)
 
 
-def decode_key(call: DecodeCall, config: GenericConfig) -> str:
+def decode_key(call: DecodeCall, config: Config) -> str:
     """The cache key of an attention kernel: all that decides what it is compiled to."""
     facts = (
         f"{call.dtype} {call.head_dim} {call.head_dim_v} sink={call.sink} lse={call.return_lse} "

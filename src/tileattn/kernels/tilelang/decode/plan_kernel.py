@@ -28,9 +28,13 @@ from .jobs import keys_of_rows
 from .ranges import names_in_range, numbers_in_range
 from .records import FIRST, ITEMS, JOB, KV_HEAD, PARTS, Q_LEN, Q_START, Q_TILE, SEQLEN, SEQUENCE, TILE, WIDTH
 
-THREADS, WARP = 256, 32
+THREADS, WARP = 512, 32
 WARPS = THREADS // WARP
 OVERHEAD = 1  # of a job, in tiles
+# What the workers read of an item, in shared memory: where its costs begin, the sequence, the tile of query rows, and
+# the first and the number of its tiles of keys.
+START, ITS_B, ITS_Q_TILE, ITS_FIRST, ITS_TILES = range(5)
+FACTS = 5
 
 SIZES = (
     "q_len", "total_q", "group", "kv_heads", "capacity", "block_M", "block_N", "workers", "rule", "items",
@@ -72,7 +76,7 @@ def _kernel(arg):
         let_next_start(arg.arch)
         thread = T.get_thread_binding()
         sums = T.alloc_shared([WARPS], "int32")
-        starts = T.alloc_shared([THREADS], "int32")
+        items = T.alloc_shared([FACTS, THREADS], "int32")
         q_tiles = T.alloc_var("int32", init=T.truncdiv(arg.q_len * arg.group + (arg.block_M - 1), arg.block_M))
         wrong = T.alloc_var("int32", init=0)
         if arg.bounds is not None:
@@ -81,37 +85,42 @@ def _kernel(arg):
                 if b < arg.batch:
                     wrong = T.max(wrong, _check_queries(arg, b))
             wrong = T.syncthreads_or(wrong)
-        w = SimpleNamespace(thread=thread, sums=sums, starts=starts, q_tiles=q_tiles, wrong=wrong)
+        w = SimpleNamespace(thread=thread, sums=sums, items=items, q_tiles=q_tiles, wrong=wrong)
         _write_sequences(arg, w)
         for step in T.serial(T.truncdiv(arg.counter_rows * WIDTH + (THREADS - 1), THREADS)):
             number = step * THREADS + thread
             if number < arg.counter_rows * WIDTH:
                 arg.plan[arg.workers + 1 + T.truncdiv(number, WIDTH), T.truncmod(number, WIDTH)] = 0
         chunks = T.alloc_var("int32", init=T.truncdiv(arg.items + (THREADS - 1), THREADS))
-        mine = T.alloc_var("int32", init=0)
-        for chunk in T.serial(chunks):
-            mine += _cost(arg, w, chunk * THREADS + thread)
-        total = T.alloc_var("int32", init=_sum_before(w, mine, False))
-        # Workers with work: each has at least a job's overhead and a tile, so that no two begin at the same tile.
-        active = T.alloc_var("int32", init=T.max(T.min(arg.workers, T.truncdiv(total, OVERHEAD + arg.least)), 1))
-        share = T.alloc_var("int32", init=T.truncdiv(total, active))
-        longer = T.alloc_var("int32", init=T.truncmod(total, active))
-        w = SimpleNamespace(**vars(w), share=share, longer=longer)
+        total = T.alloc_var("int32", init=0)
+        if chunks > 1:
+            for chunk in T.serial(chunks):
+                cost, _ = _cost(arg, w, chunk * THREADS + thread)
+                total += cost
+            _, total = _sums(w, total)
+        active = T.alloc_var("int32", init=1)
+        share = T.alloc_var("int32", init=0)
+        longer = T.alloc_var("int32", init=0)
         before = T.alloc_var("int32", init=0)
         for chunk in T.serial(chunks):
-            cost = T.alloc_var("int32", init=_cost(arg, w, chunk * THREADS + thread))
-            start = T.alloc_var("int32", init=before + _sum_before(w, cost, True))
-            starts[thread] = start
+            cost, it = _cost(arg, w, chunk * THREADS + thread)
+            start, sum_of_chunk = _sums(w, cost)
+            if chunks == 1:
+                total = sum_of_chunk
+            # Workers with work: each has at least a job's overhead and a tile, so that no two begin at the same tile.
+            active = T.max(T.min(arg.workers, T.truncdiv(total, OVERHEAD + arg.least)), 1)
+            share = T.truncdiv(total, active)
+            longer = total - share * active
+            for field, value in zip(range(FACTS), (before + start, it.b, it.q_tile, it.first, it.tiles), strict=True):
+                items[field, thread] = value
             T.sync_threads()
-            # The sum up to the last thread, for all threads.
-            end = T.alloc_var("int32", init=before + _sum_of_warps(w))
             for turn in T.serial(T.truncdiv(active + (THREADS - 1), THREADS)):
                 worker = turn * THREADS + thread
                 if worker < active:
                     place = T.alloc_var("int32", init=worker * share + T.min(worker, longer))
-                    if (before <= place) & (place < end):
-                        _begin(arg, w, worker, place, chunk)
-            before = end
+                    if (before <= place) & (place < before + sum_of_chunk):
+                        _begin(arg, w, SimpleNamespace(share=share, longer=longer), worker, place, chunk)
+            before += sum_of_chunk
             T.sync_threads()
         for turn in T.serial(T.truncdiv(arg.workers + THREADS, THREADS)):
             worker = turn * THREADS + thread
@@ -138,7 +147,8 @@ def _check_queries(arg, b):
 def _write_sequences(arg, w):
     """Writes the sequence records; the last one is that of the unused rows of packed queries."""
     for step in T.serial(T.truncdiv(arg.batch + THREADS, THREADS)):
-        b = step * THREADS + w.thread
+        # The last threads first: the others compute costs meanwhile.
+        b = step * THREADS + (THREADS - 1 - w.thread)
         if b <= arg.batch:
             row = arg.workers + 1 + arg.counter_rows + T.truncdiv(b, 2)
             column = T.truncmod(b, 2) * 4
@@ -187,7 +197,7 @@ def _items(arg: Any, w: Any, b: Any) -> Any:
 
 @T.macro
 def _item(arg, w, item):
-    """The sequence b and the tile of an item, and its keys; rows: how many it has, 0 for one that is none."""
+    """The sequence b and the tile of an item, and its tiles of keys; rows: how many it has, 0 for one that is none."""
     b = T.alloc_var("int32", init=0)
     q_tile = T.alloc_var("int32", init=0)
     if arg.bounds is None:
@@ -210,23 +220,23 @@ def _item(arg, w, item):
         arg.traced, arg.operands, arg.block_N, T.min(b, arg.batch - 1), q_tile * arg.block_M, T.max(rows, 1),
         arg.group, q_len, seqlen,
     )  # fmt: skip
-    return SimpleNamespace(b=b, q_tile=q_tile, rows=rows, first=keys.first, end=keys.end)
+    tiles = T.alloc_var("int32", init=T.max(keys.end - keys.first, 1))
+    return SimpleNamespace(b=b, q_tile=q_tile, rows=rows, first=keys.first, tiles=tiles)
 
 
 @T.macro
 def _cost(arg, w, item):
-    """The cost of an item's jobs; 0 for a number that is none."""
+    """The cost of an item's jobs, 0 for a number that is none, and the item."""
+    it = _item(arg, w, T.min(item, arg.items - 1))
     cost = T.alloc_var("int32", init=0)
-    if item < arg.items:
-        it = _item(arg, w, item)
-        if it.rows > 0:
-            cost = arg.kv_heads * (T.max(it.end - it.first, 1) + OVERHEAD)
-    return cost
+    if (item < arg.items) & (it.rows > 0):
+        cost = arg.kv_heads * (it.tiles + OVERHEAD)
+    return cost, it
 
 
 @T.macro
-def _sum_before(w, value, before):
-    """The sum of the values of the threads before this one (`before`), or of all threads. Waits for all threads."""
+def _sums(w, value):
+    """The sums of the values of the threads before this one, and of all threads. Waits for all threads."""
     lane = w.thread % WARP
     inclusive = T.alloc_var("int32", init=value)
     for step in T.unroll(5):
@@ -237,46 +247,37 @@ def _sum_before(w, value, before):
     if lane == WARP - 1:
         w.sums[w.thread // WARP] = inclusive
     T.sync_threads()
-    found = T.alloc_var("int32", init=0)
+    before = T.alloc_var("int32", init=inclusive - value)
+    total = T.alloc_var("int32", init=0)
     for warp in T.unroll(WARPS):
-        if (not before) | (warp < w.thread // WARP):
-            found += w.sums[warp]
-    if before:
-        found += inclusive - value
-    return found
+        if warp < w.thread // WARP:
+            before += w.sums[warp]
+        total += w.sums[warp]
+    return before, total
 
 
 @T.macro
-def _sum_of_warps(w):
-    found = T.alloc_var("int32", init=0)
-    for warp in T.unroll(WARPS):
-        found += w.sums[warp]
-    return found
-
-
-@T.macro
-def _begin(arg, w, worker, place, chunk):
+def _begin(arg, w, deal, worker, place, chunk):
     """Writes where a worker begins whose share of the costs begins at `place`, in this chunk of items."""
     low = T.alloc_var("int32", init=0)
-    high = T.alloc_var("int32", init=THREADS - 1)
+    high = T.alloc_var("int32", init=T.min(THREADS, arg.items - chunk * THREADS) - 1)
     # The last item that does not begin behind the place: items that cost nothing come before it.
     while low < high:
         middle = T.alloc_var("int32", init=T.truncdiv(low + high + 1, 2))
-        if w.starts[middle] <= place:
+        if w.items[START, middle] <= place:
             low = middle
         else:
             high = middle - 1
-    it = _item(arg, w, chunk * THREADS + low)
-    tiles = T.alloc_var("int32", init=T.max(it.end - it.first, 1))
-    kv_head = T.alloc_var("int32", init=T.truncdiv(place - w.starts[low], tiles + OVERHEAD))
-    start = T.alloc_var("int32", init=w.starts[low] + kv_head * (tiles + OVERHEAD))  # of the job's costs
+    begin, b, q_tile, its_first, tiles = (
+        T.alloc_var("int32", init=w.items[field, low]) for field in (START, ITS_B, ITS_Q_TILE, ITS_FIRST, ITS_TILES)
+    )
+    kv_head = T.alloc_var("int32", init=T.truncdiv(place - begin, tiles + OVERHEAD))
+    start = T.alloc_var("int32", init=begin + kv_head * (tiles + OVERHEAD))  # of the job's costs
     tile = T.alloc_var("int32", init=T.max(place - start - OVERHEAD, 0))  # counted from the job's first
     job = T.alloc_var("int32", init=(chunk * THREADS + low) * arg.kv_heads + kv_head)
-    b = T.alloc_var("int32", init=it.b)
-    q_tile = T.alloc_var("int32", init=it.q_tile)
     if arg.rule > 0:
         if tile > 0:
-            tile = T.truncdiv(it.first + tile + (arg.rule - 1), arg.rule) * arg.rule - it.first
+            tile = T.truncdiv(its_first + tile + (arg.rule - 1), arg.rule) * arg.rule - its_first
     if arg.rule < 0:
         unit = T.truncdiv(tiles - 1 - arg.rule, -arg.rule)
         tile = T.truncdiv(tile + unit - 1, unit) * unit
@@ -294,17 +295,17 @@ def _begin(arg, w, worker, place, chunk):
     first = T.alloc_var("int32", init=worker)
     parts = T.alloc_var("int32", init=1)
     if tile > 0:
-        tile += it.first
-        first = _worker_of(w, start + OVERHEAD)
-        parts = _worker_of(w, start + OVERHEAD + tiles - 1) - first + 1
+        tile += its_first
+        first = _worker_of(deal, start + OVERHEAD)
+        parts = _worker_of(deal, start + OVERHEAD + tiles - 1) - first + 1
     _write(arg, worker, [job, b, q_tile, kv_head, tile, first, parts])
 
 
-def _worker_of(w: Any, place: Any) -> Any:
+def _worker_of(deal: Any, place: Any) -> Any:
     """The worker in whose share of the costs a place lies."""
-    longer = w.longer * (w.share + 1)
+    longer = deal.longer * (deal.share + 1)
     return T.if_then_else(
-        place < longer, T.truncdiv(place, w.share + 1), w.longer + T.truncdiv(place - longer, w.share)
+        place < longer, T.truncdiv(place, deal.share + 1), deal.longer + T.truncdiv(place - longer, deal.share)
     )
 
 

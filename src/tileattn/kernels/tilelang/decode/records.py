@@ -40,6 +40,10 @@ BASE, SUM = 0, 1
 
 FREE = 0  # the rule of parts where work is dealt freely
 
+# Parts are merged in groups of GROUP, and the groups' sums then. Of a job with more than FLAT parts, the part of a
+# group that arrives last merges the group, so that several blocks merge at the same time. Sums are the same either way.
+GROUP, FLAT = 8, 24
+
 
 class Deal(NamedTuple):
     """The sizes that a call's work is dealt by; all known on the host.
@@ -50,7 +54,8 @@ class Deal(NamedTuple):
         workers: blocks of the attention kernel.
         rule: FREE; n > 0: parts are cut at the absolute multiples of n tiles; -s: each job has s equal parts.
         items: the most items that there can be.
-        most_parts: the most parts of a job, where rule is not FREE.
+        most_parts: the most parts of a job. With FREE 2: those that a worker may have of jobs which it shares.
+        most_groups: the most groups of a job, or with FREE of a worker, that have sums of their own.
         slot_rows: rows that a part in a slot has.
         least: tiles of a worker, at least 1; where there are fewer, fewer workers have work.
     """
@@ -61,6 +66,7 @@ class Deal(NamedTuple):
     rule: int
     items: int
     most_parts: int
+    most_groups: int
     slot_rows: int
     least: int = 1
 
@@ -80,16 +86,26 @@ def packed_items(batch: int, total_rows: int, block_M: int) -> int:
 
 
 def most_parts(rule: int, capacity: int, block_N: int) -> int:
-    """The most parts that a job can have under a rule; 0 for FREE."""
-    if rule > 0:
-        return max(-(-capacity // (rule * block_N)), 1)
-    return -rule
+    """The most parts that a job can have under a rule that is not FREE."""
+    return max(-(-capacity // (rule * block_N)), 1) if rule > 0 else -rule
+
+
+def most_groups(rule: int, workers: int, most_parts: int) -> int:
+    """See :class:`Deal`. A rule's first group may lack parts."""
+    if rule == FREE:
+        return 2 if workers > FLAT else 0
+    return -(-most_parts // GROUP) + 1 if most_parts > FLAT else 0
+
+
+def jobs(deal: Deal, kv_heads: int) -> int:
+    """By which parts and groups are numbered: jobs, or with FREE workers."""
+    return deal.workers if deal.rule == FREE else deal.items * kv_heads
 
 
 def counter_rows(deal: Deal, kv_heads: int) -> int:
-    """Rows of the plan that hold counters."""
-    shared = deal.workers if deal.rule == FREE else deal.items * kv_heads * (deal.most_parts > 1)
-    return -(-shared // WIDTH)
+    """Rows of the plan that hold counters: of jobs, then of groups."""
+    counters = jobs(deal, kv_heads) * (1 + deal.most_groups) if deal.most_parts > 1 else 0
+    return -(-counters // WIDTH)
 
 
 def plan_rows(deal: Deal, kv_heads: int, batch: int) -> int:
@@ -98,7 +114,5 @@ def plan_rows(deal: Deal, kv_heads: int, batch: int) -> int:
 
 
 def slots(deal: Deal, kv_heads: int) -> int:
-    """Partial results that a call may have at the same time."""
-    if deal.rule == FREE:
-        return 2 * deal.workers
-    return deal.items * kv_heads * deal.most_parts if deal.most_parts > 1 else 0
+    """Partial results that a call may have at the same time: of parts, then of groups."""
+    return jobs(deal, kv_heads) * (deal.most_parts + deal.most_groups) if deal.most_parts > 1 else 0

@@ -14,7 +14,9 @@ from ....variant.program import Program
 from ..tile.parameters import operand
 from .records import STATE_COLUMNS, WIDTH
 
-SCALARS = ("group", "page_size", "rule", "most_parts", "workers", "first_record", "batch")
+SCALARS = (
+    "group", "page_size", "rule", "jobs", "most_parts", "most_groups", "workers", "first_record", "batch"
+)  # fmt: skip
 
 
 def declare(builder: Builder, call: DecodeCall, traced: Program) -> SimpleNamespace:

@@ -20,7 +20,7 @@ from typing import Any
 import tilelang.language as T
 
 from .jobs import keys_of_rows
-from .records import FIRST, ITEMS, JOB, KV_HEAD, PARTS, Q_LEN, Q_START, Q_TILE, SEQLEN, SEQUENCE, TILE
+from .records import FIRST, GROUP, ITEMS, JOB, KV_HEAD, PARTS, Q_LEN, Q_START, Q_TILE, SEQLEN, SEQUENCE, TILE
 
 # Behind the fields of the worker's own record: where its work ends, and its number; INSIDE: whether it begins within
 # its current job.
@@ -89,7 +89,7 @@ def enter_job(f, arg, worker):
 
 @T.macro
 def enter_part(arg, worker, job, index):
-    """A part of a job: its tiles [lo, hi), its number among the job's `parts`, its counter and its slots."""
+    """A part of a job: its tiles [lo, hi), its number among the job's `parts`, the job's counter and slots."""
     at = worker.at
     inside = at[INSIDE] > 0
     lo = T.alloc_var("int32", init=job.lo)
@@ -121,6 +121,12 @@ def enter_part(arg, worker, job, index):
 def slot_of(part: Any, number: Any) -> Any:
     """The slot of one of a job's parts. Where work is dealt freely, a worker has two: 2w + 1 is for its last job."""
     return part.slots + number * part.step + T.if_then_else(number == 0, part.step - 1, 0)
+
+
+def group_of(arg: Any, part: Any, number: Any) -> Any:
+    """The number, among all groups, of a job's group number `number`: where work is dealt freely, its first part's."""
+    first = T.max(number * GROUP - part.shift, 0)
+    return T.if_then_else(arg.rule == 0, slot_of(part, first), part.counter * arg.most_groups + number)
 
 
 @T.macro

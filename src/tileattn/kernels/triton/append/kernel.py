@@ -20,7 +20,13 @@ NOWHERE = tl.constexpr(-1)
 BOUNDS = tl.constexpr(128)  # cumulative lengths that are checked at a time
 
 
-@triton.jit(do_not_specialize=["sizes", "cache"])
+# Elements of tuples are specialised on, whatever is said here: so each size is an argument.
+@triton.jit(
+    do_not_specialize=[
+        *("k_rows", "q_rows", "rows", "kv_heads", "heads", "sequences", "steps", "capacity", "pages", "tokens"),
+        *("angles", "table_b", "table_page", "positions_b", "positions_i", "q_positions_b", "q_positions_i"),
+    ]
+)
 def append_kernel(
     k,
     v,
@@ -36,24 +42,39 @@ def append_kernel(
     q,
     rotated,
     q_positions,
-    sizes,
-    cache,
+    k_rows,
+    q_rows,
+    rows,
+    kv_heads,
+    heads,
+    sequences,
+    steps,
+    capacity,
+    pages,
+    tokens,
+    angles,
+    table_b,
+    table_page,
+    positions_b,
+    positions_i,
+    q_positions_b,
+    q_positions_i,
     strides,
     facts: tl.constexpr,
 ):
     """Writes to the caches and, with q, to `rotated`; one program for each head of each row.
 
     Args:
-        sizes: rows of k and of q in each batch element, the larger one of them, heads of k and of q, sequences, steps
-            of the search for a sequence.
-        cache: the cache's capacity, pages and tokens of a page, and the rows of cos.
-        strides: those of all dimensions but the last of k, v, k_cache, v_cache and q; those of cos and sin; all of
-            page_table, positions and q_positions.
+        k_rows, q_rows, rows: of k and of q in each batch element, and the larger one of them.
+        steps: of the search for a row's sequence: 2**steps is at least the number of sequences.
+        tokens: of a page, or of a row of a contiguous cache.
+        angles: rows of cos and sin.
+        table_b, table_page, positions_b, ...: strides of page_table, positions and q_positions.
+        strides: those of all dimensions but the last of k, v, k_cache, v_cache and q; those of cos and sin.
         facts: head_dim, head_dim_v and rotary_dim, powers of two that are at least head_dim, head_dim_v and rotary_dim
             / 2, and whether pairs are neighbours.
     """
-    k_rows, q_rows, rows, kv_heads, _, sequences, steps = sizes
-    k_strides, v_strides, k_cache_strides, v_cache_strides, q_strides, tables, places = strides
+    k_strides, v_strides, k_cache_strides, v_cache_strides, q_strides, tables = strides
     b, i = tl.program_id(0) // rows, tl.program_id(0) % rows
     head = tl.program_id(1)
     if cu_seqlens_q is None:
@@ -67,16 +88,17 @@ def append_kernel(
             check_bounds(cu_seqlens_q, status, sequences, k_rows)
     if head < 2 * kv_heads:
         if i < k_rows:
-            found = find_page(page_table, seqlens_k, status, number, position, cache, places[0], head == 0)
-            page, token = found
+            cache = (capacity, pages, tokens)
+            of_table = (page_table, table_b, table_page)
+            page, token = find_page(of_table, seqlens_k, status, number, position, cache, head == 0)
             if head < kv_heads:
                 x = k + b.to(tl.int64) * k_strides[0] + i.to(tl.int64) * k_strides[1] + head.to(tl.int64) * k_strides[2]
                 to = k_cache + page.to(tl.int64) * k_cache_strides[0] + token.to(tl.int64) * k_cache_strides[1]
                 to += head.to(tl.int64) * k_cache_strides[2]
                 if positions is not None:
-                    position = tl.load(positions + b * places[1][0] + i * places[1][1])
-                move(x, to, page != NOWHERE, position, cos, sin, cache[3], tables, facts)
-                report_position(status, number, position, cos, cache[3], head == 0)
+                    position = tl.load(positions + b.to(tl.int64) * positions_b + i.to(tl.int64) * positions_i)
+                move(x, to, page != NOWHERE, position, cos, sin, angles, tables, facts)
+                report_position(status, number, position, cos, angles, head == 0)
             else:
                 h = (head - kv_heads).to(tl.int64)
                 x = v + b.to(tl.int64) * v_strides[0] + i.to(tl.int64) * v_strides[1] + h * v_strides[2]
@@ -87,13 +109,13 @@ def append_kernel(
         if i < q_rows:
             h = head - 2 * kv_heads
             x = q + b.to(tl.int64) * q_strides[0] + i.to(tl.int64) * q_strides[1] + h.to(tl.int64) * q_strides[2]
-            to = rotated + ((b.to(tl.int64) * q_rows + i) * sizes[4] + h) * facts[0]
+            to = rotated + ((b.to(tl.int64) * q_rows + i) * heads + h) * facts[0]
             if q_positions is not None:
-                position_of_q = tl.load(q_positions + b * places[2][0] + i * places[2][1])
+                position_of_q = tl.load(q_positions + b.to(tl.int64) * q_positions_b + i.to(tl.int64) * q_positions_i)
             elif positions is not None:
-                position_of_q = tl.load(positions + b * places[1][0] + i * places[1][1])
-            move(x, to, True, position_of_q, cos, sin, cache[3], tables, facts)
-            report_position(status, number, position_of_q, cos, cache[3], h == 0)
+                position_of_q = tl.load(positions + b.to(tl.int64) * positions_b + i.to(tl.int64) * positions_i)
+            move(x, to, True, position_of_q, cos, sin, angles, tables, facts)
+            report_position(status, number, position_of_q, cos, angles, h == 0)
 
 
 @triton.jit
@@ -122,9 +144,10 @@ def check_bounds(cu_seqlens_q, status, sequences, total):
 
 
 @triton.jit
-def find_page(page_table, seqlens_k, status, number, position, cache, strides, reports):
+def find_page(of_table, seqlens_k, status, number, position, cache, reports):
     """The row of the cache and the token there of a new token; the row is NOWHERE if the token is not written."""
-    capacity, pages, tokens, _ = cache
+    capacity, pages, tokens = cache
+    page_table, table_b, table_page = of_table
     seqlen = tl.load(seqlens_k + number)
     tl.store(status + SEQLENS_K, number + 1, mask=reports & ((seqlen < 0) | (seqlen > capacity)))
     exists = (position >= 0) & (position < capacity)
@@ -132,7 +155,7 @@ def find_page(page_table, seqlens_k, status, number, position, cache, strides, r
     if page_table is not None:
         column = tl.where(exists, position, 0) // tl.maximum(tokens, 1)
         token = position - column * tokens
-        entry = page_table + number.to(tl.int64) * strides[0] + column.to(tl.int64) * strides[1]
+        entry = page_table + number.to(tl.int64) * table_b + column.to(tl.int64) * table_page
         page = tl.load(entry, mask=exists, other=NOWHERE)
         wrong = (page < 0) | (page >= pages)
         tl.store(status + PAGE_TABLE, number + 1, mask=reports & exists & wrong)

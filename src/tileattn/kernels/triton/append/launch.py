@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -41,8 +39,8 @@ class Append:
                 *inputs[5:11],
                 rotated,
                 inputs.q_positions,
-                (k.shape[1], q_rows, rows, kv_heads, heads, sequences, sequences.bit_length()),
-                (*cache, angles),
+                *(k.shape[1], q_rows, rows, kv_heads, heads, sequences, sequences.bit_length(), *cache, angles),
+                *_strides_of_ints(inputs),
                 _strides(inputs),
                 self.facts,
                 num_warps=WARPS,
@@ -54,12 +52,17 @@ class Append:
         return rotated
 
 
-def _strides(inputs: AppendInputs) -> tuple[tuple[Any, ...], ...]:
+def _strides(inputs: AppendInputs) -> tuple[tuple[int, ...], ...]:
     """See :func:`append_kernel`; empty for what is not given."""
     rows = [() if x is None else x.stride()[:-1] for x in (*inputs[:4], inputs.q)]
     tables = () if inputs.cos is None or inputs.sin is None else (inputs.cos.stride(0), inputs.sin.stride(0))
-    places = [() if x is None else x.stride() for x in (inputs.page_table, inputs.positions, inputs.q_positions)]
-    return (*rows, tables, tuple(places))
+    return (*rows, tables)
+
+
+def _strides_of_ints(inputs: AppendInputs) -> list[int]:
+    """Those of page_table, positions and q_positions, two for each."""
+    given = (inputs.page_table, inputs.positions, inputs.q_positions)
+    return [stride for x in given for stride in ((0, 0) if x is None else x.stride())]
 
 
 def _power_of_two(size: int) -> int:
