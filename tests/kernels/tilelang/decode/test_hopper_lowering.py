@@ -82,7 +82,7 @@ def test_kernels_wait_with_all_of_their_threads_and_neither_spill_nor_serialise(
     report = assemble(nvcc, source, call.arch, tmp_path)
     assert not re.search("C7512|C7514|serializ", report)
     (spilled,) = numbers(r"(\d+) bytes spill stores", report)
-    assert spilled <= MAX_SPILLED
+    assert spilled <= MAX_SPILLED  # of what belongs to a job, not to its tiles
     (static,) = numbers(r"(\d+) bytes smem", report)
     assert config.blocks * (dynamic + static + 1024) <= SHARED_BYTES_OF_SM
 

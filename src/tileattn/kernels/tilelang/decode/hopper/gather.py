@@ -24,7 +24,9 @@ def read_key_ahead(plan, arg, w, job, part, tile):
 def gather_rows(plan, w, job, tensor, tiles, columns, width):
     """One tile of K, or of V: the warp's 32 rows."""
     chunks = columns // CHUNK
-    for step in T.unroll(chunks):
+    # Unrolled, the places of rows that do not divide a warp's bytes are kept in registers that there are not.
+    factor = None if WARP % chunks == 0 or chunks % WARP == 0 else 2
+    for step in T.unroll(chunks, unroll_factor=factor):
         r = (step * WARP + w.lane) // chunks
         c = (step * WARP + w.lane) % chunks * CHUNK
         of_page = T.alloc_var("int32", init=T.shfl_sync(w.entry[PAGE], r))
