@@ -1,4 +1,4 @@
-"""Writes docs/decode-speed.md from a committed result file of the suite decode.
+"""Writes the page about the speed of decoding (`PAGE`) from a committed result file of the suite decode.
 
     python benchmarks/make_decode_page.py
 

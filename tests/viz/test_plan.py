@@ -91,7 +91,7 @@ def test_the_picture_says_how_even_the_blocks_are() -> None:
     pytest.importorskip("matplotlib")
     figure = plan.draw_plan([640, 640], 1, 64, 4)
     text = figure.get_suptitle()
-    assert "2 sequences x 1 kv head on 4 blocks of 4: 5 tiles each; 2 of 2 are cut into parts" in text
-    assert "on 1 block of 3: 1 tiles each; 0 of 1" in plan.draw_plan([1], 1, 64, 3).get_suptitle()
+    assert "2 sequences x 1 kv head on 4 blocks of 4: 5 tiles each; 2 of 2 jobs are cut into parts" in text
+    assert "on 1 block of 3: 1 tiles each; 0 of 1 jobs" in plan.draw_plan([1], 1, 64, 3).get_suptitle()
     (axes,) = figure.axes
     assert sum(bar.get_height() for bar in axes.patches) == 20

@@ -77,7 +77,7 @@ def draw_plan(lengths: Sequence[int], kv_heads: int, block_N: int, blocks: int) 
     each = f"{fewest} to {most}" if fewest < most else str(most)
     below = (
         f"{counted(len(lengths), 'sequence')} x {counted(kv_heads, 'kv head')} on {counted(len(working), 'block')} of "
-        f"{blocks}: {each} tiles each; {cut} of {len(set(pieces))} are cut into parts"
+        f"{blocks}: {each} tiles each; {cut} of {len(set(pieces))} jobs are cut into parts"
     )
     heading(figure, "How a plan deals sequences to blocks", below)
     return figure
