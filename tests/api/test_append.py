@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.tools.append_cases import CASES, FLOAT64, AppendCase, Built, check
@@ -153,6 +154,20 @@ def test_compiled(name: str, backend: str) -> None:
     addresses = built.k_cache.data_ptr(), built.v_cache.data_ptr()
     check(built, torch.compile(step, fullgraph=True, backend=backend)(places, options))
     assert (built.k_cache.data_ptr(), built.v_cache.data_ptr()) == addresses
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_new_sizes_are_not_compiled_again() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def step(places: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor | None:
+        return append_kv(*places, **options)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    for seqlens, new in (((5, 64, 33), 4), ((9, 9, 7, 30), 3), ((5, 64, 33, 70, 90, 4), 2)):
+        built = Built(replace(PAGED, seqlens=seqlens, new=new))
+        check(built, compiled(*built.arguments))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

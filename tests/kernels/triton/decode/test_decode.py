@@ -40,7 +40,7 @@ def no_errors(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 @pytest.mark.parametrize("page", [0, 1, 3, 16, 64])
 def test_lengths(page: int, splits: Splits) -> None:
-    Problem([1] * 6, LENGTHS, mask=Causal()).check("lengths", page, splits)
+    Problem([1] * 6, LENGTHS, heads=3, kv_heads=1, mask=Causal()).check("lengths", page, splits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -58,7 +58,7 @@ def test_a_long_sequence_beside_a_short_one(splits: Splits) -> None:
 @pytest.mark.parametrize("page", [0, 3])
 def test_queries_without_keys(page: int, splits: Splits) -> None:
     """More queries than keys: under a causal mask the first rows see nothing."""
-    problem = Problem([5] * 4, (0, 1, 3, 70), mask=Causal())
+    problem = Problem([5] * 4, (0, 1, 3, 70), heads=3, kv_heads=1, mask=Causal())
     o, lse = problem.run(page, splits)
     assert not o[0].any()
     assert (lse[0] == -math.inf).all()
@@ -79,7 +79,8 @@ PACKED = {"q_lens": (1, 9, 0, 1, 40, 3), "k_lens": (130, 9, 5, 0, 111, 65)}
 @pytest.mark.parametrize("tail", [0, 5])
 def test_packed_prefill_beside_decoding(page: int, splits: Splits, tail: int) -> None:
     """Prefill chunks with more than one tile of rows beside decoding rows; rows of no sequence are NaN."""
-    problem = Problem(**PACKED, mask=Causal(), sink=torch.tensor([0.5, -1.0, 0.0, 2.0, 1.0, -3.0], device=DEVICE))
+    sink = torch.tensor([0.5, -1.0, 2.0], device=DEVICE)
+    problem = Problem(**PACKED, heads=3, kv_heads=1, mask=Causal(), sink=sink)
     problem.check("packed", page, splits, packed=True, tail=tail)
 
 
