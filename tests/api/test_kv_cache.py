@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import tileattn
 from tests.api.test_attention import message
-from tileattn import PagedKVCache, attention, decode
+from tileattn import Causal, PagedKVCache, attention, decode
+from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 
 HEADS, DIM, DIM_V, LAYERS = 2, 8, 16, 2
 
@@ -333,3 +334,39 @@ def test_pages_that_lack_on_a_gpu_are_told_by_check(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match=message("2 pages were lacking: the cache has 4 pages of 4 tokens")):
         cache.check()
     cache.check()
+
+
+@pytest.mark.gpu
+def test_one_cuda_graph_serves_all_steps() -> None:
+    """Captured at length 1: pages are taken, tokens written and read by its replays."""
+    tokens, causal = 70, (Causal(), (), None, None)
+    q, k, v = (random(2, tokens, heads, 64, seed=heads).to("cuda", torch.bfloat16) for heads in (8, 2, 4))
+    v = v[:, :, :2]
+    cache = PagedKVCache(2, 80, 2, 64, page_size=16, dtype=torch.bfloat16, device="cuda")
+    inputs = [x[:, :1].clone() for x in (q, k, v)]
+
+    def step() -> tuple[Tensor, Tensor]:
+        cache.extend(1)
+        cache.append(*inputs[1:])
+        return decode(inputs[0], *cache.layer(0), cache.seqlens, page_table=cache.page_table, return_lse=True)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step()
+    cache.reset()
+    results = []
+    for token in range(tokens):
+        for static, x in zip(inputs, (q, k, v)):
+            static.copy_(x[:, token : token + 1])
+        graph.replay()
+        results.append([x.clone() for x in outputs])
+    cache.check()
+    tileattn.check_caches()
+    got = torch.cat([o for o, _ in results], 1), torch.cat([lse for _, lse in results], 2)
+    assert_forward_accurate("steps", got, oracle_attention(q, k, v, *causal), eager_attention(q, k, v, *causal))
+    assert_consistent(cache)

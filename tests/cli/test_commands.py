@@ -221,7 +221,10 @@ def test_a_failure_of_ours_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--suite fb", "Invalid value for --suite: 'fb' is not known; accepted: quick, fa, heads, variants"),
+        (
+            "--suite fb",
+            "Invalid value for --suite: 'fb' is not known; accepted: quick, fa, heads, variants, varlen, fp8, d",
+        ),
         ("--suite fa --heads 4", "Invalid value for --suite: a suite brings its own shapes"),
         ("--dtype int8", "Invalid value for --dtype: 'int8' is not known; accepted: bf16, fp16, fp32"),
         ("--suite fp8 --dtype bf16", "Invalid value for --dtype: the suite fp8 is in fp8, beside bf16"),

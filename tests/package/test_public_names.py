@@ -63,8 +63,8 @@ OPERATORS = {
 COMMANDS = {
     "info": "--arch",
     "bench": "--suite --batch --heads --kv-heads --seqlen --seqlen-k --head-dim --head-dim-v --packing --causal --mask "
-    "--softcap --alibi --bias --sink --variant --dtype --direction --device --backend --baselines --rounds --json "
-    "--plot --force --commit --quiet -q",
+    "--softcap --alibi --bias --sink --variant --dtype --direction --device --backend --baselines --rounds --rows "
+    "--resume --json --plot --force --commit --quiet -q",
     "memory": "--seqlen --batch --heads --kv-heads --head-dim --causal --dtype --direction --device --backend "
     "--baselines --json --plot --force --commit --quiet -q",
     "ladder": "--B --H --N --D --iters --causal --dtype --plot --json --force --tiles",
@@ -78,6 +78,7 @@ COMMANDS = {
     "viz weights": "--seqlen --seqlen-k --heads --head-dim --causal --mask --softcap --alibi --seed --output -o "
     "--force",
     "viz softmax": "--seqlen --block-N --row --head-dim --causal --mask --softcap --alibi --seed --output -o --force",
+    "viz plan": "--lengths --kv-heads --block-N --blocks --output -o --force",
     "viz lengths": "--variant --output -o --force",
     "viz dashboard": "--output -o --force",
 }

@@ -18,7 +18,8 @@ BENCH_EXAMPLES = (
     "  tileattn bench --suite fa --baselines fa2,cudnn --plot speed.png\n\n"
     "  tileattn bench --suite fa --direction bwd\n\n"
     "  tileattn bench --batch 4 --heads 32 --kv-heads 8 --seqlen 1024,4096,16384 --head-dim 128 --causal\n\n"
-    "  tileattn bench --seqlen 16384 --mask window1024 --softcap 50 --baselines flex"
+    "  tileattn bench --seqlen 16384 --mask window1024 --softcap 50 --baselines flex\n\n"
+    "  tileattn bench --suite decode --rows 'pages=16,contiguous context=1k,8k' --json decode.json"
 )
 MEMORY_EXAMPLES = (
     "[dim]Examples[/dim]\n\n"
@@ -35,7 +36,7 @@ Suite = Annotated[
     typer.Option(
         help="A named set of cases: [b]quick[/b] (default; a few shapes sized by the device), [b]fa[/b] (the "
         "FlashAttention papers' grid), [b]variants[/b] (every mask and score modification), [b]varlen[/b] (packed "
-        "sequences), [b]fp8[/b] (fp8 beside bf16).",
+        "sequences), [b]fp8[/b] (fp8 beside bf16), [b]decode[/b] (one query per sequence over caches).",
         show_default=False,
     ),
 ]
@@ -118,7 +119,9 @@ Baselines = Annotated[
         "(SDPA's kernels), fa4, flex, tileattn-bf16 (beside fp8), tileattn-deterministic (of gradients), triton "
         "(tileattn's), triton-tutorial (the file that TILEATTN_TRITON_TUTORIAL names); of packed sequences "
         "fa2-varlen (PyTorch's), fa4 and tileattn-dense; or none. Default: fa2,cudnn on a GPU, sdpa,eager on a "
-        "CPU, tileattn-bf16 for fp8; fa2-varlen,fa4,tileattn-dense for packed sequences.",
+        "CPU, tileattn-bf16 for fp8; fa2-varlen,fa4,tileattn-dense for packed sequences. Of the suite decode: fa3, "
+        "flashinfer, xqa (of the folder that DECODE_PEERS names), fa2, cudnn, sdpa, tileattn-fixed (FixedSplit(1024)); "
+        "default: fa3,fa2,cudnn,flashinfer,xqa on a GPU, sdpa on a CPU.",
         metavar="NAME,...",
         show_default=False,
         rich_help_panel=COMPARE,
@@ -127,6 +130,25 @@ Baselines = Annotated[
 Rounds = Annotated[
     int,
     typer.Option(metavar="N", help="Rounds of timing, all implementations in each.", rich_help_panel=COMPARE),
+]
+Rows = Annotated[
+    str | None,
+    typer.Option(
+        help="Of the suite decode: only rows that agree with all terms, such as "
+        "[b]'pages=16,contiguous batch=1 context=1k,8k heads=32/8'[/b]. Default: all rows with pages of 16 and "
+        "contiguous caches, then a quarter of the others.",
+        metavar="TERMS",
+        show_default=False,
+        rich_help_panel=COMPARE,
+    ),
+]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Of the suite decode: go on from the file of --json, without the rows that it has.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 Json = Annotated[
     Path | None,
@@ -155,6 +177,7 @@ Quiet = Annotated[
 
 
 def bench(
+    context: typer.Context,
     suite: Suite = None,
     batch: Batch = None,
     heads: Heads = None,
@@ -177,6 +200,8 @@ def bench(
     backend: Backend = None,
     baselines: Baselines = None,
     rounds: Rounds = 5,
+    rows: Rows = None,
+    resume: Resume = False,
     json: Json = None,
     plot: Plot = None,
     force: Force = False,
@@ -189,14 +214,21 @@ def bench(
 
     Prints a table, and saves a result file and a picture in ./bench-results.
     """
-    from tileattn.cli import choices
+    from tileattn.cli import choices, decode_bench
     from tileattn.cli import run_bench as command
 
+    if suite == decode_bench.SUITE:
+        decode_bench.refuse_others(context)
+        files = command.FileOptions(json, None, force, commit, quiet)
+        decode_options = decode_bench.DecodeOptions(dtype, backend, baselines, rounds, rows, resume)
+        raise typer.Exit(decode_bench.bench(decode_options, choices.resolve_device(device), files))
+    if rows is not None or resume:
+        raise choices.refuse("--resume" if resume else "--rows", "only the suite decode has it")
     shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, seqlen_k, head_dim, head_dim_v, packing)
     terms = choices.VariantOptions(causal, mask, softcap, alibi, bias, sink, variant)
     files = command.FileOptions(json, plot, force, commit, quiet)
     where = choices.resolve_device(device)
-    chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where)
+    chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where, (decode_bench.SUITE,))
     implementations = choices.choose_implementations(backend, baselines, where, chosen)
     raise typer.Exit(command.bench(chosen, implementations, where, rounds, files))
 

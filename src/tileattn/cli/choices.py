@@ -112,8 +112,12 @@ def choose_cases(
     dtype: str | None,
     direction: str,
     device: torch.device,
+    other_suites: Sequence[str] = (),
 ) -> Chosen:
-    """The cases of a named suite, or one case from options at each of its lengths."""
+    """The cases of a named suite, or one case from options at each of its lengths.
+
+    other_suites: Names that the command accepts beside these suites, for the error.
+    """
     if direction not in cases.DIRECTIONS:
         raise refuse("--direction", f"{direction!r} is not known; accepted: {', '.join(cases.DIRECTIONS)}")
     if suite == "fp8" and dtype not in (None, "fp8"):
@@ -135,7 +139,7 @@ def choose_cases(
         return Chosen("custom", _own_cases(shape, name, dtype), direction)
     suite = suite or "quick"
     if suite not in cases.SUITES:
-        raise refuse("--suite", f"{suite!r} is not known; accepted: {', '.join(cases.SUITES)}")
+        raise refuse("--suite", f"{suite!r} is not known; accepted: {', '.join((*cases.SUITES, *other_suites))}")
     return Chosen(suite, cases.suite(suite, dtype, device.type, direction), direction)
 
 

@@ -20,6 +20,7 @@ from tileattn.cli.run_bench import check_picture, writing
 from tileattn.viz.checks import check_tile_count
 from tileattn.viz.dashboard import draw_dashboard
 from tileattn.viz.lengths import draw_lengths
+from tileattn.viz.plan import draw_plan
 from tileattn.viz.softmax import draw_softmax, row_scores
 from tileattn.viz.tiles import draw_tiles, kernel_tiles, tile_map
 from tileattn.viz.weights import attention_weights, draw_weights
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
+MOST_PARTS = 4096  # that a plan's picture has
 # Where --block-M and --block-N are not given: those of most kernels.
 BLOCK = 128
 # Where --head-dim is not given beside --arch.
@@ -111,6 +113,20 @@ def softmax(
     with _refused("--row"):
         scores = row_scores(given.q, given.k, row, **_variant(given))
     _save(draw_softmax(scores, given.v[0, :, 0], block_n, f"Online softmax along row {row % seqlen}, {name}"), output)
+
+
+def plan(lengths: str, kv_heads: int, block_N: int, blocks: int, output: Path, force: bool) -> None:
+    """The code of `tileattn viz plan`."""
+    check_picture("--output", output, force)
+    for option, size in (("--kv-heads", kv_heads), ("--block-N", block_N), ("--blocks", blocks)):
+        at_least_one(option, size)
+    parts = [part.strip() for part in lengths.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise refuse("--lengths", f"{lengths!r} is not understood; accepted: integers from 0 on with commas between")
+    numbers = [int(part) for part in parts]
+    if len(numbers) * kv_heads + blocks > MOST_PARTS:
+        raise refuse("--lengths", f"there are more than {MOST_PARTS} sequences x heads and blocks to draw")
+    _save(draw_plan(numbers, kv_heads, block_N, blocks), output)
 
 
 def lengths(result: Path, variant: str | None, output: Path, force: bool) -> None:

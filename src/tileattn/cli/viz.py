@@ -106,6 +106,23 @@ def softmax(
     command.softmax(seqlen, block_n, row, head_dim, terms, seed, output, force)
 
 
+@app.command(epilog="[dim]Example[/dim]\n\n  tileattn viz plan --lengths 32768,4096,4096,100 --kv-heads 8 --blocks 264")
+def plan(
+    lengths: Annotated[
+        str, typer.Option(metavar="N,...", help="Keys of each sequence, with commas.")
+    ] = "32768,8192,8192,1024,100,5000",
+    kv_heads: Annotated[int, typer.Option(metavar="N", help="Heads of the cache.")] = 8,
+    block_n: Annotated[int, typer.Option("--block-N", metavar="N", help="Keys in a tile.")] = 64,
+    blocks: Annotated[int, typer.Option(metavar="N", help="Blocks of the kernel; on an H200 two per SM.")] = 264,
+    output: Annotated[Path, _output("plan.png")] = Path("plan.png"),
+    force: Force = False,
+) -> None:
+    """Show how the plan of a decode call deals sequences to the GPU's blocks."""
+    from tileattn.cli import run_viz as command
+
+    command.plan(lengths, kv_heads, block_n, blocks, output, force)
+
+
 @app.command(epilog="[dim]Example[/dim]\n\n  tileattn viz lengths bench-results/quick.json --variant causal")
 def lengths(
     result: Result,

@@ -79,15 +79,23 @@ def apply_row_score(acc_s, score, registers, fragments, emit, scale, b, row_head
     block_M, block_N = acc_s.shape
     for i, j in T.Parallel(block_M, block_N):
         acc_s[i, j] = modified_score(
-            score, registers, fragments, emit, acc_s[i, j], scale, b, row_head, row_pos, k_lo, i, j
+            score,
+            score.values_of_row(registers, fragments, i),
+            emit,
+            raw=acc_s[i, j],
+            scale=scale,
+            b=b,
+            h=row_head[i],
+            q=row_pos[i],
+            k=key_in_tile(k_lo, j),
+            i=i,
+            j=j,
         )
 
 
-def modified_score(score, registers, fragments, emit, raw, scale, b, row_head, row_pos, k_lo, i, j):
-    """The modified score of row i and key k_lo + j."""
-    values = score.values_of_row(registers, fragments, i)
-    place = {"b": b, "h": row_head[i], "q": row_pos[i], "k": key_in_tile(k_lo, j), "i": i, "j": j}
-    result = T.cast(emit(score.program.score, **values, raw=raw, scale=scale, **place), "float32")
+def modified_score(score, values, emit, **place):
+    """The modified score at a place: of a row and a key, which are element (i, j) of a tile."""
+    result = T.cast(emit(score.program.score, **values, **place), "float32")
     if score.unit_inside:
         result = result * values[score.program.log2_unit.args[0]]
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .....call.decoding import DecodeCall
+from .....variant.program import program
 from ...architecture import ARCHITECTURES, padded
 
 BLOCK_M = 64  # packed query rows of a tile: one warpgroup's
@@ -88,9 +89,10 @@ def default(call: DecodeCall) -> HopperDecodeConfig | None:
     """The configuration of a call, or None if none fits.
 
     Tiles of 64 keys, whatever the pages are (see kernel.py about bits); two blocks where their registers and stages
-    suffice.
+    suffice. A bias, or another tensor read at each score, takes more registers than half of a multiprocessor has.
     """
-    for blocks in (2, 1) if padded(call.head_dim_v) <= 128 else (1,):
+    crowded = padded(call.head_dim_v) > 128 or program(call.variant).tile_loads
+    for blocks in (1,) if crowded else (2, 1):
         for num_stages in (12, 8, 6, 5, 4, 3, 2):
             config = HopperDecodeConfig(64, num_stages, blocks, gather=call.paged and call.page_rows < TMA_ROWS)
             if is_valid(call, config):

@@ -22,7 +22,6 @@ class HopperDecodePlan:
         box_rows, boxes: rows that one TMA box copies, and boxes of one tile (of one panel of columns).
         panel_k, panel_v: columns that one TMA box copies.
         score: the score modification, or None.
-        masks_inside: whether more than the last tile of keys can be masked (it may end beyond seqlen_k).
         always_masked: whether the keys that all rows see are not known, so that each tile takes the mask.
     """
 
@@ -38,7 +37,6 @@ class HopperDecodePlan:
         self.box_rows = box_rows(call, config)
         self.boxes = self.block_N // self.box_rows if not config.gather else 0
         self.score = RowScore(call, traced) if traced.score is not None else None
-        self.masks_inside = traced.allows is not None
         self.always_masked = any(map(differs_by_head, traced.full_range))
 
     def alloc_barriers(self) -> dict[str, Barriers]:

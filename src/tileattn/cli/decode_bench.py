@@ -1,0 +1,162 @@
+"""The code of `tileattn bench --suite decode`, called with parsed options."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tileattn.bench import environment
+from tileattn.bench.baselines.base import OWN
+from tileattn.bench.cases import DTYPES
+from tileattn.bench.decode import methods, report, results
+from tileattn.bench.decode.cases import Case, Schedule, schedule
+from tileattn.bench.decode.flashinfer import ELSEWHERE
+from tileattn.bench.decode.methods import Method
+from tileattn.bench.decode.rows import own_failed
+from tileattn.bench.decode.run import Run
+from tileattn.cli.choices import DEFAULT_DTYPE, at_least_one, own_implementation, refuse
+from tileattn.cli.run_bench import RESULTS_FOLDER, STOPPED, FileOptions, create
+
+SUITE = "decode"
+DEFAULT_BASELINES = {"cuda": "fa3,fa2,cudnn,flashinfer,xqa", "cpu": "sdpa"}
+# Options of `tileattn bench` that this suite has.
+TAKEN = (
+    "suite",
+    "dtype",
+    "device",
+    "backend",
+    "baselines",
+    "rounds",
+    "rows",
+    "resume",
+    "json",
+    "force",
+    "commit",
+    "quiet",
+)
+TABLE_WIDTH = 160  # where stdout is no terminal
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """The options of this suite; None for an option that was not given."""
+
+    dtype: str | None
+    backend: str | None
+    baselines: str | None
+    rounds: int
+    rows: str | None
+    resume: bool
+
+
+def refuse_others(context: typer.Context) -> None:
+    """Refuses the options of `tileattn bench` that mean nothing in this suite."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name not in TAKEN and source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise refuse(option, f"the suite {SUITE} does not have it: its rows are chosen by --rows")
+
+
+def bench(options: DecodeOptions, device: torch.device, files: FileOptions) -> int:
+    """Runs the rows, saves after each, prints. Returns the exit code: 1 if tileattn failed or never ran."""
+    at_least_one("--rounds", options.rounds)
+    dtype = options.dtype or DEFAULT_DTYPE[device.type]
+    if dtype not in DTYPES or dtype == "fp8":
+        accepted = ", ".join(name for name in DTYPES if name != "fp8")
+        raise refuse("--dtype", f"{dtype!r} is not measured in this suite; accepted: {accepted}")
+    chosen = _scheduled(options, device, DTYPES[dtype])
+    compared = _methods(options, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    measured, json = _begin(options, device, dtype, [method.name for method in compared], files)
+    measured.left_out += [case.name for case in chosen.left_out if case.name not in measured.left_out]
+    results.save(measured, json)
+    failures: list[str] = []
+    total = len(chosen.cases)
+
+    def on_row(case: Case) -> None:
+        results.save(measured, json)
+        if not files.quiet:
+            times = [f"{row.backend} {report.us(row.us)} us" for row in measured.rows if row.case == case.name]
+            typer.echo(f"[{len(measured.done)}/{total}] {case.name}: {', '.join(times)}", err=True)
+
+    run = Run(chosen.cases, compared, device, DTYPES[dtype], options.rounds, measured, on_row, failures.append)
+    stopped = False
+    try:
+        run()
+    except KeyboardInterrupt:
+        stopped = True
+        typer.echo("stopped: what was measured so far is shown and kept; --resume goes on", err=True)
+    results.save(measured, json)
+    _show(measured, failures, files.quiet)
+    typer.echo(f"results: {json}")
+    nothing = not any(row.backend == OWN for row in measured.rows)
+    return STOPPED if stopped else int(own_failed(measured.missing) or nothing)
+
+
+def _scheduled(options: DecodeOptions, device: torch.device, dtype: torch.dtype) -> Schedule:
+    try:
+        return schedule(device.type, dtype.itemsize, options.rows)
+    except ValueError as error:
+        raise refuse("--rows", str(error)) from error
+
+
+def _methods(options: DecodeOptions, device: torch.device) -> list[Method]:
+    """tileattn, with the plan made ahead and without, then the baselines."""
+    backend = own_implementation(options.backend).backend
+    known = {each.name: each for each in (*methods.LOCAL, *ELSEWHERE, methods.fixed(backend))}
+    text = DEFAULT_BASELINES[device.type] if options.baselines is None else options.baselines
+    names = [] if text == "none" else [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in known]:
+        listed = ", ".join(map(repr, unknown))
+        raise refuse("--baselines", f"{listed}: not known in this suite; accepted: none, {', '.join(known)}")
+    return [*methods.own_methods(backend), *(known[name] for name in dict.fromkeys(names))]
+
+
+def _begin(
+    options: DecodeOptions, device: torch.device, dtype: str, backends: list[str], files: FileOptions
+) -> tuple[results.Results, Path]:
+    """The results of a new run, or of the run that is continued, and their file."""
+    versions = environment.versions()
+    if (fa3 := methods.fa3_version()) is not None:
+        versions["fa3"] = fa3
+    now = datetime.now(timezone.utc)
+    fresh = results.Results(
+        device=device.type,
+        gpu=environment.device_name(device),
+        dtype=dtype,
+        versions=versions,
+        commit=files.commit or environment.commit(),
+        date=now.isoformat(timespec="seconds"),
+        backends=backends,
+        commands=[" ".join(["tileattn", *sys.argv[1:]])],
+    )
+    json = files.json or RESULTS_FOLDER / f"{SUITE}-{device.type}-{datetime.now():%Y%m%d-%H%M%S}.json"
+    if options.resume:
+        if files.json is None:
+            raise refuse("--resume", "it goes on from the file of --json: name that")
+        if json.exists():
+            try:
+                return results.resume(json, fresh), json
+            except ValueError as error:
+                raise refuse("--resume", str(error)) from error
+    create("--json", json, files.force)
+    return fresh, json
+
+
+def _show(measured: results.Results, failures: Sequence[str], quiet: bool) -> None:
+    """Prints the tables on stdout; tracebacks, and if quiet the failures, on stderr."""
+    errors = Console(stderr=True)
+    for failure in dict.fromkeys(failures):
+        errors.print(Text(failure), style="red")
+    if not quiet:
+        Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(report.render(measured))
