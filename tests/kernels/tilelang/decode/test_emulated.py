@@ -42,7 +42,7 @@ GROUPED = {
     "groups-splits": Case([200, 7], 1, 4, 2, page=0, splits=11),
 }
 CASES |= GROUPED
-SLOW = {"fixed", "splits", "groups-fixed", "groups-splits"}
+SLOW = set(CASES) - {"groups"}  # each takes 40 s
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +93,7 @@ def test_decode(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cache_status.status_of(o.device).any()
 
 
+@pytest.mark.slow
 def test_pages_out_of_range_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = Tensors(Case([5, 40], 1, 2, 1, page=4))
     assert tensors.table is not None

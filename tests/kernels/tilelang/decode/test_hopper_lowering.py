@@ -41,13 +41,13 @@ def make_decode_call(
 
 CALLS = {
     "contiguous": make_decode_call(Causal()),
-    "pages-16": make_decode_call(Causal(), page_rows=16, return_lse=False),
     "pages-1": make_decode_call(Causal(), page_rows=1),
-    "pages-64-256": make_decode_call(Causal(), dims=(256, 256), page_rows=64),
     "softcap-window-sink": make_decode_call(SlidingWindow(100, 0), SoftCap(20.0), sink=True, page_rows=16),
-    "alibi-packed-sink": make_decode_call(Causal(), ALiBi(SLOPES), packed=True, sink=True),
 }
 SLOW_CALLS = {
+    "pages-16": make_decode_call(Causal(), page_rows=16, return_lse=False),
+    "pages-64-256": make_decode_call(Causal(), dims=(256, 256), page_rows=64),
+    "alibi-packed-sink": make_decode_call(Causal(), ALiBi(SLOPES), packed=True, sink=True),
     "plain-16": make_decode_call(dims=(16, 16), dtype=torch.float16),
     "causal-80/72-pages-1": make_decode_call(Causal(), dims=(80, 72), page_rows=1),
     "causal-192/128": make_decode_call(Causal(), dims=(192, 128), page_rows=32),

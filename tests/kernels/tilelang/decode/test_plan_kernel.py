@@ -155,6 +155,7 @@ def _check(parts: list[Part], tiles: dict[tuple[int, int], tuple[int, int]], dea
         assert all(len([part for part in parts if part.worker == w and part.parts > 1]) <= 2 for w in range(active))
 
 
+@pytest.mark.slow
 def test_many_sequences() -> None:
     """More than a block's threads."""
     lengths = [(37 * i) % 901 for i in range(700)]
@@ -164,6 +165,7 @@ def test_many_sequences() -> None:
     _check(parts_of(plan, deal, 2, 4, 700, tiles), tiles, deal, 2)
 
 
+@pytest.mark.slow
 def test_wrong_lengths_are_clamped_and_reported() -> None:
     deal = Deal(16, 16, 4, FREE, records.dense_items(3, 4, 16), 2, 0, 4)
     for lengths, wrong in (([5, -1, 7], 2), ([101, 0, 7], 1), ([100, 0, 2**31 - 1], 3), ([100, 0, -(2**31)], 3)):
@@ -173,6 +175,7 @@ def test_wrong_lengths_are_clamped_and_reported() -> None:
         assert [record[records.SEQLEN] for record in sequences(plan, deal, 1, 3)][:3] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bounds", "longest", "field", "sequence"),
     [
@@ -192,6 +195,7 @@ def test_wrong_packing_makes_all_rows_unused(bounds: list[int], longest: int, fi
     _check(parts_of(plan, deal, 1, 4, 2, tiles), tiles, deal, 1)
 
 
+@pytest.mark.slow
 def test_next_kernel_starts_early() -> None:
     """From sm_90 on; older GPUs have no such instruction."""
     early = "cudaTriggerProgrammaticLaunchCompletion"
