@@ -39,6 +39,7 @@ def test_every_tile_is_dealt_once_and_evenly(lengths: list[int], kv_heads: int, 
     assert max(working) - min(working) <= 1 + 2 * plan.OVERHEAD
 
 
+@pytest.mark.slow
 def test_the_rule_is_that_of_the_planning_kernel(tmp_path: Path) -> None:
     pytest.importorskip("tilelang")
     from tests.kernels.tilelang.decode.plans import parts_of

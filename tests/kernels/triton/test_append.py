@@ -23,7 +23,11 @@ def fresh_status(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cache_status.check_caches()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case",
+    # An interpreter takes seconds for the larger ones.
+    [pytest.param(case, id=case.id, marks=[pytest.mark.slow] * case.id.startswith("packed")) for case in CASES],
+)
 def test_case(case: AppendCase) -> None:
     built = Built(case, DEVICE)
     places, options = built.arguments

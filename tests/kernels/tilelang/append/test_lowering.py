@@ -24,7 +24,7 @@ CALLS = {
     "float32": AppendCall(FP32, 80, 80, 80, False, BF16, with_q=True, q_positions=True),
     "unaligned": AppendCall(BF16, 17, 5, 10, False, FP32, True, aligned=False, aligned_tables=False, packed=True),
 }
-QUICK = ("sm_90a-halves", "sm_80-interleaved", "gfx942-halves")
+QUICK = ("sm_90a-halves",)
 
 
 def _kernels() -> list[object]:

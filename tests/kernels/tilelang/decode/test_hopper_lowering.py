@@ -60,7 +60,11 @@ SLOW_CALLS = {
 # Where a row of Q is no power of two of 16 bytes: places of Q's rows, which are read once per job, not once per tile.
 MAX_SPILLED_BY_ROWS = 160
 SLOW = "more of the same: registers of other head dims and variants"
-CASES = [*CALLS, *(pytest.param(name, marks=pytest.mark.slow(reason=SLOW)) for name in SLOW_CALLS)]
+CASES = [
+    "pages-1",
+    "softcap-window-sink",
+    *(pytest.param(name, marks=pytest.mark.slow(reason=SLOW)) for name in ("contiguous", *SLOW_CALLS)),
+]
 nvcc = find_nvcc()
 
 
