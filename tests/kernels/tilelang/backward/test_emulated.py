@@ -95,7 +95,7 @@ def test_deterministic_gradients(problem: Problem, request: pytest.FixtureReques
     gpu.check(request.node.name, problem, gradients(problem, deterministic=True))
 
 
-@pytest.mark.parametrize("seqlen_k", [17, 0])
+@pytest.mark.parametrize("seqlen_k", [pytest.param(17, marks=pytest.mark.slow), 0])
 def test_nan_in_rows_without_keys_reaches_the_sinks_gradient(seqlen_k: int, emulated: None) -> None:
     """Also that of a sink of -inf, which has no probability, as in the torch backend."""
     problem = Problem(Case((21, seqlen_k), (4, 2), mask=Causal(), sink=True))

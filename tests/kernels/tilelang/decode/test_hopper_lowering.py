@@ -61,9 +61,8 @@ SLOW_CALLS = {
 MAX_SPILLED_BY_ROWS = 160
 SLOW = "more of the same: registers of other head dims and variants"
 CASES = [
-    "pages-1",
     "softcap-window-sink",
-    *(pytest.param(name, marks=pytest.mark.slow(reason=SLOW)) for name in ("contiguous", *SLOW_CALLS)),
+    *(pytest.param(name, marks=pytest.mark.slow(reason=SLOW)) for name in ("contiguous", "pages-1", *SLOW_CALLS)),
 ]
 nvcc = find_nvcc()
 

@@ -42,7 +42,7 @@ CALLS = {
     "unaligned": make_call(Causal(), dim=72, aligned=False),
     "256": make_call(Causal(), dim=256),
 }
-QUICK = {("sm_90a", "contiguous")}
+QUICK: set[tuple[str, str]] = set()  # each takes 15 s; the emulated tests lower one
 
 
 def on(arch: str, call: DecodeCall) -> DecodeCall:
