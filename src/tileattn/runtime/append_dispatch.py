@@ -15,7 +15,7 @@ from ..call.appending import AppendCall, AppendInputs
 from ..kernels.tilelang.append import backend as tilelang_append
 from ..kernels.torch import append as torch_append
 from ..kernels.triton.append import backend as triton_append
-from .dispatch import named
+from .dispatch import Answers, Backend, first_that_accepts
 
 Append = Callable[[AppendInputs], Tensor | None]
 
@@ -58,18 +58,12 @@ def prepare_append(call: AppendCall, backend: str | None) -> Append:
         ValueError: no backend has that name.
         NotImplementedError: the named backend (or every backend) refuses the call; the message says why.
     """
-    if backend is not None:
-        named(backend)
-    reasons = []
-    for phase in PHASES:
-        if backend not in (None, phase.name):
-            continue
-        reason = phase.reservation(call) if backend is None else None
-        reason = reason or phase.refusal(call)
-        if reason is None:
-            return phase.prepare(call)
-        reasons.append(f"{phase.name}: {reason}")
-    if not reasons:
-        reasons.append(f"{backend}: it has no append_kv")
-    who = "no backend runs" if backend is None else f"backend={backend!r} does not run"
-    raise NotImplementedError(f"{who} this call ({call}): " + "; ".join(reasons))
+    phases = {phase.name: phase for phase in PHASES}
+
+    def answers_of(candidate: Backend) -> Answers[AppendCall]:
+        phase = phases.get(candidate.name)
+        if phase is None:
+            return (lambda call: None), (lambda call: "it has no append_kv")
+        return phase.reservation, phase.refusal
+
+    return phases[first_that_accepts(call, backend, answers_of).name].prepare(call)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
+from ..call.appending import AppendCall
 from ..call.decoding import DecodeCall, DecodeInputs, DecodeSizes, Splits
 from ..call.facts import AttentionCall, BackwardCall, Gradients
 from ..call.inputs import Inputs
@@ -216,15 +217,18 @@ def named(name: str) -> Backend:
 
 @functools.lru_cache(maxsize=4096)
 def _select(call: AttentionCall, backend: str | None) -> Backend:
-    return _first_that_accepts(call, backend, lambda candidate: (candidate.reservation, candidate.refusal))
+    return first_that_accepts(call, backend, lambda candidate: (candidate.reservation, candidate.refusal))
 
 
-Call = TypeVar("Call", AttentionCall, DecodeCall)
+Call = TypeVar("Call", AttentionCall, DecodeCall, AppendCall)
 Answers = tuple[Callable[[Call], "str | None"], Callable[[Call], "str | None"]]  # a reservation and a refusal
 
 
-def _first_that_accepts(call: Call, backend: str | None, answers_of: Callable[[Backend], Answers[Call]]) -> Backend:
-    """The first backend, or the named one, if it accepts the call. `answers_of` gives its reservation and refusal."""
+def first_that_accepts(call: Call, backend: str | None, answers_of: Callable[[Backend], Answers[Call]]) -> Backend:
+    """The first backend, or the named one, if it accepts the call. `answers_of` gives its reservation and refusal.
+
+    Raises as :func:`select`.
+    """
     reasons = []
     for candidate in BACKENDS if backend is None else (named(backend),):
         reservation, refusal = answers_of(candidate)
@@ -257,7 +261,7 @@ def select_decode(call: DecodeCall, backend: str | None = None) -> Backend:
 
 @functools.lru_cache(maxsize=4096)
 def _select_decode(call: DecodeCall, backend: str | None) -> Backend:
-    return _first_that_accepts(call, backend, _answers_for_decode)
+    return first_that_accepts(call, backend, _answers_for_decode)
 
 
 def _answers_for_decode(candidate: Backend) -> Answers[DecodeCall]:
