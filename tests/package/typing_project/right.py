@@ -16,7 +16,7 @@ from typing_extensions import assert_type
 import tileattn
 from tileattn.measure.profiling import Profile, Profiles
 from tileattn.measure.timing import Effort
-from tileattn.nn import NaiveAttention, SelfAttention, SlidingWindowAttention, get_attention
+from tileattn.nn import MaskedAttention, NaiveAttention, SelfAttention, SlidingWindowAttention, get_attention
 
 Pair = tuple[Tensor, Tensor]
 
@@ -56,6 +56,8 @@ def cached(x: Tensor) -> Tensor:
     cache.extend(x.shape[1])
     assert_type(cache.append(x, x, layer=0), Tensor | None)
     o = tileattn.decode(x, *cache.layer(0), cache.seqlens, page_table=cache.page_table)
+    assert_type(cache.step(1).layer(0).attend(x, x, x), Tensor)
+    assert_type(MaskedAttention(32, 4)(x, cache=cache.step(1).layer(0)), tuple[Tensor, Tensor | None])
     cache.fork(0, [1], length=3)
     cache.free(0)
     return o
