@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from torch import Tensor
+from torch import Tensor, no_grad
 from typing_extensions import assert_type
 
 import tileattn
 from tileattn.measure.profiling import Profile, Profiles
 from tileattn.measure.timing import Effort
-from tileattn.nn import MaskedAttention, NaiveAttention, SelfAttention, SlidingWindowAttention, get_attention
+from tileattn.nn import NaiveAttention, SelfAttention, SlidingWindowAttention, get_attention
 
 Pair = tuple[Tensor, Tensor]
 
@@ -57,7 +57,6 @@ def cached(x: Tensor) -> Tensor:
     assert_type(cache.append(x, x, layer=0), Tensor | None)
     o = tileattn.decode(x, *cache.layer(0), cache.seqlens, page_table=cache.page_table)
     assert_type(cache.step(1).layer(0).attend(x, x, x), Tensor)
-    assert_type(MaskedAttention(32, 4)(x, cache=cache.step(1).layer(0)), tuple[Tensor, Tensor | None])
     cache.fork(0, [1], length=3)
     cache.free(0)
     return o
@@ -76,6 +75,9 @@ def modules(x: Tensor) -> Tensor:
     masked = tileattn.nn.MaskedAttention(32, 4, mask=tileattn.Causal())
     assert_type(masked(x, mask=tileattn.PrefixLM(2)), tuple[Tensor, Tensor | None])
     assert_type(masked.forward(x), tuple[Tensor, Tensor | None])
+    step = tileattn.PagedKVCache(x.shape[0], 16, 4, 8).step(x.shape[1])
+    with no_grad():
+        assert_type(masked(x, cache=step.layer(0)), tuple[Tensor, Tensor | None])
     o, weights = NaiveAttention(32, 4)(x)
     return o + weights.sum()
 
