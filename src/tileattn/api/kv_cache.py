@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..call.scalars import as_int
 from .append import append_kv
+from .cache_step import CacheStep
 
 Sequences = int | Sequence[int] | Tensor
 
@@ -24,10 +25,11 @@ class PagedKVCache:
     """Pages of keys and values of all layers of a model, and the page table and lengths of its sequences.
 
         cache = tileattn.PagedKVCache(batch, max_seqlen, kv_heads, head_dim, layers=layers, device="cuda")
-        cache.extend(q.shape[1])  # once per step: the lengths count the new tokens, and have their pages
+        step = cache.step(q.shape[1])  # once per step: the lengths count the new tokens, and have their pages
         for layer in range(layers):
-            cache.append(k, v, layer=layer)
-            o = tileattn.decode(q, *cache.layer(layer), cache.seqlens, page_table=cache.page_table)
+            o = step.layer(layer).attend(q, k, v)
+
+    A layer's `attend` is :meth:`append`, then :func:`tileattn.decode` with a plan that all layers share.
 
     Every method works on the device and waits for nothing. What would need the values of device tensors is checked at
     once on a CPU; on a GPU :meth:`check` waits and raises. Tensors are changed in place, so graphs keep them.
@@ -37,6 +39,7 @@ class PagedKVCache:
         seqlens: int32 (batch,): the tokens of each sequence, 0 for one that is empty.
         page_size: tokens of a page.
         pages: the number of pages, in each layer.
+        max_seqlen: the most tokens of a sequence.
     """
 
     def __init__(
@@ -120,6 +123,29 @@ class PagedKVCache:
         self._references.zero_()
         self._references[self.pages :].fill_(1)
         self._lacking.zero_()
+
+    def step(
+        self, tokens: int | None = None, *, cu_seqlens_q: Tensor | None = None, max_seqlen_q: int | None = None
+    ) -> CacheStep:
+        """Begins a step of a model: all sequences get new tokens, as by :meth:`extend`.
+
+        Args:
+            tokens: the new tokens of each sequence, where all have as many: of a prompt, or 1.
+            cu_seqlens_q: instead, where they differ and are packed: int32 (batch + 1,) on the device, 0 and then the
+                cumulative numbers of new tokens.
+            max_seqlen_q: with cu_seqlens_q, the most new tokens of a sequence or any upper bound.
+
+        Returns:
+            The step. Modules of :mod:`tileattn.nn` take its ``layer(i)`` as ``cache=``. Its layers share one plan.
+
+        Raises:
+            TypeError, ValueError: the arguments are neither of the two kinds; or as :meth:`extend`.
+        """
+        if (tokens is None) == (cu_seqlens_q is None) or (cu_seqlens_q is None) != (max_seqlen_q is None):
+            raise TypeError("step needs either tokens, or cu_seqlens_q and max_seqlen_q")
+        new: Any = _as_size("tokens", tokens, at_least=0) if cu_seqlens_q is None else cu_seqlens_q.diff()
+        self.extend(new)
+        return CacheStep(self, cu_seqlens_q, max_seqlen_q)
 
     def extend(self, tokens: int | Tensor) -> None:
         """Makes all sequences longer by so many tokens, and takes pages for them.
