@@ -33,8 +33,8 @@ MUTANTS: list[Mutant] = [
                 "            for x, old in zip(counted, before):\n                x.copy_(old)\n",
                 "",
             ),
-            "cache: lacking pages are forgotten": ("self._lacking += (wanted & (taken < 0)).sum()\n", "pass\n"),
-            "cache: a length above the most": ("(lengths > self.max_seqlen)", "(lengths > self.max_seqlen + 1)"),
+            "cache: lacking pages are forgotten": ("self._errors[:1] += (wanted & (taken < 0)).sum()\n", "pass\n"),
+            "cache: a length above the most": ("= lengths > self.max_seqlen\n", "= lengths > self.max_seqlen + 1\n"),
         },
     ),
     *mutants(
