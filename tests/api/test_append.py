@@ -389,29 +389,3 @@ def test_caches_that_share_elements() -> None:
             append(cache, other)
         with pytest.raises(ValueError, match="k_cache and v_cache must not share elements"):
             append(other, cache)
-
-
-def test_elements_in_common_are_found_by_a_search() -> None:
-    """Compared with sets of addresses, for many pairs of views."""
-    from tileattn.call.append_validation import check_overlap
-    from tileattn.call.appending import AppendInputs
-
-    random = torch.Generator().manual_seed(0)
-    buffer, new = torch.zeros(600), torch.zeros(1)
-    of_buffer = torch.arange(600)
-    found = [0, 0]
-    for _ in range(300):
-        views = []
-        for _ in range(2):
-            strides = [int(torch.randint(1, most, (), generator=random)) for most in (150, 60, 20)]
-            views.append(((2, 3, 2, 4), (*strides, 1), int(torch.randint(0, 90, (), generator=random))))
-        a, b = (set(torch.as_strided(of_buffer, *view).flatten().tolist()) for view in views)
-        inputs = AppendInputs(new, new, *(torch.as_strided(buffer, *view) for view in views), new)
-        shares = bool(a & b)
-        found[shares] += 1
-        if shares:
-            with pytest.raises(ValueError, match="share elements"):
-                check_overlap(inputs)
-        else:
-            check_overlap(inputs)
-    assert min(found) > 20

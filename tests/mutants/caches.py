@@ -41,9 +41,16 @@ MUTANTS: list[Mutant] = [
         "call/memory.py",
         ("call/test_memory.py",),
         {
-            "overlap: the last byte does not count": ("or x_begin < end <= x_end)", "or False)"),
-            "overlap: gaps do not matter": ("return without_gaps and (", "return ("),
-            "overlap: one index too far": ("min(highest, most_x) + 1)", "min(highest, most_x + 1) + 1)"),
+            "overlap: the last byte does not count": (
+                "zip((size, *tensor.shape), strides)",
+                "zip((1, *tensor.shape), strides)",
+            ),
+            "overlap: gaps do not matter": ("return rest == 0", "return True"),
+            "overlap: one index too far": ("min(greatest, (rest - low)", "min(greatest + 1, (rest - low)"),
+            "overlap: factors of strides": (
+                "max(least, -((high - rest) // stride))",
+                "max(least, (rest - high) // stride + 1)",
+            ),
         },
     ),
     *mutants(

@@ -6,7 +6,6 @@ addresses of a call, which may differ between calls that agree in everything els
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from .appending import AppendInputs
 from .fp8 import FP8
+from .memory import is_expanded, overlap
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TOKENS, _PACKED_TOKENS = "(batch, new, kv_heads, head_dim)", "(total, kv_heads, head_dim) with cu_seqlens_q"
@@ -56,8 +56,7 @@ def _check_rows(name: str, x: Any, ndim: int, shape: str) -> None:
         raise ValueError(
             f"{name} must have a contiguous last dimension, got strides {x.stride()} for shape {tuple(x.shape)}"
         )
-    expanded = any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride()))
-    if name in ("k_cache", "v_cache") and expanded:
+    if name in ("k_cache", "v_cache") and is_expanded(x):
         raise ValueError(f"{name} must not be expanded, got strides {x.stride()} for shape {tuple(x.shape)}")
 
 
@@ -205,67 +204,12 @@ def _check_positions(inputs: AppendInputs) -> None:
 # --- Addresses ---
 
 
-def extent(x: Tensor) -> int:
-    """The bytes from a tensor's first element to behind its last one."""
-    if x.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
-    return (int(last) + 1) * x.element_size()
-
-
 def check_overlap(inputs: AppendInputs) -> None:
-    """Raises ValueError if k, v or q lie in the memory of a cache, or if the caches share elements.
-
-    The test of k, v and q compares the ranges of addresses from first to last element; that of the caches, which may be
-    views of one buffer, looks at the elements.
-    """
-    caches = [(name, getattr(inputs, name)) for name in ("k_cache", "v_cache")]
-    spans = [(name, x.data_ptr(), x.data_ptr() + extent(x), x) for name, x in caches]
-    for name in ("k", "v", "q"):
-        x = getattr(inputs, name)
-        if x is None:
-            continue
-        begin = x.data_ptr()
-        for cache, first, end, _ in spans:
-            if begin < end and first < begin + extent(x):
+    """Raises ValueError if k, v or q lie in the memory of a cache, or if the caches share elements."""
+    for cache in ("k_cache", "v_cache"):
+        for name in ("k", "v", "q"):
+            x = getattr(inputs, name)
+            if x is not None and overlap(x, getattr(inputs, cache)):
                 raise ValueError(f"{name} must not lie in the memory of {cache}, which is written; use {name}.clone()")
-    (_, k_begin, k_end, k_cache), (_, v_begin, v_end, v_cache) = spans
-    if k_begin < v_end and v_begin < k_end and _share_elements(k_cache, v_cache):
+    if overlap(inputs.k_cache, inputs.v_cache):
         raise ValueError("k_cache and v_cache must not share elements: values would be written over keys")
-
-
-def _share_elements(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one dtype have an element in common.
-
-    Elements are in common where ``sum(i * a's strides) - sum(j * b's strides)`` is the distance of the tensors. Each
-    stride is a term with a bounded integer factor. The search takes the largest strides first and leaves out factors
-    that the smaller strides cannot make up for; of tensors with nested strides few are left.
-    """
-    distance, itemsize = b.data_ptr() - a.data_ptr(), a.element_size()
-    if distance % itemsize:
-        return True  # parts of elements, which no two proper views have
-    terms: dict[int, list[int]] = {}  # stride: least and greatest factor
-    for x, sign in ((a, 1), (b, -1)):
-        for size, stride in zip(x.shape, x.stride()):
-            bounds = terms.setdefault(stride, [0, 0])
-            bounds[sign > 0] += sign * (size - 1)
-    ordered = sorted(((stride, least, most) for stride, (least, most) in terms.items()), reverse=True)
-    return any(_solutions(distance // itemsize, ordered))
-
-
-def _solutions(rest: int, terms: list[tuple[int, int, int]]) -> Iterator[bool]:
-    """One True for each way to write `rest` as the sum of the terms."""
-    if not terms:
-        if rest == 0:
-            yield True
-        return
-    (stride, least, greatest), *others = terms
-    low = sum(other * at_least for other, at_least, _ in others)
-    high = sum(other * at_most for other, _, at_most in others)
-    if stride == 0:
-        yield from _solutions(rest, others)
-        return
-    # low <= rest - factor * stride <= high
-    first, last = max(least, -((high - rest) // stride)), min(greatest, (rest - low) // stride)
-    for factor in range(first, last + 1):
-        yield from _solutions(rest - factor * stride, others)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .decoding import DecodeInputs, DecodePlan, FixedSplit, Splits
 from .fp8 import FP8
-from .memory import overlap
+from .memory import is_expanded, overlap
 from .scalars import as_int
 from .sequences import check_cu_seqlens, check_max_seqlen
 from .validation import check_dense, check_heads, check_scale, check_sink
@@ -159,6 +159,8 @@ def check_out(out: Any, inputs: DecodeInputs) -> None:
         raise TypeError(f"out must have q's dtype {q.dtype}, got {out.dtype}")
     if out.device != q.device:
         raise ValueError(f"out must be on q's device {q.device}, got {out.device}")
+    if is_expanded(out):
+        raise ValueError(f"out must not be expanded, got strides {out.stride()} for shape {tuple(out.shape)}")
     if torch.compiler.is_compiling() or type(out) is not Tensor or out.is_meta:
         return
     for name in ("q", "k_cache", "v_cache", "seqlens_k", "page_table", "cu_seqlens_q", "sink"):

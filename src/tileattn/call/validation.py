@@ -26,11 +26,12 @@ _ELSEWHERE = {
     "softcap": "score_mod=tileattn.SoftCap(cap)",
     "window_size": "mask=tileattn.SlidingWindow(left, right)",
     "alibi_slopes": "score_mod=tileattn.ALiBi(slopes)",
-    "block_table": "page_table= of tileattn.decode",
-    "cache_seqlens": "seqlens_k of tileattn.decode",
-    "num_splits": "splits= of tileattn.decode",
+    "block_table": "page_table=",
+    "cache_seqlens": "seqlens_k",
+    "num_splits": "splits=",
     "enable_gqa": "nothing: k and v may always have fewer heads than q",
 }
+_OF_CACHES = ("block_table", "cache_seqlens", "num_splits")
 
 
 def without_unknown(function: Function) -> Function:
@@ -48,6 +49,8 @@ def refuse_unknown(function: Callable[..., Any], unknown: Iterable[str]) -> NoRe
     own = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
     near = difflib.get_close_matches(name, own, n=1)
     instead = _ELSEWHERE.get(name) or (f"{near[0]}=" if near else None)
+    if name in _OF_CACHES and "page_table" not in own:
+        instead = f"{instead} of tileattn.decode"
     advice = f"use {instead}" if instead else f"keyword arguments are {', '.join(own)}"
     raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {advice}")
 
