@@ -61,8 +61,8 @@ MUTANTS: list[Mutant] = [
             "decode: gradients are dropped silently": ("if torch.is_grad_enabled() and any(", "if False and any("),
             "decode: a plan of any call": ("if planned != call:", "if False:"),
             "decode: a table of any batch": (
-                "if table.ndim != 2 or table.shape[0] != batch:",
-                "if table.ndim != 2:",
+                '"page_table", table, {"batch": batch,',
+                '"page_table", table, {"batch": None,',
             ),
         },
     ),
