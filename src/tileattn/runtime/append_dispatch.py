@@ -15,7 +15,7 @@ from ..call.appending import AppendCall, AppendInputs
 from ..kernels.tilelang.append import backend as tilelang_append
 from ..kernels.torch import append as torch_append
 from ..kernels.triton.append import backend as triton_append
-from .dispatch import Answers, Backend, first_that_accepts
+from .dispatch import Answers, Backend, check_name, first_that_accepts
 
 Append = Callable[[AppendInputs], Tensor | None]
 
@@ -69,7 +69,12 @@ def select_append(call: AppendCall, backend: str | None = None) -> AppendPhase:
     return next(phase for phase in PHASES if phase.name == name)
 
 
-@functools.lru_cache(maxsize=4096)
 def prepare_append(call: AppendCall, backend: str | None) -> Append:
     """The function of the backend that runs a call. Arguments and errors are those of :func:`select_append`."""
+    check_name(backend)
+    return _prepare_append(call, backend)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare_append(call: AppendCall, backend: str | None) -> Append:
     return select_append(call, backend).prepare(call)

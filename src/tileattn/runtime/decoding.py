@@ -135,7 +135,8 @@ def prepared(inputs: DecodeInputs, options: DecodeOptions) -> PreparedDecode:
 
 def run(inputs: DecodeInputs, options: DecodeOptions, plan: DecodePlan | None) -> tuple[Tensor, Tensor | None]:
     """o and lse of a call; lse may be None if it is not needed."""
-    check_no_gradient((inputs.q, inputs.k_cache, inputs.v_cache, inputs.sink, *inputs.operands.tensors))
+    ops.refuse_transforms("tileattn.decode")
+    check_no_gradient((inputs.q, inputs.k_cache, inputs.v_cache, inputs.sink, inputs.out, *inputs.operands.tensors))
     if inputs.out is not None:
         check_out(inputs.out, inputs)
     return (
@@ -145,10 +146,13 @@ def run(inputs: DecodeInputs, options: DecodeOptions, plan: DecodePlan | None) -
 
 def run_phase(phase: PreparedDecode, inputs: DecodeInputs, plan: DecodePlan | None) -> tuple[Tensor, Tensor | None]:
     """o and lse by a prepared phase, with the plan if there is one."""
-    if plan is None:
-        return phase.run(inputs, None)
-    check_made_for(plan.made_for, phase.made_for)
-    return phase.run(inputs, plan.tensor)
+    tensor = None
+    if plan is not None:
+        check_made_for(plan.made_for, phase.made_for)
+        tensor = plan.tensor
+    if inputs.out is not None and not inputs.out.is_inference():  # tensors made in inference mode have no version
+        torch.autograd.graph.increment_version(inputs.out)
+    return phase.run(inputs, tensor)
 
 
 def make_plan(inputs: DecodeInputs, options: DecodeOptions) -> DecodePlan:
