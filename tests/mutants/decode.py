@@ -18,16 +18,16 @@ MUTANTS: list[Mutant] = [
         DAY,
         {
             "decode: the last page that is cut is left out": (
-                "first : -(-keys.stop // self.page_size)",
-                "first : keys.stop // self.page_size",
+                "keys.start // self.page_size : -(-keys.stop // self.page_size)]",
+                "keys.start // self.page_size : keys.stop // self.page_size]",
             ),
             "decode: keys from the beginning of a page": (
-                "within = slice(keys.start - first * self.page_size,",
-                "within = slice(0,",
+                "yield piece, rows[piece.start - begin :",
+                "yield piece, rows[0 :",
             ),
             "decode: packed sequences have the first one's keys": (
-                "self.table[self.number, first :",
-                "self.table[0, first :",
+                "self.table[self.number, keys.start",
+                "self.table[0, keys.start",
             ),
         },
     ),

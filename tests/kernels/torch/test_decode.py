@@ -15,8 +15,8 @@ from tests.api.test_decode import BATCH, CALLS, CAPACITY, HEADS, MAX_Q, ROWS, co
 from tileattn import ALiBi, Bias, FixedSplit, SlidingWindow, SoftCap, decode
 from tileattn.call.decoding import DecodeInputs
 from tileattn.call.fp8 import accumulator
-from tileattn.kernels.torch.decode import backend, capacity, sequences
-from tileattn.kernels.torch.decode.cache import Keys
+from tileattn.kernels.torch.decode import backend, capacity, fused, sequences
+from tileattn.kernels.torch.decode.cache import COPIED_TILE, Keys
 from tileattn.runtime.decoding import DecodeOptions, make_decode_call, sizes_of, with_variant
 from tileattn.runtime.dispatch import select_decode
 from tileattn.testing import poisoned_memory
@@ -142,7 +142,7 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("page", [0, 16, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_no_cache_is_copied(dtype: torch.dtype, page: int) -> None:
     """Not as a whole: a tile is, where it is converted or gathered."""
@@ -157,9 +157,36 @@ def test_no_cache_is_copied(dtype: torch.dtype, page: int) -> None:
     phase = backend.prepare(make_decode_call(inputs, options), sizes_of(inputs, 1), 0.125, None)
     with Allocations(k, v) as seen:
         phase(inputs, None)
-    copied = bool(page) or dtype == torch.bfloat16
-    assert seen.largest <= (sequences.COPIED_TILE * 4 if copied else 32 * tokens * 4)
-    assert seen.largest < k[0].nbytes / 2
+    assert seen.largest <= max(COPIED_TILE, sequences.SCORES) * 4
+    assert seen.largest <= k[0].nbytes / 8
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("which", ["q", "k", "k of all", "v"])
+def test_fused_attention_says_where_it_may_be_wrong(which: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operator returns lse = 0 for a row whose scores are NaN: then the other way computes the call."""
+    monkeypatch.setattr(fused, "PART", 16 * 2 * 8)  # six parts of 16 keys and a rest
+    q, k, v = random(1, 2, 4, 8), random(1, 103, 2, 8, seed=1), random(1, 103, 2, 8, seed=2)
+    {"q": q, "k": k, "v": v, "k of all": k}[which].view(-1)[:: 1 if which == "k of all" else 901] = value
+    inputs = DecodeInputs(q, k, v, ints(103))
+    options = DecodeOptions("", 0.3, 2, None, True, "torch")
+    call = make_decode_call(inputs, options)
+    got = backend.prepare(call, sizes_of(inputs, 2), 0.3, None)(inputs, None)
+    monkeypatch.setattr(sequences, "_fused", lambda *arguments: None)
+    expected = backend.prepare(call, sizes_of(inputs, 2), 0.3, None)(inputs, None)
+    torch.testing.assert_close(got, expected, equal_nan=True)
+
+
+def test_fused_attention_computes_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    attend = fused.attend
+    monkeypatch.setattr(fused, "attend", lambda *arguments: used.append(attend(*arguments)) or used[-1])
+    for mask, count, expected in (("Causal()", 1, 1), ("", 3, 1), ("Causal()", 3, 0)):
+        used.clear()
+        inputs = DecodeInputs(random(1, count, 4, 8), *(random(1, 30, 2, 8, seed=s) for s in (1, 2)), ints(29))
+        options = DecodeOptions(mask, 0.3, count, None, True, "torch")
+        backend.prepare(make_decode_call(inputs, options), sizes_of(inputs, count), 0.3, None)(inputs, None)
+        assert [x is not None for x in used] == [True] * expected
 
 
 def test_contiguous_keys_are_views() -> None:

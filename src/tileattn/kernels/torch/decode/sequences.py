@@ -1,7 +1,9 @@
 """Decoding on a CPU, sequence by sequence, each over its own keys.
 
-Few queries take FlashAttention-2's loop (`loop.py`), in which the queries of a group of heads are rows of one matrix,
-so that K and V are read once; a tile of K or V is converted to float32 while it is in the processor's cache. Many
+Few queries take FlashAttention-2's loop over blocks of keys, in which the queries of a group of heads are rows of one
+matrix, so that K and V are read once, a tile at a time: first the scores of a block, from all tiles of K, then O, from
+all tiles of V. A tile that is gathered from pages or converted to float32 is used while it is in the processor's cache.
+Where nothing is to be copied, and all rows see all keys, PyTorch's fused attention computes them (`fused.py`). Many
 queries, a prefill chunk, take the forward pass of the torch backend.
 """
 
@@ -15,19 +17,18 @@ from torch import Tensor
 
 from ....call.decoding import DecodeInputs, DecodeSizes
 from ....call.fp8 import accumulator
-from ....variant.masks import Mask
+from ....variant.masks import Causal, Mask
 from ....variant.scores import Bias, PackedBias
 from .. import loop
 from ..forward import forward
 from ..mask import KeyRange, ScoreMatrix, ScoreMods, key_ranges
-from ..softmax import RowState, finish, join, join_sink
+from ..softmax import RowState, exp_scores, finish, join, join_sink
+from . import fused
 from .cache import Keys, sequences
 from .cache import Sequence as CachedSequence
 
-# Elements of the keys of a tile. A tile that is gathered from pages or converted to float32 is read again: it must stay
-# in the processor's cache.
-TILE = 2**21
-COPIED_TILE = 2**19
+# Scores that are computed at once: of all rows and a block of keys.
+SCORES = 2**19
 # From this many queries on, PyTorch's fused attention is faster than the loop.
 MANY_QUERIES = 32
 
@@ -42,10 +43,12 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """o and lse of a call, as :class:`tileattn.runtime.dispatch.Decode` returns them."""
     o, lse = outputs(inputs)
+    buffers: dict[str, Tensor] = {}
     for each in sequences(inputs, sizes):
         q = inputs.q[each.batch : each.batch + 1, each.rows]
         mods = [of_sequence(mod, each) for mod in score_mods]
-        o_rows, lse_rows = _attend(q, Keys(inputs, each.number), each, mask, mods, inputs.sink, scale, splits or 1)
+        keys = Keys(inputs, each.number, buffers)
+        o_rows, lse_rows = _attend(q, keys, each, mask, mods, inputs.sink, scale, splits or 1)
         o[each.batch : each.batch + 1, each.rows] = o_rows
         lse[each.batch : each.batch + 1, :, each.rows] = lse_rows
     return o, lse
@@ -83,7 +86,7 @@ def _attend(
     matrix = ScoreMatrix(
         mask, score_mods, slice(0, 1), q.shape[2], q.shape[1], seqlen_k, dtype, q.device, first=sequence.number
     )
-    seen = None if 0 in (q.shape[1], seqlen_k) else key_ranges(matrix, q.shape[1])[0][0]
+    seen = None if 0 in (q.shape[1], seqlen_k) else _seen(matrix)
     # Pages of keys that no row sees may be none: the forward pass takes a sequence's keys whole.
     whole = seen is not None and (keys.table is None or (seen.lo, seen.hi) == (0, seqlen_k))
     if seen is None or seen.lo == seen.hi:
@@ -92,24 +95,62 @@ def _attend(
         k, v = keys(slice(0, seqlen_k))
         return forward(q, k, v, mask, score_mods, sink, scale, None, sequence.number)
     else:
-        o, lse = _over_keys(q, keys, matrix, seen, scale, splits)
+        o, lse = _fused(q, keys, matrix, seen, scale, splits) or _over_keys(q, keys, matrix, seen, scale, splits)
     return (o, lse) if sink is None else join_sink(o, lse, sink)
+
+
+def _seen(matrix: ScoreMatrix) -> KeyRange:
+    """The keys that the rows see; without the work of :func:`key_ranges` where they are all."""
+    if matrix.mask is None or (type(matrix.mask) is Causal and matrix.seqlen_q == 1):
+        return KeyRange(0, matrix.seqlen_k, 0, matrix.seqlen_k)
+    return key_ranges(matrix, matrix.seqlen_q)[0][0]
+
+
+def _fused(
+    q: Tensor, keys: Keys, matrix: ScoreMatrix, seen: KeyRange, scale: float, splits: int
+) -> tuple[Tensor, Tensor] | None:
+    """As :func:`_over_keys`, by PyTorch's fused attention; None where it cannot, or its result may be wrong."""
+    everything = slice(seen.lo, seen.hi)
+    if matrix.score_mods or splits > 1 or seen.partial(everything) or not keys.are_views(matrix.dtype):
+        return None
+    k, v = keys(everything)
+    return fused.attend(q, k, v, scale) if k.shape == v.shape else None
 
 
 def _over_keys(
     q: Tensor, keys: Keys, matrix: ScoreMatrix, seen: KeyRange, scale: float, splits: int
 ) -> tuple[Tensor, Tensor]:
     """Attention over the keys that are seen, some, in parts that are merged in their order."""
-    tile = COPIED_TILE if keys.table is not None or q.dtype != matrix.dtype else TILE
-    block_N = max(tile // (keys.k.shape[2] * keys.k.shape[3]), 16)
+    keys.check(slice(seen.lo, seen.hi))
+    # The queries of a group of heads become rows of their kv head: (kv_heads, group * rows, head_dim).
+    scaled = (q[0].to(matrix.dtype) * scale).unflatten(1, (keys.k.shape[2], -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    block_N = max(SCORES // (matrix.heads * matrix.seqlen_q), 16)
     length = -(-matrix.seqlen_k // splits)
     state: RowState | None = None
     for begin in range(0, matrix.seqlen_k, length):
         lo, hi = max(begin, seen.lo), min(begin + length, seen.hi)
-        if lo < hi:
-            tiles = [slice(start, min(start + block_N, hi)) for start in range(lo, hi, block_N)]
-            part = loop.states(q, keys, tiles, matrix, slice(0, matrix.seqlen_q), seen, scale)
+        for start in range(lo, hi, block_N):
+            part = _state(scaled, keys, matrix, seen, slice(start, min(start + block_N, hi)))
             state = part if state is None else join(state, part)
     assert state is not None
     o, lse = finish(state)
     return o.transpose(1, 2), lse  # rounded to q's dtype once, after the sink
+
+
+def _state(scaled: Tensor, keys: Keys, matrix: ScoreMatrix, seen: KeyRange, block: slice) -> RowState:
+    """The state of all rows after a block of keys."""
+    rows = slice(0, matrix.seqlen_q)
+    # S = scale * Q K^T
+    packed = scaled.new_empty(*scaled.shape[:2], block.stop - block.start)
+    for tile, k in keys.tiles(keys.k, block, matrix.dtype):
+        packed[..., tile.start - block.start : tile.stop - block.start] = torch.bmm(scaled, k.mT)
+    scores = matrix.modified(packed.view(1, matrix.heads, matrix.seqlen_q, -1), rows, block)
+    if seen.partial(block):
+        scores = scores.masked_fill(matrix.forbidden(rows, block), -torch.inf)
+    # P = exp(S - m), l = the sums of its rows, O = P V
+    m, p, l = exp_scores(scores)
+    p = p.view(packed.shape)
+    o = scaled.new_zeros(*scaled.shape[:2], keys.v.shape[3])
+    for tile, v in keys.tiles(keys.v, block, matrix.dtype):
+        o.baddbmm_(p[..., tile.start - block.start : tile.stop - block.start], v)
+    return RowState(m, l, o.view(1, matrix.heads, matrix.seqlen_q, -1))
