@@ -14,31 +14,38 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
+from tvm import tirx
 
-from .jobs import keys_of_rows
-from .records import FIRST, GROUP, ITEMS, JOB, KV_HEAD, PARTS, Q_LEN, Q_START, Q_TILE, SEQLEN, SEQUENCE, TILE
+from .jobs import keys_of_queries
+from .records import FIRST, GROUP, ITEMS, JOB, KV_HEAD, PARTS, Q_LEN, Q_START, Q_TILE, SEQLEN, SEQUENCE, TILE, WIDTH
 
-# Behind the fields of the worker's own record: where its work ends, and its number; INSIDE: whether it begins within
-# its current job.
-JOB_END, TILE_END, FIRST_END, PARTS_END, NUMBER, INSIDE = range(7, 13)
+# Behind the worker's own record the next one's: where its work ends. Then its number, and INSIDE: whether it begins
+# within its current job.
+JOB_END, TILE_END, FIRST_END, PARTS_END = (WIDTH + field for field in (JOB, TILE, FIRST, PARTS))
+NUMBER, INSIDE = range(2 * WIDTH, 2 * WIDTH + 2)
 
 
 @T.macro
 def begin_worker(arg, number):
     """A worker's place in registers, and the number of its jobs."""
     at = T.alloc_local([INSIDE + 1], "int32")
-    for field in (JOB, SEQUENCE, Q_TILE, KV_HEAD, TILE, FIRST, PARTS):
-        at[field] = arg.plan[number, field]
-    for place, field in ((JOB_END, JOB), (TILE_END, TILE), (FIRST_END, FIRST), (PARTS_END, PARTS)):
-        at[place] = arg.plan[number + 1, field]
+    records = quads_of(arg.plan)
+    for quad in range(WIDTH // 2):
+        for j in T.vectorized(4):
+            at[quad * 4 + j] = records[number + quad * 4 // WIDTH, quad % (WIDTH // 4), j]
     at[NUMBER] = number
     at[INSIDE] = T.cast(at[TILE] > 0, "int32")
     steps = T.alloc_var("int32", init=at[JOB_END] - at[JOB] + T.cast(at[TILE_END] > 0, "int32"))
-    return SimpleNamespace(at=at, steps=steps)
+    # Never so; but the compiler then loads all fields at the same time, not some of them when there are steps.
+    if at[TILE] < 0:
+        steps = 0
+    per_group = T.alloc_var("float32", init=1.0 / T.cast(arg.group, "float32"))
+    return SimpleNamespace(at=at, steps=steps, per_group=per_group)
 
 
 @T.macro
@@ -51,18 +58,25 @@ def enter_job(f, arg, worker):
     their tiles (jobs.keys_of_rows); lo, hi: the tiles of this worker. units: how many parts this worker has of the job.
     """
     at = worker.at
-    record = T.alloc_var("int32", init=arg.first_record + T.truncdiv(at[SEQUENCE], 2))
-    column = T.alloc_var("int32", init=T.truncmod(at[SEQUENCE], 2) * 4)
-    q_start, q_len, seqlen = (
-        T.alloc_var("int32", init=arg.plan[record, column + field]) for field in (Q_START, Q_LEN, SEQLEN)
-    )
+    own = T.alloc_local([4], "int32")
+    for j in T.vectorized(4):
+        own[j] = quads_of(arg.plan)[
+            arg.first_record + T.shift_right(at[SEQUENCE], 1), T.bitwise_and(at[SEQUENCE], 1), j
+        ]  # fmt: skip
+    q_start, q_len, seqlen = (T.alloc_var("int32", init=own[field]) for field in (Q_START, Q_LEN, SEQLEN))
     row0 = T.alloc_var("int32", init=at[Q_TILE] * f.block_M)
     rows = T.alloc_var("int32", init=T.min(q_len * arg.group - row0, f.block_M))
+    # The query of the tile's first row, and which row of that query it is. Decoding has one tile: nothing to divide.
+    query0 = T.alloc_var("int32", init=0)
+    if at[Q_TILE] > 0:
+        query0 = T.truncdiv(row0, arg.group)
+    place = SimpleNamespace(query0=query0, rest=row0 - query0 * arg.group, per_group=worker.per_group)
     # Unused rows have the last sequence's number, so that masks read elements that exist.
     sequence = T.alloc_var("int32", init=T.min(at[SEQUENCE], arg.batch - 1))
     used = at[SEQUENCE] < arg.batch
-    keys = keys_of_rows(
-        f.traced, arg.operands, f.block_N, sequence, row0, T.max(rows, 1), arg.group, q_len, seqlen
+    keys = keys_of_queries(
+        f.traced, arg.operands, f.block_N, sequence, seqlen - q_len + query0,
+        seqlen - q_len + query_of(place, T.max(rows, 1) - 1), seqlen,
     )  # fmt: skip
     cut = (at[JOB] == at[JOB_END]) & (at[TILE_END] > 0)
     lo = T.alloc_var("int32", init=T.if_then_else(at[INSIDE] > 0, at[TILE], keys.first))
@@ -83,7 +97,31 @@ def enter_job(f, arg, worker):
     return SimpleNamespace(
         number=at[JOB], sequence=sequence, used=used, q_start=q_start, q_len=q_len, seqlen=seqlen,
         q_pos=seqlen - q_len, row0=row0, rows=rows, kv_head=at[KV_HEAD], **vars(keys), lo=lo, hi=hi, cut=cut,
-        unit=unit, origin=origin, units=units,
+        unit=unit, origin=origin, units=units, **vars(place),
+    )  # fmt: skip
+
+
+def query_of(job: Any, row: Any) -> Any:
+    """The sequence's query that is in a row of a job's tile.
+
+    A division takes some 40 instructions, one after the other. Here the numbers are small, and floating point is exact:
+    (row + 0.5) / group is at least 0.5 / group away from the next integer.
+    """
+    within = (T.cast(job.rest + row, "float32") + 0.5) * job.per_group
+    return job.query0 + T.cast(within, "int32")
+
+
+def head_of(arg: Any, job: Any, row: Any) -> Any:
+    """The head that is in a row of a job's tile."""
+    return job.kv_head * arg.group + job.rest + row - (query_of(job, row) - job.query0) * arg.group
+
+
+def quads_of(tensor: Any) -> Any:
+    """A tensor with its last dimension in fours: TileLang's guards are then the same for all four."""
+    *outer, columns = tensor.shape
+    strides = list(tensor.strides) or [math.prod(tensor.shape[axis + 1 :]) for axis in range(len(outer))] + [1]
+    return tirx.decl_buffer(
+        [*outer, columns // 4, 4], tensor.dtype, tensor.name, tensor.data, [*strides[:-1], 4, 1]
     )  # fmt: skip
 
 
