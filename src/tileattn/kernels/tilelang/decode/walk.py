@@ -20,7 +20,9 @@ from typing import Any
 import tilelang.language as T
 
 from .jobs import keys_of_rows
-from .records import FIRST, GROUP, ITEMS, JOB, KV_HEAD, PARTS, Q_LEN, Q_START, Q_TILE, SEQLEN, SEQUENCE, TILE
+from .records import (
+    FIRST, GROUP, ITEMS, JOB, KV_HEAD, PARTS, Q_LEN, Q_START, Q_TILE, RECORD, RECORDS, SEQLEN, SEQUENCE, TILE,
+)  # fmt: skip
 
 # Behind the fields of the worker's own record: where its work ends, and its number; INSIDE: whether it begins within
 # its current job.
@@ -51,8 +53,8 @@ def enter_job(f, arg, worker):
     their tiles (jobs.keys_of_rows); lo, hi: the tiles of this worker. units: how many parts this worker has of the job.
     """
     at = worker.at
-    record = T.alloc_var("int32", init=arg.first_record + T.truncdiv(at[SEQUENCE], 2))
-    column = T.alloc_var("int32", init=T.truncmod(at[SEQUENCE], 2) * 4)
+    record = T.alloc_var("int32", init=arg.first_record + T.truncdiv(at[SEQUENCE], RECORDS))
+    column = T.alloc_var("int32", init=T.truncmod(at[SEQUENCE], RECORDS) * RECORD)
     q_start, q_len, seqlen = (
         T.alloc_var("int32", init=arg.plan[record, column + field]) for field in (Q_START, Q_LEN, SEQLEN)
     )
@@ -139,9 +141,7 @@ def next_job(arg, worker):
     if at[KV_HEAD] == arg.kv_heads:
         at[KV_HEAD] = 0
         at[Q_TILE] += 1
-        if (
-            at[Q_TILE]
-            == arg.plan[arg.first_record + T.truncdiv(at[SEQUENCE], 2), T.truncmod(at[SEQUENCE], 2) * 4 + ITEMS]
-        ):
+        record = arg.first_record + T.truncdiv(at[SEQUENCE], RECORDS)
+        if at[Q_TILE] == arg.plan[record, T.truncmod(at[SEQUENCE], RECORDS) * RECORD + ITEMS]:
             at[Q_TILE] = 0
             at[SEQUENCE] += 1
