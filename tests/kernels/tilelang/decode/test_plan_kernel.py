@@ -18,8 +18,9 @@ from tests.tools.emulator import COMPILER, Kernel
 from tileattn.call import cache_fields as fields
 from tileattn.kernels.tilelang.build.compile import device_source
 from tileattn.kernels.tilelang.decode import records
-from tileattn.kernels.tilelang.decode.plan_kernel import OVERHEAD, plan_kernel
+from tileattn.kernels.tilelang.decode.plan_kernel import plan_kernel
 from tileattn.kernels.tilelang.decode.records import FREE, Deal
+from tileattn.kernels.tilelang.decode.shares import OVERHEAD
 from tileattn.variant.program import program
 
 KERNELS: dict[bool, Kernel] = {}
@@ -51,7 +52,7 @@ def planned(
         q_len, total = longest or max(q_lens), total_q or ends[-1]
     KERNELS[packed](
         *tensors, plan, status, q_len, total, group, kv_heads, capacity, deal.block_M, deal.block_N, deal.workers,
-        deal.rule, deal.items, records.counter_rows(deal, kv_heads), deal.least, *window,
+        deal.rule, deal.items, records.counter_rows(deal, kv_heads), deal.least, deal.jobs, *window,
     )  # fmt: skip
     return plan, status.tolist()
 
@@ -113,6 +114,10 @@ def test_every_tile_is_dealt_once(problem) -> None:  # type: ignore[no-untyped-d
     starts = [0, *itertools.accumulate(each)] if packed else [0] * (batch + 1)
     found = sequences(plan, deal, kv_heads, batch)
     assert [record[:3] for record in found] == [list(each) for each in zip(starts, all_queries, all_lengths)]
+    for row in plan[:workers].tolist():
+        if row[records.SEQUENCE] <= batch:
+            own = row[records.OWN : records.OWN + records.RECORD]
+            assert own == found[row[records.SEQUENCE]] or row[records.JOB] == deal.items * kv_heads
     tiles = tiles_of(all_lengths, all_queries, deal, group, window)
     _check(parts_of(plan, deal, kv_heads, group, batch, tiles), tiles, deal, kv_heads)
 
@@ -148,11 +153,10 @@ def _check(parts: list[Part], tiles: dict[tuple[int, int], tuple[int, int]], dea
     if deal.rule == FREE:
         loads = [0] * deal.workers
         for part in parts:
-            loads[part.worker] += max(part.hi - part.lo, 1) + OVERHEAD * (part.number == 0)
-        total = sum(loads)
-        active = max(min(deal.workers, total // (OVERHEAD + deal.least)), 1)
-        assert max(loads) <= -(-total // active) + OVERHEAD + 1
-        assert all(len([part for part in parts if part.worker == w and part.parts > 1]) <= 2 for w in range(active))
+            loads[part.worker] += max(part.hi - part.lo, 1) + OVERHEAD * (part.number == part.parts - 1)
+        share = max(-(-(sum(loads) - OVERHEAD * len(jobs)) // deal.workers), deal.least)
+        assert max(loads) <= share + OVERHEAD * (1 + share)
+        assert all(sum(part.worker == w and part.parts > 1 for part in parts) <= 2 for w in range(deal.workers))
 
 
 @pytest.mark.slow

@@ -1,12 +1,14 @@
 """The planning kernel of a decode call: deals its work to the blocks of the attention kernel (records.py).
 
-One block. The cost of a job is the number of its tiles of keys, at least one, and OVERHEAD for beginning and ending it.
-All costs are summed in the order of the jobs, and worker p of P gets those from ``total * p / P`` on, as FlashMLA
+One block. The cost of a job is the number of its tiles of keys, at least one, and OVERHEAD for beginning and ending
+it. All costs are summed in the order of the jobs, and each worker gets an equal share (shares.py), as FlashMLA
 (DeepSeek) deals decoding work. So all workers end at about the same time, and each has at most two parts of jobs that
 it shares with others. A worker may begin at any tile; with a rule of parts, at the next part.
 
-Items, at most THREADS at a time, are one per thread. Their costs are summed by shuffles; each worker then finds the
-item that it begins in by a binary search. The first pass only computes the total.
+Items, at most THREADS at a time, are one per thread. Each warp sums their costs by shuffles; each worker then finds the
+warp and the item that it begins in. If there are more, a first pass computes the total.
+
+The attention kernel may start at once, and waits for this one's end.
 
 `seqlens_k` and `cu_seqlens_q` are checked here, and only the sequence records have them afterwards: lengths are clamped
 to the cache; wrong cumulative lengths make all rows of q unused ones. A status says what is wrong (cache_status.py).
@@ -26,19 +28,21 @@ from ..packed.dependent_launch import let_next_start, wait_for_previous
 from ..tile.parameters import operand
 from .jobs import keys_of_rows
 from .ranges import names_in_range, numbers_in_range
-from .records import FIRST, ITEMS, JOB, KV_HEAD, PARTS, Q_LEN, Q_START, Q_TILE, SEQLEN, SEQUENCE, TILE, WIDTH
+from .records import (
+    FIRST, ITEMS, JOB, KV_HEAD, OWN, PARTS, Q_LEN, Q_START, Q_TILE, RECORD, RECORDS, SEQLEN, SEQUENCE, TILE, WIDTH,
+)  # fmt: skip
+from .shares import OVERHEAD, place_of, shares, worker_of
 
 THREADS, WARP = 512, 32
 WARPS = THREADS // WARP
-OVERHEAD = 1  # of a job, in tiles
-# What the workers read of an item, in shared memory: where its costs begin, the sequence, the tile of query rows, and
-# the first and the number of its tiles of keys.
+# What the workers read of an item, in shared memory: where its costs begin within its warp's, the sequence, the tile of
+# query rows, and the first and the number of its tiles of keys.
 START, ITS_B, ITS_Q_TILE, ITS_FIRST, ITS_TILES = range(5)
 FACTS = 5
 
 SIZES = (
     "q_len", "total_q", "group", "kv_heads", "capacity", "block_M", "block_N", "workers", "rule", "items",
-    "counter_rows", "least",
+    "counter_rows", "least", "jobs",
 )  # fmt: skip
 
 
@@ -72,8 +76,8 @@ def plan_kernel(arch: str, packed: bool, traced: Program) -> Any:
 @T.macro
 def _kernel(arg):
     with T.Kernel(1, threads=THREADS):
-        wait_for_previous(arg.arch)
         let_next_start(arg.arch)
+        wait_for_previous(arg.arch)
         thread = T.get_thread_binding()
         sums = T.alloc_shared([WARPS], "int32")
         items = T.alloc_shared([FACTS, THREADS], "int32")
@@ -86,41 +90,41 @@ def _kernel(arg):
                     wrong = T.max(wrong, _check_queries(arg, b))
             wrong = T.syncthreads_or(wrong)
         w = SimpleNamespace(thread=thread, sums=sums, items=items, q_tiles=q_tiles, wrong=wrong)
-        _write_sequences(arg, w)
         for step in T.serial(T.truncdiv(arg.counter_rows * WIDTH + (THREADS - 1), THREADS)):
             number = step * THREADS + thread
             if number < arg.counter_rows * WIDTH:
                 arg.plan[arg.workers + 1 + T.truncdiv(number, WIDTH), T.truncmod(number, WIDTH)] = 0
+        _write_sequences(arg, w)
         chunks = T.alloc_var("int32", init=T.truncdiv(arg.items + (THREADS - 1), THREADS))
         total = T.alloc_var("int32", init=0)
         if chunks > 1:
             for chunk in T.serial(chunks):
                 cost, _ = _cost(arg, w, chunk * THREADS + thread)
                 total += cost
-            _, total = _sums(w, total)
+            _sum_warp(w, total)
+            T.sync_threads()
+            total = _sum_of_warps(w)
+            T.sync_threads()
         active = T.alloc_var("int32", init=1)
-        share = T.alloc_var("int32", init=0)
-        longer = T.alloc_var("int32", init=0)
         before = T.alloc_var("int32", init=0)
         for chunk in T.serial(chunks):
             cost, it = _cost(arg, w, chunk * THREADS + thread)
-            start, sum_of_chunk = _sums(w, cost)
-            if chunks == 1:
-                total = sum_of_chunk
-            # Workers with work: each has at least a job's overhead and a tile, so that no two begin at the same tile.
-            active = T.max(T.min(arg.workers, T.truncdiv(total, OVERHEAD + arg.least)), 1)
-            share = T.truncdiv(total, active)
-            longer = total - share * active
-            for field, value in zip(range(FACTS), (before + start, it.b, it.q_tile, it.first, it.tiles), strict=True):
+            start = _sum_warp(w, cost)
+            for field, value in zip(range(FACTS), (start, it.b, it.q_tile, it.first, it.tiles), strict=True):
                 items[field, thread] = value
             T.sync_threads()
+            of_chunk = _sum_of_warps(w)
+            if chunks == 1:
+                total = of_chunk
+            deal = shares(arg, total)
+            active = deal.active
             for turn in T.serial(T.truncdiv(active + (THREADS - 1), THREADS)):
                 worker = turn * THREADS + thread
                 if worker < active:
-                    place = T.alloc_var("int32", init=worker * share + T.min(worker, longer))
-                    if (before <= place) & (place < before + sum_of_chunk):
-                        _begin(arg, w, SimpleNamespace(share=share, longer=longer), worker, place, chunk)
-            before += sum_of_chunk
+                    place = T.alloc_var("int32", init=place_of(deal, worker))
+                    if (before <= place) & (place < before + of_chunk):
+                        _begin(arg, w, deal, worker, place, before, chunk)
+            before += of_chunk
             T.sync_threads()
         for turn in T.serial(T.truncdiv(arg.workers + THREADS, THREADS)):
             worker = turn * THREADS + thread
@@ -150,15 +154,19 @@ def _write_sequences(arg, w):
         # The last threads first: the others compute costs meanwhile.
         b = step * THREADS + (THREADS - 1 - w.thread)
         if b <= arg.batch:
-            row = arg.workers + 1 + arg.counter_rows + T.truncdiv(b, 2)
-            column = T.truncmod(b, 2) * 4
-            arg.plan[row, column + Q_START] = _q_start(arg, w, b)
-            arg.plan[row, column + Q_LEN] = _q_len(arg, w, b)
-            arg.plan[row, column + SEQLEN] = _seqlen(arg, b)
-            arg.plan[row, column + ITEMS] = _items(arg, w, b)
+            row = arg.workers + 1 + arg.counter_rows + T.truncdiv(b, RECORDS)
+            _write_record(arg, w, row, T.truncmod(b, RECORDS) * RECORD, b)
             if b < arg.batch:
                 if (arg.seqlens_k[b] < 0) | (arg.seqlens_k[b] > arg.capacity):
                     arg.status[fields.SEQLENS_K] = b + 1
+
+
+@T.macro
+def _write_record(arg, w, row, column, b):
+    arg.plan[row, column + Q_START] = _q_start(arg, w, b)
+    arg.plan[row, column + Q_LEN] = _q_len(arg, w, b)
+    arg.plan[row, column + SEQLEN] = _seqlen(arg, b)
+    arg.plan[row, column + ITEMS] = _items(arg, w, b)
 
 
 def _bound(arg: Any, w: Any, b: Any) -> Any:
@@ -235,45 +243,49 @@ def _cost(arg, w, item):
 
 
 @T.macro
-def _sums(w, value):
-    """The sums of the values of the threads before this one, and of all threads. Waits for all threads."""
+def _sum_warp(w, value):
+    """The sum of the values of the threads of the warp before this one. That of the warp goes to shared memory."""
     lane = w.thread % WARP
     inclusive = T.alloc_var("int32", init=value)
     for step in T.unroll(5):
         other = T.alloc_var("int32", init=T.shfl_up(inclusive, 1 << step))
         if lane >= (1 << step):
             inclusive += other
-    T.sync_threads()
     if lane == WARP - 1:
         w.sums[w.thread // WARP] = inclusive
-    T.sync_threads()
-    before = T.alloc_var("int32", init=inclusive - value)
-    total = T.alloc_var("int32", init=0)
-    for warp in T.unroll(WARPS):
-        if warp < w.thread // WARP:
-            before += w.sums[warp]
-        total += w.sums[warp]
-    return before, total
+    return inclusive - value
 
 
 @T.macro
-def _begin(arg, w, deal, worker, place, chunk):
-    """Writes where a worker begins whose share of the costs begins at `place`, in this chunk of items."""
+def _sum_of_warps(w):
+    total = T.alloc_var("int32", init=0)
+    for warp in T.unroll(WARPS):
+        total += w.sums[warp]
+    return total
+
+
+@T.macro
+def _begin(arg, w, deal, worker, place, before, chunk):
+    """Writes where a worker begins, whose share of the costs begins at `place`, in this chunk of items."""
+    # The last warp, and the last of its items, that do not begin behind the place: what costs nothing comes before it.
     low = T.alloc_var("int32", init=0)
-    high = T.alloc_var("int32", init=T.min(THREADS, arg.items - chunk * THREADS) - 1)
-    # The last item that does not begin behind the place: items that cost nothing come before it.
-    while low < high:
-        middle = T.alloc_var("int32", init=T.truncdiv(low + high + 1, 2))
-        if w.items[START, middle] <= place:
-            low = middle
-        else:
-            high = middle - 1
-    begin, b, q_tile, its_first, tiles = (
-        T.alloc_var("int32", init=w.items[field, low]) for field in (START, ITS_B, ITS_Q_TILE, ITS_FIRST, ITS_TILES)
+    begin = T.alloc_var("int32", init=before)
+    next_warp = T.alloc_var("int32", init=before)
+    for warp in T.unroll(WARPS):
+        if next_warp <= place:
+            low = warp * WARP
+            begin = next_warp
+        next_warp += w.sums[warp]
+    for step in T.unroll(5):
+        if w.items[START, low + (WARP >> (step + 1))] <= place - begin:
+            low += WARP >> (step + 1)
+    begin += w.items[START, low]
+    b, q_tile, its_first, tiles = (
+        T.alloc_var("int32", init=w.items[field, low]) for field in (ITS_B, ITS_Q_TILE, ITS_FIRST, ITS_TILES)
     )
     kv_head = T.alloc_var("int32", init=T.truncdiv(place - begin, tiles + OVERHEAD))
     start = T.alloc_var("int32", init=begin + kv_head * (tiles + OVERHEAD))  # of the job's costs
-    tile = T.alloc_var("int32", init=T.max(place - start - OVERHEAD, 0))  # counted from the job's first
+    tile = T.alloc_var("int32", init=place - start)  # counted from the job's first
     job = T.alloc_var("int32", init=(chunk * THREADS + low) * arg.kv_heads + kv_head)
     if arg.rule > 0:
         if tile > 0:
@@ -282,7 +294,7 @@ def _begin(arg, w, deal, worker, place, chunk):
         unit = T.truncdiv(tiles - 1 - arg.rule, -arg.rule)
         tile = T.truncdiv(tile + unit - 1, unit) * unit
     if tile >= tiles:
-        # The next part is the next job's first.
+        # This job's overhead is left, or less than a part: the next part is the next job's first.
         tile = 0
         job += 1
         kv_head += 1
@@ -296,17 +308,10 @@ def _begin(arg, w, deal, worker, place, chunk):
     parts = T.alloc_var("int32", init=1)
     if tile > 0:
         tile += its_first
-        first = _worker_of(deal, start + OVERHEAD)
-        parts = _worker_of(deal, start + OVERHEAD + tiles - 1) - first + 1
+        first = worker_of(deal, start)
+        parts = worker_of(deal, start + tiles - 1) - first + 1
     _write(arg, worker, [job, b, q_tile, kv_head, tile, first, parts])
-
-
-def _worker_of(deal: Any, place: Any) -> Any:
-    """The worker in whose share of the costs a place lies."""
-    longer = deal.longer * (deal.share + 1)
-    return T.if_then_else(
-        place < longer, T.truncdiv(place, deal.share + 1), deal.longer + T.truncdiv(place - longer, deal.share)
-    )
+    _write_record(arg, w, worker, OWN, b)
 
 
 @T.macro

@@ -22,27 +22,46 @@ import tilelang.language as T
 from tvm import tirx
 
 from .jobs import keys_of_queries
-from .records import FIRST, GROUP, ITEMS, JOB, KV_HEAD, PARTS, Q_LEN, Q_START, Q_TILE, SEQLEN, SEQUENCE, TILE, WIDTH
+from .records import (
+    FIRST,
+    GROUP,
+    ITEMS,
+    JOB,
+    KV_HEAD,
+    OWN,
+    PARTS,
+    Q_LEN,
+    Q_START,
+    Q_TILE,
+    RECORD,
+    RECORDS,
+    SEQLEN,
+    SEQUENCE,
+    TILE,
+)  # fmt: skip
 
-# Behind the worker's own record the next one's: where its work ends. Then its number, and INSIDE: whether it begins
-# within its current job.
-JOB_END, TILE_END, FIRST_END, PARTS_END = (WIDTH + field for field in (JOB, TILE, FIRST, PARTS))
-NUMBER, INSIDE = range(2 * WIDTH, 2 * WIDTH + 2)
+# Behind the worker's own record, and that of its sequence, the next worker's: where its work ends. Then its number, and
+# INSIDE: whether it begins within its current job.
+END = OWN + RECORD
+JOB_END, TILE_END, FIRST_END, PARTS_END = (END + field for field in (JOB, TILE, FIRST, PARTS))
+NUMBER, INSIDE = range(END + OWN, END + OWN + 2)
 
 
 @T.macro
 def begin_worker(arg, number):
     """A worker's place in registers, and the number of its jobs."""
     at = T.alloc_local([INSIDE + 1], "int32")
-    records = quads_of(arg.plan)
-    for quad in range(WIDTH // 2):
+    for quad in range(END // 4):
         for j in T.vectorized(4):
-            at[quad * 4 + j] = records[number + quad * 4 // WIDTH, quad % (WIDTH // 4), j]
+            at[quad * 4 + j] = quads_of(arg.plan)[number, quad, j]
+    for quad in range(OWN // 4):
+        for j in T.vectorized(4):
+            at[END + quad * 4 + j] = quads_of(arg.plan)[number + 1, quad, j]
     at[NUMBER] = number
     at[INSIDE] = T.cast(at[TILE] > 0, "int32")
     steps = T.alloc_var("int32", init=at[JOB_END] - at[JOB] + T.cast(at[TILE_END] > 0, "int32"))
-    # Never so; but the compiler then loads all fields at the same time, not some of them when there are steps.
-    if at[TILE] < 0:
+    # Never so; but the compiler then loads all fields together, and not some of them when it knows of the steps.
+    if (at[TILE] < 0) | (at[OWN + SEQLEN] < 0):
         steps = 0
     per_group = T.alloc_var("float32", init=1.0 / T.cast(arg.group, "float32"))
     return SimpleNamespace(at=at, steps=steps, per_group=per_group)
@@ -55,15 +74,10 @@ def enter_job(f, arg, worker):
     number: of the job; sequence, kv_head. q_start: the sequence's first row of packed queries, else 0; q_len, seqlen:
     its numbers of queries and keys; q_pos: the position of its first query. row0: the job's first packed row; rows: how
     many it has, none or less for a job that is none (and has no units). kv_lo, kv_hi, first, end: the job's keys and
-    their tiles (jobs.keys_of_rows); lo, hi: the tiles of this worker. units: how many parts this worker has of the job.
+    their tiles (jobs.keys_of_queries); lo, hi: the tiles of this worker. units: how many parts it has of the job.
     """
     at = worker.at
-    own = T.alloc_local([4], "int32")
-    for j in T.vectorized(4):
-        own[j] = quads_of(arg.plan)[
-            arg.first_record + T.shift_right(at[SEQUENCE], 1), T.bitwise_and(at[SEQUENCE], 1), j
-        ]  # fmt: skip
-    q_start, q_len, seqlen = (T.alloc_var("int32", init=own[field]) for field in (Q_START, Q_LEN, SEQLEN))
+    q_start, q_len, seqlen = (T.alloc_var("int32", init=at[OWN + field]) for field in (Q_START, Q_LEN, SEQLEN))
     row0 = T.alloc_var("int32", init=at[Q_TILE] * f.block_M)
     rows = T.alloc_var("int32", init=T.min(q_len * arg.group - row0, f.block_M))
     # The query of the tile's first row, and which row of that query it is. Decoding has one tile: nothing to divide.
@@ -177,9 +191,12 @@ def next_job(arg, worker):
     if at[KV_HEAD] == arg.kv_heads:
         at[KV_HEAD] = 0
         at[Q_TILE] += 1
-        if (
-            at[Q_TILE]
-            == arg.plan[arg.first_record + T.truncdiv(at[SEQUENCE], 2), T.truncmod(at[SEQUENCE], 2) * 4 + ITEMS]
-        ):
+        if at[Q_TILE] == at[OWN + ITEMS]:
             at[Q_TILE] = 0
             at[SEQUENCE] += 1
+            # Behind the last sequence there is one more record, and no job.
+            record = T.alloc_var("int32", init=T.min(at[SEQUENCE], arg.batch))
+            for j in T.vectorized(4):
+                at[OWN + j] = quads_of(arg.plan)[
+                    arg.first_record + T.truncdiv(record, RECORDS), T.truncmod(record, RECORDS), j
+                ]  # fmt: skip
