@@ -21,8 +21,21 @@ import tilelang.language as T
 
 from .jobs import keys_of_rows
 from .records import (
-    FIRST, GROUP, ITEMS, JOB, KV_HEAD, PARTS, Q_LEN, Q_START, Q_TILE, RECORD, RECORDS, SEQLEN, SEQUENCE, TILE,
-)  # fmt: skip
+    FIRST,
+    GROUP,
+    ITEMS,
+    JOB,
+    KV_HEAD,
+    PARTS,
+    Q_LEN,
+    Q_START,
+    Q_TILE,
+    RECORD,
+    RECORDS,
+    SEQLEN,
+    SEQUENCE,
+    TILE,
+)
 
 # Behind the fields of the worker's own record: where its work ends, and its number; INSIDE: whether it begins within
 # its current job.
