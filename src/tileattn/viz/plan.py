@@ -64,7 +64,8 @@ def even_workers(jobs: int, blocks: int) -> int:
 def _active(tiles: int, jobs: int, workers: int, block_N: int) -> int:
     """How many of the workers get work: no more than it takes for the longest share to have as few tiles."""
     share = max(-(-tiles // workers), LEAST_KEYS // block_N, 1)
-    return min(-(-(-(-tiles // share)) // jobs) * jobs, workers)
+    active = -(-tiles // share)
+    return min(-(-active // jobs) * jobs, workers)
 
 
 def draw_plan(lengths: Sequence[int], kv_heads: int, block_N: int, blocks: int) -> Figure:

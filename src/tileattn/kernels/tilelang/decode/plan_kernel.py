@@ -24,17 +24,25 @@ from tilelang.language.eager.builder import Builder
 
 from ....call import cache_fields as fields
 from ....variant.program import Program
+from ..build.compile import OWN_BARRIERS, OWN_BOUNDS
 from ..packed.dependent_launch import let_next_start, wait_for_previous
 from ..tile.parameters import operand
 from .jobs import keys_of_rows
 from .ranges import names_in_range, numbers_in_range
 from .records import (
-    FIRST, ITEMS, JOB, KV_HEAD, OWN, PARTS, Q_LEN, Q_START, Q_TILE, RECORD, RECORDS, SEQLEN, SEQUENCE, TILE, WIDTH,
-)  # fmt: skip
-from .shares import OVERHEAD, place_of, shares, worker_of
+    JOB,
+    OWN,
+    RECORD,
+    RECORDS,
+    TILE,
+    WIDTH,
+)
+from .shares import OVERHEAD, place_of, quotient, shares, worker_of
 
 THREADS, WARP = 512, 32
 WARPS = THREADS // WARP
+DEALING = 384  # threads that find where workers begin, while the others write all else
+OTHERS = THREADS - DEALING
 # What the workers read of an item, in shared memory: where its costs begin within its warp's, the sequence, the tile of
 # query rows, and the first and the number of its tiles of keys.
 START, ITS_B, ITS_Q_TILE, ITS_FIRST, ITS_TILES = range(5)
@@ -70,7 +78,8 @@ def plan_kernel(arch: str, packed: bool, traced: Program) -> Any:
                 operands=operands, **sizes,
             )
         )  # fmt: skip
-    return builder.get()
+    # All barriers are in place, and no element outside of a tensor is accessed.
+    return builder.get().with_attr(OWN_BARRIERS, True).with_attr(OWN_BOUNDS, True)
 
 
 @T.macro
@@ -89,47 +98,33 @@ def _kernel(arg):
                 if b < arg.batch:
                     wrong = T.max(wrong, _check_queries(arg, b))
             wrong = T.syncthreads_or(wrong)
-        w = SimpleNamespace(thread=thread, sums=sums, items=items, q_tiles=q_tiles, wrong=wrong)
-        for step in T.serial(T.truncdiv(arg.counter_rows * WIDTH + (THREADS - 1), THREADS)):
-            number = step * THREADS + thread
-            if number < arg.counter_rows * WIDTH:
-                arg.plan[arg.workers + 1 + T.truncdiv(number, WIDTH), T.truncmod(number, WIDTH)] = 0
-        _write_sequences(arg, w)
+        warps = T.alloc_var("int32", init=T.min(T.truncdiv(arg.items + (WARP - 1), WARP), WARPS))  # that have items
+        w = SimpleNamespace(thread=thread, sums=sums, items=items, q_tiles=q_tiles, wrong=wrong, warps=warps)
         chunks = T.alloc_var("int32", init=T.truncdiv(arg.items + (THREADS - 1), THREADS))
         total = T.alloc_var("int32", init=0)
         if chunks > 1:
             for chunk in T.serial(chunks):
-                cost, _ = _cost(arg, w, chunk * THREADS + thread)
-                total += cost
+                total += _cost(arg, w, chunk * THREADS + thread)
             _sum_warp(w, total)
             T.sync_threads()
             total = _sum_of_warps(w)
             T.sync_threads()
-        active = T.alloc_var("int32", init=1)
         before = T.alloc_var("int32", init=0)
         for chunk in T.serial(chunks):
-            cost, it = _cost(arg, w, chunk * THREADS + thread)
-            start = _sum_warp(w, cost)
-            for field, value in zip(range(FACTS), (start, it.b, it.q_tile, it.first, it.tiles), strict=True):
-                items[field, thread] = value
+            cost = _cost(arg, w, chunk * THREADS + thread)
+            items[START, thread] = _sum_warp(w, cost)
             T.sync_threads()
             of_chunk = _sum_of_warps(w)
             if chunks == 1:
                 total = of_chunk
-            deal = shares(arg, total)
-            active = deal.active
-            for turn in T.serial(T.truncdiv(active + (THREADS - 1), THREADS)):
-                worker = turn * THREADS + thread
-                if worker < active:
-                    place = T.alloc_var("int32", init=place_of(deal, worker))
-                    if (before <= place) & (place < before + of_chunk):
-                        _begin(arg, w, deal, worker, place, before, chunk)
+            if thread < DEALING:
+                _deal(arg, w, total, before, of_chunk, chunk, chunk == chunks - 1)
+            else:
+                if chunk == 0:
+                    _write_sequences(arg, w)
             before += of_chunk
-            T.sync_threads()
-        for turn in T.serial(T.truncdiv(arg.workers + THREADS, THREADS)):
-            worker = turn * THREADS + thread
-            if (worker >= active) & (worker <= arg.workers):
-                _write(arg, worker, [arg.items * arg.kv_heads, arg.batch, 0, 0, 0, 0, 0])
+            if chunks > 1:
+                T.sync_threads()
 
 
 @T.macro
@@ -149,24 +144,35 @@ def _check_queries(arg, b):
 
 @T.macro
 def _write_sequences(arg, w):
-    """Writes the sequence records; the last one is that of the unused rows of packed queries."""
-    for step in T.serial(T.truncdiv(arg.batch + THREADS, THREADS)):
-        # The last threads first: the others compute costs meanwhile.
-        b = step * THREADS + (THREADS - 1 - w.thread)
+    """Writes the sequence records; the last one is that of the unused rows of packed queries. Clears the counters."""
+    for step in T.serial(T.truncdiv(arg.batch + OTHERS, OTHERS)):
+        b = step * OTHERS + (w.thread - DEALING)
         if b <= arg.batch:
             row = arg.workers + 1 + arg.counter_rows + T.truncdiv(b, RECORDS)
             _write_record(arg, w, row, T.truncmod(b, RECORDS) * RECORD, b)
             if b < arg.batch:
                 if (arg.seqlens_k[b] < 0) | (arg.seqlens_k[b] > arg.capacity):
                     arg.status[fields.SEQLENS_K] = b + 1
+    for step in T.serial(T.truncdiv(arg.counter_rows * (WIDTH // 4) + (OTHERS - 1), OTHERS)):
+        number = step * OTHERS + (w.thread - DEALING)
+        if number < arg.counter_rows * (WIDTH // 4):
+            row = arg.workers + 1 + T.truncdiv(number, WIDTH // 4)
+            _write(arg, row, T.truncmod(number, WIDTH // 4) * 4, [0, 0, 0, 0])
 
 
 @T.macro
 def _write_record(arg, w, row, column, b):
-    arg.plan[row, column + Q_START] = _q_start(arg, w, b)
-    arg.plan[row, column + Q_LEN] = _q_len(arg, w, b)
-    arg.plan[row, column + SEQLEN] = _seqlen(arg, b)
-    arg.plan[row, column + ITEMS] = _items(arg, w, b)
+    _write(arg, row, column, [_q_start(arg, w, b), _q_len(arg, w, b), _seqlen(arg, b), _items(arg, w, b)])
+
+
+@T.macro
+def _write(arg, row, column, four):
+    """Writes four numbers at once."""
+    values = T.alloc_local([4], "int32")
+    for i, value in enumerate(four):
+        values[i] = value
+    for i in T.vectorized(4):
+        arg.plan[row, column + i] = values[i]
 
 
 def _bound(arg: Any, w: Any, b: Any) -> Any:
@@ -209,7 +215,7 @@ def _item(arg, w, item):
     b = T.alloc_var("int32", init=0)
     q_tile = T.alloc_var("int32", init=0)
     if arg.bounds is None:
-        b = T.truncdiv(item, w.q_tiles)
+        b = quotient(item, w.q_tiles)
         q_tile = item - b * w.q_tiles
     else:
         # The last sequence whose first item is not behind this one.
@@ -234,12 +240,16 @@ def _item(arg, w, item):
 
 @T.macro
 def _cost(arg, w, item):
-    """The cost of an item's jobs, 0 for a number that is none, and the item."""
-    it = _item(arg, w, T.min(item, arg.items - 1))
+    """The cost of an item's jobs, 0 for a number that is none. What workers read of it goes to shared memory."""
     cost = T.alloc_var("int32", init=0)
-    if (item < arg.items) & (it.rows > 0):
-        cost = arg.kv_heads * (it.tiles + OVERHEAD)
-    return cost, it
+    if item < arg.items:
+        it = _item(arg, w, item)
+        if it.rows > 0:
+            cost = arg.kv_heads * (it.tiles + OVERHEAD)
+        facts = (ITS_B, it.b), (ITS_Q_TILE, it.q_tile), (ITS_FIRST, it.first), (ITS_TILES, it.tiles)
+        for field, value in facts:
+            w.items[field, w.thread] = value
+    return cost
 
 
 @T.macro
@@ -259,9 +269,25 @@ def _sum_warp(w, value):
 @T.macro
 def _sum_of_warps(w):
     total = T.alloc_var("int32", init=0)
-    for warp in T.unroll(WARPS):
+    for warp in T.serial(w.warps):
         total += w.sums[warp]
     return total
+
+
+@T.macro
+def _deal(arg, w, total, before, of_chunk, chunk, is_last):
+    """Writes where those workers begin whose shares begin in this chunk of items."""
+    deal = shares(arg, total)
+    for turn in T.serial(T.truncdiv(arg.workers + DEALING, DEALING)):
+        worker = turn * DEALING + w.thread
+        if worker < deal.active:
+            place = T.alloc_var("int32", init=place_of(deal, worker))
+            if (before <= place) & (place < before + of_chunk):
+                _begin(arg, w, deal, worker, place, before, chunk)
+        else:
+            if (worker <= arg.workers) & is_last:
+                _write(arg, worker, JOB, [arg.items * arg.kv_heads, arg.batch, 0, 0])
+                _write(arg, worker, TILE, [0, 0, 0, 0])
 
 
 @T.macro
@@ -271,7 +297,7 @@ def _begin(arg, w, deal, worker, place, before, chunk):
     low = T.alloc_var("int32", init=0)
     begin = T.alloc_var("int32", init=before)
     next_warp = T.alloc_var("int32", init=before)
-    for warp in T.unroll(WARPS):
+    for warp in T.serial(w.warps):
         if next_warp <= place:
             low = warp * WARP
             begin = next_warp
@@ -283,7 +309,7 @@ def _begin(arg, w, deal, worker, place, before, chunk):
     b, q_tile, its_first, tiles = (
         T.alloc_var("int32", init=w.items[field, low]) for field in (ITS_B, ITS_Q_TILE, ITS_FIRST, ITS_TILES)
     )
-    kv_head = T.alloc_var("int32", init=T.truncdiv(place - begin, tiles + OVERHEAD))
+    kv_head = T.alloc_var("int32", init=quotient(place - begin, tiles + OVERHEAD))
     start = T.alloc_var("int32", init=begin + kv_head * (tiles + OVERHEAD))  # of the job's costs
     tile = T.alloc_var("int32", init=place - start)  # counted from the job's first
     job = T.alloc_var("int32", init=(chunk * THREADS + low) * arg.kv_heads + kv_head)
@@ -291,7 +317,7 @@ def _begin(arg, w, deal, worker, place, before, chunk):
         if tile > 0:
             tile = T.truncdiv(its_first + tile + (arg.rule - 1), arg.rule) * arg.rule - its_first
     if arg.rule < 0:
-        unit = T.truncdiv(tiles - 1 - arg.rule, -arg.rule)
+        unit = T.alloc_var("int32", init=T.truncdiv(tiles - 1 - arg.rule, -arg.rule))
         tile = T.truncdiv(tile + unit - 1, unit) * unit
     if tile >= tiles:
         # This job's overhead is left, or less than a part: the next part is the next job's first.
@@ -310,11 +336,6 @@ def _begin(arg, w, deal, worker, place, before, chunk):
         tile += its_first
         first = worker_of(deal, start)
         parts = worker_of(deal, start + tiles - 1) - first + 1
-    _write(arg, worker, [job, b, q_tile, kv_head, tile, first, parts])
+    _write(arg, worker, JOB, [job, b, q_tile, kv_head])
+    _write(arg, worker, TILE, [tile, first, parts, 0])
     _write_record(arg, w, worker, OWN, b)
-
-
-@T.macro
-def _write(arg, worker, values):
-    for field, value in zip((JOB, SEQUENCE, Q_TILE, KV_HEAD, TILE, FIRST, PARTS), values, strict=True):
-        arg.plan[worker, field] = value

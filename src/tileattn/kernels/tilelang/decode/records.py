@@ -13,8 +13,8 @@ The plan is int32 (rows, WIDTH). Row p says where worker p begins, and so where 
     PARTS      where TILE is not 0: the number of the job's parts, which lie in the workers from FIRST on
 
 FIRST and PARTS hold where work is dealt freely. From column OWN on, the row has the sequence record of SEQUENCE, which
-a worker would have to wait for otherwise. Behind row `workers` lie counters of the parts that have arrived, WIDTH a row.
-They are 0 before and after each attention kernel, so that kernels that share a plan must follow each other.
+a worker would have to wait for otherwise. Behind row `workers` lie counters of the parts that have arrived, WIDTH a
+row. They are 0 before and after each attention kernel, so that kernels that share a plan must follow each other.
 
 Then come the sequence records, RECORDS a row, checked and clamped: with these the attention kernels need no lengths.
 

@@ -3,8 +3,8 @@
 Of A workers, worker p begins at place ``floor(p * total / A)``. If all jobs are equally long, and A is a multiple of
 their number or a divisor, cuts lie at the borders of jobs and at equal parts of them: then no worker has two parts.
 
-The quotients are estimated in float32, whose error is below 1, and corrected in integers. Integer divisions take some
-0.1 us each, and these would follow one another.
+Quotients are estimated in float32 and corrected in integers: an integer division takes twice as many instructions, and
+the planning kernel is as long as its longest chain of them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ def shares(arg, total):
     `least` tiles, and their number stays a multiple of the jobs', up to all workers. So a share is at least 1.
     """
     tiles = T.alloc_var("int32", init=T.max(total - arg.jobs * OVERHEAD, 1))
-    share = T.alloc_var("int32", init=T.max(T.truncdiv(tiles + arg.workers - 1, arg.workers), arg.least))
-    active = T.alloc_var("int32", init=T.truncdiv(tiles + share - 1, share))
-    active = T.truncdiv(active + arg.jobs - 1, arg.jobs) * arg.jobs
+    longest = T.alloc_var("int32", init=T.max(_about(tiles, arg.workers), arg.least))
+    active = T.alloc_var("int32", init=_about(_about(tiles, longest), arg.jobs) * arg.jobs)
     active = T.max(T.min(T.min(active, arg.workers), total), 1)
-    share = T.truncdiv(total, active)
+    share = T.alloc_var("int32", init=T.truncdiv(total, active))
     rest = T.alloc_var("int32", init=total - share * active)
-    # Of one place: how many workers begin before its end.
+    # How many workers begin in one place, all in all less than one.
     begun = T.alloc_var("float32", init=_float(active) / _float(T.max(total, 1)))
     return SimpleNamespace(total=total, active=active, share=share, rest=rest, begun=begun)
 
@@ -39,13 +38,7 @@ def shares(arg, total):
 @T.macro
 def place_of(deal, worker):
     """Where a worker begins: floor(worker * total / active)."""
-    rest = T.alloc_var("int32", init=worker * deal.rest)
-    more = T.alloc_var("int32", init=T.cast(_float(rest) / _float(deal.active), "int32"))
-    if more * deal.active > rest:
-        more -= 1
-    else:
-        if (more + 1) * deal.active <= rest:
-            more += 1
+    more = quotient(worker * deal.rest, deal.active)
     return worker * deal.share + more
 
 
@@ -60,6 +53,24 @@ def worker_of(deal, place):
         if _long(worker + 1) * _long(deal.total) < end:
             worker += 1
     return worker
+
+
+@T.macro
+def quotient(number, divisor):
+    """floor(number / divisor), where that is at most 2**20: the estimate's error is then below 1."""
+    found = T.alloc_var("int32", init=T.cast(_float(number) / _float(divisor), "int32"))
+    rest = T.alloc_var("int32", init=number - found * divisor)
+    if rest < 0:
+        found -= 1
+    else:
+        if rest >= divisor:
+            found += 1
+    return found
+
+
+def _about(number: Any, divisor: Any) -> Any:
+    """number / divisor, rounded up; of very large ones to about as much."""
+    return T.cast((_float(number) + (_float(divisor) - 0.5)) / _float(divisor), "int32")
 
 
 def _float(value: Any) -> Any:
