@@ -32,19 +32,22 @@ def prepare(call: DecodeCall, sizes: DecodeSizes, scale: float, splits: Splits) 
 def deal_of(call: DecodeCall, config: Config, sizes: DecodeSizes, splits: Splits, multiprocessors: int) -> Deal:
     """How the work of a call is dealt."""
     group = sizes.heads // sizes.kv_heads
+    items = records.dense_items(sizes.batch, sizes.max_seqlen_q * group, config.block_M)
+    jobs = items * sizes.kv_heads
     if call.packed:
         items = records.packed_items(sizes.batch, sizes.total_q * group, config.block_M)
-    else:
-        items = records.dense_items(sizes.batch, sizes.max_seqlen_q * group, config.block_M)
     tiles = max(-(-sizes.capacity // config.block_N), 1)
-    workers = min(multiprocessors * config.blocks_per_sm(call), items * sizes.kv_heads * tiles)
     rule = rule_of(splits, config.block_N)
     most_parts = min(records.most_parts(rule, sizes.capacity, config.block_N), tiles) if rule else 2
+    blocks = multiprocessors * config.blocks_per_sm(call)
+    workers = min(records.even_workers(jobs, blocks), items * sizes.kv_heads * (most_parts if rule else tiles))
     return Deal(
         config.block_M, config.block_N, workers, rule, items, most_parts,
         records.most_groups(rule, workers, most_parts),
         min(config.block_M, group * sizes.max_seqlen_q),
-        max(LEAST_KEYS // config.block_N, 1),
+        # The first workers have the work, so that it is spread over all multiprocessors: no more of them than parts.
+        max(LEAST_KEYS // config.block_N, rule, 1),
+        jobs,
     )  # fmt: skip
 
 
@@ -123,6 +126,7 @@ class Decoding:
             deal.items,
             self.counter_rows,
             deal.least,
+            deal.jobs,
             *(numbers[kind][i] for kind, i in self.numbers_of_range),
         )
         return plan
