@@ -162,7 +162,14 @@ def _check(parts: list[Part], tiles: dict[tuple[int, int], tuple[int, int]], dea
 
 @pytest.mark.parametrize(
     ("batch", "tiles", "kv_heads", "parts_of_worker", "tiles_of_part"),
-    [(16, 16, 8, 1, 8), (4, 64, 32, 1, 32), (1, 128, 8, 1, 4), (1, 2048, 1, 1, 8), (64, 9, 32, 8, 9), (5, 111, 1, 1, 3)],
+    [
+        (16, 16, 8, 1, 8),
+        (4, 64, 32, 1, 32),
+        (1, 128, 8, 1, 4),
+        (1, 2048, 1, 1, 8),
+        (64, 9, 32, 8, 9),
+        (5, 111, 1, 1, 3),
+    ],
 )
 def test_equal_jobs_are_dealt_evenly(
     batch: int, tiles: int, kv_heads: int, parts_of_worker: int, tiles_of_part: int

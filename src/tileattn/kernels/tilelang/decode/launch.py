@@ -34,13 +34,15 @@ def deal_of(call: DecodeCall, config: Config, sizes: DecodeSizes, splits: Splits
     group = sizes.heads // sizes.kv_heads
     items = records.dense_items(sizes.batch, sizes.max_seqlen_q * group, config.block_M)
     jobs = items * sizes.kv_heads
+    known = not call.packed or group * sizes.max_seqlen_q <= config.block_M  # else it depends on lengths
     if call.packed:
         items = records.packed_items(sizes.batch, sizes.total_q * group, config.block_M)
     tiles = max(-(-sizes.capacity // config.block_N), 1)
     rule = rule_of(splits, config.block_N)
     most_parts = min(records.most_parts(rule, sizes.capacity, config.block_N), tiles) if rule else 2
     blocks = multiprocessors * config.blocks_per_sm(call)
-    workers = min(records.even_workers(jobs, blocks), items * sizes.kv_heads * (most_parts if rule else tiles))
+    even = records.even_workers(jobs, blocks) if known else blocks
+    workers = min(even, items * sizes.kv_heads * (most_parts if rule else tiles))
     return Deal(
         config.block_M, config.block_N, workers, rule, items, most_parts,
         records.most_groups(rule, workers, most_parts),
