@@ -48,7 +48,7 @@ FREE = 0  # the rule of parts where work is dealt freely
 
 # Parts are merged in groups of GROUP, and the groups' sums then. Of a job with more than FLAT parts, the part of a
 # group that arrives last merges the group, so that several blocks merge at the same time. Sums are the same either way.
-GROUP, FLAT = 8, 24
+GROUP, FLAT = 16, 48
 
 
 class Deal(NamedTuple):

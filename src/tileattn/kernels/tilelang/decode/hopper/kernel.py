@@ -80,6 +80,7 @@ def _kernel(plan, arg):
         q_shared = T.alloc_shared([plan.block_M, plan.head_dim], plan.dtype)
         k_shared = T.alloc_shared([plan.stages, plan.block_N, plan.head_dim], plan.dtype)
         v_shared = T.alloc_shared([plan.stages, plan.block_N, plan.head_dim_v], plan.dtype)
+        per_page = T.alloc_var("float32", init=1.0 / T.cast(T.max(arg.page_size, 1), "float32"))
         w = SimpleNamespace(
             block=block,
             thread=thread,
@@ -93,6 +94,7 @@ def _kernel(plan, arg):
             entry=T.alloc_local([4], "int32"),
             pages=T.alloc_local([max(plan.boxes, 1)], "int32"),
             rows=T.alloc_local([max(plan.boxes, 1)], "int32"),
+            per_page=per_page,
             **plan.alloc_barriers(),
             acc_s=T.alloc_fragment([plan.block_M, plan.block_N], "float32"),
             weights=T.alloc_fragment([plan.block_M, plan.block_N], plan.dtype),
