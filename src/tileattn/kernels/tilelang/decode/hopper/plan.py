@@ -42,6 +42,7 @@ class HopperDecodePlan:
         even = vectors & (vectors - 1) == 0
         self.query_rows_at_once = max(min(CONSUMERS // vectors, BLOCK_M), 8) if even else BLOCK_M
         self.score = RowScore(call, traced) if traced.score is not None else None
+        self.begins_at_zero = traced.kv_range[0] in (None, 0)
         self.always_masked = any(map(differs_by_head, traced.full_range))
 
     def alloc_barriers(self) -> dict[str, Barriers]:

@@ -89,7 +89,7 @@ def produce(plan, arg, w):
     for _ in T.serial(worker.steps):
         job = enter_job(plan, arg, worker)
         for index in T.serial(job.units):
-            part = enter_part(arg, worker, job, index)
+            part = enter_part(arg, job, index)
             if plan.gather:
                 gather_tiles(plan, arg, w, job, part)
             else:
