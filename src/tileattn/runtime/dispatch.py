@@ -26,6 +26,7 @@ from ..kernels.triton import backend as triton_backend
 from ..kernels.triton.decode import backend as triton_decode
 from ..tuner import state
 from ..tuner.space import Space
+from . import few_queries
 
 
 class Forward(Protocol):
@@ -85,11 +86,13 @@ class DecodePhase:
         refusal: ``refusal(call)`` says why the backend does not run a decode call; None if it does.
         reservation: ``reservation(call)`` says why it runs the call only if it is named; None otherwise.
         prepare: ``prepare(call, sizes, scale, splits)`` decides, once, all that depends on sizes alone.
+        runs_attention: whether it also runs :func:`tileattn.attention` of few queries (few_queries.py).
     """
 
     refusal: Callable[[DecodeCall], str | None]
     reservation: Callable[[DecodeCall], str | None]
     prepare: Callable[[DecodeCall, DecodeSizes, float, Splits], Decode]
+    runs_attention: bool = True
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ BACKENDS: tuple[Backend, ...] = (
         lambda call: None,
         torch_backend.prepare,
         torch_backend.prepare_backward,
-        decode=DecodePhase(torch_decode.refusal, lambda call: None, torch_decode.prepare),
+        decode=DecodePhase(torch_decode.refusal, lambda call: None, torch_decode.prepare, runs_attention=False),
     ),
 )
 
@@ -295,7 +298,7 @@ def prepare_forward(
 ) -> Forward:
     """The forward pass of the backend that runs a call, for bshd tensors of these shapes. Raises as :func:`select`."""
     _check_name(backend)
-    if state.session is not None:
+    if state.session is not None and not _decodes(call, backend, q_shape, k_shape):
         chosen = _select(call, backend)
         return _tuned(chosen.name, chosen.space, chosen.prepare, call, call.arch, (q_shape, k_shape, scale))
     return _prepare(call, backend, q_shape, k_shape, scale)
@@ -305,7 +308,21 @@ def prepare_forward(
 def _prepare(
     call: AttentionCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Forward:
-    return _select(call, backend).prepare(call, q_shape, k_shape, scale)
+    chosen = _select(call, backend)
+    forward = functools.partial(chosen.prepare, call, q_shape, k_shape, scale)
+    if not _decodes(call, backend, q_shape, k_shape):
+        return forward()
+    assert chosen.decode is not None
+    facts, sizes = few_queries.decode_facts(call, q_shape, k_shape)
+    return few_queries.FewQueries(chosen.decode.prepare(facts, sizes, scale, None), forward, sizes)
+
+
+def _decodes(call: AttentionCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size) -> bool:
+    """Whether the backend that runs a call does so by its decode phase: few queries, many keys."""
+    phase = _select(call, backend).decode
+    if phase is None or not phase.runs_attention or not few_queries.are_few(call, q_shape, k_shape):
+        return False
+    return phase.refusal(few_queries.decode_facts(call, q_shape, k_shape)[0]) is None
 
 
 def prepare_backward(
