@@ -86,13 +86,14 @@ class DecodePhase:
         refusal: ``refusal(call)`` says why the backend does not run a decode call; None if it does.
         reservation: ``reservation(call)`` says why it runs the call only if it is named; None otherwise.
         prepare: ``prepare(call, sizes, scale, splits)`` decides, once, all that depends on sizes alone.
-        runs_attention: whether it also runs :func:`tileattn.attention` of few queries (few_queries.py).
+        runs_attention: ``runs_attention(call, sizes)`` says whether it should also run an attention call of few queries
+            (few_queries.py) that both it and the backend's forward pass accept.
     """
 
     refusal: Callable[[DecodeCall], str | None]
     reservation: Callable[[DecodeCall], str | None]
     prepare: Callable[[DecodeCall, DecodeSizes, float, Splits], Decode]
-    runs_attention: bool = True
+    runs_attention: Callable[[DecodeCall, DecodeSizes], bool] = lambda call, sizes: True
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ BACKENDS: tuple[Backend, ...] = (
         lambda call: None,
         torch_backend.prepare,
         torch_backend.prepare_backward,
-        decode=DecodePhase(torch_decode.refusal, lambda call: None, torch_decode.prepare, runs_attention=False),
+        decode=DecodePhase(torch_decode.refusal, lambda call: None, torch_decode.prepare, torch_decode.runs_attention),
     ),
 )
 
@@ -312,17 +313,19 @@ def _prepare(
     forward = functools.partial(chosen.prepare, call, q_shape, k_shape, scale)
     if not _decodes(call, backend, q_shape, k_shape):
         return forward()
-    assert chosen.decode is not None
+    phase = chosen.decode
+    assert phase is not None
     facts, sizes = few_queries.decode_facts(call, q_shape, k_shape)
-    return few_queries.FewQueries(chosen.decode.prepare(facts, sizes, scale, None), forward, sizes)
+    return few_queries.FewQueries(lambda known: phase.prepare(facts, known, scale, None), forward, sizes)
 
 
 def _decodes(call: AttentionCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size) -> bool:
     """Whether the backend that runs a call does so by its decode phase: few queries, many keys."""
     phase = _select(call, backend).decode
-    if phase is None or not phase.runs_attention or not few_queries.are_few(call, q_shape, k_shape):
+    if phase is None or not few_queries.are_few(call, q_shape, k_shape):
         return False
-    return phase.refusal(few_queries.decode_facts(call, q_shape, k_shape)[0]) is None
+    facts, sizes = few_queries.decode_facts(call, q_shape, k_shape)
+    return phase.refusal(facts) is None and phase.runs_attention(facts, sizes)
 
 
 def prepare_backward(

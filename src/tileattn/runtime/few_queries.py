@@ -2,10 +2,11 @@
 
 A forward kernel gives each tile of queries to one block. With few queries there are too few tiles for a GPU, and each
 of the query heads that share a key/value head reads its keys again. The decode phase splits the keys, and reads them
-once for a whole group. :func:`tileattn.attention` takes it by itself, so nobody has to know.
+once for a whole group. :func:`tileattn.attention` and :func:`tileattn.varlen_attention` take it by themselves.
 
 This is the one place where sizes select a kernel. It adds one kernel for each variant: the forward kernel, for many
-queries, and the decode kernel, for few. Only shapes decide, never values on the device.
+queries, and the decode kernel, for few. Only shapes decide, never values on the device. Calls that need gradients or
+have dropout keep the forward kernel.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..call.decoding import DecodeCall, DecodeInputs, DecodeSizes
 from ..call.facts import AttentionCall
@@ -27,10 +29,16 @@ LEAST_KEYS = 512  # with fewer, a forward kernel needs no splits
 
 
 def are_few(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) -> bool:
-    """Whether the decode phase should run a call of these bshd shapes."""
+    """Whether the decode phase should run a call.
+
+    Args:
+        call: the static facts.
+        q_shape: (batch, seqlen_q, heads, head_dim); of a packed call (sequences, max_seqlen_q, heads, head_dim).
+        k_shape: the same of the keys.
+    """
     batch, seqlen_q, heads, _ = q_shape
     _, seqlen_k, kv_heads, _ = k_shape
-    if call.needs_grad or call.dropout or call.packed or call.dtype == FP8:
+    if call.needs_grad or call.dropout or call.dtype == FP8:
         return False
     if 0 in (batch, seqlen_q, heads) or seqlen_k < LEAST_KEYS:
         return False
@@ -38,7 +46,7 @@ def are_few(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) -> bo
 
 
 def decode_facts(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) -> tuple[DecodeCall, DecodeSizes]:
-    """The call as one on contiguous caches that are full."""
+    """The call as one on contiguous caches that are full, or on packed keys. `total_q` of a packed call is unknown."""
     batch, seqlen_q, heads, _ = q_shape
     _, seqlen_k, kv_heads, _ = k_shape
     facts = DecodeCall(
@@ -50,6 +58,8 @@ def decode_facts(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) 
         aligned=call.aligned,
         return_lse=call.return_lse,
         arch=call.arch,
+        packed=call.packed,
+        packed_keys=call.packed,
     )
     return facts, DecodeSizes(batch, seqlen_q, batch * seqlen_q, heads, kv_heads, seqlen_k, 0)
 
@@ -58,33 +68,51 @@ class FewQueries:
     """A forward pass (:class:`tileattn.runtime.dispatch.Forward`) that a decode phase runs.
 
     Args:
-        phase: the decode phase, prepared for these sizes.
-        forward: makes the ordinary forward pass, for keys or values that are expanded over the batch: decode kernels
-            read caches, whose rows are distinct.
+        prepare: prepares the decode phase for sizes.
+        forward: makes the ordinary forward pass. It runs calls without keys, and those whose keys or values are
+            expanded over the batch: decode kernels read caches, whose rows are distinct.
         sizes: of the call.
     """
 
     def __init__(
-        self, phase: Callable[..., Any], forward: Callable[[], Callable[[Inputs], Any]], sizes: DecodeSizes
+        self,
+        prepare: Callable[[DecodeSizes], Callable[..., Any]],
+        forward: Callable[[], Callable[[Inputs], Any]],
+        sizes: DecodeSizes,
     ) -> None:
-        self.phase, self.sizes = phase, sizes
+        self.phase = functools.lru_cache(maxsize=256)(prepare)
         self.forward = functools.cache(forward)
-        self.lengths: dict[torch.device, torch.Tensor] = {}
+        self.sizes = sizes
+        self.lengths: dict[tuple[torch.device, int], Tensor] = {}
 
-    def __call__(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         """See :class:`tileattn.runtime.dispatch.Forward`."""
-        q, k, v, sink, operands, *_ = inputs
-        if k.stride(0) == 0 or v.stride(0) == 0:
-            return self.forward()(inputs)
-        decode_inputs = DecodeInputs(q, k, v, self._lengths(q.device), None, None, sink, operands)
-        return self.phase(decode_inputs, None)
+        q, k, v, sink, operands, _, packed, _ = inputs
+        if packed is None:
+            if 0 in (k.stride(0), v.stride(0)):
+                return self.forward()(inputs)
+            lengths, bounds, sizes = self._lengths(q.device), None, self.sizes
+        else:
+            if k.shape[1] == 0:
+                return self.forward()(inputs)
+            lengths, bounds, sizes = packed.cu_seqlens_k, packed.cu_seqlens_q, self.sizes._replace(total_q=q.shape[1])
+        return self.phase(sizes)(DecodeInputs(q, k, v, lengths, None, bounds, sink, operands), None)
 
-    def _lengths(self, device: torch.device) -> torch.Tensor:
-        """The keys of each sequence: all. Kept, for making it is one more kernel."""
-        lengths = self.lengths.get(device)
+    def _lengths(self, device: torch.device) -> Tensor:
+        """The keys of each sequence: all.
+
+        The tensor is kept, because filling it is one more kernel: for each stream, as a stream does not wait for
+        another's. A CUDA graph fills one of its own, since it may outlive this object.
+        """
+        if device.type != "cuda":
+            return self._filled(device)
+        if torch.cuda.is_current_stream_capturing():
+            return self._filled(device)
+        key = device, torch.cuda.current_stream(device).cuda_stream
+        lengths = self.lengths.get(key)
         if lengths is None:
-            lengths = torch.full((self.sizes.batch,), self.sizes.capacity, dtype=torch.int32, device=device)
-            # What is made during the capture of a CUDA graph lies in the graph's memory, and is for its replays only.
-            if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-                self.lengths[device] = lengths
+            lengths = self.lengths[key] = self._filled(device)
         return lengths
+
+    def _filled(self, device: torch.device) -> Tensor:
+        return torch.full((self.sizes.batch,), self.sizes.capacity, dtype=torch.int32, device=device)
