@@ -217,16 +217,18 @@ class Engine:
         )  # fmt: skip
 
     def common(self, step: list[tuple[Request, int]], padding: int = 0) -> Any:
-        """The description of a step. Padding are requests without tokens if all have one, else tokens of no request."""
+        """The description of a step, padded by tokens of no request, and by requests without tokens.
+
+        There are as many requests as tokens, also in a step in which a request has two.
+        """
         device, counts = self.requests.device, [count for _, count in step]
         slots = [slot for request, count in step for slot in self.requests.advance(request, count)]
         table = torch.full((len(step), self.width), 2**31 - 1, dtype=torch.int32)
         for row, (request, _) in zip(table, step):
             row[: len(request.pages)] = torch.tensor(request.pages)
-        lengths, single = [request.length for request, _ in step], max(counts) == 1
-        if single:  # requests without tokens
-            counts, lengths = counts + [0] * padding, lengths + [0] * padding
-            table = torch.cat((table, table.new_zeros(padding, self.width)))
+        more = len(slots) + padding - len(step)
+        counts, lengths = counts + [0] * more, [request.length for request, _ in step] + [0] * more
+        table = torch.cat((table, table.new_zeros(more, self.width)))
         ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         return CommonAttentionMetadata(
             ends.to(device), ends, torch.tensor(lengths, dtype=torch.int32, device=device), len(lengths),

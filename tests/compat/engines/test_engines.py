@@ -71,6 +71,7 @@ def serve(engine: Any, requests: Requests) -> None:
     engine.step([(c, 1), (a, 1), (b, 1)])
     d = requests.fork(c, 70, 50)
     engine.step([(a, 4), (d, 2), (c, 1)])
+    engine.step([(b, 2), (d, 1)])
     engine.step([(b, 1)], padding=1)
 
 
