@@ -205,8 +205,15 @@ def _case_attempts(case: Case, direction: str) -> Iterator[Attempt]:
 
 def conformance_attempts() -> Iterator[Attempt]:
     """The calls that the tests for a GPU make: forward passes and, from the same cases, backward passes."""
-    from tests.api import test_decode_gpu, test_decode_identities, test_decode_invariance, test_server_day
+    from tests.api import (
+        test_decode_gpu,
+        test_decode_identities,
+        test_decode_invariance,
+        test_server_day,
+        test_varlen_cache,
+    )
     from tests.compat import test_torch_sdpa_gpu as test_gpu_sdpa
+    from tests.compat.flash_attn import test_block_table, test_kvcache
     from tests.compat.flash_attn import test_functions as test_flash_attn
     from tests.kernels.tilelang.backward import test_gpu as test_gpu_backward
     from tests.kernels.tilelang.forward import test_gpu
@@ -224,7 +231,14 @@ def conformance_attempts() -> Iterator[Attempt]:
         yield lambda of_decode=of_decode: decode_call.run_decode(of_decode, "tilelang")  # type: ignore[misc]
     with mock.patch.object(test_decode_gpu, "DEVICE", "meta"):
         yield from test_decode_gpu.calls()
-    for module in (test_decode_invariance, test_decode_identities, test_server_day):
+    for module in (
+        test_decode_invariance,
+        test_decode_identities,
+        test_server_day,
+        test_varlen_cache,
+        test_kvcache,
+        test_block_table,
+    ):
         yield from module.calls()
     for shape in (test_gpu.SHAPES | test_gpu.DIFFERING).values():
         for return_lse in (False, True):

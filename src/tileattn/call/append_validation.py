@@ -16,8 +16,8 @@ from .appending import AppendInputs
 from .fp8 import FP8
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_TOKENS = ("(batch, new, kv_heads, head_dim)", "(total, kv_heads, head_dim) with cu_seqlens_q")
-_QUERIES = ("(batch, q_len, heads, head_dim)", "(total, heads, head_dim) with cu_seqlens_q")
+_TOKENS, _PACKED_TOKENS = "(batch, new, kv_heads, head_dim)", "(total, kv_heads, head_dim) with cu_seqlens_q"
+_QUERIES, _PACKED_QUERIES = "(batch, q_len, heads, head_dim)", "(total, heads, head_dim) with cu_seqlens_q"
 _CACHE = "(batch, capacity, kv_heads, head_dim), or (pages, page_size, kv_heads, head_dim) with page_table"
 
 
@@ -25,11 +25,11 @@ def check_append(inputs: AppendInputs) -> None:
     """Raises TypeError or ValueError unless the arguments, as the user gave them, make one append call."""
     packed = inputs.cu_seqlens_q is not None
     for name in ("k", "v"):
-        _check_rows(name, getattr(inputs, name), 3 if packed else 4, _TOKENS[packed])
+        _check_rows(name, getattr(inputs, name), 3 if packed else 4, _PACKED_TOKENS if packed else _TOKENS)
     for name in ("k_cache", "v_cache"):
         _check_rows(name, getattr(inputs, name), 4, _CACHE)
     if inputs.q is not None:
-        _check_rows("q", inputs.q, 3 if packed else 4, _QUERIES[packed])
+        _check_rows("q", inputs.q, 3 if packed else 4, _PACKED_QUERIES if packed else _QUERIES)
     _check_dtypes(inputs)
     _check_gradients(inputs)
     _check_ints("seqlens_k", inputs.seqlens_k, 1, "(batch,)", inputs.k)

@@ -7,6 +7,7 @@ tests run on a GPU by ``pytest -m gpu``.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 from collections.abc import Callable, Iterator
@@ -21,7 +22,6 @@ from tileattn.compat import flash_attn as compat
 from tileattn.compat.flash_attn import flash_attn_with_kvcache
 from tileattn.testing import assert_forward_accurate
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BATCH, HEADS = 2, 6
 KV_HEADS = {"mha": 6, "gqa": 3, "mqa": 1}
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -192,7 +192,7 @@ class Problem:
         }
         if self.new:
             options |= {"k": there(self.k), "v": there(self.v)}
-        if self.angles.numel():
+        if self.angles.numel() and self.new:
             options |= {"rotary_cos": there(self.cos), "rotary_sin": there(self.sin)}
         return flash_attn_with_kvcache(there(self.q), *caches, **options), caches
 
@@ -265,10 +265,30 @@ def check(case: Case, device: str) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("number", range(len(CASES)))
+# On a GPU most cases need kernels of their own.
+QUICK = 20
+RUNS = [(number, "cpu") for number in range(len(CASES))] + [
+    pytest.param(number, "cuda", marks=[pytest.mark.gpu] + [pytest.mark.slow] * (number >= QUICK))
+    for number in range(len(CASES))
+]
+
+
+@pytest.mark.parametrize(("number", "device"), RUNS)
 def test_as_documented(number: int, device: str) -> None:
     check(CASES[number], device)
+
+
+def calls() -> Iterator[Callable[[], Any]]:
+    """Calls whose kernels the quick tests need on a GPU, for benchmarks/precompile.py: of decode, and of append_kv."""
+    for case in CASES[:QUICK]:
+        if case.dim % 8:
+            continue  # Triton's
+        problem = Problem(case)
+        if case.new:
+            yield functools.partial(problem.call, "meta")
+        without = Problem(case)
+        without.new = 0
+        yield functools.partial(without.call, "meta")
 
 
 # --- What is asked of the arguments ---

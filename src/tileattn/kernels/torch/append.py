@@ -113,11 +113,12 @@ def _write(cache: Tensor, x: Tensor, places: tuple[Tensor, Tensor], written: Ten
     """Writes the rows of x that are `written`; there are rows, and the cache has elements."""
     x, written = x.flatten(0, 1), written.flatten()
     # A row that is not written takes value and place of the first one that is, or else those of the cache's first row.
-    first = written.int().argmax()
+    # Indices keep a dimension: the host would read one without.
+    first = written.int().argmax(keepdim=True)
     source = torch.where(written, torch.arange(written.shape[0], device=x.device), first)
-    some = written[first]
+    some = written.index_select(0, first)
     row, token = (torch.where(some, place.flatten()[source], 0) for place in places)
-    cache[row, token] = torch.where(some, x[source], cache[0, 0])
+    cache[row, token] = torch.where(some[:, None, None], x[source], cache[0, 0])
 
 
 def _rotated(
@@ -185,6 +186,8 @@ class _Recorder:
         if not wrong.numel():
             return
         wrong, sequence = wrong.flatten(), sequence.flatten()
-        at = wrong.int().argmax()
-        record = (sequence[at] + 1).to(self.status.dtype)
-        self.status[field] = torch.where(wrong[at], record, self.status[field])
+        # With a dimension of one: an index without a dimension would be read by the host.
+        at = wrong.int().argmax(keepdim=True)
+        record = (sequence.index_select(0, at) + 1).to(self.status.dtype)
+        found = self.status[field : field + 1]
+        found.copy_(torch.where(wrong.index_select(0, at), record, found))
