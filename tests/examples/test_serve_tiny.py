@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import typer
 from typer.testing import CliRunner, Result
 
+import tileattn
 from tests.tools import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -67,6 +70,26 @@ def test_every_request_is_as_alone_on_a_gpu(example: ModuleType, through: str, g
     assert result.exit_code == 0, result.output
     check(result.output)
     assert ("CUDA graph" in result.output) == graph
+
+
+def calls() -> Iterator[Callable[[], Any]]:
+    """Calls whose kernels this needs on a GPU, for benchmarks/precompile.py."""
+
+    def rows(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+    int32 = functools.partial(torch.empty, dtype=torch.int32, device="meta")
+    cos = torch.empty(72, 32, device="meta")
+    caches = rows(9, 16, 2, 64), rows(9, 16, 2, 64)
+    lengths, table, ends = int32(4), int32(4, 5), int32(5)
+    single: dict[str, Any] = {"page_table": table}
+    packed = {"page_table": table, "cu_seqlens_q": ends}
+    for shape, named in (((4, 1), single), ((7,), packed)):
+        q, k, v = rows(*shape, 4, 64), rows(*shape, 2, 64), rows(*shape, 2, 64)
+        yield functools.partial(tileattn.append_kv, k, v, *caches, lengths, **named, cos=cos, sin=cos, q=q)
+        longest = {"max_seqlen_q": 5} if named is packed else {}
+        yield functools.partial(tileattn.decode, q, *caches, lengths, **named, **longest)
+    yield functools.partial(tileattn.append_kv, rows(4, 1, 2, 64), rows(4, 1, 2, 64), *caches, lengths, **single)
 
 
 def test_a_wrong_cache_is_seen(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,9 @@ class LayerOptions:
         """Of `decode` and `decode_plan`."""
         mods: list[ScoreMod] = [] if self.soft_cap is None else [SoftCap(self.soft_cap)]
         mods += [] if self.slopes is None else [ALiBi(self.slopes)]
-        mask = None if self.left is None else SlidingWindow(self.left, 0)
-        return {"mask": mask, "score_mod": mods or None, "sink": self.sink, "scale": self.scale}
+        causal = self.left is None  # a window ends at the query
+        mask = None if causal else SlidingWindow(self.left, 0)
+        return {"causal": causal, "mask": mask, "score_mod": mods or None, "sink": self.sink, "scale": self.scale}
 
 
 @dataclass(eq=False)

@@ -6,10 +6,12 @@ arguments of their public interfaces (tests/tools/like_vllm.py, tests/tools/like
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 import tileattn
 from tests.tools import ROOT, like_sglang, like_vllm
 from tests.tools.served_requests import Layer, Requests
+from tileattn.compat.engine_step import Step
 from tileattn.compat.sglang import backend as sglang
 from tileattn.compat.vllm import backend as vllm
 
@@ -57,7 +60,7 @@ LAYERS = {
     "plain": [Layer(), Layer()],
     "windows": [Layer(window=19), Layer(), Layer(window=1)],
     "caps and sinks": [Layer(soft_cap=5.0, sinks=(0.5, -1.0, 2.0, 0.0)), Layer(4, 1, sinks=(0.0, 1.0, -3.0, 0.5))],
-    "values of 8": [Layer(3, 3, 24, 8)],
+    "smaller values": [Layer(3, 3, 24, 16)],
 }
 
 
@@ -91,6 +94,26 @@ def test_vllms_layouts_and_alibi(name: str, heads_first: bool) -> None:
     layers = [Layer(slopes=(0.5, 0.25, 0.125, 0.06), soft_cap=9.0), Layer(8, 2, 32, 32, slopes=(0.1,) * 8)]
     requests = Requests(layers, PAGES, 16, torch.float16, "cpu")
     serve(like_vllm.Engine(requests, PAGES, WIDTH, heads_first), requests)
+
+
+def calls() -> Iterator[Callable[[], Any]]:
+    """Calls whose kernels this needs on a GPU, for benchmarks/precompile.py."""
+    for layer, page_size in product({layer for layers in LAYERS.values() for layer in layers}, (1, 16)):
+        with torch.device("meta"):
+            impl = like_vllm.Engine.impl(vllm.Backend, layer)
+
+        def rows(heads: int, dim: int, count: int = 3) -> torch.Tensor:
+            return torch.empty(count, heads, dim, dtype=torch.bfloat16, device="meta")
+
+        width = layer.head_dim + layer.head_dim_v
+        cache = rows(layer.kv_heads, width, PAGES * page_size).view(PAGES, page_size, layer.kv_heads, width)
+        caches = cache[..., : layer.head_dim], cache[..., layer.head_dim :]
+        int32 = functools.partial(torch.empty, dtype=torch.int32, device="meta")
+        metadata = vllm.Metadata(3, torch.empty(3, dtype=torch.int64, device="meta"), Step(int32(3), int32(3, WIDTH)))
+        new = rows(layer.kv_heads, layer.head_dim), rows(layer.kv_heads, layer.head_dim_v)
+        yield functools.partial(metadata.write, *new, *caches)
+        for step in (metadata.step, Step(int32(2), int32(2, WIDTH), int32(3), 2)):
+            yield functools.partial(step.attend, rows(layer.heads, layer.head_dim), *caches, impl.options)
 
 
 # --- What the layers of a step share ---
