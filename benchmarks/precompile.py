@@ -135,6 +135,7 @@ def _pretending(arch: str) -> Iterator[_Requested]:
         mock.patch.object(append_backend, "append_function", requested.ask_append),
         mock.patch.object(append_runtime, "make_append_call", functools.partial(_append_call, on_gpu=True)),
         mock.patch.object(appending, "device_arch", return_value=arch),
+        mock.patch.dict(append_runtime._PREPARED, clear=True),  # of other architectures
         mock.patch.object(append_runtime, "check_overlap"),  # by addresses, which are all 0
         mock.patch.object(decoding, "_asks_for_alignment", return_value=True),
         mock.patch.object(decoding, "device_arch", return_value=arch),

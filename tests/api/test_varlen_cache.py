@@ -137,7 +137,7 @@ LENGTHS, TABLE = torch.tensor([1, 3], dtype=torch.int32), torch.zeros(2, 2, dtyp
 @pytest.mark.parametrize(
     ("keys", "cu_seqlens_k", "options", "error", "message"),
     [
-        (K, OF_K, {"seqused_k": LENGTHS.long()}, TypeError, "seqused_k must be an int32 tensor"),
+        (K, OF_K, {"seqused_k": LENGTHS.long()}, TypeError, "seqused_k must be int32, got torch.int64"),
         (K, OF_K, {"seqused_k": LENGTHS[:1]}, ValueError, r"seqused_k must have shape \(sequences,\) = \(2,\), got"),
         (K, OF_K, {"seqused_k": LENGTHS + 2}, ValueError, r"seqused_k must lie in 0 \.\. .* 2, got 3 \(sequence 0\)"),
         (K, OF_K, {"seqused_k": LENGTHS - 2}, ValueError, r"seqused_k must lie in 0 \.\. .*, got -1"),

@@ -188,14 +188,15 @@ def select(call: AttentionCall, backend: str | None = None) -> Backend:
         ValueError: no backend has that name, or its options are wrong.
         NotImplementedError: the named backend (or every backend) refuses the call; the message says why.
     """
-    _check_name(backend)
+    check_name(backend)
     return _select(call, backend)
 
 
 _NAMES = tuple(candidate.name for candidate in BACKENDS)
 
 
-def _check_name(backend: str | None) -> None:
+def check_name(backend: str | None) -> None:
+    """Raises ValueError if no backend has the name, or its options are wrong. It is asked before a cache is."""
     if backend is not None:
         named(backend)
 
@@ -255,7 +256,7 @@ class PreparedDecode(NamedTuple):
 
 def select_decode(call: DecodeCall, backend: str | None = None) -> Backend:
     """Selects the backend that runs a decode call. Raises as :func:`select`."""
-    _check_name(backend)
+    check_name(backend)
     return _select_decode(call, backend)
 
 
@@ -275,7 +276,7 @@ def prepare_decode(
     call: DecodeCall, backend: str | None, sizes: DecodeSizes, scale: float, splits: Splits
 ) -> PreparedDecode:
     """The decode phase of the backend that runs a call of these sizes. Raises as :func:`select`."""
-    _check_name(backend)
+    check_name(backend)
     return _prepare_decode(call, backend, sizes, scale, splits)
 
 
@@ -294,7 +295,7 @@ def prepare_forward(
     call: AttentionCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Forward:
     """The forward pass of the backend that runs a call, for bshd tensors of these shapes. Raises as :func:`select`."""
-    _check_name(backend)
+    check_name(backend)
     if state.session is not None:
         chosen = _select(call, backend)
         return _tuned(chosen.name, chosen.space, chosen.prepare, call, call.arch, (q_shape, k_shape, scale))
@@ -312,7 +313,7 @@ def prepare_backward(
     call: BackwardCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Backward:
     """The backward pass of the backend that runs the call's forward pass. Raises as :func:`select`."""
-    _check_name(backend)
+    check_name(backend)
     if state.session is not None:
         chosen = _select(call.forward, backend)
         sizes, arch = (q_shape, k_shape, scale), call.forward.arch
