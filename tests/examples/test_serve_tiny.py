@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 import tileattn
-from tests.tools import ROOT
+from tests.tools import ROOT, like_sglang, like_vllm
 
 EXAMPLES = ROOT / "examples"
 SMALL = ("--requests", "12", "--slots", "4", "--prompt", "60", "--shared", "33", "--new", "12", "--chunk", "30")
@@ -120,3 +120,20 @@ def test_errors(example: ModuleType, arguments: tuple[str, ...], message: str) -
     result = run(example, *arguments)
     assert result.exit_code == 2
     assert message in " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.output).split())
+
+
+def test_the_pages_python_runs() -> None:
+    """Its blocks continue each other."""
+    page = (ROOT / "docs" / "serving.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 9
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+
+
+def test_the_pages_versions_are_those_of_the_tests() -> None:
+    page = " ".join((ROOT / "docs" / "serving.md").read_text().split())
+    assert "vLLM 0.33.0 (commit 4ba787ec9) and SGLang 0.5.23" in page
+    assert "vLLM's public interface at commit 4ba787ec9 (release 0.33.0)" in " ".join(str(like_vllm.__doc__).split())
+    assert "release 0.5.23" in str(like_sglang.__doc__)
