@@ -14,7 +14,8 @@ import typer
 from typer.testing import CliRunner, Result
 
 import tileattn
-from tests.tools import ROOT, like_sglang, like_vllm
+from tests.tools import ROOT
+from tests.tools.engines import like_sglang, like_vllm
 
 EXAMPLES = ROOT / "examples"
 SMALL = ("--requests", "12", "--slots", "4", "--prompt", "60", "--shared", "33", "--new", "12", "--chunk", "30")

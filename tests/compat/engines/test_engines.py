@@ -1,7 +1,7 @@
 """The backends of vLLM and SGLang, driven as these engines drive them, beside a plain reference.
 
 Neither engine is installed. Modules of the tests stand in for theirs: base classes and registries with the names and
-arguments of their public interfaces (tests/tools/like_vllm.py, tests/tools/like_sglang.py).
+arguments of their public interfaces (tests/tools/engines).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import pytest
 import torch
 
 import tileattn
-from tests.tools import ROOT, like_sglang, like_vllm
-from tests.tools.served_requests import Layer, Requests
+from tests.tools import ROOT
+from tests.tools.engines import like_sglang, like_vllm
+from tests.tools.engines.served_requests import Layer, Requests
 from tileattn.compat.engine_step import Step
 from tileattn.compat.sglang import backend as sglang
 from tileattn.compat.vllm import backend as vllm

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.tools.served_requests import Layer, Request, Requests
+from tests.tools.engines.served_requests import Layer, Request, Requests
 
 SIGNATURES = {
     "__init__": "model_runner",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.tools.served_requests import Layer, Request, Requests
+from tests.tools.engines.served_requests import Layer, Request, Requests
 
 # What vLLM calls with these arguments; "=" are defaults.
 SIGNATURES = {
