@@ -21,7 +21,7 @@ from ..variant.masks import SlidingWindow
 from ..variant.scores import ALiBi, ScoreMod, SoftCap
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerOptions:
     """What a layer computes.
 

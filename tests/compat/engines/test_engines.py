@@ -217,15 +217,23 @@ def test_another_plugin_keeps_vllms_custom_backend(name: str, caplog: pytest.Log
     assert "is other.Backend, which another plug-in has registered" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("engine", "version"), [("vllm", "vLLM with the interface of version 0.33"), ("sglang", "SGLang")]
-)
-def test_without_the_engine_registering_says_what_is_missing(
-    engine: str, version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("engine", GROUPS)
+def test_without_the_engine_registering_says_what_is_missing(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, engine, None)
-    with pytest.raises(ImportError, match=f"needs {version}"):
-        register(engine)
+    with pytest.raises(
+        ImportError, match=rf"tileattn.compat.{engine} needs v?\w+ with the interface of version 0\.\d+"
+    ):
+        importlib.import_module(f"tileattn.compat.{engine}").register()
+
+
+def test_an_older_vllm_starts_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    modules = like_vllm.modules()
+    for module, stand_in in modules.items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    monkeypatch.delitem(sys.modules, "vllm.v1.attention.backend")
+    register("vllm")
+    assert "is not registered: tileattn.compat.vllm needs vLLM with the interface of version 0.33" in caplog.text
+    assert not like_vllm.PATHS
 
 
 # --- Refusals ---

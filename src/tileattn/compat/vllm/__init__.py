@@ -1,6 +1,6 @@
 """tileattn as an attention backend of vLLM, version 0.33.
 
-vLLM finds :func:`register` by the entry point that tileattn's package declares (``vllm.general_plugins``). So where
+vLLM finds :func:`load_plugin` by the entry point that tileattn's package declares (``vllm.general_plugins``). So where
 both are installed, this is all::
 
     vllm serve MODEL --attention-backend CUSTOM
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["register"]
+__all__ = ["load_plugin", "register"]
 
+_logger = logging.getLogger(__name__)
 _CLASS = "tileattn.compat.vllm.engine.TileAttentionBackend"
 
 
@@ -35,9 +36,20 @@ def register() -> None:
         ) from error
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != _CLASS:
-        logging.getLogger(__name__).warning(
+        _logger.warning(
             "vLLM's attention backend CUSTOM is %s, which another plug-in has registered: tileattn is not registered",
             custom.get_path(),
         )
         return
     register_backend(custom, _CLASS)
+
+
+def load_plugin() -> None:
+    """The function of the entry point: :func:`register`, with a warning where vLLM is of another version.
+
+    vLLM calls it at every start, also for users of other backends, and does not start if it raises.
+    """
+    try:
+        register()
+    except ImportError as error:
+        _logger.warning("tileattn's attention backend is not registered: %s", error)
