@@ -3,7 +3,7 @@
     python examples/serve_tiny.py                              # some seconds on a CPU
     python examples/serve_tiny.py --check                      # also computes every request alone, and compares
     python examples/serve_tiny.py --through vllm               # by the classes that vLLM gets; or sglang
-    python examples/serve_tiny.py --device cuda --graph --slots 64 --requests 256 --layers 8 --dim 2048 --heads 16
+    python examples/serve_tiny.py --device cuda --graph --slots 64 --chunk 512 --requests 256 --layers 8 --dim 1024
 
 Requests arrive over time. In each step every running request gets its next token, and what is left of the step's tokens
 goes to prompts: a long prompt takes several steps. Prompts and single tokens are one packed call of attention. If all
