@@ -215,8 +215,10 @@ def conformance_attempts() -> Iterator[Attempt]:
         test_varlen_cache,
     )
     from tests.compat import test_torch_sdpa_gpu as test_gpu_sdpa
+    from tests.compat.engines import test_engines
     from tests.compat.flash_attn import test_block_table, test_kvcache
     from tests.compat.flash_attn import test_functions as test_flash_attn
+    from tests.examples import test_serve_tiny
     from tests.kernels.tilelang.backward import test_gpu as test_gpu_backward
     from tests.kernels.tilelang.forward import test_gpu
     from tests.kernels.tilelang.packed import test_backward_gpu as test_gpu_varlen_backward
@@ -241,6 +243,8 @@ def conformance_attempts() -> Iterator[Attempt]:
         test_varlen_cache,
         test_kvcache,
         test_block_table,
+        test_engines,
+        test_serve_tiny,
         test_few_queries_gpu,
     ):
         yield from module.calls()
