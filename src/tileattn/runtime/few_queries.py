@@ -42,6 +42,11 @@ def are_few(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) -> bo
         return False
     if 0 in (batch, seqlen_q, heads) or seqlen_k < LEAST_KEYS:
         return False
+    return fit_in_a_tile(seqlen_q, heads, kv_heads)
+
+
+def fit_in_a_tile(seqlen_q: int, heads: int, kv_heads: int) -> bool:
+    """Whether so many queries of a sequence fit in one tile of the decode kernels."""
     return seqlen_q <= MOST_QUERIES and seqlen_q * (heads // kv_heads) <= MOST_ROWS
 
 
