@@ -174,7 +174,9 @@ def locate_part(arg, worker, job, index):
         number = T.truncdiv(job.lo - job.origin, job.unit) + index
         parts = T.max(T.truncdiv(job.end - job.origin + job.unit - 1, job.unit), 1)
         counter = job.number
-        slots = job.number * arg.most_parts
+        if arg.jobs == 2 * arg.workers:  # see records.jobs
+            counter = 2 * begin + T.if_then_else((at[INSIDE] > 0) | job.cut, 1, 0)
+        slots = counter * arg.most_parts
         step = 1
     return SimpleNamespace(number=number, parts=parts, counter=counter, slots=slots, step=step)
 

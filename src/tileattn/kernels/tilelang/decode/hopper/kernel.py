@@ -122,8 +122,9 @@ def _kernel(plan, arg):
                 w.min_alpha: softmax.per_thread_layout(plan.consumers),
             }
         )
-        if thread < plan.consumers:
-            prefetch_first_tiles(plan, arg, w)
+        if plan.prefetches:
+            if thread < plan.consumers:
+                prefetch_first_tiles(plan, arg, w)
         wait_for_previous(plan.call.arch)
         let_next_start(plan.call.arch)
         if thread >= plan.consumers:
