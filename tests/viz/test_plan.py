@@ -75,6 +75,7 @@ def test_the_rule_is_that_of_the_planning_kernel(tmp_path: Path) -> None:
             kernel(
                 torch.tensor(lengths, dtype=torch.int32), written, status, 1, batch, group, kv_heads, capacity, 64, 64,
                 workers, records.FREE, batch, records.counter_rows(deal, kv_heads), deal.least, jobs,
+                deal.few, deal.few_tiles, deal.coarse,
             )  # fmt: skip
             assert not status.any()
             tiles = {(b, 0): (0, -(-n // 64)) for b, n in enumerate(lengths)}

@@ -52,7 +52,8 @@ def planned(
         q_len, total = longest or max(q_lens), total_q or ends[-1]
     KERNELS[packed](
         *tensors, plan, status, q_len, total, group, kv_heads, capacity, deal.block_M, deal.block_N, deal.workers,
-        deal.rule, deal.items, records.counter_rows(deal, kv_heads), deal.least, deal.jobs, *window,
+        deal.rule, deal.items, records.counter_rows(deal, kv_heads), deal.least, deal.jobs,
+        deal.few, deal.few_tiles, deal.coarse, *window,
     )  # fmt: skip
     return plan, status.tolist()
 
@@ -85,14 +86,15 @@ def problems(draw: st.DrawFn):  # type: ignore[no-untyped-def]
     rule = draw(st.sampled_from([FREE, -1, -2, -7, 1, 3, 8]))
     window = draw(st.sampled_from([(2**30, 0), (100, 0), (30, 5), (0, 0)]))
     rest = draw(st.sampled_from([0, 1, 40])) if packed else 0
-    least = draw(st.sampled_from([1, 3]))
-    return lengths, q_lens, group, kv_heads, block_M, block_N, workers, rule, window, rest, least
+    least, coarse = draw(st.sampled_from([1, 3])), draw(st.sampled_from([0, 0, 0, 1, 3]))
+    few = draw(st.sampled_from([(workers, 0), (max(workers // 2, 1), 50)]))
+    return lengths, q_lens, group, kv_heads, block_M, block_N, workers, rule, window, rest, (least, *few, coarse)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(problems())
 def test_every_tile_is_dealt_once(problem) -> None:  # type: ignore[no-untyped-def]
-    lengths, q_lens, group, kv_heads, block_M, block_N, workers, rule, window, rest, least = problem
+    lengths, q_lens, group, kv_heads, block_M, block_N, workers, rule, window, rest, limits = problem
     batch, packed = len(lengths), not isinstance(q_lens, int)
     each = list(q_lens) if packed else [q_lens] * batch
     total_q = sum(each) + rest
@@ -106,7 +108,7 @@ def test_every_tile_is_dealt_once(problem) -> None:  # type: ignore[no-untyped-d
     most_parts = records.most_parts(rule, max(lengths), block_N) if rule else 2
     groups = records.most_groups(rule, workers, most_parts)
     jobs = records.dense_items(batch, max(each) * group, block_M) * kv_heads
-    deal = Deal(block_M, block_N, workers, rule, items, most_parts, groups, block_M, least, jobs)
+    deal = Deal(block_M, block_N, workers, rule, items, most_parts, groups, block_M, limits[0], jobs, *limits[1:])
     plan, status = planned(lengths, q_lens, deal, group, kv_heads, window, total_q)
     assert status == [0] * fields.FIELDS
     counters = plan[workers + 1 : workers + 1 + records.counter_rows(deal, kv_heads)]
@@ -161,8 +163,9 @@ def _check(parts: list[Part], tiles: dict[tuple[int, int], tuple[int, int]], dea
         loads = [0] * deal.workers
         for part in parts:
             loads[part.worker] += max(part.hi - part.lo, 1) + OVERHEAD * (part.number == part.parts - 1)
-        share = max(-(-(sum(loads) - OVERHEAD * len(jobs)) // deal.workers), deal.least)
-        assert max(loads) <= share + OVERHEAD * (1 + share)
+        tiles = sum(loads) - OVERHEAD * len(jobs)
+        share = max(-(-tiles // (deal.workers if tiles > deal.few_tiles else deal.few)), deal.least)
+        assert max(loads) <= (share + OVERHEAD * (1 + share)) * 2**deal.coarse
         assert all(sum(part.worker == w and part.parts > 1 for part in parts) <= 2 for w in range(deal.workers))
 
 

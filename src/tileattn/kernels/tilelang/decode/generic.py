@@ -40,7 +40,7 @@ from .config import GenericConfig
 from .packed_rows import RowScore, apply_row_mask, apply_row_score, keep_row_uniforms, locate_rows
 from .ranges import differs_by_head
 from .signature import declare
-from .walk import begin_worker, enter_job, enter_part, head_of, next_job, query_of
+from .walk import begin_worker, enter_job, enter_part, head_of, locate_part, next_job, query_of
 
 FAR = 2**30  # tokens: beyond any cache
 
@@ -100,9 +100,10 @@ def _kernel(plan, arg):
             job = enter_job(plan, arg, worker)
             head = _enter_rows(plan, arg, w, job)
             for index in T.serial(job.units):
-                part = enter_part(arg, worker, job, index)
-                _check_pages(plan, arg, job, part, w.thread)
-                _add_keys(plan, arg, w, head, job, part)
+                tiles = enter_part(arg, job, index)
+                _check_pages(plan, arg, job, tiles, w.thread)
+                _add_keys(plan, arg, w, head, job, tiles)
+                part = locate_part(arg, worker, job, index)
                 if part.parts > 1:
                     store_part(plan, arg, job, part, w.acc_o, w.base, w.l)
                 if part.parts == 1:
@@ -190,6 +191,8 @@ def _place(plan, arg, job, key):
     that is one.
     """
     outside = T.cast((key < job.kv_lo) | (key >= job.kv_hi), "int32") * FAR
+    if plan.call.packed_keys:
+        return 0, arg.page_table[job.sequence, 0] + key + outside
     if not plan.call.paged:
         return job.sequence, key + outside
     near = T.max(T.min(key, job.kv_hi - 1), 0)

@@ -1,9 +1,10 @@
 """The planning kernel of a decode call: deals its work to the blocks of the attention kernel (records.py).
 
 One block. The cost of a job is the number of its tiles of keys, at least one, and OVERHEAD for beginning and ending
-it. All costs are summed in the order of the jobs, and each worker gets an equal share (shares.py), as FlashMLA
-(DeepSeek) deals decoding work. So all workers end at about the same time, and each has at most two parts of jobs that
-it shares with others. A worker may begin at any tile; with a rule of parts, at the next part.
+it. Where the costs could sum up to more than an integer holds, they count runs of ``2**coarse`` tiles. All are summed
+in the order of the jobs, and each worker gets an equal share (shares.py), as FlashMLA (DeepSeek) deals decoding work.
+So all workers end at about the same time, and each has at most two parts of jobs that it shares with others. A worker
+may begin at any tile; with a rule of parts, at the next part.
 
 Items, at most THREADS at a time, are one per thread. Each warp sums their costs by shuffles; each worker then finds the
 warp and the item that it begins in. If there are more, a first pass computes the total.
@@ -50,7 +51,7 @@ FACTS = 5
 
 SIZES = (
     "q_len", "total_q", "group", "kv_heads", "capacity", "block_M", "block_N", "workers", "rule", "items",
-    "counter_rows", "least", "jobs",
+    "counter_rows", "least", "jobs", "few", "few_tiles", "coarse",
 )  # fmt: skip
 
 
@@ -245,11 +246,16 @@ def _cost(arg, w, item):
     if item < arg.items:
         it = _item(arg, w, item)
         if it.rows > 0:
-            cost = arg.kv_heads * (it.tiles + OVERHEAD)
+            cost = arg.kv_heads * (_runs(arg, it.tiles) + OVERHEAD)
         facts = (ITS_B, it.b), (ITS_Q_TILE, it.q_tile), (ITS_FIRST, it.first), (ITS_TILES, it.tiles)
         for field, value in facts:
             w.items[field, w.thread] = value
     return cost
+
+
+def _runs(arg: Any, tiles: Any) -> Any:
+    """How many runs of 2**coarse tiles there are."""
+    return (tiles + ((1 << arg.coarse) - 1)) >> arg.coarse
 
 
 @T.macro
@@ -309,9 +315,10 @@ def _begin(arg, w, deal, worker, place, before, chunk):
     b, q_tile, its_first, tiles = (
         T.alloc_var("int32", init=w.items[field, low]) for field in (ITS_B, ITS_Q_TILE, ITS_FIRST, ITS_TILES)
     )
-    kv_head = T.alloc_var("int32", init=quotient(place - begin, tiles + OVERHEAD))
-    start = T.alloc_var("int32", init=begin + kv_head * (tiles + OVERHEAD))  # of the job's costs
-    tile = T.alloc_var("int32", init=place - start)  # counted from the job's first
+    runs = T.alloc_var("int32", init=_runs(arg, tiles))
+    kv_head = T.alloc_var("int32", init=quotient(place - begin, runs + OVERHEAD))
+    start = T.alloc_var("int32", init=begin + kv_head * (runs + OVERHEAD))  # of the job's costs
+    tile = T.alloc_var("int32", init=(place - start) << arg.coarse)  # counted from the job's first
     job = T.alloc_var("int32", init=(chunk * THREADS + low) * arg.kv_heads + kv_head)
     if arg.rule > 0:
         if tile > 0:
@@ -335,7 +342,7 @@ def _begin(arg, w, deal, worker, place, before, chunk):
     if tile > 0:
         tile += its_first
         first = worker_of(deal, start)
-        parts = worker_of(deal, start + tiles - 1) - first + 1
+        parts = worker_of(deal, start + runs - 1) - first + 1
     _write(arg, worker, JOB, [job, b, q_tile, kv_head])
     _write(arg, worker, TILE, [tile, first, parts, 0])
     _write_record(arg, w, worker, OWN, b)

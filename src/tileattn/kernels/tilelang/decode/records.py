@@ -37,6 +37,11 @@ Q_START, Q_LEN, SEQLEN, ITEMS = range(4)
 RECORD = 4  # the width of a sequence record
 RECORDS = WIDTH // RECORD
 
+# What packed_keys.py writes for each sequence of packed keys, a row for each: its first query, the place of its first
+# key, and how many keys it has.
+KEYS_BOUND, KEYS_START, KEYS_LENGTH = range(3)
+KEYS_FIELDS = 3
+
 # Columns of a part's row behind those of O: the base of its exponents, in powers of two, and the sum of its weights.
 # Rows stay multiples of 16 bytes.
 STATE_COLUMNS = 4
@@ -65,6 +70,9 @@ class Deal(NamedTuple):
         slot_rows: rows that a part in a slot has.
         least: tiles of a worker, at least 1; where there are fewer, fewer workers have work.
         jobs: how many jobs there are if all sequences have as many queries; shares of work are fitted to it.
+        few: workers that have work if there are at most `few_tiles` tiles in all. Blocks that share a multiprocessor
+            bring more parts to merge, and keep more bytes in flight than short calls need.
+        coarse: costs of jobs count runs of ``2**coarse`` tiles.
     """
 
     block_M: int
@@ -77,6 +85,14 @@ class Deal(NamedTuple):
     slot_rows: int
     least: int = 1
     jobs: int = 1
+    few: int = 1
+    few_tiles: int = 0
+    coarse: int = 0
+
+
+def coarse(jobs: int, tiles: int) -> int:
+    """By how much costs must be shifted, so that the sum of those of `jobs` jobs of `tiles` tiles stays below 2**30."""
+    return max((jobs * (tiles + 2)).bit_length() - 30, 0)
 
 
 def even_workers(jobs: int, blocks: int) -> int:

@@ -14,20 +14,23 @@ from typing import Any
 
 import tilelang.language as T
 
-OVERHEAD = 1  # of a job, in tiles
+OVERHEAD = 1  # of a job, in runs of tiles
 
 
 @T.macro
 def shares(arg, total):
     """How many workers have work, and their shares of the total.
 
-    No more than it takes for the same number of tiles in the longest share: fewer parts are to be merged. Each has
-    `least` tiles, and their number stays a multiple of the jobs', up to all workers. So a share is at least 1.
+    `few` of them if the total is small. No more than it takes for the same number of tiles in the longest share: fewer
+    parts are to be merged. Each has `least` tiles, and their number stays a multiple of the jobs', up to all workers.
+    So a share is at least 1.
     """
-    tiles = T.alloc_var("int32", init=T.max(total - arg.jobs * OVERHEAD, 1))
-    longest = T.alloc_var("int32", init=T.max(_about(tiles, arg.workers), arg.least))
-    active = T.alloc_var("int32", init=_about(_about(tiles, longest), arg.jobs) * arg.jobs)
-    active = T.max(T.min(T.min(active, arg.workers), total), 1)
+    runs = T.alloc_var("int32", init=T.max(total - arg.jobs * OVERHEAD, 1))
+    workers = T.alloc_var("int32", init=T.if_then_else(runs <= arg.few_tiles >> arg.coarse, arg.few, arg.workers))
+    least = T.alloc_var("int32", init=T.max(arg.least >> arg.coarse, 1))
+    longest = T.alloc_var("int32", init=T.max(_about(runs, workers), least))
+    active = T.alloc_var("int32", init=_about(_about(runs, longest), arg.jobs) * arg.jobs)
+    active = T.max(T.min(T.min(active, workers), total), 1)
     share = T.alloc_var("int32", init=T.truncdiv(total, active))
     rest = T.alloc_var("int32", init=total - share * active)
     # How many workers begin in one place, all in all less than one.

@@ -4,7 +4,9 @@
     for _ in T.serial(worker.steps):
         job = enter_job(f, arg, worker)
         for u in T.serial(job.units):
-            part = enter_part(arg, worker, job, u)
+            tiles = enter_part(arg, job, u)
+            ...
+            part = locate_part(arg, worker, job, u)
             ...
         next_job(arg, worker)
 
@@ -43,7 +45,7 @@ from .records import (
 # Behind the worker's own record, and that of its sequence, the next worker's: where its work ends. Then its number, and
 # INSIDE: whether it begins within its current job.
 END = OWN + RECORD
-JOB_END, TILE_END, FIRST_END, PARTS_END = (END + field for field in (JOB, TILE, FIRST, PARTS))
+JOB_END, TILE_END = END + JOB, END + TILE
 NUMBER, INSIDE = range(END + OWN, END + OWN + 2)
 
 
@@ -140,36 +142,43 @@ def quads_of(tensor: Any) -> Any:
 
 
 @T.macro
-def enter_part(arg, worker, job, index):
-    """A part of a job: its tiles [lo, hi), its number among the job's `parts`, the job's counter and slots."""
-    at = worker.at
-    inside = at[INSIDE] > 0
+def enter_part(arg, job, index):
+    """A part of a job: its tiles [lo, hi)."""
     lo = T.alloc_var("int32", init=job.lo)
     hi = T.alloc_var("int32", init=job.hi)
+    if arg.rule != 0:
+        begin = T.alloc_var("int32", init=job.origin + (T.truncdiv(job.lo - job.origin, job.unit) + index) * job.unit)
+        lo = T.max(begin, job.first)
+        hi = T.min(begin + job.unit, job.end)
+    return SimpleNamespace(lo=lo, hi=hi)
+
+
+@T.macro
+def locate_part(arg, worker, job, index):
+    """A part's number among the job's `parts`, the job's counter and slots.
+
+    To be called behind the loop over its tiles, which needs the registers.
+    """
+    at = worker.at
     begin = T.alloc_var("int32", init=at[NUMBER])  # the worker that has the job's first part
     parts = T.alloc_var("int32", init=1)
-    if inside:
-        begin = at[FIRST]
-        parts = at[PARTS]
-    else:
-        if job.cut:
-            begin = at[FIRST_END]
-            parts = at[PARTS_END]
+    if (at[INSIDE] > 0) | job.cut:
+        row = T.alloc_var("int32", init=T.if_then_else(at[INSIDE] > 0, at[NUMBER], at[NUMBER] + 1))
+        begin = arg.plan[row, FIRST]
+        parts = arg.plan[row, PARTS]
     number = T.alloc_var("int32", init=at[NUMBER] - begin)
     counter = T.alloc_var("int32", init=begin)
     slots = T.alloc_var("int32", init=2 * begin)
     step = T.alloc_var("int32", init=2)
     if arg.rule != 0:
         number = T.truncdiv(job.lo - job.origin, job.unit) + index
-        lo = T.max(job.origin + number * job.unit, job.first)
-        hi = T.min(job.origin + (number + 1) * job.unit, job.end)
         parts = T.max(T.truncdiv(job.end - job.origin + job.unit - 1, job.unit), 1)
         counter = job.number
         if arg.jobs == 2 * arg.workers:  # see records.jobs
-            counter = 2 * begin + T.if_then_else(inside | job.cut, 1, 0)
+            counter = 2 * begin + T.if_then_else((at[INSIDE] > 0) | job.cut, 1, 0)
         slots = counter * arg.most_parts
         step = 1
-    return SimpleNamespace(lo=lo, hi=hi, number=number, parts=parts, counter=counter, slots=slots, step=step)
+    return SimpleNamespace(number=number, parts=parts, counter=counter, slots=slots, step=step)
 
 
 def slot_of(part: Any, number: Any) -> Any:

@@ -8,7 +8,7 @@ from ...tile.mask import Visibility
 from ...tile.softmax import ROWS
 from ..combine import merge_parts, place_of_query, sink_of, store_part
 from ..packed_rows import apply_row_mask, apply_row_score, keep_row_uniforms, locate_rows
-from ..walk import begin_worker, enter_job, enter_part, head_of, next_job, query_of
+from ..walk import begin_worker, enter_job, enter_part, head_of, locate_part, next_job, query_of
 from .stages import PARITY, STAGE, next_stage, stage_of
 
 WITHIN = 1  # the consumers' named barrier; 0 is __syncthreads
@@ -178,8 +178,8 @@ def consume(plan, arg, w):
         if job.units > 0:
             full_lo, full_hi = enter_rows(plan, arg, w, job)
             for index in T.serial(job.units):
-                part = enter_part(arg, worker, job, index)
-                attend(plan, arg, w, job, part, full_lo, full_hi)
+                attend(plan, arg, w, job, enter_part(arg, job, index), full_lo, full_hi)
+                part = locate_part(arg, worker, job, index)
                 if part.parts == 1:
                     store(plan, arg, w, job)
                 else:
