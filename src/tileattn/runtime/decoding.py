@@ -81,9 +81,14 @@ def make_decode_call(inputs: DecodeInputs, options: DecodeOptions) -> DecodeCall
         return_lse=options.return_lse,
         arch=device_arch(q.device),
         packed=inputs.cu_seqlens_q is not None,
-        page_rows=min(MOST_PAGE_ROWS, page_size & -page_size),  # the largest power of two that divides the page size
+        page_rows=page_rows_of(page_size),
         fixed=splits.keys if isinstance(splits, FixedSplit) else 0,
     )
+
+
+def page_rows_of(page_size: int) -> int:
+    """`DecodeCall.page_rows`: the largest power of two that divides the page size, at most 64; 0 for no pages."""
+    return min(MOST_PAGE_ROWS, page_size & -page_size)
 
 
 def _has_aligned_rows(cache: Tensor) -> bool:
