@@ -136,6 +136,7 @@ def _pretending(arch: str) -> Iterator[_Requested]:
         mock.patch.object(append_backend, "append_function", requested.ask_append),
         mock.patch.object(append_runtime, "make_append_call", functools.partial(_append_call, on_gpu=True)),
         mock.patch.object(appending, "device_arch", return_value=arch),
+        mock.patch.dict(append_runtime._PREPARED, clear=True),  # of other architectures
         mock.patch.object(append_runtime, "check_overlap"),  # by addresses, which are all 0
         mock.patch.object(decoding, "_asks_for_alignment", return_value=True),
         mock.patch.object(decoding, "device_arch", return_value=arch),
@@ -206,9 +207,18 @@ def _case_attempts(case: Case, direction: str) -> Iterator[Attempt]:
 
 def conformance_attempts() -> Iterator[Attempt]:
     """The calls that the tests for a GPU make: forward passes and, from the same cases, backward passes."""
-    from tests.api import test_decode_gpu, test_decode_identities, test_decode_invariance, test_server_day
+    from tests.api import (
+        test_decode_gpu,
+        test_decode_identities,
+        test_decode_invariance,
+        test_server_day,
+        test_varlen_cache,
+    )
     from tests.compat import test_torch_sdpa_gpu as test_gpu_sdpa
+    from tests.compat.engines import test_engines
+    from tests.compat.flash_attn import test_block_table, test_kvcache
     from tests.compat.flash_attn import test_functions as test_flash_attn
+    from tests.examples import test_serve_tiny
     from tests.kernels.tilelang.backward import test_gpu as test_gpu_backward
     from tests.kernels.tilelang.forward import test_gpu
     from tests.kernels.tilelang.packed import test_backward_gpu as test_gpu_varlen_backward
@@ -226,7 +236,17 @@ def conformance_attempts() -> Iterator[Attempt]:
         yield lambda of_decode=of_decode: decode_call.run_decode(of_decode, "tilelang")  # type: ignore[misc]
     with mock.patch.object(test_decode_gpu, "DEVICE", "meta"):
         yield from test_decode_gpu.calls()
-    for module in (test_decode_invariance, test_decode_identities, test_server_day, test_few_queries_gpu):
+    for module in (
+        test_decode_invariance,
+        test_decode_identities,
+        test_server_day,
+        test_varlen_cache,
+        test_kvcache,
+        test_block_table,
+        test_engines,
+        test_serve_tiny,
+        test_few_queries_gpu,
+    ):
         yield from module.calls()
     for shape in (test_gpu.SHAPES | test_gpu.DIFFERING).values():
         for return_lse in (False, True):

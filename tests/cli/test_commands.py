@@ -7,9 +7,10 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from tileattn.bench import plot_ladder, problem, warmup
 from tileattn.bench.baselines import own
 from tileattn.bench.baselines.base import Prepared
 from tileattn.bench.cases import Case
+from tileattn.call.appending import AppendCall
+from tileattn.call.decoding import DecodeCall
 from tileattn.call.inputs import Inputs
 from tileattn.cli import info
 from tileattn.cli import run_bench as command
@@ -28,7 +31,8 @@ from tileattn.kernels.mma import backend as mma_backend
 from tileattn.kernels.tilelang.backward.library import BackwardJob
 from tileattn.kernels.tilelang.build import batch
 from tileattn.runtime import operators as ops
-from tileattn.runtime.dispatch import BACKENDS, named, select
+from tileattn.runtime.append_dispatch import select_append
+from tileattn.runtime.dispatch import BACKENDS, named, select, select_decode
 
 RESULTS = ROOT / "benchmarks/results"
 TINY = "bench --device cpu --seqlen 16,32 --heads 2 --head-dim 16 --rounds 1"
@@ -339,7 +343,8 @@ def test_info_tells_versions_and_what_runs_where() -> None:
     result = invoke("info")
     assert result.exit_code == 0, result.output
     text = words(result.output)
-    for shown in ("device", f"torch {torch.__version__}", "nvcc", "kernels", "What runs on", "SoftCap", "PyTorch"):
+    versions = (f"torch {torch.__version__}", "nvcc", "kernels")
+    for shown in ("device", *versions, "What runs on", "SoftCap", "decode, pages of 16", "append_kv", "PyTorch"):
         assert shown in text
 
 
@@ -361,13 +366,20 @@ def test_info_refuses_what_is_no_architecture(arch: str) -> None:
     assert f"Invalid value for --arch: {arch!r} is no architecture; accepted: cpu, sm_NN and" in words(result.output)
 
 
+def chooser(call: info.AnyCall) -> Callable[[Any], Any]:
+    if isinstance(call, DecodeCall):
+        return select_decode
+    return select_append if isinstance(call, AppendCall) else select
+
+
 @pytest.mark.parametrize("arch", ["cpu", "sm_80", "sm_90a", "gfx942"])
 def test_info_says_yes_first_where_a_call_runs(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mma_backend, "has_compiler", lambda: True)
-    for example in info.examples():
+    for example in (*info.examples(), *info.caching_examples()):
         call = example.call(arch)
         cells = {backend.name: str(info._cell(backend, call, {})) for backend in BACKENDS}
-        assert next(name for name, cell in cells.items() if cell == "yes") == select(call).name, example.name
+        chosen = chooser(call)(call).name
+        assert next(name for name, cell in cells.items() if cell == "yes") == chosen == info.chosen(call), example.name
     assert str(info._cell(named("mma"), info.examples()[0].call("sm_90a"), {})) == "by name 1"
 
 
@@ -421,6 +433,24 @@ def test_warmup_for_training_includes_the_backward_pass(monkeypatch: pytest.Monk
     assert kernels[6][2] == "dq dk dv dsink"
 
 
+def test_warmup_for_serving_has_decode_and_append(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "compile_all", lambda jobs, processes: (batch.Done(job, seconds=1.0) for job in jobs))
+    result = invoke(
+        "warmup --arch sm_90a --head-dim 128 --direction decode --page-size 48,256,0 --rotary none,interleaved"
+    )
+    assert result.exit_code == 0
+    lines = [re.sub(r"\[\d+/\d+\] | HopperDecodeConfig\(.*\)|: 1.0 s", "", line) for line in result.output.splitlines()]
+    caches = ("pages of 16s", "pages of 64s", "contiguous")
+    flags = ("", " lse", " packed", " lse packed")
+    assert lines[:12] == [f"decode bfloat16 d128 {cache} Causal(){flag} sm_90a" for cache in caches for flag in flags]
+    assert [line.startswith("plan of decode") for line in lines[12:15]] == [True, True, False]  # packed and not
+    rotated = [f" rotary128 interleaved {table} q" for table in ("float32", "bfloat16")]
+    assert set(lines[14:-1]) == {
+        f"append bfloat16 d128{rotary}{packed}{paged} sm_90a"
+        for rotary in ("", *rotated) for packed in ("", " packed") for paged in ("", " paged")
+    }  # fmt: skip
+
+
 def test_warmup_has_the_backward_kernels_for_short_and_for_long_sequences() -> None:
     (call,) = warmup.backward_calls([(128, 128)], ["causal"], ["bf16"], "sm_90a")
     jobs = [job for job in warmup.jobs([], [call]) if isinstance(job, BackwardJob) and job.name == "main"]
@@ -455,7 +485,14 @@ def test_a_warmed_kernel_is_the_one_that_a_call_wants(variant: str) -> None:
     [
         ("--head-dim 64,x", "Invalid value for --head-dim: 'x' is not understood; accepted: 128, or 192/128"),
         ("--variant foo", "Invalid value for --variant: variant 'foo': 'foo' is not understood; accepted: full"),
-        ("--direction bwd", "Invalid value for --direction: 'bwd' is not known; accepted: fwd, fwdbwd"),
+        ("--direction bwd", "Invalid value for --direction: 'bwd' is not known; accepted: fwd, fwdbwd, decode"),
+        ("--page-size 16", "Invalid value for --page-size: it is for --direction decode"),
+        (
+            "--direction decode --page-size 16,x",
+            "--page-size: 'x' is not understood; accepted: 16, or 0 for contiguous",
+        ),
+        ("--direction decode --rotary all", "--rotary: 'all' is not known; accepted: none, halves, interleaved"),
+        ("--direction decode --dtype fp32", "the TileLang kernels do not run decode float32 d64"),
         ("--direction fwdbwd --dtype fp8", "fp8 has no backward pass"),
         ("--dtype int8", "Invalid value for --dtype: 'int8' is not known; accepted: bf16, fp16, fp32"),
         ("--head-dim 100", "the TileLang kernels do not run bfloat16 d100 full sm_90a: head_dim must be"),

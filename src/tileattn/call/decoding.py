@@ -19,6 +19,8 @@ from torch import Tensor
 from .inputs import NO_OPERANDS, Operands
 from .scalars import as_int
 
+MOST_FIXED = 2**30  # kernels count keys in int32
+
 
 @dataclass(frozen=True)
 class FixedSplit:
@@ -28,7 +30,7 @@ class FixedSplit:
     call, on how many queries there are, on the page size or on the number of multiprocessors.
 
     Attributes:
-        keys: a positive multiple of 128.
+        keys: a positive multiple of 128, at most 2^30.
     """
 
     keys: int
@@ -37,8 +39,8 @@ class FixedSplit:
         keys = as_int(self.keys)
         if not isinstance(keys, int) or isinstance(keys, bool):
             raise TypeError(f"FixedSplit: keys must be an int, a positive multiple of 128, got {self.keys!r}")
-        if keys <= 0 or keys % 128:
-            raise ValueError(f"FixedSplit: keys must be a positive multiple of 128, got {keys}")
+        if keys <= 0 or keys % 128 or keys > MOST_FIXED:
+            raise ValueError(f"FixedSplit: keys must be a positive multiple of 128, at most 2^30, got {keys}")
         object.__setattr__(self, "keys", keys)
 
 

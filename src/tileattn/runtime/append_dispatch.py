@@ -15,7 +15,7 @@ from ..call.appending import AppendCall, AppendInputs
 from ..kernels.tilelang.append import backend as tilelang_append
 from ..kernels.torch import append as torch_append
 from ..kernels.triton.append import backend as triton_append
-from .dispatch import Answers, Backend, first_that_accepts
+from .dispatch import Answers, Backend, check_name, first_that_accepts
 
 Append = Callable[[AppendInputs], Tensor | None]
 
@@ -46,9 +46,16 @@ PHASES: tuple[AppendPhase, ...] = (
 )
 
 
-@functools.lru_cache(maxsize=4096)
-def prepare_append(call: AppendCall, backend: str | None) -> Append:
-    """The function of the backend that runs a call.
+def answers_for_append(candidate: Backend) -> Answers[AppendCall]:
+    """The reservation and the refusal of a backend for append calls."""
+    phase = next((phase for phase in PHASES if phase.name == candidate.name), None)
+    if phase is None:
+        return (lambda call: None), (lambda call: "it has no append_kv")
+    return phase.reservation, phase.refusal
+
+
+def select_append(call: AppendCall, backend: str | None = None) -> AppendPhase:
+    """Selects the backend that runs an append call.
 
     Args:
         call: the call's static facts.
@@ -58,12 +65,16 @@ def prepare_append(call: AppendCall, backend: str | None) -> Append:
         ValueError: no backend has that name.
         NotImplementedError: the named backend (or every backend) refuses the call; the message says why.
     """
-    phases = {phase.name: phase for phase in PHASES}
+    name = first_that_accepts(call, backend, answers_for_append).name
+    return next(phase for phase in PHASES if phase.name == name)
 
-    def answers_of(candidate: Backend) -> Answers[AppendCall]:
-        phase = phases.get(candidate.name)
-        if phase is None:
-            return (lambda call: None), (lambda call: "it has no append_kv")
-        return phase.reservation, phase.refusal
 
-    return phases[first_that_accepts(call, backend, answers_of).name].prepare(call)
+def prepare_append(call: AppendCall, backend: str | None) -> Append:
+    """The function of the backend that runs a call. Arguments and errors are those of :func:`select_append`."""
+    check_name(backend)
+    return _prepare_append(call, backend)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare_append(call: AppendCall, backend: str | None) -> Append:
+    return select_append(call, backend).prepare(call)

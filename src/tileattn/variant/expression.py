@@ -353,6 +353,11 @@ def nodes(expr: Any) -> Iterator[Expr]:
             yield from nodes(arg)
 
 
+def has_symbol(value: Any, name: str) -> bool:
+    """Whether a value is an expression that contains a symbol."""
+    return any(node.op == "symbol" and node.args[0] == name for node in nodes(value))
+
+
 def text_of(arg: Any) -> str:
     """The argument as text that :func:`tileattn.variant.reading.parse` reads back."""
     if isinstance(arg, bool):

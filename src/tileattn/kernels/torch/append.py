@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...call import cache_fields, cache_status
 from ...call.appending import AppendCall, AppendInputs
+from .recorder import Recorder
 
 
 def refusal(call: AppendCall) -> str | None:
@@ -29,7 +30,7 @@ def prepare(call: AppendCall) -> Callable[[AppendInputs], Tensor | None]:
         deferred = inputs.k.is_cuda
         if deferred:
             cache_status.raise_pending()
-        q = _append(call, inputs, _Recorder(inputs.k.device) if deferred else _Raiser())
+        q = _append(call, inputs, _Deferrer(inputs.k.device) if deferred else _Raiser())
         if deferred:
             cache_status.report(inputs.k.device)
         return q
@@ -49,7 +50,7 @@ class _Rows(NamedTuple):
     position: Tensor
 
 
-def _append(call: AppendCall, inputs: AppendInputs, errors: _Recorder | _Raiser) -> Tensor | None:
+def _append(call: AppendCall, inputs: AppendInputs, errors: _Deferrer | _Raiser) -> Tensor | None:
     k, v, q = inputs.k, inputs.v, inputs.q
     rows = _rows(inputs, k.shape[1], errors)
     of_cache, written = _places(inputs, rows, errors)
@@ -67,7 +68,7 @@ def _append(call: AppendCall, inputs: AppendInputs, errors: _Recorder | _Raiser)
     return rotated
 
 
-def _rows(inputs: AppendInputs, count: int, errors: _Recorder | _Raiser) -> _Rows:
+def _rows(inputs: AppendInputs, count: int, errors: _Deferrer | _Raiser) -> _Rows:
     """The rows of a tensor with `count` rows in each batch element."""
     seqlens, cu_seqlens = inputs.seqlens_k.long(), inputs.cu_seqlens_q
     index = torch.arange(count, device=seqlens.device)
@@ -92,7 +93,7 @@ def _rows(inputs: AppendInputs, count: int, errors: _Recorder | _Raiser) -> _Row
     return _Rows(sequence[None], torch.where((first <= index) & (index < end), position, -1)[None])
 
 
-def _places(inputs: AppendInputs, rows: _Rows, errors: _Recorder | _Raiser) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def _places(inputs: AppendInputs, rows: _Rows, errors: _Deferrer | _Raiser) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """The indices (row of the cache, token) of new tokens, each (batch, rows), and whether they are written."""
     position, tokens = rows.position, inputs.k_cache.shape[1]
     written = (position >= 0) & (position < inputs.capacity)
@@ -122,7 +123,7 @@ def _write(cache: Tensor, x: Tensor, places: tuple[Tensor, Tensor], written: Ten
 
 
 def _rotated(
-    x: Tensor, rows: _Rows, positions: Tensor, call: AppendCall, inputs: AppendInputs, errors: _Recorder | _Raiser
+    x: Tensor, rows: _Rows, positions: Tensor, call: AppendCall, inputs: AppendInputs, errors: _Deferrer | _Raiser
 ) -> Tensor:
     """x with rotated pairs, in x's dtype; rows at negative positions are copied."""
     cos, sin = inputs.cos, inputs.sin
@@ -171,23 +172,16 @@ class _Raiser:
             raise ValueError(f"{text}, got {int(values.flatten()[at])} (sequence {number})")
 
 
-class _Recorder:
-    """Records errors in the device's status, without a synchronisation."""
+class _Deferrer:
+    """Records errors in the device's status."""
 
     def __init__(self, device: torch.device) -> None:
-        self.status = cache_status.status_of(device)
+        self.recorder = Recorder(device)
 
     def of_sequences(self, field: int, wrong: Tensor, values: Tensor, text: str) -> None:
         """See :class:`_Raiser`."""
-        self.of_rows(field, wrong, values, torch.arange(wrong.shape[0], device=wrong.device), text)
+        self.recorder.record(field, wrong)
 
     def of_rows(self, field: int, wrong: Tensor, values: Tensor, sequence: Tensor, text: str) -> None:
         """See :class:`_Raiser`."""
-        if not wrong.numel():
-            return
-        wrong, sequence = wrong.flatten(), sequence.flatten()
-        # With a dimension of one: an index without a dimension would be read by the host.
-        at = wrong.int().argmax(keepdim=True)
-        record = (sequence.index_select(0, at) + 1).to(self.status.dtype)
-        found = self.status[field : field + 1]
-        found.copy_(torch.where(wrong.index_select(0, at), record, found))
+        self.recorder.record(field, wrong, sequence)

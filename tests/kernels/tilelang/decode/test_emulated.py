@@ -34,6 +34,7 @@ CASES = {
     "window-alibi": Case(
         [5, 40, 0, 90], 7, 5, 1, page=0, workers=6, mask=SlidingWindow(20, 0), mods=(ALiBi(torch.rand(5)),), sink=True
     ),
+    "more-jobs-than-workers": Case([300, 5, 0, 290], 1, 4, 2, page=3, splits=FixedSplit(128), workers=2),
     "packed": Case([30, 50, 0, 90], [30, 1, 0, 9], 3, 2, page=1, workers=9, sink=True, rest=5),
     "packed-keys": Case(
         [30, 50, 0, 90, 1], [3, 1, 2, 0, 1], 3, 2, page=0, workers=7, sink=True, rest=3, packed_keys=True
@@ -43,6 +44,7 @@ CASES = {
 GROUPED = {
     "groups": Case([0, 300, 20], 1, 4, 1, page=3, workers=24),
     "groups-fixed": Case([0, 1500], 2, 4, 1, page=16, splits=FixedSplit(128), mask=SlidingWindow(1000, 0), sink=True),
+    "groups-more-jobs-than-workers": Case([200, 7, 150], 1, 4, 2, page=0, splits=11, workers=2),
     "groups-splits": Case([200, 7], 1, 4, 2, page=0, splits=11),
 }
 CASES |= GROUPED

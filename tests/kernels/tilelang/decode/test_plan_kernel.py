@@ -122,10 +122,10 @@ def _check(parts: list[Part], tiles: dict[tuple[int, int], tuple[int, int]], dea
     for part in parts:
         jobs.setdefault((part.sequence, part.q_tile, part.kv_head), []).append(part)
     assert set(jobs) == {(*item, kv_head) for item in tiles for kv_head in range(kv_heads)}
-    slots = [part.slot for part in parts if part.slot is not None]
-    assert len(slots) == len(set(slots))
+    slots = {part.slot for part in parts if part.slot is not None}
     assert all(0 <= slot < records.jobs(deal, kv_heads) * deal.most_parts for slot in slots)
-    owners: dict[int, tuple[int, int, int]] = {}
+    # Jobs share slots and counter only where one worker has all their parts, and so one job after the other.
+    owners: dict[int, tuple[int, int, int] | int] = {}
     for job, its in jobs.items():
         first, end = tiles[job[:2]]
         assert [part.number for part in its] == list(range(len(its)))
@@ -135,7 +135,13 @@ def _check(parts: list[Part], tiles: dict[tuple[int, int], tuple[int, int]], dea
         assert all(part.hi == following.lo for part, following in itertools.pairwise(its))
         assert all(part.lo < part.hi for part in its) or len(its) == 1
         if len(its) > 1:
-            assert {owners.setdefault(part.counter, job) for part in its if part.counter is not None} == {job}
+            workers = {part.worker for part in its}
+            alone = deal.rule != FREE and deal.items * kv_heads >= 2 * deal.workers and len(workers) == 1
+            owner = its[0].worker if alone else job
+            assert {owners.setdefault(part.counter, owner) for part in its if part.counter is not None} == {owner}
+            assert len({part.counter for part in its}) == 1
+            if deal.rule != FREE:
+                assert [part.slot for part in its] == [its[0].counter * deal.most_parts + n for n in range(len(its))]
         if deal.rule == FREE and len(its) > 1:
             begin = its[0].worker
             assert [part.worker for part in its] == list(range(begin, begin + len(its)))

@@ -115,7 +115,7 @@ class Decoding:
             sizes.total_q,
             sizes.heads // sizes.kv_heads,
             sizes.kv_heads,
-            sizes.capacity,
+            sizes.capacity if inputs.k_cache.shape[0] else 0,
             deal.block_M,
             deal.block_N,
             deal.workers,
@@ -158,7 +158,8 @@ class Decoding:
         lse = q.new_empty(q_batch, sizes.heads, total_q, dtype=torch.float32) if call.return_lse else None
         own = out is None or not _is_aligned(out)
         o = q.new_empty(q_batch, total_q, sizes.heads, call.head_dim_v) if own else out
-        if deal is None:
+        if deal is None or not k.shape[0]:
+            self.plan(inputs)  # reports lengths that there is no page for
             return _without_keys(o if out is None else out, lse, sink, inputs.cu_seqlens_q)
         cache_status.raise_pending()
         if plan is None:

@@ -11,16 +11,9 @@ from typing import Any
 
 import tilelang.language as T
 
-from ....variant.expression import Expr, nodes
+from ....variant.expression import Expr, has_symbol
 from ..tile.expressions import key_in_tile
 from ..tile.mask import Score
-
-
-def differs_by(expr: Any, symbol: str) -> bool:
-    """Whether an expression contains a symbol."""
-    if not isinstance(expr, Expr):
-        return False
-    return any(node.op == "symbol" and node.args[0] == symbol for node in nodes(expr))
 
 
 class RowScore(Score):
@@ -34,7 +27,7 @@ class RowScore(Score):
 
     def __init__(self, call: Any, program: Any) -> None:
         super().__init__(call, program)
-        self.by_row = [differs_by(uniform, "h") for uniform in self.program.uniforms]
+        self.by_row = [has_symbol(uniform, "h") for uniform in self.program.uniforms]
         unit = self.program.log2_unit
         self.unit_inside = isinstance(unit, Expr) and self.by_row[int(unit.args[0].removeprefix("uniform"))]
 

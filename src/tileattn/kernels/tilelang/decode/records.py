@@ -9,10 +9,10 @@ The plan is int32 (rows, WIDTH). Row p says where worker p begins, and so where 
     JOB        the number of its first job, ``item * kv_heads + kv_head``; an item is a sequence's tile of query rows
     SEQUENCE, Q_TILE, KV_HEAD    which job that is
     TILE       the tile of keys at which the worker begins; 0: at the job's first tile
-    FIRST      where TILE is not 0: the worker that has the job's first part
+    FIRST      where TILE is not 0: the worker that has the job's first part, and so the first tile
     PARTS      where TILE is not 0: the number of the job's parts, which lie in the workers from FIRST on
 
-FIRST and PARTS hold where work is dealt freely. Behind row `workers` lie counters of the parts that have arrived, eight
+PARTS holds where work is dealt freely. Behind row `workers` lie counters of the parts that have arrived, eight
 a row. They are 0 before and after each attention kernel, so that kernels that share a plan must follow each other.
 
 Then come the sequence records, two a row, checked and clamped: with these the attention kernels need no lengths.
@@ -103,8 +103,12 @@ def most_groups(rule: int, workers: int, most_parts: int) -> int:
 
 
 def jobs(deal: Deal, kv_heads: int) -> int:
-    """By which parts and groups are numbered: jobs, or with FREE workers."""
-    return deal.workers if deal.rule == FREE else deal.items * kv_heads
+    """By which parts and groups are numbered: jobs, or with FREE workers.
+
+    Two for each worker suffice: one for the job that the next worker goes on with, and one for the jobs that are its
+    alone, which follow each other (walk.enter_part). A prefill chunk has many more jobs than that.
+    """
+    return deal.workers if deal.rule == FREE else min(deal.items * kv_heads, 2 * deal.workers)
 
 
 def counter_rows(deal: Deal, kv_heads: int) -> int:

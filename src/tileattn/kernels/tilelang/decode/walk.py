@@ -113,7 +113,9 @@ def enter_part(arg, worker, job, index):
         hi = T.min(job.origin + (number + 1) * job.unit, job.end)
         parts = T.max(T.truncdiv(job.end - job.origin + job.unit - 1, job.unit), 1)
         counter = job.number
-        slots = job.number * arg.most_parts
+        if arg.jobs == 2 * arg.workers:  # see records.jobs
+            counter = 2 * begin + T.if_then_else(inside | job.cut, 1, 0)
+        slots = counter * arg.most_parts
         step = 1
     return SimpleNamespace(lo=lo, hi=hi, number=number, parts=parts, counter=counter, slots=slots, step=step)
 
