@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from tileattn.bench.decode.problem import Problem
+from tileattn.bench.decode.variants import PLAIN, Variant
 from tileattn.testing.numerics import assert_accurate, row_error
+
+FEWEST_ROWS = 16  # of the matrix products of eager attention
 
 
 @dataclass(frozen=True)
@@ -33,20 +36,33 @@ class Expected:
 
 
 @torch.no_grad()
-def expect(problem: Problem) -> Expected:
-    """The expected outputs of a problem's first cache."""
+def expect(problem: Problem, variant: Variant = PLAIN) -> Expected:
+    """The expected outputs of a problem's first cache, for the query at each sequence's last position."""
     sequences = tuple(sorted({0, problem.case.batch - 1}))
-    both = [[_attend(problem, each, dtype) for each in sequences] for dtype in (torch.float64, problem.q.dtype)]
+    dtypes = (torch.float64, problem.q.dtype)
+    both = [[_attend(problem, variant, each, dtype) for each in sequences] for dtype in dtypes]
     return Expected(sequences, *map(torch.stack, both))
 
 
-def _attend(problem: Problem, sequence: int, dtype: torch.dtype) -> Tensor:
+def _attend(problem: Problem, variant: Variant, sequence: int, dtype: torch.dtype) -> Tensor:
     """softmax(q K^T) V of one sequence, one KV head at a time: (heads, head_dim)."""
     case = problem.case
-    k, v = problem.keys_of(sequence)
+    k, v = (x[: variant.keys] for x in problem.keys_of(sequence))
     q = problem.q[sequence, 0].view(case.kv_heads, -1, case.head_dim).to(dtype)
+    heads = torch.arange(case.heads, device=q.device).view(case.kv_heads, -1, 1)
+    wide = torch.promote_types(dtype, torch.float32)
+    distance = torch.arange(k.shape[0] - 1, -1, -1, dtype=wide, device=q.device)
+    group = q.shape[1]
+    # A matrix product of few rows is more exact than that of a tile, and no yardstick for one.
+    copies = -(-FEWEST_ROWS // group)
     out = []
     for head in range(case.kv_heads):
-        scores = q[head] @ k[:, head].to(dtype).T * problem.scale
-        out.append(scores.softmax(-1) @ v[:, head].to(dtype))
+        of_rows = heads[head].repeat(copies, 1)
+        scores = q[head].repeat(copies, 1) @ k[:, head].to(dtype).T * problem.scale
+        scores = variant.scores(scores, of_rows, distance).to(dtype)
+        if variant.window is not None:
+            scores = scores.masked_fill(distance >= variant.window, -torch.inf)
+        if variant.sink is not None:  # a key without a value
+            scores = torch.cat([scores, variant.sink(of_rows).to(dtype)], dim=1)
+        out.append((scores.softmax(-1)[:, : k.shape[0]] @ v[:, head].to(dtype))[:group])
     return torch.cat(out)

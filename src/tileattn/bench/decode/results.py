@@ -36,7 +36,8 @@ class Results:
         rows: the measurements.
         missing: what was refused or failed, with reasons.
         left_out: the rows that were not run because K and V exceed the limit.
-        done: the rows that were run.
+        begun: the rows that were begun.
+        done: the rows that were run to their end.
         ceilings: the GPU's ceilings before and after the rows, in both processes.
     """
 
@@ -52,8 +53,13 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
     ceilings: list[Ceiling] = field(default_factory=list)
+
+    def of_case(self, case: str) -> list[Row]:
+        """The measurements of a row."""
+        return [row for row in self.rows if row.case == case]
 
     def row(self, case: str, backend: str) -> Row | None:
         """The measurement of a backend in a row, if there is one."""
