@@ -15,18 +15,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from tileattn.bench.decode import ceilings, elsewhere, methods, problem, rows, run, timing
+from tileattn.bench.decode.ahead import jobs
 from tileattn.bench.decode.cases import GPU_GRID, Case, schedule
 from tileattn.bench.decode.ceilings import Ceiling
-from tileattn.bench.decode.compile_ahead import jobs
 from tileattn.bench.decode.elsewhere import Elsewhere, Patience, ProcessEnded
 from tileattn.bench.decode.flashinfer import ELSEWHERE, FlashInfer
 from tileattn.bench.decode.problem import Pool, Problem
-from tileattn.bench.decode.results import Results
+from tileattn.bench.decode.results import Results, load, save
 from tileattn.bench.decode.rows import FAILED, REFUSED, GpuLost, Measurer
-from tileattn.bench.decode.run import Run
+from tileattn.bench.decode.run import NothingRuns, Run
 from tileattn.bench.decode.variants import Variant
+from tileattn.cli.app import app
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 CASE = Case(2, 48, 4, 2, 16, 16)
@@ -120,14 +122,19 @@ def test_a_lost_gpu_ends_the_run_and_the_row_says_who_lost_it(monkeypatch: pytes
     with pytest.raises(GpuLost, match=r"in the row page 16 \(1,48,4/2\)"):
         Run(CASES, lambda case: made, CPU, FP32, 1, results)()
     reasons = {each.backend: each.reason for each in results.missing}
-    assert reasons["breaks"] == "RuntimeError: illegal address"
+    assert reasons["breaks"] == "it broke the CUDA context: RuntimeError: illegal address"
     assert reasons["first"] == reasons["after"] == "GpuLost: not measured: breaks broke the CUDA context in this row"
     # A continued run does not try the row again.
     assert results.done == [CASES[0].name]
     breaks.calls.clear()
-    monkeypatch.setattr(rows, "is_lost", lambda device: False)
-    Run(CASES, lambda case: made[:1], CPU, FP32, 1, results)()
+    with pytest.raises(GpuLost):
+        Run(CASES, lambda case: made, CPU, FP32, 1, results)()
+    # After the second row it is not tried again.
+    breaks.calls.clear()
+    Run(CASES, lambda case: made, CPU, FP32, 1, results)()
     assert results.done == [case.name for case in CASES]
+    assert results.missing[-1].reason == "not tried: it broke the CUDA context in 2 rows"
+    assert [row.case for row in results.rows] == [CASES[2].name] * 2
 
 
 def test_a_row_that_was_begun_and_did_not_end_comes_last() -> None:
@@ -138,6 +145,48 @@ def test_a_row_that_was_begun_and_did_not_end_comes_last() -> None:
     Run(CASES, lambda case: [Made("fine")], CPU, FP32, 1, results)()
     assert results.done == [CASES[i].name for i in (0, 2, 1)]
     assert results.begun == [CASES[i].name for i in (0, 1, 2)]
+
+
+def test_a_run_in_which_nothing_runs_stops_early() -> None:
+    broken, works = Made("tileattn", fails_from(1, RuntimeError("broken"))), Made("tileattn")
+    many = [replace(CASE, batch=batch) for batch in range(1, 8)]
+    results = results_of(["tileattn"])
+    with pytest.raises(NothingRuns, match="in all of the first 4 rows"):
+        Run(many, lambda case: [broken], CPU, FP32, 1, results)()
+    assert len(results.done) == 4
+    Run(many[4:], lambda case: [works], CPU, FP32, 1, results)()
+    assert len(results.done) == 7
+    some = results_of(["tileattn"])
+    Run(many, lambda case: [works if case.batch == 3 else broken], CPU, FP32, 1, some)()
+    assert len(some.done) == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (GpuLost("a kernel broke the CUDA context in the row x"), 75, "in the row x; what was measured is kept"),
+        (NothingRuns("tileattn failed"), 1, "stopped: tileattn failed"),
+        (None, 130, "stopped: what was measured so far"),
+    ],
+)
+def test_the_command_tells_how_a_run_ended(
+    error: Exception | None, code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(self: Run) -> None:
+        if error is None:
+            os.kill(os.getpid(), signal.SIGTERM)  # as `timeout` does
+            time.sleep(30)
+        else:
+            raise error
+
+    monkeypatch.setattr(Run, "__call__", ends)
+    before = signal.getsignal(signal.SIGTERM)
+    line = ["bench", "--suite", "decode", "--device", "cpu", "--json", str(tmp_path / "r.json")]
+    result = CliRunner().invoke(app, line)
+    assert result.exit_code == code
+    assert says in " ".join(result.output.split())
+    assert load(tmp_path / "r.json").rows == []
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 # --- The process of the baselines ---
@@ -456,8 +505,6 @@ def test_ceilings_are_measured_in_both_processes_before_and_after(
 
 
 def test_results_of_a_stopped_run_name_the_row_that_was_begun(tmp_path: Path) -> None:
-    from tileattn.bench.decode.results import load, save
-
     path, results = tmp_path / "r.json", results_of(["stops"])
 
     def stop(number: int) -> None:

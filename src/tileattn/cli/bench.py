@@ -215,10 +215,11 @@ def bench(
 
     Prints a table, and saves a result file and a picture in ./bench-results.
     """
+    from tileattn.bench.decode import ahead
     from tileattn.cli import choices, decode_bench
     from tileattn.cli import run_bench as command
 
-    if suite in decode_bench.SUITES:
+    if suite in ahead.SUITES:
         decode_bench.refuse_others(context, suite)
         files = command.FileOptions(json, None, force, commit, quiet)
         decode_options = decode_bench.DecodeOptions(dtype, backend, baselines, rounds, rows, resume)
@@ -232,7 +233,7 @@ def bench(
     terms = choices.VariantOptions(causal, mask, softcap, alibi, bias, sink, variant)
     files = command.FileOptions(json, plot, force, commit, quiet)
     where = choices.resolve_device(device)
-    chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where, decode_bench.SUITES)
+    chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where, ahead.SUITES)
     implementations = choices.choose_implementations(backend, baselines, where, chosen)
     raise typer.Exit(command.bench(chosen, implementations, where, rounds, files))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -19,18 +21,17 @@ from tileattn.bench import environment
 from tileattn.bench.baselines.base import OWN
 from tileattn.bench.cases import DTYPES
 from tileattn.bench.decode import methods, report, results
+from tileattn.bench.decode.ahead import DECODE, RATIOS
 from tileattn.bench.decode.cases import Case, Schedule, schedule
 from tileattn.bench.decode.flashinfer import ELSEWHERE
 from tileattn.bench.decode.methods import Method
 from tileattn.bench.decode.ratios import cases as ratios
 from tileattn.bench.decode.ratios import report as ratio_report
 from tileattn.bench.decode.rows import GpuLost, own_failed
-from tileattn.bench.decode.run import Run
+from tileattn.bench.decode.run import NothingRuns, Run
 from tileattn.cli.choices import DEFAULT_DTYPE, at_least_one, own_implementation, refuse
 from tileattn.cli.run_bench import RESULTS_FOLDER, STOPPED, FileOptions, create
 
-SUITE, RATIOS = "decode", "decode-ratios"
-SUITES = (SUITE, RATIOS)
 DEFAULT_BASELINES = {"cuda": "fa3,fa2,cudnn,flashinfer,xqa", "cpu": "sdpa"}
 # Options of `tileattn bench` that the suites have; the second chooses its rows and baselines by itself.
 TAKEN = (
@@ -48,6 +49,7 @@ TAKEN = (
     "quiet",
 )
 NOT_OF_RATIOS = ("rows", "baselines")
+AGAIN = 75  # "try again" of sysexits.h: a kernel broke the CUDA context, and --resume goes on in a new process
 TABLE_WIDTH = 200  # where stdout is no terminal
 
 
@@ -87,7 +89,11 @@ def refuse_others(context: typer.Context, suite: str) -> None:
 
 
 def bench(suite: str, options: DecodeOptions, device: torch.device, files: FileOptions) -> int:
-    """Runs the rows, saves after each, prints. Returns the exit code: 1 if tileattn failed or never ran."""
+    """Runs the rows, saves after each, prints.
+
+    Returns:
+        The exit code: 1 if tileattn failed or never ran, `STOPPED` after Ctrl-C or SIGTERM, `AGAIN` if the GPU is lost.
+    """
     at_least_one("--rounds", options.rounds)
     dtype = options.dtype or DEFAULT_DTYPE[device.type]
     if dtype not in DTYPES or dtype == "fp8":
@@ -123,26 +129,39 @@ def bench(suite: str, options: DecodeOptions, device: torch.device, files: FileO
         say=say,
         on_failure=failures.append,
     )
-    stopped = lost = False
+    code = 0
     try:
-        run()
+        with _stopped_by_sigterm():
+            run()
     except KeyboardInterrupt:
-        stopped = True
+        code = STOPPED
         typer.echo("stopped: what was measured so far is shown and kept; --resume goes on", err=True)
     except GpuLost as error:
-        lost = True
+        code = AGAIN
         typer.echo(f"stopped: {error}; what was measured is kept, and --resume goes on with the next row", err=True)
+    except NothingRuns as error:
+        typer.echo(f"stopped: {error}", err=True)
     results.save(measured, json)
     _show(measured, chosen, failures, files.quiet)
     typer.echo(f"results: {json}")
     nothing = not any(row.backend == OWN for row in measured.rows)
-    return STOPPED if stopped else int(lost or own_failed(measured.missing) or nothing)
+    return code or int(own_failed(measured.missing) or nothing)
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM, which `timeout` and job schedulers send, stops a run as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _decode(options: DecodeOptions, device: torch.device, dtype: torch.dtype) -> _Chosen:
     planned, methods = _scheduled(options, device, dtype), _methods(options, device)
     names = [method.name for method in methods]
-    return _Chosen(SUITE, planned.cases, planned.left_out, lambda case: methods, names, report.render)
+    return _Chosen(DECODE, planned.cases, planned.left_out, lambda case: methods, names, report.render)
 
 
 def _ratios(options: DecodeOptions, device: torch.device, dtype: torch.dtype) -> _Chosen:

@@ -22,6 +22,7 @@ from tileattn.bench.decode.variants import Variant
 from tileattn.measure.rounds import order
 
 REFUSED, FAILED = "refused", "failed"
+BROKE = "it broke the CUDA context: "  # how the reason begins of a failure after which the process ends
 
 
 @dataclass(frozen=True)
@@ -162,9 +163,9 @@ class Measurer:
         try:
             yield
         except Exception as failure:
-            _failed(measured, case, method, failure)
-            if is_lost(self.pool.device):
-                self.lost = True
+            self.lost = is_lost(self.pool.device)
+            _failed(measured, case, method, failure, BROKE if self.lost else "")
+            if self.lost:
                 raise GpuLost(f"not measured: {method.name} broke the CUDA context in this row") from failure
 
 
@@ -191,11 +192,11 @@ def _keys_read(case: Case, method: Method) -> int:
     return min(variant.keys or case.context, variant.window or case.context)
 
 
-def _failed(measured: Measured, case: Case, method: Method, failure: Exception) -> None:
+def _failed(measured: Measured, case: Case, method: Method, failure: Exception, what: str = "") -> None:
     if any(each.backend == method.name for each in measured.missing):  # once is enough for a row
         return
     first_line = (str(failure).strip().splitlines() or [""])[0]
-    reason = f"{type(failure).__name__}: {first_line[:200]}"
+    reason = f"{what}{type(failure).__name__}: {first_line[:200]}"
     measured.missing.append(Missing(case.name, method.name, FAILED, reason))
     measured.failures.append("".join(traceback.format_exception(failure)))
 

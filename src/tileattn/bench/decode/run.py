@@ -8,14 +8,23 @@ from dataclasses import dataclass
 
 import torch
 
+from tileattn.bench.baselines.base import OWN
 from tileattn.bench.decode import ceilings
+from tileattn.bench.decode.ahead import compile_ahead
 from tileattn.bench.decode.cases import Case
-from tileattn.bench.decode.compile_ahead import compile_ahead
 from tileattn.bench.decode.elsewhere import Elsewhere, ProcessEnded
 from tileattn.bench.decode.methods import Method
 from tileattn.bench.decode.problem import Pool
 from tileattn.bench.decode.results import Results
-from tileattn.bench.decode.rows import REFUSED, GpuLost, Measurer, Missing
+from tileattn.bench.decode.rows import BROKE, FAILED, REFUSED, GpuLost, Measurer, Missing
+
+# A run stops if tileattn fails in so many rows from its start: something is wrong that all rows have.
+MOST_FAILING = 4
+MOST_BROKEN = 2  # rows in which a method broke the CUDA context: each costs a new process
+
+
+class NothingRuns(Exception):
+    """tileattn failed in all of the first rows."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class Run:
 
         Raises:
             GpuLost: a kernel broke the CUDA context. The row's results say which.
+            NothingRuns: tileattn failed in all of the first rows.
         """
         todo = [case for case in self.cases if case.name not in self.results.done]
         todo.sort(key=lambda case: case.name in self.results.begun)
@@ -62,7 +72,7 @@ class Run:
                 other.wait()
             measurer = Measurer(Pool(*self._kind()), self.rounds)
             self._ceilings("before", other)
-            for case in todo:
+            for number, case in enumerate(todo, start=1):
                 if case.name not in self.results.begun:
                     self.results.begun.append(case.name)
                 self.on_begin()
@@ -70,7 +80,15 @@ class Run:
                 self.on_row(case)
                 if measurer.lost:
                     raise GpuLost(f"a kernel broke the CUDA context in the row {case.name}")
+                if number == MOST_FAILING and all(self._failed(each) for each in todo[:number]):
+                    raise NothingRuns(f"tileattn failed in all of the first {number} rows")
             self._ceilings("after", other)
+
+    def _failed(self, case: Case) -> bool:
+        return any((each.case, each.backend, each.kind) == (case.name, OWN, FAILED) for each in self.results.missing)
+
+    def _broken_rows(self, method: Method) -> int:
+        return sum(each.backend == method.name and each.reason.startswith(BROKE) for each in self.results.missing)
 
     def _kind(self) -> tuple[torch.device, torch.dtype]:
         return self.device, self.dtype
@@ -87,16 +105,18 @@ class Run:
         return (list(kinds.values()), list(methods.values())) if kinds else None
 
     def _row(self, case: Case, measurer: Measurer, other: Elsewhere | None) -> None:
-        here = [method for method in self.methods(case) if not method.is_elsewhere]
-        there = []
+        here: list[Method] = []
+        there: list[Method] = []
         for method in self.methods(case):
-            if method.is_elsewhere:
-                # Asked here, so that a process is not needed to hear that nothing can run in it.
-                reason = method.refusal(case, *self._kind())
-                if reason is None:
-                    there.append(method)
-                else:
-                    self.results.missing.append(Missing(case.name, method.name, REFUSED, reason))
+            # Asked here, so that a process is not needed to hear that nothing can run in it.
+            reason = method.refusal(case, *self._kind()) if method.is_elsewhere else None
+            if reason is not None:
+                self.results.missing.append(Missing(case.name, method.name, REFUSED, reason))
+            elif self._broken_rows(method) >= MOST_BROKEN:
+                reason = f"not tried: it broke the CUDA context in {MOST_BROKEN} rows"
+                self.results.missing.append(Missing(case.name, method.name, FAILED, reason))
+            else:
+                (there if method.is_elsewhere else here).append(method)
         parts = [measurer(case, here)]
         if there:
             assert other is not None

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from tileattn.bench.decode.cases import Case
-from tileattn.bench.decode.methods import Method, Own
+from tileattn.bench.decode.cases import GPU_GRID, Case
+from tileattn.bench.decode.methods import Method, Own, fixed, own_methods
+from tileattn.bench.decode.ratios.cases import suite
 from tileattn.call.decoding import DecodeCall, DecodeInputs, DecodeSizes
 from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, compile_all
 from tileattn.kernels.tilelang.decode.job import DecodeJob
@@ -18,6 +19,8 @@ from tileattn.kernels.tilelang.decode.launch import Decoding
 from tileattn.runtime.decoding import DecodeOptions, make_decode_call, with_variant
 from tileattn.runtime.dispatch import prepare_decode
 
+DECODE, RATIOS = "decode", "decode-ratios"
+SUITES = (DECODE, RATIOS)
 MAX_PROCESSES = 16  # each imports TileLang and runs nvcc
 
 
@@ -39,6 +42,17 @@ def jobs(
                 for job in (DecodeJob(phase.call, phase.config), DecodeJob(phase.call, None)):
                     found.setdefault(job.key, job)
     return sorted(found.values(), key=lambda job: isinstance(job, DecodeJob) and job.config is None)
+
+
+def suite_jobs(names: Sequence[str], arch: str) -> list[AnyJob]:
+    """The kernels of whole suites on a GPU, for benchmarks/precompile.py."""
+    rows: list[tuple[Case, Method]] = []
+    if DECODE in names:
+        own = [*own_methods("tilelang"), fixed("tilelang")]
+        rows += [(case, method) for case in GPU_GRID.cases() for method in own]
+    if RATIOS in names:
+        rows += [(case, method) for case, each in suite("cuda", "tilelang").methods.items() for method in each]
+    return jobs(rows, torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.bfloat16, arch)
 
 
 def compile_ahead(
