@@ -49,7 +49,7 @@ from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward.defaults import MainConfig
 from tileattn.kernels.tilelang.backward.library import BackwardJob, kernel_names
 from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, Done, compile_all
-from tileattn.kernels.tilelang.decode.job import DecodeJob
+from tileattn.kernels.tilelang.decode.job import DecodeJob, PackedKeysJob
 from tileattn.kernels.tilelang.decode.launch import Decoding
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import Config
@@ -91,8 +91,9 @@ class _Requested:
 
     def ask_decode(self, phase: Decoding, *_: Any) -> Any:
         """In place of the methods of `Decoding`, which ask for both kernels, or for none."""
-        jobs = () if phase.empty else (DecodeJob(phase.call, phase.config), DecodeJob(phase.call, None))
-        self._add(*jobs)
+        call = phase.call
+        jobs = (DecodeJob(call, phase.config), DecodeJob(call, None), *[PackedKeysJob(call.arch)] * call.packed_keys)
+        self._add(*(() if phase.empty else jobs))
 
     def ask_append(self, call: AppendCall) -> Any:
         """In place of `append_function`."""
@@ -137,6 +138,7 @@ def _pretending(arch: str) -> Iterator[_Requested]:
         mock.patch.object(append_backend, "append_function", requested.ask_append),
         mock.patch.object(append_runtime, "make_append_call", functools.partial(_append_call, on_gpu=True)),
         mock.patch.object(appending, "device_arch", return_value=arch),
+        mock.patch.dict(append_runtime._PREPARED, clear=True),  # of other architectures
         mock.patch.object(append_runtime, "check_overlap"),  # by addresses, which are all 0
         mock.patch.object(decoding, "_asks_for_alignment", return_value=True),
         mock.patch.object(decoding, "device_arch", return_value=arch),
@@ -163,7 +165,7 @@ def _weight(job: AnyJob) -> float:
     """Larger for a kernel that takes longer to compile; largest for a transposition, which others wait for."""
     if isinstance(job, Job) and job.config is None:
         return float("inf")
-    if isinstance(job, AppendJob):
+    if isinstance(job, AppendJob | PackedKeysJob):
         return 1.0
     if isinstance(job, DecodeJob):
         call, config = job.call, job.config  # those of a plan are small
@@ -207,14 +209,22 @@ def _case_attempts(case: Case, direction: str) -> Iterator[Attempt]:
 
 def conformance_attempts() -> Iterator[Attempt]:
     """The calls that the tests for a GPU make: forward passes and, from the same cases, backward passes."""
-    from tests.api import test_decode_gpu, test_decode_identities, test_decode_invariance, test_server_day
+    from tests.api import (
+        test_decode_gpu,
+        test_decode_identities,
+        test_decode_invariance,
+        test_server_day,
+        test_varlen_cache,
+    )
     from tests.compat import test_torch_sdpa_gpu as test_gpu_sdpa
+    from tests.compat.flash_attn import test_block_table, test_kvcache
     from tests.compat.flash_attn import test_functions as test_flash_attn
     from tests.kernels.tilelang.backward import test_gpu as test_gpu_backward
     from tests.kernels.tilelang.forward import test_gpu
     from tests.kernels.tilelang.packed import test_backward_gpu as test_gpu_varlen_backward
     from tests.kernels.tilelang.packed import test_forward_gpu as test_gpu_varlen
     from tests.kernels.tilelang.tile import test_dropout_gpu as test_gpu_dropout
+    from tests.runtime import test_few_queries_gpu
     from tests.tools import conformance_call, decode_call
 
     for case in conformance_cases("full") + packed_cases("full"):
@@ -226,7 +236,15 @@ def conformance_attempts() -> Iterator[Attempt]:
         yield lambda of_decode=of_decode: decode_call.run_decode(of_decode, "tilelang")  # type: ignore[misc]
     with mock.patch.object(test_decode_gpu, "DEVICE", "meta"):
         yield from test_decode_gpu.calls()
-    for module in (test_decode_invariance, test_decode_identities, test_server_day):
+    for module in (
+        test_decode_invariance,
+        test_decode_identities,
+        test_server_day,
+        test_varlen_cache,
+        test_kvcache,
+        test_block_table,
+        test_few_queries_gpu,
+    ):
         yield from module.calls()
     for shape in (test_gpu.SHAPES | test_gpu.DIFFERING).values():
         for return_lse in (False, True):

@@ -23,6 +23,7 @@ from tileattn.testing.decode_arguments import DecodeShape, DecodeStructure
 
 DENSE = ((1, (1, 130, 0, 65, 300)), (3, (128, 2, 129)))  # queries of each sequence, and keys
 PACKED = (((1, 70, 1, 0, 9), (257, 70, 64, 30, 129)),)  # queries, and keys
+MANY = ((1, 1), (3300, 65))  # of FixedSplit(128) so many parts that groups of them are merged first
 FREE: tuple[Splits, ...] = (None, 3)
 BEYOND = (10**6, -(10**6))  # what is added to lengths and to entries of page tables
 
@@ -60,7 +61,8 @@ class DecodeLaunches:
 
     def _calls(self, device: str) -> Iterator[tuple[str, DecodeArguments]]:
         structure, found = self.structure, []
-        lengths = PACKED if structure.packed else [((rows,) * len(keys), keys) for rows, keys in DENSE]
+        lengths = list(PACKED) if structure.packed else [((rows,) * len(keys), keys) for rows, keys in DENSE]
+        lengths += [MANY] * bool(structure.fixed)
         for number, (rows, keys) in enumerate(lengths):
             for splits in (FixedSplit(structure.fixed),) if structure.fixed else FREE:
                 shape = DecodeShape(

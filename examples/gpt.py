@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tileattn import attention
+from tileattn import PagedKVCache, SlidingWindow, attention
 
 # --- Attention: causal, of q, k and v with shape (batch, seqlen, heads, head_dim) ---
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+# The same of new tokens, with earlier ones from a cache; q and k are not yet rotated.
+Cached = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, kernel: SDPBackend | None = None) -> Tensor:
@@ -51,16 +53,20 @@ ATTEND: dict[Backend, Attend] = {
 # --- Model ---
 
 
+def rotary(seqlen: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (seqlen, head_dim / 2) of the angles at each position."""
+    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
+    angle = torch.arange(seqlen, device=device)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
 def rotated(x: Tensor) -> Tensor:
     """Rotary position embedding: rotates pairs of elements of queries or keys by angles of their position.
 
     x: (batch, seqlen, heads, head_dim). A score then depends on the distance between query and key. This lets even a
     small model learn words within a minute. Source: Su et al. 2021 (arXiv 2104.09864).
     """
-    seqlen, head_dim = x.shape[1], x.shape[3]
-    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, device=x.device) / head_dim)
-    angle = torch.arange(seqlen, device=x.device)[:, None, None] * frequency
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    cos, sin = (table[:, None].to(x.dtype) for table in rotary(x.shape[1], x.shape[3], x.device))
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
@@ -75,10 +81,11 @@ class Block(nn.Module):
         self.qkv, self.proj = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps (batch, seqlen, dim) to the same shape."""
+    def forward(self, x: Tensor, cached: Cached | None = None) -> Tensor:
+        """Maps (batch, seqlen, dim) to the same shape. `cached`: attention of new tokens, with all earlier ones."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(dim=2)
-        x = x + self.proj(self.attend(rotated(q), rotated(k), v).flatten(2))
+        o = self.attend(rotated(q), rotated(k), v) if cached is None else cached(q, k, v)
+        x = x + self.proj(o.flatten(2))
         return x + self.mlp(self.norm2(x))
 
 
@@ -87,7 +94,7 @@ class GPT(nn.Module):
 
     def __init__(self, vocabulary: int, seqlen: int, layers: int, heads: int, dim: int, attend: Attend) -> None:
         super().__init__()
-        self.seqlen = seqlen
+        self.seqlen, self.heads, self.head_dim = seqlen, heads, dim // heads
         self.token = nn.Embedding(vocabulary, dim)
         self.blocks = nn.Sequential(*(Block(dim, heads, attend) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
@@ -102,11 +109,39 @@ class GPT(nn.Module):
         """Logits of each next token. tokens: (batch, seqlen), int64; training uses the model's `seqlen`."""
         return self.head(self.norm(self.blocks(self.token(tokens))))
 
+    def new_cache(self, batch: int, max_seqlen: int) -> PagedKVCache:
+        """An empty cache for `batch` sequences, in the dtype of the projections: autocast's, if there is one."""
+        weight = self.token.weight
+        device = weight.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        sizes = (batch, max_seqlen, self.heads, self.head_dim)
+        return PagedKVCache(*sizes, layers=len(self.blocks), dtype=dtype, device=weight.device)
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, cache: PagedKVCache) -> Tensor:
+        """Logits of each next token, of new tokens (batch, new) behind those in the cache, which gets them, too.
+
+        They are those of `forward` on all tokens, while these are at most the model's `seqlen`. Beyond, each token sees
+        the last `seqlen`, as far as it was trained to look.
+        """
+        step, x = cache.step(tokens.shape[1]), self.token(tokens)
+        cos, sin = rotary(cache.max_seqlen, self.head_dim, x.device)
+        window = SlidingWindow(self.seqlen - 1, 0)
+        for index, block in enumerate(self.blocks):
+            x = block(x, functools.partial(step.layer(index).attend, mask=window, cos=cos, sin=sin))
+        return self.head(self.norm(x))
+
     @torch.no_grad()
     def continued(self, tokens: Tensor, count: int, generator: torch.Generator, temperature: float = 0.7) -> Tensor:
-        """The tokens (1, n) followed by `count` tokens, each sampled from the model's prediction."""
+        """The tokens (batch, n) followed by `count` tokens, each sampled from the model's prediction.
+
+        The keys and values of all tokens are kept in a cache: each new token costs one row, not a forward pass.
+        """
+        cache = self.new_cache(tokens.shape[0], tokens.shape[1] + count)
+        new = tokens
         for _ in range(count):
-            logits = self(tokens[:, -self.seqlen :])[:, -1].float().cpu()
+            logits = self.step(new, cache)[:, -1].float().cpu()
             drawn = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
-            tokens = torch.cat((tokens, drawn.to(tokens.device)), dim=1)
+            new = drawn.to(tokens.device)
+            tokens = torch.cat((tokens, new), dim=1)
         return tokens

@@ -10,6 +10,7 @@ from torch.nn.attention import register_flash_attention_impl
 from . import math as math  # not in __all__: `import *` would hide Python's `math`
 from .api.append import append_kv
 from .api.attention import attention
+from .api.cache_step import CacheStep, LayerCache
 from .api.decode import decode, decode_plan
 from .api.kv_cache import PagedKVCache
 from .api.merge import merge
@@ -35,12 +36,14 @@ __version__ = "0.1.0"
 __all__ = [
     "ALiBi",
     "Bias",
+    "CacheStep",
     "Causal",
     "DecodePlan",
     "Documents",
     "FixedSplit",
     "FunctionMask",
     "KeyPadding",
+    "LayerCache",
     "Mask",
     "PagedKVCache",
     "PrefixLM",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -202,7 +203,7 @@ def test_fake_tensors() -> None:
         q = append_kv(k, k, cache, cache.clone(), lengths, q=torch.empty(2, 1, 8, 8), cos=cos, sin=cos)
         assert q is not None
         assert q.shape == (2, 1, 8, 8)
-        with pytest.raises(ValueError, match="seqlens_k must have k's batch size 2, got 3"):
+        with pytest.raises(ValueError, match=re.escape("seqlens_k must have shape (batch,) = (2,), got (3,)")):
             append_kv(k, k, cache, cache.clone(), torch.ones(3, dtype=torch.int32))
 
 
@@ -242,7 +243,7 @@ BAD: dict[str, tuple[AppendCase, dict[str, Callable[[Any], Any]], type[Exception
     "strided lengths": (
         CONTIGUOUS, {"seqlens_k": lambda s: s.repeat_interleave(2)[::2]}, ValueError, "seqlens_k must be contiguous"
     ),
-    "batch of lengths": (CONTIGUOUS, {"seqlens_k": lambda s: s[:1]}, ValueError, "seqlens_k must have k's batch size"),
+    "batch of lengths": (CONTIGUOUS, {"seqlens_k": lambda s: s[:1]}, ValueError, r"seqlens_k must .* = \(2,\), got"),
     "batch of cache": (
         CONTIGUOUS, {"k_cache": lambda c: c[:1], "v_cache": lambda c: c[:1]}, ValueError, "needs page_table="
     ),
@@ -253,9 +254,9 @@ BAD: dict[str, tuple[AppendCase, dict[str, Callable[[Any], Any]], type[Exception
     ),
     "head_dim_v": (CONTIGUOUS, {"v": lambda v: v[..., :32]}, ValueError, r"v must have .* of v_cache, \(2, 64\), got"),
     "table dtype": (PAGED, {"page_table": Tensor.long}, TypeError, "page_table must be int32, got torch.int64"),
-    "table 1 dim": (PAGED, {"page_table": lambda t: t[0]}, ValueError, r"page_table must have shape \(batch, pages of"),
-    "batch of table": (PAGED, {"page_table": lambda t: t[:2]}, ValueError, "page_table must have the batch size 3"),
-    "cu_seqlens_q": (PACKED, {"cu_seqlens_q": lambda c: c[1:]}, ValueError, "element more than seqlens_k, 5, got 4"),
+    "table 1 dim": (PAGED, {"page_table": lambda t: t[0]}, ValueError, r"page_table must have shape \(batch, pages"),
+    "batch of table": (PAGED, {"page_table": lambda t: t[:2]}, ValueError, r"page_table must have .* = \(3, pages"),
+    "cu_seqlens_q": (PACKED, {"cu_seqlens_q": lambda c: c[1:]}, ValueError, r"must have .* = \(5,\), got \(4,\)"),
     "long cu_seqlens_q": (PACKED, {"cu_seqlens_q": Tensor.long}, TypeError, "cu_seqlens_q must be int32, got"),
     "q's batch": (CONTIGUOUS, {"q": lambda q: q[:1]}, ValueError, "q must have k's batch size 2, got 1"),
     "q's rows": (PACKED, {"q": lambda q: q[1:]}, ValueError, "q must have k's rows 69, got 68"),
@@ -389,29 +390,3 @@ def test_caches_that_share_elements() -> None:
             append(cache, other)
         with pytest.raises(ValueError, match="k_cache and v_cache must not share elements"):
             append(other, cache)
-
-
-def test_elements_in_common_are_found_by_a_search() -> None:
-    """Compared with sets of addresses, for many pairs of views."""
-    from tileattn.call.append_validation import check_overlap
-    from tileattn.call.appending import AppendInputs
-
-    random = torch.Generator().manual_seed(0)
-    buffer, new = torch.zeros(600), torch.zeros(1)
-    of_buffer = torch.arange(600)
-    found = [0, 0]
-    for _ in range(300):
-        views = []
-        for _ in range(2):
-            strides = [int(torch.randint(1, most, (), generator=random)) for most in (150, 60, 20)]
-            views.append(((2, 3, 2, 4), (*strides, 1), int(torch.randint(0, 90, (), generator=random))))
-        a, b = (set(torch.as_strided(of_buffer, *view).flatten().tolist()) for view in views)
-        inputs = AppendInputs(new, new, *(torch.as_strided(buffer, *view) for view in views), new)
-        shares = bool(a & b)
-        found[shares] += 1
-        if shares:
-            with pytest.raises(ValueError, match="share elements"):
-                check_overlap(inputs)
-        else:
-            check_overlap(inputs)
-    assert min(found) > 20

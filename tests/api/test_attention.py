@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tileattn
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, PrefixLM, SlidingWindow, SoftCap, attention
-from tileattn.runtime import prepared
+from tileattn.runtime import prepared, tables
 from tileattn.runtime.dispatch import BACKENDS
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS, KV_HEADS, DIM, DIM_V = 2, 5, 7, 4, 2, 8, 16
@@ -435,7 +435,7 @@ def test_strides_are_checked_again_where_shapes_are_known() -> None:
 
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared, "FORWARDS", {})
-    monkeypatch.setattr(prepared, "MOST", 8)
+    monkeypatch.setattr(tables, "MOST", 8)
     for seqlen in range(1, 30):
         o = call(q=random(*shape_of("q", seqlen=seqlen)))
         assert o.shape[1] == seqlen

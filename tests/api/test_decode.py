@@ -6,6 +6,7 @@ The conformance suite checks values by the tolerance rule; here calls are compar
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,10 +27,11 @@ from tileattn import (
     PrefixLM,
     SlidingWindow,
     SoftCap,
+    append_kv,
     decode,
     decode_plan,
 )
-from tileattn.runtime import prepared_decode
+from tileattn.runtime import prepared_decode, tables
 
 HEADS, KV_HEADS, DIM, DIM_V = 4, 2, 16, 24
 LENGTHS, CAPACITY, ROWS = [5, 0, 11, 2], 11, 3
@@ -148,7 +150,7 @@ def test_wrong_arguments(changes: dict[str, Any], error: Any, says: tuple[str, .
 
 
 def test_unknown_keywords() -> None:
-    for name, instead in (("caual", "causal="), ("softcap", "score_mod="), ("block_table", "page_table=")):
+    for name, instead in (("caual", "causal="), ("softcap", "score_mod="), ("block_table", "page_table=;?$")):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; use {instead}"):
             decode(**contiguous(), **{name: 3})
     for name in ("out", "plan"):
@@ -241,9 +243,31 @@ def test_gradients_raise(name: str) -> None:
 # --- Splits ---
 
 
-@pytest.mark.parametrize("keys", [0, -128, 64, 129, 1000])
+@pytest.mark.parametrize("name", ["vmap", "jvp", "grad"])
+def test_torch_func_is_refused(name: str) -> None:
+    given = contiguous()
+    cache, lengths = given.pop("k_cache"), given.pop("seqlens_k")
+
+    def attend(q: Tensor) -> Any:
+        return decode(q, cache, cache, lengths)
+
+    def append(k: Tensor) -> Any:
+        return append_kv(k, k, cache, cache.clone(), lengths)
+
+    function: Any
+    for function, x in ((attend, given["q"]), (append, random(BATCH, 1, KV_HEADS, DIM))):
+        called = {
+            "vmap": lambda function=function, x=x: torch.func.vmap(function)(x[None]),
+            "jvp": lambda function=function, x=x: torch.func.jvp(function, (x,), (x,)),
+            "grad": lambda function=function, x=x: torch.func.grad(function)(x),
+        }[name]
+        with pytest.raises(NotImplementedError, match=message("is not transformed by torch.func")):
+            called()
+
+
+@pytest.mark.parametrize("keys", [0, -128, 64, 129, 1000, 2**31])
 def test_fixed_splits_are_multiples_of_128(keys: int) -> None:
-    with pytest.raises(ValueError, match=f"keys must be a positive multiple of 128, got {keys}"):
+    with pytest.raises(ValueError, match=re.escape(f"at most 2^30, got {keys}")):
         FixedSplit(keys)
 
 
@@ -429,8 +453,14 @@ def test_out_is_written_and_returned(name: str) -> None:
         (random(BATCH, ROWS, HEADS, DIM_V).half(), TypeError, ("out must have q's dtype torch.float32",)),
         (random(BATCH, ROWS, DIM_V, HEADS).mT, ValueError, ("out must have a contiguous last dimension",)),
         (random(BATCH, ROWS, HEADS, DIM_V).to("meta"), ValueError, ("out must be on q's device cpu, got meta",)),
+        (
+            random(BATCH, ROWS, 1, DIM_V).expand(-1, -1, HEADS, -1),
+            ValueError,
+            ("out must not be expanded, got strides",),
+        ),
+        (random(BATCH, ROWS, HEADS, DIM_V).requires_grad_(), NotImplementedError, ("decode has no gradients",)),
     ],
-    ids=["number", "shape", "dtype", "strides", "device"],
+    ids=["number", "shape", "dtype", "strides", "device", "expanded", "gradient"],
 )
 def test_wrong_out(out: Any, error: Any, says: tuple[str, ...]) -> None:
     with pytest.raises(error, match=message(*says)):
@@ -543,12 +573,19 @@ def test_prepared_calls_look_where_out_lies() -> None:
         decode(**given, out=cached)
     with pytest.raises(TypeError, match="out must have q's dtype"):
         decode(**given, out=out.half())
+    with pytest.raises(NotImplementedError, match="decode has no gradients"):
+        decode(**given, out=out.clone().requires_grad_())
+    squares = out.clone().requires_grad_().square()
+    loss = squares.square().sum()
+    decode(**given, out=squares.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
     assert len(prepared_decode.PHASES) == count
 
 
 @pytest.mark.usefixtures("no_phases")
 def test_the_table_of_phases_is_emptied_when_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared_decode, "MOST", 2)
+    monkeypatch.setattr(tables, "MOST", 2)
     for rows in (1, 2, 3):
         decode(**(contiguous() | {"q": random(BATCH, rows, HEADS, DIM)}))
     assert len(prepared_decode.PHASES) == 1

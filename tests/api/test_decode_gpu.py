@@ -454,6 +454,38 @@ def test_wrong_values_are_told(backend: str, name: str, guarded: Guarded) -> Non
 
 
 @KERNELS
+def test_a_cache_without_pages(backend: str) -> None:
+    """A pool whose first page has not been made; then a length that there is no page for."""
+    q = torch.randn(2, 1, 8, 64, device=DEVICE, dtype=BF16)
+    cache = torch.zeros(0, 16, 2, 64, device=DEVICE, dtype=BF16)
+    table = torch.full((2, 4), -1, dtype=torch.int32, device=DEVICE)
+    for lengths in ((0, 0), (0, 3)):
+        arguments = DecodeArguments(q, cache, cache, int32(lengths, DEVICE), table)
+        o, lse = attend(arguments, backend, out=torch.full_like(q, torch.nan))
+        assert not o.any()
+        assert (lse == -math.inf).all()
+        if any(lengths):
+            with pytest.raises(ValueError, match=r"seqlens_k .* sequence 1"):
+                tileattn.check_caches()
+        else:
+            tileattn.check_caches()
+
+
+@KERNELS
+def test_an_infinite_score_in_one_of_several_parts(backend: str) -> None:
+    """lse is infinite and o NaN, however large the scores of the other parts are."""
+    arguments = random_call((300,), q_len=2, page=16, capacity=320)
+    arguments.q.copy_(torch.full_like(arguments.q, 4.0))
+    arguments.k_cache.copy_(torch.where(arguments.k_cache.isnan(), torch.nan, 4.0))  # scores of 181
+    place = arguments.page_table[0, 2], 3  # type: ignore[index]
+    arguments.k_cache[place] = math.inf
+    for splits in (1, 3, 30, FixedSplit(128), None):
+        o, lse = attend(replace(arguments, splits=splits), backend)
+        assert lse.isposinf().all(), splits
+        assert o.isnan().all(), splits
+
+
+@KERNELS
 def test_a_later_call_tells_as_well(backend: str) -> None:
     """A copy of the status is started now and then, so it need not be the next one."""
     arguments = random_call((300, 200), page=16)

@@ -68,6 +68,19 @@ def test_wrong_packed_lengths_raise_at_once(ends: list[int], says: str) -> None:
         tileattn.decode(**arguments, cu_seqlens_q=int32(ends, "cpu"), max_seqlen_q=3)
 
 
+@pytest.mark.parametrize("q_len", [1, 7, 40])
+def test_pages_before_a_window_may_be_none(q_len: int) -> None:
+    """A prefill chunk as well: what the window has left is given back."""
+    q, cache, window = torch.randn(1, q_len, 4, 16), torch.randn(12, 8, 2, 16), tileattn.SlidingWindow(9, 0)
+    table, length = torch.arange(12, dtype=torch.int32)[None], int32((90,), "cpu")
+    expected = tileattn.decode(q, cache, cache, length, page_table=table, mask=window)
+    left = (90 - q_len - 9) // 8
+    given_back = table.clone()
+    given_back[:, :left] = -1
+    cache[:left] = torch.nan
+    torch.testing.assert_close(tileattn.decode(q, cache, cache, length, page_table=given_back, mask=window), expected)
+
+
 def test_the_largest_length_is_the_capacity() -> None:
     arguments = paged(page_table=torch.arange(12, dtype=torch.int32).view(2, 6), seqlens_k=int32([48, 48], "cpu"))
     arguments["q"] = arguments["q"][:2]

@@ -285,6 +285,10 @@ def test_wrong_arguments() -> None:
             cache.extend(tokens)
     with pytest.raises(ValueError, match="tokens must be at least 0, got -1"):
         cache.extend(-1)
+    with pytest.raises(ValueError, match=message("tokens must be at least 0, got [1, -1, 0]")):
+        cache.extend(torch.tensor([1, -1, 0]))
+    with pytest.raises(ValueError, match="at most max_seqlen = 20 tokens"):
+        cache.extend(torch.tensor([2**32, 0, 0]))  # 0 in int32
     with pytest.raises(ValueError, match="tokens must be on the cache's device cpu, got meta"):
         cache.extend(torch.zeros(3, dtype=torch.int32, device="meta"))
     for wrong in (3, -1, [0, 5]):
@@ -292,6 +296,11 @@ def test_wrong_arguments() -> None:
             cache.free(wrong)
     with pytest.raises(ValueError, match=message("a bool tensor (batch,) = (3,) on cpu, got torch.int64")):
         cache.free(torch.tensor([0, 1, 2]))
+    for wrong in (True, [True, False, True], 1.0, None, "1"):
+        with pytest.raises(TypeError, match="sequences must be numbers, or a bool tensor"):
+            cache.free(wrong)
+    with pytest.raises(TypeError, match=message("source must be an int, got 1.0")):
+        cache.fork(1.0, 0)
     with pytest.raises(ValueError, match="targets must not contain the source, sequence 1"):
         cache.fork(1, [0, 1])
     with pytest.raises(ValueError, match=message("source must lie in 0 .. 2, got 3")):
@@ -301,8 +310,8 @@ def test_wrong_arguments() -> None:
 
 
 def test_what_it_says_of_itself() -> None:
-    text = repr(cache_of(layers=2, dtype=torch.bfloat16))
-    assert text == "PagedKVCache(3 sequences of up to 20 tokens, 2 layers, 15 pages of 4, 2 heads, torch.bfloat16, cpu)"
+    text = repr(cache_of(max_seqlen=19, layers=2, dtype=torch.bfloat16))
+    assert text == "PagedKVCache(3 sequences of up to 19 tokens, 2 layers, 15 pages of 4, 2 heads, torch.bfloat16, cpu)"
 
 
 def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,6 +343,19 @@ def test_pages_that_lack_on_a_gpu_are_told_by_check(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match=message("2 pages were lacking: the cache has 4 pages of 4 tokens")):
         cache.check()
     cache.check()
+
+
+def test_a_sequence_that_is_too_long_on_a_gpu_is_told_by_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_of()
+    monkeypatch.setattr(cache, "_is_read_at_once", False)
+    cache.extend(torch.tensor([4, 23, 2**31], dtype=torch.int64))
+    cache.fork(1, 2)
+    cache.truncate(torch.tensor([4, 21, -1]))
+    with pytest.raises(ValueError, match="at most max_seqlen = 20 tokens, 2 had more"):
+        cache.check()
+    cache.free(1)
+    cache.check()
+    assert_consistent(cache)
 
 
 @pytest.mark.gpu

@@ -142,13 +142,14 @@ O, LSE = random(2, 3, HEADS, DIM_V), random(2, HEADS, 3)
         ((O, LSE, O[:, :2], LSE), ValueError, ("one shape and dtype", "(2, 3, 4, 24)", "(2, 2, 4, 24)")),
         ((O, LSE, O.half(), LSE), ValueError, ("one shape and dtype", "torch.float16")),
         ((O, LSE.half(), O, LSE), TypeError, ("lse_a must be a float32 or float64 tensor, got torch.float16",)),
+        ((O.int(), LSE, O.int(), LSE), TypeError, ("o_a must be a floating-point tensor, got torch.int32",)),
         ((O, LSE, O, None), TypeError, ("lse_b must be", "got NoneType", "return_lse=True")),
         ((O, LSE, O, LSE.double()), TypeError, ("one dtype, got torch.float32 and torch.float64",)),
         ((O, LSE.mT, O, LSE), ValueError, ("lse_a must have shape (2, 4, 3)", "got (2, 3, 4)")),
         ((O[0], LSE[0], O[0], LSE[1:]), ValueError, ("lse_b must have shape (4, 3)", "got (1, 4, 3)")),
         ((O, LSE, O.to("meta"), LSE), ValueError, ("one device, got cpu, meta",)),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_wrong_arguments(given: Any, error: Any, says: tuple[str, ...]) -> None:
     with pytest.raises(error, match=message(*says)):

@@ -91,7 +91,7 @@ def changed(cu: Tensor, index: int, value: int) -> Tensor:
         (lambda x: x.float(), TypeError, ("must be int32, got torch.float32",)),
         (lambda x: x[None], ValueError, ("must have shape (sequences + 1,), got (1, 6)",)),
         (lambda x: x[:0], ValueError, ("must have shape (sequences + 1,), got (0,)",)),
-        (lambda x: x.repeat_interleave(2)[::2], ValueError, ("must be contiguous, got stride 2", ".contiguous()")),
+        (lambda x: x.repeat_interleave(2)[::2], ValueError, ("must be contiguous, got strides (2,)", ".contiguous()")),
         (lambda x: x.to("meta"), ValueError, ("must be on q's device cpu, got meta",)),
         (lambda x: x + 1, ValueError, ("must start at 0, got 1",)),
         (lambda x: x - 1, ValueError, ("must start at 0, got -1",)),

@@ -6,7 +6,9 @@ on a GPU by ``pytest -m gpu``.
 
 from __future__ import annotations
 
-from itertools import accumulate
+import functools
+from collections.abc import Callable, Iterator
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "softcap": {"causal": True, "score_mod": tileattn.SoftCap(5.0)},
     "own": {"score_mod": lambda score, b, h, q, k: score - 0.01 * (q - k), "causal": True, "scale": 0.2},
 }
+FORMS = ["packed", "pages of 1", "pages of 16", "pages of 5 without seqused_k"]
 
 
 def ends(lengths: list[int], device: str) -> Tensor:
@@ -66,12 +69,8 @@ def drawn() -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     return q, [tuple(torch.randn(n, KV_HEADS, DIM).bfloat16() for _ in range(2)) for n in USED]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", ["packed", "pages of 1", "pages of 16", "pages of 5 without seqused_k"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_each_sequence_by_itself(variant: str, form: str, device: str) -> None:
-    q, used = drawn()
-    options = VARIANTS[variant]
+def attended(q: Tensor, used: list[tuple[Tensor, Tensor]], variant: str, form: str, device: str) -> Any:
+    """o and lse of the call."""
     seqused_k: Tensor | None = torch.tensor(USED, dtype=torch.int32, device=device)
     cu_seqlens_q, table = ends(SEQLENS_Q, device), None
     cu_seqlens_k: Tensor | None = ends(HELD, device)
@@ -83,9 +82,18 @@ def test_each_sequence_by_itself(variant: str, form: str, device: str) -> None:
         seqused_k, cu_seqlens_k = (None, ends(USED, device)) if "without" in form else (seqused_k, None)
     k, v = (cache.to(device) for cache in caches)
     starts = (cu_seqlens_q, cu_seqlens_k, max(SEQLENS_Q) + 2, max(HELD) + 1)
-    o, lse = tileattn.varlen_attention(
-        q.to(device), k, v, *starts, seqused_k=seqused_k, block_table=table, return_lse=True, **options
+    return tileattn.varlen_attention(
+        q.to(device), k, v, *starts, seqused_k=seqused_k, block_table=table, return_lse=True, **VARIANTS[variant]
     )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_sequence_by_itself(variant: str, form: str, device: str) -> None:
+    q, used = drawn()
+    o, lse = attended(q, used, variant, form, device)
+    options = VARIANTS[variant]
     assert (o.shape, lse.shape) == (q.shape, (HEADS, len(q)))
     for b, (begin, count) in enumerate(zip(accumulate([0, *SEQLENS_Q]), SEQLENS_Q)):
         rows = slice(begin, begin + count)
@@ -99,6 +107,13 @@ def test_each_sequence_by_itself(variant: str, form: str, device: str) -> None:
         given = (mask, [options["score_mod"]] if "score_mod" in options else [], None, options.get("scale"))
         name = f"{variant} {form} {b}"
         assert_forward_accurate(name, got, oracle_attention(*one, *given), eager_attention(*one, *given))
+
+
+def calls() -> Iterator[Callable[[], Any]]:
+    """Calls whose kernels these tests need on a GPU, for benchmarks/precompile.py."""
+    q, used = drawn()
+    for variant, form in product(VARIANTS, FORMS):
+        yield functools.partial(attended, q, used, variant, form, "meta")
 
 
 def test_a_graph_for_all_lengths() -> None:
@@ -122,7 +137,7 @@ LENGTHS, TABLE = torch.tensor([1, 3], dtype=torch.int32), torch.zeros(2, 2, dtyp
 @pytest.mark.parametrize(
     ("keys", "cu_seqlens_k", "options", "error", "message"),
     [
-        (K, OF_K, {"seqused_k": LENGTHS.long()}, TypeError, "seqused_k must be an int32 tensor"),
+        (K, OF_K, {"seqused_k": LENGTHS.long()}, TypeError, "seqused_k must be int32, got torch.int64"),
         (K, OF_K, {"seqused_k": LENGTHS[:1]}, ValueError, r"seqused_k must have shape \(sequences,\) = \(2,\), got"),
         (K, OF_K, {"seqused_k": LENGTHS + 2}, ValueError, r"seqused_k must lie in 0 \.\. .* 2, got 3 \(sequence 0\)"),
         (K, OF_K, {"seqused_k": LENGTHS - 2}, ValueError, r"seqused_k must lie in 0 \.\. .*, got -1"),

@@ -421,6 +421,24 @@ def test_warmup_for_training_includes_the_backward_pass(monkeypatch: pytest.Monk
     assert kernels[6][2] == "dq dk dv dsink"
 
 
+def test_warmup_for_serving_has_decode_and_append(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "compile_all", lambda jobs, processes: (batch.Done(job, seconds=1.0) for job in jobs))
+    result = invoke(
+        "warmup --arch sm_90a --head-dim 128 --direction decode --page-size 48,256,0 --rotary none,interleaved"
+    )
+    assert result.exit_code == 0
+    lines = [re.sub(r"\[\d+/\d+\] | HopperDecodeConfig\(.*\)|: 1.0 s", "", line) for line in result.output.splitlines()]
+    caches = ("pages of 16s", "pages of 64s", "contiguous")
+    flags = ("", " lse", " packed", " lse packed")
+    assert lines[:12] == [f"decode bfloat16 d128 {cache} Causal(){flag} sm_90a" for cache in caches for flag in flags]
+    assert [line.startswith("plan of decode") for line in lines[12:15]] == [True, True, False]  # packed and not
+    rotated = [f" rotary128 interleaved {table} q" for table in ("float32", "bfloat16")]
+    assert set(lines[14:-1]) == {
+        f"append bfloat16 d128{rotary}{packed}{paged} sm_90a"
+        for rotary in ("", *rotated) for packed in ("", " packed") for paged in ("", " paged")
+    }  # fmt: skip
+
+
 def test_warmup_has_the_backward_kernels_for_short_and_for_long_sequences() -> None:
     (call,) = warmup.backward_calls([(128, 128)], ["causal"], ["bf16"], "sm_90a")
     jobs = [job for job in warmup.jobs([], [call]) if isinstance(job, BackwardJob) and job.name == "main"]
@@ -455,7 +473,14 @@ def test_a_warmed_kernel_is_the_one_that_a_call_wants(variant: str) -> None:
     [
         ("--head-dim 64,x", "Invalid value for --head-dim: 'x' is not understood; accepted: 128, or 192/128"),
         ("--variant foo", "Invalid value for --variant: variant 'foo': 'foo' is not understood; accepted: full"),
-        ("--direction bwd", "Invalid value for --direction: 'bwd' is not known; accepted: fwd, fwdbwd"),
+        ("--direction bwd", "Invalid value for --direction: 'bwd' is not known; accepted: fwd, fwdbwd, decode"),
+        ("--page-size 16", "Invalid value for --page-size: it is for --direction decode"),
+        (
+            "--direction decode --page-size 16,x",
+            "--page-size: 'x' is not understood; accepted: 16, or 0 for contiguous",
+        ),
+        ("--direction decode --rotary all", "--rotary: 'all' is not known; accepted: none, halves, interleaved"),
+        ("--direction decode --dtype fp32", "the TileLang kernels do not run decode float32 d64"),
         ("--direction fwdbwd --dtype fp8", "fp8 has no backward pass"),
         ("--dtype int8", "Invalid value for --dtype: 'int8' is not known; accepted: bf16, fp16, fp32"),
         ("--head-dim 100", "the TileLang kernels do not run bfloat16 d100 full sm_90a: head_dim must be"),

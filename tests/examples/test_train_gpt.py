@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from tests.tools import ROOT
 from tileattn.bench import environment
 from tileattn.nn.factory import CLASSES
+from tileattn.testing import assert_accurate
 
 EXAMPLES = ROOT / "examples"
 TINY = ("--layers", "1", "--heads", "2", "--dim", "32", "--seqlen", "32", "--batch", "4", "--steps", "30")
@@ -77,6 +78,51 @@ def test_a_position_sees_nothing_after_it(example: ModuleType) -> None:
     logits, other = model(tokens), model(changed)
     torch.testing.assert_close(logits[:, :30], other[:, :30])
     assert not torch.allclose(logits[:, 30:], other[:, 30:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_over_a_cache_equal_the_whole(example: ModuleType, dtype: torch.dtype) -> None:
+    """A prompt, then tokens one by one, which are rotated by their positions."""
+    check_cached(example, dtype, "cpu")
+
+
+@pytest.mark.gpu
+def test_steps_over_a_cache_on_a_gpu(example: ModuleType) -> None:
+    check_cached(example, torch.bfloat16, "cuda")
+
+
+def check_cached(example: ModuleType, dtype: torch.dtype, device: str) -> None:
+    """By the rule; the same model that computes with PyTorch's attention is eager, and in float64 the oracle."""
+    text = example.Text(example.TEXT.read_text())
+    settings = example.Settings(seqlen=48, layers=3, heads=2, dim=64)
+    model, plain = (
+        example.Training(len(text.characters), settings, example.Backend(name)).model.to(device, dtype)
+        for name in ("tileattn", "sdpa")
+    )
+    tokens = torch.stack((text.train[:31], text.train[100:131])).to(device)
+    cache = model.new_cache(2, 31)
+    logits = torch.cat([model.step(part, cache) for part in tokens.split([19, *[1] * 9, 3], dim=1)], dim=1)
+    with torch.no_grad():
+        eager = plain(tokens)
+        oracle = plain.double()(tokens)
+    assert_accurate("logits", logits, oracle, [eager])
+
+
+def test_generation_goes_beyond_the_trained_length(example: ModuleType) -> None:
+    """Each token sees as many as in training, so the first one of a long text changes nothing far behind it."""
+    text = example.Text(example.TEXT.read_text())
+    settings = example.Settings(seqlen=8, layers=1, heads=2, dim=32)
+    model = example.Training(len(text.characters), settings, example.Backend.tileattn).model
+    tokens = text.train[None, :5].repeat(2, 1)
+    written = model.continued(tokens, 20, torch.Generator().manual_seed(0))
+    assert written.shape == (2, 25)
+    assert torch.equal(written[:, :5], tokens)
+    assert torch.equal(model.continued(tokens, 20, torch.Generator().manual_seed(0)), written)
+    changed = written[:1].clone()
+    changed[0, 0] = (changed[0, 0] + 1) % len(text.characters)
+    logits, other = (model.step(each, model.new_cache(1, 25)) for each in (written[:1], changed))
+    assert not torch.allclose(logits[:, 7], other[:, 7])
+    torch.testing.assert_close(logits[:, 8:], other[:, 8:])
 
 
 @pytest.mark.parametrize("name", ["loss", "loss.svg"])

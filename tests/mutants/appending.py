@@ -15,7 +15,7 @@ MUTANTS: list[Mutant] = [
         CASES,
         {
             "append: rows of no sequence are written": (
-                "first = written.int().argmax()",
+                "first = written.int().argmax(keepdim=True)",
                 "first = torch.arange(len(x))",
             ),
             "append: rotated in the tensors' dtype": (
@@ -80,20 +80,6 @@ MUTANTS: list[Mutant] = [
             "append: a pair's second element": (
                 "second[at_second] = T.cast(a * sine + b * cosine,",
                 "second[at_second] = T.cast(a * sine - b * cosine,",
-            ),
-        },
-    ),
-    *mutants(
-        "call/append_validation.py",
-        ("api/test_append.py::test_caches_that_share_elements", "api/test_append.py::test_new_rows_in_the_cache"),
-        {
-            "append: k may end in the cache": (
-                "if begin < end and first < begin + extent(x):",
-                "if begin < end and first <= begin:",
-            ),
-            "append: factors of strides": (
-                "max(least, -((high - rest) // stride))",
-                "max(least, (rest - high) // stride + 1)",
             ),
         },
     ),

@@ -33,17 +33,24 @@ MUTANTS: list[Mutant] = [
                 "            for x, old in zip(counted, before):\n                x.copy_(old)\n",
                 "",
             ),
-            "cache: lacking pages are forgotten": ("self._lacking += (wanted & (taken < 0)).sum()\n", "pass\n"),
-            "cache: a length above the most": ("(lengths > self.max_seqlen)", "(lengths > self.max_seqlen + 1)"),
+            "cache: lacking pages are forgotten": ("self._errors[:1] += (wanted & (taken < 0)).sum()\n", "pass\n"),
+            "cache: a length above the most": ("= lengths > self.max_seqlen\n", "= lengths > self.max_seqlen + 1\n"),
         },
     ),
     *mutants(
         "call/memory.py",
         ("call/test_memory.py",),
         {
-            "overlap: the last byte does not count": ("or x_begin < end <= x_end)", "or False)"),
-            "overlap: gaps do not matter": ("return without_gaps and (", "return ("),
-            "overlap: one index too far": ("min(highest, most_x) + 1)", "min(highest, most_x + 1) + 1)"),
+            "overlap: the last byte does not count": (
+                "zip((size, *tensor.shape), strides)",
+                "zip((1, *tensor.shape), strides)",
+            ),
+            "overlap: gaps do not matter": ("return rest == 0", "return True"),
+            "overlap: one index too far": ("min(greatest, (rest - low)", "min(greatest + 1, (rest - low)"),
+            "overlap: factors of strides": (
+                "max(least, -((high - rest) // stride))",
+                "max(least, (rest - high) // stride + 1)",
+            ),
         },
     ),
     *mutants(
@@ -54,8 +61,8 @@ MUTANTS: list[Mutant] = [
             "decode: gradients are dropped silently": ("if torch.is_grad_enabled() and any(", "if False and any("),
             "decode: a plan of any call": ("if planned != call:", "if False:"),
             "decode: a table of any batch": (
-                "if table.ndim != 2 or table.shape[0] != batch:",
-                "if table.ndim != 2:",
+                '"page_table", table, {"batch": batch,',
+                '"page_table", table, {"batch": None,',
             ),
         },
     ),

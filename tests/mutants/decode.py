@@ -140,7 +140,7 @@ MUTANTS: list[Mutant] = [
         "runtime/prepared_decode.py",
         VALUES,
         {
-            "decode: a call is kept for any table": ("_facts(seqlens_k), _facts(page_table),", "_facts(seqlens_k),"),
+            "decode: a call is kept for any table": ("facts(seqlens_k), facts(page_table),", "facts(seqlens_k),"),
         },
     ),
     *mutants(

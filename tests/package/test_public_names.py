@@ -69,7 +69,7 @@ COMMANDS = {
     "--baselines --json --plot --force --commit --quiet -q",
     "ladder": "--B --H --N --D --iters --causal --dtype --plot --json --force --tiles",
     "plot": "--output -o --force",
-    "warmup": "--head-dim --variant --dtype --direction --arch",
+    "warmup": "--head-dim --variant --dtype --direction --page-size --rotary --arch",
     "tune": "--suite --batch --B --heads --H --kv-heads --KV --seqlen --N --seqlen-k --head-dim --D --head-dim-v --Dv "
     "--causal --mask --softcap --alibi --bias --sink --variant --dtype --direction --device --backend --again --show "
     "--clear --yes -y --quiet -q",

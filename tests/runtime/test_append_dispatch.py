@@ -62,13 +62,13 @@ def test_dispatch_chooses_the_first_that_must_run(arch: str, monkeypatch: pytest
         for phase in PHASES
     ]
     monkeypatch.setattr(append_dispatch, "PHASES", tuple(phases))
-    prepare_append.cache_clear()
+    append_dispatch._prepare_append.cache_clear()
     for call in calls(arch):
         prepare_append(call, None)
         # Triton's interpreter must be named.
         names = [name for name in MUST_RUN if must_run(name, call) and (name, arch) != ("triton", "cpu")]
         assert chosen.pop() == names[0], call
-    prepare_append.cache_clear()
+    append_dispatch._prepare_append.cache_clear()
 
 
 def test_a_refusal_names_the_backend_and_its_reason() -> None:

@@ -15,6 +15,7 @@ from ..runtime import prepared_decode
 from ..runtime.decoding import DecodeOptions, make_plan, prepared, run_phase, with_variant
 from ..runtime.decoding import run as run_decode
 from ..runtime.run import MaskLike, ScoreModLike, autocast, is_plain, scale_or_default
+from ..runtime.tables import kept
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -163,7 +164,7 @@ def decode(
         )
         o, lse = run_decode(inputs, options, plan)
         if key is not None:
-            prepared_decode.keep(key, prepared(inputs, options))
+            kept(prepared_decode.PHASES, key, prepared(inputs, options))
     if cu_seqlens_q is not None:
         o = o.squeeze(0)
         lse = None if lse is None else lse.squeeze(0)

@@ -7,7 +7,7 @@ refers to it. Sequences may share pages: those of a common prefix, which are ful
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,18 +16,20 @@ from torch import Tensor
 
 from ..call.scalars import as_int
 from .append import append_kv
+from .cache_step import CacheStep
 
-Sequences = int | Sequence[int] | Tensor
+Sequences = int | Iterable[int] | Tensor
 
 
 class PagedKVCache:
     """Pages of keys and values of all layers of a model, and the page table and lengths of its sequences.
 
         cache = tileattn.PagedKVCache(batch, max_seqlen, kv_heads, head_dim, layers=layers, device="cuda")
-        cache.extend(q.shape[1])  # once per step: the lengths count the new tokens, and have their pages
+        step = cache.step(q.shape[1])  # once per step: the lengths count the new tokens, and have their pages
         for layer in range(layers):
-            cache.append(k, v, layer=layer)
-            o = tileattn.decode(q, *cache.layer(layer), cache.seqlens, page_table=cache.page_table)
+            o = step.layer(layer).attend(q, k, v)
+
+    A layer's `attend` is :meth:`append`, then :func:`tileattn.decode` with a plan that all layers share.
 
     Every method works on the device and waits for nothing. What would need the values of device tensors is checked at
     once on a CPU; on a GPU :meth:`check` waits and raises. Tensors are changed in place, so graphs keep them.
@@ -35,8 +37,10 @@ class PagedKVCache:
     Attributes:
         page_table: int32 (batch, pages_per_sequence): the pages of each sequence, -1 behind the last one.
         seqlens: int32 (batch,): the tokens of each sequence, 0 for one that is empty.
+        max_seqlen: the most tokens of a sequence.
         page_size: tokens of a page.
         pages: the number of pages, in each layer.
+        max_seqlen: the most tokens of a sequence.
     """
 
     def __init__(
@@ -88,7 +92,8 @@ class PagedKVCache:
         self.seqlens = integers.new_empty(sizes["batch"])
         # The number of table entries that refer to each page; the page more is never free.
         self._references = integers.new_empty(self.pages + 1)
-        self._lacking = integers.new_empty(())
+        # Pages that were lacking, and sequences that were too long, since the last reset or check.
+        self._errors = integers.new_empty(2)
         self._is_read_at_once = self.device.type == "cpu"  # elsewhere, reading a value would wait for the device
         self.reset()
 
@@ -107,9 +112,8 @@ class PagedKVCache:
         return self._k[index, : self.pages], self._v[index, : self.pages]
 
     def __repr__(self) -> str:
-        batch, width = self.page_table.shape
         return (
-            f"PagedKVCache({batch} sequences of up to {width * self.page_size} tokens, {self.layers} layers, "
+            f"PagedKVCache({self.seqlens.shape[0]} sequences of up to {self.max_seqlen} tokens, {self.layers} layers, "
             f"{self.pages} pages of {self.page_size}, {self._k.shape[3]} heads, {self._k.dtype}, {self.device})"
         )
 
@@ -119,7 +123,30 @@ class PagedKVCache:
         self.seqlens.zero_()
         self._references.zero_()
         self._references[self.pages :].fill_(1)
-        self._lacking.zero_()
+        self._errors.zero_()
+
+    def step(
+        self, tokens: int | None = None, *, cu_seqlens_q: Tensor | None = None, max_seqlen_q: int | None = None
+    ) -> CacheStep:
+        """Begins a step of a model: all sequences get new tokens, as by :meth:`extend`.
+
+        Args:
+            tokens: the new tokens of each sequence, where all have as many: of a prompt, or 1.
+            cu_seqlens_q: instead, where they differ and are packed: int32 (batch + 1,) on the device, 0 and then the
+                cumulative numbers of new tokens.
+            max_seqlen_q: with cu_seqlens_q, the most new tokens of a sequence or any upper bound.
+
+        Returns:
+            The step. Modules of :mod:`tileattn.nn` take its ``layer(i)`` as ``cache=``. Its layers share one plan.
+
+        Raises:
+            TypeError, ValueError: the arguments are neither of the two kinds; or as :meth:`extend`.
+        """
+        if (tokens is None) == (cu_seqlens_q is None) or (cu_seqlens_q is None) != (max_seqlen_q is None):
+            raise TypeError("step needs either tokens, or cu_seqlens_q and max_seqlen_q")
+        new: Any = _as_size("tokens", tokens, at_least=0) if cu_seqlens_q is None else cu_seqlens_q.diff()
+        self.extend(new)
+        return CacheStep(self, cu_seqlens_q, max_seqlen_q)
 
     def extend(self, tokens: int | Tensor) -> None:
         """Makes all sequences longer by so many tokens, and takes pages for them.
@@ -146,10 +173,12 @@ class PagedKVCache:
             ValueError: as :meth:`extend`.
         """
         lengths = self._of_sequences("seqlens", seqlens)
-        if self._is_read_at_once and bool((lengths > self.max_seqlen).any()):
+        too_long = lengths > self.max_seqlen
+        if self._is_read_at_once and bool(too_long.any()):
             raise ValueError(
                 f"a sequence must have at most max_seqlen = {self.max_seqlen} tokens, got lengths {lengths.tolist()}"
             )
+        self._errors[1:] += too_long.sum()
         place = torch.arange(self.page_table.shape[1], device=self.device)
         held = (self.page_table >= 0).sum(1, keepdim=True)
         wanted = (place >= held) & (place < self._pages_of(lengths)[:, None])
@@ -207,7 +236,8 @@ class PagedKVCache:
     def truncate(self, seqlens: int | Tensor) -> None:
         """Makes sequences that are longer as short as this, as when drafts of speculative decoding are rejected.
 
-        A page that is cut and that another sequence shares is copied first, so that it can be written to.
+        A page that is cut and that another sequence shares is copied first, so that it can be written to. Pages behind
+        the new lengths are free again, also those that :meth:`reserve` took.
 
         Args:
             seqlens: an int for all sequences, or an integer tensor (batch,) on the device.
@@ -215,7 +245,7 @@ class PagedKVCache:
         Raises:
             ValueError: on a CPU, there is no free page for a copy; nothing has changed then.
         """
-        lengths = torch.minimum(self.seqlens, self._of_sequences("seqlens", seqlens)).clamp(min=0)
+        lengths = torch.minimum(self.seqlens, self._of_sequences("seqlens", seqlens))
         place = torch.arange(self.page_table.shape[1], device=self.device)
         with self._all_or_nothing():
             self._drop(place >= self._pages_of(lengths)[:, None])
@@ -234,10 +264,12 @@ class PagedKVCache:
         Raises:
             ValueError: a target is the source; or, on a CPU, no page is free for a copy. Nothing has changed then.
         """
+        source = _as_size("source", source, at_least=0)
+        targets = targets if isinstance(targets, Tensor) else _numbers(targets)
         rows = self._rows(targets)
-        if not 0 <= source < rows.shape[0]:
+        if source >= rows.shape[0]:
             raise ValueError(f"source must lie in 0 .. {rows.shape[0] - 1}, got {source}")
-        if bool(rows[source]) if self._is_read_at_once else source in _numbers(targets):
+        if bool(rows[source]) if self._is_read_at_once else not isinstance(targets, Tensor) and source in targets:
             raise ValueError(f"targets must not contain the source, sequence {source}")
         of_source = self.seqlens[source].clone()
         if length is not None:
@@ -256,10 +288,13 @@ class PagedKVCache:
         """Waits for the device, and raises if there were too few pages since the last :meth:`reset` or check.
 
         Raises:
-            ValueError: sequences lack pages. Their table entries are -1; :meth:`reset` the cache or :meth:`free` them.
+            ValueError: sequences lack pages, or are longer than max_seqlen. The entries of pages that lack are -1;
+                :meth:`reset` the cache or :meth:`free` the sequences.
         """
-        lacking = int(self._lacking)
-        self._lacking.zero_()
+        lacking, too_long = self._errors.tolist()
+        self._errors.zero_()
+        if too_long:
+            raise ValueError(f"a sequence must have at most max_seqlen = {self.max_seqlen} tokens, {too_long} had more")
         if lacking:
             raise ValueError(
                 f"{lacking} pages were lacking: the cache has {self.pages} pages of {self.page_size} tokens"
@@ -297,7 +332,7 @@ class PagedKVCache:
         place = (wanted.flatten().cumsum(0) - 1).view_as(wanted).clamp(0, self.pages)
         taken = torch.where(wanted, order[place], -1)
         self._count(taken, wanted, 1)
-        self._lacking += (wanted & (taken < 0)).sum()
+        self._errors[:1] += (wanted & (taken < 0)).sum()
         return taken
 
     def _drop(self, places: Tensor) -> None:
@@ -313,7 +348,8 @@ class PagedKVCache:
 
     def _own_last_pages(self, rows: Tensor) -> None:
         """Copies the last page of each of these sequences, bool (batch,), that is shared and not full."""
-        last = torch.div((self.seqlens - 1).clamp(min=0), self.page_size, rounding_mode="floor").long()[:, None]
+        # Lengths beyond max_seqlen, which only a check finds, have no last page; an index must lie in the table.
+        last = self._pages_of(self.seqlens).sub(1).clamp(0, self.page_table.shape[1] - 1).long()[:, None]
         page = self.page_table.gather(1, last)
         partial = rows & (self.seqlens % self.page_size != 0)
         shared = partial[:, None] & (page >= 0) & (self._references[page.clamp(min=0).long()] > 1)
@@ -330,15 +366,18 @@ class PagedKVCache:
         """A number or a tensor (batch,) as int32 (batch,)."""
         batch = self.seqlens.shape
         if isinstance(value, Tensor) and value.ndim:
-            if value.dtype.is_floating_point or value.dtype == torch.bool or value.shape != batch:
+            dtype = value.dtype
+            if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool or value.shape != batch:
                 raise ValueError(
-                    f"{name} must be an int or an integer tensor (batch,) = {tuple(batch)}, got {value.dtype} of shape "
+                    f"{name} must be an int or an integer tensor (batch,) = {tuple(batch)}, got {dtype} of shape "
                     f"{tuple(value.shape)}"
                 )
             if value.device != self.device:
                 raise ValueError(f"{name} must be on the cache's device {self.device}, got {value.device}")
-            return value.to(torch.int32)
-        return torch.full_like(self.seqlens, _as_size(name, value, at_least=0))
+            if self._is_read_at_once and bool((value < 0).any()):
+                raise ValueError(f"{name} must be at least 0, got {value.tolist()}")
+            return value.long().clamp(0, self.max_seqlen + 1).int()  # a number that is too large must not wrap around
+        return torch.full_like(self.seqlens, min(_as_size(name, value, at_least=0), self.max_seqlen + 1))
 
     def _rows(self, sequences: Sequences) -> Tensor:
         """Bool (batch,): which sequences are named."""
@@ -357,11 +396,14 @@ class PagedKVCache:
         return rows
 
 
-def _numbers(sequences: Sequences) -> Sequence[int]:
-    """The numbers that the host knows: none of a tensor's."""
-    if isinstance(sequences, Tensor):
-        return ()
-    return (sequences,) if isinstance(sequences, int) else sequences
+def _numbers(sequences: Any) -> tuple[int, ...]:
+    """The numbers of sequences as ints. Raises TypeError for others; a list of bools would be 0 and 1."""
+    given = tuple(sequences) if isinstance(sequences, Iterable) else (sequences,)
+    numbers = tuple(map(as_int, given))
+    for number in numbers:
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"sequences must be numbers, or a bool tensor (batch,), got {number!r}")
+    return numbers
 
 
 def _as_size(name: str, value: Any, at_least: int = 1) -> int:

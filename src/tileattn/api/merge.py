@@ -64,6 +64,8 @@ def _check(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> None:
         )
     check_dense("o_a", o_a, o_a.ndim, "o's dimensions")
     check_dense("o_b", o_b, o_a.ndim, "o_a's dimensions")
+    if not o_a.dtype.is_floating_point:
+        raise TypeError(f"o_a must be a floating-point tensor, got {o_a.dtype}")
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         if not isinstance(lse, Tensor) or lse.dtype not in _LSE_DTYPES:
             given = getattr(lse, "dtype", type(lse).__name__)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..call.argument_names import renamed
 from ..call.scalars import as_int
 from ..call.sequences import check_cu_seqlens, check_max_seqlen, spans_of
-from ..call.validation import check_dense
+from ..call.validation import check_dense, check_int32
 from ..runtime.operators import is_traced
 from .decode import decode
 
@@ -85,17 +85,7 @@ def _check(q: Any, k: Any, v: Any, cu_seqlens_q: Any, used: UsedKeys) -> None:
     elif used.seqused_k is None or used.block_table is None:
         raise TypeError("cu_seqlens_k may be None only with block_table and seqused_k; got None without both")
     if used.seqused_k is not None:
-        _check_seqused(used.seqused_k, sequences, q.device)
-
-
-def _check_seqused(seqused_k: Any, sequences: int, device: torch.device) -> None:
-    if not isinstance(seqused_k, Tensor) or seqused_k.dtype != torch.int32:
-        got = getattr(seqused_k, "dtype", type(seqused_k).__name__)
-        raise TypeError(f"seqused_k must be an int32 tensor (sequences,), got {got}")
-    if tuple(seqused_k.shape) != (sequences,):
-        raise ValueError(f"seqused_k must have shape (sequences,) = ({sequences},), got {tuple(seqused_k.shape)}")
-    if seqused_k.device != device:
-        raise ValueError(f"seqused_k must be on q's device {device}, got {seqused_k.device}")
+        check_int32("seqused_k", used.seqused_k, {"sequences": sequences}, q.device, contiguous=False)
 
 
 def _lengths(used: UsedKeys) -> Tensor:

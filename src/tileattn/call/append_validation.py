@@ -6,7 +6,6 @@ addresses of a call, which may differ between calls that agree in everything els
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,10 +13,12 @@ from torch import Tensor
 
 from .appending import AppendInputs
 from .fp8 import FP8
+from .memory import is_expanded, overlap
+from .validation import check_dense, check_int32
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_TOKENS = ("(batch, new, kv_heads, head_dim)", "(total, kv_heads, head_dim) with cu_seqlens_q")
-_QUERIES = ("(batch, q_len, heads, head_dim)", "(total, heads, head_dim) with cu_seqlens_q")
+_TOKENS, _PACKED_TOKENS = "(batch, new, kv_heads, head_dim)", "(total, kv_heads, head_dim) with cu_seqlens_q"
+_QUERIES, _PACKED_QUERIES = "(batch, q_len, heads, head_dim)", "(total, heads, head_dim) with cu_seqlens_q"
 _CACHE = "(batch, capacity, kv_heads, head_dim), or (pages, page_size, kv_heads, head_dim) with page_table"
 
 
@@ -25,39 +26,23 @@ def check_append(inputs: AppendInputs) -> None:
     """Raises TypeError or ValueError unless the arguments, as the user gave them, make one append call."""
     packed = inputs.cu_seqlens_q is not None
     for name in ("k", "v"):
-        _check_rows(name, getattr(inputs, name), 3 if packed else 4, _TOKENS[packed])
+        _check_rows(name, getattr(inputs, name), 3 if packed else 4, _PACKED_TOKENS if packed else _TOKENS)
     for name in ("k_cache", "v_cache"):
         _check_rows(name, getattr(inputs, name), 4, _CACHE)
     if inputs.q is not None:
-        _check_rows("q", inputs.q, 3 if packed else 4, _QUERIES[packed])
+        _check_rows("q", inputs.q, 3 if packed else 4, _PACKED_QUERIES if packed else _QUERIES)
     _check_dtypes(inputs)
     _check_gradients(inputs)
-    _check_ints("seqlens_k", inputs.seqlens_k, 1, "(batch,)", inputs.k)
-    _check_contiguous("seqlens_k", inputs.seqlens_k)
-    if inputs.cu_seqlens_q is not None:
-        _check_ints("cu_seqlens_q", inputs.cu_seqlens_q, 1, "(batch + 1,)", inputs.k)
-        _check_contiguous("cu_seqlens_q", inputs.cu_seqlens_q)
-    if inputs.page_table is not None:
-        _check_ints("page_table", inputs.page_table, 2, "(batch, pages of a sequence)", inputs.k)
     _check_sizes(inputs)
+    _check_sequences(inputs)
     _check_rotation(inputs)
 
 
 def _check_rows(name: str, x: Any, ndim: int, shape: str) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.is_nested or x.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got {'a nested one' if x.is_nested else f'layout {x.layout}'}")
-    if x.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} dimensions, {shape}, got shape {tuple(x.shape)}")
+    check_dense(name, x, ndim, f"{ndim} dimensions, {shape}")
     if x.shape[-1] == 0 or x.shape[-2] == 0:
         raise ValueError(f"{name} must have at least 1 head and 1 element per head, got shape {tuple(x.shape)}")
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
-        raise ValueError(
-            f"{name} must have a contiguous last dimension, got strides {x.stride()} for shape {tuple(x.shape)}"
-        )
-    expanded = any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride()))
-    if name in ("k_cache", "v_cache") and expanded:
+    if name in ("k_cache", "v_cache") and is_expanded(x):
         raise ValueError(f"{name} must not be expanded, got strides {x.stride()} for shape {tuple(x.shape)}")
 
 
@@ -94,23 +79,8 @@ def _check_gradients(inputs: AppendInputs) -> None:
             raise ValueError(f"append_kv has no gradients, and {name} requires grad: use torch.no_grad() or detach()")
 
 
-def _check_ints(name: str, x: Any, ndim: int, shape: str, k: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be an int32 tensor {shape}, got {type(x).__name__}")
-    if x.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {x.dtype}; use {name}.int()")
-    if x.ndim != ndim:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
-    _check_device(name, x, k)
-
-
-def _check_contiguous(name: str, x: Tensor) -> None:
-    if not x.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got stride {x.stride(0)}; use {name}.contiguous()")
-
-
 def _check_sizes(inputs: AppendInputs) -> None:
-    k, v, k_cache, v_cache, seqlens_k = inputs[:5]
+    k, v, k_cache, v_cache = inputs[:4]
     if v.shape[:-1] != k.shape[:-1]:
         raise ValueError(f"k and v must agree in all but head_dim, got shapes {tuple(k.shape)} and {tuple(v.shape)}")
     if v_cache.shape[:-1] != k_cache.shape[:-1]:
@@ -122,22 +92,25 @@ def _check_sizes(inputs: AppendInputs) -> None:
                 f"{name} must have the heads and head_dim of {name}_cache, {tuple(cache.shape[-2:])}, got "
                 f"{tuple(x.shape[-2:])}"
             )
-    batch = seqlens_k.shape[0]
-    if inputs.cu_seqlens_q is None:
-        if k.shape[0] != batch:
-            raise ValueError(f"seqlens_k must have k's batch size {k.shape[0]}, got {batch}")
-    elif inputs.cu_seqlens_q.shape[0] != batch + 1:
-        bounds = inputs.cu_seqlens_q.shape[0]
-        raise ValueError(f"cu_seqlens_q must have one element more than seqlens_k, {batch + 1}, got {bounds}")
-    if inputs.page_table is None and k_cache.shape[0] != batch:
-        raise ValueError(
-            f"k_cache must have the batch size {batch} of seqlens_k, got {k_cache.shape[0]}; a cache of pages needs "
-            f"page_table="
-        )
-    if inputs.page_table is not None and inputs.page_table.shape[0] != batch:
-        raise ValueError(f"page_table must have the batch size {batch} of seqlens_k, got {inputs.page_table.shape[0]}")
     if inputs.q is not None:
         _check_q(inputs.q, k, inputs.cu_seqlens_q is not None)
+
+
+def _check_sequences(inputs: AppendInputs) -> None:
+    k, k_cache, ends = inputs.k, inputs.k_cache, inputs.cu_seqlens_q
+    batch = None if ends is not None else k.shape[0]
+    check_int32("seqlens_k", inputs.seqlens_k, {"batch": batch}, k.device, owner="k")
+    batch = inputs.seqlens_k.shape[0]
+    if ends is not None:
+        check_int32("cu_seqlens_q", ends, {"batch + 1": batch + 1}, k.device, owner="k")
+    if inputs.page_table is not None:
+        sizes = {"batch": batch, "pages_per_sequence": None}
+        check_int32("page_table", inputs.page_table, sizes, k.device, owner="k", contiguous=False)
+    elif k_cache.shape[0] != batch:
+        raise ValueError(
+            f"k_cache must have one row per sequence, {batch}, got {k_cache.shape[0]} (shape {tuple(k_cache.shape)}); "
+            f"a cache of pages needs page_table="
+        )
 
 
 def _check_q(q: Tensor, k: Tensor, packed: bool) -> None:
@@ -189,12 +162,8 @@ def _check_positions(inputs: AppendInputs) -> None:
         given = getattr(inputs, name)
         if given is None or rows is None:
             continue
-        shape = "(total,)" if packed else "(batch, new)" if name == "positions" else "(batch, q_len)"
-        _check_ints(name, given, 1 if packed else 2, shape, k)
-        if given.shape != rows.shape[: given.ndim]:
-            raise ValueError(
-                f"{name} must have shape {shape} = {tuple(rows.shape[: given.ndim])}, got {tuple(given.shape)}"
-            )
+        dims = ("total",) if packed else ("batch", "new" if name == "positions" else "q_len")
+        check_int32(name, given, dict(zip(dims, rows.shape)), k.device, owner="k", contiguous=False)
     if q is not None and inputs.positions is not None and inputs.q_positions is None and q.shape[:-2] != k.shape[:-2]:
         raise ValueError(
             f"q_positions must be given with positions where q has another number of rows than k, got {q.shape[1]} and "
@@ -205,67 +174,12 @@ def _check_positions(inputs: AppendInputs) -> None:
 # --- Addresses ---
 
 
-def extent(x: Tensor) -> int:
-    """The bytes from a tensor's first element to behind its last one."""
-    if x.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
-    return (int(last) + 1) * x.element_size()
-
-
 def check_overlap(inputs: AppendInputs) -> None:
-    """Raises ValueError if k, v or q lie in the memory of a cache, or if the caches share elements.
-
-    The test of k, v and q compares the ranges of addresses from first to last element; that of the caches, which may be
-    views of one buffer, looks at the elements.
-    """
-    caches = [(name, getattr(inputs, name)) for name in ("k_cache", "v_cache")]
-    spans = [(name, x.data_ptr(), x.data_ptr() + extent(x), x) for name, x in caches]
-    for name in ("k", "v", "q"):
-        x = getattr(inputs, name)
-        if x is None:
-            continue
-        begin = x.data_ptr()
-        for cache, first, end, _ in spans:
-            if begin < end and first < begin + extent(x):
+    """Raises ValueError if k, v or q lie in the memory of a cache, or if the caches share elements."""
+    for cache in ("k_cache", "v_cache"):
+        for name in ("k", "v", "q"):
+            x = getattr(inputs, name)
+            if x is not None and overlap(x, getattr(inputs, cache)):
                 raise ValueError(f"{name} must not lie in the memory of {cache}, which is written; use {name}.clone()")
-    (_, k_begin, k_end, k_cache), (_, v_begin, v_end, v_cache) = spans
-    if k_begin < v_end and v_begin < k_end and _share_elements(k_cache, v_cache):
+    if overlap(inputs.k_cache, inputs.v_cache):
         raise ValueError("k_cache and v_cache must not share elements: values would be written over keys")
-
-
-def _share_elements(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one dtype have an element in common.
-
-    Elements are in common where ``sum(i * a's strides) - sum(j * b's strides)`` is the distance of the tensors. Each
-    stride is a term with a bounded integer factor. The search takes the largest strides first and leaves out factors
-    that the smaller strides cannot make up for; of tensors with nested strides few are left.
-    """
-    distance, itemsize = b.data_ptr() - a.data_ptr(), a.element_size()
-    if distance % itemsize:
-        return True  # parts of elements, which no two proper views have
-    terms: dict[int, list[int]] = {}  # stride: least and greatest factor
-    for x, sign in ((a, 1), (b, -1)):
-        for size, stride in zip(x.shape, x.stride()):
-            bounds = terms.setdefault(stride, [0, 0])
-            bounds[sign > 0] += sign * (size - 1)
-    ordered = sorted(((stride, least, most) for stride, (least, most) in terms.items()), reverse=True)
-    return any(_solutions(distance // itemsize, ordered))
-
-
-def _solutions(rest: int, terms: list[tuple[int, int, int]]) -> Iterator[bool]:
-    """One True for each way to write `rest` as the sum of the terms."""
-    if not terms:
-        if rest == 0:
-            yield True
-        return
-    (stride, least, greatest), *others = terms
-    low = sum(other * at_least for other, at_least, _ in others)
-    high = sum(other * at_most for other, _, at_most in others)
-    if stride == 0:
-        yield from _solutions(rest, others)
-        return
-    # low <= rest - factor * stride <= high
-    first, last = max(least, -((high - rest) // stride)), min(greatest, (rest - low) // stride)
-    for factor in range(first, last + 1):
-        yield from _solutions(rest - factor * stride, others)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from .decoding import DecodeInputs, DecodePlan, FixedSplit, Splits
 from .fp8 import FP8
-from .memory import overlap
+from .memory import is_expanded, overlap
 from .scalars import as_int
 from .sequences import check_cu_seqlens, check_max_seqlen
-from .validation import check_dense, check_heads, check_scale, check_sink
+from .validation import check_dense, check_heads, check_int32, check_scale, check_sink
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MOST_SPLITS = 256
@@ -34,9 +34,7 @@ def check_decode_arguments(
     _check_queries(q, cu_seqlens_q, max_seqlen_q)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     _check_caches(q, k_cache, v_cache)
-    _check_int32("seqlens_k", seqlens_k, "(batch,)", q.device)
-    if tuple(seqlens_k.shape) != (batch,):
-        raise ValueError(f"seqlens_k must have shape (batch,) = ({batch},), got {tuple(seqlens_k.shape)}")
+    check_int32("seqlens_k", seqlens_k, {"batch": batch}, q.device)
     if page_table is not None:
         _check_page_table(page_table, batch, k_cache, q.device)
     elif k_cache.shape[0] != batch:
@@ -86,12 +84,7 @@ def _check_caches(q: Tensor, k_cache: Any, v_cache: Any) -> None:
 
 
 def _check_page_table(table: Any, batch: int, k_cache: Tensor, device: torch.device) -> None:
-    _check_int32("page_table", table, "(batch, pages_per_sequence)", device, contiguous=False)
-    if table.ndim != 2 or table.shape[0] != batch:
-        raise ValueError(
-            f"page_table must have shape (batch, pages_per_sequence) = ({batch}, pages_per_sequence), got "
-            f"{tuple(table.shape)}"
-        )
+    check_int32("page_table", table, {"batch": batch, "pages_per_sequence": None}, device, contiguous=False)
     if table.stride(1) != 1 and table.shape[1] > 1:
         raise ValueError(
             f"page_table must have a contiguous last dimension, got strides {table.stride()}; use "
@@ -99,17 +92,6 @@ def _check_page_table(table: Any, batch: int, k_cache: Tensor, device: torch.dev
         )
     if k_cache.shape[1] == 0:
         raise ValueError(f"pages must have at least one token, got k_cache of shape {tuple(k_cache.shape)}")
-
-
-def _check_int32(name: str, x: Any, shape: str, device: torch.device, contiguous: bool = True) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be an int32 tensor {shape}, got {type(x).__name__}")
-    if x.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {x.dtype}; use {name}.int()")
-    if x.device != device:
-        raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
-    if contiguous and not x.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {x.stride()}; use {name}.contiguous()")
 
 
 def check_decode_options(q: Tensor, sink: Any, scale: Any, splits: Any) -> Splits:
@@ -159,6 +141,8 @@ def check_out(out: Any, inputs: DecodeInputs) -> None:
         raise TypeError(f"out must have q's dtype {q.dtype}, got {out.dtype}")
     if out.device != q.device:
         raise ValueError(f"out must be on q's device {q.device}, got {out.device}")
+    if is_expanded(out):
+        raise ValueError(f"out must not be expanded, got strides {out.stride()} for shape {tuple(out.shape)}")
     if torch.compiler.is_compiling() or type(out) is not Tensor or out.is_meta:
         return
     for name in ("q", "k_cache", "v_cache", "seqlens_k", "page_table", "cu_seqlens_q", "sink"):

@@ -5,49 +5,48 @@ from __future__ import annotations
 from torch import Tensor
 
 
+def extent(x: Tensor) -> int:
+    """The bytes from a tensor's first element to behind its last one. Strides are not negative."""
+    if x.numel() == 0:
+        return 0
+    return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1) * x.element_size()
+
+
+def is_expanded(x: Tensor) -> bool:
+    """Whether several indices lead to one element, by a stride of 0."""
+    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride()))
+
+
 def overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether x and y surely share an element.
+    """Whether x and y share a byte.
 
-    Exact for tensors with equal strides, and where one of them fills its range of memory without gaps and the other
-    begins or ends in it. Otherwise the answer is False, for it would need a search over all elements.
+    They do where ``sum(i * x's strides) - sum(j * y's strides)`` is the distance of the tensors, in bytes. Each stride
+    is a term with a bounded integer factor; a byte within an element is a term of stride 1.
     """
-    if x.device != y.device or 0 in (x.numel(), y.numel()):
+    distance = y.data_ptr() - x.data_ptr()
+    if x.device != y.device or 0 in (x.numel(), y.numel()) or not -extent(y) < distance < extent(x):
         return False
-    (x_begin, x_end), (y_begin, y_end) = _span(x), _span(y)
-    if x_end <= y_begin or y_end <= x_begin:
-        return False
-    size, distance = x.element_size(), y_begin - x_begin
-    if size == y.element_size() and x.stride() == y.stride() and distance % size == 0:
-        largest = [(size_x - 1, size_y - 1) for size_x, size_y in zip(x.shape, y.shape)]
-        return _is_sum(distance // size, sorted(zip(x.stride(), largest), reverse=True))
-    return _meets(x, y_begin, y_end) or _meets(y, x_begin, x_end)
+    bounds: dict[int, tuple[int, int]] = {}  # least and greatest factor of each stride
+    for tensor, sign in ((x, 1), (y, -1)):
+        size = tensor.element_size()
+        strides = (1, *(stride * size for stride in tensor.stride()))
+        for count, stride in zip((size, *tensor.shape), strides):
+            (least, greatest), last = bounds.get(stride, (0, 0)), sign * (count - 1)
+            bounds[stride] = least + min(last, 0), greatest + max(last, 0)
+    terms = sorted(((stride, *each) for stride, each in bounds.items() if stride), reverse=True)
+    return _is_sum(distance, terms)
 
 
-def _span(x: Tensor) -> tuple[int, int]:
-    """The addresses of the first byte and of the byte behind the last one. Strides are not negative."""
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+def _is_sum(rest: int, terms: list[tuple[int, int, int]]) -> bool:
+    """Whether `rest` is the sum of each stride times a factor within its bounds. The largest stride is the first.
 
-
-def _is_sum(distance: int, by_stride: list[tuple[int, tuple[int, int]]]) -> bool:
-    """Whether y's first element is `distance` elements behind x's, and i * stride = distance + j * stride for indices.
-
-    by_stride: each stride, largest first, with the largest index of x and of y. i - j lies in -largest_y .. largest_x.
+    Factors that the smaller strides cannot make up for are left out; of tensors with nested strides few are left.
     """
-    if not by_stride:
-        return distance == 0
-    (stride, (most_x, most_y)), rest = by_stride[0], by_stride[1:]
-    if stride == 0:
-        return _is_sum(distance, rest)
-    reach = sum(step * max(most) for step, most in rest)
-    lowest, highest = -(-(distance - reach) // stride), (distance + reach) // stride
-    return any(
-        _is_sum(distance - times * stride, rest) for times in range(max(lowest, -most_y), min(highest, most_x) + 1)
-    )
-
-
-def _meets(x: Tensor, begin: int, end: int) -> bool:
-    """Whether x has no gaps and contains the byte at `begin` or the one before `end`."""
-    x_begin, x_end = _span(x)
-    without_gaps = x_end - x_begin == x.numel() * x.element_size()
-    return without_gaps and (x_begin <= begin < x_end or x_begin < end <= x_end)
+    if not terms:
+        return rest == 0
+    (stride, least, greatest), *others = terms
+    low = sum(other * at_least for other, at_least, _ in others)
+    high = sum(other * at_most for other, _, at_most in others)
+    # low <= rest - factor * stride <= high
+    first, last = max(least, -((high - rest) // stride)), min(greatest, (rest - low) // stride)
+    return any(_is_sum(rest - factor * stride, others) for factor in range(first, last + 1))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .facts import Packed
+from .validation import check_int32
 
 
 def check_metadata(packed: Packed, device: torch.device) -> None:
@@ -34,16 +35,9 @@ def check_metadata(packed: Packed, device: torch.device) -> None:
 
 def check_cu_seqlens(name: str, x: Any, device: torch.device) -> None:
     """Raises TypeError or ValueError unless x is int32 (sequences + 1,), contiguous, on the device."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be an int32 tensor (sequences + 1,), got {type(x).__name__}")
-    if x.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {x.dtype}; use {name}.int()")
-    if x.ndim != 1 or x.shape[0] == 0:
-        raise ValueError(f"{name} must have shape (sequences + 1,), got {tuple(x.shape)}")
-    if not x.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got stride {x.stride(0)}; use {name}.contiguous()")
-    if x.device != device:
-        raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
+    check_int32(name, x, {"sequences + 1": None}, device)
+    if x.shape[0] == 0:
+        raise ValueError(f"{name} must have shape (sequences + 1,), got (0,)")
 
 
 def check_max_seqlen(name: str, size: Any) -> None:

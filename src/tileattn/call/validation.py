@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -26,11 +26,12 @@ _ELSEWHERE = {
     "softcap": "score_mod=tileattn.SoftCap(cap)",
     "window_size": "mask=tileattn.SlidingWindow(left, right)",
     "alibi_slopes": "score_mod=tileattn.ALiBi(slopes)",
-    "block_table": "page_table= of tileattn.decode",
-    "cache_seqlens": "seqlens_k of tileattn.decode",
-    "num_splits": "splits= of tileattn.decode",
+    "block_table": "page_table=",
+    "cache_seqlens": "seqlens_k",
+    "num_splits": "splits=",
     "enable_gqa": "nothing: k and v may always have fewer heads than q",
 }
+_OF_CACHES = ("block_table", "cache_seqlens", "num_splits")
 
 
 def without_unknown(function: Function) -> Function:
@@ -48,6 +49,8 @@ def refuse_unknown(function: Callable[..., Any], unknown: Iterable[str]) -> NoRe
     own = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
     near = difflib.get_close_matches(name, own, n=1)
     instead = _ELSEWHERE.get(name) or (f"{near[0]}=" if near else None)
+    if name in _OF_CACHES and "page_table" not in own:
+        instead = f"{instead} of tileattn.decode"
     advice = f"use {instead}" if instead else f"keyword arguments are {', '.join(own)}"
     raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}; {advice}")
 
@@ -132,6 +135,42 @@ def check_dense(name: str, tensor: Any, ndim: int, dimensions: str) -> None:
             f"{name} must have a contiguous last dimension, got strides {tensor.stride()} for shape "
             f"{tuple(tensor.shape)}; use {name}.contiguous()"
         )
+
+
+def check_int32(
+    name: str,
+    x: Any,
+    sizes: Mapping[str, int | None],
+    device: torch.device,
+    *,
+    owner: str = "q",
+    contiguous: bool = True,
+) -> None:
+    """Raises TypeError or ValueError unless it is an int32 tensor of these sizes, on the device of the owner.
+
+    Args:
+        name: the argument's name.
+        x: the argument.
+        sizes: the dimensions, by name; None for one of any size.
+        device: where it must be.
+        owner: whose device that is.
+        contiguous: whether it must be contiguous.
+    """
+    comma = "," * (len(sizes) == 1)
+    shape = f"({', '.join(sizes)}{comma})"
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be an int32 tensor {shape}, got {type(x).__name__}")
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {x.dtype}; use {name}.int()")
+    if x.ndim != len(sizes) or any(size not in (None, given) for size, given in zip(sizes.values(), x.shape)):
+        if set(sizes.values()) != {None}:
+            known = (str(dim if size is None else size) for dim, size in sizes.items())
+            shape += f" = ({', '.join(known)}{comma})"
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
+    if x.device != device:
+        raise ValueError(f"{name} must be on {owner}'s device {device}, got {x.device}")
+    if contiguous and not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {x.stride()}; use {name}.contiguous()")
 
 
 def _check_options(q: torch.Tensor, heads: int, sink: Any, dropout_p: Any, scale: Any) -> None:

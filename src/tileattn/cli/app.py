@@ -89,6 +89,7 @@ def plot(
     "  tileattn warmup\n\n"
     "  tileattn warmup --head-dim 128,192/128 --variant causal,causal+softcap50 --dtype bf16,fp16\n\n"
     "  tileattn warmup --direction fwdbwd\n\n"
+    "  tileattn warmup --direction decode --page-size 16,0 --variant causal,causal+window1024\n\n"
     "  tileattn warmup --arch sm_90a"
 )
 def warmup(
@@ -96,12 +97,37 @@ def warmup(
         str, typer.Option(help="Head dims; 192/128 where q and k have another than v.", metavar="N,...")
     ] = "64,128",
     variant: Annotated[
-        str, typer.Option(help="Variants, as [b]tileattn bench[/b] names them.", metavar="NAME,...")
-    ] = "full,causal",
+        str | None,
+        typer.Option(
+            help="Variants, as [b]tileattn bench[/b] names them. Default: full,causal; for decode causal.",
+            metavar="NAME,...",
+            show_default=False,
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16.", metavar="NAME,...")] = "bf16",
     direction: Annotated[
-        str, typer.Option(help="[b]fwd[/b], or for training [b]fwdbwd[/b]: the kernels of the backward pass as well.")
+        str,
+        typer.Option(
+            help="[b]fwd[/b]; for training [b]fwdbwd[/b], with the backward pass; for serving [b]decode[/b], with "
+            "append_kv."
+        ),
     ] = "fwd",
+    page_size: Annotated[
+        str | None,
+        typer.Option(
+            help="With decode: tokens of a page, 0 for contiguous caches. Multiples of 64 are one. Default: 16,64.",
+            metavar="N,...",
+            show_default=False,
+        ),
+    ] = None,
+    rotary: Annotated[
+        str | None,
+        typer.Option(
+            help="With decode: how append_kv rotates: none, halves (Llama), interleaved (GPT-J). Default: none,halves.",
+            metavar="NAME,...",
+            show_default=False,
+        ),
+    ] = None,
     arch: Annotated[
         str | None, typer.Option(help="sm_80, sm_90a, ... Default: this machine's GPU.", show_default=False)
     ] = None,
@@ -113,7 +139,8 @@ def warmup(
     from tileattn.cli import choices
     from tileattn.cli import run_bench as command
 
-    raise typer.Exit(command.warm_up(choices.choose_kernels(head_dim, variant, dtype, direction, arch)))
+    options = choices.WarmupOptions(head_dim, variant, dtype, direction, page_size, rotary, arch)
+    raise typer.Exit(command.warm_up(choices.choose_kernels(options)))
 
 
 app.command(epilog=TUNE_EXAMPLES)(tune)

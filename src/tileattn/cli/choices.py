@@ -16,7 +16,9 @@ from tileattn.bench import cases, variants, warmup
 from tileattn.bench.baselines import BASELINES, Implementation, TileAttn
 from tileattn.bench.cases import Case
 from tileattn.call.facts import device_arch
+from tileattn.kernels.tilelang.append import backend as tilelang_append
 from tileattn.kernels.tilelang.build.batch import AnyJob
+from tileattn.kernels.tilelang.decode import backend as tilelang_decode
 from tileattn.runtime.dispatch import BACKENDS, named
 
 DEFAULT_BASELINES = {"cuda": "fa2,cudnn", "cpu": "sdpa,eager"}
@@ -250,25 +252,72 @@ def own_implementation(backend: str | None) -> TileAttn:
         raise refuse("--backend", str(error)) from error
 
 
-def choose_kernels(head_dim: str, variant: str, dtype: str, direction: str, arch: str | None) -> list[AnyJob]:
+@dataclass(frozen=True)
+class WarmupOptions:
+    """The options of `tileattn warmup` that select kernels; None for an option that was not given."""
+
+    head_dim: str = "64,128"
+    variant: str | None = None
+    dtype: str = "bf16"
+    direction: str = "fwd"
+    page_size: str | None = None
+    rotary: str | None = None
+    arch: str | None = None
+
+
+# Variants that `tileattn warmup` compiles where none are given, by direction.
+WARM_VARIANTS = {"fwd": "full,causal", "fwdbwd": "full,causal", "decode": "causal"}
+WARM_PAGES, WARM_ROTARY = "16,64", "none,halves"
+ROTARY = ("none", "halves", "interleaved")
+
+
+def choose_kernels(options: WarmupOptions) -> list[AnyJob]:
     """The kernels that `tileattn warmup` compiles."""
-    if direction not in ("fwd", "fwdbwd"):
-        raise refuse("--direction", f"{direction!r} is not known; accepted: fwd, fwdbwd")
+    direction, arch = options.direction, options.arch
+    if direction not in WARM_VARIANTS:
+        raise refuse("--direction", f"{direction!r} is not known; accepted: {', '.join(WARM_VARIANTS)}")
+    for option, given in (("--page-size", options.page_size), ("--rotary", options.rotary)):
+        if given is not None and direction != "decode":
+            raise refuse(option, "it is for --direction decode")
     if arch is None and not torch.cuda.is_available():
         raise refuse("--arch", "there is no GPU here to compile for; name an architecture, such as sm_90a")
     arch = arch or device_arch(torch.device("cuda"))
-    dtypes = [name.strip() for name in dtype.split(",")]
+    dtypes = [name.strip() for name in options.dtype.split(",")]
     if unknown := [name for name in dtypes if name not in cases.DTYPES]:
         raise refuse("--dtype", f"{unknown[0]!r} is not known; accepted: {', '.join(cases.DTYPES)}")
-    names = [_known_variant("--variant", name) for name in variant.split(",")]
-    facts = [_head_dims(part) for part in head_dim.split(",")], names, dtypes, arch
+    names = [_known_variant("--variant", name) for name in (options.variant or WARM_VARIANTS[direction]).split(",")]
+    head_dims = [_head_dims(part) for part in options.head_dim.split(",")]
+    if direction == "decode":
+        return _decode_kernels(options, head_dims, names, dtypes, arch)
+    facts = head_dims, names, dtypes, arch
     wanted = warmup.calls(*facts)
     backward = warmup.backward_calls(*facts) if direction == "fwdbwd" else []
-    tilelang = next(backend for backend in BACKENDS if backend.name == "tilelang")
+    tilelang = named("tilelang")
     for call in [*wanted, *(each.forward for each in backward)]:
         if (reason := tilelang.refusal(call)) is not None:
             raise typer.BadParameter(f"the TileLang kernels do not run {call}: {reason}")
     return warmup.jobs(wanted, backward)
+
+
+def _decode_kernels(
+    options: WarmupOptions, head_dims: list[tuple[int, int]], names: list[str], dtypes: list[str], arch: str
+) -> list[AnyJob]:
+    """The kernels of `decode` and `append_kv`."""
+    sizes = [part.strip() for part in (WARM_PAGES if options.page_size is None else options.page_size).split(",")]
+    if wrong := [part for part in sizes if not part.isdecimal()]:
+        raise refuse("--page-size", f"{wrong[0]!r} is not understood; accepted: 16, or 0 for contiguous caches")
+    rotary = [part.strip() for part in (WARM_ROTARY if options.rotary is None else options.rotary).split(",")]
+    if unknown := [part for part in rotary if part not in ROTARY]:
+        raise refuse("--rotary", f"{unknown[0]!r} is not known; accepted: {', '.join(ROTARY)}")
+    pages = [int(part) for part in sizes]
+    wanted = warmup.decode_calls(head_dims, names, dtypes, pages, arch)
+    appending = warmup.append_calls(head_dims, dtypes, pages, rotary, arch)
+    refusals = [(call, tilelang_decode.refusal(call)) for call in wanted]
+    refusals += [(call, tilelang_append.refusal(call)) for call in appending]  # type: ignore[misc]
+    for call, reason in refusals:
+        if reason is not None:
+            raise typer.BadParameter(f"the TileLang kernels do not run {call}: {reason}")
+    return warmup.decode_jobs(wanted, appending)
 
 
 def _head_dims(text: str) -> tuple[int, int]:

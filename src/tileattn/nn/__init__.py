@@ -13,7 +13,8 @@
 | :class:`MaskedAttention` | masked | any mask of tileattn or a function; without a mask, multi-head attention |
 | :class:`TritonFlashAttention` | triton | FlashAttention-2 by Triton kernels, on GPUs |
 
-The last five run :func:`tileattn.attention`, so on a GPU they run its kernels.
+The last five run :func:`tileattn.attention`, so on a GPU they run its kernels. They generate with a
+:class:`tileattn.PagedKVCache`: ``module(x, cache=step.layer(i))``, see :meth:`SelfAttention.forward`.
 """
 
 from __future__ import annotations

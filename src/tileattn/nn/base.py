@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..api.attention import attention
+from ..api.cache_step import LayerCache
 from ..call.scalars import as_float, as_int
 from ..call.validation import check_flags
 from ..runtime.run import autocast_dtype
@@ -18,7 +19,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class SelfAttention(nn.Module):
-    """Self-attention with projections. A subclass chooses the attention by overriding `attend`.
+    """Self-attention with projections. A subclass chooses the attention by overriding `attend`, and `attend_cached`.
 
     With num_kv_heads equal to num_heads, one layer `qkv_proj` projects to queries, keys and values. Otherwise there
     are three: `q_proj`, `k_proj` and `v_proj`. The last layer is `out_proj`. Modules of any class with equal
@@ -84,21 +85,34 @@ class SelfAttention(nn.Module):
 
     if TYPE_CHECKING:  # nn.Module.__call__ is untyped
 
-        def __call__(self, x: Tensor) -> tuple[Tensor, Tensor | None]: ...
+        def __call__(self, x: Tensor, *, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]: ...
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Attention of a sequence to itself.
+    def forward(self, x: Tensor, *, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:
+        """Attention of a sequence to itself; with a cache, of its new tokens to all of its tokens.
+
+            cache = tileattn.PagedKVCache(batch, max_seqlen, num_kv_heads, head_dim, layers=len(layers))
+            step = cache.step(x.shape[1])  # once for all layers: of a prompt, then of one token after the other
+            for index, layer in enumerate(layers):
+                x, _ = layer(x, cache=step.layer(index))
+
+        The output is that of the same positions in a call on the whole sequences.
 
         Args:
-            x: (batch, seqlen, embed_dim), in the parameters' dtype or under autocast.
+            x: (batch, seqlen, embed_dim), in the parameters' dtype or under autocast. With a cache the new tokens; in a
+                step with cu_seqlens_q (total, embed_dim).
+            cache: the keys and values of the earlier tokens in this layer, to which those of x are added. The module
+                must be causal. In the dtype of the projections; there are no gradients and no dropout.
 
         Returns:
             The output, with x's shape, and None in place of the weights, which only :class:`NaiveAttention` returns.
 
         Raises:
-            TypeError, ValueError: x is not a tensor, or has a wrong shape or dtype.
+            TypeError, ValueError: x is not a tensor, or has a wrong shape or dtype; the module is not causal, or in
+                training with dropout, and there is a cache.
+            ValueError: gradients are recorded: a call with a cache belongs under torch.no_grad().
+            NotImplementedError: the module takes no cache.
         """
-        return self._forward(x, CAUSAL if self.causal else None)
+        return self._forward(x, CAUSAL if self.causal else None, cache)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor | None]:
         """Attention of the projected heads, by :func:`tileattn.attention`.
@@ -117,6 +131,30 @@ class SelfAttention(nn.Module):
         o = attention(q, k, v, mask=None if causal else mask, causal=causal, dropout_p=self.dropout_p)
         return o, None
 
+    def attend_cached(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: LayerCache) -> Tensor:
+        """Attention of the projected heads of new tokens over a cache, to which k and v are added.
+
+        Args:
+            q: (batch, new, num_heads, head_dim), or packed (total, num_heads, head_dim).
+            k: the same with num_kv_heads.
+            v: shaped as k.
+            mask: as in `attend`, but never None.
+            cache: the layer's part of a step.
+
+        Returns:
+            o, shaped as q.
+
+        Raises:
+            NotImplementedError: the class overrides `attend` and not this method.
+        """
+        if type(self).attend is not SelfAttention.attend:
+            raise NotImplementedError(
+                f"{type(self).__name__} takes no cache; MaskedAttention ('masked') and GroupedQueryAttention ('gqa') "
+                "do, and load its state dict"
+            )
+        causal = mask is CAUSAL
+        return cache.attend(q, k, v, causal=causal, mask=None if causal else mask)
+
     @property
     def dropout_p(self) -> float:
         """The dropout probability in the module's current mode: `dropout` in training, else 0."""
@@ -133,13 +171,17 @@ class SelfAttention(nn.Module):
             shown.append("causal=True")
         return ", ".join(shown)
 
-    def _forward(self, x: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, x: Tensor, mask: Mask | None, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
         if x.is_nested:
             raise TypeError("x must be a dense tensor, got a nested one; see tileattn.varlen_attention")
-        if x.ndim != 3 or x.shape[2] != self.embed_dim:
-            raise ValueError(f"x must have shape (batch, seqlen, embed_dim={self.embed_dim}), got {tuple(x.shape)}")
+        packed = cache is not None and cache.step.packed
+        if x.ndim != (2 if packed else 3) or x.shape[-1] != self.embed_dim:
+            rows = "total" if packed else "batch, seqlen"
+            raise ValueError(f"x must have shape ({rows}, embed_dim={self.embed_dim}), got {tuple(x.shape)}")
+        if cache is not None:
+            self._check_cached(mask)
         try:
             q, k, v = self._heads(x)
         except RuntimeError:
@@ -147,8 +189,19 @@ class SelfAttention(nn.Module):
             # weight's.
             self._check_dtype(x)
             raise
-        o, weights = self.attend(q, k, v, mask)
-        return self.out_proj(o.flatten(2)), weights
+        if cache is not None:
+            assert mask is not None
+            o, weights = self.attend_cached(q, k, v, mask, cache), None
+        else:
+            o, weights = self.attend(q, k, v, mask)
+        return self.out_proj(o.flatten(-2)), weights
+
+    def _check_cached(self, mask: Mask | None) -> None:
+        """Raises if the outputs over a cache would not be those of the whole sequence."""
+        if mask is None:
+            raise ValueError("cache needs a module with causal=True: otherwise earlier tokens see later ones")
+        if self.dropout_p:
+            raise ValueError(f"cache needs a module without dropout, got {self.dropout_p} in training: call eval()")
 
     def _check_dtype(self, x: Tensor) -> None:
         parameter = next(self.parameters())
@@ -159,7 +212,10 @@ class SelfAttention(nn.Module):
             )
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Projects x to q (batch, seqlen, num_heads, head_dim), k and v (batch, seqlen, num_kv_heads, head_dim)."""
+        """Projects x to q (batch, seqlen, num_heads, head_dim), k and v (batch, seqlen, num_kv_heads, head_dim).
+
+        x may also be packed: (total, embed_dim) gives (total, num_heads, head_dim).
+        """
         if self.num_kv_heads == self.num_heads:
             q, k, v = self.qkv_proj(x).chunk(3, dim=-1)
         else:

@@ -77,7 +77,7 @@ def _dropout(seed: Tensor | None, p: float, q: Tensor) -> Dropout | None:
 
 
 class _FlashAttention(SelfAttention):
-    """Base class of the two modules: it adds the size of the tiles.
+    """Base class of the two modules: it adds the size of the tiles. The modules take no cache.
 
     Args:
         embed_dim, num_heads, num_kv_heads, dropout, bias, causal, device, dtype: as :class:`SelfAttention`.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..api.cache_step import LayerCache
 from ..runtime.run import MaskLike
 from ..variant.key import normalize
 from ..variant.mask_bounds import MAX_SIZE
@@ -51,14 +52,23 @@ class MaskedAttention(SelfAttention):
 
     if TYPE_CHECKING:
 
-        def __call__(self, x: Tensor, mask: MaskLike | None = None) -> tuple[Tensor, Tensor | None]: ...
+        def __call__(
+            self, x: Tensor, mask: MaskLike | None = None, *, cache: LayerCache | None = None
+        ) -> tuple[Tensor, Tensor | None]: ...
 
-    def forward(self, x: Tensor, mask: MaskLike | None = None) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`SelfAttention.forward`; a query sees the keys that `mask`, the module's mask and `causal` allow."""
+    def forward(
+        self, x: Tensor, mask: MaskLike | None = None, *, cache: LayerCache | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`SelfAttention.forward`; a query sees the keys that `mask`, the module's mask and `causal` allow.
+
+        With a cache, tensors of masks have the size of the cache's capacity in their dimension of keys. A mask without
+        `causal` is taken as it is: over a cache a token never sees those of later steps, so the outputs are those of
+        the whole sequence where the mask hides these.
+        """
         mask, _ = normalize(mask, None, self.causal)
         if self.mask is not None:
             mask = self.mask if mask is None else self.mask & mask
-        return self._forward(x, mask)
+        return self._forward(x, mask, cache)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", mask={self.mask!r}" if self.mask is not None else "")
@@ -103,9 +113,11 @@ class SlidingWindowAttention(SelfAttention):
         )
         self.window_size = window_size
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, *, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:
+        if cache is not None and not self.causal:
+            raise ValueError("cache needs a module with causal=True: otherwise earlier tokens see later ones")
         others = min(self.window_size - 1, MAX_SIZE)
-        return self._forward(x, SlidingWindow(others, 0 if self.causal else others))
+        return self._forward(x, SlidingWindow(others, 0 if self.causal else others), cache)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, window_size={self.window_size}"

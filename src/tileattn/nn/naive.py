@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..api.cache_step import LayerCache
 from ..call.dropout import draw_seed, keep_mask, weight_of_kept
 from ..runtime.run import MaskLike
 from ..variant.key import encode
@@ -19,14 +20,17 @@ class NaiveAttention(MaskedAttention):
 
     The memory of both passes grows with the square of seqlen. Arguments are those of :class:`MaskedAttention`. The
     second value of `forward` is the weights (batch, num_heads, seqlen, seqlen), after dropout; for one seed, dropout
-    drops the same weights in all modules. A row that sees no key has weights and attention of 0.
+    drops the same weights in all modules. A row that sees no key has weights and attention of 0. The module
+    takes no cache.
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1.
     """
 
     if TYPE_CHECKING:
 
-        def __call__(self, x: Tensor, mask: MaskLike | None = None) -> tuple[Tensor, Tensor]: ...
+        def __call__(
+            self, x: Tensor, mask: MaskLike | None = None, *, cache: LayerCache | None = None
+        ) -> tuple[Tensor, Tensor]: ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..api.attention import attention
+from ..api.cache_step import LayerCache
 from ..variant.key import CAUSAL
 from ..variant.masks import Mask
 from .base import SelfAttention
@@ -58,3 +59,7 @@ class TritonFlashAttention(SelfAttention):
         causal = mask is CAUSAL
         o = attention(q, k, v, mask=None if causal else mask, causal=causal, backend="triton")
         return o, None
+
+    def attend_cached(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: LayerCache) -> Tensor:
+        causal = mask is CAUSAL
+        return cache.attend(q, k, v, causal=causal, mask=None if causal else mask, backend="triton")

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.append_validation import check_append, check_overlap, extent
+from ..call.append_validation import check_append, check_overlap
 from ..call.appending import AppendInputs, make_append_call
+from ..call.memory import extent
 from ..call.scalars import as_flag
 from .append_dispatch import Append, prepare_append
-from .operators import is_traced
+from .operators import is_traced, refuse_transforms
+from .tables import facts, kept
 
-MOST = 4096  # prepared functions that are kept; the bound is for programs whose sizes always vary
 _CACHES = (AppendInputs._fields.index("k_cache"), AppendInputs._fields.index("v_cache"))
 _NEW = tuple(map(AppendInputs._fields.index, ("k", "v", "q")))
 _ROWS = ("k", "v", "positions", "q", "q_positions")  # packed, without a batch dimension
@@ -28,6 +29,7 @@ _PREPARED: dict[tuple[Any, ...], _Prepared] = {}
 def run_append(inputs: AppendInputs, interleaved: bool, backend: str | None) -> Tensor | None:
     """Writes into the caches and returns the rotated q, or None; the arguments are as the user gave them."""
     if not _is_plain(inputs):
+        refuse_transforms("tileattn.append_kv")
         check_append(inputs)
         rotated = append_kv(*inputs[:9], as_flag("interleaved", interleaved), *inputs[9:], backend)
         return None if inputs.q is None else rotated
@@ -38,20 +40,21 @@ def _run(inputs: AppendInputs, interleaved: bool, backend: str | None) -> Tensor
     grad = torch.is_grad_enabled()
     try:
         addresses = [0 if x is None else x.data_ptr() for x in inputs]
-        facts = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in inputs]
+        gradients = tuple(x is not None and x.requires_grad for x in inputs)
         aligned = tuple(address % 16 for address in addresses)
-        key = (*facts, aligned, interleaved, type(interleaved), backend, grad)
+        key = (*map(facts, inputs), gradients, aligned, interleaved, type(interleaved), backend, grad)
         prepared = _PREPARED.get(key)
     except (TypeError, RuntimeError, AttributeError):  # an argument of a wrong type: the checks raise
-        check_append(inputs)
+        _prepare(inputs, interleaved, backend)
         raise
     if prepared is None:
-        check_append(inputs)
-        prepared = _Prepared(inputs, as_flag("interleaved", interleaved), backend)
-        if len(_PREPARED) >= MOST:
-            _PREPARED.clear()
-        _PREPARED[key] = prepared
+        prepared = kept(_PREPARED, key, _prepare(inputs, interleaved, backend))
     return prepared(inputs, addresses)
+
+
+def _prepare(inputs: AppendInputs, interleaved: Any, backend: str | None) -> _Prepared:
+    check_append(inputs)
+    return _Prepared(inputs, as_flag("interleaved", interleaved), backend)
 
 
 def _is_plain(inputs: AppendInputs) -> bool:

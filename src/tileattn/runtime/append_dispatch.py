@@ -15,7 +15,7 @@ from ..call.appending import AppendCall, AppendInputs
 from ..kernels.tilelang.append import backend as tilelang_append
 from ..kernels.torch import append as torch_append
 from ..kernels.triton.append import backend as triton_append
-from .dispatch import Answers, Backend, first_that_accepts
+from .dispatch import Answers, Backend, check_name, first_that_accepts
 
 Append = Callable[[AppendInputs], Tensor | None]
 
@@ -46,7 +46,6 @@ PHASES: tuple[AppendPhase, ...] = (
 )
 
 
-@functools.lru_cache(maxsize=4096)
 def prepare_append(call: AppendCall, backend: str | None) -> Append:
     """The function of the backend that runs a call.
 
@@ -58,6 +57,12 @@ def prepare_append(call: AppendCall, backend: str | None) -> Append:
         ValueError: no backend has that name.
         NotImplementedError: the named backend (or every backend) refuses the call; the message says why.
     """
+    check_name(backend)
+    return _prepare_append(call, backend)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare_append(call: AppendCall, backend: str | None) -> Append:
     phases = {phase.name: phase for phase in PHASES}
 
     def answers_of(candidate: Backend) -> Answers[AppendCall]:

@@ -81,9 +81,14 @@ def make_decode_call(inputs: DecodeInputs, options: DecodeOptions) -> DecodeCall
         return_lse=options.return_lse,
         arch=device_arch(q.device),
         packed=inputs.cu_seqlens_q is not None,
-        page_rows=min(MOST_PAGE_ROWS, page_size & -page_size),  # the largest power of two that divides the page size
+        page_rows=page_rows_of(page_size),
         fixed=splits.keys if isinstance(splits, FixedSplit) else 0,
     )
+
+
+def page_rows_of(page_size: int) -> int:
+    """`DecodeCall.page_rows`: the largest power of two that divides the page size, at most 64; 0 for no pages."""
+    return min(MOST_PAGE_ROWS, page_size & -page_size)
 
 
 def _has_aligned_rows(cache: Tensor) -> bool:
@@ -130,7 +135,8 @@ def prepared(inputs: DecodeInputs, options: DecodeOptions) -> PreparedDecode:
 
 def run(inputs: DecodeInputs, options: DecodeOptions, plan: DecodePlan | None) -> tuple[Tensor, Tensor | None]:
     """o and lse of a call; lse may be None if it is not needed."""
-    check_no_gradient((inputs.q, inputs.k_cache, inputs.v_cache, inputs.sink, *inputs.operands.tensors))
+    ops.refuse_transforms("tileattn.decode")
+    check_no_gradient((inputs.q, inputs.k_cache, inputs.v_cache, inputs.sink, inputs.out, *inputs.operands.tensors))
     if inputs.out is not None:
         check_out(inputs.out, inputs)
     return (
@@ -140,10 +146,13 @@ def run(inputs: DecodeInputs, options: DecodeOptions, plan: DecodePlan | None) -
 
 def run_phase(phase: PreparedDecode, inputs: DecodeInputs, plan: DecodePlan | None) -> tuple[Tensor, Tensor | None]:
     """o and lse by a prepared phase, with the plan if there is one."""
-    if plan is None:
-        return phase.run(inputs, None)
-    check_made_for(plan.made_for, phase.made_for)
-    return phase.run(inputs, plan.tensor)
+    tensor = None
+    if plan is not None:
+        check_made_for(plan.made_for, phase.made_for)
+        tensor = plan.tensor
+    if inputs.out is not None and not inputs.out.is_inference():  # tensors made in inference mode have no version
+        torch.autograd.graph.increment_version(inputs.out)
+    return phase.run(inputs, tensor)
 
 
 def make_plan(inputs: DecodeInputs, options: DecodeOptions) -> DecodePlan:

@@ -26,6 +26,7 @@ from ..kernels.triton import backend as triton_backend
 from ..kernels.triton.decode import backend as triton_decode
 from ..tuner import state
 from ..tuner.space import Space
+from . import few_queries
 
 
 class Forward(Protocol):
@@ -85,11 +86,14 @@ class DecodePhase:
         refusal: ``refusal(call)`` says why the backend does not run a decode call; None if it does.
         reservation: ``reservation(call)`` says why it runs the call only if it is named; None otherwise.
         prepare: ``prepare(call, sizes, scale, splits)`` decides, once, all that depends on sizes alone.
+        runs_attention: ``runs_attention(call, sizes)`` says whether it should also run an attention call of few queries
+            (few_queries.py) that both it and the backend's forward pass accept.
     """
 
     refusal: Callable[[DecodeCall], str | None]
     reservation: Callable[[DecodeCall], str | None]
     prepare: Callable[[DecodeCall, DecodeSizes, float, Splits], Decode]
+    runs_attention: Callable[[DecodeCall, DecodeSizes], bool] = lambda call, sizes: True
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ BACKENDS: tuple[Backend, ...] = (
         lambda call: None,
         torch_backend.prepare,
         torch_backend.prepare_backward,
-        decode=DecodePhase(torch_decode.refusal, lambda call: None, torch_decode.prepare),
+        decode=DecodePhase(torch_decode.refusal, lambda call: None, torch_decode.prepare, torch_decode.runs_attention),
     ),
 )
 
@@ -188,14 +192,15 @@ def select(call: AttentionCall, backend: str | None = None) -> Backend:
         ValueError: no backend has that name, or its options are wrong.
         NotImplementedError: the named backend (or every backend) refuses the call; the message says why.
     """
-    _check_name(backend)
+    check_name(backend)
     return _select(call, backend)
 
 
 _NAMES = tuple(candidate.name for candidate in BACKENDS)
 
 
-def _check_name(backend: str | None) -> None:
+def check_name(backend: str | None) -> None:
+    """Raises ValueError if no backend has the name, or its options are wrong. It is asked before a cache is."""
     if backend is not None:
         named(backend)
 
@@ -255,7 +260,7 @@ class PreparedDecode(NamedTuple):
 
 def select_decode(call: DecodeCall, backend: str | None = None) -> Backend:
     """Selects the backend that runs a decode call. Raises as :func:`select`."""
-    _check_name(backend)
+    check_name(backend)
     return _select_decode(call, backend)
 
 
@@ -275,7 +280,7 @@ def prepare_decode(
     call: DecodeCall, backend: str | None, sizes: DecodeSizes, scale: float, splits: Splits
 ) -> PreparedDecode:
     """The decode phase of the backend that runs a call of these sizes. Raises as :func:`select`."""
-    _check_name(backend)
+    check_name(backend)
     return _prepare_decode(call, backend, sizes, scale, splits)
 
 
@@ -294,8 +299,8 @@ def prepare_forward(
     call: AttentionCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Forward:
     """The forward pass of the backend that runs a call, for bshd tensors of these shapes. Raises as :func:`select`."""
-    _check_name(backend)
-    if state.session is not None:
+    check_name(backend)
+    if state.session is not None and not _decodes(call, backend, q_shape, k_shape):
         chosen = _select(call, backend)
         return _tuned(chosen.name, chosen.space, chosen.prepare, call, call.arch, (q_shape, k_shape, scale))
     return _prepare(call, backend, q_shape, k_shape, scale)
@@ -305,14 +310,30 @@ def prepare_forward(
 def _prepare(
     call: AttentionCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Forward:
-    return _select(call, backend).prepare(call, q_shape, k_shape, scale)
+    chosen = _select(call, backend)
+    forward = functools.partial(chosen.prepare, call, q_shape, k_shape, scale)
+    if not _decodes(call, backend, q_shape, k_shape):
+        return forward()
+    phase = chosen.decode
+    assert phase is not None
+    facts, sizes = few_queries.decode_facts(call, q_shape, k_shape)
+    return few_queries.FewQueries(lambda known: phase.prepare(facts, known, scale, None), forward, sizes)
+
+
+def _decodes(call: AttentionCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size) -> bool:
+    """Whether the backend that runs a call does so by its decode phase: few queries, many keys."""
+    phase = _select(call, backend).decode
+    if phase is None or not few_queries.are_few(call, q_shape, k_shape):
+        return False
+    facts, sizes = few_queries.decode_facts(call, q_shape, k_shape)
+    return phase.refusal(facts) is None and phase.runs_attention(facts, sizes)
 
 
 def prepare_backward(
     call: BackwardCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Backward:
     """The backward pass of the backend that runs the call's forward pass. Raises as :func:`select`."""
-    _check_name(backend)
+    check_name(backend)
     if state.session is not None:
         chosen = _select(call.forward, backend)
         sizes, arch = (q_shape, k_shape, scale), call.forward.arch

@@ -78,6 +78,15 @@ def is_traced(tensor: Any) -> bool:
     )
 
 
+def refuse_transforms(function: str) -> None:
+    """Raises NotImplementedError under torch.func, in eager execution, for a function without derivatives."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{function} is not transformed by torch.func: it has no derivatives, and a dimension that vmap would map "
+            f"must be a part of the batch"
+        )
+
+
 def _has_no_values(tensor: torch.Tensor) -> bool:
     """Whether it is a meta tensor. benchmarks/precompile.py replaces this function to pass meta tensors for a GPU's."""
     return tensor.is_meta

@@ -24,12 +24,12 @@ from . import operators as ops
 from .dispatch import Forward, prepare_forward, select
 from .operators import NO_DESCALES, GivenDescales, Options
 from .run import Choices, as_bshd, checked_choices, requires_grad, scale_or_default
+from .tables import kept
 
 GivenChoices = tuple[bool, float | None, bool, bool, str | None]  # the fields of Choices, unchecked
 
 # Prepared forward passes by tensor metadata and options.
 FORWARDS: dict[tuple[Any, ...], Forward] = {}
-MOST = 4096  # forward passes in the cache; the bound is for programs whose sizes always vary
 state.forgets(FORWARDS.clear)  # prepared passes depend on the tuner's results
 
 
@@ -62,7 +62,7 @@ def attention_forward(
         raise
     if forward is None:
         choices = (causal, scale, return_lse, deterministic, backend)
-        forward = _kept(key, _prepare_attention(q, k, v, descales, layout, choices, grad))
+        forward = kept(FORWARDS, key, _prepare_attention(q, k, v, descales, layout, choices, grad))
     if layout == "bhsd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     of_fp8 = None if descales is None else complete(*descales, k)
@@ -102,7 +102,7 @@ def varlen_forward(
         raise
     if forward is None:
         choices = (causal, scale, return_lse, deterministic, backend)
-        forward = _kept(key, _prepare_varlen(q, k, v, packed, choices, grad))
+        forward = kept(FORWARDS, key, _prepare_varlen(q, k, v, packed, choices, grad))
     q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     return forward(inputs_of((q, k, v, None, NO_OPERANDS, None, packed, None)))
 
@@ -112,13 +112,6 @@ def _facts(descale: Any) -> tuple[Any, ...] | None:
     if isinstance(descale, torch.Tensor):
         return descale.shape, descale.dtype, descale.device, descale.requires_grad and torch.is_grad_enabled()
     return None if descale is None else (type(descale),)
-
-
-def _kept(key: tuple[Any, ...], forward: Forward) -> Forward:
-    if len(FORWARDS) >= MOST:
-        FORWARDS.clear()
-    FORWARDS[key] = forward
-    return forward
 
 
 def _prepare_attention(

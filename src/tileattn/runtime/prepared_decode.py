@@ -15,9 +15,9 @@ import torch
 from ..call.decoding import DecodeInputs
 from ..tuner import state
 from .dispatch import PreparedDecode
+from .tables import facts
 
 PHASES: dict[tuple[Any, ...], PreparedDecode] = {}
-MOST = 4096  # phases in the cache; the bound is for programs whose sizes always vary
 state.forgets(PHASES.clear)  # prepared phases depend on the tuner's results
 
 # DecodeInputs(*fields) for a tuple of all fields, in a third of the time.
@@ -43,13 +43,14 @@ def key_of(
     try:
         if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
             return None
-        if out is not None and _shares(out, (q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q)):
+        tensors = (q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q)
+        if out is not None and (out.requires_grad or _shares(out, tensors)):
             return None
         key = (
             q.shape, k_cache.shape, v_cache.shape, q.stride(), k_cache.stride(), v_cache.stride(),
             q.dtype, k_cache.dtype, v_cache.dtype, q.device, k_cache.device, v_cache.device,
-            (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % 16, _facts(seqlens_k), _facts(page_table),
-            _facts(cu_seqlens_q), _facts(out), *options, *map(type, options),  # 1 == True, but must not find its phase
+            (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % 16, facts(seqlens_k), facts(page_table),
+            facts(cu_seqlens_q), facts(out), *options, *map(type, options),  # 1 == True, but must not find its phase
         )  # fmt: skip
         hash(key)
     except (AttributeError, TypeError, RuntimeError):
@@ -57,18 +58,7 @@ def key_of(
     return key
 
 
-def _facts(tensor: Any) -> tuple[Any, ...] | None:
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-
 def _shares(out: torch.Tensor, tensors: tuple[Any, ...]) -> bool:
     """Whether `out` is in the storage of another tensor, where it may or may not share memory with it."""
     own = out.untyped_storage().data_ptr()
     return any(x is not None and x.untyped_storage().data_ptr() == own for x in tensors)
-
-
-def keep(key: tuple[Any, ...], phase: PreparedDecode) -> None:
-    """Stores a phase whose call has been checked."""
-    if len(PHASES) >= MOST:
-        PHASES.clear()
-    PHASES[key] = phase

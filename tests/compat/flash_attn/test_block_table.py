@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -60,8 +62,11 @@ class Paged:
         return result[0], result[1]
 
 
+SIZES = [(64, 256), (59, 16), (128, 3)]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dim", "page_size"), [(64, 256), (59, 16), (128, 3)])
+@pytest.mark.parametrize(("dim", "page_size"), SIZES)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_same_as_of_gathered_keys(name: str, dim: int, page_size: int, device: str) -> None:
     paged = Paged(dim, page_size, torch.float16)
@@ -78,6 +83,18 @@ def test_the_same_as_of_gathered_keys(name: str, dim: int, page_size: int, devic
         [eager[0][None]],
         [eager[1][None]],
     ))  # fmt: skip
+
+
+def calls() -> Iterator[Callable[[], Any]]:
+    """Calls whose kernels these tests need on a GPU, for benchmarks/precompile.py."""
+    for options in OPTIONS.values():
+        there = {
+            name: torch.tensor(value, device="meta") if name == "alibi_slopes" else value
+            for name, value in options.items()
+        }
+        for dim, page_size in SIZES:
+            if dim % 8 == 0:  # others are Triton's
+                yield functools.partial(Paged(dim, page_size, torch.float16).call, "meta", **there)
 
 
 def test_a_backward_pass_raises() -> None:

@@ -7,6 +7,7 @@ tests run on a GPU by ``pytest -m gpu``.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 from collections.abc import Callable, Iterator
@@ -21,7 +22,6 @@ from tileattn.compat import flash_attn as compat
 from tileattn.compat.flash_attn import flash_attn_with_kvcache
 from tileattn.testing import assert_forward_accurate
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BATCH, HEADS = 2, 6
 KV_HEADS = {"mha": 6, "gqa": 3, "mqa": 1}
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -192,7 +192,7 @@ class Problem:
         }
         if self.new:
             options |= {"k": there(self.k), "v": there(self.v)}
-        if self.angles.numel():
+        if self.angles.numel() and self.new:
             options |= {"rotary_cos": there(self.cos), "rotary_sin": there(self.sin)}
         return flash_attn_with_kvcache(there(self.q), *caches, **options), caches
 
@@ -265,10 +265,30 @@ def check(case: Case, device: str) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("number", range(len(CASES)))
+# On a GPU most cases need kernels of their own.
+QUICK = 20
+RUNS = [(number, "cpu") for number in range(len(CASES))] + [
+    pytest.param(number, "cuda", marks=[pytest.mark.gpu] + [pytest.mark.slow] * (number >= QUICK))
+    for number in range(len(CASES))
+]
+
+
+@pytest.mark.parametrize(("number", "device"), RUNS)
 def test_as_documented(number: int, device: str) -> None:
     check(CASES[number], device)
+
+
+def calls() -> Iterator[Callable[[], Any]]:
+    """Calls whose kernels the quick tests need on a GPU, for benchmarks/precompile.py: of decode, and of append_kv."""
+    for case in CASES[:QUICK]:
+        if case.dim % 8:
+            continue  # Triton's
+        problem = Problem(case)
+        if case.new:
+            yield functools.partial(problem.call, "meta")
+        without = Problem(case)
+        without.new = 0
+        yield functools.partial(without.call, "meta")
 
 
 # --- What is asked of the arguments ---
@@ -366,14 +386,14 @@ PAGES, TABLE = torch.zeros(5, 4, 3, 16), torch.zeros(2, 3, dtype=torch.int32)
         (CACHE, {"k": NEW, "v": NEW}, ValueError, "cache_seqlens must be given with k and v"),
         (CACHE, {"rotary_cos": TURN}, ValueError, "must be given together, got no rotary_sin"),
         (CACHE, {"rotary_cos": TURN, "rotary_sin": TURN}, ValueError, "rotary_cos and rotary_sin need k and v"),
-        (CACHE, {"cache_seqlens": LENGTHS.long()}, TypeError, r"cache_seqlens must be an int32 tensor \(batch,\)"),
+        (CACHE, {"cache_seqlens": LENGTHS.long()}, TypeError, r"cache_seqlens must be int32"),
         (CACHE, {"cache_seqlens": 2.0}, TypeError, "cache_seqlens must be an int or an int32 tensor"),
         (CACHE, {"cache_seqlens": True}, TypeError, "cache_seqlens must be an int or an int32 tensor"),
         (CACHE, {"cache_seqlens": LENGTHS[:1]}, ValueError, r"cache_seqlens must have shape \(batch,\) = \(2,\)"),
         (CACHE, {"cache_seqlens": 10}, ValueError, r"cache_seqlens must lie in 0 \.\. 9"),
         (CACHE, {"cache_seqlens": 7, "k": NEW, "v": NEW}, ValueError, "cache_seqlens plus the number of new keys"),
         (CACHE, {"cache_leftpad": LENGTHS.tolist()}, TypeError, r"cache_leftpad must be an int32 tensor \(batch,\)"),
-        (CACHE, {"cache_batch_idx": LENGTHS.long()}, TypeError, "cache_batch_idx must be an int32 tensor"),
+        (CACHE, {"cache_batch_idx": LENGTHS.long()}, TypeError, "cache_batch_idx must be int32"),
         (CACHE, {"cache_batch_idx": LENGTHS}, ValueError, "cache_batch_idx"),
         (PAGES, {"block_table": TABLE, "cache_batch_idx": LENGTHS}, ValueError, "exclude each other"),
         (PAGES, {"block_table": TABLE, "page_table": TABLE}, ValueError, "are two names of one argument"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from torch import Tensor
+from torch import Tensor, no_grad
 from typing_extensions import assert_type
 
 import tileattn
@@ -56,6 +56,7 @@ def cached(x: Tensor) -> Tensor:
     cache.extend(x.shape[1])
     assert_type(cache.append(x, x, layer=0), Tensor | None)
     o = tileattn.decode(x, *cache.layer(0), cache.seqlens, page_table=cache.page_table)
+    assert_type(cache.step(1).layer(0).attend(x, x, x), Tensor)
     cache.fork(0, [1], length=3)
     cache.free(0)
     return o
@@ -74,6 +75,9 @@ def modules(x: Tensor) -> Tensor:
     masked = tileattn.nn.MaskedAttention(32, 4, mask=tileattn.Causal())
     assert_type(masked(x, mask=tileattn.PrefixLM(2)), tuple[Tensor, Tensor | None])
     assert_type(masked.forward(x), tuple[Tensor, Tensor | None])
+    step = tileattn.PagedKVCache(x.shape[0], 16, 4, 8).step(x.shape[1])
+    with no_grad():
+        assert_type(masked(x, cache=step.layer(0)), tuple[Tensor, Tensor | None])
     o, weights = NaiveAttention(32, 4)(x)
     return o + weights.sum()
 

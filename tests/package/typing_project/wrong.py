@@ -40,7 +40,7 @@ def sdpa(query: Tensor) -> None:
 def modules(module: SelfAttention, x: Tensor) -> None:
     module(x).shape  # error: attr-defined
     module(x, mask=tileattn.Causal())  # error: call-arg
-    MaskedAttention(32, 4)(x, tileattn.Causal(), x)  # error: call-arg
+    MaskedAttention(32, 4)(x, tileattn.Causal(), caches=None)  # error: call-arg
     MaskedAttention(32, 4, windows=3)  # error: call-arg
 
 

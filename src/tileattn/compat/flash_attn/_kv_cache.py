@@ -21,6 +21,7 @@ from ...api.append import append_kv
 from ...api.decode import decode
 from ...call.argument_names import renamed
 from ...call.scalars import as_int
+from ...call.validation import check_int32
 from ...variant.mask_bounds import Range
 from ...variant.masks import Causal, Mask
 from ...variant.math import load
@@ -95,9 +96,9 @@ class Cache(NamedTuple):
             raise ValueError("block_table and cache_batch_idx exclude each other: both say where a sequence lies")
         for name, x in (("cache_batch_idx", self.batch_idx), ("cache_leftpad", self.leftpad)):
             if x is not None:
-                _check_int32(name, x, q)
+                check_int32(name, x, {"batch": q.shape[0]}, q.device, contiguous=False)
         if isinstance(self.seqlens, Tensor):
-            _check_int32("cache_seqlens", self.seqlens, q)
+            check_int32("cache_seqlens", self.seqlens, {"batch": q.shape[0]}, q.device, contiguous=False)
         elif self.seqlens is not None and (isinstance(self.seqlens, bool) or not isinstance(as_int(self.seqlens), int)):
             raise TypeError(f"cache_seqlens must be an int or an int32 tensor (batch,), got {self.seqlens!r}")
 
@@ -120,15 +121,6 @@ class Cache(NamedTuple):
             return self.seqlens.contiguous() if new == 0 else self.seqlens + new
         length = self.capacity if self.seqlens is None else as_int(self.seqlens) + new
         return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
-
-
-def _check_int32(name: str, x: Any, q: Tensor) -> None:
-    if not isinstance(x, Tensor) or x.dtype != torch.int32:
-        raise TypeError(f"{name} must be an int32 tensor (batch,), got {getattr(x, 'dtype', type(x).__name__)}")
-    if tuple(x.shape) != (q.shape[0],):
-        raise ValueError(f"{name} must have shape (batch,) = ({q.shape[0]},), got {tuple(x.shape)}")
-    if x.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
 
 
 def attend_cache(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...call import cache_fields, cache_status
 from ...call.appending import AppendCall, AppendInputs
+from .recorder import Recorder
 
 
 def refusal(call: AppendCall) -> str | None:
@@ -29,7 +30,7 @@ def prepare(call: AppendCall) -> Callable[[AppendInputs], Tensor | None]:
         deferred = inputs.k.is_cuda
         if deferred:
             cache_status.raise_pending()
-        q = _append(call, inputs, _Recorder(inputs.k.device) if deferred else _Raiser())
+        q = _append(call, inputs, _Deferrer(inputs.k.device) if deferred else _Raiser())
         if deferred:
             cache_status.report(inputs.k.device)
         return q
@@ -49,7 +50,7 @@ class _Rows(NamedTuple):
     position: Tensor
 
 
-def _append(call: AppendCall, inputs: AppendInputs, errors: _Recorder | _Raiser) -> Tensor | None:
+def _append(call: AppendCall, inputs: AppendInputs, errors: _Deferrer | _Raiser) -> Tensor | None:
     k, v, q = inputs.k, inputs.v, inputs.q
     rows = _rows(inputs, k.shape[1], errors)
     of_cache, written = _places(inputs, rows, errors)
@@ -67,7 +68,7 @@ def _append(call: AppendCall, inputs: AppendInputs, errors: _Recorder | _Raiser)
     return rotated
 
 
-def _rows(inputs: AppendInputs, count: int, errors: _Recorder | _Raiser) -> _Rows:
+def _rows(inputs: AppendInputs, count: int, errors: _Deferrer | _Raiser) -> _Rows:
     """The rows of a tensor with `count` rows in each batch element."""
     seqlens, cu_seqlens = inputs.seqlens_k.long(), inputs.cu_seqlens_q
     index = torch.arange(count, device=seqlens.device)
@@ -92,7 +93,7 @@ def _rows(inputs: AppendInputs, count: int, errors: _Recorder | _Raiser) -> _Row
     return _Rows(sequence[None], torch.where((first <= index) & (index < end), position, -1)[None])
 
 
-def _places(inputs: AppendInputs, rows: _Rows, errors: _Recorder | _Raiser) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def _places(inputs: AppendInputs, rows: _Rows, errors: _Deferrer | _Raiser) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """The indices (row of the cache, token) of new tokens, each (batch, rows), and whether they are written."""
     position, tokens = rows.position, inputs.k_cache.shape[1]
     written = (position >= 0) & (position < inputs.capacity)
@@ -113,15 +114,16 @@ def _write(cache: Tensor, x: Tensor, places: tuple[Tensor, Tensor], written: Ten
     """Writes the rows of x that are `written`; there are rows, and the cache has elements."""
     x, written = x.flatten(0, 1), written.flatten()
     # A row that is not written takes value and place of the first one that is, or else those of the cache's first row.
-    first = written.int().argmax()
+    # Indices keep a dimension: the host would read one without.
+    first = written.int().argmax(keepdim=True)
     source = torch.where(written, torch.arange(written.shape[0], device=x.device), first)
-    some = written[first]
+    some = written.index_select(0, first)
     row, token = (torch.where(some, place.flatten()[source], 0) for place in places)
-    cache[row, token] = torch.where(some, x[source], cache[0, 0])
+    cache[row, token] = torch.where(some[:, None, None], x[source], cache[0, 0])
 
 
 def _rotated(
-    x: Tensor, rows: _Rows, positions: Tensor, call: AppendCall, inputs: AppendInputs, errors: _Recorder | _Raiser
+    x: Tensor, rows: _Rows, positions: Tensor, call: AppendCall, inputs: AppendInputs, errors: _Deferrer | _Raiser
 ) -> Tensor:
     """x with rotated pairs, in x's dtype; rows at negative positions are copied."""
     cos, sin = inputs.cos, inputs.sin
@@ -170,21 +172,16 @@ class _Raiser:
             raise ValueError(f"{text}, got {int(values.flatten()[at])} (sequence {number})")
 
 
-class _Recorder:
-    """Records errors in the device's status, without a synchronisation."""
+class _Deferrer:
+    """Records errors in the device's status."""
 
     def __init__(self, device: torch.device) -> None:
-        self.status = cache_status.status_of(device)
+        self.recorder = Recorder(device)
 
     def of_sequences(self, field: int, wrong: Tensor, values: Tensor, text: str) -> None:
         """See :class:`_Raiser`."""
-        self.of_rows(field, wrong, values, torch.arange(wrong.shape[0], device=wrong.device), text)
+        self.recorder.record(field, wrong)
 
     def of_rows(self, field: int, wrong: Tensor, values: Tensor, sequence: Tensor, text: str) -> None:
         """See :class:`_Raiser`."""
-        if not wrong.numel():
-            return
-        wrong, sequence = wrong.flatten(), sequence.flatten()
-        at = wrong.int().argmax()
-        record = (sequence[at] + 1).to(self.status.dtype)
-        self.status[field] = torch.where(wrong[at], record, self.status[field])
+        self.recorder.record(field, wrong, sequence)

@@ -109,8 +109,8 @@ WRONG: dict[str, tuple[Callable[[Built], Any], str]] = {
     "negative": (lambda built: built.seqlens_k[1:2].fill_(-(2**31)), "seqlens_k must be from 0 .* sequence 1"),
     "page": (lambda built: built.table[1].fill_(-(2**31)), "page_table's entries .* sequence 1"),
     "page beyond": (lambda built: built.table[1].fill_(2**31 - 1), "page_table's entries .* sequence 1"),
-    "start": (lambda built: built.cu_seqlens_q[:1].fill_(-7), "cu_seqlens_q must start at 0 .* sequence 0"),
-    "total": (lambda built: built.cu_seqlens_q[4:].fill_(10**9), "cu_seqlens_q must start at 0 .* sequence 3"),
+    "start": (lambda built: built.cu_seqlens_q[:1].fill_(-7), "cu_seqlens_q must start at 0, .* sequence 0"),
+    "total": (lambda built: built.cu_seqlens_q[4:].fill_(10**9), "cu_seqlens_q must start at 0, .* sequence 3"),
 }
 
 

@@ -14,11 +14,12 @@ from tests.kernels.tilelang.decode.cases import SCALE, Case, Tensors
 from tests.tools.emulator import COMPILER, Kernel
 from tileattn import ALiBi, SlidingWindow, SoftCap
 from tileattn.call import cache_fields as fields
-from tileattn.call import cache_status
+from tileattn.call import cache_status, packed_status
 from tileattn.call.decoding import DecodeInputs, FixedSplit
 from tileattn.kernels.tilelang.decode import combine, launch, records, walk
 from tileattn.kernels.tilelang.decode.config import GenericConfig
 from tileattn.kernels.tilelang.decode.kernel import decode_kernel
+from tileattn.kernels.tilelang.decode.packed_keys import packed_keys_kernel
 from tileattn.kernels.tilelang.decode.plan_kernel import plan_kernel
 from tileattn.testing import poisoned_memory
 from tileattn.variant.program import program
@@ -34,6 +35,9 @@ CASES = {
         [5, 40, 0, 90], 7, 5, 1, page=0, workers=6, mask=SlidingWindow(20, 0), mods=(ALiBi(torch.rand(5)),), sink=True
     ),
     "packed": Case([30, 50, 0, 90], [30, 1, 0, 9], 3, 2, page=1, workers=9, sink=True, rest=5),
+    "packed-keys": Case(
+        [30, 50, 0, 90, 1], [3, 1, 2, 0, 1], 3, 2, page=0, workers=7, sink=True, rest=3, packed_keys=True
+    ),
 }
 # In groups of 3 parts, merged by several blocks where there are more than 4 parts.
 GROUPED = {
@@ -59,10 +63,12 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         launch, "plan_function", lambda arch, packed, key: Kernel(plan_kernel(arch, packed, program(key)), folder())
     )
+    monkeypatch.setattr(launch, "packed_keys_function", lambda arch: Kernel(packed_keys_kernel(arch), folder()))
     monkeypatch.setattr(launch, "default", lambda call, rows: TILE)
     monkeypatch.setattr(GenericConfig, "blocks_per_sm", lambda self, call: 1)
-    monkeypatch.setattr(cache_status.STATUS, "devices", {})
-    monkeypatch.setattr(cache_status, "report", lambda device: None)
+    for status in (cache_status, packed_status):
+        monkeypatch.setattr(status.STATUS, "devices", {})
+        monkeypatch.setattr(status, "report", lambda device: None)
 
 
 def prepared(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> tuple[launch.Decoding, DecodeInputs]:
@@ -90,7 +96,8 @@ def test_decode(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     with poisoned_memory():
         again = decoding(inputs, plan)
     assert torch.equal(again[0], o)
-    assert not cache_status.status_of(o.device).any()
+    for status in (cache_status, packed_status):
+        assert not status.status_of(o.device).any()
 
 
 @pytest.mark.slow

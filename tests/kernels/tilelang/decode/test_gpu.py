@@ -29,6 +29,7 @@ CASES = {
     "one": Case(RAGGED, 1, 4, 2, page=16, dim=128, splits=1),
     "fixed": Case(RAGGED, 1, 4, 2, page=16, dim=128, splits=FixedSplit(128), sink=True),
     "packed": Case(RAGGED, [1, 70, 0, 9, 1], 3, 2, page=16, dim=128, rest=5, sink=True),
+    "packed-keys": Case(RAGGED, [1, 16, 0, 9, 1], 4, 2, page=0, dim=128, rest=5, sink=True, packed_keys=True),
     "many": Case([(37 * i) % 901 for i in range(300)], 1, 2, 1, page=16, dim=64),
 }
 

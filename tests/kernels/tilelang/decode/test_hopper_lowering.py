@@ -48,6 +48,7 @@ SLOW_CALLS = {
     "pages-16": make_decode_call(Causal(), page_rows=16, return_lse=False),
     "pages-64-256": make_decode_call(Causal(), dims=(256, 256), page_rows=64),
     "alibi-packed-sink": make_decode_call(Causal(), ALiBi(SLOPES), packed=True, sink=True),
+    "packed-keys": make_decode_call(Causal(), packed=True, packed_keys=True),
     "plain-16": make_decode_call(dims=(16, 16), dtype=torch.float16),
     "causal-80/72-pages-1": make_decode_call(Causal(), dims=(80, 72), page_rows=1),
     "causal-192/128": make_decode_call(Causal(), dims=(192, 128), page_rows=32),

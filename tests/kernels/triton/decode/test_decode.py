@@ -66,6 +66,15 @@ def test_queries_without_keys(page: int, splits: Splits) -> None:
     problem.check("without keys", page, splits)
 
 
+@pytest.mark.parametrize("splits", [None, 7, FixedSplit(256)], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_cache_without_capacity(packed: bool, splits: Splits) -> None:
+    """Rows of no sequence, and of one without keys, are written where there is no key at all."""
+    sink = torch.tensor([0.5, -1.0, 2.0], device=DEVICE)
+    problem = Problem([0 if packed else 2], [0], heads=3, kv_heads=1, mask=Causal(), sink=sink)
+    problem.check("no capacity", 0, splits, tail=3 if packed else 0, packed=packed, more=0)
+
+
 @pytest.mark.parametrize("q_len", [1, 7])
 def test_without_a_mask(q_len: int) -> None:
     Problem([q_len] * 3, (111, 2, 0)).check("full", 16, 2)

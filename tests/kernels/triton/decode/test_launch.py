@@ -110,6 +110,7 @@ SIZES = DecodeSizes(batch=1, max_seqlen_q=1, total_q=1, heads=32, kv_heads=8, ca
         (200, {"capacity": 5}, 132, 200),
         (FixedSplit(1024), {}, 132, 8),
         (FixedSplit(1024), {"capacity": 1000}, 132, 1),
+        (FixedSplit(1024), {"capacity": 0}, 132, 1),
         (FixedSplit(1024), {"batch": 33}, 132, 1),  # enough programs without
     ],
 )

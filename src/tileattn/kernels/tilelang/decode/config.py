@@ -11,6 +11,7 @@ from .hopper.config import default as hopper_default
 
 LEAST_KEYS = 64  # of a worker: smaller parts take longer to merge than to compute
 THREADS_PER_SM = 128  # that compute: the matrix units of a multiprocessor are four
+MOST_CHOOSING_ROWS = 128  # a tile is not larger: more packed rows choose the same
 KEYS_OF_FIXED_SPLIT = 128  # FixedSplit.keys is a multiple of this, and so of all block_N
 
 
@@ -56,6 +57,11 @@ def default(call: DecodeCall, q_rows: int) -> Config:
     """
     on_hopper = hopper_default(call)
     return on_hopper if on_hopper is not None else generic_default(call, q_rows)
+
+
+def defaults(call: DecodeCall) -> list[Config]:
+    """The configurations that :func:`default` may choose, whatever the sizes: kernels to compile ahead."""
+    return list(dict.fromkeys(default(call, q_rows) for q_rows in range(1, MOST_CHOOSING_ROWS + 1)))
 
 
 def generic_default(call: DecodeCall, q_rows: int) -> GenericConfig:

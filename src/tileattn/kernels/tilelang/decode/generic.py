@@ -192,6 +192,8 @@ def _place(plan, arg, job, key):
     that is one.
     """
     outside = T.cast((key < job.kv_lo) | (key >= job.kv_hi), "int32") * FAR
+    if plan.call.packed_keys:
+        return 0, arg.page_table[job.sequence, 0] + key + outside
     if not plan.call.paged:
         return job.sequence, key + outside
     near = T.max(T.min(key, job.kv_hi - 1), 0)

@@ -8,7 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ....call import cache_status
+from ....call import cache_status, packed_status
 from ....call.decoding import DecodeCall, DecodeInputs, DecodeSizes, FixedSplit, Splits
 from ....call.facts import SMALLEST_SCALE
 from ....variant.program import program
@@ -16,7 +16,7 @@ from ..forward.queue import multiprocessors
 from ..host import as_bytes
 from . import records
 from .config import LEAST_KEYS, Config, default
-from .library import decode_function, plan_function
+from .library import decode_function, packed_keys_function, plan_function
 from .ranges import names_in_range, numbers_in_range
 from .records import Deal
 
@@ -96,7 +96,7 @@ class Decoding:
         if self.empty:
             return None
         cache_status.raise_pending()
-        plan = self._planned(inputs)
+        plan = self._planned(self._located(inputs) if self.call.packed_keys else inputs)
         cache_status.report(plan.device)
         return plan
 
@@ -115,7 +115,7 @@ class Decoding:
             sizes.total_q,
             sizes.heads // sizes.kv_heads,
             sizes.kv_heads,
-            sizes.capacity,
+            sizes.capacity if inputs.k_cache.shape[0] else 0,
             deal.block_M,
             deal.block_N,
             deal.workers,
@@ -127,15 +127,39 @@ class Decoding:
         )
         return plan
 
+    def _located(self, inputs: DecodeInputs) -> DecodeInputs:
+        """The inputs of a call on packed keys, with the lengths, and with the places of the keys as a page table.
+
+        The cumulative lengths are checked on the device, as of all packed calls (call/packed_status.py); sequences are
+        without queries and keys then.
+        """
+        bounds, sizes = inputs.cu_seqlens_q, self.sizes
+        assert bounds is not None
+        packed_status.raise_pending()
+        found = bounds.new_empty(records.KEYS_FIELDS, -(-(sizes.batch + 1) // 4) * 4)  # rows of 16 bytes
+        packed_keys_function(self.call.arch)(
+            bounds, inputs.seqlens_k, found, packed_status.status_of(bounds.device), sizes.total_q,
+            inputs.k_cache.shape[1], sizes.max_seqlen_q, sizes.capacity,
+        )  # fmt: skip
+        packed_status.report(bounds.device)
+        return inputs._replace(
+            seqlens_k=found[records.KEYS_LENGTH, : sizes.batch],
+            page_table=found[records.KEYS_START, : sizes.batch, None],
+            cu_seqlens_q=found[records.KEYS_BOUND, : sizes.batch + 1],
+        )
+
     def __call__(self, inputs: DecodeInputs, plan: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See :class:`tileattn.runtime.dispatch.Decode`."""
+        if self.call.packed_keys and not self.empty:
+            inputs = self._located(inputs)
         q, k, v, _, table, _, sink, operands, out = inputs
         call, sizes, deal = self.call, self.sizes, None if self.empty else self.deal
         q_batch, total_q = q.shape[:2]
         lse = q.new_empty(q_batch, sizes.heads, total_q, dtype=torch.float32) if call.return_lse else None
         own = out is None or not _is_aligned(out)
         o = q.new_empty(q_batch, total_q, sizes.heads, call.head_dim_v) if own else out
-        if deal is None:
+        if deal is None or not k.shape[0]:
+            self.plan(inputs)  # reports lengths that there is no page for
             return _without_keys(o if out is None else out, lse, sink, inputs.cu_seqlens_q)
         cache_status.raise_pending()
         if plan is None:

@@ -33,6 +33,11 @@ WIDTH = 8
 JOB, SEQUENCE, Q_TILE, KV_HEAD, TILE, FIRST, PARTS = range(7)
 Q_START, Q_LEN, SEQLEN, ITEMS = range(4)
 
+# What packed_keys.py writes for each sequence of packed keys, a row for each: its first query, the place of its first
+# key, and how many keys it has.
+KEYS_BOUND, KEYS_START, KEYS_LENGTH = range(3)
+KEYS_FIELDS = 3
+
 # Columns of a part's row behind those of O: the base of its exponents, in powers of two, and the sum of its weights.
 # Rows stay multiples of 16 bytes.
 STATE_COLUMNS = 4

@@ -2,21 +2,24 @@
 
 It is what runs on a GPU where no kernel does. Nothing waits for the device, so it works in CUDA graphs, and its time
 grows with the capacity. Keys past a length, and keys that no row of a sequence sees, have weight 0; their values are
-cleared, for unused rows may hold NaN. Table entries are replaced by page 0 past a length, and clamped within.
+cleared, for unused rows may hold NaN. Table entries are clamped. What is wrong with lengths, and with entries of keys
+that are seen, goes to the device's status (:mod:`tileattn.call.cache_status`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ....call import cache_fields, cache_status
 from ....call.decoding import DecodeInputs, DecodeSizes
 from ....call.fp8 import accumulator
 from ....variant.masks import Mask
 from ..mask import ScoreMods
+from ..recorder import Recorder
 from ..softmax import RowState, exp_scores, finish, join, join_sink
 
 # The most elements of a tile of scores, and of the keys of a tile: 128 MiB each in float32.
@@ -43,8 +46,11 @@ def decode(
 
     The number of splits is of no use here: the tiles' size depends on the capacity alone.
     """
+    cache_status.raise_pending()
+    errors = Recorder(inputs.q.device)
+    _check(inputs, sizes, errors)
     rows, dtype = _rows(inputs, sizes), accumulator(inputs.q.dtype)
-    state = _state(inputs, sizes, rows, mask, score_mods, scale)
+    state = _state(inputs, sizes, rows, mask, score_mods, scale, errors)
     if state is None:
         shape, device = (sizes.batch, sizes.heads, rows.q.shape[1]), inputs.q.device
         lse = torch.full(shape, -torch.inf, dtype=dtype, device=device)
@@ -57,11 +63,30 @@ def decode(
     if inputs.cu_seqlens_q is not None:
         o, lse = _packed(o, lse, inputs.cu_seqlens_q, inputs.q.shape[1])
     o = o.to(inputs.q.dtype)
+    if o.is_cuda:
+        cache_status.report(o.device)
     return (o.contiguous() if inputs.out is None else inputs.out.copy_(o)), lse.contiguous()
 
 
+def _check(inputs: DecodeInputs, sizes: DecodeSizes, errors: Recorder) -> None:
+    """Records wrong lengths of keys and of packed queries."""
+    lengths, ends = inputs.seqlens_k, inputs.cu_seqlens_q
+    errors.record(cache_fields.SEQLENS_K, (lengths < 0) | (lengths > sizes.capacity))
+    if ends is not None:
+        wrong = (ends[1:] < ends[:-1]) | (ends[1:] > inputs.q.shape[1])
+        wrong[:1] |= ends[:1] != 0
+        errors.record(cache_fields.CU_SEQLENS_Q, wrong)
+        errors.record(cache_fields.MAX_SEQLEN_Q, ends.diff() > sizes.max_seqlen_q)
+
+
 def _state(
-    inputs: DecodeInputs, sizes: DecodeSizes, rows: _Rows, mask: Mask | None, score_mods: ScoreMods, scale: float
+    inputs: DecodeInputs,
+    sizes: DecodeSizes,
+    rows: _Rows,
+    mask: Mask | None,
+    score_mods: ScoreMods,
+    scale: float,
+    errors: Recorder,
 ) -> RowState | None:
     """The state of all rows after all keys; None if there is nothing to compute."""
     dtype, device = accumulator(inputs.q.dtype), inputs.q.device
@@ -74,7 +99,7 @@ def _state(
     b = torch.arange(batch, device=device)[:, None, None, None]
     h = torch.arange(heads, device=device)[:, None, None]
     state = None
-    for keys, k, v in _tiles(inputs, sizes, rows.lengths, _keys_at_once(sizes, count, rows.q.shape[3])):
+    for keys, wrong, k, v in _tiles(inputs, sizes, _keys_at_once(sizes, count, rows.q.shape[3])):
         index = (b, h, rows.position, keys)
         seen = rows.exists & (keys < rows.lengths[:, None, None, None])
         if mask is not None:
@@ -84,6 +109,8 @@ def _state(
         m, p, l = exp_scores(scores.masked_fill(~seen, -torch.inf))
         # O = P V, without the values that no row sees
         used = seen.expand(batch, -1, -1, -1).any(dim=1).any(dim=1)
+        if wrong is not None:
+            errors.record(cache_fields.PAGE_TABLE, wrong & used, b[:, 0, 0].expand(used.shape))
         v = v.to(dtype).masked_fill(~used[:, :, None, None], 0.0)
         o = (p.view(batch, kv_heads, -1, p.shape[-1]) @ v.transpose(1, 2)).view(batch, heads, count, -1)
         tile = RowState(m, l, o)
@@ -136,28 +163,20 @@ def _keys_at_once(sizes: DecodeSizes, rows: int, head_dim: int) -> int:
 
 
 def _tiles(
-    inputs: DecodeInputs, sizes: DecodeSizes, lengths: Tensor, step: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Tiles of keys: their positions (keys,), k and v (batch, keys, kv_heads, dim)."""
-    read = _contiguous(inputs) if inputs.page_table is None else _paged(inputs, inputs.page_table, lengths)
+    inputs: DecodeInputs, sizes: DecodeSizes, step: int
+) -> Iterator[tuple[Tensor, Tensor | None, Tensor, Tensor]]:
+    """Tiles of keys: their positions (keys,), whether their pages are wrong (batch, keys), k and v (batch, keys, ...).
+
+    k and v are (batch, keys, kv_heads, dim). Contiguous caches have no pages.
+    """
+    table, (pages, tokens) = inputs.page_table, inputs.k_cache.shape[:2]
     for begin in range(0, sizes.capacity, step):
         end = min(begin + step, sizes.capacity)
-        yield torch.arange(begin, end, device=lengths.device), *read(begin, end)
-
-
-def _contiguous(inputs: DecodeInputs) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-    return lambda begin, end: (inputs.k_cache[:, begin:end], inputs.v_cache[:, begin:end])
-
-
-def _paged(inputs: DecodeInputs, table: Tensor, lengths: Tensor) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-    pages, page_size = inputs.k_cache.shape[:2]
-
-    def read(begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """The keys from `begin`, a multiple of the page size, to `end`."""
-        entries = slice(begin // page_size, -(-end // page_size))
-        starts = torch.arange(entries.start, entries.stop, device=table.device) * page_size
-        numbers = torch.where(starts < lengths[:, None], table[:, entries], 0).clamp(0, pages - 1)
+        keys = torch.arange(begin, end, device=inputs.q.device)
+        if table is None:
+            yield keys, None, inputs.k_cache[:, begin:end], inputs.v_cache[:, begin:end]
+            continue
+        entries = table[:, begin // tokens : -(-end // tokens)]  # begin and end are multiples of the page size
+        numbers = entries.clamp(0, pages - 1)
         k, v = (cache[numbers].flatten(1, 2) for cache in (inputs.k_cache, inputs.v_cache))
-        return k, v
-
-    return read
+        yield keys, (numbers != entries).repeat_interleave(tokens, dim=1), k, v

@@ -62,7 +62,9 @@ def outputs(inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
 
 
 def of_sequence(mod: Any, sequence: CachedSequence) -> Any:
-    """A score modification for one sequence: a packed bias becomes the sequence's part of it."""
+    """A score modification for one sequence: a bias becomes the sequence's part of it."""
+    if type(mod) is Bias and mod.tensor.shape[0] > 1:  # attention of few queries
+        return Bias(mod.tensor[sequence.number : sequence.number + 1])
     if not isinstance(mod, PackedBias):
         return mod
     return Bias(mod.tensor[mod.part(sequence.number, sequence.seqlen_q, sequence.seqlen_k)])
@@ -80,17 +82,18 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """o (1, seqlen_q, heads, head_dim_v) and lse (1, heads, seqlen_q) of one sequence."""
     seqlen_k, dtype = sequence.seqlen_k, accumulator(q.dtype)
-    everything = slice(0, seqlen_k)
-    if q.shape[1] >= MANY_QUERIES and splits == 1 and seqlen_k > 0:
-        k, v = keys(everything)
-        return forward(q, k, v, mask, score_mods, sink, scale, None, sequence.number)
     matrix = ScoreMatrix(
         mask, score_mods, slice(0, 1), q.shape[2], q.shape[1], seqlen_k, dtype, q.device, first=sequence.number
     )
-    if 0 in (q.shape[1], seqlen_k):
+    seen = None if 0 in (q.shape[1], seqlen_k) else key_ranges(matrix, q.shape[1])[0][0]
+    # Pages of keys that no row sees may be none: the forward pass takes a sequence's keys whole.
+    whole = seen is not None and (keys.table is None or (seen.lo, seen.hi) == (0, seqlen_k))
+    if seen is None or seen.lo == seen.hi:
         o, lse = loop.without_keys(q, keys.v, dtype)
+    elif q.shape[1] >= MANY_QUERIES and splits == 1 and whole:
+        k, v = keys(slice(0, seqlen_k))
+        return forward(q, k, v, mask, score_mods, sink, scale, None, sequence.number)
     else:
-        ((seen,),) = key_ranges(matrix, q.shape[1])
         o, lse = _over_keys(q, keys, matrix, seen, scale, splits)
     return (o, lse) if sink is None else join_sink(o, lse, sink)
 
@@ -98,9 +101,7 @@ def _attend(
 def _over_keys(
     q: Tensor, keys: Keys, matrix: ScoreMatrix, seen: KeyRange, scale: float, splits: int
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the keys that are seen, in parts that are merged in their order."""
-    if seen.lo == seen.hi:
-        return loop.without_keys(q, keys.v, matrix.dtype)
+    """Attention over the keys that are seen, some, in parts that are merged in their order."""
     tile = COPIED_TILE if keys.table is not None or q.dtype != matrix.dtype else TILE
     block_N = max(tile // (keys.k.shape[2] * keys.k.shape[3]), 16)
     length = -(-matrix.seqlen_k // splits)

@@ -52,7 +52,7 @@ def number_of(splits: Splits, sizes: DecodeSizes, rows: int, head_dim_v: int, co
     wanted = -(-PROGRAMS * processors // jobs)
     bytes_of_part = max(pairs * rows * (head_dim_v + 2) * 4, 1)
     if isinstance(splits, FixedSplit):
-        parts = -(-sizes.capacity // splits.keys)
+        parts = max(-(-sizes.capacity // splits.keys), 1)  # without keys a program still writes o and lse
         return parts if wanted > 1 and parts * bytes_of_part <= WORKSPACE_BYTES else 1
     longest = -(-sizes.capacity // (FEWEST_TILES * config.block_N))
     return max(min(wanted, longest, MOST, WORKSPACE_BYTES // bytes_of_part), 1)
