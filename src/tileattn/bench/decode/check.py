@@ -53,7 +53,7 @@ def expect(problem: Problem, variant: Variant = PLAIN) -> Expected:
 def _attend(problem: Problem, variant: Variant, sequence: int, dtype: torch.dtype, first: int) -> Tensor:
     """softmax(q K^T) V of one sequence, one KV head at a time: (heads, head_dim). Sums begin at key `first`."""
     case = problem.case
-    k, v = (x[: variant.keys].roll(-first, 0) for x in problem.keys_of(sequence))
+    k, v = (x[: variant.keys] for x in problem.keys_of(sequence))
     q = problem.q[sequence, 0].view(case.kv_heads, -1, case.head_dim).to(dtype)
     heads = torch.arange(case.heads, device=q.device).view(case.kv_heads, -1, 1)
     wide = torch.promote_types(dtype, torch.float32)
@@ -64,11 +64,16 @@ def _attend(problem: Problem, variant: Variant, sequence: int, dtype: torch.dtyp
     out = []
     for head in range(case.kv_heads):
         of_rows = heads[head].repeat(copies, 1)
-        scores = q[head].repeat(copies, 1) @ k[:, head].to(dtype).T * problem.scale
+        scores = q[head].repeat(copies, 1) @ _rolled(k[:, head], first, dtype).T * problem.scale
         scores = variant.scores(scores, of_rows, distance).to(dtype)
         if variant.window is not None:
             scores = scores.masked_fill(distance >= variant.window, -torch.inf)
         if variant.sink is not None:  # a key without a value
             scores = torch.cat([scores, variant.sink(of_rows).to(dtype)], dim=1)
-        out.append((scores.softmax(-1)[:, : k.shape[0]] @ v[:, head].to(dtype))[:group])
+        out.append((scores.softmax(-1)[:, : k.shape[0]] @ _rolled(v[:, head], first, dtype))[:group])
     return torch.cat(out)
+
+
+def _rolled(x: Tensor, first: int, dtype: torch.dtype) -> Tensor:
+    """Keys or values of one head (keys, head_dim), those from `first` on before the others."""
+    return (x.roll(-first, 0) if first else x).to(dtype)
