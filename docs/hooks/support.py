@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from tileattn.call.facts import AttentionCall
-from tileattn.cli.info import Example, examples
+from tileattn.cli.info import AnyCall, AnyExample, Example, answers, caching_examples, chosen, examples
 from tileattn.kernels.tilelang.architecture import ARCHITECTURES
-from tileattn.runtime.dispatch import BACKENDS, select
+from tileattn.runtime.dispatch import BACKENDS
 
 MACRO = "{{ support }}"
 ARCHS = ("cpu", *ARCHITECTURES)
@@ -26,7 +26,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def matrix() -> str:
-    """Three tables, of dtypes, head dims and features, and the reasons of refusals, as Markdown.
+    """Four tables, of dtypes, head dims, features and caches, and the reasons of refusals, as Markdown.
 
     Architectures of which every answer is the same share a column.
     """
@@ -34,7 +34,12 @@ def matrix() -> str:
     dtypes = [dataclasses.replace(plain, name=str(d).removeprefix("torch."), dtype=d) for d in DTYPES]
     dims = [dataclasses.replace(plain, name=str(size), head_dim=size, head_dim_v=size) for size in HEAD_DIMS]
     features = [each for each in examples() if each.dtype == torch.bfloat16 and not each.name.startswith("head dim ")]
-    tables = {"dtype (head dim 128)": dtypes, "head dim (bfloat16)": dims, "feature (bfloat16)": features}
+    tables: dict[str, Sequence[AnyExample]] = {
+        "dtype (head dim 128)": dtypes,
+        "head dim (bfloat16)": dims,
+        "feature (bfloat16)": features,
+        "caches (bfloat16, head dim 128)": caching_examples(),
+    }
     reasons: dict[str, int] = {}
     answers = {
         arch: {h: [_cell(row.call(arch), reasons) for row in rows] for h, rows in tables.items()} for arch in ARCHS
@@ -48,32 +53,24 @@ def matrix() -> str:
     return "\n\n".join([*parts, "The numbers are the reasons of refusals:", notes])
 
 
-def _table(heading: str, rows: list[Example], columns: dict[str, str], answers: dict[str, list[str]]) -> str:
+def _table(heading: str, rows: Sequence[AnyExample], columns: dict[str, str], answers: dict[str, list[str]]) -> str:
     lines = [f"| {heading} | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1) + "|"]
     for index, row in enumerate(rows):
         lines.append(f"| {row.name} | {' | '.join(answers[arch][index] for arch in columns)} |")
     return "\n".join(lines)
 
 
-def _cell(call: AttentionCall, reasons: dict[str, int]) -> str:
+def _cell(call: AnyCall, reasons: dict[str, int]) -> str:
     """The backends that run a call, in the order of preference; (named) where dispatch passes over one that would."""
     lines = []
-    passed_over = True
+    passed_over, runs = True, chosen(call)
     for backend in BACKENDS:
-        reason = backend.refusal(call)
+        reason, _ = answers(backend, call)
         if reason is not None:
             # Without what differs from cell to cell, so that a reason has one number.
             reason = SIZE.sub("", reason.replace(call.arch, "this one"))
             lines.append(f"~~{backend.name}~~ {reasons.setdefault(reason, len(reasons) + 1)}")
         else:
-            passed_over = passed_over and backend.name != _chosen(call)
+            passed_over = passed_over and backend.name != runs
             lines.append(f"**{backend.name}**" + " (named)" * passed_over)
     return "<br>".join(lines)
-
-
-def _chosen(call: AttentionCall) -> str | None:
-    """The backend that runs the call where none is named."""
-    try:
-        return select(call).name
-    except NotImplementedError:
-        return None

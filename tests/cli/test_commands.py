@@ -7,9 +7,10 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from tileattn.bench import plot_ladder, problem, warmup
 from tileattn.bench.baselines import own
 from tileattn.bench.baselines.base import Prepared
 from tileattn.bench.cases import Case
+from tileattn.call.appending import AppendCall
+from tileattn.call.decoding import DecodeCall
 from tileattn.call.inputs import Inputs
 from tileattn.cli import info
 from tileattn.cli import run_bench as command
@@ -28,7 +31,8 @@ from tileattn.kernels.mma import backend as mma_backend
 from tileattn.kernels.tilelang.backward.library import BackwardJob
 from tileattn.kernels.tilelang.build import batch
 from tileattn.runtime import operators as ops
-from tileattn.runtime.dispatch import BACKENDS, named, select
+from tileattn.runtime.append_dispatch import select_append
+from tileattn.runtime.dispatch import BACKENDS, named, select, select_decode
 
 RESULTS = ROOT / "benchmarks/results"
 TINY = "bench --device cpu --seqlen 16,32 --heads 2 --head-dim 16 --rounds 1"
@@ -339,7 +343,8 @@ def test_info_tells_versions_and_what_runs_where() -> None:
     result = invoke("info")
     assert result.exit_code == 0, result.output
     text = words(result.output)
-    for shown in ("device", f"torch {torch.__version__}", "nvcc", "kernels", "What runs on", "SoftCap", "PyTorch"):
+    versions = (f"torch {torch.__version__}", "nvcc", "kernels")
+    for shown in ("device", *versions, "What runs on", "SoftCap", "decode, pages of 16", "append_kv", "PyTorch"):
         assert shown in text
 
 
@@ -361,13 +366,20 @@ def test_info_refuses_what_is_no_architecture(arch: str) -> None:
     assert f"Invalid value for --arch: {arch!r} is no architecture; accepted: cpu, sm_NN and" in words(result.output)
 
 
+def chooser(call: info.AnyCall) -> Callable[[Any], Any]:
+    if isinstance(call, DecodeCall):
+        return select_decode
+    return select_append if isinstance(call, AppendCall) else select
+
+
 @pytest.mark.parametrize("arch", ["cpu", "sm_80", "sm_90a", "gfx942"])
 def test_info_says_yes_first_where_a_call_runs(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mma_backend, "has_compiler", lambda: True)
-    for example in info.examples():
+    for example in (*info.examples(), *info.caching_examples()):
         call = example.call(arch)
         cells = {backend.name: str(info._cell(backend, call, {})) for backend in BACKENDS}
-        assert next(name for name, cell in cells.items() if cell == "yes") == select(call).name, example.name
+        chosen = chooser(call)(call).name
+        assert next(name for name, cell in cells.items() if cell == "yes") == chosen == info.chosen(call), example.name
     assert str(info._cell(named("mma"), info.examples()[0].call("sm_90a"), {})) == "by name 1"
 
 

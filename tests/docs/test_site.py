@@ -16,8 +16,13 @@ import torch
 
 import tileattn.reference
 import tileattn.testing
+from tests.runtime.test_append_dispatch import MUST_RUN
+from tests.runtime.test_append_dispatch import must_run as must_append
 from tests.tools import ROOT
-from tileattn.cli.info import Example
+from tests.tools.support_table import DECODE_TABLE, must_decode, possible
+from tileattn.call.appending import AppendCall
+from tileattn.call.decoding import DecodeCall
+from tileattn.cli.info import Example, caching_examples
 from tileattn.measure import profiling
 from tileattn.runtime.dispatch import BACKENDS
 
@@ -170,8 +175,9 @@ def test_optional_pages_come_once_they_are_there(tmp_path: Path) -> None:
 
 def test_the_support_matrix_says_what_the_backends_say() -> None:
     text = support.matrix()
-    tables = [[line.strip("| ").split(" | ") for line in part.splitlines()] for part in text.split("\n\n")[:3]]
-    for (head, _, *rows), names in zip(tables, (None, support.HEAD_DIMS, None)):
+    tables = [[line.strip("| ").split(" | ") for line in part.splitlines()] for part in text.split("\n\n")[:4]]
+    caching = [example.name for example in caching_examples()]
+    for (head, _, *rows), names in zip(tables, (None, support.HEAD_DIMS, None, caching), strict=True):
         if names is not None:
             assert [row[0] for row in rows] == [str(name) for name in names]
         columns = [title.split(", ") for title in head[1:]]
@@ -182,10 +188,24 @@ def test_the_support_matrix_says_what_the_backends_say() -> None:
             call = Example("", head_dim=int(row[0]), head_dim_v=int(row[0])).call(title.split(", ")[0])
             accepting = [backend.name for backend in BACKENDS if backend.refusal(call) is None]
             assert re.findall(r"\*\*(\w+)\*\*", cell) == accepting
+    head, _, *rows = tables[3]
+    for row, example in zip(rows, caching_examples(), strict=True):
+        for title, cell in zip(head[1:], row[1:]):
+            for arch in title.split(", "):
+                assert re.findall(r"\*\*(\w+)\*\*", cell) == must_take(example.call(arch))
     # Each number stands for a reason below.
     numbers = {int(number) for number in re.findall(r"~~ (\d+)", text)}
     assert numbers == set(range(1, len(numbers) + 1))
     assert all(f"\n{number}. " in text for number in numbers)
+
+
+def must_take(call: DecodeCall | AppendCall) -> list[str]:
+    """The backends that must run a call on a cache, by the tables of the tests of dispatch."""
+    if isinstance(call, DecodeCall):
+        names = [name for name in DECODE_TABLE if must_decode(name, call)]
+    else:
+        names = [name for name in MUST_RUN if must_append(name, call)]
+    return [name for name in names if possible(name, call.arch)]
 
 
 def test_every_figure_that_a_page_shows_is_there() -> None:

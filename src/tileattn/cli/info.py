@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -17,12 +17,17 @@ from rich.text import Text
 
 from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, ScoreMod, SlidingWindow, SoftCap
 from tileattn.bench import environment
+from tileattn.call.appending import AppendCall
+from tileattn.call.decoding import DecodeCall
 from tileattn.call.facts import AttentionCall, device_arch
 from tileattn.cli.choices import refuse
 from tileattn.kernels.cache.store import default_folder
 from tileattn.kernels.tilelang.architecture import ARCHITECTURES
-from tileattn.runtime.dispatch import BACKENDS, Backend
+from tileattn.runtime.append_dispatch import answers_for_append, select_append
+from tileattn.runtime.decoding import page_rows_of
+from tileattn.runtime.dispatch import BACKENDS, Backend, answers_for_decode, select, select_decode
 from tileattn.variant.key import encode
+from tileattn.variant.tree_mask import TreeMask
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,99 @@ def examples() -> list[Example]:
     ]
 
 
+@dataclass(frozen=True)
+class DecodeExample:
+    """A representative call of `decode`, and its name in the table."""
+
+    name: str
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 128
+    mask: Mask | None = None  # causal
+    score_mods: Sequence[ScoreMod] = ()
+    sink: bool = False
+    packed: bool = False
+    page_size: int = 16
+    fixed: int = 0
+
+    def call(self, arch: str) -> DecodeCall:
+        """The facts of this call on an architecture."""
+        variant, _ = encode(self.mask or Causal(), self.score_mods)
+        return DecodeCall(
+            dtype=self.dtype,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim,
+            variant=variant,
+            sink=self.sink,
+            packed=self.packed,
+            page_rows=page_rows_of(self.page_size),
+            fixed=self.fixed,
+            arch=arch,
+        )
+
+
+@dataclass(frozen=True)
+class AppendExample:
+    """A representative call of `append_kv`, and its name in the table."""
+
+    name: str
+    dtype: torch.dtype = torch.bfloat16
+    rotary: bool = False
+
+    def call(self, arch: str) -> AppendCall:
+        """The facts of this call on an architecture."""
+        plain = AppendCall(self.dtype, 128, 128, paged=True, arch=arch)
+        return replace(plain, rotary_dim=128, table_dtype=torch.float32, with_q=True) if self.rotary else plain
+
+
+AnyExample = Example | DecodeExample | AppendExample
+
+
+def caching_examples() -> list[DecodeExample | AppendExample]:
+    """The calls on caches in the table."""
+    tree = TreeMask(torch.ones(1, 8, 8, dtype=torch.bool), torch.zeros(1, dtype=torch.int32))
+    return [
+        DecodeExample("decode, pages of 16"),
+        DecodeExample("decode, pages of 1", page_size=1),
+        DecodeExample("decode, contiguous", page_size=0),
+        DecodeExample("decode, packed queries", packed=True),
+        DecodeExample("decode, fp32", dtype=torch.float32),
+        DecodeExample("decode, head dim 100", head_dim=100),
+        DecodeExample("decode, head dim 256", head_dim=256),
+        DecodeExample("decode, SlidingWindow", mask=Causal() & SlidingWindow(1024, 0)),
+        DecodeExample("decode, SoftCap", score_mods=(SoftCap(50.0),)),
+        DecodeExample("decode, tree_mask", mask=tree),
+        DecodeExample("decode, sink", sink=True),
+        DecodeExample("decode, FixedSplit", fixed=1024),
+        AppendExample("append_kv"),
+        AppendExample("append_kv, fp32", dtype=torch.float32),
+        AppendExample("append_kv with rotary embeddings", rotary=True),
+    ]
+
+
+AnyCall = AttentionCall | DecodeCall | AppendCall
+
+
+def answers(backend: Backend, call: AnyCall) -> tuple[str | None, str | None]:
+    """The reasons why a backend does not run a call, and why it runs the call only by name; None without a reason."""
+    if isinstance(call, DecodeCall):
+        reservation, refusal = answers_for_decode(backend)
+        return refusal(call), reservation(call)
+    if isinstance(call, AppendCall):
+        reservation_of_append, refusal_of_append = answers_for_append(backend)
+        return refusal_of_append(call), reservation_of_append(call)
+    return backend.refusal(call), backend.reservation(call)
+
+
+def chosen(call: AnyCall) -> str | None:
+    """The name of the backend that runs the call where none is named; None where all refuse."""
+    try:
+        if isinstance(call, DecodeCall):
+            return select_decode(call).name
+        return (select_append(call) if isinstance(call, AppendCall) else select(call)).name
+    except NotImplementedError:
+        return None
+
+
 def show(arch: str | None) -> None:
     """Prints everything; `arch` asks about another architecture than this machine's."""
     arch = None if arch is None else _named_arch(arch)
@@ -139,7 +237,7 @@ def _matrix(arch: str) -> RenderableType:
     for backend in BACKENDS:
         table.add_column(backend.name, justify="center")
     reasons: dict[str, int] = {}
-    for example in examples():
+    for example in (*examples(), *caching_examples()):
         table.add_row(example.name, *(_cell(backend, example.call(arch), reasons) for backend in BACKENDS))
     notes = [Text(f"{number}  {reason}") for reason, number in reasons.items()]
     order = Text(
@@ -161,11 +259,12 @@ def _named_arch(arch: str) -> str:
     return arch
 
 
-def _cell(backend: Backend, call: AttentionCall, reasons: dict[str, int]) -> Text:
+def _cell(backend: Backend, call: AnyCall, reasons: dict[str, int]) -> Text:
     """ "yes", or "no" or "by name" with the number of its reason."""
-    answer, reason, style = "no", backend.refusal(call), "yellow"
+    refusal, reservation = answers(backend, call)
+    answer, reason, style = "no", refusal, "yellow"
     if reason is None:
-        answer, reason, style = "by name", backend.reservation(call), "cyan"
+        answer, reason, style = "by name", reservation, "cyan"
     if reason is None:
         return Text("yes", style="green")
     return Text(f"{answer} {reasons.setdefault(reason, len(reasons) + 1)}", style=style)

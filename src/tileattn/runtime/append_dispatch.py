@@ -46,8 +46,16 @@ PHASES: tuple[AppendPhase, ...] = (
 )
 
 
-def prepare_append(call: AppendCall, backend: str | None) -> Append:
-    """The function of the backend that runs a call.
+def answers_for_append(candidate: Backend) -> Answers[AppendCall]:
+    """The reservation and the refusal of a backend for append calls."""
+    phase = next((phase for phase in PHASES if phase.name == candidate.name), None)
+    if phase is None:
+        return (lambda call: None), (lambda call: "it has no append_kv")
+    return phase.reservation, phase.refusal
+
+
+def select_append(call: AppendCall, backend: str | None = None) -> AppendPhase:
+    """Selects the backend that runs an append call.
 
     Args:
         call: the call's static facts.
@@ -57,18 +65,16 @@ def prepare_append(call: AppendCall, backend: str | None) -> Append:
         ValueError: no backend has that name.
         NotImplementedError: the named backend (or every backend) refuses the call; the message says why.
     """
+    name = first_that_accepts(call, backend, answers_for_append).name
+    return next(phase for phase in PHASES if phase.name == name)
+
+
+def prepare_append(call: AppendCall, backend: str | None) -> Append:
+    """The function of the backend that runs a call. Arguments and errors are those of :func:`select_append`."""
     check_name(backend)
     return _prepare_append(call, backend)
 
 
 @functools.lru_cache(maxsize=4096)
 def _prepare_append(call: AppendCall, backend: str | None) -> Append:
-    phases = {phase.name: phase for phase in PHASES}
-
-    def answers_of(candidate: Backend) -> Answers[AppendCall]:
-        phase = phases.get(candidate.name)
-        if phase is None:
-            return (lambda call: None), (lambda call: "it has no append_kv")
-        return phase.reservation, phase.refusal
-
-    return phases[first_that_accepts(call, backend, answers_of).name].prepare(call)
+    return select_append(call, backend).prepare(call)

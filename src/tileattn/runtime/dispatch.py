@@ -266,10 +266,11 @@ def select_decode(call: DecodeCall, backend: str | None = None) -> Backend:
 
 @functools.lru_cache(maxsize=4096)
 def _select_decode(call: DecodeCall, backend: str | None) -> Backend:
-    return first_that_accepts(call, backend, _answers_for_decode)
+    return first_that_accepts(call, backend, answers_for_decode)
 
 
-def _answers_for_decode(candidate: Backend) -> Answers[DecodeCall]:
+def answers_for_decode(candidate: Backend) -> Answers[DecodeCall]:
+    """The reservation and the refusal of a backend for decode calls."""
     phase = candidate.decode
     if phase is None:
         return (lambda call: None), (lambda call: "it does not decode")
