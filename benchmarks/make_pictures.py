@@ -72,7 +72,7 @@ def of_benchmarks() -> dict[Path, Callable[[], Figure]]:
 
 
 def of_decode() -> dict[Path, Callable[[], Figure]]:
-    """For docs/decode-speed.md, if there is one."""
+    """For the page of make_decode_page.py, if there is one."""
     source = make_decode_page.SOURCE
     if source is None:
         return {}

@@ -133,7 +133,7 @@ def test_a_lost_gpu_ends_the_run_and_the_row_says_who_lost_it(monkeypatch: pytes
     breaks.calls.clear()
     Run(CASES, lambda case: made, CPU, FP32, 1, results)()
     assert results.done == [case.name for case in CASES]
-    assert results.missing[-1].reason == "not tried: it broke the CUDA context in 2 rows"
+    assert results.missing[-1].reason == "not tried: it ended its process in 2 rows"
     assert [row.case for row in results.rows] == [CASES[2].name] * 2
 
 
@@ -244,6 +244,16 @@ def test_a_process_that_dies_on_a_row_is_started_anew_for_the_next(worker: Calla
         assert other.ceilings("after") == Ceiling("after", "baselines", 1.0, None)
 
 
+def test_methods_of_a_row_that_ends_the_process_are_tried_alone(worker: Callable[..., Path]) -> None:
+    worker("os._exit(7) if 'xqa' in request['methods'] else None")
+    with Elsewhere(CPU, FP32, 1) as other:
+        measured = other.measure(CASE, ELSEWHERE)
+    assert [(each.backend, each.reason) for each in measured.missing] == [
+        ("flashinfer", "of 2"),
+        ("xqa", "the process of the baselines ended with exit code 7"),
+    ]
+
+
 def test_a_process_that_ends_after_its_answer_costs_no_row(worker: Callable[..., Path]) -> None:
     """So a worker ends whose CUDA context is broken."""
     starts = worker("(answer(rows=[], missing=[], failures=[]), os._exit(0)) if case['batch'] == 1 else None")
@@ -295,15 +305,15 @@ def test_an_answer_that_is_no_json_is_a_failure(worker: Callable[..., Path]) -> 
 def test_a_process_that_dies_on_every_row_is_not_started_for_each(worker: Callable[..., Path]) -> None:
     starts = worker("os._exit(7)")
     with Elsewhere(CPU, FP32, 1) as other:
-        for _ in range(3):
+        for _ in range(elsewhere.MOST_ENDS):
             assert reason(other, CASE) == "the process of the baselines ended with exit code 7"
         for _ in range(3):
             assert reason(other, CASE) == (
-                "not tried: the process of the baselines ended with exit code 7, the last of 3 ends"
+                "not tried: the process of the baselines ended with exit code 7, the last of 6 ends"
             )
         with pytest.raises(ProcessEnded):
             other.ceilings("after")
-    assert starts.read_text() == "xxx"
+    assert starts.read_text() == "x" * elsewhere.MOST_ENDS
 
 
 def test_kernels_are_built_while_this_process_goes_on(worker: Callable[..., Path]) -> None:
@@ -338,6 +348,18 @@ def test_what_cannot_be_imported_fails_in_its_row_with_the_reason(
     monkeypatch.setattr(FlashInfer, "refusal", lambda *arguments: None)
     measured = Measurer(Pool(CPU, FP32), 1)(CASE, ELSEWHERE[:1])
     assert [each.reason for each in measured.missing] == ["ImportError: libcuda.so.1: cannot open"]
+
+
+def test_a_method_that_ends_its_process_twice_is_not_tried_again(worker: Callable[..., Path]) -> None:
+    worker("os._exit(7) if 'xqa' in request['methods'] else None")
+    results = results_of(["flashinfer", "xqa"])
+    made = [Made(name, is_elsewhere=True) for name in results.backends]
+    cases = [replace(CASE, batch=batch) for batch in range(1, 5)]
+    Run(cases, lambda case: made, CPU, FP32, 1, results)()
+    reasons = [each.reason for each in results.missing if each.backend == "xqa"]
+    assert reasons[:2] == ["the process of the baselines ended with exit code 7"] * 2
+    assert reasons[2:] == ["not tried: it ended its process in 2 rows"] * 2
+    assert [each.kind for each in results.missing if each.backend == "flashinfer"] == [REFUSED] * 4
 
 
 def test_rows_alternate_between_the_processes(worker: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ from tileattn.bench.decode.methods import Method
 from tileattn.bench.decode.rows import FAILED, Measured, Missing, Row
 
 MODULE = "tileattn.bench.decode.worker"
-MOST_ENDS = 3  # after so many ends of the process its methods are not tried again
+ENDED = "the process of the baselines "  # how the reason begins of what ended with the process
+MOST_ENDS = 6  # after so many ends of the process its methods are not tried again
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Patience:
     """
 
     ready: float = 1800.0
-    row: float = 90.0
+    row: float = 40.0
 
 
 class ProcessEnded(Exception):
@@ -86,21 +87,35 @@ class Elsewhere:
         return Ceiling(**self._ask({"ceilings": when}))
 
     def measure(self, case: Case, methods: Sequence[Method]) -> Measured:
-        """What the process measures of a row; if it dies, a failure of each method."""
-        names = [method.name for method in methods]
+        """What the process measures of a row; if it dies, each method alone; if it dies again, a failure."""
         try:
-            answer = self._ask({"case": asdict(case), "methods": names})
+            return self._measure(case, methods, self._patience.row)
         except ProcessEnded as error:
-            return Measured([], [Missing(case.name, name, FAILED, str(error)) for name in names], [str(error)])
+            together = _failed(case, methods, error)
+        if len(methods) < 2 or self._given_up is not None:
+            return together
+        found = Measured(failures=together.failures)
+        for method in methods:  # which of them it was, new processes show
+            try:
+                alone = self._measure(case, [method], self._patience.row / 2)
+            except ProcessEnded as error:
+                alone = _failed(case, [method], error)
+            found.rows += alone.rows
+            found.missing += alone.missing
+            found.failures += alone.failures
+        return found
+
+    def _measure(self, case: Case, methods: Sequence[Method], seconds: float) -> Measured:
+        answer = self._ask({"case": asdict(case), "methods": [method.name for method in methods]}, seconds)
         rows = [Row(**each) for each in answer["rows"]]
         missing = [Missing(**each) for each in answer["missing"]]
         return Measured(rows, missing, answer["failures"])
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
         self._run()
         self._settle()
         self._send(request)
-        return self._receive(time.monotonic() + self._patience.row)
+        return self._receive(time.monotonic() + (seconds or self._patience.row))
 
     def _run(self) -> None:
         """Starts the process if there is none. Raises `ProcessEnded` if it has ended too often."""
@@ -162,7 +177,7 @@ class Elsewhere:
         """Makes an end known, and the next request start the process anew."""
         self._kill()
         self._ends += 1
-        what = f"the process of the baselines {how}"
+        what = f"{ENDED}{how}"
         if self._ends == MOST_ENDS:
             self._given_up = f"not tried: {what}, the last of {MOST_ENDS} ends"
         return ProcessEnded(what)
@@ -176,6 +191,10 @@ class Elsewhere:
             for pipe in (process.stdin, process.stdout):
                 with contextlib.suppress(OSError, ValueError):
                     pipe.close() if pipe is not None else None
+
+
+def _failed(case: Case, methods: Sequence[Method], error: ProcessEnded) -> Measured:
+    return Measured([], [Missing(case.name, method.name, FAILED, str(error)) for method in methods], [str(error)])
 
 
 def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:

@@ -12,7 +12,7 @@ from tileattn.bench.baselines.base import OWN
 from tileattn.bench.decode import ceilings
 from tileattn.bench.decode.ahead import compile_ahead
 from tileattn.bench.decode.cases import Case
-from tileattn.bench.decode.elsewhere import Elsewhere, ProcessEnded
+from tileattn.bench.decode.elsewhere import ENDED, Elsewhere, ProcessEnded
 from tileattn.bench.decode.methods import Method
 from tileattn.bench.decode.problem import Pool
 from tileattn.bench.decode.results import Results
@@ -20,7 +20,7 @@ from tileattn.bench.decode.rows import BROKE, FAILED, REFUSED, GpuLost, Measurer
 
 # A run stops if tileattn fails in so many rows from its start: something is wrong that all rows have.
 MOST_FAILING = 4
-MOST_BROKEN = 2  # rows in which a method broke the CUDA context: each costs a new process
+MOST_BROKEN = 2  # rows in which a method broke the CUDA context or ended its process: each costs a new process
 
 
 class NothingRuns(Exception):
@@ -88,7 +88,8 @@ class Run:
         return any((each.case, each.backend, each.kind) == (case.name, OWN, FAILED) for each in self.results.missing)
 
     def _broken_rows(self, method: Method) -> int:
-        return sum(each.backend == method.name and each.reason.startswith(BROKE) for each in self.results.missing)
+        reasons = [each.reason for each in self.results.missing if each.backend == method.name]
+        return sum(reason.startswith((BROKE, ENDED)) for reason in reasons)
 
     def _kind(self) -> tuple[torch.device, torch.dtype]:
         return self.device, self.dtype
@@ -113,7 +114,7 @@ class Run:
             if reason is not None:
                 self.results.missing.append(Missing(case.name, method.name, REFUSED, reason))
             elif self._broken_rows(method) >= MOST_BROKEN:
-                reason = f"not tried: it broke the CUDA context in {MOST_BROKEN} rows"
+                reason = f"not tried: it ended its process in {MOST_BROKEN} rows"
                 self.results.missing.append(Missing(case.name, method.name, FAILED, reason))
             else:
                 (there if method.is_elsewhere else here).append(method)
