@@ -83,7 +83,8 @@ KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
     ),
     "decode_plan": (
         "decode.plan_kernel",
-        f"{COMPILER} tile.mask tile.expressions packed.dependent_launch decode.jobs decode.ranges decode.records",
+        f"{COMPILER} tile.mask tile.expressions packed.dependent_launch decode.jobs decode.ranges decode.records "
+        "decode.shares",
         lambda: decode_library.plan_key("sm_90a", False, ""),
     ),
     "packed_keys": (

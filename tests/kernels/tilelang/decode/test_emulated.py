@@ -40,7 +40,7 @@ CASES = {
         [30, 50, 0, 90, 1], [3, 1, 2, 0, 1], 3, 2, page=0, workers=7, sink=True, rest=3, packed_keys=True
     ),
 }
-# In groups of 3 parts, merged by several blocks where there are more than 4 parts.
+# In groups of 4 parts, merged by several blocks where there are more than 5 parts.
 GROUPED = {
     "groups": Case([0, 300, 20], 1, 4, 1, page=3, workers=24),
     "groups-fixed": Case([0, 1500], 2, 4, 1, page=16, splits=FixedSplit(128), mask=SlidingWindow(1000, 0), sink=True),
@@ -86,7 +86,7 @@ def test_decode(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if case in GROUPED.values():
         monkeypatch.setattr(launch, "LEAST_KEYS", 1)
         for module in (records, walk, combine):
-            for name, value in (("GROUP", 3), ("FLAT", 4)):
+            for name, value in (("GROUP", 4), ("FLAT", 5)):
                 monkeypatch.setattr(module, name, value, raising=False)
     tensors = Tensors(case)
     decoding, inputs = prepared(tensors, monkeypatch)

@@ -67,7 +67,6 @@ def load_boxes(plan, arg, w, job, part):
         if plan.call.paged:
             if j * plan.boxes % WARP == 0:
                 take_next(arg, w, job)
-                read_boxes_ahead(plan, arg, w, job, part, j * plan.boxes + WARP)
             # Before the copies, which one lane issues.
             for box in T.unroll(plan.boxes):
                 w.pages[box] = T.shfl_sync(w.entry[PAGE], (j * plan.boxes + box) % WARP)
@@ -78,6 +77,10 @@ def load_boxes(plan, arg, w, job, part):
         T.barrier_wait(w.v_free[w.at[STAGE]], w.at[PARITY])
         load_box(plan, arg, w, job, arg.v, w.v, w.v_ready, plan.head_dim_v, plan.panel_v, start + k_lo)
         T.barrier_arrive(w.v_ready[w.at[STAGE]])
+        # Behind the copies, so that the first ones need not wait for it.
+        if plan.call.paged:
+            if j * plan.boxes % WARP == 0:
+                read_boxes_ahead(plan, arg, w, job, part, j * plan.boxes + WARP)
         next_stage(plan, w)
 
 
@@ -89,7 +92,7 @@ def produce(plan, arg, w):
     for _ in T.serial(worker.steps):
         job = enter_job(plan, arg, worker)
         for index in T.serial(job.units):
-            part = enter_part(arg, worker, job, index)
+            part = enter_part(arg, job, index)
             if plan.gather:
                 gather_tiles(plan, arg, w, job, part)
             else:
