@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import tileattn
-from tests.tools.triton_decode import DEVICE, Problem
+from tests.tools.triton_kernels.decode import DEVICE, Problem
 from tileattn import ALiBi, Causal, SlidingWindow, SoftCap
 from tileattn.call.decoding import FixedSplit, Splits
 

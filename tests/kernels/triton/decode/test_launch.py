@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tileattn
-from tests.tools.triton_decode import DEVICE, Problem
+from tests.tools.triton_kernels.decode import DEVICE, Problem
 from tileattn import Causal
 from tileattn.call import cache_status
 from tileattn.call.decoding import DecodeCall, DecodeInputs, DecodeSizes, FixedSplit, Splits
