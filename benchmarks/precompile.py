@@ -2,6 +2,7 @@
 
     python benchmarks/precompile.py suites fa fp8 variants                 # of `tileattn bench --suite fa`, ...
     python benchmarks/precompile.py suites fa --direction bwd              # the same with --direction bwd
+    python benchmarks/precompile.py suites decode decode-ratios            # of the suites of decode
     python benchmarks/precompile.py conformance                            # of `pytest -m gpu`
     python benchmarks/precompile.py conformance --kernels long --jobs 16   # of `pytest -m gpu --kernels long`
     python benchmarks/precompile.py conformance --match 'decode|append'    # of the tests of decode alone
@@ -35,6 +36,7 @@ import tileattn
 from tileattn.bench import passes, problem
 from tileattn.bench.baselines.own import TileAttn, TileAttnBf16
 from tileattn.bench.cases import Case
+from tileattn.bench.decode import ahead
 from tileattn.call import appending
 from tileattn.call.appending import AppendCall
 from tileattn.call.facts import AttentionCall, BackwardCall, device_arch
@@ -310,6 +312,7 @@ app = typer.Typer(
 
 Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Processes. Default: one a core.", show_default=False)]
 Arch = Annotated[str | None, typer.Option(help="sm_90a, sm_80, ... Default: this machine's GPU.", show_default=False)]
+Match = Annotated[str, typer.Option(help="Only kernels whose line of --list this regular expression matches.")]
 List = Annotated[bool, typer.Option("--list", help="Print the kernels, and compile none.")]
 
 
@@ -321,10 +324,14 @@ def suites(
     direction: Annotated[str, typer.Option(help="fwd, bwd or fwdbwd, as [b]tileattn bench --direction[/b].")] = "fwd",
     jobs: Jobs = CORES,
     arch: Arch = None,
+    match: Match = "",
     only_list: List = False,
 ) -> None:
     """The kernels of benchmark suites."""
-    raise typer.Exit(run(jobs_of(suite_attempts(names, direction), _arch(arch)), jobs, only_list))
+    of_decode = [name for name in names if name in ahead.SUITES]
+    found = jobs_of(suite_attempts([name for name in names if name not in of_decode], direction), _arch(arch))
+    found += [job for job in ahead.suite_jobs(of_decode, _arch(arch)) if job.key not in {each.key for each in found}]
+    raise typer.Exit(run([job for job in found if re.search(match, str(job))], jobs, only_list))
 
 
 @app.command()
@@ -332,7 +339,7 @@ def conformance(
     kernels: Annotated[
         str | None, typer.Option(help="long or short, as [b]pytest --kernels[/b].", show_default=False)
     ] = None,
-    match: Annotated[str, typer.Option(help="Only kernels whose line of --list this regular expression matches.")] = "",
+    match: Match = "",
     jobs: Jobs = CORES,
     arch: Arch = None,
     only_list: List = False,

@@ -192,7 +192,8 @@ class TensorSymbol:
 
     ``dtype`` is the elements' torch dtype. ``ones`` says for each dimension whether its size is 1, in which case it is
     broadcast. ``aligned`` is the result of ``tile_loads.is_aligned`` if a kernel may make use of it. ``tensor`` is the
-    tensor itself while a user's function is traced; the name is assigned afterwards (:mod:`tileattn.variant.tracing`).
+    tensor itself while a user's function is traced; the name is assigned afterwards
+    (:mod:`tileattn.variant.tracing.trace`).
     """
 
     def __init__(

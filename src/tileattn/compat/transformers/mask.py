@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...call.inputs import Operands
 from ...runtime.few_queries import MOST_QUERIES
+from ...runtime.operators import is_traced
 from ...variant.key import encode
 from ...variant.masks import Causal, Documents, KeyPadding, Mask, SlidingWindow
 from ...variant.program import restore
@@ -124,7 +125,7 @@ def make_mask(
 ) -> MaskParts:
     """The function that transformers calls to make a mask; the arguments are those of its ``sdpa_mask``.
 
-    There is no host-device synchronisation: a padding mask is kept even if it hides nothing.
+    There is no host-device synchronisation: on a GPU a padding mask is kept even if it hides nothing.
 
     Raises:
         ValueError: attention_mask does not have shape (batch, keys).
@@ -154,6 +155,11 @@ def make_mask(
         return MaskParts(shape, device, kv_length, dense=dense)
     keys, window = _window(pattern, q_length, kv_length, shift, device)
     sequences = None if pattern.sequences is None else Documents(pattern.sequences[:, kv_offset:stop])
+    if attention_mask is not None and attention_mask.device.type == "cpu" and not is_traced(attention_mask):
+        # The keys that the last query may see: of a static cache, those before the unused slots.
+        seen = min(keys, kv_length + int(shift)) if pattern.right == 0 else keys
+        if attention_mask.shape[1] >= kv_offset + seen and attention_mask.all():
+            attention_mask = None
     padding = None if attention_mask is None else _padding(attention_mask, kv_offset, keys)
     filled = None
     if isinstance(window, ShiftedWindow) and pattern.right == 0 and sequences is None and q_length <= MOST_QUERIES:

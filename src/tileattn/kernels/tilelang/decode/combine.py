@@ -15,7 +15,7 @@ import tilelang.language as T
 from tvm import tirx
 
 from ..tile.softmax import LN2, LOG2E
-from .records import BASE, FLAT, GROUP, SUM, WIDTH
+from .records import BASE, FLAT, GROUP, STATE_COLUMNS, SUM, WIDTH
 from .walk import group_of, quads_of, query_of, slot_of
 
 # A thread's sums: four columns of O, the base of their exponents, and the sum of weights.
@@ -219,11 +219,11 @@ def _load(f, arg, w, at, run):
 
     What there is none of has the sum 0.
     """
-    _, rows, columns = arg.parts.shape
+    columns = f.call.head_dim_v + STATE_COLUMNS
     low = T.alloc_var("int32", init=run.low)
     last = T.alloc_var("int32", init=run.high - 1)
     # In quads: a slot, from one result to the next, and what the first one lies behind.
-    size = T.alloc_var("int32", init=rows * (columns // 4))
+    size = T.alloc_var("int32", init=arg.parts.shape[1] * (columns // 4))
     step = T.alloc_var("int32", init=size * run.step)
     extra = T.alloc_var("int32", init=T.if_then_else(run.starts, size * run.extra, 0))
     first = T.alloc_var("int64", init=T.cast(run.slot, "int64") * T.cast(size, "int64") + at.row * (columns // 4))
