@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import drawn
+import make_decode_page
 import make_ladder
 import make_page
 import torch
@@ -24,6 +25,8 @@ from make_page import LABELS, OWN, RESULTS, ROOT
 from tileattn import Causal, Documents, SlidingWindow, viz
 from tileattn.bench import plot, plot_ladder, plot_memory
 from tileattn.bench.cases import DIRECTIONS
+from tileattn.bench.decode import plot as decode_plot
+from tileattn.bench.decode import results as decode_results
 from tileattn.bench.plot import COLOURS, FAINT, INK, by_length, style
 from tileattn.bench.results import Results
 from tileattn.measure.ceilings import overall
@@ -45,7 +48,7 @@ def main() -> None:
 
 def pictures() -> dict[Path, Callable[[], Figure]]:
     """What draws each picture, by its path."""
-    return {**of_readme(), **of_benchmarks(), **of_ladder(), **of_training(), **of_tutorial()}
+    return {**of_readme(), **of_benchmarks(), **of_decode(), **of_ladder(), **of_training(), **of_tutorial()}
 
 
 # Measured
@@ -66,6 +69,14 @@ def of_benchmarks() -> dict[Path, Callable[[], Figure]]:
         for head_dim in make_page.head_dims(each)
     }
     return {**speeds, make_page.MEMORY_PICTURE: lambda: plot_memory.draw(sources["memory-fwdbwd"].results)}
+
+
+def of_decode() -> dict[Path, Callable[[], Figure]]:
+    """For the page of make_decode_page.py, if there is one."""
+    source = make_decode_page.SOURCE
+    if source is None:
+        return {}
+    return {make_decode_page.PICTURE: lambda: decode_plot.draw(decode_results.load(RESULTS / source))}
 
 
 def of_ladder() -> dict[Path, Callable[[], Figure]]:

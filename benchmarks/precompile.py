@@ -2,6 +2,7 @@
 
     python benchmarks/precompile.py suites fa fp8 variants                 # of `tileattn bench --suite fa`, ...
     python benchmarks/precompile.py suites fa --direction bwd              # the same with --direction bwd
+    python benchmarks/precompile.py suites decode decode-ratios            # of the suites of decode
     python benchmarks/precompile.py conformance                            # of `pytest -m gpu`
     python benchmarks/precompile.py conformance --kernels long --jobs 16   # of `pytest -m gpu --kernels long`
     python benchmarks/precompile.py conformance --match 'decode|append'    # of the tests of decode alone
@@ -35,6 +36,7 @@ import tileattn
 from tileattn.bench import passes, problem
 from tileattn.bench.baselines.own import TileAttn, TileAttnBf16
 from tileattn.bench.cases import Case
+from tileattn.bench.decode import ahead
 from tileattn.call import appending
 from tileattn.call.appending import AppendCall
 from tileattn.call.facts import AttentionCall, BackwardCall, device_arch
@@ -47,7 +49,7 @@ from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward.defaults import MainConfig
 from tileattn.kernels.tilelang.backward.library import BackwardJob, kernel_names
 from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, Done, compile_all
-from tileattn.kernels.tilelang.decode.job import DecodeJob
+from tileattn.kernels.tilelang.decode.job import DecodeJob, PackedKeysJob
 from tileattn.kernels.tilelang.decode.launch import Decoding
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import Config
@@ -89,8 +91,9 @@ class _Requested:
 
     def ask_decode(self, phase: Decoding, *_: Any) -> Any:
         """In place of the methods of `Decoding`, which ask for both kernels, or for none."""
-        jobs = () if phase.empty else (DecodeJob(phase.call, phase.config), DecodeJob(phase.call, None))
-        self._add(*jobs)
+        call = phase.call
+        jobs = (DecodeJob(call, phase.config), DecodeJob(call, None), *[PackedKeysJob(call.arch)] * call.packed_keys)
+        self._add(*(() if phase.empty else jobs))
 
     def ask_append(self, call: AppendCall) -> Any:
         """In place of `append_function`."""
@@ -162,7 +165,7 @@ def _weight(job: AnyJob) -> float:
     """Larger for a kernel that takes longer to compile; largest for a transposition, which others wait for."""
     if isinstance(job, Job) and job.config is None:
         return float("inf")
-    if isinstance(job, AppendJob):
+    if isinstance(job, AppendJob | PackedKeysJob):
         return 1.0
     if isinstance(job, DecodeJob):
         call, config = job.call, job.config  # those of a plan are small
@@ -214,13 +217,16 @@ def conformance_attempts() -> Iterator[Attempt]:
         test_varlen_cache,
     )
     from tests.compat import test_torch_sdpa_gpu as test_gpu_sdpa
+    from tests.compat.engines import test_engines
     from tests.compat.flash_attn import test_block_table, test_kvcache
     from tests.compat.flash_attn import test_functions as test_flash_attn
+    from tests.examples import test_serve_tiny
     from tests.kernels.tilelang.backward import test_gpu as test_gpu_backward
     from tests.kernels.tilelang.forward import test_gpu
     from tests.kernels.tilelang.packed import test_backward_gpu as test_gpu_varlen_backward
     from tests.kernels.tilelang.packed import test_forward_gpu as test_gpu_varlen
     from tests.kernels.tilelang.tile import test_dropout_gpu as test_gpu_dropout
+    from tests.runtime import test_few_queries_gpu
     from tests.tools import conformance_call, decode_call
 
     for case in conformance_cases("full") + packed_cases("full"):
@@ -239,6 +245,9 @@ def conformance_attempts() -> Iterator[Attempt]:
         test_varlen_cache,
         test_kvcache,
         test_block_table,
+        test_engines,
+        test_serve_tiny,
+        test_few_queries_gpu,
     ):
         yield from module.calls()
     for shape in (test_gpu.SHAPES | test_gpu.DIFFERING).values():
@@ -303,6 +312,7 @@ app = typer.Typer(
 
 Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Processes. Default: one a core.", show_default=False)]
 Arch = Annotated[str | None, typer.Option(help="sm_90a, sm_80, ... Default: this machine's GPU.", show_default=False)]
+Match = Annotated[str, typer.Option(help="Only kernels whose line of --list this regular expression matches.")]
 List = Annotated[bool, typer.Option("--list", help="Print the kernels, and compile none.")]
 
 
@@ -314,10 +324,14 @@ def suites(
     direction: Annotated[str, typer.Option(help="fwd, bwd or fwdbwd, as [b]tileattn bench --direction[/b].")] = "fwd",
     jobs: Jobs = CORES,
     arch: Arch = None,
+    match: Match = "",
     only_list: List = False,
 ) -> None:
     """The kernels of benchmark suites."""
-    raise typer.Exit(run(jobs_of(suite_attempts(names, direction), _arch(arch)), jobs, only_list))
+    of_decode = [name for name in names if name in ahead.SUITES]
+    found = jobs_of(suite_attempts([name for name in names if name not in of_decode], direction), _arch(arch))
+    found += [job for job in ahead.suite_jobs(of_decode, _arch(arch)) if job.key not in {each.key for each in found}]
+    raise typer.Exit(run([job for job in found if re.search(match, str(job))], jobs, only_list))
 
 
 @app.command()
@@ -325,7 +339,7 @@ def conformance(
     kernels: Annotated[
         str | None, typer.Option(help="long or short, as [b]pytest --kernels[/b].", show_default=False)
     ] = None,
-    match: Annotated[str, typer.Option(help="Only kernels whose line of --list this regular expression matches.")] = "",
+    match: Match = "",
     jobs: Jobs = CORES,
     arch: Arch = None,
     only_list: List = False,

@@ -544,6 +544,29 @@ def test_plain_calls_are_prepared_once_for_all_lengths() -> None:
 
 
 @pytest.mark.usefixtures("no_phases")
+def test_windows_caps_and_sinks_are_prepared() -> None:
+    """Their numbers are the call's own; tensors of a mask or modification are checked each time."""
+    given, sink = contiguous(), random(HEADS)
+    variants: list[dict[str, Any]] = [
+        {"mask": SlidingWindow(2, 0)}, {"mask": SlidingWindow(4, 0)}, {"score_mod": SoftCap(2.0)}, {"sink": sink},
+        {"score_mod": [SoftCap(0.5)]}, {"mask": SlidingWindow(1, None), "score_mod": SoftCap(3.0), "sink": sink + 1},
+    ]  # fmt: skip
+    prepared_now = [decode(**given, **options) for options in variants]
+    assert len(prepared_decode.PHASES) == 4
+    for options, o in zip(variants, prepared_now):
+        prepared_decode.PHASES.clear()
+        assert_same(decode(**given, **options), o)
+    with pytest.raises(ValueError, match="sink must have shape"):
+        decode(**given, sink=sink[1:])
+    with pytest.raises(NotImplementedError, match="decode has no gradients"):
+        decode(**given, sink=sink.clone().requires_grad_())
+    before = len(prepared_decode.PHASES)
+    for options in ({"score_mod": ALiBi(sink)}, {"mask": lambda b, h, q, k: k > 1}):
+        decode(**given, **options)  # type: ignore[call-overload]
+    assert len(prepared_decode.PHASES) == before
+
+
+@pytest.mark.usefixtures("no_phases")
 def test_what_is_checked_is_checked_again_where_it_changes() -> None:
     given = contiguous()
     decode(**given)

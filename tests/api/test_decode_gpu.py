@@ -23,6 +23,7 @@ from torch import Tensor
 import tileattn
 from tests.tools.cached_sequences import Cache, Heads, Rows, arguments_of, draw, int32
 from tileattn import ALiBi, Bias, FixedSplit, SlidingWindow, SoftCap
+from tileattn.call.decoding import Splits
 from tileattn.kernels.cache.store import KernelCache
 from tileattn.testing import DecodeArguments, assert_forward_accurate, expected_decode
 
@@ -61,6 +62,15 @@ def random_call(
     return arguments
 
 
+def one_of(arguments: DecodeArguments, number: int) -> DecodeArguments:
+    """One sequence of a call, alone."""
+    of = slice(number, number + 1)
+    q, k, v, table = arguments.q[of], arguments.k_cache, arguments.v_cache, arguments.page_table
+    if table is None:
+        return DecodeArguments(q, k[of], v[of], arguments.seqlens_k[of])
+    return DecodeArguments(q, k, v, arguments.seqlens_k[of], table[of])
+
+
 def spoil(arguments: DecodeArguments, lengths: Sequence[int]) -> None:
     """NaN behind the sequences, and -1 in the table."""
     k, v, table = arguments.k_cache, arguments.v_cache, arguments.page_table
@@ -92,16 +102,17 @@ def same(x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> bool:
 # --- Graphs ---
 
 
+@pytest.mark.parametrize("splits", [None, FixedSplit(1024)], ids=["free", "fixed"])
 @PAGES
 @KERNELS
-def test_a_graph_captured_at_length_1_serves_100000(backend: str, page: int) -> None:
+def test_a_graph_captured_at_length_1_serves_100000(backend: str, page: int, splits: Splits) -> None:
     """Lengths, tables, queries and the caches' values are those of the replay."""
     longest = 100_000
     captured = random_call((1, 1, 1, 1), page=page, capacity=longest)
-    attend(captured, backend)
+    attend(captured, backend, splits=splits)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = attend(captured, backend)
+        got = attend(captured, backend, splits=splits)
     for seed, lengths in enumerate(((longest, 1, 0, 777), (5, 65_537, longest, 1)), 1):
         fresh = random_call(lengths, page=page, capacity=longest, seed=seed)
         for name in ("q", "k_cache", "v_cache", "seqlens_k", "page_table"):
@@ -110,7 +121,10 @@ def test_a_graph_captured_at_length_1_serves_100000(backend: str, page: int) -> 
         for x in got:
             x.fill_(torch.nan)
         graph.replay()
-        assert same(got, attend(fresh, backend))
+        assert same(got, attend(fresh, backend, splits=splits))
+        if splits is not None:
+            alone = [attend(one_of(fresh, number), backend, splits=splits) for number in range(4)]
+            assert same(got, (torch.cat([o for o, _ in alone]), torch.cat([lse for _, lse in alone])))
         check("replayed", got, fresh)
 
 

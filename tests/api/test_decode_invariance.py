@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,9 @@ import tileattn
 from tests.tools.cached_sequences import Cache, Heads, Rows, Sequence, arguments_of, decoded, draw, split
 from tests.tools.decode_call import EVERYWHERE
 from tileattn import ALiBi, FixedSplit, SlidingWindow, SoftCap
+from tileattn.kernels.tilelang.decode import launch
+from tileattn.kernels.tilelang.decode.config import generic_default
+from tileattn.tuner.state import forget_prepared
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -70,6 +75,7 @@ SCENES = {
         },
     ),
 }  # fmt: skip
+GENERIC = ("plain", "window")  # those that run on the generic schedule as well
 QUERIES = 16
 
 
@@ -78,7 +84,29 @@ QUERIES = 16
 def test_bits_do_not_depend_on_the_company(name: str, backend: str, device: str) -> None:
     if backend == "torch" and device == "cuda":
         pytest.skip("refused: PyTorch's products depend on the batch")
-    scene = SCENES[name]
+    assert changed_situations(SCENES[name], backend, device) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GENERIC)
+def test_bits_of_the_generic_schedule_do_not_depend_on_the_company(name: str) -> None:
+    with generic_schedule():
+        assert changed_situations(SCENES[name], "tilelang", "cuda") == []
+
+
+@contextmanager
+def generic_schedule() -> Iterator[None]:
+    """Inside, the tilelang backend takes its generic schedule on Hopper as well."""
+    forget_prepared()
+    try:
+        with mock.patch.object(launch, "default", generic_default):
+            yield
+    finally:
+        forget_prepared()
+
+
+def changed_situations(scene: Scene, backend: str, device: str) -> list[str]:
+    """The situations in which a bit differs from that of each query alone."""
     sizes = Heads(scene.heads, scene.kv_heads, scene.head_dim, scene.head_dim_v, scene.dtype, device)
     mine = draw(sizes, scene.length, 0)
     begin = scene.length - QUERIES
@@ -91,7 +119,7 @@ def test_bits_do_not_depend_on_the_company(name: str, backend: str, device: str)
         rows = slice(first - begin, first - begin + got_o.shape[0])
         if not torch.equal(got_o, o[rows]) or not torch.equal(got_lse, lse[:, rows]):
             changed.append(situation)
-    assert changed == []
+    return changed
 
 
 def situations(
@@ -155,10 +183,23 @@ def test_a_change_of_a_bit_is_seen() -> None:
 def calls() -> Iterator[Callable[[], Any]]:
     """Calls whose kernels these tests need on a GPU, for benchmarks/precompile.py."""
     for scene in SCENES.values():
-        sizes = Heads(scene.heads, scene.kv_heads, scene.head_dim, scene.head_dim_v, scene.dtype, "meta")
-        rows = [Rows(draw(sizes, 20, seed), 4, QUERIES) for seed in (0, 1)]
-        options = {"splits": FixedSplit(scene.keys), "backend": "tilelang", **scene.options("meta")}
-        for page, packed in ((0, False), (1, False), (16, False), (64, False), (0, True), (16, True), (64, True)):
-            yield functools.partial(decoded, rows, Cache(page, packed), **options)
-        positional, named = arguments_of(rows, Cache(16))
-        yield functools.partial(tileattn.decode, *positional, **named, **options)
+        yield from calls_of(scene)
+    for name in GENERIC:
+        for call in calls_of(SCENES[name]):
+            yield functools.partial(on_generic_schedule, call)
+
+
+def on_generic_schedule(call: Callable[[], Any]) -> Any:
+    with generic_schedule():
+        return call()
+
+
+def calls_of(scene: Scene) -> Iterator[Callable[[], Any]]:
+    """Those of a scene."""
+    sizes = Heads(scene.heads, scene.kv_heads, scene.head_dim, scene.head_dim_v, scene.dtype, "meta")
+    rows = [Rows(draw(sizes, 20, seed), 4, QUERIES) for seed in (0, 1)]
+    options = {"splits": FixedSplit(scene.keys), "backend": "tilelang", **scene.options("meta")}
+    for page, packed in ((0, False), (1, False), (16, False), (64, False), (0, True), (16, True), (64, True)):
+        yield functools.partial(decoded, rows, Cache(page, packed), **options)
+    positional, named = arguments_of(rows, Cache(16))
+    yield functools.partial(tileattn.decode, *positional, **named, **options)

@@ -23,9 +23,9 @@ from tileattn.testing import (
     oracle_attention,
     oracle_gradients,
 )
-from tileattn.variant.eager_tracing import with_captures
 from tileattn.variant.expression import symbol
 from tileattn.variant.reading import evaluate
+from tileattn.variant.tracing.eager import with_captures
 
 Function = Callable[..., Any]
 

@@ -22,6 +22,7 @@ from tileattn.bench.decode.check import expect
 from tileattn.bench.decode.flashinfer import ELSEWHERE
 from tileattn.bench.decode.problem import Pool, Problem
 from tileattn.bench.decode.rows import FAILED, REFUSED, Measured, Measurer, Missing, Row
+from tileattn.bench.decode.variants import PLAIN, Variant
 from tileattn.cli.app import app
 
 CPU = torch.device("cpu")
@@ -171,6 +172,7 @@ class Made:
     name: str
     change: Callable[[Tensor], Tensor] = lambda o: o
     refuses: str | None = None
+    variant: Variant = PLAIN
     is_elsewhere: bool = False
 
     def refusal(self, case: Case, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -469,11 +471,14 @@ def test_a_bad_option_is_one_error(options: str, says: str) -> None:
     assert says in " ".join(text.replace("│", " ").split())
 
 
-@pytest.mark.parametrize("option", ["--rows batch=1", "--resume"])
-def test_other_suites_do_not_have_its_options(option: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [("--rows batch=1", "only the suite decode has it"), ("--resume", "only the suites decode and decode-ratios have")],
+)
+def test_other_suites_do_not_have_its_options(option: str, says: str) -> None:
     result = CliRunner().invoke(app, ["bench", "--device", "cpu", *option.split()])
     assert result.exit_code == 2
-    assert "only the suite decode has it" in result.output
+    assert says in result.output
 
 
 @pytest.mark.gpu

@@ -92,8 +92,8 @@ MUTANTS: list[Mutant] = [
                 "if not self.known_distances:",
             ),
             "append: one cache has a version": (
-                "for cache in (inputs.k_cache, inputs.v_cache):",
-                "for cache in (inputs.k_cache,):",
+                "for cache in (inputs.k_cache, inputs.v_cache) if",
+                "for cache in (inputs.k_cache,) if",
             ),
         },
     ),

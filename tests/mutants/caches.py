@@ -71,7 +71,7 @@ MUTANTS: list[Mutant] = [
         ("api/test_decode.py",),
         {
             "decode: a call is kept for gradients": ("if torch.is_grad_enabled() and (", "if False and ("),
-            "decode: 1 finds the call of True": (", *options, *map(type, options),", ", *options,"),
+            "decode: 1 finds the call of True": ("*options, *map(type, options),", "*options,"),
         },
     ),
 ]

@@ -109,6 +109,8 @@ MUTANTS: list[Mutant] = [
                 "seen = rows.exists & (keys < rows.lengths[:, None, None, None])",
                 "seen = rows.exists & (keys < sizes.capacity)",
             ),
+            "capacity: pages that nobody sees are wrong": ("wrong & used,", "wrong,"),
+            "capacity: a length may be negative": ("(lengths < 0) | ", ""),
         },
     ),
     *mutants(

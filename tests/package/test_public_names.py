@@ -48,6 +48,8 @@ PATHS = {
     "compat.flash_attn.ops.triton.rotary": "apply_rotary",
     "compat.flash_attn.modules.mha": "FlashSelfAttention FlashCrossAttention",
     "compat.torch_sdpa": "Handle",
+    "compat.vllm": "load_plugin register",
+    "compat.sglang": "register",
     "bench.results": "load begin",
 }
 OPERATORS = {

@@ -48,6 +48,7 @@ FLAGS: list[dict[str, Any]] = [
     {"aligned": False},
     {"aligned": False, "page_rows": 2, "fixed": 128},
     {"return_lse": False, "sink": True},
+    {"packed": True, "packed_keys": True},
 ]
 
 

@@ -80,13 +80,26 @@ static inline void with_warp(Action&& action) {
   warp_meetings[warp()].join(LANES, action);
 }
 
-static inline int __shfl_up_sync(unsigned, int x, int distance, int) {
-  static int given[MAX_THREADS / LANES][LANES];
+// What the lane `source` of the warp gives.
+template <class Value>
+static inline Value from_lane(Value x, int source) {
+  static Value given[MAX_THREADS / LANES][LANES];
   given[warp()][lane()] = x;
   with_warp([] {});
-  int found = given[warp()][lane() < distance ? lane() : lane() - distance];
+  Value found = given[warp()][source];
   with_warp([] {});
   return found;
+}
+static inline int __shfl_up_sync(unsigned, int x, int distance, int) {
+  return from_lane(x, lane() < distance ? lane() : lane() - distance);
+}
+template <class Value>
+static inline Value __shfl_xor_sync(unsigned, Value x, int mask, int) {
+  return from_lane(x, lane() ^ mask);
+}
+template <class Value>
+static inline Value __shfl_sync(unsigned, Value x, int source, int width) {
+  return from_lane(x, lane() / width * width + source % width);
 }
 static inline int __syncthreads_or(int x) {
   static int any;

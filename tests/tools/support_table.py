@@ -117,7 +117,7 @@ class DecodeRow:
     """Calls of `decode` that a backend must run: those that have all of these.
 
     Attributes: as those of :class:`Row`. Any page size, packed or not, with or without a sink, any splits: but `fixed`
-    says whether a FixedSplit runs, too.
+    says whether a FixedSplit runs, too, and `packed_keys` whether keys may be packed.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -126,6 +126,7 @@ class DecodeRow:
     unaligned: bool = True
     fixed: bool = True
     float64_tensors: bool = True
+    packed_keys: bool = False
 
     def contains(self, call: DecodeCall) -> bool:
         """Whether the row promises this call."""
@@ -137,12 +138,13 @@ class DecodeRow:
             and (self.unaligned or call.aligned)
             and (self.fixed or not call.fixed)
             and (self.float64_tensors or "t:float64" not in call.variant)
+            and (self.packed_keys or not call.packed_keys)
         )
 
 
 DECODE_TABLE: dict[str, tuple[DecodeRow, ...]] = {
     # "float16 and bfloat16, head dims 16 to 256 in multiples of 8"
-    "tilelang": (DecodeRow((FP16, BF16), range(16, 257, 8), NVIDIA, float64_tensors=False),),
+    "tilelang": (DecodeRow((FP16, BF16), range(16, 257, 8), NVIDIA, float64_tensors=False, packed_keys=True),),
     # As forward.
     "triton": (DecodeRow((FP16, BF16, FP32), range(1, 257), (*NVIDIA, *AMD, "cpu"), float64_tensors=False),),
     "mma": (),

@@ -1,11 +1,12 @@
-"""The calls of attention that compat/transformers/test_models.py makes on a GPU, for benchmarks/precompile.py.
+"""The calls of attention that the tests of compat/transformers make on a GPU, for benchmarks/precompile.py.
 
 The models run on the CPU in the GPU's size and dtype, with zeros in place of attention. Each call is recorded and made
-on tensors without memory.
+on tensors without memory. Those of benchmarks/transformers_generate.py, whose keys are many, are written out.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+import tileattn
 import tileattn.compat.transformers as adapter
 from tests.compat.transformers.test_models import (
     CHUNKED,
@@ -24,9 +26,11 @@ from tests.compat.transformers.test_models import (
     Problem,
     prefill,
 )
+from tests.tools.transformers_batching import generate_batch
 from tests.tools.transformers_models import MODELS
+from tileattn import KeyPadding
 from tileattn.call.inputs import Operands
-from tileattn.compat.transformers import attention, packed
+from tileattn.compat.transformers import attention, blocks, packed, paged, step
 from tileattn.variant.key import encode, normalize
 from tileattn.variant.program import decode
 
@@ -46,12 +50,16 @@ def calls() -> Iterator[Callable[[], Any]]:
     with (
         mock.patch.object(attention, "attention", recording(attention.attention)),
         mock.patch.object(packed, "varlen_attention", recording(packed.varlen_attention)),
+        mock.patch.object(paged, "varlen_attention", recording(paged.varlen_attention)),
+        mock.patch.object(step, "decode", recording(step.decode)),
+        mock.patch.object(blocks, "decode", recording(blocks.decode)),
     ):
         for run in _runs():
             with torch.enable_grad():
                 run()
             yield from recorded_calls
             recorded_calls.clear()
+    yield from _of_generation()
 
 
 def _runs() -> Iterator[Callable[[], Any]]:
@@ -67,12 +75,29 @@ def _runs() -> Iterator[Callable[[], Any]]:
         yield lambda name=name, cache=cache: Decoding(name, device).generate(  # type: ignore[misc]
             "tileattn", cache_implementation=cache
         )
+    for name in ("llama", "mistral"):
+        yield lambda name=name: generate_batch(  # type: ignore[misc]
+            MODELS[name].build(size).to(dtype), f"paged|{adapter.NAME}"
+        )
     for name in CHUNKED:
         for cache in ("dynamic", "static"):
             for pad in ("none", "left"):
                 yield lambda name=name, cache=cache, pad=pad: _prefill(  # type: ignore[misc]
                     Problem(MODELS[name], device, pad), cache
                 )
+
+
+def _of_generation() -> Iterator[Callable[[], Any]]:
+    """Prefill and steps of a model with head dim 128, in bfloat16; on a GPU every call has a padding mask."""
+    shapes = ((1, 1, 32, 128), (1, 600, 32, 128), (1, 600, 8, 128))
+    one, many, keys = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    padding = KeyPadding(torch.empty(1, 600, dtype=torch.bool, device="meta"))
+    lengths = torch.empty(1, dtype=torch.int32, device="meta")
+    for mask in (None, padding):
+        for q in (one, many):
+            yield functools.partial(tileattn.attention, q, keys, keys, causal=q is many, mask=mask)
+        yield functools.partial(tileattn.decode, one, keys, keys, lengths, mask=mask)
+    yield functools.partial(tileattn.attention, one, keys, keys, causal=True)
 
 
 def _prefill(problem: Problem, cache: str) -> Tensor:
@@ -84,7 +109,7 @@ def _on_meta(function: Callable[..., Any], arguments: Any, options: dict[str, An
     """The same call on "meta"."""
     grad = torch.is_grad_enabled()
     moved = [_moved(x) for x in arguments]
-    mask, mods = normalize(options["mask"], options["score_mod"], False)
+    mask, mods = normalize(options.get("mask"), options["score_mod"], False)
     key, operands = encode(mask, mods)
     tensors = [_moved(x) for x in operands.tensors]
     mask, mods = decode(key, Operands(tensors, operands.ints, operands.floats))

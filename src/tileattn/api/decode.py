@@ -146,15 +146,18 @@ def decode(
     check_plan(plan)
     if torch._C._is_any_autocast_enabled():
         q = autocast(q)  # not the caches: they would be copied
-    key = None
-    varied = not (mask is None and score_mod is None and tree_mask is None and sink is None)
-    if not varied and is_plain(q, k_cache, v_cache):
-        given = (max_seqlen_q, causal, scale, splits, return_lse, backend)
-        key = prepared_decode.key_of(q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, out, given)
+    key, variant = None, None
+    if tree_mask is None and is_plain(q, k_cache, v_cache):
+        is_varied = mask is not None or score_mod is not None
+        variant = prepared_decode.numbers_of(mask, score_mod, causal) if is_varied else ("", NO_OPERANDS)
+    if variant is not None:
+        given = (variant[0], max_seqlen_q, causal, scale, splits, return_lse, backend)
+        key = prepared_decode.key_of(q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, sink, out, given)
     phase = None if key is None else prepared_decode.PHASES.get(key)
     if phase is not None:
         row, row_out = (q, out) if cu_seqlens_q is None else (q[None], None if out is None else out[None])
-        fields = (row, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, None, NO_OPERANDS, row_out)
+        assert variant is not None
+        fields = (row, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, sink, variant[1], row_out)
         o, lse = run_phase(phase, prepared_decode.inputs_of(fields), plan)
     else:
         return_lse = as_flag("return_lse", return_lse)

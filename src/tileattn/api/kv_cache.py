@@ -7,18 +7,16 @@ refers to it. Sequences may share pages: those of a common prefix, which are ful
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call.scalars import as_int
 from .append import append_kv
+from .cache_arguments import Sequences, as_size, numbers_of, rows_of
 from .cache_step import CacheStep
-
-Sequences = int | Iterable[int] | Tensor
 
 
 class PagedKVCache:
@@ -77,10 +75,10 @@ class PagedKVCache:
             "head_dim_v": head_dim if head_dim_v is None else head_dim_v, "page_size": page_size, "layers": layers,
         }  # fmt: skip
         for name, size in sizes.items():
-            sizes[name] = _as_size(name, size)
+            sizes[name] = as_size(name, size)
         self.page_size = sizes["page_size"]
         width = -(-sizes["max_seqlen"] // self.page_size)
-        self.pages = sizes["batch"] * width if pages is None else _as_size("pages", pages)
+        self.pages = sizes["batch"] * width if pages is None else as_size("pages", pages)
         self.max_seqlen = sizes["max_seqlen"]
         # One page more, which is no sequence's: copies that are not needed go there. No row is read before it is
         # written, so the memory is not cleared.
@@ -144,7 +142,7 @@ class PagedKVCache:
         """
         if (tokens is None) == (cu_seqlens_q is None) or (cu_seqlens_q is None) != (max_seqlen_q is None):
             raise TypeError("step needs either tokens, or cu_seqlens_q and max_seqlen_q")
-        new: Any = _as_size("tokens", tokens, at_least=0) if cu_seqlens_q is None else cu_seqlens_q.diff()
+        new: Any = as_size("tokens", tokens, at_least=0) if cu_seqlens_q is None else cu_seqlens_q.diff()
         self.extend(new)
         return CacheStep(self, cu_seqlens_q, max_seqlen_q)
 
@@ -229,7 +227,7 @@ class PagedKVCache:
         Args:
             sequences: a number, several numbers, or a bool tensor (batch,) on the device.
         """
-        rows = self._rows(sequences)
+        rows = rows_of(sequences, self.seqlens)
         self._drop(rows[:, None].expand_as(self.page_table))
         self.seqlens.masked_fill_(rows, 0)
 
@@ -264,16 +262,16 @@ class PagedKVCache:
         Raises:
             ValueError: a target is the source; or, on a CPU, no page is free for a copy. Nothing has changed then.
         """
-        source = _as_size("source", source, at_least=0)
-        targets = targets if isinstance(targets, Tensor) else _numbers(targets)
-        rows = self._rows(targets)
+        source = as_size("source", source, at_least=0)
+        targets = targets if isinstance(targets, Tensor) else numbers_of(targets)
+        rows = rows_of(targets, self.seqlens)
         if source >= rows.shape[0]:
             raise ValueError(f"source must lie in 0 .. {rows.shape[0] - 1}, got {source}")
         if bool(rows[source]) if self._is_read_at_once else not isinstance(targets, Tensor) and source in targets:
             raise ValueError(f"targets must not contain the source, sequence {source}")
         of_source = self.seqlens[source].clone()
         if length is not None:
-            of_source = of_source.clamp(max=_as_size("length", length, at_least=0))
+            of_source = of_source.clamp(max=as_size("length", length, at_least=0))
         place = torch.arange(self.page_table.shape[1], device=self.device)
         shared = rows[:, None] & (place < self._pages_of(of_source))
         with self._all_or_nothing():
@@ -377,40 +375,4 @@ class PagedKVCache:
             if self._is_read_at_once and bool((value < 0).any()):
                 raise ValueError(f"{name} must be at least 0, got {value.tolist()}")
             return value.long().clamp(0, self.max_seqlen + 1).int()  # a number that is too large must not wrap around
-        return torch.full_like(self.seqlens, min(_as_size(name, value, at_least=0), self.max_seqlen + 1))
-
-    def _rows(self, sequences: Sequences) -> Tensor:
-        """Bool (batch,): which sequences are named."""
-        rows = torch.zeros_like(self.seqlens, dtype=torch.bool)
-        if isinstance(sequences, Tensor):
-            if sequences.dtype != torch.bool or sequences.shape != rows.shape or sequences.device != self.device:
-                raise ValueError(
-                    f"sequences must be numbers, or a bool tensor (batch,) = {tuple(rows.shape)} on {self.device}, got "
-                    f"{sequences.dtype} of shape {tuple(sequences.shape)} on {sequences.device}"
-                )
-            return sequences
-        for sequence in _numbers(sequences):
-            if not 0 <= sequence < rows.shape[0]:
-                raise ValueError(f"sequences must lie in 0 .. {rows.shape[0] - 1}, got {sequence}")
-            rows[sequence].fill_(True)
-        return rows
-
-
-def _numbers(sequences: Any) -> tuple[int, ...]:
-    """The numbers of sequences as ints. Raises TypeError for others; a list of bools would be 0 and 1."""
-    given = tuple(sequences) if isinstance(sequences, Iterable) else (sequences,)
-    numbers = tuple(map(as_int, given))
-    for number in numbers:
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise TypeError(f"sequences must be numbers, or a bool tensor (batch,), got {number!r}")
-    return numbers
-
-
-def _as_size(name: str, value: Any, at_least: int = 1) -> int:
-    """The value as an int. Raises TypeError or ValueError if it is none or less than `at_least`."""
-    value = as_int(value)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < at_least:
-        raise ValueError(f"{name} must be at least {at_least}, got {value}")
-    return value
+        return torch.full_like(self.seqlens, min(as_size(name, value, at_least=0), self.max_seqlen + 1))

@@ -6,9 +6,6 @@ and store the sequence's number plus 1 in a field of the status, int32 (FIELDS,)
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from . import cache_fields as fields
 from .deferred_status import DeferredStatus
 
@@ -21,21 +18,7 @@ _TEXTS = {
 }
 # Calls on caches are short and many: a copy, some 10 us of the host and 2 us of the device, must not join each.
 STATUS = DeferredStatus([_TEXTS[field] for field in range(fields.FIELDS)], "caches", pause=1e-3)
-
-
-def status_of(device: torch.device) -> Tensor:
-    """A device's status, int32 (FIELDS,), which kernels write to."""
-    return STATUS.of(device)
-
-
-def report(device: torch.device) -> None:
-    """Starts a copy of a device's status to the host now and then; see :meth:`DeferredStatus.report`."""
-    STATUS.report(device)
-
-
-def raise_pending() -> None:
-    """Raises ValueError if the error of an earlier call has arrived on the host; does not wait."""
-    STATUS.raise_pending()
+status_of, report, raise_pending = STATUS.of, STATUS.report, STATUS.raise_pending
 
 
 def check_caches() -> None:

@@ -63,6 +63,8 @@ class DecodeCall:
         packed: whether q is packed, with cu_seqlens_q.
         page_rows: 0 for contiguous caches; else the largest power of two, at most 64, that divides the page size.
         fixed: the keys of a :class:`FixedSplit`, or 0. With it, no other size may decide the order of a sum.
+        packed_keys: whether keys and values are packed as well, with cu_seqlens_k, as in calls of
+            :func:`tileattn.varlen_attention` with few queries; only with `packed`, and not with pages.
     """
 
     dtype: torch.dtype
@@ -76,6 +78,7 @@ class DecodeCall:
     packed: bool = False
     page_rows: int = 0
     fixed: int = 0
+    packed_keys: bool = False
 
     @property
     def paged(self) -> bool:
@@ -86,6 +89,7 @@ class DecodeCall:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         pages = f"pages of {self.page_rows}s" if self.paged else "contiguous"
         flags = ["sink"] * self.sink + ["lse"] * self.return_lse + ["packed"] * self.packed
+        flags += ["packed_keys"] * self.packed_keys
         flags += [f"fixed={self.fixed}"] * (self.fixed > 0) + ["unaligned"] * (not self.aligned)
         dtype = str(self.dtype).removeprefix("torch.")
         return " ".join(["decode", dtype, f"d{dims}", pages, self.variant or "full", *flags, self.arch])
@@ -99,8 +103,8 @@ class DecodeSizes(NamedTuple):
         max_seqlen_q: q_len; for packed queries an upper bound of the lengths.
         total_q: rows of q in all: batch * q_len; for packed queries the rows of the tensor.
         heads, kv_heads: of the queries, and of the caches.
-        capacity: the most keys that a sequence can have: tokens of a contiguous cache, or the page table's width times
-            the page size.
+        capacity: the most keys that a sequence can have: tokens of a contiguous cache, the page table's width times the
+            page size, or max_seqlen_k of packed keys.
         page_size: tokens of a page; 0 for contiguous caches.
     """
 
@@ -122,7 +126,9 @@ class DecodeInputs(NamedTuple):
         k_cache: (batch, capacity, kv_heads, head_dim), or pages (pages, page_size, kv_heads, head_dim).
         v_cache: the same with head_dim_v. Rows of a cache that no sequence has may hold anything, also NaN.
         seqlens_k: int32 (batch,), on q's device: the keys of each sequence, with those of the call's own queries. The
-            queries of a sequence stand at its last positions: row i of q_len at position seqlen_k - q_len + i.
+            queries of a sequence stand at its last positions: row i of q_len at position seqlen_k - q_len + i. Of a
+            call with `packed_keys` it is cu_seqlens_k instead, int32 (batch + 1,), and the caches are (1, total_k,
+            kv_heads, head_dim).
         page_table: int32 (batch, pages_per_sequence), any row stride; None for contiguous caches. Key j of sequence b
             is token ``j % page_size`` of page ``page_table[b, j // page_size]``. Entries that a sequence's keys do not
             reach may hold anything, such as -1.

@@ -10,9 +10,6 @@ The kernel that plans a packed call reads `cu_seqlens` on the device, and record
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from .deferred_status import DeferredStatus
 
 STATUS = DeferredStatus(
@@ -24,21 +21,7 @@ STATUS = DeferredStatus(
     ),
     "packed sequences",
 )
-
-
-def status_of(device: torch.device) -> Tensor:
-    """A device's status, int32 (4,), which a planning kernel writes to."""
-    return STATUS.of(device)
-
-
-def report(device: torch.device) -> None:
-    """Starts a copy of a device's status to the host; see :meth:`DeferredStatus.report`."""
-    STATUS.report(device)
-
-
-def raise_pending() -> None:
-    """Raises ValueError if the error of an earlier call has arrived on the host; does not wait."""
-    STATUS.raise_pending()
+status_of, report, raise_pending = STATUS.of, STATUS.report, STATUS.raise_pending
 
 
 def check_packed() -> None:

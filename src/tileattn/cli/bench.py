@@ -36,7 +36,8 @@ Suite = Annotated[
     typer.Option(
         help="A named set of cases: [b]quick[/b] (default; a few shapes sized by the device), [b]fa[/b] (the "
         "FlashAttention papers' grid), [b]variants[/b] (every mask and score modification), [b]varlen[/b] (packed "
-        "sequences), [b]fp8[/b] (fp8 beside bf16), [b]decode[/b] (one query per sequence over caches).",
+        "sequences), [b]fp8[/b] (fp8 beside bf16), [b]decode[/b] (one query per sequence over caches), "
+        "[b]decode-ratios[/b] (what options of decode cost).",
         show_default=False,
     ),
 ]
@@ -146,7 +147,7 @@ Resume = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Of the suite decode: go on from the file of --json, without the rows that it has.",
+        help="Of the suites of decode: go on from the file of --json, without the rows that it has.",
         rich_help_panel=OUTPUT,
     ),
 ]
@@ -214,21 +215,25 @@ def bench(
 
     Prints a table, and saves a result file and a picture in ./bench-results.
     """
+    from tileattn.bench.decode import ahead
     from tileattn.cli import choices, decode_bench
     from tileattn.cli import run_bench as command
 
-    if suite == decode_bench.SUITE:
-        decode_bench.refuse_others(context)
+    if suite in ahead.SUITES:
+        decode_bench.refuse_others(context, suite)
         files = command.FileOptions(json, None, force, commit, quiet)
         decode_options = decode_bench.DecodeOptions(dtype, backend, baselines, rounds, rows, resume)
-        raise typer.Exit(decode_bench.bench(decode_options, choices.resolve_device(device), files))
+        raise typer.Exit(decode_bench.bench(suite, decode_options, choices.resolve_device(device), files))
     if rows is not None or resume:
-        raise choices.refuse("--resume" if resume else "--rows", "only the suite decode has it")
+        raise choices.refuse(
+            "--resume" if resume else "--rows",
+            "only the suite decode has it" if not resume else "only the suites decode and decode-ratios have it",
+        )
     shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, seqlen_k, head_dim, head_dim_v, packing)
     terms = choices.VariantOptions(causal, mask, softcap, alibi, bias, sink, variant)
     files = command.FileOptions(json, plot, force, commit, quiet)
     where = choices.resolve_device(device)
-    chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where, (decode_bench.SUITE,))
+    chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where, ahead.SUITES)
     implementations = choices.choose_implementations(backend, baselines, where, chosen)
     raise typer.Exit(command.bench(chosen, implementations, where, rounds, files))
 

@@ -1,33 +1,39 @@
-"""The code of `tileattn bench --suite decode`, called with parsed options."""
+"""The code of `tileattn bench --suite decode` and `--suite decode-ratios`, called with parsed options."""
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 import torch
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from tileattn.bench import environment
 from tileattn.bench.baselines.base import OWN
 from tileattn.bench.cases import DTYPES
 from tileattn.bench.decode import methods, report, results
+from tileattn.bench.decode.ahead import DECODE, RATIOS
 from tileattn.bench.decode.cases import Case, Schedule, schedule
 from tileattn.bench.decode.flashinfer import ELSEWHERE
 from tileattn.bench.decode.methods import Method
-from tileattn.bench.decode.rows import own_failed
-from tileattn.bench.decode.run import Run
+from tileattn.bench.decode.ratios import cases as ratios
+from tileattn.bench.decode.ratios import report as ratio_report
+from tileattn.bench.decode.rows import GpuLost, own_failed
+from tileattn.bench.decode.run import NothingRuns, Run
 from tileattn.cli.choices import DEFAULT_DTYPE, at_least_one, own_implementation, refuse
 from tileattn.cli.run_bench import RESULTS_FOLDER, STOPPED, FileOptions, create
 
-SUITE = "decode"
 DEFAULT_BASELINES = {"cuda": "fa3,fa2,cudnn,flashinfer,xqa", "cpu": "sdpa"}
-# Options of `tileattn bench` that this suite has.
+# Options of `tileattn bench` that the suites have; the second chooses its rows and baselines by itself.
 TAKEN = (
     "suite",
     "dtype",
@@ -42,12 +48,14 @@ TAKEN = (
     "commit",
     "quiet",
 )
-TABLE_WIDTH = 160  # where stdout is no terminal
+NOT_OF_RATIOS = ("rows", "baselines")
+AGAIN = 75  # "try again" of sysexits.h: a kernel broke the CUDA context, and --resume goes on in a new process
+TABLE_WIDTH = 200  # where stdout is no terminal
 
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """The options of this suite; None for an option that was not given."""
+    """The options of these suites; None for an option that was not given."""
 
     dtype: str | None
     backend: str | None
@@ -57,50 +65,109 @@ class DecodeOptions:
     resume: bool
 
 
-def refuse_others(context: typer.Context) -> None:
+@dataclass(frozen=True)
+class _Chosen:
+    """What a run measures, and how its results are shown."""
+
+    suite: str
+    cases: Sequence[Case]
+    left_out: Sequence[Case]
+    methods: Callable[[Case], Sequence[Method]]
+    names: list[str]
+    render: Callable[[results.Results], RenderableType]
+
+
+def refuse_others(context: typer.Context, suite: str) -> None:
     """Refuses the options of `tileattn bench` that mean nothing in this suite."""
     for name in context.params:
         source = context.get_parameter_source(name)
-        if name not in TAKEN and source is not None and source.name == "COMMANDLINE":
+        taken = name in TAKEN and not (suite == RATIOS and name in NOT_OF_RATIOS)
+        if not taken and source is not None and source.name == "COMMANDLINE":
             option = f"--{name.replace('_', '-')}"
-            raise refuse(option, f"the suite {SUITE} does not have it: its rows are chosen by --rows")
+            chosen = "it chooses its rows and baselines itself" if suite == RATIOS else "its rows are chosen by --rows"
+            raise refuse(option, f"the suite {suite} does not have it: {chosen}")
 
 
-def bench(options: DecodeOptions, device: torch.device, files: FileOptions) -> int:
-    """Runs the rows, saves after each, prints. Returns the exit code: 1 if tileattn failed or never ran."""
+def bench(suite: str, options: DecodeOptions, device: torch.device, files: FileOptions) -> int:
+    """Runs the rows, saves after each, prints.
+
+    Returns:
+        The exit code: 1 if tileattn failed or never ran, `STOPPED` after Ctrl-C or SIGTERM, `AGAIN` if the GPU is lost.
+    """
     at_least_one("--rounds", options.rounds)
     dtype = options.dtype or DEFAULT_DTYPE[device.type]
     if dtype not in DTYPES or dtype == "fp8":
         accepted = ", ".join(name for name in DTYPES if name != "fp8")
         raise refuse("--dtype", f"{dtype!r} is not measured in this suite; accepted: {accepted}")
-    chosen = _scheduled(options, device, DTYPES[dtype])
-    compared = _methods(options, device)
+    chosen = (_ratios if suite == RATIOS else _decode)(options, device, DTYPES[dtype])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    measured, json = _begin(options, device, dtype, [method.name for method in compared], files)
+    measured, json = _begin(options, device, dtype, chosen, files)
     measured.left_out += [case.name for case in chosen.left_out if case.name not in measured.left_out]
     results.save(measured, json)
     failures: list[str] = []
-    total = len(chosen.cases)
+    total, start = len(chosen.cases), time.monotonic()
+
+    def say(text: str) -> None:
+        if not files.quiet:
+            typer.echo(f"{time.monotonic() - start:6.1f} s {text}", err=True)
 
     def on_row(case: Case) -> None:
         results.save(measured, json)
-        if not files.quiet:
-            times = [f"{row.backend} {report.us(row.us)} us" for row in measured.rows if row.case == case.name]
-            typer.echo(f"[{len(measured.done)}/{total}] {case.name}: {', '.join(times)}", err=True)
+        times = [f"{row.backend} {report.us(row.us)} us" for row in measured.of_case(case.name)]
+        say(f"[{len(measured.done)}/{total}] {case.name}: {', '.join(times)}")
 
-    run = Run(chosen.cases, compared, device, DTYPES[dtype], options.rounds, measured, on_row, failures.append)
-    stopped = False
+    run = Run(
+        chosen.cases,
+        chosen.methods,
+        device,
+        DTYPES[dtype],
+        options.rounds,
+        measured,
+        on_begin=lambda: results.save(measured, json),
+        on_row=on_row,
+        say=say,
+        on_failure=failures.append,
+    )
+    code = 0
     try:
-        run()
+        with _stopped_by_sigterm():
+            run()
     except KeyboardInterrupt:
-        stopped = True
+        code = STOPPED
         typer.echo("stopped: what was measured so far is shown and kept; --resume goes on", err=True)
+    except GpuLost as error:
+        code = AGAIN
+        typer.echo(f"stopped: {error}; what was measured is kept, and --resume goes on with the next row", err=True)
+    except NothingRuns as error:
+        typer.echo(f"stopped: {error}", err=True)
     results.save(measured, json)
-    _show(measured, failures, files.quiet)
+    _show(measured, chosen, failures, files.quiet)
     typer.echo(f"results: {json}")
     nothing = not any(row.backend == OWN for row in measured.rows)
-    return STOPPED if stopped else int(own_failed(measured.missing) or nothing)
+    return code or int(own_failed(measured.missing) or nothing)
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM, which `timeout` and job schedulers send, stops a run as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _decode(options: DecodeOptions, device: torch.device, dtype: torch.dtype) -> _Chosen:
+    planned, methods = _scheduled(options, device, dtype), _methods(options, device)
+    names = [method.name for method in methods]
+    return _Chosen(DECODE, planned.cases, planned.left_out, lambda case: methods, names, report.render)
+
+
+def _ratios(options: DecodeOptions, device: torch.device, dtype: torch.dtype) -> _Chosen:
+    chosen = ratios.suite(device.type, own_implementation(options.backend).backend)
+    render = partial(ratio_report.render, suite=chosen)
+    return _Chosen(RATIOS, list(chosen.methods), (), chosen.methods.__getitem__, chosen.names, render)
 
 
 def _scheduled(options: DecodeOptions, device: torch.device, dtype: torch.dtype) -> Schedule:
@@ -123,7 +190,7 @@ def _methods(options: DecodeOptions, device: torch.device) -> list[Method]:
 
 
 def _begin(
-    options: DecodeOptions, device: torch.device, dtype: str, backends: list[str], files: FileOptions
+    options: DecodeOptions, device: torch.device, dtype: str, chosen: _Chosen, files: FileOptions
 ) -> tuple[results.Results, Path]:
     """The results of a new run, or of the run that is continued, and their file."""
     versions = environment.versions()
@@ -137,10 +204,10 @@ def _begin(
         versions=versions,
         commit=files.commit or environment.commit(),
         date=now.isoformat(timespec="seconds"),
-        backends=backends,
+        backends=chosen.names,
         commands=[" ".join(["tileattn", *sys.argv[1:]])],
     )
-    json = files.json or RESULTS_FOLDER / f"{SUITE}-{device.type}-{datetime.now():%Y%m%d-%H%M%S}.json"
+    json = files.json or RESULTS_FOLDER / f"{chosen.suite}-{device.type}-{datetime.now():%Y%m%d-%H%M%S}.json"
     if options.resume:
         if files.json is None:
             raise refuse("--resume", "it goes on from the file of --json: name that")
@@ -153,10 +220,10 @@ def _begin(
     return fresh, json
 
 
-def _show(measured: results.Results, failures: Sequence[str], quiet: bool) -> None:
+def _show(measured: results.Results, chosen: _Chosen, failures: Sequence[str], quiet: bool) -> None:
     """Prints the tables on stdout; tracebacks, and if quiet the failures, on stderr."""
     errors = Console(stderr=True)
     for failure in dict.fromkeys(failures):
         errors.print(Text(failure), style="red")
     if not quiet:
-        Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(report.render(measured))
+        Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(chosen.render(measured))

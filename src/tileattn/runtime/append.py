@@ -20,7 +20,8 @@ from .append_dispatch import Append, prepare_append
 from .operators import is_traced, refuse_transforms
 from .tables import facts, kept
 
-_CACHES = (AppendInputs._fields.index("k_cache"), AppendInputs._fields.index("v_cache"))
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+_K_CACHE, _V_CACHE = map(AppendInputs._fields.index, ("k_cache", "v_cache"))
 _NEW = tuple(map(AppendInputs._fields.index, ("k", "v", "q")))
 _ROWS = ("k", "v", "positions", "q", "q_positions")  # packed, without a batch dimension
 _PREPARED: dict[tuple[Any, ...], _Prepared] = {}
@@ -39,10 +40,12 @@ def run_append(inputs: AppendInputs, interleaved: bool, backend: str | None) -> 
 def _run(inputs: AppendInputs, interleaved: bool, backend: str | None) -> Tensor | None:
     grad = torch.is_grad_enabled()
     try:
-        addresses = [0 if x is None else x.data_ptr() for x in inputs]
-        gradients = tuple(x is not None and x.requires_grad for x in inputs)
-        aligned = tuple(address % 16 for address in addresses)
-        key = (*map(facts, inputs), gradients, aligned, interleaved, type(interleaved), backend, grad)
+        addresses, metadata = [], []
+        for x in inputs:
+            address = 0 if x is None else x.data_ptr()
+            addresses.append(address)
+            metadata.append(None if x is None else (facts(x), x.requires_grad, address % 16))
+        key = (*metadata, interleaved, type(interleaved), backend, grad)
         prepared = _PREPARED.get(key)
     except (TypeError, RuntimeError, AttributeError):  # an argument of a wrong type: the checks raise
         _prepare(inputs, interleaved, backend)
@@ -59,9 +62,11 @@ def _prepare(inputs: AppendInputs, interleaved: Any, backend: str | None) -> _Pr
 
 def _is_plain(inputs: AppendInputs) -> bool:
     """Whether all tensors are plain ones in eager execution, outside of torch.func."""
-    if is_traced(inputs.k) or torch._C._are_functorch_transforms_active():
-        return False
-    return all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in inputs)
+    return (
+        not is_traced(inputs.k)
+        and _PLAIN.issuperset(map(type, inputs))
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 class _Prepared:
@@ -74,30 +79,31 @@ class _Prepared:
         self.append: Append = prepare_append(make_append_call(inputs, interleaved), backend)
         self.extents = [0 if x is None else extent(x) for x in inputs]
         self.known_distances: set[int] = set()  # between caches that share no element
-        self.pairs = [(cache, other) for cache in _CACHES for other in _NEW if inputs[other] is not None]
+        self.new = [(i, self.extents[i]) for i in _NEW if inputs[i] is not None]
 
     def __call__(self, inputs: AppendInputs, addresses: list[int]) -> Tensor | None:
         if self._may_overlap(addresses):
             check_overlap(inputs)
-            self.known_distances.add(addresses[3] - addresses[2])
+            self.known_distances.add(addresses[_V_CACHE] - addresses[_K_CACHE])
         if self.detaches:
             inputs = AppendInputs._make(None if x is None else x.detach() for x in inputs)
         rotated = self.append(self._with_batch(inputs))
-        for cache in (inputs.k_cache, inputs.v_cache):
-            if not cache.is_inference():  # tensors made in inference mode have no version
-                torch.autograd.graph.increment_version(cache)
+        # Tensors made in inference mode have no version.
+        caches = [cache for cache in (inputs.k_cache, inputs.v_cache) if not cache.is_inference()]
+        torch.autograd.graph.increment_version(caches)
         return rotated.squeeze(0) if self.packed and rotated is not None else rotated
 
     def _may_overlap(self, addresses: list[int]) -> bool:
         """Whether the ranges of addresses of a cache and another tensor meet, unless the caches' distance is known."""
-        if self._meet(addresses, _CACHES) and addresses[3] - addresses[2] not in self.known_distances:
+        k, v = addresses[_K_CACHE], addresses[_V_CACHE]
+        k_end, v_end = k + self.extents[_K_CACHE], v + self.extents[_V_CACHE]
+        if k < v_end and v < k_end and v - k not in self.known_distances:
             return True
-        return any(self._meet(addresses, pair) for pair in self.pairs)
-
-    def _meet(self, addresses: list[int], pair: tuple[int, int]) -> bool:
-        one, other = pair
-        first, second = addresses[one], addresses[other]
-        return first < second + self.extents[other] and second < first + self.extents[one]
+        for i, size in self.new:
+            begin, end = addresses[i], addresses[i] + size
+            if (begin < k_end and k < end) or (begin < v_end and v < end):
+                return True
+        return False
 
     def _with_batch(self, inputs: AppendInputs) -> AppendInputs:
         """Packed tensors with one batch element."""

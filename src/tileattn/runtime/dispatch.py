@@ -26,6 +26,7 @@ from ..kernels.triton import backend as triton_backend
 from ..kernels.triton.decode import backend as triton_decode
 from ..tuner import state
 from ..tuner.space import Space
+from . import few_queries
 
 
 class Forward(Protocol):
@@ -85,11 +86,14 @@ class DecodePhase:
         refusal: ``refusal(call)`` says why the backend does not run a decode call; None if it does.
         reservation: ``reservation(call)`` says why it runs the call only if it is named; None otherwise.
         prepare: ``prepare(call, sizes, scale, splits)`` decides, once, all that depends on sizes alone.
+        runs_attention: ``runs_attention(call, sizes)`` says whether it should also run an attention call of few queries
+            (few_queries.py) that both it and the backend's forward pass accept.
     """
 
     refusal: Callable[[DecodeCall], str | None]
     reservation: Callable[[DecodeCall], str | None]
     prepare: Callable[[DecodeCall, DecodeSizes, float, Splits], Decode]
+    runs_attention: Callable[[DecodeCall, DecodeSizes], bool] = lambda call, sizes: True
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ BACKENDS: tuple[Backend, ...] = (
         lambda call: None,
         torch_backend.prepare,
         torch_backend.prepare_backward,
-        decode=DecodePhase(torch_decode.refusal, lambda call: None, torch_decode.prepare),
+        decode=DecodePhase(torch_decode.refusal, lambda call: None, torch_decode.prepare, torch_decode.runs_attention),
     ),
 )
 
@@ -297,7 +301,7 @@ def prepare_forward(
 ) -> Forward:
     """The forward pass of the backend that runs a call, for bshd tensors of these shapes. Raises as :func:`select`."""
     check_name(backend)
-    if state.session is not None:
+    if state.session is not None and not _decodes(call, backend, q_shape, k_shape):
         chosen = _select(call, backend)
         return _tuned(chosen.name, chosen.space, chosen.prepare, call, call.arch, (q_shape, k_shape, scale))
     return _prepare(call, backend, q_shape, k_shape, scale)
@@ -307,7 +311,23 @@ def prepare_forward(
 def _prepare(
     call: AttentionCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size, scale: float
 ) -> Forward:
-    return _select(call, backend).prepare(call, q_shape, k_shape, scale)
+    chosen = _select(call, backend)
+    forward = functools.partial(chosen.prepare, call, q_shape, k_shape, scale)
+    if not _decodes(call, backend, q_shape, k_shape):
+        return forward()
+    phase = chosen.decode
+    assert phase is not None
+    facts, sizes = few_queries.decode_facts(call, q_shape, k_shape)
+    return few_queries.FewQueries(lambda known: phase.prepare(facts, known, scale, None), forward, sizes)
+
+
+def _decodes(call: AttentionCall, backend: str | None, q_shape: torch.Size, k_shape: torch.Size) -> bool:
+    """Whether the backend that runs a call does so by its decode phase: few queries, many keys."""
+    phase = _select(call, backend).decode
+    if phase is None or not few_queries.are_few(call, q_shape, k_shape):
+        return False
+    facts, sizes = few_queries.decode_facts(call, q_shape, k_shape)
+    return phase.refusal(facts) is None and phase.runs_attention(facts, sizes)
 
 
 def prepare_backward(

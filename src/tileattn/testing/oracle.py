@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..call.fp8 import FP8, accumulator
-from ..variant.eager_tracing import with_captures
 from ..variant.masks import Mask
 from ..variant.scores import ScoreMod
+from ..variant.tracing.eager import with_captures
 from .standard import (
     Attended,
     AttentionInputs,

@@ -192,7 +192,8 @@ class TensorSymbol:
 
     ``dtype`` is the elements' torch dtype. ``ones`` says for each dimension whether its size is 1, in which case it is
     broadcast. ``aligned`` is the result of ``tile_loads.is_aligned`` if a kernel may make use of it. ``tensor`` is the
-    tensor itself while a user's function is traced; the name is assigned afterwards (:mod:`tileattn.variant.tracing`).
+    tensor itself while a user's function is traced; the name is assigned afterwards
+    (:mod:`tileattn.variant.tracing.trace`).
     """
 
     def __init__(
@@ -351,6 +352,11 @@ def nodes(expr: Any) -> Iterator[Expr]:
         yield expr
         for arg in expr.args:
             yield from nodes(arg)
+
+
+def has_symbol(value: Any, name: str) -> bool:
+    """Whether a value is an expression that contains a symbol."""
+    return any(node.op == "symbol" and node.args[0] == name for node in nodes(value))
 
 
 def text_of(arg: Any) -> str:

@@ -25,7 +25,7 @@ import torch
 from ..call.inputs import Operands
 from .masks import FunctionMask, Mask
 from .scores import ScoreMod
-from .tracing import trace
+from .tracing.trace import trace
 from .tree_mask import TreeMask
 
 

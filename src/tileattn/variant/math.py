@@ -140,7 +140,7 @@ def _on_tensors(op: str, *args: Any) -> Any:
 
 
 def _traced(values: Any) -> bool:
-    """Whether a value is a symbol of compiled_tracing.py. torch must see the operations on symbols unchanged."""
+    """Whether a value is a symbol of tracing/compiled.py. torch must see the operations on symbols unchanged."""
     return True in [isinstance(value, torch.Tensor) and value.is_meta for value in values]
 
 

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OVERHEAD = 1  # of a job, in tiles
-LEAST_KEYS = 64  # of a block
+LEAST_KEYS = 128  # of a block
+MOST_WORK = 0.75  # of the blocks: where fewer share jobs of one length evenly, the others stay idle
+BLOCKS_OF_SM = 2  # blocks that share a multiprocessor (Hopper)
+TILES_OF_FEW = 20  # of a multiprocessor: with no more, one block of each has work
 COLOURS = (BLUE, ORANGE, GREEN, RED, "#56B4E9", "#CC79A7", "#F0E442")
 
 
@@ -37,14 +40,16 @@ def deal(lengths: Sequence[int], kv_heads: int, block_N: int, blocks: int) -> li
     """The parts of all blocks, in order. Blocks without work have none; a job without keys is a part of no tiles."""
     jobs = [(b, head, -(-length // block_N)) for b, length in enumerate(lengths) for head in range(kv_heads)]
     starts = list(accumulate((max(tiles, 1) + OVERHEAD for _, _, tiles in jobs), initial=0))
-    least = OVERHEAD + max(LEAST_KEYS // block_N, 1)
-    active = max(min(blocks, starts[-1] // least), 1)
-    share, longer = divmod(starts[-1], active)
+    tiles, multiprocessors = starts[-1] - OVERHEAD * len(jobs), max(blocks // BLOCKS_OF_SM, 1)
+    is_short = tiles <= TILES_OF_FEW * multiprocessors
+    workers = even_workers(len(jobs), multiprocessors if is_short else blocks)
+    active = _active(tiles, len(jobs), workers, block_N)
     begins = []
     for block in range(active):
-        place = block * share + min(block, longer)
+        place = block * starts[-1] // active
         job = bisect_right(starts, place) - 1
-        begins.append((job, max(place - starts[job] - OVERHEAD, 0)))
+        tile = place - starts[job]
+        begins.append((job, tile) if tile < max(jobs[job][2], 1) else (job + 1, 0))
     begins.append((len(jobs), 0))
     parts = []
     for block in range(active):
@@ -53,6 +58,19 @@ def deal(lengths: Sequence[int], kv_heads: int, block_N: int, blocks: int) -> li
             b, head, tiles = jobs[number]
             parts.append(Part(block, b, head, tile if number == job else 0, cut if number == last else tiles))
     return parts
+
+
+def even_workers(jobs: int, blocks: int) -> int:
+    """How many blocks are to work: a multiple of the jobs or, if there are more jobs, equally many of them each."""
+    even = blocks // jobs * jobs if jobs <= blocks else -(-jobs // -(-jobs // blocks))
+    return even if even >= MOST_WORK * blocks else blocks
+
+
+def _active(tiles: int, jobs: int, workers: int, block_N: int) -> int:
+    """How many of the workers get work: no more than it takes for the longest share to have as few tiles."""
+    share = max(-(-tiles // workers), LEAST_KEYS // block_N, 1)
+    active = -(-tiles // share)
+    return min(-(-active // jobs) * jobs, workers)
 
 
 def draw_plan(lengths: Sequence[int], kv_heads: int, block_N: int, blocks: int) -> Figure:

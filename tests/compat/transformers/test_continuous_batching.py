@@ -1,11 +1,11 @@
-"""`generate_batch` with ``"paged|tileattn"``: the same tokens as with transformers' ``"paged|eager"``, in float32.
+"""`generate_batch` with ``"paged|tileattn"``: the tokens of transformers' ``"paged|eager"``, and the rule for logits.
 
 Requests of different lengths are generated together, their prompts in one step and then token by token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,28 +15,40 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: pip install 'tileattn[transformers]'")
 
 import transformers
-from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import tileattn.compat.transformers as adapter
-from tests.tools.transformers_models import CPU, MODELS, VOCABULARY
-from tileattn.compat.transformers import paged
+from tests.tools.transformers_batching import BLOCK, NEW, PROMPTS, check, generate_batch
+from tests.tools.transformers_models import CPU, GPU, MODELS
+from tileattn.compat.transformers import blocks, paged
 
-NEW = 5
-PROMPTS = [1, 7, 33]  # lengths; the window of a model is 12
 PAGED = f"paged|{adapter.NAME}"
+DEVICES = [
+    pytest.param("cpu", torch.float32, id="cpu"),
+    pytest.param("cuda", torch.bfloat16, id="cuda", marks=pytest.mark.gpu),
+]
+
+
+class Calls(SimpleNamespace):
+    """The calls of tileattn's functions: their queries, and the keyword arguments."""
+
+    varlen: list[tuple[int, dict[str, Any]]]
+    decode: list[tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture(autouse=True)
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """tileattn is registered, and calls of its kernels are recorded."""
-    recorded: list[Any] = []
-    attend = paged.varlen_attention
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    """tileattn is registered, and its calls are recorded."""
+    recorded = Calls(varlen=[], decode=[])
 
-    def recording(q: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        recorded.append((q.shape[0], options))
-        return attend(q, *arguments, **options)
+    def recording(attend: Callable[..., Any], into: list[Any]) -> Callable[..., Any]:
+        def call(q: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            into.append((q.shape[0], options))
+            return attend(q, *arguments, **options)
 
-    monkeypatch.setattr(paged, "varlen_attention", recording)
+        return call
+
+    monkeypatch.setattr(paged, "varlen_attention", recording(paged.varlen_attention, recorded.varlen))
+    monkeypatch.setattr(blocks, "decode", recording(blocks.decode, recorded.decode))
     adapter.register()
     yield recorded
     for name in (adapter.NAME, PAGED):
@@ -44,32 +56,40 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     transformers.AttentionMaskInterface._global_mapping.pop(adapter.NAME)
 
 
-def generated(model: Any, name: str) -> list[list[int]]:
-    """The new tokens of each request."""
-    model.set_attn_implementation(name)
-    draw = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(1, VOCABULARY, (n,), generator=draw).tolist() for n in PROMPTS]
-    how = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    small = ContinuousBatchingConfig(block_size=16, num_blocks=24, max_batch_tokens=64)
-    outputs = model.generate_batch(
-        inputs=prompts, generation_config=how, continuous_batching_config=small, progress_bar=False
-    )
-    ordered = sorted(outputs.values(), key=lambda request: request.request_id)
-    return [list(request.generated_tokens) for request in ordered]
-
-
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
-@pytest.mark.parametrize("name", [adapter.NAME, PAGED])
-def test_the_same_tokens_as_eager(kind: str, name: str, calls: list[Any]) -> None:
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize(("kind", "name"), [("llama", adapter.NAME), ("llama", PAGED), ("mistral", PAGED)])
+def test_the_same_as_eager(kind: str, name: str, device: str, dtype: torch.dtype, calls: Calls) -> None:
     """Asked for by its plain name, transformers takes the paged one (where no flash-attn is installed)."""
-    model = MODELS[kind].build(CPU).eval()
-    expected = generated(model, "paged|eager")
-    assert calls == []
-    assert [len(tokens) for tokens in expected] == [NEW] * len(PROMPTS)
-    assert generated(model, name) == expected
-    assert len(calls) == 2 * NEW  # layers, steps
-    assert calls[0][0] >= sum(PROMPTS)
-    assert (calls[0][1]["mask"] is None) == (kind == "llama")
+    model: Any = MODELS[kind].build(CPU if device == "cpu" else GPU).to(device, dtype)
+    expected = generate_batch(model, "paged|eager")
+    assert not calls.varlen
+    assert not calls.decode
+    got = generate_batch(model, name)
+    if dtype == torch.float32:  # in 16 bits two tokens may be as likely as each other
+        assert [request.tokens for request in got] == [request.tokens for request in expected]
+    # Two layers; the first step has the prompts, and the others have a token of each request.
+    steps = 2 * (NEW - 1)
+    layers = {"llama": (2, steps), "mistral": (2 + steps, 0)}[kind]
+    assert (len(calls.varlen), len(calls.decode)) == layers
+    assert calls.varlen[0][0] >= sum(PROMPTS)
+    for queries, options in calls.decode:
+        assert queries == len(PROMPTS)
+        assert options["page_table"].shape == (len(PROMPTS), -(-(max(PROMPTS) + NEW) // BLOCK))
+    assert (calls.varlen[0][1]["mask"] is None) == (kind == "llama")
+    check(f"{kind} by {name}", with_plain_name(model), got)
+
+
+def with_plain_name(model: Any) -> Any:
+    model.set_attn_implementation("eager")
+    return model
+
+
+def test_layers_of_a_step_share_a_page_table(calls: Calls) -> None:
+    model: Any = MODELS["llama"].build(CPU)
+    generate_batch(model, PAGED)
+    tables = [options["page_table"] for _, options in calls.decode]
+    assert all(one is other for one, other in zip(tables[::2], tables[1::2], strict=True))
+    assert len({id(table) for table in tables}) == NEW - 1
 
 
 def test_errors() -> None:

@@ -135,6 +135,10 @@ def test_known_masks_are_no_tensors() -> None:
     assert [type(part) for part in made(mask_function=window(4)).parts] == [SlidingWindow]
     assert [type(part) for part in made(mask_function=window(11)).parts] == [Causal]  # it hides nothing
     seen = torch.ones(BATCH, 11, dtype=torch.bool)
+    assert [type(part) for part in made(attention_mask=seen).parts] == [Causal]  # it hides nothing either
+    shorter = [make_mask(BATCH, 1, 11, torch.tensor(n), attention_mask=seen[:, :7]) for n in (6, 7)]
+    assert [parts.padding is None for parts in shorter] == [True, False]  # slot 7 is hidden
+    seen[0, 0] = False
     assert [type(part) for part in made(attention_mask=seen).parts] == [Causal, KeyPadding]
     packed = made(mask_function=FUNCTIONS["packed"][0])
     assert [type(part) for part in packed.parts] == [Causal, Documents]

@@ -29,6 +29,7 @@ from tests.tools.transformers_models import (
     tokens,
     with_attention,
 )
+from tileattn.compat.transformers import step
 from tileattn.testing import assert_accurate
 
 SEQLEN, NEW = 29, 9
@@ -60,6 +61,21 @@ def calls() -> Iterator[Calls]:
     yield recorded_calls
     transformers.AttentionInterface._global_mapping.pop(adapter.NAME)
     transformers.AttentionMaskInterface._global_mapping.pop(adapter.NAME)
+
+
+@pytest.fixture(autouse=True)
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The lengths of the calls of `decode`."""
+    recorded_lengths: list[Tensor] = []
+    decode = step.decode
+
+    def recorded(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, **options: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            recorded_lengths.append(lengths)
+        return decode(q, k, v, lengths, **options)
+
+    monkeypatch.setattr(step, "decode", recorded)
+    return recorded_lengths
 
 
 # --- Logits and gradients ---
@@ -255,11 +271,15 @@ GENERATIONS = [
 
 @on_devices
 @pytest.mark.parametrize(("name", "cache"), GENERATIONS)
-def test_generation(name: str, cache: str, device: Device, calls: Calls) -> None:
+def test_generation(name: str, cache: str, device: Device, calls: Calls, steps: list[Tensor]) -> None:
     decoding = Decoding(name, device)
     new, logits = decoding.generate("tileattn", cache_implementation=cache)
     assert len(calls) >= NEW * 2  # two layers, or T5's self- and cross-attention
     decoding.check(f"{cache} cache", new, logits)
+    # Each step but the first token's, in each layer whose cache has unused slots; T5 has a bias.
+    layers = {"llama": 2, "qwen3": 2, "gemma2": 1, "gemma3": 1, "gpt-oss": 1}.get(name, 0) if cache == "static" else 0
+    filled = [[SEQLEN + i] * 2 for i in range(1, NEW) for _ in range(layers)]
+    assert [lengths.tolist() for lengths in steps] == filled
     if decoding.dtype == torch.float32:  # in 16 bits two tokens may be as likely as each other
         assert torch.equal(new, decoding.generate("eager")[0])
 
@@ -292,7 +312,7 @@ CHUNKED = ("llama", "mistral", "gpt-oss")
 @pytest.mark.parametrize("pad", ["none", "left"])
 @pytest.mark.parametrize("name", CHUNKED)
 @torch.no_grad()
-def test_prefill_in_chunks(name: str, pad: str, cache: str, device: Device) -> None:
+def test_prefill_in_chunks(name: str, pad: str, cache: str, device: Device, steps: list[Tensor]) -> None:
     """Queries that stand in the middle of a cache, behind keys of earlier chunks and before unused slots.
 
     Without a padding mask nothing but their places hides those.
@@ -300,6 +320,7 @@ def test_prefill_in_chunks(name: str, pad: str, cache: str, device: Device) -> N
     problem = Problem(MODELS[name], device, pad)
     places = (problem.counts.long().cumsum(1) - 1).clamp(min=0)
     got = prefill(problem, places, cache)
+    assert bool(steps) == (cache == "static")
     at_once = {**problem.inputs, "position_ids": places, "use_cache": False}
     with InFloat64():
         exact = with_attention(problem.model, "eager").double()(**at_once).logits

@@ -83,8 +83,14 @@ KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
     ),
     "decode_plan": (
         "decode.plan_kernel",
-        f"{COMPILER} tile.mask tile.expressions packed.dependent_launch decode.jobs decode.ranges decode.records",
+        f"{COMPILER} tile.mask tile.expressions packed.dependent_launch decode.jobs decode.ranges decode.records "
+        "decode.shares",
         lambda: decode_library.plan_key("sm_90a", False, ""),
+    ),
+    "packed_keys": (
+        "decode.packed_keys",
+        f"{COMPILER} packed.dependent_launch decode.records",
+        lambda: decode_library.packed_keys_key("sm_90a"),
     ),
     **{
         name: ("backward.kernels", f"{TILE} {BACKWARD_TILE}", functools.partial(key, *arguments))
@@ -289,10 +295,14 @@ EDITS = [
     ("packed/plan_kernel.py", {"sequence_plan"}),
     ("forward/transpose_fp8.py", {"transpose_fp8"}),
     ("packed/work_list.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
-    ("build/nvcc.py", {"append", "forward", "backward", "sequence_plan", "transpose_fp8", "decode", "decode_plan"}),
+    (
+        "build/nvcc.py",
+        {"append", "forward", "backward", "sequence_plan", "transpose_fp8", "decode", "decode_plan", "packed_keys"},
+    ),
     ("append/place.py", {"append"}),
     ("decode/jobs.py", {"decode", "decode_plan"}),
     ("decode/combine.py", {"decode"}),
+    ("decode/packed_keys.py", {"packed_keys"}),
     ("decode/launch.py", set()),
     ("tile/amd.py", {"forward", "backward"}),
     ("forward/library.py", set()),
@@ -339,6 +349,7 @@ from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.call.decoding import DecodeCall
 from tileattn.kernels.tilelang.build import compile
 from tileattn.kernels.tilelang.decode import config as decode_config, kernel as decode_kernels
+from tileattn.kernels.tilelang.decode import packed_keys
 from tileattn.kernels.tilelang.decode import plan_kernel as decode_plan
 from tileattn.kernels.tilelang.forward import defaults, kernel, transpose_fp8
 from tileattn.call.appending import AppendCall
@@ -388,11 +399,13 @@ for each in FORWARD:
 made("transpose_fp8", lambda: transpose_fp8.transpose_kernel(FORWARD[0]))
 small = made("sequence_plan", lambda: sequence_plan.plan_kernel("sm_90a"))
 made("sequence_plan", lambda: compile.device_source(small, "sm_90a"))
+made("packed_keys", lambda: packed_keys.packed_keys_kernel("sm_90a"))
 new = AppendCall(torch.bfloat16, 64, 64, 64, table_dtype=torch.float32, paged=True, packed=True, arch="sm_90a")
 made("append", lambda: append_kernel(new))
 for variant in VARIANTS:
     text = call(variant, 64, "sm_80").variant
-    for arch, flags in (("sm_80", dict(page_rows=16, sink=True)), ("sm_90a", dict(packed=True))):
+    packed = dict(packed=True, packed_keys=variant == "plain")
+    for arch, flags in (("sm_80", dict(page_rows=16, sink=True)), ("sm_90a", packed)):
         each = DecodeCall(torch.bfloat16, 64, 64, text, arch=arch, **flags)
         made("decode", lambda: decode_kernels.decode_kernel(each, decode_config.default(each, 16)))
     made("decode_plan", lambda: decode_plan.plan_kernel("sm_90a", variant == "plain", program(text)))

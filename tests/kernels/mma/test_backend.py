@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tools import mma_emulator, special_values
-from tests.tools.mma_cases import SHAPES, Shape, check, default_kernels, kernels, keys_of_a_warp
+from tests.tools import special_values
+from tests.tools.mma import emulator as mma_emulator
+from tests.tools.mma.cases import SHAPES, Shape, check, default_kernels, kernels, keys_of_a_warp
 from tileattn.call.facts import AttentionCall
 from tileattn.call.inputs import Inputs
 from tileattn.kernels.mma import backend, compile, rungs

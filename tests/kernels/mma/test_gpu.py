@@ -7,7 +7,7 @@ import torch
 
 import tileattn
 import tileattn.testing
-from tests.tools.mma_cases import SHAPES, check, default_kernels, kernels
+from tests.tools.mma.cases import SHAPES, check, default_kernels, kernels
 from tileattn.call.facts import device_arch
 from tileattn.kernels.mma.batch import compile_all
 from tileattn.kernels.mma.rungs import RUNGS, Kernel

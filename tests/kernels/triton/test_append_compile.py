@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.tools import triton_append_compiler
-from tests.tools.triton_compiler import TARGETS
+from tests.tools.triton_kernels import append_compiler as triton_append_compiler
+from tests.tools.triton_kernels.compiler import TARGETS
 
 
 def test_kernels() -> None:

@@ -10,6 +10,7 @@ from itertools import product
 MOST_BYTES = 64 * 2**30  # of K and V: rows beyond are left out, and named
 SEED = 23  # of the sample of the rows that are not run first
 CONTIGUOUS = "contiguous"
+HEAD_DIM = 128  # the only one of the suite; a name mentions others
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,14 @@ class Case:
     heads: int
     kv_heads: int
     page: int
-    head_dim: int = 128
+    head_dim: int = HEAD_DIM
 
     @property
     def name(self) -> str:
         """The name in tables, such as "page 16 (1,1024,32/8)"."""
         pages = f"page {self.page}" if self.page else CONTIGUOUS
-        return f"{pages} ({self.batch},{self.context},{self.heads}/{self.kv_heads})"
+        dim = f" D{self.head_dim}" if self.head_dim != HEAD_DIM else ""
+        return f"{pages} ({self.batch},{self.context},{self.heads}/{self.kv_heads}){dim}"
 
     @property
     def elements(self) -> int:
@@ -61,9 +63,9 @@ class Grid:
 
 
 GPU_GRID = Grid(
-    (1, 16, 64, 128), (1024, 8192, 32768, 131072), ((32, 8), (64, 8), (8, 1), (32, 32)), (16, 0, 64, 256, 1), 128
+    (1, 16, 64, 128), (1024, 8192, 32768, 131072), ((32, 8), (64, 8), (8, 1), (32, 32)), (16, 0, 64, 256, 1), HEAD_DIM
 )
-CPU_GRID = Grid((1, 4), (128, 1024), ((8, 2), (4, 4)), (16, 0, 64, 1), 64)
+CPU_GRID = Grid((1, 4), (128, 1024), ((8, 2), (4, 4)), (16, 0, 64, 1), HEAD_DIM)
 FIRST = (16, 0)  # the pages whose rows all run; of the others, a quarter
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from tileattn.bench.decode.cases import Case
 from tileattn.bench.decode.methods import CUDA_ONLY, HALF_ONLY, PEERS, Attend
 from tileattn.bench.decode.problem import Problem
+from tileattn.bench.decode.variants import PLAIN, Variant
 
 PACKAGES = ("flashinfer-python", "apache-tvm-ffi")
 WORKSPACE_BYTES = 384 * 2**20
@@ -58,6 +59,7 @@ class FlashInfer:
     """BatchDecodeWithPagedKVCacheWrapper on tensor cores; its plan is made ahead, on the host."""
 
     name: str = "flashinfer"
+    variant: Variant = PLAIN
     is_elsewhere: bool = True
 
     def refusal(self, case: Case, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -87,6 +89,7 @@ class Xqa:
     """xqa_batch_decode_with_kv_cache, which needs no plan."""
 
     name: str = "xqa"
+    variant: Variant = PLAIN
     is_elsewhere: bool = True
 
     def refusal(self, case: Case, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -22,6 +22,7 @@ import tileattn
 from tileattn.bench.baselines.base import OWN
 from tileattn.bench.decode.cases import Case
 from tileattn.bench.decode.problem import Problem
+from tileattn.bench.decode.variants import PLAIN, Variant
 from tileattn.call.decoding import FixedSplit, Splits
 
 # The folder with FlashAttention-3's extension module and the site with FlashInfer.
@@ -44,6 +45,10 @@ class Method(Protocol):
     def is_elsewhere(self) -> bool:
         """Whether it runs in the process of the baselines."""
 
+    @property
+    def variant(self) -> Variant | None:
+        """What it computes, which its output is checked by; None if it has no output to check."""
+
     def refusal(self, case: Case, device: torch.device, dtype: torch.dtype) -> str | None:
         """A short reason why it cannot run this row here; None if it can."""
 
@@ -62,19 +67,65 @@ class Own:
     planned: bool = True
     splits: Splits = None
     backend: str | None = None
+    variant: Variant = PLAIN
+    q_len: int = 1
+    causal: bool = True
+    is_elsewhere: bool = False
+
+    def refusal(self, case: Case, device: torch.device, dtype: torch.dtype) -> str | None:
+        return None
+
+    def options(self, heads: int, device: torch.device) -> dict[str, Any]:
+        """The keyword arguments of `tileattn.decode` that do not depend on a row's tensors."""
+        given = self.variant.options(heads, device)
+        return {"splits": self.splits, "backend": self.backend, "causal": self.causal, **given}
+
+    def prepare(self, problem: Problem) -> Attend:
+        # Called through the module, so that whoever replaces the function is measured.
+        problem = problem.shortened(self.variant.keys)
+        q, k, v, seqlens = problem.queries(self.q_len), problem.k, problem.v, problem.seqlens
+        options = self.options(problem.case.heads, q.device)
+        options |= {"page_table": problem.table, "scale": problem.scale}
+        plan = tileattn.decode_plan(q, k[0], v[0], seqlens, **options) if self.planned else None
+        return lambda i: tileattn.decode(q, k[i], v[i], seqlens, plan=plan, **options)[:, -1]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`tileattn.decode_plan` alone; not a speed of attention."""
+
+    name: str = f"{OWN}-plan"
+    backend: str | None = None
+    variant: None = None
     is_elsewhere: bool = False
 
     def refusal(self, case: Case, device: torch.device, dtype: torch.dtype) -> str | None:
         return None
 
     def prepare(self, problem: Problem) -> Attend:
-        # Called through the module, so that whoever replaces the function is measured.
-        options: dict[str, Any] = {
-            "page_table": problem.table, "splits": self.splits, "backend": self.backend, "scale": problem.scale
-        }  # fmt: skip
-        q, k, v, seqlens = problem.q, problem.k, problem.v, problem.seqlens
-        plan = tileattn.decode_plan(q, k[0], v[0], seqlens, **options) if self.planned else None
-        return lambda i: tileattn.decode(q, k[i], v[i], seqlens, plan=plan, **options)
+        options: dict[str, Any] = {"page_table": problem.table, "scale": problem.scale, "backend": self.backend}
+
+        def plan(i: int) -> Tensor:
+            made = tileattn.decode_plan(problem.q, problem.k[i], problem.v[i], problem.seqlens, **options)
+            return problem.seqlens if made.tensor is None else made.tensor
+
+        return plan
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The smallest kernel, to compare a plan with: what a launch takes in a graph."""
+
+    name: str = "launch"
+    variant: None = None
+    is_elsewhere: bool = False
+
+    def refusal(self, case: Case, device: torch.device, dtype: torch.dtype) -> str | None:
+        return None
+
+    def prepare(self, problem: Problem) -> Attend:
+        one = torch.zeros(1, device=problem.q.device)
+        return lambda i: one.add_(1)  # a kernel; zero_ would be a memset
 
 
 @dataclass(frozen=True)
@@ -83,6 +134,8 @@ class Sdpa:
 
     name: str
     kernel: SDPBackend | None = None
+    q_len: int = 1
+    variant: Variant = PLAIN
     is_elsewhere: bool = False
 
     def refusal(self, case: Case, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -95,13 +148,13 @@ class Sdpa:
         return None if dtype.itemsize == 2 else HALF_ONLY
 
     def prepare(self, problem: Problem) -> Attend:
-        q = problem.q.transpose(1, 2)
+        q = problem.queries(self.q_len).transpose(1, 2)
         grouped = problem.case.heads != problem.case.kv_heads
         kernel = self.kernel
 
         def attend(i: int) -> Tensor:
             k, v = problem.k[i].transpose(1, 2), problem.v[i].transpose(1, 2)
-            return scaled_dot_product_attention(q, k, v, scale=problem.scale, enable_gqa=grouped)
+            return scaled_dot_product_attention(q, k, v, scale=problem.scale, enable_gqa=grouped)[:, :, -1]
 
         def restricted(i: int) -> Tensor:
             assert kernel is not None
@@ -116,6 +169,7 @@ class FlashAttention3:
     """FlashAttention-3 by the extension module of vllm 0.25.1 (built for torch 2.11 and CUDA 13), metadata ahead."""
 
     name: str = "fa3"
+    variant: Variant = PLAIN
     is_elsewhere: bool = False
 
     def refusal(self, case: Case, device: torch.device, dtype: torch.dtype) -> str | None:

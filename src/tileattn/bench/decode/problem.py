@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ from tileattn.bench.decode.cases import Case
 # K and V of the calls of one graph, together: far beyond the 50 MB of an H200's L2 cache, or a CPU's caches.
 COLD_BYTES = {"cuda": 2**30, "cpu": 2**25}
 FILLED_AT_ONCE = 2**28  # elements
-KEPT_BYTES = 16 * 2**30  # a larger pool is freed after its row: another process measures on the same GPU
+# Of a GPU's memory, what two processes leave to contexts, workspaces and outputs when each keeps its pool. A larger
+# pool is freed after its row, because the other process measures on the same GPU.
+LEFT_BYTES = 10 * 2**30
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,23 @@ class Problem:
         """The factor of the scores."""
         return self.case.head_dim**-0.5
 
+    def queries(self, q_len: int) -> Tensor:
+        """(batch, q_len, heads, head_dim), of which `q` is the last row."""
+        if q_len == 1:
+            return self.q
+        batch, _, heads, head_dim = self.q.shape
+        return torch.cat([self.q.new_empty(batch, q_len - 1, heads, head_dim).normal_(), self.q], 1)
+
+    def shortened(self, keys: int | None) -> Problem:
+        """The same on the first keys of each sequence, and with caches for no more; None for all."""
+        if keys is None:
+            return self
+        seqlens = torch.full_like(self.seqlens, keys)
+        if self.table is not None:
+            return replace(self, seqlens=seqlens, table=self.table[:, : -(-keys // self.case.page)])
+        k, v = (tuple(x[:, :keys] for x in caches) for caches in (self.k, self.v))
+        return replace(self, k=k, v=v, seqlens=seqlens)
+
     def keys_of(self, sequence: int, cache: int = 0) -> tuple[Tensor, Tensor]:
         """K and V of one sequence, (context, kv_heads, head_dim) each."""
         k, v = self.k[cache], self.v[cache]
@@ -60,9 +79,10 @@ class Pool:
         self._generator = torch.Generator(device).manual_seed(seed)
         self._held: tuple[Tensor, Tensor] | None = None
 
-    def problem(self, case: Case) -> Problem:
-        """The tensors of a row."""
-        count = max(1, math.ceil(COLD_BYTES[self.device.type] / case.kv_bytes(self.dtype.itemsize)))
+    def problem(self, case: Case, share: float = 1.0) -> Problem:
+        """The tensors of a row, of whose K and V a call reads at least this share."""
+        read = case.kv_bytes(self.dtype.itemsize) * share
+        count = max(1, math.ceil(COLD_BYTES[self.device.type] / read))
         flat = self._hold(count * case.elements)
         tokens = (case.batch, case.context) if not case.page else (case.batch * case.context // case.page, case.page)
         shape = (*tokens, case.kv_heads, case.head_dim)
@@ -78,9 +98,17 @@ class Pool:
         return Problem(case, q, k, v, seqlens, table)
 
     def trim(self) -> None:
-        """Frees a large pool. Call it when no problem is used any more."""
-        if self._held is not None and sum(x.nbytes for x in self._held) > KEPT_BYTES:
-            self._held = None
+        """Frees a pool that leaves no room for another process's. Call it when no problem is used any more."""
+        if self.device.type != "cuda":
+            return
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        if self._held is not None and 2 * sum(x.nbytes for x in self._held) + LEFT_BYTES > total:
+            self.release()
+        torch.cuda.empty_cache()
+
+    def release(self) -> None:
+        """Frees the pool: the next problem fills a new one."""
+        self._held = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

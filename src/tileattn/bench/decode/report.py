@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -9,6 +11,7 @@ from rich.text import Text
 
 from tileattn.bench.baselines.base import OWN
 from tileattn.bench.decode.ceilings import overall
+from tileattn.bench.decode.goals import Goal, goals
 from tileattn.bench.decode.results import Results
 from tileattn.bench.decode.rows import FAILED
 from tileattn.bench.decode.summary import FLOOR, best_us, slow, standings
@@ -18,7 +21,10 @@ MOST_NAMED = 4  # rows of one reason that are named; more are counted
 
 def render(results: Results) -> RenderableType:
     """The full report of a run: measurements, missing ones with reasons, and the summary."""
-    parts: list[RenderableType] = [Text(_title(results), style="bold"), measurements(results)]
+    parts: list[RenderableType] = [
+        Text(title(results, "decode, one query per sequence"), style="bold"),
+        measurements(results),
+    ]
     parts += map(Text, notes(results))
     if named := standings(results):
         table = _table("tileattn's speed, the plan made ahead")
@@ -30,7 +36,19 @@ def render(results: Results) -> RenderableType:
             mean, lowest = f"{each.geometric_mean:.3f}×", f"{each.lowest:.2f}×"
             table.add_row(each.against, each.group, str(each.rows), mean, lowest, each.lowest_case)
         parts.append(table)
+    if results.device == "cuda":
+        parts.append(requirements(goals(results)))
     return Group(*parts)
+
+
+def requirements(found: Sequence[Goal]) -> Table:
+    """The requirements of an H200, and whether the rows meet them."""
+    table = _table("requirements (H200)")
+    for heading in ("requirement", "met", "rows", "of", "worst", "at"):
+        table.add_column(heading, no_wrap=True, justify="left" if heading in ("requirement", "met", "at") else "right")
+    for goal in found:
+        table.add_row(goal.text, goal.verdict, str(goal.met), str(goal.rows), goal.lowest, goal.at)
+    return table
 
 
 def notes(results: Results) -> list[str]:
@@ -105,8 +123,9 @@ def _table(title: str | None) -> Table:
     return Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, collapse_padding=True)
 
 
-def _title(results: Results) -> str:
+def title(results: Results, what: str) -> str:
+    """The first line of a report: where it was measured, with which versions, and what."""
     versions = results.versions
     parts = [results.gpu, f"torch {versions['torch']}"]
     parts += [f"{name} {versions[name]}" for name in (OWN, "tilelang") if name in versions]
-    return " · ".join([*parts, results.dtype, "decode, one query per sequence"])
+    return " · ".join([*parts, results.dtype, what])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tileattn.bench.decode.ceilings import Ceiling
 from tileattn.bench.decode.rows import Missing, Row
 
 FORMAT = "decode-1"
+ENTRIES: dict[str, Any] = {"rows": Row, "missing": Missing, "ceilings": Ceiling}
 # What must agree for a run to go on from a file: its rows are compared with each other.
 AGREE = ("device", "gpu", "dtype", "commit", "backends")
 
@@ -36,7 +37,8 @@ class Results:
         rows: the measurements.
         missing: what was refused or failed, with reasons.
         left_out: the rows that were not run because K and V exceed the limit.
-        done: the rows that were run.
+        begun: the rows that were begun.
+        done: the rows that were run to their end.
         ceilings: the GPU's ceilings before and after the rows, in both processes.
     """
 
@@ -52,8 +54,13 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
     ceilings: list[Ceiling] = field(default_factory=list)
+
+    def of_case(self, case: str) -> list[Row]:
+        """The measurements of a row."""
+        return [row for row in self.rows if row.case == case]
 
     def row(self, case: str, backend: str) -> Row | None:
         """The measurement of a backend in a row, if there is one."""
@@ -61,9 +68,16 @@ class Results:
 
 
 def save(results: Results, path: Path) -> None:
-    """Writes the file at once, so that whoever reads it never finds a part of it."""
+    """Writes the file at once, so that whoever reads it never finds a part of it; a measurement is a line."""
+    members = [f'"format": {json.dumps(FORMAT)}']
+    for name, value in vars(results).items():
+        if name in ENTRIES:
+            lines = ",\n".join(json.dumps(vars(entry)) for entry in value)
+            members.append(f'"{name}": [\n{lines}\n]')
+        else:
+            members.append(f'"{name}": {json.dumps(value)}')
     draft = path.with_name(f"{path.name}.{os.getpid()}.part")
-    draft.write_text(json.dumps({"format": FORMAT, **asdict(results)}, indent=1) + "\n")
+    draft.write_text("{\n" + ",\n".join(members) + "\n}\n")
     draft.replace(path)
 
 
@@ -77,7 +91,7 @@ def load(path: Path) -> Results:
         raise ValueError(f"{path} is not a result file of the suite decode (format {FORMAT})")
     try:
         results: Results = _made(Results, content)
-        for key, kind in (("rows", Row), ("missing", Missing), ("ceilings", Ceiling)):
+        for key, kind in ENTRIES.items():
             setattr(results, key, [_made(kind, entry) for entry in content[key]])
     except (TypeError, KeyError) as error:
         raise ValueError(f"{path} is not a result file of the suite decode: {error}") from error

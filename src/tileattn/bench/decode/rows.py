@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -17,9 +18,11 @@ from tileattn.bench.decode.cases import Case
 from tileattn.bench.decode.check import Expected, expect
 from tileattn.bench.decode.methods import Method
 from tileattn.bench.decode.problem import Pool, Problem
+from tileattn.bench.decode.variants import Variant
 from tileattn.measure.rounds import order
 
 REFUSED, FAILED = "refused", "failed"
+BROKE = "it broke the CUDA context: "  # how the reason begins of a failure after which the process ends
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,27 @@ class Measured:
     failures: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Measurer:
-    """Measures rows with the tensors of one pool."""
+@dataclass
+class _Running:
+    """A method whose output was checked, and its times so far."""
 
-    pool: Pool
-    rounds: int
+    method: Method
+    error: float
+    sample: Callable[[], float]
+    us: list[float] = field(default_factory=list)
+
+
+class Measurer:
+    """Measures rows with the tensors of one pool.
+
+    Attributes:
+        lost: whether a kernel broke the CUDA context, so that nothing more can be measured in this process.
+    """
+
+    def __init__(self, pool: Pool, rounds: int) -> None:
+        self.pool = pool
+        self.rounds = rounds
+        self.lost = False
 
     def __call__(self, case: Case, methods: Sequence[Method]) -> Measured:
         """Measures all methods on a row. What a method raises becomes an entry of `missing`."""
@@ -84,48 +102,103 @@ class Measurer:
         if willing:
             try:
                 self._measure(case, willing, measured)
-            except torch.OutOfMemoryError as failure:  # of the row's tensors
+            except Exception as failure:  # of the row's tensors, or the GPU is lost
+                there = {row.backend for row in measured.rows} | {entry.backend for entry in measured.missing}
                 for method in willing:
-                    _failed(measured, case, method, failure)
-        self.pool.trim()
+                    if method.name not in there:
+                        _failed(measured, case, method, failure)
+        if not self.lost:
+            self.pool.trim()
         return measured
 
     @torch.no_grad()
     def _measure(self, case: Case, methods: Sequence[Method], measured: Measured) -> None:
-        problem = self.pool.problem(case)
-        expected = expect(problem)
-        ready: list[tuple[Method, float, Callable[[], float], list[float]]] = []
+        problem = self._problem(case, min(_keys_read(case, method) for method in methods) / case.context)
+        expected: dict[Variant, Expected] = {}
+        for variant in dict.fromkeys(method.variant for method in methods):
+            if variant is not None:
+                expected[variant] = expect(problem, variant)
+        running: list[_Running] = []
         for method in methods:
-            try:
-                error, sample = self._prepare(method, problem, expected)
-            except Exception as failure:
-                _failed(measured, case, method, failure)
-            else:
-                ready.append((method, error, sample, []))
+            with self._keeping(measured, case, method):
+                running.append(self._prepare(method, problem, expected))
         for number in range(self.rounds):
-            for _, _, sample, samples in [ready[i] for i in order(len(ready), number)]:
-                samples.append(sample())
-        kv_bytes = case.kv_bytes(self.pool.dtype.itemsize)
-        for method, error, _, samples in ready:
-            us = median(samples)
-            sizes = (case.batch, case.context, case.heads, case.kv_heads, case.head_dim, case.page, kv_bytes)
-            measured.rows.append(Row(case.name, method.name, *sizes, us, kv_bytes / us / 1e3, error))
+            for each in [running[i] for i in order(len(running), number)]:
+                with self._keeping(measured, case, each.method):
+                    each.us.append(each.sample())
+        for each in running:
+            if len(each.us) == self.rounds:
+                measured.rows.append(self._row(case, each))
 
-    def _prepare(self, method: Method, problem: Problem, expected: Expected) -> tuple[float, Callable[[], float]]:
-        """The error of a method's output, and what times it."""
-        attend = method.prepare(problem)
+    def _problem(self, case: Case, share: float) -> Problem:
+        try:
+            return self.pool.problem(case, share)
+        except torch.OutOfMemoryError:
+            self.pool.release()  # and what the allocator holds
+            return self.pool.problem(case, share)
+
+    def _prepare(self, method: Method, problem: Problem, expected: Mapping[Variant, Expected]) -> _Running:
+        """Checks a method's output, and makes what times it."""
+        attend, error = method.prepare(problem), 0.0
         o = attend(0)
-        error = expected.error(o)
-        # The tolerance rule is ours to keep; a baseline's error is shown as it is, if it is a number.
-        if is_own(method.name) or not math.isfinite(error):
-            expected.check(o)
+        if method.variant is not None:
+            error = expected[method.variant].error(o)
+            # The tolerance rule is ours to keep; a baseline's error is shown as it is, if it is a number.
+            if is_own(method.name) or not math.isfinite(error):
+                expected[method.variant].check(o)
         calls = [partial(attend, i) for i in range(len(problem.k))]
-        return error, timing.sampler(calls, problem.case.kv_bytes(self.pool.dtype.itemsize), self.pool.device)
+        sample = timing.sampler(calls, self._bytes_read(problem.case, method), self.pool.device)
+        return _Running(method, error, sample)
+
+    def _bytes_read(self, case: Case, method: Method) -> int:
+        return case.kv_bytes(self.pool.dtype.itemsize) // case.context * _keys_read(case, method)
+
+    def _row(self, case: Case, measured: _Running) -> Row:
+        us = median(measured.us)
+        kv_bytes = self._bytes_read(case, measured.method)
+        sizes = (case.batch, case.context, case.heads, case.kv_heads, case.head_dim, case.page, kv_bytes)
+        return Row(case.name, measured.method.name, *sizes, us, kv_bytes / us / 1e3, measured.error)
+
+    @contextmanager
+    def _keeping(self, measured: Measured, case: Case, method: Method) -> Iterator[None]:
+        """Makes what a method raises inside a missing measurement; raises `GpuLost` if the GPU is lost with it."""
+        try:
+            yield
+        except Exception as failure:
+            self.lost = is_lost(self.pool.device)
+            _failed(measured, case, method, failure, BROKE if self.lost else "")
+            if self.lost:
+                raise GpuLost(f"not measured: {method.name} broke the CUDA context in this row") from failure
 
 
-def _failed(measured: Measured, case: Case, method: Method, failure: Exception) -> None:
+class GpuLost(Exception):
+    """A kernel broke the CUDA context of the process."""
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether the GPU no longer runs anything for this process, as after an illegal access."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _keys_read(case: Case, method: Method) -> int:
+    """The keys of a sequence that a method reads."""
+    variant = method.variant
+    if variant is None:
+        return case.context
+    return min(variant.keys or case.context, variant.window or case.context)
+
+
+def _failed(measured: Measured, case: Case, method: Method, failure: Exception, what: str = "") -> None:
+    if any(each.backend == method.name for each in measured.missing):  # once is enough for a row
+        return
     first_line = (str(failure).strip().splitlines() or [""])[0]
-    reason = f"{type(failure).__name__}: {first_line[:200]}"
+    reason = f"{what}{type(failure).__name__}: {first_line[:200]}"
     measured.missing.append(Missing(case.name, method.name, FAILED, reason))
     measured.failures.append("".join(traceback.format_exception(failure)))
 

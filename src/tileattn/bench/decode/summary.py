@@ -13,6 +13,10 @@ from tileattn.bench.decode.rows import Row
 LARGE = 512 * 10**6  # bytes of K and V, from where all that is left is to reach the bandwidth
 FLOOR = 0.92  # of the best baseline's speed: rows below are named
 
+# The baselines that read pages: the rows' requirements are about the best of them.
+PAGED = ("fa3", "flashinfer", "xqa")
+BEST, BEST_PAGED = "best", "best of fa3, flashinfer, xqa"
+
 GROUPS: Mapping[str, Callable[[Row], bool]] = {
     "under 512 MB": lambda row: row.kv_bytes < LARGE,
     "from 512 MB": lambda row: row.kv_bytes >= LARGE,
@@ -34,32 +38,38 @@ class Standing:
     lowest_case: str
 
 
-def best_us(results: Results, case: str) -> float | None:
-    """The time of the fastest baseline that ran in a row."""
-    return min((row.us for row in results.rows if row.case == case and not is_own(row.backend)), default=None)
+def best_us(results: Results, case: str, among: Sequence[str] | None = None) -> float | None:
+    """The time of the fastest baseline that ran in a row, of all or of those named."""
+    return min(
+        (
+            row.us
+            for row in results.of_case(case)
+            if not is_own(row.backend) and (among is None or row.backend in among)
+        ),
+        default=None,
+    )
 
 
-def speeds(results: Results, against: str | None = None) -> list[tuple[Row, float]]:
-    """tileattn's rows with its speed over that of a baseline, by default the best; where both ran."""
+def speeds(results: Results, among: Sequence[str] | None = None) -> list[tuple[Row, float]]:
+    """tileattn's rows with its speed over the best baseline's, of all or of those named; where both ran."""
     found = []
     for row in results.rows:
-        if row.backend != OWN:
-            continue
-        other = None if against is None else results.row(row.case, against)
-        us = best_us(results, row.case) if against is None else (other.us if other else None)
-        if us is not None:
+        if row.backend == OWN and (us := best_us(results, row.case, among)) is not None:
             found.append((row, us / row.us))
     return found
 
 
 def standings(results: Results) -> list[Standing]:
     """The standings against the best by group, then over all rows against each baseline."""
-    found = [each for name, of in GROUPS.items() if (each := _standing("best", name, speeds(results), of)) is not None]
+    kinds: list[tuple[str, Sequence[str] | None]] = [(BEST, None), (BEST_PAGED, PAGED)]
+    found = []
+    for against, among in kinds:
+        all_speeds = speeds(results, among)
+        found += [_standing(against, name, all_speeds, of) for name, of in GROUPS.items()]
     for backend in results.backends:
         if not is_own(backend):
-            each = _standing(backend, "all", speeds(results, backend), GROUPS["all"])
-            found += [each] if each is not None else []
-    return found
+            found.append(_standing(backend, "all", speeds(results, [backend]), GROUPS["all"]))
+    return [each for each in found if each is not None]
 
 
 def slow(results: Results) -> list[tuple[str, float]]:

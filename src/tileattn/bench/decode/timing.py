@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 Call = Callable[[], object]
-# A graph has so many calls, or as many as read so many bytes: some milliseconds, beside which events cost nothing.
-FEWEST_CALLS, FEWEST_BYTES = 64, 2**33
+# A graph has so many calls, or as many as read so many bytes: a millisecond at least, beside which events cost nothing.
+FEWEST_CALLS, FEWEST_BYTES = 64, 2**32
 WARM_CALLS = 3
 
 
@@ -26,9 +26,14 @@ def sampler(calls: Sequence[Call], call_bytes: int, device: torch.device) -> Cal
     return _captured(calls, call_bytes) if device.type == "cuda" else _on_cpu(calls)
 
 
+def captured(calls: Sequence[Call], call_bytes: int) -> list[Call]:
+    """The calls of one graph: all of them, as often as needed for a time that events can measure."""
+    fewest = min(FEWEST_CALLS, -(-FEWEST_BYTES // call_bytes))
+    return list(calls) * -(-fewest // len(calls))
+
+
 def _captured(calls: Sequence[Call], call_bytes: int) -> Callable[[], float]:
-    fewest = min(FEWEST_CALLS, max(4, FEWEST_BYTES // call_bytes))
-    todo = list(calls) * -(-fewest // len(calls))
+    todo = captured(calls, call_bytes)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -14,6 +14,7 @@ from . import keywords
 from .mask import MaskParts
 from .packed import Length, attend_packed
 from .seen import seen, seen_when_packed
+from .step import attend_step, is_step
 
 
 def attend(
@@ -87,6 +88,10 @@ def attend(
         options |= {"mask": own.mask, "causal": own.causal, "score_mod": caps or None}
         return attend_packed(q, k, v, cu_seqlens, (max_length_q, max_length_k), **options), None
     what = seen(*visible)
+    if position_bias is None and is_step(attention_mask, q, k, v, s_aux, dropout):
+        assert isinstance(attention_mask, MaskParts)
+        of_step = {name: options[name] for name in ("scale", "sink", "backend")}
+        return attend_step(q, k, v, attention_mask, score_mod=caps or None, **of_step), None
     if what.keys < k.shape[1]:
         k, v = k[:, : what.keys], v[:, : what.keys]
     biases = [Bias(bias[..., : what.keys]) for bias in (position_bias, what.bias) if bias is not None]

@@ -7,7 +7,7 @@ a model and passes the result, a :class:`MaskParts`, to each layer's attention.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from operator import and_
 from typing import Any
@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...call.inputs import Operands
+from ...runtime.few_queries import MOST_QUERIES
+from ...runtime.operators import is_traced
 from ...variant.key import encode
 from ...variant.masks import Causal, Documents, KeyPadding, Mask, SlidingWindow
 from ...variant.program import restore
@@ -39,6 +41,8 @@ class MaskParts:
         sequences: allows keys of the query's packed sequence; None: all.
         padding: allows keys that are not padding; None: all.
         dense: a mask in memory, for masks that the other parts cannot express; None: all.
+        filled: int32 (batch,), of a causal step on a static cache: how many slots are filled; the queries stand at the
+            last of them. None for other calls. It says the same as the window, which is shifted.
     """
 
     shape: tuple[int, int, int, int]
@@ -48,6 +52,7 @@ class MaskParts:
     sequences: Mask | None = None
     padding: Mask | None = None
     dense: Mask | None = None
+    filled: Tensor | None = None
 
     ndim = 4
     dtype = torch.bool
@@ -74,7 +79,8 @@ class MaskParts:
         window, sequences, padding, dense = (
             _moved(part, device) for part in (self.window, self.sequences, self.padding, self.dense)
         )
-        return replace(self, device=device, window=window, sequences=sequences, padding=padding, dense=dense)
+        filled = None if self.filled is None else self.filled.to(device)
+        return MaskParts(self.shape, device, self.keys, window, sequences, padding, dense, filled)
 
     def contiguous(self) -> MaskParts:
         """Returns self; newer versions of transformers call this method of every mask."""
@@ -119,7 +125,7 @@ def make_mask(
 ) -> MaskParts:
     """The function that transformers calls to make a mask; the arguments are those of its ``sdpa_mask``.
 
-    There is no host-device synchronisation: a padding mask is kept even if it hides nothing.
+    There is no host-device synchronisation: on a GPU a padding mask is kept even if it hides nothing.
 
     Raises:
         ValueError: attention_mask does not have shape (batch, keys).
@@ -149,8 +155,16 @@ def make_mask(
         return MaskParts(shape, device, kv_length, dense=dense)
     keys, window = _window(pattern, q_length, kv_length, shift, device)
     sequences = None if pattern.sequences is None else Documents(pattern.sequences[:, kv_offset:stop])
+    if attention_mask is not None and attention_mask.device.type == "cpu" and not is_traced(attention_mask):
+        # The keys that the last query may see: of a static cache, those before the unused slots.
+        seen = min(keys, kv_length + int(shift)) if pattern.right == 0 else keys
+        if attention_mask.shape[1] >= kv_offset + seen and attention_mask.all():
+            attention_mask = None
     padding = None if attention_mask is None else _padding(attention_mask, kv_offset, keys)
-    return MaskParts(shape, device, keys, window, sequences, padding)
+    filled = None
+    if isinstance(window, ShiftedWindow) and pattern.right == 0 and sequences is None and q_length <= MOST_QUERIES:
+        filled = _filled(batch_size, kv_length, shift, device)
+    return MaskParts(shape, device, keys, window, sequences, padding, filled=filled)
 
 
 def _window(
@@ -175,6 +189,13 @@ def _window(
     if left is None and right == 0:
         return keys, Causal()
     return keys, None if left is None and right is None else SlidingWindow(left, right)
+
+
+def _filled(batch_size: int, kv_length: int, shift: int | Tensor, device: torch.device) -> Tensor | None:
+    """How many slots of a static cache are filled; None if queries stand behind the last slot, as with other caches."""
+    if isinstance(shift, Tensor):
+        return (shift + kv_length).to(torch.int32).expand(batch_size).contiguous()
+    return torch.full((batch_size,), kv_length + shift, dtype=torch.int32, device=device) if shift < 0 else None
 
 
 def _padding(attention_mask: Tensor, kv_offset: int, keys: int) -> Mask:

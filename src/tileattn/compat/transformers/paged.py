@@ -2,7 +2,8 @@
 
 transformers keeps the keys of all requests in one flat cache and packs the tokens of a step: prompts, or parts of
 them, beside single tokens of requests that generate. Its `cache.update` writes the new keys and returns those that each
-request may see, packed; :func:`tileattn.varlen_attention` then takes each request by its own length.
+request may see, packed; :func:`tileattn.varlen_attention` then takes each request by its own length. Where all requests
+have few new tokens, nothing is gathered: :func:`tileattn.decode` reads the cache (blocks.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ...call.scalars import as_float
 from ...variant.masks import SlidingWindow
 from ...variant.scores import SoftCap
 from . import keywords
+from .blocks import are_steps, attend_blocks
 
 # Arguments of a step that other implementations use.
 _UNUSED = frozenset({"block_table", "is_causal", "logits_indices", "logits_processor_args"})
@@ -89,24 +91,20 @@ def attend_paged(
     layers = "sliding_attention" if window else "full_attention"
     ends_k = cu_seq_lens_k[layers] if isinstance(cu_seq_lens_k, dict) else cu_seq_lens_k
     longest_k = max_seqlen_k[layers] if isinstance(max_seqlen_k, dict) else max_seqlen_k
-    k, v = cache.update(
-        key_states=key, value_states=value, layer_idx=module.layer_idx, read_index=read_index, write_index=write_index
-    )
-    o = varlen_attention(
-        query.transpose(1, 2).squeeze(0),
-        k,
-        v,
-        cu_seq_lens_q.to(torch.int32),
-        ends_k.to(torch.int32),
-        max_seqlen_q,
-        longest_k,
-        causal=True,
-        mask=SlidingWindow(window - 1, 0) if window else None,
-        score_mod=None if softcap is None else SoftCap(softcap),
-        scale=None if scaling is None else as_float("scaling", scaling),
-        sink=None if s_aux is None else s_aux.reshape(-1),
-        dropout_p=dropout,
-        backend=backend,
-    )
+    options: dict[str, Any] = {
+        "score_mod": None if softcap is None else SoftCap(softcap),
+        "scale": None if scaling is None else as_float("scaling", scaling),
+        "sink": None if s_aux is None else s_aux.reshape(-1),
+        "backend": backend,
+    }
+    q = query.transpose(1, 2).squeeze(0)
+    cu_seqlens_q, cu_seqlens_k = cu_seq_lens_q.to(torch.int32), ends_k.to(torch.int32)
+    indices: dict[str, Any] = {"layer_idx": module.layer_idx, "read_index": read_index, "write_index": write_index}
+    if not window and not dropout and are_steps(cache, q, key, max_seqlen_q, **indices):
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, longest_k)
+        return attend_blocks(cache, q, key, value, lengths, indices, **options)[None], None
+    k, v = cache.update(key_states=key, value_states=value, **indices)
+    options |= {"causal": True, "mask": SlidingWindow(window - 1, 0) if window else None, "dropout_p": dropout}
+    o = varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, longest_k, **options)
     assert isinstance(o, Tensor)
     return o[None], None

@@ -1,7 +1,7 @@
 // The PTX instructions of sm_80 and later that the ladder uses, one function each. No other file contains assembly.
 //
 // 16-bit values are in pairs, as 32-bit words; BF16 tells bfloat16 from float16. Addresses in shared memory are 32-bit
-// numbers. tests/tools/mma_emulator.h has the same functions for a CPU.
+// numbers. tests/tools/mma/emulator.h has the same functions for a CPU.
 #ifndef TILEATTN_PTX
 #define TILEATTN_PTX
 

@@ -38,6 +38,7 @@ class Case:
     sink: bool = False
     rest: int = 0
     dim: int = 16
+    packed_keys: bool = False
 
     @property
     def each(self) -> list[int]:
@@ -73,7 +74,9 @@ class Tensors:
         self.lengths = torch.tensor(case.lengths, dtype=torch.int32)
         self.table: Tensor | None = None
         self.capacity = max(case.lengths) + 5
-        if case.page:
+        if case.packed_keys:
+            self._packed(case)
+        elif case.page:
             self._paged(case, generator)
         else:
             self.k, self.v = (
@@ -81,6 +84,12 @@ class Tensors:
             )
             for b, length in enumerate(case.lengths):
                 self.k[b, :length], self.v[b, :length] = self.keys[b], self.values[b]
+
+    def _packed(self, case: Case) -> None:
+        """Behind the last sequence lie rows of none. Of packed keys, the lengths are cumulative."""
+        unused = torch.full((7, case.kv_heads, case.dim), math.nan).half()
+        self.k, self.v = (torch.cat([*rows, unused])[None] for rows in (self.keys, self.values))
+        self.lengths = torch.tensor([0, *itertools.accumulate(case.lengths)], dtype=torch.int32)
 
     def _paged(self, case: Case, generator: torch.Generator) -> None:
         page, width = case.page, -(-self.capacity // case.page)
@@ -108,7 +117,7 @@ class Tensors:
         fixed = case.splits.keys if isinstance(case.splits, FixedSplit) else 0
         call = DecodeCall(
             torch.float16, case.dim, case.dim, variant, case.sink, arch="sm_80", packed=self.bounds is not None,
-            page_rows=math.gcd(case.page, 64) if case.page else 0, fixed=fixed,
+            page_rows=math.gcd(case.page, 64) if case.page else 0, fixed=fixed, packed_keys=case.packed_keys,
         )  # fmt: skip
         total = self.q.shape[0] * self.q.shape[1]
         sizes = DecodeSizes(

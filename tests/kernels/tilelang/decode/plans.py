@@ -51,7 +51,8 @@ def parts_of(
                 cut = number == there[records.JOB] and there[records.TILE] > 0
                 hi = min(end, there[records.TILE]) if cut else end
                 inside = step == 0 and tile > 0
-                found += _of_job(worker, b, q_tile, kv_head, number, (lo, hi), (first, end), inside, cut, rows, deal)
+                ends = (lo, hi), (first, end)
+                found += _of_job(worker, b, q_tile, kv_head, number, *ends, inside, cut, rows, deal, kv_heads)
             kv_head += 1
             if kv_head == kv_heads:
                 kv_head, q_tile = 0, q_tile + 1
@@ -60,7 +61,7 @@ def parts_of(
     return found
 
 
-def _of_job(worker, b, q_tile, kv_head, job, here, whole, inside, cut, rows, deal):  # type: ignore[no-untyped-def]
+def _of_job(worker, b, q_tile, kv_head, job, here, whole, inside, cut, rows, deal, kv_heads):  # type: ignore[no-untyped-def]
     (lo, hi), (first, end) = here, whole
     if deal.rule == records.FREE:
         record = rows[worker] if inside else rows[worker + 1] if cut else None
@@ -74,9 +75,12 @@ def _of_job(worker, b, q_tile, kv_head, job, here, whole, inside, cut, rows, dea
     else:
         unit, origin = max(-(-(end - first) // -deal.rule), 1), first
     parts = max(-(-(end - origin) // unit), 1)
+    area = job
+    if records.jobs(deal, kv_heads) == 2 * deal.workers:
+        area = 2 * (rows[worker][records.FIRST] if inside else worker) + (inside or cut)
     found = []
     for number in range((lo - origin) // unit, max(-(-(hi - origin) // unit), 1 if not inside else 0)):
         begin, stop = max(origin + number * unit, first), min(origin + (number + 1) * unit, end)
-        slot = job * deal.most_parts + number if parts > 1 else None
-        found.append(Part(worker, b, q_tile, kv_head, begin, stop, number, parts, slot, job if parts > 1 else None))
+        slot = area * deal.most_parts + number if parts > 1 else None
+        found.append(Part(worker, b, q_tile, kv_head, begin, stop, number, parts, slot, area if parts > 1 else None))
     return found

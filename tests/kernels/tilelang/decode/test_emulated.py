@@ -14,11 +14,12 @@ from tests.kernels.tilelang.decode.cases import SCALE, Case, Tensors
 from tests.tools.emulator import COMPILER, Kernel
 from tileattn import ALiBi, SlidingWindow, SoftCap
 from tileattn.call import cache_fields as fields
-from tileattn.call import cache_status
+from tileattn.call import cache_status, packed_status
 from tileattn.call.decoding import DecodeInputs, FixedSplit
 from tileattn.kernels.tilelang.decode import combine, launch, records, walk
 from tileattn.kernels.tilelang.decode.config import GenericConfig
 from tileattn.kernels.tilelang.decode.kernel import decode_kernel
+from tileattn.kernels.tilelang.decode.packed_keys import packed_keys_kernel
 from tileattn.kernels.tilelang.decode.plan_kernel import plan_kernel
 from tileattn.testing import poisoned_memory
 from tileattn.variant.program import program
@@ -33,12 +34,17 @@ CASES = {
     "window-alibi": Case(
         [5, 40, 0, 90], 7, 5, 1, page=0, workers=6, mask=SlidingWindow(20, 0), mods=(ALiBi(torch.rand(5)),), sink=True
     ),
+    "more-jobs-than-workers": Case([300, 5, 0, 290], 1, 4, 2, page=3, splits=FixedSplit(128), workers=2),
     "packed": Case([30, 50, 0, 90], [30, 1, 0, 9], 3, 2, page=1, workers=9, sink=True, rest=5),
+    "packed-keys": Case(
+        [30, 50, 0, 90, 1], [3, 1, 2, 0, 1], 3, 2, page=0, workers=7, sink=True, rest=3, packed_keys=True
+    ),
 }
-# In groups of 3 parts, merged by several blocks where there are more than 4 parts.
+# In groups of 4 parts, merged by several blocks where there are more than 5 parts.
 GROUPED = {
     "groups": Case([0, 300, 20], 1, 4, 1, page=3, workers=24),
     "groups-fixed": Case([0, 1500], 2, 4, 1, page=16, splits=FixedSplit(128), mask=SlidingWindow(1000, 0), sink=True),
+    "groups-more-jobs-than-workers": Case([200, 7, 150], 1, 4, 2, page=0, splits=11, workers=2),
     "groups-splits": Case([200, 7], 1, 4, 2, page=0, splits=11),
 }
 CASES |= GROUPED
@@ -59,10 +65,12 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         launch, "plan_function", lambda arch, packed, key: Kernel(plan_kernel(arch, packed, program(key)), folder())
     )
+    monkeypatch.setattr(launch, "packed_keys_function", lambda arch: Kernel(packed_keys_kernel(arch), folder()))
     monkeypatch.setattr(launch, "default", lambda call, rows: TILE)
     monkeypatch.setattr(GenericConfig, "blocks_per_sm", lambda self, call: 1)
-    monkeypatch.setattr(cache_status.STATUS, "devices", {})
-    monkeypatch.setattr(cache_status, "report", lambda device: None)
+    for status in (cache_status, packed_status):
+        monkeypatch.setattr(status.STATUS, "devices", {})
+        monkeypatch.setattr(status, "report", lambda device: None)
 
 
 def prepared(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> tuple[launch.Decoding, DecodeInputs]:
@@ -78,7 +86,7 @@ def test_decode(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if case in GROUPED.values():
         monkeypatch.setattr(launch, "LEAST_KEYS", 1)
         for module in (records, walk, combine):
-            for name, value in (("GROUP", 3), ("FLAT", 4)):
+            for name, value in (("GROUP", 4), ("FLAT", 5)):
                 monkeypatch.setattr(module, name, value, raising=False)
     tensors = Tensors(case)
     decoding, inputs = prepared(tensors, monkeypatch)
@@ -90,7 +98,8 @@ def test_decode(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     with poisoned_memory():
         again = decoding(inputs, plan)
     assert torch.equal(again[0], o)
-    assert not cache_status.status_of(o.device).any()
+    for status in (cache_status, packed_status):
+        assert not status.status_of(o.device).any()
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ CASES = {
     "one": Case(RAGGED, 1, 4, 2, page=16, dim=128, splits=1),
     "fixed": Case(RAGGED, 1, 4, 2, page=16, dim=128, splits=FixedSplit(128), sink=True),
     "packed": Case(RAGGED, [1, 70, 0, 9, 1], 3, 2, page=16, dim=128, rest=5, sink=True),
+    "packed-keys": Case(RAGGED, [1, 16, 0, 9, 1], 4, 2, page=0, dim=128, rest=5, sink=True, packed_keys=True),
     "many": Case([(37 * i) % 901 for i in range(300)], 1, 2, 1, page=16, dim=64),
 }
 
@@ -59,6 +60,20 @@ def test_decode(case: Case, schedule: str, monkeypatch: pytest.MonkeyPatch) -> N
             again, _ = decoding(inputs, given)
         assert torch.equal(again, o)
     cache_status.check_caches()
+
+
+@pytest.mark.parametrize("schedule", ["default", "generic"])
+def test_an_infinite_score_outweighs_the_other_part(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without parts. The exponents of its part have the base 0, those of the other one 433."""
+    if schedule == "generic":
+        monkeypatch.setattr(launch, "default", generic_default)
+    decoding, inputs = decoded(Tensors(Case([200], 1, 2, 1, page=0, dim=64, splits=2), "cuda"))
+    inputs.q.fill_(1)
+    inputs.k_cache[:, :200] = 300 / (SCALE * 64)
+    inputs.k_cache[:, 3] = torch.tensor([math.inf] + [0.0] * 63, dtype=inputs.q.dtype)
+    o, lse = decoding(inputs, None)
+    assert torch.isposinf(lse).all()
+    assert o.isnan().all()
 
 
 @pytest.mark.parametrize("schedule", ["default", "generic"])

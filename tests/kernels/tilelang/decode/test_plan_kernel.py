@@ -18,8 +18,9 @@ from tests.tools.emulator import COMPILER, Kernel
 from tileattn.call import cache_fields as fields
 from tileattn.kernels.tilelang.build.compile import device_source
 from tileattn.kernels.tilelang.decode import records
-from tileattn.kernels.tilelang.decode.plan_kernel import OVERHEAD, plan_kernel
+from tileattn.kernels.tilelang.decode.plan_kernel import plan_kernel
 from tileattn.kernels.tilelang.decode.records import FREE, Deal
+from tileattn.kernels.tilelang.decode.shares import OVERHEAD
 from tileattn.variant.program import program
 
 KERNELS: dict[bool, Kernel] = {}
@@ -51,7 +52,8 @@ def planned(
         q_len, total = longest or max(q_lens), total_q or ends[-1]
     KERNELS[packed](
         *tensors, plan, status, q_len, total, group, kv_heads, capacity, deal.block_M, deal.block_N, deal.workers,
-        deal.rule, deal.items, records.counter_rows(deal, kv_heads), deal.least, *window,
+        deal.rule, deal.items, records.counter_rows(deal, kv_heads), deal.least, deal.jobs,
+        deal.few, deal.few_tiles, deal.coarse, *window,
     )  # fmt: skip
     return plan, status.tolist()
 
@@ -84,14 +86,15 @@ def problems(draw: st.DrawFn):  # type: ignore[no-untyped-def]
     rule = draw(st.sampled_from([FREE, -1, -2, -7, 1, 3, 8]))
     window = draw(st.sampled_from([(2**30, 0), (100, 0), (30, 5), (0, 0)]))
     rest = draw(st.sampled_from([0, 1, 40])) if packed else 0
-    least = draw(st.sampled_from([1, 3]))
-    return lengths, q_lens, group, kv_heads, block_M, block_N, workers, rule, window, rest, least
+    least, coarse = draw(st.sampled_from([1, 3])), draw(st.sampled_from([0, 0, 0, 1, 3]))
+    few = draw(st.sampled_from([(workers, 0), (max(workers // 2, 1), 50)]))
+    return lengths, q_lens, group, kv_heads, block_M, block_N, workers, rule, window, rest, (least, *few, coarse)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(problems())
 def test_every_tile_is_dealt_once(problem) -> None:  # type: ignore[no-untyped-def]
-    lengths, q_lens, group, kv_heads, block_M, block_N, workers, rule, window, rest, least = problem
+    lengths, q_lens, group, kv_heads, block_M, block_N, workers, rule, window, rest, limits = problem
     batch, packed = len(lengths), not isinstance(q_lens, int)
     each = list(q_lens) if packed else [q_lens] * batch
     total_q = sum(each) + rest
@@ -104,7 +107,8 @@ def test_every_tile_is_dealt_once(problem) -> None:  # type: ignore[no-untyped-d
     )
     most_parts = records.most_parts(rule, max(lengths), block_N) if rule else 2
     groups = records.most_groups(rule, workers, most_parts)
-    deal = Deal(block_M, block_N, workers, rule, items, most_parts, groups, block_M, least)
+    jobs = records.dense_items(batch, max(each) * group, block_M) * kv_heads
+    deal = Deal(block_M, block_N, workers, rule, items, most_parts, groups, block_M, limits[0], jobs, *limits[1:])
     plan, status = planned(lengths, q_lens, deal, group, kv_heads, window, total_q)
     assert status == [0] * fields.FIELDS
     counters = plan[workers + 1 : workers + 1 + records.counter_rows(deal, kv_heads)]
@@ -113,6 +117,10 @@ def test_every_tile_is_dealt_once(problem) -> None:  # type: ignore[no-untyped-d
     starts = [0, *itertools.accumulate(each)] if packed else [0] * (batch + 1)
     found = sequences(plan, deal, kv_heads, batch)
     assert [record[:3] for record in found] == [list(each) for each in zip(starts, all_queries, all_lengths)]
+    for row in plan[:workers].tolist():
+        if row[records.SEQUENCE] <= batch:
+            own = row[records.OWN : records.OWN + records.RECORD]
+            assert own == found[row[records.SEQUENCE]] or row[records.JOB] == deal.items * kv_heads
     tiles = tiles_of(all_lengths, all_queries, deal, group, window)
     _check(parts_of(plan, deal, kv_heads, group, batch, tiles), tiles, deal, kv_heads)
 
@@ -122,10 +130,10 @@ def _check(parts: list[Part], tiles: dict[tuple[int, int], tuple[int, int]], dea
     for part in parts:
         jobs.setdefault((part.sequence, part.q_tile, part.kv_head), []).append(part)
     assert set(jobs) == {(*item, kv_head) for item in tiles for kv_head in range(kv_heads)}
-    slots = [part.slot for part in parts if part.slot is not None]
-    assert len(slots) == len(set(slots))
+    slots = {part.slot for part in parts if part.slot is not None}
     assert all(0 <= slot < records.jobs(deal, kv_heads) * deal.most_parts for slot in slots)
-    owners: dict[int, tuple[int, int, int]] = {}
+    # Jobs share slots and counter only where one worker has all their parts, and so one job after the other.
+    owners: dict[int, tuple[int, int, int] | int] = {}
     for job, its in jobs.items():
         first, end = tiles[job[:2]]
         assert [part.number for part in its] == list(range(len(its)))
@@ -135,7 +143,13 @@ def _check(parts: list[Part], tiles: dict[tuple[int, int], tuple[int, int]], dea
         assert all(part.hi == following.lo for part, following in itertools.pairwise(its))
         assert all(part.lo < part.hi for part in its) or len(its) == 1
         if len(its) > 1:
-            assert {owners.setdefault(part.counter, job) for part in its if part.counter is not None} == {job}
+            workers = {part.worker for part in its}
+            alone = deal.rule != FREE and deal.items * kv_heads >= 2 * deal.workers and len(workers) == 1
+            owner = its[0].worker if alone else job
+            assert {owners.setdefault(part.counter, owner) for part in its if part.counter is not None} == {owner}
+            assert len({part.counter for part in its}) == 1
+            if deal.rule != FREE:
+                assert [part.slot for part in its] == [its[0].counter * deal.most_parts + n for n in range(len(its))]
         if deal.rule == FREE and len(its) > 1:
             begin = its[0].worker
             assert [part.worker for part in its] == list(range(begin, begin + len(its)))
@@ -148,11 +162,38 @@ def _check(parts: list[Part], tiles: dict[tuple[int, int], tuple[int, int]], dea
     if deal.rule == FREE:
         loads = [0] * deal.workers
         for part in parts:
-            loads[part.worker] += max(part.hi - part.lo, 1) + OVERHEAD * (part.number == 0)
-        total = sum(loads)
-        active = max(min(deal.workers, total // (OVERHEAD + deal.least)), 1)
-        assert max(loads) <= -(-total // active) + OVERHEAD + 1
-        assert all(len([part for part in parts if part.worker == w and part.parts > 1]) <= 2 for w in range(active))
+            loads[part.worker] += max(part.hi - part.lo, 1) + OVERHEAD * (part.number == part.parts - 1)
+        tiles = sum(loads) - OVERHEAD * len(jobs)
+        share = max(-(-tiles // (deal.workers if tiles > deal.few_tiles else deal.few)), deal.least)
+        assert max(loads) <= (share + OVERHEAD * (1 + share)) * 2**deal.coarse
+        assert all(sum(part.worker == w and part.parts > 1 for part in parts) <= 2 for w in range(deal.workers))
+
+
+@pytest.mark.parametrize(
+    ("batch", "tiles", "kv_heads", "parts_of_worker", "tiles_of_part"),
+    [
+        (16, 16, 8, 1, 8),
+        (4, 64, 32, 1, 32),
+        (1, 128, 8, 1, 4),
+        (1, 2048, 1, 1, 8),
+        (64, 9, 32, 8, 9),
+        (5, 111, 1, 1, 3),
+    ],
+)
+def test_equal_jobs_are_dealt_evenly(
+    batch: int, tiles: int, kv_heads: int, parts_of_worker: int, tiles_of_part: int
+) -> None:
+    """To 264 blocks: no worker has parts of two jobs, and all parts are equally long but a job's last ones."""
+    jobs = batch * kv_heads
+    deal = Deal(64, 64, records.even_workers(jobs, 264), FREE, batch, 2, 2, 4, 2, jobs)
+    plan, _ = planned([tiles * 64 - 3] * batch, 1, deal, 4, kv_heads, (2**30, 0))
+    own = {(b, 0): (0, tiles) for b in range(batch)} | {(batch, 0): (0, 0)}
+    parts = [part for part in parts_of(plan, deal, kv_heads, 4, batch, own) if part.sequence < batch]
+    workers = [part.worker for part in parts]
+    assert {workers.count(worker) for worker in workers} == {parts_of_worker}
+    assert max(part.hi - part.lo for part in parts) == tiles_of_part
+    assert min(part.hi - part.lo for part in parts) >= tiles_of_part - 1
+    assert set(workers) == set(range(len(parts) // parts_of_worker))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""tileattn.decode(backend="triton") as users call it, beside the reference of tests/tools/triton_decode.py."""
+"""tileattn.decode(backend="triton") as users call it, beside the reference of tests/tools/triton_kernels/decode.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import tileattn
-from tests.tools.triton_decode import DEVICE, Problem
+from tests.tools.triton_kernels.decode import DEVICE, Problem
 from tileattn import Bias, Causal, FixedSplit, SlidingWindow, SoftCap
 from tileattn.call import cache_status
 from tileattn.testing import assert_forward_accurate

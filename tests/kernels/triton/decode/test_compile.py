@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.triton_compiler import SHARED_BYTES, compiled
+from tests.tools.triton_kernels.compiler import SHARED_BYTES, compiled
 
 pytest.importorskip("triton")
 

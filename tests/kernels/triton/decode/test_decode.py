@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import tileattn
-from tests.tools.triton_decode import DEVICE, Problem
+from tests.tools.triton_kernels.decode import DEVICE, Problem
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow, SoftCap
 from tileattn.call import cache_status
 from tileattn.call.decoding import FixedSplit, Splits

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tools.triton_decode import DEVICE, Problem
+from tests.tools.triton_kernels.decode import DEVICE, Problem
 from tileattn import ALiBi, Causal, SlidingWindow, SoftCap
 from tileattn.call.decoding import FixedSplit, Splits
 

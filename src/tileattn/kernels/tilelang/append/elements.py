@@ -10,37 +10,20 @@ import tilelang.language as T
 
 
 @T.macro
-def load(pieces, x, b, i, h, piece, low, high):
-    """The elements of a piece of head h in row i of x (batch, rows, heads, head_dim)."""
+def move(pieces, x, b, i, h, piece, low, high, to_registers):
+    """Loads or stores the elements of a piece of head h in row i of x (batch, rows, heads, head_dim)."""
     if pieces.rotated > 0:
         if piece < pieces.rotated:
             if pieces.interleaved:
-                _load_run(x, b, i, h, piece * (2 * pieces.pairs), 2 * pieces.pairs, pieces.step, low)
+                _move_run(x, b, i, h, piece * (2 * pieces.pairs), 2 * pieces.pairs, pieces.step, low, to_registers)
             else:
-                _load_run(x, b, i, h, piece * pieces.pairs, pieces.pairs, pieces.step, low)
+                _move_run(x, b, i, h, piece * pieces.pairs, pieces.pairs, pieces.step, low, to_registers)
                 second = pieces.rotary_dim // 2 + piece * pieces.pairs
-                _load_run(x, b, i, h, second, pieces.pairs, pieces.step, high)
+                _move_run(x, b, i, h, second, pieces.pairs, pieces.step, high, to_registers)
     if pieces.plain > 0:
         if piece >= pieces.rotated:
             first = pieces.rotary_dim + (piece - pieces.rotated) * pieces.width
-            _load_run(x, b, i, h, first, pieces.width, pieces.step, low)
-
-
-@T.macro
-def store(pieces, x, b, i, h, piece, low, high):
-    """The opposite of `load`."""
-    if pieces.rotated > 0:
-        if piece < pieces.rotated:
-            if pieces.interleaved:
-                _store_run(x, b, i, h, piece * (2 * pieces.pairs), 2 * pieces.pairs, pieces.step, low)
-            else:
-                _store_run(x, b, i, h, piece * pieces.pairs, pieces.pairs, pieces.step, low)
-                second = pieces.rotary_dim // 2 + piece * pieces.pairs
-                _store_run(x, b, i, h, second, pieces.pairs, pieces.step, high)
-    if pieces.plain > 0:
-        if piece >= pieces.rotated:
-            first = pieces.rotary_dim + (piece - pieces.rotated) * pieces.width
-            _store_run(x, b, i, h, first, pieces.width, pieces.step, low)
+            _move_run(x, b, i, h, first, pieces.width, pieces.step, low, to_registers)
 
 
 @T.macro
@@ -70,19 +53,14 @@ def _turn(first, at_first, second, at_second, c, s, j):
 
 
 @T.macro
-def _load_run(x, b, i, h, first, count, step, registers):
+def _move_run(x, b, i, h, first, count, step, registers, to_registers):
     at_once = min(count, step)
     for n in T.unroll(count // at_once):
         for e in T.vectorized(at_once):
-            registers[n * at_once + e] = x[b, i, h, first + n * at_once + e]
-
-
-@T.macro
-def _store_run(x, b, i, h, first, count, step, registers):
-    at_once = min(count, step)
-    for n in T.unroll(count // at_once):
-        for e in T.vectorized(at_once):
-            x[b, i, h, first + n * at_once + e] = registers[n * at_once + e]
+            if to_registers:
+                registers[n * at_once + e] = x[b, i, h, first + n * at_once + e]
+            else:
+                x[b, i, h, first + n * at_once + e] = registers[n * at_once + e]
 
 
 @T.macro

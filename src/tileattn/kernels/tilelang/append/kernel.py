@@ -20,7 +20,7 @@ from ....call.appending import AppendCall
 from ....call.cache_fields import FIELDS, POSITIONS
 from ..packed.dependent_launch import let_next_start
 from ..tile.assume import assume_aligned
-from .elements import load, rotate, store
+from .elements import move, rotate
 from .pieces import pieces_of
 from .place import NOWHERE, check_bounds, find_page, find_position, find_sequence
 
@@ -115,12 +115,12 @@ def _kernel(call: AppendCall) -> Any:
             # [most]
             low, high = T.alloc_local([most], dtype), T.alloc_local([most], dtype)
             if which == OF_K:
-                load(of_k, arg.k, b, i, h, piece, low, high)
+                move(of_k, arg.k, b, i, h, piece, low, high, to_registers=True)
             if which == OF_V:
-                load(of_v, arg.v, b, i, h, piece, low, high)
+                move(of_v, arg.v, b, i, h, piece, low, high, to_registers=True)
             if call.with_q:
                 if which == OF_Q:
-                    load(of_k, arg.q, b, i, h, piece, low, high)
+                    move(of_k, arg.q, b, i, h, piece, low, high, to_registers=True)
 
             # The row's place in its sequence: position j of sequence `number`, or -1.
             reports = (part == 0) & (thread == 0)
@@ -142,12 +142,12 @@ def _kernel(call: AppendCall) -> Any:
                         arg.status[POSITIONS] = number + 1
             if page != NOWHERE:
                 if which == OF_K:
-                    store(of_k, arg.k_cache, page, token, h, piece, low, high)
+                    move(of_k, arg.k_cache, page, token, h, piece, low, high, to_registers=False)
                 if which == OF_V:
-                    store(of_v, arg.v_cache, page, token, h, piece, low, high)
+                    move(of_v, arg.v_cache, page, token, h, piece, low, high, to_registers=False)
             if call.with_q:
                 if which == OF_Q:
-                    store(of_k, arg.rotated, b, i, h, piece, low, high)
+                    move(of_k, arg.rotated, b, i, h, piece, low, high, to_registers=False)
 
     return kernel
 

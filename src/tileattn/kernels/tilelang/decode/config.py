@@ -9,7 +9,8 @@ from ..architecture import ARCHITECTURES, padded
 from .hopper.config import HopperDecodeConfig
 from .hopper.config import default as hopper_default
 
-LEAST_KEYS = 64  # of a worker: smaller parts take longer to merge than to compute
+LEAST_KEYS = 128  # of a worker: smaller parts take longer to merge than to compute
+TILES_OF_FEW = 20  # of a multiprocessor: with no more one block each is faster than two
 THREADS_PER_SM = 128  # that compute: the matrix units of a multiprocessor are four
 MOST_CHOOSING_ROWS = 128  # a tile is not larger: more packed rows choose the same
 KEYS_OF_FIXED_SPLIT = 128  # FixedSplit.keys is a multiple of this, and so of all block_N

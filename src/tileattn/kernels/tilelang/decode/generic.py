@@ -40,7 +40,7 @@ from .config import GenericConfig
 from .packed_rows import RowScore, apply_row_mask, apply_row_score, keep_row_uniforms, locate_rows
 from .ranges import differs_by_head
 from .signature import declare
-from .walk import begin_worker, enter_job, enter_part, next_job
+from .walk import begin_worker, enter_job, enter_part, head_of, locate_part, next_job, query_of
 
 FAR = 2**30  # tokens: beyond any cache
 
@@ -100,9 +100,10 @@ def _kernel(plan, arg):
             job = enter_job(plan, arg, worker)
             head = _enter_rows(plan, arg, w, job)
             for index in T.serial(job.units):
-                part = enter_part(arg, worker, job, index)
-                _check_pages(plan, arg, job, part, w.thread)
-                _add_keys(plan, arg, w, head, job, part)
+                tiles = enter_part(arg, job, index)
+                _check_pages(plan, arg, job, tiles, w.thread)
+                _add_keys(plan, arg, w, head, job, tiles)
+                part = locate_part(arg, worker, job, index)
                 if part.parts > 1:
                     store_part(plan, arg, job, part, w.acc_o, w.base, w.l)
                 if part.parts == 1:
@@ -145,12 +146,10 @@ def _enter_rows(plan, arg, w, job):
     """
     # Q: [block_M, head_dim]
     for i, d in T.Parallel(plan.block_M, plan.head_dim):
-        row = job.row0 + i
-        b, q = place_of_query(plan, job, T.truncdiv(row, arg.group))
-        h = job.kv_head * arg.group + T.truncmod(row, arg.group)
+        b, q = place_of_query(plan, job, query_of(job, i))
+        h = head_of(arg, job, i)
         w.q[i, d] = T.if_then_else((i < job.rows) & (d < plan.call.head_dim), arg.q[b, q, h, d], 0)
-    last_row = job.row0 + T.max(job.rows, 1) - 1
-    locate_rows(w.row_head, w.row_pos, job.row0, last_row, arg.group, job.kv_head, job.q_pos)
+    locate_rows(arg, job, w.row_head, w.row_pos)
     emit = Emitter(arg.operands)
     c = arg.scale * softmax.LOG2E
     uniforms, of_rows = None, {}
@@ -192,6 +191,8 @@ def _place(plan, arg, job, key):
     that is one.
     """
     outside = T.cast((key < job.kv_lo) | (key >= job.kv_hi), "int32") * FAR
+    if plan.call.packed_keys:
+        return 0, arg.page_table[job.sequence, 0] + key + outside
     if not plan.call.paged:
         return job.sequence, key + outside
     near = T.max(T.min(key, job.kv_hi - 1), 0)
@@ -262,11 +263,11 @@ def _write(plan, arg, w, head, job):
     # O: [block_M, head_dim_v]
     for i, d in T.Parallel(block_M, head_dim_v):
         if (i < job.rows) & (d < plan.call.head_dim_v):
-            b, q = place_of_query(plan, job, T.truncdiv(job.row0 + i, arg.group))
+            b, q = place_of_query(plan, job, query_of(job, i))
             arg.o[b, q, w.row_head[i], d] = w.acc_o[i, d]
     if plan.call.return_lse:
         # lse: [block_M]
         for i in T.Parallel(block_M):
             if i < job.rows:
-                b, q = place_of_query(plan, job, T.truncdiv(job.row0 + i, arg.group))
+                b, q = place_of_query(plan, job, query_of(job, i))
                 arg.lse[b, w.row_head[i], q] = w.l[i]

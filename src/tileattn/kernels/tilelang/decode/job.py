@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 from ....call.decoding import DecodeCall
 from .config import Config
-from .library import decode_key, ensure_decode_compiled, ensure_plan_compiled, plan_key
+from .library import (
+    decode_key,
+    ensure_decode_compiled,
+    ensure_packed_keys_compiled,
+    ensure_plan_compiled,
+    packed_keys_key,
+    plan_key,
+)
 
 
 @dataclass(frozen=True)
@@ -34,3 +41,22 @@ class DecodeJob:
 
     def __str__(self) -> str:
         return f"plan of {self.call}" if self.config is None else f"{self.call} {self.config}"
+
+
+@dataclass(frozen=True)
+class PackedKeysJob:
+    """The kernel that finds each sequence's packed keys."""
+
+    arch: str
+
+    @property
+    def key(self) -> str:
+        """The key of the library in the kernel cache."""
+        return packed_keys_key(self.arch)
+
+    def compile(self) -> None:
+        """Compiles the kernel into the cache."""
+        ensure_packed_keys_compiled(self.arch)
+
+    def __str__(self) -> str:
+        return f"decode: packed keys {self.arch}"

@@ -13,12 +13,20 @@ from .ranges import names_in_range
 
 @T.macro
 def keys_of_rows(traced, operands, block_N, b, row0, rows, group, q_len, seqlen):
-    """The keys [kv_lo, kv_hi) that packed rows row0 .. row0 + rows of a sequence may see, and their tiles [first, end).
+    """The keys that packed rows row0 .. row0 + rows of a sequence may see; see :func:`keys_of_queries`."""
+    q_lo = seqlen - q_len + T.truncdiv(row0, group)
+    q_hi = seqlen - q_len + T.truncdiv(row0 + rows - 1, group)
+    return keys_of_queries(traced, operands, block_N, b, q_lo, q_hi, seqlen)
+
+
+@T.macro
+def keys_of_queries(traced, operands, block_N, b, first_query, last_query, seqlen):
+    """The keys [kv_lo, kv_hi) that the queries at these positions may see, and their tiles [first, end).
 
     There may be no tiles, never fewer.
     """
-    q_lo = T.alloc_var("int32", init=seqlen - q_len + T.truncdiv(row0, group))
-    q_hi = T.alloc_var("int32", init=seqlen - q_len + T.truncdiv(row0 + rows - 1, group))
+    q_lo = T.alloc_var("int32", init=first_query)
+    q_hi = T.alloc_var("int32", init=last_query)
     kv_lo = T.alloc_var("int32", init=0)
     kv_hi = T.alloc_var("int32", init=seqlen)
     if len(names_in_range(traced)) > 0:

@@ -8,15 +8,16 @@ import functools
 import torch
 from torch import Tensor
 
-from ....call import cache_status
+from ....call import cache_status, packed_status
 from ....call.decoding import DecodeCall, DecodeInputs, DecodeSizes, FixedSplit, Splits
 from ....call.facts import SMALLEST_SCALE
 from ....variant.program import program
 from ..forward.queue import multiprocessors
 from ..host import as_bytes
 from . import records
-from .config import LEAST_KEYS, Config, default
-from .library import decode_function, plan_function
+from .config import LEAST_KEYS, TILES_OF_FEW, Config, default
+from .hopper.config import HopperDecodeConfig
+from .library import decode_function, packed_keys_function, plan_function
 from .ranges import names_in_range, numbers_in_range
 from .records import Deal
 
@@ -32,19 +33,33 @@ def prepare(call: DecodeCall, sizes: DecodeSizes, scale: float, splits: Splits) 
 def deal_of(call: DecodeCall, config: Config, sizes: DecodeSizes, splits: Splits, multiprocessors: int) -> Deal:
     """How the work of a call is dealt."""
     group = sizes.heads // sizes.kv_heads
+    items = records.dense_items(sizes.batch, sizes.max_seqlen_q * group, config.block_M)
+    jobs = items * sizes.kv_heads
+    known = not call.packed or group * sizes.max_seqlen_q <= config.block_M  # else it depends on lengths
     if call.packed:
         items = records.packed_items(sizes.batch, sizes.total_q * group, config.block_M)
-    else:
-        items = records.dense_items(sizes.batch, sizes.max_seqlen_q * group, config.block_M)
+        jobs = min(jobs, items * sizes.kv_heads)
     tiles = max(-(-sizes.capacity // config.block_N), 1)
-    workers = min(multiprocessors * config.blocks_per_sm(call), items * sizes.kv_heads * tiles)
     rule = rule_of(splits, config.block_N)
     most_parts = min(records.most_parts(rule, sizes.capacity, config.block_N), tiles) if rule else 2
+    blocks = multiprocessors * config.blocks_per_sm(call)
+    most = items * sizes.kv_heads * (most_parts if rule else tiles)
+    workers, few = (
+        min(records.even_workers(jobs, number) if known else number, most) for number in (blocks, multiprocessors)
+    )
+    few_tiles = TILES_OF_FEW * multiprocessors if isinstance(config, HopperDecodeConfig) else 0
+    if jobs * tiles <= few_tiles:
+        workers = few
     return Deal(
         config.block_M, config.block_N, workers, rule, items, most_parts,
         records.most_groups(rule, workers, most_parts),
         min(config.block_M, group * sizes.max_seqlen_q),
-        max(LEAST_KEYS // config.block_N, 1),
+        # The first workers have the work, so that it is spread over all multiprocessors: no more of them than parts.
+        max(LEAST_KEYS // config.block_N, rule, 1),
+        jobs,
+        few,
+        few_tiles,
+        records.coarse(items * sizes.kv_heads, tiles),
     )  # fmt: skip
 
 
@@ -96,7 +111,7 @@ class Decoding:
         if self.empty:
             return None
         cache_status.raise_pending()
-        plan = self._planned(inputs)
+        plan = self._planned(self._located(inputs) if self.call.packed_keys else inputs)
         cache_status.report(plan.device)
         return plan
 
@@ -123,12 +138,39 @@ class Decoding:
             deal.items,
             self.counter_rows,
             deal.least,
+            deal.jobs,
+            deal.few,
+            deal.few_tiles,
+            deal.coarse,
             *(numbers[kind][i] for kind, i in self.numbers_of_range),
         )
         return plan
 
+    def _located(self, inputs: DecodeInputs) -> DecodeInputs:
+        """The inputs of a call on packed keys, with the lengths, and with the places of the keys as a page table.
+
+        The cumulative lengths are checked on the device, as of all packed calls (call/packed_status.py); sequences are
+        without queries and keys then.
+        """
+        bounds, sizes = inputs.cu_seqlens_q, self.sizes
+        assert bounds is not None
+        packed_status.raise_pending()
+        found = bounds.new_empty(records.KEYS_FIELDS, -(-(sizes.batch + 1) // 4) * 4)  # rows of 16 bytes
+        packed_keys_function(self.call.arch)(
+            bounds, inputs.seqlens_k, found, packed_status.status_of(bounds.device), sizes.total_q,
+            inputs.k_cache.shape[1], sizes.max_seqlen_q, sizes.capacity,
+        )  # fmt: skip
+        packed_status.report(bounds.device)
+        return inputs._replace(
+            seqlens_k=found[records.KEYS_LENGTH, : sizes.batch],
+            page_table=found[records.KEYS_START, : sizes.batch, None],
+            cu_seqlens_q=found[records.KEYS_BOUND, : sizes.batch + 1],
+        )
+
     def __call__(self, inputs: DecodeInputs, plan: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See :class:`tileattn.runtime.dispatch.Decode`."""
+        if self.call.packed_keys and not self.empty:
+            inputs = self._located(inputs)
         q, k, v, _, table, _, sink, operands, out = inputs
         call, sizes, deal = self.call, self.sizes, None if self.empty else self.deal
         q_batch, total_q = q.shape[:2]

@@ -26,9 +26,17 @@ def plan_function(arch: str, packed: bool, variant: str) -> Callable[..., Any]:
     return load(ensure_plan_compiled(arch, packed, variant))["plan"]
 
 
+@functools.cache
+def packed_keys_function(arch: str) -> Callable[..., Any]:
+    """The compiled kernel that finds each sequence's keys (packed_keys.py)."""
+    return load(ensure_packed_keys_compiled(arch))["packed_keys"]
+
+
 def ensure_compiled(call: DecodeCall, config: Config) -> Path:
-    """The shared library of a call's attention kernel. Its planning kernel is compiled as well."""
+    """The shared library of a call's attention kernel. The kernels that run before it are compiled as well."""
     ensure_plan_compiled(call.arch, call.packed, call.variant)
+    if call.packed_keys:
+        ensure_packed_keys_compiled(call.arch)
     return ensure_decode_compiled(call, config)
 
 
@@ -54,11 +62,23 @@ def ensure_plan_compiled(arch: str, packed: bool, variant: str) -> Path:
     return find_or_compile(plan_key(arch, packed, variant), kernel, arch)
 
 
+def ensure_packed_keys_compiled(arch: str) -> Path:
+    """The shared library of :func:`packed_keys_function`."""
+
+    def kernel() -> Any:
+        from .packed_keys import packed_keys_kernel
+
+        return packed_keys_kernel(arch)
+
+    return find_or_compile(packed_keys_key(arch), kernel, arch)
+
+
 def decode_key(call: DecodeCall, config: Config) -> str:
     """The cache key of an attention kernel: all that decides what it is compiled to."""
     facts = (
         f"{call.dtype} {call.head_dim} {call.head_dim_v} sink={call.sink} lse={call.return_lse} "
-        f"aligned={call.aligned} packed={call.packed} page_rows={call.page_rows} {call.arch}"
+        f"aligned={call.aligned} packed={call.packed} packed_keys={call.packed_keys} "
+        f"page_rows={call.page_rows} {call.arch}"
     )
     return key_of(f"decode | {facts} | {config} | {program(call.variant)}", "decode.kernel")
 
@@ -66,3 +86,8 @@ def decode_key(call: DecodeCall, config: Config) -> str:
 def plan_key(arch: str, packed: bool, variant: str) -> str:
     """The cache key of a planning kernel; of a variant it depends on the range of keys alone."""
     return key_of(f"decode_plan | packed={packed} {arch} | {text_of_range(program(variant))}", "decode.plan_kernel")
+
+
+def packed_keys_key(arch: str) -> str:
+    """The cache key of the kernel that finds each sequence's keys; of a call it depends on the architecture alone."""
+    return key_of(f"packed_keys | {arch}", "decode.packed_keys")

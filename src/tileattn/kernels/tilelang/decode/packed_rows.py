@@ -11,16 +11,10 @@ from typing import Any
 
 import tilelang.language as T
 
-from ....variant.expression import Expr, nodes
+from ....variant.expression import Expr, has_symbol
 from ..tile.expressions import key_in_tile
 from ..tile.mask import Score
-
-
-def differs_by(expr: Any, symbol: str) -> bool:
-    """Whether an expression contains a symbol."""
-    if not isinstance(expr, Expr):
-        return False
-    return any(node.op == "symbol" and node.args[0] == symbol for node in nodes(expr))
+from .walk import query_of
 
 
 class RowScore(Score):
@@ -34,7 +28,7 @@ class RowScore(Score):
 
     def __init__(self, call: Any, program: Any) -> None:
         super().__init__(call, program)
-        self.by_row = [differs_by(uniform, "h") for uniform in self.program.uniforms]
+        self.by_row = [has_symbol(uniform, "h") for uniform in self.program.uniforms]
         unit = self.program.log2_unit
         self.unit_inside = isinstance(unit, Expr) and self.by_row[int(unit.args[0].removeprefix("uniform"))]
 
@@ -53,13 +47,15 @@ class RowScore(Score):
 
 
 @T.macro
-def locate_rows(row_head, row_pos, row0, last_row, group, kv_head, q_pos):
+def locate_rows(arg, job, row_head, row_pos):
     """Each row's head and position; rows behind the last one that exists repeat it."""
-    block_M = row_head.shape[0]
-    for i in T.Parallel(block_M):
-        row_head[i] = kv_head * group + T.truncmod(T.min(row0 + i, last_row), group)
-    for i in T.Parallel(block_M):
-        row_pos[i] = q_pos + T.truncdiv(T.min(row0 + i, last_row), group)
+    last = T.alloc_var("int32", init=T.max(job.rows, 1) - 1)
+    for i in T.Parallel(row_head.shape[0]):
+        row_pos[i] = query_of(job, T.min(i, last))
+    for i in T.Parallel(row_head.shape[0]):
+        row_head[i] = job.kv_head * arg.group + job.rest + T.min(i, last) - (row_pos[i] - job.query0) * arg.group
+    for i in T.Parallel(row_head.shape[0]):
+        row_pos[i] += job.q_pos
 
 
 @T.macro

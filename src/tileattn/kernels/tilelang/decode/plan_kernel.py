@@ -1,12 +1,15 @@
 """The planning kernel of a decode call: deals its work to the blocks of the attention kernel (records.py).
 
-One block. The cost of a job is the number of its tiles of keys, at least one, and OVERHEAD for beginning and ending it.
-All costs are summed in the order of the jobs, and worker p of P gets those from ``total * p / P`` on, as FlashMLA
-(DeepSeek) deals decoding work. So all workers end at about the same time, and each has at most two parts of jobs that
-it shares with others. A worker may begin at any tile; with a rule of parts, at the next part.
+One block. The cost of a job is the number of its tiles of keys, at least one, and OVERHEAD for beginning and ending
+it. Where the costs could sum up to more than an integer holds, they count runs of ``2**coarse`` tiles. All are summed
+in the order of the jobs, and each worker gets an equal share (shares.py), as FlashMLA (DeepSeek) deals decoding work.
+So all workers end at about the same time, and each has at most two parts of jobs that it shares with others. A worker
+may begin at any tile; with a rule of parts, at the next part.
 
-Items, at most THREADS at a time, are one per thread. Their costs are summed by shuffles; each worker then finds the
-item that it begins in by a binary search. The first pass only computes the total.
+Items, at most THREADS at a time, are one per thread. Each warp sums their costs by shuffles; each worker then finds the
+warp and the item that it begins in. If there are more, a first pass computes the total.
+
+The attention kernel may start at once, and waits for this one's end.
 
 `seqlens_k` and `cu_seqlens_q` are checked here, and only the sequence records have them afterwards: lengths are clamped
 to the cache; wrong cumulative lengths make all rows of q unused ones. A status says what is wrong (cache_status.py).
@@ -22,23 +25,33 @@ from tilelang.language.eager.builder import Builder
 
 from ....call import cache_fields as fields
 from ....variant.program import Program
+from ..build.compile import OWN_BARRIERS, OWN_BOUNDS
 from ..packed.dependent_launch import let_next_start, wait_for_previous
 from ..tile.parameters import operand
 from .jobs import keys_of_rows
 from .ranges import names_in_range, numbers_in_range
-from .records import FIRST, ITEMS, JOB, KV_HEAD, PARTS, Q_LEN, Q_START, Q_TILE, SEQLEN, SEQUENCE, TILE, WIDTH
+from .records import (
+    JOB,
+    OWN,
+    RECORD,
+    RECORDS,
+    TILE,
+    WIDTH,
+)
+from .shares import OVERHEAD, place_of, quotient, shares, worker_of
 
 THREADS, WARP = 512, 32
 WARPS = THREADS // WARP
-OVERHEAD = 1  # of a job, in tiles
-# What the workers read of an item, in shared memory: where its costs begin, the sequence, the tile of query rows, and
-# the first and the number of its tiles of keys.
+DEALING = 384  # threads that find where workers begin, while the others write all else
+OTHERS = THREADS - DEALING
+# What the workers read of an item, in shared memory: where its costs begin within its warp's, the sequence, the tile of
+# query rows, and the first and the number of its tiles of keys.
 START, ITS_B, ITS_Q_TILE, ITS_FIRST, ITS_TILES = range(5)
 FACTS = 5
 
 SIZES = (
     "q_len", "total_q", "group", "kv_heads", "capacity", "block_M", "block_N", "workers", "rule", "items",
-    "counter_rows", "least",
+    "counter_rows", "least", "jobs", "few", "few_tiles", "coarse",
 )  # fmt: skip
 
 
@@ -66,14 +79,15 @@ def plan_kernel(arch: str, packed: bool, traced: Program) -> Any:
                 operands=operands, **sizes,
             )
         )  # fmt: skip
-    return builder.get()
+    # All barriers are in place, and no element outside of a tensor is accessed.
+    return builder.get().with_attr(OWN_BARRIERS, True).with_attr(OWN_BOUNDS, True)
 
 
 @T.macro
 def _kernel(arg):
     with T.Kernel(1, threads=THREADS):
-        wait_for_previous(arg.arch)
         let_next_start(arg.arch)
+        wait_for_previous(arg.arch)
         thread = T.get_thread_binding()
         sums = T.alloc_shared([WARPS], "int32")
         items = T.alloc_shared([FACTS, THREADS], "int32")
@@ -85,47 +99,33 @@ def _kernel(arg):
                 if b < arg.batch:
                     wrong = T.max(wrong, _check_queries(arg, b))
             wrong = T.syncthreads_or(wrong)
-        w = SimpleNamespace(thread=thread, sums=sums, items=items, q_tiles=q_tiles, wrong=wrong)
-        _write_sequences(arg, w)
-        for step in T.serial(T.truncdiv(arg.counter_rows * WIDTH + (THREADS - 1), THREADS)):
-            number = step * THREADS + thread
-            if number < arg.counter_rows * WIDTH:
-                arg.plan[arg.workers + 1 + T.truncdiv(number, WIDTH), T.truncmod(number, WIDTH)] = 0
+        warps = T.alloc_var("int32", init=T.min(T.truncdiv(arg.items + (WARP - 1), WARP), WARPS))  # that have items
+        w = SimpleNamespace(thread=thread, sums=sums, items=items, q_tiles=q_tiles, wrong=wrong, warps=warps)
         chunks = T.alloc_var("int32", init=T.truncdiv(arg.items + (THREADS - 1), THREADS))
         total = T.alloc_var("int32", init=0)
         if chunks > 1:
             for chunk in T.serial(chunks):
-                cost, _ = _cost(arg, w, chunk * THREADS + thread)
-                total += cost
-            _, total = _sums(w, total)
-        active = T.alloc_var("int32", init=1)
-        share = T.alloc_var("int32", init=0)
-        longer = T.alloc_var("int32", init=0)
+                total += _cost(arg, w, chunk * THREADS + thread)
+            _sum_warp(w, total)
+            T.sync_threads()
+            total = _sum_of_warps(w)
+            T.sync_threads()
         before = T.alloc_var("int32", init=0)
         for chunk in T.serial(chunks):
-            cost, it = _cost(arg, w, chunk * THREADS + thread)
-            start, sum_of_chunk = _sums(w, cost)
+            cost = _cost(arg, w, chunk * THREADS + thread)
+            items[START, thread] = _sum_warp(w, cost)
+            T.sync_threads()
+            of_chunk = _sum_of_warps(w)
             if chunks == 1:
-                total = sum_of_chunk
-            # Workers with work: each has at least a job's overhead and a tile, so that no two begin at the same tile.
-            active = T.max(T.min(arg.workers, T.truncdiv(total, OVERHEAD + arg.least)), 1)
-            share = T.truncdiv(total, active)
-            longer = total - share * active
-            for field, value in zip(range(FACTS), (before + start, it.b, it.q_tile, it.first, it.tiles), strict=True):
-                items[field, thread] = value
-            T.sync_threads()
-            for turn in T.serial(T.truncdiv(active + (THREADS - 1), THREADS)):
-                worker = turn * THREADS + thread
-                if worker < active:
-                    place = T.alloc_var("int32", init=worker * share + T.min(worker, longer))
-                    if (before <= place) & (place < before + sum_of_chunk):
-                        _begin(arg, w, SimpleNamespace(share=share, longer=longer), worker, place, chunk)
-            before += sum_of_chunk
-            T.sync_threads()
-        for turn in T.serial(T.truncdiv(arg.workers + THREADS, THREADS)):
-            worker = turn * THREADS + thread
-            if (worker >= active) & (worker <= arg.workers):
-                _write(arg, worker, [arg.items * arg.kv_heads, arg.batch, 0, 0, 0, 0, 0])
+                total = of_chunk
+            if thread < DEALING:
+                _deal(arg, w, total, before, of_chunk, chunk, chunk == chunks - 1)
+            else:
+                if chunk == 0:
+                    _write_sequences(arg, w)
+            before += of_chunk
+            if chunks > 1:
+                T.sync_threads()
 
 
 @T.macro
@@ -145,20 +145,35 @@ def _check_queries(arg, b):
 
 @T.macro
 def _write_sequences(arg, w):
-    """Writes the sequence records; the last one is that of the unused rows of packed queries."""
-    for step in T.serial(T.truncdiv(arg.batch + THREADS, THREADS)):
-        # The last threads first: the others compute costs meanwhile.
-        b = step * THREADS + (THREADS - 1 - w.thread)
+    """Writes the sequence records; the last one is that of the unused rows of packed queries. Clears the counters."""
+    for step in T.serial(T.truncdiv(arg.batch + OTHERS, OTHERS)):
+        b = step * OTHERS + (w.thread - DEALING)
         if b <= arg.batch:
-            row = arg.workers + 1 + arg.counter_rows + T.truncdiv(b, 2)
-            column = T.truncmod(b, 2) * 4
-            arg.plan[row, column + Q_START] = _q_start(arg, w, b)
-            arg.plan[row, column + Q_LEN] = _q_len(arg, w, b)
-            arg.plan[row, column + SEQLEN] = _seqlen(arg, b)
-            arg.plan[row, column + ITEMS] = _items(arg, w, b)
+            row = arg.workers + 1 + arg.counter_rows + T.truncdiv(b, RECORDS)
+            _write_record(arg, w, row, T.truncmod(b, RECORDS) * RECORD, b)
             if b < arg.batch:
                 if (arg.seqlens_k[b] < 0) | (arg.seqlens_k[b] > arg.capacity):
                     arg.status[fields.SEQLENS_K] = b + 1
+    for step in T.serial(T.truncdiv(arg.counter_rows * (WIDTH // 4) + (OTHERS - 1), OTHERS)):
+        number = step * OTHERS + (w.thread - DEALING)
+        if number < arg.counter_rows * (WIDTH // 4):
+            row = arg.workers + 1 + T.truncdiv(number, WIDTH // 4)
+            _write(arg, row, T.truncmod(number, WIDTH // 4) * 4, [0, 0, 0, 0])
+
+
+@T.macro
+def _write_record(arg, w, row, column, b):
+    _write(arg, row, column, [_q_start(arg, w, b), _q_len(arg, w, b), _seqlen(arg, b), _items(arg, w, b)])
+
+
+@T.macro
+def _write(arg, row, column, four):
+    """Writes four numbers at once."""
+    values = T.alloc_local([4], "int32")
+    for i, value in enumerate(four):
+        values[i] = value
+    for i in T.vectorized(4):
+        arg.plan[row, column + i] = values[i]
 
 
 def _bound(arg: Any, w: Any, b: Any) -> Any:
@@ -201,7 +216,7 @@ def _item(arg, w, item):
     b = T.alloc_var("int32", init=0)
     q_tile = T.alloc_var("int32", init=0)
     if arg.bounds is None:
-        b = T.truncdiv(item, w.q_tiles)
+        b = quotient(item, w.q_tiles)
         q_tile = item - b * w.q_tiles
     else:
         # The last sequence whose first item is not behind this one.
@@ -226,63 +241,93 @@ def _item(arg, w, item):
 
 @T.macro
 def _cost(arg, w, item):
-    """The cost of an item's jobs, 0 for a number that is none, and the item."""
-    it = _item(arg, w, T.min(item, arg.items - 1))
+    """The cost of an item's jobs, 0 for a number that is none. What workers read of it goes to shared memory."""
     cost = T.alloc_var("int32", init=0)
-    if (item < arg.items) & (it.rows > 0):
-        cost = arg.kv_heads * (it.tiles + OVERHEAD)
-    return cost, it
+    if item < arg.items:
+        it = _item(arg, w, item)
+        if it.rows > 0:
+            cost = arg.kv_heads * (_runs(arg, it.tiles) + OVERHEAD)
+        facts = (ITS_B, it.b), (ITS_Q_TILE, it.q_tile), (ITS_FIRST, it.first), (ITS_TILES, it.tiles)
+        for field, value in facts:
+            w.items[field, w.thread] = value
+    return cost
+
+
+def _runs(arg: Any, tiles: Any) -> Any:
+    """How many runs of 2**coarse tiles there are."""
+    return (tiles + ((1 << arg.coarse) - 1)) >> arg.coarse
 
 
 @T.macro
-def _sums(w, value):
-    """The sums of the values of the threads before this one, and of all threads. Waits for all threads."""
+def _sum_warp(w, value):
+    """The sum of the values of the threads of the warp before this one. That of the warp goes to shared memory."""
     lane = w.thread % WARP
     inclusive = T.alloc_var("int32", init=value)
     for step in T.unroll(5):
         other = T.alloc_var("int32", init=T.shfl_up(inclusive, 1 << step))
         if lane >= (1 << step):
             inclusive += other
-    T.sync_threads()
     if lane == WARP - 1:
         w.sums[w.thread // WARP] = inclusive
-    T.sync_threads()
-    before = T.alloc_var("int32", init=inclusive - value)
-    total = T.alloc_var("int32", init=0)
-    for warp in T.unroll(WARPS):
-        if warp < w.thread // WARP:
-            before += w.sums[warp]
-        total += w.sums[warp]
-    return before, total
+    return inclusive - value
 
 
 @T.macro
-def _begin(arg, w, deal, worker, place, chunk):
-    """Writes where a worker begins whose share of the costs begins at `place`, in this chunk of items."""
-    low = T.alloc_var("int32", init=0)
-    high = T.alloc_var("int32", init=T.min(THREADS, arg.items - chunk * THREADS) - 1)
-    # The last item that does not begin behind the place: items that cost nothing come before it.
-    while low < high:
-        middle = T.alloc_var("int32", init=T.truncdiv(low + high + 1, 2))
-        if w.items[START, middle] <= place:
-            low = middle
+def _sum_of_warps(w):
+    total = T.alloc_var("int32", init=0)
+    for warp in T.serial(w.warps):
+        total += w.sums[warp]
+    return total
+
+
+@T.macro
+def _deal(arg, w, total, before, of_chunk, chunk, is_last):
+    """Writes where those workers begin whose shares begin in this chunk of items."""
+    deal = shares(arg, total)
+    for turn in T.serial(T.truncdiv(arg.workers + DEALING, DEALING)):
+        worker = turn * DEALING + w.thread
+        if worker < deal.active:
+            place = T.alloc_var("int32", init=place_of(deal, worker))
+            if (before <= place) & (place < before + of_chunk):
+                _begin(arg, w, deal, worker, place, before, chunk)
         else:
-            high = middle - 1
-    begin, b, q_tile, its_first, tiles = (
-        T.alloc_var("int32", init=w.items[field, low]) for field in (START, ITS_B, ITS_Q_TILE, ITS_FIRST, ITS_TILES)
+            if (worker <= arg.workers) & is_last:
+                _write(arg, worker, JOB, [arg.items * arg.kv_heads, arg.batch, 0, 0])
+                _write(arg, worker, TILE, [0, 0, 0, 0])
+
+
+@T.macro
+def _begin(arg, w, deal, worker, place, before, chunk):
+    """Writes where a worker begins, whose share of the costs begins at `place`, in this chunk of items."""
+    # The last warp, and the last of its items, that do not begin behind the place: what costs nothing comes before it.
+    low = T.alloc_var("int32", init=0)
+    begin = T.alloc_var("int32", init=before)
+    next_warp = T.alloc_var("int32", init=before)
+    for warp in T.serial(w.warps):
+        if next_warp <= place:
+            low = warp * WARP
+            begin = next_warp
+        next_warp += w.sums[warp]
+    for step in T.unroll(5):
+        if w.items[START, low + (WARP >> (step + 1))] <= place - begin:
+            low += WARP >> (step + 1)
+    begin += w.items[START, low]
+    b, q_tile, its_first, tiles = (
+        T.alloc_var("int32", init=w.items[field, low]) for field in (ITS_B, ITS_Q_TILE, ITS_FIRST, ITS_TILES)
     )
-    kv_head = T.alloc_var("int32", init=T.truncdiv(place - begin, tiles + OVERHEAD))
-    start = T.alloc_var("int32", init=begin + kv_head * (tiles + OVERHEAD))  # of the job's costs
-    tile = T.alloc_var("int32", init=T.max(place - start - OVERHEAD, 0))  # counted from the job's first
+    runs = T.alloc_var("int32", init=_runs(arg, tiles))
+    kv_head = T.alloc_var("int32", init=quotient(place - begin, runs + OVERHEAD))
+    start = T.alloc_var("int32", init=begin + kv_head * (runs + OVERHEAD))  # of the job's costs
+    tile = T.alloc_var("int32", init=(place - start) << arg.coarse)  # counted from the job's first
     job = T.alloc_var("int32", init=(chunk * THREADS + low) * arg.kv_heads + kv_head)
     if arg.rule > 0:
         if tile > 0:
             tile = T.truncdiv(its_first + tile + (arg.rule - 1), arg.rule) * arg.rule - its_first
     if arg.rule < 0:
-        unit = T.truncdiv(tiles - 1 - arg.rule, -arg.rule)
+        unit = T.alloc_var("int32", init=T.truncdiv(tiles - 1 - arg.rule, -arg.rule))
         tile = T.truncdiv(tile + unit - 1, unit) * unit
     if tile >= tiles:
-        # The next part is the next job's first.
+        # This job's overhead is left, or less than a part: the next part is the next job's first.
         tile = 0
         job += 1
         kv_head += 1
@@ -296,20 +341,8 @@ def _begin(arg, w, deal, worker, place, chunk):
     parts = T.alloc_var("int32", init=1)
     if tile > 0:
         tile += its_first
-        first = _worker_of(deal, start + OVERHEAD)
-        parts = _worker_of(deal, start + OVERHEAD + tiles - 1) - first + 1
-    _write(arg, worker, [job, b, q_tile, kv_head, tile, first, parts])
-
-
-def _worker_of(deal: Any, place: Any) -> Any:
-    """The worker in whose share of the costs a place lies."""
-    longer = deal.longer * (deal.share + 1)
-    return T.if_then_else(
-        place < longer, T.truncdiv(place, deal.share + 1), deal.longer + T.truncdiv(place - longer, deal.share)
-    )
-
-
-@T.macro
-def _write(arg, worker, values):
-    for field, value in zip((JOB, SEQUENCE, Q_TILE, KV_HEAD, TILE, FIRST, PARTS), values, strict=True):
-        arg.plan[worker, field] = value
+        first = worker_of(deal, start)
+        parts = worker_of(deal, start + runs - 1) - first + 1
+    _write(arg, worker, JOB, [job, b, q_tile, kv_head])
+    _write(arg, worker, TILE, [tile, first, parts, 0])
+    _write_record(arg, w, worker, OWN, b)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....variant.expression import Expr, nodes
+from ....variant.expression import Expr, has_symbol, nodes
 from ....variant.program import Program
 
 
 def differs_by_head(bound: Any) -> bool:
     """Whether an end of a range is another one for each head."""
-    return isinstance(bound, Expr) and any(node.op == "symbol" and node.args[0] == "h" for node in nodes(bound))
+    return has_symbol(bound, "h")
 
 
 def names_in_range(traced: Program) -> set[str]:

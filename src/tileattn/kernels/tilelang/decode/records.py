@@ -9,13 +9,14 @@ The plan is int32 (rows, WIDTH). Row p says where worker p begins, and so where 
     JOB        the number of its first job, ``item * kv_heads + kv_head``; an item is a sequence's tile of query rows
     SEQUENCE, Q_TILE, KV_HEAD    which job that is
     TILE       the tile of keys at which the worker begins; 0: at the job's first tile
-    FIRST      where TILE is not 0: the worker that has the job's first part
+    FIRST      where TILE is not 0: the worker that has the job's first part, and so the first tile
     PARTS      where TILE is not 0: the number of the job's parts, which lie in the workers from FIRST on
 
-FIRST and PARTS hold where work is dealt freely. Behind row `workers` lie counters of the parts that have arrived, eight
-a row. They are 0 before and after each attention kernel, so that kernels that share a plan must follow each other.
+PARTS holds where work is dealt freely. From column OWN on, the row has the sequence record of SEQUENCE, which a worker
+would have to wait for otherwise. Behind row `workers` lie counters of the parts that have arrived, WIDTH a row. They
+are 0 before and after each attention kernel, so that kernels that share a plan must follow each other.
 
-Then come the sequence records, two a row, checked and clamped: with these the attention kernels need no lengths.
+Then come the sequence records, RECORDS a row, checked and clamped: with these the attention kernels need no lengths.
 
     Q_START    packed queries: the sequence's first row; else 0
     Q_LEN      its number of queries
@@ -29,20 +30,30 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-WIDTH = 8
+WIDTH = 16
 JOB, SEQUENCE, Q_TILE, KV_HEAD, TILE, FIRST, PARTS = range(7)
+OWN = 8  # the column of a worker's own sequence record
 Q_START, Q_LEN, SEQLEN, ITEMS = range(4)
+RECORD = 4  # the width of a sequence record
+RECORDS = WIDTH // RECORD
+
+# What packed_keys.py writes for each sequence of packed keys, a row for each: its first query, the place of its first
+# key, and how many keys it has.
+KEYS_BOUND, KEYS_START, KEYS_LENGTH = range(3)
+KEYS_FIELDS = 3
 
 # Columns of a part's row behind those of O: the base of its exponents, in powers of two, and the sum of its weights.
 # Rows stay multiples of 16 bytes.
 STATE_COLUMNS = 4
 BASE, SUM = 0, 1
 
+MOST_WORK = 0.75  # of the blocks; see even_workers
+
 FREE = 0  # the rule of parts where work is dealt freely
 
 # Parts are merged in groups of GROUP, and the groups' sums then. Of a job with more than FLAT parts, the part of a
 # group that arrives last merges the group, so that several blocks merge at the same time. Sums are the same either way.
-GROUP, FLAT = 8, 24
+GROUP, FLAT = 16, 48
 
 
 class Deal(NamedTuple):
@@ -58,6 +69,10 @@ class Deal(NamedTuple):
         most_groups: the most groups of a job, or with FREE of a worker, that have sums of their own.
         slot_rows: rows that a part in a slot has.
         least: tiles of a worker, at least 1; where there are fewer, fewer workers have work.
+        jobs: how many jobs there are if all sequences have as many queries; shares of work are fitted to it.
+        few: workers that have work if there are at most `few_tiles` tiles in all. Blocks that share a multiprocessor
+            bring more parts to merge, and keep more bytes in flight than short calls need.
+        coarse: costs of jobs count runs of ``2**coarse`` tiles.
     """
 
     block_M: int
@@ -69,6 +84,25 @@ class Deal(NamedTuple):
     most_groups: int
     slot_rows: int
     least: int = 1
+    jobs: int = 1
+    few: int = 1
+    few_tiles: int = 0
+    coarse: int = 0
+
+
+def coarse(jobs: int, tiles: int) -> int:
+    """By how much costs must be shifted, so that the sum of those of `jobs` jobs of `tiles` tiles stays below 2**30."""
+    return max((jobs * (tiles + 2)).bit_length() - 30, 0)
+
+
+def even_workers(jobs: int, blocks: int) -> int:
+    """How many of the blocks are to work: so many that jobs of one length are dealt evenly, each in as few parts.
+
+    That is a multiple of the jobs or, where there are more jobs than blocks, such that each worker has equally many.
+    If that leaves too many blocks idle, all work, and jobs are cut anywhere.
+    """
+    even = blocks // jobs * jobs if jobs <= blocks else -(-jobs // -(-jobs // blocks))
+    return even if even >= MOST_WORK * blocks else blocks
 
 
 def dense_items(batch: int, q_rows: int, block_M: int) -> int:
@@ -98,8 +132,12 @@ def most_groups(rule: int, workers: int, most_parts: int) -> int:
 
 
 def jobs(deal: Deal, kv_heads: int) -> int:
-    """By which parts and groups are numbered: jobs, or with FREE workers."""
-    return deal.workers if deal.rule == FREE else deal.items * kv_heads
+    """By which parts and groups are numbered: jobs, or with FREE workers.
+
+    Two for each worker suffice: one for the job that the next worker goes on with, and one for the jobs that are its
+    alone, which follow each other (walk.enter_part). A prefill chunk has many more jobs than that.
+    """
+    return deal.workers if deal.rule == FREE else min(deal.items * kv_heads, 2 * deal.workers)
 
 
 def counter_rows(deal: Deal, kv_heads: int) -> int:
@@ -110,7 +148,7 @@ def counter_rows(deal: Deal, kv_heads: int) -> int:
 
 def plan_rows(deal: Deal, kv_heads: int, batch: int) -> int:
     """Rows of the plan."""
-    return deal.workers + 1 + counter_rows(deal, kv_heads) + batch // 2 + 1
+    return deal.workers + 1 + counter_rows(deal, kv_heads) + batch // RECORDS + 1
 
 
 def slots(deal: Deal, kv_heads: int) -> int:

@@ -23,7 +23,8 @@ def declare(builder: Builder, call: DecodeCall, traced: Program) -> SimpleNamesp
     """``(q, k, v, o, [lse], [page_table], plan, parts, status, [sink], *tensors, scale, *SCALARS, *ints, *floats)``
 
     ``k`` and ``v`` are the caches. ``plan`` is what plan_kernel.py has written (records.py), and ``first_record`` its
-    row of the first sequence record. ``parts`` has the slots. ``page_size`` is 0 for contiguous caches.
+    row of the first sequence record. ``parts`` has the slots. ``page_size`` is 0 for contiguous caches. For packed keys
+    ``page_table`` has one column: where each sequence's keys begin.
     """
     dtype = str(call.dtype).removeprefix("torch.")
 
@@ -40,7 +41,7 @@ def declare(builder: Builder, call: DecodeCall, traced: Program) -> SimpleNamesp
     lse = table = sink = None
     if call.return_lse:
         lse = builder.prim_func_arg("lse", T.Tensor([s.q_batch, s.heads, s.total_q], "float32"))
-    if call.paged:
+    if call.paged or call.packed_keys:
         shape, strides = [T.dynamic("table_rows"), T.dynamic("table_width")], [T.dynamic("table_stride", "int64"), 1]
         table = builder.prim_func_arg("page_table", T.StridedTensor(shape, strides, "int32"))
     plan = builder.prim_func_arg("plan", T.Tensor([T.dynamic("plan_rows"), WIDTH], "int32"))

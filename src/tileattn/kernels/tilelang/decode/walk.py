@@ -4,7 +4,9 @@
     for _ in T.serial(worker.steps):
         job = enter_job(f, arg, worker)
         for u in T.serial(job.units):
-            part = enter_part(arg, worker, job, u)
+            tiles = enter_part(arg, job, u)
+            ...
+            part = locate_part(arg, worker, job, u)
             ...
         next_job(arg, worker)
 
@@ -14,31 +16,57 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
+from tvm import tirx
 
-from .jobs import keys_of_rows
-from .records import FIRST, GROUP, ITEMS, JOB, KV_HEAD, PARTS, Q_LEN, Q_START, Q_TILE, SEQLEN, SEQUENCE, TILE
+from .jobs import keys_of_queries
+from .records import (
+    FIRST,
+    GROUP,
+    ITEMS,
+    JOB,
+    KV_HEAD,
+    OWN,
+    PARTS,
+    Q_LEN,
+    Q_START,
+    Q_TILE,
+    RECORD,
+    RECORDS,
+    SEQLEN,
+    SEQUENCE,
+    TILE,
+)  # fmt: skip
 
-# Behind the fields of the worker's own record: where its work ends, and its number; INSIDE: whether it begins within
-# its current job.
-JOB_END, TILE_END, FIRST_END, PARTS_END, NUMBER, INSIDE = range(7, 13)
+# Behind the worker's own record, and that of its sequence, the next worker's: where its work ends. Then its number, and
+# INSIDE: whether it begins within its current job.
+END = OWN + RECORD
+JOB_END, TILE_END = END + JOB, END + TILE
+NUMBER, INSIDE = range(END + OWN, END + OWN + 2)
 
 
 @T.macro
 def begin_worker(arg, number):
     """A worker's place in registers, and the number of its jobs."""
     at = T.alloc_local([INSIDE + 1], "int32")
-    for field in (JOB, SEQUENCE, Q_TILE, KV_HEAD, TILE, FIRST, PARTS):
-        at[field] = arg.plan[number, field]
-    for place, field in ((JOB_END, JOB), (TILE_END, TILE), (FIRST_END, FIRST), (PARTS_END, PARTS)):
-        at[place] = arg.plan[number + 1, field]
+    for quad in range(END // 4):
+        for j in T.vectorized(4):
+            at[quad * 4 + j] = quads_of(arg.plan)[number, quad, j]
+    for quad in range(OWN // 4):
+        for j in T.vectorized(4):
+            at[END + quad * 4 + j] = quads_of(arg.plan)[number + 1, quad, j]
     at[NUMBER] = number
     at[INSIDE] = T.cast(at[TILE] > 0, "int32")
     steps = T.alloc_var("int32", init=at[JOB_END] - at[JOB] + T.cast(at[TILE_END] > 0, "int32"))
-    return SimpleNamespace(at=at, steps=steps)
+    # Never so; but the compiler then loads all fields together, and not some of them when it knows of the steps.
+    if (at[TILE] < 0) | (at[OWN + SEQLEN] < 0):
+        steps = 0
+    per_group = T.alloc_var("float32", init=1.0 / T.cast(arg.group, "float32"))
+    return SimpleNamespace(at=at, steps=steps, per_group=per_group)
 
 
 @T.macro
@@ -48,21 +76,23 @@ def enter_job(f, arg, worker):
     number: of the job; sequence, kv_head. q_start: the sequence's first row of packed queries, else 0; q_len, seqlen:
     its numbers of queries and keys; q_pos: the position of its first query. row0: the job's first packed row; rows: how
     many it has, none or less for a job that is none (and has no units). kv_lo, kv_hi, first, end: the job's keys and
-    their tiles (jobs.keys_of_rows); lo, hi: the tiles of this worker. units: how many parts this worker has of the job.
+    their tiles (jobs.keys_of_queries); lo, hi: the tiles of this worker. units: how many parts it has of the job.
     """
     at = worker.at
-    record = T.alloc_var("int32", init=arg.first_record + T.truncdiv(at[SEQUENCE], 2))
-    column = T.alloc_var("int32", init=T.truncmod(at[SEQUENCE], 2) * 4)
-    q_start, q_len, seqlen = (
-        T.alloc_var("int32", init=arg.plan[record, column + field]) for field in (Q_START, Q_LEN, SEQLEN)
-    )
+    q_start, q_len, seqlen = (T.alloc_var("int32", init=at[OWN + field]) for field in (Q_START, Q_LEN, SEQLEN))
     row0 = T.alloc_var("int32", init=at[Q_TILE] * f.block_M)
     rows = T.alloc_var("int32", init=T.min(q_len * arg.group - row0, f.block_M))
+    # The query of the tile's first row, and which row of that query it is. Decoding has one tile: nothing to divide.
+    query0 = T.alloc_var("int32", init=0)
+    if at[Q_TILE] > 0:
+        query0 = T.truncdiv(row0, arg.group)
+    place = SimpleNamespace(query0=query0, rest=row0 - query0 * arg.group, per_group=worker.per_group)
     # Unused rows have the last sequence's number, so that masks read elements that exist.
     sequence = T.alloc_var("int32", init=T.min(at[SEQUENCE], arg.batch - 1))
     used = at[SEQUENCE] < arg.batch
-    keys = keys_of_rows(
-        f.traced, arg.operands, f.block_N, sequence, row0, T.max(rows, 1), arg.group, q_len, seqlen
+    keys = keys_of_queries(
+        f.traced, arg.operands, f.block_N, sequence, seqlen - q_len + query0,
+        seqlen - q_len + query_of(place, T.max(rows, 1) - 1), seqlen,
     )  # fmt: skip
     cut = (at[JOB] == at[JOB_END]) & (at[TILE_END] > 0)
     lo = T.alloc_var("int32", init=T.if_then_else(at[INSIDE] > 0, at[TILE], keys.first))
@@ -83,39 +113,72 @@ def enter_job(f, arg, worker):
     return SimpleNamespace(
         number=at[JOB], sequence=sequence, used=used, q_start=q_start, q_len=q_len, seqlen=seqlen,
         q_pos=seqlen - q_len, row0=row0, rows=rows, kv_head=at[KV_HEAD], **vars(keys), lo=lo, hi=hi, cut=cut,
-        unit=unit, origin=origin, units=units,
+        unit=unit, origin=origin, units=units, **vars(place),
+    )  # fmt: skip
+
+
+def query_of(job: Any, row: Any) -> Any:
+    """The sequence's query that is in a row of a job's tile.
+
+    A division takes some 40 instructions, one after the other. Here the numbers are small, and floating point is exact:
+    (row + 0.5) / group is at least 0.5 / group away from the next integer.
+    """
+    within = (T.cast(job.rest + row, "float32") + 0.5) * job.per_group
+    return job.query0 + T.cast(within, "int32")
+
+
+def head_of(arg: Any, job: Any, row: Any) -> Any:
+    """The head that is in a row of a job's tile."""
+    return job.kv_head * arg.group + job.rest + row - (query_of(job, row) - job.query0) * arg.group
+
+
+def quads_of(tensor: Any) -> Any:
+    """A tensor with its last dimension in fours: TileLang's guards are then the same for all four."""
+    *outer, columns = tensor.shape
+    strides = list(tensor.strides) or [math.prod(tensor.shape[axis + 1 :]) for axis in range(len(outer))] + [1]
+    return tirx.decl_buffer(
+        [*outer, columns // 4, 4], tensor.dtype, tensor.name, tensor.data, [*strides[:-1], 4, 1]
     )  # fmt: skip
 
 
 @T.macro
-def enter_part(arg, worker, job, index):
-    """A part of a job: its tiles [lo, hi), its number among the job's `parts`, the job's counter and slots."""
-    at = worker.at
-    inside = at[INSIDE] > 0
+def enter_part(arg, job, index):
+    """A part of a job: its tiles [lo, hi)."""
     lo = T.alloc_var("int32", init=job.lo)
     hi = T.alloc_var("int32", init=job.hi)
+    if arg.rule != 0:
+        begin = T.alloc_var("int32", init=job.origin + (T.truncdiv(job.lo - job.origin, job.unit) + index) * job.unit)
+        lo = T.max(begin, job.first)
+        hi = T.min(begin + job.unit, job.end)
+    return SimpleNamespace(lo=lo, hi=hi)
+
+
+@T.macro
+def locate_part(arg, worker, job, index):
+    """A part's number among the job's `parts`, the job's counter and slots.
+
+    To be called behind the loop over its tiles, which needs the registers.
+    """
+    at = worker.at
     begin = T.alloc_var("int32", init=at[NUMBER])  # the worker that has the job's first part
     parts = T.alloc_var("int32", init=1)
-    if inside:
-        begin = at[FIRST]
-        parts = at[PARTS]
-    else:
-        if job.cut:
-            begin = at[FIRST_END]
-            parts = at[PARTS_END]
+    if (at[INSIDE] > 0) | job.cut:
+        row = T.alloc_var("int32", init=T.if_then_else(at[INSIDE] > 0, at[NUMBER], at[NUMBER] + 1))
+        begin = arg.plan[row, FIRST]
+        parts = arg.plan[row, PARTS]
     number = T.alloc_var("int32", init=at[NUMBER] - begin)
     counter = T.alloc_var("int32", init=begin)
     slots = T.alloc_var("int32", init=2 * begin)
     step = T.alloc_var("int32", init=2)
     if arg.rule != 0:
         number = T.truncdiv(job.lo - job.origin, job.unit) + index
-        lo = T.max(job.origin + number * job.unit, job.first)
-        hi = T.min(job.origin + (number + 1) * job.unit, job.end)
         parts = T.max(T.truncdiv(job.end - job.origin + job.unit - 1, job.unit), 1)
         counter = job.number
-        slots = job.number * arg.most_parts
+        if arg.jobs == 2 * arg.workers:  # see records.jobs
+            counter = 2 * begin + T.if_then_else((at[INSIDE] > 0) | job.cut, 1, 0)
+        slots = counter * arg.most_parts
         step = 1
-    return SimpleNamespace(lo=lo, hi=hi, number=number, parts=parts, counter=counter, slots=slots, step=step)
+    return SimpleNamespace(number=number, parts=parts, counter=counter, slots=slots, step=step)
 
 
 def slot_of(part: Any, number: Any) -> Any:
@@ -139,9 +202,12 @@ def next_job(arg, worker):
     if at[KV_HEAD] == arg.kv_heads:
         at[KV_HEAD] = 0
         at[Q_TILE] += 1
-        if (
-            at[Q_TILE]
-            == arg.plan[arg.first_record + T.truncdiv(at[SEQUENCE], 2), T.truncmod(at[SEQUENCE], 2) * 4 + ITEMS]
-        ):
+        if at[Q_TILE] == at[OWN + ITEMS]:
             at[Q_TILE] = 0
             at[SEQUENCE] += 1
+            # Behind the last sequence there is one more record, and no job.
+            record = T.alloc_var("int32", init=T.min(at[SEQUENCE], arg.batch))
+            for j in T.vectorized(4):
+                at[OWN + j] = quads_of(arg.plan)[
+                    arg.first_record + T.truncdiv(record, RECORDS), T.truncmod(record, RECORDS), j
+                ]  # fmt: skip

@@ -65,7 +65,9 @@ def outputs(inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
 
 
 def of_sequence(mod: Any, sequence: CachedSequence) -> Any:
-    """A score modification for one sequence: a packed bias becomes the sequence's part of it."""
+    """A score modification for one sequence: a bias becomes the sequence's part of it."""
+    if type(mod) is Bias and mod.tensor.shape[0] > 1:  # attention of few queries
+        return Bias(mod.tensor[sequence.number : sequence.number + 1])
     if not isinstance(mod, PackedBias):
         return mod
     return Bias(mod.tensor[mod.part(sequence.number, sequence.seqlen_q, sequence.seqlen_k)])

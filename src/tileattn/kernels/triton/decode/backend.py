@@ -25,6 +25,8 @@ def reservation(call: DecodeCall) -> str | None:
 
 
 def _refusal_call(call: DecodeCall) -> str | None:
+    if call.packed_keys:
+        return "the Triton kernels do not take packed sequences"
     if call.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"dtype must be float16, bfloat16 or float32, not {call.dtype}"
     for name, size in (("head_dim", call.head_dim), ("head_dim_v", call.head_dim_v)):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ....call.decoding import DecodeCall
-from ....variant.expression import nodes
+from ....variant.expression import has_symbol
 from ....variant.program import Program, program
 from ..plan import TritonPlan, precision_of
 from ..shared_memory import padded
@@ -64,5 +63,4 @@ def make_decode_plan(call: DecodeCall, config: Config) -> TritonDecodePlan:
 
 def _differs_by_head(traced: Program) -> bool:
     """Whether the ranges of keys depend on the head: the rows of a tile differ in it."""
-    ends: list[Any] = [*traced.kv_range, *traced.full_range]
-    return any(node.op == "symbol" and node.args[0] == "h" for end in ends for node in nodes(end))
+    return any(has_symbol(end, "h") for end in (*traced.kv_range, *traced.full_range))

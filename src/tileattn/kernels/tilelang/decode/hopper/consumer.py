@@ -8,7 +8,7 @@ from ...tile.mask import Visibility
 from ...tile.softmax import ROWS
 from ..combine import merge_parts, place_of_query, sink_of, store_part
 from ..packed_rows import apply_row_mask, apply_row_score, keep_row_uniforms, locate_rows
-from ..walk import begin_worker, enter_job, enter_part, next_job
+from ..walk import begin_worker, enter_job, enter_part, head_of, locate_part, next_job, query_of
 from .stages import PARITY, STAGE, next_stage, stage_of
 
 WITHIN = 1  # the consumers' named barrier; 0 is __syncthreads
@@ -33,17 +33,21 @@ def release(w, barriers):
 
 @T.macro
 def load_queries(plan, arg, w, job):
-    """Q of a job to shared memory; zeros in rows that do not exist, which need no address then."""
+    """Q of a job to shared memory. Rows that do not exist hold anything: nothing of them is stored."""
     synchronize(plan)  # all have read the job before
-    # Q: [block_M, head_dim]
-    for i, d in T.Parallel(plan.block_M, plan.head_dim):
-        query = T.truncdiv(job.row0 + i, arg.group)
-        h = job.kv_head * arg.group + job.row0 + i - query * arg.group
-        b, q = place_of_query(plan, job, query)
-        exists = i < job.rows
-        if plan.head_dim != plan.call.head_dim:
-            exists = exists & (d < plan.call.head_dim)
-        w.q[i, d] = T.if_then_else(exists, arg.q[b, q, h, d], 0)
+    # Addresses take some 40 instructions a row, which all wait for: of no more rows than there are.
+    at_once = plan.query_rows_at_once
+    for step in T.serial(T.truncdiv(job.rows + (at_once - 1), at_once)):
+        # Q: [block_M, head_dim]
+        for i, d in T.Parallel(at_once, plan.head_dim):
+            row = step * at_once + i
+            b, q = place_of_query(plan, job, query_of(job, row))
+            if row < job.rows:
+                w.q[row, d] = (
+                    arg.q[b, q, head_of(arg, job, row), d]
+                    if plan.head_dim == plan.call.head_dim
+                    else T.if_then_else(d < plan.call.head_dim, arg.q[b, q, head_of(arg, job, row), d], 0)
+                )
     T.fence_proxy_async()
     synchronize(plan)
 
@@ -51,7 +55,7 @@ def load_queries(plan, arg, w, job):
 @T.macro
 def begin_rows(plan, arg, w, job):
     """Where each row stands, and what it has of its own in scores and sink."""
-    locate_rows(w.row_head, w.row_pos, job.row0, job.row0 + job.rows - 1, arg.group, job.kv_head, job.q_pos)
+    locate_rows(arg, job, w.row_head, w.row_pos)
     if plan.score is not None:
         emit = Emitter(arg.operands, clamps=True)
         keep_row_uniforms(plan.score, w.uniforms, w.row_uniforms, emit, arg.scale, job.sequence, w.row_head)
@@ -174,8 +178,8 @@ def consume(plan, arg, w):
         if job.units > 0:
             full_lo, full_hi = enter_rows(plan, arg, w, job)
             for index in T.serial(job.units):
-                part = enter_part(arg, worker, job, index)
-                attend(plan, arg, w, job, part, full_lo, full_hi)
+                attend(plan, arg, w, job, enter_part(arg, job, index), full_lo, full_hi)
+                part = locate_part(arg, worker, job, index)
                 if part.parts == 1:
                     store(plan, arg, w, job)
                 else:

@@ -45,10 +45,11 @@ def gather_tiles(plan, arg, w, job, part):
     read_key_ahead(plan, arg, w, job, part, part.lo)
     for j in T.serial(part.hi - part.lo):
         take_next(arg, w, job)
-        read_key_ahead(plan, arg, w, job, part, part.lo + j + 1)
         T.barrier_wait(w.k_free[w.at[STAGE]], w.at[PARITY])
         gather_rows(plan, w, job, arg.k, w.k, plan.head_dim, plan.call.head_dim)
         T.cp_async_barrier_noinc(w.k_ready[w.at[STAGE]])
+        # Behind copies, so that the first ones need not wait for it.
+        read_key_ahead(plan, arg, w, job, part, part.lo + j + 1)
         T.barrier_wait(w.v_free[w.at[STAGE]], w.at[PARITY])
         gather_rows(plan, w, job, arg.v, w.v, plan.head_dim_v, plan.call.head_dim_v)
         T.cp_async_barrier_noinc(w.v_ready[w.at[STAGE]])

@@ -28,6 +28,7 @@ are cleared before the product, for 0 * NaN is NaN: in shared memory by the cons
 a job's keys; row by row the producer copies zeros.
 
 Programmatic dependent launch: a kernel's blocks start as those of the kernel before end, and wait before they read.
+Until then they bring what they will read first into the L2 cache (prefetch.py).
 
 Bits: tiles lie at absolute multiples of block_N and are taken in ascending order, whatever the pages are; each row's
 result depends on its own scores only. So with FixedSplit neither page size nor batch nor q_len change a bit, as long as
@@ -56,6 +57,7 @@ from ..signature import declare
 from .config import HopperDecodeConfig
 from .consumer import consume
 from .plan import HopperDecodePlan
+from .prefetch import PRELUDE, prefetch_first_tiles
 from .producer import produce
 
 
@@ -71,7 +73,7 @@ def hopper_kernel(call: DecodeCall, config: HopperDecodeConfig) -> Any:
 
 @T.macro
 def _kernel(plan, arg):
-    with T.Kernel(arg.workers, threads=plan.threads) as block:
+    with T.Kernel(arg.workers, threads=plan.threads, prelude=PRELUDE) as block:
         if plan.config.blocks > 1:
             T.annotate_min_blocks_per_sm(plan.config.blocks)
         assume_filled(arg.operands)
@@ -80,6 +82,7 @@ def _kernel(plan, arg):
         q_shared = T.alloc_shared([plan.block_M, plan.head_dim], plan.dtype)
         k_shared = T.alloc_shared([plan.stages, plan.block_N, plan.head_dim], plan.dtype)
         v_shared = T.alloc_shared([plan.stages, plan.block_N, plan.head_dim_v], plan.dtype)
+        per_page = T.alloc_var("float32", init=1.0 / T.cast(T.max(arg.page_size, 1), "float32"))
         w = SimpleNamespace(
             block=block,
             thread=thread,
@@ -93,6 +96,7 @@ def _kernel(plan, arg):
             entry=T.alloc_local([4], "int32"),
             pages=T.alloc_local([max(plan.boxes, 1)], "int32"),
             rows=T.alloc_local([max(plan.boxes, 1)], "int32"),
+            per_page=per_page,
             **plan.alloc_barriers(),
             acc_s=T.alloc_fragment([plan.block_M, plan.block_N], "float32"),
             weights=T.alloc_fragment([plan.block_M, plan.block_N], plan.dtype),
@@ -118,6 +122,9 @@ def _kernel(plan, arg):
                 w.min_alpha: softmax.per_thread_layout(plan.consumers),
             }
         )
+        if plan.prefetches:
+            if thread < plan.consumers:
+                prefetch_first_tiles(plan, arg, w)
         wait_for_previous(plan.call.arch)
         let_next_start(plan.call.arch)
         if thread >= plan.consumers:

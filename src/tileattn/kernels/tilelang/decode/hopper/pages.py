@@ -6,7 +6,19 @@ from .....call import cache_fields
 
 # What a lane keeps: a page and the row in it, to copy from now, and those that were read ahead.
 PAGE, ROW, NEXT_PAGE, NEXT_ROW = range(4)
+EXACT = 1 << 22
 NO_ROW = -1  # the lane has no row to copy
+
+
+def page_of(arg, w, key):
+    """key // page_size. A division takes some 40 instructions, one after the other, and all loads wait for it.
+
+    Below EXACT floating point misses by one page at most.
+    """
+    near = T.cast(T.cast(key, "float32") * w.per_page, "int32")
+    rest = key - near * arg.page_size
+    near = near + T.cast(rest >= arg.page_size, "int32") - T.cast(rest < 0, "int32")
+    return T.if_then_else(key < EXACT, near, T.truncdiv(key, arg.page_size))
 
 
 @T.macro
@@ -14,7 +26,7 @@ def read_ahead(arg, w, job, key, rows, end):
     """Reads the page table for the rows of keys from `key` on, if the job sees one of them. Nothing waits for it."""
     w.entry[NEXT_ROW] = NO_ROW
     if (key + rows > job.kv_lo) & (key < T.min(job.kv_hi, end)):
-        place = T.alloc_var("int32", init=T.truncdiv(key, arg.page_size))
+        place = T.alloc_var("int32", init=page_of(arg, w, key))
         w.entry[NEXT_PAGE] = arg.page_table[job.sequence, place]
         w.entry[NEXT_ROW] = key - place * arg.page_size
 

@@ -19,9 +19,12 @@ class HopperDecodePlan:
     Attributes:
         block_M, block_N, stages, head_dim, head_dim_v: sizes of the tiles, as they lie in shared memory.
         consumers, producers, threads: threads of the consumer warpgroup, of the producer's warps, of both.
+        query_rows_at_once: rows of Q that are loaded together.
         box_rows, boxes: rows that one TMA box copies, and boxes of one tile (of one panel of columns).
         panel_k, panel_v: columns that one TMA box copies.
         score: the score modification, or None.
+        prefetches: whether the rows of caches that a block reads first are known without other kernels' results.
+        begins_at_zero: whether jobs begin at the first key.
         always_masked: whether the keys that all rows see are not known, so that each tile takes the mask.
     """
 
@@ -36,7 +39,13 @@ class HopperDecodePlan:
         self.gather = config.gather
         self.box_rows = box_rows(call, config)
         self.boxes = self.block_N // self.box_rows if not config.gather else 0
+        # One copy of 16 bytes for each thread, where rows are such that they come out even; in whole swizzle atoms.
+        vectors = self.head_dim // 8
+        even = vectors & (vectors - 1) == 0
+        self.query_rows_at_once = max(min(CONSUMERS // vectors, BLOCK_M), 8) if even else BLOCK_M
         self.score = RowScore(call, traced) if traced.score is not None else None
+        first = traced.kv_range[0]
+        self.prefetches, self.begins_at_zero = not call.packed_keys, isinstance(first, int | None) and not first
         self.always_masked = any(map(differs_by_head, traced.full_range))
 
     def alloc_barriers(self) -> dict[str, Barriers]:

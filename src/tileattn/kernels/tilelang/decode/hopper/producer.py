@@ -1,7 +1,7 @@
 """The producer of the Hopper decode schedule: loads K and V tile by tile; see kernel.py.
 
-:func:`load_boxes` copies boxes by TMA: the tile of a contiguous cache, or a piece of a page. gather.py copies row by
-row.
+:func:`load_boxes` copies boxes by TMA: the tile of a contiguous cache or of packed keys, or a piece of a page.
+gather.py copies row by row. The last box of packed keys may have rows of the next sequence: they count as unused.
 """
 
 import tilelang.language as T
@@ -22,7 +22,7 @@ def read_boxes_ahead(plan, arg, w, job, part, first_box):
 
 @T.macro
 def load_box(plan, arg, w, job, tensor, tiles, ready, columns, panel, k_lo):
-    """One tile of K, or of V."""
+    """One tile of K, or of V. ``k_lo``: its first row in a cache that is not paged; packed keys have one row of all."""
     if plan.call.paged:
         for box in T.unroll(plan.boxes):
             if w.rows[box] != NO_ROW:
@@ -57,6 +57,9 @@ def load_box(plan, arg, w, job, tensor, tiles, ready, columns, panel, k_lo):
 @T.macro
 def load_boxes(plan, arg, w, job, part):
     """A part's tiles, as stages become free. The table is read 32 boxes ahead."""
+    start = T.alloc_var("int32", init=0)  # of the sequence's keys
+    if plan.call.packed_keys:
+        start = arg.page_table[job.sequence, 0]
     if plan.call.paged:
         read_boxes_ahead(plan, arg, w, job, part, 0)
     for j in T.serial(part.hi - part.lo):
@@ -64,17 +67,20 @@ def load_boxes(plan, arg, w, job, part):
         if plan.call.paged:
             if j * plan.boxes % WARP == 0:
                 take_next(arg, w, job)
-                read_boxes_ahead(plan, arg, w, job, part, j * plan.boxes + WARP)
             # Before the copies, which one lane issues.
             for box in T.unroll(plan.boxes):
                 w.pages[box] = T.shfl_sync(w.entry[PAGE], (j * plan.boxes + box) % WARP)
                 w.rows[box] = T.shfl_sync(w.entry[ROW], (j * plan.boxes + box) % WARP)
         T.barrier_wait(w.k_free[w.at[STAGE]], w.at[PARITY])
-        load_box(plan, arg, w, job, arg.k, w.k, w.k_ready, plan.head_dim, plan.panel_k, k_lo)
+        load_box(plan, arg, w, job, arg.k, w.k, w.k_ready, plan.head_dim, plan.panel_k, start + k_lo)
         T.barrier_arrive(w.k_ready[w.at[STAGE]])
         T.barrier_wait(w.v_free[w.at[STAGE]], w.at[PARITY])
-        load_box(plan, arg, w, job, arg.v, w.v, w.v_ready, plan.head_dim_v, plan.panel_v, k_lo)
+        load_box(plan, arg, w, job, arg.v, w.v, w.v_ready, plan.head_dim_v, plan.panel_v, start + k_lo)
         T.barrier_arrive(w.v_ready[w.at[STAGE]])
+        # Behind the copies, so that the first ones need not wait for it.
+        if plan.call.paged:
+            if j * plan.boxes % WARP == 0:
+                read_boxes_ahead(plan, arg, w, job, part, j * plan.boxes + WARP)
         next_stage(plan, w)
 
 
@@ -86,7 +92,7 @@ def produce(plan, arg, w):
     for _ in T.serial(worker.steps):
         job = enter_job(plan, arg, worker)
         for index in T.serial(job.units):
-            part = enter_part(arg, worker, job, index)
+            part = enter_part(arg, job, index)
             if plan.gather:
                 gather_tiles(plan, arg, w, job, part)
             else:

@@ -8,7 +8,7 @@ order of the text). A captured number becomes a constant of the text.
     '(add score (mul 2 (load t0 h)))'
 
 Under torch.compile, Dynamo traces the function together with the code around it, and its guards cover everything that
-the function captures (:mod:`tileattn.variant.compiled_tracing`). A number that Dynamo does not treat as a constant
+the function captures (:mod:`tileattn.variant.tracing.compiled`). A number that Dynamo does not treat as a constant
 becomes an operand (``i0``, ``f0``, ...).
 """
 
@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from .eager_tracing import run_eagerly
-from .expression import Expr, TensorSymbol, dtype_of, text_of
+from ..expression import Expr, TensorSymbol, dtype_of, text_of
+from .eager import run_eagerly
 
 
 @dataclass
@@ -67,7 +67,7 @@ def trace(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Traced:
             message says what to write instead.
     """
     if torch.compiler.is_dynamo_compiling():
-        from .compiled_tracing import run
+        from .compiled import run
 
         result = run(fn, arguments)
     else:

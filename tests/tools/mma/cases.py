@@ -1,4 +1,4 @@
-"""Test cases of the ladder's kernels, on a GPU (kernels/mma/test_gpu.py) and on a CPU (mma_emulator.py)."""
+"""Test cases of the ladder's kernels, on a GPU (kernels/mma/test_gpu.py) and on a CPU (emulator.py)."""
 
 from __future__ import annotations
 

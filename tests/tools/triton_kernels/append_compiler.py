@@ -1,6 +1,6 @@
 """Compiles append_kv's Triton kernel for GPUs that this machine does not have.
 
-    python tests/tools/triton_append_compiler.py
+    python tests/tools/triton_kernels/append_compiler.py
 
 prints one line of JSON for each kernel, then by how many kernels calls of several sizes are run. It runs in its own
 process: Triton decides at import whether it compiles or interprets, and the tests interpret.
@@ -18,9 +18,10 @@ from typing import Any
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from tests.tools import append_cases, triton_compiler
+from tests.tools import append_cases
+from tests.tools.triton_kernels import compiler
 
 NAMES = ("halves-pages", "packed-positions")
 CONFIG = SimpleNamespace(num_warps=1, num_stages=2)
@@ -72,9 +73,9 @@ def main() -> None:
     from tileattn.kernels.triton.append.kernel import append_kernel
 
     by_id = {case.id: case for case in append_cases.CASES}
-    for arch in triton_compiler.TARGETS:
+    for arch in compiler.TARGETS:
         for name in NAMES:
-            report = triton_compiler._compile(arch, append_kernel, CONFIG, arguments_of(by_id[name], arch))
+            report = compiler._compile(arch, append_kernel, CONFIG, arguments_of(by_id[name], arch))
             print(json.dumps({"arch": arch, "name": name} | report), flush=True)
     case = by_id["halves-pages"]
     others = (replace(case, heads=16, kv_heads=1), replace(case, seqlens=(1,), new=1), replace(case, page=1))

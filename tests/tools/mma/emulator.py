@@ -1,4 +1,4 @@
-"""Runs the ladder's kernels on a CPU: their sources, compiled with g++ against mma_emulator.h."""
+"""Runs the ladder's kernels on a CPU: their sources, compiled with g++ against emulator.h."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Kernel:
         names = ["q", "k", "v", "o", "lse", *(f"n{i}" for i in range(NUMBERS)), "scale"]
         kinds = ["const Element*"] * 3 + ["Element*", "float*"] + ["long long"] * NUMBERS + ["double"]
         declared = ", ".join(f"{kind} {name}" for kind, name in zip(kinds, names, strict=True))
-        program = f"""{macros}#include "{HERE / "mma_emulator.h"}"
+        program = f"""{macros}#include "{HERE / "emulator.h"}"
 #include "{SOURCES / kernel.options.rung}.cu"
 extern "C" void launch({declared}, long long blocks) {{
   thread_count = THREADS;

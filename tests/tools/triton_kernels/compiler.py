@@ -1,6 +1,6 @@
 """Compiles the Triton kernels that a call would launch, for GPUs that this machine does not have.
 
-    python tests/tools/triton_compiler.py '<a list of calls as JSON>'
+    python tests/tools/triton_kernels/compiler.py '<a list of calls as JSON>'
 
 prints one line of JSON for each kernel. It runs in its own process, because Triton decides at import whether it
 compiles or interprets, and the tests interpret.

@@ -1,7 +1,7 @@
 """Tracing of a user's function in eager mode: the function runs on symbols and returns an expression.
 
-:mod:`tileattn.variant.tracing` uses this module directly. :mod:`tileattn.variant.compiled_tracing` uses it if Dynamo
-could not trace the function.
+:mod:`tileattn.variant.tracing.trace` uses this module directly. :mod:`tileattn.variant.tracing.compiled` uses it if
+Dynamo could not trace the function.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .expression import captured, symbol
+from ..expression import captured, symbol
 
 
 def run_eagerly(fn: Callable[..., Any], arguments: tuple[str, ...]) -> Any:

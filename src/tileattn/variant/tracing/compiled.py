@@ -26,9 +26,9 @@ from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_s
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
 
-from .eager_tracing import run_eagerly
-from .expression import Expr, TensorSymbol, symbol
-from .operations import OPERATORS
+from ..expression import Expr, TensorSymbol, symbol
+from ..operations import OPERATORS
+from .eager import run_eagerly
 
 _DTYPES = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
 

@@ -1,0 +1,1 @@
+"""Tracing: the Python function of a mask or a score modification becomes an expression."""

@@ -1,0 +1,1 @@
+"""What the tests of the ladder share: cases, and the emulator of its kernels."""
