@@ -268,6 +268,9 @@ def test_what_does_not_fit_a_cache() -> None:
         cache.truncate(1)
         with pytest.raises(ValueError, match="lengths have changed since this step began"):
             causal(x, cache=step.layer(0))
+        for tokens in (2, 4):  # keys over earlier ones, or none
+            with pytest.raises(ValueError, match=rf"q must have the {tokens} new tokens .*step\({tokens}\), got 3"):
+                causal(x, cache=cache.step(tokens).layer(0))
         packed = cache.step(cu_seqlens_q=torch.tensor([0, 2, 6]).int(), max_seqlen_q=4)
         with pytest.raises(ValueError, match=r"x must have shape \(total, embed_dim=32\), got \(2, 3, 32\)"):
             causal(x, cache=packed.layer(0))
