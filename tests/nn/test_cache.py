@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import tileattn.api.cache_step as cache_step
+import tileattn.api.shared_plans as shared_plans
 from tests.nn.test_modules import CASES, EMBED, HEADS, Case, random
 from tileattn import LayerCache, PagedKVCache, PrefixLM, SlidingWindow
 from tileattn.nn import MaskedAttention, SelfAttention, SlidingWindowAttention, get_attention
@@ -131,13 +131,13 @@ def test_the_module_of_tritons_kernels_runs_them() -> None:
 
 def plans_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     made: list[Any] = []
-    decode_plan = cache_step.decode_plan
+    decode_plan = shared_plans.decode_plan
 
     def counted(*arguments: Any, **options: Any) -> Any:
         made.append(decode_plan(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr(cache_step, "decode_plan", counted)
+    monkeypatch.setattr(shared_plans, "decode_plan", counted)
     return made
 
 

@@ -15,7 +15,8 @@ from ..call.decoding import DecodePlan, Splits
 from ..runtime.operators import is_traced
 from ..runtime.run import MaskLike, ScoreModLike
 from ..variant.key import encode, normalize
-from .decode import decode, decode_plan
+from .decode import decode
+from .shared_plans import SharedPlans
 
 if TYPE_CHECKING:
     from .kv_cache import PagedKVCache
@@ -36,7 +37,7 @@ class CacheStep:
     ) -> None:
         self.cache, self.tokens, self.cu_seqlens_q, self.max_seqlen_q = cache, tokens, cu_seqlens_q, max_seqlen_q
         self._version = _version(cache.seqlens)
-        self._plans: dict[tuple[Any, ...], tuple[DecodePlan, Any]] = {}
+        self._plans = SharedPlans()
 
     @property
     def packed(self) -> bool:
@@ -81,17 +82,11 @@ class CacheStep:
             return None
         mask, mods = normalize(options["mask"], options["score_mod"], options["causal"])
         variant, operands = encode(mask, mods)
-        # A plan that was made before the capture of a CUDA graph would not be made again when the graph is replayed.
-        captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
-        key = (
-            q.shape, q.stride(), q.dtype, *(x.data_ptr() % 16 for x in (q, *pages)), captured, variant,
-            *map(id, operands.tensors), *operands.ints, *operands.floats, options["sink"] is None, options["scale"],
+        kind = (
+            variant, *map(id, operands.tensors), *operands.ints, *operands.floats, options["sink"] is None,
             options["splits"], options["backend"],
         )  # fmt: skip
-        if key not in self._plans:
-            plan = decode_plan(q, *pages, self.cache.seqlens, **options)
-            self._plans[key] = plan, operands  # kept, so that no other tensor gets the id of one of these
-        return self._plans[key][0]
+        return self._plans.plan(kind, q, *pages, self.cache.seqlens, options, kept=operands)
 
 
 class LayerCache:
