@@ -18,7 +18,7 @@ from hypothesis import given, settings
 import tileattn
 from tests.tools.compositions import Composition, compositions
 from tests.tools.conformance_call import refusal, run
-from tests.tools.interpreted import is_for_triton, is_slow_to_interpret
+from tests.tools.triton_kernels.interpreted import is_for_triton, is_slow_to_interpret
 from tileattn.reference import flash_attention_1, flash_attention_2, standard_attention
 from tileattn.runtime.dispatch import BACKENDS
 from tileattn.testing import (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.tools.conformance_call import refusal, run
-from tests.tools.interpreted import is_for_triton, is_slow_to_interpret
+from tests.tools.triton_kernels.interpreted import is_for_triton, is_slow_to_interpret
 from tileattn.runtime.dispatch import BACKENDS
 from tileattn.testing import (
     Arguments,

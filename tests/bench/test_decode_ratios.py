@@ -91,6 +91,22 @@ def test_a_variant_is_what_it_is_called_and_tileattn_computes_it(name: str) -> N
     expect(given, variant).check(methods.Own("tileattn-x", variant=variant).prepare(given)(0))
 
 
+@pytest.mark.parametrize("page", [0, 16])
+def test_a_shorter_call_is_one_on_smaller_caches(page: int) -> None:
+    """A plan deals the capacity: the reference of a window is a call as it would be without more keys."""
+    given = Pool(CPU, torch.float32).problem(replace(CASE, page=page))
+    short = given.shortened(20)
+    assert given.shortened(None) is given
+    assert short.seqlens.tolist() == [20] * 3
+    if short.table is None:
+        assert all(x.shape[1] == 20 for x in (*short.k, *short.v))
+    else:
+        assert short.table.shape == (3, 2)
+    assert len(short.k) == len(given.k)
+    got = methods.Own("tileattn-x", variant=variants.shorter(20)).prepare(given)(0)
+    assert torch.allclose(got.double(), by_hand(given, "shorter"), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_last_of_several_queries_is_that_of_one(causal: bool) -> None:
     given = Pool(CPU, torch.float32).problem(CASE)

@@ -61,6 +61,8 @@ def test_tensors_without_gaps() -> None:
     assert overlap(buffer, buffer[13:14])
     assert overlap(buffer[:16].view(torch.int32), buffer[15:])
     assert overlap(buffer[:8].view(torch.int16), buffer[7:])
+    assert overlap(buffer[:1], buffer.view(torch.int16)[1:2])
+    assert not overlap(buffer[:1], buffer.view(torch.int16)[2:])
 
 
 def test_other_memory_and_nothing() -> None:

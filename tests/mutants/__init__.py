@@ -4,12 +4,38 @@ from __future__ import annotations
 
 import itertools
 
-from . import appending, backends, caches, calls, decode, engines, gradients, masks, packed, rules, triton_decode
+from . import (
+    appending,
+    backends,
+    caches,
+    calls,
+    decode,
+    engines,
+    few_queries,
+    gradients,
+    masks,
+    packed,
+    rules,
+    triton_decode,
+)
 from .mutant import Mutant
 
 
 def all_mutants() -> list[Mutant]:
     """Every mutant, by area."""
     # Those that take longest come first.
-    areas = (gradients, decode, caches, backends, calls, rules, packed, appending, masks, triton_decode, engines)
+    areas = (
+        gradients,
+        decode,
+        caches,
+        backends,
+        calls,
+        rules,
+        packed,
+        appending,
+        masks,
+        triton_decode,
+        engines,
+        few_queries,
+    )
     return list(itertools.chain.from_iterable(area.MUTANTS for area in areas))

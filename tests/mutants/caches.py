@@ -45,7 +45,7 @@ MUTANTS: list[Mutant] = [
                 "zip((size, *tensor.shape), strides)",
                 "zip((1, *tensor.shape), strides)",
             ),
-            "overlap: gaps do not matter": ("return rest == 0", "return True"),
+            "overlap: one index behind the last": ("sign * (count - 1)", "sign * count"),
             "overlap: one index too far": ("min(greatest, (rest - low)", "min(greatest + 1, (rest - low)"),
             "overlap: factors of strides": (
                 "max(least, -((high - rest) // stride))",

@@ -41,8 +41,8 @@ def test_every_tile_is_dealt_once_and_evenly(lengths: list[int], kv_heads: int, 
 
 
 def test_equal_jobs_are_dealt_without_a_second_part() -> None:
-    """16 x 1k, 32/8 heads: 128 jobs of 16 tiles, each for two of 264 blocks; 64 x 4k, 32/8: two whole jobs a block."""
-    for batch, tiles, parts_of_block, tiles_of_part in ((16, 16, 1, 8), (64, 64, 2, 64)):
+    """On 264 blocks: 128 jobs of 16 tiles, whole, on half of them; cut in two, if longer; two whole ones of 512."""
+    for batch, tiles, parts_of_block, tiles_of_part in ((16, 16, 1, 16), (16, 64, 1, 32), (64, 64, 2, 64)):
         parts = plan.deal([tiles * 64] * batch, 8, 64, 264)
         blocks = [part.block for part in parts]
         assert {blocks.count(block) for block in blocks} == {parts_of_block}
@@ -60,8 +60,8 @@ def test_the_rule_is_that_of_the_planning_kernel(tmp_path: Path) -> None:
 
     if COMPILER is None:
         pytest.skip("needs g++")
-    constants = plan.OVERHEAD, plan.LEAST_KEYS, plan.MOST_WORK
-    assert constants == (shares.OVERHEAD, config.LEAST_KEYS, records.MOST_WORK)
+    constants = plan.OVERHEAD, plan.LEAST_KEYS, plan.MOST_WORK, plan.TILES_OF_FEW
+    assert constants == (shares.OVERHEAD, config.LEAST_KEYS, records.MOST_WORK, config.TILES_OF_FEW)
     kernel = Kernel(plan_kernel.plan_kernel("sm_80", False, program("")), tmp_path)
     for lengths in LENGTHS:
         for kv_heads, blocks in ((1, 1), (2, 7), (3, 40)):
@@ -69,7 +69,10 @@ def test_the_rule_is_that_of_the_planning_kernel(tmp_path: Path) -> None:
             capacity = max(lengths)
             jobs = batch * kv_heads
             workers = min(records.even_workers(jobs, blocks), jobs * max(-(-capacity // 64), 1))
-            deal = records.Deal(64, 64, workers, records.FREE, batch, 2, 0, 4, 2, jobs)
+            multiprocessors = max(blocks // 2, 1)
+            few = min(records.even_workers(jobs, multiprocessors), workers)
+            most = config.TILES_OF_FEW * multiprocessors
+            deal = records.Deal(64, 64, workers, records.FREE, batch, 2, 0, 4, 2, jobs, few, most)
             written = torch.full((records.plan_rows(deal, kv_heads, batch), records.WIDTH), -77, dtype=torch.int32)
             status = torch.zeros(cache_fields.FIELDS, dtype=torch.int32)
             kernel(
@@ -103,9 +106,9 @@ def test_the_command_draws(tmp_path: Path) -> None:
 
 def test_the_picture_says_how_even_the_blocks_are() -> None:
     pytest.importorskip("matplotlib")
-    figure = plan.draw_plan([640, 640], 1, 64, 4)
+    figure = plan.draw_plan([6400, 6400], 1, 64, 4)
     text = figure.get_suptitle()
-    assert "2 sequences x 1 kv head on 4 blocks of 4: 5 tiles each; 2 of 2 jobs are cut into parts" in text
+    assert "2 sequences x 1 kv head on 4 blocks of 4: 50 tiles each; 2 of 2 jobs are cut into parts" in text
     assert "on 1 block of 3: 1 tiles each; 0 of 1 jobs" in plan.draw_plan([1], 1, 64, 3).get_suptitle()
     (axes,) = figure.axes
-    assert sum(bar.get_height() for bar in axes.patches) == 20
+    assert sum(bar.get_height() for bar in axes.patches) == 200

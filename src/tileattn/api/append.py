@@ -73,8 +73,8 @@ def append_kv(
 
     Returns:
         The rotated q, a new contiguous tensor; None without q. The rotation is computed in float32 (float64 for
-        float64) and rounded once. A row at a negative position, and one of no sequence, is returned, or written, as it
-        is.
+        float64) and rounded once. A row at a negative position is returned, or written, as it is; so is a row of no
+        sequence, unless `positions` or `q_positions` give it a position.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted. The

@@ -118,6 +118,9 @@ def attention(
         calls in float8_e4m3fn are not. The backward pass recomputes the probabilities, so memory stays linear in the
         lengths. Under ``torch.autocast``, q, k and v are cast, as for PyTorch's own attention.
 
+        Without gradients and dropout, few queries (at most 16) over many keys (at least 512) run the kernels of
+        :func:`tileattn.decode`.
+
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, what was given and what is accepted.
         NotImplementedError: no backend, or not the named one, runs the call; the message says why.

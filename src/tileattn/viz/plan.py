@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 OVERHEAD = 1  # of a job, in tiles
 LEAST_KEYS = 128  # of a block
 MOST_WORK = 0.75  # of the blocks: where fewer share jobs of one length evenly, the others stay idle
+BLOCKS_OF_SM = 2  # blocks that share a multiprocessor (Hopper)
+TILES_OF_FEW = 20  # of a multiprocessor: with no more, one block of each has work
 COLOURS = (BLUE, ORANGE, GREEN, RED, "#56B4E9", "#CC79A7", "#F0E442")
 
 
@@ -38,7 +40,10 @@ def deal(lengths: Sequence[int], kv_heads: int, block_N: int, blocks: int) -> li
     """The parts of all blocks, in order. Blocks without work have none; a job without keys is a part of no tiles."""
     jobs = [(b, head, -(-length // block_N)) for b, length in enumerate(lengths) for head in range(kv_heads)]
     starts = list(accumulate((max(tiles, 1) + OVERHEAD for _, _, tiles in jobs), initial=0))
-    active = _active(starts[-1] - OVERHEAD * len(jobs), len(jobs), even_workers(len(jobs), blocks), block_N)
+    tiles, multiprocessors = starts[-1] - OVERHEAD * len(jobs), max(blocks // BLOCKS_OF_SM, 1)
+    is_short = tiles <= TILES_OF_FEW * multiprocessors
+    workers = even_workers(len(jobs), multiprocessors if is_short else blocks)
+    active = _active(tiles, len(jobs), workers, block_N)
     begins = []
     for block in range(active):
         place = block * starts[-1] // active

@@ -56,7 +56,7 @@ def test_a_step_sees_its_mask(
     q_length: int, before: int | Tensor, window: int | None, padded: bool, steps: list[dict[str, Any]]
 ) -> None:
     """Bit by bit the mask's definition: NaN in unused slots does not get in."""
-    padding = torch.arange(SLOTS)[None] >= torch.tensor([[0], [int(before) // 2]]) if padded else None
+    padding = torch.arange(SLOTS)[None] >= torch.tensor([[0], [int(before) - 1]]) if padded else None
     mask = mask_of(q_length, before, window, padding)
     q, k, v = tensors(q_length)
     stop = int(before) + q_length

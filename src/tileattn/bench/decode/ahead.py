@@ -68,9 +68,8 @@ def compile_ahead(
 def _phase(case: Case, method: Own, device: torch.device, dtype: torch.dtype, arch: str | None) -> Any:
     """What decodes a row."""
     call = _facts(case.page, case.heads, case.kv_heads, case.head_dim, method, device, dtype)
-    sizes = DecodeSizes(
-        case.batch, method.q_len, case.batch * method.q_len, case.heads, case.kv_heads, case.context, case.page
-    )
+    keys = method.variant.keys or case.context
+    sizes = DecodeSizes(case.batch, method.q_len, case.batch * method.q_len, case.heads, case.kv_heads, keys, case.page)
     return prepare_decode(
         replace(call, arch=arch or call.arch), method.backend, sizes, case.head_dim**-0.5, method.splits
     ).run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,9 +51,15 @@ class Problem:
         batch, _, heads, head_dim = self.q.shape
         return torch.cat([self.q.new_empty(batch, q_len - 1, heads, head_dim).normal_(), self.q], 1)
 
-    def lengths(self, keys: int | None) -> Tensor:
-        """`seqlens` if all sequences had so many keys; None for those that they have."""
-        return self.seqlens if keys is None else torch.full_like(self.seqlens, keys)
+    def shortened(self, keys: int | None) -> Problem:
+        """The same on the first keys of each sequence, and with caches for no more; None for all."""
+        if keys is None:
+            return self
+        seqlens = torch.full_like(self.seqlens, keys)
+        if self.table is not None:
+            return replace(self, seqlens=seqlens, table=self.table[:, : -(-keys // self.case.page)])
+        k, v = (tuple(x[:, :keys] for x in caches) for caches in (self.k, self.v))
+        return replace(self, k=k, v=v, seqlens=seqlens)
 
     def keys_of(self, sequence: int, cache: int = 0) -> tuple[Tensor, Tensor]:
         """K and V of one sequence, (context, kv_heads, head_dim) each."""

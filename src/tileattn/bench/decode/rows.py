@@ -147,13 +147,15 @@ class Measurer:
             if is_own(method.name) or not math.isfinite(error):
                 expected[method.variant].check(o)
         calls = [partial(attend, i) for i in range(len(problem.k))]
-        call_bytes = problem.case.kv_bytes(self.pool.dtype.itemsize)
-        sample = timing.sampler(calls, call_bytes, self.pool.device)
+        sample = timing.sampler(calls, self._bytes_read(problem.case, method), self.pool.device)
         return _Running(method, error, sample)
+
+    def _bytes_read(self, case: Case, method: Method) -> int:
+        return case.kv_bytes(self.pool.dtype.itemsize) // case.context * _keys_read(case, method)
 
     def _row(self, case: Case, measured: _Running) -> Row:
         us = median(measured.us)
-        kv_bytes = case.kv_bytes(self.pool.dtype.itemsize) // case.context * _keys_read(case, measured.method)
+        kv_bytes = self._bytes_read(case, measured.method)
         sizes = (case.batch, case.context, case.heads, case.kv_heads, case.head_dim, case.page, kv_bytes)
         return Row(case.name, measured.method.name, *sizes, us, kv_bytes / us / 1e3, measured.error)
 

@@ -63,6 +63,20 @@ def test_decode(case: Case, schedule: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("schedule", ["default", "generic"])
+def test_an_infinite_score_outweighs_the_other_part(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without parts. The exponents of its part have the base 0, those of the other one 433."""
+    if schedule == "generic":
+        monkeypatch.setattr(launch, "default", generic_default)
+    decoding, inputs = decoded(Tensors(Case([200], 1, 2, 1, page=0, dim=64, splits=2), "cuda"))
+    inputs.q.fill_(1)
+    inputs.k_cache[:, :200] = 300 / (SCALE * 64)
+    inputs.k_cache[:, 3] = torch.tensor([math.inf] + [0.0] * 63, dtype=inputs.q.dtype)
+    o, lse = decoding(inputs, None)
+    assert torch.isposinf(lse).all()
+    assert o.isnan().all()
+
+
+@pytest.mark.parametrize("schedule", ["default", "generic"])
 def test_one_graph_serves_all_lengths(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured at length 1, with the plan."""
     if schedule == "generic":

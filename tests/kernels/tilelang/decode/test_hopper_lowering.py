@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("tilelang")
 
-from tests.tools.lowering import BIAS, MAX_SPILLED, SLOPES, TILES, assemble, find_nvcc, numbers, source_and_shared
+from tests.tools.lowering import BIAS, SLOPES, TILES, assemble, find_nvcc, numbers, source_and_shared
 from tileattn import ALiBi, Bias, Causal, FunctionMask, Mask, SlidingWindow, SoftCap
 from tileattn.call.decoding import DecodeCall
 from tileattn.kernels.tilelang.decode.config import GenericConfig, default
@@ -58,6 +58,8 @@ SLOW_CALLS = {
     "bias": make_decode_call(Causal(), Bias(BIAS), page_rows=16),
     "composed-packed": make_decode_call(Causal(), ALiBi(SLOPES), Bias(TILES), SoftCap(9.0), packed=True, page_rows=1),
 }
+# What a worker keeps from job to job (its place, a job's ranges) is not read in the loop over tiles.
+MAX_SPILLED_BY_WORKER = 64
 # Where a row of Q is no power of two of 16 bytes: places of Q's rows, which are read once per job, not once per tile.
 MAX_SPILLED_BY_ROWS = 160
 SLOW = "more of the same: registers of other head dims and variants"
@@ -88,7 +90,7 @@ def test_kernels_wait_with_all_of_their_threads_and_neither_spill_nor_serialise(
     report = assemble(nvcc, source, call.arch, tmp_path)
     assert not re.search("C7512|C7514|serializ", report)
     (spilled,) = numbers(r"(\d+) bytes spill stores", report)
-    assert spilled <= (MAX_SPILLED if name != "causal-192/128" else MAX_SPILLED_BY_ROWS)
+    assert spilled <= (MAX_SPILLED_BY_WORKER if name != "causal-192/128" else MAX_SPILLED_BY_ROWS)
     (static,) = numbers(r"(\d+) bytes smem", report)
     assert config.blocks * (dynamic + static + 1024) <= SHARED_BYTES_OF_SM
 

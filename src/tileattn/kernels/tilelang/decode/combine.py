@@ -15,7 +15,7 @@ import tilelang.language as T
 from tvm import tirx
 
 from ..tile.softmax import LN2, LOG2E
-from .records import BASE, FLAT, GROUP, SUM, WIDTH
+from .records import BASE, FLAT, GROUP, STATE_COLUMNS, SUM, WIDTH
 from .walk import group_of, quads_of, query_of, slot_of
 
 # A thread's sums: four columns of O, the base of their exponents, and the sum of weights.
@@ -152,6 +152,11 @@ def panels(f: Any) -> int:
     return -(-f.call.head_dim_v // (4 * lanes(f)))
 
 
+def quads_of_row(f: Any) -> int:
+    """Of a partial result: four columns of O each, then its state."""
+    return (f.call.head_dim_v + STATE_COLUMNS) // 4
+
+
 def rounds(f: Any, job: Any, threads: int) -> Any:
     """How often `threads` do, for all of a job's rows."""
     at_once = threads // lanes(f)
@@ -219,14 +224,13 @@ def _load(f, arg, w, at, run):
 
     What there is none of has the sum 0.
     """
-    _, rows, columns = arg.parts.shape
     low = T.alloc_var("int32", init=run.low)
     last = T.alloc_var("int32", init=run.high - 1)
     # In quads: a slot, from one result to the next, and what the first one lies behind.
-    size = T.alloc_var("int32", init=rows * (columns // 4))
+    size = T.alloc_var("int32", init=arg.parts.shape[1] * quads_of_row(f))
     step = T.alloc_var("int32", init=size * run.step)
     extra = T.alloc_var("int32", init=T.if_then_else(run.starts, size * run.extra, 0))
-    first = T.alloc_var("int64", init=T.cast(run.slot, "int64") * T.cast(size, "int64") + at.row * (columns // 4))
+    first = T.alloc_var("int64", init=T.cast(run.slot, "int64") * T.cast(size, "int64") + at.row * quads_of_row(f))
     # Of the nearest where there is none: what a condition guards is loaded later, one after the other.
     for i in T.unroll(GROUP):
         place = first + T.cast(step, "int64") * T.max(T.min(i, last), low) + at.quad
@@ -235,7 +239,7 @@ def _load(f, arg, w, at, run):
     number = T.alloc_var("int32", init=T.truncmod(at.lane, GROUP))
     near = first + T.cast(step, "int64") * T.max(T.min(number, last), low) + T.if_then_else(number == 0, extra, 0)
     for j in T.vectorized(2):
-        w.own[j] = _flat(arg.parts, 2)[(near + columns // 4 - 1) * 2, j]
+        w.own[j] = _flat(arg.parts, 2)[(near + quads_of_row(f) - 1) * 2, j]
     w.own[SUM] = T.Select((number >= low) & (number <= last), w.own[SUM], 0.0)
 
 

@@ -44,7 +44,8 @@ class HopperDecodePlan:
         even = vectors & (vectors - 1) == 0
         self.query_rows_at_once = max(min(CONSUMERS // vectors, BLOCK_M), 8) if even else BLOCK_M
         self.score = RowScore(call, traced) if traced.score is not None else None
-        self.prefetches, self.begins_at_zero = not call.packed_keys, traced.kv_range[0] in (None, 0)
+        first = traced.kv_range[0]
+        self.prefetches, self.begins_at_zero = not call.packed_keys, isinstance(first, int | None) and not first
         self.always_masked = any(map(differs_by_head, traced.full_range))
 
     def alloc_barriers(self) -> dict[str, Barriers]:
