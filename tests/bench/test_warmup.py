@@ -23,7 +23,7 @@ from tileattn.kernels.tilelang.append import library as append_library
 from tileattn.kernels.tilelang.build import batch
 from tileattn.kernels.tilelang.decode import library as decode_library
 from tileattn.nn import MaskedAttention, SelfAttention, SlidingWindowAttention
-from tileattn.runtime import decoding
+from tileattn.runtime import decoding, few_queries
 from tileattn.runtime.decoding import DecodeOptions, make_decode_call, with_variant
 
 DIM, PAGES, BF16 = 64, (16, 64), torch.bfloat16
@@ -103,6 +103,15 @@ def test_a_warmed_kernel_is_the_one_that_a_call_wants(
     key, inputs = with_variant(inputs, 40, mask_of(given), score_mods_of(given), False, None)
     real = make_decode_call(inputs, DecodeOptions(key, 1.0, 40, None, True, None))
     assert real in warmup.decode_calls([(32, 32)], [variant], ["bf16"], [0, 16], "cpu")
+
+
+def test_attention_of_few_queries_runs_kernels_over_contiguous_caches() -> None:
+    """Those of `warmup --direction decode --page-size 0 --variant full,causal`, as docs/design/decoding.md says."""
+    names = ([(128, 64)], ["full", "causal"], ["bf16"])
+    shapes = torch.Size((1, 1, 8, 128)), torch.Size((1, 900, 2, 128))
+    wanted = {few_queries.decode_facts(call, *shapes)[0] for call in warmup.calls(*names, "sm_90a")}
+    assert len(wanted) == 4
+    assert wanted <= set(warmup.decode_calls(*names, [0], "sm_90a"))
 
 
 def test_the_default_of_decode_has_a_name() -> None:

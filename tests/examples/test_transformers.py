@@ -216,12 +216,13 @@ def test_layers_are_measured_on_a_gpu(script: ModuleType) -> None:
 
 def test_the_pages_python_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/transformers.md").read_text(), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        scope: dict[str, Any] = {}
+    assert len(blocks) == 3  # they continue each other
+    scope: dict[str, Any] = {}
+    for block, name in zip(blocks, ("tileattn", "tileattn", "paged|tileattn")):
         exec(block, scope)
-        assert scope["model"].config._attn_implementation == "tileattn"
-        assert scope["logits"].isfinite().all()
+        assert scope["model"].config._attn_implementation == name
+    assert scope["logits"].isfinite().all()
+    assert [len(request.generated_tokens) for request in scope["outputs"].values()] == [5, 5]
 
 
 @pytest.mark.slow

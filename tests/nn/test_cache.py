@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import tileattn.api.cache_step as cache_step
+import tileattn.api.shared_plans as shared_plans
 from tests.nn.test_modules import CASES, EMBED, HEADS, Case, random
 from tileattn import LayerCache, PagedKVCache, PrefixLM, SlidingWindow
 from tileattn.nn import MaskedAttention, SelfAttention, SlidingWindowAttention, get_attention
@@ -131,13 +131,13 @@ def test_the_module_of_tritons_kernels_runs_them() -> None:
 
 def plans_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     made: list[Any] = []
-    decode_plan = cache_step.decode_plan
+    decode_plan = shared_plans.decode_plan
 
     def counted(*arguments: Any, **options: Any) -> Any:
         made.append(decode_plan(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr(cache_step, "decode_plan", counted)
+    monkeypatch.setattr(shared_plans, "decode_plan", counted)
     return made
 
 
@@ -268,6 +268,9 @@ def test_what_does_not_fit_a_cache() -> None:
         cache.truncate(1)
         with pytest.raises(ValueError, match="lengths have changed since this step began"):
             causal(x, cache=step.layer(0))
+        for tokens in (2, 4):  # keys over earlier ones, or none
+            with pytest.raises(ValueError, match=rf"q must have the {tokens} new tokens .*step\({tokens}\), got 3"):
+                causal(x, cache=cache.step(tokens).layer(0))
         packed = cache.step(cu_seqlens_q=torch.tensor([0, 2, 6]).int(), max_seqlen_q=4)
         with pytest.raises(ValueError, match=r"x must have shape \(total, embed_dim=32\), got \(2, 3, 32\)"):
             causal(x, cache=packed.layer(0))

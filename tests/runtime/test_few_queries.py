@@ -43,6 +43,7 @@ def test_shapes_decide() -> None:
     assert are_few(1, 600, packed=True)
     assert not are_few(17, 100_000)
     assert not are_few(1, 511)
+    assert not are_few(1, 2**31), "more than an int32 length can say"
     assert not are_few(2, 512, 64, 1), "128 rows: more than a tile"
     assert not are_few(0, 512)
     assert not are_few(1, 512, batch=0)

@@ -15,7 +15,8 @@ from ..call.decoding import DecodePlan, Splits
 from ..runtime.operators import is_traced
 from ..runtime.run import MaskLike, ScoreModLike
 from ..variant.key import encode, normalize
-from .decode import decode, decode_plan
+from .decode import decode
+from .shared_plans import SharedPlans
 
 if TYPE_CHECKING:
     from .kv_cache import PagedKVCache
@@ -26,14 +27,17 @@ class CacheStep:
 
     Attributes:
         cache: the cache, whose lengths count the new tokens.
+        tokens: the new tokens of each sequence, where all have as many, or None.
         cu_seqlens_q: int32 (batch + 1,), where the new tokens are packed, or None.
         max_seqlen_q: with cu_seqlens_q, the most new tokens of a sequence or any upper bound.
     """
 
-    def __init__(self, cache: PagedKVCache, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None) -> None:
-        self.cache, self.cu_seqlens_q, self.max_seqlen_q = cache, cu_seqlens_q, max_seqlen_q
+    def __init__(
+        self, cache: PagedKVCache, tokens: int | None, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None
+    ) -> None:
+        self.cache, self.tokens, self.cu_seqlens_q, self.max_seqlen_q = cache, tokens, cu_seqlens_q, max_seqlen_q
         self._version = _version(cache.seqlens)
-        self._plans: dict[tuple[Any, ...], tuple[DecodePlan, Any]] = {}
+        self._plans = SharedPlans()
 
     @property
     def packed(self) -> bool:
@@ -46,8 +50,18 @@ class CacheStep:
             raise ValueError(f"index must lie in 0 .. {self.cache.layers - 1}, the layers of the cache, got {index}")
         return LayerCache(self, index)
 
-    def check(self) -> None:
-        """Raises ValueError if the cache's lengths have changed since the step began."""
+    def check(self, **new: Any) -> None:
+        """Raises ValueError if the cache's lengths have changed since the step began, or tokens are not as many.
+
+        Args:
+            new: q, k and v, by their names. How many rows of packed ones belong to sequences, only the device knows.
+        """
+        for name, x in new.items():
+            if self.tokens is not None and isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] != self.tokens:
+                raise ValueError(
+                    f"{name} must have the {self.tokens} new tokens of each sequence that the step began with, by "
+                    f"cache.step({self.tokens}), got {x.shape[1]}"
+                )
         if torch.compiler.is_compiling():
             return  # a graph serves all steps
         if _version(self.cache.seqlens) != self._version:
@@ -68,17 +82,11 @@ class CacheStep:
             return None
         mask, mods = normalize(options["mask"], options["score_mod"], options["causal"])
         variant, operands = encode(mask, mods)
-        # A plan that was made before the capture of a CUDA graph would not be made again when the graph is replayed.
-        captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
-        key = (
-            q.shape, q.stride(), q.dtype, *(x.data_ptr() % 16 for x in (q, *pages)), captured, variant,
-            *map(id, operands.tensors), *operands.ints, *operands.floats, options["sink"] is None, options["scale"],
+        kind = (
+            variant, *map(id, operands.tensors), *operands.ints, *operands.floats, options["sink"] is None,
             options["splits"], options["backend"],
         )  # fmt: skip
-        if key not in self._plans:
-            plan = decode_plan(q, *pages, self.cache.seqlens, **options)
-            self._plans[key] = plan, operands  # kept, so that no other tensor gets the id of one of these
-        return self._plans[key][0]
+        return self._plans.plan(kind, q, *pages, self.cache.seqlens, options, kept=operands)
 
 
 class LayerCache:
@@ -133,11 +141,11 @@ class LayerCache:
 
         Raises:
             TypeError, ValueError, NotImplementedError: as :func:`tileattn.append_kv` and :func:`tileattn.decode`. There
-                are no gradients: call it under torch.no_grad(). ValueError also if the cache's lengths have changed
-                since the step began.
+                are no gradients: call it under torch.no_grad(). ValueError also if the step began with another number
+                of tokens, or the cache's lengths have changed since.
         """
         step, cache = self.step, self.step.cache
-        step.check()
+        step.check(q=q, k=k, v=v)
         rotated = cache.append(
             k, v, layer=self.index, cu_seqlens_q=step.cu_seqlens_q, cos=cos, sin=sin, interleaved=interleaved,
             q=None if cos is None else q, backend=backend,

@@ -142,9 +142,10 @@ class PagedKVCache:
         """
         if (tokens is None) == (cu_seqlens_q is None) or (cu_seqlens_q is None) != (max_seqlen_q is None):
             raise TypeError("step needs either tokens, or cu_seqlens_q and max_seqlen_q")
-        new: Any = as_size("tokens", tokens, at_least=0) if cu_seqlens_q is None else cu_seqlens_q.diff()
-        self.extend(new)
-        return CacheStep(self, cu_seqlens_q, max_seqlen_q)
+        if cu_seqlens_q is None:
+            tokens = as_size("tokens", tokens, at_least=0)
+        self.extend(tokens if cu_seqlens_q is None else cu_seqlens_q.diff())  # type: ignore[arg-type]
+        return CacheStep(self, tokens, cu_seqlens_q, max_seqlen_q)
 
     def extend(self, tokens: int | Tensor) -> None:
         """Makes all sequences longer by so many tokens, and takes pages for them.

@@ -1,8 +1,7 @@
 """What the adapters of serving engines share: a layer's options, and one step of an engine over paged caches.
 
-An engine makes the metadata of a step once and then calls every layer with it. The plan of :func:`tileattn.decode` is
-made by the first layer of each kind and used by the others. In a CUDA graph the plan must be part of the graph, since
-it depends on the lengths: a plan that was made outside of a capture is not used inside of one, nor the reverse.
+An engine makes the metadata of a step once and then calls every layer with it. Layers of a kind share a plan of
+:func:`tileattn.decode` (api/shared_plans.py).
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..api.decode import decode, decode_plan
-from ..call.decoding import DecodePlan, FixedSplit
-from ..call.facts import is_aligned
+from ..api.decode import decode
+from ..api.shared_plans import SharedPlans
+from ..call.decoding import FixedSplit
 from ..variant.masks import SlidingWindow
 from ..variant.scores import ALiBi, ScoreMod, SoftCap
 
@@ -69,7 +67,7 @@ class Step:
     cu_seqlens_q: Tensor | None = None
     max_seqlen_q: int = 1
     splits: FixedSplit | None = None
-    _plans: dict[Hashable, DecodePlan] = field(default_factory=dict, init=False, repr=False)
+    _plans: SharedPlans = field(default_factory=SharedPlans, init=False, repr=False)
 
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, options: LayerOptions, out: Tensor | None = None
@@ -88,19 +86,7 @@ class Step:
             arguments |= {"cu_seqlens_q": self.cu_seqlens_q, "max_seqlen_q": self.max_seqlen_q}
         else:
             q, out = q.unsqueeze(1), None if out is None else out.unsqueeze(1)
-        plan = self._plan(q, k_cache, v_cache, options, arguments)
+        plan = self._plans.plan(options.kind(), q, k_cache, v_cache, self.seqlens_k, arguments)
         o = decode(q, k_cache, v_cache, self.seqlens_k, plan=plan, out=out, **arguments)
         assert isinstance(o, Tensor)
         return o if self.cu_seqlens_q is not None else o.squeeze(1)
-
-    def _plan(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, options: LayerOptions, arguments: dict[str, Any]
-    ) -> DecodePlan:
-        """The plan of layers like this one."""
-        captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
-        sizes = (q.shape, k_cache.shape, v_cache.shape, q.dtype)
-        aligned = tuple(map(is_aligned, (q if q.ndim == 4 else q[None], k_cache, v_cache)))
-        key = (captured, options.kind(), sizes, aligned)
-        if key not in self._plans:
-            self._plans[key] = decode_plan(q, k_cache, v_cache, self.seqlens_k, **arguments)
-        return self._plans[key]

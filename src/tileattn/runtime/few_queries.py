@@ -26,6 +26,7 @@ from ..call.inputs import Inputs
 MOST_QUERIES = 16  # of a sequence
 MOST_ROWS = 64  # queries times the query heads of a key/value head: one tile of the decode kernels
 LEAST_KEYS = 512  # with fewer, a forward kernel needs no splits
+MOST_KEYS = 2**31 - 1  # lengths of sequences are int32
 
 
 def are_few(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) -> bool:
@@ -40,7 +41,7 @@ def are_few(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) -> bo
     _, seqlen_k, kv_heads, _ = k_shape
     if call.needs_grad or call.dropout or call.dtype == FP8:
         return False
-    if 0 in (batch, seqlen_q, heads) or seqlen_k < LEAST_KEYS:
+    if 0 in (batch, seqlen_q, heads) or not LEAST_KEYS <= seqlen_k <= MOST_KEYS:
         return False
     return fit_in_a_tile(seqlen_q, heads, kv_heads)
 

@@ -121,12 +121,14 @@ def calls() -> Iterator[Callable[[], Any]]:
 
 
 def test_layers_of_a_kind_share_a_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tileattn.api import shared_plans
     from tileattn.compat import engine_step
 
     calls = {"decode": 0, "decode_plan": 0}
+    places: dict[str, Any] = {"decode": engine_step, "decode_plan": shared_plans}
 
     def counted(function: str) -> Any:
-        real = getattr(engine_step, function)
+        real = getattr(places[function], function)
 
         def call(*arguments: Any, **named: Any) -> Any:
             calls[function] += 1
@@ -136,7 +138,7 @@ def test_layers_of_a_kind_share_a_plan(name: str, monkeypatch: pytest.MonkeyPatc
         return call
 
     for function in calls:
-        monkeypatch.setattr(engine_step, function, counted(function))
+        monkeypatch.setattr(places[function], function, counted(function))
     requests = Requests(
         [Layer(), Layer(window=9), Layer(), Layer(window=9), Layer(window=5)], PAGES, 16, torch.bfloat16, "cpu"
     )

@@ -109,3 +109,4 @@ def test_what_fits() -> None:
     assert step.is_step(mask, q.repeat(1, 1, 2, 1), two, two, None, 0.0)
     assert not step.is_step(mask, q, one.half(), one, None, 0.0)
     assert not step.is_step(None, q, one, one, None, 0.0)
+    assert not step.is_step(mask, q[:1], one[:1], one[:1], None, 0.0), "a mask made for another batch"

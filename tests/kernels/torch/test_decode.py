@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.api.test_decode import BATCH, CALLS, CAPACITY, HEADS, MAX_Q, ROWS, contiguous, ints, paged, random
 from tileattn import ALiBi, Bias, FixedSplit, SlidingWindow, SoftCap, decode
+from tileattn.call import cache_status
 from tileattn.call.decoding import DecodeInputs
 from tileattn.call.fp8 import accumulator
 from tileattn.kernels.torch.decode import backend, capacity, fused, sequences
@@ -90,7 +91,9 @@ def test_over_the_capacity_wrong_values_touch_nothing_outside(name: str) -> None
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", CALLS)
-def test_over_the_capacity_nothing_waits_for_the_device(name: str, variant: str) -> None:
+def test_over_the_capacity_nothing_waits_for_the_device(
+    name: str, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fake tensors have no values: whatever asks for one raises."""
     inputs, options = prepared_inputs(CALLS[name](), VARIANTS[variant])
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
@@ -99,6 +102,8 @@ def test_over_the_capacity_nothing_waits_for_the_device(name: str, variant: str)
         if operands.tensors:
             tensors = [mode.from_tensor(x) for x in operands.tensors]
             operands = type(operands)(tensors, operands.ints, operands.floats)
+        status = mode.from_tensor(cache_status.status_of(inputs.q.device))
+        monkeypatch.setattr(cache_status, "status_of", lambda device: status)
         o, lse = on_capacity(inputs._replace(**fakes, operands=operands), options)
     assert o.shape == (*inputs.q.shape[:3], inputs.v_cache.shape[3])
     assert lse.shape == (inputs.q.shape[0], HEADS, inputs.q.shape[1])

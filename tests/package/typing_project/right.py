@@ -56,7 +56,7 @@ def cached(x: Tensor) -> Tensor:
     cache.extend(x.shape[1])
     assert_type(cache.append(x, x, layer=0), Tensor | None)
     o = tileattn.decode(x, *cache.layer(0), cache.seqlens, page_table=cache.page_table)
-    assert_type(cache.step(1).layer(0).attend(x, x, x), Tensor)
+    assert_type(cache.step(x.shape[1]).layer(0).attend(x, x, x), Tensor)
     cache.fork(0, [1], length=3)
     cache.free(0)
     return o

@@ -32,7 +32,8 @@ def is_step(mask: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, dro
     """
     if not isinstance(mask, MaskParts) or mask.filled is None or dropout:
         return False
-    if not fit_in_a_tile(q.shape[1], q.shape[2], k.shape[2]):
+    # A mask that says the same of all batch elements may have been made for another number of them.
+    if mask.filled.shape[0] != q.shape[0] or not fit_in_a_tile(q.shape[1], q.shape[2], k.shape[2]):
         return False
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink)):
         return False

@@ -1,0 +1,52 @@
+"""The plans of the GPU's work in one step of a model: each is made by the first layer that needs it.
+
+Layers share a plan if their tensors have equal sizes, strides and alignments and they compute the same kind of
+attention. In a CUDA graph the plan must be a part of the graph, since it depends on the lengths: one that was made
+outside of a capture would not be made again by a replay. So it is not used inside of one, nor the reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.decoding import DecodePlan
+from .decode import decode_plan
+
+
+class SharedPlans:
+    """The plans of a step, whose lengths do not change."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, tuple[DecodePlan, Any]] = {}
+
+    def plan(
+        self,
+        kind: Hashable,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        seqlens_k: Tensor,
+        options: dict[str, Any],
+        kept: Any = None,
+    ) -> DecodePlan:
+        """The plan for these arguments of :func:`tileattn.decode`.
+
+        Args:
+            kind: equal for options that have one plan; page tables and cumulative lengths are those of the step.
+            q: the queries.
+            k_cache: the layer's keys.
+            v_cache: the layer's values.
+            seqlens_k: the lengths of the step.
+            options: the other arguments.
+            kept: lives as long as the plan, so that no other tensor gets an id that is in `kind`.
+        """
+        captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
+        tensors = (q, k_cache, v_cache)
+        key = (captured, kind, q.dtype, *((x.shape, x.stride(), x.data_ptr() % 16) for x in tensors))
+        if key not in self._plans:
+            self._plans[key] = decode_plan(*tensors, seqlens_k, **options), kept
+        return self._plans[key][0]
