@@ -47,7 +47,9 @@ def deal_of(call: DecodeCall, config: Config, sizes: DecodeSizes, splits: Splits
     workers, few = (
         min(records.even_workers(jobs, number) if known else number, most) for number in (blocks, multiprocessors)
     )
-    few_tiles = TILES_OF_FEW * multiprocessors if isinstance(config, HopperDecodeConfig) else 0
+    # Blocks that gather rows are bound by their threads: all of them work.
+    alone = isinstance(config, HopperDecodeConfig) and not config.gather
+    few_tiles = TILES_OF_FEW * multiprocessors if alone else 0
     if jobs * tiles <= few_tiles:
         workers = few
     return Deal(
