@@ -24,9 +24,9 @@ from tileattn.bench.decode.summary import FLOOR, best_us, standings
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "decode-speed.md"
-# Such as "decode/decode-h200.json" and "decode/ratios-h200.json"; there is no page as long as SOURCE is None.
-SOURCE: str | None = None
-RATIOS_SOURCE: str | None = None
+# There is no page as long as SOURCE is None.
+SOURCE: str | None = "decode/decode-h200.json"
+RATIOS_SOURCE: str | None = "decode/decode-ratios-h200.json"
 
 PICTURE = ROOT / "docs" / "benchmarks" / "decode.png"
 LABELS = {
@@ -95,7 +95,7 @@ def page(
     parts = [INTRODUCTION, _provenance(measured, source)]
     if picture:
         parts.append(f"![GB/s of K and V by the bytes that a call reads, beside other implementations]({picture})\n")
-    parts += [BASELINES, *_summary(measured)]
+    parts += [BASELINES, *_absent(measured), *_summary(measured)]
     if measured.device == "cuda":
         parts += _requirements(measured)
     if of_ratios is not None and ratios_source is not None:
@@ -144,6 +144,16 @@ def _provenance(measured: Results, source: str) -> str:
         copy, read = ceiling
         parts.append(f"A copy reached {copy:.0f} GB/s" + (f", a read {read:.0f} GB/s." if read else "."))
     return " ".join(parts) + "\n"
+
+
+def _absent(measured: Results) -> list[str]:
+    """Names the baselines that ran in no row: "best" is without them."""
+    ran = {row.backend for row in measured.rows}
+    absent = [LABELS[name] for name in measured.backends if name in LABELS and name not in ran]
+    if not absent:
+        return []
+    names = " and ".join(absent)
+    return [f"**In this run {names} failed in every row** (the reasons are at the end): no figure here is beside them.\n"]
 
 
 def _summary(measured: Results) -> list[str]:

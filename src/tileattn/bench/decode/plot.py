@@ -69,6 +69,8 @@ def draw(results: Results) -> Figure:
 def _panel(axes: Axes, rows: list[Row], backends: list[str], ceiling: float | None) -> None:
     for backend in [OWN, *(each for each in backends if each in MARKERS)]:  # smaller ones lie on tileattn's
         points = [(row.kv_bytes / MIB, row.gbps) for row in rows if row.backend == backend]
+        if not points:
+            continue  # nor does the legend name it, if it ran in no row
         own = backend == OWN
         axes.plot(
             [x for x, _ in points],
