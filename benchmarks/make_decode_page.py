@@ -153,7 +153,9 @@ def _absent(measured: Results) -> list[str]:
     if not absent:
         return []
     names = " and ".join(absent)
-    return [f"**In this run {names} failed in every row** (the reasons are at the end): no figure here is beside them.\n"]
+    return [
+        f"**In this run {names} failed in every row** (the reasons are at the end): no figure here is beside them.\n"
+    ]
 
 
 def _summary(measured: Results) -> list[str]:
