@@ -14,7 +14,7 @@ MUTANTS: list[Mutant] = [
         {
             "few queries: gradients too": ("if call.needs_grad or call.dropout", "if call.dropout"),
             "few queries: dropout too": ("if call.needs_grad or call.dropout", "if call.needs_grad"),
-            "few queries: any number of keys": ("or seqlen_k < LEAST_KEYS", "or seqlen_k < 1"),
+            "few queries: any number of keys": ("or not LEAST_KEYS <= seqlen_k", "or not 1 <= seqlen_k"),
             "few queries: groups of any size": (" and seqlen_q * (heads // kv_heads) <= MOST_ROWS", ""),
             "few queries: keys of a stride of 0": ("if 0 in (k.stride(0), v.stride(0)):", "if False:"),
         },
