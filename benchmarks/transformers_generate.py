@@ -14,36 +14,27 @@ FlashAttention-2 forced, and `cudnn` with cuDNN.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import torch
+import transformers_llama
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 import tileattn.compat.flash_attn
 import tileattn.compat.transformers
-from tileattn.bench import results
 from tileattn.measure.rounds import order
 
 # Names of attentions: of transformers' implementation, and PyTorch's kernel for it.
-ATTENTIONS: dict[str, tuple[str, SDPBackend | None]] = {
-    "tileattn": ("tileattn", None),
-    "sdpa": ("sdpa", None),  # PyTorch's choice
-    "flash_attention_2": ("flash_attention_2", None),
-    "fa2": ("sdpa", SDPBackend.FLASH_ATTENTION),
-    "cudnn": ("sdpa", SDPBackend.CUDNN_ATTENTION),
-    "eager": ("eager", None),
-}
+ATTENTIONS = {**transformers_llama.ATTENTIONS, "flash_attention_2": ("flash_attention_2", None)}
 CACHES = ("dynamic", "static")
 console = Console()
 
@@ -189,17 +180,6 @@ def table(rows: list[Row]) -> Table:
     return shown
 
 
-def save(rows: list[Row], settings: Settings, commit: str | None, path: Path) -> None:
-    """Writes the rows with device, versions, commit and date, as in files of `tileattn bench`."""
-    import transformers
-
-    run = results.begin(torch.device(settings.device), commit, " ".join(["transformers_generate.py", *sys.argv[1:]]))
-    origin = {key: getattr(run, key) for key in ("gpu", "versions", "commit", "date", "command")}
-    origin["versions"] = {**run.versions, "transformers": transformers.__version__}
-    content = {**origin, "settings": asdict(settings), "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(content, indent=1) + "\n")
-
-
 def main(
     layers: Annotated[int, typer.Option(min=1)] = Settings.layers,
     batch: Annotated[int, typer.Option(min=1)] = Settings.batch,
@@ -252,7 +232,7 @@ def main(
     rows = measure(settings, names, chosen)
     console.print(table(rows))
     if json is not None:
-        save(rows, settings, commit, json)
+        transformers_llama.save("transformers_generate.py", rows, settings, commit, json)
         console.print(f"The rows are in {json}.")
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -180,11 +180,14 @@ def table(rows: list[Row]) -> Table:
     return shown
 
 
-def save(rows: list[Row], settings: Settings, commit: str | None, path: Path) -> None:
-    """Writes the rows with device, versions, commit and date, as in files of `tileattn bench`."""
+def save(script: str, rows: Sequence[Any], settings: Any, commit: str | None, path: Path) -> None:
+    """Writes a script's rows with device, versions, commit and date, as in files of `tileattn bench`.
+
+    `transformers_generate.py` calls it, too: rows and settings are dataclasses, and settings have a device.
+    """
     import transformers
 
-    run = results.begin(torch.device(settings.device), commit, " ".join(["transformers_llama.py", *sys.argv[1:]]))
+    run = results.begin(torch.device(settings.device), commit, " ".join([script, *sys.argv[1:]]))
     origin = {key: getattr(run, key) for key in ("gpu", "versions", "commit", "date", "command")}
     origin["versions"] = {**run.versions, "transformers": transformers.__version__}
     content = {**origin, "settings": asdict(settings), "rows": [asdict(row) for row in rows]}
@@ -229,7 +232,7 @@ def main(
     rows = measure(settings, names)
     console.print(table(rows))
     if json is not None:
-        save(rows, settings, commit, json)
+        save("transformers_llama.py", rows, settings, commit, json)
         console.print(f"The rows are in {json}.")
 
 
