@@ -110,9 +110,7 @@ class FewQueries:
         The tensor is kept, because filling it is one more kernel: for each stream, as a stream does not wait for
         another's. A CUDA graph fills one of its own, since it may outlive this object.
         """
-        if device.type != "cuda":
-            return self._filled(device)
-        if torch.cuda.is_current_stream_capturing():
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return self._filled(device)
         key = device, torch.cuda.current_stream(device).cuda_stream
         lengths = self.lengths.get(key)
