@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib.util
 import os
 import re
@@ -64,20 +66,41 @@ def test_the_tutorial_includes_the_kernels() -> None:
         assert f"kernels/tilelang/backward/{name}.py" in included
 
 
-def test_the_forward_page_shows_every_line_of_the_kernel() -> None:
-    file = "kernels/tilelang/forward/generic.py"
+@functools.cache
+def lines_shown(page: str, file: str) -> set[int]:
+    """The lines of a file of the package that a page of the tutorial shows."""
     shown = set()
-    for macro in include.MACRO.finditer((DOCS / "tutorial/forward.md").read_text()):
+    for macro in include.MACRO.finditer((DOCS / "tutorial" / page).read_text()):
         if macro["file"] == file:
             text, first = include.source(file, macro["name"], macro["start"], macro["end"])
             shown |= set(range(first, first + len(text.splitlines())))
-    parts = ["plan_of", "alloc_tiles", "enter_head", "add_keys"]
-    for text, first in (
-        include.source(file, "body", "plan = plan_of", "T.copy(w.l, arg.lse"),
-        *(include.source(file, part) for part in parts),
-    ):
-        lines = enumerate(text.splitlines(), start=first)
-        assert not [line for number, line in lines if line.strip() and number not in shown]
+    return shown
+
+
+def assert_shown(page: str, file: str, *part: str) -> None:
+    text, first = include.source(file, *part)
+    shown = lines_shown(page, file)
+    assert not [
+        line for number, line in enumerate(text.splitlines(), start=first) if line.strip() and number not in shown
+    ]
+
+
+def test_the_forward_page_shows_every_line_of_the_kernel() -> None:
+    file = "kernels/tilelang/forward/generic.py"
+    assert_shown("forward.md", file, "body", "plan = plan_of", "T.copy(w.l, arg.lse")
+    for part in ("plan_of", "alloc_tiles", "enter_head", "add_keys"):
+        assert_shown("forward.md", file, part)
+
+
+def test_the_backward_page_shows_every_line_of_the_kernels() -> None:
+    for name in ("prepare", "finish"):
+        assert_shown("backward.md", f"kernels/tilelang/backward/{name}.py", "body.work")
+    file = "kernels/tilelang/backward/generic.py"
+    tree = ast.parse((ROOT / "src/tileattn" / file).read_text())
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert len(functions) > 8
+    for name in (*functions, "GenericKeysPlan.__init__"):
+        assert_shown("backward.md", file, name)
 
 
 def test_what_is_included_are_the_lines_of_the_file() -> None:

@@ -1,6 +1,6 @@
 """Forward passes: online softmax, masks on tiles, positions, query heads and their keys, sinks and lse.
 
-The kernels of TileLang run on the CPU by tests/tools/emulator.py, those of Triton in its interpreter.
+The kernels of TileLang run on the CPU by tileattn.testing.emulate, those of Triton in its interpreter.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ PATHS = {
     "nn": "NaiveAttention FlashAttentionV1 FlashAttentionV2 MaskedAttention TritonFlashAttention get_attention",
     "viz": "draw_tiles tile_map draw_weights draw_softmax draw_lengths draw_dashboard",
     "testing": "assert_accurate assert_forward_accurate assert_gradients_accurate oracle_attention eager_attention "
-    "dropout_mask similarity dissimilarity",
+    "dropout_mask similarity dissimilarity emulate",
     "reference": "standard_attention flash_attention_1 flash_attention_2",
     "compat.transformers": "register",
     "compat.flash_attn": "install uninstall flash_attn_func flash_attn_varlen_func",

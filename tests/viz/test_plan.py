@@ -53,9 +53,9 @@ def test_equal_jobs_are_dealt_without_a_second_part() -> None:
 def test_the_rule_is_that_of_the_planning_kernel(tmp_path: Path) -> None:
     pytest.importorskip("tilelang")
     from tests.kernels.tilelang.decode.plans import parts_of
-    from tests.tools.emulator import COMPILER, Kernel
     from tileattn.call import cache_fields
     from tileattn.kernels.tilelang.decode import config, plan_kernel, records, shares
+    from tileattn.testing.emulator.kernel import COMPILER, Kernel
     from tileattn.variant.program import program
 
     if COMPILER is None:

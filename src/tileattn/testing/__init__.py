@@ -13,6 +13,7 @@ from .decode_build import build_decode
 from .decode_cases import decode_cases
 from .decode_oracle import expected_decode
 from .dropout import dropout_mask
+from .emulator import emulate
 from .expected import expected_forward, expected_gradients
 from .numerics import assert_accurate, assert_forward_accurate, assert_gradients_accurate
 from .oracle import eager_attention, eager_gradients, gradients, oracle_attention, oracle_gradients
@@ -31,6 +32,7 @@ __all__ = [
     "gradients",
     "dropout_mask",
     "poisoned_memory",
+    "emulate",
     "similarity",
     "dissimilarity",
     "ConformanceCase",

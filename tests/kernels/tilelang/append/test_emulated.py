@@ -1,4 +1,4 @@
-"""append_kv's kernel in the generated code for sm_80, run on the CPU by emulator.py."""
+"""append_kv's kernel in the generated code for sm_80, run on the CPU by emulate()."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 pytest.importorskip("tilelang")
 
 from tests.tools.append_cases import CASES, AppendCase, Built, check, inputs_of
-from tests.tools.emulator import ARCH, COMPILER, Kernel
 from tileattn.call import cache_fields, cache_status
 from tileattn.call.appending import AppendCall, make_append_call
 from tileattn.kernels.tilelang.append import backend
 from tileattn.kernels.tilelang.append.kernel import append_kernel
 from tileattn.testing import poisoned_memory
+from tileattn.testing.emulator.kernel import ARCH, COMPILER, Kernel
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 

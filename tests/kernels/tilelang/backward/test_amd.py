@@ -18,7 +18,6 @@ from tests.kernels.tilelang.backward.test_emulated import emulated, gradients, s
 from tests.kernels.tilelang.backward.test_gpu import CASES, Problem
 from tests.kernels.tilelang.backward.test_lowering import CALLS, on
 from tests.tools import hip
-from tests.tools.emulator import COMPILER, Kernel
 from tileattn.call.facts import BackwardCall
 from tileattn.kernels.tilelang.backward import launch as backend
 from tileattn.kernels.tilelang.backward import library as launch
@@ -30,6 +29,7 @@ from tileattn.kernels.tilelang.backward.defaults import default, queries_default
 from tileattn.kernels.tilelang.backward.kernels import kernel, kernel_of, main_kernel
 from tileattn.kernels.tilelang.build.compile import build_library, device_source
 from tileattn.kernels.tilelang.build.library import load
+from tileattn.testing.emulator.kernel import COMPILER, Kernel
 
 ARCH, SHARED_BYTES = "gfx942", 65536
 QUICK = ("plain-16",)

@@ -1,4 +1,4 @@
-"""Gradients by the backward kernels' generated code for sm_80, run on the CPU by emulator.py."""
+"""Gradients by the backward kernels' generated code for sm_80, run on the CPU by emulate()."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ pytest.importorskip("tilelang")
 import tileattn
 from tests.kernels.tilelang.backward import test_gpu as gpu
 from tests.kernels.tilelang.backward.test_gpu import CASES, Case, Problem
-from tests.tools.emulator import ARCH, COMPILER, Kernel
 from tileattn import Causal
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.call.inputs import Inputs, Operands
@@ -22,6 +21,7 @@ from tileattn.kernels.tilelang.backward import launch as backend
 from tileattn.kernels.tilelang.backward import library as launch
 from tileattn.kernels.tilelang.backward.kernels import kernel
 from tileattn.testing import oracle_attention
+from tileattn.testing.emulator.kernel import ARCH, COMPILER, Kernel
 from tileattn.variant.key import encode
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")

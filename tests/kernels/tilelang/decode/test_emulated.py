@@ -1,4 +1,4 @@
-"""Decode calls on the generic schedule: the generated code of all its kernels, run on the CPU by emulator.py."""
+"""Decode calls on the generic schedule: the generated code of all its kernels, run on the CPU by emulate()."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("tilelang")
 
 from tests.kernels.tilelang.decode.cases import SCALE, Case, Tensors
-from tests.tools.emulator import COMPILER, Kernel
 from tileattn import ALiBi, SlidingWindow, SoftCap
 from tileattn.call import cache_fields as fields
 from tileattn.call import cache_status, packed_status
@@ -22,6 +21,7 @@ from tileattn.kernels.tilelang.decode.kernel import decode_kernel
 from tileattn.kernels.tilelang.decode.packed_keys import packed_keys_kernel
 from tileattn.kernels.tilelang.decode.plan_kernel import plan_kernel
 from tileattn.testing import poisoned_memory
+from tileattn.testing.emulator.kernel import COMPILER, Kernel
 from tileattn.variant.program import program
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")

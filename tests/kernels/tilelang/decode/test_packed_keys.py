@@ -1,4 +1,4 @@
-"""The kernel that finds each sequence's packed keys, run on the CPU by emulator.py: places, lengths and errors."""
+"""The kernel that finds each sequence's packed keys, run on the CPU by emulate(): places, lengths and errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("tilelang")
 
-from tests.tools.emulator import COMPILER, Kernel
 from tileattn.kernels.tilelang.decode.packed_keys import packed_keys_kernel
 from tileattn.kernels.tilelang.decode.records import KEYS_BOUND, KEYS_FIELDS, KEYS_LENGTH, KEYS_START
+from tileattn.testing.emulator.kernel import COMPILER, Kernel
 
 Find = Callable[..., tuple[Tensor, list[int]]]
 

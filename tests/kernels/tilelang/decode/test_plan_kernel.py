@@ -1,4 +1,4 @@
-"""The planning kernel of decode calls, run on the CPU by emulator.py: every key of every job is dealt exactly once."""
+"""The planning kernel of decode calls, run on the CPU by emulate(): every key of every job is dealt exactly once."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 pytest.importorskip("tilelang")
 
 from tests.kernels.tilelang.decode.plans import Part, parts_of, sequences
-from tests.tools.emulator import COMPILER, Kernel
 from tileattn.call import cache_fields as fields
 from tileattn.kernels.tilelang.build.compile import device_source
 from tileattn.kernels.tilelang.decode import records
 from tileattn.kernels.tilelang.decode.plan_kernel import plan_kernel
 from tileattn.kernels.tilelang.decode.records import FREE, Deal
 from tileattn.kernels.tilelang.decode.shares import OVERHEAD
+from tileattn.testing.emulator.kernel import COMPILER, Kernel
 from tileattn.variant.program import program
 
 KERNELS: dict[bool, Kernel] = {}

@@ -13,9 +13,9 @@ pytest.importorskip("tilelang")
 import tilelang.language as T
 from tilelang.language.eager.builder import Builder
 
-from tests.tools.emulator import COMPILER, Kernel
 from tileattn.kernels.tilelang.decode.hopper.pages import EXACT, page_of
 from tileattn.kernels.tilelang.decode.walk import query_of
+from tileattn.testing.emulator.kernel import COMPILER, Kernel
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 

@@ -14,7 +14,6 @@ import torch
 pytest.importorskip("tilelang")
 
 from tests.tools import hip
-from tests.tools.emulator import COMPILER, Kernel
 from tests.tools.lowering import CALLS, SLOW_CALLS, lower, make_call, on
 from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap
 from tileattn.call.dropout import Dropout
@@ -35,6 +34,7 @@ from tileattn.kernels.tilelang.forward.amd.config import (
 from tileattn.kernels.tilelang.forward.kernel import kernel_of
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
 from tileattn.testing.dropout import dropout_mask
+from tileattn.testing.emulator.kernel import COMPILER, Kernel
 from tileattn.variant.key import encode
 
 ARCH, SHARED_BYTES = "gfx942", 65536
@@ -161,7 +161,7 @@ def test_every_feature(name: str, tmp_path: Path) -> None:
     check(call, config, tmp_path)
 
 
-# --- The same schedule, lowered for NVIDIA's sm_80 and run on the CPU by emulator.py ---
+# --- The same schedule, lowered for NVIDIA's sm_80 and run on the CPU by emulate() ---
 
 IDS = Documents(torch.arange(150) // 40)
 RUNS: dict[str, tuple[AmdConfig, dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""The forward kernel's generated code for sm_80 on dense calls, run on the CPU by emulator.py, in small tiles.
+"""The forward kernel's generated code for sm_80 on dense calls, run on the CPU by emulate(), in small tiles.
 
 Keys grow with their position, so that rows' maxima grow from tile to tile; heads share keys; the last tiles are cut.
 """
@@ -13,7 +13,6 @@ import torch
 
 pytest.importorskip("tilelang")
 
-from tests.tools.emulator import ARCH, COMPILER, Kernel
 from tileattn import Causal, Mask, SlidingWindow
 from tileattn.call.facts import AttentionCall
 from tileattn.call.inputs import Inputs
@@ -21,6 +20,7 @@ from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import ForwardConfig
 from tileattn.kernels.tilelang.forward.kernel import forward_kernel
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention, poisoned_memory
+from tileattn.testing.emulator.kernel import ARCH, COMPILER, Kernel
 from tileattn.variant.key import encode
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")

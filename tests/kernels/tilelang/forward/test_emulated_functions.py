@@ -1,4 +1,4 @@
-"""Users' functions in TileLang's generated code for sm_80, run on the CPU by emulator.py."""
+"""Users' functions in TileLang's generated code for sm_80, run on the CPU by emulate()."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("tilelang")
 
-from tests.tools.emulator import ARCH, COMPILER, Kernel
 from tests.tools.user_functions import HEADS, MASKS, SCORES, SEQLEN_K, SEQLEN_Q
 from tileattn import FunctionMask
 from tileattn.call.facts import AttentionCall
@@ -18,6 +17,7 @@ from tileattn.call.inputs import Inputs
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.kernel import forward_kernel
 from tileattn.testing import assert_forward_accurate, eager_attention, oracle_attention
+from tileattn.testing.emulator.kernel import ARCH, COMPILER, Kernel
 from tileattn.variant.key import encode
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="needs g++")]

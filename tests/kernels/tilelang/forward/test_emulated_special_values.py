@@ -1,4 +1,4 @@
-"""NaN and infinities in the generated code for sm_80, run on the CPU by emulator.py."""
+"""NaN and infinities in the generated code for sm_80, run on the CPU by emulate()."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 pytest.importorskip("tilelang")
 
-from tests.tools.emulator import ARCH, COMPILER, Kernel
 from tests.tools.special_values import HEADS, assert_as_the_formula, call_of
 from tileattn.call.facts import AttentionCall
 from tileattn.call.inputs import Inputs
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.kernel import forward_kernel
+from tileattn.testing.emulator.kernel import ARCH, COMPILER, Kernel
 from tileattn.variant.key import encode
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), pytest.mark.slow]

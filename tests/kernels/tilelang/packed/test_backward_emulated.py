@@ -1,4 +1,4 @@
-"""Gradients of packed sequences by the backward kernels' generated code for sm_80, run on the CPU by emulator.py."""
+"""Gradients of packed sequences by the backward kernels' generated code for sm_80, run on the CPU by emulate()."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ pytest.importorskip("tilelang")
 
 from tilelang.language.eager.builder import Builder
 
-from tests.tools.emulator import ARCH, COMPILER, Kernel
 from tileattn.call.dropout import Dropout, draw_seed
 from tileattn.call.facts import AttentionCall, BackwardCall, Packed, sizes
 from tileattn.call.inputs import Inputs, Operands
@@ -40,6 +39,7 @@ from tileattn.testing import (
     poisoned_memory,
 )
 from tileattn.testing.call_arguments import DROPOUT_SEED, Structure
+from tileattn.testing.emulator.kernel import ARCH, COMPILER, Kernel
 from tileattn.testing.expected import expected_forward, expected_gradients
 from tileattn.testing.packed_cases import packed_cases
 from tileattn.testing.shapes import PackedShape

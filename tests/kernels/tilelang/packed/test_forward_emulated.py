@@ -1,4 +1,4 @@
-"""Packed sequences in the generated code for sm_80, run on the CPU by emulator.py: the plan, the launch, the kernel."""
+"""Packed sequences in the generated code for sm_80, run on the CPU by emulate(): the plan, the launch, the kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 pytest.importorskip("tilelang")
 
-from tests.tools.emulator import ARCH, COMPILER, Kernel
 from tileattn.call import packed_status
 from tileattn.call.dropout import Dropout, draw_seed
 from tileattn.call.facts import Packed, sizes
@@ -32,6 +31,7 @@ from tileattn.testing import (
     poisoned_memory,
 )
 from tileattn.testing.call_arguments import DROPOUT_SEED
+from tileattn.testing.emulator.kernel import ARCH, COMPILER, Kernel
 from tileattn.variant.key import encode
 from tileattn.variant.scores import for_packed
 

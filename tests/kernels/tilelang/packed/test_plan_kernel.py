@@ -1,4 +1,4 @@
-"""The planning kernel of packed sequences, run on the CPU by emulator.py and compared with the same plan in Python."""
+"""The planning kernel of packed sequences, run on the CPU by emulate() and compared with the same plan in Python."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 pytest.importorskip("tilelang")
 
-from tests.tools.emulator import COMPILER, Kernel
 from tileattn.call import packed_status
 from tileattn.call.facts import Packed
 from tileattn.kernels.tilelang.build.compile import device_source
 from tileattn.kernels.tilelang.packed import plan as packed_launch
 from tileattn.kernels.tilelang.packed import work_list as records
 from tileattn.kernels.tilelang.packed.plan_kernel import plan_kernel
+from tileattn.testing.emulator.kernel import COMPILER, Kernel
 
 LENGTHS = {
     "one": ([5], [7]),

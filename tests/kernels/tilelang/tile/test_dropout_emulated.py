@@ -1,4 +1,4 @@
-"""Dropout in the kernels' generated code for sm_80, run on the CPU by emulator.py."""
+"""Dropout in the kernels' generated code for sm_80, run on the CPU by emulate()."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ pytest.importorskip("tilelang")
 from tests.kernels.tilelang.backward import test_gpu as gpu
 from tests.kernels.tilelang.tile import test_dropout_gpu as gpu_dropout
 from tests.kernels.tilelang.tile.test_dropout_gpu import CASES, LENGTHS, SEED, Problem
-from tests.tools.emulator import ARCH, COMPILER, Kernel
 from tileattn.call.dropout import Dropout, draw_seed
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.call.inputs import Inputs, Operands
@@ -27,6 +26,7 @@ from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import ForwardConfig
 from tileattn.kernels.tilelang.forward.kernel import forward_kernel
 from tileattn.testing import dropout_mask
+from tileattn.testing.emulator.kernel import ARCH, COMPILER, Kernel
 from tileattn.variant.key import encode
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -1,7 +1,4 @@
-"""Runs kernels that TileLang generates for sm_80 on a CPU, compiled with g++ against emulator.h.
-
-It is slow and shows no races, but it runs the generated code itself, with its layouts, masks and ends of tiles.
-"""
+"""A TileLang function as a library for the CPU: its generated code for sm_80, compiled with g++ against emulator.h."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +14,28 @@ import torch
 from tvm import arith, tirx
 from tvm.tirx import stmt_functor
 
-from tileattn.kernels.tilelang.build.compile import device_source
+from ...kernels.tilelang.build.compile import device_source
 
 ARCH = "sm_80"
 COMPILER = shutil.which("g++")
+OLDEST_COMPILER = 12  # the first g++ that has _Float16 in C++ on x86-64
 _C_TYPES = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 
 class Kernel:
     """A TileLang function, to be called with CPU tensors and numbers as the compiled one is with those of a GPU."""
 
-    def __init__(self, function: Any, folder: Path) -> None:
+    def __init__(self, function: Any, folder: Path | None = None) -> None:
+        """`folder` keeps the generated program and its library; None leaves no file behind."""
         self.function = function
         source = device_source(function, ARCH)
         signature = re.search(r"__launch_bounds__\((\d+), \d+\) (\w+)\((.*?)\) \{", source)
-        assert signature is not None
+        if signature is None:
+            raise ValueError("emulate(): the function must contain one T.Kernel")
         self.parameters = [_type_and_name(parameter) for parameter in signature[3].split(",")]
-        self.launch = _compiled(_program(source, signature), folder / f"{signature[2]}.cpp").launch
+        with tempfile.TemporaryDirectory() as temporary:  # a library that is loaded outlives its file
+            path = (Path(temporary) if folder is None else folder) / f"{signature[2]}.cpp"
+            self.launch = _compiled(_program(source, signature), path).launch
         self.grid = Grid(function)
 
     def __call__(self, *arguments: Any) -> None:
@@ -49,27 +52,45 @@ class Kernel:
     def _values(self, arguments: tuple[Any, ...]) -> dict[str, Any]:
         """Values by the parameters' names; sizes and strides are the tensors', and must equal those that are fixed."""
         values: dict[str, Any] = {}
-        for parameter, argument in zip(self.function.params, arguments, strict=True):
-            if not isinstance(argument, torch.Tensor):
+        if len(arguments) != len(self.function.params):
+            raise TypeError(f"the kernel takes {len(self.function.params)} arguments, got {len(arguments)}")
+        for parameter, argument in zip(self.function.params, arguments):
+            if parameter not in self.function.buffer_map:
                 values[parameter.name] = argument
                 continue
             buffer = self.function.buffer_map[parameter]
-            assert str(argument.dtype) == f"torch.{buffer.dtype}", buffer.name
+            _check_tensor(buffer, argument)
             values[buffer.name] = argument
-            _bind(buffer.shape, argument.shape, values)
+            _bind(buffer.name, "size", buffer.shape, argument.shape, values)
             if all(isinstance(stride, (tirx.Var, tirx.IntImm)) for stride in buffer.strides) and len(buffer.strides):
-                _bind(buffer.strides, argument.stride(), values)
-            else:
-                assert argument.is_contiguous(), buffer.name
+                _bind(buffer.name, "stride", buffer.strides, argument.stride(), values)
+            elif not argument.is_contiguous():
+                raise ValueError(f"{buffer.name} must be contiguous, got strides {tuple(argument.stride())}")
         return values
 
 
-def _bind(declared: Any, given: Any, values: dict[str, Any]) -> None:
-    for expected, actual in zip(declared, given, strict=True):
+def _check_tensor(buffer: Any, argument: Any) -> None:
+    if not isinstance(argument, torch.Tensor):
+        raise TypeError(f"{buffer.name} must be a tensor, got {type(argument).__name__}")
+    if argument.device.type != "cpu":
+        raise ValueError(f"{buffer.name} must be on the CPU, where the emulator runs, got {argument.device}")
+    if str(argument.dtype) != f"torch.{buffer.dtype}":
+        raise ValueError(f"{buffer.name} must be torch.{buffer.dtype}, got {argument.dtype}")
+    if argument.ndim != len(buffer.shape):
+        raise ValueError(f"{buffer.name} must have {len(buffer.shape)} dimensions, got shape {tuple(argument.shape)}")
+
+
+def _bind(name: str, what: str, declared: Any, given: Any, values: dict[str, Any]) -> None:
+    """Stores the values of variables, such as a length that is known at run time; others must be as declared."""
+    for dim, (expected, actual) in enumerate(zip(declared, given, strict=True)):
         if isinstance(expected, tirx.Var):
-            assert values.setdefault(expected.name, actual) == actual, expected
+            required = values.setdefault(expected.name, actual)
         elif isinstance(expected, tirx.IntImm):
-            assert int(expected) == actual, (declared, given)
+            required = int(expected)
+        else:
+            continue
+        if required != actual:
+            raise ValueError(f"{name} must have {what} {required} in dimension {dim}, got {actual}")
 
 
 def _type_and_name(parameter: str) -> tuple[str, str]:
@@ -86,7 +107,7 @@ def _program(source: str, signature: re.Match[str]) -> str:
     kernel = re.sub(r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];", r"\1* \2 = (\1*)shared_memory;", kernel)
     kernel = re.sub(r"__shared__ (?:__align__\(\d+\) )?", "static ", kernel)
     arguments = ", ".join(parameter.split()[-1] for parameter in parameters.split(","))
-    return f"""#include "{Path(__file__).with_suffix(".h")}"
+    return f"""#include "{Path(__file__).with_name("emulator.h")}"
 {kernel}
 extern "C" void launch({parameters}, int x, int y, int z) {{
   thread_count = {threads};
@@ -100,11 +121,23 @@ extern "C" void launch({parameters}, int x, int y, int z) {{
 
 def _compiled(program: str, path: Path) -> ctypes.CDLL:
     path.write_text(program)
-    assert COMPILER is not None
+    if COMPILER is None:
+        raise RuntimeError(f"emulate() needs g++ {OLDEST_COMPILER} or newer, and none was found")
     command = [COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", str(path.with_suffix(".so")), str(path)]
     result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-4000:]
+    if result.returncode != 0:
+        raise RuntimeError(_failure(result.stderr))
     return ctypes.CDLL(str(path.with_suffix(".so")))
+
+
+def _failure(errors: str) -> str:
+    """Why g++ failed: it is too old, or the kernel uses an instruction that emulator.h lacks."""
+    assert COMPILER is not None
+    version = subprocess.run([COMPILER, "-dumpversion"], capture_output=True, text=True).stdout.strip()
+    if version.partition(".")[0].isdigit() and int(version.partition(".")[0]) < OLDEST_COMPILER:
+        return f"emulate() needs g++ {OLDEST_COMPILER} or newer, and this one is {version}"
+    first = next((line.partition("error: ")[2] for line in errors.splitlines() if "error: " in line), errors[-400:])
+    return f"emulate() cannot run this kernel, it uses what the emulator lacks: {first}"
 
 
 class Grid:
@@ -114,7 +147,7 @@ class Grid:
         self.extents: dict[str, Any] = {}
         self.variables: dict[str, Any] = {}
         stmt_functor.post_order_visit(function.body, self._visit)
-        assert self.extents
+        assert self.extents, "a kernel has threads"
 
     def _visit(self, node: Any) -> None:
         if isinstance(node, tirx.Bind):
