@@ -70,10 +70,10 @@ def _cell(call: AnyCall, reasons: dict[str, int]) -> str:
         reason, _ = answers(backend, call)
         if reason is not None:
             reason = _general(reason, call.arch)
-            lines.append(f"~~{backend.name}~~ {reasons.setdefault(reason, len(reasons) + 1)}")
+            lines.append(f"~~{backend.name}~~&nbsp;{reasons.setdefault(reason, len(reasons) + 1)}")
         else:
             passed_over = passed_over and backend.name != runs
-            lines.append(f"**{backend.name}**" + " (named)" * passed_over)
+            lines.append(f"**{backend.name}**" + "&nbsp;(named)" * passed_over)
     return "<br>".join(lines)
 
 
