@@ -22,6 +22,7 @@ MACRO = re.compile(r"^\{\{ (?:source|docstring) (?P<file>\S+)", re.MULTILINE)
 CODE = re.compile(r"(^```.*?^```$|^#[^\n]*$)", re.MULTILINE | re.DOTALL)
 ROLE = re.compile(r":(?:func|class|mod|meth|data|attr):(<code>)~?")
 LANGUAGES = {".py": "python", ".cu": "cuda", ".cuh": "cuda", ".h": "cpp", ".md": "markdown", ".toml": "toml"}
+PICTURE = re.compile(r'<img alt="[^"]*" src="([^"]+)"[^>]*>')
 SHOWN = "source/"  # the folder of the site with the files
 
 
@@ -51,8 +52,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """mkdocs' hook: docstrings name functions as Sphinx would read them."""
-    return ROLE.sub(r"\1", html)
+    """mkdocs' hook: docstrings name functions as Sphinx would read them; a picture leads to itself at full size."""
+    return PICTURE.sub(r'<a href="\1">\g<0></a>', ROLE.sub(r"\1", html))
 
 
 def leads_to(markdown: str, page: Path) -> Iterator[Path]:

@@ -47,7 +47,14 @@ WRONG = """
 const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
 const code = [...document.querySelectorAll('pre code')].filter(e => e.scrollWidth > e.clientWidth);
 const dead = [...document.images].filter(e => !e.complete || e.naturalWidth === 0).map(e => e.src);
+const style = (e, ...kind) => getComputedStyle(e, ...kind);
+const covered = [...document.querySelectorAll('pre code > span')].filter(line => {
+    const number = line.querySelector('[data-linenos]');
+    return number && parseFloat(style(line).paddingLeft) + parseFloat(style(line).textIndent)
+        < parseFloat(style(number, '::before').width);
+});
 return [wide > 0 && `${wide} px too wide`, code.length > 0 && `${code.length} blocks of code do not fit`,
+        covered.length > 0 && `${covered.length} line numbers lie over code`,
         dead.length > 0 && `images that do not load: ${dead}`].filter(Boolean);
 """
 
