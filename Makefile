@@ -9,6 +9,7 @@
 #   make mutants                      named wrong edits, each of which some test must see (by hand, some 20 minutes)
 #   make fuzz                         random calls beside an independent oracle, ten minutes (ARGS: CONTRIBUTING.md)
 #   make docs                         the site, in site/ (pages, tutorial, API)
+#   make pages                        the package's code that the pages in docs/ show, written into them again
 #   make pictures                     the pictures of README and docs/, drawn again from benchmarks/results
 #   make lint | format | clean
 #
@@ -22,7 +23,7 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help bench check test test-all mutants fuzz docs pictures lint format clean
+.PHONY: help bench check test test-all mutants fuzz docs pages pictures lint format clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python -m
@@ -70,7 +71,11 @@ fuzz: $(VENV)/.installed-dev$(AND_EXTRAS)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(RUN) fuzz $(ARGS)
 
 docs: $(VENV)/.installed-docs$(AND_EXTRAS)
-	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build $(ARGS)
+	PATH="$(VENV)/bin:$$PATH" NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build $(ARGS)
+
+# Writes included code and the table of what runs where into the pages, for those who read them in the repository.
+pages: $(VENV)/.installed-docs$(AND_EXTRAS)
+	$(VENV)/bin/python docs/hooks/fill.py
 
 pictures: $(VENV)/.installed-plot$(AND_EXTRAS)
 	$(VENV)/bin/python benchmarks/make_pictures.py

@@ -8,6 +8,9 @@ A line of its own in a page's Markdown:
 
 `from` and `to` name the first lines, at or after one another, that contain a text; both lines are shown. What does not
 resolve ends the build.
+
+`make pages` (fill.py) writes the code into the page itself, between two comments that keep the macro, so that the page
+can be read where the repository is read. The site shows the code as it is when the site is built, with line numbers.
 """
 
 from __future__ import annotations
@@ -18,11 +21,17 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).parents[2] / "src/tileattn"
+DOCS = Path(__file__).parents[1]
+PACKAGE = DOCS.parent / "src/tileattn"
 MACRO = re.compile(
     r"^\{\{ (?P<kind>source|docstring) (?P<file>\S+?)(?: (?P<name>[\w.]+))?"
     r'(?: from "(?P<start>[^"\n]+)")?(?: to "(?P<end>[^"\n]+)")? \}\}$',
     re.MULTILINE,
+)
+# A macro as `make pages` leaves it.
+FILLED = re.compile(
+    r"^<!-- (?P<macro>(?P<kind>source|docstring|support)\b[^\n]*) -->\n.*?^<!-- end of (?P=kind) -->$",
+    re.MULTILINE | re.DOTALL,
 )
 # What looks like a macro and is none is a mistake.
 LOOSE = re.compile(r"^.*\{\{ ?(?:source|docstring)\b.*$", re.MULTILINE)
@@ -30,17 +39,37 @@ LOOSE = re.compile(r"^.*\{\{ ?(?:source|docstring)\b.*$", re.MULTILINE)
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """mkdocs' hook: the page with its macros replaced."""
-    return expand(markdown, page.file.src_uri)
+    where = page.file.src_uri
+    return markdown if where.startswith("source/") else expand(unfilled(markdown), where)
 
 
-def expand(markdown: str, where: str) -> str:
-    """A page's Markdown with its macros replaced; ValueError names the page and the macro that does not resolve."""
+def unfilled(markdown: str) -> str:
+    """A page's Markdown with macros in place of what `make pages` wrote."""
+    return FILLED.sub(lambda match: f"{{{{ {match['macro']} }}}}", markdown)
+
+
+def expand(markdown: str, where: str, *, numbers: bool = True) -> str:
+    """A page's Markdown with its macros replaced by code.
+
+    Args:
+        markdown: with macros that are not filled.
+        where: the page's path below docs/.
+        numbers: for the site, with line numbers; otherwise for the page in the repository, between two comments. There
+            line numbers would change whenever a line above the code does.
+
+    Raises:
+        ValueError: a macro does not resolve; it names the page and the macro.
+    """
+    up = "../" * (where.count("/") + 1)
 
     def block(match: re.Match[str]) -> str:
         try:
-            return _block(**match.groupdict())
+            text = _block(**match.groupdict(), up=up, numbers=numbers)
         except (LookupError, OSError, SyntaxError) as error:
             raise ValueError(f"{where}: {match[0]}: {error}") from error
+        if numbers:
+            return text
+        return f"<!-- {match[0][3:-3]} -->\n\n{text}\n\n<!-- end of {match['kind']} -->"
 
     done = MACRO.sub(block, markdown)
     if (rest := LOOSE.search(done)) is not None:
@@ -48,14 +77,15 @@ def expand(markdown: str, where: str) -> str:
     return done
 
 
-def _block(kind: str, file: str, name: str | None, start: str | None, end: str | None) -> str:
+def _block(kind: str, file: str, name: str | None, start: str | None, end: str | None, up: str, numbers: bool) -> str:
     if kind == "docstring":
         text = ast.get_docstring(ast.parse((PACKAGE / file).read_text()))
         if text is None:
             raise LookupError("the file has no docstring")
-        return f'```text title="{file}"\n{text}\n```'
+        return f"From [`{file}`]({up}src/tileattn/{file}):\n\n```text\n{text}\n```"
     lines, first = source(file, name, start, end)
-    return f'```python title="{file}" linenums="{first}"\n{lines}\n```'
+    anchor, options = (f"#L{first}", f' linenums="{first}"') if numbers else ("", "")
+    return f"From [`{file}`]({up}src/tileattn/{file}{anchor}):\n\n```python{options}\n{lines}\n```"
 
 
 def source(file: str, name: str | None = None, start: str | None = None, end: str | None = None) -> tuple[str, int]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tileattn.cli.info import AnyCall, AnyExample, Example, answers, caching_examples, chosen, examples
+from tileattn.kernels.packages import any_machine
 from tileattn.kernels.tilelang.architecture import ARCHITECTURES
 from tileattn.runtime.dispatch import BACKENDS
 
@@ -41,9 +42,10 @@ def matrix() -> str:
         "caches (bfloat16, head dim 128)": caching_examples(),
     }
     reasons: dict[str, int] = {}
-    answers = {
-        arch: {h: [_cell(row.call(arch), reasons) for row in rows] for h, rows in tables.items()} for arch in ARCHS
-    }
+    with any_machine():
+        answers = {
+            arch: {h: [_cell(row.call(arch), reasons) for row in rows] for h, rows in tables.items()} for arch in ARCHS
+        }
     columns: dict[str, str] = {}  # from the first architecture of a column to all of them
     for arch in ARCHS:
         first = next((known for known in columns if answers[known] == answers[arch]), arch)
@@ -67,10 +69,15 @@ def _cell(call: AnyCall, reasons: dict[str, int]) -> str:
     for backend in BACKENDS:
         reason, _ = answers(backend, call)
         if reason is not None:
-            # Without what differs from cell to cell, so that a reason has one number.
-            reason = SIZE.sub("", reason.replace(call.arch, "this one"))
-            lines.append(f"~~{backend.name}~~ {reasons.setdefault(reason, len(reasons) + 1)}")
+            reason = _general(reason, call.arch)
+            lines.append(f"~~{backend.name}~~&nbsp;{reasons.setdefault(reason, len(reasons) + 1)}")
         else:
             passed_over = passed_over and backend.name != runs
-            lines.append(f"**{backend.name}**" + " (named)" * passed_over)
+            lines.append(f"**{backend.name}**" + "&nbsp;(named)" * passed_over)
     return "<br>".join(lines)
+
+
+def _general(reason: str, arch: str) -> str:
+    """A reason without what differs from cell to cell, so that it has one number."""
+    reason = reason.replace(f"device {arch!r}", "the device").replace(f", not {arch}", "").replace(arch, "this device")
+    return SIZE.sub("", reason)

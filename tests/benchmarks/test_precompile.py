@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ import precompile
 from precompile import Done, Job
 
 ARCH = "sm_90a"
-pytestmark = pytest.mark.skipif(backend.importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
+pytestmark = pytest.mark.skipif(find_spec("tilelang") is None, reason="needs tilelang")
 
 
 def invoke(arguments: str) -> tuple[int, str]:

@@ -6,6 +6,7 @@ import json
 import stat
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from typer.testing import CliRunner
 import tileattn
 from tests.tools import ROOT
 from tileattn.call.fp8 import FP8
-from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.append.job import AppendJob
 from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward.config import BackwardConfig
@@ -162,7 +162,7 @@ def test_calls_of_decode_are_sound_where_nothing_is_wrong(monkeypatch: pytest.Mo
                 assert case.is_sound(*run()), (case.name, size)
 
 
-needs_tilelang = pytest.mark.skipif(backend.importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
+needs_tilelang = pytest.mark.skipif(find_spec("tilelang") is None, reason="needs tilelang")
 
 
 @needs_tilelang

@@ -366,6 +366,14 @@ def test_info_refuses_what_is_no_architecture(arch: str) -> None:
     assert f"Invalid value for --arch: {arch!r} is no architecture; accepted: cpu, sm_NN and" in words(result.output)
 
 
+def test_info_about_another_architecture_does_not_depend_on_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(mma_backend, "has_compiler", lambda: False)
+    text = words(invoke("info --arch sm_80").output)
+    assert "is not installed" not in text
+    assert "bf16, head dim 128, full yes yes by name 1 yes" in text
+
+
 def chooser(call: info.AnyCall) -> Callable[[Any], Any]:
     if isinstance(call, DecodeCall):
         return select_decode

@@ -21,15 +21,19 @@ import tileattn.testing
 from tests.runtime.test_append_dispatch import MUST_RUN
 from tests.runtime.test_append_dispatch import must_run as must_append
 from tests.tools import ROOT
-from tests.tools.support_table import DECODE_TABLE, must_decode, possible
+from tests.tools.support_table import DECODE_TABLE, TABLE, must_decode, must_run
 from tileattn.call.appending import AppendCall
 from tileattn.call.decoding import DecodeCall
 from tileattn.cli.info import Example, caching_examples
+from tileattn.kernels.mma import backend as mma_backend
+from tileattn.kernels.packages import any_machine
 from tileattn.measure import profiling
 from tileattn.runtime.dispatch import BACKENDS
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+# It runs where an environment variable is set, which is a fact of a machine.
+INTERPRETED = ("triton", "cpu")
 
 
 def hook(name: str) -> ModuleType:
@@ -42,7 +46,7 @@ def hook(name: str) -> ModuleType:
     return module
 
 
-include, links, nav, support = map(hook, ("include", "links", "nav", "support"))
+include, links, nav, support, fill = map(hook, ("include", "links", "nav", "support", "fill"))
 
 
 # --- Code that is included ---
@@ -50,15 +54,15 @@ include, links, nav, support = map(hook, ("include", "links", "nav", "support"))
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_every_inclusion_resolves(page: Path) -> None:
-    text = page.read_text()
-    expanded = include.expand(text, page.name)
+    text = include.unfilled(page.read_text())
+    expanded = include.expand(text, page.relative_to(DOCS).as_posix())
     assert expanded.count("```") - text.count("```") == 2 * len(include.MACRO.findall(text))
     assert "{{ source" not in expanded
     assert "{{ docstring" not in expanded
 
 
 def test_the_tutorial_includes_the_kernels() -> None:
-    included = {m["file"] for page in PAGES for m in include.MACRO.finditer(page.read_text())}
+    included = {m["file"] for page in PAGES for m in include.MACRO.finditer(include.unfilled(page.read_text()))}
     hopper = ("hopper/kernel", "hopper/producer", "hopper/consumer")
     for name in ("tile/softmax", "tile/mask", "forward/generic", *(f"forward/{each}" for each in hopper)):
         assert f"kernels/tilelang/{name}.py" in included
@@ -70,7 +74,7 @@ def test_the_tutorial_includes_the_kernels() -> None:
 def lines_shown(page: str, file: str) -> set[int]:
     """The lines of a file of the package that a page of the tutorial shows."""
     shown = set()
-    for macro in include.MACRO.finditer((DOCS / "tutorial" / page).read_text()):
+    for macro in include.MACRO.finditer(include.unfilled((DOCS / "tutorial" / page).read_text())):
         if macro["file"] == file:
             text, first = include.source(file, macro["name"], macro["start"], macro["end"])
             shown |= set(range(first, first + len(text.splitlines())))
@@ -133,6 +137,23 @@ def test_what_does_not_resolve_ends_the_build(macro: str, says: str) -> None:
         include.expand(f"# A page\n\n{macro}\n", "page.md")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_the_pages_in_the_repository_are_filled_and_fresh(page: Path) -> None:
+    text = page.read_text()
+    assert text == fill.filled(text, page.relative_to(DOCS).as_posix()), "run `make pages`"
+    assert not re.search(r"^\{\{", text, re.MULTILINE)
+
+
+def test_filling_twice_changes_nothing_and_follows_the_code() -> None:
+    macro = "{{ source variant/masks.py Causal.allows }}"
+    once = fill.filled(f"a\n\n{macro}\n\nb\n", "tutorial/page.md")
+    link = "[`variant/masks.py`](../../src/tileattn/variant/masks.py)"
+    assert once.startswith(f"a\n\n<!-- source variant/masks.py Causal.allows -->\n\nFrom {link}:\n\n```python\ndef ")
+    assert once.endswith("    return k <= q\n```\n\n<!-- end of source -->\n\nb\n")
+    assert fill.filled(once.replace("k <= q", "k < q"), "tutorial/page.md") == once
+    assert include.unfilled(once) == f"a\n\n{macro}\n\nb\n"
+
+
 # --- The API page ---
 
 
@@ -159,17 +180,26 @@ def test_no_function_of_the_api_page_has_the_name_of_a_submodule() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_no_link_leads_out_of_the_site(page: Path) -> None:
-    left = [m["target"] for m in links.LINK.finditer(links.named(page.read_text(), page))]
+    left = [m["target"] for m in links.LINK.finditer(links.linked(page.read_text(), page))]
     assert all((page.parent / target.split("#")[0]).resolve().is_relative_to(DOCS) for target in left)
 
 
-def test_links_out_of_the_site_become_names() -> None:
-    page = DOCS / "page.md"
-    assert links.named("the [rule](../src/tileattn/testing)", page) == "the rule (`src/tileattn/testing`)"
-    assert links.named("[`attention.py`](../src/tileattn/api/attention.py)", page) == "`src/tileattn/api/attention.py`"
-    assert links.named("![a](../x.png) [b](design.md)", page) == "![a](../x.png) [b](design.md)"
+def test_links_out_of_the_site_lead_to_pages_that_show_files() -> None:
+    page = DOCS / "tutorial/page.md"
+    at = "../source/src/tileattn"
+    folder, line = "[rule](../../src/tileattn/testing)", "[`masks.py`](../../src/tileattn/variant/masks.py#L12)"
+    assert links.linked(f"the {folder}", page) == f"the [rule]({at}/testing/index.md)"
+    assert links.linked(line, page) == f"[`masks.py`]({at}/variant/masks.py.md#__codelineno-0-12)"
+    assert links.linked("in `variant/masks.py`", page) == f"in [`variant/masks.py`]({at}/variant/masks.py.md)"
+    assert links.linked('<img src="../x.png" alt="a b" width="360">', page) == "![a b](../x.png){ width=360 }"
+    for kept in ("`variant/no.py`", "## `variant/masks.py`", "```sh\n`variant/masks.py`\n```", "![a](../x.png)"):
+        assert links.linked(kept, page) == kept
+    assert list(links.leads_to(f"{folder} {line}", page)) == [
+        ROOT / "src/tileattn/testing",
+        ROOT / "src/tileattn/variant/masks.py",
+    ]
     with pytest.raises(ValueError, match=r"page.md: .* does not exist"):
-        links.named("[gone](../src/gone.py)", page)
+        links.linked("[gone](../../src/gone.py)", page)
 
 
 def entries(navigation: list[Any]) -> list[str]:
@@ -196,8 +226,20 @@ def test_optional_pages_come_once_they_are_there(tmp_path: Path) -> None:
 # --- What is generated ---
 
 
-def test_the_support_matrix_says_what_the_backends_say() -> None:
+@pytest.fixture
+def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel language is installed, and Triton's interpreter is asked for."""
+    real = importlib.util.find_spec
+    absent = ("tilelang", "triton", "cuda")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.split(".")[0] in absent else real(name))
+    monkeypatch.setattr(mma_backend, "has_compiler", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def test_the_support_matrix_says_what_the_backends_say(bare_machine: None) -> None:
+    """Whatever is installed on the machine that builds it."""
     text = support.matrix()
+    assert "installed" not in text
     tables = [[line.strip("| ").split(" | ") for line in part.splitlines()] for part in text.split("\n\n")[:4]]
     caching = [example.name for example in caching_examples()]
     for (head, _, *rows), names in zip(tables, (None, support.HEAD_DIMS, None, caching), strict=True):
@@ -209,7 +251,9 @@ def test_the_support_matrix_says_what_the_backends_say() -> None:
     for row in rows:
         for title, cell in zip(head[1:], row[1:]):
             call = Example("", head_dim=int(row[0]), head_dim_v=int(row[0])).call(title.split(", ")[0])
-            accepting = [backend.name for backend in BACKENDS if backend.refusal(call) is None]
+            with any_machine():
+                accepting = [backend.name for backend in BACKENDS if backend.refusal(call) is None]
+            assert accepting == [name for name in TABLE if must_run(name, call) and (name, call.arch) != INTERPRETED]
             assert re.findall(r"\*\*(\w+)\*\*", cell) == accepting
     head, _, *rows = tables[3]
     for row, example in zip(rows, caching_examples(), strict=True):
@@ -217,7 +261,7 @@ def test_the_support_matrix_says_what_the_backends_say() -> None:
             for arch in title.split(", "):
                 assert re.findall(r"\*\*(\w+)\*\*", cell) == must_take(example.call(arch))
     # Each number stands for a reason below.
-    numbers = {int(number) for number in re.findall(r"~~ (\d+)", text)}
+    numbers = {int(number) for number in re.findall(r"~~&nbsp;(\d+)", text)}
     assert numbers == set(range(1, len(numbers) + 1))
     assert all(f"\n{number}. " in text for number in numbers)
 
@@ -228,7 +272,7 @@ def must_take(call: DecodeCall | AppendCall) -> list[str]:
         names = [name for name in DECODE_TABLE if must_decode(name, call)]
     else:
         names = [name for name in MUST_RUN if must_append(name, call)]
-    return [name for name in names if possible(name, call.arch)]
+    return [name for name in names if (name, call.arch) != INTERPRETED]
 
 
 def test_every_figure_that_a_page_shows_is_there() -> None:

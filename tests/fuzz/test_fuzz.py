@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from tests.fuzz.shrink import shrink
 from tests.fuzz.spec import Call
 from tests.fuzz.variants import allowed
 from tests.fuzz.worker import Plan, draw_call
-from tileattn.kernels.tilelang import backend as tilelang_backend
 
 FUZZ = Path(adapters.__file__).parent
 OWN = ("spec", "draw", "values", "packing", "variants", "oracle", "compare", "shrink", "report")
@@ -292,7 +292,7 @@ def test_the_share_of_dropped_weights_is_checked(monkeypatch: pytest.MonkeyPatch
     assert "dropout's share is off" in wrong
 
 
-@pytest.mark.skipif(tilelang_backend.importlib.util.find_spec("tilelang") is None, reason="needs tilelang")
+@pytest.mark.skipif(find_spec("tilelang") is None, reason="needs tilelang")
 def test_kernels_of_a_structure_are_found_ahead() -> None:
     compiled = [each for each in ahead.structures(1, 12, "sm_90a") if each.compiles]
     jobs = [ahead.jobs_of(structure) for structure in compiled[:3]]

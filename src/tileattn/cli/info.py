@@ -22,12 +22,16 @@ from tileattn.call.decoding import DecodeCall
 from tileattn.call.facts import AttentionCall, device_arch
 from tileattn.cli.choices import refuse
 from tileattn.kernels.cache.store import default_folder
+from tileattn.kernels.packages import any_machine
 from tileattn.kernels.tilelang.architecture import ARCHITECTURES
-from tileattn.runtime.append_dispatch import answers_for_append, select_append
+from tileattn.runtime.append_dispatch import answers_for_append
 from tileattn.runtime.decoding import page_rows_of
-from tileattn.runtime.dispatch import BACKENDS, Backend, answers_for_decode, select, select_decode
+from tileattn.runtime.dispatch import BACKENDS, Backend, answers_for_decode
 from tileattn.variant.key import encode
 from tileattn.variant.tree_mask import TreeMask
+
+# What `any_machine` asks about, for readers.
+INSTALLED = "it takes Triton, cuda-core and all other packages of tileattn as installed"
 
 
 @dataclass(frozen=True)
@@ -177,21 +181,25 @@ def answers(backend: Backend, call: AnyCall) -> tuple[str | None, str | None]:
 
 def chosen(call: AnyCall) -> str | None:
     """The name of the backend that runs the call where none is named; None where all refuse."""
-    try:
-        if isinstance(call, DecodeCall):
-            return select_decode(call).name
-        return (select_append(call) if isinstance(call, AppendCall) else select(call)).name
-    except NotImplementedError:
-        return None
+    return next((backend.name for backend in BACKENDS if answers(backend, call) == (None, None)), None)
 
 
 def show(arch: str | None) -> None:
-    """Prints everything; `arch` asks about another architecture than this machine's."""
+    """Prints everything.
+
+    With `arch` the table is that of a machine with such a device on which all packages are installed. Without it the
+    table is that of this machine.
+    """
     arch = None if arch is None else _named_arch(arch)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console = Console()
     console.print(_machine(device))
-    console.print(_matrix(arch or device_arch(device)))
+    if arch is None:
+        console.print(_matrix(device_arch(device)))
+        return
+    with any_machine():
+        console.print(_matrix(arch))
+    console.print(Text(f"The table does not depend on this machine: {INSTALLED}.", style="dim"))
 
 
 def _machine(device: torch.device) -> Table:

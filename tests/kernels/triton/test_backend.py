@@ -6,6 +6,7 @@ On a machine with a GPU the kernels run there. More tests: the conformance suite
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from torch import Tensor
 import tileattn
 from tileattn import ALiBi, Bias, Causal, FunctionMask, Mask, PrefixLM, SlidingWindow, SoftCap
 from tileattn.call.facts import AttentionCall, BackwardCall
+from tileattn.kernels.packages import any_machine
 from tileattn.kernels.triton import backend
 from tileattn.kernels.triton import defaults as config
 from tileattn.kernels.triton import grid as order
@@ -207,8 +209,10 @@ def test_on_a_cpu_only_where_it_is_named_and_interpreted(monkeypatch: pytest.Mon
 
 
 def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install triton" in str(backend.refusal(CALL))
+    with any_machine():
+        assert backend.refusal(CALL) is None
 
 
 def test_dispatch_takes_it_where_tilelang_refuses() -> None:

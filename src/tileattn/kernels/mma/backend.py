@@ -10,6 +10,7 @@ import torch
 
 from ...call.facts import CAUSAL, AttentionCall
 from ...call.inputs import Inputs
+from ..packages import asked_for_any_machine
 from .compile import INSTALL, has_compiler
 from .launch import launcher
 from .rungs import ACCUMULATIONS, HEAD_DIMS, LARGE_HEAD_DIMS, LAYOUTS, NAME, RUNGS, STAGES, Kernel, RungOptions, Tiles
@@ -89,7 +90,7 @@ def refusal(choice: Choice, call: AttentionCall) -> str | None:
     """The reason why the ladder cannot run a call; None if it can."""
     if not (call.arch.startswith("sm_") and int(call.arch[3:].rstrip("af")) >= 80):
         return f"device {call.arch!r} is no NVIDIA GPU from sm_80 on"
-    if not has_compiler():
+    if not (asked_for_any_machine() or has_compiler()):
         return f"cuda-core is not installed ({INSTALL})"
     if call.needs_grad:
         return "it has no backward pass (an input requires grad)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable
 
@@ -10,6 +9,7 @@ import torch
 
 from ...call.facts import AttentionCall, BackwardCall, Gradients
 from ...variant.program import program
+from ..packages import absence, asked_for_any_machine
 from .interpreter import INTERPRET, interpreted
 
 MAX_HEAD_DIM = 256
@@ -34,14 +34,12 @@ def reservation_device(arch: str) -> str | None:
 
 def refusal_device(arch: str) -> str | None:
     """The reason why the kernels do not run on a device, or None if they do."""
-    if arch == "cpu" and not interpreted():
+    if arch == "cpu" and (asked_for_any_machine() or not interpreted()):
         return f"it needs a GPU; on a CPU Triton's interpreter runs it, where {INTERPRET}=1 is set before Python starts"
     nvidia = re.fullmatch(r"sm_(\d+)a?", arch)
     if arch != "cpu" and not arch.startswith("gfx") and (nvidia is None or int(nvidia[1]) < 80):
         return f"device {arch!r} is neither an NVIDIA GPU from sm_80 on nor an AMD GPU"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install triton)"
-    return None
+    return absence("triton", "triton")
 
 
 def _refusal_call(call: AttentionCall) -> str | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 from ....call.decoding import DecodeCall
 from ....variant.program import program
+from ...packages import absence
 from ..architecture import ARCHITECTURES
 from .launch import prepare as prepare
 
@@ -20,8 +19,8 @@ def refusal(call: DecodeCall) -> str | None:
         return f"device {call.arch!r} is not one of {', '.join(ARCHITECTURES)}"
     if call.arch.startswith("gfx"):
         return f"decode runs on NVIDIA GPUs only, not {call.arch}"
-    if importlib.util.find_spec("tilelang") is None:
-        return "tilelang is not installed (pip install tilelang)"
+    if (reason := absence("tilelang", "tilelang")) is not None:
+        return reason
     if call.dtype not in (torch.float16, torch.bfloat16):
         return f"dtype must be float16 or bfloat16, not {call.dtype}"
     for name, size in (("head_dim", call.head_dim), ("head_dim_v", call.head_dim_v)):
