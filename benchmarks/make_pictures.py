@@ -55,8 +55,12 @@ def pictures() -> dict[Path, Callable[[], Figure]]:
 
 
 def of_readme() -> dict[Path, Callable[[], Figure]]:
-    """All rows of the forward pass."""
-    return {DOCS / "benchmarks" / "forward.png": lambda: plot.draw(make_page.load()["fa"].results)}
+    """The forward pass: head dim 128, causal, for README.md, and all rows, for docs/speed.md."""
+    measured = make_page.load()["fa"].results
+    return {
+        DOCS / "benchmarks" / "forward-short.png": partial(speed_by_length, measured, 128, ("causal",)),
+        DOCS / "benchmarks" / "forward.png": partial(plot.draw, measured),
+    }
 
 
 def of_benchmarks() -> dict[Path, Callable[[], Figure]]:
@@ -101,14 +105,15 @@ def training_losses() -> Figure:
     return figure
 
 
-def speed_by_length(measured: Results, head_dim: int) -> Figure:
-    """TFLOPS against the sequence length, full beside causal: a line for each implementation, and the ceiling."""
+def speed_by_length(measured: Results, head_dim: int, shown: Sequence[str] = ("full", "causal")) -> Figure:
+    """TFLOPS against the sequence length, side by side: a line for each implementation, and the ceiling."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     panels = by_length(measured.rows)
-    variants = [variant for variant in ("full", "causal") if (variant, head_dim) in panels]
-    figure = Figure(figsize=(4.8 * len(variants), 3.9), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06))
+    variants = [variant for variant in shown if (variant, head_dim) in panels]
+    size = (4.8 * len(variants), 3.9) if len(variants) > 1 else (7.2, 2.9)
+    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06))
     shared: Axes | None = None
     for index, variant in enumerate(variants):
         axes = figure.add_subplot(1, len(variants), index + 1, sharey=shared)
@@ -141,19 +146,21 @@ def _lines(axes: Axes, measured: Results, groups: Sequence[tuple[str, str]]) -> 
 
 
 def _legend(figure: Figure, measured: Results, head_dim: int) -> None:
-    """Ours is drawn last and named first."""
+    """Ours is drawn last and named first. One panel has its legend beside it, several have it above."""
+    beside = len(figure.axes) == 1
     named = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels()), strict=True))
     labels = [label for backend in measured.backends() if (label := LABELS.get(backend, backend)) in named]
     labels += [label for label in named if label not in labels]
     dtypes = ", ".join(dict.fromkeys(row.dtype for row in measured.rows))
-    title = f"{DIRECTIONS[measured.direction].capitalize()}, head dim {head_dim}, {dtypes}, {measured.gpu}"
+    facts = [f"{DIRECTIONS[measured.direction].capitalize()}, head dim {head_dim}", f"{dtypes}, {measured.gpu}"]
+    title = ("\n" if beside else ", ").join(facts)
     figure.legend(
         [named[label] for label in labels],
         labels,
         title=title,
-        title_fontsize=12,
-        loc="outside upper center",
-        ncols=plot.legend_columns(labels, figure.get_figwidth()),
+        title_fontsize=9 if beside else 12,
+        loc="outside right upper" if beside else "outside upper center",
+        ncols=1 if beside else plot.legend_columns(labels, figure.get_figwidth()),
         frameon=False,
         fontsize=9,
     )

@@ -1,26 +1,61 @@
-"""The README's example runs, and its figures are those of the result file that it names."""
+"""The README's example runs, and its figures and those of docs/speed.md are those of the result files."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import subprocess
+import sys
 from typing import Any
 
+import pytest
 import torch
 
 from tests.tools import ROOT
+from tileattn.kernels.tilelang.architecture import ARCHITECTURES
 
 README = (ROOT / "README.md").read_text()
+SPEED = (ROOT / "docs/speed.md").read_text()
+ATTENTION = (ROOT / "docs/attention.md").read_text()
 
 
-def test_the_example_runs() -> None:
-    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+@pytest.mark.parametrize("text", [README, ATTENTION], ids=["README.md", "docs/attention.md"])
+def test_the_example_runs(text: str) -> None:
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert code is not None
     scope: dict[str, object] = {}
     exec(code[1], scope)
     assert isinstance(scope["o"], torch.Tensor)
     assert scope["o"].isfinite().all()
+
+
+@pytest.mark.slow  # a process of its own, which imports transformers
+def test_the_adapters_are_entered_as_it_says() -> None:
+    pytest.importorskip("transformers")
+    _, code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    code += "\nimport flash_attn\nassert flash_attn.flash_attn_func.__module__.startswith('tileattn.')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_is_short() -> None:
+    """One screen to start, and a page in all: longer texts are pages of docs/."""
+    assert len(README) < 7400
+    assert (
+        README.index("```python") < README.index("## Install") < README.index("![") < README.index("## What works on")
+    )
+
+
+def test_cards_have_the_architectures_of_the_kernels() -> None:
+    """Each architecture in the table of cards is one that TileLang's kernels know, and only sm_90a was run."""
+    rows = re.findall(r"^\| ([^|]*\((?:sm|gfx)[^|]*) \|[^|]*\| ([^|]*) \|$", README, re.M)
+    assert len(rows) == 7
+    for card, done in rows:
+        named = re.findall(r"\(((?:sm_|gfx)\w+)\)", card)
+        assert named
+        assert set(named) <= set(ARCHITECTURES), card
+        assert ("run, tested" in done) == card.startswith("H200 (sm_90a)")
 
 
 def test_the_table_is_the_result_files() -> None:
@@ -29,7 +64,7 @@ def test_the_table_is_the_result_files() -> None:
     table = re.findall(
         r"^\| \((\d+), (\d+), (\d+)(?: over (\d+))?\), (\d+), (full|causal) "
         r"\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([\d.]+)×",
-        README,
+        SPEED,
         re.M,
     )
     assert len(table) == 7
@@ -55,13 +90,17 @@ def test_the_totals_are_the_result_files() -> None:
         return [min(t for name, t in of.items() if name != "tileattn") / of["tileattn"] for of in chosen]
 
     fa2, cudnn, fa4 = speed_against("fa2"), speed_against("cudnn"), speed_against("fa4")
-    text = " ".join(README.split())
+    text = " ".join(SPEED.split())
     assert f"all {len(fa2)} rows that FA-2 runs" in text
     # The lowest is cut, not rounded: 1.295 is no 1.30.
     totals = f"{_geometric_mean(fa2):.2f}× (geometric mean), {math.floor(min(fa2) * 100) / 100}× to {max(fa2):.2f}×"
     assert totals in text
     assert f"Over all {len(cudnn)} rows the geometric mean is {_geometric_mean(cudnn):.2f}× against cuDNN" in text
     assert f"{_geometric_mean(fa4):.2f}× against FA-4" in text
+    assert (
+        f"{_geometric_mean(fa2):.2f} times FlashAttention-2's speed (geometric mean of {len(fa2)} shapes on an H200, "
+        f"bfloat16), {_geometric_mean(cudnn):.2f} times cuDNN's and {_geometric_mean(fa4):.2f} times FlashAttention-4's"
+    ) in " ".join(README.split())
     short, long = (_geometric_mean(speed_against_best(short)) for short in (True, False))
     assert f"{short:.2f}× below 2048 tokens and {long:.2f}× from there on" in text
     close = sum(ratio > 0.98 for short in (True, False) for ratio in speed_against_best(short))
@@ -70,7 +109,7 @@ def test_the_totals_are_the_result_files() -> None:
 
 def test_the_ranges_are_the_result_files() -> None:
     """Ranges for gradients, variants and float32: relative speed, cut to two decimals."""
-    text = " ".join(README.split())
+    text = " ".join((SPEED + ATTENTION).split())
     flex = [_speeds(f"variants/{name}-h200.json", ["flex"]) for name in ("variants", "variants-bwd")]
     assert [_cut(min(speeds)) for speeds in flex] == ["1.26", "1.26"]
     assert [f"{max(speeds):.1f}" for speeds in flex] == ["3.5", "2.9"]
@@ -107,8 +146,8 @@ def _cut(ratio: float) -> str:
 
 
 def _rows() -> list[dict[str, Any]]:
-    """The rows of the result file that the README names."""
-    name = re.search(r"\((benchmarks/results/[^)]*\.json)\)", README)
+    """The rows of the result file that docs/speed.md names."""
+    name = re.search(r"\(\.\./(benchmarks/results/[^)]*\.json)\)", SPEED)
     assert name is not None
     rows: list[dict[str, Any]] = json.loads((ROOT / name[1]).read_text())["rows"]
     return rows

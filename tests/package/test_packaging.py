@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import re
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +23,7 @@ else:
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-DOCUMENTS = [path for name in ("README.md", "CONTRIBUTING.md") if (path := ROOT / name).exists()]
+DOCUMENTS = [path for name in ("README.md", "CONTRIBUTING.md", "docs/install.md") if (path := ROOT / name).exists()]
 PYTHONS = [
     text.rpartition(" ")[2] for text in PROJECT["classifiers"] if re.fullmatch(r"Programming Language .* 3\.\d+", text)
 ]
@@ -107,6 +108,11 @@ def test_wheel_holds_every_file_of_the_package() -> None:
     }
     assert "tileattn/py.typed" in files
     assert packed == files
+    # "Installs in seconds": nothing to compile, and no larger than docs/install.md says.
+    assert re.fullmatch(r"py[\d.py]*-none-any", builder.get_default_tag())
+    compressed = sum(len(zlib.compress(path.read_bytes())) for file in files if (path := source / file)) / 1e6
+    (said,) = re.findall(r"wheel\*\* is about ([\d.]+) MB", (ROOT / "docs/install.md").read_text())
+    assert abs(compressed - float(said)) <= 0.15
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -1,4 +1,4 @@
-"""What each backend must run, by hand, from README.md, docs/support.md, docs/design/limits.md and docs/ladder.md.
+"""What each backend must run, by hand, from the pages attention, support, design/limits and ladder of docs/.
 
 The table shares no code with any `refusal`. tests/runtime/test_dispatch.py compares the two on all combinations, and
 the conformance suite skips a refused case only where the table says that the case need not run. When a backend learns

@@ -94,7 +94,8 @@ def attention(
             (:mod:`tileattn.call.dropout`). lse is computed without dropout. Inductor, the default backend of
             ``torch.compile``, has its own generator: after the same ``torch.manual_seed``, compiled code drops other
             weights than eager code.
-        layout: "bshd" as above, or "bhsd" for tensors (batch, heads, seqlen, head_dim), o included.
+        layout: "bshd" as above, or "bhsd" for tensors (batch, heads, seqlen, head_dim), o included. The first eager
+            call in "bshd" whose shapes are likely bhsd warns: more than 128 key/value heads, and 17 to 128 queries.
         return_lse: whether to also return the log-sum-exp (natural logarithm) of the scores, sink included.
         deterministic: whether gradients must be bitwise equal from run to run, as with
             ``torch.use_deterministic_algorithms(True)``. The forward pass is always deterministic.

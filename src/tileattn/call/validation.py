@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from .fp8 import FP8
+from .likely_layout import MOST_HEADS, warn_of_bhsd
 from .scalars import as_flag
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -208,6 +209,8 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
             f"{v.shape[1]} and {v.shape[2]} in v (layout={layout!r})"
         )
     check_heads((heads, head_dim), (kv_heads, head_dim_k), v.shape[3], f" (layout={layout!r})")
+    if kv_heads > MOST_HEADS and layout == "bshd":
+        warn_of_bhsd(q, k)
 
 
 def check_heads(of_q: Sequence[int], of_k: Sequence[int], head_dim_v: int, where: str = "") -> None:
