@@ -95,7 +95,8 @@ def test_a_step_that_failed_is_left_out(climb: Results) -> None:
 
 def test_the_table_has_values_times_and_gains(climb: Results) -> None:
     console = Console(width=140, file=io.StringIO())
-    console.print(ladder.render(climb, LADDER, {LADDER[0].backend: [0.5, -0.25, 0.125]}))
+    climb.first_values = {LADDER[0].backend: [0.5, -0.25, 0.125]}
+    console.print(ladder.render(climb, LADDER))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "+0.500000 -0.250000 +0.125000" in text
     assert "+10.0%" in text
@@ -156,7 +157,8 @@ def measuring(climb: Results, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ladder, "_gpu", lambda: torch.device("cpu"))
     monkeypatch.setattr(ladder, "_compile", lambda *_: None)
-    monkeypatch.setattr(ladder, "_first_values", lambda *_: {})
+    # In place of the outputs, something that only the seed decides.
+    monkeypatch.setattr(ladder, "_first_values", lambda _, given: {"fa2": [float(given.q.flatten()[0])]})
     monkeypatch.setattr(ladder, "_measure", measure)
     return asked
 
@@ -173,6 +175,21 @@ def test_files_are_made_ahead_and_overwritten_only_if_asked(measuring: list[str]
         assert "exists; give another name" in " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.output).split())
     assert measuring == ["measure"]
     assert CliRunner().invoke(app, [*line, "--force"]).exit_code == 0
+
+
+def test_the_seed_decides_the_values_and_both_are_kept(measuring: list[str]) -> None:
+    values = []
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        line = ["ladder", "--N", "64", "--D", "32", "--json", f"{name}.json", "--seed", str(seed)]
+        done = CliRunner().invoke(app, line)
+        assert done.exit_code == 0, done.output
+        assert f"B=1, H=8, N=64, D=32, full, fp16, seed: {seed}, 3 rounds of 10 calls" in done.output
+        kept = results.load(Path(f"{name}.json"))
+        assert (kept.seed, kept.command) == (
+            seed, f"tileattn ladder --B 1 --H 8 --N 64 --D 32 --iters 10 --seed {seed}"
+        )  # fmt: skip
+        values.append(kept.first_values["fa2"])
+    assert values[0] == values[1] != values[2]
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
