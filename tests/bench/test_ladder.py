@@ -7,6 +7,7 @@ import io
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +19,13 @@ from typer.testing import CliRunner
 from tests.tools import ROOT
 from tileattn.bench import results
 from tileattn.bench.cases import square
-from tileattn.bench.climb import climbed, steps
+from tileattn.bench.climb import Step, climbed, steps
 from tileattn.bench.plot_ladder import steps_of
 from tileattn.bench.results import Results, Row
 from tileattn.cli import ladder
 from tileattn.cli.app import app
 from tileattn.kernels.mma.backend import parse
-from tileattn.kernels.mma.rungs import HEAD_DIMS, LARGE_HEAD_DIMS
+from tileattn.kernels.mma.rungs import HEAD_DIMS, LARGE_HEAD_DIMS, RUNGS
 from tileattn.kernels.mma.tiles import candidates
 
 spec = importlib.util.spec_from_file_location("make_ladder", ROOT / "benchmarks" / "make_ladder.py")
@@ -47,6 +48,11 @@ def measured(speeds: dict[str, float]) -> Results:
         )  # fmt: skip
         made.rows.append(row)
     return replace(made, gpu="GPU", date="2026-11-21")
+
+
+def measured_at_once(ladder: Sequence[Step]) -> Results:
+    """A result file in which all steps are equally fast."""
+    return measured({step.backend: 1.0 for step in ladder})
 
 
 LADDER = steps(64, "fp16", all_tiles=False)
@@ -105,15 +111,22 @@ def test_the_table_has_values_times_and_gains(climb: Results) -> None:
     assert all(step.label in text for step in LADDER)
 
 
-def test_the_picture_has_a_bar_for_each_step_and_lines_beside(climb: Results, tmp_path: Path) -> None:
+def test_the_picture_has_a_line_for_each_option_and_others_beside(climb: Results, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from tileattn.bench import plot_ladder
 
+    options = ["1 stage, padded", "1 stage, swizzle", "2 stages, padded", "2 stages, swizzle"]
     figure = plot_ladder.draw(climb)
-    assert [len(axes.patches) for axes in figure.axes] == [len(LADDER) // 2] * 2
-    assert [len(axes.lines) for axes in figure.axes] == [2, 2]
-    in_float32 = steps(512, "bf16", all_tiles=False)
-    assert len(plot_ladder.draw(measured({step.backend: 1.0 for step in in_float32})).axes) == 1
+    for axes, acc in zip(figure.axes, ("fp32", "fp16")):
+        lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+        assert list(lines)[2:] == options
+        measured = [row.tflops for row in climb.rows if f"stages=1,acc={acc},smem=padded" in row.backend]
+        assert lines["1 stage, padded"] == measured
+        assert [label.get_text() for label in axes.get_xticklabels()] == [*RUNGS[:-1]]
+    # One rung alone, or tile sizes: bars.
+    for steps_of_bars in (steps(512, "bf16", all_tiles=False), steps(64, "bf16", all_tiles=True)):
+        (axes,) = plot_ladder.draw(measured_at_once(steps_of_bars)).axes
+        assert (len(axes.patches), len(axes.lines)) == (len(steps_of_bars), 0)
     plot_ladder.save(climb, tmp_path / "climb.png")
     assert (tmp_path / "climb.png").stat().st_size > 10_000
 
