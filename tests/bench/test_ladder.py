@@ -7,6 +7,7 @@ import io
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +19,13 @@ from typer.testing import CliRunner
 from tests.tools import ROOT
 from tileattn.bench import results
 from tileattn.bench.cases import square
-from tileattn.bench.climb import climbed, steps
+from tileattn.bench.climb import Step, climbed, steps
 from tileattn.bench.plot_ladder import steps_of
 from tileattn.bench.results import Results, Row
 from tileattn.cli import ladder
 from tileattn.cli.app import app
 from tileattn.kernels.mma.backend import parse
-from tileattn.kernels.mma.rungs import HEAD_DIMS, LARGE_HEAD_DIMS
+from tileattn.kernels.mma.rungs import HEAD_DIMS, LARGE_HEAD_DIMS, RUNGS
 from tileattn.kernels.mma.tiles import candidates
 
 spec = importlib.util.spec_from_file_location("make_ladder", ROOT / "benchmarks" / "make_ladder.py")
@@ -47,6 +48,11 @@ def measured(speeds: dict[str, float]) -> Results:
         )  # fmt: skip
         made.rows.append(row)
     return replace(made, gpu="GPU", date="2026-11-21")
+
+
+def measured_at_once(ladder: Sequence[Step]) -> Results:
+    """A result file in which all steps are equally fast."""
+    return measured({step.backend: 1.0 for step in ladder})
 
 
 LADDER = steps(64, "fp16", all_tiles=False)
@@ -95,7 +101,8 @@ def test_a_step_that_failed_is_left_out(climb: Results) -> None:
 
 def test_the_table_has_values_times_and_gains(climb: Results) -> None:
     console = Console(width=140, file=io.StringIO())
-    console.print(ladder.render(climb, LADDER, {LADDER[0].backend: [0.5, -0.25, 0.125]}))
+    climb.first_values = {LADDER[0].backend: [0.5, -0.25, 0.125]}
+    console.print(ladder.render(climb, LADDER))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "+0.500000 -0.250000 +0.125000" in text
     assert "+10.0%" in text
@@ -104,15 +111,22 @@ def test_the_table_has_values_times_and_gains(climb: Results) -> None:
     assert all(step.label in text for step in LADDER)
 
 
-def test_the_picture_has_a_bar_for_each_step_and_lines_beside(climb: Results, tmp_path: Path) -> None:
+def test_the_picture_has_a_line_for_each_option_and_others_beside(climb: Results, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from tileattn.bench import plot_ladder
 
+    options = ["1 stage, padded", "1 stage, swizzle", "2 stages, padded", "2 stages, swizzle"]
     figure = plot_ladder.draw(climb)
-    assert [len(axes.patches) for axes in figure.axes] == [len(LADDER) // 2] * 2
-    assert [len(axes.lines) for axes in figure.axes] == [2, 2]
-    in_float32 = steps(512, "bf16", all_tiles=False)
-    assert len(plot_ladder.draw(measured({step.backend: 1.0 for step in in_float32})).axes) == 1
+    for axes, acc in zip(figure.axes, ("fp32", "fp16")):
+        lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+        assert list(lines)[2:] == options
+        measured = [row.tflops for row in climb.rows if f"stages=1,acc={acc},smem=padded" in row.backend]
+        assert lines["1 stage, padded"] == measured
+        assert [label.get_text() for label in axes.get_xticklabels()] == [*RUNGS[:-1]]
+    # One rung alone, or tile sizes: bars.
+    for steps_of_bars in (steps(512, "bf16", all_tiles=False), steps(64, "bf16", all_tiles=True)):
+        (axes,) = plot_ladder.draw(measured_at_once(steps_of_bars)).axes
+        assert (len(axes.patches), len(axes.lines)) == (len(steps_of_bars), 0)
     plot_ladder.save(climb, tmp_path / "climb.png")
     assert (tmp_path / "climb.png").stat().st_size > 10_000
 
@@ -156,7 +170,8 @@ def measuring(climb: Results, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ladder, "_gpu", lambda: torch.device("cpu"))
     monkeypatch.setattr(ladder, "_compile", lambda *_: None)
-    monkeypatch.setattr(ladder, "_first_values", lambda *_: {})
+    # In place of the outputs, something that only the seed decides.
+    monkeypatch.setattr(ladder, "_first_values", lambda _, given: {"fa2": [float(given.q.flatten()[0])]})
     monkeypatch.setattr(ladder, "_measure", measure)
     return asked
 
@@ -173,6 +188,21 @@ def test_files_are_made_ahead_and_overwritten_only_if_asked(measuring: list[str]
         assert "exists; give another name" in " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.output).split())
     assert measuring == ["measure"]
     assert CliRunner().invoke(app, [*line, "--force"]).exit_code == 0
+
+
+def test_the_seed_decides_the_values_and_both_are_kept(measuring: list[str]) -> None:
+    values = []
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        line = ["ladder", "--N", "64", "--D", "32", "--json", f"{name}.json", "--seed", str(seed)]
+        done = CliRunner().invoke(app, line)
+        assert done.exit_code == 0, done.output
+        assert f"B=1, H=8, N=64, D=32, full, fp16, seed: {seed}, 3 rounds of 10 calls" in done.output
+        kept = results.load(Path(f"{name}.json"))
+        assert (kept.seed, kept.command) == (
+            seed, f"tileattn ladder --B 1 --H 8 --N 64 --D 32 --iters 10 --seed {seed}"
+        )  # fmt: skip
+        values.append(kept.first_values["fa2"])
+    assert values[0] == values[1] != values[2]
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])

@@ -1,4 +1,7 @@
-"""The picture of `tileattn ladder`: the speed of each step as bars, other implementations as lines."""
+"""The picture of `tileattn ladder`: speed by rung, a line for each choice of options, other implementations dashed.
+
+Results of a single rung, and of tile sizes (`--tiles`), have no such lines: their steps are bars.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING
 from tileattn.bench.climb import Climbed, Step, climbed
 from tileattn.bench.plot import COLOURS, FAINT, INK, LABELS, literal, style
 from tileattn.bench.results import Results
+from tileattn.kernels.mma.backend import Choice, parse
 from tileattn.kernels.mma.rungs import NAME
 
 if TYPE_CHECKING:
@@ -17,6 +21,13 @@ if TYPE_CHECKING:
 
 BARS = {"fp32": "#D55E00", "fp16": "#E69F00"}
 LINES = {"tilelang": "#D55E00"}
+# Of (stages, smem): stages decide the colour, the layout in shared memory the marker.
+OPTIONS = {
+    (1, "padded"): ("#CC79A7", "o"),
+    (1, "swizzle"): ("#CC79A7", "s"),
+    (2, "padded"): ("#0072B2", "o"),
+    (2, "swizzle"): ("#0072B2", "s"),
+}
 
 
 def save(measured: Results, path: Path) -> None:
@@ -25,7 +36,7 @@ def save(measured: Results, path: Path) -> None:
 
 
 def draw(measured: Results) -> Figure:
-    """The figure: bars from the lowest rung (top) to the highest. Steps that are the best so far have full colour."""
+    """The figure: a panel for each accumulation, its rungs from the lowest (left, or top for bars) to the highest."""
     if not measured.rows:
         raise ValueError("nothing was measured, so there is nothing to draw")
     from matplotlib.figure import Figure
@@ -34,24 +45,73 @@ def draw(measured: Results) -> Figure:
     ladder = climbed(measured, steps_of(measured))
     panels = {acc: [each for each in ladder if _accumulation(each) == acc] for acc in BARS}
     panels = {acc: climb for acc, climb in panels.items() if climb}
+    as_lines = all(_has_lines(climb) for climb in panels.values())
     longest = max(map(len, panels.values()), default=0)
-    figure = Figure(
-        figsize=(5.4 * max(1, len(panels)), 1.7 + 0.23 * longest), layout=ConstrainedLayoutEngine(h_pad=0.1)
-    )
+    height = 4.3 if as_lines else 1.7 + 0.23 * longest
+    figure = Figure(figsize=(5.4 * max(1, len(panels)), height), layout=ConstrainedLayoutEngine(h_pad=0.1))
     fastest = max(row.tflops for row in measured.rows)
     for index, (acc, climb) in enumerate(panels.items()):
         axes = figure.add_subplot(1, len(panels), index + 1)
-        _beside(axes, measured)
-        _bars(axes, climb, BARS[acc])
+        _beside(axes, measured, horizontal=as_lines)
+        if as_lines:
+            _lines(axes, climb)
+            axes.set_ylim(0, 1.08 * fastest)
+        else:
+            _bars(axes, climb, BARS[acc])
+            axes.set_xlim(0, 1.08 * fastest)
         axes.set_title(f"accumulation in {acc}", fontsize=10, color=INK, loc="left")
-        axes.set_xlim(0, 1.08 * fastest)
     row = measured.rows[0]
     handles, labels = figure.axes[0].get_legend_handles_labels() if figure.axes else ([], [])
     figure.legend(
         handles, labels, title=f"{row.case} (batch,seqlen,heads), {row.dtype}, {measured.gpu}", title_fontsize=10.5,
-        loc="outside upper center", ncols=max(1, len(labels)), frameon=False, fontsize=9,
+        loc="outside upper center", ncols=_columns(labels), frameon=False, fontsize=9,
     )  # fmt: skip
     return literal(figure)
+
+
+def _columns(labels: Sequence[str]) -> int:
+    """Columns of the legend: two rows where there are many names."""
+    return max(1, len(labels) if len(labels) <= 4 else -(-len(labels) // 2))
+
+
+def _has_lines(climb: Sequence[Climbed]) -> bool:
+    """Whether the steps are several rungs with options, each known: not tile sizes, and not one rung alone."""
+    choices = [_choice(each) for each in climb]
+    known = all(choice.tiles is None and (choice.stages, choice.smem) in OPTIONS for choice in choices)
+    return known and len({choice.rung for choice in choices}) > 1
+
+
+def _choice(each: Climbed) -> Choice:
+    return parse(each.row.backend.removeprefix(f"{NAME}:"))
+
+
+def _lines(axes: Axes, climb: Sequence[Climbed]) -> None:
+    """A line for each choice of options over the rungs; the fastest step of each rung has its speed above it."""
+    rungs = list(dict.fromkeys(str(_choice(each).rung) for each in climb))
+    for (stages, smem), (colour, marker) in OPTIONS.items():
+        of_options = [(_choice(each), each.row.tflops) for each in climb]
+        points = [
+            (rungs.index(str(choice.rung)), speed)
+            for choice, speed in of_options
+            if (choice.stages, choice.smem) == (stages, smem)
+        ]
+        if points:
+            label = f"{stages} stage{'s' * (stages > 1)}, {smem}"
+            axes.plot(
+                *zip(*points), color=colour, marker=marker, markersize=5, linewidth=1.6, label=label, zorder=3,
+                markerfacecolor=colour if smem == "swizzle" else "white",
+            )  # fmt: skip
+    for x, rung in enumerate(rungs):
+        best = max(each.row.tflops for each in climb if _choice(each).rung == rung)
+        axes.annotate(
+            f"{best:.0f}", (x, best), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8, color=INK,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6}, zorder=4,
+        )  # fmt: skip
+    axes.set_xticks(range(len(rungs)), rungs)
+    axes.set_xlim(-0.35, len(rungs) - 0.65)
+    axes.set_ylabel("TFLOPS", fontsize=9, color=FAINT)
+    style(axes)
+    axes.tick_params(axis="x", labelsize=8)
 
 
 def _bars(axes: Axes, climb: Sequence[Climbed], colour: str) -> None:
@@ -73,15 +133,14 @@ def _bars(axes: Axes, climb: Sequence[Climbed], colour: str) -> None:
     axes.set_ylim(len(climb) - 0.4, -0.6)
 
 
-def _beside(axes: Axes, measured: Results) -> None:
-    """A line for each other implementation."""
+def _beside(axes: Axes, measured: Results, horizontal: bool) -> None:
+    """A dashed line for each other implementation."""
     for row in measured.rows:
         if not row.backend.startswith(NAME):
             colour = LINES.get(row.backend, COLOURS.get(row.backend, FAINT))
             name = LABELS.get(row.backend, row.backend)
-            axes.axvline(
-                row.tflops, color=colour, linestyle="--", linewidth=1.3, label=f"{name}, {row.tflops:.0f}", zorder=1
-            )
+            line = axes.axhline if horizontal else axes.axvline
+            line(row.tflops, color=colour, linestyle="--", linewidth=1.3, label=f"{name}, {row.tflops:.0f}", zorder=1)
 
 
 def steps_of(measured: Results) -> list[Step]:

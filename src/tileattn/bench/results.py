@@ -91,6 +91,8 @@ class Results:
 
     direction: The direction of all rows, a key of `cases.DIRECTIONS`; older files lack it and are of the forward pass.
     ceilings: The GPU's ceilings before the first case and after the last; empty on a CPU and in older files.
+    seed: The seed of the tensors, where a command takes one; None elsewhere and in older files.
+    first_values: The first two values and the last of each backend's output, which `tileattn ladder` shows.
     """
 
     device: str
@@ -106,6 +108,8 @@ class Results:
     implementation: dict[str, str] = field(default_factory=dict)
     checked: dict[str, str] = field(default_factory=dict)
     ceilings: list[Ceiling] = field(default_factory=list)
+    seed: int | None = None
+    first_values: dict[str, list[float]] = field(default_factory=dict)
 
     def row(self, case: str, backend: str) -> Row | None:
         """The row of a case and backend, if it was measured."""

@@ -36,25 +36,47 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ROUNDS = 3
 
 
-def climb(case: Case, iters: int, all_tiles: bool, json: Path | None, plot: Path | None, force: bool) -> int:
+def climb(case: Case, iters: int, seed: int, all_tiles: bool, json: Path | None, plot: Path | None, force: bool) -> int:
     """Measures all steps on this machine's GPU, prints them, and writes the requested files. Returns the exit code."""
     at_least_one("--iters", iters)
     if plot is not None:
         command.check_picture("--plot", plot, force)
     device = _gpu()
-    measured = results.begin(device, None, f"tileattn {LADDER}")
+    measured = results.begin(device, None, command_of(case, iters, seed, all_tiles))
+    measured.seed = seed
     _reserve(measured, json, plot, force)
     ladder = steps(case.head_dim, case.dtype, all_tiles)
     _compile(ladder, case, device)
-    given = problem.build(case, device)
+    typer.echo(header(measured, case, iters))
+    given = problem.build(case, device, seed)
     implementations: list[Implementation] = [TileAttn(step.backend, step.backend) for step in ladder]
     implementations += [*(BASELINES[name] for name in BESIDE), TileAttn(TILELANG, TILELANG)]
-    first = _first_values(implementations, given)
+    measured.first_values = _first_values(implementations, given)
     _measure(measured, case, implementations, device, iters)
     console = Console(width=None if Console().is_terminal else 130)
-    console.print(render(measured, ladder, first))
+    console.print(render(measured, ladder))
     _write(measured, json, plot)
     return int(bool(measured.failed) or not measured.rows)
+
+
+def command_of(case: Case, iters: int, seed: int, all_tiles: bool) -> str:
+    """The command line that measures this again; it is kept in the result file."""
+    sizes = f"--B {case.batch} --H {case.heads} --N {case.seqlen_q} --D {case.head_dim}"
+    flags = "".join(
+        flag for flag, given in ((" --causal", case.causal), (f" --dtype {case.dtype}", case.dtype != "fp16")) if given
+    )
+    return f"tileattn {LADDER} {sizes} --iters {iters} --seed {seed}{flags}{' --tiles' * all_tiles}"
+
+
+def header(measured: Results, case: Case, iters: int) -> str:
+    """What is measured, on what, before the first measurement."""
+    versions = ", ".join(f"{name} {measured.versions[name]}" for name in ("torch", "cuda") if name in measured.versions)
+    mask = "causal" if case.causal else "full"
+    sizes = f"B={case.batch}, H={case.heads}, N={case.seqlen_q}, D={case.head_dim}, {mask}, {case.dtype}"
+    return (
+        "B: batch size, H: heads, N: length of q, k and v, D: head dim\n"
+        f"{sizes}, seed: {measured.seed}, {ROUNDS} rounds of {iters} calls; {measured.gpu}, {versions}"
+    )
 
 
 def _reserve(measured: Results, json: Path | None, plot: Path | None, force: bool) -> None:
@@ -139,6 +161,7 @@ def _measure(
             implementations,
             device,
             measured,
+            seed=measured.seed or 0,
             effort=replace(timing.DEFAULT, measure_ms=0.0, min_calls=iters, rounds=ROUNDS),
             progress=progress.say,
             on_case=lambda case: None,
@@ -149,8 +172,9 @@ def _measure(
         Console(stderr=True).print(Text(failure), style="red")
 
 
-def render(measured: Results, ladder: Sequence[Step], first: dict[str, list[float]]) -> RenderableType:
+def render(measured: Results, ladder: Sequence[Step]) -> RenderableType:
     """The table, with missing measurements below it."""
+    first = measured.first_values
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=_title(measured), title_justify="left")
     table.add_column("step", no_wrap=True)
     for heading in ("first values, last", "ms", "TFLOPS", "gain", "× FA-2", "error"):

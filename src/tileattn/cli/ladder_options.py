@@ -23,6 +23,7 @@ def ladder(
     seqlen: Annotated[int, typer.Option("--N", metavar="N", help="Length of q, k and v.")] = 8192,
     head_dim: Annotated[int, typer.Option("--D", metavar="N", help="Head dim.")] = 64,
     iters: Annotated[int, typer.Option(metavar="N", help="Timed calls of each step, in each of three rounds.")] = 10,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of q, k and v.", min=0)] = 0,
     causal: Annotated[bool, typer.Option("--causal", help="A query sees keys up to its own position.")] = False,
     dtype: Annotated[str, typer.Option(help="fp16, which also runs with float16 accumulation, or bf16.")] = "fp16",
     plot: Annotated[Path | None, typer.Option(help="Draw the climb: .png, .svg or .pdf.", show_default=False)] = None,
@@ -36,4 +37,4 @@ def ladder(
     from tileattn.cli import ladder
 
     case = ladder.case_of(batch, heads, seqlen, head_dim, causal, dtype)
-    raise typer.Exit(ladder.climb(case, iters, tiles, json, plot, force))
+    raise typer.Exit(ladder.climb(case, iters, seed, tiles, json, plot, force))

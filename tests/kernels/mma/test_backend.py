@@ -47,10 +47,18 @@ NAMES = {
     "shared_kv,stages=1,acc=fp16,smem=padded": Choice("shared_kv", 1, "fp16", "padded"),
     "split_q,smem=padded,stages=2": Choice("split_q", smem="padded"),
     "shared_qkv,tiles=64x64x4x2": Choice("shared_qkv", tiles=Tiles(64, 64, 4, 2)),
+    # As flash-attention-mma writes them.
+    "split-kv": Choice("split_kv"),
+    "split-q+stage1": Choice("split_q", 1),
+    "share-kv,acc=fp16": Choice("shared_kv", acc="fp16"),
+    "split-q+share-qkv+stage2,smem=padded": Choice("shared_qkv", 2, smem="padded"),
+    "split-q+tiling-qk": Choice("tiled_d"),
+    "tiling-qkv+stage1": Choice("tiled_d", 1),
     "tiled_d,tiles=64x64x8x1x128": Choice("tiled_d", tiles=Tiles(64, 64, 8, 1, 128)),
 }
 WRONG = (
     *("splitq", "stages=3", "stages=", "acc=bf16", "smem", "tiles=64x64", "tiles=axbxcxd", "Split_q", "split_q,"),
+    *("split-q+split-kv", "share-kv+split-q", "split-q+stage3", "share-kv+stage1,stages=2", "share_kv", "split-q+"),
     *("split_q,split_kv", "stages=1,stages=1", "rung=split_q2", " split_q", "split_q, stages=1"),
 )
 

@@ -13,7 +13,19 @@ from ...call.inputs import Inputs
 from ..packages import asked_for_any_machine
 from .compile import INSTALL, has_compiler
 from .launch import launcher
-from .rungs import ACCUMULATIONS, HEAD_DIMS, LARGE_HEAD_DIMS, LAYOUTS, NAME, RUNGS, STAGES, Kernel, RungOptions, Tiles
+from .rungs import (
+    ACCUMULATIONS,
+    HEAD_DIMS,
+    LARGE_HEAD_DIMS,
+    LAYOUTS,
+    NAME,
+    ORIGINAL_NAMES,
+    RUNGS,
+    STAGES,
+    Kernel,
+    RungOptions,
+    Tiles,
+)
 from .tiles import candidates
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -22,7 +34,8 @@ SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110
 ACCEPTED = (
     f"{NAME!r} or '{NAME}:RUNG,stages=N,acc=A,smem=L,tiles=T', each part optional, with RUNG one of "
     f"{', '.join(RUNGS)}; N one of {', '.join(map(str, STAGES))}; A one of {', '.join(ACCUMULATIONS)}; L one of "
-    f"{', '.join(LAYOUTS)}; T one of the rung's candidates, block_M x block_N x warps x blocks, such as 128x64x4x2"
+    f"{', '.join(LAYOUTS)}; T one of the rung's candidates, block_M x block_N x warps x blocks, such as 128x64x4x2. "
+    f"Also the names of flash-attention-mma: {', '.join(ORIGINAL_NAMES)}, and split-q+share-kv+stage2"
 )
 
 
@@ -67,7 +80,7 @@ def parse(options: str) -> Choice:
     """
     choice = Choice()
     given: set[str] = set()
-    for part in options.split(",") if options else ():
+    for part in _from_original(options).split(",") if options else ():
         name, _, value = part.partition("=") if "=" in part else ("rung", "", part)
         parsed = _parse_one(name, value)
         if parsed is None or name in given:
@@ -75,6 +88,22 @@ def parse(options: str) -> Choice:
         given.add(name)
         choice = dataclasses.replace(choice, **{name: parsed})
     return choice
+
+
+def _from_original(options: str) -> str:
+    """Options with the rung as flash-attention-mma writes it, "split-q+share-kv+stage1", in our form; others as given.
+
+    Only the names are the original's: what is not named has our defaults.
+    """
+    first, comma, rest = options.partition(",")
+    tags = first.split("+")
+    stages = [f"stages={tag.removeprefix('stage')}" for tag in tags if tag.startswith("stage")]
+    rungs = [tag for tag in tags if not tag.startswith("stage")]
+    if len(rungs) == 2 and rungs[0] == "split-q" and rungs[1] not in ("split-q", "split-kv"):
+        del rungs[0]
+    if len(rungs) != 1 or rungs[0] not in ORIGINAL_NAMES or len(stages) > 1:
+        return options
+    return ",".join([ORIGINAL_NAMES[rungs[0]], *stages]) + comma + rest
 
 
 def _parse_one(name: str, value: str) -> str | int | Tiles | None:

@@ -10,6 +10,15 @@ import torch
 NAME = "mma"
 # In the ladder's order: each rung changes one thing of the rung before. The last rung is for large head dims.
 RUNGS = ("split_kv", "split_q", "shared_kv", "shared_qkv", "pipelined", "tiled_d")
+# The rungs' names in flash-attention-mma (LeetCUDA); also with "split-q+" before them, as its tables write them.
+ORIGINAL_NAMES = {
+    "split-kv": "split_kv",
+    "split-q": "split_q",
+    "share-kv": "shared_kv",
+    "share-qkv": "shared_qkv",
+    "tiling-qk": "tiled_d",
+    "tiling-qkv": "tiled_d",
+}
 HEAD_DIMS = (32, 64, 96, 128)
 LARGE_HEAD_DIMS = tuple(range(256, 1025, 128))
 ACCUMULATIONS = ("fp32", "fp16")

@@ -86,7 +86,7 @@ def prepare_with(
     splits: tuple[int, ...] = ()
     if isinstance(config, AmdConfig):
         scalars = (scale, heads // kv_heads, max(d for d in divisors(batch * heads) if d <= MAX_GRID))
-        splits = (min(config.num_split_q, -(-seqlen_q // config.block_M)),)
+        splits = (config.splits(seqlen_q),)
     persistent = isinstance(config, HopperConfig)
     cluster = config.cluster if isinstance(config, HopperConfig) else 1
     tasks = -(-seqlen_q // (cluster * config.block_M)) * batch * heads

@@ -12,7 +12,8 @@ from ....variant.program import program
 from .. import tuned
 from ..architecture import ARCHITECTURES, OTHER_REGISTERS, SCORE_REGISTERS, padded
 from ..tuned import Sizes
-from .amd.config import AmdConfig, amd_candidates
+from .amd.config import AmdConfig
+from .amd.space import amd_candidates, distinct
 from .candidates import CLUSTER_REGISTERS, fits_registers, hopper_candidates
 from .config import ForwardConfig, HopperConfig, is_valid, shared_bytes
 from .defaults import SHORT, Config, fits
@@ -64,7 +65,7 @@ def candidates(call: AttentionCall, sizes: Sizes) -> list[Config]:
     """Valid configurations, at most `MOST` of them; what was worth measuring for the table of defaults comes first."""
     _, seqlen_q, seqlen_k, _ = sizes
     if call.arch.startswith("gfx"):
-        return [config for config in amd_candidates(call) if _suits(config, sizes)]
+        return distinct([config for config in amd_candidates(call) if _suits(config, sizes)], seqlen_q)
     configs: list[Config] = []
     if call.arch == "sm_90a" and call.aligned:
         short = min(seqlen_q, seqlen_k) <= SHORT

@@ -1,13 +1,12 @@
-"""Tile sizes of the forward kernel for AMD's CDNA 3 (gfx942: MI300X), their limits, preferences and candidates.
+"""Tile sizes of the forward kernel for AMD's CDNA 3 (gfx942: MI300X), their limits and preferences.
 
-The parameters are those of TileLang's FlashAttention on MI300X (tile-ai/tilelang, examples/amd), which searches 108
-combinations of five of them; see :func:`published_space`.
+The parameters are those of TileLang's FlashAttention on MI300X (tile-ai/tilelang, examples/amd). What is searched is
+in space.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -56,8 +55,15 @@ class AmdConfig:
 
     @property
     def kernel_text(self) -> str:
-        """The configuration in the kernel's cache key: without num_split_q, which is a run-time value."""
-        return str(dataclasses.replace(self, num_split_q=0))
+        """The configuration in the kernel's cache key.
+
+        It lacks num_split_q, which is a run-time value. With 0 and 1 stages the kernel is the same.
+        """
+        return str(dataclasses.replace(self, num_split_q=0, num_stages=max(self.num_stages, 1)))
+
+    def splits(self, seqlen_q: int) -> int:
+        """Blocks for each (batch, head) pair: no more than there are tiles of queries."""
+        return min(self.num_split_q, -(-seqlen_q // self.block_M))
 
 
 def warps(call: AttentionCall, config: AmdConfig) -> int:
@@ -106,13 +112,6 @@ def is_valid_amd(call: AttentionCall, config: AmdConfig) -> bool:
     )
 
 
-def published_space() -> Iterator[AmdConfig]:
-    """The 108 configurations that TileLang's example for MI300X searches, with one panel size. Most fit no call."""
-    combinations = itertools.product((64, 128, 256), (64, 128, 256), (64, 128, 256), (128, 256), (0, 1))
-    for block_M, block_N, num_split_q, threads, num_stages in combinations:
-        yield AmdConfig(block_M, block_N, num_split_q, threads, num_stages)
-
-
 def amd_preferences(call: AttentionCall) -> Iterator[AmdConfig]:
     """Configurations from the best down, as estimated; none has been measured. The first valid one is the default.
 
@@ -128,20 +127,3 @@ def amd_preferences(call: AttentionCall) -> Iterator[AmdConfig]:
         (32, 16, 128),
     ):
         yield AmdConfig(block_M, block_N, threads=threads, k_pack=k_pack)
-
-
-def amd_candidates(call: AttentionCall) -> list[AmdConfig]:
-    """The valid configurations for the tuner.
-
-    They are the published space, smaller tiles for wide heads, and the preferences without renumbered blocks or with
-    wider copies of V.
-    """
-    k_pack = 2 if padded(call.head_dim) % 32 == 0 else 1
-    smaller = (
-        AmdConfig(block_M, block_N, threads=threads, num_stages=num_stages)
-        for block_M, block_N, threads, num_stages in itertools.product((32, 64, 128), (16, 32), (128, 256), (0, 1))
-    )
-    configs = [dataclasses.replace(config, k_pack=k_pack) for config in (*published_space(), *smaller)]
-    others = [dataclasses.replace(config, enable_rasterization=False) for config in amd_preferences(call)]
-    others += [dataclasses.replace(config, v_coalesced_width=8) for config in amd_preferences(call)]
-    return [config for config in dict.fromkeys([*configs, *others]) if is_valid_amd(call, config)]
