@@ -432,6 +432,19 @@ def test_compiled() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow  # Dynamo traces a loop in Python, tile by tile
+@pytest.mark.parametrize("name", ["flash_v1", "flash_v2"])
+def test_causal_loops_are_one_graph(name: str) -> None:
+    module = get_attention(name, EMBED, HEADS, causal=True, block_size=16, dtype=torch.float64)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    x = random(1, 20, EMBED)
+    output, expected = compiled(x)[0], module(x)[0]
+    close(output, expected)
+    weights, parameters = random(*output.shape, seed=9), list(module.parameters())
+    got, wanted = (torch.autograd.grad((each * weights).sum(), parameters) for each in (output, expected))
+    close(got, wanted)
+
+
 def test_nn_is_there_without_being_imported() -> None:
     assert tileattn.nn.get_attention is get_attention
     with pytest.raises(AttributeError, match="no attribute 'mm'"):
