@@ -28,6 +28,7 @@ from tileattn.nn import (
     SlidingWindowAttention,
     get_attention,
 )
+from tileattn.nn.projections import split
 from tileattn.reference import standard_attention
 from tileattn.testing import assert_accurate
 from tileattn.variant.key import normalize
@@ -58,6 +59,7 @@ def run(module: SelfAttention, x: Tensor, *masks: Any) -> dict[str, Tensor]:
     assert x.grad is not None
     grads = {name: parameter.grad for name, parameter in module.named_parameters()}
     assert all(grad is not None for grad in grads.values())
+    split(grads, "")  # modules of equal heads have one projection or three
     return {"output": output.detach(), "x": x.grad, **grads}  # type: ignore[dict-item]
 
 
@@ -348,13 +350,12 @@ def test_state_dicts_of_equal_heads_are_exchanged(kv_heads: int, bias: bool) -> 
         **({"mqa": {}} if kv_heads == 1 else {}),
     }
     modules = [get_attention(name, EMBED, HEADS, bias=bias, **given) for name, given in options.items()]
-    projections = {"qkv_proj", "out_proj"} if kv_heads == HEADS else {"q_proj", "k_proj", "v_proj", "out_proj"}
-    names = {
-        f"{projection}.{kind}" for projection in projections for kind in (["weight", "bias"] if bias else ["weight"])
-    }
     x = random(2, 19, EMBED, dtype=torch.float32)
     for giver in modules:
-        assert giver.state_dict().keys() == names
+        fused = kv_heads == HEADS and not isinstance(giver, GroupedQueryAttention)
+        projections = ["qkv_proj", "out_proj"] if fused else ["q_proj", "k_proj", "v_proj", "out_proj"]
+        kinds = ["weight", "bias"] if bias else ["weight"]
+        assert giver.state_dict().keys() == {f"{name}.{kind}" for name in projections for kind in kinds}
         for taker in modules:
             taker.load_state_dict(giver.state_dict())
             torch.testing.assert_close(taker(x)[0], giver(x)[0])
@@ -399,13 +400,13 @@ def test_causal_efficiency_counts_the_tiles_of_the_loop(monkeypatch: pytest.Monk
 
 def test_size_of_the_cache() -> None:
     gqa = GroupedQueryAttention(EMBED, HEADS, 2)
-    usage = gqa.get_memory_usage(3, 100, torch.bfloat16)
+    usage = gqa.get_memory_usage(3, 100, torch.bfloat16).kv_cache
     k, v = (proj(torch.zeros(3, 100, EMBED)).bfloat16() for proj in (gqa.k_proj, gqa.v_proj))
     assert usage.bytes == k.nbytes + v.nbytes
     assert usage.multi_head_bytes == 2 * 3 * 100 * EMBED * 2
     assert usage.reduction == 2
-    assert gqa.get_memory_usage(3, 100).bytes == 2 * usage.bytes
-    assert MultiQueryAttention(EMBED, HEADS).get_memory_usage(1, 8).reduction == HEADS
+    assert gqa.get_memory_usage(3, 100).kv_cache.bytes == 2 * usage.bytes
+    assert MultiQueryAttention(EMBED, HEADS).get_memory_usage(1, 8).kv_cache.reduction == HEADS
 
 
 def test_representations() -> None:
@@ -429,6 +430,19 @@ def test_compiled() -> None:
     got = {name.removeprefix("_orig_mod."): tensor for name, tensor in run(compiled, x).items()}
     close(got, run(module, x))
     torch._dynamo.reset()
+
+
+@pytest.mark.slow  # Dynamo traces a loop in Python, tile by tile
+@pytest.mark.parametrize("name", ["flash_v1", "flash_v2"])
+def test_causal_loops_are_one_graph(name: str) -> None:
+    module = get_attention(name, EMBED, HEADS, causal=True, block_size=16, dtype=torch.float64)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    x = random(1, 20, EMBED)
+    output, expected = compiled(x)[0], module(x)[0]
+    close(output, expected)
+    weights, parameters = random(*output.shape, seed=9), list(module.parameters())
+    got, wanted = (torch.autograd.grad((each * weights).sum(), parameters) for each in (output, expected))
+    close(got, wanted)
 
 
 def test_nn_is_there_without_being_imported() -> None:
@@ -493,10 +507,9 @@ def test_a_users_mask_is_checked(cls: type[MaskedAttention]) -> None:
         (
             lambda: get_attention("flash_v3", 32, 4),
             ValueError,
-            "naive, flash_v1, flash_v2, sliding_window, gqa, grouped_query, mqa, multi_query, masked, triton, got",
+            "Unknown attention type: name must be one of naive, flash_v1, flash_v2, sliding_window, gqa, grouped_query,"
+            " mqa, multi_query, masked, triton, triton_flash, got 'flash_v3'",
         ),
-        (lambda: get_attention("sliding_window", 32, 4), TypeError, "'sliding_window' needs window_size"),
-        (lambda: get_attention("gqa", 32, 4), TypeError, "'gqa' needs num_kv_heads"),
         (lambda: get_attention("mqa", 32, 4, num_kv_heads=2), ValueError, "must be 1 or None for 'mqa', got 2"),
         (lambda: get_attention("mqa", 32, 4, num_kv_heads="1"), TypeError, "num_kv_heads must be a positive.*'1'"),
         (lambda: get_attention(["naive"], 32, 4), TypeError, r"name must be one of naive, .*, got \['naive'\]"),

@@ -189,10 +189,10 @@ def _bias(attn_mask: Any, query: Tensor, scores: tuple[int, ...]) -> Tensor:
     mask = mask.expand(*mask.shape[:-1], scores[-1])
     leading = mask.shape[:-3]
     mask = _one_batch(mask, torch.Size(scores[:-3]) if math.prod(leading) != 1 else leading)
-    return _additive(mask, query.dtype) if mask.dtype == torch.bool else mask
+    return additive(mask, query.dtype) if mask.dtype == torch.bool else mask
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A boolean mask as a bias: 0 where the mask is True, -inf elsewhere.
 
     The bias takes more memory than the mask, but kernels can copy it in tiles, because its rows begin at multiples of

@@ -37,7 +37,8 @@ Suite = Annotated[
         help="A named set of cases: [b]quick[/b] (default; a few shapes sized by the device), [b]fa[/b] (the "
         "FlashAttention papers' grid), [b]variants[/b] (every mask and score modification), [b]varlen[/b] (packed "
         "sequences), [b]fp8[/b] (fp8 beside bf16), [b]decode[/b] (one query per sequence over caches), "
-        "[b]decode-ratios[/b] (what options of decode cost).",
+        "[b]decode-ratios[/b] (what options of decode cost), [b]modules[/b] (the modules of tileattn.nn beside naive "
+        "attention; --seqlen, --batch, --heads and --head-dim choose its shape).",
         show_default=False,
     ),
 ]
@@ -216,7 +217,7 @@ def bench(
     Prints a table, and saves a result file and a picture in ./bench-results.
     """
     from tileattn.bench.decode import ahead
-    from tileattn.cli import choices, decode_bench
+    from tileattn.cli import choices, decode_bench, module_bench
     from tileattn.cli import run_bench as command
 
     if suite in ahead.SUITES:
@@ -224,6 +225,13 @@ def bench(
         files = command.FileOptions(json, None, force, commit, quiet)
         decode_options = decode_bench.DecodeOptions(dtype, backend, baselines, rounds, rows, resume)
         raise typer.Exit(decode_bench.bench(suite, decode_options, choices.resolve_device(device), files))
+    if suite == module_bench.MODULES:
+        module_bench.refuse_others(context)
+        shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, None, head_dim)
+        where = choices.resolve_device(device)
+        chosen_modules = module_bench.choose(shape, dtype, direction, where)
+        files = command.FileOptions(json, plot, force, commit, quiet)
+        raise typer.Exit(module_bench.bench(*chosen_modules, where, rounds, files))
     if rows is not None or resume:
         raise choices.refuse(
             "--resume" if resume else "--rows",
@@ -233,7 +241,7 @@ def bench(
     terms = choices.VariantOptions(causal, mask, softcap, alibi, bias, sink, variant)
     files = command.FileOptions(json, plot, force, commit, quiet)
     where = choices.resolve_device(device)
-    chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where, ahead.SUITES)
+    chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where, (*ahead.SUITES, module_bench.MODULES))
     implementations = choices.choose_implementations(backend, baselines, where, chosen)
     raise typer.Exit(command.bench(chosen, implementations, where, rounds, files))
 

@@ -179,11 +179,12 @@ def _own_cases(shape: ShapeOptions, variant: str, dtype: str) -> list[Case]:
         raise refuse("--kv-heads", f"{kv_heads} does not divide the {heads} heads of q")
     base = cases.square(shape.batch or 1, 1, heads, head_dim, variant, dtype)
     base = replace(base, kv_heads=kv_heads, head_dim_v=shape.head_dim_v or head_dim, packing=shape.packing or "")
-    lengths = _lengths(shape.seqlen or "1024")
+    lengths = lengths_of(shape.seqlen or "1024")
     return [replace(base, seqlen_q=length, seqlen_k=shape.seqlen_k or length) for length in lengths]
 
 
-def _lengths(text: str) -> list[int]:
+def lengths_of(text: str) -> list[int]:
+    """The lengths that `--seqlen` names, each once."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise refuse("--seqlen", f"{text!r} is not understood; accepted: positive integers with commas between")

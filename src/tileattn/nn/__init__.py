@@ -13,17 +13,22 @@
 | :class:`MaskedAttention` | masked | any mask of tileattn or a function; without a mask, multi-head attention |
 | :class:`TritonFlashAttention` | triton | FlashAttention-2 by Triton kernels, on GPUs |
 
+All take a mask tensor, ``module(x, attn_mask=mask)``: True where a key is hidden, or numbers that are added to the
+scores. :func:`create_padding_mask` and :func:`create_causal_mask` make such masks.
+
 The last five run :func:`tileattn.attention`, so on a GPU they run its kernels. They generate with a
 :class:`tileattn.PagedKVCache`: ``module(x, cache=step.layer(i))``, see :meth:`SelfAttention.forward`.
 """
 
 from __future__ import annotations
 
+from .attn_mask import create_causal_mask, create_padding_mask
 from .base import SelfAttention
 from .factory import get_attention
 from .flash import CausalEfficiency, FlashAttentionV1, FlashAttentionV2
-from .grouped import GroupedQueryAttention, KVCacheSize, MultiQueryAttention
+from .grouped import GroupedQueryAttention, MultiQueryAttention
 from .masked import MaskedAttention, SlidingWindowAttention
+from .memory import KVCacheSize, MemoryUsage
 from .naive import NaiveAttention
 from .triton_flash import TritonFlashAttention
 
@@ -34,10 +39,13 @@ __all__ = [
     "GroupedQueryAttention",
     "KVCacheSize",
     "MaskedAttention",
+    "MemoryUsage",
     "MultiQueryAttention",
     "NaiveAttention",
     "SelfAttention",
     "SlidingWindowAttention",
     "TritonFlashAttention",
+    "create_causal_mask",
+    "create_padding_mask",
     "get_attention",
 ]

@@ -9,11 +9,16 @@ from torch import Tensor, nn
 
 from ..api.attention import attention
 from ..api.cache_step import LayerCache
+from ..call.fp8 import accumulator
 from ..call.scalars import as_float, as_int
 from ..call.validation import check_flags
 from ..runtime.run import autocast_dtype
 from ..variant.key import CAUSAL
 from ..variant.masks import Mask
+from ..variant.scores import Bias
+from .attn_mask import as_bias
+from .memory import KVCacheSize, MemoryUsage
+from .projections import fuse, split
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -21,9 +26,10 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class SelfAttention(nn.Module):
     """Self-attention with projections. A subclass chooses the attention by overriding `attend`, and `attend_cached`.
 
-    With num_kv_heads equal to num_heads, one layer `qkv_proj` projects to queries, keys and values. Otherwise there
-    are three: `q_proj`, `k_proj` and `v_proj`. The last layer is `out_proj`. Modules of any class with equal
-    `embed_dim`, `num_heads`, `num_kv_heads` and `bias` can load each other's state dicts.
+    With num_kv_heads equal to num_heads, one layer `qkv_proj` projects to queries, keys and values. Otherwise, and in
+    :class:`GroupedQueryAttention` always, there are three: `q_proj`, `k_proj` and `v_proj`. The last layer is
+    `out_proj`. Modules of any class with equal `embed_dim`, `num_heads`, `num_kv_heads` and `bias` can load each
+    other's state dicts: with equal heads, one projection is split in three, or three are joined, as it is loaded.
 
     Args:
         embed_dim: width of x and of the output, a multiple of num_heads; head_dim is ``embed_dim // num_heads``.
@@ -39,6 +45,8 @@ class SelfAttention(nn.Module):
     Raises:
         TypeError, ValueError: an argument is wrong; the message names the argument, its value and what is accepted.
     """
+
+    separate_projections = False  # whether there are three projections also with num_kv_heads equal to num_heads
 
     def __init__(
         self,
@@ -75,7 +83,7 @@ class SelfAttention(nn.Module):
         def linear(width: int) -> nn.Linear:
             return nn.Linear(embed_dim, width, bias=bias, device=device, dtype=dtype)
 
-        if num_kv_heads == num_heads:
+        if self._is_fused:
             self.qkv_proj = linear(3 * embed_dim)
         else:
             self.q_proj = linear(embed_dim)
@@ -85,9 +93,13 @@ class SelfAttention(nn.Module):
 
     if TYPE_CHECKING:  # nn.Module.__call__ is untyped
 
-        def __call__(self, x: Tensor, *, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]: ...
+        def __call__(
+            self, x: Tensor, *, attn_mask: Tensor | None = None, cache: LayerCache | None = None
+        ) -> tuple[Tensor, Tensor | None]: ...
 
-    def forward(self, x: Tensor, *, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, *, attn_mask: Tensor | None = None, cache: LayerCache | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention of a sequence to itself; with a cache, of its new tokens to all of its tokens.
 
             cache = tileattn.PagedKVCache(batch, max_seqlen, num_kv_heads, head_dim, layers=len(layers))
@@ -100,6 +112,11 @@ class SelfAttention(nn.Module):
         Args:
             x: (batch, seqlen, embed_dim), in the parameters' dtype or under autocast. With a cache the new tokens; in a
                 step with cu_seqlens_q (total, embed_dim).
+            attn_mask: tensor (seqlen, seqlen), (batch, seqlen, seqlen) or (batch, num_heads, seqlen, seqlen); any of
+                these sizes may be 1. A boolean mask is **True where a key is hidden**, as in
+                ``torch.nn.MultiheadAttention``; PyTorch's ``scaled_dot_product_attention`` has it the other way round.
+                A floating-point mask, in float32 or the dtype of the projections, is added to the scores, and is
+                differentiable. It holds together with `causal`. Not together with a cache.
             cache: the keys and values of the earlier tokens in this layer, to which those of x are added. The module
                 must be causal. In the dtype of the projections; there are no gradients and no dropout.
 
@@ -107,14 +124,16 @@ class SelfAttention(nn.Module):
             The output, with x's shape, and None in place of the weights, which only :class:`NaiveAttention` returns.
 
         Raises:
-            TypeError, ValueError: x is not a tensor, or has a wrong shape or dtype; the module is not causal, or in
-                training with dropout, and there is a cache.
+            TypeError, ValueError: x or attn_mask is not a tensor, or has a wrong shape, dtype or device; with a cache,
+                the module is not causal or in training with dropout, or there is an attn_mask.
             ValueError: gradients are recorded: a call with a cache belongs under torch.no_grad().
             NotImplementedError: the module takes no cache.
         """
-        return self._forward(x, CAUSAL if self.causal else None, cache)
+        return self._forward(x, CAUSAL if self.causal else None, cache, attn_mask)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor | None]:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention of the projected heads, by :func:`tileattn.attention`.
 
         Args:
@@ -122,13 +141,23 @@ class SelfAttention(nn.Module):
             k: (batch, seqlen, num_kv_heads, head_dim).
             v: shaped as k.
             mask: which keys each query sees; it includes `causal`. None: every query sees all keys.
+            bias: what `attn_mask` adds to the scores, (batch or 1, num_heads or 1, seqlen or 1, seqlen); -inf hides a
+                key. Only passed in calls with an `attn_mask`.
 
         Returns:
             o, shaped as q, and the weights or None.
         """
         # `causal=True` without `mask` is the call with the least host overhead.
         causal = mask is CAUSAL
-        o = attention(q, k, v, mask=None if causal else mask, causal=causal, dropout_p=self.dropout_p)
+        o = attention(
+            q,
+            k,
+            v,
+            mask=None if causal else mask,
+            causal=causal,
+            score_mod=None if bias is None else Bias(bias),
+            dropout_p=self.dropout_p,
+        )
         return o, None
 
     def attend_cached(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: LayerCache) -> Tensor:
@@ -171,7 +200,38 @@ class SelfAttention(nn.Module):
             shown.append("causal=True")
         return ", ".join(shown)
 
-    def _forward(self, x: Tensor, mask: Mask | None, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:
+    def get_memory_usage(self, batch: int, seqlen: int, dtype: torch.dtype | None = None) -> MemoryUsage:
+        """The bytes of attention by its formulas: what is kept for the backward pass, and the layer's KV cache.
+
+        The projections are not counted, nor what `forward` frees again; :func:`tileattn.profile` measures both.
+
+        Args:
+            batch: sequences, 1 or more.
+            seqlen: positions in each, 1 or more.
+            dtype: of q, k and v; None: the parameters' dtype.
+
+        Raises:
+            TypeError, ValueError: batch or seqlen is not a positive int, or dtype is not a torch.dtype.
+        """
+        batch, seqlen = check_positive("batch", batch), check_positive("seqlen", seqlen)
+        dtype = self.out_proj.weight.dtype if dtype is None else dtype
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
+        per_head = batch * seqlen * self.head_dim * dtype.itemsize
+        rows = batch * self.num_heads * seqlen
+        o, expanded = self.num_heads * per_head, 3 * self.num_heads * per_head
+        naive = expanded + o + rows * seqlen * dtype.itemsize
+        cache = KVCacheSize(bytes=2 * self.num_kv_heads * per_head, multi_head_bytes=2 * self.num_heads * per_head)
+        qkv, weights, lse, tiles = self._kept(o + cache.bytes, rows, seqlen, dtype)
+        return MemoryUsage(qkv=qkv, o=o, weights=weights, lse=lse, tiles=tiles, naive=naive, kv_cache=cache)
+
+    def _kept(self, qkv: int, rows: int, seqlen: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+        """Bytes of q, k and v, of the weights, of lse, and of the tiles in memory, for `rows` rows of all heads."""
+        return qkv, 0, rows * accumulator(dtype).itemsize, 0
+
+    def _forward(
+        self, x: Tensor, mask: Mask | None, cache: LayerCache | None = None, attn_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
         if x.is_nested:
@@ -181,7 +241,7 @@ class SelfAttention(nn.Module):
             rows = "total" if packed else "batch, seqlen"
             raise ValueError(f"x must have shape ({rows}, embed_dim={self.embed_dim}), got {tuple(x.shape)}")
         if cache is not None:
-            self._check_cached(mask)
+            self._check_cached(mask, attn_mask)
         try:
             q, k, v = self._heads(x)
         except RuntimeError:
@@ -192,12 +252,22 @@ class SelfAttention(nn.Module):
         if cache is not None:
             assert mask is not None
             o, weights = self.attend_cached(q, k, v, mask, cache), None
+        elif attn_mask is not None:
+            o, weights = self._attend_masked(q, k, v, mask, attn_mask)
         else:
             o, weights = self.attend(q, k, v, mask)
         return self.out_proj(o.flatten(-2)), weights
 
-    def _check_cached(self, mask: Mask | None) -> None:
+    def _attend_masked(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, attn_mask: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention under the user's `attn_mask`."""
+        return self.attend(q, k, v, mask, as_bias(attn_mask, q))
+
+    def _check_cached(self, mask: Mask | None, attn_mask: Tensor | None) -> None:
         """Raises if the outputs over a cache would not be those of the whole sequence."""
+        if attn_mask is not None:
+            raise ValueError("attn_mask must be None with a cache; MaskedAttention takes a mask or a function with one")
         if mask is None:
             raise ValueError("cache needs a module with causal=True: otherwise earlier tokens see later ones")
         if self.dropout_p:
@@ -216,13 +286,24 @@ class SelfAttention(nn.Module):
 
         x may also be packed: (total, embed_dim) gives (total, num_heads, head_dim).
         """
-        if self.num_kv_heads == self.num_heads:
+        if self._is_fused:
             q, k, v = self.qkv_proj(x).chunk(3, dim=-1)
         else:
             q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         # Both sizes are explicit: in a tensor without elements, PyTorch cannot infer a size of -1.
         q_heads, kv_heads = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
         return q.unflatten(-1, q_heads), k.unflatten(-1, kv_heads), v.unflatten(-1, kv_heads)
+
+    @property
+    def _is_fused(self) -> bool:
+        """Whether one layer projects to queries, keys and values."""
+        return self.num_kv_heads == self.num_heads and not self.separate_projections
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """Loads also what a module with the other kind of projections saved. `state_dict` is torch's own copy."""
+        if self.num_kv_heads == self.num_heads:
+            (fuse if self._is_fused else split)(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
 
 def check_positive(name: str, value: Any) -> int:

@@ -26,7 +26,10 @@ CLASSES: dict[str, type[SelfAttention]] = {
     "multi_query": MultiQueryAttention,
     "masked": MaskedAttention,
     "triton": TritonFlashAttention,
+    "triton_flash": TritonFlashAttention,
 }
+# What an argument is that only this function lets be left out.
+DEFAULTS = {"num_kv_heads": 1, "window_size": 4096}
 
 
 def get_attention(
@@ -41,6 +44,7 @@ def get_attention(
     causal: bool = False,
     window_size: int | None = None,
     mask: MaskLike | None = None,
+    chunk_size: int | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> SelfAttention:
@@ -48,16 +52,18 @@ def get_attention(
 
     Args:
         name: "naive", "flash_v1", "flash_v2", "sliding_window", "gqa" or "grouped_query", "mqa" or "multi_query",
-            "masked", "triton".
+            "masked", "triton" or "triton_flash". Case does not matter, nor whether words are joined by ``_``, ``-`` or
+            a space: "Flash-V2" is "flash_v2".
         embed_dim: width of x and of the output.
         num_heads: heads of the queries.
-        num_kv_heads: heads of keys and values; None: num_heads. "gqa" needs it; "mqa" has 1.
+        num_kv_heads: heads of keys and values; None: num_heads; for "gqa" 1, which is "mqa"; "mqa" has 1.
         block_size: rows in a tile; None: 64. Only for "flash_v1" and "flash_v2".
         dropout: probability of dropping an attention weight in training; must be 0 for "triton".
         bias: whether the projections add a bias.
         causal: whether a position sees only itself and earlier positions.
-        window_size: a position sees positions less than this far away. Only for "sliding_window", which needs it.
+        window_size: a position sees positions less than this far away; None: 4096. Only for "sliding_window".
         mask: a mask of :mod:`tileattn.masks` or a function. Only for "masked" and "naive".
+        chunk_size: queries of a call with `attn_mask` that are computed at a time. Only for "masked".
         device: of the parameters.
         dtype: of the parameters.
 
@@ -76,6 +82,7 @@ def get_attention(
         "block_size": block_size,
         "window_size": window_size,
         "mask": mask,
+        "chunk_size": chunk_size,
     }
     given = {option: value for option, value in own.items() if value is not None}
     parameters = inspect.signature(cls).parameters
@@ -84,7 +91,7 @@ def get_attention(
             raise TypeError(f"{name!r} takes no {option}, got {given[option]!r}")
     for option in own:
         if option in parameters and option not in given and parameters[option].default is inspect.Parameter.empty:
-            raise TypeError(f"{name!r} needs {option}")
+            given[option] = DEFAULTS[option]
     return cls(embed_dim, num_heads, **given, dropout=dropout, bias=bias, causal=causal, device=device, dtype=dtype)
 
 
@@ -92,6 +99,7 @@ def _class(name: Any) -> type[SelfAttention]:
     accepted = f"name must be one of {', '.join(CLASSES)}"
     if not isinstance(name, str):
         raise TypeError(f"{accepted}, got {name!r}")
-    if name not in CLASSES:
-        raise ValueError(f"{accepted}, got {name!r}")
-    return CLASSES[name]
+    folded = name.lower().replace("-", "_").replace(" ", "_")
+    if folded not in CLASSES:
+        raise ValueError(f"Unknown attention type: {accepted}, got {name!r}")
+    return CLASSES[folded]

@@ -7,6 +7,7 @@ these the backward pass recomputes the probabilities, a tile at a time. For spee
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,8 +17,10 @@ from torch.autograd.function import once_differentiable
 from ..call.dropout import draw_seed, keep_mask, weight_of_kept
 from ..call.fp8 import accumulator
 from ..reference import flash_attention_1, flash_attention_2, flash_attention_2_backward
+from ..reference.standard import ScoreFn
 from ..reference.tiled import Dropout
 from ..variant.masks import Mask
+from ..variant.scores import Bias
 from .base import SelfAttention, check_positive
 
 
@@ -30,6 +33,7 @@ class _Loop(Protocol):
         k: Tensor,
         v: Tensor,
         mask: Mask | None,
+        score_mods: Sequence[ScoreFn] = (),
         *,
         dropout: Dropout | None,
         block_M: int,
@@ -45,27 +49,40 @@ class _TiledAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, dropout_p: float, loop: _Loop, block_size: int
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        mask: Mask | None,
+        dropout_p: float,
+        loop: _Loop,
+        block_size: int,
     ) -> Tensor:
         ctx.mask, ctx.dropout_p, ctx.block_size = mask, dropout_p, block_size
         seed = draw_seed(q.device) if dropout_p else None
         # The loops compute in float32; autocast would cast their matrix products to 16 bits.
         with torch.autocast(q.device.type, enabled=False):
             dropout = _dropout(seed, dropout_p, q)
-            o, lse = loop(q, k, v, mask, dropout=dropout, block_M=block_size, block_N=block_size)
-        ctx.save_for_backward(q, k, v, o, lse, seed)
+            o, lse = loop(q, k, v, mask, _score_mods(bias), dropout=dropout, block_M=block_size, block_N=block_size)
+        ctx.save_for_backward(q, k, v, bias, o, lse, seed)
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse, seed = ctx.saved_tensors
+        q, k, v, bias, o, lse, seed = ctx.saved_tensors
         with torch.autocast(do.device.type, enabled=False):
             dropout = _dropout(seed, ctx.dropout_p, q)
-            dq, dk, dv, _, _ = flash_attention_2_backward(
-                do, q, k, v, o, lse, ctx.mask, dropout=dropout, block_M=ctx.block_size, block_N=ctx.block_size
-            )
-        return dq, dk, dv, None, None, None, None
+            dq, dk, dv, _, of_tensors = flash_attention_2_backward(
+                do, q, k, v, o, lse, ctx.mask, _score_mods(bias), dropout=dropout,
+                tensors=(bias,) if ctx.needs_input_grad[3] else (), block_M=ctx.block_size, block_N=ctx.block_size,
+            )  # fmt: skip
+        return dq, dk, dv, *(of_tensors or (None,)), None, None, None, None
+
+
+def _score_mods(bias: Tensor | None) -> tuple[ScoreFn, ...]:
+    return () if bias is None else (Bias(bias),)
 
 
 def _dropout(seed: Tensor | None, p: float, q: Tensor) -> Dropout | None:
@@ -112,9 +129,16 @@ class _FlashAttention(SelfAttention):
         )
         self.block_size = block_size
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor | None]:
-        o: Tensor = _TiledAttention.apply(q, k, v, mask, self.dropout_p, self.loop, self.block_size)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        o: Tensor = _TiledAttention.apply(q, k, v, bias, mask, self.dropout_p, self.loop, self.block_size)
         return o, None
+
+    def _kept(self, qkv: int, rows: int, seqlen: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+        # A tile has at most block_size rows and keys, and is there for all heads at once.
+        size, block = accumulator(dtype).itemsize, min(self.block_size, seqlen)
+        return qkv, 0, rows * size, rows // seqlen * block * block * size
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, block_size={self.block_size}"

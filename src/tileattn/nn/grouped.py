@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from .base import SelfAttention, check_positive
 
 
-class KVCacheSize(NamedTuple):
-    """Bytes of a KV cache; see :meth:`GroupedQueryAttention.get_memory_usage`.
-
-    bytes: with num_kv_heads heads. multi_head_bytes: with num_heads heads, as multi-head attention needs.
-    """
-
-    bytes: int
-    multi_head_bytes: int
-
-    @property
-    def reduction(self) -> float:
-        """The factor by which sharing heads shrinks the cache: num_heads / num_kv_heads."""
-        return self.multi_head_bytes / self.bytes
-
-
 class GroupedQueryAttention(SelfAttention):
     """Grouped-query attention: groups of query heads share a key/value head. K and V are not repeated in memory.
+
+    The projections are `q_proj`, `k_proj`, `v_proj` and `out_proj`, also where num_kv_heads equals num_heads.
 
     Args:
         embed_dim, num_heads, dropout, bias, causal, device, dtype: as :class:`SelfAttention`.
@@ -34,6 +19,8 @@ class GroupedQueryAttention(SelfAttention):
 
     Source: Ainslie et al. 2023 (arXiv 2305.13245).
     """
+
+    separate_projections = True
 
     def __init__(
         self,
@@ -58,27 +45,6 @@ class GroupedQueryAttention(SelfAttention):
             device=device,
             dtype=dtype,
         )
-
-    def get_memory_usage(self, batch: int, seqlen: int, dtype: torch.dtype | None = None) -> KVCacheSize:
-        """The size of this layer's KV cache during generation.
-
-        The cache has ``2 * batch * seqlen * num_kv_heads * head_dim`` elements. For comparison, the result also has
-        the size with num_heads heads. Memory that `forward` allocates is not counted.
-
-        Args:
-            batch: sequences, 1 or more.
-            seqlen: cached positions in each, 1 or more.
-            dtype: of the cache; None: the parameters' dtype.
-
-        Raises:
-            TypeError, ValueError: batch or seqlen is not a positive int, or dtype is not a torch.dtype.
-        """
-        batch, seqlen = check_positive("batch", batch), check_positive("seqlen", seqlen)
-        dtype = self.out_proj.weight.dtype if dtype is None else dtype
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
-        per_head = 2 * batch * seqlen * self.head_dim * dtype.itemsize
-        return KVCacheSize(bytes=self.num_kv_heads * per_head, multi_head_bytes=self.num_heads * per_head)
 
 
 class MultiQueryAttention(GroupedQueryAttention):

@@ -9,6 +9,7 @@ from ..api.attention import attention
 from ..api.cache_step import LayerCache
 from ..variant.key import CAUSAL
 from ..variant.masks import Mask
+from ..variant.scores import Bias
 from .base import SelfAttention
 
 
@@ -55,9 +56,11 @@ class TritonFlashAttention(SelfAttention):
                 f"dropout must be 0, got {dropout}: the Triton kernels have no dropout; MaskedAttention has ('masked')"
             )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, None]:
-        causal = mask is CAUSAL
-        o = attention(q, k, v, mask=None if causal else mask, causal=causal, backend="triton")
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        causal, score_mod = mask is CAUSAL, None if bias is None else Bias(bias)
+        o = attention(q, k, v, mask=None if causal else mask, score_mod=score_mod, causal=causal, backend="triton")
         return o, None
 
     def attend_cached(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: LayerCache) -> Tensor:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..call.fp8 import output_dtype
-from ..variant.masks import Mask
+from ..variant.masks import Causal, Mask, SlidingWindow
 from ..variant.program import computed_in
 from .online_softmax import RowState
 from .standard import ScoreFn, heads_first, positions, tile_scores
@@ -140,10 +140,16 @@ def key_ranges(q: Tensor, k: Tensor, rows: slice, mask: Mask | None) -> tuple[tu
     if mask is None or k.numel() == 0:  # without keys, a mask's tensors may have no element to read
         return (0, seqlen_k), (0, seqlen_k)
     b, h, q_pos, _ = positions(q, k, rows, slice(0, 0))
-    lo, hi = mask.kv_range(b, h, q_pos[..., :1, :], q_pos[..., -1:, :], seqlen_k)
-    full_lo, full_hi = mask.full_range(b, h, q_pos[..., :1, :], q_pos[..., -1:, :], seqlen_k)
+    first, last = q_pos[..., :1, :], q_pos[..., -1:, :]
+    if isinstance(mask, (Causal, SlidingWindow)):  # they only add to positions: with numbers torch.compile can trace it
+        offset = seqlen_k - q.shape[2]
+        first, last = rows.start + offset, rows.stop - 1 + offset
+    lo, hi = mask.kv_range(b, h, first, last, seqlen_k)
+    full_lo, full_hi = mask.full_range(b, h, first, last, seqlen_k)
 
     def extreme(bound: int | Tensor, pick: str) -> int:
+        if isinstance(bound, int):
+            return min(max(bound, 0), seqlen_k)
         bound = torch.as_tensor(bound).clamp(0, seqlen_k)
         return int(bound.min() if pick == "min" else bound.max())
 
