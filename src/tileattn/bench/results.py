@@ -91,6 +91,7 @@ class Results:
 
     direction: The direction of all rows, a key of `cases.DIRECTIONS`; older files lack it and are of the forward pass.
     ceilings: The GPU's ceilings before the first case and after the last; empty on a CPU and in older files.
+    doubts: What makes the times doubtful, a line each (`bench.steadiness`); older files lack it.
     """
 
     device: str
@@ -106,6 +107,7 @@ class Results:
     implementation: dict[str, str] = field(default_factory=dict)
     checked: dict[str, str] = field(default_factory=dict)
     ceilings: list[Ceiling] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
 
     def row(self, case: str, backend: str) -> Row | None:
         """The row of a case and backend, if it was measured."""
