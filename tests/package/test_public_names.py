@@ -6,8 +6,6 @@ A path that README, the documents, the examples or an error message have shown s
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import click
@@ -16,6 +14,7 @@ import torch
 import typer
 
 import tileattn
+from tests import fresh_process
 from tileattn.cli.app import app
 from tileattn.cli.choices import SHORT_NAMES
 
@@ -122,7 +121,7 @@ def test_paths_are_there_whatever_is_imported_first() -> None:
     """Modules that are attributes of the package need no import of their own."""
     code = "import tileattn; tileattn.math.tanh(0.5), tileattn.masks.Causal, tileattn.scores.ALiBi, tileattn.nn"
     for statement in (code, *(f"import tileattn.{path}" for path in ("math", "profiling"))):
-        subprocess.run([sys.executable, "-W", "ignore", "-c", statement], check=True)
+        fresh_process.run(statement)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
