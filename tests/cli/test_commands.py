@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib import figure
 from typer.testing import CliRunner
 
 from tests.tools import ROOT
@@ -250,11 +249,11 @@ def test_a_failure_of_ours_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> 
             "Invalid value for --baselines: 'fa3': not known; accepted: none, eager, sdpa, fa2, cudnn",
         ),
         ("--backend cutlass", "Invalid value for --backend: 'cutlass' is not known; accepted: "),
-        ("--seqlen 128,x", "Invalid value for --seqlen: '128,x' is not understood; accepted: positive integers"),
-        ("--seqlen 0", "Invalid value for --seqlen: '0' is not understood"),
-        ("--heads 8 --kv-heads 3", "Invalid value for --kv-heads: 3 does not divide the 8 heads of q"),
-        ("--batch 0", "Invalid value for --batch: 0 is too few; accepted: an integer of at least 1"),
-        ("--head-dim-v 0", "Invalid value for --head-dim-v: 0 is too few; accepted: an integer of at least 1"),
+        ("--seqlen 128,x", "Invalid value for --seqlen / --N: '128,x' is not understood; accepted: positive integers"),
+        ("--seqlen 0", "Invalid value for --seqlen / --N: '0' is not understood"),
+        ("--heads 8 --kv-heads 3", "Invalid value for --kv-heads / --KV: 3 does not divide the 8 heads of q"),
+        ("--batch 0", "Invalid value for --batch / --B: 0 is too few; accepted: an integer of at least 1"),
+        ("--head-dim-v 0", "Invalid value for --head-dim-v / --Dv: 0 is too few; accepted: an integer of at least 1"),
         ("--mask windw8", "Invalid value for --mask: 'windw8' is no mask; accepted: full, or masks joined with '+'"),
         ("--mask window8+alibi", "Invalid value for --mask: 'alibi' is no mask; accepted: full, or masks joined"),
         ("--causal --mask causal", "Invalid value for --mask: variant 'causal+causal': 'causal' is given twice"),
@@ -491,7 +490,7 @@ def test_a_warmed_kernel_is_the_one_that_a_call_wants(variant: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--head-dim 64,x", "Invalid value for --head-dim: 'x' is not understood; accepted: 128, or 192/128"),
+        ("--head-dim 64,x", "Invalid value for --head-dim / --D: 'x' is not understood; accepted: 128, or 192/128"),
         ("--variant foo", "Invalid value for --variant: variant 'foo': 'foo' is not understood; accepted: full"),
         ("--direction bwd", "Invalid value for --direction: 'bwd' is not known; accepted: fwd, fwdbwd, decode"),
         ("--page-size 16", "Invalid value for --page-size: it is for --direction decode"),
@@ -536,17 +535,33 @@ def test_peers_is_a_spelling_of_baselines_that_help_leaves_out(command: str) -> 
     assert [row["backend"] for row in rows(Path(f"{command}.json"))] == ["tileattn", "sdpa"]
 
 
-def test_the_module_runs_as_the_command_and_help_imports_nothing_slow() -> None:
-    probe = (
-        "import sys, runpy; sys.argv = ['tileattn', 'bench', '--help']\n"
-        "try: runpy.run_module('tileattn', run_name='__main__')\n"
-        "except SystemExit as end: assert not end.code\n"
-        "slow = {'tilelang', 'triton', 'matplotlib', 'transformers', 'tileattn.cli.run_bench'} & set(sys.modules)\n"
-        "assert not slow, slow\n"
-    )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "Usage: tileattn bench" in words(done.stdout)
+def test_viz_invents_names_of_pictures_that_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of its own, as `tileattn bench` does; the picture of a result file is beside it."""
+    said = [invoke("viz tiles --N 64").output.strip() for _ in range(2)]
+    drawn = [line.removeprefix("picture: ") for line in said]
+    assert all(re.fullmatch(r"viz-results/tiles-\d{8}-\d{6}(-2)?\.png", name) for name in drawn)
+    assert drawn[0] != drawn[1]
+    assert sorted(map(str, Path("viz-results").iterdir())) == sorted(drawn)
+    monkeypatch.setattr("tileattn.cli.run_viz.draw_dashboard", lambda measured: figure.Figure())
+    Path("mine.json").write_text((RESULTS / "forward/heads-h200.json").read_text())
+    assert re.fullmatch(r"picture: mine-dashboard-\d{8}-\d{6}\.png", invoke("viz dashboard mine.json").output.strip())
+
+
+def test_an_error_is_two_lines_whatever_it_is_about() -> None:
+    for line, error in (
+        ("bench --suite fb", "tileattn bench: Invalid value for --suite: 'fb' is not known"),
+        ("bench --sute fa", "tileattn bench: No such option: --sute"),
+        ("benhc", "tileattn: No such command 'benhc'"),
+        ("viz tiles --N 0", "tileattn viz tiles: Invalid value for --seqlen / --N: 0 is too few"),
+        ("ladder --B x", "tileattn ladder: Invalid value for '--batch' / '--B': "),
+        ("plot absent.json", "tileattn plot: Invalid value for "),
+    ):
+        result = CliRunner().invoke(app, shlex.split(line), prog_name="tileattn")
+        first, second = result.output.splitlines()
+        assert result.exit_code == 2
+        assert first.startswith(error), line
+        assert second == f"Try '{first.partition(':')[0]} --help'."
+    assert "Commands" in invoke("viz").output
 
 
 @pytest.mark.parametrize("command", ["tiles --seqlen 1000000000000", "weights --seqlen 64 --head-dim 2000000000"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 import tileattn
+from tests import fresh_process
 from tileattn.measure import profiling, timing
 from tileattn.measure.ceilings import Ceiling
 from tileattn.measure.profiling import Profile
@@ -197,7 +196,7 @@ def test_the_standard_librarys_profile_is_untouched() -> None:
     code = (
         "import tileattn.profiling, tileattn, profile, cProfile; assert callable(tileattn.profile); profile.Profile()"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    fresh_process.run(code)
     assert not hasattr(importlib.import_module("profile"), "machine_ceiling")
 
 

@@ -6,8 +6,6 @@ A path that README, the documents, the examples or an error message have shown s
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import click
@@ -16,7 +14,9 @@ import torch
 import typer
 
 import tileattn
+from tests import fresh_process
 from tileattn.cli.app import app
+from tileattn.cli.choices import SHORT_NAMES
 
 # One-line modules: where they are, where the code is, and the names that both have.
 MOVED = {
@@ -64,23 +64,29 @@ OPERATORS = {
 }
 COMMANDS = {
     "info": "--arch",
-    "bench": "--suite --batch --heads --kv-heads --seqlen --seqlen-k --head-dim --head-dim-v --packing --causal --mask "
+    "bench": "--suite --batch --B --heads --H --kv-heads --KV --seqlen --N --seqlen-k --head-dim --D --head-dim-v "
+    "--Dv --packing --causal --mask "
     "--softcap --alibi --bias --sink --variant --dtype --direction --device --backend --baselines --rounds --rows "
     "--resume --json --plot --force --commit --quiet -q",
-    "memory": "--seqlen --batch --heads --kv-heads --head-dim --causal --dtype --direction --device --backend "
+    "memory": "--seqlen --N --batch --B --heads --H --kv-heads --KV --head-dim --D --causal --dtype --direction "
+    "--device --backend "
     "--baselines --json --plot --force --commit --quiet -q",
-    "ladder": "--B --H --N --D --iters --causal --dtype --plot --json --force --tiles",
+    "ladder": "--batch --B --heads --H --seqlen --N --head-dim --D --iters --causal --dtype --plot --json --force "
+    "--tiles",
     "plot": "--output -o --force",
-    "warmup": "--head-dim --variant --dtype --direction --page-size --rotary --arch",
+    "warmup": "--head-dim --D --variant --dtype --direction --page-size --rotary --arch",
     "tune": "--suite --batch --B --heads --H --kv-heads --KV --seqlen --N --seqlen-k --head-dim --D --head-dim-v --Dv "
     "--causal --mask --softcap --alibi --bias --sink --variant --dtype --direction --device --backend --again --show "
     "--clear --yes -y --quiet -q",
     "demo": "--port --device --browser --no-browser",
-    "viz tiles": "--seqlen --seqlen-k --causal --mask --block-M --block-N --arch --head-dim --output -o --force",
-    "viz weights": "--seqlen --seqlen-k --heads --head-dim --causal --mask --softcap --alibi --seed --output -o "
+    "viz tiles": "--seqlen --N --seqlen-k --causal --mask --block-M --block-N --arch --head-dim --D --output -o "
     "--force",
-    "viz softmax": "--seqlen --block-N --row --head-dim --causal --mask --softcap --alibi --seed --output -o --force",
-    "viz plan": "--lengths --kv-heads --block-N --blocks --output -o --force",
+    "viz weights": "--seqlen --N --seqlen-k --heads --H --head-dim --D --causal --mask --softcap --alibi --seed "
+    "--output -o "
+    "--force",
+    "viz softmax": "--seqlen --N --block-N --row --head-dim --D --causal --mask --softcap --alibi --seed --output "
+    "-o --force",
+    "viz plan": "--lengths --kv-heads --KV --block-N --blocks --output -o --force",
     "viz lengths": "--variant --output -o --force",
     "viz dashboard": "--output -o --force",
 }
@@ -115,7 +121,7 @@ def test_paths_are_there_whatever_is_imported_first() -> None:
     """Modules that are attributes of the package need no import of their own."""
     code = "import tileattn; tileattn.math.tanh(0.5), tileattn.masks.Causal, tileattn.scores.ALiBi, tileattn.nn"
     for statement in (code, *(f"import tileattn.{path}" for path in ("math", "profiling"))):
-        subprocess.run([sys.executable, "-W", "ignore", "-c", statement], check=True)
+        fresh_process.run(statement)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -135,6 +141,13 @@ def commands(group: click.Command, prefix: str = "") -> Iterator[tuple[str, clic
 
 
 FOUND = dict(commands(typer.main.get_command(app)))
+
+
+def test_every_command_has_the_letters_of_the_papers_beside_the_long_names() -> None:
+    for name, command in FOUND.items():
+        for each in command.params:
+            for long in set(each.opts) & set(SHORT_NAMES):
+                assert SHORT_NAMES[long] in each.opts, (name, long)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -21,6 +21,7 @@ import torch
 from typer.testing import CliRunner
 
 import tileattn
+from tests import fresh_process
 from tileattn.bench import problem
 from tileattn.bench.cases import Case
 from tileattn.call.facts import AttentionCall
@@ -75,7 +76,7 @@ def test_a_result_is_found_again_and_by_another_process(file: Path) -> None:
         f"assert results.find('sm_90a', {str(H100)!r}, {SIZES})['block_N'] == 96\n"
         f"assert results.find('sm_80', {str(H100)!r}, {SIZES}) is None\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh_process.run(code)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_results_of_other_processes_stay(file: Path) -> None:
         "from tileattn.tuner import results\n"
         f"results.keep('sm_90a', 'two', {SIZES}, results.Result({{'schedule': 'X'}}, 1.0, 1.0, 1, '', ''))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh_process.run(code)
     results.keep("sm_90a", "three", SIZES, result(HopperConfig(128, 80)))
     assert {call for _, call, _, _ in results.entries(results.read(file))} == {"one", "two", "three"}
 

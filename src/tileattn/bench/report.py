@@ -25,6 +25,7 @@ def render(results: Results) -> RenderableType:
     parts: list[RenderableType] = [Text(_title(results), style="bold"), measurements(results)]
     parts += [Text.assemble((f"{DASH} refused: ", "yellow"), line) for line in grouped(results.refused)]
     parts += [Text.assemble(("✗ failed: ", "bold red"), line) for line in grouped(results.failed)]
+    parts += doubts(results)
     if notes := _sampled(results):
         parts.append(Text(notes, style="dim"))
     if (ceiling := overall(results.ceilings)) is not None:
@@ -36,6 +37,11 @@ def render(results: Results) -> RenderableType:
     if named := standings(results):
         parts += [_standings(named), *map(Text, behind_lines(named))]
     return Group(*parts)
+
+
+def doubts(results: Results) -> list[RenderableType]:
+    """A warning for each thing that makes the times doubtful."""
+    return [Text.assemble(("! warning: ", "bold yellow"), line) for line in results.doubts]
 
 
 def ceiling_text(ceiling: Ceiling) -> str:

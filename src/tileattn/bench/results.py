@@ -93,6 +93,7 @@ class Results:
     ceilings: The GPU's ceilings before the first case and after the last; empty on a CPU and in older files.
     seed: The seed of the tensors, where a command takes one; None elsewhere and in older files.
     first_values: The first two values and the last of each backend's output, which `tileattn ladder` shows.
+    doubts: What makes the times doubtful, a line each (`bench.steadiness`); older files lack it.
     """
 
     device: str
@@ -110,6 +111,7 @@ class Results:
     ceilings: list[Ceiling] = field(default_factory=list)
     seed: int | None = None
     first_values: dict[str, list[float]] = field(default_factory=dict)
+    doubts: list[str] = field(default_factory=list)
 
     def row(self, case: str, backend: str) -> Row | None:
         """The row of a case and backend, if it was measured."""

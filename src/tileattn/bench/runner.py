@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from tileattn.bench import passes, problem
+from tileattn.bench import passes, problem, steadiness
 from tileattn.bench.baselines.base import OWN, Implementation, Prepared
 from tileattn.bench.cases import Case
 from tileattn.bench.oracle import gradients as gradient_oracle
@@ -32,6 +32,7 @@ class Measurement:
     error: float
     peak_bytes: int
     samples_ms: list[float] = field(default_factory=list)
+    round_ms: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Run:
     progress: Called with the current activity, such as "D64 causal (4,4096,32): fa2".
     on_case: Called after each case.
     on_failure: Called with the traceback of each failure.
+    spreads: Filled by the run: how far the rounds of each case and implementation lie apart.
     """
 
     suite: str
@@ -55,9 +57,12 @@ class Run:
     progress: Callable[[str], None] = lambda text: None
     on_case: Callable[[Case], None] = lambda case: None
     on_failure: Callable[[str], None] = lambda text: None
+    spreads: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def __call__(self) -> Results:
         """Runs all cases. An exception of an implementation becomes an entry of `failed`, and the run goes on."""
+        if (busy := steadiness.busy_line(self.device)) is not None:
+            self.results.doubts.append(busy)
         with torch.set_grad_enabled(self.results.direction != "fwd"):
             self._ceiling("before")
             for case in self.cases:
@@ -89,6 +94,7 @@ class Run:
         self.results.checked[case.name] = expected.sample.text
         measurements = [m for each in self.implementations if (m := self._check(each, given, expected)) is not None]
         self._time(case, measurements)
+        self._doubt(case, measurements)
         self.results.rows += [self._row(case, measurement) for measurement in measurements if measurement.samples_ms]
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -129,6 +135,18 @@ class Run:
                     measurements.remove(measurement)
                 else:
                     measurement.samples_ms += samples
+                    measurement.round_ms.append(median(samples))
+
+    def _doubt(self, case: Case, measurements: list[Measurement]) -> None:
+        """Says in the results how far the rounds of all rows so far lie apart, where that is much."""
+        before = steadiness.spread_line(self.spreads)
+        for each in measurements:
+            if each.samples_ms:
+                name = (case.name, each.implementation.name)
+                self.spreads[name] = steadiness.spread(each.round_ms, median(each.samples_ms))
+        self.results.doubts[:] = [line for line in self.results.doubts if line != before]
+        if (line := steadiness.spread_line(self.spreads)) is not None:
+            self.results.doubts.append(line)
 
     def _samples(self, measurement: Measurement) -> list[float]:
         """The times of one round. A forward pass runs again in each, so that only one graph is kept at a time."""

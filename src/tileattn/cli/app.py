@@ -13,12 +13,14 @@ from typing import Annotated
 import typer
 
 from tileattn.cli.bench import BASELINES_ALSO_PEERS, BENCH_EXAMPLES, MEMORY_EXAMPLES, bench, memory
+from tileattn.cli.group import Commands
 from tileattn.cli.ladder_options import LADDER_EXAMPLES, ladder
 from tileattn.cli.tune import TUNE_EXAMPLES, tune
 from tileattn.cli.viz import app as viz
 
 app = typer.Typer(
     name="tileattn",
+    cls=Commands,
     help="Exact attention for PyTorch, written in TileLang.",
     no_args_is_help=True,
     add_completion=False,
@@ -94,7 +96,10 @@ def plot(
 )
 def warmup(
     head_dim: Annotated[
-        str, typer.Option(help="Head dims; 192/128 where q and k have another than v.", metavar="N,...")
+        str,
+        typer.Option(
+            "--head-dim", "--D", help="Head dims; 192/128 where q and k have another than v.", metavar="N,..."
+        ),
     ] = "64,128",
     variant: Annotated[
         str | None,

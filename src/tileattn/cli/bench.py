@@ -17,7 +17,7 @@ BENCH_EXAMPLES = (
     "  tileattn bench\n\n"
     "  tileattn bench --suite fa --baselines fa2,cudnn --plot speed.png\n\n"
     "  tileattn bench --suite fa --direction bwd\n\n"
-    "  tileattn bench --batch 4 --heads 32 --kv-heads 8 --seqlen 1024,4096,16384 --head-dim 128 --causal\n\n"
+    "  tileattn bench --B 4 --H 32 --KV 8 --N 1024,4096,16384 --D 128 --causal\n\n"
     "  tileattn bench --seqlen 16384 --mask window1024 --softcap 50 --baselines flex\n\n"
     "  tileattn bench --suite decode --rows 'pages=16,contiguous context=1k,8k' --json decode.json"
 )
@@ -42,24 +42,39 @@ Suite = Annotated[
         show_default=False,
     ),
 ]
-Batch = Annotated[int | None, typer.Option(metavar="N", help="Default 1.", rich_help_panel=SHAPE)]
-Heads = Annotated[int | None, typer.Option(metavar="N", help="Heads of q. Default 8.", rich_help_panel=SHAPE)]
+Batch = Annotated[int | None, typer.Option("--batch", "--B", metavar="N", help="Default 1.", rich_help_panel=SHAPE)]
+Heads = Annotated[
+    int | None,
+    typer.Option("--heads", "--H", metavar="N", help="Heads of q. Default 8.", rich_help_panel=SHAPE),
+]
 KvHeads = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Heads of k and v. Default: as many as q.", rich_help_panel=SHAPE),
+    typer.Option(
+        "--kv-heads", "--KV", metavar="N", help="Heads of k and v. Default: as many as q.", rich_help_panel=SHAPE
+    ),
 ]
 Seqlen = Annotated[
     str | None,
-    typer.Option(help="Length of q; several with commas. Default 1024.", metavar="N,...", rich_help_panel=SHAPE),
+    typer.Option(
+        "--seqlen",
+        "--N",
+        help="Length of q; several with commas. Default 1024.",
+        metavar="N,...",
+        rich_help_panel=SHAPE,
+    ),
 ]
 SeqlenK = Annotated[
     int | None,
     typer.Option(metavar="N", help="Length of k and v. Default: that of q.", rich_help_panel=SHAPE),
 ]
-HeadDim = Annotated[int | None, typer.Option(metavar="N", help="Default 64.", rich_help_panel=SHAPE)]
+HeadDim = Annotated[
+    int | None, typer.Option("--head-dim", "--D", metavar="N", help="Default 64.", rich_help_panel=SHAPE)
+]
 HeadDimV = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Head dim of v. Default: that of q and k.", rich_help_panel=SHAPE),
+    typer.Option(
+        "--head-dim-v", "--Dv", metavar="N", help="Head dim of v. Default: that of q and k.", rich_help_panel=SHAPE
+    ),
 ]
 Packing = Annotated[
     str | None,
@@ -250,17 +265,28 @@ def memory(
     seqlen: Annotated[
         str | None,
         typer.Option(
+            "--seqlen",
+            "--N",
             help="Lengths, with commas. Default: 1024 to 131072 on a GPU, 256 to 2048 on a CPU.",
             metavar="N,...",
             show_default=False,
         ),
     ] = None,
-    batch: Annotated[int | None, typer.Option(metavar="N", help="Default 1.", show_default=False)] = None,
-    heads: Annotated[int | None, typer.Option(metavar="N", help="Heads. Default 8.", show_default=False)] = None,
-    kv_heads: Annotated[
-        int | None, typer.Option(metavar="N", help="Heads of k and v. Default: as many as q.", show_default=False)
+    batch: Annotated[
+        int | None, typer.Option("--batch", "--B", metavar="N", help="Default 1.", show_default=False)
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(metavar="N", help="Default 128.", show_default=False)] = None,
+    heads: Annotated[
+        int | None, typer.Option("--heads", "--H", metavar="N", help="Heads. Default 8.", show_default=False)
+    ] = None,
+    kv_heads: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-heads", "--KV", metavar="N", help="Heads of k and v. Default: as many as q.", show_default=False
+        ),
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option("--head-dim", "--D", metavar="N", help="Default 128.", show_default=False)
+    ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="A query sees keys up to its own position.")] = False,
     dtype: Annotated[
         str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 on a GPU, fp32 on a CPU.", show_default=False)

@@ -5,8 +5,7 @@ A bad value raises one error. It names the option, the given value and the accep
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +32,15 @@ MEMORY = "memory"
 # And those of `tileattn ladder`.
 LADDER = "ladder"
 MOST = 2**31 - 1  # of anything that is counted: kernels count positions with 32 bits
+# The letters of the papers, beside the long names of all commands.
+SHORT_NAMES = {
+    "--batch": "--B",
+    "--heads": "--H",
+    "--kv-heads": "--KV",
+    "--seqlen": "--N",
+    "--head-dim": "--D",
+    "--head-dim-v": "--Dv",
+}
 SMALLEST_CAP, LARGEST_CAP = 1e-3, 1e9  # of scores: beyond these float32 has few of its digits left, or all scores are 0
 
 
@@ -73,20 +81,12 @@ class Chosen:
 
 
 def refuse(option: str, message: str) -> typer.BadParameter:
-    """The error of a bad option value. The message names the given value and the accepted ones."""
-    return typer.BadParameter(message, param_hint=option)
+    """The error of a bad option value. The message names the given value and the accepted ones.
 
-
-@contextmanager
-def both_names(short: Mapping[str, str]) -> Iterator[None]:
-    """Adds the short name of an option to errors raised inside, because the user may have written that."""
-    try:
-        yield
-    except typer.BadParameter as error:
-        hint = error.param_hint
-        if isinstance(hint, str) and hint in short:
-            error.param_hint = f"{hint} / {short[hint]}"
-        raise
+    An option that has a short name is shown with both, because the user may have written either.
+    """
+    both = [f"{name} / {SHORT_NAMES[name]}" if name in SHORT_NAMES else name for name in option.split(", ")]
+    return typer.BadParameter(message, param_hint=", ".join(both))
 
 
 def resolve_device(name: str) -> torch.device:

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from tileattn.bench import environment
+from tileattn.bench import environment, steadiness
 from tileattn.bench.baselines.base import OWN
 from tileattn.bench.cases import DTYPES
 from tileattn.bench.decode import methods, report, results
@@ -103,6 +103,8 @@ def bench(suite: str, options: DecodeOptions, device: torch.device, files: FileO
     if device.type == "cuda":
         torch.cuda.set_device(device)
     measured, json = _begin(options, device, dtype, chosen, files)
+    if (busy := steadiness.busy_line(device)) is not None:
+        typer.echo(f"warning: {busy}", err=True)
     measured.left_out += [case.name for case in chosen.left_out if case.name not in measured.left_out]
     results.save(measured, json)
     failures: list[str] = []

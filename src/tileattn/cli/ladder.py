@@ -110,11 +110,11 @@ def _gpu() -> torch.device:
 
 def case_of(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool, dtype: str) -> Case:
     """The case of the command line. Refuses cases that no rung runs."""
-    for option, value in (("--B", batch), ("--H", heads), ("--N", seqlen)):
+    for option, value in (("--batch", batch), ("--heads", heads), ("--seqlen", seqlen)):
         at_least_one(option, value)
     if head_dim not in HEAD_DIMS + LARGE_HEAD_DIMS:
         raise refuse(
-            "--D", f"{head_dim} is no head dim of the ladder; accepted: {_listed(HEAD_DIMS + LARGE_HEAD_DIMS)}"
+            "--head-dim", f"{head_dim} is no head dim of the ladder; accepted: {_listed(HEAD_DIMS + LARGE_HEAD_DIMS)}"
         )
     if dtype not in DTYPES:
         raise refuse("--dtype", f"{dtype!r} is not known; accepted: {_listed(DTYPES)}")
@@ -190,7 +190,7 @@ def render(measured: Results, ladder: Sequence[Step]) -> RenderableType:
             table.add_row(row.backend, *_cells(row, first, None, fa2))
     notes = [Text(f"refused: {line}", style="yellow") for line in report.grouped(measured.refused)]
     notes += [Text(f"failed: {line}", style="red") for line in report.grouped(measured.failed)]
-    return Group(table, *notes)
+    return Group(table, *notes, *report.doubts(measured))
 
 
 def _best(measured: Results, ladder: Sequence[Step], acc: str) -> Climbed | None:

@@ -18,10 +18,10 @@ LADDER_EXAMPLES = (
 
 
 def ladder(
-    batch: Annotated[int, typer.Option("--B", metavar="N", help="Batch size.")] = 1,
-    heads: Annotated[int, typer.Option("--H", metavar="N", help="Heads.")] = 8,
-    seqlen: Annotated[int, typer.Option("--N", metavar="N", help="Length of q, k and v.")] = 8192,
-    head_dim: Annotated[int, typer.Option("--D", metavar="N", help="Head dim.")] = 64,
+    batch: Annotated[int, typer.Option("--batch", "--B", metavar="N", help="Batch size.")] = 1,
+    heads: Annotated[int, typer.Option("--heads", "--H", metavar="N", help="Heads.")] = 8,
+    seqlen: Annotated[int, typer.Option("--seqlen", "--N", metavar="N", help="Length of q, k and v.")] = 8192,
+    head_dim: Annotated[int, typer.Option("--head-dim", "--D", metavar="N", help="Head dim.")] = 64,
     iters: Annotated[int, typer.Option(metavar="N", help="Timed calls of each step, in each of three rounds.")] = 10,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of q, k and v.", min=0)] = 0,
     causal: Annotated[bool, typer.Option("--causal", help="A query sees keys up to its own position.")] = False,

@@ -206,5 +206,6 @@ def _show(measured: results.Results, failures: Sequence[str], quiet: bool) -> No
     if quiet:
         for entry in measured.failed:
             errors.print(Text(f"{entry.case}: {entry.backend}: {entry.reason}"), style="red")
+        errors.print(*report.doubts(measured), sep="\n", end="\n" if measured.doubts else "")
     else:
         console.print(report.render(measured))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
+RESULTS_FOLDER = Path("viz-results")
 MOST_PARTS = 4096  # that a plan's picture has
 # Where --block-M and --block-N are not given: those of most kernels.
 BLOCK = 128
@@ -45,11 +48,11 @@ def tiles(
     block: tuple[int | None, int | None],
     arch: str | None,
     head_dim: int | None,
-    output: Path,
+    output: Path | None,
     force: bool,
 ) -> None:
     """The code of `tileattn viz tiles`."""
-    check_picture("--output", output, force)
+    output = _picture(output, RESULTS_FOLDER / "tiles", force)
     for option, size in (
         ("--seqlen", seqlen),
         ("--seqlen-k", seqlen_k),
@@ -84,11 +87,11 @@ def weights(
     head_dim: int,
     terms: VariantOptions,
     seed: int,
-    output: Path,
+    output: Path | None,
     force: bool,
 ) -> None:
     """The code of `tileattn viz weights`."""
-    check_picture("--output", output, force)
+    output = _picture(output, RESULTS_FOLDER / "weights", force)
     for option, size in (("--seqlen", seqlen), ("--seqlen-k", seqlen_k), ("--heads", heads), ("--head-dim", head_dim)):
         at_least_one(option, size)
     name = variant_name(terms)
@@ -100,10 +103,17 @@ def weights(
 
 
 def softmax(
-    seqlen: int, block_n: int, row: int, head_dim: int, terms: VariantOptions, seed: int, output: Path, force: bool
+    seqlen: int,
+    block_n: int,
+    row: int,
+    head_dim: int,
+    terms: VariantOptions,
+    seed: int,
+    output: Path | None,
+    force: bool,
 ) -> None:
     """The code of `tileattn viz softmax`."""
-    check_picture("--output", output, force)
+    output = _picture(output, RESULTS_FOLDER / "softmax", force)
     for option, size in (("--seqlen", seqlen), ("--block-N", block_n), ("--head-dim", head_dim)):
         at_least_one(option, size)
     with _refused("--block-N"):  # before tensors of any length are made
@@ -115,9 +125,9 @@ def softmax(
     _save(draw_softmax(scores, given.v[0, :, 0], block_n, f"Online softmax along row {row % seqlen}, {name}"), output)
 
 
-def plan(lengths: str, kv_heads: int, block_N: int, blocks: int, output: Path, force: bool) -> None:
+def plan(lengths: str, kv_heads: int, block_N: int, blocks: int, output: Path | None, force: bool) -> None:
     """The code of `tileattn viz plan`."""
-    check_picture("--output", output, force)
+    output = _picture(output, RESULTS_FOLDER / "plan", force)
     for option, size in (("--kv-heads", kv_heads), ("--block-N", block_N), ("--blocks", blocks)):
         at_least_one(option, size)
     parts = [part.strip() for part in lengths.split(",")]
@@ -129,23 +139,35 @@ def plan(lengths: str, kv_heads: int, block_N: int, blocks: int, output: Path, f
     _save(draw_plan(numbers, kv_heads, block_N, blocks), output)
 
 
-def lengths(result: Path, variant: str | None, output: Path, force: bool) -> None:
+def lengths(result: Path, variant: str | None, output: Path | None, force: bool) -> None:
     """The code of `tileattn viz lengths`."""
     if variant not in (None, "full", "causal"):
         raise refuse("--variant", f"{variant!r} is not drawn by length; accepted: full, causal")
-    _of_results(result, lambda measured: draw_lengths(measured, variant), output, force)
+    _of_results(result, lambda measured: draw_lengths(measured, variant), "lengths", output, force)
 
 
-def dashboard(result: Path, output: Path, force: bool) -> None:
+def dashboard(result: Path, output: Path | None, force: bool) -> None:
     """The code of `tileattn viz dashboard`."""
-    _of_results(result, draw_dashboard, output, force)
+    _of_results(result, draw_dashboard, "dashboard", output, force)
 
 
-def _of_results(result: Path, draw: Callable[[results.Results], Figure], output: Path, force: bool) -> None:
-    check_picture("--output", output, force)
+def _of_results(
+    result: Path, draw: Callable[[results.Results], Figure], name: str, output: Path | None, force: bool
+) -> None:
+    output = _picture(output, result.with_name(f"{result.stem}-{name}"), force)
     with _refused("RESULT"):
         figure = draw(results.load(result))
     _save(figure, output)
+
+
+def _picture(output: Path | None, invented: Path, force: bool) -> Path:
+    """The file of --output, or a new one: `invented` and the time of day."""
+    if output is None:
+        stem = f"{invented.name}-{datetime.now():%Y%m%d-%H%M%S}"
+        names = chain([f"{stem}.png"], (f"{stem}-{number}.png" for number in count(2)))
+        output = next(path for path in map(invented.with_name, names) if not path.exists())
+    check_picture("--output", output, force)
+    return output
 
 
 def _problem(name: str, seqlen: int, seqlen_k: int, heads: int, head_dim: int, seed: int) -> Problem:

@@ -9,17 +9,22 @@ from typing import Annotated
 
 import typer
 
-from tileattn.cli.bench import SHAPE, VARIANT, Alibi, Bias, Causal, Dtype, SeqlenK, Sink, Softcap
-
-# The short names of `tileattn tune`, beside the long ones that all commands have.
-TUNE_NAMES = {
-    "--batch": "--B",
-    "--heads": "--H",
-    "--kv-heads": "--KV",
-    "--seqlen": "--N",
-    "--head-dim": "--D",
-    "--head-dim-v": "--Dv",
-}
+from tileattn.cli.bench import (
+    VARIANT,
+    Alibi,
+    Batch,
+    Bias,
+    Causal,
+    Dtype,
+    HeadDim,
+    HeadDimV,
+    Heads,
+    KvHeads,
+    Seqlen,
+    SeqlenK,
+    Sink,
+    Softcap,
+)
 
 TUNE_EXAMPLES = (
     "[dim]Examples[/dim]\n\n"
@@ -32,36 +37,6 @@ TUNE_EXAMPLES = (
 # The options of `tileattn tune` that `tileattn bench` has in other words, or not at all.
 Suite = Annotated[
     str | None, typer.Option(help="A named set of cases, as for [b]tileattn bench[/b].", show_default=False)
-]
-Batch = Annotated[int | None, typer.Option("--batch", "--B", metavar="N", help="Default 1.", rich_help_panel=SHAPE)]
-Heads = Annotated[
-    int | None,
-    typer.Option("--heads", "--H", metavar="N", help="Heads of q. Default 8.", rich_help_panel=SHAPE),
-]
-KvHeads = Annotated[
-    int | None,
-    typer.Option(
-        "--kv-heads", "--KV", metavar="N", help="Heads of k and v. Default: as many as q.", rich_help_panel=SHAPE
-    ),
-]
-Seqlen = Annotated[
-    str | None,
-    typer.Option(
-        "--seqlen",
-        "--N",
-        help="Length of q; several with commas. Default 1024.",
-        metavar="N,...",
-        rich_help_panel=SHAPE,
-    ),
-]
-HeadDim = Annotated[
-    int | None, typer.Option("--head-dim", "--D", metavar="N", help="Default 64.", rich_help_panel=SHAPE)
-]
-HeadDimV = Annotated[
-    int | None,
-    typer.Option(
-        "--head-dim-v", "--Dv", metavar="N", help="Head dim of v. Default: that of q and k.", rich_help_panel=SHAPE
-    ),
 ]
 Mask = Annotated[
     str | None,
@@ -133,8 +108,7 @@ def tune(
     shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, seqlen_k, head_dim, head_dim_v)
     terms = choices.VariantOptions(causal, mask, softcap, alibi, bias, sink, variant)
     where = choices.resolve_device(device)
-    with choices.both_names(TUNE_NAMES):
-        chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where)
+    chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where)
     raise typer.Exit(command.tune(chosen, choices.own_implementation(backend), where, again, quiet))
 
 

@@ -24,11 +24,18 @@ Alibi = Annotated[bool, typer.Option("--alibi", help="ALiBi.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the random q and k.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the picture.")]
 Result = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Result file of [b]tileattn bench[/b].")]
-Picture = Annotated[Path | None, typer.Option("--output", "-o", help="Default: beside RESULT.", show_default=False)]
-
-
-def _output(name: str) -> typer.models.OptionInfo:
-    return typer.Option("--output", "-o", help=f"Picture: .png, .svg or .pdf. Default: {name}.", show_default=False)
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", help="Picture: .png, .svg or .pdf. Default: a new one in ./viz-results.", show_default=False
+    ),
+]
+Picture = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", help="Picture: .png, .svg or .pdf. Default: a new one beside RESULT.", show_default=False
+    ),
+]
 
 
 @app.command(
@@ -36,7 +43,7 @@ def _output(name: str) -> typer.models.OptionInfo:
     "  tileattn viz tiles --seqlen 8192 --mask window1024 --arch sm_90a --head-dim 128"
 )
 def tiles(
-    seqlen: Annotated[int, typer.Option(metavar="N", help="Length of q.")] = 2048,
+    seqlen: Annotated[int, typer.Option("--seqlen", "--N", metavar="N", help="Length of q.")] = 2048,
     seqlen_k: SeqlenK = None,
     causal: Causal = False,
     mask: MaskName = None,
@@ -51,9 +58,10 @@ def tiles(
         typer.Option(help="Instead: the tiles of the kernel for sm_80, sm_90a, gfx942, ...", show_default=False),
     ] = None,
     head_dim: Annotated[
-        int | None, typer.Option(metavar="N", help="Of that kernel. Default 128.", show_default=False)
+        int | None,
+        typer.Option("--head-dim", "--D", metavar="N", help="Of that kernel. Default 128.", show_default=False),
     ] = None,
-    output: Annotated[Path, _output("tiles.png")] = Path("tiles.png"),
+    output: Output = None,
     force: Force = False,
 ) -> None:
     """Show which tiles of the scores a mask makes a kernel visit: full, partial, skipped."""
@@ -64,16 +72,18 @@ def tiles(
 
 @app.command(epilog="[dim]Example[/dim]\n\n  tileattn viz weights --seqlen 48 --heads 4 --mask window16 --alibi")
 def weights(
-    seqlen: Annotated[int, typer.Option(metavar="N", help="Length of q.")] = 32,
+    seqlen: Annotated[int, typer.Option("--seqlen", "--N", metavar="N", help="Length of q.")] = 32,
     seqlen_k: SeqlenK = None,
-    heads: Annotated[int, typer.Option(metavar="N", help="Heads of q, a panel each.")] = 4,
-    head_dim: Annotated[int, typer.Option(metavar="N", help="The smaller, the more alike the weights.")] = 64,
+    heads: Annotated[int, typer.Option("--heads", "--H", metavar="N", help="Heads of q, a panel each.")] = 4,
+    head_dim: Annotated[
+        int, typer.Option("--head-dim", "--D", metavar="N", help="The smaller, the more alike the weights.")
+    ] = 64,
     causal: Causal = False,
     mask: MaskName = None,
     softcap: Softcap = None,
     alibi: Alibi = False,
     seed: Seed = 0,
-    output: Annotated[Path, _output("weights.png")] = Path("weights.png"),
+    output: Output = None,
     force: Force = False,
 ) -> None:
     """Show the attention weights of small random inputs under a mask and score modifications."""
@@ -86,16 +96,16 @@ def weights(
 
 @app.command(epilog="[dim]Example[/dim]\n\n  tileattn viz softmax --seqlen 128 --block-N 16 --row 100 --causal")
 def softmax(
-    seqlen: Annotated[int, typer.Option(metavar="N", help="Length of q and k.")] = 128,
+    seqlen: Annotated[int, typer.Option("--seqlen", "--N", metavar="N", help="Length of q and k.")] = 128,
     block_n: Annotated[int, typer.Option("--block-N", metavar="N", help="Keys in a tile.")] = 16,
     row: Annotated[int, typer.Option(metavar="N", help="Which query; negative ones count from the end.")] = -1,
-    head_dim: Annotated[int, typer.Option(metavar="N", help="Of q, k and v.")] = 64,
+    head_dim: Annotated[int, typer.Option("--head-dim", "--D", metavar="N", help="Of q, k and v.")] = 64,
     causal: Causal = False,
     mask: MaskName = None,
     softcap: Softcap = None,
     alibi: Alibi = False,
     seed: Seed = 0,
-    output: Annotated[Path, _output("softmax.png")] = Path("softmax.png"),
+    output: Output = None,
     force: Force = False,
 ) -> None:
     """Show m, l and the size of o along one row of random scores, tile by tile."""
@@ -111,10 +121,10 @@ def plan(
     lengths: Annotated[
         str, typer.Option(metavar="N,...", help="Keys of each sequence, with commas.")
     ] = "32768,8192,8192,1024,100,5000",
-    kv_heads: Annotated[int, typer.Option(metavar="N", help="Heads of the cache.")] = 8,
+    kv_heads: Annotated[int, typer.Option("--kv-heads", "--KV", metavar="N", help="Heads of the cache.")] = 8,
     block_n: Annotated[int, typer.Option("--block-N", metavar="N", help="Keys in a tile.")] = 64,
     blocks: Annotated[int, typer.Option(metavar="N", help="Blocks of the kernel; on an H200 two per SM.")] = 264,
-    output: Annotated[Path, _output("plan.png")] = Path("plan.png"),
+    output: Output = None,
     force: Force = False,
 ) -> None:
     """Show how the plan of a decode call deals sequences to the GPU's blocks."""
@@ -133,7 +143,7 @@ def lengths(
     """Draw time and peak memory against the sequence length."""
     from tileattn.cli import run_viz as command
 
-    command.lengths(result, variant, output or result.with_name(f"{result.stem}-lengths.png"), force)
+    command.lengths(result, variant, output, force)
 
 
 @app.command(epilog="[dim]Example[/dim]\n\n  tileattn viz dashboard bench-results/quick.json")
@@ -141,4 +151,4 @@ def dashboard(result: Result, output: Picture = None, force: Force = False) -> N
     """Draw speed, share of the ceiling, error and memory of every case of a result file."""
     from tileattn.cli import run_viz as command
 
-    command.dashboard(result, output or result.with_name(f"{result.stem}-dashboard.png"), force)
+    command.dashboard(result, output, force)
