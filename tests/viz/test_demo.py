@@ -62,6 +62,11 @@ def test_an_answer_has_measurements_bars_tiles_and_the_call() -> None:
         "score_mod=[SoftCap(5), ALiBi(slopes), Bias(bias), my_score], sink=sink)"
     ) in got.code
     assert "<svg" in got.tiles
+    without = answer(dataclasses.replace(SMALL, implementations=["v2", "sdpa"]))
+    assert without.table is not None
+    assert [row[0] for row in without.table] == [IMPLEMENTATIONS[name].label for name in ("v2", "sdpa")]
+    assert "tolerance" in got.message
+    assert "tolerance" not in without.message
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -130,7 +135,7 @@ def test_only_the_last_rows_of_a_large_call_are_checked(monkeypatch: pytest.Monk
 def test_bad_input_is_a_message_and_nothing_else(wrong: dict[str, Any], says: str) -> None:
     message, *others = answer(dataclasses.replace(SMALL, **wrong))
     assert says in message.replace("\\", "")  # Markdown's escapes
-    assert others == ["", "", "", None]
+    assert others == ["", page.NO_CALL, "", None]
 
 
 def test_what_breaks_the_tolerance_rule_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

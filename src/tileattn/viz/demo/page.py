@@ -23,6 +23,7 @@ error on this machine. It compares `tileattn.attention` with the definition of a
 FlashAttention (V1) and FlashAttention-2 (V2) written in PyTorch, and with PyTorch's own kernel (SDPA).
 """
 STALE = "**The fields have changed since the last run.** Press **Run** to measure this call."
+NO_CALL = "# The fields describe no call: the message above says why."
 HEADINGS = ("implementation", "forward", "and backward", "error", "memory")
 Table = list[list[str]] | None
 
@@ -51,13 +52,13 @@ def show(device: torch.device, *values: Any) -> Shown:
         call = form.read(values).call(device)
         return Shown(STALE, pictures.tile_picture(call), call.code(device))
     except (ValueError, TypeError) as error:
-        return Shown(f"**This cannot be run.** {_plain(str(error))}", "", "")
+        return Shown(f"**This cannot be run.** {_plain(str(error))}", "", NO_CALL)
 
 
 def answer(device: torch.device, *values: Any) -> Run:
     """What the page shows after a run. If the call cannot be run, the message gives the reason."""
     shown = show(device, *values)
-    if not shown.code:
+    if not shown.tiles:
         return Run(*shown, "", None)
     try:
         call = form.read(values).call(device)
@@ -65,7 +66,7 @@ def answer(device: torch.device, *values: Any) -> Run:
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         return Run(f"**Not run.** {_plain(str(error))}", shown.tiles, shown.code, "", None)
     message = "\n\n".join([f"**Measured:** {_plain(call.title)}", *map(_plain, result.notes)])
-    return Run(message, shown.tiles, shown.code, pictures.bars(result.rows, call.gradients), _table(result.rows))
+    return Run(message, shown.tiles, shown.code, pictures.bars(result.rows, call), _table(result.rows))
 
 
 def _plain(text: str) -> str:

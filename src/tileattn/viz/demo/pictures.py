@@ -82,13 +82,14 @@ def _rectangles(tiles: TileMap, width: float, height: float) -> Iterator[str]:
             )
 
 
-def bars(rows: Sequence[Measured], gradients: bool) -> str:
-    """Two groups of bars: memory and time of each implementation, the longest bar as wide as the column."""
+def bars(rows: Sequence[Measured], call: Call) -> str:
+    """Memory and time of each implementation, the longest bar as wide as the column, and the call that was measured."""
     memory = [(row, float(row.peak_bytes), human_bytes(row.peak_bytes)) for row in rows]
-    what = "forward and backward pass" if gradients else "forward pass"
+    what = "forward and backward pass" if call.gradients else "forward pass"
     ms = [row.backward_ms if row.backward_ms is not None else row.ms for row in rows]
     times = [(row, value, f"{value:.3g} ms") for row, value in zip(rows, ms)]
-    return f"{_group(f'Memory of the {what}, at its peak', memory)}{_group(f'Time of the {what}', times)}"
+    of = f'<div style="font-size: 0.85em">Measured: {escape(call.title)}</div>'
+    return f"{_group(f'Memory of the {what}, at its peak', memory)}{_group(f'Time of the {what}', times)}{of}"
 
 
 def _group(title: str, entries: Sequence[tuple[Measured, float, str]]) -> str:
