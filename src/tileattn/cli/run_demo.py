@@ -15,9 +15,8 @@ def demo(device: torch.device, port: int | None, browser: bool) -> None:
     """Serves the page until Ctrl-C."""
     if port is not None:
         _check_port(port)
-    for package in ("gradio", "matplotlib"):
-        if find_spec(package) is None:
-            raise refuse("demo", f"the page needs {package}: pip install 'tileattn[demo]'")
+    if find_spec("gradio") is None:
+        raise refuse("demo", "the page needs gradio: pip install 'tileattn[demo]'")
     from tileattn.viz.demo import page
 
     try:

@@ -9,10 +9,14 @@ from typing import Any
 
 import torch
 
-from tileattn.bench.cases import DTYPES, Case
-from tileattn.bench.variants import written_out
+from tileattn.bench.cases import DTYPES
+from tileattn.viz.demo import terms
+from tileattn.viz.demo.call import Call, Term
+from tileattn.viz.demo.function import read_mask, read_score
+from tileattn.viz.demo.implementations import IMPLEMENTATIONS
 
-MASKS = ("none", "causal", "sliding window", "prefix", "documents")
+MASKS = ("causal", "sliding window", "prefix", "documents", "my function")
+JOINS = {"all of them (&)": "&", "any of them (|)": "|"}
 # The dtypes offered on each device, the default first.
 OFFERED = {"cpu": ("fp32", "bf16", "fp16"), "cuda": ("bf16", "fp16", "fp32", "fp8")}
 LONGEST, MOST_HEADS, WIDEST = 131072, 256, 512
@@ -23,15 +27,17 @@ class Limit:
     """The largest call that the page runs on a device.
 
     flops: floating-point operations of one call; the slowest implementation is called about ten times. scores: elements
-    of the score matrix of all heads, which PyTorch's eager attention stores. elements: of q, k and v together.
+    of the score matrix of all heads, which the definition of attention stores. elements: of q, k and v together.
+    gradients: scores where gradients are checked, which needs all of them in float64 several times.
     """
 
     flops: float
     scores: float
     elements: float
+    gradients: float
 
 
-LIMITS = {"cpu": Limit(1.2e10, 2**26, 2**26), "cuda": Limit(4e12, 2**31, 2**30)}
+LIMITS = {"cpu": Limit(1.2e10, 2**26, 2**26, 2**22), "cuda": Limit(4e12, 2**31, 2**30, 2**28)}
 
 
 @dataclass(frozen=True)
@@ -39,22 +45,29 @@ class Form:
     """The values of the page's fields, in the page's order; an empty number field is None."""
 
     batch: Any = 1
-    seqlen_q: Any = 1024
-    seqlen_k: Any = 1024
+    seqlen_q: Any = 512
+    seqlen_k: Any = 512
     heads: Any = 8
     kv_heads: Any = 8
     head_dim: Any = 64
     dtype: Any = "fp32"
-    mask: Any = "causal"
-    size: Any = 256
+    masks: Any = ("causal",)
+    join: Any = "all of them (&)"
+    left: Any = 128
     right: Any = 0
+    prefix: Any = 64
+    document: Any = 128
+    mask_function: Any = "(q - k) % 32 == 0"
     softcap: Any = 0.0
     alibi: Any = False
     bias: Any = False
     sink: Any = False
+    score_function: Any = ""
+    implementations: Any = tuple(IMPLEMENTATIONS)
+    gradients: Any = False
 
-    def case(self, device: torch.device) -> Case:
-        """The benchmark case that the fields describe.
+    def call(self, device: torch.device) -> Call:
+        """The call that the fields describe.
 
         Raises:
             ValueError: a field is wrong, or the call exceeds the device's limits; the page shows the message.
@@ -71,42 +84,78 @@ class Form:
             raise ValueError(
                 f"heads of q must be a multiple of the heads of k and v, got {sizes['heads']} and {sizes['kv_heads']}"
             )
-        offered = OFFERED[device.type]
-        if self.dtype not in offered:
-            raise ValueError(f"dtype must be one of {', '.join(offered)}, got {self.dtype!r}")
-        assert self.dtype in DTYPES
-        case = Case(**sizes, head_dim_v=sizes["head_dim"], variant=self._variant(), dtype=self.dtype, packing="")
-        _check_limits(case, LIMITS[device.type], device)
-        return case
+        dtype = _one_of("dtype", self.dtype, OFFERED[device.type])
+        assert dtype in DTYPES
+        if self.gradients and dtype == "fp8":
+            raise ValueError("gradients need dtype bf16, fp16 or fp32, got 'fp8'")
+        call = Call(
+            **sizes,
+            dtype=dtype,
+            masks=self._masks(),
+            join=JOINS[_one_of("joined by", self.join, JOINS)],
+            mods=self._mods(),
+            sink=terms.sink() if self.sink else None,
+            gradients=bool(self.gradients),
+            implementations=_some_of("compare", self.implementations, IMPLEMENTATIONS),
+        )
+        if not call.implementations:
+            raise ValueError("compare: choose one implementation at least")
+        _check_limits(call, LIMITS[device.type], device)
+        return call
 
-    def _variant(self) -> str:
-        """The variant's name, as `tileattn.bench.variants` reads it."""
-        if self.mask not in MASKS:
-            raise ValueError(f"mask must be one of {', '.join(MASKS)}, got {self.mask!r}")
-        terms = []
-        if self.mask == "causal":
-            terms = ["causal"]
-        elif self.mask == "sliding window":
-            left, right = _whole("size", self.size, 0, LONGEST), _whole("right", self.right, 0, LONGEST)
-            terms = [f"window{left}-{right}" if right else f"window{left}"]
-        elif self.mask == "prefix":
-            terms = [f"prefix{_whole('size', self.size, 0, LONGEST)}"]
-        elif self.mask == "documents":
-            terms = [f"documents{_whole('size', self.size, 1, LONGEST)}"]
+    def _masks(self) -> tuple[Term, ...]:
+        chosen = _some_of("masks", self.masks, MASKS)
+        made = {
+            "causal": terms.causal,
+            "sliding window": lambda: terms.window(
+                _whole("left", self.left, 0, LONGEST), _whole("right", self.right, 0, LONGEST)
+            ),
+            "prefix": lambda: terms.prefix(_whole("prefix", self.prefix, 0, LONGEST)),
+            "documents": lambda: terms.documents(_whole("document", self.document, 1, LONGEST)),
+            "my function": lambda: terms.typed_mask(read_mask(self.mask_function)),
+        }
+        return tuple(made[name]() for name in chosen)
+
+    def _mods(self) -> tuple[Term, ...]:
         cap = self.softcap or 0.0
         if not isinstance(cap, (int, float)) or not 0 <= cap < 1e6 or 0 < cap < 0.01:
             raise ValueError(f"soft cap must be 0 (none) or a number from 0.01 to 1000000, got {cap!r}")
-        terms += [f"softcap{written_out(cap)}"] if cap else []
-        terms += [name for name in ("alibi", "bias", "sink") if getattr(self, name)]
-        return "+".join(terms) or "full"
+        made = [terms.softcap(cap)] if cap else []
+        made += [terms.alibi()] if self.alibi else []
+        made += [terms.bias()] if self.bias else []
+        text = self.score_function or ""
+        return (*made, *([terms.typed_score(read_score(text))] if not isinstance(text, str) or text.strip() else []))
 
 
 NAMES = tuple(field.name for field in fields(Form))
+# What the buttons above the fields set, by the name of a field; everything else is left as it is.
+_PLAIN: dict[str, Any] = {"masks": ("causal",), "join": "all of them (&)", "kv_heads": 8, "heads": 8}
+STARTS: dict[str, dict[str, Any]] = {
+    "multi-head": _PLAIN,
+    "grouped-query (GQA)": {**_PLAIN, "kv_heads": 2},
+    "multi-query (MQA)": {**_PLAIN, "kv_heads": 1},
+    "sliding window": {**_PLAIN, "masks": ("sliding window",)},
+    "window or prefix": {**_PLAIN, "masks": ("sliding window", "prefix"), "join": "any of them (|)"},
+    "packed documents": {**_PLAIN, "masks": ("causal", "documents")},
+    "my own function": {**_PLAIN, "masks": ("causal", "my function")},
+}
 
 
 def read(values: Sequence[Any]) -> Form:
     """A form from the page's values, in the order of `NAMES`."""
     return Form(**dict(zip(NAMES, values, strict=True)))
+
+
+def _one_of(name: str, value: Any, accepted: Any) -> str:
+    if not isinstance(value, str) or value not in accepted:
+        raise ValueError(f"{name} must be one of {', '.join(accepted)}, got {value!r}")
+    return value
+
+
+def _some_of(name: str, values: Any, accepted: Any) -> tuple[str, ...]:
+    """The chosen names in the order of `accepted`."""
+    chosen = {_one_of(name, value, accepted) for value in values or ()}
+    return tuple(each for each in accepted if each in chosen)
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> int:
@@ -123,15 +172,15 @@ def _whole(name: str, value: Any, low: int, high: int) -> int:
     return int(value)
 
 
-def _check_limits(case: Case, limit: Limit, device: torch.device) -> None:
-    """Raises if the case exceeds the device's limits, before anything is allocated."""
+def _check_limits(call: Call, limit: Limit, device: torch.device) -> None:
+    """Raises if the call exceeds the device's limits, before anything is allocated."""
     where = "this GPU" if device.type == "cuda" else "a CPU"
-    elements = case.batch * case.head_dim * (case.seqlen_q * case.heads + 2 * case.seqlen_k * case.kv_heads)
-    scores = case.batch * case.heads * case.seqlen_q * case.seqlen_k
+    elements = call.batch * call.head_dim * (call.seqlen_q * call.heads + 2 * call.seqlen_k * call.kv_heads)
     for name, asked, most in (
-        ("floating-point operations", 4.0 * scores * case.head_dim, limit.flops),
-        ("scores", scores, limit.scores),
+        ("floating-point operations", 4.0 * call.scores * call.head_dim, limit.flops),
+        ("scores", call.scores, limit.scores),
         ("elements of q, k and v", elements, limit.elements),
+        ("scores with gradients", call.scores if call.gradients else 0, limit.gradients),
     ):
         if asked > most:
             raise ValueError(

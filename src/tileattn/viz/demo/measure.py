@@ -1,106 +1,168 @@
-"""Measures one case, and PyTorch's own attention on it, with the benchmark's runner, oracle and tolerance rule."""
+"""Runs a call by each chosen implementation: error by the oracle and the tolerance rule of the tests, time, memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from tileattn.bench import problem, results
-from tileattn.bench.baselines import BASELINES, TileAttn
-from tileattn.bench.baselines.base import OWN
-from tileattn.bench.baselines.own import mask_of
-from tileattn.bench.cases import Case
-from tileattn.bench.plot import LABELS
-from tileattn.bench.results import Results, Row
-from tileattn.bench.runner import Run
-from tileattn.bench.variants import written_out
-from tileattn.measure import timing
-from tileattn.measure.profiling import current, rate_text
-from tileattn.measure.units import human_bytes
-from tileattn.viz.tiles import draw_tiles, tile_map
+from tileattn import Bias
+from tileattn.measure import memory, rounds, timing
+from tileattn.measure.profiling import current
+from tileattn.testing import (
+    assert_accurate,
+    assert_gradients_accurate,
+    eager_attention,
+    eager_gradients,
+    oracle_attention,
+    oracle_gradients,
+)
+from tileattn.testing.numerics import row_error
+from tileattn.viz.demo.call import Call, Tensors
+from tileattn.viz.demo.implementations import IMPLEMENTATIONS, OWN, Refused
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-HEADINGS = ("implementation", "ms", "rate", "error", "memory")
 # Shorter than the benchmark's measurements, so that the page answers soon.
 EFFORT = timing.Effort(warmup_ms=5.0, measure_ms=20.0, rounds=2)
-# The baselines of a dtype that PyTorch's attention does not support: for fp8, tileattn on the same values in bf16.
-BESIDE = {"fp8": ("tileattn-bf16",)}
-MOST_TILES = 256
+# Scores whose rows are compared with float64, the last rows first: a fraction of a second.
+SCORES_CHECKED = {"cpu": 2**21, "cuda": 2**28}
+
+
+@dataclass
+class Measured:
+    """One implementation's measurements. backward_ms: forward and backward together; None without gradients."""
+
+    name: str
+    label: str
+    error: float
+    peak_bytes: int
+    samples_ms: list[float] = field(default_factory=list)
+    backward_samples_ms: list[float] = field(default_factory=list)
+
+    @property
+    def ms(self) -> float:
+        """Of the forward pass: the median."""
+        return median(self.samples_ms)
+
+    @property
+    def backward_ms(self) -> float | None:
+        """Of forward and backward together: the median."""
+        return median(self.backward_samples_ms) if self.backward_samples_ms else None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a run.
+    """The result of a run. notes: what was checked, and which implementations are missing, with the reasons."""
 
-    table: measurements, with the columns of `HEADINGS`. notes: what was checked, and which implementations are missing,
-    with the reasons. code: the call in Python. figure: the tile map.
-    """
-
-    table: list[list[str]]
+    rows: list[Measured]
     notes: list[str]
-    code: str
-    figure: Figure
 
 
-def run(case: Case, device: torch.device) -> Answer:
-    """Measures a case and draws its tile map.
+def run(call: Call, device: torch.device) -> Answer:
+    """Measures a call.
 
     Raises:
         RuntimeError: tileattn failed, or its error exceeds the tolerance; the message gives the reason.
     """
-    measured = results.begin(device, None, "tileattn demo")
-    names = BESIDE.get(case.dtype, ("sdpa", "eager"))
     with current(device):  # gradio calls this function in another thread, which has its own current device
-        Run("demo", [case], [TileAttn(), *(BASELINES[name] for name in names)], device, measured, EFFORT)()
-    failed = [entry for entry in measured.failed if entry.backend == OWN]
-    if failed:
-        raise RuntimeError(failed[0].reason)
-    return Answer(_table(measured), _notes(measured, case), code(case), draw(case))
+        given = call.tensors(device)
+        check = _Check(call, given)
+        rows, calls, notes = [], [], [check.text]
+        for name in call.implementations:
+            label = IMPLEMENTATIONS[name].label
+            try:
+                forward, held = IMPLEMENTATIONS[name].prepare(call, given)
+                error = check.error(name, forward)
+                rows.append(Measured(name, label, error, held + memory.peak_bytes(_whole(given, forward), device)))
+                calls.append(forward)
+            except Refused as refused:
+                notes.append(f"{label} is missing: {refused}")
+            except Exception as failure:
+                reason = (str(failure).strip().splitlines() or [""])[0]
+                if name == OWN:
+                    raise RuntimeError(f"{type(failure).__name__}: {reason}") from failure
+                notes.append(f"{label} failed: {type(failure).__name__}: {reason}")
+        for number in range(EFFORT.rounds):
+            for i in rounds.order(len(rows), number):
+                with torch.no_grad():
+                    rows[i].samples_ms += timing.sample_ms(calls[i], device, EFFORT)
+                if call.gradients:
+                    rows[i].backward_samples_ms += timing.sample_ms(_whole(given, calls[i]), device, EFFORT)
+        return Answer(rows, notes)
 
 
-def _table(measured: Results) -> list[list[str]]:
-    chosen = next(iter(measured.implementation.values()), "")
-
-    def line(row: Row) -> list[str]:
-        name = f"tileattn ({chosen})" if row.backend == OWN else LABELS.get(row.backend, row.backend)
-        return [name, f"{row.ms:.3f}", rate_text(row.tflops, "FLOPS"), f"{row.error:.1e}", human_bytes(row.peak_bytes)]
-
-    return [line(row) for row in measured.rows]
+def _whole(given: Tensors, forward: Callable[[], Tensor]) -> Callable[[], object]:
+    """All that the call asks for: the forward pass, and with gradients the backward pass."""
+    if given.do is None:
+        return forward
+    return lambda: torch.autograd.grad(forward(), list(given.leaves().values()), given.do)
 
 
-def _notes(measured: Results, case: Case) -> list[str]:
-    notes = [f"error over {measured.checked[case.name]} against float64; tileattn's keeps the tolerance rule"]
-    notes += [f"{LABELS.get(entry.backend, entry.backend)} is missing: {entry.reason}" for entry in measured.refused]
-    notes += [f"{LABELS.get(entry.backend, entry.backend)} failed: {entry.reason}" for entry in measured.failed]
-    return notes
+class _Check:
+    """The expected output of the last query rows, or the expected gradients, in float64 and by eager PyTorch."""
 
+    def __init__(self, call: Call, given: Tensors) -> None:
+        self.given = given
+        left = max(1, SCORES_CHECKED[given.q.device.type] // (call.batch * call.heads * call.seqlen_k))
+        self.rows = call.seqlen_q if call.gradients else min(left, call.seqlen_q)
+        which = "all query rows" if self.rows == call.seqlen_q else f"the last {self.rows} query rows"
+        outputs = "o and the gradients of q, k and v" if call.gradients else "o"
+        self.text = f"Error: the worst row of {outputs} against float64, over {which}."
+        if OWN in call.implementations:
+            self.text += (
+                " tileattn's is within the tolerance of the tests: twice the error of plain PyTorch in this dtype, "
+                "plus one rounding."
+            )
+        with torch.no_grad():
+            last = self._last()
+            self.exact, self.eager = oracle_attention(*last)[0], eager_attention(*last)[0]
+        if given.do is not None:
+            of_call = (given.q, given.k, given.v, given.mask, given.score_mods, given.sink)
+            self.eager_gradients = eager_gradients(given.leaves(), given.do, None, *of_call)
+            q, k, v = (x.detach().double().requires_grad_() for x in (given.q, given.k, given.v))
+            sink = None if given.sink is None else given.sink.double()
+            leaves = {"dq": q, "dk": k, "dv": v}
+            self.exact_gradients, self.sizes = oracle_gradients(
+                leaves, given.do, None, q, k, v, given.mask, given.score_mods, sink
+            )
 
-def draw(case: Case) -> Figure:
-    """Draws the tile map of the case's mask with tiles of 128 x 128, or larger ones if there would be too many."""
-    block = 128
-    while max(case.seqlen_q, case.seqlen_k) > block * MOST_TILES:
-        block *= 2
-    one_head = replace(case, batch=1, heads=1, kv_heads=1, head_dim=1, head_dim_v=1, variant=case.terms.mask.name)
-    mask = mask_of(problem.build(replace(one_head, dtype="fp32"), torch.device("cpu")))
-    return draw_tiles(tile_map(mask, case.seqlen_q, case.seqlen_k, block, block), case.terms.mask.name)
+    def _last(self) -> tuple[Any, ...]:
+        """The arguments of the oracle for the last rows. Positions are aligned at the end, so they stay the same."""
+        given = self.given
+        inputs = given.inputs()
+        mods = [
+            dataclasses.replace(mod, tensor=mod.tensor[:, :, -self.rows :]) if isinstance(mod, Bias) else mod
+            for mod in given.score_mods
+        ]
+        q = inputs["q"][:, -self.rows :]
+        descales = [inputs[name] for name in inputs if name.endswith("descale")]
+        return (q, inputs["k"], inputs["v"], given.mask, mods, given.sink, None, *descales)
 
-
-def code(case: Case) -> str:
-    """The case as a call of `tileattn.attention` in Python."""
-    terms = case.terms
-    masks = [f"SlidingWindow{terms.window}"] if terms.window else []
-    masks += [f"PrefixLM({terms.prefix})"] if terms.prefix is not None else []
-    masks += ["Documents(ids)"] if terms.documents else []
-    mods = [f"SoftCap({written_out(terms.softcap)})"] if terms.softcap else []
-    mods += ["ALiBi(slopes)"] if terms.alibi else []
-    mods += ["Bias(bias)"] if terms.bias else []
-    arguments = ["**quantize_fp8(q, k, v)._asdict()"] if case.dtype == "fp8" else ["q", "k", "v"]
-    arguments += ["causal=True"] if terms.causal else []
-    arguments += [f"mask={' & '.join(masks)}"] if masks else []
-    arguments += [f"score_mod={mods[0] if len(mods) == 1 else '[' + ', '.join(mods) + ']'}"] if mods else []
-    arguments += ["sink=sink"] if terms.sink else []
-    return f"o = tileattn.attention({', '.join(arguments)})"
+    def error(self, name: str, forward: Callable[[], Tensor]) -> float:
+        """The largest relative error of a row. tileattn's must keep the tolerance rule, all others must be finite."""
+        given = self.given
+        with torch.set_grad_enabled(given.do is not None):
+            o = forward()
+        got = o.detach()[:, -self.rows :]
+        errors = [row_error(got, self.exact).worst_row]
+        if name == OWN:
+            assert_accurate("o", got, self.exact, self.eager)
+        if given.do is not None:
+            leaves = given.leaves()
+            gradients = dict(zip(leaves, torch.autograd.grad(o, list(leaves.values()), given.do)))
+            if name == OWN:
+                assert_gradients_accurate(
+                    OWN, gradients, self.exact_gradients, self.eager_gradients, self.sizes, given.q.dtype
+                )
+            errors += [
+                row_error(gradients[which], exact, gradient=True, size=self.sizes[which]).worst_row
+                for which, exact in self.exact_gradients.items()
+            ]
+        worst = max(errors)
+        if not worst < float("inf") or any(error != error for error in errors):
+            raise RuntimeError("the output is not finite")
+        return worst
