@@ -17,7 +17,8 @@ from tileattn.testing import emulate
 
 def causal_attention(heads, seqlen, dim, block_M=64, block_N=64):
     shape, rows = (heads, seqlen, dim), T.GemmWarpPolicy.FullRow
-    scale = dim**-0.5 * 1.4426950408889634  # log2(e): 2^(x log2(e)) = e^x, and GPUs compute 2^x
+    scale = dim**-0.5 * 1.4426950408889634  # log2(e): GPUs compute 2^x
+    minus_inf = -T.infinity("float32")
 
     @T.prim_func
     def kernel(
@@ -33,17 +34,22 @@ def causal_attention(heads, seqlen, dim, block_M=64, block_N=64):
             s = T.alloc_fragment([block_M, block_N], "float32")
             p = T.alloc_fragment([block_M, block_N], "float16")
             acc = T.alloc_fragment([block_M, dim], "float32")
-            m, m_old, alpha, l, l_tile = (T.alloc_fragment([block_M], "float32") for _ in range(5))
+            m = T.alloc_fragment([block_M], "float32")
+            m_old = T.alloc_fragment([block_M], "float32")
+            alpha = T.alloc_fragment([block_M], "float32")
+            l = T.alloc_fragment([block_M], "float32")
+            l_tile = T.alloc_fragment([block_M], "float32")
             first = block * block_M
             T.copy(q[head, first : first + block_M, :], q_tile)
-            T.fill(m, -T.infinity("float32"))
+            T.fill(m, minus_inf)
             T.fill(l, 0)
             T.fill(acc, 0)
-            for tile in T.Pipelined(T.ceildiv(T.min(first + block_M, seqlen), block_N), num_stages=1):
+            end = T.min(first + block_M, seqlen)
+            for tile in T.Pipelined(T.ceildiv(end, block_N), num_stages=1):
                 key = tile * block_N
                 T.copy(k[head, key : key + block_N, :], k_tile)
                 for i, j in T.Parallel(block_M, block_N):
-                    s[i, j] = T.if_then_else(key + j <= first + i, 0, -T.infinity("float32"))
+                    s[i, j] = T.if_then_else(key + j <= first + i, 0, minus_inf)
                 T.gemm(q_tile, k_tile, s, transpose_B=True, policy=rows)  # s += q k^T
                 T.copy(m, m_old)
                 T.reduce_max(s, m, dim=1, clear=False)
