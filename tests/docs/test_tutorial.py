@@ -68,7 +68,7 @@ def test_a_page_runs_and_prints_what_it_says(page: str, also: list[str]) -> None
 
 
 def test_each_page_has_a_task_and_its_answer() -> None:
-    for page in ("memory", "softmax", "tiles", "kernel", "steps", "variants", "decoding"):
+    for page in ("memory", "softmax", "tiles", "kernel", "steps", "forward", "variants", "decoding"):
         task = text_of(page).partition("\n## Task\n")[2]
         assert task.index('<details markdown="1"><summary>Answer</summary>') < task.index("</details>"), page
 
@@ -194,6 +194,22 @@ def test_the_example_and_the_answer_are_right(example: ModuleType, tmp_path: Pat
         source = changed.replace("is_causal=True", "is_causal=False")
     (tmp_path / "full.py").write_text(source)
     assert module(tmp_path / "full.py").largest_error(2, 200, 64, "cpu") < 2e-3
+
+
+@needs_gpp
+@pytest.mark.slow  # compiles a kernel with g++
+def test_the_answer_with_a_sink_is_right(tmp_path: Path) -> None:
+    pytest.importorskip("tilelang")
+    parameters, end, check = blocks_of("forward", "py")
+    source = blocks_of("kernel")[0]
+    for before, after in (
+        ('        o: T.Tensor(shape, "float16"),\n', parameters),
+        ("            for i, j in T.Parallel(block_M, dim):\n                acc[i, j] /= l[i]\n", end),
+    ):
+        assert source.count(before) == 1
+        source = source.replace(before, after)
+    (tmp_path / "mine.py").write_text(f"{source}\n{check}")
+    module(tmp_path / "mine.py")
 
 
 @needs_gpp
