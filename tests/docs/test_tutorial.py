@@ -33,7 +33,9 @@ def text_of(page: str) -> str:
 
 
 def blocks_of(page: str, language: str = "python") -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE)
+    """The page's own code, without that which it shows of the package."""
+    text = re.sub(r"<!-- source .*?<!-- end of source -->", "", text_of(page), flags=re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def prints(page: str) -> list[str]:
