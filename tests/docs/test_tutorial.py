@@ -71,9 +71,12 @@ def test_a_page_runs_and_prints_what_it_says(page: str, also: list[str]) -> None
 
 
 def test_each_page_has_a_task_and_its_answer() -> None:
-    for page in ("memory", "softmax", "tiles", "kernel", "steps", "forward", "variants", "decoding"):
-        task = text_of(page).partition("\n## Task\n")[2]
-        assert task.index('<details markdown="1"><summary>Answer</summary>') < task.index("</details>"), page
+    assert len(PAGES) == 10
+    for page in PAGES:
+        task = text_of(page).partition("\n## Task")[2]
+        answer = re.search(r'<details markdown="1">\s*<summary>Answers?</summary>(.*)</details>', task, re.DOTALL)
+        assert answer is not None, page
+        assert answer[1].strip(), page
 
 
 TERMS = {  # of the glossary, and their anchors
