@@ -23,6 +23,7 @@ CODE = re.compile(r"(^```.*?^```$|^#[^\n]*$)", re.MULTILINE | re.DOTALL)
 ROLE = re.compile(r":(?:func|class|mod|meth|data|attr):(<code>)~?")
 LANGUAGES = {".py": "python", ".cu": "cuda", ".cuh": "cuda", ".h": "cpp", ".md": "markdown", ".toml": "toml"}
 PICTURE = re.compile(r'<img alt="[^"]*" src="(?P<source>[^"]+)\.png"[^>]*>')
+HEADING = re.compile(r"(?<=>)[^<>]+(?=</th>)")
 LINE = re.compile(r'id="(__codelineno-[\d-]+)"')
 SHOWN = "source/"  # the folder of the site with the files
 
@@ -55,6 +56,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 def on_page_content(html: str, *, page: Any, **_: Any) -> str:
     """mkdocs' hook: docstrings name functions as Sphinx would read them; a picture stands there for each theme."""
     page.present_anchor_ids |= set(LINE.findall(html))  # mkdocs itself does not see the anchors of lines of code
+    # A name such as FlashAttention may break in the heading of a table, which is then less wide.
+    html = HEADING.sub(lambda match: re.sub(r"(?<=[a-z])(?=[A-Z])", "<wbr>", match[0]), html)
     return PICTURE.sub(_in_both_themes, ROLE.sub(r"\1", html))
 
 
