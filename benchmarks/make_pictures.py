@@ -36,6 +36,7 @@ from tileattn.measure.ceilings import overall
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 DOCS = ROOT / "docs"
 WIDTH = 7.2  # inches of a figure that is as wide as a page's column: texts of 9 points are then easy to read
@@ -186,7 +187,10 @@ def _legend(figure: Figure, measured: Results, head_dims: Sequence[int]) -> None
 
 def of_tutorial() -> dict[Path, Callable[[], Figure]]:
     """For docs/tutorial and docs/method.md."""
-    figures = (tiles_causal, tiles_window, tiles_documents, softmax, weights, lengths, dashboard, hopper_timeline)
+    figures = (
+        memory_hierarchy, tiles_causal, tiles_window, tiles_documents, softmax, weights, lengths, dashboard,
+        hopper_timeline,
+    )  # fmt: skip
     return {DOCS / "figures" / f"{draw.__name__.replace('_', '-')}.png": draw for draw in figures}
 
 
@@ -195,6 +199,39 @@ def _tiles(mask: Mask) -> Figure:
     figure = viz.draw_tiles(viz.tile_map(mask, 1024, 1024, 128, 64))
     figure.set_size_inches(4.2, 4.8)
     return figure
+
+
+# Of an H200: (name, size, what it holds).
+MEMORIES = (
+    ("registers", "256 KB per multiprocessor, 33 MB in all", "each thread's own variables"),
+    ("shared memory", "228 KB per multiprocessor, 29 MB in all", "seen by the threads of one block"),
+    ("L2 cache", "50 MB", "in front of global memory, for all blocks"),
+    ("global memory", "141 GB, 4.2 TB/s in a copy", "q, k, v and o: PyTorch's tensors"),
+)
+
+
+def memory_hierarchy() -> Figure:
+    """The memories of an H200: above the fast and small, below the large and slow."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlim=(-1.08, 1.08), ylim=(len(MEMORIES), -0.6), title="The memories of an H200")
+    axes.axis("off")
+    axes.text(0, -0.22, "tensor cores and other arithmetic", ha="center", va="center", fontsize=9, color=FAINT)
+    for level, (name, size, holds) in enumerate(MEMORIES):
+        width = 1.3 + 0.27 * level
+        shade = ("#D55E00", "#E69F00", "#56B4E9", "#0072B2")[level]
+        axes.add_patch(_box(-width / 2, level + 0.08, width, 0.8, shade))
+        axes.text(0, level + 0.3, f"{name}: {size}", ha="center", va="center", fontsize=9.5, weight="bold", color=INK)
+        axes.text(0, level + 0.63, holds, ha="center", va="center", fontsize=8.5, color=INK)
+    return figure
+
+
+def _box(x: float, y: float, width: float, height: float, colour: str) -> Patch:
+    from matplotlib.patches import FancyBboxPatch
+
+    return FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.02", facecolor=f"{colour}40", edgecolor=colour)
 
 
 def tiles_causal() -> Figure:
