@@ -138,6 +138,22 @@ def test_memory_usage_of_every_module() -> None:
     assert tiles == 2 * 8 * 64 * 64 * 4
 
 
+def test_memory_usage_by_the_names_of_flashtile() -> None:
+    module = GroupedQueryAttention(EMBED, HEADS, 2)
+    usage = module.get_memory_usage(batch_size=2, seq_len=64)
+    assert usage == module.get_memory_usage(2, 64)
+    assert (usage[0], usage["qkv_mb"], usage["total_gb"]) == (usage.qkv, usage.qkv / 1e6, usage.total / 1e9)
+    assert (usage["output_mb"], usage["kv_savings_ratio"], usage["complexity"]) == (usage.o / 1e6, 2, "O(N)")
+    assert NaiveAttention(EMBED, HEADS).get_memory_usage(2, 64)["complexity"] == "O(N²)"
+    assert usage["comparison_with_naive"] == {"naive_mb": usage.naive / 1e6, "reduction_ratio": usage.reduction}
+    assert "statistics_mb" in usage
+    assert "mask_mb" not in usage  # no module has such a matrix
+    assert usage.lse in usage
+    assert dict(usage)["block_attention_mb"] == usage.tiles / 1e6
+    with pytest.raises(KeyError, match="'mask_mb' is not a figure of memory; accepted: qkv_mb, qkv_gb"):
+        usage["mask_mb"]
+
+
 def test_names_are_folded_and_arguments_may_be_left_out() -> None:
     assert isinstance(get_attention("Flash-V2", EMBED, HEADS), FlashAttentionV2)
     assert isinstance(get_attention("GROUPED query", EMBED, HEADS), GroupedQueryAttention)
@@ -170,6 +186,8 @@ def test_projections_are_joined_and_split_inside_a_model() -> None:
         (lambda x: MaskedAttention(32, 4)(x, attn_mask=torch.zeros(8, 8, device="meta")), ValueError, "device cpu"),
         (lambda x: MaskedAttention(32, 4, chunk_size=0), ValueError, "chunk_size must be a positive int, got 0"),
         (lambda x: get_attention("naive", 32, 4, chunk_size=8), TypeError, "'naive' takes no chunk_size, got 8"),
+        (lambda x: NaiveAttention(32, 4).get_memory_usage(1, 8, seq_len=8), TypeError, "seqlen and seq_len are the"),
+        (lambda x: NaiveAttention(32, 4).get_memory_usage(seq_len=8), TypeError, "batch must be .*, got None"),
         (lambda x: create_causal_mask(-1), ValueError, "seqlen must be an int of at least 0, got -1"),
         (lambda x: create_padding_mask(torch.ones(2), 4), TypeError, "lengths must be an int tensor, got torch.float"),
         (lambda x: create_padding_mask(torch.ones(2, 2).int(), 4), ValueError, r"lengths must have shape \(batch,\)"),
