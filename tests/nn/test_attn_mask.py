@@ -100,6 +100,21 @@ def test_chunks_change_nothing(causal: bool, chunk_size: int) -> None:
         close(chunked(x, attn_mask=mask)[0], whole(x, attn_mask=mask)[0])
 
 
+@pytest.mark.slow  # three times through the tracer
+def test_the_loops_under_torch_compile() -> None:
+    module, x, mask = FlashAttentionV2(EMBED, HEADS, causal=True), torch.randn(1, 9, EMBED), torch.rand(9, 9) > 0.5
+    expected, _ = module(x, attn_mask=mask)
+    whole = torch.compile(module, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="attn_mask are not traced: leave fullgraph=True out"):
+        whole(x, attn_mask=mask)
+    with torch.no_grad():
+        torch.testing.assert_close(whole(x, attn_mask=mask)[0], expected, rtol=0, atol=0)
+    broken, _ = torch.compile(module, backend="eager")(x, attn_mask=mask)
+    torch.testing.assert_close(broken, expected, rtol=0, atol=0)
+    broken.sum().backward()
+    assert module.qkv_proj.weight.grad is not None
+
+
 def test_chunks_save_memory() -> None:
     def peak(chunk_size: int | None) -> int:
         module, x = MaskedAttention(16, 1, chunk_size=chunk_size), torch.randn(1, 1024, 16)
