@@ -61,6 +61,18 @@ def test_every_inclusion_resolves(page: Path) -> None:
     assert "{{ docstring" not in expanded
 
 
+def test_docstrings_fit_the_column_of_the_site() -> None:
+    """Only line breaks change, and lines with columns, or of formulas, stay."""
+    macros = [m for page in PAGES for m in include.MACRO.finditer(include.unfilled(page.read_text()))]
+    for file in {m["file"] for m in macros if m["kind"] == "docstring"}:
+        text = ast.get_docstring(ast.parse((include.PACKAGE / file).read_text()))
+        narrow = include.narrow(text)
+        assert narrow.split() == text.split()
+        kept = {line for line in narrow.splitlines() if len(line) > include.COLUMN}
+        assert kept <= set(text.splitlines())
+        assert all(include.TABLE.search(line.strip()) or line.startswith("  ") for line in kept), kept
+
+
 def test_the_tutorial_includes_the_kernels() -> None:
     included = {m["file"] for page in PAGES for m in include.MACRO.finditer(include.unfilled(page.read_text()))}
     hopper = ("hopper/kernel", "hopper/producer", "hopper/consumer")
