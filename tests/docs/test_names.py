@@ -155,6 +155,8 @@ def missing_tree_entries(text: str) -> list[str]:
         parents: list[str] = []
         for line in tree.splitlines():
             depth, name = (len(line) - len(line.lstrip()) - 4) // 2, line.split()[0].rstrip("/")
+            if depth > len(parents):
+                continue  # a description that goes on
             parents = [*parents[:depth], name]
             if "/".join(parents) not in files():
                 missing.append("/".join(parents))
