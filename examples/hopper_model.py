@@ -12,6 +12,7 @@ gives wrong numbers or a deadlock. The cycles are computed from peak rates; they
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import heapq
 from collections.abc import Callable, Generator, Iterator
 from itertools import count
@@ -230,6 +231,8 @@ def main() -> None:
     for name in ("stages", "tiles"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if options.out and importlib.util.find_spec("matplotlib") is None:
+        parser.error('--out needs matplotlib: pip install ".[plot]"')
     machine, error = attention(options.order, options.stages, options.tiles, options.consumers)
     for unit in ("TMA", "tensor cores", "exponentials"):
         busy = sum(end - begin for each, _, begin, end in machine.log if each == unit)
