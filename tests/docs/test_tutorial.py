@@ -1,4 +1,4 @@
-"""The first pages of the tutorial: their code runs and prints what they say; their figures are the result files'."""
+"""Pages of the tutorial: their code runs and prints what they say; their figures are the result files'."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,10 +23,13 @@ from tests.tools import ROOT
 TUTORIAL = ROOT / "docs/tutorial"
 RESULTS = ROOT / "benchmarks/results"
 EXAMPLE = ROOT / "examples/causal_kernel.py"
+VARIANTS = ROOT / "examples/variant_kernel.py"
 
 
 def text_of(page: str) -> str:
-    return (TUTORIAL / f"{page}.md").read_text()
+    """A page without the package's code that `make pages` wrote into it, which does not run by itself."""
+    text = (TUTORIAL / f"{page}.md").read_text()
+    return re.sub(r"^<!-- source .*?^<!-- end of source -->$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def blocks_of(page: str, language: str = "python") -> list[str]:
@@ -48,6 +52,8 @@ def prints(page: str) -> list[str]:
         ("softmax", []),
         ("tiles", ["15 of 25 tiles"]),
         ("steps", ["['25%', '67%']", "256.0 cycles of exp2, 256.0 of products"]),
+        ("variants", ["a mask or score modification cannot branch on its arguments"]),
+        ("decoding", []),
     ],
 )
 def test_a_page_runs_and_prints_what_it_says(page: str, also: list[str]) -> None:
@@ -64,7 +70,7 @@ def test_a_page_runs_and_prints_what_it_says(page: str, also: list[str]) -> None
 
 
 def test_each_page_has_a_task_and_its_answer() -> None:
-    for page in ("memory", "softmax", "tiles", "kernel", "steps"):
+    for page in ("memory", "softmax", "tiles", "kernel", "steps", "forward", "variants", "decoding"):
         task = text_of(page).partition("\n## Task\n")[2]
         assert task.index('<details markdown="1"><summary>Answer</summary>') < task.index("</details>"), page
 
@@ -111,7 +117,29 @@ def test_the_memory_table_is_the_result_files() -> None:
     assert round(sum(each["copy_tbps"] for each in ceilings) / len(ceilings), 2) == 4.24
 
 
-# --- The kernel ---
+def test_the_times_of_variants_are_the_result_files() -> None:
+    rows = json.loads((RESULTS / "variants/variants-h200.json").read_text())["rows"]
+    ms = {r["variant"]: r["ms"] for r in rows if r["case"].endswith("(1,16384,16)") and r["backend"] == "tileattn"}
+    table = re.findall(r"^\| `([\w+]+)`.* \| ([\d.]+) \|$", text_of("variants"), re.MULTILINE)
+    assert len(table) == 5
+    assert [figure for _, figure in table] == [f"{ms[variant]:.2f}" for variant, _ in table]
+    assert f"{{{ms['window1024']:.3f} / {ms['full']:.3f}:.1%}} of the time" in text_of("variants")
+
+
+def test_the_times_of_decoding_are_the_result_files() -> None:
+    rows = json.loads((RESULTS / "decode/decode-h200.json").read_text())["rows"]
+    measured = {row["case"]: row for row in rows if row["backend"] == "tileattn"}
+    page = text_of("decoding")
+    table = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) MB \| ([\d.]+) \| (\d+) \|$", page, re.MULTILINE)
+    assert len(table) == 5
+    for sequences, keys, *figures in table:
+        row = measured[f"contiguous ({sequences},{keys},32/8)"]
+        assert figures == [f"{row['kv_bytes'] / 1e6:.0f}", f"{row['us']:.1f}", f"{row['gbps']:.0f}"]
+    assert f"measured {measured['contiguous (16,8192,32/8)']['us']:.0f} us" in page
+    assert f"measured {measured['contiguous (1,32768,32/8)']['us']:.1f} us" in page
+
+
+# --- The kernels ---
 
 
 def test_the_page_shows_the_kernel_of_the_example() -> None:
@@ -119,6 +147,14 @@ def test_the_page_shows_the_kernel_of_the_example() -> None:
     assert shown.startswith("def causal_attention(")
     assert shown in EXAMPLE.read_text()
     assert len(shown.partition("with T.Kernel(")[2].splitlines()) <= 45
+
+
+def test_the_variants_page_shows_lines_of_its_example() -> None:
+    shown = blocks_of("variants", "py")
+    assert len(shown) == 4
+    source = VARIANTS.read_text()
+    for block in shown:
+        assert any(textwrap.indent(block, " " * depth) in source for depth in (0, 12, 16)), block
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +196,41 @@ def test_the_example_and_the_answer_are_right(example: ModuleType, tmp_path: Pat
         source = changed.replace("is_causal=True", "is_causal=False")
     (tmp_path / "full.py").write_text(source)
     assert module(tmp_path / "full.py").largest_error(2, 200, 64, "cpu") < 2e-3
+
+
+@needs_gpp
+@pytest.mark.slow  # compiles a kernel with g++
+def test_the_answer_with_a_sink_is_right(tmp_path: Path) -> None:
+    pytest.importorskip("tilelang")
+    parameters, end, check = blocks_of("forward", "py")
+    source = blocks_of("kernel")[0]
+    for before, after in (
+        ('        o: T.Tensor(shape, "float16"),\n', parameters),
+        ("            for i, j in T.Parallel(block_M, dim):\n                acc[i, j] /= l[i]\n", end),
+    ):
+        assert source.count(before) == 1
+        source = source.replace(before, after)
+    (tmp_path / "mine.py").write_text(f"{source}\n{check}")
+    module(tmp_path / "mine.py")
+
+
+@needs_gpp
+@pytest.mark.slow  # compiles two kernels with g++
+def test_the_variants_are_right_and_their_errors_those_of_the_page() -> None:
+    pytest.importorskip("tilelang")
+    example = module(VARIANTS)
+    for name in example.VARIANTS:
+        error = example.largest_error(name, "cpu")
+        assert error < 2e-3
+        assert f"`{name}: largest error on cpu: {error:.1e}`" in " ".join(text_of("variants").split())
+
+
+@pytest.mark.gpu
+def test_the_variants_are_right_on_a_gpu() -> None:
+    pytest.importorskip("tilelang")
+    example = module(VARIANTS)
+    for name in example.VARIANTS:
+        assert example.largest_error(name, "cuda") < 2e-3
 
 
 @pytest.mark.gpu
