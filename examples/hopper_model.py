@@ -12,8 +12,8 @@ gives wrong numbers or a deadlock. The cycles are computed from peak rates; they
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import heapq
+import importlib.util
 from collections.abc import Callable, Generator, Iterator
 from itertools import count
 from typing import TYPE_CHECKING
