@@ -154,7 +154,10 @@ def missing_tree_entries(text: str) -> list[str]:
     for tree in re.findall(r"^ {4}[\w/.\-]+/\n(?:^ {4} .*\n)+", text, re.MULTILINE):
         parents: list[str] = []
         for line in tree.splitlines():
-            depth, name = (len(line) - len(line.lstrip()) - 4) // 2, line.split()[0].rstrip("/")
+            indent, name = len(line) - len(line.lstrip()), line.split()[0].rstrip("/")
+            if indent >= 16:  # a description that goes on
+                continue
+            depth = (indent - 4) // 2
             parents = [*parents[:depth], name]
             if "/".join(parents) not in files():
                 missing.append("/".join(parents))
