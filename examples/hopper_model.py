@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import importlib.util
 from collections.abc import Callable, Generator, Iterator
 from itertools import count
 from typing import TYPE_CHECKING
@@ -241,6 +242,8 @@ def main() -> None:
     for name in ("stages", "tiles"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if options.out and importlib.util.find_spec("matplotlib") is None:
+        parser.error('--out needs matplotlib: pip install ".[plot]"')
     machine, error = attention(options.order, options.stages, options.tiles, options.consumers)
     for unit in ("TMA", "tensor cores", "exponentials"):
         busy = sum(end - begin for each, _, begin, end in machine.log if each == unit)

@@ -34,7 +34,7 @@ DESIGN = [ROOT / "docs/design.md", ROOT / "docs/numerics.md", *sorted((ROOT / "d
 MOST_LINES = 250
 
 # Files that commands or readers write, on the reader's machine, and another project's.
-WRITTEN = {"mine.py", "bench-results", "site", ".venv", "tuning.json", "examples/amd"}
+WRITTEN = {"mine.py", "bench-results", "site", ".venv", "venv/bin/activate", "tuning.json", "examples/amd"}
 SUFFIXES = ("py", "md", "json", "toml", "txt", "cu", "cuh", "h", "yml", "yaml", "png", "sh")
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -154,9 +154,10 @@ def missing_tree_entries(text: str) -> list[str]:
     for tree in re.findall(r"^ {4}[\w/.\-]+/\n(?:^ {4} .*\n)+", text, re.MULTILINE):
         parents: list[str] = []
         for line in tree.splitlines():
-            depth, name = (len(line) - len(line.lstrip()) - 4) // 2, line.split()[0].rstrip("/")
-            if depth > len(parents):
-                continue  # a description that goes on
+            indent, name = len(line) - len(line.lstrip()), line.split()[0].rstrip("/")
+            if indent >= 16:  # a description that goes on
+                continue
+            depth = (indent - 4) // 2
             parents = [*parents[:depth], name]
             if "/".join(parents) not in files():
                 missing.append("/".join(parents))
