@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import dark
 import numpy as np
 
 if TYPE_CHECKING:
@@ -25,9 +26,12 @@ DIGITS = 6
 
 
 def save(figure: Figure, path: Path, dpi: int = 160) -> None:
-    """Write the figure as a PNG that carries its data."""
+    """Write the figure as a PNG that carries its data, and beside it the one for dark pages (`dark.beside`)."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi, facecolor="white", metadata={KEY: json.dumps(data_of(figure))})
+    metadata = {KEY: json.dumps(data_of(figure))}
+    figure.set_facecolor("white")
+    figure.savefig(path, dpi=dpi, metadata=metadata)
+    dark.darken(figure).savefig(dark.beside(path), dpi=dpi, metadata=metadata)
 
 
 def data_in(path: Path) -> Any:

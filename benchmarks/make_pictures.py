@@ -1,4 +1,4 @@
-"""Draws all pictures that the README and the pages in docs/ show.
+"""Draws all pictures that the README and the pages in docs/ show, each also for dark pages.
 
     python benchmarks/make_pictures.py      # or: make pictures
 
@@ -8,11 +8,13 @@ Each picture carries the data that it shows (`drawn.py`). A test draws all of th
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import drawn
@@ -23,19 +25,21 @@ import torch
 from make_page import LABELS, OWN, RESULTS, ROOT
 
 from tileattn import Causal, Documents, SlidingWindow, viz
-from tileattn.bench import plot, plot_ladder, plot_memory
+from tileattn.bench import plot_ladder, plot_memory
 from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.decode import plot as decode_plot
 from tileattn.bench.decode import results as decode_results
-from tileattn.bench.plot import COLOURS, FAINT, INK, by_length, style
+from tileattn.bench.plot import COLOURS, FAINT, INK, by_length, legend_columns, style
 from tileattn.bench.results import Results
 from tileattn.measure.ceilings import overall
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 DOCS = ROOT / "docs"
+WIDTH = 7.2  # inches of a figure that is as wide as a page's column: texts of 9 points are then easy to read
 LOSSES = RESULTS / "training" / "train-gpt-losses-cpu.json"
 
 
@@ -43,7 +47,7 @@ def main() -> None:
     """Write all pictures."""
     for path, draw in pictures().items():
         drawn.save(draw(), path)
-        print(path.relative_to(ROOT))
+        print(path.relative_to(ROOT), flush=True)
 
 
 def pictures() -> dict[Path, Callable[[], Figure]]:
@@ -55,11 +59,11 @@ def pictures() -> dict[Path, Callable[[], Figure]]:
 
 
 def of_readme() -> dict[Path, Callable[[], Figure]]:
-    """The forward pass: head dim 128, causal, for README.md, and all rows, for docs/speed.md."""
+    """The forward pass: head dim 128, causal, for README.md, and all head dims, for docs/speed.md."""
     measured = make_page.load()["fa"].results
     return {
-        DOCS / "benchmarks" / "forward-short.png": partial(speed_by_length, measured, 128, ("causal",)),
-        DOCS / "benchmarks" / "forward.png": partial(plot.draw, measured),
+        DOCS / "benchmarks" / "forward-short.png": partial(speed_by_length, measured, (128,), ("causal",)),
+        DOCS / "benchmarks" / "forward.png": partial(speed_by_length, measured, make_page.head_dims(measured)),
     }
 
 
@@ -68,7 +72,7 @@ def of_benchmarks() -> dict[Path, Callable[[], Figure]]:
     sources = make_page.load()
     plain = [sources[key].results for key in ("fa", "fa-bwd")]
     speeds = {
-        make_page.picture(each.direction, head_dim): partial(speed_by_length, each, head_dim)
+        make_page.picture(each.direction, head_dim): partial(speed_by_length, each, (head_dim,))
         for each in plain
         for head_dim in make_page.head_dims(each)
     }
@@ -96,33 +100,45 @@ def of_training() -> dict[Path, Callable[[], Figure]]:
 
 def training_losses() -> Figure:
     """As examples/train_gpt.py draws them."""
-    examples = str(ROOT / "examples")
-    if examples not in sys.path:
-        sys.path.append(examples)
-    import train_gpt  # type: ignore[import-not-found]
-
+    train_gpt = _example("train_gpt")
     figure: Figure = train_gpt.figure([train_gpt.Losses(**row) for row in json.loads(LOSSES.read_text())["rows"]])
     return figure
 
 
-def speed_by_length(measured: Results, head_dim: int, shown: Sequence[str] = ("full", "causal")) -> Figure:
-    """TFLOPS against the sequence length, side by side: a line for each implementation, and the ceiling."""
+def _example(name: str) -> ModuleType:
+    """A file of examples/."""
+    examples = str(ROOT / "examples")
+    if examples not in sys.path:
+        sys.path.append(examples)
+    return importlib.import_module(name)
+
+
+def speed_by_length(
+    measured: Results, head_dims: Sequence[int], variants: Sequence[str] = ("full", "causal")
+) -> Figure:
+    """TFLOPS against the sequence length: a line for each implementation, and the ceiling.
+
+    A row of panels for each head dim, a column for each variant.
+    """
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     panels = by_length(measured.rows)
-    variants = [variant for variant in shown if (variant, head_dim) in panels]
-    size = (4.8 * len(variants), 3.9) if len(variants) > 1 else (7.2, 2.9)
+    variants = [each for each in variants if any((each, head_dim) in panels for head_dim in head_dims)]
+    size = (WIDTH, 2.9 if len(variants) == 1 else 1.3 + 2.5 * len(head_dims))
     figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06))
-    shared: Axes | None = None
-    for index, variant in enumerate(variants):
-        axes = figure.add_subplot(1, len(variants), index + 1, sharey=shared)
-        shared = shared or axes
-        _lines(axes, measured, panels[variant, head_dim].groups)
-        axes.set_title(variant, fontsize=10.5, color=INK, loc="left")
-        if index == 0:
-            axes.set_ylabel("TFLOPS", fontsize=9, color=FAINT)
-    _legend(figure, measured, head_dim)
+    grid = figure.subplots(len(head_dims), len(variants), squeeze=False, sharex=True, sharey="row")
+    for line, head_dim in zip(grid, head_dims):
+        for axes, variant in zip(line, variants):
+            if (panel := panels.get((variant, head_dim))) is not None:
+                _lines(axes, measured, panel.groups)
+            named = f"head dim {head_dim}, {variant}" if len(head_dims) > 1 else variant
+            axes.set_title(named, fontsize=10.5, color=INK, loc="left")
+            axes.tick_params(labelbottom=True)
+        line[0].set_ylabel("TFLOPS", fontsize=9, color=FAINT)
+    for axes in grid[-1]:
+        axes.set_xlabel("sequence length (16384 tokens in all)", fontsize=9, color=FAINT)
+    _legend(figure, measured, head_dims)
     return figure
 
 
@@ -140,19 +156,19 @@ def _lines(axes: Axes, measured: Results, groups: Sequence[tuple[str, str]]) -> 
     if ceiling is not None:
         axes.axhline(ceiling.matmul_tflops, color=FAINT, linestyle="--", linewidth=1.1, label="cuBLAS bf16", zorder=2)
     axes.set_xticks(range(len(groups)), [label for label, _ in groups])
-    axes.set_xlabel("sequence length (16384 tokens in all)", fontsize=9, color=FAINT)
     style(axes)
     axes.set_ylim(bottom=0)
 
 
-def _legend(figure: Figure, measured: Results, head_dim: int) -> None:
+def _legend(figure: Figure, measured: Results, head_dims: Sequence[int]) -> None:
     """Ours is drawn last and named first. One panel has its legend beside it, several have it above."""
     beside = len(figure.axes) == 1
     named = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels()), strict=True))
     labels = [label for backend in measured.backends() if (label := LABELS.get(backend, backend)) in named]
     labels += [label for label in named if label not in labels]
     dtypes = ", ".join(dict.fromkeys(row.dtype for row in measured.rows))
-    facts = [f"{DIRECTIONS[measured.direction].capitalize()}, head dim {head_dim}", f"{dtypes}, {measured.gpu}"]
+    shape = f", head dim {head_dims[0]}" if len(head_dims) == 1 else ""
+    facts = [f"{DIRECTIONS[measured.direction].capitalize()}{shape}", f"{dtypes}, {measured.gpu}"]
     title = ("\n" if beside else ", ").join(facts)
     figure.legend(
         [named[label] for label in labels],
@@ -160,7 +176,7 @@ def _legend(figure: Figure, measured: Results, head_dim: int) -> None:
         title=title,
         title_fontsize=9 if beside else 12,
         loc="outside right upper" if beside else "outside upper center",
-        ncols=1 if beside else plot.legend_columns(labels, figure.get_figwidth()),
+        ncols=1 if beside else legend_columns(labels, figure.get_figwidth()),
         frameon=False,
         fontsize=9,
     )
@@ -171,8 +187,43 @@ def _legend(figure: Figure, measured: Results, head_dim: int) -> None:
 
 def of_tutorial() -> dict[Path, Callable[[], Figure]]:
     """For docs/tutorial and docs/method.md."""
-    figures = (tiles_causal, tiles_window, tiles_documents, softmax, weights, lengths, dashboard)
+    figures = (
+        memory_hierarchy, tiles_causal, tiles_window, tiles_documents, softmax, weights, lengths, dashboard, hopper_timeline,
+    )  # fmt: skip
     return {DOCS / "figures" / f"{draw.__name__.replace('_', '-')}.png": draw for draw in figures}
+
+
+# Of an H200: (name, size, what it holds).
+MEMORIES = (
+    ("registers", "256 KB per multiprocessor, 33 MB in all", "each thread's own variables"),
+    ("shared memory", "228 KB per multiprocessor, 29 MB in all", "seen by the threads of one block"),
+    ("L2 cache", "50 MB", "in front of global memory, for all blocks"),
+    ("global memory", "141 GB, 4.2 TB/s in a copy", "q, k, v and o: PyTorch's tensors"),
+)
+
+
+def memory_hierarchy() -> Figure:
+    """The memories of an H200: above the fast and small, below the large and slow."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlim=(-1.08, 1.08), ylim=(len(MEMORIES), -0.6), title="The memories of an H200")
+    axes.axis("off")
+    axes.text(0, -0.22, "tensor cores and other arithmetic", ha="center", va="center", fontsize=9, color=FAINT)
+    for level, (name, size, holds) in enumerate(MEMORIES):
+        width = 1.3 + 0.27 * level
+        shade = ("#D55E00", "#E69F00", "#56B4E9", "#0072B2")[level]
+        axes.add_patch(_box(-width / 2, level + 0.08, width, 0.8, shade))
+        axes.text(0, level + 0.3, f"{name}: {size}", ha="center", va="center", fontsize=9.5, weight="bold", color=INK)
+        axes.text(0, level + 0.63, holds, ha="center", va="center", fontsize=8.5, color=INK)
+    return figure
+
+
+def _box(x: float, y: float, width: float, height: float, colour: str) -> Patch:
+    from matplotlib.patches import FancyBboxPatch
+
+    return FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.02", facecolor=f"{colour}40", edgecolor=colour)
 
 
 def tiles_causal() -> Figure:
@@ -209,6 +260,14 @@ def weights() -> Figure:
 def lengths() -> Figure:
     """Time and memory of the forward pass by length."""
     return viz.draw_lengths(make_page.load()["fa"].results, "causal")
+
+
+def hopper_timeline() -> Figure:
+    """As examples/hopper_model.py draws it with `--tiles 5`."""
+    model = _example("hopper_model")
+    machine, _ = model.attention("overlapped", stages=2, tiles=5, consumers=2)
+    figure: Figure = model.figure(machine)
+    return figure
 
 
 def dashboard() -> Figure:

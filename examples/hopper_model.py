@@ -15,8 +15,12 @@ import argparse
 import heapq
 from collections.abc import Callable, Generator, Iterator
 from itertools import count
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROWS, KEYS, DIM = 64, 128, 128  # a consumer's queries, the keys of a tile, the head dim
 # Cycles: bytes at 64 a cycle (assumed: from the L2 cache); multiply-adds at 2048; exponentials at 16.
@@ -197,10 +201,16 @@ def attention(order: str, stages: int, tiles: int, consumers: int = 2) -> tuple[
 
 
 def draw(machine: Machine, path: str) -> None:
-    """The timeline as a picture."""
-    import matplotlib.pyplot as plt
+    """Write the timeline as a picture; the path's suffix chooses the format."""
+    figure(machine).savefig(path, dpi=160)
 
-    figure, axes = plt.subplots(figsize=(12, 2.6), layout="constrained")
+
+def figure(machine: Machine) -> Figure:
+    """Draw the timeline."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(7.6, 2.2), layout="constrained")
+    axes = drawn.subplots()
     units = ["exponentials", "tensor cores", "TMA"]
     for unit, label, begin, end in machine.log:
         color = "tab:gray" if unit == "TMA" else {"A": "tab:blue", "B": "tab:orange", "C": "tab:green"}[label[0]]
@@ -212,11 +222,12 @@ def draw(machine: Machine, path: str) -> None:
             ha="center",
             va="center",
             color="white",
-            fontsize=8,
+            fontsize=8.5,
         )
     axes.set(yticks=range(3), yticklabels=units, xlabel="cycles (gray: loads; blue: consumer A; orange: B; green: C)")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    axes.margins(x=0.01)
+    axes.spines[["top", "right"]].set_visible(False)
+    return drawn
 
 
 def main() -> None:

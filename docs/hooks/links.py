@@ -22,7 +22,8 @@ MACRO = re.compile(r"^\{\{ (?:source|docstring) (?P<file>\S+)", re.MULTILINE)
 CODE = re.compile(r"(^```.*?^```$|^#[^\n]*$)", re.MULTILINE | re.DOTALL)
 ROLE = re.compile(r":(?:func|class|mod|meth|data|attr):(<code>)~?")
 LANGUAGES = {".py": "python", ".cu": "cuda", ".cuh": "cuda", ".h": "cpp", ".md": "markdown", ".toml": "toml"}
-PICTURE = re.compile(r'<img alt="[^"]*" src="([^"]+)"[^>]*>')
+PICTURE = re.compile(r'<img alt="[^"]*" src="(?P<source>[^"]+)\.png"[^>]*>')
+LINE = re.compile(r'id="(__codelineno-[\d-]+)"')
 SHOWN = "source/"  # the folder of the site with the files
 
 
@@ -51,9 +52,10 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     return markdown if uri.startswith(SHOWN) else linked(markdown, DOCS / uri)
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """mkdocs' hook: docstrings name functions as Sphinx would read them; a picture leads to itself at full size."""
-    return PICTURE.sub(r'<a href="\1">\g<0></a>', ROLE.sub(r"\1", html))
+def on_page_content(html: str, *, page: Any, **_: Any) -> str:
+    """mkdocs' hook: docstrings name functions as Sphinx would read them; a picture stands there for each theme."""
+    page.present_anchor_ids |= set(LINE.findall(html))  # mkdocs itself does not see the anchors of lines of code
+    return PICTURE.sub(_in_both_themes, ROLE.sub(r"\1", html))
 
 
 def leads_to(markdown: str, page: Path) -> Iterator[Path]:
@@ -102,6 +104,13 @@ def shown(path: Path) -> str:
         return head + "\n".join(f"- [`{name}`]({name}.md)" for name in names)
     fence = "`" * 8
     return f'{head}{fence}{LANGUAGES.get(path.suffix, "text")} linenums="1"\n{path.read_text()}\n{fence}\n'
+
+
+def _in_both_themes(match: re.Match[str]) -> str:
+    """A picture, and the one for the dark theme: extra.css shows one of them. Each leads to itself at full size."""
+    light, dark = f"{match['source']}.png", f"{match['source']}-dark.png"
+    images = {"light": (light, match[0]), "dark": (dark, match[0].replace(light, dark))}
+    return "".join(f'<a class="in-{theme}" href="{path}">{image}</a>' for theme, (path, image) in images.items())
 
 
 def _outside(match: re.Match[str], page: Path) -> Path | None:

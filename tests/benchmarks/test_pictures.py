@@ -19,6 +19,7 @@ from tileattn.bench.baselines.base import OWN
 from tileattn.measure import ceilings
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import dark  # type: ignore[import-not-found]
 import drawn  # type: ignore[import-not-found]
 import make_pictures  # type: ignore[import-not-found]
 
@@ -27,7 +28,11 @@ PICTURES = make_pictures.pictures()
 
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_committed_picture_shows_what_the_command_draws(path: Path) -> None:
-    committed, now = (list(leaves(data)) for data in (drawn.data_in(path), drawn.data_of(PICTURES[path]())))
+    figure = PICTURES[path]()
+    # At most this many inches wide, texts of 9 points can be read in a page's column of 730 pixels.
+    assert figure.get_figwidth() <= 8
+    assert drawn.data_in(dark.beside(path)) == drawn.data_in(path)
+    committed, now = (list(leaves(data)) for data in (drawn.data_in(path), drawn.data_of(figure)))
     assert [where for where, _ in committed] == [where for where, _ in now], "run make pictures"
     for (where, then), (_, value) in zip(committed, now, strict=True):
         # Tensors of the tutorial are computed here: another machine rounds differently.
@@ -52,20 +57,21 @@ def test_pages_show_these_pictures_and_there_are_no_others() -> None:
     shown = {
         (page.parent / target).resolve()
         for page in pages
-        for target in re.findall(r"!\[[^\]]*\]\((?!https?:)([^)]+)\)", page.read_text())
+        for target in re.findall(r"""(?:!\[[^\]]*\]\(|<img src=")(?!https?:)([^)"]+)[)"]""", page.read_text())
     }
     assert shown == set(PICTURES)
+    dark_ones = set(map(dark.beside, PICTURES))
     listed = subprocess.run(["git", "ls-files", "*.png", "*.svg"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode == 0:  # a source archive has no git
-        assert {ROOT / name for name in listed.stdout.split()} == set(PICTURES)
+        assert {ROOT / name for name in listed.stdout.split()} == set(PICTURES) | dark_ones
 
 
 def test_speed_has_a_line_for_each_implementation_and_the_ceiling() -> None:
     reached = [ceilings.Ceiling("before", 760.0, 4.3), ceilings.Ceiling("after", 740.0, 4.1)]
     measured = replace(made_up("fa", "cuda", OWN, "fa2", "cudnn"), ceilings=reached)
-    figure = make_pictures.speed_by_length(measured, 128)
+    figure = make_pictures.speed_by_length(measured, (128,))
     assert figure.legends[0].get_title().get_text().startswith("Forward, head dim 128")
-    backward = make_pictures.speed_by_length(made_up("fa", "cuda", OWN, direction="bwd"), 64)
+    backward = make_pictures.speed_by_length(made_up("fa", "cuda", OWN, direction="bwd"), (64,))
     assert backward.legends[0].get_title().get_text().startswith("Backward, head dim 64")
     for axes in figure.axes:
         labels = ["cuDNN (SDPA)", "FlashAttention-2 (SDPA)", OWN, "cuBLAS bf16"]
@@ -75,7 +81,7 @@ def test_speed_has_a_line_for_each_implementation_and_the_ceiling() -> None:
 
 def test_a_picture_carries_its_data(tmp_path: Path) -> None:
     measured = made_up("fa", "cuda", OWN, "fa2")
-    figure = make_pictures.speed_by_length(measured, 64)
+    figure = make_pictures.speed_by_length(measured, (64,))
     drawn.save(figure, tmp_path / "new" / "p.png", dpi=20)
     kept = drawn.data_in(tmp_path / "new" / "p.png")
     assert kept == drawn.data_of(figure)
@@ -86,3 +92,27 @@ def test_a_picture_carries_its_data(tmp_path: Path) -> None:
 
 def test_numbers_are_rounded_and_nan_is_none() -> None:
     assert drawn.numbers([1 / 3, math.nan, 2]) == [0.333333, None, 2.0]
+
+
+def test_a_dark_picture_has_light_text_and_clear_colours() -> None:
+    from matplotlib.colors import to_rgb
+
+    figure = dark.darken(make_pictures.speed_by_length(made_up("fa", "cuda", OWN, "fa2"), (64, 128)))
+    axes = figure.axes[-1]
+    texts = [axes.title, axes.xaxis.label, *axes.get_xticklabels(), *figure.legends[0].get_texts()]
+    for artist in (*texts, *axes.lines):
+        assert dark.contrast(to_rgb(artist.get_color()), dark.BACKGROUND) > 4, artist
+    for patch in (figure.patch, axes.patch):
+        assert patch.get_facecolor()[:3] == pytest.approx(dark.BACKGROUND)
+
+
+def test_a_heat_map_keeps_its_scale_in_the_dark() -> None:
+    """Its order of colours says what is more. Kinds of tiles have the colours of the legend."""
+    from matplotlib.colors import to_hex
+
+    light, other = make_pictures.weights(), dark.darken(make_pictures.weights())
+    assert (light.axes[0].images[0].get_cmap()(0.5)) == (other.axes[0].images[0].get_cmap()(0.5))
+    tiles = dark.darken(make_pictures.tiles_causal())
+    named = {to_hex(patch.get_facecolor()) for patch in tiles.legends[0].get_patches()}
+    assert named == {to_hex(each) for each in tiles.axes[0].collections[0].get_cmap().colors}
+    assert to_hex(dark.colour("#EDEDED")) in named

@@ -33,8 +33,8 @@ PAGES = [*TOP, *sorted((ROOT / "docs").rglob("*.md"))]
 DESIGN = [ROOT / "docs/design.md", ROOT / "docs/numerics.md", *sorted((ROOT / "docs/design").glob("*.md"))]
 MOST_LINES = 250
 
-# Files that commands write, on the reader's machine, and another project's.
-WRITTEN = {"bench-results", "site", ".venv", "tuning.json", "examples/amd"}
+# Files that commands or readers write, on the reader's machine, and another project's.
+WRITTEN = {"mine.py", "bench-results", "site", ".venv", "tuning.json", "examples/amd"}
 SUFFIXES = ("py", "md", "json", "toml", "txt", "cu", "cuh", "h", "yml", "yaml", "png", "sh")
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)

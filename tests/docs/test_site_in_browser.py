@@ -64,10 +64,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(package, reason=f"needs {package}: pip install 'tileattn[docs]'")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]
+    # Not --quiet: then mkdocs counts no warnings, and --strict finds none.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
     # Where ruff is, too: it formats the signatures.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PATH": path}, check=True)
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PATH": path}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
     return folder
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tileattn.bench.climb import Climbed, Step, climbed
-from tileattn.bench.plot import COLOURS, FAINT, INK, LABELS, literal, style
+from tileattn.bench.plot import COLOURS, FAINT, INK, LABELS, legend_columns, literal, style
 from tileattn.bench.results import Results
 from tileattn.kernels.mma.backend import Choice, parse
 from tileattn.kernels.mma.rungs import NAME
@@ -47,11 +47,12 @@ def draw(measured: Results) -> Figure:
     panels = {acc: climb for acc, climb in panels.items() if climb}
     as_lines = all(_has_lines(climb) for climb in panels.values())
     longest = max(map(len, panels.values()), default=0)
-    height = 4.3 if as_lines else 1.7 + 0.23 * longest
-    figure = Figure(figsize=(5.4 * max(1, len(panels)), height), layout=ConstrainedLayoutEngine(h_pad=0.1))
+    # As wide as a page's column, so that the texts can be read there.
+    height = 1.1 + max(1, len(panels)) * (2.7 if as_lines else 0.8 + 0.23 * longest)
+    figure = Figure(figsize=(7.2, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
     fastest = max(row.tflops for row in measured.rows)
     for index, (acc, climb) in enumerate(panels.items()):
-        axes = figure.add_subplot(1, len(panels), index + 1)
+        axes = figure.add_subplot(len(panels), 1, index + 1)
         _beside(axes, measured, horizontal=as_lines)
         if as_lines:
             _lines(axes, climb)
@@ -64,14 +65,10 @@ def draw(measured: Results) -> Figure:
     handles, labels = figure.axes[0].get_legend_handles_labels() if figure.axes else ([], [])
     figure.legend(
         handles, labels, title=f"{row.case} (batch,seqlen,heads), {row.dtype}, {measured.gpu}", title_fontsize=10.5,
-        loc="outside upper center", ncols=_columns(labels), frameon=False, fontsize=9,
+        loc="outside upper center", ncols=max(1, legend_columns(labels, figure.get_figwidth())), frameon=False,
+        fontsize=9,
     )  # fmt: skip
     return literal(figure)
-
-
-def _columns(labels: Sequence[str]) -> int:
-    """Columns of the legend: two rows where there are many names."""
-    return max(1, len(labels) if len(labels) <= 4 else -(-len(labels) // 2))
 
 
 def _has_lines(climb: Sequence[Climbed]) -> bool:
@@ -111,7 +108,6 @@ def _lines(axes: Axes, climb: Sequence[Climbed]) -> None:
     axes.set_xlim(-0.35, len(rungs) - 0.65)
     axes.set_ylabel("TFLOPS", fontsize=9, color=FAINT)
     style(axes)
-    axes.tick_params(axis="x", labelsize=8)
 
 
 def _bars(axes: Axes, climb: Sequence[Climbed], colour: str) -> None:
@@ -129,7 +125,6 @@ def _bars(axes: Axes, climb: Sequence[Climbed], colour: str) -> None:
     style(axes)
     axes.grid(visible=False, axis="y")
     axes.grid(axis="x", color="#E3E3E3", linewidth=0.6, zorder=0)
-    axes.tick_params(axis="y", labelsize=8)
     axes.set_ylim(len(climb) - 0.4, -0.6)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+MOST_LETTERS = 95  # of a line of the description
 MOST_ON_A_LINE = 10  # dots of a case that are drawn on one line; more are spread vertically
-MOST_TICKS = 5  # on a logarithmic axis: more labels of memory do not fit
+MOST_TICKS = 3  # on an axis: more labels of memory do not fit
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def draw_dashboard(results: Results) -> Figure:
     if not results.rows:
         raise ValueError("nothing was measured, so there is nothing to draw")
     cases, columns = [case for case in results.cases() if any(r.case == case for r in results.rows)], _columns(results)
-    width = 3.1 * len(columns) + 2.6
+    width = max(1.5 * len(columns) + 1.6, 7.0)  # with four columns about as wide as a page's text
     names = [LABELS.get(backend, backend) for backend in results.backends()]
     ncols = legend_columns(names, width)
     lines = -(-len(names) // ncols)
@@ -66,11 +68,11 @@ def draw_dashboard(results: Results) -> Figure:
         handles,
         labels,
         title=_description(results),
-        title_fontsize=10,
+        title_fontsize=9,
         loc="outside upper center",
         ncols=ncols,
         frameon=False,
-        fontsize=9.5,
+        fontsize=9,
     )
     return literal(figure)
 
@@ -94,18 +96,18 @@ def _columns(results: Results) -> list[Column]:
     columns = []
     if fastest:
         columns.append(
-            Column("speed, best baseline = 1", lambda row: fastest[row.case] / row.ms if row.case in fastest else None)
+            Column("speed, best\nbaseline = 1", lambda row: fastest[row.case] / row.ms if row.case in fastest else None)
         )
     ceiling = overall(results.ceilings)
     if ceiling is not None:
         columns.append(
-            Column("FLOP rate, cuBLAS = 100 %", lambda row: row.tflops / ceiling.matmul_tflops, label="{:.0%}".format)
+            Column("FLOP rate,\ncuBLAS = 100 %", lambda row: row.tflops / ceiling.matmul_tflops, label="{:.0%}".format)
         )
     else:
         unit, factor = ("TFLOPS", 1.0) if results.device == "cuda" else ("GFLOPS", 1e3)
         columns.append(Column(unit, lambda row: row.tflops * factor))
     columns.append(
-        Column("largest error of a row", lambda row: row.error if row.error > 0 else None, 10, "{:.0e}".format)
+        Column("largest error\nof a row", lambda row: row.error if row.error > 0 else None, 10, "{:.0e}".format)
     )
     # 0 bytes have no place on a logarithmic axis: a forward pass may allocate nothing beyond its output.
     columns.append(Column("peak memory", lambda row: row.peak_bytes or None, 2, human_bytes))
@@ -124,7 +126,7 @@ def _dots(axes: Axes, column: Column, results: Results, cases: list[str]) -> Non
         ]
         axes.plot(
             [value for value, _ in dots], [line for _, line in dots], linestyle="", marker="D" if ours else "o",
-            markersize=8 if ours else 5, color=colours[backend], label=LABELS.get(backend, backend),
+            markersize=7 if ours else 4, color=colours[backend], label=LABELS.get(backend, backend),
             markeredgecolor="white", markeredgewidth=0.5, zorder=3 if ours else 4,
         )  # fmt: skip
     if column.log:
@@ -134,6 +136,7 @@ def _dots(axes: Axes, column: Column, results: Results, cases: list[str]) -> Non
     else:
         axes.margins(x=0.06)
         axes.set_xlim(left=0)
+        axes.locator_params(axis="x", nbins=MOST_TICKS)
     if column.title.startswith("speed"):
         axes.axvline(1, color=INK, linewidth=0.8, zorder=1)
     axes.xaxis.set_major_formatter(lambda value, _: column.label(value).replace(".0 ", " "))
@@ -147,10 +150,10 @@ def _description(results: Results) -> str:
     dtypes = ", ".join(sorted({row.dtype for row in results.rows}))
     shown = ("tileattn", "tilelang", "torch", "cuda")
     versions = " · ".join(f"{name} {results.versions[name]}" for name in shown if name in results.versions)
-    lines = [f"Attention {DIRECTIONS[results.direction]}, {dtypes}, {results.gpu}, {results.date[:10]} · {versions}"]
+    lines = [f"Attention {DIRECTIONS[results.direction]}, {dtypes}, {results.gpu}, {results.date[:10]}", versions]
     means = [f"{each.geometric_mean:.2f}× {LABELS.get(each.baseline, each.baseline)}" for each in compare(results)]
     if means:
         lines.append("tileattn's speed, geometric mean: " + ", ".join(means))
     if (ceiling := overall(results.ceilings)) is not None:
         lines.append(ceiling_text(ceiling))
-    return "\n".join(lines)
+    return "\n".join(textwrap.fill(line, MOST_LETTERS) for line in lines)

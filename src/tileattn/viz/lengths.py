@@ -32,11 +32,11 @@ def draw_lengths(results: Results, variant: str | None = None) -> Figure:
     columns = [panel for (name, _), panel in sorted(by_length(results.rows).items()) if variant in (None, name)]
     if not columns:
         raise ValueError(f"no {variant or 'full or causal'} case was measured at three lengths or more")
-    figure = empty_figure(max(3.3 * len(columns), 6.6), 6.6)
+    figure = empty_figure(max(2.4 * len(columns), 6.6), 5.8)
     grid = figure.subplots(2, len(columns), sharex="col", sharey="row", squeeze=False)
     for j, panel in enumerate(columns):
         rows = _rows(results, panel)
-        tokens = "" if len({row.batch for row in rows}) == 1 else "\n(batch x length is constant)"
+        tokens = "" if len({row.batch for row in rows}) == 1 else "\n(batch x length constant)"
         _lines(grid[0][j], results, rows, lambda row: row.ms)
         titled(grid[0][j], panel.title + tokens, "", "milliseconds" if j == 0 else "")
         _lines(grid[1][j], results, rows, lambda row: max(row.peak_bytes, 1))

@@ -46,7 +46,7 @@ def draw(results: Results) -> Figure:
     if not rows:
         raise ValueError("there are no rows with pages of 16 or contiguous caches to draw")
     figure = Figure(
-        figsize=(5.2 * len(pages) + 0.6, 2.5 * len(heads) + 1.4), layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.1)
+        figsize=(3.3 * len(pages) + 0.6, 2.1 * len(heads) + 1.4), layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.1)
     )
     ceiling = overall(results.ceilings)
     shared: Axes | None = None
@@ -57,7 +57,7 @@ def draw(results: Results) -> Figure:
             of_panel = [row for row in rows if (row.heads, row.kv_heads, row.page) == (count, kv_heads, page)]
             _panel(axes, of_panel, results.backends, ceiling[0] if ceiling else None)
             kind = f"pages of {page}" if page else "contiguous caches"
-            axes.set_title(f"{count} query heads, {kv_heads} KV heads, {kind}", fontsize=10, color=INK, loc="left")
+            axes.set_title(f"{count} query heads, {kv_heads} KV heads,\n{kind}", fontsize=9.5, color=INK, loc="left")
             if j == 0:
                 axes.set_ylabel("GB/s of K and V", fontsize=9, color=FAINT)
             if i == len(heads) - 1:
@@ -104,7 +104,7 @@ def _legend(figure: Figure, results: Results) -> None:
         title=f"Decoding, one query per sequence, {results.dtype}, {results.gpu}",
         title_fontsize=12,
         loc="outside upper center",
-        ncols=4,
+        ncols=max(1, min(3, len(names))),
         frameon=False,
         fontsize=9,
     )

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def emulate(function: Any, *, folder: Path | None = None) -> Kernel:
     """Makes a TileLang kernel run on the CPU, in the place of ``tilelang.compile(function)``.
 
-    The code is what TileLang generates for an NVIDIA GPU of compute capability 8.0. The result is called with CPU
-    tensors, and writes its outputs into those of them that are outputs. A causal kernel over 2 heads of 200 tokens
-    takes about a second. Races and missing waits do not show, nor do times mean anything.
+    The code is what TileLang generates for an NVIDIA GPU of compute capability 8.0. Generating and compiling it takes
+    some seconds. The result is called with CPU tensors, and writes into those of them that are outputs; a causal kernel
+    over 2 heads of 200 tokens takes less than a second. Races and missing waits do not show, and times mean nothing.
 
     It runs on Linux (x86-64 is tested; on Windows under WSL 2, on a Mac in a Linux container), with TileLang and g++ 12
     or newer. It knows the instructions that matrix products, reductions and copies in float16, bfloat16 and float32
