@@ -150,23 +150,31 @@ def save(results: Results, path: Path) -> None:
     draft.replace(path)
 
 
+def read(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises `ValueError` if there is none."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a tileattn result file: it holds {reprlib.repr(content)}, not an object")
+    return content
+
+
 def load(path: Path) -> Results:
     """Reads a result file; raises `ValueError` if the file is not one.
 
     Rows with an error that is not finite are moved from `rows` to `failed`, with a warning.
     """
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        raise ValueError(f"{path} is not a tileattn result file of format {FORMAT}")
+    content = read(path)
+    if (found := content.pop("format", None)) != FORMAT:
+        raise ValueError(f"{path} is not a tileattn result file of format {FORMAT}: it has format {found!r}")
     # Files written before there were ceilings lack that key.
     content.setdefault("ceilings", [])
     try:
-        results: Results = _made(Results, content, "it")
+        results: Results = made(Results, content, "it")
         for key, kind in (("rows", Row), ("refused", Missing), ("failed", Missing), ("ceilings", Ceiling)):
-            entries = [_made(kind, given, f"{key}[{i}]") for i, given in enumerate(content[key])]
+            entries = [made(kind, given, f"{key}[{i}]") for i, given in enumerate(content[key])]
             setattr(results, key, entries)
         _check_values(results)
     except ValueError as error:
@@ -186,7 +194,7 @@ def _move_overflowed(results: Results, path: Path) -> None:
     results.failed += [Missing(row.case, row.backend, f"its error is {row.error}") for row in overflowed]
 
 
-def _made(kind: Any, given: Any, where: str) -> Any:
+def made(kind: Any, given: Any, where: str) -> Any:
     """A dataclass from a JSON object; `ValueError` names a key that is missing, unknown or of another type."""
     if not isinstance(given, dict):
         raise ValueError(f"{where} is {reprlib.repr(given)}, not an object")

@@ -19,6 +19,7 @@ from rich.text import Text
 from tileattn.bench import report, results
 from tileattn.bench.baselines.base import OWN, Implementation
 from tileattn.bench.cases import Case
+from tileattn.bench.modules import results as modules
 from tileattn.bench.progress import reporting
 from tileattn.bench.runner import Run
 from tileattn.cli.choices import LADDER, MEMORY, Chosen, at_least_one, refuse
@@ -101,7 +102,8 @@ def redraw(result: Path, output: Path | None, force: bool) -> None:
         picture = new_picture(result.with_suffix(""))
     check_picture("--output", picture, force)
     try:
-        measured = results.load(result)
+        of_modules = results.read(result).get("format") == modules.FORMAT
+        measured = modules.load(result) if of_modules else results.load(result)
     except ValueError as error:
         raise refuse("RESULT", str(error)) from error
     if not measured.rows:
@@ -196,15 +198,19 @@ def check_picture(option: str, picture: Path, force: bool) -> None:
         raise refuse(option, "plots need matplotlib: pip install 'tileattn[plot]'")
 
 
-def _draw(measured: results.Results, picture: Path, asked: bool, option: str) -> None:
+def _draw(measured: results.Results | modules.Results, picture: Path, asked: bool, option: str) -> None:
     if not asked and find_spec("matplotlib") is None:
         typer.echo("no picture: plots need matplotlib (pip install 'tileattn[plot]')", err=True)
         return
     from tileattn.bench import plot, plot_ladder, plot_memory
+    from tileattn.bench.modules import plot as plot_modules
 
     drawn_by = {MEMORY: plot_memory.save, LADDER: plot_ladder.save}
     with writing(option, picture):
-        drawn_by.get(measured.rows[0].suite, plot.save)(measured, picture)
+        if isinstance(measured, modules.Results):
+            plot_modules.save(measured, picture)
+        else:
+            drawn_by.get(measured.rows[0].suite, plot.save)(measured, picture)
     typer.echo(f"picture: {picture}")
 
 

@@ -30,8 +30,9 @@ def draw(results: Results) -> Figure:
 
     figure = Figure(figsize=(10.5, 4.8), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
     time, memory = figure.subplots(1, 2)
-    _panel(time, results, "milliseconds of a call", [row.ms for row in results.rows], results.faster)
-    _panel(memory, results, "peak memory", [float(row.peak_bytes) for row in results.rows], results.smaller)
+    _panel(time, results, "milliseconds of a call", [row.ms for row in results.rows], results.faster, "speed vs naive")
+    peaks = [float(row.peak_bytes) for row in results.rows]
+    _panel(memory, results, "peak memory", peaks, results.smaller, "times less than naive")
     time.yaxis.set_major_formatter(lambda ms, _: f"{ms:g}")
     memory.yaxis.set_major_formatter(lambda count, _: human_bytes(count).replace(".0 ", " "))
     handles, labels = time.get_legend_handles_labels()
@@ -43,9 +44,14 @@ def draw(results: Results) -> Figure:
 
 
 def _panel(
-    axes: Axes, results: Results, label: str, values: list[float], against_naive: Callable[[Row], float | None]
+    axes: Axes,
+    results: Results,
+    label: str,
+    values: list[float],
+    against_naive: Callable[[Row], float | None],
+    compared: str,
 ) -> None:
-    """One line for each module; at its end, how many times better than naive it is."""
+    """One line for each module; at its end `against_naive`, which `compared` explains."""
     lengths = results.lengths()
     colours = colours_of(results.modules())
     value_of: dict[Row, float] = dict(zip(results.rows, values))
@@ -71,6 +77,6 @@ def _panel(
             )  # fmt: skip
             above = height
     axes.set_title(label, fontsize=10, loc="left")
-    axes.set_xlabel("sequence length; at the ends: times better than naive", fontsize=9, color=FAINT)
+    axes.set_xlabel(f"sequence length; at the ends: {compared}", fontsize=9, color=FAINT)
     style(axes)
     axes.margins(x=0.12)

@@ -23,7 +23,7 @@ def title(results: Results) -> str:
 def render(results: Results) -> RenderableType:
     """The table, and below it what was not measured and why."""
     table = Table(title=title(results), title_justify="left")
-    for name in ("seqlen", "module", "ms", "faster than naive", "memory", "less than naive", "error"):
+    for name in ("seqlen", "module", "ms", "speed vs naive", "memory", "memory reduction", "error"):
         table.add_column(name, justify="left" if name == "module" else "right")
     for seqlen in results.lengths():
         for row in [row for row in results.rows if row.seqlen == seqlen]:

@@ -7,6 +7,8 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tileattn.bench.results import made, read
+
 FORMAT = "modules-1"
 NAIVE = "naive"
 
@@ -100,3 +102,20 @@ def save(results: Results, path: Path) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(json.dumps({"format": FORMAT, **asdict(results)}, indent=1) + "\n")
     draft.replace(path)
+
+
+def load(path: Path) -> Results:
+    """Reads a result file; raises `ValueError` if the file is not one."""
+    content = read(path)
+    if (found := content.pop("format", None)) != FORMAT:
+        raise ValueError(f"{path} is not a result file of format {FORMAT!r}: it has format {found!r}")
+    try:
+        results: Results = made(Results, {**content, "shape": made(Shape, content.get("shape"), "shape")}, "it")
+        results.rows = [made(Row, given, f"rows[{i}]") for i, given in enumerate(results.rows)]
+        results.missing = [made(Missing, given, f"missing[{i}]") for i, given in enumerate(results.missing)]
+        for i, row in enumerate(results.rows):
+            if not (row.ms > 0 and row.peak_bytes > 0 and row.seqlen > 0):
+                raise ValueError(f"rows[{i}] has ms, peak_bytes or seqlen that is not above 0: {row}")
+    except ValueError as error:
+        raise ValueError(f"{path} is not a result file of the suite modules: {error}") from error
+    return results
