@@ -24,7 +24,7 @@ import make_page
 import torch
 from make_page import LABELS, OWN, RESULTS, ROOT
 
-from tileattn import Causal, Documents, SlidingWindow, viz
+from tileattn import Causal, Documents, Mask, SlidingWindow, viz
 from tileattn.bench import plot_ladder, plot_memory
 from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.decode import plot as decode_plot
@@ -197,6 +197,13 @@ def of_tutorial() -> dict[Path, Callable[[], Figure]]:
     return {DOCS / "figures" / f"{draw.__name__.replace('_', '-')}.png": draw for draw in figures}
 
 
+def _tiles(mask: Mask) -> Figure:
+    """A map of tiles, small enough for two beside each other."""
+    figure = viz.draw_tiles(viz.tile_map(mask, 1024, 1024, 128, 64))
+    figure.set_size_inches(4.2, 4.8)
+    return figure
+
+
 # Of an H200: (name, size, what it holds).
 MEMORIES = (
     ("registers", "256 KB per multiprocessor, 33 MB in all", "each thread's own variables"),
@@ -232,19 +239,19 @@ def _box(x: float, y: float, width: float, height: float, colour: str) -> Patch:
 
 def tiles_causal() -> Figure:
     """Which tiles a causal kernel visits."""
-    return viz.draw_tiles(viz.tile_map(Causal(), 1024, 1024, 128, 64))
+    return _tiles(Causal())
 
 
 def tiles_window() -> Figure:
     """Which tiles a kernel visits under a sliding window."""
-    return viz.draw_tiles(viz.tile_map(SlidingWindow(300, 0), 1024, 1024, 128, 64))
+    return _tiles(SlidingWindow(300, 0))
 
 
 def tiles_documents() -> Figure:
     """Which tiles a kernel visits under documents of different lengths."""
     lengths = torch.tensor([300, 150, 450, 124])
     ids = torch.arange(4, dtype=torch.int32).repeat_interleave(lengths)
-    return viz.draw_tiles(viz.tile_map(Causal() & Documents(ids), 1024, 1024, 128, 64))
+    return _tiles(Causal() & Documents(ids))
 
 
 def softmax() -> Figure:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a test imports this file, too
+import api
 import include
 import support
 
@@ -20,7 +21,7 @@ def filled(markdown: str, where: str) -> str:
         markdown: of the page, filled or not.
         where: the page's path below docs/.
     """
-    text = include.expand(include.unfilled(markdown), where, numbers=False)
+    text = api.filled(api.unfilled(include.expand(include.unfilled(markdown), where, numbers=False)))
     if support.MACRO in text:
         table = f"<!-- support -->\n\n{support.matrix()}\n\n<!-- end of support -->"
         text = text.replace(support.MACRO, table)

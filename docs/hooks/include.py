@@ -33,6 +33,8 @@ FILLED = re.compile(
     r"^<!-- (?P<macro>(?P<kind>source|docstring|support)\b[^\n]*) -->\n.*?^<!-- end of (?P=kind) -->$",
     re.MULTILINE | re.DOTALL,
 )
+COLUMN = 88  # letters of a line that fits the site's column at 1280 pixels
+TABLE = re.compile(r"\S {2,}\S")
 # What looks like a macro and is none is a mistake.
 LOOSE = re.compile(r"^.*\{\{ ?(?:source|docstring)\b.*$", re.MULTILINE)
 
@@ -82,10 +84,35 @@ def _block(kind: str, file: str, name: str | None, start: str | None, end: str |
         text = ast.get_docstring(ast.parse((PACKAGE / file).read_text()))
         if text is None:
             raise LookupError("the file has no docstring")
+        text = narrow(text) if numbers else text
         return f"From [`{file}`]({up}src/tileattn/{file}):\n\n```text\n{text}\n```"
     lines, first = source(file, name, start, end)
     anchor, options = (f"#L{first}", f' linenums="{first}"') if numbers else ("", "")
     return f"From [`{file}`]({up}src/tileattn/{file}{anchor}):\n\n```python{options}\n{lines}\n```"
+
+
+def narrow(docstring: str) -> str:
+    """A docstring with its prose in lines that fit the site's column; formulas and tables stay as they are."""
+    lines = docstring.splitlines()
+    parts: list[list[str]] = []
+    for line in lines:
+        before = parts[-1][-1] if parts else ""
+        indent = re.match(r" *(?:- )?", before)[0]  # type: ignore[index]
+        # A line of prose goes on where the one before was full, and stands below its text.
+        goes_on = len(before) > COLUMN and re.match(rf" {{{len(indent)}}}[^\s-]", line)
+        if goes_on and not TABLE.search(line.strip()):
+            parts[-1].append(line)
+        else:
+            parts.append([line])
+    return "\n".join(map(_paragraph, parts))
+
+
+def _paragraph(lines: list[str]) -> str:
+    indent = re.match(r" *(?:- )?", lines[0])[0]  # type: ignore[index]
+    text = " ".join(line.strip() for line in lines).removeprefix(indent.strip()).strip()
+    if TABLE.search(text) or len(lines[0]) <= COLUMN:
+        return "\n".join(lines)
+    return textwrap.fill(text, COLUMN, initial_indent=indent, subsequent_indent=" " * len(indent))
 
 
 def source(file: str, name: str | None = None, start: str | None = None, end: str | None = None) -> tuple[str, int]:

@@ -19,10 +19,12 @@ LINK = re.compile(r"(?<!!)\[(?P<text>[^\]\n]+(?:\n[^\]\n]+)?)\]\((?P<target>\.\.
 PATH = re.compile(r"(?<!\[)`(?P<path>[\w./-]+/[\w.-]+\.(?:py|cu|cuh|h))`(?!\])")
 IMAGE = re.compile(r'<img src="(?P<target>[^"]+)" alt="(?P<alt>[^"]*)" width="(?P<width>\d+)">')
 MACRO = re.compile(r"^\{\{ (?:source|docstring) (?P<file>\S+)", re.MULTILINE)
+LISTED = re.compile(r"^<!-- api .*?^<!-- end of api -->$", re.MULTILINE | re.DOTALL)  # for a code host: api.py
 CODE = re.compile(r"(^```.*?^```$|^#[^\n]*$)", re.MULTILINE | re.DOTALL)
 ROLE = re.compile(r":(?:func|class|mod|meth|data|attr):(<code>)~?")
 LANGUAGES = {".py": "python", ".cu": "cuda", ".cuh": "cuda", ".h": "cpp", ".md": "markdown", ".toml": "toml"}
 PICTURE = re.compile(r'<img alt="[^"]*" src="(?P<source>[^"]+)\.png"[^>]*>')
+HEADING = re.compile(r"(?<=>)[^<>]+(?=</th>)")
 LINE = re.compile(r'id="(__codelineno-[\d-]+)"')
 SHOWN = "source/"  # the folder of the site with the files
 
@@ -33,7 +35,7 @@ def on_files(files: Any, *, config: Any, **_: Any) -> Any:
 
     wanted: set[Path] = set()
     for file in files.documentation_pages():
-        wanted |= set(leads_to(file.content_string, DOCS / file.src_uri))
+        wanted |= set(leads_to(LISTED.sub("", file.content_string), DOCS / file.src_uri))
     for folder in [path for path in wanted if path.is_dir()]:
         wanted |= {path for path in folder.iterdir() if path.is_file()}
     for path in sorted(wanted):
@@ -55,6 +57,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 def on_page_content(html: str, *, page: Any, **_: Any) -> str:
     """mkdocs' hook: docstrings name functions as Sphinx would read them; a picture stands there for each theme."""
     page.present_anchor_ids |= set(LINE.findall(html))  # mkdocs itself does not see the anchors of lines of code
+    # A name such as FlashAttention may break in the heading of a table, which is then less wide.
+    html = HEADING.sub(lambda match: re.sub(r"(?<=[a-z]{4})(?=[A-Z])", "<wbr>", match[0]), html)
     return PICTURE.sub(_in_both_themes, ROLE.sub(r"\1", html))
 
 

@@ -73,8 +73,8 @@ def test_a_page_shows_what_options_cost() -> None:
 def test_the_picture_has_a_panel_for_each_kind_of_cache_and_heads() -> None:
     figure = plot.draw(made_results())
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
-        "32 query heads, 8 KV heads, pages of 16",
-        "32 query heads, 8 KV heads, contiguous caches",
+        "32 query heads, 8 KV heads,\npages of 16",
+        "32 query heads, 8 KV heads,\ncontiguous caches",
     ]
     paged = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].get_lines()}
     assert paged["tileattn"] == [pytest.approx(524.288), pytest.approx(4294.967296)]

@@ -46,7 +46,7 @@ def hook(name: str) -> ModuleType:
     return module
 
 
-include, links, nav, support, fill = map(hook, ("include", "links", "nav", "support", "fill"))
+api, include, links, nav, support, fill = map(hook, ("api", "include", "links", "nav", "support", "fill"))
 
 
 # --- Code that is included ---
@@ -59,6 +59,18 @@ def test_every_inclusion_resolves(page: Path) -> None:
     assert expanded.count("```") - text.count("```") == 2 * len(include.MACRO.findall(text))
     assert "{{ source" not in expanded
     assert "{{ docstring" not in expanded
+
+
+def test_docstrings_fit_the_column_of_the_site() -> None:
+    """Only line breaks change, and lines with columns, or of formulas, stay."""
+    macros = [m for page in PAGES for m in include.MACRO.finditer(include.unfilled(page.read_text()))]
+    for file in {m["file"] for m in macros if m["kind"] == "docstring"}:
+        text = ast.get_docstring(ast.parse((include.PACKAGE / file).read_text()))
+        narrow = include.narrow(text)
+        assert narrow.split() == text.split()
+        kept = {line for line in narrow.splitlines() if len(line) > include.COLUMN}
+        assert kept <= set(text.splitlines())
+        assert all(include.TABLE.search(line.strip()) or line.startswith("  ") for line in kept), kept
 
 
 def test_the_tutorial_includes_the_kernels() -> None:
@@ -159,13 +171,27 @@ def test_filling_twice_changes_nothing_and_follows_the_code() -> None:
 
 def api_names() -> set[str]:
     """What the page names: identifiers of their own, and members of modules."""
-    text = (DOCS / "api.md").read_text()
+    text = api.unfilled((DOCS / "api.md").read_text())
     members = ", ".join(re.findall(r"members: \[([^\]]+)\]", text))
     return {*re.findall(r"^::: tileattn\.(\w+)$", text, re.MULTILINE), *members.split(", ")}
 
 
 def test_every_public_name_is_on_the_api_page() -> None:
     assert not set(tileattn.__all__) - api_names()
+
+
+def test_the_api_page_lists_every_public_name_for_a_code_host() -> None:
+    """The lists are fresh: a test of all filled pages. On the site mkdocstrings finds its directives."""
+    text = (DOCS / "api.md").read_text()
+    listed = set(re.findall(r"^- \[`(\w+)`\]\(\.\./src/tileattn/", text, re.MULTILINE))
+    assert not set(tileattn.__all__) - listed - {"nn", "masks", "scores", "math"}
+    assert "::: " not in text
+    directives = "## A\n\n::: tileattn.Causal\n    options: { members: [] }\n\n::: tileattn.decode\n"
+    page = api.filled(directives)
+    assert "- [`Causal`](../src/tileattn/variant/masks.py): A query sees the keys up to its own position.\n" in page
+    assert api.unfilled(page) == directives
+    with pytest.raises(ImportError, match="no_such_name"):
+        api.filled("::: tileattn.no_such_name")
 
 
 def test_no_function_of_the_api_page_has_the_name_of_a_submodule() -> None:

@@ -46,6 +46,8 @@ return faint;
 WRONG = """
 const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
 const code = [...document.querySelectorAll('pre code')].filter(e => e.scrollWidth > e.clientWidth);
+const tables = [...document.querySelectorAll('.md-typeset__scrollwrap')].filter(e => e.scrollWidth > e.clientWidth);
+const scrolling = window.innerWidth >= 1280 ? tables.length : 0;  // on a telephone wide tables scroll in their frame
 const dead = [...document.images].filter(e => !e.complete || e.naturalWidth === 0).map(e => e.src);
 const style = (e, ...kind) => getComputedStyle(e, ...kind);
 const covered = [...document.querySelectorAll('pre code > span')].filter(line => {
@@ -54,6 +56,7 @@ const covered = [...document.querySelectorAll('pre code > span')].filter(line =>
         < parseFloat(style(number, '::before').width);
 });
 return [wide > 0 && `${wide} px too wide`, code.length > 0 && `${code.length} blocks of code do not fit`,
+        scrolling > 0 && `${scrolling} tables do not fit`,
         covered.length > 0 && `${covered.length} line numbers lie over code`,
         dead.length > 0 && `images that do not load: ${dead}`].filter(Boolean);
 """

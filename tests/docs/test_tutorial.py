@@ -22,6 +22,7 @@ from tests.tools import ROOT
 
 TUTORIAL = ROOT / "docs/tutorial"
 RESULTS = ROOT / "benchmarks/results"
+PAGES = sorted(path.stem for path in TUTORIAL.glob("*.md") if path.stem not in ("index", "glossary"))
 EXAMPLE = ROOT / "examples/causal_kernel.py"
 VARIANTS = ROOT / "examples/variant_kernel.py"
 
@@ -70,9 +71,48 @@ def test_a_page_runs_and_prints_what_it_says(page: str, also: list[str]) -> None
 
 
 def test_each_page_has_a_task_and_its_answer() -> None:
-    for page in ("memory", "softmax", "tiles", "kernel", "steps", "forward", "variants", "decoding"):
-        task = text_of(page).partition("\n## Task\n")[2]
-        assert task.index('<details markdown="1"><summary>Answer</summary>') < task.index("</details>"), page
+    assert len(PAGES) == 10
+    for page in PAGES:
+        task = text_of(page).partition("\n## Task")[2]
+        answer = re.search(r'<details markdown="1">\s*<summary>Answers?</summary>(.*)</details>', task, re.DOTALL)
+        assert answer is not None, page
+        assert answer[1].strip(), page
+
+
+TERMS = {  # of the glossary, and their anchors
+    r"warps?": "warp",
+    r"warpgroups?": "warpgroup",
+    r"banks?": "bank",
+    r"swizzl(?:ed?|es|ing)": "swizzle",
+    r"wgmma": "wgmma",
+    r"mbarriers?": "mbarrier",
+    r"TMA": "tma",
+    r"occupancy": "occupancy",
+    r"tensor\s+cores?": "tensor-core",
+    r"shared\s+memory": "shared-memory",
+    r"global\s+memory": "global-memory",
+    r"registers?": "register",
+    r"multiprocessors?": "multiprocessor",
+    r"fragments?": "fragment",
+    r"barriers?": "barrier",
+    r"producers?": "producer",
+    r"consumers?": "consumer",
+    r"TFLOPS": "tflops",
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_first_use_of_a_term_leads_to_the_glossary(page: str) -> None:
+    prose = re.sub(r"^```.*?^```$|^[#|<].*?$|`[^`]*`", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    anchors = re.findall(r'<a id="([\w-]+)"></a>', text_of("glossary"))
+    for term, anchor in TERMS.items():
+        assert anchors.count(anchor) == 1
+        first = re.search(rf"(?<![\w/#-])(?:{term})(?![\w-])(?!\.md)", prose, re.IGNORECASE if anchor != "tma" else 0)
+        if first is not None:
+            after = prose[first.end() :]
+            assert re.match(rf"[^\[\]]*\]\((?:glossary\.md#{anchor}|(?!glossary)[^)]*)\)", after), (
+                f"{page}: the first {first[0]!r} is no link to glossary.md#{anchor}: ...{after[:40]!r}"
+            )
 
 
 # --- Figures ---

@@ -100,6 +100,21 @@ def test_chunks_change_nothing(causal: bool, chunk_size: int) -> None:
         close(chunked(x, attn_mask=mask)[0], whole(x, attn_mask=mask)[0])
 
 
+@pytest.mark.slow  # three times through the tracer
+def test_the_loops_under_torch_compile() -> None:
+    module, x, mask = FlashAttentionV2(EMBED, HEADS, causal=True), torch.randn(1, 9, EMBED), torch.rand(9, 9) > 0.5
+    expected, _ = module(x, attn_mask=mask)
+    whole = torch.compile(module, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="attn_mask are not traced: leave fullgraph=True out"):
+        whole(x, attn_mask=mask)
+    with torch.no_grad():
+        torch.testing.assert_close(whole(x, attn_mask=mask)[0], expected, rtol=0, atol=0)
+    broken, _ = torch.compile(module, backend="eager")(x, attn_mask=mask)
+    torch.testing.assert_close(broken, expected, rtol=0, atol=0)
+    broken.sum().backward()
+    assert module.qkv_proj.weight.grad is not None
+
+
 def test_chunks_save_memory() -> None:
     def peak(chunk_size: int | None) -> int:
         module, x = MaskedAttention(16, 1, chunk_size=chunk_size), torch.randn(1, 1024, 16)
@@ -138,6 +153,22 @@ def test_memory_usage_of_every_module() -> None:
     assert tiles == 2 * 8 * 64 * 64 * 4
 
 
+def test_memory_usage_by_the_names_of_flashtile() -> None:
+    module = GroupedQueryAttention(EMBED, HEADS, 2)
+    usage = module.get_memory_usage(batch_size=2, seq_len=64)
+    assert usage == module.get_memory_usage(2, 64)
+    assert (usage[0], usage["qkv_mb"], usage["total_gb"]) == (usage.qkv, usage.qkv / 1e6, usage.total / 1e9)
+    assert (usage["output_mb"], usage["kv_savings_ratio"], usage["complexity"]) == (usage.o / 1e6, 2, "O(N)")
+    assert NaiveAttention(EMBED, HEADS).get_memory_usage(2, 64)["complexity"] == "O(N²)"
+    assert usage["comparison_with_naive"] == {"naive_mb": usage.naive / 1e6, "reduction_ratio": usage.reduction}
+    assert "statistics_mb" in usage
+    assert "mask_mb" not in usage  # no module has such a matrix
+    assert usage.lse in usage
+    assert dict(usage)["block_attention_mb"] == usage.tiles / 1e6
+    with pytest.raises(KeyError, match="'mask_mb' is not a figure of memory; accepted: qkv_mb, qkv_gb"):
+        usage["mask_mb"]
+
+
 def test_names_are_folded_and_arguments_may_be_left_out() -> None:
     assert isinstance(get_attention("Flash-V2", EMBED, HEADS), FlashAttentionV2)
     assert isinstance(get_attention("GROUPED query", EMBED, HEADS), GroupedQueryAttention)
@@ -170,6 +201,8 @@ def test_projections_are_joined_and_split_inside_a_model() -> None:
         (lambda x: MaskedAttention(32, 4)(x, attn_mask=torch.zeros(8, 8, device="meta")), ValueError, "device cpu"),
         (lambda x: MaskedAttention(32, 4, chunk_size=0), ValueError, "chunk_size must be a positive int, got 0"),
         (lambda x: get_attention("naive", 32, 4, chunk_size=8), TypeError, "'naive' takes no chunk_size, got 8"),
+        (lambda x: NaiveAttention(32, 4).get_memory_usage(1, 8, seq_len=8), TypeError, "seqlen and seq_len are the"),
+        (lambda x: NaiveAttention(32, 4).get_memory_usage(seq_len=8), TypeError, "batch must be .*, got None"),
         (lambda x: create_causal_mask(-1), ValueError, "seqlen must be an int of at least 0, got -1"),
         (lambda x: create_padding_mask(torch.ones(2), 4), TypeError, "lengths must be an int tensor, got torch.float"),
         (lambda x: create_padding_mask(torch.ones(2, 2).int(), 4), ValueError, r"lengths must have shape \(batch,\)"),

@@ -238,7 +238,7 @@ def heading_of(figure: Figure) -> str:
 
 
 def test_one_token_is_singular() -> None:
-    assert "1 query, 1 key; tiles of" in heading_of(viz.draw_tiles(viz.tile_map(None, 1, 1)))
+    assert "1 query, 1 key\ntiles of" in heading_of(viz.draw_tiles(viz.tile_map(None, 1, 1)))
     assert "1 query, 2 keys; grey" in heading_of(viz.draw_weights(torch.rand(1, 1, 1, 2)))
     assert "1 key in tiles of 1; the maximum grows 0 times" in heading_of(
         viz.draw_softmax(torch.zeros(1), torch.ones(1, 1), 1)

@@ -44,9 +44,10 @@ def scaled_dot_product_attention(
         query: (..., heads, L, E), with at least 2 dimensions. Dtypes as for :func:`tileattn.attention`.
         key: (..., heads, S, E). The leading dimensions of query, key and value, heads included, broadcast.
         value: (..., heads, S, Ev).
-        attn_mask: tensor that broadcasts to (..., heads, L, S). A boolean mask is True where a query sees a key. A
-            floating-point mask, in float32 or query's dtype, is added to the scores and is differentiable; it is
-            fastest on sm_90a if its rows begin at multiples of 16 bytes. A query that sees no key gives 0. A
+        attn_mask: tensor that broadcasts to (..., heads, L, S). A boolean mask is True where a query sees a key;
+            the modules of :mod:`tileattn.nn` take the opposite, True where it is hidden. A floating-point mask, in
+            float32 or query's dtype, is added to the scores and is differentiable; it is fastest on sm_90a if its rows
+            begin at multiples of 16 bytes. A query that sees no key gives 0. A
             ``torch.nn.attention.bias.CausalBias`` for L and S is accepted too; it is aligned top-left or bottom-right,
             as its variant says.
         dropout_p: the probability with which each softmax weight is dropped, in every call where it is not 0.

@@ -13,8 +13,9 @@
 | :class:`MaskedAttention` | masked | any mask of tileattn or a function; without a mask, multi-head attention |
 | :class:`TritonFlashAttention` | triton | FlashAttention-2 by Triton kernels, on GPUs |
 
-All take a mask tensor, ``module(x, attn_mask=mask)``: True where a key is hidden, or numbers that are added to the
-scores. :func:`create_padding_mask` and :func:`create_causal_mask` make such masks.
+All take a mask tensor, ``module(x, attn_mask=mask)``: True where a key is hidden (PyTorch's
+``scaled_dot_product_attention`` has it the other way round), or numbers that are added to the scores.
+:func:`create_padding_mask` and :func:`create_causal_mask` make such masks.
 
 The last five run :func:`tileattn.attention`, so on a GPU they run its kernels. They generate with a
 :class:`tileattn.PagedKVCache`: ``module(x, cache=step.layer(i))``, see :meth:`SelfAttention.forward`.

@@ -67,7 +67,8 @@ def create_padding_mask(lengths: Tensor, max_len: int, device: torch.device | st
         device: of the mask; None: that of lengths.
 
     Returns:
-        bool (batch, 1, 1, max_len), True from each sequence's length on.
+        bool (batch, 1, 1, max_len), True from each sequence's length on: where a key is hidden. Functions in which True
+        is a key that is seen, such as ``scaled_dot_product_attention``, take ``~mask``.
 
     Raises:
         TypeError, ValueError: lengths is not an int tensor with one dimension, or max_len not an int of at least 0.
@@ -83,6 +84,8 @@ def create_padding_mask(lengths: Tensor, max_len: int, device: torch.device | st
 
 def create_causal_mask(seqlen: int, device: torch.device | str | None = None) -> Tensor:
     """A boolean `attn_mask` that hides later positions: (seqlen, seqlen), True above the diagonal.
+
+    ``scaled_dot_product_attention``, in which True is a key that is seen, takes ``~mask``.
 
     Raises:
         TypeError, ValueError: seqlen is not an int of at least 0.

@@ -200,7 +200,15 @@ class SelfAttention(nn.Module):
             shown.append("causal=True")
         return ", ".join(shown)
 
-    def get_memory_usage(self, batch: int, seqlen: int, dtype: torch.dtype | None = None) -> MemoryUsage:
+    def get_memory_usage(
+        self,
+        batch: int | None = None,
+        seqlen: int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        batch_size: int | None = None,
+        seq_len: int | None = None,
+    ) -> MemoryUsage:
         """The bytes of attention by its formulas: what is kept for the backward pass, and the layer's KV cache.
 
         The projections are not counted, nor what `forward` frees again; :func:`tileattn.profile` measures both.
@@ -209,11 +217,15 @@ class SelfAttention(nn.Module):
             batch: sequences, 1 or more.
             seqlen: positions in each, 1 or more.
             dtype: of q, k and v; None: the parameters' dtype.
+            batch_size: another name of batch, FlashTile's.
+            seq_len: another name of seqlen, FlashTile's.
 
         Raises:
-            TypeError, ValueError: batch or seqlen is not a positive int, or dtype is not a torch.dtype.
+            TypeError, ValueError: batch or seqlen is given twice or not at all, or is not a positive int, or dtype is
+                not a torch.dtype.
         """
-        batch, seqlen = check_positive("batch", batch), check_positive("seqlen", seqlen)
+        batch = check_positive("batch", _once("batch", batch, "batch_size", batch_size))
+        seqlen = check_positive("seqlen", _once("seqlen", seqlen, "seq_len", seq_len))
         dtype = self.out_proj.weight.dtype if dtype is None else dtype
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
@@ -319,6 +331,13 @@ def check_positive(name: str, value: Any) -> int:
     if value < 1:
         raise ValueError(f"{name} must be a positive int, got {value}")
     return value
+
+
+def _once(name: str, value: int | None, other_name: str, other: int | None) -> int | None:
+    """The argument that has two names."""
+    if value is not None and other is not None:
+        raise TypeError(f"{name} and {other_name} are the same: give one, got {value!r} and {other!r}")
+    return other if value is None else value
 
 
 def _checked_dropout(dropout: Any) -> float:

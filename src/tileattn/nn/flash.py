@@ -23,6 +23,12 @@ from ..variant.masks import Mask
 from ..variant.scores import Bias
 from .base import SelfAttention, check_positive
 
+# torch.compile raises with this text under `fullgraph=True`; otherwise it leaves the loop uncompiled.
+_NOT_TRACED = (
+    "the gradients of FlashAttentionV1 and V2 with attn_mask are not traced: leave fullgraph=True out, compute without "
+    "gradients, or take MaskedAttention"
+)
+
 
 class _Loop(Protocol):
     """A forward pass of :mod:`tileattn.reference.tiled`."""
@@ -132,6 +138,8 @@ class _FlashAttention(SelfAttention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        if bias is not None and torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
+            torch._dynamo.graph_break(msg=_NOT_TRACED)
         o: Tensor = _TiledAttention.apply(q, k, v, bias, mask, self.dropout_p, self.loop, self.block_size)
         return o, None
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+# Names that `MemoryUsage[...]` takes beside its fields, without the unit at their end.
+OTHER_NAMES = {"output": "o", "attention_matrix": "weights", "statistics": "lse", "block_attention": "tiles"}
+UNITS = {"_mb": 1e6, "_gb": 1e9}
 
 
 class KVCacheSize(NamedTuple):
@@ -29,6 +33,10 @@ class MemoryUsage(NamedTuple):
     tiles: of a tile of scores, where a loop in Python has it in memory. Kernels have it on the chip.
     naive: what :class:`NaiveAttention` of the same shape needs in all.
     kv_cache: of the layer's cache during generation. It is not part of `total`.
+
+    The keys of FlashTile's dict that have a meaning here are read by name, ``usage["total_mb"]``: any of the above,
+    `total` too, with ``_mb`` (10^6 bytes) or ``_gb``; ``output``, ``attention_matrix``, ``statistics`` and
+    ``block_attention`` for o, weights, lse and tiles; ``complexity``; ``kv_savings_ratio``; ``comparison_with_naive``.
     """
 
     qkv: int
@@ -48,3 +56,29 @@ class MemoryUsage(NamedTuple):
     def reduction(self) -> float:
         """The factor by which this module needs less than :class:`NaiveAttention`."""
         return self.naive / self.total
+
+    def __getitem__(self, key: Any) -> Any:
+        """A field by its place, or a figure by its name in FlashTile; KeyError names those that exist."""
+        if not isinstance(key, str):
+            return tuple.__getitem__(self, key)
+        named = self._named()
+        if key not in named:
+            raise KeyError(f"{key!r} is not a figure of memory; accepted: {', '.join(named)}")
+        return named[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._named() if isinstance(key, str) else tuple.__contains__(self, key)
+
+    def keys(self) -> list[str]:
+        """The names that ``usage[name]`` takes; so ``dict(usage)`` is a dict of them."""
+        return list(self._named())
+
+    def _named(self) -> dict[str, Any]:
+        byte_counts = {name: getattr(self, name) for name in ("qkv", "o", "weights", "lse", "tiles", "naive", "total")}
+        byte_counts |= {name: byte_counts[own] for name, own in OTHER_NAMES.items()}
+        return {
+            **{name + unit: count / size for name, count in byte_counts.items() for unit, size in UNITS.items()},
+            "complexity": "O(N²)" if self.weights else "O(N)",
+            "kv_savings_ratio": self.kv_cache.reduction,
+            "comparison_with_naive": {"naive_mb": self.naive / 1e6, "reduction_ratio": self.reduction},
+        }

@@ -221,8 +221,8 @@ def draw_tiles(tiles: TileMap, title: str | None = None) -> Figure:
     fill_tiles(figure.add_subplot(), tiles)
     visited = 1 - tiles.share(Tile.SKIPPED)
     lengths = f"{counted(tiles.seqlen_q, 'query', 'queries')}, {counted(tiles.seqlen_k, 'key')}"
-    sizes = f"{lengths}; tiles of {tiles.block_M} x {tiles.block_N}"
-    heading(figure, title or tiles.name, f"{sizes}; {visited:.0%} visited")
+    sizes = f"tiles of {tiles.block_M} x {tiles.block_N}; {visited:.0%} visited"
+    heading(figure, title or tiles.name, f"{lengths}\n{sizes}")
     from matplotlib.patches import Patch
 
     figure.legend(

@@ -8,7 +8,7 @@
 
 #define shared_memory shared_memory_array  // the sources have these names, too
 #define SHARED_BYTES ALL_SHARED_BYTES
-#include "../emulator.h"
+#include "../../../src/tileattn/testing/emulator/emulator.h"
 #undef shared_memory
 #undef SHARED_BYTES
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tileattn.bench.modules.report import title
 from tileattn.bench.modules.results import NAIVE, Results, Row
-from tileattn.bench.plot import FAINT, INK, colours_of, length_label, literal, style
+from tileattn.bench.plot import FAINT, colours_of, length_label, literal, style
 from tileattn.measure.units import human_bytes
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _panel(
             height = max(value_of[end], above * (high / low) ** CLOSEST)
             axes.annotate(
                 f"{factor:.3g}x", (end.seqlen, height), xytext=(7, 0), textcoords="offset points", va="center",
-                fontsize=8, color=INK,
+                fontsize=8, color=colours[end.module],
             )  # fmt: skip
             above = height
     axes.set_title(label, fontsize=10, loc="left")
