@@ -17,6 +17,7 @@ from tileattn.bench.baselines.base import OWN, is_own
 from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.compare import Standing, best_baseline_ms, compare, standings
 from tileattn.bench.cost import costs
+from tileattn.bench.modules import results as module_results
 from tileattn.bench.plot import LABELS, by_length
 from tileattn.bench.report import grouped
 from tileattn.bench.results import Results, Row
@@ -36,6 +37,11 @@ SOURCES: dict[str, str | None] = {
     "memory-fwdbwd": "memory/memory-fwdbwd-h200.json",
     "varlen": "packed/varlen-h200.json",
     "varlen-bwd": "packed/varlen-bwd-h200.json",
+    # Of benchmarks/published_rows.py.
+    "tilelang-full": None,
+    "tilelang-causal": None,
+    "tilelang-4096x8192-full": None,
+    "tilelang-4096x8192-causal": None,
     "triton-d64": "triton/fwd-d64-causal-fp16-h200.json",
     "triton-full-d64": "triton/fwd-d64-full-fp16-h200.json",
     "triton-d128": "triton/fwd-d128-causal-fp16-h200.json",
@@ -49,6 +55,8 @@ SOURCES: dict[str, str | None] = {
     "triton-fp32-bwd-d64": "triton/bwd-d64-causal-fp32-h200.json",
     "triton-fp32-bwd-d128": "triton/bwd-d128-causal-fp32-h200.json",
 }
+# The result files of `tileattn bench --suite modules`, which have a format of their own; forward, then training.
+MODULES: tuple[str, ...] = ()
 # Nothing is said of these as long as nothing has been measured.
 OPTIONAL = tuple(key for key in SOURCES if key not in ("fa", "variants", "heads", "fp8"))
 # What a reader should know of a file: shown below its tables. A row that failed stays in its file when it is mended.
@@ -161,7 +169,7 @@ class Source:
 
 def main() -> None:
     """Write the page."""
-    PAGE.write_text(page(load()))
+    PAGE.write_text(page(load(), load_modules()))
 
 
 def load() -> dict[str, Source]:
@@ -169,12 +177,19 @@ def load() -> dict[str, Source]:
     return {key: Source(name, results.load(RESULTS / name)) for key, name in SOURCES.items() if name is not None}
 
 
-def page(sources: Mapping[str, Source]) -> str:
-    """The page in Markdown. sources: by the keys of `SOURCES`."""
+def load_modules() -> dict[str, module_results.Results]:
+    """The result files of `MODULES`, by their names."""
+    return {name: module_results.load(RESULTS / name) for name in MODULES}
+
+
+def page(sources: Mapping[str, Source], modules: Mapping[str, module_results.Results] | None = None) -> str:
+    """The page in Markdown. sources: by the keys of `SOURCES`. modules: by the names of their files."""
     sections = {
         "fa": _plain, "variants": _variants, "heads": _heads, "fp8": _fp8,
         "fa-bwd": _plain, "variants-bwd": _variants, "heads-bwd": _heads, "memory-fwdbwd": _memory,
-        "varlen": _packed, "varlen-bwd": _packed, **{key: _triton for key in SOURCES if key.startswith("triton-")},
+        "varlen": _packed, "varlen-bwd": _packed,
+        **{key: _tilelang for key in SOURCES if key.startswith("tilelang-")},
+        **{key: _triton for key in SOURCES if key.startswith("triton-")},
     }  # fmt: skip
     backward = any(source.results.direction != "fwd" for source in sources.values())
     method = METHOD.format(passes="forward and backward passes are" if backward else "the forward pass is")
@@ -184,6 +199,7 @@ def page(sources: Mapping[str, Source]) -> str:
             parts.append(section(sources[key]))
             if remark := REMARKS.get(sources[key].name):
                 parts.append(f"{remark}\n")
+    parts += [_modules(name, measured) for name, measured in (modules or {}).items()]
     if absent := [f"`{key}`" for key in SOURCES if key not in sources and key not in OPTIONAL]:
         parts.append(f"## Not measured yet\n\nThe suites {' and '.join(absent)}.\n")
     return "\n".join(parts)
@@ -453,6 +469,54 @@ def _packed(source: Source) -> str:
     return _joined([title, _provenance(source), intro, _table([*headings, "error"], table)])
 
 
+# TileLang's own example
+
+
+def _tilelang(source: Source) -> str:
+    """One shape of TileLang's example of FlashAttention."""
+    measured = source.results
+    row = measured.rows[0]
+    title = f"## TileLang's example, {row.seqlen_q} queries, {row.seqlen_k} keys, {row.variant}"
+    intro = (
+        "The shape of TileLang's own FlashAttention (`examples/flash_attention` of tile-ai/tilelang): batch "
+        f"{row.batch}, {row.heads} heads, head dim {row.head_dim}, {row.dtype}."
+    )
+    if row.causal and row.seqlen_q != row.seqlen_k:
+        intro += " Queries are aligned with the last keys, and pairs are counted one by one."
+    table = _speed_table(measured, measured.rows[:: len(measured.backends())])
+    return _joined([title, _provenance(source), intro, table, _notes(measured)])
+
+
+# Modules
+
+
+def _modules(name: str, measured: module_results.Results) -> str:
+    """The modules of tileattn.nn against naive attention, as FlashTile's table has them."""
+    shape = measured.shape
+    intro = (
+        f"[`{name}`](../benchmarks/results/{name}): {measured.gpu}, {shape.dtype}, {measured.date[:10]}, commit "
+        f"`{(measured.commit or 'unknown')[:12]}`. Batch {shape.batch}, embed_dim {shape.embed_dim}, {shape.heads} "
+        f"heads (`gqa`: over {shape.kv_heads}), {'causal' if shape.causal else 'full'}. Times and memory include the "
+        "projections. Ratios are against `naive` at the same length."
+    )
+    table = []
+    for seqlen in measured.lengths():
+        for row in (row for row in measured.rows if row.seqlen == seqlen):
+            ratios = (measured.faster(row), measured.smaller(row))
+            faster, smaller = (MISSING if ratio is None else f"{ratio:.3g}×" for ratio in ratios)
+            cells = [str(seqlen), f"`{row.module}`", f"{row.ms:.3g}", faster, human_bytes(row.peak_bytes), smaller]
+            table.append([*cells, f"{row.error:.1e}"])
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for entry in measured.missing:
+        reasons.setdefault((entry.module, entry.reason), []).append(str(entry.seqlen))
+    missing = [f"- `{module}` at {', '.join(lengths)}: {reason}" for (module, reason), lengths in reasons.items()]
+    headings = ["seqlen", "module", "ms", "speed", "memory", "less memory", "error"]
+    title = f"## Modules of tileattn.nn, {DIRECTIONS[shape.direction]}, {shape.dtype}"
+    notes = "\n".join(["Missing:", "", *missing]) if missing else ""
+    drawn = f"![Time and memory of each module by length](benchmarks/{modules_picture(name).name})"
+    return _joined([title, intro, drawn, _table(headings, table, left=(1,)), notes])
+
+
 # Triton
 
 
@@ -531,6 +595,11 @@ def _joined(parts: Iterable[str]) -> str:
 def picture(direction: str, head_dim: int) -> Path:
     """The path of the picture of a head dim."""
     return PICTURES / f"{DIRECTIONS[direction]}-d{head_dim}.png"
+
+
+def modules_picture(name: str) -> Path:
+    """The path of the picture of a result file of `MODULES`."""
+    return PICTURES / Path(name).with_suffix(".png").name
 
 
 def head_dims(measured: Results) -> list[int]:

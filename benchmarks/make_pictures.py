@@ -29,6 +29,7 @@ from tileattn.bench import plot_ladder, plot_memory
 from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.decode import plot as decode_plot
 from tileattn.bench.decode import results as decode_results
+from tileattn.bench.modules import plot as modules_plot
 from tileattn.bench.plot import COLOURS, FAINT, INK, by_length, legend_columns, style
 from tileattn.bench.results import Results
 from tileattn.measure.ceilings import overall
@@ -76,6 +77,8 @@ def of_benchmarks() -> dict[Path, Callable[[], Figure]]:
         for each in plain
         for head_dim in make_page.head_dims(each)
     }
+    for name, of_modules in make_page.load_modules().items():
+        speeds[make_page.modules_picture(name)] = partial(modules_plot.draw, of_modules)
     return {**speeds, make_page.MEMORY_PICTURE: lambda: plot_memory.draw(sources["memory-fwdbwd"].results)}
 
 

@@ -72,11 +72,11 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 @app.command(help=__doc__)
 def main(
-    batch: Annotated[int, typer.Option("--B", min=1)] = 1,
-    heads: Annotated[int, typer.Option("--H", min=1)] = 8,
-    kv_heads: Annotated[int, typer.Option("--kv-heads", help="0: as many as --H.", min=0)] = 0,
-    seqlen: Annotated[int, typer.Option("--N", min=1)] = 4096,
-    head_dim: Annotated[int, typer.Option("--D", min=1)] = 128,
+    batch: Annotated[int, typer.Option("--batch", "--B", min=1)] = 1,
+    heads: Annotated[int, typer.Option("--heads", "--H", min=1)] = 8,
+    kv_heads: Annotated[int, typer.Option("--kv-heads", "--KV", help="0: as many as --H.", min=0)] = 0,
+    seqlen: Annotated[int, typer.Option("--seqlen", "--N", min=1)] = 4096,
+    head_dim: Annotated[int, typer.Option("--head-dim", "--D", min=1)] = 128,
     causal: Annotated[bool, typer.Option("--causal")] = False,
     dtype: Annotated[str, typer.Option(help="fp16 or bf16.")] = "fp16",
     space: Annotated[str, typer.Option(help="article, example, best (the article's fastest) or all.")] = "article",

@@ -43,17 +43,28 @@ def test_a_system_that_does_not_tell_gives_no_warning(monkeypatch: pytest.Monkey
     assert steadiness.busy_line(CPU) is None
 
 
-@pytest.mark.parametrize(("answer", "share"), [("37\n", 0.37), ("0\n", 0.0), ("[N/A]\n", None)])
-def test_a_gpu_is_asked_by_its_uuid(answer: str, share: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+@pytest.mark.parametrize(
+    ("answers", "share"),
+    [
+        (["37\n", "45\n"], 0.37),
+        (["100\n", "0\n"], 0.0),  # the first second had work of this process, such as the ladder's first values
+        (["37\n", "[N/A]\n"], 0.37),
+        (["0\n"], 0.0),
+        (["[N/A]\n"], None),
+    ],
+)
+def test_a_gpu_is_asked_by_its_uuid(answers: list[str], share: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
 
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
         asked.append(command)
-        return subprocess.CompletedProcess(command, 0, stdout=answer)
+        return subprocess.CompletedProcess(command, 0, stdout=answers[len(asked) - 1])
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="1a-2b"))
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(busy.time, "sleep", lambda seconds: None)
     assert busy.busy_share(torch.device("cuda", 3)) == share
+    assert len(asked) == len(answers)
     assert asked[0][:2] == ["nvidia-smi", "--id=GPU-1a-2b"]
 
 

@@ -13,6 +13,7 @@ from tests.tools import ROOT
 from tests.tools.made_up import made_up
 from tileattn.bench import results
 from tileattn.bench.baselines.base import OWN
+from tileattn.bench.modules import results as module_results
 from tileattn.measure import ceilings
 
 spec = importlib.util.spec_from_file_location("make_page", ROOT / "benchmarks" / "make_page.py")
@@ -27,7 +28,7 @@ CEILINGS = [ceilings.Ceiling("before", 760.0, 4.3), ceilings.Ceiling("after", 74
 
 def test_the_committed_page_is_what_the_script_writes() -> None:
     committed = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert committed == make_page.page(make_page.load()), "run python benchmarks/make_page.py"
+    assert committed == make_page.page(make_page.load(), make_page.load_modules()), "run python benchmarks/make_page.py"
 
 
 def test_pictures_and_links_of_the_page_are_there() -> None:
@@ -51,6 +52,11 @@ def test_a_suite_is_shown_from_a_file_of_its_own(suite: str) -> None:
         kinds = {(row.dtype, row.variant, row.direction, row.head_dim) for row in measured.rows}
         names = {f"triton{words[dtype]}{words[mask]}{words[way]}-d{dim}" for dtype, mask, way, dim in kinds}
         assert names == {suite}
+        return
+    if suite.startswith("tilelang"):
+        kinds = {(row.suite, row.seqlen_q, row.variant) for row in measured.rows}
+        assert kinds == {("custom", 4096, suite.rpartition("-")[2])}
+        assert {row.seqlen_k for row in measured.rows} == {8192 if "8192" in suite else 4096}
         return
     shown, _, direction = suite.partition("-")
     assert {(row.suite, row.direction) for row in measured.rows} == {(shown, direction or "fwd")}
@@ -96,6 +102,24 @@ def test_every_suite_has_its_section() -> None:
     assert re.search(r"^\| 80 \| \d+ \| 96 \| \d+ \| 99% \|$", text, re.M)
     assert re.search(r"^\| 192/128 \| \d+ \| 256 \| \d+ \| 125% \|$", text, re.M)
     assert "Not measured yet" not in text
+
+
+def test_a_published_shape_and_the_modules_have_sections() -> None:
+    measured = made_up("fa", "cuda", OWN, "fa2")
+    measured.rows = [replace(row, seqlen_q=4096) for row in measured.rows if row.case == "D128 causal (2,8192,16)"]
+    shape = module_results.Shape(4, 12, 4, 64, "fp32", "fwd")
+    rows = [module_results.Row(name, 512, ms, 2**20, 1e-6) for name, ms in (("naive", 3.0), ("v2", 2.0))]
+    missing = [module_results.Missing("triton", 512, "no GPU")]
+    of_modules = module_results.Results("NVIDIA H200", {}, "a" * 40, "2026-11-23", "", shape, rows, missing)
+    sources = {"tilelang-4096x8192-causal": make_page.Source("t.json", measured)}
+    text = make_page.page(sources, {"memory/modules-h200.json": of_modules})
+    assert "## TileLang's example, 4096 queries, 8192 keys, causal" in text
+    assert "| D128 causal (2,8192,16) | 550 | 500 | 1.10× |" in text
+    assert "Queries are aligned with the last keys" in text
+    assert "## Modules of tileattn.nn, forward, fp32\n" in text
+    assert "| 512 | `v2` | 2 | 1.5× | 1.0 MiB | 1× | 1.0e-06 |" in text
+    assert "](benchmarks/modules-h200.png)" in text
+    assert "- `triton` at 512: no GPU" in text
 
 
 def test_rows_behind_are_bold_and_what_is_absent_is_said() -> None:

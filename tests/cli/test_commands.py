@@ -280,6 +280,13 @@ def test_plot_draws_a_result_file_again() -> None:
     result = invoke("plot r.json -o again.svg")
     assert result.exit_code == 2
     assert "Invalid value for --output: again.svg exists" in words(result.output)
+    # `bench` has drawn r.png; without a name of its own the second picture takes a new one.
+    drawn = Path("r.png").read_bytes()
+    assert invoke("plot r.json").exit_code == 0
+    (new,) = Path().glob("r-*.png")
+    Path("r.png").unlink()
+    assert invoke("plot r.json").exit_code == 0
+    assert Path("r.png").read_bytes() == new.read_bytes() == drawn
 
 
 @pytest.mark.parametrize("options", ["--json file/r.json", "--plot file/p.png", "--plot file/p.png --json r.json"])
@@ -562,6 +569,8 @@ def test_an_error_is_two_lines_whatever_it_is_about() -> None:
         assert first.startswith(error), line
         assert second == f"Try '{first.partition(':')[0]} --help'."
     assert "Commands" in invoke("viz").output
+    for given in ("-1", "one"):  # also where the message is typer's own
+        assert given in CliRunner().invoke(app, ["ladder", "--seed", given]).output.splitlines()[0]
 
 
 @pytest.mark.parametrize("command", ["tiles --seqlen 1000000000000", "weights --seqlen 64 --head-dim 2000000000"])

@@ -263,6 +263,18 @@ def test_a_users_steps_in_a_browser(tmp_path: Path) -> None:
         until("bars", "Memory of the forward and backward pass")
         driver.save_screenshot(str(folder / "demo-run.png"))
 
+        # On a phone the picture and the bars are one below the other, and nothing is cut off.
+        driver.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+        )
+        ends = (
+            "return [...document.querySelectorAll('#tiles *, #bars *, label')]"
+            ".map(each => each.getBoundingClientRect().right)"
+        )
+        WebDriverWait(driver, 20).until(lambda _: max(driver.execute_script(ends)) <= 390)
+        driver.save_screenshot(str(folder / "demo-phone.png"))
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
         write("mask_function", "open('x')")
         until("message", "This cannot be run. mask function: `open` cannot be called")
         WebDriverWait(driver, 60).until(lambda _: not driver.find_elements(By.CSS_SELECTOR, "#tiles svg"))

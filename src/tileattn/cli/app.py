@@ -76,14 +76,19 @@ def plot(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Picture: .png, .svg or .pdf. Default: RESULT.png.", show_default=False),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Picture: .png, .svg or .pdf. Default: RESULT.png, or a new name beside it.",
+            show_default=False,
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the picture.")] = False,
 ) -> None:
     """Draw the picture of a result file again."""
     from tileattn.cli import run_bench as command
 
-    command.redraw(result, output or result.with_suffix(".png"), force)
+    command.redraw(result, output, force)
 
 
 @app.command(

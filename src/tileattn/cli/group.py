@@ -52,4 +52,7 @@ def _show(error: Any) -> None:
 
 
 def _line(error: Any) -> str:
-    return " ".join(error.format_message().split())
+    """The message on one line, with the given value: pydantic, by which typer reads numbers, leaves it out."""
+    text = " ".join(error.format_message().split())
+    read = getattr(error.__cause__, "errors", None)
+    return f"{text}, got {read()[0]['input']!r}" if callable(read) else text

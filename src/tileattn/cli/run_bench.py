@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib.util import find_spec
+from itertools import chain, count
 from pathlib import Path
 
 import torch
@@ -94,8 +95,11 @@ def bench(
     return STOPPED if stopped else int(own_failed or nothing)
 
 
-def redraw(result: Path, picture: Path, force: bool) -> None:
-    """The code of `tileattn plot`."""
+def redraw(result: Path, output: Path | None, force: bool) -> None:
+    """The code of `tileattn plot`. Without --output: RESULT.png, or a new name where that exists."""
+    picture = output or result.with_suffix(".png")
+    if output is None and picture.exists() and not force:
+        picture = new_picture(result.with_suffix(""))
     check_picture("--output", picture, force)
     try:
         of_modules = results.read(result).get("format") == modules.FORMAT
@@ -175,6 +179,13 @@ def writing(option: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise refuse(option, f"{path} can't be written: {error.strerror or error}") from error
+
+
+def new_picture(invented: Path) -> Path:
+    """A file that does not exist: `invented`, the time of day, .png."""
+    stem = f"{invented.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    names = chain([f"{stem}.png"], (f"{stem}-{number}.png" for number in count(2)))
+    return next(path for path in map(invented.with_name, names) if not path.exists())
 
 
 def check_picture(option: str, picture: Path, force: bool) -> None:

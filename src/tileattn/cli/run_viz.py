@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime
-from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +16,7 @@ from tileattn.bench.baselines.own import mask_of, score_mods_of
 from tileattn.bench.cases import square
 from tileattn.bench.problem import Problem
 from tileattn.cli.choices import VariantOptions, at_least_one, refuse, variant_name
-from tileattn.cli.run_bench import check_picture, writing
+from tileattn.cli.run_bench import check_picture, new_picture, writing
 from tileattn.viz.checks import check_tile_count
 from tileattn.viz.dashboard import draw_dashboard
 from tileattn.viz.lengths import draw_lengths
@@ -162,10 +160,7 @@ def _of_results(
 
 def _picture(output: Path | None, invented: Path, force: bool) -> Path:
     """The file of --output, or a new one: `invented` and the time of day."""
-    if output is None:
-        stem = f"{invented.name}-{datetime.now():%Y%m%d-%H%M%S}"
-        names = chain([f"{stem}.png"], (f"{stem}-{number}.png" for number in count(2)))
-        output = next(path for path in map(invented.with_name, names) if not path.exists())
+    output = output or new_picture(invented)
     check_picture("--output", output, force)
     return output
 

@@ -12,6 +12,8 @@ import torch
 # Of the device's time, used by others, from which a run says so.
 BUSY = 0.1
 LOOK_SECONDS = 0.3
+# Until a busy device is looked at again: longer than what nvidia-smi's figure reaches back.
+AGAIN_SECONDS = 1.2
 STAT = Path("/proc/stat")
 
 
@@ -19,8 +21,19 @@ def busy_share(device: torch.device) -> float | None:
     """The share of the device's time that is used now, 0 to 1. None if this system does not say.
 
     To be called while this process does not use the device itself. A CPU is the cores that this process may run on,
-    watched for `LOOK_SECONDS`. A GPU is what nvidia-smi reports, over its last second at most.
+    watched for `LOOK_SECONDS`. A GPU is what nvidia-smi reports, over its last second at most. That second may hold
+    work that this process, or one before it, has just finished. So a busy device is looked at twice, and the smaller
+    share counts.
     """
+    share = _share(device)
+    if share is None or share < BUSY:
+        return share
+    time.sleep(AGAIN_SECONDS)
+    again = _share(device)
+    return share if again is None else min(share, again)
+
+
+def _share(device: torch.device) -> float | None:
     return _gpu_share(device) if device.type == "cuda" else _cpu_share()
 
 

@@ -54,11 +54,15 @@ NAMES = {
     "split-q+share-qkv+stage2,smem=padded": Choice("shared_qkv", 2, smem="padded"),
     "split-q+tiling-qk": Choice("tiled_d"),
     "tiling-qkv+stage1": Choice("tiled_d", 1),
+    "split-q+share-kv+acc-f32+stage1": Choice("shared_kv", 1),
+    "split-q+share-qkv+swizzle-qk+stage2": Choice("shared_qkv"),
+    "split-q+tiling-qkv+acc-f32+swizzle-qkv+stage1": Choice("tiled_d", 1),
     "tiled_d,tiles=64x64x8x1x128": Choice("tiled_d", tiles=Tiles(64, 64, 8, 1, 128)),
 }
 WRONG = (
     *("splitq", "stages=3", "stages=", "acc=bf16", "smem", "tiles=64x64", "tiles=axbxcxd", "Split_q", "split_q,"),
     *("split-q+split-kv", "share-kv+split-q", "split-q+stage3", "share-kv+stage1,stages=2", "share_kv", "split-q+"),
+    *("share-kv+stage1+stage2", "share-kv+acc-f16", "stage1", "share-kv+swizzle-q,smem=padded", "split-q+o-s2g"),
     *("split_q,split_kv", "stages=1,stages=1", "rung=split_q2", " split_q", "split_q, stages=1"),
 )
 

@@ -28,16 +28,17 @@ def draw(results: Results) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(10.5, 4.8), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
-    time, memory = figure.subplots(1, 2)
+    figure = Figure(figsize=(7.2, 7.4), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    time, memory = figure.subplots(2, 1)
     _panel(time, results, "milliseconds of a call", [row.ms for row in results.rows], results.faster, "speed vs naive")
     peaks = [float(row.peak_bytes) for row in results.rows]
     _panel(memory, results, "peak memory", peaks, results.smaller, "times less than naive")
     time.yaxis.set_major_formatter(lambda ms, _: f"{ms:g}")
     memory.yaxis.set_major_formatter(lambda count, _: human_bytes(count).replace(".0 ", " "))
     handles, labels = time.get_legend_handles_labels()
+    in_two_lines = title(results).replace(": ", ":\n", 1)
     figure.legend(
-        handles, labels, title=title(results), title_fontsize=10, loc="outside upper center", ncols=len(labels),
+        handles, labels, title=in_two_lines, title_fontsize=10, loc="outside upper center", ncols=len(labels),
         frameon=False, fontsize=9,
     )  # fmt: skip
     return literal(figure)

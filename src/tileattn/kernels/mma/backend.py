@@ -20,6 +20,7 @@ from .rungs import (
     LAYOUTS,
     NAME,
     ORIGINAL_NAMES,
+    ORIGINAL_OPTIONS,
     RUNGS,
     STAGES,
     Kernel,
@@ -35,7 +36,7 @@ ACCEPTED = (
     f"{NAME!r} or '{NAME}:RUNG,stages=N,acc=A,smem=L,tiles=T', each part optional, with RUNG one of "
     f"{', '.join(RUNGS)}; N one of {', '.join(map(str, STAGES))}; A one of {', '.join(ACCUMULATIONS)}; L one of "
     f"{', '.join(LAYOUTS)}; T one of the rung's candidates, block_M x block_N x warps x blocks, such as 128x64x4x2. "
-    f"Also the names of flash-attention-mma: {', '.join(ORIGINAL_NAMES)}, and split-q+share-kv+stage2"
+    f"Also the names of flash-attention-mma: {', '.join(ORIGINAL_NAMES)}, and split-q+share-kv+acc-f32+stage2"
 )
 
 
@@ -93,17 +94,18 @@ def parse(options: str) -> Choice:
 def _from_original(options: str) -> str:
     """Options with the rung as flash-attention-mma writes it, "split-q+share-kv+stage1", in our form; others as given.
 
-    Only the names are the original's: what is not named has our defaults.
+    Its tags name stages, float32 accumulation and swizzled tiles. What they do not name has our defaults: `acc=fp16`
+    and `smem=padded` have no tag. It swizzles Q, or Q and K, or all three; ours are swizzled all or none.
     """
     first, comma, rest = options.partition(",")
     tags = first.split("+")
-    stages = [f"stages={tag.removeprefix('stage')}" for tag in tags if tag.startswith("stage")]
-    rungs = [tag for tag in tags if not tag.startswith("stage")]
+    rungs = [tag for tag in tags if tag not in ORIGINAL_OPTIONS]
     if len(rungs) == 2 and rungs[0] == "split-q" and rungs[1] not in ("split-q", "split-kv"):
         del rungs[0]
-    if len(rungs) != 1 or rungs[0] not in ORIGINAL_NAMES or len(stages) > 1:
+    if len(rungs) != 1 or rungs[0] not in ORIGINAL_NAMES:
         return options
-    return ",".join([ORIGINAL_NAMES[rungs[0]], *stages]) + comma + rest
+    named = [ORIGINAL_OPTIONS[tag] for tag in tags if tag in ORIGINAL_OPTIONS]
+    return ",".join([ORIGINAL_NAMES[rungs[0]], *named]) + comma + rest
 
 
 def _parse_one(name: str, value: str) -> str | int | Tiles | None:

@@ -19,6 +19,15 @@ ORIGINAL_NAMES = {
     "tiling-qk": "tiled_d",
     "tiling-qkv": "tiled_d",
 }
+# And what it appends with "+".
+ORIGINAL_OPTIONS = {
+    "stage1": "stages=1",
+    "stage2": "stages=2",
+    "acc-f32": "acc=fp32",
+    "swizzle-q": "smem=swizzle",
+    "swizzle-qk": "smem=swizzle",
+    "swizzle-qkv": "smem=swizzle",
+}
 HEAD_DIMS = (32, 64, 96, 128)
 LARGE_HEAD_DIMS = tuple(range(256, 1025, 128))
 ACCUMULATIONS = ("fp32", "fp16")

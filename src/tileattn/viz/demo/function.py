@@ -140,7 +140,10 @@ class _Reader:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
             return self.read(node.left, depth) ** _exponent(node.right)
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return _OPERATORS[type(node.op)](self.read(node.left, depth), self.read(node.right, depth))
+            left, right = self.read(node.left, depth), self.read(node.right, depth)
+            if isinstance(node.op, (ast.Div, ast.FloorDiv, ast.Mod)) and not isinstance(right, Expr) and right == 0:
+                raise ValueError(f"`{ast.unparse(node)}` divides by zero")
+            return _OPERATORS[type(node.op)](left, right)
         if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
             return _OPERATORS[type(node.op)](self.read(node.operand, depth))
         if isinstance(node, ast.Compare) and all(type(op) in _OPERATORS for op in node.ops):
@@ -159,7 +162,10 @@ class _Reader:
         name, count = node.func.id, FUNCTIONS[node.func.id]
         if node.keywords or len(node.args) != count or any(isinstance(arg, ast.Starred) for arg in node.args):
             raise ValueError(f"{name} takes {count} argument{'s' * (count > 1)} without names")
-        return getattr(functions, name)(*(self.read(arg, depth) for arg in node.args))
+        values = [self.read(arg, depth) for arg in node.args]
+        if name == "where" and dtype_of(values[0]) != "bool":
+            raise ValueError(f"where takes a condition first, such as q > k, got `{ast.unparse(node.args[0])}`")
+        return getattr(functions, name)(*values)
 
     def _refusal(self, node: ast.AST) -> str:
         kind = type(getattr(node, "op", node))

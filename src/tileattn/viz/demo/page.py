@@ -105,15 +105,18 @@ def page(device: torch.device) -> gradio.Blocks:
     with gr.Blocks(title="tileattn", analytics_enabled=False) as blocks:
         gr.Markdown(INTRODUCTION + f"\nThis machine: {environment.device_name(device)}.")
         with gr.Row():
-            with gr.Column(scale=2, min_width=340):
+            with gr.Column(scale=2, min_width=320):
                 start = gr.Radio(list(form.STARTS), label="start from", value="multi-head", elem_id="start")
                 fields = _fields(gr, usual, form.OFFERED[device.type])
-            with gr.Column(scale=3, min_width=420):
+            with gr.Column(scale=3, min_width=320):
                 run = gr.Button("Run", variant="primary", elem_id="run")
                 message = gr.Markdown(first.message, elem_id="message")
                 with gr.Row():
-                    tiles = gr.HTML(first.tiles, elem_id="tiles", min_height=60)
-                    bars = gr.HTML(first.bars, elem_id="bars", min_height=60)
+                    # Columns, so that a narrow window has one below the other.
+                    with gr.Column(min_width=260):
+                        tiles = gr.HTML(first.tiles, elem_id="tiles", min_height=60)
+                    with gr.Column(min_width=260):
+                        bars = gr.HTML(first.bars, elem_id="bars", min_height=60)
                 code = gr.Code(
                     first.code, language="python", label="The call, to copy and run", elem_id="code", interactive=False
                 )
@@ -189,6 +192,7 @@ def _fields(gr: Any, usual: form.Form, dtypes: tuple[str, ...]) -> dict[str, Any
     with gr.Row():
         add("alibi", gr.Checkbox, "ALiBi")
         add("bias", gr.Checkbox, "bias")
+    with gr.Row():
         add("sink", gr.Checkbox, "sink")
         add("gradients", gr.Checkbox, "gradients")
     add("dtype", gr.Dropdown, "dtype", choices=list(dtypes))

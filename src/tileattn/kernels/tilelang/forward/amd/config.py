@@ -18,7 +18,8 @@ WAVE = 64
 # The largest valid estimate of registers per thread. There are as many again for accumulators, but the softmax cannot
 # use those: at an estimate of 304, clang spills 272 bytes per thread to scratch memory; at 208, nothing.
 MAX_REGISTERS = 256
-# ... for head dims above 128, whose copies take more registers: estimates of 200 and 224 spill, 188 does not.
+# ... for head dims above 128, whose copies take more registers: estimates of 200 and 224 spill, 188 does not. And for
+# 512 threads, which have 256 registers each, accumulators included: 248 spills, 168 does not.
 MAX_REGISTERS_WIDE = 192
 # Registers per thread besides the tiles, as for NVIDIA's kernels.
 OTHER_REGISTERS, SCORE_REGISTERS = 48, 8
@@ -87,10 +88,10 @@ def registers(call: AttentionCall, config: AmdConfig) -> int:
     return tile + OTHER_REGISTERS + SCORE_REGISTERS * (program(call.variant).score is not None)
 
 
-def most_registers(call: AttentionCall) -> int:
+def most_registers(call: AttentionCall, config: AmdConfig) -> int:
     """The largest estimate at which clang does not spill."""
     wide = max(padded(call.head_dim), padded(call.head_dim_v)) > 128
-    return MAX_REGISTERS_WIDE if wide else MAX_REGISTERS
+    return MAX_REGISTERS_WIDE if wide or config.threads > 256 else MAX_REGISTERS
 
 
 def is_valid_amd(call: AttentionCall, config: AmdConfig) -> bool:
@@ -108,7 +109,7 @@ def is_valid_amd(call: AttentionCall, config: AmdConfig) -> bool:
         and config.block_N % 16 == 0
         and padded(call.head_dim) % (16 * config.k_pack) == 0
         and shared_bytes(call, config) <= ARCHITECTURES[call.arch].shared_bytes
-        and registers(call, config) <= most_registers(call)
+        and registers(call, config) <= most_registers(call, config)
     )
 
 
