@@ -188,7 +188,8 @@ def _legend(figure: Figure, measured: Results, head_dims: Sequence[int]) -> None
 def of_tutorial() -> dict[Path, Callable[[], Figure]]:
     """For docs/tutorial and docs/method.md."""
     figures = (
-        memory_hierarchy, tiles_causal, tiles_window, tiles_documents, softmax, weights, lengths, dashboard, hopper_timeline,
+        memory_hierarchy, tiles_causal, tiles_window, tiles_documents, softmax, weights, lengths, dashboard,
+        hopper_timeline,
     )  # fmt: skip
     return {DOCS / "figures" / f"{draw.__name__.replace('_', '-')}.png": draw for draw in figures}
 

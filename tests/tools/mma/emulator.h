@@ -1,4 +1,4 @@
-// The functions of kernels/mma/ptx.cuh for a CPU, on ../emulator.h's threads (see emulator.py).
+// The functions of kernels/mma/ptx.cuh for a CPU, on the threads of tileattn.testing.emulator (see emulator.py).
 //
 // Here a copy is not done before its wait: reading a tile too early shows, and what a missing barrier allows others to
 // read may show.
@@ -8,7 +8,7 @@
 
 #define shared_memory shared_memory_array  // the sources have these names, too
 #define SHARED_BYTES ALL_SHARED_BYTES
-#include "../emulator.h"
+#include "../../../src/tileattn/testing/emulator/emulator.h"
 #undef shared_memory
 #undef SHARED_BYTES
 
