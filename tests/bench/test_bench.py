@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from tests.tools.made_up import made_up
-from tileattn.bench import cases, compare, cost, plot, problem, report, results, runner, variants
+from tileattn.bench import cases, compare, cost, plot, problem, report, results, runner, steadiness, variants
 from tileattn.bench.baselines import BASELINES, TileAttn
 from tileattn.bench.baselines.base import NO_FP8, OWN, Prepared
 from tileattn.bench.cases import Case, square
@@ -443,6 +443,7 @@ def test_ceilings_are_taken_before_and_after_the_cases_on_a_gpu(monkeypatch: pyt
         return ceilings.Ceiling(when, 767.0, 4.3)
 
     monkeypatch.setattr(ceilings, "measure", measure)
+    monkeypatch.setattr(steadiness, "busy_share", lambda device: None)  # there need be no GPU
     failures: list[str] = []
     measured = results.begin(CPU, None, "test")
     runner.Run("test", [], [], torch.device("cuda"), measured, effort=QUICK, on_failure=failures.append)()

@@ -455,7 +455,7 @@ def test_a_failure_of_tileattn_is_shown_and_the_exit_code_is_1(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("--heads 4", "Invalid value for --heads: the suite decode does not have it"),
+        ("--heads 4", "Invalid value for --heads / --H: the suite decode does not have it"),
         ("--plot x.png", "Invalid value for --plot: the suite decode does not have it"),
         ("--direction bwd", "Invalid value for --direction: the suite decode does not have it"),
         ("--dtype fp8", "Invalid value for --dtype: 'fp8' is not measured in this suite; accepted: bf16, fp16, fp32"),

@@ -94,10 +94,19 @@ def test_a_row_whose_error_is_not_finite_is_left_out_and_said(error: float, comm
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("fields", [{"error": 0.0}, {"peak_bytes": 0}, {"tflops": 0.0}, {"error": 1e60}])
+RARE = ({"error": 0.0}, {"peak_bytes": 0}, {"tflops": 0.0}, {"error": 1e60})
+
+
 @pytest.mark.parametrize("command", ["plot", "viz dashboard", "viz lengths"])
-def test_values_that_are_rare_are_drawn(fields: dict[str, Any], command: str, tmp_path: Path) -> None:
-    path = written(tmp_path / "r.json", in_row(**fields))
+def test_values_that_are_rare_are_drawn(command: str, tmp_path: Path) -> None:
+    """Each in a row of its own, for a picture takes a third of a second."""
+
+    def change(content: dict[str, Any]) -> None:
+        for row, fields in zip(content["rows"], RARE, strict=False):
+            row.update(fields)
+
+    path = written(tmp_path / "r.json", change)
+    assert len(json.loads(path.read_text())["rows"]) >= len(RARE)
     outcome = CliRunner().invoke(app, [*command.split(), str(path), "-o", str(tmp_path / "p.png")])
     assert outcome.exit_code == 0, outcome.output
 

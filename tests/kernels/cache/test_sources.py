@@ -7,8 +7,6 @@ import dataclasses
 import functools
 import importlib.util
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 import torch
 
 import tileattn
+from tests import fresh_process
 from tileattn.call.appending import AppendCall
 from tileattn.call.decoding import DecodeCall
 from tileattn.call.facts import AttentionCall, BackwardCall
@@ -118,7 +117,7 @@ FOLDERS = (
 )
 HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "build.library"}
 HOST |= {"append", "append.backend", "append.job", "append.library"}
-HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table"}
+HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table", "forward.amd.space"}
 HOST |= {f"forward.{name}" for name in ("defaults", "launch", "library", "packed", "queue", "space")}
 HOST |= {f"decode.{name}" for name in ("backend", "job", "launch", "library")}
 HOST |= {f"backward.{name}" for name in ("launch", "library", "space", "workspaces")}
@@ -426,11 +425,9 @@ for forward, deterministic in BACKWARD:
 @functools.cache
 def traced() -> dict[str, set[str]]:
     """For each kernel, the modules of tileattn that were imported, or ran a function, while it was generated."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", TRACED], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
     modules_by_text: dict[str, set[str]] = {}
     names = {str(path): name for name, path in FILES.items()}
-    for line in done.stdout.splitlines():
+    for line in fresh_process.run(TRACED).splitlines():
         kind, _, text = line.partition(" ")
         if kind == "kernel":
             current = modules_by_text.setdefault(text, set())

@@ -30,12 +30,15 @@ SHARED_BYTES = {"sm_80": 99 * 1024, "sm_90a": 227 * 1024, "gfx942": 64 * 1024}
 def compiled(arch: str, calls: list[dict[str, Any]], configs: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     """What :func:`compile_call` says about all kernels of these calls, from a process of its own."""
     request = json.dumps({"arch": arch, "calls": calls, "configs": configs or {}})
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, __file__, request], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return printed(__file__, request)
+
+
+def printed(script: str, *arguments: str) -> list[dict[str, Any]]:
+    """What a script prints as JSON, line by line; as a command in a process that has not imported Triton."""
+    from tests import fresh_process
+
+    run = f"import runpy, sys; sys.argv = {[script, *arguments]!r}; runpy.run_path({script!r}, run_name='__main__')"
+    return [json.loads(line) for line in fresh_process.run(run).splitlines() if line.startswith("{")]
 
 
 def main(request: str) -> None:

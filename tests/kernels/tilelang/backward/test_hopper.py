@@ -73,7 +73,8 @@ CALLS = {
     "plain-64/128": backward_of(make_call(dim=64, dim_v=128)),
     "causal-128/64": backward_of(make_call(Causal(), dim=128, dim_v=64)),
 }
-QUICK = ("plain-128", "causal-64", "bias-tiles-128")
+# "causal-128" is lowered for packed sequences: packed/test_backward_lowering.py.
+QUICK = ("causal-64", "bias-tiles-128")
 
 
 @pytest.mark.parametrize(

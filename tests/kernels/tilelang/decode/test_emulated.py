@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,7 +50,7 @@ GROUPED = {
     "groups-splits": Case([200, 7], 1, 4, 2, page=0, splits=11),
 }
 CASES |= GROUPED
-SLOW = set(CASES) - {"groups"}  # each takes 40 s
+SLOW = set(CASES) - {"groups"}  # each takes 20 s
 
 
 @pytest.fixture(autouse=True)
@@ -61,11 +63,14 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         path.mkdir()
         return path
 
-    monkeypatch.setattr(launch, "decode_function", lambda call, config: Kernel(decode_kernel(call, config), folder()))
-    monkeypatch.setattr(
-        launch, "plan_function", lambda arch, packed, key: Kernel(plan_kernel(arch, packed, program(key)), folder())
-    )
-    monkeypatch.setattr(launch, "packed_keys_function", lambda arch: Kernel(packed_keys_kernel(arch), folder()))
+    # Lowered once for all launches of a test, as a library is built once.
+    made: dict[str, Callable[..., Kernel]] = {
+        "decode_function": lambda call, config: Kernel(decode_kernel(call, config), folder()),
+        "plan_function": lambda arch, packed, key: Kernel(plan_kernel(arch, packed, program(key)), folder()),
+        "packed_keys_function": lambda arch: Kernel(packed_keys_kernel(arch), folder()),
+    }
+    for name, make in made.items():
+        monkeypatch.setattr(launch, name, functools.cache(make))
     monkeypatch.setattr(launch, "default", lambda call, rows: TILE)
     monkeypatch.setattr(GenericConfig, "blocks_per_sm", lambda self, call: 1)
     for status in (cache_status, packed_status):
