@@ -28,7 +28,6 @@ are cleared before the product, for 0 * NaN is NaN: in shared memory by the cons
 a job's keys; row by row the producer copies zeros.
 
 Programmatic dependent launch: a kernel's blocks start as those of the kernel before end, and wait before they read.
-Until then they bring what they will read first into the L2 cache (prefetch.py).
 
 Bits: tiles lie at absolute multiples of block_N and are taken in ascending order, whatever the pages are; each row's
 result depends on its own scores only. So with FixedSplit neither page size nor batch nor q_len change a bit, as long as
@@ -57,7 +56,6 @@ from ..signature import declare
 from .config import HopperDecodeConfig
 from .consumer import consume
 from .plan import HopperDecodePlan
-from .prefetch import PRELUDE, prefetch_first_tiles
 from .producer import produce
 
 
@@ -73,7 +71,7 @@ def hopper_kernel(call: DecodeCall, config: HopperDecodeConfig) -> Any:
 
 @T.macro
 def _kernel(plan, arg):
-    with T.Kernel(arg.workers, threads=plan.threads, prelude=PRELUDE) as block:
+    with T.Kernel(arg.workers, threads=plan.threads) as block:
         if plan.config.blocks > 1:
             T.annotate_min_blocks_per_sm(plan.config.blocks)
         assume_filled(arg.operands)
@@ -122,9 +120,6 @@ def _kernel(plan, arg):
                 w.min_alpha: softmax.per_thread_layout(plan.consumers),
             }
         )
-        if plan.prefetches:
-            if thread < plan.consumers:
-                prefetch_first_tiles(plan, arg, w)
         wait_for_previous(plan.call.arch)
         let_next_start(plan.call.arch)
         if thread >= plan.consumers:

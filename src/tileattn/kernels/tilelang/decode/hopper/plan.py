@@ -23,8 +23,6 @@ class HopperDecodePlan:
         box_rows, boxes: rows that one TMA box copies, and boxes of one tile (of one panel of columns).
         panel_k, panel_v: columns that one TMA box copies.
         score: the score modification, or None.
-        prefetches: whether the rows of caches that a block reads first are known without other kernels' results.
-        begins_at_zero: whether jobs begin at the first key.
         always_masked: whether the keys that all rows see are not known, so that each tile takes the mask.
     """
 
@@ -44,8 +42,6 @@ class HopperDecodePlan:
         even = vectors & (vectors - 1) == 0
         self.query_rows_at_once = max(min(CONSUMERS // vectors, BLOCK_M), 8) if even else BLOCK_M
         self.score = RowScore(call, traced) if traced.score is not None else None
-        first = traced.kv_range[0]
-        self.prefetches, self.begins_at_zero = not call.packed_keys, isinstance(first, int | None) and not first
         self.always_masked = any(map(differs_by_head, traced.full_range))
 
     def alloc_barriers(self) -> dict[str, Barriers]:
