@@ -1,6 +1,6 @@
 """Trains a small GPT (gpt.py) on Shakespeare's sonnets, character by character, with tileattn's attention.
 
-    python examples/train_gpt.py                       # about a minute on two cores; draws train_gpt.png
+    python examples/train_gpt.py                       # about a minute; draws train_gpt.png
     python examples/train_gpt.py --compare             # also trains with PyTorch's attention, for one picture
     python examples/train_gpt.py --device cuda --compile
     python examples/train_gpt.py --device cuda --benchmark --seqlen 8192 --dim 1024 --heads 8

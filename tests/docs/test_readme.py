@@ -43,7 +43,7 @@ def test_the_readme_is_short() -> None:
     """One screen to start, and a page in all: longer texts are pages of docs/."""
     assert len(README) < 7400
     assert (
-        README.index("```python") < README.index("## Install") < README.index("![") < README.index("## What works on")
+        README.index("```python") < README.index("## Install") < README.index("<picture>") < README.index("## What works on")
     )
 
 
