@@ -44,6 +44,7 @@ from tileattn.bench.runner import Run
 from tileattn.call.facts import AttentionCall, device_arch
 from tileattn.call.inputs import Inputs
 from tileattn.cli.choices import refuse
+from tileattn.cli.group import run_script
 from tileattn.kernels.tilelang.forward import launch
 from tileattn.kernels.tilelang.forward.amd.config import AmdConfig
 from tileattn.kernels.tilelang.forward.amd.space import (
@@ -324,4 +325,4 @@ def _cell(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    app()
+    run_script(app)

@@ -42,6 +42,7 @@ from tileattn.call.appending import AppendCall
 from tileattn.call.facts import AttentionCall, BackwardCall, device_arch
 from tileattn.call.fp8 import FP8
 from tileattn.cli import choices
+from tileattn.cli.group import run_script
 from tileattn.kernels.tilelang import buckets
 from tileattn.kernels.tilelang.append import backend as append_backend
 from tileattn.kernels.tilelang.append.job import AppendJob
@@ -402,4 +403,4 @@ def _with_progress(jobs: Sequence[AnyJob], processes: int) -> list[Done]:
 
 
 if __name__ == "__main__":
-    app()
+    run_script(app)

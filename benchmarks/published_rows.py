@@ -27,6 +27,7 @@ from typing import Annotated
 import typer
 
 from tileattn.cli.choices import refuse
+from tileattn.cli.group import run_script
 
 TILELANG = "--batch 8 --heads 32 --head-dim 128 --dtype fp16 --baselines fa2,cudnn,fa4"
 
@@ -82,4 +83,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    run_script(app)

@@ -107,6 +107,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     path: Path = parser.parse_args().out
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no GPU here to measure on")
     jobs = [job(case, threshold) for case in CASES for threshold in (None, 0.0)]
     for done in compile_all(list({each.key: each for each in jobs}.values()), CORES):
         if done.error is not None:

@@ -41,6 +41,7 @@ from sanitize_decode import DECODE, AppendLaunches, DecodeLaunches
 from tileattn.bench import environment
 from tileattn.call.facts import device_arch
 from tileattn.cli.choices import refuse
+from tileattn.cli.group import run_script
 from tileattn.kernels.tilelang.buckets import BUCKETS, only
 from tileattn.kernels.tilelang.decode import launch as decode_launch
 from tileattn.kernels.tilelang.forward import launch as forward_launch
@@ -311,4 +312,4 @@ def _buckets(direction: str, kernels: str | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    app()
+    run_script(app)

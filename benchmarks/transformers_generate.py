@@ -31,6 +31,7 @@ from torch.nn.attention import sdpa_kernel
 
 import tileattn.compat.flash_attn
 import tileattn.compat.transformers
+from tileattn.cli.group import run_script
 from tileattn.measure.rounds import order
 
 # Names of attentions: of transformers' implementation, and PyTorch's kernel for it.
@@ -237,4 +238,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    run_script(app)

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tileattn.bench import results
+from tileattn.cli.group import run_script
 from tileattn.measure import timing
 from tileattn.measure.rounds import order
 
@@ -237,4 +238,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    run_script(app)

@@ -285,6 +285,13 @@ def measure(rows: Sequence[Row], target: Callable[..., None] = measure_here) -> 
         left_out.append(turn)
 
 
+def _dims(text: str) -> tuple[int, int]:
+    parts = text.split("/")
+    if len(parts) > 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise SystemExit(f"--dims: {text!r} is not understood; accepted: head dims such as 128 or 192/128")
+    return int(parts[0]), int(parts[-1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dims", nargs="*", help="head dims, such as 192/128; all unless given")
@@ -293,7 +300,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=TABLE_FILE)
     parser.add_argument("--show", action="store_true", help="list the candidates and stop")
     options = parser.parse_args()
-    dims = [tuple(map(int, text.split("/"))) for text in options.dims] if options.dims else DIMS
+    dims = list(map(_dims, options.dims)) if options.dims else DIMS
     wanted = [name for name in names(dims) if name[2] in options.kinds]  # type: ignore[arg-type]
     rows = [row_of(name, sm90_table.TABLE) for name in wanted]
     if options.show:

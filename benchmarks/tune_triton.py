@@ -136,6 +136,11 @@ def main() -> None:
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 16))
     args = parser.parse_args()
+    for kernel in args.kernels.split(","):
+        if kernel not in SPACE:
+            raise SystemExit(f"--kernels: {kernel!r} is not known; accepted: {', '.join(SPACE)}")
+    if not args.show and not torch.cuda.is_available():
+        raise SystemExit("there is no GPU here to measure on; --show lists the candidates")
     arch = "sm_90a" if args.show else device_arch(torch.device("cuda"))
     kinds = (True,) if args.causal else (True, False)
     for kernel, dim, causal in itertools.product(args.kernels.split(","), args.dims.split(","), kinds):

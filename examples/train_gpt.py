@@ -1,6 +1,6 @@
 """Trains a small GPT (gpt.py) on Shakespeare's sonnets, character by character, with tileattn's attention.
 
-    python examples/train_gpt.py                       # about a minute on two cores; draws train_gpt.png
+    python examples/train_gpt.py                       # about a minute; draws train_gpt.png
     python examples/train_gpt.py --compare             # also trains with PyTorch's attention, for one picture
     python examples/train_gpt.py --device cuda --compile
     python examples/train_gpt.py --device cuda --benchmark --seqlen 8192 --dim 1024 --heads 8
@@ -162,13 +162,19 @@ def train(text: Text, settings: Settings, backend: Backend) -> tuple[Training, L
     """Trains a model; returns it and its losses."""
     training, losses = Training(len(text.characters), settings, backend), []
     generator = torch.Generator().manual_seed(settings.seed)  # all backends see the same pieces of the text
-    with Progress(*Progress.get_default_columns(), "{task.fields[note]}", console=console) as progress:
+    # A file or a pipe has no room for a bar that is drawn again and again: it gets some twenty lines instead.
+    on_terminal = console.is_terminal
+    columns = (*Progress.get_default_columns(), "{task.fields[note]}")
+    with Progress(*columns, console=console, disable=not on_terminal) as progress:
         bar = progress.add_task(f"{backend.value:8}", total=settings.steps, note="")
         start = time.perf_counter()
         for step in range(settings.steps):
             losses.append(training.step(*text.batch(settings, generator), learning_rate(step, settings)).item())
             speed = (step + 1) * settings.batch * settings.seqlen / (time.perf_counter() - start)
-            progress.update(bar, advance=1, note=f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s")
+            note = f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s"
+            progress.update(bar, advance=1, note=note)
+            if not on_terminal and step % max(1, settings.steps // 20) == 0:
+                console.print(f"{backend.value}: step {step + 1} of {settings.steps}, {note}", highlight=False)
     with torch.no_grad():
         pieces = text.held_out.unfold(0, settings.seqlen + 1, settings.seqlen).to(settings.device)
         held_out = training.loss(training.model, pieces[:, :-1], pieces[:, 1:]).item()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from tileattn.bench import report, results, steadiness
-from tileattn.bench.baselines import BASELINES
+from tileattn.bench import duration, report, results, steadiness
+from tileattn.bench.baselines import BASELINES, TileAttn
 from tileattn.bench.cases import square
 from tileattn.bench.runner import Run
 from tileattn.measure import busy, timing
@@ -102,3 +102,13 @@ def test_rounds_that_lie_apart_are_one_line_of_table_and_file(tmp_path: Path, mo
 def test_one_round_has_no_spread() -> None:
     assert steadiness.spread([3.0], 3.0) == 0
     assert steadiness.spread_line({("case", "sdpa"): 0.1}) is None
+
+
+def test_a_long_run_on_a_cpu_is_announced_with_its_least_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = square(1, 1024, 8, 64, "causal", "fp32")  # 2 * 8 * (64 + 64) * 1024**2 / 2 FLOPs
+    assert duration.least_seconds([case, case], 3, "fwd", 5, 1e9) == pytest.approx(36 * 2 * 1.073741824)
+    monkeypatch.setattr(duration, "cpu_flops_per_second", lambda: 1e9)
+    implementations = [TileAttn(None), BASELINES["sdpa"]]
+    line = duration.announced([case] * 3000, implementations, "fwd", CPU, 5)
+    assert line.startswith("measuring 3000 cases on cpu: tileattn, sdpa. At least 21 hours on this CPU; Ctrl-C")
+    assert duration.announced([case], implementations, "fwd", CPU, 5) == "measuring 1 case on cpu: tileattn, sdpa"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -29,15 +29,27 @@ class Commands(TyperGroup):
         run = partial(super().main, args, prog_name, complete_var, False, windows_expand_args, **extra)
         if not standalone_mode:
             return run()
-        try:
-            status = run()
-        except typer.Abort:
-            typer.echo("Aborted.", err=True)
-            sys.exit(1)
-        except ClickException as error:
-            _show(error)
-            sys.exit(getattr(error, "exit_code", 1))
-        sys.exit(status if isinstance(status, int) else 0)
+        _exit_with_short_errors(run)
+
+
+def run_script(app: typer.Typer) -> None:
+    """Runs a script's command or commands, with errors of two lines.
+
+    `Commands` alone is not enough: typer makes no group of a single command.
+    """
+    _exit_with_short_errors(partial(typer.main.get_command(app).main, standalone_mode=False))
+
+
+def _exit_with_short_errors(run: Callable[[], Any]) -> NoReturn:
+    try:
+        status = run()
+    except typer.Abort:
+        typer.echo("Aborted.", err=True)
+        sys.exit(1)
+    except ClickException as error:
+        _show(error)
+        sys.exit(getattr(error, "exit_code", 1))
+    sys.exit(status if isinstance(status, int) else 0)
 
 
 def _show(error: Any) -> None:

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tileattn.bench import report, results
+from tileattn.bench import duration, report, results
 from tileattn.bench.baselines.base import OWN, Implementation
 from tileattn.bench.cases import Case
 from tileattn.bench.modules import results as modules
@@ -62,6 +62,8 @@ def bench(
     results.save(measured, json)
     failures: list[str] = []
     stopped = False
+    if not files.quiet:
+        typer.echo(duration.announced(chosen.cases, implementations, chosen.direction, device, rounds), err=True)
     with reporting(len(chosen.cases), files.quiet) as progress:
 
         def on_case(case: Case) -> None:
