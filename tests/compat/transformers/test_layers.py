@@ -163,3 +163,26 @@ def test_a_plan_belongs_to_a_stream() -> None:
             call(q, q, q, None)
         assert (phase.call_args.args[1] is None) == capturing, "a CUDA graph must hold its plans"
     assert make_plan.call_count == 2
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("cache", CACHES)
+def test_nothing_waits_for_a_gpu(cache: str) -> None:
+    """A step with a padding mask of ones, as `generate` passes it."""
+    kept = torch.ones(1, KEYS, dtype=torch.bool, device="cuda")
+    slots, offset = (KEYS, KEYS - 1) if cache == "dynamic" else (SLOTS, torch.tensor(KEYS - 1, device="cuda"))
+    layers = [[x.cuda() for x in tensors(cache)] for _ in range(4)]
+
+    def mask() -> MaskParts:
+        return make_mask(1, 1, slots, offset, 0, attention_mask=kept, device="cuda")
+
+    expected = [attend(Layer(), *layer, mask())[0] for layer in layers]  # each is the first layer of a mask
+    for _ in range(2):  # the first time prepares and loads kernels
+        shared = mask()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            got = [attend(Layer(), *layer, shared)[0] for layer in layers]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(o, of_first) for o, of_first in zip(got, expected, strict=True))
