@@ -6,10 +6,13 @@
         --context 600 --new 8 --vocabulary 100
 
 `model.generate` is timed as a user calls it, with a mask of ones, token by token: from the first token to the last. The
-time to the first token, with the prompt, is given beside it. There is one model; the attentions take turns, in one
-process, after a call of each that is not timed. `flash_attention_2` is transformers' implementation of that name on
-tileattn's flash-attn functions (`tileattn.compat.flash_attn.install`); `fa2` is "sdpa" with PyTorch's
-FlashAttention-2 forced, and `cudnn` with cuDNN.
+time to the first token, with the prompt, is given beside it. The host's part of a step ends when the model has returned
+its logits: all kernels of its layers are launched then, and nothing has waited for them unless a layer did. If it is
+about as long as the step, Python is what takes the time; if it is much shorter, the GPU is.
+
+There is one model; the attentions take turns, in one process, after a call of each that is not timed.
+`flash_attention_2` is transformers' implementation of that name on tileattn's flash-attn functions
+(`tileattn.compat.flash_attn.install`); `fa2` is "sdpa" with PyTorch's FlashAttention-2 forced, and `cudnn` with cuDNN.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import sub
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Annotated, Any
 
 import torch
@@ -63,25 +67,35 @@ class Settings:
 class Row:
     """One attention with one cache: medians over all rounds.
 
-    tokens_per_s: of all sequences of the batch. first_ms: the time to the first token. same: how many of the tokens are
-    those of the first attention, of the first sequence, before one differs; with random weights, tokens are about as
-    likely as each other.
+    tokens_per_s: of all sequences of the batch. host_ms_per_step: until the model's last launch. first_ms: the time to
+    the first token. same: how many of the tokens are those of the first attention, of the first sequence, before one
+    differs; with random weights, tokens are about as likely as each other.
     """
 
     cache: str
     attention: str
     tokens_per_s: float
     ms_per_step: float
+    host_ms_per_step: float
     first_ms: float
     same: int
 
 
 class Clock:
-    """A streamer of transformers that records when each token arrives on the host."""
+    """A streamer that records when each token arrives, and a logits processor that records when the model returns.
+
+    times: of the prompt, then of each token. launched: of each token's logits.
+    """
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.launched: list[float] = []
         self.tokens: list[int] = []
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The scores as they are; on a GPU their kernels may still run."""
+        self.launched.append(time.perf_counter())
+        return scores
 
     def put(self, value: torch.Tensor) -> None:
         """The prompt, then the tokens of a step; they are on the host."""
@@ -129,7 +143,8 @@ class Generation:
         self.model.set_attn_implementation(implementation)
         settings, clock = self.settings, Clock()
         options: dict[str, Any] = {"max_new_tokens": settings.new, "do_sample": False, "pad_token_id": 0}
-        options |= {"disable_compile": not settings.compile, "cache_implementation": cache, "streamer": clock}
+        options |= {"disable_compile": not settings.compile, "cache_implementation": cache}
+        options |= {"streamer": clock, "logits_processor": [clock]}
         with nullcontext() if kernel is None else sdpa_kernel(kernel):
             self.model.generate(self.ids, attention_mask=self.mask, **options)
         return clock
@@ -159,10 +174,11 @@ def measure(settings: Settings, attentions: list[str], caches: list[str]) -> lis
 def _row(pair: tuple[str, str], clocks: list[Clock], settings: Settings, expected: list[int]) -> Row:
     # The first time is the prompt's, the second the first token's.
     step = median((clock.times[-1] - clock.times[1]) / (len(clock.times) - 2) for clock in clocks)
+    host = median(mean(map(sub, clock.launched[1:], clock.times[1:-1])) for clock in clocks)
     first = median(clock.times[1] - clock.times[0] for clock in clocks)
     tokens = clocks[0].tokens[1:]
     same = next((i for i, (one, other) in enumerate(zip(tokens, expected[1:])) if one != other), len(tokens))
-    return Row(*pair, settings.batch / step, step * 1e3, first * 1e3, same)
+    return Row(*pair, settings.batch / step, step * 1e3, host * 1e3, first * 1e3, same)
 
 
 # --- What a run shows ---
@@ -170,14 +186,13 @@ def _row(pair: tuple[str, str], clocks: list[Clock], settings: Settings, expecte
 
 def table(rows: list[Row]) -> Table:
     """A table for the terminal: each attention's speed, and the speed of the first relative to it."""
-    shown = Table(
-        "cache", "attention", "tokens/s", "ms/step", f"{rows[0].attention}'s speed", "first token, ms", "same"
-    )
+    speed = f"{rows[0].attention}'s speed"
+    shown = Table("cache", "attention", "tokens/s", "ms/step", "of the host", speed, "first token, ms", "same")
     first = {row.cache: row for row in reversed(rows)}
     for row in rows:
         ratio = f"{first[row.cache].tokens_per_s / row.tokens_per_s:.2f}x"
-        numbers = (f"{row.tokens_per_s:,.1f}", f"{row.ms_per_step:.2f}", ratio, f"{row.first_ms:.0f}", str(row.same))
-        shown.add_row(row.cache, row.attention, *numbers)
+        steps = (f"{row.tokens_per_s:,.1f}", f"{row.ms_per_step:.2f}", f"{row.host_ms_per_step:.2f}")
+        shown.add_row(row.cache, row.attention, *steps, ratio, f"{row.first_ms:.0f}", str(row.same))
     return shown
 
 

@@ -7,15 +7,20 @@ transformers' models need.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
+
+from tileattn.compat.transformers import step
+from tileattn.runtime import shared_calls
 
 VOCABULARY = 61
 WINDOW = 12
@@ -169,3 +174,27 @@ def padding(kind: str, batch: int, seqlen: int, device: str) -> Tensor | None:
     place = torch.arange(seqlen)
     seen = place >= missing if kind == "left" else place < seqlen - missing
     return seen.long().to(device)
+
+
+@contextmanager
+def recorded_steps() -> Iterator[list[Tensor]]:
+    """The lengths of the eager calls of `decode` on static caches, and of those that layers share instead."""
+    lengths: list[Tensor] = []
+    decode, shared_decode = step.decode, shared_calls.shared_decode
+
+    def recorded(q: Tensor, k: Tensor, v: Tensor, seqlens_k: Tensor, **options: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            lengths.append(seqlens_k)
+        return decode(q, k, v, seqlens_k, **options)
+
+    def recorded_shared(*arguments: Any) -> Any:
+        call = shared_decode(*arguments)
+        phase = call.phase
+        call.phase = lambda inputs, plan: (lengths.append(inputs.seqlens_k), phase(inputs, plan))[1]
+        return call
+
+    with (
+        mock.patch.object(step, "decode", recorded),
+        mock.patch.object(shared_calls, "shared_decode", recorded_shared),
+    ):
+        yield lengths

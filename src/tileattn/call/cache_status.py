@@ -16,8 +16,9 @@ _TEXTS = {
     fields.MAX_SEQLEN_Q: "max_seqlen_q must be at least the longest length",
     fields.POSITIONS: "cos and sin must have a row for each position that is rotated",
 }
-# Calls on caches are short and many: a copy, some 10 us of the host and 2 us of the device, must not join each.
-STATUS = DeferredStatus([_TEXTS[field] for field in range(fields.FIELDS)], "caches", pause=1e-3)
+# Calls on caches are short and many: a copy, some 10 us of the host and 2 us of the device, must not join each. The
+# layers of a model call once in about a millisecond.
+STATUS = DeferredStatus([_TEXTS[field] for field in range(fields.FIELDS)], "caches", pause=1e-2)
 status_of, report, raise_pending = STATUS.of, STATUS.report, STATUS.raise_pending
 
 

@@ -327,7 +327,13 @@ def _decodes(call: AttentionCall, backend: str | None, q_shape: torch.Size, k_sh
     if phase is None or not few_queries.are_few(call, q_shape, k_shape):
         return False
     facts, sizes = few_queries.decode_facts(call, q_shape, k_shape)
-    return phase.refusal(facts) is None and phase.runs_attention(facts, sizes)
+    return _runs_decode(phase.refusal, facts) and phase.runs_attention(facts, sizes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _runs_decode(refusal: Callable[[DecodeCall], str | None], call: DecodeCall) -> bool:
+    """Whether a decode phase accepts a call. It looks for packages on disk, and each length of a cache asks again."""
+    return refusal(call) is None
 
 
 def prepare_backward(

@@ -93,16 +93,30 @@ class FewQueries:
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         """See :class:`tileattn.runtime.dispatch.Forward`."""
+        return self.run(inputs, None)
+
+    def run(self, inputs: Inputs, plan: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The same with the plan of :meth:`plan`, of a call of the same sizes; None: the phase makes its own."""
+        phase, of_phase = self._decoding(inputs)
+        return self.forward()(inputs) if of_phase is None else phase(of_phase, plan)
+
+    def plan(self, inputs: Inputs) -> Tensor | None:
+        """The plan of the decode phase for these inputs; None if the phase needs none, or does not run the call."""
+        phase, of_phase = self._decoding(inputs)
+        return None if of_phase is None else phase.plan(of_phase)
+
+    def _decoding(self, inputs: Inputs) -> tuple[Any, DecodeInputs | None]:
+        """The decode phase and its inputs; no inputs for a call of the ordinary forward pass."""
         q, k, v, sink, operands, _, packed, _ = inputs
         if packed is None:
             if 0 in (k.stride(0), v.stride(0)):
-                return self.forward()(inputs)
+                return None, None
             lengths, bounds, sizes = self._lengths(q.device), None, self.sizes
         else:
             if k.shape[1] == 0:
-                return self.forward()(inputs)
+                return None, None
             lengths, bounds, sizes = packed.cu_seqlens_k, packed.cu_seqlens_q, self.sizes._replace(total_q=q.shape[1])
-        return self.phase(sizes)(DecodeInputs(q, k, v, lengths, None, bounds, sink, operands), None)
+        return self.phase(sizes), DecodeInputs(q, k, v, lengths, None, bounds, sink, operands)
 
     def _lengths(self, device: torch.device) -> Tensor:
         """The keys of each sequence: all.

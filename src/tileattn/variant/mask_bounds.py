@@ -47,18 +47,22 @@ def joined(within: Range, x: Range, y: Range) -> Range:
 
 
 def padding_bounds(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """begin, end, run_begin and run_end of `KeyPadding`, each (batch,). Does not wait for the device."""
+    """begin, end, run_begin and run_end of `KeyPadding`, int32 (batch,). Does not wait for the device.
+
+    Each operation is a launch, in every step of a model that generates, so there are few of them.
+    """
     batch, seqlen = keep.shape
-    position = torch.arange(seqlen, device=keep.device).expand(batch, seqlen)
     if seqlen == 0:
-        nothing = torch.zeros(batch, dtype=torch.int64, device=keep.device)
+        nothing = torch.zeros(batch, dtype=torch.int32, device=keep.device)
         return nothing, nothing, nothing, nothing
-    end = torch.where(keep, position + 1, 0).amax(1)
-    begin = torch.minimum(torch.where(keep, position, seqlen).amin(1), end)
-    # For each key, the length of the run that ends with it.
-    run_start, _ = _runs(keep, position)
-    length, last = torch.where(keep, position - run_start + 1, 0).max(1)
-    return begin, end, last + 1 - length, last + 1
+    number = torch.arange(1, seqlen + 1, dtype=torch.int32, device=keep.device)
+    from_end = torch.arange(seqlen, 0, -1, dtype=torch.int32, device=keep.device)
+    end = (number * keep).amax(1)
+    begin = torch.minimum(seqlen - (from_end * keep).amax(1), end)
+    # For each key, the length of the run of kept keys that ends with it: its distance from the last hidden key.
+    length, last = (number - (number * ~keep).cummax(1).values).max(1)
+    run_end = last.to(torch.int32) + 1
+    return begin, end, run_end - length, run_end
 
 
 def document_bounds(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:

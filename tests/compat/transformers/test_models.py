@@ -26,10 +26,10 @@ from tests.tools.transformers_models import (
     Model,
     Size,
     padding,
+    recorded_steps,
     tokens,
     with_attention,
 )
-from tileattn.compat.transformers import step
 from tileattn.testing import assert_accurate
 
 SEQLEN, NEW = 29, 9
@@ -64,18 +64,10 @@ def calls() -> Iterator[Calls]:
 
 
 @pytest.fixture(autouse=True)
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The lengths of the calls of `decode`."""
-    recorded_lengths: list[Tensor] = []
-    decode = step.decode
-
-    def recorded(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, **options: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            recorded_lengths.append(lengths)
-        return decode(q, k, v, lengths, **options)
-
-    monkeypatch.setattr(step, "decode", recorded)
-    return recorded_lengths
+def steps() -> Iterator[list[Tensor]]:
+    """The lengths of the steps on a static cache."""
+    with recorded_steps() as lengths:
+        yield lengths
 
 
 # --- Logits and gradients ---

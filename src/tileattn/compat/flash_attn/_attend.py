@@ -106,7 +106,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | N
         else:
             result = varlen_attention(padded_q, padded_k, padded_v, *packed, **keywords)
         if isinstance(result, Tensor):
-            return result[..., : v.shape[-1]]
+            return result if padded_v is v else result[..., : v.shape[-1]]
         o, lse = result
         probabilities = q.new_empty(0)
         if seed is not None:

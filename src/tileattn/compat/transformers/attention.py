@@ -10,7 +10,7 @@ from torch import Tensor
 from ...api.attention import attention
 from ...call.scalars import as_float
 from ...variant.scores import Bias, SoftCap
-from . import keywords
+from . import keywords, layers
 from .mask import MaskParts
 from .packed import Length, attend_packed
 from .seen import seen, seen_when_packed
@@ -71,9 +71,17 @@ def attend(
     """
     keywords.check(others, ignored)
     q, k, v = (_last_contiguous(x.transpose(1, 2)) for x in (query, key, value))
+    sink = None if s_aux is None else s_aux.reshape(-1)
+    kind: tuple[Any, ...] | None = None
+    ordinary = dropout == 0.0 and position_bias is cu_seq_lens_q is cu_seq_lens_k is None
+    calls = attention_mask.calls if isinstance(attention_mask, MaskParts) and ordinary else None
+    if calls is not None:
+        kind = layers.key_of(module, q, k, v, sink, scaling, softcap, is_causal, backend)
+        if kind is not None and kind in calls:
+            return layers.attend_again(attention_mask, kind, module, q, k, v, sink), None
     options: dict[str, Any] = {
         "scale": None if scaling is None else as_float("scaling", scaling),
-        "sink": None if s_aux is None else s_aux.reshape(-1),
+        "sink": sink,
         "dropout_p": dropout,
         "deterministic": bool(deterministic),
         "backend": backend,
@@ -87,18 +95,32 @@ def attend(
         own = seen_when_packed(*visible)
         options |= {"mask": own.mask, "causal": own.causal, "score_mod": caps or None}
         return attend_packed(q, k, v, cu_seqlens, (max_length_q, max_length_k), **options), None
-    what = seen(*visible)
-    if position_bias is None and is_step(attention_mask, q, k, v, s_aux, dropout):
-        assert isinstance(attention_mask, MaskParts)
+    o = _attend(q, k, v, visible, position_bias, caps, options)
+    if calls is not None and kind is not None:  # the call was right: later layers make it together
+        calls[kind] = None
+    return o, None
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: tuple[Any, ...],
+    position_bias: Tensor | None,
+    caps: list[SoftCap],
+    options: dict[str, Any],
+) -> Tensor:
+    """Computes o of a call that is not packed. visible: the arguments of :func:`.seen.seen`."""
+    what, mask = seen(*visible), visible[1]
+    if position_bias is None and is_step(mask, q, k, v, options["sink"], options["dropout_p"]):
         of_step = {name: options[name] for name in ("scale", "sink", "backend")}
-        return attend_step(q, k, v, attention_mask, score_mod=caps or None, **of_step), None
+        return attend_step(q, k, v, mask, score_mod=caps or None, **of_step)
     if what.keys < k.shape[1]:
         k, v = k[:, : what.keys], v[:, : what.keys]
     biases = [Bias(bias[..., : what.keys]) for bias in (position_bias, what.bias) if bias is not None]
-    options |= {"mask": what.mask, "causal": what.causal, "score_mod": [*caps, *biases] or None}
-    o = attention(q, k, v, **options)
+    o = attention(q, k, v, mask=what.mask, causal=what.causal, score_mod=[*caps, *biases] or None, **options)
     assert isinstance(o, Tensor)
-    return o, None
+    return o
 
 
 def _last_contiguous(x: Tensor) -> Tensor:

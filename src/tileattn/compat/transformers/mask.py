@@ -7,7 +7,7 @@ a model and passes the result, a :class:`MaskParts`, to each layer's attention.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import and_
 from typing import Any
@@ -43,6 +43,7 @@ class MaskParts:
         dense: a mask in memory, for masks that the other parts cannot express; None: all.
         filled: int32 (batch,), of a causal step on a static cache: how many slots are filled; the queries stand at the
             last of them. None for other calls. It says the same as the window, which is shifted.
+        calls: the calls that the layers of the step share (layers.py).
     """
 
     shape: tuple[int, int, int, int]
@@ -53,6 +54,7 @@ class MaskParts:
     padding: Mask | None = None
     dense: Mask | None = None
     filled: Tensor | None = None
+    calls: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     ndim = 4
     dtype = torch.bool

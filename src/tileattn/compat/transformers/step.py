@@ -55,11 +55,17 @@ def attend_step(q: Tensor, k: Tensor, v: Tensor, mask: MaskParts, **options: Any
         o (batch, seqlen_q, heads, head_dim_v).
     """
     assert mask.filled is not None
+    causal, of_step = variant_of_step(mask)
+    o = decode(q, k, v, mask.filled, causal=causal, mask=of_step, **options)
+    assert isinstance(o, Tensor)
+    return o
+
+
+def variant_of_step(mask: MaskParts) -> tuple[bool, Mask | None]:
+    """The arguments causal and mask, as arguments of :func:`tileattn.decode`, of a mask with `filled`."""
     assert isinstance(mask.window, ShiftedWindow)
     # Aligned to the last filled slot, as `decode` aligns masks, the shifted window is an ordinary one.
     left = mask.window.left
     window: Mask | None = None if left is None else SlidingWindow(left, 0)
     both = window if mask.padding is None else mask.padding if window is None else window & mask.padding
-    o = decode(q, k, v, mask.filled, causal=window is None, mask=both, **options)
-    assert isinstance(o, Tensor)
-    return o
+    return window is None, both

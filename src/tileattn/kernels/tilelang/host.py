@@ -31,7 +31,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     Kernels read the ends of ranges before they know that there is no key. An empty tensor is replaced by zeros, in rows
     that begin at multiples of 16 bytes, as tensor maps need.
     """
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.numel() == 0:
         *outer, last = (max(size, 1) for size in tensor.shape)
         tensor = tensor.new_zeros(*outer, -(-last // 16) * 16)[..., :last]
