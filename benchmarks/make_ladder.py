@@ -34,6 +34,7 @@ PICTURES = ROOT / "docs" / "ladder"
 # Result files of `tileattn ladder --json`, in the order of the page. A measurement is named here when its file is
 # committed to benchmarks/results.
 SOURCES: tuple[str, ...] = (
+    "ladder/d32-h200.json",
     "ladder/d64-h200.json",
     "ladder/d64-h48-h200.json",
     "ladder/d128-h200.json",

@@ -38,9 +38,9 @@ SOURCES: dict[str, str | None] = {
     "varlen": "packed/varlen-h200.json",
     "varlen-bwd": "packed/varlen-bwd-h200.json",
     # Of benchmarks/published_rows.py.
-    "tilelang-full": None,
-    "tilelang-causal": None,
-    "tilelang-4096x8192-full": None,
+    "tilelang-full": "forward/tilelang-full-h200.json",
+    "tilelang-causal": "forward/tilelang-causal-h200.json",
+    "tilelang-4096x8192-full": "forward/tilelang-4096x8192-full-h200.json",
     "tilelang-4096x8192-causal": None,
     "triton-d64": "triton/fwd-d64-causal-fp16-h200.json",
     "triton-full-d64": "triton/fwd-d64-full-fp16-h200.json",
@@ -478,7 +478,7 @@ def _tilelang(source: Source) -> str:
     row = measured.rows[0]
     title = f"## TileLang's example, {row.seqlen_q} queries, {row.seqlen_k} keys, {row.variant}"
     intro = (
-        "The shape of TileLang's own FlashAttention (`examples/flash_attention` of tile-ai/tilelang): batch "
+        "The shape of TileLang's own FlashAttention (the flash_attention example of tile-ai/tilelang): batch "
         f"{row.batch}, {row.heads} heads, head dim {row.head_dim}, {row.dtype}."
     )
     if row.causal and row.seqlen_q != row.seqlen_k:

@@ -31,6 +31,9 @@ class InstantCopy(deferred_status.Copy):
         self.values.copy_(status)
         InstantCopy.started += 1
 
+    def mark(self, status: Tensor) -> None:
+        pass
+
     def has_arrived(self) -> bool:
         return True
 
@@ -89,6 +92,45 @@ def test_packed_calls_have_a_status_of_their_own() -> None:
     packed_status.check_packed()
     with pytest.raises(ValueError, match="seqlens_k"):
         check_caches()
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_status_made_in_inference_mode_serves_all_calls() -> None:
+    with torch.inference_mode():
+        status = status_of(CPU)
+    status[cache_fields.PAGE_TABLE] = 1
+    with pytest.raises(ValueError, match=r"page_table.* sequence 0"):
+        check_caches()
+    check_caches()
+
+
+@pytest.mark.gpu
+def test_a_copy_made_in_inference_mode_serves_all_calls() -> None:
+    status = torch.arange(5, dtype=torch.int32, device="cuda")
+    with torch.inference_mode():
+        copy = deferred_status.Copy(5)
+    copy.start(status)
+    torch.cuda.synchronize()
+    assert copy.has_arrived()
+    assert copy.values.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.gpu
+def test_another_stream_waits_for_the_zeros() -> None:
+    """What was in the memory of a status before is no error."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    kind = deferred_status.DeferredStatus(["wrong"], "tests")
+    torch.full((1,), 7, dtype=torch.int32, device=device)  # likely in the same memory
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    kind.of(device)  # zeros behind the sleep
+    with torch.cuda.stream(torch.cuda.Stream()):
+        kind.report(device)
+    assert not kind.devices[device].under_way
+    torch.cuda.synchronize()
+    kind.report(device)
+    assert kind.devices[device].under_way
+    kind.check()
 
 
 @pytest.mark.gpu

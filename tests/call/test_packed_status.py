@@ -27,6 +27,9 @@ class FakeCopy(deferred_status.Copy):
         self.source, self.arrived = status.clone(), False
         self.started += 1
 
+    def mark(self, status: Tensor) -> None:
+        self.source, self.arrived = status.clone(), False
+
     def arrive(self) -> None:
         self.values.copy_(self.source)
         self.arrived = True
@@ -98,6 +101,19 @@ def test_an_error_is_raised_once(copies: list[FakeCopy]) -> None:
     copies[0].arrive()
     call()
     check_packed()
+
+
+def test_no_copy_starts_before_the_error_is_cleared(copies: list[FakeCopy]) -> None:
+    """Another stream's copy could have the same error again, and a correct call would raise it."""
+    call(1, 0, 0, 0)
+    copies[0].arrive()
+    with pytest.raises(ValueError, match="cu_seqlens_q"):
+        call()
+    call()
+    assert copies[0].started == 1
+    copies[0].arrive()
+    call()
+    assert copies[0].started == 2
 
 
 def test_one_copy_is_under_way_at_a_time(copies: list[FakeCopy]) -> None:

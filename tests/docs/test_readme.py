@@ -106,6 +106,25 @@ def test_the_totals_are_the_result_files() -> None:
     assert f"({close} of {len(ms)} rows are ahead, or behind by less than 2 %)" in text
 
 
+def test_the_speed_of_decoding_is_the_result_file() -> None:
+    text, us, rate = " ".join(SPEED.split()), dict[str, dict[str, float]](), dict[str, float]()
+    large = {}
+    for row in json.loads((ROOT / "benchmarks/results/decode/decode-h200.json").read_text())["rows"]:
+        us.setdefault(row["case"], {})[row["backend"]] = row["us"]
+        large[row["case"]] = row["kv_bytes"] >= 512e6
+        if row["backend"] == "tileattn" and large[row["case"]]:
+            rate[row["case"]] = row["gbps"]
+    speed = {c: min(of[x] for x in ("fa3", "flashinfer", "xqa") if x in of) / of["tileattn"] for c, of in us.items()}
+    below, above = (
+        _geometric_mean([x for c, x in speed.items() if large[c] is is_large]) for is_large in (False, True)
+    )
+    assert f"reads {min(rate.values()) / 1e3:.1f} to {max(rate.values()) / 1e3:.1f} TB/s" in text
+    assert f"of {len(speed)} rows it has {below:.2f}× their speed below 512 MB and {above:.2f}× from there on" in text
+    assert f"(geometric means; {min(speed.values()):.2f} to {max(speed.values()):.2f}×)" in text
+    cudnn = _geometric_mean([of["tileattn"] / of["cudnn"] for of in us.values() if "cudnn" in of])
+    assert f"is {cudnn - 1:.1%} faster".replace("%", " %") in text
+
+
 def test_the_ranges_are_the_result_files() -> None:
     """Ranges for gradients, variants and float32: relative speed, cut to two decimals."""
     text = " ".join((SPEED + ATTENTION).split())

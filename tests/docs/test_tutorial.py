@@ -278,3 +278,13 @@ def test_the_example_is_right_on_a_gpu(example: ModuleType, capsys: pytest.Captu
     assert example.largest_error(2, 200, 64, "cuda") < 2e-3
     example.main()
     assert re.search(r"this kernel: [\d.]+ ms, \d+ TFLOPS\nPyTorch: ", capsys.readouterr().out)
+
+
+def test_the_speed_of_the_examples_is_the_result_file() -> None:
+    page = (ROOT / "docs/tutorial/index.md").read_text()
+    runs = json.loads((RESULTS / "examples/examples-h200.json").read_text())["runs"]
+    for run in runs:
+        script = run["command"].removeprefix("python examples/")
+        for direction in {row["direction"] for row in run["rows"]}:
+            own, peer = (row["tflops"] for row in run["rows"] if row["direction"] == direction)
+            assert re.search(rf"^\| `{re.escape(script)}`, {direction}.* \| {own} \| {peer} \|$", page, re.M), script

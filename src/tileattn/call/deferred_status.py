@@ -27,16 +27,21 @@ class Copy:
     """An asynchronous copy of a status to the host: pinned memory, and an event recorded after the copy."""
 
     def __init__(self, fields: int) -> None:
-        self.values = torch.empty(fields, dtype=torch.int32, pin_memory=True)
+        with torch.inference_mode(False):  # else no call outside of inference mode could write to it
+            self.values = torch.empty(fields, dtype=torch.int32, pin_memory=True)
         self.event = torch.cuda.Event()
 
     def start(self, status: Tensor) -> None:
         """Copies on the current stream."""
         self.values.copy_(status, non_blocking=True)
+        self.mark(status)
+
+    def mark(self, status: Tensor) -> None:
+        """Records the event on the current stream."""
         self.event.record(torch.cuda.current_stream(status.device))
 
     def has_arrived(self) -> bool:
-        """Whether `values` are those of the copy that was started last; does not wait."""
+        """Whether all before the event has ended, such as the copy that was started last; does not wait."""
         return bool(self.event.query())
 
 
@@ -80,7 +85,7 @@ class DeferredStatus:
     def raise_pending(self) -> None:
         """Raises ValueError if the error of an earlier call has arrived on the host; does not wait."""
         # Events cannot be queried during a capture.
-        if not any(of.under_way for of in self.devices.values()) or torch.cuda.is_current_stream_capturing():
+        if not any(of.under_way for of in tuple(self.devices.values())) or torch.cuda.is_current_stream_capturing():
             return
         with self._lock:
             errors = [of.take() for of in self.devices.values()]
@@ -98,15 +103,27 @@ class _OfDevice:
 
     def __init__(self, kind: DeferredStatus, device: torch.device) -> None:
         self.kind = kind
-        self.tensor = torch.zeros(len(kind.texts), dtype=torch.int32, device=device)
-        self.copy: Copy | None = None
+        with torch.inference_mode(False):  # else no call outside of inference mode could clear it
+            self.tensor = torch.zeros(len(kind.texts), dtype=torch.int32, device=device)
+        self.copy = Copy(len(kind.texts)) if device.type == "cuda" else None
         self.under_way = False
+        self.clears = False  # whether zeros may not be there yet for a copy on another stream than theirs
         self.next_start = 0.0
+        self._mark_zeros()
+
+    def _mark_zeros(self) -> None:
+        """Lets no copy start before the zeros are there that the current stream has been given."""
+        if self.copy is not None:
+            self.copy.mark(self.tensor)
+            self.clears = True
 
     def start_copy(self) -> None:
         if self.under_way or (self.kind.pause and time.monotonic() < self.next_start):
             return
         self.copy = self.copy or Copy(len(self.kind.texts))
+        if self.clears and not self.copy.has_arrived():
+            return  # a copy could have what was in this memory before, or an error that has been raised
+        self.clears = False
         self.copy.start(self.tensor)
         self.under_way = True
         self.next_start = time.monotonic() + self.kind.pause
@@ -129,6 +146,7 @@ class _OfDevice:
         for sequence, text in zip(values.tolist(), self.kind.texts):
             if sequence:
                 self.tensor.zero_()
+                self._mark_zeros()
                 return ValueError(
                     f"{text}: an earlier call on {self.kind.calls} was wrong at sequence {sequence - 1}, and its "
                     f"results mean nothing (nothing outside of the tensors was touched)"

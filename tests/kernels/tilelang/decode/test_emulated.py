@@ -118,3 +118,20 @@ def test_pages_out_of_range_are_reported(monkeypatch: pytest.MonkeyPatch) -> Non
     status = cache_status.status_of(tensors.q.device)
     assert status[fields.PAGE_TABLE] > 0
     assert status[fields.SEQLENS_K] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [0, 4])
+def test_lengths_without_room_are_reported(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of no tokens, or a page table without columns."""
+    decoding, inputs = prepared(Tensors(Case([3, 5], 1, 2, 1, page=page)), monkeypatch)
+    decoding = launch.Decoding(decoding.call, decoding.sizes._replace(capacity=0), SCALE, None)
+    if inputs.page_table is None:
+        inputs = inputs._replace(k_cache=inputs.k_cache[:, :0], v_cache=inputs.v_cache[:, :0])
+    else:
+        inputs = inputs._replace(page_table=inputs.page_table[:, :0])
+    o, lse = decoding(inputs, None)
+    assert lse is not None
+    assert not o.any()
+    assert (lse == -torch.inf).all()
+    assert cache_status.status_of(o.device)[fields.SEQLENS_K] > 0

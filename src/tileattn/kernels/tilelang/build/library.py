@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...cache.sources import digest
 from ...cache.store import kernel_cache
 
@@ -86,4 +88,25 @@ def runtime() -> Any:
 
 def load(path: Path) -> Any:
     """A shared library; its functions are its items."""
-    return runtime().load_module(str(path))
+    module = runtime().load_module(str(path))
+    return module if torch.cuda.device_count() < 2 else _KeepsDevice(module)
+
+
+class _KeepsDevice:
+    """A library that leaves the current device as it is: what TileLang generates makes it that of the tensors."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        function = self.module[name]
+
+        def launch(*arguments: Any) -> Any:
+            before = torch.cuda.current_device()
+            try:
+                return function(*arguments)
+            finally:
+                if torch.cuda.current_device() != before:
+                    torch.cuda.set_device(before)
+
+        return launch

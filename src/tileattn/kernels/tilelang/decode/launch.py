@@ -78,7 +78,7 @@ class Decoding:
     def __init__(self, call: DecodeCall, sizes: DecodeSizes, scale: float, splits: Splits) -> None:
         self.call, self.sizes, self.scale, self.splits = call, sizes, scale, splits
         self.config = default(call, sizes.heads // max(sizes.kv_heads, 1) * sizes.max_seqlen_q)
-        self.empty = 0 in (sizes.batch, sizes.total_q, sizes.heads, sizes.max_seqlen_q, sizes.capacity)
+        self.empty = 0 in (sizes.batch, sizes.total_q, sizes.heads, sizes.max_seqlen_q)
         traced = program(call.variant)
         names = names_in_range(traced)
         self.tensors_of_range = [i for i, tensor in enumerate(traced.tensors) if tensor.name in names]
@@ -179,8 +179,8 @@ class Decoding:
         lse = q.new_empty(q_batch, sizes.heads, total_q, dtype=torch.float32) if call.return_lse else None
         own = out is None or not _is_aligned(out)
         o = q.new_empty(q_batch, total_q, sizes.heads, call.head_dim_v) if own else out
-        if deal is None or not k.shape[0]:
-            self.plan(inputs)  # reports lengths that there is no page for
+        if deal is None or 0 in (k.shape[0], sizes.capacity):
+            self.plan(inputs)  # reports lengths that there is no room for
             return _without_keys(o if out is None else out, lse, sink, inputs.cu_seqlens_q)
         cache_status.raise_pending()
         if plan is None:
