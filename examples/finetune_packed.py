@@ -142,7 +142,10 @@ def train(model: Any, sequences: list[list[int]], settings: Settings, way: str) 
     device = torch.device(settings.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.rate, betas=(0.9, 0.95))
     losses, computed, real, timed = [], 0, 0, 0
-    with Progress(*Progress.get_default_columns(), "{task.fields[note]}", console=console) as progress:
+    # A file or a pipe has no room for a bar that is drawn again and again: it gets some ten lines instead.
+    on_terminal = console.is_terminal
+    columns = (*Progress.get_default_columns(), "{task.fields[note]}")
+    with Progress(*columns, console=console, disable=not on_terminal) as progress:
         bar = progress.add_task(
             way, total=settings.steps, note="may compile kernels first" if device.type == "cuda" else ""
         )
@@ -163,7 +166,10 @@ def train(model: Any, sequences: list[list[int]], settings: Settings, way: str) 
             tokens = sum(map(len, some))
             computed, real, timed = computed + batch["input_ids"].numel(), real + tokens, timed + tokens
             speed = timed / (time.perf_counter() - start)
-            progress.update(bar, advance=1, note=f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s")
+            note = f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s"
+            progress.update(bar, advance=1, note=note)
+            if not on_terminal and step % max(1, settings.steps // 10) == 0:
+                console.print(f"{way}: step {step + 1} of {settings.steps}, {note}", highlight=False)
     console.print(
         f"{way}: loss {losses[0]:.3f} -> {losses[-1]:.3f}; {computed:,} tokens computed for {real:,} in the text, "
         f"{speed:,.0f} of these per second"
