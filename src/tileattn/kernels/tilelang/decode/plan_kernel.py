@@ -176,16 +176,10 @@ def _write(arg, row, column, four):
         arg.plan[row, column + i] = values[i]
 
 
-@T.macro
-def _bound(arg, w, b):
+def _bound(arg: Any, w: Any, b: Any) -> Any:
     """Packed queries: the row at which sequence b begins; b may be batch + 1. If lengths are wrong, no row has one."""
-    bound = T.alloc_var("int32", init=0)
-    if b > arg.batch:
-        bound = arg.total_q
-    else:
-        if w.wrong == 0:
-            bound = arg.bounds[b]
-    return bound
+    last = T.if_then_else(b > arg.batch, arg.total_q, arg.bounds[T.min(b, arg.batch)])
+    return T.if_then_else(w.wrong != 0, T.if_then_else(b > arg.batch, arg.total_q, 0), last)
 
 
 def _q_start(arg: Any, w: Any, b: Any) -> Any:
