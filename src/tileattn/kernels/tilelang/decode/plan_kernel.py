@@ -176,10 +176,16 @@ def _write(arg, row, column, four):
         arg.plan[row, column + i] = values[i]
 
 
-def _bound(arg: Any, w: Any, b: Any) -> Any:
+@T.macro
+def _bound(arg, w, b):
     """Packed queries: the row at which sequence b begins; b may be batch + 1. If lengths are wrong, no row has one."""
-    last = T.if_then_else(b > arg.batch, arg.total_q, arg.bounds[T.min(b, arg.batch)])
-    return T.if_then_else(w.wrong != 0, T.if_then_else(b > arg.batch, arg.total_q, 0), last)
+    bound = T.alloc_var("int32", init=0)
+    if b > arg.batch:
+        bound = arg.total_q
+    else:
+        if w.wrong == 0:
+            bound = arg.bounds[b]
+    return bound
 
 
 def _q_start(arg: Any, w: Any, b: Any) -> Any:
