@@ -70,6 +70,15 @@ def decode_facts(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size) 
     return facts, DecodeSizes(batch, seqlen_q, batch * seqlen_q, heads, kv_heads, seqlen_k, 0)
 
 
+def repeat_of(phase: Any) -> Callable[[DecodeInputs, Tensor | None], Callable[..., Tensor] | None] | None:
+    """What makes the launch of a decode phase for the layers of a step, where the backend has it.
+
+    It takes the inputs of one layer and the plan, and returns ``launch(q, k, v, sink) -> o`` for layers whose tensors
+    have the same metadata, on the stream that is current now; or None where each layer must make an ordinary call.
+    """
+    return getattr(phase, "repeat", None)
+
+
 class FewQueries:
     """A forward pass (:class:`tileattn.runtime.dispatch.Forward`) that a decode phase runs.
 
@@ -104,6 +113,14 @@ class FewQueries:
         """The plan of the decode phase for these inputs; None if the phase needs none, or does not run the call."""
         phase, of_phase = self._decoding(inputs)
         return None if of_phase is None else phase.plan(of_phase)
+
+    def repeat(self, inputs: Inputs, plan: Tensor | None) -> Callable[..., Tensor] | None:
+        """The launch of these inputs' call for other q, k, v and sink; see :func:`repeat_of`."""
+        phase, of_phase = self._decoding(inputs)
+        if of_phase is None:
+            return None
+        repeat = repeat_of(phase)
+        return None if repeat is None else repeat(of_phase, plan)
 
     def _decoding(self, inputs: Inputs) -> tuple[Any, DecodeInputs | None]:
         """The decode phase and its inputs; no inputs for a call of the ordinary forward pass."""

@@ -21,13 +21,15 @@ from ..variant.key import encode, normalize
 from . import operators as ops
 from .decoding import DecodeOptions, prepared, with_variant
 from .dispatch import prepare_forward
-from .few_queries import FewQueries
+from .few_queries import FewQueries, repeat_of
 from .prepared_decode import inputs_of as decode_inputs_of
 from .run import is_plain, requires_grad, scale_or_default
 from .tables import facts
 
 Phase = Callable[[Any, "Tensor | None"], "tuple[Tensor, Tensor | None]"]
 MakePlan = Callable[[Any], "Tensor | None"]
+Launch = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
+Repeat = Callable[[Any, "Tensor | None"], "Launch | None"]
 
 
 def key_of(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -59,26 +61,30 @@ class SharedCall:
         inputs: makes the inputs of the phase from q, k, v and the sink.
         phase: computes o and lse from the inputs and the plan, or makes its own plan if that is None.
         make_plan: makes the plan; None where there is none.
+        repeat: makes a launch, with that plan, for all layers on one stream; it may return None: `phase` runs them.
     """
 
-    def __init__(self, inputs: Callable[..., Any], phase: Phase, make_plan: MakePlan | None) -> None:
-        self.inputs, self.phase, self.make_plan = inputs, phase, make_plan
+    def __init__(
+        self, inputs: Callable[..., Any], phase: Phase, make_plan: MakePlan | None, repeat: Repeat | None = None
+    ) -> None:
+        self.inputs, self.phase, self.make_plan, self.repeat = inputs, phase, make_plan, repeat
         self.plan: Tensor | None = None
+        self.launch: Launch | None = None
         self.stream: int | None = None  # on which the plan was made
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Tensor:
         """o of one layer; tensors have the metadata that the call was prepared for."""
-        inputs = self.inputs(q, k, v, sink)
-        return self.phase(inputs, self._plan(q, inputs))[0]
-
-    def _plan(self, q: Tensor, inputs: Any) -> Tensor | None:
-        """The plan, made again on another stream, which would not wait for it. In a CUDA graph each layer makes one."""
         if self.make_plan is None or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return None
+            return self.phase(self.inputs(q, k, v, sink), None)[0]  # in a CUDA graph each layer makes a plan
         stream = torch._C._cuda_getCurrentRawStream(q.device.index) if q.is_cuda else 0
-        if self.stream != stream:
-            self.plan, self.stream = self.make_plan(inputs), stream
-        return self.plan
+        if self.stream != stream:  # another stream would not wait for the plan
+            inputs = self.inputs(q, k, v, sink)
+            self.plan = self.make_plan(inputs)
+            self.launch = None if self.repeat is None else self.repeat(inputs, self.plan)
+            self.stream = stream
+        if self.launch is not None:
+            return self.launch(q, k, v, sink)
+        return self.phase(self.inputs(q, k, v, sink), self.plan)[0]
 
 
 def shared_attention(
@@ -102,7 +108,7 @@ def shared_attention(
     call = ops.make_call(inputs(q, k, v, sink), variant, return_lse=False)
     forward = prepare_forward(call, backend, q.shape, k.shape, scale_or_default(scale, q))
     if isinstance(forward, FewQueries):
-        return SharedCall(inputs, forward.run, forward.plan)
+        return SharedCall(inputs, forward.run, forward.plan, forward.repeat)
     return SharedCall(inputs, lambda inputs, _: forward(inputs), None)
 
 
@@ -127,4 +133,4 @@ def shared_decode(
     def inputs(q: Tensor, k_cache: Tensor, v_cache: Tensor, sink: Tensor | None) -> Any:
         return decode_inputs_of((q, k_cache, v_cache, seqlens_k, None, None, sink, operands, None))
 
-    return SharedCall(inputs, run, run.plan)
+    return SharedCall(inputs, run, run.plan, repeat_of(run))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,30 +175,32 @@ class Decoding:
         """See :class:`tileattn.runtime.dispatch.Decode`."""
         if self.call.packed_keys and not self.empty:
             inputs = self._located(inputs)
-        q, k, v, _, table, _, sink, operands, out = inputs
-        call, sizes, deal = self.call, self.sizes, None if self.empty else self.deal
+        q, k, v, _, _, _, sink, _, out = inputs
+        call, sizes = self.call, self.sizes
         q_batch, total_q = q.shape[:2]
         lse = q.new_empty(q_batch, sizes.heads, total_q, dtype=torch.float32) if call.return_lse else None
         own = out is None or not _is_aligned(out)
         o = q.new_empty(q_batch, total_q, sizes.heads, call.head_dim_v) if own else out
-        if deal is None or 0 in (k.shape[0], sizes.capacity):
+        if self.empty or 0 in (k.shape[0], sizes.capacity):
             self.plan(inputs)  # reports lengths that there is no room for
             return _without_keys(o if out is None else out, lse, sink, inputs.cu_seqlens_q)
         cache_status.raise_pending()
         if plan is None:
             plan = self._planned(inputs)
+        before, after = self._arguments(inputs, plan)
         kernel = decode_function(call, self.config)
-        kernel(
-            q,
-            k,
-            v,
-            o,
-            *(() if lse is None else (lse,)),
-            *(() if table is None else (table,)),
-            plan,
-            q.new_empty(self.slots, dtype=torch.float32),
-            cache_status.status_of(plan.device),
-            *(() if sink is None else (sink.detach().float(),)),
+        kernel(q, k, v, o, *(() if lse is None else (lse,)), *before, *_as_sinks(sink), *after)
+        cache_status.report(plan.device)
+        if out is not None and own:
+            out.copy_(o)
+        return o if out is None else out, lse
+
+    def _arguments(self, inputs: DecodeInputs, plan: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The kernel's arguments between o (or lse) and the sinks, with a new workspace, and those behind them."""
+        table, operands, sizes, deal = inputs.page_table, inputs.operands, self.sizes, self.deal
+        parts = inputs.q.new_empty(self.slots, dtype=torch.float32)
+        before = (*(() if table is None else (table,)), plan, parts, cache_status.status_of(plan.device))
+        return before, (
             *(as_bytes(tensor) for tensor in operands.tensors),
             self.scale,
             sizes.heads // sizes.kv_heads,
@@ -211,10 +215,30 @@ class Decoding:
             *operands.ints,
             *operands.floats,
         )
-        cache_status.report(plan.device)
-        if out is not None and own:
-            out.copy_(o)
-        return o if out is None else out, lse
+
+    def repeat(self, inputs: DecodeInputs, plan: Tensor | None) -> Callable[..., Tensor] | None:
+        """See :func:`tileattn.runtime.few_queries.repeat_of`.
+
+        One workspace serves all layers, which a stream runs one after another. Errors of the lengths are found and
+        reported by the plan; a page table is read in each layer, so such calls are not repeated.
+        """
+        call, sizes = self.call, self.sizes
+        special = call.packed_keys or call.return_lse or inputs.out is not None or inputs.page_table is not None
+        if plan is None or special or 0 in (inputs.k_cache.shape[0], sizes.capacity):
+            return None
+        kernel, (before, after) = decode_function(call, self.config), self._arguments(inputs, plan)
+        shape = (*inputs.q.shape[:2], sizes.heads, call.head_dim_v)
+
+        def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Tensor:
+            o = q.new_empty(shape)
+            kernel(q, k, v, o, *before, *_as_sinks(sink), *after)
+            return o
+
+        return launch
+
+
+def _as_sinks(sink: Tensor | None) -> tuple[Tensor, ...]:
+    return () if sink is None else (sink.detach().float(),)
 
 
 def _is_aligned(out: Tensor) -> bool:
