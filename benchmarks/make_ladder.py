@@ -36,6 +36,7 @@ PICTURES = ROOT / "docs" / "ladder"
 SOURCES: tuple[str, ...] = (
     "ladder/d32-h200.json",
     "ladder/d64-h200.json",
+    "ladder/d64-b2-h200.json",
     "ladder/d64-h48-h200.json",
     "ladder/d128-h200.json",
     "ladder/d512-h200.json",

@@ -41,7 +41,7 @@ SOURCES: dict[str, str | None] = {
     "tilelang-full": "forward/tilelang-full-h200.json",
     "tilelang-causal": "forward/tilelang-causal-h200.json",
     "tilelang-4096x8192-full": "forward/tilelang-4096x8192-full-h200.json",
-    "tilelang-4096x8192-causal": None,
+    "tilelang-4096x8192-causal": "forward/tilelang-4096x8192-causal-h200.json",
     "triton-d64": "triton/fwd-d64-causal-fp16-h200.json",
     "triton-full-d64": "triton/fwd-d64-full-fp16-h200.json",
     "triton-d128": "triton/fwd-d128-causal-fp16-h200.json",
@@ -56,7 +56,7 @@ SOURCES: dict[str, str | None] = {
     "triton-fp32-bwd-d128": "triton/bwd-d128-causal-fp32-h200.json",
 }
 # The result files of `tileattn bench --suite modules`, which have a format of their own; forward, then training.
-MODULES: tuple[str, ...] = ()
+MODULES: tuple[str, ...] = ("memory/modules-h200.json", "memory/modules-fwdbwd-h200.json")
 # Nothing is said of these as long as nothing has been measured.
 OPTIONAL = tuple(key for key in SOURCES if key not in ("fa", "variants", "heads", "fp8"))
 # What a reader should know of a file: shown below its tables. A row that failed stays in its file when it is mended.

@@ -15,7 +15,7 @@ def as_int(x: Any) -> Any:
     Any other value is returned unchanged, and later checks refuse it by name. A tensor on a GPU is not read, because
     that would synchronise.
     """
-    if isinstance(x, (int, torch.SymInt)):
+    if x is None or isinstance(x, (int, torch.SymInt)):  # torch.compile of 2.11 cannot trace operator.index(None)
         return x
     if isinstance(x, torch.Tensor):
         is_int = not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool)
