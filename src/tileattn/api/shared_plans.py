@@ -1,8 +1,9 @@
 """The plans of the GPU's work in one step of a model: each is made by the first layer that needs it.
 
 Layers share a plan if their tensors have equal sizes, strides and alignments and they compute the same kind of
-attention. In a CUDA graph the plan must be a part of the graph, since it depends on the lengths: one that was made
-outside of a capture would not be made again by a replay. So it is not used inside of one, nor the reverse.
+attention, on one stream: another would not wait for the plan. In a CUDA graph the plan must be a part of the graph,
+since it depends on the lengths: one that was made outside of a capture would not be made again by a replay. So it is
+not used inside of one, nor the reverse.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ class SharedPlans:
             kept: lives as long as the plan, so that no other tensor gets an id that is in `kind`.
         """
         captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
+        stream = torch._C._cuda_getCurrentRawStream(q.device.index) if q.is_cuda else 0
         tensors = (q, k_cache, v_cache)
-        key = (captured, kind, q.dtype, *((x.shape, x.stride(), x.data_ptr() % 16) for x in tensors))
+        key = (captured, stream, kind, q.dtype, *((x.shape, x.stride(), x.data_ptr() % 16) for x in tensors))
         if key not in self._plans:
             self._plans[key] = decode_plan(*tensors, seqlens_k, **options), kept
         return self._plans[key][0]
