@@ -265,6 +265,6 @@ def _checked(
     if out is not None:
         check_dense("out", out, q.ndim, "o's dimensions")
     q, out = (x[None] if packed and x is not None else x for x in (q, out))
-    inputs = DecodeInputs(q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, sink, out=out)
+    inputs = DecodeInputs(q, k_cache, v_cache, seqlens_k, page_table, cu_seqlens_q, sink, NO_OPERANDS, out)
     variant, inputs = with_variant(inputs, longest, mask, score_mod, as_flag("causal", causal), tree_mask)
     return inputs, DecodeOptions(variant, scale_or_default(scale, q), longest, splits, return_lse, backend)
