@@ -20,6 +20,22 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
+        "runtime/shared_calls.py",
+        ("compat/transformers/test_layers.py",),
+        {
+            "layers: a plan of another stream": ("if self.stream != stream:", "if self.stream is None:"),
+            "layers: a launch in a graph": (
+                "if self.make_plan is None or (q.is_cuda and torch.cuda.is_current_stream_capturing()):",
+                "if self.make_plan is None:",
+            ),
+        },
+    ),
+    *mutants(
+        "api/shared_plans.py",
+        ("nn/test_cache.py",),
+        {"plans of a step: of another stream": ("key = (captured, stream, kind,", "key = (captured, kind,")},
+    ),
+    *mutants(
         "kernels/torch/decode/sequences.py",
         ROUTING,
         {
