@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import tileattn.math as tm
 from tests.tools.compositions import Composition, compositions
 from tileattn import ALiBi, Bias, Causal, Documents, Mask, PrefixLM, SlidingWindow, SoftCap, attention
-from tileattn.call.facts import BackwardCall, Gradients
+from tileattn.call.facts import BackwardCall, Gradients, has_autocast
 from tileattn.kernels.torch import backward as torch_backward
 from tileattn.kernels.torch import fused
 from tileattn.runtime import dispatch
@@ -549,6 +549,13 @@ def test_second_derivatives_are_refused_under_compile() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+def test_which_devices_have_autocast() -> None:
+    assert has_autocast("cpu")
+    assert not has_autocast("meta")
+    asked = torch.compile(lambda x: x + has_autocast("cpu") + 2 * has_autocast("meta"), fullgraph=True, backend="eager")
+    assert asked(torch.zeros(())) == 1
+
+
 def test_autocast_under_compile() -> None:
     leaves = leaves_of(*qkv())
     compiled = torch.compile(

@@ -151,3 +151,16 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     if seqlen == 0 or heads == 0 or tensor.data_ptr() % 16:
         return False
     return not (batch % step or seqlen % step or heads % step)
+
+
+# torch.compile of 2.11 cannot trace the question, so it is asked when this module is imported.
+_WITH_AUTOCAST = frozenset(
+    device for device in ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "xla") if torch.amp.is_autocast_available(device)
+)
+
+
+def has_autocast(device: str) -> bool:
+    """Whether torch.autocast takes a type of device, as "cuda". For others, such as "meta", its functions raise."""
+    if device in _WITH_AUTOCAST:
+        return True
+    return not torch.compiler.is_compiling() and torch.amp.is_autocast_available(device)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..call.dropout import Dropout, draw_seed
-from ..call.facts import Packed, sizes
+from ..call.facts import Packed, has_autocast, sizes
 from ..call.fp8 import FP8, complete
 from ..call.inputs import Inputs
 from ..call.scalars import as_float
@@ -59,7 +59,7 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype:
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return x.dtype
     device = x.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not has_autocast(device) or not torch.is_autocast_enabled(device):
         return x.dtype
     return torch.get_autocast_dtype(device)
 

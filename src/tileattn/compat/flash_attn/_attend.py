@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...api.attention import attention
 from ...api.varlen import varlen_attention
-from ...call.facts import Packed
+from ...call.facts import Packed, has_autocast
 from ...call.head_dims import MAX, pad
 from ...call.scalars import as_float
 from ...variant.masks import Causal, Mask
@@ -117,7 +117,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | N
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
     """A context without autocast: flash-attn computes in its inputs' dtype, and so must the products of S_dmask."""
-    if torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(device):
+    if torch._C._is_any_autocast_enabled() and has_autocast(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
 
