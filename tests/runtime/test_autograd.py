@@ -548,7 +548,6 @@ def test_second_derivatives_are_refused_under_compile() -> None:
         torch.autograd.grad(torch.autograd.grad(compiled(*leaves), leaves, create_graph=True)[0].sum(), leaves)
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_which_devices_have_autocast() -> None:
     assert has_autocast("cpu")
     assert not has_autocast("meta")
@@ -556,6 +555,7 @@ def test_which_devices_have_autocast() -> None:
     assert asked(torch.zeros(())) == 1
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_autocast_under_compile() -> None:
     leaves = leaves_of(*qkv())
     compiled = torch.compile(

@@ -1,9 +1,9 @@
 """Calls that the layers of a model's step repeat: prepared once, with one plan of the GPU's work for all layers.
 
 The layers of a step have one mask, and tensors of equal metadata. So the mask is encoded once, the backend is prepared
-once, and the plan of a decode phase is made once. Whoever keeps a :class:`SharedCall` keeps it for one step: in the
-next one the lengths differ, and with them the mask and the plan. Its key is :func:`key_of`; a call without a key is
-made in the ordinary way.
+once, and the plan of a decode phase is made once; layers on one stream share its workspace, too. Whoever keeps a
+:class:`SharedCall` keeps it for one step: in the next one the lengths differ, and with them the mask and the plan. Its
+key is :func:`key_of`; a call without a key is made in the ordinary way.
 """
 
 from __future__ import annotations
