@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import floor
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tileattn.bench.baselines.base import OWN, is_own
 from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.compare import Standing, best_baseline_ms, compare, standings
 from tileattn.bench.cost import costs
+from tileattn.bench.draws import standing as draw_standing
 from tileattn.bench.modules import results as module_results
 from tileattn.bench.plot import LABELS, by_length
 from tileattn.bench.report import grouped
@@ -34,6 +36,8 @@ SOURCES: dict[str, str | None] = {
     "fa-bwd": "backward/fa-bwd-h200.json",
     "variants-bwd": "variants/variants-bwd-h200.json",
     "heads-bwd": None,
+    "random": None,
+    "random-bwd": None,
     "memory-fwdbwd": "memory/memory-fwdbwd-h200.json",
     "varlen": "packed/varlen-h200.json",
     "varlen-bwd": "packed/varlen-bwd-h200.json",
@@ -185,8 +189,10 @@ def load_modules() -> dict[str, module_results.Results]:
 def page(sources: Mapping[str, Source], modules: Mapping[str, module_results.Results] | None = None) -> str:
     """The page in Markdown. sources: by the keys of `SOURCES`. modules: by the names of their files."""
     sections = {
-        "fa": _plain, "variants": _variants, "heads": _heads, "fp8": _fp8,
-        "fa-bwd": _plain, "variants-bwd": _variants, "heads-bwd": _heads, "memory-fwdbwd": _memory,
+        "fa": _plain, "random": partial(_random, grid=sources.get("fa")),
+        "variants": _variants, "heads": _heads, "fp8": _fp8,
+        "fa-bwd": _plain, "random-bwd": partial(_random, grid=sources.get("fa-bwd")),
+        "variants-bwd": _variants, "heads-bwd": _heads, "memory-fwdbwd": _memory,
         "varlen": _packed, "varlen-bwd": _packed,
         **{key: _tilelang for key in SOURCES if key.startswith("tilelang-")},
         **{key: _triton for key in SOURCES if key.startswith("triton-")},
@@ -300,6 +306,54 @@ def _errors(measured: Results, case: str) -> list[str]:
     ours = measured.row(case, OWN)
     baselines = [row.error for row in measured.rows if row.case == case and not is_own(row.backend)]
     return [f"{ours.error:.1e}" if ours else MISSING, f"{min(baselines):.1e}" if baselines else MISSING]
+
+
+# Random shapes
+
+RANDOM = """\
+Kernels are tuned on shapes such as those above; a model has others. `tileattn bench --suite random` draws {cases} cases
+for each of the seeds {seeds}: batch 1 to 32, 6 to 64 query heads, 1 to 16 of them for each kv head, nine pairs of head
+dims, 333 to 65,536 tokens, fewer queries than keys in some, full and causal attention, causal windows and documents.
+[`shapes.py`](../src/tileattn/bench/draws/shapes.py) has the distribution. The implementations of a row are measured in
+random order. A row in which tileattn reaches less than {least} of the fastest baseline's speed is measured again in ten
+rounds, and the second figure counts. A round measures each implementation for 15 ms. FA-2 and cuDNN run rows without a
+mask or with a square causal one, FA-4 all rows, documents as packed sequences. Rows without a baseline are in no
+mean."""
+
+
+def _random(source: Source, grid: Source | None) -> str:
+    """The speed at random shapes beside that on the fixed grid; grid: the file of the suite fa in this direction."""
+    measured = source.results
+    named = draw_standing.standings(measured)
+    lines = [(f"random, {name}", each) for name, each in named.items()]
+    if grid is not None:
+        lines.append(("the fixed grid", draw_standing.standing(grid.results, grid.results.cases())))
+    table = [
+        [name, str(len(each.ratios)), _mean(each), _ratio(min(each.ratios.values())), str(each.under())]
+        for name, each in lines
+        if each.ratios
+    ]
+    slowest = [[case, _against_best(measured, case)] for case, _ in named["all"].worst()]
+    intro = RANDOM.format(
+        cases=len(next(iter(measured.draws.values()))), seeds=", ".join(measured.draws), least=draw_standing.LEAST
+    )
+    alone = named["all"].alone
+    parts = [
+        f"## {_backward_of(measured, 'Random shapes')}",
+        _provenance(source),
+        intro,
+        f"![The speed of each row against its best baseline](benchmarks/{random_picture(measured.direction).name})",
+        _table(["rows of", "rows", "geometric mean", "lowest", f"under {draw_standing.LEAST}"], table),
+        "The slowest rows:",
+        _table(["case", "against best"], slowest),
+        f"No baseline ran: {'; '.join(alone)}." if alone else "",
+        _notes(measured),
+    ]
+    return _joined(parts)
+
+
+def _mean(each: draw_standing.Standing) -> str:
+    return MISSING if each.geometric_mean is None else f"{each.geometric_mean:.3f}×"
 
 
 # Variants
@@ -595,6 +649,11 @@ def _joined(parts: Iterable[str]) -> str:
 def picture(direction: str, head_dim: int) -> Path:
     """The path of the picture of a head dim."""
     return PICTURES / f"{DIRECTIONS[direction]}-d{head_dim}.png"
+
+
+def random_picture(direction: str) -> Path:
+    """The path of the picture of the suite random in a direction."""
+    return PICTURES / f"random-{direction}.png"
 
 
 def modules_picture(name: str) -> Path:

@@ -29,6 +29,8 @@ from tileattn.bench import plot_ladder, plot_memory
 from tileattn.bench.cases import DIRECTIONS
 from tileattn.bench.decode import plot as decode_plot
 from tileattn.bench.decode import results as decode_results
+from tileattn.bench.draws import plot as plot_draws
+from tileattn.bench.draws import standing as draw_standing
 from tileattn.bench.modules import plot as modules_plot
 from tileattn.bench.plot import COLOURS, FAINT, INK, by_length, legend_columns, style
 from tileattn.bench.results import Results
@@ -77,9 +79,21 @@ def of_benchmarks() -> dict[Path, Callable[[], Figure]]:
         for each in plain
         for head_dim in make_page.head_dims(each)
     }
+    for key, grid in (("random", "fa"), ("random-bwd", "fa-bwd")):
+        if key in sources:
+            each = sources[key].results
+            speeds[make_page.random_picture(each.direction)] = partial(random_shapes, each, sources[grid].results)
     for name, of_modules in make_page.load_modules().items():
         speeds[make_page.modules_picture(name)] = partial(modules_plot.draw, of_modules)
     return {**speeds, make_page.MEMORY_PICTURE: lambda: plot_memory.draw(sources["memory-fwdbwd"].results)}
+
+
+def random_shapes(measured: Results, grid: Results) -> Figure:
+    """The suite random beside the fixed grid: each row's speed against its best baseline."""
+    drawn_rows = draw_standing.standings(measured)["all"].ratios
+    fixed = draw_standing.standing(grid, grid.cases()).ratios
+    lines = {"random shapes": list(drawn_rows.values()), "the fixed grid": list(fixed.values())}
+    return plot_draws.draw({f"{DIRECTIONS[measured.direction]}, {measured.gpu}": lines})
 
 
 def of_decode() -> dict[Path, Callable[[], Figure]]:

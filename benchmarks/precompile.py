@@ -2,6 +2,7 @@
 
     python benchmarks/precompile.py suites fa fp8 variants                 # of `tileattn bench --suite fa`, ...
     python benchmarks/precompile.py suites fa --direction bwd              # the same with --direction bwd
+    tileattn bench --suite random --compile only --seed 1                  # of `tileattn bench --suite random --seed 1`
     python benchmarks/precompile.py suites decode decode-ratios            # of the suites of decode
     python benchmarks/precompile.py conformance                            # of `pytest -m gpu`
     python benchmarks/precompile.py conformance --kernels long --jobs 16   # of `pytest -m gpu --kernels long`
@@ -48,7 +49,7 @@ from tileattn.kernels.tilelang.append import backend as append_backend
 from tileattn.kernels.tilelang.append.job import AppendJob
 from tileattn.kernels.tilelang.backward import launch as backward_backend
 from tileattn.kernels.tilelang.backward.defaults import MainConfig
-from tileattn.kernels.tilelang.backward.library import BackwardJob, kernel_names
+from tileattn.kernels.tilelang.backward.library import BackwardJob, SharesJob, kernel_jobs
 from tileattn.kernels.tilelang.build.batch import CORES, AnyJob, Done, compile_all
 from tileattn.kernels.tilelang.decode.job import DecodeJob, PackedKeysJob
 from tileattn.kernels.tilelang.decode.launch import Decoding
@@ -88,7 +89,7 @@ class _Requested:
 
     def ask_backward(self, call: BackwardCall, config: MainConfig | None = None) -> Any:
         """A stand-in for `backward_kernels`."""
-        self._add(*(BackwardJob(call, name, config) for name in kernel_names(call)))
+        self._add(*kernel_jobs(call, config))
 
     def ask_decode(self, phase: Decoding, *_: Any) -> Any:
         """In place of the methods of `Decoding`, which ask for both kernels, or for none."""
@@ -132,6 +133,8 @@ def _pretending(arch: str) -> Iterator[_Requested]:
         mock.patch.object(ops, "_has_no_values", return_value=False),
         mock.patch.object(ops, "_asks_for_alignment", return_value=True),
         mock.patch.object(ops, "device_arch", return_value=arch),
+        mock.patch("tileattn.api.attention.is_plain", return_value=False),  # prepared calls do not pass run_forward
+        mock.patch("tileattn.api.varlen.is_plain", return_value=False),
         mock.patch.object(ops, "run_forward", _going_on(ops.run_forward, ops.trace_forward)),
         mock.patch.object(ops, "run_backward", _going_on(ops.run_backward, ops.trace_backward)),
         mock.patch.object(forward_launch, "forward_function", requested.ask),
@@ -166,7 +169,7 @@ def _weight(job: AnyJob) -> float:
     """Larger for a kernel that takes longer to compile; largest for a transposition, which others wait for."""
     if isinstance(job, Job) and job.config is None:
         return float("inf")
-    if isinstance(job, AppendJob | PackedKeysJob):
+    if isinstance(job, AppendJob | PackedKeysJob | SharesJob):
         return 1.0
     if isinstance(job, DecodeJob):
         call, config = job.call, job.config  # those of a plan are small
@@ -338,7 +341,7 @@ def suites(
 @app.command()
 def conformance(
     kernels: Annotated[
-        str | None, typer.Option(help="long or short, as [b]pytest --kernels[/b].", show_default=False)
+        str | None, typer.Option(help="long, short or wide, as [b]pytest --kernels[/b].", show_default=False)
     ] = None,
     match: Match = "",
     jobs: Jobs = CORES,
@@ -346,8 +349,8 @@ def conformance(
     only_list: List = False,
 ) -> None:
     """The kernels of the tests for a GPU: test_conformance.py, test_conformance_decode.py and the test_gpu files."""
-    if kernels not in (None, "long", "short"):
-        raise choices.refuse("--kernels", f"{kernels!r} is not known; accepted: long, short")
+    if kernels not in (None, *buckets.BUCKETS):
+        raise choices.refuse("--kernels", f"{kernels!r} is not known; accepted: {', '.join(buckets.BUCKETS)}")
     found = [job for job in conformance_jobs(kernels, _arch(arch)) if re.search(match, str(job))]
     raise typer.Exit(run(found, jobs, only_list))
 

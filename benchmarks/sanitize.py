@@ -234,7 +234,7 @@ Direction = Annotated[str, typer.Option(help="fwd, bwd or decode: the kernels of
 Cases = Annotated[str, typer.Option(help="Regular expression: only cases whose name it matches somewhere.")]
 Kernels = Annotated[
     str | None,
-    typer.Option(help="For sequences of which lengths: long or short. Default: both.", show_default=False),
+    typer.Option(help="Of which lengths: long, short or wide. Default: long and short.", show_default=False),
 ]
 Blocks = Annotated[int, typer.Option(min=1, help="Of the persistent kernels: few, so that they draw several tiles.")]
 

@@ -33,6 +33,7 @@ from tileattn.bench.baselines.base import OWN, Implementation, Prepared
 from tileattn.bench.cases import square
 from tileattn.bench.oracle import gradients as gradient_oracle
 from tileattn.bench.oracle import output as oracle
+from tileattn.cli import workspaces
 from tileattn.measure import ceilings
 from tileattn.testing import oracle_attention
 from tileattn.variant.key import normalize
@@ -310,6 +311,18 @@ def test_memory_of_a_backward_pass_is_that_of_forward_and_backward() -> None:
             peaks = [measured.row(case, backend) for measured in (forward, alone, both)]
             bytes_ = [row.peak_bytes for row in peaks if row is not None]
             assert bytes_[0] < bytes_[1] == bytes_[2]
+
+
+def test_memory_names_the_parts_of_dk_and_dv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 3072 keys of 4 heads: 3 shares of dk and of dv, with 64 columns of 4 bytes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # 132 multiprocessors
+    few = cases.Case(1, 3072, 3072, 28, 4, 64, 64, "full", "bf16")
+    whole = replace(few, kv_heads=28)
+    assert workspaces.parts_of_gradients(few, "sm_90a") == (3, 3 * 3072 * 4 * 2 * 64 * 4)
+    assert workspaces.parts_of_gradients(whole, "sm_90a") == (1, 0)
+    assert workspaces.lines([few, whole], "sm_90a") == [
+        f"{few.name}: 18.0 MiB of tileattn's memory are parts of dk and dv, of 3 shares of heads"
+    ]
 
 
 def test_a_wrong_gradient_of_ours_is_a_failure_and_a_baselines_is_shown() -> None:

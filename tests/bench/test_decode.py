@@ -473,7 +473,7 @@ def test_a_bad_option_is_one_error(options: str, says: str) -> None:
 
 @pytest.mark.parametrize(
     ("option", "says"),
-    [("--rows batch=1", "only the suite decode has it"), ("--resume", "only the suites decode and decode-ratios have")],
+    [("--rows batch=1", "only the suite decode has it"), ("--resume", "only random, decode and decode-ratios have")],
 )
 def test_other_suites_do_not_have_its_options(option: str, says: str) -> None:
     result = CliRunner().invoke(app, ["bench", "--device", "cpu", *option.split()])

@@ -78,6 +78,23 @@ def made_up_page(**suites: results.Results) -> str:
     return text
 
 
+def test_random_shapes_stand_beside_the_fixed_grid() -> None:
+    fa, drawn = (made_up(suite, "cuda", OWN, "fa4", direction="bwd") for suite in ("fa", "random"))
+    alone, slow = drawn.draws["1"][:2]
+    drawn.rows = [
+        replace(row, ms=1.25) if (row.case, row.backend) == (slow, OWN) else row
+        for row in drawn.rows
+        if (row.case, row.backend) != (alone, "fa4")
+    ]
+    text = made_up_page(**{"fa-bwd": fa, "random-bwd": drawn})
+    section = text.split("## Random shapes, backward\n")[1]
+    assert "| random, all | 39 | 1.094× | 0.88× | 1 |\n| the fixed grid | 40 | 1.100× | 1.10× | 0 |" in section
+    assert f"| {slow} | **0.88×** |" in section
+    assert f"No baseline ran: {alone}." in section
+    assert "40 cases\nfor each of the seeds 1: batch" in section
+    assert "benchmarks/random-bwd.png" in section
+
+
 def test_every_suite_has_its_section() -> None:
     fa = replace(made_up("fa", "cuda", OWN, "fa2", "cudnn", "fa4"), ceilings=CEILINGS)
     variants = replace(made_up("variants", "cuda", OWN, "flex"), ceilings=CEILINGS)

@@ -116,3 +116,11 @@ def test_a_heat_map_keeps_its_scale_in_the_dark() -> None:
     named = {to_hex(patch.get_facecolor()) for patch in tiles.legends[0].get_patches()}
     assert named == {to_hex(each) for each in tiles.axes[0].collections[0].get_cmap().colors}
     assert to_hex(dark.colour("#EDEDED")) in named
+
+
+def test_random_shapes_are_drawn_beside_the_fixed_grid() -> None:
+    fa, random = (made_up(suite, "cuda", OWN, "fa4") for suite in ("fa", "random"))
+    (panel,) = drawn.data_of(make_pictures.random_shapes(random, fa))["axes"]
+    assert panel["titles"] == ["forward, Imaginary GPU"]
+    named = {line["label"]: line["y"] for line in panel["lines"] if "rows" in line["label"]}
+    assert named == {"random shapes: 40 rows": [1.1] * 40, "the fixed grid: 40 rows": [1.1] * 40}

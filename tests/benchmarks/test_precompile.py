@@ -18,7 +18,7 @@ from tests.tools import ROOT
 from tests.tools.decode_call import run_decode
 from tileattn.bench import cases, warmup
 from tileattn.bench.cases import Case
-from tileattn.call.facts import BackwardCall
+from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.kernels.cache.store import KernelCache, default_folder
 from tileattn.kernels.tilelang import backend
 from tileattn.kernels.tilelang.backward import launch as backward_backend
@@ -29,6 +29,7 @@ from tileattn.kernels.tilelang.build.batch import compile_job
 from tileattn.kernels.tilelang.decode.job import DecodeJob
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward import library as launch
+from tileattn.kernels.tilelang.forward.choice import chosen
 from tileattn.kernels.tilelang.forward.defaults import LONG, Config, default, defaults, for_skewed_lengths
 from tileattn.runtime import operators as ops
 from tileattn.testing import build_decode, conformance_cases, decode_cases, distinct_calls
@@ -49,10 +50,15 @@ def invoke(arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def chosen_for(call: AttentionCall, case: Case) -> Config:
+    q_shape = torch.Size((case.batch, case.seqlen_q, case.heads, case.head_dim))
+    return chosen(call, q_shape, torch.Size((case.batch, case.seqlen_k, case.kv_heads, case.head_dim)))
+
+
 def expected_key(case: Case, dtype: str) -> str:
     """The key by way of `tileattn warmup`, which is independent of this script."""
     call, _ = warmup.calls([(case.head_dim, case.head_dim_v)], [case.variant], [dtype], ARCH)
-    return launch.cache_key(call, default(call, min(case.seqlen_q, case.seqlen_k)))
+    return launch.cache_key(call, chosen_for(call, case))
 
 
 @pytest.mark.parametrize(("suite", "dtype"), [("fa", "bf16"), ("variants", "bf16"), ("quick", "bf16"), ("fp8", "fp8")])
@@ -83,7 +89,7 @@ def test_a_suite_of_the_backward_pass_is_found_whole(suite: str, direction: str)
         tensors = [False] * len(program(call.variant).tensors)
         needs = (True, True, True, False, *([True] if case.terms.dbias else tensors))
         backward = BackwardCall(replace(call, needs_grad=True), needs)
-        expected.add(launch.cache_key(call, default(call, min(case.seqlen_q, case.seqlen_k))))
+        expected.add(launch.cache_key(call, chosen_for(call, case)))
         main = short_default(backward) if case.seqlen_q <= SHORT else None
         expected |= {backward_launch.cache_key(backward, name, main) for name in backward_launch.kernel_names(backward)}
     assert {job.key for job in jobs} == expected
@@ -178,7 +184,7 @@ def test_list_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unknown_suites_and_buckets_are_refused() -> None:
     assert invoke("suites fast --arch sm_90a --list")[0] == 2
-    assert invoke("conformance --kernels wide --arch sm_90a --list")[0] == 2
+    assert invoke("conformance --kernels narrow --arch sm_90a --list")[0] == 2
 
 
 # --- Compiling, with a stand-in for the compiler ---

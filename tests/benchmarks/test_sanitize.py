@@ -331,12 +331,12 @@ def test_a_hazard_sets_the_exit_code(pretend: Path, monkeypatch: pytest.MonkeyPa
     "arguments",
     [
         "--tool leakcheck",
-        "--kernels wide",
+        "--kernels narrow",
         "--cases nothing",
         "--cases (",
         "--sanitizer /nowhere",
         "--direction both",
-        "--direction bwd --kernels wide",
+        "--direction bwd --kernels narrow",
         "--direction bwd --cases fp8",
     ],
 )

@@ -43,6 +43,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[FakeCopy]:
     FakeCopy.made = []
     monkeypatch.setattr(deferred_status, "Copy", FakeCopy)
     monkeypatch.setattr(packed_status.STATUS, "devices", {})
+    monkeypatch.setattr(packed_status.STATUS, "pause", 0.0)  # test_cache_status.py has the pause
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return FakeCopy.made
 

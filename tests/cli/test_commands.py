@@ -410,13 +410,13 @@ def test_warmup_compiles_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     result = invoke("warmup --arch sm_90a --head-dim 64,192/128 --variant full,causal+softcap50+sink --dtype fp16")
     assert result.exit_code == 1
     lines = result.output.splitlines()
-    # Each call twice, without lse and with it, and each for short sequences and for long ones.
-    assert re.fullmatch(r"\[1/14\] float16 d64 full sm_90a HopperConfig\(.*\): was in the cache", lines[0])
-    assert re.fullmatch(r"\[2/14\] float16 d64 full sm_90a HopperConfig\(.*\): 3\.2 s", lines[1])
+    # Each call twice, without lse and with it; at head dim 64 also for short sequences and for long ones.
+    assert re.fullmatch(r"\[1/12\] float16 d64 full sm_90a HopperConfig\(.*\): was in the cache", lines[0])
+    assert re.fullmatch(r"\[2/12\] float16 d64 full sm_90a HopperConfig\(.*\): 3\.2 s", lines[1])
     assert "d64 full lse sm_90a" in lines[2]
     assert "SoftCap(f) sink sm_90a" in lines[4]
-    assert lines[13].startswith("[14/14] float16 d192/128")
-    assert lines[13].endswith(": no compiler")
+    assert lines[11].startswith("[12/12] float16 d192/128")
+    assert lines[11].endswith(": no compiler")
 
 
 def test_without_a_home_info_and_warmup_say_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,10 +441,12 @@ def test_warmup_for_training_includes_the_backward_pass(monkeypatch: pytest.Monk
     assert result.exit_code == 0
     kernels = re.findall(r"(prepare|main|finish|queries) of backward \((.*)\): (.*): 1.0 s", result.output)
     assert [name for name, _, _ in kernels] == [
-        *("prepare", "main", "finish"), *("prepare", "main", "queries"), "main", *("main", "queries"),
+        *("prepare", "main", "finish", "main"), *("prepare", "main", "queries"), *("main", "main"),
+        *("main", "queries"),
     ]  # fmt: skip
     assert kernels[1] == ("main", "bfloat16 d64 full lse needs_grad sm_90a", "dq dk dv")
-    assert kernels[6][2] == "dq dk dv dsink"
+    assert kernels[8][2] == "dq dk dv dsink"
+    assert result.output.count("sums of dk and dv (torch.bfloat16 sm_90a)") == 1
 
 
 def test_warmup_for_serving_has_decode_and_append(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,10 +467,12 @@ def test_warmup_for_serving_has_decode_and_append(monkeypatch: pytest.MonkeyPatc
     }  # fmt: skip
 
 
-def test_warmup_has_the_backward_kernels_for_short_and_for_long_sequences() -> None:
-    (call,) = warmup.backward_calls([(128, 128)], ["causal"], ["bf16"], "sm_90a")
+@pytest.mark.parametrize(("variant", "split"), [("causal", (64, True)), ("full", (80, True)), ("window3", None)])
+def test_warmup_has_the_backward_kernels_for_all_sizes(variant: str, split: tuple[int, bool] | None) -> None:
+    (call,) = warmup.backward_calls([(128, 128)], [variant], ["bf16"], "sm_90a")
     jobs = [job for job in warmup.jobs([], [call]) if isinstance(job, BackwardJob) and job.name == "main"]
-    assert [None if job.config is None else job.config.block_M for job in jobs] == [None, 64]
+    expected = [None, *[(64, False)] * (variant == "causal"), *[split] * (split is not None)]
+    assert [job.config and (job.config.block_M, job.config.split) for job in jobs] == expected
 
 
 @pytest.mark.parametrize("variant", ["full", "causal+alibi", "window3+bias+dbias+sink", "causal+documents4+bias"])

@@ -16,6 +16,7 @@ from . import (
     masks,
     packed,
     rules,
+    shares,
     triton_decode,
 )
 from .mutant import Mutant
@@ -31,6 +32,7 @@ def all_mutants() -> list[Mutant]:
         backends,
         calls,
         rules,
+        shares,
         packed,
         appending,
         masks,

@@ -101,7 +101,10 @@ MUTANTS: list[Mutant] = [
         "call/deferred_status.py",
         ("call/test_cache_status.py",),
         {
-            "status: copies follow each other": (" or (self.kind.pause and time.monotonic() < self.next_start)", ""),
+            "status: copies follow each other": (
+                " and (not self.kind.pause or time.monotonic() >= self.next_start)",
+                "",
+            ),
         },
     ),
 ]

@@ -283,4 +283,42 @@ MUTANTS: list[Mutant] = [
             ),
         },
     ),
+    *mutants(
+        "kernels/tilelang/backward/launch.py",
+        ("kernels/tilelang/backward/test_launch.py",),
+        {
+            "launch: the short way with lse's gradient": ("or call.dlse or program(", "or program("),
+            "launch: the short way with a mask's tensors": (" or program(forward.variant).tensors", ""),
+            "launch: the short way without the floats": (
+                "*scalars, *operands.ints, *operands.floats)",
+                "*scalars, *operands.ints)",
+            ),
+            "launch: the short way's expanded batches": (
+                "if not (q.stride(0) and k.stride(0) and v.stride(0) and o.stride(0) and do.stride(0)):\n"
+                "            q, k, v, o, do = map(one_batch, (q, k, v, o, do))\n"
+                "        prepare(",
+                "prepare(",
+            ),
+        },
+    ),
+    *mutants(
+        "runtime/differentiable.py",
+        ("runtime/test_prepared.py",),
+        {
+            "prepared: a gradient of any strides": ("o.stride(), do.stride(),", "o.stride(),"),
+            "prepared: deterministic is seen once": ("needs, dlse, ops.is_deterministic(), q", "needs, dlse, q"),
+            "prepared: what hooks return is not asked for": (
+                "q.stride(), k.stride(), v.stride(), o.stride()",
+                "o.stride()",
+            ),
+        },
+    ),
+    *mutants(
+        "variant/constants.py",
+        ("runtime/test_prepared.py",),
+        {
+            "prepared: masks of one class are one": ("    return tuple(constants)", "    return (kind,)"),
+            "prepared: masks of one size are one": ("constants: list[Any] = [kind]", "constants: list[Any] = []"),
+        },
+    ),
 ]

@@ -67,7 +67,7 @@ COMMANDS = {
     "bench": "--suite --batch --B --heads --H --kv-heads --KV --seqlen --N --seqlen-k --head-dim --D --head-dim-v "
     "--Dv --packing --causal --mask "
     "--softcap --alibi --bias --sink --variant --dtype --direction --device --backend --baselines --rounds --rows "
-    "--resume --json --plot --force --commit --quiet -q",
+    "--resume --seed --cases --draws --compile --json --plot --force --commit --quiet -q",
     "memory": "--seqlen --N --batch --B --heads --H --kv-heads --KV --head-dim --D --causal --dtype --direction "
     "--device --backend "
     "--baselines --json --plot --force --commit --quiet -q",

@@ -7,12 +7,16 @@ from dataclasses import fields, replace
 import torch
 
 from tileattn.bench import cases, results
+from tileattn.bench.draws import shapes
 
 
 def made_up(suite: str, device: str, *backends: str, direction: str = "fwd") -> results.Results:
     """Results with invented times (each backend 10 % slower than the one before), to test how they are shown."""
     measured = replace(results.begin(torch.device("cpu"), None, "test", direction), device=device, gpu="Imaginary GPU")
-    for case in cases.suite(suite, "fp8" if suite == "fp8" else "bf16", device, direction):
+    drawn = shapes.draw(1, shapes.CASES) if suite == shapes.SUITE else None
+    if drawn is not None:
+        measured.draws = {"1": [case.name for case in drawn]}
+    for case in drawn or cases.suite(suite, "fp8" if suite == "fp8" else "bf16", device, direction):
         for index, backend in enumerate(backends):
             if backend == "fa2" and case.head_dim != case.head_dim_v:
                 measured.refused.append(results.Missing(case.name, backend, "needs [one] head dim"))

@@ -36,6 +36,8 @@ SCORES: dict[str, Function] = {
     "integers of 64 bits": lambda s, b, h, q, k: (
         s + (documents[b, k] == documents[b, k + 1]) * 0.5 + (large[h] > 2**35) * 1.0
     ),
+    "conditions on floats": lambda s, b, h, q, k: torch.where(0.1 * (q - k) <= 1.0, s, s - 5.0),
+    "floor of floats": lambda s, b, h, q, k: s - 3.0 * ((0.1 * (q - k)) // 1.0),
     "clamp": lambda s, b, h, q, k: (
         s.clamp(-0.5, 0.5) + torch.clamp(s, max=0.3) + torch.clamp(s, min=-0.2) + (q - k).clamp(0, 8) * 0.1
     ),

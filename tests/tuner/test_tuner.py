@@ -31,6 +31,7 @@ from tileattn.kernels.tilelang import tuned
 from tileattn.kernels.tilelang.build import batch
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward import space
+from tileattn.kernels.tilelang.forward.choice import chosen
 from tileattn.kernels.tilelang.forward.config import ForwardConfig, HopperConfig, is_valid
 from tileattn.kernels.tilelang.forward.defaults import default
 from tileattn.measure import timing as bench_timing
@@ -673,7 +674,7 @@ def test_candidates_of_short_calls_have_small_tiles() -> None:
 @pytest.mark.parametrize("config", [ForwardConfig(64, 64, 2, 128), HopperConfig(128, 80, two_level=True)])
 def test_a_result_is_used_where_it_is_valid(config: Any) -> None:
     shapes = torch.Size((4, 4096, 16, 128)), torch.Size((4, 4096, 16, 128))
-    assert forward_launch._chosen(H100, *shapes) == default(H100)
+    assert forward_launch._chosen(H100, *shapes) == chosen(H100, *shapes)
     results.keep("sm_90a", str(H100), tuned.sizes_of(*shapes), result(config))
     assert forward_launch._chosen(H100, *shapes) == config
     shorter = torch.Size((4, 1000, 16, 128))
@@ -721,7 +722,7 @@ def test_a_result_that_is_not_valid_is_ignored(record: dict[str, Any]) -> None:
     shapes = torch.Size((4, 4096, 16, 128)), torch.Size((4, 4096, 16, 128))
     kept = Result(record, 1.0, 2.0, 9, "", "")
     results.keep("sm_90a", str(H100), tuned.sizes_of(*shapes), kept)
-    assert forward_launch._chosen(H100, *shapes) == default(H100)
+    assert forward_launch._chosen(H100, *shapes) == chosen(H100, *shapes)
     offered = forward_launch.space(H100, *shapes, scale=1.0)
     assert offered is not None
     assert not offered.known

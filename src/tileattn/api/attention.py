@@ -1,7 +1,8 @@
 """The public function :func:`attention`.
 
-It normalises and checks the arguments. A plain call (no mask but causal, no score modification, sink or dropout) then
-takes the short path of :mod:`tileattn.runtime.prepared`; any other call goes through :mod:`tileattn.runtime.run`.
+It normalises and checks the arguments. An eager call without score modification, sink and dropout, whose mask is none
+of the user's functions, takes the short path of :mod:`tileattn.runtime.prepared`; others go through
+:mod:`tileattn.runtime.run`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ..runtime.dispatch import named
 from ..runtime.operators import NO_DESCALES
 from ..runtime.prepared import attention_forward
 from ..runtime.run import MaskLike, ScoreModLike, as_bshd, as_dropout_p, autocast, checked_choices, is_plain, run
+from ..variant.constants import constants_of
 from ..variant.key import normalize
 from ..variant.masks import KeyPadding, Mask, check_key_padding
 
@@ -139,8 +141,19 @@ def attention(
     if key_padding_mask is not None:
         mask = _with_padding(mask, key_padding_mask)
     descales = None if q_descale is k_descale is v_descale is None else (q_descale, k_descale, v_descale)
-    if mask is None and score_mod is None and sink is None and dropout_p == 0.0 and is_plain(q, k, v):
-        o, lse = attention_forward(q, k, v, descales, layout, causal, scale, return_lse, deterministic, backend)
+    constants: tuple[Any, ...] | None = None
+    tensors: list[torch.Tensor] | None = None
+    if score_mod is None and sink is None and dropout_p == 0.0 and is_plain(q, k, v):
+        if mask is not None:
+            grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+            tensors = None if grad else []
+            constants = constants_of(mask, tensors)
+        is_prepared = mask is None or constants is not None
+    else:
+        is_prepared = False
+    if is_prepared:
+        given = (causal, scale, return_lse, deterministic, backend)
+        o, lse = attention_forward(q, k, v, descales, layout, mask, constants, tensors, given)  # type: ignore[arg-type]
     else:
         check_arguments(q, k, v, sink, dropout_p, layout, scale)
         choices = checked_choices(causal, scale, return_lse, deterministic, backend)

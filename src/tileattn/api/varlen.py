@@ -12,6 +12,7 @@ from ..call.sequences import check_metadata
 from ..call.validation import check_packed_arguments, refuse_unknown, without_unknown
 from ..runtime.prepared import varlen_forward
 from ..runtime.run import MaskLike, ScoreModLike, as_dropout_p, autocast, checked_choices, is_plain, run
+from ..variant.constants import constants_of
 from .varlen_cache import UsedKeys, attend_used
 
 if TYPE_CHECKING:
@@ -157,16 +158,23 @@ def varlen_attention(
         scale = as_float("scale", scale)
     ends_k: Any = cu_seqlens_k  # checked with the rest
     packed = Packed(cu_seqlens_q, ends_k, as_int(max_seqlen_q), as_int(max_seqlen_k))
-    if mask is None and score_mod is None and sink is None and dropout_p == 0.0 and is_plain(q, k, v):
-        o, lse = varlen_forward(q, k, v, packed, causal, scale, return_lse, deterministic, backend)
-    else:
-        check_packed_arguments(q, k, v, sink, dropout_p, scale)
-        choices = checked_choices(causal, scale, return_lse, deterministic, backend)
-        return_lse = choices.return_lse
-        check_metadata(packed, q.device)
-        o, lse = run(q[None], k[None], v[None], sink, mask, score_mod, dropout_p, choices, packed=packed)
+    constants = None
+    if (
+        score_mod is None
+        and sink is None
+        and dropout_p == 0.0
+        and is_plain(q, k, v)
+        and (mask is None or (constants := constants_of(mask)) is not None)
+    ):
+        given = (causal, scale, return_lse, deterministic, backend)
+        o, lse = varlen_forward(q, k, v, packed, mask, constants, given)  # type: ignore[arg-type]
+        return (o, lse) if return_lse else o  # type: ignore[return-value]
+    check_packed_arguments(q, k, v, sink, dropout_p, scale)
+    choices = checked_choices(causal, scale, return_lse, deterministic, backend)
+    check_metadata(packed, q.device)
+    o, lse = run(q[None], k[None], v[None], sink, mask, score_mod, dropout_p, choices, packed=packed)
     o = o.squeeze(0)  # not o[0]: the derivative of squeeze is a view
-    if not return_lse:
+    if not choices.return_lse:
         return o
     assert lse is not None
     return o, lse.squeeze(0)

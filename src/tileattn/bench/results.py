@@ -94,6 +94,10 @@ class Results:
     seed: The seed of the tensors, where a command takes one; None elsewhere and in older files.
     first_values: The first two values and the last of each backend's output, which `tileattn ladder` shows.
     doubts: What makes the times doubtful, a line each (`bench.steadiness`); older files lack it.
+    first_ms: Of the cases that were measured again: the first milliseconds of each backend that was.
+    draws: Of the suite random: the names of the cases by seed.
+    standing: Of the suite random: `bench.draws.standing`, for those who read the file without this package.
+    settings: Of the suite random: dtype, rounds and implementations, on which a run that goes on must agree.
     """
 
     device: str
@@ -112,6 +116,10 @@ class Results:
     seed: int | None = None
     first_values: dict[str, list[float]] = field(default_factory=dict)
     doubts: list[str] = field(default_factory=list)
+    first_ms: dict[str, dict[str, float]] = field(default_factory=dict)
+    draws: dict[str, list[str]] = field(default_factory=dict)
+    standing: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
 
     def row(self, case: str, backend: str) -> Row | None:
         """The row of a case and backend, if it was measured."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -45,6 +46,11 @@ class Run:
     on_case: Called after each case.
     on_failure: Called with the traceback of each failure.
     spreads: Filled by the run: how far the rounds of each case and implementation lie apart.
+    order: The order in which a round measures implementations, from their number and that of the round.
+    again: Called with the milliseconds of each implementation of a case, in the order of `implementations`. Those that
+        it names are measured again in `rounds_again` rounds, which replace the first ones.
+    most_checked: The scores of a case that are checked, if not `SCORES_CHECKED` of the oracle.
+    most_seconds: After so many seconds of timing a case begins no further round of its first ones.
     """
 
     suite: str
@@ -58,6 +64,11 @@ class Run:
     on_case: Callable[[Case], None] = lambda case: None
     on_failure: Callable[[str], None] = lambda text: None
     spreads: dict[tuple[str, str], float] = field(default_factory=dict)
+    order: Callable[[int, int], list[int]] = rounds.order
+    again: Callable[[Mapping[str, float]], Sequence[str]] = lambda ms: ()
+    rounds_again: int = 10
+    most_checked: int | None = None
+    most_seconds: float = math.inf
 
     def __call__(self) -> Results:
         """Runs all cases. An exception of an implementation becomes an entry of `failed`, and the run goes on."""
@@ -86,14 +97,15 @@ class Run:
         self.progress(f"{case.name}: oracle")
         try:
             given = problem.build(case, self.device, self.seed, self.results.direction)
-            expected = _expected(given)
+            expected = _expected(given, self.most_checked)
         except torch.OutOfMemoryError as failure:
             for each in self.implementations:
                 self._failed(case, each, failure)
             return
         self.results.checked[case.name] = expected.sample.text
         measurements = [m for each in self.implementations if (m := self._check(each, given, expected)) is not None]
-        self._time(case, measurements)
+        self._time(case, measurements, self.effort.rounds, self.most_seconds)
+        self._time_again(case, measurements)
         self._doubt(case, measurements)
         self.results.rows += [self._row(case, measurement) for measurement in measurements if measurement.samples_ms]
         if self.device.type == "cuda":
@@ -123,10 +135,15 @@ class Run:
             self.results.implementation[case.name] = prepared.chosen
         return Measurement(each, given, prepared, error, prepared.held_bytes + peak)
 
-    def _time(self, case: Case, measurements: list[Measurement]) -> None:
+    def _time(
+        self, case: Case, measurements: list[Measurement], number_of_rounds: int, most_seconds: float = math.inf
+    ) -> None:
         """Times all implementations in rounds, in orders by which drift and heat affect all alike (rounds.py)."""
-        for number in range(self.effort.rounds):
-            for measurement in [measurements[i] for i in rounds.order(len(measurements), number)]:
+        end = time.monotonic() + most_seconds
+        for number in range(number_of_rounds):
+            if number > 0 and time.monotonic() > end:
+                return
+            for measurement in [measurements[i] for i in self.order(len(measurements), number)]:
                 self.progress(f"{case.name}: {measurement.implementation.name}, round {number + 1}")
                 try:
                     samples = self._samples(measurement)
@@ -136,6 +153,23 @@ class Run:
                 else:
                     measurement.samples_ms += samples
                     measurement.round_ms.append(median(samples))
+
+    def _time_again(self, case: Case, measurements: list[Measurement]) -> None:
+        """Times those again that `again` names, and keeps the first times in the results."""
+        first = {m.implementation.name: median(m.samples_ms) for m in measurements if m.samples_ms}
+        named = self.again(first)
+        chosen = [m for m in measurements if m.implementation.name in named]
+        if not chosen:
+            return
+        self.results.first_ms[case.name] = {name: first[name] for name in named}
+        before = [(m, m.samples_ms, m.round_ms) for m in chosen]
+        for m in chosen:
+            m.samples_ms, m.round_ms = [], []
+        kept = list(chosen)
+        self._time(case, kept, self.rounds_again)
+        for m, samples_ms, round_ms in before:
+            if m not in kept or not m.samples_ms:  # it failed this time
+                m.samples_ms, m.round_ms = samples_ms, round_ms
 
     def _doubt(self, case: Case, measurements: list[Measurement]) -> None:
         """Says in the results how far the rounds of all rows so far lie apart, where that is much."""
@@ -188,7 +222,7 @@ class Run:
         )
 
 
-def _expected(given: problem.Problem) -> Expected:
+def _expected(given: problem.Problem, most: int | None) -> Expected:
     if given.case.packing:
         return packed_oracle.build(given)
-    return oracle.build(given) if given.do is None else gradient_oracle.build(given)
+    return oracle.build(given, most) if given.do is None else gradient_oracle.build(given, most)

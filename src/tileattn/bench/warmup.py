@@ -18,8 +18,8 @@ from tileattn.call.decoding import DecodeCall, DecodeInputs
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.call.fp8 import FP8
 from tileattn.kernels.tilelang.append.job import AppendJob
-from tileattn.kernels.tilelang.backward.defaults import short_default
-from tileattn.kernels.tilelang.backward.library import BackwardJob, kernel_names
+from tileattn.kernels.tilelang.backward.library import kernel_jobs
+from tileattn.kernels.tilelang.backward.shares.choice import configurations
 from tileattn.kernels.tilelang.build.batch import AnyJob
 from tileattn.kernels.tilelang.decode.config import defaults as decode_defaults
 from tileattn.kernels.tilelang.decode.job import DecodeJob
@@ -140,14 +140,11 @@ def _small(variant: str) -> Problem:
 
 
 def jobs(wanted: Sequence[AttentionCall], backward: Sequence[BackwardCall] = ()) -> list[AnyJob]:
-    """The kernels of these calls, for short sequences and for long ones; for fp8 also those that transpose v."""
+    """The kernels of these calls for any sizes; for fp8 also those that transpose v."""
     transposing = _distinct(Job(call, None) for call in wanted if call.dtype == FP8)
     # Calls share what comes before and after the main kernel.
     going_back = _distinct(
-        BackwardJob(call, name, config)
-        for call in backward
-        for config in dict.fromkeys((None, short_default(call)))
-        for name in kernel_names(call)
+        job for call in backward for config in configurations(call) for job in kernel_jobs(call, config)
     )
     return [*transposing, *(Job(call, config) for call in wanted for config in defaults(call)), *going_back]
 

@@ -77,15 +77,19 @@ class DeferredStatus:
         Does nothing during the capture of a CUDA graph. Errors of its replays are found by calls outside of the graph
         and by :meth:`check`.
         """
-        if torch.cuda.is_current_stream_capturing() or device not in self.devices:
+        found = self.devices.get(device)
+        if found is None or not found.may_start() or torch.cuda.is_current_stream_capturing():
             return
         with self._lock:
-            self.devices[device].start_copy()
+            found.start_copy()
 
     def raise_pending(self) -> None:
         """Raises ValueError if the error of an earlier call has arrived on the host; does not wait."""
         # Events cannot be queried during a capture.
-        if not any(of.under_way for of in tuple(self.devices.values())) or torch.cuda.is_current_stream_capturing():
+        if (
+            True not in [of.under_way for of in tuple(self.devices.values())]
+            or torch.cuda.is_current_stream_capturing()
+        ):
             return
         with self._lock:
             errors = [of.take() for of in self.devices.values()]
@@ -117,8 +121,12 @@ class _OfDevice:
             self.copy.mark(self.tensor)
             self.clears = True
 
+    def may_start(self) -> bool:
+        """Whether no copy is under way, and the last one was started long enough ago."""
+        return not self.under_way and (not self.kind.pause or time.monotonic() >= self.next_start)
+
     def start_copy(self) -> None:
-        if self.under_way or (self.kind.pause and time.monotonic() < self.next_start):
+        if not self.may_start():
             return
         self.copy = self.copy or Copy(len(self.kind.texts))
         if self.clears and not self.copy.has_arrived():
@@ -139,7 +147,7 @@ class _OfDevice:
         """The error in the status after all calls so far have finished, or None. Waits for the device."""
         if self.tensor.is_cuda:
             torch.cuda.synchronize(self.tensor.device)
-        self.under_way = False
+        self.under_way, self.next_start = False, 0.0
         return self._error(self.tensor)
 
     def _error(self, values: Tensor) -> ValueError | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from .deferred_status import DeferredStatus
 
+# A copy takes the host as long as the rest of a call does, and must not join each of them.
 STATUS = DeferredStatus(
     (
         "cu_seqlens_q must start at 0, must not decrease, and must not go beyond total_q",
@@ -20,6 +21,7 @@ STATUS = DeferredStatus(
         "max_seqlen_k must be at least the longest length",
     ),
     "packed sequences",
+    pause=1e-2,
 )
 status_of, report, raise_pending = STATUS.of, STATUS.report, STATUS.raise_pending
 

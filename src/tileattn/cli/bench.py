@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-SHAPE, VARIANT, COMPARE, OUTPUT = "One case: its shape", "One case: its variant", "What is compared", "What is written"
+SHAPE, VARIANT, DRAWN = "One case: its shape", "One case: its variant", "Random cases"
+COMPARE, OUTPUT = "What is compared", "What is written"
 
 BENCH_EXAMPLES = (
     "[dim]Examples[/dim]\n\n"
@@ -19,6 +20,7 @@ BENCH_EXAMPLES = (
     "  tileattn bench --suite fa --direction bwd\n\n"
     "  tileattn bench --B 4 --H 32 --KV 8 --N 1024,4096,16384 --D 128 --causal\n\n"
     "  tileattn bench --seqlen 16384 --mask window1024 --softcap 50 --baselines flex\n\n"
+    "  tileattn bench --suite random --seed 1 --cases 40 --direction bwd\n\n"
     "  tileattn bench --suite decode --rows 'pages=16,contiguous context=1k,8k' --json decode.json"
 )
 MEMORY_EXAMPLES = (
@@ -37,8 +39,9 @@ Suite = Annotated[
         help="A named set of cases: [b]quick[/b] (default; a few shapes sized by the device), [b]fa[/b] (the "
         "FlashAttention papers' grid), [b]variants[/b] (every mask and score modification), [b]varlen[/b] (packed "
         "sequences), [b]fp8[/b] (fp8 beside bf16), [b]decode[/b] (one query per sequence over caches), "
-        "[b]decode-ratios[/b] (what options of decode cost), [b]modules[/b] (the modules of tileattn.nn beside naive "
-        "attention; --seqlen, --batch, --heads and --head-dim choose its shape).",
+        "[b]decode-ratios[/b] (what options of decode cost), [b]random[/b] (shapes drawn by --seed), [b]modules[/b] "
+        "(the modules of tileattn.nn beside naive attention; --seqlen, --batch, --heads and --head-dim choose its "
+        "shape).",
         show_default=False,
     ),
 ]
@@ -163,8 +166,45 @@ Resume = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Of the suites of decode: go on from the file of --json, without the rows that it has.",
+        help="Of random and the suites of decode: go on from the file of --json, without the rows that it has.",
         rich_help_panel=OUTPUT,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        help="Of the suite random: what the shapes are drawn from. Default: the first 8 digits of the commit.",
+        metavar="N",
+        show_default=False,
+        rich_help_panel=DRAWN,
+    ),
+]
+Cases = Annotated[
+    int | None,
+    typer.Option(
+        help="Of the suite random: cases of a draw. Default 40.",
+        metavar="N",
+        show_default=False,
+        rich_help_panel=DRAWN,
+    ),
+]
+Draws = Annotated[
+    int | None,
+    typer.Option(
+        help="Of the suite random: draws; each has the next seed. Default 1.",
+        metavar="N",
+        show_default=False,
+        rich_help_panel=DRAWN,
+    ),
+]
+Compile = Annotated[
+    str | None,
+    typer.Option(
+        help="Of the suite random on a GPU: [b]ahead[/b] compiles all kernels before the first case, also FA-4's; "
+        "[b]only[/b] does nothing else; [b]no[/b] leaves it out. Default: ahead.",
+        metavar="NAME",
+        show_default=False,
+        rich_help_panel=DRAWN,
     ),
 ]
 Json = Annotated[
@@ -219,6 +259,10 @@ def bench(
     rounds: Rounds = 5,
     rows: Rows = None,
     resume: Resume = False,
+    seed: Seed = None,
+    cases: Cases = None,
+    draws: Draws = None,
+    compile: Compile = None,
     json: Json = None,
     plot: Plot = None,
     force: Force = False,
@@ -232,7 +276,8 @@ def bench(
     Prints a table, and saves a result file and a picture in ./bench-results.
     """
     from tileattn.bench.decode import ahead
-    from tileattn.cli import choices, decode_bench, module_bench
+    from tileattn.bench.draws import shapes
+    from tileattn.cli import choices, decode_bench, module_bench, random_bench
     from tileattn.cli import run_bench as command
 
     if suite in ahead.SUITES:
@@ -247,16 +292,28 @@ def bench(
         chosen_modules = module_bench.choose(shape, dtype, direction, where)
         files = command.FileOptions(json, plot, force, commit, quiet)
         raise typer.Exit(module_bench.bench(*chosen_modules, where, rounds, files))
+    if suite == shapes.SUITE:
+        random_bench.refuse_others(context)
+        random_options = random_bench.RandomOptions(
+            seed, cases, draws, compile, dtype, direction, backend, baselines, rounds, resume
+        )
+        files = command.FileOptions(json, plot, force, commit, quiet)
+        raise typer.Exit(random_bench.bench(random_options, choices.resolve_device(device), files))
     if rows is not None or resume:
         raise choices.refuse(
             "--resume" if resume else "--rows",
-            "only the suite decode has it" if not resume else "only the suites decode and decode-ratios have it",
+            "only the suite decode has it" if not resume else "only random, decode and decode-ratios have it",
         )
+    of_random = {"--seed": seed, "--cases": cases, "--draws": draws, "--compile": compile}
+    if given := [name for name, value in of_random.items() if value is not None]:
+        raise choices.refuse(given[0], f"only the suite {shapes.SUITE} has it")
     shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, seqlen_k, head_dim, head_dim_v, packing)
     terms = choices.VariantOptions(causal, mask, softcap, alibi, bias, sink, variant)
     files = command.FileOptions(json, plot, force, commit, quiet)
     where = choices.resolve_device(device)
-    chosen = choices.choose_cases(suite, shape, terms, dtype, direction, where, (*ahead.SUITES, module_bench.MODULES))
+    chosen = choices.choose_cases(
+        suite, shape, terms, dtype, direction, where, (*ahead.SUITES, module_bench.MODULES, shapes.SUITE)
+    )
     implementations = choices.choose_implementations(backend, baselines, where, chosen)
     raise typer.Exit(command.bench(chosen, implementations, where, rounds, files))
 

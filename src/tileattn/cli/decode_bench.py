@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -30,7 +28,7 @@ from tileattn.bench.decode.ratios import report as ratio_report
 from tileattn.bench.decode.rows import GpuLost, own_failed
 from tileattn.bench.decode.run import NothingRuns, Run
 from tileattn.cli.choices import DEFAULT_DTYPE, at_least_one, own_implementation, refuse
-from tileattn.cli.run_bench import RESULTS_FOLDER, STOPPED, FileOptions, create
+from tileattn.cli.run_bench import RESULTS_FOLDER, STOPPED, FileOptions, create, stopped_by_sigterm
 
 DEFAULT_BASELINES = {"cuda": "fa3,fa2,cudnn,flashinfer,xqa", "cpu": "sdpa"}
 # Options of `tileattn bench` that the suites have; the second chooses its rows and baselines by itself.
@@ -133,7 +131,7 @@ def bench(suite: str, options: DecodeOptions, device: torch.device, files: FileO
     )
     code = 0
     try:
-        with _stopped_by_sigterm():
+        with stopped_by_sigterm():
             run()
     except KeyboardInterrupt:
         code = STOPPED
@@ -148,16 +146,6 @@ def bench(suite: str, options: DecodeOptions, device: torch.device, files: FileO
     typer.echo(f"results: {json}")
     nothing = not any(row.backend == OWN for row in measured.rows)
     return code or int(own_failed(measured.missing) or nothing)
-
-
-@contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM, which `timeout` and job schedulers send, stops a run as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _decode(options: DecodeOptions, device: torch.device, dtype: torch.dtype) -> _Chosen:

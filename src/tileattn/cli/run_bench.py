@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from tileattn.bench.cases import Case
 from tileattn.bench.modules import results as modules
 from tileattn.bench.progress import reporting
 from tileattn.bench.runner import Run
+from tileattn.call.facts import device_arch
+from tileattn.cli import workspaces
 from tileattn.cli.choices import LADDER, MEMORY, Chosen, at_least_one, refuse
 from tileattn.kernels.cache.store import default_folder
 from tileattn.kernels.tilelang.build import batch
@@ -89,9 +92,13 @@ def bench(
     if stopped:
         typer.echo("stopped: what was measured so far is shown and kept", err=True)
     _show(measured, failures, files.quiet)
+    if chosen.suite == MEMORY and chosen.direction != "fwd" and not files.quiet:
+        by_tilelang = [case for case in chosen.cases if measured.implementation.get(case.name) == "tilelang"]
+        for line in workspaces.lines(by_tilelang, device_arch(device)):
+            typer.echo(line)
     typer.echo(f"results: {json}")
     if measured.rows:
-        _draw(measured, picture, asked=files.plot is not None, option="--plot")
+        draw(measured, picture, asked=files.plot is not None, option="--plot")
     own_failed = any(entry.backend == OWN for entry in measured.failed)
     nothing = not any(row.backend == OWN for row in measured.rows)
     return STOPPED if stopped else int(own_failed or nothing)
@@ -111,7 +118,7 @@ def redraw(result: Path, output: Path | None, force: bool) -> None:
     if not measured.rows:
         raise refuse("RESULT", f"{result} has no measurements to draw")
     try:
-        _draw(measured, picture, asked=True, option="--output")
+        draw(measured, picture, asked=True, option="--output")
     except ValueError as error:
         raise refuse("RESULT", f"{result} cannot be drawn: {error}") from error
 
@@ -200,14 +207,27 @@ def check_picture(option: str, picture: Path, force: bool) -> None:
         raise refuse(option, "plots need matplotlib: pip install 'tileattn[plot]'")
 
 
-def _draw(measured: results.Results | modules.Results, picture: Path, asked: bool, option: str) -> None:
+@contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM, which `timeout` and job schedulers send, stops a run as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def draw(measured: results.Results | modules.Results, picture: Path, asked: bool, option: str) -> None:
+    """Draws the picture of a run. Without matplotlib it only says so, unless the picture was asked for."""
     if not asked and find_spec("matplotlib") is None:
         typer.echo("no picture: plots need matplotlib (pip install 'tileattn[plot]')", err=True)
         return
     from tileattn.bench import plot, plot_ladder, plot_memory
+    from tileattn.bench.draws import plot as plot_draws
+    from tileattn.bench.draws.shapes import SUITE
     from tileattn.bench.modules import plot as plot_modules
 
-    drawn_by = {MEMORY: plot_memory.save, LADDER: plot_ladder.save}
+    drawn_by = {MEMORY: plot_memory.save, LADDER: plot_ladder.save, SUITE: plot_draws.save}
     with writing(option, picture):
         if isinstance(measured, modules.Results):
             plot_modules.save(measured, picture)

@@ -25,7 +25,7 @@ from .operators import Options
 
 def attend(options: Options, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """o and lse of an eager call, differentiable in q, k, v (bshd), sink and the operands' tensors."""
-    function = _UnderTorchFunc if torch._C._are_functorch_transforms_active() else _Attention
+    function = _UnderTorchFunc if torch._C._are_functorch_transforms_active() else Attention
     numbers, tensors = separate(inputs)
     o, lse = function.apply(options, numbers, *tensors)
     return o, lse
@@ -61,16 +61,39 @@ def _save(
     ctx.constants = options, numbers
 
 
-def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
-    """The gradients of q, k, v, sink and the variant's tensors; None where `needs` is False."""
+def gradients(
+    constants: tuple[Options, Numbers],
+    saved: Sequence[Any],
+    do: Tensor | None,
+    dlse: Tensor | None,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of q, k, v, sink and the variant's tensors; None where `needs` is False.
+
+    saved: o, lse, and the tensors that :func:`separate` returns.
+    """
     if do is None and dlse is None:
         return [None] * len(needs)
-    o, lse, *tensors = ctx.saved_tensors
+    o, lse, *tensors = saved
     do = torch.zeros_like(o) if do is None else do
     # Gradients are enabled here only by create_graph=True and by torch.func.
     run: Any = _Backward.apply if torch.is_grad_enabled() and not ops.is_traced(do) else _backward
-    wanted = iter(run(*ctx.constants, needs, do, dlse, o, lse, *tensors))
+    wanted = iter(run(*constants, needs, do, dlse, o, lse, *tensors))
     return [next(wanted) if need else None for need in needs]
+
+
+def input_gradients(
+    options: Options,
+    inputs: Inputs,
+    needs: Sequence[bool],
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor | None,
+    dlse: Tensor | None,
+) -> list[Tensor | None]:
+    """The same, from inputs."""
+    numbers, tensors = separate(inputs)
+    return gradients((options, numbers), (o, lse, *tensors), do, dlse, needs)
 
 
 # --- Eager calls ------------------------------------------------------------------------------------------------------
@@ -79,7 +102,9 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, needs: Sequence
 _BEFORE_Q = 5  # arguments: options, numbers, seed, cu_seqlens_q, cu_seqlens_k
 
 
-class _Attention(torch.autograd.Function):
+class Attention(torch.autograd.Function):
+    """An eager call."""
+
     @staticmethod
     def forward(ctx, options, numbers, *tensors):
         output = _forward(options, numbers, *tensors)
@@ -89,7 +114,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, dlse):
         needs = ctx.needs_input_grad[_BEFORE_Q:]
-        return *[None] * _BEFORE_Q, *_gradients(ctx, do, dlse, needs)
+        return *[None] * _BEFORE_Q, *gradients(ctx.constants, ctx.saved_tensors, do, dlse, needs)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -99,7 +124,7 @@ class _Attention(torch.autograd.Function):
         )
 
 
-class _UnderTorchFunc(_Attention):
+class _UnderTorchFunc(Attention):
     """The same Function in the form that torch.func needs. Its arguments take longer to bind."""
 
     forward = staticmethod(_forward)  # type: ignore[assignment]
@@ -162,13 +187,14 @@ def _setup_context(ctx, inputs, output):
 def _of_arguments(ctx, do, dlse):
     """Gradients for the arguments of `ops.forward`. torch.library leaves out arguments that have their defaults."""
     needs = ctx.needs_input_grad
-    of_tensors = _gradients(ctx, do, dlse, [*needs[: _SINK + 1], *needs[_TENSORS]])
-    gradients: list[Any] = [None] * len(needs)
-    gradients[: _SINK + 1], gradients[_TENSORS] = of_tensors[: _SINK + 1], of_tensors[_SINK + 1 :]
+    wanted = [*needs[: _SINK + 1], *needs[_TENSORS]]
+    of_tensors = gradients(ctx.constants, ctx.saved_tensors, do, dlse, wanted)
+    given: list[Any] = [None] * len(needs)
+    given[: _SINK + 1], given[_TENSORS] = of_tensors[: _SINK + 1], of_tensors[_SINK + 1 :]
     # torch.library takes an empty list of numbers for a list of tensors, whose gradient must be a list.
     _, numbers = ctx.constants
-    gradients[_INTS], gradients[_FLOATS] = ([] if len(x) == 0 else None for x in (numbers.ints, numbers.floats))
-    return tuple(gradients)
+    given[_INTS], given[_FLOATS] = ([] if len(x) == 0 else None for x in (numbers.ints, numbers.floats))
+    return tuple(given)
 
 
 ops.forward.register_autograd(_of_arguments, setup_context=_setup_context)

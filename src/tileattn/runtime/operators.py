@@ -17,7 +17,7 @@ from ..call.fp8 import FP8, accumulator, complete, output_dtype
 from ..call.inputs import Inputs, Numbers, join
 from ..tuner import state
 from ..variant.program import with_alignment
-from .dispatch import prepare_backward, prepare_forward
+from .dispatch import Backward, prepare_backward, prepare_forward
 
 # The descales of q, k and v as the user gave them, each of any shape that broadcasts to (batch, kv_heads).
 GivenDescales = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -180,18 +180,25 @@ def run_backward(
     do and dlse are the gradients of o and lse, the results of the forward pass. options and inputs are those of the
     forward pass.
     """
-    do = _readable(do)
+    do = readable(do)
+    run = prepared_backward(options, inputs, needs, o, do, dlse is not None)
+    *of_inputs, of_tensors = run(inputs, o, lse, do, dlse)
+    return [x.contiguous() for x in (*of_inputs, *of_tensors) if x is not None]
+
+
+def prepared_backward(
+    options: Options, inputs: Inputs, needs: Sequence[bool], o: Tensor, do: Tensor, dlse: bool
+) -> Backward:
+    """The backward pass for tensors with the metadata of these; dlse says whether lse has a gradient."""
     variant, scale, backend, deterministic, _ = options
     call = BackwardCall(
         make_call(inputs, variant, needs_grad=True),
         needs=tuple(needs),
-        dlse=dlse is not None,
-        deterministic=deterministic or _deterministic(),
+        dlse=dlse,
+        deterministic=deterministic or is_deterministic(),
         aligned=not _asks_for_alignment(inputs.q) or (is_aligned(o) and is_aligned(do)),
     )
-    run = prepare_backward(call, backend, *sizes(inputs.q, inputs.k, inputs.packed), scale)
-    *of_inputs, of_tensors = run(inputs, o, lse, do, dlse)
-    return [x.contiguous() for x in (*of_inputs, *of_tensors) if x is not None]
+    return prepare_backward(call, backend, *sizes(inputs.q, inputs.k, inputs.packed), scale)
 
 
 def trace_backward(
@@ -205,7 +212,7 @@ def trace_backward(
     return backward(do, dlse, q, k, v, o, lse, sink, variant, operands.tensors, *numbers, backend, *flags)
 
 
-def _readable(do: Tensor) -> Tensor:
+def readable(do: Tensor) -> Tensor:
     """The gradient of o with strides that kernels can read; copied if necessary.
 
     Autograd may give it any strides, such as 0 if o was summed.
@@ -214,7 +221,7 @@ def _readable(do: Tensor) -> Tensor:
     return do if reads else do.contiguous()
 
 
-def _deterministic() -> bool:
+def is_deterministic() -> bool:
     """Whether `torch.use_deterministic_algorithms` is on and not in its mode that only warns."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 

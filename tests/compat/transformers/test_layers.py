@@ -19,7 +19,7 @@ from tileattn.call import cache_status
 from tileattn.compat.transformers.attention import attend
 from tileattn.compat.transformers.mask import MaskParts, make_mask
 from tileattn.kernels.tilelang.decode import launch
-from tileattn.runtime import decoding, shared_calls
+from tileattn.runtime import decoding, prepared, shared_calls
 from tileattn.runtime import operators as ops
 from tileattn.variant import key as variant_key
 
@@ -64,6 +64,8 @@ def launches() -> Iterator[dict[str, mock.Mock]]:
     """TileLang's launches on CPU tensors, with kernels that do nothing."""
     kernels = {"decode": mock.Mock(), "plan": mock.Mock()}
     with ExitStack() as patches:
+        # A table of its own: a later test's call on a CPU must not find one that was prepared for a GPU.
+        patches.enter_context(mock.patch.object(prepared, "FORWARDS", {}))
         for module in (ops, decoding):
             patches.enter_context(mock.patch.object(module, "_asks_for_alignment", return_value=True))
             patches.enter_context(mock.patch.object(module, "device_arch", return_value="sm_90a"))

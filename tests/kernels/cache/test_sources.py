@@ -50,7 +50,7 @@ BACKWARD_TILE = "backward.config backward.generic backward.hopper.keys backward.
 BACKWARD_TILE += "backward.hopper.wide backward.kernels backward.hopper.layouts backward.operand_gradients "
 BACKWARD_TILE += "backward.plan backward.hopper.plan backward.hopper.wide_plan backward.hopper.roles "
 BACKWARD_TILE += "backward.hopper.loads backward.hopper.wide_loads backward.hopper.products backward.hopper.scores "
-BACKWARD_TILE += "backward.hopper.stages backward.hopper.matrices backward.hopper.copied_tile backward.hopper.dq_sums "
+BACKWARD_TILE += "backward.hopper.stages backward.hopper.copied_tile backward.hopper.dq_sums "
 BACKWARD_TILE += "backward.hopper.dq_order backward.places backward.prepare backward.finish backward.queries "
 BACKWARD_TILE += "backward.signature backward.slopes backward.operand_stores backward.tile "
 BACKWARD_TILE += "backward.visible backward.amd.queries backward.amd.config backward.defaults"
@@ -69,6 +69,11 @@ KERNELS: dict[str, tuple[str, str, Callable[[], str]]] = {
         "packed.plan_kernel",
         f"{COMPILER} packed.work_list packed.dependent_launch",
         lambda: packed_library.plan_key("sm_90a"),
+    ),
+    "shares": (
+        "backward.shares.add",
+        f"{COMPILER} backward.shares.add",
+        lambda: backward_launch.SharesJob(torch.bfloat16, "sm_90a").key,
     ),
     "append": (
         "append.kernel",
@@ -108,6 +113,7 @@ FOLDERS = (
     "backward",
     "backward.amd",
     "backward.hopper",
+    "backward.shares",
     "build",
     "decode",
     "decode.hopper",
@@ -118,9 +124,11 @@ FOLDERS = (
 HOST = {"", *FOLDERS, "packed", "tile", "host", "backend", "buckets", "tuned", "build.batch", "build.library"}
 HOST |= {"append", "append.backend", "append.job", "append.library"}
 HOST |= {"packed.library", "packed.plan", "forward.candidates", "forward.sm90_table", "forward.amd.space"}
-HOST |= {f"forward.{name}" for name in ("defaults", "launch", "library", "packed", "queue", "space")}
+HOST |= {f"forward.{name}" for name in ("choice", "defaults", "launch", "library", "packed", "queue", "space", "wide")}
+HOST |= {"forward.windows"}
 HOST |= {f"decode.{name}" for name in ("backend", "job", "launch", "library")}
 HOST |= {f"backward.{name}" for name in ("launch", "library", "space", "workspaces")}
+HOST |= {f"backward.shares.{name}" for name in ("choice", "side_by_side", "waves")}
 
 
 def modules(name: str) -> list[str]:
@@ -296,8 +304,21 @@ EDITS = [
     ("packed/work_list.py", {"forward", "backward", "sequence_plan", "transpose_fp8"}),
     (
         "build/nvcc.py",
-        {"append", "forward", "backward", "sequence_plan", "transpose_fp8", "decode", "decode_plan", "packed_keys"},
+        {
+            "append",
+            "forward",
+            "backward",
+            "sequence_plan",
+            "transpose_fp8",
+            "decode",
+            "decode_plan",
+            "packed_keys",
+            "shares",
+        },
     ),
+    ("backward/shares/add.py", {"shares"}),
+    ("backward/places.py", {"backward"}),
+    ("backward/shares/waves.py", set()),
     ("append/place.py", {"append"}),
     ("decode/jobs.py", {"decode", "decode_plan"}),
     ("decode/combine.py", {"decode"}),
@@ -356,6 +377,7 @@ from tileattn.kernels.tilelang.append.kernel import append_kernel
 from tileattn.kernels.tilelang.packed import plan_kernel as sequence_plan
 from tileattn.kernels.tilelang.backward import kernels, library as launch
 from tileattn.kernels.tilelang.backward.defaults import default as backward_default
+from tileattn.kernels.tilelang.backward.shares.add import add_kernel
 from tileattn.variant.key import encode
 from tileattn.variant.program import program, with_alignment
 
@@ -419,6 +441,7 @@ for forward, deterministic in BACKWARD:
     tiles = backward_default(backward)
     for name in launch.kernel_names(backward):
         made("backward." + name, lambda: kernels.kernel_of(backward, name, tiles))
+made("shares", lambda: add_kernel(torch.bfloat16))
 """
 
 

@@ -13,7 +13,10 @@ from tileattn.bench.problem import Problem
 
 
 class FlashCute:
-    """`flash_attn.cute.flash_attn_func` of the package flash-attn-4; `flash_attn_varlen_func` for packed sequences."""
+    """`flash_attn.cute.flash_attn_func` of the package flash-attn-4.
+
+    `flash_attn_varlen_func` for packed sequences, and for documents in a batch of which it takes each as a sequence.
+    """
 
     name = "fa4"
 
@@ -31,8 +34,10 @@ class FlashCute:
     def prepare(self, problem: Problem) -> Prepared:
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-        attention = flash_attn_func if problem.cu_seqlens is None else flash_attn_varlen_func
         terms = problem.case.terms
+        documents = terms.documents is not None
+        packed = problem.cu_seqlens is not None or documents
+        attention = flash_attn_varlen_func if packed else flash_attn_func
         left, right = terms.window or (None, None)
         sink = problem.sink.bfloat16() if problem.sink is not None else None
         options = {
@@ -40,13 +45,15 @@ class FlashCute:
             "window_size": (left, 0) if terms.causal else (left, right),
             "learnable_sink": sink,
             "softcap": terms.softcap or 0.0,
-            **_where(problem),
+            **(_documents(problem) if documents else _where(problem)),
         }
 
         def call() -> Tensor:
-            out = attention(problem.q, problem.k, problem.v, **options)
+            q, k, v = (x.flatten(0, 1) if documents else x for x in (problem.q, problem.k, problem.v))
+            out = attention(q, k, v, **options)
             # Versions differ in whether they return lse beside o.
-            return out[0] if isinstance(out, tuple) else out
+            o = out[0] if isinstance(out, tuple) else out
+            return o.unflatten(0, (problem.case.batch, -1)) if documents else o
 
         return Prepared(call)
 
@@ -59,6 +66,16 @@ def _where(problem: Problem) -> dict[str, Any]:
     return {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
+def _documents(problem: Problem) -> dict[str, Any]:
+    """The documents of all batch elements as packed sequences."""
+    case = problem.case
+    length = min(case.terms.documents or case.seqlen_k, case.seqlen_k)
+    starts = torch.arange(0, case.seqlen_k, length)
+    starts = (torch.arange(case.batch)[:, None] * case.seqlen_k + starts).flatten()
+    ends = torch.cat([starts, torch.tensor([case.batch * case.seqlen_k])]).to(problem.q.device, torch.int32)
+    return {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": length, "max_seqlen_k": length}
+
+
 def _installed() -> bool:
     return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
 
@@ -68,7 +85,8 @@ def _unspeakable(problem: Problem) -> str | None:
     terms = problem.case.terms
     absent = {
         "prefix masks": terms.prefix is not None,
-        "documents": terms.documents is not None,
+        "documents with another number of queries": terms.documents is not None
+        and problem.case.seqlen_q != problem.case.seqlen_k,
         "ALiBi": terms.alibi,
         "a bias": terms.bias is not None,
         "a user's score modification": terms.userscore,

@@ -79,27 +79,32 @@ class GradientOracle:
 
 
 @torch.no_grad()
-def build(problem: Problem) -> GradientOracle:
-    """Computes the checked gradients of a problem, in float64 and in its own dtype."""
-    chosen = sample(problem.case, problem.q.device)
+def build(problem: Problem, most: int | None = None) -> GradientOracle:
+    """Computes the checked gradients of a problem, in float64 and in its own dtype. most: As for `sample`."""
+    chosen = sample(problem.case, problem.q.device, most)
     exact = _gradients(problem, chosen, _Way(torch.float64, _plainly))
     ways = [_Way(problem.q.dtype, *way) for way in product((_plainly, _by_delta), (False, True))]
     return GradientOracle(problem, chosen, exact, [_gradients(problem, chosen, way) for way in ways])
 
 
-def sample(case: Case, device: torch.device) -> Sample:
+def sample(case: Case, device: torch.device, most: int | None = None) -> Sample:
     """The heads to check: all if affordable, else the first and last batch element, then the first and last kv head.
 
     If batch elements or heads share a bias, its gradient sums over all of them, so none is left out.
+
+    most: The number of scores that is affordable, if not `SCORES_CHECKED`. Where even the first and last are too many,
+    only the last is left.
     """
     batches, kv_heads = tuple(range(case.batch)), tuple(range(case.kv_heads))
     group = case.heads // case.kv_heads
     bias = (case.terms.bias or "") if case.terms.dbias else "bh"
-    left = oracle.SCORES_CHECKED[device.type] // (COST * group * case.seqlen_q * case.seqlen_k)
+    left = (most or oracle.SCORES_CHECKED[device.type]) // (COST * group * case.seqlen_q * case.seqlen_k)
     if len(batches) * len(kv_heads) > left and "b" in bias:
         batches = oracle.ends(batches)
     if len(batches) * len(kv_heads) > left and "h" in bias:
         kv_heads = oracle.ends(kv_heads)
+    if most is not None and len(batches) * len(kv_heads) > left and not case.terms.dbias:
+        batches, kv_heads = batches[-1:], kv_heads[-1:]
     heads = tuple(chain.from_iterable(range(h * group, (h + 1) * group) for h in kv_heads))
     rows = torch.arange(case.seqlen_q, device=device)
     if len(batches) * len(heads) == case.batch * case.heads:

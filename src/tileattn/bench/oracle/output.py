@@ -35,11 +35,15 @@ class Sample:
     text: str
 
 
-def sample(case: Case, device: torch.device) -> Sample:
-    """The checked rows: all if affordable, else the first and last batch element, then head, then blocks of 64 rows."""
+def sample(case: Case, device: torch.device, most: int | None = None) -> Sample:
+    """The checked rows: all if affordable, else the first and last batch element, then head, then blocks of 64 rows.
+
+    most: The number of scores that is affordable, if not `SCORES_CHECKED`.
+    """
+    most = most or SCORES_CHECKED[device.type]
     batches, heads = tuple(range(case.batch)), tuple(range(case.heads))
     rows = torch.arange(case.seqlen_q, device=device)
-    left = SCORES_CHECKED[device.type] // (case.seqlen_q * case.seqlen_k)
+    left = most // (case.seqlen_q * case.seqlen_k)
     if len(batches) * len(heads) <= left:
         return Sample(batches, heads, rows, "all rows")
     batches = ends(batches)
@@ -47,7 +51,7 @@ def sample(case: Case, device: torch.device) -> Sample:
         heads = ends(heads)
     pairs = len(batches) * len(heads)
     if pairs > left:
-        rows = _blocks(case.seqlen_q, SCORES_CHECKED[device.type] // (pairs * case.seqlen_k), device)
+        rows = _blocks(case.seqlen_q, most // (pairs * case.seqlen_k), device)
     text = f"{len(rows)} of {case.seqlen_q} rows, batch elements {listed(batches)}, heads {listed(heads)}"
     return Sample(batches, heads, rows, text)
 
@@ -99,12 +103,12 @@ class Oracle:
 
 
 @torch.no_grad()
-def build(problem: Problem) -> Oracle:
-    """Computes the checked rows of a problem, in float64 and in its own dtype.
+def build(problem: Problem, most: int | None = None) -> Oracle:
+    """Computes the checked rows of a problem, in float64 and in its own dtype. most: As for `sample`.
 
     PyTorch has no eager attention in fp8: eager is then bfloat16 attention on the quantised values.
     """
-    chosen = sample(problem.case, problem.q.device)
+    chosen = sample(problem.case, problem.q.device, most)
     left = problem.dequantised()
     return Oracle(chosen, _attend(problem, chosen, torch.float64), _attend(left, chosen, left.q.dtype))
 

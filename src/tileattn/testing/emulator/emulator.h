@@ -197,6 +197,8 @@ static inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; 
 static inline uint1 make_uint1(uint x) { return {x}; }
 static inline uint2 make_uint2(uint x, uint y) { return {x, y}; }
 static inline uint4 make_uint4(uint x, uint y, uint z, uint w) { return {x, y, z, w}; }
+static inline longlong2 make_longlong2(long long x, long long y) { return {x, y}; }
+static inline longlong4 make_longlong4(long long x, long long y, long long z, long long w) { return {x, y, z, w}; }
 static inline ushort2 make_ushort2(ushort x, ushort y) { return {x, y}; }
 static inline ushort4 make_ushort4(ushort x, ushort y, ushort z, ushort w) { return {x, y, z, w}; }
 static inline float2 make_float2(float x, float y) { return {x, y}; }

@@ -473,6 +473,24 @@ def test_cuda_graph_replays_on_new_inputs() -> None:
     torch.testing.assert_close(got["q"], expected["q"], rtol=2**-6, atol=1e-4)
 
 
+def test_a_graph_runs_beside_eager_passes() -> None:
+    """Small passes keep workspaces for the next one of their stream; a graph may be replayed on any stream."""
+    captured, eager = (Problem(RELAUNCHED["causal-128"], seed) for seed in (0, 1))
+    expected = [problem.ours(deterministic=True) for problem in (captured, eager)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = captured.ours(deterministic=True)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(25):
+        with torch.cuda.stream(stream):
+            graph.replay()
+        again = eager.ours(deterministic=True)
+        assert_same(again, expected[1], True)
+    torch.cuda.synchronize()
+    assert_same(got, expected[0], True)
+
+
 def test_memory_is_the_gradients_and_dq_in_float32() -> None:
     q, k, v = (torch.randn(1, 32768, 8, 128, device=DEVICE, dtype=BF16, requires_grad=True) for _ in range(3))
     tileattn.attention(*(x[:, :128] for x in (q, k, v)), causal=True).sum().backward()  # compiles and loads

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,10 @@ def test_kernel(call: BackwardCall, which: str, tmp_path: Path) -> None:
     barriers = re.findall(r"__sync_thread_partial\(.*, (\d+)\);", body)
     # Two, around the copy of the result to where an operand was, of those that read the one and write the other.
     assert barriers == ["128" if which == "queries" else "256"] * 2
+    # The branch that holds the exponentials stands before the wait for dP, in the first iteration and in the loop.
+    waits = re.findall(r"(?:wait_wgmma<(\d)>|(__nanosleep))", body)
+    held = [after[0] for here, after in pairwise(waits) if here[1]]
+    assert held == (["0", "0"] if getattr(config, "settles", False) else [])
     products = set(re.findall(r"tl::wgmma_([rs]s)<.*?, (\d+, \d+, \d+), (\w+, \w+)", body))
     assert 2 <= len(products) <= PRODUCTS[which]
     nvcc = find_nvcc()
@@ -121,6 +126,9 @@ def test_schedules_of_wide_heads() -> None:
         assert isinstance(config, HopperBackwardConfig), name
         assert not config.adds_dq
     assert queries_default(CALLS["plain-256"]) == HopperQueriesConfig(64, v_stages=1)
+    assert queries_default(CALLS["causal-192/128"]) == HopperQueriesConfig(80, settles=True)
+    settled = [name for name, call in CALLS.items() if getattr(queries_default(call), "settles", False)]
+    assert settled == ["causal-192/128"]
     # Left to the generic schedule: tensors' gradients, elements of memory for each score, other alignments and dims.
     for call in (
         backward_of(make_call(None, ALiBi(SLOPES), dim=256)),

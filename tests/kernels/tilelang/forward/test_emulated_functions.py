@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("tilelang")
 
 from tests.tools.user_functions import HEADS, MASKS, SCORES, SEQLEN_K, SEQLEN_Q
-from tileattn import FunctionMask
+from tileattn import Causal, FunctionMask, Mask
 from tileattn.call.facts import AttentionCall
 from tileattn.call.inputs import Inputs
 from tileattn.kernels.tilelang.forward import launch as forward_launch
@@ -33,11 +33,21 @@ def _cases() -> list[Any]:
 
 @pytest.mark.parametrize(("kind", "name"), _cases())
 def test_functions(kind: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mask = FunctionMask(MASKS[name]) if kind == "mask" else None
+    _check(name, mask, (SCORES[name],) if kind == "score" else (), monkeypatch, tmp_path)
+
+
+def test_a_root_of_a_distance_is_no_root_of_less_than_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where q is k its argument is 0, which must not be rounded to -1e-9."""
+    _check("root", Causal(), (lambda s, b, h, q, k: s - torch.sqrt(0.1 * q - 0.1 * k),), monkeypatch, tmp_path)
+
+
+def _check(
+    name: str, mask: Mask | None, mods: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, SEQLEN_Q, HEADS, 16), (1, SEQLEN_K, HEADS, 16), (1, SEQLEN_K, HEADS, 16))
     q, k, v = (torch.randn(shape, generator=generator).half() for shape in shapes)
-    mask = FunctionMask(MASKS[name]) if kind == "mask" else None
-    mods = (SCORES[name],) if kind == "score" else ()
     variant, operands = encode(mask, mods)
     call = AttentionCall(torch.float16, 16, 16, variant, arch=ARCH)
     monkeypatch.setattr(

@@ -98,8 +98,9 @@ def _check_instructions(call: AttentionCall, tile: Config, source: str) -> None:
         assert "tanh" not in source  # there is no instruction for it: SoftCap is computed by exponentials
     elif call.arch == "sm_90a":
         q_in_registers = isinstance(tile, HopperConfig) and tile.q_in_registers
+        weights_in_shared = isinstance(tile, HopperConfig) and tile.weights_in_shared
         assert ("wgmma_ss" in source) == (not q_in_registers)
-        assert "wgmma_rs" in source  # the weights stay in registers
+        assert ("wgmma_rs" in source) == (not weights_in_shared)
         assert ("tma_load(" in source) == call.aligned
         assert not wide_copies or call.aligned
     else:

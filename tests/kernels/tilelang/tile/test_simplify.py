@@ -13,7 +13,8 @@ import torch
 
 from tileattn import ALiBi, SoftCap
 from tileattn import math as tm
-from tileattn.kernels.tilelang.tile.simplify import LOG2E, ScoreProgram, is_uniform, score_program, step_of_k
+from tileattn.kernels.tilelang.tile.simplify import LOG2E, ScoreProgram, score_program
+from tileattn.kernels.tilelang.tile.steady import is_uniform, slope_of, step_of
 from tileattn.variant.expression import nodes, symbol
 from tileattn.variant.key import encode
 from tileattn.variant.program import program
@@ -43,15 +44,17 @@ MODS: dict[str, Mod] = {
     "nothing of the score": lambda score, b, h, q, k: SLOPES[h] * 2.0,
     "power": lambda score, b, h, q, k: score + (k / 65536.0) ** 8,
     "condition": lambda score, b, h, q, k: score * 1.5 * (q >= k),
+    "several slopes": lambda score, b, h, q, k: score * 2 - 0.5 * (q - k) + SLOPES[h] * k - h * 0.25 + abs(k - q) / 8,
+    "falling factor": lambda score, b, h, q, k: (1.0 - abs(q - k) * 0.01) * score * SLOPES[h],
 }
 
 
-def rewritten(mod: Mod, hardware_tanh: bool) -> tuple[Any, ScoreProgram, dict[str, torch.Tensor]]:
+def rewritten(mod: Mod, hardware_tanh: bool, causal: bool = False) -> tuple[Any, ScoreProgram, dict[str, torch.Tensor]]:
     """The modification as traced and as emitted, and the values of its tensors."""
     key, operands = encode(None, [mod])
     traced = program(key).score
     tensors = {f"t{index}": tensor for index, tensor in enumerate(operands.tensors)}
-    return traced, score_program(traced, hardware_tanh), tensors
+    return traced, score_program(traced, hardware_tanh, causal), tensors
 
 
 def modified(emitted: ScoreProgram, values: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
@@ -63,17 +66,21 @@ def modified(emitted: ScoreProgram, values: dict[str, Any], dtype: torch.dtype =
     return computed(emitted.score, values) * unit
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("hardware_tanh", [False, True])
 @pytest.mark.parametrize("name", MODS)
-def test_rewriting_changes_nothing_but_roundings(name: str, hardware_tanh: bool) -> None:
-    traced, emitted, tensors = rewritten(MODS[name], hardware_tanh)
+def test_rewriting_changes_nothing_but_roundings(name: str, hardware_tanh: bool, causal: bool) -> None:
+    """Under a causal mask the scores of later keys may have any value."""
+    traced, emitted, tensors = rewritten(MODS[name], hardware_tanh, causal)
     grid = torch.meshgrid(*(torch.arange(size) for size in (2, 3, 8, 8)), indexing="ij")
     values: dict[str, Any] = dict(zip(POSITIONS, grid)) | tensors
     raw = torch.randn(grid[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 20
     scale = torch.tensor(0.125, dtype=torch.float64)
     expected = evaluate(traced, values | {"score": raw * scale}, torch.float64)
     got = modified(emitted, values | {"raw": raw, "scale": scale}, torch.float64)
-    torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(expected), rtol=1e-11, atol=1e-11)
+    got, expected = (torch.as_tensor(x).expand(raw.shape) for x in (got, expected))
+    seen = grid[2] >= grid[3] if causal else torch.ones_like(grid[2], dtype=torch.bool)
+    torch.testing.assert_close(got[seen], expected[seen], rtol=1e-11, atol=1e-11)
 
 
 def test_what_is_in_range_stays_in_range() -> None:
@@ -144,6 +151,18 @@ def test_loads_by_position_are_not_hoisted() -> None:
     assert emitted.uniforms == ()
 
 
+def test_no_distance_is_taken_under_a_causal_mask() -> None:
+    for mod in (ALiBi(SLOPES), MODS["falling factor"], MODS["several slopes"]):
+        _, emitted, _ = rewritten(mod, True, causal=True)
+        assert "abs" not in {node.op for node in nodes(emitted.score)}
+
+
+def test_what_grows_steadily_is_added_up_before_the_score_joins() -> None:
+    _, emitted, _ = rewritten(lambda score, b, h, q, k: score + 0.01 * (k - q) - 0.5 * k + 3.0, True)
+    assert str(emitted.score.args[0]) == "(mul raw scale)"
+    assert slope_of(emitted.score.args[1], "k") == pytest.approx(-0.49)
+
+
 # --- Integers that become floats ---
 
 Q, K, I0 = symbol("q"), symbol("k"), symbol("i0")
@@ -167,7 +186,36 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_of_k(name: str) -> None:
     expr, step = STEPS[name]
-    assert step_of_k(expr) == step
+    assert step_of(expr) == step
+
+
+SLANTS = {
+    "0.5 (q - k)": (0.5 * (Q - K), -0.5),
+    "(k + 1) / 4 before the factor": (1.0 - (K + 1.0) * 0.25, -0.25),
+    "q alone": (2.0 * Q, 0.0),
+    "q k": (1.0 * Q * K, None),
+    "|k|": (1.0 * abs(K), None),
+    "a square": ((0.5 * K) * (0.5 * K), None),
+    "with the score": (symbol("score") + 1.0 * K, None),
+    "large steps": (1.0 * (K * 2**17), None),
+}
+
+
+@pytest.mark.parametrize("name", SLANTS)
+def test_slopes_by_k(name: str) -> None:
+    expr, slope = SLANTS[name]
+    assert slope_of(expr, "k") == slope
+
+
+@pytest.mark.parametrize("expr", [0.5 * (K - Q), 3.0 - (7 * K - I0) * 0.125, (K + Q) * 2.0 + K])
+def test_a_sum_that_grows_steadily_costs_one_operation_for_each_column(expr: Any) -> None:
+    """Its value at the thread's first key, and a constant."""
+    tree, values = _emitted(expr), {"q": 5, "i0": 3, "start": 40, "offset": 0}
+    for offset in (0, 1, 8, 121):
+        expected = evaluate(expr, {"q": 5, "k": 40 + offset, "i0": 3}, torch.float64)
+        assert _value(tree, values | {"offset": offset}) == pytest.approx(float(expected), rel=1e-6)
+    assert not _names(tree.a) & {"value", "offset"}
+    assert _names(tree.b) == {"offset"}
 
 
 def _emitted(expr: Any) -> Any:

@@ -67,12 +67,14 @@ class BackwardConfig:
         block_N: rows of K and V in a tile.
         num_stages: tiles in flight: of Q and dO in the main kernel, of K and V in that for dq alone.
         threads: per block, without the producer warpgroup that TileLang adds on sm_90 and later.
+        split: whether several blocks share the query heads of a group (shares/).
     """
 
     block_M: int
     block_N: int
     num_stages: int
     threads: int
+    split: bool = dataclasses.field(default=False, kw_only=True)
 
     def rows_per_warp(self, arch: str) -> int:
         """Rows per warp of a product of which each warp keeps whole rows."""

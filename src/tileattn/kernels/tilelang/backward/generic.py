@@ -37,6 +37,7 @@ from . import places, tile
 from .config import BackwardConfig, copy_options, store_options, value_columns
 from .operand_gradients import BY_KEY, Path
 from .operand_stores import add_to_sums, to_elements, write_out_sums
+from .places import all_heads, heads_of_block, store_part
 from .plan import BackwardPlan
 from .visible import Viewers
 
@@ -57,7 +58,7 @@ class GenericKeysPlan(BackwardPlan):
         self, call: AttentionCall, config: BackwardConfig, traced: Program, paths: tuple[Path, ...], adds_dq: bool
     ) -> None:
         super().__init__(call, config, traced, paths)
-        self.paths, self.adds_dq = paths, adds_dq
+        self.paths, self.adds_dq, self.split = paths, adds_dq, config.split
         self.block_M, self.block_N = config.block_M, config.block_N
         self.head_dim, self.head_dim_v = padded(call.head_dim), value_columns(call, config)
         self.copy, self.store = copy_options(call), store_options(call)
@@ -119,20 +120,21 @@ def allocate(plan):
 @T.macro
 def find_task(plan, arg, at):
     """The block's tile of keys, and the tiles of queries that it loops over."""
-    seqlen_q, seqlen_k, kv_heads = arg.seqlen_q, arg.seqlen_k, arg.kv_heads
+    seqlen_q, seqlen_k = arg.seqlen_q, arg.seqlen_k
     key_tiles = T.ceildiv(seqlen_k, plan.block_N)
     assume_filled(arg.operands)
     if plan.call.aligned:
         assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
     # Stored in variables: divisions that are inlined at each use would take most of the compilation time.
     k_lo = T.alloc_var("int32", init=T.truncmod(at.block, key_tiles) * plan.block_N)
-    kv_h = T.alloc_var("int32", init=T.truncmod(T.truncdiv(at.block, key_tiles), kv_heads))
+    kv_h = T.alloc_var("int32", init=T.truncmod(T.truncdiv(at.block, key_tiles), arg.share_heads))
     b = T.alloc_var("int32", init=at.number(T.truncdiv(at.block, key_tiles)))
     q_b, k_b, v_b, do_b = (plan.held_address(T.min(b, tensor.shape[0] - 1)) for tensor in (arg.q, arg.k, arg.v, arg.do))
     emit = tile.TileEmitter(arg.operands)
     visible = Viewers(plan.traced, emit, seqlen_q, seqlen_k)
     k_hi = k_lo + plan.block_N - 1
-    first_head = kv_h * arg.heads_per_kv_head
+    walked = heads_of_block(arg, kv_h, plan.held) if plan.split else all_heads(arg, kv_h)
+    first_head = walked.first_head
     row_lo, row_hi = visible.rows(b, first_head, k_lo, k_hi)
     if visible.differ_by_head:
         # One loop for all heads of the group: their tiles must be the same.
@@ -147,8 +149,9 @@ def find_task(plan, arg, at):
         full_lo, full_hi = (plan.held(bound) for bound in visible.full_rows(b, first_head, k_lo, k_hi))
         full_rows = (full_lo, full_hi)
     return SimpleNamespace(
-        b=b, kv_h=kv_h, k_lo=k_lo, k_hi=k_hi, q_b=q_b, k_b=k_b, v_b=v_b, do_b=do_b, first_head=first_head, first=first,
-        tiles=tiles, first_position=first_position, full_rows=full_rows, emit=emit, visible=visible,
+        b=b, kv_h=walked.kv_head, heads=walked.heads, number=kv_h, k_lo=k_lo, k_hi=k_hi, q_b=q_b, k_b=k_b, v_b=v_b,
+        do_b=do_b, first_head=first_head, first=first, tiles=tiles, first_position=first_position, full_rows=full_rows,
+        emit=emit, visible=visible,
     )  # fmt: skip
 
 
@@ -177,7 +180,7 @@ def compute_probabilities(plan, arg, w, task, c, scores):
         tile.modify(w.acc_s, w.kept, scores)
     if is_masked(plan, task, scores):
         tile.hide(w.acc_s, scores)
-    tile.probabilities(w.acc_s, w.lse2_shared, c if plan.slopes is None else 1.0, scores)
+    tile.probabilities(w.acc_s, w.lse2_shared, c if plan.slopes is None else softmax.LOG2E, scores)
     # --- dV
     if plan.call.dropout:
         dropout.enter_head(scores.pattern.words, arg, scores.b, scores.h)
@@ -248,12 +251,22 @@ def add_products(plan, arg, w, scores):
 
 @T.macro
 def store(plan, arg, w, task):
-    """Stores dK and dV."""
+    """Stores dK and dV; of a share of the heads, its float32 parts."""
     for i, d in T.Parallel(plan.block_N, plan.head_dim):
         w.acc_dk[i, d] *= arg.scale
     if plan.call.dropout:
         for i, d in T.Parallel(plan.block_N, plan.head_dim_v):
             w.acc_dv[i, d] *= arg.weight
+    if plan.split:
+        store_part(w.acc_dv, arg.dv, plan.call.head_dim_v, task.b, task.k_lo, task.number, arg.seqlen_k)
+        store_part(w.acc_dk, arg.dk, plan.call.head_dim, task.b, task.k_lo, task.number, arg.seqlen_k)
+    else:
+        store_sums(plan, arg, w, task)
+
+
+@T.macro
+def store_sums(plan, arg, w, task):
+    """Stores dK and dV, through shared memory."""
     T.copy(w.acc_dk, w.dk_shared)
     T.copy(
         w.dk_shared,
@@ -283,7 +296,7 @@ def work(plan, arg, at):
     c = arg.scale * softmax.LOG2E
     shape = [plan.block_N, plan.block_M]
     kernel_scores = tile.score_tile(plan, arg, task.emit, task.visible, shape, keys_first=True)
-    for step in T.Pipelined(task.tiles * arg.heads_per_kv_head, num_stages=plan.config.num_stages):
+    for step in T.Pipelined(task.tiles * task.heads, num_stages=plan.config.num_stages):
         h = task.first_head + T.truncdiv(step, task.tiles)
         row = (task.first + T.truncmod(step, task.tiles)) * plan.block_M
         q_lo = row + task.first_position
@@ -308,8 +321,8 @@ def body(call: AttentionCall, config: BackwardConfig, traced: Program, paths: tu
 
     @T.macro
     def kernel(arg):
-        with T.Kernel(places.blocks(arg, "seqlen_k", plan.block_N, arg.kv_heads), threads=config.threads) as block:
-            at = places.find(arg, block, arg.kv_heads)
+        with T.Kernel(places.blocks(arg, "seqlen_k", plan.block_N, arg.share_heads), threads=config.threads) as block:
+            at = places.find(arg, block, arg.share_heads)
             if at.exists:
                 work(plan, at.arg, at)
 

@@ -56,15 +56,19 @@ def main_kernel(call: BackwardCall, config: MainConfig) -> Any:
         adds_dq = not call.deterministic if isinstance(config, BackwardConfig) else config.adds_dq
         own = not isinstance(config, BackwardConfig)
         leaves = (leaving(config, forward, operand_paths) or (None,))[0]
-        arguments = declare_main(builder, forward, traced, operand_paths, adds_dq, hopper=own, leaving=leaves)
+        split = not isinstance(config, HopperWideConfig) and config.split
+        arguments = declare_main(
+            builder, forward, traced, operand_paths, adds_dq, hopper=own, leaving=leaves, split=split
+        )
         if isinstance(config, HopperWideConfig):
             hopper_wide.body(forward, config, traced)(arguments)
         elif isinstance(config, HopperBackwardConfig):
             hopper.body(forward, config, traced, operand_paths, adds_dq)(arguments)
         else:
             generic.body(forward, config, traced, operand_paths, adds_dq)(arguments)
-    # Where dq is added up too, the descriptors have been measured as they are.
-    return builder.get().with_attr(OWN_BARRIERS, own).with_attr(DESCRIPTORS_IN_LOOPS, own and not adds_dq)
+    # Where dq is added up too, the descriptors have been measured as they are. If groups are split, ptxas would spill
+    # them: they are computed from the head, which then is in a register.
+    return builder.get().with_attr(OWN_BARRIERS, own).with_attr(DESCRIPTORS_IN_LOOPS, own and (split or not adds_dq))
 
 
 def queries_kernel(call: BackwardCall, config: QueriesConfig) -> Any:

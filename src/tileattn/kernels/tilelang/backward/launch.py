@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ....call.dropout import Dropout
 from ....call.facts import BackwardCall, Gradients, Packed
 from ....call.inputs import Inputs, Operands
 from ....tuner.space import Space
@@ -15,19 +16,18 @@ from ....variant.program import program
 from ...scale import scaled_first
 from ...sink import sink_gradient
 from ..architecture import padded
-from ..host import L2_BYTES, as_bytes, divisors, one_batch, pattern_arguments
+from ..host import as_bytes, one_batch, pattern_arguments
 from ..tuned import sizes_of
 from .config import BackwardConfig, read_together
 from .defaults import SHORT, MainConfig, adds_dq, default, finished, prepared, queries_default, short_default
 from .hopper.config import leaving
-from .hopper.dq_order import COLUMNS
-from .library import backward_kernels
+from .library import Kernels, add_shares, backward_kernels
 from .operand_gradients import AXES, STORED, Path, paths
+from .shares.choice import chosen, split
+from .shares.side_by_side import heads_side_by_side, kv_heads_side_by_side
 from .space import backward_space as space_with
 from .space import tuned_config
-from .workspaces import BatchWorkspaces, PackedWorkspaces
-
-MIN_SIDE_BY_SIDE = 4  # kv heads under a mask, whatever the L2 cache holds: with fewer, long tiles come last
+from .workspaces import BatchWorkspaces, PackedWorkspaces, rows_of
 
 
 def prepare_backward(
@@ -39,10 +39,19 @@ def prepare_backward(
     call = _specialised(call, scale)
     if call.forward.packed:
         return prepare_backward_with(None, call, q_shape, k_shape, scale)
-    chosen = tuned_config(call, sizes_of(q_shape, k_shape))
-    if chosen is None and q_shape[1] <= SHORT:
-        chosen = short_default(call)
-    return prepare_backward_with(chosen, call, q_shape, k_shape, scale)
+    config, shares = configured(call, q_shape, k_shape)
+    return prepare_backward_with(config, call, q_shape, k_shape, scale, shares)
+
+
+def configured(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> tuple[MainConfig | None, int]:
+    """A dense call's configuration of the main kernel, None for the default, and its number of shares.
+
+    call: what its kernels are compiled for.
+    """
+    config = tuned_config(call, sizes_of(q_shape, k_shape))
+    if config is None and q_shape[1] <= SHORT:
+        config = short_default(call)
+    return config, chosen(call, config or default(call), q_shape, k_shape)
 
 
 def _specialised(call: BackwardCall, scale: float) -> BackwardCall:
@@ -56,18 +65,36 @@ def backward_space(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size,
     if q_shape[0] == 0 or q_shape[1] == 0 or k_shape[1] == 0 or call.forward.packed:
         return None
     call = _specialised(call, scale)
+
+    def shares(config: MainConfig) -> int:
+        return chosen(call, config, q_shape, k_shape)
+
     return space_with(
         call,
         sizes_of(q_shape, k_shape),
-        lambda config: prepare_backward_with(config, call, q_shape, k_shape, scale),
+        lambda config: prepare_backward_with(config, call, q_shape, k_shape, scale, shares(config)),
+        lambda config: split(call, config, shares(config)),
     )
 
 
 def prepare_backward_with(
-    tuned: MainConfig | None, call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size, scale: float
+    tuned: MainConfig | None,
+    call: BackwardCall,
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    scale: float,
+    shares: int = 1,
 ) -> Callable[..., Gradients]:
-    """The backward pass with a given main kernel, None for the default; `call` is what its kernels are compiled for."""
+    """The backward pass with a given main kernel, None for the default; `call` is what its kernels are compiled for.
+
+    shares: blocks that share the query heads of a group.
+    """
     heads, kv_heads = q_shape[2], k_shape[2]
+    if shares > heads // kv_heads:
+        raise ValueError(f"shares is {shares}, and a group has {heads // kv_heads} heads: it must be at most that")
+    if shares > 1:
+        tuned = split(call, tuned or default(call), shares)
+        add_shares(call)  # loaded now, with the other kernels
     config = default(call) if tuned is None else tuned
     operand_paths = paths(call)
     leaves = (leaving(config, read_together(call), operand_paths) or (None,))[0]
@@ -77,42 +104,49 @@ def prepare_backward_with(
     own_order = not isinstance(config, BackwardConfig)
     of_main = of_queries = scalars
     if own_order:
-        of_main += (_kv_heads_side_by_side(call, q_shape, kv_heads),)
+        of_main += (kv_heads_side_by_side(call, q_shape, shares * kv_heads),)
     if not isinstance(queries_default(call), BackwardConfig):
-        of_queries += (_heads_side_by_side(call, q_shape, k_shape),)
+        of_queries += (heads_side_by_side(call, q_shape, k_shape),)
     of_batch = None if call.forward.packed else BatchWorkspaces(call, config, q_shape, k_shape)
     tiles = prepared(call).tile, queries_default(call).block_M, finished(call, config).tile
     cuts = tuple(dict.fromkeys([(tiles[0], False), (config.block_N, True), (tiles[1 if dq_dim is None else 2], False)]))
     nothing = _nothing(call)
+    whole = call.needs == (True, True, True, False)
+    if of_batch is not None and whole and shares == 1 and _is_plain(call, kernels):
+        assert dq_dim is not None
+        return _plain(kernels, of_batch, dq_dim, own_order, of_main)
 
     def backward(inputs: Inputs, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Gradients:
         q, k, v, sink, operands, dropout, packed, _ = inputs
-        if 0 in (q.shape[1], k.shape[1]):
+        if q.shape[1] == 0 or k.shape[1] == 0:
             return nothing(inputs, o, lse, do, dlse)
         workspaces = PackedWorkspaces(call, q, k, packed, cuts) if packed is not None else of_batch
         assert workspaces is not None
-        lse2, delta = (q.new_empty(workspaces.q_rows, dtype=torch.float32) for _ in range(2))
-        sums = () if dq_dim is None else (q.new_empty((*workspaces.q_rows, dq_dim), dtype=torch.float32),)
+        lse2, delta, sums, ordered = rows_of(q, workspaces.q_rows, dq_dim, own_order)
         of_lse = () if dlse is None else (dlse.contiguous(),)
-        dq, dk, dv = (q.new_empty(shape) for shape in workspaces.gradients)
-        q, k, v, o, do = map(one_batch, (q, k, v, o, do))
+        of_q, of_k, of_v = workspaces.gradients
+        dq, dk, dv = q.new_empty(*of_q), q.new_empty(*of_k), q.new_empty(*of_v)
+        if not (q.stride(0) and k.stride(0) and v.stride(0) and o.stride(0) and do.stride(0)):
+            q, k, v, o, do = map(one_batch, (q, k, v, o, do))
         kernels.prepare(*workspaces.work(tiles[0]), o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
 
         written_out = [
             _workspace(path, workspaces, operands, number == leaves) for number, path in enumerate(operand_paths)
         ]
-        tensors = [as_bytes(tensor) for tensor in operands.tensors]
-        seeds, of_pattern = pattern_arguments(dropout)
-        numbers = (*of_pattern, *operands.ints, *operands.floats)
-        if own_order:
-            sums = tuple(x.view(*x.shape[:2], -1, COLUMNS) for x in sums)
+        tensors, numbers = _of_variant(operands, dropout)
         rows = (q, k, v, do, lse2, delta)
         work = workspaces.work(config.block_N, of_keys=True)
-        kernels.main(*work, *rows, dk, dv, *sums, *written_out, *seeds, *tensors, *of_main, *numbers)
+        parts = (dk, dv) if shares == 1 else _parts(shares, dk, dv)
+        kernels.main(*work, *rows, *parts, *ordered, *written_out, *tensors, *of_main, *numbers)
+        if shares > 1:
+            keys = dk.shape[0] * dk.shape[1]
+            add_shares(call)(*(x.view(keys, shares, -1, 8) for x in parts), *(x.view(keys, -1, 8) for x in (dk, dv)))
         if kernels.queries is not None:
-            kernels.queries(*workspaces.work(tiles[1]), *rows, dq, *seeds, *tensors, *of_queries, *numbers)
+            kernels.queries(*workspaces.work(tiles[1]), *rows, dq, *tensors, *of_queries, *numbers)
         if kernels.finish is not None:
-            kernels.finish(*workspaces.work(tiles[2]), dq, *sums, scale)
+            kernels.finish(*workspaces.work(tiles[2]), dq, *ordered, scale)
+        if whole:
+            return Gradients(dq, dk, dv, None, ())
         dsink = None
         if sink is not None and call.needs[3]:
             dsink = _sink_gradient(sink, lse, workspaces.by_row(delta), packed)
@@ -126,39 +160,45 @@ def prepare_backward_with(
     return backward
 
 
-def _heads_side_by_side(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> int:
-    """The number of heads whose tiles of queries run side by side in the kernel for dq alone.
+def _is_plain(call: BackwardCall, kernels: Kernels) -> bool:
+    """Whether kernels take no other tensors than the pass itself has, and the main one adds up dq."""
+    forward = call.forward
+    others = forward.packed or forward.sink or forward.dropout or call.dlse or program(forward.variant).tensors
+    return not others and kernels.queries is None
 
-    Those are the heads of one kv head's group, which read the same keys; under a mask, of several groups.
+
+def _plain(
+    kernels: Kernels, workspaces: BatchWorkspaces, dq_dim: int, own_order: bool, scalars: tuple[float, ...]
+) -> Callable[..., Gradients]:
+    """The pass of a call whose variant has numbers only, in as few operations of the host as there are.
+
+    Short passes take the host longer than the GPU.
+
+    Args:
+        scalars: of the main kernel, first the scale.
     """
-    _, _, heads, head_dim = q_shape
-    _, seqlen_k, kv_heads, _ = k_shape
-    group = heads // kv_heads
-    if program(call.forward.variant).allows is None:
-        return group
-    row_bytes = 2 * (head_dim + call.forward.head_dim_v)  # of k and v
-    fitting = max(L2_BYTES // (row_bytes * seqlen_k), MIN_SIDE_BY_SIDE)
-    return group * max(d for d in divisors(_together(call, q_shape) * kv_heads) if d <= fitting)
+    prepare, main, finish, _ = kernels
+    assert finish is not None
+    q_rows = workspaces.q_rows
+    of_q, of_k, of_v = workspaces.gradients
+
+    def backward(inputs: Inputs, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Gradients:
+        q, k, v, _, operands, _, _, _ = inputs
+        lse2, delta, (sums,), (ordered,) = rows_of(q, q_rows, dq_dim, own_order)
+        dq, dk, dv = q.new_empty(*of_q), q.new_empty(*of_k), q.new_empty(*of_v)
+        if not (q.stride(0) and k.stride(0) and v.stride(0) and o.stride(0) and do.stride(0)):
+            q, k, v, o, do = map(one_batch, (q, k, v, o, do))
+        prepare(o, do, lse.contiguous(), lse2, delta, sums)
+        main(q, k, v, do, lse2, delta, dk, dv, ordered, *scalars, *operands.ints, *operands.floats)
+        finish(dq, ordered, scalars[0])
+        return Gradients(dq, dk, dv, None, ())
+
+    return backward
 
 
-def _kv_heads_side_by_side(call: BackwardCall, q_shape: torch.Size, kv_heads: int) -> int:
-    """The number of kv heads whose tiles of keys run side by side: a divisor of all, so that the grid has no gaps.
-
-    Without a mask it is 1: blocks that run together read the same queries and add to the same dq. Under a mask tiles
-    differ in cost, and with several heads long tiles can start first; but the heads' queries and sums should stay in
-    the L2 cache.
-    """
-    _, seqlen_q, heads, head_dim = q_shape
-    if program(call.forward.variant).allows is None:
-        return 1
-    row_bytes = 2 * (head_dim + call.forward.head_dim_v) + 4 * head_dim  # of q, do and dq's sums
-    fitting = max(L2_BYTES // (row_bytes * seqlen_q * (heads // kv_heads)), MIN_SIDE_BY_SIDE)
-    return max(d for d in divisors(_together(call, q_shape) * kv_heads) if d <= fitting)
-
-
-def _together(call: BackwardCall, q_shape: torch.Size) -> int:
-    """Batch elements whose heads may run side by side: all, or 1 for packed sequences."""
-    return 1 if call.forward.packed else q_shape[0]
+def _parts(shares: int, *gradients: Tensor) -> tuple[Tensor, ...]:
+    """The workspaces of the shares' float32 parts of dk and dv, side by side for each key."""
+    return tuple(x.new_empty((*x.shape[:2], shares * x.shape[2], x.shape[3]), dtype=torch.float32) for x in gradients)
 
 
 def _nothing(call: BackwardCall) -> Callable[..., Gradients]:
@@ -183,6 +223,14 @@ def _nothing(call: BackwardCall) -> Callable[..., Gradients]:
 def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor, packed: Packed | None) -> Tensor:
     """The sink's gradient. Where lse is -inf in a packed call, the row may belong to no sequence, and delta be NaN."""
     return sink_gradient(sink, lse, delta if packed is None else delta.masked_fill(lse == -torch.inf, 0.0))
+
+
+def _of_variant(operands: Operands, dropout: Dropout | None) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
+    """The tensors and the numbers that kernels take for dropout, the mask and the score modifications."""
+    if dropout is None and not operands.tensors:
+        return (), (*operands.ints, *operands.floats)
+    seeds, of_pattern = pattern_arguments(dropout)
+    return (*seeds, *map(as_bytes, operands.tensors)), (*of_pattern, *operands.ints, *operands.floats)
 
 
 def _workspace(path: Path, workspaces: BatchWorkspaces | PackedWorkspaces, operands: Operands, leaves: bool) -> Tensor:

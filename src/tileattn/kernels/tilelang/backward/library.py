@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from ....call.facts import BackwardCall
 from ....variant.program import program
 from ..build.library import find_or_compile, key_of, load
-from .config import read_together
+from .config import BackwardConfig, read_together
 from .defaults import MainConfig, adds_dq, default, finished, prepared, queries_default
 from .hopper.config import HopperBackwardConfig
 from .operand_gradients import paths
@@ -44,6 +46,23 @@ def backward_kernels(call: BackwardCall, config: MainConfig | None = None) -> Ke
 def kernel_names(call: BackwardCall) -> tuple[str, ...]:
     """The names of a call's kernels."""
     return ("prepare", "main", "finish" if adds_dq(call) else "queries")
+
+
+@functools.cache
+def add_shares(call: BackwardCall) -> Kernel:
+    """The compiled kernel that adds up the parts of dk and dv (shares/add.py)."""
+    return load(_ensure_added(SharesJob(call.forward.dtype, call.forward.arch)))["add"]
+
+
+def _ensure_added(job: SharesJob) -> Path:
+    """The shared library of a job's kernel, compiled if the cache does not hold it."""
+
+    def kernel() -> Any:
+        from .shares.add import add_kernel
+
+        return add_kernel(job.dtype)
+
+    return find_or_compile(job.key, kernel, job.arch)
 
 
 def ensure_compiled(call: BackwardCall, name: str, config: MainConfig | None = None) -> Path:
@@ -105,3 +124,36 @@ class BackwardJob:
 
     def __str__(self) -> str:
         return f"{self.name} of {self.call}"
+
+
+@dataclass(frozen=True)
+class SharesJob:
+    """The kernel that adds up the parts of dk and dv of calls whose groups of heads are split."""
+
+    dtype: torch.dtype
+    arch: str
+
+    @property
+    def key(self) -> str:
+        """The key of the library in the kernel cache."""
+        return key_of(f"backward | shares | {self.dtype} {self.arch}", "backward.shares.add")
+
+    def compile(self) -> None:
+        """Compiles the kernel into the cache."""
+        _ensure_added(self)
+
+    def __str__(self) -> str:
+        return f"sums of dk and dv ({self.dtype} {self.arch})"
+
+
+AnyBackwardJob = BackwardJob | SharesJob
+
+
+def kernel_jobs(call: BackwardCall, config: MainConfig | None = None) -> tuple[AnyBackwardJob, ...]:
+    """All kernels of a call.
+
+    config: of the main kernel; None is the default.
+    """
+    adds = isinstance(config, (BackwardConfig, HopperBackwardConfig)) and config.split
+    adding = (SharesJob(call.forward.dtype, call.forward.arch),) if adds else ()
+    return (*(BackwardJob(call, name, config) for name in kernel_names(call)), *adding)

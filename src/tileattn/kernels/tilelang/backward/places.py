@@ -9,6 +9,7 @@ batch element's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ _OF_KEYS = {"k": 1, "v": 1, "dk": 1, "dv": 1}
 _PADDED = ("lse2", "delta", "dq_sum")
 ROWS_BY_TMA = ("q", "k", "v", "do", "dq", "dk", "dv")
 BY_TMA = (*ROWS_BY_TMA, *_PADDED)
+BY_TMA_BUT_PARTS = tuple(name for name in BY_TMA if name not in ("dk", "dv"))  # where heads of groups are split
 ANY_NUMBER = 2**31 - 1  # of batch elements
 
 
@@ -183,14 +185,20 @@ class LateView:
         self._tensor, self._axis, self._rows = tensor, axis, (start, length)
 
     def __getitem__(self, indices: tuple[Any, ...]) -> Any:
-        return self._bound()[indices]
+        return self.bound()[indices]
 
     def __setitem__(self, indices: tuple[Any, ...], value: Any) -> None:
-        T.buffer_store(self._bound(), value, list(indices))
+        T.buffer_store(self.bound(), value, list(indices))
 
-    def _bound(self) -> Any:
+    def bound(self) -> Any:
+        """The view, whose bounds are read here."""
         start, length = (Builder.current().bind(name, x) for name, x in zip(("start", "length"), self._rows))
         return view(self._tensor, self._axis, start, length)
+
+
+def at_once(tensor: Any) -> Any:
+    """A tensor, or a view of one whose bounds are read now, and kept."""
+    return tensor.bound() if isinstance(tensor, LateView) else tensor
 
 
 class MovedRows:
@@ -217,3 +225,52 @@ class RaggedRows:
         _, rows, h, columns = indices
         count = int(arith.Analyzer().simplify(rows.stop - rows.start))
         return ragged.tile(self._map, self._end, self._length, rows.start, count, h, columns)
+
+
+# --- The query heads of a block that owns keys; where groups are split (shares/) they are some of its group's. The grid
+# then has blocks for ``shares * kv_heads`` heads: first those of the first share of each group, which has as many heads
+# as any other or one more. Each block stores the part of dk and dv that is due to its heads, in float32.
+
+
+def all_heads(arg: Any, kv_head: Any) -> SimpleNamespace:
+    """The heads of a block where groups are not split."""
+    heads = arg.heads_per_kv_head
+    return SimpleNamespace(kv_head=kv_head, first_head=kv_head * heads, heads=heads)
+
+
+def heads_of_block(arg: Any, number: Any, held: Callable[[Any], Any] = lambda value: value) -> SimpleNamespace:
+    """The kv head of a share, by its number among those of all groups, its first query head, and how many it has.
+
+    held: stores a number in a variable.
+    """
+
+    def value(number: Any) -> Any:
+        kept = held(number)
+        return kept[0] if isinstance(kept, tirx.Buffer) else kept
+
+    shares = T.truncdiv(arg.share_heads, arg.kv_heads)
+    share, kv_head = T.truncdiv(number, arg.kv_heads), T.truncmod(number, arg.kv_heads)
+    least, larger = T.truncdiv(arg.heads_per_kv_head, shares), T.truncmod(arg.heads_per_kv_head, shares)
+    return SimpleNamespace(
+        kv_head=value(kv_head),
+        first_head=value(kv_head * arg.heads_per_kv_head + share * least + T.min(share, larger)),
+        heads=value(least + T.if_then_else(share < larger, 1, 0)),
+    )
+
+
+def store_part(part: Any, parts: Any, head_dim: int, b: Any, key: Any, number: Any, seqlen_k: Any) -> None:
+    """Stores a block's part of dk or dv, straight from registers: four threads write 32 bytes side by side.
+
+    Args:
+        part: [block_N, head_dim with padding].
+        parts: of all shares, (batch, seqlen_k, shares * kv_heads, head_dim).
+        number: of the share's part among those of `parts`.
+    """
+    _store(part, at_once(parts), head_dim, b, key, number, seqlen_k)
+
+
+@T.macro
+def _store(part, parts, head_dim, b, key, number, seqlen_k):
+    for i, d in T.Parallel(*part.shape):
+        if key + i < seqlen_k and d < head_dim:
+            parts[b, key + i, number, d] = part[i, d]

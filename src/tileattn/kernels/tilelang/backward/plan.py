@@ -14,10 +14,13 @@ class BackwardPlan:
     """The static facts of one kernel, from which its macros choose what they emit.
 
     Attributes:
+        split: whether several blocks share the query heads of a group.
         slopes: the score modification and its derivatives, or None.
         kept: indices of the derivatives that are kept beside the scores. (A tuple: a loop over one is unrolled while
             the kernel is traced, one over a range is a loop of its own.)
     """
+
+    split = False
 
     def __init__(self, call: AttentionCall, config: Any, traced: Program, paths: tuple[Path, ...] = ()) -> None:
         self.call, self.config, self.traced = call, config, traced

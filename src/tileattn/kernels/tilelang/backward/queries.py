@@ -124,7 +124,7 @@ def compute_probabilities(plan, arg, w, task, c, scores):
         tile.modify(w.acc_s, w.kept, scores)
     if scores.masked:
         tile.hide(w.acc_s, scores)
-    tile.probabilities(w.acc_s, w.lse2, c if plan.slopes is None else 1.0, scores)
+    tile.probabilities(w.acc_s, w.lse2, c if plan.slopes is None else softmax.LOG2E, scores)
     tile.mark_dropped(w.acc_s, scores, False)
     for index in plan.kept:
         tile.weigh(w.kept[index], w.acc_s, scores)

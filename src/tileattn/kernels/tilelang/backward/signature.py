@@ -56,6 +56,11 @@ class Parameters:
         ]
         return self.tensor(name, shape, self.dtype)
 
+    def parts(self, name: str) -> Any:
+        """The float32 parts of dk or dv, side by side, of all shares of the heads (shares/)."""
+        columns = self.call.head_dim_v if name == "dv" else self.call.head_dim
+        return self.tensor(name, [self.sizes.batch, self.sizes.seqlen_k, self.sizes.share_heads, columns])
+
     def rows(self, name: str) -> Any:
         """lse2 or delta: a number for each row of queries, with padding."""
         return self.tensor(name, [self.sizes.batch, self.sizes.heads, self.sizes.padded_q])
@@ -111,17 +116,20 @@ def declare_main(
     dq: bool,
     hopper: bool = False,
     leaving: int | None = None,
+    split: bool = False,
 ) -> Any:
     """``([work], q, k, v, do, lse2, delta, dk, dv, [dq_sum], *written_out, [seed], *tensors, scale, heads_per_kv_head,
     [side_by_side], [threshold, weight], *ints, *floats)``
 
     ``written_out`` has one tensor for each path, as operand_gradients.py describes; that of the path ``leaving``, whose
-    gradient leaves by TMA, has strides. ``dq`` says whether dq is added up.
+    gradient leaves by TMA, has strides. ``dq`` says whether dq is added up. With `split`, dk and dv are float32 parts:
+    heads of the number (share * kv_heads + kv head).
     """
     p = Parameters(builder, call)
     arg = SimpleNamespace(work=p.work(), **{name: p.strided(name) for name in ("q", "k", "v", "do")})
     arg.lse2, arg.delta = p.rows("lse2"), p.rows("delta")
-    arg.dk, arg.dv = p.gradient("dk"), p.gradient("dv")
+    p.sizes.share_heads = T.dynamic("share_heads") if split else p.sizes.kv_heads
+    arg.dk, arg.dv = (p.parts(name) if split else p.gradient(name) for name in ("dk", "dv"))
     arg.dq_sum = (p.accumulator_rows() if hopper else p.accumulator()) if dq else None
     arg.written_out = [_written_out(p, index, path, traced, index == leaving) for index, path in enumerate(paths)]
     arg.paths = paths

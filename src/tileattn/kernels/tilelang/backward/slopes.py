@@ -15,7 +15,7 @@ from typing import Any
 
 from ....variant.derivative import derivative
 from ....variant.expression import Expr, nodes, symbol
-from ..tile.simplify import LOG2E, hoist, product, rewrite, tanh_by_exp2
+from ..tile.simplify import hoist, rewrite, tanh_by_exp2, where_seen
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SlopeProgram:
     """A modification and its derivatives as they are emitted, over ``raw``, ``scale``, positions, operands, uniforms.
 
     Attributes:
-        score: the modified score in powers of two.
+        score: the modified score.
         kept: derivatives that depend on the score.
         slope: the derivative of the modified score with respect to the (scaled) score.
         loads: the same with respect to each of the loads that were asked for.
@@ -45,19 +45,21 @@ class SlopeProgram:
     uniforms: tuple[Expr, ...]
 
 
-def slope_program(score: Any, loads: tuple[Expr, ...], hardware_tanh: bool) -> SlopeProgram:
+def slope_program(score: Any, loads: tuple[Expr, ...], hardware_tanh: bool, causal: bool = False) -> SlopeProgram:
     """Rewrites a traced modification and its derivatives.
 
     Args:
         score: the modification's expression.
         loads: of tensors' elements, with respect to which derivatives are wanted.
-        hardware_tanh: as of :func:`tileattn.kernels.tilelang.tile.simplify.score_program`.
+        hardware_tanh, causal: as of :func:`tileattn.kernels.tilelang.tile.simplify.score_program`.
     """
+    if causal:
+        score = where_seen(score)
     uniforms: dict[str, Expr] = {}
     kept: dict[str, Any] = {}
 
-    def emitted(expr: Any, factor: float = 1.0) -> Any:
-        rewritten = rewrite(expr) if factor == 1.0 else product(rewrite(expr), factor)
+    def emitted(expr: Any) -> Any:
+        rewritten = rewrite(expr)
         return hoist(rewritten if hardware_tanh else tanh_by_exp2(rewritten), uniforms)
 
     def split(expr: Any) -> Factor:
@@ -68,7 +70,7 @@ def slope_program(score: Any, loads: tuple[Expr, ...], hardware_tanh: bool) -> S
             kept[text] = emitted(expr)
         return Factor(list(kept).index(text), None)
 
-    value = emitted(score, LOG2E)
+    value = emitted(score)
     slope = split(derivative(score, symbol("score")))
     factors = tuple(split(derivative(score, load)) for load in loads)
     return SlopeProgram(value, tuple(kept.values()), slope, factors, tuple(uniforms.values()))

@@ -21,7 +21,7 @@ from .amd.config import AmdBackwardConfig, amd_candidates, is_valid_amd_backward
 from .config import BackwardConfig, is_valid, kept_derivatives, read_together
 from .defaults import MainConfig, default
 from .hopper.config import HopperBackwardConfig, HopperWideConfig
-from .library import BackwardJob, kernel_names
+from .library import AnyBackwardJob, kernel_jobs
 from .operand_gradients import paths
 
 SCHEDULES = {
@@ -32,6 +32,8 @@ SCHEDULES = {
 def fits(call: BackwardCall, config: MainConfig) -> bool:
     """Whether a configuration may take the place of the default."""
     forward, present = read_together(call), default(call)
+    if not isinstance(config, HopperWideConfig) and config.split:
+        return False  # whether groups are split depends on sizes: shares/choice.py decides
     if isinstance(config, AmdBackwardConfig):
         return is_valid_amd_backward(forward, config)
     if isinstance(config, BackwardConfig):
@@ -44,15 +46,25 @@ def tuned_config(call: BackwardCall, sizes: Sizes) -> MainConfig | None:
     return tuned.tuned_config(call.forward.arch, call, sizes, SCHEDULES, functools.partial(fits, call))
 
 
-def backward_space(call: BackwardCall, sizes: Sizes, prepare: Callable[[MainConfig], Callable[..., Any]]) -> Space:
-    """The search space of a call; ``prepare`` makes a function of each configuration."""
+def backward_space(
+    call: BackwardCall,
+    sizes: Sizes,
+    prepare: Callable[[MainConfig], Callable[..., Any]],
+    launched: Callable[[MainConfig], MainConfig],
+) -> Space:
+    """The search space of a call.
+
+    Args:
+        prepare: makes a function of each configuration.
+        launched: the configuration of the main kernel that this function launches: split or not (shares/choice.py).
+    """
     present = default(call)
     return Space(
         call=str(call),
         sizes=sizes,
         default=present,
         candidates=lambda: [config for config in candidates(call) if config != present],
-        compile=lambda configs: tuned.compiled(jobs(call, configs)),
+        compile=lambda configs: tuned.compiled(jobs(call, configs, launched)),
         prepare=prepare,
         known=tuned_config(call, sizes) is not None,
         gradients=True,
@@ -105,6 +117,8 @@ def registers(call: AttentionCall, config: BackwardConfig, kept: int) -> int:
     return elements // config.threads + OTHER_REGISTERS + SCORE_REGISTERS * (kept > 0)
 
 
-def jobs(call: BackwardCall, configs: Sequence[MainConfig]) -> dict[MainConfig, list[BackwardJob]]:
+def jobs(
+    call: BackwardCall, configs: Sequence[MainConfig], launched: Callable[[MainConfig], MainConfig]
+) -> dict[MainConfig, Sequence[AnyBackwardJob]]:
     """The kernels of each configuration."""
-    return {config: [BackwardJob(call, name, config) for name in kernel_names(call)] for config in configs}
+    return {config: kernel_jobs(call, launched(config)) for config in configs}

@@ -23,10 +23,10 @@ import tilelang.language as T
 import torch
 from tilelang.language.eager.builder import Builder
 
-from ....variant.expression import Expr, dtype_of, nodes
+from ....variant.expression import nodes
 from ..tile import dropout
-from ..tile.expressions import Emitter, Key, key_in_tile
-from ..tile.mask import Score, width_of_ints
+from ..tile.expressions import Emitter, key_in_tile
+from ..tile.mask import Score, is_causal, width_of_ints
 from .slopes import slope_program
 
 
@@ -36,7 +36,7 @@ class Slopes(Score):
     def __init__(self, call, traced, loads) -> None:
         # As in the forward pass: the probabilities must be the same.
         hardware_tanh = call.dtype == torch.bfloat16 and call.arch.startswith("sm_")
-        self.program = slope_program(traced.score, loads, hardware_tanh)
+        self.program = slope_program(traced.score, loads, hardware_tanh, is_causal(traced.allows))
         self.ints = width_of_ints(traced)
 
     def is_recomputed(self, load: str) -> bool:
@@ -57,23 +57,10 @@ def kept_product(factor, kept, acc_s):
 class TileEmitter(Emitter):
     """Emits expressions of a tile's positions, whichever of q and k runs along its columns.
 
-    The base class converts integers that grow steadily with k, along the columns, to floats in a faster way. Where q
-    runs along the columns, q and k exchange their names, so that this holds for q.
+    The base class takes only k apart, which runs along the columns in the forward pass.
     """
 
-    def _float(self, expr, values):
-        if dtype_of(expr) == "int" and isinstance(values.get("q"), Key):
-            return super()._float(_swapped(expr), {**values, "q": values["k"], "k": values["q"]})
-        return super()._float(expr, values)
-
-
-def _swapped(expr):
-    """The expression with the names of q and k exchanged."""
-    if not isinstance(expr, Expr):
-        return expr
-    if expr.op == "symbol":
-        return Expr("symbol", ({"q": "k", "k": "q"}.get(expr.args[0], expr.args[0]),), expr.dtype)
-    return Expr(expr.op, tuple(map(_swapped, expr.args)), expr.dtype)
+    columns = ("k", "q")
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +152,7 @@ def score_tile(
 
 @T.macro
 def modify(acc_s, kept, scores):
-    """Replaces raw scores by modified ones, in powers of two; keeps the derivatives that depend on raw scores."""
+    """Replaces raw scores by modified ones; keeps the derivatives that depend on raw scores."""
     at = scores.held("b", "h", "q_lo", "k_lo")
     for i, j in T.Parallel(at.rows, at.columns):
         for index, expr in enumerate(at.slopes.program.kept):

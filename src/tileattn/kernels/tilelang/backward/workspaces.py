@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Hashable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,7 +15,71 @@ from ..packed.plan import work_lists
 from ..packed.work_list import ALIGNMENT, PADDING, padded_rows
 from .config import ROWS
 from .defaults import MainConfig
+from .hopper.dq_order import COLUMNS
 from .operand_gradients import BY_KEY, SPREAD, Path, add_anywhere, add_up, symbols_of, values_of
+
+MOST_KEPT = 2**23  # bytes of dq's sums: with more, the GPU takes longer than the host, which may then allocate them
+PLACES = 16  # for which rows are kept
+
+
+class Rows(NamedTuple):
+    """What kernels leave for each other, float32.
+
+    Attributes:
+        lse2, delta: (batch, heads, padded_q).
+        sums: of dq, (batch, heads, padded_q, head_dim), if the main kernel adds them up; else empty.
+        ordered: the same as the main kernel and the last one take them.
+    """
+
+    lse2: Tensor
+    delta: Tensor
+    sums: tuple[Tensor, ...]
+    ordered: tuple[Tensor, ...]
+
+
+# The rows of the last small pass of each place, with what they were made for. The next pass there overwrites them.
+_kept: dict[Hashable, tuple[Hashable, Rows]] = {}
+
+
+def rows_of(q: Tensor, q_rows: tuple[int, int, int], dq_dim: int | None, own_order: bool) -> Rows:
+    """The rows of one pass. For small passes the host would take longer to allocate them than for a launch.
+
+    Args:
+        q_rows: (batch, heads, padded_q).
+        dq_dim: of dq's sums; None without.
+        own_order: whether the main kernel takes the sums in rows of COLUMNS.
+    """
+    batch, heads, padded_q = q_rows
+    place = _place(q.device) if 4 * batch * heads * padded_q * (dq_dim or 1) <= MOST_KEPT else None
+    if place is None:
+        return _new_rows(q, q_rows, dq_dim, own_order)
+    made_for = (q_rows, dq_dim, own_order)
+    found = _kept.get(place)
+    if found is None or found[0] != made_for:
+        if len(_kept) >= PLACES:
+            _kept.clear()
+        found = _kept[place] = made_for, _new_rows(q, q_rows, dq_dim, own_order)
+    return found[1]
+
+
+def _place(device: torch.device) -> Hashable | None:
+    """Where passes follow each other: a thread's on a stream, since two threads' kernels may alternate on one.
+
+    None on a CPU, and during the capture of a CUDA graph, which may be replayed on any stream.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return index, torch._C._cuda_getCurrentRawStream(index), threading.get_ident()
+
+
+def _new_rows(q: Tensor, q_rows: tuple[int, int, int], dq_dim: int | None, own_order: bool) -> Rows:
+    # A size is passed number by number: PyTorch takes a tuple apart in three times as long.
+    lse2, delta = (q.new_empty(*q_rows, dtype=torch.float32) for _ in range(2))
+    if dq_dim is None:
+        return Rows(lse2, delta, (), ())
+    sums = q.new_empty(*q_rows, dq_dim, dtype=torch.float32)
+    return Rows(lse2, delta, (sums,), (sums.view(*q_rows[:2], -1, COLUMNS) if own_order else sums,))
 
 
 class BatchWorkspaces:
@@ -56,13 +124,17 @@ class PackedWorkspaces:
     ) -> None:
         self.packed = packed
         self.sequences = packed.cu_seqlens_q.shape[0] - 1
-        _, self.total_q, heads, _ = q.shape
+        _, self.total_q, self.heads, _ = q.shape
         self.total_k = k.shape[1]
-        self.q_rows = (1, heads, padded_rows(self.total_q, self.sequences))
-        self.shapes = {BY_KEY: (1, heads, self.total_k), SPREAD: (1, heads, self.total_q, packed.max_seqlen_k)}
+        self.q_rows = (1, self.heads, padded_rows(self.total_q, self.sequences))
         self.gradients = (q.shape, k.shape, (*k.shape[:3], call.forward.head_dim_v))
         lists = work_lists(call.forward.arch, packed, self.total_q, self.total_k, cuts) if cuts else ()
         self._lists = dict(zip(cuts, lists))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of what the main kernel leaves for the variant's tensors, by its way."""
+        return {BY_KEY: (1, self.heads, self.total_k), SPREAD: (1, self.heads, self.total_q, self.packed.max_seqlen_k)}
 
     def work(self, tile: int, *, of_keys: bool = False) -> tuple[Tensor, ...]:
         return (self._lists[tile, of_keys],)

@@ -18,7 +18,8 @@ def tile_registers(call: AttentionCall, config: HopperConfig) -> int:
     rows = 64 / 128  # of the tile's rows, per thread of a warpgroup
     per_word = 4 // call.dtype.itemsize
     head_dim, head_dim_v = hopper_dims(call)
-    o, scores, weights = head_dim_v, config.block_N, config.block_N / per_word
+    o, scores = head_dim_v, config.block_N
+    weights = 0 if config.weights_in_shared else config.block_N / per_word
     q = head_dim / per_word if config.q_in_registers else 0
     return int(rows * (o + scores + weights + q))
 

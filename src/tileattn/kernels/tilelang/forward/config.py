@@ -49,6 +49,8 @@ class HopperConfig:
         two_level: whether each tile's P V is summed apart and added to O in float32 (for fp8, whose matrix units keep
             fewer bits of their sums).
         cluster: how many blocks, on neighbouring tiles of queries, share the loads of K and V: 1 or 2.
+        weights_in_shared: whether the second product takes the weights from shared memory rather than from registers.
+        mask_words: whether masks that leave a range of keys hide scores by a bit for each (tile/key_words.py).
     """
 
     block_M: int
@@ -60,6 +62,8 @@ class HopperConfig:
     producer_registers: int = 32
     two_level: bool = False
     cluster: int = 1
+    weights_in_shared: bool = False
+    mask_words: bool = False
 
     def consumer_threads(self) -> int:
         """Threads of the consumer warpgroups."""
@@ -81,13 +85,13 @@ Config = ForwardConfig | HopperConfig
 
 
 def hopper_shared_bytes(call: AttentionCall, config: HopperConfig) -> int:
-    """Shared memory of one block without O's own: Q, the stages of K, V and a bias, messages and barriers."""
+    """Shared memory of one block without O's own: Q, weights, the stages of K, V and a bias, messages and barriers."""
     size = call.dtype.itemsize
     head_dim, head_dim_v = hopper_dims(call)
     tile = program(call.variant).copied_tile
     tile_row = 0 if tile is None else config.block_M * tile[1].itemsize
     return (
-        size * config.block_M * head_dim
+        size * config.block_M * (head_dim + config.block_N * config.weights_in_shared)
         + config.num_stages * config.block_N * (size * (head_dim + head_dim_v) + tile_row)
         + 1024
     )

@@ -10,13 +10,16 @@ from ....call.fp8 import FP8
 from ....variant.expression import nodes
 from ....variant.program import Program, program
 from ..architecture import padded
-from ..tile.simplify import is_uniform
+from ..tile.steady import is_uniform
 from . import sm90_table
 from .amd.config import AmdConfig, amd_preferences, is_valid_amd
 from .config import ForwardConfig, HopperConfig, is_valid
+from .wide import wide_row
+from .windows import SHORT as SHORT_WINDOW
+from .windows import is_window, window_row
 
 SHORT = 1024  # keys; up to here a call counts as short, with narrow heads and a mask up to twice as many
-LONG = 2 * SHORT + 1
+LONG = max(2 * SHORT, SHORT_WINDOW) + 1
 
 Config = ForwardConfig | HopperConfig | AmdConfig
 
@@ -42,7 +45,15 @@ def fits(call: AttentionCall, config: Config) -> bool:
 def defaults(call: AttentionCall) -> list[Config]:
     """The configurations that a call gets at any length."""
     configs = [default(call, 1), default(call, LONG)]
+    tile = wide(call)
+    configs += [tile] if tile is not None else []
     return list(dict.fromkeys(configs + [for_skewed_lengths(config) for config in configs if call.packed]))
+
+
+def wide(call: AttentionCall) -> HopperConfig | None:
+    """The wide tile that a call has beside its rows of the table, or None."""
+    dims = row_dims(call.head_dim, call.head_dim_v)
+    return None if dims is None else wide_row(call, dims)
 
 
 def for_skewed_lengths(config: Config) -> Config:
@@ -57,6 +68,8 @@ def _is_short(call: AttentionCall, seqlen: int) -> bool:
     # Wide tiles of queries, which long sequences get at head dim 64, waste most under a mask; and masks other than the
     # causal one take registers that three warpgroups do not have (Documents at 4k: 2.3 times as fast without).
     narrow = max(padded(call.head_dim), padded(call.head_dim_v)) <= 64
+    if narrow and is_window(call):
+        return seqlen <= SHORT_WINDOW
     if narrow and program(call.variant).allows is not None:
         return seqlen <= 2 * SHORT or not call.variant.startswith(CAUSAL)
     return seqlen <= SHORT
@@ -98,7 +111,9 @@ def _sm90(call: AttentionCall, widest: int, short: bool) -> Iterator[Config]:
         yield _fetched()
     if (widest <= 128 or call.variant in ("", CAUSAL)) and (traced.score is None or tensors < 2):
         tuned = tuned_row(call.head_dim, call.head_dim_v, kind(call.variant), short)
-        if tuned is not None:
+        if is_window(call):
+            yield window_row(call, short)
+        elif tuned is not None:
             yield tuned
         # For head dims that differ, where O neither fits beside the tuned tiles nor where Q was.
         yield from (HopperConfig(128, block_N, ping_pong=True) for block_N in (80, 64, 48))
@@ -163,13 +178,16 @@ def kind(variant: str) -> str:
 
 def tuned_row(head_dim: int, head_dim_v: int, kind: str, short: bool) -> HopperConfig | None:
     """The row of the smallest tuned head dims that hold these."""
-    lengths = "short" if short else "long"
-    rows = [
-        (dim + dim_v, config)
-        for (dim, dim_v, of_kind, of_lengths), config in sm90_table.TABLE.items()
-        if (of_kind, of_lengths) == (kind, lengths) and dim >= padded(head_dim) and dim_v >= padded(head_dim_v)
+    dims = row_dims(head_dim, head_dim_v)
+    return None if dims is None else sm90_table.TABLE.get((*dims, kind, "short" if short else "long"))
+
+
+def row_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
+    """The smallest tuned head dims that hold these."""
+    holding = [
+        (dim, dim_v) for dim, dim_v, _, _ in sm90_table.TABLE if dim >= padded(head_dim) and dim_v >= padded(head_dim_v)
     ]
-    return min(rows, key=lambda row: row[0])[1] if rows else None
+    return min(holding, key=sum, default=None)
 
 
 def _fp8(call: AttentionCall) -> Iterator[Config]:

@@ -10,6 +10,7 @@ import torch
 from ....call import packed_status
 from ....call.facts import AttentionCall, Packed
 from ....call.inputs import Inputs
+from ....variant.program import program
 from ..host import as_bytes, pattern_arguments
 from ..packed.plan import work_list
 from .config import HopperConfig
@@ -34,6 +35,7 @@ def packed_forward(
         scalars: the scale, query heads per kv head, and how many heads run side by side.
     """
     kernels: dict[bool, Kernel] = {}
+    has_arguments = bool(call.sink or call.dropout or program(call.variant).operands)
 
     def kernel_for(skewed: bool) -> Kernel:
         if skewed not in kernels:
@@ -52,22 +54,27 @@ def packed_forward(
         lse = q.new_empty(1, heads, total_q, dtype=torch.float32) if call.return_lse else None
         kernel = kernel_for(_is_skewed(packed, total_q))
         work = work_list(call.arch, packed, total_q, total_k, kernel.rows)
-        seeds, of_pattern = pattern_arguments(dropout)
-        kernel.function(
-            q,
-            k,
-            v,
-            *((o,) if lse is None else (o, lse)),
-            *(() if sink is None else (sink.detach().float(),)),
-            *seeds,
-            work,
-            *(as_bytes(tensor) for tensor in operands.tensors),
-            *scalars,
-            *of_pattern,
-            *kernel.queue(q.device, (work.shape[0] - 1) * heads),
-            *operands.ints,
-            *operands.floats,
-        )
+        outputs = (o,) if lse is None else (o, lse)
+        queue = kernel.queue(q.device, (work.shape[0] - 1) * heads)
+        if has_arguments:
+            seeds, of_pattern = pattern_arguments(dropout)
+            kernel.function(
+                q,
+                k,
+                v,
+                *outputs,
+                *(() if sink is None else (sink.detach().float(),)),
+                *seeds,
+                work,
+                *(as_bytes(tensor) for tensor in operands.tensors),
+                *scalars,
+                *of_pattern,
+                *queue,
+                *operands.ints,
+                *operands.floats,
+            )
+        else:
+            kernel.function(q, k, v, *outputs, work, *scalars, *queue)
         packed_status.report(q.device)
         return o, lse
 

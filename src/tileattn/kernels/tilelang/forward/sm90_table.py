@@ -2,7 +2,7 @@
 
 from .config import HopperConfig
 
-ORIGIN = "NVIDIA H200, 2026-11-20 (short) and 2026-11-21 (long rows, by hand), torch 2.11.0+cu130, tilelang 0.1.15"
+ORIGIN = "NVIDIA H200, 2026-11-20 (short), 2026-11-21 and -23 (long rows, by hand), torch 2.11.0+cu130, tilelang 0.1.15"
 
 # (head_dim, head_dim_v, kind of mask, lengths); see defaults.py
 TABLE = {
@@ -25,7 +25,7 @@ TABLE = {
     (128, 128, "scored", "short"): HopperConfig(128, 112, ping_pong=True),
     (128, 128, "scored", "long"): HopperConfig(128, 128, q_in_registers=True, ping_pong=True),
     (192, 128, "full", "short"): HopperConfig(128, 128, ping_pong=True),
-    (192, 128, "full", "long"): HopperConfig(128, 128, ping_pong=True, producer_registers=48, cluster=2),
+    (192, 128, "full", "long"): HopperConfig(128, 128, ping_pong=True),
     (192, 128, "masked", "short"): HopperConfig(128, 96, q_in_registers=True, ping_pong=True),
     (192, 128, "masked", "long"): HopperConfig(128, 128, ping_pong=True),
     (192, 192, "full", "short"): HopperConfig(128, 112, ping_pong=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from ....call.facts import AttentionCall
 from ....tuner.space import Space
@@ -94,8 +95,11 @@ def _hopper(call: AttentionCall) -> Iterator[HopperConfig]:
         config = HopperConfig(
             block_M, block_N, stages, in_registers, ping_pong, threshold, producer_registers=registers, cluster=cluster
         )
-        if is_valid(call, config) and fits_registers(call, config):
-            yield config
+        # Three warpgroups leave too few registers for wide heads' weights.
+        in_shared = block_M == 192 and ping_pong and not in_registers and call.dtype.itemsize == 2
+        for each in (config, replace(config, weights_in_shared=True))[: 1 + in_shared]:
+            if is_valid(call, each) and fits_registers(call, each):
+                yield each
 
 
 def _generic(call: AttentionCall) -> Iterator[ForwardConfig]:

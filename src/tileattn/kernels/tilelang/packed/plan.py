@@ -44,8 +44,8 @@ def work_lists(
         total_k: the same of the keys.
     """
     bounds = packed.cu_seqlens_q
-    rows, numbers = _laid_out(total_q, total_k, bounds.numel() - 1, tuple(cuts))
-    work = torch.empty(sum(rows), WIDTH, dtype=torch.int32, device=bounds.device)
+    rows, whole, numbers = _laid_out(total_q, total_k, bounds.numel() - 1, tuple(cuts))
+    work = bounds.new_empty(whole, WIDTH)
     plan_function(arch)(
         bounds,
         packed.cu_seqlens_k,
@@ -63,12 +63,12 @@ def work_lists(
 @functools.lru_cache(maxsize=4096)
 def _laid_out(
     total_q: int, total_k: int, sequences: int, cuts: tuple[tuple[int, bool], ...]
-) -> tuple[list[int], tuple[int, ...]]:
-    """The number of rows of each list, and the kernel's arguments: tiles, whether of keys, where each list begins."""
+) -> tuple[list[int], int, tuple[int, ...]]:
+    """The rows of each list and of all, and the kernel's arguments: tiles, whether of keys, where each list begins."""
     rows = [1 + capacity(total_k if of_keys else total_q, sequences, tile) for tile, of_keys in cuts]
     tiles, of_keys = zip(*cuts)
     begins = itertools.accumulate(rows[:-1], initial=0)
-    return rows, (*_filled_up(tiles), *_filled_up(of_keys), *_filled_up(begins), len(cuts))
+    return rows, sum(rows), (*_filled_up(tiles), *_filled_up(of_keys), *_filled_up(begins), len(cuts))
 
 
 def _filled_up(values: Iterable[int]) -> list[int]:

@@ -9,12 +9,9 @@ import tilelang.language as T
 
 from ....variant.expression import Expr, dtype_of
 from ....variant.int32_range import leaves_int32
-from .simplify import is_uniform, step_of_k
+from .steady import MAX_STEP, is_uniform, slope_of, step_of
 
 _TIR_DTYPE = {"float": "float32", "int": "int32", "bool": "bool"}
-
-
-MAX_STEP = 2**16  # of an integer per key, below which Emitter takes tile positions apart
 
 
 class Key(NamedTuple):
@@ -47,6 +44,8 @@ class Emitter:
     TileLang puts a branch around each load, which gives 0 there.
     """
 
+    columns: tuple[str, ...] = ("k",)  # the positions that may run along a tile's columns
+
     def __init__(self, values: dict[str, Any], tiles: dict[str, Any] | None = None, clamps: bool = False) -> None:
         self.values = values
         self.clamps = clamps
@@ -66,7 +65,8 @@ class Emitter:
         """The same, of which an integer may be int64."""
         return self._emit(expr, {**self.values, **symbols})
 
-    def _emit(self, expr: Any, values: dict[str, Any]) -> Any:
+    def _emit(self, expr: Any, values: dict[str, Any], rounds: bool = True) -> Any:
+        """`rounds`: whether a rounding of the value changes the result by as little; see :meth:`_steady`."""
         if not isinstance(expr, Expr):
             return T.bool(expr) if isinstance(expr, bool) else T.cast(expr, _dtype_of_number(expr))
         if expr.op == "symbol":
@@ -86,16 +86,18 @@ class Emitter:
             if expr.dtype == "bool":
                 return element != T.cast(0, "uint8")
             return T.cast(element, "int64" if str(buffer.dtype) == "int64" else _TIR_DTYPE[expr.dtype])
+        if rounds and expr.dtype == "float" and (steady := self._steady(expr, values)) is not None:
+            return steady
         numbers = expr.args[1:] if expr.op == "where" else expr.args
         kinds = [dtype_of(arg) for arg in numbers]
         is_float = expr.op in ("div", *_FLOAT_FUNCTIONS) or "float" in map(dtype_of, expr.args)
         emit = self._float if is_float and "bool" not in kinds else self._emit
-        args = [emit(arg, values) for arg in numbers]
+        args = [emit(arg, values, rounds and expr.op in _SMOOTH) for arg in numbers]
         if leaves_int32(expr):
             args[0] = T.cast(args[0], "int64")
-        return _OPS[expr.op](*([self._emit(expr.args[0], values), *args] if expr.op == "where" else args))
+        return _OPS[expr.op](*([self._emit(expr.args[0], values, False), *args] if expr.op == "where" else args))
 
-    def _float(self, expr: Any, values: dict[str, Any]) -> Any:
+    def _float(self, expr: Any, values: dict[str, Any], rounds: bool = True) -> Any:
         """`expr` as float32.
 
         Converting an integer takes as long as four additions. One that grows steadily with k is converted at the
@@ -103,20 +105,44 @@ class Emitter:
         one rounding more than converting it. Other integers are converted as they are.
         """
         if dtype_of(expr) != "int" or not isinstance(expr, Expr):
+            return T.cast(self._emit(expr, values, rounds), "float32")
+        name, key = self._column(values)
+        if key is None:
             return T.cast(self._emit(expr, values), "float32")
-        key = values.get("k")
-        if not isinstance(key, Key):
-            return T.cast(self._emit(expr, values), "float32")
-        step = step_of_k(expr)
+        step = step_of(expr, name)
         if step is not None and 0 < abs(step) <= MAX_STEP:
-            start = self._emit(expr, {**values, "k": key.start})
+            start = self._emit(expr, {**values, name: key.start})
             return T.cast(start, "float32") + T.cast(step * key.offset, "float32")
         if step is None and expr.op in ("abs", "min", "max"):  # rounding keeps order and sign
             return _OPS[expr.op](*(self._float(arg, values) for arg in expr.args))
         if step is None and expr.op == "where":
             condition, *branches = expr.args
-            return T.if_then_else(self._emit(condition, values), *(self._float(arg, values) for arg in branches))
+            return T.if_then_else(self._emit(condition, values, False), *(self._float(arg, values) for arg in branches))
         return T.cast(self._emit(expr, values), "float32")
+
+    def _steady(self, expr: Any, values: dict[str, Any]) -> Any:
+        """A float that grows by the same for each column, as its value at the thread's first one and what follows.
+
+        The former is computed once for each row that a thread holds, the latter is a constant or one more factor. So
+        a column costs one operation, however long the expression is. None for other expressions.
+
+        It is rounded otherwise than the expression: 0 may become -1e-9, of which a root is NaN and the floor -1, and
+        the two passes take different positions apart. So it is for terms and factors of the score alone, and not for
+        what conditions, roots, logarithms, divisors, `//` and `%` are made of.
+        """
+        name, key = self._column(values)
+        slope = slope_of(expr, name) if key is not None else None
+        if slope is None or (isinstance(slope, float) and slope == 0.0):
+            return None
+        first = self._emit(expr, {**values, name: key.start})
+        return first + self._emit(slope, values) * T.cast(key.offset, "float32")
+
+    def _column(self, values: dict[str, Any]) -> tuple[str, Any]:
+        """The position that runs along a tile's columns, and its key; None if it is not taken apart."""
+        for name in self.columns:
+            if isinstance(values.get(name), Key):
+                return name, values[name]
+        return "k", None
 
 
 def _dtype_of_number(number: Any) -> str:
@@ -141,6 +167,10 @@ _FLOAT_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "cos": T.cos,
     "float": lambda x: x,
 }
+
+# A small change of an operand changes these by as little. A branch of `where` is one, its condition is not; `div` is
+# left out for its divisor, and a uniform one is a factor by then (simplify.py).
+_SMOOTH = frozenset(("add", "sub", "mul", "min", "max", "abs", "where", "float", "tanh", "sigmoid", "exp", "exp2"))
 
 _OPS: dict[str, Callable[..., Any]] = {
     **_FLOAT_FUNCTIONS,

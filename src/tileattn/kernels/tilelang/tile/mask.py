@@ -19,7 +19,7 @@ class Visibility:
         self.emit, self.emit_clamped = emit, Emitter(emit.values, clamps=True)
         self.seqlen_k = seqlen_k
         self.allowed = tanh_by_exp2(program.allows)  # a mask has no tolerance for the hardware's tanh
-        self.bounded = _is_causal(program.allows) and all(node.op != "load" for node in nodes(program.allows))
+        self.bounded = is_causal(program.allows) and all(node.op != "load" for node in nodes(program.allows))
 
     def kv_range(self, b, h, q_lo, q_hi):
         """Keys [lo, hi) that the tile of query positions q_lo..q_hi visits, within 0 .. seqlen_k."""
@@ -46,11 +46,11 @@ class Visibility:
         return allowed if self.bounded else within & allowed
 
 
-def _is_causal(allows):
+def is_causal(allows):
     """Whether the mask can be seen to hide all keys after the query's own."""
     if not isinstance(allows, Expr):
         return False
-    return str(allows) == "(le k q)" or (allows.op == "and" and any(map(_is_causal, allows.args)))
+    return str(allows) == "(le k q)" or (allows.op == "and" and any(map(is_causal, allows.args)))
 
 
 @T.macro
@@ -74,8 +74,10 @@ class Score:
 
     def __init__(self, call, program) -> None:
         hardware_tanh = call.dtype == torch.bfloat16 and call.arch.startswith("sm_")
-        self.program = score_program(program.score, hardware_tanh)
+        self.program = score_program(program.score, hardware_tanh, is_causal(program.allows))
         self.ints = width_of_ints(program)
+        # The emitted score then lies within -1 .. 1.
+        self.is_bounded = isinstance(self.program.score, Expr) and self.program.score.op == "tanh"
 
     def allocate(self):
         """A register for each uniform value, of either type."""

@@ -21,14 +21,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ....variant.expression import Expr, apply, dtype_of
+from ....variant.expression import Expr, apply, dtype_of, has_symbol, symbol
+from .steady import is_uniform, slope_of
 
 RAW = Expr("symbol", ("raw",), "float")  # the product of q and k as the matrix units leave it
 SCALE = Expr("symbol", ("scale",), "float")
+Q, K = symbol("q"), symbol("k")
 LOG2E = math.log2(math.e)
 TWO_LOG2E = 2 * LOG2E
 TINY = 1e-30
-_VARYING = {"raw", "score", "q", "k"}
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,15 @@ class ScoreProgram:
     log2_unit: Any
 
 
-def score_program(score: Any, hardware_tanh: bool) -> ScoreProgram:
+def score_program(score: Any, hardware_tanh: bool, causal: bool = False) -> ScoreProgram:
     """Rewrites a traced modification.
 
     Args:
         score: the expression.
         hardware_tanh: whether tanh may err by 2^-11 of itself; otherwise it is exact to some 2^-22 of 1.
+        causal: whether scores of keys after the query's position are hidden afterwards; they may have any value.
     """
-    rewritten, unit = _without_cap(rewrite(score))
+    rewritten, unit = _without_cap(rewrite(where_seen(score) if causal else score))
     if not hardware_tanh:
         rewritten, unit = tanh_by_exp2(rewritten), tanh_by_exp2(unit)
     uniforms: dict[str, Expr] = {}
@@ -61,32 +63,14 @@ def score_program(score: Any, hardware_tanh: bool) -> ScoreProgram:
     return ScoreProgram(score, tuple(uniforms.values()), unit)
 
 
-def is_uniform(expr: Any) -> bool:
-    """Whether all scores of a head share the value."""
-    if not isinstance(expr, Expr):
-        return True
-    if expr.op == "symbol":
-        return expr.args[0] not in _VARYING
-    return all(is_uniform(arg) for arg in expr.args if not isinstance(arg, str))
-
-
-def step_of_k(expr: Any) -> int | None:
-    """By how much an integer expression grows with each k, if by the same everywhere; else None."""
-    if not isinstance(expr, Expr):
-        return 0
-    if expr.op == "symbol":
-        return int(expr.args[0] == "k")
-    steps = [step_of_k(arg) for arg in expr.args if not isinstance(arg, str)]
-    if not any(step != 0 for step in steps):
-        return 0
-    if None in steps:
-        return None
-    x, y = (*steps, 0)[:2]
-    if expr.op in ("add", "sub"):
-        return x + y if expr.op == "add" else x - y  # type: ignore[operator]
-    if expr.op == "mul" and any(type(arg) is int for arg in expr.args):
-        return math.prod(arg if type(arg) is int else step for arg, step in zip(expr.args, steps))  # type: ignore[misc]
-    return None
+def where_seen(expr: Any) -> Any:
+    """What the expression is where no key comes after the query: there ``|q - k|`` is ``q - k``."""
+    if not isinstance(expr, Expr) or expr.op in ("symbol", "size", "load"):
+        return expr
+    args = tuple(map(where_seen, expr.args))
+    if expr.op == "abs" and str(args[0]) in ("(sub q k)", "(sub k q)"):
+        return Q - K
+    return Expr(expr.op, args, expr.dtype)
 
 
 # --- Factors ---
@@ -100,9 +84,31 @@ def rewrite(expr: Any) -> Any:
     args = [rewrite(arg) for arg in expr.args]
     if expr.op == "div" and is_uniform(args[1]) and not is_uniform(args[0]) and args[1] is not False:
         return product(args[0], _reciprocal(args[1]))
-    if expr.op == "mul" and expr.dtype == "float" and "bool" not in map(dtype_of, args):
-        return product(*args)
-    return apply(expr.op, *args)
+    if expr.dtype != "float" or "bool" in map(dtype_of, args):
+        return apply(expr.op, *args)
+    return (
+        product(*args)
+        if expr.op == "mul"
+        else _sum(expr.op, *args)
+        if expr.op in ("add", "sub")
+        else apply(expr.op, *args)
+    )
+
+
+def _sum(op: str, x: Any, y: Any) -> Any:
+    """x + y or x - y; terms that grow steadily are added up before the score joins them."""
+    if not (isinstance(x, Expr) and x.op in ("add", "sub") and has_symbol(x.args[0], "raw")):
+        return apply(op, x, y)
+    score, term = x.args
+    terms = apply("add" if x.op == op else "sub", term, y)
+    if dtype_of(term) != "float" or dtype_of(y) != "float" or not _is_steady(terms):
+        return apply(op, x, y)
+    return apply(x.op, score, terms)
+
+
+def _is_steady(expr: Any) -> bool:
+    """Whether it has no score, and grows by the same for each key or query."""
+    return slope_of(expr, "k") is not None or slope_of(expr, "q") is not None
 
 
 def _reciprocal(x: Any) -> Any:
@@ -114,12 +120,22 @@ def _reciprocal(x: Any) -> Any:
 def product(x: Any, y: Any) -> Any:
     """x * y; if one of them is uniform, as (the varying factor) * (the uniform factors)."""
     if not is_uniform(x) and not is_uniform(y):
-        return _times(x, y)
+        return _varying_product(x, y)
     (varying_x, uniform_x), (varying_y, uniform_y) = _factors(x), _factors(y)
     varying, uniform = _times(varying_x, varying_y), _times(uniform_x, uniform_y)
     if varying is None or uniform is None:
         return uniform if varying is None else varying
     return apply("mul", varying, uniform)
+
+
+def _varying_product(x: Any, y: Any) -> Any:
+    """x * y of two that vary: what grows steadily takes the uniform factors of a score, such as the scale."""
+    if has_symbol(y, "raw") and not has_symbol(x, "raw"):
+        x, y = y, x
+    varying, uniform = _factors(x)
+    if uniform is None or not has_symbol(x, "raw") or not _is_steady(y):
+        return _times(x, y)
+    return _times(varying, _times(y, uniform))
 
 
 def _factors(x: Any) -> tuple[Any, Any]:

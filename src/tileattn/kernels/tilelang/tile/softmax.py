@@ -18,6 +18,10 @@ from tvm import tirx
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
+# Scores within -c .. c (powers of two), such as those of a soft cap, need no maximum: they have a base of their own,
+# with which weights lie within 2^-110 .. 2^40. Beyond this c they would be too small for float32.
+LARGEST_WEIGHT = 40.0
+LARGEST_BOUND = 75.0
 ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
 
 
@@ -67,6 +71,24 @@ def raise_maximum(acc_s, m, alpha, base, c, block_M, rescale_threshold, shift=0.
 
 
 @T.macro
+def fix_base(base, alpha, c):
+    """The exponents' base of scores within -1 .. 1, in place of :func:`raise_maximum`.
+
+    See :data:`LARGEST_BOUND`.
+    """
+    T.fill(base, T.max(c - LARGEST_WEIGHT, 0.0))
+    T.fill(alpha, 1)
+
+
+@T.macro
+def maximum_of_bounded(m, l, c):
+    """What m would be with the base of :func:`fix_base`; -inf for a row that sees no key."""
+    if c <= LARGEST_BOUND:
+        for i in T.Parallel(m.shape[0]):
+            m[i] = T.if_then_else(l[i] == 0.0, -T.infinity("float32"), T.max(c - LARGEST_WEIGHT, 0.0) / c)
+
+
+@T.macro
 def exponentials(acc_s, base, c, block_M, block_N):
     """p_j = exp2(c * s_j - base)."""
     for i, j in T.Parallel(block_M, block_N):
@@ -100,12 +122,28 @@ def add_own_columns(acc_s, sums, alpha, block_M, block_N):
 
 
 @T.macro
+def add_own_half(acc_s, sums, first):
+    """The same for half of the columns, from column `first` on, where sums are not rescaled."""
+    block_M, block_N = acc_s.shape
+    for i, t in T.Parallel(block_M, 4):
+        for j in T.serial(block_N // 8):
+            sums[i, t] += acc_s[i, (j // 2) * 8 + t * 2 + j % 2 + first]
+
+
+@T.macro
 def minimum_alpha(alpha, min_alpha, threads):
     """The smaller alpha of the two rows, eight apart, that each thread holds."""
     for t in T.Parallel(threads):
         min_alpha[t] = alpha[t // 32 * 16 + t % 32 // 4]
     for t in T.Parallel(threads):
         min_alpha[t] = T.min(min_alpha[t], alpha[t // 32 * 16 + t % 32 // 4 + 8])
+
+
+@T.macro
+def own_sum(sums, own):
+    """Of the two sums that each thread holds, that of the first row."""
+    for t in T.Parallel(own.shape[0]):
+        own[t] = sums[t // 32 * 16 + t % 32 // 4, t % 4]
 
 
 @T.macro

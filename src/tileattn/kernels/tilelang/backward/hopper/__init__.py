@@ -12,7 +12,6 @@ loads.py        K and V once, then Q and dO tile by tile
 wide_loads.py   ... panel by panel
 products.py     products on the tensor cores: started and awaited
 scores.py       from scores to probabilities and to gradients of scores
-matrices.py     stmatrix and ldmatrix: 8 x 8 elements between registers and shared memory
 copied_tile.py  a bias's tiles and their gradient
 dq_sums.py      dS exchanged by the warpgroups, and dQ added up in memory
 

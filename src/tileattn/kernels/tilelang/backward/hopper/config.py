@@ -11,11 +11,11 @@ import torch
 
 from .....call.facts import CAUSAL, AttentionCall
 from .....variant.derivative import derivative
-from .....variant.expression import nodes, symbol
+from .....variant.expression import Expr, nodes, symbol
 from .....variant.program import program
 from .....variant.tile_loads import TileLoad
 from ...architecture import ARCHITECTURES, padded
-from ...tile.simplify import is_uniform
+from ...tile.steady import is_uniform
 from ..operand_gradients import ADDED, BY_KEY, STORED, Path
 from ..slopes import slope_program
 from .dq_order import RegisterOrder
@@ -42,6 +42,10 @@ class HopperBackwardConfig:
             as `num_stages`. With 0 each element is loaded where it is used.
         gradient_bytes: bytes per element of the tiles in which that tensor's gradient is written out by TMA. With 0
             each element is written out by itself.
+        split: whether several blocks share the query heads of a group (shares/).
+        adders: warps that add up dq: 1 for both warpgroups' halves, or one for each of the 2.
+        stores_first: whether dS is stored before dV's product is started.
+        words: see :func:`matrices.store_matrices`.
     """
 
     block_M: int
@@ -51,6 +55,10 @@ class HopperBackwardConfig:
     late_dp: bool = False
     tile_stages: int = 0
     gradient_bytes: int = 0
+    split: bool = False
+    adders: int = 1
+    stores_first: bool = False
+    words: bool = False
 
     @property
     def adds_dq(self) -> bool:
@@ -94,6 +102,7 @@ class HopperBackwardConfig:
             and call.dtype.itemsize == 2
             and self.products(call) <= MAIN_PRODUCTS
             and self.block_M % 16 == 0
+            and (not self.stores_first or self.ds_buffers == 2)
             and self.tile_stages in ((0,) if program(call.variant).copied_tile is None else (0, 1, self.num_stages))
             and (not self.adds_dq or self.order(call).is_valid())
             and self.shared_bytes(call) <= ARCHITECTURES["sm_90a"].shared_bytes
@@ -143,6 +152,7 @@ class HopperQueriesConfig:
         block_M: rows of Q and dO: 64 for each of the two consumer warpgroups.
         tile_stages: tiles in flight of a tensor that the modification reads tile by tile, such as a bias: `k_stages` or
             `v_stages`. With 0 each element is loaded where it is used.
+        settles: whether all exponentials are computed before dP is awaited (:func:`scores.settle`).
     """
 
     block_N: int
@@ -150,6 +160,7 @@ class HopperQueriesConfig:
     v_stages: int = 2
     block_M: int = 128
     tile_stages: int = 0
+    settles: bool = False
 
     def copied(self, call: AttentionCall) -> tuple[TileLoad, torch.dtype] | None:
         """The tile load whose tiles are copied, and its dtype."""
@@ -218,7 +229,7 @@ def hopper_preferences(
         yield from _wide(call, paths)
         return
     for config in _narrow(call, paths):
-        yield from _with_tiles(call, paths, config if adds_dq else dataclasses.replace(config, ds_buffers=0))
+        yield from _with_tiles(call, paths, config if adds_dq else dataclasses.replace(plainest(config), ds_buffers=0))
 
 
 def _with_tiles(
@@ -263,23 +274,41 @@ def _narrow(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBack
     if paths or _bends(score) or fetches:
         yield HopperBackwardConfig(64, late_dp=bool(paths))
     elif widest <= 64:
-        yield HopperBackwardConfig(128)
+        yield HopperBackwardConfig(128, late_dp=_slants(score), **_exchange(call))
     elif not call.dropout and (call.variant == "" or (call.variant == CAUSAL and not call.packed)):
         # Evaluating other masks takes registers; packed sequences are mostly short (see `short_default`).
-        yield HopperBackwardConfig(80)
+        yield HopperBackwardConfig(80, **_exchange(call))
     yield HopperBackwardConfig(64)
+
+
+def _exchange(call: AttentionCall) -> dict[str, Any]:
+    """How dS and dQ go through shared memory, in the dense calls where it was measured (docs/design/backward.md)."""
+    dims = (padded(call.head_dim), padded(call.head_dim_v))
+    if call.packed or call.dropout or call.variant not in ("", CAUSAL):
+        return {}
+    if dims == (64, 64):
+        return {"adders": 2, "words": call.variant == ""}
+    return {"adders": 2, "stores_first": True, "words": True} if dims == (128, 128) and call.variant == "" else {}
+
+
+def plainest(config: HopperBackwardConfig) -> HopperBackwardConfig:
+    """The same tiles, without what takes registers or was not measured beside other ways of adding up."""
+    return dataclasses.replace(config, adders=1, stores_first=False, words=False)
 
 
 def queries_preferences(call: AttentionCall) -> Iterator[HopperQueriesConfig]:
     """The same for the kernel for dq alone: the largest tiles of keys whose products fit into registers first."""
     score, copied = program(call.variant).score, program(call.variant).copied_tile
     kept = _kept(score)
+    # H200, causal: 3 % faster with head dims 192 and 128, as fast with 256.
+    plain = call.variant == CAUSAL and not call.dropout and not call.packed
+    settles = plain and (call.head_dim, call.head_dim_v) == (192, 128)
     for tile_stages in (2, 1, 0) if copied is not None else (0,):
         reads = _reads(score) if tile_stages == 0 else _fetches(call)
         largest = 128 if score is None else 48 if kept and reads else 64
         for block_N in range(largest, 0, -16):
             for v_stages in (2, 1):
-                config = HopperQueriesConfig(block_N, v_stages=v_stages, tile_stages=tile_stages)
+                config = HopperQueriesConfig(block_N, v_stages=v_stages, tile_stages=tile_stages, settles=settles)
                 if config.products(call, kept) <= QUERIES_PRODUCTS:
                     yield config
 
@@ -314,6 +343,15 @@ def _fetches(call: AttentionCall) -> bool:
     traced = program(call.variant)
     copied = traced.copied_tile[0].text if traced.copied_tile else None
     return any(node.op == "load" and not is_uniform(node) and str(node) != copied for node in nodes(traced.score))
+
+
+def _slants(score: Any) -> bool:
+    """Whether a modification adds positions times constants, which nvcc keeps in registers that dP's product needs."""
+    slope = derivative(score, symbol("score"))
+    if score is None or isinstance(slope, Expr) or slope != 1.0:
+        return False
+    products = [node.args for node in nodes(score) if node.op == "mul" and node.dtype == "float"]
+    return any(isinstance(x, float) and not is_uniform(y) for xy in products for x, y in (xy, xy[::-1]))
 
 
 def _bends(score: Any) -> bool:

@@ -12,12 +12,11 @@ from tilelang.language.eager.builder import Builder
 
 from ...tile.assume import assume_aligned
 from ...tile.hopper import WARP, WARPGROUP, tile_layout
+from ...tile.matrices import accumulator_layout, load_matrices, store_matrices, transposed
 from .. import tile
 from ..operand_gradients import ADDED
-from .layouts import accumulator_layout
-from .loads import tiles_of_head
-from .matrices import load_transposed, store_matrices, transposed
-from .plan import BATCH, DQ_PARITY, KEY, KV_HEAD, KeysPlan, TilePlan
+from .loads import first_head, head_count, tiles_of_head
+from .plan import BATCH, DQ_PARITY, KEY, KeysPlan, TilePlan
 from .stages import loading_ring
 
 
@@ -88,8 +87,8 @@ def load_tiles(plan, arg, w):
     """Loads the tiles of the copied tensor that a block of keys needs."""
     ring = loading_ring(plan.config.tile_stages)
     key = w.task[KEY]
-    for g in T.serial(arg.heads_per_kv_head):
-        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
+    for g in T.serial(head_count(plan, arg, w)):
+        h = first_head(plan, arg, w) + g
         outer = [w.emit(index, b=w.task[BATCH], h=h) for index in plan.copied.outer]
         first_tile = tiles_of_head(plan, w, h)[0]
         q_lo = first_tile * plan.block_M + arg.seqlen_k - arg.seqlen_q
@@ -112,7 +111,7 @@ def take_tile(plan, w):
         T.barrier_wait(w.tile_ready[tile_stage(plan, w)], tile_parity(plan, w))
         if plan.tile_in_registers:
             place_of = transposed(w.tile, tile_stage(plan, w))
-            load_transposed(w.tile_registers, w.eight_of_tile, plan.block_M, place_of, w.thread)
+            load_matrices(w.tile_registers, w.eight_of_tile, plan.block_M, place_of, True, w.thread)
 
 
 def tile_stage(plan, w):
@@ -172,8 +171,8 @@ def take_gradient(plan, arg, w, h, number, group, parity):
 def take_gradients(plan, arg, w):
     """Writes out the gradients of all copied tiles. If the kernel adds up dq, :func:`add_dq` does this instead."""
     parity = T.alloc_var("int32", init=0)
-    for g in T.serial(arg.heads_per_kv_head):
-        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
+    for g in T.serial(head_count(plan, arg, w)):
+        h = first_head(plan, arg, w) + g
         for number in T.serial(tiles_of_head(plan, w, h)[0], tiles_of_head(plan, w, h)[1]):
             take_gradient(plan, arg, w, h, number, 0, parity)
             take_gradient(plan, arg, w, h, number, 1, parity)

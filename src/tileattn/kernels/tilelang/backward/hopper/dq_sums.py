@@ -5,11 +5,11 @@ from __future__ import annotations
 import tilelang.language as T
 
 from ...tile.hopper import WARPGROUP
+from ...tile.matrices import store_matrices, transposed
 from ...tile.softmax import ROWS
 from .copied_tile import take_gradient
-from .loads import tiles_of_head
-from .matrices import store_matrices, transposed
-from .plan import BATCH, DQ_PARITY, DS, KV_HEAD
+from .loads import first_head, head_count, tiles_of_head
+from .plan import BATCH, DQ_PARITY, DS
 
 
 @T.macro
@@ -17,8 +17,8 @@ def add_dq(plan, arg, w):
     """The adding warp: adds each warpgroup's half of each tile of dQ to the sums in memory."""
     half = plan.sum_rows // 2
     parity = T.alloc_var("int32", init=0)
-    for g in T.serial(arg.heads_per_kv_head):
-        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
+    for g in T.serial(head_count(plan, arg, w)):
+        h = first_head(plan, arg, w) + g
         row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.sum_rows)
         count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
         for _ in T.serial(count):
@@ -38,10 +38,31 @@ def add_dq(plan, arg, w):
 
 
 @T.macro
+def add_half_of_dq(plan, arg, w, group):
+    """An adding warp of its own for one warpgroup's half of each tile of dQ."""
+    half = plan.sum_rows // 2
+    parity = T.alloc_var("int32", init=0)
+    for g in T.serial(head_count(plan, arg, w)):
+        h = first_head(plan, arg, w) + g
+        row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.sum_rows + group * half)
+        count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
+        for _ in T.serial(count):
+            T.barrier_wait(w.dq_ready[group], parity)
+            T.atomic_add(
+                arg.dq_sum[w.task[BATCH], h, row : row + half, :],
+                w.dq_sum[group * half : group * half + half, :],
+                use_tma=True,
+            )
+            T.barrier_arrive(w.dq_free[group])
+            row += plan.sum_rows
+            parity = parity ^ 1
+
+
+@T.macro
 def share_ds(plan, w):
     """Writes dS of this warpgroup's keys to shared memory, with queries in rows, for dQ's product."""
     place_of = transposed(w.shared_ds, w.at[DS])
-    store_matrices(w.ds, w.eight, plan.block_M, place_of, True, w.thread)
+    store_matrices(w.ds, w.eight, plan.block_M, place_of, True, w.thread, plan.config.words)
 
 
 @T.macro

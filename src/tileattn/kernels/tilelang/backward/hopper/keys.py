@@ -49,10 +49,12 @@ from ...tile import dropout
 from ...tile.assume import assume_aligned, assume_filled
 from ...tile.hopper import WARP, WARPGROUP
 from ...tile.mask import keep_uniforms
+from ...tile.matrices import accumulator_layout
 from ...tile.softmax import ROWS
 from .. import places, tile
 from ..operand_gradients import BY_KEY, Path
 from ..operand_stores import add_to_sums, to_elements, write_out_sums
+from ..places import heads_of_block, store_part
 from .config import CONSUMERS, HopperBackwardConfig
 from .copied_tile import (
     alloc_transposed_tile,
@@ -63,10 +65,23 @@ from .copied_tile import (
     take_tile,
     write_out_gradient,
 )
-from .dq_sums import add_dq, multiply_dq, share_ds, write_out_dq
-from .layouts import accumulator_layout
-from .loads import load_keys, load_rows, tiles_of_head
-from .plan import BATCH, DQ_PARITY, DS, DS_READ, DS_WRITTEN, KEY, KV_HEAD, KeysPlan, Row, allocate
+from .dq_sums import add_dq, add_half_of_dq, multiply_dq, share_ds, write_out_dq
+from .loads import first_head, head_count, load_keys, load_rows, tiles_of_head
+from .plan import (
+    BATCH,
+    DQ_PARITY,
+    DS,
+    DS_READ,
+    DS_WRITTEN,
+    FIRST_HEAD,
+    HEADS,
+    KEY,
+    KV_HEAD,
+    PARTS,
+    KeysPlan,
+    Row,
+    allocate,
+)
 from .products import await_product, multiply_transposed
 from .roles import CONSUMER_REGISTERS, PRODUCER_REGISTERS, place_of, take_part
 from .scores import gradients_of_scores, scores_to_probabilities
@@ -181,13 +196,16 @@ def advance(plan, arg, w, h, row):
     gradients_of_scores(plan, w, scores, delta, w.ds, lambda: times_slope(plan, arg, w, scores))
     if plan.tile_is_recomputed and not plan.tile_in_registers and plan.leaving is None:
         release_tile(plan, w)
+    if plan.config.stores_first:
+        share_ds(plan, w)
     T.wgmma_gemm(w.p, w.do[w.ring.stage, :, :], w.acc_dv, policy=ROWS)
     if plan.leaving is not None:
         write_out_gradient(plan, w, scores)
     if plan.adds_dq:
         if plan.config.ds_buffers == 1:
             T.sync_threads(DS_READ, CONSUMERS)
-        share_ds(plan, w)
+        if not plan.config.stores_first:
+            share_ds(plan, w)
         T.fence_proxy_async()
         T.sync_threads(DS_WRITTEN, CONSUMERS)
         multiply_dq(plan, w)
@@ -207,12 +225,22 @@ def advance(plan, arg, w, h, row):
 
 @T.macro
 def store(plan, arg, w):
-    """Stores dK and dV, through the shared memory of K and V."""
+    """Stores dK and dV; of a share of the heads, its float32 parts."""
     for i, d in T.Parallel(plan.block_N, plan.head_dim):
         w.acc_dk[i, d] *= arg.scale
     if plan.call.dropout:
         for i, d in T.Parallel(plan.block_N, plan.head_dim_v):
             w.acc_dv[i, d] *= arg.weight
+    if plan.split:
+        store_part(w.acc_dv, arg.dv, plan.call.head_dim_v, w.task[BATCH], w.task[KEY], w.share[PARTS], arg.seqlen_k)
+        store_part(w.acc_dk, arg.dk, plan.call.head_dim, w.task[BATCH], w.task[KEY], w.share[PARTS], arg.seqlen_k)
+    else:
+        store_sums(plan, arg, w)
+
+
+@T.macro
+def store_sums(plan, arg, w):
+    """Stores dK and dV, through the shared memory of K and V."""
     T.sync_threads(DS_WRITTEN, CONSUMERS)  # K and V have been read by both
     T.copy(w.acc_dv, w.v)
     T.copy(w.acc_dk, w.k)
@@ -257,8 +285,8 @@ def consume(plan, arg, w):
         w.at[i] = 0
     w.at[DQ_PARITY] = 1  # a fresh barrier lets this parity pass
     T.barrier_wait(w.kv_ready[0], 0)
-    for g in T.serial(arg.heads_per_kv_head):
-        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
+    for g in T.serial(head_count(plan, arg, w)):
+        h = first_head(plan, arg, w) + g
         find_rows(plan, w, h)
         if plan.slopes is not None:
             keep_uniforms(plan.slopes, w.scores.registers, w.emit, arg.scale, w.task[BATCH], h)
@@ -274,6 +302,17 @@ def consume(plan, arg, w):
 
 
 @T.macro
+def take_share(arg, w):
+    """Turns the number of a share, among those of all heads, into its kv head and query heads."""
+    of_share = heads_of_block(arg, w.task[KV_HEAD])
+    # All threads write the same values, and each reads its own write.
+    w.share[PARTS] = w.task[KV_HEAD]
+    w.share[FIRST_HEAD] = of_share.first_head
+    w.share[HEADS] = of_share.heads
+    w.task[KV_HEAD] = of_share.kv_head
+
+
+@T.macro
 def produce(plan, arg, w, load_first, load_second):
     """The roles of the producer warps: two load, one adds, and one loads the copied tensor's tiles."""
     if w.thread < CONSUMERS + WARP:
@@ -281,12 +320,16 @@ def produce(plan, arg, w, load_first, load_second):
     elif w.thread < CONSUMERS + 2 * WARP:
         load_second()
     elif w.thread < CONSUMERS + 3 * WARP:
-        if plan.adds_dq:
+        if plan.adds_dq and plan.config.adders == 2:
+            add_half_of_dq(plan, arg, w, 0)
+        elif plan.adds_dq:
             add_dq(plan, arg, w)
         elif plan.leaving is not None:
             take_gradients(plan, arg, w)
     elif plan.copied is not None:
         load_tiles(plan, arg, w)
+    elif plan.adds_dq and plan.config.adders == 2:
+        add_half_of_dq(plan, arg, w, 1)
 
 
 def take_parts(plan: KeysPlan, arg: Any, w: Any) -> None:
@@ -325,11 +368,11 @@ def body(
 
     @T.macro
     def kernel(arg):
-        grid = places.blocks(arg, "seqlen_k", plan.block_N, arg.kv_heads)
+        grid = places.blocks(arg, "seqlen_k", plan.block_N, arg.share_heads)
         with T.Kernel(grid, threads=CONSUMERS + WARPGROUP) as block:
             assume_filled(arg.operands)
             assume_aligned(arg.q.strides, arg.k.strides, arg.v.strides, arg.do.strides)
-            at = places.find(arg, block, arg.kv_heads, places.BY_TMA)
+            at = places.find(arg, block, arg.share_heads, places.BY_TMA_BUT_PARTS if plan.split else places.BY_TMA)
             arg = at.arg
             mine = place_of(arg, at, "key_tiles", T.ceildiv(arg.seqlen_k, plan.block_N))
             thread = T.get_thread_binding()
@@ -341,7 +384,9 @@ def body(
                 w.task[KV_HEAD] = T.truncdiv(mine.pair, arg.batch)
             else:
                 w.task[BATCH] = at.uniform(at.number(mine.pair))
-                w.task[KV_HEAD] = at.uniform(T.truncmod(mine.pair, arg.kv_heads))
+                w.task[KV_HEAD] = at.uniform(T.truncmod(mine.pair, arg.share_heads))
+            if plan.split:
+                take_share(arg, w)
             w.task[KEY] = at.uniform(T.truncdiv(mine.place, mine.side) * plan.block_N)
             T.annotate_layout({w.ds: accumulator_layout(plan.block_N, plan.block_M)})
             if adds_dq:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import tilelang.language as T
 
-from .plan import BATCH, KEY, KV_HEAD
+from .plan import BATCH, FIRST_HEAD, HEADS, KEY, KV_HEAD
 from .stages import Ring, loading_ring
 
 
@@ -31,8 +31,8 @@ def load_rows(plan, arg, w, source, ready, free, copy, stages, kind=Ring):
     """
     b = T.alloc_var("int32", init=T.min(w.task[BATCH], source.shape[0] - 1))
     ring = loading_ring(stages, kind)
-    for g in T.serial(arg.heads_per_kv_head):
-        h = w.task[KV_HEAD] * arg.heads_per_kv_head + g
+    for g in T.serial(head_count(plan, arg, w)):
+        h = first_head(plan, arg, w) + g
         row = T.alloc_var("int32", init=tiles_of_head(plan, w, h)[0] * plan.block_M)
         count = T.max(tiles_of_head(plan, w, h)[1] - tiles_of_head(plan, w, h)[0], 0)
         for _ in T.serial(count):
@@ -41,6 +41,16 @@ def load_rows(plan, arg, w, source, ready, free, copy, stages, kind=Ring):
             T.barrier_arrive(ready[ring.stage])
             row += plan.block_M
             ring.advance()
+
+
+def head_count(plan, arg, w):
+    """The number of query heads that a block walks over."""
+    return w.share[HEADS] if plan.split else arg.heads_per_kv_head
+
+
+def first_head(plan, arg, w):
+    """The first of them."""
+    return w.share[FIRST_HEAD] if plan.split else w.task[KV_HEAD] * arg.heads_per_kv_head
 
 
 def tiles_of_head(plan, w, h):

@@ -24,6 +24,9 @@ DS_WRITTEN, DS_READ = 1, 2
 
 # Indices of the task of a block that owns keys: batch element, kv head, and the first key of its tile.
 BATCH, KV_HEAD, KEY = range(3)
+# Of its share of the heads of a group, where these are split: the number of its parts of dk and dv among those of all
+# shares, the first query head, and how many heads there are.
+PARTS, FIRST_HEAD, HEADS = range(3)
 
 # Indices of a warpgroup's state: stage and parity of Q and dO, buffer of dS, parity of dQ's buffer.
 STAGE, PARITY, DS, DQ_PARITY = range(4)
@@ -77,6 +80,7 @@ class KeysPlan(TilePlan):
     ) -> None:
         super().__init__(call, config, traced, paths)
         self.paths, self.adds_dq, self.stages = paths, adds_dq, config.num_stages
+        self.split = config.split
         self.tile_in_registers = self.copied is not None and self.copied_dtype.itemsize == 2
         self.tile_is_recomputed = self.copied is not None and self.slopes.is_recomputed(self.copied.text)
         self.leaving, self.leaving_dtype = leaving(config, call, paths) or (None, None)
@@ -145,6 +149,8 @@ def allocate(plan: KeysPlan, arg: Any, at: Any, thread: Any) -> SimpleNamespace:
     dq_sums = plan.adds_dq
     w = SimpleNamespace(
         task=T.alloc_local([3], "int32"),
+        # In shared memory, to save registers.
+        share=T.alloc_shared([3], "int32", scope="shared") if plan.split else None,
         emit=emit,
         visible=visible,
         # [block_N, head_dim]

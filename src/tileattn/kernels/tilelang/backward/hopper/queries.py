@@ -41,16 +41,16 @@ from ...tile.assume import assume_aligned, assume_filled
 from ...tile.expressions import Emitter
 from ...tile.hopper import WARP, WARPGROUP, slices
 from ...tile.mask import keep_uniforms
+from ...tile.matrices import accumulator_layout
 from ...tile.softmax import ROWS
 from .. import places, tile
 from ..visible import Viewers
 from .config import CONSUMERS, HopperQueriesConfig
 from .copied_tile import alloc_tile, annotate, have_read, load_tile
-from .layouts import accumulator_layout
 from .plan import TilePlan
 from .products import await_product, multiply_transposed
 from .roles import CONSUMER_REGISTERS, PRODUCER_REGISTERS, load_in_two_warps, place_of, take_part
-from .scores import gradients_of_scores, scores_to_probabilities, times_slope_in_place
+from .scores import gradients_of_scores, scores_to_probabilities, settle, times_slope_in_place
 from .stages import OneStage, Ring, loading_ring, release
 
 # Named barriers; 0 is __syncthreads. Each warpgroup has its own: WITHIN, WITHIN + 1.
@@ -201,6 +201,8 @@ def advance(plan, w, k_lo, follows):
         release(w, w.k_free, w.at[LAST])
     await_product(w.acc_s, 1)
     probabilities(plan, w, scores)
+    if plan.config.settles:
+        settle(w, plan.block_N)
     await_product(w.acc_dp, 0)
     release(w, w.v_free, w.v_ring.stage)
     at = scores.held("k_lo")
@@ -365,6 +367,8 @@ def body(call: AttentionCall, config: HopperQueriesConfig, traced: Program) -> A
             if plan.copied is not None:
                 annotate(alloc_tile(plan, arg, w))
             T.annotate_layout({w.ds: accumulator_layout(plan.block_M, plan.block_N)})
+            if plan.config.settles:
+                T.annotate_layout({w.acc_s: accumulator_layout(plan.block_M, plan.block_N)})
             if at.exists:
                 take_parts(plan, arg, w)
 

@@ -9,18 +9,36 @@ from __future__ import annotations
 import tilelang.language as T
 
 from ...tile import softmax
+from ...tile.hopper import WARP
+from ...tile.matrices import element
 from .. import tile
 
 
 @T.macro
 def scores_to_probabilities(plan, w, scores, lse2):
     """Replaces S by P."""
-    c = scores.scale * softmax.LOG2E if plan.slopes is None else 1.0
+    c = scores.scale * softmax.LOG2E if plan.slopes is None else softmax.LOG2E
     if plan.slopes is not None:
         tile.modify(w.acc_s, w.kept, scores)
     if scores.masked:
         tile.hide(w.acc_s, scores)
     tile.probabilities(w.acc_s, lse2, c, scores)
+
+
+@T.macro
+def settle(w, columns):
+    """Branches on the probabilities, so that ptxas cannot move their computation behind the next wait.
+
+    It moved all but one of 40 exponentials behind the wait for dP. No probability is negative. Looking at every fourth
+    of a thread's is enough to hold all.
+    """
+    signs = T.alloc_var("int32", init=0)
+    for n in T.unroll(columns // 16):
+        for e in T.unroll(2):
+            p = w.acc_s[element(w.thread % WARP, w.thread // WARP, n, 4 * e)]
+            signs = signs | T.reinterpret(p, "int32")
+    if signs < 0:
+        T.evaluate(T.call_extern("handle", "__nanosleep", 0))
 
 
 @T.macro

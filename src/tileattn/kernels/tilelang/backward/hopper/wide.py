@@ -46,12 +46,11 @@ from ...tile import dropout
 from ...tile.assume import assume_aligned, assume_filled
 from ...tile.hopper import WARPGROUP
 from ...tile.mask import keep_uniforms
+from ...tile.matrices import accumulator_layout, store_matrices
 from ...tile.softmax import ROWS
 from .. import places, tile
 from .config import CONSUMERS, HopperWideConfig
-from .layouts import accumulator_layout
 from .loads import load_keys, load_rows, tiles_of_head
-from .matrices import store_matrices
 from .plan import BATCH, KEY, KV_HEAD
 from .products import await_product, multiply_transposed
 from .roles import load_in_two_warps, place_of, take_part

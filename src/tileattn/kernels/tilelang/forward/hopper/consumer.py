@@ -6,7 +6,9 @@ from ...packed.tasks import lse_of, sink_of
 from ...tile import dropout, softmax
 from ...tile.expressions import Emitter
 from ...tile.hopper import WARP, WARPGROUP
+from ...tile.key_words import hide_outside
 from ...tile.mask import Visibility, apply_mask, apply_score, keep_uniforms
+from ...tile.matrices import load_words, straight
 from ...tile.softmax import ROWS
 from .tasks import (
     BATCH,
@@ -91,6 +93,14 @@ def release_after_maximum(plan, w, barriers, stage):
 
 
 @T.macro
+def release_after_half(plan, w, barriers, stage):
+    """The same where there is no maximum: once half of the tile's weights are added up. No sum is negative."""
+    softmax.own_sum(w.sums, w.min_alpha)
+    if releases(plan, w) & T.Not(w.min_alpha[w.thread] < 0.0):
+        arrive_at_producers(plan, w, barriers, stage)
+
+
+@T.macro
 def first_stages(w):
     for i in T.unroll(4):
         w.stage[i] = 0
@@ -156,6 +166,10 @@ def keep_weights(plan, w):
         softmax.to_fp8_weights(w.acc_s, w.weights, plan.block_M, plan.block_N)
     else:
         T.copy(w.acc_s, w.weights)
+    if plan.config.weights_in_shared:
+        # Each warp's part of the product reads the rows that this warp has written, no others.
+        T.fence_proxy_async()
+        T.sync_warp()
 
 
 @T.macro
@@ -163,7 +177,10 @@ def take_tile(plan, w, stage):
     """Copies the producer's tile to registers while the tensor cores compute the scores."""
     if plan.copied is not None:
         # [block_M, block_N]
-        T.copy(w.tile[stage, :, :], w.tile_registers)
+        if plan.tile_in_words:
+            load_words(w.tile_registers, straight(w.tile, stage), w.thread)
+        else:
+            T.copy(w.tile[stage, :, :], w.tile_registers)
 
 
 @T.macro
@@ -179,7 +196,7 @@ def release_tile(plan, w, stage):
 
 
 @T.macro
-def scores_to_weights(plan, arg, w, first_key, masked):
+def scores_to_weights(plan, arg, w, first_key, masked, bounded=False, first=False):
     k_lo = T.alloc_var("int32", init=first_key)
     b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
     emit = Emitter(arg.operands, {} if plan.copied is None else {plan.copied.text: w.tile_registers})
@@ -190,12 +207,27 @@ def scores_to_weights(plan, arg, w, first_key, masked):
     if plan.traced.score is not None:
         apply_score(w.acc_s, plan.score, w.uniforms, emit, scale_of(plan, arg, w), b, h, q_lo, k_lo)
     if masked:
-        apply_mask(w.acc_s, visible, b, h, q_lo, k_lo)
-    softmax.raise_maximum(w.acc_s, w.m, w.alpha, w.base, c, plan.block_M, plan.config.rescale_threshold, plan.shift)
-    release_after_maximum(plan, w, w.k_free, w.stage[K_STAGE])
-    release_tile(plan, w, w.stage[K_STAGE])
-    softmax.exponentials(w.acc_s, w.base, c, plan.block_M, plan.block_N)
-    softmax.add_own_columns(w.acc_s, w.sums, w.alpha, plan.block_M, plan.block_N)
+        if plan.keys is not None:
+            hide_outside(w.acc_s, w.key_words, visible, plan.keys, b, h, q_lo, k_lo)
+        else:
+            apply_mask(w.acc_s, visible, b, h, q_lo, k_lo)
+    if bounded:
+        softmax.exponentials(w.acc_s, w.base, c, plan.block_M, plan.block_N)
+        softmax.add_own_half(w.acc_s, w.sums, 0)
+        release_after_half(plan, w, w.k_free, w.stage[K_STAGE])
+        softmax.add_own_half(w.acc_s, w.sums, plan.block_N // 2)
+    else:
+        if first and plan.bounded:
+            if c > softmax.LARGEST_BOUND:
+                softmax.raise_maximum(w.acc_s, w.m, w.alpha, w.base, c, plan.block_M, plan.config.rescale_threshold)
+        else:
+            softmax.raise_maximum(
+                w.acc_s, w.m, w.alpha, w.base, c, plan.block_M, plan.config.rescale_threshold, plan.shift
+            )
+        release_after_maximum(plan, w, w.k_free, w.stage[K_STAGE])
+        release_tile(plan, w, w.stage[K_STAGE])
+        softmax.exponentials(w.acc_s, w.base, c, plan.block_M, plan.block_N)
+        softmax.add_own_columns(w.acc_s, w.sums, w.alpha, plan.block_M, plan.block_N)
     if plan.call.dropout:
         dropout.enter_tile(w.words, row, k_lo)
         dropout.share_in_warp(w.words)
@@ -240,7 +272,7 @@ def store(plan, arg, w):
 
 
 @T.macro
-def advance(plan, arg, w, k_lo, masked):
+def advance(plan, arg, w, k_lo, masked, bounded):
     """Computes the scores of the next tile of keys, and adds the values of the tile before to O under the softmax."""
     T.barrier_wait(w.k_ready[w.stage[K_STAGE]], w.stage[K_PARITY])
     wait_for_turn(plan, w)
@@ -251,12 +283,27 @@ def advance(plan, arg, w, k_lo, masked):
     take_tile(plan, w, w.stage[K_STAGE])
     T.wait_wgmma(1)
     T.warpgroup_fence_operand(w.acc_s, num_regs=plan.block_M * plan.block_N // plan.consumers)
-    scores_to_weights(plan, arg, w, k_lo, masked)
+    scores_to_weights(plan, arg, w, k_lo, masked, bounded)
     wait_for_pv(plan, w)
     release(plan, w, w.v_free, w.stage[V_STAGE])
     keep_weights(plan, w)
     next_k(plan, w)
-    softmax.rescale_if_needed(w.acc_o, w.alpha, w.min_alpha, w.thread, plan.block_M, plan.head_dim_v, plan.consumers)
+    if not bounded:
+        softmax.rescale_if_needed(
+            w.acc_o, w.alpha, w.min_alpha, w.thread, plan.block_M, plan.head_dim_v, plan.consumers
+        )
+
+
+@T.macro
+def walk(plan, arg, w, tiles, masked, bounded):
+    """All tiles of keys but the first; bounded: without a maximum (see :data:`softmax.LARGEST_BOUND`)."""
+    begin, end, right, left = tiles
+    if plan.masks_inside:
+        for j in T.serial(masked - 1):
+            advance(plan, arg, w, tile_of_step(plan, j + 1, begin, end, right, left) * plan.block_N, True, bounded)
+    for j in T.serial(end - begin - masked):
+        # Past the masked tiles; those at the left came before.
+        advance(plan, arg, w, (end - 1 - (masked + j) + left) * plan.block_N, False, bounded)
 
 
 @T.macro
@@ -273,6 +320,8 @@ def attend(plan, arg, w, turn):
         keep_uniforms(plan.score, w.uniforms, emit, scale_of(plan, arg, w), w.task[BATCH], w.task[HEAD])
     softmax.reset(w.m, w.l, w.acc_o)
     T.fill(w.sums, 0)
+    if plan.bounded:
+        softmax.fix_base(w.base, w.alpha, score_unit(plan, arg, w))
     T.barrier_wait(w.q_ready[0], turn & 1)
     if plan.config.q_in_registers:
         # Q: [block_M, head_dim]
@@ -288,15 +337,17 @@ def attend(plan, arg, w, turn):
         dropout.enter_head(w.words, arg, w.task[BATCH], w.task[HEAD])
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(w.acc_s, num_regs=plan.block_M * plan.block_N // plan.consumers)
-    scores_to_weights(plan, arg, w, tile_of_step(plan, 0, begin, end, right, left) * plan.block_N, right + left > 0)
+    first_key = tile_of_step(plan, 0, begin, end, right, left) * plan.block_N
+    scores_to_weights(plan, arg, w, first_key, right + left > 0, first=True)
     keep_weights(plan, w)
     next_k(plan, w)
-    if plan.masks_inside:
-        for j in T.serial(masked - 1):
-            advance(plan, arg, w, tile_of_step(plan, j + 1, begin, end, right, left) * plan.block_N, True)
-    for j in T.serial(end - begin - masked):
-        # Past the masked tiles; those at the left came before.
-        advance(plan, arg, w, (end - 1 - (masked + j) + left) * plan.block_N, False)
+    if plan.bounded:
+        if score_unit(plan, arg, w) > softmax.LARGEST_BOUND:
+            walk(plan, arg, w, (begin, end, right, left), masked, False)
+        else:
+            walk(plan, arg, w, (begin, end, right, left), masked, True)
+    else:
+        walk(plan, arg, w, (begin, end, right, left), masked, False)
     if plan.output_apart and not plan.config.q_in_registers:
         T.barrier_arrive(w.q_free[0])  # the next Q may come under the last product and the store of O
     T.barrier_wait(w.v_ready[w.stage[V_STAGE]], w.stage[V_PARITY])
@@ -305,6 +356,8 @@ def attend(plan, arg, w, turn):
         recall(plan, w, turn)
     # l: [block_M], of sums [block_M, 4]
     T.reduce_sum(w.sums, w.l, dim=1)
+    if plan.bounded and plan.call.sink:
+        softmax.maximum_of_bounded(w.m, w.l, score_unit(plan, arg, w))
     if plan.call.sink:
         sink = sink_of_task(plan, arg, w) * softmax.LOG2E
         softmax.add_sink(w.m, w.l, w.alpha, w.base, sink, score_unit(plan, arg, w), plan.block_M, plan.shift)

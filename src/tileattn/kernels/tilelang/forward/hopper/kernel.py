@@ -69,6 +69,8 @@ from ...packed.ragged import with_ragged_tensors
 from ...tile import dropout, softmax
 from ...tile.assume import assume_aligned, assume_filled
 from ...tile.hopper import WARP, WARPGROUP, tile_layout
+from ...tile.key_words import alloc_words, layouts
+from ...tile.matrices import Words
 from ..config import HopperConfig
 from .consumer import consume
 from .plan import HopperPlan
@@ -78,6 +80,7 @@ from .producer import produce
 def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
     """The macro that emits the kernel, given its parameters (see signature.py)."""
     plan = HopperPlan(call, config, traced)
+    alloc_weights = T.alloc_shared if config.weights_in_shared else T.alloc_fragment
 
     @T.macro
     def kernel(arg):
@@ -94,7 +97,8 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 assume_aligned(arg.operands[plan.copied.name].strides, itemsize=plan.copied_dtype.itemsize)
                 kind = str(plan.copied_dtype).removeprefix("torch.")
                 tile_shared = T.alloc_shared([plan.stages, plan.block_M, plan.block_N], kind)
-                tile_registers = T.alloc_fragment([plan.block_M, plan.block_N], kind)
+                at = (plan.block_M, plan.block_N)
+                tile_registers = Words(*at) if plan.tile_in_words else T.alloc_fragment([*at], kind)
             q_shared = T.alloc_shared([plan.block_M, plan.head_dim], plan.dtype)
             k_shared = T.alloc_shared([plan.stages, plan.block_N, plan.head_dim], plan.dtype)
             v_shared = T.alloc_shared([plan.stages, *plan.v_tile], plan.dtype)
@@ -119,7 +123,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 thread=thread,
                 **plan.alloc_barriers(),
                 acc_s=T.alloc_fragment([plan.block_M, plan.block_N], "float32"),
-                weights=T.alloc_fragment([plan.block_M, plan.block_N], plan.dtype),
+                weights=alloc_weights([plan.block_M, plan.block_N], plan.dtype),
                 acc_o=T.alloc_fragment([plan.block_M, plan.head_dim_v], "float32"),
                 m=T.alloc_fragment([plan.block_M], "float32"),
                 l=T.alloc_fragment([plan.block_M], "float32"),
@@ -134,13 +138,9 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 descaled=T.alloc_local([2], "float32") if plan.fp8 else None,
                 uniforms=plan.score.allocate() if plan.score is not None else None,
                 words=dropout.of_call(call),
+                key_words=alloc_words(plan.block_M, plan.block_N) if plan.keys is not None else [],
             )
-            if config.q_in_registers:
-                T.annotate_layout({w.q: tile_layout(w.q, plan.head_dim * plan.size)})
-            if plan.copied is not None:
-                T.annotate_layout({w.tile: tile_layout(w.tile, plan.block_N * plan.copied_dtype.itemsize)})
-            T.annotate_layout({w.sums: softmax.own_columns_layout(plan.block_M)})
-            T.annotate_layout({w.min_alpha: softmax.per_thread_layout(plan.consumers)})
+            _annotate_layouts(plan, config, w)
             if thread >= plan.consumers:
                 T.set_max_nreg(config.producer_registers, 0)
                 if thread < plan.consumers + WARP:
@@ -152,3 +152,17 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 T.cluster_sync()  # a block must not leave while the other may still arrive on its barriers
 
     return kernel
+
+
+def _annotate_layouts(plan: HopperPlan, config: HopperConfig, w: Any) -> None:
+    """How the buffers lie in shared memory or over the threads, where the compiler would not choose it so."""
+    if config.q_in_registers:
+        T.annotate_layout({w.q: tile_layout(w.q, plan.head_dim * plan.size)})
+    if config.weights_in_shared:
+        T.annotate_layout({w.weights: tile_layout(w.weights, plan.block_N * plan.size)})
+    if plan.copied is not None:
+        T.annotate_layout({w.tile: tile_layout(w.tile, plan.block_N * plan.copied_dtype.itemsize)})
+    if plan.keys is not None:
+        T.annotate_layout(layouts(w.key_words))
+    T.annotate_layout({w.sums: softmax.own_columns_layout(plan.block_M)})
+    T.annotate_layout({w.min_alpha: softmax.per_thread_layout(plan.consumers)})

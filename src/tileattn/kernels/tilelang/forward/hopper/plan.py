@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tilelang.language as T
+import torch
 
 from .....call.facts import AttentionCall
 from .....call.fp8 import FP8
 from .....variant.program import Program
 from ...architecture import panel
 from ...tile.hopper import WARP, WARPGROUP, Barriers, slices
+from ...tile.key_range import key_range
 from ...tile.mask import Score
 from ..config import HopperConfig, hopper_dims
 
@@ -31,10 +33,13 @@ class HopperPlan:
         consumers, warpgroups: threads and warpgroups that compute.
         ping_pong, output_apart: as in :class:`HopperConfig`, where they apply.
         shift: of the softmax's exponents, for fp8.
+        bounded: whether scores are within the modification's own bounds, so that the softmax needs no maximum.
         masks_inside: whether more than the last tile of keys can be masked (it may end beyond seqlen_k).
+        keys: the range of keys that each query sees, if the mask leaves one and bits are to say which; else None.
         score: the score modification, or None.
         copied, copied_dtype: the tile load whose tiles, such as a bias's, the producer copies with K's, and its dtype;
             or None.
+        tile_in_words: whether consumers keep two elements of such a tile in one register.
         batch_first: whether neighbours in the queue are batch elements rather than heads, to share those tiles.
         copied_once: whether each of these tiles is read once, so that it need not stay in the L2 cache.
         panel: columns of O that one TMA store takes.
@@ -59,8 +64,12 @@ class HopperPlan:
         self.ping_pong = config.ping_pong and self.warpgroups > 1
         self.output_apart = config.output_apart(call)
         self.score = Score(call, traced) if traced.score is not None else None
+        capped = self.score is not None and self.score.is_bounded
+        self.bounded = capped and call.dtype == torch.bfloat16 and traced.copied_tile is None
         self.masks_inside = traced.allows is not None
+        self.keys = key_range(traced) if config.mask_words else None
         self.copied, self.copied_dtype = traced.copied_tile or (None, None)
+        self.tile_in_words = self.copied_dtype == torch.bfloat16
         by_head, by_batch = (self.copied is not None and self.copied.differs_by(symbol) for symbol in "hb")
         self.batch_first = by_head and not by_batch
         self.copied_once = by_head and by_batch

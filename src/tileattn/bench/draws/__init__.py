@@ -1,0 +1,1 @@
+"""The suite random: shapes that nobody tuned for, drawn from what models have."""

@@ -1,0 +1,111 @@
+"""The number of shares that a call's groups of heads are split into, and the main kernels that this takes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from .....call.facts import CAUSAL, BackwardCall
+from .....variant.program import program
+from ..amd.config import AmdBackwardConfig
+from ..defaults import MainConfig, default, short_default
+from ..hopper.config import HopperBackwardConfig, HopperWideConfig, plainest
+from .side_by_side import kv_heads_side_by_side
+from .waves import Costs, Groups, best_shares, costs_of, predicted, visible_tiles
+
+# Queries in a tile of a kernel under a mask for which ptxas has no registers left if groups are split: it serialises
+# the products (C7512). And the queries that the kernel takes instead.
+CROWDED, UNCROWDED = 80, 64
+SMALL_BYTES = 0  # of a workspace that is allowed whatever the size of q
+LARGEST = 2**31 - 1  # elements of dk or dv that add.py can number
+MULTIPROCESSORS = 132  # of an H100 SXM or H200, where kernels are compiled without the device
+
+
+def split(call: BackwardCall, config: MainConfig, shares: int) -> MainConfig:
+    """The configuration of the main kernel whose blocks share groups of heads; with one share, `config`.
+
+    Raises:
+        ValueError: more than one share, and a schedule without shares.
+    """
+    if shares == 1:
+        return config
+    if isinstance(config, (HopperWideConfig, AmdBackwardConfig)):
+        raise ValueError(f"shares is {shares}, and {type(config).__name__} has no shares: it must be 1")
+    masked = program(call.forward.variant).allows is not None
+    if isinstance(config, HopperBackwardConfig) and config.block_M == CROWDED and masked:
+        config = dataclasses.replace(config, block_M=UNCROWDED)
+    if isinstance(config, HopperBackwardConfig):
+        config = plainest(config)
+    return dataclasses.replace(config, split=True)
+
+
+def most_shares(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> int:
+    """The most shares whose workspace takes no more memory than q would in float32, or than SMALL_BYTES."""
+    forward = call.forward
+    of_keys = k_shape[0] * k_shape[1] * k_shape[2]
+    if of_keys * max(forward.head_dim, forward.head_dim_v) > LARGEST:
+        return 1
+    return max(max(4 * q_shape.numel(), SMALL_BYTES) // (4 * of_keys * (forward.head_dim + forward.head_dim_v)), 1)
+
+
+def workspace_bytes(call: BackwardCall, k_shape: torch.Size, shares: int) -> int:
+    """Bytes of the float32 parts of dk and dv."""
+    dims = call.forward.head_dim + call.forward.head_dim_v
+    return 0 if shares == 1 else 4 * shares * k_shape[0] * k_shape[1] * k_shape[2] * dims
+
+
+def may_split(call: BackwardCall, config: MainConfig) -> bool:
+    """Whether groups of heads are split for some sizes: where the model knows the tiles of queries that a block visits.
+
+    That is in dense calls, full or causal, of the Hopper schedule, without score modifications and dropout.
+    """
+    forward = call.forward
+    known = forward.variant in ("", CAUSAL) and not forward.packed and not forward.dropout
+    return known and isinstance(config, HopperBackwardConfig)
+
+
+def configurations(call: BackwardCall) -> tuple[MainConfig | None, ...]:
+    """The main kernels that a call may get for some sizes, without the tuner; None is the default."""
+    whole = dict.fromkeys((None, short_default(call)))
+    splits = (split(call, config or default(call), 2) for config in whole if may_split(call, config or default(call)))
+    return tuple(dict.fromkeys((*whole, *splits)))
+
+
+def chosen(
+    call: BackwardCall, config: MainConfig, q_shape: torch.Size, k_shape: torch.Size, slots: int | None = None
+) -> int:
+    """The number of shares that the model of waves prefers, with a workspace of at most q's size in float32.
+
+    Args:
+        config: of the main kernel without shares.
+        slots: multiprocessors of the device, of which each runs one block. Default: those of the current one.
+    """
+    if q_shape.numel() == 0 or k_shape.numel() == 0 or not may_split(call, config):
+        return 1
+    slots = _multiprocessors() if slots is None else slots
+    whole_groups, whole_costs = _work(call, config, q_shape, k_shape, slots)
+    whole = predicted(whole_groups, 1, slots, whole_costs)
+    groups, costs = _work(call, split(call, config, 2), q_shape, k_shape, slots)
+    return best_shares(groups, slots, most_shares(call, q_shape, k_shape), costs, whole)
+
+
+def _work(
+    call: BackwardCall, config: MainConfig, q_shape: torch.Size, k_shape: torch.Size, slots: int
+) -> tuple[Groups, Costs]:
+    """What the model is given of a main kernel."""
+    forward, kv_heads = call.forward, k_shape[2]
+
+    def side_by_side(shares: int) -> int:
+        return kv_heads_side_by_side(call, q_shape, shares * kv_heads)
+
+    tiles = visible_tiles(q_shape[1], k_shape[1], config.block_M, config.block_N, forward.variant == CAUSAL)
+    groups = Groups(k_shape[0], kv_heads, q_shape[2] // kv_heads, tiles, side_by_side)
+    return groups, costs_of(config.block_M, config.block_N, forward.head_dim, forward.head_dim_v, slots)
+
+
+def _multiprocessors() -> int:
+    """Of the current device, if the call's kernels are compiled for it."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return MULTIPROCESSORS
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count

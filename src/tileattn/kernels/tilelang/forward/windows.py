@@ -1,0 +1,37 @@
+"""Tiles of windows, which hide scores by a bit for each (tile/key_words.py).
+
+A window takes three comparisons and a selection for each score of a tile at its ends, and has such tiles at both of
+them. A bit for each score takes one instruction and a seventh. Measured on an H200 (docs/design/forward.md); a causal
+mask, with one comparison, gains nothing.
+"""
+
+from __future__ import annotations
+
+from ....call.facts import CAUSAL, AttentionCall
+from ....variant.expression import nodes
+from ....variant.program import program
+from ..architecture import padded
+from ..tile.key_range import key_range
+from .config import HopperConfig
+
+SHORT = 4096  # keys; up to here a window at head dim 64 counts as short
+
+
+def is_window(call: AttentionCall) -> bool:
+    """Whether a call is one that was measured: 16 bits, dense, a window of positions, no modification."""
+    if call.variant in ("", CAUSAL) or call.packed or call.dropout or call.dtype.itemsize != 2:
+        return False
+    traced = program(call.variant)
+    if call.arch != "sm_90a" or not call.aligned or traced.score is not None or key_range(traced) is None:
+        return False
+    narrow = max(padded(call.head_dim), padded(call.head_dim_v)) <= 128
+    return narrow and not any(node.op == "load" for node in nodes(traced.allows))
+
+
+def window_row(call: AttentionCall, short: bool) -> HopperConfig:
+    """The tile of such a call. Three warpgroups gain 7 to 12 % at head dim 64 where windows are wide."""
+    if max(padded(call.head_dim), padded(call.head_dim_v)) > 64:
+        return HopperConfig(128, 128, q_in_registers=True, ping_pong=True, mask_words=True)
+    if short:
+        return HopperConfig(128, 128, num_stages=3, q_in_registers=True, ping_pong=True, mask_words=True)
+    return HopperConfig(192, 128, num_stages=3, ping_pong=True, mask_words=True)

@@ -1,0 +1,72 @@
+"""Masks under which a query sees one range of keys (key_range.py): a bit for each score, not comparisons for each.
+
+A causal window takes three comparisons and a selection for each score, a causal mask one comparison. Here a thread
+computes the range of each row that it holds, and from it a word that has a bit for each of its columns. A score then
+takes its selection, and a part of the instruction that copies seven bits into predicates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tilelang.language as T
+
+from .key_range import KeyRange
+from .softmax import own_columns_layout
+
+COLUMNS = 128  # of a tile, to a word: a thread holds 32 of them in a row, 2t and 2t + 1 of each eight
+
+
+def row_range(keys: KeyRange, visible: Any, b: Any, h: Any, q: Any) -> tuple[Any, Any]:
+    """The range of query position q: (first key, key behind the last), within 0 .. seqlen_k."""
+    last = visible.seqlen_k
+
+    def bounds(terms: list[tuple[Any, int]]) -> list[Any]:
+        # Clamped first: one more would overflow at the largest int32.
+        values = [(visible.emit_clamped(expr, b=b, h=h, q=q), added) for expr, added in terms]
+        return [T.max(T.min(value, last - added), -added) + added for value, added in values]
+
+    lo, hi = T.int32(0), last
+    for bound in bounds(keys.lower):
+        lo = T.max(lo, bound)
+    for bound in bounds(keys.upper):
+        hi = T.min(hi, bound)
+    return lo, hi
+
+
+def alloc_words(block_M: int, block_N: int) -> list[Any]:
+    """Fragments (block_M, 4) for the words of a tile, one for each 128 columns, to be laid out by the caller."""
+    return [T.alloc_fragment([block_M, 4], "uint32") for _ in range(-(-block_N // COLUMNS))]
+
+
+def layouts(words: list[Any]) -> dict[Any, Any]:
+    """Of the words: element [i, t] in the thread that holds columns 2t and 2t + 1 of each eight in row i."""
+    return {word: own_columns_layout(word.shape[0]) for word in words}
+
+
+def columns_below(limit: Any) -> Any:
+    """Bits of a thread's columns 0, 1, 8, 9, 16, ... that are less than `limit`, in int64."""
+    inside = T.max(T.min(limit, COLUMNS), 0)
+    count = (inside >> 3) * 2 + T.min(inside & 7, 2)
+    return (T.int64(1) << T.cast(count, "int64")) - T.int64(1)
+
+
+@T.macro
+def hide_outside(acc_s, words, visible, keys, b, h, q_lo, k_lo):
+    """s[i, j] = -inf where key k_lo + j is outside of the range of query q_lo + i."""
+    block_M, block_N = acc_s.shape
+    for n, word in enumerate(words):
+        for i, t in T.Parallel(block_M, 4):
+            lo, hi = row_range(keys, visible, b, h, q_lo + i)
+            first = k_lo + n * COLUMNS + 2 * t
+            word[i, t] = T.cast(columns_below(hi - first) & ~columns_below(lo - first), "uint32")
+        # ptxas takes the bits out seven at a time only where it does not see how the words were computed.
+        T.warpgroup_fence_operand(word, num_regs=2)
+        columns = min(COLUMNS, block_N - n * COLUMNS)
+        for i, t in T.Parallel(block_M, 4):
+            for j in T.unroll(columns // 4):
+                acc_s[i, n * COLUMNS + j // 2 * 8 + t * 2 + j % 2] = T.if_then_else(
+                    ((word[i, t] >> T.cast(j, "uint32")) & T.uint32(1)) != T.uint32(0),
+                    acc_s[i, n * COLUMNS + j // 2 * 8 + t * 2 + j % 2],
+                    -T.infinity("float32"),
+                )

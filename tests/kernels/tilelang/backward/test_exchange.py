@@ -1,0 +1,71 @@
+"""How dS and dQ go through shared memory in dense calls without modifications: lowered and assembled, without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tilelang")
+
+from tests.kernels.tilelang.backward.test_lowering import SERIALIZED, backward_of
+from tests.tools.lowering import assemble, find_nvcc, make_call, numbers
+from tileattn import Causal, SoftCap
+from tileattn.call.facts import BackwardCall
+from tileattn.kernels.tilelang.backward.defaults import default
+from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig, plainest
+from tileattn.kernels.tilelang.backward.kernels import main_kernel
+from tileattn.kernels.tilelang.backward.shares.choice import split
+from tileattn.kernels.tilelang.build.compile import device_source
+
+CALLS = {
+    "plain-64": backward_of(make_call(dim=64)),
+    "causal-64": backward_of(make_call(Causal(), dim=64)),
+    "plain-128": backward_of(make_call()),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_both_halves_of_dq_have_a_warp_each(name: str) -> None:
+    config = default(CALLS[name])
+    assert isinstance(config, HopperBackwardConfig)
+    assert config.adders == 2
+    assert config.words == name.startswith("plain")
+    assert config.stores_first == (name == "plain-128")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        backward_of(make_call(Causal())),
+        backward_of(make_call(dim=96)),
+        backward_of(make_call(packed=True)),
+        backward_of(make_call(), deterministic=True),
+        backward_of(make_call(None, SoftCap(30.0))),
+    ],
+    ids=["causal", "dim", "packed", "deterministic", "scored"],
+)
+def test_other_calls_keep_one_warp(call: BackwardCall) -> None:
+    config = default(call)
+    assert isinstance(config, HopperBackwardConfig)
+    assert config == plainest(config)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_shares_keep_one_warp(name: str) -> None:
+    config = split(CALLS[name], default(CALLS[name]), 2)
+    assert isinstance(config, HopperBackwardConfig)
+    assert config == plainest(config)
+
+
+@pytest.mark.slow  # each is lowered and assembled in seconds
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_is_spilled_or_serialised(name: str, tmp_path: Path) -> None:
+    call = CALLS[name]
+    source = device_source(main_kernel(call, default(call)), "sm_90a")
+    nvcc = find_nvcc()
+    if nvcc is None:
+        pytest.skip("lowered, but not assembled: there is no nvcc (pip install 'tileattn[cuda]')")
+    report = assemble(nvcc, source, "sm_90a", tmp_path)
+    assert not SERIALIZED.search(report), report
+    assert max(numbers(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", report)) == 0, report

@@ -1,0 +1,189 @@
+"""Which calls split their groups of heads, into how many shares, and what is launched then. No GPU, no compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tileattn import ALiBi, Causal, SlidingWindow
+from tileattn.call.facts import AttentionCall, BackwardCall
+from tileattn.call.inputs import Inputs, Operands
+from tileattn.kernels.tilelang.backward import launch, library
+from tileattn.kernels.tilelang.backward.defaults import MainConfig, default, short_default
+from tileattn.kernels.tilelang.backward.hopper.config import HopperBackwardConfig, HopperWideConfig
+from tileattn.kernels.tilelang.backward.library import Kernels, SharesJob, kernel_jobs
+from tileattn.kernels.tilelang.backward.shares.choice import SMALL_BYTES, chosen, configurations, split, workspace_bytes
+from tileattn.variant.key import encode
+
+SLOTS = 132
+
+
+def call_of(
+    dim: int = 64, mask: Any = None, mods: tuple[Any, ...] = (), needs: tuple[bool, ...] = (), **facts: Any
+) -> BackwardCall:
+    variant, _ = encode(mask, mods)
+    deterministic = facts.pop("deterministic", False)
+    facts = {"arch": "sm_90a", "needs_grad": True} | facts
+    forward = AttentionCall(torch.bfloat16, dim, facts.pop("dim_v", dim), variant, **facts)
+    return BackwardCall(forward, (True, True, True, False, *needs), False, deterministic)
+
+
+def shapes(batch: int, seqlen_q: int, heads: int, kv_heads: int, dim: int, seqlen_k: int = 0) -> list[torch.Size]:
+    return [torch.Size((batch, seqlen_q, heads, dim)), torch.Size((batch, seqlen_k or seqlen_q, kv_heads, dim))]
+
+
+def of(call: BackwardCall, *sizes: int) -> int:
+    """The shares of a call, with the default main kernel."""
+    q_shape, k_shape = shapes(*sizes[:4], call.forward.head_dim, *sizes[4:])
+    return chosen(call, default(call), q_shape, k_shape, SLOTS)
+
+
+def test_calls_that_leave_multiprocessors_idle_are_split() -> None:
+    plain = call_of()
+    # 96 tiles of keys: 7 heads each on 96 multiprocessors, or 2 and 3 heads on all.
+    assert of(plain, 1, 3072, 28, 4) == 3
+    assert of(call_of(deterministic=True), 1, 3072, 28, 4) == 3
+    assert of(plain, 1, 4224, 28, 4) == 1  # 132 tiles
+    assert of(plain, 1, 3072, 28, 28) == 1  # no group
+    assert of(call_of(mask=Causal()), 1, 4096, 8, 1) > 1
+
+
+def test_only_calls_whose_tiles_the_model_knows_are_split() -> None:
+    sizes = (1, 3072, 28, 4)
+    assert of(call_of(mask=SlidingWindow(100, 0)), *sizes) == 1
+    assert of(call_of(mods=(ALiBi(torch.ones(28)),), needs=(True,)), *sizes) == 1
+    assert of(call_of(dropout=True), *sizes) == 1
+    assert of(call_of(packed=True), *sizes) == 1
+    assert of(call_of(arch="sm_80"), *sizes) == 1
+    assert of(call_of(dim=256), *sizes) == 1
+    assert of(call_of(), 0, 3072, 28, 4) == of(call_of(), 1, 0, 28, 4) == 1
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_workspace_is_at_most_q_in_float32(causal: bool, dim: int) -> None:
+    call, most = call_of(dim, Causal() if causal else None), 0
+    for seqlen_k in (300, 1000, 3000, 6000):
+        for heads, kv_heads in ((28, 4), (6, 1), (8, 1), (64, 2), (4, 1)):
+            q_shape, k_shape = shapes(1, 3000, heads, kv_heads, dim, seqlen_k)
+            shares = chosen(call, default(call), q_shape, k_shape, SLOTS)
+            needed = workspace_bytes(call, k_shape, shares)
+            assert needed <= max(4 * q_shape.numel(), SMALL_BYTES)
+            most = max(most, needed)
+    assert most > 0
+
+
+def test_a_workspace_has_a_part_of_both_gradients_for_each_share() -> None:
+    call = call_of(128, dim_v=64)
+    k_shape = torch.Size((2, 100, 3, 128))
+    assert workspace_bytes(call, k_shape, 1) == 0
+    assert workspace_bytes(call, k_shape, 2) == 2 * 4 * 2 * 100 * 3 * (128 + 64)
+
+
+def test_the_tiles_of_split_kernels() -> None:
+    """Under a mask ptxas has no registers for 80 queries."""
+    full, causal = call_of(128), call_of(128, Causal())
+    assert split(full, default(full), 2) == HopperBackwardConfig(80, split=True)
+    assert split(causal, default(causal), 2) == HopperBackwardConfig(64, split=True)
+    assert split(full, default(full), 1) == default(full)
+    generic = call_of(arch="sm_80")
+    assert split(generic, default(generic), 2) == dataclasses.replace(default(generic), split=True)
+    with pytest.raises(ValueError, match="HopperWideConfig has no shares: it must be 1"):
+        split(call_of(256), HopperWideConfig(), 2)
+    assert configurations(causal) == (None, short_default(causal), HopperBackwardConfig(64, split=True))
+    assert configurations(call_of(128, SlidingWindow(5, 0))) == (None,)
+
+
+def test_more_shares_than_heads_are_refused() -> None:
+    with pytest.raises(ValueError, match="shares is 8, and a group has 7 heads: it must be at most that"):
+        launch.prepare_backward_with(None, call_of(), *shapes(1, 100, 28, 4, 64), 1.0, 8)
+
+
+def test_the_kernels_to_compile() -> None:
+    call = call_of()
+    assert SharesJob(torch.bfloat16, "sm_90a") not in kernel_jobs(call)
+    config = split(call, default(call), 2)
+    assert kernel_jobs(call, config)[3:] == (SharesJob(torch.bfloat16, "sm_90a"),)
+    keys = {job.key for job in (*kernel_jobs(call), *kernel_jobs(call, config))}
+    assert len(keys) == 5  # prepare, finish, main, split main, sums
+    generic = call_of(arch="sm_80")
+    assert len(kernel_jobs(generic, default(generic))) == 3
+    assert str(SharesJob(torch.bfloat16, "sm_90a")) == "sums of dk and dv (torch.bfloat16 sm_90a)"
+
+
+def test_a_search_compiles_and_measures_what_will_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(launch, "prepare_backward_with", lambda config, *rest: asked.append((config, rest[-1])))
+    monkeypatch.setattr("tileattn.kernels.tilelang.tuned.compiled", lambda jobs: iter(asked.extend(jobs.items()) or ()))
+    call = call_of()
+    space = launch.backward_space(call, *shapes(1, 3072, 28, 4, 64), 0.125)
+    assert space is not None
+    space.prepare(space.default)
+    list(space.compile([space.default]))
+    assert asked == [(space.default, 3), (space.default, kernel_jobs(call, split(call, space.default, 3)))]
+
+
+class Launched:
+    """Kernels that note what they are launched with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.given: dict[str, tuple[Any, ...]] = {}
+        self.config: MainConfig | None = None
+        monkeypatch.setattr(launch, "backward_kernels", self.kernels)
+        monkeypatch.setattr(launch, "add_shares", lambda call: self.noting("add"))
+
+    def noting(self, name: str) -> Callable[..., None]:
+        def run(*given: Any) -> None:
+            assert name not in self.given
+            self.given[name] = given
+
+        return run
+
+    def kernels(self, call: BackwardCall, config: MainConfig | None = None) -> Kernels:
+        self.config = config
+        last = library.kernel_names(call)[2]
+        return Kernels(
+            self.noting("prepare"),
+            self.noting("main"),
+            self.noting("finish") if last == "finish" else None,
+            self.noting("queries") if last == "queries" else None,
+        )
+
+
+def backward(call: BackwardCall, *sizes: int) -> tuple[Tensor, ...]:
+    q_shape, k_shape = shapes(*sizes, call.forward.head_dim)
+    q, k = (torch.empty(shape, dtype=torch.bfloat16) for shape in (q_shape, k_shape))
+    lse = torch.empty(q_shape[0], q_shape[2], q_shape[1])
+    inputs = Inputs(q, k, k, None, Operands([], [], []), None, None)
+    gradients = launch.prepare_backward(call, q_shape, k_shape, 0.125)(inputs, q, lse, q, None)
+    return gradients[0], gradients[1], gradients[2]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_split_call_adds_up_its_parts(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = Launched(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # 132 multiprocessors
+    call = call_of(deterministic=deterministic)
+    _, dk, dv = backward(call, 2, 1408, 12, 2)  # 44 blocks
+    assert list(launched.given) == ["prepare", "main", "add", "queries" if deterministic else "finish"]
+    assert launched.config == split(call, default(call), 3)
+    parts = launched.given["main"][6:8]
+    assert [x.shape for x in parts] == [torch.Size((2, 1408, 3 * 2, 64))] * 2
+    assert [x.dtype for x in parts] == [torch.float32] * 2
+    *of_parts, of_dk, of_dv = launched.given["add"]
+    assert [x.shape for x in (*of_parts, of_dk, of_dv)] == [*[torch.Size((2816, 3, 16, 8))] * 2, *[(2816, 16, 8)] * 2]
+    addresses = [x.data_ptr() for x in (*of_parts, of_dk, of_dv)]
+    assert addresses == [x.data_ptr() for x in (*parts, dk, dv)]
+
+
+def test_other_calls_have_no_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = Launched(monkeypatch)
+    _, dk, dv = backward(call_of(), 1, 200, 4, 4)
+    assert list(launched.given) == ["prepare", "main", "finish"]
+    assert launched.config is None
+    assert [x.data_ptr() for x in launched.given["main"][6:8]] == [dk.data_ptr(), dv.data_ptr()]

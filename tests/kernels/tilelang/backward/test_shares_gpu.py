@@ -1,0 +1,90 @@
+"""Blocks that share the heads of a group, on a GPU: the same bits in every run, and the gradients of one block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("tilelang")
+
+from tileattn import Causal, attention, varlen_attention
+from tileattn.call.facts import AttentionCall, BackwardCall, Packed, sizes
+from tileattn.call.inputs import Inputs, Operands
+from tileattn.kernels.tilelang.backward.launch import prepare_backward_with
+from tileattn.testing import assert_accurate, eager_attention, oracle_attention
+from tileattn.variant.key import encode
+
+pytestmark = pytest.mark.gpu
+
+RUNS = 100
+LENGTHS = (333, 0, 1000, 77)
+
+
+def _backward(
+    tensors: list[Tensor], causal: bool, shares: int, deterministic: bool, packed: Packed | None
+) -> list[Tensor]:
+    """dq, dk and dv; the last two equal in all runs, and dq as well where it is deterministic."""
+    q, k, v, do = tensors
+    variant, _ = encode(Causal() if causal else None, ())
+    dim = q.shape[3]
+    if packed is None:
+        o, lse = attention(q, k, v, causal=causal, return_lse=True)
+    else:
+        o, lse = varlen_attention(
+            q[0], k[0], v[0], packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_seqlen_q, packed.max_seqlen_k,
+            causal=causal, return_lse=True,
+        )  # fmt: skip
+        o, lse = o[None], lse.reshape(1, q.shape[2], -1)
+    arch = "sm_90a" if torch.cuda.get_device_capability() == (9, 0) else "sm_80"
+    forward = AttentionCall(q.dtype, dim, dim, variant, needs_grad=True, arch=arch, packed=packed is not None)
+    call = BackwardCall(forward, (True, True, True, False), False, deterministic)
+    shapes = (q.shape, k.shape) if packed is None else sizes(q, k, packed)
+    run = prepare_backward_with(None, call, *shapes, dim**-0.5, shares)
+    first, *others = [
+        run(Inputs(q, k, v, None, Operands([], [], []), None, packed), o, lse, do, None)[:3] for _ in range(RUNS)
+    ]
+    for other in others:
+        for index in range(0 if deterministic else 1, 3):
+            assert torch.equal(first[index], other[index])
+    return list(first)
+
+
+def _drawn(total: int, heads: int, kv_heads: int, dim: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [
+        torch.randn(1, total, count, dim, device="cuda", dtype=torch.bfloat16)
+        for count in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("heads", "kv_heads", "shares"), [(28, 4, 3), (6, 1, 3), (6, 1, 4)])
+def test_dense(heads: int, kv_heads: int, shares: int, dim: int, causal: bool, deterministic: bool) -> None:
+    tensors = _drawn(1025, heads, kv_heads, dim)
+    got = _backward(tensors, causal, shares, deterministic, None)
+    *leaves, do = tensors
+    leaves = [x.requires_grad_() for x in leaves]
+    mask = Causal() if causal else None
+    expected = torch.autograd.grad((oracle_attention(*leaves, mask)[0] * do.double()).sum(), leaves)
+    runs = eager_attention(*leaves, mask)[0]
+    eager = [torch.autograd.grad((run.float() * do.float()).sum(), leaves, retain_graph=True) for run in runs]
+    for index, name in enumerate("qkv"):
+        oracle = expected[index].double()
+        assert_accurate(f"d{name}", got[index], oracle, [run[index] for run in eager], gradient=True)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(28, 4), (6, 1)])
+def test_packed(heads: int, kv_heads: int, dim: int, deterministic: bool) -> None:
+    """As one block for each group: both add the same products, in another order of heads."""
+    bounds = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
+    packed = Packed(bounds, bounds, max(LENGTHS), max(LENGTHS))
+    tensors = _drawn(sum(LENGTHS), heads, kv_heads, dim)
+    got = _backward(tensors, True, 3, deterministic, packed)
+    whole = _backward(tensors, True, 1, deterministic, packed)
+    for x, y in zip(got, whole, strict=True):
+        assert (x.float() - y.float()).norm() <= 2**-8 * y.float().norm()  # a rounding of the results, in bf16

@@ -1,0 +1,112 @@
+"""Groups of query heads that several blocks share in the backward pass: the model, its limits, and the launch."""
+
+from __future__ import annotations
+
+from .mutant import Mutant, mutants
+
+SHARES = "kernels/tilelang/backward/shares"
+MODEL = ("kernels/tilelang/backward/test_shares.py",)
+CHOICE = ("kernels/tilelang/backward/test_shares_choice.py",)
+EMULATED = "kernels/tilelang/backward/test_shares_emulated.py"
+BLOCKS = (f"{EMULATED}::test_each_head_has_one_block",)
+SUMS = (f"{EMULATED}::test_parts_are_added_up_in_float32",)
+
+MUTANTS: list[Mutant] = [
+    *mutants(
+        f"{SHARES}/waves.py",
+        MODEL,
+        {
+            "shares: keys before the first query's are seen by fewer": (
+                "min(max(key - (seqlen_k - seqlen_q), 0) // block_M, end)",
+                "min(max(key, 0) // block_M, end)",
+            ),
+            "shares: the last share has a head more": ("(share < group % shares)", "(share >= group % shares)"),
+            "shares: adding them up costs nothing": (
+                "time + costs.launch + key_tiles * (shares * costs.add + costs.store)",
+                "time",
+            ),
+            "shares: one part is written whatever their number": ("shares * costs.add", "costs.add"),
+            "shares: any gain is worth it": ("1, WORTHWHILE * whole", "1, 1e9 * whole"),
+            "shares: more than the workspace allows": (
+                "range(2, min(groups.group, most) + 1)",
+                "range(2, groups.group)",
+            ),
+            "shares: heads one after another": (
+                "for first in range(0, len(pairs), side):",
+                "for first in range(0, len(pairs), side := 1):",
+            ),
+            "shares: a share starts as a whole group": (
+                "costs.start if shares == 1 else costs.split_start",
+                "costs.start",
+            ),
+            "shares: a tile's time on all slots together": ("flops * slots / (", "flops / ("),
+            "shares: whole groups in tiles of shares": ("if whole is None else whole", "if whole else 0.0"),
+            "shares: a block waits for the slot that is free last": ("free[0] + time", "max(free) + time"),
+        },
+    ),
+    *mutants(
+        f"{SHARES}/choice.py",
+        CHOICE,
+        {
+            "shares: the workspace without dv's parts": (
+                "// (4 * of_keys * (forward.head_dim + forward.head_dim_v))",
+                "// (4 * of_keys * forward.head_dim)",
+            ),
+            "shares: packed calls as dense ones": (" and not forward.packed and not forward.dropout", ""),
+            "shares: whatever the variant": ('forward.variant in ("", CAUSAL) and not', "not"),
+            "shares: 80 queries under a mask": (
+                "config.block_M == CROWDED and masked",
+                "config.block_M == CROWDED > 80",
+            ),
+            "shares: 64 queries without a mask": ("config.block_M == CROWDED and masked", "config.block_M == CROWDED"),
+            "shares: no split kernel is warmed": ("dict.fromkeys((*whole, *splits))", "dict.fromkeys(whole)"),
+            "shares: workspace of one share less": (
+                "else 4 * shares * k_shape[0]",
+                "else 4 * (shares - 1) * k_shape[0]",
+            ),
+        },
+    ),
+    *mutants(
+        "kernels/tilelang/backward/launch.py",
+        CHOICE,
+        {
+            "shares: of calls as they come, never split": (
+                "config, shares = configured(call, q_shape, k_shape)",
+                "config, shares = configured(call, q_shape, k_shape)[0], 1",
+            ),
+            "shares: the parts are not added up": ("add_shares(call)(*(x.view(", "print(*(x.view("),
+            "shares: parts of 16 bits": (
+                "shares * x.shape[2], x.shape[3]), dtype=torch.float32)",
+                "shares * x.shape[2], x.shape[3]))",
+            ),
+            "shares: the tuner measures whole groups": ("k_shape, scale, shares(config)),", "k_shape, scale),"),
+            "shares: the tuner compiles whole groups": (
+                "lambda config: split(call, config, shares(config)),",
+                "lambda config: config,",
+            ),
+        },
+    ),
+    *mutants(
+        "kernels/tilelang/backward/library.py",
+        CHOICE,
+        {
+            "shares: nobody compiles the kernel for their sums": (
+                "config.split\n    adding",
+                "config.split is None\n    adding",
+            )
+        },
+    ),
+    *mutants(
+        "kernels/tilelang/backward/places.py",
+        BLOCKS,
+        {
+            "shares: each begins with the group's first head": ("+ share * least + T.min(share, larger)", ""),
+            "shares: none has a head more": ("least + T.if_then_else(share < larger, 1, 0)", "least"),
+        },
+    ),
+    *mutants(
+        f"{SHARES}/add.py",
+        SUMS,
+        {"shares: the last part alone": ("total[c] += part[c]", "total[c] = part[c]")},
+    ),
+]
