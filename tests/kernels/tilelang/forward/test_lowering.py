@@ -240,9 +240,9 @@ def test_an_aligned_bias_is_copied_and_not_fetched_by_elements(name: str) -> Non
     source = lower(CALLS[name])
     assert len(re.findall(r"tma_load(?:<[\w:]+>)?\(t0_desc", source)) == 1
     assert not re.search(r"\bt0\[", source)
-    # The consumers read two columns at a time, behind the first product and in front of the wait for it.
-    width = {"bias-tiles": "uint1", "bias-wide-tiles-64": "float2"}[name]
-    reads = re.findall(rf"\*\({width}\*\)\(tile_registers.* = \*\({width}\*\)\(.*tile_shared.*;([^;]*;){{,9}}", source)
+    # The consumers read behind the first product and in front of the wait for it: 16 bits by ldmatrix, others in pairs.
+    by_pairs = r"\*\(float2\*\)\(tile_registers.* = \*\(float2\*\)\(.*tile_shared.*;([^;]*;){,9}"
+    reads = re.findall({"bias-tiles": r"ptx_ldmatrix_x4\(.*tile_shared", "bias-wide-tiles-64": by_pairs}[name], source)
     assert len(reads) == source.count("wait_wgmma<1>") + 1
     for part in source.split("wait_wgmma<1>")[:-1]:
         assert "tile_shared" in part.rpartition("wgmma_ss")[2]
