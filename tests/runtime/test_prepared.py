@@ -168,6 +168,22 @@ def test_a_backward_pass_is_prepared_for_its_gradients_strides(name: str, table:
     assert len(call.backwards) == 3
 
 
+def test_packed_batches_of_other_numbers_of_rows_share_both_passes(table: dict[Any, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for rows in (9, 14, 0, 20, 9):
+        shapes = [(rows, 4, 8), (rows, 2, 8), (rows, 2, 6)]
+        leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+        ends = torch.tensor([0, rows // 3, rows], dtype=torch.int32)
+        do = torch.randn(rows, 4, 6, generator=generator)
+        got, expected = (
+            torch.autograd.grad(way(varlen, *leaves, ends, ends, 14, 14, mask=SlidingWindow(3)), leaves, do)
+            for way in (short, general)
+        )
+        assert_equal(got, expected)
+    (call,) = table.values()
+    assert len(call.backwards) == 2  # with rows, and without
+
+
 def test_the_switch_to_deterministic_gradients_is_seen_between_the_passes() -> None:
     asked = []
     original = ops.prepared_backward

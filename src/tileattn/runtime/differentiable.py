@@ -108,13 +108,19 @@ class Differentiable:
     def _backward(
         self, needs: tuple[bool, ...], inputs: Inputs, o: Tensor, do: Tensor, dlse: bool
     ) -> tuple[Backward, bool]:
-        """The prepared backward pass, and whether it must read a copy of do."""
+        """The prepared backward pass, and whether it must read a copy of do.
+
+        The strides of a packed call's batch, whose size is 1, depend on the number of rows, and are no part of the key.
+        They are 0 without rows: that is another backward pass, because do is then copied.
+        """
         q, k, v, *_ = inputs
-        key = (
-            needs, dlse, ops.is_deterministic(), q.stride(), k.stride(), v.stride(), o.stride(), do.stride(),
-            (q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr()) % 16, do.data_ptr() % 16, q.dtype, q.device,
-            None if self.longest else (q.shape, k.shape),
-        )  # fmt: skip
+        if self.longest is None:
+            sizes: tuple[Any, ...] = q.shape, k.shape, q.stride(), k.stride(), v.stride(), o.stride(), do.stride()
+        else:
+            rows = q.shape[1] > 0
+            sizes = rows, q.stride()[1:], k.stride()[1:], v.stride()[1:], o.stride()[1:], do.stride()[1:]
+        places = (q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr()) % 16, do.data_ptr() % 16
+        key = needs, dlse, ops.is_deterministic(), sizes, places, q.dtype, q.device
         found = self.backwards.get(key)
         if found is None:
             read = ops.readable(do)
