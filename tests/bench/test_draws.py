@@ -313,10 +313,62 @@ def test_a_run_that_is_stopped_and_goes_on(tmp_path: Path, monkeypatch: pytest.M
     assert "Random shapes against the best baseline" in text
     code, text = invoke(*options[:-2], "--json", file, "--resume", "--seed", "5")
     assert code == 2
-    assert "another seed than this run: 3" in " ".join(text.replace("│", " ").split())
+    assert "r.json is of seed 3, and this run of 5" in " ".join(text.replace("│", " ").split())
+    code, text = invoke(*options[2:], "--cases", "2", "--resume")
+    assert code == 2
+    says = "r.json is of other cases (1 of seed 3, 1 of seed 4) than this run (2 of seed 3, 2 of seed 4)"
+    assert says in " ".join(text.replace("│", " ").split())
     code, text = invoke(*options, "--resume", "--rounds", "7")
     assert code == 2
-    assert "another settings than this run: {'dtype': 'fp32', 'rounds': " in " ".join(text.replace("│", " ").split())
+    assert "r.json is of rounds '1', and this run of '7'" in " ".join(text.replace("│", " ").split())
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_case_that_was_stopped_is_measured_when_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a baseline had already refused it."""
+    options = ["--cases", "1", "--json", str(tmp_path / "r.json"), "--baselines", "fa2,sdpa"]
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    refuses = SimpleNamespace(name="fa2", refusal=lambda given: "not here")
+    chosen = [refuses, TileAttn(None), BASELINES["sdpa"]]
+    monkeypatch.setattr(random_bench, "_implementations", lambda *_: chosen)
+    with monkeypatch.context() as stopped:
+        stopped.setattr(runner.timing, "sample_ms", stop)
+        assert invoke(*options)[0] == 130
+    assert results.load(tmp_path / "r.json").cases() == []
+    code, text = invoke(*options, "--resume")
+    assert code == 0, text
+    measured = results.load(tmp_path / "r.json")
+    assert [row.backend for row in measured.rows] == [OWN, "sdpa"]
+    assert [(entry.backend, entry.reason) for entry in measured.refused] == [("fa2", "not here")]
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_run_goes_on_from_a_file_that_is_still_empty(tmp_path: Path) -> None:
+    """As of a run that was killed before its first case ended."""
+    (tmp_path / "r.json").touch()
+    code, text = invoke("--cases", "1", "--json", str(tmp_path / "r.json"), "--resume")
+    assert code == 0, text
+    assert len(results.load(tmp_path / "r.json").cases()) == 1
+
+
+def test_a_wrong_file_is_refused_before_kernels_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "r.json").write_text("{}")
+    compiled: list[Any] = []
+    monkeypatch.setattr(random_bench, "compile_ahead", lambda *arguments: compiled.append(arguments))
+    monkeypatch.setattr(random_bench, "_implementations", lambda *_: [])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    begin = results.begin
+    monkeypatch.setattr(results, "begin", lambda device, *rest: begin(DEVICE, *rest))
+    asked = random_bench.RandomOptions(1, 1, None, None, None, "fwd", None, None, 5, False)
+    files = random_bench.FileOptions(tmp_path / "r.json", None, False, None, True)
+    with pytest.raises(Exception, match=r"r\.json exists"):
+        random_bench.bench(asked, torch.device("cuda"), files)
+    assert not compiled
 
 
 def test_the_seed_is_that_of_the_commit() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -107,11 +108,12 @@ def bench(options: RandomOptions, device: torch.device, files: FileOptions) -> i
             typer.echo(text, err=True)
 
     keep_baselines()
+    if options.compile == "only":
+        compile_ahead(cases, options.direction, names, device, say)
+        return 0
+    measured, json = _begin(measured, options, files)  # refuses a wrong file before minutes of compiling
     if device.type == "cuda" and options.compile != "no":
         compile_ahead(cases, options.direction, names, device, say)
-    if options.compile == "only":
-        return 0
-    measured, json = _begin(measured, options, files)
     code, failures = _run(measured, json, cases, implementations, device, options.rounds, files.quiet)
     _show(measured, failures, files.quiet)
     typer.echo(f"results: {json}")
@@ -166,7 +168,8 @@ def _begin(fresh: Results, options: RandomOptions, files: FileOptions) -> tuple[
         if files.json is None:
             raise refuse("--resume", "it goes on from the file of --json: name that")
         if json.exists():
-            return _continued(json, fresh), json
+            # An empty file is of a run that was stopped before its first case ended.
+            return (_continued(json, fresh) if json.stat().st_size else fresh), json
     create("--json", json, files.force)
     return fresh, json
 
@@ -177,9 +180,23 @@ def _continued(json: Path, fresh: Results) -> Results:
     except ValueError as error:
         raise refuse("--resume", str(error)) from error
     for name in AGREE:
-        if getattr(there, name) != getattr(fresh, name):
-            raise refuse("--resume", f"{json} has another {name} than this run: {getattr(there, name)!r:.80}")
+        its, ours = getattr(there, name), getattr(fresh, name)
+        if its != ours:
+            raise refuse("--resume", f"{json} is of {_different(name, its, ours)}")
     return there
+
+
+def _different(name: str, its: Any, ours: Any) -> str:
+    """What a file has of a field of `AGREE`, and what this run has."""
+    if name == "draws":
+        its, ours = (", ".join(f"{len(cases)} of seed {seed}" for seed, cases in each.items()) for each in (its, ours))
+        if its == ours:
+            return f"other cases of the same seed ({its}), which another version of tileattn drew"
+        return f"other cases ({its or 'none drawn'}) than this run ({ours})"
+    if name == "settings":
+        name = next(each for each in ours if its.get(each) != ours[each])
+        its, ours = its.get(name), ours[name]
+    return f"{name} {its!r}, and this run of {ours!r}"
 
 
 def _run(
@@ -206,12 +223,13 @@ def _run(
     with reporting(len(cases), quiet) as progress:
 
         def on_case(case: Case) -> None:
+            done.add(case.name)
             save()
             progress.done(case, measured)
 
         run = Run(
             SUITE,
-            [case for case in cases if case.name not in done],
+            [case for case in cases if case.name not in done],  # a new list: done grows during the run
             implementations,
             device,
             measured,
@@ -229,6 +247,9 @@ def _run(
                 run()
         except KeyboardInterrupt:
             code = STOPPED
+            # Of the case that was stopped nothing may stay: a refusal would let --resume take it for done.
+            measured.refused[:] = [entry for entry in measured.refused if entry.case in done]
+            measured.failed[:] = [entry for entry in measured.failed if entry.case in done]
             typer.echo("stopped: what was measured so far is shown and kept; --resume goes on", err=True)
         finally:
             gc.unfreeze()
