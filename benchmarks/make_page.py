@@ -312,13 +312,13 @@ def _errors(measured: Results, case: str) -> list[str]:
 
 RANDOM = """\
 Kernels are tuned on shapes such as those above; a model has others. `tileattn bench --suite random` draws {cases} cases
-for each of the seeds {seeds}: batch 1 to 32, 6 to 64 query heads, 1 to 16 of them for each kv head, nine pairs of head
+from a seed (here {seeds}): batch 1 to 32, 6 to 64 query heads, 1 to 16 of them for each kv head, nine pairs of head
 dims, 333 to 65,536 tokens, fewer queries than keys in some, full and causal attention, causal windows and documents.
 [`shapes.py`](../src/tileattn/bench/draws/shapes.py) has the distribution. The implementations of a row are measured in
 random order. A row in which tileattn reaches less than {least} of the fastest baseline's speed is measured again in ten
 rounds, and the second figure counts. A round measures each implementation for 15 ms. FA-2 and cuDNN run rows without a
-mask or with a square causal one, FA-4 all rows, documents as packed sequences. Rows without a baseline are in no
-mean."""
+mask or with a square causal one. FA-4 runs each row that it accepts, documents as packed sequences. Rows without a
+baseline are in no mean."""
 
 
 def _random(source: Source, grid: Source | None) -> str:
@@ -337,7 +337,7 @@ def _random(source: Source, grid: Source | None) -> str:
     intro = RANDOM.format(
         cases=len(next(iter(measured.draws.values()))), seeds=", ".join(measured.draws), least=draw_standing.LEAST
     )
-    alone = named["all"].alone
+    alone, missing = named["all"].alone, named["all"].missing
     parts = [
         f"## {_backward_of(measured, 'Random shapes')}",
         _provenance(source),
@@ -347,6 +347,7 @@ def _random(source: Source, grid: Source | None) -> str:
         "The slowest rows:",
         _table(["case", "against best"], slowest),
         f"No baseline ran: {'; '.join(alone)}." if alone else "",
+        f"Not measured: {'; '.join(missing)}." if missing else "",
         _notes(measured),
     ]
     return _joined(parts)

@@ -91,8 +91,11 @@ def test_random_shapes_stand_beside_the_fixed_grid() -> None:
     assert "| random, all | 39 | 1.094× | 0.88× | 1 |\n| the fixed grid | 40 | 1.100× | 1.10× | 0 |" in section
     assert f"| {slow} | **0.88×** |" in section
     assert f"No baseline ran: {alone}." in section
-    assert "40 cases\nfor each of the seeds 1: batch" in section
+    assert "40 cases\nfrom a seed (here 1): batch" in section
+    assert "Not measured:" not in section
     assert "benchmarks/random-bwd.png" in section
+    drawn.rows = [row for row in drawn.rows if row.case != slow]
+    assert f"Not measured: {slow}." in made_up_page(**{"fa-bwd": fa, "random-bwd": drawn})
 
 
 def test_every_suite_has_its_section() -> None:
