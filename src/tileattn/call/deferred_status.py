@@ -9,8 +9,9 @@ plain stores write the field.
 A kernel writes to the status only if there is an error, so one status serves all calls of its kind, including those of
 replayed CUDA graphs. The launcher calls :meth:`DeferredStatus.raise_pending` at the start of a call and
 :meth:`DeferredStatus.report` at its end. :meth:`~DeferredStatus.report` starts a copy of the status to the host, unless
-one is under way: a copy for each call would cost more than a short kernel. An error is therefore raised by the first
-later call that finds a finished copy. :meth:`DeferredStatus.check` waits instead.
+one is under way or began less than the kind's `pause` ago: a copy for each call would cost more than a short kernel. An
+error is therefore raised by the first later call that finds a finished copy. :meth:`DeferredStatus.check` waits
+instead.
 """
 
 from __future__ import annotations
