@@ -6,6 +6,7 @@ The general path is the short one without its table: `constants_of` says that a 
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from tileattn import Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow, attention
 from tileattn import varlen_attention as varlen
+from tileattn.call.facts import sizes
 from tileattn.runtime import differentiable, prepared
 from tileattn.runtime import operators as ops
 from tileattn.variant.constants import constants_of
@@ -182,6 +184,63 @@ def test_packed_batches_of_other_numbers_of_rows_share_both_passes(table: dict[A
         assert_equal(got, expected)
     (call,) = table.values()
     assert len(call.backwards) == 2  # with rows, and without
+
+
+def laid_out(x: Tensor, way: str) -> Tensor:
+    """The same numbers in other places; kernels may read some of them with 128-bit copies, and others not."""
+    if way == "padded":
+        return torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
+    if way == "odd rows":
+        return torch.cat([x, x[..., :1]], dim=-1)[..., : x.shape[-1]]
+    if way == "off":
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    return x.clone()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_found_was_prepared_for_these_facts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose kernels depend on alignment: a backend runs only tensors of the facts it was prepared for."""
+    ran = {"forward": 0, "backward": 0}
+
+    def forward(call: Any, *rest: Any) -> Any:
+        run = prepare_forward(call, *rest)
+
+        def checked(inputs: Any) -> Any:
+            now = ops.make_call(inputs, call.variant, needs_grad=call.needs_grad, return_lse=call.return_lse)
+            assert (now, *sizes(inputs.q, inputs.k, inputs.packed)) == (call, *rest[1:3])
+            ran["forward"] += 1
+            return run(inputs)
+
+        return checked
+
+    def backward(call: Any, *rest: Any) -> Any:
+        run = prepare_backward(call, *rest)
+
+        def checked(inputs: Any, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Any:
+            facts = ops.make_call(inputs, call.forward.variant, needs_grad=True)
+            now = facts, ops.is_aligned(o) and ops.is_aligned(do), dlse is not None
+            assert (*now, *sizes(inputs.q, inputs.k, inputs.packed)) == (
+                call.forward, call.aligned, call.dlse, *rest[1:3],
+            )  # fmt: skip
+            assert ops.readable(do) is do
+            ran["backward"] += 1
+            return run(inputs, o, lse, do, dlse)
+
+        return checked
+
+    prepare_forward, prepare_backward = prepared.prepare_forward, ops.prepare_backward
+    monkeypatch.setattr(prepared, "prepare_forward", forward)
+    monkeypatch.setattr(ops, "prepare_backward", backward)
+    monkeypatch.setattr(ops, "_asks_for_alignment", lambda q: True)
+    ways = ("plain", "padded", "odd rows", "off")
+    for of_k, of_do, return_lse in itertools.product(ways, ways, (False, True)):
+        q, k, v = tensors(name == "packed")
+        k = laid_out(k.detach(), of_k).requires_grad_()
+        given = CALLS[name](q, k, v, mask=SlidingWindow(3), return_lse=return_lse)
+        outputs = given if return_lse else (given,)
+        gradients = [laid_out(torch.ones_like(outputs[0]), of_do), *map(torch.ones_like, outputs[1:])]
+        torch.autograd.grad(outputs, [q, k, v], gradients)
+    assert ran == {"forward": 32, "backward": 32}
 
 
 def test_the_switch_to_deterministic_gradients_is_seen_between_the_passes() -> None:
