@@ -221,6 +221,17 @@ def test_the_standing_of_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "r.png").stat().st_size > 10_000
 
 
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_the_legend_lies_on_no_line() -> None:
+    figure = plot.draw({"forward": {f"seed {seed}": [0.2, 0.9] for seed in range(6)}})
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    legend = axes.get_legend()
+    assert legend is not None
+    assert legend.get_window_extent().y1 < axes.get_window_extent().y0
+    assert legend.get_window_extent().y0 >= 0
+
+
 def test_fewer_heads_are_checked_where_that_is_asked_for() -> None:
     case = square(3, 64, 4, 16, "causal", "fp32")
     all_scores = 3 * 4 * 64 * 64

@@ -14,6 +14,7 @@ from tileattn.bench.results import Results
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+LEGEND_COLUMNS = 4
 LINES = (COLOURS["tileattn"], COLOURS["fa4"], COLOURS["cudnn"], COLOURS["flex"], COLOURS["eager"])
 
 
@@ -42,7 +43,8 @@ def draw(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
         axes.axhline(LEAST, color=FAINT, linewidth=0.8, linestyle=":", zorder=1)
         axes.set_title(title, fontsize=10.5, color=INK, loc="left")
         axes.set_xlabel("% of rows, the slowest first", fontsize=9, color=FAINT)
-        axes.legend(frameon=False, fontsize=8, loc="upper left")
+        # Below the axes: within them a legend lies on the lines at 1 and LEAST, or on the rows.
+        axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=LEGEND_COLUMNS)
         style(axes)
     grid[0].set_ylabel("speed, × the best baseline's", fontsize=9, color=FAINT)
     return literal(figure)
