@@ -30,6 +30,7 @@ from tileattn.bench.report import render as render_rows
 from tileattn.bench.runner import Run
 from tileattn.cli import random_bench
 from tileattn.cli.app import app
+from tileattn.cli.run_bench import FileOptions
 from tileattn.kernels.tilelang.build.batch import Done
 from tileattn.measure.timing import Effort
 
@@ -348,7 +349,7 @@ def test_a_case_that_was_stopped_is_measured_when_the_run_goes_on(
     chosen = [refuses, TileAttn(None), BASELINES["sdpa"]]
     monkeypatch.setattr(random_bench, "_implementations", lambda *_: chosen)
     with monkeypatch.context() as stopped:
-        stopped.setattr(runner.timing, "sample_ms", stop)
+        stopped.setattr("tileattn.measure.timing.sample_ms", stop)
         assert invoke(*options)[0] == 130
     assert results.load(tmp_path / "r.json").cases() == []
     code, text = invoke(*options, "--resume")
@@ -376,7 +377,7 @@ def test_a_wrong_file_is_refused_before_kernels_are_compiled(tmp_path: Path, mon
     begin = results.begin
     monkeypatch.setattr(results, "begin", lambda device, *rest: begin(DEVICE, *rest))
     asked = random_bench.RandomOptions(1, 1, None, None, None, "fwd", None, None, 5, False)
-    files = random_bench.FileOptions(tmp_path / "r.json", None, False, None, True)
+    files = FileOptions(tmp_path / "r.json", None, False, None, True)
     with pytest.raises(Exception, match=r"r\.json exists"):
         random_bench.bench(asked, torch.device("cuda"), files)
     assert not compiled
