@@ -306,7 +306,10 @@ MUTANTS: list[Mutant] = [
         ("runtime/test_prepared.py",),
         {
             "prepared: a gradient of any strides": ("o.stride(), do.stride()\n", "o.stride()\n"),
-            "prepared: deterministic is seen once": ("needs, dlse, ops.is_deterministic(), sizes", "needs, dlse, sizes"),
+            "prepared: deterministic is seen once": (
+                "needs, dlse, ops.is_deterministic(), sizes",
+                "needs, dlse, sizes",
+            ),
             "prepared: what hooks return is not asked for": (
                 "q.stride(), k.stride(), v.stride(), o.stride()",
                 "o.stride()",

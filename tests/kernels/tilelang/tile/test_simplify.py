@@ -198,6 +198,12 @@ SLANTS = {
     "a square": ((0.5 * K) * (0.5 * K), None),
     "with the score": (symbol("score") + 1.0 * K, None),
     "large steps": (1.0 * (K * 2**17), None),
+    "2^100 a key": (K * 2.0**100, 2.0**100),
+    "more than 2^100 a key": (K * -(2.0**101), None),
+    "more than 2^100 a key by two factors": (2.0**60 * ((Q - K) * 2.0**60), None),
+    "more than 2^100 a key by a sum": (K * 2.0**100 + K * 2.0**90, None),
+    "infinite": (K * math.inf, None),
+    "NaN": (K * math.nan, None),
 }
 
 
@@ -216,6 +222,13 @@ def test_a_sum_that_grows_steadily_costs_one_operation_for_each_column(expr: Any
         assert _value(tree, values | {"offset": offset}) == pytest.approx(float(expected), rel=1e-6)
     assert not _names(tree.a) & {"value", "offset"}
     assert _names(tree.b) == {"offset"}
+
+
+@pytest.mark.parametrize("slope", [-1e38, -3e38, 2.0**101])
+def test_huge_slopes_give_infinities_and_no_nan(slope: float) -> None:
+    """The value at the tile's first key and what is added to it must not be infinities of opposite signs."""
+    tree, values = _emitted(slope * (Q - K)), {"q": 100, "i0": 0, "start": 0, "offset": 100, "value": 100}
+    assert _value(tree, values) == 0.0
 
 
 def _emitted(expr: Any) -> Any:

@@ -10,6 +10,10 @@ from ....variant.expression import Expr, apply, dtype_of, has_symbol
 _VARYING = {"raw", "score", "q", "k"}
 MAX_STEP = 2**16  # of an integer per key, below which tile positions are taken apart
 
+# Of a constant per key or query. The first value of a tile and what is added to it may have opposite signs: were both
+# infinite, their sum would be NaN. What is added stays finite below 2^27 positions.
+MAX_SLOPE = 2.0**100
+
 
 def is_uniform(expr: Any) -> bool:
     """Whether all scores of a head share the value."""
@@ -41,6 +45,12 @@ def step_of(expr: Any, position: str = "k") -> int | None:
 
 def slope_of(expr: Any, position: str) -> Any:
     """By how much an expression without the score grows with each k (or q): a number, something uniform, or None."""
+    slope = _slope_of(expr, position)
+    # A comparison that NaN fails as well.
+    return slope if isinstance(slope, Expr) or slope is None or abs(slope) <= MAX_SLOPE else None
+
+
+def _slope_of(expr: Any, position: str) -> Any:
     if has_symbol(expr, "raw") or has_symbol(expr, "score") or dtype_of(expr) == "bool":
         return None
     if not has_symbol(expr, position):
