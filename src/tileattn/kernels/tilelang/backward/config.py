@@ -9,7 +9,7 @@ from typing import Any
 
 from ....call.facts import AttentionCall, BackwardCall
 from ....variant.program import program
-from ..architecture import ARCHITECTURES, padded
+from ..architecture import ARCHITECTURES, padded_finely
 from .operand_gradients import paths
 from .slopes import slope_program
 
@@ -104,7 +104,7 @@ def column_step(call: AttentionCall, config: BackwardConfig, rows: int) -> int:
 
 def value_columns(call: AttentionCall, config: BackwardConfig) -> int:
     """Columns of the main kernel's tiles of V, dO and dV: the padded head dim, and zeros that let warps share dV's."""
-    columns = padded(call.head_dim_v)
+    columns = padded_finely(call.head_dim_v)
     step = column_step(call, config, config.block_N) if config.weights_shared(call) else 16
     return -(-columns // step) * step
 
@@ -114,7 +114,7 @@ def shared_bytes(call: AttentionCall, config: BackwardConfig) -> int:
 
     dK and dV, on their way out, lie where others were; but in a packed call beside them.
     """
-    dims = padded(call.head_dim) + value_columns(call, config)
+    dims = padded_finely(call.head_dim) + value_columns(call, config)
     stages = max(config.num_stages, 1)
     weights = (1 + config.weights_shared(call)) * config.block_M * config.block_N
     elements = config.block_N * dims + stages * config.block_M * dims + weights
@@ -125,10 +125,10 @@ def shared_bytes(call: AttentionCall, config: BackwardConfig) -> int:
 
 def shared_bytes_queries(call: AttentionCall, config: BackwardConfig) -> int:
     """Shared memory of one block of the kernel for dq alone: Q and dO; the stages of K and V; dQ, as above."""
-    dims = padded(call.head_dim) + padded(call.head_dim_v)
+    dims = padded_finely(call.head_dim) + padded_finely(call.head_dim_v)
     elements = dims * (config.block_M + max(config.num_stages, 1) * config.block_N)
     if _gradients_apart(call):
-        elements += config.block_M * padded(call.head_dim)
+        elements += config.block_M * padded_finely(call.head_dim)
     return 2 * elements
 
 
@@ -148,7 +148,7 @@ def is_valid(call: AttentionCall, config: BackwardConfig) -> bool:
         ROWS % config.block_M == 0
         and config.block_M % 16 == 0
         and config.block_N % config.rows_per_warp(call.arch) == 0
-        and all(padded(call.head_dim) % column_step(call, config, rows) == 0 for rows in split)
+        and all(padded_finely(call.head_dim) % column_step(call, config, rows) == 0 for rows in split)
         and shared_bytes(call, config) <= ARCHITECTURES[call.arch].shared_bytes
     )
 
@@ -182,7 +182,7 @@ def kept_derivatives(call: BackwardCall) -> int:
 
 def preferences(call: AttentionCall, kept: int) -> Iterator[BackwardConfig]:
     """Configurations of the main kernel, best first; the first valid one is used."""
-    traced, widest = program(call.variant), max(padded(call.head_dim), padded(call.head_dim_v))
+    traced, widest = program(call.variant), max(padded_finely(call.head_dim), padded_finely(call.head_dim_v))
     has_wgmma = call.arch.startswith(("sm_90", "sm_100", "sm_103"))
     has_producer = has_wgmma and call.aligned and not call.packed
     if call.arch.startswith("gfx"):
@@ -191,7 +191,7 @@ def preferences(call: AttentionCall, kept: int) -> Iterator[BackwardConfig]:
         yield BackwardConfig(16, 32, 0, 128)
     # Where operands of products are loaded into registers, 64 rows leave too few for wide heads and modifications.
     rows = 64 if has_wgmma or (widest <= 128 and traced.score is None) else 32
-    if padded(call.head_dim) % 32:
+    if padded_finely(call.head_dim) % 32:
         yield BackwardConfig(rows, 64, 2, 128)  # two warpgroups would halve dQ's columns; see column_step
     if has_producer and widest <= 64 and traced.score is None and not traced.tensors:
         yield BackwardConfig(128, 128, 2, 256)
@@ -208,7 +208,7 @@ def _preferences_queries(call: AttentionCall) -> Iterator[BackwardConfig]:
     if call.arch.startswith("gfx"):
         yield BackwardConfig(64, 32, 0, 128)
         yield BackwardConfig(32, 16, 0, 64)
-    traced, widest = program(call.variant), max(padded(call.head_dim), padded(call.head_dim_v))
+    traced, widest = program(call.variant), max(padded_finely(call.head_dim), padded_finely(call.head_dim_v))
     # Several tensors' addresses take the registers that more keys would need; so do those of rows that may begin
     # anywhere, together with a sequence's bounds.
     anywhere = call.packed and not call.aligned and widest > 64

@@ -11,7 +11,7 @@ from typing import Any
 import tilelang.language as T
 
 from ....call.facts import AttentionCall
-from ..architecture import padded
+from ..architecture import padded_finely
 from . import places
 from .config import Part, store_options
 from .hopper.dq_order import COLUMNS, RegisterOrder
@@ -29,7 +29,7 @@ def body(call: AttentionCall, order: RegisterOrder | None, part: Part) -> Any:
         part: the part of a tile that a block takes; with an order, the whole tile.
     """
     dtype = str(call.dtype).removeprefix("torch.")
-    head_dim = padded(call.head_dim)
+    head_dim = padded_finely(call.head_dim)
     rows, store = part.rows, store_options(call)
 
     @T.macro

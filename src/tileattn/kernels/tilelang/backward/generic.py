@@ -27,7 +27,7 @@ from tilelang.language.eager.builder import Builder
 
 from ....call.facts import AttentionCall
 from ....variant.program import Program
-from ..architecture import padded
+from ..architecture import padded_finely
 from ..tile import dropout, softmax
 from ..tile.assume import assume_aligned, assume_filled
 from ..tile.mask import keep_uniforms
@@ -60,7 +60,7 @@ class GenericKeysPlan(BackwardPlan):
         super().__init__(call, config, traced, paths)
         self.paths, self.adds_dq, self.split = paths, adds_dq, config.split
         self.block_M, self.block_N = config.block_M, config.block_N
-        self.head_dim, self.head_dim_v = padded(call.head_dim), value_columns(call, config)
+        self.head_dim, self.head_dim_v = padded_finely(call.head_dim), value_columns(call, config)
         self.copy, self.store = copy_options(call), store_options(call)
         by_key = [index for index, path in enumerate(paths) if path.way == BY_KEY]
         self.sums_by_key = {index: number for number, index in enumerate(by_key)}

@@ -15,7 +15,7 @@ from ....tuner.space import Space
 from ....variant.program import program
 from ...scale import scaled_first
 from ...sink import sink_gradient
-from ..architecture import padded
+from ..architecture import padded_finely
 from ..host import as_bytes, one_batch, pattern_arguments
 from ..tuned import sizes_of
 from .config import BackwardConfig, read_together
@@ -100,7 +100,7 @@ def prepare_backward_with(
     leaves = (leaving(config, read_together(call), operand_paths) or (None,))[0]
     kernels = backward_kernels(call) if tuned is None else backward_kernels(call, tuned)
     scalars: tuple[float, ...] = (scale, heads // kv_heads)
-    dq_dim = padded(call.forward.head_dim) if adds_dq(call) else None
+    dq_dim = padded_finely(call.forward.head_dim) if adds_dq(call) else None
     own_order = not isinstance(config, BackwardConfig)
     of_main = of_queries = scalars
     if own_order:

@@ -16,7 +16,7 @@ from typing import Any
 import tilelang.language as T
 
 from ....call.facts import AttentionCall
-from ..architecture import padded
+from ..architecture import padded_finely
 from ..tile import softmax
 from ..tile.assume import assume_aligned
 from . import places
@@ -36,7 +36,7 @@ def body(call: AttentionCall, has_dlse: bool, clears: bool, part: Part) -> Any:
     """
     rows = part.rows
     dtype = str(call.dtype).removeprefix("torch.")
-    head_dim = padded(call.head_dim)
+    head_dim = padded_finely(call.head_dim)
     # A power of two, so that the threads share the rows evenly; the copy fills the other columns with zeros.
     columns = 1 << (call.head_dim_v - 1).bit_length()
     copy = {"disable_tma": True} | ({"coalesced_width": 4} if call.arch.startswith("gfx") else {})

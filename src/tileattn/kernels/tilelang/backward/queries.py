@@ -19,7 +19,7 @@ import tilelang.language as T
 
 from ....call.facts import AttentionCall
 from ....variant.program import Program
-from ..architecture import padded
+from ..architecture import padded_finely
 from ..tile import dropout, softmax
 from ..tile.assume import assume_aligned, assume_filled
 from ..tile.mask import keep_uniforms
@@ -42,7 +42,7 @@ class GenericQueriesPlan(BackwardPlan):
     def __init__(self, call: AttentionCall, config: BackwardConfig, traced: Program) -> None:
         super().__init__(call, config, traced)
         self.block_M, self.block_N = config.block_M, config.block_N
-        self.head_dim, self.head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+        self.head_dim, self.head_dim_v = padded_finely(call.head_dim), padded_finely(call.head_dim_v)
         self.copy, self.store = copy_options(call), store_options(call)
         self.held, self.held_address = holder(call), address_holder(call)
 

@@ -10,7 +10,7 @@ from tilelang.language.eager.builder import Builder
 
 from ....call.facts import AttentionCall
 from ....variant.program import Program
-from ..architecture import padded
+from ..architecture import padded_finely
 from ..packed.work_list import WIDTH
 from ..tile.parameters import SIZES, operand
 from .hopper.dq_order import COLUMNS
@@ -71,7 +71,7 @@ class Parameters:
 
     def accumulator(self) -> Any:
         """dq in float32 while tiles of keys add to it, with padding."""
-        shape = [self.sizes.batch, self.sizes.heads, self.sizes.padded_q, padded(self.call.head_dim)]
+        shape = [self.sizes.batch, self.sizes.heads, self.sizes.padded_q, padded_finely(self.call.head_dim)]
         return self.tensor("dq_sum", shape)
 
     def accumulator_rows(self) -> Any:
@@ -180,4 +180,4 @@ def _with_sizes(p: Parameters, arg: SimpleNamespace) -> SimpleNamespace:
     sizes = vars(p.sizes)
     if p.call.packed:  # a sequence's lengths are in its record
         sizes = {name: size for name, size in sizes.items() if not name.startswith("seqlen")}
-    return SimpleNamespace(**vars(arg), **sizes, sum_columns=padded(p.call.head_dim), arch=p.call.arch)
+    return SimpleNamespace(**vars(arg), **sizes, sum_columns=padded_finely(p.call.head_dim), arch=p.call.arch)

@@ -15,7 +15,7 @@ from typing import Any
 from ....call.facts import AttentionCall, BackwardCall
 from ....tuner.space import Space
 from .. import tuned
-from ..architecture import OTHER_REGISTERS, SCORE_REGISTERS, padded
+from ..architecture import OTHER_REGISTERS, SCORE_REGISTERS, padded_finely
 from ..tuned import Sizes
 from .amd.config import AmdBackwardConfig, amd_candidates, is_valid_amd_backward
 from .config import BackwardConfig, is_valid, kept_derivatives, read_together
@@ -81,7 +81,7 @@ def candidates(call: BackwardCall) -> list[MainConfig]:
 def _hopper(call: BackwardCall, present: MainConfig) -> Iterator[MainConfig]:
     if isinstance(present, HopperWideConfig):
         yield HopperWideConfig(late_dp=True)
-    wide = max(padded(call.forward.head_dim), padded(call.forward.head_dim_v)) > 128
+    wide = max(padded_finely(call.forward.head_dim), padded_finely(call.forward.head_dim_v)) > 128
     # Registers that gradients of tensors take bound the tile from above; wide heads have been tried at 32 queries.
     largest = present.block_M if paths(call) else 32 if wide else 128
     stages = (2, 3, 4)
@@ -111,7 +111,7 @@ def _generic(call: BackwardCall) -> Iterator[BackwardConfig]:
 
 def registers(call: AttentionCall, config: BackwardConfig, kept: int) -> int:
     """Per thread, estimated: dK, dV, dQ, S and dP in float32, P and dS in 16 bits, and derivatives that are kept."""
-    head_dim, head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+    head_dim, head_dim_v = padded_finely(call.head_dim), padded_finely(call.head_dim_v)
     elements = config.block_N * (head_dim + head_dim_v) + config.block_M * head_dim
     elements += (3 + kept) * config.block_N * config.block_M
     return elements // config.threads + OTHER_REGISTERS + SCORE_REGISTERS * (kept > 0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .....call.facts import AttentionCall
-from ...architecture import ARCHITECTURES, padded
+from ...architecture import ARCHITECTURES, padded_finely
 from ..config import BackwardConfig, is_valid
 
 
@@ -26,15 +26,15 @@ class AmdBackwardConfig(BackwardConfig):
 
 def k_pack_of(call: AttentionCall) -> int:
     """The largest `k_pack` of the call: 2 if both head dims are multiples of 32, else 1."""
-    return 2 if padded(call.head_dim) % 32 == padded(call.head_dim_v) % 32 == 0 else 1
+    return 2 if padded_finely(call.head_dim) % 32 == padded_finely(call.head_dim_v) % 32 == 0 else 1
 
 
 def is_valid_amd_backward(call: AttentionCall, config: AmdBackwardConfig) -> bool:
     """Whether the main kernel fits: :func:`.config.is_valid`, and at least 16 x 16 of each product for each wave."""
     waves = config.threads // ARCHITECTURES[call.arch].warp
-    narrower = min(padded(call.head_dim), padded(call.head_dim_v))
+    narrower = min(padded_finely(call.head_dim), padded_finely(call.head_dim_v))
     of_scores, of_keys = (config.block_N // 16 * (size // 16) for size in (config.block_M, narrower))
-    of_queries = config.block_M // 16 * (padded(call.head_dim) // 16)
+    of_queries = config.block_M // 16 * (padded_finely(call.head_dim) // 16)
     return (
         call.arch.startswith("gfx")
         and config.k_pack in (1, k_pack_of(call))

@@ -32,8 +32,8 @@ tiles, and tiles at the ends of queries or keys, take a branch that is uniform a
 
 Blocks start with the tiles of keys that most queries see under a causal mask. All sizes and strides are run-time
 values. Limits: sm_90a, head dims up to 128, tensors whose rows begin at multiples of 16 bytes. Without dq, which
-queries.py then computes, the head dims may be larger if their sum is at most 320: with 192 and 128 the warpgroups keep
-160 registers of dK and dV, and take 32 queries at a time.
+queries.py then computes, the head dims may be larger if their sum is at most 320: with 192 and 128, or 160 twice, the
+warpgroups keep 160 registers of dK and dV, and take 32 queries at a time.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import tilelang.language as T
 
 from .....call.facts import AttentionCall
 from .....variant.program import Program
-from ...architecture import padded
+from ...architecture import padded_finely
 from ...tile.hopper import WARP, WARPGROUP, slices
 from .. import tile
 from ..operand_gradients import BY_KEY, Path
@@ -46,7 +46,7 @@ class TilePlan(BackwardPlan):
     def __init__(self, call: AttentionCall, config: Any, traced: Program, paths: tuple[Path, ...] = ()) -> None:
         super().__init__(call, config, traced, paths)
         self.block_M, self.block_N = config.block_M, config.block_N
-        self.head_dim, self.head_dim_v = padded(call.head_dim), padded(call.head_dim_v)
+        self.head_dim, self.head_dim_v = padded_finely(call.head_dim), padded_finely(call.head_dim_v)
         self.copied, self.copied_dtype = config.copied(call) or (None, None)
         self.copied_once = self.copied is not None and all(map(self.copied.differs_by, "hb"))
         self.tile_in_registers = self.copied is not None
