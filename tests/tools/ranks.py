@@ -1,4 +1,4 @@
-"""Functions of tests on several ranks: one new process for each, in a gloo group, with a limit of time."""
+"""Functions of tests on several ranks: one new process for each, in a process group, with a limit of time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 
-def on_ranks(function: Callable[[int, int], Any], ranks: int, seconds: float) -> list[Any]:
+def on_ranks(function: Callable[[int, int], Any], ranks: int, seconds: float, backend: str = "gloo") -> list[Any]:
     """What ``function(rank, ranks)`` returns on each rank. Fails where it raises, or after the limit of time.
 
     The function must be at the top of a module, and its results must be picklable.
@@ -28,7 +28,7 @@ def on_ranks(function: Callable[[int, int], Any], ranks: int, seconds: float) ->
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         processes = [
             subprocess.Popen(
-                [*command, str(rank), str(ranks), folder, str(seconds)], cwd=ROOT, env=environment,
+                [*command, str(rank), str(ranks), folder, str(seconds), backend], cwd=ROOT, env=environment,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
             for rank in range(ranks)
@@ -45,12 +45,12 @@ def on_ranks(function: Callable[[int, int], Any], ranks: int, seconds: float) ->
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(ranks)]
 
 
-def _main(module: str, name: str, rank: str, ranks: str, folder: str, seconds: str) -> None:
+def _main(module: str, name: str, rank: str, ranks: str, folder: str, seconds: str, backend: str) -> None:
     import torch.distributed as dist
 
     function = getattr(importlib.import_module(module), name)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=int(ranks),
+        backend, init_method=f"file://{folder}/store", rank=int(rank), world_size=int(ranks),
         timeout=timedelta(seconds=float(seconds)),
     )  # fmt: skip
     Path(folder, rank).write_bytes(pickle.dumps(function(int(rank), int(ranks))))
