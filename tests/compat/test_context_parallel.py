@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import tileattn
-from tests.tools.ranks import on_ranks
+from tests.tools.ranks import on_ranks, once
 from tileattn.runtime import context_parallel as region
 from tileattn.testing import (
     assert_accurate,
@@ -97,8 +97,8 @@ def errors(ranks: int) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return dict(on_ranks(results, 2, seconds=60)[0])
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return dict(once(tmp_path_factory, "context_parallel", lambda: on_ranks(results, 2, seconds=60))[0])
 
 
 # --- The tests ---

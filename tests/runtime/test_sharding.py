@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import tileattn
-from tests.tools.ranks import on_ranks
+from tests.tools.ranks import on_ranks, once
 from tileattn.testing import assert_accurate
 from tileattn.variant.key import encode, normalize
 from tileattn.variant.sharding import dims_of
@@ -166,8 +166,8 @@ def text_of(call: Callable[[], Any]) -> str:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    first, second = on_ranks(results, 2, seconds=60)
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    first, second = once(tmp_path_factory, "sharding", lambda: on_ranks(results, 2, seconds=60))
     for name in CASES:
         for each, (whole, placements) in first[name].items():
             assert torch.equal(whole, second[name][each][0]), (name, each)

@@ -12,7 +12,12 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +48,16 @@ def on_ranks(function: Callable[[int, int], Any], ranks: int, seconds: float, ba
         for rank, (each, text) in enumerate(zip(processes, printed)):
             assert each.returncode == 0, f"rank {rank}: {text}"
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(ranks)]
+
+
+def once(folders: pytest.TempPathFactory, name: str, make: Callable[[], Any]) -> Any:
+    """What ``make()`` returns, made once for all of xdist's workers, to which the tests of a file are dealt."""
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    path = (folders.getbasetemp().parent if is_worker else folders.getbasetemp()) / name
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            path.write_bytes(pickle.dumps(make()))
+        return pickle.loads(path.read_bytes())
 
 
 def _main(module: str, name: str, rank: str, ranks: str, folder: str, seconds: str, backend: str) -> None:
