@@ -16,6 +16,7 @@ from . import (
     masks,
     packed,
     rules,
+    shards,
     shares,
     triton_decode,
 )
@@ -32,6 +33,7 @@ def all_mutants() -> list[Mutant]:
         backends,
         calls,
         rules,
+        shards,
         shares,
         packed,
         appending,

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..call.head_dims import padded
 from ..call.scalars import as_float
 from ..call.validation import check_flags
+from ..runtime.context_parallel import refuse_shards
 from ..runtime.run import autocast
 from ..variant.masks import SlidingWindow
 from ..variant.scores import Bias
@@ -64,6 +65,7 @@ def scaled_dot_product_attention(
         TypeError, ValueError, NotImplementedError: an argument is wrong, as in :func:`tileattn.attention`.
         RuntimeError: both attn_mask and is_causal are given, as in PyTorch.
     """
+    refuse_shards("tileattn.scaled_dot_product_attention")
     query, key, value = autocast(query), autocast(key), autocast(value)  # first, because the checks depend on dtypes
     _check(query, key, value)
     is_causal, enable_gqa = check_flags(is_causal=is_causal, enable_gqa=enable_gqa)

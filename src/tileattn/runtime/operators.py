@@ -6,6 +6,8 @@ An operator takes tensors and numbers as separate arguments, so this module flat
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +18,9 @@ from ..call.facts import AttentionCall, BackwardCall, device_arch, is_aligned, s
 from ..call.fp8 import FP8, accumulator, complete, output_dtype
 from ..call.inputs import Inputs, Numbers, join
 from ..tuner import state
+from ..variant.key import constant_under_compile
 from ..variant.program import with_alignment
+from . import sharding
 from .dispatch import Backward, prepare_backward, prepare_forward
 
 # The descales of q, k and v as the user gave them, each of any shape that broadcasts to (batch, kv_heads).
@@ -110,6 +114,7 @@ def trace_forward(options: Options, inputs: Inputs, descales: GivenDescales = NO
 
     Descales are a separate argument here, as the user gave them: the operator completes them.
     """
+    _accept_dtensors()
     q, k, v, sink, operands, dropout, packed, _ = inputs
     variant, scale, backend, deterministic, needs_grad = options
     numbers = (operands.ints, operands.floats, scale)
@@ -205,6 +210,7 @@ def trace_backward(
     options: Options, inputs: Inputs, needs: Sequence[bool], o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 ) -> list[Tensor]:
     """The same as :func:`run_backward`, by the operator."""
+    _accept_dtensors()
     q, k, v, sink, operands, dropout, packed, _ = inputs
     variant, scale, backend, deterministic, _ = options
     numbers = (operands.ints, operands.floats, scale)
@@ -264,3 +270,18 @@ backward = torch.library.custom_op("tileattn::backward", _backward, mutates_args
 def _(do, dlse, q, k, v, o, lse, sink, variant, tensors, *others):
     needs = others[5]  # after ints, floats, scale, backend and deterministic
     return [x.new_empty(x.shape) for x, need in zip((q, k, v, sink, *tensors), needs) if need]
+
+
+# --- DTensors ---
+
+
+@constant_under_compile
+def _accept_dtensors() -> None:
+    """Registers the operators' shardings, once, where DTensor is imported: `import tileattn` does not import it."""
+    if "torch.distributed.tensor" in sys.modules:
+        _register_shardings()
+
+
+@functools.cache
+def _register_shardings() -> None:
+    sharding.register(forward, backward, _forward, _backward)

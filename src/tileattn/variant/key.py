@@ -29,7 +29,7 @@ from .tracing.trace import trace
 from .tree_mask import TreeMask
 
 
-def _constant_under_compile(fn: Any) -> Any:
+def constant_under_compile(fn: Any) -> Any:
     """Marks a function that torch.compile runs while it traces, instead of tracing it.
 
     The mark is what ``torch.compiler.assume_constant_result`` sets; that function itself would import all of Dynamo.
@@ -132,7 +132,7 @@ def _encode_tensor(value: torch.Tensor, operands: Operands) -> str:
 TENSOR = re.compile(r"t:(\w+):([1n]*)(:aligned)?")
 
 
-@_constant_under_compile
+@constant_under_compile
 def field_names(cls: type) -> tuple[str, ...]:
     """The field names of a class of masks or modifications. Each field holds an operand."""
     return _registered_fields(cls)

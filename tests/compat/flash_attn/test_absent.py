@@ -37,6 +37,8 @@ IMPORTS = {
     "ModernBERT, vLLM": "from flash_attn.ops.triton.rotary import apply_rotary",
     "Qwen": "import flash_attn.layers.rotary; flash_attn.layers.rotary.apply_rotary_emb_func",
     "phi": "from flash_attn.modules.mha import FlashCrossAttention, FlashSelfAttention",
+    "ring-flash-attn": "from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_backward",
+    "and packed": "from flash_attn.flash_attn_interface import _flash_attn_varlen_forward, _flash_attn_varlen_backward",
     "MPT": "from flash_attn.modules.mha import get_alibi_slopes",
 }
 
@@ -70,8 +72,6 @@ ABSENT = {
     "from flash_attn import cute": "flash_attn.cute is not in",
     "from flash_attn import flash_attn_unpadded_func": "flash_attn.flash_attn_unpadded_func is not in",
     "from flash_attn.flash_attn_interface import flash_attn_gpu": "compiled extension",
-    "from flash_attn.flash_attn_interface import _flash_attn_forward": "tileattn.attention.return_lse=True",
-    "from flash_attn.flash_attn_interface import _flash_attn_varlen_backward": "tileattn.varlen_attention.return_lse=T",
     "import flash_attn._install": "flash_attn._install is not in",
     "import flash_attn.something.new": "flash_attn.something is not in",
 }

@@ -48,6 +48,10 @@ class Options(NamedTuple):
         """The mask of a call with at most `seqlen_k` keys."""
         return window_mask(self.causal, *_window(self.window_size), seqlen_k)
 
+    def scale(self, q: Tensor) -> float:
+        """The factor of the scores; q is the user's, whose head_dim is not padded."""
+        return q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+
     def score_mods(self) -> list[ScoreMod]:
         """The score modifications, the cap before the bias as in flash-attn."""
         caps: list[ScoreMod] = [SoftCap(float(self.softcap))] if self.softcap > 0 else []
@@ -55,26 +59,32 @@ class Options(NamedTuple):
 
 
 def attend_pages(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed, block_table: Any
+    q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed, block_table: Any, seqused_k: Any = None
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Attention of packed queries (total, heads, head_dim) to pages (pages, page_size, kv_heads, head_dim)."""
-    _check(q, q, q, 3)
+    """Attention of packed queries (total, heads, head_dim) to pages (pages, page_size, kv_heads, head_dim).
+
+    With seqused_k, sequence ``b`` has only its first ``seqused_k[b]`` keys; block_table may then be None, and k and v
+    packed like the queries.
+    """
+    check_inputs(q, q, q, packed)
     options = options.with_numbers()
     if options.dropout_p:
-        raise ValueError(f"dropout_p must be 0 with block_table, got {options.dropout_p}")
+        which = "seqused_k" if block_table is None else "block_table"
+        raise ValueError(f"dropout_p must be 0 with {which}, got {options.dropout_p}")
     mask, given = options.mask(packed.max_seqlen_k), (q, k, v, options.alibi_slopes)
-    q = q if q.stride(-1) == 1 else q.contiguous()
+    q = last_contiguous(q)
     with torch.no_grad(), without_autocast(q.device.type):
         result = varlen_attention(
             q,
             k,
             v,
             *packed,
+            seqused_k=seqused_k,
             block_table=block_table,
             mask=None if isinstance(mask, Causal) else mask,
             causal=isinstance(mask, Causal),
             score_mod=options.score_mods() or None,
-            scale=q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale,
+            scale=options.scale(q),
             return_lse=bool(options.return_attn_probs),
         )
     if isinstance(result, Tensor):
@@ -85,21 +95,32 @@ def attend_pages(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | None = None) -> Result:
     """Attention of padded batches (batch, seqlen, heads, head_dim) or of packed sequences (total, heads, head_dim)."""
-    _check(q, k, v, 4 if packed is None else 3)
+    check_inputs(q, k, v, packed)
     options = options.with_numbers()
-    mask, mods = options.mask(k.shape[1] if packed is None else packed.max_seqlen_k), options.score_mods()
     shows_dropped = options.return_attn_probs and options.dropout_p > 0
     seed = next_seed(q.device) if shows_dropped else None
+    result = compute(q, k, v, options, packed, return_lse=bool(options.return_attn_probs))
+    if isinstance(result, Tensor):
+        return result
+    o, lse = result
+    return o, lse, q.new_empty(0) if seed is None else probabilities(q, k, lse, options, packed, seed)
+
+
+def compute(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | None, *, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Computes o, or o and lse, of checked inputs and options with numbers."""
+    mask = options.mask(k.shape[1] if packed is None else packed.max_seqlen_k)
     keywords: dict[str, Any] = {
         "mask": None if isinstance(mask, Causal) else mask,
         "causal": isinstance(mask, Causal),
-        "score_mod": mods or None,
-        "scale": q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale,
+        "score_mod": options.score_mods() or None,
+        "scale": options.scale(q),
         "dropout_p": options.dropout_p,
         "deterministic": bool(options.deterministic),
-        "return_lse": bool(options.return_attn_probs),
+        "return_lse": return_lse,
     }
-    padded_q, padded_k, padded_v = (pad(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k, v))
+    padded_q, padded_k, padded_v = (pad(last_contiguous(x)) for x in (q, k, v))
     with without_autocast(q.device.type):
         if packed is None:
             result = attention(padded_q, padded_k, padded_v, **keywords)
@@ -108,11 +129,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, packed: Packed | N
         if isinstance(result, Tensor):
             return result if padded_v is v else result[..., : v.shape[-1]]
         o, lse = result
-        probabilities = q.new_empty(0)
-        if seed is not None:
-            of_call = (lse, packed, mask, mods, keywords["scale"], options.dropout_p, seed)
-            probabilities = signed_probabilities(q, k, *of_call)
-    return o[..., : v.shape[-1]], lse, probabilities
+        return o[..., : v.shape[-1]], lse
+
+
+def probabilities(q: Tensor, k: Tensor, lse: Tensor, options: Options, packed: Packed | None, seed: Tensor) -> Tensor:
+    """``S_dmask`` of a call with dropout: options with numbers, the call's lse and the seed that it drew."""
+    mask = options.mask(k.shape[1] if packed is None else packed.max_seqlen_k)
+    of_call = (lse, packed, mask, options.score_mods(), options.scale(q), options.dropout_p, seed)
+    with without_autocast(q.device.type):
+        return signed_probabilities(q, k, *of_call)
+
+
+def last_contiguous(x: Tensor) -> Tensor:
+    """The tensor, copied if its last dimension is not contiguous, as kernels need it; flash-attn copies too."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
@@ -142,12 +172,12 @@ def is_window(window_size: Any) -> bool:
 
 def check_queries(q: Any) -> None:
     """Checks q (batch, q_len, heads, head_dim) of a call that reads a cache; the caches are checked elsewhere."""
-    _check(q, q, q, 4)
+    check_inputs(q, q, q, None)
 
 
-def _check(q: Any, k: Any, v: Any, ndim: int) -> None:
+def check_inputs(q: Any, k: Any, v: Any, packed: Packed | None) -> None:
     """Checks the requirements of flash-attn that `attention` does not have; `attention` checks all others."""
-    shape = "(batch, seqlen, heads, head_dim)" if ndim == 4 else "(total, heads, head_dim)"
+    ndim, shape = (4, "(batch, seqlen, heads, head_dim)") if packed is None else (3, "(total, heads, head_dim)")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -170,3 +200,21 @@ def unpacked(name: str, x: Any, dim: int, count: int) -> tuple[Tensor, ...]:
         shape = f"(batch, seqlen, {count}, heads, head_dim)" if dim == 2 else f"(total, {count}, heads, head_dim)"
         raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
     return x.unbind(dim)
+
+
+def packed_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Any, max_seqlen_k: Any) -> Packed:
+    """The sequences of a packed call; flash-attn also accepts lengths in tensors of one element."""
+    longest = _longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k)
+    return Packed(cu_seqlens_q, cu_seqlens_k, *longest)
+
+
+def _longest(name: str, size: Any) -> Any:
+    """The argument `name` as an int; flash-attn also accepts a tensor of one element."""
+    if not isinstance(size, Tensor):
+        return size
+    if size.numel() != 1 or size.dtype == torch.bool or size.is_floating_point() or size.is_complex():
+        raise TypeError(
+            f"{name} must be an int, or an integer tensor of one element, got a tensor of shape {tuple(size.shape)} in "
+            f"{size.dtype}"
+        )
+    return int(size)

@@ -7,35 +7,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ...call.argument_names import renamed
-from ...call.facts import Packed
 from ._absent import absent_names
-from ._attend import Options, Result, attend, attend_pages, unpacked
+from ._attend import Options, Result, attend, attend_pages, packed_of, unpacked
 from ._block_sizes import get_block_size_n
 from ._kv_cache import Cache, NewKeys, attend_cache
+from ._pass_functions import (
+    flash_attn_backward,
+    flash_attn_forward,
+    flash_attn_varlen_backward,
+    flash_attn_varlen_forward,
+)
 
-_get_block_size_n = get_block_size_n  # under the name by which flash-attn has it
+# Under the names by which flash-attn has them.
+_get_block_size_n = get_block_size_n
+_flash_attn_forward = flash_attn_forward
+_flash_attn_backward = flash_attn_backward
+_flash_attn_varlen_forward = flash_attn_varlen_forward
+_flash_attn_varlen_backward = flash_attn_varlen_backward
 
 _NO_WINDOW = (-1, -1)
 # With q, k and v in one tensor, one argument stands for both `_q` and `_k`: errors then name it without the suffix.
 _OF_BOTH = {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen", "total") for side in "qk"}
 
 if not TYPE_CHECKING:
-    _WITH_LSE = "tileattn.attention(return_lse=True): gradients flow through o and lse, so that parts can be merged"
-    _PACKED_WITH_LSE = _WITH_LSE.replace("attention(", "varlen_attention(")
     _EXTENSION = "the functions of this module: flash-attn's compiled extension is not there"
-    __getattr__ = absent_names(
-        __name__,
-        {
-            "flash_attn_gpu": _EXTENSION,
-            "flash_attn_cuda": _EXTENSION,
-            **dict.fromkeys(["_flash_attn_forward", "_flash_attn_backward"], _WITH_LSE),
-            **dict.fromkeys(["_flash_attn_varlen_forward", "_flash_attn_varlen_backward"], _PACKED_WITH_LSE),
-        },
-    )
+    __getattr__ = absent_names(__name__, {"flash_attn_gpu": _EXTENSION, "flash_attn_cuda": _EXTENSION})
 
 
 def flash_attn_func(
@@ -172,7 +171,7 @@ def flash_attn_varlen_func(
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packed = packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if block_table is not None:
         return attend_pages(q, k, v, options, packed, block_table)
     return attend(q, k, v, options, packed)
@@ -198,7 +197,7 @@ def flash_attn_varlen_kvpacked_func(
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packed = packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     k, v = unpacked("kv", kv, 1, 2)
     return attend(q, k, v, options, packed)
 
@@ -222,7 +221,7 @@ def flash_attn_varlen_qkvpacked_func(
     )
     q, k, v = unpacked("qkv", qkv, 1, 3)
     try:
-        return attend(q, k, v, options, _packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))
+        return attend(q, k, v, options, packed_of(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))
     except (TypeError, ValueError) as error:
         raise renamed(error, _OF_BOTH) from None
 
@@ -299,20 +298,3 @@ def flash_attn_with_kvcache(
     table = page_table if block_table is None else block_table
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, table)
     return attend_cache(q, new, cache, options, num_splits, s_aux)
-
-
-def _packed(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Any, max_seqlen_k: Any) -> Packed:
-    longest = _longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k)
-    return Packed(cu_seqlens_q, cu_seqlens_k, *longest)
-
-
-def _longest(name: str, size: Any) -> Any:
-    """The argument `name` as an int; flash-attn also accepts a tensor of one element."""
-    if not isinstance(size, Tensor):
-        return size
-    if size.numel() != 1 or size.dtype == torch.bool or size.is_floating_point() or size.is_complex():
-        raise TypeError(
-            f"{name} must be an int, or an integer tensor of one element, got a tensor of shape {tuple(size.shape)} in "
-            f"{size.dtype}"
-        )
-    return int(size)

@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...api.attention import check_backend
+
+if TYPE_CHECKING:
+    from .context_parallel import ContextParallel
 
 NAME = "tileattn"
 OLDEST = (5, 17)
@@ -25,7 +28,9 @@ OLDEST = (5, 17)
 __all__ = ["register"]
 
 
-def register(*, backend: str | None = None, ignore: Iterable[str] = ()) -> None:
+def register(
+    *, backend: str | None = None, ignore: Iterable[str] = (), context_parallel: ContextParallel | None = None
+) -> None:
     """Registers ``attn_implementation="tileattn"`` with transformers, for all models.
 
     It registers an attention function and a function that makes its masks; without the second, transformers would pass
@@ -36,14 +41,23 @@ def register(*, backend: str | None = None, ignore: Iterable[str] = ()) -> None:
         backend: as for :func:`tileattn.attention`; None takes the first backend that accepts the call.
         ignore: names of keyword arguments that your model or training loop passes to the attention although they do
             not concern it. Other keyword arguments that tileattn does not know raise an error.
+        context_parallel: a plan, such as ``tileattn.parallel.Plan``, for models whose inputs are shards of the
+            sequence: each layer's q, k and v, its mask or window, cap and sink go to ``plan.attention``. Padding,
+            packed sequences, dropout and caches are refused then.
 
     Raises:
         ImportError: transformers is not installed, or is older than 5.17.
-        TypeError: ignore is not an iterable of names (a single name is not one).
+        TypeError: ignore is not an iterable of names (a single name is not one), or context_parallel has no method
+            `attention`.
         ValueError: no backend has that name, or its options are wrong.
     """
     check_backend(backend)
     ignored = _names(ignore)
+    if context_parallel is not None and not callable(getattr(context_parallel, "attention", None)):
+        raise TypeError(
+            f"context_parallel must have a method attention(q, k, v, mask=, score_mod=, sink=, scale=), as a "
+            f"tileattn.parallel.Plan has, got {type(context_parallel).__name__}"
+        )
     try:
         import transformers
     except ImportError as error:
@@ -59,8 +73,10 @@ def register(*, backend: str | None = None, ignore: Iterable[str] = ()) -> None:
     from .mask import make_mask
     from .paged import attend_paged
 
-    transformers.AttentionInterface.register(NAME, functools.partial(attend, backend=backend, ignored=ignored))
-    transformers.AttentionMaskInterface.register(NAME, make_mask)
+    options: dict[str, Any] = {"backend": backend, "ignored": ignored, "context_parallel": context_parallel}
+    transformers.AttentionInterface.register(NAME, functools.partial(attend, **options))
+    of_shard = functools.partial(make_mask, of_shard=True)
+    transformers.AttentionMaskInterface.register(NAME, make_mask if context_parallel is None else of_shard)
     # Continuous batching asks for this name, and makes no mask for it.
     paged = functools.partial(attend_paged, backend=backend, ignored=ignored)
     transformers.AttentionInterface.register(f"paged|{NAME}", paged)

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from ...api.attention import attention
 from ...call.scalars import as_float
+from ...runtime.context_parallel import is_active
 from ...variant.scores import Bias, SoftCap
 from . import keywords, layers
+from .context_parallel import ContextParallel, Layer, attend_shards
 from .mask import MaskParts
 from .packed import Length, attend_packed
 from .seen import seen, seen_when_packed
@@ -38,6 +40,7 @@ def attend(
     *,
     backend: str | None = None,
     ignored: frozenset[str] = frozenset(),
+    context_parallel: ContextParallel | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention with the arguments of transformers' attention functions.
@@ -64,6 +67,7 @@ def attend(
         deterministic: whether gradients must be bitwise equal from run to run.
         backend: as for :func:`tileattn.attention`.
         ignored: names of keyword arguments to ignore.
+        context_parallel: the plan to which q, k and v, shards of the sequence, are given; or None.
         others: other keyword arguments; :mod:`.keywords` checks them.
 
     Returns:
@@ -72,6 +76,11 @@ def attend(
     keywords.check(others, ignored)
     q, k, v = (_last_contiguous(x.transpose(1, 2)) for x in (query, key, value))
     sink = None if s_aux is None else s_aux.reshape(-1)
+    if context_parallel is not None or is_active():
+        refused = {"dropout": dropout, "position_bias": position_bias, "backend": backend}
+        refused |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        layer = Layer(module, attention_mask, is_causal, sliding_window, softcap, sink, scaling, refused)
+        return attend_shards(context_parallel, q, k, v, layer), None
     kind: tuple[Any, ...] | None = None
     ordinary = dropout == 0.0 and position_bias is cu_seq_lens_q is cu_seq_lens_k is None
     calls = attention_mask.calls if isinstance(attention_mask, MaskParts) and ordinary else None

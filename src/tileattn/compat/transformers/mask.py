@@ -123,11 +123,14 @@ def make_mask(
     attention_mask: Tensor | MaskParts | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    of_shard: bool = False,
     **_: Any,
 ) -> MaskParts:
     """The function that transformers calls to make a mask; the arguments are those of its ``sdpa_mask``.
 
-    There is no host-device synchronisation: on a GPU a padding mask is kept even if it hides nothing.
+    There is no host-device synchronisation: on a GPU a padding mask is kept even if it hides nothing. With `of_shard`
+    the lengths are those of a shard of the sequence. Then a window that is wider than the shard stays, and a padding
+    mask is read, also on a GPU, for one that hides nothing is all that shards may have.
 
     Raises:
         ValueError: attention_mask does not have shape (batch, keys).
@@ -155,9 +158,10 @@ def make_mask(
     if pattern is None or not expressible:
         dense = _dense(shape, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device)
         return MaskParts(shape, device, kv_length, dense=dense)
-    keys, window = _window(pattern, q_length, kv_length, shift, device)
+    keys, window = _window(pattern, q_length, kv_length, shift, device, of_shard)
     sequences = None if pattern.sequences is None else Documents(pattern.sequences[:, kv_offset:stop])
-    if attention_mask is not None and attention_mask.device.type == "cpu" and not is_traced(attention_mask):
+    is_read = attention_mask is not None and (of_shard or attention_mask.device.type == "cpu")
+    if attention_mask is not None and is_read and not is_traced(attention_mask):
         # The keys that the last query may see: of a static cache, those before the unused slots.
         seen = min(keys, kv_length + int(shift)) if pattern.right == 0 else keys
         if attention_mask.shape[1] >= kv_offset + seen and attention_mask.all():
@@ -170,11 +174,12 @@ def make_mask(
 
 
 def _window(
-    pattern: Pattern, q_length: int, kv_length: int, shift: int | Tensor, device: torch.device
+    pattern: Pattern, q_length: int, kv_length: int, shift: int | Tensor, device: torch.device, of_shard: bool
 ) -> tuple[int, Mask | None]:
     """The number of keys that any query can see, and the window.
 
-    shift: the last query's position in the sequence minus the last key's.
+    shift: the last query's position in the sequence minus the last key's. of_shard: whether the lengths are a shard's,
+    so that they make no bound superfluous.
     """
     left, right, keys = pattern.left, pattern.right, kv_length
     if left is None and right is None:
@@ -186,8 +191,9 @@ def _window(
     if shift != 0:
         # A tensor, so that torch.compile does not compile a generation step again for each shift.
         return keys, ShiftedWindow(left, right, torch.full((1,), shift, dtype=torch.int32, device=device))
-    left = None if left is None or left >= keys - 1 else left
-    right = None if right is None or right >= q_length - 1 else right
+    if not of_shard:
+        left = None if left is None or left >= keys - 1 else left
+        right = None if right is None or right >= q_length - 1 else right
     if left is None and right == 0:
         return keys, Causal()
     return keys, None if left is None and right is None else SlidingWindow(left, right)
