@@ -181,9 +181,7 @@ def _heads_side_by_side(call: AttentionCall, q_shape: torch.Size, seqlen_k: int,
 def _heads_for_an_even_end(seqlen_q: int) -> int:
     """How many heads have as much work as the blocks have while the longest tile of queries runs."""
     tiles = -(-seqlen_q // USUAL_ROWS)
-    return -(
-        -2 * MULTIPROCESSORS // (tiles + 1)
-    )  # under a causal mask a head's tiles take (tiles + 1) / 2 of its longest
+    return -(-2 * MULTIPROCESSORS // (tiles + 1))  # a head's tiles take (tiles + 1) / 2 times as long as its longest
 
 
 def _shared_bytes_per_score(call: AttentionCall) -> int:

@@ -17,7 +17,6 @@ from .waves import Costs, Groups, best_shares, costs_of, predicted, visible_tile
 # Queries in a tile of a kernel under a mask for which ptxas has no registers left if groups are split: it serialises
 # the products (C7512). And the queries that the kernel takes instead.
 CROWDED, UNCROWDED = 80, 64
-SMALL_BYTES = 0  # of a workspace that is allowed whatever the size of q
 LARGEST = 2**31 - 1  # elements of dk or dv that add.py can number
 MULTIPROCESSORS = 132  # of an H100 SXM or H200, where kernels are compiled without the device
 
@@ -41,12 +40,12 @@ def split(call: BackwardCall, config: MainConfig, shares: int) -> MainConfig:
 
 
 def most_shares(call: BackwardCall, q_shape: torch.Size, k_shape: torch.Size) -> int:
-    """The most shares whose workspace takes no more memory than q would in float32, or than SMALL_BYTES."""
+    """The most shares whose workspace takes no more memory than q would in float32; at least 1."""
     forward = call.forward
     of_keys = k_shape[0] * k_shape[1] * k_shape[2]
     if of_keys * max(forward.head_dim, forward.head_dim_v) > LARGEST:
         return 1
-    return max(max(4 * q_shape.numel(), SMALL_BYTES) // (4 * of_keys * (forward.head_dim + forward.head_dim_v)), 1)
+    return max(q_shape.numel() // (of_keys * (forward.head_dim + forward.head_dim_v)), 1)
 
 
 def workspace_bytes(call: BackwardCall, k_shape: torch.Size, shares: int) -> int:
