@@ -12,11 +12,9 @@ from ..call.inputs import Inputs
 from ..runtime import operators as ops
 from ..variant.masks import Mask
 from .agreement import Agreement
-from .layout import Layout
+from .layout import Layout, Span
 from .link import Link
-from .ranges import Span
 from .shifted import LocalVariant, Part, ScoreFn, localized
-from .work import Segment
 
 
 class Operands(NamedTuple):
@@ -110,6 +108,13 @@ class PartGradients:
             for x, need in zip(given, needs)
         ]
 
+    def without_sink(self) -> PartGradients:
+        """The same sums for calls without the sink."""
+        same = object.__new__(PartGradients)
+        same.operands, same.needs = self.operands._replace(sink=None), [False, *self.needs[1:]]
+        same.sums = [None, *self.sums[1:]]
+        return same
+
     def backward(
         self, call: Call, part: Part, rows: Rows, of_rows: Sequence[bool], outputs: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
@@ -149,5 +154,3 @@ def within(span: Span, first: int) -> Span:
     """A span counted from `first`."""
     return span[0] - first, span[1] - first
 
-
-__all__ = ["Call", "Operands", "PartGradients", "Rows", "Segment", "cut", "part_forward", "within"]
