@@ -106,6 +106,8 @@ class GatherWork:
             yield step, keys, values
 
     def _pieces(self, call: Call, step: Step) -> Iterator[Piece]:
+        if not step.segments:  # more ranks than heads
+            return
         row = 0
         for run, reached in self.runs:
             rows = row, row + run.stop - run.start
