@@ -41,6 +41,28 @@ def test_bits_are_equal_from_run_to_run(options: dict[str, Any], dtype: torch.dt
     assert all(torch.equal(sinks[0], other) for other in sinks)
 
 
+CAUSAL, WINDOW = tileattn.Causal(), tileattn.SlidingWindow(300)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "seqlen", "mask"),
+    [
+        ("ulysses", 63, CAUSAL),
+        ("ulysses", 63, WINDOW),
+        # PyTorch's kernel for CPUs has other tiles below 192 queries and from 768 on. For a window, they depend on all
+        # lengths.
+        ("gather", 1024, CAUSAL),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_o_and_lse_have_the_bits_of_one_device(algorithm: str, seqlen: int, mask: Any, dtype: torch.dtype) -> None:
+    """With gather: runs that begin at multiples of 256, so that the tiles are those of one device."""
+    for result in returned(pool(2).run(ranks_plan.bits, {"algorithm": algorithm}, seqlen, dtype, mask)):
+        assert torch.equal(result["o"], result["one_o"])
+        assert torch.equal(result["lse"], result["one_lse"])
+
+
 @pytest.mark.parametrize("algorithm", ["gather", "ring"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_bias_may_have_local_rows(ranks: int, algorithm: str) -> None:

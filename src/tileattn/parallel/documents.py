@@ -15,7 +15,7 @@ from ..variant.masks import Mask
 from .layout import Layout, Run, zigzag_blocks
 from .ranges import areas
 
-_CUT_ABOVE = 0.5  # of the fair share: below, dealing whole documents evens out
+_CUT_ABOVE = 0.25  # of the fair share: below, dealing whole documents evens out
 
 
 def documents_layout(bounds: Sequence[int], ranks: int, mask: Mask | None, heads: int) -> Layout:

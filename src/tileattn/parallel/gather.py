@@ -7,6 +7,10 @@
 `tileattn` aligns masks bottom-right, so a call on a run of queries and the keys up to its end already has the positions
 of the whole sequence. Each row's softmax is computed by one call over all of its keys: nothing is merged.
 
+Keys are given to a call from a multiple of 256 on, as if those before were there: zeros stand for keys that no query
+reaches. So the tiles of a kernel are those of one device, and with runs that begin at multiples of 256 so are the bits
+of o and lse.
+
 The backward pass fetches keys and values again instead of keeping them, so memory stays that of the shards and one
 group of heads. It sends dk and dv, in float32, to the ranks that hold the keys, which sum them in the order of ranks.
 """
@@ -25,6 +29,9 @@ from .layout import Layout, Run, Span
 from .shifted import Part
 from .transfer import Summing, Transfer
 from .work import Assignment, KeyRanges, Segment, assign, head_steps, kv_heads_of, needed_keys, rows_of, segments
+
+
+_TILE = 256  # a multiple of the tile sizes of all kernels
 
 
 class Piece(NamedTuple):
@@ -61,7 +68,7 @@ class GatherWork:
     Attributes:
         queries: the transfer of q, and back that of o.
         runs: the runs of queries that this rank computes, and the keys that each reaches.
-        needed: for this rank the tokens of the keys it fetches.
+        needed: for this rank the spans of tokens of the keys it fetches, each from its gap on.
         heads: this rank's query heads.
         steps: the groups of heads.
     """
@@ -239,8 +246,20 @@ def gather_work(
         _step(layout, rank, assignment, needed, span, heads[0] // heads[1]) for span in head_steps(heads[1], groups)
     )
     runs = assignment.runs[rank]
-    reached = tuple(zip(runs, ranges(runs))) if runs else ()
-    return GatherWork(queries, reached, tuple(needed[rank]), assignment.heads[rank], steps, assignment.local_rows)
+    reached = tuple((run, (aligned(start), stop)) for run, (start, stop) in zip(runs, ranges(runs) if runs else ()))
+    mine = tuple((start - gap, stop) for (start, stop), gap in zip(needed[rank], gaps_before(layout, needed[rank])))
+    return GatherWork(queries, reached, mine, assignment.heads[rank], steps, assignment.local_rows)
+
+
+def aligned(position: int) -> int:
+    """The last multiple of 256 up to a position."""
+    return position // _TILE * _TILE
+
+
+def gaps_before(layout: Layout, spans: Sequence[Span]) -> list[int]:
+    """The rows from the last multiple of 256 positions of its sequence to the begin of each span."""
+    starts = [max(bound for bound in layout.bounds if bound <= start) for start, _ in spans]
+    return [start - bound - aligned(start - bound) for bound, (start, _) in zip(starts, spans)]
 
 
 def _step(
@@ -254,5 +273,6 @@ def _step(
 
     of_kv = [share(kv_heads_of(heads, group), kv_heads) for heads in assignment.heads]
     mine = share(assignment.heads[rank], (kv_heads[0] * group, kv_heads[1] * group))
-    transfer = Transfer(layout.owned, [spans if of[0] < of[1] else [] for spans, of in zip(needed, of_kv)], of_kv, rank)
+    wanted = [spans if of[0] < of[1] else [] for spans, of in zip(needed, of_kv)]
+    transfer = Transfer(layout.owned, wanted, of_kv, rank, tuple(gaps_before(layout, wanted[rank])))
     return Step(transfer, tuple(segments(mine, group)), of_kv[rank][0])

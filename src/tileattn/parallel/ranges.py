@@ -75,7 +75,7 @@ def _asked(
 ) -> tuple[list[int], list[int]]:
     """The smallest start and the largest stop over batch elements and heads."""
     lengths = [layout.length(sequence) for sequence in sequences]
-    if mask is None:
+    if mask is None or batch == 0:  # without a batch element there is nobody to ask
         return [0] * len(first), lengths
     device = device_of(mask, torch.device("cpu"))
 

@@ -27,12 +27,14 @@ class Transfer:
         needed: for each rank the tokens that it needs, in the order in which it wants them; disjoint.
         heads: for each rank the heads that it needs, (start, stop).
         rank: this rank.
+        gaps: rows of zeros before each span that this rank receives; () for none. Nothing is sent for them.
     """
 
     owned: Sequence[Sequence[Span]]
     needed: Sequence[Sequence[Span]]
     heads: Sequence[Span]
     rank: int
+    gaps: Sequence[int] = ()
 
     @cached_property
     def outgoing(self) -> list[list[Span]]:
@@ -42,7 +44,7 @@ class Transfer:
     @cached_property
     def incoming(self) -> list[list[Span]]:
         """For each rank, where its rows lie in what I need."""
-        return [_common(self.needed[self.rank], owned) for owned in self.owned]
+        return [_common(self.needed[self.rank], owned, self.gaps) for owned in self.owned]
 
     @cached_property
     def moves(self) -> bool:
@@ -58,7 +60,7 @@ class Transfer:
     @property
     def rows(self) -> int:
         """The number of rows that I need."""
-        return _size(self.needed[self.rank])
+        return _size(self.needed[self.rank]) + sum(self.gaps)
 
     def start(self, link: Link, tensors: Sequence[Tensor]) -> Fetch:
         """Begins to fetch what this rank needs of the tensors, whose rows and all heads are sharded."""
@@ -68,8 +70,16 @@ class Transfer:
         ]
         count = self.heads[self.rank][1] - self.heads[self.rank][0]
         out = [x.new_empty(x.shape[0], self.rows, count, x.shape[3]) for x in tensors]
+        self._clear_gaps(out)
         receives = [[x[:, start:stop] for x in out for start, stop in spans] for spans in self.incoming]
         return Fetch(out, link.start(sends, receives, tensors[0]) if self.moves else link.copy(sends, receives))
+
+    def _clear_gaps(self, tensors: Sequence[Tensor]) -> None:
+        row = 0
+        for gap, (start, stop) in zip(self.gaps, self.needed[self.rank]):
+            for x in tensors:
+                x[:, row : row + gap] = 0.0
+            row += gap + stop - start
 
     def fetch(self, link: Link, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The rows and heads that this rank needs of each tensor."""
@@ -148,11 +158,12 @@ def summed(link: Link, tensors: Sequence[Tensor], ranks: int) -> list[Tensor]:
     return [x.view(like.shape) for x, like in zip(whole.split([x.numel() for x in tensors]), tensors)]
 
 
-def _common(mine: Sequence[Span], theirs: Sequence[Span]) -> list[Span]:
-    """Rows of my spans, which lie one after the other, that are in their spans; in the order of tokens."""
+def _common(mine: Sequence[Span], theirs: Sequence[Span], gaps: Sequence[int] = ()) -> list[Span]:
+    """Rows of my spans, which lie one after the other behind their gaps, that are in their spans, by tokens."""
     found: list[tuple[int, Span]] = []
     first = 0
-    for start, stop in mine:
+    for number, (start, stop) in enumerate(mine):
+        first += gaps[number] if gaps else 0
         for other_start, other_stop in theirs:
             low, high = max(start, other_start), min(stop, other_stop)
             if low < high:
