@@ -56,5 +56,3 @@ def _call(plan: Plan, rows: Sequence[Tensor], arguments: Arguments, options: dic
 def everything(calls: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]]:
     """Several cases: processes answer once for all of them."""
     return [attend(*call) for call in calls]
-
-

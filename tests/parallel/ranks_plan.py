@@ -80,7 +80,13 @@ def documents(case: ConformanceCase, options: dict[str, Any]) -> dict[str, Any]:
             gradients.append(poisoned_shard(plan, dlse, 2))
         torch.autograd.backward([o, lse][: len(gradients)], gradients)
     found = dict(zip(("dq", "dk", "dv"), (x.grad for x in rows))) | {name: x.grad for name, x in others.items()}
-    return {"tokens": plan.tokens, "positions": plan.positions, "o": o.detach(), "lse": lse.detach(), "gradients": found}
+    return {
+        "tokens": plan.tokens,
+        "positions": plan.positions,
+        "o": o.detach(),
+        "lse": lse.detach(),
+        "gradients": found,
+    }
 
 
 def local_bias(seqlen: int, algorithm: str) -> None:
@@ -112,7 +118,9 @@ def bad_plan(arguments: Sequence[Any], options: dict[str, Any]) -> None:
     Plan(*arguments, **options)
 
 
-def bad_call(options: dict[str, Any], rows: int | None = None, heads: int = 4, dtype: torch.dtype = torch.float32) -> None:
+def bad_call(
+    options: dict[str, Any], rows: int | None = None, heads: int = 4, dtype: torch.dtype = torch.float32
+) -> None:
     plan = Plan(None, 37, node=options.pop("node", None))
     q, k = (torch.ones(1, plan.rows if rows is None else rows, each, 8, dtype=dtype) for each in (heads, 2))
     plan.attention(q, k, k, **options)

@@ -79,7 +79,11 @@ def test_a_bias_may_have_local_rows(ranks: int, algorithm: str) -> None:
         ((None, -1), {}, "ValueError: seqlen must be at least 0, got -1"),
         ((4, 8), {}, "TypeError: group must be a process group, a DeviceMesh of one dimension or None, got 4"),
         (("ring", 8), {}, "TypeError: group must be a process group, a DeviceMesh of one dimension or None, got str"),
-        ((None, 8), {"layout": "zig"}, "ValueError: layout must be one of 'zigzag', 'contiguous', 'documents', got 'zig'"),
+        (
+            (None, 8),
+            {"layout": "zig"},
+            "ValueError: layout must be one of 'zigzag', 'contiguous', 'documents', got 'zig'",
+        ),
         ((None, 8), {"layout": "documents"}, "ValueError: layout='documents' goes with documents=cu_seqlens"),
         ((None, 8), {"layout": "zigzag", "documents": [0, 8]}, "got layout='zigzag' and documents="),
         ((None, 8), {"documents": [0, 7]}, "ValueError: documents must be cu_seqlens from 0 to seqlen = 8, got [0, 7]"),
@@ -101,10 +105,16 @@ def test_a_bad_plan(arguments: tuple[Any, ...], options: dict[str, Any], text: s
     ("arguments", "text"),
     [
         (({"dropout_p": 0.5},), "NotImplementedError: dropout_p must be 0 in a parallel plan, got 0.5"),
-        (({"algorithm": "star"},), "ValueError: algorithm must be one of 'auto', 'gather', 'ulysses', '2d', 'ring', got"),
+        (
+            ({"algorithm": "star"},),
+            "ValueError: algorithm must be one of 'auto', 'gather', 'ulysses', '2d', 'ring', got",
+        ),
         (({"head_groups": 3},), "ValueError: head_groups must lie in 1 .. kv_heads = 2, got 3"),
         (({"head_groups": "2"},), "TypeError: head_groups must be an int or None, got '2'"),
-        (({"head_groups": 2, "algorithm": "ring"},), "ValueError: head_groups is for algorithm='gather' and '2d', got 2"),
+        (
+            ({"head_groups": 2, "algorithm": "ring"},),
+            "ValueError: head_groups is for algorithm='gather' and '2d', got 2",
+        ),
         (({}, 37), "got 37 rows (the whole sequence: use plan.shard)"),
         (({}, 5), "ValueError: q must be a shard with the "),
         (({}, None, 3), "the heads of q must be a multiple of the heads of k and v, got 3 and 2"),

@@ -41,7 +41,9 @@ class Pool:
 
     def __init__(self, ranks: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "tileattn", "tileattn.parallel", "tileattn.testing"])
+        context.set_forkserver_preload(
+            ["torch", "torch.distributed", "tileattn", "tileattn.parallel", "tileattn.testing"]
+        )
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes: list[Connection] = []
         self.processes = []

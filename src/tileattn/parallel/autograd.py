@@ -79,9 +79,13 @@ def _totals(call: Call, sums: PartGradients) -> list[Tensor | None]:
     """Gradients of sink and variant: summed over all ranks where the tensor is whole, in the tensor's dtype."""
     given = (sums.operands.sink, *sums.operands.variant)
     whole = [
-        place for place, (total, local) in enumerate(zip(sums.sums, (False, *call.local))) if total is not None and not local
+        place
+        for place, (total, local) in enumerate(zip(sums.sums, (False, *call.local)))
+        if total is not None and not local
     ]
-    everywhere = summed(call.link, [total for place in whole if (total := sums.sums[place]) is not None], call.layout.ranks)
+    everywhere = summed(
+        call.link, [total for place in whole if (total := sums.sums[place]) is not None], call.layout.ranks
+    )
     totals = list(sums.sums)
     for place, total in zip(whole, everywhere):
         totals[place] = total

@@ -102,9 +102,7 @@ class PartGradients:
         self.operands, self.needs = operands, needs
         given = (operands.sink, *operands.variant)
         self.sums = [
-            torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-            if need and x is not None
-            else None
+            torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if need and x is not None else None
             for x, need in zip(given, needs)
         ]
 
@@ -153,4 +151,3 @@ def cut(x: Tensor, rows: Span, segment: Span) -> Tensor:
 def within(span: Span, first: int) -> Span:
     """A span counted from `first`."""
     return span[0] - first, span[1] - first
-

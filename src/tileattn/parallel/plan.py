@@ -19,6 +19,7 @@ from ..variant.masks import Causal, Mask
 from .agreement import Agreement
 from .autograd import Work, attend
 from .call import Call
+from .cost import Choice, Model, Shape, choose
 from .documents import documents_layout
 from .gather import gather_work
 from .heartbeat import Heartbeat
@@ -27,6 +28,7 @@ from .link import Link
 from .prepare import Checked, Given, checked, digest
 from .ranges import key_ranges
 from .ring import ring_work
+from .topology import Topology
 from .torch_names import default_store, is_group, mesh_group, prefixed
 from .unshard import gathered
 from .work import assign
@@ -96,6 +98,7 @@ class Plan:
         self._link = Link(group, self.rank, self._agreement.watch, self._agreement.explain)
         self._text = digest(str((self._layout.runs, bounds, self.node, check)))
         self._ranges: weakref.WeakKeyDictionary[Mask, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self._unmasked: dict[Any, Any] = {}
         self._works: dict[Any, Work] = {}
 
     def __repr__(self) -> str:
@@ -227,7 +230,7 @@ class Plan:
                 algorithm, as_int(head_groups),
             )  # fmt: skip
             arguments = checked(self._layout, self.rank, (q, k, v), given)
-            work, reached = self._work(arguments, q)
+            work, reached = self._work(arguments, q, v)
         except Exception as error:
             self._agreement.refuse(error)
             raise
@@ -240,9 +243,9 @@ class Plan:
         o, lse = attend(call, work, (q, k, v), arguments.operands, arguments.return_lse)
         return (o, lse) if arguments.return_lse else o
 
-    def _work(self, arguments: Checked, q: Tensor) -> tuple[Work, str]:
+    def _work(self, arguments: Checked, q: Tensor, v: Tensor) -> tuple[Work, str]:
         """This rank's work, and a digest of the ranges of keys that it is made for."""
-        algorithm, inner, groups = self._algorithm(arguments)
+        algorithm, inner, groups = self._choice(arguments, q, v)
         if any(arguments.local) and inner > 1:
             raise ValueError(
                 f"a Bias with the rows of one rank is for algorithm='gather' and 'ring', got {algorithm!r}; give it "
@@ -268,18 +271,28 @@ class Plan:
 
     def _found(self, mask: Mask | None, runs: list[Run], batch: int, heads: int) -> dict[Run, Span]:
         """The keys that runs reach, kept for each mask."""
-        kept = self._ranges.setdefault(mask, {}) if mask is not None else {}
+        kept = self._ranges.setdefault(mask, {}) if mask is not None else self._unmasked
         key = (batch, heads, tuple(runs))
         if key not in kept:
             spans = key_ranges(mask, self._layout, runs, batch, heads) if runs else []
             kept[key] = dict(zip(runs, spans))
         return kept[key]  # type: ignore[no-any-return]
 
-    def _algorithm(self, arguments: Checked) -> tuple[str, int, int]:
+    def _choice(self, arguments: Checked, q: Tensor, v: Tensor) -> Choice:
         """The algorithm, how many ranks share rows by heads, and the groups of heads."""
-        name = "gather" if arguments.algorithm == "auto" else arguments.algorithm
-        inner = {"ulysses": self.ranks, "2d": self.node}.get(name, 1)
-        return name, inner, arguments.head_groups or 1
+        name, groups = arguments.algorithm, arguments.head_groups
+        if name != "auto" or self.ranks == 1:
+            name = "gather" if name == "auto" else name
+            return Choice(name, {"ulysses": self.ranks, "2d": self.node}.get(name, 1), groups or 1)
+        mask = arguments.mask
+        kept = self._ranges.setdefault(mask, {}) if mask is not None else self._unmasked
+        shape = Shape(q.shape[0], *arguments.heads, q.shape[3], v.shape[3], q.element_size())
+        key = (shape, arguments.needs_grad, any(arguments.local))
+        if key not in kept:
+            model = Model(Topology(self.ranks, self.node), self._layout, mask, shape)
+            kept[key] = choose(model, arguments.needs_grad, any(arguments.local))
+        found: Choice = kept[key]
+        return found if groups is None or found.algorithm == "ulysses" else found._replace(groups=groups)
 
 
 # --- Arguments ---

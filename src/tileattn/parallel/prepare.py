@@ -183,7 +183,8 @@ def _local(layout: Layout, rank: int, mask: Mask | None, mods: Sequence[ScoreFn]
 def _described(tensors: Sequence[Tensor], local: Sequence[bool]) -> list[tuple[Any, ...]]:
     """Dtype and shape of each; of a bias of local rows, whose number differs from rank to rank, not the rows."""
     return [
-        (str(x.dtype).removeprefix("torch."), "local rows" if mine else tuple(x.shape)) for x, mine in zip(tensors, local)
+        (str(x.dtype).removeprefix("torch."), "local rows" if mine else tuple(x.shape))
+        for x, mine in zip(tensors, local)
     ]
 
 

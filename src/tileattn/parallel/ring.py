@@ -220,4 +220,3 @@ def _pairs(layout: Layout, rank: int, holder: int, ranges: KeyRanges) -> list[Pa
                 pairs.append(Pair(sequence, rows, keys, (run.start, run.stop), (low, high)))
             first += stop - start
     return pairs
-

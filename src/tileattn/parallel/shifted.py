@@ -122,7 +122,9 @@ class LocalVariant(NamedTuple):
 
     def operands(self, tensors: Sequence[Tensor]) -> Operands:
         """The operands of the part, from the tensors of the whole variant."""
-        return Operands([x if view is None else x[view] for x, view in zip(tensors, self.views)], self.ints, self.floats)
+        return Operands(
+            [x if view is None else x[view] for x, view in zip(tensors, self.views)], self.ints, self.floats
+        )
 
 
 def localized(mask: Mask | None, mods: Sequence[ScoreFn], part: Part) -> LocalVariant:
