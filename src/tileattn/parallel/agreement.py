@@ -1,7 +1,7 @@
 """Agreement: ranks find out that they differ, or that one has failed, before they wait for each other's tensors.
 
 Ranks write to the store of the process group, never to a GPU. Each attention call of a plan has a number. At the first
-call of each signature (shapes, dtypes, options, variant, ranges of keys), or at every call with ``check="always"``, each
+call of each signature (shapes, dtypes, options, variant, ranges of keys), or at every call with `check="always"`, each
 rank writes its signature, or the error that its arguments raised, under the call's number, waits for those of all
 others, and compares. All ranks then raise the same error, which names the rank, or all go on. No tensor is on its way
 yet, so the plan stays usable.
@@ -91,7 +91,7 @@ class Agreement:
 
     def compare(self, answers: list[dict[str, Any]]) -> None:
         """Raises RankError if a rank refused, or if signatures differ."""
-        for rank, answer in enumerate(answers):
+        for answer in answers:
             if "named" in answer:
                 raise RankError(answer["error"], answer["named"])
         for rank, answer in enumerate(answers):

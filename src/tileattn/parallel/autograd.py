@@ -57,7 +57,7 @@ class _Attend(torch.autograd.Function):
         return o, lse[..., 0].transpose(1, 2).contiguous()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         o, lse, q, k, v, sink, *tensors = ctx.saved_tensors
         needs = ctx.needs_input_grad[_BEFORE_Q:]
@@ -78,15 +78,12 @@ class _Attend(torch.autograd.Function):
 def _totals(call: Call, sums: PartGradients) -> list[Tensor | None]:
     """Gradients of sink and variant: summed over all ranks where the tensor is whole, in the tensor's dtype."""
     given = (sums.operands.sink, *sums.operands.variant)
-    whole = [
-        place
+    whole = {
+        place: total
         for place, (total, local) in enumerate(zip(sums.sums, (False, *call.local)))
         if total is not None and not local
-    ]
-    everywhere = summed(
-        call.link, [total for place in whole if (total := sums.sums[place]) is not None], call.layout.ranks
-    )
+    }
     totals = list(sums.sums)
-    for place, total in zip(whole, everywhere):
+    for place, total in zip(whole, summed(call.link, list(whole.values()), call.layout.ranks)):
         totals[place] = total
     return [None if total is None or x is None else total.to(x.dtype) for total, x in zip(totals, given)]

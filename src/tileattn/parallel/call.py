@@ -121,7 +121,9 @@ class PartGradients:
         outputs: o (bshd), lse (batch, heads, queries), do and dlse of the part.
         """
         o, lse, do, dlse = outputs
-        assert o is not None and lse is not None and do is not None
+        assert o is not None
+        assert lse is not None
+        assert do is not None
         variant = call.variant(part)
         inputs = _inputs(part, variant, rows, self.operands)
         needs = [*of_rows, *self.needs]

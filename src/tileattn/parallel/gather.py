@@ -30,7 +30,6 @@ from .shifted import Part
 from .transfer import Summing, Transfer
 from .work import Assignment, KeyRanges, Segment, assign, head_steps, kv_heads_of, needed_keys, rows_of, segments
 
-
 _TILE = 256  # a multiple of the tile sizes of all kernels
 
 
@@ -154,7 +153,9 @@ class GatherWork:
         """
         q, k, v = saved
         o, lse, do, dlse = outputs
-        assert o is not None and lse is not None and do is not None
+        assert o is not None
+        assert lse is not None
+        assert do is not None
         mine, o, do = self._fetched(call, [q, o, do])
         lse, dlse = [*self._fetched(call, [lse] if dlse is None else [lse, dlse]), None][:2]
         back = _Back(call, self, of_rows, sums, (k, v), mine)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -98,14 +99,14 @@ def _concatenated(parts: list[Tensor]) -> Tensor:
 def zigzag_blocks(length: int, ranks: int) -> list[list[Span]]:
     """For each rank the spans of its two blocks of 2 * ranks, ascending; adjacent ones are joined, empty ones gone."""
     ends = [block * length // (2 * ranks) for block in range(2 * ranks + 1)]
-    blocks = list(zip(ends, ends[1:]))
+    blocks = list(pairwise(ends))
     return [joined([blocks[rank], blocks[2 * ranks - 1 - rank]]) for rank in range(ranks)]
 
 
 def contiguous_blocks(length: int, ranks: int) -> list[list[Span]]:
     """For each rank the span of its block."""
     ends = [rank * length // ranks for rank in range(ranks + 1)]
-    return [joined([span]) for span in zip(ends, ends[1:])]
+    return [joined([span]) for span in pairwise(ends)]
 
 
 def joined(spans: Sequence[Span]) -> list[Span]:

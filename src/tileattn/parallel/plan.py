@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,24 +10,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..runtime.run import MaskLike, ScoreModLike, as_dropout_p, autocast
 from ..call.scalars import as_float, as_int
+from ..runtime.run import MaskLike, ScoreModLike, as_dropout_p, autocast
 from ..variant.key import normalize
 from ..variant.masks import Causal, Mask
 from .agreement import Agreement
+from .arguments import as_bounds, as_group, as_node, as_seqlen, check_layout, dim_of_rows
 from .autograd import Work, attend
 from .call import Call
 from .cost import Choice, Model, Shape, choose
 from .documents import documents_layout
 from .gather import gather_work
 from .heartbeat import Heartbeat
-from .layout import LAYOUTS, Layout, Run, Span, sequence_layout
+from .layout import Run, Span, sequence_layout
 from .link import Link
 from .prepare import Checked, Given, checked, digest
 from .ranges import key_ranges
 from .ring import ring_work
 from .topology import Topology
-from .torch_names import default_store, is_group, mesh_group, prefixed
+from .torch_names import default_store, prefixed
 from .unshard import gathered
 from .work import assign
 
@@ -80,15 +79,15 @@ class Plan:
         check: str = "first",
         node: int | None = None,
     ) -> None:
-        group = _as_group(group)
+        group = as_group(group)
         self.ranks, self.rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
-        self.seqlen = _as_seqlen(seqlen)
-        bounds = None if documents is None else _as_bounds(documents, self.seqlen)
+        self.seqlen = as_seqlen(seqlen)
+        bounds = None if documents is None else as_bounds(documents, self.seqlen)
         name = ("zigzag" if bounds is None else "documents") if layout is None else layout
-        _check_layout(name, bounds, mask)
+        check_layout(name, bounds, mask)
         if check not in ("first", "always"):
             raise ValueError(f"check must be 'first' or 'always', got {check!r}")
-        self.node = _as_node(node, self.ranks)
+        self.node = as_node(node, self.ranks)
         if bounds is None:
             self._layout = sequence_layout(name, self.seqlen, self.ranks)
         else:
@@ -108,7 +107,10 @@ class Plan:
 
     @property
     def positions(self) -> Tensor:
-        """The positions of this rank's rows, int64 (rows,) on the CPU: for rotary embeddings. In documents: their own."""
+        """The positions of this rank's rows, int64 (rows,) on the CPU, as rotary embeddings take them.
+
+        With documents, positions count from the beginning of each document.
+        """
         return self._layout.positions_of(self.rank)
 
     @property
@@ -140,7 +142,7 @@ class Plan:
             raise TypeError("shard() needs at least one tensor, got none")
         shards = []
         for number, x in enumerate(tensors):
-            dim = _dim_of_rows(f"tensor {number}", x, self.seqlen)
+            dim = dim_of_rows(f"tensor {number}", x, self.seqlen)
             parts = [x.narrow(dim, start, stop - start) for start, stop in self._layout.owned[self.rank]]
             shards.append(torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).clone())
         return shards[0] if len(shards) == 1 else tuple(shards)
@@ -160,7 +162,7 @@ class Plan:
         try:
             if not tensors:
                 raise TypeError("unshard() needs at least one tensor, got none")
-            dims = [_dim_of_rows(f"tensor {number}", x, self.rows) for number, x in enumerate(tensors)]
+            dims = [dim_of_rows(f"tensor {number}", x, self.rows) for number, x in enumerate(tensors)]
         except Exception as error:
             self._agreement.refuse(error)
             raise
@@ -276,7 +278,7 @@ class Plan:
         if key not in kept:
             spans = key_ranges(mask, self._layout, runs, batch, heads) if runs else []
             kept[key] = dict(zip(runs, spans))
-        return kept[key]  # type: ignore[no-any-return]
+        return kept[key]
 
     def _choice(self, arguments: Checked, q: Tensor, v: Tensor) -> Choice:
         """The algorithm, how many ranks share rows by heads, and the groups of heads."""
@@ -293,96 +295,6 @@ class Plan:
             kept[key] = choose(model, arguments.needs_grad, any(arguments.local))
         found: Choice = kept[key]
         return found if groups is None or found.algorithm == "ulysses" else found._replace(groups=groups)
-
-
-# --- Arguments ---
-
-
-def _as_group(group: Any) -> Any:
-    """A process group; None where torch.distributed is not in use and none was given."""
-    if group is None:
-        if dist.is_available() and dist.is_initialized():
-            return dist.group.WORLD
-        raise ValueError(
-            "group must be a process group or a DeviceMesh, got None without a default group; call "
-            "torch.distributed.init_process_group first (torchrun starts the processes)"
-        )
-    if isinstance(group, int):
-        raise TypeError(f"group must be a process group, a DeviceMesh of one dimension or None, got {group!r}")
-    if is_group(group):
-        if dist.get_rank(group) < 0:
-            raise ValueError("group must hold this process, got one that does not")
-        return group
-    found = mesh_group(group)
-    if found is None:
-        raise TypeError(
-            f"group must be a process group, a DeviceMesh of one dimension or None, got {type(group).__name__}"
-        )
-    return found
-
-
-def _as_seqlen(seqlen: Any) -> int:
-    seqlen = as_int(seqlen)
-    if not isinstance(seqlen, int) or isinstance(seqlen, bool):
-        raise TypeError(f"seqlen must be an int, the tokens of the whole sequence, got {seqlen!r}")
-    if seqlen < 0:
-        raise ValueError(f"seqlen must be at least 0, got {seqlen}")
-    return seqlen
-
-
-def _as_bounds(documents: Any, seqlen: int) -> list[int]:
-    if isinstance(documents, Tensor):
-        if documents.ndim != 1 or documents.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"documents must be cu_seqlens, int32 or int64 (documents + 1,), got {documents.dtype} "
-                f"{tuple(documents.shape)}"
-            )
-        documents = documents.tolist()
-    if not isinstance(documents, (list, tuple)) or any(not isinstance(end, int) for end in documents):
-        raise TypeError(f"documents must be cu_seqlens, a list of ints or an integer tensor, got {documents!r}")
-    if len(documents) < 2 or documents[0] != 0 or documents[-1] != seqlen:
-        raise ValueError(f"documents must be cu_seqlens from 0 to seqlen = {seqlen}, got {_ends(documents)}")
-    for number, (start, stop) in enumerate(itertools.pairwise(documents)):
-        if stop < start:
-            raise ValueError(f"documents must not decrease, got {stop} after {start} (document {number})")
-    return list(documents)
-
-
-def _ends(values: Sequence[int]) -> str:
-    return str(list(values)) if len(values) <= 4 else f"{values[0]} ... {values[-1]}"
-
-
-def _check_layout(name: Any, bounds: list[int] | None, mask: Any) -> None:
-    if name not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {name!r}")
-    if (name == "documents") != (bounds is not None):
-        given = "documents=" if bounds is not None else "no documents="
-        raise ValueError(f"layout='documents' goes with documents=cu_seqlens, got layout={name!r} and {given}")
-    if mask is not None and bounds is None:
-        raise ValueError("mask of a plan says whose areas documents are dealt by, got one without documents=")
-
-
-def _as_node(node: Any, ranks: int) -> int:
-    given = as_int(node)
-    if node is None:
-        given = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        return given if 1 <= given <= ranks and ranks % given == 0 else 1 if given < ranks else ranks
-    if not isinstance(given, int) or isinstance(given, bool):
-        raise TypeError(f"node must be an int or None, got {node!r}")
-    if given < 1 or ranks % given:
-        raise ValueError(f"node must divide the {ranks} ranks of the group, got {given}")
-    return given
-
-
-def _dim_of_rows(name: str, x: Any, rows: int) -> int:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor (batch, rows, ...) or (rows,), got {type(x).__name__}")
-    if x.ndim == 0:
-        raise ValueError(f"{name} must be (batch, rows, ...) or (rows,), got a tensor without dimensions")
-    dim = min(1, x.ndim - 1)
-    if x.shape[dim] != rows:
-        raise ValueError(f"{name} must have {rows} rows in dimension {dim}, got shape {tuple(x.shape)}")
-    return dim
 
 
 # --- Agreement ---

@@ -143,7 +143,7 @@ def _check_choices(given: Given, kv_heads: int) -> None:
         )
     if given.algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {given.algorithm!r}")
-    groups = given.head_groups
+    groups: Any = given.head_groups
     if groups is None:
         return
     if not isinstance(groups, int) or isinstance(groups, bool):
@@ -168,9 +168,12 @@ def _check_variant(layout: Layout, rank: int, q: Tensor, mask: Mask | None, mods
 
 def is_local_bias(mod: ScoreFn, layout: Layout, rank: int) -> bool:
     """Whether a modification is a bias with the rows of this rank's queries, in the order of its shard."""
-    if type(mod) is not Bias or layout.packed or not isinstance(mod.tensor, Tensor) or mod.tensor.ndim != 4:
+    if type(mod) is not Bias or layout.packed:
         return False
-    return mod.tensor.shape[2] == layout.rows(rank) and mod.tensor.shape[2] not in (1, layout.tokens)
+    tensor: Any = mod.tensor
+    if not isinstance(tensor, Tensor) or tensor.ndim != 4:
+        return False
+    return tensor.shape[2] == layout.rows(rank) and tensor.shape[2] not in (1, layout.tokens)
 
 
 def _local(layout: Layout, rank: int, mask: Mask | None, mods: Sequence[ScoreFn]) -> tuple[bool, ...]:

@@ -1,6 +1,6 @@
 """What the tile ranges of a mask say about keys: those that a run of queries needs, and the area of its scores.
 
-`Mask.kv_range` answers for single (batch, head, queries); here it is asked for all batch elements and heads of many runs
+`Mask.kv_range` answers for one (batch, head, queries); here it is asked for all batch elements and heads of many runs
 at once. A mask with tensors on a GPU makes the host wait once for each mask and plan.
 """
 

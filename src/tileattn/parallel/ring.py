@@ -67,13 +67,13 @@ class RingWork:
 
     def _blocks(self, call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[tuple[Pair, ...], Tensor, Tensor]]:
         """The pairs of each step with the keys and values that this rank holds then."""
-        block = [k, v]
+        block = k, v
         for step, pairs in enumerate(self.steps):
             if step + 1 < len(self.steps):
                 following, pending = self._pass(call, block, step + 1)
                 yield pairs, *block
                 pending.wait()
-                block = following
+                block = following[0], following[1]
             else:
                 yield pairs, *block
 
@@ -108,7 +108,9 @@ class RingWork:
         """Gradients of this rank's q, k and v; adds those of sink and variant to `sums`. Arguments as in gather.py."""
         q, k, v = saved
         o, lse, do, dlse = outputs
-        assert o is not None and lse is not None and do is not None
+        assert o is not None
+        assert lse is not None
+        assert do is not None
         accumulator = lse.dtype
         by_head = [None if x is None else x[..., 0].transpose(1, 2).contiguous() for x in (lse, dlse)]
         _add_sink(sums, o, lse, do, dlse)

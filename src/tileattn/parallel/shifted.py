@@ -162,7 +162,7 @@ def _localized_mask(mask: Mask | None, part: Part) -> Mask | None:
 def _as_window(mask: Mask) -> SlidingWindow | None:
     if type(mask) is Causal:
         return SlidingWindow(None, 0)
-    return mask if type(mask) is SlidingWindow else None  # type: ignore[return-value]
+    return mask if type(mask) is SlidingWindow else None
 
 
 def is_relative(mask: Mask | None) -> bool:

@@ -14,7 +14,7 @@ def default_store() -> Any:
 
 def prefixed(prefix: str, store: Any) -> Any:
     """A part of a store, whose keys begin with a prefix."""
-    return dist.PrefixStore(prefix, store)
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
 def is_group(value: Any) -> bool:

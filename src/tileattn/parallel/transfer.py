@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -149,12 +150,12 @@ def summed(link: Link, tensors: Sequence[Tensor], ranks: int) -> list[Tensor]:
     ends = [rank * flat.numel() // ranks for rank in range(ranks + 1)]
     mine = slice(ends[link.rank], ends[link.rank + 1])
     parts = [[torch.empty_like(flat[mine])] for _ in range(ranks)]
-    link.start([[flat[start:stop]] for start, stop in zip(ends, ends[1:])], parts, flat).wait()
+    link.start([[flat[start:stop]] for start, stop in pairwise(ends)], parts, flat).wait()
     total = torch.zeros_like(flat[mine])
     for (part,) in parts:
         total += part
     whole = torch.empty_like(flat)
-    link.start([[total]] * ranks, [[whole[start:stop]] for start, stop in zip(ends, ends[1:])], flat).wait()
+    link.start([[total]] * ranks, [[whole[start:stop]] for start, stop in pairwise(ends)], flat).wait()
     return [x.view(like.shape) for x, like in zip(whole.split([x.numel() for x in tensors]), tensors)]
 
 

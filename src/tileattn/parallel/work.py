@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from .layout import Layout, Run, Span, joined
@@ -105,4 +106,4 @@ def needed_keys(layout: Layout, assignment: Assignment, ranges: KeyRanges) -> li
 def head_steps(kv_heads: int, groups: int) -> list[Span]:
     """Key/value heads cut into `groups` parts, whose transfers overlap with the computation before; none is empty."""
     ends = [index * kv_heads // groups for index in range(groups + 1)]
-    return [span for span in zip(ends, ends[1:]) if span[0] < span[1]]
+    return [span for span in pairwise(ends) if span[0] < span[1]]
