@@ -102,6 +102,7 @@ def _serve(pipe: Connection, rank: int, ranks: int, port: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=LIMIT))
+    dist.barrier()  # so that no rank ends while another still connects to it
     while True:
         try:
             module, name, arguments = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)

@@ -273,12 +273,21 @@ class Plan:
 
     def _found(self, mask: Mask | None, runs: list[Run], batch: int, heads: int) -> dict[Run, Span]:
         """The keys that runs reach, kept for each mask."""
-        kept = self._ranges.setdefault(mask, {}) if mask is not None else self._unmasked
+        kept = self._kept(mask)
         key = (batch, heads, tuple(runs))
         if key not in kept:
             spans = key_ranges(mask, self._layout, runs, batch, heads) if runs else []
             kept[key] = dict(zip(runs, spans))
         return kept[key]
+
+    def _kept(self, mask: Mask | None) -> dict[Any, Any]:
+        """What was computed for a mask, as long as the mask is there."""
+        if mask is None:
+            return self._unmasked
+        try:
+            return self._ranges.setdefault(mask, {})
+        except TypeError:  # a user's class that cannot be hashed
+            return {}
 
     def _choice(self, arguments: Checked, q: Tensor, v: Tensor) -> Choice:
         """The algorithm, how many ranks share rows by heads, and the groups of heads."""
@@ -287,7 +296,7 @@ class Plan:
             name = "gather" if name == "auto" else name
             return Choice(name, {"ulysses": self.ranks, "2d": self.node}.get(name, 1), groups or 1)
         mask = arguments.mask
-        kept = self._ranges.setdefault(mask, {}) if mask is not None else self._unmasked
+        kept = self._kept(mask)
         shape = Shape(q.shape[0], *arguments.heads, q.shape[3], v.shape[3], q.element_size())
         key = (shape, arguments.needs_grad, any(arguments.local))
         if key not in kept:
