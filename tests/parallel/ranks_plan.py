@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import tileattn
 from tests.parallel.ranks_conformance import poisoned_shard
@@ -135,3 +136,40 @@ def bad_shard(what: str) -> None:
         "unshard": lambda: plan.unshard(torch.ones(2, 37)),
         "scalar": lambda: plan.shard(torch.ones(())),
     }[what]()
+
+
+def compiled() -> str:
+    """Compares compiled code with eager code; the text of the error of ``fullgraph=True``."""
+    plan = Plan(None, 37)
+    x = plan.shard(drawn(37, 4, 16)).requires_grad_()
+
+    def block(x: Tensor) -> Tensor:
+        return plan.attention(2 * x, x, x, causal=True) * 3
+
+    text = "nothing"
+    try:
+        torch.compile(block, backend="eager", fullgraph=True)(x)
+    except Exception as error:
+        text = str(error)
+    (eager,) = torch.autograd.grad(block(x).sum(), x)
+    (found,) = torch.autograd.grad(torch.compile(block, backend="eager")(x).sum(), x)
+    assert torch.equal(found, eager)
+    return text
+
+
+def meshes(seqlen: int) -> tuple[str, list[Tensor]]:
+    """Two groups of two ranks at once, each with a sequence of its own; the text of the error of a mesh of both."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    mine = mesh.get_local_rank("data")
+    plan = Plan(mesh["context"], seqlen)
+    assert (plan.ranks, plan.rank) == (2, mesh.get_local_rank("context"))
+    x = drawn(seqlen, 4, 16, seed=20 + mine, dtype=torch.float64)
+    shard = plan.shard(x).requires_grad_()
+    o = plan.attention(shard, shard, shard, causal=True)
+    (gradient,) = torch.autograd.grad(o.square().sum(), shard)
+    x.requires_grad_()
+    whole = tileattn.attention(x, x, x, causal=True)
+    (expected,) = torch.autograd.grad(whole.square().sum(), x)
+    same = Plan(mesh["context"].get_group(), seqlen)
+    assert torch.equal(same.attention(shard, shard, shard, causal=True), o)
+    return raised(Plan, mesh, seqlen), [o.detach(), plan.shard(whole.detach()), gradient, plan.shard(expected)]

@@ -10,6 +10,7 @@ import torch
 import tileattn
 from tests.parallel import ranks_plan
 from tests.tools.ranks import pool, returned
+from tileattn.testing import assert_accurate
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -67,6 +68,14 @@ def test_o_and_lse_have_the_bits_of_one_device(algorithm: str, seqlen: int, mask
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_bias_may_have_local_rows(ranks: int, algorithm: str) -> None:
     returned(pool(ranks).run(ranks_plan.local_bias, 45, algorithm))
+
+
+def test_a_dimension_of_a_mesh_is_a_group() -> None:
+    for rank, (text, (o, whole_o, gradient, whole_gradient)) in enumerate(returned(pool(4).run(ranks_plan.meshes, 37))):
+        assert text.startswith("ValueError: group must be a process group or a DeviceMesh of one dimension"), rank
+        assert "(names: 'data', 'context')" in text
+        assert_accurate("o", o, whole_o, [whole_o])
+        assert_accurate("dq + dk + dv", gradient, whole_gradient, [whole_gradient], gradient=True)
 
 
 # --- Errors ---

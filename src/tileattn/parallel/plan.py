@@ -28,7 +28,7 @@ from .prepare import Checked, Given, checked, digest
 from .ranges import key_ranges
 from .ring import ring_work
 from .topology import Topology
-from .torch_names import default_store, prefixed
+from .torch_names import default_store, prefixed, uncompiled
 from .unshard import gathered
 from .work import assign
 
@@ -80,7 +80,7 @@ class Plan:
         node: int | None = None,
     ) -> None:
         group = as_group(group)
-        self.ranks, self.rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.seqlen = as_seqlen(seqlen)
         bounds = None if documents is None else as_bounds(documents, self.seqlen)
         name = ("zigzag" if bounds is None else "documents") if layout is None else layout
@@ -93,7 +93,7 @@ class Plan:
         else:
             balanced, _ = normalize(Causal() if mask is None else mask, None, False)
             self._layout = documents_layout(bounds, self.ranks, balanced, 1)
-        self._agreement = _agreement(group, self.rank, self.ranks, check == "always")
+        self._agreement = _agreement(group, self.rank, check == "always")
         self._link = Link(group, self.rank, self._agreement.watch, self._agreement.explain)
         self._text = digest(str((self._layout.runs, bounds, self.node, check)))
         self._ranges: weakref.WeakKeyDictionary[Mask, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -147,6 +147,7 @@ class Plan:
             shards.append(torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).clone())
         return shards[0] if len(shards) == 1 else tuple(shards)
 
+    @uncompiled
     def unshard(self, *tensors: Tensor) -> Any:
         """Whole tensors from the shards of all ranks: a tensor for one, a tuple for several. All ranks call it.
 
@@ -173,6 +174,7 @@ class Plan:
 
     # --- Attention ---
 
+    @uncompiled
     def attention(
         self,
         q: Tensor,
@@ -221,6 +223,8 @@ class Plan:
         Raises:
             TypeError, ValueError, NotImplementedError: an argument of this rank is wrong or not supported.
             RankError: another rank's arguments were refused, ranks made different calls, or a rank has ended.
+
+        Under torch.compile the call breaks the graph: it runs as it is, and ``fullgraph=True`` raises.
         """
         self._agreement.begin()
         try:
@@ -308,17 +312,24 @@ class Plan:
 
 # --- Agreement ---
 
-_plans: dict[tuple[int, ...], int] = {}
-_hearts: dict[tuple[tuple[int, ...], int], Heartbeat] = {}
+
+class _Members:
+    """What the plans of one group of ranks share, as long as the process group's store is there."""
+
+    def __init__(self, store: Any, members: Sequence[int], rank: int) -> None:
+        whose = "-".join(map(str, members)) if len(members) <= 8 else digest(str(members))
+        self.prefix, self.store, self.plans = f"tileattn/{whose}", store, 0
+        self.heart = Heartbeat(prefixed(self.prefix, store), rank, len(members))
 
 
-def _agreement(group: Any, rank: int, ranks: int, always: bool) -> Agreement:
+_members: dict[tuple[tuple[int, ...], int], _Members] = {}
+
+
+def _agreement(group: Any, rank: int, always: bool) -> Agreement:
     """The agreement of a new plan. All ranks of a group make its plans in one order, so they count them alike."""
-    members = tuple(dist.get_process_group_ranks(group))
-    store = default_store()
-    number = _plans[members] = _plans.get(members, 0) + 1
-    whose = "-".join(map(str, members)) if ranks <= 8 else digest(str(members))
-    heart = _hearts.get((members, id(store)))
-    if heart is None:
-        heart = _hearts[members, id(store)] = Heartbeat(prefixed(f"tileattn/{whose}", store), rank, ranks)
-    return Agreement(prefixed(f"tileattn/{whose}/{number}", store), heart, always)
+    ranks, store = tuple(dist.get_process_group_ranks(group)), default_store()
+    members = _members.get((ranks, id(store)))  # the entry holds the store, so that no other has its id
+    if members is None:
+        members = _members[ranks, id(store)] = _Members(store, ranks, rank)
+    members.plans += 1
+    return Agreement(prefixed(f"{members.prefix}/{members.plans}", store), members.heart, always)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 
@@ -33,3 +37,27 @@ def mesh_group(value: Any) -> Any:
             f"{tuple(value.mesh.shape)}; select a dimension of it, as in mesh[name] (names: {names})"
         )
     return value.get_group()
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(fn: Function) -> Function:
+    """A function that torch.compile runs as it is, with a break of the graph before and behind it.
+
+    ``torch.compiler.disable`` does that, but imports all of Dynamo, so it is asked once Dynamo is there.
+    """
+    reason = "tileattn.parallel exchanges tensors with other ranks, which is not traced: leave fullgraph=True out"
+    disabled: list[Any] = []
+
+    @functools.wraps(fn)
+    def run(*arguments: Any, **options: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return fn(*arguments, **options)
+        if not disabled:
+            disabled.append(torch.compiler.disable(fn, reason=reason))
+        return disabled[0](*arguments, **options)
+
+    # The marks of ``torch.compiler.disable``, for a function that Dynamo is about to trace.
+    run._torchdynamo_disable, run._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
+    return run  # type: ignore[return-value]
