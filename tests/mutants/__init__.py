@@ -15,6 +15,7 @@ from . import (
     gradients,
     masks,
     packed,
+    parallel,
     rules,
     shares,
     triton_decode,
@@ -39,5 +40,6 @@ def all_mutants() -> list[Mutant]:
         triton_decode,
         engines,
         few_queries,
+        parallel,
     )
     return list(itertools.chain.from_iterable(area.MUTANTS for area in areas))
