@@ -125,12 +125,16 @@ class GatherWork:
                 yield Piece(part, rows, keys, heads, kv_heads)
 
     def _rows_of_keys(self, layout: Layout, run: Run, reached: Span) -> Span:
-        """Where the reached keys, which lie in one span of those fetched, are."""
-        first, start = layout.bounds[run.sequence] + reached[0], 0
-        for span in self.needed:
-            if span[0] <= first < span[1]:
-                return start + first - span[0], start + first - span[0] + reached[1] - reached[0]
-            start += span[1] - span[0]
+        """Where the reached keys are among those fetched: in the span in which they end.
+
+        Spans overlap where the gap of one begins before the end of another, so where keys begin does not tell.
+        """
+        first, row = layout.bounds[run.sequence] + reached[0], 0
+        last = first + reached[1] - reached[0]
+        for start, stop in self.needed:
+            if start <= first and last <= stop:
+                return row + first - start, row + last - start
+            row += stop - start
         raise AssertionError("every reached key is needed")
 
     def _rows(self, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> Rows:
