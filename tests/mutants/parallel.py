@@ -48,12 +48,13 @@ MUTANTS: list[Mutant] = [
     ),
     *mutants(
         "parallel/gather.py",
-        CONFORMANCE,
+        PLAN,
         {
+            "parallel: keys of another span": ("if start <= first and last <= stop:", "if start <= first < stop:"),
             "parallel: dk and dv of the last group only": (
                 "            self._arrived()\n            self.summing = summing",
                 "            self.summing = summing",
-            )
+            ),
         },
     ),
     *mutants(

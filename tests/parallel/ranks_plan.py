@@ -173,3 +173,23 @@ def meshes(seqlen: int) -> tuple[str, list[Tensor]]:
     same = Plan(mesh["context"].get_group(), seqlen)
     assert torch.equal(same.attention(shard, shard, shard, causal=True), o)
     return raised(Plan, mesh, seqlen), [o.detach(), plan.shard(whole.detach()), gradient, plan.shard(expected)]
+
+
+def beside_one_device(options: dict[str, Any], seqlen: int, mask: Any) -> dict[str, list[Tensor]]:
+    """For each output and gradient: this rank's, and one device's rows of it in float64 and in float32."""
+    plan = Plan(None, seqlen, node=2)
+    found: list[list[Tensor]] = []
+    for dtype, on_one in ((torch.float32, False), (torch.float64, True), (torch.float32, True)):
+        whole = [drawn(seqlen, heads, 16, seed=heads + 1).to(dtype).requires_grad_() for heads in (4, 2, 2)]
+        do = drawn(seqlen, 4, 16, seed=7).to(dtype)
+        if not on_one:
+            rows = [poisoned_shard(plan, x.detach()).requires_grad_() for x in whole]
+            with poisoned_memory():
+                o = plan.attention(*rows, mask=mask, **options)
+                o.backward(plan.shard(do))
+            found.append([o.detach(), *(x.grad for x in rows if x.grad is not None)])
+        else:
+            o = tileattn.attention(*whole, mask=mask)
+            o.backward(do)
+            found.append([plan.shard(x) for x in (o.detach(), *(x.grad for x in whole if x.grad is not None))])
+    return dict(zip(("o", "dq", "dk", "dv"), ([*each] for each in zip(*found))))

@@ -64,6 +64,15 @@ def test_o_and_lse_have_the_bits_of_one_device(algorithm: str, seqlen: int, mask
         assert torch.equal(result["lse"], result["one_lse"])
 
 
+@pytest.mark.parametrize("mask", [tileattn.SlidingWindow(20), tileattn.SlidingWindow(3, 40)], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["algorithm"])
+def test_windows_of_several_runs(options: dict[str, Any], mask: Any) -> None:
+    """The two runs of a rank reach keys far apart, whose rows in memory begin at multiples of 256."""
+    for result in returned(pool(4).run(ranks_plan.beside_one_device, options, 700, mask)):
+        for name, (got, oracle, eager) in result.items():
+            assert_accurate(name, got, oracle, [eager], gradient=name != "o")
+
+
 @pytest.mark.parametrize("algorithm", ["gather", "ring"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_bias_may_have_local_rows(ranks: int, algorithm: str) -> None:

@@ -37,6 +37,8 @@ PARTS = (
     ((30, 40), (20, 30), (2, 4)),
     ((5, 6), (17, 40), (0, 4)),
     ((16, 32), (8, 32), (0, 4)),
+    ((10, 20), (0, 12), (0, 4)),  # the first query of a causal mask does not see the last key
+    ((10, 20), (0, 11), (0, 4)),  # and here it does
 )
 
 
