@@ -64,7 +64,14 @@ def test_o_and_lse_have_the_bits_of_one_device(algorithm: str, seqlen: int, mask
         assert torch.equal(result["lse"], result["one_lse"])
 
 
-@pytest.mark.parametrize("mask", [tileattn.SlidingWindow(20), tileattn.SlidingWindow(3, 40)], ids=str)
+FAR_APART = {
+    "window": tileattn.SlidingWindow(20),
+    "two sides": tileattn.SlidingWindow(3, 40),
+    "documents": tileattn.Causal() & tileattn.Documents(torch.arange(700) // 30),
+}
+
+
+@pytest.mark.parametrize("mask", FAR_APART.values(), ids=FAR_APART.keys())
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["algorithm"])
 def test_windows_of_several_runs(options: dict[str, Any], mask: Any) -> None:
     """The two runs of a rank reach keys far apart, whose rows in memory begin at multiples of 256."""
