@@ -10,7 +10,9 @@ import torch
 import tileattn
 from tests.parallel import ranks_plan
 from tests.tools.ranks import pool, returned
-from tileattn.testing import assert_accurate
+from tileattn.parallel.link import Link
+from tileattn.parallel.transfer import Transfer
+from tileattn.testing import assert_accurate, poisoned_memory
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -78,6 +80,18 @@ def test_windows_of_several_runs(options: dict[str, Any], mask: Any) -> None:
     for result in returned(pool(4).run(ranks_plan.beside_one_device, options, 700, mask)):
         for name, (got, oracle, eager) in result.items():
             assert_accurate(name, got, oracle, [eager], gradient=name != "o")
+
+
+def test_gaps_before_keys_are_zeros() -> None:
+    """A kernel may read them, and multiply what it read by a probability of 0."""
+    transfer = Transfer([[(0, 5), (8, 12)]], [[(2, 4), (9, 12)]], [(1, 3)], 0, (2, 1))
+    link = Link(None, 0, lambda waited: None, lambda error: None)
+    x = torch.randn(1, 9, 4, 8)
+    with poisoned_memory():
+        (found,) = transfer.fetch(link, [x])
+    gap = torch.zeros(1, 1, 2, 8)
+    assert torch.equal(found, torch.cat([gap, gap, x[:, 2:4, 1:3], gap, x[:, 6:9, 1:3]], 1))
+    assert (link.sent, link.received) == (0, 0)
 
 
 @pytest.mark.parametrize("algorithm", ["gather", "ring"])
