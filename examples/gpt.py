@@ -60,13 +60,16 @@ def rotary(seqlen: int, head_dim: int, device: torch.device) -> tuple[Tensor, Te
     return angle.cos(), angle.sin()
 
 
-def rotated(x: Tensor) -> Tensor:
+def rotated(x: Tensor, positions: Tensor | None = None) -> Tensor:
     """Rotary position embedding: rotates pairs of elements of queries or keys by angles of their position.
 
-    x: (batch, seqlen, heads, head_dim). A score then depends on the distance between query and key. This lets even a
-    small model learn words within a minute. Source: Su et al. 2021 (arXiv 2104.09864).
+    x: (batch, seqlen, heads, head_dim). positions: (seqlen,), for rows that are a shard of a sequence. A score then
+    depends on the distance between query and key. This lets even a small model learn words within a minute. Source: Su
+    et al. 2021 (arXiv 2104.09864).
     """
-    cos, sin = (table[:, None].to(x.dtype) for table in rotary(x.shape[1], x.shape[3], x.device))
+    last = x.shape[1] if positions is None else int(positions.max()) + 1 if len(positions) else 0
+    tables = rotary(last, x.shape[3], x.device)
+    cos, sin = (table[slice(None) if positions is None else positions][:, None].to(x.dtype) for table in tables)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
@@ -77,6 +80,7 @@ class Block(nn.Module):
     def __init__(self, dim: int, heads: int, attend: Attend) -> None:
         super().__init__()
         self.heads, self.attend = heads, attend
+        self.positions: Tensor | None = None  # of the rows, where they are a shard of a sequence
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.qkv, self.proj = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
@@ -84,7 +88,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cached: Cached | None = None) -> Tensor:
         """Maps (batch, seqlen, dim) to the same shape. `cached`: attention of new tokens, with all earlier ones."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(dim=2)
-        o = self.attend(rotated(q), rotated(k), v) if cached is None else cached(q, k, v)
+        if cached is None:
+            o = self.attend(rotated(q, self.positions), rotated(k, self.positions), v)
+        else:
+            o = cached(q, k, v)
         x = x + self.proj(o.flatten(2))
         return x + self.mlp(self.norm2(x))
 

@@ -3,6 +3,7 @@
     python examples/train_gpt.py                       # about a minute; draws train_gpt.png
     python examples/train_gpt.py --compare             # also trains with PyTorch's attention, for one picture
     python examples/train_gpt.py --device cuda --compile
+    torchrun --nproc-per-node 2 examples/train_gpt.py --context-parallel 2 --compare   # two ranks share each sequence
     python examples/train_gpt.py --device cuda --benchmark --seqlen 8192 --dim 1024 --heads 8
 
 The picture needs matplotlib: `pip install "tileattn[plot]"`.
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 import typer
 from checks import check_device, check_picture, check_rate, check_writable
+from context import Context
 from gpt import ATTEND, GPT, Backend
 from rich.console import Console
 from rich.progress import Progress
@@ -108,11 +110,14 @@ def check_attention(backend: Backend, settings: Settings) -> None:
 class Training:
     """A model and its optimizer. With equal settings all backends begin with the same parameters."""
 
-    def __init__(self, vocabulary: int, settings: Settings, backend: Backend) -> None:
-        self.settings = settings
+    def __init__(self, vocabulary: int, settings: Settings, backend: Backend, context: Context | None = None) -> None:
+        self.settings, self.context = settings, context
         torch.manual_seed(settings.seed)
         shape = (settings.seqlen, settings.layers, settings.heads, settings.dim)
-        self.model = GPT(vocabulary, *shape, ATTEND[backend]).to(settings.device)
+        attend = ATTEND[backend] if context is None else context.attend(backend)
+        self.model = GPT(vocabulary, *shape, attend).to(settings.device)
+        if context is not None:
+            context.prepare(self.model)
         self.compiled = torch.compile(self.model) if settings.compile else self.model
         matrices = [p for p in self.model.parameters() if p.ndim == 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]  # biases and norms: without weight decay
@@ -125,7 +130,16 @@ class Training:
         return torch.autocast(torch.device(self.settings.device).type, dtype=dtype, enabled=dtype != torch.float32)
 
     def loss(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The cross-entropy, in nats per character: log(vocabulary) for a model that knows nothing."""
+        """The cross-entropy, in nats per character: log(vocabulary) for a model that knows nothing.
+
+        With several ranks, this rank's share of it: that of its characters, over the number of all.
+        """
+        if self.context is not None:
+            count = targets.numel()
+            tokens, targets = self.context.plan.shard(tokens, targets)
+            with self.autocast():
+                logits = model(tokens)
+            return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum") / count
         with self.autocast():
             logits = model(tokens)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -134,11 +148,17 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss = self.loss(self.compiled, tokens, targets)
-        loss.backward()
+        (loss if self.context is None else self.context.scale(loss)).backward()
+        if self.context is not None:
+            self.context.sum_gradients(self.model)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        return self.total(loss)
+
+    def total(self, loss: Tensor) -> Tensor:
+        """The loss of all ranks."""
+        return loss.detach() if self.context is None else self.context.total(loss)
 
 
 def learning_rate(step: int, settings: Settings) -> float:
@@ -158,15 +178,16 @@ class Losses:
     held_out: float
 
 
-def train(text: Text, settings: Settings, backend: Backend) -> tuple[Training, Losses]:
+def train(text: Text, settings: Settings, backend: Backend, context: Context | None = None) -> tuple[Training, Losses]:
     """Trains a model; returns it and its losses."""
-    training, losses = Training(len(text.characters), settings, backend), []
+    training, losses = Training(len(text.characters), settings, backend, context), []
+    name = backend.value if context is None else f"{backend.value} on {context.ranks} ranks"
     generator = torch.Generator().manual_seed(settings.seed)  # all backends see the same pieces of the text
     # A file or a pipe has no room for a bar that is drawn again and again: it gets some twenty lines instead.
     on_terminal = console.is_terminal
     columns = (*Progress.get_default_columns(), "{task.fields[note]}")
     with Progress(*columns, console=console, disable=not on_terminal) as progress:
-        bar = progress.add_task(f"{backend.value:8}", total=settings.steps, note="")
+        bar = progress.add_task(f"{name:8}", total=settings.steps, note="")
         start = time.perf_counter()
         for step in range(settings.steps):
             losses.append(training.step(*text.batch(settings, generator), learning_rate(step, settings)).item())
@@ -174,12 +195,12 @@ def train(text: Text, settings: Settings, backend: Backend) -> tuple[Training, L
             note = f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s"
             progress.update(bar, advance=1, note=note)
             if not on_terminal and step % max(1, settings.steps // 20) == 0:
-                console.print(f"{backend.value}: step {step + 1} of {settings.steps}, {note}", highlight=False)
+                console.print(f"{name}: step {step + 1} of {settings.steps}, {note}", highlight=False)
     with torch.no_grad():
         pieces = text.held_out.unfold(0, settings.seqlen + 1, settings.seqlen).to(settings.device)
-        held_out = training.loss(training.model, pieces[:, :-1], pieces[:, 1:]).item()
-    console.print(f"{backend.value}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, on held-out text {held_out:.3f}")
-    return training, Losses(backend.value, losses, held_out)
+        held_out = training.total(training.loss(training.model, pieces[:, :-1], pieces[:, 1:])).item()
+    console.print(f"{name}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, on held-out text {held_out:.3f}")
+    return training, Losses(name, losses, held_out)
 
 
 # --- What a run shows ---
@@ -197,7 +218,7 @@ def figure(curves: list[Losses]) -> Figure:
     drawn = Figure(figsize=(8, 4.5 if len(curves) == 1 else 6), layout="constrained")
     axes = drawn.subplots(len(curves), sharex=True, squeeze=False, height_ratios=[3, 1.2][: len(curves)])[:, 0]
     for curve, style in zip(curves, ("-", "--"), strict=False):
-        colour = COLOURS.get(Backend(curve.attention), "#0072B2")
+        colour = next((colour for name, colour in COLOURS.items() if name.value == curve.attention), "#0072B2")
         axes[0].plot(curve.losses, style, color=colour, linewidth=1.2, label=curve.attention)
     axes[0].set_ylabel("loss (nats per character)")
     axes[0].legend(frameon=False)
@@ -268,6 +289,14 @@ def save(rows: Sequence[Speed | Losses], settings: Settings, commit: str | None,
 # --- Command line ---
 
 
+def check_context(ranks: int, fsdp: bool, backend: Backend, alone: bool) -> None:
+    """Raises unless the options go with several ranks."""
+    if fsdp and ranks == 1:
+        raise typer.BadParameter("--fsdp shards over the ranks of --context-parallel: give it 2 or more")
+    if ranks > 1 and (alone or backend not in (Backend.tileattn, Backend.tilelang, Backend.torch)):
+        raise typer.BadParameter("--context-parallel goes with tileattn's backends, without --benchmark and --compile")
+
+
 def main(
     backend: Annotated[Backend, typer.Option(help="Which attention the model computes with.")] = Backend.tileattn,
     compare: Annotated[bool, typer.Option("--compare", help="Train again through PyTorch's attention.")] = False,
@@ -293,6 +322,10 @@ def main(
     losses: Annotated[
         Path | None, typer.Option(help="Where the loss of every step goes, as JSON.", show_default=False)
     ] = None,
+    ranks: Annotated[
+        int, typer.Option("--context-parallel", min=1, help="Ranks of torchrun that share each sequence.")
+    ] = 1,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="Also shard parameters over these ranks (FSDP2).")] = False,
     commit: Annotated[
         str | None,
         typer.Option(help="To record in --json or --losses, instead of what git says of the code.", show_default=False),
@@ -306,6 +339,7 @@ def main(
         raise typer.BadParameter(f"--seqlen must be less than {len(text.held_out)}, got {seqlen}")
     if measure and compare:
         raise typer.BadParameter("--compare trains and --benchmark only measures: give one of the two")
+    check_context(ranks, fsdp, backend, measure or compile)
     if compare and backend == Backend.sdpa:
         raise typer.BadParameter("--compare needs another --backend than sdpa, with which it compares")
     check_rate(rate)
@@ -335,20 +369,29 @@ def main(
             save(speeds, settings, commit, json)
             console.print(f"The speeds are in {json}.")
         return
-    training, curve = train(text, settings, backend)
+    context = Context(ranks, seqlen, device, fsdp) if ranks > 1 else None
+    if context is not None and context.rank:
+        console.quiet = True
+    training, curve = train(text, settings, backend, context)
+    model = training.model if context is None else context.whole(training.model)
+    if context is not None and context.rank:  # rank 0 shows the result
+        context.close()
+        return
     curves = [curve]
     if compare:
-        curves.append(train(text, settings, Backend.sdpa)[1])
+        curves.append(train(text, settings, Backend.sdpa if context is None else backend)[1])
         apart = differences(*(each.losses for each in curves))
         console.print(f"losses differ by at most {max(apart):.2g}, by {sum(apart) / len(apart):.2g} on average")
     tokens = text.encode(PROMPT)[None].to(device)
     with training.autocast():
-        written = training.model.continued(tokens, 400, torch.Generator().manual_seed(seed))
+        written = model.continued(tokens, 400, torch.Generator().manual_seed(seed))
     console.print(text.decode(written[0]), markup=False, highlight=False)
     if losses is not None:
         save(curves, settings, commit, losses)
     draw(curves, out)
     console.print(f"The losses are drawn in {out}.")
+    if context is not None:
+        context.close()
 
 
 if __name__ == "__main__":

@@ -86,6 +86,7 @@ if TYPE_CHECKING or not _is_command():
 
 if TYPE_CHECKING:  # at run time `__getattr__` imports these when they are first used
     from . import nn as nn
+    from . import parallel as parallel
     from . import viz as viz
     from .profiling import profile as profile
     from .profiling import profile_all as profile_all
@@ -111,8 +112,8 @@ else:  # with a `__getattr__`, a type checker would accept every misspelt name
     )
 
     def __getattr__(name: str) -> Any:
-        """Imports `nn`, `viz`, `profile` and `profile_all` at their first use; in the command's process all names."""
-        if name in ("math", "nn", "viz"):
+        """Imports `nn`, `parallel`, `viz`, `profile`, `profile_all` at first use; in the command's process all."""
+        if name in ("math", "nn", "parallel", "viz"):
             return importlib.import_module(f".{name}", __name__)
         if name in ("profile", "profile_all"):
             # Importing a module sets the package's attribute of that name, so the module is not called "profile".

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from inspect import signature
 from pathlib import Path
@@ -250,3 +252,43 @@ def test_the_pages_modules_are_those_there_are() -> None:
     for cls, names, own in rows:
         (parameters,) = {frozenset(signature(CLASSES[name]).parameters) for name in re.findall(r"`(\w+)`", names)}
         assert set(re.findall(r"`(\w+)`", own)) <= parameters, cls
+
+
+# --- Several ranks ---
+
+
+@pytest.mark.slow  # three processes import everything
+@pytest.mark.parametrize("option", [(), ("--fsdp",)], ids=["replicated", "fsdp"])
+def test_two_ranks_learn_as_one(option: tuple[str, ...], tmp_path: Path) -> None:
+    """An odd length, so that shards differ."""
+    kept = tmp_path / "losses.json"
+    script = (str(EXAMPLES / "train_gpt.py"), "--context-parallel", "2", "--compare", *TINY, "--seqlen", "33", *option)
+    files = ("--out", str(tmp_path / "loss.png"), "--losses", str(kept))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*torchrun, *script, *files], capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    several, alone = json.loads(kept.read_text())["rows"]
+    assert [each["attention"] for each in (several, alone)] == ["tileattn on 2 ranks", "tileattn"]
+    assert len(several["losses"]) == 30
+    assert several["losses"][-1] < several["losses"][0] - 0.5
+    assert max(abs(a - b) for a, b in zip(several["losses"], alone["losses"])) < 1e-4
+    assert abs(several["held_out"] - alone["held_out"]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--context-parallel", "2"), "--context-parallel 2 needs 2 processes, got 1: torchrun --nproc-per-node 2"),
+        (("--fsdp",), "--fsdp shards over the ranks of --context-parallel: give it 2 or more"),
+        (("--context-parallel", "2", "--backend", "sdpa"), "--context-parallel goes with tileattn's backends"),
+        (("--context-parallel", "2", "--compile"), "without --benchmark and --compile"),
+    ],
+)
+def test_wrong_options_of_several_ranks(
+    example: ModuleType, tmp_path: Path, options: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    result = run(example, *options, "--out", str(tmp_path / "x.png"))
+    assert result.exit_code == 2
+    assert text in re.sub(r"[│\s]+", " ", result.output)

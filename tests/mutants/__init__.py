@@ -15,6 +15,7 @@ from . import (
     gradients,
     masks,
     packed,
+    parallel,
     rules,
     shards,
     shares,
@@ -41,5 +42,6 @@ def all_mutants() -> list[Mutant]:
         triton_decode,
         engines,
         few_queries,
+        parallel,
     )
     return list(itertools.chain.from_iterable(area.MUTANTS for area in areas))

@@ -36,6 +36,7 @@ MOVED = {
 # Other paths that users have been shown, and names that they take from there.
 PATHS = {
     "nn": "NaiveAttention FlashAttentionV1 FlashAttentionV2 MaskedAttention TritonFlashAttention get_attention",
+    "parallel": "Plan RankError Simulation Topology Traffic simulate",
     "viz": "draw_tiles tile_map draw_weights draw_softmax draw_lengths draw_dashboard",
     "testing": "assert_accurate assert_forward_accurate assert_gradients_accurate oracle_attention eager_attention "
     "dropout_mask similarity dissimilarity emulate",

@@ -1,77 +1,128 @@
-"""Functions of tests on several ranks: one new process for each, in a process group, with a limit of time."""
+"""Pools of processes that are the ranks of a gloo group: one for each number of ranks, started once, for all tests.
+
+A test sends a function, by its module and name, and its arguments. Every rank runs it, and the test gets what each
+returned or raised. Nothing waits for ever: a pool that does not answer in time is ended, and the test fails.
+"""
 
 from __future__ import annotations
 
-import importlib
-import os
-import pickle
-import subprocess
-import sys
-import tempfile
+import atexit
+import io
+import multiprocessing
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
-from filelock import FileLock
+import torch
+import torch.distributed as dist
 
-if TYPE_CHECKING:
-    import pytest
-
-ROOT = Path(__file__).parents[2]
+LIMIT = 60.0  # seconds that a function may take
 
 
-def on_ranks(function: Callable[[int, int], Any], ranks: int, seconds: float, backend: str = "gloo") -> list[Any]:
-    """What ``function(rank, ranks)`` returns on each rank. Fails where it raises, or after the limit of time.
+class Raised:
+    """What a rank raised: the name of its type, its text, and `rank` if it has one."""
 
-    The function must be at the top of a module, and its results must be picklable.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-W", "ignore", "-m", __name__, function.__module__, function.__name__]
-        # The parts of this process's path first, so that the same tileattn is imported.
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(ranks), folder, str(seconds), backend], cwd=ROOT, env=environment,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-            for rank in range(ranks)
-        ]  # fmt: skip
+    def __init__(self, error: BaseException) -> None:
+        self.kind, self.text, self.rank = type(error).__name__, str(error), getattr(error, "rank", None)
+
+    def __repr__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+class Ended:
+    """What is returned for a rank whose process has ended."""
+
+
+class Pool:
+    """Processes of a group."""
+
+    def __init__(self, ranks: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(
+            ["torch", "torch.distributed", "tileattn", "tileattn.parallel", "tileattn.testing"]
+        )
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(ranks):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, ranks, self.store.port), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, limit: float = LIMIT) -> list[Any]:
+        """What ``function(*arguments)`` returns on each rank, or :class:`Raised` or :class:`Ended`."""
+        sent = _packed((function.__module__, function.__qualname__, arguments))
+        for pipe in self.pipes:
+            pipe.send_bytes(sent)
+        results: dict[int, Any] = {}
+        end = time.monotonic() + limit
+        while len(results) < len(self.pipes):
+            missing = [pipe for rank, pipe in enumerate(self.pipes) if rank not in results]
+            ready = wait(missing, max(0.0, end - time.monotonic()))
+            if not ready:
+                self.close()
+                raise TimeoutError(f"ranks {sorted(set(range(len(self.pipes))) - set(results))} did not answer")
+            for pipe in ready:
+                results[self.pipes.index(pipe)] = _received(pipe)  # type: ignore[arg-type]
+        return [results[rank] for rank in range(len(self.pipes))]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(5)
+
+
+def returned(results: list[Any]) -> list[Any]:
+    """The results, after a check that no rank raised."""
+    wrong = {rank: result for rank, result in enumerate(results) if isinstance(result, (Raised, Ended))}
+    assert not wrong, wrong
+    return results
+
+
+_pools: dict[int, Pool] = {}
+
+
+def pool(ranks: int) -> Pool:
+    """The pool of this number of ranks, which all tests share."""
+    found = _pools.get(ranks)
+    if found is None or not all(process.is_alive() for process in found.processes):
+        found = _pools[ranks] = Pool(ranks)
+        atexit.register(found.close)
+    return found
+
+
+def _serve(pipe: Connection, rank: int, ranks: int, port: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=LIMIT))
+    dist.barrier()  # so that no rank ends while another still connects to it
+    while True:
         try:
-            end = time.monotonic() + seconds
-            printed = [each.communicate(timeout=max(end - time.monotonic(), 0.1))[0] for each in processes]
-        finally:
-            for each in processes:
-                each.kill()
-                each.wait()
-        for rank, (each, text) in enumerate(zip(processes, printed)):
-            assert each.returncode == 0, f"rank {rank}: {text}"
-        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(ranks)]
+            module, name, arguments = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+        except (EOFError, OSError):
+            return
+        try:
+            result = getattr(import_module(module), name)(*arguments)
+        except Exception as error:
+            result = Raised(error)
+        pipe.send_bytes(_packed(result))
 
 
-def once(folders: pytest.TempPathFactory, name: str, make: Callable[[], Any]) -> Any:
-    """What ``make()`` returns, made once for all of xdist's workers, to which the tests of a file are dealt."""
-    is_worker = "PYTEST_XDIST_WORKER" in os.environ
-    path = (folders.getbasetemp().parent if is_worker else folders.getbasetemp()) / name
-    with FileLock(f"{path}.lock"):
-        if not path.exists():
-            path.write_bytes(pickle.dumps(make()))
-        return pickle.loads(path.read_bytes())
+def _received(pipe: Connection) -> Any:
+    try:
+        return torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+    except (EOFError, OSError):
+        return Ended()
 
 
-def _main(module: str, name: str, rank: str, ranks: str, folder: str, seconds: str, backend: str) -> None:
-    import torch.distributed as dist
-
-    function = getattr(importlib.import_module(module), name)
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=int(rank), world_size=int(ranks),
-        timeout=timedelta(seconds=float(seconds)),
-    )  # fmt: skip
-    Path(folder, rank).write_bytes(pickle.dumps(function(int(rank), int(ranks))))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
+def _packed(value: Any) -> bytes:
+    memory = io.BytesIO()
+    torch.save(value, memory)
+    return memory.getvalue()

@@ -1,0 +1,89 @@
+"""Autograd: a call of a plan as one function of q, k, v, the sink and the variant's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .call import Call, Operands, PartGradients
+from .transfer import summed
+
+
+class Work(Protocol):
+    """The work of a rank by one algorithm. Shapes are those of `tileattn.parallel.gather.GatherWork`."""
+
+    def forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
+        """o (batch, rows, heads, head_dim_v) and lse (batch, rows, heads, 1) of this rank's rows."""
+
+    def backward(
+        self,
+        call: Call,
+        saved: Sequence[Tensor],
+        outputs: Sequence[Tensor | None],
+        of_rows: Sequence[bool],
+        sums: PartGradients,
+    ) -> list[Tensor | None]:
+        """Gradients of q, k and v; those of sink and variant are added to `sums`."""
+
+
+def attend(
+    call: Call, work: Work, rows: Sequence[Tensor], operands: Operands, return_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """o (batch, rows, heads, head_dim_v) and lse (batch, heads, rows), differentiable once. rows: q, k and v."""
+    o, lse = _Attend.apply(call, work, return_lse, *rows, operands.sink, *operands.variant)
+    return o, lse
+
+
+_BEFORE_Q = 3  # arguments of _Attend
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, work: Work, return_lse: bool, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        try:
+            o, lse = work.forward(call, q, k, v, Operands(others[0], others[1:]))
+        except Exception as error:
+            call.agreement.fail(error)
+            raise
+        ctx.call, ctx.work, ctx.return_lse = call, work, return_lse
+        ctx.save_for_backward(o, lse, q, k, v, *others)
+        return o, lse[..., 0].transpose(1, 2).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        o, lse, q, k, v, sink, *tensors = ctx.saved_tensors
+        needs = ctx.needs_input_grad[_BEFORE_Q:]
+        # On another rank the loss may depend on o and lse, so gradients that are missing here are sent as zeros.
+        do = torch.zeros_like(o) if do is None else do
+        if ctx.return_lse:
+            dlse = torch.zeros_like(lse) if dlse is None else dlse.transpose(1, 2)[..., None]
+        sums = PartGradients(Operands(sink, tuple(tensors)), needs[3:], lse.dtype)
+        try:
+            of_rows = ctx.work.backward(ctx.call, (q, k, v), (o, lse, do, dlse), needs[:3], sums)
+            of_operands = _totals(ctx.call, sums)
+        except Exception as error:
+            ctx.call.agreement.fail(error)
+            raise
+        return *[None] * _BEFORE_Q, *of_rows, *of_operands
+
+
+def _totals(call: Call, sums: PartGradients) -> list[Tensor | None]:
+    """Gradients of sink and variant: summed over all ranks where the tensor is whole, in the tensor's dtype."""
+    given = (sums.operands.sink, *sums.operands.variant)
+    whole = {
+        place: total
+        for place, (total, local) in enumerate(zip(sums.sums, (False, *call.local)))
+        if total is not None and not local
+    }
+    totals = list(sums.sums)
+    for place, total in zip(whole, summed(call.link, list(whole.values()), call.layout.ranks)):
+        totals[place] = total
+    return [None if total is None or x is None else total.to(x.dtype) for total, x in zip(totals, given)]

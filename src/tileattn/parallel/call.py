@@ -1,0 +1,155 @@
+"""One attention call of a plan: its options, and the calls of backends for its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call.inputs import Inputs
+from ..runtime import operators as ops
+from ..variant.masks import Mask
+from .agreement import Agreement
+from .layout import Layout, Span
+from .link import Link
+from .shifted import LocalVariant, Part, ScoreFn, localized
+
+
+class Operands(NamedTuple):
+    """The tensors of a call that are not sharded by rows, as autograd passes them.
+
+    Attributes:
+        sink: (heads,), or None.
+        variant: those of the mask and the modifications, in the order of `tileattn.variant.key.encode`.
+    """
+
+    sink: Tensor | None
+    variant: tuple[Tensor, ...]
+
+
+class Call(NamedTuple):
+    """What a call is, but for its tensors.
+
+    Attributes:
+        layout, rank, link, agreement: of the plan.
+        mask, mods: the variant of the whole call.
+        scale, backend, deterministic, needs_grad: as in `tileattn.runtime.operators.Options`.
+        local: for each tensor of the variant, whether it has the rows of this rank's queries only.
+    """
+
+    layout: Layout
+    rank: int
+    link: Link
+    agreement: Agreement
+    mask: Mask | None
+    mods: tuple[ScoreFn, ...]
+    scale: float
+    backend: str | None
+    deterministic: bool
+    needs_grad: bool
+    local: tuple[bool, ...]
+
+    def part(self, sequence: int, queries: Span, keys: Span, heads: Span) -> Part:
+        """The part of these positions and query heads."""
+        rows = self._rows(sequence, queries) if any(self.local) else None
+        number = sequence if self.layout.packed else None
+        return Part(number, queries, keys, heads, rows, self.layout.length(sequence))
+
+    def _rows(self, sequence: int, queries: Span) -> Span:
+        """The rows of the shard that hold these queries."""
+        first = 0
+        for run in self.layout.runs[self.rank]:
+            if run.sequence == sequence and run.start <= queries[0] and queries[1] <= run.stop:
+                return first + queries[0] - run.start, first + queries[1] - run.start
+            first += run.stop - run.start
+        raise AssertionError("a bias of local rows is for algorithms that keep rows where they are")
+
+    def variant(self, part: Part) -> LocalVariant:
+        """The variant of a part."""
+        return localized(self.mask, self.mods, part)
+
+    def options(self, variant: LocalVariant) -> ops.Options:
+        """The options of a backend's call."""
+        return ops.Options(variant.key, self.scale, self.backend, self.deterministic, self.needs_grad)
+
+
+class Rows(NamedTuple):
+    """q, k and v of a part, bshd."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def part_forward(call: Call, part: Part, rows: Rows, operands: Operands) -> tuple[Tensor, Tensor]:
+    """o (batch, queries, heads, head_dim_v) and lse (batch, heads, queries) of a part."""
+    variant = call.variant(part)
+    return ops.run_forward(call.options(variant), _inputs(part, variant, rows, operands))
+
+
+class PartGradients:
+    """Sums of gradients over the parts of this rank: of the sink and the variant's tensors, in float32 or wider.
+
+    Args:
+        operands: the tensors.
+        needs: which have gradients: the sink, and each of the variant.
+        dtype: in which sums are computed.
+    """
+
+    def __init__(self, operands: Operands, needs: Sequence[bool], dtype: torch.dtype) -> None:
+        self.operands, self.needs = operands, needs
+        given = (operands.sink, *operands.variant)
+        self.sums = [
+            torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if need and x is not None else None
+            for x, need in zip(given, needs)
+        ]
+
+    def without_sink(self) -> PartGradients:
+        """The same sums for calls without the sink."""
+        same = object.__new__(PartGradients)
+        same.operands, same.needs = self.operands._replace(sink=None), [False, *self.needs[1:]]
+        same.sums = [None, *self.sums[1:]]
+        return same
+
+    def backward(
+        self, call: Call, part: Part, rows: Rows, of_rows: Sequence[bool], outputs: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gradients of q, k and v of a part, those that `of_rows` asks for; adds the others to the sums.
+
+        outputs: o (bshd), lse (batch, heads, queries), do and dlse of the part.
+        """
+        o, lse, do, dlse = outputs
+        assert o is not None
+        assert lse is not None
+        assert do is not None
+        variant = call.variant(part)
+        inputs = _inputs(part, variant, rows, self.operands)
+        needs = [*of_rows, *self.needs]
+        found = iter(ops.run_backward(call.options(variant), inputs, needs, o, lse, do, dlse))
+        gradients = [next(found) if need else None for need in needs]
+        self._add(gradients[3:], part, variant)
+        return gradients[:3]
+
+    def _add(self, gradients: Sequence[Tensor | None], part: Part, variant: LocalVariant) -> None:
+        views = [(slice(*part.heads),), *variant.views]
+        for total, gradient, view in zip(self.sums, gradients, views):
+            if total is not None and gradient is not None:
+                place = total if view is None else total[view]
+                place += gradient
+
+
+def _inputs(part: Part, variant: LocalVariant, rows: Rows, operands: Operands) -> Inputs:
+    sink = None if operands.sink is None else operands.sink[slice(*part.heads)]
+    return Inputs(*rows, sink, variant.operands(operands.variant))
+
+
+def cut(x: Tensor, rows: Span, segment: Span) -> Tensor:
+    """Rows and heads of a tensor (batch, rows, heads, dim), a view."""
+    return x[:, slice(*rows), slice(*segment)]
+
+
+def within(span: Span, first: int) -> Span:
+    """A span counted from `first`."""
+    return span[0] - first, span[1] - first

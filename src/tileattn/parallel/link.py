@@ -1,0 +1,104 @@
+"""The link of a plan: all-to-all over a process group, with counts of bytes, and a watch while the host waits.
+
+On a CPU (gloo) the host waits for a transfer. It then looks from time to time whether another rank has failed
+(`Agreement.watch`), instead of waiting for a rank that never comes. On a GPU the stream waits, and the host does not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+Watch = Callable[[float], None]
+_SHORTEST, _LONGEST = 20e-6, 5e-3  # seconds between two looks whether a transfer is done
+
+
+class Pending:
+    """A transfer that has begun, or, without a work handle, is done."""
+
+    def __init__(self, link: Link | None = None, work: Any = None, unpack: Callable[[], None] | None = None) -> None:
+        self.link, self.work, self.unpack = link, work, unpack
+
+    def wait(self) -> None:
+        """Returns when the received tensors hold their values (on a GPU: for the current stream)."""
+        if self.work is not None and self.link is not None:
+            self.link.await_work(self.work)
+        if self.unpack is not None:
+            self.unpack()
+        self.work = self.unpack = None
+
+
+class Link:
+    """Transfers between the ranks of a group.
+
+    Args:
+        group: the process group; None for a single process.
+        rank: this rank of the group.
+        watch: called with the seconds waited so far, now and then; raises if another rank has failed.
+        explain: called with the error of a transfer that failed; raises a better one.
+
+    Attributes:
+        sent, received: bytes to and from other ranks since the link was made.
+    """
+
+    def __init__(self, group: Any, rank: int, watch: Watch, explain: Callable[[Exception], None]) -> None:
+        self.group, self.rank, self.watch, self.explain = group, rank, watch, explain
+        self.sent = self.received = 0
+
+    def copy(self, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]]) -> Pending:
+        """Copies what this rank sends to itself; for transfers in which no rank needs anything of another."""
+        for source, target in zip(sends[self.rank], receives[self.rank], strict=True):
+            target.copy_(source)
+        return Pending()
+
+    def start(self, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], like: Tensor) -> Pending:
+        """Begins an all-to-all: sends[r] goes to rank r, and receives[r], of the same shapes there, comes from it.
+
+        All tensors have the dtype and the device of `like`.
+        """
+        self.copy(sends, receives)
+        others = [rank for rank in range(len(sends)) if rank != self.rank]
+        outgoing = [0 if rank == self.rank else _numel(each) for rank, each in enumerate(sends)]
+        incoming = [0 if rank == self.rank else _numel(each) for rank, each in enumerate(receives)]
+        packed, landed = like.new_empty(sum(outgoing)), like.new_empty(sum(incoming))
+        sources = [x for rank in others for x in sends[rank]]
+        for place, source in zip(packed.split([x.numel() for x in sources]), sources):
+            place.view(source.shape).copy_(source)
+        self.sent += packed.numel() * packed.element_size()
+        self.received += landed.numel() * landed.element_size()
+
+        def unpack() -> None:
+            places = [x for rank in others for x in receives[rank]]
+            for place, values in zip(places, landed.split([x.numel() for x in places])):
+                place.copy_(values.view(place.shape))
+
+        work = dist.all_to_all_single(landed, packed, incoming, outgoing, group=self.group, async_op=True)
+        return Pending(self, (work, packed), unpack)  # `packed` lives until the transfer is done
+
+    def await_work(self, handle: Any) -> None:
+        """Waits for a transfer: the stream on a GPU, the host on a CPU."""
+        work, packed = handle
+        try:
+            if packed.is_cuda:
+                work.wait()
+                return
+            self._poll(work)
+            work.wait()
+        except RuntimeError as error:
+            self.explain(error)
+            raise
+
+    def _poll(self, work: Any) -> None:
+        begin, pause = time.monotonic(), _SHORTEST
+        while not work.is_completed():
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+            self.watch(time.monotonic() - begin)
+
+
+def _numel(tensors: Sequence[Tensor]) -> int:
+    return sum(x.numel() for x in tensors)

@@ -1,0 +1,63 @@
+"""What this package needs of torch.distributed beyond its documented functions, in one place."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+
+def default_store() -> Any:
+    """The store with which the default process group was made."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def prefixed(prefix: str, store: Any) -> Any:
+    """A part of a store, whose keys begin with a prefix."""
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
+def is_group(value: Any) -> bool:
+    """Whether it is a process group."""
+    return isinstance(value, dist.ProcessGroup)
+
+
+def mesh_group(value: Any) -> Any:
+    """The process group of a DeviceMesh of one dimension; None if the value is no mesh."""
+    if "DeviceMesh" not in (cls.__name__ for cls in type(value).__mro__):
+        return None
+    if value.ndim != 1:
+        names = ", ".join(map(repr, value.mesh_dim_names or ())) or "none has a name"
+        raise ValueError(
+            f"group must be a process group or a DeviceMesh of one dimension, got a mesh of shape "
+            f"{tuple(value.mesh.shape)}; select a dimension of it, as in mesh[name] (names: {names})"
+        )
+    return value.get_group()
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(fn: Function) -> Function:
+    """A function that torch.compile runs as it is, with a break of the graph before and behind it.
+
+    ``torch.compiler.disable`` does that, but imports all of Dynamo, so it is asked once Dynamo is there.
+    """
+    reason = "tileattn.parallel exchanges tensors with other ranks, which is not traced: leave fullgraph=True out"
+    disabled: list[Any] = []
+
+    @functools.wraps(fn)
+    def run(*arguments: Any, **options: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return fn(*arguments, **options)
+        if not disabled:
+            disabled.append(torch.compiler.disable(fn, reason=reason))
+        return disabled[0](*arguments, **options)
+
+    # The marks of ``torch.compiler.disable``, for a function that Dynamo is about to trace.
+    run._torchdynamo_disable, run._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
+    return run  # type: ignore[return-value]
