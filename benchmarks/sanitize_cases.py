@@ -259,7 +259,11 @@ BACKWARD = (
     BackwardCase(BF16, 128, 128, "causal+alibi+dalibi+softcap"),
     BackwardCase(FP16, 96, 96, "causal"),
     *(BackwardCase(BF16, 256, 256, kind) for kind in _WIDE),
-    *(BackwardCase(BF16, 192, 128, kind) for kind in ("full", "causal", "causal+softcap")),
+    *(
+        BackwardCase(BF16, *dims, kind)
+        for dims in ((192, 128), (160, 160))
+        for kind in ("full", "causal", "causal+softcap")
+    ),
     # The schedule for every architecture: on sm_90a that of tensors which TMA cannot copy.
     *(
         BackwardCase(BF16, dim, dim, f"{kind}unaligned{more}")
