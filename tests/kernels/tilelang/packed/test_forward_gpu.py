@@ -188,7 +188,7 @@ class Guarded:
         memory = torch.full((count + 2 * self.MARGIN,), self.CANARY, dtype=dtype or like.dtype, device=like.device)
         self.memory.append(memory)
         inside = memory[self.MARGIN : self.MARGIN + count]
-        inside.fill_(torch.nan)
+        inside.fill_(torch.nan if inside.is_floating_point() else 2**30)
         return inside.view(size)
 
     def assert_untouched(self) -> None:
