@@ -14,7 +14,7 @@ from tests.tools import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 INDEX = (RESULTS / "README.md").read_text()
-GPUS = {"h200": "NVIDIA H200"}
+GPUS = {"h200": "NVIDIA H200", "h100": "NVIDIA H100 80GB HBM3"}
 
 
 class Entry(NamedTuple):
