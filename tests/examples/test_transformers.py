@@ -17,6 +17,8 @@ from tests.tools import ROOT
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'tileattn[transformers]'")
 
+import transformers
+
 from tileattn.bench import environment
 from tileattn.compat import transformers as adapter
 
@@ -214,8 +216,25 @@ def test_layers_are_measured_on_a_gpu(script: ModuleType) -> None:
     ]
 
 
+def blocks_of_page() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs/transformers.md").read_text(), re.DOTALL)
+
+
+def test_the_pages_script_of_ranks_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank; tests/compat/transformers/test_shards.py has two."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    scope: dict[str, Any] = {}
+    try:
+        exec(blocks_of_page()[3], scope)
+    finally:
+        for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+            interface._global_mapping.pop(adapter.NAME, None)  # they have the plan
+    assert scope["logits"].shape == (1, 100, 1000)
+
+
 def test_the_pages_python_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/transformers.md").read_text(), re.DOTALL)
+    *blocks, _ = blocks_of_page()
     assert len(blocks) == 3  # they continue each other
     scope: dict[str, Any] = {}
     for block, name in zip(blocks, ("tileattn", "tileattn", "paged|tileattn")):

@@ -49,8 +49,8 @@ MUTANTS: list[Mutant] = [
         CHOICE,
         {
             "shares: the workspace without dv's parts": (
-                "// (4 * of_keys * (forward.head_dim + forward.head_dim_v))",
-                "// (4 * of_keys * forward.head_dim)",
+                "// (of_keys * (forward.head_dim + forward.head_dim_v))",
+                "// (of_keys * forward.head_dim)",
             ),
             "shares: packed calls as dense ones": (" and not forward.packed and not forward.dropout", ""),
             "shares: whatever the variant": ('forward.variant in ("", CAUSAL) and not', "not"),
