@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..measure.units import human_bytes
 from ..runtime.run import MaskLike
 from ..variant.key import normalize
 from .cost import Choice, Load, Model, Shape, Times, choose
@@ -53,10 +54,15 @@ class Simulation:
         most = max(sum(each) for each in self.received)
         return (
             f"{self.topology.ranks} ranks, {self.algorithm}, {self.head_groups} group(s) of heads: forward "
-            f"{1e3 * max(self.forward):.3g} ms ({forward:.0%} of ideal), both passes "
-            f"{1e3 * max(f + b for f, b in zip(self.forward, self.backward)):.3g} ms ({both:.0%}), balance "
-            f"{self.balance:.3f}, at most {most / 1e6:.3g} MB received"
+            f"{_ms(max(self.forward))} ({forward:.0%} of ideal), both passes "
+            f"{_ms(max(f + b for f, b in zip(self.forward, self.backward)))} ({both:.0%}), balance "
+            f"{self.balance:.3f}, at most {human_bytes(most)} received"
         )
+
+
+def _ms(seconds: float) -> str:
+    ms = 1e3 * seconds
+    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
 
 
 def simulate(
