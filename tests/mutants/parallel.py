@@ -61,7 +61,10 @@ MUTANTS: list[Mutant] = [
         "parallel/ring.py",
         CONFORMANCE,
         {
-            "parallel: a ring forgets what it saw": ("place_o * old + o", "o"),
+            "parallel: a ring forgets what it saw": (
+                "merge(place_o, place_lse, o.to(place_o.dtype), lse.to(place_lse.dtype))",
+                "(o, lse)",
+            ),
             "parallel: dk and dv do not go home": (
                 "        if last == 0:\n            return dkv",
                 "        return dkv",

@@ -14,7 +14,7 @@ from tests.tools.ranks import pool, returned
 from tileattn import Causal, SlidingWindow
 from tileattn.parallel.documents import documents_layout
 from tileattn.parallel.layout import Layout
-from tileattn.parallel.ranges import area
+from tileattn.parallel.ranges import areas
 from tileattn.testing import (
     ConformanceCase,
     assert_forward_accurate,
@@ -83,8 +83,8 @@ def log_normal(count: int, sigma: float, total: int) -> list[int]:
 
 def shares(layout: Layout, mask: Any) -> list[float]:
     """The area of each rank, over the mean."""
-    areas = [area(mask, layout, runs, 1, 1) for runs in layout.runs]
-    return [each * layout.ranks / sum(areas) for each in areas]
+    of_ranks = [sum(areas(mask, layout, runs, 1, 1)) for runs in layout.runs]
+    return [each * layout.ranks / sum(of_ranks) for each in of_ranks]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

@@ -14,11 +14,11 @@ def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
     Args:
         sink: (heads,).
-        lse, delta: (batch, heads, seqlen_q), float32.
+        lse, delta: (batch, heads, seqlen_q), float32 or float64.
 
     Returns:
         (heads,), in the sink's dtype.
     """
-    p = torch.exp(sink.detach().float()[None, :, None] - lse)
+    p = torch.exp(sink.detach().to(lse.dtype)[None, :, None] - lse)
     p = torch.where(lse == -torch.inf, 0.0, p)
     return -(p * delta).sum(dim=(0, 2)).to(sink.dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .call import Call, Operands, PartGradients
+from .call import Call, Operands, Outputs, PartGradients, Rows
 from .transfer import summed
 
 
@@ -20,12 +20,7 @@ class Work(Protocol):
         """o (batch, rows, heads, head_dim_v) and lse (batch, rows, heads, 1) of this rank's rows."""
 
     def backward(
-        self,
-        call: Call,
-        saved: Sequence[Tensor],
-        outputs: Sequence[Tensor | None],
-        of_rows: Sequence[bool],
-        sums: PartGradients,
+        self, call: Call, saved: Rows, outputs: Outputs, of_rows: Sequence[bool], sums: PartGradients
     ) -> list[Tensor | None]:
         """Gradients of q, k and v; those of sink and variant are added to `sums`."""
 
@@ -67,7 +62,7 @@ class _Attend(torch.autograd.Function):
             dlse = torch.zeros_like(lse) if dlse is None else dlse.transpose(1, 2)[..., None]
         sums = PartGradients(Operands(sink, tuple(tensors)), needs[3:], lse.dtype)
         try:
-            of_rows = ctx.work.backward(ctx.call, (q, k, v), (o, lse, do, dlse), needs[:3], sums)
+            of_rows = ctx.work.backward(ctx.call, Rows(q, k, v), Outputs(o, lse, do, dlse), needs[:3], sums)
             of_operands = _totals(ctx.call, sums)
         except Exception as error:
             ctx.call.agreement.fail(error)

@@ -89,6 +89,15 @@ def part_forward(call: Call, part: Part, rows: Rows, operands: Operands) -> tupl
     return ops.run_forward(call.options(variant), _inputs(part, variant, rows, operands))
 
 
+class Outputs(NamedTuple):
+    """What a backward pass reads of a forward pass, and the gradients of its outputs; see who takes it for shapes."""
+
+    o: Tensor
+    lse: Tensor
+    do: Tensor
+    dlse: Tensor | None
+
+
 class PartGradients:
     """Sums of gradients over the parts of this rank: of the sink and the variant's tensors, in float32 or wider.
 
@@ -114,20 +123,16 @@ class PartGradients:
         return same
 
     def backward(
-        self, call: Call, part: Part, rows: Rows, of_rows: Sequence[bool], outputs: Sequence[Tensor | None]
+        self, call: Call, part: Part, rows: Rows, of_rows: Sequence[bool], outputs: Outputs
     ) -> list[Tensor | None]:
         """Gradients of q, k and v of a part, those that `of_rows` asks for; adds the others to the sums.
 
-        outputs: o (bshd), lse (batch, heads, queries), do and dlse of the part.
+        outputs: o and do (bshd), lse and dlse (batch, heads, queries) of the part.
         """
-        o, lse, do, dlse = outputs
-        assert o is not None
-        assert lse is not None
-        assert do is not None
         variant = call.variant(part)
         inputs = _inputs(part, variant, rows, self.operands)
         needs = [*of_rows, *self.needs]
-        found = iter(ops.run_backward(call.options(variant), inputs, needs, o, lse, do, dlse))
+        found = iter(ops.run_backward(call.options(variant), inputs, needs, *outputs))
         gradients = [next(found) if need else None for need in needs]
         self._add(gradients[3:], part, variant)
         return gradients[:3]
@@ -143,6 +148,16 @@ class PartGradients:
 def _inputs(part: Part, variant: LocalVariant, rows: Rows, operands: Operands) -> Inputs:
     sink = None if operands.sink is None else operands.sink[slice(*part.heads)]
     return Inputs(*rows, sink, variant.operands(operands.variant))
+
+
+def part_outputs(outputs: Outputs, rows: Span, heads: Span) -> Outputs:
+    """Those of some rows and heads, as :meth:`PartGradients.backward` takes them, from (batch, rows, heads, dim)."""
+
+    def by_head(x: Tensor) -> Tensor:
+        return cut(x, rows, heads)[..., 0].transpose(1, 2).contiguous()
+
+    o, lse, do, dlse = outputs
+    return Outputs(cut(o, rows, heads), by_head(lse), cut(do, rows, heads), None if dlse is None else by_head(dlse))
 
 
 def cut(x: Tensor, rows: Span, segment: Span) -> Tensor:

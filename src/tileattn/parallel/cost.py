@@ -188,6 +188,16 @@ def candidates(topology: Topology, shape: Shape) -> list[Choice]:
     return choices
 
 
+def named(topology: Topology, algorithm: str, groups: int | None) -> Choice:
+    """The choice of who names an algorithm."""
+    return Choice(algorithm, {"ulysses": topology.ranks, "2d": topology.node}.get(algorithm, 1), groups or 1)
+
+
+def with_groups(choice: Choice, groups: int | None) -> Choice:
+    """A choice of "auto" with the head groups that were asked for, where its algorithm has any."""
+    return choice if groups is None or choice.algorithm == "ulysses" else choice._replace(groups=groups)
+
+
 def choose(model: Model, needs_grad: bool, local_rows: bool) -> Choice:
     """The fastest choice by the model; the first of equals. local_rows: whether rows must stay where they are."""
     best, least = Choice("gather", 1, 1), float("inf")

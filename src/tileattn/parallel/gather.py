@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .call import Call, Operands, PartGradients, Rows, cut, part_forward, within
+from .call import Call, Operands, Outputs, PartGradients, Rows, cut, part_forward, part_outputs, within
 from .layout import Layout, Run, Span
 from .shifted import Part
 from .transfer import Summing, Transfer
@@ -144,29 +144,21 @@ class GatherWork:
     # --- Backward ---
 
     def backward(
-        self,
-        call: Call,
-        saved: Sequence[Tensor],
-        outputs: Sequence[Tensor | None],
-        of_rows: Sequence[bool],
-        sums: PartGradients,
+        self, call: Call, saved: Rows, outputs: Outputs, of_rows: Sequence[bool], sums: PartGradients
     ) -> list[Tensor | None]:
         """Gradients of this rank's q, k and v; adds those of sink and variant to `sums`.
 
-        saved: q, k, v. outputs: o, lse, do and dlse of this rank's rows, all (batch, rows, heads, dim), dlse or None.
+        saved: of this rank. outputs: of its rows, all (batch, rows, heads, dim).
         """
         q, k, v = saved
-        o, lse, do, dlse = outputs
-        assert o is not None
-        assert lse is not None
-        assert do is not None
-        mine, o, do = self._fetched(call, [q, o, do])
-        lse, dlse = [*self._fetched(call, [lse] if dlse is None else [lse, dlse]), None][:2]
+        mine, o, do = self._fetched(call, [q, outputs.o, outputs.do])
+        lse, *dlse = self._fetched(call, [x for x in (outputs.lse, outputs.dlse) if x is not None])
+        fetched = Outputs(o, lse, do, dlse[0] if dlse else None)
         back = _Back(call, self, of_rows, sums, (k, v), mine)
         for step, keys, values in self._groups(call, k, v):
             back.begin(step, keys, values)
             for piece in self._pieces(call, step):
-                of_piece = [None if x is None else cut(x, piece.rows, piece.heads) for x in (o, lse, do, dlse)]
+                of_piece = part_outputs(fetched, piece.rows, piece.heads)
                 back.add(piece, self._rows(piece, mine, keys, values), of_piece)
             back.send()
         return back.finish(q.shape[2])
@@ -197,11 +189,8 @@ class _Back:
         self.transfer = step.transfer
         self.dkv = [torch.zeros(x.shape, dtype=self.accumulator, device=x.device) for x in (k, v)]
 
-    def add(self, piece: Piece, rows: Rows, outputs: Sequence[Tensor | None]) -> None:
-        o, lse, do, dlse = outputs
-        by_head = [None if x is None else x[..., 0].transpose(1, 2).contiguous() for x in (lse, dlse)]
-        given = (o, by_head[0], do, by_head[1])
-        dq, *dkv = self.sums.backward(self.call, piece.part, rows, self.of_rows, given)
+    def add(self, piece: Piece, rows: Rows, outputs: Outputs) -> None:
+        dq, *dkv = self.sums.backward(self.call, piece.part, rows, self.of_rows, outputs)
         if self.dq is not None and dq is not None:
             cut(self.dq, piece.rows, piece.heads).copy_(dq)
         for total, part in zip(self.dkv, dkv):

@@ -18,7 +18,7 @@ from .agreement import Agreement
 from .arguments import as_bounds, as_group, as_node, as_seqlen, check_layout, dim_of_rows
 from .autograd import Work, attend
 from .call import Call
-from .cost import Choice, Model, Shape, choose
+from .cost import Choice, Model, Shape, choose, named, with_groups
 from .documents import documents_layout
 from .gather import gather_work
 from .heartbeat import Heartbeat
@@ -295,19 +295,17 @@ class Plan:
 
     def _choice(self, arguments: Checked, q: Tensor, v: Tensor) -> Choice:
         """The algorithm, how many ranks share rows by heads, and the groups of heads."""
-        name, groups = arguments.algorithm, arguments.head_groups
+        name, groups, topology = arguments.algorithm, arguments.head_groups, Topology(self.ranks, self.node)
         if name != "auto" or self.ranks == 1:
-            name = "gather" if name == "auto" else name
-            return Choice(name, {"ulysses": self.ranks, "2d": self.node}.get(name, 1), groups or 1)
+            return named(topology, "gather" if name == "auto" else name, groups)
         mask = arguments.mask
         kept = self._kept(mask)
         shape = Shape(q.shape[0], *arguments.heads, q.shape[3], v.shape[3], q.element_size())
         key = (shape, arguments.needs_grad, any(arguments.local))
         if key not in kept:
-            model = Model(Topology(self.ranks, self.node), self._layout, mask, shape)
+            model = Model(topology, self._layout, mask, shape)
             kept[key] = choose(model, arguments.needs_grad, any(arguments.local))
-        found: Choice = kept[key]
-        return found if groups is None or found.algorithm == "ulysses" else found._replace(groups=groups)
+        return with_groups(kept[key], groups)
 
 
 # --- Agreement ---

@@ -141,17 +141,21 @@ def _check_choices(given: Given, kv_heads: int) -> None:
             f"dropout_p must be 0 in a parallel plan, got {given.dropout_p}: dropped elements are drawn by rows of one "
             f"call, and ranks call attention on parts of them"
         )
-    if given.algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {given.algorithm!r}")
-    groups: Any = given.head_groups
+    check_algorithm(given.algorithm, given.head_groups, kv_heads)
+
+
+def check_algorithm(algorithm: Any, groups: Any, kv_heads: int) -> None:
+    """Raises TypeError or ValueError for an unknown algorithm, or for head groups that it does not have."""
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
     if groups is None:
         return
     if not isinstance(groups, int) or isinstance(groups, bool):
         raise TypeError(f"head_groups must be an int or None, got {groups!r}")
     if not 1 <= groups <= kv_heads:
         raise ValueError(f"head_groups must lie in 1 .. kv_heads = {kv_heads}, got {groups}")
-    if given.algorithm not in ("auto", "gather", "2d"):
-        raise ValueError(f"head_groups is for algorithm='gather' and '2d', got {groups} with {given.algorithm!r}")
+    if algorithm not in ("auto", "gather", "2d"):
+        raise ValueError(f"head_groups is for algorithm='gather' and '2d', got {groups} with {algorithm!r}")
 
 
 def _check_variant(layout: Layout, rank: int, q: Tensor, mask: Mask | None, mods: Sequence[ScoreFn]) -> None:

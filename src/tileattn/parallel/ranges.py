@@ -44,13 +44,8 @@ def key_ranges(mask: Mask | None, layout: Layout, runs: Sequence[Run], batch: in
     return ranges
 
 
-def area(mask: Mask | None, layout: Layout, runs: Sequence[Run], batch: int, heads: int) -> int:
-    """Scores that the runs compute, for one batch element and head: of each 256 queries all keys of their range."""
-    return sum(areas(mask, layout, runs, batch, heads))
-
-
 def areas(mask: Mask | None, layout: Layout, runs: Sequence[Run], batch: int, heads: int) -> list[int]:
-    """The same for each run."""
+    """Scores that each run computes, for one batch element and head: of each 256 queries all keys of their range."""
     tiles = [
         (number, Run(run.sequence, start, min(start + _ROWS, run.stop)))
         for number, run in enumerate(runs)

@@ -22,7 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .call import Call, Operands, PartGradients, Rows, cut, part_forward
+from ..api.merge import merge
+from ..kernels.sink import sink_gradient
+from .call import Call, Operands, Outputs, PartGradients, Rows, cut, part_forward, part_outputs
 from .layout import Layout, Span
 from .link import Pending
 from .shifted import Part
@@ -62,7 +64,7 @@ class RingWork:
         without_sink = operands._replace(sink=None)
         for pairs, keys, values in self._blocks(call, k, v):
             for part, pair, rows in self._calls(call, pairs, q, keys, values):
-                merged.add(pair.rows, part.heads, *part_forward(call, part, rows, without_sink))
+                merged.add(pair.rows, *part_forward(call, part, rows, without_sink))
         return merged.with_sink(operands.sink, q.dtype)
 
     def _blocks(self, call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[tuple[Pair, ...], Tensor, Tensor]]:
@@ -98,22 +100,12 @@ class RingWork:
             yield part, pair, Rows(cut(q, pair.rows, heads), keys, values)
 
     def backward(
-        self,
-        call: Call,
-        saved: Sequence[Tensor],
-        outputs: Sequence[Tensor | None],
-        of_rows: Sequence[bool],
-        sums: PartGradients,
+        self, call: Call, saved: Rows, outputs: Outputs, of_rows: Sequence[bool], sums: PartGradients
     ) -> list[Tensor | None]:
         """Gradients of this rank's q, k and v; adds those of sink and variant to `sums`. Arguments as in gather.py."""
         q, k, v = saved
-        o, lse, do, dlse = outputs
-        assert o is not None
-        assert lse is not None
-        assert do is not None
-        accumulator = lse.dtype
-        by_head = [None if x is None else x[..., 0].transpose(1, 2).contiguous() for x in (lse, dlse)]
-        _add_sink(sums, o, lse, do, dlse)
+        accumulator = outputs.lse.dtype
+        _add_sink(sums, outputs)
         ringed = sums.without_sink()
         dq = torch.zeros(q.shape, dtype=accumulator, device=q.device)
         dkv = [torch.zeros(x.shape, dtype=accumulator, device=x.device) for x in (k, v)]
@@ -121,10 +113,8 @@ class RingWork:
             if step:
                 dkv = self._passed(call, dkv, step)
             for part, pair, rows in self._calls(call, pairs, q, keys, values):
-                heads = part.heads
-                of_lse = [None if x is None else x[..., slice(*pair.rows)].contiguous() for x in by_head]
-                given = (cut(o, pair.rows, heads), of_lse[0], cut(do, pair.rows, heads), of_lse[1])
-                places = (cut(dq, pair.rows, heads), *(x[:, slice(*pair.keys)] for x in dkv))
+                given = part_outputs(outputs, pair.rows, part.heads)
+                places = (cut(dq, pair.rows, part.heads), *(x[:, slice(*pair.keys)] for x in dkv))
                 for place, gradient in zip(places, ringed.backward(call, part, rows, of_rows, given)):
                     if gradient is not None:
                         place += gradient
@@ -155,43 +145,35 @@ class _Merged:
     """o and lse over the keys seen so far, in float32 or float64."""
 
     def __init__(self, q: Tensor, v: Tensor, dtype: torch.dtype) -> None:
-        self.o = torch.zeros(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
-        self.lse = torch.full((*q.shape[:3], 1), -torch.inf, dtype=dtype, device=q.device)
+        batch, rows, heads, _ = q.shape
+        self.o = torch.zeros(batch, rows, heads, v.shape[3], dtype=dtype, device=q.device)
+        self.lse = torch.full((batch, heads, rows), -torch.inf, dtype=dtype, device=q.device)
 
-    def add(self, rows: Span, heads: Span, o: Tensor, lse: Tensor) -> None:
+    def add(self, rows: Span, o: Tensor, lse: Tensor) -> None:
         """Merges the output of some rows over other keys; lse (batch, heads, rows)."""
-        place_o, place_lse = cut(self.o, rows, heads), cut(self.lse, rows, heads)
-        total, old, new = _weights(place_lse, lse.transpose(1, 2)[..., None].to(place_lse.dtype))
-        # A part that saw no key has weight 0.
-        place_o.copy_(place_o * old + o.to(place_o.dtype) * new)
-        place_lse.copy_(total)
+        place_o, place_lse = self.o[:, slice(*rows)], self.lse[..., slice(*rows)]
+        merged_o, merged_lse = merge(place_o, place_lse, o.to(place_o.dtype), lse.to(place_lse.dtype))
+        place_o.copy_(merged_o)
+        place_lse.copy_(merged_lse)
 
     def with_sink(self, sink: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """o in `dtype`, and lse, with the sink in the denominator."""
-        if sink is None:
-            return self.o.to(dtype), self.lse
-        total, old, _ = _weights(self.lse, sink.to(self.lse.dtype)[:, None].expand_as(self.lse))
-        return (self.o * old).to(dtype), total
+        """o in `dtype`, and lse (batch, rows, heads, 1), with the sink in the denominator: a key whose value is 0."""
+        o, lse = self.o, self.lse
+        if sink is not None:
+            o, lse = merge(o, lse, torch.zeros_like(o), sink.to(lse.dtype)[:, None].expand_as(lse))
+        return o.to(dtype), lse.transpose(1, 2)[..., None]
 
 
-def _weights(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log(exp(a) + exp(b)), and exp(a) and exp(b) relative to it; both 0 where both are -inf."""
-    top = torch.maximum(a, b)
-    top = torch.where(top == -torch.inf, 0.0, top)
-    of_a, of_b = torch.exp(a - top), torch.exp(b - top)
-    total = of_a + of_b
-    divisor = torch.where(total == 0, 1.0, total)
-    return top + torch.log(total), of_a / divisor, of_b / divisor
-
-
-def _add_sink(sums: PartGradients, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> None:
-    """dsink = sum over rows of exp(sink - lse) * (dlse - do . o)."""
+def _add_sink(sums: PartGradients, outputs: Outputs) -> None:
+    """Adds the sink's gradient, of all keys at once."""
     total, sink = sums.sums[0], sums.operands.sink
     if total is None or sink is None:
         return
-    p = torch.exp(sink.to(lse.dtype)[:, None] - lse)
-    delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1, keepdim=True)
-    total += (p * ((0.0 if dlse is None else dlse) - delta)).sum((0, 1, 3))
+    _, lse, _, dlse = outputs
+    o, do = outputs.o.to(lse.dtype), outputs.do.to(lse.dtype)
+    delta = (do * o).sum(-1, keepdim=True) - (0.0 if dlse is None else dlse)
+    by_head = (x[..., 0].transpose(1, 2) for x in (lse, delta))
+    total += sink_gradient(sink.to(lse.dtype), *by_head)
 
 
 def ring_work(layout: Layout, rank: int, ranges: KeyRanges) -> RingWork:

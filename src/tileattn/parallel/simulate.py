@@ -9,10 +9,10 @@ from typing import Any
 from ..measure.units import human_bytes
 from ..runtime.run import MaskLike
 from ..variant.key import normalize
-from .cost import Choice, Load, Model, Shape, Times, choose
+from .cost import Choice, Load, Model, Shape, Times, choose, named, with_groups
 from .documents import documents_layout
 from .layout import sequence_layout
-from .prepare import ALGORITHMS
+from .prepare import check_algorithm
 from .topology import Topology
 
 
@@ -113,11 +113,11 @@ def simulate(
 
 def _choice(model: Model, algorithm: str, groups: int | None) -> Choice:
     if algorithm == "auto":
-        return choose(model, needs_grad=True, local_rows=False)
-    inner = {"ulysses": model.topology.ranks, "2d": model.topology.node}.get(algorithm, 1)
-    if model.topology.ranks % inner:
-        raise ValueError(f"Topology: node must divide ranks for algorithm='2d', got {inner} and {model.topology.ranks}")
-    return Choice(algorithm, inner, groups or 1)
+        return with_groups(choose(model, needs_grad=True, local_rows=False), groups)
+    choice, ranks = named(model.topology, algorithm, groups), model.topology.ranks
+    if ranks % choice.inner:
+        raise ValueError(f"Topology: node must divide ranks for algorithm='2d', got {choice.inner} and {ranks}")
+    return choice
 
 
 def _simulation(model: Model, choice: Choice, loads: list[Load], times: Sequence[Times]) -> Simulation:
@@ -143,8 +143,5 @@ def _checked(topology: Any, shape: Any, algorithm: Any, groups: Any) -> tuple[in
         raise TypeError(f"shape must be five ints {names}, got {shape!r}")
     if min(shape) < 1 or shape[2] % shape[3]:
         raise ValueError(f"shape must be {names}, each at least 1 and heads a multiple of kv_heads, got {tuple(shape)}")
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
-    if groups is not None and not 1 <= groups <= shape[3]:
-        raise ValueError(f"head_groups must lie in 1 .. kv_heads = {shape[3]}, got {groups}")
+    check_algorithm(algorithm, groups, shape[3])
     return tuple(shape)
