@@ -258,7 +258,7 @@ def _wide(call: AttentionCall, paths: tuple[Path, ...]) -> Iterator[HopperBackwa
     kept = _kept(score)
     if paths or kept > (0 if call.dropout else 1):
         return
-    # H100, head dim 160: 1.05 to 1.08 of the other's speed, where it has registers for both.
+    # H100, head dim 160: 1.02 to 1.09 of the other's speed, where it has registers for both.
     yield from _with_tiles(call, paths, HopperBackwardConfig(32, num_stages=4, ds_buffers=0, late_dp=kept > 0))
     if not _reads(score):
         yield HopperWideConfig(late_dp=kept > 0)
