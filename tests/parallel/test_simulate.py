@@ -91,6 +91,12 @@ def test_auto_takes_the_fastest(mask: Any, ranks: int) -> None:
         ((Topology(2), None, (1, 8, 3, 2, 8)), {}, ValueError, "heads a multiple of kv_heads, got"),
         ((Topology(2), None, (1, 8, 2, 2, 8)), {"algorithm": "x"}, ValueError, "algorithm must be one of 'auto'"),
         ((Topology(2), None, (1, 8, 2, 2, 8)), {"head_groups": 3}, ValueError, "head_groups must lie in 1 .. kv_heads"),
+        (
+            (Topology(2), None, (1, 8, 2, 2, 8)),
+            {"head_groups": 2, "algorithm": "ring"},
+            ValueError,
+            "head_groups is for algorithm='gather' and '2d', got 2",
+        ),
         ((Topology(2), None, (1, 8, 2, 2, 8)), {"layout": "x"}, ValueError, "layout must be 'zigzag' or 'contiguous'"),
         ((Topology(9), None, (1, 8, 2, 2, 8)), {"algorithm": "2d"}, ValueError, "node must divide ranks for algorithm"),
     ],
@@ -98,6 +104,12 @@ def test_auto_takes_the_fastest(mask: Any, ranks: int) -> None:
 def test_a_bad_simulation(arguments: Any, options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         simulate(*arguments, **options)
+
+
+def test_head_groups_that_are_asked_for_with_auto() -> None:
+    for groups in (1, 2, 4):  # with more ranks than heads "auto" does not choose ulysses, which has no groups
+        simulated = simulate(Topology(8), None, (1, 4096, 4, 4, 64), causal=True, head_groups=groups)
+        assert (simulated.algorithm, simulated.head_groups) == ("gather", groups)
 
 
 @pytest.mark.parametrize(
