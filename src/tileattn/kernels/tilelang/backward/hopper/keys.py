@@ -274,6 +274,8 @@ def find_rows(plan, w, h):
     w.rows[2] = w.uniform(full_lo)
     w.rows[3] = w.uniform(full_hi)
     if plan.call.packed:
+        # Each thread would find its own write, but others may still write there, if only the same.
+        T.sync_threads(DS_WRITTEN, CONSUMERS)
         T.fence_proxy_async()  # else TileLang puts one into the loop, because the numbers are in shared memory
 
 
@@ -305,10 +307,10 @@ def consume(plan, arg, w):
 def take_share(arg, w):
     """Turns the number of a share, among those of all heads, into its kv head and query heads."""
     of_share = heads_of_block(arg, w.task[KV_HEAD])
-    # All threads write the same values, and each reads its own write.
-    w.share[PARTS] = w.task[KV_HEAD]
+    w.share[PARTS] = w.task[KV_HEAD]  # all threads write the same values
     w.share[FIRST_HEAD] = of_share.first_head
     w.share[HEADS] = of_share.heads
+    T.sync_threads()
     w.task[KV_HEAD] = of_share.kv_head
 
 

@@ -135,7 +135,7 @@ class RowsOfHead:
         return self._registers[index] if index < 2 else self._shared[index - 2]
 
     def __setitem__(self, index: int, value: Any) -> None:
-        # All threads write the same value, and each reads its own write.
+        # All threads write the same value.
         buffer, place = (self._registers, index) if index < 2 else (self._shared, index - 2)
         T.buffer_store(buffer, value, [place])
 
