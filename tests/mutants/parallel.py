@@ -10,7 +10,7 @@ AGREEMENT, DOCUMENTS = ("parallel/test_agreement.py",), ("parallel/test_document
 
 MUTANTS: list[Mutant] = [
     *mutants(
-        "parallel/shifted.py",
+        "parallel/algorithms/shifted.py",
         SHIFTED,
         {
             "parallel: a window that is not shifted": ("window.left + k - q", "window.left"),
@@ -26,7 +26,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "parallel/ranges.py",
+        "parallel/sharding/ranges.py",
         WINDOWS,
         {
             "parallel: every key is needed": (
@@ -36,7 +36,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "parallel/transfer.py",
+        "parallel/transport/transfer.py",
         PLAN,
         {
             "parallel: gaps are not zeros": ("x[:, row : row + gap] = 0.0", "x[:, row : row + gap] = torch.nan"),
@@ -47,7 +47,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "parallel/gather.py",
+        "parallel/algorithms/gather.py",
         PLAN,
         {
             "parallel: keys of another span": ("if start <= first and last <= stop:", "if start <= first < stop:"),
@@ -58,7 +58,7 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "parallel/ring.py",
+        "parallel/algorithms/ring.py",
         CONFORMANCE,
         {
             "parallel: a ring forgets what it saw": (
@@ -72,12 +72,12 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "parallel/documents.py",
+        "parallel/sharding/documents.py",
         DOCUMENTS,
         {"parallel: no document is cut": ("if ranks > 1 and sizes[document] > _CUT_ABOVE * share:", "if False:")},
     ),
     *mutants(
-        "parallel/agreement.py",
+        "parallel/consent/agreement.py",
         AGREEMENT,
         {
             "parallel: signatures are not compared": ("if len(set(values)) > 1:", "if False:"),

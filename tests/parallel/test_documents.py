@@ -12,9 +12,9 @@ from tests.parallel.ranks_plan import documents
 from tests.parallel.test_conformance import together
 from tests.tools.ranks import pool, returned
 from tileattn import Causal, SlidingWindow
-from tileattn.parallel.documents import documents_layout
-from tileattn.parallel.layout import Layout
-from tileattn.parallel.ranges import areas
+from tileattn.parallel.sharding.documents import documents_layout
+from tileattn.parallel.sharding.layout import Layout
+from tileattn.parallel.sharding.ranges import areas
 from tileattn.testing import (
     ConformanceCase,
     assert_forward_accurate,

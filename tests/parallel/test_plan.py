@@ -10,8 +10,8 @@ import torch
 import tileattn
 from tests.parallel import ranks_plan
 from tests.tools.ranks import pool, returned
-from tileattn.parallel.link import Link
-from tileattn.parallel.transfer import Transfer
+from tileattn.parallel.transport.link import Link
+from tileattn.parallel.transport.transfer import Transfer
 from tileattn.testing import assert_accurate, poisoned_memory
 
 

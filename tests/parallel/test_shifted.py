@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tileattn import ALiBi, Bias, Causal, Documents, FunctionMask, KeyPadding, Mask, PrefixLM, SlidingWindow, SoftCap
-from tileattn.parallel.shifted import Part, ShiftedMask, localized
+from tileattn.parallel.algorithms.shifted import Part, ShiftedMask, localized
 from tileattn.variant.key import encode
 from tileattn.variant.program import restore
 

@@ -10,8 +10,8 @@ import tileattn
 from tests.parallel.ranks_plan import traffic
 from tests.tools.ranks import pool, returned
 from tileattn.parallel import Topology, simulate
-from tileattn.parallel.cost import Model, Shape, candidates, choose
-from tileattn.parallel.layout import sequence_layout
+from tileattn.parallel.prediction.cost import Model, Shape, candidates, choose
+from tileattn.parallel.sharding.layout import sequence_layout
 
 HEADS, DIM, SIZE = 2, 8, 4  # of `traffic`
 

@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
-from .agreement import RankError
+from .consent.agreement import RankError
 from .plan import Plan, Traffic
-from .simulate import Simulation, simulate
-from .topology import Topology
+from .prediction.simulate import Simulation, simulate
+from .prediction.topology import Topology
 
 __all__ = ["Plan", "RankError", "Simulation", "Topology", "Traffic", "simulate"]

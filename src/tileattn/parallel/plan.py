@@ -14,23 +14,23 @@ from ..call.scalars import as_float, as_int
 from ..runtime.run import MaskLike, ScoreModLike, as_dropout_p, autocast
 from ..variant.key import normalize
 from ..variant.masks import Causal, Mask
-from .agreement import Agreement
-from .arguments import as_bounds, as_group, as_node, as_seqlen, check_layout, dim_of_rows
-from .autograd import Work, attend
-from .call import Call
-from .cost import Choice, Model, Shape, choose, named, with_groups
-from .documents import documents_layout
-from .gather import gather_work
-from .heartbeat import Heartbeat
-from .layout import Run, Span, sequence_layout
-from .link import Link
+from .algorithms.autograd import Work, attend
+from .algorithms.call import Call
+from .algorithms.gather import gather_work
+from .algorithms.ring import ring_work
+from .consent.agreement import Agreement
+from .consent.heartbeat import Heartbeat
+from .prediction.cost import Choice, Model, Shape, choose, named, with_groups
+from .prediction.topology import Topology
 from .prepare import Checked, Given, checked, digest
-from .ranges import key_ranges
-from .ring import ring_work
-from .topology import Topology
+from .sharding.arguments import as_bounds, as_group, as_node, as_seqlen, check_layout, dim_of_rows
+from .sharding.documents import documents_layout
+from .sharding.layout import Run, Span, sequence_layout
+from .sharding.ranges import key_ranges
+from .sharding.work import assign
 from .torch_names import default_store, prefixed, uncompiled
-from .unshard import gathered
-from .work import assign
+from .transport.link import Link
+from .transport.unshard import gathered
 
 
 class Traffic(NamedTuple):

@@ -17,10 +17,10 @@ from ..variant.key import encode, normalize
 from ..variant.masks import Mask
 from ..variant.scores import Bias
 from ..variant.validation import check_operand_devices, check_variant
-from .agreement import Signature
-from .call import Operands
-from .layout import Layout
-from .shifted import ScoreFn
+from .algorithms.call import Operands
+from .algorithms.shifted import ScoreFn
+from .consent.agreement import Signature
+from .sharding.layout import Layout
 
 ALGORITHMS = ("auto", "gather", "ulysses", "2d", "ring")
 

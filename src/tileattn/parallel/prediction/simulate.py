@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..measure.units import human_bytes
-from ..runtime.run import MaskLike
-from ..variant.key import normalize
+from ...measure.units import human_bytes
+from ...runtime.run import MaskLike
+from ...variant.key import normalize
+from ..prepare import check_algorithm
+from ..sharding.documents import documents_layout
+from ..sharding.layout import sequence_layout
 from .cost import Choice, Load, Model, Shape, Times, choose, named, with_groups
-from .documents import documents_layout
-from .layout import sequence_layout
-from .prepare import check_algorithm
 from .topology import Topology
 
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.inputs import Inputs
-from ..runtime import operators as ops
-from ..variant.masks import Mask
-from .agreement import Agreement
-from .layout import Layout, Span
-from .link import Link
+from ...call.inputs import Inputs
+from ...runtime import operators as ops
+from ...variant.masks import Mask
+from ..consent.agreement import Agreement
+from ..sharding.layout import Layout, Span
+from ..transport.link import Link
 from .shifted import LocalVariant, Part, ScoreFn, localized
 
 

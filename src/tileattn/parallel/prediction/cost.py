@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..variant.masks import Mask
-from .layout import Layout, Span, joined
-from .ranges import areas, key_ranges
+from ...variant.masks import Mask
+from ..sharding.layout import Layout, Span, joined
+from ..sharding.ranges import areas, key_ranges
+from ..sharding.work import assign, kv_heads_of, needed_keys, rows_of
 from .topology import Topology
-from .work import assign, kv_heads_of, needed_keys, rows_of
 
 _FLOAT32 = 4
 

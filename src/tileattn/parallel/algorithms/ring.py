@@ -22,13 +22,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..api.merge import merge
-from ..kernels.sink import sink_gradient
+from ...api.merge import merge
+from ...kernels.sink import sink_gradient
+from ..sharding.layout import Layout, Span
+from ..sharding.work import KeyRanges
+from ..transport.link import Pending
 from .call import Call, Operands, Outputs, PartGradients, Rows, cut, part_forward, part_outputs
-from .layout import Layout, Span
-from .link import Pending
 from .shifted import Part
-from .work import KeyRanges
 
 
 class Pair(NamedTuple):

@@ -24,11 +24,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..sharding.layout import Layout, Run, Span
+from ..sharding.work import (
+    Assignment,
+    KeyRanges,
+    Segment,
+    assign,
+    head_steps,
+    kv_heads_of,
+    needed_keys,
+    rows_of,
+    segments,
+)
+from ..transport.transfer import Summing, Transfer
 from .call import Call, Operands, Outputs, PartGradients, Rows, cut, part_forward, part_outputs, within
-from .layout import Layout, Run, Span
 from .shifted import Part
-from .transfer import Summing, Transfer
-from .work import Assignment, KeyRanges, Segment, assign, head_steps, kv_heads_of, needed_keys, rows_of, segments
 
 _TILE = 256  # a multiple of the tile sizes of all kernels
 
@@ -228,7 +238,7 @@ def gather_work(
 
     Args:
         layout, rank: of the plan.
-        ranges: the keys that runs reach (`tileattn.parallel.ranges.key_ranges`).
+        ranges: the keys that runs reach (`tileattn.parallel.sharding.ranges.key_ranges`).
         heads: of q, and of k and v.
         inner: ranks that share their rows by heads; 1 for gather, all for ulysses.
         groups: into how many parts the key/value heads are cut.

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .layout import Span
+from ..sharding.layout import Span
 from .link import Link, Pending
 
 

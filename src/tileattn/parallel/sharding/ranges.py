@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..variant.masks import Mask
+from ...variant.masks import Mask
 from .layout import Layout, Run, Span
 
 _ROWS = 256  # of queries whose keys an area counts at once: the order of a kernel's tile

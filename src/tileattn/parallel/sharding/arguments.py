@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..call.scalars import as_int
+from ...call.scalars import as_int
+from ..torch_names import is_group, mesh_group
 from .layout import LAYOUTS
-from .torch_names import is_group, mesh_group
 
 
 def as_group(group: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layout import Layout
+from ..sharding.layout import Layout
 from .link import Link
 
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..call.inputs import Operands
-from ..variant.key import encode
-from ..variant.mask_bounds import Range
-from ..variant.masks import And, Causal, Mask, Or, SlidingWindow
-from ..variant.scores import ALiBi, Bias, ScoreMod, SoftCap
+from ...call.inputs import Operands
+from ...variant.key import encode
+from ...variant.mask_bounds import Range
+from ...variant.masks import And, Causal, Mask, Or, SlidingWindow
+from ...variant.scores import ALiBi, Bias, ScoreMod, SoftCap
 
 ScoreFn = Callable[..., Any]
 View = tuple[slice, ...] | None

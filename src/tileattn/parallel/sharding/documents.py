@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..variant.masks import Mask
+from ...variant.masks import Mask
 from .layout import Layout, Run, zigzag_blocks
 from .ranges import areas
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..transport.transfer import summed
 from .call import Call, Operands, Outputs, PartGradients, Rows
-from .transfer import summed
 
 
 class Work(Protocol):
-    """The work of a rank by one algorithm. Shapes are those of `tileattn.parallel.gather.GatherWork`."""
+    """The work of a rank by one algorithm. Shapes are those of `tileattn.parallel.algorithms.gather.GatherWork`."""
 
     def forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
         """o (batch, rows, heads, head_dim_v) and lse (batch, rows, heads, 1) of this rank's rows."""

@@ -1,0 +1,1 @@
+"""Before ranks exchange tensors, they make sure that all make the same call."""

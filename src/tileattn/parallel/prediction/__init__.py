@@ -1,0 +1,1 @@
+"""The cost model, and what it predicts for any number of ranks."""

@@ -1,0 +1,1 @@
+"""Who holds and who computes which rows: layouts, the keys that masks reach, assignments."""

@@ -1,0 +1,1 @@
+"""Rows and heads from rank to rank."""
