@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..call.scalars import as_float, as_int
 from ..runtime.run import MaskLike, ScoreModLike, as_dropout_p, autocast
-from ..variant.key import normalize
+from ..variant.key import encode, normalize
 from ..variant.masks import Causal, Mask
 from .algorithms.autograd import Work, attend
 from .algorithms.call import Call
@@ -96,9 +96,8 @@ class Plan:
         self._agreement = _agreement(group, self.rank, check == "always")
         self._link = Link(group, self.rank, self._agreement.watch, self._agreement.explain)
         self._text = digest(str((self._layout.runs, bounds, self.node, check)))
-        self._ranges: weakref.WeakKeyDictionary[Mask, dict[Any, Any]] = weakref.WeakKeyDictionary()
-        self._unmasked: dict[Any, Any] = {}
-        self._works: dict[Any, Work] = {}
+        self._works: dict[Any, dict[Any, Any]] = {}
+        self._works_of_tensors: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
         return f"Plan(rank {self.rank} of {self.ranks}, seqlen={self.seqlen}, layout={self._layout.name!r})"
@@ -257,39 +256,40 @@ class Plan:
                 f"a Bias with the rows of one rank is for algorithm='gather' and 'ring', got {algorithm!r}; give it "
                 f"whole, (batch or 1, heads or 1, {self.seqlen}, {self.seqlen})"
             )
-        runs = sorted({run for each in assign(self._layout, arguments.heads[0], inner).runs for run in each})
-        found = self._found(arguments.mask, runs, q.shape[0], arguments.heads[0])
-        key = (algorithm, inner, groups, arguments.heads, tuple(found.items()))
-        work = self._works.get(key)
-        if work is None:
-            if len(self._works) >= 64:
-                self._works.clear()
-
-            def ranges(of: Sequence[Run]) -> list[Span]:
-                return [found[run] for run in of]
-
-            if algorithm == "ring":
-                work = ring_work(self._layout, self.rank, ranges)
-            else:
-                work = gather_work(self._layout, self.rank, ranges, arguments.heads, inner, groups)
-            self._works[key] = work
-        return work, digest(str((algorithm, inner, groups, found)))
-
-    def _found(self, mask: Mask | None, runs: list[Run], batch: int, heads: int) -> dict[Run, Span]:
-        """The keys that runs reach, kept for each mask."""
-        kept = self._kept(mask)
-        key = (batch, heads, tuple(runs))
+        kept = self._kept(arguments.mask)
+        key = (algorithm, inner, groups, arguments.heads, q.shape[0])
         if key not in kept:
-            spans = key_ranges(mask, self._layout, runs, batch, heads) if runs else []
-            kept[key] = dict(zip(runs, spans))
-        return kept[key]
+            kept[key] = self._made(Choice(algorithm, inner, groups), arguments, q.shape[0])
+        found: tuple[Work, str] = kept[key]
+        return found
+
+    def _made(self, choice: Choice, arguments: Checked, batch: int) -> tuple[Work, str]:
+        layout, heads, mask = self._layout, arguments.heads, arguments.mask
+        known: dict[Run, Span] = {}
+
+        def ranges(of: Sequence[Run]) -> list[Span]:
+            new = [run for run in of if run not in known]
+            if new:
+                known.update(zip(new, key_ranges(mask, layout, new, batch, heads[0])))
+            return [known[run] for run in of]
+
+        ranges(sorted({run for each in assign(layout, heads[0], choice.inner).runs for run in each}))
+        work: Work
+        if choice.algorithm == "ring":
+            work = ring_work(layout, self.rank, ranges)
+        else:
+            work = gather_work(layout, self.rank, ranges, heads, choice.inner, choice.groups)
+        return work, digest(str((choice, sorted(known.items()))))
 
     def _kept(self, mask: Mask | None) -> dict[Any, Any]:
-        """What was computed for a mask, as long as the mask is there."""
-        if mask is None:
-            return self._unmasked
+        """What was computed for a mask: for one with tensors as long as it is there."""
+        key, operands = encode(mask, ())
+        if not operands.tensors:
+            if len(self._works) >= 64:
+                self._works.clear()
+            return self._works.setdefault((key, *operands.ints, *operands.floats), {})
         try:
-            return self._ranges.setdefault(mask, {})
+            return self._works_of_tensors.setdefault(mask, {})
         except TypeError:  # a user's class that cannot be hashed
             return {}
 

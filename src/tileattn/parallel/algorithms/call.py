@@ -8,13 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.facts import Packed
 from ...call.inputs import Inputs
 from ...runtime import operators as ops
 from ...variant.masks import Mask
+from ...variant.scores import SoftCap
 from ..consent.agreement import Agreement
 from ..sharding.layout import Layout, Span
 from ..transport.link import Link
-from .shifted import LocalVariant, Part, ScoreFn, localized
+from .shifted import LocalVariant, Part, ScoreFn, is_relative, localized
 
 
 class Operands(NamedTuple):
@@ -51,6 +53,11 @@ class Call(NamedTuple):
     needs_grad: bool
     local: tuple[bool, ...]
 
+    @property
+    def packs(self) -> bool:
+        """Whether whole sequences can be the sequences of one packed call: the variant is the same for each."""
+        return is_relative(self.mask) and all(type(mod) is SoftCap for mod in self.mods)
+
     def part(self, sequence: int, queries: Span, keys: Span, heads: Span) -> Part:
         """The part of these positions and query heads."""
         rows = self._rows(sequence, queries) if any(self.local) else None
@@ -83,10 +90,22 @@ class Rows(NamedTuple):
     v: Tensor
 
 
-def part_forward(call: Call, part: Part, rows: Rows, operands: Operands) -> tuple[Tensor, Tensor]:
-    """o (batch, queries, heads, head_dim_v) and lse (batch, heads, queries) of a part."""
+def part_forward(
+    call: Call, part: Part, rows: Rows, operands: Operands, place: Tensor | None = None, packed: Packed | None = None
+) -> tuple[Tensor, Tensor]:
+    """o (batch, queries, heads, head_dim_v) and lse (batch, heads, queries) of a part.
+
+    place: where o belongs; o is a view of it afterwards. packed: the sequences, if the part is several of them.
+    """
     variant = call.variant(part)
-    return ops.run_forward(call.options(variant), _inputs(part, variant, rows, operands))
+    inputs = _inputs(part, variant, rows, operands, packed, place)
+    o, lse = ops.run_forward(call.options(variant), inputs)
+    return _placed(o, place), lse
+
+
+def _placed(found: Tensor, place: Tensor | None) -> Tensor:
+    """What a backend has found, in its place: a backend that can, wrote there."""
+    return found if place is None or found is place else place.copy_(found)
 
 
 class Outputs(NamedTuple):
@@ -123,19 +142,28 @@ class PartGradients:
         return same
 
     def backward(
-        self, call: Call, part: Part, rows: Rows, of_rows: Sequence[bool], outputs: Outputs
+        self,
+        call: Call,
+        part: Part,
+        rows: Rows,
+        of_rows: Sequence[bool],
+        outputs: Outputs,
+        place: Tensor | None = None,
+        packed: Packed | None = None,
     ) -> list[Tensor | None]:
         """Gradients of q, k and v of a part, those that `of_rows` asks for; adds the others to the sums.
 
-        outputs: o and do (bshd), lse and dlse (batch, heads, queries) of the part.
+        outputs: o and do (bshd), lse and dlse (batch, heads, queries) of the part. place: where dq belongs. packed: the
+        sequences, if the part is several of them.
         """
         variant = call.variant(part)
-        inputs = _inputs(part, variant, rows, self.operands)
+        inputs = _inputs(part, variant, rows, self.operands, packed, place if of_rows[0] else None)
         needs = [*of_rows, *self.needs]
         found = iter(ops.run_backward(call.options(variant), inputs, needs, *outputs))
         gradients = [next(found) if need else None for need in needs]
         self._add(gradients[3:], part, variant)
-        return gradients[:3]
+        dq, dk, dv = gradients[:3]
+        return [None if dq is None else _placed(dq, place), dk, dv]
 
     def _add(self, gradients: Sequence[Tensor | None], part: Part, variant: LocalVariant) -> None:
         views = [(slice(*part.heads),), *variant.views]
@@ -145,9 +173,12 @@ class PartGradients:
                 place += gradient
 
 
-def _inputs(part: Part, variant: LocalVariant, rows: Rows, operands: Operands) -> Inputs:
+def _inputs(
+    part: Part, variant: LocalVariant, rows: Rows, operands: Operands, packed: Packed | None, place: Tensor | None
+) -> Inputs:
     sink = None if operands.sink is None else operands.sink[slice(*part.heads)]
-    return Inputs(*rows, sink, variant.operands(operands.variant))
+    out = place if place is not None and place.is_contiguous() else None
+    return Inputs(*rows, sink, variant.operands(operands.variant), packed=packed, out=out)
 
 
 def part_outputs(outputs: Outputs, rows: Span, heads: Span) -> Outputs:
