@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..call.dropout import draw_seed
 from ..call.scalars import as_float, as_int
 from ..runtime.run import MaskLike, ScoreModLike, as_dropout_p, autocast
 from ..variant.key import normalize
@@ -206,7 +207,8 @@ class Plan:
             causal: short for ``mask=Causal()``; with a mask, both hold.
             scale: finite factor of the scores; None means ``head_dim ** -0.5``.
             sink: (heads,): one logit per head, equal on all ranks.
-            dropout_p: must be 0.
+            dropout_p: as in :func:`tileattn.attention`, whose pattern on one device it is, whatever the algorithm and
+                the number of ranks. Each rank draws a seed from its default generator, and all take that of rank 0.
             return_lse: whether to also return the log-sum-exp.
             deterministic: whether the gradients of one rank's calls must be bitwise equal from run to run. What ranks
                 exchange is always summed in one order.
@@ -244,9 +246,13 @@ class Plan:
         self._agreement.agree({"the call": "attention", **arguments.signature, **extra})
         call = Call(
             self._layout, self.rank, self._link, self._agreement, arguments.mask, arguments.mods, arguments.scale,
-            arguments.backend, arguments.deterministic, arguments.needs_grad, arguments.local,
+            arguments.backend, arguments.deterministic, arguments.needs_grad, arguments.local, arguments.heads[0],
+            arguments.dropout_p,
         )  # fmt: skip
-        o, lse = attend(call, work, (q, k, v), arguments.operands, arguments.return_lse)
+        operands = arguments.operands
+        if arguments.dropout_p:
+            operands = operands._replace(seed=self._link.from_first(draw_seed(q.device), self.ranks))
+        o, lse = attend(call, work, (q, k, v), operands, arguments.return_lse)
         return (o, lse) if arguments.return_lse else o
 
     def _work(self, arguments: Checked, q: Tensor, v: Tensor) -> tuple[Work, str]:

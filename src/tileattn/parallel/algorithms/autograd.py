@@ -29,38 +29,46 @@ def attend(
     call: Call, work: Work, rows: Sequence[Tensor], operands: Operands, return_lse: bool
 ) -> tuple[Tensor, Tensor]:
     """o (batch, rows, heads, head_dim_v) and lse (batch, heads, rows), differentiable once. rows: q, k and v."""
-    o, lse = _Attend.apply(call, work, return_lse, *rows, operands.sink, *operands.variant)
+    o, lse = _Attend.apply(call, work, return_lse, operands.seed, *rows, operands.sink, *operands.variant)
     return o, lse
 
 
-_BEFORE_Q = 3  # arguments of _Attend
+_BEFORE_Q = 4  # arguments of _Attend
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: Call, work: Work, return_lse: bool, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
+        ctx: Any,
+        call: Call,
+        work: Work,
+        return_lse: bool,
+        seed: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *others: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         try:
-            o, lse = work.forward(call, q, k, v, Operands(others[0], others[1:]))
+            o, lse = work.forward(call, q, k, v, Operands(others[0], others[1:], seed))
         except Exception as error:
             call.agreement.fail(error)
             raise
         ctx.call, ctx.work, ctx.return_lse = call, work, return_lse
-        ctx.save_for_backward(o, lse, q, k, v, *others)
+        ctx.save_for_backward(o, lse, seed, q, k, v, *others)
         return o, lse[..., 0].transpose(1, 2).contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        o, lse, q, k, v, sink, *tensors = ctx.saved_tensors
+        o, lse, seed, q, k, v, sink, *tensors = ctx.saved_tensors
         needs = ctx.needs_input_grad[_BEFORE_Q:]
         # On another rank the loss may depend on o and lse, so gradients that are missing here are sent as zeros.
         do = torch.zeros_like(o) if do is None else do
         if ctx.return_lse:
             dlse = torch.zeros_like(lse) if dlse is None else dlse.transpose(1, 2)[..., None]
-        sums = PartGradients(Operands(sink, tuple(tensors)), needs[3:], lse.dtype)
+        sums = PartGradients(Operands(sink, tuple(tensors), seed), needs[3:], lse.dtype)
         try:
             of_rows = ctx.work.backward(ctx.call, Rows(q, k, v), Outputs(o, lse, do, dlse), needs[:3], sums)
             of_operands = _totals(ctx.call, sums)
