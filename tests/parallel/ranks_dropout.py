@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,11 +28,11 @@ def patterns(seqlen: int, layout: str, ways: list[dict[str, Any]], documents: li
     """The algorithms whose pattern is not that of one device, read from o: values are unit vectors."""
     bounds = [0, seqlen] if documents is None else documents
     plan = Plan(None, seqlen, layout=layout, documents=documents, node=2 if documents is None else None)
-    batch, longest = (2 if documents is None else 1), max(stop - start for start, stop in zip(bounds, bounds[1:]))
+    batch, longest = (2 if documents is None else 1), max(stop - start for start, stop in pairwise(bounds))
     torch.manual_seed(SEED)
     count = batch if documents is None else len(documents) - 1
     expected = dropout_mask(draw_seed("cpu"), P, count, 4, longest, longest)
-    units = torch.cat([torch.eye(longest)[: stop - start] for start, stop in zip(bounds, bounds[1:])])
+    units = torch.cat([torch.eye(longest)[: stop - start] for start, stop in pairwise(bounds)])
     v = plan.shard(units[None, :, None].expand(batch, seqlen, 2, longest))
     q, k = (plan.shard(drawn(seqlen, heads, 8).expand(batch, -1, -1, -1)) for heads in (4, 2))
     sequences = torch.bucketize(plan.tokens, torch.tensor(bounds), right=True) - 1

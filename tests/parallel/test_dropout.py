@@ -46,7 +46,12 @@ MASKS = {
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way["algorithm"])
 @pytest.mark.parametrize(
     ("mask", "layout", "biased"),
-    [("causal", "zigzag", False), ("full", "contiguous", True), ("window", "contiguous", False), ("documents", "zigzag", True)],
+    [
+        ("causal", "zigzag", False),
+        ("full", "contiguous", True),
+        ("window", "contiguous", False),
+        ("documents", "zigzag", True),
+    ],
 )
 def test_both_passes(way: dict[str, Any], mask: str, layout: str, biased: bool) -> None:
     """With a sink and its gradient, that of lse and that of a bias; foreign memory is NaN."""
@@ -71,13 +76,13 @@ def test_a_bias_of_local_rows() -> None:
         (([{"dropout_p": 1.5}],), "ValueError: dropout_p must be a probability, a number from 0 to 1, got 1.5"),
         (
             ([{"dropout_p": 0.5}, {"dropout_p": 0.25}],),
-            "RankError: tileattn.parallel, call 1 of this plan: ranks must make the same call, but dropout_p is 0.25 on "
-            "rank 1 and 0.5 on rank 0",
+            "RankError: tileattn.parallel, call 1 of this plan: ranks must make the same call, but dropout_p is 0.25 "
+            "on rank 1 and 0.5 on rank 0",
         ),
         (
             ([{"dropout_p": 0.5}], True),
-            "NotImplementedError: a Bias with the rows of one rank goes with dropout_p only where the runs of all ranks "
-            "begin at multiples of 16, and one of rank 0 begins at 27",
+            "NotImplementedError: a Bias with the rows of one rank goes with dropout_p only where the runs of all "
+            "ranks begin at multiples of 16, and one of rank 0 begins at 27",
         ),
     ],
 )

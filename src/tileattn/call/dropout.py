@@ -9,9 +9,9 @@ which turns a counter into random bits under a key (Salmon et al. 2011, "Paralle
 
 A group is the four elements at rows {q, q + 8} and keys {k, k + 8}, where ``q % 16 < 8`` and ``k % 16 < 8``. Its row
 index is ``i = q // 16 * 8 + q % 8``; its key index ``j`` is computed likewise from k. (Rows are counted from 0, not by
-position.) A call that is a part of another counts heads, rows and keys as the whole does: see :class:`Place`. The two words of a group hold four 16-bit numbers, one for each element. w0 holds those of the first row, w1
-those of the second; the lower half belongs to the first key. An element is kept if its number is at least
-``threshold(p)``.
+position. A call that is a part of another counts heads, rows and keys as the whole does: see :class:`Place`.) The two
+words of a group hold four 16-bit numbers, one for each element. w0 holds those of the first row, w1 those of the
+second; the lower half belongs to the first key. An element is kept if its number is at least ``threshold(p)``.
 
 The groups match the register layout of NVIDIA's tensor cores: one thread holds rows r, r + 8 and columns c, c + 1,
 c + 8, c + 9, ... of a result. This holds both if rows are queries, as in the forward pass, and if they are keys, as in

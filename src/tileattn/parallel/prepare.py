@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..call.dropout import GROUP
 from ..call.fp8 import FP8
+from ..call.scalars import as_float, as_int
 from ..call.validation import check_arguments, check_flags
 from ..runtime.dispatch import check_name
-from ..runtime.run import MaskLike, ScoreModLike, requires_grad, scale_or_default
+from ..runtime.run import MaskLike, ScoreModLike, as_dropout_p, requires_grad, scale_or_default
 from ..variant.key import encode, normalize
 from ..variant.masks import Mask
 from ..variant.scores import Bias
@@ -40,6 +41,12 @@ class Given(NamedTuple):
     backend: str | None
     algorithm: str
     head_groups: int | None
+
+
+def with_numbers(given: Given) -> Given:
+    """With numbers of other types, as NumPy's, as Python's."""
+    scale = None if given.scale is None else as_float("scale", given.scale)
+    return given._replace(scale=scale, dropout_p=as_dropout_p(given.dropout_p), head_groups=as_int(given.head_groups))
 
 
 class Checked(NamedTuple):
@@ -72,8 +79,16 @@ class Checked(NamedTuple):
     signature: Signature
 
 
-def checked(layout: Layout, rank: int, rows: Sequence[Tensor], given: Given) -> Checked:
-    """Checks the arguments of a call. rows: q, k and v.
+def checked(
+    layout: Layout, rank: int, rows: Sequence[Tensor], given: Given, requires: Sequence[bool] | None = None
+) -> Checked:
+    """Checks the arguments of a call.
+
+    Args:
+        layout, rank: of the plan.
+        rows: q, k and v.
+        given: the others.
+        requires: which of q, k, v, the sink and the variant's tensors require gradients, where autograd is not asked.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -95,7 +110,12 @@ def checked(layout: Layout, rank: int, rows: Sequence[Tensor], given: Given) -> 
     if given.dropout_p and any(local):
         _check_begins(layout)
     tensors = tuple(operands.tensors)
-    needs_grad = torch.is_grad_enabled() and requires_grad((q, k, v, given.sink, *tensors))
+    if requires is None:
+        inputs = (q, k, v, given.sink, *tensors)
+        needs_grad = torch.is_grad_enabled() and requires_grad(inputs)
+        requires = [x is not None and x.requires_grad for x in inputs]
+    else:
+        needs_grad = any(requires)
     scale = scale_or_default(given.scale, q)
     signature = {
         "the shape (batch, heads, kv_heads, head_dim, head_dim_v)": str((*q.shape[::2], *k.shape[2:], v.shape[3])),
@@ -112,9 +132,7 @@ def checked(layout: Layout, rank: int, rows: Sequence[Tensor], given: Given) -> 
         "backend": repr(given.backend),
         "algorithm": repr(given.algorithm),
         "head_groups": str(given.head_groups),
-        "which inputs require gradients": str(
-            needs_grad and [x is not None and x.requires_grad for x in (q, k, v, given.sink, *tensors)]
-        ),
+        "which inputs require gradients": str(needs_grad and list(requires)),
     }
     return Checked(
         mask, mods, Operands(given.sink, tensors), local, scale, given.dropout_p, return_lse, deterministic,

@@ -39,6 +39,11 @@ def mesh_group(value: Any) -> Any:
     return value.get_group()
 
 
+def is_capturing(x: Any) -> bool:
+    """Whether a call on this tensor is captured in a CUDA graph."""
+    return bool(x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -225,7 +225,9 @@ def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor, packed: Packed | No
     return sink_gradient(sink, lse, delta if packed is None else delta.masked_fill(lse == -torch.inf, 0.0))
 
 
-def _of_variant(operands: Operands, dropout: Dropout | None, heads: int) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
+def _of_variant(
+    operands: Operands, dropout: Dropout | None, heads: int
+) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
     """The tensors and the numbers that kernels take for dropout, the mask and the score modifications."""
     if dropout is None and not operands.tensors:
         return (), (*operands.ints, *operands.floats)
