@@ -78,7 +78,7 @@ def separate(inputs: Inputs) -> tuple[Numbers, tuple[Tensor | None, ...]]:
     The tensors are seed, cu_seqlens_q, cu_seqlens_k, q, k, v, sink, then those of the variant.
     """
     q, k, v, sink, operands, dropout, packed, *_ = inputs
-    p, seed = dropout or (0.0, None)
+    p, seed = dropout[:2] if dropout else (0.0, None)  # a part of a call does not come here
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed or (None, None, 0, 0)
     numbers = Numbers(operands.ints, operands.floats, p, max_seqlen_q, max_seqlen_k)
     return numbers, (seed, cu_seqlens_q, cu_seqlens_k, q, k, v, sink, *operands.tensors)

@@ -10,25 +10,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..call.scalars import as_float, as_int
-from ..runtime.run import MaskLike, ScoreModLike, as_dropout_p, autocast
+from ..call.dropout import draw_seed
+from ..runtime.run import MaskLike, ScoreModLike, autocast
 from ..variant.key import encode, normalize
 from ..variant.masks import Causal, Mask
+from . import operators
 from .algorithms.autograd import Work, attend
-from .algorithms.call import Call
+from .algorithms.call import Call, Operands
 from .algorithms.gather import gather_work
 from .algorithms.ring import ring_work
-from .consent.agreement import Agreement
+from .consent.agreement import Agreement, Signature
 from .consent.heartbeat import Heartbeat
 from .prediction.cost import Choice, Model, Shape, choose, named, with_groups
 from .prediction.topology import Topology
-from .prepare import Checked, Given, checked, digest
+from .prepare import Checked, Given, checked, digest, with_numbers
 from .sharding.arguments import as_bounds, as_group, as_node, as_seqlen, check_layout, dim_of_rows
 from .sharding.documents import documents_layout
 from .sharding.layout import Run, Span, sequence_layout
 from .sharding.ranges import key_ranges
 from .sharding.work import assign
-from .torch_names import default_store, prefixed, uncompiled
+from .torch_names import default_store, is_capturing, prefixed, uncompiled
 from .transport.link import Link
 from .transport.unshard import gathered
 
@@ -38,6 +39,16 @@ class Traffic(NamedTuple):
 
     sent: int
     received: int
+
+
+class Prepared(NamedTuple):
+    """A call whose arguments are right, and what all ranks must have in common."""
+
+    call: Call
+    work: Work
+    operands: Operands
+    return_lse: bool
+    signature: Signature
 
 
 class Plan:
@@ -98,6 +109,7 @@ class Plan:
         self._text = digest(str((self._layout.runs, bounds, self.node, check)))
         self._works: dict[Any, dict[Any, Any]] = {}
         self._works_of_tensors: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self._number = operators.registered(self)
 
     def __repr__(self) -> str:
         return f"Plan(rank {self.rank} of {self.ranks}, seqlen={self.seqlen}, layout={self._layout.name!r})"
@@ -173,7 +185,6 @@ class Plan:
 
     # --- Attention ---
 
-    @uncompiled
     def attention(
         self,
         q: Tensor,
@@ -205,7 +216,8 @@ class Plan:
             causal: short for ``mask=Causal()``; with a mask, both hold.
             scale: finite factor of the scores; None means ``head_dim ** -0.5``.
             sink: (heads,): one logit per head, equal on all ranks.
-            dropout_p: must be 0.
+            dropout_p: as in :func:`tileattn.attention`, whose pattern on one device it is, whatever the algorithm and
+                the number of ranks. Each rank draws a seed from its default generator, and all take that of rank 0.
             return_lse: whether to also return the log-sum-exp.
             deterministic: whether the gradients of one rank's calls must be bitwise equal from run to run. What ranks
                 exchange is always summed in one order.
@@ -223,30 +235,55 @@ class Plan:
             TypeError, ValueError, NotImplementedError: an argument of this rank is wrong or not supported.
             RankError: another rank's arguments were refused, ranks made different calls, or a rank has ended.
 
-        Under torch.compile the call breaks the graph: it runs as it is, and ``fullgraph=True`` raises.
+        torch.compile traces the call as one operator, also with ``fullgraph=True``.
         """
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = autocast(q), autocast(k), autocast(v)
+        given = Given(
+            mask, score_mod, causal, scale, sink, dropout_p, return_lse, deterministic, backend, algorithm, head_groups
+        )
+        if torch.compiler.is_compiling():
+            o, lse = operators.trace(self._number, (q, k, v), with_numbers(given))
+        else:
+            begun = self._begun((q, k, v), given)
+            return_lse = begun.return_lse
+            o, lse = attend(begun.call, begun.work, (q, k, v), begun.operands, return_lse)
+        return (o, lse) if return_lse else o
+
+    def _begun(
+        self,
+        rows: tuple[Tensor, Tensor, Tensor],
+        given: Given,
+        requires: Sequence[bool] | None = None,
+        seed: Tensor | None = None,
+    ) -> Prepared:
+        """A call on which all ranks have agreed. rows: q, k and v. seed: of dropout, if this rank has drawn one."""
         self._agreement.begin()
         try:
-            if torch._C._is_any_autocast_enabled():
-                q, k, v = autocast(q), autocast(k), autocast(v)
-            scale = None if scale is None else as_float("scale", scale)
-            given = Given(
-                mask, score_mod, causal, scale, sink, as_dropout_p(dropout_p), return_lse, deterministic, backend,
-                algorithm, as_int(head_groups),
-            )  # fmt: skip
-            arguments = checked(self._layout, self.rank, (q, k, v), given)
-            work, reached = self._work(arguments, q, v)
+            prepared = self._prepared(rows, given, requires)
         except Exception as error:
             self._agreement.refuse(error)
             raise
+        self._agreement.agree(prepared.signature, is_capturing(rows[0]))
+        if not prepared.call.dropout_p:
+            return prepared
+        seed = self._link.from_first(draw_seed(rows[0].device) if seed is None else seed, self.ranks)
+        return prepared._replace(operands=prepared.operands._replace(seed=seed))
+
+    def _prepared(
+        self, rows: tuple[Tensor, Tensor, Tensor], given: Given, requires: Sequence[bool] | None = None
+    ) -> Prepared:
+        """A call whose arguments are right, as far as this rank can tell."""
+        arguments = checked(self._layout, self.rank, rows, with_numbers(given), requires)
+        work, reached = self._work(arguments, rows[0], rows[2])
         extra = {"the plan": self._text, "the keys that the mask reaches": reached}
-        self._agreement.agree({"the call": "attention", **arguments.signature, **extra})
         call = Call(
             self._layout, self.rank, self._link, self._agreement, arguments.mask, arguments.mods, arguments.scale,
-            arguments.backend, arguments.deterministic, arguments.needs_grad, arguments.local,
+            arguments.backend, arguments.deterministic, arguments.needs_grad, arguments.local, arguments.heads[0],
+            arguments.dropout_p,
         )  # fmt: skip
-        o, lse = attend(call, work, (q, k, v), arguments.operands, arguments.return_lse)
-        return (o, lse) if arguments.return_lse else o
+        signature = {"the call": "attention", **arguments.signature, **extra}
+        return Prepared(call, work, arguments.operands, arguments.return_lse, signature)
 
     def _work(self, arguments: Checked, q: Tensor, v: Tensor) -> tuple[Work, str]:
         """This rank's work, and a digest of the ranges of keys that it is made for."""

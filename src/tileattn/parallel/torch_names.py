@@ -70,6 +70,11 @@ def is_nccl(group: Any) -> bool:
         return False
 
 
+def is_capturing(x: Any) -> bool:
+    """Whether a call on this tensor is captured in a CUDA graph."""
+    return bool(x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -118,7 +118,7 @@ def trace_forward(options: Options, inputs: Inputs, descales: GivenDescales = NO
     q, k, v, sink, operands, dropout, packed, *_ = inputs
     variant, scale, backend, deterministic, needs_grad = options
     numbers = (operands.ints, operands.floats, scale)
-    flags = (deterministic, needs_grad, *(dropout or (0.0, None)), *(packed or ()))
+    flags = (deterministic, needs_grad, *(dropout[:2] if dropout else (0.0, None)), *(packed or ()))
     o, lse = forward(q, k, v, sink, variant, operands.tensors, *numbers, backend, *descales, *flags)
     return o, lse
 
@@ -214,7 +214,7 @@ def trace_backward(
     q, k, v, sink, operands, dropout, packed, *_ = inputs
     variant, scale, backend, deterministic, _ = options
     numbers = (operands.ints, operands.floats, scale)
-    flags = (deterministic, needs, *(dropout or (0.0, None)), *(packed or ()))
+    flags = (deterministic, needs, *(dropout[:2] if dropout else (0.0, None)), *(packed or ()))
     return backward(do, dlse, q, k, v, o, lse, sink, variant, operands.tensors, *numbers, backend, *flags)
 
 

@@ -125,6 +125,14 @@ class Link:
         work = dist.all_to_all_single(landed, packed, incoming, outgoing, group=self.group, async_op=True)
         return Pending(self, ([work], packed), unpack)  # `packed` lives until the transfer is done
 
+    def from_first(self, x: Tensor, ranks: int) -> Tensor:
+        """Rank 0's values of a tensor that has one shape on all ranks."""
+        out = torch.empty_like(x)
+        sends: list[list[Tensor]] = [[x] if self.rank == 0 else [] for _ in range(ranks)]
+        receives: list[list[Tensor]] = [[out] if rank == 0 else [] for rank in range(ranks)]
+        (self.start(sends, receives, x) if ranks > 1 else self.copy(sends, receives)).wait()
+        return out
+
     def await_work(self, handle: Any) -> None:
         """Waits for a transfer: the stream on a GPU, the host on a CPU."""
         works, _ = handle

@@ -134,7 +134,7 @@ def prepare_backward_with(
         written_out = [
             _workspace(path, workspaces, operands, number == leaves) for number, path in enumerate(operand_paths)
         ]
-        tensors, numbers = _of_variant(operands, dropout)
+        tensors, numbers = _of_variant(operands, dropout, heads)
         rows = (q, k, v, do, lse2, delta)
         work = workspaces.work(config.block_N, of_keys=True)
         parts = (dk, dv) if shares == 1 else _parts(shares, dk, dv)
@@ -227,11 +227,13 @@ def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor, packed: Packed | No
     return sink_gradient(sink, lse, delta if packed is None else delta.masked_fill(lse == -torch.inf, 0.0))
 
 
-def _of_variant(operands: Operands, dropout: Dropout | None) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
+def _of_variant(
+    operands: Operands, dropout: Dropout | None, heads: int
+) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
     """The tensors and the numbers that kernels take for dropout, the mask and the score modifications."""
     if dropout is None and not operands.tensors:
         return (), (*operands.ints, *operands.floats)
-    seeds, of_pattern = pattern_arguments(dropout)
+    seeds, of_pattern = pattern_arguments(dropout, heads)
     return (*seeds, *map(as_bytes, operands.tensors)), (*of_pattern, *operands.ints, *operands.floats)
 
 

@@ -116,7 +116,7 @@ def prepare_with(
         if has_arguments:
             tensors = [as_bytes(tensor) for tensor in operands.tensors]
             sinks = () if sink is None else (sink.detach().float(),)
-            seeds, of_pattern = pattern_arguments(dropout)
+            seeds, of_pattern = pattern_arguments(dropout, heads)
             kernel(
                 q,
                 k,

@@ -57,7 +57,7 @@ def packed_forward(
         outputs = (o,) if lse is None else (o, lse)
         queue = kernel.queue(q.device, (work.shape[0] - 1) * heads)
         if has_arguments:
-            seeds, of_pattern = pattern_arguments(dropout)
+            seeds, of_pattern = pattern_arguments(dropout, heads)
             kernel.function(
                 q,
                 k,
