@@ -79,8 +79,9 @@ def masked(mask: Mask, head_dim: int, head_dim_v: int | None = None) -> Attentio
 
 
 def test_calls_without_a_row_take_the_generic_schedule() -> None:
-    """Wide heads with a modification, or a mask of more tensors than Documents has, and rows that are not aligned."""
+    """Wide heads with a modification, or a mask of many tensors, or documents packed; and rows that are not aligned."""
     for call in (
+        replace(masked(IDS, 192), packed=True),
         masked(IDS & KeyPadding(torch.ones(2, 9, dtype=torch.bool)), 192),
         AttentionCall(torch.bfloat16, 256, 256, "Causal()+SoftCap(f)", arch="sm_90a"),
         AttentionCall(torch.bfloat16, 128, 128, aligned=False, arch="sm_90a"),

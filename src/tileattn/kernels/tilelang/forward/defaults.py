@@ -131,14 +131,15 @@ def _wide_masked(call: AttentionCall, tensors: int) -> Iterator[Config]:
     """Of head dims above 128 with another mask than the causal one.
 
     Masks of positions take the causal row's tiles, in which ptxas spills nothing. With documents it spills 48 to 100
-    bytes in those, and with 64 keys at head dim 256 still 56; in these 12, 0 and 24. The speed has not been measured.
+    bytes in those, and with 64 keys at head dim 256 still 56; in these 12, 0 and 24. Packed, it spills 64 and more in
+    these too. The speed has not been measured.
     """
     widest = max(hopper_dims(call))
     if tensors == 0:
         row = tuned_row(call.head_dim, call.head_dim_v, "masked", False)
         yield from [] if row is None else [row]
         yield from (HopperConfig(128, block_N, ping_pong=True) for block_N in (80, 64, 48))
-    elif tensors <= DOCUMENTS_TENSORS:
+    elif tensors <= DOCUMENTS_TENSORS and not call.packed:
         yield HopperConfig(128, 96 if widest <= 160 else 80 if widest <= 192 else 48, ping_pong=True)
 
 
