@@ -119,7 +119,8 @@ def test_head_groups_that_are_asked_for_with_auto() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("ranks", 0), ("node", 1.5), ("site", 0), ("fast", -1.0), ("forward", 0.0), ("call", -1.0), ("ranks", True)]
+    ("name", "value"),
+    [("ranks", 0), ("node", 1.5), ("site", 0), ("fast", -1.0), ("forward", 0.0), ("call", -1.0), ("ranks", True)],
 )
 def test_a_bad_topology(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"Topology: {name} must be"):

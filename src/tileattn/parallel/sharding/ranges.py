@@ -56,7 +56,7 @@ def areas(mask: Mask | None, layout: Layout, runs: Sequence[Run], batch: int, he
     starts, stops = _asked(mask, layout, sequences[number], first, stop - 1, batch, heads)
     # A tile on the diagonal of a causal mask counts whole, as a kernel computes it; one without keys is still a call.
     of_tiles = (stop - first) * (stops - starts).clamp(min=1)
-    return torch.zeros(len(runs), dtype=torch.int64).index_add_(0, number, of_tiles).tolist()  # type: ignore[no-any-return]
+    return torch.zeros(len(runs), dtype=torch.int64).index_add_(0, number, of_tiles).tolist()
 
 
 def _columns(runs: Sequence[Run]) -> tuple[Tensor, ...]:
