@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/calibrate_parallel.py                # writes calibration-h200.json, or h100
     torchrun --nproc-per-node 2 benchmarks/calibrate_parallel.py --tiny --out /tmp/c.json    # on a CPU, to try it
-    python benchmarks/calibrate_parallel.py --adopt benchmarks/results/parallel/calibration-h200.json
+    python benchmarks/calibrate_parallel.py --adopt FILE.json
 
 Measured are, on all ranks at once and with the slowest rank's time:
 
@@ -151,6 +151,7 @@ def call_costs(sizes: Sizes, device: torch.device) -> dict[str, dict[str, float]
 def transfers(sizes: Sizes, device: torch.device) -> list[dict[str, float]]:
     """Seconds of an all-to-all in which each rank sends so many bytes to others, and in which only rank 0 does."""
     rows = []
+    all_to_all(sizes.transfers[-1], range(dist.get_world_size()), device)()  # the first one connects the ranks
     for count in sizes.transfers:
         row: dict[str, float] = {"bytes": count}
         for name, senders in (("both_ways", range(dist.get_world_size())), ("one_way", range(1))):
@@ -218,7 +219,9 @@ def measure(sizes: Sizes, out: Path | None, commit: str | None) -> None:
         run = results.begin(device, commit, COMMAND)
         origin = {key: getattr(run, key) for key in ("device", "gpu", "versions", "commit", "date", "command")}
         content = {"format": FORMAT, **origin, "ranks": dist.get_world_size(), **found}
-        path = out or RESULTS / "parallel" / f"calibration-{short_name(run.gpu, device)}.json"
+        path = out or RESULTS / "parallel"
+        if not path.suffix:
+            path /= f"calibration-{short_name(run.gpu, device)}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n")
         for name, value in found["topology"].items():
@@ -272,7 +275,7 @@ def adopt(path: Path) -> None:
 def main() -> None:
     """Reads the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the file to write")
+    parser.add_argument("--out", type=Path, help="the file to write, or its folder")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try it")
     parser.add_argument("--commit", help="to record, instead of what git says")
     parser.add_argument("--adopt", type=Path, metavar="FILE", help="make this file the source of Topology's defaults")

@@ -10,9 +10,10 @@ parallel`, beside which it sets the model.
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -83,14 +84,14 @@ INTRODUCTION = """\
 # Attention at 4 to 1,024 GPUs: predictions
 
 **Nothing on this page was measured on more than two GPUs.** The tables show what the cost model of
-[`tileattn.parallel.simulate`](parallel.md#prediction) says of a sequence of 1,048,576 tokens, batch size 1, head dim 128,
-bf16, on 4 to 1,024 GPUs: 8 in a node, NVLink inside a node, 400 Gb/s of InfiniBand for each GPU between nodes.
+[`tileattn.parallel.simulate`](parallel.md#prediction) says of a sequence of 1,048,576 tokens, batch size 1, head dim
+128, bf16, on 4 to 1,024 GPUs: 8 in a node, NVLink inside a node, 400 Gb/s of InfiniBand for each GPU between nodes.
 
-What the model knows exactly: the scores that each GPU computes, and the bytes that it receives, for this mask, layout and
-algorithm. Tests compare the bytes with real transfers. What it assumes: that kernels run at one speed whatever the size
-of a call, that links reach one rate whatever the traffic of others, and that each call and each transfer costs a fixed
-time more. It knows nothing of slow nodes, of congestion, or of collectives that take longer with more ranks. Where
-calls are short, at the end of each table, it is least certain.
+The model counts exactly the scores that each GPU computes and the bytes that it receives, for this mask, layout and
+algorithm; tests compare the bytes with real transfers. It assumes that kernels run at one speed whatever the size of a
+call, that links reach one rate whatever the traffic of others, and that each call and each transfer costs a fixed time
+more. It knows nothing of slow nodes, of congestion, or of transfers that take longer with more ranks. It is least
+certain where calls are short: at the end of each table.
 """
 
 COLUMNS = """\
@@ -120,8 +121,9 @@ WAYS = """\
   within a node, so that each port carries an eighth.
 - Grouped heads (32/8) move a quarter of the bytes of 32/32, and so reach about four times as many GPUs.
 - A window moves its halo only. With 1,024 tokens a GPU the fixed costs of calls and transfers are most of the time.
-- Documents are cut over as few GPUs as balance needs, but these may be in different nodes: the layout does not know of
-  nodes.
+- Documents are cut over as few GPUs as balance needs, but these may be in different nodes, since the layout does not
+  know of nodes. Their many short calls cost time as well.
+- Between two sites, only grouped heads on few GPUs are worth it.
 
 [`benchmarks/make_parallel_page.py`](../benchmarks/make_parallel_page.py) writes this page. For other shapes, masks and
 rates, call `simulate` with a `Topology` of your own.
@@ -148,8 +150,8 @@ def _rates() -> list[str]:
     if not any(figure.measured for figure in FIGURES.values()):
         lines.append("**No rate was measured with this code yet.**\n")
     lines.append(
-        "`torchrun --nproc-per-node 2 benchmarks/calibrate_parallel.py` measures the first five on a machine with two GPUs."
-        "\n`Topology.calibrated(file, ranks)` takes them from the file that it writes.\n"
+        "`torchrun --nproc-per-node 2 benchmarks/calibrate_parallel.py` measures the first five on a machine with two\n"
+        "GPUs. `Topology.calibrated(file, ranks)` takes them from the file that it writes.\n"
     )
     return lines
 
@@ -196,7 +198,7 @@ def _table(number: int) -> list[str]:
 
 def _about_documents() -> str:
     ends = documents()
-    lengths = sorted(stop - start for start, stop in zip(ends, ends[1:]))
+    lengths = sorted(stop - start for start, stop in pairwise(ends))
     worst = min((predicted(len(CASES) - 1, gpus, "auto").balance, gpus) for gpus in GPUS)
     return (
         f"Lengths are log-normal, sigma 1, from {lengths[0]:,} to {lengths[-1]:,} tokens. The mean area of a GPU is at "
@@ -248,7 +250,7 @@ def draw() -> Figure:
 
     figure = Figure(figsize=(7.2, 3.7), layout="constrained")
     axes = figure.subplots()
-    places = range(len(GPUS))
+    places = [math.log2(gpus) for gpus in GPUS]
     for algorithm, line, marker in (("auto", "-", "o"), ("ring", "--", "")):
         for number, case in enumerate(CASES):
             if algorithm == "ring" and number > 1:

@@ -21,6 +21,7 @@ import drawn
 import make_decode_page
 import make_ladder
 import make_page
+import make_parallel_page
 import torch
 from make_page import LABELS, OWN, RESULTS, ROOT
 
@@ -55,7 +56,8 @@ def main() -> None:
 
 def pictures() -> dict[Path, Callable[[], Figure]]:
     """What draws each picture, by its path."""
-    return {**of_readme(), **of_benchmarks(), **of_decode(), **of_ladder(), **of_training(), **of_tutorial()}
+    measured = {**of_readme(), **of_benchmarks(), **of_decode(), **of_ladder(), **of_training(), **of_parallel()}
+    return {**measured, **of_tutorial()}
 
 
 # Measured
@@ -116,9 +118,25 @@ def of_training() -> dict[Path, Callable[[], Figure]]:
 
 
 def training_losses() -> Figure:
+    """A training with tileattn's attention and one with PyTorch's."""
+    return losses_of(LOSSES)
+
+
+def of_parallel() -> dict[Path, Callable[[], Figure]]:
+    """For docs/parallel.md, and predictions for docs/parallel-scale.md."""
+    return {DOCS / "parallel" / "losses.png": context_losses, make_parallel_page.PICTURE: make_parallel_page.draw}
+
+
+def context_losses() -> Figure:
+    """A training on two ranks and one on one, from the only file of such losses."""
+    (path,) = (RESULTS / "parallel").glob("context-losses-*.json")
+    return losses_of(path)
+
+
+def losses_of(path: Path) -> Figure:
     """As examples/train_gpt.py draws them."""
     train_gpt = _example("train_gpt")
-    figure: Figure = train_gpt.figure([train_gpt.Losses(**row) for row in json.loads(LOSSES.read_text())["rows"]])
+    figure: Figure = train_gpt.figure([train_gpt.Losses(**row) for row in json.loads(path.read_text())["rows"]])
     return figure
 
 
