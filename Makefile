@@ -76,7 +76,7 @@ docs: $(VENV)/.installed-docs$(AND_EXTRAS)
 # Writes included code and the table of what runs where into the pages, for those who read them in the repository.
 pages: $(VENV)/.installed-docs$(AND_EXTRAS)
 	$(VENV)/bin/python docs/hooks/fill.py
-	$(VENV)/bin/python benchmarks/make_parallel_page.py
+	$(VENV)/bin/python benchmarks/make_scale_page.py
 
 pictures: $(VENV)/.installed-plot$(AND_EXTRAS)
 	$(VENV)/bin/python benchmarks/make_pictures.py

@@ -12,7 +12,7 @@ Measured are, on all ranks at once and with the slowest rank's time:
 
 `--adopt` measures nothing. It makes a file the source of the defaults of `tileattn.parallel.Topology`
 (`parallel/prediction/rates.py`), and puts it into the index of result files. Then write the page again:
-`python benchmarks/make_parallel_page.py`, and `make pictures`.
+`python benchmarks/make_scale_page.py`, and `make pictures`.
 """
 
 from __future__ import annotations

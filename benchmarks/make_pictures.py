@@ -21,9 +21,10 @@ import drawn
 import make_decode_page
 import make_ladder
 import make_page
-import make_parallel_page
 import torch
 from make_page import LABELS, OWN, RESULTS, ROOT
+from make_scale_page import PICTURE as SCALE_PICTURE
+from make_scale_page import draw as draw_scale
 
 from tileattn import Causal, Documents, Mask, SlidingWindow, viz
 from tileattn.bench import plot_ladder, plot_memory
@@ -56,8 +57,7 @@ def main() -> None:
 
 def pictures() -> dict[Path, Callable[[], Figure]]:
     """What draws each picture, by its path."""
-    measured = {**of_readme(), **of_benchmarks(), **of_decode(), **of_ladder(), **of_training(), **of_parallel()}
-    return {**measured, **of_tutorial()}
+    return {**of_readme(), **of_benchmarks(), **of_decode(), **of_ladder(), **of_training(), **of_tutorial()}
 
 
 # Measured
@@ -113,18 +113,17 @@ def of_ladder() -> dict[Path, Callable[[], Figure]]:
 
 
 def of_training() -> dict[Path, Callable[[], Figure]]:
-    """For docs/training.md."""
-    return {DOCS / "training" / "train_gpt.png": training_losses}
+    """For docs/training.md, docs/parallel.md and docs/parallel-scale.md."""
+    return {
+        DOCS / "training" / "train_gpt.png": training_losses,
+        DOCS / "parallel" / "losses.png": context_losses,
+        SCALE_PICTURE: draw_scale,
+    }
 
 
 def training_losses() -> Figure:
     """A training with tileattn's attention and one with PyTorch's."""
     return losses_of(LOSSES)
-
-
-def of_parallel() -> dict[Path, Callable[[], Figure]]:
-    """For docs/parallel.md, and predictions for docs/parallel-scale.md."""
-    return {DOCS / "parallel" / "losses.png": context_losses, make_parallel_page.PICTURE: make_parallel_page.draw}
 
 
 def context_losses() -> Figure:

@@ -14,7 +14,7 @@ from tileattn import SlidingWindow
 from tileattn.parallel import Topology, simulate
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import make_parallel_page  # type: ignore[import-not-found]
+import make_scale_page  # type: ignore[import-not-found]
 import parallel_rows  # type: ignore[import-not-found]
 
 FILE = {"device": "cuda", "gpu": "NVIDIA H200", "ranks": 2, "base": 1 << 17, "head_dim": 128}
@@ -25,9 +25,9 @@ def row(case: str, backend: str = "tileattn", direction: str = "fwd", ms: float 
 
 
 def test_the_committed_page_is_what_the_script_writes() -> None:
-    picture = str(make_parallel_page.PICTURE.relative_to(make_parallel_page.PAGE.parent))
-    written = make_parallel_page.page(parallel_rows.compared(make_parallel_page.RESULTS), picture)
-    assert make_parallel_page.PAGE.read_text() == written, "run python benchmarks/make_parallel_page.py"
+    picture = str(make_scale_page.PICTURE.relative_to(make_scale_page.PAGE.parent))
+    written = make_scale_page.page(parallel_rows.compared(make_scale_page.RESULTS), picture)
+    assert make_scale_page.PAGE.read_text() == written, "run python benchmarks/make_scale_page.py"
     for block in written.split("\n\n"):  # each row of a table has as many cells as its head
         assert len({line.count("|") for line in block.splitlines() if line.startswith("|")}) <= 1
 
@@ -62,10 +62,10 @@ def test_rows_are_set_beside_the_model(tmp_path: Path) -> None:
         Topology(2), SlidingWindow(1024, 0), (1, 1 << 17, 32, 8, 128), layout="contiguous", algorithm="ring"
     )
     assert found[2].predicted_ms == pytest.approx(1e3 * max(window.backward))
-    lines = make_parallel_page._beside(found)
+    lines = make_scale_page._beside(found)
     assert "Of 3 rows the model's time is" in lines[1]
     assert f"| 2 x NVIDIA H200 | 128k 32/8 causal | tileattn | fwd | 100 | {found[0].predicted_ms:,.0f} |" in lines[4]
 
 
 def test_a_page_without_rows_says_so() -> None:
-    assert "No measurement" in make_parallel_page._beside([])[1]
+    assert "No measurement" in make_scale_page._beside([])[1]

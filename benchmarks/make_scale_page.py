@@ -1,6 +1,6 @@
 """Writes the page about attention on 4 to 1,024 GPUs (`PAGE`) from the cost model, and draws its picture.
 
-    python benchmarks/make_parallel_page.py      # or: make pages; the picture: make pictures
+    python benchmarks/make_scale_page.py      # or: make pages; the picture: make pictures
 
 Nothing is measured here. A test checks that the committed page is what this script writes. The page changes with the
 cost model, with the rates in parallel/prediction/rates.py, and with the result files of `tileattn bench --suite
@@ -125,7 +125,7 @@ WAYS = """\
   know of nodes. Their many short calls cost time as well.
 - Between two sites, only grouped heads on few GPUs are worth it.
 
-[`benchmarks/make_parallel_page.py`](../benchmarks/make_parallel_page.py) writes this page. For other shapes, masks and
+[`benchmarks/make_scale_page.py`](../benchmarks/make_scale_page.py) writes this page. For other shapes, masks and
 rates, call `simulate` with a `Topology` of your own.
 """
 
