@@ -9,7 +9,7 @@
 #   make mutants                      named wrong edits, each of which some test must see (by hand, some 20 minutes)
 #   make fuzz                         random calls beside an independent oracle, ten minutes (ARGS: CONTRIBUTING.md)
 #   make docs                         the site, in site/ (pages, tutorial, API)
-#   make pages                        the package's code that the pages in docs/ show, written into them again
+#   make pages                        the package's code that the pages in docs/ show, and predictions, written again
 #   make pictures                     the pictures of README and docs/, drawn again from benchmarks/results
 #   make lint | format | clean
 #
@@ -76,6 +76,7 @@ docs: $(VENV)/.installed-docs$(AND_EXTRAS)
 # Writes included code and the table of what runs where into the pages, for those who read them in the repository.
 pages: $(VENV)/.installed-docs$(AND_EXTRAS)
 	$(VENV)/bin/python docs/hooks/fill.py
+	$(VENV)/bin/python benchmarks/make_scale_page.py
 
 pictures: $(VENV)/.installed-plot$(AND_EXTRAS)
 	$(VENV)/bin/python benchmarks/make_pictures.py

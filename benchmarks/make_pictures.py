@@ -23,6 +23,8 @@ import make_ladder
 import make_page
 import torch
 from make_page import LABELS, OWN, RESULTS, ROOT
+from make_scale_page import PICTURE as SCALE_PICTURE
+from make_scale_page import draw as draw_scale
 
 from tileattn import Causal, Documents, Mask, SlidingWindow, viz
 from tileattn.bench import plot_ladder, plot_memory
@@ -111,14 +113,29 @@ def of_ladder() -> dict[Path, Callable[[], Figure]]:
 
 
 def of_training() -> dict[Path, Callable[[], Figure]]:
-    """For docs/training.md."""
-    return {DOCS / "training" / "train_gpt.png": training_losses}
+    """For docs/training.md, docs/parallel.md and docs/parallel-scale.md."""
+    return {
+        DOCS / "training" / "train_gpt.png": training_losses,
+        DOCS / "parallel" / "losses.png": context_losses,
+        SCALE_PICTURE: draw_scale,
+    }
 
 
 def training_losses() -> Figure:
+    """A training with tileattn's attention and one with PyTorch's."""
+    return losses_of(LOSSES)
+
+
+def context_losses() -> Figure:
+    """A training on two ranks and one on one, from the only file of such losses."""
+    (path,) = (RESULTS / "parallel").glob("context-losses-*.json")
+    return losses_of(path)
+
+
+def losses_of(path: Path) -> Figure:
     """As examples/train_gpt.py draws them."""
     train_gpt = _example("train_gpt")
-    figure: Figure = train_gpt.figure([train_gpt.Losses(**row) for row in json.loads(LOSSES.read_text())["rows"]])
+    figure: Figure = train_gpt.figure([train_gpt.Losses(**row) for row in json.loads(path.read_text())["rows"]])
     return figure
 
 

@@ -16,6 +16,13 @@ from typer import BadParameter
 from tileattn.parallel import Plan
 
 
+def own_gpu() -> torch.device:
+    """The GPU of this process, as torchrun numbers them, made the current one: "cuda" then means it."""
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
+
+
 class Context:
     """The ranks that share a sequence. Each has all parameters, or, with FSDP2, a part of them.
 
@@ -33,8 +40,9 @@ class Context:
                 f"torchrun --nproc-per-node {ranks} examples/train_gpt.py --context-parallel {ranks}"
             )
         if device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+            dist.init_process_group("nccl", device_id=own_gpu())
+        else:
+            dist.init_process_group("gloo")
         self.plan, self.ranks, self.fsdp = Plan(None, seqlen), ranks, fsdp
         self.rank = self.plan.rank
         self.mesh = init_device_mesh(device, (ranks,)) if fsdp else None

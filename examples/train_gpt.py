@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 import typer
 from checks import check_device, check_picture, check_rate, check_writable
-from context import Context
+from context import Context, own_gpu
 from gpt import ATTEND, GPT, Backend
 from rich.console import Console
 from rich.progress import Progress
@@ -289,12 +289,16 @@ def save(rows: Sequence[Speed | Losses], settings: Settings, commit: str | None,
 # --- Command line ---
 
 
-def check_context(ranks: int, fsdp: bool, backend: Backend, alone: bool) -> None:
+def check_context(ranks: int, fsdp: bool, backend: Backend, alone: bool, device: str) -> None:
     """Raises unless the options go with several ranks."""
     if fsdp and ranks == 1:
         raise typer.BadParameter("--fsdp shards over the ranks of --context-parallel: give it 2 or more")
     if ranks > 1 and (alone or backend not in (Backend.tileattn, Backend.tilelang, Backend.torch)):
         raise typer.BadParameter("--context-parallel goes with tileattn's backends, without --benchmark and --compile")
+    if ranks > 1 and device not in ("cpu", "cuda"):
+        raise typer.BadParameter(
+            f"--context-parallel goes with --device cpu or cuda, got {device}: each rank has its GPU"
+        )
 
 
 def main(
@@ -339,7 +343,7 @@ def main(
         raise typer.BadParameter(f"--seqlen must be less than {len(text.held_out)}, got {seqlen}")
     if measure and compare:
         raise typer.BadParameter("--compare trains and --benchmark only measures: give one of the two")
-    check_context(ranks, fsdp, backend, measure or compile)
+    check_context(ranks, fsdp, backend, measure or compile, device)
     if compare and backend == Backend.sdpa:
         raise typer.BadParameter("--compare needs another --backend than sdpa, with which it compares")
     check_rate(rate)
@@ -359,6 +363,8 @@ def main(
     if losses is not None:
         check_writable("--losses", losses)
     check_device(device)
+    if ranks > 1 and on_gpu:
+        own_gpu()  # before anything is put on a GPU, or all ranks would use the first
     settings = Settings(steps, seqlen, batch, layers, heads, dim, rate, device, dtype, compile, seed)
     check_attention(backend, settings)
     if measure:

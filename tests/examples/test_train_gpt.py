@@ -283,6 +283,10 @@ def test_two_ranks_learn_as_one(option: tuple[str, ...], tmp_path: Path) -> None
         (("--fsdp",), "--fsdp shards over the ranks of --context-parallel: give it 2 or more"),
         (("--context-parallel", "2", "--backend", "sdpa"), "--context-parallel goes with tileattn's backends"),
         (("--context-parallel", "2", "--compile"), "without --benchmark and --compile"),
+        (
+            ("--context-parallel", "2", "--device", "cuda:1"),
+            "--context-parallel goes with --device cpu or cuda, got cuda",
+        ),
     ],
 )
 def test_wrong_options_of_several_ranks(

@@ -106,6 +106,14 @@ def test_a_large_document_is_cut() -> None:
     assert all(runs[0].sequence == 0 for runs in layout.runs)
 
 
+def test_a_document_is_cut_over_few_of_many_ranks() -> None:
+    """Each of 64 equal documents needs 4 of 64 ranks, not all: at a quarter of the fair share no piece is larger."""
+    layout = documents_layout(range(0, 65 * 4096, 4096), 64, Causal(), 1)
+    assert max(shares(layout, Causal())) < 1.1
+    for document in range(64):
+        assert 2 <= sum(any(run.sequence == document for run in runs) for runs in layout.runs) <= 5
+
+
 def test_documents_of_one_length_are_dealt_whole() -> None:
     layout = documents_layout(range(0, 65 * 128, 128), 4, Causal(), 1)
     assert all(run.start == 0 and run.stop == 128 for runs in layout.runs for run in runs)

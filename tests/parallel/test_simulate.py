@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import random
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tileattn
 from tests.parallel.ranks_plan import traffic
+from tests.parallel.test_documents import log_normal
 from tests.tools.ranks import pool, returned
 from tileattn.parallel import Topology, simulate
 from tileattn.parallel.prediction.cost import Model, Shape, candidates, choose
-from tileattn.parallel.sharding.layout import sequence_layout
+from tileattn.parallel.prediction.topology import FORMAT, MEASURED
+from tileattn.parallel.sharding.layout import Cover, sequence_layout
 
 HEADS, DIM, SIZE = 2, 8, 4  # of `traffic`
 
@@ -113,8 +119,53 @@ def test_head_groups_that_are_asked_for_with_auto() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("ranks", 0), ("node", 1.5), ("site", 0), ("fast", -1.0), ("forward", 0.0), ("ranks", True)]
+    ("name", "value"),
+    [("ranks", 0), ("node", 1.5), ("site", 0), ("fast", -1.0), ("forward", 0.0), ("call", -1.0), ("ranks", True)],
 )
 def test_a_bad_topology(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"Topology: {name} must be"):
         Topology(**{"ranks": 2, name: value})
+
+
+def test_a_transfer_costs_time_even_if_it_is_small() -> None:
+    shape, free, dear = (1, 4096, 8, 8, 64), Topology(4, transfer=0.0), Topology(4, transfer=1e-3)
+    for algorithm, transfers in (("gather", 2), ("ulysses", 3), ("ring", 3)):  # gather in two groups of heads
+        groups = 2 if algorithm == "gather" else None
+        options: dict[str, Any] = {"causal": True, "algorithm": algorithm, "head_groups": groups}
+        a, b = (max(simulate(each, None, shape, **options).forward) for each in (free, dear))
+        assert b - a == pytest.approx(transfers * 1e-3, rel=0.1), algorithm
+    alone = simulate(Topology(1, transfer=1.0), None, shape, causal=True)
+    assert max(alone.forward) < 1e-2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_common_tokens_are_counted_as_by_sets(seed: int) -> None:
+    draw = random.Random(seed)
+
+    def spans() -> list[tuple[int, int]]:
+        ends = sorted(draw.sample(range(60), 2 * draw.randrange(6)))
+        return list(zip(ends[::2], ends[1::2]))
+
+    a, b = spans(), spans()
+    tokens = [{token for span in each for token in range(*span)} for each in (a, b)]
+    assert Cover(a).common(b) == len(tokens[0] & tokens[1])
+
+
+def test_a_thousand_ranks_take_no_long_time() -> None:
+    """Documents over 1024 ranks took two minutes when each pair of spans was compared."""
+    begin = time.process_time()
+    bounds = log_normal(64, 1.0, 1 << 20)
+    simulated = simulate(Topology(1024), None, (1, 1 << 20, 32, 8, 128), causal=True, documents=bounds)
+    assert time.process_time() - begin < 20
+    assert simulated.balance > 0.8
+
+
+def test_a_calibration_gives_its_rates(tmp_path: Path) -> None:
+    rates = dict.fromkeys(MEASURED, 3.0)
+    file = tmp_path / "calibration.json"
+    file.write_text(json.dumps({"format": FORMAT, "topology": rates}))
+    topology = Topology.calibrated(file, 16, node=4, call=5.0)
+    assert (topology.ranks, topology.node, topology.call, topology.fast, topology.network) == (16, 4, 5.0, 3.0, 45e9)
+    file.write_text("{}")
+    with pytest.raises(ValueError, match=r"is no file of benchmarks/calibrate_parallel\.py"):
+        Topology.calibrated(file, 2)

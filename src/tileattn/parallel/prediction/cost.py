@@ -1,9 +1,9 @@
 """The cost model: what each rank computes and receives, and how long that takes.
 
 Areas and bytes are exact: they come from the mask's own ranges and the layout, as in the real transfers. Times are a
-model: a kernel runs at a fixed speed, a link at a fixed rate, links of different tiers work side by side, and the
-transfer of one group of heads is hidden behind the computation of the group before. With g groups, fetch f and compute
-m of a group,
+model: a kernel runs at a fixed speed and each of its calls costs a fixed time more, a link has a fixed rate and each
+transfer costs a fixed time more, links of different tiers work side by side, and the transfer of one group of heads is
+hidden behind the computation of the group before. With g groups, fetch f and compute m of a group,
 
     forward = f + (g - 1) max(f, m) + m
 
@@ -12,12 +12,13 @@ A ring goes in lockstep: each step takes the longer of the slowest link's transf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from ...variant.masks import Mask
-from ..sharding.layout import Layout, Span, joined
+from ..sharding.layout import Cover, Layout, Span, joined
 from ..sharding.ranges import areas, key_ranges
 from ..sharding.work import assign, kv_heads_of, needed_keys, rows_of
 from .topology import Topology
@@ -69,9 +70,15 @@ class Model:
     layout: Layout
     mask: Mask | None
     shape: Shape
+    _loads: dict[int, list[Load]] = field(default_factory=dict, compare=False, repr=False)
 
     def loads(self, inner: int) -> list[Load]:
         """What each rank does, where groups of `inner` ranks share their rows by heads (1: gather, all: ulysses)."""
+        if inner not in self._loads:
+            self._loads[inner] = self._counted(inner)
+        return self._loads[inner]
+
+    def _counted(self, inner: int) -> list[Load]:
         layout, shape = self.layout, self.shape
         group = shape.heads // shape.kv_heads
         assignment = assign(layout, shape.heads, inner)
@@ -81,14 +88,14 @@ class Model:
         of_runs = dict(zip(runs, areas(*asked)))
         needed = needed_keys(layout, assignment, lambda of: [reached[run] for run in of])
         loads = []
-        owned: dict[range, list[Span]] = {}
+        tokens = self._tokens()
         for rank in range(layout.ranks):
             heads = assignment.heads[rank]
             count, kv_heads = heads[1] - heads[0], kv_heads_of(heads, group)
             area = sum(of_runs[run] for run in assignment.runs[rank]) * count * shape.batch
             dims = shape.head_dim + shape.head_dim_v
-            of_keys = self._by_tier(owned, rank, needed[rank], (kv_heads[1] - kv_heads[0]) * dims)
-            of_queries = self._by_tier(owned, rank, rows_of(layout, assignment.runs[rank]), count * shape.head_dim)
+            of_keys = tokens(rank, needed[rank], (kv_heads[1] - kv_heads[0]) * dims)
+            of_queries = tokens(rank, rows_of(layout, assignment.runs[rank]), count * shape.head_dim)
             loads.append(
                 Load(
                     area,
@@ -100,21 +107,30 @@ class Model:
             )
         return loads
 
-    def _by_tier(
-        self, owned: dict[range, list[Span]], rank: int, needed: Sequence[Span], elements: int
-    ) -> tuple[int, int, int]:
-        """Elements that a rank receives from its node, its site and others; `elements` is those of a token.
+    def _tokens(self) -> Callable[[int, Sequence[Span], int], tuple[int, int, int]]:
+        """A function of a rank, the spans it needs, and the elements of a token.
 
-        owned: keeps the tokens of several ranks for the next call.
+        It returns the elements that the rank receives from its node, its site and other sites.
         """
-        below, found = common(needed, self.layout.owned[rank]), []
-        for ranks in self.topology.neighbours(rank):
-            if ranks not in owned:
-                owned[ranks] = joined([span for each in ranks for span in self.layout.owned[each]])
-            total = common(needed, owned[ranks])
-            found.append((total - below) * elements * self.shape.batch)
-            below = total
-        return found[0], found[1], found[2]
+        layout, covers = self.layout, dict[range, Cover]()
+
+        def cover(ranks: range) -> Cover:
+            if ranks not in covers:
+                covers[ranks] = Cover(joined([span for each in ranks for span in layout.owned[each]]))
+            return covers[ranks]
+
+        def tokens(rank: int, needed: Sequence[Span], elements: int) -> tuple[int, int, int]:
+            around = (range(rank, rank + 1), *self.topology.neighbours(rank))
+            # All ranks together have all tokens.
+            found = [
+                cover(ranks).common(needed) if len(ranks) < layout.ranks else sum(b - a for a, b in needed)
+                for ranks in around
+            ]
+            near, site, far = (b - a for a, b in pairwise(found))
+            each = elements * self.shape.batch
+            return near * each, site * each, far * each
+
+        return tokens
 
     def times(self, load: Load, groups: int) -> Times:
         """Seconds of one rank by gathered keys, in `groups` groups of heads."""
@@ -123,8 +139,8 @@ class Model:
         calls = load.calls * top.call
         forward = load.area * dims / top.forward / groups + calls
         backward = load.area * 2.5 * dims / top.backward / groups + calls
-        keys, queries, wide = (self._seconds(each) for each in (load.keys, load.queries, load.wide))
-        fetch, send = keys / groups, wide / groups
+        queries = self._seconds(load.queries)
+        fetch, send = self._seconds(load.keys, groups), self._seconds(load.wide, groups)
         return Times(
             2 * queries + fetch + (groups - 1) * max(fetch, forward) + forward,
             # q, o and do come, dq goes
@@ -139,7 +155,8 @@ class Model:
         rows = max((self.layout.rows(rank) for rank in range(ranks)), default=0)
         block = rows * shape.batch * shape.kv_heads * dims
         slowest = min((top.rates[tier] for tier in self._ring_tiers()), default=top.fast)
-        keys, wide = block * shape.size / slowest, block * max(shape.size, _FLOAT32) / slowest
+        keys = top.transfer + block * shape.size / slowest
+        wide = top.transfer + block * max(shape.size, _FLOAT32) / slowest
         most = max(load.area for load in loads)
         forward = most * 2 * dims / top.forward / ranks + top.call
         backward = most * 5 * dims / top.backward / ranks + top.call
@@ -155,13 +172,11 @@ class Model:
             tiers.add(next(tier for tier, near in enumerate(self.topology.neighbours(rank)) if before in near))
         return tiers
 
-    def _seconds(self, by_tier: Sequence[int]) -> float:
-        return max(size / rate for size, rate in zip(by_tier, self.topology.rates))
-
-
-def common(a: Sequence[Span], b: Sequence[Span]) -> int:
-    """Tokens in both of two lists of disjoint spans."""
-    return sum(max(0, min(x[1], y[1]) - max(x[0], y[0])) for x in a for y in b)
+    def _seconds(self, by_tier: Sequence[int], groups: int = 1) -> float:
+        """Seconds of a transfer of one of `groups` parts; none if nothing moves."""
+        if not any(by_tier):
+            return 0.0
+        return self.topology.transfer + max(size / rate for size, rate in zip(by_tier, self.topology.rates)) / groups
 
 
 def _times(elements: tuple[int, int, int], size: int) -> tuple[int, int, int]:
@@ -201,13 +216,10 @@ def with_groups(choice: Choice, groups: int | None) -> Choice:
 def choose(model: Model, needs_grad: bool, local_rows: bool) -> Choice:
     """The fastest choice by the model; the first of equals. local_rows: whether rows must stay where they are."""
     best, least = Choice("gather", 1, 1), float("inf")
-    loads: dict[int, list[Load]] = {}
     for choice in candidates(model.topology, model.shape):
         if local_rows and choice.inner > 1:
             continue
-        if choice.inner not in loads:
-            loads[choice.inner] = model.loads(choice.inner)
-        times = [model.times(load, choice.groups) for load in loads[choice.inner]]
+        times = [model.times(load, choice.groups) for load in model.loads(choice.inner)]
         seconds = max(each.forward + (each.backward if needs_grad else 0.0) for each in times)
         if seconds < least:
             best, least = choice, seconds

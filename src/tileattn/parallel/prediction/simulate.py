@@ -79,8 +79,8 @@ def simulate(
 ) -> Simulation:
     """Predicts time, bytes and balance for any number of ranks, from the mask's own ranges. Needs no GPU, no group.
 
-    Areas and bytes are those of the real transfers. Times are a model (cost.py) with the rates of the topology, which
-    are not calibrated on this code: use them to compare ways, not as measurements.
+    Areas and bytes are those of the real transfers. Times are a model (cost.py) with the rates of the topology:
+    use them to compare ways, not as measurements.
 
     Args:
         topology: the ranks and their links.

@@ -15,6 +15,7 @@ token. With more blocks than tokens some are empty, and so may be shards.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -118,6 +119,37 @@ def joined(spans: Sequence[Span]) -> list[Span]:
         else:
             union.append((start, stop))
     return union
+
+
+def merged(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Runs in ascending order, adjacent ones of a sequence joined."""
+    of_sequences: dict[int, list[Span]] = {}
+    for sequence, start, stop in runs:
+        of_sequences.setdefault(sequence, []).append((start, stop))
+    return tuple(Run(sequence, *span) for sequence in sorted(of_sequences) for span in joined(of_sequences[sequence]))
+
+
+class Cover:
+    """Counts how many tokens of a list of spans lie in others, by bisection.
+
+    Args:
+        spans: ascending and disjoint.
+    """
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.starts = [start for start, _ in spans]
+        self.spans, self.before = spans, [0]
+        for start, stop in spans:
+            self.before.append(self.before[-1] + stop - start)
+
+    def common(self, spans: Sequence[Span]) -> int:
+        """The number of tokens in both, for disjoint spans."""
+        return sum(self._below(stop) - self._below(start) for start, stop in spans)
+
+    def _below(self, token: int) -> int:
+        """The number of covered tokens before a token."""
+        at = bisect_left(self.starts, token)
+        return self.before[at] - max(0, self.spans[at - 1][1] - token if at else 0)
 
 
 _BLOCKS = {"zigzag": zigzag_blocks, "contiguous": contiguous_blocks}

@@ -34,52 +34,59 @@ def key_ranges(mask: Mask | None, layout: Layout, runs: Sequence[Run], batch: in
     A run that sees no key gets one that the mask hides: its rows then have o = 0 and lse = -inf (or the sink), as on
     one device.
     """
-    first, last = [run.start for run in runs], [run.stop - 1 for run in runs]
-    lows, highs = _asked(mask, layout, [run.sequence for run in runs], first, last, batch, heads)
-    ranges = []
-    for run, low, high in zip(runs, lows, highs):
-        length = layout.length(run.sequence)
-        start, stop = max(0, min(low, length)), max(0, min(high, length))
-        ranges.append((start, stop) if start < stop else (run.start, run.start + 1))
-    return ranges
+    sequences, first, stop = _columns(runs)
+    starts, stops = _asked(mask, layout, sequences, first, stop - 1, batch, heads)
+    return [
+        (start, stop) if start < stop else (run.start, run.start + 1)
+        for run, start, stop in zip(runs, starts.tolist(), stops.tolist())
+    ]
 
 
 def areas(mask: Mask | None, layout: Layout, runs: Sequence[Run], batch: int, heads: int) -> list[int]:
-    """Scores that each run computes, for one batch element and head: of each 256 queries all keys of their range."""
-    tiles = [
-        (number, Run(run.sequence, start, min(start + _ROWS, run.stop)))
-        for number, run in enumerate(runs)
-        for start in range(run.start, run.stop, _ROWS)
-    ]
-    totals = [0] * len(runs)
-    found = key_ranges(mask, layout, [tile for _, tile in tiles], batch, heads) if tiles else []
-    for (number, tile), (start, stop) in zip(tiles, found):
-        # A tile on the diagonal of a causal mask counts whole, as a kernel computes it.
-        totals[number] += (tile.stop - tile.start) * (stop - start)
-    return totals
+    """Scores that each run computes, for one batch element and head: of each 256 queries all keys of their range.
+
+    Thousands of ranks have a hundred thousand runs, so tiles are rows of tensors here, not Python's objects.
+    """
+    sequences, begin, end = _columns(runs)
+    tiles = (end - begin + _ROWS - 1) // _ROWS
+    number = torch.arange(len(runs)).repeat_interleave(tiles)
+    place = torch.arange(len(number)) - (tiles.cumsum(0) - tiles)[number]
+    first = begin[number] + place * _ROWS
+    stop = torch.minimum(first + _ROWS, end[number])
+    starts, stops = _asked(mask, layout, sequences[number], first, stop - 1, batch, heads)
+    # A tile on the diagonal of a causal mask counts whole, as a kernel computes it; one without keys is still a call.
+    of_tiles = (stop - first) * (stops - starts).clamp(min=1)
+    return torch.zeros(len(runs), dtype=torch.int64).index_add_(0, number, of_tiles).tolist()
+
+
+def _columns(runs: Sequence[Run]) -> tuple[Tensor, ...]:
+    """The sequences, starts and stops of runs."""
+    return torch.tensor([tuple(run) for run in runs], dtype=torch.int64).reshape(-1, 3).unbind(1)
 
 
 def _asked(
     mask: Mask | None,
     layout: Layout,
-    sequences: list[int],
-    first: list[int],
-    last: list[int],
+    sequences: Tensor,
+    first: Tensor,
+    last: Tensor,
     batch: int,
     heads: int,
-) -> tuple[list[int], list[int]]:
-    """The smallest start and the largest stop over batch elements and heads."""
-    lengths = [layout.length(sequence) for sequence in sequences]
-    if mask is None or batch == 0:  # without a batch element there is nobody to ask
-        return [0] * len(first), lengths
+) -> tuple[Tensor, Tensor]:
+    """The smallest start and the largest stop over batch elements and heads, within the sequence."""
+    lengths = torch.tensor(layout.bounds).diff()[sequences]
+    if mask is None or batch == 0 or not len(first):  # without a batch element there is nobody to ask
+        return torch.zeros_like(first), lengths
     device = device_of(mask, torch.device("cpu"))
 
-    def column(values: list[int]) -> Tensor:
-        return torch.tensor(values, device=device)[:, None, None]
+    def column(values: Tensor) -> Tensor:
+        return values.to(device)[:, None, None]
 
     b = column(sequences) if layout.packed else torch.arange(batch, device=device)[:, None]
     h = torch.arange(heads, device=device)
     found: Any = mask.kv_range(b, h, column(first), column(last), column(lengths))
     size = (len(first), 1 if layout.packed else batch, heads)
-    low, high = (torch.as_tensor(end, device=device).broadcast_to(size).flatten(1) for end in found)
-    return low.amin(1).tolist(), high.amax(1).tolist()
+    low, high = (torch.as_tensor(end, device=device).broadcast_to(size) for end in found)
+    none = torch.zeros_like(lengths)
+    low, high = low.amin((1, 2)).cpu(), high.amax((1, 2)).cpu()
+    return torch.minimum(low.maximum(none), lengths), torch.minimum(high.maximum(none), lengths)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from .layout import Layout, Run, Span, joined
+from .layout import Layout, Run, Span, joined, merged
 
 KeyRanges = Callable[[Sequence[Run]], list[Span]]
 
@@ -63,7 +63,8 @@ def assign(layout: Layout, heads: int, inner: int) -> Assignment:
     """The assignment for groups of `inner` consecutive ranks, which divides the number of ranks."""
     runs: list[tuple[Run, ...]] = []
     for first in range(0, layout.ranks, inner):
-        runs += [_merged(layout, range(first, first + inner))] * inner
+        shared = [run for rank in range(first, first + inner) for run in layout.runs[rank]]
+        runs += [merged(shared)] * inner
     shares = tuple(head_share(heads, rank % inner, inner) for rank in range(layout.ranks))
     return Assignment(tuple(runs), shares, inner == 1)
 
@@ -76,15 +77,6 @@ def head_share(heads: int, index: int, of: int) -> Span:
     return index * heads // of, (index + 1) * heads // of
 
 
-def _merged(layout: Layout, ranks: Sequence[int]) -> tuple[Run, ...]:
-    """The runs of several ranks, adjacent ones of a sequence joined."""
-    of_sequences: dict[int, list[Span]] = {}
-    for rank in ranks:
-        for sequence, start, stop in layout.runs[rank]:
-            of_sequences.setdefault(sequence, []).append((start, stop))
-    return tuple(Run(sequence, *span) for sequence in sorted(of_sequences) for span in joined(of_sequences[sequence]))
-
-
 def rows_of(layout: Layout, runs: Sequence[Run]) -> list[Span]:
     """The tokens of runs, one span each."""
     return [layout.span(run) for run in runs]
@@ -92,14 +84,15 @@ def rows_of(layout: Layout, runs: Sequence[Run]) -> list[Span]:
 
 def needed_keys(layout: Layout, assignment: Assignment, ranges: KeyRanges) -> list[list[Span]]:
     """For each rank the tokens whose keys and values its queries reach, joined."""
+    of_runs: dict[tuple[Run, ...], list[Span]] = {(): []}  # ranks of a node may share their runs
     needed = []
     for runs, heads in zip(assignment.runs, assignment.heads):
-        spans: list[Span] = []
-        if heads[0] < heads[1]:
-            for run, (start, stop) in zip(runs, ranges(runs)):
-                first = layout.bounds[run.sequence]
-                spans.append((first + start, first + stop))
-        needed.append(joined(spans))
+        computed = runs if heads[0] < heads[1] else ()
+        if computed not in of_runs:
+            firsts = [layout.bounds[run.sequence] for run in computed]
+            found = zip(firsts, ranges(computed))
+            of_runs[computed] = joined([(first + start, first + stop) for first, (start, stop) in found])
+        needed.append(of_runs[computed])
     return needed
 
 
