@@ -30,12 +30,16 @@ VARIANTS: tuple[tuple[str, tuple[str, ...], bool, str], ...] = (
 )
 
 
+def packed_case(lengths: tuple[int, ...], variant: tuple[str, tuple[str, ...], bool, str]) -> ConformanceCase:
+    mask, scores, sink, dtype = variant
+    structure = Structure(dtype, 16, 16, mask, scores, sink, aligned=True)
+    return ConformanceCase(structure, PackedShape(f"{len(lengths)}documents", 4, 2, lengths, lengths))
+
+
 def _parameters() -> list[Any]:
     parameters = []
     for number, (lengths, variant) in enumerate(itertools.product(LENGTHS, VARIANTS)):
-        mask, scores, sink, dtype = variant
-        structure = Structure(dtype, 16, 16, mask, scores, sink, aligned=True)
-        case = ConformanceCase(structure, PackedShape(f"{len(lengths)}documents", 4, 2, lengths, lengths))
+        case = packed_case(lengths, variant)
         ranks, algorithm = (2, 4, 8)[number % 3], ("gather", "ulysses", "ring", "2d")[number // 2 % 4]
         marks = [] if number % 5 == 0 else [pytest.mark.slow]
         parameters.append(

@@ -103,11 +103,11 @@ def pool(ranks: int, device: str = "cpu") -> Pool:
 def _serve(pipe: Connection, rank: int, ranks: int, port: int, device: str) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    backend, gpus = "gloo", None
+    backend, gpus, timeout = "gloo", None, LIMIT
     if device == "cuda":
         torch.cuda.set_device(rank)
-        backend, gpus = "nccl", [rank]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=LIMIT))
+        backend, gpus, timeout = "nccl", [rank], 3 * LIMIT  # a rank may compile a kernel while another waits for it
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
     dist.barrier(device_ids=gpus)  # so that no rank ends while another still connects to it
     while True:
         try:
