@@ -14,6 +14,7 @@ from tileattn.testing import Arguments, ConformanceCase, build, output_gradients
 
 AROUND = 8  # rows, so that a GPU's kernels find them at multiples of 16 bytes
 
+
 @functools.cache
 def plan_of(seqlen: int, layout: str, node: int) -> Plan:
     return Plan(None, seqlen, layout=layout, node=node)

@@ -28,7 +28,9 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor
     return torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.float32).to(dtype)
 
 
-def drawn_qkv(seqlen: int, dim: int, heads: tuple[int, int] = (8, 4), dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+def drawn_qkv(
+    seqlen: int, dim: int, heads: tuple[int, int] = (8, 4), dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
     """q, k, v of the whole sequence, and do."""
     counts = (heads[0], heads[1], heads[1], heads[0])
     return [drawn(seed, 1, seqlen, count, dim, dtype=dtype) for seed, count in enumerate(counts)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -27,16 +27,17 @@ class _Done:
 @contextmanager
 def playing(rank: int, ranks: int) -> Iterator[None]:
     """Inside, plans of the default group are those of one of several ranks."""
-    alone: Any = SimpleNamespace(rank=rank, ranks=1)  # nobody is there to agree with
+    heart: Any = SimpleNamespace(rank=rank, ranks=1)  # nobody is there to agree with
 
-    def sends(*_: Any, **__: Any) -> _Done:
-        return _Done()
+    def always(value: Any) -> Callable[..., Any]:
+        """In place of a mock, which would keep the tensors that it is called with."""
+        return lambda *_, **__: value
 
     with (
-        mock.patch.object(plan_module, "as_group", lambda group: group),
-        mock.patch.object(plan_module, "_agreement", lambda *_: Agreement(None, alone, False)),
-        mock.patch.object(dist, "get_world_size", lambda group=None: ranks),
-        mock.patch.object(dist, "get_rank", lambda group=None: rank),
-        mock.patch.object(dist, "all_to_all_single", sends),
+        mock.patch.object(plan_module, "as_group", always(None)),
+        mock.patch.object(plan_module, "_agreement", always(Agreement(None, heart, False))),
+        mock.patch.object(dist, "get_world_size", always(ranks)),
+        mock.patch.object(dist, "get_rank", always(rank)),
+        mock.patch.object(dist, "all_to_all_single", always(_Done())),
     ):
         yield
