@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 import tileattn
 from tileattn.parallel import Plan
+from tileattn.parallel.torch_names import default_store
 
 SEQLEN = 37
 
@@ -71,10 +74,13 @@ def stays_usable(what: str, rank: int, check: str, device: str = "cpu") -> str:
     return text
 
 
-def slow_rank() -> float:
-    """A rank that comes later than a dead one would be found."""
+def slow_rank(waits: bool) -> float:
+    """A rank that comes later than a dead one would be found: it sleeps, or waits for a key of the store."""
     plan = Plan(None, SEQLEN)
-    if plan.rank == 1:
+    if plan.rank == 1 and waits:
+        with suppress(RuntimeError):
+            default_store().wait(["a key that nobody writes"], timedelta(seconds=7.5))
+    elif plan.rank == 1:
         time.sleep(6.5)
     call(plan, "cpu", tileattn.Causal())
     return 0.0
