@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import pytest
 import torch
 
 from tests.tools import ROOT
+from tileattn import Causal, Documents, KeyPadding, Mask, PrefixLM, SlidingWindow
 from tileattn.call.facts import AttentionCall
 from tileattn.kernels.tilelang.forward import defaults, sm90_table
 from tileattn.kernels.tilelang.forward.candidates import fits_registers, hopper_candidates
 from tileattn.kernels.tilelang.forward.config import HopperConfig, is_valid
+from tileattn.variant.key import encode
 
 # The script's child processes find it by its name.
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -68,15 +71,37 @@ def test_head_dims_between_take_the_next_larger_row() -> None:
     assert row(264, 264) is None
 
 
+IDS = Documents(torch.arange(9) // 4)
+
+
+def masked(mask: Mask, head_dim: int, head_dim_v: int | None = None) -> AttentionCall:
+    return AttentionCall(torch.bfloat16, head_dim, head_dim_v or head_dim, encode(mask, ())[0], arch="sm_90a")
+
+
 def test_calls_without_a_row_take_the_generic_schedule() -> None:
-    """Wide heads with a mask other than causal or with a modification, and rows that are not aligned."""
+    """Wide heads with a modification, or a mask of more tensors than Documents has, and rows that are not aligned."""
     for call in (
-        AttentionCall(torch.bfloat16, 192, 192, "SlidingWindow(i,-)", arch="sm_90a"),
+        masked(IDS & KeyPadding(torch.ones(2, 9, dtype=torch.bool)), 192),
         AttentionCall(torch.bfloat16, 256, 256, "Causal()+SoftCap(f)", arch="sm_90a"),
         AttentionCall(torch.bfloat16, 128, 128, aligned=False, arch="sm_90a"),
         AttentionCall(torch.bfloat16, 128, 128, arch="sm_80"),
     ):
         assert not any(isinstance(config, HopperConfig) for config in defaults.defaults(call))
+
+
+@pytest.mark.parametrize(
+    ("dims", "keys", "of_documents"),
+    [((136, 136), 112, 96), ((160, 160), 112, 96), ((192, 128), 128, 80), ((192, 192), 112, 80), ((256, 256), 80, 48)],
+)
+def test_wide_heads_under_masks_other_than_the_causal_one(dims: tuple[int, int], keys: int, of_documents: int) -> None:
+    """Masks that read tensors leave fewer registers for keys."""
+    for mask in (SlidingWindow(5, 0), SlidingWindow(5, 3) & Causal(), PrefixLM(3)):
+        call = masked(mask, *dims)
+        assert defaults.defaults(call) == [HopperConfig(128, keys, ping_pong=True)]
+        assert set(defaults.defaults(replace(call, packed=True))) == set(defaults.defaults(call))
+    for mask in (IDS, IDS & Causal(), IDS & SlidingWindow(5, 0)):
+        call = masked(mask, *dims)
+        assert defaults.defaults(call) == [HopperConfig(128, of_documents, ping_pong=True)]
 
 
 def test_the_present_configuration_stays_within_the_noise() -> None:

@@ -132,25 +132,6 @@ def bad_shard(what: str) -> None:
     }[what]()
 
 
-def compiled() -> str:
-    """Compares compiled code with eager code; the text of the error of ``fullgraph=True``."""
-    plan = Plan(None, 37)
-    x = plan.shard(drawn(37, 4, 16)).requires_grad_()
-
-    def block(x: Tensor) -> Tensor:
-        return plan.attention(2 * x, x, x, causal=True) * 3
-
-    text = "nothing"
-    try:
-        torch.compile(block, backend="eager", fullgraph=True)(x)
-    except Exception as error:
-        text = str(error)
-    (eager,) = torch.autograd.grad(block(x).sum(), x)
-    (found,) = torch.autograd.grad(torch.compile(block, backend="eager")(x).sum(), x)
-    assert torch.equal(found, eager)
-    return text
-
-
 def meshes(seqlen: int) -> tuple[str, list[Tensor]]:
     """Two groups of two ranks at once, each with a sequence of its own; the text of the error of a mesh of both."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))

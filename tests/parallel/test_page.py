@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel import ranks_plan
 from tests.tools import ROOT
-from tests.tools.ranks import pool, returned
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "parallel.md").read_text(), re.DOTALL)
 
@@ -37,9 +35,3 @@ def test_the_training_example_runs_under_torchrun(tmp_path: Path) -> None:
 def test_the_prediction_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(BLOCKS[1], {})
     assert len(re.findall(r"\d+ ranks, \w+, \d group", capsys.readouterr().out)) == 3
-
-
-@pytest.mark.slow  # Dynamo is imported on each rank
-def test_compiled_code_breaks_at_the_call() -> None:
-    for text in returned(pool(2).run(ranks_plan.compiled)):
-        assert "tileattn.parallel exchanges tensors with other ranks, which is not traced" in text

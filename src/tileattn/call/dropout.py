@@ -9,9 +9,9 @@ which turns a counter into random bits under a key (Salmon et al. 2011, "Paralle
 
 A group is the four elements at rows {q, q + 8} and keys {k, k + 8}, where ``q % 16 < 8`` and ``k % 16 < 8``. Its row
 index is ``i = q // 16 * 8 + q % 8``; its key index ``j`` is computed likewise from k. (Rows are counted from 0, not by
-position.) The two words of a group hold four 16-bit numbers, one for each element. w0 holds those of the first row, w1
-those of the second; the lower half belongs to the first key. An element is kept if its number is at least
-``threshold(p)``.
+position. A call that is a part of another counts heads, rows and keys as the whole does: see :class:`Place`.) The two
+words of a group hold four 16-bit numbers, one for each element. w0 holds those of the first row, w1 those of the
+second; the lower half belongs to the first key. An element is kept if its number is at least ``threshold(p)``.
 
 The groups match the register layout of NVIDIA's tensor cores: one thread holds rows r, r + 8 and columns c, c + 1,
 c + 8, c + 9, ... of a result. This holds both if rows are queries, as in the forward pass, and if they are keys, as in
@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+GROUP = 16  # rows, and keys, in which groups lie side by side
 NUMBERS = 2**16  # how many values an element's random number can take
 
 # Constants of Philox.
@@ -35,6 +36,21 @@ M4 = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
+class Place(NamedTuple):
+    """Where the probabilities of a call are among those of a whole call that it is a part of.
+
+    Attributes:
+        heads: the query heads of the whole call.
+        head: which of its heads is the part's first one, counted over all batch elements: ``b * heads + h``.
+        row, key: its row and its key that are the part's first ones. Multiples of 16: no group is cut.
+    """
+
+    heads: int
+    head: int = 0
+    row: int = 0
+    key: int = 0
+
+
 class Dropout(NamedTuple):
     """The dropout of one call."""
 
@@ -42,6 +58,12 @@ class Dropout(NamedTuple):
     """The probability with which an element is dropped."""
     seed: Tensor
     """(1,), int64, on the device of q."""
+    place: Place | None = None
+    """None for a call that is no part of another."""
+
+    def of_heads(self, heads: int) -> Place:
+        """The place of a call with these query heads."""
+        return Place(heads) if self.place is None else self.place
 
 
 def threshold(p: float) -> int:
@@ -66,7 +88,9 @@ def draw_seed(device: torch.device | str) -> Tensor:
     return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
-def keep_mask(seed: Tensor, p: float, batch: int | slice, heads: int, rows: slice, keys: slice) -> Tensor:
+def keep_mask(
+    seed: Tensor, p: float, batch: int | slice, heads: int, rows: slice, keys: slice, place: Place | None = None
+) -> Tensor:
     """The mask of a tile of probabilities that is True where an element is kept.
 
     Args:
@@ -75,12 +99,15 @@ def keep_mask(seed: Tensor, p: float, batch: int | slice, heads: int, rows: slic
         batch: the batch size, or a slice with start and stop for some batch elements.
         heads: the number of query heads.
         rows, keys: the tile's rows of the queries, counted from 0, and its keys, as slices with start and stop.
+        place: where the call is in another, of which it is a part.
 
     Returns:
         (batch, heads, rows, keys), bool, on the seed's device.
     """
     elements = batch if isinstance(batch, slice) else slice(0, batch)
-    key, x0, x1 = (word.view(-1, heads, 1, 1) for word in _words_of_heads(seed, elements, heads))
+    place = Place(heads) if place is None else place
+    rows, keys = (slice(x.start + first, x.stop + first) for x, first in ((rows, place.row), (keys, place.key)))
+    key, x0, x1 = (word.view(-1, heads, 1, 1) for word in _words_of_heads(seed, elements, heads, place))
     i, j = (_groups(side, seed.device) for side in (rows, keys))
     words = philox2x32((i[:, None] ^ x0, j ^ x1), key)
     halves = torch.stack([torch.stack([word & 0xFFFF, word >> 16]) for word in words])
@@ -96,9 +123,10 @@ def _groups(side: slice, device: torch.device) -> Tensor:
     return torch.arange(side.start // 16 * 8, (side.stop + 15) // 16 * 8, device=device)
 
 
-def _words_of_heads(seed: Tensor, batch: slice, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _words_of_heads(seed: Tensor, batch: slice, heads: int, place: Place) -> tuple[Tensor, Tensor, Tensor]:
     """k0, x0 and x1, each (batch * heads,), for the heads of these batch elements."""
-    head = torch.arange(batch.start * heads, batch.stop * heads, device=seed.device)
+    b, h = (torch.arange(size.start, size.stop, device=seed.device) for size in (batch, slice(0, heads)))
+    head = (b[:, None] * place.heads + (place.head + h)).flatten()
     zero = torch.zeros_like(head)
     return philox4x32((head, zero, zero, zero), (seed & _WORD, (seed >> 32) & _WORD))[:3]
 

@@ -40,6 +40,8 @@ class Inputs(NamedTuple):
         dropout: the dropout probability and the seed, or None.
         packed: the sequences of a packed call, or None.
         descales: all three descales of an fp8 call; None for any other call.
+        out: where a backend may write o (in a backward pass dq), contiguous and of its shape and dtype; None for a new
+            tensor. A backend that does not use it returns a tensor of its own.
     """
 
     q: Tensor
@@ -50,6 +52,7 @@ class Inputs(NamedTuple):
     dropout: Dropout | None = None
     packed: Packed | None = None
     descales: Descales | None = None
+    out: Tensor | None = None
 
 
 # Inputs(*fields) for a tuple of all fields, in a third of the time, to keep the host's latency low.
@@ -74,8 +77,8 @@ def separate(inputs: Inputs) -> tuple[Numbers, tuple[Tensor | None, ...]]:
 
     The tensors are seed, cu_seqlens_q, cu_seqlens_k, q, k, v, sink, then those of the variant.
     """
-    q, k, v, sink, operands, dropout, packed, _ = inputs
-    p, seed = dropout or (0.0, None)
+    q, k, v, sink, operands, dropout, packed, *_ = inputs
+    p, seed = dropout[:2] if dropout else (0.0, None)  # a part of a call does not come here
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed or (None, None, 0, 0)
     numbers = Numbers(operands.ints, operands.floats, p, max_seqlen_q, max_seqlen_k)
     return numbers, (seed, cu_seqlens_q, cu_seqlens_k, q, k, v, sink, *operands.tensors)
@@ -99,4 +102,4 @@ def join(
     packed = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return inputs_of((q, k, v, sink, operands, dropout, packed, None))
+    return inputs_of((q, k, v, sink, operands, dropout, packed, None, None))

@@ -10,25 +10,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..call.scalars import as_float, as_int
-from ..runtime.run import MaskLike, ScoreModLike, as_dropout_p, autocast
-from ..variant.key import normalize
+from ..call.dropout import draw_seed
+from ..runtime.run import MaskLike, ScoreModLike, autocast
+from ..variant.key import encode, normalize
 from ..variant.masks import Causal, Mask
+from . import operators
 from .algorithms.autograd import Work, attend
-from .algorithms.call import Call
+from .algorithms.call import Call, Operands
 from .algorithms.gather import gather_work
 from .algorithms.ring import ring_work
-from .consent.agreement import Agreement
+from .consent.agreement import Agreement, Signature
 from .consent.heartbeat import Heartbeat
 from .prediction.cost import Choice, Model, Shape, choose, named, with_groups
 from .prediction.topology import Topology
-from .prepare import Checked, Given, checked, digest
+from .prepare import Checked, Given, checked, digest, with_numbers
 from .sharding.arguments import as_bounds, as_group, as_node, as_seqlen, check_layout, dim_of_rows
 from .sharding.documents import documents_layout
 from .sharding.layout import Run, Span, sequence_layout
 from .sharding.ranges import key_ranges
 from .sharding.work import assign
-from .torch_names import default_store, own_connection, prefixed, uncompiled
+from .torch_names import default_store, is_capturing, own_connection, prefixed, uncompiled
 from .transport.link import Link
 from .transport.unshard import gathered
 
@@ -38,6 +39,16 @@ class Traffic(NamedTuple):
 
     sent: int
     received: int
+
+
+class Prepared(NamedTuple):
+    """A call whose arguments are right, and what all ranks must have in common."""
+
+    call: Call
+    work: Work
+    operands: Operands
+    return_lse: bool
+    signature: Signature
 
 
 class Plan:
@@ -96,9 +107,9 @@ class Plan:
         self._agreement = _agreement(group, self.rank, check == "always")
         self._link = Link(group, self.rank, self._agreement.watch, self._agreement.explain)
         self._text = digest(str((self._layout.runs, bounds, self.node, check)))
-        self._ranges: weakref.WeakKeyDictionary[Mask, dict[Any, Any]] = weakref.WeakKeyDictionary()
-        self._unmasked: dict[Any, Any] = {}
-        self._works: dict[Any, Work] = {}
+        self._works: dict[Any, dict[Any, Any]] = {}
+        self._works_of_tensors: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self._number = operators.registered(self)
 
     def __repr__(self) -> str:
         return f"Plan(rank {self.rank} of {self.ranks}, seqlen={self.seqlen}, layout={self._layout.name!r})"
@@ -174,7 +185,6 @@ class Plan:
 
     # --- Attention ---
 
-    @uncompiled
     def attention(
         self,
         q: Tensor,
@@ -206,7 +216,8 @@ class Plan:
             causal: short for ``mask=Causal()``; with a mask, both hold.
             scale: finite factor of the scores; None means ``head_dim ** -0.5``.
             sink: (heads,): one logit per head, equal on all ranks.
-            dropout_p: must be 0.
+            dropout_p: as in :func:`tileattn.attention`, whose pattern on one device it is, whatever the algorithm and
+                the number of ranks. Each rank draws a seed from its default generator, and all take that of rank 0.
             return_lse: whether to also return the log-sum-exp.
             deterministic: whether the gradients of one rank's calls must be bitwise equal from run to run. What ranks
                 exchange is always summed in one order.
@@ -224,30 +235,55 @@ class Plan:
             TypeError, ValueError, NotImplementedError: an argument of this rank is wrong or not supported.
             RankError: another rank's arguments were refused, ranks made different calls, or a rank has ended.
 
-        Under torch.compile the call breaks the graph: it runs as it is, and ``fullgraph=True`` raises.
+        torch.compile traces the call as one operator, also with ``fullgraph=True``.
         """
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = autocast(q), autocast(k), autocast(v)
+        given = Given(
+            mask, score_mod, causal, scale, sink, dropout_p, return_lse, deterministic, backend, algorithm, head_groups
+        )
+        if torch.compiler.is_compiling():
+            o, lse = operators.trace(self._number, (q, k, v), with_numbers(given))
+        else:
+            begun = self._begun((q, k, v), given)
+            return_lse = begun.return_lse
+            o, lse = attend(begun.call, begun.work, (q, k, v), begun.operands, return_lse)
+        return (o, lse) if return_lse else o
+
+    def _begun(
+        self,
+        rows: tuple[Tensor, Tensor, Tensor],
+        given: Given,
+        requires: Sequence[bool] | None = None,
+        seed: Tensor | None = None,
+    ) -> Prepared:
+        """A call on which all ranks have agreed. rows: q, k and v. seed: of dropout, if this rank has drawn one."""
         self._agreement.begin()
         try:
-            if torch._C._is_any_autocast_enabled():
-                q, k, v = autocast(q), autocast(k), autocast(v)
-            scale = None if scale is None else as_float("scale", scale)
-            given = Given(
-                mask, score_mod, causal, scale, sink, as_dropout_p(dropout_p), return_lse, deterministic, backend,
-                algorithm, as_int(head_groups),
-            )  # fmt: skip
-            arguments = checked(self._layout, self.rank, (q, k, v), given)
-            work, reached = self._work(arguments, q, v)
+            prepared = self._prepared(rows, given, requires)
         except Exception as error:
             self._agreement.refuse(error)
             raise
+        self._agreement.agree(prepared.signature, is_capturing(rows[0]))
+        if not prepared.call.dropout_p:
+            return prepared
+        seed = self._link.from_first(draw_seed(rows[0].device) if seed is None else seed, self.ranks)
+        return prepared._replace(operands=prepared.operands._replace(seed=seed))
+
+    def _prepared(
+        self, rows: tuple[Tensor, Tensor, Tensor], given: Given, requires: Sequence[bool] | None = None
+    ) -> Prepared:
+        """A call whose arguments are right, as far as this rank can tell."""
+        arguments = checked(self._layout, self.rank, rows, with_numbers(given), requires)
+        work, reached = self._work(arguments, rows[0], rows[2])
         extra = {"the plan": self._text, "the keys that the mask reaches": reached}
-        self._agreement.agree({"the call": "attention", **arguments.signature, **extra})
         call = Call(
             self._layout, self.rank, self._link, self._agreement, arguments.mask, arguments.mods, arguments.scale,
-            arguments.backend, arguments.deterministic, arguments.needs_grad, arguments.local,
+            arguments.backend, arguments.deterministic, arguments.needs_grad, arguments.local, arguments.heads[0],
+            arguments.dropout_p,
         )  # fmt: skip
-        o, lse = attend(call, work, (q, k, v), arguments.operands, arguments.return_lse)
-        return (o, lse) if arguments.return_lse else o
+        signature = {"the call": "attention", **arguments.signature, **extra}
+        return Prepared(call, work, arguments.operands, arguments.return_lse, signature)
 
     def _work(self, arguments: Checked, q: Tensor, v: Tensor) -> tuple[Work, str]:
         """This rank's work, and a digest of the ranges of keys that it is made for."""
@@ -257,39 +293,40 @@ class Plan:
                 f"a Bias with the rows of one rank is for algorithm='gather' and 'ring', got {algorithm!r}; give it "
                 f"whole, (batch or 1, heads or 1, {self.seqlen}, {self.seqlen})"
             )
-        runs = sorted({run for each in assign(self._layout, arguments.heads[0], inner).runs for run in each})
-        found = self._found(arguments.mask, runs, q.shape[0], arguments.heads[0])
-        key = (algorithm, inner, groups, arguments.heads, tuple(found.items()))
-        work = self._works.get(key)
-        if work is None:
-            if len(self._works) >= 64:
-                self._works.clear()
-
-            def ranges(of: Sequence[Run]) -> list[Span]:
-                return [found[run] for run in of]
-
-            if algorithm == "ring":
-                work = ring_work(self._layout, self.rank, ranges)
-            else:
-                work = gather_work(self._layout, self.rank, ranges, arguments.heads, inner, groups)
-            self._works[key] = work
-        return work, digest(str((algorithm, inner, groups, found)))
-
-    def _found(self, mask: Mask | None, runs: list[Run], batch: int, heads: int) -> dict[Run, Span]:
-        """The keys that runs reach, kept for each mask."""
-        kept = self._kept(mask)
-        key = (batch, heads, tuple(runs))
+        kept = self._kept(arguments.mask)
+        key = (algorithm, inner, groups, arguments.heads, q.shape[0])
         if key not in kept:
-            spans = key_ranges(mask, self._layout, runs, batch, heads) if runs else []
-            kept[key] = dict(zip(runs, spans))
-        return kept[key]
+            kept[key] = self._made(Choice(algorithm, inner, groups), arguments, q.shape[0])
+        found: tuple[Work, str] = kept[key]
+        return found
+
+    def _made(self, choice: Choice, arguments: Checked, batch: int) -> tuple[Work, str]:
+        layout, heads, mask = self._layout, arguments.heads, arguments.mask
+        known: dict[Run, Span] = {}
+
+        def ranges(of: Sequence[Run]) -> list[Span]:
+            new = [run for run in of if run not in known]
+            if new:
+                known.update(zip(new, key_ranges(mask, layout, new, batch, heads[0])))
+            return [known[run] for run in of]
+
+        ranges(sorted({run for each in assign(layout, heads[0], choice.inner).runs for run in each}))
+        work: Work
+        if choice.algorithm == "ring":
+            work = ring_work(layout, self.rank, ranges)
+        else:
+            work = gather_work(layout, self.rank, ranges, heads, choice.inner, choice.groups)
+        return work, digest(str((choice, sorted(known.items()))))
 
     def _kept(self, mask: Mask | None) -> dict[Any, Any]:
-        """What was computed for a mask, as long as the mask is there."""
-        if mask is None:
-            return self._unmasked
+        """What was computed for a mask: for one with tensors as long as it is there."""
+        key, operands = encode(mask, ())
+        if not operands.tensors:
+            if len(self._works) >= 64:
+                self._works.clear()
+            return self._works.setdefault((key, *operands.ints, *operands.floats), {})
         try:
-            return self._ranges.setdefault(mask, {})
+            return self._works_of_tensors.setdefault(mask, {})
         except TypeError:  # a user's class that cannot be hashed
             return {}
 

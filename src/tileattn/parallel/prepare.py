@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..call.dropout import GROUP
 from ..call.fp8 import FP8
+from ..call.scalars import as_float, as_int
 from ..call.validation import check_arguments, check_flags
 from ..runtime.dispatch import check_name
-from ..runtime.run import MaskLike, ScoreModLike, requires_grad, scale_or_default
+from ..runtime.run import MaskLike, ScoreModLike, as_dropout_p, requires_grad, scale_or_default
 from ..variant.key import encode, normalize
 from ..variant.masks import Mask
 from ..variant.scores import Bias
@@ -41,6 +43,12 @@ class Given(NamedTuple):
     head_groups: int | None
 
 
+def with_numbers(given: Given) -> Given:
+    """With numbers of other types, as NumPy's, as Python's."""
+    scale = None if given.scale is None else as_float("scale", given.scale)
+    return given._replace(scale=scale, dropout_p=as_dropout_p(given.dropout_p), head_groups=as_int(given.head_groups))
+
+
 class Checked(NamedTuple):
     """Arguments that are right, as far as one rank can tell.
 
@@ -49,7 +57,7 @@ class Checked(NamedTuple):
         operands: sink and the variant's tensors.
         local: for each tensor of the variant, whether it has the rows of this rank's queries only.
         scale: a number.
-        return_lse, deterministic, backend, algorithm, head_groups: as given.
+        dropout_p, return_lse, deterministic, backend, algorithm, head_groups: as given.
         needs_grad: whether gradients may be asked for.
         heads: of q, and of k and v.
         signature: what all ranks must have in common, but for ranges of keys.
@@ -60,6 +68,7 @@ class Checked(NamedTuple):
     operands: Operands
     local: tuple[bool, ...]
     scale: float
+    dropout_p: float
     return_lse: bool
     deterministic: bool
     backend: str | None
@@ -70,8 +79,16 @@ class Checked(NamedTuple):
     signature: Signature
 
 
-def checked(layout: Layout, rank: int, rows: Sequence[Tensor], given: Given) -> Checked:
-    """Checks the arguments of a call. rows: q, k and v.
+def checked(
+    layout: Layout, rank: int, rows: Sequence[Tensor], given: Given, requires: Sequence[bool] | None = None
+) -> Checked:
+    """Checks the arguments of a call.
+
+    Args:
+        layout, rank: of the plan.
+        rows: q, k and v.
+        given: the others.
+        requires: which of q, k, v, the sink and the variant's tensors require gradients, where autograd is not asked.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -84,14 +101,21 @@ def checked(layout: Layout, rank: int, rows: Sequence[Tensor], given: Given) -> 
         causal=given.causal, return_lse=given.return_lse, deterministic=given.deterministic
     )
     check_name(given.backend)
-    _check_choices(given, k.shape[2])
+    check_algorithm(given.algorithm, given.head_groups, k.shape[2])
     mask, mods = normalize(given.mask, given.score_mod, causal)
     _check_variant(layout, rank, q, mask, mods)
     key, operands = encode(mask, mods)
     check_operand_devices(operands.tensors, q)
     local = _local(layout, rank, mask, mods)
+    if given.dropout_p and any(local):
+        _check_begins(layout)
     tensors = tuple(operands.tensors)
-    needs_grad = torch.is_grad_enabled() and requires_grad((q, k, v, given.sink, *tensors))
+    if requires is None:
+        inputs = (q, k, v, given.sink, *tensors)
+        needs_grad = torch.is_grad_enabled() and requires_grad(inputs)
+        requires = [x is not None and x.requires_grad for x in inputs]
+    else:
+        needs_grad = any(requires)
     scale = scale_or_default(given.scale, q)
     signature = {
         "the shape (batch, heads, kv_heads, head_dim, head_dim_v)": str((*q.shape[::2], *k.shape[2:], v.shape[3])),
@@ -102,18 +126,17 @@ def checked(layout: Layout, rank: int, rows: Sequence[Tensor], given: Given) -> 
         "the tensors of the mask and score modifications": str(_described(tensors, local)),
         "sink": "None" if given.sink is None else str(given.sink.dtype),
         "scale": str(scale),
+        "dropout_p": str(given.dropout_p),
         "return_lse": str(return_lse),
         "deterministic": str(deterministic),
         "backend": repr(given.backend),
         "algorithm": repr(given.algorithm),
         "head_groups": str(given.head_groups),
-        "which inputs require gradients": str(
-            needs_grad and [x is not None and x.requires_grad for x in (q, k, v, given.sink, *tensors)]
-        ),
+        "which inputs require gradients": str(needs_grad and list(requires)),
     }
     return Checked(
-        mask, mods, Operands(given.sink, tensors), local, scale, return_lse, deterministic, given.backend,
-        given.algorithm, given.head_groups, needs_grad, (q.shape[2], k.shape[2]), signature,
+        mask, mods, Operands(given.sink, tensors), local, scale, given.dropout_p, return_lse, deterministic,
+        given.backend, given.algorithm, given.head_groups, needs_grad, (q.shape[2], k.shape[2]), signature,
     )  # fmt: skip
 
 
@@ -133,15 +156,6 @@ def _check_shards(layout: Layout, rank: int, rows: Sequence[Tensor]) -> None:
             )
     if layout.packed and q.shape[0] != 1:
         raise ValueError(f"q, k and v of a plan with documents must have batch size 1, got {q.shape[0]}")
-
-
-def _check_choices(given: Given, kv_heads: int) -> None:
-    if given.dropout_p:
-        raise NotImplementedError(
-            f"dropout_p must be 0 in a parallel plan, got {given.dropout_p}: dropped elements are drawn by rows of one "
-            f"call, and ranks call attention on parts of them"
-        )
-    check_algorithm(given.algorithm, given.head_groups, kv_heads)
 
 
 def check_algorithm(algorithm: Any, groups: Any, kv_heads: int) -> None:
@@ -178,6 +192,18 @@ def is_local_bias(mod: ScoreFn, layout: Layout, rank: int) -> bool:
     if not isinstance(tensor, Tensor) or tensor.ndim != 4:
         return False
     return tensor.shape[2] == layout.rows(rank) and tensor.shape[2] not in (1, layout.tokens)
+
+
+def _check_begins(layout: Layout) -> None:
+    """With dropout, rows of zeros stand before queries that do not begin at a multiple of 16; a bias has none there."""
+    begins = [(run.start, rank) for rank, runs in enumerate(layout.runs) for run in runs if run.start % GROUP]
+    if begins:
+        start, rank = begins[0]
+        raise NotImplementedError(
+            f"a Bias with the rows of one rank goes with dropout_p only where the runs of all ranks begin at multiples "
+            f"of {GROUP}, and one of rank {rank} begins at {start}: give the Bias whole, or choose a seqlen that is a "
+            f"multiple of {2 * GROUP} x ranks"
+        )
 
 
 def _local(layout: Layout, rank: int, mask: Mask | None, mods: Sequence[ScoreFn]) -> tuple[bool, ...]:

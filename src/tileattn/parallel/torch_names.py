@@ -50,6 +50,42 @@ def mesh_group(value: Any) -> Any:
     return value.get_group()
 
 
+_before_kernels: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+
+def before_kernels(group: Any) -> Any:
+    """A group of the same ranks whose transfers on a GPU begin before kernels that wait; all of its ranks ask together.
+
+    A transfer that begins beside an attention kernel needs multiprocessors, which the kernel fills until its end. On a
+    stream of high priority it comes first. The group lives as long as the default group, as all subgroups do.
+    """
+    ranks = tuple(dist.get_process_group_ranks(group))
+    store, kept = default_store(), _before_kernels.get(ranks)
+    if kept is not None and kept[0] is store:
+        return kept[1]
+    if not is_nccl(group):
+        return group
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    fast = dist.new_group(list(ranks), backend="nccl", pg_options=options, use_local_synchronization=True)
+    # NCCL connects at the first call, in which all ranks must take part.
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=fast)
+    _before_kernels[ranks] = store, fast
+    return fast
+
+
+def is_nccl(group: Any) -> bool:
+    """Whether NCCL carries the group's tensors on GPUs."""
+    try:
+        return group._get_backend(torch.device("cuda")).name() == "nccl"
+    except RuntimeError:  # it has none for GPUs
+        return False
+
+
+def is_capturing(x: Any) -> bool:
+    """Whether a call on this tensor is captured in a CUDA graph."""
+    return bool(x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -56,14 +56,14 @@ class Differentiable:
         asked for: each view takes the host as long as an allocation.
         """
         if self.longest is None:
-            o, lse = self.forward(inputs_of((q, k, v, None, self.operands, None, None, None)))
+            o, lse = self.forward(inputs_of((q, k, v, None, self.operands, None, None, None, None)))
             assert lse is not None
             return o, lse
         assert cu_seqlens_q is not None
         assert cu_seqlens_k is not None
         packed = Packed(cu_seqlens_q, cu_seqlens_k, *self.longest)
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-        o, lse = self.forward(inputs_of((q, k, v, None, self.operands, None, packed, None)))
+        o, lse = self.forward(inputs_of((q, k, v, None, self.operands, None, packed, None, None)))
         assert lse is not None
         # In place: autograd treats an output that is a view of another tensor in ways of its own.
         return o.squeeze_(0), lse.squeeze_(0) if self.return_lse else lse
@@ -80,14 +80,14 @@ class Differentiable:
         """
         if self.longest is None:
             o, lse, q, k, v = saved
-            inputs = inputs_of((q, k, v, None, self.operands, None, None, None))
+            inputs = inputs_of((q, k, v, None, self.operands, None, None, None, None))
             return None, *self._of_inputs(needs, inputs, o, lse, do, dlse)
         o, lse, q, k, v, cu_seqlens_q, cu_seqlens_k = saved
         o, q, k, v = o.unsqueeze(0), q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
         if self.return_lse:
             lse, dlse = lse.unsqueeze(0), None if dlse is None else dlse.unsqueeze(0)
         packed = Packed(cu_seqlens_q, cu_seqlens_k, *self.longest)
-        inputs = inputs_of((q, k, v, None, self.operands, None, packed, None))
+        inputs = inputs_of((q, k, v, None, self.operands, None, packed, None, None))
         found = self._of_inputs(needs, inputs, o, lse, None if do is None else do.unsqueeze(0), dlse)
         dq, dk, dv = [None if x is None else x.squeeze(0) for x in found]
         return None, dq, dk, dv, None, None

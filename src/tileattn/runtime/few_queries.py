@@ -124,7 +124,7 @@ class FewQueries:
 
     def _decoding(self, inputs: Inputs) -> tuple[Any, DecodeInputs | None]:
         """The decode phase and its inputs; no inputs for a call of the ordinary forward pass."""
-        q, k, v, sink, operands, _, packed, _ = inputs
+        q, k, v, sink, operands, _, packed, *_ = inputs
         if packed is None:
             if 0 in (k.stride(0), v.stride(0)):
                 return None, None

@@ -48,7 +48,7 @@ class Options(NamedTuple):
 
 def make_call(inputs: Inputs, variant: str, *, needs_grad: bool = False, return_lse: bool = True) -> AttentionCall:
     """The static facts of a call with these inputs."""
-    q, k, v, sink, operands, dropout, packed, _ = inputs
+    q, k, v, sink, operands, dropout, packed, *_ = inputs
     look = _asks_for_alignment(q)
     return AttentionCall(
         dtype=q.dtype,
@@ -115,10 +115,10 @@ def trace_forward(options: Options, inputs: Inputs, descales: GivenDescales = NO
     Descales are a separate argument here, as the user gave them: the operator completes them.
     """
     _accept_dtensors()
-    q, k, v, sink, operands, dropout, packed, _ = inputs
+    q, k, v, sink, operands, dropout, packed, *_ = inputs
     variant, scale, backend, deterministic, needs_grad = options
     numbers = (operands.ints, operands.floats, scale)
-    flags = (deterministic, needs_grad, *(dropout or (0.0, None)), *(packed or ()))
+    flags = (deterministic, needs_grad, *(dropout[:2] if dropout else (0.0, None)), *(packed or ()))
     o, lse = forward(q, k, v, sink, variant, operands.tensors, *numbers, backend, *descales, *flags)
     return o, lse
 
@@ -211,10 +211,10 @@ def trace_backward(
 ) -> list[Tensor]:
     """The same as :func:`run_backward`, by the operator."""
     _accept_dtensors()
-    q, k, v, sink, operands, dropout, packed, _ = inputs
+    q, k, v, sink, operands, dropout, packed, *_ = inputs
     variant, scale, backend, deterministic, _ = options
     numbers = (operands.ints, operands.floats, scale)
-    flags = (deterministic, needs, *(dropout or (0.0, None)), *(packed or ()))
+    flags = (deterministic, needs, *(dropout[:2] if dropout else (0.0, None)), *(packed or ()))
     return backward(do, dlse, q, k, v, o, lse, sink, variant, operands.tensors, *numbers, backend, *flags)
 
 

@@ -203,7 +203,7 @@ def _run(
     """Runs a prepared forward pass. Descales of an fp8 call that are not given are ones."""
     if tensors:
         operands = Operands(tensors, operands.ints, operands.floats)
-    return forward(inputs_of((q, k, v, None, operands, None, None, complete(*descales, k) if is_fp8 else None)))
+    return forward(inputs_of((q, k, v, None, operands, None, None, complete(*descales, k) if is_fp8 else None, None)))
 
 
 def _run_packed(
@@ -219,5 +219,5 @@ def _run_packed(
     """Runs a prepared forward pass on tensors without a batch dimension."""
     packed = Packed(cu_seqlens_q, cu_seqlens_k, *longest)
     q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    o, lse = forward(inputs_of((q, k, v, None, operands, None, packed, None)))
+    o, lse = forward(inputs_of((q, k, v, None, operands, None, packed, None, None)))
     return o.squeeze(0), None if lse is None else lse.squeeze(0)

@@ -100,7 +100,7 @@ def shared_attention(
 ) -> SharedCall:
     """The shared call of :func:`tileattn.attention` for arguments that it has accepted, in the layout bshd."""
     variant, operands = encode(*normalize(mask, score_mod, causal))
-    fields = (operands, None, None, None)
+    fields = (operands, None, None, None, None)
 
     def inputs(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Any:
         return inputs_of((q, k, v, sink, *fields))

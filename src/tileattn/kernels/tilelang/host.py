@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from ...call.dropout import Dropout, threshold, weight_of_kept
+from ...call.dropout import GROUP, Dropout, threshold, weight_of_kept
 
 # Bytes of the L2 cache for the data of heads that run at the same time.
 L2_BYTES = 32 * 2**20
@@ -39,8 +39,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def pattern_arguments(dropout: Dropout | None) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
-    """The tensors and the numbers that a kernel with dropout takes; empty without dropout."""
+def pattern_arguments(dropout: Dropout | None, heads: int) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
+    """The tensors and the numbers that a kernel with dropout takes; empty without dropout. heads: of the queries."""
     if dropout is None:
         return (), ()
-    return (dropout.seed.detach(),), (threshold(dropout.p), weight_of_kept(dropout.p))
+    place = dropout.of_heads(heads)
+    assert place.row % GROUP == place.key % GROUP == 0
+    numbers = threshold(dropout.p), weight_of_kept(dropout.p)
+    return (dropout.seed.detach(),), (*numbers, place.heads, place.head, place.row // 2, place.key // 2)

@@ -31,7 +31,7 @@ def prepare(
     """See :class:`tileattn.runtime.dispatch.Backend`."""
 
     def forward(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v, sink, operands, dropout, packed, descales = inputs
+        q, k, v, sink, operands, dropout, packed, descales, _ = inputs
         mask, score_mods = restore(call.variant, operands, accumulator(call.dtype))
         with no_autocast(q.device):
             if descales is not None:

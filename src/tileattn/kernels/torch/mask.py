@@ -86,7 +86,8 @@ class ScoreMatrix:
     def dropped(self, rows: slice, keys: slice) -> Tensor:
         """Which probabilities of a tile are dropped: bool (batch, heads, rows, keys). Needs dropout."""
         assert self.dropout is not None
-        return ~keep_mask(self.dropout.seed, self.dropout.p, self.numbers, self.heads, rows, keys)
+        p, seed, place = self.dropout
+        return ~keep_mask(seed, p, self.numbers, self.heads, rows, keys, place)
 
     @property
     def weight_of_kept(self) -> float:

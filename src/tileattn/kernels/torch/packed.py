@@ -60,7 +60,7 @@ def packed_backward(
     scale: float,
 ) -> Gradients:
     """The gradients of a packed call, as `backward` returns them; unused rows have 0."""
-    q, k, v, sink, _, dropout, packed, _ = inputs
+    q, k, v, sink, _, dropout, packed, *_ = inputs
     assert packed is not None
     dq, dk, dv = (
         torch.zeros_like(x, memory_format=torch.contiguous_format) if need else None

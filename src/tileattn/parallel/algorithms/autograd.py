@@ -29,45 +29,80 @@ def attend(
     call: Call, work: Work, rows: Sequence[Tensor], operands: Operands, return_lse: bool
 ) -> tuple[Tensor, Tensor]:
     """o (batch, rows, heads, head_dim_v) and lse (batch, heads, rows), differentiable once. rows: q, k and v."""
-    o, lse = _Attend.apply(call, work, return_lse, *rows, operands.sink, *operands.variant)
+    o, lse = _Attend.apply(call, work, return_lse, operands.seed, *rows, operands.sink, *operands.variant)
     return o, lse
 
 
-_BEFORE_Q = 3  # arguments of _Attend
+_BEFORE_Q = 4  # arguments of _Attend
+
+
+def run_forward(call: Call, work: Work, rows: Rows, operands: Operands) -> tuple[Tensor, Tensor]:
+    """o (batch, rows, heads, head_dim_v) and lse (batch, rows, heads, 1) of this rank's rows."""
+    try:
+        return work.forward(call, *rows, operands)
+    except Exception as error:
+        call.agreement.fail(error)
+        raise
+
+
+def run_backward(
+    call: Call,
+    work: Work,
+    rows: Rows,
+    operands: Operands,
+    outputs: tuple[Tensor, Tensor],
+    gradients: tuple[Tensor | None, Tensor | None],
+    needs: Sequence[bool],
+    return_lse: bool,
+) -> list[Tensor | None]:
+    """The gradients that `needs` asks for, of q, k, v, sink and the variant's tensors.
+
+    outputs: o and lse, of the forward pass. gradients: do and dlse (batch, heads, rows).
+    """
+    (o, lse), (do, dlse) = outputs, gradients
+    # On another rank the loss may depend on o and lse, so gradients that are missing here are sent as zeros.
+    do = torch.zeros_like(o) if do is None else do
+    if return_lse:
+        dlse = torch.zeros_like(lse) if dlse is None else dlse.transpose(1, 2)[..., None]
+    else:
+        dlse = None
+    sums = PartGradients(operands, needs[3:], lse.dtype)
+    try:
+        of_rows = work.backward(call, rows, Outputs(o, lse, do, dlse), needs[:3], sums)
+        return [*of_rows, *_totals(call, sums)]
+    except Exception as error:
+        call.agreement.fail(error)
+        raise
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: Call, work: Work, return_lse: bool, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
+        ctx: Any,
+        call: Call,
+        work: Work,
+        return_lse: bool,
+        seed: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *others: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        try:
-            o, lse = work.forward(call, q, k, v, Operands(others[0], others[1:]))
-        except Exception as error:
-            call.agreement.fail(error)
-            raise
+        o, lse = run_forward(call, work, Rows(q, k, v), Operands(others[0], others[1:], seed))
         ctx.call, ctx.work, ctx.return_lse = call, work, return_lse
-        ctx.save_for_backward(o, lse, q, k, v, *others)
+        ctx.save_for_backward(o, lse, seed, q, k, v, *others)
         return o, lse[..., 0].transpose(1, 2).contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        o, lse, q, k, v, sink, *tensors = ctx.saved_tensors
+        o, lse, seed, q, k, v, sink, *tensors = ctx.saved_tensors
+        operands = Operands(sink, tuple(tensors), seed)
         needs = ctx.needs_input_grad[_BEFORE_Q:]
-        # On another rank the loss may depend on o and lse, so gradients that are missing here are sent as zeros.
-        do = torch.zeros_like(o) if do is None else do
-        if ctx.return_lse:
-            dlse = torch.zeros_like(lse) if dlse is None else dlse.transpose(1, 2)[..., None]
-        sums = PartGradients(Operands(sink, tuple(tensors)), needs[3:], lse.dtype)
-        try:
-            of_rows = ctx.work.backward(ctx.call, Rows(q, k, v), Outputs(o, lse, do, dlse), needs[:3], sums)
-            of_operands = _totals(ctx.call, sums)
-        except Exception as error:
-            ctx.call.agreement.fail(error)
-            raise
-        return *[None] * _BEFORE_Q, *of_rows, *of_operands
+        return *[None] * _BEFORE_Q, *run_backward(
+            ctx.call, ctx.work, Rows(q, k, v), operands, (o, lse), (do, dlse), needs, ctx.return_lse
+        )
 
 
 def _totals(call: Call, sums: PartGradients) -> list[Tensor | None]:

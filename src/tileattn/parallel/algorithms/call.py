@@ -8,13 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.dropout import Dropout, Place
+from ...call.facts import Packed
 from ...call.inputs import Inputs
 from ...runtime import operators as ops
 from ...variant.masks import Mask
+from ...variant.scores import SoftCap
 from ..consent.agreement import Agreement
 from ..sharding.layout import Layout, Span
 from ..transport.link import Link
-from .shifted import LocalVariant, Part, ScoreFn, localized
+from .shifted import LocalVariant, Part, ScoreFn, is_relative, localized
+from .widened import Widened, padded, widened
 
 
 class Operands(NamedTuple):
@@ -23,10 +27,12 @@ class Operands(NamedTuple):
     Attributes:
         sink: (heads,), or None.
         variant: those of the mask and the modifications, in the order of `tileattn.variant.key.encode`.
+        seed: of dropout, equal on all ranks; None without dropout.
     """
 
     sink: Tensor | None
     variant: tuple[Tensor, ...]
+    seed: Tensor | None = None
 
 
 class Call(NamedTuple):
@@ -37,6 +43,8 @@ class Call(NamedTuple):
         mask, mods: the variant of the whole call.
         scale, backend, deterministic, needs_grad: as in `tileattn.runtime.operators.Options`.
         local: for each tensor of the variant, whether it has the rows of this rank's queries only.
+        heads: of the queries.
+        dropout_p: the probability with which an element is dropped.
     """
 
     layout: Layout
@@ -50,6 +58,13 @@ class Call(NamedTuple):
     deterministic: bool
     needs_grad: bool
     local: tuple[bool, ...]
+    heads: int
+    dropout_p: float = 0.0
+
+    @property
+    def packs(self) -> bool:
+        """Whether whole sequences can be the sequences of one packed call: the variant is the same for each."""
+        return not self.dropout_p and is_relative(self.mask) and all(type(mod) is SoftCap for mod in self.mods)
 
     def part(self, sequence: int, queries: Span, keys: Span, heads: Span) -> Part:
         """The part of these positions and query heads."""
@@ -66,9 +81,9 @@ class Call(NamedTuple):
             first += run.stop - run.start
         raise AssertionError("a bias of local rows is for algorithms that keep rows where they are")
 
-    def variant(self, part: Part) -> LocalVariant:
-        """The variant of a part."""
-        return localized(self.mask, self.mods, part)
+    def variant(self, part: Part, hidden: int = 0) -> LocalVariant:
+        """The variant of a part whose first keys are hidden from all queries."""
+        return localized(self.mask, self.mods, part, hidden)
 
     def options(self, variant: LocalVariant) -> ops.Options:
         """The options of a backend's call."""
@@ -83,10 +98,22 @@ class Rows(NamedTuple):
     v: Tensor
 
 
-def part_forward(call: Call, part: Part, rows: Rows, operands: Operands) -> tuple[Tensor, Tensor]:
-    """o (batch, queries, heads, head_dim_v) and lse (batch, heads, queries) of a part."""
-    variant = call.variant(part)
-    return ops.run_forward(call.options(variant), _inputs(part, variant, rows, operands))
+def part_forward(
+    call: Call, part: Part, rows: Rows, operands: Operands, place: Tensor | None = None, packed: Packed | None = None
+) -> tuple[Tensor, Tensor]:
+    """o (batch, queries, heads, head_dim_v) and lse (batch, heads, queries) of a part.
+
+    place: where o belongs; o is a view of it afterwards. packed: the sequences, if the part is several of them.
+    """
+    wide = widened(part) if call.dropout_p else Widened(part)
+    variant = call.variant(wide.part, wide.keys)
+    o, lse = ops.run_forward(call.options(variant), _inputs(call, wide, variant, rows, operands, packed, place))
+    return _placed(o[:, wide.rows :] if wide.rows else o, place), lse[..., wide.rows :]
+
+
+def _placed(found: Tensor, place: Tensor | None) -> Tensor:
+    """What a backend has found, in its place: a backend that can, wrote there."""
+    return found if place is None or found is place else place.copy_(found)
 
 
 class Outputs(NamedTuple):
@@ -123,19 +150,30 @@ class PartGradients:
         return same
 
     def backward(
-        self, call: Call, part: Part, rows: Rows, of_rows: Sequence[bool], outputs: Outputs
+        self,
+        call: Call,
+        part: Part,
+        rows: Rows,
+        of_rows: Sequence[bool],
+        outputs: Outputs,
+        place: Tensor | None = None,
+        packed: Packed | None = None,
     ) -> list[Tensor | None]:
         """Gradients of q, k and v of a part, those that `of_rows` asks for; adds the others to the sums.
 
-        outputs: o and do (bshd), lse and dlse (batch, heads, queries) of the part.
+        outputs: o and do (bshd), lse and dlse (batch, heads, queries) of the part. place: where dq belongs. packed: the
+        sequences, if the part is several of them.
         """
-        variant = call.variant(part)
-        inputs = _inputs(part, variant, rows, self.operands)
+        wide = widened(part) if call.dropout_p else Widened(part)
+        variant = call.variant(wide.part, wide.keys)
+        inputs = _inputs(call, wide, variant, rows, self.operands, packed, place if of_rows[0] else None)
         needs = [*of_rows, *self.needs]
-        found = iter(ops.run_backward(call.options(variant), inputs, needs, *outputs))
+        found = iter(ops.run_backward(call.options(variant), inputs, needs, *_outputs(wide, outputs)))
         gradients = [next(found) if need else None for need in needs]
-        self._add(gradients[3:], part, variant)
-        return gradients[:3]
+        self._add(gradients[3:], wide.part, variant)
+        before = (wide.rows, wide.keys, wide.keys)
+        dq, dk, dv = (x[:, first:] if first and x is not None else x for x, first in zip(gradients, before))
+        return [None if dq is None else _placed(dq, place), dk, dv]
 
     def _add(self, gradients: Sequence[Tensor | None], part: Part, variant: LocalVariant) -> None:
         views = [(slice(*part.heads),), *variant.views]
@@ -145,9 +183,31 @@ class PartGradients:
                 place += gradient
 
 
-def _inputs(part: Part, variant: LocalVariant, rows: Rows, operands: Operands) -> Inputs:
+def _inputs(
+    call: Call,
+    wide: Widened,
+    variant: LocalVariant,
+    rows: Rows,
+    operands: Operands,
+    packed: Packed | None,
+    place: Tensor | None,
+) -> Inputs:
+    part = wide.part
     sink = None if operands.sink is None else operands.sink[slice(*part.heads)]
-    return Inputs(*rows, sink, variant.operands(operands.variant))
+    dropout = None
+    if operands.seed is not None:
+        head = (part.sequence or 0) * call.heads + part.heads[0]
+        dropout = Dropout(call.dropout_p, operands.seed, Place(call.heads, head, part.queries[0], part.keys[0]))
+    q, k, v = (padded(x, count) for x, count in zip(rows, (wide.rows, wide.keys, wide.keys)))
+    out = place if place is not None and place.is_contiguous() and not wide.rows else None
+    return Inputs(q, k, v, sink, variant.operands(operands.variant), dropout, packed, out=out)
+
+
+def _outputs(wide: Widened, outputs: Outputs) -> Outputs:
+    """With lse = inf the rows before have probabilities of 0, and so gradients of 0."""
+    o, lse, do, dlse = outputs
+    of_lse = None if dlse is None else padded(dlse, wide.rows, 2)
+    return Outputs(padded(o, wide.rows), padded(lse, wide.rows, 2, torch.inf), padded(do, wide.rows), of_lse)
 
 
 def part_outputs(outputs: Outputs, rows: Span, heads: Span) -> Outputs:

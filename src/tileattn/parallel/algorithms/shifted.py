@@ -17,7 +17,8 @@ from torch import Tensor
 from ...call.inputs import Operands
 from ...variant.key import encode
 from ...variant.mask_bounds import Range
-from ...variant.masks import And, Causal, Mask, Or, SlidingWindow
+from ...variant.masks import FIRST_POSITION, And, Causal, Mask, Or, SlidingWindow
+from ...variant.math import where
 from ...variant.scores import ALiBi, Bias, ScoreMod, SoftCap
 
 ScoreFn = Callable[..., Any]
@@ -80,6 +81,25 @@ class ShiftedScore(ScoreMod):
         return self.mod(score, b + self.b, h + self.h, q + self.q, k + self.k)
 
 
+@dataclass(frozen=True, eq=False)
+class FromKey(Mask):
+    """All queries see the keys from `first` on."""
+
+    first: int
+
+    def allows(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k >= self.first
+
+    def kv_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return self.first, seqlen_k
+
+    def full_range(self, b: Any, h: Any, q_lo: Any, q_hi: Any, seqlen_k: Any) -> Range:
+        return self.first, seqlen_k
+
+    def full_q_range(self, b: Any, h: Any, k_lo: Any, k_hi: Any, seqlen_k: Any) -> Range:
+        return where(k_lo >= self.first, FIRST_POSITION, seqlen_k), seqlen_k
+
+
 class Part(NamedTuple):
     """A part of a call: some rows of queries of one sequence over some of its keys.
 
@@ -127,15 +147,21 @@ class LocalVariant(NamedTuple):
         )
 
 
-def localized(mask: Mask | None, mods: Sequence[ScoreFn], part: Part) -> LocalVariant:
-    """The variant of a part of a call with this mask and these modifications."""
+def localized(mask: Mask | None, mods: Sequence[ScoreFn], part: Part, hidden: int = 0) -> LocalVariant:
+    """The variant of a part of a call with this mask and these modifications.
+
+    hidden: as many of the part's first keys are hidden from all queries.
+    """
     views: list[View] = [None] * len(encode(mask, ())[1].tensors)
     local = []
     for mod in mods:
         new, of_mod = _localized_mod(mod, part)
         local.append(new)
         views += of_mod
-    key, operands = encode(_localized_mask(mask, part), local)
+    of_part = _localized_mask(mask, part)
+    if hidden:
+        of_part = FromKey(hidden) if of_part is None else of_part & FromKey(hidden)
+    key, operands = encode(of_part, local)
     assert len(views) == len(operands.tensors)
     return LocalVariant(key, operands.ints, operands.floats, views)
 

@@ -59,10 +59,15 @@ class Agreement:
         """Counts a call. Each rank makes the same calls in the same order."""
         self.call += 1
 
-    def agree(self, signature: Signature) -> None:
+    def agree(self, signature: Signature, capturing: bool = False) -> None:
         """Returns if all ranks have the same signature at this call.
 
+        Args:
+            signature: of this rank.
+            capturing: whether the call is captured in a CUDA graph.
+
         Raises:
+            RuntimeError: ranks would have to agree during a capture.
             RankError: another rank's arguments were refused, its signature differs, or it has ended.
         """
         if self.ranks == 1:
@@ -70,6 +75,13 @@ class Agreement:
         text = json.dumps(signature)
         if not self.always and text in self.seen:
             return
+        if capturing:
+            raise RuntimeError(
+                self._of_call(
+                    "ranks must agree on a call before a CUDA graph captures it, since they agree on the host, where a "
+                    "replay does nothing: make the same call once before, with check='first'"
+                )
+            )
         self._write({"signature": signature})
         answers = self._answers()
         self.agreed_at = self.call

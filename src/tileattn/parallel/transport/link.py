@@ -10,10 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..torch_names import before_kernels
+
 Watch = Callable[[float], None]
+_CONTIGUOUS = torch.contiguous_format
 _SHORTEST, _LONGEST = 20e-6, 5e-3  # seconds between two looks whether a transfer is done
 
 
@@ -48,11 +52,13 @@ class Link:
     def __init__(self, group: Any, rank: int, watch: Watch, explain: Callable[[Exception], None]) -> None:
         self.group, self.rank, self.watch, self.explain = group, rank, watch, explain
         self.sent = self.received = 0
+        self.fast: Any = None  # of a GPU's transfers
 
     def copy(self, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]]) -> Pending:
         """Copies what this rank sends to itself; for transfers in which no rank needs anything of another."""
         for source, target in zip(sends[self.rank], receives[self.rank], strict=True):
-            target.copy_(source)
+            if target is not source:
+                target.copy_(source)
         return Pending()
 
     def start(self, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], like: Tensor) -> Pending:
@@ -60,7 +66,49 @@ class Link:
 
         All tensors have the dtype and the device of `like`.
         """
-        self.copy(sends, receives)
+        others = [rank for rank in range(len(sends)) if rank != self.rank]
+        self.sent += like.element_size() * sum(_numel(sends[rank]) for rank in others)
+        self.received += like.element_size() * sum(_numel(receives[rank]) for rank in others)
+        begin = self._start_direct if like.is_cuda else self._start_packed
+        pending = begin(sends, receives, like)
+        self.copy(sends, receives)  # behind the transfer, which thus finds free multiprocessors
+        return pending
+
+    def _start_direct(
+        self, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], like: Tensor
+    ) -> Pending:
+        """Without a copy of what is contiguous. NCCL runs all of it as one kernel."""
+        group = self._fast_group()
+        operations, landed = [], []
+        for rank in range(len(sends)):
+            for x in sends[rank] if rank != self.rank else ():
+                if x.numel():
+                    operations.append(dist.P2POp(dist.isend, x.contiguous(), group=group, group_peer=rank))
+            for place in receives[rank] if rank != self.rank else ():
+                if place.numel():
+                    target = place if place.is_contiguous() else torch.empty_like(place, memory_format=_CONTIGUOUS)
+                    operations.append(dist.P2POp(dist.irecv, target, group=group, group_peer=rank))
+                    if target is not place:
+                        landed.append((place, target))
+        if not operations:
+            return Pending()
+
+        def unpack() -> None:
+            for place, target in landed:
+                place.copy_(target)
+
+        works = dist.batch_isend_irecv(operations)
+        return Pending(self, (works, operations), unpack)  # the tensors live until the transfer is done
+
+    def _fast_group(self) -> Any:
+        if self.fast is None:
+            self.fast = before_kernels(self.group)
+        return self.fast
+
+    def _start_packed(
+        self, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], like: Tensor
+    ) -> Pending:
+        """One tensor for each rank, by all_to_all_single."""
         others = [rank for rank in range(len(sends)) if rank != self.rank]
         outgoing = [0 if rank == self.rank else _numel(each) for rank, each in enumerate(sends)]
         incoming = [0 if rank == self.rank else _numel(each) for rank, each in enumerate(receives)]
@@ -68,8 +116,6 @@ class Link:
         sources = [x for rank in others for x in sends[rank]]
         for place, source in zip(packed.split([x.numel() for x in sources]), sources):
             place.view(source.shape).copy_(source)
-        self.sent += packed.numel() * packed.element_size()
-        self.received += landed.numel() * landed.element_size()
 
         def unpack() -> None:
             places = [x for rank in others for x in receives[rank]]
@@ -77,17 +123,24 @@ class Link:
                 place.copy_(values.view(place.shape))
 
         work = dist.all_to_all_single(landed, packed, incoming, outgoing, group=self.group, async_op=True)
-        return Pending(self, (work, packed), unpack)  # `packed` lives until the transfer is done
+        return Pending(self, ([work], packed), unpack)  # `packed` lives until the transfer is done
+
+    def from_first(self, x: Tensor, ranks: int) -> Tensor:
+        """Rank 0's values of a tensor that has one shape on all ranks."""
+        out = torch.empty_like(x)
+        sends: list[list[Tensor]] = [[x] if self.rank == 0 else [] for _ in range(ranks)]
+        receives: list[list[Tensor]] = [[out] if rank == 0 else [] for rank in range(ranks)]
+        (self.start(sends, receives, x) if ranks > 1 else self.copy(sends, receives)).wait()
+        return out
 
     def await_work(self, handle: Any) -> None:
         """Waits for a transfer: the stream on a GPU, the host on a CPU."""
-        work, packed = handle
+        works, _ = handle
         try:
-            if packed.is_cuda:
+            for work in works:
+                if self.fast is None:
+                    self._poll(work)
                 work.wait()
-                return
-            self._poll(work)
-            work.wait()
         except RuntimeError as error:
             self.explain(error)
             raise

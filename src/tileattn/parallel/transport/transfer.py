@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..sharding.layout import Span
 from .link import Link, Pending
+from .sums import Addend
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ class Transfer:
             [x.new_empty(x.shape[0], stop - start, of[1] - of[0], x.shape[3]) for x in tensors for start, stop in spans]
             for spans, of in zip(self.outgoing, self.heads)
         ]
-        return Summing(self, parts, link.start(sends, parts, tensors[0]) if self.moves else link.copy(sends, parts))
+        parts[self.rank] = sends[self.rank]  # mine are not copied
+        return Summing(self, parts, link.start(sends, parts, tensors[0]) if self.moves else Pending())
 
 
 @dataclass(frozen=True)
@@ -123,20 +125,22 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Summing:
-    """A sum that has begun."""
+    """A sum that has begun. parts: for each rank its parts, the spans of each tensor after those of the one before."""
 
     transfer: Transfer
     parts: list[list[Tensor]]
     pending: Pending
 
-    def add_to(self, totals: Sequence[Tensor]) -> None:
-        """Adds the parts of all ranks, in their order, to tensors with my rows and all heads."""
+    def wait(self) -> list[list[Addend]]:
+        """For each tensor the addends of all ranks to my rows, in their order."""
         self.pending.wait()
-        outgoing, heads = self.transfer.outgoing, self.transfer.heads
-        for parts, spans, of in zip(self.parts, outgoing, heads):
-            places = (x[:, start:stop, slice(*of)] for x in totals for start, stop in spans)
-            for place, part in zip(places, parts, strict=True):
-                place += part
+        found: list[list[Addend]] = []
+        for parts, spans, heads in zip(self.parts, self.transfer.outgoing, self.transfer.heads):
+            for place, values in enumerate(parts):
+                tensor, span = divmod(place, len(spans))
+                found += [[] for _ in range(tensor + 1 - len(found))]
+                found[tensor].append(Addend(spans[span], heads, values))
+        return found
 
 
 def summed(link: Link, tensors: Sequence[Tensor], ranks: int) -> list[Tensor]:

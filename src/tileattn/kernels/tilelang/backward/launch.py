@@ -117,7 +117,7 @@ def prepare_backward_with(
         return _plain(kernels, of_batch, dq_dim, own_order, of_main)
 
     def backward(inputs: Inputs, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Gradients:
-        q, k, v, sink, operands, dropout, packed, _ = inputs
+        q, k, v, sink, operands, dropout, packed, _, out = inputs
         if q.shape[1] == 0 or k.shape[1] == 0:
             return nothing(inputs, o, lse, do, dlse)
         workspaces = PackedWorkspaces(call, q, k, packed, cuts) if packed is not None else of_batch
@@ -125,7 +125,8 @@ def prepare_backward_with(
         lse2, delta, sums, ordered = rows_of(q, workspaces.q_rows, dq_dim, own_order)
         of_lse = () if dlse is None else (dlse.contiguous(),)
         of_q, of_k, of_v = workspaces.gradients
-        dq, dk, dv = q.new_empty(*of_q), q.new_empty(*of_k), q.new_empty(*of_v)
+        dq = q.new_empty(*of_q) if out is None else out
+        dk, dv = q.new_empty(*of_k), q.new_empty(*of_v)
         if not (q.stride(0) and k.stride(0) and v.stride(0) and o.stride(0) and do.stride(0)):
             q, k, v, o, do = map(one_batch, (q, k, v, o, do))
         kernels.prepare(*workspaces.work(tiles[0]), o, do, lse.contiguous(), *of_lse, lse2, delta, *sums)
@@ -133,7 +134,7 @@ def prepare_backward_with(
         written_out = [
             _workspace(path, workspaces, operands, number == leaves) for number, path in enumerate(operand_paths)
         ]
-        tensors, numbers = _of_variant(operands, dropout)
+        tensors, numbers = _of_variant(operands, dropout, heads)
         rows = (q, k, v, do, lse2, delta)
         work = workspaces.work(config.block_N, of_keys=True)
         parts = (dk, dv) if shares == 1 else _parts(shares, dk, dv)
@@ -183,9 +184,10 @@ def _plain(
     of_q, of_k, of_v = workspaces.gradients
 
     def backward(inputs: Inputs, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Gradients:
-        q, k, v, _, operands, _, _, _ = inputs
+        q, k, v, _, operands, _, _, _, out = inputs
         lse2, delta, (sums,), (ordered,) = rows_of(q, q_rows, dq_dim, own_order)
-        dq, dk, dv = q.new_empty(*of_q), q.new_empty(*of_k), q.new_empty(*of_v)
+        dq = q.new_empty(*of_q) if out is None else out
+        dk, dv = q.new_empty(*of_k), q.new_empty(*of_v)
         if not (q.stride(0) and k.stride(0) and v.stride(0) and o.stride(0) and do.stride(0)):
             q, k, v, o, do = map(one_batch, (q, k, v, o, do))
         prepare(o, do, lse.contiguous(), lse2, delta, sums)
@@ -205,7 +207,7 @@ def _nothing(call: BackwardCall) -> Callable[..., Gradients]:
     """The gradients of calls without rows or keys: zeros, except the sink's: lse equals the sink there."""
 
     def backward(inputs: Inputs, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Gradients:
-        q, k, v, sink, operands, _, packed, _ = inputs
+        q, k, v, sink, operands, _, packed, *_ = inputs
         zeros = [
             None if tensor is None or not need else torch.zeros_like(tensor)
             for tensor, need in zip((q, k, v, sink, *operands.tensors), call.needs, strict=True)
@@ -225,11 +227,13 @@ def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor, packed: Packed | No
     return sink_gradient(sink, lse, delta if packed is None else delta.masked_fill(lse == -torch.inf, 0.0))
 
 
-def _of_variant(operands: Operands, dropout: Dropout | None) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
+def _of_variant(
+    operands: Operands, dropout: Dropout | None, heads: int
+) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
     """The tensors and the numbers that kernels take for dropout, the mask and the score modifications."""
     if dropout is None and not operands.tensors:
         return (), (*operands.ints, *operands.floats)
-    seeds, of_pattern = pattern_arguments(dropout)
+    seeds, of_pattern = pattern_arguments(dropout, heads)
     return (*seeds, *map(as_bytes, operands.tensors)), (*of_pattern, *operands.ints, *operands.floats)
 
 

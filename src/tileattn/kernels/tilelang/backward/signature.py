@@ -12,7 +12,7 @@ from ....call.facts import AttentionCall
 from ....variant.program import Program
 from ..architecture import padded_finely
 from ..packed.work_list import WIDTH
-from ..tile.parameters import SIZES, operand
+from ..tile.parameters import SIZES, declare_pattern, operand
 from .hopper.dq_order import COLUMNS
 from .operand_gradients import BY_KEY, SPREAD, STORED, Path
 
@@ -119,7 +119,7 @@ def declare_main(
     split: bool = False,
 ) -> Any:
     """``([work], q, k, v, do, lse2, delta, dk, dv, [dq_sum], *written_out, [seed], *tensors, scale, heads_per_kv_head,
-    [side_by_side], [threshold, weight], *ints, *floats)``
+    [side_by_side], [*pattern], *ints, *floats)``
 
     ``written_out`` has one tensor for each path, as operand_gradients.py describes; that of the path ``leaving``, whose
     gradient leaves by TMA, has strides. ``dq`` says whether dq is added up. With `split`, dk and dv are float32 parts:
@@ -139,7 +139,7 @@ def declare_main(
 
 def declare_queries(builder: Builder, call: AttentionCall, traced: Program, hopper: bool = False) -> Any:
     """``([work], q, k, v, do, lse2, delta, dq, [seed], *tensors, scale, heads_per_kv_head, [side_by_side],
-    [threshold, weight], *ints, *floats)``"""
+    [*pattern], *ints, *floats)``"""
     p = Parameters(builder, call)
     arg = SimpleNamespace(work=p.work(), **{name: p.strided(name) for name in ("q", "k", "v", "do")})
     arg.lse2, arg.delta = p.rows("lse2"), p.rows("delta")
@@ -171,7 +171,7 @@ def _declare_variant(p: Parameters, arg: Any, traced: Program, side_by_side: boo
     if side_by_side:
         arg.side_by_side = p.scalar("side_by_side", "int")
     if p.call.dropout:
-        arg.threshold, arg.weight = p.scalar("threshold", "int"), p.scalar("weight", "float")
+        vars(arg).update(declare_pattern(p.scalar))
     arg.operands |= {f"i{index}": p.scalar(f"i{index}", "int") for index in range(traced.ints)}
     arg.operands |= {f"f{index}": p.scalar(f"f{index}", "float") for index in range(traced.floats)}
 

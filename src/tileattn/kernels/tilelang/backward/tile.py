@@ -204,7 +204,7 @@ class Pattern:
     """Dropout of one kernel: the words of a head and a tile, and whether P's sign stores the pattern."""
 
     def __init__(self, arg, kept) -> None:
-        self.words, self.weight, self.is_marked = dropout.allocate(), arg.weight, not kept
+        self.words, self.arg, self.weight, self.is_marked = dropout.allocate(), arg, arg.weight, not kept
 
 
 @T.macro
@@ -212,7 +212,7 @@ def mark_dropped(acc_s, scores, own_warps):
     """Marks the dropped probabilities, if the call has dropout. ``own_warps``: in a Hopper schedule."""
     at, pattern = scores.held("row", "k_lo"), scores.pattern
     if pattern is not None:
-        dropout.enter_tile(pattern.words, at.row, at.k_lo)
+        dropout.enter_tile(pattern.words, pattern.arg, at.row, at.k_lo)
         if own_warps:
             dropout.share_in_warp(pattern.words)
         if pattern.is_marked:

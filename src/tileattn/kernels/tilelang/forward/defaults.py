@@ -13,13 +13,14 @@ from ..architecture import padded
 from ..tile.steady import is_uniform
 from . import sm90_table
 from .amd.config import AmdConfig, amd_preferences, is_valid_amd
-from .config import ForwardConfig, HopperConfig, is_valid
+from .config import ForwardConfig, HopperConfig, hopper_dims, is_valid
 from .wide import wide_row
 from .windows import SHORT as SHORT_WINDOW
 from .windows import is_window, window_row
 
 SHORT = 1024  # keys; up to here a call counts as short, with narrow heads and a mask up to twice as many
 LONG = max(2 * SHORT, SHORT_WINDOW) + 1
+DOCUMENTS_TENSORS = 5  # of Documents, and of KeyPadding; with the tensors of both, addresses take twice the registers
 
 Config = ForwardConfig | HopperConfig | AmdConfig
 
@@ -99,12 +100,14 @@ def _preferences(call: AttentionCall, short: bool) -> Iterator[Config]:
 def _sm90(call: AttentionCall, widest: int, short: bool) -> Iterator[Config]:
     """The Hopper schedule as measured; the generic one for what has no row."""
     traced = program(call.variant)
-    # Wide heads leave too few registers for other masks and for modifications, and two tensors too few at any width:
-    # the generic schedule, which keeps less in flight. A tensor that is copied tile by tile needs no addresses.
+    # Wide heads leave too few registers for modifications, and two tensors of one too few at any width: the generic
+    # schedule, which keeps less in flight. A tensor that is copied tile by tile needs no addresses.
     tensors = len(traced.tensors) - (traced.copied_tile is not None)
     if call.dropout:
         yield from _dropped(call, widest, tensors)
         return
+    if widest > 128 and traced.score is None and call.variant not in ("", CAUSAL):
+        yield from _wide_masked(call, tensors)
     if widest <= 128 and traced.copied_tile is not None:
         yield from _copied(traced.copied_tile[1].itemsize, tensors + _fetches(traced))
     if widest <= 128 and _fetches(traced) and tensors < 2:
@@ -122,6 +125,21 @@ def _sm90(call: AttentionCall, widest: int, short: bool) -> Iterator[Config]:
     if not call.variant:
         yield ForwardConfig(128, 80, 2, 256)
     yield ForwardConfig(128, 64, 2, 256)
+
+
+def _wide_masked(call: AttentionCall, tensors: int) -> Iterator[Config]:
+    """Of head dims above 128 with another mask than the causal one.
+
+    Masks of positions take the causal row's tiles, in which ptxas spills nothing. With documents it spills 48 to 100
+    bytes in those, and with 64 keys at head dim 256 still 56; in these 12, 0 and 24. The speed has not been measured.
+    """
+    widest = max(hopper_dims(call))
+    if tensors == 0:
+        row = tuned_row(call.head_dim, call.head_dim_v, "masked", False)
+        yield from [] if row is None else [row]
+        yield from (HopperConfig(128, block_N, ping_pong=True) for block_N in (80, 64, 48))
+    elif tensors <= DOCUMENTS_TENSORS:
+        yield HopperConfig(128, 96 if widest <= 160 else 80 if widest <= 192 else 48, ping_pong=True)
 
 
 def _dropped(call: AttentionCall, widest: int, tensors: int) -> Iterator[Config]:

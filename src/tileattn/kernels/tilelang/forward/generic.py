@@ -227,7 +227,7 @@ def add_keys(plan, arg, w, head, keys):
             apply_mask(w.acc_s, keys.visible, keys.b, keys.h, keys.q_lo, k_lo)
         softmax.update(w.acc_s, w.m, w.l, w.alpha, w.base, w.row_sum, head.c, block_M, block_N)
         if call.dropout:
-            dropout.enter_tile(head.words, keys.row, k_lo)
+            dropout.enter_tile(head.words, arg, keys.row, k_lo)
             dropout.drop(w.acc_s, w.acc_s, head.words, block_M, block_N)
         # P: [block_M, block_N]
         T.copy(w.acc_s, w.weights)

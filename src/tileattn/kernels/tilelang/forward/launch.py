@@ -99,9 +99,9 @@ def prepare_with(
     out_dtype = call.out_dtype
 
     def forward(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k, v, sink, operands, dropout, _, descales = inputs
+        q, k, v, sink, operands, dropout, _, descales, out = inputs
         # A size is passed number by number: PyTorch takes a tuple apart in three times as long.
-        o = q.new_empty(*o_shape, dtype=out_dtype)
+        o = q.new_empty(*o_shape, dtype=out_dtype) if out is None else out
         lse = q.new_empty(*lse_shape, dtype=torch.float32) if call.return_lse else None
         if not (q.stride(0) and k.stride(0) and v.stride(0)):
             q, k, v = one_batch(q), one_batch(k), one_batch(v)
@@ -116,7 +116,7 @@ def prepare_with(
         if has_arguments:
             tensors = [as_bytes(tensor) for tensor in operands.tensors]
             sinks = () if sink is None else (sink.detach().float(),)
-            seeds, of_pattern = pattern_arguments(dropout)
+            seeds, of_pattern = pattern_arguments(dropout, heads)
             kernel(
                 q,
                 k,

@@ -44,20 +44,20 @@ def packed_forward(
         return kernels[skewed]
 
     def forward(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k, v, sink, operands, dropout, packed, _ = inputs
+        q, k, v, sink, operands, dropout, packed, _, out = inputs
         assert packed is not None
         packed_status.raise_pending()
         total_q, total_k = q.shape[1], k.shape[1]
         if 0 in (packed.cu_seqlens_q.numel() - 1, total_q, total_k):
             return _without_keys(call, q, sink, packed)
-        o = q.new_empty(1, total_q, heads, call.head_dim_v)
+        o = q.new_empty(1, total_q, heads, call.head_dim_v) if out is None else out
         lse = q.new_empty(1, heads, total_q, dtype=torch.float32) if call.return_lse else None
         kernel = kernel_for(_is_skewed(packed, total_q))
         work = work_list(call.arch, packed, total_q, total_k, kernel.rows)
         outputs = (o,) if lse is None else (o, lse)
         queue = kernel.queue(q.device, (work.shape[0] - 1) * heads)
         if has_arguments:
-            seeds, of_pattern = pattern_arguments(dropout)
+            seeds, of_pattern = pattern_arguments(dropout, heads)
             kernel.function(
                 q,
                 k,

@@ -12,16 +12,16 @@ from ....call.facts import AttentionCall
 from ....call.fp8 import FP8
 from ....variant.program import Program
 from ..packed.work_list import WIDTH
-from ..tile.parameters import SIZES, operand
+from ..tile.parameters import NO_PATTERN, SIZES, declare_pattern, operand
 
 
 def declare(builder: Builder, call: AttentionCall, traced: Program, persistent: bool) -> SimpleNamespace:
     """``(q, k, v, o, [lse], [q_descale, k_descale, v_descale], [sink], [seed], [work], *tensors, scale,
-    heads_per_kv_head, side_by_side, [threshold, weight], [tickets, blocks], *ints, *floats)``
+    heads_per_kv_head, side_by_side, [*pattern], [tickets, blocks], *ints, *floats)``
 
     ``tensors``, ``ints`` and ``floats`` are the variant's operands; ``tickets`` and ``blocks`` are a persistent
-    kernel's; the descales are fp8's, which also takes v as ``transpose_fp8.py`` writes it; ``seed``, ``threshold`` and
-    ``weight`` are dropout's; ``work`` is the work list of packed sequences (packed/work_list.py), whose tensors have
+    kernel's; the descales are fp8's, which also takes v as ``transpose_fp8.py`` writes it; ``seed`` and
+    ``pattern`` are dropout's; ``work`` is the work list of packed sequences (packed/work_list.py), whose tensors have
     one batch element. The sizes, read from the tensors' shapes, come beside them.
     """
     dtype = str(call.dtype).removeprefix("torch.")
@@ -56,7 +56,7 @@ def declare(builder: Builder, call: AttentionCall, traced: Program, persistent: 
     operands = {symbol.name: builder.prim_func_arg(symbol.name, operand(symbol)) for symbol in traced.tensors}
     scale = scalar("scale", "float")
     heads_per_kv_head, side_by_side = scalar("heads_per_kv_head", "int"), scalar("side_by_side", "int")
-    threshold, weight = (scalar("threshold", "int"), scalar("weight", "float")) if call.dropout else (None, None)
+    pattern = declare_pattern(scalar) if call.dropout else NO_PATTERN
     tickets, blocks = None, None
     if persistent:
         tickets, blocks = builder.prim_func_arg("tickets", T.Tensor([1], "int32")), scalar("blocks", "int")
@@ -64,8 +64,8 @@ def declare(builder: Builder, call: AttentionCall, traced: Program, persistent: 
     operands |= {f"f{index}": scalar(f"f{index}", "float") for index in range(traced.floats)}
     return SimpleNamespace(
         q=q, k=k, v=v, o=o, lse=lse, sink=sink, seed=seed, work=work, operands=operands, scale=scale,
-        heads_per_kv_head=heads_per_kv_head, side_by_side=side_by_side, threshold=threshold, weight=weight,
-        tickets=tickets, blocks=blocks, **descales, **vars(s),
+        heads_per_kv_head=heads_per_kv_head, side_by_side=side_by_side, tickets=tickets, blocks=blocks,
+        **pattern, **descales, **vars(s),
     )  # fmt: skip
 
 

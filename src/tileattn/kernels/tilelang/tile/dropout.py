@@ -43,9 +43,9 @@ def _high(product):
 
 @T.macro
 def enter_head(words, arg, b, h):
-    """The words of query head h of batch element b."""
+    """The words of query head h of batch element b; in a part of a call, of that head of the whole."""
     counter, product = T.alloc_local([4], "uint32"), T.alloc_local([2], "uint64")
-    counter[0] = _word(b * arg.heads + h)
+    counter[0] = _word(b * arg.pattern_heads + (arg.first_head + h))
     for e in T.unroll(3):
         counter[e + 1] = T.uint32(0)
     words[0] = _word(arg.seed[0])
@@ -65,10 +65,10 @@ def enter_head(words, arg, b, h):
 
 
 @T.macro
-def enter_tile(words, row, key):
+def enter_tile(words, arg, row, key):
     """The groups of its first query (from 0, whatever its position) and first key, which are multiples of 16."""
-    words[FIRST_ROWS] = _word(row // 2)
-    words[FIRST_KEYS] = _word(key // 2)
+    words[FIRST_ROWS] = _word(row // 2 + arg.first_row_group)
+    words[FIRST_KEYS] = _word(key // 2 + arg.first_key_group)
 
 
 @T.macro

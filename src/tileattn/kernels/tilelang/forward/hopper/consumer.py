@@ -229,7 +229,7 @@ def scores_to_weights(plan, arg, w, first_key, masked, bounded=False, first=Fals
         softmax.exponentials(w.acc_s, w.base, c, plan.block_M, plan.block_N)
         softmax.add_own_columns(w.acc_s, w.sums, w.alpha, plan.block_M, plan.block_N)
     if plan.call.dropout:
-        dropout.enter_tile(w.words, row, k_lo)
+        dropout.enter_tile(w.words, arg, row, k_lo)
         dropout.share_in_warp(w.words)
         dropout.drop(w.acc_s, w.acc_s, w.words, plan.block_M, plan.block_N)
 

@@ -1,0 +1,35 @@
+"""Groups of key/value heads: the transfer of one is hidden behind the computation of another.
+
+Nothing hides the first transfer of a forward pass, so the first group is one head, and each may be larger than the one
+before. In a backward pass nothing hides the last transfer, of dk and dv, either.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+from .layout import Span
+
+
+def forward_groups(kv_heads: int, groups: int) -> list[Span]:
+    """Sizes that grow by a factor, from one head on."""
+    groups = min(groups, kv_heads)
+    if groups <= 1:
+        return [(0, kv_heads)]
+    low, high = 1.0, float(kv_heads)
+    for _ in range(40):  # the factor with which 1 + x + x^2 + ... is all heads
+        factor = (low + high) / 2
+        low, high = (factor, high) if sum(factor**i for i in range(groups)) < kv_heads else (low, factor)
+    ends = [0, *(round(end) for end in accumulate(low**i for i in range(groups - 1)))]
+    # Rounding may leave a group without a head.
+    ends = [max(end, number) for number, end in enumerate(ends)]
+    return list(pairwise([*ends, kv_heads]))
+
+
+def backward_groups(kv_heads: int, groups: int) -> list[Span]:
+    """One head first, one last, and between them equal parts; two groups, or one, are equal parts."""
+    groups = min(groups, kv_heads)
+    if groups <= 2:
+        return list(pairwise([number * kv_heads // groups for number in range(groups + 1)]))
+    inner, parts = kv_heads - 2, groups - 2
+    return list(pairwise([0, *(1 + number * inner // parts for number in range(parts + 1)), kv_heads]))
