@@ -8,6 +8,7 @@
     python benchmarks/precompile.py conformance --kernels long --jobs 16   # of `pytest -m gpu --kernels long`
     python benchmarks/precompile.py conformance --match 'decode|append'    # of the tests of decode alone
     python benchmarks/precompile.py transformers                           # of tests/compat/transformers/test_models.py
+    python benchmarks/precompile.py parallel                               # of the tests on two GPUs
     python benchmarks/precompile.py suites fa --arch sm_90a --list         # what would be compiled; needs no GPU
 
 The run's own code makes each call, on tensors without memory (device "meta"), and is stopped where it asks for its
@@ -42,6 +43,7 @@ from tileattn.call import appending
 from tileattn.call.appending import AppendCall
 from tileattn.call.facts import AttentionCall, BackwardCall, device_arch
 from tileattn.call.fp8 import FP8
+from tileattn.call.inputs import Inputs
 from tileattn.cli import choices
 from tileattn.cli.group import run_script
 from tileattn.kernels.tilelang import buckets
@@ -122,6 +124,7 @@ def _going_on(run: Callable[..., Any], trace: Callable[..., Any]) -> Callable[..
 
 
 _append_call = appending.make_append_call
+_run_forward, _run_backward = ops.run_forward, ops.run_backward
 
 
 @contextmanager
@@ -286,6 +289,51 @@ def transformers_attempts() -> Iterator[Attempt]:
     yield from transformers_calls.calls()
 
 
+def parallel_attempts() -> Iterator[Attempt]:
+    """The calls that the ranks of the tests on two GPUs make. This process plays one rank after the other.
+
+    A plan asks masks which keys they reach, so conformance cases have values, on a CPU, which counts as a GPU here.
+    What TileLang refuses runs by kernels that are compiled in the tests.
+    """
+    from tests.parallel import ranks_two_gpus, test_two_gpus
+    from tests.tools.one_rank import playing
+
+    def asking(attempt: Attempt, rank: int) -> None:
+        with (
+            playing(rank, 2),
+            torch.enable_grad(),
+            mock.patch.object(ops, "run_forward", _going_on(_by_tilelang(_run_forward), _empty_outputs)),
+            mock.patch.object(ops, "run_backward", _going_on(_by_tilelang(_run_backward), _empty_gradients)),
+            mock.patch.object(ranks_two_gpus, "DEVICE", "meta"),
+        ):
+            attempt()
+
+    for rank in (0, 1):
+        with playing(rank, 2):
+            attempts = [*test_two_gpus.calls(), *ranks_two_gpus.calls()]
+        for attempt in attempts:
+            yield functools.partial(asking, attempt, rank)
+
+
+def _by_tilelang(run: Callable[..., Any]) -> Callable[..., Any]:
+    def named(options: ops.Options, *arguments: Any) -> Any:
+        with suppress(NotImplementedError):
+            return run(options._replace(backend="tilelang"), *arguments)
+
+    return named
+
+
+def _empty_outputs(options: ops.Options, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    q, v = inputs.q, inputs.v
+    o = q.new_empty(*q.shape[:3], v.shape[3])
+    return o, q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _empty_gradients(options: ops.Options, inputs: Inputs, needs: Sequence[bool], *_: Any) -> list[torch.Tensor]:
+    given = (inputs.q, inputs.k, inputs.v, inputs.sink, *inputs.operands.tensors)
+    return [x.new_empty(x.shape) for x, need in zip(given, needs) if need and x is not None]
+
+
 @torch.enable_grad()
 def _training(arguments: Arguments, run: Callable[[Arguments, str], tuple[torch.Tensor, torch.Tensor]]) -> None:
     """A call and its backward pass, with both outputs' gradients."""
@@ -360,6 +408,14 @@ def transformers(jobs: Jobs = CORES, arch: Arch = None, only_list: List = False)
     """The kernels of the tests with models of transformers, which `conformance` leaves out."""
     sys.path.insert(0, str(ROOT))
     raise typer.Exit(run(jobs_of(transformers_attempts(), _arch(arch)), jobs, only_list))
+
+
+@app.command()
+def parallel(match: Match = "", jobs: Jobs = CORES, arch: Arch = None, only_list: List = False) -> None:
+    """The kernels of the tests on two GPUs: the test_two_gpus files."""
+    sys.path.insert(0, str(ROOT))
+    found = [job for job in jobs_of(parallel_attempts(), _arch(arch)) if re.search(match, str(job))]
+    raise typer.Exit(run(found, jobs, only_list))
 
 
 def _arch(name: str | None) -> str:

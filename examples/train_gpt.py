@@ -366,6 +366,7 @@ def main(
     if ranks > 1 and on_gpu:
         own_gpu()  # before anything is put on a GPU, or all ranks would use the first
     settings = Settings(steps, seqlen, batch, layers, heads, dim, rate, device, dtype, compile, seed)
+    context = Context(ranks, seqlen, device, fsdp) if ranks > 1 else None  # chooses each rank's GPU
     check_attention(backend, settings)
     if measure:
         baselines = [Backend.fa2, Backend.cudnn] if on_gpu else [Backend.sdpa]
@@ -375,7 +376,6 @@ def main(
             save(speeds, settings, commit, json)
             console.print(f"The speeds are in {json}.")
         return
-    context = Context(ranks, seqlen, device, fsdp) if ranks > 1 else None
     if context is not None and context.rank:
         console.quiet = True
     training, curve = train(text, settings, backend, context)

@@ -1,78 +1,86 @@
-"""What ranks run for test_agreement.py: calls of which one is wrong."""
+"""What ranks run for test_agreement.py and test_two_gpus_agreement.py: calls of which one is wrong."""
 
 from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 import tileattn
 from tileattn.parallel import Plan
+from tileattn.parallel.torch_names import default_store
 
 SEQLEN = 37
 
 
-def call(plan: Plan, mask: Any, heads: int = 4, **options: Any) -> None:
+def call(plan: Plan, device: str, mask: Any, heads: int = 4, **options: Any) -> None:
     """Forward and backward on any values."""
-    q, k, v = (torch.ones(1, plan.rows, each, 8, requires_grad=True) for each in (heads, 2, 2))
+    q, k, v = (torch.ones(1, plan.rows, each, 8, device=device, requires_grad=True) for each in (heads, 2, 2))
     plan.attention(q, k, v, mask=mask, **options).sum().backward()
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
-def wrong(plan: Plan, what: str, at: int, number: int) -> None:
+def wrong(plan: Plan, device: str, what: str, at: bool) -> None:
     """A call that is wrong on one rank."""
     if what == "argument":
-        call(plan, tileattn.Causal(), heads=3 if at else 4)  # 3 is no multiple of 2
+        call(plan, device, tileattn.Causal(), heads=3 if at else 4)  # 3 is no multiple of 2
     elif what == "mask":
-        call(plan, tileattn.SlidingWindow(5) if at else tileattn.Causal())
+        call(plan, device, tileattn.SlidingWindow(5) if at else tileattn.Causal())
     elif what == "window":
-        call(plan, tileattn.SlidingWindow(6 if at else 5))
+        call(plan, device, tileattn.SlidingWindow(6 if at else 5))
     elif what == "dtype":
-        q = torch.ones(1, plan.rows, 2, 8, dtype=torch.float64 if at else torch.float32)
+        q = torch.ones(1, plan.rows, 2, 8, device=device, dtype=torch.float64 if at else torch.float32)
         plan.attention(q, q, q)
     elif what == "death":
         if at:
             os._exit(1)
-        call(plan, tileattn.Causal())
+        call(plan, device, tileattn.Causal())
     elif what == "backend":
         # It refuses the call when it runs: behind the agreement, in which all took part.
-        call(plan, tileattn.Causal(), backend="mma" if at else "torch")
+        call(plan, device, tileattn.Causal(), backend="mma" if at else "torch")
     else:
         raise AssertionError(what)
 
 
-def wrong_at(what: str, rank: int, good: int, check: str) -> dict[str, Any]:
+def wrong_at(what: str, rank: int, good: int, check: str, device: str = "cpu") -> dict[str, Any]:
     """Makes good calls, then one that is wrong on one rank; says what it raised, after how long, and what then runs."""
     plan = Plan(None, SEQLEN, check=check)
     for _ in range(good):
-        call(plan, tileattn.Causal())
+        call(plan, device, tileattn.Causal())
     begin = time.monotonic()
     found: dict[str, Any] = {"error": None}
     try:
-        wrong(plan, what, plan.rank == rank, good + 1)
+        wrong(plan, device, what, plan.rank == rank)
     except Exception as error:
         found = {"error": str(error), "kind": type(error).__name__, "rank": getattr(error, "rank", None)}
     return {**found, "seconds": time.monotonic() - begin}
 
 
-def stays_usable(what: str, rank: int, check: str) -> str:
+def stays_usable(what: str, rank: int, check: str, device: str = "cpu") -> str:
     """A wrong call, and then a good one of the same plan."""
     plan = Plan(None, SEQLEN, check=check)
     text = "nothing"
     try:
-        wrong(plan, what, plan.rank == rank, 1)
+        wrong(plan, device, what, plan.rank == rank)
     except Exception as error:
         text = str(error)
     for _ in range(3):
-        call(plan, tileattn.Causal())
+        call(plan, device, tileattn.Causal())
     return text
 
 
-def slow_rank() -> float:
-    """A rank that comes later than a dead one would be found."""
+def slow_rank(waits: bool) -> float:
+    """A rank that comes later than a dead one would be found: it sleeps, or waits for a key of the store."""
     plan = Plan(None, SEQLEN)
-    if plan.rank == 1:
+    if plan.rank == 1 and waits:
+        with suppress(RuntimeError):
+            default_store().wait(["a key that nobody writes"], timedelta(seconds=7.5))
+    elif plan.rank == 1:
         time.sleep(6.5)
-    call(plan, tileattn.Causal())
+    call(plan, "cpu", tileattn.Causal())
     return 0.0

@@ -1,4 +1,4 @@
-"""What each rank runs for test_conformance.py: a conformance case on its shards."""
+"""What each rank runs for test_conformance.py and test_two_gpus.py: a conformance case on its shards."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from tileattn.parallel import Plan
 from tileattn.testing import Arguments, ConformanceCase, build, output_gradients, poisoned_memory
 
+AROUND = 8  # rows, so that a GPU's kernels find them at multiples of 16 bytes
+
 
 @functools.cache
 def plan_of(seqlen: int, layout: str, node: int) -> Plan:
@@ -20,17 +22,27 @@ def plan_of(seqlen: int, layout: str, node: int) -> Plan:
 
 def poisoned_shard(plan: Plan, x: Tensor, dim: int = 1) -> Tensor:
     """The shard of a tensor, inside memory that is NaN before and behind it."""
-    shard = x.index_select(dim, plan.tokens)
+    shard = x.index_select(dim, plan.tokens.to(x.device))
     shape = list(shard.shape)
-    shape[dim] += 2
-    memory = torch.full(shape, torch.nan, dtype=x.dtype)
-    inside = memory.narrow(dim, 1, shard.shape[dim])
+    shape[dim] += 2 * AROUND
+    memory = torch.full(shape, torch.nan, dtype=x.dtype, device=x.device)
+    inside = memory.narrow(dim, AROUND, shard.shape[dim])
     return inside.copy_(shard)
 
 
-def attend(case: ConformanceCase, layout: str, node: int, options: dict[str, Any]) -> dict[str, Any]:
+def on_cpu(values: dict[str, Any]) -> dict[str, Any]:
+    """The same with all tensors on the CPU, also those of dictionaries inside."""
+    return {
+        name: on_cpu(x) if isinstance(x, dict) else x.detach().cpu() if isinstance(x, Tensor) else x
+        for name, x in values.items()
+    }
+
+
+def attend(
+    case: ConformanceCase, layout: str, node: int, options: dict[str, Any], device: str = "cpu"
+) -> dict[str, Any]:
     """Outputs and gradients of this rank, and its tokens."""
-    arguments = build(case)
+    arguments = build(case, device)
     do, dlse = output_gradients(case, arguments)
     plan = plan_of(arguments.q.shape[1], layout, node)
     rows = [poisoned_shard(plan, x.detach()).requires_grad_() for x in (arguments.q, arguments.k, arguments.v)]
@@ -43,7 +55,7 @@ def attend(case: ConformanceCase, layout: str, node: int, options: dict[str, Any
         torch.autograd.backward(outputs, gradients)
     found = dict(zip(("dq", "dk", "dv"), (x.grad for x in rows)))
     found |= {name: x.grad for name, x in others.items()}
-    return {"tokens": plan.tokens, "o": o.detach(), "lse": lse.detach(), "gradients": found}
+    return on_cpu({"tokens": plan.tokens, "o": o, "lse": lse, "gradients": found})
 
 
 def _call(plan: Plan, rows: Sequence[Tensor], arguments: Arguments, options: dict[str, Any]) -> tuple[Tensor, Tensor]:

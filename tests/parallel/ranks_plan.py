@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import tileattn
-from tests.parallel.ranks_conformance import poisoned_shard
+from tests.parallel.ranks_conformance import on_cpu, poisoned_shard
 from tileattn.parallel import Plan
 from tileattn.testing import ConformanceCase, build, output_gradients, poisoned_memory
 
@@ -63,9 +63,9 @@ def traffic(seqlen: int, layout: str, mask: Any, options: dict[str, Any]) -> tup
     return forward, plan.traffic.received
 
 
-def documents(case: ConformanceCase, options: dict[str, Any]) -> dict[str, Any]:
+def documents(case: ConformanceCase, options: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
     """A packed case by a plan with documents."""
-    arguments = build(case)
+    arguments = build(case, device)
     do, dlse = output_gradients(case, arguments)
     assert arguments.packed is not None
     plan = Plan(None, arguments.q.shape[1], documents=arguments.packed.cu_seqlens_q, mask=arguments.mask)
@@ -81,13 +81,7 @@ def documents(case: ConformanceCase, options: dict[str, Any]) -> dict[str, Any]:
             gradients.append(poisoned_shard(plan, dlse, 2))
         torch.autograd.backward([o, lse][: len(gradients)], gradients)
     found = dict(zip(("dq", "dk", "dv"), (x.grad for x in rows))) | {name: x.grad for name, x in others.items()}
-    return {
-        "tokens": plan.tokens,
-        "positions": plan.positions,
-        "o": o.detach(),
-        "lse": lse.detach(),
-        "gradients": found,
-    }
+    return on_cpu({"tokens": plan.tokens, "positions": plan.positions, "o": o, "lse": lse, "gradients": found})
 
 
 def local_bias(seqlen: int, algorithm: str) -> None:

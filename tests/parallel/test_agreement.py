@@ -98,5 +98,6 @@ def test_a_plan_is_usable_after_a_refused_call(mode: str) -> None:
 
 
 @pytest.mark.slow  # it sleeps
-def test_a_slow_rank_is_not_taken_for_a_dead_one() -> None:
-    returned(pool(RANKS).run(slow_rank))
+@pytest.mark.parametrize("waits", [False, True], ids=["sleeps", "waits"])
+def test_a_slow_rank_is_not_taken_for_a_dead_one(waits: bool) -> None:
+    returned(pool(RANKS).run(slow_rank, waits))

@@ -73,13 +73,12 @@ def together(results: list[dict[str, Any]], name: str, dim: int) -> Tensor:
     return torch.empty_like(shards).index_copy_(dim, tokens, shards)
 
 
-@pytest.mark.parametrize(("case", "ranks", "layout", "options"), _parameters())
-def test_conformance(case: ConformanceCase, ranks: int, layout: str, options: dict[str, Any]) -> None:
-    results = returned(pool(ranks).run(attend, case, layout, max(1, ranks // 2), options))
-    arguments = build(case)
-    got = together(results, "o", 1), together(results, "lse", 2)
+def check(case: ConformanceCase, results: list[dict[str, Any]], device: str = "cpu") -> None:
+    """Outputs and gradients of all ranks together are right by the rule; gradients of whole tensors are equal."""
+    arguments = build(case, device)
+    got = together(results, "o", 1).to(device), together(results, "lse", 2).to(device)
     assert_forward_accurate(case.id, got, *expected_forward(arguments))
-    arguments = build(case)
+    arguments = build(case, device)
     do, dlse = output_gradients(case, arguments)
     gradients = {name: together(results, name, 1) for name in ("dq", "dk", "dv")}
     for name in arguments.leaves():
@@ -87,5 +86,10 @@ def test_conformance(case: ConformanceCase, ranks: int, layout: str, options: di
             first, *others = [result["gradients"][name] for result in results]
             assert all(torch.equal(first, other) for other in others), f"{name} differs between ranks"
             gradients[name] = first
-    gradients = {name: gradients[name] for name in arguments.leaves()}
+    gradients = {name: gradients[name].to(device) for name in arguments.leaves()}
     assert_gradients_accurate(case.id, gradients, *expected_gradients(arguments, do, dlse), case.dtype)
+
+
+@pytest.mark.parametrize(("case", "ranks", "layout", "options"), _parameters())
+def test_conformance(case: ConformanceCase, ranks: int, layout: str, options: dict[str, Any]) -> None:
+    check(case, returned(pool(ranks).run(attend, case, layout, max(1, ranks // 2), options)))

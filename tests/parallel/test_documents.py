@@ -9,21 +9,13 @@ import pytest
 import torch
 
 from tests.parallel.ranks_plan import documents
-from tests.parallel.test_conformance import together
+from tests.parallel.test_conformance import check
 from tests.tools.ranks import pool, returned
 from tileattn import Causal, SlidingWindow
 from tileattn.parallel.sharding.documents import documents_layout
 from tileattn.parallel.sharding.layout import Layout
 from tileattn.parallel.sharding.ranges import areas
-from tileattn.testing import (
-    ConformanceCase,
-    assert_forward_accurate,
-    assert_gradients_accurate,
-    build,
-    expected_forward,
-    expected_gradients,
-    output_gradients,
-)
+from tileattn.testing import ConformanceCase
 from tileattn.testing.call_arguments import Structure
 from tileattn.testing.shapes import PackedShape
 
@@ -38,12 +30,16 @@ VARIANTS: tuple[tuple[str, tuple[str, ...], bool, str], ...] = (
 )
 
 
+def packed_case(lengths: tuple[int, ...], variant: tuple[str, tuple[str, ...], bool, str]) -> ConformanceCase:
+    mask, scores, sink, dtype = variant
+    structure = Structure(dtype, 16, 16, mask, scores, sink, aligned=True)
+    return ConformanceCase(structure, PackedShape(f"{len(lengths)}documents", 4, 2, lengths, lengths))
+
+
 def _parameters() -> list[Any]:
     parameters = []
     for number, (lengths, variant) in enumerate(itertools.product(LENGTHS, VARIANTS)):
-        mask, scores, sink, dtype = variant
-        structure = Structure(dtype, 16, 16, mask, scores, sink, aligned=True)
-        case = ConformanceCase(structure, PackedShape(f"{len(lengths)}documents", 4, 2, lengths, lengths))
+        case = packed_case(lengths, variant)
         ranks, algorithm = (2, 4, 8)[number % 3], ("gather", "ulysses", "ring", "2d")[number // 2 % 4]
         marks = [] if number % 5 == 0 else [pytest.mark.slow]
         parameters.append(
@@ -55,16 +51,7 @@ def _parameters() -> list[Any]:
 @pytest.mark.parametrize(("case", "ranks", "algorithm"), _parameters())
 def test_documents_conform(case: ConformanceCase, ranks: int, algorithm: str) -> None:
     results = returned(pool(ranks).run(documents, case, {"algorithm": algorithm}))
-    arguments = build(case)
-    got = together(results, "o", 1), together(results, "lse", 2)
-    assert_forward_accurate(case.id, got, *expected_forward(arguments))
-    arguments = build(case)
-    do, dlse = output_gradients(case, arguments)
-    gradients = {
-        name: together(results, name, 1) if name in ("dq", "dk", "dv") else results[0]["gradients"][name]
-        for name in arguments.leaves()
-    }
-    assert_gradients_accurate(case.id, gradients, *expected_gradients(arguments, do, dlse), case.dtype)
+    check(case, results)
     assert isinstance(case.shape, PackedShape)
     positions = torch.cat([torch.arange(length) for length in case.shape.lengths_q])
     for result in results:

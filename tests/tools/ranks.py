@@ -1,4 +1,6 @@
-"""Pools of processes that are the ranks of a gloo group: one for each number of ranks, started once, for all tests.
+"""Pools of processes that are the ranks of a group: one for each number of ranks, started once, for all tests.
+
+On CPUs the group's backend is gloo. With ``device="cuda"`` it is NCCL, and each rank has a GPU of its own.
 
 A test sends a function, by its module and name, and its arguments. Every rank runs it, and the test gets what each
 returned or raised. Nothing waits for ever: a pool that does not answer in time is ended, and the test fails.
@@ -37,9 +39,9 @@ class Ended:
 
 
 class Pool:
-    """Processes of a group."""
+    """Processes of a group: on CPUs, or each on the GPU of its rank's number."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, device: str = "cpu") -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
             ["torch", "torch.distributed", "tileattn", "tileattn.parallel", "tileattn.testing"]
@@ -49,7 +51,7 @@ class Pool:
         self.processes = []
         for rank in range(ranks):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, ranks, self.store.port), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, ranks, self.store.port, device), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(mine)
@@ -86,23 +88,27 @@ def returned(results: list[Any]) -> list[Any]:
     return results
 
 
-_pools: dict[int, Pool] = {}
+_pools: dict[tuple[int, str], Pool] = {}
 
 
-def pool(ranks: int) -> Pool:
-    """The pool of this number of ranks, which all tests share."""
-    found = _pools.get(ranks)
+def pool(ranks: int, device: str = "cpu") -> Pool:
+    """The pool of this number of ranks on these devices, which all tests share."""
+    found = _pools.get((ranks, device))
     if found is None or not all(process.is_alive() for process in found.processes):
-        found = _pools[ranks] = Pool(ranks)
+        found = _pools[ranks, device] = Pool(ranks, device)
         atexit.register(found.close)
     return found
 
 
-def _serve(pipe: Connection, rank: int, ranks: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, ranks: int, port: int, device: str) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=LIMIT))
-    dist.barrier()  # so that no rank ends while another still connects to it
+    backend, gpus, timeout = "gloo", None, LIMIT
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        backend, gpus, timeout = "nccl", [rank], 3 * LIMIT  # a rank may compile a kernel while another waits for it
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+    dist.barrier(device_ids=gpus)  # so that no rank ends while another still connects to it
     while True:
         try:
             module, name, arguments = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)

@@ -29,7 +29,7 @@ from .sharding.documents import documents_layout
 from .sharding.layout import Run, Span, sequence_layout
 from .sharding.ranges import key_ranges
 from .sharding.work import assign
-from .torch_names import default_store, is_capturing, prefixed, uncompiled
+from .torch_names import default_store, is_capturing, own_connection, prefixed, uncompiled
 from .transport.link import Link
 from .transport.unshard import gathered
 
@@ -354,7 +354,7 @@ class _Members:
     def __init__(self, store: Any, members: Sequence[int], rank: int) -> None:
         whose = "-".join(map(str, members)) if len(members) <= 8 else digest(str(members))
         self.prefix, self.store, self.plans = f"tileattn/{whose}", store, 0
-        self.heart = Heartbeat(prefixed(self.prefix, store), rank, len(members))
+        self.heart = Heartbeat(prefixed(self.prefix, own_connection(store)), rank, len(members))
 
 
 _members: dict[tuple[tuple[int, ...], int], _Members] = {}

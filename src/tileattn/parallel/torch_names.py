@@ -16,6 +16,17 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def own_connection(store: Any) -> Any:
+    """The same store by a connection of its own, if it can be had.
+
+    A thread that waits for a key keeps its connection to itself, and others that use it wait, too.
+    """
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):  # an older PyTorch, or a store that cannot
+        return store
+
+
 def prefixed(prefix: str, store: Any) -> Any:
     """A part of a store, whose keys begin with a prefix."""
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]

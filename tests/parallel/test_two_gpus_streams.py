@@ -1,0 +1,45 @@
+"""Streams, memory that is used again while transfers are under way, CUDA graphs, and the most memory that is taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parallel.ranks_two_gpus import in_a_graph, on_another_stream, peak, under_pressure
+from tests.parallel.test_two_gpus_bits import OPTIONS, name_of
+from tests.tools.two_gpus import MARKS, on_both
+
+pytestmark = MARKS
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
+def test_another_stream(options: dict[str, Any]) -> None:
+    for different in on_both(on_another_stream, options, 4096):
+        assert different == []
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
+def test_memory_that_is_used_again_at_once(options: dict[str, Any]) -> None:
+    names = ("o", "lse", "dq", "dk", "dv")
+    if options["algorithm"] == "ring":  # whose o and lse are not, bit by bit, those of one GPU
+        names = names[2:]
+    for wrong in on_both(under_pressure, options, 4096, 60):
+        assert {name: wrong[name] for name in names} == dict.fromkeys(names, 0)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
+def test_a_cuda_graph(options: dict[str, Any]) -> None:
+    for equal in on_both(in_a_graph, options, 2048):
+        assert equal
+
+
+MOST = 28e9 / 2**20  # bytes a token of the whole sequence, on each of two GPUs: 28 GB for a million tokens
+
+
+@pytest.mark.parametrize("options", [{"algorithm": "gather", "head_groups": 8}, {"algorithm": "auto"}], ids=name_of)
+def test_the_most_memory(options: dict[str, Any]) -> None:
+    """Of q, k, v, o, do, dq, dk, dv and lse there are 21.5 GB for a million tokens, of 32 and 8 heads of 128."""
+    seqlen = 1 << 16
+    for found in on_both(peak, options, seqlen, (32, 8), 128):
+        assert found["peak"] <= MOST * seqlen
