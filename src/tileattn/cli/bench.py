@@ -41,7 +41,7 @@ Suite = Annotated[
         "sequences), [b]fp8[/b] (fp8 beside bf16), [b]decode[/b] (one query per sequence over caches), "
         "[b]decode-ratios[/b] (what options of decode cost), [b]random[/b] (shapes drawn by --seed), [b]modules[/b] "
         "(the modules of tileattn.nn beside naive attention; --seqlen, --batch, --heads and --head-dim choose its "
-        "shape).",
+        "shape), [b]parallel[/b] (several GPUs, by torchrun).",
         show_default=False,
     ),
 ]
@@ -277,7 +277,7 @@ def bench(
     """
     from tileattn.bench.decode import ahead
     from tileattn.bench.draws import shapes
-    from tileattn.cli import choices, decode_bench, module_bench, random_bench
+    from tileattn.cli import choices, decode_bench, module_bench, parallel_bench, random_bench
     from tileattn.cli import run_bench as command
 
     if suite in ahead.SUITES:
@@ -299,10 +299,18 @@ def bench(
         )
         files = command.FileOptions(json, plot, force, commit, quiet)
         raise typer.Exit(random_bench.bench(random_options, choices.resolve_device(device), files))
+    if suite == parallel_bench.PARALLEL:
+        parallel_bench.refuse_others(context)
+        of_passes = parallel_bench.direction_of(context, direction)
+        parallel_options = parallel_bench.ParallelOptions(
+            seqlen, head_dim, dtype, of_passes, device, backend, baselines, rounds, rows, resume
+        )
+        files = command.FileOptions(json, plot, force, commit, quiet)
+        raise typer.Exit(parallel_bench.bench(parallel_options, files))
     if rows is not None or resume:
         raise choices.refuse(
             "--resume" if resume else "--rows",
-            "only the suite decode has it" if not resume else "only random, decode and decode-ratios have it",
+            "only random, parallel and the suites of decode have it" if resume else "only decode and parallel have it",
         )
     of_random = {"--seed": seed, "--cases": cases, "--draws": draws, "--compile": compile}
     if given := [name for name, value in of_random.items() if value is not None]:
@@ -312,7 +320,13 @@ def bench(
     files = command.FileOptions(json, plot, force, commit, quiet)
     where = choices.resolve_device(device)
     chosen = choices.choose_cases(
-        suite, shape, terms, dtype, direction, where, (*ahead.SUITES, module_bench.MODULES, shapes.SUITE)
+        suite,
+        shape,
+        terms,
+        dtype,
+        direction,
+        where,
+        (*ahead.SUITES, module_bench.MODULES, shapes.SUITE, parallel_bench.PARALLEL),
     )
     implementations = choices.choose_implementations(backend, baselines, where, chosen)
     raise typer.Exit(command.bench(chosen, implementations, where, rounds, files))
