@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from tileattn.bench.parallel.ranks import RankFailed, Ranks, first_process, rank
 from tileattn.bench.parallel.results import Results
 from tileattn.bench.parallel.run import Run
 from tileattn.cli.choices import at_least_one, lengths_of, own_implementation, refuse
-from tileattn.cli.run_bench import RESULTS_FOLDER, FileOptions, check_picture, create, writing
+from tileattn.cli.run_bench import RESULTS_FOLDER, FileOptions, check_picture, create, draw
 
 PARALLEL = "parallel"
 # Options of `tileattn bench` that the suite has.
@@ -238,14 +237,5 @@ def _show(measured: Results, json: Path, files: FileOptions) -> None:
     if not files.quiet:
         Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(report.render(measured))
     typer.echo(f"results: {json}")
-    if not measured.rows:
-        return
-    if find_spec("matplotlib") is None:
-        typer.echo("no picture: plots need matplotlib (pip install 'tileattn[plot]')", err=True)
-        return
-    from tileattn.bench.parallel import plot
-
-    picture = files.plot or json.with_suffix(".png")
-    with writing("--plot", picture):
-        plot.save(measured, picture)
-    typer.echo(f"picture: {picture}")
+    if any(measured.row(case, results.IDEAL, each) for case in measured.cases() for each in measured.directions()):
+        draw(measured, files.plot or json.with_suffix(".png"), asked=files.plot is not None, option="--plot")

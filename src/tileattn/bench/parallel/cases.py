@@ -5,11 +5,12 @@ All lengths are parts or multiples of one, which stands for 128k tokens: 131,072
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import NormalDist
 
 from tileattn import Causal, Mask, SlidingWindow
@@ -58,7 +59,7 @@ class Case:
     def lengths(self) -> list[int]:
         """Of the documents, or of the only sequence."""
         ends = self.documents or (0, self.seqlen)
-        return [stop - start for start, stop in zip(ends, ends[1:])]
+        return [stop - start for start, stop in pairwise(ends)]
 
     def area(self) -> int:
         """Pairs of query and key that the mask lets through."""
@@ -135,7 +136,7 @@ def _count(tokens: int) -> int:
 def _weights(count: int, sigma: float) -> list[float]:
     source, normal = random.Random(SEED), NormalDist()
     # Of `random.Random` only `random()`, whose sequence Python keeps.
-    return [2.718281828459045 ** (sigma * normal.inv_cdf(source.random())) for _ in range(count)]
+    return [math.exp(sigma * normal.inv_cdf(source.random())) for _ in range(count)]
 
 
 def _shared(tokens: int, weights: Sequence[float]) -> list[int]:

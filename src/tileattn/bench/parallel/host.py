@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -33,10 +34,7 @@ def host_costs(case: Case, dtype: torch.dtype, ranks: Ranks, backend: str | None
         plan = plan_of(case, check)
         mine = source.inputs(Part(plan.tokens))
 
-        def call(plan: tileattn.parallel.Plan = plan, mine: object = mine) -> object:
-            q, k, v, _ = mine  # type: ignore[attr-defined]
-            return plan.attention(q, k, v, causal=True, backend=backend)
-
+        call = partial(plan.attention, *mine[:3], causal=True, backend=backend)
         costs.append(_cost(f"plan.attention, check={check!r}", call, ranks))
     return costs
 

@@ -20,9 +20,9 @@ from tileattn.bench.parallel import torch_context_parallel as pytorch
 from tileattn.bench.parallel.cases import Case
 from tileattn.bench.parallel.problem import Inputs, Part, Source
 from tileattn.bench.parallel.ranks import Ranks
+from tileattn.bench.parallel.results import IDEAL
 from tileattn.parallel import Plan
 
-IDEAL = "ideal"
 RINGS = tuple(f"{kernel}-{method}" for kernel in pytorch.KERNELS for method in pytorch.ROTATE_METHODS)
 FLEX = ("flex", "flex-ptrr")
 
@@ -218,8 +218,13 @@ class TorchFlex:
             balancer = pytorch.time_balancer(mask_mod, case.seqlen, ranks.count, source.device)
         attend = pytorch.FlexParallel(self.device_mesh, mask_mod, case.seqlen, balancer)
         part = Part(attend.tokens)
-        inputs, (q, k, v) = _heads_first(source.inputs(part))
-        return Prepared(part, inputs, lambda: attend(q, k, v), heads_first=True)
+        inputs, leaves = _heads_first(source.inputs(part))
+
+        def call() -> Tensor:
+            # On a CPU it refuses inputs that take gradients, also where none are computed.
+            return attend(*(leaves if torch.is_grad_enabled() else (x.detach() for x in leaves)))
+
+        return Prepared(part, inputs, call, heads_first=True)
 
 
 def mask_mod_of(case: Case, device: torch.device) -> pytorch.MaskMod:

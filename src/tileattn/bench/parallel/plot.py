@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from tileattn.bench.baselines.base import OWN
 from tileattn.bench.cases import DIRECTIONS
-from tileattn.bench.parallel.implementations import IDEAL
-from tileattn.bench.parallel.results import Results
+from tileattn.bench.parallel.results import IDEAL, Results
 from tileattn.bench.plot import COLOURS, FAINT, INK, literal, style
 
 if TYPE_CHECKING:

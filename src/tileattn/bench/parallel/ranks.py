@@ -107,7 +107,7 @@ def ranks_of(device_type: str) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     made = not dist.is_initialized()
     if made and device_type == "cuda":
-        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
+        dist.init_process_group("nccl", timeout=TIMEOUT)
     elif made:
         dist.init_process_group("gloo", timeout=TIMEOUT)
     try:

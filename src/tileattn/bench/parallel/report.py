@@ -7,8 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tileattn.bench.cases import DIRECTIONS
-from tileattn.bench.parallel.implementations import IDEAL
-from tileattn.bench.parallel.results import MOST, Results, Row
+from tileattn.bench.parallel.results import IDEAL, MOST, Results, Row
 from tileattn.measure.units import human_bytes
 
 DASH = "-"

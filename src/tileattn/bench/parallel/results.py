@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tileattn.bench.baselines.base import OWN, is_own
-from tileattn.bench.parallel.implementations import IDEAL
 from tileattn.bench.results import made, read
 
 FORMAT = "parallel-1"
-MOST = 1.01  # of the ideal: who is faster than that was not measured rightly
+IDEAL = "ideal"
+MOST = 1.01  # of the ideal: if tileattn is faster than that, the measurement is wrong
 # What must agree for a run to go on from a file: its rows stand beside each other.
 AGREE = ("device", "gpu", "ranks", "commit", "dtype", "base", "head_dim")
 
@@ -101,7 +101,8 @@ class Results:
 
     def cases(self) -> list[str]:
         """Names, in the order in which they were run."""
-        return list(dict.fromkeys(each.case for each in [*self.rows, *self.missing]))
+        entries: list[Row | Missing] = [*self.rows, *self.missing]
+        return list(dict.fromkeys(each.case for each in entries))
 
     def directions(self) -> list[str]:
         """Those that were measured: the forward pass first."""
@@ -113,8 +114,8 @@ class Results:
         return None if ideal is None or row.backend == IDEAL else ideal.ms / row.ms
 
     def suspicious(self) -> list[Row]:
-        """The rows that are faster than the ideal: the measurement is wrong."""
-        return [row for row in self.rows if (self.of_ideal(row) or 0.0) > MOST]
+        """tileattn's rows that are faster than the ideal, which has the same kernels: the measurement is wrong."""
+        return [row for row in self.rows if is_own(row.backend) and (self.of_ideal(row) or 0.0) > MOST]
 
     def best_of_pytorch(self, case: str, direction: str) -> Row | None:
         """The fastest of PyTorch's, of all kernels and ways of rotation."""

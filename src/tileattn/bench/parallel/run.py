@@ -18,10 +18,10 @@ import torch
 from tileattn.bench.baselines.base import is_own
 from tileattn.bench.parallel.cases import Case
 from tileattn.bench.parallel.check import Values, Verdict, values_of, verdict
-from tileattn.bench.parallel.implementations import IDEAL, Implementation, Prepared
+from tileattn.bench.parallel.implementations import Implementation, Prepared
 from tileattn.bench.parallel.problem import Source
 from tileattn.bench.parallel.ranks import RankFailed, Ranks
-from tileattn.bench.parallel.results import Missing, Results, Row
+from tileattn.bench.parallel.results import IDEAL, Missing, Results, Row
 from tileattn.bench.parallel.timing import Timer
 from tileattn.measure.memory import peak_bytes
 
@@ -91,6 +91,7 @@ class Run:
                 prepared[name] = self.ranks.attempt(partial(implementation.prepare, source, self.ranks), self.complain)
             except RankFailed as error:
                 self._miss(case, name, self.directions, str(error), failed=True)
+            self._tidy()
         for direction in ["fwdbwd"] if case.is_long else self.directions:
             self._direction(case, direction, prepared)
         prepared.clear()

@@ -67,11 +67,17 @@ def ring(device_mesh: Any, seqlen: int, kernel: str, method: str) -> Iterator[No
     buffer = torch.empty(seqlen, device=device_mesh.device_type)  # there must be one to shard
     sdpa_kernel = _name("torch.nn.attention", "sdpa_kernel")
     backend = getattr(_name("torch.nn.attention", "SDPBackend"), KERNELS[kernel])
+    failure: Exception | None = None
     with (
         context_parallel(device_mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer}),
         sdpa_kernel(backend),
     ):
-        yield
+        try:
+            yield
+        except Exception as error:  # left by an exception, torch 2.11 would keep SDPA patched
+            failure = error
+    if failure is not None:
+        raise failure
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
