@@ -27,22 +27,22 @@ SOURCE: str | None = None
 INTRODUCTION = """\
 # Speed on several GPUs
 
-How near [`Plan.attention`](parallel.md) comes to the **ideal**: as many GPUs at once, each with its part of the heads of
-the whole sequence, by `tileattn.attention` and without communication. The slowest GPU counts, for the ideal as well. In
-each round all implementations run, in a random order; a time is the median over rounds.
+How near [`Plan.attention`](parallel.md) comes to the **ideal**: as many GPUs at once, each with its part of the heads
+of the whole sequence, by `tileattn.attention` and without communication. The slowest GPU counts, for the ideal as well.
+In each round all implementations run, in a random order; a time is the median over rounds.
 [`benchmarks/make_parallel_page.py`](../benchmarks/make_parallel_page.py) writes this page from the result file that it
 names.
 """
 BASELINES = """\
 PyTorch is its `context_parallel`: for causal attention the ring over SDPA's kernels, cuDNN and FA-2, with both ways of
-rotation (`set_rotate_method`); for windows and documents FlexAttention with its load balancers. Of all these the fastest
-of each row counts, and is named. "Faster" is its time over ours. It may pass the ideal where its kernel is faster than
-ours; where we pass it, the measurement is wrong. "Sent" is what a GPU sends in a call. "Memory" is the most that is
-allocated on a GPU, with the inputs. "Difference" is that of o, or of the gradients, from one GPU.
+rotation (`set_rotate_method`); for windows and documents FlexAttention with its load balancers. Of all these the
+fastest of each row counts, and is named. "Faster" is its time over ours. It may pass the ideal where its kernel is
+faster than ours; where we pass it, the measurement is wrong. "Sent" is what a GPU sends in a call. "Memory" is the most
+that is allocated on a GPU, with the inputs. "Difference" is that of o, or of the gradients, from one GPU.
 """
 HEADINGS = (
-    "case", "ideal, ms", "tileattn, ms", "TFLOPS a GPU", "of the ideal", "PyTorch, ms", "of the ideal", "faster", "sent",
-    "memory", "difference",
+    "case", "ideal, ms", "tileattn, ms", "TFLOPS a GPU", "of the ideal", "PyTorch, ms", "of the ideal", "faster",
+    "sent", "memory", "difference",
 )  # fmt: skip
 
 

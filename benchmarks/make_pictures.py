@@ -58,7 +58,8 @@ def main() -> None:
 
 def pictures() -> dict[Path, Callable[[], Figure]]:
     """What draws each picture, by its path."""
-    return {**of_readme(), **of_benchmarks(), **of_decode(), **of_parallel(), **of_ladder(), **of_training(), **of_tutorial()}
+    of_results = {**of_readme(), **of_benchmarks(), **of_decode(), **of_parallel(), **of_ladder(), **of_training()}
+    return {**of_results, **of_tutorial()}
 
 
 # Measured

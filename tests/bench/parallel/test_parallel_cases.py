@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -36,7 +38,7 @@ def test_the_cases_of_gpus() -> None:
 @pytest.mark.parametrize("tokens", [256, 512, 2**17])
 def test_documents_fill_the_sequence(tokens: int) -> None:
     for ends in (lognormal(tokens, 1), lognormal(tokens, 2), with_a_large_one(tokens)):
-        lengths = [stop - start for start, stop in zip(ends, ends[1:])]
+        lengths = [stop - start for start, stop in pairwise(ends)]
         assert ends[0] == 0
         assert ends[-1] == tokens
         assert all(length > 0 and length % 16 == 0 for length in lengths)
@@ -46,7 +48,7 @@ def test_documents_fill_the_sequence(tokens: int) -> None:
 def test_the_area_is_what_the_mask_lets_through() -> None:
     for case in (Case("", 40, 1, 1, 8), Case("", 40, 1, 1, 8, 7), Case("", 40, 1, 1, 8, None, (0, 3, 30, 40))):
         seen = torch.zeros(40, 40, dtype=torch.bool)
-        for start, stop in zip((case.documents or (0, 40)), (case.documents or (0, 40))[1:]):
+        for start, stop in pairwise(case.documents or (0, 40)):
             q, k = torch.arange(stop - start)[:, None], torch.arange(stop - start)
             seen[start:stop, start:stop] = (k <= q) & (k >= q - (40 if case.window is None else case.window))
         assert case.area() == int(seen.sum())
@@ -73,9 +75,9 @@ def test_the_long_case_is_only_measured_where_it_is_asked_for() -> None:
 
 
 def test_a_name_that_torch_lacks_is_said() -> None:
-    with pytest.raises(pytorch.Unavailable, match="not available in torch .*_attention.gone"):
+    with pytest.raises(pytorch.Unavailable, match=r"not available in torch .*_attention\.gone"):
         pytorch._name(pytorch.CONTEXT_PARALLEL, "gone")
-    with pytest.raises(pytorch.Unavailable, match="not available in torch .*: torch.gone.name"):
+    with pytest.raises(pytorch.Unavailable, match=r"not available in torch .*: torch\.gone\.name"):
         pytorch._name("torch.gone", "name")
 
 
