@@ -67,18 +67,17 @@ class _Chosen:
     head_dim: int
 
 
-def refuse_others(context: typer.Context) -> None:
-    """Refuses the options of `tileattn bench` that mean nothing in this suite, and one process alone."""
+def checked(context: typer.Context, direction: str) -> str:
+    """What `--direction` says; both where it was not given.
+
+    Refuses the options of `tileattn bench` that mean nothing in this suite, and one process alone.
+    """
     for name in context.params:
         source = context.get_parameter_source(name)
         if name not in TAKEN and source is not None and source.name == "COMMANDLINE":
             raise refuse(f"--{name.replace('_', '-')}", "the suite parallel does not have it: --rows chooses its cases")
     if not started():
         raise refuse("--suite", f"the suite parallel runs in several processes, which torchrun starts: {COMMAND}")
-
-
-def direction_of(context: typer.Context, direction: str) -> str:
-    """What `--direction` says; both where it was not given."""
     source = context.get_parameter_source("direction")
     return direction if source is not None and source.name == "COMMANDLINE" else "both"
 

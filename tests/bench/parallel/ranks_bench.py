@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from tileattn.bench.parallel import implementations, ranks, timing
 from tileattn.bench.parallel import run as suite_run
+from tileattn.bench.parallel import torch_context_parallel as pytorch
 from tileattn.bench.parallel.cases import Case, suite
 from tileattn.bench.parallel.implementations import IDEAL, Prepared, TorchFlex, always
 from tileattn.bench.parallel.problem import Source
@@ -103,6 +104,32 @@ def flex() -> Results:
         return measured(cases, [*always(None), TorchFlex("flex"), TorchFlex("flex-ptrr")])
     finally:
         torch.compiler.set_stance("default")
+
+
+def ring_context() -> tuple[list[int], list[int], list[str]]:
+    """PyTorch's own shard of a buffer, ours, and what SDPA is inside a ring, after one, and after one that failed."""
+    import torch.nn.functional as F
+
+    original, found = F.scaled_dot_product_attention, []
+
+    def patched() -> str:
+        return "original" if F.scaled_dot_product_attention is original else "patched"
+
+    with ranks.ranks_of("cpu") as here:
+        mesh = pytorch.mesh("cpu", here.count)
+        with pytorch.ring(mesh, 16, "cudnn", "alltoall"):
+            found.append(patched())
+        found.append(patched())
+        try:
+            with pytorch.ring(mesh, 16, "fa2", "allgather"):
+                raise MemoryError("too large")
+        except MemoryError:
+            found.append(patched())
+        context_parallel = pytorch._name(pytorch.CONTEXT_PARALLEL, "context_parallel")
+        buffer = torch.arange(16)
+        with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer}):
+            pass
+        return buffer.tolist(), pytorch.ring_tokens(16, here.rank, here.count).tolist(), found
 
 
 def long_case() -> Results:

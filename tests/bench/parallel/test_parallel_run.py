@@ -103,6 +103,12 @@ def test_flexattention_with_its_balancers() -> None:
         assert all("o" in row.errors for row in found.rows)
 
 
+def test_a_ring_patches_sdpa_and_takes_the_tokens_that_pytorch_gives() -> None:
+    for theirs, ours, found in returned(pool(2).run(ranks_bench.ring_context)):
+        assert theirs == ours
+        assert found == ["patched", "original", "original"]
+
+
 def test_slow_ones_of_pytorch_leave() -> None:
     assert ranks_bench.slow_ones_leave() == ["ideal", "tileattn", "fa2-allgather", "left", "fa2-alltoall"]
 
