@@ -21,6 +21,7 @@ import drawn
 import make_decode_page
 import make_ladder
 import make_page
+import make_parallel_page
 import torch
 from make_page import LABELS, OWN, RESULTS, ROOT
 from make_scale_page import PICTURE as SCALE_PICTURE
@@ -34,6 +35,8 @@ from tileattn.bench.decode import results as decode_results
 from tileattn.bench.draws import plot as plot_draws
 from tileattn.bench.draws import standing as draw_standing
 from tileattn.bench.modules import plot as modules_plot
+from tileattn.bench.parallel import plot as parallel_plot
+from tileattn.bench.parallel import results as parallel_results
 from tileattn.bench.plot import COLOURS, FAINT, INK, by_length, legend_columns, style
 from tileattn.bench.results import Results
 from tileattn.measure.ceilings import overall
@@ -57,7 +60,8 @@ def main() -> None:
 
 def pictures() -> dict[Path, Callable[[], Figure]]:
     """What draws each picture, by its path."""
-    return {**of_readme(), **of_benchmarks(), **of_decode(), **of_ladder(), **of_training(), **of_tutorial()}
+    of_results = {**of_readme(), **of_benchmarks(), **of_decode(), **of_parallel(), **of_ladder(), **of_training()}
+    return {**of_results, **of_tutorial()}
 
 
 # Measured
@@ -104,6 +108,14 @@ def of_decode() -> dict[Path, Callable[[], Figure]]:
     if source is None:
         return {}
     return {make_decode_page.PICTURE: lambda: decode_plot.draw(decode_results.load(RESULTS / source))}
+
+
+def of_parallel() -> dict[Path, Callable[[], Figure]]:
+    """For the page of make_parallel_page.py, if there is one."""
+    source = make_parallel_page.SOURCE
+    if source is None:
+        return {}
+    return {make_parallel_page.PICTURE: lambda: parallel_plot.draw(parallel_results.load(RESULTS / source))}
 
 
 def of_ladder() -> dict[Path, Callable[[], Figure]]:

@@ -473,7 +473,7 @@ def test_a_bad_option_is_one_error(options: str, says: str) -> None:
 
 @pytest.mark.parametrize(
     ("option", "says"),
-    [("--rows batch=1", "only the suite decode has it"), ("--resume", "only random, decode and decode-ratios have")],
+    [("--rows batch=1", "only decode and parallel have it"), ("--resume", "only random, parallel and the suites of")],
 )
 def test_other_suites_do_not_have_its_options(option: str, says: str) -> None:
     result = CliRunner().invoke(app, ["bench", "--device", "cpu", *option.split()])

@@ -15,6 +15,7 @@ The modules, in reading order:
     cost          the time of a mask or modification beyond that of its visible tiles
     report, plot  a table and a picture of a result file; plot_memory draws peak bytes
     climb         the steps of the mma ladder and the gain of each; plot_ladder draws them
+    parallel      several GPUs: the suite that torchrun starts
     warmup        the kernels that a run compiles before it measures
 
 `tileattn.measure` has time and memory of a call, `tileattn.cli` the command line.

@@ -41,7 +41,7 @@ Suite = Annotated[
         "sequences), [b]fp8[/b] (fp8 beside bf16), [b]decode[/b] (one query per sequence over caches), "
         "[b]decode-ratios[/b] (what options of decode cost), [b]random[/b] (shapes drawn by --seed), [b]modules[/b] "
         "(the modules of tileattn.nn beside naive attention; --seqlen, --batch, --heads and --head-dim choose its "
-        "shape).",
+        "shape), [b]parallel[/b] (several GPUs, by torchrun).",
         show_default=False,
     ),
 ]
@@ -141,7 +141,8 @@ Baselines = Annotated[
         "fa2-varlen (PyTorch's), fa4 and tileattn-dense; or none. Default: fa2,cudnn on a GPU, sdpa,eager on a "
         "CPU, tileattn-bf16 for fp8; fa2-varlen,fa4,tileattn-dense for packed sequences. Of the suite decode: fa3, "
         "flashinfer, xqa (of the folder that DECODE_PEERS names), fa2, cudnn, sdpa, tileattn-fixed (FixedSplit(1024)); "
-        "default: fa3,fa2,cudnn,flashinfer,xqa on a GPU, sdpa on a CPU.",
+        "default: fa3,fa2,cudnn,flashinfer,xqa on a GPU, sdpa on a CPU. Of parallel: cudnn, fa2, flex, flex-ptrr "
+        "(PyTorch's context_parallel; default), tileattn-gather, tileattn-ulysses, tileattn-ring.",
         metavar="NAME,...",
         show_default=False,
         rich_help_panel=COMPARE,
@@ -156,7 +157,8 @@ Rows = Annotated[
     typer.Option(
         help="Of the suite decode: only rows that agree with all terms, such as "
         "[b]'pages=16,contiguous batch=1 context=1k,8k heads=32/8'[/b]. Default: all rows with pages of 16 and "
-        "contiguous caches, then a quarter of the others.",
+        "contiguous caches, then a quarter of the others. Of parallel: only rows with these words, such as "
+        "[b]'32k,128k 32/8 causal'[/b], [b]documents[/b] or [b]1M[/b].",
         metavar="TERMS",
         show_default=False,
         rich_help_panel=COMPARE,
@@ -166,7 +168,7 @@ Resume = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Of random and the suites of decode: go on from the file of --json, without the rows that it has.",
+        help="Of random, parallel and the suites of decode: go on from the file of --json, without the rows that it has.",
         rich_help_panel=OUTPUT,
     ),
 ]
@@ -277,12 +279,12 @@ def bench(
     """
     from tileattn.bench.decode import ahead
     from tileattn.bench.draws import shapes
-    from tileattn.cli import choices, decode_bench, module_bench, random_bench
+    from tileattn.cli import choices, decode_bench, module_bench, parallel_bench, random_bench
     from tileattn.cli import run_bench as command
 
+    files = command.FileOptions(json, plot, force, commit, quiet)
     if suite in ahead.SUITES:
         decode_bench.refuse_others(context, suite)
-        files = command.FileOptions(json, None, force, commit, quiet)
         decode_options = decode_bench.DecodeOptions(dtype, backend, baselines, rounds, rows, resume)
         raise typer.Exit(decode_bench.bench(suite, decode_options, choices.resolve_device(device), files))
     if suite == module_bench.MODULES:
@@ -290,29 +292,32 @@ def bench(
         shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, None, head_dim)
         where = choices.resolve_device(device)
         chosen_modules = module_bench.choose(shape, dtype, direction, where)
-        files = command.FileOptions(json, plot, force, commit, quiet)
         raise typer.Exit(module_bench.bench(*chosen_modules, where, rounds, files))
     if suite == shapes.SUITE:
         random_bench.refuse_others(context)
         random_options = random_bench.RandomOptions(
             seed, cases, draws, compile, dtype, direction, backend, baselines, rounds, resume
         )
-        files = command.FileOptions(json, plot, force, commit, quiet)
         raise typer.Exit(random_bench.bench(random_options, choices.resolve_device(device), files))
-    if rows is not None or resume:
-        raise choices.refuse(
-            "--resume" if resume else "--rows",
-            "only the suite decode has it" if not resume else "only random, decode and decode-ratios have it",
+    if suite == parallel_bench.PARALLEL:
+        of_passes = parallel_bench.checked(context, direction)
+        parallel_options = parallel_bench.ParallelOptions(
+            seqlen, head_dim, dtype, of_passes, device, backend, baselines, rounds, rows, resume
         )
+        raise typer.Exit(parallel_bench.bench(parallel_options, files))
     of_random = {"--seed": seed, "--cases": cases, "--draws": draws, "--compile": compile}
-    if given := [name for name, value in of_random.items() if value is not None]:
-        raise choices.refuse(given[0], f"only the suite {shapes.SUITE} has it")
+    choices.refuse_of_suites(of_random, rows, resume)
     shape = choices.ShapeOptions(batch, heads, kv_heads, seqlen, seqlen_k, head_dim, head_dim_v, packing)
     terms = choices.VariantOptions(causal, mask, softcap, alibi, bias, sink, variant)
-    files = command.FileOptions(json, plot, force, commit, quiet)
     where = choices.resolve_device(device)
     chosen = choices.choose_cases(
-        suite, shape, terms, dtype, direction, where, (*ahead.SUITES, module_bench.MODULES, shapes.SUITE)
+        suite,
+        shape,
+        terms,
+        dtype,
+        direction,
+        where,
+        (*ahead.SUITES, module_bench.MODULES, shapes.SUITE, parallel_bench.PARALLEL),
     )
     implementations = choices.choose_implementations(backend, baselines, where, chosen)
     raise typer.Exit(command.bench(chosen, implementations, where, rounds, files))

@@ -5,7 +5,7 @@ A bad value raises one error. It names the option, the given value and the accep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -87,6 +87,16 @@ def refuse(option: str, message: str) -> typer.BadParameter:
     """
     both = [f"{name} / {SHORT_NAMES[name]}" if name in SHORT_NAMES else name for name in option.split(", ")]
     return typer.BadParameter(message, param_hint=", ".join(both))
+
+
+def refuse_of_suites(of_random: Mapping[str, object], rows: str | None, resume: bool) -> None:
+    """Refuses options that only some suites have, for the others. of_random: None where an option was not given."""
+    if resume:
+        raise refuse("--resume", "only random, parallel and the suites of decode have it")
+    if rows is not None:
+        raise refuse("--rows", "only decode and parallel have it")
+    if given := [name for name, value in of_random.items() if value is not None]:
+        raise refuse(given[0], "only the suite random has it")
 
 
 def resolve_device(name: str) -> torch.device:

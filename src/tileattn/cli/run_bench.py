@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -110,9 +111,12 @@ def redraw(result: Path, output: Path | None, force: bool) -> None:
     if output is None and picture.exists() and not force:
         picture = new_picture(result.with_suffix(""))
     check_picture("--output", picture, force)
+    from tileattn.bench.parallel import results as parallel
+
+    of_format: dict[Any, Callable[[Path], Any]] = {modules.FORMAT: modules.load, parallel.FORMAT: parallel.load}
     try:
-        of_modules = results.read(result).get("format") == modules.FORMAT
-        measured = modules.load(result) if of_modules else results.load(result)
+        load = of_format.get(results.read(result).get("format"), results.load)
+        measured = load(result)
     except ValueError as error:
         raise refuse("RESULT", str(error)) from error
     if not measured.rows:
@@ -217,7 +221,7 @@ def stopped_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def draw(measured: results.Results | modules.Results, picture: Path, asked: bool, option: str) -> None:
+def draw(measured: Any, picture: Path, asked: bool, option: str) -> None:
     """Draws the picture of a run. Without matplotlib it only says so, unless the picture was asked for."""
     if not asked and find_spec("matplotlib") is None:
         typer.echo("no picture: plots need matplotlib (pip install 'tileattn[plot]')", err=True)
@@ -226,11 +230,15 @@ def draw(measured: results.Results | modules.Results, picture: Path, asked: bool
     from tileattn.bench.draws import plot as plot_draws
     from tileattn.bench.draws.shapes import SUITE
     from tileattn.bench.modules import plot as plot_modules
+    from tileattn.bench.parallel import plot as plot_parallel
+    from tileattn.bench.parallel import results as parallel
 
     drawn_by = {MEMORY: plot_memory.save, LADDER: plot_ladder.save, SUITE: plot_draws.save}
     with writing(option, picture):
         if isinstance(measured, modules.Results):
             plot_modules.save(measured, picture)
+        elif isinstance(measured, parallel.Results):
+            plot_parallel.save(measured, picture)
         else:
             drawn_by.get(measured.rows[0].suite, plot.save)(measured, picture)
     typer.echo(f"picture: {picture}")
