@@ -168,7 +168,7 @@ Resume = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Of random, parallel and the suites of decode: go on from the file of --json, without the rows that it has.",
+        help="Of random, parallel and the suites of decode: go on from the file of --json, without its rows.",
         rich_help_panel=OUTPUT,
     ),
 ]
