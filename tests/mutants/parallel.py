@@ -7,6 +7,7 @@ from .mutant import Mutant, mutants
 PLAN, CONFORMANCE = ("parallel/test_plan.py",), ("parallel/test_conformance.py",)
 WINDOWS, SHIFTED = ("parallel/test_windows.py",), ("parallel/test_shifted.py",)
 AGREEMENT, DOCUMENTS = ("parallel/test_agreement.py",), ("parallel/test_documents.py",)
+DROPOUT, COMPILE = ("parallel/test_dropout.py",), ("parallel/test_compile.py",)
 
 MUTANTS: list[Mutant] = [
     *mutants(
@@ -84,6 +85,58 @@ MUTANTS: list[Mutant] = [
             "parallel: nobody looks while tensors are awaited": (
                 "        self.looked = waited\n        self._raise_failed()\n        self._raise_asked()\n",
                 "        self.looked = waited\n",
+            ),
+        },
+    ),
+    *mutants(
+        "parallel/algorithms/widened.py",
+        DROPOUT,
+        {"parallel: queries cut groups of the pattern": ("rows, keys = part.queries[0] % GROUP,", "rows, keys = 0,")},
+    ),
+    *mutants(
+        "parallel/algorithms/call.py",
+        DROPOUT,
+        {
+            "parallel: every part drops as the first head": (
+                "head = (part.sequence or 0) * call.heads + part.heads[0]",
+                "head = 0",
+            ),
+            "parallel: documents drop alike": (
+                "head = (part.sequence or 0) * call.heads + part.heads[0]",
+                "head = part.heads[0]",
+            ),
+            "parallel: rows of zeros have probabilities": (
+                "padded(lse, wide.rows, 2, torch.inf)",
+                "padded(lse, wide.rows, 2, torch.nan)",
+            ),
+        },
+    ),
+    *mutants(
+        "parallel/algorithms/shifted.py",
+        DROPOUT,
+        {"parallel: keys of zeros are seen": ("    if hidden:", "    if False:")},
+    ),
+    *mutants(
+        "parallel/plan.py",
+        (*DROPOUT, *COMPILE),
+        {
+            "parallel: each rank drops by its own seed": (
+                "seed = self._link.from_first(draw_seed(rows[0].device) if seed is None else seed, self.ranks)",
+                "seed = draw_seed(rows[0].device) if seed is None else seed",
+            ),
+            "parallel: a capture agrees": (
+                "self._agreement.agree(prepared.signature, is_capturing(rows[0]))",
+                "self._agreement.agree(prepared.signature)",
+            ),
+        },
+    ),
+    *mutants(
+        "parallel/operators.py",
+        COMPILE,
+        {
+            "parallel: compiled code drops other elements in its backward pass": (
+                "operands = prepared.operands._replace(seed=seed) if dropout_p else prepared.operands",
+                "operands = prepared.operands._replace(seed=seed + 1) if dropout_p else prepared.operands",
             ),
         },
     ),
