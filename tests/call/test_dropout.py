@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tileattn.call.dropout import draw_seed, keep_mask, philox2x32, philox4x32, threshold, weight_of_kept
+from tileattn.call.dropout import Place, draw_seed, keep_mask, philox2x32, philox4x32, threshold, weight_of_kept
 from tileattn.testing import dropout_mask
 
 
@@ -84,6 +84,13 @@ whole = keep_mask(seed_of(7), 0.5, 2, 2, slice(0, 60), slice(0, 60))
 @given(sides, sides)
 def test_a_tile_is_a_part_of_the_whole(rows: slice, keys: slice) -> None:
     assert torch.equal(keep_mask(seed_of(7), 0.5, 2, 2, rows, keys), whole[:, :, rows, keys])
+
+
+def test_a_part_of_a_call() -> None:
+    """Heads 1 .. 2 of 5, of batch element 2 on; rows from 16 on, keys from 32 on."""
+    of_all = keep_mask(seed_of(7), 0.5, 4, 5, slice(0, 60), slice(0, 60))
+    part = keep_mask(seed_of(7), 0.5, 2, 2, slice(3, 40), slice(1, 28), Place(5, 11, 16, 32))
+    assert torch.equal(part, of_all[2:, 1:3, 19:56, 33:60])
 
 
 def test_a_head_does_not_depend_on_the_batch() -> None:

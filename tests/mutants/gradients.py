@@ -241,8 +241,8 @@ MUTANTS: list[Mutant] = [
         {
             "tilelang: groups of dropout begin elsewhere": ("return i % 16 >= 8", "return i % 16 > 8"),
             "tilelang: keys of a tile in the wrong group": (
-                "words[FIRST_KEYS] = _word(key // 2)",
-                "words[FIRST_KEYS] = _word(key)",
+                "words[FIRST_KEYS] = _word(key // 2 + arg.first_key_group)",
+                "words[FIRST_KEYS] = _word(key + arg.first_key_group)",
             ),
         },
     ),

@@ -5,8 +5,10 @@ from __future__ import annotations
 from .mutant import Mutant, mutants
 
 PLAN, CONFORMANCE = ("parallel/test_plan.py",), ("parallel/test_conformance.py",)
+GROUPS = ("parallel/test_groups.py",)
 WINDOWS, SHIFTED = ("parallel/test_windows.py",), ("parallel/test_shifted.py",)
 AGREEMENT, DOCUMENTS = ("parallel/test_agreement.py",), ("parallel/test_documents.py",)
+DROPOUT, COMPILE = ("parallel/test_dropout.py",), ("parallel/test_compile.py",)
 
 MUTANTS: list[Mutant] = [
     *mutants(
@@ -47,14 +49,40 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
-        "parallel/algorithms/gather.py",
+        "parallel/algorithms/pieces.py",
+        PLAN,
+        {"parallel: keys of another span": ("if start <= first and last <= stop:", "if start <= first < stop:")},
+    ),
+    *mutants(
+        "parallel/algorithms/gather_backward.py",
         PLAN,
         {
-            "parallel: keys of another span": ("if start <= first and last <= stop:", "if start <= first < stop:"),
             "parallel: dk and dv of the last group only": (
-                "            self._arrived()\n            self.summing = summing",
-                "            self.summing = summing",
+                "            self._arrived()\n        self.summing = summing, self.kv_heads",
+                "        self.summing = summing, self.kv_heads",
             ),
+        },
+    ),
+    *mutants(
+        "parallel/sharding/own.py",
+        GROUPS,
+        {
+            "parallel: own keys without what lies before them": (
+                "return run.start <= aligned(reached[0]) and reached[1] <= run.stop",
+                "return reached[1] <= run.stop",
+            ),
+            "parallel: rows of own queries from the run's begin": (
+                "for start, stop in (inner[1:], reached)",
+                "for start, stop in ((run.start, inner.stop), reached)",
+            ),
+        },
+    ),
+    *mutants(
+        "parallel/transport/sums.py",
+        GROUPS,
+        {
+            "parallel: sums in 16 bits": ("total = before[0].to(dtype)", "total = before[0]"),
+            "parallel: sums of all heads": ("head_ends = _ends(heads,", "head_ends = _ends((0, out.shape[2]),"),
         },
     ),
     *mutants(
@@ -84,6 +112,58 @@ MUTANTS: list[Mutant] = [
             "parallel: nobody looks while tensors are awaited": (
                 "        self.looked = waited\n        self._raise_failed()\n        self._raise_asked()\n",
                 "        self.looked = waited\n",
+            ),
+        },
+    ),
+    *mutants(
+        "parallel/algorithms/widened.py",
+        DROPOUT,
+        {"parallel: queries cut groups of the pattern": ("rows, keys = part.queries[0] % GROUP,", "rows, keys = 0,")},
+    ),
+    *mutants(
+        "parallel/algorithms/call.py",
+        DROPOUT,
+        {
+            "parallel: every part drops as the first head": (
+                "head = (part.sequence or 0) * call.heads + part.heads[0]",
+                "head = 0",
+            ),
+            "parallel: documents drop alike": (
+                "head = (part.sequence or 0) * call.heads + part.heads[0]",
+                "head = part.heads[0]",
+            ),
+            "parallel: rows of zeros have probabilities": (
+                "padded(lse, wide.rows, 2, torch.inf)",
+                "padded(lse, wide.rows, 2, torch.nan)",
+            ),
+        },
+    ),
+    *mutants(
+        "parallel/algorithms/shifted.py",
+        DROPOUT,
+        {"parallel: keys of zeros are seen": ("    if hidden:", "    if False:")},
+    ),
+    *mutants(
+        "parallel/plan.py",
+        (*DROPOUT, *COMPILE),
+        {
+            "parallel: each rank drops by its own seed": (
+                "seed = self._link.from_first(draw_seed(rows[0].device) if seed is None else seed, self.ranks)",
+                "seed = draw_seed(rows[0].device) if seed is None else seed",
+            ),
+            "parallel: a capture agrees": (
+                "self._agreement.agree(prepared.signature, is_capturing(rows[0]))",
+                "self._agreement.agree(prepared.signature)",
+            ),
+        },
+    ),
+    *mutants(
+        "parallel/operators.py",
+        COMPILE,
+        {
+            "parallel: compiled code drops other elements in its backward pass": (
+                "operands = prepared.operands._replace(seed=seed) if dropout_p else prepared.operands",
+                "operands = prepared.operands._replace(seed=seed + 1) if dropout_p else prepared.operands",
             ),
         },
     ),

@@ -80,8 +80,8 @@ MUTANTS: list[Mutant] = [
                 "torch.stack([word >> 16, word & 0xFFFF])",
             ),
             "dropout: one pattern for all heads": (
-                "torch.arange(batch.start * heads, batch.stop * heads, device=seed.device)",
-                "torch.arange(batch.start * heads, batch.stop * heads, device=seed.device) // heads * heads",
+                "(b[:, None] * place.heads + (place.head + h)).flatten()",
+                "(b[:, None] * place.heads + (place.head + 0 * h)).flatten()",
             ),
         },
     ),

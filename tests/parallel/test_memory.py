@@ -18,7 +18,7 @@ from tests.tools.one_rank import playing
 from tests.tools.peak_memory import PeakMemory
 from tileattn.call.inputs import Inputs
 from tileattn.parallel import Plan
-from tileattn.parallel.transport.link import Link
+from tileattn.parallel.transport import link
 from tileattn.runtime import operators as ops
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -43,8 +43,8 @@ def peak(rank: int, seqlen: int, options: dict[str, Any]) -> int:
     """Of the tensors of a call and its backward pass: q, k, v, do and the gradients with them."""
     with (
         playing(rank, 2),
-        mock.patch.object(Link, "_start_packed", Link._start_direct),
-        mock.patch.object(Link, "_fast_group"),
+        mock.patch.object(link.Link, "_start_packed", link.Link._start_direct),
+        mock.patch.object(link, "before_kernels"),
         mock.patch.object(ops, "run_forward", _outputs),
         mock.patch.object(ops, "run_backward", _gradients),
     ):

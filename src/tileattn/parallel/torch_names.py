@@ -53,7 +53,7 @@ def mesh_group(value: Any) -> Any:
 _before_kernels: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
-def before_kernels(group: Any) -> Any:
+def before_kernels(group: Any, device: Any) -> Any:
     """A group of the same ranks whose transfers on a GPU begin before kernels that wait; all of its ranks ask together.
 
     A transfer that begins beside an attention kernel needs multiprocessors, which the kernel fills until its end. On a
@@ -68,7 +68,7 @@ def before_kernels(group: Any) -> Any:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     fast = dist.new_group(list(ranks), backend="nccl", pg_options=options, use_local_synchronization=True)
     # NCCL connects at the first call, in which all ranks must take part.
-    dist.all_reduce(torch.zeros(1, device="cuda"), group=fast)
+    dist.all_reduce(torch.zeros(1, device=device), group=fast)
     _before_kernels[ranks] = store, fast
     return fast
 

@@ -36,6 +36,8 @@ from .gather_backward import Backward
 from .lanes import Lanes
 from .pieces import FetchedRun, Piece, Runs, rows_of_keys
 
+_WORKSPACE = 2**28  # elements of dq in float32, 1 GiB, that the backward pass of own keys takes beside the results
+
 
 class Step(NamedTuple):
     """A group of key/value heads.
@@ -97,7 +99,7 @@ class GatherWork:
     ) -> Iterator[tuple[Piece, Rows]]:
         """All pieces with their tensors; the keys of a group are on their way while the pieces before compute."""
         groups = _Groups(call, steps, k, v)
-        for piece in self.runs.own_pieces(call, self.heads, k.shape[2], q.device):
+        for piece in self.runs.own_pieces(call, q.shape[2], k.shape[2], q.device):
             yield piece, piece.of(q, k, v)
         for step, keys, values in groups.arriving(lanes):
             for piece in self.pieces(call, step):
@@ -122,7 +124,7 @@ class GatherWork:
         # Sums over calls are added to by one lane only.
         with Lanes(q.device, wanted=not any(sums.needs)) as lanes:
             back = Backward(call, lanes, of_rows, sums, Rows(mine, k, v), fetched)
-            for piece in self.runs.own_pieces(call, self.heads, k.shape[2], q.device):
+            for piece in self.runs.own_pieces(call, q.shape[2], k.shape[2], q.device, _WORKSPACE // q.shape[3]):
                 back.add_own(piece)
             for step, keys, values in groups.arriving(lanes):
                 back.begin(step.transfer, step.kv_heads, keys, values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -67,15 +67,21 @@ class Runs:
     own: tuple[OwnRun, ...]
     fetched: tuple[FetchedRun, ...]
 
-    def own_pieces(self, call: Call, heads: Span, kv_heads: int, device: torch.device) -> Iterator[Piece]:
-        """One for each run; one for several whole sequences, where the variant allows it."""
-        of_keys = 0, kv_heads
+    def own_pieces(
+        self, call: Call, heads: int, kv_heads: int, device: torch.device, most: int | None = None
+    ) -> Iterator[Piece]:
+        """One for each run; one for several whole sequences, where the variant allows it.
+
+        most: rows times query heads of a piece, where its heads can be divided; None for no limit.
+        """
         for runs in _stretches(self.own, call):
             first, last = runs[0], runs[-1]
-            part = call.part(first.run.sequence, first.run[1:], first.reached, heads)
             packed = _packed(tuple(each.rows for each in runs), device) if len(runs) > 1 else None
             rows, keys = (first.rows[0], last.rows[1]), (first.keys[0], last.keys[1])
-            yield Piece(part, rows, keys, heads, of_keys, packed)
+            parts = 1 if most is None else -(-(rows[1] - rows[0]) * heads // most)
+            for some, of_keys in _head_parts(heads, kv_heads, parts):
+                part = call.part(first.run.sequence, first.run[1:], first.reached, some)
+                yield Piece(part, rows, keys, some, of_keys, packed)
 
     def fetched_pieces(
         self, call: Call, segments: Sequence[Segment], first_head: int, first_kv_head: int
@@ -88,6 +94,13 @@ class Runs:
                 part = call.part(run.sequence, run[1:], reached, segment.heads)
                 heads, kv_heads = within(segment.heads, first_head), within(segment.kv_heads, first_kv_head)
                 yield Piece(part, rows, keys, heads, kv_heads)
+
+
+def _head_parts(heads: int, kv_heads: int, parts: int) -> Iterator[tuple[Span, Span]]:
+    """Query heads and their key/value heads, in so many parts where there are as many key/value heads."""
+    parts, group = max(1, min(parts, kv_heads)), heads // kv_heads
+    for start, stop in pairwise([part * kv_heads // parts for part in range(parts + 1)]):
+        yield (start * group, stop * group), (start, stop)
 
 
 def _stretches(runs: Sequence[OwnRun], call: Call) -> Iterator[list[OwnRun]]:

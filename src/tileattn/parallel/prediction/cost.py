@@ -1,11 +1,11 @@
 """The cost model: what each rank computes and receives, and how long that takes.
 
 Areas and bytes are exact: they come from the mask's own ranges and the layout, as in the real transfers. Times are a
-model: a kernel runs at a fixed speed and each of its calls costs a fixed time more, a link has a fixed rate and each
-transfer costs a fixed time more, links of different tiers work side by side, and the transfer of one group of heads is
-hidden behind the computation of the group before. With g groups, fetch f and compute m of a group,
+model: a kernel runs at a fixed speed, a link at a fixed rate, links of different tiers work side by side, and the
+transfer of one group of heads is hidden behind the computation of the group before. With a fetch f and a computation m
+of each group,
 
-    forward = f + (g - 1) max(f, m) + m
+    forward = f_1 + max(m_1, f_2) + max(m_2, f_3) + ... + m_last
 
 A ring goes in lockstep: each step takes the longer of the slowest link's transfer and its share of the computation.
 """
@@ -18,12 +18,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ...variant.masks import Mask
+from ..sharding.groups import backward_groups, forward_groups
 from ..sharding.layout import Cover, Layout, Span, joined
 from ..sharding.ranges import areas, key_ranges
 from ..sharding.work import assign, kv_heads_of, needed_keys, rows_of
 from .topology import Topology
 
 _FLOAT32 = 4
+_GROUP_BYTES = 2 * 2**30  # below, the memory of a group of heads does not count
 
 
 class Shape(NamedTuple):
@@ -136,16 +138,29 @@ class Model:
         """Seconds of one rank by gathered keys, in `groups` groups of heads."""
         top, shape = self.topology, self.shape
         dims = 2 * (shape.head_dim + shape.head_dim_v)
-        calls = load.calls * top.call
-        forward = load.area * dims / top.forward / groups + calls
-        backward = load.area * 2.5 * dims / top.backward / groups + calls
-        queries = self._seconds(load.queries)
-        fetch, send = self._seconds(load.keys, groups), self._seconds(load.wide, groups)
+        forward, backward = load.area * dims / top.forward, load.area * 2.5 * dims / top.backward
+        calls, queries = load.calls * top.call, self._seconds(load.queries)
+
+        def stages(spans: Sequence[Span], whole: float, back: Sequence[int]) -> float:
+            """The first transfer, each computation beside the transfers around it, the last way back."""
+            parts = [(stop - start) / shape.kv_heads for start, stop in spans]
+            fetches = [self._seconds(load.keys, part) for part in parts]
+            sends = [self._seconds(back, part) for part in parts]
+            beside = [fetch + send for fetch, send in zip([*fetches[1:], 0.0], [0.0, *sends])]
+            return fetches[0] + sum(max(part * whole + calls, each) for part, each in zip(parts, beside)) + sends[-1]
+
         return Times(
-            2 * queries + fetch + (groups - 1) * max(fetch, forward) + forward,
+            2 * queries + stages(forward_groups(shape.kv_heads, groups), forward, (0, 0, 0)),
             # q, o and do come, dq goes
-            4 * queries + fetch + (groups - 1) * max(fetch + send, backward) + backward + send,
+            4 * queries + stages(backward_groups(shape.kv_heads, groups), backward, load.wide),
         )
+
+    def group_bytes(self, load: Load, groups: int, needs_grad: bool) -> float:
+        """Bytes of the largest group of heads (with gradients and their parts in a backward pass) and of queries."""
+        spans = (backward_groups if needs_grad else forward_groups)(self.shape.kv_heads, groups)
+        most = max(stop - start for start, stop in spans) / self.shape.kv_heads
+        of_queries = (4 if needs_grad else 2) * sum(load.queries)
+        return most * (sum(load.keys) + 2 * sum(load.wide) * needs_grad) + of_queries
 
     def ring(self, loads: Sequence[Load]) -> list[Times]:
         """Seconds of the ranks by the ring; `loads` are those of gather."""
@@ -172,11 +187,11 @@ class Model:
             tiers.add(next(tier for tier, near in enumerate(self.topology.neighbours(rank)) if before in near))
         return tiers
 
-    def _seconds(self, by_tier: Sequence[int], groups: int = 1) -> float:
-        """Seconds of a transfer of one of `groups` parts; none if nothing moves."""
+    def _seconds(self, by_tier: Sequence[int], part: float = 1.0) -> float:
+        """Seconds of a part of a transfer; none if nothing moves."""
         if not any(by_tier):
             return 0.0
-        return self.topology.transfer + max(size / rate for size, rate in zip(by_tier, self.topology.rates)) / groups
+        return self.topology.transfer + max(size / rate for size, rate in zip(by_tier, self.topology.rates)) * part
 
 
 def _times(elements: tuple[int, int, int], size: int) -> tuple[int, int, int]:
@@ -193,7 +208,7 @@ class Choice(NamedTuple):
 
 def candidates(topology: Topology, shape: Shape) -> list[Choice]:
     """What "auto" chooses from. Not the ring: it saves memory, not time."""
-    groups = [count for count in (1, 2, 4, 8) if count <= shape.kv_heads]
+    groups = [count for count in (1, 2, 3, 4, 6, 8, 16, 32) if count <= shape.kv_heads]
     choices = [Choice("gather", 1, count) for count in groups]
     node = topology.node
     if 1 < node < topology.ranks and topology.ranks % node == 0 and node <= shape.heads:
@@ -214,13 +229,19 @@ def with_groups(choice: Choice, groups: int | None) -> Choice:
 
 
 def choose(model: Model, needs_grad: bool, local_rows: bool) -> Choice:
-    """The fastest choice by the model; the first of equals. local_rows: whether rows must stay where they are."""
-    best, least = Choice("gather", 1, 1), float("inf")
+    """The fastest choice by the model, of those whose groups of heads are not too large; the first of equals.
+
+    local_rows: whether rows must stay where they are.
+    """
+    best, least = Choice("gather", 1, 1), (float("inf"), float("inf"))
     for choice in candidates(model.topology, model.shape):
         if local_rows and choice.inner > 1:
             continue
-        times = [model.times(load, choice.groups) for load in model.loads(choice.inner)]
+        loads = model.loads(choice.inner)
+        times = [model.times(load, choice.groups) for load in loads]
         seconds = max(each.forward + (each.backward if needs_grad else 0.0) for each in times)
-        if seconds < least:
-            best, least = choice, seconds
+        size = max(model.group_bytes(load, choice.groups, needs_grad) for load in loads)
+        rank = max(size, _GROUP_BYTES), seconds
+        if rank < least:
+            best, least = choice, rank
     return best

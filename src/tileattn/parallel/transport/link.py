@@ -78,16 +78,17 @@ class Link:
         self, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], like: Tensor
     ) -> Pending:
         """Without a copy of what is contiguous. NCCL runs all of it as one kernel."""
-        group = self._fast_group()
+        if self.fast is None:
+            self.fast = before_kernels(self.group, like.device)
         operations, landed = [], []
         for rank in range(len(sends)):
             for x in sends[rank] if rank != self.rank else ():
                 if x.numel():
-                    operations.append(dist.P2POp(dist.isend, x.contiguous(), group=group, group_peer=rank))
+                    operations.append(dist.P2POp(dist.isend, x.contiguous(), group=self.fast, group_peer=rank))
             for place in receives[rank] if rank != self.rank else ():
                 if place.numel():
                     target = place if place.is_contiguous() else torch.empty_like(place, memory_format=_CONTIGUOUS)
-                    operations.append(dist.P2POp(dist.irecv, target, group=group, group_peer=rank))
+                    operations.append(dist.P2POp(dist.irecv, target, group=self.fast, group_peer=rank))
                     if target is not place:
                         landed.append((place, target))
         if not operations:
@@ -99,11 +100,6 @@ class Link:
 
         works = dist.batch_isend_irecv(operations)
         return Pending(self, (works, operations), unpack)  # the tensors live until the transfer is done
-
-    def _fast_group(self) -> Any:
-        if self.fast is None:
-            self.fast = before_kernels(self.group)
-        return self.fast
 
     def _start_packed(
         self, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], like: Tensor

@@ -14,7 +14,7 @@ pytest.importorskip("tilelang")
 from tests.kernels.tilelang.backward import test_gpu as gpu
 from tests.kernels.tilelang.tile import test_dropout_gpu as gpu_dropout
 from tests.kernels.tilelang.tile.test_dropout_gpu import CASES, LENGTHS, SEED, Problem
-from tileattn.call.dropout import Dropout, draw_seed
+from tileattn.call.dropout import Dropout, Place, draw_seed, keep_mask
 from tileattn.call.facts import AttentionCall, BackwardCall
 from tileattn.call.inputs import Inputs, Operands
 from tileattn.kernels.tilelang.backward import defaults
@@ -25,7 +25,6 @@ from tileattn.kernels.tilelang.backward.kernels import kernel
 from tileattn.kernels.tilelang.forward import launch as forward_launch
 from tileattn.kernels.tilelang.forward.config import ForwardConfig
 from tileattn.kernels.tilelang.forward.kernel import forward_kernel
-from tileattn.testing import dropout_mask
 from tileattn.testing.emulator.kernel import ARCH, COMPILER, Kernel
 from tileattn.variant.key import encode
 
@@ -131,8 +130,11 @@ TILINGS = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", [None, Place(5, 7, 32, 48)], ids=["whole", "part"])
 @pytest.mark.parametrize("tiling", TILINGS)
-def test_the_pattern_does_not_depend_on_tiles(tiling: str, emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pattern_does_not_depend_on_tiles(
+    tiling: str, place: Place | None, emulated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The pattern of both passes is equal bit by bit."""
     if TILINGS[tiling] is not None:
         forward, main = TILINGS[tiling]  # type: ignore[misc]
@@ -143,8 +145,8 @@ def test_the_pattern_does_not_depend_on_tiles(tiling: str, emulated: None, monke
     monkeypatch.setattr(gpu_dropout, "HEADS", 2)
 
     torch.manual_seed(SEED)
-    dropout = Dropout(0.3, draw_seed("cpu"))
-    expected = dropout_mask(dropout.seed, 0.3, 2, 2, 70, 61)
+    dropout = Dropout(0.3, draw_seed("cpu"), place)
+    expected = keep_mask(dropout.seed, 0.3, 2, 2, slice(0, 70), slice(0, 61), place)
     forward_call = AttentionCall(torch.float16, 64, 64, arch=ARCH, needs_grad=True, dropout=True)
     call = BackwardCall(forward_call, (False, False, True, False))
 

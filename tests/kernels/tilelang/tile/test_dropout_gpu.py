@@ -18,7 +18,9 @@ import tileattn
 from tests.kernels.tilelang.backward import test_gpu as gpu
 from tests.kernels.tilelang.backward.test_gpu import FP16, Case
 from tileattn import Causal, SlidingWindow, quantize_fp8
-from tileattn.call.dropout import draw_seed, weight_of_kept
+from tileattn.call.dropout import Dropout, Place, draw_seed, keep_mask, weight_of_kept
+from tileattn.call.inputs import Inputs
+from tileattn.runtime.operators import Options, run_backward, run_forward
 from tileattn.testing import assert_forward_accurate, dropout_mask, eager_attention, eager_gradients, oracle_attention
 
 pytestmark = pytest.mark.gpu
@@ -173,6 +175,40 @@ def test_the_pattern_is_that_of_the_seed(head_dim: int, p: float) -> None:
     expected = dropout_mask(draw_seed(gpu.DEVICE), p, 2, HEADS, *LENGTHS)
     assert torch.equal(pattern_forward(attend, head_dim, p), expected)
     assert torch.equal(pattern_backward(attend, head_dim, p), expected)
+
+
+PLACE = Place(7, 11, 32, 48)  # of a call in another one
+OPTIONS = Options("", 1.0, "tilelang", needs_grad=True)
+
+
+def attend_part(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+    """The same for a part of a call."""
+    o: Tensor = _AttendPart.apply(q, k, v, p)
+    return o
+
+
+class _AttendPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+        torch.manual_seed(SEED)
+        ctx.inputs = Inputs(q, k, v, dropout=Dropout(p, draw_seed(gpu.DEVICE), PLACE))
+        ctx.outputs = run_forward(OPTIONS, ctx.inputs)
+        return ctx.outputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Any:
+        needs = (False, False, True, False)
+        return None, None, run_backward(OPTIONS, ctx.inputs, needs, *ctx.outputs, do, None)[0], None
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_pattern_of_a_part(head_dim: int) -> None:
+    """Heads, rows and keys are counted in the whole call."""
+    torch.manual_seed(SEED)
+    sides = slice(0, LENGTHS[0]), slice(0, LENGTHS[1])
+    expected = keep_mask(draw_seed(gpu.DEVICE), 0.3, 2, HEADS, *sides, PLACE)
+    assert torch.equal(pattern_forward(attend_part, head_dim, 0.3), expected)
+    assert torch.equal(pattern_backward(attend_part, head_dim, 0.3), expected)
 
 
 def test_the_share_that_is_kept() -> None:
