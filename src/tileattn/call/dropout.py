@@ -106,6 +106,7 @@ def keep_mask(
     """
     elements = batch if isinstance(batch, slice) else slice(0, batch)
     place = Place(heads) if place is None else place
+    assert place.row % GROUP == place.key % GROUP == 0  # other backends could not do it
     rows, keys = (slice(x.start + first, x.stop + first) for x, first in ((rows, place.row), (keys, place.key)))
     key, x0, x1 = (word.view(-1, heads, 1, 1) for word in _words_of_heads(seed, elements, heads, place))
     i, j = (_groups(side, seed.device) for side in (rows, keys))
