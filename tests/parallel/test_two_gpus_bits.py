@@ -32,7 +32,7 @@ def name_of(value: Any) -> str:
     return "-".join(map(str, value.values())) if isinstance(value, dict) else str(value)
 
 
-@pytest.mark.parametrize("seqlen", [4096, 8192])
+@pytest.mark.parametrize("seqlen", [6144, 12288])  # four runs of multiples of 768: some kernels take 192 queries
 @pytest.mark.parametrize(("options", "dim", "mask"), BITS, ids=name_of)
 def test_o_and_lse_have_the_bits_of_one_gpu(options: dict[str, Any], dim: int, mask: Any, seqlen: int) -> None:
     """Runs begin at multiples of 256, and both use the same kernel."""

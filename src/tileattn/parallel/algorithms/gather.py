@@ -10,8 +10,8 @@
 of the whole sequence. Each row's softmax is computed by one call over all of its keys: nothing is merged.
 
 Keys are given to a call from a multiple of 256 on, as if those before were there: zeros stand for keys that no query
-reaches. So the tiles of a kernel are those of one device, and with runs that begin at multiples of 256 so are the bits
-of o and lse.
+reaches. So a kernel's tiles of keys are those of one device. With runs that begin at multiples of 256 (of 768 where a
+tile has 192 queries) its tiles of queries are, too, and so are the bits of o and lse.
 
 The backward pass (gather_backward.py) fetches keys and values again instead of keeping them, so memory stays that of
 the shards and one group of heads.

@@ -13,12 +13,13 @@ from typing import NamedTuple
 from .layout import Layout, Run, Span
 from .work import KeyRanges
 
-TILE = 256  # a multiple of the tile sizes of all kernels
+KEYS = 256  # a multiple of the tiles of keys at head dims 64 and 128
+QUERIES = 768  # a multiple of the tiles of queries, 128 and 192, and of KEYS
 
 
 def aligned(position: int) -> int:
     """The last multiple of 256 up to a position: keys are given to a kernel from there on (algorithms/gather.py)."""
-    return position // TILE * TILE
+    return position // KEYS * KEYS
 
 
 class OwnRun(NamedTuple):
@@ -56,7 +57,7 @@ class Queries(NamedTuple):
 def separated(layout: Layout, rank: int, ranges: KeyRanges) -> Queries:
     """Cuts the runs of a rank where they need keys of no other.
 
-    ranges: the keys that runs reach. Asked once, for all pieces of 256 queries.
+    ranges: the keys that runs reach. Asked once, for all pieces of 768 queries.
     """
     pieces = {run: _tiles(run) for run in layout.runs[rank]}
     flat = [tile for tiles in pieces.values() for tile in tiles]
@@ -78,8 +79,8 @@ def separated(layout: Layout, rank: int, ranges: KeyRanges) -> Queries:
 
 
 def _tiles(run: Run) -> list[Run]:
-    """Pieces of a run between multiples of 256."""
-    ends = [run.start, *range(aligned(run.start) + TILE, run.stop, TILE), run.stop]
+    """Pieces of a run between multiples of 768."""
+    ends = [run.start, *range(run.start // QUERIES * QUERIES + QUERIES, run.stop, QUERIES), run.stop]
     return [Run(run.sequence, start, stop) for start, stop in pairwise(ends)]
 
 
