@@ -37,7 +37,7 @@ def test_inputs_that_are_taken_apart_and_put_together_are_the_same(parts: tuple[
 
 
 def test_inputs_of_a_tuple_are_inputs() -> None:
-    parts = (Q, K, V, SINK, NO_OPERANDS, None, None, None)
+    parts = (Q, K, V, SINK, NO_OPERANDS, None, None, None, None)
     assert type(inputs_of(parts)) is Inputs
     assert inputs_of(parts) == Inputs(*parts)
     assert len(parts) == len(Inputs._fields)

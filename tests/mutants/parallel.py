@@ -32,8 +32,8 @@ MUTANTS: list[Mutant] = [
         WINDOWS,
         {
             "parallel: every key is needed": (
-                "start, stop = max(0, min(low, length)), max(0, min(high, length))",
-                "start, stop = 0, length",
+                "return torch.minimum(low.maximum(none), lengths), torch.minimum(high.maximum(none), lengths)",
+                "return none, lengths",
             )
         },
     ),
@@ -102,7 +102,7 @@ MUTANTS: list[Mutant] = [
     *mutants(
         "parallel/sharding/documents.py",
         DOCUMENTS,
-        {"parallel: no document is cut": ("if ranks > 1 and sizes[document] > _CUT_ABOVE * share:", "if False:")},
+        {"parallel: no document is cut": ("min(ranks, math.ceil(size / most))", "1")},
     ),
     *mutants(
         "parallel/consent/agreement.py",

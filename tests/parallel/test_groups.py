@@ -69,7 +69,9 @@ def test_queries_are_in_one_place_and_their_keys_in_the_shard(seqlen: int, name:
 
 def test_a_window_needs_little_of_others() -> None:
     _, others = separate(sequence_layout("contiguous", 8192, 2), 1, tileattn.SlidingWindow(300, 0))
-    assert others == (Run(0, 4096, 4608),)  # up to a multiple of 768; its queries reach back over their rank's first key
+    assert others == (
+        Run(0, 4096, 4608),
+    )  # up to a multiple of 768; its queries reach back over their rank's first key
 
 
 def test_documents_need_nothing_of_others() -> None:
