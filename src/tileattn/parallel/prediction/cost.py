@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from ...variant.masks import Mask
 from ..sharding.groups import backward_groups, forward_groups
-from ..sharding.layout import Cover, Layout, Span, joined
+from ..sharding.layout import Cover, Layout, Run, Span, joined
+from ..sharding.own import separated
 from ..sharding.ranges import areas, key_ranges
 from ..sharding.work import assign, kv_heads_of, needed_keys, rows_of
 from .topology import Topology
@@ -44,6 +45,7 @@ class Load(NamedTuple):
 
     Attributes:
         area: scores, of all its heads and batch elements.
+        own: those of them whose keys the rank holds, computed while the first group of heads is on its way.
         calls: calls of a kernel, for one group of heads.
         keys: bytes of k and v from its node, its site and other sites.
         queries: bytes of q from the same; o takes the way back.
@@ -51,6 +53,7 @@ class Load(NamedTuple):
     """
 
     area: int
+    own: int
     calls: int
     keys: tuple[int, int, int]
     queries: tuple[int, int, int]
@@ -89,6 +92,7 @@ class Model:
         reached = dict(zip(runs, key_ranges(*asked))) if runs else {}
         of_runs = dict(zip(runs, areas(*asked)))
         needed = needed_keys(layout, assignment, lambda of: [reached[run] for run in of])
+        own = self._own(inner)
         loads = []
         tokens = self._tokens()
         for rank in range(layout.ranks):
@@ -101,6 +105,7 @@ class Model:
             loads.append(
                 Load(
                     area,
+                    own[rank] * count * shape.batch,
                     len(assignment.runs[rank]) if count else 0,
                     _times(of_keys, shape.size),
                     _times(of_queries, shape.size),
@@ -108,6 +113,22 @@ class Model:
                 )
             )
         return loads
+
+    def _own(self, inner: int) -> list[int]:
+        """For each rank the scores whose keys it holds, of one head and batch element."""
+        if inner > 1:  # queries change hands first
+            return [0] * self.layout.ranks
+        asked, shape = (self.mask, self.layout), self.shape
+
+        def ranges(runs: Sequence[Run]) -> list[Span]:
+            return key_ranges(*asked, runs, shape.batch, shape.heads)
+
+        of_ranks = [
+            [each.run for each in separated(self.layout, rank, ranges).own] for rank in range(self.layout.ranks)
+        ]
+        every = [run for runs in of_ranks for run in runs]
+        found = dict(zip(every, areas(*asked, every, shape.batch, shape.heads) if every else ()))
+        return [sum(found[run] for run in runs) for runs in of_ranks]
 
     def _tokens(self) -> Callable[[int, Sequence[Span], int], tuple[int, int, int]]:
         """A function of a rank, the spans it needs, and the elements of a token.
@@ -138,16 +159,21 @@ class Model:
         """Seconds of one rank by gathered keys, in `groups` groups of heads."""
         top, shape = self.topology, self.shape
         dims = 2 * (shape.head_dim + shape.head_dim_v)
-        forward, backward = load.area * dims / top.forward, load.area * 2.5 * dims / top.backward
+        forward, backward = dims / top.forward, 2.5 * dims / top.backward
         calls, queries = load.calls * top.call, self._seconds(load.queries)
 
-        def stages(spans: Sequence[Span], whole: float, back: Sequence[int]) -> float:
-            """The first transfer, each computation beside the transfers around it, the last way back."""
+        def stages(spans: Sequence[Span], score: float, back: Sequence[int]) -> float:
+            """The first transfer beside own keys, computations beside the transfers around them, the last way back."""
+            own, whole = score * load.own, score * (load.area - load.own)
             parts = [(stop - start) / shape.kv_heads for start, stop in spans]
             fetches = [self._seconds(load.keys, part) for part in parts]
             sends = [self._seconds(back, part) for part in parts]
             beside = [fetch + send for fetch, send in zip([*fetches[1:], 0.0], [0.0, *sends])]
-            return fetches[0] + sum(max(part * whole + calls, each) for part, each in zip(parts, beside)) + sends[-1]
+            return (
+                max(fetches[0], own)
+                + sum(max(part * whole + calls, each) for part, each in zip(parts, beside))
+                + sends[-1]
+            )
 
         return Times(
             2 * queries + stages(forward_groups(shape.kv_heads, groups), forward, (0, 0, 0)),
