@@ -137,6 +137,7 @@ def _rates() -> list[str]:
         "call": ("one more call of a kernel", lambda x: f"{1e6 * x:.1f} us"),
         "fast": ("NVLink, each way", lambda x: f"{x / 1e9:.0f} GB/s"),
         "transfer": ("one more transfer", lambda x: f"{1e6 * x:.1f} us"),
+        "copy": ("copies within a GPU", lambda x: f"{x / 1e9:.0f} GB/s"),
         "network": ("InfiniBand, each way, a GPU", lambda x: f"{x / 1e9:.0f} GB/s"),
         "far": ("between two sites, each way, a GPU", lambda x: f"{x / 1e9:.2f} GB/s"),
     }

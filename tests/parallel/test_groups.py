@@ -30,8 +30,8 @@ def test_groups_have_all_heads(groups: Any, kv_heads: int) -> None:
 
 def test_groups_that_nothing_hides_are_small() -> None:
     assert [stop - start for start, stop in forward_groups(32, 4)] == [1, 3, 7, 21]
-    assert [stop - start for start, stop in backward_groups(32, 4)] == [1, 15, 15, 1]
-    assert [stop - start for start, stop in backward_groups(8, 2)] == [4, 4]
+    assert [stop - start for start, stop in backward_groups(32, 4)] == [21, 7, 3, 1]
+    assert [stop - start for start, stop in backward_groups(8, 2)] == [7, 1]
 
 
 def separate(layout: Layout, rank: int, mask: Any) -> Any:

@@ -39,11 +39,15 @@ def _gradients(options: ops.Options, inputs: Inputs, *_: Any) -> list[Tensor]:
     return gradients
 
 
+def _as_on_gpus(self: link.Link, sends: Any, receives: Any, like: Tensor) -> Any:
+    return self._start_direct(sends, receives, like.device, frozenset())
+
+
 def peak(rank: int, seqlen: int, options: dict[str, Any]) -> int:
     """Of the tensors of a call and its backward pass: q, k, v, do and the gradients with them."""
     with (
         playing(rank, 2),
-        mock.patch.object(link.Link, "_start_packed", link.Link._start_direct),
+        mock.patch.object(link.Link, "_start_packed", _as_on_gpus),
         mock.patch.object(link, "before_kernels"),
         mock.patch.object(ops, "run_forward", _outputs),
         mock.patch.object(ops, "run_backward", _gradients),

@@ -287,16 +287,16 @@ class Plan:
 
     def _work(self, arguments: Checked, q: Tensor, v: Tensor) -> tuple[Work, str]:
         """This rank's work, and a digest of the ranges of keys that it is made for."""
-        algorithm, inner, groups = self._choice(arguments, q, v)
-        if any(arguments.local) and inner > 1:
+        choice = self._choice(arguments, q, v)
+        if any(arguments.local) and choice.inner > 1:
             raise ValueError(
-                f"a Bias with the rows of one rank is for algorithm='gather' and 'ring', got {algorithm!r}; give it "
-                f"whole, (batch or 1, heads or 1, {self.seqlen}, {self.seqlen})"
+                f"a Bias with the rows of one rank is for algorithm='gather' and 'ring', got {choice.algorithm!r}; "
+                f"give it whole, (batch or 1, heads or 1, {self.seqlen}, {self.seqlen})"
             )
         kept = self._kept(arguments.mask)
-        key = (algorithm, inner, groups, arguments.heads, q.shape[0])
+        key = (choice, arguments.heads, q.shape[0])
         if key not in kept:
-            kept[key] = self._made(Choice(algorithm, inner, groups), arguments, q.shape[0])
+            kept[key] = self._made(choice, arguments, q.shape[0])
         found: tuple[Work, str] = kept[key]
         return found
 
@@ -315,7 +315,7 @@ class Plan:
         if choice.algorithm == "ring":
             work = ring_work(layout, self.rank, ranges)
         else:
-            work = gather_work(layout, self.rank, ranges, heads, choice.inner, choice.groups)
+            work = gather_work(layout, self.rank, ranges, heads, choice.inner, choice.both_groups)
         return work, digest(str((choice, sorted(known.items()))))
 
     def _kept(self, mask: Mask | None) -> dict[Any, Any]:

@@ -50,17 +50,18 @@ def mesh_group(value: Any) -> Any:
     return value.get_group()
 
 
-_before_kernels: dict[tuple[int, ...], tuple[Any, Any]] = {}
+_before_kernels: dict[tuple[int, tuple[int, ...]], tuple[Any, Any]] = {}
 
 
-def before_kernels(group: Any, device: Any) -> Any:
+def before_kernels(group: Any, device: Any, number: int) -> Any:
     """A group of the same ranks whose transfers on a GPU begin before kernels that wait; all of its ranks ask together.
 
     A transfer that begins beside an attention kernel needs multiprocessors, which the kernel fills until its end. On a
-    stream of high priority it comes first. The group lives as long as the default group, as all subgroups do.
+    stream of high priority it comes first. Transfers of groups with different numbers run side by side. The group lives
+    as long as the default group, as all subgroups do.
     """
     ranks = tuple(dist.get_process_group_ranks(group))
-    store, kept = default_store(), _before_kernels.get(ranks)
+    store, kept = default_store(), _before_kernels.get((number, ranks))
     if kept is not None and kept[0] is store:
         return kept[1]
     if not is_nccl(group):
@@ -69,7 +70,7 @@ def before_kernels(group: Any, device: Any) -> Any:
     fast = dist.new_group(list(ranks), backend="nccl", pg_options=options, use_local_synchronization=True)
     # NCCL connects at the first call, in which all ranks must take part.
     dist.all_reduce(torch.zeros(1, device=device), group=fast)
-    _before_kernels[ranks] = store, fast
+    _before_kernels[number, ranks] = store, fast
     return fast
 
 

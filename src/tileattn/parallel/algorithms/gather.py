@@ -33,7 +33,6 @@ from ..sharding.work import Assignment, KeyRanges, Segment, assign, kv_heads_of,
 from ..transport.transfer import Fetch, Transfer
 from .call import Call, Operands, Outputs, PartGradients, Rows, cut, part_forward
 from .gather_backward import Backward
-from .lanes import Lanes
 from .pieces import FetchedRun, Piece, Runs, rows_of_keys
 
 _WORKSPACE = 2**28  # elements of dq in float32, 1 GiB, that the backward pass of own keys takes beside the results
@@ -80,12 +79,11 @@ class GatherWork:
         mine = self._fetched(call, [q])[0]
         o = mine.new_empty(*mine.shape[:3], v.shape[3])
         lse = mine.new_empty(*mine.shape[:3], 1, dtype=torch.promote_types(q.dtype, torch.float32))
-        with Lanes(q.device) as lanes:
-            for number, (piece, rows) in enumerate(self._calls(call, self.forward_steps, lanes, mine, k, v)):
-                with lanes.lane(number):
-                    place = cut(o, piece.rows, piece.heads)
-                    _, of_part = part_forward(call, piece.part, rows, operands, place, piece.packed)
-                    cut(lse, piece.rows, piece.heads)[..., 0].copy_(of_part.transpose(1, 2))
+        for piece, rows in self._calls(call, self.forward_steps, mine, k, v):
+            place = cut(o, piece.rows, piece.heads)
+            _, of_part = part_forward(call, piece.part, rows, operands, place, piece.packed)
+            cut(lse, piece.rows, piece.heads)[..., 0].copy_(of_part.transpose(1, 2))
+        call.link.settle()
         if self.local_rows:
             return o, lse
         return self.queries.place(call.link, [o], heads)[0], self.queries.place(call.link, [lse], heads)[0]
@@ -95,13 +93,13 @@ class GatherWork:
         return list(tensors) if self.local_rows else self.queries.fetch(call.link, tensors)
 
     def _calls(
-        self, call: Call, steps: Sequence[Step], lanes: Lanes, q: Tensor, k: Tensor, v: Tensor
+        self, call: Call, steps: Sequence[Step], q: Tensor, k: Tensor, v: Tensor
     ) -> Iterator[tuple[Piece, Rows]]:
         """All pieces with their tensors; the keys of a group are on their way while the pieces before compute."""
         groups = _Groups(call, steps, k, v)
         for piece in self.runs.own_pieces(call, q.shape[2], k.shape[2], q.device):
             yield piece, piece.of(q, k, v)
-        for step, keys, values in groups.arriving(lanes):
+        for step, keys, values in groups.arriving():
             for piece in self.pieces(call, step):
                 yield piece, piece.of(q, keys, values)
 
@@ -121,17 +119,16 @@ class GatherWork:
         lse, *dlse = self._fetched(call, [x for x in (outputs.lse, outputs.dlse) if x is not None])
         fetched = Outputs(o, lse, do, dlse[0] if dlse else None)
         groups = _Groups(call, self.backward_steps, k, v)
-        # Sums over calls are added to by one lane only.
-        with Lanes(q.device, wanted=not any(sums.needs)) as lanes:
-            back = Backward(call, lanes, of_rows, sums, Rows(mine, k, v), fetched)
-            for piece in self.runs.own_pieces(call, q.shape[2], k.shape[2], q.device, _WORKSPACE // q.shape[3]):
-                back.add_own(piece)
-            for step, keys, values in groups.arriving(lanes):
-                back.begin(step.transfer, step.kv_heads, keys, values)
-                for piece in self.pieces(call, step):
-                    back.add(piece)
-                back.send()
-            dk_and_dv = back.finish()
+        back = Backward(call, of_rows, sums, Rows(mine, k, v), fetched)
+        for piece in self.runs.own_pieces(call, q.shape[2], k.shape[2], q.device, _WORKSPACE // q.shape[3]):
+            back.add_own(piece)
+        for step, keys, values in groups.arriving():
+            back.begin(step.transfer, step.kv_heads, keys, values)
+            for piece in self.pieces(call, step):
+                back.add(piece)
+            back.send()
+        dk_and_dv = back.finish()
+        call.link.settle()
         dq = back.dq
         if dq is not None and not self.local_rows:
             dq = self.queries.place(call.link, [dq], q.shape[2])[0]
@@ -145,19 +142,17 @@ class _Groups:
         self.call, self.steps, self.sharded = call, steps, (k, v)
         self.fetch: Fetch = steps[0].transfer.start(call.link, self.sharded)
 
-    def arriving(self, lanes: Lanes) -> Iterator[tuple[Step, Tensor, Tensor]]:
+    def arriving(self) -> Iterator[tuple[Step, Tensor, Tensor]]:
         for number, step in enumerate(self.steps):
             fetch = self.fetch
             if number + 1 < len(self.steps):
                 self.fetch = self.steps[number + 1].transfer.start(self.call.link, self.sharded)
             keys, values = fetch.wait()
-            lanes.catch_up()
-            lanes.keep((keys, values))
             yield step, keys, values
 
 
 def gather_work(
-    layout: Layout, rank: int, ranges: KeyRanges, heads: tuple[int, int], inner: int, groups: int
+    layout: Layout, rank: int, ranges: KeyRanges, heads: tuple[int, int], inner: int, groups: tuple[int, int]
 ) -> GatherWork:
     """The work of a rank.
 
@@ -166,19 +161,21 @@ def gather_work(
         ranges: the keys that runs reach (`tileattn.parallel.sharding.ranges.key_ranges`).
         heads: of q, and of k and v.
         inner: ranks that share their rows by heads; 1 for gather, all for ulysses.
-        groups: into how many parts the key/value heads are cut.
+        groups: into how many parts the key/value heads are cut, in the forward and in the backward pass.
     """
     assignment = assign(layout, heads[0], inner)
     queries = Transfer(layout.owned, [rows_of(layout, runs) for runs in assignment.runs], assignment.heads, rank)
-    fetching, own = assignment, tuple[OwnRun, ...]()
+    fetching, own, later = assignment, tuple[OwnRun, ...](), frozenset[int]()
     if assignment.local_rows:
         separate = [separated(layout, each, ranges) for each in range(layout.ranks)]
         own = separate[rank].own
+        busy = frozenset(each for each, queries in enumerate(separate) if queries.own)
+        later = busy if len(busy) < layout.ranks else later
         fetching = Assignment(tuple(each.others for each in separate), assignment.heads, True)
     needed = needed_keys(layout, fetching, ranges)
     of_groups = [
-        tuple(_step(layout, rank, assignment, needed, span, heads[0] // heads[1]) for span in spans)
-        for spans in (forward_groups(heads[1], groups), backward_groups(heads[1], groups))
+        tuple(_step(layout, rank, assignment, needed, span, heads[0] // heads[1], later) for span in spans)
+        for spans in (forward_groups(heads[1], groups[0]), backward_groups(heads[1], groups[1]))
     ]
     mine = assignment.heads[rank]
     fetched = fetching.runs[rank] if mine[0] < mine[1] else ()  # with more ranks than heads some compute nothing
@@ -220,9 +217,15 @@ def gaps_before(layout: Layout, spans: Sequence[Span]) -> list[int]:
 
 
 def _step(
-    layout: Layout, rank: int, assignment: Assignment, needed: list[list[Span]], kv_heads: Span, group: int
+    layout: Layout,
+    rank: int,
+    assignment: Assignment,
+    needed: list[list[Span]],
+    kv_heads: Span,
+    group: int,
+    later: frozenset[int],
 ) -> Step:
-    """The step of some key/value heads."""
+    """The step of some key/value heads. later: ranks that have something to compute while the others wait."""
 
     def share(of: Span, within: Span) -> Span:
         start, stop = max(of[0], within[0]), min(of[1], within[1])
@@ -231,5 +234,5 @@ def _step(
     of_kv = [share(kv_heads_of(heads, group), kv_heads) for heads in assignment.heads]
     mine = share(assignment.heads[rank], (kv_heads[0] * group, kv_heads[1] * group))
     wanted = [spans if of[0] < of[1] else [] for spans, of in zip(needed, of_kv)]
-    transfer = Transfer(layout.owned, wanted, of_kv, rank, tuple(gaps_before(layout, wanted[rank])))
+    transfer = Transfer(layout.owned, wanted, of_kv, rank, tuple(gaps_before(layout, wanted[rank])), later)
     return Step(transfer, tuple(segments(mine, group)), of_kv[rank][0], kv_heads)

@@ -16,7 +16,6 @@ from ..sharding.layout import Span
 from ..transport.sums import Addend, write_sums
 from ..transport.transfer import Summing, Transfer
 from .call import Call, Outputs, PartGradients, Rows, cut, part_outputs
-from .lanes import Lanes
 from .pieces import Piece
 
 
@@ -25,7 +24,6 @@ class Backward:
 
     Args:
         call: of the plan.
-        lanes: where pieces compute. What they have in common is collected on the side lane.
         of_rows: which gradients of q, k and v are wanted.
         sums: those of sink and variant.
         rows: q of the rows that this rank computes; k and v that it holds.
@@ -35,10 +33,8 @@ class Backward:
         dq: of the rows that this rank computes, or None.
     """
 
-    def __init__(
-        self, call: Call, lanes: Lanes, of_rows: Sequence[bool], sums: PartGradients, rows: Rows, outputs: Outputs
-    ) -> None:
-        self.call, self.lanes, self.of_rows, self.sums = call, lanes, of_rows, sums
+    def __init__(self, call: Call, of_rows: Sequence[bool], sums: PartGradients, rows: Rows, outputs: Outputs) -> None:
+        self.call, self.of_rows, self.sums = call, of_rows, sums
         self.rows, self.outputs = rows, outputs
         self.accumulator = torch.promote_types(rows.q.dtype, torch.float32)
         self.dq = torch.empty_like(rows.q, memory_format=torch.contiguous_format) if of_rows[0] else None
@@ -48,7 +44,6 @@ class Backward:
         ]
         self.own: list[list[Addend]] = [[] for need in of_rows[1:] if need]
         self.summing: tuple[Summing, Span] | None = None
-        self.pieces = 0
 
     def add_own(self, piece: Piece) -> None:
         """Computes a piece whose keys this rank holds."""
@@ -57,16 +52,10 @@ class Backward:
 
     def _computed(self, piece: Piece, rows: Rows) -> list[Tensor]:
         """dk and dv of a piece, those that are wanted; dq is written into its place."""
-        with self.lanes.lane(self.pieces):
-            of_piece = part_outputs(self.outputs, piece.rows, piece.heads)
-            place = None if self.dq is None else cut(self.dq, piece.rows, piece.heads)
-            _, *of_keys = self.sums.backward(self.call, piece.part, rows, self.of_rows, of_piece, place, piece.packed)
-        wanted = [x for x in of_keys if x is not None]
-        if self.pieces % 2 == 0:  # of the main lane, and read by the side lane
-            self.lanes.keep(wanted)
-            self.lanes.catch_up()
-        self.pieces += 1
-        return wanted
+        of_piece = part_outputs(self.outputs, piece.rows, piece.heads)
+        place = None if self.dq is None else cut(self.dq, piece.rows, piece.heads)
+        _, *of_keys = self.sums.backward(self.call, piece.part, rows, self.of_rows, of_piece, place, piece.packed)
+        return [x for x in of_keys if x is not None]
 
     def begin(self, transfer: Transfer, kv_heads: Span, keys: Tensor, values: Tensor) -> None:
         """Begins a group of heads. kv_heads: of the group; keys, values: what this rank has fetched of it."""
@@ -76,10 +65,6 @@ class Backward:
     def add(self, piece: Piece) -> None:
         """Computes a piece of the group."""
         found = self._computed(piece, piece.of(self.rows.q, self.keys, self.values))
-        with self.lanes.on_side():
-            self._collect(piece, found)
-
-    def _collect(self, piece: Piece, found: Sequence[Tensor]) -> None:
         if not self.collected:
             whole = piece.keys == (0, self.keys.shape[1]) and piece.kv_heads == (0, self.keys.shape[2])
             if whole:
@@ -101,9 +86,8 @@ class Backward:
         """Sends dk and dv of the group, and writes the sums of the group before."""
         if not self.own:  # neither is wanted
             return
-        with self.lanes.on_side():
-            summing = self.transfer.start_sum(self.call.link, self.collected or self._zeros())
-            self._arrived()
+        summing = self.transfer.start_sum(self.call.link, self.collected or self._zeros())
+        self._arrived()
         self.summing = summing, self.kv_heads
 
     def _arrived(self) -> None:
@@ -117,6 +101,5 @@ class Backward:
 
     def finish(self) -> list[Tensor | None]:
         """dk and dv of the keys that this rank holds, or None."""
-        with self.lanes.on_side():
-            self._arrived()
+        self._arrived()
         return self.written

@@ -50,6 +50,7 @@ class Load(NamedTuple):
         keys: bytes of k and v from its node, its site and other sites.
         queries: bytes of q from the same; o takes the way back.
         wide: bytes of dk and dv, in float32, on their way back: as `keys`.
+        outputs: bytes of o.
     """
 
     area: int
@@ -58,6 +59,7 @@ class Load(NamedTuple):
     keys: tuple[int, int, int]
     queries: tuple[int, int, int]
     wide: tuple[int, int, int]
+    outputs: int
 
 
 class Times(NamedTuple):
@@ -110,6 +112,8 @@ class Model:
                     _times(of_keys, shape.size),
                     _times(of_queries, shape.size),
                     _times(of_keys, max(shape.size, _FLOAT32)),
+                    sum(run.stop - run.start for run in assignment.runs[rank])
+                    * (count * shape.head_dim_v * shape.size * shape.batch),
                 )
             )
         return loads
@@ -155,8 +159,8 @@ class Model:
 
         return tokens
 
-    def times(self, load: Load, groups: int) -> Times:
-        """Seconds of one rank by gathered keys, in `groups` groups of heads."""
+    def times(self, load: Load, groups: tuple[int, int]) -> Times:
+        """Seconds of one rank by gathered keys, in so many groups of heads forward and backward."""
         top, shape = self.topology, self.shape
         dims = 2 * (shape.head_dim + shape.head_dim_v)
         forward, backward = dims / top.forward, 2.5 * dims / top.backward
@@ -169,21 +173,24 @@ class Model:
             fetches = [self._seconds(load.keys, part) for part in parts]
             sends = [self._seconds(back, part) for part in parts]
             beside = [fetch + send for fetch, send in zip([*fetches[1:], 0.0], [0.0, *sends])]
-            return (
-                max(fetches[0], own)
-                + sum(max(part * whole + calls, each) for part, each in zip(parts, beside))
-                + sends[-1]
-            )
+            computed = sum(max(part * whole + calls, each) for part, each in zip(parts, beside))
+            # Several groups are copied together, and apart again: keys to be sent, and o or dq.
+            copies = (sum(load.keys) + load.outputs) / top.copy if len(spans) > 1 else 0.0
+            return max(fetches[0], own) + computed + sends[-1] + copies
 
         return Times(
-            2 * queries + stages(forward_groups(shape.kv_heads, groups), forward, (0, 0, 0)),
+            2 * queries + stages(forward_groups(shape.kv_heads, groups[0]), forward, (0, 0, 0)),
             # q, o and do come, dq goes
-            4 * queries + stages(backward_groups(shape.kv_heads, groups), backward, load.wide),
+            4 * queries + stages(backward_groups(shape.kv_heads, groups[1]), backward, load.wide),
         )
 
-    def group_bytes(self, load: Load, groups: int, needs_grad: bool) -> float:
+    def group_bytes(self, load: Load, groups: tuple[int, int], needs_grad: bool) -> float:
         """Bytes of the largest group of heads (with gradients and their parts in a backward pass) and of queries."""
-        spans = (backward_groups if needs_grad else forward_groups)(self.shape.kv_heads, groups)
+        spans = (
+            backward_groups(self.shape.kv_heads, groups[1])
+            if needs_grad
+            else forward_groups(self.shape.kv_heads, groups[0])
+        )
         most = max(stop - start for start, stop in spans) / self.shape.kv_heads
         of_queries = (4 if needs_grad else 2) * sum(load.queries)
         return most * (sum(load.keys) + 2 * sum(load.wide) * needs_grad) + of_queries
@@ -225,49 +232,60 @@ def _times(elements: tuple[int, int, int], size: int) -> tuple[int, int, int]:
 
 
 class Choice(NamedTuple):
-    """An algorithm, the ranks that share rows by heads, and the groups of heads."""
+    """An algorithm, the ranks that share rows by heads, and the groups of heads of both passes."""
 
     algorithm: str
     inner: int
     groups: int
+    backward_groups: int = 1
+
+    @property
+    def both_groups(self) -> tuple[int, int]:
+        """The groups of heads of the forward and of the backward pass."""
+        return self.groups, self.backward_groups
 
 
 def candidates(topology: Topology, shape: Shape) -> list[Choice]:
-    """What "auto" chooses from. Not the ring: it saves memory, not time."""
+    """What "auto" chooses from, with the same groups in both passes. Not the ring: it saves memory, not time."""
     groups = [count for count in (1, 2, 3, 4, 6, 8, 16, 32) if count <= shape.kv_heads]
-    choices = [Choice("gather", 1, count) for count in groups]
+    choices = [Choice("gather", 1, count, count) for count in groups]
     node = topology.node
     if 1 < node < topology.ranks and topology.ranks % node == 0 and node <= shape.heads:
-        choices += [Choice("2d", node, count) for count in groups]
+        choices += [Choice("2d", node, count, count) for count in groups]
     if 1 < topology.ranks <= shape.heads:
-        choices.append(Choice("ulysses", topology.ranks, 1))
+        choices.append(Choice("ulysses", topology.ranks, 1, 1))
     return choices
 
 
 def named(topology: Topology, algorithm: str, groups: int | None) -> Choice:
     """The choice of who names an algorithm."""
-    return Choice(algorithm, {"ulysses": topology.ranks, "2d": topology.node}.get(algorithm, 1), groups or 1)
+    inner = {"ulysses": topology.ranks, "2d": topology.node}.get(algorithm, 1)
+    return Choice(algorithm, inner, groups or 1, groups or 1)
 
 
 def with_groups(choice: Choice, groups: int | None) -> Choice:
     """A choice of "auto" with the head groups that were asked for, where its algorithm has any."""
-    return choice if groups is None or choice.algorithm == "ulysses" else choice._replace(groups=groups)
+    if groups is None or choice.algorithm == "ulysses":
+        return choice
+    return choice._replace(groups=groups, backward_groups=groups)
 
 
 def choose(model: Model, needs_grad: bool, local_rows: bool) -> Choice:
     """The fastest choice by the model, of those whose groups of heads are not too large; the first of equals.
 
-    local_rows: whether rows must stay where they are.
+    The passes choose their groups apart. local_rows: whether rows must stay where they are.
     """
-    best, least = Choice("gather", 1, 1), (float("inf"), float("inf"))
-    for choice in candidates(model.topology, model.shape):
-        if local_rows and choice.inner > 1:
-            continue
-        loads = model.loads(choice.inner)
-        times = [model.times(load, choice.groups) for load in loads]
-        seconds = max(each.forward + (each.backward if needs_grad else 0.0) for each in times)
-        size = max(model.group_bytes(load, choice.groups, needs_grad) for load in loads)
-        rank = max(size, _GROUP_BYTES), seconds
-        if rank < least:
-            best, least = choice, rank
-    return best
+    found: dict[tuple[str, int], tuple[tuple[float, float], Choice]] = {}
+    every = [each for each in candidates(model.topology, model.shape) if each.inner == 1 or not local_rows]
+    for name in dict.fromkeys((each.algorithm, each.inner) for each in every):
+        groups = [each.groups for each in every if (each.algorithm, each.inner) == name]
+        loads = model.loads(name[1])
+        by_groups = {count: [model.times(load, (count, count)) for load in loads] for count in groups}
+        forward = {count: max(each.forward for each in times) for count, times in by_groups.items()}
+        backward = {count: max(each.backward for each in times) * needs_grad for count, times in by_groups.items()}
+        size = {count: max(model.group_bytes(load, (count, count), needs_grad) for load in loads) for count in groups}
+        of_forward = min(groups, key=lambda count: (max(size[count], _GROUP_BYTES), forward[count]))
+        of_backward = min(groups, key=lambda count: (max(size[count], _GROUP_BYTES), backward[count]))
+        rank = max(size[of_backward], _GROUP_BYTES), forward[of_forward] + backward[of_backward]
+        found[name] = rank, Choice(*name, of_forward, of_backward)
+    return min(found.values(), key=lambda each: each[0])[1]

@@ -107,7 +107,9 @@ def simulate(
     model = Model(topology, laid, normal, Shape(batch, heads, kv_heads, head_dim, head_dim, itemsize))
     choice = _choice(model, algorithm, head_groups)
     loads = model.loads(choice.inner)
-    times = model.ring(loads) if choice.algorithm == "ring" else [model.times(load, choice.groups) for load in loads]
+    times = (
+        model.ring(loads) if choice.algorithm == "ring" else [model.times(load, choice.both_groups) for load in loads]
+    )
     return _simulation(model, choice, loads, times)
 
 

@@ -32,6 +32,7 @@ class Topology:
         backward: FLOP/s of the backward kernel.
         call: seconds that one more call of a kernel costs.
         transfer: seconds that one more transfer costs, whatever its size.
+        copy: bytes/s that are copied within a GPU.
 
     Raises:
         ValueError: a number is not positive.
@@ -47,13 +48,14 @@ class Topology:
     backward: float = FIGURES["backward"].value
     call: float = FIGURES["call"].value
     transfer: float = FIGURES["transfer"].value
+    copy: float = FIGURES["copy"].value
 
     def __post_init__(self) -> None:
         for name in ("ranks", "node", "site"):
             value = getattr(self, name)
             if not (name == "site" and value is None) and (type(value) is not int or value < 1):
                 raise ValueError(f"Topology: {name} must be an int of at least 1, got {value!r}")
-        for name in ("fast", "network", "far", "forward", "backward"):
+        for name in ("fast", "network", "far", "forward", "backward", "copy"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"Topology: {name} must be a positive number, got {getattr(self, name)!r}")
         for name in ("call", "transfer"):

@@ -1,7 +1,8 @@
 """Groups of key/value heads: the transfer of one is hidden behind the computation of another.
 
 Nothing hides the first transfer of a forward pass, so the first group is one head, and each may be larger than the one
-before. In a backward pass nothing hides the last transfer, of dk and dv, either.
+before. In a backward pass it is the other way round: dk and dv, in float32, are twice as large as k and v, and nothing
+hides the last transfer.
 """
 
 from __future__ import annotations
@@ -27,9 +28,5 @@ def forward_groups(kv_heads: int, groups: int) -> list[Span]:
 
 
 def backward_groups(kv_heads: int, groups: int) -> list[Span]:
-    """One head first, one last, and between them equal parts; two groups, or one, are equal parts."""
-    groups = min(groups, kv_heads)
-    if groups <= 2:
-        return list(pairwise([number * kv_heads // groups for number in range(groups + 1)]))
-    inner, parts = kv_heads - 2, groups - 2
-    return list(pairwise([0, *(1 + number * inner // parts for number in range(parts + 1)), kv_heads]))
+    """Sizes that shrink by a factor, to one head."""
+    return [(kv_heads - stop, kv_heads - start) for start, stop in reversed(forward_groups(kv_heads, groups))]

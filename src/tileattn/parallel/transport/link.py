@@ -52,7 +52,8 @@ class Link:
     def __init__(self, group: Any, rank: int, watch: Watch, explain: Callable[[Exception], None]) -> None:
         self.group, self.rank, self.watch, self.explain = group, rank, watch, explain
         self.sent = self.received = 0
-        self.fast: Any = None  # of a GPU's transfers
+        self.direct: dict[int, Any] = {}  # the groups of a GPU's transfers
+        self.unsettled: list[Any] = []
 
     def copy(self, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]]) -> Pending:
         """Copies what this rank sends to itself; for transfers in which no rank needs anything of another."""
@@ -61,45 +62,84 @@ class Link:
                 target.copy_(source)
         return Pending()
 
-    def start(self, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], like: Tensor) -> Pending:
+    def start(
+        self,
+        sends: Sequence[Sequence[Tensor]],
+        receives: Sequence[Sequence[Tensor]],
+        like: Tensor,
+        later: frozenset[int] = frozenset(),
+    ) -> Pending:
         """Begins an all-to-all: sends[r] goes to rank r, and receives[r], of the same shapes there, comes from it.
 
-        All tensors have the dtype and the device of `like`.
+        All tensors have the dtype and the device of `like`. On a GPU, what the ranks `later` receive goes beside what
+        others receive, so that those need not wait for it.
         """
         others = [rank for rank in range(len(sends)) if rank != self.rank]
         self.sent += like.element_size() * sum(_numel(sends[rank]) for rank in others)
         self.received += like.element_size() * sum(_numel(receives[rank]) for rank in others)
-        begin = self._start_direct if like.is_cuda else self._start_packed
-        pending = begin(sends, receives, like)
+        if like.is_cuda:
+            pending = self._start_direct(sends, receives, like.device, later)
+        else:
+            pending = self._start_packed(sends, receives, like)
         self.copy(sends, receives)  # behind the transfer, which thus finds free multiprocessors
         return pending
 
     def _start_direct(
-        self, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], like: Tensor
+        self,
+        sends: Sequence[Sequence[Tensor]],
+        receives: Sequence[Sequence[Tensor]],
+        device: torch.device,
+        later: frozenset[int],
     ) -> Pending:
-        """Without a copy of what is contiguous. NCCL runs all of it as one kernel."""
-        if self.fast is None:
-            self.fast = before_kernels(self.group, like.device)
-        operations, landed = [], []
-        for rank in range(len(sends)):
-            for x in sends[rank] if rank != self.rank else ():
-                if x.numel():
-                    operations.append(dist.P2POp(dist.isend, x.contiguous(), group=self.fast, group_peer=rank))
-            for place in receives[rank] if rank != self.rank else ():
-                if place.numel():
-                    target = place if place.is_contiguous() else torch.empty_like(place, memory_format=_CONTIGUOUS)
-                    operations.append(dist.P2POp(dist.irecv, target, group=self.fast, group_peer=rank))
-                    if target is not place:
-                        landed.append((place, target))
-        if not operations:
-            return Pending()
+        """Without a copy of what is contiguous. NCCL runs all that one group of ranks receives as one kernel."""
+        works: list[Any] = []
+        landed: list[tuple[Tensor, Tensor]] = []
+        for number in (0, 1) if later else (0,):
+            to = [rank for rank in range(len(sends)) if rank != self.rank and (rank in later) == bool(number)]
+            group = self._direct_group(number, device)
+            operations = [
+                dist.P2POp(dist.isend, x.contiguous(), group=group, group_peer=rank)
+                for rank in to
+                for x in sends[rank]
+                if x.numel()
+            ]
+            receiving = (self.rank in later) == bool(number)
+            if receiving:
+                operations += self._receptions(receives, group, landed)
+            if operations:
+                # The tensors live until the transfer is done.
+                begun = (dist.batch_isend_irecv(operations), operations)
+                (works if receiving else self.unsettled).append(begun)
 
         def unpack() -> None:
             for place, target in landed:
                 place.copy_(target)
 
-        works = dist.batch_isend_irecv(operations)
-        return Pending(self, (works, operations), unpack)  # the tensors live until the transfer is done
+        return Pending(self, works, unpack)
+
+    def _receptions(
+        self, receives: Sequence[Sequence[Tensor]], group: Any, landed: list[tuple[Tensor, Tensor]]
+    ) -> list[Any]:
+        """Receives what is contiguous in its place; adds the others to `landed`, with what is received for them."""
+        operations = []
+        for rank, places in enumerate(receives):
+            for place in places if rank != self.rank else ():
+                if place.numel():
+                    target = place if place.is_contiguous() else torch.empty_like(place, memory_format=_CONTIGUOUS)
+                    operations.append(dist.P2POp(dist.irecv, target, group=group, group_peer=rank))
+                    if target is not place:
+                        landed.append((place, target))
+        return operations
+
+    def _direct_group(self, number: int, device: torch.device) -> Any:
+        if number not in self.direct:
+            self.direct[number] = before_kernels(self.group, device, number)
+        return self.direct[number]
+
+    def settle(self) -> None:
+        """Waits, at the end of a pass, for what was sent beside all else."""
+        unsettled, self.unsettled = self.unsettled, []
+        self.await_work(unsettled)
 
     def _start_packed(
         self, sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], like: Tensor
@@ -119,7 +159,7 @@ class Link:
                 place.copy_(values.view(place.shape))
 
         work = dist.all_to_all_single(landed, packed, incoming, outgoing, group=self.group, async_op=True)
-        return Pending(self, ([work], packed), unpack)  # `packed` lives until the transfer is done
+        return Pending(self, [([work], packed)], unpack)  # `packed` lives until the transfer is done
 
     def from_first(self, x: Tensor, ranks: int) -> Tensor:
         """Rank 0's values of a tensor that has one shape on all ranks."""
@@ -129,14 +169,14 @@ class Link:
         (self.start(sends, receives, x) if ranks > 1 else self.copy(sends, receives)).wait()
         return out
 
-    def await_work(self, handle: Any) -> None:
-        """Waits for a transfer: the stream on a GPU, the host on a CPU."""
-        works, _ = handle
+    def await_work(self, begun: Sequence[tuple[Any, Any]]) -> None:
+        """Waits for transfers: the stream on a GPU, the host on a CPU."""
         try:
-            for work in works:
-                if self.fast is None:
-                    self._poll(work)
-                work.wait()
+            for works, _ in begun:
+                for work in works:
+                    if not self.direct:
+                        self._poll(work)
+                    work.wait()
         except RuntimeError as error:
             self.explain(error)
             raise

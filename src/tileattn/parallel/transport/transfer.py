@@ -30,6 +30,7 @@ class Transfer:
         heads: for each rank the heads that it needs, (start, stop).
         rank: this rank.
         gaps: rows of zeros before each span that this rank receives; () for none. Nothing is sent for them.
+        later: ranks that have something to compute before they need what they receive.
     """
 
     owned: Sequence[Sequence[Span]]
@@ -37,6 +38,7 @@ class Transfer:
     heads: Sequence[Span]
     rank: int
     gaps: Sequence[int] = ()
+    later: frozenset[int] = frozenset()
 
     @cached_property
     def outgoing(self) -> list[list[Span]]:
@@ -74,7 +76,9 @@ class Transfer:
         out = [x.new_empty(x.shape[0], self.rows, count, x.shape[3]) for x in tensors]
         self._clear_gaps(out)
         receives = [[x[:, start:stop] for x in out for start, stop in spans] for spans in self.incoming]
-        return Fetch(out, link.start(sends, receives, tensors[0]) if self.moves else link.copy(sends, receives))
+        return Fetch(
+            out, link.start(sends, receives, tensors[0], self.later) if self.moves else link.copy(sends, receives)
+        )
 
     def _clear_gaps(self, tensors: Sequence[Tensor]) -> None:
         row = 0

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from tileattn.call.facts import CAUSAL, AttentionCall, BackwardCall
+from tileattn.kernels.tilelang.backward.shares.side_by_side import kv_heads_side_by_side
 from tileattn.kernels.tilelang.backward.shares.waves import (
     Costs,
     Groups,
@@ -111,3 +114,11 @@ def test_long_blocks_start_first_where_heads_run_side_by_side() -> None:
     """Three heads with blocks of 4, 1 and 1 tiles, on two slots: 4 4 4 and then six of 1; or 4 1 1 three times."""
     assert predicted(Groups(1, 3, 1, (4, 1, 1), lambda shares: 3), 1, 2, FREE) == 9
     assert predicted(Groups(1, 3, 1, (4, 1, 1)), 1, 2, FREE) == 10
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "side"), [(8192, 8192, 4), (131072, 131072, 1), (8192, 131072, 1)])
+def test_long_heads_run_one_after_another(seqlen_q: int, seqlen_k: int, side: int) -> None:
+    """32 MiB hold the queries of one group of 4 heads up to 8192 tokens."""
+    forward = AttentionCall(torch.bfloat16, 128, 128, CAUSAL, needs_grad=True, arch="sm_90a")
+    call = BackwardCall(forward, (True, True, True, False), dlse=False, deterministic=False)
+    assert kv_heads_side_by_side(call, torch.Size((1, seqlen_q, 32, 128)), seqlen_k, 8) == side

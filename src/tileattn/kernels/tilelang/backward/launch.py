@@ -104,7 +104,7 @@ def prepare_backward_with(
     own_order = not isinstance(config, BackwardConfig)
     of_main = of_queries = scalars
     if own_order:
-        of_main += (kv_heads_side_by_side(call, q_shape, shares * kv_heads),)
+        of_main += (kv_heads_side_by_side(call, q_shape, k_shape[1], shares * kv_heads),)
     if not isinstance(queries_default(call), BackwardConfig):
         of_queries += (heads_side_by_side(call, q_shape, k_shape),)
     of_batch = None if call.forward.packed else BatchWorkspaces(call, config, q_shape, k_shape)

@@ -96,7 +96,7 @@ def _work(
     forward, kv_heads = call.forward, k_shape[2]
 
     def side_by_side(shares: int) -> int:
-        return kv_heads_side_by_side(call, q_shape, shares * kv_heads)
+        return kv_heads_side_by_side(call, q_shape, k_shape[1], shares * kv_heads)
 
     tiles = visible_tiles(q_shape[1], k_shape[1], config.block_M, config.block_N, forward.variant == CAUSAL)
     groups = Groups(k_shape[0], kv_heads, q_shape[2] // kv_heads, tiles, side_by_side)
