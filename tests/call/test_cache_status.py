@@ -120,11 +120,13 @@ def test_another_stream_waits_for_the_zeros() -> None:
     """What was in the memory of a status before is no error."""
     device = torch.device("cuda", torch.cuda.current_device())
     kind = deferred_status.DeferredStatus(["wrong"], "tests")
+    stream, copy = torch.cuda.Stream(), deferred_status.Copy(1)
+    del copy  # its pinned memory is there to be taken: new memory would be pinned when the GPU has nothing left to do
     torch.full((1,), 7, dtype=torch.int32, device=device)  # likely in the same memory
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)
     kind.of(device)  # zeros behind the sleep
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(stream):
         kind.report(device)
     assert not kind.devices[device].under_way
     torch.cuda.synchronize()

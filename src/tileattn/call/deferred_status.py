@@ -23,6 +23,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .graph_memory import made_outside
+
 
 class Copy:
     """An asynchronous copy of a status to the host: pinned memory, and an event recorded after the copy."""
@@ -70,7 +72,9 @@ class DeferredStatus:
             # status exists, and this line is not reached.
             return torch.zeros(len(self.texts), dtype=torch.int32, device=device)
         with self._lock:
-            return self.devices.setdefault(device, _OfDevice(self, device)).tensor
+            if device not in self.devices:
+                self.devices[device] = made_outside(lambda: _OfDevice(self, device), device)
+            return self.devices[device].tensor
 
     def report(self, device: torch.device) -> None:
         """Starts a copy of a device's status to the host, on the current stream, without waiting for it.

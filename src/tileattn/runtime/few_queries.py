@@ -21,6 +21,7 @@ from torch import Tensor
 from ..call.decoding import DecodeCall, DecodeInputs, DecodeSizes
 from ..call.facts import AttentionCall
 from ..call.fp8 import FP8
+from ..call.graph_memory import warms_up
 from ..call.inputs import Inputs
 
 MOST_QUERIES = 16  # of a sequence
@@ -146,7 +147,9 @@ class FewQueries:
         key = device, torch.cuda.current_stream(device).cuda_stream
         lengths = self.lengths.get(key)
         if lengths is None:
-            lengths = self.lengths[key] = self._filled(device)
+            lengths = self._filled(device)
+            if not warms_up(device):
+                self.lengths[key] = lengths
         return lengths
 
     def _filled(self, device: torch.device) -> Tensor:

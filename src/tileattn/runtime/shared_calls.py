@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..call.decoding import DecodeInputs
+from ..call.graph_memory import warms_up
 from ..call.inputs import inputs_of
 from ..tuner import state
 from ..variant.key import encode, normalize
@@ -79,6 +80,8 @@ class SharedCall:
         stream = torch._C._cuda_getCurrentRawStream(q.device.index) if q.is_cuda else 0
         if self.stream != stream:  # another stream would not wait for the plan
             inputs = self.inputs(q, k, v, sink)
+            if q.is_cuda and warms_up(q.device):
+                return self.phase(inputs, None)[0]
             self.plan = self.make_plan(inputs)
             self.launch = None if self.repeat is None else self.repeat(inputs, self.plan)
             self.stream = stream

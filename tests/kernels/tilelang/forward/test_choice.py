@@ -91,6 +91,16 @@ def test_other_calls_keep_their_rows(name: str) -> None:
     assert WIDE_128 not in defaults(call)
 
 
+@pytest.mark.parametrize(("dim", "words"), [(160, True), (192, False), (256, True)])
+def test_windows_of_wide_heads_hide_scores_by_bits(dim: int, words: bool) -> None:
+    """Where that was measured, which packed sequences were not."""
+    window = default(make_call(SlidingWindow(99, 0), dim=dim))
+    packed = default(make_call(SlidingWindow(99, 0), dim=dim, packed=True))
+    assert isinstance(window, HopperConfig)
+    assert window.mask_words == words
+    assert packed == replace(window, mask_words=False)
+
+
 def test_what_may_be_chosen_is_compiled_ahead() -> None:
     for call in (CAUSAL, FULL, make_call(Causal(), dim=96), make_call(dim=192, dim_v=128), make_call(dim=80)):
         assert set(choice.speeds(call)) == set(defaults(call))

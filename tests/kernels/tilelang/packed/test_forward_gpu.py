@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -181,10 +182,9 @@ class Guarded:
     def __init__(self) -> None:
         self.memory: list[Tensor] = []
 
-    def __call__(self, like: Tensor, *size: int, dtype: torch.dtype | None = None) -> Tensor:
-        count = 1
-        for each in size:
-            count *= each
+    def __call__(self, like: Tensor, *given: int | tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        size = given[0] if isinstance(given[0], tuple) else given
+        count = math.prod(size)
         memory = torch.full((count + 2 * self.MARGIN,), self.CANARY, dtype=dtype or like.dtype, device=like.device)
         self.memory.append(memory)
         inside = memory[self.MARGIN : self.MARGIN + count]

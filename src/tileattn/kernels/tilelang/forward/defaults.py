@@ -10,6 +10,7 @@ from ....call.fp8 import FP8
 from ....variant.expression import nodes
 from ....variant.program import Program, program
 from ..architecture import padded
+from ..tile.key_range import key_range
 from ..tile.steady import is_uniform
 from . import sm90_table
 from .amd.config import AmdConfig, amd_preferences, is_valid_amd
@@ -132,13 +133,16 @@ def _wide_masked(call: AttentionCall, tensors: int) -> Iterator[Config]:
 
     Masks of positions take the causal row's tiles, in which ptxas spills nothing. With documents it spills 48 to 100
     bytes in those, and with 64 keys at head dim 256 still 56; in these 12, 0 and 24. Packed, it spills 64 and more in
-    these too. The speed has not been measured.
+    these too. On an H100 windows take 0.65 to 0.85 of the generic schedule's time, documents 0.84 to 0.88 at head dim
+    192 and 1.03 at 256 (docs/design/forward.md). Words of bits (windows.py) gain 1 to 6 % at head dims 160 and 256.
     """
     widest = max(hopper_dims(call))
     if tensors == 0:
         row = tuned_row(call.head_dim, call.head_dim_v, "masked", False)
-        yield from [] if row is None else [row]
-        yield from (HopperConfig(128, block_N, ping_pong=True) for block_N in (80, 64, 48))
+        measured = widest in (160, 256) and not call.packed and call.aligned and call.dtype.itemsize == 2
+        words = measured and key_range(program(call.variant)) is not None
+        yield from [] if row is None else [dataclasses.replace(row, mask_words=words)]
+        yield from (HopperConfig(128, block_N, ping_pong=True, mask_words=words) for block_N in (80, 64, 48))
     elif tensors <= DOCUMENTS_TENSORS and not call.packed:
         yield HopperConfig(128, 96 if widest <= 160 else 80 if widest <= 192 else 48, ping_pong=True)
 
