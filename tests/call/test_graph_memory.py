@@ -28,6 +28,9 @@ def on_stream(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     manager = SimpleNamespace(stream=SimpleNamespace(cuda_stream=GRAPHS))
     trees = SimpleNamespace(get_manager=lambda index, create_if_none_exists: manager)
     monkeypatch.setitem(sys.modules, graph_memory.TREES, trees)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=current[0], device_index=0)
+    )
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current[0], raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
@@ -78,14 +81,13 @@ def test_a_status_is_made_by_another_thread(on_stream: Callable[[int], None], mo
     waited: list[torch.device] = []
     stream = SimpleNamespace(synchronize=lambda: waited.append(CPU))
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     makers: list[threading.Thread] = []
     make = DeferredStatus(["wrong"], "tests")
     zeros = torch.zeros
 
     def noted(*size: object, **named: object) -> Tensor:
         makers.append(threading.current_thread())
-        return zeros(*size, **named)  # type: ignore[call-overload, no-any-return]
+        return zeros(*size, **named)  # type: ignore[call-overload]
 
     monkeypatch.setattr(torch, "zeros", noted)
     on_stream(GRAPHS)

@@ -27,9 +27,9 @@ def warms_up(device: torch.device) -> bool:
     trees = sys.modules.get(TREES)  # without it there are no such graphs
     if trees is None:
         return False
-    index = torch.cuda.current_device() if device.index is None else device.index
-    manager = trees.get_manager(index, create_if_none_exists=False)
-    return manager is not None and bool(torch._C._cuda_getCurrentRawStream(index) == manager.stream.cuda_stream)
+    stream = torch.cuda.current_stream(device)
+    manager = trees.get_manager(stream.device_index, create_if_none_exists=False)
+    return manager is not None and bool(stream.cuda_stream == manager.stream.cuda_stream)
 
 
 def made_outside(make: Callable[[], T], device: torch.device) -> T:
