@@ -64,6 +64,7 @@ class GatherWork:
         heads: this rank's query heads.
         forward_steps, backward_steps: the groups of heads of both passes.
         local_rows: whether this rank computes exactly its own rows.
+        single: whether all ranks make one call at most for each group of heads.
     """
 
     queries: Transfer
@@ -72,6 +73,7 @@ class GatherWork:
     forward_steps: tuple[Step, ...]
     backward_steps: tuple[Step, ...]
     local_rows: bool
+    single: bool
 
     def forward(self, call: Call, q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
         """o (batch, rows, heads, head_dim_v) and lse (batch, rows, heads, 1) of this rank's rows."""
@@ -119,7 +121,7 @@ class GatherWork:
         lse, *dlse = self._fetched(call, [x for x in (outputs.lse, outputs.dlse) if x is not None])
         fetched = Outputs(o, lse, do, dlse[0] if dlse else None)
         groups = _Groups(call, self.backward_steps, k, v)
-        back = Backward(call, of_rows, sums, Rows(mine, k, v), fetched)
+        back = Backward(call, of_rows, sums, Rows(mine, k, v), fetched, self.single)
         for piece in self.runs.own_pieces(call, q.shape[2], k.shape[2], q.device, _WORKSPACE // q.shape[3]):
             back.add_own(piece)
         for step, keys, values in groups.arriving():
@@ -180,7 +182,8 @@ def gather_work(
     mine = assignment.heads[rank]
     fetched = fetching.runs[rank] if mine[0] < mine[1] else ()  # with more ranks than heads some compute nothing
     runs = _runs(layout, assignment.runs[rank], fetched, own, needed[rank], ranges)
-    return GatherWork(queries, runs, mine, of_groups[0], of_groups[1], assignment.local_rows)
+    single = assignment.local_rows and all(len(each) <= 1 for each in fetching.runs)
+    return GatherWork(queries, runs, mine, of_groups[0], of_groups[1], assignment.local_rows, single)
 
 
 def _runs(

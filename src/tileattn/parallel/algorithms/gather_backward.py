@@ -2,7 +2,8 @@
 
 dk and dv of a group are summed over this rank's pieces in float32 (float64 for float64), sent while the next group
 computes, and summed by the rank that holds the keys: its own pieces first, then those of all ranks in their order. So
-bits are the same from run to run, and no more than two groups are in memory.
+bits are the same from run to run, and no more than two groups are in memory. Where each rank has one piece only, it is
+sent as the kernel rounded it: a sum of one part needs no wider dtype.
 """
 
 from __future__ import annotations
@@ -28,15 +29,25 @@ class Backward:
         sums: those of sink and variant.
         rows: q of the rows that this rank computes; k and v that it holds.
         outputs: of the rows that this rank computes.
+        single: whether all ranks have one piece at most for each group of heads.
 
     Attributes:
         dq: of the rows that this rank computes, or None.
     """
 
-    def __init__(self, call: Call, of_rows: Sequence[bool], sums: PartGradients, rows: Rows, outputs: Outputs) -> None:
+    def __init__(
+        self,
+        call: Call,
+        of_rows: Sequence[bool],
+        sums: PartGradients,
+        rows: Rows,
+        outputs: Outputs,
+        single: bool,
+    ) -> None:
         self.call, self.of_rows, self.sums = call, of_rows, sums
         self.rows, self.outputs = rows, outputs
         self.accumulator = torch.promote_types(rows.q.dtype, torch.float32)
+        self.sent = rows.k.dtype if single else self.accumulator
         self.dq = torch.empty_like(rows.q, memory_format=torch.contiguous_format) if of_rows[0] else None
         self.written = [
             torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
@@ -68,7 +79,7 @@ class Backward:
         if not self.collected:
             whole = piece.keys == (0, self.keys.shape[1]) and piece.kv_heads == (0, self.keys.shape[2])
             if whole:
-                self.collected = [x.to(self.accumulator) for x in found]
+                self.collected = [x.to(self.sent) for x in found]
                 return
             self.collected = self._zeros()
         for total, part in zip(self.collected, found):
@@ -77,7 +88,7 @@ class Backward:
 
     def _zeros(self) -> list[Tensor]:
         return [
-            torch.zeros(x.shape, dtype=self.accumulator, device=x.device)
+            torch.zeros(x.shape, dtype=self.sent, device=x.device)
             for x, need in zip((self.keys, self.values), self.of_rows[1:])
             if need
         ]

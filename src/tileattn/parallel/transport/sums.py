@@ -63,7 +63,7 @@ def _write_sum(place: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> No
     if not before:
         place.copy_(last)
         return
-    total = before[0].to(dtype)
+    total = before[0] if len(before) == 1 else before[0].to(dtype)  # of two, PyTorch rounds the sum only
     for part in before[1:]:
         total = total + part
     torch.add(total, last, out=place)
