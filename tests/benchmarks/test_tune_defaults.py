@@ -92,14 +92,15 @@ def test_calls_without_a_row_take_the_generic_schedule() -> None:
 
 @pytest.mark.parametrize(
     ("dims", "keys", "of_documents"),
-    [((136, 136), 112, 96), ((160, 160), 112, 96), ((192, 128), 128, 80), ((192, 192), 112, 80), ((256, 256), 80, 48)],
+    [((136, 136), 112, 96), ((160, 160), 112, 96), ((192, 128), 128, 80), ((192, 192), 112, 80)],
 )
 def test_wide_heads_under_masks_other_than_the_causal_one(dims: tuple[int, int], keys: int, of_documents: int) -> None:
     """Masks that read tensors leave fewer registers for keys."""
     for mask in (SlidingWindow(5, 0), SlidingWindow(5, 3) & Causal(), PrefixLM(3)):
         call = masked(mask, *dims)
-        assert defaults.defaults(call) == [HopperConfig(128, keys, ping_pong=True)]
-        assert set(defaults.defaults(replace(call, packed=True))) == set(defaults.defaults(call))
+        tile = HopperConfig(128, keys, ping_pong=True)  # some windows hide scores by words of bits: test_choice.py
+        assert {replace(each, mask_words=False) for each in defaults.defaults(call)} == {tile}
+        assert defaults.defaults(replace(call, packed=True)) == [tile]
     for mask in (IDS, IDS & Causal(), IDS & SlidingWindow(5, 0)):
         call = masked(mask, *dims)
         assert defaults.defaults(call) == [HopperConfig(128, of_documents, ping_pong=True)]

@@ -132,9 +132,9 @@ def _wide_masked(call: AttentionCall, tensors: int) -> Iterator[Config]:
     """Of head dims above 128 with another mask than the causal one.
 
     Masks of positions take the causal row's tiles, in which ptxas spills nothing. With documents it spills 48 to 100
-    bytes in those, and with 64 keys at head dim 256 still 56; in these 12, 0 and 24. Packed, it spills 64 and more in
-    these too. On an H100 windows take 0.65 to 0.85 of the generic schedule's time, documents 0.84 to 0.88 at head dim
-    192 and 1.03 at 256 (docs/design/forward.md). Words of bits (windows.py) gain 1 to 6 % at head dims 160 and 256.
+    bytes in those, in these 12 and 0; packed, 64 and more. On an H100 windows take 0.65 to 0.85 of the generic
+    schedule's time, documents 0.84 to 0.88 at head dim 192. At 256, in the 48 keys that fit, they take 1.03: not
+    taken (docs/design/forward.md). Words of bits (windows.py) gain 1 to 6 % at head dims 160 and 256.
     """
     widest = max(hopper_dims(call))
     if tensors == 0:
@@ -143,8 +143,8 @@ def _wide_masked(call: AttentionCall, tensors: int) -> Iterator[Config]:
         words = measured and key_range(program(call.variant)) is not None
         yield from [] if row is None else [dataclasses.replace(row, mask_words=words)]
         yield from (HopperConfig(128, block_N, ping_pong=True, mask_words=words) for block_N in (80, 64, 48))
-    elif tensors <= DOCUMENTS_TENSORS and not call.packed:
-        yield HopperConfig(128, 96 if widest <= 160 else 80 if widest <= 192 else 48, ping_pong=True)
+    elif tensors <= DOCUMENTS_TENSORS and not call.packed and widest <= 192:
+        yield HopperConfig(128, 96 if widest <= 160 else 80, ping_pong=True)
 
 
 def _dropped(call: AttentionCall, widest: int, tensors: int) -> Iterator[Config]:
