@@ -246,7 +246,7 @@ class Choice(NamedTuple):
 
 
 def candidates(topology: Topology, shape: Shape) -> list[Choice]:
-    """What "auto" chooses from, with the same groups in both passes. Not the ring: it saves memory, not time."""
+    """What "auto" chooses from, with the same groups in both passes. Not the ring, which saves no time."""
     groups = [count for count in (1, 2, 3, 4, 6, 8, 16, 32) if count <= shape.kv_heads]
     choices = [Choice("gather", 1, count, count) for count in groups]
     node = topology.node

@@ -19,11 +19,11 @@ class Figure(NamedTuple):
 
 FIGURES = {
     # FLOP/s of the kernels, seconds of a call and of a transfer, bytes/s in one direction.
-    "forward": Figure(620e12, False, "trials on two H200s before this package existed"),
-    "backward": Figure(520e12, False, "a guess"),
-    "call": Figure(10e-6, False, "a guess"),
-    "fast": Figure(370e9, False, "trials on two H200s (NVLink) before this package existed"),
-    "transfer": Figure(20e-6, False, "a guess"),
+    "forward": Figure(697000000000000.0, True, "benchmarks/results/parallel/calibration-h100.json"),
+    "backward": Figure(537000000000000.0, True, "benchmarks/results/parallel/calibration-h100.json"),
+    "call": Figure(2.6e-05, True, "benchmarks/results/parallel/calibration-h100.json"),
+    "fast": Figure(304000000000.0, True, "benchmarks/results/parallel/calibration-h100.json"),
+    "transfer": Figure(4.19e-05, True, "benchmarks/results/parallel/calibration-h100.json"),
     "copy": Figure(0.75e12, False, "bytes/s that PyTorch copies; a profile on two H100s, 2026-11-26"),
     "network": Figure(45e9, False, "400 Gb/s InfiniBand for each GPU, of which 90 % are assumed to be reached"),
     "far": Figure(1.25e9, False, "assumed: 10 Gb/s for each GPU between two sites"),

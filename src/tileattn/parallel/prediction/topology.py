@@ -18,7 +18,7 @@ FORMAT = "parallel-calibration-1"
 class Topology:
     """The ranks and their links. Rates are those of one GPU, in one direction, as a program sees them.
 
-    The defaults are an H200 with NVLink inside a node and 400 Gb/s InfiniBand between nodes; rates.py has the source of
+    The defaults are an H100 with NVLink inside a node and 400 Gb/s InfiniBand between nodes; rates.py has the source of
     each figure, and says which were measured. :meth:`calibrated` takes those that were measured on your machine.
 
     Args:
