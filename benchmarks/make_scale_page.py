@@ -160,8 +160,11 @@ def _rates() -> list[str]:
 def _beside(rows: list[Compared]) -> list[str]:
     lines = ["## The model beside measurements\n"]
     if not rows:
-        return [*lines, "No file of `tileattn bench --suite parallel` is in the repository yet;
-[Measured on two GPUs](parallel.md#measured-on-two-gpus) has what is known.\n"]
+        return [
+            *lines,
+            "No file of `tileattn bench --suite parallel` is in the repository yet. "
+            "[Measured on two GPUs](parallel.md#measured-on-two-gpus)\nhas what is known.\n",
+        ]
     files = ", ".join(
         f"[`{name}`](../benchmarks/results/parallel/{name})" for name in sorted({row.file for row in rows})
     )

@@ -2,7 +2,8 @@
 
 Before a call all ranks meet, with idle GPUs. On a GPU the L2 cache is then overwritten some times, for a few
 milliseconds: meanwhile the host comes ahead, so that its time is not measured, as in the steady state of a training
-step. A call of a plan takes the host one millisecond; with four times, 32k tokens seemed 15 % slower than they are. The call runs between two events. Of each call the slowest rank counts.
+step. A call of a plan takes the host one millisecond; with four times, 32k tokens seemed 15 % slower than they are. The
+call runs between two events. Of each call the slowest rank counts.
 """
 
 from __future__ import annotations
