@@ -68,4 +68,4 @@ def test_rows_are_set_beside_the_model(tmp_path: Path) -> None:
 
 
 def test_a_page_without_rows_says_so() -> None:
-    assert "No measurement" in make_scale_page._beside([])[1]
+    assert "No file of `tileattn bench --suite parallel`" in make_scale_page._beside([])[1]

@@ -58,7 +58,7 @@ MUTANTS: list[Mutant] = [
         PLAN,
         {
             "parallel: dk and dv of the last group only": (
-                "            self._arrived()\n        self.summing = summing, self.kv_heads",
+                "        self._arrived()\n        self.summing = summing, self.kv_heads",
                 "        self.summing = summing, self.kv_heads",
             ),
         },
@@ -81,7 +81,7 @@ MUTANTS: list[Mutant] = [
         "parallel/transport/sums.py",
         GROUPS,
         {
-            "parallel: sums in 16 bits": ("total = before[0].to(dtype)", "total = before[0]"),
+            "parallel: sums in 16 bits": ("else before[0].to(dtype)", "else before[0]"),
             "parallel: sums of all heads": ("head_ends = _ends(heads,", "head_ends = _ends((0, out.shape[2]),"),
         },
     ),

@@ -49,8 +49,8 @@ ASSEMBLED = ("sm_80", "sm_90a")
 # modifications in the generic schedule are in sm_90a's "composed", and in the emulator's tests.
 QUICK = {
     "sm_80": ("plain-16",),
-    "sm_89": ("plain-40",),
-    "sm_90a": ("plain", "plain-256", "causal-64", "bias-tiles", "composed"),
+    "sm_89": (),
+    "sm_90a": ("plain", "causal-64", "bias-tiles"),
     "sm_100a": (),
     "sm_120a": ("plain-16",),
     "gfx942": ("composed",),
