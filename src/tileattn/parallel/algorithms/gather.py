@@ -169,7 +169,7 @@ def gather_work(
     queries = Transfer(layout.owned, [rows_of(layout, runs) for runs in assignment.runs], assignment.heads, rank)
     fetching, own, later = assignment, tuple[OwnRun, ...](), frozenset[int]()
     if assignment.local_rows:
-        separate = [separated(layout, each, ranges) for each in range(layout.ranks)]
+        separate = separated(layout, ranges)
         own = separate[rank].own
         busy = frozenset(each for each, queries in enumerate(separate) if queries.own)
         later = busy if len(busy) < layout.ranks else later

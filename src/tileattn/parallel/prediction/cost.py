@@ -127,9 +127,7 @@ class Model:
         def ranges(runs: Sequence[Run]) -> list[Span]:
             return key_ranges(*asked, runs, shape.batch, shape.heads)
 
-        of_ranks = [
-            [each.run for each in separated(self.layout, rank, ranges).own] for rank in range(self.layout.ranks)
-        ]
+        of_ranks = [[each.run for each in queries.own] for queries in separated(self.layout, ranges)]
         every = [run for runs in of_ranks for run in runs]
         found = dict(zip(every, areas(*asked, every, shape.batch, shape.heads) if every else ()))
         return [sum(found[run] for run in runs) for runs in of_ranks]

@@ -54,18 +54,23 @@ class Queries(NamedTuple):
     others: tuple[Run, ...]
 
 
-def separated(layout: Layout, rank: int, ranges: KeyRanges) -> Queries:
-    """Cuts the runs of a rank where they need keys of no other.
+def separated(layout: Layout, ranges: KeyRanges) -> list[Queries]:
+    """Cuts the runs of each rank where they need keys of no other.
 
-    ranges: the keys that runs reach. Asked once, for all pieces of 768 queries.
+    ranges: the keys that runs reach. Asked once, for all pieces of 768 queries of all ranks.
     """
-    pieces = {run: _tiles(run) for run in layout.runs[rank]}
+    pieces = {run: _tiles(run) for runs in layout.runs for run in runs}
     flat = [tile for tiles in pieces.values() for tile in tiles]
     reached = dict(zip(flat, ranges(flat) if flat else ()))
+    return [_of_rank(runs, pieces, reached) for runs in layout.runs]
+
+
+def _of_rank(runs: Sequence[Run], pieces: dict[Run, list[Run]], reached: dict[Run, Span]) -> Queries:
     own: list[OwnRun] = []
     others: list[Run] = []
     row = 0
-    for run, tiles in pieces.items():
+    for run in runs:
+        tiles = pieces[run]
         first, stop = _longest([_lies_in(run, reached[tile]) for tile in tiles])
         if 2 * (stop - first) <= len(tiles):  # too few to be worth a call of their own
             others.append(run)
