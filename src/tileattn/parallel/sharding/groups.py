@@ -7,16 +7,18 @@ hides the last transfer.
 
 from __future__ import annotations
 
+import functools
 from itertools import accumulate, pairwise
 
 from .layout import Span
 
 
-def forward_groups(kv_heads: int, groups: int) -> list[Span]:
+@functools.lru_cache(maxsize=256)
+def forward_groups(kv_heads: int, groups: int) -> tuple[Span, ...]:
     """Sizes that grow by a factor, from one head on."""
     groups = min(groups, kv_heads)
     if groups <= 1:
-        return [(0, kv_heads)]
+        return ((0, kv_heads),)
     low, high = 1.0, float(kv_heads)
     for _ in range(40):  # the factor with which 1 + x + x^2 + ... is all heads
         factor = (low + high) / 2
@@ -24,9 +26,9 @@ def forward_groups(kv_heads: int, groups: int) -> list[Span]:
     ends = [0, *(round(end) for end in accumulate(low**i for i in range(groups - 1)))]
     # Rounding may leave a group without a head.
     ends = [max(end, number) for number, end in enumerate(ends)]
-    return list(pairwise([*ends, kv_heads]))
+    return tuple(pairwise([*ends, kv_heads]))
 
 
-def backward_groups(kv_heads: int, groups: int) -> list[Span]:
+def backward_groups(kv_heads: int, groups: int) -> tuple[Span, ...]:
     """Sizes that shrink by a factor, to one head."""
-    return [(kv_heads - stop, kv_heads - start) for start, stop in reversed(forward_groups(kv_heads, groups))]
+    return tuple((kv_heads - stop, kv_heads - start) for start, stop in reversed(forward_groups(kv_heads, groups)))
