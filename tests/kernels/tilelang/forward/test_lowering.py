@@ -43,10 +43,9 @@ from tileattn.variant.program import program
 
 ASSEMBLED = ("sm_80", "sm_90a")
 # Lowering takes 5 to 18 seconds of a core for each, so `make test` has of each architecture what its schedule makes of
-# it in another way: of Hopper's each kind of tile and what other tests here look at as well, of the generic schedule
-# (sm_80 and sm_89, which differ in sizes only; with TMA sm_120a, and sm_100a of the same function) both ways of copying
-# (on sm_90a and gfx942 rows that are not aligned have that of sm_89), of AMD's all modifications once. All
-# modifications in the generic schedule are in sm_90a's "composed", and in the emulator's tests.
+# it in another way: of Hopper's a kind of tile each and what other tests here look at as well, of the generic schedule
+# one of sm_80 (sm_89 differs in sizes only) and with TMA one of sm_120a (sm_100a has the same function), of AMD's all
+# modifications once. `make test-all` has the others.
 QUICK = {
     "sm_80": ("plain-16",),
     "sm_89": (),
@@ -375,7 +374,9 @@ def test_every_default_fits(arch: str) -> None:
             assert used <= architecture.ARCHITECTURES[arch].shared_bytes
 
 
-@pytest.mark.parametrize("name", ["plain-256", "causal-64", pytest.param("causal-192/128", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["causal-64", *(pytest.param(x, marks=pytest.mark.slow) for x in ("plain-256", "causal-192/128"))]
+)
 def test_warpgroup_numbers_are_uniform(name: str) -> None:
     """The number is taken once, by a shuffle, from which ptxas knows that it is the same in all threads of a warp."""
     source = lower(CALLS[name])

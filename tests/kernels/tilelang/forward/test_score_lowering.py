@@ -49,12 +49,14 @@ def last_loop(source: str) -> str:
     return loop.partition("tl::warpgroup_reg_dealloc")[0]
 
 
+@pytest.mark.slow  # 20 s
 def test_a_heads_slope_is_read_once_per_tile_of_queries() -> None:
     source = lower(SLANTED_AND_CAPPED)
     assert len(re.findall(r"\bt0\[", source)) == 1
     assert not re.search(r"\bt0\[", last_loop(source))
 
 
+@pytest.mark.slow  # 20 s for both
 @pytest.mark.parametrize("call", [SLANTED_AND_CAPPED, scored(SoftCap(50.0), dim=16, dtype=torch.float16)], ids=str)
 def test_which_tanh(call: AttentionCall) -> None:
     """The hardware's errs by 2^-11, less than bfloat16 does and not less than float16. AMD's: test_lowering.py."""

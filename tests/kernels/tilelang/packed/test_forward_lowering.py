@@ -35,7 +35,7 @@ from tileattn.kernels.tilelang.packed.library import plan_key
 
 ASSEMBLED = ("sm_80", "sm_90a")
 NVIDIA = tuple(arch for arch in ARCHITECTURES if arch.startswith("sm_"))
-QUICK = ("sm_90a-causal-64",)
+QUICK = ()  # 17 s each; the emulator runs one of sm_80
 
 
 def _packed(call: AttentionCall) -> AttentionCall:
