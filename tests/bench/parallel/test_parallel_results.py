@@ -74,7 +74,7 @@ def test_the_tables_flag_what_is_wrong() -> None:
     (fast,) = [line for line in lines if "measurement wrong: over 101% of the ideal" in line]
     assert "tileattn " in fast
     assert "103.4%" in fast
-    (differs,) = [line for line in lines if "more than a rounding from one device: o" in line]
+    (differs,) = [line for line in lines if "more than two roundings from one device: o" in line]
     assert "tileattn-ring" in differs
     assert any("plan.attention, check='always'" in line and "350" in line for line in lines)
     assert "failed: fa2-allgather: rank 1: OutOfMemoryError: too much [32k 32/8 causal]" in lines

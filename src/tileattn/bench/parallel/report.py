@@ -55,7 +55,7 @@ def cells(measured: Results, row: Row) -> list[str]:
 def note(measured: Results, row: Row) -> str:
     """What is wrong with a row, or ""."""
     notes = [f"measurement wrong: over {MOST:.0%} of the ideal"] if row in measured.suspicious() else []
-    return "; ".join([*notes, *([f"more than a rounding from one device: {row.wrong}"] if row.wrong else [])])
+    return "; ".join([*notes, *([f"more than two roundings from one device: {row.wrong}"] if row.wrong else [])])
 
 
 def _host_table(measured: Results) -> Table:
