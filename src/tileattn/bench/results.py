@@ -153,8 +153,13 @@ def begin(device: torch.device, commit: str | None, command: str, direction: str
 
 def save(results: Results, path: Path) -> None:
     """Writes the file atomically, so that a killed run leaves the last complete one."""
+    write({"format": FORMAT, **asdict(results)}, path)
+
+
+def write(content: dict[str, Any], path: Path) -> None:
+    """Writes a file of JSON at once, so that a killed run leaves the last complete one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps({"format": FORMAT, **asdict(results)}, indent=1) + "\n")
+    draft.write_text(json.dumps(content, indent=1) + "\n")
     draft.replace(path)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tileattn.bench.results import made, read
+from tileattn.bench.results import made, read, write
 
 FORMAT = "modules-1"
 NAIVE = "naive"
@@ -99,9 +97,7 @@ class Results:
 
 def save(results: Results, path: Path) -> None:
     """Writes the file atomically, so that a killed run leaves the last complete one."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps({"format": FORMAT, **asdict(results)}, indent=1) + "\n")
-    draft.replace(path)
+    write({"format": FORMAT, **asdict(results)}, path)
 
 
 def load(path: Path) -> Results:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tileattn.bench.baselines.base import OWN, is_own
-from tileattn.bench.results import made, read
+from tileattn.bench.results import made, read, write
 
 FORMAT = "parallel-1"
 IDEAL = "ideal"
@@ -135,9 +133,7 @@ class Results:
 
 def save(results: Results, path: Path) -> None:
     """Writes the file at once, so that a killed run leaves the last complete one."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps({"format": FORMAT, **asdict(results)}, indent=1) + "\n")
-    draft.replace(path)
+    write({"format": FORMAT, **asdict(results)}, path)
 
 
 def load(path: Path) -> Results:
