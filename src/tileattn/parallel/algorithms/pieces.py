@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -105,17 +105,16 @@ def _head_parts(heads: int, kv_heads: int, parts: int) -> Iterator[tuple[Span, S
 
 def _stretches(runs: Sequence[OwnRun], call: Call) -> Iterator[list[OwnRun]]:
     """Runs that one call computes: whole sequences that lie one after the other, or a single run."""
-    place, end = 0, -1
-
-    def key(run: OwnRun) -> int:
-        nonlocal place, end
-        joins = call.packs and run.is_whole(call.layout) and run.rows[0] == end
-        place += not joins
-        end = run.rows[1] if run.is_whole(call.layout) else -1
-        return place
-
-    for _, group in groupby(runs, key):
-        yield list(group)
+    stretch: list[OwnRun] = []
+    for run in runs:
+        pair = [*stretch[-1:], run]
+        joins = call.packs and all(each.is_whole(call.layout) for each in pair) and pair[0].rows[1] == run.rows[0]
+        if stretch and not joins:
+            yield stretch
+            stretch = []
+        stretch.append(run)
+    if stretch:
+        yield stretch
 
 
 @functools.lru_cache(maxsize=64)

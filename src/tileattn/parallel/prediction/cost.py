@@ -49,7 +49,8 @@ class Load(NamedTuple):
         calls: calls of a kernel, for one group of heads.
         keys: bytes of k and v from its node, its site and other sites.
         queries: bytes of q from the same; o takes the way back.
-        wide: bytes of dk and dv, in float32, on their way back: as `keys`.
+        wide: bytes of dk and dv on their way back: as `keys`. Counted in float32: twice what is sent where each rank
+            makes one call for a group of heads.
         outputs: bytes of o.
     """
 

@@ -1,8 +1,8 @@
 """Transfers: rows and heads of sharded tensors, from the ranks that hold them to those that need them, and back.
 
 A transfer is one all-to-all with sizes that every rank knows. What a rank needs of itself is copied locally. The way
-back either places values, each of which one rank computed, or sums them in float32 (float64 for float64) in the order
-of ranks, so that bits are the same from run to run.
+back either places values, each of which one rank computed, or brings parts of sums, which are added up in the order of
+ranks (sums.py), so that bits are the same from run to run.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Transfer:
         return out
 
     def start_sum(self, link: Link, tensors: Sequence[Tensor]) -> Summing:
-        """Begins the way back of parts of sums: gradients of what was fetched, in float32 or float64."""
+        """Begins the way back of parts of sums: gradients of what was fetched, all of one dtype."""
         sends = [[x[:, start:stop] for x in tensors for start, stop in spans] for spans in self.incoming]
         parts = [
             [x.new_empty(x.shape[0], stop - start, of[1] - of[0], x.shape[3]) for x in tensors for start, stop in spans]
