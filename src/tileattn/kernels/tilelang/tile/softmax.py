@@ -18,8 +18,8 @@ from tvm import tirx
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
-# Scores within -c .. c (powers of two), such as those of a soft cap, need no maximum: they have a base of their own,
-# with which weights lie within 2^-110 .. 2^40. Beyond this c they would be too small for float32.
+# Scores within -c .. c (powers of two), such as those of a soft cap, need no maximum once a base is chosen that leaves
+# weights within 2^-110 .. 2^40. Beyond this c they would be too small for float32.
 LARGEST_WEIGHT = 40.0
 LARGEST_BOUND = 75.0
 ROWS = T.GemmWarpPolicy.FullRow  # each warp keeps whole rows of a tile, so that the softmax stays within it
@@ -45,11 +45,14 @@ def update(acc_s, m, l, alpha, base, row_sum, c, block_M, block_N):
 
 
 @T.macro
-def raise_maximum(acc_s, m, alpha, base, c, block_M, rescale_threshold, shift=0.0):
+def raise_maximum(acc_s, m, alpha, base, c, block_M, rescale_threshold, shift=0.0, bounded=False):
     """m = max(m, max_j s_j), but only when it grows by more than ``rescale_threshold`` (log2 units).
 
     ``base`` and ``alpha`` follow m. ``shift`` is added to all exponents, to put the weights into the range of a narrow
     format. Weights, and so ``l``, are then 2^shift times as large, which dividing by ``l`` undoes.
+
+    ``bounded``: scores lie within -1 .. 1, and later tiles may be added without a maximum (:func:`fix_base`). m is
+    then larger than the maximum by whole powers of two, where it has to be.
     """
     T.copy(m, base)  # m_old
     T.reduce_max(acc_s, m, dim=1, clear=False)
@@ -58,6 +61,8 @@ def raise_maximum(acc_s, m, alpha, base, c, block_M, rescale_threshold, shift=0.
     # Weights stay below 2^rescale_threshold. From -inf any growth counts; inf - inf is NaN, and no growth.
     for i in T.Parallel(block_M):
         m[i] = T.if_then_else(alpha[i] > rescale_threshold, m[i], base[i])
+    if bounded:
+        raise_by_powers(m, c)
     # alpha = exp2(c * (m_old - m)): 1, and not nearly 1, where m stays.
     for i in T.Parallel(block_M):
         alpha[i] = T.exp2(T.if_then_else(alpha[i] > rescale_threshold, -alpha[i], 0.0))
@@ -71,21 +76,32 @@ def raise_maximum(acc_s, m, alpha, base, c, block_M, rescale_threshold, shift=0.
 
 
 @T.macro
-def fix_base(base, alpha, c):
-    """The exponents' base of scores within -1 .. 1, in place of :func:`raise_maximum`.
+def raise_by_powers(m, c):
+    """Raises m, until no score within -1 .. 1 weighs more than 2^LARGEST_WEIGHT.
 
-    See :data:`LARGEST_BOUND`.
+    By whole powers of two: the largest weight then stays one, and rounding to 16 bits leaves it as it is. A row with
+    one key has exactly that key's value, and its dq is 0.
     """
-    T.fill(base, T.max(c - LARGEST_WEIGHT, 0.0))
-    T.fill(alpha, 1)
+    for i in T.Parallel(m.shape[0]):
+        # From -inf no sum leads up; above LARGEST_BOUND the maximum is raised in every tile.
+        if (c - LARGEST_WEIGHT > m[i] * c) & (m[i] > -T.infinity("float32")) & (c <= LARGEST_BOUND):
+            m[i] = m[i] + T.ceil(c - LARGEST_WEIGHT - m[i] * c) / c
 
 
 @T.macro
-def maximum_of_bounded(m, l, c):
-    """What m would be with the base of :func:`fix_base`; -inf for a row that sees no key."""
-    if c <= LARGEST_BOUND:
-        for i in T.Parallel(m.shape[0]):
-            m[i] = T.if_then_else(l[i] == 0.0, -T.infinity("float32"), T.max(c - LARGEST_WEIGHT, 0.0) / c)
+def fix_base(m, base, c):
+    """Chooses the base of rows that have seen no key, before tiles that are added without a maximum."""
+    for i in T.Parallel(m.shape[0]):
+        if m[i] == -T.infinity("float32"):
+            m[i] = T.max(c - LARGEST_WEIGHT, 0.0) / c
+            base[i] = T.max(c - LARGEST_WEIGHT, 0.0)
+
+
+@T.macro
+def forget_fixed(m, l):
+    """After :func:`fix_base`: rows that have seen no key to the end have m = -inf again."""
+    for i in T.Parallel(m.shape[0]):
+        m[i] = T.if_then_else(l[i] == 0.0, -T.infinity("float32"), m[i])
 
 
 @T.macro

@@ -196,7 +196,7 @@ def release_tile(plan, w, stage):
 
 
 @T.macro
-def scores_to_weights(plan, arg, w, first_key, masked, bounded=False, first=False):
+def scores_to_weights(plan, arg, w, first_key, masked, bounded=False):
     k_lo = T.alloc_var("int32", init=first_key)
     b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
     emit = Emitter(arg.operands, {} if plan.copied is None else {plan.copied.text: w.tile_registers})
@@ -217,13 +217,17 @@ def scores_to_weights(plan, arg, w, first_key, masked, bounded=False, first=Fals
         release_after_half(plan, w, w.k_free, w.stage[K_STAGE])
         softmax.add_own_half(w.acc_s, w.sums, plan.block_N // 2)
     else:
-        if first and plan.bounded:
-            if c > softmax.LARGEST_BOUND:
-                softmax.raise_maximum(w.acc_s, w.m, w.alpha, w.base, c, plan.block_M, plan.config.rescale_threshold)
-        else:
-            softmax.raise_maximum(
-                w.acc_s, w.m, w.alpha, w.base, c, plan.block_M, plan.config.rescale_threshold, plan.shift
-            )
+        softmax.raise_maximum(
+            w.acc_s,
+            w.m,
+            w.alpha,
+            w.base,
+            c,
+            plan.block_M,
+            plan.config.rescale_threshold,
+            plan.shift,
+            plan.bounded,
+        )
         release_after_maximum(plan, w, w.k_free, w.stage[K_STAGE])
         release_tile(plan, w, w.stage[K_STAGE])
         softmax.exponentials(w.acc_s, w.base, c, plan.block_M, plan.block_N)
@@ -295,12 +299,18 @@ def advance(plan, arg, w, k_lo, masked, bounded):
 
 
 @T.macro
-def walk(plan, arg, w, tiles, masked, bounded):
-    """All tiles of keys but the first; bounded: without a maximum (see :data:`softmax.LARGEST_BOUND`)."""
+def walk_masked(plan, arg, w, tiles, masked):
+    """The masked tiles of keys but the first."""
     begin, end, right, left = tiles
     if plan.masks_inside:
         for j in T.serial(masked - 1):
-            advance(plan, arg, w, tile_of_step(plan, j + 1, begin, end, right, left) * plan.block_N, True, bounded)
+            advance(plan, arg, w, tile_of_step(plan, j + 1, begin, end, right, left) * plan.block_N, True, False)
+
+
+@T.macro
+def walk_whole(plan, arg, w, tiles, masked, bounded):
+    """The tiles without a mask; bounded: without a maximum (see :data:`softmax.LARGEST_BOUND`)."""
+    begin, end, _, left = tiles
     for j in T.serial(end - begin - masked):
         # Past the masked tiles; those at the left came before.
         advance(plan, arg, w, (end - 1 - (masked + j) + left) * plan.block_N, False, bounded)
@@ -320,8 +330,6 @@ def attend(plan, arg, w, turn):
         keep_uniforms(plan.score, w.uniforms, emit, scale_of(plan, arg, w), w.task[BATCH], w.task[HEAD])
     softmax.reset(w.m, w.l, w.acc_o)
     T.fill(w.sums, 0)
-    if plan.bounded:
-        softmax.fix_base(w.base, w.alpha, score_unit(plan, arg, w))
     T.barrier_wait(w.q_ready[0], turn & 1)
     if plan.config.q_in_registers:
         # Q: [block_M, head_dim]
@@ -338,16 +346,18 @@ def attend(plan, arg, w, turn):
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(w.acc_s, num_regs=plan.block_M * plan.block_N // plan.consumers)
     first_key = tile_of_step(plan, 0, begin, end, right, left) * plan.block_N
-    scores_to_weights(plan, arg, w, first_key, right + left > 0, first=True)
+    scores_to_weights(plan, arg, w, first_key, right + left > 0)
     keep_weights(plan, w)
     next_k(plan, w)
+    walk_masked(plan, arg, w, (begin, end, right, left), masked)
     if plan.bounded:
         if score_unit(plan, arg, w) > softmax.LARGEST_BOUND:
-            walk(plan, arg, w, (begin, end, right, left), masked, False)
+            walk_whole(plan, arg, w, (begin, end, right, left), masked, False)
         else:
-            walk(plan, arg, w, (begin, end, right, left), masked, True)
+            softmax.fix_base(w.m, w.base, score_unit(plan, arg, w))
+            walk_whole(plan, arg, w, (begin, end, right, left), masked, True)
     else:
-        walk(plan, arg, w, (begin, end, right, left), masked, False)
+        walk_whole(plan, arg, w, (begin, end, right, left), masked, False)
     if plan.output_apart and not plan.config.q_in_registers:
         T.barrier_arrive(w.q_free[0])  # the next Q may come under the last product and the store of O
     T.barrier_wait(w.v_ready[w.stage[V_STAGE]], w.stage[V_PARITY])
@@ -357,7 +367,7 @@ def attend(plan, arg, w, turn):
     # l: [block_M], of sums [block_M, 4]
     T.reduce_sum(w.sums, w.l, dim=1)
     if plan.bounded and plan.call.sink:
-        softmax.maximum_of_bounded(w.m, w.l, score_unit(plan, arg, w))
+        softmax.forget_fixed(w.m, w.l)
     if plan.call.sink:
         sink = sink_of_task(plan, arg, w) * softmax.LOG2E
         softmax.add_sink(w.m, w.l, w.alpha, w.base, sink, score_unit(plan, arg, w), plan.block_M, plan.shift)
