@@ -1,14 +1,16 @@
-"""Tiles of windows, which hide scores by a bit for each (tile/key_words.py).
+"""Tiles of windows and documents, which hide scores by a bit for each (tile/key_words.py).
 
 A window takes three comparisons and a selection for each score of a tile at its ends, and has such tiles at both of
-them. A bit for each score takes one instruction and a seventh. Measured on an H200 (docs/design/forward.md); a causal
-mask, with one comparison, gains nothing.
+them; documents take a load and a comparison. A bit for each score takes one instruction and a seventh. Measured on an
+H200 and an H100 (docs/design/forward.md); a causal mask, with one comparison, gains nothing.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ....call.facts import CAUSAL, AttentionCall
-from ....variant.expression import nodes
+from ....variant.expression import Expr, nodes
 from ....variant.program import program
 from ..architecture import padded
 from ..tile.key_range import key_range
@@ -19,13 +21,30 @@ SHORT = 4096  # keys; up to here a window at head dim 64 counts as short
 
 def is_window(call: AttentionCall) -> bool:
     """Whether a call is one that was measured: 16 bits, dense, a window of positions, no modification."""
+    return _was_measured(call) and key_range(program(call.variant)) is not None and not _loads(call)
+
+
+def is_documents(call: AttentionCall) -> bool:
+    """The same of a mask that reads tensors and tells ranges of keys, as `Documents` and `KeyPadding` do."""
+    return _was_measured(call) and _loads(call) and isinstance(program(call.variant).full_range[1], Expr)
+
+
+def _was_measured(call: AttentionCall) -> bool:
     if call.variant in ("", CAUSAL) or call.packed or call.dropout or call.dtype.itemsize != 2:
         return False
-    traced = program(call.variant)
-    if call.arch != "sm_90a" or not call.aligned or traced.score is not None or key_range(traced) is None:
-        return False
     narrow = max(padded(call.head_dim), padded(call.head_dim_v)) <= 128
-    return narrow and not any(node.op == "load" for node in nodes(traced.allows))
+    traced = program(call.variant)
+    return narrow and call.arch == "sm_90a" and call.aligned and traced.allows is not None and traced.score is None
+
+
+def _loads(call: AttentionCall) -> bool:
+    return any(node.op == "load" for node in nodes(program(call.variant).allows))
+
+
+def documents_row(call: AttentionCall, row: HopperConfig) -> HopperConfig:
+    """The row of the table for documents. The producer's registers, which it can do without, save spills."""
+    wide = max(padded(call.head_dim), padded(call.head_dim_v)) > 64
+    return replace(row, mask_words=True, producer_registers=24 if wide else row.producer_registers)
 
 
 def window_row(call: AttentionCall, short: bool) -> HopperConfig:

@@ -6,15 +6,13 @@ from ...packed.tasks import lse_of, sink_of
 from ...tile import dropout, softmax
 from ...tile.expressions import Emitter
 from ...tile.hopper import WARP, WARPGROUP
-from ...tile.key_words import hide_outside
+from ...tile.key_words import hide_by_ranges, hide_outside
 from ...tile.mask import Visibility, apply_mask, apply_score, keep_uniforms
 from ...tile.matrices import load_words, straight
 from ...tile.softmax import ROWS
 from .tasks import (
     BATCH,
-    BEGIN,
     COUNT,
-    END,
     HEAD,
     K_END,
     LEFT,
@@ -22,6 +20,7 @@ from .tasks import (
     Q_LEN,
     RIGHT,
     ROW,
+    first_key_of,
     place_of_o,
     read_message,
     recall,
@@ -209,6 +208,8 @@ def scores_to_weights(plan, arg, w, first_key, masked, bounded=False):
     if masked:
         if plan.keys is not None:
             hide_outside(w.acc_s, w.key_words, visible, plan.keys, b, h, q_lo, k_lo)
+        elif plan.config.mask_words:
+            hide_by_ranges(w.acc_s, w.key_words, w.rows_apart, w.any_apart, w.thread, visible, b, h, q_lo, k_lo)
         else:
             apply_mask(w.acc_s, visible, b, h, q_lo, k_lo)
     if bounded:
@@ -301,25 +302,26 @@ def advance(plan, arg, w, k_lo, masked, bounded):
 @T.macro
 def walk_masked(plan, arg, w, tiles, masked):
     """The masked tiles of keys but the first."""
-    begin, end, right, left = tiles
+    count, right, left = tiles
     if plan.masks_inside:
         for j in T.serial(masked - 1):
-            advance(plan, arg, w, tile_of_step(plan, j + 1, begin, end, right, left) * plan.block_N, True, False)
+            tile = tile_of_step(plan, j + 1, count, right, left)
+            advance(plan, arg, w, first_key_of(plan, w, tile), True, False)
 
 
 @T.macro
 def walk_whole(plan, arg, w, tiles, masked, bounded):
     """The tiles without a mask; bounded: without a maximum (see :data:`softmax.LARGEST_BOUND`)."""
-    begin, end, _, left = tiles
-    for j in T.serial(end - begin - masked):
+    count, _, left = tiles
+    for j in T.serial(count - masked):
         # Past the masked tiles; those at the left came before.
-        advance(plan, arg, w, (end - 1 - (masked + j) + left) * plan.block_N, False, bounded)
+        advance(plan, arg, w, first_key_of(plan, w, count - 1 - (masked + j) + left), False, bounded)
 
 
 @T.macro
 def attend(plan, arg, w, turn):
     """Computes one tile of queries, from its first product to the store of O."""
-    begin, end, right, left = w.task[BEGIN], w.task[END], w.task[RIGHT], w.task[LEFT]
+    count, right, left = w.task[COUNT], w.task[RIGHT], w.task[LEFT]
     masked = T.max(right + left, 1)
     if plan.fp8:
         kv_h = T.truncdiv(w.task[HEAD], arg.heads_per_kv_head)
@@ -345,19 +347,19 @@ def attend(plan, arg, w, turn):
         dropout.enter_head(w.words, arg, w.task[BATCH], w.task[HEAD])
     T.wait_wgmma(0)
     T.warpgroup_fence_operand(w.acc_s, num_regs=plan.block_M * plan.block_N // plan.consumers)
-    first_key = tile_of_step(plan, 0, begin, end, right, left) * plan.block_N
+    first_key = first_key_of(plan, w, tile_of_step(plan, 0, count, right, left))
     scores_to_weights(plan, arg, w, first_key, right + left > 0)
     keep_weights(plan, w)
     next_k(plan, w)
-    walk_masked(plan, arg, w, (begin, end, right, left), masked)
+    walk_masked(plan, arg, w, (count, right, left), masked)
     if plan.bounded:
         if score_unit(plan, arg, w) > softmax.LARGEST_BOUND:
-            walk_whole(plan, arg, w, (begin, end, right, left), masked, False)
+            walk_whole(plan, arg, w, (count, right, left), masked, False)
         else:
             softmax.fix_base(w.m, w.base, score_unit(plan, arg, w))
-            walk_whole(plan, arg, w, (begin, end, right, left), masked, True)
+            walk_whole(plan, arg, w, (count, right, left), masked, True)
     else:
-        walk_whole(plan, arg, w, (begin, end, right, left), masked, False)
+        walk_whole(plan, arg, w, (count, right, left), masked, False)
     if plan.output_apart and not plan.config.q_in_registers:
         T.barrier_arrive(w.q_free[0])  # the next Q may come under the last product and the store of O
     T.barrier_wait(w.v_ready[w.stage[V_STAGE]], w.stage[V_PARITY])

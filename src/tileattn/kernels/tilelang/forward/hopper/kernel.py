@@ -138,7 +138,9 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 descaled=T.alloc_local([2], "float32") if plan.fp8 else None,
                 uniforms=plan.score.allocate() if plan.score is not None else None,
                 words=dropout.of_call(call),
-                key_words=alloc_words(plan.block_M, plan.block_N) if plan.keys is not None else [],
+                key_words=alloc_words(plan.block_M, plan.block_N) if config.mask_words else [],
+                rows_apart=T.alloc_fragment([plan.block_M, 4], "int32") if plan.by_ranges else None,
+                any_apart=T.alloc_fragment([plan.consumers], "int32") if plan.by_ranges else None,
             )
             _annotate_layouts(plan, config, w)
             if thread >= plan.consumers:
@@ -162,7 +164,10 @@ def _annotate_layouts(plan: HopperPlan, config: HopperConfig, w: Any) -> None:
         T.annotate_layout({w.weights: tile_layout(w.weights, plan.block_N * plan.size)})
     if plan.copied is not None:
         T.annotate_layout({w.tile: tile_layout(w.tile, plan.block_N * plan.copied_dtype.itemsize)})
-    if plan.keys is not None:
+    if config.mask_words:
         T.annotate_layout(layouts(w.key_words))
+    if plan.by_ranges:
+        T.annotate_layout({w.rows_apart: softmax.own_columns_layout(plan.block_M)})
+        T.annotate_layout({w.any_apart: softmax.per_thread_layout(plan.consumers)})
     T.annotate_layout({w.sums: softmax.own_columns_layout(plan.block_M)})
     T.annotate_layout({w.min_alpha: softmax.per_thread_layout(plan.consumers)})

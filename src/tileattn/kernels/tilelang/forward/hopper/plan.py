@@ -35,6 +35,9 @@ class HopperPlan:
         shift: of the softmax's exponents, for fp8.
         bounded: whether scores are within the modification's own bounds, so that the softmax needs no maximum.
         masks_inside: whether more than the last tile of keys can be masked (it may end beyond seqlen_k).
+        from_first_key: whether tiles of keys begin at key 0, which a mask of positions can hide from no query.
+        key_step: tiles of keys begin at the first key that is visible, or before it at a multiple of this. From the
+            first key itself a task takes half a tile less on average, and documents no mask at the left.
         keys: the range of keys that each query sees, if the mask leaves one and bits are to say which; else None.
         score: the score modification, or None.
         copied, copied_dtype: the tile load whose tiles, such as a bias's, the producer copies with K's, and its dtype;
@@ -67,8 +70,12 @@ class HopperPlan:
         capped = self.score is not None and self.score.is_bounded
         self.bounded = capped and call.dtype == torch.bfloat16 and traced.copied_tile is None
         self.masks_inside = traced.allows is not None
+        self.from_first_key = isinstance(traced.kv_range[0], int) and traced.kv_range[0] <= 0
         self.keys = key_range(traced) if config.mask_words else None
+        self.by_ranges = config.mask_words and self.keys is None
         self.copied, self.copied_dtype = traced.copied_tile or (None, None)
+        # TMA reads rows from any one on, but columns of a tensor (a bias, V in fp8) in wholes of 16 bytes.
+        self.key_step = self.block_N if self.fp8 or self.copied is not None else 1
         self.tile_in_words = self.copied_dtype == torch.bfloat16
         by_head, by_batch = (self.copied is not None and self.copied.differs_by(symbol) for symbol in "hb")
         self.batch_first = by_head and not by_batch

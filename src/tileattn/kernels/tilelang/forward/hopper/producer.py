@@ -7,13 +7,12 @@ from ...tile.expressions import Emitter
 from .plan import LEADER
 from .tasks import (
     BATCH,
-    BEGIN,
     COUNT,
-    END,
     HEAD,
     LEFT,
     RIGHT,
     ROW,
+    first_key_of,
     places,
     read_message,
     rows_of,
@@ -62,17 +61,17 @@ def announce(plan, arg, w, turn, tile):
 def load(plan, arg, w, turn, step):
     """Loads Q, K and V of one task as buffers become free, and announces the next task before the last V."""
     b, h, row = w.task[BATCH], w.task[HEAD], w.task[ROW]
-    begin, end, right, left = w.task[BEGIN], w.task[END], w.task[RIGHT], w.task[LEFT]
+    count, right, left = w.task[COUNT], w.task[RIGHT], w.task[LEFT]
     kv_h = T.alloc_var("int32", init=T.truncdiv(h, arg.heads_per_kv_head))
     q_b, k_b, v_b = places(plan, arg, w, b)
     T.barrier_wait(w.q_free[0], (turn & 1) ^ 1)
     # Q: [block_M, head_dim]
     T.tma_copy(rows_of(plan, arg.q, q_b, row, plan.block_M, h, slice(0, plan.head_dim)), w.q, barrier=w.q_ready[0])
     T.barrier_arrive(w.q_ready[0])
-    for j in T.serial(w.task[COUNT]):
-        k_lo = tile_of_step(plan, j, begin, end, right, left) * plan.block_N
+    for j in T.serial(count):
+        k_lo = first_key_of(plan, w, tile_of_step(plan, j, count, right, left))
         n = step + j
-        if (j == w.task[COUNT] - 1) & (w.rank == LEADER) & (w.thread == plan.consumers):
+        if (j == count - 1) & (w.rank == LEADER) & (w.thread == plan.consumers):
             # Draw as late as the answer can still be in time: a block that draws sooner may hold a tile back at the end
             # while other blocks have none.
             w.ticket[0] = T.atomic_add(arg.tickets[0], 1, return_prev=True)
@@ -87,7 +86,7 @@ def load(plan, arg, w, turn, step):
         if plan.copied is not None:
             load_tile(plan, arg, w, b, h, row, k_lo, n)
         T.barrier_arrive(w.k_ready[n % plan.stages])
-        if j == w.task[COUNT] - 1:
+        if j == count - 1:
             # Before the last V, whose stage is freed later than K's: Q of the next task then follows without delay.
             announce(plan, arg, w, turn + 1, w.ticket[0] + arg.blocks // plan.cluster)
         T.barrier_wait(w.v_free[n % plan.stages], ((n // plan.stages) & 1) ^ 1)

@@ -12,7 +12,8 @@ from .plan import FIELDS, FOLLOWER, LEADER, PACKED_FIELDS
 
 # A message's fields. A count of 0 says that no tile is left. Where sequences are packed, BATCH is a sequence's number,
 # and four more say where it lies: the row behind its last in the whole tensor and its length, of queries and of keys.
-BATCH, HEAD, ROW, BEGIN, END, RIGHT, LEFT, COUNT = range(FIELDS)
+# (A cluster's blocks copy wholes of 16 bytes, so there is one field to spare.)
+BATCH, HEAD, ROW, FIRST_KEY, RIGHT, LEFT, COUNT, _ = range(FIELDS)
 Q_END, Q_LEN, K_END, K_LEN = range(FIELDS, PACKED_FIELDS)
 
 
@@ -46,12 +47,17 @@ def task_total(plan, arg, w):
     return w.total[0] if plan.packed else T.ceildiv(arg.seqlen_q, plan.rows) * arg.batch * arg.heads
 
 
-def tile_of_step(plan, j, begin, end, right, left):
-    """The j-th tile of keys: first those that need the mask, at the right and left ends, then the rest."""
-    inner = end - 1 - j + left  # right ones: end - 1 - j; after them `left` steps went elsewhere
+def tile_of_step(plan, j, count, right, left):
+    """The j-th tile of a task's `count`: first those that need the mask, at the right and left ends, then the rest."""
+    inner = count - 1 - j + left  # right ones: count - 1 - j; after them `left` steps went elsewhere
     if not plan.masks_inside:
-        return end - 1 - j
-    return T.if_then_else(j < right, end - 1 - j, T.if_then_else(j < right + left, begin + j - right, inner))
+        return count - 1 - j
+    return T.if_then_else(j < right, count - 1 - j, T.if_then_else(j < right + left, j - right, inner))
+
+
+def first_key_of(plan, w, tile):
+    """The first key of a task's tile."""
+    return tile * plan.block_N if plan.from_first_key else w.task[FIRST_KEY] + tile * plan.block_N
 
 
 @T.macro
@@ -82,19 +88,19 @@ def write_message(plan, arg, w, turn, tile):
     q_hi = T.min(q_lo + plan.rows, of.seqlen_k) - 1
     kv_lo, kv_hi = visible.kv_range(b, h, q_lo, q_hi)
     full_lo, full_hi = visible.full_range(b, h, q_lo, q_hi)
-    # Tiles of keys [begin, end); those in [full_begin, full_end) are fully visible. There is at least one tile, fully
-    # masked where nothing is visible.
-    begin = T.alloc_var("int32", init=T.truncdiv(kv_lo, plan.block_N))
-    end = T.alloc_var("int32", init=T.max(T.ceildiv(kv_hi, plan.block_N), begin + 1))
-    full_end = T.min(T.max(T.truncdiv(full_hi, plan.block_N), begin), end)
+    # `count` tiles from the key `first` on; those in [full_begin, full_end) are fully visible. There is at least one
+    # tile, fully masked where nothing is visible.
+    first = T.alloc_var("int32", init=T.truncdiv(kv_lo, plan.key_step) * plan.key_step)
+    count = T.alloc_var("int32", init=T.max(T.ceildiv(kv_hi - first, plan.block_N), 1))
+    full_begin = T.ceildiv(T.max(full_lo - first, 0), plan.block_N)
+    full_end = T.min(T.truncdiv(T.max(full_hi - first, 0), plan.block_N), count)
     w.message[turn % plan.messages, BATCH] = b
     w.message[turn % plan.messages, HEAD] = h
     w.message[turn % plan.messages, ROW] = row
-    w.message[turn % plan.messages, BEGIN] = begin
-    w.message[turn % plan.messages, END] = end
-    w.message[turn % plan.messages, RIGHT] = end - full_end
-    w.message[turn % plan.messages, LEFT] = T.min(T.max(T.ceildiv(full_lo, plan.block_N), begin), full_end) - begin
-    w.message[turn % plan.messages, COUNT] = end - begin
+    w.message[turn % plan.messages, FIRST_KEY] = first
+    w.message[turn % plan.messages, RIGHT] = count - full_end
+    w.message[turn % plan.messages, LEFT] = T.min(full_begin, full_end)
+    w.message[turn % plan.messages, COUNT] = count
 
 
 @T.macro
