@@ -172,11 +172,9 @@ def _check_assembly(report: str) -> None:
 
 
 def _ranges(source: str) -> tuple[str, str]:
-    """What the producer of a Hopper kernel computes as the first and the last + 1 tile of keys."""
-    (begin,), (end,) = (
-        re.findall(rf"^ +{name} = (.*[a-z(].*);$", source, re.MULTILINE) or ["0"] for name in ("begin", "end")
-    )
-    return begin, end
+    """What the producer of a Hopper kernel computes as the first key and the number of tiles of keys."""
+    (first,), (count,) = (re.findall(rf"^ +{name} = (.*);$", source, re.MULTILINE) for name in ("first", "count"))
+    return first, count
 
 
 def test_fully_masked_tiles_are_skipped() -> None:
