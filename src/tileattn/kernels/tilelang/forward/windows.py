@@ -2,7 +2,7 @@
 
 A window takes three comparisons and a selection for each score of a tile at its ends, and has such tiles at both of
 them; documents take a load and a comparison. A bit for each score takes one instruction and a seventh. Measured on an
-H200 and an H100 (docs/design/forward.md); a causal mask, with one comparison, gains nothing.
+H200 and an H100 (docs/design/masked-tiles.md); a causal mask, with one comparison, gains nothing.
 """
 
 from __future__ import annotations

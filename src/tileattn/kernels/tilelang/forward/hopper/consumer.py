@@ -300,9 +300,8 @@ def advance(plan, arg, w, k_lo, masked, bounded):
 
 
 @T.macro
-def walk_masked(plan, arg, w, tiles, masked):
+def walk_masked(plan, arg, w, count, right, left, masked):
     """The masked tiles of keys but the first."""
-    count, right, left = tiles
     if plan.masks_inside:
         for j in T.serial(masked - 1):
             tile = tile_of_step(plan, j + 1, count, right, left)
@@ -310,9 +309,8 @@ def walk_masked(plan, arg, w, tiles, masked):
 
 
 @T.macro
-def walk_whole(plan, arg, w, tiles, masked, bounded):
+def walk_whole(plan, arg, w, count, left, masked, bounded):
     """The tiles without a mask; bounded: without a maximum (see :data:`softmax.LARGEST_BOUND`)."""
-    count, _, left = tiles
     for j in T.serial(count - masked):
         # Past the masked tiles; those at the left came before.
         advance(plan, arg, w, first_key_of(plan, w, count - 1 - (masked + j) + left), False, bounded)
@@ -351,15 +349,15 @@ def attend(plan, arg, w, turn):
     scores_to_weights(plan, arg, w, first_key, right + left > 0)
     keep_weights(plan, w)
     next_k(plan, w)
-    walk_masked(plan, arg, w, (count, right, left), masked)
+    walk_masked(plan, arg, w, count, right, left, masked)
     if plan.bounded:
         if score_unit(plan, arg, w) > softmax.LARGEST_BOUND:
-            walk_whole(plan, arg, w, (count, right, left), masked, False)
+            walk_whole(plan, arg, w, count, left, masked, False)
         else:
             softmax.fix_base(w.m, w.base, score_unit(plan, arg, w))
-            walk_whole(plan, arg, w, (count, right, left), masked, True)
+            walk_whole(plan, arg, w, count, left, masked, True)
     else:
-        walk_whole(plan, arg, w, (count, right, left), masked, False)
+        walk_whole(plan, arg, w, count, left, masked, False)
     if plan.output_apart and not plan.config.q_in_registers:
         T.barrier_arrive(w.q_free[0])  # the next Q may come under the last product and the store of O
     T.barrier_wait(w.v_ready[w.stage[V_STAGE]], w.stage[V_PARITY])
