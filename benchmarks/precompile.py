@@ -8,7 +8,7 @@
     python benchmarks/precompile.py conformance --kernels long --jobs 16   # of `pytest -m gpu --kernels long`
     python benchmarks/precompile.py conformance --match 'decode|append'    # of the tests of decode alone
     python benchmarks/precompile.py transformers                           # of tests/compat/transformers/test_models.py
-    python benchmarks/precompile.py parallel                               # of the tests on two GPUs
+    python benchmarks/precompile.py parallel                               # of the tests and the suite on two GPUs
     python benchmarks/precompile.py suites fa --arch sm_90a --list         # what would be compiled; needs no GPU
 
 The run's own code makes each call, on tensors without memory (device "meta"), and is stopped where it asks for its
@@ -39,6 +39,10 @@ from tileattn.bench import passes, problem
 from tileattn.bench.baselines.own import TileAttn, TileAttnBf16
 from tileattn.bench.cases import Case
 from tileattn.bench.decode import ahead
+from tileattn.bench.parallel import cases as parallel_cases
+from tileattn.bench.parallel import implementations
+from tileattn.bench.parallel.problem import Part, Source
+from tileattn.bench.parallel.ranks import Ranks
 from tileattn.call import appending
 from tileattn.call.appending import AppendCall
 from tileattn.call.facts import AttentionCall, BackwardCall, device_arch
@@ -290,7 +294,7 @@ def transformers_attempts() -> Iterator[Attempt]:
 
 
 def parallel_attempts() -> Iterator[Attempt]:
-    """The calls that the ranks of the tests on two GPUs make. This process plays one rank after the other.
+    """The calls that ranks make on two GPUs, in the tests and in the suite. This process plays one after the other.
 
     A plan asks masks which keys they reach, so conformance cases have values, on a CPU, which counts as a GPU here.
     What TileLang refuses runs by kernels that are compiled in the tests.
@@ -310,9 +314,32 @@ def parallel_attempts() -> Iterator[Attempt]:
 
     for rank in (0, 1):
         with playing(rank, 2):
-            attempts = [*test_two_gpus.calls(), *ranks_two_gpus.calls()]
+            attempts = [*test_two_gpus.calls(), *ranks_two_gpus.calls(), *_parallel_suite_calls(rank, 2)]
         for attempt in attempts:
             yield functools.partial(asking, attempt, rank)
+
+
+def _parallel_suite_calls(rank: int, count: int) -> Iterator[Attempt]:
+    """What a rank calls in `tileattn bench --suite parallel`, of the ideal and of tileattn; both passes."""
+    ranks = Ranks(rank, count, torch.device("meta"), None)
+    for case in parallel_cases.suite("cuda"):
+        source = _Shapes(case, ranks.device, torch.bfloat16)
+        for entrant in (implementations.Ideal("tilelang"), implementations.TileAttn(backend="tilelang")):
+            if entrant.refusal(case, ranks) is None:
+                prepared = entrant.prepare(source, ranks)
+                yield prepared.step
+                yield prepared.forward
+
+
+class _Shapes(Source):
+    """The tensors of a case of several GPUs, without values."""
+
+    def _drawn(self, name: str, part: Part) -> torch.Tensor:
+        heads = part.kv_heads if name in ("k", "v") else part.heads
+        every = self.case.kv_heads if name in ("k", "v") else self.case.heads
+        rows = self.case.seqlen if part.tokens is None else len(part.tokens)
+        count = every if heads is None else heads.stop - heads.start
+        return torch.empty(1, rows, count, self.case.head_dim, dtype=self.dtype, device=self.device)
 
 
 def _by_tilelang(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -412,7 +439,7 @@ def transformers(jobs: Jobs = CORES, arch: Arch = None, only_list: List = False)
 
 @app.command()
 def parallel(match: Match = "", jobs: Jobs = CORES, arch: Arch = None, only_list: List = False) -> None:
-    """The kernels of the tests on two GPUs: the test_two_gpus files."""
+    """The kernels of the tests on two GPUs, the test_two_gpus files, and of `tileattn bench --suite parallel`."""
     sys.path.insert(0, str(ROOT))
     found = [job for job in jobs_of(parallel_attempts(), _arch(arch)) if re.search(match, str(job))]
     raise typer.Exit(run(found, jobs, only_list))
