@@ -17,7 +17,7 @@ from .amd.config import AmdConfig, amd_preferences, is_valid_amd
 from .config import ForwardConfig, HopperConfig, hopper_dims, is_valid
 from .wide import wide_row
 from .windows import SHORT as SHORT_WINDOW
-from .windows import documents_row, is_documents, is_window, window_row
+from .windows import is_documents, is_window, window_row
 
 SHORT = 1024  # keys; up to here a call counts as short, with narrow heads and a mask up to twice as many
 LONG = max(2 * SHORT, SHORT_WINDOW) + 1
@@ -118,7 +118,7 @@ def _sm90(call: AttentionCall, widest: int, short: bool) -> Iterator[Config]:
         if is_window(call):
             yield window_row(call, short)
         elif tuned is not None:
-            yield documents_row(call, tuned) if is_documents(call) else tuned
+            yield dataclasses.replace(tuned, mask_words=is_documents(call))
         # For head dims that differ, where O neither fits beside the tuned tiles nor where Q was.
         yield from (HopperConfig(128, block_N, ping_pong=True) for block_N in (80, 64, 48))
     if widest <= 128:

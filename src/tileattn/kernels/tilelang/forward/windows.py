@@ -7,8 +7,6 @@ H200 and an H100 (docs/design/masked-tiles.md); a causal mask, with one comparis
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ....call.facts import CAUSAL, AttentionCall
 from ....variant.expression import Expr, nodes
 from ....variant.program import program
@@ -39,12 +37,6 @@ def _was_measured(call: AttentionCall) -> bool:
 
 def _loads(call: AttentionCall) -> bool:
     return any(node.op == "load" for node in nodes(program(call.variant).allows))
-
-
-def documents_row(call: AttentionCall, row: HopperConfig) -> HopperConfig:
-    """The row of the table for documents. The producer's registers, which it can do without, save spills."""
-    wide = max(padded(call.head_dim), padded(call.head_dim_v)) > 64
-    return replace(row, mask_words=True, producer_registers=24 if wide else row.producer_registers)
 
 
 def window_row(call: AttentionCall, short: bool) -> HopperConfig:

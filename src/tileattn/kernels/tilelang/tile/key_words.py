@@ -11,6 +11,7 @@ are adjacent. Warps whose rows are all so take bits, others the mask's expressio
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
@@ -78,24 +79,39 @@ def hide_outside(acc_s, words, visible, keys, b, h, q_lo, k_lo):
         hide_by_word(acc_s, word, n)
 
 
-@T.macro
-def hide_by_ranges(acc_s, words, apart, any_apart, thread, visible, b, h, q_lo, k_lo):
-    """The same where ranges are not known from the expression; other rows evaluate it.
+def alloc_ranges(block_M: int, threads: int) -> SimpleNamespace:
+    """Fragments for the ranges of a tile's rows, int32, to be laid out by the caller.
 
-    ``apart`` (block_M, 4), laid out as the words, and ``any_apart`` (threads,), one a thread, are int32 fragments.
+    ``lows``, ``highs`` and ``apart`` (block_M, 4) are laid out as the words; ``any_apart`` (threads,) has one element
+    for each thread. The last two say which rows do not see one range.
     """
-    for i, t in T.Parallel(acc_s.shape[0], 4):
+    rows = {name: T.alloc_fragment([block_M, 4], "int32") for name in ("lows", "highs", "apart")}
+    return SimpleNamespace(**rows, any_apart=T.alloc_fragment([threads], "int32"))
+
+
+@T.macro
+def find_ranges(ranges, visible, b, h, q_lo):
+    """The ranges of a tile's rows, once for all tiles of keys: the loads then wait beside those of Q and K."""
+    for i, t in T.Parallel(ranges.lows.shape[0], 4):
         lo, hi, whole = ranges_of_row(visible, b, h, q_lo + i)
-        apart[i, t] = T.if_then_else(whole, 0, 1)
-        set_word(words[0], i, t, lo, hi, k_lo)
-    for t in T.Parallel(any_apart.shape[0]):
-        any_apart[t] = apart[t // 32 * 16 + t % 32 // 4, t % 4]
-    for t in T.Parallel(any_apart.shape[0]):
-        any_apart[t] = any_apart[t] | apart[t // 32 * 16 + t % 32 // 4 + 8, t % 4]
-    if T.any_sync(any_apart[thread] != 0) != 0:
+        ranges.lows[i, t] = lo
+        ranges.highs[i, t] = hi
+        ranges.apart[i, t] = T.if_then_else(whole, 0, 1)
+    for t in T.Parallel(ranges.any_apart.shape[0]):
+        ranges.any_apart[t] = ranges.apart[t // 32 * 16 + t % 32 // 4, t % 4]
+    for t in T.Parallel(ranges.any_apart.shape[0]):
+        ranges.any_apart[t] = ranges.any_apart[t] | ranges.apart[t // 32 * 16 + t % 32 // 4 + 8, t % 4]
+
+
+@T.macro
+def hide_by_ranges(acc_s, word, ranges, thread, visible, b, h, q_lo, k_lo):
+    """:func:`hide_outside` where ranges are not known from the expression; warps with another row evaluate it."""
+    if T.any_sync(ranges.any_apart[thread] != 0) != 0:
         apply_mask(acc_s, visible, b, h, q_lo, k_lo)
     else:
-        hide_by_word(acc_s, words[0], 0)
+        for i, t in T.Parallel(acc_s.shape[0], 4):
+            set_word(word, i, t, ranges.lows[i, t], ranges.highs[i, t], k_lo)
+        hide_by_word(acc_s, word, 0)
 
 
 @T.macro

@@ -6,7 +6,7 @@ from ...packed.tasks import lse_of, sink_of
 from ...tile import dropout, softmax
 from ...tile.expressions import Emitter
 from ...tile.hopper import WARP, WARPGROUP
-from ...tile.key_words import hide_by_ranges, hide_outside
+from ...tile.key_words import find_ranges, hide_by_ranges, hide_outside
 from ...tile.mask import Visibility, apply_mask, apply_score, keep_uniforms
 from ...tile.matrices import load_words, straight
 from ...tile.softmax import ROWS
@@ -208,8 +208,8 @@ def scores_to_weights(plan, arg, w, first_key, masked, bounded=False):
     if masked:
         if plan.keys is not None:
             hide_outside(w.acc_s, w.key_words, visible, plan.keys, b, h, q_lo, k_lo)
-        elif plan.config.mask_words:
-            hide_by_ranges(w.acc_s, w.key_words, w.rows_apart, w.any_apart, w.thread, visible, b, h, q_lo, k_lo)
+        elif plan.by_ranges:
+            hide_by_ranges(w.acc_s, w.key_words[0], w.ranges, w.thread, visible, b, h, q_lo, k_lo)
         else:
             apply_mask(w.acc_s, visible, b, h, q_lo, k_lo)
     if bounded:
@@ -330,6 +330,10 @@ def attend(plan, arg, w, turn):
         keep_uniforms(plan.score, w.uniforms, emit, scale_of(plan, arg, w), w.task[BATCH], w.task[HEAD])
     softmax.reset(w.m, w.l, w.acc_o)
     T.fill(w.sums, 0)
+    if plan.by_ranges:
+        of = sizes_of_task(plan, arg, w)
+        visible = Visibility(plan.traced, Emitter(arg.operands), of.seqlen_k)
+        find_ranges(w.ranges, visible, w.task[BATCH], w.task[HEAD], w.task[ROW] + of.seqlen_k - of.seqlen_q)
     T.barrier_wait(w.q_ready[0], turn & 1)
     if plan.config.q_in_registers:
         # Q: [block_M, head_dim]

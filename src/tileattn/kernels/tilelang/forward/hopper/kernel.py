@@ -69,7 +69,7 @@ from ...packed.ragged import with_ragged_tensors
 from ...tile import dropout, softmax
 from ...tile.assume import assume_aligned, assume_filled
 from ...tile.hopper import WARP, WARPGROUP, tile_layout
-from ...tile.key_words import alloc_words, layouts
+from ...tile.key_words import alloc_ranges, alloc_words, layouts
 from ...tile.matrices import Words
 from ..config import HopperConfig
 from .consumer import consume
@@ -139,8 +139,7 @@ def body(call: AttentionCall, config: HopperConfig, traced: Program) -> Any:
                 uniforms=plan.score.allocate() if plan.score is not None else None,
                 words=dropout.of_call(call),
                 key_words=alloc_words(plan.block_M, plan.block_N) if config.mask_words else [],
-                rows_apart=T.alloc_fragment([plan.block_M, 4], "int32") if plan.by_ranges else None,
-                any_apart=T.alloc_fragment([plan.consumers], "int32") if plan.by_ranges else None,
+                ranges=alloc_ranges(plan.block_M, plan.consumers) if plan.by_ranges else None,
             )
             _annotate_layouts(plan, config, w)
             if thread >= plan.consumers:
@@ -167,7 +166,7 @@ def _annotate_layouts(plan: HopperPlan, config: HopperConfig, w: Any) -> None:
     if config.mask_words:
         T.annotate_layout(layouts(w.key_words))
     if plan.by_ranges:
-        T.annotate_layout({w.rows_apart: softmax.own_columns_layout(plan.block_M)})
-        T.annotate_layout({w.any_apart: softmax.per_thread_layout(plan.consumers)})
+        T.annotate_layout(layouts([w.ranges.lows, w.ranges.highs, w.ranges.apart]))
+        T.annotate_layout({w.ranges.any_apart: softmax.per_thread_layout(plan.consumers)})
     T.annotate_layout({w.sums: softmax.own_columns_layout(plan.block_M)})
     T.annotate_layout({w.min_alpha: softmax.per_thread_layout(plan.consumers)})
