@@ -6,12 +6,14 @@ import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tileattn import Causal, attention
+from tileattn.api import shared_plans
 from tileattn.call import graph_memory
 from tileattn.call.deferred_status import DeferredStatus
 from tileattn.kernels.tilelang.backward import workspaces
@@ -95,6 +97,26 @@ def test_a_status_is_made_by_another_thread(on_stream: Callable[[int], None], mo
     assert waited == [CPU]
     assert makers != [threading.current_thread()]
     assert len(makers) == 1
+
+
+def test_the_plan_of_a_step_is_not_kept(on_stream: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_plans, "decode_plan", lambda *tensors, **options: object())
+    x: Any = SimpleNamespace(
+        is_cuda=True, device=GPU, dtype=torch.bfloat16, shape=(2, 4), stride=lambda: (4, 1), data_ptr=lambda: 32
+    )
+
+    plans = shared_plans.SharedPlans()
+
+    def plan() -> object:
+        return plans.plan("kind", x, x, x, x, {})
+
+    on_stream(GRAPHS)
+    assert plan() is not plan()
+    on_stream(OTHER)
+    kept = plan()
+    assert plan() is kept
+    on_stream(GRAPHS)
+    assert plan() is not kept
 
 
 def _once(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 Layers share a plan if their tensors have equal sizes, strides and alignments and they compute the same kind of
 attention, on one stream: another would not wait for the plan. In a CUDA graph the plan must be a part of the graph,
 since it depends on the lengths: one that was made outside of a capture would not be made again by a replay. So it is
-not used inside of one, nor the reverse.
+not used inside of one, nor the reverse. In the graphs of torch.compile(mode="reduce-overhead") each layer makes its own:
+nothing may be kept of their memory (call/graph_memory.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..call.decoding import DecodePlan
+from ..call.graph_memory import warms_up
 from .decode import decode_plan
 
 
@@ -45,6 +47,8 @@ class SharedPlans:
             options: the other arguments.
             kept: lives as long as the plan, so that no other tensor gets an id that is in `kind`.
         """
+        if q.is_cuda and warms_up(q.device):
+            return decode_plan(q, k_cache, v_cache, seqlens_k, **options)
         captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
         stream = torch._C._cuda_getCurrentRawStream(q.device.index) if q.is_cuda else 0
         tensors = (q, k_cache, v_cache)
