@@ -3,7 +3,7 @@
 Layers share a plan if their tensors have equal sizes, strides and alignments and they compute the same kind of
 attention, on one stream: another would not wait for the plan. In a CUDA graph the plan must be a part of the graph,
 since it depends on the lengths: one that was made outside of a capture would not be made again by a replay. So it is
-not used inside of one, nor the reverse. In the graphs of torch.compile(mode="reduce-overhead") each layer makes its own:
+not used inside of one, nor the reverse. In graphs of torch.compile(mode="reduce-overhead") each layer makes its own:
 nothing may be kept of their memory (call/graph_memory.py).
 """
 
