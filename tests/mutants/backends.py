@@ -136,6 +136,26 @@ MUTANTS: list[Mutant] = [
         },
     ),
     *mutants(
+        f"{TILELANG}/forward/hopper/plan.py",
+        ("kernels/tilelang/forward/test_lowering.py::test_tiles_of_keys_begin_where_a_pattern_or_a_copy_can",),
+        {
+            "tilelang: tiles begin within a group of dropout's pattern": (
+                "self.copied is not None or call.dropout",
+                "self.copied is not None",
+            ),
+        },
+    ),
+    *mutants(
+        f"{TILELANG}/tile/key_words.py",
+        ("kernels/tilelang/tile/test_key_range.py",),
+        {
+            "tilelang: a row that may see a range sees all of it": (
+                "((lo == certain_lo) & (hi == certain_hi)) | (hi <= lo)",
+                "(lo == lo) | (hi <= lo)",
+            ),
+        },
+    ),
+    *mutants(
         f"{TILELANG}/forward/generic.py",
         EMULATED,
         {

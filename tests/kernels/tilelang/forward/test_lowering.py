@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,8 @@ from tileattn.kernels.tilelang.forward import library as launch
 from tileattn.kernels.tilelang.forward.amd import config as amd_config
 from tileattn.kernels.tilelang.forward.amd.config import AmdConfig
 from tileattn.kernels.tilelang.forward.config import ForwardConfig, HopperConfig
-from tileattn.kernels.tilelang.forward.defaults import Config
+from tileattn.kernels.tilelang.forward.defaults import LONG, Config
+from tileattn.kernels.tilelang.forward.hopper.plan import HopperPlan
 from tileattn.variant.program import program
 
 ASSEMBLED = ("sm_80", "sm_90a")
@@ -186,6 +188,23 @@ def test_fully_masked_tiles_are_skipped() -> None:
     # The window's left edge moves the first key that is loaded.
     assert causal[0] == "0"
     assert re.search(r"q_lo - i0\b", window[0])
+
+
+def test_tiles_of_keys_begin_where_a_pattern_or_a_copy_can() -> None:
+    """Dropout's pattern has groups of 16 keys; TMA copies a bias, and V in fp8, from multiples of 16 bytes."""
+
+    def step(*variant: Any, **options: Any) -> tuple[int, int]:
+        call = on("sm_90a", make_call(*variant, **options))
+        plan = HopperPlan(call, defaults.default(call, LONG), program(call.variant))
+        return plan.key_step, plan.block_N
+
+    window = SlidingWindow(5, 0)
+    assert step(window)[0] == step(IDS & Causal())[0] == 1
+    bias = step(window, Bias(TILES))
+    fp8 = step(window, dtype=torch.float8_e4m3fn)
+    dropout = step(window, dropout=True)
+    assert all(first == tile for first, tile in (bias, fp8, dropout))
+    assert dropout[1] % 16 == 0
 
 
 def test_a_plain_kernel_masks_the_last_tile_only() -> None:

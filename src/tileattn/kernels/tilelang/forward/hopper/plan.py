@@ -74,8 +74,10 @@ class HopperPlan:
         self.keys = key_range(traced) if config.mask_words else None
         self.by_ranges = config.mask_words and self.keys is None
         self.copied, self.copied_dtype = traced.copied_tile or (None, None)
-        # TMA reads rows from any one on, but columns of a tensor (a bias, V in fp8) in wholes of 16 bytes.
-        self.key_step = self.block_N if self.fp8 or self.copied is not None else 1
+        # TMA reads rows from any one on, but columns of a tensor (a bias, V in fp8) in wholes of 16 bytes. And dropout
+        # has a pattern of groups of 16 keys (tile/dropout.py).
+        whole_tiles = self.fp8 or self.copied is not None or call.dropout
+        self.key_step = self.block_N if whole_tiles else 1
         self.tile_in_words = self.copied_dtype == torch.bfloat16
         by_head, by_batch = (self.copied is not None and self.copied.differs_by(symbol) for symbol in "hb")
         self.batch_first = by_head and not by_batch
