@@ -104,18 +104,20 @@ def find_ranges(ranges, visible, b, h, q_lo):
 
 
 @T.macro
-def hide_by_ranges(acc_s, word, ranges, thread, visible, b, h, q_lo, k_lo):
+def hide_by_ranges(acc_s, words, ranges, thread, visible, b, h, q_lo, k_lo):
     """:func:`hide_outside` where ranges are not known from the expression; warps with another row evaluate it."""
     if T.any_sync(ranges.any_apart[thread] != 0) != 0:
         apply_mask(acc_s, visible, b, h, q_lo, k_lo)
     else:
-        for i, t in T.Parallel(acc_s.shape[0], 4):
-            set_word(word, i, t, ranges.lows[i, t], ranges.highs[i, t], k_lo)
-        hide_by_word(acc_s, word, 0)
+        for n, word in enumerate(words):
+            for i, t in T.Parallel(acc_s.shape[0], 4):
+                set_word(word, i, t, ranges.lows[i, t], ranges.highs[i, t], k_lo + n * COLUMNS)
+            hide_by_word(acc_s, word, n)
 
 
 @T.macro
 def set_word(word, i, t, lo, hi, k_lo):
+    """Bits of the thread's columns of row i, from key k_lo on, that lie in lo .. hi."""
     first = k_lo + 2 * t
     word[i, t] = T.cast(columns_below(hi - first) & ~columns_below(lo - first), "uint32")
 

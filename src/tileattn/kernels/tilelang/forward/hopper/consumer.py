@@ -209,7 +209,7 @@ def scores_to_weights(plan, arg, w, first_key, masked, bounded=False):
         if plan.keys is not None:
             hide_outside(w.acc_s, w.key_words, visible, plan.keys, b, h, q_lo, k_lo)
         elif plan.by_ranges:
-            hide_by_ranges(w.acc_s, w.key_words[0], w.ranges, w.thread, visible, b, h, q_lo, k_lo)
+            hide_by_ranges(w.acc_s, w.key_words, w.ranges, w.thread, visible, b, h, q_lo, k_lo)
         else:
             apply_mask(w.acc_s, visible, b, h, q_lo, k_lo)
     if bounded:
