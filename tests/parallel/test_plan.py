@@ -44,6 +44,20 @@ def test_bits_are_equal_from_run_to_run(options: dict[str, Any], dtype: torch.dt
     assert all(torch.equal(sinks[0], other) for other in sinks)
 
 
+def runs_have_the_bits_of_the_whole(seqlen: int, dtype: torch.dtype, mask: Any) -> bool:
+    """Of calls in this process, without a plan, on the runs of queries of two ranks and the keys up to their ends.
+
+    Whether it is so is up to the library of the CPU's matrix products: on an AMD EPYC, float32 is not.
+    """
+    q, k, v = (ranks_plan.drawn(seqlen, heads, 16, seed=heads, dtype=dtype) for heads in (4, 2, 2))
+    o, quarter = tileattn.attention(q, k, v, mask=mask), seqlen // 4
+    runs = [(0, quarter), (quarter, 3 * quarter), (3 * quarter, seqlen)]
+    return all(
+        torch.equal(tileattn.attention(q[:, start:stop], k[:, :stop], v[:, :stop], mask=mask), o[:, start:stop])
+        for start, stop in runs
+    )
+
+
 CAUSAL, WINDOW = tileattn.Causal(), tileattn.SlidingWindow(300)
 
 
@@ -61,6 +75,8 @@ CAUSAL, WINDOW = tileattn.Causal(), tileattn.SlidingWindow(300)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_o_and_lse_have_the_bits_of_one_device(algorithm: str, seqlen: int, mask: Any, dtype: torch.dtype) -> None:
     """With gather: runs that begin at multiples of 256, so that the tiles are those of one device."""
+    if algorithm == "gather" and not runs_have_the_bits_of_the_whole(seqlen, dtype, mask):
+        pytest.skip("this CPU's matrix products give a row other bits beside other rows or columns")
     for result in returned(pool(2).run(ranks_plan.bits, {"algorithm": algorithm}, seqlen, dtype, mask)):
         assert torch.equal(result["o"], result["one_o"])
         assert torch.equal(result["lse"], result["one_lse"])
