@@ -23,7 +23,10 @@ def is_window(call: AttentionCall) -> bool:
 
 
 def is_documents(call: AttentionCall) -> bool:
-    """The same of a mask that reads tensors and tells ranges of keys, as `Documents` and `KeyPadding` do."""
+    """The same of a mask that reads tensors and tells ranges of keys, as `Documents` does.
+
+    So do `KeyPadding` and a user's own mask with such ranges. Only `Documents` was timed.
+    """
     return _was_measured(call) and _loads(call) and isinstance(program(call.variant).full_range[1], Expr)
 
 

@@ -35,7 +35,7 @@ class HopperPlan:
         shift: of the softmax's exponents, for fp8.
         bounded: whether scores are within the modification's own bounds, so that the softmax needs no maximum.
         masks_inside: whether more than the last tile of keys can be masked (it may end beyond seqlen_k).
-        from_first_key: whether tiles of keys begin at key 0, which a mask of positions can hide from no query.
+        from_first_key: whether the mask's ranges of keys begin at key 0 for all queries. Then the tiles do, too.
         key_step: tiles of keys begin at the first key that is visible, or before it at a multiple of this. From the
             first key itself a task takes half a tile less on average, and documents no mask at the left.
         keys: the range of keys that each query sees, if the mask leaves one and bits are to say which; else None.
