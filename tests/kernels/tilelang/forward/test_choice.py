@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("tilelang")
 
 from tests.tools.lowering import make_call
-from tileattn import Causal, SlidingWindow
+from tileattn import Causal, Mask, SlidingWindow
 from tileattn.call.facts import AttentionCall
 from tileattn.kernels.tilelang.forward import choice, launch
 from tileattn.kernels.tilelang.forward.config import HopperConfig
@@ -121,3 +121,17 @@ def test_enough_heads_run_side_by_side_for_an_even_end(
 ) -> None:
     call = make_call(Causal(), dim=dim)
     assert launch._heads_side_by_side(call, sizes[0], sizes[1][1], sizes[1][2]) == side
+
+
+@pytest.mark.parametrize(
+    ("mask", "seqlen", "side"),
+    [
+        (Causal(), 16384, 16),  # four kv heads fit
+        (Causal(), 32768, 8),
+        (Causal(), 131072, 4),  # none fits: the four heads of one group
+        (SlidingWindow(99, 0), 131072, 16),  # a row sees few of them
+    ],
+    ids=str,
+)
+def test_under_a_causal_mask_only_heads_whose_keys_fit_run_side_by_side(mask: Mask, seqlen: int, side: int) -> None:
+    assert launch._heads_side_by_side(make_call(mask), torch.Size((1, seqlen, 32, 128)), seqlen, 8) == side

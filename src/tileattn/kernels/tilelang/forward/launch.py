@@ -28,6 +28,8 @@ from .space import forward_space, tuned_config
 
 ONE_AFTER_ANOTHER_BYTES = 2**20  # of keys and values: beyond it heads run one after another where tiles cost the same
 USUAL_ROWS = 128  # of a tile of queries
+FEWEST_CAUSAL = 4  # heads under a causal mask, whatever the L2 cache holds
+FEWEST_KV_HEADS = 4  # the same under other masks, whose rows see fewer keys than the cache must hold
 MAX_GRID = 65535  # blocks in the grid's second and third dimension
 
 
@@ -157,21 +159,23 @@ def _heads_side_by_side(call: AttentionCall, q_shape: torch.Size, seqlen_k: int,
     Tiles of equal cost run best one head after another, as far as there are enough tiles to fill the GPU: what runs
     together reads the same keys. Under a mask tiles differ; several heads then give a choice of long tiles to begin
     with, but their keys and values should stay in the L2 cache (measured on an H200: docs/design/lessons.md). So do
-    several heads that share a bias too large for it: what one reads is then there for the others.
+    several heads that share a bias too large for it: what one reads is then there for the others. Where a causal mask
+    is all and one kv head's keys do not fit, its group alone has enough tiles.
 
     A divisor of all pairs, so that the grid has no gaps, and large enough for the grid's limit in the other direction.
     Under a causal mask it also gives the last heads as many tiles as blocks need while the longest one runs. With 14
     heads of 9600 tokens at head dim 256, of which 3 fit, 7 side by side ran at 712 TFLOPS on an H200, and 2 at 668.
     """
     batch, seqlen_q, heads, _ = q_shape
-    pairs = batch * heads
+    pairs, group = batch * heads, heads // kv_heads
     bytes_per_kv_head = call.dtype.itemsize * max(seqlen_k, 1) * (call.head_dim + call.head_dim_v)
     if program(call.variant).allows is None and _shared_bytes_per_score(call) * seqlen_q * seqlen_k <= L2_BYTES:
         fitting = max(ONE_AFTER_ANOTHER_BYTES // bytes_per_kv_head, 1)
     else:
-        fitting = min(max(L2_BYTES // bytes_per_kv_head, 4), 16)
+        fewest = -(-FEWEST_CAUSAL // group) if call.variant == CAUSAL else FEWEST_KV_HEADS
+        fitting = min(max(L2_BYTES // bytes_per_kv_head, fewest), 16)
     allowed = [d for d in divisors(pairs) if pairs // d <= MAX_GRID]
-    side = max((d for d in allowed if d <= fitting * (heads // kv_heads)), default=allowed[0])
+    side = max((d for d in allowed if d <= fitting * group), default=allowed[0])
     if call.variant == CAUSAL and seqlen_k < 2 * seqlen_q:
         fewest = _heads_for_an_even_end(seqlen_q)
         return side if side >= fewest else min((d for d in allowed if d >= fewest), default=allowed[-1])
